@@ -1,0 +1,108 @@
+"""Causal attention in plain jnp: grouped heads, sliding windows, queries at any offset, in blocks with an online softmax.
+
+Cost follows the length and not the capacity: only the key blocks that some query can see are read. Scores exist for one
+block of queries and one block of keys at a time, so 8k tokens need no 8k × 8k matrix.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+QUERY_BLOCK = 512
+KEY_BLOCK = 256
+_MASKED = -1e30  # finite: a row that sees no key at all gives zeros, not NaN
+
+
+def attention(
+    q_BTNH: jax.Array,
+    k_BKSH: jax.Array,
+    v_BKSH: jax.Array,
+    *,
+    length_B: jax.Array,
+    start_B: jax.Array | None = None,
+    scale: float,
+    window: int | None = None,
+) -> jax.Array:
+    """Scaled dot-product attention (Vaswani et al. 2017) with the online softmax of Milakov & Gimelshein 2018.
+
+    Query t of row b has position p = start_B[b] + t and sees the keys at positions 0 … p, with a window p-window+1 … p,
+    that lie below length_B[b]. Keys at or past length_B may hold anything, NaN included.
+
+    Args:
+        q_BTNH: queries. N is a multiple of K: heads share keys in groups of N/K.
+        k_BKSH: keys in order of position.
+        v_BKSH: values.
+        length_B: number of valid keys per row.
+        start_B: position of the first query; None: 0 for every row, which also makes the bounds of all loops static,
+            so that the result has a reverse-mode gradient.
+        scale: factor on the scores.
+        window: None, or how many keys a query sees at most, itself included.
+
+    Returns:
+        [B, T, N, H] in the dtype of q.
+    """
+    B, T, N, H = q_BTNH.shape
+    K, S = k_BKSH.shape[1:3]
+    q_BKTGH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4)
+    static = start_B is None
+    start_B = jnp.zeros(B, jnp.int32) if static else start_B
+    run = partial(_query_block, k_BKSH, v_BKSH, length_B, scale, window, static)
+    if T <= QUERY_BLOCK:
+        out_BKTGH = run(q_BKTGH, start_B)
+    else:
+        blocks = -(-T // QUERY_BLOCK)
+        padded = jnp.pad(q_BKTGH, ((0, 0), (0, 0), (0, blocks * QUERY_BLOCK - T), (0, 0), (0, 0)))
+        stacked = jnp.moveaxis(padded.reshape(B, K, blocks, QUERY_BLOCK, N // K, H), 2, 0)
+        # The backward pass recomputes a block of queries at a time instead of keeping every score.
+        step = jax.checkpoint(lambda block: run(block[0], start_B + block[1]))
+        done = lax.map(step, (stacked, QUERY_BLOCK * jnp.arange(blocks)))
+        out_BKTGH = jnp.moveaxis(done, 0, 2).reshape(B, K, blocks * QUERY_BLOCK, N // K, H)[:, :, :T]
+    return out_BKTGH.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
+
+
+def _query_block(k_BKSH, v_BKSH, length_B, scale, window, static, q_BKTGH, start_B):
+    """One block of queries over all the key blocks that it can see."""
+    B, K, T, G, H = q_BKTGH.shape
+    S = k_BKSH.shape[2]
+    width = min(S, KEY_BLOCK)
+    blocks = -(-S // width)
+    query_BT = start_B[:, None] + jnp.arange(T)
+
+    def update(i, state):
+        max_BKTG, sum_BKTG, acc_BKTGH = state
+        first = i * width
+        at = jnp.minimum(first, S - width)  # the last block overlaps the one before it where the width does not divide S
+        key_S = at + jnp.arange(width)
+        k, v = (x if blocks == 1 else lax.dynamic_slice_in_dim(x, at, width, 2) for x in (k_BKSH, v_BKSH))
+        valid_BS = (key_S >= first) & (key_S < length_B[:, None])
+        seen_BTS = valid_BS[:, None] & (key_S <= query_BT[..., None])
+        if window is not None:
+            seen_BTS &= key_S > query_BT[..., None] - window
+        seen = seen_BTS[:, None, :, None]
+        scores = jnp.einsum("bktgh,bksh->bktgs", q_BKTGH, k, preferred_element_type=jnp.float32, precision=_precision(k)) * scale
+        scores = jnp.where(seen, scores, _MASKED)
+        new_max = jnp.maximum(max_BKTG, scores.max(-1))
+        weights = jnp.where(seen, jnp.exp(scores - new_max[..., None]), 0.0)
+        shrink = jnp.exp(max_BKTG - new_max)
+        v = jnp.where(valid_BS[:, None, :, None], v, 0)  # a weight of 0 does not silence a NaN
+        add = jnp.einsum("bktgs,bksh->bktgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32, precision=_precision(v))
+        return new_max, sum_BKTG * shrink + weights.sum(-1), acc_BKTGH * shrink[..., None] + add
+
+    zeros = jnp.zeros((B, K, T, G), jnp.float32)
+    state = (zeros + _MASKED, zeros, jnp.zeros((B, K, T, G, H), jnp.float32))
+    high = -(-jnp.minimum(jnp.max(length_B), jnp.max(start_B) + T) // width)
+    low = 0 if window is None else jnp.maximum(jnp.min(start_B) - window + 1, 0) // width
+    if blocks == 1:
+        state = update(0, state)
+    elif static:
+        state = lax.fori_loop(0, blocks, lambda i, s: lax.cond((i >= low) & (i < high), update, lambda _, s: s, i, s), state)
+    else:
+        state = lax.fori_loop(low, high, update, state)
+    _, sum_BKTG, acc_BKTGH = state
+    return (acc_BKTGH / jnp.maximum(sum_BKTG, 1e-30)[..., None]).astype(q_BKTGH.dtype)
+
+
+def _precision(x: jax.Array) -> lax.Precision | None:
+    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None

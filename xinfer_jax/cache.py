@@ -1,0 +1,112 @@
+"""The KV cache: fixed capacity, one K and one V array per layer. The only code that knows the layout.
+
+Layout [B, K, S, H]: the keys of one row and one head lie together, so a block of slots is one matrix for the attention
+product, with the batch axes (B, K) in front and nothing to transpose. Position p of a row lies in slot p.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .config import ModelConfig
+from .errors import InputError
+from .params import resolve_dtype
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    k: tuple[jax.Array, ...]  # L times [B, K, S, H]
+    v: tuple[jax.Array, ...]  # L times [B, K, S, H]
+    length_B: jax.Array  # int32: tokens held by each row; the next one has this position
+    overflow_B: jax.Array  # bool: a write past the capacity was dropped
+
+    @property
+    def capacity(self) -> int:
+        return self.k[0].shape[2]
+
+
+def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: Any = None) -> KVCache:
+    """An empty cache.
+
+    Args:
+        config: the model.
+        batch: rows (B).
+        capacity: tokens each row can hold (S).
+        dtype: of K and V; None: float32 on CPU, bfloat16 on GPU and TPU.
+
+    Raises:
+        InputError: batch or capacity below 1, or, with rope type `dynamic`, a capacity above the original maximum.
+    """
+    if batch < 1 or capacity < 1:
+        raise InputError(f"a cache needs batch and capacity of at least 1, got batch {batch} and capacity {capacity}")
+    if config.rope.rope_type == "dynamic" and capacity > config.max_position_embeddings:
+        raise InputError(
+            f"rope type 'dynamic' changes its frequencies beyond {config.max_position_embeddings} tokens, so cached keys would no longer "
+            f"fit: a cache of capacity {capacity} is not supported, shorten the prompt or generate fewer tokens"
+        )
+    dtype = resolve_dtype(dtype)
+    shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
+    k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers)) for _ in "kv")
+    return KVCache(k, v, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool))
+
+
+def append(cache: KVCache, layer: int, k_BTKH: jax.Array, v_BTKH: jax.Array, num_tokens_B: jax.Array) -> KVCache:
+    """Writes the first num_tokens_B[b] of T new keys and values of one layer behind the row's length; `advance` then counts them.
+
+    Padding is never written; what lies past the capacity is dropped (and flagged by `advance`).
+
+    Raises:
+        InputError: T is above the capacity.
+    """
+    if k_BTKH.shape[1] > cache.capacity:
+        raise InputError(f"{k_BTKH.shape[1]} tokens in one call exceed the cache's capacity {cache.capacity}: raise capacity")
+    write = _write if cache.length_B.shape[0] > 1 else _write_single
+    k, v = (
+        (*old[:layer], write(old[layer], jnp.swapaxes(new, 1, 2).astype(old[layer].dtype), cache.length_B, num_tokens_B), *old[layer + 1 :])
+        for old, new in ((cache.k, k_BTKH), (cache.v, v_BTKH))
+    )
+    return dataclasses.replace(cache, k=k, v=v)
+
+
+def advance(cache: KVCache, num_tokens_B: jax.Array) -> KVCache:
+    """Counts num_tokens_B tokens per row as held, once every layer has appended them."""
+    length_B = cache.length_B + num_tokens_B
+    overflow_B = cache.overflow_B | (length_B > cache.capacity)
+    return dataclasses.replace(cache, length_B=jnp.minimum(length_B, cache.capacity), overflow_B=overflow_B)
+
+
+def read(cache: KVCache, layer: int) -> tuple[jax.Array, jax.Array]:
+    """K and V of one layer, [B, K, S, H] in order of position; what lies at or past the row's length is undefined."""
+    return cache.k[layer], cache.v[layer]
+
+
+def truncate(cache: KVCache, length_B: jax.Array) -> KVCache:
+    """Forgets what lies at or past length_B (int32 [B] or scalar); a longer length changes nothing."""
+    return dataclasses.replace(cache, length_B=jnp.minimum(cache.length_B, length_B).astype(jnp.int32))
+
+
+def reorder(cache: KVCache, index_B: jax.Array) -> KVCache:
+    """Row b of the result is row index_B[b]: beams and answers that share a prompt."""
+    return jax.tree.map(lambda leaf: leaf[index_B], cache)
+
+
+def _write_row(old_KSH: jax.Array, new_KTH: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
+    # dynamic_update_slice moves a slice that would leave the array; moving the new rows along keeps each at its own slot.
+    slots, tokens = old_KSH.shape[1], new_KTH.shape[1]
+    at = jnp.minimum(start, slots - tokens)
+    slot_T = (at + jnp.arange(tokens))[:, None]
+    kept = lax.dynamic_slice_in_dim(old_KSH, at, tokens, 1)
+    moved = new_KTH if tokens == 1 else jnp.roll(new_KTH, start - at, 1)
+    return lax.dynamic_update_slice_in_dim(old_KSH, jnp.where((slot_T >= start) & (slot_T < start + count), moved, kept), at, 1)
+
+
+_write = jax.vmap(_write_row)
+
+
+def _write_single(old: jax.Array, new: jax.Array, length_B: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
+    """One row needs no scatter, which is what a mapped dynamic_update_slice becomes."""
+    return _write_row(old[0], new[0], length_B[0], num_tokens_B[0])[None]

@@ -1,0 +1,113 @@
+"""The parts of a decoder layer: RMS norm, rotary embedding, linear, gated MLP. Norms and angles are computed in float32."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .config import ModelConfig, RopeConfig
+from .params import Params
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis (Zhang & Sennrich 2019). x: [..., D], weight: [D]."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), -1, keepdims=True) + eps)
+    return (weight * x32.astype(x.dtype)).astype(x.dtype)
+
+
+def linear(x: jax.Array, leaf: Params, out_dtype: jnp.dtype | None = None) -> jax.Array:
+    """x @ weight.T + bias. x: [..., in], leaf: {"weight": [out, in], "bias": [out] or absent}. Returns [..., out].
+
+    float32 weights multiply in full float32 on every backend (no TF32); narrower ones accumulate in float32.
+    """
+    weight = leaf["weight"]
+    precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    y = lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=jnp.float32)
+    if "bias" in leaf:
+        y = y + leaf["bias"]
+    return y.astype(out_dtype or x.dtype)
+
+
+def gated_mlp(x: jax.Array, layer: Params) -> jax.Array:
+    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)). x: [..., D]."""
+    return linear(jax.nn.silu(linear(x, layer["gate"])) * linear(x, layer["up"]), layer["down"])
+
+
+def rotary_angles(config: ModelConfig, position_BT: jax.Array, length_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of the rotary angles (Su et al. 2021), float32.
+
+    Args:
+        config: the model; its `rope` says how frequencies are scaled.
+        position_BT: absolute positions.
+        length_B: each row's length after this call: `dynamic` scales by it.
+
+    Returns:
+        cos and sin, each [B, T, H/2].
+    """
+    rope, width = config.rope, config.head_dim
+    if rope.rope_type == "dynamic":
+        scale_B = rope.factor * jnp.maximum(length_B, config.max_position_embeddings) / config.max_position_embeddings - (rope.factor - 1)
+        theta_B1 = (rope.rope_theta * scale_B ** (width / (width - 2)))[:, None]
+        inverse = 1.0 / theta_B1 ** (jnp.arange(0, width, 2, dtype=jnp.float32) / width)  # [B, H/2]
+        angle = position_BT[..., None] * inverse[:, None]
+        return jnp.cos(angle), jnp.sin(angle)
+    inverse, scale = _inverse_frequencies(rope, width)
+    angle = position_BT[..., None].astype(jnp.float32) * inverse
+    return jnp.cos(angle) * scale, jnp.sin(angle) * scale
+
+
+def rotate(x_BTNH: jax.Array, cos_BTR: jax.Array, sin_BTR: jax.Array) -> jax.Array:
+    """Rotates each pair (i, i + H/2) of every head by its angle, the layout of Hugging Face checkpoints. R = H/2."""
+    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos_BTR[:, :, None], sin_BTR[:, :, None]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+def _inverse_frequencies(rope: RopeConfig, width: int) -> tuple[np.ndarray, float]:
+    """Angle per position of each pair, float32 [H/2], and the factor on cos and sin."""
+    powers = np.float32(rope.rope_theta) ** (np.arange(0, width, 2, dtype=np.float32) / np.float32(width))
+    inverse = np.float32(1.0) / powers
+    if rope.rope_type == "linear":
+        return inverse / np.float32(rope.factor), 1.0
+    if rope.rope_type == "llama3":
+        return _llama3_frequencies(rope, inverse), 1.0
+    if rope.rope_type == "yarn":
+        return _yarn_frequencies(rope, inverse), _yarn_scale(rope)
+    return inverse, 1.0
+
+
+def _llama3_frequencies(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
+    """Llama 3.1: long waves stretched by `factor`, short ones kept, a smooth passage between."""
+    turns = rope.original_max_position_embeddings * inverse / np.float32(2 * math.pi)  # full turns within the first context
+    smooth = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+    return ((1 - smooth) * inverse / rope.factor + smooth * inverse).astype(np.float32)
+
+
+def _yarn_frequencies(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
+    """YaRN (Peng et al. 2023): a ramp over the pairs between extrapolation and interpolation by `factor`."""
+    width = 2 * len(inverse)
+
+    def pair_with(turns: float) -> float:
+        return width * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
+
+    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    ramp = np.clip((np.arange(len(inverse), dtype=np.float32) - low) / ((high - low) or 0.001), 0, 1)
+    return (inverse / rope.factor * ramp + inverse * (1 - ramp)).astype(np.float32)
+
+
+def _yarn_scale(rope: RopeConfig) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)

@@ -1,0 +1,87 @@
+"""What a load or a generation cost: seconds, bytes, rates, and how they are measured."""
+
+import dataclasses
+import resource
+import sys
+import time
+
+import jax
+
+
+@dataclasses.dataclass
+class LoadStats:
+    seconds: float
+    weight_bytes: int
+    dtype: str
+
+
+@dataclasses.dataclass
+class GenerateStats:
+    """The cost of one `generate` or `stream` call. Seconds other than `compile_seconds` and `total_seconds` are without compilation."""
+
+    rows: int
+    prompt_tokens: int  # all rows together
+    weight_bytes: int
+    cache_bytes: int
+    generated_tokens: int = 0  # all rows together, EOS included
+    compile_seconds: float = 0.0  # tracing, lowering and compiling (or fetching from the compilation cache)
+    prefill_seconds: float = 0.0
+    ttft_seconds: float = 0.0  # time to the first token of every row, from the start of the call
+    decode_seconds: float = 0.0  # everything after the first token
+    decode_steps: int = 0
+    total_seconds: float = 0.0  # compilation included
+    peak_bytes: int = 0  # peak memory: of the process on CPU, of the device elsewhere
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens that decoding produced: all but the first of each row, which prefill gives."""
+        return self.generated_tokens - self.rows
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def tpot_seconds(self) -> float:
+        """Time per output token: seconds of one decode step, whatever the number of rows."""
+        return self.decode_seconds / self.decode_steps if self.decode_steps else 0.0
+
+
+class Stopwatch:
+    """Wall time with the seconds spent compiling apart: `with Stopwatch() as w: ...` fills `w.seconds` and `w.compile_seconds`."""
+
+    def __enter__(self) -> "Stopwatch":
+        self._spans: list[tuple[float, float]] = []
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        wall = time.perf_counter() - self._start
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+        self.compile_seconds = min(wall, self._covered())
+        self.seconds = wall - self.compile_seconds
+
+    def _listen(self, event: str, duration: float, **_: object) -> None:
+        if event.startswith("/jax/core/compile/"):
+            now = time.perf_counter()
+            self._spans.append((max(now - duration, self._start), now))
+
+    def _covered(self) -> float:
+        """Length of the union of the spans: an inner function's trace lies within its caller's."""
+        total, end = 0.0, 0.0
+        for first, last in sorted(self._spans):
+            total += max(0.0, last - max(first, end))
+            end = max(end, last)
+        return total
+
+
+def peak_bytes() -> int:
+    """Peak memory so far: bytes in use on the device, or the process's resident memory where the device keeps no count (CPU)."""
+    counted = jax.local_devices()[0].memory_stats() or {}
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return counted.get("peak_bytes_in_use", resident)
