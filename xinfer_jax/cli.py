@@ -1,0 +1,153 @@
+"""The command line that `xinfer-jax`, `python -m xinfer_jax` and scripts/generate.py share."""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from absl import flags
+
+from .errors import InputError
+from .generate import GenerateOptions, GenerateOutput
+from .loading import Model, load_model
+from .sampling import SamplingConfig
+from .text import stream_text
+
+_FLAGS = flags.FlagValues()  # our own, so that importing this module adds nothing to a caller's flags
+
+
+def _flag(define, name, default, help_text, *args, **kwargs):
+    return define(name, default, help_text, *args, flag_values=_FLAGS, **kwargs)
+
+
+MODEL = _flag(
+    flags.DEFINE_string, "model", None, "Checkpoint: a directory, or a Hugging Face hub name owner/name. Default: the bundled one."
+)
+PROMPT = _flag(flags.DEFINE_string, "prompt", None, "What to say to the model. Default: standard input.")
+SYSTEM = _flag(flags.DEFINE_string, "system", None, "System message.")
+RAW = _flag(flags.DEFINE_boolean, "raw", False, "Continue the prompt as it is, without the chat template.")
+MAX_TOKENS = _flag(flags.DEFINE_integer, "max_tokens", 128, "Most tokens to generate.")
+TEMPERATURE = _flag(flags.DEFINE_float, "temperature", None, "0: always the most likely token. Default: the checkpoint's.")
+TOP_K = _flag(flags.DEFINE_integer, "top_k", None, "Sample among the k most likely tokens; 0: all. Default: the checkpoint's.")
+TOP_P = _flag(
+    flags.DEFINE_float, "top_p", None, "Sample among the most likely tokens that reach this probability; 1: all. Default: the checkpoint's."
+)
+PENALTY = _flag(flags.DEFINE_float, "repetition_penalty", None, "Above 1: repeats become less likely; 1: off. Default: the checkpoint's.")
+DEFAULTS = _flag(flags.DEFINE_boolean, "generation_config", True, "Take the checkpoint's defaults from generation_config.json.")
+SEED = _flag(flags.DEFINE_integer, "seed", 0, "Seed of the sampling.")
+DTYPE = _flag(flags.DEFINE_string, "dtype", None, "float32, bfloat16 or float16. Default: float32 on CPU, bfloat16 on GPU and TPU.")
+OUTPUT = _flag(
+    flags.DEFINE_string, "output", "text", "text: stream the answer, statistics on standard error; json: one object with everything."
+)
+USE_CACHE = _flag(
+    flags.DEFINE_boolean, "use_cache", True, "Keep keys and values; false: recompute all of them for every token, to compare."
+)
+CACHE_DIR = _flag(
+    flags.DEFINE_string,
+    "compilation_cache",
+    None,
+    "Directory that keeps compiled programs between runs; empty: none. Default: the user's cache directory.",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line and exits: 0, or 2 with one line on standard error where the input is at fault."""
+    try:
+        sys.exit(_run(list(sys.argv if argv is None else argv)))
+    except InputError as error:
+        sys.exit(_fail(str(error)))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # whoever reads us has gone; nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _run(argv: list[str]) -> int:
+    if {"--help", "-help", "-h", "--h"} & set(argv[1:]):
+        print(
+            f"Text in, text out with a Hugging Face checkpoint.\n\nusage: xinfer-jax --prompt TEXT [flags]\n{_FLAGS.main_module_help() or _FLAGS}"
+        )
+        return 0
+    try:
+        rest = _FLAGS(argv)[1:]
+    except flags.Error as error:
+        raise InputError(f"{str(error).splitlines()[0]} (see --help)") from error
+    if rest:
+        raise InputError(f"unexpected argument {rest[0]!r}: give the prompt with --prompt")
+    if OUTPUT.value not in ("text", "json"):
+        raise InputError(f"--output must be text or json, got {OUTPUT.value!r}")
+    if MAX_TOKENS.value < 1:
+        raise InputError(f"--max_tokens must be at least 1, got {MAX_TOKENS.value}")
+    _sampling({}).validate()  # what flags alone can get wrong is said before a model is loaded
+    prompt = sys.stdin.read().rstrip("\n") if PROMPT.value is None else PROMPT.value
+    if not prompt.strip():
+        raise InputError("the prompt is empty: give --prompt TEXT, or text on standard input")
+    _keep_compiled_programs()
+    model = load_model(MODEL.value, dtype=DTYPE.value)
+    options = GenerateOptions(MAX_TOKENS.value, _sampling(model.generation_config if DEFAULTS.value else {}), use_cache=USE_CACHE.value)
+    pieces = stream_text(model, prompt, options, key=jax.random.key(SEED.value), system=SYSTEM.value, raw=RAW.value)
+    text = []
+    while True:
+        try:
+            text.append(next(pieces))
+        except StopIteration as stop:
+            out = stop.value
+            break
+        if OUTPUT.value == "text":
+            print(text[-1], end="", flush=True)
+    if OUTPUT.value == "text":
+        print(flush=True)
+        print("\n".join(_report(model, out)), file=sys.stderr)
+    else:
+        print(json.dumps(_json(model, out, "".join(text)), ensure_ascii=False))
+    return 0
+
+
+def _sampling(generation_config: dict) -> SamplingConfig:
+    """The checkpoint's defaults, overruled by flags."""
+    flagged = dict(temperature=TEMPERATURE.value, top_k=TOP_K.value, top_p=TOP_P.value, repetition_penalty=PENALTY.value)
+    return dataclasses.replace(SamplingConfig.from_hf(generation_config), **{k: v for k, v in flagged.items() if v is not None})
+
+
+def _keep_compiled_programs() -> None:
+    directory = CACHE_DIR.value
+    if directory is None:
+        directory = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xinfer_jax")
+    if directory:
+        jax.config.update("jax_compilation_cache_dir", directory)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def _report(model: Model, out: GenerateOutput) -> list[str]:
+    load, s = model.load_stats, out.stats
+    decode = f"decode: {s.decode_tokens} tok in {s.decode_seconds:.2f} s ({s.decode_tokens_per_second:.1f} tok/s)"
+    return [
+        f"Loaded in {load.seconds:.1f} s ({_mib(load.weight_bytes)} weights, {load.dtype}, {jax.default_backend()})",
+        f"Prompt tokens: {s.prompt_tokens} (KV cache {_mib(s.cache_bytes)})",
+        f"compile: {s.compile_seconds:.2f} s",
+        f"prefill: {s.prompt_tokens} tok in {1e3 * s.prefill_seconds:.0f} ms ({s.prefill_tokens_per_second:.0f} tok/s) | {decode} [{out.finish_reason[0]}]",
+        f"TTFT {1e3 * s.ttft_seconds:.0f} ms | TPOT {1e3 * s.tpot_seconds:.1f} ms | total {s.total_seconds:.2f} s | peak memory {_mib(s.peak_bytes)}",
+    ]
+
+
+def _json(model: Model, out: GenerateOutput, text: str) -> dict:
+    s = out.stats
+    rates = ("decode_tokens", "prefill_tokens_per_second", "decode_tokens_per_second", "tpot_seconds")
+    stats = {"load_seconds": model.load_stats.seconds, "dtype": model.load_stats.dtype, "backend": jax.default_backend()}
+    stats |= dataclasses.asdict(s) | {name: getattr(s, name) for name in rates}
+    return {"text": text, "tokens": out.tokens[0], "prompt_tokens": s.prompt_tokens, "finish_reason": out.finish_reason[0], "stats": stats}
+
+
+def _mib(count: int) -> str:
+    mib = count / 2**20
+    return f"{mib:.1f} MiB" if mib < 10 else f"{mib:.0f} MiB"
+
+
+def _fail(message: str) -> int:
+    print(f"xinfer-jax: {' '.join(message.split())}", file=sys.stderr)
+    return 2

@@ -1,0 +1,138 @@
+"""A checkpoint directory in, a model out: safetensors, one file or shards, memory-mapped, one tensor at a time."""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  (numpy learns bfloat16 from it)
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from .config import ModelConfig, from_hf
+from .errors import InputError
+from .files import checkpoint_dir, read_json
+from .params import Params, ParamSpec, param_specs, resolve_dtype, tree_bytes
+from .stats import LoadStats
+from .tokenizer import Tokenizer
+
+BUNDLED = Path(__file__).parent / "assets"  # the small trained checkpoint that comes with the library
+_FLOATS = {"F32", "F16", "BF16"}
+_NOT_WEIGHTS = "rotary_emb.inv_freq"  # tables that old Llama checkpoints carry along
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What `load_model` gives."""
+
+    params: Params
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    generation_config: dict[str, Any]  # contents of generation_config.json, empty if there is none
+    load_stats: LoadStats
+
+
+def load_model(path_or_repo_id: str | Path | None = None, dtype: Any = None) -> Model:
+    """Loads a Hugging Face checkpoint.
+
+    Args:
+        path_or_repo_id: directory with config.json and safetensors (and tokenizer.json, if text is wanted), or a hub name
+            owner/name; None: the bundled checkpoint.
+        dtype: float32, bfloat16 or float16, whatever the checkpoint's; None: float32 on CPU, bfloat16 elsewhere.
+
+    Raises:
+        InputError: files missing, unreadable or not fitting the config, every tensor at fault named.
+    """
+    start = time.perf_counter()
+    dtype = resolve_dtype(dtype)
+    path = BUNDLED if path_or_repo_id is None else checkpoint_dir(path_or_repo_id)
+    settings = read_json(path / "config.json")
+    if settings is None:
+        raise InputError(f"{path} holds no config.json: give the directory of a Hugging Face checkpoint")
+    config = from_hf(settings)
+    tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None
+    generation = read_json(path / "generation_config.json") or {}
+    params = load_params(path, config, dtype)
+    stats = LoadStats(time.perf_counter() - start, tree_bytes(params), jnp.dtype(dtype).name)
+    return Model(params, config, tokenizer, generation, stats)
+
+
+def load_params(path: Path, config: ModelConfig, dtype: Any) -> Params:
+    """The parameter tree from the safetensors in a directory.
+
+    Peak memory is the weights in `dtype` plus one tensor: files are memory-mapped, each tensor is converted into memory
+    that the array then keeps (on CPU without a further copy).
+    """
+    files = _weight_files(path)
+    tensors = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118  (a safetensors handle is no dict)
+    specs, tree = jax.tree.flatten(param_specs(config))
+    names = [_stored_name(spec, config, tensors) for spec in specs]
+    _check_tensors(path, tensors, dict(zip(names, specs, strict=True)), config)
+    return jax.tree.unflatten(tree, [_array(tensors[name].get_tensor(name), dtype) for name in names])
+
+
+def _weight_files(path: Path) -> dict[str, Any]:
+    """Open safetensors by file name: the single file, or the shards that the index names."""
+    index = None
+    if (path / "model.safetensors").is_file():
+        names = ["model.safetensors"]
+    elif (index := read_json(path / "model.safetensors.index.json")) is not None:
+        if not isinstance(index.get("weight_map"), dict) or not index["weight_map"]:
+            raise InputError(f"{path / 'model.safetensors.index.json'} holds no weight_map")
+        names = sorted(set(index["weight_map"].values()))
+        if absent := [name for name in names if not (path / name).is_file()]:
+            raise InputError(f"{path}: the index names shards that are absent: {', '.join(absent)}; fetch the checkpoint again")
+    else:
+        raise InputError(f"{path} holds neither model.safetensors nor model.safetensors.index.json: only safetensors weights are read")
+    files = {}
+    for name in names:
+        try:
+            files[name] = safe_open(path / name, "numpy")
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path / name} is truncated or no safetensors file: {error}") from error
+    if index is not None:
+        for tensor, name in index["weight_map"].items():
+            if tensor not in files[name].keys():  # noqa: SIM118
+                raise InputError(f"{path}: the index says that {name} holds {tensor}, but it does not")
+    return files
+
+
+def _stored_name(spec: ParamSpec, config: ModelConfig, tensors: dict[str, Any]) -> str:
+    """The matrix that a tied model shares may be stored under either of its names."""
+    if (
+        config.tie_word_embeddings
+        and spec.hf_name == "model.embed_tokens.weight"
+        and spec.hf_name not in tensors
+        and "lm_head.weight" in tensors
+    ):
+        return "lm_head.weight"
+    return spec.hf_name
+
+
+def _check_tensors(path: Path, tensors: dict[str, Any], wanted: dict[str, ParamSpec], config: ModelConfig) -> None:
+    """Raises one InputError that names every tensor which is missing, unexpected, mis-shaped or of another type."""
+    faults = [f"missing {name} {list(spec.shape)}" for name, spec in wanted.items() if name not in tensors]
+    spare = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    faults += [f"unexpected {name}" for name in sorted(tensors.keys() - wanted.keys() - spare) if not name.endswith(_NOT_WEIGHTS)]
+    for name in tensors.keys() & wanted.keys():
+        stored = tensors[name].get_slice(name)
+        if tuple(stored.get_shape()) != wanted[name].shape:
+            faults.append(f"{name} has shape {stored.get_shape()}, the config asks for {list(wanted[name].shape)}")
+        elif stored.get_dtype() not in _FLOATS:
+            faults.append(f"{name} has type {stored.get_dtype()}, only {', '.join(sorted(_FLOATS))} are read")
+    if not faults and spare & tensors.keys() and (embed := "model.embed_tokens.weight") in tensors:
+        if not np.array_equal(tensors[embed].get_tensor(embed), tensors["lm_head.weight"].get_tensor("lm_head.weight")):
+            faults.append(f"tie_word_embeddings is true, but lm_head.weight differs from {embed}")
+    if faults:
+        raise InputError(f"{path}: the weights do not fit config.json: " + "; ".join(sorted(faults)))
+
+
+def _array(tensor: np.ndarray, dtype: Any) -> jax.Array:
+    """A device array of a memory-mapped tensor. On CPU, memory aligned to 64 bytes is taken over as it is."""
+    raw = np.empty(tensor.size * jnp.dtype(dtype).itemsize + 64, np.uint8)
+    offset = -raw.ctypes.data % 64
+    aligned = raw[offset : offset + raw.size - 64].view(dtype).reshape(tensor.shape)
+    np.copyto(aligned, tensor, casting="unsafe")
+    return jax.device_put(aligned)
