@@ -101,7 +101,8 @@ def _write_row(old_KSH: jax.Array, new_KTH: jax.Array, start: jax.Array, count: 
     slot_T = (at + jnp.arange(tokens))[:, None]
     kept = lax.dynamic_slice_in_dim(old_KSH, at, tokens, 1)
     moved = new_KTH if tokens == 1 else jnp.roll(new_KTH, start - at, 1)
-    return lax.dynamic_update_slice_in_dim(old_KSH, jnp.where((slot_T >= start) & (slot_T < start + count), moved, kept), at, 1)
+    written = jnp.where((slot_T >= start) & (slot_T < start + count), moved, kept)
+    return lax.dynamic_update_slice_in_dim(old_KSH, written, at, 1)
 
 
 _write = jax.vmap(_write_row)

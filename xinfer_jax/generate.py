@@ -13,7 +13,7 @@ from .cache import init_cache
 from .config import ModelConfig
 from .decode import CONTINUE, RECOMPUTE, RECORD, DecodeState, bucket, decode_loop, decode_step, new_state, prefill
 from .errors import InputError
-from .params import Params, tree_bytes
+from .params import Params, cache_dtype, tree_bytes
 from .sampling import SamplingConfig, per_row, row_keys
 from .stats import GenerateStats, Stopwatch, peak_bytes
 
@@ -130,7 +130,7 @@ def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
     capacity = options.capacity or min(bucket(longest) + bucket(new), config.context_length)
     with Stopwatch() as setup:
         tokens_BT, num_tokens_B = _padded(prompts, capacity)
-        cache = init_cache(config, B, capacity, params["embed"]["weight"].dtype) if options.use_cache else None
+        cache = init_cache(config, B, capacity, cache_dtype(params)) if options.use_cache else None
         state = new_state(None, num_tokens_B, _seen(prompts, config.vocab_size), bucket(new))
     with Stopwatch() as prefilling:
         if options.use_cache:

@@ -10,6 +10,8 @@ from jax import lax
 from .config import ModelConfig, RopeConfig
 from .params import Params
 
+_TILE = 128  # output rows of a 16-bit matrix that are float32 at one time on CPU
+
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm over the last axis (Zhang & Sennrich 2019). x: [..., D], weight: [D]."""
@@ -24,12 +26,56 @@ def linear(x: jax.Array, leaf: Params, out_dtype: jnp.dtype | None = None) -> ja
     float32 weights multiply in full float32 on every backend (no TF32); narrower ones accumulate in float32.
     """
     weight = leaf["weight"]
-    precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-    dims = (((x.ndim - 1,), (1,)), ((), ()))
-    y = lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=jnp.float32)
+    y = _product(x, weight) if weight.dtype == jnp.float32 else lax.platform_dependent(x, weight, cpu=_tiled_product, default=_product)
     if "bias" in leaf:
         y = y + leaf["bias"]
     return y.astype(out_dtype or x.dtype)
+
+
+def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+    return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+
+def _tiled_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x @ weight.T on CPU for bfloat16 and float16 weights: a tile of output rows is widened, multiplied and forgotten at a time.
+
+    XLA would widen the whole operand of a 16-bit dot or slice, and hoist that out of the decode loop: a float32 copy of all
+    weights. The barrier ties the tile to the loop counter, so that there is nothing to hoist.
+    """
+    x, size = x.astype(jnp.float32), weight.shape[0]
+    tile = min(size, _TILE)
+
+    def body(i, y):  # slice and update both move the last tile back inside the array, to the same rows
+        tied, i = lax.optimization_barrier((weight, i))
+        wide = lax.dynamic_slice_in_dim(tied, i * tile, tile, 0).astype(jnp.float32)
+        return lax.dynamic_update_slice_in_dim(y, _product(x, wide), i * tile, y.ndim - 1)
+
+    return lax.fori_loop(0, -(-size // tile), body, jnp.zeros((*x.shape[:-1], size), jnp.float32))
+
+
+@jax.custom_jvp
+def embed(token: jax.Array, table: jax.Array) -> jax.Array:
+    """Rows of the embedding table: token [...] int32, table [V, D], returns [..., D]."""
+
+    def row_by_row(token: jax.Array, table: jax.Array) -> jax.Array:
+        ids = token.reshape(-1)
+
+        def row(i: jax.Array) -> jax.Array:  # tied as in _tiled_product, and to the ids: one token's loop is unrolled
+            tied, at = lax.optimization_barrier((table, ids[i]))
+            return lax.dynamic_index_in_dim(tied, at, 0, keepdims=False).astype(jnp.float32)
+
+        return lax.map(row, jnp.arange(ids.size)).reshape(*token.shape, -1).astype(table.dtype)
+
+    if table.dtype == jnp.float32:
+        return table[token]
+    return lax.platform_dependent(token, table, cpu=row_by_row, default=lambda token, table: table[token])
+
+
+@embed.defjvp
+def _embed_jvp(primals, tangents):
+    token, table = primals
+    return embed(token, table), tangents[1][token]
 
 
 def gated_mlp(x: jax.Array, layer: Params) -> jax.Array:

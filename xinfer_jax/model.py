@@ -7,7 +7,7 @@ from .attention import attention
 from .cache import KVCache, advance, append, read
 from .config import ModelConfig
 from .errors import InputError
-from .layers import gated_mlp, linear, rms_norm, rotary_angles, rotate
+from .layers import embed, gated_mlp, linear, rms_norm, rotary_angles, rotate
 from .params import Params
 
 
@@ -43,7 +43,7 @@ def hidden_states(
     num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else num_tokens_B
     start_B = jnp.zeros(B, jnp.int32) if cache is None else cache.length_B
     angles = rotary_angles(config, start_B[:, None] + jnp.arange(T), start_B + num_tokens_B)
-    x_BTD = params["embed"]["weight"][tokens_BT]
+    x_BTD = embed(tokens_BT, params["embed"]["weight"])
     for index, layer in enumerate(params["layers"]):
         attended, cache = _attend(
             layer, config, index, rms_norm(x_BTD, layer["attn_norm"], config.rms_norm_eps), angles, cache, num_tokens_B

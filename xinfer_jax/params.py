@@ -90,6 +90,11 @@ def default_dtype() -> Any:
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
+def cache_dtype(params: Params) -> Any:
+    """For K and V: that of the weights; on CPU float32, since XLA there widens a 16-bit cache as a whole at every step (jax 0.10)."""
+    return jnp.float32 if jax.default_backend() == "cpu" else params["embed"]["weight"].dtype
+
+
 def resolve_dtype(dtype: Any) -> Any:
     """A floating dtype from its name, a dtype, or None for the default.
 
