@@ -1,9 +1,11 @@
 """The command line that `xinfer-jax`, `python -m xinfer_jax` and scripts/generate.py share."""
 
 import dataclasses
+import io
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,7 +39,7 @@ TOP_P = _flag(
 )
 PENALTY = _flag(flags.DEFINE_float, "repetition_penalty", None, "Above 1: repeats become less likely; 1: off. Default: the checkpoint's.")
 DEFAULTS = _flag(flags.DEFINE_boolean, "generation_config", True, "Take the checkpoint's defaults from generation_config.json.")
-SEED = _flag(flags.DEFINE_integer, "seed", 0, "Seed of the sampling.")
+SEED = _flag(flags.DEFINE_integer, "seed", 0, "Seed of the sampling.", lower_bound=0, upper_bound=2**63 - 1)
 DTYPE = _flag(flags.DEFINE_string, "dtype", None, "float32, bfloat16 or float16. Default: float32 on CPU, bfloat16 on GPU and TPU.")
 OUTPUT = _flag(
     flags.DEFINE_string, "output", "text", "text: stream the answer, statistics on standard error; json: one object with everything."
@@ -55,6 +57,8 @@ CACHE_DIR = _flag(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line and exits: 0, or 2 with one line on standard error where the input is at fault."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a character that the terminal's encoding lacks is shown as ?
     try:
         sys.exit(_run(list(sys.argv if argv is None else argv)))
     except InputError as error:
@@ -68,10 +72,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(argv: list[str]) -> int:
     if {"--help", "-help", "-h", "--h"} & set(argv[1:]):
-        print(
-            f"Text in, text out with a Hugging Face checkpoint.\n\nusage: xinfer-jax --prompt TEXT [flags]\n{_FLAGS.main_module_help() or _FLAGS}"
-        )
+        print(_help(), flush=True)
         return 0
+    for name in _FLAGS:
+        _FLAGS[name].unparse()  # forgets an earlier call in this process
     try:
         rest = _FLAGS(argv)[1:]
     except flags.Error as error:
@@ -82,8 +86,8 @@ def _run(argv: list[str]) -> int:
         raise InputError(f"--output must be text or json, got {OUTPUT.value!r}")
     if MAX_TOKENS.value < 1:
         raise InputError(f"--max_tokens must be at least 1, got {MAX_TOKENS.value}")
-    _sampling({}).validate()  # what flags alone can get wrong is said before a model is loaded
-    prompt = sys.stdin.read().rstrip("\n") if PROMPT.value is None else PROMPT.value
+    _sampling({})  # what flags alone can get wrong is said before a model is loaded
+    prompt = _standard_input() if PROMPT.value is None else PROMPT.value
     if not prompt.strip():
         raise InputError("the prompt is empty: give --prompt TEXT, or text on standard input")
     _keep_compiled_programs()
@@ -103,14 +107,33 @@ def _run(argv: list[str]) -> int:
         print(flush=True)
         print("\n".join(_report(model, out)), file=sys.stderr)
     else:
-        print(json.dumps(_json(model, out, "".join(text)), ensure_ascii=False))
+        print(json.dumps(_json(model, out, "".join(text))), flush=True)  # ASCII only, whatever the locale
     return 0
+
+
+def _help() -> str:
+    lines = ["Text in, text out with a Hugging Face checkpoint.", "", "usage: xinfer-jax --prompt TEXT [flags]"]
+    lines += ['example: xinfer-jax --prompt "What is the capital of France?" --temperature 0.7 --seed 1', "", "flags:"]
+    for name in _FLAGS:
+        flag = _FLAGS[name]
+        option = f"--[no]{name}" if flag.boolean else f"--{name}"
+        default = "" if flag.default is None else f" Default: {str(flag.default).lower()}."
+        lines += textwrap.wrap(flag.help + default, 110, initial_indent=f"  {option:<26}", subsequent_indent=" " * 28)
+    return "\n".join(lines)
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read().rstrip("\n") if sys.stdin else ""
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input is not {error.encoding} text: {error.reason} at byte {error.start}") from error
 
 
 def _sampling(generation_config: dict) -> SamplingConfig:
     """The checkpoint's defaults, overruled by flags."""
     flagged = dict(temperature=TEMPERATURE.value, top_k=TOP_K.value, top_p=TOP_P.value, repetition_penalty=PENALTY.value)
-    return dataclasses.replace(SamplingConfig.from_hf(generation_config), **{k: v for k, v in flagged.items() if v is not None})
+    defaults = SamplingConfig.from_hf(generation_config)
+    return dataclasses.replace(defaults, **{k: v for k, v in flagged.items() if v is not None}).validate()
 
 
 def _keep_compiled_programs() -> None:
@@ -125,13 +148,15 @@ def _keep_compiled_programs() -> None:
 
 def _report(model: Model, out: GenerateOutput) -> list[str]:
     load, s = model.load_stats, out.stats
+    prefill = f"prefill: {s.prompt_tokens} tok in {1e3 * s.prefill_seconds:.0f} ms ({s.prefill_tokens_per_second:.0f} tok/s)"
     decode = f"decode: {s.decode_tokens} tok in {s.decode_seconds:.2f} s ({s.decode_tokens_per_second:.1f} tok/s)"
+    latency = f"TTFT {1e3 * s.ttft_seconds:.0f} ms | TPOT {1e3 * s.tpot_seconds:.1f} ms | total {s.total_seconds:.2f} s"
     return [
         f"Loaded in {load.seconds:.1f} s ({_mib(load.weight_bytes)} weights, {load.dtype}, {jax.default_backend()})",
         f"Prompt tokens: {s.prompt_tokens} (KV cache {_mib(s.cache_bytes)})",
         f"compile: {s.compile_seconds:.2f} s",
-        f"prefill: {s.prompt_tokens} tok in {1e3 * s.prefill_seconds:.0f} ms ({s.prefill_tokens_per_second:.0f} tok/s) | {decode} [{out.finish_reason[0]}]",
-        f"TTFT {1e3 * s.ttft_seconds:.0f} ms | TPOT {1e3 * s.tpot_seconds:.1f} ms | total {s.total_seconds:.2f} s | peak memory {_mib(s.peak_bytes)}",
+        f"{prefill} | {decode} [{out.finish_reason[0]}]",
+        f"{latency} | peak memory {_mib(s.peak_bytes)}",
     ]
 
 

@@ -77,7 +77,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     if model_type not in _FAMILIES:
         raise InputError(f"model_type {model_type!r} is not supported: use one of {', '.join(sorted(_FAMILIES))}")
     defaults, family = _FAMILIES[model_type]
-    hf = {**defaults, **hf}
+    hf = {**_SHARED_DEFAULTS, **defaults, **hf}
     _refuse_unsupported(hf)
     heads = _integer(hf, "num_attention_heads")
     layers = _integer(hf, "num_hidden_layers")
@@ -136,19 +136,21 @@ def _smollm3(hf: Mapping, layers: int) -> dict:
     return _llama(hf, layers) | dict(layer_rope=uses_rope, layer_windows=_windows(hf, [not u for u in uses_rope]))
 
 
-_FAMILIES = {
-    # model type: (defaults where config.json is silent, as in transformers; the family's function)
-    "qwen2": (dict(num_key_value_heads=32, max_position_embeddings=32768, sliding_window=4096, max_window_layers=28), _qwen2),
-    "qwen3": (dict(num_key_value_heads=32, head_dim=128, max_position_embeddings=32768, sliding_window=4096, max_window_layers=28), _qwen3),
-    "llama": (dict(max_position_embeddings=2048), _llama),
-    "mistral": (dict(num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096), _mistral),
-    "smollm3": (dict(num_key_value_heads=4, max_position_embeddings=32768, rope_theta=2e6, no_rope_layer_interval=4, tie_word_embeddings=True), _smollm3),
-}  # fmt: skip
-
+# What config.json may leave out, as in transformers.
 _SHARED_DEFAULTS = dict(
     rms_norm_eps=1e-6, tie_word_embeddings=False, attention_bias=False, mlp_bias=False, use_sliding_window=False, hidden_act="silu"
 )
-_FAMILIES = {name: (_SHARED_DEFAULTS | defaults, family) for name, (defaults, family) in _FAMILIES.items()}
+_QWEN_DEFAULTS = dict(num_key_value_heads=32, max_position_embeddings=32768, sliding_window=4096, max_window_layers=28)
+_SMOLLM3_DEFAULTS = dict(
+    num_key_value_heads=4, max_position_embeddings=32768, rope_theta=2e6, no_rope_layer_interval=4, tie_word_embeddings=True
+)
+_FAMILIES = {  # model_type: (its defaults, its function)
+    "qwen2": (_QWEN_DEFAULTS, _qwen2),
+    "qwen3": (_QWEN_DEFAULTS | dict(head_dim=128), _qwen3),
+    "llama": (dict(max_position_embeddings=2048), _llama),
+    "mistral": (dict(num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096), _mistral),
+    "smollm3": (_SMOLLM3_DEFAULTS, _smollm3),
+}
 
 
 def _late_windows(hf: Mapping, layers: int) -> tuple[int | None, ...]:

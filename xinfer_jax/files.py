@@ -8,7 +8,7 @@ from typing import Any
 from .errors import InputError
 
 # What a checkpoint is loaded from; the rest of a hub repository is not fetched.
-_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+_PATTERNS = ["*.json", "model*.safetensors", "*.jinja"]  # Mistral repositories hold the weights twice, once as consolidated.safetensors
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
@@ -21,7 +21,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{file} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
         raise InputError(f"{file} must hold a JSON object, got {type(value).__name__}")

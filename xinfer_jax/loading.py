@@ -79,9 +79,10 @@ def _weight_files(path: Path) -> dict[str, Any]:
     if (path / "model.safetensors").is_file():
         names = ["model.safetensors"]
     elif (index := read_json(path / "model.safetensors.index.json")) is not None:
-        if not isinstance(index.get("weight_map"), dict) or not index["weight_map"]:
-            raise InputError(f"{path / 'model.safetensors.index.json'} holds no weight_map")
-        names = sorted(set(index["weight_map"].values()))
+        shards = index.get("weight_map")
+        if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
+            raise InputError(f"{path / 'model.safetensors.index.json'} holds no weight_map of tensor names to file names")
+        names = sorted(set(shards.values()))
         if absent := [name for name in names if not (path / name).is_file()]:
             raise InputError(f"{path}: the index names shards that are absent: {', '.join(absent)}; fetch the checkpoint again")
     else:

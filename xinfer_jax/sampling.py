@@ -98,7 +98,9 @@ def per_row(sampling: SamplingConfig | Sequence[SamplingConfig], batch: int) -> 
 
 
 def row_keys(key: jax.Array, batch: int) -> jax.Array:
-    """One key per row: `fold_in(key, row)` of one key, or the keys themselves where there is one per row. Old-style uint32 keys are taken too.
+    """One key per row: `fold_in(key, row)` of one key, or the keys themselves where there is one per row.
+
+    Old-style uint32 keys are taken too.
 
     Raises:
         InputError: a number of keys that is not the batch.

@@ -1,7 +1,7 @@
 """Text in, text out: conversation → chat template → ids → `generate` or `stream` → text."""
 
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,13 +24,15 @@ def encode_prompt(model: Model, prompt: Prompt, *, system: str | None = None, ra
         raw: take the text as it is, without the chat template.
 
     Raises:
-        InputError: no tokenizer, an empty prompt, or a system message or a conversation with raw.
+        InputError: no tokenizer, an empty prompt, no messages, or a system message or a conversation with raw.
     """
     tokenizer = _tokenizer(model)
     if raw and (system is not None or not isinstance(prompt, str)):
         raise InputError("raw takes a text as it is: it goes with neither a system message nor a conversation")
     if isinstance(prompt, str) and not prompt.strip():
         raise InputError(f"the prompt is empty: got {prompt!r}, give some text")
+    if not isinstance(prompt, str) and not (prompt and all(isinstance(message, Mapping) for message in prompt)):
+        raise InputError(f"a prompt is a text, or messages [{{'role': …, 'content': …}}, …], got {prompt!r}")
     if raw:
         ids = tokenizer.encode(prompt)
     else:

@@ -67,8 +67,15 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; with add_special_tokens, what the checkpoint puts around every text (BOS, for instance)."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of a text; with add_special_tokens, what the checkpoint puts around every text (BOS, for instance).
+
+        Raises:
+            InputError: not a text, or half a surrogate pair in it.
+        """
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            raise InputError(f"only valid Unicode text can be encoded, got {text!r}") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids."""
@@ -89,8 +96,8 @@ class Tokenizer:
         try:
             template = _environment().from_string(self.chat_template)
             return template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
-        except (jinja2.TemplateError, TypeError, KeyError) as error:
-            raise InputError(f"the chat template does not take this conversation: {error}") from error
+        except Exception as error:  # a template is code: anything can go wrong in it
+            raise InputError(f"the chat template does not take this conversation: {str(error) or type(error).__name__}") from error
 
 
 class IncrementalDecoder:
@@ -124,18 +131,22 @@ def _chat_template(path: Path, settings: dict) -> str | None:
         return (path / "chat_template.jinja").read_text(encoding="utf-8")
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, by name
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}.get("default", template)
+    if template is not None and not isinstance(template, str):
+        raise InputError(f"{path / 'tokenizer_config.json'}: chat_template must be a text, or a list of which one is named 'default'")
     return template
 
 
 def _text(token: Any) -> str:
-    return token["content"] if isinstance(token, dict) else str(token)
+    return token.get("content", "") if isinstance(token, dict) else str(token)
 
 
 def _eos_ids(backend: tokenizers.Tokenizer, generation: dict, config: dict, special: dict[str, str]) -> list[int]:
     """From generation_config.json, else config.json, else the tokenizer's eos_token; Qwen's two stops wherever the vocabulary has them."""
     found = next((s["eos_token_id"] for s in (generation, config) if s.get("eos_token_id") is not None), None)
     ids = [backend.token_to_id(special.get("eos_token", ""))] if found is None else found if isinstance(found, list) else [found]
+    if bad := [i for i in ids if i is not None and type(i) is not int]:
+        raise InputError(f"eos_token_id must be a token id or a list of them, got {bad[0]!r}")
     added = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     ids += [backend.token_to_id(stop) for stop in _QWEN_STOPS if stop in added]
     return list(dict.fromkeys(i for i in ids if i is not None))
@@ -151,6 +162,12 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
+        """Refuses at once, where jinja2 would render nothing in its place."""
+        raise jinja2.sandbox.SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r} is unsafe")
+
+
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """What templates written for transformers expect; sandboxed, since a template is code from whoever made the checkpoint."""
 
@@ -160,9 +177,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     def to_json(value: Any, ensure_ascii: bool = False, **kwargs: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **kwargs)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = to_json
     environment.globals.update(raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form))
     return environment

@@ -1,0 +1,148 @@
+"""The sampler against analytic distributions, its keys, its order, its limits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xinfer_jax as xj
+from xinfer_jax import sampling
+
+LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -3.0], np.float32)
+
+
+def analytic(temperature=1.0, top_k=0, top_p=1.0):
+    """The distribution by sorting and cutting, in float64."""
+    logits = LOGITS.astype(np.float64) / temperature
+    order = np.argsort(-logits)
+    if top_k:
+        logits[order[top_k:]] = -np.inf
+    probs = np.exp(logits - logits.max())
+    probs /= probs.sum()
+    before = np.cumsum(probs[order]) - probs[order]
+    probs[order[before >= top_p]] = 0
+    return probs / probs.sum()
+
+
+def draw(settings, count, seed=0):
+    rows = sampling.per_row(settings, count)
+    keys = sampling.row_keys(jax.random.key(seed), count)
+    logits = jnp.broadcast_to(LOGITS, (count, len(LOGITS)))
+    return np.asarray(jax.jit(sampling.choose)(logits, keys, jnp.full(count, 7), rows, jnp.zeros(logits.shape, bool)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(temperature=1.0),
+        dict(temperature=0.5),
+        dict(temperature=1.7, top_k=3),
+        dict(temperature=1.0, top_p=0.8),
+        dict(temperature=1.3, top_k=4, top_p=0.7),
+    ],
+    ids=str,
+)
+def test_frequencies_match_the_analytic_distribution(settings):
+    count = 40_000
+    drawn = np.bincount(draw(xj.SamplingConfig(**settings), count), minlength=len(LOGITS))
+    probs = analytic(**settings)
+    assert (drawn[probs == 0] == 0).all()
+    kept = probs > 0
+    chi2 = np.sum((drawn[kept] - count * probs[kept]) ** 2 / (count * probs[kept]))
+    assert chi2 < 25  # 99.99 % point of chi-square with 5 degrees of freedom
+
+
+def test_temperature_zero_is_argmax_in_a_mixed_batch():
+    rows = [xj.SamplingConfig(temperature=0.0 if i % 2 else 5.0) for i in range(64)]
+    drawn = draw(rows, 64)
+    assert (drawn[1::2] == 0).all() and len(set(drawn[::2].tolist())) > 1
+
+
+def test_draws_do_not_depend_on_slot_or_batch():
+    rows, keys = sampling.per_row(xj.SamplingConfig(temperature=1.0), 5), jax.random.split(jax.random.key(1), 5)
+    logits, position = jax.random.normal(jax.random.key(2), (5, 100)), jnp.arange(5) + 3
+    sample = jax.jit(sampling.sample)
+    together = sample(keys, position, logits, rows)
+    turned = jnp.array([3, 1, 4, 0, 2])
+    np.testing.assert_array_equal(sample(keys[turned], position[turned], logits[turned], rows), together[turned])
+    for i in range(5):
+        row = sampling.per_row(xj.SamplingConfig(temperature=1.0), 1)
+        assert sample(keys[i : i + 1], position[i : i + 1], logits[i : i + 1], row)[0] == together[i]
+
+
+BITS = [1100871879, 2323218197, 1429913325, 2145028247]
+
+
+def test_draws_are_the_same_on_every_jax_version():
+    """Bits recorded on jax 0.10.2; CI runs this on the newest too."""
+    key = sampling.draw_key(jax.random.fold_in(jax.random.key(42), 3), 11, 0)
+    bits = jax.random.bits(key, (4,), jnp.uint32)
+    np.testing.assert_array_equal(bits, BITS)
+    uniform = ((np.array(BITS, np.uint32) >> 9) + 0.5) * 2.0**-23
+    np.testing.assert_allclose(sampling.gumbel(key, 4), -np.log(-np.log(uniform)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("k", [1, 2, 17, 100, 0, 500])
+def test_top_k_keeps_the_k_largest(k):
+    logits = np.random.RandomState(k).standard_normal((3, 100)).astype(np.float32) * 10
+    kept = np.isfinite(sampling.top_k(logits, jnp.full(3, k)))
+    want = logits >= np.sort(logits, -1)[:, [-min(k or 100, 100)]]
+    np.testing.assert_array_equal(kept, want)
+
+
+@pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.999, 1.0])
+def test_top_p_keeps_the_smallest_nucleus(p):
+    logits = np.random.RandomState(7).standard_normal((4, 200)).astype(np.float32) * 4
+    kept = np.isfinite(sampling.top_p(logits, jnp.full(4, p, jnp.float32)))
+    probs = np.asarray(jax.nn.softmax(logits.astype(np.float64), -1))
+    for row, keep in zip(probs, kept, strict=True):
+        order = np.argsort(-row)
+        need = int(np.searchsorted(np.cumsum(row[order]), np.float32(p))) + 1 if p < 1 else 200
+        assert set(np.flatnonzero(keep)) == set(order[:need])
+
+
+def test_thresholds_survive_ties_infinities_and_signs():
+    logits = jnp.array([[-jnp.inf, -2.0, -2.0, -5.0, -0.0, 0.0]])
+    np.testing.assert_array_equal(np.isfinite(sampling.top_k(logits, jnp.array([3])))[0], [False, True, True, False, True, True])
+    np.testing.assert_array_equal(np.isfinite(sampling.top_k(-logits[:, 1:4], jnp.array([1])))[0], [False, False, True])
+
+
+def test_repetition_penalty_comes_before_temperature():
+    """Penalised logits decide, as in transformers: 2.0 / 4 falls below 1.0."""
+    rows = sampling.per_row(xj.SamplingConfig(repetition_penalty=4.0), 1)
+    seen = jnp.array([[True, False, False, False, False, False]])
+    chosen = sampling.choose(jnp.asarray(LOGITS)[None], sampling.row_keys(jax.random.key(0), 1), jnp.zeros(1, jnp.int32), rows, seen)
+    assert chosen[0] == 1
+
+
+def test_old_style_keys_give_the_same_draws():
+    new, old = sampling.row_keys(jax.random.key(5), 3), sampling.row_keys(jax.random.PRNGKey(5), 3)
+    np.testing.assert_array_equal(jax.random.key_data(new), jax.random.key_data(old))
+
+
+@pytest.mark.parametrize(
+    "settings,named",
+    [
+        (dict(temperature=-0.1), "temperature"),
+        (dict(temperature=float("nan")), "temperature"),
+        (dict(top_p=0.0), "top_p"),
+        (dict(top_p=1.1), "top_p"),
+        (dict(top_k=-1), "top_k"),
+        (dict(repetition_penalty=0.0), "repetition_penalty"),
+        (dict(temperature="warm"), "temperature"),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused_with_their_value(settings, named):
+    with pytest.raises(xj.InputError, match=f"{named}.*got {list(settings.values())[0]!r}"):
+        xj.SamplingConfig(**settings).validate()
+
+
+def test_defaults_of_a_checkpoint():
+    qwen = dict(do_sample=True, temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.1, eos_token_id=[1, 2], pad_token_id=0)
+    assert xj.SamplingConfig.from_hf(qwen) == xj.SamplingConfig(0.7, 20, 0.8, 1.1)
+    assert xj.SamplingConfig.from_hf({**qwen, "do_sample": False}) == xj.SamplingConfig(repetition_penalty=1.1)
+    assert xj.SamplingConfig.from_hf({"temperature": 0.7}) == xj.SamplingConfig()
+    assert xj.SamplingConfig.from_hf({"do_sample": True}) == xj.SamplingConfig(1.0, 50)  # transformers' defaults
+    with pytest.raises(xj.InputError, match="num_beams=4"):
+        xj.SamplingConfig.from_hf({"num_beams": 4})
