@@ -19,6 +19,8 @@ from .params import resolve_dtype
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
+    """Keys and values of every layer, and how much of each row is filled."""
+
     k: tuple[jax.Array, ...]  # L times [B, K, S, H]
     v: tuple[jax.Array, ...]  # L times [B, K, S, H]
     length_B: jax.Array  # int32: tokens held by each row; the next one has this position

@@ -93,7 +93,8 @@ def _run(argv: list[str]) -> int:
     _keep_compiled_programs()
     model = load_model(MODEL.value, dtype=DTYPE.value)
     options = GenerateOptions(MAX_TOKENS.value, _sampling(model.generation_config if DEFAULTS.value else {}), use_cache=USE_CACHE.value)
-    pieces = stream_text(model, prompt, options, key=jax.random.key(SEED.value), system=SYSTEM.value, raw=RAW.value)
+    key = jax.random.key(SEED.value) if options.sampling.temperature > 0 else None  # two programs less to compile
+    pieces = stream_text(model, prompt, options, key=key, system=SYSTEM.value, raw=RAW.value)
     text = []
     while True:
         try:

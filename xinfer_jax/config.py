@@ -5,6 +5,7 @@ would change the result and is not supported is refused by name.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,7 +75,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         InputError: an unknown model_type, a missing or impossible value, or a setting that is not supported.
     """
     model_type = hf.get("model_type")
-    if model_type not in _FAMILIES:
+    if not isinstance(model_type, str) or model_type not in _FAMILIES:
         raise InputError(f"model_type {model_type!r} is not supported: use one of {', '.join(sorted(_FAMILIES))}")
     defaults, family = _FAMILIES[model_type]
     hf = {**_SHARED_DEFAULTS, **defaults, **hf}
@@ -90,7 +91,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads if hf.get("num_key_value_heads") is None else _integer(hf, "num_key_value_heads"),
-        head_dim=hidden // heads if hf.get("head_dim") is None else _integer(hf, "head_dim"),
+        head_dim=_shared_out(hidden, heads) if hf.get("head_dim") is None else _integer(hf, "head_dim"),
         max_position_embeddings=_integer(hf, "max_position_embeddings"),
         rms_norm_eps=_number(hf, "rms_norm_eps"),
         tie_word_embeddings=_boolean(hf, "tie_word_embeddings"),
@@ -121,6 +122,8 @@ def _llama(hf: Mapping, layers: int) -> dict:
 
 
 def _mistral(hf: Mapping, layers: int) -> dict:
+    if hf.get("layer_types") is not None:  # transformers refuses it too
+        raise InputError("layer_types is not supported for model_type 'mistral': only one sliding_window for all layers is")
     window = None if hf.get("sliding_window") is None else _integer(hf, "sliding_window")
     return dict(layer_windows=(window,) * layers)
 
@@ -155,7 +158,10 @@ _FAMILIES = {  # model_type: (its defaults, its function)
 
 def _late_windows(hf: Mapping, layers: int) -> tuple[int | None, ...]:
     """Qwen: the layers from `max_window_layers` on slide."""
-    return _windows(hf, [i >= hf["max_window_layers"] for i in range(layers)])
+    first = hf["max_window_layers"]
+    if isinstance(first, bool) or not isinstance(first, int):
+        raise InputError(f"config.json: max_window_layers must be an integer, got {first!r}")
+    return _windows(hf, [i >= first for i in range(layers)])
 
 
 def _windows(hf: Mapping, slides: list[bool]) -> tuple[int | None, ...]:
@@ -192,7 +198,7 @@ def _rope(hf: Mapping) -> RopeConfig:
         if hf.get("original_max_position_embeddings") is not None:
             given["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
     if rope_type == "yarn" and "factor" not in given:
-        given["factor"] = hf["max_position_embeddings"] / given["original_max_position_embeddings"]
+        given["factor"] = hf["max_position_embeddings"] / _number(given, "original_max_position_embeddings")
     needed = {"llama3": ("factor", "low_freq_factor", "high_freq_factor"), "linear": ("factor",), "dynamic": ("factor",)}
     for name in needed.get(rope_type, ()):
         if name not in given:
@@ -225,9 +231,15 @@ def _check(config: ModelConfig) -> None:
         raise InputError(f"head_dim {config.head_dim} is odd: rotary embedding needs an even one")
 
 
+def _shared_out(hidden: int, heads: int) -> int:
+    if hidden % heads:
+        raise InputError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and config.json gives no head_dim")
+    return hidden // heads
+
+
 def _number(hf: Mapping, name: str) -> float:
     value = hf.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise InputError(f"config.json: {name} must be a number above 0, got {value!r}")
     return value
 

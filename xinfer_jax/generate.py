@@ -4,7 +4,7 @@ prompts ─ bucket ─► tokens_BT ─ prefill ─► first token of each row �
 """
 
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -36,6 +36,8 @@ class GenerateOptions:
 
 @dataclasses.dataclass
 class GenerateOutput:
+    """What `generate` returns."""
+
     tokens: list[list[int]]  # new ids per prompt, EOS not included
     logprobs: list[list[float]]  # the model's log-probability of each (before any processor), with the EOS entry last if there was one
     finish_reason: list[str]  # "eos" or "length"
@@ -92,7 +94,9 @@ def _checked(params, config, prompts, options, key):
     longest, new = max(map(len, prompts)), options.max_new_tokens
     if isinstance(new, bool) or not isinstance(new, int | np.integer) or new < 1:
         raise InputError(f"max_new_tokens must be a whole number of at least 1, got {new!r}")
-    sampling_B = per_row(options.sampling, len(prompts)).validate()
+    for sampling in [options.sampling] if isinstance(options.sampling, SamplingConfig) else options.sampling:
+        sampling.validate()
+    sampling_B = per_row(options.sampling, len(prompts))
     for limit, name, remedy in (
         (config.context_length, "the model's context limit", "shorten the prompt or generate fewer tokens"),
         (options.capacity, "the capacity", "raise capacity or shorten the prompt"),
@@ -105,7 +109,9 @@ def _checked(params, config, prompts, options, key):
             raise InputError(f"EOS token id {token} is outside the vocabulary of {config.vocab_size}")
     if key is None and np.any(sampling_B.temperature > 0):
         raise InputError("sampling needs a PRNG key: give key=jax.random.key(seed), or temperature 0")
-    row_key_B = row_keys(jax.random.key(0) if key is None else key, len(prompts))
+    if key is None:  # nothing will be drawn: any keys do, and making these compiles nothing
+        key = jax.random.wrap_key_data(np.zeros((len(prompts), 2), np.uint32), impl="threefry2x32")
+    row_key_B = row_keys(key, len(prompts))
     return params, config, [list(map(int, p)) for p in prompts], options, sampling_B, row_key_B
 
 
@@ -175,7 +181,7 @@ def _look(state: DecodeState) -> DecodeState:
     return jax.device_get(small)
 
 
-def _ids(seen: DecodeState, first: int, eos_token_ids: Sequence[int]) -> Generator[list[int | None]]:
+def _ids(seen: DecodeState, first: int, eos_token_ids: Sequence[int]) -> Iterator[list[int | None]]:
     """The ids chosen from step `first` on, a list with one per row for each step."""
     for step in range(first, int(seen.step)):
         column = seen.tokens_BT[:, step].tolist()

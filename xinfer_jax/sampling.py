@@ -53,7 +53,7 @@ class SamplingConfig:
             InputError: a setting outside its range.
         """
         _check(self.temperature, lambda x: (x >= 0) & np.isfinite(x), "temperature", "0 (greedy) or above")
-        _check(self.top_k, lambda x: (x >= 0) & (x == np.floor(x)), "top_k", "a whole number, 0 (off) or above")
+        _check(self.top_k, lambda x: (x >= 0) & (x < 2**31) & (x == np.floor(x)), "top_k", "a whole number from 0 (off) to 2^31 - 1")
         _check(self.top_p, lambda x: (x > 0) & (x <= 1), "top_p", "above 0 and at most 1 (off)")
         _check(self.repetition_penalty, lambda x: (x > 0) & np.isfinite(x), "repetition_penalty", "above 0 (1: off)")
         return self

@@ -10,6 +10,8 @@ import jax
 
 @dataclasses.dataclass
 class LoadStats:
+    """The cost of one `load_model` call."""
+
     seconds: float
     weight_bytes: int
     dtype: str

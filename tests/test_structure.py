@@ -1,0 +1,79 @@
+"""The shape of the code: imports point one way, files stay short, every public name is documented."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import xinfer_jax as xj
+
+ROOT = Path(__file__).parents[1]
+# A module imports only modules to its left. A new module takes its place here.
+ORDER = (
+    "errors", "config", "params", "layers", "attention", "cache", "model", "sampling", "stats", "decode", "generate",
+    "files", "tokenizer", "loading", "text", "cli",
+)  # fmt: skip
+TOP = ("__init__", "__main__")  # above all of them
+MOST_LINES = 400
+MODULES = sorted(path.stem for path in (ROOT / "xinfer_jax").glob("*.py"))
+PROGRAMS = sorted(path for folder in ("xinfer_jax", "kernels_pallas", "scripts") for path in (ROOT / folder).rglob("*.py"))
+
+
+def imported(path: Path, package: str) -> set[str]:
+    """Dotted names of what a file imports from anywhere, also inside functions; relative names made absolute."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(filter(None, (package if node.level else "", node.module)))
+            names |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return names
+
+
+def modules_of(path: Path) -> set[str]:
+    """Our own modules that a file of xinfer_jax imports."""
+    names = {name.split(".")[1] for name in imported(path, "xinfer_jax") if name.startswith("xinfer_jax.")}
+    return names & {*MODULES, *(path.name for path in (ROOT / "xinfer_jax").iterdir() if path.is_dir())}
+
+
+def test_every_module_has_its_place():
+    assert set(MODULES) == {*ORDER, *TOP}
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_imports_point_one_way(name):
+    path = ROOT / "xinfer_jax" / f"{name}.py"
+    assert modules_of(path) <= set(ORDER[: ORDER.index(name)])
+    assert "xinfer_jax" not in imported(path, "")  # only by relative names, module by module
+    assert not {"torch", "transformers", "optax"} & {name.split(".")[0] for name in imported(path, "xinfer_jax")}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "kernels_pallas").rglob("*.py")), ids=lambda path: path.name)
+def test_kernels_stand_alone(path):
+    assert not {name for name in imported(path, "kernels_pallas") if name.split(".")[0] == "xinfer_jax"}
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_is_long(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_says_what_it_is(path):
+    assert (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").strip()
+
+
+@pytest.mark.parametrize("name", xj.__all__)
+def test_public_name_is_documented(name):
+    """With words of its own, not the signature that a dataclass gets for a docstring."""
+    text = inspect.getdoc(getattr(xj, name)) or ""
+    assert text.strip() and not text.startswith(f"{name}(")
+
+
+def test_public_names_are_sorted_and_complete():
+    assert xj.__all__ == sorted(xj.__all__)
+    tree = ast.parse((ROOT / "xinfer_jax" / "__init__.py").read_text(encoding="utf-8"))
+    brought = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert brought == set(xj.__all__)
