@@ -221,7 +221,7 @@ def test_decode_loop_under_vmap(qwen):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_decode_loop_aliases_a_donated_cache_and_copies_no_weights(dtype):
-    """Compiled memory analysis: the cache's bytes are aliased, and temporaries are a fraction of the weights, so that none were widened or copied."""
+    """Compiled memory analysis: the cache's bytes are aliased; temporaries are far below the weights: none were widened or copied."""
     config = from_hf(QWEN | dict(vocab_size=4096, hidden_size=256, intermediate_size=512, max_position_embeddings=8192))
     params = xj.init_params(config, jax.random.key(0), dtype)
     cache = xj.init_cache(config, 1, 2048, "float32")

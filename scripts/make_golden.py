@@ -1,0 +1,80 @@
+"""Writes tests/golden: logits and greedy ids that Hugging Face transformers gives for every case of tests/parity_cases.py.
+
+Needs torch and transformers: `pip install -e '.[parity]'`, then `python scripts/make_golden.py`. One NAME.npz per case:
+  about      JSON: the config.json, the seed of the weights, versions, smallest gap between the two best logits
+  prompt_I   token ids of prompt I
+  at_I       positions of that prompt whose logits are kept
+  logits_I   float32 [len(at_I), V]
+  greedy_I   ids that follow (absent where the case does not continue this prompt)
+"""
+
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from absl import app, flags
+
+_TESTS = Path(__file__).resolve().parents[1] / "tests"
+_OUT = flags.DEFINE_string("out", str(_TESTS / "golden"), "Directory to write to.")
+_CASES = flags.DEFINE_list("cases", [], "Names of the cases to write; none: all, and files of cases that are gone are deleted.")
+_POSITIONS = flags.DEFINE_integer("positions", 6, "Logits are kept at so many positions of each prompt, the first and last among them.")
+_GAP = flags.DEFINE_float("gap", 0.01, "A seed is taken when the best logit is everywhere this far ahead of the second …")
+_DISTINCT = flags.DEFINE_integer("distinct", 5, "… and every answer has this many different ids.")
+_SEEDS = flags.DEFINE_integer("seeds", 100, "Seeds to try.")
+
+
+def golden(cases, name: str) -> dict[str, np.ndarray]:
+    """The arrays of one file, from the first seed whose greedy ids leave no doubt."""
+    case = cases.CASES[name]
+    config, prompts = case.config, cases.prompts(case)
+    for seed in range(_SEEDS.value):
+        model = cases.hf_model(case.hf, cases.random_tensors(config, seed))
+        answers = {}
+        for i in case.generating:
+            ids, gaps = cases.hf_greedy(model, prompts[i])
+            if gaps.min() < _GAP.value or len(set(ids)) < _DISTINCT.value:
+                break
+            answers[i] = (ids, float(gaps.min()))
+        else:
+            break
+    else:
+        raise app.UsageError(f"{name}: none of {_SEEDS.value} seeds will do, allow a smaller --gap or fewer --distinct ids")
+    versions = {package: importlib.metadata.version(package) for package in ("transformers", "torch", "numpy")}
+    about = dict(config=case.hf, seed=seed, versions=versions, gap=min(gap for _, gap in answers.values()))
+    arrays = {"about": np.array(json.dumps(about))}
+    for i, prompt in enumerate(prompts):
+        at = np.unique(np.linspace(0, len(prompt) - 1, _POSITIONS.value).astype(np.int16))
+        arrays |= {f"prompt_{i}": np.array(prompt, np.uint8), f"at_{i}": at, f"logits_{i}": cases.hf_logits(model, prompt)[at]}
+        if i in answers:
+            arrays[f"greedy_{i}"] = np.array(answers[i][0], np.uint8)
+    return arrays
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+    sys.path.insert(0, str(_TESTS))
+    import parity_cases as cases
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    if unknown := set(_CASES.value) - cases.CASES.keys():
+        raise app.UsageError(f"unknown cases: {', '.join(sorted(unknown))}")
+    out = Path(_OUT.value)
+    out.mkdir(parents=True, exist_ok=True)
+    for name in _CASES.value or cases.CASES:
+        arrays = golden(cases, name)
+        np.savez_compressed(out / f"{name}.npz", **arrays)
+        about = json.loads(str(arrays["about"]))
+        print(f"{name:32} seed {about['seed']:2}  gap {about['gap']:.3f}", flush=True)
+    if not _CASES.value:
+        for stale in {path.stem for path in out.glob("*.npz")} - cases.CASES.keys():
+            (out / f"{stale}.npz").unlink()
+    files = list(out.glob("*.npz"))
+    print(f"{len(files)} files, {sum(file.stat().st_size for file in files) / 1024:.0f} KiB in {out}")
+
+
+if __name__ == "__main__":
+    app.run(main)

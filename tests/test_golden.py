@@ -1,0 +1,78 @@
+"""Logits and greedy ids against golden files that transformers made (scripts/make_golden.py): runs everywhere, without torch."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import jax
+import numpy as np
+import parity_cases as cases
+import pytest
+
+import xinfer_jax as xj
+
+GOLDEN = Path(__file__).parent / "golden"
+TOLERANCE = 1e-4  # on logits of order 1 to 10
+
+forward = jax.jit(xj.forward, static_argnames="config")
+
+
+@cache
+def loaded(name: str):
+    """A case's golden arrays, config, params and prompts."""
+    case = cases.CASES[name]
+    with np.load(GOLDEN / f"{name}.npz") as file:
+        golden = dict(file)
+    about = json.loads(str(golden["about"]))
+    assert about["config"] == json.loads(json.dumps(case.hf)), f"{name} has changed in parity_cases.py: run scripts/make_golden.py"
+    params = cases.params_from(case.config, cases.random_tensors(case.config, about["seed"]))
+    prompts = [golden[f"prompt_{i}"].tolist() for i in range(len(case.lengths))]
+    return golden, case.config, params, prompts
+
+
+def test_every_golden_file_has_its_case():
+    assert {path.stem for path in GOLDEN.glob("*.npz")} == set(cases.CASES)
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_logits_and_greedy_ids(name):
+    """Prompts and transformers' answers in one padded batch: logits of the prompts, and every answer is our own choice."""
+    golden, config, params, prompts = loaded(name)
+    assert prompts == cases.prompts(cases.CASES[name])
+    answers = [golden[f"greedy_{i}"].tolist() if f"greedy_{i}" in golden else [] for i in range(len(prompts))]
+    tokens_BT, num_tokens_B = cases.padded([prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
+    logits_BTV = np.asarray(forward(params, config, tokens_BT, None, num_tokens_B)[0])
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        expected = golden[f"logits_{i}"]
+        assert 1 < np.abs(expected).max() < 30
+        np.testing.assert_allclose(logits_BTV[i, golden[f"at_{i}"]], expected, rtol=0, atol=TOLERANCE)
+        assert logits_BTV[i, len(prompt) - 1 :][: len(answer)].argmax(-1).tolist() == answer
+
+
+@pytest.mark.parametrize("name", cases.CACHED)
+def test_generate(name):
+    """Prefill and decode through the cache, prompts of different lengths in one batch."""
+    golden, config, params, prompts = loaded(name)
+    rows = cases.CASES[name].generating
+    out = xj.generate(params, config, [prompts[i] for i in rows], xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS))
+    assert out.tokens == [golden[f"greedy_{i}"].tolist() for i in rows]
+    assert out.finish_reason == ["length"] * len(rows)
+
+
+def test_generate_one_prompt_until_eos():
+    golden, config, params, prompts = loaded("smollm3-window-layer-types")
+    expected = golden["greedy_2"].tolist()
+    out = xj.generate(params, config, prompts[2:], xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS))
+    assert out.tokens == [expected]
+    eos = expected[-1]
+    stop = expected.index(eos)
+    out = xj.generate(params, config, prompts[2:], xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS, eos_token_ids=[eos]))
+    assert out.tokens == [expected[:stop]] and out.finish_reason == ["eos"]
+    assert len(out.logprobs[0]) == stop + 1
+
+
+@pytest.mark.parametrize("name", [name for name, case in cases.CASES.items() if case.config.rope.rope_type == "dynamic"])
+def test_dynamic_is_not_continued_across_its_maximum(name):
+    _, config, params, prompts = loaded(name)
+    with pytest.raises(xj.InputError, match="dynamic"):
+        xj.generate(params, config, prompts, xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS))

@@ -1,0 +1,227 @@
+"""The same comparison as test_golden.py with other weights, live, where torch and transformers are installed; and what needs them."""
+
+import copy
+import dataclasses
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity_cases as cases
+import pytest
+
+import xinfer_jax as xj
+from xinfer_jax import sampling
+
+torch = pytest.importorskip("torch", reason="the live comparison needs torch: pip install -e '.[parity]'")
+transformers = pytest.importorskip("transformers", reason="the live comparison needs transformers: pip install -e '.[parity]'")
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-4  # on logits of order 1 to 10
+DOUBT = 1e-3  # where the two best logits are closer than this, the choice between them may differ
+
+# Not generated through the cache here: test_golden.py does, or only the table of rotary frequencies is new, which the logits compare.
+NOT_GENERATED = (*cases.CACHED, *(name for name in cases.CASES if name.startswith("llama-yarn")), "llama-linear-new", "llama-dynamic-new")
+
+forward = jax.jit(xj.forward, static_argnames="config")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet():
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def built(name: str, seed: int = 1000):
+    """A case with weights that no golden file has seen: config, params and transformers' model."""
+    case = cases.CASES[name]
+    tensors = cases.random_tensors(case.config, seed + zlib.crc32(name.encode()) % 1000)
+    return case.config, cases.params_from(case.config, tensors), cases.hf_model(case.hf, tensors)
+
+
+def sure(answer: list[int], gaps: np.ndarray) -> list[int]:
+    """The answer up to the first choice that rounding may turn; says so."""
+    doubtful = np.flatnonzero(gaps < DOUBT)
+    if len(doubtful):
+        print(f"{len(answer) - doubtful[0]} of {len(answer)} ids left out, from a gap of {gaps[doubtful[0]]:.1e} on")
+        return answer[: doubtful[0]]
+    return answer
+
+
+def assert_same_start(ours: list[list[int]], expected: list[list[int]]) -> None:
+    assert [o[: len(e)] for o, e in zip(ours, expected, strict=True)] == expected
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_logits_and_greedy_ids(name):
+    """Every logit of every prompt, and the ids of `model.generate`, which has a cache of its own."""
+    config, params, model = built(name)
+    prompts = cases.prompts(cases.CASES[name])
+    rows = cases.CASES[name].generating
+    answers = {i: sure(*cases.hf_greedy(model, prompts[i])) for i in rows}
+    tokens_BT, num_tokens_B = cases.padded([prompt + answers.get(i, []) for i, prompt in enumerate(prompts)])
+    logits_BTV = np.asarray(forward(params, config, tokens_BT, None, num_tokens_B)[0])
+    for i, prompt in enumerate(prompts):
+        np.testing.assert_allclose(logits_BTV[i, : len(prompt)], cases.hf_logits(model, prompt), rtol=0, atol=TOLERANCE)
+        answer = answers.get(i, [])
+        assert logits_BTV[i, len(prompt) - 1 :][: len(answer)].argmax(-1).tolist() == answer
+    if name not in NOT_GENERATED:
+        out = xj.generate(params, config, [prompts[i] for i in rows], xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS))
+        assert_same_start(out.tokens, list(answers.values()))
+
+
+def test_stops_at_the_same_eos():
+    config, params, model = built("qwen2-mqa-untied-new")
+    prompts = cases.prompts(cases.CASES["qwen2-mqa-untied-new"])[:2]
+    eos = [cases.hf_greedy(model, prompt)[0][5 + 4 * i] for i, prompt in enumerate(prompts)]
+    out = xj.generate(params, config, prompts, xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS, eos_token_ids=eos))
+    for i, prompt in enumerate(prompts):
+        expected, gaps = cases.hf_greedy(model, prompt, eos_token_id=eos)
+        assert gaps.min() > DOUBT and expected[-1] in eos
+        assert out.tokens[i] == expected[:-1] and out.finish_reason[i] == "eos"
+
+
+@pytest.mark.parametrize("name", ["qwen2-gqa-tied-old", "smollm3-window"])
+def test_repetition_penalty(name):
+    """Greedy with another penalty in each row, prompts counted as transformers counts them."""
+    config, params, model = built(name)
+    prompts, penalties = cases.prompts(cases.CASES[name]), (1.1, 1.3, 1.5)
+    answers = [sure(*cases.hf_greedy(model, p, repetition_penalty=r)) for p, r in zip(prompts, penalties, strict=True)]
+    settings = [xj.SamplingConfig(repetition_penalty=r) for r in penalties]
+    out = xj.generate(params, config, prompts, xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS, sampling=settings))
+    assert_same_start(out.tokens, answers)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_config_that_transformers_writes(name):
+    """transformers reads every config.json and writes it with the field names of today: it must mean the same to us."""
+    settings = copy.deepcopy(cases.CASES[name].hf)
+    written = transformers.CONFIG_MAPPING[settings.pop("model_type")].from_dict(settings).to_dict()
+    rewritten = cases.Case(written).config
+    ours = cases.CASES[name].config
+    if ours.rope.rope_type in ("llama3", "yarn"):
+        assert rewritten.rope == ours.rope
+    assert dataclasses.replace(rewritten, rope=ours.rope) == ours
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["qwen2-gqa-tied-old", "qwen3-bias-mqa", "llama-bias", "mistral-window", "smollm3-interval"])
+def test_load_model(name, stored, tmp_path):
+    """What save_pretrained writes, in one file or in shards, arrives exactly, and rounded as torch rounds."""
+    config, _, model = built(name)
+    model.to(getattr(torch, stored)).save_pretrained(tmp_path, max_shard_size="30KB" if stored == "float16" else "1GB")
+    assert (tmp_path / "model.safetensors.index.json").exists() == (stored == "float16")
+    for dtype in ("float32", "bfloat16"):
+        loaded = xj.load_model(tmp_path, dtype=dtype)
+        assert loaded.tokenizer is None and loaded.config == config
+        tensors = {name: t.to(getattr(torch, dtype)).float().numpy() for name, t in model.state_dict().items()}
+        same = jax.tree.map(
+            lambda ours, theirs, dtype=dtype: ours.dtype == dtype and np.array_equal(ours.astype(jnp.float32), theirs),
+            loaded.params,
+            cases.params_from(config, tensors),
+        )
+        assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+def test_loaded_model_gives_the_same_logits(stored, tmp_path):
+    """Stored narrow, computed in float32 on both sides."""
+    name = "llama3-old-tied"
+    _, _, model = built(name)
+    model.to(getattr(torch, stored)).save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    ours = xj.load_model(tmp_path, dtype="float32")
+    prompt = cases.prompts(cases.CASES[name])[2]
+    logits_BTV, _ = forward(ours.params, ours.config, np.array([prompt]))
+    np.testing.assert_allclose(logits_BTV[0], cases.hf_logits(theirs, prompt), rtol=0, atol=TOLERANCE)
+
+
+# --- sampling: the kept set and its values ----------------------------------------------------------------------------
+
+ROWS, VOCAB = 64, 257
+
+
+def random_logits(seed: int) -> np.ndarray:
+    """Rows from nearly flat to nearly certain, some of them full of ties."""
+    random = np.random.RandomState(seed)
+    logits_BV = random.standard_normal((ROWS, VOCAB)) * np.exp(random.uniform(-2, 3, (ROWS, 1)))
+    logits_BV[: ROWS // 4] = np.round(logits_BV[: ROWS // 4])
+    return logits_BV.astype(np.float32)
+
+
+def assert_same_kept(ours, theirs) -> None:
+    ours, theirs = np.asarray(ours), theirs.numpy()
+    np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(theirs))
+    finite = np.isfinite(ours)
+    np.testing.assert_allclose(ours[finite], theirs[finite], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_top_k(seed):
+    logits_BV, random = random_logits(seed), np.random.RandomState(seed)
+    k_B = random.randint(1, VOCAB + 20, ROWS)
+    k_B[::4] = random.randint(1, 6, len(k_B[::4]))
+    ours = jax.jit(sampling.top_k)(logits_BV, k_B)
+    theirs = [transformers.TopKLogitsWarper(int(k))(None, torch.tensor(row[None])) for k, row in zip(k_B, logits_BV, strict=True)]
+    assert_same_kept(ours, torch.cat(theirs))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_top_p(seed):
+    """Without ties, of which transformers keeps some at random and we all; rows that end within rounding of p are left out."""
+    logits_BV, random = random_logits(seed)[ROWS // 4 :], np.random.RandomState(seed)
+    p_B = random.uniform(0.01, 1, len(logits_BV)).astype(np.float32)
+    p_B[::4] = random.choice([0.1, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0], len(p_B[::4]))
+    ours = np.asarray(jax.jit(sampling.top_p)(logits_BV, p_B))
+    theirs = [transformers.TopPLogitsWarper(float(p))(None, torch.tensor(row[None])) for p, row in zip(p_B, logits_BV, strict=True)]
+    probs_BV = np.sort(np.exp(logits_BV - logits_BV.max(-1, keepdims=True), dtype=np.float64))[:, ::-1]
+    edge_B = np.abs(np.cumsum(probs_BV / probs_BV.sum(-1, keepdims=True), -1) - p_B[:, None]).min(-1)
+    clear_B = (edge_B > 1e-6) | (p_B == 1)
+    print(f"{(~clear_B).sum()} of {len(p_B)} rows left out")
+    assert clear_B.mean() > 0.9
+    assert_same_kept(ours[clear_B], torch.cat(theirs)[clear_B])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_repetition_penalty_processor(seed):
+    logits_BV, random = random_logits(seed), np.random.RandomState(seed)
+    penalty_B = random.uniform(0.5, 2, ROWS)
+    seen = [random.randint(0, VOCAB, random.randint(1, 80)) for _ in range(ROWS)]
+    seen_BV = np.array([np.isin(np.arange(VOCAB), ids) for ids in seen])
+    ours = jax.jit(sampling.repetition_penalty)(logits_BV, penalty_B.astype(np.float32), seen_BV)
+    theirs = [
+        transformers.RepetitionPenaltyLogitsProcessor(float(penalty))(torch.tensor(ids[None]), torch.tensor(row[None]))
+        for penalty, ids, row in zip(penalty_B, seen, logits_BV, strict=True)
+    ]
+    assert_same_kept(ours, torch.cat(theirs))
+
+
+@pytest.mark.parametrize(
+    "temperature, top_k, top_p, penalty", [(0.7, 20, 0.8, 1.1), (1.5, 0, 0.6, 1.0), (0.4, 5, 1.0, 1.4), (1.0, 50, 0.95, 0.8)]
+)
+def test_draws_follow_the_distribution_of_transformers(temperature, top_k, top_p, penalty):
+    """The whole chain, in the order in which transformers itself puts the processors: what is drawn, and how often."""
+    _, _, model = built("qwen2-mqa-untied-new")
+    random, draws = np.random.RandomState(3), 1 << 15
+    logits_V, prompt = (2 * random.standard_normal(cases.VOCAB)).astype(np.float32), random.randint(0, cases.VOCAB, 30)
+    settings = dict(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=penalty)
+    processors = model._get_logits_processor(transformers.GenerationConfig(**settings), input_ids_seq_length=len(prompt))
+    probs_V = processors(torch.tensor(prompt[None]), torch.tensor(logits_V[None]).clone()).softmax(-1)[0].double().numpy()
+    del settings["do_sample"]
+    tokens = jax.jit(sampling.choose)(
+        jnp.broadcast_to(logits_V, (draws, cases.VOCAB)),
+        sampling.row_keys(jax.random.key(5), draws),
+        np.full(draws, len(prompt), np.int32),
+        sampling.per_row(xj.SamplingConfig(**settings), draws),
+        np.broadcast_to(np.isin(np.arange(cases.VOCAB), prompt), (draws, cases.VOCAB)),
+    )
+    counts_V = np.bincount(tokens, minlength=cases.VOCAB)
+    assert not counts_V[probs_V == 0].any()
+    deviation_V = np.abs(counts_V - draws * probs_V) / np.sqrt(np.maximum(draws * probs_V * (1 - probs_V), 1))
+    assert deviation_V.max() < 5
