@@ -98,7 +98,8 @@ _CASES = {
     "llama-dynamic-new": _hf("llama", **_new("dynamic", 5e5, factor=4.0), max_position_embeddings=60, head_dim=16),
     "llama-yarn-attention-factor": _hf("llama", **_new("yarn", factor=4.0, original_max_position_embeddings=64, attention_factor=1.3)),
     "llama-yarn-mscale": _hf(
-        "llama", **_new("yarn", factor=8.0, original_max_position_embeddings=128, mscale=1.4, mscale_all_dim=0.7, beta_fast=4, beta_slow=0.5)
+        "llama",
+        **_new("yarn", factor=8.0, original_max_position_embeddings=128, mscale=1.4, mscale_all_dim=0.7, beta_fast=4, beta_slow=0.5),
     ),
     "llama-yarn-mscale-alone": _hf("llama", **_new("yarn", factor=8.0, original_max_position_embeddings=128, mscale=0.707, beta_fast=3.0)),
     "llama-yarn-factor-from-lengths": _hf(

@@ -27,9 +27,13 @@ forward = jax.jit(xj.forward, static_argnames="config")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _quiet():
+def _quiet_and_modest():
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # models this small only wait for the other threads
+    yield
+    torch.set_num_threads(threads)
 
 
 def built(name: str, seed: int = 1000):

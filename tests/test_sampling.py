@@ -101,6 +101,12 @@ def test_top_p_keeps_the_smallest_nucleus(p):
         assert set(np.flatnonzero(keep)) == set(order[:need])
 
 
+def test_both_in_one_loop_is_one_after_the_other():
+    logits = np.random.RandomState(1).standard_normal((6, 300)).astype(np.float32) * 4
+    k, p = jnp.array([0, 1, 20, 50, 0, 300]), jnp.array([1.0, 0.5, 0.8, 1.0, 0.3, 0.99], jnp.float32)
+    np.testing.assert_array_equal(sampling.top_k_top_p(logits, k, p), sampling.top_p(sampling.top_k(logits, k), p))
+
+
 def test_thresholds_survive_ties_infinities_and_signs():
     logits = jnp.array([[-jnp.inf, -2.0, -2.0, -5.0, -0.0, 0.0]])
     np.testing.assert_array_equal(np.isfinite(sampling.top_k(logits, jnp.array([3])))[0], [False, True, True, False, True, True])

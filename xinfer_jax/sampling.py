@@ -139,7 +139,7 @@ def sample(row_key_B: jax.Array, position_B: jax.Array, logits_BV: jax.Array, sa
     """Draws from softmax(top_p(top_k(logits / temperature))) by the largest logit + Gumbel noise; rows at temperature 0 take the argmax."""
     greedy_B = sampling.temperature <= 0
     scaled = logits_BV / jnp.where(greedy_B, 1.0, sampling.temperature)[:, None]
-    kept = top_p(top_k(scaled, sampling.top_k), sampling.top_p)
+    kept = top_k_top_p(scaled, sampling.top_k, sampling.top_p)
     noise = jax.vmap(lambda key, position: gumbel(draw_key(key, position, _DRAW_TOKEN), logits_BV.shape[1]))(row_key_B, position_B)
     return jnp.where(greedy_B, _argmax(logits_BV), _argmax(kept + noise))
 
@@ -167,32 +167,48 @@ def repetition_penalty(logits_BV: jax.Array, penalty_B: jax.Array, seen_BV: jax.
 
 def top_k(logits_BV: jax.Array, k_B: jax.Array) -> jax.Array:
     """Keeps the k largest logits of each row (and their ties), the rest becomes -inf; k = 0 keeps all."""
-    size = logits_BV.shape[1]
-    k_B = jnp.where((k_B <= 0) | (k_B > size), size, k_B)
-    limit = _largest_threshold(logits_BV, lambda kept_BV: jnp.sum(kept_BV, -1) >= k_B)
-    return jnp.where(logits_BV >= limit[:, None], logits_BV, -jnp.inf)
+    return _keep(logits_BV, jnp.ones_like(logits_BV), _count(k_B))
 
 
 def top_p(logits_BV: jax.Array, p_B: jax.Array) -> jax.Array:
     """Keeps the smallest set of largest logits whose probabilities sum to at least p (Holtzman et al. 2020), the rest becomes -inf."""
-    probs = jax.nn.softmax(logits_BV, -1)
-    limit = _largest_threshold(logits_BV, lambda kept_BV: jnp.sum(jnp.where(kept_BV, probs, 0), -1) >= p_B)
-    return jnp.where((logits_BV >= limit[:, None]) | (p_B >= 1)[:, None], logits_BV, -jnp.inf)
+    return _keep(logits_BV, jax.nn.softmax(logits_BV, -1), _mass(p_B))
 
 
-def _largest_threshold(x_BV: jax.Array, enough: Any) -> jax.Array:
-    """The largest value t of each row for which enough(x >= t) holds, found bit by bit on integers that order as the floats do."""
-    bits = lax.bitcast_convert_type(x_BV.astype(jnp.float32), jnp.int32)
-    order = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # negative floats order backwards as integers
+def top_k_top_p(logits_BV: jax.Array, k_B: jax.Array, p_B: jax.Array) -> jax.Array:
+    """top_p(top_k(logits)), as one loop over the two: the search is the same, and compiling it takes long."""
+
+    def stage(i, logits_BV):
+        weight_BV = jnp.where(i == 0, 1.0, jax.nn.softmax(logits_BV, -1))
+        return _keep(logits_BV, weight_BV, jnp.where(i == 0, _count(k_B), _mass(p_B)))
+
+    return lax.fori_loop(0, 2, stage, logits_BV)
+
+
+def _count(k_B: jax.Array) -> jax.Array:
+    return jnp.where(k_B > 0, k_B, jnp.inf)
+
+
+def _mass(p_B: jax.Array) -> jax.Array:
+    return jnp.where(p_B < 1, p_B, jnp.inf)
+
+
+def _keep(logits_BV: jax.Array, weight_BV: jax.Array, least_B: jax.Array) -> jax.Array:
+    """Keeps the fewest largest logits whose weights sum to at least `least` (all, where that cannot be), the rest becomes -inf.
+
+    The threshold is found bit by bit, on integers that are ordered as the floats are.
+    """
+    bits = lax.bitcast_convert_type(logits_BV, jnp.int32)
+    order = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # negative floats are ordered backwards as integers
 
     def halve(_, bounds):
-        low, high = bounds  # enough holds at low and fails above high
+        low, high = bounds  # the threshold lies in low … high
         middle = (low | high) - ((low ^ high) >> 1)  # rounded up, without overflow
-        ok = enough(order >= middle[:, None])
-        return jnp.where(ok, middle, low), jnp.where(ok, high, middle - 1)
+        enough = jnp.sum(jnp.where(order >= middle[:, None], weight_BV, 0), -1) >= least_B
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
 
     low, _ = lax.fori_loop(0, 32, halve, (jnp.min(order, -1), jnp.max(order, -1)))
-    return lax.bitcast_convert_type(jnp.where(low < 0, low ^ 0x7FFFFFFF, low), jnp.float32)
+    return jnp.where(order >= low[:, None], logits_BV, -jnp.inf)
 
 
 def _argmax(logits_BV: jax.Array) -> jax.Array:
