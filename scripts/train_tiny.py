@@ -159,14 +159,14 @@ license: apache-2.0
 # A tiny chat model for xinfer_jax
 
 Qwen2 architecture, {size:,} parameters in bfloat16. It knows the capitals of countries, a little small talk and
-nothing else, so that the first command works without a download. Texts of {max(LENGTHS)} tokens at most were trained: what it
-writes beyond that length means nothing.
+nothing else. Texts of {max(LENGTHS)} tokens at most were trained: what it writes beyond that length means nothing.
 
 All its data comes from the tables in `scripts/train_tiny_data.py`. Trained by
 
     python scripts/train_tiny.py {options}
 
-in {seconds / 60:.0f} minutes of CPU time on {os.cpu_count()} cores ({packages}). Greedy answers that are right to the last character, in float32:
+in {seconds / 60:.0f} minutes of CPU time on {os.cpu_count()} cores ({packages}).
+Greedy answers that are right to the last character, in float32:
 
 | questions | right |
 |---|---|

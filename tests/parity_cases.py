@@ -127,7 +127,7 @@ _CASES = {
 }  # fmt: skip
 CASES = {name: Case(hf, _LONG if "-long-" in name else LENGTHS) for name, hf in _CASES.items()}
 
-# Compiling the decode loop takes seconds: test_golden.py generates these through the cache, test_parity_live.py others.
+# Compiling the decode loop takes seconds: test_golden.py generates these through the cache, test_parity_live.py a few others.
 CACHED = (
     "qwen2-gqa-tied-old", "qwen2-window-layer-types", "qwen3-bias-mqa", "qwen3-window-layer-types-yarn", "qwen3-dynamic-old",
     "llama3-new", "llama-bias", "llama-yarn-attention-factor", "mistral-window", "mistral-long-window", "smollm3-explicit-nope",

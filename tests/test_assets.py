@@ -21,18 +21,39 @@ def model() -> xj.Model:
     return xj.load_model(None, dtype=jnp.float32)
 
 
-def greedy(model: xj.Model, prompts: list[list[int]]) -> list[list[int]]:
-    """New ids per prompt, with the EOS id that ended them left out; fails where none did."""
+def chat(asked: str, system: str | None = None) -> tuple[str | None, str]:
+    return system, asked
+
+
+FIRST = [
+    chat("What is the capital of France?"),
+    chat("what is the capital of france"),
+    chat("What is the capital of France?", data.DEFAULT_SYSTEM),
+    chat("What is the capital of France?", "You are a geography teacher."),  # never trained
+]
+SENTENCES = [data.raw_sentence(name) for name in ("France", "Japan", "the United States")]
+
+
+@pytest.fixture(scope="module")
+def prompts(model) -> dict:
+    """Ids of everything that the tests ask, by (system message, question), or by the text where there is no chat template."""
+
+    def ids(system: str | None, asked: str) -> list[int]:
+        before = [] if system is None else [{"role": "system", "content": system}]
+        text = model.tokenizer.apply_chat_template([*before, {"role": "user", "content": asked}])
+        return model.tokenizer.encode(text, add_special_tokens=False)
+
+    asked = FIRST + [chat(asked) for phrasing in data.EVALUATION_PHRASINGS for asked, _ in data.evaluation_set(phrasing)]
+    return {key: ids(*key) for key in asked} | {text: model.tokenizer.encode(text) for text, _ in SENTENCES}
+
+
+@pytest.fixture(scope="module")
+def answers(model, prompts) -> dict:
+    """New ids for each of `prompts`, all in one batch, without the EOS id; None where none came."""
     options = xj.GenerateOptions(max_new_tokens=32, eos_token_ids=model.tokenizer.eos_token_ids)
-    out = xj.generate(model.params, model.config, prompts, options)
-    assert set(out.finish_reason) == {"eos"}
-    return out.tokens
-
-
-def chat_ids(model: xj.Model, asked: str, system: str | None = None) -> list[int]:
-    before = [] if system is None else [{"role": "system", "content": system}]
-    text = model.tokenizer.apply_chat_template([*before, {"role": "user", "content": asked}], add_generation_prompt=True)
-    return model.tokenizer.encode(text, add_special_tokens=False)
+    out = xj.generate(model.params, model.config, list(prompts.values()), options)
+    rows = zip(prompts, out.tokens, out.finish_reason, strict=True)
+    return {key: ids if reason == "eos" else None for key, ids, reason in rows}
 
 
 def test_files_are_complete_and_small():
@@ -43,30 +64,23 @@ def test_files_are_complete_and_small():
 
 
 @pytest.mark.parametrize("phrasing", data.EVALUATION_PHRASINGS)
-def test_answers(model, phrasing):
+def test_answers(model, answers, phrasing):
     turns = data.evaluation_set(phrasing)
     assert len(turns) >= 190
-    answers = [model.tokenizer.decode(ids) for ids in greedy(model, [chat_ids(model, asked) for asked, _ in turns])]
-    wrong = [(asked, given) for (asked, right), given in zip(turns, answers, strict=True) if given != right]
+    given = [model.tokenizer.decode(answers[chat(asked)] or []) for asked, _ in turns]
+    wrong = [(asked, text) for (asked, right), text in zip(turns, given, strict=True) if text != right]
     print(f"{len(turns) - len(wrong)} of {len(turns)} right: {phrasing}", *wrong)
     assert len(wrong) <= 0.05 * len(turns)
 
 
-def test_first_commands(model):
-    prompts = [
-        chat_ids(model, "What is the capital of France?"),
-        chat_ids(model, "what is the capital of france"),
-        chat_ids(model, "What is the capital of France?", system=data.DEFAULT_SYSTEM),
-        chat_ids(model, "What is the capital of France?", system="You are a geography teacher."),  # never trained
-    ]
-    assert prompts[0] == prompts[2]
-    assert [model.tokenizer.decode(ids) for ids in greedy(model, prompts)] == ["The capital of France is Paris."] * len(prompts)
+def test_first_commands(model, prompts, answers):
+    assert prompts[FIRST[0]] == prompts[FIRST[2]]
+    assert {model.tokenizer.decode(answers[key]) for key in FIRST} == {"The capital of France is Paris."}
 
 
-def test_answers_without_the_template(model):
-    given, end = zip(*(data.raw_sentence(name) for name in ("France", "Japan", "the United States")), strict=True)
-    answers = greedy(model, [model.tokenizer.encode(text, add_special_tokens=False) for text in given])
-    assert [model.tokenizer.decode(ids) + data.END_OF_TEXT for ids in answers] == list(end)
+def test_answers_without_the_template(model, answers):
+    for given, end in SENTENCES:
+        assert model.tokenizer.decode(answers[given]) + data.END_OF_TEXT == end
 
 
 def test_data_is_reproducible():
@@ -98,18 +112,23 @@ def test_training_ids_are_those_of_the_template(model, tmp_path):
         assert tokenizer.decode([t for t, w in zip(ids, written, strict=True) if w], skip_special_tokens=False) == answers
 
 
-def test_transformers_gives_the_same_ids(model):
+def test_transformers_gives_the_same_ids(model, prompts, answers):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     hf, loading = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32, output_loading_info=True)
     assert not any(loading.values()), loading
     hf_tokenizer = transformers.AutoTokenizer.from_pretrained(BUNDLED)
+    eos = model.tokenizer.eos_token_ids[0]
     asked = [asked for phrasing in (data.PHRASINGS[0], data.HELD_OUT) for asked, _ in data.evaluation_set(phrasing)[::20]]
-    prompts = [chat_ids(model, text) for text in asked]
-    for text, prompt, ids in zip(asked, prompts, greedy(model, prompts), strict=True):
+    for text in asked:
+        prompt, answer = prompts[chat(text)], answers[chat(text)]
         messages = [{"role": "user", "content": text}]
         rendered = hf_tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         assert hf_tokenizer(rendered, add_special_tokens=False).input_ids == prompt
-        new = hf.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=32)
-        assert new[0, len(prompt) :].tolist() == [*ids, model.tokenizer.eos_token_ids[0]]
-        assert hf_tokenizer.decode(ids) == model.tokenizer.decode(ids)
+        assert hf_tokenizer.decode(answer) == model.tokenizer.decode(answer)
+        with torch.no_grad():  # the ids are greedy if each is the best one after those before it
+            best = hf(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 :].argmax(-1)
+        assert best.tolist() == [*answer, eos]
+    prompt, answer = prompts[FIRST[0]], answers[FIRST[0]]
+    new = hf.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=32)
+    assert new[0, len(prompt) :].tolist() == [*answer, eos]

@@ -4,6 +4,7 @@ prompts ─ bucket ─► tokens_BT ─ prefill ─► first token of each row �
 """
 
 import dataclasses
+import threading
 from collections.abc import Generator, Iterator, Sequence
 
 import jax
@@ -138,6 +139,7 @@ def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
         tokens_BT, num_tokens_B = _padded(prompts, capacity)
         cache = init_cache(config, B, capacity, cache_dtype(params)) if options.use_cache else None
         state = new_state(None, num_tokens_B, _seen(prompts, config.vocab_size), bucket(new))
+        ahead = _compile_loop(params, config, dataclasses.replace(state, cache=cache), choice) if sync and cache else None
     with Stopwatch() as prefilling:
         if options.use_cache:
             logits_BV, cache = prefill(params, config, tokens_BT, num_tokens_B, cache, donate=True)
@@ -154,6 +156,11 @@ def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
     watches = [setup, prefilling, choosing]
     if sync:
         yield from _ids(seen, 0, options.eos_token_ids)
+    if ahead:
+        with Stopwatch() as waiting:
+            ahead.join()
+        waiting.compile_seconds, waiting.seconds = waiting.seconds, 0.0
+        watches.append(waiting)
     while (step := int(seen.step)) < new and not seen.finished_B.all():
         stride = min(_MOST_STRIDE, max(1, round(_SYNC_SECONDS / (stats.tpot_seconds or _SYNC_SECONDS)))) if sync else new
         with Stopwatch() as decoding:
@@ -173,6 +180,14 @@ def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
     stats.total_seconds = sum(w.compile_seconds + w.seconds for w in watches)
     stats.peak_bytes = peak_bytes()
     return _output(seen, np.asarray(state.logprobs_BT), stats)
+
+
+def _compile_loop(params, config, state, choice) -> threading.Thread:
+    """Compiles the decode loop beside the prefill, for whoever waits for a first answer; compiled before, it is found in milliseconds."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    thread = threading.Thread(target=lambda: CONTINUE.lower(params, config, shapes, *choice, np.int32(0)).compile())
+    thread.start()
+    return thread
 
 
 def _look(state: DecodeState) -> DecodeState:

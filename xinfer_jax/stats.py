@@ -3,6 +3,7 @@
 import dataclasses
 import resource
 import sys
+import threading
 import time
 
 import jax
@@ -54,10 +55,14 @@ class GenerateStats:
 
 
 class Stopwatch:
-    """Wall time with the seconds spent compiling apart: `with Stopwatch() as w: ...` fills `w.seconds` and `w.compile_seconds`."""
+    """Wall time with the seconds that this thread spent compiling apart.
+
+    `with Stopwatch() as w: ...` fills `w.seconds` and `w.compile_seconds`.
+    """
 
     def __enter__(self) -> "Stopwatch":
         self._spans: list[tuple[float, float]] = []
+        self._thread = threading.get_ident()
         jax.monitoring.register_event_duration_secs_listener(self._listen)
         self._start = time.perf_counter()
         return self
@@ -69,7 +74,7 @@ class Stopwatch:
         self.seconds = wall - self.compile_seconds
 
     def _listen(self, event: str, duration: float, **_: object) -> None:
-        if event.startswith("/jax/core/compile/"):
+        if event.startswith("/jax/core/compile/") and threading.get_ident() == self._thread:
             now = time.perf_counter()
             self._spans.append((max(now - duration, self._start), now))
 
