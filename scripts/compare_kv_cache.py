@@ -36,9 +36,7 @@ def main(argv: list[str]) -> None:
     if with_cache["tokens"] != without["tokens"]:
         raise SystemExit("the two ways disagree on the tokens: this is a bug")
     device = jax.devices()[0].device_kind
-    print(
-        f"{LAYERS.value} layers of width {HIDDEN.value}, float32, jax {jax.__version__} on {device}; ms per token, medians"
-    )
+    print(f"{LAYERS.value} layers of width {HIDDEN.value}, float32, jax {jax.__version__} on {device}; ms per token, medians")
     print(f"{'length':>8} {'with cache':>12} {'without':>12} {'ratio':>7}")
     for i in sorted({*range(0, NEW.value - 1, max(1, NEW.value // 10)), NEW.value - 2}):
         a, b = with_cache["ms"][i], without["ms"][i]

@@ -170,7 +170,7 @@ def test_one_trace_serves_every_setting_within_its_buckets(qwen):
     def traces():
         return {name: sum(f._cache_size() for f in (g.values() if isinstance(g, dict) else [g])) for name, g in doors.items()}
 
-    doors = dict(prefill=decode._PREFILL, record=decode.RECORD, run=decode.CONTINUE)
+    doors = dict(prefill=decode.PREFILL, record=decode.RECORD, run=decode.CONTINUE)
     xj.generate(params, config, rows, options(max_new_tokens=30, eos_token_ids=(3,)), key=jax.random.key(0))
     counts = traces()
     for settings, new, cut, eos, seed in (

@@ -147,7 +147,7 @@ def test_settings_out_of_range_are_refused_with_their_value(settings, named):
 def test_defaults_of_a_checkpoint():
     qwen = dict(do_sample=True, temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.1, eos_token_id=[1, 2], pad_token_id=0)
     assert xj.SamplingConfig.from_hf(qwen) == xj.SamplingConfig(0.7, 20, 0.8, 1.1)
-    assert xj.SamplingConfig.from_hf({**qwen, "do_sample": False}) == xj.SamplingConfig(repetition_penalty=1.1)
+    assert xj.SamplingConfig.from_hf({**qwen, "do_sample": False}) == xj.SamplingConfig(0.0, 20, 0.8, 1.1)
     assert xj.SamplingConfig.from_hf({"temperature": 0.7}) == xj.SamplingConfig()
     assert xj.SamplingConfig.from_hf({"do_sample": True}) == xj.SamplingConfig(1.0, 50)  # transformers' defaults
     with pytest.raises(xj.InputError, match="num_beams=4"):

@@ -7,7 +7,6 @@ import os
 import sys
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 from absl import flags
@@ -39,7 +38,7 @@ TOP_P = _flag(
 )
 PENALTY = _flag(flags.DEFINE_float, "repetition_penalty", None, "Above 1: repeats become less likely; 1: off. Default: the checkpoint's.")
 DEFAULTS = _flag(flags.DEFINE_boolean, "generation_config", True, "Take the checkpoint's defaults from generation_config.json.")
-SEED = _flag(flags.DEFINE_integer, "seed", 0, "Seed of the sampling.", lower_bound=0, upper_bound=2**63 - 1)
+SEED = _flag(flags.DEFINE_integer, "seed", 0, "Seed of the sampling.", lower_bound=0, upper_bound=2**32 - 1)
 DTYPE = _flag(flags.DEFINE_string, "dtype", None, "float32, bfloat16 or float16. Default: float32 on CPU, bfloat16 on GPU and TPU.")
 OUTPUT = _flag(
     flags.DEFINE_string, "output", "text", "text: stream the answer, statistics on standard error; json: one object with everything."
@@ -68,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # whoever reads us has gone; nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except (OSError, MemoryError) as error:  # an unreadable file, a full disk, weights larger than memory
+        sys.exit(_fail(f"{type(error).__name__}: {error}"))
 
 
 def _run(argv: list[str]) -> int:
@@ -140,7 +141,8 @@ def _sampling(generation_config: dict) -> SamplingConfig:
 def _keep_compiled_programs() -> None:
     directory = CACHE_DIR.value
     if directory is None:
-        directory = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xinfer_jax")
+        user = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "xinfer_jax")
+        directory = os.environ.get("JAX_COMPILATION_CACHE_DIR") or user
     if directory:
         jax.config.update("jax_compilation_cache_dir", directory)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

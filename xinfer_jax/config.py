@@ -190,7 +190,7 @@ def _rope(hf: Mapping) -> RopeConfig:
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type not in _ROPE_TYPES:
         raise InputError(f"rope type {rope_type!r} is not supported: use one of {', '.join(_ROPE_TYPES)}")
-    given = {"rope_theta": hf.get("rope_theta", 10000.0), **{k: v for k, v in scaling.items() if v is not None}}
+    given = {"rope_theta": hf.get("rope_theta") or 10000.0, **{k: v for k, v in scaling.items() if v is not None}}
     if given.get("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0) != 1.0:
         raise InputError("partial_rotary_factor other than 1 is not supported")
     if rope_type in ("llama3", "yarn"):
@@ -217,7 +217,8 @@ def _refuse_unsupported(hf: Mapping) -> None:
     if hf.get("quantization_config"):
         method = hf["quantization_config"].get("quant_method", "unknown") if isinstance(hf["quantization_config"], Mapping) else "unknown"
         raise InputError(f"quantization_config with quant_method {method!r} is not supported: use the unquantized checkpoint")
-    for name in hf.get("architectures") or ():
+    architectures = hf.get("architectures") or []
+    for name in architectures if isinstance(architectures, list) else [architectures]:
         if not str(name).endswith("ForCausalLM"):
             raise InputError(f"architecture {name!r} is not supported: only causal language models (…ForCausalLM) are")
 

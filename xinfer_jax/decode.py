@@ -52,14 +52,21 @@ def prefill(
 
     Returns:
         float32 logits [B, V] after each row's last real token, and the cache.
+
+    Raises:
+        InputError: the tokens exceed the cache's capacity (under a caller's jit: they are dropped and flagged in `overflow_B`).
     """
-    return _PREFILL[donate](params, config, tokens_BT, num_tokens_B, cache)
+    _check_room(cache, num_tokens_B)
+    return PREFILL[donate](params, config, tokens_BT, num_tokens_B, cache)
 
 
 def decode_step(
     params: Params, config: ModelConfig, token_B: jax.Array, cache: KVCache, *, donate: bool = False
 ) -> tuple[jax.Array, KVCache]:
-    """Appends one token per row. Returns float32 logits [B, V] and the cache; `donate` as in `prefill`."""
+    """Appends one token per row. Returns float32 logits [B, V] and the cache; `donate` as in `prefill`.
+
+    Nothing waits for the device here: a token past the capacity is dropped and flagged in the cache's `overflow_B`.
+    """
     return _DECODE_STEP[donate](params, config, token_B, cache)
 
 
@@ -88,22 +95,35 @@ def decode_loop(
         eos_ids: int32 [E], may be empty.
         max_new_tokens: traced: another number below the same power of two compiles nothing.
         seen_BV: bool, tokens that the repetition penalty counts as present; None: only those that this call chooses.
-        output_size: T of the results; None: max_new_tokens, which then must not be traced by the caller.
+        output_size: T of the results, and the most tokens; None: max_new_tokens, which then must not be traced by the caller.
         donate: as in `prefill`.
 
     Returns:
         The state: tokens_BT, logprobs_BT, length_B (all three with the EOS token), finished_B, and cache, which holds every
         token but the last one chosen.
+
+    Raises:
+        InputError: the tokens may exceed the cache's capacity (under a caller's jit: they are dropped and flagged in `overflow_B`).
     """
     B = logits_BV.shape[0]
     if output_size is None and isinstance(max_new_tokens, jax.core.Tracer):
         raise InputError("decode_loop with a traced max_new_tokens needs output_size, the static size of its results")
     size = int(max_new_tokens) if output_size is None else output_size
-    limit = np.int32(max_new_tokens) if output_size is None else max_new_tokens
+    limit = np.int32(max_new_tokens) if output_size is None else jnp.minimum(max_new_tokens, output_size)
+    _check_room(cache, limit - 1)
     seen_BV = np.zeros(logits_BV.shape, bool) if seen_BV is None else seen_BV
     row_key_B, sampling_B, eos_E = row_keys(row_key_B, B), per_row(sampling_B, B), jnp.asarray(eos_ids, jnp.int32)
     state = _DECODE_LOOP[donate](params, config, logits_BV, cache, row_key_B, sampling_B, eos_E, limit, seen_BV, bucket(size))
     return dataclasses.replace(state, tokens_BT=state.tokens_BT[:, :size], logprobs_BT=state.logprobs_BT[:, :size])
+
+
+def _check_room(cache: KVCache, more_B: Any) -> None:
+    """Raises InputError where more_B further tokens exceed the capacity, as far as that is known outside a trace."""
+    if any(isinstance(x, jax.core.Tracer) for x in (cache.length_B, more_B)):
+        return
+    need = int(np.max(np.asarray(cache.length_B) + np.asarray(more_B)))
+    if need > cache.capacity:
+        raise InputError(f"{need} tokens exceed the cache's capacity {cache.capacity}: raise capacity or shorten the prompt")
 
 
 def _prefill(params, config, tokens_BT, num_tokens_B, cache):
@@ -189,7 +209,7 @@ def _jitted(function: Any, *static: str) -> dict[bool, Any]:
     return {donate: jax.jit(function, static_argnames=static, donate_argnames="cache" if donate else ()) for donate in (False, True)}
 
 
-_PREFILL = _jitted(_prefill, "config")
+PREFILL = _jitted(_prefill, "config")
 _DECODE_STEP = _jitted(_decode_step, "config")
 _DECODE_LOOP = _jitted(_decode_loop, "config", "size")
 CONTINUE = jax.jit(_continue, static_argnames="config", donate_argnames="state")

@@ -1,6 +1,7 @@
 """Reading a checkpoint's small files, and finding a checkpoint by directory or hub name."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,16 @@ from typing import Any
 from .errors import InputError
 
 # What a checkpoint is loaded from; the rest of a hub repository is not fetched.
-_PATTERNS = ["*.json", "model*.safetensors", "*.jinja"]  # Mistral repositories hold the weights twice, once as consolidated.safetensors
+_PATTERNS = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "model.safetensors",
+    "model-*.safetensors",
+    "model.safetensors.index.json",
+]
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
@@ -34,11 +44,13 @@ def checkpoint_dir(path_or_repo_id: str | Path) -> Path:
     Raises:
         InputError: neither a directory nor a hub repository that can be had.
     """
-    path = Path(path_or_repo_id).expanduser()
-    if path.is_dir():
-        return path
-    name = str(path_or_repo_id)
-    if path.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
+    name, path = str(path_or_repo_id), Path(os.path.expanduser(path_or_repo_id))
+    try:
+        if path.is_dir():
+            return path
+    except OSError as error:
+        raise InputError(f"model {name!r} cannot be opened: {error}") from error
+    if os.path.lexists(path) or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
         raise InputError(f"model {name!r} is neither a directory nor a hub name of the form owner/name")
     import huggingface_hub  # only here: it takes a while to import
 

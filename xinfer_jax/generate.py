@@ -4,15 +4,16 @@ prompts ─ bucket ─► tokens_BT ─ prefill ─► first token of each row �
 """
 
 import dataclasses
-import threading
+import time
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 
 from .cache import init_cache
 from .config import ModelConfig
-from .decode import CONTINUE, RECOMPUTE, RECORD, DecodeState, bucket, decode_loop, decode_step, new_state, prefill
+from .decode import CONTINUE, PREFILL, RECOMPUTE, RECORD, DecodeState, bucket, decode_loop, decode_step, new_state, prefill
 from .errors import InputError
 from .params import Params, cache_dtype, tree_bytes
 from .sampling import SamplingConfig, per_row, row_keys
@@ -139,7 +140,10 @@ def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
         tokens_BT, num_tokens_B = _padded(prompts, capacity)
         cache = init_cache(config, B, capacity, cache_dtype(params)) if options.use_cache else None
         state = new_state(None, num_tokens_B, _seen(prompts, config.vocab_size), bucket(new))
-        ahead = _compile_loop(params, config, dataclasses.replace(state, cache=cache), choice) if sync and cache else None
+    started = time.perf_counter()
+    if sync and cache:
+        _compile_side_by_side(params, config, tokens_BT, state, cache, choice)
+    compile_seconds = time.perf_counter() - started
     with Stopwatch() as prefilling:
         if options.use_cache:
             logits_BV, cache = prefill(params, config, tokens_BT, num_tokens_B, cache, donate=True)
@@ -156,11 +160,6 @@ def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
     watches = [setup, prefilling, choosing]
     if sync:
         yield from _ids(seen, 0, options.eos_token_ids)
-    if ahead:
-        with Stopwatch() as waiting:
-            ahead.join()
-        waiting.compile_seconds, waiting.seconds = waiting.seconds, 0.0
-        watches.append(waiting)
     while (step := int(seen.step)) < new and not seen.finished_B.all():
         stride = min(_MOST_STRIDE, max(1, round(_SYNC_SECONDS / (stats.tpot_seconds or _SYNC_SECONDS)))) if sync else new
         with Stopwatch() as decoding:
@@ -176,18 +175,24 @@ def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
         if sync:
             yield from _ids(seen, step, options.eos_token_ids)
     stats.generated_tokens = int(seen.length_B.sum())
-    stats.compile_seconds = sum(w.compile_seconds for w in watches)
-    stats.total_seconds = sum(w.compile_seconds + w.seconds for w in watches)
+    stats.compile_seconds = compile_seconds + sum(w.compile_seconds for w in watches)
+    stats.total_seconds = stats.compile_seconds + sum(w.seconds for w in watches)
     stats.peak_bytes = peak_bytes()
     return _output(seen, np.asarray(state.logprobs_BT), stats)
 
 
-def _compile_loop(params, config, state, choice) -> threading.Thread:
-    """Compiles the decode loop beside the prefill, for whoever waits for a first answer; compiled before, it is found in milliseconds."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-    thread = threading.Thread(target=lambda: CONTINUE.lower(params, config, shapes, *choice, np.int32(0)).compile())
-    thread.start()
-    return thread
+def _compile_side_by_side(params, config, tokens_BT, state, cache, choice) -> None:
+    """Compiles the three programs of a stream at once, for whoever waits for a first answer; a second time takes milliseconds."""
+    state, cache, logits_BV = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, cache, np.zeros_like(state.seen_BV, np.float32))
+    )
+    calls = (
+        (CONTINUE, params, config, dataclasses.replace(state, cache=cache), *choice, np.int32(0)),
+        (RECORD, logits_BV, state, *choice),
+        (PREFILL[True], params, config, tokens_BT, state.position_B, cache),
+    )
+    with ThreadPoolExecutor(len(calls)) as pool:
+        list(pool.map(lambda call: call[0].lower(*call[1:]).compile(), calls))
 
 
 def _look(state: DecodeState) -> DecodeState:

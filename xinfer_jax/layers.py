@@ -95,13 +95,10 @@ def rotary_angles(config: ModelConfig, position_BT: jax.Array, length_B: jax.Arr
         cos and sin, each [B, T, H/2].
     """
     rope, width = config.rope, config.head_dim
-    if rope.rope_type == "dynamic":
-        scale_B = rope.factor * jnp.maximum(length_B, config.max_position_embeddings) / config.max_position_embeddings - (rope.factor - 1)
-        theta_B1 = (rope.rope_theta * scale_B ** (width / (width - 2)))[:, None]
-        inverse = 1.0 / theta_B1 ** (jnp.arange(0, width, 2, dtype=jnp.float32) / width)  # [B, H/2]
-        angle = position_BT[..., None] * inverse[:, None]
-        return jnp.cos(angle), jnp.sin(angle)
     inverse, scale = _inverse_frequencies(rope, width)
+    if rope.rope_type == "dynamic":  # theta * stretch ** (H / (H - 2)), with the stretch taken out of the power: closer to exact
+        stretch_B = rope.factor * jnp.maximum(length_B, config.max_position_embeddings) / config.max_position_embeddings - (rope.factor - 1)
+        inverse = (inverse * stretch_B[:, None] ** (-np.arange(0, width, 2, dtype=np.float32) / (width - 2)))[:, None]  # [B, 1, H/2]
     angle = position_BT[..., None].astype(jnp.float32) * inverse
     return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 
@@ -115,7 +112,9 @@ def rotate(x_BTNH: jax.Array, cos_BTR: jax.Array, sin_BTR: jax.Array) -> jax.Arr
 
 def _inverse_frequencies(rope: RopeConfig, width: int) -> tuple[np.ndarray, float]:
     """Angle per position of each pair, float32 [H/2], and the factor on cos and sin."""
-    powers = np.float32(rope.rope_theta) ** (np.arange(0, width, 2, dtype=np.float32) / np.float32(width))
+    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+    # Powers in float64, rounded once, are torch's own; numpy's in float32 are off by an ulp, which 500 positions make visible.
+    powers = (np.float64(rope.rope_theta) ** exponents.astype(np.float64)).astype(np.float32)
     inverse = np.float32(1.0) / powers
     if rope.rope_type == "linear":
         return inverse / np.float32(rope.factor), 1.0

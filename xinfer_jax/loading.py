@@ -34,19 +34,22 @@ class Model:
     load_stats: LoadStats
 
 
-def load_model(path_or_repo_id: str | Path | None = None, dtype: Any = None) -> Model:
+def load_model(path_or_repo_id: str | Path | None = None, dtype: Any = None, quantize: str | None = None) -> Model:
     """Loads a Hugging Face checkpoint.
 
     Args:
         path_or_repo_id: directory with config.json and safetensors (and tokenizer.json, if text is wanted), or a hub name
             owner/name; None: the bundled checkpoint.
         dtype: float32, bfloat16 or float16, whatever the checkpoint's; None: float32 on CPU, bfloat16 elsewhere.
+        quantize: only None so far.
 
     Raises:
         InputError: files missing, unreadable or not fitting the config, every tensor at fault named.
     """
     start = time.perf_counter()
     dtype = resolve_dtype(dtype)
+    if quantize is not None:
+        raise InputError(f"quantize={quantize!r} is not supported: only None is")
     path = BUNDLED if path_or_repo_id is None else checkpoint_dir(path_or_repo_id)
     settings = read_json(path / "config.json")
     if settings is None:
@@ -67,10 +70,12 @@ def load_params(path: Path, config: ModelConfig, dtype: Any) -> Params:
     """
     files = _weight_files(path)
     tensors = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118  (a safetensors handle is no dict)
+    if len(tensors) < sum(len(file.keys()) for file in files.values()):
+        raise InputError(f"{path}: two shards hold the same tensor; fetch the checkpoint again")
     specs, tree = jax.tree.flatten(param_specs(config))
     names = [_stored_name(spec, config, tensors) for spec in specs]
     _check_tensors(path, tensors, dict(zip(names, specs, strict=True)), config)
-    return jax.tree.unflatten(tree, [_array(tensors[name].get_tensor(name), dtype) for name in names])
+    return jax.tree.unflatten(tree, [_array(name, tensors[name].get_tensor(name), dtype) for name in names])
 
 
 def _weight_files(path: Path) -> dict[str, Any]:
@@ -130,10 +135,13 @@ def _check_tensors(path: Path, tensors: dict[str, Any], wanted: dict[str, ParamS
         raise InputError(f"{path}: the weights do not fit config.json: " + "; ".join(sorted(faults)))
 
 
-def _array(tensor: np.ndarray, dtype: Any) -> jax.Array:
+def _array(name: str, tensor: np.ndarray, dtype: Any) -> jax.Array:
     """A device array of a memory-mapped tensor. On CPU, memory aligned to 64 bytes is taken over as it is."""
     raw = np.empty(tensor.size * jnp.dtype(dtype).itemsize + 64, np.uint8)
     offset = -raw.ctypes.data % 64
     aligned = raw[offset : offset + raw.size - 64].view(dtype).reshape(tensor.shape)
-    np.copyto(aligned, tensor, casting="unsafe")
+    with np.errstate(over="ignore"):
+        np.copyto(aligned, tensor, casting="unsafe")
+    if dtype == jnp.float16 and tensor.dtype != np.float16 and not np.isfinite(aligned).all():
+        raise InputError(f"{name} holds values beyond float16's range: use dtype bfloat16 or float32")
     return jax.device_put(aligned)

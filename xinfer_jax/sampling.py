@@ -30,21 +30,23 @@ class SamplingConfig:
 
     @classmethod
     def from_hf(cls, generation_config: Mapping[str, Any]) -> "SamplingConfig":
-        """The defaults that a checkpoint's generation_config.json asks for; `do_sample` absent or false means greedy.
+        """The defaults that a checkpoint's generation_config.json asks for; `do_sample` absent or false means temperature 0.
+
+        Where it samples and is silent, transformers' own defaults hold: temperature 1, top_k 50.
 
         Raises:
             InputError: it asks for something that would change the result and is not supported.
         """
         for name, neutral in _UNSUPPORTED_DEFAULTS.items():
             value = generation_config.get(name)
-            if value is not None and value != neutral:
+            if value and value != neutral:
                 raise InputError(
                     f"generation_config.json asks for {name}={value!r}, which is not supported: ignore that file or remove the setting"
                 )
         sampled = bool(generation_config.get("do_sample"))
         given = {f.name: generation_config.get(f.name) for f in dataclasses.fields(cls)}
-        given = {name: value for name, value in given.items() if value is not None and (sampled or name == "repetition_penalty")}
-        return cls(**({"temperature": 1.0, "top_k": 50} if sampled else {}) | given)  # transformers' own defaults when sampling
+        config = cls(**({"temperature": 1.0, "top_k": 50} if sampled else {}) | {k: v for k, v in given.items() if v is not None})
+        return config if sampled else dataclasses.replace(config, temperature=0.0)
 
     def validate(self) -> "SamplingConfig":
         """Returns itself.
@@ -90,6 +92,8 @@ def per_row(sampling: SamplingConfig | Sequence[SamplingConfig], batch: int) -> 
 
     def spread(value: Any, dtype: Any) -> Any:
         xp = jnp if isinstance(value, jax.Array) else np  # numbers stay on the host: no program is compiled for them
+        if np.shape(value) not in ((), (1,), (batch,)):
+            raise InputError(f"sampling settings of shape {np.shape(value)} for {batch} rows: give one number, or one per row")
         return xp.broadcast_to(xp.asarray(value, dtype), (batch,))
 
     return SamplingConfig(
@@ -138,7 +142,8 @@ def choose(logits_BV: jax.Array, row_key_B: jax.Array, position_B: jax.Array, sa
 def sample(row_key_B: jax.Array, position_B: jax.Array, logits_BV: jax.Array, sampling: SamplingConfig) -> jax.Array:
     """Draws from softmax(top_p(top_k(logits / temperature))) by the largest logit + Gumbel noise; rows at temperature 0 take the argmax."""
     greedy_B = sampling.temperature <= 0
-    scaled = logits_BV / jnp.where(greedy_B, 1.0, sampling.temperature)[:, None]
+    above = jnp.max(logits_BV, -1, keepdims=True)  # taken off first: the smallest temperatures must not overflow
+    scaled = (logits_BV - above) / jnp.where(greedy_B, 1.0, jnp.maximum(sampling.temperature, 1e-37))[:, None]
     kept = top_k_top_p(scaled, sampling.top_k, sampling.top_p)
     noise = jax.vmap(lambda key, position: gumbel(draw_key(key, position, _DRAW_TOKEN), logits_BV.shape[1]))(row_key_B, position_B)
     return jnp.where(greedy_B, _argmax(logits_BV), _argmax(kept + noise))
@@ -198,7 +203,7 @@ def _keep(logits_BV: jax.Array, weight_BV: jax.Array, least_B: jax.Array) -> jax
 
     The threshold is found bit by bit, on integers that are ordered as the floats are.
     """
-    bits = lax.bitcast_convert_type(logits_BV, jnp.int32)
+    bits = lax.bitcast_convert_type(jnp.where(logits_BV == 0, 0.0, logits_BV), jnp.int32)  # -0.0 ties with 0.0
     order = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # negative floats are ordered backwards as integers
 
     def halve(_, bounds):

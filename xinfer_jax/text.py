@@ -84,9 +84,10 @@ def stream_text(
 
 
 def with_eos(model: Model, options: GenerateOptions | None) -> GenerateOptions:
-    """Options with the model's EOS ids where they name none."""
+    """Options with the model's EOS ids where they name none; an id that the model cannot produce is left out."""
     options = options or GenerateOptions()
-    return options if options.eos_token_ids else dataclasses.replace(options, eos_token_ids=_tokenizer(model).eos_token_ids)
+    possible = tuple(i for i in _tokenizer(model).eos_token_ids if 0 <= i < model.config.vocab_size)
+    return options if options.eos_token_ids else dataclasses.replace(options, eos_token_ids=possible)
 
 
 def _pieces(tokenizer: Tokenizer, steps: Generator[list[int | None], None, GenerateOutput]) -> Generator[str, None, GenerateOutput]:

@@ -128,7 +128,10 @@ class IncrementalDecoder:
 
 def _chat_template(path: Path, settings: dict) -> str | None:
     if (path / "chat_template.jinja").is_file():
-        return (path / "chat_template.jinja").read_text(encoding="utf-8")
+        try:
+            return (path / "chat_template.jinja").read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{path / 'chat_template.jinja'} is not readable text: {error}") from error
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, by name
         template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}.get("default", template)
