@@ -15,7 +15,7 @@ import tiny
 
 import xinfer_jax as xj
 from xinfer_jax import cli
-from xinfer_jax.text import encode_prompt
+from xinfer_jax.text import encode_prompt, with_eos
 
 ROOT = Path(__file__).parents[1]
 QUESTION = "Is that really the case?"
@@ -307,7 +307,6 @@ BAD_CHECKPOINTS = {
     ),
     "generation-config-beams": (_generation(num_beams=4), "num_beams=4"),
     "generation-config-temperature": (_generation(do_sample=True, temperature="hot"), "temperature must be .* got 'hot'"),
-    "eos-outside-vocabulary": (_generation(eos_token_id=288), "EOS token id 288 is outside the vocabulary of 288"),
     "context-too-short": (_config(max_position_embeddings=32), "exceeds the model's context limit 32"),
 }
 
@@ -457,6 +456,12 @@ def test_generate_text_and_stream_text(model):
 def test_eos_of_the_options_goes_before_that_of_the_model(model):
     options = xj.GenerateOptions(max_new_tokens=16, eos_token_ids=(ANSWER_IDS[3],))
     assert xj.generate_text(model, QUESTION, options) == "Yes"
+
+
+def test_an_eos_id_that_the_model_cannot_produce_is_left_out(tmp_path):
+    model = xj.load_model(tiny.write(tmp_path, generation_config={"eos_token_id": [3, 288]}))
+    assert 288 in model.tokenizer.eos_token_ids
+    assert 3 in with_eos(model, None).eos_token_ids and 288 not in with_eos(model, None).eos_token_ids
 
 
 def test_stream_text_with_a_key(model):

@@ -255,6 +255,19 @@ def test_writes_past_the_capacity_are_dropped_and_flagged(qwen):
     np.testing.assert_array_equal(cache.k[0][1, :, :6], kept[1, :, :6])
 
 
+def test_the_doors_refuse_what_does_not_fit(qwen):
+    params, config = qwen
+    tokens, n = np.array(prompts(12), np.int32), np.array([12])
+    with pytest.raises(xj.InputError, match="12 tokens exceed the cache's capacity 10"):
+        xj.prefill(params, config, tokens[:, :10], n, xj.init_cache(config, 1, 10))
+    logits, cache = xj.prefill(params, config, tokens, n, xj.init_cache(config, 1, 16))
+    keys = jax.random.split(jax.random.key(0), 1)
+    with pytest.raises(xj.InputError, match="17 tokens exceed the cache's capacity 16"):
+        xj.decode_loop(params, config, logits, cache, keys, xj.SamplingConfig(), np.array([3]), 6)
+    result = xj.decode_loop(params, config, logits, cache, keys, xj.SamplingConfig(), np.array([-1]), 9, output_size=5)
+    assert result.tokens_BT.shape == (1, 5) and int(result.length_B[0]) == 5  # output_size is the most
+
+
 def test_truncate_and_reorder(qwen):
     from xinfer_jax.cache import reorder, truncate
 

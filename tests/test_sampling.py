@@ -58,6 +58,11 @@ def test_temperature_zero_is_argmax_in_a_mixed_batch():
     assert (drawn[1::2] == 0).all() and len(set(drawn[::2].tolist())) > 1
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-10, 1e-3])
+def test_the_smallest_temperatures_choose_the_argmax(temperature):
+    assert (draw(xj.SamplingConfig(temperature=temperature), 8) == 0).all()
+
+
 def test_draws_do_not_depend_on_slot_or_batch():
     rows, keys = sampling.per_row(xj.SamplingConfig(temperature=1.0), 5), jax.random.split(jax.random.key(1), 5)
     logits, position = jax.random.normal(jax.random.key(2), (5, 100)), jnp.arange(5) + 3

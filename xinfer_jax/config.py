@@ -190,7 +190,8 @@ def _rope(hf: Mapping) -> RopeConfig:
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type not in _ROPE_TYPES:
         raise InputError(f"rope type {rope_type!r} is not supported: use one of {', '.join(_ROPE_TYPES)}")
-    given = {"rope_theta": hf.get("rope_theta") or 10000.0, **{k: v for k, v in scaling.items() if v is not None}}
+    theta = 10000.0 if hf.get("rope_theta") is None else hf["rope_theta"]
+    given = {"rope_theta": theta, **{k: v for k, v in scaling.items() if v is not None}}
     if given.get("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0) != 1.0:
         raise InputError("partial_rotary_factor other than 1 is not supported")
     if rope_type in ("llama3", "yarn"):
