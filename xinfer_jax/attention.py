@@ -1,4 +1,4 @@
-"""Causal attention in plain jnp: grouped heads, sliding windows, queries at any offset, in blocks with an online softmax.
+"""Causal attention: grouped heads, sliding windows, queries at any offset. In plain jnp, and on GPUs by the kernels of `kernels_pallas`.
 
 Cost follows the length and not the capacity: only the key blocks that some query can see are read. Scores exist for one
 block of queries and one block of keys at a time, so 8k tokens need no 8k × 8k matrix.
@@ -9,6 +9,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+import kernels_pallas
+
+from .errors import InputError
 
 QUERY_BLOCK = 512
 KEY_BLOCK = 256
@@ -24,6 +28,7 @@ def attention(
     start_B: jax.Array | None = None,
     scale: float,
     window: int | None = None,
+    impl: str | None = None,
 ) -> jax.Array:
     """Scaled dot-product attention (Vaswani et al. 2017) with the online softmax of Milakov & Gimelshein 2018.
 
@@ -39,15 +44,63 @@ def attention(
             so that the result has a reverse-mode gradient.
         scale: factor on the scores.
         window: None, or how many keys a query sees at most, itself included.
+        impl: None, or one of `kernels_pallas.IMPLS`. A kernel's gradient is that of "xla", the plain jnp below.
 
     Returns:
         [B, T, N, H] in the dtype of q.
+
+    Raises:
+        InputError: the named impl does not serve these arguments.
     """
+    # A single query behind a cache is at position length - 1.
+    kernel = "decode_attention" if q_BTNH.shape[1] == 1 and start_B is not None else "prefill_attention"
+    chosen = selected(kernel, impl, q_BTNH, k_BKSH, v_BKSH)
+    if chosen == "xla":
+        return _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale, window, start_B is None)
+    start_B = jnp.zeros_like(length_B) if start_B is None else start_B
+    return _by_kernel(kernel, chosen, impl is None, scale, window, q_BTNH, k_BKSH, v_BKSH, start_B, length_B)
+
+
+def selected(kernel: str, impl: str | None, *args: jax.Array) -> str:
+    """The implementation that `kernels_pallas` selects, or an InputError with its reason."""
+    try:
+        return kernels_pallas.select(kernel, impl, *args).impl
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _by_kernel(kernel, impl, only_on_gpu, scale, window, q_BTNH, k_BKSH, v_BKSH, start_B, length_B):
+    def fast(q_BTNH, k_BKSH, v_BKSH, start_B, length_B):
+        if kernel == "decode_attention":
+            return kernels_pallas.run(impl, kernel, q_BTNH[:, 0], k_BKSH, v_BKSH, length_B, scale=scale, window=window)[:, None]
+        return kernels_pallas.run(impl, kernel, q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale=scale, window=window)
+
+    args = (q_BTNH, k_BKSH, v_BKSH, start_B, length_B)
+    if not only_on_gpu:
+        return fast(*args)
+    return lax.platform_dependent(*args, cuda=fast, default=lambda *args: _blocked(*args, scale, window, False))
+
+
+def _forward(*args):
+    return _by_kernel(*args), args[5:]
+
+
+def _backward(kernel, impl, only_on_gpu, scale, window, saved, gradient):
+    *qkv, start_B, length_B = saved
+    pull = jax.vjp(lambda q, k, v: _blocked(q, k, v, start_B, length_B, scale, window, True), *qkv)[1]
+    return *pull(gradient), None, None
+
+
+_by_kernel.defvjp(_forward, _backward)
+
+
+def _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale, window, static):
+    """The same in plain jnp. `static`: loops with fixed bounds, which have a reverse-mode gradient."""
     B, T, N, H = q_BTNH.shape
     K, S = k_BKSH.shape[1:3]
     q_BKTGH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4)
-    static = start_B is None
-    start_B = jnp.zeros(B, jnp.int32) if static else start_B
+    start_B = jnp.zeros(B, jnp.int32) if start_B is None else start_B
     run = partial(_query_block, k_BKSH, v_BKSH, length_B, scale, window, static)
     if T <= QUERY_BLOCK:
         out_BKTGH = run(q_BKTGH, start_B)

@@ -13,7 +13,7 @@ import numpy as np
 
 from .cache import init_cache
 from .config import ModelConfig
-from .decode import CONTINUE, PREFILL, RECOMPUTE, RECORD, DecodeState, bucket, decode_loop, decode_step, new_state, prefill
+from .decode import CONTINUE, PREFILL, RECOMPUTE, RECORD, DecodeState, bucket, check_impl, decode_loop, decode_step, new_state, prefill
 from .errors import InputError
 from .params import Params, cache_dtype, tree_bytes
 from .sampling import SamplingConfig, per_row, row_keys
@@ -34,6 +34,7 @@ class GenerateOptions:
     eos_token_ids: Sequence[int] = ()  # any of them ends a row; none: never stop early
     capacity: int | None = None  # of the cache, in tokens; None: what the call needs, rounded up
     use_cache: bool = True  # False: recompute the whole sequence for every token, to compare
+    impl: str | None = None  # of attention and argmax: None (what suits the device), "mosaic", "triton" or "xla"
 
 
 @dataclasses.dataclass
@@ -92,6 +93,7 @@ def stream(
 def _checked(params, config, prompts, options, key):
     """The arguments of `_steps`, or an InputError."""
     options = options or GenerateOptions()
+    check_impl(options.impl)
     check_prompts(config, prompts)
     longest, new = max(map(len, prompts)), options.max_new_tokens
     if isinstance(new, bool) or not isinstance(new, int | np.integer) or new < 1:
@@ -133,7 +135,7 @@ def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> None
 def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
     """Yields the new ids of each step and returns the output; with `sync` it looks at the device often, else once at the end."""
     B, new = len(prompts), int(options.max_new_tokens)
-    choice = (row_key_B, sampling_B, _eos_array(options.eos_token_ids))
+    impl, choice = options.impl, (row_key_B, sampling_B, _eos_array(options.eos_token_ids))
     longest = max(map(len, prompts))
     capacity = options.capacity or min(bucket(longest) + bucket(new), config.context_length)
     with Stopwatch() as setup:
@@ -142,16 +144,16 @@ def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
         state = new_state(None, num_tokens_B, _seen(prompts, config.vocab_size), bucket(new))
     started = time.perf_counter()
     if sync and cache:
-        _compile_side_by_side(params, config, tokens_BT, state, cache, choice)
+        _compile_side_by_side(params, config, tokens_BT, state, cache, choice, impl)
     compile_seconds = time.perf_counter() - started
     with Stopwatch() as prefilling:
         if options.use_cache:
-            logits_BV, cache = prefill(params, config, tokens_BT, num_tokens_B, cache, donate=True)
+            logits_BV, cache = prefill(params, config, tokens_BT, num_tokens_B, cache, donate=True, impl=impl)
         else:
-            logits_BV = RECOMPUTE(params, config, tokens_BT, num_tokens_B)
+            logits_BV = RECOMPUTE(params, config, tokens_BT, num_tokens_B, impl)
         logits_BV.block_until_ready()
     with Stopwatch() as choosing:
-        state = dataclasses.replace(RECORD(logits_BV, state, *choice), cache=cache)
+        state = dataclasses.replace(RECORD(logits_BV, state, *choice, impl), cache=cache)
         seen = _look(state)
     cache_bytes = tree_bytes((cache.k, cache.v)) if cache else 0
     del cache, logits_BV
@@ -164,10 +166,10 @@ def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
         stride = min(_MOST_STRIDE, max(1, round(_SYNC_SECONDS / (stats.tpot_seconds or _SYNC_SECONDS)))) if sync else new
         with Stopwatch() as decoding:
             if options.use_cache:
-                state = CONTINUE(params, config, state, *choice, np.int32(min(step + stride, new)))
+                state = CONTINUE(params, config, state, *choice, np.int32(min(step + stride, new)), impl)
             else:
                 chosen = [p + seen.tokens_BT[i, : seen.length_B[i]].tolist() for i, p in enumerate(prompts)]
-                state = RECORD(RECOMPUTE(params, config, *_padded(chosen, config.context_length)), state, *choice)
+                state = RECORD(RECOMPUTE(params, config, *_padded(chosen, config.context_length), impl), state, *choice, impl)
             seen = _look(state)
         watches.append(decoding)
         stats.decode_seconds += decoding.seconds
@@ -181,15 +183,15 @@ def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
     return _output(seen, np.asarray(state.logprobs_BT), stats)
 
 
-def _compile_side_by_side(params, config, tokens_BT, state, cache, choice) -> None:
+def _compile_side_by_side(params, config, tokens_BT, state, cache, choice, impl) -> None:
     """Compiles the three programs of a stream at once, for whoever waits for a first answer; a second time takes milliseconds."""
     state, cache, logits_BV = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, cache, np.zeros_like(state.seen_BV, np.float32))
     )
     calls = (
-        (CONTINUE, params, config, dataclasses.replace(state, cache=cache), *choice, np.int32(0)),
-        (RECORD, logits_BV, state, *choice),
-        (PREFILL[True], params, config, tokens_BT, state.position_B, cache),
+        (CONTINUE, params, config, dataclasses.replace(state, cache=cache), *choice, np.int32(0), impl),
+        (RECORD, logits_BV, state, *choice, impl),
+        (PREFILL[True], params, config, tokens_BT, state.position_B, cache, impl),
     )
     with ThreadPoolExecutor(len(calls)) as pool:
         list(pool.map(lambda call: call[0].lower(*call[1:]).compile(), calls))

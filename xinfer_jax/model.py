@@ -12,7 +12,13 @@ from .params import Params
 
 
 def forward(
-    params: Params, config: ModelConfig, tokens_BT: jax.Array, cache: KVCache | None = None, num_tokens_B: jax.Array | None = None
+    params: Params,
+    config: ModelConfig,
+    tokens_BT: jax.Array,
+    cache: KVCache | None = None,
+    num_tokens_B: jax.Array | None = None,
+    *,
+    impl: str | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
     """Logits of every token. Not jitted: the caller jits it. Without a cache it has reverse-mode gradients in every leaf.
 
@@ -22,19 +28,26 @@ def forward(
         tokens_BT: int32 token ids.
         cache: None, or the cache that already holds what precedes these tokens; they are appended at its `length_B`.
         num_tokens_B: how many of the T tokens of each row are real (the rest is padding on the right); None: all.
+        impl: of attention: None (what suits the device), "mosaic", "triton" or "xla".
 
     Returns:
         float32 logits [B, T, V] (undefined at padding) and the cache with the tokens appended.
 
     Raises:
-        InputError: more tokens than the cache's capacity.
+        InputError: more tokens than the cache's capacity; an impl that cannot serve the call.
     """
-    hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B)
+    hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B, impl=impl)
     return unembed(params, hidden_BTD), cache
 
 
 def hidden_states(
-    params: Params, config: ModelConfig, tokens_BT: jax.Array, cache: KVCache | None = None, num_tokens_B: jax.Array | None = None
+    params: Params,
+    config: ModelConfig,
+    tokens_BT: jax.Array,
+    cache: KVCache | None = None,
+    num_tokens_B: jax.Array | None = None,
+    *,
+    impl: str | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
     """`forward` without its last step: the normed hidden state of every token, [B, T, D]."""
     if tokens_BT.ndim != 2:
@@ -46,7 +59,7 @@ def hidden_states(
     x_BTD = embed(tokens_BT, params["embed"]["weight"])
     for index, layer in enumerate(params["layers"]):
         attended, cache = _attend(
-            layer, config, index, rms_norm(x_BTD, layer["attn_norm"], config.rms_norm_eps), angles, cache, num_tokens_B
+            layer, config, index, rms_norm(x_BTD, layer["attn_norm"], config.rms_norm_eps), angles, cache, num_tokens_B, impl
         )
         x_BTD = x_BTD + attended
         x_BTD = x_BTD + gated_mlp(rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps), layer)
@@ -55,11 +68,16 @@ def hidden_states(
 
 
 def unembed(params: Params, hidden: jax.Array) -> jax.Array:
-    """float32 logits [..., V] of hidden states [..., D]; a tied model reuses the embedding matrix."""
-    return linear(hidden, params["lm_head"] if "lm_head" in params else params["embed"], jnp.float32)
+    """float32 logits [..., V] of hidden states [..., D]."""
+    return linear(hidden, head(params), jnp.float32)
 
 
-def _attend(layer: Params, config: ModelConfig, index: int, x_BTD, angles, cache: KVCache | None, num_tokens_B):
+def head(params: Params) -> Params:
+    """The vocabulary matrix; a tied model reuses the embedding matrix."""
+    return params["lm_head"] if "lm_head" in params else params["embed"]
+
+
+def _attend(layer: Params, config: ModelConfig, index: int, x_BTD, angles, cache: KVCache | None, num_tokens_B, impl):
     B, T, _ = x_BTD.shape
     q_BTNH, k_BTKH, v_BTKH = (linear(x_BTD, layer[name]).reshape(B, T, -1, config.head_dim) for name in "qkv")
     if config.qk_norm:
@@ -74,7 +92,6 @@ def _attend(layer: Params, config: ModelConfig, index: int, x_BTD, angles, cache
         start_B, length_B = cache.length_B, cache.length_B + num_tokens_B
         cache = append(cache, index, k_BTKH, v_BTKH, num_tokens_B)
         k_BKSH, v_BKSH = read(cache, index)
-    out_BTNH = attention(
-        q_BTNH, k_BKSH, v_BKSH, length_B=length_B, start_B=start_B, scale=config.head_dim**-0.5, window=config.layer_windows[index]
-    )
+    scale, window = config.head_dim**-0.5, config.layer_windows[index]
+    out_BTNH = attention(q_BTNH, k_BKSH, v_BKSH, length_B=length_B, start_B=start_B, scale=scale, window=window, impl=impl)
     return linear(out_BTNH.reshape(B, T, -1), layer["o"]), cache

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from .errors import InputError
+from .greedy import argmax
 
 _DRAW_TOKEN = 0  # purpose of a draw, the last fold of its key; later strategies take the next numbers
 
@@ -118,7 +119,14 @@ def row_keys(key: jax.Array, batch: int) -> jax.Array:
     return key
 
 
-def choose(logits_BV: jax.Array, row_key_B: jax.Array, position_B: jax.Array, sampling: SamplingConfig, seen_BV: jax.Array) -> jax.Array:
+def choose(
+    logits_BV: jax.Array,
+    row_key_B: jax.Array,
+    position_B: jax.Array,
+    sampling: SamplingConfig,
+    seen_BV: jax.Array,
+    impl: str | None = None,
+) -> jax.Array:
     """The next token of each row, int32 [B]. A batch without temperature and penalty takes the argmax and nothing else.
 
     Args:
@@ -127,16 +135,21 @@ def choose(logits_BV: jax.Array, row_key_B: jax.Array, position_B: jax.Array, sa
         position_B: the position that the new token will have in its row: the draw depends on it and the key alone.
         sampling: arrays [B].
         seen_BV: bool, tokens already present in each row.
+        impl: of the argmax.
     """
 
     def processed() -> jax.Array:
         logits = repetition_penalty(logits_BV, sampling.repetition_penalty, seen_BV)
         return lax.cond(
-            jnp.all(sampling.temperature <= 0), lambda: _argmax(logits), lambda: sample(row_key_B, position_B, logits, sampling)
+            jnp.all(sampling.temperature <= 0), lambda: argmax(logits, impl), lambda: sample(row_key_B, position_B, logits, sampling)
         )
 
-    plain = (sampling.temperature <= 0) & (sampling.repetition_penalty == 1)
-    return lax.cond(jnp.all(plain), lambda: _argmax(logits_BV), processed)
+    return lax.cond(plain(sampling), lambda: argmax(logits_BV, impl), processed)
+
+
+def plain(sampling: SamplingConfig) -> jax.Array:
+    """Whether every row just takes its likeliest token."""
+    return jnp.all((sampling.temperature <= 0) & (sampling.repetition_penalty == 1))
 
 
 def sample(row_key_B: jax.Array, position_B: jax.Array, logits_BV: jax.Array, sampling: SamplingConfig) -> jax.Array:
@@ -146,7 +159,7 @@ def sample(row_key_B: jax.Array, position_B: jax.Array, logits_BV: jax.Array, sa
     scaled = (logits_BV - above) / jnp.where(greedy_B, 1.0, jnp.maximum(sampling.temperature, 1e-37))[:, None]
     kept = top_k_top_p(scaled, sampling.top_k, sampling.top_p)
     noise = jax.vmap(lambda key, position: gumbel(draw_key(key, position, _DRAW_TOKEN), logits_BV.shape[1]))(row_key_B, position_B)
-    return jnp.where(greedy_B, _argmax(logits_BV), _argmax(kept + noise))
+    return jnp.where(greedy_B, argmax(logits_BV, "xla"), argmax(kept + noise, "xla"))
 
 
 def draw_key(row_key: jax.Array, position: jax.Array, purpose: int) -> jax.Array:
@@ -214,7 +227,3 @@ def _keep(logits_BV: jax.Array, weight_BV: jax.Array, least_B: jax.Array) -> jax
 
     low, _ = lax.fori_loop(0, 32, halve, (jnp.min(order, -1), jnp.max(order, -1)))
     return jnp.where(order >= low[:, None], logits_BV, -jnp.inf)
-
-
-def _argmax(logits_BV: jax.Array) -> jax.Array:
-    return jnp.argmax(logits_BV, -1).astype(jnp.int32)

@@ -1,0 +1,167 @@
+"""The index of the largest number of each row, and the greedy token straight from the hidden state."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .. import compat
+from .parts import ROWS, WGMMA, padded, params, tile
+
+_BLOCK = 2048  # numbers per program of argmax
+_PROGRAMS = 264  # two per multiprocessor of an H100 or H200
+_WIDE = 128  # columns of the vocabulary matrix per step
+_NEVER = np.int32(2**31 - 1)
+_LEAST = np.int32(-(2**31))
+
+
+def ordered(x: jax.Array) -> jax.Array:
+    """int32 keys in the order of float32 numbers, with NaN above all, as jnp.argmax has it."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)  # -0.0 equals 0.0
+    return jnp.where(x != x, _NEVER, jnp.where(bits < 0, bits ^ _NEVER, bits))
+
+
+def unordered(key: jax.Array) -> jax.Array:
+    """The float32 number of a key."""
+    return lax.bitcast_convert_type(jnp.where(key < 0, key ^ _NEVER, key), jnp.float32)
+
+
+def argmax(x_BV: jax.Array, *, interpret: Any = None) -> jax.Array:
+    """As `reference.argmax`: int32 [B]; the lowest index of equal numbers, the first NaN where there is one.
+
+    Args:
+        x_BV: float32, bfloat16 or float16. V that is no multiple of 8 costs a copy.
+        interpret: `plgpu.InterpretGPUParams()`: on CPU, emulated.
+    """
+    B = x_BV.shape[0]
+    missing = max(_BLOCK - x_BV.shape[1], -x_BV.shape[1] % 8)
+    x_BV = jnp.pad(x_BV, ((0, 0), (0, missing)), constant_values=-jnp.inf) if missing else x_BV
+    V = x_BV.shape[1]
+    blocks = pl.cdiv(V, _BLOCK)
+    layout = plgpu.Layout.WG_STRIDED((_BLOCK,), vec_size=16 // x_BV.dtype.itemsize)
+
+    def kernel(x_ref, key_ref, index_ref):
+        row, block = lax.axis_index("row"), lax.axis_index("block")
+        first = jnp.minimum(block * _BLOCK, V - _BLOCK)  # the last block overlaps the one before: nothing to mask
+        key = ordered(compat.load(x_ref.at[row], first, _BLOCK, layout).astype(jnp.float32))
+        index = plgpu.broadcasted_iota(jnp.int32, (_BLOCK,), 0, layout=layout) + first
+        most = key.max(axis=0)
+        key_ref[row, block] = most
+        index_ref[row, block] = jnp.where(key == most, index, _NEVER).min(axis=0)
+
+    pairs = plgpu.kernel(
+        kernel,
+        out_type=(jax.ShapeDtypeStruct((B, blocks), jnp.int32),) * 2,
+        grid=(blocks, B),
+        grid_names=("block", "row"),
+        compiler_params=params(),
+        interpret=interpret,
+    )(x_BV)
+    return _first_of_largest(*pairs)
+
+
+def lm_head_argmax(x_BD: jax.Array, weight_VD: jax.Array, *, interpret: Any = None) -> tuple[jax.Array, jax.Array]:
+    """As `reference.lm_head_argmax`, without writing a logit: reads the vocabulary matrix once.
+
+    Programs stay on the card and take tiles of 64 tokens in turn; loads run ahead across tiles.
+
+    Args:
+        x_BD: bfloat16 or float16 hidden states; every 64 rows read the matrix once.
+        weight_VD: in the same dtype. V that is no multiple of 8, or D that is none of 64, costs a copy.
+        interpret: `plgpu.InterpretGPUParams()`: on CPU, emulated.
+
+    Returns:
+        ids int32 [B] and their log-probabilities float32 [B].
+    """
+    B, V = x_BD.shape[0], weight_VD.shape[0]
+    if B > ROWS:
+        parts = [lm_head_argmax(x_BD[i : i + ROWS], weight_VD, interpret=interpret) for i in range(0, B, ROWS)]
+        ids, logprobs = zip(*parts, strict=True)
+        return jnp.concatenate(ids), jnp.concatenate(logprobs)
+    x_ND, weight_VD = padded(x_BD, 8, 64), padded(weight_VD, 8, 64)
+    N, D = x_ND.shape
+    steps = pl.cdiv(D, _WIDE)
+    tiles = pl.cdiv(V, ROWS)
+    programs = min(_PROGRAMS, tiles)
+    stages = min(6, 108 * 1024 // (2 * _WIDE * (ROWS + N)))
+
+    def kernel(x_ref, w_ref, key_ref, index_ref, sum_ref, x_smem, w_smem, key_smem, index_smem, sum_smem, landed):
+        program = lax.axis_index("program")
+        mine = lax.div(tiles - program + (programs - 1), jnp.int32(programs))  # tiles program, program + programs, …
+
+        def fetch(i, slot):
+            token = (program + lax.div(i, jnp.int32(steps)) * programs) * ROWS
+            wide = pl.ds(lax.rem(i, jnp.int32(steps)) * _WIDE, _WIDE)
+            plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(token, ROWS), wide], w_smem.at[slot], landed.at[slot])
+            plgpu.copy_gmem_to_smem(x_ref.at[:, wide], x_smem.at[slot], landed.at[slot])
+
+        def logits(t):
+            def product(acc_ref):
+                @pl.loop(0, steps)
+                def _(j):
+                    i = t * steps + j
+                    slot = lax.rem(i, jnp.int32(stages))
+                    plgpu.barrier_wait(landed.at[slot])
+                    plgpu.wgmma(acc_ref, w_smem.at[slot], compat.transposed(x_smem.at[slot]))
+                    plgpu.wgmma_wait(0)
+                    pl.when(i + stages < mine * steps)(lambda: fetch(i + stages, slot))
+
+                return acc_ref[...]
+
+            return pl.run_scoped(product, plgpu.ACC((ROWS, N), jnp.float32))
+
+        def one_tile(t, best):
+            key, index, total = best
+            x = logits(t)
+            token = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=WGMMA) + (program + t * programs) * ROWS
+            x = jnp.where(token < V, x, -jnp.inf)
+            keys = ordered(x)
+            most = keys.max(axis=0)
+            first = jnp.where(keys == spread(most, x.shape), token, _NEVER).min(axis=0)
+            here = jnp.exp(x - spread(unordered(most), x.shape)).sum(axis=0)
+            new = jnp.maximum(key, most)
+            total = total * jnp.exp(unordered(key) - unordered(new)) + here * jnp.exp(unordered(most) - unordered(new))
+            return new, jnp.where(most > key, first, index), total
+
+        def spread(x_N, shape):
+            return lax.broadcast_in_dim(x_N, shape, [1])
+
+        def full(value, dtype):
+            return plgpu.layout_cast(jnp.full((N,), value, dtype), WGMMA.reduce(0))
+
+        for i in range(stages):
+            pl.when(i < mine * steps)(lambda i=i: fetch(jnp.int32(i), i))
+        lowest = int(np.float32(-1e30).view(np.int32)) ^ int(_NEVER)
+        best = lax.fori_loop(0, mine, one_tile, (full(lowest, jnp.int32), full(0, jnp.int32), full(0, jnp.float32)))
+        for value, smem, ref in zip(best, (key_smem, index_smem, sum_smem), (key_ref, index_ref, sum_ref), strict=True):
+            smem[...] = value
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(smem, ref.at[program])
+        plgpu.wait_smem_to_gmem(0)
+
+    shapes = [((programs, N), dtype) for dtype in (jnp.int32, jnp.int32, jnp.float32)]
+    key_PN, index_PN, sum_PN = plgpu.kernel(
+        kernel,
+        out_type=tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes),
+        scratch_types=(
+            tile((stages, N, _WIDE), x_BD.dtype),
+            tile((stages, ROWS, _WIDE), x_BD.dtype),
+            *(plgpu.SMEM((N,), dtype) for _, dtype in shapes),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        ),
+        grid=(programs,),
+        grid_names=("program",),
+        compiler_params=params(),
+        interpret=interpret,
+    )(x_ND, weight_VD)
+    most_PN = unordered(key_PN)
+    total_N = jnp.sum(sum_PN * jnp.exp(most_PN - jnp.max(most_PN, 0)), 0)
+    return _first_of_largest(key_PN.T, index_PN.T)[:B], -jnp.log(total_N)[:B]
+
+
+def _first_of_largest(key_BP: jax.Array, index_BP: jax.Array) -> jax.Array:
+    return jnp.min(jnp.where(key_BP == jnp.max(key_BP, -1, keepdims=True), index_BP, _NEVER), -1)

@@ -1,0 +1,123 @@
+"""Decode attention on Hopper: one query per row, the keys split over the card, TMA loads ahead of the tensor cores."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .parts import ROWS, add_values, columns, padded, params, scores, silence, softmax_step, spread, start, tile
+
+_PROGRAMS = 264  # two per multiprocessor of an H100 or H200: one computes while the other waits for memory
+
+
+def decode_attention(
+    q_BNH: jax.Array,
+    k_BKSH: jax.Array,
+    v_BKSH: jax.Array,
+    length_B: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    splits: int | None = None,
+    block: int = 64,
+    stages: int | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """Attention of one query per row, at position length_B[b] - 1, as in Flash-Decoding (Dao et al. 2023).
+
+    The G = N/K queries that share a key head are the rows of one tile. Each program takes an equal part of the key blocks
+    below the row's length; parts are merged by their log-sum-exp.
+
+    Args:
+        q_BNH: bfloat16 or float16; G at most 64, H a multiple of 16.
+        k_BKSH, v_BKSH: in the same dtype; slots at or past length_B may hold anything.
+        length_B: int32, valid keys per row; 0 gives zeros.
+        scale, window, soft_cap: as in `reference.decode_attention`.
+        splits: programs per row and key head; None: enough to fill the card.
+        block: keys per step.
+        stages: blocks in flight per program; None: as many as let two programs share a multiprocessor.
+        interpret: `plgpu.InterpretGPUParams()`: on CPU, emulated.
+
+    Returns:
+        [B, N, H] in the dtype of q.
+    """
+    B, N, H = q_BNH.shape
+    K, S = k_BKSH.shape[1:3]
+    G, width, dtype = N // K, H, q_BNH.dtype
+    k_BKSH, v_BKSH = padded(k_BKSH, 8, 16), padded(v_BKSH, 8, 16)
+    H = k_BKSH.shape[-1]
+    splits = splits or max(1, min(_PROGRAMS // (B * K), pl.cdiv(S, block)))
+    stages = stages or max(2, min(6, 98 * 1024 // (4 * block * H)))
+    kept = pl.cdiv(G, 8) * 8  # rows of the tile that leave the kernel
+    q_BKRH = padded(q_BNH.reshape(B, K, G, width), ROWS, 16)
+
+    def kernel(length_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, shared, lse_smem, landed, q_landed):
+        (k_smem, v_smem), out_smem = shared
+        row, head, part = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("part")
+        length = length_ref[row]
+        first = jnp.int32(0) if window is None else lax.div(jnp.maximum(length - window, 0), jnp.int32(block))
+        end = lax.div(length + (block - 1), jnp.int32(block))
+        share = lax.div(end - first + (splits - 1), jnp.int32(splits))
+        first = first + part * share
+        count = jnp.clip(end - first, 0, share)
+
+        def fetch(i, slot):
+            keys = pl.ds((first + i) * block, block)
+            plgpu.copy_gmem_to_smem(k_ref.at[row, head, keys], k_smem.at[slot], landed.at[slot])
+            plgpu.copy_gmem_to_smem(v_ref.at[row, head, keys], v_smem.at[slot], landed.at[slot])
+
+        def step(i, carry):
+            acc, most, total = carry
+            slot = lax.rem(i, jnp.int32(stages))
+            plgpu.barrier_wait(landed.at[slot])
+            left = length - (first + i) * block  # valid keys from this block on
+
+            pl.when(left < block)(lambda: silence(v_smem.at[slot], left))
+            s = scores(q_smem, k_smem.at[slot], scale, soft_cap)
+            key = columns(s.shape)
+            seen = key < left
+            if window is not None:
+                seen &= key >= left - window
+            p, acc, most, total = softmax_step(jnp.where(seen, s, -jnp.inf), acc, most, total)
+            acc = add_values(acc, p.astype(dtype), v_smem.at[slot], bool(interpret))
+            pl.when(i + stages < count)(lambda: fetch(i + stages, slot))
+            return acc, most, total
+
+        plgpu.copy_gmem_to_smem(q_ref.at[row, head], q_smem, q_landed)
+        for i in range(stages):
+            pl.when(i < count)(lambda i=i: fetch(jnp.int32(i), i))
+        plgpu.barrier_wait(q_landed)
+        acc, most, total = lax.fori_loop(0, count, step, start(H))
+        total = jnp.maximum(total, 1e-30)  # a part without keys: zeros, with a weight of zero
+        out_smem[...] = acc / spread(total, acc.shape)
+        lse_smem[...] = most + jnp.log2(total)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, kept)], out_ref.at[row, head, part])
+        plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[row, head, part])
+        plgpu.wait_smem_to_gmem(0)
+
+    out_BKPRH, lse_BKPR = plgpu.kernel(
+        kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((B, K, splits, kept, H), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, splits, ROWS), jnp.float32),
+        ),
+        scratch_types=(
+            tile((ROWS, H), dtype),
+            plgpu.RefUnion((tile((stages, block, H), dtype),) * 2, tile((ROWS, H), jnp.float32)),  # the result takes the keys' place
+            plgpu.SMEM((ROWS,), jnp.float32),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(),
+        ),
+        grid=(K, splits, B),
+        grid_names=("head", "part", "row"),
+        compiler_params=params(),
+        interpret=interpret,
+    )(length_B, q_BKRH, k_BKSH, v_BKSH)
+    weight_BKPG = jax.nn.softmax(lse_BKPR[..., :G] * jnp.float32(0.6931471805599453), axis=2)
+    out_BKGH = jnp.einsum("bkpg,bkpgh->bkgh", weight_BKPG, out_BKPRH[..., :G, :width])
+    return out_BKGH.reshape(q_BNH.shape).astype(dtype)

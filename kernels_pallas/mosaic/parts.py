@@ -1,0 +1,106 @@
+"""What the Mosaic kernels share: shared-memory tiles for TMA and wgmma, and one step of flash attention."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ..compat import transposed
+
+LOG2_E = math.log2(math.e)
+LOWEST = -1e30  # the running maximum of a row that has seen no key: finite, so that differences are never NaN
+ROWS = 64  # of a wgmma tile
+WGMMA = plgpu.Layout.WGMMA
+
+
+def params(**kwargs: Any) -> plgpu.CompilerParams:
+    return plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup, **kwargs)
+
+
+def swizzle(width: int, dtype: Any) -> int:
+    """The widest swizzle, in bytes, of which a row of this many elements is a multiple."""
+    return next(size for size in (128, 64, 32) if width * jnp.dtype(dtype).itemsize % size == 0)
+
+
+def tile(shape: tuple[int, ...], dtype: Any) -> Any:
+    """A shared-memory tile that TMA fills and wgmma reads."""
+    size = swizzle(shape[-1], dtype)
+    return plgpu.SMEM(
+        shape, dtype, transforms=(plgpu.TilingTransform((8, size // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(size))
+    )
+
+
+def padded(x: jax.Array, *multiples: int) -> jax.Array:
+    """x with its last axes filled up with zeros to these multiples, as TMA wants them; a copy only where there is something to fill."""
+    missing = [-size % multiple for size, multiple in zip(x.shape[-len(multiples) :], multiples, strict=True)]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - len(multiples)) + [(0, n) for n in missing]) if any(missing) else x
+
+
+def spread(x_R: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """One number per row, repeated along the row."""
+    return lax.broadcast_in_dim(x_R, shape, [0])
+
+
+def columns(shape: tuple[int, int]) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
+
+
+def rows(shape: tuple[int, int]) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
+
+
+def start(width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Accumulator [64, H], running maximum [64] and running sum [64] before the first key."""
+    row = WGMMA.reduce(1)
+    return (
+        plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), WGMMA),
+        plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), row),
+        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), row),
+    )
+
+
+def scores(q_smem, k_smem, scale: float, soft_cap: float | None, then: Callable[[], None] = lambda: None) -> jax.Array:
+    """q · kᵀ times log2 e, since the GPU has an instruction for 2**x; `then` is called while the tensor cores work."""
+
+    def product(s_ref):
+        plgpu.wgmma(s_ref, q_smem, transposed(k_smem))
+        then()
+        return s_ref[...]
+
+    s = pl.run_scoped(product, plgpu.ACC((q_smem.shape[0], k_smem.shape[0]), jnp.float32))
+    if soft_cap is None:
+        return s * (scale * LOG2_E)
+    return jnp.tanh(s * (scale / soft_cap)) * (soft_cap * LOG2_E)
+
+
+def softmax_step(s, acc, most, total):
+    """Online softmax: the weights of this block, and accumulator, maximum and sum of weights carried over to the new maximum."""
+    new = jnp.maximum(most, s.max(axis=1))
+    shrink = jnp.exp2(most - new)
+    p = jnp.exp2(s - spread(new, s.shape))
+    return p, acc * spread(shrink, acc.shape), new, total * shrink + p.sum(axis=1)
+
+
+def silence(tile_ref, valid: jax.Array) -> None:
+    """Zeros in the rows of values from `valid` on: a weight of 0 does not silence a NaN. Piece by piece, for few registers."""
+    keys, width = tile_ref.shape
+    wide = swizzle(width, tile_ref.dtype) // tile_ref.dtype.itemsize
+    for row in range(0, keys, ROWS):
+        for column in range(0, width, wide):
+            piece = tile_ref.at[pl.ds(row, ROWS), pl.ds(column, wide)]
+            piece[...] = jnp.where(rows((ROWS, wide)) < valid - row, piece[...], jnp.zeros((), piece.dtype))
+    plgpu.commit_smem()
+
+
+def add_values(acc, p, v_smem, emulate: bool):
+    """acc + p · v. Pallas's interpreter has no wgmma with an operand in registers: there, a plain product."""
+    if emulate:
+        added = acc + jnp.dot(p, v_smem[...], preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # a plain read, unlike wgmma's, must be fenced from the TMA write that reuses the slot
+        return added
+    return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, v_smem))(plgpu.ACC.init(acc))

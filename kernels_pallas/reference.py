@@ -1,0 +1,48 @@
+"""What each kernel must compute, in plain jnp and float32: the oracles that tests and `scripts/check_gpu.py` compare with.
+
+They hold every score and every logit at once, so they are for checking, not for running a model.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def prefill_attention(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, *, scale, window=None, soft_cap=None) -> jax.Array:
+    """Query t of row b, at position start_B[b] + t, sees the keys at positions up to its own (the last `window` of them) below length_B[b].
+
+    A query that sees no key gives zeros. float32 [B, T, N, H].
+    """
+    B, T, N, H = q_BTNH.shape
+    K, S = k_BKSH.shape[1:3]
+    q, k, v = (x.astype(jnp.float32) for x in (q_BTNH.reshape(B, T, K, N // K, H), k_BKSH, v_BKSH))
+    scores = jnp.einsum("btkgh,bksh->bkgts", q, k, precision=lax.Precision.HIGHEST) * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    query_BT1 = (start_B[:, None] + jnp.arange(T))[..., None]
+    key_S = jnp.arange(S)
+    valid_BS = key_S < length_B[:, None]
+    seen_BTS = (key_S <= query_BT1) & valid_BS[:, None]
+    if window is not None:
+        seen_BTS &= key_S > query_BT1 - window
+    seen = seen_BTS[:, None, None]
+    weights = jnp.where(seen, jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1), 0)
+    v = jnp.where(valid_BS[:, None, :, None], v, 0)  # a weight of 0 does not silence a NaN
+    return jnp.einsum("bkgts,bksh->btkgh", weights, v, precision=lax.Precision.HIGHEST).reshape(B, T, N, H)
+
+
+def decode_attention(q_BNH, k_BKSH, v_BKSH, length_B, *, scale, window=None, soft_cap=None) -> jax.Array:
+    """One query per row, at the position length_B[b] - 1. float32 [B, N, H]."""
+    out = prefill_attention(q_BNH[:, None], k_BKSH, v_BKSH, length_B - 1, length_B, scale=scale, window=window, soft_cap=soft_cap)
+    return out[:, 0]
+
+
+def argmax(x_BV) -> jax.Array:
+    """The index of each row's largest number, the lowest of equal ones, the first NaN where there is one. int32 [B]."""
+    return jnp.argmax(x_BV, -1).astype(jnp.int32)
+
+
+def lm_head_argmax(x_BD, weight_VD) -> tuple[jax.Array, jax.Array]:
+    """The id of the largest of the logits x · weightᵀ (int32 [B]; ties and NaN as in `argmax`) and its log-probability (float32 [B])."""
+    logits_BV = jnp.einsum("bd,vd->bv", x_BD.astype(jnp.float32), weight_VD.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    return argmax(logits_BV), jnp.max(jax.nn.log_softmax(logits_BV, -1), -1)

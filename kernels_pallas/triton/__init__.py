@@ -1,0 +1,6 @@
+"""Kernels that Triton compiles, for any NVIDIA GPU from Ampere on, through `pl.pallas_call`."""
+
+from .argmax import argmax, lm_head_argmax
+from .attention import decode_attention, prefill_attention
+
+__all__ = ["argmax", "decode_attention", "lm_head_argmax", "prefill_attention"]

@@ -1,0 +1,107 @@
+"""The greedy token, for Triton: the largest of given logits, and of logits that are never written."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from .parts import LOWEST, dot, result, tile
+
+BLOCK = 1024
+
+
+def argmax(x_BV, *, interpret=False) -> jax.Array:
+    """The index of each row's largest number, the lowest of equal ones, the first NaN where there is one.
+
+    Args:
+        x_BV: numbers.
+        interpret: run on any device, slowly, by Pallas's interpreter.
+
+    Returns:
+        int32 [B].
+    """
+    B, V = x_BV.shape
+    blocks = pl.cdiv(V, BLOCK)
+    one = pl.BlockSpec((1, 1), lambda i, b: (b, i))
+    best_Bi, index_Bi = pl.pallas_call(
+        partial(_argmax_kernel, V=V),
+        grid=(blocks, B),
+        in_specs=[pl.BlockSpec((None, BLOCK), lambda i, b: (b, i))],
+        out_specs=[one, one],
+        out_shape=[result((B, blocks), dtype, x_BV) for dtype in (jnp.float32, jnp.int32)],
+        compiler_params=pltriton.CompilerParams(num_warps=4),
+        interpret=interpret,
+        name="argmax",
+    )(x_BV)
+    return _of_best_block(best_Bi, index_Bi)
+
+
+def _argmax_kernel(x_ref, best_ref, index_ref, *, V):
+    index_V = pl.program_id(0) * BLOCK + jnp.arange(BLOCK)
+    x_V = pltriton.load(x_ref, mask=index_V < V, other=-jnp.inf).astype(jnp.float32)
+    best_ref[0, 0], index_ref[0, 0] = _first_best(x_V, index_V)
+
+
+def _first_best(x, index):
+    """The best along the first axis and where it is first: any NaN beats every number."""
+    nan = x != x
+    best = jnp.where(jnp.max(nan.astype(jnp.int32), 0) > 0, jnp.nan, jnp.max(jnp.where(nan, -jnp.inf, x), 0))
+    return best, jnp.min(jnp.where(nan | (x == best), index, jnp.iinfo(jnp.int32).max), 0)
+
+
+def _of_best_block(best_Bi, of_block_Bi):
+    return jnp.take_along_axis(of_block_Bi, jnp.argmax(best_Bi, -1, keepdims=True), -1)[:, 0]
+
+
+def lm_head_argmax(x_BD, weight_VD, *, interpret=False) -> tuple[jax.Array, jax.Array]:
+    """The greedy token of the last hidden states and its log-probability; the logits x · weightᵀ are never written.
+
+    Args:
+        x_BD: hidden states, in the dtype of the weight.
+        weight_VD: the output embedding. It is read once for up to 64 rows.
+        interpret: run on any device, slowly, by Pallas's interpreter.
+
+    Returns:
+        Ids, int32 [B] (ties and NaN as in `argmax`), and their log-probabilities, float32 [B].
+    """
+    B, D = x_BD.shape
+    V = weight_VD.shape[0]
+    rows = min(tile(B), 64)
+    vocab, width, warps, stages = 64, 128 * 2 // weight_VD.dtype.itemsize, 4, 4
+    blocks = pl.cdiv(V, vocab)
+    part = pl.BlockSpec((None, rows), lambda j, i: (i, j))
+    best_iB, index_iB, sum_iB = pl.pallas_call(
+        partial(_lm_head_kernel, B=B, D=D, V=V, width=width),
+        grid=(pl.cdiv(B, rows), blocks),
+        in_specs=[pl.BlockSpec((rows, max(D, width)), lambda j, i: (j, 0)), pl.BlockSpec((vocab, max(D, width)), lambda j, i: (i, 0))],
+        out_specs=[part] * 3,
+        out_shape=[result((blocks, B), dtype, x_BD, weight_VD) for dtype in (jnp.float32, jnp.int32, jnp.float32)],
+        compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpret,
+        name="lm_head_argmax",
+    )(x_BD, weight_VD)
+    max_iB = jnp.maximum(best_iB, LOWEST)
+    sum_B = (sum_iB * jnp.exp(max_iB - max_iB.max(0))).sum(0)
+    return _of_best_block(best_iB.T, index_iB.T), best_iB.max(0) - max_iB.max(0) - jnp.log(sum_B)
+
+
+def _lm_head_kernel(x_ref, weight_ref, best_ref, index_ref, sum_ref, *, B, D, V, width):
+    rows, vocab = x_ref.shape[0], weight_ref.shape[0]
+    real_B = pl.program_id(0) * rows + jnp.arange(rows) < B
+    index_V1 = (pl.program_id(1) * vocab + jnp.arange(vocab))[:, None]
+
+    def step(i, logits_VB):
+        real_D = i * width + jnp.arange(width) < D
+        x_BD = pltriton.load(x_ref.at[:, pl.ds(i * width, width)], mask=real_B[:, None] & real_D, other=0)
+        weight_VD = pltriton.load(weight_ref.at[:, pl.ds(i * width, width)], mask=(index_V1 < V) & real_D, other=0)
+        return logits_VB + dot(weight_VD, x_BD.T)
+
+    logits_VB = lax.fori_loop(0, pl.cdiv(D, width), step, jnp.zeros((vocab, rows), jnp.float32))
+    logits_VB = jnp.where(index_V1 < V, logits_VB, -jnp.inf)
+    best_B, index_B = _first_best(logits_VB, index_V1)
+    pltriton.store(best_ref, best_B, mask=real_B)
+    pltriton.store(index_ref, index_B, mask=real_B)
+    pltriton.store(sum_ref, jnp.exp(logits_VB - jnp.maximum(best_B, LOWEST)).sum(0), mask=real_B)

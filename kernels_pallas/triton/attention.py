@@ -1,0 +1,186 @@
+"""Flash attention for Triton: prefill, and decode split over the keys, around one online softmax."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from .parts import LOWEST, dot, exp2, result, tile
+
+LOG2_E = math.log2(math.e)
+STAGES = 3  # of the loop over keys: two blocks are on their way while one is worked on
+PROGRAMS = 264  # two for each of the 132 multiprocessors of an H200
+
+
+def prefill_attention(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, *, scale, window=None, soft_cap=None, interpret=False) -> jax.Array:
+    """Causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023).
+
+    Args:
+        q_BTNH: queries. N is a multiple of K: heads share keys in groups of N/K.
+        k_BKSH: keys in order of position, in the dtype of q.
+        v_BKSH: values, in the dtype of q.
+        start_B: position of the first query.
+        length_B: number of valid keys per row. Keys and values past it may hold anything, NaN included.
+        scale: factor on the scores.
+        window: None, or how many keys a query sees at most, itself included.
+        soft_cap: None, or c of c · tanh(score / c).
+        interpret: run on any device, slowly, by Pallas's interpreter.
+
+    Returns:
+        [B, T, N, H] in the dtype of q; zeros for a query that sees no key.
+    """
+    B, T, N, H = q_BTNH.shape
+    K, S = k_BKSH.shape[1:3]
+    G = N // K
+    rows, keys, warps = _tiles(q_BTNH.dtype, H, T * G)
+    per_row = pl.BlockSpec((1,), lambda i, k, b: (b,))
+    queries = pl.BlockSpec((None, T, None, G, tile(H)), lambda i, k, b: (b, 0, k, 0, 0))
+    cache = pl.BlockSpec((None, None, max(S, keys), tile(H)), lambda i, k, b: (b, k, 0, 0))
+    out = pl.pallas_call(
+        partial(_prefill_kernel, T=T, S=S, H=H, rows=rows, keys=keys, scale=scale, window=window, soft_cap=soft_cap, interpret=interpret),
+        grid=(pl.cdiv(T * G, rows), K, B),
+        in_specs=[per_row, per_row, queries, cache, cache],
+        out_specs=queries,
+        out_shape=result((B, T, K, G, H), q_BTNH.dtype, q_BTNH, k_BKSH, v_BKSH, start_B, length_B),
+        compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=STAGES),
+        interpret=interpret,
+        name="prefill_attention",
+    )(start_B, length_B, q_BTNH.reshape(B, T, K, G, H), k_BKSH, v_BKSH)
+    return out.reshape(B, T, N, H)
+
+
+def _prefill_kernel(start_ref, length_ref, q_ref, k_ref, v_ref, out_ref, *, T, S, H, rows, keys, scale, window, soft_cap, interpret):
+    G, width = q_ref.shape[1:]
+    # The last queries see the most keys: they go first, so that no program is left to run long after the others.
+    block = pl.num_programs(0) - 1 - pl.program_id(0)
+    # A row of the tile is one head of one query: the G heads that share these keys fill it even where T is small.
+    row_R = block * rows + jnp.arange(rows)
+    t_R, g_R = lax.div(row_R, G), lax.rem(row_R, G)
+    at = tuple(jnp.broadcast_to(x, (rows, width)) for x in (t_R[:, None], g_R[:, None], jnp.arange(width)))
+    real_RH = (at[0] < T) & (at[2] < H)
+
+    start, length = start_ref[0], jnp.minimum(length_ref[0], S)
+    position_R = start + t_R
+    end_R = jnp.minimum(position_R + 1, length)
+    last = jnp.minimum(lax.div(block * rows + rows - 1, G), T - 1)
+    stop = pl.cdiv(jnp.minimum(start + last + 1, length), keys)
+    first_R = None if window is None else position_R - window + 1
+    begin = 0 if window is None else lax.div(jnp.maximum(start + lax.div(block * rows, G) - window + 1, 0), keys)
+
+    q_RH = pltriton.load(q_ref.at[at], mask=real_RH, other=0)
+    attend = partial(_attend, q_RH, k_ref, v_ref, length, first_R, end_R, H=H, keys=keys, scale=scale, soft_cap=soft_cap, interpret=interpret)
+    acc_RH, _, sum_R = attend(begin, stop)
+    out_RH = acc_RH * (1 / jnp.where(sum_R == 0, 1, sum_R))[:, None]
+    pltriton.store(out_ref.at[at], out_RH.astype(out_ref.dtype), mask=real_RH)
+
+
+def _attend(q_RH, k_ref, v_ref, length, first_R, end_R, begin, stop, *, H, keys, scale, soft_cap, interpret):
+    """Row r of q over the keys first_R[r] … end_R[r] - 1, in the blocks begin … stop - 1: Σ p·v, the largest score, Σ p.
+
+    Scores are in base 2, softmax(x) being 2**(x·log2 e) normalised: the GPU has an instruction for 2**x. One softmax is made
+    of the blocks as they come (Milakov & Gimelshein 2018): a new maximum shrinks what was summed under the old one.
+    """
+    R, width = q_RH.shape
+    h_H = jnp.arange(width)
+
+    def step(block, state):
+        acc_RH, max_R, sum_R = state
+        key_C = block * keys + jnp.arange(keys)
+        valid_CH = (key_C < length)[:, None] & (h_H < H)  # a weight of 0 would not silence a NaN
+        k_CH, v_CH = (pltriton.load(ref.at[pl.ds(block * keys, keys)], mask=valid_CH, other=0) for ref in (k_ref, v_ref))
+
+        s_RC = dot(q_RH, k_CH.T)
+        s_RC = s_RC * (scale * LOG2_E) if soft_cap is None else jnp.tanh(s_RC * (scale / soft_cap)) * (soft_cap * LOG2_E)
+        seen_RC = key_C < end_R[:, None]
+        if first_R is not None:
+            seen_RC &= key_C >= first_R[:, None]
+        s_RC = jnp.where(seen_RC, s_RC, -jnp.inf)
+
+        new_R = jnp.maximum(max_R, s_RC.max(1))
+        p_RC = exp2(s_RC - new_R[:, None], interpret)
+        shrink_R = exp2(max_R - new_R, interpret)
+        acc_RH = acc_RH * shrink_R[:, None] + dot(p_RC.astype(v_CH.dtype), v_CH)
+        return acc_RH, new_R, sum_R * shrink_R + p_RC.sum(1)
+
+    nothing = jnp.zeros((R, width), jnp.float32), jnp.full(R, LOWEST, jnp.float32), jnp.zeros(R, jnp.float32)
+    return lax.fori_loop(begin, stop, step, nothing)
+
+
+def decode_attention(
+    q_BNH, k_BKSH, v_BKSH, length_B, *, scale, window=None, soft_cap=None, splits=None, interpret=False
+) -> jax.Array:
+    """Attention of one new token per row, the last of its row, with the keys split over programs (Flash-Decoding, Dao et al. 2023).
+
+    The blocks of keys that a row needs are shared out evenly, so that cost follows the length and every split has work.
+
+    Args:
+        q_BNH: queries, at the positions length_B - 1. N is a multiple of K: heads share keys in groups of N/K.
+        k_BKSH: keys in order of position, in the dtype of q.
+        v_BKSH: values, in the dtype of q.
+        length_B: number of valid keys per row. Keys and values past it may hold anything, NaN included.
+        scale: factor on the scores.
+        window: None, or how many keys a query sees at most, itself included.
+        soft_cap: None, or c of c · tanh(score / c).
+        splits: programs per row and KV head; None: enough for the whole GPU.
+        interpret: run on any device, slowly, by Pallas's interpreter.
+
+    Returns:
+        [B, N, H] in the dtype of q; zeros for a row of length 0.
+    """
+    B, N, H = q_BNH.shape
+    K, S = k_BKSH.shape[1:3]
+    G = N // K
+    rows, keys, warps = _tiles(q_BNH.dtype, H, G)
+    splits = splits or max(1, min(pl.cdiv(PROGRAMS, B * K), pl.cdiv(S, keys)))
+    queries = pl.BlockSpec((None, None, rows, tile(H)), lambda i, r, k, b: (b, k, r, 0))
+    cache = pl.BlockSpec((None, None, max(S, keys), tile(H)), lambda i, r, k, b: (b, k, 0, 0))
+    part = pl.BlockSpec((None, None, None, rows), lambda i, r, k, b: (i, b, k, r))
+    part_acc = pl.BlockSpec((None, None, None, rows, tile(H)), lambda i, r, k, b: (i, b, k, r, 0))
+    inputs = length_B, q_BNH.reshape(B, K, G, H), k_BKSH, v_BKSH
+    acc_PBKGH, max_PBKG, sum_PBKG = pl.pallas_call(
+        partial(_decode_kernel, S=S, G=G, H=H, keys=keys, scale=scale, window=window, soft_cap=soft_cap, interpret=interpret),
+        grid=(splits, pl.cdiv(G, rows), K, B),
+        in_specs=[pl.BlockSpec((1,), lambda i, r, k, b: (b,)), queries, cache, cache],
+        out_specs=[part_acc, part, part],
+        out_shape=[result((splits, B, K, G, *axes), jnp.float32, *inputs) for axes in ((H,), (), ())],
+        compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=STAGES),
+        interpret=interpret,
+        name="decode_attention",
+    )(*inputs)
+    weight_PBKG = jnp.exp2(max_PBKG - max_PBKG.max(0))
+    sum_BKG = (weight_PBKG * sum_PBKG).sum(0)
+    out_BKGH = (weight_PBKG[..., None] * acc_PBKGH).sum(0) / jnp.where(sum_BKG == 0, 1, sum_BKG)[..., None]
+    return out_BKGH.reshape(B, N, H).astype(q_BNH.dtype)
+
+
+def _decode_kernel(length_ref, q_ref, k_ref, v_ref, acc_ref, max_ref, sum_ref, *, S, G, H, keys, scale, window, soft_cap, interpret):
+    rows, width = q_ref.shape
+    real_R = pl.program_id(1) * rows + jnp.arange(rows) < G
+    real_RH = real_R[:, None] & (jnp.arange(width) < H)
+
+    end = jnp.minimum(length_ref[0], S)
+    first = 0 if window is None else jnp.maximum(length_ref[0] - window, 0)
+    begin, stop = lax.div(first, keys), pl.cdiv(end, keys)
+    split, splits = pl.program_id(0), pl.num_programs(0)
+    blocks = jnp.maximum(stop - begin, 0)
+    begin, stop = (begin + lax.div(blocks * i, splits) for i in (split, split + 1))
+
+    q_RH = pltriton.load(q_ref, mask=real_RH, other=0)
+    first_R = None if window is None else jnp.full(rows, first)
+    attend = partial(_attend, q_RH, k_ref, v_ref, end, first_R, jnp.full(rows, end), H=H, keys=keys, scale=scale, soft_cap=soft_cap, interpret=interpret)
+    acc_RH, max_R, sum_R = attend(begin, stop)
+    pltriton.store(acc_ref, acc_RH, mask=real_RH)
+    pltriton.store(max_ref, max_R, mask=real_R)
+    pltriton.store(sum_ref, sum_R, mask=real_R)
+
+
+def _tiles(dtype, H: int, rows: int) -> tuple[int, int, int]:
+    """Rows of queries, keys, and warps of a program: what compiles for sm_80, sm_89 and sm_90 without spills, in 99 KB of shared memory."""
+    width, size = tile(H), jnp.dtype(dtype).itemsize
+    full = 32 if size == 4 else 128  # float32 products are unrolled into registers, the others run on tensor cores
+    rows = min(tile(rows), full, max(32, 2**14 // width))
+    return rows, min(max(2**14 // (width * size), 16), 128), 8 if rows == full else 4

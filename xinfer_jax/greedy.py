@@ -1,0 +1,48 @@
+"""The likeliest token: of given logits, or straight from hidden states, where a GPU kernel never writes the logits."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import kernels_pallas
+
+from .attention import selected
+from .layers import linear
+from .model import head
+from .params import Params
+
+
+def argmax(logits_BV: jax.Array, impl: str | None = None) -> jax.Array:
+    """The index of each row's largest logit, int32 [B]: the lowest of equal ones, the first NaN where there is one."""
+    chosen = selected("argmax", impl, logits_BV)
+    if chosen == "xla":
+        return _argmax(logits_BV)
+    if impl is not None:
+        return kernels_pallas.run(chosen, "argmax", logits_BV)
+    return lax.platform_dependent(logits_BV, cuda=lambda x: kernels_pallas.run(chosen, "argmax", x), default=_argmax)
+
+
+def fuses_head(params: Params, hidden_BD: jax.Array, impl: str | None) -> bool:
+    """Whether `greedy` may run a kernel."""
+    return "bias" not in head(params) and selected("lm_head_argmax", impl, hidden_BD, head(params)["weight"]) != "xla"
+
+
+def greedy(params: Params, hidden_BD: jax.Array, impl: str | None = None) -> tuple[jax.Array, jax.Array]:
+    """The likeliest token after each hidden state, int32 [B], and its log-probability, float32 [B], by a kernel that `fuses_head`."""
+    weight = head(params)["weight"]
+    chosen = selected("lm_head_argmax", impl, hidden_BD, weight)
+
+    def by_kernel(hidden_BD: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return kernels_pallas.run(chosen, "lm_head_argmax", hidden_BD, weight)
+
+    def by_logits(hidden_BD: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits_BV = linear(hidden_BD, {"weight": weight}, jnp.float32)
+        return _argmax(logits_BV), jnp.max(jax.nn.log_softmax(logits_BV, -1), -1)
+
+    if impl is not None:
+        return by_kernel(hidden_BD, weight)
+    return lax.platform_dependent(hidden_BD, weight, cuda=by_kernel, default=by_logits)
+
+
+def _argmax(logits_BV: jax.Array) -> jax.Array:
+    return jnp.argmax(logits_BV, -1).astype(jnp.int32)
