@@ -4,6 +4,7 @@
 the library that uses it.
 """
 
+from . import reference
 from .dispatch import IMPLS, KERNELS, Selection, device_impl, run, select, unavailable
 
-__all__ = ["IMPLS", "KERNELS", "Selection", "device_impl", "run", "select", "unavailable"]
+__all__ = ["IMPLS", "KERNELS", "Selection", "device_impl", "reference", "run", "select", "unavailable"]

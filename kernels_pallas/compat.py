@@ -1,6 +1,7 @@
 """What differs between jax 0.10.2, 0.11 and 0.12, and nothing else."""
 
 import jax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 _AFTER_0_10 = tuple(int(part) for part in jax.__version__.split(".")[:2]) >= (0, 11)
@@ -13,6 +14,12 @@ def transposed(ref):
 
 def load(ref, start, size, layout):
     """`size` elements of a one-dimensional reference from `start` on, in the given register layout."""
-    from jax.experimental import pallas as pl
-
     return plgpu.load(ref.at[pl.ds(start, size)], layout=layout) if _AFTER_0_10 else plgpu.load(ref, (pl.ds(start, size),), layout=layout)
+
+
+def store_scattered(ref, value):
+    """Stores to addresses that lie apart, which jax 0.12 wants said."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value

@@ -107,9 +107,13 @@ def _write_row(old_KSH: jax.Array, new_KTH: jax.Array, start: jax.Array, count: 
     return lax.dynamic_update_slice_in_dim(old_KSH, written, at, 1)
 
 
-_write = jax.vmap(_write_row)
+def _write(old_BKSH: jax.Array, new_BKTH: jax.Array, length_B: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
+    if new_BKTH.shape[2] > 1:
+        return jax.vmap(_write_row)(old_BKSH, new_BKTH, length_B, num_tokens_B)
+    slot_B = jnp.where(num_tokens_B > 0, length_B, old_BKSH.shape[2])
+    return old_BKSH.at[jnp.arange(len(slot_B)), :, slot_B].set(new_BKTH[:, :, 0], mode="drop")
 
 
 def _write_single(old: jax.Array, new: jax.Array, length_B: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
-    """One row needs no scatter, which is what a mapped dynamic_update_slice becomes."""
+    """One row needs no scatter."""
     return _write_row(old[0], new[0], length_B[0], num_tokens_B[0])[None]

@@ -4,10 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..compat import store_scattered
 from .parts import ROWS, add_values, columns, padded, params, scores, silence, softmax_step, spread, start, tile
 
 _PROGRAMS = 264  # two per multiprocessor of an H100 or H200: one computes while the other waits for memory
@@ -55,7 +57,7 @@ def decode_attention(
     kept = pl.cdiv(G, 8) * 8  # rows of the tile that leave the kernel
     q_BKRH = padded(q_BNH.reshape(B, K, G, width), ROWS, 16)
 
-    def kernel(length_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, shared, lse_smem, landed, q_landed):
+    def kernel(length_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, shared, landed, q_landed):
         (k_smem, v_smem), out_smem = shared
         row, head, part = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("part")
         length = length_ref[row]
@@ -94,22 +96,20 @@ def decode_attention(
         acc, most, total = lax.fori_loop(0, count, step, start(H))
         total = jnp.maximum(total, 1e-30)  # a part without keys: zeros, with a weight of zero
         out_smem[...] = acc / spread(total, acc.shape)
-        lse_smem[...] = most + jnp.log2(total)
+        store_scattered(lse_ref.at[row, head, :, part], most + jnp.log2(total))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, kept)], out_ref.at[row, head, part])
-        plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[row, head, part])
         plgpu.wait_smem_to_gmem(0)
 
-    out_BKPRH, lse_BKPR = plgpu.kernel(
+    out_BKPRH, lse_BKRP = plgpu.kernel(
         kernel,
         out_type=(
             jax.ShapeDtypeStruct((B, K, splits, kept, H), jnp.float32),
-            jax.ShapeDtypeStruct((B, K, splits, ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, ROWS, splits), jnp.float32),
         ),
         scratch_types=(
             tile((ROWS, H), dtype),
             plgpu.RefUnion((tile((stages, block, H), dtype),) * 2, tile((ROWS, H), jnp.float32)),  # the result takes the keys' place
-            plgpu.SMEM((ROWS,), jnp.float32),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(),
         ),
@@ -118,6 +118,6 @@ def decode_attention(
         compiler_params=params(),
         interpret=interpret,
     )(length_B, q_BKRH, k_BKSH, v_BKSH)
-    weight_BKPG = jax.nn.softmax(lse_BKPR[..., :G] * jnp.float32(0.6931471805599453), axis=2)
-    out_BKGH = jnp.einsum("bkpg,bkpgh->bkgh", weight_BKPG, out_BKPRH[..., :G, :width])
+    weight_BKRP = jax.nn.softmax(lse_BKRP * np.float32(np.log(2)), axis=-1)  # parts last: XLA then merges them in a single kernel
+    out_BKGH = jnp.einsum("bkgp,bkpgh->bkgh", weight_BKRP[:, :, :G], out_BKPRH[..., :G, :width])
     return out_BKGH.reshape(q_BNH.shape).astype(dtype)

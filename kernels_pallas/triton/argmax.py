@@ -46,8 +46,8 @@ def _argmax_kernel(x_ref, best_ref, index_ref, *, V):
 
 
 def _first_best(x, index):
-    """The best along the first axis and where it is first: any NaN beats every number."""
-    nan = x != x
+    """The best along the first axis, and its first index: any NaN beats every number."""
+    nan = x != x  # looked for by itself, because the GPU's max drops it
     best = jnp.where(jnp.max(nan.astype(jnp.int32), 0) > 0, jnp.nan, jnp.max(jnp.where(nan, -jnp.inf, x), 0))
     return best, jnp.min(jnp.where(nan | (x == best), index, jnp.iinfo(jnp.int32).max), 0)
 
@@ -70,7 +70,7 @@ def lm_head_argmax(x_BD, weight_VD, *, interpret=False) -> tuple[jax.Array, jax.
     B, D = x_BD.shape
     V = weight_VD.shape[0]
     rows = min(tile(B), 64)
-    vocab, width, warps, stages = 64, 128 * 2 // weight_VD.dtype.itemsize, 4, 4
+    vocab, width = 128, 128 // weight_VD.dtype.itemsize  # a row of the tile is one full cache line
     blocks = pl.cdiv(V, vocab)
     part = pl.BlockSpec((None, rows), lambda j, i: (i, j))
     best_iB, index_iB, sum_iB = pl.pallas_call(
@@ -79,7 +79,7 @@ def lm_head_argmax(x_BD, weight_VD, *, interpret=False) -> tuple[jax.Array, jax.
         in_specs=[pl.BlockSpec((rows, max(D, width)), lambda j, i: (j, 0)), pl.BlockSpec((vocab, max(D, width)), lambda j, i: (i, 0))],
         out_specs=[part] * 3,
         out_shape=[result((blocks, B), dtype, x_BD, weight_VD) for dtype in (jnp.float32, jnp.int32, jnp.float32)],
-        compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=stages),
+        compiler_params=pltriton.CompilerParams(num_warps=4 if rows == 16 else 8, num_stages=4),
         interpret=interpret,
         name="lm_head_argmax",
     )(x_BD, weight_VD)

@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as pltriton
 from .parts import LOWEST, dot, exp2, result, tile
 
 LOG2_E = math.log2(math.e)
-STAGES = 3  # of the loop over keys: two blocks are on their way while one is worked on
+STAGES = 3  # of the loop over keys: loads run ahead of the products by two blocks
 PROGRAMS = 264  # two for each of the 132 multiprocessors of an H200
 
 
@@ -20,7 +20,7 @@ def prefill_attention(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, *, scale, windo
     """Causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023).
 
     Args:
-        q_BTNH: queries. N is a multiple of K: heads share keys in groups of N/K.
+        q_BTNH: queries. N is a multiple of K: heads share keys in groups of N/K. H is at most 256.
         k_BKSH: keys in order of position, in the dtype of q.
         v_BKSH: values, in the dtype of q.
         start_B: position of the first query.
@@ -37,11 +37,12 @@ def prefill_attention(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, *, scale, windo
     K, S = k_BKSH.shape[1:3]
     G = N // K
     rows, keys, warps = _tiles(q_BTNH.dtype, H, T * G)
+    options = {"scale": scale, "soft_cap": soft_cap, "interpret": interpret}
     per_row = pl.BlockSpec((1,), lambda i, k, b: (b,))
     queries = pl.BlockSpec((None, T, None, G, tile(H)), lambda i, k, b: (b, 0, k, 0, 0))
     cache = pl.BlockSpec((None, None, max(S, keys), tile(H)), lambda i, k, b: (b, k, 0, 0))
     out = pl.pallas_call(
-        partial(_prefill_kernel, T=T, S=S, H=H, rows=rows, keys=keys, scale=scale, window=window, soft_cap=soft_cap, interpret=interpret),
+        partial(_prefill_kernel, T=T, S=S, H=H, rows=rows, window=window, keys=keys, **options),
         grid=(pl.cdiv(T * G, rows), K, B),
         in_specs=[per_row, per_row, queries, cache, cache],
         out_specs=queries,
@@ -53,7 +54,7 @@ def prefill_attention(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, *, scale, windo
     return out.reshape(B, T, N, H)
 
 
-def _prefill_kernel(start_ref, length_ref, q_ref, k_ref, v_ref, out_ref, *, T, S, H, rows, keys, scale, window, soft_cap, interpret):
+def _prefill_kernel(start_ref, length_ref, q_ref, k_ref, v_ref, out_ref, *, T, S, H, rows, window, keys, **options):
     G, width = q_ref.shape[1:]
     # The last queries see the most keys: they go first, so that no program is left to run long after the others.
     block = pl.num_programs(0) - 1 - pl.program_id(0)
@@ -72,8 +73,7 @@ def _prefill_kernel(start_ref, length_ref, q_ref, k_ref, v_ref, out_ref, *, T, S
     begin = 0 if window is None else lax.div(jnp.maximum(start + lax.div(block * rows, G) - window + 1, 0), keys)
 
     q_RH = pltriton.load(q_ref.at[at], mask=real_RH, other=0)
-    attend = partial(_attend, q_RH, k_ref, v_ref, length, first_R, end_R, H=H, keys=keys, scale=scale, soft_cap=soft_cap, interpret=interpret)
-    acc_RH, _, sum_R = attend(begin, stop)
+    acc_RH, _, sum_R = _attend(q_RH, k_ref, v_ref, length, first_R, end_R, begin, stop, H=H, keys=keys, **options)
     out_RH = acc_RH * (1 / jnp.where(sum_R == 0, 1, sum_R))[:, None]
     pltriton.store(out_ref.at[at], out_RH.astype(out_ref.dtype), mask=real_RH)
 
@@ -110,15 +110,13 @@ def _attend(q_RH, k_ref, v_ref, length, first_R, end_R, begin, stop, *, H, keys,
     return lax.fori_loop(begin, stop, step, nothing)
 
 
-def decode_attention(
-    q_BNH, k_BKSH, v_BKSH, length_B, *, scale, window=None, soft_cap=None, splits=None, interpret=False
-) -> jax.Array:
+def decode_attention(q_BNH, k_BKSH, v_BKSH, length_B, *, scale, window=None, soft_cap=None, splits=None, interpret=False) -> jax.Array:
     """Attention of one new token per row, the last of its row, with the keys split over programs (Flash-Decoding, Dao et al. 2023).
 
     The blocks of keys that a row needs are shared out evenly, so that cost follows the length and every split has work.
 
     Args:
-        q_BNH: queries, at the positions length_B - 1. N is a multiple of K: heads share keys in groups of N/K.
+        q_BNH: queries, at the positions length_B - 1. N is a multiple of K: heads share keys in groups of N/K. H is at most 256.
         k_BKSH: keys in order of position, in the dtype of q.
         v_BKSH: values, in the dtype of q.
         length_B: number of valid keys per row. Keys and values past it may hold anything, NaN included.
@@ -135,6 +133,7 @@ def decode_attention(
     K, S = k_BKSH.shape[1:3]
     G = N // K
     rows, keys, warps = _tiles(q_BNH.dtype, H, G)
+    options = {"scale": scale, "soft_cap": soft_cap, "interpret": interpret}
     splits = splits or max(1, min(pl.cdiv(PROGRAMS, B * K), pl.cdiv(S, keys)))
     queries = pl.BlockSpec((None, None, rows, tile(H)), lambda i, r, k, b: (b, k, r, 0))
     cache = pl.BlockSpec((None, None, max(S, keys), tile(H)), lambda i, r, k, b: (b, k, 0, 0))
@@ -142,7 +141,7 @@ def decode_attention(
     part_acc = pl.BlockSpec((None, None, None, rows, tile(H)), lambda i, r, k, b: (i, b, k, r, 0))
     inputs = length_B, q_BNH.reshape(B, K, G, H), k_BKSH, v_BKSH
     acc_PBKGH, max_PBKG, sum_PBKG = pl.pallas_call(
-        partial(_decode_kernel, S=S, G=G, H=H, keys=keys, scale=scale, window=window, soft_cap=soft_cap, interpret=interpret),
+        partial(_decode_kernel, S=S, G=G, H=H, window=window, keys=keys, **options),
         grid=(splits, pl.cdiv(G, rows), K, B),
         in_specs=[pl.BlockSpec((1,), lambda i, r, k, b: (b,)), queries, cache, cache],
         out_specs=[part_acc, part, part],
@@ -157,30 +156,32 @@ def decode_attention(
     return out_BKGH.reshape(B, N, H).astype(q_BNH.dtype)
 
 
-def _decode_kernel(length_ref, q_ref, k_ref, v_ref, acc_ref, max_ref, sum_ref, *, S, G, H, keys, scale, window, soft_cap, interpret):
+def _decode_kernel(length_ref, q_ref, k_ref, v_ref, acc_ref, max_ref, sum_ref, *, S, G, H, window, keys, **options):
     rows, width = q_ref.shape
     real_R = pl.program_id(1) * rows + jnp.arange(rows) < G
     real_RH = real_R[:, None] & (jnp.arange(width) < H)
 
-    end = jnp.minimum(length_ref[0], S)
+    length = jnp.minimum(length_ref[0], S)
     first = 0 if window is None else jnp.maximum(length_ref[0] - window, 0)
-    begin, stop = lax.div(first, keys), pl.cdiv(end, keys)
+    begin = lax.div(first, keys)
+    blocks = jnp.maximum(pl.cdiv(length, keys) - begin, 0)
     split, splits = pl.program_id(0), pl.num_programs(0)
-    blocks = jnp.maximum(stop - begin, 0)
     begin, stop = (begin + lax.div(blocks * i, splits) for i in (split, split + 1))
 
     q_RH = pltriton.load(q_ref, mask=real_RH, other=0)
-    first_R = None if window is None else jnp.full(rows, first)
-    attend = partial(_attend, q_RH, k_ref, v_ref, end, first_R, jnp.full(rows, end), H=H, keys=keys, scale=scale, soft_cap=soft_cap, interpret=interpret)
-    acc_RH, max_R, sum_R = attend(begin, stop)
+    first_R, end_R = None if window is None else jnp.full(rows, first), jnp.full(rows, length)
+    acc_RH, max_R, sum_R = _attend(q_RH, k_ref, v_ref, length, first_R, end_R, begin, stop, H=H, keys=keys, **options)
     pltriton.store(acc_ref, acc_RH, mask=real_RH)
     pltriton.store(max_ref, max_R, mask=real_R)
     pltriton.store(sum_ref, sum_R, mask=real_R)
 
 
 def _tiles(dtype, H: int, rows: int) -> tuple[int, int, int]:
-    """Rows of queries, keys, and warps of a program: what compiles for sm_80, sm_89 and sm_90 without spills, in 99 KB of shared memory."""
-    width, size = tile(H), jnp.dtype(dtype).itemsize
-    full = 32 if size == 4 else 128  # float32 products are unrolled into registers, the others run on tensor cores
-    rows = min(tile(rows), full, max(32, 2**14 // width))
-    return rows, min(max(2**14 // (width * size), 16), 128), 8 if rows == full else 4
+    """Rows of queries, keys, and warps of a program: chosen to compile for sm_80 and sm_89 in 99 KB of shared memory, without spills."""
+    width = tile(H)
+    if jnp.dtype(dtype).itemsize == 4:
+        full, keys = 32, min(64, 2**12 // width)  # not for tensor cores: products are unrolled into registers
+    else:
+        full, keys = (128, 64) if width <= 128 else (64, 16)
+    rows = min(tile(rows), full)
+    return rows, keys, 8 if rows == full else 4

@@ -24,9 +24,10 @@ def exp2(x: jax.Array, interpret: bool) -> jax.Array:
     if interpret:
         return jnp.exp2(x)
     kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return pltriton.elementwise_inline_asm(
+    (power,) = pltriton.elementwise_inline_asm(
         "ex2.approx.ftz.f32 $0, $1;", args=[x], constraints="=f,f", pack=1, result_shape_dtypes=[kind]
-    )[0]
+    )
+    return power
 
 
 def result(shape: tuple[int, ...], dtype, *inputs: jax.Array) -> jax.ShapeDtypeStruct:

@@ -1,0 +1,159 @@
+"""The engine on kernels: the same tokens and gradients as on plain jnp, and programs for NVIDIA GPUs lowered on a machine without one.
+
+Kernels run emulated here (`impl="interpret"`); each is compared with its oracle in test_kernels_triton.py and test_kernels_mosaic.py.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
+from test_identities import build, prompts
+
+import kernels_pallas
+import xinfer_jax as xj
+from xinfer_jax import decode
+from xinfer_jax.attention import attention
+from xinfer_jax.config import from_hf
+from xinfer_jax.sampling import per_row
+
+HAS_GPU = kernels_pallas.device_impl().impl != "xla"
+SD = jax.ShapeDtypeStruct
+
+
+def h200(*axes):
+    """A mesh of imaginary H200s: what a program lowered here is told to be lowered for."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    names = tuple(name for name, _ in axes)
+    return AbstractMesh(tuple(n for _, n in axes), names, axis_types=(AxisType.Auto,) * len(axes), abstract_device=device)
+
+
+def lowered_for_cuda(function, *args):
+    with jax.sharding.use_abstract_mesh(h200()):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def arrays(*shapes, dtype=jnp.float32):
+    draws = np.random.default_rng(0)
+    return [jnp.asarray(draws.standard_normal(shape), dtype) for shape in shapes]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2", "windows-nope-untied"])
+def test_tokens_equal_those_of_xla(name):
+    """Greedy, which never writes logits, and a mixed batch, which does: two calls of the same programs."""
+    params, config = build(name)
+    mixed = [xj.SamplingConfig(), xj.SamplingConfig(0.8, 20, 0.9)]
+    for sampling in ([xj.SamplingConfig()] * 2, mixed):
+        outs = [
+            xj.generate(params, config, prompts(13, 5), xj.GenerateOptions(10, sampling, impl=impl), key=jax.random.key(3))
+            for impl in ("xla", "interpret")
+        ]
+        assert outs[0].tokens == outs[1].tokens
+        np.testing.assert_allclose(*(np.array(out.logprobs) for out in outs), atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_gradient_through_a_kernel_is_that_of_xla(window):
+    q, k, v = arrays((2, 9, 4, 8), (2, 2, 9, 8), (2, 2, 9, 8))
+
+    def loss(q, k, v, impl):
+        return jnp.sum(attention(q, k, v, length_B=jnp.array([9, 6]), scale=0.3, window=window, impl=impl) ** 2)
+
+    for got, want in zip(
+        *(jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=3)(q, k, v, impl) for impl in ("interpret", "xla")), strict=True
+    ):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_gradient_of_a_decode_step_through_a_kernel():
+    """Behind a cache the loops of plain jnp follow the length and have no gradient; the kernel's is that of the query's row alone."""
+    q, k, v = arrays((2, 1, 4, 8), (2, 2, 9, 8), (2, 2, 9, 8))
+    length = jnp.array([9, 6])
+
+    def loss(q, k, v):
+        return jnp.sum(attention(q, k, v, length_B=length, start_B=length - 1, scale=0.3, impl="interpret") ** 2)
+
+    def oracle(q, k, v):
+        return jnp.sum(kernels_pallas.reference.decode_attention(q[:, 0], k, v, length, scale=0.3) ** 2)
+
+    for got, want in zip(*(jax.jit(jax.grad(f, (0, 1, 2)))(q, k, v) for f in (loss, oracle)), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_vmap_of_attention_by_kernel_equals_a_loop():
+    q, k, v = arrays((3, 1, 5, 4, 16), (3, 1, 2, 40, 16), (3, 1, 2, 40, 16))
+    start = jnp.array([[0], [7], [30]])
+
+    def one(q, k, v, start):
+        return attention(q, k, v, length_B=start + 5, start_B=start, scale=0.25, impl="interpret")
+
+    mapped = jax.vmap(one)(q, k, v, start)
+    for i in range(3):
+        np.testing.assert_allclose(mapped[i], one(q[i], k[i], v[i], start[i]), atol=1e-6)
+
+
+def decode_programs(impl, dtype="bfloat16"):
+    """The prefill, the decode step and the whole decode loop of a small model, traced with shapes alone."""
+    config = from_hf(
+        dict(model_type="qwen2", vocab_size=320, hidden_size=128, intermediate_size=64, num_hidden_layers=1)
+        | dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=256)
+    )
+    params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), dtype))
+    cache = jax.eval_shape(lambda: xj.init_cache(config, 2, 64, dtype))
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
+    one, rows = SD((), jnp.int32), SD((2,), jnp.int32)
+    logits, seen = SD((2, 320), jnp.float32), SD((2, 320), bool)
+    yield decode.PREFILL[True].trace(params, config, SD((2, 32), jnp.int32), rows, cache, impl)
+    yield decode._DECODE_STEP[True].trace(params, config, rows, cache, impl)
+    sampling = per_row(xj.SamplingConfig(), 2)
+    yield decode._DECODE_LOOP[True].trace(params, config, logits, cache, keys, sampling, SD((4,), jnp.int32), one, seen, 16, impl)
+
+
+@pytest.mark.parametrize("impl, marks", [("mosaic", "mosaic_gpu"), ("triton", "__gpu$xla.gpu.triton")])
+def test_the_whole_decode_step_lowers_for_cuda(impl, marks):
+    """Attention by a kernel in all three programs; in the loop the head too, and the argmax of the first token."""
+    with jax.sharding.use_abstract_mesh(h200()):
+        texts = [program.lower(lowering_platforms=("cuda",)).as_text() for program in decode_programs(impl)]
+    calls = [text.count(f'call_target_name = "{marks}') + text.count(f"@{marks}") for text in texts]
+    assert calls[0] == calls[1] == 1 and calls[2] >= 3, calls
+
+
+@pytest.mark.parametrize("impl", ["mosaic", "triton"])
+def test_kernels_lower_under_shard_map(impl):
+    def local(q, k, v, length):
+        return kernels_pallas.run(impl, "decode_attention", q, k, v, length, scale=0.1)
+
+    spec = PartitionSpec("rows")
+    shapes = [SD((4, 8, 64), jnp.bfloat16), *[SD((4, 2, 128, 64), jnp.bfloat16)] * 2, SD((4,), jnp.int32)]
+    mesh = h200(("rows", 2))
+    with jax.sharding.use_abstract_mesh(mesh):
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec)
+        assert jax.jit(mapped).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_selection_gives_its_reasons():
+    q, k, x, w = SD((2, 1, 4, 64), jnp.float32), SD((2, 2, 32, 64), jnp.float32), SD((2, 64), jnp.bfloat16), SD((96, 64), jnp.bfloat16)
+    assert kernels_pallas.select("decode_attention", "triton", q, k, k).impl == "triton"
+    assert kernels_pallas.select("lm_head_argmax", "mosaic", x, w).impl == "mosaic"
+    for impl, args, reason in [
+        ("mosaic", (q, k, k), "TF32"),
+        ("triton", (SD(q.shape, jnp.bfloat16), k, k), "different dtypes"),
+        ("triton", (SD((2, 1, 4, 320), jnp.float32), SD((2, 2, 32, 320), jnp.float32)), "head width 320"),
+        ("cuda", (q, k, k), "must be None or one of"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            kernels_pallas.select("prefill_attention", impl, *args)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="this machine has an NVIDIA GPU")
+def test_without_a_gpu_none_means_xla_and_names_are_refused():
+    params, config = build("qwen2")
+    assert kernels_pallas.select("argmax", None, SD((1, 10), jnp.float32)) == ("xla", "no NVIDIA GPU here")
+    for impl in ("mosaic", "triton"):
+        with pytest.raises(xj.InputError, match="needs an NVIDIA GPU of compute capability"):
+            xj.generate(params, config, [[1]], xj.GenerateOptions(impl=impl))
+        with pytest.raises(xj.InputError, match="needs an NVIDIA GPU of compute capability"):
+            xj.decode_step(params, config, np.array([1]), xj.init_cache(config), impl=impl)
+    with pytest.raises(xj.InputError, match="one of mosaic, triton, xla, interpret, got 'fast'"):
+        xj.generate(params, config, [[1]], xj.GenerateOptions(impl="fast"))
