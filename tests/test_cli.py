@@ -1,27 +1,22 @@
-"""The command line: what it prints and where, its exit codes, and the text functions behind it."""
+"""The command line: what it prints and where, and its exit codes."""
 
 import importlib
 import io
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import pytest
 import tiny
+from tiny import ANSWER, ANSWER_IDS, QUESTION
 
 import xinfer_jax as xj
 from xinfer_jax import cli
-from xinfer_jax.text import encode_prompt, with_eos
 
 ROOT = Path(__file__).parents[1]
-QUESTION = "Is that really the case?"
 ASK = f"--prompt={QUESTION}"
-ANSWER = "Yes, 你🚀!"
-ANSWER_IDS = tiny.tokenizer().encode(ANSWER).ids
 STATISTICS = (
     r"Loaded in \d+\.\d s \(\d[\d.]* MiB weights, float32, cpu\)",
     r"Prompt tokens: \d+ \(KV cache \d[\d.]* MiB\)",
@@ -30,13 +25,6 @@ STATISTICS = (
     r"TTFT \d+ ms \| TPOT \d+\.\d ms \| total \d+\.\d\d s \| peak memory \d+ MiB",
 )
 HOT = dict(do_sample=True, temperature=1000.0, top_k=0)  # all tokens about equally likely
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory) -> Path:
-    """A checkpoint that answers `ANSWER`; its context is 256 tokens."""
-    hf, weights = tiny.answering(ANSWER)
-    return tiny.write(tmp_path_factory.mktemp("good"), hf, weights=weights)
 
 
 @pytest.fixture
@@ -146,6 +134,13 @@ def test_without_cache_it_says_the_same(ask):
     assert answer["tokens"] == ANSWER_IDS and answer["stats"]["cache_bytes"] == 0
 
 
+def test_verbose_says_which_kernels_run(command, good, ask):
+    code, out, err = command(f"--model={good}", ASK, "--verbose", "--impl=xla")
+    kernels = "prefill_attention, decode_attention, argmax, lm_head_argmax"
+    assert (code, out, err.splitlines()[0]) == (0, ANSWER + "\n", f"xla (asked for by name): {kernels}")
+    assert ask("--impl=xla")["stats"]["kernels"] == dict.fromkeys(kernels.split(", "), "xla")
+
+
 def test_dtype(command, good, monkeypatch):
     loaded = []
 
@@ -236,6 +231,7 @@ BAD_FLAGS = {
     "unknown-short-flag": (["-x"], "Unknown command line flag 'x'"),
     "positional": (["Really?"], "unexpected argument 'Really\\?': give the prompt with --prompt"),
     "flagfile-absent": (["--flagfile=/no/such/file"], "/no/such/file"),
+    "impl-unknown": (["--impl=fast"], "impl must be None or one of mosaic, triton, xla, interpret, got 'fast'"),
     "empty-prompt": (["--prompt="], "the prompt is empty"),
     "blank-prompt": (["--prompt= \n\t"], "the prompt is empty"),
 }
@@ -267,7 +263,7 @@ def _remove(name):
     return lambda path: (path / name).unlink()
 
 
-def _cut(name):
+def cut(name):
     return lambda path: (path / name).write_bytes((path / name).read_bytes()[:-10])
 
 
@@ -282,11 +278,11 @@ def _generation(**settings):
 BAD_CHECKPOINTS = {
     # name: (what happens to a good one, what the line says)
     "no-config": (_remove("config.json"), "holds no config.json"),
-    "config-cut": (_cut("config.json"), "config.json is not readable JSON"),
+    "config-cut": (cut("config.json"), "config.json is not readable JSON"),
     "unknown-model-type": (_config(model_type="gpt2"), "model_type 'gpt2' is not supported"),
     "quantized": (_config(quantization_config=dict(quant_method="gptq")), "'gptq' is not supported"),
     "wrong-shapes": (_config(intermediate_size=49), "has shape .* the config asks for"),
-    "weights-cut": (_cut("model.safetensors"), "model.safetensors is truncated"),
+    "weights-cut": (cut("model.safetensors"), "model.safetensors is truncated"),
     "no-weights": (_remove("model.safetensors"), "holds neither model.safetensors nor"),
     "absent-shard": (
         lambda path: (
@@ -296,7 +292,7 @@ BAD_CHECKPOINTS = {
         "absent: model-00001-of-00002.safetensors",
     ),
     "no-tokenizer": (_remove("tokenizer.json"), "no tokenizer.json"),
-    "tokenizer-cut": (_cut("tokenizer.json"), "no readable tokenizer"),
+    "tokenizer-cut": (cut("tokenizer.json"), "no readable tokenizer"),
     "template-broken": (
         lambda path: tiny.write_json(path / "tokenizer_config.json", {"chat_template": "{{ raise_exception('not\nso') }}"}),
         "chat template .* not so",
@@ -375,116 +371,3 @@ def test_help(command, flag):
         assert re.search(rf"^  --{re.escape(name)} +\S", out, re.M), name
     assert re.search(r"--max_tokens .*Default: 128\.", out)
     assert "flagfile" not in out and "undefok" not in out and max(map(len, out.splitlines())) <= 120
-
-
-# --- real processes ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory) -> dict[str, str]:
-    """Of a user with an empty cache directory, which the runs below share."""
-    return os.environ | {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")), "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
-
-
-def process(environment, *args, **options) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *map(str, args)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, **options
-    )
-
-
-def test_module_and_script_are_the_same_command(environment, good):
-    run = process(environment, "-m", "xinfer_jax", f"--model={good}", input=QUESTION + "\n")  # all else by default
-    assert (run.returncode, run.stdout) == (0, ANSWER + "\n")
-    assert [bool(re.fullmatch(p, line)) for p, line in zip(STATISTICS, run.stderr.splitlines(), strict=True)] == [True] * len(STATISTICS)
-    cached = sorted(Path(environment["XDG_CACHE_HOME"], "xinfer_jax").iterdir())
-    assert cached  # compiled programs are kept by default
-    run = process(environment, "scripts/generate.py", f"--model={good}", ASK, "--output=json")
-    assert (run.returncode, run.stderr) == (0, "") and json.loads(run.stdout.splitlines()[-1])["text"] == ANSWER
-
-
-def test_bad_input_in_a_real_process(environment, tmp_path):
-    _cut("model.safetensors")(tiny.write(tmp_path))
-    for args in ([f"--model={tmp_path}", "--prompt=x"], ["--max_tokens=abc"]):
-        run = process(environment, "-m", "xinfer_jax", *args)
-        refusal((run.returncode, run.stdout, run.stderr))
-
-
-@pytest.mark.parametrize("output", ["text", "json"])
-def test_a_reader_that_has_gone_is_no_traceback(environment, good, output):
-    read, write = os.pipe()
-    os.close(read)
-    with open(write, "w") as closed:
-        run = subprocess.run(
-            [sys.executable, "-m", "xinfer_jax", f"--model={good}", ASK, f"--output={output}"],
-            cwd=ROOT,
-            env=environment,
-            stdout=closed,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=300,
-        )
-    assert run.returncode == 1 and run.stderr == ""
-
-
-def test_a_locale_without_the_characters(environment, good):
-    run = process(environment | {"PYTHONIOENCODING": "ascii"}, "-m", "xinfer_jax", f"--model={good}", ASK)
-    assert (run.returncode, run.stdout) == (0, "Yes, ??!\n") and "Traceback" not in run.stderr
-
-
-# --- the functions behind it ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model(good) -> xj.Model:
-    return xj.load_model(good)
-
-
-def test_generate_text_and_stream_text(model):
-    options = xj.GenerateOptions(max_new_tokens=16)
-    pieces = xj.stream_text(model, QUESTION, options)
-    seen = []
-    while True:
-        try:
-            seen.append(next(pieces))
-        except StopIteration as stop:
-            out = stop.value
-            break
-    assert "".join(seen) == ANSWER == xj.generate_text(model, QUESTION, options) and len(seen) > 5
-    assert (out.tokens, out.finish_reason) == ([ANSWER_IDS], ["eos"])
-
-
-def test_eos_of_the_options_goes_before_that_of_the_model(model):
-    options = xj.GenerateOptions(max_new_tokens=16, eos_token_ids=(ANSWER_IDS[3],))
-    assert xj.generate_text(model, QUESTION, options) == "Yes"
-
-
-def test_an_eos_id_that_the_model_cannot_produce_is_left_out(tmp_path):
-    model = xj.load_model(tiny.write(tmp_path, generation_config={"eos_token_id": [3, 288]}))
-    assert 288 in model.tokenizer.eos_token_ids
-    assert 3 in with_eos(model, None).eos_token_ids and 288 not in with_eos(model, None).eos_token_ids
-
-
-def test_stream_text_with_a_key(model):
-    options = xj.GenerateOptions(max_new_tokens=16, sampling=xj.SamplingConfig(temperature=1000.0))
-    texts = ["".join(xj.stream_text(model, QUESTION, options, key=jax.random.key(seed))) for seed in (5, 5, 6)]
-    assert texts[0] == texts[1] == xj.generate_text(model, QUESTION, options, key=jax.random.key(5)) != texts[2]
-
-
-def test_a_conversation_is_encoded_as_its_template_says(model):
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    expected = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages) + "<|im_start|>assistant\n"
-    assert encode_prompt(model, messages) == tiny.tokenizer().encode(expected).ids
-    system = "<|im_start|>system\nBe brief.<|im_end|>\n"
-    assert encode_prompt(model, messages, system="Be brief.") == tiny.tokenizer().encode(system + expected).ids
-    assert encode_prompt(model, "a <|im_end|>", raw=True) == tiny.tokenizer().encode("a <|im_end|>").ids
-
-
-@pytest.mark.parametrize(
-    "prompt, options",
-    [("", {}), (" \n", {}), ("x", dict(raw=True, system="y")), ([{"role": "user", "content": "x"}], dict(raw=True)), ([], {}), ([7], {})],
-    ids=["empty", "blank", "raw-system", "raw-conversation", "no-messages", "not-messages"],
-)
-def test_prompts_that_are_refused_at_once(model, prompt, options):
-    """Not only when the first piece is asked for."""
-    with pytest.raises(xj.InputError):
-        xj.stream_text(model, prompt, **options)

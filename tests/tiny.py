@@ -123,3 +123,8 @@ def answering(answer: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     assert len(ids) == len(set(ids)), "a token comes twice"
     weights[HEAD][ids[1:], ids[:-1]] = 1
     return hf, weights
+
+
+QUESTION = "Is that really the case?"
+ANSWER = "Yes, 你🚀!"
+ANSWER_IDS = tokenizer().encode(ANSWER).ids

@@ -4,7 +4,7 @@ from .cache import KVCache, init_cache
 from .config import ModelConfig, RopeConfig
 from .decode import DecodeState, decode_loop, decode_step, prefill
 from .errors import InputError
-from .generate import GenerateOptions, GenerateOutput, generate, stream
+from .generate import GenerateOptions, GenerateOutput, generate, kernels_used, stream
 from .loading import Model, load_model
 from .model import forward
 from .params import init_params
@@ -33,6 +33,7 @@ __all__ = [
     "generate_text",
     "init_cache",
     "init_params",
+    "kernels_used",
     "load_model",
     "prefill",
     "stream",

@@ -54,17 +54,17 @@ def attention(
     """
     # A single query behind a cache is at position length - 1.
     kernel = "decode_attention" if q_BTNH.shape[1] == 1 and start_B is not None else "prefill_attention"
-    chosen = selected(kernel, impl, q_BTNH, k_BKSH, v_BKSH)
+    chosen = selected(kernel, impl, q_BTNH, k_BKSH, v_BKSH).impl
     if chosen == "xla":
         return _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale, window, start_B is None)
     start_B = jnp.zeros_like(length_B) if start_B is None else start_B
     return _by_kernel(kernel, chosen, impl is None, scale, window, q_BTNH, k_BKSH, v_BKSH, start_B, length_B)
 
 
-def selected(kernel: str, impl: str | None, *args: jax.Array) -> str:
-    """The implementation that `kernels_pallas` selects, or an InputError with its reason."""
+def selected(kernel: str, impl: str | None, *args: jax.Array) -> kernels_pallas.Selection:
+    """What `kernels_pallas` selects, or an InputError with its reason."""
     try:
-        return kernels_pallas.select(kernel, impl, *args).impl
+        return kernels_pallas.select(kernel, impl, *args)
     except ValueError as error:
         raise InputError(str(error)) from error
 

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import jax
 from absl import flags
 
+from .decode import check_impl
 from .errors import InputError
-from .generate import GenerateOptions, GenerateOutput
+from .generate import GenerateOptions, GenerateOutput, kernels_used
 from .loading import Model, load_model
 from .sampling import SamplingConfig
 from .text import stream_text
@@ -40,6 +41,8 @@ PENALTY = _flag(flags.DEFINE_float, "repetition_penalty", None, "Above 1: repeat
 DEFAULTS = _flag(flags.DEFINE_boolean, "generation_config", True, "Take the checkpoint's defaults from generation_config.json.")
 SEED = _flag(flags.DEFINE_integer, "seed", 0, "Seed of the sampling.", lower_bound=0, upper_bound=2**32 - 1)
 DTYPE = _flag(flags.DEFINE_string, "dtype", None, "float32, bfloat16 or float16. Default: float32 on CPU, bfloat16 on GPU and TPU.")
+IMPL = _flag(flags.DEFINE_string, "impl", None, "Attention and argmax: mosaic, triton or xla. Default: what suits the device.")
+VERBOSE = _flag(flags.DEFINE_boolean, "verbose", False, "Say on standard error which kernels run, and why.")
 OUTPUT = _flag(
     flags.DEFINE_string, "output", "text", "text: stream the answer, statistics on standard error; json: one object with everything."
 )
@@ -88,12 +91,18 @@ def _run(argv: list[str]) -> int:
     if MAX_TOKENS.value < 1:
         raise InputError(f"--max_tokens must be at least 1, got {MAX_TOKENS.value}")
     _sampling({})  # what flags alone can get wrong is said before a model is loaded
+    check_impl(IMPL.value)
     prompt = _standard_input() if PROMPT.value is None else PROMPT.value
     if not prompt.strip():
         raise InputError("the prompt is empty: give --prompt TEXT, or text on standard input")
     _keep_compiled_programs()
     model = load_model(MODEL.value, dtype=DTYPE.value)
-    options = GenerateOptions(MAX_TOKENS.value, _sampling(model.generation_config if DEFAULTS.value else {}), use_cache=USE_CACHE.value)
+    sampling = _sampling(model.generation_config if DEFAULTS.value else {})
+    options = GenerateOptions(MAX_TOKENS.value, sampling, use_cache=USE_CACHE.value, impl=IMPL.value)
+    used = kernels_used(model.params, model.config, options.impl)
+    if VERBOSE.value:
+        for impl, reason in dict.fromkeys(used.values()):
+            print(f"{impl} ({reason}): {', '.join(kernel for kernel in used if used[kernel] == (impl, reason))}", file=sys.stderr)
     key = jax.random.key(SEED.value) if options.sampling.temperature > 0 else None  # two programs less to compile
     pieces = stream_text(model, prompt, options, key=key, system=SYSTEM.value, raw=RAW.value)
     text = []
@@ -168,6 +177,7 @@ def _json(model: Model, out: GenerateOutput, text: str) -> dict:
     rates = ("decode_tokens", "prefill_tokens_per_second", "decode_tokens_per_second", "tpot_seconds")
     stats = {"load_seconds": model.load_stats.seconds, "dtype": model.load_stats.dtype, "backend": jax.default_backend()}
     stats |= dataclasses.asdict(s) | {name: getattr(s, name) for name in rates}
+    stats["kernels"] = {kernel: impl for kernel, (impl, _) in kernels_used(model.params, model.config, IMPL.value).items()}
     return {"text": text, "tokens": out.tokens[0], "prompt_tokens": s.prompt_tokens, "finish_reason": out.finish_reason[0], "stats": stats}
 
 

@@ -11,15 +11,29 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 
+import kernels_pallas
+
+from .attention import selected
 from .cache import init_cache
 from .config import ModelConfig
 from .decode import CONTINUE, PREFILL, RECOMPUTE, RECORD, DecodeState, bucket, check_impl, decode_loop, decode_step, new_state, prefill
 from .errors import InputError
+from .model import head
 from .params import Params, cache_dtype, tree_bytes
 from .sampling import SamplingConfig, per_row, row_keys
 from .stats import GenerateStats, Stopwatch, peak_bytes
 
-__all__ = ["GenerateOptions", "GenerateOutput", "GenerateStats", "decode_loop", "decode_step", "generate", "prefill", "stream"]
+__all__ = [
+    "GenerateOptions",
+    "GenerateOutput",
+    "GenerateStats",
+    "decode_loop",
+    "decode_step",
+    "generate",
+    "kernels_used",
+    "prefill",
+    "stream",
+]
 
 _SYNC_SECONDS = 0.05  # a stream looks at the device about this often …
 _MOST_STRIDE = 32  # … but at least every so many tokens
@@ -88,6 +102,30 @@ def stream(
     device about every 50 ms, so a fast model brings several tokens at once.
     """
     return _steps(*_checked(params, config, prompts, options, key), sync=True)
+
+
+def kernels_used(params: Params, config: ModelConfig, impl: str | None = None, rows: int = 1) -> dict[str, kernels_pallas.Selection]:
+    """Which implementation each kernel of a `generate` call takes, and why.
+
+    Args:
+        params, config: the model.
+        impl: as in `GenerateOptions`.
+        rows: prompts in the call.
+
+    Raises:
+        InputError: the named impl does not serve this model, or this machine lacks it.
+    """
+    check_impl(impl)
+    dtype, weight = params["embed"]["weight"].dtype, head(params)["weight"]
+    query = jax.ShapeDtypeStruct((rows, 1, config.num_attention_heads, config.head_dim), dtype)
+    keys = jax.ShapeDtypeStruct((rows, config.num_key_value_heads, 1, config.head_dim), cache_dtype(params))
+    arguments = {
+        "prefill_attention": (query, keys, keys),
+        "decode_attention": (query, keys, keys),
+        "argmax": (jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32),),
+        "lm_head_argmax": (jax.ShapeDtypeStruct((rows, config.hidden_size), dtype), weight),
+    }
+    return {kernel: selected(kernel, impl, *args) for kernel, args in arguments.items()}
 
 
 def _checked(params, config, prompts, options, key):

@@ -14,7 +14,7 @@ from .params import Params
 
 def argmax(logits_BV: jax.Array, impl: str | None = None) -> jax.Array:
     """The index of each row's largest logit, int32 [B]: the lowest of equal ones, the first NaN where there is one."""
-    chosen = selected("argmax", impl, logits_BV)
+    chosen = selected("argmax", impl, logits_BV).impl
     if chosen == "xla":
         return _argmax(logits_BV)
     if impl is not None:
@@ -24,13 +24,13 @@ def argmax(logits_BV: jax.Array, impl: str | None = None) -> jax.Array:
 
 def fuses_head(params: Params, hidden_BD: jax.Array, impl: str | None) -> bool:
     """Whether `greedy` may run a kernel."""
-    return "bias" not in head(params) and selected("lm_head_argmax", impl, hidden_BD, head(params)["weight"]) != "xla"
+    return "bias" not in head(params) and selected("lm_head_argmax", impl, hidden_BD, head(params)["weight"]).impl != "xla"
 
 
 def greedy(params: Params, hidden_BD: jax.Array, impl: str | None = None) -> tuple[jax.Array, jax.Array]:
     """The likeliest token after each hidden state, int32 [B], and its log-probability, float32 [B], by a kernel that `fuses_head`."""
     weight = head(params)["weight"]
-    chosen = selected("lm_head_argmax", impl, hidden_BD, weight)
+    chosen = selected("lm_head_argmax", impl, hidden_BD, weight).impl
 
     def by_kernel(hidden_BD: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         return kernels_pallas.run(chosen, "lm_head_argmax", hidden_BD, weight)

@@ -179,8 +179,8 @@ def _decode_kernel(length_ref, q_ref, k_ref, v_ref, acc_ref, max_ref, sum_ref, *
 def _tiles(dtype, H: int, rows: int) -> tuple[int, int, int]:
     """Rows of queries, keys, and warps of a program: chosen to compile for sm_80 and sm_89 in 99 KB of shared memory, without spills."""
     width = tile(H)
-    if jnp.dtype(dtype).itemsize == 4:
-        full, keys = 32, min(64, 2**12 // width)  # not for tensor cores: products are unrolled into registers
+    if jnp.dtype(dtype).itemsize == 4:  # not for tensor cores: products are unrolled into registers
+        full, keys = (32, 32) if width <= 64 else (32, 16)
     else:
         full, keys = (128, 64) if width <= 128 else (64, 16)
     rows = min(tile(rows), full)

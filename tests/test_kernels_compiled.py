@@ -1,0 +1,25 @@
+"""Every kernel compiled to machine code for GPUs that are not here: no register spilled, tensor cores and bulk copies in use."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="jax's CUDA plug-in is not installed")
+@pytest.mark.parametrize("gpu", ["h200", "a100", "rtx4090"])
+def test_kernels_compile_without_spills(gpu):
+    command = [sys.executable, "scripts/compile_gpu.py", f"--gpus={gpu}"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=900)
+    if done.returncode == 2:
+        pytest.skip(done.stderr.strip())
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert len(json.loads(done.stdout.splitlines()[-1])["kernels"]) >= 14
