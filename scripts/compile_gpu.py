@@ -68,9 +68,9 @@ def _cases(gpu):
     """(name, implementation, function, shapes) of what is compiled: shapes of Qwen2.5 and their neighbours."""
     for impl in ("mosaic", "triton") if gpu == "h200" else ("triton",):
         run = partial(kernels_pallas.run, impl)
-        for width, dtype in [(64, "bfloat16"), (80, "float16"), (128, "bfloat16"), (256, "bfloat16")] + [(128, "float32")] * (
-            impl == "triton"
-        ):
+        formats = [(64, "float16")] + [(width, "bfloat16") for width in (64, 80, 96, 128, 256)]
+        formats += [(width, "float32") for width in (80, 128, 256)] * (impl == "triton")
+        for width, dtype in formats:
             rows, cache = SD((4,), jnp.int32), SD((4, 2, 4096, width), dtype)
             for variant, extra in (("", {}), (" window+cap", dict(window=1024, soft_cap=30.0))):
                 if extra and width != 128:

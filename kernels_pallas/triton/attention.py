@@ -180,8 +180,8 @@ def _tiles(dtype, H: int, rows: int) -> tuple[int, int, int]:
     """Rows of queries, keys, and warps of a program: chosen to compile for sm_80 and sm_89 in 99 KB of shared memory, without spills."""
     width = tile(H)
     if jnp.dtype(dtype).itemsize == 4:  # not for tensor cores: products are unrolled into registers
-        full, keys = (32, 32) if width <= 64 else (32, 16)
+        full, keys, warps = (32, 32, 8) if width <= 64 else (32, 16, 4)
     else:
-        full, keys = (128, 64) if width <= 128 else (64, 16)
+        full, keys, warps = (128, 64, 8) if width <= 128 else (64, 16, 8)
     rows = min(tile(rows), full)
-    return rows, keys, 8 if rows == full else 4
+    return rows, keys, warps if rows == full else 4
