@@ -37,7 +37,8 @@ def greedy(params: Params, hidden_BD: jax.Array, impl: str | None = None) -> tup
 
     def by_logits(hidden_BD: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits_BV = linear(hidden_BD, {"weight": weight}, jnp.float32)
-        return _argmax(logits_BV), jnp.max(jax.nn.log_softmax(logits_BV, -1), -1)
+        id_B = _argmax(logits_BV)
+        return id_B, jnp.take_along_axis(jax.nn.log_softmax(logits_BV, -1), id_B[:, None], -1)[:, 0]
 
     if impl is not None:
         return by_kernel(hidden_BD, weight)
