@@ -5,6 +5,6 @@ the library that uses it.
 """
 
 from . import reference
-from .dispatch import IMPLS, KERNELS, Selection, device_impl, run, select, unavailable
+from .dispatch import IMPLS, KERNELS, Selection, device_impl, run, select, unavailable, varying_as
 
-__all__ = ["IMPLS", "KERNELS", "Selection", "device_impl", "reference", "run", "select", "unavailable"]
+__all__ = ["IMPLS", "KERNELS", "Selection", "device_impl", "reference", "run", "select", "unavailable", "varying_as"]

@@ -5,10 +5,12 @@ this process has, if any; that the program then lands on that GPU is for `lax.pl
 """
 
 import importlib
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 
 IMPLS = ("mosaic", "triton", "xla", "interpret")  # interpret: the Triton kernels, emulated on any device, for tests
 KERNELS = ("prefill_attention", "decode_attention", "argmax", "lm_head_argmax")
@@ -24,11 +26,14 @@ class Selection(NamedTuple):
 def device_impl() -> Selection:
     """The implementation made for this process's NVIDIA GPUs; "xla" where it has none."""
     try:
-        device = jax.local_devices(backend="cuda")[0]
+        device = jax.local_devices(backend="cuda")[0]  # the others of one machine are taken to be like it
     except RuntimeError:
         return Selection("xla", "no NVIDIA GPU here")
     capability = tuple(int(part) for part in device.compute_capability.split("."))
     name = f"{device.device_kind}, compute capability {device.compute_capability}"
+    cuda = re.search(r"cuda (\d+)", device.client.platform_version)
+    if cuda and 12080 <= int(cuda[1]) < 12091:  # JAX refuses causal attention of this kind there
+        return Selection("xla", f"{name}: CUDA {cuda[1]} is known to miscompile such kernels, 12.9.1 and 13 are not")
     if capability == (9, 0):
         return Selection("mosaic", name)
     return Selection("triton", name) if capability >= (8, 0) else Selection("xla", f"{name}: kernels need 8.0 or newer")
@@ -59,6 +64,8 @@ def select(kernel: str, impl: str | None, *args: Any) -> Selection:
     if impl is None:
         made_for = device_impl()
         reason = _refusal(kernel, made_for.impl, args)
+        if made_for.impl != "xla" and kernel == "lm_head_argmax" and args[0].shape[0] > 64:
+            reason = f"{args[0].shape[0]} rows would read the vocabulary matrix more than once"
         return Selection("xla", reason) if reason else made_for
     if impl not in IMPLS:
         raise ValueError(f"impl must be None or one of {', '.join(IMPLS)}, got {impl!r}")
@@ -74,7 +81,13 @@ def run(impl: str, kernel: str, *args: Any, **kwargs: Any) -> Any:
         impl, kwargs = "triton", kwargs | {"interpret": True}
     # Imported when used: Pallas's GPU half takes a second to import, and a machine without a GPU never needs it.
     function: Callable = getattr(importlib.import_module(f"{__package__}.{impl}"), kernel)
-    return function(*args, **kwargs)
+    return jax.tree.map(lambda out: varying_as(out, *args), function(*args, **kwargs))
+
+
+def varying_as(x: jax.Array, *inputs: jax.Array) -> jax.Array:
+    """x, said to differ over each mesh axis of a `jax.shard_map` that an input differs over: what is made from nothing does not say so."""
+    axes = frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in inputs)) - jax.typeof(x).manual_axis_type.varying
+    return lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
 def _refusal(kernel: str, impl: str, args: tuple[Any, ...]) -> str | None:
@@ -94,6 +107,6 @@ def _refusal(kernel: str, impl: str, args: tuple[Any, ...]) -> str | None:
         group = heads // args[1].shape[1]
         if width > 256:
             return f"head width {width} is above 256"
-        if kernel == "decode_attention" and group > 64:
+        if impl == "mosaic" and kernel == "decode_attention" and group > 64:
             return f"{group} query heads share a key head, more than 64"
     return None

@@ -76,13 +76,15 @@ def argmax(width, dtype):
     return int(np.sum(np.asarray(run(mosaic.argmax, x)) != np.asarray(reference.argmax(x))))
 
 
-def head(rows, vocabulary, width, dtype="bfloat16"):
+def head(rows, vocabulary, width, dtype="bfloat16", nan=False):
     x, weight = arrays(rows, dtype, (rows, width), (vocabulary, width))
-    weight = weight.at[vocabulary - 1].set(weight[2]).at[1].mul(3)  # a tie across programs
+    weight = weight.at[vocabulary - 1].set(3 * weight[2]).at[2].mul(3)  # a tie across programs
+    x = x.at[1].set(jnp.nan) if nan else x
     ids, logprobs = run(mosaic.lm_head_argmax, x, weight)
     wanted, logprobs_wanted = reference.lm_head_argmax(x, weight)
     assert np.array_equal(ids, wanted), (ids, wanted)
-    return float(np.max(np.abs(logprobs - logprobs_wanted)))
+    assert np.array_equal(np.isnan(logprobs), np.isnan(logprobs_wanted))
+    return float(np.nanmax(np.abs(logprobs - logprobs_wanted)))
 
 
 def main():
@@ -91,15 +93,18 @@ def main():
         "prefill causal": lambda: prefill((2, 150, 2, 1, 300, 64), (0, 0), (150, 90)),
         "prefill behind a cache": lambda: prefill((2, 70, 4, 2, 300, 64), (100, 17), (70, 1), block=64, stages=2),
         "prefill window, soft cap": lambda: prefill((1, 130, 2, 1, 300, 64), (100,), (130,), block=64, stages=2, window=70, soft_cap=3.0),
+        "prefill width 128, more keys said than held": lambda: prefill((1, 20, 2, 1, 128, 128), (110,), (30,), block=64),
         "prefill odd sizes, float16": lambda: prefill((2, 5, 2, 1, 21, 20), (0, 2), (0, 5), "float16"),
         "prefill width 80": lambda: prefill((1, 20, 3, 3, 64, 80), (11,), (20,)),
         "decode split": lambda: decode((3, 4, 2, 200, 64), (200, 0, 77), splits=3),
         "decode window, soft cap": lambda: decode((2, 7, 1, 150, 64), (150, 64), splits=2, stages=2, window=70, soft_cap=2.0),
+        "decode more keys said than held": lambda: decode((3, 2, 1, 64, 64), (64, 66, 70), window=40),
         "decode odd sizes": lambda: decode((1, 3, 1, 37, 36), (37,), "float16"),
         "argmax float32": lambda: argmax(5000, "float32"),
         "argmax bfloat16, narrow": lambda: argmax(77, "bfloat16"),
         "head": lambda: head(3, 456, 128),
         "head, odd sizes": lambda: head(9, 203, 72, "float16"),
+        "head, 70 rows, a NaN": lambda: head(70, 200, 64, nan=True),
     }
     print(json.dumps({name: case() for name, case in cases.items()}))
 

@@ -15,6 +15,7 @@ import xinfer_jax as xj
 from xinfer_jax import decode
 from xinfer_jax.attention import attention
 from xinfer_jax.config import from_hf
+from xinfer_jax.greedy import argmax, fuses_head, greedy
 from xinfer_jax.sampling import per_row
 
 HAS_GPU = kernels_pallas.device_impl().impl != "xla"
@@ -119,17 +120,61 @@ def test_the_whole_decode_step_lowers_for_cuda(impl, marks):
     assert calls[0] == calls[1] == 1 and calls[2] >= 3, calls
 
 
-@pytest.mark.parametrize("impl", ["mosaic", "triton"])
-def test_kernels_lower_under_shard_map(impl):
-    def local(q, k, v, length):
-        return kernels_pallas.run(impl, "decode_attention", q, k, v, length, scale=0.1)
+@pytest.fixture(params=["mosaic", "triton"])
+def a_gpu(request, monkeypatch):
+    """As if this process had an NVIDIA GPU: what `impl=None` then becomes is lowered for it, not run."""
+    selection = kernels_pallas.Selection(request.param, "an imaginary GPU")
+    monkeypatch.setattr(kernels_pallas.dispatch, "device_impl", lambda: selection)
+    jax.clear_caches()  # no trace from before
+    yield {"mosaic": "mosaic_gpu", "triton": "__gpu$xla.gpu.triton"}[request.param]
+    jax.clear_caches()
 
-    spec = PartitionSpec("rows")
-    shapes = [SD((4, 8, 64), jnp.bfloat16), *[SD((4, 2, 128, 64), jnp.bfloat16)] * 2, SD((4,), jnp.int32)]
-    mesh = h200(("rows", 2))
+
+def by_default(q, k, v, length, x, weight):
+    """What a forward pass and a decode step ask for, and a gradient, with impl=None."""
+
+    def loss(q, k, v):
+        return jnp.sum(attention(q, k, v, length_B=length, scale=0.1).astype(jnp.float32))
+
+    decoded = attention(q[:, :1], k, v, length_B=length, start_B=length - 1, scale=0.1)
+    loss_and_gradient = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+    params = {"embed": {"weight": weight}}
+    assert fuses_head(params, x, None)
+    return decoded, jax.tree.map(lambda y: y[None] if y.ndim == 0 else y, loss_and_gradient), argmax(q[:, 0, 0]), greedy(params, x)
+
+
+BY_DEFAULT = (
+    *(SD(shape, jnp.bfloat16) for shape in [(4, 32, 8, 64), (4, 2, 512, 64), (4, 2, 512, 64)]),
+    *(SD((4,), jnp.int32), SD((4, 64), jnp.bfloat16), SD((320, 64), jnp.bfloat16)),
+)
+
+
+def test_by_default_a_gpu_runs_kernels_and_other_devices_do_not(a_gpu):
+    assert lowered_for_cuda(by_default, *BY_DEFAULT).count(a_gpu) >= 4
+    assert a_gpu not in jax.jit(by_default).lower(*BY_DEFAULT).as_text()
+    stacked = [SD((3, *x.shape), x.dtype) for x in BY_DEFAULT]
+    assert lowered_for_cuda(jax.vmap(by_default), *stacked).count(a_gpu) >= 4
+
+
+def test_by_default_kernels_run_under_shard_map(a_gpu):
+    """With the check of what varies over the mesh: kernels, their gradients and the plain path all say it."""
+    mesh, rows, same = h200(("rows", 2)), PartitionSpec("rows"), PartitionSpec()
     with jax.sharding.use_abstract_mesh(mesh):
-        mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec)
-        assert jax.jit(mapped).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+        mapped = jax.shard_map(by_default, mesh=mesh, in_specs=(rows,) * 5 + (same,), out_specs=rows)
+        assert jax.jit(mapped).trace(*BY_DEFAULT).lower(lowering_platforms=("cuda",)).as_text().count(a_gpu) >= 4
+        repeated = jax.shard_map(by_default, mesh=mesh, in_specs=(rows,) * 5 + (same,), out_specs=same)
+        with pytest.raises(ValueError, match="out_specs"):  # what differs is not taken for equal
+            jax.jit(repeated).trace(*BY_DEFAULT)
+
+
+def test_a_single_query_before_the_last_key_does_not_see_past_itself():
+    q, k, v = arrays((2, 1, 4, 16), (2, 2, 20, 16), (2, 2, 20, 16))
+    for window in (None, 4):
+        outs = [
+            attention(q, k, v, length_B=jnp.array([20, 9]), start_B=jnp.array([3, 8]), scale=0.2, window=window, impl=impl)
+            for impl in ("interpret", "xla")
+        ]
+        np.testing.assert_allclose(*outs, atol=1e-6)
 
 
 def test_selection_gives_its_reasons():
@@ -155,5 +200,7 @@ def test_without_a_gpu_none_means_xla_and_names_are_refused():
             xj.generate(params, config, [[1]], xj.GenerateOptions(impl=impl))
         with pytest.raises(xj.InputError, match="needs an NVIDIA GPU of compute capability"):
             xj.decode_step(params, config, np.array([1]), xj.init_cache(config), impl=impl)
+        with pytest.raises(xj.InputError, match="needs an NVIDIA GPU of compute capability"):
+            xj.forward(params, config, np.array([[1]]), impl=impl)
     with pytest.raises(xj.InputError, match="one of mosaic, triton, xla, interpret, got 'fast'"):
         xj.generate(params, config, [[1]], xj.GenerateOptions(impl="fast"))

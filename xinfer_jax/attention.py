@@ -52,13 +52,18 @@ def attention(
     Raises:
         InputError: the named impl does not serve these arguments.
     """
-    # A single query behind a cache is at position length - 1.
     kernel = "decode_attention" if q_BTNH.shape[1] == 1 and start_B is not None else "prefill_attention"
     chosen = selected(kernel, impl, q_BTNH, k_BKSH, v_BKSH).impl
     if chosen == "xla":
         return _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale, window, start_B is None)
     start_B = jnp.zeros_like(length_B) if start_B is None else start_B
     return _by_kernel(kernel, chosen, impl is None, scale, window, q_BTNH, k_BKSH, v_BKSH, start_B, length_B)
+
+
+def check_impl(impl: str | None) -> None:
+    """Raises InputError where this process cannot run the implementation."""
+    if reason := kernels_pallas.unavailable(impl):
+        raise InputError(reason)
 
 
 def selected(kernel: str, impl: str | None, *args: jax.Array) -> kernels_pallas.Selection:
@@ -73,7 +78,8 @@ def selected(kernel: str, impl: str | None, *args: jax.Array) -> kernels_pallas.
 def _by_kernel(kernel, impl, only_on_gpu, scale, window, q_BTNH, k_BKSH, v_BKSH, start_B, length_B):
     def fast(q_BTNH, k_BKSH, v_BKSH, start_B, length_B):
         if kernel == "decode_attention":
-            return kernels_pallas.run(impl, kernel, q_BTNH[:, 0], k_BKSH, v_BKSH, length_B, scale=scale, window=window)[:, None]
+            seen_B = jnp.minimum(length_B, start_B + 1)  # that kernel's query is the last of these
+            return kernels_pallas.run(impl, kernel, q_BTNH[:, 0], k_BKSH, v_BKSH, seen_B, scale=scale, window=window)[:, None]
         return kernels_pallas.run(impl, kernel, q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale=scale, window=window)
 
     args = (q_BTNH, k_BKSH, v_BKSH, start_B, length_B)
@@ -145,6 +151,7 @@ def _query_block(k_BKSH, v_BKSH, length_B, scale, window, static, q_BKTGH, start
 
     zeros = jnp.zeros((B, K, T, G), jnp.float32)
     state = (zeros + _MASKED, zeros, jnp.zeros((B, K, T, G, H), jnp.float32))
+    state = tuple(kernels_pallas.varying_as(x, q_BKTGH, k_BKSH, v_BKSH, start_B, length_B) for x in state)
     high = -(-jnp.minimum(jnp.max(length_B), jnp.max(start_B) + T) // width)
     low = 0 if window is None else jnp.maximum(jnp.min(start_B) - window + 1, 0) // width
     if blocks == 1:

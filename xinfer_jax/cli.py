@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import jax
 from absl import flags
 
-from .decode import check_impl
+from .attention import check_impl
 from .errors import InputError
 from .generate import GenerateOptions, GenerateOutput, kernels_used
 from .loading import Model, load_model
@@ -42,7 +42,7 @@ DEFAULTS = _flag(flags.DEFINE_boolean, "generation_config", True, "Take the chec
 SEED = _flag(flags.DEFINE_integer, "seed", 0, "Seed of the sampling.", lower_bound=0, upper_bound=2**32 - 1)
 DTYPE = _flag(flags.DEFINE_string, "dtype", None, "float32, bfloat16 or float16. Default: float32 on CPU, bfloat16 on GPU and TPU.")
 IMPL = _flag(flags.DEFINE_string, "impl", None, "Attention and argmax: mosaic, triton or xla. Default: what suits the device.")
-VERBOSE = _flag(flags.DEFINE_boolean, "verbose", False, "Say on standard error which kernels run, and why.")
+VERBOSE = _flag(flags.DEFINE_boolean, "verbose", False, "Say on standard error which implementation serves which kernel, and why.")
 OUTPUT = _flag(
     flags.DEFINE_string, "output", "text", "text: stream the answer, statistics on standard error; json: one object with everything."
 )

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import kernels_pallas
-
+from .attention import check_impl
 from .cache import KVCache
 from .config import ModelConfig
 from .errors import InputError
@@ -131,17 +130,11 @@ def decode_loop(
     return dataclasses.replace(state, tokens_BT=state.tokens_BT[:, :size], logprobs_BT=state.logprobs_BT[:, :size])
 
 
-def check_impl(impl: str | None) -> None:
-    """Raises InputError where this process cannot run the implementation."""
-    if reason := kernels_pallas.unavailable(impl):
-        raise InputError(reason)
-
-
 def _check(impl: str | None, cache: KVCache, more_B: Any) -> None:
     """Raises InputError where impl or more_B further tokens cannot be served, as far as that is known outside a trace."""
+    check_impl(impl)
     if any(isinstance(x, jax.core.Tracer) for x in (cache.length_B, more_B)):
         return
-    check_impl(impl)
     need = int(np.max(np.asarray(cache.length_B) + np.asarray(more_B)))
     if need > cache.capacity:
         raise InputError(f"{need} tokens exceed the cache's capacity {cache.capacity}: raise capacity or shorten the prompt")

@@ -13,10 +13,10 @@ import numpy as np
 
 import kernels_pallas
 
-from .attention import selected
+from .attention import check_impl, selected
 from .cache import init_cache
 from .config import ModelConfig
-from .decode import CONTINUE, PREFILL, RECOMPUTE, RECORD, DecodeState, bucket, check_impl, decode_loop, decode_step, new_state, prefill
+from .decode import CONTINUE, PREFILL, RECOMPUTE, RECORD, DecodeState, bucket, decode_loop, decode_step, new_state, prefill
 from .errors import InputError
 from .model import head
 from .params import Params, cache_dtype, tree_bytes
@@ -105,7 +105,7 @@ def stream(
 
 
 def kernels_used(params: Params, config: ModelConfig, impl: str | None = None, rows: int = 1) -> dict[str, kernels_pallas.Selection]:
-    """Which implementation each kernel of a `generate` call takes, and why.
+    """Which implementation serves each kernel in a `generate` call, and why. Rows that are sampled take logits, not `lm_head_argmax`.
 
     Args:
         params, config: the model.

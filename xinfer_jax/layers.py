@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import kernels_pallas
+
 from .config import ModelConfig, RopeConfig
 from .params import Params
 
@@ -51,7 +53,8 @@ def _tiled_product(x: jax.Array, weight: jax.Array) -> jax.Array:
         wide = lax.dynamic_slice_in_dim(tied, i * tile, tile, 0).astype(jnp.float32)
         return lax.dynamic_update_slice_in_dim(y, _product(x, wide), i * tile, y.ndim - 1)
 
-    return lax.fori_loop(0, -(-size // tile), body, jnp.zeros((*x.shape[:-1], size), jnp.float32))
+    nothing = kernels_pallas.varying_as(jnp.zeros((*x.shape[:-1], size), jnp.float32), x, weight)
+    return lax.fori_loop(0, -(-size // tile), body, nothing)
 
 
 @jax.custom_jvp

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from .attention import attention
+from .attention import attention, check_impl
 from .cache import KVCache, advance, append, read
 from .config import ModelConfig
 from .errors import InputError
@@ -34,8 +34,9 @@ def forward(
         float32 logits [B, T, V] (undefined at padding) and the cache with the tokens appended.
 
     Raises:
-        InputError: more tokens than the cache's capacity; an impl that cannot serve the call.
+        InputError: more tokens than the cache's capacity; an impl that this machine lacks, or that cannot serve the call.
     """
+    check_impl(impl)
     hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B, impl=impl)
     return unembed(params, hidden_BTD), cache
 

@@ -10,13 +10,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import compat
-from .parts import ROWS, WGMMA, padded, params, tile
+from .parts import LOWEST, ROWS, WGMMA, padded, params, tile
 
 _BLOCK = 2048  # numbers per program of argmax
 _PROGRAMS = 264  # two per multiprocessor of an H100 or H200
 _WIDE = 128  # columns of the vocabulary matrix per step
 _NEVER = np.int32(2**31 - 1)
-_LEAST = np.int32(-(2**31))
+_LOWEST = np.float32(LOWEST).view(np.int32) ^ _NEVER  # the key of a finite number: differences are never NaN
 
 
 def ordered(x: jax.Array) -> jax.Array:
@@ -122,10 +122,9 @@ def lm_head_argmax(x_BD: jax.Array, weight_VD: jax.Array, *, interpret: Any = No
             keys = ordered(x)
             most = keys.max(axis=0)
             first = jnp.where(keys == spread(most, x.shape), token, _NEVER).min(axis=0)
-            here = jnp.exp(x - spread(unordered(most), x.shape)).sum(axis=0)
             new = jnp.maximum(key, most)
-            total = total * jnp.exp(unordered(key) - unordered(new)) + here * jnp.exp(unordered(most) - unordered(new))
-            return new, jnp.where(most > key, first, index), total
+            shrunk = total * jnp.exp(unordered(key) - unordered(new))
+            return new, jnp.where(most > key, first, index), shrunk + jnp.exp(x - spread(unordered(new), x.shape)).sum(axis=0)
 
         def spread(x_N, shape):
             return lax.broadcast_in_dim(x_N, shape, [1])
@@ -135,8 +134,7 @@ def lm_head_argmax(x_BD: jax.Array, weight_VD: jax.Array, *, interpret: Any = No
 
         for i in range(stages):
             pl.when(i < mine * steps)(lambda i=i: fetch(jnp.int32(i), i))
-        lowest = int(np.float32(-1e30).view(np.int32)) ^ int(_NEVER)
-        best = lax.fori_loop(0, mine, one_tile, (full(lowest, jnp.int32), full(0, jnp.int32), full(0, jnp.float32)))
+        best = lax.fori_loop(0, mine, one_tile, (full(_LOWEST, jnp.int32), full(0, jnp.int32), full(0, jnp.float32)))
         for value, smem, ref in zip(best, (key_smem, index_smem, sum_smem), (key_ref, index_ref, sum_ref), strict=True):
             smem[...] = value
             plgpu.commit_smem()

@@ -35,13 +35,13 @@ def decode_attention(
     below the row's length; parts are merged by their log-sum-exp.
 
     Args:
-        q_BNH: bfloat16 or float16; G at most 64, H a multiple of 16.
+        q_BNH: bfloat16 or float16; G at most 64, H at most 256.
         k_BKSH, v_BKSH: in the same dtype; slots at or past length_B may hold anything.
         length_B: int32, valid keys per row; 0 gives zeros.
         scale, window, soft_cap: as in `reference.decode_attention`.
         splits: programs per row and key head; None: enough to fill the card.
-        block: keys per step.
-        stages: blocks in flight per program; None: as many as let two programs share a multiprocessor.
+        block: keys per step, a multiple of 64.
+        stages: blocks in flight per program; None: as many as let two programs share a multiprocessor, up to width 128.
         interpret: `plgpu.InterpretGPUParams()`: on CPU, emulated.
 
     Returns:
@@ -55,13 +55,14 @@ def decode_attention(
     splits = splits or max(1, min(_PROGRAMS // (B * K), pl.cdiv(S, block)))
     stages = stages or max(2, min(6, 98 * 1024 // (4 * block * H)))
     kept = pl.cdiv(G, 8) * 8  # rows of the tile that leave the kernel
-    q_BKRH = padded(q_BNH.reshape(B, K, G, width), ROWS, 16)
+    q_BKGH = padded(q_BNH.reshape(B, K, G, width), 8, 16)
 
     def kernel(length_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, shared, landed, q_landed):
         (k_smem, v_smem), out_smem = shared
         row, head, part = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("part")
-        length = length_ref[row]
-        first = jnp.int32(0) if window is None else lax.div(jnp.maximum(length - window, 0), jnp.int32(block))
+        position = length_ref[row] - 1
+        length = jnp.minimum(position + 1, S)
+        first = jnp.int32(0) if window is None else lax.div(jnp.maximum(position + 1 - window, 0), jnp.int32(block))
         end = lax.div(length + (block - 1), jnp.int32(block))
         share = lax.div(end - first + (splits - 1), jnp.int32(splits))
         first = first + part * share
@@ -76,20 +77,20 @@ def decode_attention(
             acc, most, total = carry
             slot = lax.rem(i, jnp.int32(stages))
             plgpu.barrier_wait(landed.at[slot])
-            left = length - (first + i) * block  # valid keys from this block on
-
+            key_0 = (first + i) * block
+            left = length - key_0  # valid keys from this block on
             pl.when(left < block)(lambda: silence(v_smem.at[slot], left))
             s = scores(q_smem, k_smem.at[slot], scale, soft_cap)
-            key = columns(s.shape)
-            seen = key < left
+            key = columns(s.shape) + key_0
+            seen = key < length
             if window is not None:
-                seen &= key >= left - window
+                seen &= key > position - window
             p, acc, most, total = softmax_step(jnp.where(seen, s, -jnp.inf), acc, most, total)
             acc = add_values(acc, p.astype(dtype), v_smem.at[slot], bool(interpret))
             pl.when(i + stages < count)(lambda: fetch(i + stages, slot))
             return acc, most, total
 
-        plgpu.copy_gmem_to_smem(q_ref.at[row, head], q_smem, q_landed)
+        plgpu.copy_gmem_to_smem(q_ref.at[row, head, pl.ds(0 * part, ROWS)], q_smem, q_landed)  # rows past G arrive as zeros
         for i in range(stages):
             pl.when(i < count)(lambda i=i: fetch(jnp.int32(i), i))
         plgpu.barrier_wait(q_landed)
@@ -117,7 +118,7 @@ def decode_attention(
         grid_names=("head", "part", "row"),
         compiler_params=params(),
         interpret=interpret,
-    )(length_B, q_BKRH, k_BKSH, v_BKSH)
+    )(length_B, q_BKGH, k_BKSH, v_BKSH)
     weight_BKRP = jax.nn.softmax(lse_BKRP * np.float32(np.log(2)), axis=-1)  # parts last: XLA then merges them in a single kernel
     out_BKGH = jnp.einsum("bkgp,bkpgh->bkgh", weight_BKRP[:, :, :G], out_BKPRH[..., :G, :width])
     return out_BKGH.reshape(q_BNH.shape).astype(dtype)

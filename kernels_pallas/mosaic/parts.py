@@ -75,7 +75,8 @@ def scores(q_smem, k_smem, scale: float, soft_cap: float | None, then: Callable[
     s = pl.run_scoped(product, plgpu.ACC((q_smem.shape[0], k_smem.shape[0]), jnp.float32))
     if soft_cap is None:
         return s * (scale * LOG2_E)
-    return jnp.tanh(s * (scale / soft_cap)) * (soft_cap * LOG2_E)
+    # tanh(x) as 1 - 2 / (1 + e**2x): the GPU's own tanh is good for 11 bits only.
+    return (1 - 2 / (1 + jnp.exp2(s * (2 * LOG2_E * scale / soft_cap)))) * (soft_cap * LOG2_E)
 
 
 def softmax_step(s, acc, most, total):

@@ -34,12 +34,12 @@ def prefill_attention(
     While one warpgroup takes the softmax of its block, the other has the tensor cores.
 
     Args:
-        q_BTNH: bfloat16 or float16; N a multiple of K, H a multiple of 16 up to 256.
+        q_BTNH: bfloat16 or float16; N a multiple of K, H at most 256.
         k_BKSH, v_BKSH: in the same dtype; slots at or past length_B may hold anything.
         start_B: int32, position of each row's first query.
         length_B: int32, valid keys per row.
         scale, window, soft_cap: as in `reference.prefill_attention`.
-        block: keys per step; None: 128, or 64 above width 128.
+        block: keys per step, a multiple of 64; None: 128, or 64 above width 128.
         stages: blocks of keys and values in shared memory; None: 2, or 4 up to width 64.
         interpret: `plgpu.InterpretGPUParams()`: on CPU, emulated.
 
@@ -60,7 +60,7 @@ def prefill_attention(
         (q_smem, k_smem, v_smem), (q_landed, k_landed, v_landed, v_raw), (k_used, v_used) = tiles, landed, used
         row, head, warpgroup = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("warpgroup")
         first_query = (blocks - 1 - lax.axis_index("block")) * _QUERIES  # the last queries see most keys: they go first
-        position, length = start_ref[row] + first_query, length_ref[row]
+        position, length = start_ref[row] + first_query, jnp.minimum(length_ref[row], S)
         end = lax.div(jnp.minimum(length, position + _QUERIES) + (block - 1), jnp.int32(block))
         begin = jnp.int32(0) if window is None else lax.div(jnp.maximum(position - (window - 1), 0), jnp.int32(block))
 
@@ -89,8 +89,9 @@ def prefill_attention(
                     s = jnp.where(seen, s, -jnp.inf)
                 p, acc, most, total = softmax_step(s, acc, most, total)
                 p, acc, most, total = lax.optimization_barrier((p.astype(dtype), acc, most, total))  # all of the softmax within the turn
+                plgpu.barrier_arrive(turn)
                 plgpu.barrier_wait(v_landed.at[slot])
-                take_turn()
+                plgpu.barrier_wait(turn)
                 acc = add_values(acc, p, v_smem.at[slot], bool(interpret))
                 plgpu.barrier_arrive(v_used.at[slot])
                 return acc, most, total
@@ -149,8 +150,8 @@ def prefill_attention(
             (plgpu.Barrier(num_arrivals=_COMPUTE, num_barriers=stages),) * 2,
             plgpu.Barrier(num_arrivals=_COMPUTE),
         ),
-        grid=(N, blocks, B),
-        grid_names=("head", "block", "row"),
+        grid=(blocks, N, B),  # the first axis varies slowest
+        grid_names=("block", "head", "row"),
         num_threads=_COMPUTE + 1,
         thread_name="warpgroup",
         compiler_params=params(),
