@@ -96,6 +96,8 @@ def _compiled(gpu, name, impl, function, shapes, sharding):
     # Mosaic takes the target from the default device, Triton from the abstract mesh.
     with jax.default_device(sharding.mesh.devices.flat[0]), jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
         compiled = jax.jit(function).lower(*args).compile()
+    resources = next(Path(DUMP).glob("*.resources.txt"), None)  # only Mosaic of the newest jax tells
+    shared = int(re.search(r"smem_scratch_bytes=(\d+)", resources.read_text())[1]) if resources else None
     temporaries = compiled.memory_analysis().temp_size_in_bytes // 1024
     seconds = time.perf_counter() - start
     for path in sorted(Path(DUMP).glob("*.ptx")):
@@ -104,24 +106,26 @@ def _compiled(gpu, name, impl, function, shapes, sharding):
             continue  # XLA's own
         figures = _assembled(gpu, path)
         tensor = len(re.findall(_WANTED.get(impl, "never"), text))
-        bulk = len(re.findall(r"cp\.async", text))
+        # TMA's bulk copies of tiles, or those of single vectors that Ampere has too.
+        copies = len(re.findall(r"cp\.async\.bulk\.tensor.*shared.*global" if impl == "mosaic" else r"cp\.async\.c", text))
         exact = "float32" in name
-        as_written = impl is None or (exact or tensor > 0) and (bulk > 0 or impl == "triton")
+        as_written = impl is None or (exact or tensor > 0) and copies > 0
         result = dict(
             gpu=gpu,
             kernel=name,
             **figures,
+            shared_bytes=shared,
             temporaries_kib=temporaries,
             tensor=tensor,
-            bulk_copies=bulk,
+            async_copies=copies,
             as_written=as_written,
             seconds=round(seconds, 1),
         )
         flag = " SPILLS" * bool(figures["spill_bytes"]) + " LACKS INSTRUCTIONS" * (not as_written)
         print(
-            f"{gpu:8s} {name:52s} {figures['registers']:3d} registers {figures['spill_bytes']:4d} B spilled "
+            f"{gpu:8s} {name:52s} {figures['registers']:3d} registers {figures['spill_bytes']:4d} B spilled {shared or '-':>6} B shared "
             f"{temporaries:6d} KiB temporaries "
-            f"{tensor:3d} tensor {bulk:3d} bulk copies {seconds:5.1f} s{flag}",
+            f"{tensor:3d} tensor {copies:3d} async copies {seconds:5.1f} s{flag}",
             flush=True,
         )
         yield result

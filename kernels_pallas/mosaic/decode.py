@@ -53,7 +53,7 @@ def decode_attention(
     k_BKSH, v_BKSH = padded(k_BKSH, 8, 16), padded(v_BKSH, 8, 16)
     H = k_BKSH.shape[-1]
     splits = splits or max(1, min(_PROGRAMS // (B * K), pl.cdiv(S, block)))
-    stages = stages or max(2, min(6, 98 * 1024 // (4 * block * H)))
+    stages = stages or max(2, min(6, (109 * 1024 - 2 * ROWS * H) // (4 * block * H)))  # of 113 KiB, half of a multiprocessor's
     kept = pl.cdiv(G, 8) * 8  # rows of the tile that leave the kernel
     q_BKGH = padded(q_BNH.reshape(B, K, G, width), 8, 16)
 
