@@ -38,12 +38,12 @@ def prefill_attention(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, *, scale, windo
     G = N // K
     rows, keys, warps = _tiles(q_BTNH.dtype, H, T * G)
     options = {"scale": scale, "soft_cap": soft_cap, "interpret": interpret}
-    per_row = pl.BlockSpec((1,), lambda i, k, b: (b,))
-    queries = pl.BlockSpec((None, T, None, G, tile(H)), lambda i, k, b: (b, 0, k, 0, 0))
-    cache = pl.BlockSpec((None, None, max(S, keys), tile(H)), lambda i, k, b: (b, k, 0, 0))
+    per_row = pl.BlockSpec((1,), lambda k, b, i: (b,))
+    queries = pl.BlockSpec((None, T, None, G, tile(H)), lambda k, b, i: (b, 0, k, 0, 0))
+    cache = pl.BlockSpec((None, None, max(S, keys), tile(H)), lambda k, b, i: (b, k, 0, 0))
     out = pl.pallas_call(
         partial(_prefill_kernel, T=T, S=S, H=H, rows=rows, window=window, keys=keys, **options),
-        grid=(pl.cdiv(T * G, rows), K, B),
+        grid=(K, B, pl.cdiv(T * G, rows)),  # the last axis varies slowest
         in_specs=[per_row, per_row, queries, cache, cache],
         out_specs=queries,
         out_shape=result((B, T, K, G, H), q_BTNH.dtype, q_BTNH, k_BKSH, v_BKSH, start_B, length_B),
@@ -57,7 +57,7 @@ def prefill_attention(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, *, scale, windo
 def _prefill_kernel(start_ref, length_ref, q_ref, k_ref, v_ref, out_ref, *, T, S, H, rows, window, keys, **options):
     G, width = q_ref.shape[1:]
     # The last queries see the most keys: they go first, so that no program is left to run long after the others.
-    block = pl.num_programs(0) - 1 - pl.program_id(0)
+    block = pl.num_programs(2) - 1 - pl.program_id(2)
     # A row of the tile is one head of one query: the G heads that share these keys fill it even where T is small.
     row_R = block * rows + jnp.arange(rows)
     t_R, g_R = lax.div(row_R, G), lax.rem(row_R, G)
