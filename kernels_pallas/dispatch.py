@@ -41,10 +41,12 @@ def device_impl() -> Selection:
 
 def unavailable(impl: str | None) -> str | None:
     """Why this process cannot run an implementation at all, or None. For programs that are compiled elsewhere it may be ignored."""
-    if impl is not None and impl not in IMPLS:
+    if impl not in (None, *IMPLS):
         return f"impl must be None or one of {', '.join(IMPLS)}, got {impl!r}"
+    if impl not in ("mosaic", "triton"):
+        return None  # runs anywhere: the device is not asked for
     here = device_impl()
-    if impl == "mosaic" and here.impl != "mosaic" or impl == "triton" and here.impl == "xla":
+    if here.impl == "xla" or impl == "mosaic" and here.impl != "mosaic":
         needs = "9.0" if impl == "mosaic" else "8.0 or newer"
         return f"impl={impl!r} needs an NVIDIA GPU of compute capability {needs} ({here.reason}): use impl='xla', or None to let it choose"
     return None
@@ -68,7 +70,7 @@ def select(kernel: str, impl: str | None, *args: Any) -> Selection:
             reason = f"{args[0].shape[0]} rows would read the vocabulary matrix more than once"
         return Selection("xla", reason) if reason else made_for
     if impl not in IMPLS:
-        raise ValueError(f"impl must be None or one of {', '.join(IMPLS)}, got {impl!r}")
+        raise ValueError(unavailable(impl))
     reason = _refusal(kernel, impl, args)
     if reason:
         raise ValueError(f"impl={impl!r} does not serve {kernel} here: {reason}; use impl='xla', or None to let it choose")

@@ -54,9 +54,10 @@ def attention(
     """
     kernel = "decode_attention" if q_BTNH.shape[1] == 1 and start_B is not None else "prefill_attention"
     chosen = selected(kernel, impl, q_BTNH, k_BKSH, v_BKSH).impl
+    static = start_B is None
+    start_B = jnp.zeros(len(q_BTNH), jnp.int32) if static else start_B
     if chosen == "xla":
-        return _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale, window, start_B is None)
-    start_B = jnp.zeros_like(length_B) if start_B is None else start_B
+        return _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale, window, static)
     return _by_kernel(kernel, chosen, impl is None, scale, window, q_BTNH, k_BKSH, v_BKSH, start_B, length_B)
 
 
@@ -106,7 +107,6 @@ def _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale, window, static):
     B, T, N, H = q_BTNH.shape
     K, S = k_BKSH.shape[1:3]
     q_BKTGH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4)
-    start_B = jnp.zeros(B, jnp.int32) if start_B is None else start_B
     run = partial(_query_block, k_BKSH, v_BKSH, length_B, scale, window, static)
     if T <= QUERY_BLOCK:
         out_BKTGH = run(q_BKTGH, start_B)

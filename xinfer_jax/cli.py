@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import jax
 from absl import flags
 
+from kernels_pallas import Selection
+
 from .attention import check_impl
 from .errors import InputError
 from .generate import GenerateOptions, GenerateOutput, kernels_used
@@ -118,7 +120,7 @@ def _run(argv: list[str]) -> int:
         print(flush=True)
         print("\n".join(_report(model, out)), file=sys.stderr)
     else:
-        print(json.dumps(_json(model, out, "".join(text))), flush=True)  # ASCII only, whatever the locale
+        print(json.dumps(_json(model, out, "".join(text), used)), flush=True)  # ASCII only, whatever the locale
     return 0
 
 
@@ -172,12 +174,12 @@ def _report(model: Model, out: GenerateOutput) -> list[str]:
     ]
 
 
-def _json(model: Model, out: GenerateOutput, text: str) -> dict:
+def _json(model: Model, out: GenerateOutput, text: str, used: dict[str, Selection]) -> dict:
     s = out.stats
     rates = ("decode_tokens", "prefill_tokens_per_second", "decode_tokens_per_second", "tpot_seconds")
     stats = {"load_seconds": model.load_stats.seconds, "dtype": model.load_stats.dtype, "backend": jax.default_backend()}
     stats |= dataclasses.asdict(s) | {name: getattr(s, name) for name in rates}
-    stats["kernels"] = {kernel: impl for kernel, (impl, _) in kernels_used(model.params, model.config, IMPL.value).items()}
+    stats["kernels"] = {kernel: impl for kernel, (impl, _) in used.items()}
     return {"text": text, "tokens": out.tokens[0], "prompt_tokens": s.prompt_tokens, "finish_reason": out.finish_reason[0], "stats": stats}
 
 

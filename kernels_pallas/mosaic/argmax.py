@@ -10,10 +10,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import compat
-from .parts import LOWEST, ROWS, WGMMA, padded, params, tile
+from .parts import LOWEST, PROGRAMS, ROWS, WGMMA, padded, params, rows, spread, tile
 
 _BLOCK = 2048  # numbers per program of argmax
-_PROGRAMS = 264  # two per multiprocessor of an H100 or H200
 _WIDE = 128  # columns of the vocabulary matrix per step
 _NEVER = np.int32(2**31 - 1)
 _LOWEST = np.float32(LOWEST).view(np.int32) ^ _NEVER  # the key of a finite number: differences are never NaN
@@ -86,7 +85,7 @@ def lm_head_argmax(x_BD: jax.Array, weight_VD: jax.Array, *, interpret: Any = No
     N, D = x_ND.shape
     steps = pl.cdiv(D, _WIDE)
     tiles = pl.cdiv(V, ROWS)
-    programs = min(_PROGRAMS, tiles)
+    programs = min(PROGRAMS, tiles)
     stages = min(6, 104 * 1024 // (2 * _WIDE * (ROWS + N)))  # of 113 KiB, half of a multiprocessor's
 
     def kernel(x_ref, w_ref, key_ref, index_ref, sum_ref, x_smem, w_smem, key_smem, index_smem, sum_smem, landed):
@@ -117,17 +116,14 @@ def lm_head_argmax(x_BD: jax.Array, weight_VD: jax.Array, *, interpret: Any = No
         def one_tile(t, best):
             key, index, total = best
             x = logits(t)
-            token = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=WGMMA) + (program + t * programs) * ROWS
+            token = rows(x.shape) + (program + t * programs) * ROWS
             x = jnp.where(token < V, x, -jnp.inf)
             keys = ordered(x)
             most = keys.max(axis=0)
-            first = jnp.where(keys == spread(most, x.shape), token, _NEVER).min(axis=0)
+            first = jnp.where(keys == spread(most, x.shape, 1), token, _NEVER).min(axis=0)
             new = jnp.maximum(key, most)
             shrunk = total * jnp.exp(unordered(key) - unordered(new))
-            return new, jnp.where(most > key, first, index), shrunk + jnp.exp(x - spread(unordered(new), x.shape)).sum(axis=0)
-
-        def spread(x_N, shape):
-            return lax.broadcast_in_dim(x_N, shape, [1])
+            return new, jnp.where(most > key, first, index), shrunk + jnp.exp(x - spread(unordered(new), x.shape, 1)).sum(axis=0)
 
         def full(value, dtype):
             return plgpu.layout_cast(jnp.full((N,), value, dtype), WGMMA.reduce(0))

@@ -4,15 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..compat import store_scattered
-from .parts import ROWS, add_values, columns, padded, params, scores, silence, softmax_step, spread, start, tile
-
-_PROGRAMS = 264  # two per multiprocessor of an H100 or H200: one computes while the other waits for memory
+from .parts import LOG2_E, PROGRAMS, ROWS, add_values, columns, padded, params, scores, silence, softmax_step, spread, start, tile
 
 
 def decode_attention(
@@ -52,7 +49,7 @@ def decode_attention(
     G, width, dtype = N // K, H, q_BNH.dtype
     k_BKSH, v_BKSH = padded(k_BKSH, 8, 16), padded(v_BKSH, 8, 16)
     H = k_BKSH.shape[-1]
-    splits = splits or max(1, min(_PROGRAMS // (B * K), pl.cdiv(S, block)))
+    splits = splits or max(1, min(PROGRAMS // (B * K), pl.cdiv(S, block)))
     stages = stages or max(2, min(6, (109 * 1024 - 2 * ROWS * H) // (4 * block * H)))  # of 113 KiB, half of a multiprocessor's
     kept = pl.cdiv(G, 8) * 8  # rows of the tile that leave the kernel
     q_BKGH = padded(q_BNH.reshape(B, K, G, width), 8, 16)
@@ -119,6 +116,6 @@ def decode_attention(
         compiler_params=params(),
         interpret=interpret,
     )(length_B, q_BKGH, k_BKSH, v_BKSH)
-    weight_BKRP = jax.nn.softmax(lse_BKRP * np.float32(np.log(2)), axis=-1)  # parts last: XLA then merges them in a single kernel
+    weight_BKRP = jax.nn.softmax(lse_BKRP / LOG2_E, axis=-1)  # parts last: XLA then merges them in a single kernel
     out_BKGH = jnp.einsum("bkgp,bkpgh->bkgh", weight_BKRP[:, :, :G], out_BKPRH[..., :G, :width])
     return out_BKGH.reshape(q_BNH.shape).astype(dtype)

@@ -15,6 +15,7 @@ from ..compat import transposed
 LOG2_E = math.log2(math.e)
 LOWEST = -1e30  # the running maximum of a row that has seen no key: finite, so that differences are never NaN
 ROWS = 64  # of a wgmma tile
+PROGRAMS = 264  # two per multiprocessor of an H100 or H200: one computes while the other waits for memory
 WGMMA = plgpu.Layout.WGMMA
 
 
@@ -41,9 +42,9 @@ def padded(x: jax.Array, *multiples: int) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - len(multiples)) + [(0, n) for n in missing]) if any(missing) else x
 
 
-def spread(x_R: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """One number per row, repeated along the row."""
-    return lax.broadcast_in_dim(x_R, shape, [0])
+def spread(x: jax.Array, shape: tuple[int, int], axis: int = 0) -> jax.Array:
+    """One number per row (or, with axis 1, per column), repeated along it."""
+    return lax.broadcast_in_dim(x, shape, [axis])
 
 
 def columns(shape: tuple[int, int]) -> jax.Array:
