@@ -16,6 +16,7 @@ from .errors import InputError
 
 QUERY_BLOCK = 512
 KEY_BLOCK = 256
+DECODE_BLOCK = 1024  # keys per step for a single query: the steps cost more than the keys
 _MASKED = -1e30  # finite: a row that sees no key at all gives zeros, not NaN
 
 
@@ -125,7 +126,7 @@ def _query_block(k_BKSH, v_BKSH, length_B, scale, window, static, q_BKTGH, start
     """One block of queries over all the key blocks that it can see."""
     B, K, T, G, H = q_BKTGH.shape
     S = k_BKSH.shape[2]
-    width = min(S, KEY_BLOCK)
+    width = min(S, DECODE_BLOCK if T == 1 else KEY_BLOCK)
     blocks = -(-S // width)
     query_BT = start_B[:, None] + jnp.arange(T)
 

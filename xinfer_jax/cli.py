@@ -43,6 +43,7 @@ PENALTY = _flag(flags.DEFINE_float, "repetition_penalty", None, "Above 1: repeat
 DEFAULTS = _flag(flags.DEFINE_boolean, "generation_config", True, "Take the checkpoint's defaults from generation_config.json.")
 SEED = _flag(flags.DEFINE_integer, "seed", 0, "Seed of the sampling.", lower_bound=0, upper_bound=2**32 - 1)
 DTYPE = _flag(flags.DEFINE_string, "dtype", None, "float32, bfloat16 or float16. Default: float32 on CPU, bfloat16 on GPU and TPU.")
+QUANTIZE = _flag(flags.DEFINE_string, "quantize", None, "int8 or int4: weights in fewer bytes. Default: as --dtype says.")
 IMPL = _flag(flags.DEFINE_string, "impl", None, "Attention and argmax: mosaic, triton or xla. Default: what suits the device.")
 VERBOSE = _flag(flags.DEFINE_boolean, "verbose", False, "Say on standard error which implementation serves which kernel, and why.")
 OUTPUT = _flag(
@@ -98,7 +99,7 @@ def _run(argv: list[str]) -> int:
     if not prompt.strip():
         raise InputError("the prompt is empty: give --prompt TEXT, or text on standard input")
     _keep_compiled_programs()
-    model = load_model(MODEL.value, dtype=DTYPE.value)
+    model = load_model(MODEL.value, dtype=DTYPE.value, quantize=QUANTIZE.value)
     sampling = _sampling(model.generation_config if DEFAULTS.value else {})
     options = GenerateOptions(MAX_TOKENS.value, sampling, use_cache=USE_CACHE.value, impl=IMPL.value)
     used = kernels_used(model.params, model.config, options.impl)

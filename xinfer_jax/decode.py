@@ -17,7 +17,7 @@ from .config import ModelConfig
 from .errors import InputError
 from .greedy import fuses_head, greedy
 from .model import hidden_states, unembed
-from .params import Params
+from .params import Params, activation_dtype
 from .sampling import SamplingConfig, choose, per_row, plain, row_keys
 
 PREFILL_CHUNK = 512  # longer prompts pass through the model this many tokens at a time
@@ -149,7 +149,7 @@ def _prefill(params, config, tokens_BT, num_tokens_B, cache, impl):
         last_BD = jnp.take_along_axis(hidden_BTD, jnp.maximum(num_tokens_B - 1, 0)[:, None, None], 1)[:, 0]
         return jnp.where((num_tokens_B > 0)[:, None], last_BD, before_BD), cache
 
-    none_BD = jnp.zeros((B, config.hidden_size), params["embed"]["weight"].dtype)
+    none_BD = jnp.zeros((B, config.hidden_size), activation_dtype(params))
     if T <= PREFILL_CHUNK:
         last_BD, cache = chunk(tokens_BT, num_tokens_B, cache, none_BD)
         return unembed(params, last_BD), cache

@@ -19,7 +19,8 @@ from .config import ModelConfig
 from .decode import CONTINUE, PREFILL, RECOMPUTE, RECORD, DecodeState, bucket, decode_loop, decode_step, new_state, prefill
 from .errors import InputError
 from .model import head
-from .params import Params, cache_dtype, tree_bytes
+from .params import Params, activation_dtype, cache_dtype, tree_bytes
+from .quantization import is_quantized
 from .sampling import SamplingConfig, per_row, row_keys
 from .stats import GenerateStats, Stopwatch, peak_bytes
 
@@ -105,7 +106,9 @@ def stream(
 
 
 def kernels_used(params: Params, config: ModelConfig, impl: str | None = None, rows: int = 1) -> dict[str, kernels_pallas.Selection]:
-    """Which implementation serves each kernel in a `generate` call, and why. Rows that are sampled take logits, not `lm_head_argmax`.
+    """Which implementation serves each kernel in a `generate` call, and why.
+
+    Rows that are sampled take logits, not `lm_head_argmax`; so does a quantized vocabulary matrix.
 
     Args:
         params, config: the model.
@@ -116,7 +119,7 @@ def kernels_used(params: Params, config: ModelConfig, impl: str | None = None, r
         InputError: the named impl does not serve this model, or this machine lacks it.
     """
     check_impl(impl)
-    dtype, weight = params["embed"]["weight"].dtype, head(params)["weight"]
+    dtype, weight = activation_dtype(params), head(params)["weight"]
     query = jax.ShapeDtypeStruct((rows, 1, config.num_attention_heads, config.head_dim), dtype)
     keys = jax.ShapeDtypeStruct((rows, config.num_key_value_heads, 1, config.head_dim), cache_dtype(params))
     arguments = {
@@ -125,6 +128,8 @@ def kernels_used(params: Params, config: ModelConfig, impl: str | None = None, r
         "argmax": (jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32),),
         "lm_head_argmax": (jax.ShapeDtypeStruct((rows, config.hidden_size), dtype), weight),
     }
+    if is_quantized(weight):
+        del arguments["lm_head_argmax"]
     return {kernel: selected(kernel, impl, *args) for kernel, args in arguments.items()}
 
 

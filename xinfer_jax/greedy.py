@@ -10,6 +10,7 @@ from .attention import selected
 from .layers import linear
 from .model import head
 from .params import Params
+from .quantization import is_quantized
 
 
 def argmax(logits_BV: jax.Array, impl: str | None = None) -> jax.Array:
@@ -24,7 +25,10 @@ def argmax(logits_BV: jax.Array, impl: str | None = None) -> jax.Array:
 
 def fuses_head(params: Params, hidden_BD: jax.Array, impl: str | None) -> bool:
     """Whether `greedy` may run a kernel."""
-    return "bias" not in head(params) and selected("lm_head_argmax", impl, hidden_BD, head(params)["weight"]).impl != "xla"
+    leaf = head(params)
+    if "bias" in leaf or is_quantized(leaf["weight"]):
+        return False
+    return selected("lm_head_argmax", impl, hidden_BD, leaf["weight"]).impl != "xla"
 
 
 def greedy(params: Params, hidden_BD: jax.Array, impl: str | None = None) -> tuple[jax.Array, jax.Array]:

@@ -11,8 +11,10 @@ import kernels_pallas
 
 from .config import ModelConfig, RopeConfig
 from .params import Params
+from .quantization import is_quantized, quantized_product, rows_of
 
-_TILE = 128  # output rows of a 16-bit matrix that are float32 at one time on CPU
+_TILE = 128  # output rows of a float16 matrix that are float32 at one time on CPU
+_FEW_ROWS = 64  # float32 products of 2 to this many rows are faster with the matrix in front on CPU
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -23,12 +25,17 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def linear(x: jax.Array, leaf: Params, out_dtype: jnp.dtype | None = None) -> jax.Array:
-    """x @ weight.T + bias. x: [..., in], leaf: {"weight": [out, in], "bias": [out] or absent}. Returns [..., out].
+    """x @ weight.T + bias. x: [..., in], leaf: {"weight": [out, in] or quantized, "bias": [out] or absent}. Returns [..., out].
 
     float32 weights multiply in full float32 on every backend (no TF32); narrower ones accumulate in float32.
     """
     weight = leaf["weight"]
-    y = _product(x, weight) if weight.dtype == jnp.float32 else lax.platform_dependent(x, weight, cpu=_tiled_product, default=_product)
+    if is_quantized(weight):
+        y = quantized_product(x, weight)
+    else:
+        cpu = {jnp.dtype("float32"): _float32_product, jnp.dtype("bfloat16"): _bfloat16_product}.get(weight.dtype, _tiled_product)
+        x_MK = x.reshape(-1, x.shape[-1])
+        y = lax.platform_dependent(x_MK, weight, cpu=cpu, default=_product).reshape(*x.shape[:-1], -1)
     if "bias" in leaf:
         y = y + leaf["bias"]
     return y.astype(out_dtype or x.dtype)
@@ -39,8 +46,18 @@ def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
     return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
+def _float32_product(x_MK: jax.Array, weight: jax.Array) -> jax.Array:
+    return _product(weight, x_MK).T if 1 < len(x_MK) <= _FEW_ROWS else _product(x_MK, weight)
+
+
+def _bfloat16_product(x_MK: jax.Array, weight: jax.Array) -> jax.Array:
+    """XLA's bfloat16 product is fast from two rows on; alone, one row takes ten times as long."""
+    x_MK = x_MK.astype(jnp.bfloat16)
+    return _product(jnp.pad(x_MK, ((0, 1), (0, 0))), weight)[:1] if len(x_MK) == 1 else _product(x_MK, weight)
+
+
 def _tiled_product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x @ weight.T on CPU for bfloat16 and float16 weights: a tile of output rows is widened, multiplied and forgotten at a time.
+    """x @ weight.T on CPU for float16 weights: a tile of output rows is widened, multiplied and forgotten at a time.
 
     XLA would widen the whole operand of a 16-bit dot or slice, and hoist that out of the decode loop: a float32 copy of all
     weights. The barrier ties the tile to the loop counter, so that there is nothing to hoist.
@@ -57,9 +74,14 @@ def _tiled_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     return lax.fori_loop(0, -(-size // tile), body, nothing)
 
 
+def embed(token: jax.Array, leaf: Params, dtype: jnp.dtype) -> jax.Array:
+    """Rows of the embedding table: token [...] int32, leaf: {"weight": [V, D] or quantized}, returns [..., D]."""
+    table = leaf["weight"]
+    return (rows_of(table, token) if is_quantized(table) else _embed(token, table)).astype(dtype)
+
+
 @jax.custom_jvp
-def embed(token: jax.Array, table: jax.Array) -> jax.Array:
-    """Rows of the embedding table: token [...] int32, table [V, D], returns [..., D]."""
+def _embed(token: jax.Array, table: jax.Array) -> jax.Array:
 
     def row_by_row(token: jax.Array, table: jax.Array) -> jax.Array:
         ids = token.reshape(-1)
@@ -75,10 +97,10 @@ def embed(token: jax.Array, table: jax.Array) -> jax.Array:
     return lax.platform_dependent(token, table, cpu=row_by_row, default=lambda token, table: table[token])
 
 
-@embed.defjvp
+@_embed.defjvp
 def _embed_jvp(primals, tangents):
     token, table = primals
-    return embed(token, table), tangents[1][token]
+    return _embed(token, table), tangents[1][token]
 
 
 def gated_mlp(x: jax.Array, layer: Params) -> jax.Array:

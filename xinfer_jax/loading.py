@@ -15,6 +15,7 @@ from .config import ModelConfig, from_hf
 from .errors import InputError
 from .files import checkpoint_dir, read_json
 from .params import Params, ParamSpec, param_specs, resolve_dtype, tree_bytes
+from .quantization import check_method, quantized_leaf
 from .stats import LoadStats
 from .tokenizer import Tokenizer
 
@@ -41,15 +42,14 @@ def load_model(path_or_repo_id: str | Path | None = None, dtype: Any = None, qua
         path_or_repo_id: directory with config.json and safetensors (and tokenizer.json, if text is wanted), or a hub name
             owner/name; None: the bundled checkpoint.
         dtype: float32, bfloat16 or float16, whatever the checkpoint's; None: float32 on CPU, bfloat16 elsewhere.
-        quantize: only None so far.
+        quantize: None, or "int8" or "int4": the matrices in fewer bytes (quantization.py), rounded to nearest while loading.
 
     Raises:
         InputError: files missing, unreadable or not fitting the config, every tensor at fault named.
     """
     start = time.perf_counter()
     dtype = resolve_dtype(dtype)
-    if quantize is not None:
-        raise InputError(f"quantize={quantize!r} is not supported: only None is")
+    check_method(quantize)
     path = BUNDLED if path_or_repo_id is None else checkpoint_dir(path_or_repo_id)
     settings = read_json(path / "config.json")
     if settings is None:
@@ -57,12 +57,12 @@ def load_model(path_or_repo_id: str | Path | None = None, dtype: Any = None, qua
     config = from_hf(settings)
     tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None
     generation = read_json(path / "generation_config.json") or {}
-    params = load_params(path, config, dtype)
-    stats = LoadStats(time.perf_counter() - start, tree_bytes(params), jnp.dtype(dtype).name)
+    params = load_params(path, config, dtype, quantize)
+    stats = LoadStats(time.perf_counter() - start, tree_bytes(params), quantize or jnp.dtype(dtype).name)
     return Model(params, config, tokenizer, generation, stats)
 
 
-def load_params(path: Path, config: ModelConfig, dtype: Any) -> Params:
+def load_params(path: Path, config: ModelConfig, dtype: Any, quantize: str | None = None) -> Params:
     """The parameter tree from the safetensors in a directory.
 
     Peak memory is the weights in `dtype` plus one tensor: files are memory-mapped, each tensor is converted into memory
@@ -75,7 +75,12 @@ def load_params(path: Path, config: ModelConfig, dtype: Any) -> Params:
     specs, tree = jax.tree.flatten(param_specs(config))
     names = [_stored_name(spec, config, tensors) for spec in specs]
     _check_tensors(path, tensors, dict(zip(names, specs, strict=True)), config)
-    return jax.tree.unflatten(tree, [_array(name, tensors[name].get_tensor(name), dtype) for name in names])
+
+    def leaf(name: str) -> Any:
+        tensor = tensors[name].get_tensor(name)
+        return _array(name, tensor, dtype) if quantize is None or tensor.ndim == 1 else quantized_leaf(tensor, name, quantize)
+
+    return jax.tree.unflatten(tree, map(leaf, names))
 
 
 def _weight_files(path: Path) -> dict[str, Any]:

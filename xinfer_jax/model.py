@@ -8,7 +8,7 @@ from .cache import KVCache, advance, append, read
 from .config import ModelConfig
 from .errors import InputError
 from .layers import embed, gated_mlp, linear, rms_norm, rotary_angles, rotate
-from .params import Params
+from .params import Params, activation_dtype
 
 
 def forward(
@@ -57,7 +57,7 @@ def hidden_states(
     num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else num_tokens_B
     start_B = jnp.zeros(B, jnp.int32) if cache is None else cache.length_B
     angles = rotary_angles(config, start_B[:, None] + jnp.arange(T), start_B + num_tokens_B)
-    x_BTD = embed(tokens_BT, params["embed"]["weight"])
+    x_BTD = embed(tokens_BT, params["embed"], activation_dtype(params))
     for index, layer in enumerate(params["layers"]):
         attended, cache = _attend(
             layer, config, index, rms_norm(x_BTD, layer["attn_norm"], config.rms_norm_eps), angles, cache, num_tokens_B, impl

@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .config import ModelConfig
 from .errors import InputError
+from .quantization import check_method, quantized_leaf
 
 Params = dict[str, Any]  # nested dicts and tuples of arrays; an absent tensor is an absent key
 
@@ -64,15 +66,17 @@ def param_specs(config: ModelConfig) -> Params:
     return tree
 
 
-def init_params(config: ModelConfig, key: jax.Array, dtype: Any = None) -> Params:
+def init_params(config: ModelConfig, key: jax.Array, dtype: Any = None, quantize: str | None = None) -> Params:
     """Random parameters: matrices normal with standard deviation 1/sqrt(inputs) (0.02 for the embedding), biases normal 0.02, norms one.
 
     Args:
         config: the model.
         key: one PRNG key.
         dtype: of every leaf; None: `default_dtype()`.
+        quantize: None, "int8" or "int4": the matrices in that form, one after the other, so that they never exist in `dtype` all at once.
     """
     dtype = resolve_dtype(dtype)
+    check_method(quantize)
     specs, tree = jax.tree.flatten(param_specs(config))
     keys = jax.random.split(key, len(specs))
 
@@ -80,7 +84,8 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: Any = None) -> Param
         if spec.hf_name.endswith("norm.weight"):
             return jnp.ones(spec.shape, dtype)
         scale = 0.02 if "embed" in spec.hf_name or len(spec.shape) == 1 else 1 / math.sqrt(spec.shape[1])
-        return (scale * jax.random.normal(key, spec.shape)).astype(dtype)
+        matrix = (scale * jax.random.normal(key, spec.shape)).astype(dtype)
+        return matrix if quantize is None or len(spec.shape) == 1 else quantized_leaf(np.asarray(matrix), spec.hf_name, quantize)
 
     return jax.tree.unflatten(tree, [init(spec, key) for spec, key in zip(specs, keys, strict=True)])
 
@@ -90,9 +95,14 @@ def default_dtype() -> Any:
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
+def activation_dtype(params: Params) -> Any:
+    """The type of hidden states: that of the norms, which are never quantized."""
+    return params["final_norm"].dtype
+
+
 def cache_dtype(params: Params) -> Any:
-    """For K and V: that of the weights; on CPU float32, since XLA there widens a 16-bit cache as a whole at every step (jax 0.10)."""
-    return jnp.float32 if jax.default_backend() == "cpu" else params["embed"]["weight"].dtype
+    """For K and V: that of the activations; on CPU float32, since XLA there widens a 16-bit cache as a whole at every step (jax 0.10)."""
+    return jnp.float32 if jax.default_backend() == "cpu" else activation_dtype(params)
 
 
 def resolve_dtype(dtype: Any) -> Any:

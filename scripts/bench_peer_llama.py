@@ -1,0 +1,174 @@
+"""llama.cpp for bench_peers.py: its GGUF file written from a checkpoint, and the calls that generate.
+
+The file holds weights alone, without a vocabulary: ids go in and come out.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import llama_cpp
+import numpy as np
+
+_ARCHITECTURES = {
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "mistral": gguf.MODEL_ARCH.LLAMA,
+}
+
+
+def convert(checkpoint: Path, converted: Path, precision: str, threads: int) -> None:
+    """The checkpoint as converted/model.gguf; Q8_0 and Q4_0 as llama.cpp makes them: a tied vocabulary matrix keeps more bits than 4."""
+    converted.mkdir(parents=True)
+    file, plain = converted / "model.gguf", converted / "bf16.gguf"
+    if precision in ("F32", "BF16"):
+        write_gguf(checkpoint, file, precision)
+        return
+    write_gguf(checkpoint, plain, "BF16")
+    how = llama_cpp.llama_model_quantize_default_params()
+    how.nthread, how.ftype = threads, getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{precision}")
+    if llama_cpp.llama_model_quantize(str(plain).encode(), str(file).encode(), how):
+        raise RuntimeError(f"llama_model_quantize to {precision} failed")
+    plain.unlink()
+
+
+def load(job: dict) -> Callable[[list[list[int]], int], tuple[float, list[list[int]]]]:
+    """What bench_peer_runners.py asks of an engine."""
+    quiet = llama_cpp.llama_log_callback(lambda *_: None)
+    llama_cpp.llama_log_set(quiet, None)
+    llama_cpp.llama_backend_init()
+    model = llama_cpp.llama_model_load_from_file(str(Path(job["converted"], "model.gguf")).encode(), llama_cpp.llama_model_default_params())
+    if not model:
+        raise RuntimeError("llama_model_load_from_file gave nothing")
+    state = {"shape": None, "context": None, "quiet": quiet}  # a context serves calls of one shape; the callback must outlive us
+
+    def context(rows: int, length: int, new: int) -> object:
+        if state["shape"] != (rows, length, new):
+            if state["context"]:
+                llama_cpp.llama_free(state["context"])
+            how = llama_cpp.llama_context_default_params()
+            how.n_ctx, how.n_seq_max, how.n_batch = rows * -(-(length + new) // 256) * 256, rows, max(512, rows * length)
+            how.n_threads = how.n_threads_batch = job["threads"]
+            state.update(shape=(rows, length, new), context=llama_cpp.llama_init_from_model(model, how))
+            if not state["context"]:
+                raise RuntimeError("llama_init_from_model gave nothing")
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(state["context"]), True)
+        return state["context"]
+
+    def step(ctx: object, batch: object, rows: list[list[int]], position: int) -> list[int]:
+        """Appends each row's ids at `position`; the likeliest next id of each."""
+        cells = [(token, position + t, row, t == len(ids) - 1) for row, ids in enumerate(rows) for t, token in enumerate(ids)]
+        batch.n_tokens = len(cells)
+        for i, (token, at, row, last) in enumerate(cells):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, at, 1, last
+            batch.seq_id[i][0] = row
+        if llama_cpp.llama_decode(ctx, batch):
+            raise RuntimeError("llama_decode failed")
+        logits = (llama_cpp.llama_get_logits_ith(ctx, i) for i, cell in enumerate(cells) if cell[3])
+        return [int(np.ctypeslib.as_array(row, (job["vocab_size"],)).argmax()) for row in logits]
+
+    def generate(prompts: list[list[int]], new: int) -> tuple[float, list[list[int]]]:
+        rows, length = len(prompts), len(prompts[0])
+        ctx, start = context(rows, length, new), time.perf_counter()
+        batch = llama_cpp.llama_batch_init(rows * length, 0, 1)
+        chosen = [step(ctx, batch, prompts, 0)]
+        first_s = time.perf_counter() - start
+        for i in range(new - 1):
+            chosen.append(step(ctx, batch, [[token] for token in chosen[-1]], length + i))
+        llama_cpp.llama_batch_free(batch)
+        return first_s, [list(row) for row in zip(*chosen, strict=True)]
+
+    return generate
+
+
+def write_gguf(checkpoint: Path, file: Path, precision: str) -> None:
+    """Converts a directory of config.json and bfloat16 model.safetensors.
+
+    Args:
+        checkpoint: the directory.
+        file: where to write.
+        precision: F32 or BF16, of the matrices; vectors are F32.
+
+    Raises:
+        ValueError: a model or a rope type that is not known here.
+    """
+    hf = json.loads((checkpoint / "config.json").read_text())
+    arch = _ARCHITECTURES.get(hf["model_type"])
+    rope = {"rope_theta": hf.get("rope_theta", 10000.0)} | (hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    rope_type = rope.get("rope_type", "default")
+    if arch is None or rope_type not in ("default", "llama3"):
+        raise ValueError(f"no GGUF is written for model_type {hf['model_type']!r} with rope type {rope_type!r}")
+    tensors = _tensors(checkpoint / "model.safetensors")
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    heads = {"q_proj": hf["num_attention_heads"], "k_proj": hf["num_key_value_heads"]} if arch == gguf.MODEL_ARCH.LLAMA else {}
+    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
+    _metadata(writer, hf, head_dim, rope["rope_theta"], precision)
+    names, written = gguf.get_tensor_name_map(arch, hf["num_hidden_layers"]), {}
+    for name, (shape, _) in tensors.items():
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        kind = precision if len(shape) == 2 else "F32"
+        size = math.prod(shape) * (4 if kind == "F32" else 2)
+        raw = None if kind == "F32" else gguf.GGMLQuantizationType.BF16
+        writer.add_tensor_info(stored, shape, np.dtype(np.float32 if raw is None else np.uint16), size, raw_dtype=raw)
+        written[name] = kind
+    if rope_type == "llama3":
+        writer.add_tensor_info("rope_freqs.weight", (head_dim // 2,), np.dtype(np.float32), head_dim // 2 * 4)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, kind in written.items():
+        shape, bits = tensors[name]
+        for part, count in heads.items():
+            if f".{part}." in name:  # llama.cpp rotates pairs (2i, 2i+1) of this architecture, Hugging Face (i, i + H/2)
+                bits = bits.reshape(count, 2, head_dim // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+        writer.write_tensor_data(_float32(bits) if kind == "F32" else np.ascontiguousarray(bits))
+    if rope_type == "llama3":
+        writer.write_tensor_data(_llama3_factors(rope, head_dim))
+    writer.close()
+
+
+def _metadata(writer: gguf.GGUFWriter, hf: dict, head_dim: int, theta: float, precision: str) -> None:
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32 if precision == "F32" else gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_context_length(hf["max_position_embeddings"])
+    writer.add_embedding_length(hf["hidden_size"])
+    writer.add_block_count(hf["num_hidden_layers"])
+    writer.add_feed_forward_length(hf["intermediate_size"])
+    writer.add_head_count(hf["num_attention_heads"])
+    writer.add_head_count_kv(hf["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(theta)
+    writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
+    writer.add_vocab_size(hf["vocab_size"])
+    writer.add_tokenizer_model("none")
+
+
+def _tensors(file: Path) -> dict[str, tuple[list[int], np.ndarray]]:
+    """Shape and bits of every tensor, memory-mapped: NumPy alone knows no bfloat16."""
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+    data, tensors = np.memmap(file, np.uint8, "r", offset=8 + size), {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            first, end = entry["data_offsets"]
+            tensors[name] = entry["shape"], data[first:end].view(np.uint16).reshape(entry["shape"])
+    return tensors
+
+
+def _float32(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _llama3_factors(rope: dict, head_dim: int) -> np.ndarray:
+    """What llama.cpp divides the frequencies by, for rope type llama3."""
+    wavelength = 2 * math.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    low, high, context = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    smooth = np.clip((context / wavelength - low) / (high - low), 0, 1)
+    return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)

@@ -1,0 +1,291 @@
+"""One engine of bench_peers.py, in a process of its own: `python bench_peer_runners.py JOB`, JOB and the answer (last line) as JSON.
+
+Needs only numpy and the engine, so that it runs under whatever Python holds the peer. An engine is an entry of ENGINES: how to
+get it, what it imports, how to convert the checkpoint (if it must) and how to load it. Loading gives a function
+`generate(prompts, new_tokens) -> (seconds to the first token of every row, token ids per row)`: greedy, EOS ignored.
+"""
+
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+Prompts = list[list[int]]
+Generate = Callable[[Prompts, int], tuple[float, list[list[int]]]]
+
+
+def main(job: dict) -> dict:
+    """Converts the checkpoint, or loads it and measures every case; what cannot be done is the answer's only entry."""
+    engine = ENGINES[job["engine"]]
+    watch = PeakMemory()
+    try:
+        start = time.perf_counter()
+        for module in engine.convert_modules if job["convert"] else engine.modules:
+            importlib.import_module(module)
+        import_s = time.perf_counter() - start
+        if job["convert"]:
+            engine.convert(Path(job["checkpoint"]), Path(job["converted"]), job["precision"], job["threads"])
+            return {"converted": True}
+        return {"import_s": import_s, "version": importlib.metadata.version(engine.package), **measure(engine, job, watch)}
+    except ImportError as error:
+        return {"skipped": f"not installed ({engine.install}): {error}"}
+    except Exception as error:  # any of them: one line in the parent's table
+        reason = " ".join(str(error).split())[:300] or "no reason given"
+        return {"skipped": reason} if type(error).__name__ == "InputError" else {"failed": f"{type(error).__name__}: {reason}"}
+
+
+def measure(engine: "Engine", job: dict, watch: "PeakMemory") -> dict:
+    start = time.perf_counter()
+    generate = engine.load(job)
+    result = {"load_s": time.perf_counter() - start, "warmup_s": 0.0}
+    new, draw = job["new_tokens"], np.random.RandomState(job["seed"])
+    for length, rows in job["cases"]:
+        others, prompts = draw.randint(0, job["vocab_size"], (2, rows, length)).tolist()  # an engine may remember a prompt
+        start = time.perf_counter()
+        generate(others, new)
+        result["warmup_s"] += time.perf_counter() - start
+        start = time.perf_counter()
+        first_s, tokens = generate(prompts, new)
+        decode_s = time.perf_counter() - start - first_s
+        if [len(row) for row in tokens] != [new] * rows:
+            raise RuntimeError(f"asked for {rows} x {new} tokens, got {[len(row) for row in tokens]}")
+        result.setdefault("tokens", tokens[0])
+        result[f"prefill {length} x{rows}"] = rows * length / first_s
+        result[f"decode {length} x{rows}"] = rows * (new - 1) / decode_s
+        if rows == 1:
+            result["anon_mib"], result["hwm_mib"] = watch.peaks()
+    result["anon_all_mib"], result["hwm_all_mib"] = watch.peaks()
+    return result
+
+
+class PeakMemory:
+    """Peak anonymous memory, sampled every 20 ms in a thread, and the kernel's own mark of peak resident memory (Linux only)."""
+
+    def __init__(self) -> None:
+        self._anon = 0.0
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def peaks(self) -> tuple[float | None, float | None]:
+        """MiB: anonymous; resident, files in the page cache included."""
+        status = self._status()
+        self._anon = max(self._anon, status.get("RssAnon", 0.0))
+        return self._anon or None, status.get("VmHWM")
+
+    def _watch(self) -> None:
+        while True:
+            self.peaks()
+            time.sleep(0.02)
+
+    @staticmethod
+    def _status() -> dict[str, float]:
+        try:
+            lines = Path("/proc/self/status").read_text().splitlines()
+        except OSError:
+            return {}
+        return {name: int(rest.split()[0]) / 1024 for name, _, rest in (line.partition(":") for line in lines) if rest.endswith(" kB")}
+
+
+class FirstToken:
+    """Stops the time when each of `rows` rows has called once."""
+
+    def __init__(self, rows: int = 1) -> None:
+        self._missing, self._start, self.seconds = rows, time.perf_counter(), 0.0
+
+    def __call__(self) -> None:
+        if self._missing:
+            self._missing -= 1
+            self.seconds = time.perf_counter() - self._start
+
+
+# --- ours ----------------------------------------------------------------------------------------------------------------
+
+
+def load_ours(job: dict) -> Generate:
+    import xinfer_jax as xj
+
+    precision = job["precision"]
+    model = xj.load_model(job["checkpoint"], **({"quantize": precision} if precision.startswith("int") else {"dtype": precision}))
+
+    def generate(prompts: Prompts, new: int) -> tuple[float, list[list[int]]]:
+        out = xj.generate(model.params, model.config, prompts, xj.GenerateOptions(max_new_tokens=new))
+        return out.stats.ttft_seconds, out.tokens
+
+    return generate
+
+
+# --- transformers, eager: not compiled, dynamic cache, its default attention ---------------------------------------------------
+
+
+def load_transformers(job: dict) -> Generate:
+    import torch
+    import transformers
+
+    torch.set_num_threads(job["threads"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(job["checkpoint"], dtype=getattr(torch, job["precision"]))
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+
+    def generate(prompts: Prompts, new: int) -> tuple[float, list[list[int]]]:
+        first, ids = FirstToken(), torch.tensor(prompts)
+
+        def after_each_step(ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+            first()
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, stopping_criteria=[after_each_step]
+        )
+        return first.seconds, out[:, ids.shape[1] :].tolist()
+
+    return generate
+
+
+# --- ctranslate2: works on token strings, so each id is spelled <id> ------------------------------------------------------------
+
+
+def convert_ctranslate2(checkpoint: Path, converted: Path, precision: str, threads: int) -> None:
+    from ctranslate2.converters import TransformersConverter
+
+    class Numbers:
+        bos_token = eos_token = unk_token = pad_token = "<0>"
+
+        @staticmethod
+        def get_vocab() -> dict[str, int]:
+            return {f"<{i}>": i for i in range(json.loads((checkpoint / "config.json").read_text())["vocab_size"])}
+
+    class Converter(TransformersConverter):
+        def load_tokenizer(self, *_: object, **__: object) -> type[Numbers]:
+            return Numbers
+
+    Converter(str(checkpoint)).convert(str(converted), quantization=precision)
+
+
+def load_ctranslate2(job: dict) -> Generate:
+    import ctranslate2
+
+    model = ctranslate2.Generator(job["converted"], device="cpu", compute_type=job["precision"], intra_threads=job["threads"])
+
+    def generate(prompts: Prompts, new: int) -> tuple[float, list[list[int]]]:
+        first = FirstToken(len(prompts))
+
+        def after_each_token(_: object) -> bool:
+            first()
+            return False
+
+        words = [[f"<{i}>" for i in prompt] for prompt in prompts]
+        # Without the prompt in the result it is run in one pass; min_length keeps the end token away.
+        out = model.generate_batch(words, max_length=new, min_length=new, include_prompt_in_result=False, callback=after_each_token)
+        return first.seconds, [row.sequences_ids[0] for row in out]
+
+    return generate
+
+
+# --- openvino-genai -----------------------------------------------------------------------------------------------------------
+
+
+def convert_openvino(checkpoint: Path, converted: Path, precision: str, threads: int) -> None:
+    from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
+
+    how = OVWeightQuantizationConfig(bits=int(precision.removeprefix("int")))
+    OVModelForCausalLM.from_pretrained(checkpoint, export=True, compile=False, quantization_config=how).save_pretrained(converted)
+
+
+def load_openvino(job: dict) -> Generate:
+    import openvino
+    import openvino_genai
+
+    pipeline = openvino_genai.LLMPipeline(job["converted"], "CPU", INFERENCE_NUM_THREADS=job["threads"])
+
+    def generate(prompts: Prompts, new: int) -> tuple[float, list[list[int]]]:
+        ids = np.array(prompts, np.int64)
+        inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
+        # It wants an EOS id even where it ignores it, and the checkpoint's files name none.
+        out = pipeline.generate(inputs, max_new_tokens=new, eos_token_id=0, stop_token_ids={0}, ignore_eos=True, do_sample=False)
+        return out.perf_metrics.get_ttft().mean / 1e3, [list(row) for row in out.tokens]
+
+    return generate
+
+
+# --- llama.cpp: in a file of its own ----------------------------------------------------------------------------------------------
+
+
+def convert_llama_cpp(checkpoint: Path, converted: Path, precision: str, threads: int) -> None:
+    from bench_peer_llama import convert
+
+    convert(checkpoint, converted, precision, threads)
+
+
+def load_llama_cpp(job: dict) -> Generate:
+    from bench_peer_llama import load
+
+    return load(job)
+
+
+# --- the table -------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """How to run one engine."""
+
+    install: str
+    package: str  # whose version is reported
+    modules: tuple[str, ...]  # imported before the clock of loading starts
+    precisions: dict[str, str]  # as the engine names them: which of ours it is compared with
+    load: Callable[[dict], Generate]
+    convert: Callable[[Path, Path, str, int], None] | None = None
+    convert_modules: tuple[str, ...] = ()
+
+
+def _same(*names: str) -> dict[str, str]:
+    return dict(zip(names, names, strict=True))
+
+
+ENGINES = {
+    "ours": Engine("pip install .", "jax", ("xinfer_jax",), _same("float32", "bfloat16", "int8", "int4"), load_ours),
+    "transformers": Engine(
+        "pip install torch transformers",
+        "transformers",
+        ("torch", "transformers", "transformers.models.auto.modeling_auto", "transformers.generation.utils"),
+        _same("float32", "bfloat16"),
+        load_transformers,
+    ),
+    "ctranslate2": Engine(
+        "pip install ctranslate2 torch transformers",
+        "ctranslate2",
+        ("ctranslate2",),
+        _same("float32", "int8"),
+        load_ctranslate2,
+        convert_ctranslate2,
+        ("ctranslate2", "torch", "transformers"),
+    ),
+    "openvino-genai": Engine(
+        "pip install openvino-genai optimum-intel nncf",
+        "openvino-genai",
+        ("openvino_genai",),
+        _same("int8"),
+        load_openvino,
+        convert_openvino,
+        ("optimum.intel", "nncf"),
+    ),
+    "llama.cpp": Engine(
+        "pip install llama-cpp-python gguf",
+        "llama-cpp-python",
+        ("llama_cpp",),
+        {"F32": "float32", "BF16": "bfloat16", "Q8_0": "int8", "Q4_0": "int4"},
+        load_llama_cpp,
+        convert_llama_cpp,
+        ("llama_cpp", "gguf"),
+    ),
+}
+
+if __name__ == "__main__":
+    answer = json.dumps(main(json.loads(sys.argv[1])))
+    print(f"\n{answer}", flush=True)

@@ -1,0 +1,245 @@
+"""Speed and memory beside other engines: one random checkpoint, each engine in a process of its own, all of them in every round.
+
+Peers are extras: whatever is not installed is skipped with a line that says how to get it. They may live under another Python:
+
+    python scripts/bench_peers.py --rounds=3 --python=peers=/path/to/venv/bin/python
+
+Each engine loads the checkpoint (converted beforehand where it must be), then for every case makes one call to warm up, with
+the seconds reported apart, and one that is measured: time to the first token, then tokens per second after it. Greedy, EOS ignored.
+Ratios compare with ours of the same precision within a round; their medians are printed. transformers runs eagerly: not compiled,
+its cache growing. llama.cpp maps its files, so its weights are in the resident memory, not in the anonymous.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+from absl import app, flags
+from bench_peer_runners import ENGINES
+from bench_shapes import hf_config
+from safetensors.numpy import save_file
+
+from xinfer_jax.config import from_hf
+from xinfer_jax.errors import InputError
+from xinfer_jax.params import param_specs
+
+CONFIG = flags.DEFINE_string("config", "qwen2.5-0.5b", "A built-in shape (bench_shapes.py) or a directory with config.json.")
+WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Keeps the checkpoint and its conversions (7 GB for 0.5b); default: in the temporary directory."
+)
+WANTED = flags.DEFINE_list("engines", None, f"Names ({', '.join(ENGINES)}), with :PRECISION for one precision only; default: all.")
+PYTHON = flags.DEFINE_multi_string("python", [], "NAME=PATH: the Python that runs this engine; the name peers means all but ours.")
+ROUNDS = flags.DEFINE_integer("rounds", 3, "Times that each engine runs; medians are reported.", lower_bound=1)
+LENGTHS = flags.DEFINE_list("prompt_lengths", ["26", "512"], "Tokens of the prompt; batches use the first.")
+BATCHES = flags.DEFINE_list("batch_sizes", ["1", "8"], "Rows.")
+NEW = flags.DEFINE_integer("new_tokens", 64, "Tokens to generate.", lower_bound=2)
+SEED = flags.DEFINE_integer("seed", 0, "Of weights and prompts.")
+TIMEOUT = flags.DEFINE_integer("timeout", 900, "Seconds that one process may take.", lower_bound=1)
+THREADS = os.cpu_count()
+ORDER = ("float32", "bfloat16", "int8", "int4")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+    try:
+        run()
+    except InputError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+def run() -> None:
+    wanted, pythons = engines(), interpreters()
+    lengths, batches = numbers(LENGTHS), numbers(BATCHES)
+    hf = hf_config(CONFIG.value) | {"torch_dtype": "bfloat16", "dtype": "bfloat16"}
+    hf.pop("quantization_config", None)
+    workdir = checkpoint(hf)
+    how = f"{NEW.value} new tokens, greedy; transformers eager"
+    print(f"{CONFIG.value}, random weights in {workdir}; {THREADS} threads of {cpu_name()}; {how}")
+    cases = list(dict.fromkeys([(n, 1) for n in lengths] + [(lengths[0], rows) for rows in batches]))
+    job = {"checkpoint": str(workdir / "checkpoint"), "vocab_size": hf["vocab_size"], "cases": cases, "threads": THREADS}
+    job |= {"new_tokens": NEW.value, "seed": SEED.value}
+    results: dict[str, list[dict]] = {name: [] for name in wanted}
+    problems: dict[str, str] = {}
+    for number in range(1, ROUNDS.value + 1):
+        for name in [name for name in wanted if name not in problems]:
+            start = time.perf_counter()
+            engine, precision = name.split(":")
+            python = pythons.get(engine, sys.executable)
+            result = measure(job | {"engine": engine, "precision": precision}, python, workdir)
+            if problem := next((f"{kind}: {result[kind]}" for kind in ("skipped", "failed") if kind in result), None):
+                problems[name] = problem
+            else:
+                results[name].append(result)
+            print(f"round {number}: {name}: {problem or f'{time.perf_counter() - start:.0f} s'}", flush=True)
+    report(results, problems, cases, wanted)
+
+
+def engines() -> dict[str, str]:
+    """engine:precision -> precision of ours that it is compared with, like beside like, so that noise hits both."""
+    every = {f"{name}:{p}": ours for name, engine in ENGINES.items() for p, ours in engine.precisions.items()}
+    chosen = [name for entry in WANTED.value or ENGINES for name in every if name == entry or name.split(":")[0] == entry]
+    for entry in WANTED.value or ():
+        if not any(name == entry or name.split(":")[0] == entry for name in every):
+            raise InputError(f"engine {entry!r} is unknown: use {', '.join(ENGINES)} or one of {', '.join(every)}")
+    return {name: every[name] for name in sorted(chosen, key=lambda name: ORDER.index(every[name]))}
+
+
+def numbers(flag: flags.FlagHolder) -> list[int]:
+    if not flag.value or not all(entry.isdecimal() and int(entry) for entry in flag.value):
+        raise InputError(f"--{flag.name}={','.join(flag.value)}: give whole numbers above 0, with commas between")
+    return [int(entry) for entry in flag.value]
+
+
+def interpreters() -> dict[str, str]:
+    given = dict(entry.partition("=")[::2] for entry in PYTHON.value)
+    for name, path in given.items():
+        if name not in (*ENGINES, "peers") or not os.access(path, os.X_OK):
+            raise InputError(f"--python={name}={path}: give an engine ({', '.join(ENGINES)}) or peers, and an executable")
+    peers = {name: given["peers"] for name in ENGINES if name != "ours"} if "peers" in given else {}
+    return peers | given
+
+
+def checkpoint(hf: dict) -> Path:
+    """The folder of this config and seed, with checkpoint/ in it: config.json and random bfloat16 weights.
+
+    Matrices are normal with 1/sqrt(inputs), embeddings twice that, so that logits have a standard deviation of about 2.
+    """
+    config = from_hf(hf)
+    digest = hashlib.sha256(json.dumps([hf, SEED.value, 1], sort_keys=True).encode()).hexdigest()[:12]
+    root = Path(WORKDIR.value) if WORKDIR.value else Path(tempfile.gettempdir()) / "xinfer_jax_bench"
+    folder = root.expanduser() / f"{config.model_type}-{digest}"
+    if (folder / "checkpoint").is_dir():
+        return folder
+    rng, tensors = np.random.default_rng(SEED.value), {}
+    for spec in jax.tree.leaves(param_specs(config)):
+        values = rng.standard_normal(spec.shape, np.float32)
+        if len(spec.shape) == 1:
+            values = 0.1 * values + spec.hf_name.endswith("norm.weight")
+        else:
+            values *= (2 if spec.hf_name.startswith(("model.embed", "lm_head")) else 1) / np.sqrt(spec.shape[1])
+        tensors[spec.hf_name] = values.astype(ml_dtypes.bfloat16)
+    unfinished = folder / "unfinished"
+    unfinished.mkdir(parents=True, exist_ok=True)
+    (unfinished / "config.json").write_text(json.dumps(hf, indent=1))
+    save_file(tensors, unfinished / "model.safetensors", {"format": "pt"})
+    return unfinished.rename(folder / "checkpoint").parent
+
+
+def measure(job: dict, python: str, workdir: Path) -> dict:
+    """Converts the checkpoint if this engine needs it and has not done so, then runs the engine."""
+    if ENGINES[job["engine"]].convert:
+        ready, unfinished = workdir / f"{job['engine']}-{job['precision']}", workdir / "converting"
+        if not ready.is_dir():
+            shutil.rmtree(unfinished, ignore_errors=True)
+            result = child(job | {"convert": True, "converted": str(unfinished)}, python)
+            if "converted" not in result:
+                return result
+            unfinished.rename(ready)
+        job |= {"converted": str(ready)}
+    return child(job | {"convert": False}, python)
+
+
+def child(job: dict, python: str) -> dict:
+    """The answer of bench_peer_runners.py in a process of its own; a crash is an answer too."""
+    command = [python, str(Path(__file__).with_name("bench_peer_runners.py")), json.dumps(job)]
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {"JAX_PLATFORMS": "cpu"} | dict(os.environ) | offline | {"OMP_NUM_THREADS": str(job["threads"])}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", timeout=TIMEOUT.value)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no answer after {TIMEOUT.value} s"}
+    answer = (done.stdout.strip().splitlines() or [""])[-1]
+    if done.returncode == 0 and answer.startswith("{"):
+        return json.loads(answer)
+    said = (done.stderr.strip().splitlines() or ["nothing on standard error"])[-1]
+    return {"failed": f"exit code {done.returncode}: {said[:200]}"}
+
+
+def report(results: dict[str, list[dict]], problems: dict[str, str], cases: list, wanted: dict[str, str]) -> None:
+    ran = {name: rounds for name, rounds in results.items() if rounds}
+    speeds = [f"prefill {n} x{rows}" for n, rows in cases if rows == 1] + [f"decode {n} x{rows}" for n, rows in cases]
+    costs = ["load_s", "warmup_s", "anon_mib", "anon_all_mib", "hwm_all_mib"]
+    medians = {
+        name: {key: median([r[key] for r in rounds if r.get(key) is not None]) for key in (*costs[:2], *speeds, *costs[2:])}
+        for name, rounds in ran.items()
+    }
+    reference = (ran.get("ours:float32") or next(iter(ran.values()), [{"tokens": []}]))[0]["tokens"]
+    for name, rounds in ran.items():
+        pairs = enumerate(zip(reference, rounds[0]["tokens"], strict=True))
+        medians[name]["same_tokens"] = next((i for i, (a, b) in pairs if a != b), len(reference))
+    ratios = {}
+    for name, rounds in ran.items():
+        ours = ran.get(f"ours:{wanted[name]}", [])
+        if ours and not name.startswith("ours:"):
+            keys = [*speeds, "anon_mib", "anon_all_mib"]
+            pairs = list(zip(ours, rounds, strict=False))  # rounds that both ran
+            ratios[name] = {key: median([a[key] / b[key] for a, b in pairs if a.get(key) and b.get(key)]) for key in keys}
+    short = {key: key.replace(" x1", "") for key in speeds}
+    print(
+        "\nMedians. prefill, decode: tok/s by prompt length (x rows: all rows together); peak MiB: anonymous (1 row · all cases), resident"
+    )
+    print("same: leading tokens (of the first case) equal to ours in float32, or to the first engine's; rounding ends that.")
+    heads = ["load s", "warm-up s", *short.values(), "anon", "anon all", "resident", "same"]
+    table(["engine", *heads], [[name, *m.values()] for name, m in medians.items()])
+    if ratios:
+        print("\nours ÷ peer, same precision, within a round: above 1 we are faster (or, for memory, larger)")
+        rows = [[f"{name} / {wanted[name]}", *r.values()] for name, r in ratios.items()]
+        table(["peer / ours", *short.values(), "anon", "anon all"], rows, digits=2)
+    for name, problem in problems.items():
+        print(f"{name}: {problem}")
+    engines = {
+        name: {"median": medians[name], "ratio": ratios.get(name), "version": rounds[0]["version"]}
+        | {"rounds": [{key: value for key, value in r.items() if key != "tokens"} for r in rounds]}
+        for name, rounds in ran.items()
+    }
+    about = {"config": CONFIG.value, "cpu": cpu_name(), "threads": THREADS, "new_tokens": NEW.value, "rounds": ROUNDS.value}
+    print(json.dumps(rounded(about | {"engines": engines, "problems": problems})))
+
+
+def rounded(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: rounded(entry) for key, entry in value.items()}
+    return [rounded(entry) for entry in value] if isinstance(value, list) else round(value, 3) if isinstance(value, float) else value
+
+
+def table(heads: list[str], rows: list[list], digits: int | None = None) -> None:
+    def cell(value: object) -> str:
+        if value is None:
+            return "-"
+        if isinstance(value, float):
+            return f"{value:.{digits}f}" if digits is not None else f"{value:.{0 if value >= 100 else 1}f}"
+        return str(value)
+
+    lines = [heads, *([cell(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for first, *rest in lines:
+        print("  ".join([first.ljust(widths[0]), *(text.rjust(width) for text, width in zip(rest, widths[1:], strict=True))]))
+
+
+def median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    app.run(main)
