@@ -4,6 +4,7 @@ prompts ─ bucket ─► tokens_BT ─ prefill ─► first token of each row �
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -227,13 +228,19 @@ def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
 
 
 def _compile_side_by_side(params, config, tokens_BT, state, cache, choice, impl) -> None:
-    """Compiles the three programs of a stream at once, for whoever waits for a first answer; a second time takes milliseconds."""
-    state, cache, logits_BV = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, cache, np.zeros_like(state.seen_BV, np.float32))
-    )
+    """Compiles the three programs of a stream at once, for whoever waits for a first answer."""
+    leaves, tree = jax.tree.flatten((params, tokens_BT, state, cache, choice))
+    shardings = (x.sharding if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1 else None for x in leaves)
+    _compile(config, impl, tree, tuple((x.shape, x.dtype, sharding) for x, sharding in zip(leaves, shardings, strict=True)))
+
+
+@functools.lru_cache(maxsize=256)  # once for each kind of call: looking the programs up again takes milliseconds
+def _compile(config, impl, tree, kinds) -> None:
+    structs = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in kinds]
+    params, tokens_BT, state, cache, choice = jax.tree.unflatten(tree, structs)
     calls = (
         (CONTINUE, params, config, dataclasses.replace(state, cache=cache), *choice, np.int32(0), impl),
-        (RECORD, logits_BV, state, *choice, impl),
+        (RECORD, jax.ShapeDtypeStruct(state.seen_BV.shape, np.float32), state, *choice, impl),
         (PREFILL[True], params, config, tokens_BT, state.position_B, cache, impl),
     )
     with ThreadPoolExecutor(len(calls)) as pool:
