@@ -182,8 +182,6 @@ REFUSED = {
     "model-type-is-a-list": (hf(["qwen2"]), "model_type"),
     "hidden-act": (hf(hidden_act="gelu"), "hidden_act 'gelu'"),
     "hidden-act-null": (hf(hidden_act=None), "hidden_act None"),
-    "quantized-awq": (hf(quantization_config=dict(quant_method="awq", bits=4)), "quantization_config.*'awq'"),
-    "quantized-string": (hf(quantization_config="int8"), "quantization_config"),
     "not-causal": (hf(architectures=["Qwen2ForSequenceClassification"]), "Qwen2ForSequenceClassification"),
     "bare-model": (hf("llama", architectures=["LlamaModel"]), "LlamaModel"),
     "rope-longrope": (hf(rope_scaling=dict(rope_type="longrope", short_factor=[1], long_factor=[2])), "rope type 'longrope'"),

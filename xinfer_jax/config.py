@@ -215,9 +215,6 @@ def _rope(hf: Mapping) -> RopeConfig:
 def _refuse_unsupported(hf: Mapping) -> None:
     if hf["hidden_act"] not in ("silu", "swish"):
         raise InputError(f"hidden_act {hf['hidden_act']!r} is not supported: only silu is")
-    if hf.get("quantization_config"):
-        method = hf["quantization_config"].get("quant_method", "unknown") if isinstance(hf["quantization_config"], Mapping) else "unknown"
-        raise InputError(f"quantization_config with quant_method {method!r} is not supported: use the unquantized checkpoint")
     architectures = hf.get("architectures") or []
     for name in architectures if isinstance(architectures, list) else [architectures]:
         if not str(name).endswith("ForCausalLM"):

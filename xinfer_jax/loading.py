@@ -16,6 +16,7 @@ from .errors import InputError
 from .files import checkpoint_dir, read_json
 from .params import Params, ParamSpec, param_specs, resolve_dtype, tree_bytes
 from .quantization import check_method, quantized_leaf
+from .quantized_files import FileFormat, Part, read_format
 from .stats import LoadStats
 from .tokenizer import Tokenizer
 
@@ -40,7 +41,7 @@ def load_model(path_or_repo_id: str | Path | None = None, dtype: Any = None, qua
 
     Args:
         path_or_repo_id: directory with config.json and safetensors (and tokenizer.json, if text is wanted), or a hub name
-            owner/name; None: the bundled checkpoint.
+            owner/name; None: the bundled checkpoint. Quantized ones (quantized_files.py) are kept as they are stored.
         dtype: float32, bfloat16 or float16, whatever the checkpoint's; None: float32 on CPU, bfloat16 elsewhere.
         quantize: None, or "int8" or "int4": the matrices in fewer bytes (quantization.py), rounded to nearest while loading.
 
@@ -54,15 +55,17 @@ def load_model(path_or_repo_id: str | Path | None = None, dtype: Any = None, qua
     settings = read_json(path / "config.json")
     if settings is None:
         raise InputError(f"{path} holds no config.json: give the directory of a Hugging Face checkpoint")
-    config = from_hf(settings)
+    config, stored = from_hf(settings), read_format(settings)
+    if stored and quantize:
+        raise InputError(f"{path} is already quantized ({stored.method}), and quantize={quantize!r} is asked for: load it without quantize")
     tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None
     generation = read_json(path / "generation_config.json") or {}
-    params = load_params(path, config, dtype, quantize)
-    stats = LoadStats(time.perf_counter() - start, tree_bytes(params), quantize or jnp.dtype(dtype).name)
+    params = load_params(path, config, dtype, quantize, stored)
+    stats = LoadStats(time.perf_counter() - start, tree_bytes(params), stored.method if stored else quantize or jnp.dtype(dtype).name)
     return Model(params, config, tokenizer, generation, stats)
 
 
-def load_params(path: Path, config: ModelConfig, dtype: Any, quantize: str | None = None) -> Params:
+def load_params(path: Path, config: ModelConfig, dtype: Any, quantize: str | None = None, stored: FileFormat | None = None) -> Params:
     """The parameter tree from the safetensors in a directory.
 
     Peak memory is the weights in `dtype` plus one tensor: files are memory-mapped, each tensor is converted into memory
@@ -74,13 +77,21 @@ def load_params(path: Path, config: ModelConfig, dtype: Any, quantize: str | Non
         raise InputError(f"{path}: two shards hold the same tensor; fetch the checkpoint again")
     specs, tree = jax.tree.flatten(param_specs(config))
     names = [_stored_name(spec, config, tensors) for spec in specs]
-    _check_tensors(path, tensors, dict(zip(names, specs, strict=True)), config)
+    parts = [stored.parts(name, spec.shape, tensors) if stored else {} for name, spec in zip(names, specs, strict=True)]
+    wanted: dict[str, Part] = {}
+    for name, spec, part in zip(names, specs, parts, strict=True):
+        wanted |= part or {name: (spec.shape, _FLOATS)}
+    spare = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    spare |= {name for name in tensors if name.endswith(_NOT_WEIGHTS) or stored and stored.spare(name, tensors)}
+    _check_tensors(path, tensors, wanted, spare)
 
-    def leaf(name: str) -> Any:
+    def leaf(name: str, spec: ParamSpec, part: dict[str, Part]) -> Any:
+        if part:
+            return jax.device_put(stored.leaf(name, spec.shape, tensors))
         tensor = tensors[name].get_tensor(name)
         return _array(name, tensor, dtype) if quantize is None or tensor.ndim == 1 else quantized_leaf(tensor, name, quantize)
 
-    return jax.tree.unflatten(tree, map(leaf, names))
+    return jax.tree.unflatten(tree, map(leaf, names, specs, parts))
 
 
 def _weight_files(path: Path) -> dict[str, Any]:
@@ -122,18 +133,17 @@ def _stored_name(spec: ParamSpec, config: ModelConfig, tensors: dict[str, Any]) 
     return spec.hf_name
 
 
-def _check_tensors(path: Path, tensors: dict[str, Any], wanted: dict[str, ParamSpec], config: ModelConfig) -> None:
+def _check_tensors(path: Path, tensors: dict[str, Any], wanted: dict[str, Part], spare: set[str]) -> None:
     """Raises one InputError that names every tensor which is missing, unexpected, mis-shaped or of another type."""
-    faults = [f"missing {name} {list(spec.shape)}" for name, spec in wanted.items() if name not in tensors]
-    spare = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    faults += [f"unexpected {name}" for name in sorted(tensors.keys() - wanted.keys() - spare) if not name.endswith(_NOT_WEIGHTS)]
+    faults = [f"missing {name} {list(shape)}" for name, (shape, _) in wanted.items() if name not in tensors]
+    faults += [f"unexpected {name}" for name in sorted(tensors.keys() - wanted.keys() - spare)]
     for name in tensors.keys() & wanted.keys():
-        stored = tensors[name].get_slice(name)
-        if tuple(stored.get_shape()) != wanted[name].shape:
-            faults.append(f"{name} has shape {stored.get_shape()}, the config asks for {list(wanted[name].shape)}")
-        elif stored.get_dtype() not in _FLOATS:
-            faults.append(f"{name} has type {stored.get_dtype()}, only {', '.join(sorted(_FLOATS))} are read")
-    if not faults and spare & tensors.keys() and (embed := "model.embed_tokens.weight") in tensors:
+        held, (shape, types) = tensors[name].get_slice(name), wanted[name]
+        if tuple(held.get_shape()) != shape:
+            faults.append(f"{name} has shape {held.get_shape()}, the config asks for {list(shape)}")
+        elif held.get_dtype() not in types:
+            faults.append(f"{name} has type {held.get_dtype()}, only {', '.join(sorted(types))} {'are' if len(types) > 1 else 'is'} read")
+    if not faults and "lm_head.weight" in spare & tensors.keys() and (embed := "model.embed_tokens.weight") in tensors:
         if not np.array_equal(tensors[embed].get_tensor(embed), tensors["lm_head.weight"].get_tensor("lm_head.weight")):
             faults.append(f"tie_word_embeddings is true, but lm_head.weight differs from {embed}")
     if faults:

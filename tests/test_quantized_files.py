@@ -1,0 +1,352 @@
+"""Quantized checkpoints in: AWQ and GPTQ packed here bit by bit from known numbers; our own format there and back; refusals."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import xinfer_jax as xj
+from xinfer_jax.params import param_specs
+from xinfer_jax.quantization import GROUP, GroupedWeight, Int8Weight, dequantize, is_quantized, quantize_matrix
+from xinfer_jax.quantized_files import save_checkpoint
+
+UNTIED = tiny.CONFIG | dict(tie_word_embeddings=False)
+Q1 = "model.layers.1.self_attn.q_proj"
+AWQ = dict(quant_method="awq", version="gemm", bits=4, group_size=16, zero_point=True, modules_to_not_convert=None)
+GPTQ = dict(quant_method="gptq", bits=4, group_size=16, desc_act=False, sym=False, checkpoint_format="gptq")
+V2 = GPTQ | dict(checkpoint_format="gptq_v2")
+
+
+def packed(numbers, bits: int, axis: int, order=range(8)) -> np.ndarray:
+    """Small unsigned numbers in words of 32 bits along an axis, one bit at a time; order[i]: which of 8 numbers is the i-th lowest."""
+    numbers = np.moveaxis(np.asarray(numbers), axis, -1)
+    each = 32 // bits
+    words = np.zeros((*numbers.shape[:-1], numbers.shape[-1] // each), np.uint32)
+    for place in np.ndindex(*words.shape):
+        for i in range(each):
+            number = int(numbers[place[:-1]][place[-1] * each + list(order)[i]])
+            assert 0 <= number < 2**bits
+            for bit in range(bits):
+                words[place] |= np.uint32(((number >> bit) & 1) << (bits * i + bit))
+    return np.moveaxis(words.view(np.int32), -1, axis).copy()
+
+
+def packed_matrix(settings, random, N, K, g_idx=None, zeros=None, scale_type=np.float16):
+    """Tensors of a matrix X without their "X.", and what it stands for: scale * (q - zero), float32 [N, K]."""
+    bits, J = settings["bits"], settings["group_size"] if settings["group_size"] > 0 else K
+    G = -(-K // J)
+    q_KN = random.integers(0, 2**bits, (K, N))
+    scale_GN = random.uniform(0.5, 1.5, (G, N)).astype(scale_type) / scale_type(2 ** (bits - 1) * np.sqrt(K))
+    awq, v1 = settings["quant_method"] == "awq", settings.get("checkpoint_format") == "gptq"
+    zero_GN = random.integers(v1, 2**bits + v1, (G, N)) if zeros is None else np.full((G, N), zeros)
+    group_K = np.arange(K) // J if g_idx is None else g_idx
+    if awq:
+        order = [0, 2, 4, 6, 1, 3, 5, 7]
+        tensors = dict(qweight=packed(q_KN, 4, 1, order), qzeros=packed(zero_GN, 4, 1, order), scales=scale_GN)
+    else:
+        tensors = dict(qweight=packed(q_KN, bits, 0), qzeros=packed(zero_GN - v1, bits, 1), scales=scale_GN)
+        if g_idx is not None:
+            tensors["g_idx"] = np.asarray(g_idx, np.int32)
+    exact_KN = scale_GN.astype(np.float32)[group_K] * (q_KN - zero_GN[group_K]).astype(np.float32)
+    return tensors, np.ascontiguousarray(exact_KN.T)
+
+
+def convert(settings, hf=UNTIED, act_order=False, head=False, **how):
+    """All matrices of the layers (and the head) packed: the tensors of a checkpoint, and of the float checkpoint that it equals."""
+    random = np.random.default_rng(0)
+    stored, equal = {}, tiny.tensors(hf)
+    for name, tensor in equal.items():
+        if tensor.ndim == 1 or not ("layers" in name or head and name == tiny.HEAD):
+            stored[name] = tensor
+            continue
+        N, K = tensor.shape
+        J = settings["group_size"] if settings["group_size"] > 0 else K
+        g_idx = random.permutation(np.arange(K) // J) if act_order else None
+        parts, equal[name] = packed_matrix(settings, random, N, K, g_idx, **how)
+        stored |= {name.removesuffix("weight") + part: array for part, array in parts.items()}
+    return stored, equal
+
+
+def write(path, settings, hf=UNTIED, weights=None, **how):
+    stored, equal = convert(settings, hf, **how)
+    return tiny.write(path, hf | dict(quantization_config=settings), weights=stored if weights is None else weights), equal
+
+
+def leaves(model) -> dict:
+    """By checkpoint name, whatever they are."""
+    specs, tree = jax.tree.flatten(param_specs(model.config))
+    return {spec.hf_name: leaf for spec, leaf in zip(specs, tree.flatten_up_to(model.params), strict=True)}
+
+
+def logits(params, config):
+    return np.asarray(jax.jit(xj.forward, static_argnums=1)(params, config, jnp.arange(24).reshape(2, 12) % config.vocab_size)[0])
+
+
+def refusal(path, **options) -> str:
+    with pytest.raises(xj.InputError) as caught:
+        xj.load_model(path, **options)
+    assert len(str(caught.value).strip().splitlines()) == 1
+    return str(caught.value)
+
+
+# --- AWQ and GPTQ -------------------------------------------------------------------------------------------------------
+
+CASES = {
+    "awq": (AWQ, {}),
+    "awq-head": (AWQ, dict(head=True)),
+    "awq-whole": (AWQ | dict(group_size=-1), {}),
+    "awq-last-group-short": (AWQ | dict(group_size=20), {}),
+    "awq-bfloat16-scales": (AWQ, dict(scale_type=tiny.DTYPES["bfloat16"])),
+    "gptq": (GPTQ, {}),
+    "gptq-v2": (V2, {}),
+    "gptq-head": (GPTQ | dict(lm_head=True), dict(head=True)),
+    "gptq-whole": (GPTQ | dict(group_size=-1), {}),
+    "gptq-group-wider-than-the-matrix": (GPTQ | dict(group_size=128), {}),
+    "gptq-act-order": (GPTQ | dict(desc_act=True), dict(act_order=True)),
+    "gptq-act-order-last-group-short": (V2 | dict(desc_act=True, group_size=20), dict(act_order=True)),
+    "gptq-zero-16": (GPTQ, dict(zeros=16)),
+    "gptq-8": (GPTQ | dict(bits=8, sym=True), dict(zeros=128)),
+    "gptq-8-v2-act-order": (V2 | dict(bits=8, sym=True, desc_act=True), dict(zeros=128, act_order=True)),
+    "gptq-8-whole": (GPTQ | dict(bits=8, group_size=-1), dict(zeros=128)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_layout(tmp_path, name):
+    settings, how = CASES[name]
+    path, equal = write(tmp_path, settings, **how)
+    model = xj.load_model(path, dtype="float32")
+    for name, leaf in leaves(model).items():
+        if equal[name].ndim == 2 and ("layers" in name or how.get("head") and name == tiny.HEAD):
+            assert isinstance(leaf, GroupedWeight) and all(isinstance(field, jax.Array) for field in jax.tree.leaves(leaf))
+            assert leaf.values.dtype == (np.uint8 if settings["bits"] == 4 else np.int8)
+            assert (leaf.zero is None) == (settings["bits"] == 8) and (leaf.order is None) == (not how.get("act_order"))
+            assert leaf.scale.dtype == (np.float16 if "scale_type" not in how else np.float32)
+            leaf = dequantize(leaf)
+        np.testing.assert_array_equal(np.asarray(leaf), equal[name], err_msg=name)
+    float_params = jax.tree.unflatten(jax.tree.structure(param_specs(model.config)), map(jnp.asarray, equal.values()))
+    np.testing.assert_allclose(logits(model.params, model.config), logits(float_params, model.config), atol=1e-4, rtol=0)
+
+
+def test_a_tied_model_and_shards_and_text(tmp_path):
+    stored, equal = convert(AWQ, tiny.CONFIG)
+    hf = tiny.CONFIG | dict(quantization_config=AWQ)
+    whole = xj.load_model(tiny.write(tmp_path / "whole", hf, weights=stored), dtype="float32")
+    parts = xj.load_model(tiny.write(tmp_path / "parts", hf, weights=stored, shards=3), dtype="float32")
+    jax.tree.map(np.testing.assert_array_equal, whole.params, parts.params)
+    np.testing.assert_array_equal(whole.params["embed"]["weight"], equal[tiny.EMBED])
+    options = xj.GenerateOptions(max_new_tokens=4)
+    assert xj.generate_text(whole, "hello", options) == xj.generate_text(parts, "hello", options)
+
+
+def test_the_activations_have_the_type_asked_for(tmp_path):
+    path, _ = write(tmp_path, AWQ)
+    model = xj.load_model(path, dtype="bfloat16")
+    q = model.params["layers"][1]["q"]
+    assert q["bias"].dtype == model.params["final_norm"].dtype == jnp.bfloat16 and q["weight"].scale.dtype == jnp.float16
+
+
+def test_modules_left_as_they_were(tmp_path):
+    skipped = [Q1, "lm_head"]
+    stored, equal = convert(AWQ | dict(modules_to_not_convert=skipped))
+    stored = {name: tensor for name, tensor in stored.items() if not name.startswith(f"{Q1}.")}
+    stored |= {f"{Q1}.weight": equal[f"{Q1}.weight"], f"{Q1}.bias": equal[f"{Q1}.bias"]}
+    path, _ = write(tmp_path, AWQ | dict(modules_to_not_convert=skipped), weights=stored)
+    layer = xj.load_model(path, dtype="float32").params["layers"][1]
+    np.testing.assert_array_equal(layer["q"]["weight"], equal[f"{Q1}.weight"])
+    assert is_quantized(layer["k"]["weight"])
+
+
+def test_zeros_lessened_as_whole_words(tmp_path):
+    """Where the writer says that it subtracts from whole words, a zero of 0 borrows from its neighbour."""
+    settings = GPTQ | dict(meta=dict(quantizer=["gptqmodel:2.0.0"]))
+    stored, equal = convert(V2 | dict(checkpoint_format="v2"))
+    for name, tensor in stored.items():
+        if name.endswith("qzeros"):
+            stored[name] = (tensor.view(np.uint32) - np.uint32(0x11111111)).view(np.int32)
+    path, _ = write(tmp_path, settings, weights=stored)
+    loaded = leaves(xj.load_model(path))
+    assert (np.asarray(loaded[f"{Q1}.weight"].zero) == 0).any()
+    np.testing.assert_array_equal(dequantize(loaded[f"{Q1}.weight"]), equal[f"{Q1}.weight"])
+
+
+def test_a_group_index_in_its_natural_order_is_no_order(tmp_path):
+    stored, equal = convert(GPTQ)
+    for name in [name for name in stored if name.endswith("qweight")]:
+        K = stored[name].shape[0] * 8
+        stored[name.replace("qweight", "g_idx")] = np.arange(K, dtype=np.int32) // 16
+    path, _ = write(tmp_path, GPTQ, weights=stored)
+    assert leaves(xj.load_model(path))[f"{Q1}.weight"].order is None
+
+
+def test_biases_of_zeros_that_the_model_does_not_have(tmp_path):
+    stored, _ = convert(GPTQ)
+    name = "model.layers.0.self_attn.o_proj.bias"
+    path, _ = write(tmp_path / "zeros", GPTQ, weights=stored | {name: np.zeros(32, np.float16)})
+    assert "bias" not in xj.load_model(path).params["layers"][0]["o"]
+    path, _ = write(tmp_path / "others", GPTQ, weights=stored | {name: np.eye(1, 32, dtype=np.float16)[0]})
+    assert f"unexpected {name}" in refusal(path)
+
+
+# --- what does not fit --------------------------------------------------------------------------------------------------
+
+
+def test_every_fault_in_one_error(tmp_path):
+    stored, _ = convert(GPTQ | dict(desc_act=True), act_order=True)
+    mlp = "model.layers.0.mlp"
+    del stored[f"{Q1}.scales"], stored[f"{mlp}.up_proj.g_idx"], stored["model.norm.weight"]
+    for part in ("qweight", "qzeros", "scales", "g_idx"):
+        del stored[f"{mlp}.gate_proj.{part}"]
+    stored[f"{Q1}.qweight"] = stored[f"{Q1}.qweight"][:, :-1].copy()
+    stored[f"{mlp}.down_proj.qzeros"] = stored[f"{mlp}.down_proj.qzeros"].astype(np.int16)
+    stored["lm_head.qweight"] = np.zeros((4, 288), np.int32)
+    message = refusal(write(tmp_path, GPTQ | dict(desc_act=True), weights=stored)[0])
+    for fault in (
+        f"missing {Q1}.scales [2, 32]",
+        f"missing {mlp}.up_proj.g_idx [32]",
+        f"missing {mlp}.gate_proj.weight [48, 32]",
+        "missing model.norm.weight [32]",
+        f"{Q1}.qweight has shape [4, 31], the config asks for [4, 32]",
+        f"{mlp}.down_proj.qzeros has type I16, only I32",
+        "unexpected lm_head.qweight",
+    ):
+        assert fault in message
+    assert message.count(";") == 6  # and no other
+
+
+@pytest.mark.parametrize("settings, how", [(GPTQ, dict(act_order=True)), (AWQ, {})], ids=["gptq", "awq"])
+def test_another_group_size_than_the_config_says(tmp_path, settings, how):
+    stored, _ = convert(settings, **how)
+    message = refusal(write(tmp_path, settings | dict(group_size=8), weights=stored)[0])
+    assert f"{Q1}.scales has shape [2, 32], the config asks for [4, 32]" in message
+
+
+def test_a_group_index_that_cannot_be(tmp_path):
+    stored, _ = convert(GPTQ | dict(desc_act=True), act_order=True)
+    stored[f"{Q1}.g_idx"][:] = 0
+    assert f"{Q1}.weight: g_idx does not give every group its 16 inputs" in refusal(write(tmp_path, GPTQ, weights=stored)[0])
+
+
+def test_eight_bits_that_are_not_symmetric(tmp_path):
+    path, _ = write(tmp_path, GPTQ | dict(bits=8), zeros=127)
+    assert "only read if symmetric, all zeros 128, got 127" in refusal(path)
+
+
+REFUSED = {
+    "bitsandbytes": (dict(quant_method="bitsandbytes", load_in_4bit=True), "quant_method 'bitsandbytes'"),
+    "fp8": (dict(quant_method="fp8", activation_scheme="dynamic"), "quant_method 'fp8'"),
+    "no-method": (dict(bits=4), "quant_method None"),
+    "no-object": ("int8", "quant_method 'int8'"),
+    "awq-text": ("awq", "quant_method 'awq'"),
+    "a-list": (dict(quant_method=["awq"]), "quant_method ['awq']"),
+    "awq-gemv": (AWQ | dict(version="GEMV"), "awq with version 'GEMV'"),
+    "awq-marlin": (AWQ | dict(version=None, checkpoint_format="marlin"), "awq with checkpoint_format 'marlin'"),
+    "awq-symmetric": (AWQ | dict(zero_point=False), "awq with zero_point False"),
+    "awq-8": (AWQ | dict(bits=8), "awq with bits 8"),
+    "awq-other-packing": (AWQ | dict(backend="llm-awq"), "awq with backend 'llm-awq'"),
+    "gptq-3": (GPTQ | dict(bits=3), "gptq with bits 3"),
+    "gptq-no-bits": (dict(quant_method="gptq"), "gptq with bits None"),
+    "gptq-true-bits": (GPTQ | dict(bits=4.0), "gptq with bits 4.0"),
+    "gptq-group-0": (GPTQ | dict(group_size=0), "gptq with group_size 0"),
+    "gptq-group-odd": (GPTQ | dict(group_size=33), "gptq with group_size 33"),
+    "gptq-marlin": (GPTQ | dict(checkpoint_format="marlin"), "gptq with checkpoint_format 'marlin'"),
+    "gptq-marlin-flag": (GPTQ | dict(is_marlin_format=True), "gptq with is_marlin_format True"),
+    "gptq-words-of-16": (GPTQ | dict(pack_dtype="int16"), "gptq with pack_dtype 'int16'"),
+    "gptq-some-modules-otherwise": (GPTQ | dict(dynamic={"+:.*mlp.*": dict(bits=8)}), "gptq with dynamic"),
+    "ours-of-the-future": (dict(quant_method="xinfer_jax", version=2), "xinfer_jax with version 2"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_formats_are_refused_by_name(tmp_path, name):
+    settings, words = REFUSED[name]
+    message = refusal(tiny.write(tmp_path, tiny.CONFIG | dict(quantization_config=settings)))
+    assert f"{words}" in message and "is not supported: " in message and "unquantized" in message
+
+
+@pytest.mark.parametrize("settings", [AWQ, GPTQ, dict(quant_method="xinfer_jax", version=1)], ids=["awq", "gptq", "ours"])
+def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path, settings):
+    path = tiny.write(tmp_path, tiny.CONFIG | dict(quantization_config=settings))
+    message = refusal(path, quantize="int8")
+    assert f"already quantized ({settings['quant_method']})" in message and "without quantize" in message
+
+
+# --- our own format -----------------------------------------------------------------------------------------------------
+
+
+def same_bits(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("hf", [tiny.CONFIG, UNTIED], ids=["tied", "untied"])
+def test_there_and_back(tmp_path, quantize, dtype, hf):
+    source = tiny.write(tmp_path / "from", hf, generation_config=dict(temperature=0.5))
+    model = xj.load_model(source, dtype=dtype, quantize=quantize)
+    save_checkpoint(tmp_path / "to" / "there", source, model.params, hf)
+    again = xj.load_model(tmp_path / "to" / "there", dtype=dtype)
+    same_bits(model.params, again.params)
+    assert again.config == model.config and again.generation_config == dict(temperature=0.5)
+    settings = json.loads((tmp_path / "to" / "there" / "config.json").read_text())
+    assert settings.get("quantization_config") == (None if quantize is None else dict(quant_method="xinfer_jax", version=1))
+
+
+@pytest.mark.parametrize(
+    "settings, how", [(AWQ, {}), (GPTQ | dict(desc_act=True, group_size=20), dict(act_order=True))], ids=["awq", "gptq"]
+)
+def test_a_checkpoint_of_others_kept_as_ours(tmp_path, settings, how):
+    path, _ = write(tmp_path / "from", settings, **how)
+    model = xj.load_model(path, dtype="float32")
+    save_checkpoint(tmp_path / "to", None, model.params, json.loads((path / "config.json").read_text()))
+    again = xj.load_model(tmp_path / "to", dtype="float32")
+    same_bits(model.params, again.params)
+    assert again.tokenizer is None
+
+
+def test_groups_of_8_bits_there_and_back(tmp_path):
+    model = xj.load_model(tiny.write(tmp_path / "from", UNTIED), dtype="float32")
+    params = jax.tree.map(lambda leaf: leaf if leaf.ndim == 1 else quantize_matrix(np.asarray(leaf), 8, 20), model.params)
+    save_checkpoint(tmp_path / "to", None, params, UNTIED)
+    same_bits(jax.tree.map(jnp.asarray, params), xj.load_model(tmp_path / "to", dtype="float32").params)
+
+
+def test_faults_of_our_own_format(tmp_path):
+    model = xj.load_model(tiny.write(tmp_path / "from", UNTIED), dtype="float32", quantize="int4")
+    assert isinstance(model.params["lm_head"]["weight"], Int8Weight)
+    save_checkpoint(tmp_path / "to", None, model.params, UNTIED | dict(intermediate_size=50))
+    message, rows = refusal(tmp_path / "to"), GROUP // 2
+    assert f"model.layers.0.mlp.gate_proj.weight.values has shape [1, {rows}, 48], the config asks for [1, {rows}, 50]" in message
+    assert "model.layers.0.mlp.up_proj.weight.zero has shape [1, 48], the config asks for [1, 50]" in message
+    tiny.write_json(tmp_path / "to" / "config.json", UNTIED)  # no longer says that it is quantized
+    message = refusal(tmp_path / "to")
+    assert "missing lm_head.weight [288, 32]" in message and "unexpected lm_head.weight.values" in message
+
+
+def test_the_checkpoint_that_is_read_is_not_written_over(tmp_path):
+    path = tiny.write(tmp_path / "a")
+    model = xj.load_model(path)
+    with pytest.raises(xj.InputError, match="give another directory"):
+        save_checkpoint(tmp_path / "a", path, model.params, tiny.CONFIG)
+    with pytest.raises(xj.InputError, match="cannot be written"):
+        save_checkpoint(path / "config.json", path, model.params, tiny.CONFIG)
+
+
+def test_from_the_command_line(tmp_path):
+    model = xj.load_model(tiny.write(tmp_path / "from"), dtype="float32", quantize="int8")
+    save_checkpoint(tmp_path / "to", tmp_path / "from", model.params, tiny.CONFIG)
+    run = subprocess.run(
+        [sys.executable, "-m", "xinfer_jax", f"--model={tmp_path / 'to'}", "--prompt=hi", "--max_tokens=2", "--compilation_cache="],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
