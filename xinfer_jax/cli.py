@@ -17,6 +17,7 @@ from .attention import check_impl
 from .errors import InputError
 from .generate import GenerateOptions, GenerateOutput, kernels_used
 from .loading import Model, load_model
+from .quantization import check_method
 from .sampling import SamplingConfig
 from .text import stream_text
 
@@ -95,6 +96,7 @@ def _run(argv: list[str]) -> int:
         raise InputError(f"--max_tokens must be at least 1, got {MAX_TOKENS.value}")
     _sampling({})  # what flags alone can get wrong is said before a model is loaded
     check_impl(IMPL.value)
+    check_method(QUANTIZE.value)
     prompt = _standard_input() if PROMPT.value is None else PROMPT.value
     if not prompt.strip():
         raise InputError("the prompt is empty: give --prompt TEXT, or text on standard input")
