@@ -40,7 +40,9 @@ METHOD = flags.DEFINE_string(
     "method", "awq", "rtn: round to nearest. awq: scaled by activations (Lin et al. 2023), then as --compensate says."
 )
 COMPENSATE = flags.DEFINE_boolean("compensate", True, "With awq: refit and round so that errors make up for each other; false: nearest.")
-CALIBRATION = flags.DEFINE_string("calibration", "capitals", "For awq: a text file, capitals or sampled.")
+CALIBRATION = flags.DEFINE_string(
+    "calibration", None, "For awq: a text file, capitals or sampled. Default: capitals for the bundled model, sampled for others."
+)
 CALIBRATION_TOKENS = flags.DEFINE_integer("calibration_tokens", 16384, "Most tokens of it that are used.", lower_bound=1)
 EVAL = flags.DEFINE_string("eval", None, "Report perplexity and top-1 agreement with float32 on this: a text file, capitals or sampled.")
 SCORE = flags.DEFINE_string(
@@ -83,7 +85,9 @@ def run(argv: list[str]) -> dict:
     model = xj.load_model(path, dtype="float32")
     if any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):
         raise xj.InputError(f"{path} is quantized already: give the unquantized checkpoint")
-    calibrated = documents(model, CALIBRATION.value, seed=11) if METHOD.value == "awq" else []
+    # Text of another kind than the model's own does harm: stories calibrated on capitals lose more than by rounding to nearest.
+    calibration = CALIBRATION.value or ("capitals" if MODEL.value is None else "sampled")
+    calibrated = documents(model, calibration, seed=11) if METHOD.value == "awq" else []
     unseen = [text for text in documents(model, EVAL.value, seed=12) if text not in calibrated] if EVAL.value else []
     if EVAL.value and not unseen:
         raise xj.InputError(f"--eval={EVAL.value} holds no text, or only what was calibrated on")
@@ -93,8 +97,8 @@ def run(argv: list[str]) -> dict:
         params = awq.rounded_params(model.params, QUANTIZE.value, GROUP.value)
     else:
         rows = pieces(model, calibrated, most=CALIBRATION_TOKENS.value)
-        report |= {"calibration": CALIBRATION.value, "calibration_tokens": sum(map(len, rows)), "compensate": COMPENSATE.value}
-        print(f"calibrating on {report['calibration_tokens']} tokens of {CALIBRATION.value}", flush=True)
+        report |= {"calibration": calibration, "calibration_tokens": sum(map(len, rows)), "compensate": COMPENSATE.value}
+        print(f"calibrating on {report['calibration_tokens']} tokens of {calibration}", flush=True)
         how = (model.params, model.config, rows, QUANTIZE.value, GROUP.value)
         params = awq.awq_params(*how) if COMPENSATE.value else awq.rounded_params(awq.scaled_params(*how), QUANTIZE.value, GROUP.value)
     report["seconds"] = round(time.perf_counter() - start, 1)

@@ -28,9 +28,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import train_tiny_data as data  # noqa: E402
 
-FAMILIES = (
-    "qwen2-gqa-tied-old", "qwen3-bias-mqa", "llama2-mha-old", "smollm3-window",
-)  # fmt: skip
+FAMILIES = ("qwen2-gqa-tied-old", "smollm3-window")
 
 
 def rows_for(config: xj.ModelConfig, lengths=(40, 7, 23), seed: int = 0) -> list[list[int]]:

@@ -230,7 +230,8 @@ def test_decode_loop_aliases_a_donated_cache_and_copies_no_weights(dtype):
     memory = decode._DECODE_LOOP[True].lower(params, config, *inputs, *rest).compile().memory_analysis()
     cache_bytes, weight_bytes = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (cache, params))
     assert memory.alias_size_in_bytes >= cache_bytes
-    assert memory.temp_size_in_bytes < 2**20 + weight_bytes // 5
+    tile_bytes = 2**21 if dtype == "float16" else 0  # half of the widened vocabulary matrix: no tile is larger than 4 MiB
+    assert memory.temp_size_in_bytes < 2**20 + weight_bytes // 5 + tile_bytes
 
 
 def test_the_callers_cache_survives_unless_donated(qwen):

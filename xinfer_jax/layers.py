@@ -7,14 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import kernels_pallas
-
 from .config import ModelConfig, RopeConfig
 from .params import Params
+from .products import product
 from .quantization import is_quantized, quantized_product, rows_of
-
-_TILE = 128  # output rows of a float16 matrix that are float32 at one time on CPU
-_FEW_ROWS = 64  # float32 products of 2 to this many rows are faster with the matrix in front on CPU
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -25,53 +21,15 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def linear(x: jax.Array, leaf: Params, out_dtype: jnp.dtype | None = None) -> jax.Array:
-    """x @ weight.T + bias. x: [..., in], leaf: {"weight": [out, in] or quantized, "bias": [out] or absent}. Returns [..., out].
-
-    float32 weights multiply in full float32 on every backend (no TF32); narrower ones accumulate in float32.
-    """
+    """x @ weight.T + bias. x: [..., in], leaf: {"weight": [out, in] or quantized, "bias": [out] or absent}. Returns [..., out]."""
     weight = leaf["weight"]
     if is_quantized(weight):
         y = quantized_product(x, weight)
     else:
-        cpu = {jnp.dtype("float32"): _float32_product, jnp.dtype("bfloat16"): _bfloat16_product}.get(weight.dtype, _tiled_product)
-        x_MK = x.reshape(-1, x.shape[-1])
-        y = lax.platform_dependent(x_MK, weight, cpu=cpu, default=_product).reshape(*x.shape[:-1], -1)
+        y = product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
     if "bias" in leaf:
         y = y + leaf["bias"]
     return y.astype(out_dtype or x.dtype)
-
-
-def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-    return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
-
-
-def _float32_product(x_MK: jax.Array, weight: jax.Array) -> jax.Array:
-    return _product(weight, x_MK).T if 1 < len(x_MK) <= _FEW_ROWS else _product(x_MK, weight)
-
-
-def _bfloat16_product(x_MK: jax.Array, weight: jax.Array) -> jax.Array:
-    """XLA's bfloat16 product is fast from two rows on; alone, one row takes ten times as long."""
-    x_MK = x_MK.astype(jnp.bfloat16)
-    return _product(jnp.pad(x_MK, ((0, 1), (0, 0))), weight)[:1] if len(x_MK) == 1 else _product(x_MK, weight)
-
-
-def _tiled_product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x @ weight.T on CPU for float16 weights: a tile of output rows is widened, multiplied and forgotten at a time.
-
-    XLA would widen the whole operand of a 16-bit dot or slice, and hoist that out of the decode loop: a float32 copy of all
-    weights. The barrier ties the tile to the loop counter, so that there is nothing to hoist.
-    """
-    x, size = x.astype(jnp.float32), weight.shape[0]
-    tile = min(size, _TILE)
-
-    def body(i, y):  # slice and update both move the last tile back inside the array, to the same rows
-        tied, i = lax.optimization_barrier((weight, i))
-        wide = lax.dynamic_slice_in_dim(tied, i * tile, tile, 0).astype(jnp.float32)
-        return lax.dynamic_update_slice_in_dim(y, _product(x, wide), i * tile, y.ndim - 1)
-
-    nothing = kernels_pallas.varying_as(jnp.zeros((*x.shape[:-1], size), jnp.float32), x, weight)
-    return lax.fori_loop(0, -(-size // tile), body, nothing)
 
 
 def embed(token: jax.Array, leaf: Params, dtype: jnp.dtype) -> jax.Array:
@@ -86,7 +44,7 @@ def _embed(token: jax.Array, table: jax.Array) -> jax.Array:
     def row_by_row(token: jax.Array, table: jax.Array) -> jax.Array:
         ids = token.reshape(-1)
 
-        def row(i: jax.Array) -> jax.Array:  # tied as in _tiled_product, and to the ids: one token's loop is unrolled
+        def row(i: jax.Array) -> jax.Array:  # tied as in products.tile_by_tile, and to the ids: one token's loop is unrolled
             tied, at = lax.optimization_barrier((table, ids[i]))
             return lax.dynamic_index_in_dim(tied, at, 0, keepdims=False).astype(jnp.float32)
 

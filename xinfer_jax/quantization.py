@@ -15,14 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import kernels_pallas
-
 from .errors import InputError
+from .products import dot, in_front, tile_by_tile
 
 METHODS = ("int8", "int4")
 GROUP = 64  # inputs that share a scale in int4
 _UNROLLED = 8  # bytes of weights that one sum adds up: 32 take four times as long to compile, and are no faster
-_TILE_BYTES = 1 << 20  # of float32 weights that are dequantized at one time
+_FEW_ROWS, _FEW_OUTPUTS = 4, 8192  # up to here int8 products are faster with the matrix in front
 
 
 @jax.tree_util.register_dataclass
@@ -172,8 +171,8 @@ def _quantized_product_jvp(primals, tangents):
 def _plain_product(x_MK: jax.Array, weight: QuantizedWeight) -> jax.Array:
     """What other devices do: the matrix in the type of x, a scale per output applied behind the product."""
     if isinstance(weight, Int8Weight):
-        return _dot(x_MK, weight.values.astype(x_MK.dtype), 1) * weight.scale
-    return _dot(x_MK, dequantize(weight).astype(x_MK.dtype), 1)
+        return dot(x_MK, weight.values.astype(x_MK.dtype)) * weight.scale
+    return dot(x_MK, dequantize(weight).astype(x_MK.dtype))
 
 
 def _int8_product(x_MK: jax.Array, weight: Int8Weight) -> jax.Array:
@@ -184,8 +183,8 @@ def _int8_product(x_MK: jax.Array, weight: Int8Weight) -> jax.Array:
     high_MK = jnp.round(exact_MK)
     low_MK = jnp.round((exact_MK - high_MK) * 254)
     split = jnp.concatenate([high_MK, low_MK]).astype(jnp.int8)
-    sums = lax.dot_general(split, weight.values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32).astype(jnp.float32)
-    high_MN, low_MN = jnp.split(sums, 2)
+    form = in_front if len(x_MK) <= _FEW_ROWS and len(weight.values) <= _FEW_OUTPUTS else dot
+    high_MN, low_MN = jnp.split(form(split, weight.values, dtype=jnp.int32).astype(jnp.float32), 2)
     return (high_MN + low_MN / 254) * step_M1 * weight.scale
 
 
@@ -200,7 +199,7 @@ def _grouped_product(x_MK: jax.Array, weight: GroupedWeight) -> jax.Array:
     if weight.zero is None:
         return y_MN
     zero, scale, sum_MG = lax.optimization_barrier((weight.zero, weight.scale, x_MGJ.sum(-1)))
-    return y_MN - _dot(sum_MG, zero.astype(jnp.float32) * scale.astype(jnp.float32), 0)
+    return y_MN - dot(sum_MG, zero.astype(jnp.float32) * scale.astype(jnp.float32), 0)
 
 
 def _shares(x_MGJ: jax.Array, values: jax.Array) -> tuple[jax.Array, ...]:
@@ -229,23 +228,19 @@ def _one_row(shares: tuple[jax.Array, ...], values: jax.Array, scale: jax.Array)
             sum_GPN += share.reshape(G, -1, unrolled)[:, :, j, None] * level_GPN
     # A product with ones: a sum over groups would join the same loop, which is then compiled without vector instructions.
     sum_PN = (sum_GPN * scale.astype(jnp.float32)[:, None]).reshape(-1, N)
-    return _dot(jnp.ones((1, len(sum_PN))), sum_PN, 0)
+    return dot(jnp.ones((1, len(sum_PN))), sum_PN, 0)
 
 
 def _tiled(shares: tuple[jax.Array, ...], values: jax.Array, scale: jax.Array) -> jax.Array:
-    """The barrier ties the tile to the loop counter, for the same reason."""
     G, rows, N = values.shape
     shares = [x.reshape(-1, G * rows) for x in shares]
-    tile = min(N, max(64, _TILE_BYTES // (4 * G * rows * len(shares)) // 64 * 64))
 
-    def body(i, y):  # slice and update both move the last tile back inside the array, to the same columns
-        tied, tied_scale, i = lax.optimization_barrier((values, scale, i))
-        part, step = (lax.dynamic_slice_in_dim(x, i * tile, tile, x.ndim - 1) for x in (tied, tied_scale))
-        matrices = [(level * step.astype(jnp.float32)[:, None]).reshape(-1, tile) for level in _levels(part)]
-        return lax.dynamic_update_slice_in_dim(y, sum(_dot(x, m, 0) for x, m in zip(shares, matrices, strict=True)), i * tile, 1)
+    def columns(first: jax.Array, size: int, values: jax.Array, scale: jax.Array) -> jax.Array:
+        part, step = (lax.dynamic_slice_in_dim(x, first, size, x.ndim - 1) for x in (values, scale))
+        matrices = [(level * step.astype(jnp.float32)[:, None]).reshape(-1, size) for level in _levels(part)]
+        return sum(dot(x, matrix, 0) for x, matrix in zip(shares, matrices, strict=True))
 
-    nothing = kernels_pallas.varying_as(jnp.zeros((len(shares[0]), N), jnp.float32), shares[0], values)
-    return lax.fori_loop(0, -(-N // tile), body, nothing)
+    return tile_by_tile(columns, shares[0], N, 4 * G * rows * len(shares), values, scale)
 
 
 def _dequantized(values: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.Array:
@@ -254,8 +249,3 @@ def _dequantized(values: jax.Array, scale: jax.Array, zero: jax.Array | None) ->
     if zero is not None:
         levels -= zero.astype(jnp.float32)[:, None]
     return (levels * scale.astype(jnp.float32)[:, None]).reshape(-1, values.shape[-1])
-
-
-def _dot(x: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
-    precision = lax.Precision.HIGHEST if matrix.dtype == jnp.float32 else None
-    return lax.dot_general(x, matrix, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,76 @@
+"""x @ matrix.T for float matrices, and the forms of it that XLA runs at memory speed on CPU (measured: WORKSPACE.md)."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import kernels_pallas
+
+_FEW_ROWS = 64  # up to this many rows a product may be faster with the matrix in front
+_TILE_BYTES = 4 << 20  # of a narrow matrix that are float32 at one time
+
+
+def product(x_MK: jax.Array, matrix_NK: jax.Array) -> jax.Array:
+    """float32 [M, N]. float32 matrices multiply in full float32 on every backend (no TF32); narrower ones accumulate in float32."""
+    cpu = {jnp.dtype("float32"): _float32_product, jnp.dtype("bfloat16"): _bfloat16_product}.get(matrix_NK.dtype, _tiled_product)
+    return lax.platform_dependent(x_MK, matrix_NK, cpu=cpu, default=dot)
+
+
+def dot(a: jax.Array, b: jax.Array, axis: int = 1, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    """The last axis of a with an axis of b, accumulated in dtype."""
+    precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
+    return lax.dot_general(a, b, (((a.ndim - 1,), (axis,)), ((), ())), precision=precision, preferred_element_type=dtype)
+
+
+def in_front(x_MK: jax.Array, matrix_NK: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    """x @ matrix.T as (matrix @ x.T).T. Without the barrier XLA would turn it around again."""
+    return lax.optimization_barrier(dot(matrix_NK, x_MK, dtype=dtype)).T
+
+
+def _float32_product(x_MK: jax.Array, matrix_NK: jax.Array) -> jax.Array:
+    return in_front(x_MK, matrix_NK) if 1 < len(x_MK) <= _FEW_ROWS else dot(x_MK, matrix_NK)
+
+
+def _bfloat16_product(x_MK: jax.Array, matrix_NK: jax.Array) -> jax.Array:
+    """XLA's bfloat16 product is fast from two rows on; alone, one row takes ten times as long."""
+    rows, (outputs, inputs) = len(x_MK), matrix_NK.shape
+    x_MK = x_MK.astype(jnp.bfloat16)
+    x_MK = jnp.pad(x_MK, ((0, 1), (0, 0))) if rows == 1 else x_MK
+    form = in_front if outputs < inputs and rows <= _FEW_ROWS else dot
+    return form(x_MK, matrix_NK)[:rows]
+
+
+def _tiled_product(x_MK: jax.Array, matrix_NK: jax.Array) -> jax.Array:
+    """float16 on CPU: no fast product exists."""
+    x_MK = x_MK.astype(jnp.float32)
+
+    def columns(first: jax.Array, size: int, matrix_NK: jax.Array) -> jax.Array:
+        return dot(x_MK, lax.dynamic_slice_in_dim(matrix_NK, first, size, 0).astype(jnp.float32))
+
+    return tile_by_tile(columns, x_MK, len(matrix_NK), 4 * matrix_NK.shape[1], matrix_NK)
+
+
+def tile_by_tile(columns: Callable[..., jax.Array], x_MK: jax.Array, outputs: int, width: int, *narrow: jax.Array) -> jax.Array:
+    """A product whose matrix is widened, multiplied and forgotten a tile of outputs at a time. On CPU.
+
+    XLA would widen the whole operand of a 16-bit dot or slice, and hoist that out of the decode loop: a float32 copy of all
+    weights. The barrier ties the tile to the loop counter, so that there is nothing to hoist. What the loop starts from is
+    made of x, or the buffers of all layers would be filled before the first; and a loop of one tile would be none.
+
+    Args:
+        columns: (first output, how many, *narrow) -> float32 [M, how many].
+        x_MK: float32.
+        outputs: N.
+        width: bytes of an output's weights as float32.
+        narrow: the arrays that hold the matrix.
+    """
+    tile = max(1, min(-(-outputs // 2), _TILE_BYTES // width // 64 * 64 or 64))
+
+    def body(i, y_MN):  # slice and update both move the last tile back inside the array, to the same outputs
+        *tied, i = lax.optimization_barrier((*narrow, i))
+        return lax.dynamic_update_slice_in_dim(y_MN, columns(i * tile, tile, *tied), i * tile, 1)
+
+    start = kernels_pallas.varying_as(jnp.broadcast_to(x_MK[:, :1], (len(x_MK), outputs)), x_MK, *narrow)
+    return lax.fori_loop(0, -(-outputs // tile), body, start)
