@@ -11,7 +11,7 @@ import pytest
 import xinfer_jax as xj
 from xinfer_jax import decode
 from xinfer_jax.config import from_hf
-from xinfer_jax.sampling import per_row
+from xinfer_jax.sampling import Context, per_row
 
 QWEN = dict(
     model_type="qwen2",
@@ -226,7 +226,7 @@ def test_decode_loop_aliases_a_donated_cache_and_copies_no_weights(dtype):
     params = xj.init_params(config, jax.random.key(0), dtype)
     cache = xj.init_cache(config, 1, 2048, "float32")
     inputs = (jnp.zeros((1, 4096)), cache, jax.random.split(jax.random.key(0), 1), per_row(xj.SamplingConfig(), 1))
-    rest = (np.zeros(4, np.int32), np.int32(16), np.zeros((1, 4096), bool), 16, None)
+    rest = (np.zeros(4, np.int32), np.int32(16), Context(np.zeros((1, 4096), bool)), 16, None)
     memory = decode._DECODE_LOOP[True].lower(params, config, *inputs, *rest).compile().memory_analysis()
     cache_bytes, weight_bytes = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (cache, params))
     assert memory.alias_size_in_bytes >= cache_bytes

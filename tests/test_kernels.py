@@ -16,7 +16,7 @@ from xinfer_jax import decode
 from xinfer_jax.attention import attention
 from xinfer_jax.config import from_hf
 from xinfer_jax.greedy import argmax, fuses_head, greedy
-from xinfer_jax.sampling import per_row
+from xinfer_jax.sampling import Context, per_row
 
 HAS_GPU = kernels_pallas.device_impl().impl != "xla"
 SD = jax.ShapeDtypeStruct
@@ -104,7 +104,7 @@ def decode_programs(impl, dtype="bfloat16"):
     cache = jax.eval_shape(lambda: xj.init_cache(config, 2, 64, dtype))
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
     one, rows = SD((), jnp.int32), SD((2,), jnp.int32)
-    logits, seen = SD((2, 320), jnp.float32), SD((2, 320), bool)
+    logits, seen = SD((2, 320), jnp.float32), Context(SD((2, 320), bool))
     yield decode.PREFILL[True].trace(params, config, SD((2, 32), jnp.int32), rows, cache, impl)
     yield decode._DECODE_STEP[True].trace(params, config, rows, cache, impl)
     sampling = per_row(xj.SamplingConfig(), 2)

@@ -11,7 +11,7 @@ import parity_cases as cases
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax import sampling
+from xinfer_jax import processors, sampling
 
 torch = pytest.importorskip("torch", reason="the live comparison needs torch: pip install -e '.[parity]'")
 transformers = pytest.importorskip("transformers", reason="the live comparison needs transformers: pip install -e '.[parity]'")
@@ -174,7 +174,7 @@ def test_top_k(seed):
     logits_BV, random = random_logits(seed), np.random.RandomState(seed)
     k_B = random.randint(1, VOCAB + 20, ROWS)
     k_B[::4] = random.randint(1, 6, len(k_B[::4]))
-    ours = jax.jit(sampling.top_k)(logits_BV, k_B)
+    ours = jax.jit(processors.top_k)(logits_BV, k_B)
     theirs = [transformers.TopKLogitsWarper(int(k))(None, torch.tensor(row[None])) for k, row in zip(k_B, logits_BV, strict=True)]
     assert_same_kept(ours, torch.cat(theirs))
 
@@ -185,7 +185,7 @@ def test_top_p(seed):
     logits_BV, random = random_logits(seed)[ROWS // 4 :], np.random.RandomState(seed)
     p_B = random.uniform(0.01, 1, len(logits_BV)).astype(np.float32)
     p_B[::4] = random.choice([0.1, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0], len(p_B[::4]))
-    ours = np.asarray(jax.jit(sampling.top_p)(logits_BV, p_B))
+    ours = np.asarray(jax.jit(processors.top_p)(logits_BV, p_B))
     theirs = [transformers.TopPLogitsWarper(float(p))(None, torch.tensor(row[None])) for p, row in zip(p_B, logits_BV, strict=True)]
     probs_BV = np.sort(np.exp(logits_BV - logits_BV.max(-1, keepdims=True), dtype=np.float64))[:, ::-1]
     edge_B = np.abs(np.cumsum(probs_BV / probs_BV.sum(-1, keepdims=True), -1) - p_B[:, None]).min(-1)
@@ -201,12 +201,66 @@ def test_repetition_penalty_processor(seed):
     penalty_B = random.uniform(0.5, 2, ROWS)
     seen = [random.randint(0, VOCAB, random.randint(1, 80)) for _ in range(ROWS)]
     seen_BV = np.array([np.isin(np.arange(VOCAB), ids) for ids in seen])
-    ours = jax.jit(sampling.repetition_penalty)(logits_BV, penalty_B.astype(np.float32), seen_BV)
+    ours = jax.jit(processors.repetition_penalty)(logits_BV, penalty_B.astype(np.float32), seen_BV)
     theirs = [
         transformers.RepetitionPenaltyLogitsProcessor(float(penalty))(torch.tensor(ids[None]), torch.tensor(row[None]))
         for penalty, ids, row in zip(penalty_B, seen, logits_BV, strict=True)
     ]
     assert_same_kept(ours, torch.cat(theirs))
+
+
+def test_min_p_and_typical_p():
+    logits_BV, random = random_logits(1), np.random.RandomState(1)
+    for ours, theirs, least in (
+        (processors.min_p, transformers.MinPLogitsWarper, 0.001),
+        (processors.typical_p, transformers.TypicalLogitsWarper, 0.05),
+    ):
+        p_B = random.uniform(least, 0.9, ROWS).astype(np.float32)
+        expected = [theirs(float(p))(None, torch.tensor(row[None])) for p, row in zip(p_B, logits_BV, strict=True)]
+        assert_same_kept(jax.jit(ours)(logits_BV, p_B), torch.cat(expected))
+
+
+def test_no_repeat_ngram_and_min_new_tokens():
+    logits_BV, random = random_logits(2), np.random.RandomState(2)
+    size_B, length_B = random.randint(1, 5, ROWS), random.randint(1, 80, ROWS)
+    history_BS = random.randint(0, 12, (ROWS, 80))
+    rows = list(zip(size_B.tolist(), length_B.tolist(), history_BS, logits_BV, strict=True))
+    theirs = [
+        transformers.NoRepeatNGramLogitsProcessor(n)(torch.tensor(ids[None, :length]), torch.tensor(row[None]))
+        for n, length, ids, row in rows
+    ]
+    assert_same_kept(jax.jit(processors.no_repeat_ngram)(logits_BV, size_B, history_BS, length_B), torch.cat(theirs))
+    theirs = [
+        transformers.MinNewTokensLengthLogitsProcessor(0, n, [3, 7], "cpu")(torch.tensor(ids[None, :2]), torch.tensor(row[None]))
+        for n, _, ids, row in rows
+    ]
+    ours = jax.jit(processors.min_new_tokens)(logits_BV, size_B, np.full(ROWS, 2), np.array([3, 7, -1, -1]))
+    assert_same_kept(ours, torch.cat(theirs))
+
+
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [
+        (dict(no_repeat_ngram_size=2), dict(no_repeat_ngram_size=2)),
+        (dict(min_new_tokens=9), dict(min_new_tokens=9)),
+        (dict(suppress_tokens=[5, 9, 17]), dict(forbidden_token_ids=[5, 9, 17])),
+        (dict(sequence_bias=[[[5], 2.5], [[9], -3.0]], repetition_penalty=1.3), dict(logit_bias={5: 2.5, 9: -3.0}, repetition_penalty=1.3)),
+    ],
+    ids=lambda value: next(iter(value)),
+)
+def test_greedy_with_each_processor(theirs, ours):
+    name = "qwen2-window-late-layers"
+    config, params, model = built(name)
+    prompts = cases.prompts(cases.CASES[name])
+    eos = [cases.hf_greedy(model, prompt)[0][4] for prompt in prompts]
+    answers = [cases.hf_greedy(model, prompt, eos_token_id=eos, **theirs) for prompt in prompts]
+    options = xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS, sampling=xj.SamplingConfig(**ours), eos_token_ids=eos)
+    out = xj.generate(params, config, prompts, options)
+    ended = [[*ids, *(eos[:1] if reason == "eos" else [])] for ids, reason in zip(out.tokens, out.finish_reason, strict=True)]
+    for got, (expected, gaps) in zip(ended, answers, strict=True):
+        wanted = sure(expected, gaps)
+        keep = len(wanted) - (bool(wanted) and wanted[-1] in eos)
+        assert got[:keep] == wanted[:keep] and len(wanted) > 3
 
 
 @pytest.mark.parametrize(
@@ -226,7 +280,7 @@ def test_draws_follow_the_distribution_of_transformers(temperature, top_k, top_p
         sampling.row_keys(jax.random.key(5), draws),
         np.full(draws, len(prompt), np.int32),
         sampling.per_row(xj.SamplingConfig(**settings), draws),
-        np.broadcast_to(np.isin(np.arange(cases.VOCAB), prompt), (draws, cases.VOCAB)),
+        sampling.Context(np.broadcast_to(np.isin(np.arange(cases.VOCAB), prompt), (draws, cases.VOCAB))),
     )
     counts_V = np.bincount(tokens, minlength=cases.VOCAB)
     assert not counts_V[probs_V == 0].any()

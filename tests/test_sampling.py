@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax import sampling
+from xinfer_jax import processors, sampling
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -3.0], np.float32)
 
@@ -28,7 +28,7 @@ def draw(settings, count, seed=0):
     rows = sampling.per_row(settings, count)
     keys = sampling.row_keys(jax.random.key(seed), count)
     logits = jnp.broadcast_to(LOGITS, (count, len(LOGITS)))
-    return np.asarray(jax.jit(sampling.choose)(logits, keys, jnp.full(count, 7), rows, jnp.zeros(logits.shape, bool)))
+    return np.asarray(jax.jit(sampling.choose)(logits, keys, jnp.full(count, 7), rows, sampling.Context(jnp.zeros(logits.shape, bool))))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_draws_are_the_same_on_every_jax_version():
 @pytest.mark.parametrize("k", [1, 2, 17, 100, 0, 500])
 def test_top_k_keeps_the_k_largest(k):
     logits = np.random.RandomState(k).standard_normal((3, 100)).astype(np.float32) * 10
-    kept = np.isfinite(sampling.top_k(logits, jnp.full(3, k)))
+    kept = np.isfinite(processors.top_k(logits, jnp.full(3, k)))
     want = logits >= np.sort(logits, -1)[:, [-min(k or 100, 100)]]
     np.testing.assert_array_equal(kept, want)
 
@@ -98,7 +98,7 @@ def test_top_k_keeps_the_k_largest(k):
 @pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.999, 1.0])
 def test_top_p_keeps_the_smallest_nucleus(p):
     logits = np.random.RandomState(7).standard_normal((4, 200)).astype(np.float32) * 4
-    kept = np.isfinite(sampling.top_p(logits, jnp.full(4, p, jnp.float32)))
+    kept = np.isfinite(processors.top_p(logits, jnp.full(4, p, jnp.float32)))
     probs = np.asarray(jax.nn.softmax(logits.astype(np.float64), -1))
     for row, keep in zip(probs, kept, strict=True):
         order = np.argsort(-row)
@@ -109,20 +109,22 @@ def test_top_p_keeps_the_smallest_nucleus(p):
 def test_both_in_one_loop_is_one_after_the_other():
     logits = np.random.RandomState(1).standard_normal((6, 300)).astype(np.float32) * 4
     k, p = jnp.array([0, 1, 20, 50, 0, 300]), jnp.array([1.0, 0.5, 0.8, 1.0, 0.3, 0.99], jnp.float32)
-    np.testing.assert_array_equal(sampling.top_k_top_p(logits, k, p), sampling.top_p(sampling.top_k(logits, k), p))
+    np.testing.assert_array_equal(processors.top_k_top_p(logits, k, p), processors.top_p(processors.top_k(logits, k), p))
 
 
 def test_thresholds_survive_ties_infinities_and_signs():
     logits = jnp.array([[-jnp.inf, -2.0, -2.0, -5.0, -0.0, 0.0]])
-    np.testing.assert_array_equal(np.isfinite(sampling.top_k(logits, jnp.array([3])))[0], [False, True, True, False, True, True])
-    np.testing.assert_array_equal(np.isfinite(sampling.top_k(-logits[:, 1:4], jnp.array([1])))[0], [False, False, True])
+    np.testing.assert_array_equal(np.isfinite(processors.top_k(logits, jnp.array([3])))[0], [False, True, True, False, True, True])
+    np.testing.assert_array_equal(np.isfinite(processors.top_k(-logits[:, 1:4], jnp.array([1])))[0], [False, False, True])
 
 
 def test_repetition_penalty_comes_before_temperature():
     """Penalised logits decide, as in transformers: 2.0 / 4 falls below 1.0."""
     rows = sampling.per_row(xj.SamplingConfig(repetition_penalty=4.0), 1)
     seen = jnp.array([[True, False, False, False, False, False]])
-    chosen = sampling.choose(jnp.asarray(LOGITS)[None], sampling.row_keys(jax.random.key(0), 1), jnp.zeros(1, jnp.int32), rows, seen)
+    chosen = sampling.choose(
+        jnp.asarray(LOGITS)[None], sampling.row_keys(jax.random.key(0), 1), jnp.zeros(1, jnp.int32), rows, sampling.Context(seen)
+    )
     assert chosen[0] == 1
 
 

@@ -4,13 +4,16 @@ from .cache import KVCache, init_cache
 from .config import ModelConfig, RopeConfig
 from .decode import DecodeState, decode_loop, decode_step, prefill
 from .errors import InputError
-from .generate import GenerateOptions, GenerateOutput, generate, kernels_used, stream
+from .generate import generate, kernels_used, stream
 from .loading import Model, load_model
+from .logprobs import TokenLogprobs
 from .model import forward
+from .options import GenerateOptions, GenerateOutput
 from .params import init_params
+from .prefix import Prefix, load_prefix, save_prefix
 from .sampling import SamplingConfig
 from .stats import GenerateStats, LoadStats
-from .text import generate_text, stream_text
+from .text import alternatives_text, generate_text, stream_text
 from .tokenizer import Tokenizer
 
 __all__ = [
@@ -23,9 +26,12 @@ __all__ = [
     "LoadStats",
     "Model",
     "ModelConfig",
+    "Prefix",
     "RopeConfig",
     "SamplingConfig",
+    "TokenLogprobs",
     "Tokenizer",
+    "alternatives_text",
     "decode_loop",
     "decode_step",
     "forward",
@@ -35,7 +41,9 @@ __all__ = [
     "init_params",
     "kernels_used",
     "load_model",
+    "load_prefix",
     "prefill",
+    "save_prefix",
     "stream",
     "stream_text",
 ]

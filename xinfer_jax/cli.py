@@ -15,11 +15,12 @@ from kernels_pallas import Selection
 
 from .attention import check_impl
 from .errors import InputError
-from .generate import GenerateOptions, GenerateOutput, kernels_used
+from .generate import kernels_used
 from .loading import Model, load_model
+from .options import GenerateOptions, GenerateOutput
 from .quantization import check_method
 from .sampling import SamplingConfig
-from .text import stream_text
+from .text import alternatives_text, stream_text
 
 _FLAGS = flags.FlagValues()  # our own, so that importing this module adds nothing to a caller's flags
 
@@ -41,6 +42,18 @@ TOP_P = _flag(
     flags.DEFINE_float, "top_p", None, "Sample among the most likely tokens that reach this probability; 1: all. Default: the checkpoint's."
 )
 PENALTY = _flag(flags.DEFINE_float, "repetition_penalty", None, "Above 1: repeats become less likely; 1: off. Default: the checkpoint's.")
+MIN_P = _flag(flags.DEFINE_float, "min_p", None, "Sample among tokens at least this many times as likely as the likeliest; 0: all.")
+TYPICAL_P = _flag(flags.DEFINE_float, "typical_p", None, "Sample among tokens of typical surprise that reach this probability; 1: all.")
+PRESENCE = _flag(flags.DEFINE_float, "presence_penalty", None, "Taken off the logits of tokens that the answer already holds; 0: off.")
+FREQUENCY = _flag(flags.DEFINE_float, "frequency_penalty", None, "The same, as often as the answer holds them; 0: off.")
+NGRAM = _flag(flags.DEFINE_integer, "no_repeat_ngram_size", None, "No sequence of so many tokens occurs twice; 0: off.")
+MIN_TOKENS = _flag(flags.DEFINE_integer, "min_tokens", None, "The answer does not end before so many tokens.")
+STOP = _flag(flags.DEFINE_multi_string, "stop", [], "The answer ends before this text; may be given several times.")
+LOGPROBS = _flag(flags.DEFINE_integer, "logprobs", 0, "Say how probable each token was, and so many of the likeliest beside it.")
+DRAFT = _flag(
+    flags.DEFINE_string, "draft", None, "Guess tokens ahead: a checkpoint with the same vocabulary, or lookup (what followed before)."
+)
+DRAFT_TOKENS = _flag(flags.DEFINE_integer, "draft_tokens", 3, "Guesses for each pass of the model.")
 DEFAULTS = _flag(flags.DEFINE_boolean, "generation_config", True, "Take the checkpoint's defaults from generation_config.json.")
 SEED = _flag(flags.DEFINE_integer, "seed", 0, "Seed of the sampling.", lower_bound=0, upper_bound=2**32 - 1)
 DTYPE = _flag(flags.DEFINE_string, "dtype", None, "float32, bfloat16 or float16. Default: float32 on CPU, bfloat16 on GPU and TPU.")
@@ -103,7 +116,11 @@ def _run(argv: list[str]) -> int:
     _keep_compiled_programs()
     model = load_model(MODEL.value, dtype=DTYPE.value, quantize=QUANTIZE.value)
     sampling = _sampling(model.generation_config if DEFAULTS.value else {})
-    options = GenerateOptions(MAX_TOKENS.value, sampling, use_cache=USE_CACHE.value, impl=IMPL.value)
+    draft = DRAFT.value if DRAFT.value in (None, "lookup") else load_model(DRAFT.value, dtype=DTYPE.value, quantize=QUANTIZE.value)
+    options = GenerateOptions(
+        MAX_TOKENS.value, sampling, use_cache=USE_CACHE.value, impl=IMPL.value, stop_strings=tuple(STOP.value), logprobs=LOGPROBS.value,
+        draft=draft, draft_tokens=DRAFT_TOKENS.value,
+    )  # fmt: skip
     used = kernels_used(model.params, model.config, options.impl)
     if VERBOSE.value:
         for impl, reason in dict.fromkeys(used.values()):
@@ -121,7 +138,7 @@ def _run(argv: list[str]) -> int:
             print(text[-1], end="", flush=True)
     if OUTPUT.value == "text":
         print(flush=True)
-        print("\n".join(_report(model, out)), file=sys.stderr)
+        print("\n".join(_alternatives(model, out) + _report(model, out)), file=sys.stderr)
     else:
         print(json.dumps(_json(model, out, "".join(text), used)), flush=True)  # ASCII only, whatever the locale
     return 0
@@ -147,7 +164,11 @@ def _standard_input() -> str:
 
 def _sampling(generation_config: dict) -> SamplingConfig:
     """The checkpoint's defaults, overruled by flags."""
-    flagged = dict(temperature=TEMPERATURE.value, top_k=TOP_K.value, top_p=TOP_P.value, repetition_penalty=PENALTY.value)
+    flagged = dict(
+        temperature=TEMPERATURE.value, top_k=TOP_K.value, top_p=TOP_P.value, repetition_penalty=PENALTY.value, min_p=MIN_P.value,
+        typical_p=TYPICAL_P.value, presence_penalty=PRESENCE.value, frequency_penalty=FREQUENCY.value,
+        no_repeat_ngram_size=NGRAM.value, min_new_tokens=MIN_TOKENS.value,
+    )  # fmt: skip
     defaults = SamplingConfig.from_hf(generation_config)
     return dataclasses.replace(defaults, **{k: v for k, v in flagged.items() if v is not None}).validate()
 
@@ -163,17 +184,26 @@ def _keep_compiled_programs() -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
+def _alternatives(model: Model, out: GenerateOutput) -> list[str]:
+    """A line per token: how probable it was, and what else was likely."""
+    if out.alternatives is None:
+        return []
+    return [" ".join(f"{t.text!r} {100 * t.probability:.1f}%" for t in token) for token in alternatives_text(model, out)]
+
+
 def _report(model: Model, out: GenerateOutput) -> list[str]:
     load, s = model.load_stats, out.stats
     prefill = f"prefill: {s.prompt_tokens} tok in {1e3 * s.prefill_seconds:.0f} ms ({s.prefill_tokens_per_second:.0f} tok/s)"
     decode = f"decode: {s.decode_tokens} tok in {s.decode_seconds:.2f} s ({s.decode_tokens_per_second:.1f} tok/s)"
     latency = f"TTFT {1e3 * s.ttft_seconds:.0f} ms | TPOT {1e3 * s.tpot_seconds:.1f} ms | total {s.total_seconds:.2f} s"
+    drafted = [] if s.acceptance is None else [f"draft: {100 * s.acceptance[0]:.0f}% of its guesses were right, {s.passes[0]} passes"]
     return [
         f"Loaded in {load.seconds:.1f} s ({_mib(load.weight_bytes)} weights, {load.dtype}, {jax.default_backend()})",
         f"Prompt tokens: {s.prompt_tokens} (KV cache {_mib(s.cache_bytes)})",
         f"compile: {s.compile_seconds:.2f} s",
         f"{prefill} | {decode} [{out.finish_reason[0]}]",
         f"{latency} | peak memory {_mib(s.peak_bytes)}",
+        *drafted,
     ]
 
 
@@ -183,7 +213,14 @@ def _json(model: Model, out: GenerateOutput, text: str, used: dict[str, Selectio
     stats = {"load_seconds": model.load_stats.seconds, "dtype": model.load_stats.dtype, "backend": jax.default_backend()}
     stats |= dataclasses.asdict(s) | {name: getattr(s, name) for name in rates}
     stats["kernels"] = {kernel: impl for kernel, (impl, _) in used.items()}
-    return {"text": text, "tokens": out.tokens[0], "prompt_tokens": s.prompt_tokens, "finish_reason": out.finish_reason[0], "stats": stats}
+    answer = {"text": text, "tokens": out.tokens[0], "prompt_tokens": s.prompt_tokens, "finish_reason": out.finish_reason[0]}
+    if out.alternatives is not None:
+        answer["logprobs"] = [
+            {"id": t.id, "text": texts[0].text, "logprob": t.logprob, "processed_logprob": t.processed_logprob}
+            | {"top": [{"id": i, "text": text.text, "logprob": p} for (i, p), text in zip(t.top, texts[1:], strict=True)]}
+            for t, texts in zip(out.alternatives[0], alternatives_text(model, out), strict=True)
+        ]
+    return answer | {"stats": stats}
 
 
 def _mib(count: int) -> str:

@@ -16,9 +16,10 @@ from .cache import KVCache
 from .config import ModelConfig
 from .errors import InputError
 from .greedy import fuses_head, greedy
+from .logprobs import Alternatives, note
 from .model import hidden_states, unembed
 from .params import Params, activation_dtype
-from .sampling import SamplingConfig, choose, per_row, plain, row_keys
+from .sampling import Context, SamplingConfig, choose, draw, per_row, plain, process, row_keys, warp
 
 PREFILL_CHUNK = 512  # longer prompts pass through the model this many tokens at a time
 _LEAST_BUCKET = 16
@@ -37,7 +38,8 @@ class DecodeState:
     logprobs_BT: jax.Array  # float32: their log-probabilities before any processor
     length_B: jax.Array  # int32: how many each row chose, EOS included
     finished_B: jax.Array  # bool: the row chose an EOS token
-    seen_BV: jax.Array  # bool: tokens present in each row, for the repetition penalty
+    context: Context  # what the processors look at
+    alternatives: Alternatives | None = None  # noted where asked for
 
 
 def prefill(
@@ -93,6 +95,7 @@ def decode_loop(
     max_new_tokens: int | jax.Array,
     *,
     seen_BV: jax.Array | None = None,
+    history_BS: jax.Array | None = None,
     output_size: int | None = None,
     donate: bool = False,
     impl: str | None = None,
@@ -108,6 +111,8 @@ def decode_loop(
         eos_ids: int32 [E], may be empty.
         max_new_tokens: traced: another number below the same power of two compiles nothing.
         seen_BV: bool, tokens that the repetition penalty counts as present; None: only those that this call chooses.
+        history_BS: int32, each row's tokens in order up to the cache's `length_B`, with room for those to come:
+            `no_repeat_ngram_size` looks at them.
         output_size: T of the results, and the most tokens; None: max_new_tokens, which then must not be traced by the caller.
         donate, impl: as in `prefill`.
 
@@ -124,9 +129,12 @@ def decode_loop(
     size = int(max_new_tokens) if output_size is None else output_size
     limit = np.int32(max_new_tokens) if output_size is None else jnp.minimum(max_new_tokens, output_size)
     _check(impl, cache, limit - 1)
-    seen_BV = np.zeros(logits_BV.shape, bool) if seen_BV is None else seen_BV
-    row_key_B, sampling_B, eos_E = row_keys(row_key_B, B), per_row(sampling_B, B), jnp.asarray(eos_ids, jnp.int32)
-    state = _DECODE_LOOP[donate](params, config, logits_BV, cache, row_key_B, sampling_B, eos_E, limit, seen_BV, bucket(size), impl)
+    row_key_B, eos_E = row_keys(row_key_B, B), jnp.asarray(eos_ids, jnp.int32)
+    sampling_B = per_row(sampling_B, B, logits_BV.shape[1])
+    if sampling_B.no_repeat_ngram_size is not None and history_BS is None:
+        raise InputError("no_repeat_ngram_size needs history_BS, the tokens that each row already holds")
+    context = new_context(sampling_B, np.zeros(logits_BV.shape, bool) if seen_BV is None else seen_BV, history_BS)
+    state = _DECODE_LOOP[donate](params, config, logits_BV, cache, row_key_B, sampling_B, eos_E, limit, context, bucket(size), impl)
     return dataclasses.replace(state, tokens_BT=state.tokens_BT[:, :size], logprobs_BT=state.logprobs_BT[:, :size])
 
 
@@ -182,42 +190,70 @@ def _recompute(params, config, tokens_BT, num_tokens_B, impl):
     return unembed(params, jnp.take_along_axis(hidden_BTD, (num_tokens_B - 1)[:, None, None], 1)[:, 0])
 
 
-def _next_token(params, hidden_BD, state, row_key_B, sampling_B, impl):
-    """Each row's next token and its log-probability; rows that just take the likeliest one need no logits, where a kernel serves."""
+def _next_token(params, hidden_BD, state, row_key_B, sampling_B, eos_E, impl):
+    """The state with each row's next token; rows that just take the likeliest one need no logits, where a kernel serves."""
 
     def by_logits():
-        return _choose(unembed(params, hidden_BD), state, row_key_B, sampling_B, impl)
+        return _choose(unembed(params, hidden_BD), state, row_key_B, sampling_B, eos_E, impl)
 
+    if state.alternatives is not None:
+        return record(unembed(params, hidden_BD), state, row_key_B, sampling_B, eos_E, impl)
     if not fuses_head(params, hidden_BD, impl):
-        return by_logits()
-    return lax.cond(plain(sampling_B), lambda: greedy(params, hidden_BD, impl), by_logits)
+        return _note(*by_logits(), state, eos_E)
+    return _note(*lax.cond(plain(sampling_B), lambda: greedy(params, hidden_BD, impl), by_logits), state, eos_E)
 
 
-def _choose(logits_BV, state, row_key_B, sampling_B, impl):
-    token_B = choose(logits_BV, row_key_B, state.position_B, sampling_B, state.seen_BV, impl)
-    return token_B, logits_BV[jnp.arange(len(token_B)), token_B] - jax.nn.logsumexp(logits_BV, -1)
+def _choose(logits_BV, state, row_key_B, sampling_B, eos_E, impl):
+    context = dataclasses.replace(state.context, chosen_B=state.length_B, eos_E=eos_E)
+    token_B = choose(logits_BV, row_key_B, state.position_B, sampling_B, context, impl)
+    return token_B, _logprob(logits_BV, token_B)
 
 
-def _note(token_B, logprob_B, state, eos_E):
-    """Notes each row's next token down; finished rows stay as they are."""
-    alive_B = ~state.finished_B
-    token_B, logprob_B = jnp.where(alive_B, token_B, 0), jnp.where(alive_B, logprob_B, 0)
-    one_B = alive_B.astype(jnp.int32)
+def _logprob(logits_BV, token_B):
+    return logits_BV[jnp.arange(len(token_B)), token_B] - jax.nn.logsumexp(logits_BV, -1)
+
+
+def record(logits_BV, state, row_key_B, sampling_B, eos_E, impl, active_B=True):
+    """The state with the next token of each row that is active, chosen from logits, and its alternatives where they are asked for."""
+    if state.alternatives is None:
+        return _note(*_choose(logits_BV, state, row_key_B, sampling_B, eos_E, impl), state, eos_E, active_B)
+    context = dataclasses.replace(state.context, chosen_B=state.length_B, eos_E=eos_E)
+    warped_BV = warp(process(logits_BV, state.position_B, sampling_B, context), sampling_B)
+    token_B = draw(row_key_B, state.position_B, warped_BV, sampling_B)
+    noted = note(state.alternatives, _column(state, active_B), logits_BV, warped_BV, token_B)
+    return _note(token_B, _logprob(logits_BV, token_B), dataclasses.replace(state, alternatives=noted), eos_E, active_B)
+
+
+def _column(state, active_B):
+    """Where each row's next token is noted; past the end where it gets none."""
+    return jnp.where(~state.finished_B & active_B, state.length_B, state.tokens_BT.shape[1])
+
+
+def _note(token_B, logprob_B, state, eos_E, active_B=True):
+    """Notes each row's next token down; rows that have finished or are not active stay as they are."""
+    alive_B = ~state.finished_B & active_B
+    one_B, row_B, column_B, old = alive_B.astype(jnp.int32), jnp.arange(len(token_B)), _column(state, active_B), state.context
+    history_BS = old.history_BS
+    if history_BS is not None:
+        slot_B = jnp.where(alive_B, state.position_B, history_BS.shape[1])
+        history_BS = history_BS.at[row_B, slot_B].set(token_B, mode="drop")
+    context = dataclasses.replace(
+        old,
+        seen_BV=old.seen_BV.at[row_B, token_B].max(alive_B),
+        count_BV=None if old.count_BV is None else old.count_BV.at[row_B, token_B].add(one_B),
+        history_BS=history_BS,
+    )
     return dataclasses.replace(
         state,
-        token_B=token_B,
+        token_B=jnp.where(alive_B, token_B, state.token_B),
         position_B=state.position_B + one_B,
         step=state.step + 1,
-        tokens_BT=lax.dynamic_update_slice(state.tokens_BT, token_B[:, None], (0, state.step)),
-        logprobs_BT=lax.dynamic_update_slice(state.logprobs_BT, logprob_B[:, None], (0, state.step)),
+        tokens_BT=state.tokens_BT.at[row_B, column_B].set(token_B, mode="drop"),
+        logprobs_BT=state.logprobs_BT.at[row_B, column_B].set(logprob_B, mode="drop"),
         length_B=state.length_B + one_B,
         finished_B=state.finished_B | (alive_B & jnp.any(token_B[:, None] == eos_E, -1)),
-        seen_BV=state.seen_BV.at[jnp.arange(len(token_B)), token_B].max(alive_B),
+        context=context,
     )
-
-
-def _record(logits_BV, state, row_key_B, sampling_B, eos_E, impl):
-    return _note(*_choose(logits_BV, state, row_key_B, sampling_B, impl), state, eos_E)
 
 
 def _continue(params, config, state, row_key_B, sampling_B, eos_E, limit, impl):
@@ -226,21 +262,27 @@ def _continue(params, config, state, row_key_B, sampling_B, eos_E, limit, impl):
     def body(state):
         alive_B = (~state.finished_B).astype(jnp.int32)
         hidden_BD, cache = _next_hidden(params, config, state.token_B, state.cache, alive_B, impl)
-        chosen = _next_token(params, hidden_BD, state, row_key_B, sampling_B, impl)
-        return _note(*chosen, dataclasses.replace(state, cache=cache), eos_E)
+        return _next_token(params, hidden_BD, dataclasses.replace(state, cache=cache), row_key_B, sampling_B, eos_E, impl)
 
     return lax.while_loop(lambda s: (s.step < limit) & ~jnp.all(s.finished_B), body, state)
 
 
-def _decode_loop(params, config, logits_BV, cache, row_key_B, sampling_B, eos_E, max_new_tokens, seen_BV, size, impl):
-    state = _record(logits_BV, new_state(cache, cache.length_B, seen_BV, size), row_key_B, sampling_B, eos_E, impl)
+def _decode_loop(params, config, logits_BV, cache, row_key_B, sampling_B, eos_E, max_new_tokens, context, size, impl):
+    state = record(logits_BV, new_state(cache, cache.length_B, context, size), row_key_B, sampling_B, eos_E, impl)
     return _continue(params, config, state, row_key_B, sampling_B, eos_E, max_new_tokens, impl)
 
 
-def new_state(cache: KVCache | None, position_B: Any, seen_BV: Any, size: int) -> DecodeState:
+def new_state(cache: KVCache | None, position_B: Any, context: Context, size: int) -> DecodeState:
     B = len(position_B)
     zeros_B, zeros_BT = np.zeros(B, np.int32), np.zeros((B, size), np.int32)
-    return DecodeState(cache, zeros_B, position_B, np.int32(0), zeros_BT, zeros_BT.astype(np.float32), zeros_B, np.zeros(B, bool), seen_BV)
+    return DecodeState(cache, zeros_B, position_B, np.int32(0), zeros_BT, zeros_BT.astype(np.float32), zeros_B, np.zeros(B, bool), context)
+
+
+def new_context(sampling: SamplingConfig, seen_BV: Any, history_BS: Any) -> Context:
+    """What the processors of these settings (from `per_row`) will look at; history_BS may be None where `no_repeat_ngram_size` is."""
+    counts = sampling.presence_penalty is not None or sampling.frequency_penalty is not None
+    count_BV = np.zeros(np.shape(seen_BV), np.int32) if counts else None
+    return Context(seen_BV, count_BV, history_BS)
 
 
 def _jitted(function: Any, *static: str) -> dict[bool, Any]:
@@ -252,7 +294,7 @@ PREFILL = _jitted(_prefill, "config", "impl")
 _DECODE_STEP = _jitted(_decode_step, "config", "impl")
 _DECODE_LOOP = _jitted(_decode_loop, "config", "size", "impl")
 CONTINUE = jax.jit(_continue, static_argnames=("config", "impl"), donate_argnames="state")
-RECORD = jax.jit(_record, static_argnames="impl")
+RECORD = jax.jit(record, static_argnames="impl")
 RECOMPUTE = jax.jit(_recompute, static_argnames=("config", "impl"))
 
 

@@ -6,7 +6,7 @@ prompts ─ bucket ─► tokens_BT ─ prefill ─► first token of each row �
 import dataclasses
 import functools
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -15,14 +15,18 @@ import numpy as np
 import kernels_pallas
 
 from .attention import check_impl, selected
-from .cache import init_cache
+from .cache import init_cache, truncate
 from .config import ModelConfig
-from .decode import CONTINUE, PREFILL, RECOMPUTE, RECORD, DecodeState, bucket, decode_loop, decode_step, new_state, prefill
+from .decode import CONTINUE, PREFILL, RECOMPUTE, RECORD, DecodeState, bucket, decode_loop, decode_step, new_context, new_state, prefill
 from .errors import InputError
+from .logprobs import no_alternatives, rows_of_tokens
 from .model import head
+from .options import GenerateOptions, GenerateOutput, checked
 from .params import Params, activation_dtype, cache_dtype, tree_bytes
+from .prefix import kept_prefix
 from .quantization import is_quantized
-from .sampling import SamplingConfig, per_row, row_keys
+from .sampling import Context, SamplingConfig
+from .speculative import SPECULATE, Guesser, Speculation, look_up
 from .stats import GenerateStats, Stopwatch, peak_bytes
 
 __all__ = [
@@ -37,30 +41,12 @@ __all__ = [
     "stream",
 ]
 
+_FOLD = jax.jit(lambda key_P, j_A: jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, j_A))(key_P).reshape(-1))
+_SHARE = jax.jit(
+    lambda tree, source_B: jax.tree.map(lambda leaf: leaf[source_B], tree)
+)  # a prompt's logits and cache for each of its answers
 _SYNC_SECONDS = 0.05  # a stream looks at the device about this often …
 _MOST_STRIDE = 32  # … but at least every so many tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class GenerateOptions:
-    """What `generate` and `stream` do beyond the prompts."""
-
-    max_new_tokens: int = 128
-    sampling: SamplingConfig | Sequence[SamplingConfig] = SamplingConfig()  # for all prompts, or one per prompt
-    eos_token_ids: Sequence[int] = ()  # any of them ends a row; none: never stop early
-    capacity: int | None = None  # of the cache, in tokens; None: what the call needs, rounded up
-    use_cache: bool = True  # False: recompute the whole sequence for every token, to compare
-    impl: str | None = None  # of attention and argmax: None (what suits the device), "mosaic", "triton" or "xla"
-
-
-@dataclasses.dataclass
-class GenerateOutput:
-    """What `generate` returns."""
-
-    tokens: list[list[int]]  # new ids per prompt, EOS not included
-    logprobs: list[list[float]]  # the model's log-probability of each (before any processor), with the EOS entry last if there was one
-    finish_reason: list[str]  # "eos" or "length"
-    stats: GenerateStats
 
 
 def generate(
@@ -82,7 +68,7 @@ def generate(
     Raises:
         InputError: a prompt, an option or a key that cannot be served, before anything is traced.
     """
-    steps = _steps(*_checked(params, config, prompts, options, key), sync=False)
+    steps = _steps(*checked(params, config, prompts, options, key), sync=False)
     while True:
         try:
             next(steps)
@@ -97,13 +83,17 @@ def stream(
     options: GenerateOptions | None = None,
     *,
     key: jax.Array | None = None,
-) -> Generator[list[int | None], None, GenerateOutput]:
+) -> Generator[list[int | None], bool | None, GenerateOutput]:
     """`generate`, token by token: yields one id per prompt as they come, None for a prompt that has ended.
 
     Arguments, errors and tokens are those of `generate`; its output is the generator's return value. The host looks at the
-    device about every 50 ms, so a fast model brings several tokens at once.
+    device about every 50 ms, so a fast model brings several tokens at once. `send(True)` ends the call after the tokens that were
+    yielded, with the finish_reason "stop"; a generator that is dropped or closed costs nothing more.
     """
-    return _steps(*_checked(params, config, prompts, options, key), sync=True)
+    options = options or GenerateOptions()
+    if options.best_of not in (None, options.n):
+        raise InputError(f"best_of={options.best_of} cannot be streamed: the best are known at the end, use generate")
+    return _steps(*checked(params, config, prompts, options, key), sync=True)
 
 
 def kernels_used(params: Params, config: ModelConfig, impl: str | None = None, rows: int = 1) -> dict[str, kernels_pallas.Selection]:
@@ -134,82 +124,60 @@ def kernels_used(params: Params, config: ModelConfig, impl: str | None = None, r
     return {kernel: selected(kernel, impl, *args) for kernel, args in arguments.items()}
 
 
-def _checked(params, config, prompts, options, key):
-    """The arguments of `_steps`, or an InputError."""
-    options = options or GenerateOptions()
-    check_impl(options.impl)
-    check_prompts(config, prompts)
-    longest, new = max(map(len, prompts)), options.max_new_tokens
-    if isinstance(new, bool) or not isinstance(new, int | np.integer) or new < 1:
-        raise InputError(f"max_new_tokens must be a whole number of at least 1, got {new!r}")
-    for sampling in [options.sampling] if isinstance(options.sampling, SamplingConfig) else options.sampling:
-        sampling.validate()
-    sampling_B = per_row(options.sampling, len(prompts))
-    for limit, name, remedy in (
-        (config.context_length, "the model's context limit", "shorten the prompt or generate fewer tokens"),
-        (options.capacity, "the capacity", "raise capacity or shorten the prompt"),
-    ):
-        if limit is not None and longest + new > limit:
-            dynamic = " (rope type 'dynamic' changes its frequencies there)" if config.rope.rope_type == "dynamic" else ""
-            raise InputError(f"prompt of {longest} tokens + max_new_tokens {new} exceeds {name} {limit}{dynamic}: {remedy}")
-    for token in options.eos_token_ids:
-        if not 0 <= token < config.vocab_size:
-            raise InputError(f"EOS token id {token} is outside the vocabulary of {config.vocab_size}")
-    if key is None and np.any(sampling_B.temperature > 0):
-        raise InputError("sampling needs a PRNG key: give key=jax.random.key(seed), or temperature 0")
-    if key is None:  # nothing will be drawn: any keys do, and making these compiles nothing
-        key = jax.random.wrap_key_data(np.zeros((len(prompts), 2), np.uint32), impl="threefry2x32")
-    row_key_B = row_keys(key, len(prompts))
-    return params, config, [list(map(int, p)) for p in prompts], options, sampling_B, row_key_B
-
-
-def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
-    """Raises InputError unless prompts are non-empty lists of ids inside the vocabulary."""
-    if not len(prompts):
-        raise InputError("no prompts: give at least one list of token ids")
-    for i, prompt in enumerate(prompts):
-        ids = np.asarray(prompt)
-        if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
-            raise InputError(f"prompt {i} must be a non-empty list of token ids, got {prompt!r}")
-        if ids.min() < 0 or ids.max() >= config.vocab_size:
-            bad = ids[(ids < 0) | (ids >= config.vocab_size)][0]
-            raise InputError(f"prompt {i} holds token id {bad}, outside the vocabulary of {config.vocab_size}")
-
-
 def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
     """Yields the new ids of each step and returns the output; with `sync` it looks at the device often, else once at the end."""
-    B, new = len(prompts), int(options.max_new_tokens)
-    impl, choice = options.impl, (row_key_B, sampling_B, _eos_array(options.eos_token_ids))
+    new, impl, answers = int(options.max_new_tokens), options.impl, options.best_of or options.n
     longest = max(map(len, prompts))
     capacity = options.capacity or min(bucket(longest) + bucket(new), config.context_length)
     with Stopwatch() as setup:
-        tokens_BT, num_tokens_B = _padded(prompts, capacity)
-        cache = init_cache(config, B, capacity, cache_dtype(params)) if options.use_cache else None
-        state = new_state(None, num_tokens_B, _seen(prompts, config.vocab_size), bucket(new))
+        given, held_B = prompts, np.zeros(len(prompts), np.int32)
+        if options.prefix is not None:
+            capacity, held_B = options.prefix.cache.capacity, options.prefix.shared(prompts)
+            cache = truncate(options.prefix.cache, held_B)
+        else:
+            cache = init_cache(config, len(prompts), capacity, cache_dtype(params)) if options.use_cache else None
+        tokens_BT, num_tokens_B = _padded([prompt[held:] for prompt, held in zip(prompts, held_B, strict=True)], capacity)
+        if answers > 1:
+            row_key_B = _FOLD(row_key_B, np.arange(answers))
+            source_B = np.repeat(np.arange(len(prompts)), answers)  # which prompt each row continues
+            prompts, sampling_B = [prompts[i] for i in source_B], jax.tree.map(lambda x: x[source_B], sampling_B)
+        ending = (*options.eos_token_ids, *options.stop_token_ids)
+        choice = (row_key_B, sampling_B, _eos_array(ending))
+        state = new_state(None, _lengths(prompts), _context(prompts, sampling_B, config, options, longest), bucket(new))
+        if options.logprobs or options.logits:
+            nothing = no_alternatives(len(prompts), bucket(new), options.logprobs, config.vocab_size, options.logits)
+            state = dataclasses.replace(state, alternatives=nothing)
     started = time.perf_counter()
-    if sync and cache:
+    if sync and cache and answers == 1 and options.draft is None and options.prefix is None:
         _compile_side_by_side(params, config, tokens_BT, state, cache, choice, impl)
     compile_seconds = time.perf_counter() - started
     with Stopwatch() as prefilling:
         if options.use_cache:
-            logits_BV, cache = prefill(params, config, tokens_BT, num_tokens_B, cache, donate=True, impl=impl)
+            logits_BV, cache = prefill(params, config, tokens_BT, num_tokens_B, cache, donate=options.prefix is None, impl=impl)
         else:
             logits_BV = RECOMPUTE(params, config, tokens_BT, num_tokens_B, impl)
+        guessing = _start_draft(options, given, capacity)
+        if answers > 1:
+            logits_BV, cache, guessing = _SHARE((logits_BV, cache, guessing), source_B)
         logits_BV.block_until_ready()
     with Stopwatch() as choosing:
         state = dataclasses.replace(RECORD(logits_BV, state, *choice, impl), cache=cache)
         seen = _look(state)
     cache_bytes = tree_bytes((cache.k, cache.v)) if cache else 0
     del cache, logits_BV
-    stats = GenerateStats(B, sum(map(len, prompts)), tree_bytes(params), cache_bytes, prefill_seconds=prefilling.seconds)
+    stats = GenerateStats(len(prompts), sum(map(len, given)), tree_bytes(params), cache_bytes, prefill_seconds=prefilling.seconds)
+    stats.reused_tokens = int(held_B.sum())
     stats.ttft_seconds = setup.seconds + prefilling.seconds + choosing.seconds
     watches = [setup, prefilling, choosing]
-    if sync:
-        yield from _ids(seen, 0, options.eos_token_ids)
-    while (step := int(seen.step)) < new and not seen.finished_B.all():
+    told = (yield from _ids(seen, 0, ending)) if sync else None
+    while not told and (step := int(seen.step)) < new and not seen.finished_B.all():
         stride = min(_MOST_STRIDE, max(1, round(_SYNC_SECONDS / (stats.tpot_seconds or _SYNC_SECONDS)))) if sync else new
         with Stopwatch() as decoding:
-            if options.use_cache:
+            if options.draft is not None:
+                limits = np.int32(min(step + stride, new)), np.int32(new)
+                both = SPECULATE(params, config, *_draft(options), (state, guessing), *choice, *limits, options.draft_tokens, impl)
+                state, guessing = both
+            elif options.use_cache:
                 state = CONTINUE(params, config, state, *choice, np.int32(min(step + stride, new)), impl)
             else:
                 chosen = [p + seen.tokens_BT[i, : seen.length_B[i]].tolist() for i, p in enumerate(prompts)]
@@ -218,13 +186,40 @@ def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
         watches.append(decoding)
         stats.decode_seconds += decoding.seconds
         stats.decode_steps = int(seen.step) - 1
-        if sync:
-            yield from _ids(seen, step, options.eos_token_ids)
+        told = (yield from _ids(seen, step, ending)) if sync else None
+    if told:  # what was chosen ahead of the caller's word does not count
+        ended_B = seen.finished_B & (seen.length_B <= told)
+        seen = dataclasses.replace(seen, length_B=np.minimum(seen.length_B, told), finished_B=ended_B)
     stats.generated_tokens = int(seen.length_B.sum())
     stats.compile_seconds = compile_seconds + sum(w.compile_seconds for w in watches)
     stats.total_seconds = stats.compile_seconds + sum(w.seconds for w in watches)
     stats.peak_bytes = peak_bytes()
-    return _output(seen, np.asarray(state.logprobs_BT), stats)
+    if guessing is not None:
+        stats.passes = np.asarray(guessing.passes_B).tolist()
+        guesses_B = np.maximum(guessing.passes_B, 1) * options.draft_tokens
+        stats.acceptance = (np.asarray(guessing.accepted_B) / guesses_B).tolist()
+    out = _output(seen, state, options, bool(told), stats)
+    if options.keep_prefix:
+        out.prefix = kept_prefix(prompts, [seen.tokens_BT[i, :n].tolist() for i, n in enumerate(seen.length_B)], state.cache)
+    return out if answers == options.n else out.best(options.n, answers)
+
+
+def _start_draft(options: GenerateOptions, prompts: Sequence[Sequence[int]], capacity: int) -> Speculation | None:
+    """What guesses start from: the draft model has read the prompts."""
+    if options.draft is None:
+        return None
+    nothing_B, cache = np.zeros(len(prompts), np.int32), None
+    params, config = _draft(options)
+    if params is not None:
+        cache = init_cache(config, len(prompts), capacity, cache_dtype(params))
+        cache = prefill(params, config, *_padded(prompts, capacity), cache, donate=True, impl=options.impl)[1]
+    return Speculation(cache, nothing_B, nothing_B)
+
+
+def _draft(options: GenerateOptions) -> tuple[Params | None, ModelConfig | Guesser]:
+    if options.draft == "lookup" or callable(options.draft):
+        return None, look_up if options.draft == "lookup" else options.draft
+    return options.draft.params, options.draft.config
 
 
 def _compile_side_by_side(params, config, tokens_BT, state, cache, choice, impl) -> None:
@@ -240,7 +235,7 @@ def _compile(config, impl, tree, kinds) -> None:
     params, tokens_BT, state, cache, choice = jax.tree.unflatten(tree, structs)
     calls = (
         (CONTINUE, params, config, dataclasses.replace(state, cache=cache), *choice, np.int32(0), impl),
-        (RECORD, jax.ShapeDtypeStruct(state.seen_BV.shape, np.float32), state, *choice, impl),
+        (RECORD, jax.ShapeDtypeStruct(state.context.seen_BV.shape, np.float32), state, *choice, impl),
         (PREFILL[True], params, config, tokens_BT, state.position_B, cache, impl),
     )
     with ThreadPoolExecutor(len(calls)) as pool:
@@ -249,43 +244,66 @@ def _compile(config, impl, tree, kinds) -> None:
 
 def _look(state: DecodeState) -> DecodeState:
     """The small fields of the state, on the host."""
-    small = dataclasses.replace(state, cache=None, seen_BV=None, logprobs_BT=None)
+    small = dataclasses.replace(state, cache=None, context=None, logprobs_BT=None, alternatives=None)
     return jax.device_get(small)
 
 
-def _ids(seen: DecodeState, first: int, eos_token_ids: Sequence[int]) -> Iterator[list[int | None]]:
-    """The ids chosen from step `first` on, a list with one per row for each step."""
+def _ids(seen: DecodeState, first: int, ending: Sequence[int]) -> Generator[list[int | None], bool | None, int | None]:
+    """The ids chosen from step `first` on, a list with one per row for each step. Returns how many steps were taken if told to stop."""
     for step in range(first, int(seen.step)):
         column = seen.tokens_BT[:, step].tolist()
-        ids = [t if step < n and t not in eos_token_ids else None for t, n in zip(column, seen.length_B, strict=True)]
-        if any(t is not None for t in ids):
-            yield ids
+        ids = [t if step < n and t not in ending else None for t, n in zip(column, seen.length_B, strict=True)]
+        if any(t is not None for t in ids) and (yield ids):
+            return step + 1
+    return None
 
 
-def _output(seen: DecodeState, logprobs_BT: np.ndarray, stats: GenerateStats) -> GenerateOutput:
-    rows = list(zip(seen.length_B, seen.finished_B, strict=True))
-    return GenerateOutput(
+def _output(seen: DecodeState, state: DecodeState, options: GenerateOptions, told: bool, stats: GenerateStats) -> GenerateOutput:
+    rows, logprobs_BT = list(zip(seen.length_B, seen.finished_B, strict=True)), np.asarray(state.logprobs_BT)
+
+    def reason(i: int, n: int, done: bool) -> str:
+        if done:
+            return "stop" if seen.tokens_BT[i, n - 1] in options.stop_token_ids else "eos"
+        return "stop" if told else "length"
+
+    out = GenerateOutput(
         tokens=[seen.tokens_BT[i, : n - done].tolist() for i, (n, done) in enumerate(rows)],
         logprobs=[logprobs_BT[i, :n].tolist() for i, (n, _) in enumerate(rows)],
-        finish_reason=["eos" if done else "length" for _, done in rows],
+        finish_reason=[reason(i, n, done) for i, (n, done) in enumerate(rows)],
         stats=stats,
     )
+    if options.logprobs:
+        out.alternatives = rows_of_tokens(state.alternatives, seen.tokens_BT, logprobs_BT, seen.length_B)
+    if options.logits:
+        out.logits = [np.asarray(row_TV[:n]) for row_TV, n in zip(state.alternatives.logits_BTV, seen.length_B, strict=True)]
+    return out
+
+
+def _lengths(prompts: Sequence[Sequence[int]]) -> np.ndarray:
+    return np.array([len(p) for p in prompts], np.int32)
 
 
 def _padded(prompts: Sequence[Sequence[int]], most: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens [B, T] padded on the right to a bucket (or to `most`, if that is less), and their numbers [B]."""
-    num_tokens_B = np.array([len(p) for p in prompts], np.int32)
-    tokens_BT = np.zeros((len(prompts), min(bucket(int(num_tokens_B.max())), most)), np.int32)
+    num_tokens_B = _lengths(prompts)
+    return _matrix(prompts, min(bucket(int(num_tokens_B.max())), most)), num_tokens_B
+
+
+def _matrix(prompts: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    tokens_BT = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(tokens_BT, prompts, strict=True):
         row[: len(prompt)] = prompt
-    return tokens_BT, num_tokens_B
+    return tokens_BT
 
 
-def _seen(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:
-    seen_BV = np.zeros((len(prompts), vocab_size), bool)
+def _context(
+    prompts: Sequence[Sequence[int]], sampling_B: SamplingConfig, config: ModelConfig, options: GenerateOptions, longest: int
+) -> Context:
+    seen_BV = np.zeros((len(prompts), config.vocab_size), bool)
     for row, prompt in zip(seen_BV, prompts, strict=True):
         row[prompt] = True
-    return seen_BV
+    wanted = sampling_B.no_repeat_ngram_size is not None or options.draft is not None
+    return new_context(sampling_B, seen_BV, _matrix(prompts, bucket(longest) + bucket(options.max_new_tokens)) if wanted else None)
 
 
 def _eos_array(eos_token_ids: Sequence[int]) -> np.ndarray:

@@ -1,8 +1,4 @@
-"""From logits to a token: processors `logits_BV -> logits_BV` in the order of transformers, and `sample`, from explicit keys.
-
-Thresholds (the k-th largest logit, the edge of the nucleus) are found by bisection over the bits of the float instead of
-by sorting: exact, 32 passes over the row, a fraction of the cost of sorting 152k numbers, and quick to compile.
-"""
+"""From logits to a token: `SamplingConfig`, the processors in the order of transformers, and draws from explicit keys."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -13,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from . import processors
 from .errors import InputError
 from .greedy import argmax
 
@@ -22,12 +19,25 @@ _DRAW_TOKEN = 0  # purpose of a draw, the last fold of its key; later strategies
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    """How to choose a token; numbers, or arrays [B] with one setting per row."""
+    """How to choose a token; numbers, or arrays [B] with one setting per row.
+
+    What no row asks for costs nothing, once compiled: of the settings below `repetition_penalty`, switching one on compiles
+    another program; changing it does not.
+    """
 
     temperature: Any = 0.0  # 0: the most likely token
     top_k: Any = 0  # only the k most likely tokens; 0: all
     top_p: Any = 1.0  # only the most likely tokens that together reach this probability; 1: all
     repetition_penalty: Any = 1.0  # above 1: tokens already present become less likely (CTRL, Keskar et al. 2019); 1: off
+    min_p: Any = 0.0  # only tokens at least this many times as likely as the likeliest; 0: all
+    typical_p: Any = 1.0  # only the tokens of most typical surprise that together reach this probability; 1: all
+    presence_penalty: Any = 0.0  # taken off the logits of tokens that the answer already holds
+    frequency_penalty: Any = 0.0  # the same, as often as the answer holds them
+    no_repeat_ngram_size: Any = 0  # no sequence of so many tokens occurs twice in prompt and answer; 0: off
+    min_new_tokens: Any = 0  # no EOS before the answer has so many tokens
+    logit_bias: Any = None  # {id: number added to its logit}, or float32 [V] or [B, V]
+    allowed_token_ids: Sequence[int] | None = None  # only these are chosen (an EOS id that is not among them is never)
+    forbidden_token_ids: Sequence[int] | None = None  # these are never chosen
 
     @classmethod
     def from_hf(cls, generation_config: Mapping[str, Any]) -> "SamplingConfig":
@@ -45,7 +55,8 @@ class SamplingConfig:
                     f"generation_config.json asks for {name}={value!r}, which is not supported: ignore that file or remove the setting"
                 )
         sampled = bool(generation_config.get("do_sample"))
-        given = {f.name: generation_config.get(f.name) for f in dataclasses.fields(cls)}
+        given = {f.name: generation_config.get(f.name) for f in dataclasses.fields(cls) if f.name in _FROM_HF}
+        given["forbidden_token_ids"] = generation_config.get("suppress_tokens")
         config = cls(**({"temperature": 1.0, "top_k": 50} if sampled else {}) | {k: v for k, v in given.items() if v is not None})
         return config if sampled else dataclasses.replace(config, temperature=0.0)
 
@@ -59,14 +70,26 @@ class SamplingConfig:
         _check(self.top_k, lambda x: (x >= 0) & (x < 2**31) & (x == np.floor(x)), "top_k", "a whole number from 0 (off) to 2^31 - 1")
         _check(self.top_p, lambda x: (x > 0) & (x <= 1), "top_p", "above 0 and at most 1 (off)")
         _check(self.repetition_penalty, lambda x: (x > 0) & np.isfinite(x), "repetition_penalty", "above 0 (1: off)")
+        _check(self.min_p, lambda x: (x >= 0) & (x <= 1), "min_p", "from 0 (off) to 1")
+        _check(self.typical_p, lambda x: (x > 0) & (x <= 1), "typical_p", "above 0 and at most 1 (off)")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(getattr(self, name), np.isfinite, name, "a finite number (0: off)")
+        for name in ("no_repeat_ngram_size", "min_new_tokens"):
+            _check(getattr(self, name), lambda x: (x >= 0) & (x < 2**31) & (x == np.floor(x)), name, "a whole number from 0 (off)")
+        if both := set(self.allowed_token_ids or ()) & set(self.forbidden_token_ids or ()):
+            raise InputError(f"token id {min(both)} is both in allowed_token_ids and in forbidden_token_ids: leave it out of one")
+        if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
+            raise InputError("allowed_token_ids is empty: name the ids that may be chosen, or give None")
         return self
 
 
+_FROM_HF = ("temperature", "top_k", "top_p", "repetition_penalty", "min_p", "typical_p", "no_repeat_ngram_size", "min_new_tokens")
+
 # generation_config.json fields that change the result, with the value at which they do nothing.
 _UNSUPPORTED_DEFAULTS = dict(
-    num_beams=1, min_p=0.0, typical_p=1.0, epsilon_cutoff=0.0, eta_cutoff=0.0, no_repeat_ngram_size=0, encoder_repetition_penalty=1.0,
-    bad_words_ids=None, sequence_bias=None, suppress_tokens=None, begin_suppress_tokens=None, forced_bos_token_id=None,
-    forced_eos_token_id=None, min_length=0, min_new_tokens=None, penalty_alpha=None, guidance_scale=1.0, stop_strings=None,
+    num_beams=1, epsilon_cutoff=0.0, eta_cutoff=0.0, encoder_repetition_penalty=1.0, bad_words_ids=None, sequence_bias=None,
+    begin_suppress_tokens=None, forced_bos_token_id=None, forced_eos_token_id=None, min_length=0, penalty_alpha=None,
+    guidance_scale=1.0, stop_strings=None,
     exponential_decay_length_penalty=None, watermarking_config=None, top_h=None,
 )  # fmt: skip
 
@@ -80,26 +103,67 @@ def _check(value: Any, good: Any, name: str, remedy: str) -> None:
         raise InputError(f"{name} must be {remedy}, got {value!r}")
 
 
-def per_row(sampling: SamplingConfig | Sequence[SamplingConfig], batch: int) -> SamplingConfig:
-    """Settings as arrays [B] (float32, top_k int32) from one setting for all rows, arrays, or one setting per row.
+_WHOLE = ("top_k", "no_repeat_ngram_size", "min_new_tokens")
+_ABSENT = dict(min_p=0.0, typical_p=1.0, presence_penalty=0.0, frequency_penalty=0.0, no_repeat_ngram_size=0, min_new_tokens=0)
+
+
+def per_row(sampling: SamplingConfig | Sequence[SamplingConfig], batch: int, vocab_size: int | None = None) -> SamplingConfig:
+    """Settings as arrays [B] (float32, or int32 where they count) from one setting for all rows, arrays, or one setting per row.
+
+    The newer settings are None where no row asks for them; biases, allowed and forbidden ids become one `logit_bias` [B, V].
+
+    Args:
+        sampling: one for all rows, or one per row.
+        batch: B.
+        vocab_size: V, needed where ids are named.
 
     Raises:
-        InputError: a sequence whose length is not the batch.
+        InputError: a sequence whose length is not the batch, or ids outside the vocabulary.
     """
-    if not isinstance(sampling, SamplingConfig):
-        if len(sampling) != batch:
-            raise InputError(f"{len(sampling)} sampling settings for {batch} prompts: give one setting, or one per prompt")
-        sampling = jax.tree.map(lambda *rows: np.asarray(rows), *sampling)
+    rows = [sampling] if isinstance(sampling, SamplingConfig) else list(sampling)
+    if len(rows) != batch and not isinstance(sampling, SamplingConfig):
+        raise InputError(f"{len(rows)} sampling settings for {batch} prompts: give one setting, or one per prompt")
 
-    def spread(value: Any, dtype: Any) -> Any:
+    def spread(name: str) -> Any:
+        values = [getattr(row, name) for row in rows]
+        values = [_ABSENT[name] if value is None else value for value in values]
+        value = values[0] if len(values) == 1 else np.asarray(values)
         xp = jnp if isinstance(value, jax.Array) else np  # numbers stay on the host: no program is compiled for them
         if np.shape(value) not in ((), (1,), (batch,)):
             raise InputError(f"sampling settings of shape {np.shape(value)} for {batch} rows: give one number, or one per row")
-        return xp.broadcast_to(xp.asarray(value, dtype), (batch,))
+        if name in _ABSENT and not isinstance(value, jax.core.Tracer) and np.all(np.asarray(value) == _ABSENT[name]):
+            return None
+        return xp.broadcast_to(xp.asarray(value, np.int32 if name in _WHOLE else np.float32), (batch,))
 
-    return SamplingConfig(
-        *(spread(getattr(sampling, f.name), np.int32 if f.name == "top_k" else np.float32) for f in dataclasses.fields(sampling))
-    )
+    names = [f.name for f in dataclasses.fields(SamplingConfig) if not f.name.endswith(("_bias", "_ids"))]
+    return SamplingConfig(**{name: spread(name) for name in names}, logit_bias=_bias(rows, batch, vocab_size))
+
+
+def _bias(rows: list[SamplingConfig], batch: int, vocab_size: int | None) -> Any:
+    if all(row.logit_bias is None and row.allowed_token_ids is None and row.forbidden_token_ids is None for row in rows):
+        return None
+    if len(rows) == 1 and isinstance(rows[0].logit_bias, jax.Array):  # perhaps traced
+        return jnp.broadcast_to(rows[0].logit_bias, (batch, rows[0].logit_bias.shape[-1]))
+    bias_BV = np.zeros((len(rows), vocab_size), np.float32)
+    for bias_V, row in zip(bias_BV, rows, strict=True):
+        given = row.logit_bias if isinstance(row.logit_bias, Mapping) else {}
+        for name, ids in (
+            ("logit_bias", given),
+            ("allowed_token_ids", row.allowed_token_ids),
+            ("forbidden_token_ids", row.forbidden_token_ids),
+        ):
+            if bad := [i for i in ids or () if not 0 <= int(i) < vocab_size]:
+                raise InputError(f"{name} holds token id {bad[0]}, outside the vocabulary of {vocab_size}")
+        if row.allowed_token_ids is not None:
+            bias_V[:] = -np.inf
+            bias_V[list(row.allowed_token_ids)] = 0
+        bias_V[list(row.forbidden_token_ids or ())] = -np.inf
+        if row.logit_bias is not None:
+            bias_V += row.logit_bias if not isinstance(row.logit_bias, Mapping) else 0
+            np.add.at(bias_V, list(map(int, given)), list(map(float, given.values())))
+        if np.any(np.isnan(bias_V) | (bias_V == np.inf)) or np.all(bias_V == -np.inf):
+            raise InputError("logit_bias must be finite or -inf, and leave a token that can be chosen")
+    return jnp.asarray(np.broadcast_to(bias_BV, (batch, vocab_size)))
 
 
 def row_keys(key: jax.Array, batch: int) -> jax.Array:
@@ -119,27 +183,39 @@ def row_keys(key: jax.Array, batch: int) -> jax.Array:
     return key
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What the processors know of the rows; None where none of them asks for it."""
+
+    seen_BV: jax.Array  # bool: tokens already present in each row
+    count_BV: jax.Array | None = None  # int32: how often each row chose each token
+    history_BS: jax.Array | None = None  # int32: each row's tokens in order, prompt included
+    chosen_B: jax.Array | None = None  # int32: how many tokens each row chose
+    eos_E: jax.Array | None = None  # int32: ids that end a row
+
+
 def choose(
     logits_BV: jax.Array,
     row_key_B: jax.Array,
     position_B: jax.Array,
     sampling: SamplingConfig,
-    seen_BV: jax.Array,
+    context: Context,
     impl: str | None = None,
 ) -> jax.Array:
-    """The next token of each row, int32 [B]. A batch without temperature and penalty takes the argmax and nothing else.
+    """The next token of each row, int32 [B]. A batch without temperature and processors takes the argmax and nothing else.
 
     Args:
         logits_BV: float32.
         row_key_B: one key per row.
         position_B: the position that the new token will have in its row: the draw depends on it and the key alone.
-        sampling: arrays [B].
-        seen_BV: bool, tokens already present in each row.
+        sampling: from `per_row`.
+        context: what the processors look at.
         impl: of the argmax.
     """
 
     def processed() -> jax.Array:
-        logits = repetition_penalty(logits_BV, sampling.repetition_penalty, seen_BV)
+        logits = process(logits_BV, position_B, sampling, context)
         return lax.cond(
             jnp.all(sampling.temperature <= 0), lambda: argmax(logits, impl), lambda: sample(row_key_B, position_B, logits, sampling)
         )
@@ -149,17 +225,45 @@ def choose(
 
 def plain(sampling: SamplingConfig) -> jax.Array:
     """Whether every row just takes its likeliest token."""
-    return jnp.all((sampling.temperature <= 0) & (sampling.repetition_penalty == 1))
+    newer = any(getattr(sampling, name) is not None for name in (*_ABSENT, "logit_bias"))
+    return ~jnp.bool_(newer) & jnp.all((sampling.temperature <= 0) & (sampling.repetition_penalty == 1))
+
+
+def process(logits_BV: jax.Array, position_B: jax.Array, sampling: SamplingConfig, context: Context) -> jax.Array:
+    """The processors that hold for greedy rows too: biases and penalties."""
+    s = sampling
+    if s.logit_bias is not None:
+        logits_BV = logits_BV + s.logit_bias
+    logits_BV = processors.repetition_penalty(logits_BV, s.repetition_penalty, context.seen_BV)
+    if s.presence_penalty is not None or s.frequency_penalty is not None:
+        presence, frequency = (0 * s.temperature if x is None else x for x in (s.presence_penalty, s.frequency_penalty))
+        logits_BV = processors.presence_frequency(logits_BV, presence, frequency, context.count_BV)
+    if s.no_repeat_ngram_size is not None:
+        logits_BV = processors.no_repeat_ngram(logits_BV, s.no_repeat_ngram_size, context.history_BS, position_B)
+    if s.min_new_tokens is not None:
+        logits_BV = processors.min_new_tokens(logits_BV, s.min_new_tokens, context.chosen_B, context.eos_E)
+    return logits_BV
+
+
+def warp(logits_BV: jax.Array, sampling: SamplingConfig) -> jax.Array:
+    """Temperature, top-k, top-p, min-p and typical-p: logits of what is drawn from. Rows at temperature 0 stay as they are."""
+    greedy_B1 = (sampling.temperature <= 0)[:, None]
+    above = jnp.max(logits_BV, -1, keepdims=True)  # taken off first: the smallest temperatures must not overflow
+    scaled = (logits_BV - above) / jnp.where(greedy_B1, 1.0, jnp.maximum(sampling.temperature, 1e-37)[:, None])
+    kept = processors.top_k_top_p(scaled, sampling.top_k, sampling.top_p)
+    kept = kept if sampling.min_p is None else processors.min_p(kept, sampling.min_p)
+    kept = kept if sampling.typical_p is None else processors.typical_p(kept, sampling.typical_p)
+    return jnp.where(greedy_B1, logits_BV, kept)
 
 
 def sample(row_key_B: jax.Array, position_B: jax.Array, logits_BV: jax.Array, sampling: SamplingConfig) -> jax.Array:
-    """Draws from softmax(top_p(top_k(logits / temperature))) by the largest logit + Gumbel noise; rows at temperature 0 take the argmax."""
-    greedy_B = sampling.temperature <= 0
-    above = jnp.max(logits_BV, -1, keepdims=True)  # taken off first: the smallest temperatures must not overflow
-    scaled = (logits_BV - above) / jnp.where(greedy_B, 1.0, jnp.maximum(sampling.temperature, 1e-37))[:, None]
-    kept = top_k_top_p(scaled, sampling.top_k, sampling.top_p)
-    noise = jax.vmap(lambda key, position: gumbel(draw_key(key, position, _DRAW_TOKEN), logits_BV.shape[1]))(row_key_B, position_B)
-    return jnp.where(greedy_B, argmax(logits_BV, "xla"), argmax(kept + noise, "xla"))
+    """Draws from softmax(warp(logits)) by the largest logit + Gumbel noise; rows at temperature 0 take the argmax."""
+    return draw(row_key_B, position_B, warp(logits_BV, sampling), sampling)
+
+
+def draw(row_key_B: jax.Array, position_B: jax.Array, warped_BV: jax.Array, sampling: SamplingConfig) -> jax.Array:
+    noise = jax.vmap(lambda key, position: gumbel(draw_key(key, position, _DRAW_TOKEN), warped_BV.shape[1]))(row_key_B, position_B)
+    return argmax(jnp.where((sampling.temperature <= 0)[:, None], warped_BV, warped_BV + noise), "xla")
 
 
 def draw_key(row_key: jax.Array, position: jax.Array, purpose: int) -> jax.Array:
@@ -172,58 +276,3 @@ def gumbel(key: jax.Array, size: int) -> jax.Array:
     bits = jax.random.bits(key, (size,), jnp.uint32)
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
     return -jnp.log(-jnp.log(uniform))
-
-
-# --- processors, each logits_BV -> logits_BV ------------------------------------------------------------------------------
-
-
-def repetition_penalty(logits_BV: jax.Array, penalty_B: jax.Array, seen_BV: jax.Array) -> jax.Array:
-    """Divides positive logits of tokens already present by the penalty and multiplies negative ones (Keskar et al. 2019)."""
-    penalty = penalty_B[:, None]
-    return jnp.where(seen_BV, jnp.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty), logits_BV)
-
-
-def top_k(logits_BV: jax.Array, k_B: jax.Array) -> jax.Array:
-    """Keeps the k largest logits of each row (and their ties), the rest becomes -inf; k = 0 keeps all."""
-    return _keep(logits_BV, jnp.ones_like(logits_BV), _count(k_B))
-
-
-def top_p(logits_BV: jax.Array, p_B: jax.Array) -> jax.Array:
-    """Keeps the smallest set of largest logits whose probabilities sum to at least p (Holtzman et al. 2020), the rest becomes -inf."""
-    return _keep(logits_BV, jax.nn.softmax(logits_BV, -1), _mass(p_B))
-
-
-def top_k_top_p(logits_BV: jax.Array, k_B: jax.Array, p_B: jax.Array) -> jax.Array:
-    """top_p(top_k(logits)), as one loop over the two: the search is the same, and compiling it takes long."""
-
-    def stage(i, logits_BV):
-        weight_BV = jnp.where(i == 0, 1.0, jax.nn.softmax(logits_BV, -1))
-        return _keep(logits_BV, weight_BV, jnp.where(i == 0, _count(k_B), _mass(p_B)))
-
-    return lax.fori_loop(0, 2, stage, logits_BV)
-
-
-def _count(k_B: jax.Array) -> jax.Array:
-    return jnp.where(k_B > 0, k_B, jnp.inf)
-
-
-def _mass(p_B: jax.Array) -> jax.Array:
-    return jnp.where(p_B < 1, p_B, jnp.inf)
-
-
-def _keep(logits_BV: jax.Array, weight_BV: jax.Array, least_B: jax.Array) -> jax.Array:
-    """Keeps the fewest largest logits whose weights sum to at least `least` (all, where that cannot be), the rest becomes -inf.
-
-    The threshold is found bit by bit, on integers that are ordered as the floats are.
-    """
-    bits = lax.bitcast_convert_type(jnp.where(logits_BV == 0, 0.0, logits_BV), jnp.int32)  # -0.0 ties with 0.0
-    order = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # negative floats are ordered backwards as integers
-
-    def halve(_, bounds):
-        low, high = bounds  # the threshold lies in low … high
-        middle = (low | high) - ((low ^ high) >> 1)  # rounded up, without overflow
-        enough = jnp.sum(jnp.where(order >= middle[:, None], weight_BV, 0), -1) >= least_B
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
-
-    low, _ = lax.fori_loop(0, 32, halve, (jnp.min(order, -1), jnp.max(order, -1)))
-    return jnp.where(order >= low[:, None], logits_BV, -jnp.inf)

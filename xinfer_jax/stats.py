@@ -26,6 +26,7 @@ class GenerateStats:
     prompt_tokens: int  # all rows together
     weight_bytes: int
     cache_bytes: int
+    reused_tokens: int = 0  # of the prompt's, those that a prefix held already
     generated_tokens: int = 0  # all rows together, EOS included
     compile_seconds: float = 0.0  # tracing, lowering and compiling (or fetching from the compilation cache)
     prefill_seconds: float = 0.0
@@ -33,6 +34,8 @@ class GenerateStats:
     decode_seconds: float = 0.0  # everything after the first token
     decode_steps: int = 0
     total_seconds: float = 0.0  # compilation included
+    acceptance: list[float] | None = None  # with a draft: which part of each row's guesses was right
+    passes: list[int] | None = None  # with a draft: how often the model ran for each row
     peak_bytes: int = 0  # peak memory: of the process on CPU, of the device elsewhere
 
     @property
@@ -42,7 +45,7 @@ class GenerateStats:
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+        return (self.prompt_tokens - self.reused_tokens) / self.prefill_seconds if self.prefill_seconds else 0.0
 
     @property
     def decode_tokens_per_second(self) -> float:

@@ -1,14 +1,16 @@
 """Text in, text out: conversation → chat template → ids → `generate` or `stream` → text."""
 
 import dataclasses
+import math
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from .errors import InputError
-from .generate import GenerateOptions, GenerateOutput, generate, stream
+from .generate import generate, stream
 from .loading import Model
+from .options import GenerateOptions, GenerateOutput
 from .tokenizer import IncrementalDecoder, Tokenizer
 
 Prompt = str | Sequence[dict[str, Any]]  # a text, or messages [{"role": …, "content": …}, …]
@@ -64,7 +66,11 @@ def generate_text(
     Raises:
         InputError: as `encode_prompt` and `generate`.
     """
+    options = options or GenerateOptions()
+    if options.stop_strings:
+        return "".join(stream_text(model, prompt, options, key=key, system=system, raw=raw))
     ids = encode_prompt(model, prompt, system=system, raw=raw)
+    _one_answer(options)
     out = generate(model.params, model.config, [ids], with_eos(model, options), key=key)
     return _tokenizer(model).decode(out.tokens[0])
 
@@ -77,10 +83,38 @@ def stream_text(
     key: jax.Array | None = None,
     system: str | None = None,
     raw: bool = False,
-) -> Generator[str, None, GenerateOutput]:
-    """`generate_text`, piece by piece, whole characters only; the generator's return value is the `GenerateOutput`."""
-    ids = encode_prompt(model, prompt, system=system, raw=raw)
-    return _pieces(_tokenizer(model), stream(model.params, model.config, [ids], with_eos(model, options), key=key))
+) -> Generator[str, bool | None, GenerateOutput]:
+    """`generate_text`, piece by piece, whole characters only; the generator's return value is the `GenerateOutput`.
+
+    The text ends before the first of `options.stop_strings`, across token borders too; the output's tokens go up to the one that
+    completed it. `send(True)` ends the answer.
+    """
+    ids, options = encode_prompt(model, prompt, system=system, raw=raw), with_eos(model, options)
+    _one_answer(options)
+    if any(not isinstance(stop, str) or not stop for stop in options.stop_strings):
+        raise InputError(f"stop_strings must be texts that are not empty, got {tuple(options.stop_strings)!r}")
+    tokens = stream(model.params, model.config, [ids], dataclasses.replace(options, stop_strings=()), key=key)
+    return _pieces(_tokenizer(model), tokens, options.stop_strings)
+
+
+class TokenText(NamedTuple):
+    """A token as a reader sees it."""
+
+    id: int
+    text: str
+    probability: float
+
+
+def alternatives_text(model: Model, out: GenerateOutput, row: int = 0) -> list[list[TokenText]]:
+    """For each chosen token: itself, then `options.logprobs` alternatives with their probabilities before any processor."""
+    tokenizer = _tokenizer(model)
+    if out.alternatives is None:
+        raise InputError("this output has no alternatives: generate with GenerateOptions(logprobs=…)")
+
+    def readable(token: int, logprob: float) -> TokenText:
+        return TokenText(token, tokenizer.decode([token], skip_special_tokens=False), math.exp(logprob))
+
+    return [[readable(*pair) for pair in ((t.id, t.logprob), *t.top)] for t in out.alternatives[row]]
 
 
 def with_eos(model: Model, options: GenerateOptions | None) -> GenerateOptions:
@@ -90,17 +124,38 @@ def with_eos(model: Model, options: GenerateOptions | None) -> GenerateOptions:
     return options if options.eos_token_ids else dataclasses.replace(options, eos_token_ids=possible)
 
 
-def _pieces(tokenizer: Tokenizer, steps: Generator[list[int | None], None, GenerateOutput]) -> Generator[str, None, GenerateOutput]:
-    decoder = IncrementalDecoder(tokenizer)
+def _one_answer(options: GenerateOptions) -> None:
+    if options.n != 1:
+        raise InputError(f"n={options.n}: the text functions give one answer; from Python, generate and the tokenizer give several")
+
+
+def _pieces(
+    tokenizer: Tokenizer, steps: Generator[list[int | None], bool | None, GenerateOutput], stops: Sequence[str]
+) -> Generator[str, bool | None, GenerateOutput]:
+    decoder, held, told = IncrementalDecoder(tokenizer), "", None
     while True:
         try:
-            (token,) = next(steps)
+            (token,) = steps.send(told)
         except StopIteration as stop:
-            if rest := decoder.finish():
+            if rest := "" if told else _until_stop(held + decoder.finish(), stops)[0]:
                 yield rest
             return stop.value
-        if piece := decoder.push(token):
-            yield piece
+        held += decoder.push(token)
+        text, told = _until_stop(held, stops)
+        ready = len(text) if told else len(text) - max((_overlap(text, stop) for stop in stops), default=0)
+        asked = (yield text[:ready]) if ready else None
+        told, held = told or asked or None, text[ready:]
+
+
+def _until_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """The text before the first stop string in it, and whether there is one."""
+    found = [at for at in map(text.find, stops) if at >= 0]
+    return (text[: min(found)], True) if found else (text, False)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of the text may be the beginning of the stop string."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def _tokenizer(model: Model) -> Tokenizer:

@@ -1,0 +1,93 @@
+"""What speculation gains: tokens per second beside plain decoding, in turns, for guesses that are right as often as is asked.
+
+    python scripts/bench_speculative.py --config=qwen2.5-0.5b --quantize=int8 --acceptance=0.6,0.8,1
+
+Guesses are taken from the plain answer and spoilt at random, so that the rate is known; guessing costs nothing, as with look-up.
+Without --config the checkpoint --model generates from --prompt, and look-up guesses: the acceptance is then a real one.
+"""
+
+import json
+import statistics
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags, logging
+from bench_shapes import hf_config
+
+import xinfer_jax as xj
+from xinfer_jax.config import from_hf
+from xinfer_jax.text import encode_prompt
+
+CONFIG = flags.DEFINE_string("config", None, "A built-in shape (random weights) or a directory with a config.json.")
+MODEL = flags.DEFINE_string("model", None, "A checkpoint, instead: directory or hub name. Default: the bundled one.")
+PROMPT = flags.DEFINE_string("prompt", "What is the capital of France? And of Spain?", "For --model.")
+RAW = flags.DEFINE_boolean("raw", False, "Without the chat template.")
+DTYPE = flags.DEFINE_string("dtype", "float32", "float32, bfloat16 or float16.")
+QUANTIZE = flags.DEFINE_string("quantize", None, "int8 or int4.")
+ACCEPTANCE = flags.DEFINE_list("acceptance", ["0.8"], "How often a guess is right, with --config.")
+DRAFT_TOKENS = flags.DEFINE_list("draft_tokens", ["2", "3", "4"], "Guesses per pass.")
+NEW = flags.DEFINE_integer("new_tokens", 64, "Tokens per answer.", lower_bound=2)
+REPEATS = flags.DEFINE_integer("repeats", 3, "Turns; medians are printed.", lower_bound=1)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+    logging.set_verbosity(logging.WARNING)
+    try:
+        print(json.dumps(run()))
+    except (xj.InputError, ValueError) as error:
+        print(f"bench_speculative: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def run() -> dict:
+    if CONFIG.value:
+        config = from_hf(hf_config(CONFIG.value))
+        params = xj.init_params(config, jax.random.key(0), DTYPE.value, QUANTIZE.value)
+        prompt = np.random.default_rng(0).integers(0, config.vocab_size, 26).tolist()
+    else:
+        model = xj.load_model(MODEL.value, dtype=DTYPE.value, quantize=QUANTIZE.value)
+        params, config, prompt = model.params, model.config, encode_prompt(model, PROMPT.value, raw=RAW.value)
+
+    def answer(**given) -> xj.GenerateOutput:
+        return xj.generate(params, config, [prompt], xj.GenerateOptions(NEW.value, **given))
+
+    plain = answer().tokens[0]
+    ways = {"plain": {}}
+    for count in map(int, DRAFT_TOKENS.value):
+        rates = map(float, ACCEPTANCE.value) if CONFIG.value else [None]
+        for rate in rates:
+            draft = "lookup" if rate is None else spoilt(plain, len(prompt), rate, config.vocab_size)
+            ways[f"{count} guesses" + ("" if rate is None else f", {rate:.0%} right")] = dict(draft=draft, draft_tokens=count)
+    runs = {name: [answer(**way) for _ in range(2)][1:] for name, way in ways.items()}  # the first compiles
+    for _ in range(REPEATS.value - 1):
+        for name, way in ways.items():
+            runs[name].append(answer(**way))
+    label = f"{CONFIG.value or MODEL.value or 'bundled model'}, {QUANTIZE.value or DTYPE.value}, jax {jax.__version__}"
+    print(f"{label}; medians of {REPEATS.value}; tokens equal to plain decoding are counted up to the first that rounding turned")
+    results = {}
+    for name, outs in runs.items():
+        speed = statistics.median(out.stats.decode_tokens_per_second for out in outs)
+        ratio = statistics.median(
+            a.stats.decode_tokens_per_second / b.stats.decode_tokens_per_second for a, b in zip(outs, runs["plain"], strict=True)
+        )
+        accepted = outs[0].stats.acceptance
+        same = next((i for i, pair in enumerate(zip(outs[0].tokens[0], plain, strict=True)) if pair[0] != pair[1]), len(plain))
+        results[name] = {"tokens_per_second": speed, "ratio": ratio, "acceptance": accepted and accepted[0], "same_tokens": same}
+        share = "" if accepted is None else f"{accepted[0]:5.0%} accepted, {outs[0].stats.passes[0]} passes, "
+        print(f"{name:24s} {speed:8.1f} tok/s {ratio:6.2f} x  {share}{same} of {len(plain)} tokens the same")
+    return {"command": "python " + " ".join(sys.argv), "what": label, "new_tokens": NEW.value, "results": results}
+
+
+def spoilt(answer: list[int], start: int, rate: float, vocab_size: int):
+    """A guesser that knows the answer, and errs at random."""
+    right = np.random.default_rng(1).random(len(answer) + 64) < rate
+    known = jnp.array(np.where(right, np.pad(answer, (0, 64)), (np.pad(answer, (0, 64)) + 1) % vocab_size), jnp.int32)
+    return lambda history_BS, length_B, count: known[length_B[:, None] - start + jnp.arange(count)]
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,124 @@
+"""A cache kept between calls, in memory and in files, and the chat that lives on it."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import xinfer_jax as xj
+
+ROOT = Path(__file__).parents[1]
+FIRST, MORE = ([1, 2, 3, 4, 5], [7, 8, 9]), ([11, 12], [13, 14, 15, 16])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return xj.load_model(dtype="float32")
+
+
+def run(model, prompts, **given) -> xj.GenerateOutput:
+    options = xj.GenerateOptions(**dict(max_new_tokens=8, sampling=xj.SamplingConfig(temperature=0.8)) | given)
+    return xj.generate(model.params, model.config, prompts, options, key=jax.random.key(4))
+
+
+def longer(out: xj.GenerateOutput, first=FIRST) -> list[list[int]]:
+    return [[*a, *b, *c] for a, b, c in zip(first, out.tokens, MORE, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "given", [{}, *(pytest.param(slow, marks=pytest.mark.slow) for slow in (dict(draft="lookup"), dict(n=2), dict(quantize="int8")))],
+    ids=["plain", "draft", "n", "int8"],
+)  # fmt: skip
+def test_a_continued_call_gives_what_a_fresh_one_gives(model, given):
+    if quantize := given.get("quantize"):
+        model, given = xj.load_model(quantize=quantize), {}
+    first = run(model, FIRST, keep_prefix=True, capacity=64)
+    prompts = longer(first)
+    again, fresh = run(model, prompts, prefix=first.prefix, keep_prefix=True, **given), run(model, prompts, capacity=64, **given)
+    assert again.tokens == fresh.tokens and again.prefix.cache.capacity == 64
+    assert again.stats.reused_tokens == sum(map(len, FIRST)) + 2 * 7  # the last token of an answer was chosen, not read
+    assert [len(row) for row in again.prefix.tokens] == np.asarray(again.prefix.cache.length_B).tolist()
+
+
+def test_what_differs_is_read_again(model):
+    first = run(model, FIRST, keep_prefix=True, capacity=64)
+    prompts = longer(first)
+    prompts[0][3] = 99
+    again = run(model, prompts, prefix=first.prefix)
+    assert again.stats.reused_tokens == 3 + len(FIRST[1]) + 7
+    assert again.tokens == run(model, prompts, capacity=64).tokens
+    same = run(model, FIRST, prefix=first.prefix)  # the last token is read again: its logits are wanted
+    assert same.tokens == first.tokens and same.stats.reused_tokens == 4 + 2
+
+
+def test_saved_and_loaded(model, tmp_path):
+    first = run(model, FIRST, keep_prefix=True, capacity=64)
+    xj.save_prefix(tmp_path / "cache.safetensors", first.prefix, model.params, model.config)
+    loaded = xj.load_prefix(tmp_path / "cache.safetensors", model.params, model.config, capacity=96)
+    assert loaded.tokens == first.prefix.tokens and loaded.cache.capacity == 96
+    assert run(model, longer(first), prefix=loaded).tokens == run(model, longer(first), prefix=first.prefix).tokens
+    other = xj.init_params(model.config, jax.random.key(1))
+    other["final_norm"] = other["final_norm"] * 2
+    changed = dataclasses.replace(model.config, rms_norm_eps=1e-3)
+    for params, config in ((other, model.config), (model.params, changed)):
+        with pytest.raises(xj.InputError, match="was saved with another model"):
+            xj.load_prefix(tmp_path / "cache.safetensors", params, config)
+    with pytest.raises(xj.InputError, match="more than the capacity 4"):
+        xj.load_prefix(tmp_path / "cache.safetensors", model.params, model.config, capacity=4)
+    with pytest.raises(xj.InputError, match="cannot be read"):
+        xj.load_prefix(tmp_path / "nothing", model.params, model.config)
+
+
+def test_bfloat16_survives_a_file(model, tmp_path):
+    first = run(model, FIRST, keep_prefix=True, capacity=32)
+    cache = dataclasses.replace(
+        first.prefix.cache, **{n: tuple(x.astype("bfloat16") for x in getattr(first.prefix.cache, n)) for n in ("k", "v")}
+    )
+    xj.save_prefix(tmp_path / "cache", dataclasses.replace(first.prefix, cache=cache), model.params, model.config)
+    loaded = xj.load_prefix(tmp_path / "cache", model.params, model.config)
+    held = len(first.prefix.tokens[1])
+    np.testing.assert_array_equal(loaded.cache.v[0][1, :, :held].astype("float32"), cache.v[0][1, :, :held].astype("float32"))
+
+
+def test_refused(model):
+    prefix = run(model, FIRST, keep_prefix=True, capacity=32).prefix
+    for prompts, given, named in (
+        (FIRST[:1], {}, "1 prompts for a prefix of 2 rows"),
+        (FIRST, dict(capacity=64), "capacity=64, but the prefix has a cache of 32"),
+        (FIRST, dict(max_new_tokens=30), "exceeds the capacity of the prefix 32"),
+        (FIRST, dict(use_cache=False), "prefix needs the cache"),
+    ):
+        with pytest.raises(xj.InputError, match=named):
+            run(model, prompts, prefix=prefix, **given)
+    with pytest.raises(xj.InputError, match="keep_prefix with best_of=2"):
+        run(model, FIRST, keep_prefix=True, best_of=2)
+
+
+def chat(said: str, *flags: str) -> subprocess.CompletedProcess:
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    command = [sys.executable, "scripts/chat.py", *flags]
+    return subprocess.run(command, cwd=ROOT, env=env, input=said, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_chat():
+    question = "What is the capital of France?\n"
+    done = chat(question * 5 + "/nonsense\n/reset\n" + question, "--stats", "--max_tokens=16", "--capacity=128")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "The capital of France is Paris." and lines[-2] == lines[0], "forgotten means as at first"
+    assert lines[1].startswith("[26 of 26 tokens read") and lines[-1].startswith("[26 of 26 tokens read")
+    read, held = map(int, lines[3].split(" tokens")[0].strip("[").split(" of "))
+    assert read < held / 2
+    assert any("earliest exchanges no longer fit in 128 tokens" in line for line in lines)
+    assert "/nonsense: there are /exit, /reset and /stats" in lines
+
+
+def test_chat_refuses_in_one_line():
+    done = chat("", "--capacity=20", "--max_tokens=30")
+    assert done.returncode == 2 and done.stderr == "chat: --max_tokens=30 leaves no room for a question in a capacity of 20: lower it\n"

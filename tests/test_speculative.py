@@ -1,0 +1,132 @@
+"""Speculative decoding: the tokens are those of plain decoding, greedy or sampled, whatever guesses; and guesses are counted."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xinfer_jax as xj
+from xinfer_jax.speculative import look_up
+
+PROMPTS = ([1, 2, 3, 4, 5], [7, 8, 9, 7, 8, 9, 7], [30])
+MIXED = (
+    xj.SamplingConfig(),
+    xj.SamplingConfig(0.8, 40, 0.95, 1.2, frequency_penalty=0.3),
+    xj.SamplingConfig(temperature=1.0, no_repeat_ngram_size=3, min_p=0.02),
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return xj.load_model(dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def drafts(model):
+    """What may guess: a model that is always right, a smaller one, one that knows nothing, look-up, and a function."""
+    config = dataclasses.replace(model.config, num_hidden_layers=1, layer_windows=model.config.layer_windows[:1], layer_rope=(True,))
+    small = dataclasses.replace(model, params=model.params | {"layers": model.params["layers"][:1]}, config=config)
+    random = dataclasses.replace(model, params=xj.init_params(model.config, jax.random.key(9)))
+    return {"itself": model, "small": small, "random": random, "lookup": "lookup", "function": sevens}
+
+
+def sevens(history_BS, length_B, count):
+    return jnp.full((len(length_B), count), 7)
+
+
+def run(model, prompts=PROMPTS, **given) -> xj.GenerateOutput:
+    options = xj.GenerateOptions(**dict(max_new_tokens=24) | given)
+    return xj.generate(model.params, model.config, prompts, options, key=jax.random.key(4))
+
+
+@pytest.mark.parametrize("draft", ["lookup", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("itself", "small", "function"))])
+def test_the_tokens_are_those_of_plain_decoding(model, drafts, draft):
+    eos = tuple(run(model).tokens[0][9:10])
+    for settings in (xj.SamplingConfig(), MIXED):
+        given = dict(sampling=settings, eos_token_ids=eos, logprobs=2)
+        plain, guessed = run(model, **given), run(model, draft=drafts[draft], **given)
+        assert guessed.tokens == plain.tokens and guessed.finish_reason == plain.finish_reason
+        np.testing.assert_allclose(sum(guessed.logprobs, []), sum(plain.logprobs, []), atol=1e-4)
+        for a, b in zip(sum(guessed.alternatives, []), sum(plain.alternatives, []), strict=True):
+            assert a.id == b.id
+            np.testing.assert_allclose(a.processed_logprob, b.processed_logprob, atol=1e-3)
+        for row, rate, passes in zip(guessed.logprobs, guessed.stats.acceptance, guessed.stats.passes, strict=True):
+            assert 0 <= rate <= 1 and passes <= len(row) - 1 <= passes * 4
+
+
+@pytest.mark.slow
+def test_a_draft_that_is_always_right(model, drafts):
+    """Guesses draw with the same noise; so the model itself is never wrong, sampled or not, while settings do not look back."""
+    settings = [xj.SamplingConfig(), xj.SamplingConfig(temperature=1.0), xj.SamplingConfig(0.7, 20, 0.9)]
+    out = run(model, sampling=settings, draft=drafts["itself"], draft_tokens=4, max_new_tokens=21)
+    assert out.stats.acceptance == [1.0] * 3 and out.stats.passes == [4] * 3
+    wrong = run(model, sampling=settings, draft=drafts["random"], draft_tokens=4, max_new_tokens=21)
+    assert max(wrong.stats.acceptance) < 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", ["small", "lookup"])
+def test_a_row_of_a_batch_is_the_row_alone_streamed_and_shared(model, drafts, draft):
+    keys = jax.random.split(jax.random.key(1), 2)
+    given = dict(max_new_tokens=16, draft=drafts[draft], sampling=xj.SamplingConfig(temperature=0.9))
+    options = xj.GenerateOptions(**given)
+    batch = xj.generate(model.params, model.config, PROMPTS[:2], options, key=keys)
+    for i in range(2):
+        steps = xj.stream(model.params, model.config, PROMPTS[i : i + 1], options, key=keys[i : i + 1])
+        assert [ids[0] for ids in steps] == batch.tokens[i]
+    several, plain = (run(model, PROMPTS[:2], **given | dict(draft=d, n=2)) for d in (drafts[draft], None))
+    assert several.tokens == plain.tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_quantized_weights(quantize):
+    model = xj.load_model(quantize=quantize)
+    assert run(model, draft="lookup").tokens == run(model).tokens
+
+
+@pytest.mark.slow
+def test_sampled_tokens_follow_the_distribution(model, drafts):
+    """The second token's frequencies over many keys, given the first: those of the model's own softmax."""
+    rows, prompt = 512, PROMPTS[0]
+    settings = xj.SamplingConfig(temperature=0.7, top_k=4)
+    first = run(model, [prompt]).tokens[0][0]
+    options = xj.GenerateOptions(max_new_tokens=2, sampling=settings, draft=drafts["small"])
+    out = xj.generate(model.params, model.config, [prompt + [first]] * rows, options, key=jax.random.key(8))
+    logits_V = xj.forward(model.params, model.config, jnp.array([prompt + [first]]))[0][0, -1]
+    best = np.argsort(-np.asarray(logits_V))[:4]
+    share = np.asarray(jax.nn.softmax(logits_V[best] / 0.7))
+    drawn = np.array([[row[0] == b for b in best] for row in out.tokens]).mean(0)
+    assert np.all(np.abs(drawn - share) < 5 * np.sqrt(share * (1 - share) / rows) + 1e-3)
+
+
+def test_look_up():
+    history = np.zeros((4, 16), np.int32)
+    rows = ([5, 6, 7, 8, 5, 6], [1, 2, 1, 3, 1], [4, 4, 4], [9])
+    for row, ids in zip(history, rows, strict=True):
+        row[: len(ids)] = ids
+    guesses = np.asarray(look_up(jnp.array(history), jnp.array([len(row) for row in rows]), 3))
+    assert guesses[0].tolist() == [7, 8, 5]
+    assert guesses[1].tolist() == [3, 1, 3]  # of two places the later; it runs into the end and repeats
+    assert guesses[2].tolist() == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    "given, named",
+    [
+        (dict(draft="nothing"), "draft must be a model from load_model, or 'lookup'"),
+        (dict(draft="lookup", draft_tokens=0), "draft_tokens must be a whole number of at least 1, got 0"),
+        (dict(draft="lookup", use_cache=False), "draft needs the cache"),
+    ],
+)
+def test_refused(model, given, named):
+    with pytest.raises(xj.InputError, match=named):
+        run(model, **given)
+
+
+def test_a_draft_with_another_vocabulary_is_refused(model):
+    draft = dataclasses.replace(model, config=dataclasses.replace(model.config, vocab_size=7))
+    with pytest.raises(xj.InputError, match="the draft's vocabulary of 7 is not the model's"):
+        run(model, draft=draft)

@@ -1,0 +1,134 @@
+"""What `generate` and `stream` are asked for and what they give back; bad input is refused here, before any tracing."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .attention import check_impl
+from .config import ModelConfig
+from .errors import InputError
+from .logprobs import TokenLogprobs
+from .params import Params
+from .prefix import Prefix
+from .sampling import SamplingConfig, per_row, row_keys
+from .stats import GenerateStats
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateOptions:
+    """What `generate` and `stream` do beyond the prompts."""
+
+    max_new_tokens: int = 128
+    sampling: SamplingConfig | Sequence[SamplingConfig] = SamplingConfig()  # for all prompts, or one per prompt
+    eos_token_ids: Sequence[int] = ()  # any of them ends a row; none: never stop early
+    capacity: int | None = None  # of the cache, in tokens; None: what the call needs, rounded up
+    use_cache: bool = True  # False: recompute the whole sequence for every token, to compare
+    impl: str | None = None  # of attention and argmax: None (what suits the device), "mosaic", "triton" or "xla"
+    stop_token_ids: Sequence[int] = ()  # end a row as EOS ids do, with the finish_reason "stop"
+    stop_strings: Sequence[str] = ()  # end the text before the first of them; the text functions know what a string is
+    n: int = 1  # answers per prompt: rows i * n … i * n + n - 1 are those of prompt i, and answer j draws from fold_in(row_key, j)
+    best_of: int | None = None  # generate so many per prompt, return the n of largest log-probability per token; None: n
+    logprobs: int = 0  # alternatives noted for each token, before and after the processors
+    draft: Any = (
+        None  # guesses tokens ahead: a `Model` with the same vocabulary, or "lookup" (what followed in the row before); None: nothing
+    )
+    draft_tokens: int = 3  # guesses per pass
+    prefix: Prefix | None = None  # of an earlier call: of each prompt, what its rows start with alike is not read again
+    keep_prefix: bool = False  # return the cache as out.prefix, for the next call
+    logits: bool = False  # the logits of every step too, before any processor: float32 [steps, V] per row
+
+
+@dataclasses.dataclass
+class GenerateOutput:
+    """What `generate` returns; one entry per prompt and answer."""
+
+    tokens: list[list[int]]  # new ids, the EOS or stop id that ended them not included
+    logprobs: list[list[float]]  # the model's log-probability of each (before any processor), with the EOS entry last if there was one
+    finish_reason: list[str]  # "eos", "stop" or "length"
+    stats: GenerateStats
+    alternatives: list[list[TokenLogprobs]] | None = None  # with options.logprobs: of each entry of `logprobs`
+    logits: list[np.ndarray] | None = None  # with options.logits: [entries of `logprobs`, V]
+
+    prefix: Prefix | None = None  # with options.keep_prefix
+
+    def best(self, n: int, of: int) -> "GenerateOutput":
+        """Of every `of` answers in a row the n with the largest mean log-probability, best first."""
+        mean = [np.mean(row) for row in self.logprobs]
+        groups = (range(first, first + of) for first in range(0, len(mean), of))
+        kept = [i for group in groups for i in sorted(group, key=lambda i: -mean[i])[:n]]
+        lists = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("stats", "prefix")}
+        return dataclasses.replace(self, **{name: value and [value[i] for i in kept] for name, value in lists.items()})
+
+
+def checked(
+    params: Params, config: ModelConfig, prompts: Sequence[Sequence[int]], options: GenerateOptions | None, key: jax.Array | None
+) -> tuple[Any, ...]:
+    """params, config, prompts, options, and settings and keys for each prompt; or an InputError."""
+    options = options or GenerateOptions()
+    check_impl(options.impl)
+    check_prompts(config, prompts)
+    longest, new = max(map(len, prompts)), options.max_new_tokens
+    if isinstance(new, bool) or not isinstance(new, int | np.integer) or new < 1:
+        raise InputError(f"max_new_tokens must be a whole number of at least 1, got {new!r}")
+    for sampling in [options.sampling] if isinstance(options.sampling, SamplingConfig) else options.sampling:
+        sampling.validate()
+    if options.stop_strings:
+        raise InputError("stop_strings need text: use generate_text or stream_text, or stop_token_ids")
+    for name, least in (("n", 1), ("logprobs", 0), ("draft_tokens", 1), ("best_of", options.n)):
+        value = getattr(options, name)
+        if (value is not None or name != "best_of") and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    if options.draft not in (None, "lookup") and not callable(options.draft):
+        if not hasattr(options.draft, "params"):
+            raise InputError(f"draft must be a model from load_model, or 'lookup', got {options.draft!r}")
+        if options.draft.config.vocab_size != config.vocab_size:
+            raise InputError(f"the draft's vocabulary of {options.draft.config.vocab_size} is not the model's of {config.vocab_size}")
+        if options.draft.config.context_length < longest + new:
+            raise InputError(
+                f"prompt of {longest} tokens + max_new_tokens {new} exceeds the draft's context limit {options.draft.config.context_length}"
+            )
+    for name in ("draft", "prefix", "keep_prefix"):
+        if getattr(options, name) and not options.use_cache:
+            raise InputError(f"{name} needs the cache: leave use_cache true")
+    if options.keep_prefix and options.best_of not in (None, options.n):
+        raise InputError(f"keep_prefix with best_of={options.best_of}: the cache would hold other rows, choose from n answers yourself")
+    if options.prefix is not None:
+        options.prefix.shared(prompts)
+        if options.capacity not in (None, options.prefix.cache.capacity):
+            raise InputError(f"capacity={options.capacity}, but the prefix has a cache of {options.prefix.cache.capacity}: leave it out")
+    if options.logprobs > config.vocab_size:
+        raise InputError(f"logprobs={options.logprobs} exceeds the vocabulary of {config.vocab_size}")
+    sampling_B = per_row(options.sampling, len(prompts), config.vocab_size)
+    for limit, name, remedy in (
+        (config.context_length, "the model's context limit", "shorten the prompt or generate fewer tokens"),
+        (options.capacity, "the capacity", "raise capacity or shorten the prompt"),
+        (options.prefix and options.prefix.cache.capacity, "the capacity of the prefix", "start it with a larger capacity"),
+    ):
+        if limit is not None and longest + new > limit:
+            dynamic = " (rope type 'dynamic' changes its frequencies there)" if config.rope.rope_type == "dynamic" else ""
+            raise InputError(f"prompt of {longest} tokens + max_new_tokens {new} exceeds {name} {limit}{dynamic}: {remedy}")
+    for token in (*options.eos_token_ids, *options.stop_token_ids):
+        if not 0 <= token < config.vocab_size:
+            raise InputError(f"EOS or stop token id {token} is outside the vocabulary of {config.vocab_size}")
+    if key is None and np.any(sampling_B.temperature > 0):
+        raise InputError("sampling needs a PRNG key: give key=jax.random.key(seed), or temperature 0")
+    if key is None:  # nothing will be drawn: any keys do, and making these compiles nothing
+        key = jax.random.wrap_key_data(np.zeros((len(prompts), 2), np.uint32), impl="threefry2x32")
+    row_key_B = row_keys(key, len(prompts))
+    return params, config, [list(map(int, p)) for p in prompts], options, sampling_B, row_key_B
+
+
+def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
+    """Raises InputError unless prompts are non-empty lists of ids inside the vocabulary."""
+    if not len(prompts):
+        raise InputError("no prompts: give at least one list of token ids")
+    for i, prompt in enumerate(prompts):
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+            raise InputError(f"prompt {i} must be a non-empty list of token ids, got {prompt!r}")
+        if ids.min() < 0 or ids.max() >= config.vocab_size:
+            bad = ids[(ids < 0) | (ids >= config.vocab_size)][0]
+            raise InputError(f"prompt {i} holds token id {bad}, outside the vocabulary of {config.vocab_size}")

@@ -1,0 +1,142 @@
+"""Speculative decoding (Leviathan et al. 2023): several tokens are guessed cheaply and checked by the model in one pass.
+
+The token at a position is a function of the model's logits there and of the row's key (sampling.py). So a guess is checked by
+choosing the model's own token and comparing: greedy or sampled, the tokens are those of plain decoding with the same key, and
+so is their distribution. A draft model draws with the same noise, which makes it guess alike.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .cache import KVCache, truncate
+from .config import ModelConfig
+from .decode import DecodeState, record
+from .model import hidden_states, unembed
+from .params import Params
+from .sampling import SamplingConfig, choose
+
+Guesser = Callable[[jax.Array, jax.Array, int], jax.Array]  # (history_BS, length_B, count) -> int32 [B, count]; traced
+
+_LONGEST_MATCH = 4  # tokens that a look-up compares at most
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Speculation:
+    """What the loop carries beyond `DecodeState`."""
+
+    cache: KVCache | None  # of the draft model; None where a function guesses
+    passes_B: jax.Array  # int32: passes of the model that each row took part in
+    accepted_B: jax.Array  # int32: guesses that were right
+
+
+def speculate(
+    params: Params,
+    config: ModelConfig,
+    draft_params: Params | None,
+    guesser: ModelConfig | Guesser,
+    state: tuple[DecodeState, Speculation],
+    row_key_B: jax.Array,
+    sampling_B: SamplingConfig,
+    eos_E: jax.Array,
+    until: jax.Array,
+    most: jax.Array,
+    count: int,
+    impl: str | None,
+) -> tuple[DecodeState, Speculation]:
+    """Decodes until every row has `until` tokens or has ended.
+
+    Args:
+        params, config: the model.
+        draft_params, guesser: the draft model's parameters and configuration; or None and a function that guesses.
+        state: with `context.history_BS`.
+        row_key_B, sampling_B, eos_E: as in `decode_loop`.
+        until: int32.
+        most: int32, tokens that no row exceeds.
+        count: guesses per pass.
+        impl: as in `prefill`.
+    """
+    choice = (row_key_B, sampling_B, eos_E)
+
+    def body(carry: tuple[DecodeState, Speculation]) -> tuple[DecodeState, Speculation]:
+        state, spec = carry
+        active_B = _active(state, most)
+        guess_BK, draft_cache = _guess(draft_params, guesser, state, spec.cache, choice, count, impl)
+        tokens_BT = jnp.concatenate([state.token_B[:, None], guess_BK], 1)
+        hidden_BTD, cache = hidden_states(params, config, tokens_BT, state.cache, jnp.where(active_B, count + 1, 0), impl=impl)
+        logits_BTV, before_B, active = unembed(params, hidden_BTD), state.length_B, active_B
+        for i in range(count + 1):  # the token behind the first i guesses, which were right
+            state = record(logits_BTV[:, i], state, *choice, impl, active)
+            active = active & _active(state, most) & (state.token_B == tokens_BT[:, min(i + 1, count)])
+        right_B = jnp.maximum(state.length_B - before_B - 1, 0)
+        spec = Speculation(draft_cache, spec.passes_B + active_B, spec.accepted_B + right_B)
+        reached = jnp.min(jnp.where(_active(state, most), state.length_B, most))
+        reached = jnp.where(jnp.any(_active(state, most)), reached, jnp.max(state.length_B))
+        return dataclasses.replace(state, cache=truncate(cache, state.position_B - 1), step=reached), spec
+
+    return lax.while_loop(lambda carry: (carry[0].step < until) & jnp.any(_active(carry[0], most)), body, state)
+
+
+SPECULATE = jax.jit(speculate, static_argnames=("config", "guesser", "count", "impl"), donate_argnames="state")
+
+
+def _active(state: DecodeState, most: jax.Array) -> jax.Array:
+    return ~state.finished_B & (state.length_B < most)
+
+
+def _guess(params, guesser, state: DecodeState, cache: KVCache | None, choice: Any, count: int, impl: str | None):
+    """The guesses [B, count], and the draft model's cache."""
+    history_BS, position_B = state.context.history_BS, state.position_B
+    if params is None:
+        return guesser(history_BS, position_B, count), None
+    row_key_B, sampling_B, eos_E = choice
+    context = dataclasses.replace(state.context, chosen_B=state.length_B, eos_E=eos_E)
+
+    def guess(i, tokens_BT, cache):
+        hidden_BTD, cache = hidden_states(params, guesser, tokens_BT, cache, None, impl=impl)
+        logits_BV = unembed(params, hidden_BTD[:, -1])
+        return choose(logits_BV, row_key_B, position_B + i, sampling_B, context, impl), cache
+
+    def step(i, carry):
+        guess_BK, token_B, cache = carry
+        token_B, cache = guess(i, token_B[:, None], cache)
+        return guess_BK.at[:, i].set(token_B), token_B, cache
+
+    # The last two tokens: where every guess was right, the draft has not seen the last one but one.
+    last_BT = jnp.take_along_axis(history_BS, position_B[:, None] + jnp.array([-2, -1]), 1)
+    token_B, cache = guess(0, last_BT, truncate(cache, position_B - 2))
+    guess_BK = jnp.zeros((len(token_B), count), jnp.int32).at[:, 0].set(token_B)
+    guess_BK, _, cache = lax.fori_loop(1, count, step, (guess_BK, token_B, cache))
+    return guess_BK, cache
+
+
+def look_up(history_BS: jax.Array, length_B: jax.Array, count: int) -> jax.Array:
+    """What followed the last tokens where they occurred before (prompt look-up, Saxena 2023).
+
+    Of all places the one that agrees over the most tokens (up to 4), of these the latest; where it runs into the end, it repeats.
+
+    Args:
+        history_BS: int32, each row's tokens in order.
+        length_B: int32, how many they are.
+        count: K, tokens to guess.
+
+    Returns:
+        int32 [B, K].
+    """
+    slot_S, length_B1 = jnp.arange(history_BS.shape[1]), length_B[:, None]
+
+    def grow(k, carry):
+        same_BS, run_BS = carry
+        last_B1 = jnp.take_along_axis(history_BS, jnp.maximum(length_B1 - k, 0), 1)
+        same_BS &= (slot_S >= k) & (jnp.roll(history_BS, k, 1) == last_B1)
+        return same_BS, run_BS + same_BS
+
+    inside_BS = (slot_S < length_B1) & (slot_S >= 1)
+    _, run_BS = lax.fori_loop(1, _LONGEST_MATCH + 1, grow, (inside_BS, jnp.zeros(history_BS.shape, jnp.int32)))
+    at_B1 = jnp.argmax(run_BS * len(slot_S) + jnp.where(inside_BS, slot_S, 0), 1)[:, None]
+    return jnp.take_along_axis(history_BS, at_B1 + jnp.arange(count) % jnp.maximum(length_B1 - at_B1, 1), 1)
