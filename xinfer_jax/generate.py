@@ -136,7 +136,7 @@ def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
             cache = truncate(options.prefix.cache, held_B)
         else:
             cache = init_cache(config, len(prompts), capacity, cache_dtype(params)) if options.use_cache else None
-        tokens_BT, num_tokens_B = _padded([prompt[held:] for prompt, held in zip(prompts, held_B, strict=True)], capacity)
+        tokens_BT, num_tokens_B = padded([prompt[held:] for prompt, held in zip(prompts, held_B, strict=True)], capacity)
         if answers > 1:
             row_key_B = _FOLD(row_key_B, np.arange(answers))
             source_B = np.repeat(np.arange(len(prompts)), answers)  # which prompt each row continues
@@ -181,7 +181,7 @@ def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
                 state = CONTINUE(params, config, state, *choice, np.int32(min(step + stride, new)), impl)
             else:
                 chosen = [p + seen.tokens_BT[i, : seen.length_B[i]].tolist() for i, p in enumerate(prompts)]
-                state = RECORD(RECOMPUTE(params, config, *_padded(chosen, config.context_length), impl), state, *choice, impl)
+                state = RECORD(RECOMPUTE(params, config, *padded(chosen, config.context_length), impl), state, *choice, impl)
             seen = _look(state)
         watches.append(decoding)
         stats.decode_seconds += decoding.seconds
@@ -212,7 +212,7 @@ def _start_draft(options: GenerateOptions, prompts: Sequence[Sequence[int]], cap
     params, config = _draft(options)
     if params is not None:
         cache = init_cache(config, len(prompts), capacity, cache_dtype(params))
-        cache = prefill(params, config, *_padded(prompts, capacity), cache, donate=True, impl=options.impl)[1]
+        cache = prefill(params, config, *padded(prompts, capacity), cache, donate=True, impl=options.impl)[1]
     return Speculation(cache, nothing_B, nothing_B)
 
 
@@ -283,7 +283,7 @@ def _lengths(prompts: Sequence[Sequence[int]]) -> np.ndarray:
     return np.array([len(p) for p in prompts], np.int32)
 
 
-def _padded(prompts: Sequence[Sequence[int]], most: int) -> tuple[np.ndarray, np.ndarray]:
+def padded(prompts: Sequence[Sequence[int]], most: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens [B, T] padded on the right to a bucket (or to `most`, if that is less), and their numbers [B]."""
     num_tokens_B = _lengths(prompts)
     return _matrix(prompts, min(bucket(int(num_tokens_B.max())), most)), num_tokens_B

@@ -110,9 +110,10 @@ def checked(
         if limit is not None and longest + new > limit:
             dynamic = " (rope type 'dynamic' changes its frequencies there)" if config.rope.rope_type == "dynamic" else ""
             raise InputError(f"prompt of {longest} tokens + max_new_tokens {new} exceeds {name} {limit}{dynamic}: {remedy}")
-    for token in (*options.eos_token_ids, *options.stop_token_ids):
-        if not 0 <= token < config.vocab_size:
-            raise InputError(f"EOS or stop token id {token} is outside the vocabulary of {config.vocab_size}")
+    for name, ids in (("EOS", options.eos_token_ids), ("stop", options.stop_token_ids)):
+        for token in ids:
+            if not 0 <= token < config.vocab_size:
+                raise InputError(f"{name} token id {token} is outside the vocabulary of {config.vocab_size}")
     if key is None and np.any(sampling_B.temperature > 0):
         raise InputError("sampling needs a PRNG key: give key=jax.random.key(seed), or temperature 0")
     if key is None:  # nothing will be drawn: any keys do, and making these compiles nothing
@@ -121,14 +122,14 @@ def checked(
     return params, config, [list(map(int, p)) for p in prompts], options, sampling_B, row_key_B
 
 
-def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
-    """Raises InputError unless prompts are non-empty lists of ids inside the vocabulary."""
+def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], name: str = "prompt") -> None:
+    """Raises InputError, which calls them by `name`, unless prompts are non-empty lists of ids inside the vocabulary."""
     if not len(prompts):
-        raise InputError("no prompts: give at least one list of token ids")
+        raise InputError(f"no {name}s: give at least one list of token ids")
     for i, prompt in enumerate(prompts):
         ids = np.asarray(prompt)
         if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
-            raise InputError(f"prompt {i} must be a non-empty list of token ids, got {prompt!r}")
+            raise InputError(f"{name} {i} must be a non-empty list of token ids, got {prompt!r}")
         if ids.min() < 0 or ids.max() >= config.vocab_size:
             bad = ids[(ids < 0) | (ids >= config.vocab_size)][0]
-            raise InputError(f"prompt {i} holds token id {bad}, outside the vocabulary of {config.vocab_size}")
+            raise InputError(f"{name} {i} holds token id {bad}, outside the vocabulary of {config.vocab_size}")
