@@ -1,5 +1,6 @@
 """xinfer_jax: LLM inference as pure functions over a parameter pytree, for JAX."""
 
+from .beam import BeamOutput, beam_search
 from .cache import KVCache, init_cache
 from .config import ModelConfig, RopeConfig
 from .decode import DecodeState, decode_loop, decode_step, prefill
@@ -7,16 +8,18 @@ from .errors import InputError
 from .generate import generate, kernels_used, stream
 from .loading import Model, load_model
 from .logprobs import TokenLogprobs
-from .model import forward
+from .model import embed_tokens, forward
 from .options import GenerateOptions, GenerateOutput
 from .params import init_params
 from .prefix import Prefix, load_prefix, save_prefix
 from .sampling import SamplingConfig
+from .score import score, score_completions
 from .stats import GenerateStats, LoadStats
 from .text import alternatives_text, generate_text, stream_text
 from .tokenizer import Tokenizer
 
 __all__ = [
+    "BeamOutput",
     "DecodeState",
     "GenerateOptions",
     "GenerateOutput",
@@ -32,8 +35,10 @@ __all__ = [
     "TokenLogprobs",
     "Tokenizer",
     "alternatives_text",
+    "beam_search",
     "decode_loop",
     "decode_step",
+    "embed_tokens",
     "forward",
     "generate",
     "generate_text",
@@ -44,6 +49,8 @@ __all__ = [
     "load_prefix",
     "prefill",
     "save_prefix",
+    "score",
+    "score_completions",
     "stream",
     "stream_text",
 ]

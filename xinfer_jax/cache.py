@@ -96,6 +96,19 @@ def reorder(cache: KVCache, index_B: jax.Array) -> KVCache:
     return jax.tree.map(lambda leaf: leaf[index_B], cache)
 
 
+def reorder_tail(cache: KVCache, index_B: jax.Array, first: jax.Array, count: int) -> KVCache:
+    """`reorder` for rows whose length, and whose tokens outside positions first … first + count - 1, are those of row index_B[b] already.
+
+    It moves that part only; one that would leave the cache is moved back, as `dynamic_slice` does, onto positions that agree anyway.
+    """
+
+    def move(leaf_BKSH: jax.Array) -> jax.Array:
+        tail = lax.dynamic_slice_in_dim(leaf_BKSH, first, min(count, cache.capacity), 2)
+        return lax.dynamic_update_slice_in_dim(leaf_BKSH, tail[index_B], first, 2)
+
+    return dataclasses.replace(cache, k=tuple(map(move, cache.k)), v=tuple(map(move, cache.v)))
+
+
 def _write_row(old_KSH: jax.Array, new_KTH: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
     # dynamic_update_slice moves a slice that would leave the array; moving the new rows along keeps each at its own slot.
     slots, tokens = old_KSH.shape[1], new_KTH.shape[1]

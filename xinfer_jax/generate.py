@@ -296,12 +296,18 @@ def _matrix(prompts: Sequence[Sequence[int]], width: int) -> np.ndarray:
     return tokens_BT
 
 
+def tokens_seen(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:
+    """bool [B, V]: which tokens each prompt holds, for the repetition penalty."""
+    seen_BV = np.zeros((len(prompts), vocab_size), bool)
+    for row, prompt in zip(seen_BV, prompts, strict=True):
+        row[prompt] = True
+    return seen_BV
+
+
 def _context(
     prompts: Sequence[Sequence[int]], sampling_B: SamplingConfig, config: ModelConfig, options: GenerateOptions, longest: int
 ) -> Context:
-    seen_BV = np.zeros((len(prompts), config.vocab_size), bool)
-    for row, prompt in zip(seen_BV, prompts, strict=True):
-        row[prompt] = True
+    seen_BV = tokens_seen(prompts, config.vocab_size)
     wanted = sampling_B.no_repeat_ngram_size is not None or options.draft is not None
     return new_context(sampling_B, seen_BV, _matrix(prompts, bucket(longest) + bucket(options.max_new_tokens)) if wanted else None)
 

@@ -48,16 +48,20 @@ def hidden_states(
     cache: KVCache | None = None,
     num_tokens_B: jax.Array | None = None,
     *,
+    inputs_BTD: jax.Array | None = None,
     impl: str | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
-    """`forward` without its last step: the normed hidden state of every token, [B, T, D]."""
+    """`forward` without its last step: the normed hidden state of every token, [B, T, D].
+
+    inputs_BTD, where given, enters the first layer in place of the tokens' embeddings.
+    """
     if tokens_BT.ndim != 2:
         raise InputError(f"tokens must have the shape [rows, tokens], got {tokens_BT.shape}")
     B, T = tokens_BT.shape
     num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else num_tokens_B
     start_B = jnp.zeros(B, jnp.int32) if cache is None else cache.length_B
     angles = rotary_angles(config, start_B[:, None] + jnp.arange(T), start_B + num_tokens_B)
-    x_BTD = embed(tokens_BT, params["embed"], activation_dtype(params))
+    x_BTD = embed_tokens(params, tokens_BT) if inputs_BTD is None else inputs_BTD.astype(activation_dtype(params))
     for index, layer in enumerate(params["layers"]):
         attended, cache = _attend(
             layer, config, index, rms_norm(x_BTD, layer["attn_norm"], config.rms_norm_eps), angles, cache, num_tokens_B, impl
@@ -66,6 +70,11 @@ def hidden_states(
         x_BTD = x_BTD + gated_mlp(rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps), layer)
     cache = None if cache is None else advance(cache, num_tokens_B)
     return rms_norm(x_BTD, params["final_norm"], config.rms_norm_eps), cache
+
+
+def embed_tokens(params: Params, tokens: jax.Array) -> jax.Array:
+    """What the first layer gets of tokens: int32 [...] -> [..., D] in the type of the activations."""
+    return embed(jnp.asarray(tokens), params["embed"], activation_dtype(params))
 
 
 def unembed(params: Params, hidden: jax.Array) -> jax.Array:

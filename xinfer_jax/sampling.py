@@ -14,6 +14,7 @@ from .errors import InputError
 from .greedy import argmax
 
 _DRAW_TOKEN = 0  # purpose of a draw, the last fold of its key; later strategies take the next numbers
+DRAW_BEAMS = 1
 
 
 @jax.tree_util.register_dataclass
@@ -104,7 +105,7 @@ def _check(value: Any, good: Any, name: str, remedy: str) -> None:
 
 
 _WHOLE = ("top_k", "no_repeat_ngram_size", "min_new_tokens")
-_ABSENT = dict(min_p=0.0, typical_p=1.0, presence_penalty=0.0, frequency_penalty=0.0, no_repeat_ngram_size=0, min_new_tokens=0)
+ABSENT = dict(min_p=0.0, typical_p=1.0, presence_penalty=0.0, frequency_penalty=0.0, no_repeat_ngram_size=0, min_new_tokens=0)
 
 
 def per_row(sampling: SamplingConfig | Sequence[SamplingConfig], batch: int, vocab_size: int | None = None) -> SamplingConfig:
@@ -126,12 +127,12 @@ def per_row(sampling: SamplingConfig | Sequence[SamplingConfig], batch: int, voc
 
     def spread(name: str) -> Any:
         values = [getattr(row, name) for row in rows]
-        values = [_ABSENT[name] if value is None else value for value in values]
+        values = [ABSENT[name] if value is None else value for value in values]
         value = values[0] if len(values) == 1 else np.asarray(values)
         xp = jnp if isinstance(value, jax.Array) else np  # numbers stay on the host: no program is compiled for them
         if np.shape(value) not in ((), (1,), (batch,)):
             raise InputError(f"sampling settings of shape {np.shape(value)} for {batch} rows: give one number, or one per row")
-        if name in _ABSENT and not isinstance(value, jax.core.Tracer) and np.all(np.asarray(value) == _ABSENT[name]):
+        if name in ABSENT and not isinstance(value, jax.core.Tracer) and np.all(np.asarray(value) == ABSENT[name]):
             return None
         return xp.broadcast_to(xp.asarray(value, np.int32 if name in _WHOLE else np.float32), (batch,))
 
@@ -225,7 +226,7 @@ def choose(
 
 def plain(sampling: SamplingConfig) -> jax.Array:
     """Whether every row just takes its likeliest token."""
-    newer = any(getattr(sampling, name) is not None for name in (*_ABSENT, "logit_bias"))
+    newer = any(getattr(sampling, name) is not None for name in (*ABSENT, "logit_bias"))
     return ~jnp.bool_(newer) & jnp.all((sampling.temperature <= 0) & (sampling.repetition_penalty == 1))
 
 

@@ -1,0 +1,108 @@
+"""How well a checkpoint predicts a text: perplexity over sliding windows.
+
+    python scripts/perplexity.py --text=TEXT.txt                                     # the bundled model
+    python scripts/perplexity.py --model=DIR --text=TEXT.txt --window=2048 --stride=512 --quantize=int8
+
+The text is one run of tokens. Every token but the first is scored once, after all that lies before it in its window: at least
+window - stride tokens, once the text has as many (the sliding windows of Hugging Face's guide to perplexity). A smaller stride is slower
+and closer to what the model knows. The last line is one JSON object. Exit code 2: bad input, one line on standard error.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from absl import app, flags, logging
+
+import xinfer_jax as xj
+
+MODEL = flags.DEFINE_string("model", None, "Checkpoint: a directory, or a hub name owner/name. Default: the bundled one.")
+TEXT = flags.DEFINE_string("text", None, "File of UTF-8 text.")
+WINDOW = flags.DEFINE_integer("window", None, "Tokens that the model sees at a time. Default: 1024, or the model's context if less.")
+STRIDE = flags.DEFINE_integer("stride", None, "Tokens that a window moves on, less than the window. Default: half a window.")
+DTYPE = flags.DEFINE_string("dtype", None, "float32, bfloat16 or float16. Default: float32 on CPU, bfloat16 on GPU and TPU.")
+QUANTIZE = flags.DEFINE_string("quantize", None, "int8 or int4: weights in fewer bytes. Default: as --dtype says.")
+_TOKENS = 4096  # about as many are scored at a time
+
+
+def main(argv: list[str]) -> None:
+    logging.set_verbosity(logging.WARNING)  # not jax's search for back ends
+    try:
+        print(json.dumps(run(argv)))
+    except (xj.InputError, OSError, UnicodeDecodeError) as error:
+        _refuse(error)
+
+
+def _parse(argv: list[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        _refuse(error)
+
+
+def _refuse(error: Exception) -> None:
+    print("perplexity:", " ".join(str(error).split()), file=sys.stderr)
+    sys.exit(2)
+
+
+def run(argv: list[str]) -> dict:
+    if len(argv) > 1:
+        raise xj.InputError(f"unexpected argument {argv[1]!r}: everything is a flag")
+    if TEXT.value is None:
+        raise xj.InputError("no text: give --text=FILE")
+    text = Path(TEXT.value).expanduser().read_text(encoding="utf-8")
+    model = xj.load_model(MODEL.value, dtype=DTYPE.value, quantize=QUANTIZE.value)
+    if model.tokenizer is None:
+        raise xj.InputError(f"{MODEL.value} holds no tokenizer.json, so no text can be read for it")
+    limit = model.config.context_length
+    window = min(1024, limit) if WINDOW.value is None else WINDOW.value
+    stride = window // 2 if STRIDE.value is None else STRIDE.value
+    if not 2 <= window <= limit:
+        raise xj.InputError(f"--window={window}: give 2 to {limit}, the model's context")
+    if not 1 <= stride < window:
+        raise xj.InputError(f"--stride={stride}: give 1 to {window - 1}, less than the window, so that every token has one before it")
+    ids = model.tokenizer.encode(text)
+    if len(ids) < 2:
+        raise xj.InputError(f"{TEXT.value} holds {len(ids)} tokens: the first one cannot be scored, so give a longer text")
+    start = time.perf_counter()
+    logprobs = log_probabilities(model, ids, window, stride)
+    seconds = round(time.perf_counter() - start, 1)
+    nats, scored_bytes = -logprobs.mean(), len(text.encode()) - len(model.tokenizer.decode(ids[:1]).encode())
+    bits = -logprobs.sum() / math.log(2) / max(1, scored_bytes)
+    print(f"{len(ids)} tokens, {len(logprobs)} scored in {seconds} s: {nats:.4f} nats per token, perplexity {math.exp(nats):.4f}, "
+          f"{bits:.4f} bits per byte")  # fmt: skip
+    return {"model": MODEL.value, "text": TEXT.value, "weights": model.load_stats.dtype, "window": window, "stride": stride,
+            "tokens": len(ids), "scored_tokens": len(logprobs), "bytes": scored_bytes, "nats_per_token": nats,
+            "perplexity": math.exp(nats), "bits_per_byte": bits, "seconds": seconds}  # fmt: skip
+
+
+def windows(ids: list[int], window: int, stride: int) -> Iterator[tuple[list[int], int]]:
+    """Pieces of the text, and how many of a piece's last tokens no piece before it held."""
+    end = 0
+    for begin in range(0, len(ids), stride):
+        before, end = end, min(begin + window, len(ids))
+        yield ids[begin:end], end - before
+        if end == len(ids):
+            return
+
+
+def log_probabilities(model: xj.Model, ids: list[int], window: int, stride: int) -> np.ndarray:
+    """Of every token but the first, float64."""
+    pieces, found = list(windows(ids, window, stride)), []
+    rows = min(len(pieces), max(1, _TOKENS // window))
+    for at in range(0, len(pieces), rows):
+        tokens_BT, num_tokens_B = np.zeros((rows, min(window, len(ids))), np.int32), np.zeros(rows, np.int32)  # one shape, one program
+        batch = pieces[at : at + rows]
+        for i, (piece, _) in enumerate(batch):
+            tokens_BT[i, : len(piece)], num_tokens_B[i] = piece, len(piece)
+        logprobs_BT = np.asarray(xj.score(model.params, model.config, tokens_BT, num_tokens_B), np.float64)
+        found += [row[max(0, len(piece) - 1 - new) : len(piece) - 1] for row, (piece, new) in zip(logprobs_BT, batch, strict=False)]
+    return np.concatenate(found)
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=_parse)

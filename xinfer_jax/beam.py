@@ -1,0 +1,261 @@
+"""Beam search and beam sampling: one loop on the device that follows `num_beams` continuations of each prompt side by side.
+
+prompts ─ prefill, once each ─► W beams a prompt ─► while_loop: score → pick C candidates → set aside what ended → write K/V → attend
+
+Letters beyond the usual ones: W beams (the width), C candidates of a step, R = B · W rows of the model.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .cache import KVCache, init_cache, reorder, reorder_tail
+from .config import ModelConfig
+from .decode import bucket, decode_step, prefill
+from .errors import InputError
+from .generate import padded, tokens_seen
+from .options import GenerateOptions, checked
+from .params import Params, cache_dtype
+from .processors import repetition_penalty, top_k, top_k_top_p
+from .sampling import ABSENT, DRAW_BEAMS, SamplingConfig, draw_key, gumbel
+
+
+@dataclasses.dataclass
+class BeamOutput:
+    """What `beam_search` returns: the best first; one list per prompt where it was given several."""
+
+    sequences: list[list[int]] | list[list[list[int]]]  # new ids, EOS not included
+    scores: list[float] | list[list[float]]  # sum of log-probabilities / (new tokens, EOS included) ** length_penalty
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """What the loop carries: the beams that run, and the best sequences that ended, which wait beside them."""
+
+    cache: KVCache  # R rows; holds everything but the last token, and its rows still await `parent_R`
+    step: jax.Array  # int32: tokens chosen so far
+    token_R: jax.Array  # int32: the last token of each beam
+    parent_R: jax.Array  # int32: the row that each beam continues
+    tokens_BWT: jax.Array  # int32: tokens of the running beams
+    score_BW: jax.Array  # float32: sums of their log-probabilities, best first; -inf: no such beam
+    ended_BWT: jax.Array  # int32: tokens of the sequences that ended, EOS included
+    length_BW: jax.Array  # int32: how many of them
+    final_BW: jax.Array  # float32: their scores, best first; -inf: none yet
+    open_B: jax.Array  # bool: the prompt's result may still improve
+
+
+def beam_search(
+    params: Params,
+    config: ModelConfig,
+    ids: Sequence[int] | Sequence[Sequence[int]],
+    *,
+    num_beams: int = 4,
+    num_return_sequences: int | None = None,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
+    max_new_tokens: int = 32,
+    eos_token_ids: Sequence[int] = (),
+    sampling: SamplingConfig | Sequence[SamplingConfig] | None = None,
+    key: jax.Array | None = None,
+    capacity: int | None = None,
+    impl: str | None = None,
+) -> BeamOutput:
+    """The likeliest continuations that a search `num_beams` wide finds; those of transformers 5. Each prompt's are what it gives alone.
+
+    Args:
+        params, config: the model.
+        ids: one prompt as a list of token ids, or a list of prompts, of any lengths.
+        num_beams: continuations followed side by side; 1: the greedy one, which ends at its first EOS whatever early_stopping says.
+        num_return_sequences: how many of them to return, at most num_beams; None: all.
+        length_penalty: the exponent of the length that scores are divided by; above 0 favours long sequences, below 0 short ones.
+        early_stopping: True: stop at num_beams ended sequences; False: when the best beam, scored at its present length, is no
+            better than the worst of them; "never": when it could not become better at any length.
+        max_new_tokens: traced, like length_penalty: another number below the same power of two compiles nothing.
+        eos_token_ids: any of them ends a sequence.
+        sampling: None: `SamplingConfig()`. repetition_penalty acts on log-probabilities. A temperature above 0 means beam
+            sampling: candidates are drawn without replacement from the softmax of beam score + processed log-probability.
+        key: one PRNG key (prompt i then uses `fold_in(key, i)`) or one per prompt; only sampling needs it.
+        capacity, impl: as in `GenerateOptions`.
+
+    Returns:
+        Sequences and scores, num_return_sequences a prompt (fewer where top_k and top_p leave no more).
+
+    Raises:
+        InputError: a prompt, a setting or a key that cannot be served, before anything is traced.
+
+    Source: `GenerationMixin._beam_search` of transformers 5; drawing by Gumbel noise: Kool et al. 2019.
+    """
+    single = len(ids) > 0 and np.ndim(ids[0]) == 0
+    options = GenerateOptions(max_new_tokens, sampling or SamplingConfig(), tuple(dict.fromkeys(eos_token_ids)), capacity, impl=impl)
+    *_, prompts, _, sampling_B, row_key_B = checked(params, config, [ids] if single else ids, options, key)
+    returned = num_beams if num_return_sequences is None else num_return_sequences
+    _check(config, num_beams, returned, length_penalty, early_stopping, options, sampling_B)
+    longest, shortest, size = max(map(len, prompts)), min(map(len, prompts)), bucket(max_new_tokens)
+    capacity = capacity or min(bucket(longest) + size, config.context_length)
+    tokens_BT, num_tokens_B = padded(prompts, capacity)
+    cache = init_cache(config, len(prompts), capacity, cache_dtype(params))
+    logits_BV, cache = prefill(params, config, tokens_BT, num_tokens_B, cache, donate=True, impl=impl)
+    seen_BV, eos_E = tokens_seen(prompts, config.vocab_size), np.array(options.eos_token_ids, np.int32)
+    request = (row_key_B, sampling_B, seen_BV, num_tokens_B, eos_E, np.int32(max_new_tokens), np.float32(length_penalty))
+    early_stopping = early_stopping if num_beams > 1 else True
+    moving = bucket(longest - shortest + max_new_tokens)
+    found = _SEARCH(params, config, logits_BV, cache, request, int(num_beams), early_stopping, size, moving, impl)
+    sequences, scores = _lists(*jax.device_get(found), returned, options.eos_token_ids)
+    return BeamOutput(sequences[0], scores[0]) if single else BeamOutput(sequences, scores)
+
+
+def _check(config, num_beams, returned, length_penalty, early_stopping, options, sampling_B) -> None:
+    """Raises InputError for what only a beam search can get wrong."""
+    for name, value in (("num_beams", num_beams), ("num_return_sequences", returned)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
+    if returned > num_beams:
+        raise InputError(f"num_return_sequences {returned} exceeds num_beams {num_beams}: raise num_beams or ask for fewer sequences")
+    if not (isinstance(early_stopping, bool) or early_stopping == "never"):
+        raise InputError(f"early_stopping must be True, False or 'never', got {early_stopping!r}")
+    if isinstance(length_penalty, bool) or not isinstance(length_penalty, int | float | np.number) or not np.isfinite(length_penalty):
+        raise InputError(f"length_penalty must be a finite number, got {length_penalty!r}")
+    for name in (*ABSENT, "logit_bias"):
+        if getattr(sampling_B, name) is not None:
+            named = "logit_bias, allowed_token_ids or forbidden_token_ids" if name == "logit_bias" else name
+            raise InputError(f"{named} in a beam search is not supported: temperature, top_k, top_p and repetition_penalty are")
+    if num_beams == 1 and np.any(sampling_B.temperature > 0):
+        raise InputError("num_beams 1 with a temperature above 0 is plain sampling: use generate, or raise num_beams")
+    possible = _possible(config.vocab_size, len(options.eos_token_ids), options.max_new_tokens, num_beams)
+    if possible < num_beams:
+        raise InputError(
+            f"num_beams {num_beams} exceeds the {possible} different sequences that max_new_tokens {options.max_new_tokens} and a "
+            f"vocabulary of {config.vocab_size} with {len(options.eos_token_ids)} EOS ids allow: lower num_beams or raise max_new_tokens"
+        )
+
+
+def _possible(vocab_size: int, ends: int, max_new_tokens: int, enough: int) -> int:
+    """How many different sequences there are, or `enough` where there are more."""
+    ended, running = 0, 1
+    for _ in range(max_new_tokens):
+        if ended + running >= enough:
+            return enough
+        ended, running = ended + running * ends, running * (vocab_size - ends)
+    return ended + running
+
+
+def _lists(tokens_BWT, length_BW, final_BW, returned, eos_token_ids):
+    """Sequences without their EOS, and scores; nested lists."""
+    sequences, scores = [], []
+    for tokens_WT, length_W, final_W in zip(tokens_BWT, length_BW, final_BW, strict=True):
+        kept = [w for w in range(returned) if np.isfinite(final_W[w])]
+        rows = [tokens_WT[w, : length_W[w]].tolist() for w in kept]
+        sequences.append([row[:-1] if row[-1] in eos_token_ids else row for row in rows])
+        scores.append(final_W[kept].tolist())
+    return sequences, scores
+
+
+def _search(params, config, logits_BV, cache, request, W, early_stopping, size, moving, impl):
+    """Tokens [B, W, T], lengths and scores of the sequences that ended, best first."""
+    (B, V), (row_key_B, sampling_B, seen_BV, prompt_B, eos_E, limit, length_penalty) = logits_BV.shape, request
+    zeros_BW, none_BW = jnp.zeros((B, W), jnp.int32), jnp.full((B, W), -jnp.inf)
+    tokens_BWT, row_R = jnp.zeros((B, W, size), jnp.int32), jnp.repeat(jnp.arange(B), W)
+    # All beams start as the same prompt: the first one alone may be continued, or they would stay the same.
+    state = _State(
+        reorder(cache, row_R), jnp.int32(0), row_R, row_R, tokens_BWT, none_BW.at[:, 0].set(0),
+        tokens_BWT, zeros_BW, none_BW, jnp.ones(B, bool),
+    )  # fmt: skip
+
+    def choose(logits_BWV, state):
+        score_BF = _scores(logits_BWV, state, sampling_B, seen_BV, 1 + len(eos_E)).reshape(B, W * V)
+        position_B = prompt_B + state.step
+        candidates = _candidates(score_BF, state, row_key_B, position_B, sampling_B, V, min(max(2, 1 + len(eos_E)) * W, W * V))
+        return _advance(*candidates, state, eos_E, limit, length_penalty, early_stopping)
+
+    def body(state):
+        cache = reorder_tail(state.cache, state.parent_R, jnp.min(prompt_B), moving)
+        logits_RV, cache = decode_step(params, config, state.token_R, cache, impl=impl)
+        return choose(logits_RV.reshape(B, W, V), dataclasses.replace(state, cache=cache))
+
+    state = choose(jnp.broadcast_to(logits_BV[:, None], (B, W, V)), state)
+    state = lax.while_loop(lambda s: (s.step < limit) & jnp.any(s.open_B), body, state)
+    return state.ended_BWT, state.length_BW, state.final_BW
+
+
+def _scores(logits_BWV, state, sampling_B, seen_BV, least):
+    """Each beam's score plus the processed log-probability of every next token; a sampled beam keeps `least` tokens at least."""
+    (B, W, V), T = logits_BWV.shape, state.tokens_BWT.shape[2]
+    logprobs_RV = jax.nn.log_softmax(logits_BWV, -1).reshape(B * W, V)
+    sampling_R = jax.tree.map(lambda setting_B: jnp.repeat(setting_B, W), sampling_B)
+
+    def penalized():
+        at_BWT = jnp.where(jnp.arange(T) < state.step, state.tokens_BWT, V).reshape(B * W, T)
+        seen_RV = jnp.repeat(seen_BV, W, 0).at[jnp.arange(B * W)[:, None], at_BWT].set(True, mode="drop")
+        return repetition_penalty(logprobs_RV, sampling_R.repetition_penalty, seen_RV)
+
+    def sampled(logprobs_RV):
+        greedy_R = sampling_R.temperature <= 0
+        scaled = logprobs_RV / jnp.where(greedy_R, 1.0, jnp.maximum(sampling_R.temperature, 1e-30))[:, None]
+        k_R = jnp.where(sampling_R.top_k > 0, jnp.maximum(sampling_R.top_k, least), 0)
+        kept = top_k_top_p(scaled, k_R, sampling_R.top_p)
+        always = top_k(scaled, jnp.full(B * W, least)) > -jnp.inf  # or EOS ids alone might be left
+        return jnp.where(greedy_R[:, None] | always, scaled, kept)
+
+    logprobs_RV = lax.cond(jnp.all(sampling_B.repetition_penalty == 1), lambda: logprobs_RV, penalized)
+    logprobs_RV = lax.cond(jnp.all(sampling_B.temperature <= 0), lambda x: x, sampled, logprobs_RV)
+    return logprobs_RV.reshape(B, W, V) + state.score_BW[..., None]
+
+
+def _candidates(score_BF, state, row_key_B, position_B, sampling_B, V, C):
+    """The C best, or C drawn without replacement in the order drawn: their scores, beams, tokens, and sequences [B, C, T]."""
+
+    def drawn():
+        noise_BF = jax.vmap(lambda key, position: gumbel(draw_key(key, position, DRAW_BEAMS), score_BF.shape[1]))(row_key_B, position_B)
+        return score_BF + jnp.where(sampling_B.temperature[:, None] > 0, noise_BF, 0)
+
+    order_BF = lax.cond(jnp.all(sampling_B.temperature <= 0), lambda: score_BF, drawn)
+    _, index_BC = lax.top_k(order_BF, C)
+    beam_BC, token_BC = index_BC // V, index_BC % V
+    tokens_BCT = _take(state.tokens_BWT, beam_BC).at[:, :, state.step].set(token_BC)
+    return _take(score_BF, index_BC), beam_BC, token_BC, tokens_BCT
+
+
+def _advance(score_BC, beam_BC, token_BC, tokens_BCT, state, eos_E, limit, length_penalty, early_stopping):
+    """The next state: the best candidates that go on run, those among the first W that end are set aside if they are good enough."""
+    B, W = state.score_BW.shape
+    length = state.step + 1
+    ends_BC = jnp.any(token_BC[..., None] == eos_E, -1) | (length >= limit)
+    score_BW, run_BW = lax.top_k(jnp.where(ends_BC, -jnp.inf, score_BC), W)
+    # Those behind the first W are there to go on where others end: a sequence so unlikely must not end a search.
+    counts_BC = ends_BC & (jnp.arange(score_BC.shape[1]) < W) & state.open_B[:, None]
+    final_BC = jnp.where(counts_BC, score_BC / _divisor(length, length_penalty), -jnp.inf)
+    final_BW, kept_BW = lax.top_k(jnp.concatenate([state.final_BW, final_BC], 1), W)
+    horizon = jnp.where((length_penalty > 0) & (early_stopping == "never"), limit, length)
+    open_B = state.open_B & (score_BW[:, 0] / _divisor(horizon, length_penalty) > final_BW[:, -1])
+    if early_stopping is True:
+        open_B &= final_BW[:, -1] == -jnp.inf
+    return dataclasses.replace(
+        state,
+        step=length,
+        token_R=_take(token_BC, run_BW).reshape(-1),
+        parent_R=(_take(beam_BC, run_BW) + W * jnp.arange(B)[:, None]).reshape(-1),
+        tokens_BWT=_take(tokens_BCT, run_BW),
+        score_BW=score_BW,
+        ended_BWT=_take(jnp.concatenate([state.ended_BWT, tokens_BCT], 1), kept_BW),
+        length_BW=_take(jnp.concatenate([state.length_BW, jnp.full_like(token_BC, length)], 1), kept_BW),
+        final_BW=final_BW,
+        open_B=open_B,
+    )
+
+
+def _divisor(length: jax.Array, length_penalty: jax.Array) -> jax.Array:
+    return length.astype(jnp.float32) ** length_penalty
+
+
+def _take(x_BC: Any, index_BW: jax.Array) -> jax.Array:
+    """x[b, index[b, w]] for every b and w, whatever axes follow."""
+    return x_BC[jnp.arange(len(index_BW))[:, None], index_BW]
+
+
+_SEARCH = jax.jit(_search, static_argnames=("config", "W", "early_stopping", "size", "moving", "impl"))
