@@ -52,26 +52,27 @@ def unavailable(impl: str | None) -> str | None:
     return None
 
 
-def select(kernel: str, impl: str | None, *args: Any) -> Selection:
+def select(kernel: str, impl: str | None, *args: Any, softcap: float | None = None) -> Selection:
     """The implementation that serves `kernel` on arguments of these shapes and dtypes.
 
     Args:
         kernel: one of `KERNELS`.
         impl: one of `IMPLS`; None: what suits the GPU of this process, "xla" where no kernel serves the call.
         args: the kernel's leading arrays (or anything with shape and dtype): q, k, v, or x, or x and the weight.
+        softcap: of scores or logits, which no kernel has.
 
     Raises:
         ValueError: the named implementation does not exist, or does not serve these arguments.
     """
     if impl is None:
         made_for = device_impl()
-        reason = _refusal(kernel, made_for.impl, args)
+        reason = _refusal(kernel, made_for.impl, args, softcap)
         if made_for.impl != "xla" and kernel == "lm_head_argmax" and args[0].shape[0] > 64:
             reason = f"{args[0].shape[0]} rows would read the vocabulary matrix more than once"
         return Selection("xla", reason) if reason else made_for
     if impl not in IMPLS:
         raise ValueError(unavailable(impl))
-    reason = _refusal(kernel, impl, args)
+    reason = _refusal(kernel, impl, args, softcap)
     if reason:
         raise ValueError(f"impl={impl!r} does not serve {kernel} here: {reason}; use impl='xla', or None to let it choose")
     return Selection(impl, "asked for by name")
@@ -92,10 +93,12 @@ def varying_as(x: jax.Array, *inputs: jax.Array) -> jax.Array:
     return lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
-def _refusal(kernel: str, impl: str, args: tuple[Any, ...]) -> str | None:
+def _refusal(kernel: str, impl: str, args: tuple[Any, ...], softcap: float | None) -> str | None:
     """Why `impl` cannot serve these arguments, or None."""
     if impl == "xla":
         return None
+    if softcap is not None:
+        return f"a soft cap of {softcap} on {'scores' if kernel.endswith('attention') else 'logits'}"
     dtypes = {arg.dtype.name for arg in args}
     if len(dtypes) > 1:
         return f"operands of different dtypes {', '.join(sorted(dtypes))}"

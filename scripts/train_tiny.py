@@ -73,7 +73,7 @@ def batches(tokenizer, seed: int, rows: int) -> Iterator[Batch]:
 def mean_loss(params: Params, config: xj.ModelConfig, tokens_BT, at_BW, counts_BW) -> jax.Array:
     """Cross-entropy of the tokens that the assistant writes; logits are computed for those alone."""
     hidden_BTD, _ = hidden_states(params, config, tokens_BT)
-    logits_BWV = unembed(params, jnp.take_along_axis(hidden_BTD, at_BW[..., None], 1))
+    logits_BWV = unembed(params, config, jnp.take_along_axis(hidden_BTD, at_BW[..., None], 1))
     wanted_BW = jnp.take_along_axis(tokens_BT, at_BW + 1, 1)
     loss_BW = optax.softmax_cross_entropy_with_integer_labels(logits_BWV, wanted_BW)
     return jnp.sum(loss_BW * counts_BW) / counts_BW.sum()

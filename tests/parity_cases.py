@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from xinfer_jax.config import ModelConfig, from_hf
-from xinfer_jax.params import Params, param_specs
+from xinfer_jax.params import Params, ParamSpec, param_specs
 
 VOCAB = 96
 NEW_TOKENS = 24  # greedy ids per prompt
@@ -32,14 +32,15 @@ class Case:
 
     @property
     def generating(self) -> tuple[int, ...]:
-        """Rows to continue: all, but rope type dynamic is not continued across its maximum."""
+        """Rows to continue: all, but rope type dynamic is not continued across its maximum, nor longrope across its switch."""
         config = self.config
         limit = config.max_position_embeddings if config.rope.rope_type == "dynamic" else 10**9
-        return tuple(i for i, length in enumerate(self.lengths) if length + NEW_TOKENS <= limit)
+        switch = config.rope.switches_at or limit
+        return tuple(i for i, n in enumerate(self.lengths) if n + NEW_TOKENS <= limit and not n <= switch < n + NEW_TOKENS)
 
 
 def _hf(model_type: str, **changes: Any) -> dict[str, Any]:
-    architecture = {"smollm3": "SmolLM3"}.get(model_type, model_type.capitalize())
+    architecture = {"smollm3": "SmolLM3", "qwen3_moe": "Qwen3Moe", "gemma3_text": "Gemma3"}.get(model_type, model_type.capitalize())
     return dict(
         architectures=[f"{architecture}ForCausalLM"], model_type=model_type, vocab_size=VOCAB, hidden_size=48, intermediate_size=80,
         num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, hidden_act="silu", max_position_embeddings=1024,
@@ -59,6 +60,16 @@ def _new(rope_type: str = "default", rope_theta: float = 10000.0, **rope: Any) -
 
 _S, _F = "sliding_attention", "full_attention"
 _LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+_MOE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
+_GEMMA = dict(head_dim=16, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=24, sliding_window=8)
+
+
+def _long(pairs: int) -> dict[str, Any]:
+    """longrope in Phi's own manner: a factor for each pair."""
+    short, long = ([round(1 + slope * i, 2) for i in range(pairs)] for slope in (0.1, 1.5))
+    return dict(type="longrope", short_factor=short, long_factor=long)
+
+
 _CASES = {
     # qwen2: bias on q, k and v
     "qwen2-gqa-tied-old": _hf(
@@ -112,6 +123,48 @@ _CASES = {
     "mistral-no-window-tied": _hf("mistral", **_new(rope_theta=1e6), sliding_window=None, head_dim=20, tie_word_embeddings=True),
     "mistral-window-linear": _hf("mistral", **_old(1e4, dict(type="linear", factor=2.0)), sliding_window=30, num_key_value_heads=4),
     "mistral-long-window": _hf("mistral", **_new(), sliding_window=70, num_key_value_heads=1),
+    # qwen3_moe: experts
+    "moe-defaults": _hf("qwen3_moe", **_old(1e6), **_MOE, norm_topk_prob=True, head_dim=16, sliding_window=None, max_window_layers=3),
+    "moe-some-layers-dense": _hf(
+        "qwen3_moe", **_new("yarn", factor=4.0, original_max_position_embeddings=64), **_MOE, num_hidden_layers=5, decoder_sparse_step=2,
+        mlp_only_layers=[3], tie_word_embeddings=True, attention_bias=True, use_sliding_window=True, sliding_window=9,
+    ),
+    # olmo3: norms behind attention and MLP, and over all heads together; rope scaled on full layers
+    "olmo3-yarn-old": _hf(
+        "olmo3", **_old(5e5, dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=40, attention_factor=1.2079)),
+        num_hidden_layers=4, sliding_window=10, attention_bias=True,
+    ),
+    "olmo3-two-ropes-new": _hf(
+        "olmo3", sliding_window=12, layer_types=[_S, _F, _S], num_key_value_heads=None,
+        rope_parameters={_F: dict(rope_type="linear", factor=2.0, rope_theta=2e4), _S: dict(rope_type="default", rope_theta=1e4)},
+    ),
+    # gemma: scaled embeddings, norms in front and behind, weights of norms above 1, soft caps, two ropes
+    "gemma2-no-caps-layer-types": _hf(
+        "gemma2", **_GEMMA | dict(query_pre_attn_scalar=16), **_new(rope_theta=3e4), attn_logit_softcapping=None,
+        final_logit_softcapping=None, layer_types=[_F, _F, _S], tie_word_embeddings=False, attention_bias=True,
+    ),
+    "gemma2-long-caps": _hf(
+        "gemma2", **_GEMMA | dict(sliding_window=290), attn_logit_softcapping=2.0, final_logit_softcapping=4.0, tie_word_embeddings=False,
+    ),
+    "gemma3-old": _hf(
+        "gemma3_text", **_old(1e6, dict(rope_type="linear", factor=8.0)), **_GEMMA, num_hidden_layers=7, rope_local_base_freq=1e4,
+        sliding_window_pattern=6,
+    ),
+    "gemma3-two-ropes-new": _hf(
+        "gemma3_text", **_GEMMA, layer_types=[_S, _F, _S], final_logit_softcapping=4.0, tie_word_embeddings=False,
+        rope_parameters={_F: dict(rope_type="default", rope_theta=1e5), _S: dict(rope_type="default", rope_theta=5e3)},
+    ),
+    # phi3: fused matrices, a part of each head rotated, longrope
+    "phi3-defaults": _hf("phi3", **_old(), num_key_value_heads=None, sliding_window=30),
+    "phi3-longrope-beyond": _hf(
+        "phi3", **_old(1e4, dict(_long(6), factor=2.0)), original_max_position_embeddings=4, tie_word_embeddings=True
+    ),
+    "phi3-longrope-both-partial": _hf(
+        "phi3", **_new("longrope", partial_rotary_factor=0.75, **_long(6)), hidden_size=64, original_max_position_embeddings=32
+    ),
+    "phi3-partial-attention-factor": _hf(
+        "phi3", **_old(1e4, dict(_long(3), attention_factor=1.3)), partial_rotary_factor=0.5, original_max_position_embeddings=128
+    ),
     # smollm3: layers without rotary embedding
     "smollm3-defaults": _hf("smollm3", num_hidden_layers=4),
     "smollm3-interval": _hf("smollm3", **_old(5e4), no_rope_layer_interval=2, tie_word_embeddings=False),
@@ -131,7 +184,7 @@ CASES = {name: Case(hf, _LONG if "-long-" in name else LENGTHS) for name, hf in 
 CACHED = (
     "qwen2-gqa-tied-old", "qwen2-window-layer-types", "qwen3-bias-mqa", "qwen3-window-layer-types-yarn", "qwen3-dynamic-old",
     "llama3-new", "llama-bias", "llama-yarn-attention-factor", "mistral-window", "mistral-long-window", "smollm3-explicit-nope",
-    "smollm3-window-layer-types",
+    "smollm3-window-layer-types", "moe-some-layers-dense", "olmo3-yarn-old", "gemma2-long-caps", "gemma3-old", "phi3-longrope-beyond",
 )  # fmt: skip
 
 
@@ -149,13 +202,14 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
     def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
         noise = random.standard_normal(shape)
         if name.endswith("norm.weight"):
-            return 1 + 0.2 * noise
+            return 1 - config.norm_offset + 0.2 * noise
         if name.endswith("bias"):
             return 0.3 * noise
         if "embed_tokens" in name or "lm_head" in name:
-            return (0.25 if config.tie_word_embeddings else 0.4) * noise  # a large tied matrix repeats the last token for ever
+            large = 0.12 if config.embed_scale > 1 else 0.25  # a large tied matrix repeats the last token for ever
+            return (large if config.tie_word_embeddings else 0.4) * noise
         sharp = 1.5 if "q_proj" in name or "k_proj" in name else 1.0  # attention that tells positions apart
-        return sharp * noise / np.sqrt(shape[1])
+        return sharp * noise / np.sqrt(shape[-1])
 
     return {spec.hf_name: tensor(spec.hf_name, spec.shape).astype(np.float32) for spec in specs}
 
@@ -163,6 +217,26 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
 def params_from(config: ModelConfig, tensors: dict[str, np.ndarray]) -> Params:
     """The library's tree of those tensors."""
     return jax.tree.map(lambda spec: jax.numpy.asarray(tensors[spec.hf_name]), param_specs(config))
+
+
+def fused(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Those tensors as transformers holds them: several in one where it does."""
+    specs = sorted(jax.tree.leaves(param_specs(config)), key=lambda spec: spec.first_row)
+    parts: dict[str, list[np.ndarray]] = {}
+    for spec in specs:
+        parts.setdefault(spec.fused_name or spec.hf_name, []).append(tensors[spec.hf_name])
+    return {name: np.concatenate(held, -2) if len(held) > 1 else held[0] for name, held in parts.items()}
+
+
+def separate(config: ModelConfig, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The other way round."""
+
+    def part(spec: ParamSpec) -> np.ndarray:
+        if spec.fused_name is None:
+            return state[spec.hf_name]
+        return state[spec.fused_name][..., spec.first_row : spec.first_row + spec.shape[-2], :]
+
+    return {spec.hf_name: part(spec) for spec in jax.tree.leaves(param_specs(config))}
 
 
 def padded(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -184,7 +258,7 @@ def hf_model(hf: dict[str, Any], tensors: dict[str, np.ndarray]) -> Any:
     settings = copy.deepcopy(hf)
     config = transformers.CONFIG_MAPPING[settings.pop("model_type")].from_dict(settings)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-    state = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
+    state = {name: torch.from_numpy(tensor) for name, tensor in fused(from_hf(hf), tensors).items()}
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, strict=True)
@@ -217,5 +291,7 @@ def hf_greedy(model: Any, ids: list[int], max_new_tokens: int = NEW_TOKENS, **op
 def _forget_length(model: Any) -> None:
     """rope type dynamic keeps the frequencies of the longest sequence it has met: start afresh, as a new process would."""
     rotary = model.model.rotary_emb
+    if isinstance(rotary.rope_type, dict):  # one for each kind of layer; none of them dynamic
+        return
     rotary.max_seq_len_cached = rotary.original_max_seq_len
     rotary.inv_freq = rotary.original_inv_freq.clone()

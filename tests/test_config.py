@@ -7,7 +7,7 @@ import math
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.config import RopeConfig, from_hf
+from xinfer_jax.config import RopeConfig, from_hf, with_fixed_rope
 
 SIZES = dict(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2,
@@ -23,6 +23,16 @@ def hf(model_type="qwen2", **changes):
 
 def without(name, model_type="qwen2"):
     return {k: v for k, v in hf(model_type).items() if k != name}
+
+
+_YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=64)
+_FACTORS = dict(short_factor=(1.0, 1.1, 1.2, 1.3), long_factor=(2.0, 3.0, 4.0, 5.0))
+_LONG = dict(type="longrope", **{name: list(values) for name, values in _FACTORS.items()})
+_MOE = dict(qk_norm=True, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=768, layer_experts=(True,) * 4)
+_OLMO3 = dict(pre_norm=False, post_norm=True, qk_norm=True, qk_norm_joint=True, rope=RopeConfig(rope_theta=5e5))
+_GEMMA = dict(
+    post_norm=True, norm_offset=1.0, embed_scale=math.sqrt(48), hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True, head_dim=8
+)
 
 
 # --- families ---------------------------------------------------------------------------------------------------------
@@ -76,11 +86,58 @@ FAMILIES = {
         hf("smollm3", no_rope_layers=[1, 0, 1, 0], use_sliding_window=True, sliding_window=8, tie_word_embeddings=False, rope_theta=1e4),
         dict(layer_rope=(True, False, True, False), layer_windows=(None, 8, None, 8)),
     ),
+    "qwen3-moe": (hf("qwen3_moe", head_dim=16, num_experts=8, num_experts_per_tok=2), dict(_MOE, head_dim=16)),
+    "qwen3-moe-newer-name-null-list": (
+        hf("qwen3_moe", num_local_experts=8, num_experts_per_tok=2, mlp_only_layers=None, norm_topk_prob=True, attention_bias=True),
+        dict(_MOE, norm_topk_prob=True, qkv_bias=True, o_bias=True),
+    ),
+    "qwen3-moe-some-dense": (
+        hf("qwen3_moe", num_experts=8, num_experts_per_tok=2, decoder_sparse_step=2, mlp_only_layers=[1], moe_intermediate_size=16),
+        dict(_MOE, layer_experts=(False, False, False, True), moe_intermediate_size=16),
+    ),
+    "qwen3-moe-windows": (
+        hf("qwen3_moe", num_experts=8, num_experts_per_tok=2, use_sliding_window=True, sliding_window=8),
+        dict(_MOE, layer_windows=(8,) * 4),
+    ),
+    "olmo3": (hf("olmo3", sliding_window=8), dict(_OLMO3, layer_windows=(8, 8, 8, None))),
+    "olmo3-yarn-on-full-layers": (
+        hf("olmo3", rope_theta=5e5, rope_scaling=dict(_YARN, attention_factor=1.2), layer_types=[_S, _F, _S, _F], sliding_window=8),
+        dict(_OLMO3, layer_windows=(8, None) * 2, rope=RopeConfig(rope_theta=5e5, attention_factor=1.2, **_YARN))
+        | dict(sliding_rope=RopeConfig(rope_theta=5e5)),
+    ),
+    "gemma2": (
+        without("num_key_value_heads", "gemma2") | dict(num_attention_heads=8, sliding_window=8, hidden_act="gelu_pytorch_tanh"),
+        dict(_GEMMA, num_attention_heads=8, num_key_value_heads=4, head_dim=256, layer_windows=(8, None) * 2)
+        | dict(query_pre_attn_scalar=256, attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
+    ),
+    "gemma2-no-caps": (
+        hf("gemma2", head_dim=8, attn_logit_softcapping=None, final_logit_softcapping=None, query_pre_attn_scalar=24, attention_bias=True),
+        dict(_GEMMA, layer_windows=(4096, None) * 2, query_pre_attn_scalar=24, qkv_bias=True, o_bias=True),
+    ),
+    "gemma3": (
+        hf("gemma3_text", head_dim=8, sliding_window=8, sliding_window_pattern=3, query_pre_attn_scalar=8),
+        dict(_GEMMA, qk_norm=True, layer_windows=(8, 8, None, 8), query_pre_attn_scalar=8, rope=RopeConfig(rope_theta=1e6))
+        | dict(sliding_rope=RopeConfig()),
+    ),
+    "gemma3-scaled": (
+        hf("gemma3_text", head_dim=8, rope_theta=1e5, rope_local_base_freq=5e3, rope_scaling=dict(rope_type="linear", factor=8.0)),
+        dict(_GEMMA, qk_norm=True, layer_windows=(4096,) * 4, query_pre_attn_scalar=256)
+        | dict(rope=RopeConfig("linear", 1e5, 8.0), sliding_rope=RopeConfig(rope_theta=5e3)),
+    ),
+    "phi3": (without("num_key_value_heads", "phi3"), dict(num_key_value_heads=6, fused_projections=True)),
+    "phi3-partial-window": (
+        hf("phi3", partial_rotary_factor=0.5, sliding_window=9),
+        dict(fused_projections=True, rope=RopeConfig(partial_rotary_factor=0.5), layer_windows=(9,) * 4),
+    ),
+    "phi3-longrope": (
+        hf("phi3", rope_scaling=_LONG, original_max_position_embeddings=128),
+        dict(fused_projections=True, rope=RopeConfig("longrope", factor=4.0, original_max_position_embeddings=128, **_FACTORS)),
+    ),
 }
 PLAIN = dict(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, head_dim=8,
     max_position_embeddings=512, rms_norm_eps=1e-5, tie_word_embeddings=False, rope=RopeConfig(), layer_windows=(None,) * 4,
-    layer_rope=(True,) * 4, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False,
+    layer_rope=(True,) * 4, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False, pre_norm=True, post_norm=False,
 )  # fmt: skip
 
 
@@ -130,6 +187,23 @@ ROPES = {
 def test_rope(name):
     settings, expected = ROPES[name]
     assert from_hf(settings).rope == expected
+
+
+def test_longrope_under_its_older_names():
+    for name in ("su", "yarn"):
+        old = hf("phi3", rope_scaling=dict(_LONG, type=name), original_max_position_embeddings=128)
+        assert from_hf(old) == from_hf(old | dict(rope_scaling=_LONG))
+
+
+def test_longrope_fixed_for_a_batch():
+    config = from_hf(hf("phi3", rope_scaling=_LONG, original_max_position_embeddings=128))
+    assert config.rope.switches_at == 128
+    short, long = with_fixed_rope(config, 3, 128), with_fixed_rope(config, 129, 500)
+    assert short.rope.short_factor == short.rope.long_factor == _FACTORS["short_factor"]
+    assert long.rope.short_factor == long.rope.long_factor == _FACTORS["long_factor"]
+    assert short.rope.switches_at is None and with_fixed_rope(short, 3, 500) == short
+    with pytest.raises(xj.InputError, match="longrope.*128.*between 128 and 129"):
+        with_fixed_rope(config, 128, 129)
 
 
 SAME = {
@@ -199,6 +273,28 @@ REFUSED = {
     "rope-theta-zero": (hf(rope_theta=0), "rope_theta.*0"),
     "partial-rotary": (hf(partial_rotary_factor=0.5), "partial_rotary_factor"),
     "partial-rotary-new-place": (hf(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.25)), "partial_rotary_factor"),
+    "rope-longrope-short-list": (hf("phi3", rope_scaling=dict(_LONG, long_factor=[1, 2])), "long_factor has 2 entries.*4"),
+    "rope-longrope-no-list": (hf("phi3", rope_scaling=dict(_LONG, short_factor=None)), "short_factor must be a list"),
+    "rope-longrope-string": (hf("phi3", rope_scaling=dict(_LONG, short_factor=[1, "2", 3, 4])), "short_factor.*'2'"),
+    "phi3-linear": (hf("phi3", rope_scaling=dict(type="linear", factor=2.0)), "rope type 'linear'"),
+    "phi3-odd-part": (hf("phi3", partial_rotary_factor=0.4), "partial_rotary_factor 0.4 rotates 3 of 8"),
+    "phi3-more-than-all": (hf("phi3", partial_rotary_factor=1.5), "partial_rotary_factor 1.5"),
+    "phi3-layer-types": (hf("phi3", sliding_window=8, layer_types=[_F, _S, _F, _S]), "layer_types"),
+    "moe-layer-types": (hf("qwen3_moe", layer_types=[_F, _S, _F, _S]), "layer_types"),
+    "moe-more-chosen-than-there-are": (hf("qwen3_moe", num_experts=4, num_experts_per_tok=5), "num_experts_per_tok 5 is above 4"),
+    "moe-no-experts": (hf("qwen3_moe", num_experts=0), "num_experts.*0"),
+    "moe-norm-string": (hf("qwen3_moe", norm_topk_prob="true"), "norm_topk_prob must be true or false"),
+    "moe-dense-layers-number": (hf("qwen3_moe", mlp_only_layers=3), "mlp_only_layers.*3"),
+    "olmo3-other-theta": (hf("olmo3", rope_theta=1e4), "rope_theta 10000.0.*olmo3.*rope_parameters"),
+    "olmo3-flat-rope": (hf("olmo3", rope_parameters=dict(rope_type="default", rope_theta=1e4)), "must name full_attention"),
+    "olmo3-dynamic": (hf("olmo3", rope_scaling=dict(type="dynamic", factor=2.0)), "rope type 'dynamic'"),
+    "olmo3-no-window": (hf("olmo3", sliding_window=None), "sliding_window.*None"),
+    "gemma2-bidirectional": (hf("gemma2", use_bidirectional_attention=True), "use_bidirectional_attention.*gemma2"),
+    "gemma2-activation": (hf("gemma2", hidden_activation="gelu"), "hidden_act 'gelu'"),
+    "gemma2-cap-zero": (hf("gemma2", attn_logit_softcapping=0), "attn_logit_softcapping.*0"),
+    "gemma3-attention-cap": (hf("gemma3_text", attn_logit_softcapping=50.0), "attn_logit_softcapping 50.0.*gemma3_text"),
+    "gemma3-pattern-zero": (hf("gemma3_text", sliding_window_pattern=0), "sliding_window_pattern.*0"),
+    "gemma3-with-images": (hf("gemma3"), "model_type 'gemma3'.*gemma3_text"),
     "layer-types-unknown": (hf(layer_types=[_F, "chunked_attention", _F, _F]), "chunked_attention"),
     "layer-types-linear": (hf("qwen3", layer_types=["linear_attention"] * 4), "linear_attention"),
     "layer-types-too-few": (hf(layer_types=[_F, _F]), "layer_types.*4 layers"),

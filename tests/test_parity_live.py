@@ -23,7 +23,8 @@ DOUBT = 1e-3  # where the two best logits are closer than this, the choice betwe
 # Also generated through the cache, whose loop takes seconds to compile; test_golden.py does so with others.
 GENERATED = (
     "qwen2-window-late-layers", "qwen2-long-window", "qwen3-head-dim-tied", "llama3-old-tied", "llama-dynamic-old", "mistral-window-linear",
-    "smollm3-window", "smollm3-bias-yarn",
+    "smollm3-window", "smollm3-bias-yarn", "moe-defaults", "olmo3-two-ropes-new", "gemma3-two-ropes-new",
+    "phi3-partial-attention-factor",
 )  # fmt: skip
 
 forward = jax.jit(xj.forward, static_argnames="config")
@@ -112,13 +113,17 @@ def test_config_that_transformers_writes(name):
     written = transformers.CONFIG_MAPPING[settings.pop("model_type")].from_dict(settings).to_dict()
     rewritten = cases.Case(written).config
     ours = cases.CASES[name].config
-    if ours.rope.rope_type in ("llama3", "yarn"):
+    if ours.rope.rope_type in ("llama3", "yarn", "longrope"):
         assert rewritten.rope == ours.rope
     assert dataclasses.replace(rewritten, rope=ours.rope) == ours
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["qwen2-gqa-tied-old", "qwen3-bias-mqa", "llama-bias", "mistral-window", "smollm3-interval"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen2-gqa-tied-old", "qwen3-bias-mqa", "llama-bias", "mistral-window", "smollm3-interval", "moe-some-layers-dense",
+     "olmo3-yarn-old", "gemma2-long-caps", "phi3-defaults"],
+)  # fmt: skip
 def test_load_model(name, stored, tmp_path):
     """What save_pretrained writes, in one file or in shards, arrives exactly, and rounded as torch rounds."""
     config, _, model = built(name)
@@ -131,7 +136,7 @@ def test_load_model(name, stored, tmp_path):
         same = jax.tree.map(
             lambda ours, theirs, dtype=dtype: ours.dtype == dtype and np.array_equal(ours.astype(jnp.float32), theirs),
             loaded.params,
-            cases.params_from(config, tensors),
+            cases.params_from(config, cases.separate(config, tensors)),
         )
         assert all(jax.tree.leaves(same))
 

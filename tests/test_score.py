@@ -112,11 +112,11 @@ def test_soft_prompt(model, in_parts):
     want_BT = xj.score(params, config, tokens_BT)
     hidden = tokens_BT.copy()
     hidden[:, :4] = 0
-    soft_PD = xj.embed_tokens(params, tokens_BT[0, :4])
+    soft_PD = xj.embed_tokens(params, config, tokens_BT[0, :4])
 
     @jax.jit
     def total(soft_PD):
-        inputs_BTD = xj.embed_tokens(params, hidden).at[:, :4].set(soft_PD)
+        inputs_BTD = xj.embed_tokens(params, config, hidden).at[:, :4].set(soft_PD)
         logprobs_BT = xj.score(params, config, hidden, inputs_BTD=inputs_BTD)[:, 3:]
         return logprobs_BT.sum(), logprobs_BT
 
@@ -134,7 +134,7 @@ def test_logits_of_a_long_text_never_exist():
     config, T = from_hf(hf), 8192
     params = jax.eval_shape(partial(xj.init_params, config, dtype="float32"), jax.random.key(0))
     tokens_BT, hidden_BTD = jax.ShapeDtypeStruct((1, T), jnp.int32), jax.ShapeDtypeStruct((1, T, 896), jnp.float32)
-    backward = jax.grad(lambda hidden_BTD, params, tokens_BT: MODULE._of_targets(params, hidden_BTD, tokens_BT).sum())
+    backward = jax.grad(lambda hidden_BTD, params, tokens_BT: MODULE._of_targets(params, config, hidden_BTD, tokens_BT).sum())
     for function, args in ((xj.score, (params, config, tokens_BT)), (backward, (hidden_BTD, params, tokens_BT))):
         compiled = jax.jit(function, static_argnums=[i for i, x in enumerate(args) if x is config]).lower(*args).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < 2**29
@@ -175,7 +175,7 @@ def test_narrow_weights(weights, bound):
     got_BT = xj.score(params, config, tokens_BT)
     np.testing.assert_allclose(got_BT, whole(params, config, tokens_BT), atol=bound)
     np.testing.assert_allclose(got_BT[0, len(prompt) - 1 :], out.logprobs[0], atol=bound)
-    inputs_BTD = xj.embed_tokens(params, tokens_BT)
+    inputs_BTD = xj.embed_tokens(params, config, tokens_BT)
     gradient = jax.grad(lambda inputs_BTD: xj.score(params, config, tokens_BT, inputs_BTD=inputs_BTD).sum())(inputs_BTD)
     chex.assert_tree_all_finite(gradient)
     assert jnp.any(gradient != 0)

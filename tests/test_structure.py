@@ -11,9 +11,9 @@ import xinfer_jax as xj
 ROOT = Path(__file__).parents[1]
 # A module imports only modules to its left. A new module takes its place here.
 ORDER = (
-    "errors", "config", "products", "quantization", "rounding", "params", "layers", "attention", "cache", "model", "awq", "greedy",
-    "processors", "sampling", "logprobs", "stats", "decode", "speculative", "prefix", "options", "generate", "beam", "score", "files",
-    "tokenizer", "quantized_files", "loading", "text", "cli",
+    "errors", "settings", "rope_config", "families", "config", "products", "quantization", "rounding", "params", "layers", "experts",
+    "attention", "cache", "model", "awq", "greedy", "processors", "sampling", "logprobs", "stats", "decode", "speculative", "prefix",
+    "options", "generate", "beam", "score", "files", "tokenizer", "quantized_files", "loading", "text", "cli",
 )  # fmt: skip
 TOP = ("__init__", "__main__")  # above all of them
 MOST_LINES = 400

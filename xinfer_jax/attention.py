@@ -29,6 +29,7 @@ def attention(
     start_B: jax.Array | None = None,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     impl: str | None = None,
 ) -> jax.Array:
     """Scaled dot-product attention (Vaswani et al. 2017) with the online softmax of Milakov & Gimelshein 2018.
@@ -45,6 +46,7 @@ def attention(
             so that the result has a reverse-mode gradient.
         scale: factor on the scores.
         window: None, or how many keys a query sees at most, itself included.
+        softcap: None, or c: scores become c tanh(score / c); no kernel does that.
         impl: None, or one of `kernels_pallas.IMPLS`. A kernel's gradient is that of "xla", the plain jnp below.
 
     Returns:
@@ -54,11 +56,11 @@ def attention(
         InputError: the named impl does not serve these arguments.
     """
     kernel = "decode_attention" if q_BTNH.shape[1] == 1 and start_B is not None else "prefill_attention"
-    chosen = selected(kernel, impl, q_BTNH, k_BKSH, v_BKSH).impl
+    chosen = selected(kernel, impl, q_BTNH, k_BKSH, v_BKSH, softcap=softcap).impl
     static = start_B is None
     start_B = jnp.zeros(len(q_BTNH), jnp.int32) if static else start_B
     if chosen == "xla":
-        return _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale, window, static)
+        return _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale, window, static, softcap)
     return _by_kernel(kernel, chosen, impl is None, scale, window, q_BTNH, k_BKSH, v_BKSH, start_B, length_B)
 
 
@@ -68,10 +70,10 @@ def check_impl(impl: str | None) -> None:
         raise InputError(reason)
 
 
-def selected(kernel: str, impl: str | None, *args: jax.Array) -> kernels_pallas.Selection:
+def selected(kernel: str, impl: str | None, *args: jax.Array, softcap: float | None = None) -> kernels_pallas.Selection:
     """What `kernels_pallas` selects, or an InputError with its reason."""
     try:
-        return kernels_pallas.select(kernel, impl, *args)
+        return kernels_pallas.select(kernel, impl, *args, softcap=softcap)
     except ValueError as error:
         raise InputError(str(error)) from error
 
@@ -103,12 +105,12 @@ def _backward(kernel, impl, only_on_gpu, scale, window, saved, gradient):
 _by_kernel.defvjp(_forward, _backward)
 
 
-def _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale, window, static):
+def _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale, window, static, softcap=None):
     """The same in plain jnp. `static`: loops with fixed bounds, which have a reverse-mode gradient."""
     B, T, N, H = q_BTNH.shape
     K, S = k_BKSH.shape[1:3]
     q_BKTGH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4)
-    run = partial(_query_block, k_BKSH, v_BKSH, length_B, scale, window, static)
+    run = partial(_query_block, k_BKSH, v_BKSH, length_B, scale, window, static, softcap)
     if T <= QUERY_BLOCK:
         out_BKTGH = run(q_BKTGH, start_B)
     else:
@@ -122,7 +124,7 @@ def _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale, window, static):
     return out_BKTGH.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
 
 
-def _query_block(k_BKSH, v_BKSH, length_B, scale, window, static, q_BKTGH, start_B):
+def _query_block(k_BKSH, v_BKSH, length_B, scale, window, static, softcap, q_BKTGH, start_B):
     """One block of queries over all the key blocks that it can see."""
     B, K, T, G, H = q_BKTGH.shape
     S = k_BKSH.shape[2]
@@ -142,6 +144,8 @@ def _query_block(k_BKSH, v_BKSH, length_B, scale, window, static, q_BKTGH, start
             seen_BTS &= key_S > query_BT[..., None] - window
         seen = seen_BTS[:, None, :, None]
         scores = jnp.einsum("bktgh,bksh->bktgs", q_BKTGH, k, preferred_element_type=jnp.float32, precision=_precision(k)) * scale
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(seen, scores, _MASKED)
         new_max = jnp.maximum(max_BKTG, scores.max(-1))
         weights = jnp.where(seen, jnp.exp(scores - new_max[..., None]), 0.0)

@@ -14,7 +14,7 @@ from jax import lax
 
 from .config import ModelConfig
 from .errors import InputError
-from .layers import embed, gated_mlp, linear, rms_norm, rotary_angles
+from .layers import embed, gated, gated_mlp, linear, norm, rotary_angles
 from .model import _attend
 from .params import Params
 from .quantization import check_method, dequantize, is_quantized, quantize_matrix, quantized_leaf
@@ -41,12 +41,12 @@ def awq_params(
         group: inputs that share a scale; None: as `quantize_matrix` chooses.
 
     Raises:
-        InputError: no token ids, or an unknown method.
+        InputError: no token ids, an unknown method, or a model whose norms or experts the scales cannot be folded into.
     """
     bits, scaled = _bits(quantize, group), scaled_params(params, config, token_rows, quantize, group)
     rounded = rounded_params(scaled | {"layers": ()}, quantize)
     tokens_BT, seen, real = _calibration(config, token_rows)
-    exact_BTD, x_BTD = (embed(tokens_BT, tree["embed"], jnp.float32) for tree in (scaled, rounded))
+    exact_BTD, x_BTD = (embed(tokens_BT, tree["embed"], jnp.float32, config.embed_scale) for tree in (scaled, rounded))
     layers = []
     for index, layer in _by_kind(scaled, config):
         wide, done = _wide(layer), dict(layer)
@@ -67,6 +67,8 @@ def awq_params(
 def rounded_params(params: Params, quantize: str, group: int | None = None) -> Params:
     """Every matrix rounded to nearest; arguments as in `awq_params`. The vocabulary matrix stays int8 per output."""
     bits = _bits(quantize, group)
+    if any("experts" in layer for layer in params["layers"]):
+        raise InputError("quantized weights are not supported for models with experts: they stay float numbers")
 
     def rounded(name: str, leaf: Params) -> Params:
         if name not in MATRICES:
@@ -85,9 +87,11 @@ def scaled_params(
     params: Params, config: ModelConfig, token_rows: Sequence[Sequence[int]], quantize: str, group: int | None = None
 ) -> Params:
     """The same function with other numbers: floating point, ready to be rounded. Arguments as in `awq_params`."""
+    if not config.pre_norm or config.post_norm or config.num_experts:
+        raise InputError(f"activation-aware scales are not supported for model_type {config.model_type!r}: round to nearest instead")
     bits = _bits(quantize, group)
     tokens_BT, seen, _ = _calibration(config, token_rows)
-    x_BTD, layers = embed(tokens_BT, params["embed"], jnp.float32), []
+    x_BTD, layers = embed(tokens_BT, params["embed"], jnp.float32, config.embed_scale), []
     for index, layer in _by_kind(params, config):
         wide = _wide(layer)
         inputs, x_BTD = _inputs(wide, config, index, x_BTD, *seen)
@@ -139,12 +143,12 @@ def _bits(quantize: str, group: int | None) -> int:
 @partial(jax.jit, static_argnames=("config", "index"))
 def _inputs(layer: Params, config: ModelConfig, index: int, x_BTD, angles, length_B) -> tuple[dict[str, jax.Array], jax.Array]:
     """What the matrices of a layer are multiplied by, by part; what "o" and "down" are added to; and the layer's output."""
-    attn_BTD = rms_norm(x_BTD, layer["attn_norm"], config.rms_norm_eps)
+    attn_BTD = norm(x_BTD, layer, "attn_norm", config)
     through = {"o": {"weight": jnp.eye(layer["o"]["weight"].shape[1])}}  # lets what enters the output matrix through as it is
     heads_BTC = _attend(layer | through, config, index, attn_BTD, angles, None, length_B, None)[0]
     mid_BTD = x_BTD + linear(heads_BTC, layer["o"])
-    mlp_BTD = rms_norm(mid_BTD, layer["mlp_norm"], config.rms_norm_eps)
-    gated_BTF = jax.nn.silu(linear(mlp_BTD, layer["gate"])) * linear(mlp_BTD, layer["up"])
+    mlp_BTD = norm(mid_BTD, layer, "mlp_norm", config)
+    gated_BTF = gated(mlp_BTD, layer, config.hidden_act)
     inputs = {"attn": attn_BTD, "o": heads_BTC, "xo": x_BTD, "mlp": mlp_BTD, "down": gated_BTF, "xdown": mid_BTD}
     return inputs, mid_BTD + linear(gated_BTF, layer["down"])
 
@@ -175,7 +179,7 @@ def _errors(layer, config, index, part, names, x_BTC, angles, length_B, mean_C, 
     def output(layer: Params) -> jax.Array:
         if part == "attn":
             return _attend(layer, config, index, x_BTC, angles, None, length_B, None)[0]
-        return gated_mlp(x_BTC, layer) if part == "mlp" else linear(x_BTC, layer[part])
+        return gated_mlp(x_BTC, layer, config.hidden_act) if part == "mlp" else linear(x_BTC, layer[part])
 
     def error(exponent: jax.Array) -> jax.Array:
         scale_C = _scale(mean_C, exponent)
@@ -189,11 +193,11 @@ def _errors(layer, config, index, part, names, x_BTC, angles, length_B, mean_C, 
 def _folded(layer: Params, config: ModelConfig, scales: dict[str, jax.Array]) -> Params:
     """Columns times their scale, what feeds them divided by it."""
     layer = dict(layer)
-    for part, norm in (("attn", "attn_norm"), ("mlp", "mlp_norm")):
-        before, after = layer[norm], (layer[norm] / scales[part]).astype(layer[norm].dtype)
+    for part, name in (("attn", "attn_norm"), ("mlp", "mlp_norm")):
+        before, after = layer[name], (layer[name] / scales[part]).astype(layer[name].dtype)
         # The quotient as it was rounded; so nothing is lost where norms have 16 bits.
         scales[part] = jnp.where(after == 0, scales[part], before.astype(jnp.float32) / after.astype(jnp.float32))
-        layer[norm] = after
+        layer[name] = after
     by_key_head = scales["o"].reshape(config.num_key_value_heads, -1, config.head_dim)[:, 0].reshape(-1)
     for name, scale_N in (("v", by_key_head), ("up", scales["down"])):
         layer[name] = {kind: leaf / (scale_N[:, None] if leaf.ndim == 2 else scale_N) for kind, leaf in layer[name].items()}

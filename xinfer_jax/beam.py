@@ -93,7 +93,7 @@ def beam_search(
     """
     single = len(ids) > 0 and np.ndim(ids[0]) == 0
     options = GenerateOptions(max_new_tokens, sampling or SamplingConfig(), tuple(dict.fromkeys(eos_token_ids)), capacity, impl=impl)
-    *_, prompts, _, sampling_B, row_key_B = checked(params, config, [ids] if single else ids, options, key)
+    _, config, prompts, _, sampling_B, row_key_B = checked(params, config, [ids] if single else ids, options, key)
     returned = num_beams if num_return_sequences is None else num_return_sequences
     _check(config, num_beams, returned, length_penalty, early_stopping, options, sampling_B)
     longest, shortest, size = max(map(len, prompts)), min(map(len, prompts)), bucket(max_new_tokens)

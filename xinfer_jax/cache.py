@@ -41,7 +41,7 @@ def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: 
         dtype: of K and V; None: float32 on CPU, bfloat16 on GPU and TPU.
 
     Raises:
-        InputError: batch or capacity below 1, or, with rope type `dynamic`, a capacity above the original maximum.
+        InputError: batch or capacity below 1, or, with rope type `dynamic` or `longrope`, a capacity above the original maximum.
     """
     if batch < 1 or capacity < 1:
         raise InputError(f"a cache needs batch and capacity of at least 1, got batch {batch} and capacity {capacity}")
@@ -49,6 +49,12 @@ def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: 
         raise InputError(
             f"rope type 'dynamic' changes its frequencies beyond {config.max_position_embeddings} tokens, so cached keys would no longer "
             f"fit: a cache of capacity {capacity} is not supported, shorten the prompt or generate fewer tokens"
+        )
+    limit = config.rope.switches_at
+    if limit is not None and capacity > limit:
+        raise InputError(
+            f"rope type 'longrope' changes its factors beyond {limit} tokens, so cached keys would no longer fit: for a cache of capacity "
+            f"{capacity}, fix them by with_fixed_rope, as generate does"
         )
     dtype = resolve_dtype(dtype)
     shape = (batch, config.num_key_value_heads, capacity, config.head_dim)

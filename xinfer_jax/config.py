@@ -1,35 +1,19 @@
 """Model configuration: a frozen, hashable `ModelConfig`, and `from_hf`, which reads a Hugging Face config.json.
 
-One small function per model family states what that family adds to the shared table; a model type or a setting that
-would change the result and is not supported is refused by name.
+`families.py` has one small function per model family; a model type or a setting that would change the result and is not
+supported is refused by name.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from .errors import InputError
+from .families import FAMILIES, SHARED_DEFAULTS
+from .rope_config import RopeConfig, read_rope
+from .settings import boolean, integer, number
 
-_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding, with the field names of Hugging Face's `rope_parameters`."""
-
-    rope_type: str = "default"
-    rope_theta: float = 10000.0
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0  # llama3 and yarn: the context the model was first trained on
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    attention_factor: float | None = None  # yarn: scale of cos and sin; None: derived from factor
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    mscale: float | None = None  # yarn
-    mscale_all_dim: float | None = None  # yarn
-    truncate: bool = True  # yarn
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,16 +34,38 @@ class ModelConfig:
     rope: RopeConfig
     layer_windows: tuple[int | None, ...]  # per layer: a query at p sees keys p-window+1 … p; None: all of 0 … p
     layer_rope: tuple[bool, ...]  # per layer: rotary embedding, or none (NoPE)
+    sliding_rope: RopeConfig | None = None  # of the layers that have a window; None: as the others
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMS norm over each query and key head
+    qk_norm: bool = False  # RMS norm over each query and key head,
+    qk_norm_joint: bool = False  # or over all heads of a token together
+    pre_norm: bool = True  # RMS norm of what goes into attention and MLP,
+    post_norm: bool = False  # and of what comes out
+    norm_offset: float = 0.0  # norms multiply by this + weight
+    hidden_act: str = "silu"
+    embed_scale: float = 1.0  # factor on embeddings, rounded to their dtype
+    query_pre_attn_scalar: float | None = None  # scores are scaled by its power -1/2; None: head_dim
+    attn_logit_softcapping: float | None = None  # c: scores become c tanh(score / c)
+    final_logit_softcapping: float | None = None  # the same for logits
+    fused_projections: bool = False  # the checkpoint has q, k, v in one matrix, gate and up in another
+    layer_experts: tuple[bool, ...] = ()  # per layer: a mixture of experts in place of the MLP; empty: none
+    num_experts: int = 0  # X
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0  # F of each expert
+    norm_topk_prob: bool = False  # the weights of a token's experts are made to add up to 1
 
     @property
     def context_length(self) -> int:
         """Tokens that a prompt and its answer may reach; linear and yarn scaling stretch the context that was trained."""
         stretched = {"linear": self.max_position_embeddings, "yarn": self.rope.original_max_position_embeddings}.get(self.rope.rope_type, 0)
         return max(self.max_position_embeddings, int(stretched * self.rope.factor))
+
+    def layer_rope_config(self, layer: int) -> RopeConfig | None:
+        """The rotary embedding of a layer; None: it has none."""
+        if not self.layer_rope[layer]:
+            return None
+        return self.sliding_rope if self.sliding_rope and self.layer_windows[layer] is not None else self.rope
 
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -75,146 +81,58 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         InputError: an unknown model_type, a missing or impossible value, or a setting that is not supported.
     """
     model_type = hf.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _FAMILIES:
-        raise InputError(f"model_type {model_type!r} is not supported: use one of {', '.join(sorted(_FAMILIES))}")
-    defaults, family = _FAMILIES[model_type]
-    hf = {**_SHARED_DEFAULTS, **defaults, **hf}
-    _refuse_unsupported(hf)
-    heads = _integer(hf, "num_attention_heads")
-    layers = _integer(hf, "num_hidden_layers")
-    hidden = _integer(hf, "hidden_size")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise InputError(f"model_type {model_type!r} is not supported: use one of {', '.join(sorted(FAMILIES))}")
+    defaults, family = FAMILIES[model_type]
+    hf = {**SHARED_DEFAULTS, **defaults, **hf}
+    activation = hf["hidden_activation" if "hidden_activation" in defaults else "hidden_act"]
+    _refuse_unsupported(hf, activation)
+    heads = integer(hf, "num_attention_heads")
+    layers = integer(hf, "num_hidden_layers")
+    hidden = integer(hf, "hidden_size")
     fields: dict[str, Any] = dict(
         model_type=model_type,
-        vocab_size=_integer(hf, "vocab_size"),
+        vocab_size=integer(hf, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_integer(hf, "intermediate_size"),
+        intermediate_size=integer(hf, "intermediate_size"),
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=heads if hf.get("num_key_value_heads") is None else _integer(hf, "num_key_value_heads"),
-        head_dim=_shared_out(hidden, heads) if hf.get("head_dim") is None else _integer(hf, "head_dim"),
-        max_position_embeddings=_integer(hf, "max_position_embeddings"),
-        rms_norm_eps=_number(hf, "rms_norm_eps"),
-        tie_word_embeddings=_boolean(hf, "tie_word_embeddings"),
-        rope=_rope(hf),
+        num_key_value_heads=heads if hf.get("num_key_value_heads") is None else integer(hf, "num_key_value_heads"),
+        head_dim=_shared_out(hidden, heads) if hf.get("head_dim") is None else integer(hf, "head_dim"),
+        max_position_embeddings=integer(hf, "max_position_embeddings"),
+        rms_norm_eps=number(hf, "rms_norm_eps"),
+        tie_word_embeddings=boolean(hf, "tie_word_embeddings"),
+        hidden_act=_ACTIVATIONS[activation],
         layer_windows=(None,) * layers,
         layer_rope=(True,) * layers,
     )
-    config = ModelConfig(**{**fields, **family(hf, layers)})
+    fields |= family(hf, layers)
+    config = ModelConfig(**{"rope": fields["rope"] if "rope" in fields else read_rope(hf), **fields})
     _check(config)
     return config
 
 
-# --- families: what each adds to the shared table ---------------------------------------------------------------------
+def with_fixed_rope(config: ModelConfig, shortest: int, longest: int) -> ModelConfig:
+    """The config for a batch whose sequences keep between so many tokens, from prompt to last answer: longrope's factors are then fixed.
+
+    Raises:
+        InputError: the factors would change on the way, and the keys in the cache would no longer fit.
+    """
+    limit = config.rope.switches_at
+    if limit is None:
+        return config
+    if shortest <= limit < longest:
+        raise InputError(
+            f"rope type 'longrope' changes its factors beyond {limit} tokens, and these sequences have between {shortest} and {longest}: "
+            "shorten the prompts or generate fewer tokens, or give only prompts that are longer"
+        )
+    factor = config.rope.short_factor if longest <= limit else config.rope.long_factor
+    return dataclasses.replace(config, rope=dataclasses.replace(config.rope, short_factor=factor, long_factor=factor))
 
 
-def _qwen2(hf: Mapping, layers: int) -> dict:
-    return dict(qkv_bias=True, layer_windows=_late_windows(hf, layers))
-
-
-def _qwen3(hf: Mapping, layers: int) -> dict:
-    bias = _boolean(hf, "attention_bias")
-    return dict(qk_norm=True, qkv_bias=bias, o_bias=bias, layer_windows=_late_windows(hf, layers))
-
-
-def _llama(hf: Mapping, layers: int) -> dict:
-    bias = _boolean(hf, "attention_bias")
-    return dict(qkv_bias=bias, o_bias=bias, mlp_bias=_boolean(hf, "mlp_bias"))
-
-
-def _mistral(hf: Mapping, layers: int) -> dict:
-    if hf.get("layer_types") is not None:  # transformers refuses it too
-        raise InputError("layer_types is not supported for model_type 'mistral': only one sliding_window for all layers is")
-    window = None if hf.get("sliding_window") is None else _integer(hf, "sliding_window")
-    return dict(layer_windows=(window,) * layers)
-
-
-def _smollm3(hf: Mapping, layers: int) -> dict:
-    uses_rope = hf.get("no_rope_layers")  # despite its name: 1 where a layer has rotary embedding
-    if uses_rope is None:
-        interval = _integer(hf, "no_rope_layer_interval")
-        uses_rope = [(i + 1) % interval != 0 for i in range(layers)]
-    if not isinstance(uses_rope, list | tuple) or len(uses_rope) < layers:
-        raise InputError(f"no_rope_layers must be a list of at least {layers} entries, one per layer, got {uses_rope!r}")
-    uses_rope = tuple(bool(u) for u in uses_rope[:layers])
-    return _llama(hf, layers) | dict(layer_rope=uses_rope, layer_windows=_windows(hf, [not u for u in uses_rope]))
-
-
-# What config.json may leave out, as in transformers.
-_SHARED_DEFAULTS = dict(
-    rms_norm_eps=1e-6, tie_word_embeddings=False, attention_bias=False, mlp_bias=False, use_sliding_window=False, hidden_act="silu"
-)
-_QWEN_DEFAULTS = dict(num_key_value_heads=32, max_position_embeddings=32768, sliding_window=4096, max_window_layers=28)
-_SMOLLM3_DEFAULTS = dict(
-    num_key_value_heads=4, max_position_embeddings=32768, rope_theta=2e6, no_rope_layer_interval=4, tie_word_embeddings=True
-)
-_FAMILIES = {  # model_type: (its defaults, its function)
-    "qwen2": (_QWEN_DEFAULTS, _qwen2),
-    "qwen3": (_QWEN_DEFAULTS | dict(head_dim=128), _qwen3),
-    "llama": (dict(max_position_embeddings=2048), _llama),
-    "mistral": (dict(num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096), _mistral),
-    "smollm3": (_SMOLLM3_DEFAULTS, _smollm3),
-}
-
-
-def _late_windows(hf: Mapping, layers: int) -> tuple[int | None, ...]:
-    """Qwen: the layers from `max_window_layers` on slide."""
-    first = hf["max_window_layers"]
-    if isinstance(first, bool) or not isinstance(first, int):
-        raise InputError(f"config.json: max_window_layers must be an integer, got {first!r}")
-    return _windows(hf, [i >= first for i in range(layers)])
-
-
-def _windows(hf: Mapping, slides: list[bool]) -> tuple[int | None, ...]:
-    """Window per layer from `use_sliding_window`, `sliding_window` and `layer_types`, which overrules `slides`."""
-    window = _integer(hf, "sliding_window") if _boolean(hf, "use_sliding_window") and hf.get("sliding_window") is not None else None
-    types = hf.get("layer_types")
-    if types is None:
-        return tuple(window if s else None for s in slides)
-    if not isinstance(types, list | tuple) or len(types) != len(slides):
-        raise InputError(f"layer_types must list one type for each of the {len(slides)} layers, got {types!r}")
-    for kind in types:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise InputError(f"layer type {kind!r} is not supported: only full_attention and sliding_attention are")
-        if kind == "sliding_attention" and window is None:
-            raise InputError("layer_types names sliding_attention, but use_sliding_window is false or sliding_window is null: set both")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
-
-
-# --- rotary embedding ---------------------------------------------------------------------------------------------------
-
-
-def _rope(hf: Mapping) -> RopeConfig:
-    scaling = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(scaling, Mapping) or any(isinstance(v, Mapping) for v in scaling.values()):
-        raise InputError(f"rope parameters must be one flat object (none per layer type), got {scaling!r}")
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    if rope_type not in _ROPE_TYPES:
-        raise InputError(f"rope type {rope_type!r} is not supported: use one of {', '.join(_ROPE_TYPES)}")
-    theta = 10000.0 if hf.get("rope_theta") is None else hf["rope_theta"]
-    given = {"rope_theta": theta, **{k: v for k, v in scaling.items() if v is not None}}
-    if given.get("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise InputError("partial_rotary_factor other than 1 is not supported")
-    if rope_type in ("llama3", "yarn"):
-        given.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
-        if hf.get("original_max_position_embeddings") is not None:
-            given["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
-    if rope_type == "yarn" and "factor" not in given:
-        given["factor"] = hf["max_position_embeddings"] / _number(given, "original_max_position_embeddings")
-    needed = {"llama3": ("factor", "low_freq_factor", "high_freq_factor"), "linear": ("factor",), "dynamic": ("factor",)}
-    for name in needed.get(rope_type, ()):
-        if name not in given:
-            raise InputError(f"rope type {rope_type!r} needs {name!r}, which config.json does not give")
-    names = {f.name for f in dataclasses.fields(RopeConfig)} - {"rope_type", "truncate"}
-    numbers = {name: _number(given, name) for name in names & given.keys()}
-    return RopeConfig(rope_type=rope_type, truncate=bool(given.get("truncate", True)), **numbers)
-
-
-# --- checks ---------------------------------------------------------------------------------------------------------------
-
-
-def _refuse_unsupported(hf: Mapping) -> None:
-    if hf["hidden_act"] not in ("silu", "swish"):
-        raise InputError(f"hidden_act {hf['hidden_act']!r} is not supported: only silu is")
+def _refuse_unsupported(hf: Mapping, activation: Any) -> None:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+        raise InputError(f"hidden_act {activation!r} is not supported: use one of {', '.join(_ACTIVATIONS)}")
     architectures = hf.get("architectures") or []
     for name in architectures if isinstance(architectures, list) else [architectures]:
         if not str(name).endswith("ForCausalLM"):
@@ -228,30 +146,19 @@ def _check(config: ModelConfig) -> None:
         )
     if config.head_dim % 2:
         raise InputError(f"head_dim {config.head_dim} is odd: rotary embedding needs an even one")
+    rotated = int(config.head_dim * config.rope.partial_rotary_factor)
+    if rotated % 2 or not 0 < rotated <= config.head_dim:
+        raise InputError(
+            f"partial_rotary_factor {config.rope.partial_rotary_factor} rotates {rotated} of {config.head_dim} numbers of a head: "
+            "rotary embedding needs an even part of it"
+        )
+    for name in ("short_factor", "long_factor"):
+        given = len(getattr(config.rope, name))
+        if config.rope.rope_type == "longrope" and given != rotated // 2:
+            raise InputError(f"{name} has {given} entries, the {rotated} rotated numbers of a head need {rotated // 2}")
 
 
 def _shared_out(hidden: int, heads: int) -> int:
     if hidden % heads:
         raise InputError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and config.json gives no head_dim")
     return hidden // heads
-
-
-def _number(hf: Mapping, name: str) -> float:
-    value = hf.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise InputError(f"config.json: {name} must be a number above 0, got {value!r}")
-    return value
-
-
-def _integer(hf: Mapping, name: str) -> int:
-    value = _number(hf, name)
-    if not isinstance(value, int):
-        raise InputError(f"config.json: {name} must be an integer, got {value!r}")
-    return value
-
-
-def _boolean(hf: Mapping, name: str) -> bool:
-    value = hf.get(name)
-    if not isinstance(value, bool):
-        raise InputError(f"config.json: {name} must be true or false, got {value!r}")
-    return value

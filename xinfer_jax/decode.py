@@ -160,7 +160,7 @@ def _prefill(params, config, tokens_BT, num_tokens_B, cache, impl):
     none_BD = jnp.zeros((B, config.hidden_size), activation_dtype(params))
     if T <= PREFILL_CHUNK:
         last_BD, cache = chunk(tokens_BT, num_tokens_B, cache, none_BD)
-        return unembed(params, last_BD), cache
+        return unembed(params, config, last_BD), cache
     padded = jnp.pad(tokens_BT, ((0, 0), (0, -T % PREFILL_CHUNK)))
 
     def body(i, carry):
@@ -171,12 +171,12 @@ def _prefill(params, config, tokens_BT, num_tokens_B, cache, impl):
 
     chunks = -(-jnp.max(num_tokens_B) // PREFILL_CHUNK)
     last_BD, cache = lax.fori_loop(0, chunks, body, (none_BD, cache))
-    return unembed(params, last_BD), cache
+    return unembed(params, config, last_BD), cache
 
 
 def _decode_step(params, config, token_B, cache, impl):
     hidden_BD, cache = _next_hidden(params, config, token_B, cache, None, impl)
-    return unembed(params, hidden_BD), cache
+    return unembed(params, config, hidden_BD), cache
 
 
 def _next_hidden(params, config, token_B, cache, num_tokens_B, impl):
@@ -187,18 +187,18 @@ def _next_hidden(params, config, token_B, cache, num_tokens_B, impl):
 def _recompute(params, config, tokens_BT, num_tokens_B, impl):
     """Logits [B, V] after each row's last token, from the tokens alone."""
     hidden_BTD, _ = hidden_states(params, config, tokens_BT, None, num_tokens_B, impl=impl)
-    return unembed(params, jnp.take_along_axis(hidden_BTD, (num_tokens_B - 1)[:, None, None], 1)[:, 0])
+    return unembed(params, config, jnp.take_along_axis(hidden_BTD, (num_tokens_B - 1)[:, None, None], 1)[:, 0])
 
 
-def _next_token(params, hidden_BD, state, row_key_B, sampling_B, eos_E, impl):
+def _next_token(params, config, hidden_BD, state, row_key_B, sampling_B, eos_E, impl):
     """The state with each row's next token; rows that just take the likeliest one need no logits, where a kernel serves."""
 
     def by_logits():
-        return _choose(unembed(params, hidden_BD), state, row_key_B, sampling_B, eos_E, impl)
+        return _choose(unembed(params, config, hidden_BD), state, row_key_B, sampling_B, eos_E, impl)
 
     if state.alternatives is not None:
-        return record(unembed(params, hidden_BD), state, row_key_B, sampling_B, eos_E, impl)
-    if not fuses_head(params, hidden_BD, impl):
+        return record(unembed(params, config, hidden_BD), state, row_key_B, sampling_B, eos_E, impl)
+    if not fuses_head(params, hidden_BD, impl, config.final_logit_softcapping):
         return _note(*by_logits(), state, eos_E)
     return _note(*lax.cond(plain(sampling_B), lambda: greedy(params, hidden_BD, impl), by_logits), state, eos_E)
 
@@ -262,7 +262,7 @@ def _continue(params, config, state, row_key_B, sampling_B, eos_E, limit, impl):
     def body(state):
         alive_B = (~state.finished_B).astype(jnp.int32)
         hidden_BD, cache = _next_hidden(params, config, state.token_B, state.cache, alive_B, impl)
-        return _next_token(params, hidden_BD, dataclasses.replace(state, cache=cache), row_key_B, sampling_B, eos_E, impl)
+        return _next_token(params, config, hidden_BD, dataclasses.replace(state, cache=cache), row_key_B, sampling_B, eos_E, impl)
 
     return lax.while_loop(lambda s: (s.step < limit) & ~jnp.all(s.finished_B), body, state)
 

@@ -121,7 +121,9 @@ def kernels_used(params: Params, config: ModelConfig, impl: str | None = None, r
     }
     if is_quantized(weight):
         del arguments["lm_head_argmax"]
-    return {kernel: selected(kernel, impl, *args) for kernel, args in arguments.items()}
+    caps = {kernel: config.attn_logit_softcapping for kernel in ("prefill_attention", "decode_attention")}
+    caps["lm_head_argmax"] = config.final_logit_softcapping
+    return {kernel: selected(kernel, impl, *args, softcap=caps.get(kernel)) for kernel, args in arguments.items()}
 
 
 def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):

@@ -23,12 +23,12 @@ def argmax(logits_BV: jax.Array, impl: str | None = None) -> jax.Array:
     return lax.platform_dependent(logits_BV, cuda=lambda x: kernels_pallas.run(chosen, "argmax", x), default=_argmax)
 
 
-def fuses_head(params: Params, hidden_BD: jax.Array, impl: str | None) -> bool:
-    """Whether `greedy` may run a kernel."""
+def fuses_head(params: Params, hidden_BD: jax.Array, impl: str | None, softcap: float | None = None) -> bool:
+    """Whether `greedy` may run a kernel. softcap: of the logits."""
     leaf = head(params)
     if "bias" in leaf or is_quantized(leaf["weight"]):
         return False
-    return selected("lm_head_argmax", impl, hidden_BD, leaf["weight"]).impl != "xla"
+    return selected("lm_head_argmax", impl, hidden_BD, leaf["weight"], softcap=softcap).impl != "xla"
 
 
 def greedy(params: Params, hidden_BD: jax.Array, impl: str | None = None) -> tuple[jax.Array, jax.Array]:

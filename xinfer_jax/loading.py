@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from .config import ModelConfig, from_hf
 from .errors import InputError
 from .files import checkpoint_dir, read_json
-from .params import Params, ParamSpec, param_specs, resolve_dtype, tree_bytes
+from .params import Params, ParamSpec, check_quantize, param_specs, resolve_dtype, tree_bytes
 from .quantization import check_method, quantized_leaf
 from .quantized_files import FileFormat, Part, read_format
 from .stats import LoadStats
@@ -58,6 +58,7 @@ def load_model(path_or_repo_id: str | Path | None = None, dtype: Any = None, qua
     config, stored = from_hf(settings), read_format(settings)
     if stored and quantize:
         raise InputError(f"{path} is already quantized ({stored.method}), and quantize={quantize!r} is asked for: load it without quantize")
+    check_quantize(config, quantize or stored and stored.method)
     tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None
     generation = read_json(path / "generation_config.json") or {}
     params = load_params(path, config, dtype, quantize, stored)
@@ -76,22 +77,24 @@ def load_params(path: Path, config: ModelConfig, dtype: Any, quantize: str | Non
     if len(tensors) < sum(len(file.keys()) for file in files.values()):
         raise InputError(f"{path}: two shards hold the same tensor; fetch the checkpoint again")
     specs, tree = jax.tree.flatten(param_specs(config))
-    names = [_stored_name(spec, config, tensors) for spec in specs]
-    parts = [stored.parts(name, spec.shape, tensors) if stored else {} for name, spec in zip(names, specs, strict=True)]
+    specs = [dataclasses.replace(spec, hf_name=_stored_name(spec, config, tensors)) for spec in specs]
+    parts = [stored.parts(spec.hf_name, spec.shape, tensors) if stored else {} for spec in specs]
     wanted: dict[str, Part] = {}
-    for name, spec, part in zip(names, specs, parts, strict=True):
-        wanted |= part or {name: (spec.shape, _FLOATS)}
+    for spec, part in zip(specs, parts, strict=True):
+        wanted |= part or {name: (shape, _FLOATS) for name, shape in spec.stored(tensors).items()}
     spare = {"lm_head.weight"} if config.tie_word_embeddings else set()
     spare |= {name for name in tensors if name.endswith(_NOT_WEIGHTS) or stored and stored.spare(name, tensors)}
     _check_tensors(path, tensors, wanted, spare)
 
-    def leaf(name: str, spec: ParamSpec, part: dict[str, Part]) -> Any:
+    def leaf(spec: ParamSpec, part: dict[str, Part]) -> Any:
         if part:
-            return jax.device_put(stored.leaf(name, spec.shape, tensors))
-        tensor = tensors[name].get_tensor(name)
-        return _array(name, tensor, dtype) if quantize is None or tensor.ndim == 1 else quantized_leaf(tensor, name, quantize)
+            return jax.device_put(stored.leaf(spec.hf_name, spec.shape, tensors))
+        tensor = spec.read(tensors)
+        return (
+            _array(spec.hf_name, tensor, dtype) if quantize is None or tensor.ndim == 1 else quantized_leaf(tensor, spec.hf_name, quantize)
+        )
 
-    return jax.tree.unflatten(tree, map(leaf, names, specs, parts))
+    return jax.tree.unflatten(tree, map(leaf, specs, parts))
 
 
 def _weight_files(path: Path) -> dict[str, Any]:

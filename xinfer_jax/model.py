@@ -7,7 +7,8 @@ from .attention import attention, check_impl
 from .cache import KVCache, advance, append, read
 from .config import ModelConfig
 from .errors import InputError
-from .layers import embed, gated_mlp, linear, rms_norm, rotary_angles, rotate
+from .experts import mixture_of_experts
+from .layers import embed, gated_mlp, linear, norm, rotary_angles, rotate, softcap
 from .params import Params, activation_dtype
 
 
@@ -38,7 +39,7 @@ def forward(
     """
     check_impl(impl)
     hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B, impl=impl)
-    return unembed(params, hidden_BTD), cache
+    return unembed(params, config, hidden_BTD), cache
 
 
 def hidden_states(
@@ -61,25 +62,24 @@ def hidden_states(
     num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else num_tokens_B
     start_B = jnp.zeros(B, jnp.int32) if cache is None else cache.length_B
     angles = rotary_angles(config, start_B[:, None] + jnp.arange(T), start_B + num_tokens_B)
-    x_BTD = embed_tokens(params, tokens_BT) if inputs_BTD is None else inputs_BTD.astype(activation_dtype(params))
+    x_BTD = embed_tokens(params, config, tokens_BT) if inputs_BTD is None else inputs_BTD.astype(activation_dtype(params))
     for index, layer in enumerate(params["layers"]):
-        attended, cache = _attend(
-            layer, config, index, rms_norm(x_BTD, layer["attn_norm"], config.rms_norm_eps), angles, cache, num_tokens_B, impl
-        )
-        x_BTD = x_BTD + attended
-        x_BTD = x_BTD + gated_mlp(rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps), layer)
+        attended_BTD, cache = _attend(layer, config, index, norm(x_BTD, layer, "attn_norm", config), angles, cache, num_tokens_B, impl)
+        x_BTD = x_BTD + norm(attended_BTD, layer, "attn_post_norm", config)
+        fed_BTD = _feed_forward(norm(x_BTD, layer, "mlp_norm", config), layer, config)
+        x_BTD = x_BTD + norm(fed_BTD, layer, "mlp_post_norm", config)
     cache = None if cache is None else advance(cache, num_tokens_B)
-    return rms_norm(x_BTD, params["final_norm"], config.rms_norm_eps), cache
+    return norm(x_BTD, params, "final_norm", config), cache
 
 
-def embed_tokens(params: Params, tokens: jax.Array) -> jax.Array:
+def embed_tokens(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
     """What the first layer gets of tokens: int32 [...] -> [..., D] in the type of the activations."""
-    return embed(jnp.asarray(tokens), params["embed"], activation_dtype(params))
+    return embed(jnp.asarray(tokens), params["embed"], activation_dtype(params), config.embed_scale)
 
 
-def unembed(params: Params, hidden: jax.Array) -> jax.Array:
+def unembed(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
     """float32 logits [..., V] of hidden states [..., D]."""
-    return linear(hidden, head(params), jnp.float32)
+    return softcap(linear(hidden, head(params), jnp.float32), config.final_logit_softcapping)
 
 
 def head(params: Params) -> Params:
@@ -89,12 +89,9 @@ def head(params: Params) -> Params:
 
 def _attend(layer: Params, config: ModelConfig, index: int, x_BTD, angles, cache: KVCache | None, num_tokens_B, impl):
     B, T, _ = x_BTD.shape
-    q_BTNH, k_BTKH, v_BTKH = (linear(x_BTD, layer[name]).reshape(B, T, -1, config.head_dim) for name in "qkv")
-    if config.qk_norm:
-        q_BTNH = rms_norm(q_BTNH, layer["q_norm"], config.rms_norm_eps)
-        k_BTKH = rms_norm(k_BTKH, layer["k_norm"], config.rms_norm_eps)
-    if config.layer_rope[index]:
-        q_BTNH, k_BTKH = rotate(q_BTNH, *angles), rotate(k_BTKH, *angles)
+    q_BTNH, k_BTKH, v_BTKH = (_heads(layer, config, name, x_BTD) for name in "qkv")
+    if angles[index] is not None:
+        q_BTNH, k_BTKH = rotate(q_BTNH, *angles[index]), rotate(k_BTKH, *angles[index])
     if cache is None:
         k_BKSH, v_BKSH = jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2)
         start_B, length_B = None, num_tokens_B
@@ -102,6 +99,21 @@ def _attend(layer: Params, config: ModelConfig, index: int, x_BTD, angles, cache
         start_B, length_B = cache.length_B, cache.length_B + num_tokens_B
         cache = append(cache, index, k_BTKH, v_BTKH, num_tokens_B)
         k_BKSH, v_BKSH = read(cache, index)
-    scale, window = config.head_dim**-0.5, config.layer_windows[index]
-    out_BTNH = attention(q_BTNH, k_BKSH, v_BKSH, length_B=length_B, start_B=start_B, scale=scale, window=window, impl=impl)
+    scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
+    window, cap = config.layer_windows[index], config.attn_logit_softcapping
+    out_BTNH = attention(q_BTNH, k_BKSH, v_BKSH, length_B=length_B, start_B=start_B, scale=scale, window=window, softcap=cap, impl=impl)
     return linear(out_BTNH.reshape(B, T, -1), layer["o"]), cache
+
+
+def _heads(layer: Params, config: ModelConfig, name: str, x_BTD: jax.Array) -> jax.Array:
+    """Queries, keys or values by head, [B, T, N or K, H]; normed where the layer has a norm for them."""
+    y = linear(x_BTD, layer[name])
+    y = norm(y, layer, f"{name}_norm", config) if config.qk_norm_joint else y
+    y = y.reshape(*y.shape[:2], -1, config.head_dim)
+    return y if config.qk_norm_joint else norm(y, layer, f"{name}_norm", config)
+
+
+def _feed_forward(x_BTD: jax.Array, layer: Params, config: ModelConfig) -> jax.Array:
+    if "experts" in layer:
+        return mixture_of_experts(x_BTD, layer, config)
+    return gated_mlp(x_BTD, layer, config.hidden_act)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from .attention import check_impl
-from .config import ModelConfig
+from .config import ModelConfig, with_fixed_rope
 from .errors import InputError
 from .logprobs import TokenLogprobs
 from .params import Params
@@ -110,6 +110,7 @@ def checked(
         if limit is not None and longest + new > limit:
             dynamic = " (rope type 'dynamic' changes its frequencies there)" if config.rope.rope_type == "dynamic" else ""
             raise InputError(f"prompt of {longest} tokens + max_new_tokens {new} exceeds {name} {limit}{dynamic}: {remedy}")
+    config = with_fixed_rope(config, min(map(len, prompts)), longest + new)
     for name, ids in (("EOS", options.eos_token_ids), ("stop", options.stop_token_ids)):
         for token in ids:
             if not 0 <= token < config.vocab_size:

@@ -178,7 +178,8 @@ def save_checkpoint(path: str | Path, model_dir: str | Path | None, params: Para
     tensors: dict[str, Any] = {}
     for spec, leaf in zip(specs, tree.flatten_up_to(params), strict=True):
         fields = {name: getattr(leaf, name, None) for name in ("values", "scale", "zero", "order")} if is_quantized(leaf) else {}
-        tensors |= {f"{spec.hf_name}.{name}": field for name, field in fields.items() if field is not None} or {spec.hf_name: leaf}
+        leaves = zip(spec.stored(), leaf, strict=True) if len(spec.shape) == 3 else [(spec.hf_name, leaf)]
+        tensors |= {f"{spec.hf_name}.{name}": field for name, field in fields.items() if field is not None} or dict(leaves)
     settings = {name: value for name, value in settings.items() if name != "quantization_config"}
     if any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))):
         settings["quantization_config"] = {"quant_method": OURS, "version": _VERSION}

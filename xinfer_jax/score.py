@@ -41,8 +41,8 @@ def score(
         params, config: the model.
         tokens_BT: int32 token ids, padded on the right.
         num_tokens_B: how many of each row are real; None: all.
-        inputs_BTD: what the first layer gets in place of `embed_tokens(params, tokens_BT)`: a soft prompt (Lester et al. 2021) takes
-            the place of some tokens there, whose ids then do not matter.
+        inputs_BTD: what the first layer gets in place of `embed_tokens(params, config, tokens_BT)`: a soft prompt (Lester et al.
+            2021) takes the place of some tokens there, whose ids then do not matter.
         impl: of attention: None (what suits the device), "mosaic", "triton" or "xla".
 
     Returns:
@@ -124,13 +124,13 @@ def _check_range(name: str, array: Any, most: int) -> None:
 @partial(jax.jit, static_argnames=("config", "impl"))
 def _score(params, config, tokens_BT, num_tokens_B, inputs_BTD, impl):
     hidden_BTD, _ = hidden_states(params, config, tokens_BT, None, num_tokens_B, inputs_BTD=inputs_BTD, impl=impl)
-    logprobs_BT = _of_targets(params, hidden_BTD[:, :-1], tokens_BT[:, 1:])
+    logprobs_BT = _of_targets(params, config, hidden_BTD[:, :-1], tokens_BT[:, 1:])
     if num_tokens_B is None:
         return logprobs_BT
     return jnp.where(jnp.arange(1, tokens_BT.shape[1]) < num_tokens_B[:, None], logprobs_BT, 0)
 
 
-def _of_targets(params: Params, hidden_BTD: jax.Array, target_BT: jax.Array) -> jax.Array:
+def _of_targets(params: Params, config: ModelConfig, hidden_BTD: jax.Array, target_BT: jax.Array) -> jax.Array:
     """Log-probabilities of targets, a part of T at a time: B stays whole, since rows may lie on different devices."""
     B, T = target_BT.shape
     parts = -(-T // max(1, _MOST_LOGITS // (B * head(params)["weight"].shape[0])))
@@ -142,7 +142,7 @@ def _of_targets(params: Params, hidden_BTD: jax.Array, target_BT: jax.Array) -> 
 
     @partial(jax.checkpoint, prevent_cse=False)  # a loop keeps its iterations apart as it is
     def part(hidden_BTD: jax.Array, target_BT: jax.Array) -> jax.Array:
-        logits_BTV = unembed(params, hidden_BTD)
+        logits_BTV = unembed(params, config, hidden_BTD)
         return jnp.take_along_axis(logits_BTV, target_BT[..., None], -1)[..., 0] - jax.nn.logsumexp(logits_BTV, -1)
 
     done = lax.map(lambda pair: part(*pair), (split(hidden_BTD), split(target_BT)))

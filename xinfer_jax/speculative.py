@@ -69,7 +69,7 @@ def speculate(
         guess_BK, draft_cache = _guess(draft_params, guesser, state, spec.cache, choice, count, impl)
         tokens_BT = jnp.concatenate([state.token_B[:, None], guess_BK], 1)
         hidden_BTD, cache = hidden_states(params, config, tokens_BT, state.cache, jnp.where(active_B, count + 1, 0), impl=impl)
-        logits_BTV, before_B, active = unembed(params, hidden_BTD), state.length_B, active_B
+        logits_BTV, before_B, active = unembed(params, config, hidden_BTD), state.length_B, active_B
         for i in range(count + 1):  # the token behind the first i guesses, which were right
             state = record(logits_BTV[:, i], state, *choice, impl, active)
             active = active & _active(state, most) & (state.token_B == tokens_BT[:, min(i + 1, count)])
@@ -99,7 +99,7 @@ def _guess(params, guesser, state: DecodeState, cache: KVCache | None, choice: A
 
     def guess(i, tokens_BT, cache):
         hidden_BTD, cache = hidden_states(params, guesser, tokens_BT, cache, None, impl=impl)
-        logits_BV = unembed(params, hidden_BTD[:, -1])
+        logits_BV = unembed(params, guesser, hidden_BTD[:, -1])
         return choose(logits_BV, row_key_B, position_B + i, sampling_B, context, impl), cache
 
     def step(i, carry):

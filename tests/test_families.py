@@ -1,0 +1,173 @@
+"""What the families with other structures do beyond logits: files with fused or stacked matrices, longrope's switch, what is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity_cases as cases
+import pytest
+import tiny
+
+import kernels_pallas
+import xinfer_jax as xj
+from xinfer_jax import awq, experts
+from xinfer_jax.attention import attention
+from xinfer_jax.config import with_fixed_rope
+from xinfer_jax.params import param_specs
+from xinfer_jax.quantized_files import save_checkpoint
+
+SWITCHING = "phi3-longrope-both-partial"  # at 32 tokens
+
+forward = jax.jit(xj.forward, static_argnames="config")
+
+
+def built(name, seed=5):
+    config = cases.CASES[name].config
+    return config, cases.params_from(config, cases.random_tensors(config, seed))
+
+
+def written(path, name, fused=False, seed=5):
+    """A checkpoint of a case, matrices apart or as transformers holds them."""
+    case = cases.CASES[name]
+    tensors = cases.random_tensors(case.config, seed)
+    stored = cases.fused(case.config, tensors) if fused else {}
+    for spec in () if fused else jax.tree.leaves(param_specs(case.config)):
+        stored |= zip(spec.stored(), tensors[spec.hf_name] if len(spec.shape) == 3 else [tensors[spec.hf_name]], strict=True)
+    return tiny.write(path, case.hf, weights={n: np.ascontiguousarray(t) for n, t in stored.items()}, with_tokenizer=False)
+
+
+def assert_equal(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
+@pytest.mark.parametrize("name", ["phi3-defaults", "moe-some-layers-dense"])
+def test_matrices_apart_or_fused(tmp_path, name, fused):
+    assert_equal(xj.load_model(written(tmp_path, name, fused), dtype="float32").params, built(name)[1])
+
+
+def test_a_fault_in_a_fused_matrix_is_named(tmp_path):
+    case = cases.CASES["phi3-defaults"]
+    weights = cases.fused(case.config, cases.random_tensors(case.config, 0))
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    weights[name] = weights[name][:-1].copy()
+    del weights["model.layers.0.mlp.gate_up_proj.weight"]
+    with pytest.raises(xj.InputError, match=r"missing model.layers.0.mlp.gate_proj.weight.*qkv_proj.weight has shape \[143, 48\]"):
+        xj.load_model(tiny.write(tmp_path, case.hf, weights=weights, with_tokenizer=False))
+
+
+@pytest.mark.parametrize("name, quantize", [("phi3-defaults", "int8"), ("gemma2-no-caps-layer-types", "int4"), ("moe-defaults", None)])
+def test_saved_and_loaded_again(tmp_path, name, quantize):
+    model = xj.load_model(written(tmp_path / "in", name), dtype="float32", quantize=quantize)
+    save_checkpoint(tmp_path / "out", None, model.params, cases.CASES[name].hf)
+    assert_equal(xj.load_model(tmp_path / "out", dtype="float32").params, model.params)
+
+
+@pytest.mark.parametrize("name", ["olmo3-two-ropes-new", "gemma2-no-caps-layer-types", "phi3-defaults"])
+def test_int8_is_close(name):
+    config, params = built(name)
+    prompt = np.array([cases.prompts(cases.CASES[name])[1]])
+    exact, near = (np.asarray(forward(tree, config, prompt)[0]) for tree in (params, awq.rounded_params(params, "int8")))
+    assert 0 < np.abs(near - exact).mean() < 0.05 * np.abs(exact).mean()
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_experts_are_not_quantized(tmp_path):
+    config, params = built("moe-defaults")
+    path = written(tmp_path, "moe-defaults")
+    for attempt in (
+        lambda: xj.load_model(path, quantize="int8"),
+        lambda: xj.init_params(config, jax.random.key(0), quantize="int4"),
+        lambda: awq.rounded_params(params, "int8"),
+    ):
+        with pytest.raises(xj.InputError, match="experts"):
+            attempt()
+
+
+@pytest.mark.parametrize("name", ["olmo3-two-ropes-new", "gemma2-no-caps-layer-types", "moe-defaults"])
+def test_scales_need_a_norm_to_fold_into(name):
+    config, params = built(name)
+    with pytest.raises(xj.InputError, match=f"activation-aware.*{config.model_type}.*round to nearest"):
+        awq.awq_params(params, config, [[1, 2, 3]])
+
+
+def test_no_kernel_caps_scores():
+    q, k = jnp.ones((1, 4, 2, 16), jnp.bfloat16), jnp.ones((1, 1, 8, 16), jnp.bfloat16)
+    lengths = dict(length_B=jnp.array([4]), scale=1.0, softcap=2.0)
+    with pytest.raises(xj.InputError, match="soft cap of 2.0 on scores"):
+        attention(q, k, k, impl="interpret", **lengths)
+    assert attention(q, k, k, **lengths).shape == q.shape
+    assert kernels_pallas.select("prefill_attention", None, q, k, k, softcap=2.0).impl == "xla"
+    config, params = built("gemma2-long-caps")
+    with pytest.raises(xj.InputError, match="soft cap of 2.0 on scores"):
+        xj.kernels_used(params, config, "interpret")
+
+
+# --- longrope ---------------------------------------------------------------------------------------------------------
+
+
+def test_longrope_is_not_continued_across_its_switch():
+    config, params = built(SWITCHING)
+    prompts, options = cases.prompts(cases.CASES[SWITCHING]), xj.GenerateOptions(max_new_tokens=24)
+    for rows in ([prompts[1]], [prompts[0], prompts[2]]):  # across it; on either side of it
+        with pytest.raises(xj.InputError, match="longrope.*32 tokens"):
+            xj.generate(params, config, rows, options)
+    with pytest.raises(xj.InputError, match="longrope.*33"):
+        xj.init_cache(config, 1, 33)
+
+
+@pytest.mark.parametrize("row", [0, 2])
+def test_longrope_on_one_side_of_its_switch(row):
+    """The cache rotates keys by the factors that a forward pass over the whole sequence has."""
+    config, params = built(SWITCHING)
+    prompt = cases.prompts(cases.CASES[SWITCHING])[row]
+    fixed = with_fixed_rope(config, len(prompt), len(prompt) + 3)
+    tokens = np.array([prompt + [4, 5, 6]])
+    want, _ = forward(params, config, tokens)
+    cache, got = xj.init_cache(fixed, 1, 96), []
+    for part in (tokens[:, :4], tokens[:, 4:-1], tokens[:, -1:]):
+        logits, cache = forward(params, fixed, part, cache)
+        got.append(logits)
+    np.testing.assert_allclose(np.concatenate(got, 1), want, atol=1e-5 * np.abs(want).max())
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+def test_few_and_many_tokens_meet_the_same_experts():
+    """One by one they are looked up, together every expert is asked; gradients agree too."""
+    config, params = built("moe-defaults")
+    layer = params["layers"][0]
+    x_BTD = jnp.asarray(np.random.RandomState(0).standard_normal((1, 4, config.hidden_size)), jnp.float32)
+
+    def alone(layer):
+        return jnp.stack([jnp.stack([experts.mixture_of_experts(x[None, None], layer, config)[0, 0] for x in row]) for row in x_BTD])
+
+    def together(layer):
+        return experts.mixture_of_experts(x_BTD, layer, config)
+
+    assert config.num_experts_per_tok < config.num_experts <= 4 * config.num_experts_per_tok
+    np.testing.assert_allclose(alone(layer), together(layer), atol=1e-5)
+    loss = [jax.grad(lambda layer, f=f: jnp.sum(f(layer) ** 2))(layer) for f in (alone, together)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *loss)
+
+
+def test_an_expert_that_nobody_chose_may_overflow():
+    config, params = built("moe-defaults")
+    layer = dict(params["layers"][0])
+    x_BTD = jnp.ones((1, 20, config.hidden_size))
+    logits_X = layer["router"]["weight"].sum(1)
+    broken = {name: {"weight": leaf["weight"].at[jnp.argmin(logits_X)].set(jnp.inf)} for name, leaf in layer["experts"].items()}
+    want = experts.mixture_of_experts(x_BTD, layer, config)
+    np.testing.assert_array_equal(experts.mixture_of_experts(x_BTD, layer | {"experts": broken}, config), want)
+
+
+def test_every_sparse_layer_has_a_router():
+    config = dataclasses.replace(cases.CASES["moe-defaults"].config, layer_experts=(True, False, True))
+    assert ["router" in layer for layer in param_specs(config)["layers"]] == [True, False, True]
