@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
-@pytest.mark.newest
 @pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="jax's CUDA plug-in is not installed")
 @pytest.mark.parametrize("gpu", ["h200", "a100", "rtx4090"])
 def test_kernels_compile_without_spills(gpu):

@@ -18,7 +18,6 @@ NEWER = tuple(int(part) for part in jax.__version__.split(".")[:2]) >= (0, 11)
 
 
 @pytest.mark.slow
-@pytest.mark.newest
 @pytest.mark.skipif(not NEWER, reason="the GPU interpreter is public from jax 0.11 on")
 def test_kernels_equal_their_oracles_in_the_interpreter():
     environment = os.environ | {"PYTHONPATH": str(TESTS.parent), "JAX_PLATFORMS": "cpu"}

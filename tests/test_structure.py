@@ -11,7 +11,7 @@ import xinfer_jax as xj
 ROOT = Path(__file__).parents[1]
 # A module imports only modules to its left. A new module takes its place here.
 ORDER = (
-    "errors", "settings", "rope_config", "families", "config", "products", "quantization", "rounding", "params", "layers", "experts",
+    "errors", "settings", "rope_config", "families", "config", "products", "quantization", "rounding", "params", "layers", "experts", "kv",
     "attention", "cache", "model", "awq", "greedy", "processors", "sampling", "logprobs", "stats", "decode", "speculative", "prefix",
     "options", "generate", "beam", "score", "files", "tokenizer", "quantized_files", "loading", "text", "cli",
 )  # fmt: skip

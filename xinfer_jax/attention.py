@@ -13,6 +13,7 @@ from jax import lax
 import kernels_pallas
 
 from .errors import InputError
+from .kv import widen
 
 QUERY_BLOCK = 512
 KEY_BLOCK = 256
@@ -39,7 +40,7 @@ def attention(
 
     Args:
         q_BTNH: queries. N is a multiple of K: heads share keys in groups of N/K.
-        k_BKSH: keys in order of position.
+        k_BKSH: keys in order of position; quantized ones are widened a block at a time.
         v_BKSH: values.
         length_B: number of valid keys per row.
         start_B: position of the first query; None: 0 for every row, which also makes the bounds of all loops static,
@@ -137,7 +138,8 @@ def _query_block(k_BKSH, v_BKSH, length_B, scale, window, static, softcap, q_BKT
         first = i * width
         at = jnp.minimum(first, S - width)  # the last block overlaps the one before it where the width does not divide S
         key_S = at + jnp.arange(width)
-        k, v = (x if blocks == 1 else lax.dynamic_slice_in_dim(x, at, width, 2) for x in (k_BKSH, v_BKSH))
+        cut = partial(lax.dynamic_slice_in_dim, start_index=at, slice_size=width, axis=2)
+        k, v = (widen(x if blocks == 1 else jax.tree.map(cut, x)) for x in (k_BKSH, v_BKSH))
         valid_BS = (key_S >= first) & (key_S < length_B[:, None])
         seen_BTS = valid_BS[:, None] & (key_S <= query_BT[..., None])
         if window is not None:
@@ -156,7 +158,7 @@ def _query_block(k_BKSH, v_BKSH, length_B, scale, window, static, softcap, q_BKT
 
     zeros = jnp.zeros((B, K, T, G), jnp.float32)
     state = (zeros + _MASKED, zeros, jnp.zeros((B, K, T, G, H), jnp.float32))
-    state = tuple(kernels_pallas.varying_as(x, q_BKTGH, k_BKSH, v_BKSH, start_B, length_B) for x in state)
+    state = tuple(kernels_pallas.varying_as(x, *jax.tree.leaves((q_BKTGH, k_BKSH, v_BKSH, start_B, length_B))) for x in state)
     high = -(-jnp.minimum(jnp.max(length_B), jnp.max(start_B) + T) // width)
     low = 0 if window is None else jnp.maximum(jnp.min(start_B) - window + 1, 0) // width
     if blocks == 1:

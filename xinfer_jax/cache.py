@@ -13,6 +13,7 @@ from jax import lax
 
 from .config import ModelConfig
 from .errors import InputError
+from .kv import KV_BITS, QuantizedKV, empty, quantize
 from .params import resolve_dtype
 
 
@@ -21,8 +22,8 @@ from .params import resolve_dtype
 class KVCache:
     """Keys and values of every layer, and how much of each row is filled."""
 
-    k: tuple[jax.Array, ...]  # L times [B, K, S, H]
-    v: tuple[jax.Array, ...]  # L times [B, K, S, H]
+    k: tuple[jax.Array | QuantizedKV, ...]  # L times [B, K, S, H]
+    v: tuple[jax.Array | QuantizedKV, ...]  # L times [B, K, S, H]
     length_B: jax.Array  # int32: tokens held by each row; the next one has this position
     overflow_B: jax.Array  # bool: a write past the capacity was dropped
 
@@ -38,7 +39,7 @@ def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: 
         config: the model.
         batch: rows (B).
         capacity: tokens each row can hold (S).
-        dtype: of K and V; None: float32 on CPU, bfloat16 on GPU and TPU.
+        dtype: of K and V, or "int8" or "int4"; None: float32 on CPU, bfloat16 on GPU and TPU.
 
     Raises:
         InputError: batch or capacity below 1, or, with rope type `dynamic` or `longrope`, a capacity above the original maximum.
@@ -56,9 +57,10 @@ def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: 
             f"rope type 'longrope' changes its factors beyond {limit} tokens, so cached keys would no longer fit: for a cache of capacity "
             f"{capacity}, fix them by with_fixed_rope, as generate does"
         )
-    dtype = resolve_dtype(dtype)
+    bits = KV_BITS.get(dtype) if isinstance(dtype, str) else None
     shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
-    k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers)) for _ in "kv")
+    dtype = None if bits else resolve_dtype(dtype)
+    k, v = (tuple(empty(shape, bits) if bits else jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers)) for _ in "kv")
     return KVCache(k, v, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool))
 
 
@@ -74,7 +76,7 @@ def append(cache: KVCache, layer: int, k_BTKH: jax.Array, v_BTKH: jax.Array, num
         raise InputError(f"{k_BTKH.shape[1]} tokens in one call exceed the cache's capacity {cache.capacity}: raise capacity")
     write = _write if cache.length_B.shape[0] > 1 else _write_single
     k, v = (
-        (*old[:layer], write(old[layer], jnp.swapaxes(new, 1, 2).astype(old[layer].dtype), cache.length_B, num_tokens_B), *old[layer + 1 :])
+        (*old[:layer], _stored(write, old[layer], jnp.swapaxes(new, 1, 2), cache.length_B, num_tokens_B), *old[layer + 1 :])
         for old, new in ((cache.k, k_BTKH), (cache.v, v_BTKH))
     )
     return dataclasses.replace(cache, k=k, v=v)
@@ -87,8 +89,8 @@ def advance(cache: KVCache, num_tokens_B: jax.Array) -> KVCache:
     return dataclasses.replace(cache, length_B=jnp.minimum(length_B, cache.capacity), overflow_B=overflow_B)
 
 
-def read(cache: KVCache, layer: int) -> tuple[jax.Array, jax.Array]:
-    """K and V of one layer, [B, K, S, H] in order of position; what lies at or past the row's length is undefined."""
+def read(cache: KVCache, layer: int) -> tuple[jax.Array | QuantizedKV, jax.Array | QuantizedKV]:
+    """K and V of one layer, [B, K, S, H] (perhaps quantized) in order of position; what lies at or past the row's length is undefined."""
     return cache.k[layer], cache.v[layer]
 
 
@@ -112,7 +114,12 @@ def reorder_tail(cache: KVCache, index_B: jax.Array, first: jax.Array, count: in
         tail = lax.dynamic_slice_in_dim(leaf_BKSH, first, min(count, cache.capacity), 2)
         return lax.dynamic_update_slice_in_dim(leaf_BKSH, tail[index_B], first, 2)
 
-    return dataclasses.replace(cache, k=tuple(map(move, cache.k)), v=tuple(map(move, cache.v)))
+    return dataclasses.replace(cache, k=jax.tree.map(move, cache.k), v=jax.tree.map(move, cache.v))
+
+
+def _stored(write: Any, old: jax.Array | QuantizedKV, new_BKTH: jax.Array, length_B: jax.Array, num_tokens_B: jax.Array) -> Any:
+    new = quantize(new_BKTH, old.bits) if isinstance(old, QuantizedKV) else new_BKTH.astype(old.dtype)
+    return jax.tree.map(lambda old, new: write(old, new, length_B, num_tokens_B), old, new)
 
 
 def _write_row(old_KSH: jax.Array, new_KTH: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:

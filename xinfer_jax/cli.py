@@ -66,6 +66,7 @@ OUTPUT = _flag(
 USE_CACHE = _flag(
     flags.DEFINE_boolean, "use_cache", True, "Keep keys and values; false: recompute all of them for every token, to compare."
 )
+CACHE_DTYPE = _flag(flags.DEFINE_string, "cache_dtype", None, "Keys and values in int8 or int4, or a float type. Default: what suits.")
 CACHE_DIR = _flag(
     flags.DEFINE_string,
     "compilation_cache",
@@ -119,7 +120,7 @@ def _run(argv: list[str]) -> int:
     draft = DRAFT.value if DRAFT.value in (None, "lookup") else load_model(DRAFT.value, dtype=DTYPE.value, quantize=QUANTIZE.value)
     options = GenerateOptions(
         MAX_TOKENS.value, sampling, use_cache=USE_CACHE.value, impl=IMPL.value, stop_strings=tuple(STOP.value), logprobs=LOGPROBS.value,
-        draft=draft, draft_tokens=DRAFT_TOKENS.value,
+        draft=draft, draft_tokens=DRAFT_TOKENS.value, cache_dtype=CACHE_DTYPE.value,
     )  # fmt: skip
     used = kernels_used(model.params, model.config, options.impl)
     if VERBOSE.value:

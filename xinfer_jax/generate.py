@@ -137,7 +137,7 @@ def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
             capacity, held_B = options.prefix.cache.capacity, options.prefix.shared(prompts)
             cache = truncate(options.prefix.cache, held_B)
         else:
-            cache = init_cache(config, len(prompts), capacity, cache_dtype(params)) if options.use_cache else None
+            cache = init_cache(config, len(prompts), capacity, options.cache_dtype or cache_dtype(params)) if options.use_cache else None
         tokens_BT, num_tokens_B = padded([prompt[held:] for prompt, held in zip(prompts, held_B, strict=True)], capacity)
         if answers > 1:
             row_key_B = _FOLD(row_key_B, np.arange(answers))
@@ -213,7 +213,7 @@ def _start_draft(options: GenerateOptions, prompts: Sequence[Sequence[int]], cap
     nothing_B, cache = np.zeros(len(prompts), np.int32), None
     params, config = _draft(options)
     if params is not None:
-        cache = init_cache(config, len(prompts), capacity, cache_dtype(params))
+        cache = init_cache(config, len(prompts), capacity, options.cache_dtype or cache_dtype(params))
         cache = prefill(params, config, *padded(prompts, capacity), cache, donate=True, impl=options.impl)[1]
     return Speculation(cache, nothing_B, nothing_B)
 

@@ -13,9 +13,10 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
-from .cache import KVCache
+from .cache import KVCache, init_cache
 from .config import ModelConfig
 from .errors import InputError
+from .kv import QuantizedKV
 from .params import Params
 
 
@@ -48,12 +49,13 @@ def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelC
     Raises:
         InputError: the file cannot be written.
     """
-    longest, tensors = max(map(len, prefix.tokens)), {}
-    for name in ("k", "v"):
-        for i, array in enumerate(getattr(prefix.cache, name)):
-            held = np.ascontiguousarray(np.asarray(array[:, :, :longest]))
-            tensors[f"{name}.{i}"] = held.view(np.uint16) if held.itemsize == 2 else held
-    kept = {"tokens": prefix.tokens, "dtype": prefix.cache.k[0].dtype.name, "capacity": prefix.cache.capacity}
+    longest, tensors, cache = max(map(len, prefix.tokens)), {}, prefix.cache
+    for i, array in enumerate(jax.tree.leaves((cache.k, cache.v))):
+        held = np.ascontiguousarray(np.asarray(array[:, :, :longest]))
+        tensors[f"{i}"] = held.view(np.uint16) if held.itemsize == 2 else held
+    first = cache.k[0]
+    dtype = f"int{first.bits}" if isinstance(first, QuantizedKV) else first.dtype.name
+    kept = {"tokens": prefix.tokens, "dtype": dtype, "capacity": cache.capacity}
     try:
         save_file(tensors, path, metadata={"xinfer_jax": json.dumps(kept), "model": _fingerprint(params, config)})
     except OSError as error:
@@ -86,13 +88,15 @@ def load_prefix(path: str | Path, params: Params, config: ModelConfig, capacity:
     if longest > capacity:
         raise InputError(f"{path} holds {longest} tokens, more than the capacity {capacity}: raise capacity")
 
-    def padded(array: np.ndarray) -> jax.Array:
-        array = array.view(jnp.dtype(kept["dtype"]))
-        return jnp.asarray(np.pad(array, ((0, 0), (0, 0), (0, capacity - array.shape[2]), (0, 0))))
+    empty = init_cache(config, len(kept["tokens"]), capacity, kept["dtype"])
 
-    k, v = (tuple(padded(arrays[f"{name}.{i}"]) for i in range(config.num_hidden_layers)) for name in "kv")
+    def padded(array: np.ndarray, like: jax.Array) -> jax.Array:
+        return jnp.asarray(np.pad(array.view(like.dtype), ((0, 0), (0, 0), (0, capacity - array.shape[2]), (0, 0))))
+
+    leaves, tree = jax.tree.flatten((empty.k, empty.v))
+    k, v = jax.tree.unflatten(tree, [padded(arrays[f"{i}"], like) for i, like in enumerate(leaves)])
     length_B = jnp.array([len(row) for row in kept["tokens"]], jnp.int32)
-    return Prefix(kept["tokens"], KVCache(k, v, length_B, jnp.zeros(len(length_B), bool)))
+    return Prefix(kept["tokens"], dataclasses.replace(empty, k=k, v=v, length_B=length_B))
 
 
 def _fingerprint(params: Params, config: ModelConfig) -> str:
