@@ -31,6 +31,7 @@ from absl import app, flags, logging
 from bench_limits import AnonymousPeak, Limits, bytes_per_pass, decode_work, prefill_work, spread, startup
 from bench_plot import HEADER, case_lines, cost_by_position, draw, row_line, startup_lines
 from bench_shapes import hf_config
+from one_line import parse, refuse
 
 import xinfer_jax as xj
 from xinfer_jax.config import from_hf
@@ -193,7 +194,7 @@ def main(argv: list[str]) -> None:
         if WORKER.value:
             return _work(*WORKER.value.split(":"))
     except xj.InputError as error:
-        _refuse(error)
+        refuse(error)
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")} | {"python": platform.python_version()}
     machine = {
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -274,17 +275,5 @@ def _case(dtype: str, quantize: str) -> dict[str, Any]:
     return case
 
 
-def _parse(argv: list[str]) -> list[str]:
-    try:
-        return flags.FLAGS(argv)
-    except flags.Error as error:
-        _refuse(error)
-
-
-def _refuse(error: Exception) -> None:
-    print(f"bench: {str(error).splitlines()[0]}", file=sys.stderr)
-    sys.exit(2)
-
-
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse)
+    app.run(main, flags_parser=parse)

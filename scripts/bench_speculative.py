@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 from bench_shapes import hf_config
+from one_line import refuse
 
 import xinfer_jax as xj
 from xinfer_jax.config import from_hf
@@ -39,8 +40,7 @@ def main(argv: list[str]) -> None:
     try:
         print(json.dumps(run()))
     except (xj.InputError, ValueError) as error:
-        print(f"bench_speculative: {error}", file=sys.stderr)
-        sys.exit(2)
+        refuse(error)
 
 
 def run() -> dict:

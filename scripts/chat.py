@@ -11,6 +11,7 @@ import sys
 
 import jax
 from absl import app, flags, logging
+from one_line import refuse
 
 import xinfer_jax as xj
 from xinfer_jax.text import encode_prompt, with_eos
@@ -33,8 +34,7 @@ def main(argv: list[str]) -> None:
     try:
         talk()
     except xj.InputError as error:
-        print(f"chat: {error}", file=sys.stderr)
-        sys.exit(2)
+        refuse(error)
 
 
 def talk() -> None:

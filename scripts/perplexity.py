@@ -10,13 +10,13 @@ and closer to what the model knows. The last line is one JSON object. Exit code 
 
 import json
 import math
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from absl import app, flags, logging
+from one_line import parse, refuse
 
 import xinfer_jax as xj
 
@@ -34,19 +34,7 @@ def main(argv: list[str]) -> None:
     try:
         print(json.dumps(run(argv)))
     except (xj.InputError, OSError, UnicodeDecodeError) as error:
-        _refuse(error)
-
-
-def _parse(argv: list[str]) -> list[str]:
-    try:
-        return flags.FLAGS(argv)
-    except flags.Error as error:
-        _refuse(error)
-
-
-def _refuse(error: Exception) -> None:
-    print("perplexity:", " ".join(str(error).split()), file=sys.stderr)
-    sys.exit(2)
+        refuse(error)
 
 
 def run(argv: list[str]) -> dict:
@@ -105,4 +93,4 @@ def log_probabilities(model: xj.Model, ids: list[int], window: int, stride: int)
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse)
+    app.run(main, flags_parser=parse)

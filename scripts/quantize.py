@@ -12,7 +12,6 @@ The last line is one JSON object. Exit code 2: bad input, one line on standard e
 import json
 import random
 import re
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import train_tiny_data as data
 from absl import app, flags, logging
+from one_line import parse, refuse
 
 import xinfer_jax as xj
 from xinfer_jax import awq
@@ -58,19 +58,7 @@ def main(argv: list[str]) -> None:
     try:
         print(json.dumps(run(argv)))
     except (xj.InputError, OSError, UnicodeDecodeError) as error:
-        _refuse(error)
-
-
-def _parse(argv: list[str]) -> list[str]:
-    try:
-        return flags.FLAGS(argv)
-    except flags.Error as error:
-        _refuse(error)
-
-
-def _refuse(error: Exception) -> None:
-    print("quantize:", " ".join(str(error).split()), file=sys.stderr)
-    sys.exit(2)
+        refuse(error)
 
 
 def run(argv: list[str]) -> dict:
@@ -186,4 +174,4 @@ def scores(params: dict, config: xj.ModelConfig, rows: list[list[int]], scored: 
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse)
+    app.run(main, flags_parser=parse)

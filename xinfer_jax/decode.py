@@ -192,20 +192,22 @@ def _recompute(params, config, tokens_BT, num_tokens_B, impl):
 
 def _next_token(params, config, hidden_BD, state, row_key_B, sampling_B, eos_E, impl):
     """The state with each row's next token; rows that just take the likeliest one need no logits, where a kernel serves."""
+    if state.alternatives is not None or not fuses_head(params, hidden_BD, impl, config.final_logit_softcapping):
+        return record(unembed(params, config, hidden_BD), state, row_key_B, sampling_B, eos_E, impl)
 
     def by_logits():
         return _choose(unembed(params, config, hidden_BD), state, row_key_B, sampling_B, eos_E, impl)
 
-    if state.alternatives is not None:
-        return record(unembed(params, config, hidden_BD), state, row_key_B, sampling_B, eos_E, impl)
-    if not fuses_head(params, hidden_BD, impl, config.final_logit_softcapping):
-        return _note(*by_logits(), state, eos_E)
     return _note(*lax.cond(plain(sampling_B), lambda: greedy(params, hidden_BD, impl), by_logits), state, eos_E)
 
 
+def context_now(state: DecodeState, eos_E: jax.Array) -> Context:
+    """What the processors look at, with what the state itself says."""
+    return dataclasses.replace(state.context, chosen_B=state.length_B, eos_E=eos_E)
+
+
 def _choose(logits_BV, state, row_key_B, sampling_B, eos_E, impl):
-    context = dataclasses.replace(state.context, chosen_B=state.length_B, eos_E=eos_E)
-    token_B = choose(logits_BV, row_key_B, state.position_B, sampling_B, context, impl)
+    token_B = choose(logits_BV, row_key_B, state.position_B, sampling_B, context_now(state, eos_E), impl)
     return token_B, _logprob(logits_BV, token_B)
 
 
@@ -217,8 +219,7 @@ def record(logits_BV, state, row_key_B, sampling_B, eos_E, impl, active_B=True):
     """The state with the next token of each row that is active, chosen from logits, and its alternatives where they are asked for."""
     if state.alternatives is None:
         return _note(*_choose(logits_BV, state, row_key_B, sampling_B, eos_E, impl), state, eos_E, active_B)
-    context = dataclasses.replace(state.context, chosen_B=state.length_B, eos_E=eos_E)
-    warped_BV = warp(process(logits_BV, state.position_B, sampling_B, context), sampling_B)
+    warped_BV = warp(process(logits_BV, state.position_B, sampling_B, context_now(state, eos_E)), sampling_B)
     token_B = draw(row_key_B, state.position_B, warped_BV, sampling_B)
     noted = note(state.alternatives, _column(state, active_B), logits_BV, warped_BV, token_B)
     return _note(token_B, _logprob(logits_BV, token_B), dataclasses.replace(state, alternatives=noted), eos_E, active_B)

@@ -42,9 +42,8 @@ __all__ = [
 ]
 
 _FOLD = jax.jit(lambda key_P, j_A: jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, j_A))(key_P).reshape(-1))
-_SHARE = jax.jit(
-    lambda tree, source_B: jax.tree.map(lambda leaf: leaf[source_B], tree)
-)  # a prompt's logits and cache for each of its answers
+# A prompt's logits and cache for each of its answers.
+_SHARE = jax.jit(lambda tree, source_B: jax.tree.map(lambda leaf: leaf[source_B], tree))
 _SYNC_SECONDS = 0.05  # a stream looks at the device about this often …
 _MOST_STRIDE = 32  # … but at least every so many tokens
 

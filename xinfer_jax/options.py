@@ -34,9 +34,9 @@ class GenerateOptions:
     n: int = 1  # answers per prompt: rows i * n … i * n + n - 1 are those of prompt i, and answer j draws from fold_in(row_key, j)
     best_of: int | None = None  # generate so many per prompt, return the n of largest log-probability per token; None: n
     logprobs: int = 0  # alternatives noted for each token, before and after the processors
-    draft: Any = (
-        None  # guesses tokens ahead: a `Model` with the same vocabulary, or "lookup" (what followed in the row before); None: nothing
-    )
+    # What guesses tokens ahead: a `Model` with the same vocabulary, "lookup" (what followed in the row before), or a function
+    # (history_BS, length_B, count) -> int32 [B, count] that can be traced; None: nothing.
+    draft: Any = None
     draft_tokens: int = 3  # guesses per pass
     prefix: Prefix | None = None  # of an earlier call: of each prompt, what its rows start with alike is not read again
     keep_prefix: bool = False  # return the cache as out.prefix, for the next call
@@ -53,7 +53,6 @@ class GenerateOutput:
     stats: GenerateStats
     alternatives: list[list[TokenLogprobs]] | None = None  # with options.logprobs: of each entry of `logprobs`
     logits: list[np.ndarray] | None = None  # with options.logits: [entries of `logprobs`, V]
-
     prefix: Prefix | None = None  # with options.keep_prefix
 
     def best(self, n: int, of: int) -> "GenerateOutput":

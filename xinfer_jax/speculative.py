@@ -15,7 +15,7 @@ from jax import lax
 
 from .cache import KVCache, truncate
 from .config import ModelConfig
-from .decode import DecodeState, record
+from .decode import DecodeState, context_now, record
 from .model import hidden_states, unembed
 from .params import Params
 from .sampling import SamplingConfig, choose
@@ -95,7 +95,7 @@ def _guess(params, guesser, state: DecodeState, cache: KVCache | None, choice: A
     if params is None:
         return guesser(history_BS, position_B, count), None
     row_key_B, sampling_B, eos_E = choice
-    context = dataclasses.replace(state.context, chosen_B=state.length_B, eos_E=eos_E)
+    context = context_now(state, eos_E)
 
     def guess(i, tokens_BT, cache):
         hidden_BTD, cache = hidden_states(params, guesser, tokens_BT, cache, None, impl=impl)

@@ -1,0 +1,20 @@
+"""What is wrong with a program's input: one line on standard error that begins with the program's name, and exit code 2."""
+
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from absl import flags
+
+
+def refuse(error: Exception) -> NoReturn:
+    print(f"{Path(sys.argv[0]).stem}:", " ".join(str(error).split()), file=sys.stderr)
+    sys.exit(2)
+
+
+def parse(argv: list[str]) -> list[str]:
+    """For `app.run(main, flags_parser=parse)`, which would print a page of usage instead."""
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        refuse(error)
