@@ -1,5 +1,6 @@
 """Beam search against transformers, against all sequences there are, and against itself; beam sampling against its distribution."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -165,7 +166,7 @@ def test_moving_the_tail_equals_moving_the_rows():
     cache = xj.init_cache(config, 4, 24, "float32")
     rows = jax.random.normal(jax.random.key(0), cache.k[0].shape)
     shared = rows.at[:, :, :9].set(rows[:1, :, :9])
-    cache = xj.KVCache((shared, shared + 1), (shared + 2, shared + 3), cache.length_B, cache.overflow_B)
+    cache = dataclasses.replace(cache, k=(shared, shared + 1), v=(shared + 2, shared + 3))
     index = np.array([2, 0, 0, 3])
     for first, count in ((9, 15), (5, 40), (20, 15)):
         moved = reorder_tail(cache, index, first, count)

@@ -31,6 +31,7 @@ def attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    ring: bool = False,
     impl: str | None = None,
 ) -> jax.Array:
     """Scaled dot-product attention (Vaswani et al. 2017) with the online softmax of Milakov & Gimelshein 2018.
@@ -48,6 +49,7 @@ def attention(
         scale: factor on the scores.
         window: None, or how many keys a query sees at most, itself included.
         softcap: None, or c: scores become c tanh(score / c); no kernel does that.
+        ring: position p lies in slot p % S, and the last S positions below length_B are there; no kernel reads that.
         impl: None, or one of `kernels_pallas.IMPLS`. A kernel's gradient is that of "xla", the plain jnp below.
 
     Returns:
@@ -57,11 +59,11 @@ def attention(
         InputError: the named impl does not serve these arguments.
     """
     kernel = "decode_attention" if q_BTNH.shape[1] == 1 and start_B is not None else "prefill_attention"
-    chosen = selected(kernel, impl, q_BTNH, k_BKSH, v_BKSH, softcap=softcap).impl
+    chosen = selected(kernel, impl, q_BTNH, k_BKSH, v_BKSH, softcap=softcap, ring=ring).impl
     static = start_B is None
     start_B = jnp.zeros(len(q_BTNH), jnp.int32) if static else start_B
     if chosen == "xla":
-        return _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale, window, static, softcap)
+        return _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale, window, static, softcap, ring)
     return _by_kernel(kernel, chosen, impl is None, scale, window, q_BTNH, k_BKSH, v_BKSH, start_B, length_B)
 
 
@@ -71,10 +73,10 @@ def check_impl(impl: str | None) -> None:
         raise InputError(reason)
 
 
-def selected(kernel: str, impl: str | None, *args: jax.Array, softcap: float | None = None) -> kernels_pallas.Selection:
+def selected(kernel: str, impl: str | None, *args: jax.Array, softcap: float | None = None, ring: bool = False) -> kernels_pallas.Selection:
     """What `kernels_pallas` selects, or an InputError with its reason."""
     try:
-        return kernels_pallas.select(kernel, impl, *args, softcap=softcap)
+        return kernels_pallas.select(kernel, impl, *args, softcap=softcap, ring=ring)
     except ValueError as error:
         raise InputError(str(error)) from error
 
@@ -106,12 +108,12 @@ def _backward(kernel, impl, only_on_gpu, scale, window, saved, gradient):
 _by_kernel.defvjp(_forward, _backward)
 
 
-def _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale, window, static, softcap=None):
+def _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale, window, static, softcap=None, ring=False):
     """The same in plain jnp. `static`: loops with fixed bounds, which have a reverse-mode gradient."""
     B, T, N, H = q_BTNH.shape
     K, S = k_BKSH.shape[1:3]
     q_BKTGH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4)
-    run = partial(_query_block, k_BKSH, v_BKSH, length_B, scale, window, static, softcap)
+    run = partial(_query_block, k_BKSH, v_BKSH, length_B, scale, window, static, softcap, ring)
     if T <= QUERY_BLOCK:
         out_BKTGH = run(q_BKTGH, start_B)
     else:
@@ -125,7 +127,7 @@ def _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale, window, static, s
     return out_BKTGH.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
 
 
-def _query_block(k_BKSH, v_BKSH, length_B, scale, window, static, softcap, q_BKTGH, start_B):
+def _query_block(k_BKSH, v_BKSH, length_B, scale, window, static, softcap, ring, q_BKTGH, start_B):
     """One block of queries over all the key blocks that it can see."""
     B, K, T, G, H = q_BKTGH.shape
     S = k_BKSH.shape[2]
@@ -137,13 +139,15 @@ def _query_block(k_BKSH, v_BKSH, length_B, scale, window, static, softcap, q_BKT
         max_BKTG, sum_BKTG, acc_BKTGH = state
         first = i * width
         at = jnp.minimum(first, S - width)  # the last block overlaps the one before it where the width does not divide S
-        key_S = at + jnp.arange(width)
+        slot_S = at + jnp.arange(width)
+        last_B1 = length_B[:, None] - 1
+        key_BS = last_B1 - (last_B1 - slot_S) % S if ring else slot_S[None]
         cut = partial(lax.dynamic_slice_in_dim, start_index=at, slice_size=width, axis=2)
         k, v = (widen(x if blocks == 1 else jax.tree.map(cut, x)) for x in (k_BKSH, v_BKSH))
-        valid_BS = (key_S >= first) & (key_S < length_B[:, None])
-        seen_BTS = valid_BS[:, None] & (key_S <= query_BT[..., None])
+        valid_BS = (slot_S >= first) & (key_BS >= 0) & (key_BS <= last_B1)
+        seen_BTS = valid_BS[:, None] & (key_BS[:, None] <= query_BT[..., None])
         if window is not None:
-            seen_BTS &= key_S > query_BT[..., None] - window
+            seen_BTS &= key_BS[:, None] > query_BT[..., None] - window
         seen = seen_BTS[:, None, :, None]
         scores = jnp.einsum("bktgh,bksh->bktgs", q_BKTGH, k, preferred_element_type=jnp.float32, precision=_precision(k)) * scale
         if softcap is not None:
@@ -160,7 +164,8 @@ def _query_block(k_BKSH, v_BKSH, length_B, scale, window, static, softcap, q_BKT
     state = (zeros + _MASKED, zeros, jnp.zeros((B, K, T, G, H), jnp.float32))
     state = tuple(kernels_pallas.varying_as(x, *jax.tree.leaves((q_BKTGH, k_BKSH, v_BKSH, start_B, length_B))) for x in state)
     high = -(-jnp.minimum(jnp.max(length_B), jnp.max(start_B) + T) // width)
-    low = 0 if window is None else jnp.maximum(jnp.min(start_B) - window + 1, 0) // width
+    high = jnp.minimum(high, blocks) if ring else high
+    low = 0 if window is None or ring else jnp.maximum(jnp.min(start_B) - window + 1, 0) // width
     if blocks == 1:
         state = update(0, state)
     elif static:

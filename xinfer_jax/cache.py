@@ -1,14 +1,17 @@
 """The KV cache: fixed capacity, one K and one V array per layer. The only code that knows the layout.
 
 Layout [B, K, S, H]: the keys of one row and one head lie together, so a block of slots is one matrix for the attention
-product, with the batch axes (B, K) in front and nothing to transpose. Position p of a row lies in slot p.
+product, with the batch axes (B, K) in front and nothing to transpose. Position p of a row lies in slot p % S. S is the capacity,
+or less in a layer with a sliding window: a ring, where a new token takes the place of one that no query will see any more.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .config import ModelConfig
@@ -16,24 +19,29 @@ from .errors import InputError
 from .kv import KV_BITS, QuantizedKV, empty, quantize
 from .params import resolve_dtype
 
+LARGEST_CALL = 512  # tokens appended to a ring at once; as many beyond the window are kept, so none is overwritten that is yet to be seen
+_RING_MULTIPLE = 64  # slots of a ring: blocks of keys stay aligned
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
     """Keys and values of every layer, and how much of each row is filled."""
 
-    k: tuple[jax.Array | QuantizedKV, ...]  # L times [B, K, S, H]
+    k: tuple[jax.Array | QuantizedKV, ...]  # L times [B, K, S, H]; S differs between layers
     v: tuple[jax.Array | QuantizedKV, ...]  # L times [B, K, S, H]
     length_B: jax.Array  # int32: tokens held by each row; the next one has this position
-    overflow_B: jax.Array  # bool: a write past the capacity was dropped
+    overflow_B: jax.Array  # bool: a write past the capacity was dropped, or a ring was truncated further than it remembers
+    reached_B: jax.Array | None  # int32: the longest each row has been; None where no layer is a ring
+    capacity: int = dataclasses.field(metadata=dict(static=True))  # tokens that a row can hold
+    window: int | None = dataclasses.field(metadata=dict(static=True))  # of the layers that are rings
 
-    @property
-    def capacity(self) -> int:
-        return self.k[0].shape[2]
+    def is_ring(self, layer: int) -> bool:
+        return self.k[layer].shape[2] < self.capacity
 
 
 def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: Any = None) -> KVCache:
-    """An empty cache.
+    """An empty cache. A layer with a sliding window keeps window + `LARGEST_CALL` - 1 slots, rounded up, if that is less than the capacity.
 
     Args:
         config: the model.
@@ -58,10 +66,24 @@ def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: 
             f"{capacity}, fix them by with_fixed_rope, as generate does"
         )
     bits = KV_BITS.get(dtype) if isinstance(dtype, str) else None
-    shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
     dtype = None if bits else resolve_dtype(dtype)
-    k, v = (tuple(empty(shape, bits) if bits else jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers)) for _ in "kv")
-    return KVCache(k, v, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool))
+
+    def layer(window: int | None) -> jax.Array | QuantizedKV:
+        shape = (batch, config.num_key_value_heads, _slots(window, capacity), config.head_dim)
+        return empty(shape, bits) if bits else jnp.zeros(shape, dtype)
+
+    k, v = (tuple(layer(window) for window in config.layer_windows) for _ in "kv")
+    rings = [window for window in config.layer_windows if _slots(window, capacity) < capacity]
+    zeros_B = jnp.zeros(batch, jnp.int32)
+    return KVCache(
+        k, v, zeros_B, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32) if rings else None, capacity, max(rings, default=None)
+    )
+
+
+def _slots(window: int | None, capacity: int) -> int:
+    if window is None:
+        return capacity
+    return min(capacity, -(-(window + LARGEST_CALL - 1) // _RING_MULTIPLE) * _RING_MULTIPLE)
 
 
 def append(cache: KVCache, layer: int, k_BTKH: jax.Array, v_BTKH: jax.Array, num_tokens_B: jax.Array) -> KVCache:
@@ -70,11 +92,16 @@ def append(cache: KVCache, layer: int, k_BTKH: jax.Array, v_BTKH: jax.Array, num
     Padding is never written; what lies past the capacity is dropped (and flagged by `advance`).
 
     Raises:
-        InputError: T is above the capacity.
+        InputError: T is above the capacity, or above what a ring can take at once.
     """
-    if k_BTKH.shape[1] > cache.capacity:
-        raise InputError(f"{k_BTKH.shape[1]} tokens in one call exceed the cache's capacity {cache.capacity}: raise capacity")
+    T = k_BTKH.shape[1]
+    if T > cache.capacity:
+        raise InputError(f"{T} tokens in one call exceed the cache's capacity {cache.capacity}: raise capacity")
     write = _write if cache.length_B.shape[0] > 1 else _write_single
+    if cache.is_ring(layer):
+        write = partial(_write_ring, cache.capacity)
+        if T > (most := cache.k[layer].shape[2] - cache.window + 1):
+            raise InputError(f"{T} tokens in one call exceed the {most} that a layer with a sliding window takes at once: use prefill")
     k, v = (
         (*old[:layer], _stored(write, old[layer], jnp.swapaxes(new, 1, 2), cache.length_B, num_tokens_B), *old[layer + 1 :])
         for old, new in ((cache.k, k_BTKH), (cache.v, v_BTKH))
@@ -86,17 +113,44 @@ def advance(cache: KVCache, num_tokens_B: jax.Array) -> KVCache:
     """Counts num_tokens_B tokens per row as held, once every layer has appended them."""
     length_B = cache.length_B + num_tokens_B
     overflow_B = cache.overflow_B | (length_B > cache.capacity)
-    return dataclasses.replace(cache, length_B=jnp.minimum(length_B, cache.capacity), overflow_B=overflow_B)
+    length_B = jnp.minimum(length_B, cache.capacity)
+    reached_B = None if cache.reached_B is None else jnp.maximum(cache.reached_B, length_B)
+    return dataclasses.replace(cache, length_B=length_B, overflow_B=overflow_B, reached_B=reached_B)
 
 
 def read(cache: KVCache, layer: int) -> tuple[jax.Array | QuantizedKV, jax.Array | QuantizedKV]:
-    """K and V of one layer, [B, K, S, H] (perhaps quantized) in order of position; what lies at or past the row's length is undefined."""
+    """K and V of one layer, [B, K, S, H] (perhaps quantized), position p in slot p % S; at or past the row's length they are undefined."""
     return cache.k[layer], cache.v[layer]
 
 
 def truncate(cache: KVCache, length_B: jax.Array) -> KVCache:
-    """Forgets what lies at or past length_B (int32 [B] or scalar); a longer length changes nothing."""
-    return dataclasses.replace(cache, length_B=jnp.minimum(cache.length_B, length_B).astype(jnp.int32))
+    """Forgets what lies at or past length_B (int32 [B] or scalar); a longer length changes nothing.
+
+    Raises:
+        InputError: a ring has overwritten what a row of that length sees (under a caller's jit: flagged in `overflow_B`).
+    """
+    new_B = jnp.minimum(cache.length_B, length_B).astype(jnp.int32)
+    if cache.reached_B is None:
+        return dataclasses.replace(cache, length_B=new_B)
+    remembers_B = remembered(cache, new_B)
+    if not isinstance(remembers_B, jax.core.Tracer) and not np.all(remembers_B):
+        b = int(np.argmin(remembers_B))
+        raise InputError(
+            f"row {b} cannot go back from {cache.reached_B[b]} to {new_B[b]} tokens: its layers with a sliding window of {cache.window} "
+            f"remember {_ring(cache)}; start again from 0"
+        )
+    return dataclasses.replace(cache, length_B=new_B, overflow_B=cache.overflow_B | ~remembers_B)
+
+
+def remembered(cache: KVCache, length_B: Any) -> Any:
+    """bool [B]: whether rows cut to length_B still hold all that their next tokens see; only a ring forgets."""
+    if cache.reached_B is None:
+        return np.ones(len(cache.length_B), bool)
+    return (length_B == 0) | (jnp.maximum(length_B - cache.window + 1, 0) >= cache.reached_B - _ring(cache))
+
+
+def _ring(cache: KVCache) -> int:
+    return min(k.shape[2] for k in cache.k)
 
 
 def reorder(cache: KVCache, index_B: jax.Array) -> KVCache:
@@ -111,10 +165,13 @@ def reorder_tail(cache: KVCache, index_B: jax.Array, first: jax.Array, count: in
     """
 
     def move(leaf_BKSH: jax.Array) -> jax.Array:
+        if leaf_BKSH.shape[2] < cache.capacity:  # a ring is short, and the part might run over its end
+            return leaf_BKSH[index_B]
         tail = lax.dynamic_slice_in_dim(leaf_BKSH, first, min(count, cache.capacity), 2)
         return lax.dynamic_update_slice_in_dim(leaf_BKSH, tail[index_B], first, 2)
 
-    return dataclasses.replace(cache, k=jax.tree.map(move, cache.k), v=jax.tree.map(move, cache.v))
+    reached_B = None if cache.reached_B is None else cache.reached_B[index_B]
+    return dataclasses.replace(cache, k=jax.tree.map(move, cache.k), v=jax.tree.map(move, cache.v), reached_B=reached_B)
 
 
 def _stored(write: Any, old: jax.Array | QuantizedKV, new_BKTH: jax.Array, length_B: jax.Array, num_tokens_B: jax.Array) -> Any:
@@ -143,3 +200,11 @@ def _write(old_BKSH: jax.Array, new_BKTH: jax.Array, length_B: jax.Array, num_to
 def _write_single(old: jax.Array, new: jax.Array, length_B: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
     """One row needs no scatter."""
     return _write_row(old[0], new[0], length_B[0], num_tokens_B[0])[None]
+
+
+def _write_ring(capacity: int, old_BKSH: jax.Array, new_BKTH: jax.Array, length_B: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
+    slots, t_T = old_BKSH.shape[2], jnp.arange(new_BKTH.shape[2])
+    position_BT = length_B[:, None] + t_T
+    kept_BT = (t_T < num_tokens_B[:, None]) & (position_BT < capacity)
+    slot_BT = jnp.where(kept_BT, position_BT % slots, slots)
+    return old_BKSH.at[jnp.arange(len(old_BKSH))[:, None], :, slot_BT].set(jnp.swapaxes(new_BKTH, 1, 2), mode="drop")

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from .attention import check_impl
-from .cache import KVCache
+from .cache import LARGEST_CALL, KVCache
 from .config import ModelConfig
 from .errors import InputError
 from .greedy import fuses_head, greedy
@@ -21,7 +21,7 @@ from .model import hidden_states, unembed
 from .params import Params, activation_dtype
 from .sampling import Context, SamplingConfig, choose, draw, per_row, plain, process, row_keys, warp
 
-PREFILL_CHUNK = 512  # longer prompts pass through the model this many tokens at a time
+PREFILL_CHUNK = LARGEST_CALL  # longer prompts pass through the model this many tokens at a time
 _LEAST_BUCKET = 16
 
 

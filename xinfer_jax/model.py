@@ -100,8 +100,9 @@ def _attend(layer: Params, config: ModelConfig, index: int, x_BTD, angles, cache
         cache = append(cache, index, k_BTKH, v_BTKH, num_tokens_B)
         k_BKSH, v_BKSH = read(cache, index)
     scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
-    window, cap = config.layer_windows[index], config.attn_logit_softcapping
-    out_BTNH = attention(q_BTNH, k_BKSH, v_BKSH, length_B=length_B, start_B=start_B, scale=scale, window=window, softcap=cap, impl=impl)
+    settings = dict(scale=scale, window=config.layer_windows[index], softcap=config.attn_logit_softcapping, impl=impl)
+    ring = cache is not None and cache.is_ring(index)
+    out_BTNH = attention(q_BTNH, k_BKSH, v_BKSH, length_B=length_B, start_B=start_B, ring=ring, **settings)
     return linear(out_BTNH.reshape(B, T, -1), layer["o"]), cache
 
 

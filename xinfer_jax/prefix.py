@@ -13,7 +13,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
-from .cache import KVCache, init_cache
+from .cache import KVCache, init_cache, remembered
 from .config import ModelConfig
 from .errors import InputError
 from .kv import QuantizedKV
@@ -30,6 +30,8 @@ class Prefix:
     def shared(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
         """How many tokens at the start of each prompt the cache holds, int32 [B]: at most all but the last, whose logits are wanted.
 
+        None of them where layers with a sliding window have forgotten what the next token sees.
+
         Raises:
             InputError: another number of prompts than rows.
         """
@@ -40,7 +42,8 @@ class Prefix:
             most = min(len(held), len(prompt) - 1)
             return next((i for i in range(most) if held[i] != prompt[i]), most)
 
-        return np.array([common(*pair) for pair in zip(self.tokens, prompts, strict=True)], np.int32)
+        shared_B = np.array([common(*pair) for pair in zip(self.tokens, prompts, strict=True)], np.int32)
+        return np.where(remembered(self.cache, shared_B), shared_B, 0)
 
 
 def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelConfig) -> None:
@@ -49,13 +52,15 @@ def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelC
     Raises:
         InputError: the file cannot be written.
     """
-    longest, tensors, cache = max(map(len, prefix.tokens)), {}, prefix.cache
+    tensors, cache = {}, prefix.cache
+    reached = None if cache.reached_B is None else np.asarray(cache.reached_B).tolist()
+    used = max(reached or map(len, prefix.tokens))
     for i, array in enumerate(jax.tree.leaves((cache.k, cache.v))):
-        held = np.ascontiguousarray(np.asarray(array[:, :, :longest]))
+        held = np.ascontiguousarray(np.asarray(array[:, :, :used]))
         tensors[f"{i}"] = held.view(np.uint16) if held.itemsize == 2 else held
     first = cache.k[0]
     dtype = f"int{first.bits}" if isinstance(first, QuantizedKV) else first.dtype.name
-    kept = {"tokens": prefix.tokens, "dtype": dtype, "capacity": cache.capacity}
+    kept = {"tokens": prefix.tokens, "dtype": dtype, "capacity": cache.capacity, "reached": reached}
     try:
         save_file(tensors, path, metadata={"xinfer_jax": json.dumps(kept), "model": _fingerprint(params, config)})
     except OSError as error:
@@ -91,12 +96,17 @@ def load_prefix(path: str | Path, params: Params, config: ModelConfig, capacity:
     empty = init_cache(config, len(kept["tokens"]), capacity, kept["dtype"])
 
     def padded(array: np.ndarray, like: jax.Array) -> jax.Array:
-        return jnp.asarray(np.pad(array.view(like.dtype), ((0, 0), (0, 0), (0, capacity - array.shape[2]), (0, 0))))
+        if array.shape[2] > like.shape[2]:
+            raise InputError(
+                f"{path} holds {array.shape[2]} slots of a layer, which capacity {capacity} has not: raise it to {kept['capacity']}"
+            )
+        return jnp.asarray(np.pad(array.view(like.dtype), ((0, 0), (0, 0), (0, like.shape[2] - array.shape[2]), (0, 0))))
 
     leaves, tree = jax.tree.flatten((empty.k, empty.v))
     k, v = jax.tree.unflatten(tree, [padded(arrays[f"{i}"], like) for i, like in enumerate(leaves)])
     length_B = jnp.array([len(row) for row in kept["tokens"]], jnp.int32)
-    return Prefix(kept["tokens"], dataclasses.replace(empty, k=k, v=v, length_B=length_B))
+    reached_B = None if empty.reached_B is None else jnp.array(kept["reached"] or length_B, jnp.int32)
+    return Prefix(kept["tokens"], dataclasses.replace(empty, k=k, v=v, length_B=length_B, reached_B=reached_B))
 
 
 def _fingerprint(params: Params, config: ModelConfig) -> str:

@@ -1,0 +1,134 @@
+"""Layers with a sliding window keep a ring of slots: the same tokens, in memory that does not grow with the capacity."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity_cases
+import pytest
+
+import xinfer_jax as xj
+from xinfer_jax import cache as cache_module
+from xinfer_jax.cache import reorder_tail, truncate
+from xinfer_jax.params import tree_bytes
+
+CAPACITY, SLOTS = 2048, 576  # of a layer with a window of 8: 8 + 512 - 1, rounded up
+LONG, SHORT = 1200, 300
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = parity_cases.CASES["gemma3-old"].config
+    one_of_each = dict(num_hidden_layers=2, layer_windows=(8, None), layer_rope=(True, True))
+    config = dataclasses.replace(config, max_position_embeddings=CAPACITY, **one_of_each)
+    return parity_cases.params_from(config, parity_cases.random_tensors(config, 0)), config
+
+
+@pytest.fixture(scope="module")
+def rows(model):
+    """Tokens [2, LONG], and their logits without a cache."""
+    tokens_BT = np.random.RandomState(0).randint(0, model[1].vocab_size, (2, LONG))
+    return tokens_BT, np.asarray(jax.jit(xj.forward, static_argnums=1)(*model, tokens_BT)[0])
+
+
+@pytest.fixture
+def no_rings(monkeypatch):
+    """Caches as they would be without this."""
+    return lambda: monkeypatch.setattr(cache_module, "LARGEST_CALL", CAPACITY)
+
+
+def decoded(model, cache, tokens_BT):
+    """Logits [T, B, V] of tokens appended one by one."""
+    step = lambda cache, token_B: xj.decode_step(*model, token_B, cache)[::-1]  # noqa: E731
+    return jax.jit(lambda cache, tokens_TB: jax.lax.scan(step, cache, tokens_TB))(cache, jnp.asarray(tokens_BT.T))
+
+
+def filled(model, tokens_BT, lengths, dtype=None):
+    cache = xj.init_cache(model[1], len(lengths), CAPACITY, dtype)
+    return xj.prefill(*model, tokens_BT, np.array(lengths, np.int32), cache)[1]
+
+
+def test_memory_does_not_grow_with_the_capacity(model):
+    config = model[1]
+    small, large = (xj.init_cache(config, 1, capacity) for capacity in (CAPACITY, 4 * CAPACITY))
+    assert [k.shape[2] for k in large.k] == [4 * CAPACITY if window is None else SLOTS for window in config.layer_windows]
+    of_tokens = [tree_bytes((cache.k, cache.v)) / (SLOTS + cache.capacity) for cache in (small, large)]
+    assert of_tokens[0] == of_tokens[1]
+    assert not any(xj.init_cache(config, 1, SLOTS).is_ring(layer) for layer in range(config.num_hidden_layers))
+
+
+@pytest.mark.parametrize("dtype, bound", [(None, 1e-5), pytest.param("int8", None, marks=pytest.mark.slow)])
+def test_a_ring_gives_what_all_tokens_give(model, rows, dtype, bound, no_rings):
+    """Ragged rows over several chunks, one that wraps and one that does not until it is continued."""
+    tokens_BT, full_BTV = rows
+    cache = filled(model, tokens_BT[:, :-50], [LONG - 50, SHORT], dtype)
+    more_BT = np.stack([tokens_BT[0, -50:], tokens_BT[1, SHORT : SHORT + 50]])
+    cache, got_TBV = decoded(model, cache, more_BT)
+    assert cache.length_B.tolist() == [LONG, SHORT + 50] and cache.reached_B.tolist() == cache.length_B.tolist()
+    want_BTV = np.stack([full_BTV[0, -50:], full_BTV[1, SHORT : SHORT + 50]])
+    if dtype:
+        no_rings()
+        whole = filled(model, tokens_BT[:, :-50], [LONG - 50, SHORT], dtype)
+        assert whole.reached_B is None
+        want_BTV, bound = np.moveaxis(np.asarray(decoded(model, whole, more_BT)[1]), 0, 1), 1e-5
+    np.testing.assert_allclose(np.moveaxis(np.asarray(got_TBV), 0, 1), want_BTV, atol=bound * np.abs(want_BTV).max())
+
+
+def test_how_far_it_goes_back(model, rows):
+    tokens_BT, full_BTV = rows
+    cache = filled(model, tokens_BT, [LONG, SHORT])
+    most = SLOTS - 8 + 1
+    back = truncate(cache, np.array([LONG - most, 1]))  # the short row has lost nothing
+    cache, logits_TBV = decoded(model, back, np.stack([tokens_BT[0, LONG - most :][:20], tokens_BT[1, 1:21]]))
+    np.testing.assert_allclose(logits_TBV[:, 0], full_BTV[0, LONG - most :][:20], atol=1e-4)
+    np.testing.assert_allclose(logits_TBV[:, 1], full_BTV[1, 1:21], atol=1e-4)
+    with pytest.raises(xj.InputError, match=f"row 0 cannot go back from {LONG} to {LONG - most - 1}"):  # from where it once was
+        truncate(cache, LONG - most - 1)
+    flagged = jax.jit(truncate)(cache, jnp.int32(LONG - most - 1))
+    assert flagged.overflow_B.tolist() == [True, False]
+    assert not truncate(cache, 0).overflow_B.any()
+
+
+def test_too_many_at_once(model, rows):
+    with pytest.raises(xj.InputError, match="570 tokens in one call exceed the 569"):
+        jax.eval_shape(lambda tokens_BT: xj.forward(*model, tokens_BT, xj.init_cache(model[1], 2, CAPACITY)), rows[0][:, :570])
+
+
+def test_beams_move_rings_too(model, rows):
+    cache = filled(model, rows[0], [LONG, LONG])
+    moved = reorder_tail(cache, jnp.array([1, 1]), jnp.int32(0), CAPACITY)
+    for before, after in zip(cache.k, moved.k, strict=True):
+        np.testing.assert_array_equal(after, np.asarray(before)[[1, 1]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [{}, dict(draft="lookup"), dict(n=2)], ids=["plain", "lookup", "n"])
+def test_generate_over_the_border(model, given, no_rings):
+    prompts = [np.random.RandomState(1).randint(0, model[1].vocab_size, n).tolist() for n in (570, 30)]
+    options = xj.GenerateOptions(24, xj.SamplingConfig(temperature=0.7), capacity=CAPACITY, **given)
+    ring = xj.generate(*model, prompts, options, key=jax.random.key(2))
+    no_rings()
+    whole = xj.generate(*model, prompts, options, key=jax.random.key(2))
+    assert ring.tokens == whole.tokens
+    assert ring.stats.cache_bytes / whole.stats.cache_bytes == (SLOTS + CAPACITY) / (2 * CAPACITY)
+
+
+def test_a_prefix_is_used_as_far_as_it_is_remembered(model, rows, tmp_path):
+    prompt = rows[0][0].tolist()
+    options = xj.GenerateOptions(4, capacity=CAPACITY, keep_prefix=True)
+    first = xj.generate(*model, [prompt], options).prefix
+    xj.save_prefix(tmp_path / "cache", first, *model)
+    loaded = xj.load_prefix(tmp_path / "cache", *model)
+    assert loaded.cache.reached_B.tolist() == first.cache.reached_B.tolist()
+    options = dataclasses.replace(options, capacity=None)
+    for shared, reused in ((1000, 1000), (100, 0)):
+        changed = [*prompt[:shared], (prompt[shared] + 1) % model[1].vocab_size, 5]
+        fresh = xj.generate(*model, [changed], dataclasses.replace(options, capacity=CAPACITY))
+        for prefix in (first, loaded):
+            again = xj.generate(*model, [changed], dataclasses.replace(options, prefix=prefix))
+            assert again.tokens == fresh.tokens and again.stats.reused_tokens == reused
+    went_back = dataclasses.replace(first.cache, length_B=jnp.array([560]), reached_B=jnp.array([580]))
+    xj.save_prefix(tmp_path / "cache", xj.Prefix([prompt[:560]], went_back), *model)
+    with pytest.raises(xj.InputError, match=f"holds {SLOTS} slots of a layer, which capacity 570 has not: raise it to {CAPACITY}"):
+        xj.load_prefix(tmp_path / "cache", *model, capacity=570)
