@@ -13,7 +13,7 @@ from jax import lax
 import kernels_pallas
 
 from .errors import InputError
-from .kv import widen
+from .kv import by_slot, widen
 
 QUERY_BLOCK = 512
 KEY_BLOCK = 256
@@ -143,7 +143,7 @@ def _query_block(k_BKSH, v_BKSH, length_B, scale, window, static, softcap, ring,
         last_B1 = length_B[:, None] - 1
         key_BS = last_B1 - (last_B1 - slot_S) % S if ring else slot_S[None]
         cut = partial(lax.dynamic_slice_in_dim, start_index=at, slice_size=width, axis=2)
-        k, v = (widen(x if blocks == 1 else jax.tree.map(cut, x)) for x in (k_BKSH, v_BKSH))
+        k, v = (widen(x if blocks == 1 else by_slot(cut, x)) for x in (k_BKSH, v_BKSH))
         valid_BS = (slot_S >= first) & (key_BS >= 0) & (key_BS <= last_B1)
         seen_BTS = valid_BS[:, None] & (key_BS[:, None] <= query_BT[..., None])
         if window is not None:

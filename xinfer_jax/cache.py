@@ -16,7 +16,7 @@ from jax import lax
 
 from .config import ModelConfig
 from .errors import InputError
-from .kv import KV_BITS, QuantizedKV, empty, quantize
+from .kv import KV_BITS, QuantizedKV, by_slot, empty, quantize
 from .params import resolve_dtype
 
 LARGEST_CALL = 512  # tokens appended to a ring at once; as many beyond the window are kept, so none is overwritten that is yet to be seen
@@ -47,7 +47,7 @@ def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: 
         config: the model.
         batch: rows (B).
         capacity: tokens each row can hold (S).
-        dtype: of K and V, or "int8" or "int4"; None: float32 on CPU, bfloat16 on GPU and TPU.
+        dtype: of K and V, or "int8", "int4" or "gear" (see kv.py); None: float32 on CPU, bfloat16 on GPU and TPU.
 
     Raises:
         InputError: batch or capacity below 1, or, with rope type `dynamic` or `longrope`, a capacity above the original maximum.
@@ -65,12 +65,12 @@ def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: 
             f"rope type 'longrope' changes its factors beyond {limit} tokens, so cached keys would no longer fit: for a cache of capacity "
             f"{capacity}, fix them by with_fixed_rope, as generate does"
         )
-    bits = KV_BITS.get(dtype) if isinstance(dtype, str) else None
-    dtype = None if bits else resolve_dtype(dtype)
+    quantized = isinstance(dtype, str) and dtype in KV_BITS
+    dtype = dtype if quantized else resolve_dtype(dtype)
 
     def layer(window: int | None) -> jax.Array | QuantizedKV:
         shape = (batch, config.num_key_value_heads, _slots(window, capacity), config.head_dim)
-        return empty(shape, bits) if bits else jnp.zeros(shape, dtype)
+        return empty(shape, dtype) if quantized else jnp.zeros(shape, dtype)
 
     k, v = (tuple(layer(window) for window in config.layer_windows) for _ in "kv")
     rings = [window for window in config.layer_windows if _slots(window, capacity) < capacity]
@@ -171,12 +171,15 @@ def reorder_tail(cache: KVCache, index_B: jax.Array, first: jax.Array, count: in
         return lax.dynamic_update_slice_in_dim(leaf_BKSH, tail[index_B], first, 2)
 
     reached_B = None if cache.reached_B is None else cache.reached_B[index_B]
-    return dataclasses.replace(cache, k=jax.tree.map(move, cache.k), v=jax.tree.map(move, cache.v), reached_B=reached_B)
+    k, v = (tuple(by_slot(move, layer) for layer in layers) for layers in (cache.k, cache.v))
+    return dataclasses.replace(cache, k=k, v=v, reached_B=reached_B)
 
 
 def _stored(write: Any, old: jax.Array | QuantizedKV, new_BKTH: jax.Array, length_B: jax.Array, num_tokens_B: jax.Array) -> Any:
-    new = quantize(new_BKTH, old.bits) if isinstance(old, QuantizedKV) else new_BKTH.astype(old.dtype)
-    return jax.tree.map(lambda old, new: write(old, new, length_B, num_tokens_B), old, new)
+    if not isinstance(old, QuantizedKV):
+        return write(old, new_BKTH.astype(old.dtype), length_B, num_tokens_B)
+    new = quantize(new_BKTH, old, jnp.where(length_B == 0, num_tokens_B, 0))
+    return by_slot(lambda new, old: write(old, new, length_B, num_tokens_B), new, old)
 
 
 def _write_row(old_KSH: jax.Array, new_KTH: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:

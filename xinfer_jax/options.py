@@ -28,7 +28,7 @@ class GenerateOptions:
     capacity: int | None = None  # of the cache, in tokens; None: what the call needs, rounded up
     use_cache: bool = True  # False: recompute the whole sequence for every token, to compare
     impl: str | None = None  # of attention and argmax: None (what suits the device), "mosaic", "triton" or "xla"
-    cache_dtype: str | None = None  # of keys and values: "int8", "int4", or a float type; None: float32 on CPU, elsewhere the activations'
+    cache_dtype: str | None = None  # of keys and values: "int8", "int4", "gear", or a float type; None: float32 on CPU, or as activations
     stop_token_ids: Sequence[int] = ()  # end a row as EOS ids do, with the finish_reason "stop"
     stop_strings: Sequence[str] = ()  # end the text before the first of them; the text functions know what a string is
     n: int = 1  # answers per prompt: rows i * n … i * n + n - 1 are those of prompt i, and answer j draws from fold_in(row_key, j)
@@ -78,8 +78,6 @@ def checked(
         sampling.validate()
     if options.cache_dtype is not None and options.cache_dtype not in KV_BITS:
         resolve_dtype(options.cache_dtype)
-    if options.cache_dtype == "int4" and config.head_dim % 2:
-        raise InputError(f"cache_dtype='int4' puts two numbers in a byte, and head_dim {config.head_dim} is odd: use 'int8'")
     if options.stop_strings:
         raise InputError("stop_strings need text: use generate_text or stream_text, or stop_token_ids")
     for name, least in (("n", 1), ("logprobs", 0), ("draft_tokens", 1), ("best_of", options.n)):

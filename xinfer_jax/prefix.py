@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from .cache import KVCache, init_cache, remembered
 from .config import ModelConfig
 from .errors import InputError
-from .kv import QuantizedKV
+from .kv import QuantizedKV, by_slot
 from .params import Params
 
 
@@ -55,11 +55,12 @@ def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelC
     tensors, cache = {}, prefix.cache
     reached = None if cache.reached_B is None else np.asarray(cache.reached_B).tolist()
     used = max(reached or map(len, prefix.tokens))
-    for i, array in enumerate(jax.tree.leaves((cache.k, cache.v))):
-        held = np.ascontiguousarray(np.asarray(array[:, :, :used]))
+    in_use = [by_slot(lambda array: array[:, :, :used], layer) for layer in (*cache.k, *cache.v)]
+    for i, array in enumerate(jax.tree.leaves(in_use)):
+        held = np.ascontiguousarray(np.asarray(array))
         tensors[f"{i}"] = held.view(np.uint16) if held.itemsize == 2 else held
     first = cache.k[0]
-    dtype = f"int{first.bits}" if isinstance(first, QuantizedKV) else first.dtype.name
+    dtype = first.name if isinstance(first, QuantizedKV) else first.dtype.name
     kept = {"tokens": prefix.tokens, "dtype": dtype, "capacity": cache.capacity, "reached": reached}
     try:
         save_file(tensors, path, metadata={"xinfer_jax": json.dumps(kept), "model": _fingerprint(params, config)})
