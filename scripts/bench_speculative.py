@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 from bench_shapes import hf_config
-from one_line import refuse
+from one_line import parse, refuse
 
 import xinfer_jax as xj
 from xinfer_jax.config import from_hf
@@ -35,7 +35,7 @@ REPEATS = flags.DEFINE_integer("repeats", 3, "Turns; medians are printed.", lowe
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+        refuse(xj.InputError(f"unexpected argument {argv[1]!r}: see --help"))
     logging.set_verbosity(logging.WARNING)
     try:
         print(json.dumps(run()))
@@ -90,4 +90,4 @@ def spoilt(answer: list[int], start: int, rate: float, vocab_size: int):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse)

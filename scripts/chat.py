@@ -11,7 +11,7 @@ import sys
 
 import jax
 from absl import app, flags, logging
-from one_line import refuse
+from one_line import parse, refuse
 
 import xinfer_jax as xj
 from xinfer_jax.text import encode_prompt, with_eos
@@ -29,7 +29,7 @@ STATS = flags.DEFINE_boolean("stats", False, "Print what each answer cost.")
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+        refuse(xj.InputError(f"unexpected argument {argv[1]!r}: see --help"))
     logging.set_verbosity(logging.WARNING)
     try:
         talk()
@@ -107,4 +107,4 @@ def answer(model: xj.Model, messages: list[dict], options: xj.GenerateOptions, k
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse)

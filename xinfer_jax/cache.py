@@ -36,6 +36,11 @@ class KVCache:
     capacity: int = dataclasses.field(metadata=dict(static=True))  # tokens that a row can hold
     window: int | None = dataclasses.field(metadata=dict(static=True))  # of the layers that are rings
 
+    @property
+    def dtype(self) -> str:
+        """As `init_cache` was given it."""
+        return self.k[0].name if isinstance(self.k[0], QuantizedKV) else self.k[0].dtype.name
+
     def is_ring(self, layer: int) -> bool:
         return self.k[layer].shape[2] < self.capacity
 

@@ -66,7 +66,7 @@ OUTPUT = _flag(
 USE_CACHE = _flag(
     flags.DEFINE_boolean, "use_cache", True, "Keep keys and values; false: recompute all of them for every token, to compare."
 )
-CACHE_DTYPE = _flag(flags.DEFINE_string, "cache_dtype", None, "Keys and values in int8 or int4, or a float type. Default: what suits.")
+CACHE_DTYPE = _flag(flags.DEFINE_string, "cache_dtype", None, "Keys and values in int8, int4, gear, or a float type. Default: what suits.")
 CACHE_DIR = _flag(
     flags.DEFINE_string,
     "compilation_cache",
@@ -122,7 +122,7 @@ def _run(argv: list[str]) -> int:
         MAX_TOKENS.value, sampling, use_cache=USE_CACHE.value, impl=IMPL.value, stop_strings=tuple(STOP.value), logprobs=LOGPROBS.value,
         draft=draft, draft_tokens=DRAFT_TOKENS.value, cache_dtype=CACHE_DTYPE.value,
     )  # fmt: skip
-    used = kernels_used(model.params, model.config, options.impl)
+    used = kernels_used(model.params, model.config, options.impl, kv_dtype=options.cache_dtype)
     if VERBOSE.value:
         for impl, reason in dict.fromkeys(used.values()):
             print(f"{impl} ({reason}): {', '.join(kernel for kernel in used if used[kernel] == (impl, reason))}", file=sys.stderr)

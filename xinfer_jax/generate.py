@@ -8,6 +8,7 @@ import functools
 import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,10 +20,11 @@ from .cache import init_cache, truncate
 from .config import ModelConfig
 from .decode import CONTINUE, PREFILL, RECOMPUTE, RECORD, DecodeState, bucket, decode_loop, decode_step, new_context, new_state, prefill
 from .errors import InputError
+from .kv import KV_BITS
 from .logprobs import no_alternatives, rows_of_tokens
 from .model import head
 from .options import GenerateOptions, GenerateOutput, checked
-from .params import Params, activation_dtype, cache_dtype, tree_bytes
+from .params import Params, activation_dtype, cache_dtype, resolve_dtype, tree_bytes
 from .prefix import kept_prefix
 from .quantization import is_quantized
 from .sampling import Context, SamplingConfig
@@ -95,15 +97,19 @@ def stream(
     return _steps(*checked(params, config, prompts, options, key), sync=True)
 
 
-def kernels_used(params: Params, config: ModelConfig, impl: str | None = None, rows: int = 1) -> dict[str, kernels_pallas.Selection]:
+def kernels_used(
+    params: Params, config: ModelConfig, impl: str | None = None, rows: int = 1, kv_dtype: Any = None
+) -> dict[str, kernels_pallas.Selection]:
     """Which implementation serves each kernel in a `generate` call, and why.
 
-    Rows that are sampled take logits, not `lm_head_argmax`; so does a quantized vocabulary matrix.
+    Rows that are sampled take logits, not `lm_head_argmax`; so does a quantized vocabulary matrix. Layers whose sliding window is
+    so much shorter than the capacity that they keep a ring attend by plain jnp.
 
     Args:
         params, config: the model.
         impl: as in `GenerateOptions`.
         rows: prompts in the call.
+        kv_dtype: `GenerateOptions.cache_dtype`.
 
     Raises:
         InputError: the named impl does not serve this model, or this machine lacks it.
@@ -111,7 +117,8 @@ def kernels_used(params: Params, config: ModelConfig, impl: str | None = None, r
     check_impl(impl)
     dtype, weight = activation_dtype(params), head(params)["weight"]
     query = jax.ShapeDtypeStruct((rows, 1, config.num_attention_heads, config.head_dim), dtype)
-    keys = jax.ShapeDtypeStruct((rows, config.num_key_value_heads, 1, config.head_dim), cache_dtype(params))
+    held = np.uint8 if kv_dtype in KV_BITS else resolve_dtype(kv_dtype or cache_dtype(params))
+    keys = jax.ShapeDtypeStruct((rows, config.num_key_value_heads, 1, config.head_dim), held)
     arguments = {
         "prefill_attention": (query, keys, keys),
         "decode_attention": (query, keys, keys),

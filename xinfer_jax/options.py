@@ -93,7 +93,7 @@ def checked(
             raise InputError(
                 f"prompt of {longest} tokens + max_new_tokens {new} exceeds the draft's context limit {options.draft.config.context_length}"
             )
-    for name in ("draft", "prefix", "keep_prefix"):
+    for name in ("draft", "prefix", "keep_prefix", "cache_dtype"):
         if getattr(options, name) and not options.use_cache:
             raise InputError(f"{name} needs the cache: leave use_cache true")
     if options.keep_prefix and options.best_of not in (None, options.n):
@@ -102,6 +102,8 @@ def checked(
         options.prefix.shared(prompts)
         if options.capacity not in (None, options.prefix.cache.capacity):
             raise InputError(f"capacity={options.capacity}, but the prefix has a cache of {options.prefix.cache.capacity}: leave it out")
+        if options.cache_dtype not in (None, options.prefix.cache.dtype):
+            raise InputError(f"cache_dtype={options.cache_dtype!r}, but the prefix is in {options.prefix.cache.dtype}: leave it out")
     if options.logprobs > config.vocab_size:
         raise InputError(f"logprobs={options.logprobs} exceeds the vocabulary of {config.vocab_size}")
     sampling_B = per_row(options.sampling, len(prompts), config.vocab_size)

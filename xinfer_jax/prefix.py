@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from .cache import KVCache, init_cache, remembered
 from .config import ModelConfig
 from .errors import InputError
-from .kv import QuantizedKV, by_slot
+from .kv import by_slot
 from .params import Params
 
 
@@ -59,9 +59,7 @@ def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelC
     for i, array in enumerate(jax.tree.leaves(in_use)):
         held = np.ascontiguousarray(np.asarray(array))
         tensors[f"{i}"] = held.view(np.uint16) if held.itemsize == 2 else held
-    first = cache.k[0]
-    dtype = first.name if isinstance(first, QuantizedKV) else first.dtype.name
-    kept = {"tokens": prefix.tokens, "dtype": dtype, "capacity": cache.capacity, "reached": reached}
+    kept = {"tokens": prefix.tokens, "dtype": cache.dtype, "capacity": cache.capacity, "reached": reached}
     try:
         save_file(tensors, path, metadata={"xinfer_jax": json.dumps(kept), "model": _fingerprint(params, config)})
     except OSError as error:

@@ -1,0 +1,118 @@
+"""Every way to decode with every other: what only adds to a call leaves its tokens as they are, or is refused by name.
+
+BASES change which tokens come, EXTRAS must not. REFUSED holds the pairs that are not served; all others are.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+import xinfer_jax as xj
+from xinfer_jax.config import from_hf
+
+HF = tiny.CONFIG | dict(num_hidden_layers=1, vocab_size=64, eos_token_id=63)
+PROMPTS = ([5, 6, 7, 5, 6, 7, 5], [11, 12, 13])
+BASES = {
+    "greedy": dict(sampling=xj.SamplingConfig()),
+    "sampled": {},
+    "one-of-each": dict(sampling=[xj.SamplingConfig(), xj.SamplingConfig(temperature=0.7, top_k=5)]),
+    "processors": dict(
+        sampling=xj.SamplingConfig(
+            temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, typical_p=0.95, repetition_penalty=1.1, presence_penalty=0.1,
+            frequency_penalty=0.1, no_repeat_ngram_size=3, min_new_tokens=2, logit_bias={3: 1.0}, forbidden_token_ids=(4,),
+        )
+    ),
+    "stops": dict(stop_token_ids=tuple(range(0, 64, 5)), eos_token_ids=(1, 2)),
+    "n": dict(n=2),
+    "best-of": dict(n=1, best_of=2),
+    "int8-cache": dict(cache_dtype="int8"),
+    "int4-cache": dict(cache_dtype="int4"),
+    "int8-weights": {},
+    "int4-weights": {},
+}  # fmt: skip
+EXTRAS = ("logprobs", "logits", "lookup", "draft", "prefix", "keep-prefix", "stream", "no-cache")
+REFUSED = {
+    ("best-of", "stream"): "best_of=2 cannot be streamed",
+    ("best-of", "keep-prefix"): "keep_prefix with best_of=2",
+    ("int8-cache", "no-cache"): "cache_dtype needs the cache",
+    ("int4-cache", "no-cache"): "cache_dtype needs the cache",
+}
+NEEDS_THE_CACHE = {"lookup": "draft", "draft": "draft", "prefix": "prefix", "keep-prefix": "keep_prefix"}
+
+
+@pytest.fixture(scope="module")
+def models():
+    config = from_hf(HF)
+    return {
+        name: dataclasses.make_dataclass("Model", ["params", "config"])(xj.init_params(config, jax.random.key(1), "float32", name), config)
+        for name in (None, "int8", "int4")
+    }
+
+
+def settings(model, base: str, extra: str | None) -> dict:
+    given = dict(max_new_tokens=6, capacity=64, sampling=xj.SamplingConfig(temperature=0.8)) | BASES[base]
+    if extra == "prefix":
+        begun = dict(capacity=64, keep_prefix=True, cache_dtype=given.get("cache_dtype"))
+        out = xj.generate(model.params, model.config, [prompt[:-1] for prompt in PROMPTS], xj.GenerateOptions(1, **begun))
+        return given | dict(prefix=out.prefix)
+    return given | {
+        None: {}, "logprobs": dict(logprobs=3), "logits": dict(logits=True), "lookup": dict(draft="lookup"), "draft": dict(draft=model),
+        "keep-prefix": dict(keep_prefix=True), "stream": {}, "no-cache": dict(use_cache=False),
+    }[extra]  # fmt: skip
+
+
+def run(model, given: dict, streamed: bool = False) -> xj.GenerateOutput:
+    call = xj.stream if streamed else xj.generate
+    out = call(model.params, model.config, PROMPTS, xj.GenerateOptions(**given), key=jax.random.key(5))
+    while streamed:
+        try:
+            next(out)
+        except StopIteration as stop:
+            return stop.value
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", BASES)
+def test_what_adds_to_a_call_leaves_its_tokens(models, base):
+    model = models[base.removesuffix("-weights") if base.endswith("-weights") else None]
+    want = run(model, settings(model, base, None))
+    assert len(want.tokens) == len(PROMPTS) * BASES[base].get("n", 1)
+    for extra in EXTRAS:
+        if (base, extra) in REFUSED:
+            with pytest.raises(xj.InputError, match=REFUSED[base, extra]):
+                run(model, settings(model, base, extra), extra == "stream")
+            continue
+        out = run(model, settings(model, base, extra), extra == "stream")
+        assert (out.tokens, out.finish_reason) == (want.tokens, want.finish_reason), extra
+        for row, expected in zip(out.logprobs, want.logprobs, strict=True):
+            np.testing.assert_allclose(row, expected, atol=1e-4, err_msg=extra)
+        assert extra != "logprobs" or [len(row) for row in out.alternatives] == [len(row) for row in out.logprobs]
+        assert extra != "logits" or [len(row) for row in out.logits] == [len(row) for row in out.logprobs]
+
+
+@pytest.mark.parametrize("extra", NEEDS_THE_CACHE)
+def test_what_needs_the_cache_is_refused_without_one(models, extra):
+    with pytest.raises(xj.InputError, match=f"{NEEDS_THE_CACHE[extra]} needs the cache"):
+        run(models[None], settings(models[None], "greedy", extra) | dict(use_cache=False))
+
+
+def test_a_prefix_in_another_format_is_refused(models):
+    given = settings(models[None], "int8-cache", "prefix")
+    with pytest.raises(xj.InputError, match="cache_dtype='int4', but the prefix is in int8"):
+        run(models[None], given | dict(cache_dtype="int4"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["draft+prefix+keep-prefix", "n+lookup+logits", "stream+draft+logprobs"])
+def test_three_at_once(models, name):
+    model, extras = models["int8"], name.split("+")
+    base = "n" if "n" in extras else "processors"
+    given = settings(model, base, None)
+    want = run(model, given)
+    for extra in extras:
+        given |= {} if extra == "n" else settings(model, base, extra)
+    assert run(model, given, "stream" in extras).tokens == want.tokens
