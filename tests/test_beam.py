@@ -59,8 +59,8 @@ def hf_beam_search(model, ids: list[int], eos: tuple[int, ...], **options) -> tu
     import torch
 
     out = model.generate(
-        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), eos_token_id=list(eos) or None, do_sample=False,
-        output_scores=True, return_dict_in_generate=True, **options,
+        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), eos_token_id=list(eos) or None,
+        output_scores=True, return_dict_in_generate=True, **dict(do_sample=False) | options,
     )  # fmt: skip
     rows = [list(itertools.takewhile(lambda token: token not in eos, row)) for row in out.sequences[:, len(ids) :].tolist()]
     return rows, out.sequences_scores.numpy()
@@ -104,17 +104,93 @@ def test_transformers_finds_the_same(name, rules):
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_repetition_penalty_and_no_eos_as_in_transformers():
+def test_no_eos_as_in_transformers():
     config, params, theirs = both("qwen3-head-dim-tied")
     prompts = cases.prompts(cases.CASES["qwen3-head-dim-tied"])[:2]
     options = dict(num_beams=5, num_return_sequences=5, max_new_tokens=12)
-    plain = xj.beam_search(params, config, prompts, **options)
-    ours = xj.beam_search(params, config, prompts, sampling=xj.SamplingConfig(repetition_penalty=1.4), **options)
-    for i, prompt in enumerate(prompts):
-        assert_same(xj.BeamOutput(plain.sequences[i], plain.scores[i]), *hf_beam_search(theirs, prompt, (), **options))
-        wanted = hf_beam_search(theirs, prompt, (), repetition_penalty=1.4, **options)
-        assert_same(xj.BeamOutput(ours.sequences[i], ours.scores[i]), *wanted)
-    assert ours.sequences != plain.sequences
+    ours = xj.beam_search(params, config, prompts, **options)
+    for prompt, sequences, scores in zip(prompts, ours.sequences, ours.scores, strict=True):
+        assert_same(xj.BeamOutput(sequences, scores), *hf_beam_search(theirs, prompt, (), **options))
+
+
+def penalty_on(start: int, presence: float, frequency: float):
+    """The two penalties that transformers lacks, as a processor for it; `start`: where the answer begins."""
+    import torch
+
+    def processor(ids, scores):
+        count = torch.nn.functional.one_hot(ids[:, start:], scores.shape[1]).sum(1)
+        return scores - presence * (count > 0) - frequency * count
+
+    return processor
+
+
+NGRAMS = [[7, 8, 9, 7, 8, 10, 8] * 3, [3, 4] * 5]
+ALLOWED = tuple(range(0, 96, 4))
+HOT = dict(temperature=0.8)
+# Each a row of one batch: the prompt, our settings, transformers' own.
+SERVED = {
+    "off": (0, {}, {}),
+    "logit_bias": (0, dict(logit_bias={33: -3.0, 18: -2.5, 40: 1.5}), dict(sequence_bias={(33,): -3.0, (18,): -2.5, (40,): 1.5})),
+    "allowed_token_ids": (1, dict(allowed_token_ids=ALLOWED), dict(prefix_allowed_tokens_fn=lambda row, ids: list(ALLOWED))),
+    "forbidden_token_ids": (1, dict(forbidden_token_ids=range(0, 96, 3)), dict(suppress_tokens=list(range(0, 96, 3)))),
+    "repetition_penalty": (0, dict(repetition_penalty=1.4), dict(repetition_penalty=1.4)),
+    "presence_penalty": (2, dict(presence_penalty=1.2), dict(penalties=(1.2, 0.0))),
+    "frequency_penalty": (3, dict(frequency_penalty=0.7), dict(penalties=(0.0, 0.7))),
+    "no_repeat_ngram_size 1": (0, dict(no_repeat_ngram_size=1), dict(no_repeat_ngram_size=1)),
+    "no_repeat_ngram_size 2": (3, dict(no_repeat_ngram_size=2), dict(no_repeat_ngram_size=2)),
+    "min_new_tokens": (0, dict(min_new_tokens=9), dict(min_new_tokens=9)),
+    "all of them": (
+        2,
+        dict(
+            logit_bias={9: 2.0}, forbidden_token_ids=(5, 6), repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.4,
+            no_repeat_ngram_size=2, min_new_tokens=3,
+        ),
+        dict(
+            sequence_bias={(9,): 2.0}, suppress_tokens=[5, 6], repetition_penalty=1.2, penalties=(0.3, 0.4), no_repeat_ngram_size=2,
+            min_new_tokens=3,
+        ),
+    ),
+    "top_k": (0, dict(HOT, top_k=2), dict(HOT, top_k=2)),
+    "top_p": (1, dict(HOT, top_p=0.3), dict(HOT, top_p=0.3)),
+    "min_p": (2, dict(HOT, min_p=0.6), dict(HOT, min_p=0.6)),
+    "typical_p": (1, dict(HOT, typical_p=0.2), dict(HOT, typical_p=0.2)),
+    "typical_p's fewest": (0, dict(HOT, typical_p=0.01), dict(HOT, typical_p=0.01)),
+    "all warpers": (
+        3, dict(HOT, top_k=40, top_p=0.9, min_p=0.1, typical_p=0.7, frequency_penalty=0.5),
+        dict(HOT, top_k=40, top_p=0.9, min_p=0.1, typical_p=0.7, penalties=(0.0, 0.5)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_every_processor_as_in_transformers(monkeypatch):
+    """One batch, each row with settings of its own. Where candidates are drawn, both sides draw with the same noise at every step."""
+    config, params, theirs = both("qwen3-head-dim-tied")
+    import torch
+
+    noise = np.random.RandomState(0).gumbel(size=3 * cases.VOCAB).astype(np.float32)
+    monkeypatch.setattr(torch, "multinomial", lambda p, num_samples: torch.topk(p.log() + torch.tensor(noise), num_samples).indices)
+    monkeypatch.setattr(beam, "gumbel", lambda key, size: noise)
+    beam._SEARCH.clear_cache()  # a program traced with other noise would not do, nor may another test meet this one
+    options, eos = dict(num_beams=3, num_return_sequences=3, max_new_tokens=12), (2, 7, 33, 47)
+    prompts = cases.prompts(cases.CASES["qwen3-head-dim-tied"])[:2] + NGRAMS
+    rows, ours, _ = zip(*SERVED.values(), strict=True)
+    settings = [xj.SamplingConfig(**given) for given in ours]
+    key = jax.random.key(0)
+    found = xj.beam_search(params, config, [prompts[i] for i in rows], eos_token_ids=eos, sampling=settings, key=key, **options)
+    beam._SEARCH.clear_cache()
+
+    def wanted(prompt: list[int], penalties=None, **given):
+        """With do_sample where there is a temperature, and then without transformers' own default of top_k 50."""
+        given = dict(do_sample=True, top_k=0) | given if "temperature" in given else given
+        given |= dict(logits_processor=[penalty_on(len(prompt), *penalties)]) if penalties else {}
+        return hf_beam_search(theirs, prompt, eos, **options, **given)
+
+    for row, (name, (i, _, given)) in enumerate(SERVED.items()):
+        sequences, scores = wanted(prompts[i], **given)
+        assert_same(xj.BeamOutput(found.sequences[row], found.scores[row]), sequences, scores)
+        without, _ = wanted(prompts[i], **HOT if "temperature" in given else {})
+        assert (sequences == without) == (name == "off"), f"{name} changes nothing"
 
 
 # --- identities -------------------------------------------------------------------------------------------------------
@@ -173,12 +249,23 @@ def test_moving_the_tail_equals_moving_the_rows():
         jax.tree.map(np.testing.assert_array_equal, moved, reorder(cache, index))
 
 
-def test_scores_of_quantized_weights_are_those_of_one_forward_pass():
-    params, config = build(quantize="int8")
-    ours = xj.beam_search(params, config, PROMPTS[0], max_new_tokens=10, length_penalty=0.5)
+@pytest.mark.parametrize("quantize, cache_dtype, within", [("int8", None, 1e-3), (None, "int8", 0.02)])
+def test_scores_in_fewer_bytes_are_those_of_one_forward_pass(quantize, cache_dtype, within):
+    params, config = build(quantize=quantize)
+    ours = xj.beam_search(params, config, PROMPTS[0], max_new_tokens=10, length_penalty=0.5, cache_dtype=cache_dtype)
     assert len({tuple(s) for s in ours.sequences}) == 4 and ours.scores == sorted(ours.scores, reverse=True)
     sums = logprobs(params, config, [PROMPTS[0] + s for s in ours.sequences])[:, 3:].sum(1)
-    np.testing.assert_allclose(ours.scores, sums / 10**0.5, atol=1e-3)
+    np.testing.assert_allclose(ours.scores, sums / 10**0.5, atol=within)
+
+
+def test_beams_that_may_choose_nothing_more(model):
+    """What had ended by then is returned, and no prompt disturbs another."""
+    params, config = model
+    settings = [xj.SamplingConfig(no_repeat_ngram_size=1, allowed_token_ids=ids) for ids in ((3, 4), (3, 4, 9), range(60))]
+    found = xj.beam_search(params, config, [[1, 2]] * 3, num_beams=4, max_new_tokens=8, eos_token_ids=(9,), sampling=settings)
+    assert found.sequences[0] == [] and found.scores[0] == []
+    assert len({tuple(s) for s in found.sequences[1]} & {(), (3,), (4,), (3, 4), (4, 3)}) == 4  # all that there are, but one
+    assert len(found.sequences[2]) == 4 and all(len(set(s)) == len(s) for s in found.sequences[2])
 
 
 def test_other_settings_compile_nothing(model):
@@ -243,6 +330,9 @@ def test_pairs_come_as_often_as_drawing_without_replacement_says(small):
         (dict(max_new_tokens=0), "max_new_tokens must be a whole number of at least 1, got 0"),
         (dict(max_new_tokens=300), "exceeds the model's context limit 256"),
         (dict(capacity=20), "exceeds the capacity 20: raise capacity"),
+        (dict(cache_dtype="int3"), "dtype 'int3' is not supported"),
+        (dict(sampling=xj.SamplingConfig(forbidden_token_ids=(60,))), "forbidden_token_ids holds token id 60"),
+        (dict(sampling=xj.SamplingConfig(min_p=2.0)), "min_p must be from 0"),
         (dict(eos_token_ids=(60,)), "EOS token id 60 is outside the vocabulary of 60"),
         (dict(ids=[]), "no prompts"),
         (dict(ids=[[1], []]), "prompt 1 must be a non-empty list"),

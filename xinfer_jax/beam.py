@@ -18,11 +18,11 @@ from .cache import KVCache, init_cache, reorder, reorder_tail
 from .config import ModelConfig
 from .decode import bucket, decode_step, prefill
 from .errors import InputError
-from .generate import padded, tokens_seen
+from .generate import padded, prompt_context
 from .options import GenerateOptions, checked
-from .params import Params, cache_dtype
-from .processors import repetition_penalty, top_k, top_k_top_p
-from .sampling import ABSENT, DRAW_BEAMS, SamplingConfig, draw_key, gumbel
+from .params import Params
+from .params import cache_dtype as default_cache_dtype
+from .sampling import DRAW_BEAMS, Context, SamplingConfig, draw_key, gumbel, narrow, plain, process
 
 
 @dataclasses.dataclass
@@ -65,6 +65,7 @@ def beam_search(
     key: jax.Array | None = None,
     capacity: int | None = None,
     impl: str | None = None,
+    cache_dtype: str | None = None,
 ) -> BeamOutput:
     """The likeliest continuations that a search `num_beams` wide finds; those of transformers 5. Each prompt's are what it gives alone.
 
@@ -78,13 +79,15 @@ def beam_search(
             better than the worst of them; "never": when it could not become better at any length.
         max_new_tokens: traced, like length_penalty: another number below the same power of two compiles nothing.
         eos_token_ids: any of them ends a sequence.
-        sampling: None: `SamplingConfig()`. repetition_penalty acts on log-probabilities. A temperature above 0 means beam
-            sampling: candidates are drawn without replacement from the softmax of beam score + processed log-probability.
+        sampling: None: `SamplingConfig()`. Each beam's log-probabilities pass the processors, which look at the prompt and at what
+            that beam chose; scores are sums of what comes out. A temperature above 0 means beam sampling: candidates are drawn
+            without replacement from the softmax of beam score + processed log-probability.
         key: one PRNG key (prompt i then uses `fold_in(key, i)`) or one per prompt; only sampling needs it.
-        capacity, impl: as in `GenerateOptions`.
+        capacity, impl, cache_dtype: as in `GenerateOptions`.
 
     Returns:
-        Sequences and scores, num_return_sequences a prompt (fewer where top_k and top_p leave no more).
+        Sequences and scores, num_return_sequences a prompt (fewer where the settings leave no more, none where every beam ran out
+        of tokens that it may choose).
 
     Raises:
         InputError: a prompt, a setting or a key that cannot be served, before anything is traced.
@@ -92,17 +95,19 @@ def beam_search(
     Source: `GenerationMixin._beam_search` of transformers 5; drawing by Gumbel noise: Kool et al. 2019.
     """
     single = len(ids) > 0 and np.ndim(ids[0]) == 0
-    options = GenerateOptions(max_new_tokens, sampling or SamplingConfig(), tuple(dict.fromkeys(eos_token_ids)), capacity, impl=impl)
+    options = GenerateOptions(
+        max_new_tokens, sampling or SamplingConfig(), tuple(dict.fromkeys(eos_token_ids)), capacity, impl=impl, cache_dtype=cache_dtype
+    )
     _, config, prompts, _, sampling_B, row_key_B = checked(params, config, [ids] if single else ids, options, key)
     returned = num_beams if num_return_sequences is None else num_return_sequences
     _check(config, num_beams, returned, length_penalty, early_stopping, options, sampling_B)
     longest, shortest, size = max(map(len, prompts)), min(map(len, prompts)), bucket(max_new_tokens)
     capacity = capacity or min(bucket(longest) + size, config.context_length)
     tokens_BT, num_tokens_B = padded(prompts, capacity)
-    cache = init_cache(config, len(prompts), capacity, cache_dtype(params))
+    cache = init_cache(config, len(prompts), capacity, cache_dtype or default_cache_dtype(params))
     logits_BV, cache = prefill(params, config, tokens_BT, num_tokens_B, cache, donate=True, impl=impl)
-    seen_BV, eos_E = tokens_seen(prompts, config.vocab_size), np.array(options.eos_token_ids, np.int32)
-    request = (row_key_B, sampling_B, seen_BV, num_tokens_B, eos_E, np.int32(max_new_tokens), np.float32(length_penalty))
+    context, eos_E = prompt_context(prompts, sampling_B, config, options, longest), np.array(options.eos_token_ids, np.int32)
+    request = (row_key_B, sampling_B, context, num_tokens_B, eos_E, np.int32(max_new_tokens), np.float32(length_penalty))
     early_stopping = early_stopping if num_beams > 1 else True
     moving = bucket(longest - shortest + max_new_tokens)
     found = _SEARCH(params, config, logits_BV, cache, request, int(num_beams), early_stopping, size, moving, impl)
@@ -121,10 +126,6 @@ def _check(config, num_beams, returned, length_penalty, early_stopping, options,
         raise InputError(f"early_stopping must be True, False or 'never', got {early_stopping!r}")
     if isinstance(length_penalty, bool) or not isinstance(length_penalty, int | float | np.number) or not np.isfinite(length_penalty):
         raise InputError(f"length_penalty must be a finite number, got {length_penalty!r}")
-    for name in (*ABSENT, "logit_bias"):
-        if getattr(sampling_B, name) is not None:
-            named = "logit_bias, allowed_token_ids or forbidden_token_ids" if name == "logit_bias" else name
-            raise InputError(f"{named} in a beam search is not supported: temperature, top_k, top_p and repetition_penalty are")
     if num_beams == 1 and np.any(sampling_B.temperature > 0):
         raise InputError("num_beams 1 with a temperature above 0 is plain sampling: use generate, or raise num_beams")
     possible = _possible(config.vocab_size, len(options.eos_token_ids), options.max_new_tokens, num_beams)
@@ -158,7 +159,7 @@ def _lists(tokens_BWT, length_BW, final_BW, returned, eos_token_ids):
 
 def _search(params, config, logits_BV, cache, request, W, early_stopping, size, moving, impl):
     """Tokens [B, W, T], lengths and scores of the sequences that ended, best first."""
-    (B, V), (row_key_B, sampling_B, seen_BV, prompt_B, eos_E, limit, length_penalty) = logits_BV.shape, request
+    (B, V), (row_key_B, sampling_B, context, prompt_B, eos_E, limit, length_penalty) = logits_BV.shape, request
     zeros_BW, none_BW = jnp.zeros((B, W), jnp.int32), jnp.full((B, W), -jnp.inf)
     tokens_BWT, row_R = jnp.zeros((B, W, size), jnp.int32), jnp.repeat(jnp.arange(B), W)
     # All beams start as the same prompt: the first one alone may be continued, or they would stay the same.
@@ -167,10 +168,11 @@ def _search(params, config, logits_BV, cache, request, W, early_stopping, size, 
         tokens_BWT, zeros_BW, none_BW, jnp.ones(B, bool),
     )  # fmt: skip
 
+    least = max(2, 1 + len(eos_E))  # so many candidates a beam leave one that goes on, or two
+
     def choose(logits_BWV, state):
-        score_BF = _scores(logits_BWV, state, sampling_B, seen_BV, 1 + len(eos_E)).reshape(B, W * V)
-        position_B = prompt_B + state.step
-        candidates = _candidates(score_BF, state, row_key_B, position_B, sampling_B, V, min(max(2, 1 + len(eos_E)) * W, W * V))
+        score_BF = _scores(logits_BWV, state, sampling_B, context, prompt_B, eos_E, least).reshape(B, W * V)
+        candidates = _candidates(score_BF, state, row_key_B, prompt_B + state.step, sampling_B, V, min(least * W, W * V))
         return _advance(*candidates, state, eos_E, limit, length_penalty, early_stopping)
 
     def body(state):
@@ -183,28 +185,40 @@ def _search(params, config, logits_BV, cache, request, W, early_stopping, size, 
     return state.ended_BWT, state.length_BW, state.final_BW
 
 
-def _scores(logits_BWV, state, sampling_B, seen_BV, least):
+def _scores(logits_BWV, state, sampling_B, context, prompt_B, eos_E, least):
     """Each beam's score plus the processed log-probability of every next token; a sampled beam keeps `least` tokens at least."""
-    (B, W, V), T = logits_BWV.shape, state.tokens_BWT.shape[2]
+    B, W, V = logits_BWV.shape
     logprobs_RV = jax.nn.log_softmax(logits_BWV, -1).reshape(B * W, V)
-    sampling_R = jax.tree.map(lambda setting_B: jnp.repeat(setting_B, W), sampling_B)
 
-    def penalized():
-        at_BWT = jnp.where(jnp.arange(T) < state.step, state.tokens_BWT, V).reshape(B * W, T)
-        seen_RV = jnp.repeat(seen_BV, W, 0).at[jnp.arange(B * W)[:, None], at_BWT].set(True, mode="drop")
-        return repetition_penalty(logprobs_RV, sampling_R.repetition_penalty, seen_RV)
+    def processed():
+        sampling_R, context_R, prompt_R = jax.tree.map(lambda x: jnp.repeat(x, W, 0), (sampling_B, context, prompt_B))
+        context_R = _with_chosen(context_R, state, prompt_R, eos_E)
+        kept_RV = process(logprobs_RV, prompt_R + state.step, sampling_R, context_R)
+        greedy_R1 = sampling_R.temperature[:, None] <= 0
 
-    def sampled(logprobs_RV):
-        greedy_R = sampling_R.temperature <= 0
-        scaled = logprobs_RV / jnp.where(greedy_R, 1.0, jnp.maximum(sampling_R.temperature, 1e-30))[:, None]
-        k_R = jnp.where(sampling_R.top_k > 0, jnp.maximum(sampling_R.top_k, least), 0)
-        kept = top_k_top_p(scaled, k_R, sampling_R.top_p)
-        always = top_k(scaled, jnp.full(B * W, least)) > -jnp.inf  # or EOS ids alone might be left
-        return jnp.where(greedy_R[:, None] | always, scaled, kept)
+        def sampled():
+            scaled_RV = kept_RV / jnp.where(greedy_R1, 1.0, jnp.maximum(sampling_R.temperature[:, None], 1e-30))
+            return jnp.where(greedy_R1, kept_RV, narrow(scaled_RV, sampling_R, least))
 
-    logprobs_RV = lax.cond(jnp.all(sampling_B.repetition_penalty == 1), lambda: logprobs_RV, penalized)
-    logprobs_RV = lax.cond(jnp.all(sampling_B.temperature <= 0), lambda x: x, sampled, logprobs_RV)
+        return lax.cond(jnp.all(greedy_R1), lambda: kept_RV, sampled)
+
+    logprobs_RV = lax.cond(plain(sampling_B), lambda: logprobs_RV, processed)
     return logprobs_RV.reshape(B, W, V) + state.score_BW[..., None]
+
+
+def _with_chosen(context: Context, state: _State, prompt_R: jax.Array, eos_E: jax.Array) -> Context:
+    """What the processors know of each beam: of its prompt, which `context` holds, and of the tokens that the beam chose."""
+    (R, V), T = context.seen_BV.shape, state.tokens_BWT.shape[2]
+    row_R1, step_T, token_RT = jnp.arange(R)[:, None], jnp.arange(T), state.tokens_BWT.reshape(R, T)
+    chosen_RT = jnp.where(step_T < state.step, token_RT, V)  # V is no token: what is written there is dropped
+    count, history = context.count_BV, context.history_BS
+    return Context(
+        seen_BV=context.seen_BV.at[row_R1, chosen_RT].set(True, mode="drop"),
+        count_BV=None if count is None else count.at[row_R1, chosen_RT].add(1, mode="drop"),
+        history_BS=None if history is None else history.at[row_R1, prompt_R[:, None] + step_T].set(token_RT),
+        chosen_B=jnp.full(R, state.step),
+        eos_E=eos_E,
+    )
 
 
 def _candidates(score_BF, state, row_key_B, position_B, sampling_B, V, C):

@@ -151,7 +151,7 @@ def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
             prompts, sampling_B = [prompts[i] for i in source_B], jax.tree.map(lambda x: x[source_B], sampling_B)
         ending = (*options.eos_token_ids, *options.stop_token_ids)
         choice = (row_key_B, sampling_B, _eos_array(ending))
-        state = new_state(None, _lengths(prompts), _context(prompts, sampling_B, config, options, longest), bucket(new))
+        state = new_state(None, _lengths(prompts), prompt_context(prompts, sampling_B, config, options, longest), bucket(new))
         if options.logprobs or options.logits:
             nothing = no_alternatives(len(prompts), bucket(new), options.logprobs, config.vocab_size, options.logits)
             state = dataclasses.replace(state, alternatives=nothing)
@@ -312,9 +312,10 @@ def tokens_seen(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray
     return seen_BV
 
 
-def _context(
+def prompt_context(
     prompts: Sequence[Sequence[int]], sampling_B: SamplingConfig, config: ModelConfig, options: GenerateOptions, longest: int
 ) -> Context:
+    """What the processors look at before the first choice: the prompts, and room for what follows them."""
     seen_BV = tokens_seen(prompts, config.vocab_size)
     wanted = sampling_B.no_repeat_ngram_size is not None or options.draft is not None
     return new_context(sampling_B, seen_BV, _matrix(prompts, bucket(longest) + bucket(options.max_new_tokens)) if wanted else None)

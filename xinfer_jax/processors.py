@@ -76,12 +76,17 @@ def min_p(logits_BV: jax.Array, p_B: jax.Array) -> jax.Array:
     return jnp.where(logits_BV >= jnp.max(logits_BV, -1, keepdims=True) + jnp.log(p_B)[:, None], logits_BV, -jnp.inf)
 
 
-def typical_p(logits_BV: jax.Array, p_B: jax.Array) -> jax.Array:
-    """Keeps the tokens whose surprise is nearest to its mean, until they reach probability p (Meister et al. 2023); 1 keeps all."""
+def typical_p(logits_BV: jax.Array, p_B: jax.Array, fewest: int = 1) -> jax.Array:
+    """Keeps the tokens whose surprise is nearest to its mean, `fewest` or more, until they reach probability p; 1 keeps all.
+
+    Source: Meister et al. 2023.
+    """
     logprob_BV = jax.nn.log_softmax(logits_BV, -1)
     probability_BV = jnp.exp(logprob_BV)
     entropy_B1 = -jnp.sum(jnp.where(probability_BV > 0, probability_BV * logprob_BV, 0), -1, keepdims=True)
-    return _keep(logits_BV, -jnp.abs(-logprob_BV - entropy_B1), probability_BV, _mass(p_B))
+    key_BV = -jnp.abs(-logprob_BV - entropy_B1)
+    kept_BV = _keep(logits_BV, key_BV, probability_BV, _mass(p_B))
+    return kept_BV if fewest == 1 else jnp.maximum(kept_BV, _keep(logits_BV, key_BV, jnp.ones_like(key_BV), jnp.full_like(p_B, fewest)))
 
 
 def _count(k_B: jax.Array) -> jax.Array:

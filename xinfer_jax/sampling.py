@@ -247,14 +247,21 @@ def process(logits_BV: jax.Array, position_B: jax.Array, sampling: SamplingConfi
 
 
 def warp(logits_BV: jax.Array, sampling: SamplingConfig) -> jax.Array:
-    """Temperature, top-k, top-p, min-p and typical-p: logits of what is drawn from. Rows at temperature 0 stay as they are."""
+    """Temperature, then `narrow`: logits of what is drawn from. Rows at temperature 0 stay as they are."""
     greedy_B1 = (sampling.temperature <= 0)[:, None]
     above = jnp.max(logits_BV, -1, keepdims=True)  # taken off first: the smallest temperatures must not overflow
     scaled = (logits_BV - above) / jnp.where(greedy_B1, 1.0, jnp.maximum(sampling.temperature, 1e-37)[:, None])
-    kept = processors.top_k_top_p(scaled, sampling.top_k, sampling.top_p)
+    return jnp.where(greedy_B1, logits_BV, narrow(scaled, sampling))
+
+
+def narrow(scaled_BV: jax.Array, sampling: SamplingConfig, fewest: int = 1) -> jax.Array:
+    """Top-k, top-p, min-p and typical-p: what they leave, but `fewest` tokens of each row at least; the rest becomes -inf."""
+    k_B = jnp.where(sampling.top_k > 0, jnp.maximum(sampling.top_k, fewest), 0)
+    kept = processors.top_k_top_p(scaled_BV, k_B, sampling.top_p)
     kept = kept if sampling.min_p is None else processors.min_p(kept, sampling.min_p)
-    kept = kept if sampling.typical_p is None else processors.typical_p(kept, sampling.typical_p)
-    return jnp.where(greedy_B1, logits_BV, kept)
+    if fewest > 1:  # the three above keep what is likeliest, and one token of it in any case
+        kept = jnp.where(processors.top_k(scaled_BV, jnp.full_like(k_B, fewest)) > -jnp.inf, scaled_BV, kept)
+    return kept if sampling.typical_p is None else processors.typical_p(kept, sampling.typical_p, fewest)
 
 
 def sample(row_key_B: jax.Array, position_B: jax.Array, logits_BV: jax.Array, sampling: SamplingConfig) -> jax.Array:
