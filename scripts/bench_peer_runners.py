@@ -21,9 +21,9 @@ Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], tuple[float, list[list[int]]]]
 
 
-def main(job: dict) -> dict:
+def main(job: dict, engines: dict[str, "Engine"], measure: Callable[["Engine", dict, "PeakMemory"], dict]) -> dict:
     """Converts the checkpoint, or loads it and measures every case; what cannot be done is the answer's only entry."""
-    engine = ENGINES[job["engine"]]
+    engine = engines[job["engine"]]
     watch = PeakMemory()
     try:
         start = time.perf_counter()
@@ -287,5 +287,5 @@ ENGINES = {
 }
 
 if __name__ == "__main__":
-    answer = json.dumps(main(json.loads(sys.argv[1])))
+    answer = json.dumps(main(json.loads(sys.argv[1]), ENGINES, measure))
     print(f"\n{answer}", flush=True)

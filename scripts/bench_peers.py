@@ -153,8 +153,8 @@ def measure(job: dict, python: str, workdir: Path) -> dict:
 
 
 def child(job: dict, python: str) -> dict:
-    """The answer of bench_peer_runners.py in a process of its own; a crash is an answer too."""
-    command = [python, str(Path(__file__).with_name("bench_peer_runners.py")), json.dumps(job)]
+    """The answer of the job's runner in a process of its own; a crash is an answer too."""
+    command = [python, str(Path(__file__).with_name(job.get("runner", "bench_peer_runners.py"))), json.dumps(job)]
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
     environment = {"JAX_PLATFORMS": "cpu"} | dict(os.environ) | offline | {"OMP_NUM_THREADS": str(job["threads"])}
     try:
