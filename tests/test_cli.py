@@ -14,6 +14,7 @@ from tiny import ANSWER, ANSWER_IDS, QUESTION
 
 import xinfer_jax as xj
 from xinfer_jax import cli
+from xinfer_jax.text import encode_prompt
 
 ROOT = Path(__file__).parents[1]
 ASK = f"--prompt={QUESTION}"
@@ -134,6 +135,18 @@ def test_without_cache_it_says_the_same(ask):
     assert answer["tokens"] == ANSWER_IDS and answer["stats"]["cache_bytes"] == 0
 
 
+def test_beams(command, ask, good):
+    """As the library finds them, with the checkpoint's EOS ids; text is the best one."""
+    flags = ("--num_beams=3", "--length_penalty=0.5", "--early_stopping=never", "--min_tokens=2")
+    answer, model = ask(*flags), xj.load_model(good)
+    options = dict(num_beams=3, length_penalty=0.5, early_stopping="never", max_new_tokens=16, sampling=xj.SamplingConfig(min_new_tokens=2))
+    eos = [i for i in model.tokenizer.eos_token_ids if i < model.config.vocab_size]
+    wanted = xj.beam_search(model.params, model.config, encode_prompt(model, QUESTION), eos_token_ids=eos, **options)
+    assert [row["tokens"] for row in answer["sequences"]] == wanted.sequences and answer["sequences"][0]["text"] == ANSWER
+    assert [row["score"] for row in answer["sequences"]] == wanted.scores and answer["prompt_tokens"] > 32
+    assert command(f"--model={good}", ASK, *flags) == (0, ANSWER + "\n", f"Best of 3 sequences, score {wanted.scores[0]:.3f}\n")
+
+
 def test_verbose_says_which_kernels_run(command, good, ask):
     code, out, err = command(f"--model={good}", ASK, "--verbose", "--impl=xla")
     kernels = "prefill_attention, decode_attention, argmax, lm_head_argmax"
@@ -231,6 +244,12 @@ BAD_FLAGS = {
     "unknown-short-flag": (["-x"], "Unknown command line flag 'x'"),
     "positional": (["Really?"], "unexpected argument 'Really\\?': give the prompt with --prompt"),
     "flagfile-absent": (["--flagfile=/no/such/file"], "/no/such/file"),
+    "no-beams": (["--num_beams=0"], "--num_beams=0"),
+    "early-stopping-unknown": (["--num_beams=2", "--early_stopping=soon"], "early_stopping=soon.*true.false.never"),
+    "beams-and-a-draft": (["--num_beams=2", "--draft=lookup"], "--draft does not go with --num_beams=2"),
+    "beams-and-a-stop": (["--num_beams=2", "--stop=x"], "--stop does not go with --num_beams=2"),
+    "beams-without-cache": (["--num_beams=2", "--nouse_cache"], "--use_cache does not go with --num_beams=2"),
+    "length-penalty-alone": (["--length_penalty=2"], "--length_penalty does not go with --num_beams=1"),
     "impl-unknown": (["--impl=fast"], "impl must be None or one of mosaic, triton, xla, interpret, got 'fast'"),
     "empty-prompt": (["--prompt="], "the prompt is empty"),
     "blank-prompt": (["--prompt= \n\t"], "the prompt is empty"),

@@ -14,13 +14,14 @@ from absl import flags
 from kernels_pallas import Selection
 
 from .attention import check_impl
+from .beam import beam_search
 from .errors import InputError
 from .generate import kernels_used
 from .loading import Model, load_model
 from .options import GenerateOptions, GenerateOutput
 from .quantization import check_method
 from .sampling import SamplingConfig
-from .text import alternatives_text, stream_text
+from .text import alternatives_text, encode_prompt, stream_text, with_eos
 
 _FLAGS = flags.FlagValues()  # our own, so that importing this module adds nothing to a caller's flags
 
@@ -54,6 +55,12 @@ DRAFT = _flag(
     flags.DEFINE_string, "draft", None, "Guess tokens ahead: a checkpoint with the same vocabulary, or lookup (what followed before)."
 )
 DRAFT_TOKENS = _flag(flags.DEFINE_integer, "draft_tokens", 3, "Guesses for each pass of the model.")
+BEAMS = _flag(flags.DEFINE_integer, "num_beams", 1, "Beam search: continuations followed side by side; 1: none.", lower_bound=1)
+LENGTH_PENALTY = _flag(flags.DEFINE_float, "length_penalty", 1.0, "With beams: the exponent of the length that scores are divided by.")
+EARLY_STOPPING = _flag(
+    flags.DEFINE_enum, "early_stopping", "false", ["true", "false", "never"],
+    "With beams, when to stop: at num_beams ended sequences; when the best beam is no better than they are; when it never can be.",
+)  # fmt: skip
 DEFAULTS = _flag(flags.DEFINE_boolean, "generation_config", True, "Take the checkpoint's defaults from generation_config.json.")
 SEED = _flag(flags.DEFINE_integer, "seed", 0, "Seed of the sampling.", lower_bound=0, upper_bound=2**32 - 1)
 DTYPE = _flag(flags.DEFINE_string, "dtype", None, "float32, bfloat16 or float16. Default: float32 on CPU, bfloat16 on GPU and TPU.")
@@ -108,6 +115,9 @@ def _run(argv: list[str]) -> int:
         raise InputError(f"--output must be text or json, got {OUTPUT.value!r}")
     if MAX_TOKENS.value < 1:
         raise InputError(f"--max_tokens must be at least 1, got {MAX_TOKENS.value}")
+    for flag in (LENGTH_PENALTY, EARLY_STOPPING) if BEAMS.value == 1 else (STOP, LOGPROBS, DRAFT, USE_CACHE):
+        if flag.value != flag.default:
+            raise InputError(f"--{flag.name} does not go with --num_beams={BEAMS.value}: leave one of them out")
     _sampling({})  # what flags alone can get wrong is said before a model is loaded
     check_impl(IMPL.value)
     check_method(QUANTIZE.value)
@@ -127,6 +137,8 @@ def _run(argv: list[str]) -> int:
         for impl, reason in dict.fromkeys(used.values()):
             print(f"{impl} ({reason}): {', '.join(kernel for kernel in used if used[kernel] == (impl, reason))}", file=sys.stderr)
     key = jax.random.key(SEED.value) if options.sampling.temperature > 0 else None  # two programs less to compile
+    if BEAMS.value > 1:
+        return _beam_search(model, prompt, options, key)
     pieces = stream_text(model, prompt, options, key=key, system=SYSTEM.value, raw=RAW.value)
     text = []
     while True:
@@ -143,6 +155,24 @@ def _run(argv: list[str]) -> int:
     else:
         print(json.dumps(_json(model, out, "".join(text), used)), flush=True)  # ASCII only, whatever the locale
     return 0
+
+
+def _beam_search(model: Model, prompt: str, options: GenerateOptions, key: jax.Array | None) -> int:
+    """Prints the best sequence, or all of them as JSON."""
+    ids, options = encode_prompt(model, prompt, system=SYSTEM.value, raw=RAW.value), with_eos(model, options)
+    out = beam_search(
+        model.params, model.config, ids, num_beams=BEAMS.value, length_penalty=LENGTH_PENALTY.value,
+        early_stopping={"true": True, "false": False}.get(EARLY_STOPPING.value, EARLY_STOPPING.value), key=key,
+        max_new_tokens=options.max_new_tokens, eos_token_ids=options.eos_token_ids, sampling=options.sampling,
+        impl=options.impl, cache_dtype=options.cache_dtype,
+    )  # fmt: skip
+    found = [dict(text=model.tokenizer.decode(s), tokens=s, score=score) for s, score in zip(out.sequences, out.scores, strict=True)]
+    if OUTPUT.value == "json":
+        print(json.dumps({"sequences": found, "prompt_tokens": len(ids)}), flush=True)
+    elif found:
+        print(found[0]["text"], flush=True)
+        print(f"Best of {len(found)} sequences, score {found[0]['score']:.3f}", file=sys.stderr)
+    return 0 if found else _fail("no beam can be continued under these settings: loosen them")
 
 
 def _help() -> str:
