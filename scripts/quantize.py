@@ -45,6 +45,7 @@ CALIBRATION = flags.DEFINE_string(
 )
 CALIBRATION_TOKENS = flags.DEFINE_integer("calibration_tokens", 16384, "Most tokens of it that are used.", lower_bound=1)
 EVAL = flags.DEFINE_string("eval", None, "Report perplexity and top-1 agreement with float32 on this: a text file, capitals or sampled.")
+EVAL_SEED = flags.DEFINE_integer("eval_seed", 12, "What capitals and sampled are made from for --eval. 11: calibration's.", lower_bound=12)
 SCORE = flags.DEFINE_string(
     "score", "all", "Tokens that --eval looks at: all, or answers: what the assistant writes in ChatML or the like."
 )
@@ -76,7 +77,7 @@ def run(argv: list[str]) -> dict:
     # Text of another kind than the model's own does harm: stories calibrated on capitals lose more than by rounding to nearest.
     calibration = CALIBRATION.value or ("capitals" if MODEL.value is None else "sampled")
     calibrated = documents(model, calibration, seed=11) if METHOD.value == "awq" else []
-    unseen = [text for text in documents(model, EVAL.value, seed=12) if text not in calibrated] if EVAL.value else []
+    unseen = [text for text in documents(model, EVAL.value, EVAL_SEED.value) if text not in calibrated] if EVAL.value else []
     if EVAL.value and not unseen:
         raise xj.InputError(f"--eval={EVAL.value} holds no text, or only what was calibrated on")
     report = {flag.name: flag.value for flag in (MODEL, OUTPUT, QUANTIZE, GROUP, METHOD)}
@@ -135,10 +136,12 @@ def loss(model: xj.Model, params: dict, texts: list[str]) -> dict:
         raise xj.InputError(f"--score=answers, but --eval={EVAL.value} holds no answer behind the chat template's prompt")
     (exact, best), (rounded, chosen) = (scores(tree, model.config, rows, scored) for tree in (model.params, params))
     before, after, same = np.exp(-exact.mean()), np.exp(-rounded.mean()), (best == chosen).mean()
+    error = np.sqrt(same * (1 - same) / len(best))
     print(f"on {len(exact)} tokens of {EVAL.value} ({SCORE.value}): perplexity {before:.4f} -> {after:.4f} ({after / before - 1:+.2%}), "
-          f"top-1 agreement {same:.2%}")  # fmt: skip
+          f"top-1 agreement {same:.2%} ± {error:.2%}")  # fmt: skip
     return {"eval": EVAL.value, "score": SCORE.value, "eval_tokens": len(exact), "perplexity_float32": float(before),
-            "perplexity": float(after), "perplexity_change": float(after / before - 1), "top1_agreement": float(same)}  # fmt: skip
+            "perplexity": float(after), "perplexity_change": float(after / before - 1), "top1_agreement": float(same),
+            "top1_standard_error": float(error)}  # fmt: skip
 
 
 def answers(tokenizer: xj.Tokenizer, ids: list[int]) -> np.ndarray:

@@ -19,7 +19,7 @@ from parity_cases import CASES, params_from, random_tensors
 import xinfer_jax as xj
 from xinfer_jax import awq
 from xinfer_jax.loading import BUNDLED
-from xinfer_jax.quantization import GroupedWeight, Int8Weight, dequantize, is_quantized, quantize_matrix
+from xinfer_jax.quantization import dequantize, is_quantized, quantize_matrix
 from xinfer_jax.rounding import compensated_matrix, rounded_matrix
 
 ROOT = Path(__file__).parents[1]
@@ -57,7 +57,7 @@ def test_scales_leave_the_function_as_it_is(name):
     np.testing.assert_allclose(after, before, rtol=0, atol=1e-4 * np.abs(before).max())
 
 
-@pytest.mark.parametrize("bits, group, inputs", [(8, None, 70), (8, 16, 70), (4, None, 70), (4, 16, 64), (4, 128, 70)])
+@pytest.mark.parametrize("bits, group, inputs", [(8, None, 70), (8, 70, 70), (8, 16, 70), (4, None, 70), (4, 16, 64), (4, 128, 70)])
 def test_the_search_rounds_as_quantize_matrix_does(bits, group, inputs):
     matrix_NK = np.random.RandomState(0).standard_normal((24, inputs)).astype(np.float32)
     stored = dequantize(jax.tree.map(jnp.asarray, quantize_matrix(matrix_NK, bits, group)))
@@ -65,7 +65,7 @@ def test_the_search_rounds_as_quantize_matrix_does(bits, group, inputs):
     np.testing.assert_allclose(searched, stored, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("bits, group", [(8, None), (8, 16), (4, None), (4, 16)])
+@pytest.mark.parametrize("bits, group", [(8, None), (8, 70), (8, 16), (4, None), (4, 16)])
 def test_compensation_lessens_the_error_of_the_product(bits, group):
     """On correlated inputs; and the leaf has the type and the shapes that `quantize_matrix` gives."""
     rng = np.random.RandomState(1)
@@ -81,13 +81,13 @@ def test_compensation_lessens_the_error_of_the_product(bits, group):
     assert off[0] < 0.5 * off[1], off
 
 
-@pytest.mark.parametrize("quantize, kind", [("int8", Int8Weight), ("int4", GroupedWeight)])
-def test_every_matrix_is_quantized(quantize, kind):
+@pytest.mark.parametrize("quantize, dtype", [("int8", "int8"), ("int4", "uint8")])
+def test_every_matrix_is_quantized(quantize, dtype):
     config = CASES["qwen2-mqa-untied-new"].config
     params = params_from(config, random_tensors(config, seed=3))
     for quantized in (awq.rounded_params(params, quantize), awq.awq_params(params, config, rows_for(config), quantize)):
-        assert all(type(layer[name]["weight"]) is kind for layer in quantized["layers"] for name in awq.MATRICES)
-        assert type(quantized["embed"]["weight"]) is type(quantized["lm_head"]["weight"]) is Int8Weight
+        assert all(layer[name]["weight"].values.dtype == dtype for layer in quantized["layers"] for name in awq.MATRICES)
+        assert all(quantized[name]["weight"].values.dtype == "int8" for name in ("embed", "lm_head"))
         assert quantized["layers"][0]["q"]["bias"].shape == params["layers"][0]["q"]["bias"].shape
         assert quantized["final_norm"] is params["final_norm"]
 
@@ -135,7 +135,7 @@ class Text:
         self.before = self.scores(model.params)
 
     def scores(self, params):
-        found = jax.device_get(log_probabilities(exact(params), self.model.config, self.tokens_BT, self.length_B))
+        found = jax.device_get(log_probabilities(params, self.model.config, self.tokens_BT, self.length_B))
         return [kind[self.real_BT[:, 1:] > 0] for kind in found]
 
     def loss(self, params) -> tuple[float, float]:
@@ -172,10 +172,9 @@ def stories() -> Text:
 
 @pytest.mark.parametrize("text", [conversations, stories], ids=lambda text: text.__name__)
 def test_int8_loses_next_to_nothing(text):
+    """As it is loaded, and as it is run. Stories are full of near ties."""
     change, same = text().loss(awq.rounded_params(text().model.params, "int8"))
-    assert abs(change) < 0.01
-    # Sampled stories are full of near ties: 98.5% there, short of the 99% that is asked for (AWQ: 98.9%).
-    assert same >= (0.99 if text is conversations else 0.98)
+    assert abs(change) < 0.01 and same >= 0.99
 
 
 @pytest.mark.slow
@@ -183,8 +182,8 @@ def test_int8_loses_next_to_nothing(text):
 def test_int4_with_awq(text):
     """Within 5% in groups of 32, and better than rounding to nearest. Of stories' inputs, 64 in all, wider groups lose a little more."""
     judged = text()
-    nearest, same_nearest = judged.loss(awq.rounded_params(judged.model.params, "int4", 32))
-    change, same = judged.loss(awq.awq_params(judged.model.params, judged.model.config, judged.calibration, "int4", 32))
+    nearest, same_nearest = judged.loss(exact(awq.rounded_params(judged.model.params, "int4", 32)))
+    change, same = judged.loss(exact(awq.awq_params(judged.model.params, judged.model.config, judged.calibration, "int4", 32)))
     assert change < 0.05 and change < nearest
     assert same > same_nearest or same > 0.995  # of the conversations, what is left is a handful of near ties
 

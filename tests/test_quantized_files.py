@@ -12,7 +12,7 @@ import tiny
 
 import xinfer_jax as xj
 from xinfer_jax.params import param_specs
-from xinfer_jax.quantization import GROUP, GroupedWeight, Int8Weight, dequantize, is_quantized, quantize_matrix
+from xinfer_jax.quantization import GROUP, GroupedWeight, dequantize, is_quantized, quantize_matrix
 from xinfer_jax.quantized_files import save_checkpoint
 
 UNTIED = tiny.CONFIG | dict(tie_word_embeddings=False)
@@ -43,13 +43,13 @@ def packed_matrix(settings, random, N, K, g_idx=None, zeros=None, scale_type=np.
     q_KN = random.integers(0, 2**bits, (K, N))
     scale_GN = random.uniform(0.5, 1.5, (G, N)).astype(scale_type) / scale_type(2 ** (bits - 1) * np.sqrt(K))
     awq, v1 = settings["quant_method"] == "awq", settings.get("checkpoint_format") == "gptq"
-    zero_GN = random.integers(v1, 2**bits + v1, (G, N)) if zeros is None else np.full((G, N), zeros)
+    zero_GN = random.integers(0, 2**bits, (G, N)) if zeros is None else np.full((G, N), zeros)
     group_K = np.arange(K) // J if g_idx is None else g_idx
     if awq:
         order = [0, 2, 4, 6, 1, 3, 5, 7]
         tensors = dict(qweight=packed(q_KN, 4, 1, order), qzeros=packed(zero_GN, 4, 1, order), scales=scale_GN)
     else:
-        tensors = dict(qweight=packed(q_KN, bits, 0), qzeros=packed(zero_GN - v1, bits, 1), scales=scale_GN)
+        tensors = dict(qweight=packed(q_KN, bits, 0), qzeros=packed((zero_GN - v1) % 2**bits, bits, 1), scales=scale_GN)
         if g_idx is not None:
             tensors["g_idx"] = np.asarray(g_idx, np.int32)
     exact_KN = scale_GN.astype(np.float32)[group_K] * (q_KN - zero_GN[group_K]).astype(np.float32)
@@ -109,7 +109,7 @@ CASES = {
     "gptq-group-wider-than-the-matrix": (GPTQ | dict(group_size=128), {}),
     "gptq-act-order": (GPTQ | dict(desc_act=True), dict(act_order=True)),
     "gptq-act-order-last-group-short": (V2 | dict(desc_act=True, group_size=20), dict(act_order=True)),
-    "gptq-zero-16": (GPTQ, dict(zeros=16)),
+    "gptq-zero-stored-as-15": (GPTQ, dict(zeros=0)),  # AutoGPTQ: (15 + 1) & 15
     "gptq-8": (GPTQ | dict(bits=8, sym=True), dict(zeros=128)),
     "gptq-8-v2-act-order": (V2 | dict(bits=8, sym=True, desc_act=True), dict(zeros=128, act_order=True)),
     "gptq-8-whole": (GPTQ | dict(bits=8, group_size=-1), dict(zeros=128)),
@@ -160,6 +160,24 @@ def test_modules_left_as_they_were(tmp_path):
     layer = xj.load_model(path, dtype="float32").params["layers"][1]
     np.testing.assert_array_equal(layer["q"]["weight"], equal[f"{Q1}.weight"])
     assert is_quantized(layer["k"]["weight"])
+
+
+@pytest.mark.parametrize(
+    "file, settings, written",
+    [("quantize_config.json", GPTQ, dict(bits=4, group_size=16, damp_percent=0.01, desc_act=False, sym=False, model_name_or_path=None)),
+     ("quant_config.json", AWQ, dict(zero_point=True, q_group_size=16, w_bit=4, version="GEMM"))],
+)  # fmt: skip
+def test_settings_in_a_file_of_their_own(tmp_path, file, settings, written):
+    """As AutoGPTQ and AutoAWQ wrote them, before config.json held them; a file that says something else is none of ours."""
+    stored, equal = convert(settings)
+    path = tiny.write(tmp_path / "old", UNTIED, weights=stored)
+    tiny.write_json(path / file, written)
+    model = xj.load_model(path, dtype="float32")
+    np.testing.assert_array_equal(dequantize(leaves(model)[f"{Q1}.weight"]), equal[f"{Q1}.weight"])
+    assert model.load_stats.dtype == settings["quant_method"]
+    path = tiny.write(tmp_path / "float", UNTIED)
+    tiny.write_json(path / file, dict(per_channel=True))
+    assert xj.load_model(path, dtype="float32", quantize="int8").load_stats.dtype == "int8"
 
 
 def test_zeros_lessened_as_whole_words(tmp_path):
@@ -321,7 +339,7 @@ def test_groups_of_8_bits_there_and_back(tmp_path):
 
 def test_faults_of_our_own_format(tmp_path):
     model = xj.load_model(tiny.write(tmp_path / "from", UNTIED), dtype="float32", quantize="int4")
-    assert isinstance(model.params["lm_head"]["weight"], Int8Weight)
+    assert model.params["lm_head"]["weight"].values.dtype == np.int8
     save_checkpoint(tmp_path / "to", None, model.params, UNTIED | dict(intermediate_size=50))
     message, rows = refusal(tmp_path / "to"), GROUP // 2
     assert f"model.layers.0.mlp.gate_proj.weight.values has shape [1, {rows}, 48], the config asks for [1, {rows}, 50]" in message

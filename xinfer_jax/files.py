@@ -11,6 +11,8 @@ from .errors import InputError
 # What a checkpoint is loaded from; the rest of a hub repository is not fetched.
 _PATTERNS = [
     "config.json",
+    "quantize_config.json",
+    "quant_config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",

@@ -16,7 +16,7 @@ from .errors import InputError
 from .files import checkpoint_dir, read_json
 from .params import Params, ParamSpec, check_quantize, param_specs, resolve_dtype, tree_bytes
 from .quantization import check_method, quantized_leaf
-from .quantized_files import FileFormat, Part, read_format
+from .quantized_files import FileFormat, Part, read_format, with_old_settings
 from .stats import LoadStats
 from .tokenizer import Tokenizer
 
@@ -55,7 +55,7 @@ def load_model(path_or_repo_id: str | Path | None = None, dtype: Any = None, qua
     settings = read_json(path / "config.json")
     if settings is None:
         raise InputError(f"{path} holds no config.json: give the directory of a Hugging Face checkpoint")
-    config, stored = from_hf(settings), read_format(settings)
+    config, stored = from_hf(settings), read_format(with_old_settings(settings, path))
     if stored and quantize:
         raise InputError(f"{path} is already quantized ({stored.method}), and quantize={quantize!r} is asked for: load it without quantize")
     check_quantize(config, quantize or stored and stored.method)

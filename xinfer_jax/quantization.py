@@ -20,6 +20,9 @@ from .products import dot, in_front, tile_by_tile
 
 METHODS = ("int8", "int4")
 GROUP = 64  # inputs that share a scale in int4
+# A matrix with a side of 64 at most belongs to a model so small that its likeliest tokens are often near ties: int8 has more scales there.
+_SMALL, _SMALL_GROUP = 64, 8
+_STRETCHES = np.linspace(1, 1.1, 11)  # of the least step that leaves nothing out: steps that int8 in groups chooses from
 _UNROLLED = 8  # bytes of weights that one sum adds up: 32 take four times as long to compile, and are no faster
 _FEW_ROWS, _FEW_OUTPUTS = 4, 8192  # up to here int8 products are faster with the matrix in front
 
@@ -87,13 +90,13 @@ def quantize_matrix(matrix_NK: np.ndarray, bits: int = 8, group: int | None = No
     Args:
         matrix_NK: any float type, [outputs, inputs].
         bits: 8 or 4.
-        group: inputs that share a scale; None: with 8 bits all of them, with 4 bits `GROUP`.
+        group: inputs that share a scale; None: as `group_size` chooses.
 
     Returns:
         NumPy arrays in the leaf. 8 bits are symmetric; 4 bits have a zero point, since 16 levels are too few to waste one side.
     """
     N, K = matrix_NK.shape
-    J = group or (K if bits == 8 else GROUP)
+    J = group or group_size((N, K), bits)
     if bits == 8 and J >= K:
         values, scale = np.empty((N, K), np.int8), np.empty(N, np.float32)
         for at, block in _blocks(matrix_NK):
@@ -108,10 +111,9 @@ def quantize_matrix(matrix_NK: np.ndarray, bits: int = 8, group: int | None = No
     for at, block in _blocks(matrix_NK):
         block_RGJ = np.pad(block, ((0, 0), (0, G * J - K))).reshape(-1, G, J)
         low, high = np.minimum(block_RGJ.min(-1), 0), np.maximum(block_RGJ.max(-1), 0)
-        step_RG = (np.maximum(high, -low) / 127 if bits == 8 else (high - low) / 15).astype(np.float16)
-        step_RG = np.maximum(step_RG, np.finfo(np.float16).smallest_normal)
+        step_RG = finest_step(block_RGJ) if bits == 8 else float16_step((high - low) / 15)
         scale[:, at] = step_RG.T
-        levels = np.rint(block_RGJ / step_RG[..., None].astype(np.float32))
+        levels = np.rint(block_RGJ / step_RG[..., None])
         if bits == 8:
             values[:, :, at] = np.clip(levels, -127, 127).transpose(1, 2, 0)
             continue
@@ -119,6 +121,29 @@ def quantize_matrix(matrix_NK: np.ndarray, bits: int = 8, group: int | None = No
         zero[:, at] = zero_RG.T
         values[:, :, at] = pack(np.clip(levels + zero_RG[..., None], 0, 15).astype(np.uint8).transpose(1, 2, 0))
     return GroupedWeight(values, scale, zero, None, K)
+
+
+def group_size(shape: tuple[int, int], bits: int) -> int:
+    """How many inputs of a matrix [N, K] share a scale where nobody says."""
+    if bits == 4:
+        return GROUP
+    return _SMALL_GROUP if min(shape) <= _SMALL else shape[1]
+
+
+def finest_step(block_RGJ: Any, xp: Any = np) -> Any:
+    """The step of int8, [R, G], that errs least in squares: of a few numbers, what falls close to a level is luck, so it has several tries.
+
+    xp: numpy or jax.numpy, whatever the block is of.
+    """
+    most_RG = xp.abs(block_RGJ).max(-1)
+    steps = [float16_step(most_RG * np.float32(stretch / 127), xp) for stretch in _STRETCHES]
+    errors = [xp.square(xp.rint(block_RGJ / step[..., None]) * step[..., None] - block_RGJ).sum(-1) for step in steps]
+    return xp.take_along_axis(xp.stack(steps), xp.stack(errors).argmin(0)[None], 0)[0]
+
+
+def float16_step(step: Any, xp: Any = np) -> Any:
+    """As it is stored, in float32."""
+    return xp.maximum(step.astype(np.float16), np.finfo(np.float16).smallest_normal).astype(np.float32)
 
 
 def pack(levels_GJN: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ import numpy as np
 
 from .config import from_hf
 from .errors import InputError
+from .files import read_json
 from .params import Params, param_specs
 from .quantization import GroupedWeight, Int8Weight, QuantizedWeight, is_quantized, pack
 
@@ -26,6 +27,8 @@ OURS, _VERSION = "xinfer_jax", 1
 _REMEDY = "awq (version gemm, 4 bits) and gptq (4 or 8 bits) are read: use such a checkpoint, or the unquantized one with quantize="
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # which 4 bits of a word, from the lowest, each of its 8 outputs has
 _COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int8": "I8", "uint8": "U8"}
 _SCALES = {"F16", "BF16", "F32"}
 
@@ -106,10 +109,10 @@ class FileFormat:
         return self._row(words) if self.method == "awq" else np.stack(_numbers(words, self.bits), 1).reshape(-1, words.shape[1])
 
     def _zeros(self, words: np.ndarray) -> np.ndarray:
-        """X.qzeros as uint8 [G, N]. A stored 15 is 16 where each number was lessened alone, 0 where a word was as a whole."""
+        """X.qzeros as uint8 [G, N]. A stored 15 was 0 before it was lessened; where whole words were, it borrowed from its neighbour."""
         if self.borrowed:
             words = words.view(np.uint32) + np.uint32(sum(1 << at for at in range(0, 32, self.bits)))
-        return self._row(words) + np.uint8(self.zero_less_one and not self.borrowed)
+        return (self._row(words) + np.uint8(self.zero_less_one and not self.borrowed)) & np.uint8(2**self.bits - 1)
 
     def _row(self, words: np.ndarray) -> np.ndarray:
         """Numbers in the order of the outputs: [R, N]."""
@@ -117,6 +120,17 @@ class FileFormat:
         if self.method == "awq":
             numbers = [numbers[at] for at in _AWQ_PLACES]
         return np.stack(numbers, -1).reshape(len(words), -1)
+
+
+def with_old_settings(settings: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The contents of config.json, with the quantization_config that older programs (AutoGPTQ, AutoAWQ) wrote to a file of its own."""
+    if settings.get("quantization_config"):
+        return settings
+    for file, method in _OLD_FILES.items():
+        given = {_OLD_NAMES.get(name, name): value for name, value in (read_json(path / file) or {}).items()}
+        if "bits" in given:  # files of other programs have these names too
+            return {**settings, "quantization_config": {"quant_method": method} | given}
+    return settings
 
 
 def read_format(settings: Mapping[str, Any]) -> FileFormat | None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .quantization import GROUP, GroupedWeight, Int8Weight, QuantizedWeight, pack
+from .quantization import GroupedWeight, Int8Weight, QuantizedWeight, finest_step, float16_step, group_size, pack
 
 _BLOCK = 64  # columns between two updates of all later ones, where groups do not say
 _SHRINKS = (1.0, 0.94, 0.88, 0.82, 0.76)  # tried on each end of a group's range
@@ -34,7 +34,7 @@ def compensated_matrix(matrix_NK: jax.Array, x_MK: jax.Array, wanted_MN: jax.Arr
     ridge = (0.01 + K / len(x_MK)) * np.trace(gram_KK) / K + np.finfo(np.float32).tiny
     inverse_KK = np.linalg.inv(gram_KK + ridge * np.eye(K))
     fitted_NK = np.asarray(matrix_NK, np.float64) + missing_NK @ inverse_KK
-    J = group or (K if bits == 8 else GROUP)
+    J = group or group_size((N, K), bits)
     whole = bits == 8 and J >= K
     block = min(_BLOCK, K) if whole else J
     extra = -K % block  # padding is 0, is rounded exactly, and touches nothing
@@ -55,7 +55,7 @@ def compensated_matrix(matrix_NK: jax.Array, x_MK: jax.Array, wanted_MN: jax.Arr
 def rounded_matrix(matrix_NK: jax.Array, bits: int, group: int | None) -> jax.Array:
     """`dequantize(quantize_matrix(...))` for a search that rounds each matrix many times."""
     N, K = matrix_NK.shape
-    J = group or (K if bits == 8 else GROUP)
+    J = group or group_size((N, K), bits)
     if bits == 8 and J >= K:
         most_N1 = jnp.abs(matrix_NK).max(1, keepdims=True)
         step_N1 = jnp.where(most_N1 > 0, most_N1, 1) / 127
@@ -63,8 +63,7 @@ def rounded_matrix(matrix_NK: jax.Array, bits: int, group: int | None) -> jax.Ar
     G = -(-K // J)
     block_NGJ = jnp.pad(matrix_NK, ((0, 0), (0, G * J - K))).reshape(N, G, J)
     low, high = (jnp.minimum(block_NGJ.min(-1), 0), jnp.maximum(block_NGJ.max(-1), 0))
-    step_NG = (jnp.maximum(high, -low) / 127 if bits == 8 else (high - low) / 15).astype(jnp.float16).astype(jnp.float32)
-    step_NG1 = jnp.maximum(step_NG, jnp.finfo(jnp.float16).smallest_normal.astype(jnp.float32))[..., None]
+    step_NG1 = (finest_step(block_NGJ, jnp) if bits == 8 else float16_step((high - low) / 15, jnp))[..., None]
     levels_NGJ = jnp.round(block_NGJ / step_NG1)
     if bits == 8:
         levels_NGJ = jnp.clip(levels_NGJ, -127, 127)
@@ -90,7 +89,7 @@ def _rounded(matrix_NK, upper_KK, weight_K, bits: int, block: int, whole: bool):
         upper_JK = lax.dynamic_slice_in_dim(upper_KK, first, block, 0)
         upper_JJ = lax.dynamic_slice_in_dim(upper_JK, first, block, 1)
         if bits == 8:
-            step_N = jnp.where(most_N > 0, most_N, 1) / 127 if whole else _float16(jnp.abs(block_NJ).max(1) / 127)
+            step_N = jnp.where(most_N > 0, most_N, 1) / 127 if whole else finest_step(block_NJ, jnp)
             zero_N, least, most = jnp.zeros_like(step_N), -127, 127
         else:
             step_N, zero_N = _range(block_NJ, lax.dynamic_slice_in_dim(weight_K, first, block))
@@ -116,7 +115,7 @@ def _range(block_NJ: jax.Array, weight_J: jax.Array) -> tuple[jax.Array, jax.Arr
     shrinks = jnp.array([(low, high) for low in _SHRINKS for high in _SHRINKS])
 
     def levels(shrink_2: jax.Array) -> tuple[jax.Array, jax.Array]:
-        step_N = _float16((high_N * shrink_2[1] - low_N * shrink_2[0]) / 15)
+        step_N = float16_step((high_N * shrink_2[1] - low_N * shrink_2[0]) / 15, jnp)
         return step_N, jnp.clip(jnp.round(-low_N * shrink_2[0] / step_N), 0, 15)
 
     def error(shrink_2: jax.Array) -> jax.Array:
@@ -125,8 +124,3 @@ def _range(block_NJ: jax.Array, weight_J: jax.Array) -> tuple[jax.Array, jax.Arr
         return jnp.sum(jnp.square(rounded_NJ - block_NJ) * weight_J, 1)
 
     return levels(shrinks[lax.map(error, shrinks).argmin(0)].T)
-
-
-def _float16(step_N: jax.Array) -> jax.Array:
-    """As it is stored."""
-    return jnp.maximum(step_N.astype(jnp.float16).astype(jnp.float32), float(np.finfo(np.float16).smallest_normal))
