@@ -35,7 +35,9 @@ from xinfer_jax.quantized_files import save_checkpoint
 MODEL = flags.DEFINE_string("model", None, "Checkpoint: a directory, or a hub name owner/name. Default: the bundled one.")
 OUTPUT = flags.DEFINE_string("output", None, "Directory to write to. Default: none, only report.")
 QUANTIZE = flags.DEFINE_string("quantize", "int4", "int8 or int4.")
-GROUP = flags.DEFINE_integer("group", None, f"Inputs that share a scale, even. Default: int8: all of an output, int4: {GROUP_SIZE}.")
+GROUP = flags.DEFINE_integer(
+    "group", None, f"Inputs that share a scale, even. Default: int8: all of an output, int4: {GROUP_SIZE}; in small matrices 8 and 32."
+)
 METHOD = flags.DEFINE_string(
     "method", "awq", "rtn: round to nearest. awq: scaled by activations (Lin et al. 2023), then as --compensate says."
 )

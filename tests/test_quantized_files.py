@@ -12,7 +12,7 @@ import tiny
 
 import xinfer_jax as xj
 from xinfer_jax.params import param_specs
-from xinfer_jax.quantization import GROUP, GroupedWeight, dequantize, is_quantized, quantize_matrix
+from xinfer_jax.quantization import GroupedWeight, dequantize, is_quantized, quantize_matrix
 from xinfer_jax.quantized_files import save_checkpoint
 
 UNTIED = tiny.CONFIG | dict(tie_word_embeddings=False)
@@ -341,7 +341,7 @@ def test_faults_of_our_own_format(tmp_path):
     model = xj.load_model(tiny.write(tmp_path / "from", UNTIED), dtype="float32", quantize="int4")
     assert model.params["lm_head"]["weight"].values.dtype == np.int8
     save_checkpoint(tmp_path / "to", None, model.params, UNTIED | dict(intermediate_size=50))
-    message, rows = refusal(tmp_path / "to"), GROUP // 2
+    message, rows = refusal(tmp_path / "to"), 32 // 2
     assert f"model.layers.0.mlp.gate_proj.weight.values has shape [1, {rows}, 48], the config asks for [1, {rows}, 50]" in message
     assert "model.layers.0.mlp.up_proj.weight.zero has shape [1, 48], the config asks for [1, 50]" in message
     tiny.write_json(tmp_path / "to" / "config.json", UNTIED)  # no longer says that it is quantized

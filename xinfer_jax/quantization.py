@@ -20,8 +20,8 @@ from .products import dot, in_front, tile_by_tile
 
 METHODS = ("int8", "int4")
 GROUP = 64  # inputs that share a scale in int4
-# A matrix with a side of 64 at most belongs to a model so small that its likeliest tokens are often near ties: int8 has more scales there.
-_SMALL, _SMALL_GROUP = 64, 8
+# A matrix with a side of 64 at most belongs to a model so small that its likeliest tokens are often near ties: there are more scales.
+_SMALL, _SMALL_GROUP = 64, {8: 8, 4: 32}
 _STRETCHES = np.linspace(1, 1.1, 11)  # of the least step that leaves nothing out: steps that int8 in groups chooses from
 _UNROLLED = 8  # bytes of weights that one sum adds up: 32 take four times as long to compile, and are no faster
 _FEW_ROWS, _FEW_OUTPUTS = 4, 8192  # up to here int8 products are faster with the matrix in front
@@ -125,9 +125,9 @@ def quantize_matrix(matrix_NK: np.ndarray, bits: int = 8, group: int | None = No
 
 def group_size(shape: tuple[int, int], bits: int) -> int:
     """How many inputs of a matrix [N, K] share a scale where nobody says."""
-    if bits == 4:
-        return GROUP
-    return _SMALL_GROUP if min(shape) <= _SMALL else shape[1]
+    if min(shape) <= _SMALL:
+        return _SMALL_GROUP[bits]
+    return GROUP if bits == 4 else shape[1]
 
 
 def finest_step(block_RGJ: Any, xp: Any = np) -> Any:
