@@ -1,9 +1,14 @@
 """Fixtures that several test files share."""
 
+import io
+import json
+import sys
 from pathlib import Path
 
 import pytest
 import tiny
+
+from xinfer_jax import cli
 
 
 @pytest.fixture(scope="session")
@@ -11,3 +16,45 @@ def good(tmp_path_factory) -> Path:
     """A checkpoint that answers `tiny.ANSWER`; its context is 256 tokens."""
     hf, weights = tiny.answering(tiny.ANSWER)
     return tiny.write(tmp_path_factory.mktemp("good"), hf, weights=weights)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """One directory per layout asked for, written once."""
+    written = {}
+
+    def at(**options):
+        name = json.dumps(options, sort_keys=True)
+        if name not in written:
+            written[name] = tiny.write(tmp_path_factory.mktemp("checkpoint"), **options)
+        return written[name]
+
+    return at
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """Runs the command line in this process: (exit code, standard output, standard error).
+
+    Prompts of 33 to 64 ids, answers of at most 16: one program for all, as compiling takes seconds.
+    """
+
+    def run(*args: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["xinfer-jax", "--compilation_cache=", "--max_tokens=16", *args])
+        return (caught.value.code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def ask(command, good):
+    """The JSON object that the good checkpoint gives."""
+
+    def run(*args: str, model: Path = good) -> dict:
+        code, out, err = command(f"--model={model}", f"--prompt={tiny.QUESTION}", "--output=json", *args)
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+    return run

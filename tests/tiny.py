@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+import pytest
 import tokenizers
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
+import xinfer_jax as xj
 from xinfer_jax.config import from_hf
 from xinfer_jax.params import param_specs
 
@@ -128,3 +130,11 @@ def answering(answer: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 QUESTION = "Is that really the case?"
 ANSWER = "Yes, 你🚀!"
 ANSWER_IDS = tokenizer().encode(ANSWER).ids
+
+
+def refusal(path, **options) -> str:
+    """The one line with which `load_model` refuses."""
+    with pytest.raises(xj.InputError) as caught:
+        xj.load_model(path, **options)
+    assert len(str(caught.value).strip().splitlines()) == 1
+    return str(caught.value)
