@@ -29,7 +29,7 @@ from .prefix import kept_prefix
 from .quantization import is_quantized
 from .sampling import Context, SamplingConfig
 from .speculative import SPECULATE, Guesser, Speculation, look_up
-from .stats import GenerateStats, Stopwatch, peak_bytes
+from .stats import GenerateStats, Stopwatch, give_back_memory, peak_bytes
 
 __all__ = [
     "GenerateOptions",
@@ -248,6 +248,7 @@ def _compile(config, impl, tree, kinds) -> None:
     )
     with ThreadPoolExecutor(len(calls)) as pool:
         list(pool.map(lambda call: call[0].lower(*call[1:]).compile(), calls))
+    give_back_memory()
 
 
 def _look(state: DecodeState) -> DecodeState:
