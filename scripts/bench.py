@@ -190,7 +190,7 @@ def _emit(kind: str, value: Any, **more: Any) -> None:
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # not jax's search for back ends
     try:
-        _check(argv)
+        _check()
         if WORKER.value:
             return _work(*WORKER.value.split(":"))
     except xj.InputError as error:
@@ -215,10 +215,8 @@ def main(argv: list[str]) -> None:
     sys.exit(1 if any("failed" in case for case in cases) else 2 if all("skipped" in case for case in cases) else 0)
 
 
-def _check(argv: list[str]) -> None:
+def _check() -> None:
     """Raises InputError for what flags can get wrong, before anything is measured."""
-    if len(argv) > 1:
-        raise xj.InputError(f"unexpected argument {argv[1]!r}: everything is a flag")
     if MODEL.value and flags.FLAGS["config"].present:
         raise xj.InputError("--config and --model exclude each other: a checkpoint brings its config")
     if not MODEL.value:

@@ -26,8 +26,6 @@ for flag, default in ((LENGTHS, ["26"]), (BATCHES, ["1"]), (NEW, 32), (peers.WAN
 
 def main(argv: list[str]) -> None:
     try:
-        if len(argv) > 1:
-            raise InputError(f"unexpected argument {argv[1]!r}")
         run()
     except InputError as error:
         refuse(error)

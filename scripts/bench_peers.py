@@ -28,6 +28,7 @@ import numpy as np
 from absl import app, flags
 from bench_peer_runners import ENGINES
 from bench_shapes import hf_config
+from one_line import parse, refuse
 from safetensors.numpy import save_file
 
 from xinfer_jax.config import from_hf
@@ -51,13 +52,10 @@ ORDER = ("float32", "bfloat16", "int8", "int4")
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
     try:
         run()
     except InputError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+        refuse(error)
 
 
 def run() -> None:
@@ -242,4 +240,4 @@ def cpu_name() -> str:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse)

@@ -28,8 +28,6 @@ STATS = flags.DEFINE_boolean("stats", False, "Print what each answer cost.")
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        refuse(xj.InputError(f"unexpected argument {argv[1]!r}: see --help"))
     logging.set_verbosity(logging.WARNING)
     try:
         talk()

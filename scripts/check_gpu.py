@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 from jax import lax
+from one_line import parse, refuse
 
 import kernels_pallas
 import xinfer_jax as xj
@@ -74,13 +75,10 @@ SMOKE = flags.DEFINE_bool("smoke", False, "Tiny shapes on any device, emulated k
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
     logging.set_verbosity(logging.WARNING)  # not jax's search for back ends
     here, smoke = kernels_pallas.device_impl(), SMOKE.value
     if here.impl == "xla" and not smoke:
-        print(f"check_gpu: {here.reason}: run it where there is one, or with --smoke", file=sys.stderr)
-        return 2
+        refuse(ValueError(f"{here.reason}: run it where there is one, or with --smoke"))
     jax.config.update("jax_disable_most_optimizations", smoke)
     seed = time.time_ns() % 2**32 if SEED.value is None else SEED.value
     plan = SimpleNamespace(**vars(TINY if smoke else FULL), smoke=smoke, tune=TRY.value, seed=seed)
@@ -396,4 +394,4 @@ def generation(plan: SimpleNamespace, model: str, rows: int, impl: str | None, t
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
+from one_line import parse
 
 import xinfer_jax as xj
 from xinfer_jax.config import from_hf
@@ -27,8 +28,6 @@ PLOT = flags.DEFINE_string("plot", None, "Write the two curves to this PNG (need
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
     logging.set_verbosity(logging.WARNING)  # not jax's search for back ends
     params, config = random_model(HIDDEN.value, LAYERS.value)
     prompt = np.random.RandomState(0).randint(0, config.vocab_size, PROMPT.value).tolist()
@@ -114,4 +113,4 @@ def plot(file: str, with_cache: list[float], without: list[float]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse)

@@ -27,6 +27,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from absl import app, flags  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
+from one_line import parse, refuse  # noqa: E402
 
 import kernels_pallas  # noqa: E402
 
@@ -44,10 +45,10 @@ SD = jax.ShapeDtypeStruct
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1 or (unknown := set(GPUS.value) - set(_CARDS)):
-        sys.exit(_fail(f"unexpected argument {argv[1]!r}" if len(argv) > 1 else f"--gpus knows {', '.join(_CARDS)}, got {unknown.pop()!r}"))
+    if unknown := set(GPUS.value) - set(_CARDS):
+        refuse(ValueError(f"--gpus knows {', '.join(_CARDS)}, got {unknown.pop()!r}"))
     if not (ptxas := _ptxas()):
-        sys.exit(_fail("no ptxas: pip install nvidia-cuda-nvcc, or put CUDA's bin on the PATH"))
+        refuse(ValueError("no ptxas: pip install nvidia-cuda-nvcc, or put CUDA's bin on the PATH"))
     version = subprocess.run([ptxas, "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-1]
     print(f"jax {jax.__version__}, {ptxas}: {version}")
     results = []
@@ -55,7 +56,7 @@ def main(argv: list[str]) -> None:
         try:
             sharding = _sharding(gpu)
         except Exception as error:  # whatever a missing or foreign plug-in raises
-            sys.exit(_fail(f"no CUDA plug-in that compiles without a device ({error}): pip install 'jax[cuda13-local]'"))
+            refuse(ValueError(f"no CUDA plug-in that compiles without a device ({error}): pip install 'jax[cuda13-local]'"))
         for name, impl, function, shapes in _cases(gpu):
             if ONLY.value in name:
                 results += _compiled(gpu, name, impl, function, shapes, sharding)
@@ -168,10 +169,5 @@ def _ptxas() -> str | None:
     return str(next(wheels, "")) or shutil.which("ptxas")
 
 
-def _fail(message: str) -> int:
-    print(f"compile_gpu: {message}", file=sys.stderr)
-    return 2
-
-
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse)

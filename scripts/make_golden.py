@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 from absl import app, flags
+from one_line import parse, refuse
 
 _TESTS = Path(__file__).resolve().parents[1] / "tests"
 _OUT = flags.DEFINE_string("out", str(_TESTS / "golden"), "Directory to write to.")
@@ -40,7 +41,7 @@ def golden(cases, name: str) -> dict[str, np.ndarray]:
         else:
             break
     else:
-        raise app.UsageError(f"{name}: none of {_SEEDS.value} seeds will do, allow a smaller --gap or fewer --distinct ids")
+        refuse(ValueError(f"{name}: none of {_SEEDS.value} seeds will do, allow a smaller --gap or fewer --distinct ids"))
     versions = {package: importlib.metadata.version(package) for package in ("transformers", "torch", "numpy")}
     about = dict(config=case.hf, seed=seed, versions=versions, gap=min(gap for _, gap in answers.values()))
     arrays = {"about": np.array(json.dumps(about))}
@@ -53,15 +54,13 @@ def golden(cases, name: str) -> dict[str, np.ndarray]:
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
     sys.path.insert(0, str(_TESTS))
     import parity_cases as cases
     import transformers
 
     transformers.logging.set_verbosity_error()
     if unknown := set(_CASES.value) - cases.CASES.keys():
-        raise app.UsageError(f"unknown cases: {', '.join(sorted(unknown))}")
+        refuse(ValueError(f"unknown cases: {', '.join(sorted(unknown))}"))
     out = Path(_OUT.value)
     out.mkdir(parents=True, exist_ok=True)
     for name in _CASES.value or cases.CASES:
@@ -77,4 +76,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse)

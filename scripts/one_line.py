@@ -13,8 +13,11 @@ def refuse(error: Exception) -> NoReturn:
 
 
 def parse(argv: list[str]) -> list[str]:
-    """For `app.run(main, flags_parser=parse)`, which would print a page of usage instead."""
+    """For `app.run(main, flags_parser=parse)`, which would print a page of usage instead. These programs take flags alone."""
     try:
-        return flags.FLAGS(argv)
+        rest = flags.FLAGS(argv)
     except flags.Error as error:
         refuse(error)
+    if len(rest) > 1:
+        refuse(ValueError(f"unexpected argument {rest[1]!r}: everything is a flag"))
+    return rest

@@ -32,14 +32,12 @@ _TOKENS = 4096  # about as many are scored at a time
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # not jax's search for back ends
     try:
-        print(json.dumps(run(argv)))
+        print(json.dumps(run()))
     except (xj.InputError, OSError, UnicodeDecodeError) as error:
         refuse(error)
 
 
-def run(argv: list[str]) -> dict:
-    if len(argv) > 1:
-        raise xj.InputError(f"unexpected argument {argv[1]!r}: everything is a flag")
+def run() -> dict:
     if TEXT.value is None:
         raise xj.InputError("no text: give --text=FILE")
     text = Path(TEXT.value).expanduser().read_text(encoding="utf-8")

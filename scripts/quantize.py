@@ -59,14 +59,12 @@ _ROWS = 16  # pieces that are scored at a time
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # not jax's search for back ends
     try:
-        print(json.dumps(run(argv)))
+        print(json.dumps(run()))
     except (xj.InputError, OSError, UnicodeDecodeError) as error:
         refuse(error)
 
 
-def run(argv: list[str]) -> dict:
-    if len(argv) > 1:
-        raise xj.InputError(f"unexpected argument {argv[1]!r}: everything is a flag")
+def run() -> dict:
     for flag, known in ((METHOD, ("rtn", "awq")), (SCORE, ("all", "answers")), (QUANTIZE, ("int8", "int4"))):
         if flag.value not in known:
             raise xj.InputError(f"--{flag.name}={flag.value} is not known: use {' or '.join(known)}")

@@ -21,6 +21,7 @@ import numpy as np
 import optax
 import train_tiny_data as data
 from absl import app, flags
+from one_line import parse
 from safetensors.numpy import save_file
 
 import xinfer_jax as xj
@@ -176,8 +177,6 @@ Licence: Apache-2.0."""
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
     output = Path(_OUTPUT.value).absolute()
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".train_tiny_") as name:
@@ -197,4 +196,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse)

@@ -33,10 +33,10 @@ BASES = {
     "int8-weights": {},
     "int4-weights": {},
 }  # fmt: skip
-EXTRAS = ("logprobs", "logits", "lookup", "draft", "prefix", "keep-prefix", "stream", "no-cache")
+EXTRAS = ("stream", "no-cache", "lookup+logprobs", "draft+prefix+keep-prefix+logits")
 REFUSED = {
     ("best-of", "stream"): "best_of=2 cannot be streamed",
-    ("best-of", "keep-prefix"): "keep_prefix with best_of=2",
+    ("best-of", "draft+prefix+keep-prefix+logits"): "keep_prefix with best_of=2",
     ("int8-cache", "no-cache"): "cache_dtype needs the cache",
     ("int4-cache", "no-cache"): "cache_dtype needs the cache",
 }
@@ -52,14 +52,20 @@ def models():
     }
 
 
-def settings(model, base: str, extra: str | None) -> dict:
+def settings(model, base: str, extras: str = "") -> dict:
     given = dict(max_new_tokens=6, capacity=64, sampling=xj.SamplingConfig(temperature=0.8)) | BASES[base]
+    for extra in filter(None, extras.split("+")):
+        given |= _adds(model, extra, given)
+    return given
+
+
+def _adds(model, extra: str, given: dict) -> dict:
     if extra == "prefix":
         begun = dict(capacity=64, keep_prefix=True, cache_dtype=given.get("cache_dtype"))
         out = xj.generate(model.params, model.config, [prompt[:-1] for prompt in PROMPTS], xj.GenerateOptions(1, **begun))
-        return given | dict(prefix=out.prefix)
-    return given | {
-        None: {}, "logprobs": dict(logprobs=3), "logits": dict(logits=True), "lookup": dict(draft="lookup"), "draft": dict(draft=model),
+        return dict(prefix=out.prefix)
+    return {
+        "logprobs": dict(logprobs=3), "logits": dict(logits=True), "lookup": dict(draft="lookup"), "draft": dict(draft=model),
         "keep-prefix": dict(keep_prefix=True), "stream": {}, "no-cache": dict(use_cache=False),
     }[extra]  # fmt: skip
 
@@ -79,7 +85,7 @@ def run(model, given: dict, streamed: bool = False) -> xj.GenerateOutput:
 @pytest.mark.parametrize("base", BASES)
 def test_what_adds_to_a_call_leaves_its_tokens(models, base):
     model = models[base.removesuffix("-weights") if base.endswith("-weights") else None]
-    want = run(model, settings(model, base, None))
+    want = run(model, settings(model, base))
     assert len(want.tokens) == len(PROMPTS) * BASES[base].get("n", 1)
     for extra in EXTRAS:
         if (base, extra) in REFUSED:
@@ -90,8 +96,8 @@ def test_what_adds_to_a_call_leaves_its_tokens(models, base):
         assert (out.tokens, out.finish_reason) == (want.tokens, want.finish_reason), extra
         for row, expected in zip(out.logprobs, want.logprobs, strict=True):
             np.testing.assert_allclose(row, expected, atol=1e-4, err_msg=extra)
-        assert extra != "logprobs" or [len(row) for row in out.alternatives] == [len(row) for row in out.logprobs]
-        assert extra != "logits" or [len(row) for row in out.logits] == [len(row) for row in out.logprobs]
+        assert "logprobs" not in extra or [len(row) for row in out.alternatives] == [len(row) for row in out.logprobs]
+        assert "logits" not in extra or [len(row) for row in out.logits] == [len(row) for row in out.logprobs]
 
 
 @pytest.mark.parametrize("extra", NEEDS_THE_CACHE)
@@ -104,15 +110,3 @@ def test_a_prefix_in_another_format_is_refused(models):
     given = settings(models[None], "int8-cache", "prefix")
     with pytest.raises(xj.InputError, match="cache_dtype='int4', but the prefix is in int8"):
         run(models[None], given | dict(cache_dtype="int4"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["draft+prefix+keep-prefix", "n+lookup+logits", "stream+draft+logprobs"])
-def test_three_at_once(models, name):
-    model, extras = models["int8"], name.split("+")
-    base = "n" if "n" in extras else "processors"
-    given = settings(model, base, None)
-    want = run(model, given)
-    for extra in extras:
-        given |= {} if extra == "n" else settings(model, base, extra)
-    assert run(model, given, "stream" in extras).tokens == want.tokens

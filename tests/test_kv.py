@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.generate import padded
+from xinfer_jax.batch import padded
 from xinfer_jax.kv import KV_BITS, empty, quantize, widen
 from xinfer_jax.params import tree_bytes
 

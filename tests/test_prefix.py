@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tiny
 
 import xinfer_jax as xj
 
@@ -18,7 +19,7 @@ FIRST, MORE = ([1, 2, 3, 4, 5], [7, 8, 9]), ([11, 12], [13, 14, 15, 16])
 
 @pytest.fixture(scope="module")
 def model():
-    return xj.load_model(dtype="float32")
+    return tiny.shallow(dtype="float32")
 
 
 def run(model, prompts, **given) -> xj.GenerateOutput:
@@ -36,7 +37,7 @@ def longer(out: xj.GenerateOutput, first=FIRST) -> list[list[int]]:
 )  # fmt: skip
 def test_a_continued_call_gives_what_a_fresh_one_gives(model, given):
     if quantize := given.get("quantize"):
-        model, given = xj.load_model(quantize=quantize), {}
+        model, given = tiny.shallow(quantize=quantize), {}
     first = run(model, FIRST, keep_prefix=True, capacity=64)
     prompts = longer(first)
     again, fresh = run(model, prompts, prefix=first.prefix, keep_prefix=True, **given), run(model, prompts, capacity=64, **given)

@@ -167,7 +167,7 @@ def test_generate_returns_the_same_log_probabilities(bundled, temperature):
 @pytest.mark.parametrize("weights, bound", [("int8", 2e-3), ("int4", 2e-3), ("bfloat16", 0.08), ("float16", 0.02)])
 def test_narrow_weights(weights, bound):
     narrow = dict(quantize=weights) if weights.startswith("int") else dict(dtype=weights)
-    model = xj.load_model(**narrow)
+    model = tiny.shallow(**narrow)
     params, config, tok = model.params, model.config, model.tokenizer
     prompt = tok.encode(tok.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}]))
     out = xj.generate(params, config, [prompt], xj.GenerateOptions(max_new_tokens=8))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 import xinfer_jax as xj
 from xinfer_jax.speculative import look_up
@@ -20,14 +21,13 @@ MIXED = (
 
 @pytest.fixture(scope="module")
 def model():
-    return xj.load_model(dtype="float32")
+    return tiny.shallow(2, dtype="float32")
 
 
 @pytest.fixture(scope="module")
 def drafts(model):
     """What may guess: a model that is always right, a smaller one, one that knows nothing, look-up, and a function."""
-    config = dataclasses.replace(model.config, num_hidden_layers=1, layer_windows=model.config.layer_windows[:1], layer_rope=(True,))
-    small = dataclasses.replace(model, params=model.params | {"layers": model.params["layers"][:1]}, config=config)
+    small = tiny.shallow(1, dtype="float32")
     random = dataclasses.replace(model, params=xj.init_params(model.config, jax.random.key(9)))
     return {"itself": model, "small": small, "random": random, "lookup": "lookup", "function": sevens}
 
@@ -83,7 +83,7 @@ def test_a_row_of_a_batch_is_the_row_alone_streamed_and_shared(model, drafts, dr
 @pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_quantized_weights(quantize):
-    model = xj.load_model(quantize=quantize)
+    model = tiny.shallow(quantize=quantize)
     assert run(model, draft="lookup").tokens == run(model).tokens
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     "errors", "settings", "rope_config", "families", "config", "products", "quantization", "rounding", "params", "layers", "experts", "kv",
     "attention", "cache", "model", "awq", "greedy", "processors", "sampling", "logprobs", "stats", "decode", "speculative", "prefix",
-    "options", "generate", "beam", "score", "files", "tokenizer", "quantized_files", "loading", "text", "cli",
+    "options", "batch", "generate", "beam", "score", "files", "tokenizer", "quantized_files", "loading", "text", "cli",
 )  # fmt: skip
 TOP = ("__init__", "__main__")  # above all of them
 MOST_LINES = 400
@@ -64,6 +64,12 @@ def test_no_file_is_long(path):
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_file_says_what_it_is(path):
     assert (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").strip()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("*.py")), ids=lambda path: path.name)
+def test_programs_refuse_bad_flags_in_one_line(path):
+    text = path.read_text(encoding="utf-8")
+    assert text.count("    app.run(") == text.count("    app.run(main, flags_parser=parse)") and "UsageError" not in text
 
 
 @pytest.mark.parametrize("name", xj.__all__)

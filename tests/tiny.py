@@ -1,5 +1,6 @@
 """Small checkpoint directories in Hugging Face layout, written on the spot: random weights, a byte-level BPE tokenizer."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -110,6 +111,14 @@ def write(
     if generation_config is not None:
         write_json(path / "generation_config.json", generation_config)
     return path
+
+
+def shallow(layers: int = 1, **options: Any) -> xj.Model:
+    """The bundled model's first layers: it says nothing sensible, and its programs compile in a fraction of the time."""
+    model = xj.load_model(**options)
+    cut = dict(num_hidden_layers=layers, layer_windows=model.config.layer_windows[:layers], layer_rope=model.config.layer_rope[:layers])
+    params = model.params | {"layers": model.params["layers"][:layers]}
+    return dataclasses.replace(model, params=params, config=dataclasses.replace(model.config, **cut))
 
 
 def answering(answer: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

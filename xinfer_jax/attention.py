@@ -154,7 +154,7 @@ def _query_block(k_BKSH, v_BKSH, length_B, scale, window, static, softcap, ring,
             scores = softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(seen, scores, _MASKED)
         new_max = jnp.maximum(max_BKTG, scores.max(-1))
-        weights = jnp.where(seen, jnp.exp(scores - new_max[..., None]), 0.0)
+        weights = jnp.exp(scores - jnp.maximum(new_max, _MASKED / 2)[..., None])  # 0 where masked, even where a row sees no key at all
         shrink = jnp.exp(max_BKTG - new_max)
         v = jnp.where(valid_BS[:, None, :, None], v, 0)  # a weight of 0 does not silence a NaN
         add = jnp.einsum("bktgs,bksh->bktgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32, precision=_precision(v))

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .batch import padded, prompt_context
 from .cache import KVCache, init_cache, reorder, reorder_tail
 from .config import ModelConfig
 from .decode import bucket, decode_step, prefill
 from .errors import InputError
-from .generate import padded, prompt_context
 from .options import GenerateOptions, checked
 from .params import Params
 from .params import cache_dtype as default_cache_dtype
@@ -106,7 +106,8 @@ def beam_search(
     tokens_BT, num_tokens_B = padded(prompts, capacity)
     cache = init_cache(config, len(prompts), capacity, cache_dtype or default_cache_dtype(params))
     logits_BV, cache = prefill(params, config, tokens_BT, num_tokens_B, cache, donate=True, impl=impl)
-    context, eos_E = prompt_context(prompts, sampling_B, config, options, longest), np.array(options.eos_token_ids, np.int32)
+    room = None if sampling_B.no_repeat_ngram_size is None else bucket(longest) + size
+    context, eos_E = prompt_context(prompts, sampling_B, config.vocab_size, room), np.array(options.eos_token_ids, np.int32)
     request = (row_key_B, sampling_B, context, num_tokens_B, eos_E, np.int32(max_new_tokens), np.float32(length_penalty))
     early_stopping = early_stopping if num_beams > 1 else True
     moving = bucket(longest - shortest + max_new_tokens)

@@ -16,9 +16,10 @@ import numpy as np
 import kernels_pallas
 
 from .attention import check_impl, selected
+from .batch import eos_array, lengths, padded, prompt_context
 from .cache import init_cache, truncate
 from .config import ModelConfig
-from .decode import CONTINUE, PREFILL, RECOMPUTE, RECORD, DecodeState, bucket, decode_loop, decode_step, new_context, new_state, prefill
+from .decode import CONTINUE, PREFILL, RECOMPUTE, RECORD, DecodeState, bucket, decode_loop, decode_step, new_state, prefill
 from .errors import InputError
 from .kv import KV_BITS
 from .logprobs import no_alternatives, rows_of_tokens
@@ -27,7 +28,6 @@ from .options import GenerateOptions, GenerateOutput, checked
 from .params import Params, activation_dtype, cache_dtype, resolve_dtype, tree_bytes
 from .prefix import kept_prefix
 from .quantization import is_quantized
-from .sampling import Context, SamplingConfig
 from .speculative import SPECULATE, Guesser, Speculation, look_up
 from .stats import GenerateStats, Stopwatch, give_back_memory, peak_bytes
 
@@ -134,82 +134,90 @@ def kernels_used(
 
 def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
     """Yields the new ids of each step and returns the output; with `sync` it looks at the device often, else once at the end."""
-    new, impl, answers = int(options.max_new_tokens), options.impl, options.best_of or options.n
-    longest = max(map(len, prompts))
-    capacity = options.capacity or min(bucket(longest) + bucket(new), config.context_length)
-    with Stopwatch() as setup:
-        given, held_B = prompts, np.zeros(len(prompts), np.int32)
-        if options.prefix is not None:
-            capacity, held_B = options.prefix.cache.capacity, options.prefix.shared(prompts)
-            cache = truncate(options.prefix.cache, held_B)
-        else:
-            cache = init_cache(config, len(prompts), capacity, options.cache_dtype or cache_dtype(params)) if options.use_cache else None
-        tokens_BT, num_tokens_B = padded([prompt[held:] for prompt, held in zip(prompts, held_B, strict=True)], capacity)
-        if answers > 1:
-            row_key_B = _FOLD(row_key_B, np.arange(answers))
-            source_B = np.repeat(np.arange(len(prompts)), answers)  # which prompt each row continues
-            prompts, sampling_B = [prompts[i] for i in source_B], jax.tree.map(lambda x: x[source_B], sampling_B)
-        ending = (*options.eos_token_ids, *options.stop_token_ids)
-        choice = (row_key_B, sampling_B, _eos_array(ending))
-        state = new_state(None, _lengths(prompts), prompt_context(prompts, sampling_B, config, options, longest), bucket(new))
-        if options.logprobs or options.logits:
-            nothing = no_alternatives(len(prompts), bucket(new), options.logprobs, config.vocab_size, options.logits)
-            state = dataclasses.replace(state, alternatives=nothing)
-    started = time.perf_counter()
-    if sync and cache and answers == 1 and options.draft is None and options.prefix is None:
-        _compile_side_by_side(params, config, tokens_BT, state, cache, choice, impl)
-    compile_seconds = time.perf_counter() - started
-    with Stopwatch() as prefilling:
-        if options.use_cache:
-            logits_BV, cache = prefill(params, config, tokens_BT, num_tokens_B, cache, donate=options.prefix is None, impl=impl)
-        else:
-            logits_BV = RECOMPUTE(params, config, tokens_BT, num_tokens_B, impl)
-        guessing = _start_draft(options, given, capacity)
-        if answers > 1:
-            logits_BV, cache, guessing = _SHARE((logits_BV, cache, guessing), source_B)
-        logits_BV.block_until_ready()
-    with Stopwatch() as choosing:
-        state = dataclasses.replace(RECORD(logits_BV, state, *choice, impl), cache=cache)
-        seen = _look(state)
-    cache_bytes = tree_bytes((cache.k, cache.v)) if cache else 0
-    del cache, logits_BV
-    stats = GenerateStats(len(prompts), sum(map(len, given)), tree_bytes(params), cache_bytes, prefill_seconds=prefilling.seconds)
-    stats.reused_tokens = int(held_B.sum())
-    stats.ttft_seconds = setup.seconds + prefilling.seconds + choosing.seconds
-    watches = [setup, prefilling, choosing]
+    new, ending = int(options.max_new_tokens), (*options.eos_token_ids, *options.stop_token_ids)
+    rows, choice, state, guessing, seen, stats = _begin(params, config, prompts, options, sampling_B, row_key_B, ending, sync)
     told = (yield from _ids(seen, 0, ending)) if sync else None
     while not told and (step := int(seen.step)) < new and not seen.finished_B.all():
         stride = min(_MOST_STRIDE, max(1, round(_SYNC_SECONDS / (stats.tpot_seconds or _SYNC_SECONDS)))) if sync else new
         with Stopwatch() as decoding:
-            if options.draft is not None:
-                limits = np.int32(min(step + stride, new)), np.int32(new)
-                both = SPECULATE(params, config, *_draft(options), (state, guessing), *choice, *limits, options.draft_tokens, impl)
-                state, guessing = both
-            elif options.use_cache:
-                state = CONTINUE(params, config, state, *choice, np.int32(min(step + stride, new)), impl)
-            else:
-                chosen = [p + seen.tokens_BT[i, : seen.length_B[i]].tolist() for i, p in enumerate(prompts)]
-                state = RECORD(RECOMPUTE(params, config, *padded(chosen, config.context_length), impl), state, *choice, impl)
+            state, guessing = _go_on(params, config, rows, options, choice, state, guessing, seen, min(step + stride, new))
             seen = _look(state)
-        watches.append(decoding)
+        stats.count(decoding)
         stats.decode_seconds += decoding.seconds
         stats.decode_steps = int(seen.step) - 1
         told = (yield from _ids(seen, step, ending)) if sync else None
     if told:  # what was chosen ahead of the caller's word does not count
         ended_B = seen.finished_B & (seen.length_B <= told)
         seen = dataclasses.replace(seen, length_B=np.minimum(seen.length_B, told), finished_B=ended_B)
-    stats.generated_tokens = int(seen.length_B.sum())
-    stats.compile_seconds = compile_seconds + sum(w.compile_seconds for w in watches)
-    stats.total_seconds = stats.compile_seconds + sum(w.seconds for w in watches)
-    stats.peak_bytes = peak_bytes()
+    stats.generated_tokens, stats.peak_bytes = int(seen.length_B.sum()), peak_bytes()
     if guessing is not None:
         stats.passes = np.asarray(guessing.passes_B).tolist()
         guesses_B = np.maximum(guessing.passes_B, 1) * options.draft_tokens
         stats.acceptance = (np.asarray(guessing.accepted_B) / guesses_B).tolist()
     out = _output(seen, state, options, bool(told), stats)
     if options.keep_prefix:
-        out.prefix = kept_prefix(prompts, [seen.tokens_BT[i, :n].tolist() for i, n in enumerate(seen.length_B)], state.cache)
-    return out if answers == options.n else out.best(options.n, answers)
+        out.prefix = kept_prefix(rows, [seen.tokens_BT[i, :n].tolist() for i, n in enumerate(seen.length_B)], state.cache)
+    return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)
+
+
+def _begin(params, config, prompts, options, sampling_B, row_key_B, ending, sync):
+    """Up to the first token of every row: the prompts row by row, how tokens are chosen, the state and what the host sees of it."""
+    new, impl, answers = int(options.max_new_tokens), options.impl, options.best_of or options.n
+    longest = max(map(len, prompts))
+    capacity = options.capacity or min(bucket(longest) + bucket(new), config.context_length)
+    with Stopwatch() as setup:
+        rows, held_B, cache = prompts, np.zeros(len(prompts), np.int32), None
+        if options.prefix is not None:
+            capacity, held_B = options.prefix.cache.capacity, options.prefix.shared(prompts)
+            cache = truncate(options.prefix.cache, held_B)
+        elif options.use_cache:
+            cache = init_cache(config, len(prompts), capacity, options.cache_dtype or cache_dtype(params))
+        tokens_BT, num_tokens_B = padded([prompt[held:] for prompt, held in zip(prompts, held_B, strict=True)], capacity)
+        if answers > 1:
+            row_key_B = _FOLD(row_key_B, np.arange(answers))
+            source_B = np.repeat(np.arange(len(prompts)), answers)  # which prompt each row continues
+            rows, sampling_B = [prompts[i] for i in source_B], jax.tree.map(lambda x: x[source_B], sampling_B)
+        choice = (row_key_B, sampling_B, eos_array(ending))
+        wanted = sampling_B.no_repeat_ngram_size is not None or options.draft is not None
+        context = prompt_context(rows, sampling_B, config.vocab_size, bucket(longest) + bucket(new) if wanted else None)
+        state = new_state(None, lengths(rows), context, bucket(new))
+        if options.logprobs or options.logits:
+            nothing = no_alternatives(len(rows), bucket(new), options.logprobs, config.vocab_size, options.logits)
+            state = dataclasses.replace(state, alternatives=nothing)
+    started = time.perf_counter()
+    if sync and cache and answers == 1 and options.draft is None and options.prefix is None:
+        _compile_side_by_side(params, config, tokens_BT, state, cache, choice, impl)
+    compiling = time.perf_counter() - started
+    with Stopwatch() as prefilling:
+        if options.use_cache:
+            logits_BV, cache = prefill(params, config, tokens_BT, num_tokens_B, cache, donate=options.prefix is None, impl=impl)
+        else:
+            logits_BV = RECOMPUTE(params, config, tokens_BT, num_tokens_B, impl)
+        guessing = _start_draft(options, prompts, capacity)
+        if answers > 1:
+            logits_BV, cache, guessing = _SHARE((logits_BV, cache, guessing), source_B)
+        logits_BV.block_until_ready()
+    with Stopwatch() as choosing:
+        state = dataclasses.replace(RECORD(logits_BV, state, *choice, impl), cache=cache)
+        seen = _look(state)
+    stats = GenerateStats(len(rows), sum(map(len, prompts)), tree_bytes(params), tree_bytes((cache.k, cache.v)) if cache else 0)
+    stats.reused_tokens, stats.prefill_seconds = int(held_B.sum()), prefilling.seconds
+    stats.ttft_seconds = setup.seconds + prefilling.seconds + choosing.seconds
+    stats.compile_seconds = stats.total_seconds = compiling
+    stats.count(setup, prefilling, choosing)
+    return rows, choice, state, guessing, seen, stats
+
+
+def _go_on(params, config, rows, options, choice, state, guessing, seen, until):
+    """The state, and what guesses for it, once every row that runs has `until` tokens (without a cache: one more)."""
+    if options.draft is not None:
+        limits = np.int32(until), np.int32(options.max_new_tokens)
+        return SPECULATE(params, config, *_draft(options), (state, guessing), *choice, *limits, options.draft_tokens, options.impl)
+    if options.use_cache:
+        return CONTINUE(params, config, state, *choice, np.int32(until), options.impl), None
+    chosen = [row + seen.tokens_BT[i, : seen.length_B[i]].tolist() for i, row in enumerate(rows)]
+    logits_BV = RECOMPUTE(params, config, *padded(chosen, config.context_length), options.impl)
+    return RECORD(logits_BV, state, *choice, options.impl), None
 
 
 def _start_draft(options: GenerateOptions, prompts: Sequence[Sequence[int]], capacity: int) -> Speculation | None:
@@ -286,43 +294,3 @@ def _output(seen: DecodeState, state: DecodeState, options: GenerateOptions, tol
     if options.logits:
         out.logits = [np.asarray(row_TV[:n]) for row_TV, n in zip(state.alternatives.logits_BTV, seen.length_B, strict=True)]
     return out
-
-
-def _lengths(prompts: Sequence[Sequence[int]]) -> np.ndarray:
-    return np.array([len(p) for p in prompts], np.int32)
-
-
-def padded(prompts: Sequence[Sequence[int]], most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [B, T] padded on the right to a bucket (or to `most`, if that is less), and their numbers [B]."""
-    num_tokens_B = _lengths(prompts)
-    return _matrix(prompts, min(bucket(int(num_tokens_B.max())), most)), num_tokens_B
-
-
-def _matrix(prompts: Sequence[Sequence[int]], width: int) -> np.ndarray:
-    tokens_BT = np.zeros((len(prompts), width), np.int32)
-    for row, prompt in zip(tokens_BT, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    return tokens_BT
-
-
-def tokens_seen(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:
-    """bool [B, V]: which tokens each prompt holds, for the repetition penalty."""
-    seen_BV = np.zeros((len(prompts), vocab_size), bool)
-    for row, prompt in zip(seen_BV, prompts, strict=True):
-        row[prompt] = True
-    return seen_BV
-
-
-def prompt_context(
-    prompts: Sequence[Sequence[int]], sampling_B: SamplingConfig, config: ModelConfig, options: GenerateOptions, longest: int
-) -> Context:
-    """What the processors look at before the first choice: the prompts, and room for what follows them."""
-    seen_BV = tokens_seen(prompts, config.vocab_size)
-    wanted = sampling_B.no_repeat_ngram_size is not None or options.draft is not None
-    return new_context(sampling_B, seen_BV, _matrix(prompts, bucket(longest) + bucket(options.max_new_tokens)) if wanted else None)
-
-
-def _eos_array(eos_token_ids: Sequence[int]) -> np.ndarray:
-    """Padded to a multiple of 4 with an id that no token has, so that another number of them compiles nothing."""
-    ids = list(eos_token_ids)
-    return np.array(ids + [-1] * (-len(ids) % 4 if ids else 4), np.int32)

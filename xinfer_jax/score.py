@@ -14,9 +14,9 @@ import numpy as np
 from jax import lax
 
 from .attention import check_impl
+from .batch import padded
 from .config import ModelConfig
 from .errors import InputError
-from .generate import padded
 from .model import head, hidden_states, unembed
 from .options import check_prompts
 from .params import Params

@@ -57,6 +57,11 @@ class GenerateStats:
         """Time per output token: seconds of one decode step, whatever the number of rows."""
         return self.decode_seconds / self.decode_steps if self.decode_steps else 0.0
 
+    def count(self, *watches: "Stopwatch") -> None:
+        """Adds what they measured to the seconds of compiling and of the whole call."""
+        self.compile_seconds += sum(watch.compile_seconds for watch in watches)
+        self.total_seconds += sum(watch.seconds + watch.compile_seconds for watch in watches)
+
 
 class Stopwatch:
     """Wall time with the seconds that this thread spent compiling apart.

@@ -1,0 +1,45 @@
+"""Lists of token ids → arrays, in sizes that few programs serve."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .decode import bucket, new_context
+from .sampling import Context, SamplingConfig
+
+
+def lengths(prompts: Sequence[Sequence[int]]) -> np.ndarray:
+    """int32 [B]."""
+    return np.array([len(p) for p in prompts], np.int32)
+
+
+def padded(prompts: Sequence[Sequence[int]], most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [B, T] padded on the right to a bucket (or to `most`, if that is less), and their numbers [B]."""
+    num_tokens_B = lengths(prompts)
+    return _matrix(prompts, min(bucket(int(num_tokens_B.max())), most)), num_tokens_B
+
+
+def tokens_seen(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:
+    """bool [B, V]: which tokens each prompt holds, for the repetition penalty."""
+    seen_BV = np.zeros((len(prompts), vocab_size), bool)
+    for row, prompt in zip(seen_BV, prompts, strict=True):
+        row[prompt] = True
+    return seen_BV
+
+
+def prompt_context(prompts: Sequence[Sequence[int]], sampling_B: SamplingConfig, vocab_size: int, room: int | None) -> Context:
+    """What the processors look at before the first choice: of each prompt which tokens it holds, and where there is `room` their order."""
+    return new_context(sampling_B, tokens_seen(prompts, vocab_size), None if room is None else _matrix(prompts, room))
+
+
+def eos_array(eos_token_ids: Sequence[int]) -> np.ndarray:
+    """Padded to a multiple of 4 with an id that no token has, so that another number of them compiles nothing."""
+    ids = list(eos_token_ids)
+    return np.array(ids + [-1] * (-len(ids) % 4 if ids else 4), np.int32)
+
+
+def _matrix(prompts: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    tokens_BT = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in zip(tokens_BT, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return tokens_BT
