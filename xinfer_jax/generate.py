@@ -5,6 +5,7 @@ prompts ─ bucket ─► tokens_BT ─ prefill ─► first token of each row �
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +47,7 @@ __all__ = [
 _FOLD = jax.jit(lambda key_P, j_A: jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, j_A))(key_P).reshape(-1))
 # A prompt's logits and cache for each of its answers.
 _SHARE = jax.jit(lambda tree, source_B: jax.tree.map(lambda leaf: leaf[source_B], tree))
-_SYNC_SECONDS = 0.05  # a stream looks at the device about this often …
+_SYNC_SECONDS = 0.1  # a stream looks at the device about this often, which costs milliseconds each time …
 _MOST_STRIDE = 32  # … but at least every so many tokens
 
 
@@ -88,7 +89,7 @@ def stream(
     """`generate`, token by token: yields one id per prompt as they come, None for a prompt that has ended.
 
     Arguments, errors and tokens are those of `generate`; its output is the generator's return value. The host looks at the
-    device about every 50 ms, so a fast model brings several tokens at once. `send(True)` ends the call after the tokens that were
+    device about every 100 ms, so a fast model brings several tokens at once. `send(True)` ends the call after the tokens that were
     yielded, with the finish_reason "stop"; a generator that is dropped or closed costs nothing more.
     """
     options = options or GenerateOptions()
@@ -138,7 +139,7 @@ def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
     rows, choice, state, guessing, seen, stats = _begin(params, config, prompts, options, sampling_B, row_key_B, ending, sync)
     told = (yield from _ids(seen, 0, ending)) if sync else None
     while not told and (step := int(seen.step)) < new and not seen.finished_B.all():
-        stride = min(_MOST_STRIDE, max(1, round(_SYNC_SECONDS / (stats.tpot_seconds or _SYNC_SECONDS)))) if sync else new
+        stride = min(_MOST_STRIDE, math.ceil(_SYNC_SECONDS / (stats.tpot_seconds or _SYNC_SECONDS))) if sync else new
         with Stopwatch() as decoding:
             state, guessing = _go_on(params, config, rows, options, choice, state, guessing, seen, min(step + stride, new))
             seen = _look(state)
