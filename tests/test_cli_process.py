@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import tiny
-from test_cli import ASK, STATISTICS, cut, refusal
+from test_cli import ASK, STATISTICS
+from test_cli_refused import cut, refusal
 from tiny import ANSWER, QUESTION
 
 ROOT = Path(__file__).parents[1]
