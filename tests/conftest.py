@@ -1,14 +1,24 @@
 """Fixtures that several test files share."""
 
+import gc
 import io
 import json
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 import tiny
 
 from xinfer_jax import cli
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """A compiled program holds about 150 memory maps, and Linux grants a process 65,530: XLA aborts where they run out."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
