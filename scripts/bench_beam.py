@@ -7,13 +7,11 @@ prompt's pass included; the first call of each process, which compiles, is repor
 """
 
 import json
-import sys
 
 import bench_peers as peers
 from absl import app, flags
 from bench_beam_runners import BEAM_ENGINES
-from bench_peers import BATCHES, CONFIG, LENGTHS, NEW, ROUNDS, THREADS, median, numbers
-from bench_shapes import hf_config
+from bench_peers import BATCHES, CONFIG, LENGTHS, NEW, THREADS, median, numbers
 from one_line import parse, refuse
 
 from xinfer_jax.errors import InputError
@@ -36,24 +34,13 @@ def run() -> None:
     if other := [name for name in wanted if name.split(":")[0] not in BEAM_ENGINES]:
         raise InputError(f"engine {other[0]!r} is not one of those whose beams are compared: {', '.join(BEAM_ENGINES)}")
     cases = [(length, rows) for length in numbers(LENGTHS) for rows in numbers(BATCHES)]
-    hf = hf_config(CONFIG.value) | {"torch_dtype": "bfloat16", "dtype": "bfloat16"}
-    hf.pop("quantization_config", None)
+    hf = peers.shape()
     workdir = peers.checkpoint(hf)
     about = {"config": CONFIG.value, "cpu": peers.cpu_name(), "threads": THREADS, "num_beams": BEAMS.value, "new_tokens": NEW.value}
     print(f"{CONFIG.value}, random weights; {BEAMS.value} beams, {NEW.value} new tokens; {THREADS} threads of {peers.cpu_name()}")
     job = {"runner": "bench_beam_runners.py", "checkpoint": str(workdir / "checkpoint"), "vocab_size": hf["vocab_size"], "cases": cases}
     job |= {"threads": THREADS, "num_beams": BEAMS.value, "new_tokens": NEW.value, "seed": peers.SEED.value, "calls": CALLS.value}
-    results: dict[str, list[dict]] = {name: [] for name in wanted}
-    problems: dict[str, str] = {}
-    for _ in range(ROUNDS.value):
-        for name in [name for name in wanted if name not in problems]:
-            engine, precision = name.split(":")
-            result = peers.measure(job | {"engine": engine, "precision": precision}, pythons.get(engine, sys.executable), workdir)
-            if problem := next((f"{kind}: {result[kind]}" for kind in ("skipped", "failed") if kind in result), None):
-                problems[name] = problem
-                print(f"{name}: {problem}", flush=True)
-            else:
-                results[name].append(result)
+    results, problems = peers.rounds(job, wanted, pythons, workdir)
     print(json.dumps(peers.rounded(about | {"engines": report(results, wanted, cases), "problems": problems})))
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from bench_peer_runners import ENGINES, Engine, PeakMemory, Prompts, main
+from bench_peer_runners import ENGINES, Engine, PeakMemory, Prompts, main, our_model, transformers_model
 
 Search = Callable[[Prompts, int], tuple[list[list[int]], list[float]]]
 
@@ -41,8 +41,7 @@ def measure(engine: Engine, job: dict, watch: PeakMemory) -> dict:
 def load_ours(job: dict) -> Search:
     import xinfer_jax as xj
 
-    precision = job["precision"]
-    model = xj.load_model(job["checkpoint"], **({"quantize": precision} if precision.startswith("int") else {"dtype": precision}))
+    model = our_model(job)
 
     def search(prompts: Prompts, new: int) -> tuple[list[list[int]], list[float]]:
         out = xj.beam_search(model.params, model.config, prompts, num_beams=job["num_beams"], num_return_sequences=1, max_new_tokens=new)
@@ -53,12 +52,8 @@ def load_ours(job: dict) -> Search:
 
 def load_transformers(job: dict) -> Search:
     import torch
-    import transformers
 
-    torch.set_num_threads(job["threads"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(job["checkpoint"], dtype=getattr(torch, job["precision"]))
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
+    model = transformers_model(job)
 
     def search(prompts: Prompts, new: int) -> tuple[list[list[int]], list[float]]:
         ids = torch.tensor(prompts)

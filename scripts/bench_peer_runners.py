@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -107,11 +108,17 @@ class FirstToken:
 # --- ours ----------------------------------------------------------------------------------------------------------------
 
 
-def load_ours(job: dict) -> Generate:
+def our_model(job: dict) -> Any:
     import xinfer_jax as xj
 
     precision = job["precision"]
-    model = xj.load_model(job["checkpoint"], **({"quantize": precision} if precision.startswith("int") else {"dtype": precision}))
+    return xj.load_model(job["checkpoint"], **({"quantize": precision} if precision.startswith("int") else {"dtype": precision}))
+
+
+def load_ours(job: dict) -> Generate:
+    import xinfer_jax as xj
+
+    model = our_model(job)
 
     def generate(prompts: Prompts, new: int) -> tuple[float, list[list[int]]]:
         out = xj.generate(model.params, model.config, prompts, xj.GenerateOptions(max_new_tokens=new))
@@ -123,7 +130,7 @@ def load_ours(job: dict) -> Generate:
 # --- transformers, eager: not compiled, dynamic cache, its default attention ---------------------------------------------------
 
 
-def load_transformers(job: dict) -> Generate:
+def transformers_model(job: dict) -> Any:
     import torch
     import transformers
 
@@ -131,6 +138,13 @@ def load_transformers(job: dict) -> Generate:
     model = transformers.AutoModelForCausalLM.from_pretrained(job["checkpoint"], dtype=getattr(torch, job["precision"]))
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
+    return model
+
+
+def load_transformers(job: dict) -> Generate:
+    import torch
+
+    model = transformers_model(job)
 
     def generate(prompts: Prompts, new: int) -> tuple[float, list[list[int]]]:
         first, ids = FirstToken(), torch.tensor(prompts)

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -61,18 +62,29 @@ def main(argv: list[str]) -> None:
 def run() -> None:
     wanted, pythons = engines(), interpreters()
     lengths, batches = numbers(LENGTHS), numbers(BATCHES)
-    hf = hf_config(CONFIG.value) | {"torch_dtype": "bfloat16", "dtype": "bfloat16"}
-    hf.pop("quantization_config", None)
+    hf = shape()
     workdir = checkpoint(hf)
     how = f"{NEW.value} new tokens, greedy; transformers eager"
     print(f"{CONFIG.value}, random weights in {workdir}; {THREADS} threads of {cpu_name()}; {how}")
     cases = list(dict.fromkeys([(n, 1) for n in lengths] + [(lengths[0], rows) for rows in batches]))
     job = {"checkpoint": str(workdir / "checkpoint"), "vocab_size": hf["vocab_size"], "cases": cases, "threads": THREADS}
     job |= {"new_tokens": NEW.value, "seed": SEED.value}
+    report(*rounds(job, wanted, pythons, workdir), cases, wanted)
+
+
+def shape() -> dict:
+    """The config.json of what is measured."""
+    hf = hf_config(CONFIG.value) | {"torch_dtype": "bfloat16", "dtype": "bfloat16"}
+    hf.pop("quantization_config", None)
+    return hf
+
+
+def rounds(job: dict, wanted: Iterable[str], pythons: dict[str, str], workdir: Path) -> tuple[dict[str, list[dict]], dict[str, str]]:
+    """Every engine in every round: what each measured, and why one was left out."""
     results: dict[str, list[dict]] = {name: [] for name in wanted}
     problems: dict[str, str] = {}
     for number in range(1, ROUNDS.value + 1):
-        for name in [name for name in wanted if name not in problems]:
+        for name in [name for name in results if name not in problems]:
             start = time.perf_counter()
             engine, precision = name.split(":")
             python = pythons.get(engine, sys.executable)
@@ -82,7 +94,7 @@ def run() -> None:
             else:
                 results[name].append(result)
             print(f"round {number}: {name}: {problem or f'{time.perf_counter() - start:.0f} s'}", flush=True)
-    report(results, problems, cases, wanted)
+    return results, problems
 
 
 def engines() -> dict[str, str]:

@@ -63,7 +63,7 @@ def ask(command, good):
     """The JSON object that the good checkpoint gives."""
 
     def run(*args: str, model: Path = good) -> dict:
-        code, out, err = command(f"--model={model}", f"--prompt={tiny.QUESTION}", "--output=json", *args)
+        code, out, err = command(f"--model={model}", tiny.ASK, "--output=json", *args)
         assert (code, err) == (0, "")
         return json.loads(out)
 

@@ -8,13 +8,12 @@ import sys
 import jax
 import pytest
 import tiny
-from tiny import ANSWER, ANSWER_IDS, QUESTION
+from tiny import ANSWER, ANSWER_IDS, ASK, QUESTION
 
 import xinfer_jax as xj
 from xinfer_jax import cli
 from xinfer_jax.text import encode_prompt
 
-ASK = f"--prompt={QUESTION}"
 STATISTICS = (
     r"Loaded in \d+\.\d s \(\d[\d.]* MiB weights, float32, cpu\)",
     r"Prompt tokens: \d+ \(KV cache \d[\d.]* MiB\)",

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import tiny
-from test_cli import ASK, STATISTICS
+from test_cli import STATISTICS
 from test_cli_refused import cut, refusal
-from tiny import ANSWER, QUESTION
+from tiny import ANSWER, ASK, QUESTION
 
 ROOT = Path(__file__).parents[1]
 

@@ -8,11 +8,9 @@ import sys
 
 import pytest
 import tiny
-from tiny import QUESTION
+from tiny import ASK
 
 from xinfer_jax import cli
-
-ASK = f"--prompt={QUESTION}"
 
 
 def refusal(result: tuple[int, str, str]) -> str:

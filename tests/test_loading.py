@@ -16,8 +16,7 @@ import tiny
 import xinfer_jax as xj
 from xinfer_jax.params import param_specs
 
-UNTIED = tiny.CONFIG | dict(tie_word_embeddings=False)
-LLAMA = UNTIED | dict(model_type="llama", architectures=["LlamaForCausalLM"], num_hidden_layers=1)
+LLAMA = tiny.UNTIED | dict(model_type="llama", architectures=["LlamaForCausalLM"], num_hidden_layers=1)
 Q1 = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -28,8 +27,8 @@ Q1 = "model.layers.1.self_attn.q_proj.weight"
 @pytest.mark.parametrize("stored", tiny.DTYPES)
 @pytest.mark.parametrize("target", tiny.DTYPES)
 def test_every_type_in_and_out(checkpoint, stored, target, shards):
-    model = xj.load_model(checkpoint(hf=UNTIED, dtype=stored, shards=shards), dtype=target)
-    expected = {name: w.astype(tiny.DTYPES[stored]).astype(tiny.DTYPES[target]) for name, w in tiny.tensors(UNTIED).items()}
+    model = xj.load_model(checkpoint(hf=tiny.UNTIED, dtype=stored, shards=shards), dtype=target)
+    expected = {name: w.astype(tiny.DTYPES[stored]).astype(tiny.DTYPES[target]) for name, w in tiny.tensors(tiny.UNTIED).items()}
     specs = param_specs(model.config)
     assert jax.tree.structure(model.params) == jax.tree.structure(specs)
     for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(model.params), strict=True):
@@ -41,7 +40,7 @@ def test_every_type_in_and_out(checkpoint, stored, target, shards):
 
 
 def test_names_in_the_file_and_in_the_tree(checkpoint):
-    weights, model = tiny.tensors(UNTIED), xj.load_model(checkpoint(hf=UNTIED), dtype="float32")
+    weights, model = tiny.tensors(tiny.UNTIED), xj.load_model(checkpoint(hf=tiny.UNTIED), dtype="float32")
     last = model.params["layers"][1]
     where = {
         "model.embed_tokens.weight": model.params["embed"]["weight"],
@@ -128,7 +127,7 @@ def test_tied_matrix_under_no_name(tmp_path):
 
 
 def test_an_untied_model_needs_both(tmp_path):
-    tiny.write(tmp_path, UNTIED, weights=tiny.tensors(tiny.CONFIG))
+    tiny.write(tmp_path, tiny.UNTIED, weights=tiny.tensors(tiny.CONFIG))
     assert "missing lm_head.weight" in tiny.refusal(tmp_path)
 
 

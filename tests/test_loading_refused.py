@@ -12,7 +12,6 @@ import tiny
 
 import xinfer_jax as xj
 
-UNTIED = tiny.CONFIG | dict(tie_word_embeddings=False)
 Q1 = "model.layers.1.self_attn.q_proj.weight"
 
 

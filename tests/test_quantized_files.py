@@ -15,7 +15,6 @@ from xinfer_jax.params import param_specs
 from xinfer_jax.quantization import GroupedWeight, dequantize, is_quantized, quantize_matrix
 from xinfer_jax.quantized_files import save_checkpoint
 
-UNTIED = tiny.CONFIG | dict(tie_word_embeddings=False)
 Q1 = "model.layers.1.self_attn.q_proj"
 AWQ = dict(quant_method="awq", version="gemm", bits=4, group_size=16, zero_point=True, modules_to_not_convert=None)
 GPTQ = dict(quant_method="gptq", bits=4, group_size=16, desc_act=False, sym=False, checkpoint_format="gptq")
@@ -56,7 +55,7 @@ def packed_matrix(settings, random, N, K, g_idx=None, zeros=None, scale_type=np.
     return tensors, np.ascontiguousarray(exact_KN.T)
 
 
-def convert(settings, hf=UNTIED, act_order=False, head=False, **how):
+def convert(settings, hf=tiny.UNTIED, act_order=False, head=False, **how):
     """All matrices of the layers (and the head) packed: the tensors of a checkpoint, and of the float checkpoint that it equals."""
     random = np.random.default_rng(0)
     stored, equal = {}, tiny.tensors(hf)
@@ -72,7 +71,7 @@ def convert(settings, hf=UNTIED, act_order=False, head=False, **how):
     return stored, equal
 
 
-def write(path, settings, hf=UNTIED, weights=None, **how):
+def write(path, settings, hf=tiny.UNTIED, weights=None, **how):
     stored, equal = convert(settings, hf, **how)
     return tiny.write(path, hf | dict(quantization_config=settings), weights=stored if weights is None else weights), equal
 
@@ -170,12 +169,12 @@ def test_modules_left_as_they_were(tmp_path):
 def test_settings_in_a_file_of_their_own(tmp_path, file, settings, written):
     """As AutoGPTQ and AutoAWQ wrote them, before config.json held them; a file that says something else is none of ours."""
     stored, equal = convert(settings)
-    path = tiny.write(tmp_path / "old", UNTIED, weights=stored)
+    path = tiny.write(tmp_path / "old", tiny.UNTIED, weights=stored)
     tiny.write_json(path / file, written)
     model = xj.load_model(path, dtype="float32")
     np.testing.assert_array_equal(dequantize(leaves(model)[f"{Q1}.weight"]), equal[f"{Q1}.weight"])
     assert model.load_stats.dtype == settings["quant_method"]
-    path = tiny.write(tmp_path / "float", UNTIED)
+    path = tiny.write(tmp_path / "float", tiny.UNTIED)
     tiny.write_json(path / file, dict(per_channel=True))
     assert xj.load_model(path, dtype="float32", quantize="int8").load_stats.dtype == "int8"
 
@@ -306,7 +305,7 @@ def same_bits(a, b):
 
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("hf", [tiny.CONFIG, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("hf", [tiny.CONFIG, tiny.UNTIED], ids=["tied", "untied"])
 def test_there_and_back(tmp_path, quantize, dtype, hf):
     source = tiny.write(tmp_path / "from", hf, generation_config=dict(temperature=0.5))
     model = xj.load_model(source, dtype=dtype, quantize=quantize)
@@ -331,20 +330,20 @@ def test_a_checkpoint_of_others_kept_as_ours(tmp_path, settings, how):
 
 
 def test_groups_of_8_bits_there_and_back(tmp_path):
-    model = xj.load_model(tiny.write(tmp_path / "from", UNTIED), dtype="float32")
+    model = xj.load_model(tiny.write(tmp_path / "from", tiny.UNTIED), dtype="float32")
     params = jax.tree.map(lambda leaf: leaf if leaf.ndim == 1 else quantize_matrix(np.asarray(leaf), 8, 20), model.params)
-    save_checkpoint(tmp_path / "to", None, params, UNTIED)
+    save_checkpoint(tmp_path / "to", None, params, tiny.UNTIED)
     same_bits(jax.tree.map(jnp.asarray, params), xj.load_model(tmp_path / "to", dtype="float32").params)
 
 
 def test_faults_of_our_own_format(tmp_path):
-    model = xj.load_model(tiny.write(tmp_path / "from", UNTIED), dtype="float32", quantize="int4")
+    model = xj.load_model(tiny.write(tmp_path / "from", tiny.UNTIED), dtype="float32", quantize="int4")
     assert model.params["lm_head"]["weight"].values.dtype == np.int8
-    save_checkpoint(tmp_path / "to", None, model.params, UNTIED | dict(intermediate_size=50))
+    save_checkpoint(tmp_path / "to", None, model.params, tiny.UNTIED | dict(intermediate_size=50))
     message, rows = refusal(tmp_path / "to"), 32 // 2
     assert f"model.layers.0.mlp.gate_proj.weight.values has shape [1, {rows}, 48], the config asks for [1, {rows}, 50]" in message
     assert "model.layers.0.mlp.up_proj.weight.zero has shape [1, 48], the config asks for [1, 50]" in message
-    tiny.write_json(tmp_path / "to" / "config.json", UNTIED)  # no longer says that it is quantized
+    tiny.write_json(tmp_path / "to" / "config.json", tiny.UNTIED)  # no longer says that it is quantized
     message = refusal(tmp_path / "to")
     assert "missing lm_head.weight [288, 32]" in message and "unexpected lm_head.weight.values" in message
 

@@ -26,6 +26,7 @@ CONFIG = dict(
 TOKENIZER_CONFIG = dict(tokenizer_class="Qwen2Tokenizer", eos_token="<|im_end|>", pad_token="<|endoftext|>", add_bos_token=False)
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # the last ids of the tokenizer
 ENDOFTEXT, IM_START, IM_END = range(269, 272)
+UNTIED = CONFIG | dict(tie_word_embeddings=False)
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
@@ -137,6 +138,7 @@ def answering(answer: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 QUESTION = "Is that really the case?"
+ASK = f"--prompt={QUESTION}"
 ANSWER = "Yes, 你🚀!"
 ANSWER_IDS = tokenizer().encode(ANSWER).ids
 
