@@ -14,7 +14,11 @@ def transposed(ref):
 
 def load(ref, start, size, layout):
     """`size` elements of a one-dimensional reference from `start` on, in the given register layout."""
-    return plgpu.load(ref.at[pl.ds(start, size)], layout=layout) if _AFTER_0_10 else plgpu.load(ref, (pl.ds(start, size),), layout=layout)
+    return (
+        plgpu.load(ref.at[pl.ds(start, size)], layout=layout)
+        if _AFTER_0_10
+        else plgpu.load(ref, (pl.ds(start, size),), layout=layout)
+    )
 
 
 def store_scattered(ref, value):

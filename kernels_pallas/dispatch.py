@@ -1,7 +1,9 @@
-"""Which implementation serves a call: by the name asked for, the GPU in the machine, and what each kernel can do.
+"""Which implementation serves a call: by the name asked for, the GPU in the machine, and what each kernel can
+do.
 
-Nothing here asks which device a traced program will run on. `select` looks at shapes, dtypes and at the kind of NVIDIA GPU that
-this process has, if any; that the program then lands on that GPU is for `lax.platform_dependent` to decide.
+Nothing here asks which device a traced program will run on. `select` looks at shapes, dtypes and at the kind
+of NVIDIA GPU that this process has, if any; that the program then lands on that GPU is for
+`lax.platform_dependent` to decide.
 """
 
 import importlib
@@ -12,7 +14,8 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-IMPLS = ("mosaic", "triton", "xla", "interpret")  # interpret: the Triton kernels, emulated on any device, for tests
+# Interpret: the Triton kernels, emulated on any device, for tests.
+IMPLS = ("mosaic", "triton", "xla", "interpret")
 KERNELS = ("prefill_attention", "decode_attention", "argmax", "lm_head_argmax")
 
 
@@ -33,14 +36,22 @@ def device_impl() -> Selection:
     name = f"{device.device_kind}, compute capability {device.compute_capability}"
     cuda = re.search(r"cuda (\d+)", device.client.platform_version)
     if cuda and 12080 <= int(cuda[1]) < 12091:  # JAX refuses causal attention of this kind there
-        return Selection("xla", f"{name}: CUDA {cuda[1]} is known to miscompile such kernels, 12.9.1 and 13 are not")
+        return Selection(
+            "xla", f"{name}: CUDA {cuda[1]} is known to miscompile such kernels, 12.9.1 and 13 are not"
+        )
     if capability == (9, 0):
         return Selection("mosaic", name)
-    return Selection("triton", name) if capability >= (8, 0) else Selection("xla", f"{name}: kernels need 8.0 or newer")
+    return (
+        Selection("triton", name)
+        if capability >= (8, 0)
+        else Selection("xla", f"{name}: kernels need 8.0 or newer")
+    )
 
 
 def unavailable(impl: str | None) -> str | None:
-    """Why this process cannot run an implementation at all, or None. For programs that are compiled elsewhere it may be ignored."""
+    """Why this process cannot run an implementation at all, or None. For programs that are compiled elsewhere
+    it may be ignored.
+    """
     if impl not in (None, *IMPLS):
         return f"impl must be None or one of {', '.join(IMPLS)}, got {impl!r}"
     if impl not in ("mosaic", "triton"):
@@ -48,17 +59,23 @@ def unavailable(impl: str | None) -> str | None:
     here = device_impl()
     if here.impl == "xla" or impl == "mosaic" and here.impl != "mosaic":
         needs = "9.0" if impl == "mosaic" else "8.0 or newer"
-        return f"impl={impl!r} needs an NVIDIA GPU of compute capability {needs} ({here.reason}): use impl='xla', or None to let it choose"
+        return (
+            f"impl={impl!r} needs an NVIDIA GPU of compute capability {needs} ({here.reason}): use"
+            " impl='xla', or None to let it choose"
+        )
     return None
 
 
-def select(kernel: str, impl: str | None, *args: Any, softcap: float | None = None, ring: bool = False) -> Selection:
+def select(
+    kernel: str, impl: str | None, *args: Any, softcap: float | None = None, ring: bool = False
+) -> Selection:
     """The implementation that serves `kernel` on arguments of these shapes and dtypes.
 
     Args:
         kernel: one of `KERNELS`.
         impl: one of `IMPLS`; None: what suits the GPU of this process, "xla" where no kernel serves the call.
-        args: the kernel's leading arrays (or anything with shape and dtype): q, k, v, or x, or x and the weight.
+        args: the kernel's leading arrays (or anything with shape and dtype): q, k, v, or x, or x and the
+            weight.
         softcap: of scores or logits, which no kernel has.
         ring: keys not in order of position, which no kernel reads.
 
@@ -75,22 +92,32 @@ def select(kernel: str, impl: str | None, *args: Any, softcap: float | None = No
         raise ValueError(unavailable(impl))
     reason = _refusal(kernel, impl, args, softcap, ring)
     if reason:
-        raise ValueError(f"impl={impl!r} does not serve {kernel} here: {reason}; use impl='xla', or None to let it choose")
+        raise ValueError(
+            f"impl={impl!r} does not serve {kernel} here: {reason}; use impl='xla', or None to let it choose"
+        )
     return Selection(impl, "asked for by name")
 
 
 def run(impl: str, kernel: str, *args: Any, **kwargs: Any) -> Any:
-    """Runs a kernel ("mosaic", "triton" or "interpret") with the arguments of its oracle in `reference.py`."""
+    """Runs a kernel ("mosaic", "triton" or "interpret") with the arguments of its oracle in
+    `reference.py`.
+    """
     if impl == "interpret":
         impl, kwargs = "triton", kwargs | {"interpret": True}
-    # Imported when used: Pallas's GPU half takes a second to import, and a machine without a GPU never needs it.
+    # Imported when used: Pallas's GPU half takes a second to import, and a machine without a GPU never needs
+    # it.
     function: Callable = getattr(importlib.import_module(f"{__package__}.{impl}"), kernel)
     return jax.tree.map(lambda out: varying_as(out, *args), function(*args, **kwargs))
 
 
 def varying_as(x: jax.Array, *inputs: jax.Array) -> jax.Array:
-    """x, said to differ over each mesh axis of a `jax.shard_map` that an input differs over: what is made from nothing does not say so."""
-    axes = frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in inputs)) - jax.typeof(x).manual_axis_type.varying
+    """x, said to differ over each mesh axis of a `jax.shard_map` that an input differs over: what is made
+    from nothing does not say so.
+    """
+    axes = (
+        frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in inputs))
+        - jax.typeof(x).manual_axis_type.varying
+    )
     return lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 

@@ -1,4 +1,5 @@
-"""What each kernel must compute, in plain jnp and float32: the oracles that tests and `scripts/check_gpu.py` compare with.
+"""What each kernel must compute, in plain jnp and float32: the oracles that tests and `scripts/check_gpu.py`
+compare with.
 
 They hold every score and every logit at once, so they are for checking, not for running a model.
 """
@@ -8,8 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def prefill_attention(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, *, scale, window=None, soft_cap=None) -> jax.Array:
-    """Query t of row b, at position start_B[b] + t, sees the keys at positions up to its own (the last `window` of them) below length_B[b].
+def prefill_attention(
+    q_BTNH, k_BKSH, v_BKSH, start_B, length_B, *, scale, window=None, soft_cap=None
+) -> jax.Array:
+    """Query t of row b, at position start_B[b] + t, sees the keys at positions up to its own (the last
+    `window` of them) below length_B[b].
 
     A query that sees no key gives zeros. float32 [B, T, N, H].
     """
@@ -33,17 +37,25 @@ def prefill_attention(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, *, scale, windo
 
 def decode_attention(q_BNH, k_BKSH, v_BKSH, length_B, *, scale, window=None, soft_cap=None) -> jax.Array:
     """One query per row, at the position length_B[b] - 1. float32 [B, N, H]."""
-    out = prefill_attention(q_BNH[:, None], k_BKSH, v_BKSH, length_B - 1, length_B, scale=scale, window=window, soft_cap=soft_cap)
+    out = prefill_attention(
+        q_BNH[:, None], k_BKSH, v_BKSH, length_B - 1, length_B, scale=scale, window=window, soft_cap=soft_cap
+    )
     return out[:, 0]
 
 
 def argmax(x_BV) -> jax.Array:
-    """The index of each row's largest number, the lowest of equal ones, the first NaN where there is one. int32 [B]."""
+    """The index of each row's largest number, the lowest of equal ones, the first NaN where there is one.
+    int32 [B].
+    """
     return jnp.argmax(x_BV, -1).astype(jnp.int32)
 
 
 def lm_head_argmax(x_BD, weight_VD) -> tuple[jax.Array, jax.Array]:
-    """The id of the largest of the logits x · weightᵀ (int32 [B]; ties and NaN as in `argmax`) and its log-probability (float32 [B])."""
-    logits_BV = jnp.einsum("bd,vd->bv", x_BD.astype(jnp.float32), weight_VD.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    """The id of the largest of the logits x · weightᵀ (int32 [B]; ties and NaN as in `argmax`) and its
+    log-probability (float32 [B]).
+    """
+    logits_BV = jnp.einsum(
+        "bd,vd->bv", x_BD.astype(jnp.float32), weight_VD.astype(jnp.float32), precision=lax.Precision.HIGHEST
+    )
     id_B = argmax(logits_BV)
     return id_B, jnp.take_along_axis(jax.nn.log_softmax(logits_BV, -1), id_B[:, None], -1)[:, 0]

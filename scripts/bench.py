@@ -1,14 +1,17 @@
-"""How fast generation is, as fractions of what this machine can do: time to first token, time per token, tok/s, memory.
+"""How fast generation is, as fractions of what this machine can do: time to first token, time per token,
+tok/s, memory.
 
-    python scripts/bench.py                                                          # Qwen2.5-0.5B's shape, random weights
-    python scripts/bench.py --dtypes=float32,bfloat16 --quantize=none,int8,int4 --prompt_lengths=26,512 --plot=bench.png
-    python scripts/bench.py --model=DIR --batch_sizes=1,8,32 --ragged --stream --startup --capacities=256,8192
+    python scripts/bench.py                                                          # Qwen2.5-0.5B's shape,
+    random weights python scripts/bench.py --dtypes=float32,bfloat16 --quantize=none,int8,int4
+    --prompt_lengths=26,512 --plot=bench.png python scripts/bench.py --model=DIR --batch_sizes=1,8,32 --ragged
+    --stream --startup --capacities=256,8192
 
-Weights are random unless --model names a checkpoint, prompts always; decoding is greedy and never stops early. Each dtype x quantize
-has a process of its own, so its peak memory is its own. The machine's limits are probed before and after every repetition, which
-counts as a fraction of the mean of the two. Decoding is held against max(bytes / bandwidth, FLOP / matmul rate) with weights as
-stored plus keys and values; prefill likewise with (2 x non-embedding weights x tokens + attention + one vocabulary row) FLOP.
-The last line is one JSON object. Exit code 1: a case failed, 2: bad flags, or nothing could be served.
+Weights are random unless --model names a checkpoint, prompts always; decoding is greedy and never stops
+early. Each dtype x quantize has a process of its own, so its peak memory is its own. The machine's limits are
+probed before and after every repetition, which counts as a fraction of the mean of the two. Decoding is held
+against max(bytes / bandwidth, FLOP / matmul rate) with weights as stored plus keys and values; prefill
+likewise with (2 x non-embedding weights x tokens + attention + one vocabulary row) FLOP. The last line is one
+JSON object. Exit code 1: a case failed, 2: bad flags, or nothing could be served.
 """
 
 import importlib.metadata
@@ -44,30 +47,48 @@ _STRIDE = 16  # tokens over which --capacities and --plot average
 def _numbers(name: str, default: list[int], help_text: str, least: int) -> flags.FlagHolder:
     holder = flags.DEFINE_list(name, [str(n) for n in default], help_text)
     message = f"must be whole numbers of at least {least}, with commas between"
-    flags.register_validator(name, lambda values: all(v.isascii() and v.isdigit() and int(v) >= least for v in values), message)
+    flags.register_validator(
+        name, lambda values: all(v.isascii() and v.isdigit() and int(v) >= least for v in values), message
+    )
     return holder
 
 
-CONFIG = flags.DEFINE_string("config", "qwen2.5-0.5b", "A built-in shape, or a directory with config.json; weights are random.")
-MODEL = flags.DEFINE_string("model", None, "A checkpoint to load instead: a directory, or a hub name owner/name.")
+CONFIG = flags.DEFINE_string(
+    "config", "qwen2.5-0.5b", "A built-in shape, or a directory with config.json; weights are random."
+)
+MODEL = flags.DEFINE_string(
+    "model", None, "A checkpoint to load instead: a directory, or a hub name owner/name."
+)
 PROMPTS = _numbers("prompt_lengths", [26, 512], "Tokens of the prompts.", 1)
 NEW = _numbers("new_tokens", [64], "Tokens to generate.", 2)
 BATCHES = _numbers("batch_sizes", [1], "Prompts at a time.", 1)
 DTYPES = flags.DEFINE_list("dtypes", ["float32"], "float32, bfloat16, float16.")
 QUANTIZE = flags.DEFINE_list("quantize", ["none"], f"{', '.join(FORMATS)}.")
-RAGGED = flags.DEFINE_boolean("ragged", False, "Rows of a batch differ: from the prompt's full length down to half.")
+RAGGED = flags.DEFINE_boolean(
+    "ragged", False, "Rows of a batch differ: from the prompt's full length down to half."
+)
 REPEATS = flags.DEFINE_integer("repeats", 3, "Timed runs of each, after one that compiles.", lower_bound=1)
-CAPACITIES = _numbers("capacities", [], "Also time decoding at length 100 in caches of these capacities.", 128)
+CAPACITIES = _numbers(
+    "capacities", [], "Also time decoding at length 100 in caches of these capacities.", 128
+)
 STREAM = flags.DEFINE_boolean("stream", False, "Also compare streaming with generating, for one row.")
-STARTUP = flags.DEFINE_boolean("startup", False, "Also time the command line, with an empty and a filled compilation cache.")
-PLOT = flags.DEFINE_string("plot", None, "Draw the roofline and the cost per token by position to this PNG (needs the plot extra).")
+STARTUP = flags.DEFINE_boolean(
+    "startup", False, "Also time the command line, with an empty and a filled compilation cache."
+)
+PLOT = flags.DEFINE_string(
+    "plot", None, "Draw the roofline and the cost per token by position to this PNG (needs the plot extra)."
+)
 CURVE = _numbers("curve_lengths", [16, 128, 512, 1024, 2048, 4096], "Positions of that cost curve.", 1)
-PROBE = flags.DEFINE_integer("probe_mib", 1024, "Size of the array whose reading shows the bandwidth.", lower_bound=1)
-COMPILED = flags.DEFINE_string("compilation_cache", None, "Keep compiled programs here; `compile` is then what fetching costs.")
+PROBE = flags.DEFINE_integer(
+    "probe_mib", 1024, "Size of the array whose reading shows the bandwidth.", lower_bound=1
+)
+COMPILED = flags.DEFINE_string(
+    "compilation_cache", None, "Keep compiled programs here; `compile` is then what fetching costs."
+)
 WORKER = flags.DEFINE_string("worker", None, "Internal: measure this dtype:quantize and print JSON lines.")
 
 
-# --- one case, in a process of its own --------------------------------------------------------------------------------
+# --- one case, in a process of its own ----------------------------------------------------------------------
 
 
 class Case:
@@ -81,9 +102,14 @@ class Case:
             self.params, self.config = model.params, model.config
         else:
             self.config = from_hf(hf_config(CONFIG.value))
-            self.params = jax.block_until_ready(xj.init_params(self.config, jax.random.key(0), dtype, **formats))
+            self.params = jax.block_until_ready(
+                xj.init_params(self.config, jax.random.key(0), dtype, **formats)
+            )
         self.loaded = {"load_s": time.perf_counter() - start, "load_peak_bytes": self.peak.look()}
-        self.loaded |= {"weight_bytes": tree_bytes(self.params), "weight_bytes_per_pass": bytes_per_pass(self.params)}
+        self.loaded |= {
+            "weight_bytes": tree_bytes(self.params),
+            "weight_bytes_per_pass": bytes_per_pass(self.params),
+        }
         self.loaded |= {"backend": jax.default_backend(), "device": jax.devices()[0].device_kind}
         self.cache_itemsize = jnp.dtype(cache_dtype(self.params)).itemsize
         self.rate = "float32" if jax.default_backend() == "cpu" or dtype == "float32" else "bfloat16"
@@ -92,31 +118,57 @@ class Case:
         """Prints everything that was asked for, a JSON line each."""
         _emit("load", self.loaded)
         with Limits(PROBE.value) as limits:
-            for prompt, new, rows in itertools.product(*([int(v) for v in f.value] for f in (PROMPTS, NEW, BATCHES))):
-                _emit("rows", _or_skipped(self.rows, limits, rows, prompt, new), rows=rows, prompt_tokens=prompt, new_tokens=new)
+            for prompt, new, rows in itertools.product(
+                *([int(v) for v in f.value] for f in (PROMPTS, NEW, BATCHES))
+            ):
+                _emit(
+                    "rows",
+                    _or_skipped(self.rows, limits, rows, prompt, new),
+                    rows=rows,
+                    prompt_tokens=prompt,
+                    new_tokens=new,
+                )
             if CAPACITIES.value:
                 _emit("capacities", _or_skipped(self.capacities))
             if STREAM.value:
                 _emit("stream", _or_skipped(self.stream))
             if PLOT.value:
-                _emit("curve", _or_skipped(cost_by_position, self.params, self.config, [int(v) for v in CURVE.value], REPEATS.value))
+                _emit(
+                    "curve",
+                    _or_skipped(
+                        cost_by_position,
+                        self.params,
+                        self.config,
+                        [int(v) for v in CURVE.value],
+                        REPEATS.value,
+                    ),
+                )
             limits.probe()
             _emit("limits", limits.summary())
 
     def rows(self, limits: Limits, rows: int, prompt: int, new: int) -> dict[str, Any]:
         """Prefill and decoding of one batch."""
-        lengths = np.linspace(prompt, -(-prompt // 2), rows).round().astype(int).tolist() if RAGGED.value else [prompt] * rows
+        lengths = (
+            np.linspace(prompt, -(-prompt // 2), rows).round().astype(int).tolist()
+            if RAGGED.value
+            else [prompt] * rows
+        )
         self.peak.reset()
         compile_s = self.generate(lengths, new).stats.compile_seconds
         works = {
             "prefill": prefill_work(self.config, self.loaded["weight_bytes_per_pass"], lengths),
-            "decode": decode_work(self.config, self.loaded["weight_bytes_per_pass"], self.cache_itemsize, lengths, new),
+            "decode": decode_work(
+                self.config, self.loaded["weight_bytes_per_pass"], self.cache_itemsize, lengths, new
+            ),
         }
         runs, probes = [], [limits.probe()]
         for _ in range(REPEATS.value):
             runs.append(self.generate(lengths, new).stats)
             probes.append(limits.probe())
-        around = [{kind: (a[kind] + b[kind]) / 2 for kind in ("read", self.rate)} for a, b in itertools.pairwise(probes)]
+        around = [
+            {kind: (a[kind] + b[kind]) / 2 for kind in ("read", self.rate)}
+            for a, b in itertools.pairwise(probes)
+        ]
         figures = {
             "ttft_s": spread([s.ttft_seconds for s in runs]),
             "tpot_s": spread([s.tpot_seconds for s in runs]),
@@ -126,7 +178,11 @@ class Case:
             "decode": works["decode"].held_against([s.tpot_seconds for s in runs], around, self.rate),
         }
         floor = runs[0].weight_bytes + runs[0].cache_bytes
-        memory = {"cache_bytes": runs[0].cache_bytes, "floor_bytes": floor, "peak_bytes": self.peak.look() or runs[-1].peak_bytes}
+        memory = {
+            "cache_bytes": runs[0].cache_bytes,
+            "floor_bytes": floor,
+            "peak_bytes": self.peak.look() or runs[-1].peak_bytes,
+        }
         return {"lengths": lengths, "compile_s": compile_s, **figures, **memory}
 
     def capacities(self) -> dict[str, Any]:
@@ -137,7 +193,8 @@ class Case:
             for size in sizes:
                 seconds = self.generate([100 - _STRIDE // 2], _STRIDE + 1, capacity=size).stats.tpot_seconds
                 runs[size] += [seconds] if repeat else []
-        ratio = [spread([a / b for a, b in zip(runs[size], runs[sizes[0]], strict=True)]) for size in sizes]  # to the first capacity
+        # To the first capacity.
+        ratio = [spread([a / b for a, b in zip(runs[size], runs[sizes[0]], strict=True)]) for size in sizes]
         return {"capacity": sizes, "tpot_s": [spread(runs[size]) for size in sizes], "ratio": ratio}
 
     def stream(self) -> dict[str, Any]:
@@ -157,7 +214,9 @@ class Case:
             wall["stream"].append(time.perf_counter() - start)
         wall = {name: seconds[1:] for name, seconds in wall.items()}  # the first ones compiled
         percent = [100 * (s / g - 1) for g, s in zip(wall["generate"], wall["stream"], strict=True)]
-        figures = {f"{name}_s": spread(seconds) for name, seconds in wall.items()} | {"first_token_s": spread(first[1:])}
+        figures = {f"{name}_s": spread(seconds) for name, seconds in wall.items()} | {
+            "first_token_s": spread(first[1:])
+        }
         return {"prompt_tokens": prompt, "new_tokens": new, **figures, "overhead_percent": spread(percent)}
 
     def generate(self, lengths: list[int], new: int, **more: Any) -> xj.GenerateOutput:
@@ -170,7 +229,9 @@ def _prompts(config: xj.ModelConfig, lengths: list[int]) -> list[list[int]]:
 
 
 def _options(new: int, **more: Any) -> xj.GenerateOptions:
-    return xj.GenerateOptions(max_new_tokens=new, sampling=xj.SamplingConfig(temperature=0.0), eos_token_ids=(), **more)
+    return xj.GenerateOptions(
+        max_new_tokens=new, sampling=xj.SamplingConfig(temperature=0.0), eos_token_ids=(), **more
+    )
 
 
 def _or_skipped(function: Any, *args: Any) -> dict[str, Any]:
@@ -184,7 +245,7 @@ def _emit(kind: str, value: Any, **more: Any) -> None:
     print(json.dumps({kind: more | value}), flush=True)
 
 
-# --- all cases --------------------------------------------------------------------------------------------------------
+# --- all cases ----------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str]) -> None:
@@ -195,16 +256,30 @@ def main(argv: list[str]) -> None:
             return _work(*WORKER.value.split(":"))
     except xj.InputError as error:
         refuse(error)
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")} | {"python": platform.python_version()}
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")} | {
+        "python": platform.python_version()
+    }
     machine = {
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "platform": platform.platform(),
     }
-    about = {"command": shlex.join(["python", *sys.argv]), "date": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions}
+    about = {
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions,
+    }
     what = MODEL.value or f"{CONFIG.value}, random weights"
-    print(f"{what}; {machine['cores']} cores, jax {versions['jax']}, Python {versions['python']}, {about['date']}")
+    print(
+        f"{what}; {machine['cores']} cores, jax {versions['jax']}, Python {versions['python']},"
+        f" {about['date']}"
+    )
     cases = [_case(dtype, quantize) for dtype, quantize in itertools.product(DTYPES.value, QUANTIZE.value)]
-    results = about | {"machine": machine, "model": MODEL.value, "config": None if MODEL.value else CONFIG.value, "cases": cases}
+    results = about | {
+        "machine": machine,
+        "model": MODEL.value,
+        "config": None if MODEL.value else CONFIG.value,
+        "cases": cases,
+    }
     if STARTUP.value:
         results["startup"] = startup(MODEL.value, DTYPES.value[0], QUANTIZE.value[0], REPEATS.value)
         print("\n".join(startup_lines(results["startup"])), flush=True)
@@ -212,7 +287,9 @@ def main(argv: list[str]) -> None:
         draw(results, PLOT.value)
         print(f"wrote {PLOT.value}")
     print(json.dumps(results), flush=True)
-    sys.exit(1 if any("failed" in case for case in cases) else 2 if all("skipped" in case for case in cases) else 0)
+    sys.exit(
+        1 if any("failed" in case for case in cases) else 2 if all("skipped" in case for case in cases) else 0
+    )
 
 
 def _check() -> None:
@@ -254,7 +331,8 @@ def _case(dtype: str, quantize: str) -> dict[str, Any]:
     """One format in a process of its own; what it reports is printed as it comes."""
     case: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "rows": []}
     command = [sys.executable, __file__, *sys.argv[1:], f"--worker={dtype}:{quantize}"]
-    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ  # on a GPU the probes need room beside us
+    # On a GPU the probes need room beside us.
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
     print(f"\n{dtype}" + (f", {quantize} weights" if quantize != "none" else ""))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         for line in process.stdout:

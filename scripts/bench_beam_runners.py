@@ -1,7 +1,9 @@
-"""The beam searches that bench_beam.py compares: one process per engine, a job as JSON in argv, the answer as the last line.
+"""The beam searches that bench_beam.py compares: one process per engine, a job as JSON in argv, the answer as
+the last line.
 
 Stands by itself like bench_peer_runners.py, whose engines these are; loading gives a function
-`search(prompts, new_tokens) -> (token ids of the best sequence, scores) per prompt`: no sampling, EOS ignored.
+`search(prompts, new_tokens) -> (token ids of the best sequence, scores) per prompt`: no sampling, EOS
+ignored.
 """
 
 import dataclasses
@@ -22,7 +24,8 @@ def measure(engine: Engine, job: dict, watch: PeakMemory) -> dict:
     result, new, draw = {"warmup_s": 0.0}, job["new_tokens"], np.random.RandomState(job["seed"])
     for length, rows in job["cases"]:
         seconds = []
-        for call in range(1 + job["calls"]):  # every call has prompts of its own, as an engine may remember them; the first warms up
+        # Every call has prompts of its own, as an engine may remember them; the first warms up.
+        for call in range(1 + job["calls"]):
             prompts = draw.randint(0, job["vocab_size"], (rows, length)).tolist()
             start = time.perf_counter()
             tokens, scores = search(prompts, new)
@@ -44,7 +47,14 @@ def load_ours(job: dict) -> Search:
     model = our_model(job)
 
     def search(prompts: Prompts, new: int) -> tuple[list[list[int]], list[float]]:
-        out = xj.beam_search(model.params, model.config, prompts, num_beams=job["num_beams"], num_return_sequences=1, max_new_tokens=new)
+        out = xj.beam_search(
+            model.params,
+            model.config,
+            prompts,
+            num_beams=job["num_beams"],
+            num_return_sequences=1,
+            max_new_tokens=new,
+        )
         return [row[0] for row in out.sequences], [row[0] for row in out.scores]
 
     return search
@@ -58,7 +68,8 @@ def load_transformers(job: dict) -> Search:
     def search(prompts: Prompts, new: int) -> tuple[list[list[int]], list[float]]:
         ids = torch.tensor(prompts)
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, num_beams=job["num_beams"], output_scores=True,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
+            num_beams=job["num_beams"], output_scores=True,
             return_dict_in_generate=True,
         )  # fmt: skip
         return out.sequences[:, ids.shape[1] :].tolist(), out.sequences_scores.tolist()
@@ -69,12 +80,19 @@ def load_transformers(job: dict) -> Search:
 def load_ctranslate2(job: dict) -> Search:
     import ctranslate2
 
-    model = ctranslate2.Generator(job["converted"], device="cpu", compute_type=job["precision"], intra_threads=job["threads"])
+    model = ctranslate2.Generator(
+        job["converted"], device="cpu", compute_type=job["precision"], intra_threads=job["threads"]
+    )
 
     def search(prompts: Prompts, new: int) -> tuple[list[list[int]], list[float]]:
         words = [[f"<{i}>" for i in prompt] for prompt in prompts]
         out = model.generate_batch(
-            words, max_length=new, min_length=new, include_prompt_in_result=False, beam_size=job["num_beams"], return_scores=True
+            words,
+            max_length=new,
+            min_length=new,
+            include_prompt_in_result=False,
+            beam_size=job["num_beams"],
+            return_scores=True,
         )
         return [row.sequences_ids[0] for row in out], [row.scores[0] for row in out]
 

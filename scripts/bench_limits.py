@@ -1,7 +1,9 @@
-"""What bench.py measures with: the machine's limits, what a model asks of it, peak memory, start-up of the command line.
+"""What bench.py measures with: the machine's limits, what a model asks of it, peak memory, start-up of the
+command line.
 
-`Limits` keeps a process of its own with a large array, so that a probe (about half a second) fits between two timings without
-counting as their memory. By hand, `python scripts/bench_limits.py` prints one probe for every line on standard input.
+`Limits` keeps a process of its own with a large array, so that a probe (about half a second) fits between two
+timings without counting as their memory. By hand, `python scripts/bench_limits.py` prints one probe for every
+line on standard input.
 """
 
 import dataclasses
@@ -54,38 +56,57 @@ class Limits:
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         if not (line := self._process.stdout.readline()):
-            raise RuntimeError(f"the process that measures the limits ended with exit code {self._process.wait()}")
+            raise RuntimeError(
+                f"the process that measures the limits ended with exit code {self._process.wait()}"
+            )
         self.probes.append(json.loads(line))
         return self.probes[-1]
 
     def summary(self) -> dict[str, Any]:
         """Spread of the probes, and the best that each way reached."""
-        by = {kind: {way: max(p["by"][kind][way] for p in self.probes) for way in ways} for kind, ways in self.probes[0]["by"].items()}
-        return {kind: spread([probe[kind] for probe in self.probes]) for kind in by} | {"probes": len(self.probes), "best_by": by}
+        by = {
+            kind: {way: max(p["by"][kind][way] for p in self.probes) for way in ways}
+            for kind, ways in self.probes[0]["by"].items()
+        }
+        return {kind: spread([probe[kind] for probe in self.probes]) for kind in by} | {
+            "probes": len(self.probes),
+            "best_by": by,
+        }
 
 
 def _serve(mib: int) -> None:
     array = jax.jit(lambda: jnp.ones((mib * 2**20 // 4 // _COLUMNS, _COLUMNS), jnp.float32))()
-    calls = {"read": {}, "float32": {}, "bfloat16": {}}  # kind → name → (what one call reads or computes, the call)
+    # Kind → name → (what one call reads or computes, the call).
+    calls = {"read": {}, "float32": {}, "bfloat16": {}}
     for name, read in _reads().items():
         calls["read"][name] = (array.nbytes, jax.jit(read), (array, jnp.ones(_COLUMNS, jnp.float32)))
     for dtype, precision in (("float32", lax.Precision.HIGHEST), ("bfloat16", None)):
         shapes = _MATMULS.get(jax.default_backend(), _LARGE)
-        for T, D, F in shapes if dtype == "float32" else shapes[:1]:  # the other only informs where float32 computes
+        # The other only informs where float32 computes.
+        for T, D, F in shapes if dtype == "float32" else shapes[:1]:
             product = jax.jit(
                 lambda x, w, precision=precision: lax.dot_general(
                     x, w, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
                 )
             )
-            calls[dtype][f"{T}x{D}x{F}"] = (2 * T * D * F, product, (jnp.ones((T, D), dtype), jnp.ones((F, D), dtype)))
+            calls[dtype][f"{T}x{D}x{F}"] = (
+                2 * T * D * F,
+                product,
+                (jnp.ones((T, D), dtype), jnp.ones((F, D), dtype)),
+            )
     for _ in sys.stdin:
-        rates = {kind: {name: amount / _best_seconds(f, args) for name, (amount, f, args) in of.items()} for kind, of in calls.items()}
+        rates = {
+            kind: {name: amount / _best_seconds(f, args) for name, (amount, f, args) in of.items()}
+            for kind, of in calls.items()
+        }
         best = {kind: max(of.values()) for kind, of in rates.items()}
         print(json.dumps(best | {"by": rates}), flush=True)
 
 
 def _reads() -> dict[str, Callable]:
-    """Ways to read all of an array [out, in]; which one is fastest differs between machines and versions of XLA."""
+    """Ways to read all of an array [out, in]; which one is fastest differs between machines and versions of
+    XLA.
+    """
     return {
         "matvec": lambda w, x: lax.dot_general(w, x, (((1,), (0,)), ((), ()))),
         "sum": lambda w, x: w.reshape(_SPLITS, -1).sum(1),
@@ -103,7 +124,7 @@ def _best_seconds(f: Callable, args: tuple, repeats: int = 2) -> float:
     return min(seconds)
 
 
-# --- what a model asks ------------------------------------------------------------------------------------------------
+# --- what a model asks --------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,29 +135,52 @@ class Work:
     flop: float
 
     def held_against(self, seconds: Sequence[float], probes: Sequence[dict], rate: str) -> dict[str, Any]:
-        """The seconds that were taken as fractions of what is possible, by the probe at each and its matmul rate of that dtype."""
+        """The seconds that were taken as fractions of what is possible, by the probe at each and its matmul
+        rate of that dtype.
+        """
         memory = [self.bytes / probe["read"] / s for s, probe in zip(seconds, probes, strict=True)]
         compute = [self.flop / probe[rate] / s for s, probe in zip(seconds, probes, strict=True)]
         bound = "memory" if statistics.median(memory) >= statistics.median(compute) else "compute"
         of = {"of_limit": list(map(max, memory, compute)), "of_bandwidth": memory, "of_matmul_rate": compute}
         fractions = {name: spread(values) for name, values in of.items()}
-        return {"seconds": spread(seconds), "bytes": self.bytes, "flop": self.flop, "bound": bound} | fractions
+        return {
+            "seconds": spread(seconds),
+            "bytes": self.bytes,
+            "flop": self.flop,
+            "bound": bound,
+        } | fractions
 
 
 def bytes_per_pass(params: Params) -> int:
-    """Weight bytes that every forward pass reads: of an untied embedding matrix a few rows at most, of a tied one all, as the head."""
+    """Weight bytes that every forward pass reads: of an untied embedding matrix a few rows at most, of a tied
+    one all, as the head.
+    """
     return tree_bytes(params) - (tree_bytes(params["embed"]) if "lm_head" in params else 0)
 
 
 def prefill_work(config: xj.ModelConfig, weight_bytes: int, lengths: Sequence[int]) -> Work:
-    """(2 x non-embedding weights x tokens + attention + one vocabulary row for the last position) FLOP, and the weights once."""
-    pairs = sum(int(np.minimum(np.arange(1, n + 1), window or n).sum()) for n in lengths for window in config.layer_windows)
-    flop = 2 * _layer_weights(config) * sum(lengths) + _attention_flop(config, pairs) + _head_flop(config) * len(lengths)
+    """(2 x non-embedding weights x tokens + attention + one vocabulary row for the last position) FLOP, and
+    the weights once.
+    """
+    pairs = sum(
+        int(np.minimum(np.arange(1, n + 1), window or n).sum())
+        for n in lengths
+        for window in config.layer_windows
+    )
+    flop = (
+        2 * _layer_weights(config) * sum(lengths)
+        + _attention_flop(config, pairs)
+        + _head_flop(config) * len(lengths)
+    )
     return Work(weight_bytes, flop)
 
 
-def decode_work(config: xj.ModelConfig, weight_bytes: int, cache_itemsize: int, lengths: Sequence[int], new_tokens: int) -> Work:
-    """One step for all rows, the mean of those that follow the first token: weights once, and each row's keys and values at its length."""
+def decode_work(
+    config: xj.ModelConfig, weight_bytes: int, cache_itemsize: int, lengths: Sequence[int], new_tokens: int
+) -> Work:
+    """One step for all rows, the mean of those that follow the first token: weights once, and each row's keys
+    and values at its length.
+    """
     keys = np.array(lengths)[:, None] + np.arange(1, max(new_tokens, 2))  # a step's own token included
     pairs = sum(float(np.minimum(keys, window or keys).mean(1).sum()) for window in config.layer_windows)
     cache_bytes = 2 * config.num_key_value_heads * config.head_dim * cache_itemsize * pairs
@@ -145,7 +189,11 @@ def decode_work(config: xj.ModelConfig, weight_bytes: int, cache_itemsize: int, 
 
 
 def _layer_weights(config: xj.ModelConfig) -> int:
-    return sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(config)["layers"]) if len(spec.shape) == 2)
+    return sum(
+        math.prod(spec.shape)
+        for spec in jax.tree.leaves(param_specs(config)["layers"])
+        if len(spec.shape) == 2
+    )
 
 
 def _head_flop(config: xj.ModelConfig) -> int:
@@ -157,7 +205,7 @@ def _attention_flop(config: xj.ModelConfig, pairs: float) -> float:
     return 4 * config.num_attention_heads * config.head_dim * pairs
 
 
-# --- how figures are taken --------------------------------------------------------------------------------------------
+# --- how figures are taken ----------------------------------------------------------------------------------
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -166,7 +214,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 class AnonymousPeak:
-    """The most anonymous memory (RssAnon: no mapped files) this process held, sampled every 10 ms in a thread; 0 where not counted."""
+    """The most anonymous memory (RssAnon: no mapped files) this process held, sampled every 10 ms in a
+    thread; 0 where not counted.
+    """
 
     def __init__(self):
         self.bytes = 0
@@ -191,19 +241,34 @@ class AnonymousPeak:
             status = Path("/proc/self/status").read_text()
         except OSError:
             return 0
-        return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:")), 0)
+        return next(
+            (int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:")), 0
+        )
 
 
 def startup(model: str | None, dtype: str, quantize: str, repeats: int) -> dict[str, Any]:
-    """The command line's seconds to its first byte and to its end: with a new compilation cache, and again with it filled."""
-    command = [sys.executable, "-m", "xinfer_jax", "--prompt=What is the capital of France?", "--max_tokens=32", f"--dtype={dtype}"]
-    command += ([f"--model={model}"] if model else []) + ([f"--quantize={quantize}"] if quantize != "none" else [])
+    """The command line's seconds to its first byte and to its end: with a new compilation cache, and again
+    with it filled.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "xinfer_jax",
+        "--prompt=What is the capital of France?",
+        "--max_tokens=32",
+        f"--dtype={dtype}",
+    ]
+    command += ([f"--model={model}"] if model else []) + (
+        [f"--quantize={quantize}"] if quantize != "none" else []
+    )
     seconds = {f"{kind}_{what}_s": [] for kind in ("cold", "warm") for what in ("first_byte", "total")}
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as compiled, tempfile.TemporaryFile("w+") as errors:
             for kind in ("cold", "warm"):
                 start = time.perf_counter()
-                with subprocess.Popen([*command, f"--compilation_cache={compiled}"], stdout=subprocess.PIPE, stderr=errors) as process:
+                with subprocess.Popen(
+                    [*command, f"--compilation_cache={compiled}"], stdout=subprocess.PIPE, stderr=errors
+                ) as process:
                     process.stdout.read(1)
                     seconds[f"{kind}_first_byte_s"].append(time.perf_counter() - start)
                     process.stdout.read()
@@ -211,7 +276,9 @@ def startup(model: str | None, dtype: str, quantize: str, repeats: int) -> dict[
                 if process.returncode:
                     errors.seek(0)
                     return {"skipped": (errors.read().splitlines() or ["no message"])[-1]}
-    return {"model": model or "the bundled checkpoint"} | {name: spread(values) for name, values in seconds.items()}
+    return {"model": model or "the bundled checkpoint"} | {
+        name: spread(values) for name, values in seconds.items()
+    }
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ _ARCHITECTURES = {
 
 
 def convert(checkpoint: Path, converted: Path, precision: str, threads: int) -> None:
-    """The checkpoint as converted/model.gguf; Q8_0 and Q4_0 as llama.cpp makes them: a tied vocabulary matrix keeps more bits than 4."""
+    """The checkpoint as converted/model.gguf; Q8_0 and Q4_0 as llama.cpp makes them: a tied vocabulary matrix
+    keeps more bits than 4.
+    """
     converted.mkdir(parents=True)
     file, plain = converted / "model.gguf", converted / "bf16.gguf"
     if precision in ("F32", "BF16"):
@@ -42,17 +44,24 @@ def load(job: dict) -> Callable[[list[list[int]], int], tuple[float, list[list[i
     quiet = llama_cpp.llama_log_callback(lambda *_: None)
     llama_cpp.llama_log_set(quiet, None)
     llama_cpp.llama_backend_init()
-    model = llama_cpp.llama_model_load_from_file(str(Path(job["converted"], "model.gguf")).encode(), llama_cpp.llama_model_default_params())
+    model = llama_cpp.llama_model_load_from_file(
+        str(Path(job["converted"], "model.gguf")).encode(), llama_cpp.llama_model_default_params()
+    )
     if not model:
         raise RuntimeError("llama_model_load_from_file gave nothing")
-    state = {"shape": None, "context": None, "quiet": quiet}  # a context serves calls of one shape; the callback must outlive us
+    # A context serves calls of one shape; the callback must outlive us.
+    state = {"shape": None, "context": None, "quiet": quiet}
 
     def context(rows: int, length: int, new: int) -> object:
         if state["shape"] != (rows, length, new):
             if state["context"]:
                 llama_cpp.llama_free(state["context"])
             how = llama_cpp.llama_context_default_params()
-            how.n_ctx, how.n_seq_max, how.n_batch = rows * -(-(length + new) // 256) * 256, rows, max(512, rows * length)
+            how.n_ctx, how.n_seq_max, how.n_batch = (
+                rows * -(-(length + new) // 256) * 256,
+                rows,
+                max(512, rows * length),
+            )
             how.n_threads = how.n_threads_batch = job["threads"]
             state.update(shape=(rows, length, new), context=llama_cpp.llama_init_from_model(model, how))
             if not state["context"]:
@@ -62,7 +71,11 @@ def load(job: dict) -> Callable[[list[list[int]], int], tuple[float, list[list[i
 
     def step(ctx: object, batch: object, rows: list[list[int]], position: int) -> list[int]:
         """Appends each row's ids at `position`; the likeliest next id of each."""
-        cells = [(token, position + t, row, t == len(ids) - 1) for row, ids in enumerate(rows) for t, token in enumerate(ids)]
+        cells = [
+            (token, position + t, row, t == len(ids) - 1)
+            for row, ids in enumerate(rows)
+            for t, token in enumerate(ids)
+        ]
         batch.n_tokens = len(cells)
         for i, (token, at, row, last) in enumerate(cells):
             batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, at, 1, last
@@ -99,13 +112,21 @@ def write_gguf(checkpoint: Path, file: Path, precision: str) -> None:
     """
     hf = json.loads((checkpoint / "config.json").read_text())
     arch = _ARCHITECTURES.get(hf["model_type"])
-    rope = {"rope_theta": hf.get("rope_theta", 10000.0)} | (hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    rope = {"rope_theta": hf.get("rope_theta", 10000.0)} | (
+        hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    )
     rope_type = rope.get("rope_type", "default")
     if arch is None or rope_type not in ("default", "llama3"):
-        raise ValueError(f"no GGUF is written for model_type {hf['model_type']!r} with rope type {rope_type!r}")
+        raise ValueError(
+            f"no GGUF is written for model_type {hf['model_type']!r} with rope type {rope_type!r}"
+        )
     tensors = _tensors(checkpoint / "model.safetensors")
     head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-    heads = {"q_proj": hf["num_attention_heads"], "k_proj": hf["num_key_value_heads"]} if arch == gguf.MODEL_ARCH.LLAMA else {}
+    heads = (
+        {"q_proj": hf["num_attention_heads"], "k_proj": hf["num_key_value_heads"]}
+        if arch == gguf.MODEL_ARCH.LLAMA
+        else {}
+    )
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
     _metadata(writer, hf, head_dim, rope["rope_theta"], precision)
     names, written = gguf.get_tensor_name_map(arch, hf["num_hidden_layers"]), {}
@@ -114,7 +135,9 @@ def write_gguf(checkpoint: Path, file: Path, precision: str) -> None:
         kind = precision if len(shape) == 2 else "F32"
         size = math.prod(shape) * (4 if kind == "F32" else 2)
         raw = None if kind == "F32" else gguf.GGMLQuantizationType.BF16
-        writer.add_tensor_info(stored, shape, np.dtype(np.float32 if raw is None else np.uint16), size, raw_dtype=raw)
+        writer.add_tensor_info(
+            stored, shape, np.dtype(np.float32 if raw is None else np.uint16), size, raw_dtype=raw
+        )
         written[name] = kind
     if rope_type == "llama3":
         writer.add_tensor_info("rope_freqs.weight", (head_dim // 2,), np.dtype(np.float32), head_dim // 2 * 4)
@@ -124,7 +147,8 @@ def write_gguf(checkpoint: Path, file: Path, precision: str) -> None:
     for name, kind in written.items():
         shape, bits = tensors[name]
         for part, count in heads.items():
-            if f".{part}." in name:  # llama.cpp rotates pairs (2i, 2i+1) of this architecture, Hugging Face (i, i + H/2)
+            # Llama.cpp rotates pairs (2i, 2i+1) of this architecture, Hugging Face (i, i + H/2).
+            if f".{part}." in name:
                 bits = bits.reshape(count, 2, head_dim // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
         writer.write_tensor_data(_float32(bits) if kind == "F32" else np.ascontiguousarray(bits))
     if rope_type == "llama3":
@@ -169,6 +193,10 @@ def _float32(bits: np.ndarray) -> np.ndarray:
 def _llama3_factors(rope: dict, head_dim: int) -> np.ndarray:
     """What llama.cpp divides the frequencies by, for rope type llama3."""
     wavelength = 2 * math.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
-    low, high, context = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    low, high, context = (
+        rope["low_freq_factor"],
+        rope["high_freq_factor"],
+        rope["original_max_position_embeddings"],
+    )
     smooth = np.clip((context / wavelength - low) / (high - low), 0, 1)
     return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)

@@ -1,8 +1,10 @@
-"""One engine of bench_peers.py, in a process of its own: `python bench_peer_runners.py JOB`, JOB and the answer (last line) as JSON.
+"""One engine of bench_peers.py, in a process of its own: `python bench_peer_runners.py JOB`, JOB and the
+answer (last line) as JSON.
 
-Needs only numpy and the engine, so that it runs under whatever Python holds the peer. An engine is an entry of ENGINES: how to
-get it, what it imports, how to convert the checkpoint (if it must) and how to load it. Loading gives a function
-`generate(prompts, new_tokens) -> (seconds to the first token of every row, token ids per row)`: greedy, EOS ignored.
+Needs only numpy and the engine, so that it runs under whatever Python holds the peer. An engine is an entry
+of ENGINES: how to get it, what it imports, how to convert the checkpoint (if it must) and how to load it.
+Loading gives a function `generate(prompts, new_tokens) -> (seconds to the first token of every row, token ids
+per row)`: greedy, EOS ignored.
 """
 
 import dataclasses
@@ -22,8 +24,12 @@ Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], tuple[float, list[list[int]]]]
 
 
-def main(job: dict, engines: dict[str, "Engine"], measure: Callable[["Engine", dict, "PeakMemory"], dict]) -> dict:
-    """Converts the checkpoint, or loads it and measures every case; what cannot be done is the answer's only entry."""
+def main(
+    job: dict, engines: dict[str, "Engine"], measure: Callable[["Engine", dict, "PeakMemory"], dict]
+) -> dict:
+    """Converts the checkpoint, or loads it and measures every case; what cannot be done is the answer's only
+    entry.
+    """
     engine = engines[job["engine"]]
     watch = PeakMemory()
     try:
@@ -34,12 +40,20 @@ def main(job: dict, engines: dict[str, "Engine"], measure: Callable[["Engine", d
         if job["convert"]:
             engine.convert(Path(job["checkpoint"]), Path(job["converted"]), job["precision"], job["threads"])
             return {"converted": True}
-        return {"import_s": import_s, "version": importlib.metadata.version(engine.package), **measure(engine, job, watch)}
+        return {
+            "import_s": import_s,
+            "version": importlib.metadata.version(engine.package),
+            **measure(engine, job, watch),
+        }
     except ImportError as error:
         return {"skipped": f"not installed ({engine.install}): {error}"}
     except Exception as error:  # any of them: one line in the parent's table
         reason = " ".join(str(error).split())[:300] or "no reason given"
-        return {"skipped": reason} if type(error).__name__ == "InputError" else {"failed": f"{type(error).__name__}: {reason}"}
+        return (
+            {"skipped": reason}
+            if type(error).__name__ == "InputError"
+            else {"failed": f"{type(error).__name__}: {reason}"}
+        )
 
 
 def measure(engine: "Engine", job: dict, watch: "PeakMemory") -> dict:
@@ -48,7 +62,8 @@ def measure(engine: "Engine", job: dict, watch: "PeakMemory") -> dict:
     result = {"load_s": time.perf_counter() - start, "warmup_s": 0.0}
     new, draw = job["new_tokens"], np.random.RandomState(job["seed"])
     for length, rows in job["cases"]:
-        others, prompts = draw.randint(0, job["vocab_size"], (2, rows, length)).tolist()  # an engine may remember a prompt
+        # An engine may remember a prompt.
+        others, prompts = draw.randint(0, job["vocab_size"], (2, rows, length)).tolist()
         start = time.perf_counter()
         generate(others, new)
         result["warmup_s"] += time.perf_counter() - start
@@ -67,7 +82,9 @@ def measure(engine: "Engine", job: dict, watch: "PeakMemory") -> dict:
 
 
 class PeakMemory:
-    """Peak anonymous memory, sampled every 20 ms in a thread, and the kernel's own mark of peak resident memory (Linux only)."""
+    """Peak anonymous memory, sampled every 20 ms in a thread, and the kernel's own mark of peak resident
+    memory (Linux only).
+    """
 
     def __init__(self) -> None:
         self._anon = 0.0
@@ -90,7 +107,11 @@ class PeakMemory:
             lines = Path("/proc/self/status").read_text().splitlines()
         except OSError:
             return {}
-        return {name: int(rest.split()[0]) / 1024 for name, _, rest in (line.partition(":") for line in lines) if rest.endswith(" kB")}
+        return {
+            name: int(rest.split()[0]) / 1024
+            for name, _, rest in (line.partition(":") for line in lines)
+            if rest.endswith(" kB")
+        }
 
 
 class FirstToken:
@@ -105,14 +126,17 @@ class FirstToken:
             self.seconds = time.perf_counter() - self._start
 
 
-# --- ours ----------------------------------------------------------------------------------------------------------------
+# --- ours ---------------------------------------------------------------------------------------------------
 
 
 def our_model(job: dict) -> Any:
     import xinfer_jax as xj
 
     precision = job["precision"]
-    return xj.load_model(job["checkpoint"], **({"quantize": precision} if precision.startswith("int") else {"dtype": precision}))
+    return xj.load_model(
+        job["checkpoint"],
+        **({"quantize": precision} if precision.startswith("int") else {"dtype": precision}),
+    )
 
 
 def load_ours(job: dict) -> Generate:
@@ -127,7 +151,7 @@ def load_ours(job: dict) -> Generate:
     return generate
 
 
-# --- transformers, eager: not compiled, dynamic cache, its default attention ---------------------------------------------------
+# --- transformers, eager: not compiled, dynamic cache, its default attention --------------------------------
 
 
 def transformers_model(job: dict) -> Any:
@@ -135,7 +159,9 @@ def transformers_model(job: dict) -> Any:
     import transformers
 
     torch.set_num_threads(job["threads"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(job["checkpoint"], dtype=getattr(torch, job["precision"]))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        job["checkpoint"], dtype=getattr(torch, job["precision"])
+    )
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
@@ -154,14 +180,18 @@ def load_transformers(job: dict) -> Generate:
             return torch.zeros(len(ids), dtype=torch.bool)
 
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, stopping_criteria=[after_each_step]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            do_sample=False,
+            stopping_criteria=[after_each_step],
         )
         return first.seconds, out[:, ids.shape[1] :].tolist()
 
     return generate
 
 
-# --- ctranslate2: works on token strings, so each id is spelled <id> ------------------------------------------------------------
+# --- ctranslate2: works on token strings, so each id is spelled <id> ----------------------------------------
 
 
 def convert_ctranslate2(checkpoint: Path, converted: Path, precision: str, threads: int) -> None:
@@ -172,7 +202,9 @@ def convert_ctranslate2(checkpoint: Path, converted: Path, precision: str, threa
 
         @staticmethod
         def get_vocab() -> dict[str, int]:
-            return {f"<{i}>": i for i in range(json.loads((checkpoint / "config.json").read_text())["vocab_size"])}
+            return {
+                f"<{i}>": i for i in range(json.loads((checkpoint / "config.json").read_text())["vocab_size"])
+            }
 
     class Converter(TransformersConverter):
         def load_tokenizer(self, *_: object, **__: object) -> type[Numbers]:
@@ -184,7 +216,9 @@ def convert_ctranslate2(checkpoint: Path, converted: Path, precision: str, threa
 def load_ctranslate2(job: dict) -> Generate:
     import ctranslate2
 
-    model = ctranslate2.Generator(job["converted"], device="cpu", compute_type=job["precision"], intra_threads=job["threads"])
+    model = ctranslate2.Generator(
+        job["converted"], device="cpu", compute_type=job["precision"], intra_threads=job["threads"]
+    )
 
     def generate(prompts: Prompts, new: int) -> tuple[float, list[list[int]]]:
         first = FirstToken(len(prompts))
@@ -195,20 +229,24 @@ def load_ctranslate2(job: dict) -> Generate:
 
         words = [[f"<{i}>" for i in prompt] for prompt in prompts]
         # Without the prompt in the result it is run in one pass; min_length keeps the end token away.
-        out = model.generate_batch(words, max_length=new, min_length=new, include_prompt_in_result=False, callback=after_each_token)
+        out = model.generate_batch(
+            words, max_length=new, min_length=new, include_prompt_in_result=False, callback=after_each_token
+        )
         return first.seconds, [row.sequences_ids[0] for row in out]
 
     return generate
 
 
-# --- openvino-genai -----------------------------------------------------------------------------------------------------------
+# --- openvino-genai -----------------------------------------------------------------------------------------
 
 
 def convert_openvino(checkpoint: Path, converted: Path, precision: str, threads: int) -> None:
     from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 
     how = OVWeightQuantizationConfig(bits=int(precision.removeprefix("int")))
-    OVModelForCausalLM.from_pretrained(checkpoint, export=True, compile=False, quantization_config=how).save_pretrained(converted)
+    OVModelForCausalLM.from_pretrained(
+        checkpoint, export=True, compile=False, quantization_config=how
+    ).save_pretrained(converted)
 
 
 def load_openvino(job: dict) -> Generate:
@@ -221,13 +259,15 @@ def load_openvino(job: dict) -> Generate:
         ids = np.array(prompts, np.int64)
         inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
         # It wants an EOS id even where it ignores it, and the checkpoint's files name none.
-        out = pipeline.generate(inputs, max_new_tokens=new, eos_token_id=0, stop_token_ids={0}, ignore_eos=True, do_sample=False)
+        out = pipeline.generate(
+            inputs, max_new_tokens=new, eos_token_id=0, stop_token_ids={0}, ignore_eos=True, do_sample=False
+        )
         return out.perf_metrics.get_ttft().mean / 1e3, [list(row) for row in out.tokens]
 
     return generate
 
 
-# --- llama.cpp: in a file of its own ----------------------------------------------------------------------------------------------
+# --- llama.cpp: in a file of its own ------------------------------------------------------------------------
 
 
 def convert_llama_cpp(checkpoint: Path, converted: Path, precision: str, threads: int) -> None:
@@ -242,7 +282,7 @@ def load_llama_cpp(job: dict) -> Generate:
     return load(job)
 
 
-# --- the table -------------------------------------------------------------------------------------------------------------------
+# --- the table ----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +303,9 @@ def _same(*names: str) -> dict[str, str]:
 
 
 ENGINES = {
-    "ours": Engine("pip install .", "jax", ("xinfer_jax",), _same("float32", "bfloat16", "int8", "int4"), load_ours),
+    "ours": Engine(
+        "pip install .", "jax", ("xinfer_jax",), _same("float32", "bfloat16", "int8", "int4"), load_ours
+    ),
     "transformers": Engine(
         "pip install torch transformers",
         "transformers",

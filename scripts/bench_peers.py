@@ -1,13 +1,16 @@
-"""Speed and memory beside other engines: one random checkpoint, each engine in a process of its own, all of them in every round.
+"""Speed and memory beside other engines: one random checkpoint, each engine in a process of its own, all of
+them in every round.
 
-Peers are extras: whatever is not installed is skipped with a line that says how to get it. They may live under another Python:
+Peers are extras: whatever is not installed is skipped with a line that says how to get it. They may live
+under another Python:
 
     python scripts/bench_peers.py --rounds=3 --python=peers=/path/to/venv/bin/python
 
-Each engine loads the checkpoint (converted beforehand where it must be), then for every case makes one call to warm up, with
-the seconds reported apart, and one that is measured: time to the first token, then tokens per second after it. Greedy, EOS ignored.
-Ratios compare with ours of the same precision within a round; their medians are printed. transformers runs eagerly: not compiled,
-its cache growing. llama.cpp maps its files, so its weights are in the resident memory, not in the anonymous.
+Each engine loads the checkpoint (converted beforehand where it must be), then for every case makes one call
+to warm up, with the seconds reported apart, and one that is measured: time to the first token, then tokens
+per second after it. Greedy, EOS ignored. Ratios compare with ours of the same precision within a round; their
+medians are printed. transformers runs eagerly: not compiled, its cache growing. llama.cpp maps its files, so
+its weights are in the resident memory, not in the anonymous.
 """
 
 import hashlib
@@ -36,13 +39,23 @@ from xinfer_jax.config import from_hf
 from xinfer_jax.errors import InputError
 from xinfer_jax.params import param_specs
 
-CONFIG = flags.DEFINE_string("config", "qwen2.5-0.5b", "A built-in shape (bench_shapes.py) or a directory with config.json.")
-WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Keeps the checkpoint and its conversions (7 GB for 0.5b); default: in the temporary directory."
+CONFIG = flags.DEFINE_string(
+    "config", "qwen2.5-0.5b", "A built-in shape (bench_shapes.py) or a directory with config.json."
 )
-WANTED = flags.DEFINE_list("engines", None, f"Names ({', '.join(ENGINES)}), with :PRECISION for one precision only; default: all.")
-PYTHON = flags.DEFINE_multi_string("python", [], "NAME=PATH: the Python that runs this engine; the name peers means all but ours.")
-ROUNDS = flags.DEFINE_integer("rounds", 3, "Times that each engine runs; medians are reported.", lower_bound=1)
+WORKDIR = flags.DEFINE_string(
+    "workdir",
+    None,
+    "Keeps the checkpoint and its conversions (7 GB for 0.5b); default: in the temporary directory.",
+)
+WANTED = flags.DEFINE_list(
+    "engines", None, f"Names ({', '.join(ENGINES)}), with :PRECISION for one precision only; default: all."
+)
+PYTHON = flags.DEFINE_multi_string(
+    "python", [], "NAME=PATH: the Python that runs this engine; the name peers means all but ours."
+)
+ROUNDS = flags.DEFINE_integer(
+    "rounds", 3, "Times that each engine runs; medians are reported.", lower_bound=1
+)
 LENGTHS = flags.DEFINE_list("prompt_lengths", ["26", "512"], "Tokens of the prompt; batches use the first.")
 BATCHES = flags.DEFINE_list("batch_sizes", ["1", "8"], "Rows.")
 NEW = flags.DEFINE_integer("new_tokens", 64, "Tokens to generate.", lower_bound=2)
@@ -67,7 +80,12 @@ def run() -> None:
     how = f"{NEW.value} new tokens, greedy; transformers eager"
     print(f"{CONFIG.value}, random weights in {workdir}; {THREADS} threads of {cpu_name()}; {how}")
     cases = list(dict.fromkeys([(n, 1) for n in lengths] + [(lengths[0], rows) for rows in batches]))
-    job = {"checkpoint": str(workdir / "checkpoint"), "vocab_size": hf["vocab_size"], "cases": cases, "threads": THREADS}
+    job = {
+        "checkpoint": str(workdir / "checkpoint"),
+        "vocab_size": hf["vocab_size"],
+        "cases": cases,
+        "threads": THREADS,
+    }
     job |= {"new_tokens": NEW.value, "seed": SEED.value}
     report(*rounds(job, wanted, pythons, workdir), cases, wanted)
 
@@ -79,7 +97,9 @@ def shape() -> dict:
     return hf
 
 
-def rounds(job: dict, wanted: Iterable[str], pythons: dict[str, str], workdir: Path) -> tuple[dict[str, list[dict]], dict[str, str]]:
+def rounds(
+    job: dict, wanted: Iterable[str], pythons: dict[str, str], workdir: Path
+) -> tuple[dict[str, list[dict]], dict[str, str]]:
     """Every engine in every round: what each measured, and why one was left out."""
     results: dict[str, list[dict]] = {name: [] for name in wanted}
     problems: dict[str, str] = {}
@@ -89,7 +109,9 @@ def rounds(job: dict, wanted: Iterable[str], pythons: dict[str, str], workdir: P
             engine, precision = name.split(":")
             python = pythons.get(engine, sys.executable)
             result = measure(job | {"engine": engine, "precision": precision}, python, workdir)
-            if problem := next((f"{kind}: {result[kind]}" for kind in ("skipped", "failed") if kind in result), None):
+            if problem := next(
+                (f"{kind}: {result[kind]}" for kind in ("skipped", "failed") if kind in result), None
+            ):
                 problems[name] = problem
             else:
                 results[name].append(result)
@@ -98,18 +120,29 @@ def rounds(job: dict, wanted: Iterable[str], pythons: dict[str, str], workdir: P
 
 
 def engines() -> dict[str, str]:
-    """engine:precision -> precision of ours that it is compared with, like beside like, so that noise hits both."""
+    """engine:precision -> precision of ours that it is compared with, like beside like, so that noise hits
+    both.
+    """
     every = {f"{name}:{p}": ours for name, engine in ENGINES.items() for p, ours in engine.precisions.items()}
-    chosen = [name for entry in WANTED.value or ENGINES for name in every if name == entry or name.split(":")[0] == entry]
+    chosen = [
+        name
+        for entry in WANTED.value or ENGINES
+        for name in every
+        if name == entry or name.split(":")[0] == entry
+    ]
     for entry in WANTED.value or ():
         if not any(name == entry or name.split(":")[0] == entry for name in every):
-            raise InputError(f"engine {entry!r} is unknown: use {', '.join(ENGINES)} or one of {', '.join(every)}")
+            raise InputError(
+                f"engine {entry!r} is unknown: use {', '.join(ENGINES)} or one of {', '.join(every)}"
+            )
     return {name: every[name] for name in sorted(chosen, key=lambda name: ORDER.index(every[name]))}
 
 
 def numbers(flag: flags.FlagHolder) -> list[int]:
     if not flag.value or not all(entry.isdecimal() and int(entry) for entry in flag.value):
-        raise InputError(f"--{flag.name}={','.join(flag.value)}: give whole numbers above 0, with commas between")
+        raise InputError(
+            f"--{flag.name}={','.join(flag.value)}: give whole numbers above 0, with commas between"
+        )
     return [int(entry) for entry in flag.value]
 
 
@@ -117,7 +150,9 @@ def interpreters() -> dict[str, str]:
     given = dict(entry.partition("=")[::2] for entry in PYTHON.value)
     for name, path in given.items():
         if name not in (*ENGINES, "peers") or not os.access(path, os.X_OK):
-            raise InputError(f"--python={name}={path}: give an engine ({', '.join(ENGINES)}) or peers, and an executable")
+            raise InputError(
+                f"--python={name}={path}: give an engine ({', '.join(ENGINES)}) or peers, and an executable"
+            )
     peers = {name: given["peers"] for name in ENGINES if name != "ours"} if "peers" in given else {}
     return peers | given
 
@@ -125,7 +160,8 @@ def interpreters() -> dict[str, str]:
 def checkpoint(hf: dict) -> Path:
     """The folder of this config and seed, with checkpoint/ in it: config.json and random bfloat16 weights.
 
-    Matrices are normal with 1/sqrt(inputs), embeddings twice that, so that logits have a standard deviation of about 2.
+    Matrices are normal with 1/sqrt(inputs), embeddings twice that, so that logits have a standard deviation
+    of about 2.
     """
     config = from_hf(hf)
     digest = hashlib.sha256(json.dumps([hf, SEED.value, 1], sort_keys=True).encode()).hexdigest()[:12]
@@ -139,7 +175,9 @@ def checkpoint(hf: dict) -> Path:
         if len(spec.shape) == 1:
             values = 0.1 * values + spec.hf_name.endswith("norm.weight")
         else:
-            values *= (2 if spec.hf_name.startswith(("model.embed", "lm_head")) else 1) / np.sqrt(spec.shape[1])
+            values *= (2 if spec.hf_name.startswith(("model.embed", "lm_head")) else 1) / np.sqrt(
+                spec.shape[1]
+            )
         tensors[spec.hf_name] = values.astype(ml_dtypes.bfloat16)
     unfinished = folder / "unfinished"
     unfinished.mkdir(parents=True, exist_ok=True)
@@ -164,11 +202,19 @@ def measure(job: dict, python: str, workdir: Path) -> dict:
 
 def child(job: dict, python: str) -> dict:
     """The answer of the job's runner in a process of its own; a crash is an answer too."""
-    command = [python, str(Path(__file__).with_name(job.get("runner", "bench_peer_runners.py"))), json.dumps(job)]
+    command = [
+        python,
+        str(Path(__file__).with_name(job.get("runner", "bench_peer_runners.py"))),
+        json.dumps(job),
+    ]
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
-    environment = {"JAX_PLATFORMS": "cpu"} | dict(os.environ) | offline | {"OMP_NUM_THREADS": str(job["threads"])}
+    environment = (
+        {"JAX_PLATFORMS": "cpu"} | dict(os.environ) | offline | {"OMP_NUM_THREADS": str(job["threads"])}
+    )
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", timeout=TIMEOUT.value)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", timeout=TIMEOUT.value
+        )
     except subprocess.TimeoutExpired:
         return {"failed": f"no answer after {TIMEOUT.value} s"}
     answer = (done.stdout.strip().splitlines() or [""])[-1]
@@ -178,12 +224,19 @@ def child(job: dict, python: str) -> dict:
     return {"failed": f"exit code {done.returncode}: {said[:200]}"}
 
 
-def report(results: dict[str, list[dict]], problems: dict[str, str], cases: list, wanted: dict[str, str]) -> None:
+def report(
+    results: dict[str, list[dict]], problems: dict[str, str], cases: list, wanted: dict[str, str]
+) -> None:
     ran = {name: rounds for name, rounds in results.items() if rounds}
-    speeds = [f"prefill {n} x{rows}" for n, rows in cases if rows == 1] + [f"decode {n} x{rows}" for n, rows in cases]
+    speeds = [f"prefill {n} x{rows}" for n, rows in cases if rows == 1] + [
+        f"decode {n} x{rows}" for n, rows in cases
+    ]
     costs = ["load_s", "warmup_s", "anon_mib", "anon_all_mib", "hwm_all_mib"]
     medians = {
-        name: {key: median([r[key] for r in rounds if r.get(key) is not None]) for key in (*costs[:2], *speeds, *costs[2:])}
+        name: {
+            key: median([r[key] for r in rounds if r.get(key) is not None])
+            for key in (*costs[:2], *speeds, *costs[2:])
+        }
         for name, rounds in ran.items()
     }
     reference = (ran.get("ours:float32") or next(iter(ran.values()), [{"tokens": []}]))[0]["tokens"]
@@ -196,12 +249,18 @@ def report(results: dict[str, list[dict]], problems: dict[str, str], cases: list
         if ours and not name.startswith("ours:"):
             keys = [*speeds, "anon_mib", "anon_all_mib"]
             pairs = list(zip(ours, rounds, strict=False))  # rounds that both ran
-            ratios[name] = {key: median([a[key] / b[key] for a, b in pairs if a.get(key) and b.get(key)]) for key in keys}
+            ratios[name] = {
+                key: median([a[key] / b[key] for a, b in pairs if a.get(key) and b.get(key)]) for key in keys
+            }
     short = {key: key.replace(" x1", "") for key in speeds}
     print(
-        "\nMedians. prefill, decode: tok/s by prompt length (x rows: all rows together); peak MiB: anonymous (1 row · all cases), resident"
+        "\nMedians. prefill, decode: tok/s by prompt length (x rows: all rows together); peak MiB: anonymous"
+        " (1 row · all cases), resident"
     )
-    print("same: leading tokens (of the first case) equal to ours in float32, or to the first engine's; rounding ends that.")
+    print(
+        "same: leading tokens (of the first case) equal to ours in float32, or to the first engine's;"
+        " rounding ends that."
+    )
     heads = ["load s", "warm-up s", *short.values(), "anon", "anon all", "resident", "same"]
     table(["engine", *heads], [[name, *m.values()] for name, m in medians.items()])
     if ratios:
@@ -211,18 +270,32 @@ def report(results: dict[str, list[dict]], problems: dict[str, str], cases: list
     for name, problem in problems.items():
         print(f"{name}: {problem}")
     engines = {
-        name: {"median": medians[name], "ratio": ratios.get(name), "version": rounds[0]["version"]}
-        | {"rounds": [{key: value for key, value in r.items() if key != "tokens"} for r in rounds]}
+        name: (
+            {"median": medians[name], "ratio": ratios.get(name), "version": rounds[0]["version"]}
+            | {"rounds": [{key: value for key, value in r.items() if key != "tokens"} for r in rounds]}
+        )
         for name, rounds in ran.items()
     }
-    about = {"config": CONFIG.value, "cpu": cpu_name(), "threads": THREADS, "new_tokens": NEW.value, "rounds": ROUNDS.value}
+    about = {
+        "config": CONFIG.value,
+        "cpu": cpu_name(),
+        "threads": THREADS,
+        "new_tokens": NEW.value,
+        "rounds": ROUNDS.value,
+    }
     print(json.dumps(rounded(about | {"engines": engines, "problems": problems})))
 
 
 def rounded(value: object) -> object:
     if isinstance(value, dict):
         return {key: rounded(entry) for key, entry in value.items()}
-    return [rounded(entry) for entry in value] if isinstance(value, list) else round(value, 3) if isinstance(value, float) else value
+    return (
+        [rounded(entry) for entry in value]
+        if isinstance(value, list)
+        else round(value, 3)
+        if isinstance(value, float)
+        else value
+    )
 
 
 def table(heads: list[str], rows: list[list], digits: int | None = None) -> None:
@@ -236,7 +309,14 @@ def table(heads: list[str], rows: list[list], digits: int | None = None) -> None
     lines = [heads, *([cell(value) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for first, *rest in lines:
-        print("  ".join([first.ljust(widths[0]), *(text.rjust(width) for text, width in zip(rest, widths[1:], strict=True))]))
+        print(
+            "  ".join(
+                [
+                    first.ljust(widths[0]),
+                    *(text.rjust(width) for text, width in zip(rest, widths[1:], strict=True)),
+                ]
+            )
+        )
 
 
 def median(values: list[float]) -> float | None:
@@ -248,7 +328,10 @@ def cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Real model shapes for benchmarks, as the contents of their Hugging Face config.json: nothing needs downloading."""
+"""Real model shapes for benchmarks, as the contents of their Hugging Face config.json: nothing needs
+downloading.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -7,10 +9,20 @@ from xinfer_jax.errors import InputError
 from xinfer_jax.files import read_json
 
 
-def _shape(model_type: str, sizes: tuple[int, ...], eps: float, theta: float, context: int, tied: bool, **more: Any) -> dict[str, Any]:
+def _shape(
+    model_type: str, sizes: tuple[int, ...], eps: float, theta: float, context: int, tied: bool, **more: Any
+) -> dict[str, Any]:
     """Contents of a config.json; sizes are V, D, F, L, N, K, H."""
-    names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim".split()
-    classes = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+    names = (
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+        " head_dim".split()
+    )
+    classes = {
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+    }
     return dict(
         architectures=[classes[model_type]],
         model_type=model_type,
@@ -26,7 +38,13 @@ def _shape(model_type: str, sizes: tuple[int, ...], eps: float, theta: float, co
 
 
 def _llama3(factor: float) -> dict[str, Any]:
-    return dict(rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    return dict(
+        rope_type="llama3",
+        factor=factor,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
 
 
 _FULL = dict(use_sliding_window=False)
@@ -35,11 +53,22 @@ SHAPES: dict[str, dict[str, Any]] = {  # V, D, F, L, N, K, H
     "qwen2.5-1.5b": _shape("qwen2", (151936, 1536, 8960, 28, 12, 2, 128), 1e-6, 1e6, 32768, True, **_FULL),
     "qwen2.5-3b": _shape("qwen2", (151936, 2048, 11008, 36, 16, 2, 128), 1e-6, 1e6, 32768, True, **_FULL),
     "qwen2.5-7b": _shape("qwen2", (152064, 3584, 18944, 28, 28, 4, 128), 1e-6, 1e6, 32768, False, **_FULL),
-    "qwen3-0.6b": _shape("qwen3", (151936, 1024, 3072, 28, 16, 8, 128), 1e-6, 1e6, 40960, True, attention_bias=False, **_FULL),
-    "qwen3-4b": _shape("qwen3", (151936, 2560, 9728, 36, 32, 8, 128), 1e-6, 1e6, 40960, True, attention_bias=False, **_FULL),
-    "llama3.2-1b": _shape("llama", (128256, 2048, 8192, 16, 32, 8, 64), 1e-5, 5e5, 131072, True, rope_scaling=_llama3(32.0)),
-    "llama3.1-8b": _shape("llama", (128256, 4096, 14336, 32, 32, 8, 128), 1e-5, 5e5, 131072, False, rope_scaling=_llama3(8.0)),
-    "mistral-7b": _shape("mistral", (32768, 4096, 14336, 32, 32, 8, 128), 1e-5, 1e6, 32768, False, sliding_window=None),  # v0.3
+    "qwen3-0.6b": _shape(
+        "qwen3", (151936, 1024, 3072, 28, 16, 8, 128), 1e-6, 1e6, 40960, True, attention_bias=False, **_FULL
+    ),
+    "qwen3-4b": _shape(
+        "qwen3", (151936, 2560, 9728, 36, 32, 8, 128), 1e-6, 1e6, 40960, True, attention_bias=False, **_FULL
+    ),
+    "llama3.2-1b": _shape(
+        "llama", (128256, 2048, 8192, 16, 32, 8, 64), 1e-5, 5e5, 131072, True, rope_scaling=_llama3(32.0)
+    ),
+    "llama3.1-8b": _shape(
+        "llama", (128256, 4096, 14336, 32, 32, 8, 128), 1e-5, 5e5, 131072, False, rope_scaling=_llama3(8.0)
+    ),
+    # V0.3.
+    "mistral-7b": _shape(
+        "mistral", (32768, 4096, 14336, 32, 32, 8, 128), 1e-5, 1e6, 32768, False, sliding_window=None
+    ),
     "smollm2-135m": _shape("llama", (49152, 576, 1536, 30, 9, 3, 64), 1e-5, 1e5, 8192, True),
 }
 
@@ -54,5 +83,8 @@ def hf_config(name_or_dir: str) -> dict[str, Any]:
         return dict(SHAPES[name_or_dir])
     settings = read_json(Path(name_or_dir).expanduser() / "config.json")
     if settings is None:
-        raise InputError(f"config {name_or_dir!r} is neither a built-in shape ({', '.join(SHAPES)}) nor a directory with config.json")
+        raise InputError(
+            f"config {name_or_dir!r} is neither a built-in shape ({', '.join(SHAPES)}) nor a directory with"
+            " config.json"
+        )
     return settings

@@ -1,9 +1,11 @@
-"""What speculation gains: tokens per second beside plain decoding, in turns, for guesses that are right as often as is asked.
+"""What speculation gains: tokens per second beside plain decoding, in turns, for guesses that are right as
+often as is asked.
 
     python scripts/bench_speculative.py --config=qwen2.5-0.5b --quantize=int8 --acceptance=0.6,0.8,1
 
-Guesses are taken from the plain answer and spoilt at random, so that the rate is known; guessing costs nothing, as with look-up.
-Without --config the checkpoint --model generates from --prompt, and look-up guesses: the acceptance is then a real one.
+Guesses are taken from the plain answer and spoilt at random, so that the rate is known; guessing costs
+nothing, as with look-up. Without --config the checkpoint --model generates from --prompt, and look-up
+guesses: the acceptance is then a real one.
 """
 
 import json
@@ -21,8 +23,12 @@ import xinfer_jax as xj
 from xinfer_jax.config import from_hf
 from xinfer_jax.text import encode_prompt
 
-CONFIG = flags.DEFINE_string("config", None, "A built-in shape (random weights) or a directory with a config.json.")
-MODEL = flags.DEFINE_string("model", None, "A checkpoint, instead: directory or hub name. Default: the bundled one.")
+CONFIG = flags.DEFINE_string(
+    "config", None, "A built-in shape (random weights) or a directory with a config.json."
+)
+MODEL = flags.DEFINE_string(
+    "model", None, "A checkpoint, instead: directory or hub name. Default: the bundled one."
+)
 PROMPT = flags.DEFINE_string("prompt", "What is the capital of France? And of Spain?", "For --model.")
 RAW = flags.DEFINE_boolean("raw", False, "Without the chat template.")
 DTYPE = flags.DEFINE_string("dtype", "float32", "float32, bfloat16 or float16.")
@@ -59,31 +65,55 @@ def run() -> dict:
         rates = map(float, ACCEPTANCE.value) if CONFIG.value else [None]
         for rate in rates:
             draft = "lookup" if rate is None else spoilt(plain, len(prompt), rate, config.vocab_size)
-            ways[f"{count} guesses" + ("" if rate is None else f", {rate:.0%} right")] = dict(draft=draft, draft_tokens=count)
+            ways[f"{count} guesses" + ("" if rate is None else f", {rate:.0%} right")] = dict(
+                draft=draft, draft_tokens=count
+            )
     runs = {name: [answer(**way) for _ in range(2)][1:] for name, way in ways.items()}  # the first compiles
     for _ in range(REPEATS.value - 1):
         for name, way in ways.items():
             runs[name].append(answer(**way))
-    label = f"{CONFIG.value or MODEL.value or 'bundled model'}, {QUANTIZE.value or DTYPE.value}, jax {jax.__version__}"
-    print(f"{label}; medians of {REPEATS.value}; tokens equal to plain decoding are counted up to the first that rounding turned")
+    label = (
+        f"{CONFIG.value or MODEL.value or 'bundled model'}, {QUANTIZE.value or DTYPE.value}, jax"
+        f" {jax.__version__}"
+    )
+    print(
+        f"{label}; medians of {REPEATS.value}; tokens equal to plain decoding are counted up to the first"
+        " that rounding turned"
+    )
     results = {}
     for name, outs in runs.items():
         speed = statistics.median(out.stats.decode_tokens_per_second for out in outs)
         ratio = statistics.median(
-            a.stats.decode_tokens_per_second / b.stats.decode_tokens_per_second for a, b in zip(outs, runs["plain"], strict=True)
+            a.stats.decode_tokens_per_second / b.stats.decode_tokens_per_second
+            for a, b in zip(outs, runs["plain"], strict=True)
         )
         accepted = outs[0].stats.acceptance
-        same = next((i for i, pair in enumerate(zip(outs[0].tokens[0], plain, strict=True)) if pair[0] != pair[1]), len(plain))
-        results[name] = {"tokens_per_second": speed, "ratio": ratio, "acceptance": accepted and accepted[0], "same_tokens": same}
+        same = next(
+            (i for i, pair in enumerate(zip(outs[0].tokens[0], plain, strict=True)) if pair[0] != pair[1]),
+            len(plain),
+        )
+        results[name] = {
+            "tokens_per_second": speed,
+            "ratio": ratio,
+            "acceptance": accepted and accepted[0],
+            "same_tokens": same,
+        }
         share = "" if accepted is None else f"{accepted[0]:5.0%} accepted, {outs[0].stats.passes[0]} passes, "
         print(f"{name:24s} {speed:8.1f} tok/s {ratio:6.2f} x  {share}{same} of {len(plain)} tokens the same")
-    return {"command": "python " + " ".join(sys.argv), "what": label, "new_tokens": NEW.value, "results": results}
+    return {
+        "command": "python " + " ".join(sys.argv),
+        "what": label,
+        "new_tokens": NEW.value,
+        "results": results,
+    }
 
 
 def spoilt(answer: list[int], start: int, rate: float, vocab_size: int):
     """A guesser that knows the answer, and errs at random."""
     right = np.random.default_rng(1).random(len(answer) + 64) < rate
-    known = jnp.array(np.where(right, np.pad(answer, (0, 64)), (np.pad(answer, (0, 64)) + 1) % vocab_size), jnp.int32)
+    known = jnp.array(
+        np.where(right, np.pad(answer, (0, 64)), (np.pad(answer, (0, 64)) + 1) % vocab_size), jnp.int32
+    )
     return lambda history_BS, length_B, count: known[length_B[:, None] - start + jnp.arange(count)]
 
 

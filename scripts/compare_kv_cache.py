@@ -1,7 +1,8 @@
 """What the KV cache is for: time per token with and without it, as the sequence grows.
 
-With a cache a new token costs one pass over the weights and a look at the T keys before it, O(T·d² + T²·d) for a whole
-sequence; without one every token recomputes all of them, O(T²·d² + T³·d). The model has random weights: only time counts.
+With a cache a new token costs one pass over the weights and a look at the T keys before it, O(T·d² + T²·d)
+for a whole sequence; without one every token recomputes all of them, O(T²·d² + T³·d). The model has random
+weights: only time counts.
 
     python scripts/compare_kv_cache.py --plot=kv_cache.png
 """
@@ -35,29 +36,58 @@ def main(argv: list[str]) -> None:
     if with_cache["tokens"] != without["tokens"]:
         raise SystemExit("the two ways disagree on the tokens: this is a bug")
     device = jax.devices()[0].device_kind
-    print(f"{LAYERS.value} layers of width {HIDDEN.value}, float32, jax {jax.__version__} on {device}; ms per token, medians")
+    print(
+        f"{LAYERS.value} layers of width {HIDDEN.value}, float32, jax {jax.__version__} on {device}; ms per"
+        " token, medians"
+    )
     print(f"{'length':>8} {'with cache':>12} {'without':>12} {'ratio':>7}")
     for i in sorted({*range(0, NEW.value - 1, max(1, NEW.value // 10)), NEW.value - 2}):
         a, b = with_cache["ms"][i], without["ms"][i]
         print(f"{PROMPT.value + i + 2:8d} {a:12.2f} {b:12.2f} {b / a:7.1f}")
     a, b = with_cache["total_s"], without["total_s"]
-    print(f"total for {PROMPT.value} + {NEW.value} tokens: {a:.3f} s with the cache, {b:.3f} s without: {b / a:.1f} times as long")
+    print(
+        f"total for {PROMPT.value} + {NEW.value} tokens: {a:.3f} s with the cache, {b:.3f} s without:"
+        f" {b / a:.1f} times as long"
+    )
     if PLOT.value:
         plot(PLOT.value, with_cache["ms"], without["ms"])
-    keep = {name: {key: run[key] for key in ("total_s", "ms")} for name, run in (("with_cache", with_cache), ("without_cache", without))}
-    print(json.dumps({"prompt_tokens": PROMPT.value, "new_tokens": NEW.value, "jax": jax.__version__, "device": device, **keep}))
+    keep = {
+        name: {key: run[key] for key in ("total_s", "ms")}
+        for name, run in (("with_cache", with_cache), ("without_cache", without))
+    }
+    print(
+        json.dumps(
+            {
+                "prompt_tokens": PROMPT.value,
+                "new_tokens": NEW.value,
+                "jax": jax.__version__,
+                "device": device,
+                **keep,
+            }
+        )
+    )
 
 
 def random_model(hidden: int, layers: int) -> tuple[dict, xj.ModelConfig]:
-    shape = dict(hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64)
-    config = from_hf(shape | dict(model_type="llama", vocab_size=8192, max_position_embeddings=1 << 20, tie_word_embeddings=True))
+    shape = dict(
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+    )
+    config = from_hf(
+        shape
+        | dict(model_type="llama", vocab_size=8192, max_position_embeddings=1 << 20, tie_word_embeddings=True)
+    )
     return jax.jit(xj.init_params, static_argnums=(0, 2))(config, jax.random.key(0), "float32"), config
 
 
 def curve(params: dict, config: xj.ModelConfig, prompt: list[int], new: int, use_cache: bool) -> dict:
-    """Median milliseconds of each token after the first, and the median total, compilation excluded by a run before.
+    """Median milliseconds of each token after the first, and the median total, compilation excluded by a run
+    before.
 
-    Without the cache each sequence is padded to a multiple of 8, so that few programs are compiled and little is lost to padding.
+    Without the cache each sequence is padded to a multiple of 8, so that few programs are compiled and little
+    is lost to padding.
     """
     recompute = jax.jit(lambda params, tokens, last: xj.forward(params, config, tokens)[0][0, last].argmax())
     step = jax.jit(lambda params, token, cache: next_token(params, config, token, cache), donate_argnums=2)
@@ -73,7 +103,12 @@ def curve(params: dict, config: xj.ModelConfig, prompt: list[int], new: int, use
                 token = recompute(params, padded, len(tokens) - 1)
             elif i == 0:
                 logits, cache = xj.prefill(
-                    params, config, np.array([prompt], np.int32), np.array([len(prompt)], np.int32), cache, donate=True
+                    params,
+                    config,
+                    np.array([prompt], np.int32),
+                    np.array([len(prompt)], np.int32),
+                    cache,
+                    donate=True,
                 )
                 token = jnp.argmax(logits[0])
             else:
@@ -84,11 +119,16 @@ def curve(params: dict, config: xj.ModelConfig, prompt: list[int], new: int, use
 
     run()
     runs = [run() for _ in range(REPEATS.value)]
-    ms = [1e3 * statistics.median(column) for column in list(zip(*(times for _, times in runs), strict=True))[1:]]
+    ms = [
+        1e3 * statistics.median(column)
+        for column in list(zip(*(times for _, times in runs), strict=True))[1:]
+    ]
     return {"tokens": runs[0][0], "ms": ms, "total_s": statistics.median(sum(times) for _, times in runs)}
 
 
-def next_token(params: dict, config: xj.ModelConfig, token_B: jax.Array, cache: xj.KVCache) -> tuple[jax.Array, xj.KVCache]:
+def next_token(
+    params: dict, config: xj.ModelConfig, token_B: jax.Array, cache: xj.KVCache
+) -> tuple[jax.Array, xj.KVCache]:
     logits, cache = xj.decode_step(params, config, token_B, cache)
     return logits[0].argmax(), cache
 
@@ -104,7 +144,10 @@ def plot(file: str, with_cache: list[float], without: list[float]) -> None:
     axes.plot(length, without, label="without cache: recompute everything")
     axes.plot(length, with_cache, label="with KV cache")
     axes.set(
-        xlabel="sequence length (tokens)", ylabel="ms per token", ylim=(0, None), title=f"{LAYERS.value} layers of width {HIDDEN.value}"
+        xlabel="sequence length (tokens)",
+        ylabel="ms per token",
+        ylim=(0, None),
+        title=f"{LAYERS.value} layers of width {HIDDEN.value}",
     )
     axes.legend()
     figure.tight_layout()

@@ -1,10 +1,11 @@
-"""Compiles every kernel for NVIDIA GPUs on a machine that has none, and prints registers, spills, memory and instructions.
+"""Compiles every kernel for NVIDIA GPUs on a machine that has none, and prints registers, spills, memory and
+instructions.
 
     pip install 'jax[cuda13-local]' nvidia-cuda-nvcc      # the CUDA plug-in and ptxas; no driver is needed
     python scripts/compile_gpu.py --gpus=h200,a100,rtx4090 --only=prefill
 
-One line per kernel, one JSON object as the last line. Exit code 1: something spills, or lacks the instructions it is written for;
-2: the plug-in or ptxas is missing.
+One line per kernel, one JSON object as the last line. Exit code 1: something spills, or lacks the
+instructions it is written for; 2: the plug-in or ptxas is missing.
 """
 
 import json
@@ -49,14 +50,21 @@ def main(argv: list[str]) -> None:
         refuse(ValueError(f"--gpus knows {', '.join(_CARDS)}, got {unknown.pop()!r}"))
     if not (ptxas := _ptxas()):
         refuse(ValueError("no ptxas: pip install nvidia-cuda-nvcc, or put CUDA's bin on the PATH"))
-    version = subprocess.run([ptxas, "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-1]
+    version = (
+        subprocess.run([ptxas, "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-1]
+    )
     print(f"jax {jax.__version__}, {ptxas}: {version}")
     results = []
     for gpu in GPUS.value:
         try:
             sharding = _sharding(gpu)
         except Exception as error:  # whatever a missing or foreign plug-in raises
-            refuse(ValueError(f"no CUDA plug-in that compiles without a device ({error}): pip install 'jax[cuda13-local]'"))
+            refuse(
+                ValueError(
+                    f"no CUDA plug-in that compiles without a device ({error}): pip install"
+                    " 'jax[cuda13-local]'"
+                )
+            )
         for name, impl, function, shapes in _cases(gpu):
             if ONLY.value in name:
                 results += _compiled(gpu, name, impl, function, shapes, sharding)
@@ -66,7 +74,9 @@ def main(argv: list[str]) -> None:
 
 
 def _cases(gpu):
-    """(name, implementation, function, shapes) of what is compiled: shapes of Qwen2.5 and their neighbours."""
+    """(name, implementation, function, shapes) of what is compiled: shapes of Qwen2.5 and their
+    neighbours.
+    """
     for impl in ("mosaic", "triton") if gpu == "h200" else ("triton",):
         run = partial(kernels_pallas.run, impl)
         formats = [(64, "float16")] + [(width, "bfloat16") for width in (64, 80, 96, 128, 256)]
@@ -79,9 +89,19 @@ def _cases(gpu):
                 attention = dict(scale=width**-0.5, **extra)
                 label = f"{impl} {{}} {width} {dtype}{variant}"
                 decode = partial(run, "decode_attention", **attention)
-                yield label.format("decode_attention"), impl, decode, (SD((4, 14, width), dtype), cache, cache, rows)
+                yield (
+                    label.format("decode_attention"),
+                    impl,
+                    decode,
+                    (SD((4, 14, width), dtype), cache, cache, rows),
+                )
                 prefill = partial(run, "prefill_attention", **attention)
-                yield label.format("prefill_attention"), impl, prefill, (SD((4, 512, 14, width), dtype), cache, cache, rows, rows)
+                yield (
+                    label.format("prefill_attention"),
+                    impl,
+                    prefill,
+                    (SD((4, 512, 14, width), dtype), cache, cache, rows, rows),
+                )
         for dtype in ("float32", "bfloat16"):
             yield f"{impl} argmax {dtype}", None, partial(run, "argmax"), (SD((4, 151936), dtype),)
         for rows in (1, 32):
@@ -95,7 +115,10 @@ def _compiled(gpu, name, impl, function, shapes, sharding):
     start = time.perf_counter()
     args = [SD(shape.shape, shape.dtype, sharding=sharding) for shape in shapes]
     # Mosaic takes the target from the default device, Triton from the abstract mesh.
-    with jax.default_device(sharding.mesh.devices.flat[0]), jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
+    with (
+        jax.default_device(sharding.mesh.devices.flat[0]),
+        jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh),
+    ):
         compiled = jax.jit(function).lower(*args).compile()
     resources = next(Path(DUMP).glob("*.resources.txt"), None)  # only Mosaic of the newest jax tells
     shared = int(re.search(r"smem_scratch_bytes=(\d+)", resources.read_text())[1]) if resources else None
@@ -108,7 +131,11 @@ def _compiled(gpu, name, impl, function, shapes, sharding):
         figures = _assembled(gpu, path)
         tensor = len(re.findall(_WANTED.get(impl, "never"), text))
         # TMA's bulk copies of tiles, or those of single vectors that Ampere has too.
-        copies = len(re.findall(r"cp\.async\.bulk\.tensor.*shared.*global" if impl == "mosaic" else r"cp\.async\.c", text))
+        copies = len(
+            re.findall(
+                r"cp\.async\.bulk\.tensor.*shared.*global" if impl == "mosaic" else r"cp\.async\.c", text
+            )
+        )
         exact = "float32" in name
         as_written = impl is None or (exact or tensor > 0) and copies > 0
         result = dict(
@@ -124,9 +151,9 @@ def _compiled(gpu, name, impl, function, shapes, sharding):
         )
         flag = " SPILLS" * bool(figures["spill_bytes"]) + " LACKS INSTRUCTIONS" * (not as_written)
         print(
-            f"{gpu:8s} {name:52s} {figures['registers']:3d} registers {figures['spill_bytes']:4d} B spilled {shared or '-':>6} B shared "
-            f"{temporaries:6d} KiB temporaries "
-            f"{tensor:3d} tensor {copies:3d} async copies {seconds:5.1f} s{flag}",
+            f"{gpu:8s} {name:52s} {figures['registers']:3d} registers {figures['spill_bytes']:4d} B spilled"
+            f" {shared or '-':>6} B shared {temporaries:6d} KiB temporaries {tensor:3d} tensor {copies:3d}"
+            f" async copies {seconds:5.1f} s{flag}",
             flush=True,
         )
         yield result
@@ -135,7 +162,12 @@ def _compiled(gpu, name, impl, function, shapes, sharding):
 def _assembled(gpu, path):
     major, minor = _CARDS[gpu][1]
     arch = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
-    done = subprocess.run([_ptxas(), "-v", f"-arch={arch}", "-o", os.devnull, str(path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [_ptxas(), "-v", f"-arch={arch}", "-o", os.devnull, str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", done.stderr)]
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill", done.stderr)]
     return dict(registers=max(registers), spill_bytes=sum(spills))
@@ -153,14 +185,18 @@ def _sharding(gpu):
         thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
         block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
         registers_per_core_limit: 65536 registers_per_block_limit: 65536
-        shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared} shared_memory_per_core: {shared + 1024}
+        shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared}
+        shared_memory_per_core: {shared + 1024}
         core_count: {multiprocessors} fpus_per_core: 128 clock_rate_ghz: {clock}
         memory_bandwidth: {bandwidth * 10**9} l2_cache_size: {l2 * 2**20} device_memory_size: {memory * 10**9}
-        runtime_version: "12.8.0" driver_version: "13.0.0" compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.0"
+        runtime_version: "12.8.0" driver_version: "13.0.0" compile_time_toolkit_version: "12.8.0"
+        dnn_version: "9.10.0"
       }}
       platform_name: "CUDA" device_description_str: "{name}" dnn_version_info {{ major: 9 minor: 10 }}"""
     topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
-    return jax.sharding.NamedSharding(topologies.make_mesh(topology, (1,), ("one",)), jax.sharding.PartitionSpec())
+    return jax.sharding.NamedSharding(
+        topologies.make_mesh(topology, (1,), ("one",)), jax.sharding.PartitionSpec()
+    )
 
 
 def _ptxas() -> str | None:

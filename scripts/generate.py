@@ -1,4 +1,6 @@
-"""Generates text with a checkpoint: `python scripts/generate.py --prompt "What is the capital of France?"`. See --help."""
+"""Generates text with a checkpoint: `python scripts/generate.py --prompt "What is the capital of France?"`.
+See --help.
+"""
 
 from xinfer_jax.cli import main
 

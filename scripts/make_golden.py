@@ -1,11 +1,11 @@
-"""Writes tests/golden: logits and greedy ids that Hugging Face transformers gives for every case of tests/parity_cases.py.
+"""Writes tests/golden: logits and greedy ids that Hugging Face transformers gives for every case of
+tests/parity_cases.py.
 
-Needs torch and transformers: `pip install -e '.[parity]'`, then `python scripts/make_golden.py`. One NAME.npz per case:
-  about      JSON: the config.json, the seed of the weights, versions, smallest gap between the two best logits
-  prompt_I   token ids of prompt I
-  at_I       positions of that prompt whose logits are kept
-  logits_I   float32 [len(at_I), V]
-  greedy_I   ids that follow (absent where the case does not continue this prompt)
+Needs torch and transformers: `pip install -e '.[parity]'`, then `python scripts/make_golden.py`. One NAME.npz
+per case:
+  about      JSON: the config.json, the seed of the weights, versions, smallest gap between the two best
+  logits prompt_I   token ids of prompt I at_I       positions of that prompt whose logits are kept logits_I
+  float32 [len(at_I), V] greedy_I   ids that follow (absent where the case does not continue this prompt)
 """
 
 import importlib.metadata
@@ -19,9 +19,15 @@ from one_line import parse, refuse
 
 _TESTS = Path(__file__).resolve().parents[1] / "tests"
 _OUT = flags.DEFINE_string("out", str(_TESTS / "golden"), "Directory to write to.")
-_CASES = flags.DEFINE_list("cases", [], "Names of the cases to write; none: all, and files of cases that are gone are deleted.")
-_POSITIONS = flags.DEFINE_integer("positions", 6, "Logits are kept at so many positions of each prompt, the first and last among them.")
-_GAP = flags.DEFINE_float("gap", 0.01, "A seed is taken when the best logit is everywhere this far ahead of the second …")
+_CASES = flags.DEFINE_list(
+    "cases", [], "Names of the cases to write; none: all, and files of cases that are gone are deleted."
+)
+_POSITIONS = flags.DEFINE_integer(
+    "positions", 6, "Logits are kept at so many positions of each prompt, the first and last among them."
+)
+_GAP = flags.DEFINE_float(
+    "gap", 0.01, "A seed is taken when the best logit is everywhere this far ahead of the second …"
+)
 _DISTINCT = flags.DEFINE_integer("distinct", 5, "… and every answer has this many different ids.")
 _SEEDS = flags.DEFINE_integer("seeds", 100, "Seeds to try.")
 
@@ -41,13 +47,23 @@ def golden(cases, name: str) -> dict[str, np.ndarray]:
         else:
             break
     else:
-        refuse(ValueError(f"{name}: none of {_SEEDS.value} seeds will do, allow a smaller --gap or fewer --distinct ids"))
-    versions = {package: importlib.metadata.version(package) for package in ("transformers", "torch", "numpy")}
+        refuse(
+            ValueError(
+                f"{name}: none of {_SEEDS.value} seeds will do, allow a smaller --gap or fewer --distinct ids"
+            )
+        )
+    versions = {
+        package: importlib.metadata.version(package) for package in ("transformers", "torch", "numpy")
+    }
     about = dict(config=case.hf, seed=seed, versions=versions, gap=min(gap for _, gap in answers.values()))
     arrays = {"about": np.array(json.dumps(about))}
     for i, prompt in enumerate(prompts):
         at = np.unique(np.linspace(0, len(prompt) - 1, _POSITIONS.value).astype(np.int16))
-        arrays |= {f"prompt_{i}": np.array(prompt, np.uint8), f"at_{i}": at, f"logits_{i}": cases.hf_logits(model, prompt)[at]}
+        arrays |= {
+            f"prompt_{i}": np.array(prompt, np.uint8),
+            f"at_{i}": at,
+            f"logits_{i}": cases.hf_logits(model, prompt)[at],
+        }
         if i in answers:
             arrays[f"greedy_{i}"] = np.array(answers[i][0], np.uint8)
     return arrays

@@ -1,4 +1,6 @@
-"""What is wrong with a program's input: one line on standard error that begins with the program's name, and exit code 2."""
+"""What is wrong with a program's input: one line on standard error that begins with the program's name, and
+exit code 2.
+"""
 
 import sys
 from pathlib import Path
@@ -13,7 +15,9 @@ def refuse(error: Exception) -> NoReturn:
 
 
 def parse(argv: list[str]) -> list[str]:
-    """For `app.run(main, flags_parser=parse)`, which would print a page of usage instead. These programs take flags alone."""
+    """For `app.run(main, flags_parser=parse)`, which would print a page of usage instead. These programs take
+    flags alone.
+    """
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:

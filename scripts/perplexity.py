@@ -3,9 +3,10 @@
     python scripts/perplexity.py --text=TEXT.txt                                     # the bundled model
     python scripts/perplexity.py --model=DIR --text=TEXT.txt --window=2048 --stride=512 --quantize=int8
 
-The text is one run of tokens. Every token but the first is scored once, after all that lies before it in its window: at least
-window - stride tokens, once the text has as many (the sliding windows of Hugging Face's guide to perplexity). A smaller stride is slower
-and closer to what the model knows. The last line is one JSON object. Exit code 2: bad input, one line on standard error.
+The text is one run of tokens. Every token but the first is scored once, after all that lies before it in its
+window: at least window - stride tokens, once the text has as many (the sliding windows of Hugging Face's
+guide to perplexity). A smaller stride is slower and closer to what the model knows. The last line is one JSON
+object. Exit code 2: bad input, one line on standard error.
 """
 
 import json
@@ -20,12 +21,22 @@ from one_line import parse, refuse
 
 import xinfer_jax as xj
 
-MODEL = flags.DEFINE_string("model", None, "Checkpoint: a directory, or a hub name owner/name. Default: the bundled one.")
+MODEL = flags.DEFINE_string(
+    "model", None, "Checkpoint: a directory, or a hub name owner/name. Default: the bundled one."
+)
 TEXT = flags.DEFINE_string("text", None, "File of UTF-8 text.")
-WINDOW = flags.DEFINE_integer("window", None, "Tokens that the model sees at a time. Default: 1024, or the model's context if less.")
-STRIDE = flags.DEFINE_integer("stride", None, "Tokens that a window moves on, less than the window. Default: half a window.")
-DTYPE = flags.DEFINE_string("dtype", None, "float32, bfloat16 or float16. Default: float32 on CPU, bfloat16 on GPU and TPU.")
-QUANTIZE = flags.DEFINE_string("quantize", None, "int8 or int4: weights in fewer bytes. Default: as --dtype says.")
+WINDOW = flags.DEFINE_integer(
+    "window", None, "Tokens that the model sees at a time. Default: 1024, or the model's context if less."
+)
+STRIDE = flags.DEFINE_integer(
+    "stride", None, "Tokens that a window moves on, less than the window. Default: half a window."
+)
+DTYPE = flags.DEFINE_string(
+    "dtype", None, "float32, bfloat16 or float16. Default: float32 on CPU, bfloat16 on GPU and TPU."
+)
+QUANTIZE = flags.DEFINE_string(
+    "quantize", None, "int8 or int4: weights in fewer bytes. Default: as --dtype says."
+)
 _TOKENS = 4096  # about as many are scored at a time
 
 
@@ -50,18 +61,26 @@ def run() -> dict:
     if not 2 <= window <= limit:
         raise xj.InputError(f"--window={window}: give 2 to {limit}, the model's context")
     if not 1 <= stride < window:
-        raise xj.InputError(f"--stride={stride}: give 1 to {window - 1}, less than the window, so that every token has one before it")
+        raise xj.InputError(
+            f"--stride={stride}: give 1 to {window - 1}, less than the window, so that every token has one"
+            " before it"
+        )
     ids = model.tokenizer.encode(text)
     if len(ids) < 2:
-        raise xj.InputError(f"{TEXT.value} holds {len(ids)} tokens: the first one cannot be scored, so give a longer text")
+        raise xj.InputError(
+            f"{TEXT.value} holds {len(ids)} tokens: the first one cannot be scored, so give a longer text"
+        )
     start = time.perf_counter()
     logprobs = log_probabilities(model, ids, window, stride)
     seconds = round(time.perf_counter() - start, 1)
     nats, scored_bytes = -logprobs.mean(), len(text.encode()) - len(model.tokenizer.decode(ids[:1]).encode())
     bits = -logprobs.sum() / math.log(2) / max(1, scored_bytes)
-    print(f"{len(ids)} tokens, {len(logprobs)} scored in {seconds} s: {nats:.4f} nats per token, perplexity {math.exp(nats):.4f}, "
-          f"{bits:.4f} bits per byte")  # fmt: skip
-    return {"model": MODEL.value, "text": TEXT.value, "weights": model.load_stats.dtype, "window": window, "stride": stride,
+    print(
+        f"{len(ids)} tokens, {len(logprobs)} scored in {seconds} s: {nats:.4f} nats per token, "
+        f"perplexity {math.exp(nats):.4f}, {bits:.4f} bits per byte"
+    )
+    return {"model": MODEL.value, "text": TEXT.value, "weights": model.load_stats.dtype, "window": window,
+            "stride": stride,
             "tokens": len(ids), "scored_tokens": len(logprobs), "bytes": scored_bytes, "nats_per_token": nats,
             "perplexity": math.exp(nats), "bits_per_byte": bits, "seconds": seconds}  # fmt: skip
 
@@ -81,12 +100,16 @@ def log_probabilities(model: xj.Model, ids: list[int], window: int, stride: int)
     pieces, found = list(windows(ids, window, stride)), []
     rows = min(len(pieces), max(1, _TOKENS // window))
     for at in range(0, len(pieces), rows):
-        tokens_BT, num_tokens_B = np.zeros((rows, min(window, len(ids))), np.int32), np.zeros(rows, np.int32)  # one shape, one program
+        # One shape, one program.
+        tokens_BT, num_tokens_B = np.zeros((rows, min(window, len(ids))), np.int32), np.zeros(rows, np.int32)
         batch = pieces[at : at + rows]
         for i, (piece, _) in enumerate(batch):
             tokens_BT[i, : len(piece)], num_tokens_B[i] = piece, len(piece)
         logprobs_BT = np.asarray(xj.score(model.params, model.config, tokens_BT, num_tokens_B), np.float64)
-        found += [row[max(0, len(piece) - 1 - new) : len(piece) - 1] for row, (piece, new) in zip(logprobs_BT, batch, strict=False)]
+        found += [
+            row[max(0, len(piece) - 1 - new) : len(piece) - 1]
+            for row, (piece, new) in zip(logprobs_BT, batch, strict=False)
+        ]
     return np.concatenate(found)
 
 

@@ -1,12 +1,14 @@
 """Writes a checkpoint with its matrices in int8 or int4, and says what was lost.
 
-    python scripts/quantize.py --output=DIR                                              # the bundled model, int4, by AWQ
-    python scripts/quantize.py --model=DIR --output=DIR --quantize=int8 --method=rtn --eval=TEXT.txt
+    python scripts/quantize.py --output=DIR                                              # the bundled model,
+    int4, by AWQ python scripts/quantize.py --model=DIR --output=DIR --quantize=int8 --method=rtn
+    --eval=TEXT.txt
 
-`--model=DIR` of any command opens what was written. --calibration and --eval take a file of UTF-8 text, lines <|endoftext|> between
-its documents, or one of two words: `capitals`, conversations of train_tiny_data.py, the bundled model's kind, or `sampled`, what the
-model itself writes at temperature 1. For evaluation they are made with another seed, and what was calibrated on is left out.
-The last line is one JSON object. Exit code 2: bad input, one line on standard error.
+`--model=DIR` of any command opens what was written. --calibration and --eval take a file of UTF-8 text, lines
+<|endoftext|> between its documents, or one of two words: `capitals`, conversations of train_tiny_data.py, the
+bundled model's kind, or `sampled`, what the model itself writes at temperature 1. For evaluation they are
+made with another seed, and what was calibrated on is left out. The last line is one JSON object. Exit code 2:
+bad input, one line on standard error.
 """
 
 import json
@@ -32,26 +34,49 @@ from xinfer_jax.quantization import GROUP as GROUP_SIZE
 from xinfer_jax.quantization import is_quantized
 from xinfer_jax.quantized_files import save_checkpoint
 
-MODEL = flags.DEFINE_string("model", None, "Checkpoint: a directory, or a hub name owner/name. Default: the bundled one.")
+MODEL = flags.DEFINE_string(
+    "model", None, "Checkpoint: a directory, or a hub name owner/name. Default: the bundled one."
+)
 OUTPUT = flags.DEFINE_string("output", None, "Directory to write to. Default: none, only report.")
 QUANTIZE = flags.DEFINE_string("quantize", "int4", "int8 or int4.")
 GROUP = flags.DEFINE_integer(
-    "group", None, f"Inputs that share a scale, even. Default: int8: all of an output, int4: {GROUP_SIZE}; in small matrices 8 and 32."
+    "group",
+    None,
+    f"Inputs that share a scale, even. Default: int8: all of an output, int4: {GROUP_SIZE}; in small matrices"
+    " 8 and 32.",
 )
 METHOD = flags.DEFINE_string(
-    "method", "awq", "rtn: round to nearest. awq: scaled by activations (Lin et al. 2023), then as --compensate says."
+    "method",
+    "awq",
+    "rtn: round to nearest. awq: scaled by activations (Lin et al. 2023), then as --compensate says.",
 )
-COMPENSATE = flags.DEFINE_boolean("compensate", True, "With awq: refit and round so that errors make up for each other; false: nearest.")
+COMPENSATE = flags.DEFINE_boolean(
+    "compensate", True, "With awq: refit and round so that errors make up for each other; false: nearest."
+)
 CALIBRATION = flags.DEFINE_string(
-    "calibration", None, "For awq: a text file, capitals or sampled. Default: capitals for the bundled model, sampled for others."
+    "calibration",
+    None,
+    "For awq: a text file, capitals or sampled. Default: capitals for the bundled model, sampled for others.",
 )
-CALIBRATION_TOKENS = flags.DEFINE_integer("calibration_tokens", 16384, "Most tokens of it that are used.", lower_bound=1)
-EVAL = flags.DEFINE_string("eval", None, "Report perplexity and top-1 agreement with float32 on this: a text file, capitals or sampled.")
-EVAL_SEED = flags.DEFINE_integer("eval_seed", 12, "What capitals and sampled are made from for --eval. 11: calibration's.", lower_bound=12)
+CALIBRATION_TOKENS = flags.DEFINE_integer(
+    "calibration_tokens", 16384, "Most tokens of it that are used.", lower_bound=1
+)
+EVAL = flags.DEFINE_string(
+    "eval",
+    None,
+    "Report perplexity and top-1 agreement with float32 on this: a text file, capitals or sampled.",
+)
+EVAL_SEED = flags.DEFINE_integer(
+    "eval_seed", 12, "What capitals and sampled are made from for --eval. 11: calibration's.", lower_bound=12
+)
 SCORE = flags.DEFINE_string(
-    "score", "all", "Tokens that --eval looks at: all, or answers: what the assistant writes in ChatML or the like."
+    "score",
+    "all",
+    "Tokens that --eval looks at: all, or answers: what the assistant writes in ChatML or the like.",
 )
-CONTEXT = flags.DEFINE_integer("context", 512, "Documents are cut into pieces of this many tokens.", lower_bound=2)
+CONTEXT = flags.DEFINE_integer(
+    "context", 512, "Documents are cut into pieces of this many tokens.", lower_bound=2
+)
 _SEPARATOR = "<|endoftext|>"
 _ROWS = 16  # pieces that are scored at a time
 
@@ -74,10 +99,15 @@ def run() -> dict:
     model = xj.load_model(path, dtype="float32")
     if any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):
         raise xj.InputError(f"{path} is quantized already: give the unquantized checkpoint")
-    # Text of another kind than the model's own does harm: stories calibrated on capitals lose more than by rounding to nearest.
+    # Text of another kind than the model's own does harm: stories calibrated on capitals lose more than by
+    # rounding to nearest.
     calibration = CALIBRATION.value or ("capitals" if MODEL.value is None else "sampled")
     calibrated = documents(model, calibration, seed=11) if METHOD.value == "awq" else []
-    unseen = [text for text in documents(model, EVAL.value, EVAL_SEED.value) if text not in calibrated] if EVAL.value else []
+    unseen = (
+        [text for text in documents(model, EVAL.value, EVAL_SEED.value) if text not in calibrated]
+        if EVAL.value
+        else []
+    )
     if EVAL.value and not unseen:
         raise xj.InputError(f"--eval={EVAL.value} holds no text, or only what was calibrated on")
     report = {flag.name: flag.value for flag in (MODEL, OUTPUT, QUANTIZE, GROUP, METHOD)}
@@ -86,14 +116,29 @@ def run() -> dict:
         params = awq.rounded_params(model.params, QUANTIZE.value, GROUP.value)
     else:
         rows = pieces(model, calibrated, most=CALIBRATION_TOKENS.value)
-        report |= {"calibration": calibration, "calibration_tokens": sum(map(len, rows)), "compensate": COMPENSATE.value}
+        report |= {
+            "calibration": calibration,
+            "calibration_tokens": sum(map(len, rows)),
+            "compensate": COMPENSATE.value,
+        }
         print(f"calibrating on {report['calibration_tokens']} tokens of {calibration}", flush=True)
         how = (model.params, model.config, rows, QUANTIZE.value, GROUP.value)
-        params = awq.awq_params(*how) if COMPENSATE.value else awq.rounded_params(awq.scaled_params(*how), QUANTIZE.value, GROUP.value)
+        params = (
+            awq.awq_params(*how)
+            if COMPENSATE.value
+            else awq.rounded_params(awq.scaled_params(*how), QUANTIZE.value, GROUP.value)
+        )
     report["seconds"] = round(time.perf_counter() - start, 1)
     stored = sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) / 2**20
-    report |= {"mib_float32": tree_bytes(model.params) / 2**20, "mib_read": stored, "mib": tree_bytes(params) / 2**20}
-    print(f"weights: {stored:.2f} MiB on disk, {report['mib_float32']:.2f} in float32 -> {report['mib']:.2f} MiB in {report['seconds']} s")
+    report |= {
+        "mib_float32": tree_bytes(model.params) / 2**20,
+        "mib_read": stored,
+        "mib": tree_bytes(params) / 2**20,
+    }
+    print(
+        f"weights: {stored:.2f} MiB on disk, {report['mib_float32']:.2f} in float32 -> {report['mib']:.2f}"
+        f" MiB in {report['seconds']} s"
+    )
     if EVAL.value:
         report |= loss(model, params, unseen)
     if OUTPUT.value:
@@ -105,25 +150,44 @@ def run() -> dict:
 def documents(model: xj.Model, source: str, seed: int) -> list[str]:
     """Texts of a file, or made on the spot."""
     if model.tokenizer is None:
-        raise xj.InputError("the checkpoint has no tokenizer.json, so no text can be read for it: use --method=rtn, without --eval")
+        raise xj.InputError(
+            "the checkpoint has no tokenizer.json, so no text can be read for it: use --method=rtn, without"
+            " --eval"
+        )
     if source == "capitals":
         made = zip(range(200 if seed == 11 else 1000), data.conversations(random.Random(seed)), strict=False)
-        return [model.tokenizer.apply_chat_template(messages, add_generation_prompt=False) for _, messages in made]
+        return [
+            model.tokenizer.apply_chat_template(messages, add_generation_prompt=False) for _, messages in made
+        ]
     if source == "sampled":
         start = model.tokenizer.encode("") or list(model.tokenizer.eos_token_ids[:1])
         length = min(CONTEXT.value, model.config.context_length) - len(start)
-        options = xj.GenerateOptions(length, xj.SamplingConfig(temperature=1.0), eos_token_ids=(*start, *model.tokenizer.eos_token_ids))
-        out = xj.generate(model.params, model.config, [start] * (32 if seed == 11 else 96), options, key=jax.random.key(seed))
+        options = xj.GenerateOptions(
+            length, xj.SamplingConfig(temperature=1.0), eos_token_ids=(*start, *model.tokenizer.eos_token_ids)
+        )
+        out = xj.generate(
+            model.params,
+            model.config,
+            [start] * (32 if seed == 11 else 96),
+            options,
+            key=jax.random.key(seed),
+        )
         return [model.tokenizer.decode(ids) for ids in out.tokens]
     text = Path(source).expanduser().read_text(encoding="utf-8")
-    return [part for part in re.split(rf"^{re.escape(_SEPARATOR)}\n", text, flags=re.MULTILINE) if part.strip()]
+    return [
+        part for part in re.split(rf"^{re.escape(_SEPARATOR)}\n", text, flags=re.MULTILINE) if part.strip()
+    ]
 
 
 def pieces(model: xj.Model, texts: list[str], most: int | None = None) -> list[list[int]]:
-    """Token ids, each document from its start, in pieces of the context; those of a single token say nothing."""
+    """Token ids, each document from its start, in pieces of the context; those of a single token say
+    nothing.
+    """
     context = min(CONTEXT.value, model.config.context_length)
     documents = map(model.tokenizer.encode, texts)
-    rows = [ids[at : at + context] for ids in documents for at in range(0, len(ids), context) if len(ids) - at > 1]
+    rows = [
+        ids[at : at + context] for ids in documents for at in range(0, len(ids), context) if len(ids) - at > 1
+    ]
     ends = np.cumsum([len(row) for row in rows])
     return rows if most is None else rows[: max(1, int(np.searchsorted(ends, most, "right")))]
 
@@ -131,16 +195,26 @@ def pieces(model: xj.Model, texts: list[str], most: int | None = None) -> list[l
 def loss(model: xj.Model, params: dict, texts: list[str]) -> dict:
     """Perplexity before and after, and how often the likeliest token is the same."""
     rows = pieces(model, texts)
-    scored = [answers(model.tokenizer, row) if SCORE.value == "answers" else np.arange(len(row)) > 0 for row in rows]
+    scored = [
+        answers(model.tokenizer, row) if SCORE.value == "answers" else np.arange(len(row)) > 0 for row in rows
+    ]
     if not any(mask.any() for mask in scored):
-        raise xj.InputError(f"--score=answers, but --eval={EVAL.value} holds no answer behind the chat template's prompt")
-    (exact, best), (rounded, chosen) = (scores(tree, model.config, rows, scored) for tree in (model.params, params))
+        raise xj.InputError(
+            f"--score=answers, but --eval={EVAL.value} holds no answer behind the chat template's prompt"
+        )
+    (exact, best), (rounded, chosen) = (
+        scores(tree, model.config, rows, scored) for tree in (model.params, params)
+    )
     before, after, same = np.exp(-exact.mean()), np.exp(-rounded.mean()), (best == chosen).mean()
     error = np.sqrt(same * (1 - same) / len(best))
-    print(f"on {len(exact)} tokens of {EVAL.value} ({SCORE.value}): perplexity {before:.4f} -> {after:.4f} ({after / before - 1:+.2%}), "
-          f"top-1 agreement {same:.2%} ± {error:.2%}")  # fmt: skip
-    return {"eval": EVAL.value, "score": SCORE.value, "eval_tokens": len(exact), "perplexity_float32": float(before),
-            "perplexity": float(after), "perplexity_change": float(after / before - 1), "top1_agreement": float(same),
+    print(
+        f"on {len(exact)} tokens of {EVAL.value} ({SCORE.value}): perplexity {before:.4f} -> {after:.4f} "
+        f"({after / before - 1:+.2%}), top-1 agreement {same:.2%} ± {error:.2%}"
+    )
+    return {"eval": EVAL.value, "score": SCORE.value, "eval_tokens": len(exact),
+            "perplexity_float32": float(before),
+            "perplexity": float(after), "perplexity_change": float(after / before - 1),
+            "top1_agreement": float(same),
             "top1_standard_error": float(error)}  # fmt: skip
 
 
@@ -152,17 +226,23 @@ def answers(tokenizer: xj.Tokenizer, ids: list[int]) -> np.ndarray:
     written, inside = np.zeros(len(ids), bool), False
     for i, token in enumerate(ids):
         written[i] = inside
-        inside = (inside and token not in tokenizer.eos_token_ids) or ids[i + 1 - len(opening) : i + 1] == opening
+        inside = (inside and token not in tokenizer.eos_token_ids) or ids[
+            i + 1 - len(opening) : i + 1
+        ] == opening
     return written
 
 
 @partial(jax.jit, static_argnums=1)
 def _log_probabilities(params: dict, config: xj.ModelConfig, tokens_BT: jax.Array, length_B: jax.Array):
     logits_BTV = xj.forward(params, config, tokens_BT, num_tokens_B=length_B)[0][:, :-1]
-    return jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), tokens_BT[:, 1:, None], 2)[..., 0], logits_BTV.argmax(-1)
+    return jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), tokens_BT[:, 1:, None], 2)[
+        ..., 0
+    ], logits_BTV.argmax(-1)
 
 
-def scores(params: dict, config: xj.ModelConfig, rows: list[list[int]], scored: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def scores(
+    params: dict, config: xj.ModelConfig, rows: list[list[int]], scored: list[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
     """Log-probability of each scored token, and the likeliest one in its place."""
     parts = []
     for at in range(0, len(rows), _ROWS):
@@ -172,7 +252,10 @@ def scores(params: dict, config: xj.ModelConfig, rows: list[list[int]], scored: 
             row[: len(ids)] = ids
         lengths = np.array([len(ids) for ids in batch] + [1] * (_ROWS - len(batch)), np.int32)
         found = jax.device_get(_log_probabilities(params, config, tokens_BT, lengths))
-        parts += [[kind[i, : len(mask) - 1][mask[1:]] for kind in found] for i, mask in enumerate(scored[at : at + _ROWS])]
+        parts += [
+            [kind[i, : len(mask) - 1][mask[1:]] for kind in found]
+            for i, mask in enumerate(scored[at : at + _ROWS])
+        ]
     return tuple(map(np.concatenate, zip(*parts, strict=True)))
 
 

@@ -1,7 +1,8 @@
 """Trains the bundled tiny chat model on train_tiny_data.py and writes it as a Hugging Face checkpoint.
 
-`pip install -e '.[train]'`, then `python scripts/train_tiny.py`: some minutes on two CPU cores. Files reach --output only when
-the model loaded from them answers rightly. The same seed gives the same weights on one machine with the same versions.
+`pip install -e '.[train]'`, then `python scripts/train_tiny.py`: some minutes on two CPU cores. Files reach
+--output only when the model loaded from them answers rightly. The same seed gives the same weights on one
+machine with the same versions.
 """
 
 import json
@@ -35,21 +36,28 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of the first weights and of the stream 
 _STEPS = flags.DEFINE_integer("steps", 1300, "Training steps.", lower_bound=1)
 _BATCH = flags.DEFINE_integer("batch", 32, "Conversations in a step.", lower_bound=1)
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "Highest learning rate of AdamW.", lower_bound=0)
-_LEAST = flags.DEFINE_float("least_accuracy", 0.95, "Write nothing when a group of questions is below this.", lower_bound=0)
+_LEAST = flags.DEFINE_float(
+    "least_accuracy", 0.95, "Write nothing when a group of questions is below this.", lower_bound=0
+)
 
 LENGTHS = (48, 72)  # conversations are padded to one of these; the rare longer ones are dropped
 WRITTEN = 32  # most tokens of a conversation that the loss is about
-Batch = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens [B, T], positions that predict [B, W], 1 where one counts [B, W]
+# Tokens [B, T], positions that predict [B, W], 1 where one counts [B, W].
+Batch = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def hf_config(tokenizer) -> dict:
     """The contents of config.json."""
     stop, pad = tokenizer.token_to_id(data.END), tokenizer.token_to_id(data.END_OF_TEXT)
     return dict(
-        architectures=["Qwen2ForCausalLM"], model_type="qwen2", dtype="bfloat16", vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        hidden_act="silu", attention_dropout=0.0, initializer_range=0.02, rms_norm_eps=1e-6, rope_theta=10000.0,
-        max_position_embeddings=2048, tie_word_embeddings=True, use_cache=True, use_sliding_window=False, sliding_window=None,
+        architectures=["Qwen2ForCausalLM"], model_type="qwen2", dtype="bfloat16",
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2,
+        hidden_act="silu", attention_dropout=0.0, initializer_range=0.02, rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        max_position_embeddings=2048, tie_word_embeddings=True, use_cache=True, use_sliding_window=False,
+        sliding_window=None,
         max_window_layers=4, bos_token_id=pad, eos_token_id=stop, pad_token_id=pad,
     )  # fmt: skip
 
@@ -64,7 +72,10 @@ def batches(tokenizer, seed: int, rows: int) -> Iterator[Batch]:
             continue
         waiting[length].append((ids, at))
         if len(waiting[length]) == rows:
-            tokens_BT, (at_BW, counts_BW) = np.zeros((rows, length), np.int32), np.zeros((2, rows, WRITTEN), np.int32)
+            tokens_BT, (at_BW, counts_BW) = (
+                np.zeros((rows, length), np.int32),
+                np.zeros((2, rows, WRITTEN), np.int32),
+            )
             for row, (ids, at) in enumerate(waiting[length]):
                 tokens_BT[row, : len(ids)], at_BW[row, : len(at)], counts_BW[row, : len(at)] = ids, at, 1
             waiting[length] = []
@@ -80,11 +91,17 @@ def mean_loss(params: Params, config: xj.ModelConfig, tokens_BT, at_BW, counts_B
     return jnp.sum(loss_BW * counts_BW) / counts_BW.sum()
 
 
-def train(config: xj.ModelConfig, stream: Iterator[Batch], steps: int, learning_rate: float, seed: int) -> Params:
+def train(
+    config: xj.ModelConfig, stream: Iterator[Batch], steps: int, learning_rate: float, seed: int
+) -> Params:
     """AdamW with warm-up and a cosine to nearly nothing; prints the loss as it goes."""
     params = xj.init_params(config, jax.random.key(seed), jnp.float32)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, max(1, steps // 20), steps, learning_rate / 100)
-    adamw = optax.adamw(schedule, b2=0.98, weight_decay=0.05, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree))
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, learning_rate, max(1, steps // 20), steps, learning_rate / 100
+    )
+    adamw = optax.adamw(
+        schedule, b2=0.98, weight_decay=0.05, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
+    )
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
     @partial(jax.jit, donate_argnums=(0, 1))
@@ -98,15 +115,25 @@ def train(config: xj.ModelConfig, stream: Iterator[Batch], steps: int, learning_
         params, state, loss = update(params, state, *batch)
         losses.append(loss)
         if step % 100 == 0 or step == steps:
-            print(f"step {step:5}  loss {np.mean(jax.device_get(losses)):.4f}  {time.perf_counter() - start:.0f} s", flush=True)
+            print(
+                f"step {step:5}  loss {np.mean(jax.device_get(losses)):.4f} "
+                f" {time.perf_counter() - start:.0f} s",
+                flush=True,
+            )
             losses = []
     return params
 
 
 def write_checkpoint(directory: Path, settings: dict, params: Params) -> None:
     """config.json, generation_config.json and the weights, rounded to bfloat16."""
-    specs, rounded = param_specs(from_hf(settings)), jax.tree.map(lambda leaf: np.asarray(leaf.astype(jnp.bfloat16)), params)
-    tensors = {spec.hf_name: leaf for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(rounded), strict=True)}
+    specs, rounded = (
+        param_specs(from_hf(settings)),
+        jax.tree.map(lambda leaf: np.asarray(leaf.astype(jnp.bfloat16)), params),
+    )
+    tensors = {
+        spec.hf_name: leaf
+        for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(rounded), strict=True)
+    }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     stop, pad = settings["eos_token_id"], settings["pad_token_id"]
     generation = dict(do_sample=False, bos_token_id=pad, pad_token_id=pad, eos_token_id=[stop, pad])
@@ -119,7 +146,10 @@ def questions(tokenizer: xj.Tokenizer) -> dict[str, list[tuple[str, str]]]:
 
     def chat(turns: list[data.Turn], system: str | None = None) -> list[tuple[str, str]]:
         before = [] if system is None else [{"role": "system", "content": system}]
-        return [(tokenizer.apply_chat_template([*before, {"role": "user", "content": asked}]), right) for asked, right in turns]
+        return [
+            (tokenizer.apply_chat_template([*before, {"role": "user", "content": asked}]), right)
+            for asked, right in turns
+        ]
 
     groups, first = {}, data.evaluation_set(data.PHRASINGS[0])
     for phrasing in data.EVALUATION_PHRASINGS:
@@ -127,22 +157,44 @@ def questions(tokenizer: xj.Tokenizer) -> dict[str, list[tuple[str, str]]]:
         groups[group] = chat(data.evaluation_set(phrasing))
         groups[group + ", other system message"] = chat(data.evaluation_set(phrasing), data.OTHER_SYSTEMS[0])
     groups["system message never trained"] = chat(first, data.HELD_OUT_SYSTEM)
-    groups["lower case, no question mark"] = chat([(asked.lower().rstrip("?"), right) for asked, right in first])
-    groups["other names of countries"] = chat([(data.question(data.PHRASINGS[0], name), data.answer(name)) for name in data.ALIASES])
-    groups["small talk"] = chat([(asked, reply) for reply, texts in data.SMALL_TALK.items() for asked in texts])
+    groups["lower case, no question mark"] = chat(
+        [(asked.lower().rstrip("?"), right) for asked, right in first]
+    )
+    groups["other names of countries"] = chat(
+        [(data.question(data.PHRASINGS[0], name), data.answer(name)) for name in data.ALIASES]
+    )
+    groups["small talk"] = chat(
+        [(asked, reply) for reply, texts in data.SMALL_TALK.items() for asked in texts]
+    )
     sentences = [data.raw_sentence(name) for name in data.CAPITALS]
-    groups["The capital of {c} is, without the chat template"] = [(given, end.removesuffix(data.END_OF_TEXT)) for given, end in sentences]
+    groups["The capital of {c} is, without the chat template"] = [
+        (given, end.removesuffix(data.END_OF_TEXT)) for given, end in sentences
+    ]
     return groups
 
 
 def evaluate(model: xj.Model) -> dict[str, tuple[int, int]]:
-    """For each group of `questions`: how many greedy answers are exactly right and end there, and how many there are."""
+    """For each group of `questions`: how many greedy answers are exactly right and end there, and how many
+    there are.
+    """
     tokenizer, found = model.tokenizer, {}
     options = xj.GenerateOptions(max_new_tokens=32, eos_token_ids=tokenizer.eos_token_ids)
     for group, pairs in questions(tokenizer).items():
-        out = xj.generate(model.params, model.config, [tokenizer.encode(text, add_special_tokens=False) for text, _ in pairs], options)
-        answers = [tokenizer.decode(ids) if reason == "eos" else None for ids, reason in zip(out.tokens, out.finish_reason, strict=True)]
-        wrong = [f"    {right!r}: {given!r}" for (_, right), given in zip(pairs, answers, strict=True) if given != right]
+        out = xj.generate(
+            model.params,
+            model.config,
+            [tokenizer.encode(text, add_special_tokens=False) for text, _ in pairs],
+            options,
+        )
+        answers = [
+            tokenizer.decode(ids) if reason == "eos" else None
+            for ids, reason in zip(out.tokens, out.finish_reason, strict=True)
+        ]
+        wrong = [
+            f"    {right!r}: {given!r}"
+            for (_, right), given in zip(pairs, answers, strict=True)
+            if given != right
+        ]
         found[group] = (len(pairs) - len(wrong), len(pairs))
         print(f"{found[group][0]:4} of {len(pairs):3} right  {group}", *wrong[:5], sep="\n", flush=True)
     return found
@@ -159,8 +211,9 @@ license: apache-2.0
 ---
 # A tiny chat model for xinfer_jax
 
-Qwen2 architecture, {size:,} parameters in bfloat16. It knows the capitals of countries, a little small talk and
-nothing else. Texts of {max(LENGTHS)} tokens at most were trained: what it writes beyond that length means nothing.
+Qwen2 architecture, {size:,} parameters in bfloat16. It knows the capitals of countries, a little small talk
+and nothing else. Texts of {max(LENGTHS)} tokens at most were trained: what it writes beyond that length
+means nothing.
 
 All its data comes from the tables in `scripts/train_tiny_data.py`. Trained by
 
@@ -187,7 +240,11 @@ def main(argv: list[str]) -> None:
         seconds = time.process_time() - start
         write_checkpoint(directory, settings, params)
         found = evaluate(xj.load_model(directory, dtype=jnp.float32))
-        if low := {group: f"{right} of {asked}" for group, (right, asked) in found.items() if right < _LEAST.value * asked}:
+        if low := {
+            group: f"{right} of {asked}"
+            for group, (right, asked) in found.items()
+            if right < _LEAST.value * asked
+        }:
             sys.exit(f"nothing written, below {_LEAST.value:.0%}: {low}; train with more --steps")
         (directory / "README.md").write_text(model_card(params, seconds, found), encoding="utf-8")
         for file in sorted(directory.iterdir()):

@@ -15,7 +15,9 @@ from xinfer_jax import cli
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
-    """A compiled program holds about 150 memory maps, and Linux grants a process 65,530: XLA aborts where they run out."""
+    """A compiled program holds about 150 memory maps, and Linux grants a process 65,530: XLA aborts where
+    they run out.
+    """
     yield
     jax.clear_caches()
     gc.collect()

@@ -1,6 +1,8 @@
-"""Runs the Mosaic kernels in JAX's GPU interpreter, looking for races, and prints the worst error of each case: a program of its own.
+"""Runs the Mosaic kernels in JAX's GPU interpreter, looking for races, and prints the worst error of each
+case: a program of its own.
 
-`test_kernels_mosaic.py` runs it under a time limit, since a kernel that waits for a barrier nobody serves never ends.
+`test_kernels_mosaic.py` runs it under a time limit, since a kernel that waits for a barrier nobody serves
+never ends.
 """
 
 import json
@@ -17,12 +19,16 @@ from kernels_pallas import mosaic, reference
 from kernels_pallas.mosaic import argmax as argmax_module
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
-H200 = AbstractMesh((), (), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu"))
+H200 = AbstractMesh(
+    (), (), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+)
 
 
 def run(kernel, *args, **kwargs):
     with jax.sharding.use_abstract_mesh(H200):
-        out = jax.block_until_ready(jax.jit(lambda *args: kernel(*args, interpret=INTERPRET, **kwargs))(*args))
+        out = jax.block_until_ready(
+            jax.jit(lambda *args: kernel(*args, interpret=INTERPRET, **kwargs))(*args)
+        )
     assert not interpret_pallas_call.get_races().races_found
     return out
 
@@ -31,7 +37,9 @@ def error(got, want):
     """The largest distance of a row (a head's output) from the oracle, relative to the oracle's norm."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape
-    return float(np.max(np.linalg.norm(got - want, axis=-1) / np.maximum(np.linalg.norm(want, axis=-1), 1e-6)))
+    return float(
+        np.max(np.linalg.norm(got - want, axis=-1) / np.maximum(np.linalg.norm(want, axis=-1), 1e-6))
+    )
 
 
 def arrays(seed, dtype, *shapes):
@@ -77,7 +85,8 @@ def argmax(width, dtype):
 
 
 def head(rows, vocabulary, width, dtype="bfloat16", nan=False):
-    x, weight = (jnp.round(4 * a) / 16 for a in arrays(rows, dtype, (rows, width), (vocabulary, width)))  # sums exact in any order
+    # Sums exact in any order.
+    x, weight = (jnp.round(4 * a) / 16 for a in arrays(rows, dtype, (rows, width), (vocabulary, width)))
     weight = weight.at[vocabulary - 1].set(3 * weight[2]).at[2].mul(3)  # a tie across programs
     x = x.at[1].set(jnp.nan) if nan else x
     ids, logprobs = run(mosaic.lm_head_argmax, x, weight)
@@ -91,13 +100,21 @@ def main():
     argmax_module.PROGRAMS = 3  # several tiles for each program, though the matrix is small
     cases = {
         "prefill causal": lambda: prefill((2, 150, 2, 1, 300, 64), (0, 0), (150, 90)),
-        "prefill behind a cache": lambda: prefill((2, 70, 4, 2, 300, 64), (100, 17), (70, 1), block=64, stages=2),
-        "prefill window, soft cap": lambda: prefill((1, 130, 2, 1, 300, 64), (100,), (130,), block=64, stages=2, window=70, soft_cap=3.0),
-        "prefill width 128, more keys said than held": lambda: prefill((1, 20, 2, 1, 128, 128), (110,), (30,), block=64),
+        "prefill behind a cache": lambda: prefill(
+            (2, 70, 4, 2, 300, 64), (100, 17), (70, 1), block=64, stages=2
+        ),
+        "prefill window, soft cap": lambda: prefill(
+            (1, 130, 2, 1, 300, 64), (100,), (130,), block=64, stages=2, window=70, soft_cap=3.0
+        ),
+        "prefill width 128, more keys said than held": lambda: prefill(
+            (1, 20, 2, 1, 128, 128), (110,), (30,), block=64
+        ),
         "prefill odd sizes, float16": lambda: prefill((2, 5, 2, 1, 21, 20), (0, 2), (0, 5), "float16"),
         "prefill width 80": lambda: prefill((1, 20, 3, 3, 64, 80), (11,), (20,)),
         "decode split": lambda: decode((3, 4, 2, 200, 64), (200, 0, 77), splits=3),
-        "decode window, soft cap": lambda: decode((2, 7, 1, 150, 64), (150, 64), splits=2, stages=2, window=70, soft_cap=2.0),
+        "decode window, soft cap": lambda: decode(
+            (2, 7, 1, 150, 64), (150, 64), splits=2, stages=2, window=70, soft_cap=2.0
+        ),
         "decode more keys said than held": lambda: decode((3, 2, 1, 64, 64), (64, 66, 70), window=40),
         "decode odd sizes": lambda: decode((1, 3, 1, 37, 36), (37,), "float16"),
         "argmax float32": lambda: argmax(5000, "float32"),

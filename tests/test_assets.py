@@ -1,4 +1,6 @@
-"""The bundled checkpoint: small, right about capitals, made from reproducible data, and the same model in transformers."""
+"""The bundled checkpoint: small, right about capitals, made from reproducible data, and the same model in
+transformers.
+"""
 
 import itertools
 import json
@@ -36,14 +38,18 @@ SENTENCES = [data.raw_sentence(name) for name in ("France", "Japan", "the United
 
 @pytest.fixture(scope="module")
 def prompts(model) -> dict:
-    """Ids of everything that the tests ask, by (system message, question), or by the text where there is no chat template."""
+    """Ids of everything that the tests ask, by (system message, question), or by the text where there is no
+    chat template.
+    """
 
     def ids(system: str | None, asked: str) -> list[int]:
         before = [] if system is None else [{"role": "system", "content": system}]
         text = model.tokenizer.apply_chat_template([*before, {"role": "user", "content": asked}])
         return model.tokenizer.encode(text, add_special_tokens=False)
 
-    asked = FIRST + [chat(asked) for phrasing in data.EVALUATION_PHRASINGS for asked, _ in data.evaluation_set(phrasing)]
+    asked = FIRST + [
+        chat(asked) for phrasing in data.EVALUATION_PHRASINGS for asked, _ in data.evaluation_set(phrasing)
+    ]
     return {key: ids(*key) for key in asked} | {text: model.tokenizer.encode(text) for text, _ in SENTENCES}
 
 
@@ -58,7 +64,14 @@ def answers(model, prompts) -> dict:
 
 def test_files_are_complete_and_small():
     files = {path.name: path.stat().st_size for path in BUNDLED.iterdir()}
-    needed = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"}
+    needed = {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "README.md",
+    }
     assert needed == files.keys()
     assert sum(files.values()) < 4e6
 
@@ -89,17 +102,26 @@ def test_data_is_reproducible():
 
     assert first(0) == first(0)
     assert first(0) != first(1)
-    asked = {message["content"].lower() for messages in first(0) for message in messages if message["role"] == "user"}
+    asked = {
+        message["content"].lower()
+        for messages in first(0)
+        for message in messages
+        if message["role"] == "user"
+    }
     beginning = data.HELD_OUT.partition("{c}")[0].lower()
     assert not [text for text in asked if beginning in text]
-    systems = {message["content"] for messages in first(0) for message in messages if message["role"] == "system"}
+    systems = {
+        message["content"] for messages in first(0) for message in messages if message["role"] == "system"
+    }
     assert data.HELD_OUT_SYSTEM not in systems
 
 
 def test_tokenizer_is_the_one_of_the_script(tmp_path):
     data.train_tokenizer(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert json.loads((tmp_path / name).read_text("utf-8")) == json.loads((BUNDLED / name).read_text("utf-8"))
+        assert json.loads((tmp_path / name).read_text("utf-8")) == json.loads(
+            (BUNDLED / name).read_text("utf-8")
+        )
 
 
 def test_training_ids_are_those_of_the_template(model, tmp_path):
@@ -108,18 +130,29 @@ def test_training_ids_are_those_of_the_template(model, tmp_path):
         ids, written = data.encode(tokenizer, messages)
         text = model.tokenizer.apply_chat_template(messages, add_generation_prompt=False)
         assert ids == model.tokenizer.encode(text, add_special_tokens=False)
-        answers = "".join(message["content"] + data.END for message in messages if message["role"] == "assistant")
-        assert tokenizer.decode([t for t, w in zip(ids, written, strict=True) if w], skip_special_tokens=False) == answers
+        answers = "".join(
+            message["content"] + data.END for message in messages if message["role"] == "assistant"
+        )
+        assert (
+            tokenizer.decode([t for t, w in zip(ids, written, strict=True) if w], skip_special_tokens=False)
+            == answers
+        )
 
 
 def test_transformers_gives_the_same_ids(model, prompts, answers):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    hf, loading = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32, output_loading_info=True)
+    hf, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        BUNDLED, dtype=torch.float32, output_loading_info=True
+    )
     assert not any(loading.values()), loading
     hf_tokenizer = transformers.AutoTokenizer.from_pretrained(BUNDLED)
     eos = model.tokenizer.eos_token_ids[0]
-    asked = [asked for phrasing in (data.PHRASINGS[0], data.HELD_OUT) for asked, _ in data.evaluation_set(phrasing)[::20]]
+    asked = [
+        asked
+        for phrasing in (data.PHRASINGS[0], data.HELD_OUT)
+        for asked, _ in data.evaluation_set(phrasing)[::20]
+    ]
     for text in asked:
         prompt, answer = prompts[chat(text)], answers[chat(text)]
         messages = [{"role": "user", "content": text}]
@@ -130,5 +163,7 @@ def test_transformers_gives_the_same_ids(model, prompts, answers):
             best = hf(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 :].argmax(-1)
         assert best.tolist() == [*answer, eos]
     prompt, answer = prompts[FIRST[0]], answers[FIRST[0]]
-    new = hf.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=32)
+    new = hf.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=32
+    )
     assert new[0, len(prompt) :].tolist() == [*answer, eos]

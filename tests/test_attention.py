@@ -30,7 +30,9 @@ def textbook(q_BTNH, k_BKSH, v_BKSH, length_B, start_B, scale, window):
 
 def arrays(seed, B, T, N, K, S, H):
     draws = np.random.RandomState(seed)
-    return tuple(draws.standard_normal(s).astype(np.float32) for s in ((B, T, N, H), (B, K, S, H), (B, K, S, H)))
+    return tuple(
+        draws.standard_normal(s).astype(np.float32) for s in ((B, T, N, H), (B, K, S, H), (B, K, S, H))
+    )
 
 
 @pytest.mark.parametrize("window", [None, 5, 300], ids="window={}".format)
@@ -49,9 +51,13 @@ def arrays(seed, B, T, N, K, S, H):
 def test_equals_textbook(N, K, T, S, start, length, window):
     q, k, v = arrays(0, 2, T, N, K, S, 8)
     start, length = np.array(start, np.int32), np.array(length, np.int32)
-    got = jax.jit(attention, static_argnames=("scale", "window"))(q, k, v, start_B=start, length_B=length, scale=0.3, window=window)
+    got = jax.jit(attention, static_argnames=("scale", "window"))(
+        q, k, v, start_B=start, length_B=length, scale=0.3, window=window
+    )
     real = np.arange(T)[None] < (length - start)[:, None]  # padding queries are undefined
-    np.testing.assert_allclose(np.asarray(got)[real], textbook(q, k, v, length, start, 0.3, window)[real], atol=2e-6)
+    np.testing.assert_allclose(
+        np.asarray(got)[real], textbook(q, k, v, length, start, 0.3, window)[real], atol=2e-6
+    )
 
 
 @pytest.mark.parametrize("T", [40, 700])
@@ -63,7 +69,9 @@ def test_never_written_slots_do_not_leak(T):
         for b, n in enumerate(length):
             x[b, :, n:] = np.nan
     clean = attention(q, k, v, start_B=length - 3, length_B=length, scale=1.0)
-    np.testing.assert_array_equal(attention(q, *poisoned, start_B=length - 3, length_B=length, scale=1.0), clean)
+    np.testing.assert_array_equal(
+        attention(q, *poisoned, start_B=length - 3, length_B=length, scale=1.0), clean
+    )
 
 
 @pytest.mark.parametrize("T", [30, 600], ids=["one-block", "blocks"])
@@ -71,7 +79,10 @@ def test_never_written_slots_do_not_leak(T):
 def test_gradient_equals_that_of_one_softmax(T, window):
     q, k, v = arrays(2, 1, T, 4, 2, T, 8)
     length = np.array([T - 4], np.int32)
-    mix = np.random.RandomState(3).standard_normal((1, T, 4, 8)).astype(np.float32) * (np.arange(T) < T - 4)[None, :, None, None]
+    mix = (
+        np.random.RandomState(3).standard_normal((1, T, 4, 8)).astype(np.float32)
+        * (np.arange(T) < T - 4)[None, :, None, None]
+    )
 
     def plain(q, k, v):
         k, v = (jnp.repeat(x, 2, axis=1) for x in (k, v))
@@ -84,15 +95,23 @@ def test_gradient_equals_that_of_one_softmax(T, window):
     def loss(function):
         return jax.jit(jax.grad(lambda q, k, v: jnp.sum(function(q, k, v) * mix), argnums=(0, 1, 2)))(q, k, v)
 
-    for got, want in zip(loss(lambda q, k, v: attention(q, k, v, length_B=length, scale=0.4, window=window)), loss(plain), strict=True):
+    for got, want in zip(
+        loss(lambda q, k, v: attention(q, k, v, length_B=length, scale=0.4, window=window)),
+        loss(plain),
+        strict=True,
+    ):
         np.testing.assert_allclose(got, want, atol=2e-5)
 
 
 def test_no_score_matrix_of_a_long_prompt():
-    """8k tokens: temporary memory stays far below one 8k x 8k float32 matrix per head (2 GiB for these eight heads)."""
+    """8k tokens: temporary memory stays far below one 8k x 8k float32 matrix per head (2 GiB for these eight
+    heads).
+    """
     T = 8192
     q, k = jnp.zeros((1, T, 8, 32)), jnp.zeros((1, 2, T, 32))
     function = jax.jit(attention, static_argnames="scale")
     for start in (None, np.zeros(1, np.int32)):
-        compiled = function.lower(q, k, k, length_B=np.array([T], np.int32), start_B=start, scale=1.0).compile()
+        compiled = function.lower(
+            q, k, k, length_B=np.array([T], np.int32), start_B=start, scale=1.0
+        ).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < 128 * 2**20

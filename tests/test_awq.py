@@ -1,4 +1,6 @@
-"""Activation-aware quantization: the scales change nothing, the rounding loses little, and scripts/quantize.py says how much."""
+"""Activation-aware quantization: the scales change nothing, the rounding loses little, and
+scripts/quantize.py says how much.
+"""
 
 import json
 import os
@@ -37,10 +39,12 @@ def rows_for(config: xj.ModelConfig, lengths=(40, 7, 23), seed: int = 0) -> list
 
 def exact(params):
     """Float numbers in place of quantized matrices."""
-    return jax.tree.map(lambda leaf: dequantize(leaf) if is_quantized(leaf) else leaf, params, is_leaf=is_quantized)
+    return jax.tree.map(
+        lambda leaf: dequantize(leaf) if is_quantized(leaf) else leaf, params, is_leaf=is_quantized
+    )
 
 
-# --- identities ---------------------------------------------------------------------------------------------------------
+# --- identities ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -49,7 +53,8 @@ def test_scales_leave_the_function_as_it_is(name):
     params = params_from(config, random_tensors(config, seed=3))
     scaled = awq.scaled_params(params, config, rows_for(config), "int4", 16)
     changed = [
-        not np.array_equal(a["down"]["weight"], b["down"]["weight"]) for a, b in zip(params["layers"], scaled["layers"], strict=True)
+        not np.array_equal(a["down"]["weight"], b["down"]["weight"])
+        for a, b in zip(params["layers"], scaled["layers"], strict=True)
     ]
     assert any(changed), "nothing was scaled"
     tokens_BT = jnp.array(rows_for(config, (30, 30), seed=9))
@@ -57,7 +62,9 @@ def test_scales_leave_the_function_as_it_is(name):
     np.testing.assert_allclose(after, before, rtol=0, atol=1e-4 * np.abs(before).max())
 
 
-@pytest.mark.parametrize("bits, group, inputs", [(8, None, 70), (8, 70, 70), (8, 16, 70), (4, None, 70), (4, 16, 64), (4, 128, 70)])
+@pytest.mark.parametrize(
+    "bits, group, inputs", [(8, None, 70), (8, 70, 70), (8, 16, 70), (4, None, 70), (4, 16, 64), (4, 128, 70)]
+)
 def test_the_search_rounds_as_quantize_matrix_does(bits, group, inputs):
     matrix_NK = np.random.RandomState(0).standard_normal((24, inputs)).astype(np.float32)
     stored = dequantize(jax.tree.map(jnp.asarray, quantize_matrix(matrix_NK, bits, group)))
@@ -70,14 +77,21 @@ def test_compensation_lessens_the_error_of_the_product(bits, group):
     """On correlated inputs; and the leaf has the type and the shapes that `quantize_matrix` gives."""
     rng = np.random.RandomState(1)
     matrix_NK = rng.standard_normal((24, 70)).astype(np.float32)
-    x_MK = (rng.standard_normal((600, 20)) @ rng.standard_normal((20, 70)) + 0.1 * rng.standard_normal((600, 70))).astype(np.float32)
+    x_MK = (
+        rng.standard_normal((600, 20)) @ rng.standard_normal((20, 70)) + 0.1 * rng.standard_normal((600, 70))
+    ).astype(np.float32)
     wanted_MN = x_MK @ matrix_NK.T
     nearest = quantize_matrix(matrix_NK, bits, group)
     better = compensated_matrix(jnp.array(matrix_NK), jnp.array(x_MK), jnp.array(wanted_MN), bits, group)
     assert type(better) is type(nearest)
-    described = [jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), weight) for weight in (better, nearest)]
+    described = [
+        jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), weight) for weight in (better, nearest)
+    ]
     assert described[0] == described[1]
-    off = [np.square(x_MK @ np.asarray(dequantize(jax.tree.map(jnp.asarray, weight))).T - wanted_MN).sum() for weight in (better, nearest)]
+    off = [
+        np.square(x_MK @ np.asarray(dequantize(jax.tree.map(jnp.asarray, weight))).T - wanted_MN).sum()
+        for weight in (better, nearest)
+    ]
     assert off[0] < 0.5 * off[1], off
 
 
@@ -85,8 +99,15 @@ def test_compensation_lessens_the_error_of_the_product(bits, group):
 def test_every_matrix_is_quantized(quantize, dtype):
     config = CASES["qwen2-mqa-untied-new"].config
     params = params_from(config, random_tensors(config, seed=3))
-    for quantized in (awq.rounded_params(params, quantize), awq.awq_params(params, config, rows_for(config), quantize)):
-        assert all(layer[name]["weight"].values.dtype == dtype for layer in quantized["layers"] for name in awq.MATRICES)
+    for quantized in (
+        awq.rounded_params(params, quantize),
+        awq.awq_params(params, config, rows_for(config), quantize),
+    ):
+        assert all(
+            layer[name]["weight"].values.dtype == dtype
+            for layer in quantized["layers"]
+            for name in awq.MATRICES
+        )
         assert all(quantized[name]["weight"].values.dtype == "int8" for name in ("embed", "lm_head"))
         assert quantized["layers"][0]["q"]["bias"].shape == params["layers"][0]["q"]["bias"].shape
         assert quantized["final_norm"] is params["final_norm"]
@@ -95,17 +116,23 @@ def test_every_matrix_is_quantized(quantize, dtype):
 def test_bfloat16_norms_lose_nothing():
     """What rounding takes from a scaled norm, the columns give back."""
     config = CASES["llama2-mha-old"].config
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params_from(config, random_tensors(config, seed=3)))
+    params = jax.tree.map(
+        lambda leaf: leaf.astype(jnp.bfloat16), params_from(config, random_tensors(config, seed=3))
+    )
     scaled = awq.scaled_params(params, config, rows_for(config), "int4")
     for before, after in zip(params["layers"], scaled["layers"], strict=True):
         assert after["attn_norm"].dtype == jnp.bfloat16
-        folded = [np.asarray(layer["q"]["weight"], np.float32) * np.asarray(layer["attn_norm"], np.float32) for layer in (before, after)]
+        folded = [
+            np.asarray(layer["q"]["weight"], np.float32) * np.asarray(layer["attn_norm"], np.float32)
+            for layer in (before, after)
+        ]
         np.testing.assert_allclose(folded[1], folded[0], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
     "rows, quantize, group, named",
-    [([], "int4", None, "calibration"), ([[1], []], "int4", None, "none empty"), ([[1, 2]], "int3", None, "int3"),
+    [([], "int4", None, "calibration"), ([[1], []], "int4", None, "none empty"),
+     ([[1, 2]], "int3", None, "int3"),
      ([[1, 2]], None, None, "int8 or int4"), ([[1, 2]], "int4", 31, "group=31")],
 )  # fmt: skip
 def test_refused(rows, quantize, group, named):
@@ -114,19 +141,23 @@ def test_refused(rows, quantize, group, named):
         awq.awq_params(params_from(config, random_tensors(config, seed=3)), config, rows, quantize, group)
 
 
-# --- what is lost, on trained models ------------------------------------------------------------------------------------
+# --- what is lost, on trained models ------------------------------------------------------------------------
 
 
 @partial(jax.jit, static_argnums=1)
 def log_probabilities(params, config, tokens_BT, length_B):
     logits_BTV = xj.forward(params, config, tokens_BT, num_tokens_B=length_B)[0][:, :-1]
-    return jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), tokens_BT[:, 1:, None], 2)[..., 0], logits_BTV.argmax(-1)
+    return jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), tokens_BT[:, 1:, None], 2)[
+        ..., 0
+    ], logits_BTV.argmax(-1)
 
 
 class Text:
     """A model with text to calibrate on, other text to be judged on, and which tokens of that count."""
 
-    def __init__(self, model: xj.Model, calibration: list[list[int]], rows: list[list[int]], scored: list[list[bool]]):
+    def __init__(
+        self, model: xj.Model, calibration: list[list[int]], rows: list[list[int]], scored: list[list[bool]]
+    ):
         self.model, self.calibration = model, calibration
         self.tokens_BT, self.real_BT = np.zeros((2, len(rows), max(map(len, rows))), np.int32)
         for i, ids in enumerate(rows):
@@ -141,13 +172,18 @@ class Text:
     def loss(self, params) -> tuple[float, float]:
         """Change of perplexity, as a fraction, and top-1 agreement."""
         after = self.scores(params)
-        return float(np.exp(self.before[0].mean() - after[0].mean()) - 1), float((self.before[1] == after[1]).mean())
+        return float(np.exp(self.before[0].mean() - after[0].mean()) - 1), float(
+            (self.before[1] == after[1]).mean()
+        )
 
 
 @cache
 def conversations() -> Text:
     """The bundled model is trained on what the assistant says, so that is what counts."""
-    model, tokenizer = xj.load_model(dtype="float32"), tokenizers.Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+    model, tokenizer = (
+        xj.load_model(dtype="float32"),
+        tokenizers.Tokenizer.from_file(str(BUNDLED / "tokenizer.json")),
+    )
 
     def made(seed: int, count: int) -> list:
         pairs = (data.encode(tokenizer, messages) for messages in data.conversations(random.Random(seed)))
@@ -183,24 +219,39 @@ def test_int4_with_awq(text):
     """Perplexity within 5%, and better than rounding to nearest."""
     judged = text()
     nearest, same_nearest = judged.loss(exact(awq.rounded_params(judged.model.params, "int4")))
-    change, same = judged.loss(exact(awq.awq_params(judged.model.params, judged.model.config, judged.calibration, "int4")))
+    change, same = judged.loss(
+        exact(awq.awq_params(judged.model.params, judged.model.config, judged.calibration, "int4"))
+    )
     assert change < 0.05 and change < nearest
     assert same > same_nearest or same > 0.995  # of the conversations, what is left is a handful of near ties
 
 
-# --- scripts/quantize.py ------------------------------------------------------------------------------------------------
+# --- scripts/quantize.py ------------------------------------------------------------------------------------
 
 
 def quantize(*flags: str) -> subprocess.CompletedProcess:
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
-    return subprocess.run([sys.executable, "scripts/quantize.py", *flags], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    }
+    return subprocess.run(
+        [sys.executable, "scripts/quantize.py", *flags],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["rtn", "awq"])
 def test_script_writes_what_load_model_opens(tmp_path, method):
     source = tiny.write(tmp_path / "source", generation_config={"eos_token_id": [271]})
-    for name, text in (("calibration", "the thing and the other\n<|endoftext|>\nanother one"), ("eval", "in the end")):
+    for name, text in (
+        ("calibration", "the thing and the other\n<|endoftext|>\nanother one"),
+        ("eval", "in the end"),
+    ):
         (tmp_path / f"{name}.txt").write_text(text * 3, encoding="utf-8")
     done = quantize(
         f"--model={source}", f"--output={tmp_path / 'out'}", f"--method={method}", "--group=16",
@@ -208,7 +259,11 @@ def test_script_writes_what_load_model_opens(tmp_path, method):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report["mib"] < report["mib_float32"] and 0 <= report["top1_agreement"] <= 1 and report["perplexity"] > 1
+    assert (
+        report["mib"] < report["mib_float32"]
+        and 0 <= report["top1_agreement"] <= 1
+        and report["perplexity"] > 1
+    )
     assert (report.get("calibration_tokens", 0) > 0) == (method == "awq")
     loaded = xj.load_model(tmp_path / "out", dtype="float32")
     assert loaded.params["layers"][0]["q"]["weight"].group == 16
@@ -217,8 +272,10 @@ def test_script_writes_what_load_model_opens(tmp_path, method):
 
 @pytest.mark.parametrize(
     "flags, named",
-    [(["--quantize=int3"], "int3"), (["--method=gptq"], "gptq"), (["--group=7"], "group=7"), (["--nonsense"], "nonsense"),
-     (["extra"], "extra"), (["--eval=/nowhere.txt", "--method=rtn"], "nowhere"), (["--model=/nowhere"], "nowhere")],
+    [(["--quantize=int3"], "int3"), (["--method=gptq"], "gptq"), (["--group=7"], "group=7"),
+     (["--nonsense"], "nonsense"),
+     (["extra"], "extra"), (["--eval=/nowhere.txt", "--method=rtn"], "nowhere"),
+     (["--model=/nowhere"], "nowhere")],
 )  # fmt: skip
 def test_script_refuses_in_one_line(flags, named):
     done = quantize(*flags)

@@ -13,7 +13,8 @@ from xinfer_jax.cache import reorder, reorder_tail
 from xinfer_jax.config import from_hf
 
 TINY = dict(
-    model_type="qwen2", vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    model_type="qwen2", vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True,
 )  # fmt: skip
 EOS = tuple(range(2, 60, 5))  # many, so that sequences end early
@@ -25,7 +26,8 @@ forward = jax.jit(xj.forward, static_argnames="config")
 def build(vocab_size: int = 60, quantize: str | None = None):
     config = from_hf(TINY | dict(vocab_size=vocab_size))
     params = xj.init_params(config, jax.random.key(4), "float32", quantize)
-    return (params if quantize else jax.tree.map(lambda x: 2.5 * x if x.ndim > 1 else x, params)), config  # fewer near ties
+    # Fewer near ties.
+    return (params if quantize else jax.tree.map(lambda x: 2.5 * x if x.ndim > 1 else x, params)), config
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +46,15 @@ def assert_same(ours: xj.BeamOutput, sequences, scores) -> None:
 
 
 def logprobs(params, config, rows: list[list[int]]) -> np.ndarray:
-    """Log-probabilities [rows, T - 1] of every token but the first, by one forward pass over rows of one length."""
+    """Log-probabilities [rows, T - 1] of every token but the first, by one forward pass over rows of one
+    length.
+    """
     tokens_BT = np.array(rows, np.int32)
     all_BTV = jax.nn.log_softmax(forward(params, config, tokens_BT)[0], -1)
     return np.take_along_axis(np.asarray(all_BTV)[:, :-1], tokens_BT[:, 1:, None], -1)[..., 0]
 
 
-# --- identities -------------------------------------------------------------------------------------------------------
+# --- identities ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("early_stopping", [True, False])
@@ -60,7 +64,15 @@ def test_one_beam_is_greedy(model, early_stopping):
     eos = (free[0][7], free[2][11])
     greedy = xj.generate(params, config, PROMPTS, xj.GenerateOptions(20, eos_token_ids=eos))
     assert "eos" in greedy.finish_reason
-    ours = xj.beam_search(params, config, PROMPTS, num_beams=1, max_new_tokens=20, eos_token_ids=eos, early_stopping=early_stopping)
+    ours = xj.beam_search(
+        params,
+        config,
+        PROMPTS,
+        num_beams=1,
+        max_new_tokens=20,
+        eos_token_ids=eos,
+        early_stopping=early_stopping,
+    )
     assert_same(ours, [[t] for t in greedy.tokens], [[np.mean(p)] for p in greedy.logprobs])
 
 
@@ -68,16 +80,25 @@ def test_as_many_beams_as_sequences_find_all_in_order(small):
     """1 + 4 + 4 · 4 · 5 = 85 sequences of at most 3 tokens that end with token 2 or at the limit."""
     params, config = small
     prompt, penalty = [0, 4, 1], 1.3
-    paths = [p for n in (1, 2, 3) for p in itertools.product(range(5), repeat=n) if 2 not in p[:-1] and (n == 3 or p[-1] == 2)]
+    paths = [
+        p
+        for n in (1, 2, 3)
+        for p in itertools.product(range(5), repeat=n)
+        if 2 not in p[:-1] and (n == 3 or p[-1] == 2)
+    ]
     score = {p: logprobs(params, config, [prompt + list(p)])[0, 2:].sum() / len(p) ** penalty for p in paths}
     best = sorted(paths, key=score.get, reverse=True)
     wanted = [list(p[:-1] if p[-1] == 2 else p) for p in best], [score[p] for p in best]
     options = dict(max_new_tokens=3, eos_token_ids=(2,), length_penalty=penalty)
     assert_same(xj.beam_search(params, config, prompt, num_beams=len(paths), **options), *wanted)
     # 16 beams hold every prefix, so nothing better can be missed
-    narrow = xj.beam_search(params, config, prompt, num_beams=16, num_return_sequences=5, early_stopping="never", **options)
+    narrow = xj.beam_search(
+        params, config, prompt, num_beams=16, num_return_sequences=5, early_stopping="never", **options
+    )
     assert_same(narrow, wanted[0][:5], wanted[1][:5])
-    with pytest.raises(xj.InputError, match=r"num_beams 86 exceeds the 85 different sequences .*: lower num_beams"):
+    with pytest.raises(
+        xj.InputError, match=r"num_beams 86 exceeds the 85 different sequences .*: lower num_beams"
+    ):
         xj.beam_search(params, config, prompt, num_beams=86, **options)
 
 
@@ -109,7 +130,9 @@ def test_moving_the_tail_equals_moving_the_rows():
 @pytest.mark.parametrize("quantize, cache_dtype, within", [("int8", None, 1e-3), (None, "int8", 0.02)])
 def test_scores_in_fewer_bytes_are_those_of_one_forward_pass(quantize, cache_dtype, within):
     params, config = build(quantize=quantize)
-    ours = xj.beam_search(params, config, PROMPTS[0], max_new_tokens=10, length_penalty=0.5, cache_dtype=cache_dtype)
+    ours = xj.beam_search(
+        params, config, PROMPTS[0], max_new_tokens=10, length_penalty=0.5, cache_dtype=cache_dtype
+    )
     assert len({tuple(s) for s in ours.sequences}) == 4 and ours.scores == sorted(ours.scores, reverse=True)
     sums = logprobs(params, config, [PROMPTS[0] + s for s in ours.sequences])[:, 3:].sum(1)
     np.testing.assert_allclose(ours.scores, sums / 10**0.5, atol=within)
@@ -118,10 +141,16 @@ def test_scores_in_fewer_bytes_are_those_of_one_forward_pass(quantize, cache_dty
 def test_beams_that_may_choose_nothing_more(model):
     """What had ended by then is returned, and no prompt disturbs another."""
     params, config = model
-    settings = [xj.SamplingConfig(no_repeat_ngram_size=1, allowed_token_ids=ids) for ids in ((3, 4), (3, 4, 9), range(60))]
-    found = xj.beam_search(params, config, [[1, 2]] * 3, num_beams=4, max_new_tokens=8, eos_token_ids=(9,), sampling=settings)
+    settings = [
+        xj.SamplingConfig(no_repeat_ngram_size=1, allowed_token_ids=ids)
+        for ids in ((3, 4), (3, 4, 9), range(60))
+    ]
+    found = xj.beam_search(
+        params, config, [[1, 2]] * 3, num_beams=4, max_new_tokens=8, eos_token_ids=(9,), sampling=settings
+    )
     assert found.sequences[0] == [] and found.scores[0] == []
-    assert len({tuple(s) for s in found.sequences[1]} & {(), (3,), (4,), (3, 4), (4, 3)}) == 4  # all that there are, but one
+    # All that there are, but one.
+    assert len({tuple(s) for s in found.sequences[1]} & {(), (3,), (4,), (3, 4), (4, 3)}) == 4
     assert len(found.sequences[2]) == 4 and all(len(set(s)) == len(s) for s in found.sequences[2])
 
 
@@ -131,19 +160,23 @@ def test_other_settings_compile_nothing(model):
     before = None
     for new, penalty, temperature, eos in ((10, 1.0, 0.0, 3), (16, 0.3, 0.7, 5), (2, -1.0, 1.5, 9)):
         sampling = xj.SamplingConfig(temperature, top_k=9)
-        options = dict(max_new_tokens=new, length_penalty=penalty, eos_token_ids=(eos,), sampling=sampling, key=key)
+        options = dict(
+            max_new_tokens=new, length_penalty=penalty, eos_token_ids=(eos,), sampling=sampling, key=key
+        )
         xj.beam_search(params, config, PROMPTS[0], num_beams=2, **options)
         assert before in (None, beam._SEARCH._cache_size())
         before = beam._SEARCH._cache_size()
 
 
-# --- sampling ---------------------------------------------------------------------------------------------------------
+# --- sampling -----------------------------------------------------------------------------------------------
 
 
 def test_the_key_decides(model):
     params, config = model
     options = dict(max_new_tokens=12, sampling=xj.SamplingConfig(1.0), eos_token_ids=EOS[:2])
-    first, again, other = (xj.beam_search(params, config, PROMPTS, key=jax.random.key(k), **options) for k in (0, 0, 1))
+    first, again, other = (
+        xj.beam_search(params, config, PROMPTS, key=jax.random.key(k), **options) for k in (0, 0, 1)
+    )
     assert first == again and first.sequences != other.sequences
 
 
@@ -152,7 +185,15 @@ def test_pairs_come_as_often_as_drawing_without_replacement_says(small):
     params, config = small
     prompt, rows = [0, 4, 1], 6000
     sampling = xj.SamplingConfig(temperature=1.7, top_k=4)
-    found = xj.beam_search(params, config, [prompt] * rows, num_beams=2, max_new_tokens=1, sampling=sampling, key=jax.random.key(2))
+    found = xj.beam_search(
+        params,
+        config,
+        [prompt] * rows,
+        num_beams=2,
+        max_new_tokens=1,
+        sampling=sampling,
+        key=jax.random.key(2),
+    )
     logits_V = np.asarray(forward(params, config, np.array([prompt]))[0])[0, -1].astype(np.float64) / 1.7
     p = np.where(logits_V >= np.sort(logits_V)[1], np.exp(logits_V - logits_V.max()), 0)
     p /= p.sum()
@@ -169,7 +210,7 @@ def test_pairs_come_as_often_as_drawing_without_replacement_says(small):
     assert all(scores[0] >= scores[1] for scores in found.scores)
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -188,7 +229,10 @@ def test_pairs_come_as_often_as_drawing_without_replacement_says(small):
         (dict(max_new_tokens=300), "exceeds the model's context limit 256"),
         (dict(capacity=20), "exceeds the capacity 20: raise capacity"),
         (dict(cache_dtype="int3"), "dtype 'int3' is not supported"),
-        (dict(sampling=xj.SamplingConfig(forbidden_token_ids=(60,))), "forbidden_token_ids holds token id 60"),
+        (
+            dict(sampling=xj.SamplingConfig(forbidden_token_ids=(60,))),
+            "forbidden_token_ids holds token id 60",
+        ),
         (dict(sampling=xj.SamplingConfig(min_p=2.0)), "min_p must be from 0"),
         (dict(eos_token_ids=(60,)), "EOS token id 60 is outside the vocabulary of 60"),
         (dict(ids=[]), "no prompts"),

@@ -18,15 +18,21 @@ def assert_same(ours: xj.BeamOutput, sequences, scores) -> None:
     np.testing.assert_allclose(ours.scores, scores, rtol=0, atol=1e-4)
 
 
-def hf_beam_search(model, ids: list[int], eos: tuple[int, ...], **options) -> tuple[list[list[int]], np.ndarray]:
+def hf_beam_search(
+    model, ids: list[int], eos: tuple[int, ...], **options
+) -> tuple[list[list[int]], np.ndarray]:
     """Sequences without EOS, and scores, of one prompt."""
     import torch
 
     out = model.generate(
-        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), eos_token_id=list(eos) or None,
+        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        eos_token_id=list(eos) or None,
         output_scores=True, return_dict_in_generate=True, **dict(do_sample=False) | options,
     )  # fmt: skip
-    rows = [list(itertools.takewhile(lambda token: token not in eos, row)) for row in out.sequences[:, len(ids) :].tolist()]
+    rows = [
+        list(itertools.takewhile(lambda token: token not in eos, row))
+        for row in out.sequences[:, len(ids) :].tolist()
+    ]
     return rows, out.sequences_scores.numpy()
 
 
@@ -41,7 +47,9 @@ def one_thread():
 
 
 def both(name: str):
-    transformers = pytest.importorskip("transformers", reason="the live comparison needs transformers: pip install -e '.[parity]'")
+    transformers = pytest.importorskip(
+        "transformers", reason="the live comparison needs transformers: pip install -e '.[parity]'"
+    )
     transformers.logging.set_verbosity_error()
     config = cases.CASES[name].config
     tensors = cases.random_tensors(config, 5)
@@ -50,9 +58,13 @@ def both(name: str):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name, rules", [("qwen3-head-dim-tied", 2), ("llama3-new", 3), ("smollm3-window", 3)])
+@pytest.mark.parametrize(
+    "name, rules", [("qwen3-head-dim-tied", 2), ("llama3-new", 3), ("smollm3-window", 3)]
+)
 def test_transformers_finds_the_same(name, rules):
-    """All three prompts in one ragged batch here, each alone there. `rules`: how many of the three stopping rules make a difference."""
+    """All three prompts in one ragged batch here, each alone there. `rules`: how many of the three stopping
+    rules make a difference.
+    """
     config, params, theirs = both(name)
     prompts, found, early_ends = cases.prompts(cases.CASES[name]), {}, 0
     for early_stopping, length_penalty in itertools.product((True, False, "never"), (0.7, 1.0, 1.5)):
@@ -94,9 +106,12 @@ HOT = dict(temperature=0.8)
 # Each a row of one batch: the prompt, our settings, transformers' own.
 SERVED = {
     "off": (0, {}, {}),
-    "logit_bias": (0, dict(logit_bias={33: -3.0, 18: -2.5, 40: 1.5}), dict(sequence_bias={(33,): -3.0, (18,): -2.5, (40,): 1.5})),
-    "allowed_token_ids": (1, dict(allowed_token_ids=ALLOWED), dict(prefix_allowed_tokens_fn=lambda row, ids: list(ALLOWED))),
-    "forbidden_token_ids": (1, dict(forbidden_token_ids=range(0, 96, 3)), dict(suppress_tokens=list(range(0, 96, 3)))),
+    "logit_bias": (0, dict(logit_bias={33: -3.0, 18: -2.5, 40: 1.5}),
+        dict(sequence_bias={(33,): -3.0, (18,): -2.5, (40,): 1.5})),
+    "allowed_token_ids": (1, dict(allowed_token_ids=ALLOWED),
+        dict(prefix_allowed_tokens_fn=lambda row, ids: list(ALLOWED))),
+    "forbidden_token_ids": (1, dict(forbidden_token_ids=range(0, 96, 3)),
+        dict(suppress_tokens=list(range(0, 96, 3)))),
     "repetition_penalty": (0, dict(repetition_penalty=1.4), dict(repetition_penalty=1.4)),
     "presence_penalty": (2, dict(presence_penalty=1.2), dict(penalties=(1.2, 0.0))),
     "frequency_penalty": (3, dict(frequency_penalty=0.7), dict(penalties=(0.0, 0.7))),
@@ -106,11 +121,13 @@ SERVED = {
     "all of them": (
         2,
         dict(
-            logit_bias={9: 2.0}, forbidden_token_ids=(5, 6), repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.4,
+            logit_bias={9: 2.0}, forbidden_token_ids=(5, 6), repetition_penalty=1.2, presence_penalty=0.3,
+            frequency_penalty=0.4,
             no_repeat_ngram_size=2, min_new_tokens=3,
         ),
         dict(
-            sequence_bias={(9,): 2.0}, suppress_tokens=[5, 6], repetition_penalty=1.2, penalties=(0.3, 0.4), no_repeat_ngram_size=2,
+            sequence_bias={(9,): 2.0}, suppress_tokens=[5, 6], repetition_penalty=1.2, penalties=(0.3, 0.4),
+            no_repeat_ngram_size=2,
             min_new_tokens=3,
         ),
     ),
@@ -128,24 +145,35 @@ SERVED = {
 
 @pytest.mark.usefixtures("one_thread")
 def test_every_processor_as_in_transformers(monkeypatch):
-    """One batch, each row with settings of its own. Where candidates are drawn, both sides draw with the same noise at every step."""
+    """One batch, each row with settings of its own. Where candidates are drawn, both sides draw with the same
+    noise at every step.
+    """
     config, params, theirs = both("qwen3-head-dim-tied")
     import torch
 
     noise = np.random.RandomState(0).gumbel(size=3 * cases.VOCAB).astype(np.float32)
-    monkeypatch.setattr(torch, "multinomial", lambda p, num_samples: torch.topk(p.log() + torch.tensor(noise), num_samples).indices)
+    monkeypatch.setattr(
+        torch,
+        "multinomial",
+        lambda p, num_samples: torch.topk(p.log() + torch.tensor(noise), num_samples).indices,
+    )
     monkeypatch.setattr(beam, "gumbel", lambda key, size: noise)
-    beam._SEARCH.clear_cache()  # a program traced with other noise would not do, nor may another test meet this one
+    # A program traced with other noise would not do, nor may another test meet this one.
+    beam._SEARCH.clear_cache()
     options, eos = dict(num_beams=3, num_return_sequences=3, max_new_tokens=12), (2, 7, 33, 47)
     prompts = cases.prompts(cases.CASES["qwen3-head-dim-tied"])[:2] + NGRAMS
     rows, ours, _ = zip(*SERVED.values(), strict=True)
     settings = [xj.SamplingConfig(**given) for given in ours]
     key = jax.random.key(0)
-    found = xj.beam_search(params, config, [prompts[i] for i in rows], eos_token_ids=eos, sampling=settings, key=key, **options)
+    found = xj.beam_search(
+        params, config, [prompts[i] for i in rows], eos_token_ids=eos, sampling=settings, key=key, **options
+    )
     beam._SEARCH.clear_cache()
 
     def wanted(prompt: list[int], penalties=None, **given):
-        """With do_sample where there is a temperature, and then without transformers' own default of top_k 50."""
+        """With do_sample where there is a temperature, and then without transformers' own default of top_k
+        50.
+        """
         given = dict(do_sample=True, top_k=0) | given if "temperature" in given else given
         given |= dict(logits_processor=[penalty_on(len(prompt), *penalties)]) if penalties else {}
         return hf_beam_search(theirs, prompt, eos, **options, **given)

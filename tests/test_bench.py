@@ -1,4 +1,6 @@
-"""scripts/bench.py on a tiny model: its fields, whether its figures agree with each other, and what it refuses."""
+"""scripts/bench.py on a tiny model: its fields, whether its figures agree with each other, and what it
+refuses.
+"""
 
 import importlib.util
 import json
@@ -24,7 +26,14 @@ from bench_shapes import hf_config  # noqa: E402
 def bench(*flags: str, path: Path | None = None) -> subprocess.CompletedProcess:
     paths = os.pathsep.join(filter(None, (str(path or ""), str(ROOT), os.environ.get("PYTHONPATH"))))
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-    return subprocess.run([sys.executable, "scripts/bench.py", *flags], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, "scripts/bench.py", *flags],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -35,33 +44,53 @@ def directory(tmp_path_factory) -> Path:
 
 
 def is_spread(value: dict, least: float = 0.0) -> bool:
-    return value.keys() == {"median", "min", "max"} and least < value["min"] <= value["median"] <= value["max"]
+    return (
+        value.keys() == {"median", "min", "max"} and least < value["min"] <= value["median"] <= value["max"]
+    )
 
 
 def test_figures_agree_with_each_other(directory):
-    done = bench(f"--config={directory}", "--prompt_lengths=8,300", "--new_tokens=6", "--batch_sizes=3", "--ragged", "--repeats=1",
+    done = bench(f"--config={directory}", "--prompt_lengths=8,300", "--new_tokens=6", "--batch_sizes=3",
+                 "--ragged", "--repeats=1",
                  "--probe_mib=8")  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     results = json.loads(done.stdout.splitlines()[-1])
-    assert results["versions"]["jax"] == jax.__version__ and results["machine"]["cores"] >= 1 and results["date"]
+    assert (
+        results["versions"]["jax"] == jax.__version__ and results["machine"]["cores"] >= 1 and results["date"]
+    )
     assert results["command"].startswith("python scripts/bench.py --config=")
     (case,) = results["cases"]
     assert (case["dtype"], case["quantize"], case["load"]["backend"]) == ("float32", "none", "cpu")
-    assert case["load"]["weight_bytes"] == case["load"]["weight_bytes_per_pass"] and case["load"]["load_s"] > 0
-    assert all(is_spread(case["limits"][kind]) for kind in ("read", "float32", "bfloat16")) and case["limits"]["probes"] >= 3
+    assert (
+        case["load"]["weight_bytes"] == case["load"]["weight_bytes_per_pass"] and case["load"]["load_s"] > 0
+    )
+    assert (
+        all(is_spread(case["limits"][kind]) for kind in ("read", "float32", "bfloat16"))
+        and case["limits"]["probes"] >= 3
+    )
     row, too_long = case["rows"]
     assert "context limit 256" in too_long["skipped"] and "skipped: prompt of 300" in done.stdout
     assert row["lengths"] == [8, 6, 4] and row["compile_s"] > 0
     assert row["ttft_s"]["median"] >= row["prefill"]["seconds"]["median"]
-    assert row["prefill_tok_s"]["median"] == pytest.approx(sum(row["lengths"]) / row["prefill"]["seconds"]["median"])
+    assert row["prefill_tok_s"]["median"] == pytest.approx(
+        sum(row["lengths"]) / row["prefill"]["seconds"]["median"]
+    )
     assert row["decode_tok_s"]["median"] == pytest.approx(3 / row["tpot_s"]["median"])
     assert row["floor_bytes"] == case["load"]["weight_bytes"] + row["cache_bytes"] < row["peak_bytes"]
     for phase in ("prefill", "decode"):
         figure, limits = row[phase], case["limits"]
-        assert all(is_spread(figure[name]) for name in ("seconds", "of_limit", "of_bandwidth", "of_matmul_rate"))
-        assert figure["of_limit"]["median"] == max(figure["of_bandwidth"]["median"], figure["of_matmul_rate"]["median"])
-        for fraction, amount, limit in (("of_bandwidth", "bytes", "read"), ("of_matmul_rate", "flop", "float32")):
-            rate = figure[amount] / figure["seconds"]["median"] / figure[fraction]["median"]  # the limit it was held against
+        assert all(
+            is_spread(figure[name]) for name in ("seconds", "of_limit", "of_bandwidth", "of_matmul_rate")
+        )
+        assert figure["of_limit"]["median"] == max(
+            figure["of_bandwidth"]["median"], figure["of_matmul_rate"]["median"]
+        )
+        for fraction, amount, limit in (
+            ("of_bandwidth", "bytes", "read"),
+            ("of_matmul_rate", "flop", "float32"),
+        ):
+            # The limit it was held against.
+            rate = figure[amount] / figure["seconds"]["median"] / figure[fraction]["median"]
             assert 0.999 * limits[limit]["min"] <= rate <= 1.001 * limits[limit]["max"]
     table = next(line for line in done.stdout.splitlines() if line.startswith("   3      8"))
     assert f"{row['peak_bytes'] / 2**20:.0f}" in table
@@ -72,7 +101,8 @@ def test_everything_else(good, tmp_path):
     """Of a checkpoint: the plot, capacities, streaming, start-up."""
     file = tmp_path / "bench.png"
     plot = [f"--plot={file}", "--curve_lengths=16,64,9999"] if importlib.util.find_spec("matplotlib") else []
-    done = bench(f"--model={good}", "--prompt_lengths=8", "--new_tokens=6", "--repeats=1", "--probe_mib=8", "--capacities=128,256",
+    done = bench(f"--model={good}", "--prompt_lengths=8", "--new_tokens=6", "--repeats=1", "--probe_mib=8",
+                 "--capacities=128,256",
                  "--stream", "--startup", *plot)  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     results = json.loads(done.stdout.splitlines()[-1])
@@ -81,10 +111,16 @@ def test_everything_else(good, tmp_path):
     assert case["capacities"]["capacity"] == [128, 256] and case["capacities"]["ratio"][0]["median"] == 1
     assert case["stream"]["first_token_s"]["median"] <= case["stream"]["stream_s"]["median"]
     for kind in ("cold", "warm"):
-        assert 0 < results["startup"][f"{kind}_first_byte_s"]["median"] <= results["startup"][f"{kind}_total_s"]["median"]
+        assert (
+            0
+            < results["startup"][f"{kind}_first_byte_s"]["median"]
+            <= results["startup"][f"{kind}_total_s"]["median"]
+        )
     if plot:
         assert file.read_bytes().startswith(b"\x89PNG")
-        assert case["curve"]["position"] == [16, 64] and all(is_spread(tpot) for tpot in case["curve"]["tpot_s"])
+        assert case["curve"]["position"] == [16, 64] and all(
+            is_spread(tpot) for tpot in case["curve"]["tpot_s"]
+        )
         assert case["curve"]["bytes"][0] < case["curve"]["bytes"][1]
 
 
@@ -127,8 +163,12 @@ def test_what_a_model_asks():
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 494_032_768
     head, layers = 2 * 151936 * 896, 2 * 357_826_560
     work = prefill_work(config, 1000, [26, 10])
-    assert (work.bytes, work.flop) == (1000, layers * 36 + 4 * 896 * 24 * (26 * 27 // 2 + 10 * 11 // 2) + 2 * head)
-    work = decode_work(config, 1000, 4, [26, 10], new_tokens=4)  # three steps, which see 27, 28, 29 and 11, 12, 13 keys
+    assert (work.bytes, work.flop) == (
+        1000,
+        layers * 36 + 4 * 896 * 24 * (26 * 27 // 2 + 10 * 11 // 2) + 2 * head,
+    )
+    # Three steps, which see 27, 28, 29 and 11, 12, 13 keys.
+    work = decode_work(config, 1000, 4, [26, 10], new_tokens=4)
     assert work.bytes == 1000 + 24 * 2 * 128 * 4 * (28 + 12)
     assert work.flop == 2 * (layers + head) + 4 * 896 * 24 * (28 + 12)
 

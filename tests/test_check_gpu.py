@@ -15,7 +15,9 @@ def check_gpu(*flags: str) -> subprocess.CompletedProcess:
     """The script in a process that sees no GPU."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
-    return subprocess.run([sys.executable, "scripts/check_gpu.py", *flags], cwd=ROOT, env=env, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "scripts/check_gpu.py", *flags], cwd=ROOT, env=env, capture_output=True, text=True
+    )
 
 
 def test_without_gpu_it_says_so():
@@ -33,7 +35,11 @@ def test_smoke():
     for section in ("limits", "correctness", "identities", "timings", "end_to_end"):
         assert results[section], section
     assert results["failed"] == [] and results["skipped"] == []
-    checked = [case["ok"] for section in ("correctness", "identities", "timings", "end_to_end") for case in results[section]]
+    checked = [
+        case["ok"]
+        for section in ("correctness", "identities", "timings", "end_to_end")
+        for case in results[section]
+    ]
     assert all(checked)
 
 

@@ -18,13 +18,16 @@ STATISTICS = (
     r"Loaded in \d+\.\d s \(\d[\d.]* MiB weights, float32, cpu\)",
     r"Prompt tokens: \d+ \(KV cache \d[\d.]* MiB\)",
     r"compile: \d+\.\d\d s",
-    r"prefill: \d+ tok in \d+ ms \(\d+ tok/s\) \| decode: \d+ tok in \d+\.\d\d s \(\d+\.\d tok/s\) \[(eos|length)\]",
+    (
+        r"prefill: \d+ tok in \d+ ms \(\d+ tok/s\) \| decode: \d+ tok in \d+\.\d\d s \(\d+\.\d tok/s\)"
+        r" \[(eos|length)\]"
+    ),
     r"TTFT \d+ ms \| TPOT \d+\.\d ms \| total \d+\.\d\d s \| peak memory \d+ MiB",
 )
 HOT = dict(do_sample=True, temperature=1000.0, top_k=0)  # all tokens about equally likely
 
 
-# --- output -----------------------------------------------------------------------------------------------------------
+# --- output -------------------------------------------------------------------------------------------------
 
 
 def test_text_mode(command, good):
@@ -68,7 +71,8 @@ def test_json_mode(command, good):
     assert (stats["generated_tokens"], stats["decode_tokens"]) == (len(ANSWER_IDS) + 1, len(ANSWER_IDS))
     assert (stats["dtype"], stats["backend"], stats["rows"]) == ("float32", "cpu", 1)
     for name in (
-        "load_seconds", "weight_bytes", "cache_bytes", "prefill_seconds", "ttft_seconds", "decode_seconds", "total_seconds", "peak_bytes",
+        "load_seconds", "weight_bytes", "cache_bytes", "prefill_seconds", "ttft_seconds", "decode_seconds",
+        "total_seconds", "peak_bytes",
         "prefill_tokens_per_second", "decode_tokens_per_second", "tpot_seconds",
     ):  # fmt: skip
         assert stats[name] > 0, name
@@ -88,7 +92,10 @@ def test_half_a_character_at_the_end_is_still_printed(command, good):
 def test_prompt_from_standard_input(command, good):
     assert command(f"--model={good}", stdin=QUESTION + "\n")[:2] == (0, ANSWER + "\n")
     answer = command(f"--model={good}", "--output=json", stdin=QUESTION + "\n\n")[1]
-    assert json.loads(answer)["prompt_tokens"] == json.loads(command(f"--model={good}", "--output=json", ASK)[1])["prompt_tokens"]
+    assert (
+        json.loads(answer)["prompt_tokens"]
+        == json.loads(command(f"--model={good}", "--output=json", ASK)[1])["prompt_tokens"]
+    )
 
 
 def test_system_and_raw(ask):
@@ -107,12 +114,26 @@ def test_beams(command, ask, good):
     """As the library finds them, with the checkpoint's EOS ids; text is the best one."""
     flags = ("--num_beams=3", "--length_penalty=0.5", "--early_stopping=never", "--min_tokens=2")
     answer, model = ask(*flags), xj.load_model(good)
-    options = dict(num_beams=3, length_penalty=0.5, early_stopping="never", max_new_tokens=16, sampling=xj.SamplingConfig(min_new_tokens=2))
+    options = dict(
+        num_beams=3,
+        length_penalty=0.5,
+        early_stopping="never",
+        max_new_tokens=16,
+        sampling=xj.SamplingConfig(min_new_tokens=2),
+    )
     eos = [i for i in model.tokenizer.eos_token_ids if i < model.config.vocab_size]
-    wanted = xj.beam_search(model.params, model.config, encode_prompt(model, QUESTION), eos_token_ids=eos, **options)
-    assert [row["tokens"] for row in answer["sequences"]] == wanted.sequences and answer["sequences"][0]["text"] == ANSWER
+    wanted = xj.beam_search(
+        model.params, model.config, encode_prompt(model, QUESTION), eos_token_ids=eos, **options
+    )
+    assert [row["tokens"] for row in answer["sequences"]] == wanted.sequences and answer["sequences"][0][
+        "text"
+    ] == ANSWER
     assert [row["score"] for row in answer["sequences"]] == wanted.scores and answer["prompt_tokens"] > 32
-    assert command(f"--model={good}", ASK, *flags) == (0, ANSWER + "\n", f"Best of 3 sequences, score {wanted.scores[0]:.3f}\n")
+    assert command(f"--model={good}", ASK, *flags) == (
+        0,
+        ANSWER + "\n",
+        f"Best of 3 sequences, score {wanted.scores[0]:.3f}\n",
+    )
 
 
 def test_verbose_says_which_kernels_run(command, good, ask):
@@ -135,7 +156,7 @@ def test_dtype(command, good, monkeypatch):
         assert {str(leaf.dtype) for leaf in jax.tree.leaves(loaded.pop().params)} == {dtype}
 
 
-# --- sampling ---------------------------------------------------------------------------------------------------------
+# --- sampling -----------------------------------------------------------------------------------------------
 
 
 def test_the_seed_decides(ask):
@@ -152,7 +173,9 @@ def test_top_k_and_top_p_narrow_the_choice(ask):
 
 
 def test_repetition_penalty(ask):
-    """The template's "user" holds the second and third letter of the answer: a great penalty leaves them no likelier than others."""
+    """The template's "user" holds the second and third letter of the answer: a great penalty leaves them no
+    likelier than others.
+    """
     assert ask("--temperature=1")["tokens"] == ANSWER_IDS
     assert ask("--temperature=1", "--repetition_penalty=1e6")["tokens"] != ANSWER_IDS
 
@@ -179,7 +202,8 @@ def test_help(command, flag):
     code, out, err = command("--max_tokens=abc", flag)
     assert (code, err) == (0, "") and out.startswith("Text in, text out") and "example: " in out
     for name in (
-        "model", "prompt", "system", "[no]raw", "max_tokens", "temperature", "top_k", "top_p", "seed", "dtype", "output",
+        "model", "prompt", "system", "[no]raw", "max_tokens", "temperature", "top_k", "top_p", "seed",
+        "dtype", "output",
         "repetition_penalty", "[no]generation_config", "[no]use_cache", "compilation_cache",
     ):  # fmt: skip
         assert re.search(rf"^  --{re.escape(name)} +\S", out, re.M), name

@@ -19,23 +19,38 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> dict[str, str]:
     """Of a user with an empty cache directory, which the runs below share."""
-    return os.environ | {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")), "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    return os.environ | {
+        "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
+        "PYTHONPATH": str(ROOT),
+        "PYTHONIOENCODING": "utf-8",
+    }
 
 
 def process(environment, *args, **options) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, *map(str, args)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, **options
+        [sys.executable, *map(str, args)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        **options,
     )
 
 
 def test_module_and_script_are_the_same_command(environment, good):
-    run = process(environment, "-m", "xinfer_jax", f"--model={good}", input=QUESTION + "\n")  # all else by default
+    # All else by default.
+    run = process(environment, "-m", "xinfer_jax", f"--model={good}", input=QUESTION + "\n")
     assert (run.returncode, run.stdout) == (0, ANSWER + "\n")
-    assert [bool(re.fullmatch(p, line)) for p, line in zip(STATISTICS, run.stderr.splitlines(), strict=True)] == [True] * len(STATISTICS)
+    assert [
+        bool(re.fullmatch(p, line)) for p, line in zip(STATISTICS, run.stderr.splitlines(), strict=True)
+    ] == [True] * len(STATISTICS)
     cached = sorted(Path(environment["XDG_CACHE_HOME"], "xinfer_jax").iterdir())
     assert cached  # compiled programs are kept by default
     run = process(environment, "scripts/generate.py", f"--model={good}", ASK, "--output=json")
-    assert (run.returncode, run.stderr) == (0, "") and json.loads(run.stdout.splitlines()[-1])["text"] == ANSWER
+    assert (run.returncode, run.stderr) == (0, "") and json.loads(run.stdout.splitlines()[-1])[
+        "text"
+    ] == ANSWER
 
 
 def test_bad_input_in_a_real_process(environment, tmp_path):

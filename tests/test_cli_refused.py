@@ -49,12 +49,18 @@ BAD_FLAGS = {
     "positional": (["Really?"], "unexpected argument 'Really\\?': give the prompt with --prompt"),
     "flagfile-absent": (["--flagfile=/no/such/file"], "/no/such/file"),
     "no-beams": (["--num_beams=0"], "--num_beams=0"),
-    "early-stopping-unknown": (["--num_beams=2", "--early_stopping=soon"], "early_stopping=soon.*true.false.never"),
+    "early-stopping-unknown": (
+        ["--num_beams=2", "--early_stopping=soon"],
+        "early_stopping=soon.*true.false.never",
+    ),
     "beams-and-a-draft": (["--num_beams=2", "--draft=lookup"], "--draft does not go with --num_beams=2"),
     "beams-and-a-stop": (["--num_beams=2", "--stop=x"], "--stop does not go with --num_beams=2"),
     "beams-without-cache": (["--num_beams=2", "--nouse_cache"], "--use_cache does not go with --num_beams=2"),
     "length-penalty-alone": (["--length_penalty=2"], "--length_penalty does not go with --num_beams=1"),
-    "impl-unknown": (["--impl=fast"], "impl must be None or one of mosaic, triton, xla, interpret, got 'fast'"),
+    "impl-unknown": (
+        ["--impl=fast"],
+        "impl must be None or one of mosaic, triton, xla, interpret, got 'fast'",
+    ),
     "empty-prompt": (["--prompt="], "the prompt is empty"),
     "blank-prompt": (["--prompt= \n\t"], "the prompt is empty"),
 }
@@ -91,7 +97,9 @@ def cut(name):
 
 
 def _config(**changes):
-    return lambda path: tiny.write_json(path / "config.json", json.loads((path / "config.json").read_text()) | changes)
+    return lambda path: tiny.write_json(
+        path / "config.json", json.loads((path / "config.json").read_text()) | changes
+    )
 
 
 def _generation(**settings):
@@ -110,14 +118,19 @@ BAD_CHECKPOINTS = {
     "absent-shard": (
         lambda path: (
             _remove("model.safetensors")(path),
-            tiny.write_json(path / "model.safetensors.index.json", {"weight_map": {tiny.EMBED: "model-00001-of-00002.safetensors"}}),
+            tiny.write_json(
+                path / "model.safetensors.index.json",
+                {"weight_map": {tiny.EMBED: "model-00001-of-00002.safetensors"}},
+            ),
         ),
         "absent: model-00001-of-00002.safetensors",
     ),
     "no-tokenizer": (_remove("tokenizer.json"), "no tokenizer.json"),
     "tokenizer-cut": (cut("tokenizer.json"), "no readable tokenizer"),
     "template-broken": (
-        lambda path: tiny.write_json(path / "tokenizer_config.json", {"chat_template": "{{ raise_exception('not\nso') }}"}),
+        lambda path: tiny.write_json(
+            path / "tokenizer_config.json", {"chat_template": "{{ raise_exception('not\nso') }}"}
+        ),
         "chat template .* not so",
     ),
     "generation-config-cut": (
@@ -125,7 +138,10 @@ BAD_CHECKPOINTS = {
         "generation_config.json is not readable JSON",
     ),
     "generation-config-beams": (_generation(num_beams=4), "num_beams=4"),
-    "generation-config-temperature": (_generation(do_sample=True, temperature="hot"), "temperature must be .* got 'hot'"),
+    "generation-config-temperature": (
+        _generation(do_sample=True, temperature="hot"),
+        "temperature must be .* got 'hot'",
+    ),
     "context-too-short": (_config(max_position_embeddings=32), "exceeds the model's context limit 32"),
 }
 
@@ -150,14 +166,27 @@ def test_empty_directory(command, tmp_path):
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--prompt=" + "x" * 300, "--max_tokens=1"], r"prompt of 3\d\d tokens \+ max_new_tokens 1 exceeds the model's context limit 256"),
+        (
+            ["--prompt=" + "x" * 300, "--max_tokens=1"],
+            r"prompt of 3\d\d tokens \+ max_new_tokens 1 exceeds the model's context limit 256",
+        ),
         (["--prompt=x", "--max_tokens=256"], "max_new_tokens 256 exceeds the model's context limit 256"),
         (["--prompt=a\udcffb"], "only valid Unicode text"),
         (["--prompt=x", "--raw", "--system=y"], "raw .* system message"),
-        (["--prompt=x", "--dtype=int8"], "dtype 'int8' is not supported: use one of float32, bfloat16, float16"),
+        (
+            ["--prompt=x", "--dtype=int8"],
+            "dtype 'int8' is not supported: use one of float32, bfloat16, float16",
+        ),
         (["--prompt=x", "--dtype="], "dtype '' is not supported"),
     ],
-    ids=["prompt-over-context", "tokens-over-context", "half-a-surrogate", "raw-with-system", "dtype", "empty-dtype"],
+    ids=[
+        "prompt-over-context",
+        "tokens-over-context",
+        "half-a-surrogate",
+        "raw-with-system",
+        "dtype",
+        "empty-dtype",
+    ],
 )
 def test_refused_before_anything_is_traced(command, good, monkeypatch, args, message):
     generate = importlib.import_module("xinfer_jax.generate")
@@ -180,4 +209,4 @@ def test_interrupt(command, good, monkeypatch):
     assert command(f"--model={good}", "--prompt=x") == (130, "", "")
 
 
-# --- help -------------------------------------------------------------------------------------------------------------
+# --- help ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Every way to decode with every other: what only adds to a call leaves its tokens as they are, or is refused by name.
+"""Every way to decode with every other: what only adds to a call leaves its tokens as they are, or is refused
+by name.
 
 BASES change which tokens come, EXTRAS must not. REFUSED holds the pairs that are not served; all others are.
 """
@@ -21,8 +22,10 @@ BASES = {
     "one-of-each": dict(sampling=[xj.SamplingConfig(), xj.SamplingConfig(temperature=0.7, top_k=5)]),
     "processors": dict(
         sampling=xj.SamplingConfig(
-            temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, typical_p=0.95, repetition_penalty=1.1, presence_penalty=0.1,
-            frequency_penalty=0.1, no_repeat_ngram_size=3, min_new_tokens=2, logit_bias={3: 1.0}, forbidden_token_ids=(4,),
+            temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, typical_p=0.95, repetition_penalty=1.1,
+            presence_penalty=0.1,
+            frequency_penalty=0.1, no_repeat_ngram_size=3, min_new_tokens=2, logit_bias={3: 1.0},
+            forbidden_token_ids=(4,),
         )
     ),
     "stops": dict(stop_token_ids=tuple(range(0, 64, 5)), eos_token_ids=(1, 2)),
@@ -47,7 +50,9 @@ NEEDS_THE_CACHE = {"lookup": "draft", "draft": "draft", "prefix": "prefix", "kee
 def models():
     config = from_hf(HF)
     return {
-        name: dataclasses.make_dataclass("Model", ["params", "config"])(xj.init_params(config, jax.random.key(1), "float32", name), config)
+        name: dataclasses.make_dataclass("Model", ["params", "config"])(
+            xj.init_params(config, jax.random.key(1), "float32", name), config
+        )
         for name in (None, "int8", "int4")
     }
 
@@ -62,10 +67,13 @@ def settings(model, base: str, extras: str = "") -> dict:
 def _adds(model, extra: str, given: dict) -> dict:
     if extra == "prefix":
         begun = dict(capacity=64, keep_prefix=True, cache_dtype=given.get("cache_dtype"))
-        out = xj.generate(model.params, model.config, [prompt[:-1] for prompt in PROMPTS], xj.GenerateOptions(1, **begun))
+        out = xj.generate(
+            model.params, model.config, [prompt[:-1] for prompt in PROMPTS], xj.GenerateOptions(1, **begun)
+        )
         return dict(prefix=out.prefix)
     return {
-        "logprobs": dict(logprobs=3), "logits": dict(logits=True), "lookup": dict(draft="lookup"), "draft": dict(draft=model),
+        "logprobs": dict(logprobs=3), "logits": dict(logits=True), "lookup": dict(draft="lookup"),
+        "draft": dict(draft=model),
         "keep-prefix": dict(keep_prefix=True), "stream": {}, "no-cache": dict(use_cache=False),
     }[extra]  # fmt: skip
 
@@ -96,7 +104,9 @@ def test_what_adds_to_a_call_leaves_its_tokens(models, base):
         assert (out.tokens, out.finish_reason) == (want.tokens, want.finish_reason), extra
         for row, expected in zip(out.logprobs, want.logprobs, strict=True):
             np.testing.assert_allclose(row, expected, atol=1e-4, err_msg=extra)
-        assert "logprobs" not in extra or [len(row) for row in out.alternatives] == [len(row) for row in out.logprobs]
+        assert "logprobs" not in extra or [len(row) for row in out.alternatives] == [
+            len(row) for row in out.logprobs
+        ]
         assert "logits" not in extra or [len(row) for row in out.logits] == [len(row) for row in out.logprobs]
 
 

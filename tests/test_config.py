@@ -1,4 +1,6 @@
-"""`from_hf`: what each family reads from config.json, under older and newer names, and what is refused by name."""
+"""`from_hf`: what each family reads from config.json, under older and newer names, and what is refused by
+name.
+"""
 
 import dataclasses
 import json
@@ -10,11 +12,18 @@ import xinfer_jax as xj
 from xinfer_jax.config import RopeConfig, from_hf, with_fixed_rope
 
 SIZES = dict(
-    vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2,
+    vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=4, num_attention_heads=6,
+    num_key_value_heads=2,
     max_position_embeddings=512, rms_norm_eps=1e-5, hidden_act="silu",
 )  # fmt: skip
 _S, _F = "sliding_attention", "full_attention"
-_LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+_LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
 
 
 def hf(model_type="qwen2", **changes):
@@ -28,19 +37,31 @@ def without(name, model_type="qwen2"):
 _YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=64)
 _FACTORS = dict(short_factor=(1.0, 1.1, 1.2, 1.3), long_factor=(2.0, 3.0, 4.0, 5.0))
 _LONG = dict(type="longrope", **{name: list(values) for name, values in _FACTORS.items()})
-_MOE = dict(qk_norm=True, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=768, layer_experts=(True,) * 4)
-_OLMO3 = dict(pre_norm=False, post_norm=True, qk_norm=True, qk_norm_joint=True, rope=RopeConfig(rope_theta=5e5))
+_MOE = dict(
+    qk_norm=True, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=768, layer_experts=(True,) * 4
+)
+_OLMO3 = dict(
+    pre_norm=False, post_norm=True, qk_norm=True, qk_norm_joint=True, rope=RopeConfig(rope_theta=5e5)
+)
 _GEMMA = dict(
-    post_norm=True, norm_offset=1.0, embed_scale=math.sqrt(48), hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True, head_dim=8
+    post_norm=True,
+    norm_offset=1.0,
+    embed_scale=math.sqrt(48),
+    hidden_act="gelu_pytorch_tanh",
+    tie_word_embeddings=True,
+    head_dim=8,
 )
 
 
-# --- families ---------------------------------------------------------------------------------------------------------
+# --- families -----------------------------------------------------------------------------------------------
 
 FAMILIES = {
     # name: (config.json, fields that differ from `PLAIN`)
     "qwen2": (hf("qwen2"), dict(qkv_bias=True)),
-    "qwen2-windows-unused": (hf("qwen2", use_sliding_window=False, sliding_window=8, max_window_layers=1), dict(qkv_bias=True)),
+    "qwen2-windows-unused": (
+        hf("qwen2", use_sliding_window=False, sliding_window=8, max_window_layers=1),
+        dict(qkv_bias=True),
+    ),
     "qwen2-late-windows": (
         hf("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1),
         dict(qkv_bias=True, layer_windows=(None, 8, 8, 8)),
@@ -55,7 +76,10 @@ FAMILIES = {
     ),
     "qwen2-all-full-types": (hf("qwen2", sliding_window=None, layer_types=[_F] * 4), dict(qkv_bias=True)),
     "qwen3": (hf("qwen3"), dict(qk_norm=True, head_dim=128)),
-    "qwen3-head-dim-bias": (hf("qwen3", head_dim=16, attention_bias=True), dict(qk_norm=True, head_dim=16, qkv_bias=True, o_bias=True)),
+    "qwen3-head-dim-bias": (
+        hf("qwen3", head_dim=16, attention_bias=True),
+        dict(qk_norm=True, head_dim=16, qkv_bias=True, o_bias=True),
+    ),
     "qwen3-late-windows": (
         hf("qwen3", head_dim=8, use_sliding_window=True, sliding_window=8, max_window_layers=3),
         dict(qk_norm=True, layer_windows=(None, None, None, 8)),
@@ -64,7 +88,10 @@ FAMILIES = {
     "llama-attention-bias": (hf("llama", attention_bias=True), dict(qkv_bias=True, o_bias=True)),
     "llama-mlp-bias": (hf("llama", mlp_bias=True), dict(mlp_bias=True)),
     "llama-mha": (without("num_key_value_heads", "llama"), dict(num_key_value_heads=6)),
-    "llama-mqa-tied": (hf("llama", num_key_value_heads=1, tie_word_embeddings=True), dict(num_key_value_heads=1, tie_word_embeddings=True)),
+    "llama-mqa-tied": (
+        hf("llama", num_key_value_heads=1, tie_word_embeddings=True),
+        dict(num_key_value_heads=1, tie_word_embeddings=True),
+    ),
     "llama-head-dim": (hf("llama", head_dim=20), dict(head_dim=20)),
     "llama-null-head-dim": (hf("llama", head_dim=None), {}),
     "mistral-no-window": (hf("mistral", sliding_window=None), {}),
@@ -79,20 +106,51 @@ FAMILIES = {
         dict(layer_rope=(True, False, True, False)),
     ),
     "smollm3-explicit": (
-        hf("smollm3", no_rope_layers=[0, 1, 1, 0], attention_bias=True, mlp_bias=True, tie_word_embeddings=False, rope_theta=1e4),
+        hf(
+            "smollm3",
+            no_rope_layers=[0, 1, 1, 0],
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=False,
+            rope_theta=1e4,
+        ),
         dict(layer_rope=(False, True, True, False), qkv_bias=True, o_bias=True, mlp_bias=True),
     ),
     "smollm3-window-on-nope-layers": (
-        hf("smollm3", no_rope_layers=[1, 0, 1, 0], use_sliding_window=True, sliding_window=8, tie_word_embeddings=False, rope_theta=1e4),
+        hf(
+            "smollm3",
+            no_rope_layers=[1, 0, 1, 0],
+            use_sliding_window=True,
+            sliding_window=8,
+            tie_word_embeddings=False,
+            rope_theta=1e4,
+        ),
         dict(layer_rope=(True, False, True, False), layer_windows=(None, 8, None, 8)),
     ),
-    "qwen3-moe": (hf("qwen3_moe", head_dim=16, num_experts=8, num_experts_per_tok=2), dict(_MOE, head_dim=16)),
+    "qwen3-moe": (
+        hf("qwen3_moe", head_dim=16, num_experts=8, num_experts_per_tok=2),
+        dict(_MOE, head_dim=16),
+    ),
     "qwen3-moe-newer-name-null-list": (
-        hf("qwen3_moe", num_local_experts=8, num_experts_per_tok=2, mlp_only_layers=None, norm_topk_prob=True, attention_bias=True),
+        hf(
+            "qwen3_moe",
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            mlp_only_layers=None,
+            norm_topk_prob=True,
+            attention_bias=True,
+        ),
         dict(_MOE, norm_topk_prob=True, qkv_bias=True, o_bias=True),
     ),
     "qwen3-moe-some-dense": (
-        hf("qwen3_moe", num_experts=8, num_experts_per_tok=2, decoder_sparse_step=2, mlp_only_layers=[1], moe_intermediate_size=16),
+        hf(
+            "qwen3_moe",
+            num_experts=8,
+            num_experts_per_tok=2,
+            decoder_sparse_step=2,
+            mlp_only_layers=[1],
+            moe_intermediate_size=16,
+        ),
         dict(_MOE, layer_experts=(False, False, False, True), moe_intermediate_size=16),
     ),
     "qwen3-moe-windows": (
@@ -101,26 +159,56 @@ FAMILIES = {
     ),
     "olmo3": (hf("olmo3", sliding_window=8), dict(_OLMO3, layer_windows=(8, 8, 8, None))),
     "olmo3-yarn-on-full-layers": (
-        hf("olmo3", rope_theta=5e5, rope_scaling=dict(_YARN, attention_factor=1.2), layer_types=[_S, _F, _S, _F], sliding_window=8),
-        dict(_OLMO3, layer_windows=(8, None) * 2, rope=RopeConfig(rope_theta=5e5, attention_factor=1.2, **_YARN))
+        hf(
+            "olmo3",
+            rope_theta=5e5,
+            rope_scaling=dict(_YARN, attention_factor=1.2),
+            layer_types=[_S, _F, _S, _F],
+            sliding_window=8,
+        ),
+        dict(
+            _OLMO3,
+            layer_windows=(8, None) * 2,
+            rope=RopeConfig(rope_theta=5e5, attention_factor=1.2, **_YARN),
+        )
         | dict(sliding_rope=RopeConfig(rope_theta=5e5)),
     ),
     "gemma2": (
-        without("num_key_value_heads", "gemma2") | dict(num_attention_heads=8, sliding_window=8, hidden_act="gelu_pytorch_tanh"),
+        without("num_key_value_heads", "gemma2")
+        | dict(num_attention_heads=8, sliding_window=8, hidden_act="gelu_pytorch_tanh"),
         dict(_GEMMA, num_attention_heads=8, num_key_value_heads=4, head_dim=256, layer_windows=(8, None) * 2)
         | dict(query_pre_attn_scalar=256, attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
     ),
     "gemma2-no-caps": (
-        hf("gemma2", head_dim=8, attn_logit_softcapping=None, final_logit_softcapping=None, query_pre_attn_scalar=24, attention_bias=True),
+        hf(
+            "gemma2",
+            head_dim=8,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            query_pre_attn_scalar=24,
+            attention_bias=True,
+        ),
         dict(_GEMMA, layer_windows=(4096, None) * 2, query_pre_attn_scalar=24, qkv_bias=True, o_bias=True),
     ),
     "gemma3": (
         hf("gemma3_text", head_dim=8, sliding_window=8, sliding_window_pattern=3, query_pre_attn_scalar=8),
-        dict(_GEMMA, qk_norm=True, layer_windows=(8, 8, None, 8), query_pre_attn_scalar=8, rope=RopeConfig(rope_theta=1e6))
+        dict(
+            _GEMMA,
+            qk_norm=True,
+            layer_windows=(8, 8, None, 8),
+            query_pre_attn_scalar=8,
+            rope=RopeConfig(rope_theta=1e6),
+        )
         | dict(sliding_rope=RopeConfig()),
     ),
     "gemma3-scaled": (
-        hf("gemma3_text", head_dim=8, rope_theta=1e5, rope_local_base_freq=5e3, rope_scaling=dict(rope_type="linear", factor=8.0)),
+        hf(
+            "gemma3_text",
+            head_dim=8,
+            rope_theta=1e5,
+            rope_local_base_freq=5e3,
+            rope_scaling=dict(rope_type="linear", factor=8.0),
+        ),
         dict(_GEMMA, qk_norm=True, layer_windows=(4096,) * 4, query_pre_attn_scalar=256)
         | dict(rope=RopeConfig("linear", 1e5, 8.0), sliding_rope=RopeConfig(rope_theta=5e3)),
     ),
@@ -131,13 +219,19 @@ FAMILIES = {
     ),
     "phi3-longrope": (
         hf("phi3", rope_scaling=_LONG, original_max_position_embeddings=128),
-        dict(fused_projections=True, rope=RopeConfig("longrope", factor=4.0, original_max_position_embeddings=128, **_FACTORS)),
+        dict(
+            fused_projections=True,
+            rope=RopeConfig("longrope", factor=4.0, original_max_position_embeddings=128, **_FACTORS),
+        ),
     ),
 }
 PLAIN = dict(
-    vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, head_dim=8,
-    max_position_embeddings=512, rms_norm_eps=1e-5, tie_word_embeddings=False, rope=RopeConfig(), layer_windows=(None,) * 4,
-    layer_rope=(True,) * 4, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False, pre_norm=True, post_norm=False,
+    vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=4, num_attention_heads=6,
+    num_key_value_heads=2, head_dim=8,
+    max_position_embeddings=512, rms_norm_eps=1e-5, tie_word_embeddings=False, rope=RopeConfig(),
+    layer_windows=(None,) * 4,
+    layer_rope=(True,) * 4, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False, pre_norm=True,
+    post_norm=False,
 )  # fmt: skip
 
 
@@ -151,11 +245,16 @@ def test_family(name):
 
 def test_defaults_where_config_json_is_silent():
     assert from_hf(without("max_position_embeddings", "llama")).max_position_embeddings == 2048
-    assert from_hf(without("num_key_value_heads", "mistral") | dict(num_attention_heads=8, hidden_size=64)).num_key_value_heads == 8
+    assert (
+        from_hf(
+            without("num_key_value_heads", "mistral") | dict(num_attention_heads=8, hidden_size=64)
+        ).num_key_value_heads
+        == 8
+    )
     assert from_hf(without("rms_norm_eps")).rms_norm_eps == 1e-6
 
 
-# --- rotary embedding -------------------------------------------------------------------------------------------------
+# --- rotary embedding ---------------------------------------------------------------------------------------
 
 ROPES = {
     # name: (config.json, expected)
@@ -169,7 +268,15 @@ ROPES = {
         RopeConfig(rope_theta=5e5, **_LLAMA3),
     ),
     "yarn": (
-        hf(rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128, beta_fast=16, truncate=False)),
+        hf(
+            rope_scaling=dict(
+                rope_type="yarn",
+                factor=4.0,
+                original_max_position_embeddings=128,
+                beta_fast=16,
+                truncate=False,
+            )
+        ),
         RopeConfig("yarn", factor=4.0, original_max_position_embeddings=128, beta_fast=16, truncate=False),
     ),
     "yarn-factor-from-lengths": (
@@ -216,10 +323,19 @@ SAME = {
         dict(rope_theta=3e4, rope_scaling=dict(type="linear", factor=2.0)),
         dict(rope_parameters=dict(rope_type="linear", rope_theta=3e4, factor=2.0)),
     ),
-    "llama3": (dict(rope_theta=5e5, rope_scaling=_LLAMA3), dict(rope_parameters=_LLAMA3 | dict(rope_theta=5e5))),
+    "llama3": (
+        dict(rope_theta=5e5, rope_scaling=_LLAMA3),
+        dict(rope_parameters=_LLAMA3 | dict(rope_theta=5e5)),
+    ),
     "yarn": (
-        dict(rope_theta=1e6, rope_scaling=dict(type="yarn", factor=4.0, original_max_position_embeddings=128)),
-        dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=128)),
+        dict(
+            rope_theta=1e6, rope_scaling=dict(type="yarn", factor=4.0, original_max_position_embeddings=128)
+        ),
+        dict(
+            rope_parameters=dict(
+                rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=128
+            )
+        ),
     ),
 }
 
@@ -247,7 +363,7 @@ def test_context_length(rope_scaling, expected):
     assert from_hf(hf(rope_scaling=rope_scaling)).context_length == expected
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------------------
 
 REFUSED = {
     # name: (config.json, what the message must name)
@@ -258,55 +374,72 @@ REFUSED = {
     "hidden-act-null": (hf(hidden_act=None), "hidden_act None"),
     "not-causal": (hf(architectures=["Qwen2ForSequenceClassification"]), "Qwen2ForSequenceClassification"),
     "bare-model": (hf("llama", architectures=["LlamaModel"]), "LlamaModel"),
-    "rope-longrope": (hf(rope_scaling=dict(rope_type="longrope", short_factor=[1], long_factor=[2])), "rope type 'longrope'"),
+    "rope-longrope": (hf(rope_scaling=dict(rope_type="longrope", short_factor=[1], long_factor=[2])),
+        "rope type 'longrope'"),
     "rope-unknown-old-name": (hf(rope_scaling=dict(type="su", factor=2.0)), "rope type 'su'"),
-    "rope-unknown-new-name": (hf(rope_parameters=dict(rope_type="proportional", rope_theta=1e4)), "rope type 'proportional'"),
+    "rope-unknown-new-name": (hf(rope_parameters=dict(rope_type="proportional", rope_theta=1e4)),
+        "rope type 'proportional'"),
     "rope-null-type": (hf(rope_scaling=dict(type=None, factor=2.0)), "rope type None"),
-    "rope-per-layer-type": (hf(rope_parameters={_F: dict(rope_type="default", rope_theta=1e4)}), "rope parameters"),
+    "rope-per-layer-type": (hf(rope_parameters={_F: dict(rope_type="default", rope_theta=1e4)}),
+        "rope parameters"),
     "rope-not-an-object": (hf(rope_scaling="linear"), "rope parameters.*'linear'"),
     "rope-linear-without-factor": (hf(rope_scaling=dict(type="linear")), "linear.*'factor'"),
     "rope-dynamic-without-factor": (hf(rope_scaling=dict(type="dynamic")), "dynamic.*'factor'"),
-    "rope-llama3-without-low": (hf(rope_scaling={k: v for k, v in _LLAMA3.items() if k != "low_freq_factor"}), "llama3.*'low_freq_factor'"),
+    "rope-llama3-without-low": (
+        hf(rope_scaling={k: v for k, v in _LLAMA3.items() if k != "low_freq_factor"}), "llama3.*'low_freq_factor'"),
     "rope-factor-string": (hf(rope_scaling=dict(type="linear", factor="2")), "factor.*'2'"),
-    "rope-length-string": (hf(rope_scaling=dict(type="yarn", original_max_position_embeddings="64")), "original_max_position.*'64'"),
+    "rope-length-string": (hf(rope_scaling=dict(type="yarn", original_max_position_embeddings="64")),
+        "original_max_position.*'64'"),
     "rope-theta-string": (hf(rope_theta="1e6"), "rope_theta.*'1e6'"),
     "rope-theta-zero": (hf(rope_theta=0), "rope_theta.*0"),
     "partial-rotary": (hf(partial_rotary_factor=0.5), "partial_rotary_factor"),
-    "partial-rotary-new-place": (hf(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.25)), "partial_rotary_factor"),
-    "rope-longrope-short-list": (hf("phi3", rope_scaling=dict(_LONG, long_factor=[1, 2])), "long_factor has 2 entries.*4"),
-    "rope-longrope-no-list": (hf("phi3", rope_scaling=dict(_LONG, short_factor=None)), "short_factor must be a list"),
-    "rope-longrope-string": (hf("phi3", rope_scaling=dict(_LONG, short_factor=[1, "2", 3, 4])), "short_factor.*'2'"),
+    "partial-rotary-new-place": (hf(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.25)),
+        "partial_rotary_factor"),
+    "rope-longrope-short-list": (hf("phi3", rope_scaling=dict(_LONG, long_factor=[1, 2])),
+        "long_factor has 2 entries.*4"),
+    "rope-longrope-no-list": (hf("phi3", rope_scaling=dict(_LONG, short_factor=None)),
+        "short_factor must be a list"),
+    "rope-longrope-string": (hf("phi3", rope_scaling=dict(_LONG, short_factor=[1, "2", 3, 4])),
+        "short_factor.*'2'"),
     "phi3-linear": (hf("phi3", rope_scaling=dict(type="linear", factor=2.0)), "rope type 'linear'"),
     "phi3-odd-part": (hf("phi3", partial_rotary_factor=0.4), "partial_rotary_factor 0.4 rotates 3 of 8"),
     "phi3-more-than-all": (hf("phi3", partial_rotary_factor=1.5), "partial_rotary_factor 1.5"),
     "phi3-layer-types": (hf("phi3", sliding_window=8, layer_types=[_F, _S, _F, _S]), "layer_types"),
     "moe-layer-types": (hf("qwen3_moe", layer_types=[_F, _S, _F, _S]), "layer_types"),
-    "moe-more-chosen-than-there-are": (hf("qwen3_moe", num_experts=4, num_experts_per_tok=5), "num_experts_per_tok 5 is above 4"),
+    "moe-more-chosen-than-there-are": (hf("qwen3_moe", num_experts=4, num_experts_per_tok=5),
+        "num_experts_per_tok 5 is above 4"),
     "moe-no-experts": (hf("qwen3_moe", num_experts=0), "num_experts.*0"),
     "moe-norm-string": (hf("qwen3_moe", norm_topk_prob="true"), "norm_topk_prob must be true or false"),
     "moe-dense-layers-number": (hf("qwen3_moe", mlp_only_layers=3), "mlp_only_layers.*3"),
     "olmo3-other-theta": (hf("olmo3", rope_theta=1e4), "rope_theta 10000.0.*olmo3.*rope_parameters"),
-    "olmo3-flat-rope": (hf("olmo3", rope_parameters=dict(rope_type="default", rope_theta=1e4)), "must name full_attention"),
+    "olmo3-flat-rope": (hf("olmo3", rope_parameters=dict(rope_type="default", rope_theta=1e4)),
+        "must name full_attention"),
     "olmo3-dynamic": (hf("olmo3", rope_scaling=dict(type="dynamic", factor=2.0)), "rope type 'dynamic'"),
     "olmo3-no-window": (hf("olmo3", sliding_window=None), "sliding_window.*None"),
-    "gemma2-bidirectional": (hf("gemma2", use_bidirectional_attention=True), "use_bidirectional_attention.*gemma2"),
+    "gemma2-bidirectional": (hf("gemma2", use_bidirectional_attention=True),
+        "use_bidirectional_attention.*gemma2"),
     "gemma2-activation": (hf("gemma2", hidden_activation="gelu"), "hidden_act 'gelu'"),
     "gemma2-cap-zero": (hf("gemma2", attn_logit_softcapping=0), "attn_logit_softcapping.*0"),
-    "gemma3-attention-cap": (hf("gemma3_text", attn_logit_softcapping=50.0), "attn_logit_softcapping 50.0.*gemma3_text"),
+    "gemma3-attention-cap": (hf("gemma3_text", attn_logit_softcapping=50.0),
+        "attn_logit_softcapping 50.0.*gemma3_text"),
     "gemma3-pattern-zero": (hf("gemma3_text", sliding_window_pattern=0), "sliding_window_pattern.*0"),
     "gemma3-with-images": (hf("gemma3"), "model_type 'gemma3'.*gemma3_text"),
     "layer-types-unknown": (hf(layer_types=[_F, "chunked_attention", _F, _F]), "chunked_attention"),
     "layer-types-linear": (hf("qwen3", layer_types=["linear_attention"] * 4), "linear_attention"),
     "layer-types-too-few": (hf(layer_types=[_F, _F]), "layer_types.*4 layers"),
     "layer-types-a-string": (hf(layer_types=_F), "layer_types"),
-    "layer-types-slide-without-window": (hf(layer_types=[_F, _S, _F, _S], sliding_window=8), "sliding_attention.*use_sliding_window"),
-    "layer-types-slide-null-window": (hf(layer_types=[_S] * 4, use_sliding_window=True, sliding_window=None), "sliding_attention"),
+    "layer-types-slide-without-window": (hf(layer_types=[_F, _S, _F, _S], sliding_window=8),
+        "sliding_attention.*use_sliding_window"),
+    "layer-types-slide-null-window": (hf(layer_types=[_S] * 4, use_sliding_window=True, sliding_window=None),
+        "sliding_attention"),
     "mistral-layer-types": (hf("mistral", sliding_window=8, layer_types=[_F, _S, _F, _S]), "layer_types"),
     "window-string": (hf("mistral", sliding_window="8"), "sliding_window.*'8'"),
     "window-zero": (hf("mistral", sliding_window=0), "sliding_window.*0"),
     "window-negative": (hf(use_sliding_window=True, sliding_window=-1), "sliding_window.*-1"),
-    "max-window-layers-null": (hf(use_sliding_window=True, sliding_window=8, max_window_layers=None), "max_window_layers.*None"),
-    "max-window-layers-string": (hf(use_sliding_window=True, sliding_window=8, max_window_layers="2"), "max_window_layers.*'2'"),
+    "max-window-layers-null": (hf(use_sliding_window=True, sliding_window=8, max_window_layers=None),
+        "max_window_layers.*None"),
+    "max-window-layers-string": (hf(use_sliding_window=True, sliding_window=8, max_window_layers="2"),
+        "max_window_layers.*'2'"),
     "no-rope-too-few": (hf("smollm3", no_rope_layers=[1, 0]), "no_rope_layers"),
     "no-rope-interval-zero": (hf("smollm3", no_rope_layer_interval=0), "no_rope_layer_interval"),
     "hidden-size-string": (hf(hidden_size="64"), "hidden_size must be a number above 0, got '64'"),
@@ -335,19 +468,23 @@ def test_refused_by_name(name):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"])
+@pytest.mark.parametrize(
+    "name", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+)
 def test_missing_key_is_named(name):
     with pytest.raises(xj.InputError, match=f"{name}.*None"):
         from_hf(without(name))
 
 
-# --- the object -------------------------------------------------------------------------------------------------------
+# --- the object ---------------------------------------------------------------------------------------------
 
 
 def test_harmless_keys_change_nothing():
     harmless = dict(
-        _name_or_path="/x", architectures=["Qwen2ForCausalLM"], transformers_version="4.43.1", use_cache=False, attention_dropout=0.0,
-        initializer_range=0.02, bos_token_id=1, eos_token_id=[2, 3], pad_token_id=None, torch_dtype="bfloat16", quantization_config=None,
+        _name_or_path="/x", architectures=["Qwen2ForCausalLM"], transformers_version="4.43.1",
+        use_cache=False, attention_dropout=0.0,
+        initializer_range=0.02, bos_token_id=1, eos_token_id=[2, 3], pad_token_id=None,
+        torch_dtype="bfloat16", quantization_config=None,
         my_own_note={"a": [1]}, partial_rotary_factor=1.0,
     )  # fmt: skip
     assert from_hf(hf() | harmless) == from_hf(hf())

@@ -1,4 +1,6 @@
-"""What the families with other structures do beyond logits: files with fused or stacked matrices, longrope's switch, what is refused."""
+"""What the families with other structures do beyond logits: files with fused or stacked matrices, longrope's
+switch, what is refused.
+"""
 
 import dataclasses
 
@@ -33,15 +35,21 @@ def written(path, name, fused=False, seed=5):
     tensors = cases.random_tensors(case.config, seed)
     stored = cases.fused(case.config, tensors) if fused else {}
     for spec in () if fused else jax.tree.leaves(param_specs(case.config)):
-        stored |= zip(spec.stored(), tensors[spec.hf_name] if len(spec.shape) == 3 else [tensors[spec.hf_name]], strict=True)
-    return tiny.write(path, case.hf, weights={n: np.ascontiguousarray(t) for n, t in stored.items()}, with_tokenizer=False)
+        stored |= zip(
+            spec.stored(),
+            tensors[spec.hf_name] if len(spec.shape) == 3 else [tensors[spec.hf_name]],
+            strict=True,
+        )
+    return tiny.write(
+        path, case.hf, weights={n: np.ascontiguousarray(t) for n, t in stored.items()}, with_tokenizer=False
+    )
 
 
 def assert_equal(got, want):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
@@ -56,11 +64,17 @@ def test_a_fault_in_a_fused_matrix_is_named(tmp_path):
     name = "model.layers.1.self_attn.qkv_proj.weight"
     weights[name] = weights[name][:-1].copy()
     del weights["model.layers.0.mlp.gate_up_proj.weight"]
-    with pytest.raises(xj.InputError, match=r"missing model.layers.0.mlp.gate_proj.weight.*qkv_proj.weight has shape \[143, 48\]"):
+    with pytest.raises(
+        xj.InputError,
+        match=r"missing model.layers.0.mlp.gate_proj.weight.*qkv_proj.weight has shape \[143, 48\]",
+    ):
         xj.load_model(tiny.write(tmp_path, case.hf, weights=weights, with_tokenizer=False))
 
 
-@pytest.mark.parametrize("name, quantize", [("phi3-defaults", "int8"), ("gemma2-no-caps-layer-types", "int4"), ("moe-defaults", None)])
+@pytest.mark.parametrize(
+    "name, quantize",
+    [("phi3-defaults", "int8"), ("gemma2-no-caps-layer-types", "int4"), ("moe-defaults", None)],
+)
 def test_saved_and_loaded_again(tmp_path, name, quantize):
     model = xj.load_model(written(tmp_path / "in", name), dtype="float32", quantize=quantize)
     save_checkpoint(tmp_path / "out", None, model.params, cases.CASES[name].hf)
@@ -71,11 +85,13 @@ def test_saved_and_loaded_again(tmp_path, name, quantize):
 def test_int8_is_close(name):
     config, params = built(name)
     prompt = np.array([cases.prompts(cases.CASES[name])[1]])
-    exact, near = (np.asarray(forward(tree, config, prompt)[0]) for tree in (params, awq.rounded_params(params, "int8")))
+    exact, near = (
+        np.asarray(forward(tree, config, prompt)[0]) for tree in (params, awq.rounded_params(params, "int8"))
+    )
     assert 0 < np.abs(near - exact).mean() < 0.05 * np.abs(exact).mean()
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------------------
 
 
 def test_experts_are_not_quantized(tmp_path):
@@ -109,7 +125,7 @@ def test_no_kernel_caps_scores():
         xj.kernels_used(params, config, "interpret")
 
 
-# --- longrope ---------------------------------------------------------------------------------------------------------
+# --- longrope -----------------------------------------------------------------------------------------------
 
 
 def test_longrope_is_not_continued_across_its_switch():
@@ -137,7 +153,7 @@ def test_longrope_on_one_side_of_its_switch(row):
     np.testing.assert_allclose(np.concatenate(got, 1), want, atol=1e-5 * np.abs(want).max())
 
 
-# --- experts ----------------------------------------------------------------------------------------------------------
+# --- experts ------------------------------------------------------------------------------------------------
 
 
 def test_few_and_many_tokens_meet_the_same_experts():
@@ -147,7 +163,12 @@ def test_few_and_many_tokens_meet_the_same_experts():
     x_BTD = jnp.asarray(np.random.RandomState(0).standard_normal((1, 4, config.hidden_size)), jnp.float32)
 
     def alone(layer):
-        return jnp.stack([jnp.stack([experts.mixture_of_experts(x[None, None], layer, config)[0, 0] for x in row]) for row in x_BTD])
+        return jnp.stack(
+            [
+                jnp.stack([experts.mixture_of_experts(x[None, None], layer, config)[0, 0] for x in row])
+                for row in x_BTD
+            ]
+        )
 
     def together(layer):
         return experts.mixture_of_experts(x_BTD, layer, config)
@@ -163,9 +184,14 @@ def test_an_expert_that_nobody_chose_may_overflow():
     layer = dict(params["layers"][0])
     x_BTD = jnp.ones((1, 20, config.hidden_size))
     logits_X = layer["router"]["weight"].sum(1)
-    broken = {name: {"weight": leaf["weight"].at[jnp.argmin(logits_X)].set(jnp.inf)} for name, leaf in layer["experts"].items()}
+    broken = {
+        name: {"weight": leaf["weight"].at[jnp.argmin(logits_X)].set(jnp.inf)}
+        for name, leaf in layer["experts"].items()
+    }
     want = experts.mixture_of_experts(x_BTD, layer, config)
-    np.testing.assert_array_equal(experts.mixture_of_experts(x_BTD, layer | {"experts": broken}, config), want)
+    np.testing.assert_array_equal(
+        experts.mixture_of_experts(x_BTD, layer | {"experts": broken}, config), want
+    )
 
 
 def test_every_sparse_layer_has_a_router():

@@ -1,4 +1,6 @@
-"""Logits and greedy ids against golden files that transformers made (scripts/make_golden.py): runs everywhere, without torch."""
+"""Logits and greedy ids against golden files that transformers made (scripts/make_golden.py): runs
+everywhere, without torch.
+"""
 
 import json
 from functools import cache
@@ -24,7 +26,9 @@ def loaded(name: str):
     with np.load(GOLDEN / f"{name}.npz") as file:
         golden = dict(file)
     about = json.loads(str(golden["about"]))
-    assert about["config"] == json.loads(json.dumps(case.hf)), f"{name} has changed in parity_cases.py: run scripts/make_golden.py"
+    assert about["config"] == json.loads(json.dumps(case.hf)), (
+        f"{name} has changed in parity_cases.py: run scripts/make_golden.py"
+    )
     params = cases.params_from(case.config, cases.random_tensors(case.config, about["seed"]))
     prompts = [golden[f"prompt_{i}"].tolist() for i in range(len(case.lengths))]
     return golden, case.config, params, prompts
@@ -36,11 +40,15 @@ def test_every_golden_file_has_its_case():
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_logits_and_greedy_ids(name):
-    """Prompts and transformers' answers in one padded batch: logits of the prompts, and every answer is our own choice."""
+    """Prompts and transformers' answers in one padded batch: logits of the prompts, and every answer is our
+    own choice.
+    """
     golden, config, params, prompts = loaded(name)
     assert prompts == cases.prompts(cases.CASES[name])
     answers = [golden[f"greedy_{i}"].tolist() if f"greedy_{i}" in golden else [] for i in range(len(prompts))]
-    tokens_BT, num_tokens_B = cases.padded([prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
+    tokens_BT, num_tokens_B = cases.padded(
+        [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    )
     logits_BTV = np.asarray(forward(params, config, tokens_BT, None, num_tokens_B)[0])
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         expected = golden[f"logits_{i}"]
@@ -54,7 +62,9 @@ def test_generate(name):
     """Prefill and decode through the cache, prompts of different lengths in one batch."""
     golden, config, params, prompts = loaded(name)
     rows = cases.CASES[name].generating
-    out = xj.generate(params, config, [prompts[i] for i in rows], xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS))
+    out = xj.generate(
+        params, config, [prompts[i] for i in rows], xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS)
+    )
     assert out.tokens == [golden[f"greedy_{i}"].tolist() for i in rows]
     assert out.finish_reason == ["length"] * len(rows)
 
@@ -66,12 +76,16 @@ def test_generate_one_prompt_until_eos():
     assert out.tokens == [expected]
     eos = expected[-1]
     stop = expected.index(eos)
-    out = xj.generate(params, config, prompts[2:], xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS, eos_token_ids=[eos]))
+    out = xj.generate(
+        params, config, prompts[2:], xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS, eos_token_ids=[eos])
+    )
     assert out.tokens == [expected[:stop]] and out.finish_reason == ["eos"]
     assert len(out.logprobs[0]) == stop + 1
 
 
-@pytest.mark.parametrize("name", [name for name, case in cases.CASES.items() if case.config.rope.rope_type == "dynamic"])
+@pytest.mark.parametrize(
+    "name", [name for name, case in cases.CASES.items() if case.config.rope.rope_type == "dynamic"]
+)
 def test_dynamic_is_not_continued_across_its_maximum(name):
     _, config, params, prompts = loaded(name)
     with pytest.raises(xj.InputError, match="dynamic"):

@@ -1,4 +1,6 @@
-"""What must be equal: cached and not, chunked and whole, alone and in a batch, streamed and looped; and what must not recompile or copy."""
+"""What must be equal: cached and not, chunked and whole, alone and in a batch, streamed and looped; and what
+must not recompile or copy.
+"""
 
 import dataclasses
 
@@ -26,17 +28,25 @@ QWEN = dict(
 )
 CONFIGS = {
     "qwen2": QWEN,
-    "windows-nope-untied": QWEN
-    | dict(model_type="smollm3", no_rope_layers=[1, 0], tie_word_embeddings=False, attention_bias=True)
-    | dict(use_sliding_window=True, sliding_window=7),
+    "windows-nope-untied": (
+        QWEN
+        | dict(model_type="smollm3", no_rope_layers=[1, 0], tie_word_embeddings=False, attention_bias=True)
+        | dict(use_sliding_window=True, sliding_window=7)
+    ),
 }
-MIXED = (xj.SamplingConfig(), xj.SamplingConfig(0.9, 30, 0.9, 1.2), xj.SamplingConfig(1.5), xj.SamplingConfig(repetition_penalty=1.3))
+MIXED = (
+    xj.SamplingConfig(),
+    xj.SamplingConfig(0.9, 30, 0.9, 1.2),
+    xj.SamplingConfig(1.5),
+    xj.SamplingConfig(repetition_penalty=1.3),
+)
 
 
 def build(name):
     config = from_hf(CONFIGS[name])
     params = jax.jit(xj.init_params, static_argnums=(0, 2))(config, jax.random.key(len(name)), "float32")
-    return jax.tree.map(lambda x: np.float32(2.5) * x if x.ndim > 1 else x, params), config  # logits of order 10: few near ties
+    # Logits of order 10: few near ties.
+    return jax.tree.map(lambda x: np.float32(2.5) * x if x.ndim > 1 else x, params), config
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -68,7 +78,9 @@ def test_prefill_and_decode_equal_one_forward(model, split):
     want, _ = full_forward(params, config, tokens)
     padded = np.zeros((1, 64), np.int32)
     padded[:, :split] = tokens[:, :split]
-    logits, cache = xj.prefill(params, config, padded, np.array([split], np.int32), xj.init_cache(config, 1, 100))
+    logits, cache = xj.prefill(
+        params, config, padded, np.array([split], np.int32), xj.init_cache(config, 1, 100)
+    )
     got = [logits]
     for t in range(split, 40):
         logits, cache = xj.decode_step(params, config, tokens[:, t], cache)
@@ -106,8 +118,13 @@ def test_a_row_of_a_ragged_batch_is_the_row_alone(model):
     keys = jax.random.split(jax.random.key(9), 4)
     together = xj.generate(params, config, rows, options(sampling=MIXED, eos_token_ids=(5, 77)), key=keys)
     for i, row in enumerate(rows):
-        alone = xj.generate(params, config, [row], options(sampling=MIXED[i], eos_token_ids=(5, 77)), key=keys[i : i + 1])
-        assert alone.tokens == together.tokens[i : i + 1] and alone.finish_reason == together.finish_reason[i : i + 1]
+        alone = xj.generate(
+            params, config, [row], options(sampling=MIXED[i], eos_token_ids=(5, 77)), key=keys[i : i + 1]
+        )
+        assert (
+            alone.tokens == together.tokens[i : i + 1]
+            and alone.finish_reason == together.finish_reason[i : i + 1]
+        )
         np.testing.assert_allclose(alone.logprobs[0], together.logprobs[i], atol=1e-4)
 
 
@@ -121,7 +138,10 @@ def test_stream_loop_and_recomputing_give_the_same_tokens(model):
         for row, token in zip(streamed, ids, strict=True):
             row += [] if token is None else [token]
     assert streamed == want.tokens
-    assert xj.generate(params, config, rows, dataclasses.replace(asked, use_cache=False), key=key).tokens == want.tokens
+    assert (
+        xj.generate(params, config, rows, dataclasses.replace(asked, use_cache=False), key=key).tokens
+        == want.tokens
+    )
     cache = xj.init_cache(config, 4, 64)
     tokens, lengths = np.zeros((4, 40), np.int32), np.array([len(r) for r in rows], np.int32)
     seen = np.zeros((4, config.vocab_size), bool)
@@ -129,7 +149,9 @@ def test_stream_loop_and_recomputing_give_the_same_tokens(model):
         tokens[i, : len(row)] = row
         seen[i, row] = True
     logits, cache = xj.prefill(params, config, tokens, lengths, cache)
-    result = xj.decode_loop(params, config, logits, cache, key, per_row(MIXED, 4), np.array([5, 77]), 20, seen_BV=seen)
+    result = xj.decode_loop(
+        params, config, logits, cache, key, per_row(MIXED, 4), np.array([5, 77]), 20, seen_BV=seen
+    )
     for i, row in enumerate(want.tokens):
         ended = want.finish_reason[i] == "eos"
         assert bool(result.finished_B[i]) == ended and int(result.length_B[i]) == len(row) + ended
@@ -150,13 +172,17 @@ def test_eos_ends_a_row_and_is_not_returned(qwen):
     assert stopped.tokens[0] == free.tokens[0][:first] and stopped.finish_reason[0] == "eos"
     assert len(stopped.logprobs[0]) == first + 1
     np.testing.assert_allclose(stopped.logprobs[0], free.logprobs[0][: first + 1], atol=1e-5)
-    assert stopped.stats.generated_tokens == sum(len(t) + (r == "eos") for t, r in zip(stopped.tokens, stopped.finish_reason, strict=True))
+    assert stopped.stats.generated_tokens == sum(
+        len(t) + (r == "eos") for t, r in zip(stopped.tokens, stopped.finish_reason, strict=True)
+    )
 
 
 def test_logprobs_are_those_of_the_model(qwen):
     params, config = qwen
     (row,) = prompts(10)
-    out = xj.generate(params, config, [row], options(sampling=xj.SamplingConfig(1.2, 40, 0.95, 1.1)), key=jax.random.key(0))
+    out = xj.generate(
+        params, config, [row], options(sampling=xj.SamplingConfig(1.2, 40, 0.95, 1.1)), key=jax.random.key(0)
+    )
     logits, _ = full_forward(params, config, np.array([row + out.tokens[0]], np.int32))
     want = jax.nn.log_softmax(logits[0, len(row) - 1 : -1])[np.arange(20), np.array(out.tokens[0])]
     np.testing.assert_allclose(out.logprobs[0], want, atol=1e-5)
@@ -168,7 +194,10 @@ def test_one_trace_serves_every_setting_within_its_buckets(qwen):
     counts = {}
 
     def traces():
-        return {name: sum(f._cache_size() for f in (g.values() if isinstance(g, dict) else [g])) for name, g in doors.items()}
+        return {
+            name: sum(f._cache_size() for f in (g.values() if isinstance(g, dict) else [g]))
+            for name, g in doors.items()
+        }
 
     doors = dict(prefill=decode.PREFILL, record=decode.RECORD, run=decode.CONTINUE)
     xj.generate(params, config, rows, options(max_new_tokens=30, eos_token_ids=(3,)), key=jax.random.key(0))
@@ -193,7 +222,9 @@ def test_doors_inside_a_callers_jit_trace_once(qwen):
         cache = xj.init_cache(config, 2, 64, "float32")
         logits, cache = xj.prefill(params, config, tokens_BT, num_tokens_B, cache)
         settings = xj.SamplingConfig(temperature=temperature)
-        return xj.decode_loop(params, config, logits, cache, key, settings, np.array([3]), new, output_size=16).tokens_BT
+        return xj.decode_loop(
+            params, config, logits, cache, key, settings, np.array([3]), new, output_size=16
+        ).tokens_BT
 
     tokens = np.array(prompts(16, 16), np.int32)
     for temperature, new in ((0.0, 12), (1.0, 16)):
@@ -211,7 +242,9 @@ def test_decode_loop_under_vmap(qwen):
     logits, cache = xj.prefill(params, config, tokens, np.array([8]), xj.init_cache(config, 1, 32))
 
     def run(key, temperature):
-        return xj.decode_loop(params, config, logits, cache, key[None], xj.SamplingConfig(temperature), np.array([3]), 10).tokens_BT[0]
+        return xj.decode_loop(
+            params, config, logits, cache, key[None], xj.SamplingConfig(temperature), np.array([3]), 10
+        ).tokens_BT[0]
 
     keys, temperatures = jax.random.split(jax.random.key(2), 3), jnp.array([0.0, 0.8, 2.0])
     mapped = jax.vmap(run)(keys, temperatures)
@@ -221,16 +254,26 @@ def test_decode_loop_under_vmap(qwen):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_decode_loop_aliases_a_donated_cache_and_copies_no_weights(dtype):
-    """Compiled memory analysis: the cache's bytes are aliased; temporaries are far below the weights: none were widened or copied."""
-    config = from_hf(QWEN | dict(vocab_size=4096, hidden_size=256, intermediate_size=512, max_position_embeddings=8192))
+    """Compiled memory analysis: the cache's bytes are aliased; temporaries are far below the weights: none
+    were widened or copied.
+    """
+    config = from_hf(
+        QWEN | dict(vocab_size=4096, hidden_size=256, intermediate_size=512, max_position_embeddings=8192)
+    )
     params = xj.init_params(config, jax.random.key(0), dtype)
     cache = xj.init_cache(config, 1, 2048, "float32")
-    inputs = (jnp.zeros((1, 4096)), cache, jax.random.split(jax.random.key(0), 1), per_row(xj.SamplingConfig(), 1))
+    inputs = (
+        jnp.zeros((1, 4096)),
+        cache,
+        jax.random.split(jax.random.key(0), 1),
+        per_row(xj.SamplingConfig(), 1),
+    )
     rest = (np.zeros(4, np.int32), np.int32(16), Context(np.zeros((1, 4096), bool)), 16, None)
     memory = decode._DECODE_LOOP[True].lower(params, config, *inputs, *rest).compile().memory_analysis()
     cache_bytes, weight_bytes = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (cache, params))
     assert memory.alias_size_in_bytes >= cache_bytes
-    tile_bytes = 2**21 if dtype == "float16" else 0  # half of the widened vocabulary matrix: no tile is larger than 4 MiB
+    # Half of the widened vocabulary matrix: no tile is larger than 4 MiB.
+    tile_bytes = 2**21 if dtype == "float16" else 0
     assert memory.temp_size_in_bytes < 2**20 + weight_bytes // 5 + tile_bytes
 
 
@@ -265,7 +308,9 @@ def test_the_doors_refuse_what_does_not_fit(qwen):
     keys = jax.random.split(jax.random.key(0), 1)
     with pytest.raises(xj.InputError, match="17 tokens exceed the cache's capacity 16"):
         xj.decode_loop(params, config, logits, cache, keys, xj.SamplingConfig(), np.array([3]), 6)
-    result = xj.decode_loop(params, config, logits, cache, keys, xj.SamplingConfig(), np.array([-1]), 9, output_size=5)
+    result = xj.decode_loop(
+        params, config, logits, cache, keys, xj.SamplingConfig(), np.array([-1]), 9, output_size=5
+    )
     assert result.tokens_BT.shape == (1, 5) and int(result.length_B[0]) == 5  # output_size is the most
 
 
@@ -278,7 +323,9 @@ def test_truncate_and_reorder(qwen):
     want, _ = xj.decode_step(params, config, tokens[:, 7], truncate(cache, jnp.array([7, 7])))
     got, _ = full_forward(params, config, tokens[:, :8])
     np.testing.assert_allclose(want, got[:, 7], atol=1e-4)
-    swapped, _ = xj.decode_step(params, config, tokens[::-1, 7], reorder(truncate(cache, 7), jnp.array([1, 0])))
+    swapped, _ = xj.decode_step(
+        params, config, tokens[::-1, 7], reorder(truncate(cache, 7), jnp.array([1, 0]))
+    )
     np.testing.assert_allclose(swapped, want[::-1], atol=1e-5)
 
 
@@ -294,10 +341,14 @@ def test_gradient_of_forward_agrees_with_finite_differences(model):
 
     gradient = jax.grad(loss)(params)
     chex.assert_tree_all_finite(gradient)
-    direction = jax.tree.map(lambda g: g / jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(gradient))), gradient)
+    direction = jax.tree.map(
+        lambda g: g / jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(gradient))), gradient
+    )
     step = 3e-3
     moved = [loss(jax.tree.map(lambda p, d, s=s: p + s * step * d, params, direction)) for s in (1, -1)]
-    slope = sum(jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True))
+    slope = sum(
+        jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True)
+    )
     np.testing.assert_allclose((moved[0] - moved[1]) / (2 * step), slope, rtol=2e-2)
     assert all(jnp.any(g != 0) for g in jax.tree.leaves(gradient))
 
@@ -310,7 +361,11 @@ def test_gradient_of_forward_agrees_with_finite_differences(model):
         ([[1, 2], [120]], {}, "prompt 1 holds token id 120"),
         ([[-1]], {}, "token id -1"),
         ([[0.5]], {}, "prompt 0"),
-        ([[1] * 100], dict(capacity=110), "prompt of 100 tokens \\+ max_new_tokens 20 exceeds the capacity 110"),
+        (
+            [[1] * 100],
+            dict(capacity=110),
+            "prompt of 100 tokens \\+ max_new_tokens 20 exceeds the capacity 110",
+        ),
         ([[1] * 4090], {}, "context limit 4096"),
         ([[1]], dict(max_new_tokens=0), "max_new_tokens"),
         ([[1]], dict(eos_token_ids=(120,)), "EOS token id 120"),

@@ -1,6 +1,8 @@
-"""The engine on kernels: the same tokens and gradients as on plain jnp, and programs for NVIDIA GPUs lowered on a machine without one.
+"""The engine on kernels: the same tokens and gradients as on plain jnp, and programs for NVIDIA GPUs lowered
+on a machine without one.
 
-Kernels run emulated here (`impl="interpret"`); each is compared with its oracle in test_kernels_triton.py and test_kernels_mosaic.py.
+Kernels run emulated here (`impl="interpret"`); each is compared with its oracle in test_kernels_triton.py and
+test_kernels_mosaic.py.
 """
 
 import jax
@@ -26,7 +28,9 @@ def h200(*axes):
     """A mesh of imaginary H200s: what a program lowered here is told to be lowered for."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     names = tuple(name for name, _ in axes)
-    return AbstractMesh(tuple(n for _, n in axes), names, axis_types=(AxisType.Auto,) * len(axes), abstract_device=device)
+    return AbstractMesh(
+        tuple(n for _, n in axes), names, axis_types=(AxisType.Auto,) * len(axes), abstract_device=device
+    )
 
 
 def lowered_for_cuda(function, *args):
@@ -47,7 +51,13 @@ def test_tokens_equal_those_of_xla(name):
     mixed = [xj.SamplingConfig(), xj.SamplingConfig(0.8, 20, 0.9)]
     for sampling in ([xj.SamplingConfig()] * 2, mixed):
         outs = [
-            xj.generate(params, config, prompts(13, 5), xj.GenerateOptions(10, sampling, impl=impl), key=jax.random.key(3))
+            xj.generate(
+                params,
+                config,
+                prompts(13, 5),
+                xj.GenerateOptions(10, sampling, impl=impl),
+                key=jax.random.key(3),
+            )
             for impl in ("xla", "interpret")
         ]
         assert outs[0].tokens == outs[1].tokens
@@ -59,21 +69,31 @@ def test_gradient_through_a_kernel_is_that_of_xla(window):
     q, k, v = arrays((2, 9, 4, 8), (2, 2, 9, 8), (2, 2, 9, 8))
 
     def loss(q, k, v, impl):
-        return jnp.sum(attention(q, k, v, length_B=jnp.array([9, 6]), scale=0.3, window=window, impl=impl) ** 2)
+        return jnp.sum(
+            attention(q, k, v, length_B=jnp.array([9, 6]), scale=0.3, window=window, impl=impl) ** 2
+        )
 
     for got, want in zip(
-        *(jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=3)(q, k, v, impl) for impl in ("interpret", "xla")), strict=True
+        *(
+            jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=3)(q, k, v, impl)
+            for impl in ("interpret", "xla")
+        ),
+        strict=True,
     ):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def test_gradient_of_a_decode_step_through_a_kernel():
-    """Behind a cache the loops of plain jnp follow the length and have no gradient; the kernel's is that of the query's row alone."""
+    """Behind a cache the loops of plain jnp follow the length and have no gradient; the kernel's is that of
+    the query's row alone.
+    """
     q, k, v = arrays((2, 1, 4, 8), (2, 2, 9, 8), (2, 2, 9, 8))
     length = jnp.array([9, 6])
 
     def loss(q, k, v):
-        return jnp.sum(attention(q, k, v, length_B=length, start_B=length - 1, scale=0.3, impl="interpret") ** 2)
+        return jnp.sum(
+            attention(q, k, v, length_B=length, start_B=length - 1, scale=0.3, impl="interpret") ** 2
+        )
 
     def oracle(q, k, v):
         return jnp.sum(kernels_pallas.reference.decode_attention(q[:, 0], k, v, length, scale=0.3) ** 2)
@@ -108,12 +128,16 @@ def decode_programs(impl, dtype="bfloat16"):
     yield decode.PREFILL[True].trace(params, config, SD((2, 32), jnp.int32), rows, cache, impl)
     yield decode._DECODE_STEP[True].trace(params, config, rows, cache, impl)
     sampling = per_row(xj.SamplingConfig(), 2)
-    yield decode._DECODE_LOOP[True].trace(params, config, logits, cache, keys, sampling, SD((4,), jnp.int32), one, seen, 16, impl)
+    yield decode._DECODE_LOOP[True].trace(
+        params, config, logits, cache, keys, sampling, SD((4,), jnp.int32), one, seen, 16, impl
+    )
 
 
 @pytest.mark.parametrize("impl, marks", [("mosaic", "mosaic_gpu"), ("triton", "__gpu$xla.gpu.triton")])
 def test_the_whole_decode_step_lowers_for_cuda(impl, marks):
-    """Attention by a kernel in all three programs; in the loop the head too, and the argmax of the first token."""
+    """Attention by a kernel in all three programs; in the loop the head too, and the argmax of the first
+    token.
+    """
     with jax.sharding.use_abstract_mesh(h200()):
         texts = [program.lower(lowering_platforms=("cuda",)).as_text() for program in decode_programs(impl)]
     calls = [text.count(f'call_target_name = "{marks}') + text.count(f"@{marks}") for text in texts]
@@ -140,7 +164,12 @@ def by_default(q, k, v, length, x, weight):
     loss_and_gradient = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
     params = {"embed": {"weight": weight}}
     assert fuses_head(params, x, None)
-    return decoded, jax.tree.map(lambda y: y[None] if y.ndim == 0 else y, loss_and_gradient), argmax(q[:, 0, 0]), greedy(params, x)
+    return (
+        decoded,
+        jax.tree.map(lambda y: y[None] if y.ndim == 0 else y, loss_and_gradient),
+        argmax(q[:, 0, 0]),
+        greedy(params, x),
+    )
 
 
 BY_DEFAULT = (
@@ -161,7 +190,9 @@ def test_by_default_kernels_run_under_shard_map(a_gpu):
     mesh, rows, same = h200(("rows", 2)), PartitionSpec("rows"), PartitionSpec()
     with jax.sharding.use_abstract_mesh(mesh):
         mapped = jax.shard_map(by_default, mesh=mesh, in_specs=(rows,) * 5 + (same,), out_specs=rows)
-        assert jax.jit(mapped).trace(*BY_DEFAULT).lower(lowering_platforms=("cuda",)).as_text().count(a_gpu) >= 4
+        assert (
+            jax.jit(mapped).trace(*BY_DEFAULT).lower(lowering_platforms=("cuda",)).as_text().count(a_gpu) >= 4
+        )
         repeated = jax.shard_map(by_default, mesh=mesh, in_specs=(rows,) * 5 + (same,), out_specs=same)
         with pytest.raises(ValueError, match="out_specs"):  # what differs is not taken for equal
             jax.jit(repeated).trace(*BY_DEFAULT)
@@ -171,14 +202,28 @@ def test_a_single_query_before_the_last_key_does_not_see_past_itself():
     q, k, v = arrays((2, 1, 4, 16), (2, 2, 20, 16), (2, 2, 20, 16))
     for window in (None, 4):
         outs = [
-            attention(q, k, v, length_B=jnp.array([20, 9]), start_B=jnp.array([3, 8]), scale=0.2, window=window, impl=impl)
+            attention(
+                q,
+                k,
+                v,
+                length_B=jnp.array([20, 9]),
+                start_B=jnp.array([3, 8]),
+                scale=0.2,
+                window=window,
+                impl=impl,
+            )
             for impl in ("interpret", "xla")
         ]
         np.testing.assert_allclose(*outs, atol=1e-6)
 
 
 def test_selection_gives_its_reasons():
-    q, k, x, w = SD((2, 1, 4, 64), jnp.float32), SD((2, 2, 32, 64), jnp.float32), SD((2, 64), jnp.bfloat16), SD((96, 64), jnp.bfloat16)
+    q, k, x, w = (
+        SD((2, 1, 4, 64), jnp.float32),
+        SD((2, 2, 32, 64), jnp.float32),
+        SD((2, 64), jnp.bfloat16),
+        SD((96, 64), jnp.bfloat16),
+    )
     assert kernels_pallas.select("decode_attention", "triton", q, k, k).impl == "triton"
     assert kernels_pallas.select("lm_head_argmax", "mosaic", x, w).impl == "mosaic"
     for impl, args, reason in [

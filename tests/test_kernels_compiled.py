@@ -1,4 +1,6 @@
-"""Every kernel compiled to machine code for GPUs that are not here: no register spilled, tensor cores and bulk copies in use."""
+"""Every kernel compiled to machine code for GPUs that are not here: no register spilled, tensor cores and
+bulk copies in use.
+"""
 
 import importlib.util
 import json
@@ -17,13 +19,21 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize("gpu", ["h200", "a100", "rtx4090"])
 def test_kernels_compile_without_spills(gpu):
     command = [sys.executable, "scripts/compile_gpu.py", f"--gpus={gpu}"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     if done.returncode == 2:
         pytest.skip(done.stderr.strip())
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     kernels = json.loads(done.stdout.splitlines()[-1])["kernels"]
     assert len(kernels) >= 14
-    for kernel in kernels:  # two programs share the 228 KiB of a multiprocessor, each with a KiB of the system's
+    # Two programs share the 228 KiB of a multiprocessor, each with a KiB of the system's.
+    for kernel in kernels:
         if kernel["shared_bytes"] and "prefill" not in kernel["kernel"] and "256" not in kernel["kernel"]:
             assert kernel["shared_bytes"] < 115_000, kernel

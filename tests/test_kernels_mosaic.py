@@ -1,4 +1,6 @@
-"""The Mosaic kernels without a GPU: in JAX's GPU interpreter against the oracles, with race detection, and lowered for CUDA."""
+"""The Mosaic kernels without a GPU: in JAX's GPU interpreter against the oracles, with race detection, and
+lowered for CUDA.
+"""
 
 import json
 import os
@@ -27,7 +29,9 @@ def test_kernels_equal_their_oracles_in_the_interpreter():
     errors = json.loads(done.stdout.splitlines()[-1])
     print(errors)
     bounds = {"prefill": 2e-2, "decode": 2e-2, "argmax": 0, "head": 2e-4}
-    assert len(errors) == 15 and all(value <= bounds[name.split()[0].strip(",")] for name, value in errors.items()), errors
+    assert len(errors) == 15 and all(
+        value <= bounds[name.split()[0].strip(",")] for name, value in errors.items()
+    ), errors
 
 
 def attention_shapes(B, T, N, K, S, H, dtype):
@@ -46,15 +50,21 @@ def test_attention_lowers_for_cuda(width, dtype):
         def run(*args, kernel=kernel):
             return kernels_pallas.run("mosaic", kernel, *args, **settings)
 
-        assert "mosaic_gpu" in lowered_for_cuda(run, *attention_shapes(3, T, 14, 2, 1000, width, dtype), *[rows] * positions)
+        assert "mosaic_gpu" in lowered_for_cuda(
+            run, *attention_shapes(3, T, 14, 2, 1000, width, dtype), *[rows] * positions
+        )
 
 
 @pytest.mark.parametrize("rows", [1, 20, 70])
 def test_argmax_and_head_lower_for_cuda(rows):
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
-        assert "mosaic_gpu" in lowered_for_cuda(lambda x: kernels_pallas.run("mosaic", "argmax", x), SD((rows, 50257), dtype))
+        assert "mosaic_gpu" in lowered_for_cuda(
+            lambda x: kernels_pallas.run("mosaic", "argmax", x), SD((rows, 50257), dtype)
+        )
     x, weight = SD((rows, 896), jnp.bfloat16), SD((50257, 896), jnp.bfloat16)
-    assert "mosaic_gpu" in lowered_for_cuda(lambda x, w: kernels_pallas.run("mosaic", "lm_head_argmax", x, w), x, weight)
+    assert "mosaic_gpu" in lowered_for_cuda(
+        lambda x, w: kernels_pallas.run("mosaic", "lm_head_argmax", x, w), x, weight
+    )
 
 
 def test_kernels_lower_inside_vmap_and_a_loop():

@@ -1,4 +1,6 @@
-"""The Triton kernels against their oracles, by Pallas's interpreter, and their lowering for a GPU that need not be there."""
+"""The Triton kernels against their oracles, by Pallas's interpreter, and their lowering for a GPU that need
+not be there.
+"""
 
 from functools import partial
 
@@ -26,7 +28,9 @@ def case(dtype, T, N, K, S, H, start, length, **options):
     q_BTNH, k_BKSH, v_BKSH = draw(N * H, dtype, (B, T, N, H), (B, K, S, H), (B, K, S, H))
     for b in range(B):
         k_BKSH[b, :, length[b] :] = v_BKSH[b, :, length[b] :] = np.nan
-    return (q_BTNH, k_BKSH, v_BKSH, np.array(start, np.int32), np.array(length, np.int32)), {"scale": H**-0.5} | options
+    return (q_BTNH, k_BKSH, v_BKSH, np.array(start, np.int32), np.array(length, np.int32)), {
+        "scale": H**-0.5
+    } | options
 
 
 def run(f, *args, **options):
@@ -37,7 +41,8 @@ def assert_near(got, want):
     assert got.shape == want.shape
     limit = 1e-5 if got.dtype == F32 else 2e-2
     got, want = (np.asarray(x, np.float64).reshape(-1, x.shape[-1]) for x in (got, want))
-    whole = np.linalg.norm(want) / np.sqrt(len(want))  # 16 bits: each row by its own norm, but for rows that almost cancel
+    # 16 bits: each row by its own norm, but for rows that almost cancel.
+    whole = np.linalg.norm(want) / np.sqrt(len(want))
     size = whole if limit == 1e-5 else np.maximum(np.linalg.norm(want, axis=-1), whole / 10)
     assert (np.linalg.norm(got - want, axis=-1) <= limit * size).all()
 
@@ -45,7 +50,17 @@ def assert_near(got, want):
 PREFILL = {
     "offset-ragged-f32": (F32, 37, 4, 4, 100, 16, (60, 0, 3, 0), (97, 37, 4, 0)),
     "one-token-row-window": (F32, 5, 8, 2, 150, 64, (140, 0, 70), (145, 1, 75), dict(window=33)),
-    "group-7-width-80-window-cap": (F32, 11, 14, 2, 60, 80, (40, 2, 0), (51, 9, 11), dict(window=9, soft_cap=2.0)),
+    "group-7-width-80-window-cap": (
+        F32,
+        11,
+        14,
+        2,
+        60,
+        80,
+        (40, 2, 0),
+        (51, 9, 11),
+        dict(window=9, soft_cap=2.0),
+    ),
     "keys-past-length-bf16": (BF16, 150, 4, 1, 150, 128, (0, 0), (150, 71), dict(window=100)),
     "group-7-f16": (F16, 3, 7, 1, 130, 64, (100, 127), (103, 130)),
     "wide-heads-bf16": (BF16, 20, 2, 1, 40, 256, (0,), (20,), dict(soft_cap=3.0)),
@@ -84,7 +99,12 @@ def test_a_query_that_sees_no_key_gives_zeros():
     (q, k, v, start, length), options = case(F32, 3, 2, 1, 40, 16, (0, 30, 37), (0, 20, 40), window=5)
     got = np.asarray(run(triton.prefill_attention, q, k, v, start, length, **options, interpret=True))
     assert (got[:2] == 0).all() and (np.abs(got[2]).max(-1) > 0).all()
-    assert (np.asarray(run(triton.decode_attention, q[:1, 0], k[:1], v[:1], length[:1], **options, interpret=True)) == 0).all()
+    assert (
+        np.asarray(
+            run(triton.decode_attention, q[:1, 0], k[:1], v[:1], length[:1], **options, interpret=True)
+        )
+        == 0
+    ).all()
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["f32", "bf16", "f16"])
@@ -106,13 +126,18 @@ def test_argmax(dtype):
 
 
 @pytest.mark.parametrize(
-    "dtype,B,D,V", [(F32, 5, 100, 300), (BF16, 1, 128, 700), (F16, 70, 40, 130)], ids=["f32", "one-row-bf16", "two-tiles-of-rows-f16"]
+    "dtype,B,D,V",
+    [(F32, 5, 100, 300), (BF16, 1, 128, 700), (F16, 70, 40, 130)],
+    ids=["f32", "one-row-bf16", "two-tiles-of-rows-f16"],
 )
 def test_lm_head_argmax(dtype, B, D, V):
     x_BD, weight_VD = draw(1, dtype, (B, D), (V, D))
     weight_VD[V - 2] = weight_VD[3]
     x_BD[B - 1] = 3 * weight_VD[3]  # a tie between the first block and the last
-    got, want = run(triton.lm_head_argmax, x_BD, weight_VD, interpret=True), run(reference.lm_head_argmax, x_BD, weight_VD)
+    got, want = (
+        run(triton.lm_head_argmax, x_BD, weight_VD, interpret=True),
+        run(reference.lm_head_argmax, x_BD, weight_VD),
+    )
     assert [x.dtype for x in got] == [jnp.int32, jnp.float32]
     assert got[0].tolist() == want[0].tolist()
     assert got[0][-1] == 3
@@ -145,7 +170,11 @@ def test_vmap_equals_a_loop(kernel):
     stacked = [np.stack([x, x[::-1]]) for x in args]
     one = jax.jit(f)
     loop = [one(*(x[i] for x in stacked)) for i in range(2)]
-    jax.tree.map(lambda got, *want: np.testing.assert_array_equal(got, np.stack(want)), run(jax.vmap(f), *stacked), *loop)
+    jax.tree.map(
+        lambda got, *want: np.testing.assert_array_equal(got, np.stack(want)),
+        run(jax.vmap(f), *stacked),
+        *loop,
+    )
 
 
 GPU = AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", num_cores=None, platform="gpu")
@@ -155,7 +184,10 @@ def lower(f, *args, mesh=None, specs=None):
     """The program that f becomes for CUDA, as text."""
     mesh = mesh or AbstractMesh((), (), abstract_device=GPU)
     specs = specs or [PartitionSpec()] * len(args)
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)]
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s))
+        for x, s in zip(args, specs, strict=True)
+    ]
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -193,7 +225,10 @@ def test_lowers_inside_shard_map(kernel):
     f, args = calls(interpret=False)[kernel]
     heads, rows = PartitionSpec(None, "x"), PartitionSpec("x")
     specs, out = {
-        "prefill": ((PartitionSpec(None, None, "x"), heads, heads, PartitionSpec(), PartitionSpec()), PartitionSpec(None, None, "x")),
+        "prefill": (
+            (PartitionSpec(None, None, "x"), heads, heads, PartitionSpec(), PartitionSpec()),
+            PartitionSpec(None, None, "x"),
+        ),
         "decode": ((heads, heads, heads, PartitionSpec()), heads),
         "lm_head": ((PartitionSpec(), rows), rows),
     }[kernel]

@@ -25,15 +25,24 @@ def test_rounding_errs_by_half_a_step_at_most(name):
     x, bits = np.random.RandomState(0).standard_normal((2, 3, 5, 16)).astype(np.float32) + 3, KV_BITS[name]
     held = quantize(jnp.array(x), empty(x.shape, name), jnp.array([5, 3]))
     assert held.shape == x.shape and held.name == name
-    assert held.values.shape[-1] + 2 * held.scale.shape[-1] == {"int8": 16 + 4, "int4": 8 + 4, "gear": 8 + 2 + 4 + 4 + 8}[name]  # bytes
+    # Bytes.
+    assert (
+        held.values.shape[-1] + 2 * held.scale.shape[-1]
+        == {"int8": 16 + 4, "int4": 8 + 4, "gear": 8 + 2 + 4 + 4 + 8}[name]
+    )
     step = (x.max(-1) - x.min(-1)) / (2**bits - 1)
     if name != "gear":  # whose low-rank part trades a larger error here for smaller ones there
-        assert np.all(np.abs(widen(held) - x) <= 0.51 * step[..., None] + 2e-3)  # the offset near 3 has 11 bits
-    np.testing.assert_allclose(widen(quantize(jnp.zeros((1, 1, 1, 4)), empty((1, 1, 1, 4), name))), 0, atol=1e-3)
+        # The offset near 3 has 11 bits.
+        assert np.all(np.abs(widen(held) - x) <= 0.51 * step[..., None] + 2e-3)
+    np.testing.assert_allclose(
+        widen(quantize(jnp.zeros((1, 1, 1, 4)), empty((1, 1, 1, 4), name))), 0, atol=1e-3
+    )
 
 
 def test_gear_by_hand():
-    """Outliers are exact, and the rest has lost no more than what four directions of the first tokens cannot say."""
+    """Outliers are exact, and the rest has lost no more than what four directions of the first tokens cannot
+    say.
+    """
     x = np.random.RandomState(1).standard_normal((1, 2, 40, 16)).astype(np.float32)
     x[..., 3] *= 8
     held = quantize(jnp.array(x), empty(x.shape, "gear"), jnp.array([30]))
@@ -52,10 +61,14 @@ def test_gear_by_hand():
 
 @pytest.fixture(scope="module")
 def talks(model):
-    """Eight conversations of eight turns: tokens [8, T], how many are real, and the model's own choices from full keys and values."""
+    """Eight conversations of eight turns: tokens [8, T], how many are real, and the model's own choices from
+    full keys and values.
+    """
     pairs = [
-        ("France", "Paris"), ("Spain", "Madrid"), ("Italy", "Rome"), ("Japan", "Tokyo"), ("Norway", "Oslo"), ("Peru", "Lima"),
-        ("Egypt", "Cairo"), ("Kenya", "Nairobi"), ("Cuba", "Havana"), ("Greece", "Athens"), ("Austria", "Vienna"),
+        ("France", "Paris"), ("Spain", "Madrid"), ("Italy", "Rome"), ("Japan", "Tokyo"), ("Norway", "Oslo"),
+        ("Peru", "Lima"),
+        ("Egypt", "Cairo"), ("Kenya", "Nairobi"), ("Cuba", "Havana"), ("Greece", "Athens"),
+        ("Austria", "Vienna"),
     ]  # fmt: skip
     rows = []
     for first in range(8):
@@ -63,12 +76,20 @@ def talks(model):
         for country, city in (pairs[(first + 3 * i) % len(pairs)] for i in range(4)):
             messages += [{"role": "user", "content": f"What is the capital of {country}?"}]
             messages += [{"role": "assistant", "content": f"The capital of {country} is {city}."}]
-        rows.append(model.tokenizer.encode(model.tokenizer.apply_chat_template(messages, add_generation_prompt=False)))
+        rows.append(
+            model.tokenizer.encode(model.tokenizer.apply_chat_template(messages, add_generation_prompt=False))
+        )
     tokens_BT, num_tokens_B = padded(rows, 256)
-    return tokens_BT, num_tokens_B, np.asarray(xj.forward(model.params, model.config, tokens_BT, None, num_tokens_B)[0].argmax(-1))
+    return (
+        tokens_BT,
+        num_tokens_B,
+        np.asarray(xj.forward(model.params, model.config, tokens_BT, None, num_tokens_B)[0].argmax(-1)),
+    )
 
 
-@pytest.mark.parametrize("dtype, most, agree", [("int8", 0.29, 0.99), ("int4", 0.16, 0.95), ("gear", 0.31, 0.95)])
+@pytest.mark.parametrize(
+    "dtype, most, agree", [("int8", 0.29, 0.99), ("int4", 0.16, 0.95), ("gear", 0.31, 0.95)]
+)
 def test_bytes_and_agreement_on_what_the_model_knows(model, talks, dtype, most, agree):
     """Top-1, teacher-forced: the first 16 tokens at once, then one after the other."""
     tokens_BT, num_tokens_B, want_BT = talks
@@ -91,13 +112,19 @@ def test_bytes_and_agreement_on_what_the_model_knows(model, talks, dtype, most, 
 
 
 def test_what_gear_gains(model, talks):
-    """The error of keys and values themselves, relative to their size: at least a third less than with 4 bits alone, if twice that of 8."""
+    """The error of keys and values themselves, relative to their size: at least a third less than with 4 bits
+    alone, if twice that of 8.
+    """
     tokens_BT, num_tokens_B, _ = talks
     caches = [xj.init_cache(model.config, 8, 256, kind) for kind in ("float32", *KV_BITS)]
     caches = [xj.prefill(model.params, model.config, tokens_BT, num_tokens_B, cache)[1] for cache in caches]
     T = int(num_tokens_B.min())
-    exact, *held = ([widen(x)[:, :, :T] for x in (cache.k[0], cache.v[0])] for cache in caches)  # later layers read what the first made
-    errors = [np.mean([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(kind, exact, strict=True)]) for kind in held]
+    # Later layers read what the first made.
+    exact, *held = ([widen(x)[:, :, :T] for x in (cache.k[0], cache.v[0])] for cache in caches)
+    errors = [
+        np.mean([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(kind, exact, strict=True)])
+        for kind in held
+    ]
     print("relative error of int8, int4, gear:", errors)
     assert 2 * errors[0] < errors[2] < errors[1] * 2 / 3
 
@@ -107,7 +134,10 @@ def test_a_row_of_a_batch_is_the_row_alone_and_streamed(model, dtype):
     keys = jax.random.split(jax.random.key(3), 2)
     options = xj.GenerateOptions(10, xj.SamplingConfig(temperature=0.8), cache_dtype=dtype)
     batch = xj.generate(model.params, model.config, PROMPTS, options, key=keys)
-    assert batch.stats.cache_bytes < xj.generate(model.params, model.config, PROMPTS, xj.GenerateOptions(10)).stats.cache_bytes / 2
+    assert (
+        batch.stats.cache_bytes
+        < xj.generate(model.params, model.config, PROMPTS, xj.GenerateOptions(10)).stats.cache_bytes / 2
+    )
     for i in range(2):
         steps = xj.stream(model.params, model.config, PROMPTS[i : i + 1], options, key=keys[i : i + 1])
         assert [ids[0] for ids in steps] == batch.tokens[i]
@@ -120,7 +150,9 @@ def test_with_every_other_way(model, dtype, tmp_path):
     settings = xj.SamplingConfig(temperature=0.8)
 
     def run(prompts, **given):
-        options = xj.GenerateOptions(**dict(max_new_tokens=8, sampling=settings, cache_dtype=dtype, capacity=64) | given)
+        options = xj.GenerateOptions(
+            **dict(max_new_tokens=8, sampling=settings, cache_dtype=dtype, capacity=64) | given
+        )
         return xj.generate(model.params, model.config, prompts, options, key=jax.random.key(4))
 
     first = run(PROMPTS, keep_prefix=True)
@@ -129,7 +161,10 @@ def test_with_every_other_way(model, dtype, tmp_path):
     xj.save_prefix(tmp_path / "cache", first.prefix, model.params, model.config)
     prompts = [[*a, *b, 11] for a, b in zip(PROMPTS, first.tokens, strict=True)]
     loaded = xj.load_prefix(tmp_path / "cache", model.params, model.config)
-    assert run(prompts, prefix=loaded, capacity=None).tokens == run(prompts, prefix=first.prefix, capacity=None).tokens
+    assert (
+        run(prompts, prefix=loaded, capacity=None).tokens
+        == run(prompts, prefix=first.prefix, capacity=None).tokens
+    )
 
 
 def test_refused(model):

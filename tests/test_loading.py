@@ -1,4 +1,6 @@
-"""Checkpoint directories in, parameter trees out: layouts, types, faults each with one clear error, and the memory it takes."""
+"""Checkpoint directories in, parameter trees out: layouts, types, faults each with one clear error, and the
+memory it takes.
+"""
 
 import os
 import subprocess
@@ -20,7 +22,7 @@ LLAMA = tiny.UNTIED | dict(model_type="llama", architectures=["LlamaForCausalLM"
 Q1 = "model.layers.1.self_attn.q_proj.weight"
 
 
-# --- layouts and types ------------------------------------------------------------------------------------------------
+# --- layouts and types --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shards", [1, 3], ids=["one-file", "shards"])
@@ -28,7 +30,10 @@ Q1 = "model.layers.1.self_attn.q_proj.weight"
 @pytest.mark.parametrize("target", tiny.DTYPES)
 def test_every_type_in_and_out(checkpoint, stored, target, shards):
     model = xj.load_model(checkpoint(hf=tiny.UNTIED, dtype=stored, shards=shards), dtype=target)
-    expected = {name: w.astype(tiny.DTYPES[stored]).astype(tiny.DTYPES[target]) for name, w in tiny.tensors(tiny.UNTIED).items()}
+    expected = {
+        name: w.astype(tiny.DTYPES[stored]).astype(tiny.DTYPES[target])
+        for name, w in tiny.tensors(tiny.UNTIED).items()
+    }
     specs = param_specs(model.config)
     assert jax.tree.structure(model.params) == jax.tree.structure(specs)
     for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(model.params), strict=True):
@@ -67,7 +72,9 @@ def test_dtype_may_be_none_or_a_type(checkpoint, dtype):
 
 @pytest.mark.parametrize("dtype", ["int8", "float64", "bf16", jnp.int32], ids=str)
 def test_other_dtypes_are_refused(checkpoint, dtype):
-    assert "is not supported: use one of float32, bfloat16, float16" in tiny.refusal(checkpoint(), dtype=dtype)
+    assert "is not supported: use one of float32, bfloat16, float16" in tiny.refusal(
+        checkpoint(), dtype=dtype
+    )
 
 
 @pytest.mark.parametrize("dtype", tiny.DTYPES)
@@ -78,7 +85,9 @@ def test_the_weights_outlive_the_files(tmp_path, dtype):
     file = tmp_path / "model.safetensors"
     with open(file, "r+b") as handle:
         handle.write(b"\xff" * file.stat().st_size)
-    np.testing.assert_array_equal(np.asarray(model.params["layers"][1]["q"]["weight"]), tiny.tensors()[Q1].astype(tiny.DTYPES[dtype]))
+    np.testing.assert_array_equal(
+        np.asarray(model.params["layers"][1]["q"]["weight"]), tiny.tensors()[Q1].astype(tiny.DTYPES[dtype])
+    )
 
 
 def test_a_path_under_home(checkpoint, monkeypatch):
@@ -100,7 +109,7 @@ def test_without_tokenizer_and_generation_config(checkpoint):
         xj.generate_text(model, "hello")
 
 
-# --- the matrix that a tied model shares ------------------------------------------------------------------------------
+# --- the matrix that a tied model shares --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [tiny.EMBED, tiny.HEAD])
@@ -114,7 +123,9 @@ def test_tied_matrix_under_either_name(checkpoint, name):
 def test_tied_matrix_under_both_names(tmp_path, shards):
     weights = tiny.tensors()
     tiny.write(tmp_path / "same", weights=weights | {tiny.HEAD: weights[tiny.EMBED].copy()}, shards=shards)
-    np.testing.assert_array_equal(np.asarray(xj.load_model(tmp_path / "same").params["embed"]["weight"]), weights[tiny.EMBED])
+    np.testing.assert_array_equal(
+        np.asarray(xj.load_model(tmp_path / "same").params["embed"]["weight"]), weights[tiny.EMBED]
+    )
     other = weights[tiny.EMBED].copy()
     other[-1, -1] += 1
     tiny.write(tmp_path / "differs", weights=weights | {tiny.HEAD: other}, shards=shards)
@@ -131,11 +142,13 @@ def test_an_untied_model_needs_both(tmp_path):
     assert "missing lm_head.weight" in tiny.refusal(tmp_path)
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 LARGE = dict(
-    model_type="qwen2", vocab_size=16384, hidden_size=1024, intermediate_size=4096, num_hidden_layers=5, num_attention_heads=16,
-    num_key_value_heads=4, max_position_embeddings=512, rms_norm_eps=1e-6, rope_theta=1e4, tie_word_embeddings=True,
+    model_type="qwen2", vocab_size=16384, hidden_size=1024, intermediate_size=4096, num_hidden_layers=5,
+    num_attention_heads=16,
+    num_key_value_heads=4, max_position_embeddings=512, rms_norm_eps=1e-6, rope_theta=1e4,
+    tie_word_embeddings=True,
 )  # fmt: skip
 LOAD = """
 import pathlib, sys
@@ -156,16 +169,22 @@ def large(tmp_path_factory):
     random = np.random.default_rng(0)
 
     def bits(shape):
-        return (random.integers(0, 2**16, shape, np.uint16) & 0xBDFF).view(ml_dtypes.bfloat16)  # finite: the exponent is not all ones
+        # Finite: the exponent is not all ones.
+        return (random.integers(0, 2**16, shape, np.uint16) & 0xBDFF).view(ml_dtypes.bfloat16)
 
     weights = {name: bits(tensor.shape) for name, tensor in _shapes(LARGE).items()}
-    return tiny.write(tmp_path_factory.mktemp("large"), LARGE, weights=weights, shards=2, with_tokenizer=False)
+    return tiny.write(
+        tmp_path_factory.mktemp("large"), LARGE, weights=weights, shards=2, with_tokenizer=False
+    )
 
 
 def _shapes(hf):
     from xinfer_jax.config import from_hf
 
-    return {s.hf_name: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16) for s in jax.tree.leaves(param_specs(from_hf(hf)))}
+    return {
+        s.hf_name: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16)
+        for s in jax.tree.leaves(param_specs(from_hf(hf)))
+    }
 
 
 def _rss_anon(pid):
@@ -177,7 +196,9 @@ def _rss_anon(pid):
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="RssAnon is Linux's")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_peak_memory_is_the_weights_and_one_tensor(checkpoint, large, dtype):
-    """Peak of anonymous memory (mapped file pages do not count) above that of an interpreter which has loaded a tiny model."""
+    """Peak of anonymous memory (mapped file pages do not count) above that of an interpreter which has loaded
+    a tiny model.
+    """
     child = subprocess.Popen(
         [sys.executable, "-c", LOAD, large, checkpoint(), dtype],
         stdin=subprocess.PIPE,
@@ -209,5 +230,8 @@ def test_peak_memory_is_the_weights_and_one_tensor(checkpoint, large, dtype):
         child.wait()
     weights, largest = map(int, reply.split())
     assert weights > 180e6 * (2 if dtype == "float32" else 1)
-    print(f"{dtype}: weights {weights / 2**20:.0f} MiB, peak {(peak - before) / 2**20:.0f} MiB above the interpreter")
+    print(
+        f"{dtype}: weights {weights / 2**20:.0f} MiB, peak {(peak - before) / 2**20:.0f} MiB above the"
+        " interpreter"
+    )
     assert 0.95 * weights < peak - before <= weights + largest + 40 * 2**20

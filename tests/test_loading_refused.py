@@ -15,7 +15,7 @@ import xinfer_jax as xj
 Q1 = "model.layers.1.self_attn.q_proj.weight"
 
 
-# --- weights that do not fit ------------------------------------------------------------------------------------------
+# --- weights that do not fit --------------------------------------------------------------------------------
 
 
 def test_every_fault_in_one_error(tmp_path):
@@ -46,7 +46,7 @@ def test_a_config_of_another_model(tmp_path, checkpoint):
     assert message.count("missing model.layers.2.") == 12 and "unexpected" not in message
 
 
-# --- files that are absent or broken ----------------------------------------------------------------------------------
+# --- files that are absent or broken ------------------------------------------------------------------------
 
 
 def _keep(count):
@@ -62,7 +62,9 @@ BROKEN_WEIGHTS = {
     "header-length-wrong": lambda data: b"\xff" * 8 + data[8:],
     "header-not-json": lambda data: data[:8] + b"\x00" * 64 + data[72:],
     "another-format": lambda data: b"PK\x03\x04" + bytes(range(256)) * 8,
-    "an-lfs-pointer": lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 1000\n",
+    "an-lfs-pointer": (
+        lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 1000\n"
+    ),
 }
 
 
@@ -84,13 +86,17 @@ def test_index_names_a_tensor_that_its_shard_lacks(tmp_path):
     file = tiny.write(tmp_path, shards=2) / "model.safetensors.index.json"
     index = json.loads(file.read_text())
     others = {"model-00001-of-00002.safetensors": "model-00002-of-00002.safetensors"}
-    index["weight_map"][tiny.EMBED] = others.get(index["weight_map"][tiny.EMBED], "model-00001-of-00002.safetensors")
+    index["weight_map"][tiny.EMBED] = others.get(
+        index["weight_map"][tiny.EMBED], "model-00001-of-00002.safetensors"
+    )
     tiny.write_json(file, index)
     assert "holds model.embed_tokens.weight, but it does not" in tiny.refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "index", [{}, {"weight_map": {}}, {"weight_map": []}, {"weight_map": {"a": 1}}, {"weight_map": {"a": ["b"]}}], ids=json.dumps
+    "index",
+    [{}, {"weight_map": {}}, {"weight_map": []}, {"weight_map": {"a": 1}}, {"weight_map": {"a": ["b"]}}],
+    ids=json.dumps,
 )
 def test_index_without_a_usable_map(tmp_path, index):
     tiny.write_json(tiny.write(tmp_path, shards=2) / "model.safetensors.index.json", index)
@@ -106,7 +112,9 @@ BROKEN_JSON = {
 }
 
 
-@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "file", ["config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors.index.json"]
+)
 @pytest.mark.parametrize("name", BROKEN_JSON)
 def test_malformed_json(tmp_path, file, name):
     tiny.write(tmp_path, shards=2)
@@ -114,7 +122,11 @@ def test_malformed_json(tmp_path, file, name):
     assert str(tmp_path / file) in tiny.refusal(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"model": 1}', b"\xff\xfe"], ids=["empty", "no-model", "wrong-model", "not-utf8"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b'{"model": 1}', b"\xff\xfe"],
+    ids=["empty", "no-model", "wrong-model", "not-utf8"],
+)
 def test_malformed_tokenizer(tmp_path, content):
     (tiny.write(tmp_path) / "tokenizer.json").write_bytes(content)
     assert f"{tmp_path / 'tokenizer.json'} is no readable tokenizer" in tiny.refusal(tmp_path)
@@ -130,7 +142,9 @@ def test_directory_without_safetensors(tmp_path):
     assert "only safetensors weights are read" in tiny.refusal(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["/no/such/directory", "nowhere", "./no/such", "owner/name/more", "owner/", "../name"])
+@pytest.mark.parametrize(
+    "name", ["/no/such/directory", "nowhere", "./no/such", "owner/name/more", "owner/", "../name"]
+)
 def test_neither_a_directory_nor_a_hub_name(name, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
     assert f"model {name!r} is neither a directory nor a hub name" in tiny.refusal(name)
@@ -140,7 +154,7 @@ def test_a_file_instead_of_a_directory(checkpoint):
     assert "neither a directory nor" in tiny.refusal(checkpoint() / "model.safetensors")
 
 
-# --- the hub ----------------------------------------------------------------------------------------------------------
+# --- the hub ------------------------------------------------------------------------------------------------
 
 
 def test_hub_name_is_fetched(checkpoint, monkeypatch):
@@ -155,22 +169,29 @@ def test_hub_name_is_fetched(checkpoint, monkeypatch):
     ((repo_id, options),) = calls
     assert repo_id == "Some-Owner/name-0.5B_x"
     files = [
-        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors",
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+        "chat_template.jinja", "model.safetensors",
         "model-00001-of-00002.safetensors", "model.safetensors.index.json",
-        "pytorch_model.bin", "consolidated.safetensors", "README.md", "model.gguf", "tf_model.h5", "tokenizer.model",
+        "pytorch_model.bin", "consolidated.safetensors", "README.md", "model.gguf", "tf_model.h5",
+        "tokenizer.model",
     ]  # fmt: skip
     fetched = list(huggingface_hub.utils.filter_repo_objects(files, **options))
     assert fetched == files[:8]
 
 
-@pytest.mark.parametrize("error", [ConnectionError("no route\nto host"), ValueError("")], ids=["two-lines", "no-text"])
+@pytest.mark.parametrize(
+    "error", [ConnectionError("no route\nto host"), ValueError("")], ids=["two-lines", "no-text"]
+)
 def test_hub_that_cannot_be_had(monkeypatch, error):
     def snapshot_download(*_, **__):
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     reason = str(error).split("\n")[0] or "ValueError"
-    assert tiny.refusal("owner/name") == f"model 'owner/name' is no directory and could not be fetched from the hub: {reason}"
+    assert (
+        tiny.refusal("owner/name")
+        == f"model 'owner/name' is no directory and could not be fetched from the hub: {reason}"
+    )
 
 
 def test_offline_hub_is_one_line(tmp_path):
@@ -179,9 +200,17 @@ def test_offline_hub_is_one_line(tmp_path):
         [
             sys.executable,
             "-c",
-            "import sys, xinfer_jax.cli as c; c.main(['x', '--model=owner/name', '--prompt=hi', '--compilation_cache='])",
+            (
+                "import sys, xinfer_jax.cli as c; c.main(['x', '--model=owner/name', '--prompt=hi',"
+                " '--compilation_cache='])"
+            ),
         ],
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
+        env=os.environ
+        | {
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(tmp_path),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
         capture_output=True,
         text=True,
         timeout=300,

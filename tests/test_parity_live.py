@@ -1,4 +1,6 @@
-"""The same comparison as test_golden.py with other weights, live, where torch and transformers are installed; and what needs them."""
+"""The same comparison as test_golden.py with other weights, live, where torch and transformers are installed;
+and what needs them.
+"""
 
 import copy
 import dataclasses
@@ -14,7 +16,9 @@ import xinfer_jax as xj
 from xinfer_jax import processors, sampling
 
 torch = pytest.importorskip("torch", reason="the live comparison needs torch: pip install -e '.[parity]'")
-transformers = pytest.importorskip("transformers", reason="the live comparison needs transformers: pip install -e '.[parity]'")
+transformers = pytest.importorskip(
+    "transformers", reason="the live comparison needs transformers: pip install -e '.[parity]'"
+)
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-4  # on logits of order 1 to 10
@@ -22,7 +26,8 @@ DOUBT = 1e-3  # where the two best logits are closer than this, the choice betwe
 
 # Also generated through the cache, whose loop takes seconds to compile; test_golden.py does so with others.
 GENERATED = (
-    "qwen2-window-late-layers", "qwen2-long-window", "qwen3-head-dim-tied", "llama3-old-tied", "llama-dynamic-old", "mistral-window-linear",
+    "qwen2-window-late-layers", "qwen2-long-window", "qwen3-head-dim-tied", "llama3-old-tied",
+    "llama-dynamic-old", "mistral-window-linear",
     "smollm3-window", "smollm3-bias-yarn", "moe-defaults", "olmo3-two-ropes-new", "gemma3-two-ropes-new",
     "phi3-partial-attention-factor",
 )  # fmt: skip
@@ -51,7 +56,10 @@ def sure(answer: list[int], gaps: np.ndarray) -> list[int]:
     """The answer up to the first choice that rounding may turn; says so."""
     doubtful = np.flatnonzero(gaps < DOUBT)
     if len(doubtful):
-        print(f"{len(answer) - doubtful[0]} of {len(answer)} ids left out, from a gap of {gaps[doubtful[0]]:.1e} on")
+        print(
+            f"{len(answer) - doubtful[0]} of {len(answer)} ids left out, from a gap of"
+            f" {gaps[doubtful[0]]:.1e} on"
+        )
         return answer[: doubtful[0]]
     return answer
 
@@ -60,7 +68,7 @@ def assert_same_start(ours: list[list[int]], expected: list[list[int]]) -> None:
     assert [o[: len(e)] for o, e in zip(ours, expected, strict=True)] == expected
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
+# --- models -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", cases.CASES)
@@ -73,11 +81,15 @@ def test_logits_and_greedy_ids(name):
     tokens_BT, num_tokens_B = cases.padded([prompt + answers.get(i, []) for i, prompt in enumerate(prompts)])
     logits_BTV = np.asarray(forward(params, config, tokens_BT, None, num_tokens_B)[0])
     for i, prompt in enumerate(prompts):
-        np.testing.assert_allclose(logits_BTV[i, : len(prompt)], cases.hf_logits(model, prompt), rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(
+            logits_BTV[i, : len(prompt)], cases.hf_logits(model, prompt), rtol=0, atol=TOLERANCE
+        )
         answer = answers.get(i, [])
         assert logits_BTV[i, len(prompt) - 1 :][: len(answer)].argmax(-1).tolist() == answer
     if name in GENERATED:
-        out = xj.generate(params, config, [prompts[i] for i in rows], xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS))
+        out = xj.generate(
+            params, config, [prompts[i] for i in rows], xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS)
+        )
         assert_same_start(out.tokens, list(answers.values()))
 
 
@@ -85,7 +97,9 @@ def test_stops_at_the_same_eos():
     config, params, model = built("qwen2-window-late-layers")
     prompts = cases.prompts(cases.CASES["qwen2-window-late-layers"])
     eos = [cases.hf_greedy(model, prompt)[0][4 + 5 * i] for i, prompt in enumerate(prompts)]
-    out = xj.generate(params, config, prompts, xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS, eos_token_ids=eos))
+    out = xj.generate(
+        params, config, prompts, xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS, eos_token_ids=eos)
+    )
     for i, prompt in enumerate(prompts):
         expected, gaps = cases.hf_greedy(model, prompt, eos_token_id=eos)
         assert gaps.min() > DOUBT and expected[-1] in eos
@@ -97,18 +111,25 @@ def test_repetition_penalty(name):
     """Greedy with another penalty in each row, prompts counted as transformers counts them."""
     config, params, model = built(name)
     prompts, penalties = cases.prompts(cases.CASES[name]), (1.1, 1.3, 1.5)
-    answers = [sure(*cases.hf_greedy(model, p, repetition_penalty=r)) for p, r in zip(prompts, penalties, strict=True)]
+    answers = [
+        sure(*cases.hf_greedy(model, p, repetition_penalty=r))
+        for p, r in zip(prompts, penalties, strict=True)
+    ]
     settings = [xj.SamplingConfig(repetition_penalty=r) for r in penalties]
-    out = xj.generate(params, config, prompts, xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS, sampling=settings))
+    out = xj.generate(
+        params, config, prompts, xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS, sampling=settings)
+    )
     assert_same_start(out.tokens, answers)
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_config_that_transformers_writes(name):
-    """transformers reads every config.json and writes it with the field names of today: it must mean the same to us."""
+    """transformers reads every config.json and writes it with the field names of today: it must mean the same
+    to us.
+    """
     settings = copy.deepcopy(cases.CASES[name].hf)
     written = transformers.CONFIG_MAPPING[settings.pop("model_type")].from_dict(settings).to_dict()
     rewritten = cases.Case(written).config
@@ -121,20 +142,27 @@ def test_config_that_transformers_writes(name):
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
     "name",
-    ["qwen2-gqa-tied-old", "qwen3-bias-mqa", "llama-bias", "mistral-window", "smollm3-interval", "moe-some-layers-dense",
+    ["qwen2-gqa-tied-old", "qwen3-bias-mqa", "llama-bias", "mistral-window", "smollm3-interval",
+     "moe-some-layers-dense",
      "olmo3-yarn-old", "gemma2-long-caps", "phi3-defaults"],
 )  # fmt: skip
 def test_load_model(name, stored, tmp_path):
     """What save_pretrained writes, in one file or in shards, arrives exactly, and rounded as torch rounds."""
     config, _, model = built(name)
-    model.to(getattr(torch, stored)).save_pretrained(tmp_path, max_shard_size="30KB" if stored == "float16" else "1GB")
+    model.to(getattr(torch, stored)).save_pretrained(
+        tmp_path, max_shard_size="30KB" if stored == "float16" else "1GB"
+    )
     assert (tmp_path / "model.safetensors.index.json").exists() == (stored == "float16")
     for dtype in ("float32", "bfloat16"):
         loaded = xj.load_model(tmp_path, dtype=dtype)
         assert loaded.tokenizer is None and loaded.config == config
-        tensors = {name: t.to(getattr(torch, dtype)).float().numpy() for name, t in model.state_dict().items()}
+        tensors = {
+            name: t.to(getattr(torch, dtype)).float().numpy() for name, t in model.state_dict().items()
+        }
         same = jax.tree.map(
-            lambda ours, theirs, dtype=dtype: ours.dtype == dtype and np.array_equal(ours.astype(jnp.float32), theirs),
+            lambda ours, theirs, dtype=dtype: (
+                ours.dtype == dtype and np.array_equal(ours.astype(jnp.float32), theirs)
+            ),
             loaded.params,
             cases.params_from(config, cases.separate(config, tensors)),
         )
@@ -147,14 +175,16 @@ def test_loaded_model_gives_the_same_logits(stored, tmp_path):
     name = "llama3-old-tied"
     _, _, model = built(name)
     model.to(getattr(torch, stored)).save_pretrained(tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     ours = xj.load_model(tmp_path, dtype="float32")
     prompt = cases.prompts(cases.CASES[name])[2]
     logits_BTV, _ = forward(ours.params, ours.config, np.array([prompt]))
     np.testing.assert_allclose(logits_BTV[0], cases.hf_logits(theirs, prompt), rtol=0, atol=TOLERANCE)
 
 
-# --- sampling: the kept set and its values ----------------------------------------------------------------------------
+# --- sampling: the kept set and its values ------------------------------------------------------------------
 
 ROWS, VOCAB = 64, 257
 
@@ -180,18 +210,26 @@ def test_top_k(seed):
     k_B = random.randint(1, VOCAB + 20, ROWS)
     k_B[::4] = random.randint(1, 6, len(k_B[::4]))
     ours = jax.jit(processors.top_k)(logits_BV, k_B)
-    theirs = [transformers.TopKLogitsWarper(int(k))(None, torch.tensor(row[None])) for k, row in zip(k_B, logits_BV, strict=True)]
+    theirs = [
+        transformers.TopKLogitsWarper(int(k))(None, torch.tensor(row[None]))
+        for k, row in zip(k_B, logits_BV, strict=True)
+    ]
     assert_same_kept(ours, torch.cat(theirs))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_top_p(seed):
-    """Without ties, of which transformers keeps some at random and we all; rows that end within rounding of p are left out."""
+    """Without ties, of which transformers keeps some at random and we all; rows that end within rounding of p
+    are left out.
+    """
     logits_BV, random = random_logits(seed)[ROWS // 4 :], np.random.RandomState(seed)
     p_B = random.uniform(0.01, 1, len(logits_BV)).astype(np.float32)
     p_B[::4] = random.choice([0.1, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0], len(p_B[::4]))
     ours = np.asarray(jax.jit(processors.top_p)(logits_BV, p_B))
-    theirs = [transformers.TopPLogitsWarper(float(p))(None, torch.tensor(row[None])) for p, row in zip(p_B, logits_BV, strict=True)]
+    theirs = [
+        transformers.TopPLogitsWarper(float(p))(None, torch.tensor(row[None]))
+        for p, row in zip(p_B, logits_BV, strict=True)
+    ]
     probs_BV = np.sort(np.exp(logits_BV - logits_BV.max(-1, keepdims=True), dtype=np.float64))[:, ::-1]
     edge_B = np.abs(np.cumsum(probs_BV / probs_BV.sum(-1, keepdims=True), -1) - p_B[:, None]).min(-1)
     clear_B = (edge_B > 1e-6) | (p_B == 1)
@@ -208,7 +246,9 @@ def test_repetition_penalty_processor(seed):
     seen_BV = np.array([np.isin(np.arange(VOCAB), ids) for ids in seen])
     ours = jax.jit(processors.repetition_penalty)(logits_BV, penalty_B.astype(np.float32), seen_BV)
     theirs = [
-        transformers.RepetitionPenaltyLogitsProcessor(float(penalty))(torch.tensor(ids[None]), torch.tensor(row[None]))
+        transformers.RepetitionPenaltyLogitsProcessor(float(penalty))(
+            torch.tensor(ids[None]), torch.tensor(row[None])
+        )
         for penalty, ids, row in zip(penalty_B, seen, logits_BV, strict=True)
     ]
     assert_same_kept(ours, torch.cat(theirs))
@@ -221,7 +261,9 @@ def test_min_p_and_typical_p():
         (processors.typical_p, transformers.TypicalLogitsWarper, 0.05),
     ):
         p_B = random.uniform(least, 0.9, ROWS).astype(np.float32)
-        expected = [theirs(float(p))(None, torch.tensor(row[None])) for p, row in zip(p_B, logits_BV, strict=True)]
+        expected = [
+            theirs(float(p))(None, torch.tensor(row[None])) for p, row in zip(p_B, logits_BV, strict=True)
+        ]
         assert_same_kept(jax.jit(ours)(logits_BV, p_B), torch.cat(expected))
 
 
@@ -231,12 +273,18 @@ def test_no_repeat_ngram_and_min_new_tokens():
     history_BS = random.randint(0, 12, (ROWS, 80))
     rows = list(zip(size_B.tolist(), length_B.tolist(), history_BS, logits_BV, strict=True))
     theirs = [
-        transformers.NoRepeatNGramLogitsProcessor(n)(torch.tensor(ids[None, :length]), torch.tensor(row[None]))
+        transformers.NoRepeatNGramLogitsProcessor(n)(
+            torch.tensor(ids[None, :length]), torch.tensor(row[None])
+        )
         for n, length, ids, row in rows
     ]
-    assert_same_kept(jax.jit(processors.no_repeat_ngram)(logits_BV, size_B, history_BS, length_B), torch.cat(theirs))
+    assert_same_kept(
+        jax.jit(processors.no_repeat_ngram)(logits_BV, size_B, history_BS, length_B), torch.cat(theirs)
+    )
     theirs = [
-        transformers.MinNewTokensLengthLogitsProcessor(0, n, [3, 7], "cpu")(torch.tensor(ids[None, :2]), torch.tensor(row[None]))
+        transformers.MinNewTokensLengthLogitsProcessor(0, n, [3, 7], "cpu")(
+            torch.tensor(ids[None, :2]), torch.tensor(row[None])
+        )
         for n, _, ids, row in rows
     ]
     ours = jax.jit(processors.min_new_tokens)(logits_BV, size_B, np.full(ROWS, 2), np.array([3, 7, -1, -1]))
@@ -249,7 +297,10 @@ def test_no_repeat_ngram_and_min_new_tokens():
         (dict(no_repeat_ngram_size=2), dict(no_repeat_ngram_size=2)),
         (dict(min_new_tokens=9), dict(min_new_tokens=9)),
         (dict(suppress_tokens=[41, 76, 81]), dict(forbidden_token_ids=[41, 76, 81])),
-        (dict(sequence_bias=[[[5], 2.5], [[9], -3.0]], repetition_penalty=1.3), dict(logit_bias={5: 2.5, 9: -3.0}, repetition_penalty=1.3)),
+        (
+            dict(sequence_bias=[[[5], 2.5], [[9], -3.0]], repetition_penalty=1.3),
+            dict(logit_bias={5: 2.5, 9: -3.0}, repetition_penalty=1.3),
+        ),
     ],
     ids=lambda value: next(iter(value)),
 )
@@ -259,7 +310,9 @@ def test_greedy_with_each_processor(theirs, ours):
     prompts = cases.prompts(cases.CASES[name])
     eos = [cases.hf_greedy(model, prompt)[0][4] for prompt in prompts] if "min_new_tokens" in ours else []
     stops = dict(eos_token_id=eos) if eos else {}
-    options = xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS, sampling=xj.SamplingConfig(**ours), eos_token_ids=eos)
+    options = xj.GenerateOptions(
+        max_new_tokens=cases.NEW_TOKENS, sampling=xj.SamplingConfig(**ours), eos_token_ids=eos
+    )
     out = xj.generate(params, config, prompts, options)
     for got, prompt in zip(out.tokens, prompts, strict=True):
         wanted = sure(*cases.hf_greedy(model, prompt, **stops, **theirs))
@@ -270,16 +323,31 @@ def test_greedy_with_each_processor(theirs, ours):
 
 
 @pytest.mark.parametrize(
-    "temperature, top_k, top_p, penalty", [(0.7, 20, 0.8, 1.1), (1.5, 0, 0.6, 1.0), (0.4, 5, 1.0, 1.4), (1.0, 50, 0.95, 0.8)]
+    "temperature, top_k, top_p, penalty",
+    [(0.7, 20, 0.8, 1.1), (1.5, 0, 0.6, 1.0), (0.4, 5, 1.0, 1.4), (1.0, 50, 0.95, 0.8)],
 )
 def test_draws_follow_the_distribution_of_transformers(temperature, top_k, top_p, penalty):
-    """The whole chain, in the order in which transformers itself puts the processors: what is drawn, and how often."""
+    """The whole chain, in the order in which transformers itself puts the processors: what is drawn, and how
+    often.
+    """
     _, _, model = built("qwen2-mqa-untied-new")
     random, draws = np.random.RandomState(3), 1 << 15
-    logits_V, prompt = (2 * random.standard_normal(cases.VOCAB)).astype(np.float32), random.randint(0, cases.VOCAB, 30)
-    settings = dict(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=penalty)
-    processors = model._get_logits_processor(transformers.GenerationConfig(**settings), input_ids_seq_length=len(prompt))
-    probs_V = processors(torch.tensor(prompt[None]), torch.tensor(logits_V[None]).clone()).softmax(-1)[0].double().numpy()
+    logits_V, prompt = (
+        (2 * random.standard_normal(cases.VOCAB)).astype(np.float32),
+        random.randint(0, cases.VOCAB, 30),
+    )
+    settings = dict(
+        do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=penalty
+    )
+    processors = model._get_logits_processor(
+        transformers.GenerationConfig(**settings), input_ids_seq_length=len(prompt)
+    )
+    probs_V = (
+        processors(torch.tensor(prompt[None]), torch.tensor(logits_V[None]).clone())
+        .softmax(-1)[0]
+        .double()
+        .numpy()
+    )
     del settings["do_sample"]
     tokens = jax.jit(sampling.choose)(
         jnp.broadcast_to(logits_V, (draws, cases.VOCAB)),

@@ -23,7 +23,9 @@ def model():
 
 
 def run(model, prompts, **given) -> xj.GenerateOutput:
-    options = xj.GenerateOptions(**dict(max_new_tokens=8, sampling=xj.SamplingConfig(temperature=0.8)) | given)
+    options = xj.GenerateOptions(
+        **dict(max_new_tokens=8, sampling=xj.SamplingConfig(temperature=0.8)) | given
+    )
     return xj.generate(model.params, model.config, prompts, options, key=jax.random.key(4))
 
 
@@ -32,7 +34,10 @@ def longer(out: xj.GenerateOutput, first=FIRST) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "given", [{}, *(pytest.param(slow, marks=pytest.mark.slow) for slow in (dict(draft="lookup"), dict(n=2), dict(quantize="int8")))],
+    "given",
+    [{},
+        *(pytest.param(slow, marks=pytest.mark.slow) for slow in (dict(draft="lookup"), dict(n=2),
+            dict(quantize="int8")))],
     ids=["plain", "draft", "n", "int8"],
 )  # fmt: skip
 def test_a_continued_call_gives_what_a_fresh_one_gives(model, given):
@@ -40,9 +45,13 @@ def test_a_continued_call_gives_what_a_fresh_one_gives(model, given):
         model, given = tiny.shallow(quantize=quantize), {}
     first = run(model, FIRST, keep_prefix=True, capacity=64)
     prompts = longer(first)
-    again, fresh = run(model, prompts, prefix=first.prefix, keep_prefix=True, **given), run(model, prompts, capacity=64, **given)
+    again, fresh = (
+        run(model, prompts, prefix=first.prefix, keep_prefix=True, **given),
+        run(model, prompts, capacity=64, **given),
+    )
     assert again.tokens == fresh.tokens and again.prefix.cache.capacity == 64
-    assert again.stats.reused_tokens == sum(map(len, FIRST)) + 2 * 7  # the last token of an answer was chosen, not read
+    # The last token of an answer was chosen, not read.
+    assert again.stats.reused_tokens == sum(map(len, FIRST)) + 2 * 7
     assert [len(row) for row in again.prefix.tokens] == np.asarray(again.prefix.cache.length_B).tolist()
 
 
@@ -62,7 +71,10 @@ def test_saved_and_loaded(model, tmp_path):
     xj.save_prefix(tmp_path / "cache.safetensors", first.prefix, model.params, model.config)
     loaded = xj.load_prefix(tmp_path / "cache.safetensors", model.params, model.config, capacity=96)
     assert loaded.tokens == first.prefix.tokens and loaded.cache.capacity == 96
-    assert run(model, longer(first), prefix=loaded).tokens == run(model, longer(first), prefix=first.prefix).tokens
+    assert (
+        run(model, longer(first), prefix=loaded).tokens
+        == run(model, longer(first), prefix=first.prefix).tokens
+    )
     other = xj.init_params(model.config, jax.random.key(1))
     other["final_norm"] = other["final_norm"] * 2
     changed = dataclasses.replace(model.config, rms_norm_eps=1e-3)
@@ -78,12 +90,17 @@ def test_saved_and_loaded(model, tmp_path):
 def test_bfloat16_survives_a_file(model, tmp_path):
     first = run(model, FIRST, keep_prefix=True, capacity=32)
     cache = dataclasses.replace(
-        first.prefix.cache, **{n: tuple(x.astype("bfloat16") for x in getattr(first.prefix.cache, n)) for n in ("k", "v")}
+        first.prefix.cache,
+        **{n: tuple(x.astype("bfloat16") for x in getattr(first.prefix.cache, n)) for n in ("k", "v")},
     )
-    xj.save_prefix(tmp_path / "cache", dataclasses.replace(first.prefix, cache=cache), model.params, model.config)
+    xj.save_prefix(
+        tmp_path / "cache", dataclasses.replace(first.prefix, cache=cache), model.params, model.config
+    )
     loaded = xj.load_prefix(tmp_path / "cache", model.params, model.config)
     held = len(first.prefix.tokens[1])
-    np.testing.assert_array_equal(loaded.cache.v[0][1, :, :held].astype("float32"), cache.v[0][1, :, :held].astype("float32"))
+    np.testing.assert_array_equal(
+        loaded.cache.v[0][1, :, :held].astype("float32"), cache.v[0][1, :, :held].astype("float32")
+    )
 
 
 def test_refused(model):
@@ -101,7 +118,10 @@ def test_refused(model):
 
 
 def chat(said: str, *flags: str) -> subprocess.CompletedProcess:
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    }
     command = [sys.executable, "scripts/chat.py", *flags]
     return subprocess.run(command, cwd=ROOT, env=env, input=said, capture_output=True, text=True, timeout=300)
 
@@ -109,10 +129,14 @@ def chat(said: str, *flags: str) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 def test_chat():
     question = "What is the capital of France?\n"
-    done = chat(question * 5 + "/nonsense\n/reset\n" + question, "--stats", "--max_tokens=16", "--capacity=128")
+    done = chat(
+        question * 5 + "/nonsense\n/reset\n" + question, "--stats", "--max_tokens=16", "--capacity=128"
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "The capital of France is Paris." and lines[-2] == lines[0], "forgotten means as at first"
+    assert lines[0] == "The capital of France is Paris." and lines[-2] == lines[0], (
+        "forgotten means as at first"
+    )
     assert lines[1].startswith("[26 of 26 tokens read") and lines[-1].startswith("[26 of 26 tokens read")
     read, held = map(int, lines[3].split(" tokens")[0].strip("[").split(" of "))
     assert read < held / 2
@@ -122,4 +146,8 @@ def test_chat():
 
 def test_chat_refuses_in_one_line():
     done = chat("", "--capacity=20", "--max_tokens=30")
-    assert done.returncode == 2 and done.stderr == "chat: --max_tokens=30 leaves no room for a question in a capacity of 20: lower it\n"
+    assert (
+        done.returncode == 2
+        and done.stderr
+        == "chat: --max_tokens=30 leaves no room for a question in a capacity of 20: lower it\n"
+    )

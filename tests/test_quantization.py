@@ -1,4 +1,6 @@
-"""Weights in fewer bytes: what quantizing loses, that products equal those of the dequantized matrix, and the engine's identities."""
+"""Weights in fewer bytes: what quantizing loses, that products equal those of the dequantized matrix, and the
+engine's identities.
+"""
 
 import dataclasses
 
@@ -11,7 +13,14 @@ import pytest
 import xinfer_jax as xj
 from xinfer_jax.loading import BUNDLED
 from xinfer_jax.params import tree_bytes
-from xinfer_jax.quantization import GroupedWeight, Int8Weight, dequantize, quantize_matrix, quantized_product, rows_of
+from xinfer_jax.quantization import (
+    GroupedWeight,
+    Int8Weight,
+    dequantize,
+    quantize_matrix,
+    quantized_product,
+    rows_of,
+)
 
 FORMATS = ("int8", "int4", "bfloat16")
 MATRICES = [
@@ -41,14 +50,17 @@ def test_round_to_nearest_errs_by_half_a_step_at_most(outputs, inputs, bits, gro
     else:
         assert weight.group == group
         step = np.repeat(np.asarray(weight.scale, np.float32), group, 0)[:inputs].T
-        assert np.all(error <= (0.5 if bits == 8 else 1.01) * step * 1.01)  # 4 bits: the zero point is rounded too
+        # 4 bits: the zero point is rounded too.
+        assert np.all(error <= (0.5 if bits == 8 else 1.01) * step * 1.01)
         assert np.mean(error / step) < 0.3
 
 
 @pytest.mark.parametrize("shape, group", [((65, 65), None), ((64, 900), 8), ((900, 64), 8)])
 def test_int8_has_more_scales_in_small_matrices(shape, group):
     weight = quantize_matrix(matrix(*shape), 8)
-    assert type(weight) is (GroupedWeight if group else Int8Weight) and getattr(weight, "group", None) == group
+    assert (
+        type(weight) is (GroupedWeight if group else Int8Weight) and getattr(weight, "group", None) == group
+    )
 
 
 def test_int8_in_groups_chooses_the_step_that_errs_least():
@@ -56,7 +68,9 @@ def test_int8_in_groups_chooses_the_step_that_errs_least():
     tried = []
     for stretch in (1, 1.03, 1.1):
         step = np.abs(wanted.reshape(40, 8, 8)).max(-1, keepdims=True) * stretch / 127
-        tried.append(np.square(np.rint(wanted.reshape(40, 8, 8) / step) * step - wanted.reshape(40, 8, 8)).sum())
+        tried.append(
+            np.square(np.rint(wanted.reshape(40, 8, 8) / step) * step - wanted.reshape(40, 8, 8)).sum()
+        )
     error = np.square(np.asarray(dequantize(jax.device_put(quantize_matrix(wanted, 8, 8)))) - wanted).sum()
     assert error < 0.75 * min(tried), (error, tried)
 
@@ -64,7 +78,9 @@ def test_int8_in_groups_chooses_the_step_that_errs_least():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_any_float_matrix_is_quantized_as_its_float32_values(dtype):
     stored = jnp.asarray(matrix(16, 64), dtype)
-    chex.assert_trees_all_equal(quantize_matrix(np.asarray(stored), 4), quantize_matrix(np.asarray(stored, np.float32), 4))
+    chex.assert_trees_all_equal(
+        quantize_matrix(np.asarray(stored), 4), quantize_matrix(np.asarray(stored, np.float32), 4)
+    )
 
 
 def test_a_matrix_of_zeros_stays_zero():
@@ -91,7 +107,9 @@ def test_inputs_in_another_order():
     x = np.random.default_rng(3).standard_normal((2, 128)).astype(np.float32)
     np.testing.assert_array_equal(np.asarray(dequantize(weight))[:, order], dequantize(plain))
     for some in (x, x[:1]):
-        np.testing.assert_allclose(quantized_product(some, weight), some @ np.asarray(dequantize(weight)).T, atol=1e-3)
+        np.testing.assert_allclose(
+            quantized_product(some, weight), some @ np.asarray(dequantize(weight)).T, atol=1e-3
+        )
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -121,7 +139,7 @@ def test_not_a_number_shows():
         assert np.all(np.isnan(quantized_product(jnp.full((1, shape[1]), jnp.nan), weight)))
 
 
-# --- in the engine ---------------------------------------------------------------------------------------------------------
+# --- in the engine ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=FORMATS)
@@ -152,7 +170,9 @@ def test_leaves_and_bytes(model, wanted):
 
 
 def teacher_forced(model, ids):
-    return np.asarray(jax.jit(xj.forward, static_argnums=1)(model.params, model.config, jnp.array([ids]))[0][0])
+    return np.asarray(
+        jax.jit(xj.forward, static_argnums=1)(model.params, model.config, jnp.array([ids]))[0][0]
+    )
 
 
 def test_prefill_and_decode_equal_the_full_forward(model):
@@ -170,15 +190,22 @@ def test_prefill_and_decode_equal_the_full_forward(model):
 
 def test_batch_stream_and_key(model):
     options = xj.GenerateOptions(
-        max_new_tokens=12, sampling=xj.SamplingConfig(temperature=0.8), eos_token_ids=model.tokenizer.eos_token_ids
+        max_new_tokens=12,
+        sampling=xj.SamplingConfig(temperature=0.8),
+        eos_token_ids=model.tokenizer.eos_token_ids,
     )
     keys = jax.random.split(jax.random.key(5), 3)
     batch = xj.generate(model.params, model.config, prompts(model), options, key=keys)
     for i, prompt in enumerate(prompts(model)):
         alone = xj.generate(model.params, model.config, [prompt], options, key=keys[i : i + 1])
-        streamed = [ids[0] for ids in xj.stream(model.params, model.config, [prompt], options, key=keys[i : i + 1])]
+        streamed = [
+            ids[0] for ids in xj.stream(model.params, model.config, [prompt], options, key=keys[i : i + 1])
+        ]
         assert streamed == alone.tokens[0]
-        same = next((n for n, (a, b) in enumerate(zip(alone.tokens[0], batch.tokens[i], strict=False)) if a != b), len(alone.tokens[0]))
+        same = next(
+            (n for n, (a, b) in enumerate(zip(alone.tokens[0], batch.tokens[i], strict=False)) if a != b),
+            len(alone.tokens[0]),
+        )
         bound = 0.05 if model.load_stats.dtype == "bfloat16" else 2e-3
         assert same > 0
         np.testing.assert_allclose(alone.logprobs[0][:same], batch.logprobs[i][:same], atol=bound)
@@ -188,7 +215,9 @@ def test_batch_stream_and_key(model):
 
 def test_bundled_model_answers(model):
     if model.load_stats.dtype == "int4":
-        pytest.skip("4 bits lose some of what a model of 1 M parameters knows: scripts/quantize.py measures it")
+        pytest.skip(
+            "4 bits lose some of what a model of 1 M parameters knows: scripts/quantize.py measures it"
+        )
     text = xj.generate_text(model, "What is the capital of France?", xj.GenerateOptions(max_new_tokens=16))
     assert text == "The capital of France is Paris."
 
@@ -196,16 +225,24 @@ def test_bundled_model_answers(model):
 @pytest.mark.parametrize("quantize", FORMATS)
 def test_no_weight_is_widened_outside_the_loop(quantize):
     config = xj.load_model().config
-    config = dataclasses.replace(config, hidden_size=256, intermediate_size=1024, vocab_size=8192, num_hidden_layers=2)
+    config = dataclasses.replace(
+        config, hidden_size=256, intermediate_size=1024, vocab_size=8192, num_hidden_layers=2
+    )
     config = dataclasses.replace(config, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     kwargs = {"dtype": "bfloat16"} if quantize == "bfloat16" else {"quantize": quantize}
     params = xj.init_params(config, jax.random.key(0), **kwargs)
 
     def loop(params, logits, cache, key):
-        return xj.decode_loop(params, config, logits, cache, key, xj.SamplingConfig(), np.array([-1]), 8).tokens_BT
+        return xj.decode_loop(
+            params, config, logits, cache, key, xj.SamplingConfig(), np.array([-1]), 8
+        ).tokens_BT
 
     cache = xj.init_cache(config, 1, 64)
-    compiled = jax.jit(loop).lower(params, jnp.zeros((1, config.vocab_size)), cache, jax.random.split(jax.random.key(0), 1)).compile()
+    compiled = (
+        jax.jit(loop)
+        .lower(params, jnp.zeros((1, config.vocab_size)), cache, jax.random.split(jax.random.key(0), 1))
+        .compile()
+    )
     cache_bytes = tree_bytes((cache.k, cache.v))
     weights = tree_bytes(params)
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * cache_bytes + weights / 5 + 2**20
@@ -219,8 +256,14 @@ def test_init_params_quantizes(wanted):
 
 
 @pytest.mark.parametrize(
-    "call", [lambda q: xj.load_model(BUNDLED, quantize=q), lambda q: xj.init_params(xj.load_model().config, jax.random.key(0), None, q)]
+    "call",
+    [
+        lambda q: xj.load_model(BUNDLED, quantize=q),
+        lambda q: xj.init_params(xj.load_model().config, jax.random.key(0), None, q),
+    ],
 )
 def test_unknown_format_is_refused(call):
-    with pytest.raises(xj.InputError, match="quantize='int3' is not supported: use None or one of int8, int4"):
+    with pytest.raises(
+        xj.InputError, match="quantize='int3' is not supported: use None or one of int8, int4"
+    ):
         call("int3")

@@ -1,4 +1,6 @@
-"""Quantized checkpoints in: AWQ and GPTQ packed here bit by bit from known numbers; our own format there and back; refusals."""
+"""Quantized checkpoints in: AWQ and GPTQ packed here bit by bit from known numbers; our own format there and
+back; refusals.
+"""
 
 import json
 import subprocess
@@ -16,13 +18,17 @@ from xinfer_jax.quantization import GroupedWeight, dequantize, is_quantized, qua
 from xinfer_jax.quantized_files import save_checkpoint
 
 Q1 = "model.layers.1.self_attn.q_proj"
-AWQ = dict(quant_method="awq", version="gemm", bits=4, group_size=16, zero_point=True, modules_to_not_convert=None)
+AWQ = dict(
+    quant_method="awq", version="gemm", bits=4, group_size=16, zero_point=True, modules_to_not_convert=None
+)
 GPTQ = dict(quant_method="gptq", bits=4, group_size=16, desc_act=False, sym=False, checkpoint_format="gptq")
 V2 = GPTQ | dict(checkpoint_format="gptq_v2")
 
 
 def packed(numbers, bits: int, axis: int, order=range(8)) -> np.ndarray:
-    """Small unsigned numbers in words of 32 bits along an axis, one bit at a time; order[i]: which of 8 numbers is the i-th lowest."""
+    """Small unsigned numbers in words of 32 bits along an axis, one bit at a time; order[i]: which of 8
+    numbers is the i-th lowest.
+    """
     numbers = np.moveaxis(np.asarray(numbers), axis, -1)
     each = 32 // bits
     words = np.zeros((*numbers.shape[:-1], numbers.shape[-1] // each), np.uint32)
@@ -36,7 +42,9 @@ def packed(numbers, bits: int, axis: int, order=range(8)) -> np.ndarray:
 
 
 def packed_matrix(settings, random, N, K, g_idx=None, zeros=None, scale_type=np.float16):
-    """Tensors of a matrix X without their "X.", and what it stands for: scale * (q - zero), float32 [N, K]."""
+    """Tensors of a matrix X without their "X.", and what it stands for: scale * (q - zero), float32 [N,
+    K].
+    """
     bits, J = settings["bits"], settings["group_size"] if settings["group_size"] > 0 else K
     G = -(-K // J)
     q_KN = random.integers(0, 2**bits, (K, N))
@@ -46,9 +54,13 @@ def packed_matrix(settings, random, N, K, g_idx=None, zeros=None, scale_type=np.
     group_K = np.arange(K) // J if g_idx is None else g_idx
     if awq:
         order = [0, 2, 4, 6, 1, 3, 5, 7]
-        tensors = dict(qweight=packed(q_KN, 4, 1, order), qzeros=packed(zero_GN, 4, 1, order), scales=scale_GN)
+        tensors = dict(
+            qweight=packed(q_KN, 4, 1, order), qzeros=packed(zero_GN, 4, 1, order), scales=scale_GN
+        )
     else:
-        tensors = dict(qweight=packed(q_KN, bits, 0), qzeros=packed((zero_GN - v1) % 2**bits, bits, 1), scales=scale_GN)
+        tensors = dict(
+            qweight=packed(q_KN, bits, 0), qzeros=packed((zero_GN - v1) % 2**bits, bits, 1), scales=scale_GN
+        )
         if g_idx is not None:
             tensors["g_idx"] = np.asarray(g_idx, np.int32)
     exact_KN = scale_GN.astype(np.float32)[group_K] * (q_KN - zero_GN[group_K]).astype(np.float32)
@@ -56,7 +68,9 @@ def packed_matrix(settings, random, N, K, g_idx=None, zeros=None, scale_type=np.
 
 
 def convert(settings, hf=tiny.UNTIED, act_order=False, head=False, **how):
-    """All matrices of the layers (and the head) packed: the tensors of a checkpoint, and of the float checkpoint that it equals."""
+    """All matrices of the layers (and the head) packed: the tensors of a checkpoint, and of the float
+    checkpoint that it equals.
+    """
     random = np.random.default_rng(0)
     stored, equal = {}, tiny.tensors(hf)
     for name, tensor in equal.items():
@@ -73,7 +87,12 @@ def convert(settings, hf=tiny.UNTIED, act_order=False, head=False, **how):
 
 def write(path, settings, hf=tiny.UNTIED, weights=None, **how):
     stored, equal = convert(settings, hf, **how)
-    return tiny.write(path, hf | dict(quantization_config=settings), weights=stored if weights is None else weights), equal
+    return (
+        tiny.write(
+            path, hf | dict(quantization_config=settings), weights=stored if weights is None else weights
+        ),
+        equal,
+    )
 
 
 def leaves(model) -> dict:
@@ -83,7 +102,11 @@ def leaves(model) -> dict:
 
 
 def logits(params, config):
-    return np.asarray(jax.jit(xj.forward, static_argnums=1)(params, config, jnp.arange(24).reshape(2, 12) % config.vocab_size)[0])
+    return np.asarray(
+        jax.jit(xj.forward, static_argnums=1)(
+            params, config, jnp.arange(24).reshape(2, 12) % config.vocab_size
+        )[0]
+    )
 
 
 def refusal(path, **options) -> str:
@@ -93,7 +116,7 @@ def refusal(path, **options) -> str:
     return str(caught.value)
 
 
-# --- AWQ and GPTQ -------------------------------------------------------------------------------------------------------
+# --- AWQ and GPTQ -------------------------------------------------------------------------------------------
 
 CASES = {
     "awq": (AWQ, {}),
@@ -122,14 +145,22 @@ def test_every_layout(tmp_path, name):
     model = xj.load_model(path, dtype="float32")
     for name, leaf in leaves(model).items():
         if equal[name].ndim == 2 and ("layers" in name or how.get("head") and name == tiny.HEAD):
-            assert isinstance(leaf, GroupedWeight) and all(isinstance(field, jax.Array) for field in jax.tree.leaves(leaf))
+            assert isinstance(leaf, GroupedWeight) and all(
+                isinstance(field, jax.Array) for field in jax.tree.leaves(leaf)
+            )
             assert leaf.values.dtype == (np.uint8 if settings["bits"] == 4 else np.int8)
-            assert (leaf.zero is None) == (settings["bits"] == 8) and (leaf.order is None) == (not how.get("act_order"))
+            assert (leaf.zero is None) == (settings["bits"] == 8) and (leaf.order is None) == (
+                not how.get("act_order")
+            )
             assert leaf.scale.dtype == (np.float16 if "scale_type" not in how else np.float32)
             leaf = dequantize(leaf)
         np.testing.assert_array_equal(np.asarray(leaf), equal[name], err_msg=name)
-    float_params = jax.tree.unflatten(jax.tree.structure(param_specs(model.config)), map(jnp.asarray, equal.values()))
-    np.testing.assert_allclose(logits(model.params, model.config), logits(float_params, model.config), atol=1e-4, rtol=0)
+    float_params = jax.tree.unflatten(
+        jax.tree.structure(param_specs(model.config)), map(jnp.asarray, equal.values())
+    )
+    np.testing.assert_allclose(
+        logits(model.params, model.config), logits(float_params, model.config), atol=1e-4, rtol=0
+    )
 
 
 def test_a_tied_model_and_shards_and_text(tmp_path):
@@ -147,7 +178,10 @@ def test_the_activations_have_the_type_asked_for(tmp_path):
     path, _ = write(tmp_path, AWQ)
     model = xj.load_model(path, dtype="bfloat16")
     q = model.params["layers"][1]["q"]
-    assert q["bias"].dtype == model.params["final_norm"].dtype == jnp.bfloat16 and q["weight"].scale.dtype == jnp.float16
+    assert (
+        q["bias"].dtype == model.params["final_norm"].dtype == jnp.bfloat16
+        and q["weight"].scale.dtype == jnp.float16
+    )
 
 
 def test_modules_left_as_they_were(tmp_path):
@@ -163,11 +197,14 @@ def test_modules_left_as_they_were(tmp_path):
 
 @pytest.mark.parametrize(
     "file, settings, written",
-    [("quantize_config.json", GPTQ, dict(bits=4, group_size=16, damp_percent=0.01, desc_act=False, sym=False, model_name_or_path=None)),
+    [("quantize_config.json", GPTQ,
+     dict(bits=4, group_size=16, damp_percent=0.01, desc_act=False, sym=False, model_name_or_path=None)),
      ("quant_config.json", AWQ, dict(zero_point=True, q_group_size=16, w_bit=4, version="GEMM"))],
 )  # fmt: skip
 def test_settings_in_a_file_of_their_own(tmp_path, file, settings, written):
-    """As AutoGPTQ and AutoAWQ wrote them, before config.json held them; a file that says something else is none of ours."""
+    """As AutoGPTQ and AutoAWQ wrote them, before config.json held them; a file that says something else is
+    none of ours.
+    """
     stored, equal = convert(settings)
     path = tiny.write(tmp_path / "old", tiny.UNTIED, weights=stored)
     tiny.write_json(path / file, written)
@@ -210,7 +247,7 @@ def test_biases_of_zeros_that_the_model_does_not_have(tmp_path):
     assert f"unexpected {name}" in refusal(path)
 
 
-# --- what does not fit --------------------------------------------------------------------------------------------------
+# --- what does not fit --------------------------------------------------------------------------------------
 
 
 def test_every_fault_in_one_error(tmp_path):
@@ -246,7 +283,9 @@ def test_another_group_size_than_the_config_says(tmp_path, settings, how):
 def test_a_group_index_that_cannot_be(tmp_path):
     stored, _ = convert(GPTQ | dict(desc_act=True), act_order=True)
     stored[f"{Q1}.g_idx"][:] = 0
-    assert f"{Q1}.weight: g_idx does not give every group its 16 inputs" in refusal(write(tmp_path, GPTQ, weights=stored)[0])
+    assert f"{Q1}.weight: g_idx does not give every group its 16 inputs" in refusal(
+        write(tmp_path, GPTQ, weights=stored)[0]
+    )
 
 
 def test_eight_bits_that_are_not_symmetric(tmp_path):
@@ -262,7 +301,10 @@ REFUSED = {
     "awq-text": ("awq", "quant_method 'awq'"),
     "a-list": (dict(quant_method=["awq"]), "quant_method ['awq']"),
     "awq-gemv": (AWQ | dict(version="GEMV"), "awq with version 'GEMV'"),
-    "awq-marlin": (AWQ | dict(version=None, checkpoint_format="marlin"), "awq with checkpoint_format 'marlin'"),
+    "awq-marlin": (
+        AWQ | dict(version=None, checkpoint_format="marlin"),
+        "awq with checkpoint_format 'marlin'",
+    ),
     "awq-symmetric": (AWQ | dict(zero_point=False), "awq with zero_point False"),
     "awq-8": (AWQ | dict(bits=8), "awq with bits 8"),
     "awq-other-packing": (AWQ | dict(backend="llm-awq"), "awq with backend 'llm-awq'"),
@@ -286,14 +328,16 @@ def test_other_formats_are_refused_by_name(tmp_path, name):
     assert f"{words}" in message and "is not supported: " in message and "unquantized" in message
 
 
-@pytest.mark.parametrize("settings", [AWQ, GPTQ, dict(quant_method="xinfer_jax", version=1)], ids=["awq", "gptq", "ours"])
+@pytest.mark.parametrize(
+    "settings", [AWQ, GPTQ, dict(quant_method="xinfer_jax", version=1)], ids=["awq", "gptq", "ours"]
+)
 def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path, settings):
     path = tiny.write(tmp_path, tiny.CONFIG | dict(quantization_config=settings))
     message = refusal(path, quantize="int8")
     assert f"already quantized ({settings['quant_method']})" in message and "without quantize" in message
 
 
-# --- our own format -----------------------------------------------------------------------------------------------------
+# --- our own format -----------------------------------------------------------------------------------------
 
 
 def same_bits(a, b):
@@ -314,11 +358,15 @@ def test_there_and_back(tmp_path, quantize, dtype, hf):
     same_bits(model.params, again.params)
     assert again.config == model.config and again.generation_config == dict(temperature=0.5)
     settings = json.loads((tmp_path / "to" / "there" / "config.json").read_text())
-    assert settings.get("quantization_config") == (None if quantize is None else dict(quant_method="xinfer_jax", version=1))
+    assert settings.get("quantization_config") == (
+        None if quantize is None else dict(quant_method="xinfer_jax", version=1)
+    )
 
 
 @pytest.mark.parametrize(
-    "settings, how", [(AWQ, {}), (GPTQ | dict(desc_act=True, group_size=20), dict(act_order=True))], ids=["awq", "gptq"]
+    "settings, how",
+    [(AWQ, {}), (GPTQ | dict(desc_act=True, group_size=20), dict(act_order=True))],
+    ids=["awq", "gptq"],
 )
 def test_a_checkpoint_of_others_kept_as_ours(tmp_path, settings, how):
     path, _ = write(tmp_path / "from", settings, **how)
@@ -331,7 +379,9 @@ def test_a_checkpoint_of_others_kept_as_ours(tmp_path, settings, how):
 
 def test_groups_of_8_bits_there_and_back(tmp_path):
     model = xj.load_model(tiny.write(tmp_path / "from", tiny.UNTIED), dtype="float32")
-    params = jax.tree.map(lambda leaf: leaf if leaf.ndim == 1 else quantize_matrix(np.asarray(leaf), 8, 20), model.params)
+    params = jax.tree.map(
+        lambda leaf: leaf if leaf.ndim == 1 else quantize_matrix(np.asarray(leaf), 8, 20), model.params
+    )
     save_checkpoint(tmp_path / "to", None, params, tiny.UNTIED)
     same_bits(jax.tree.map(jnp.asarray, params), xj.load_model(tmp_path / "to", dtype="float32").params)
 
@@ -341,7 +391,10 @@ def test_faults_of_our_own_format(tmp_path):
     assert model.params["lm_head"]["weight"].values.dtype == np.int8
     save_checkpoint(tmp_path / "to", None, model.params, tiny.UNTIED | dict(intermediate_size=50))
     message, rows = refusal(tmp_path / "to"), 32 // 2
-    assert f"model.layers.0.mlp.gate_proj.weight.values has shape [1, {rows}, 48], the config asks for [1, {rows}, 50]" in message
+    assert (
+        f"model.layers.0.mlp.gate_proj.weight.values has shape [1, {rows}, 48], the config asks for [1,"
+        f" {rows}, 50]" in message
+    )
     assert "model.layers.0.mlp.up_proj.weight.zero has shape [1, 48], the config asks for [1, 50]" in message
     tiny.write_json(tmp_path / "to" / "config.json", tiny.UNTIED)  # no longer says that it is quantized
     message = refusal(tmp_path / "to")
@@ -361,7 +414,15 @@ def test_from_the_command_line(tmp_path):
     model = xj.load_model(tiny.write(tmp_path / "from"), dtype="float32", quantize="int8")
     save_checkpoint(tmp_path / "to", tmp_path / "from", model.params, tiny.CONFIG)
     run = subprocess.run(
-        [sys.executable, "-m", "xinfer_jax", f"--model={tmp_path / 'to'}", "--prompt=hi", "--max_tokens=2", "--compilation_cache="],
+        [
+            sys.executable,
+            "-m",
+            "xinfer_jax",
+            f"--model={tmp_path / 'to'}",
+            "--prompt=hi",
+            "--max_tokens=2",
+            "--compilation_cache=",
+        ],
         capture_output=True,
         text=True,
         timeout=300,

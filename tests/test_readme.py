@@ -17,7 +17,10 @@ def first(names, capsys):
 
 
 def library(names, capsys):
-    assert names["logits"].shape == (1, names["ids"].shape[1], names["config"].vocab_size) and names["logits"].dtype == np.float32
+    assert (
+        names["logits"].shape == (1, names["ids"].shape[1], names["config"].vocab_size)
+        and names["logits"].dtype == np.float32
+    )
     assert [len(row) for row in names["out"].tokens] == [8, 8]
 
 
@@ -56,7 +59,9 @@ def test_every_block_is_here():
     assert len(BLOCKS) == len(CHECKS)
 
 
-@pytest.mark.parametrize("block, check", list(zip(BLOCKS, CHECKS, strict=False)), ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize(
+    "block, check", list(zip(BLOCKS, CHECKS, strict=False)), ids=lambda x: getattr(x, "__name__", "")
+)
 def test_block_runs(block, check, capsys):
     names: dict = {}
     exec(compile(block.replace(FROM_THE_HUB, ""), "README.md", "exec"), names)

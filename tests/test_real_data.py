@@ -1,4 +1,6 @@
-"""A real trained model and a real tokenizer against what transformers and tokenizers gave for them (see ../shared/data/README.md)."""
+"""A real trained model and a real tokenizer against what transformers and tokenizers gave for them (see
+../shared/data/README.md).
+"""
 
 import json
 from functools import cache
@@ -33,7 +35,7 @@ def qwen() -> xj.Tokenizer:
     return xj.Tokenizer.from_dir(QWEN)
 
 
-# --- stories260K: a Llama -----------------------------------------------------------------------------------------------
+# --- stories260K: a Llama -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", cases(STORIES / "golden_greedy.json", "prompt"))
@@ -41,7 +43,9 @@ def test_stories_text_to_text(case):
     model = stories()
     ids = model.tokenizer.encode(case["prompt"])
     assert ids == case["prompt_ids"]
-    out = xj.generate(model.params, model.config, [ids], xj.GenerateOptions(max_new_tokens=len(case["greedy_ids"])))
+    out = xj.generate(
+        model.params, model.config, [ids], xj.GenerateOptions(max_new_tokens=len(case["greedy_ids"]))
+    )
     assert out.tokens[0] == case["greedy_ids"]
     np.testing.assert_allclose(out.logprobs[0], case["greedy_logprobs"], rtol=0, atol=1e-4)
     assert model.tokenizer.decode(out.tokens[0]) == case["greedy_text"]
@@ -49,7 +53,9 @@ def test_stories_text_to_text(case):
 
 def test_stories_in_one_ragged_batch():
     model, golden = stories(), json.loads((STORIES / "golden_greedy.json").read_text())["cases"]
-    out = xj.generate(model.params, model.config, [c["prompt_ids"] for c in golden], xj.GenerateOptions(max_new_tokens=200))
+    out = xj.generate(
+        model.params, model.config, [c["prompt_ids"] for c in golden], xj.GenerateOptions(max_new_tokens=200)
+    )
     assert out.tokens == [c["greedy_ids"] for c in golden]
     np.testing.assert_allclose(out.logprobs, [c["greedy_logprobs"] for c in golden], rtol=0, atol=1e-4)
 
@@ -60,10 +66,12 @@ def test_stories_last_logits(case):
     logits_BTV, _ = xj.forward(model.params, model.config, np.array([case["prompt_ids"]]))
     expected = dict(case["last_logits_top5"])
     assert np.argsort(-logits_BTV[0, -1])[:5].tolist() == list(expected)
-    np.testing.assert_allclose(np.asarray(logits_BTV[0, -1])[list(expected)], list(expected.values()), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(
+        np.asarray(logits_BTV[0, -1])[list(expected)], list(expected.values()), rtol=0, atol=1e-4
+    )
 
 
-# --- Qwen2.5: tokenizer and chat template -----------------------------------------------------------------------------
+# --- Qwen2.5: tokenizer and chat template -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", cases(QWEN / "golden_tokenizer.json"))

@@ -1,4 +1,6 @@
-"""Layers with a sliding window keep a ring of slots: the same tokens, in memory that does not grow with the capacity."""
+"""Layers with a sliding window keep a ring of slots: the same tokens, in memory that does not grow with the
+capacity.
+"""
 
 import dataclasses
 
@@ -41,7 +43,9 @@ def no_rings(monkeypatch):
 def decoded(model, cache, tokens_BT):
     """Logits [T, B, V] of tokens appended one by one."""
     step = lambda cache, token_B: xj.decode_step(*model, token_B, cache)[::-1]  # noqa: E731
-    return jax.jit(lambda cache, tokens_TB: jax.lax.scan(step, cache, tokens_TB))(cache, jnp.asarray(tokens_BT.T))
+    return jax.jit(lambda cache, tokens_TB: jax.lax.scan(step, cache, tokens_TB))(
+        cache, jnp.asarray(tokens_BT.T)
+    )
 
 
 def filled(model, tokens_BT, lengths, dtype=None):
@@ -52,10 +56,14 @@ def filled(model, tokens_BT, lengths, dtype=None):
 def test_memory_does_not_grow_with_the_capacity(model):
     config = model[1]
     small, large = (xj.init_cache(config, 1, capacity) for capacity in (CAPACITY, 4 * CAPACITY))
-    assert [k.shape[2] for k in large.k] == [4 * CAPACITY if window is None else SLOTS for window in config.layer_windows]
+    assert [k.shape[2] for k in large.k] == [
+        4 * CAPACITY if window is None else SLOTS for window in config.layer_windows
+    ]
     of_tokens = [tree_bytes((cache.k, cache.v)) / (SLOTS + cache.capacity) for cache in (small, large)]
     assert of_tokens[0] == of_tokens[1]
-    assert not any(xj.init_cache(config, 1, SLOTS).is_ring(layer) for layer in range(config.num_hidden_layers))
+    assert not any(
+        xj.init_cache(config, 1, SLOTS).is_ring(layer) for layer in range(config.num_hidden_layers)
+    )
 
 
 @pytest.mark.parametrize("dtype, bound", [(None, 1e-5), pytest.param("int8", None, marks=pytest.mark.slow)])
@@ -65,14 +73,18 @@ def test_a_ring_gives_what_all_tokens_give(model, rows, dtype, bound, no_rings):
     cache = filled(model, tokens_BT[:, :-50], [LONG - 50, SHORT], dtype)
     more_BT = np.stack([tokens_BT[0, -50:], tokens_BT[1, SHORT : SHORT + 50]])
     cache, got_TBV = decoded(model, cache, more_BT)
-    assert cache.length_B.tolist() == [LONG, SHORT + 50] and cache.reached_B.tolist() == cache.length_B.tolist()
+    assert (
+        cache.length_B.tolist() == [LONG, SHORT + 50] and cache.reached_B.tolist() == cache.length_B.tolist()
+    )
     want_BTV = np.stack([full_BTV[0, -50:], full_BTV[1, SHORT : SHORT + 50]])
     if dtype:
         no_rings()
         whole = filled(model, tokens_BT[:, :-50], [LONG - 50, SHORT], dtype)
         assert whole.reached_B is None
         want_BTV, bound = np.moveaxis(np.asarray(decoded(model, whole, more_BT)[1]), 0, 1), 1e-5
-    np.testing.assert_allclose(np.moveaxis(np.asarray(got_TBV), 0, 1), want_BTV, atol=bound * np.abs(want_BTV).max())
+    np.testing.assert_allclose(
+        np.moveaxis(np.asarray(got_TBV), 0, 1), want_BTV, atol=bound * np.abs(want_BTV).max()
+    )
 
 
 def test_how_far_it_goes_back(model, rows):
@@ -83,7 +95,8 @@ def test_how_far_it_goes_back(model, rows):
     cache, logits_TBV = decoded(model, back, np.stack([tokens_BT[0, LONG - most :][:20], tokens_BT[1, 1:21]]))
     np.testing.assert_allclose(logits_TBV[:, 0], full_BTV[0, LONG - most :][:20], atol=1e-4)
     np.testing.assert_allclose(logits_TBV[:, 1], full_BTV[1, 1:21], atol=1e-4)
-    with pytest.raises(xj.InputError, match=f"row 0 cannot go back from {LONG} to {LONG - most - 1}"):  # from where it once was
+    # From where it once was.
+    with pytest.raises(xj.InputError, match=f"row 0 cannot go back from {LONG} to {LONG - most - 1}"):
         truncate(cache, LONG - most - 1)
     flagged = jax.jit(truncate)(cache, jnp.int32(LONG - most - 1))
     assert flagged.overflow_B.tolist() == [True, False]
@@ -92,7 +105,10 @@ def test_how_far_it_goes_back(model, rows):
 
 def test_too_many_at_once(model, rows):
     with pytest.raises(xj.InputError, match="570 tokens in one call exceed the 569"):
-        jax.eval_shape(lambda tokens_BT: xj.forward(*model, tokens_BT, xj.init_cache(model[1], 2, CAPACITY)), rows[0][:, :570])
+        jax.eval_shape(
+            lambda tokens_BT: xj.forward(*model, tokens_BT, xj.init_cache(model[1], 2, CAPACITY)),
+            rows[0][:, :570],
+        )
 
 
 def test_beams_move_rings_too(model, rows):
@@ -130,5 +146,8 @@ def test_a_prefix_is_used_as_far_as_it_is_remembered(model, rows, tmp_path):
             assert again.tokens == fresh.tokens and again.stats.reused_tokens == reused
     went_back = dataclasses.replace(first.cache, length_B=jnp.array([560]), reached_B=jnp.array([580]))
     xj.save_prefix(tmp_path / "cache", xj.Prefix([prompt[:560]], went_back), *model)
-    with pytest.raises(xj.InputError, match=f"holds {SLOTS} slots of a layer, which capacity 570 has not: raise it to {CAPACITY}"):
+    with pytest.raises(
+        xj.InputError,
+        match=f"holds {SLOTS} slots of a layer, which capacity 570 has not: raise it to {CAPACITY}",
+    ):
         xj.load_prefix(tmp_path / "cache", *model, capacity=570)

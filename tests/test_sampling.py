@@ -28,7 +28,11 @@ def draw(settings, count, seed=0):
     rows = sampling.per_row(settings, count)
     keys = sampling.row_keys(jax.random.key(seed), count)
     logits = jnp.broadcast_to(LOGITS, (count, len(LOGITS)))
-    return np.asarray(jax.jit(sampling.choose)(logits, keys, jnp.full(count, 7), rows, sampling.Context(jnp.zeros(logits.shape, bool))))
+    return np.asarray(
+        jax.jit(sampling.choose)(
+            logits, keys, jnp.full(count, 7), rows, sampling.Context(jnp.zeros(logits.shape, bool))
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,12 +68,17 @@ def test_the_smallest_temperatures_choose_the_argmax(temperature):
 
 
 def test_draws_do_not_depend_on_slot_or_batch():
-    rows, keys = sampling.per_row(xj.SamplingConfig(temperature=1.0), 5), jax.random.split(jax.random.key(1), 5)
+    rows, keys = (
+        sampling.per_row(xj.SamplingConfig(temperature=1.0), 5),
+        jax.random.split(jax.random.key(1), 5),
+    )
     logits, position = jax.random.normal(jax.random.key(2), (5, 100)), jnp.arange(5) + 3
     sample = jax.jit(sampling.sample)
     together = sample(keys, position, logits, rows)
     turned = jnp.array([3, 1, 4, 0, 2])
-    np.testing.assert_array_equal(sample(keys[turned], position[turned], logits[turned], rows), together[turned])
+    np.testing.assert_array_equal(
+        sample(keys[turned], position[turned], logits[turned], rows), together[turned]
+    )
     for i in range(5):
         row = sampling.per_row(xj.SamplingConfig(temperature=1.0), 1)
         assert sample(keys[i : i + 1], position[i : i + 1], logits[i : i + 1], row)[0] == together[i]
@@ -109,13 +118,19 @@ def test_top_p_keeps_the_smallest_nucleus(p):
 def test_both_in_one_loop_is_one_after_the_other():
     logits = np.random.RandomState(1).standard_normal((6, 300)).astype(np.float32) * 4
     k, p = jnp.array([0, 1, 20, 50, 0, 300]), jnp.array([1.0, 0.5, 0.8, 1.0, 0.3, 0.99], jnp.float32)
-    np.testing.assert_array_equal(processors.top_k_top_p(logits, k, p), processors.top_p(processors.top_k(logits, k), p))
+    np.testing.assert_array_equal(
+        processors.top_k_top_p(logits, k, p), processors.top_p(processors.top_k(logits, k), p)
+    )
 
 
 def test_thresholds_survive_ties_infinities_and_signs():
     logits = jnp.array([[-jnp.inf, -2.0, -2.0, -5.0, -0.0, 0.0]])
-    np.testing.assert_array_equal(np.isfinite(processors.top_k(logits, jnp.array([3])))[0], [False, True, True, False, True, True])
-    np.testing.assert_array_equal(np.isfinite(processors.top_k(-logits[:, 1:4], jnp.array([1])))[0], [False, False, True])
+    np.testing.assert_array_equal(
+        np.isfinite(processors.top_k(logits, jnp.array([3])))[0], [False, True, True, False, True, True]
+    )
+    np.testing.assert_array_equal(
+        np.isfinite(processors.top_k(-logits[:, 1:4], jnp.array([1])))[0], [False, False, True]
+    )
 
 
 def test_repetition_penalty_comes_before_temperature():
@@ -123,7 +138,11 @@ def test_repetition_penalty_comes_before_temperature():
     rows = sampling.per_row(xj.SamplingConfig(repetition_penalty=4.0), 1)
     seen = jnp.array([[True, False, False, False, False, False]])
     chosen = sampling.choose(
-        jnp.asarray(LOGITS)[None], sampling.row_keys(jax.random.key(0), 1), jnp.zeros(1, jnp.int32), rows, sampling.Context(seen)
+        jnp.asarray(LOGITS)[None],
+        sampling.row_keys(jax.random.key(0), 1),
+        jnp.zeros(1, jnp.int32),
+        rows,
+        sampling.Context(seen),
     )
     assert chosen[0] == 1
 
@@ -152,10 +171,19 @@ def test_settings_out_of_range_are_refused_with_their_value(settings, named):
 
 
 def test_defaults_of_a_checkpoint():
-    qwen = dict(do_sample=True, temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.1, eos_token_id=[1, 2], pad_token_id=0)
+    qwen = dict(
+        do_sample=True,
+        temperature=0.7,
+        top_p=0.8,
+        top_k=20,
+        repetition_penalty=1.1,
+        eos_token_id=[1, 2],
+        pad_token_id=0,
+    )
     assert xj.SamplingConfig.from_hf(qwen) == xj.SamplingConfig(0.7, 20, 0.8, 1.1)
     assert xj.SamplingConfig.from_hf({**qwen, "do_sample": False}) == xj.SamplingConfig(0.0, 20, 0.8, 1.1)
     assert xj.SamplingConfig.from_hf({"temperature": 0.7}) == xj.SamplingConfig()
-    assert xj.SamplingConfig.from_hf({"do_sample": True}) == xj.SamplingConfig(1.0, 50)  # transformers' defaults
+    # Transformers' defaults.
+    assert xj.SamplingConfig.from_hf({"do_sample": True}) == xj.SamplingConfig(1.0, 50)
     with pytest.raises(xj.InputError, match="num_beams=4"):
         xj.SamplingConfig.from_hf({"num_beams": 4})

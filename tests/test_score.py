@@ -1,4 +1,6 @@
-"""Scores are log_softmax of the logits, alone or in a batch, in parts or whole, with gradients; the sampler and transformers agree."""
+"""Scores are log_softmax of the logits, alone or in a batch, in parts or whole, with gradients; the sampler
+and transformers agree.
+"""
 
 import json
 import math
@@ -60,7 +62,7 @@ def assert_equal_where_real(got_BT, want_BT, num_tokens_B, atol=1e-5):
     assert not np.any(np.asarray(got_BT)[~real_BT])
 
 
-# --- identities --------------------------------------------------------------------------------------------------------
+# --- identities ---------------------------------------------------------------------------------------------
 
 
 def test_equals_log_softmax_of_the_logits(model, in_parts):
@@ -75,7 +77,9 @@ def test_a_row_of_a_ragged_batch_is_the_row_alone(model, in_parts):
     tokens_BT, num_tokens_B = batch()
     together_BT = xj.score(*model, tokens_BT, num_tokens_B)
     for i, n in enumerate(num_tokens_B):
-        np.testing.assert_allclose(xj.score(*model, tokens_BT[i : i + 1, :n])[0], together_BT[i, : n - 1], atol=1e-5)
+        np.testing.assert_allclose(
+            xj.score(*model, tokens_BT[i : i + 1, :n])[0], together_BT[i, : n - 1], atol=1e-5
+        )
 
 
 def test_vmap_and_a_callers_jit(model, in_parts):
@@ -99,14 +103,20 @@ def test_gradients_are_those_of_the_whole(model, in_parts):
     tokens_BT, num_tokens_B = batch()
     real_BT = np.arange(1, tokens_BT.shape[1]) < num_tokens_B[:, None]
     weight_BT = real_BT * np.random.RandomState(0).standard_normal(real_BT.shape).astype(np.float32)
-    in_score = jax.jit(jax.grad(lambda params: (weight_BT * xj.score(params, config, tokens_BT, num_tokens_B)).sum()))(params)
-    of_whole = jax.jit(jax.grad(lambda params: (weight_BT * whole(params, config, tokens_BT, num_tokens_B)).sum()))(params)
+    in_score = jax.jit(
+        jax.grad(lambda params: (weight_BT * xj.score(params, config, tokens_BT, num_tokens_B)).sum())
+    )(params)
+    of_whole = jax.jit(
+        jax.grad(lambda params: (weight_BT * whole(params, config, tokens_BT, num_tokens_B)).sum())
+    )(params)
     chex.assert_trees_all_close(in_score, of_whole, atol=1e-4, rtol=1e-4)
     assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(in_score))
 
 
 def test_soft_prompt(model, in_parts):
-    """Embeddings in place of tokens score as the tokens do, whatever their ids; their gradient agrees with finite differences."""
+    """Embeddings in place of tokens score as the tokens do, whatever their ids; their gradient agrees with
+    finite differences.
+    """
     params, config = model
     tokens_BT = np.array(cases.prompts(cases.CASES["qwen2-gqa-tied-old"])[1:2])
     want_BT = xj.score(params, config, tokens_BT)
@@ -128,19 +138,34 @@ def test_soft_prompt(model, in_parts):
 
 
 def test_logits_of_a_long_text_never_exist():
-    """8192 tokens of Qwen2.5-0.5B's widths: scoring them, and going back to the hidden states, takes a fraction of all logits' 4.6 GiB."""
-    hf = dict(model_type="qwen2", vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=1, num_attention_heads=14,
+    """8192 tokens of Qwen2.5-0.5B's widths: scoring them, and going back to the hidden states, takes a
+    fraction of all logits' 4.6 GiB.
+    """
+    hf = dict(model_type="qwen2", vocab_size=151936, hidden_size=896, intermediate_size=4864,
+              num_hidden_layers=1, num_attention_heads=14,
               num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True)  # fmt: skip
     config, T = from_hf(hf), 8192
     params = jax.eval_shape(partial(xj.init_params, config, dtype="float32"), jax.random.key(0))
-    tokens_BT, hidden_BTD = jax.ShapeDtypeStruct((1, T), jnp.int32), jax.ShapeDtypeStruct((1, T, 896), jnp.float32)
-    backward = jax.grad(lambda hidden_BTD, params, tokens_BT: MODULE._of_targets(params, config, hidden_BTD, tokens_BT).sum())
-    for function, args in ((xj.score, (params, config, tokens_BT)), (backward, (hidden_BTD, params, tokens_BT))):
-        compiled = jax.jit(function, static_argnums=[i for i, x in enumerate(args) if x is config]).lower(*args).compile()
+    tokens_BT, hidden_BTD = (
+        jax.ShapeDtypeStruct((1, T), jnp.int32),
+        jax.ShapeDtypeStruct((1, T, 896), jnp.float32),
+    )
+    backward = jax.grad(
+        lambda hidden_BTD, params, tokens_BT: MODULE._of_targets(params, config, hidden_BTD, tokens_BT).sum()
+    )
+    for function, args in (
+        (xj.score, (params, config, tokens_BT)),
+        (backward, (hidden_BTD, params, tokens_BT)),
+    ):
+        compiled = (
+            jax.jit(function, static_argnums=[i for i, x in enumerate(args) if x is config])
+            .lower(*args)
+            .compile()
+        )
         assert compiled.memory_analysis().temp_size_in_bytes < 2**29
 
 
-# --- agreement with the sampler, in every weight format ------------------------------------------------------------------
+# --- agreement with the sampler, in every weight format -----------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
@@ -161,41 +186,55 @@ def test_generate_returns_the_same_log_probabilities(bundled, temperature):
     for again in (xj.score_completions(params, config, prompts, completions, batch_size=n) for n in (1, 2)):
         chex.assert_trees_all_close(again, scores, atol=1e-5)
     tokens_BT = np.array([prompts[0] + completions[0]])
-    np.testing.assert_allclose(xj.score(params, config, tokens_BT)[0, len(prompts[0]) - 1 :], out.logprobs[0], atol=1e-5)
+    np.testing.assert_allclose(
+        xj.score(params, config, tokens_BT)[0, len(prompts[0]) - 1 :], out.logprobs[0], atol=1e-5
+    )
 
 
-@pytest.mark.parametrize("weights, bound", [("int8", 2e-3), ("int4", 2e-3), ("bfloat16", 0.08), ("float16", 0.02)])
+@pytest.mark.parametrize(
+    "weights, bound", [("int8", 2e-3), ("int4", 2e-3), ("bfloat16", 0.08), ("float16", 0.02)]
+)
 def test_narrow_weights(weights, bound):
     narrow = dict(quantize=weights) if weights.startswith("int") else dict(dtype=weights)
     model = tiny.shallow(**narrow)
     params, config, tok = model.params, model.config, model.tokenizer
-    prompt = tok.encode(tok.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}]))
+    prompt = tok.encode(
+        tok.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
+    )
     out = xj.generate(params, config, [prompt], xj.GenerateOptions(max_new_tokens=8))
     tokens_BT = np.array([prompt + out.tokens[0]])
     got_BT = xj.score(params, config, tokens_BT)
     np.testing.assert_allclose(got_BT, whole(params, config, tokens_BT), atol=bound)
     np.testing.assert_allclose(got_BT[0, len(prompt) - 1 :], out.logprobs[0], atol=bound)
     inputs_BTD = xj.embed_tokens(params, config, tokens_BT)
-    gradient = jax.grad(lambda inputs_BTD: xj.score(params, config, tokens_BT, inputs_BTD=inputs_BTD).sum())(inputs_BTD)
+    gradient = jax.grad(lambda inputs_BTD: xj.score(params, config, tokens_BT, inputs_BTD=inputs_BTD).sum())(
+        inputs_BTD
+    )
     chex.assert_tree_all_finite(gradient)
     assert jnp.any(gradient != 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3-head-dim-tied", "llama3-old-tied", "mistral-window", "smollm3-window"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-head-dim-tied", "llama3-old-tied", "mistral-window", "smollm3-window"]
+)
 def test_transformers_agrees(name):
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     case, prompts = cases.CASES[name], cases.prompts(cases.CASES[name])
     tensors = cases.random_tensors(case.config, 1234)
     theirs = cases.hf_model(case.hf, tensors)
-    got_BT = np.asarray(xj.score(cases.params_from(case.config, tensors), case.config, *cases.padded(prompts)))
+    got_BT = np.asarray(
+        xj.score(cases.params_from(case.config, tensors), case.config, *cases.padded(prompts))
+    )
     for row, prompt in zip(got_BT, prompts, strict=True):
         log_softmax_TV = torch.log_softmax(torch.tensor(cases.hf_logits(theirs, prompt)), -1).numpy()
-        np.testing.assert_allclose(row[: len(prompt) - 1], log_softmax_TV[np.arange(len(prompt) - 1), prompt[1:]], atol=1e-4)
+        np.testing.assert_allclose(
+            row[: len(prompt) - 1], log_softmax_TV[np.arange(len(prompt) - 1), prompt[1:]], atol=1e-4
+        )
 
 
-# --- refusals -----------------------------------------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------------------
 
 GOOD = np.ones((2, 4), np.int32)
 
@@ -236,18 +275,30 @@ def test_score_completions_refuses(model, prompts, completions, more, named):
         xj.score_completions(*model, prompts, completions, **more)
 
 
-# --- scripts/perplexity.py ------------------------------------------------------------------------------------------------
+# --- scripts/perplexity.py ----------------------------------------------------------------------------------
 
 
 def perplexity(*flags: str) -> subprocess.CompletedProcess:
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
-    return subprocess.run([sys.executable, "scripts/perplexity.py", *flags], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    }
+    return subprocess.run(
+        [sys.executable, "scripts/perplexity.py", *flags],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 @pytest.mark.parametrize("window, stride, length", [(32, 12, 101), (32, 31, 64), (32, 1, 40), (64, 32, 20)])
 def test_script_scores_every_token_once(bundled, tmp_path, window, stride, length):
     """Token by token: the last of a context that starts where the first window to hold the token does."""
-    ids = bundled.tokenizer.encode("What is the capital of France? The capital of France is Paris.\n" * 40)[:length]
+    ids = bundled.tokenizer.encode("What is the capital of France? The capital of France is Paris.\n" * 40)[
+        :length
+    ]
     text = tmp_path / "text.txt"
     text.write_text(bundled.tokenizer.decode(ids), encoding="utf-8")
     assert bundled.tokenizer.encode(text.read_text(encoding="utf-8")) == ids
@@ -261,7 +312,9 @@ def test_script_scores_every_token_once(bundled, tmp_path, window, stride, lengt
         tokens_BT[i - 1, : i + 1 - begin] = ids[begin : i + 1]
         last_B.append(i - begin)
     logprobs_BTV = jax.nn.log_softmax(forward(bundled.params, bundled.config, tokens_BT)[0])
-    logprobs = np.asarray(logprobs_BTV[np.arange(length - 1), np.array(last_B) - 1, np.array(ids[1:])], np.float64)
+    logprobs = np.asarray(
+        logprobs_BTV[np.arange(length - 1), np.array(last_B) - 1, np.array(ids[1:])], np.float64
+    )
     assert report["tokens"] == length and report["scored_tokens"] == length - 1
     np.testing.assert_allclose(report["nats_per_token"], -logprobs.mean(), rtol=1e-5)
     np.testing.assert_allclose(report["perplexity"], np.exp(-logprobs.mean()), rtol=1e-5)
@@ -275,14 +328,21 @@ def test_script_takes_a_directory_and_narrow_weights(tmp_path):
     done = perplexity(f"--model={source}", f"--text={tmp_path / 'text.txt'}", "--quantize=int8")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report["weights"] == "int8" and report["perplexity"] > 1 and f"perplexity {report['perplexity']:.4f}" in done.stdout
+    assert (
+        report["weights"] == "int8"
+        and report["perplexity"] > 1
+        and f"perplexity {report['perplexity']:.4f}" in done.stdout
+    )
 
 
 @pytest.mark.parametrize(
     "flags, named",
-    [([], "--text"), (["--text=/nowhere.txt"], "nowhere"), (["--text=README.md", "--stride=8", "--window=8"], "--stride=8"),
-     (["--text=README.md", "--window=4096"], "--window=4096"), (["--text=README.md", "--quantize=int3"], "int3"),
-     (["--text=README.md", "--model=/nowhere"], "nowhere"), (["--text=xinfer_jax/assets/model.safetensors"], "utf-8"),
+    [([], "--text"), (["--text=/nowhere.txt"], "nowhere"),
+     (["--text=README.md", "--stride=8", "--window=8"], "--stride=8"),
+     (["--text=README.md", "--window=4096"], "--window=4096"),
+     (["--text=README.md", "--quantize=int3"], "int3"),
+     (["--text=README.md", "--model=/nowhere"], "nowhere"),
+     (["--text=xinfer_jax/assets/model.safetensors"], "utf-8"),
      (["--nonsense"], "nonsense"), (["extra"], "extra")],
 )  # fmt: skip
 def test_script_refuses_in_one_line(flags, named):

@@ -1,4 +1,6 @@
-"""Speculative decoding: the tokens are those of plain decoding, greedy or sampled, whatever guesses; and guesses are counted."""
+"""Speculative decoding: the tokens are those of plain decoding, greedy or sampled, whatever guesses; and
+guesses are counted.
+"""
 
 import dataclasses
 
@@ -26,7 +28,9 @@ def model():
 
 @pytest.fixture(scope="module")
 def drafts(model):
-    """What may guess: a model that is always right, a smaller one, one that knows nothing, look-up, and a function."""
+    """What may guess: a model that is always right, a smaller one, one that knows nothing, look-up, and a
+    function.
+    """
     small = tiny.shallow(1, dtype="float32")
     random = dataclasses.replace(model, params=xj.init_params(model.config, jax.random.key(9)))
     return {"itself": model, "small": small, "random": random, "lookup": "lookup", "function": sevens}
@@ -41,7 +45,10 @@ def run(model, prompts=PROMPTS, **given) -> xj.GenerateOutput:
     return xj.generate(model.params, model.config, prompts, options, key=jax.random.key(4))
 
 
-@pytest.mark.parametrize("draft", ["lookup", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("itself", "small", "function"))])
+@pytest.mark.parametrize(
+    "draft",
+    ["lookup", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("itself", "small", "function"))],
+)
 def test_the_tokens_are_those_of_plain_decoding(model, drafts, draft):
     eos = tuple(run(model).tokens[0][9:10])
     for settings in (xj.SamplingConfig(), MIXED):
@@ -52,13 +59,17 @@ def test_the_tokens_are_those_of_plain_decoding(model, drafts, draft):
         for a, b in zip(sum(guessed.alternatives, []), sum(plain.alternatives, []), strict=True):
             assert a.id == b.id
             np.testing.assert_allclose(a.processed_logprob, b.processed_logprob, atol=1e-3)
-        for row, rate, passes in zip(guessed.logprobs, guessed.stats.acceptance, guessed.stats.passes, strict=True):
+        for row, rate, passes in zip(
+            guessed.logprobs, guessed.stats.acceptance, guessed.stats.passes, strict=True
+        ):
             assert 0 <= rate <= 1 and passes <= len(row) - 1 <= passes * 4
 
 
 @pytest.mark.slow
 def test_a_draft_that_is_always_right(model, drafts):
-    """Guesses draw with the same noise; so the model itself is never wrong, sampled or not, while settings do not look back."""
+    """Guesses draw with the same noise; so the model itself is never wrong, sampled or not, while settings do
+    not look back.
+    """
     settings = [xj.SamplingConfig(), xj.SamplingConfig(temperature=1.0), xj.SamplingConfig(0.7, 20, 0.9)]
     out = run(model, sampling=settings, draft=drafts["itself"], draft_tokens=4, max_new_tokens=21)
     assert out.stats.acceptance == [1.0] * 3 and out.stats.passes == [4] * 3

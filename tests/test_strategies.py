@@ -1,4 +1,6 @@
-"""Ways to decode, over one engine: processors, alternatives, stopping, several answers, in batches, streams and with quantized weights."""
+"""Ways to decode, over one engine: processors, alternatives, stopping, several answers, in batches, streams
+and with quantized weights.
+"""
 
 import dataclasses
 
@@ -29,7 +31,11 @@ def run(model, prompts=PROMPTS, key=0, **given) -> xj.GenerateOutput:
 
 def streamed(model, prompts=PROMPTS, until=None, **given):
     """What a stream yields, told to stop after so many steps, and its output."""
-    steps, seen, told = xj.stream(model.params, model.config, prompts, options(**given), key=jax.random.key(0)), [], None
+    steps, seen, told = (
+        xj.stream(model.params, model.config, prompts, options(**given), key=jax.random.key(0)),
+        [],
+        None,
+    )
     while True:
         try:
             seen.append(steps.send(told))
@@ -60,14 +66,19 @@ def test_a_processed_row_of_a_batch_is_the_row_alone_and_streamed(model, name):
 
 def test_ids_that_are_allowed_forbidden_or_biased(model):
     hot = dict(temperature=5.0)
-    assert set(sum(run(model, sampling=xj.SamplingConfig(allowed_token_ids=(5, 6, 7), **hot)).tokens, [])) <= {5, 6, 7}
+    assert set(
+        sum(run(model, sampling=xj.SamplingConfig(allowed_token_ids=(5, 6, 7), **hot)).tokens, [])
+    ) <= {5, 6, 7}
     greedy = run(model).tokens[0][0]
     assert run(model, sampling=xj.SamplingConfig(forbidden_token_ids=(greedy,))).tokens[0][0] != greedy
     assert set(sum(run(model, sampling=xj.SamplingConfig(logit_bias={9: 1e4})).tokens, [])) == {9}
 
 
 def test_presence_and_frequency_are_subtracted():
-    logits_BV, count_BV = np.random.RandomState(0).standard_normal((2, 6)).astype(np.float32), np.array([[0, 1, 2, 0, 5, 0]] * 2)
+    logits_BV, count_BV = (
+        np.random.RandomState(0).standard_normal((2, 6)).astype(np.float32),
+        np.array([[0, 1, 2, 0, 5, 0]] * 2),
+    )
     got = processors.presence_frequency(logits_BV, jnp.array([0.5, 0.0]), jnp.array([0.25, -1.0]), count_BV)
     np.testing.assert_allclose(got[0], logits_BV[0] - 0.5 * (count_BV[0] > 0) - 0.25 * count_BV[0], rtol=1e-6)
     np.testing.assert_allclose(got[1], logits_BV[1] + count_BV[1], rtol=1e-6)
@@ -95,7 +106,7 @@ def test_settings_that_are_off_leave_no_trace():
     assert len(jax.tree.leaves(per_row(xj.SamplingConfig(min_p=0.1, allowed_token_ids=[1]), 2, 10))) == 6
 
 
-# --- log-probabilities -------------------------------------------------------------------------------------------------------
+# --- log-probabilities --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -106,7 +117,9 @@ def test_alternatives(model, temperature):
     assert out.tokens == plain.tokens and plain.alternatives is None
     np.testing.assert_allclose(sum(out.logprobs, []), sum(plain.logprobs, []), atol=1e-5)
     for i, prompt in enumerate(PROMPTS):
-        full = xj.forward(model.params, model.config, jnp.array([prompt + out.tokens[i]]))[0][0, len(prompt) - 1 : -1]
+        full = xj.forward(model.params, model.config, jnp.array([prompt + out.tokens[i]]))[0][
+            0, len(prompt) - 1 : -1
+        ]
         np.testing.assert_allclose(out.logits[i], full, atol=2e-3)
         logprobs = np.asarray(jax.nn.log_softmax(out.logits[i]))
         for t, token in enumerate(out.alternatives[i]):
@@ -114,14 +127,16 @@ def test_alternatives(model, temperature):
             np.testing.assert_allclose(token.logprob, logprobs[t, token.id], atol=1e-5)
             assert [j for j, _ in token.top] == np.argsort(-logprobs[t], kind="stable")[:3].tolist()
             np.testing.assert_allclose([p for _, p in token.top], np.sort(logprobs[t])[::-1][:3], atol=1e-5)
-            assert token.processed_logprob <= 0 and token.processed_top[0][1] >= token.processed_logprob - 1e-6
+            assert (
+                token.processed_logprob <= 0 and token.processed_top[0][1] >= token.processed_logprob - 1e-6
+            )
             if temperature == 0:
                 assert token.processed_top[0][0] == token.id
     text = xj.alternatives_text(model, out)
     assert len(text) == 12 and len(text[0]) == 4 and 0 < text[0][0].probability <= 1
 
 
-# --- stopping ----------------------------------------------------------------------------------------------------------------
+# --- stopping -----------------------------------------------------------------------------------------------
 
 
 def test_stop_token_ids(model):
@@ -162,7 +177,7 @@ def test_a_stop_string_that_never_comes_changes_nothing(model):
     assert xj.generate_text(model, QUESTION, given) == ANSWER
 
 
-# --- several answers ---------------------------------------------------------------------------------------------------------
+# --- several answers ----------------------------------------------------------------------------------------
 
 
 def test_answers_share_a_prompt_and_differ_by_key(model):
@@ -172,16 +187,22 @@ def test_answers_share_a_prompt_and_differ_by_key(model):
     assert len(out.tokens) == 6 and len({tuple(row) for row in out.tokens}) == 6
     for row, (i, j) in enumerate((i, j) for i in range(2) for j in range(3)):
         key = jax.random.fold_in(keys[i], j)
-        alone = xj.generate(model.params, model.config, [PROMPTS[i]], options(sampling=settings), key=key[None])
+        alone = xj.generate(
+            model.params, model.config, [PROMPTS[i]], options(sampling=settings), key=key[None]
+        )
         assert out.tokens[row] == alone.tokens[0]
     assert out.stats.prompt_tokens == sum(map(len, PROMPTS))
-    recomputed = xj.generate(model.params, model.config, PROMPTS, options(sampling=settings, n=3, use_cache=False), key=keys)
+    recomputed = xj.generate(
+        model.params, model.config, PROMPTS, options(sampling=settings, n=3, use_cache=False), key=keys
+    )
     assert recomputed.tokens == out.tokens
 
 
 def test_best_of(model):
     settings = xj.SamplingConfig(temperature=1.5)
-    every, best = (run(model, sampling=settings, logprobs=1, **more) for more in (dict(n=4), dict(n=2, best_of=4)))
+    every, best = (
+        run(model, sampling=settings, logprobs=1, **more) for more in (dict(n=4), dict(n=2, best_of=4))
+    )
     for i in range(2):
         ranked = sorted(range(4 * i, 4 * i + 4), key=lambda row: -np.mean(every.logprobs[row]))[:2]
         assert [best.tokens[2 * i + j] for j in range(2)] == [every.tokens[row] for row in ranked]
@@ -198,15 +219,21 @@ def test_quantized_weights_take_every_way(quantize):
     assert out.tokens == again.tokens and len(out.tokens) == 4 and all(out.alternatives)
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------------------
+# --- what is refused ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "given, named",
     [
-        (dict(sampling=xj.SamplingConfig(allowed_token_ids=(3, 4), forbidden_token_ids=(4,))), "token id 4 is both"),
+        (
+            dict(sampling=xj.SamplingConfig(allowed_token_ids=(3, 4), forbidden_token_ids=(4,))),
+            "token id 4 is both",
+        ),
         (dict(sampling=xj.SamplingConfig(allowed_token_ids=())), "allowed_token_ids is empty"),
-        (dict(sampling=xj.SamplingConfig(forbidden_token_ids=(10**6,))), "forbidden_token_ids holds token id 1000000"),
+        (
+            dict(sampling=xj.SamplingConfig(forbidden_token_ids=(10**6,))),
+            "forbidden_token_ids holds token id 1000000",
+        ),
         (dict(sampling=xj.SamplingConfig(logit_bias={-1: 2.0})), "logit_bias holds token id -1"),
         (dict(sampling=xj.SamplingConfig(logit_bias={1: float("nan")})), "logit_bias must be finite"),
         (dict(sampling=xj.SamplingConfig(min_p=2.0)), "min_p must be from 0"),
@@ -229,7 +256,10 @@ def test_refused(model, given, named):
 
 
 def test_text_and_streams_refuse(model):
-    for given, named in ((dict(stop_strings=("",)), "stop_strings must be texts"), (dict(n=2), "n=2: the text functions")):
+    for given, named in (
+        (dict(stop_strings=("",)), "stop_strings must be texts"),
+        (dict(n=2), "n=2: the text functions"),
+    ):
         with pytest.raises(xj.InputError, match=named):
             xj.generate_text(model, QUESTION, options(**given))
     with pytest.raises(xj.InputError, match="best_of=3 cannot be streamed"):

@@ -11,18 +11,23 @@ import xinfer_jax as xj
 ROOT = Path(__file__).parents[1]
 # A module imports only modules to its left. A new module takes its place here.
 ORDER = (
-    "errors", "settings", "rope_config", "families", "config", "products", "quantization", "rounding", "params", "layers", "experts", "kv",
-    "attention", "cache", "model", "awq", "greedy", "processors", "sampling", "logprobs", "stats", "decode", "speculative", "prefix",
-    "options", "batch", "generate", "beam", "score", "files", "tokenizer", "quantized_files", "loading", "text", "cli",
+    "errors", "settings", "rope_config", "families", "config", "products", "quantization", "rounding",
+    "params", "layers", "experts", "kv", "attention", "cache", "model", "awq", "greedy", "processors",
+    "sampling", "logprobs", "stats", "decode", "speculative", "prefix", "options", "batch", "generate",
+    "beam", "score", "files", "tokenizer", "quantized_files", "loading", "text", "cli",
 )  # fmt: skip
 TOP = ("__init__", "__main__")  # above all of them
 MOST_LINES = 400
 MODULES = sorted(path.stem for path in (ROOT / "xinfer_jax").glob("*.py"))
-PROGRAMS = sorted(path for folder in ("xinfer_jax", "kernels_pallas", "scripts") for path in (ROOT / folder).rglob("*.py"))
+PROGRAMS = sorted(
+    path for folder in ("xinfer_jax", "kernels_pallas", "scripts") for path in (ROOT / folder).rglob("*.py")
+)
 
 
 def imported(path: Path, package: str) -> set[str]:
-    """Dotted names of what a file imports from anywhere, also inside functions; relative names made absolute."""
+    """Dotted names of what a file imports from anywhere, also inside functions; relative names made
+    absolute.
+    """
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -48,7 +53,9 @@ def test_imports_point_one_way(name):
     path = ROOT / "xinfer_jax" / f"{name}.py"
     assert modules_of(path) <= set(ORDER[: ORDER.index(name)])
     assert "xinfer_jax" not in imported(path, "")  # only by relative names, module by module
-    assert not {"torch", "transformers", "optax"} & {name.split(".")[0] for name in imported(path, "xinfer_jax")}
+    assert not {"torch", "transformers", "optax"} & {
+        name.split(".")[0] for name in imported(path, "xinfer_jax")
+    }
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "kernels_pallas").rglob("*.py")), ids=lambda path: path.name)
@@ -69,7 +76,10 @@ def test_every_file_says_what_it_is(path):
 @pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("*.py")), ids=lambda path: path.name)
 def test_programs_refuse_bad_flags_in_one_line(path):
     text = path.read_text(encoding="utf-8")
-    assert text.count("    app.run(") == text.count("    app.run(main, flags_parser=parse)") and "UsageError" not in text
+    assert (
+        text.count("    app.run(") == text.count("    app.run(main, flags_parser=parse)")
+        and "UsageError" not in text
+    )
 
 
 @pytest.mark.parametrize("name", xj.__all__)

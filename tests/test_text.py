@@ -41,22 +41,42 @@ def test_an_eos_id_that_the_model_cannot_produce_is_left_out(tmp_path):
 
 def test_stream_text_with_a_key(model):
     options = xj.GenerateOptions(max_new_tokens=16, sampling=xj.SamplingConfig(temperature=1000.0))
-    texts = ["".join(xj.stream_text(model, QUESTION, options, key=jax.random.key(seed))) for seed in (5, 5, 6)]
-    assert texts[0] == texts[1] == xj.generate_text(model, QUESTION, options, key=jax.random.key(5)) != texts[2]
+    texts = [
+        "".join(xj.stream_text(model, QUESTION, options, key=jax.random.key(seed))) for seed in (5, 5, 6)
+    ]
+    assert (
+        texts[0] == texts[1] == xj.generate_text(model, QUESTION, options, key=jax.random.key(5)) != texts[2]
+    )
 
 
 def test_a_conversation_is_encoded_as_its_template_says(model):
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    expected = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages) + "<|im_start|>assistant\n"
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    expected = (
+        "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+        + "<|im_start|>assistant\n"
+    )
     assert encode_prompt(model, messages) == tiny.tokenizer().encode(expected).ids
     system = "<|im_start|>system\nBe brief.<|im_end|>\n"
-    assert encode_prompt(model, messages, system="Be brief.") == tiny.tokenizer().encode(system + expected).ids
+    assert (
+        encode_prompt(model, messages, system="Be brief.") == tiny.tokenizer().encode(system + expected).ids
+    )
     assert encode_prompt(model, "a <|im_end|>", raw=True) == tiny.tokenizer().encode("a <|im_end|>").ids
 
 
 @pytest.mark.parametrize(
     "prompt, options",
-    [("", {}), (" \n", {}), ("x", dict(raw=True, system="y")), ([{"role": "user", "content": "x"}], dict(raw=True)), ([], {}), ([7], {})],
+    [
+        ("", {}),
+        (" \n", {}),
+        ("x", dict(raw=True, system="y")),
+        ([{"role": "user", "content": "x"}], dict(raw=True)),
+        ([], {}),
+        ([7], {}),
+    ],
     ids=["empty", "blank", "raw-system", "raw-conversation", "no-messages", "not-messages"],
 )
 def test_prompts_that_are_refused_at_once(model, prompt, options):

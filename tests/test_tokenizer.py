@@ -32,20 +32,32 @@ TEXTS = {
 
 def made(**options) -> xj.Tokenizer:
     """A tokenizer object without a directory."""
-    return xj.Tokenizer(tiny.tokenizer(), **dict(chat_template=None, special_tokens={}, eos_token_ids=()) | options)
+    return xj.Tokenizer(
+        tiny.tokenizer(), **dict(chat_template=None, special_tokens={}, eos_token_ids=()) | options
+    )
 
 
 def random_text(seed: int) -> str:
     """Characters of one to four bytes, no surrogates and none that looks like a broken one."""
     draw = random.Random(seed)
-    ranges = [(32, 126), (0xA0, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFC), (0x10000, 0x10FFFF), (0x1F300, 0x1F6FF), (0x300, 0x36F)]
+    ranges = [
+        (32, 126),
+        (0xA0, 0x7FF),
+        (0x800, 0xD7FF),
+        (0xE000, 0xFFFC),
+        (0x10000, 0x10FFFF),
+        (0x1F300, 0x1F6FF),
+        (0x300, 0x36F),
+    ]
     return "".join(chr(draw.randint(*draw.choice(ranges))) for _ in range(draw.randint(1, 60)))
 
 
-VALID = {name: text for name, text in TEXTS.items() if name != "replacement"} | {f"random-{seed}": random_text(seed) for seed in range(20)}
+VALID = {name: text for name, text in TEXTS.items() if name != "replacement"} | {
+    f"random-{seed}": random_text(seed) for seed in range(20)
+}
 
 
-# --- encode, decode ---------------------------------------------------------------------------------------------------
+# --- encode, decode -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -82,7 +94,7 @@ def test_what_is_no_text_is_refused(text):
         made().encode(text)
 
 
-# --- detokenizing as ids come -----------------------------------------------------------------------------------------
+# --- detokenizing as ids come -------------------------------------------------------------------------------
 
 
 def whole_prefix(data: bytes) -> str:
@@ -108,10 +120,14 @@ def test_every_whole_character_comes_at_once_and_no_half_one(name):
 
 
 def _byte_ids() -> list[int]:
-    """The id of every byte. Byte-level vocabularies spell those that do not print as characters from 256 on."""
+    """The id of every byte. Byte-level vocabularies spell those that do not print as characters from 256
+    on.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
-    return [tiny.tokenizer().token_to_id(chr(byte if byte in printable else next(others))) for byte in range(256)]
+    return [
+        tiny.tokenizer().token_to_id(chr(byte if byte in printable else next(others))) for byte in range(256)
+    ]
 
 
 _BYTE_IDS = _byte_ids()
@@ -184,11 +200,13 @@ def test_sentencepiece_spaces():
     assert sum(piece.startswith(" ") for piece in pieces) == 3
 
 
-# --- chat template ----------------------------------------------------------------------------------------------------
+# --- chat template ------------------------------------------------------------------------------------------
 
 
 def rendered(template: str | None, messages=MESSAGES, *, special_tokens=None, **kwargs) -> str:
-    return made(chat_template=template, special_tokens=special_tokens or {}).apply_chat_template(messages, **kwargs)
+    return made(chat_template=template, special_tokens=special_tokens or {}).apply_chat_template(
+        messages, **kwargs
+    )
 
 
 def test_chatml_where_there_is_no_template():
@@ -203,13 +221,28 @@ TEMPLATES = {
     "no-tools-by-default": ("{% if tools %}T{% endif %}{{ tools is none }}", "True"),
     "kwargs": ("{{ enable_thinking }}{{ nothing is defined }}", "FalseFalse"),
     "blocks-are-trimmed": ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),
-    "tojson-keeps-unicode-and-html": ("{{ {'b': '<你>&\\'', 'a': [1, none, true]} | tojson }}", '{"b": "<你>&\'", "a": [1, null, true]}'),
+    "tojson-keeps-unicode-and-html": (
+        "{{ {'b': '<你>&\\'', 'a': [1, none, true]} | tojson }}",
+        '{"b": "<你>&\'", "a": [1, null, true]}',
+    ),
     "tojson-indent": ("{{ {'a': 1} | tojson(indent=2) }}", '{\n  "a": 1\n}'),
-    "tojson-sorted-compact": ("{{ {'b': 1, 'a': 2} | tojson(sort_keys=true, separators=(',', ':')) }}", '{"a":2,"b":1}'),
-    "generation-tag": ("{% for m in messages %}[{% generation %}{{ m.role }}{% endgeneration %}]{% endfor %}", "[system][user]"),
+    "tojson-sorted-compact": (
+        "{{ {'b': 1, 'a': 2} | tojson(sort_keys=true, separators=(',', ':')) }}",
+        '{"a":2,"b":1}',
+    ),
+    "generation-tag": (
+        "{% for m in messages %}[{% generation %}{{ m.role }}{% endgeneration %}]{% endfor %}",
+        "[system][user]",
+    ),
     "break": ("{% for m in messages %}{{ m.role }}{% break %}{% endfor %}", "system"),
-    "continue": ("{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% endfor %}", "user"),
-    "namespace": ("{% set n = namespace(x=0) %}{% for m in messages %}{% set n.x = n.x + 1 %}{% endfor %}{{ n.x }}", "2"),
+    "continue": (
+        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% endfor %}",
+        "user",
+    ),
+    "namespace": (
+        "{% set n = namespace(x=0) %}{% for m in messages %}{% set n.x = n.x + 1 %}{% endfor %}{{ n.x }}",
+        "2",
+    ),
     "string-methods": ("{{ messages[1]['content'].split(' ')[-1].strip() + 'ab'.upper() }}", "你好AB"),
     "unused-exception": ("{% if false %}{{ raise_exception('no') }}{% endif %}ok", "ok"),
 }
@@ -218,7 +251,10 @@ TEMPLATES = {
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_template(name):
     template, expected = TEMPLATES[name]
-    assert rendered(template, special_tokens=dict(bos_token="<s>", eos_token="</s>"), enable_thinking=False) == expected
+    assert (
+        rendered(template, special_tokens=dict(bos_token="<s>", eos_token="</s>"), enable_thinking=False)
+        == expected
+    )
 
 
 def test_strftime_now():
@@ -253,7 +289,10 @@ def test_sandbox(name):
 
 BROKEN = {
     # name: (template, what the message says)
-    "raise-exception": ("{{ raise_exception('roles must alternate, got ' ~ messages[0].role) }}", "roles must alternate, got system"),
+    "raise-exception": (
+        "{{ raise_exception('roles must alternate, got ' ~ messages[0].role) }}",
+        "roles must alternate, got system",
+    ),
     "syntax": ("{% for m in messages %}", "end of"),
     "unknown-tag": ("{% nonsense %}", "nonsense"),
     "undefined-method": ("{{ messages[0]['content'].nonsense() }}", "nonsense"),
@@ -270,11 +309,13 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_template(name):
     template, message = BROKEN[name]
-    with pytest.raises(xj.InputError, match=f"the chat template does not take this conversation: .*{message}"):
+    with pytest.raises(
+        xj.InputError, match=f"the chat template does not take this conversation: .*{message}"
+    ):
         rendered(template)
 
 
-# --- the files of a checkpoint ----------------------------------------------------------------------------------------
+# --- the files of a checkpoint ------------------------------------------------------------------------------
 
 
 def from_files(path, *, jinja=None, config=None, generation=None, **settings) -> xj.Tokenizer:
@@ -307,7 +348,9 @@ def test_where_the_template_comes_from(tmp_path, files, expected):
     assert from_files(tmp_path, **files).chat_template == expected
 
 
-@pytest.mark.parametrize("template", [NAMED[:1], [], 7, {"default": "x"}], ids=["no-default", "empty", "number", "object"])
+@pytest.mark.parametrize(
+    "template", [NAMED[:1], [], 7, {"default": "x"}], ids=["no-default", "empty", "number", "object"]
+)
 def test_template_setting_that_names_none_is_refused(tmp_path, template):
     with pytest.raises(xj.InputError, match="chat_template must be"):
         from_files(tmp_path, chat_template=template)
@@ -316,7 +359,11 @@ def test_template_setting_that_names_none_is_refused(tmp_path, template):
 def test_special_tokens_as_text_or_object(tmp_path):
     bos = dict(__type="AddedToken", content="<s>", lstrip=False)
     tokenizer = from_files(
-        tmp_path, bos_token=bos, eos_token="</s>", unk_token=None, chat_template="{{ bos_token }}{{ eos_token }}{{ unk_token }}"
+        tmp_path,
+        bos_token=bos,
+        eos_token="</s>",
+        unk_token=None,
+        chat_template="{{ bos_token }}{{ eos_token }}{{ unk_token }}",
     )
     assert tokenizer.apply_chat_template(MESSAGES) == "<s></s>"
 
@@ -334,7 +381,8 @@ def test_without_tokenizer_json(tmp_path):
 
 EOS = {
     # name: (files, ids) for a tokenizer without Qwen's stop tokens, of which "a" is one id
-    "generation-int": (dict(generation=dict(eos_token_id=5), config=dict(eos_token_id=6), eos_token="a"), [5]),
+    "generation-int": (dict(generation=dict(eos_token_id=5), config=dict(eos_token_id=6), eos_token="a"),
+        [5]),
     "generation-list": (dict(generation=dict(eos_token_id=[5, 7]), config=dict(eos_token_id=6)), [5, 7]),
     "generation-zero": (dict(generation=dict(eos_token_id=0), config=dict(eos_token_id=6)), [0]),
     "generation-silent": (dict(generation=dict(do_sample=True), config=dict(eos_token_id=6)), [6]),

@@ -1,4 +1,6 @@
-"""Small checkpoint directories in Hugging Face layout, written on the spot: random weights, a byte-level BPE tokenizer."""
+"""Small checkpoint directories in Hugging Face layout, written on the spot: random weights, a byte-level BPE
+tokenizer.
+"""
 
 import dataclasses
 import json
@@ -19,11 +21,15 @@ from xinfer_jax.config import from_hf
 from xinfer_jax.params import param_specs
 
 CONFIG = dict(
-    architectures=["Qwen2ForCausalLM"], model_type="qwen2", vocab_size=288, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, hidden_act="silu", max_position_embeddings=256, rms_norm_eps=1e-6, rope_theta=1e4,
+    architectures=["Qwen2ForCausalLM"], model_type="qwen2", vocab_size=288, hidden_size=32,
+    intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, hidden_act="silu", max_position_embeddings=256,
+    rms_norm_eps=1e-6, rope_theta=1e4,
     tie_word_embeddings=True, torch_dtype="float32", eos_token_id=271,
 )  # fmt: skip
-TOKENIZER_CONFIG = dict(tokenizer_class="Qwen2Tokenizer", eos_token="<|im_end|>", pad_token="<|endoftext|>", add_bos_token=False)
+TOKENIZER_CONFIG = dict(
+    tokenizer_class="Qwen2Tokenizer", eos_token="<|im_end|>", pad_token="<|endoftext|>", add_bos_token=False
+)
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # the last ids of the tokenizer
 ENDOFTEXT, IM_START, IM_END = range(269, 272)
 UNTIED = CONFIG | dict(tie_word_embeddings=False)
@@ -38,8 +44,10 @@ def tensors(hf: Mapping[str, Any] = CONFIG, seed: int = 0) -> dict[str, np.ndarr
     random = np.random.RandomState(seed)
     specs = jax.tree.leaves(param_specs(from_hf(hf)))
     return {
-        spec.hf_name: (random.standard_normal(spec.shape) / np.sqrt(spec.shape[-1])).astype(np.float32)
-        + spec.hf_name.endswith("norm.weight")
+        spec.hf_name: (
+            (random.standard_normal(spec.shape) / np.sqrt(spec.shape[-1])).astype(np.float32)
+            + spec.hf_name.endswith("norm.weight")
+        )
         for spec in specs
     }
 
@@ -47,7 +55,9 @@ def tensors(hf: Mapping[str, Any] = CONFIG, seed: int = 0) -> dict[str, np.ndarr
 def tokenizer() -> tokenizers.Tokenizer:
     """256 bytes, a few merges, and the three special tokens: 272 ids."""
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + [merge.replace(" ", "") for merge in _MERGES]
-    backend = tokenizers.Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [tuple(m.split(" ")) for m in _MERGES]))
+    backend = tokenizers.Tokenizer(
+        models.BPE({piece: i for i, piece in enumerate(pieces)}, [tuple(m.split(" ")) for m in _MERGES])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(SPECIAL))
@@ -115,21 +125,37 @@ def write(
 
 
 def shallow(layers: int = 1, **options: Any) -> xj.Model:
-    """The bundled model's first layers: it says nothing sensible, and its programs compile in a fraction of the time."""
+    """The bundled model's first layers: it says nothing sensible, and its programs compile in a fraction of
+    the time.
+    """
     model = xj.load_model(**options)
-    cut = dict(num_hidden_layers=layers, layer_windows=model.config.layer_windows[:layers], layer_rope=model.config.layer_rope[:layers])
+    cut = dict(
+        num_hidden_layers=layers,
+        layer_windows=model.config.layer_windows[:layers],
+        layer_rope=model.config.layer_rope[:layers],
+    )
     params = model.params | {"layers": model.params["layers"][:layers]}
     return dataclasses.replace(model, params=params, config=dataclasses.replace(model.config, **cut))
 
 
 def answering(answer: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Config and weights of a model that says `answer` and <|im_end|> to every prompt that ends with a newline, as ChatML's do.
+    """Config and weights of a model that says `answer` and <|im_end|> to every prompt that ends with a
+    newline, as ChatML's do.
 
-    Its layers add nothing, and its output matrix knows one successor for each token: so no token may come twice in the answer.
+    Its layers add nothing, and its output matrix knows one successor for each token: so no token may come
+    twice in the answer.
     """
-    hf = CONFIG | dict(num_hidden_layers=1, hidden_size=CONFIG["vocab_size"], head_dim=8, intermediate_size=16, tie_word_embeddings=False)
+    hf = CONFIG | dict(
+        num_hidden_layers=1,
+        hidden_size=CONFIG["vocab_size"],
+        head_dim=8,
+        intermediate_size=16,
+        tie_word_embeddings=False,
+    )
     weights = {name: np.zeros_like(tensor) for name, tensor in tensors(hf).items()}
-    weights |= {name: np.ones_like(tensor) for name, tensor in weights.items() if name.endswith("norm.weight")}
+    weights |= {
+        name: np.ones_like(tensor) for name, tensor in weights.items() if name.endswith("norm.weight")
+    }
     weights[EMBED] = np.eye(hf["vocab_size"], dtype=np.float32)
     ids = tokenizer().encode("\n" + answer).ids + [IM_END]
     assert len(ids) == len(set(ids)), "a token comes twice"

@@ -1,7 +1,8 @@
-"""Causal attention: grouped heads, sliding windows, queries at any offset. In plain jnp, and on GPUs by the kernels of `kernels_pallas`.
+"""Causal attention: grouped heads, sliding windows, queries at any offset. In plain jnp, and on GPUs by the
+kernels of `kernels_pallas`.
 
-Cost follows the length and not the capacity: only the key blocks that some query can see are read. Scores exist for one
-block of queries and one block of keys at a time, so 8k tokens need no 8k × 8k matrix.
+Cost follows the length and not the capacity: only the key blocks that some query can see are read. Scores
+exist for one block of queries and one block of keys at a time, so 8k tokens need no 8k × 8k matrix.
 """
 
 from functools import partial
@@ -34,23 +35,26 @@ def attention(
     ring: bool = False,
     impl: str | None = None,
 ) -> jax.Array:
-    """Scaled dot-product attention (Vaswani et al. 2017) with the online softmax of Milakov & Gimelshein 2018.
+    """Scaled dot-product attention (Vaswani et al. 2017) with the online softmax of Milakov & Gimelshein
+    2018.
 
-    Query t of row b has position p = start_B[b] + t and sees the keys at positions 0 … p, with a window p-window+1 … p,
-    that lie below length_B[b]. Keys at or past length_B may hold anything, NaN included.
+    Query t of row b has position p = start_B[b] + t and sees the keys at positions 0 … p, with a window
+    p-window+1 … p, that lie below length_B[b]. Keys at or past length_B may hold anything, NaN included.
 
     Args:
         q_BTNH: queries. N is a multiple of K: heads share keys in groups of N/K.
         k_BKSH: keys in order of position; quantized ones are widened a block at a time.
         v_BKSH: values.
         length_B: number of valid keys per row.
-        start_B: position of the first query; None: 0 for every row, which also makes the bounds of all loops static,
-            so that the result has a reverse-mode gradient.
+        start_B: position of the first query; None: 0 for every row, which also makes the bounds of all loops
+            static, so that the result has a reverse-mode gradient.
         scale: factor on the scores.
         window: None, or how many keys a query sees at most, itself included.
         softcap: None, or c: scores become c tanh(score / c); no kernel does that.
-        ring: position p lies in slot p % S, and the last S positions below length_B are there; no kernel reads that.
-        impl: None, or one of `kernels_pallas.IMPLS`. A kernel's gradient is that of "xla", the plain jnp below.
+        ring: position p lies in slot p % S, and the last S positions below length_B are there; no kernel
+            reads that.
+        impl: None, or one of `kernels_pallas.IMPLS`. A kernel's gradient is that of "xla", the plain jnp
+            below.
 
     Returns:
         [B, T, N, H] in the dtype of q.
@@ -73,7 +77,9 @@ def check_impl(impl: str | None) -> None:
         raise InputError(reason)
 
 
-def selected(kernel: str, impl: str | None, *args: jax.Array, softcap: float | None = None, ring: bool = False) -> kernels_pallas.Selection:
+def selected(
+    kernel: str, impl: str | None, *args: jax.Array, softcap: float | None = None, ring: bool = False
+) -> kernels_pallas.Selection:
     """What `kernels_pallas` selects, or an InputError with its reason."""
     try:
         return kernels_pallas.select(kernel, impl, *args, softcap=softcap, ring=ring)
@@ -86,13 +92,19 @@ def _by_kernel(kernel, impl, only_on_gpu, scale, window, q_BTNH, k_BKSH, v_BKSH,
     def fast(q_BTNH, k_BKSH, v_BKSH, start_B, length_B):
         if kernel == "decode_attention":
             seen_B = jnp.minimum(length_B, start_B + 1)  # that kernel's query is the last of these
-            return kernels_pallas.run(impl, kernel, q_BTNH[:, 0], k_BKSH, v_BKSH, seen_B, scale=scale, window=window)[:, None]
-        return kernels_pallas.run(impl, kernel, q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale=scale, window=window)
+            return kernels_pallas.run(
+                impl, kernel, q_BTNH[:, 0], k_BKSH, v_BKSH, seen_B, scale=scale, window=window
+            )[:, None]
+        return kernels_pallas.run(
+            impl, kernel, q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale=scale, window=window
+        )
 
     args = (q_BTNH, k_BKSH, v_BKSH, start_B, length_B)
     if not only_on_gpu:
         return fast(*args)
-    return lax.platform_dependent(*args, cuda=fast, default=lambda *args: _blocked(*args, scale, window, False))
+    return lax.platform_dependent(
+        *args, cuda=fast, default=lambda *args: _blocked(*args, scale, window, False)
+    )
 
 
 def _forward(*args):
@@ -138,7 +150,8 @@ def _query_block(k_BKSH, v_BKSH, length_B, scale, window, static, softcap, ring,
     def update(i, state):
         max_BKTG, sum_BKTG, acc_BKTGH = state
         first = i * width
-        at = jnp.minimum(first, S - width)  # the last block overlaps the one before it where the width does not divide S
+        # The last block overlaps the one before it where the width does not divide S.
+        at = jnp.minimum(first, S - width)
         slot_S = at + jnp.arange(width)
         last_B1 = length_B[:, None] - 1
         key_BS = last_B1 - (last_B1 - slot_S) % S if ring else slot_S[None]
@@ -149,27 +162,44 @@ def _query_block(k_BKSH, v_BKSH, length_B, scale, window, static, softcap, ring,
         if window is not None:
             seen_BTS &= key_BS[:, None] > query_BT[..., None] - window
         seen = seen_BTS[:, None, :, None]
-        scores = jnp.einsum("bktgh,bksh->bktgs", q_BKTGH, k, preferred_element_type=jnp.float32, precision=_precision(k)) * scale
+        scores = (
+            jnp.einsum(
+                "bktgh,bksh->bktgs", q_BKTGH, k, preferred_element_type=jnp.float32, precision=_precision(k)
+            )
+            * scale
+        )
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(seen, scores, _MASKED)
         new_max = jnp.maximum(max_BKTG, scores.max(-1))
-        weights = jnp.exp(scores - jnp.maximum(new_max, _MASKED / 2)[..., None])  # 0 where masked, even where a row sees no key at all
+        # 0 where masked, even where a row sees no key at all.
+        weights = jnp.exp(scores - jnp.maximum(new_max, _MASKED / 2)[..., None])
         shrink = jnp.exp(max_BKTG - new_max)
         v = jnp.where(valid_BS[:, None, :, None], v, 0)  # a weight of 0 does not silence a NaN
-        add = jnp.einsum("bktgs,bksh->bktgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32, precision=_precision(v))
+        add = jnp.einsum(
+            "bktgs,bksh->bktgh",
+            weights.astype(v.dtype),
+            v,
+            preferred_element_type=jnp.float32,
+            precision=_precision(v),
+        )
         return new_max, sum_BKTG * shrink + weights.sum(-1), acc_BKTGH * shrink[..., None] + add
 
     zeros = jnp.zeros((B, K, T, G), jnp.float32)
     state = (zeros + _MASKED, zeros, jnp.zeros((B, K, T, G, H), jnp.float32))
-    state = tuple(kernels_pallas.varying_as(x, *jax.tree.leaves((q_BKTGH, k_BKSH, v_BKSH, start_B, length_B))) for x in state)
+    state = tuple(
+        kernels_pallas.varying_as(x, *jax.tree.leaves((q_BKTGH, k_BKSH, v_BKSH, start_B, length_B)))
+        for x in state
+    )
     high = -(-jnp.minimum(jnp.max(length_B), jnp.max(start_B) + T) // width)
     high = jnp.minimum(high, blocks) if ring else high
     low = 0 if window is None or ring else jnp.maximum(jnp.min(start_B) - window + 1, 0) // width
     if blocks == 1:
         state = update(0, state)
     elif static:
-        state = lax.fori_loop(0, blocks, lambda i, s: lax.cond((i >= low) & (i < high), update, lambda _, s: s, i, s), state)
+        state = lax.fori_loop(
+            0, blocks, lambda i, s: lax.cond((i >= low) & (i < high), update, lambda _, s: s, i, s), state
+        )
     else:
         state = lax.fori_loop(low, high, update, state)
     _, sum_BKTG, acc_BKTGH = state

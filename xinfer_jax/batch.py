@@ -14,7 +14,9 @@ def lengths(prompts: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def padded(prompts: Sequence[Sequence[int]], most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [B, T] padded on the right to a bucket (or to `most`, if that is less), and their numbers [B]."""
+    """Tokens [B, T] padded on the right to a bucket (or to `most`, if that is less), and their numbers
+    [B].
+    """
     num_tokens_B = lengths(prompts)
     return _matrix(prompts, min(bucket(int(num_tokens_B.max())), most)), num_tokens_B
 
@@ -27,13 +29,21 @@ def tokens_seen(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray
     return seen_BV
 
 
-def prompt_context(prompts: Sequence[Sequence[int]], sampling_B: SamplingConfig, vocab_size: int, room: int | None) -> Context:
-    """What the processors look at before the first choice: of each prompt which tokens it holds, and where there is `room` their order."""
-    return new_context(sampling_B, tokens_seen(prompts, vocab_size), None if room is None else _matrix(prompts, room))
+def prompt_context(
+    prompts: Sequence[Sequence[int]], sampling_B: SamplingConfig, vocab_size: int, room: int | None
+) -> Context:
+    """What the processors look at before the first choice: of each prompt which tokens it holds, and where
+    there is `room` their order.
+    """
+    return new_context(
+        sampling_B, tokens_seen(prompts, vocab_size), None if room is None else _matrix(prompts, room)
+    )
 
 
 def eos_array(eos_token_ids: Sequence[int]) -> np.ndarray:
-    """Padded to a multiple of 4 with an id that no token has, so that another number of them compiles nothing."""
+    """Padded to a multiple of 4 with an id that no token has, so that another number of them compiles
+    nothing.
+    """
     ids = list(eos_token_ids)
     return np.array(ids + [-1] * (-len(ids) % 4 if ids else 4), np.int32)
 

@@ -1,6 +1,8 @@
-"""Beam search and beam sampling: one loop on the device that follows `num_beams` continuations of each prompt side by side.
+"""Beam search and beam sampling: one loop on the device that follows `num_beams` continuations of each prompt
+side by side.
 
-prompts ─ prefill, once each ─► W beams a prompt ─► while_loop: score → pick C candidates → set aside what ended → write K/V → attend
+prompts ─ prefill, once each ─► W beams a prompt ─► while_loop: score → pick C candidates → set aside what
+ended → write K/V → attend
 
 Letters beyond the usual ones: W beams (the width), C candidates of a step, R = B · W rows of the model.
 """
@@ -30,13 +32,16 @@ class BeamOutput:
     """What `beam_search` returns: the best first; one list per prompt where it was given several."""
 
     sequences: list[list[int]] | list[list[list[int]]]  # new ids, EOS not included
-    scores: list[float] | list[list[float]]  # sum of log-probabilities / (new tokens, EOS included) ** length_penalty
+    # Sum of log-probabilities / (new tokens, EOS included) ** length_penalty.
+    scores: list[float] | list[list[float]]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """What the loop carries: the beams that run, and the best sequences that ended, which wait beside them."""
+    """What the loop carries: the beams that run, and the best sequences that ended, which wait beside
+    them.
+    """
 
     cache: KVCache  # R rows; holds everything but the last token, and its rows still await `parent_R`
     step: jax.Array  # int32: tokens chosen so far
@@ -67,27 +72,33 @@ def beam_search(
     impl: str | None = None,
     cache_dtype: str | None = None,
 ) -> BeamOutput:
-    """The likeliest continuations that a search `num_beams` wide finds; those of transformers 5. Each prompt's are what it gives alone.
+    """The likeliest continuations that a search `num_beams` wide finds; those of transformers 5. Each
+    prompt's are what it gives alone.
 
     Args:
         params, config: the model.
         ids: one prompt as a list of token ids, or a list of prompts, of any lengths.
-        num_beams: continuations followed side by side; 1: the greedy one, which ends at its first EOS whatever early_stopping says.
+        num_beams: continuations followed side by side; 1: the greedy one, which ends at its first EOS
+            whatever early_stopping says.
         num_return_sequences: how many of them to return, at most num_beams; None: all.
-        length_penalty: the exponent of the length that scores are divided by; above 0 favours long sequences, below 0 short ones.
-        early_stopping: True: stop at num_beams ended sequences; False: when the best beam, scored at its present length, is no
-            better than the worst of them; "never": when it could not become better at any length.
-        max_new_tokens: traced, like length_penalty: another number below the same power of two compiles nothing.
+        length_penalty: the exponent of the length that scores are divided by; above 0 favours long sequences,
+            below 0 short ones.
+        early_stopping: True: stop at num_beams ended sequences; False: when the best beam, scored at its
+            present length, is no better than the worst of them; "never": when it could not become better at
+            any length.
+        max_new_tokens: traced, like length_penalty: another number below the same power of two compiles
+            nothing.
         eos_token_ids: any of them ends a sequence.
-        sampling: None: `SamplingConfig()`. Each beam's log-probabilities pass the processors, which look at the prompt and at what
-            that beam chose; scores are sums of what comes out. A temperature above 0 means beam sampling: candidates are drawn
-            without replacement from the softmax of beam score + processed log-probability.
+        sampling: None: `SamplingConfig()`. Each beam's log-probabilities pass the processors, which look at
+            the prompt and at what that beam chose; scores are sums of what comes out. A temperature above 0
+            means beam sampling: candidates are drawn without replacement from the softmax of beam score +
+            processed log-probability.
         key: one PRNG key (prompt i then uses `fold_in(key, i)`) or one per prompt; only sampling needs it.
         capacity, impl, cache_dtype: as in `GenerateOptions`.
 
     Returns:
-        Sequences and scores, num_return_sequences a prompt (fewer where the settings leave no more, none where every beam ran out
-        of tokens that it may choose).
+        Sequences and scores, num_return_sequences a prompt (fewer where the settings leave no more, none
+        where every beam ran out of tokens that it may choose).
 
     Raises:
         InputError: a prompt, a setting or a key that cannot be served, before anything is traced.
@@ -96,9 +107,16 @@ def beam_search(
     """
     single = len(ids) > 0 and np.ndim(ids[0]) == 0
     options = GenerateOptions(
-        max_new_tokens, sampling or SamplingConfig(), tuple(dict.fromkeys(eos_token_ids)), capacity, impl=impl, cache_dtype=cache_dtype
+        max_new_tokens,
+        sampling or SamplingConfig(),
+        tuple(dict.fromkeys(eos_token_ids)),
+        capacity,
+        impl=impl,
+        cache_dtype=cache_dtype,
     )
-    _, config, prompts, _, sampling_B, row_key_B = checked(params, config, [ids] if single else ids, options, key)
+    _, config, prompts, _, sampling_B, row_key_B = checked(
+        params, config, [ids] if single else ids, options, key
+    )
     returned = num_beams if num_return_sequences is None else num_return_sequences
     _check(config, num_beams, returned, length_penalty, early_stopping, options, sampling_B)
     longest, shortest, size = max(map(len, prompts)), min(map(len, prompts)), bucket(max_new_tokens)
@@ -107,11 +125,24 @@ def beam_search(
     cache = init_cache(config, len(prompts), capacity, cache_dtype or default_cache_dtype(params))
     logits_BV, cache = prefill(params, config, tokens_BT, num_tokens_B, cache, donate=True, impl=impl)
     room = None if sampling_B.no_repeat_ngram_size is None else bucket(longest) + size
-    context, eos_E = prompt_context(prompts, sampling_B, config.vocab_size, room), np.array(options.eos_token_ids, np.int32)
-    request = (row_key_B, sampling_B, context, num_tokens_B, eos_E, np.int32(max_new_tokens), np.float32(length_penalty))
+    context, eos_E = (
+        prompt_context(prompts, sampling_B, config.vocab_size, room),
+        np.array(options.eos_token_ids, np.int32),
+    )
+    request = (
+        row_key_B,
+        sampling_B,
+        context,
+        num_tokens_B,
+        eos_E,
+        np.int32(max_new_tokens),
+        np.float32(length_penalty),
+    )
     early_stopping = early_stopping if num_beams > 1 else True
     moving = bucket(longest - shortest + max_new_tokens)
-    found = _SEARCH(params, config, logits_BV, cache, request, int(num_beams), early_stopping, size, moving, impl)
+    found = _SEARCH(
+        params, config, logits_BV, cache, request, int(num_beams), early_stopping, size, moving, impl
+    )
     sequences, scores = _lists(*jax.device_get(found), returned, options.eos_token_ids)
     return BeamOutput(sequences[0], scores[0]) if single else BeamOutput(sequences, scores)
 
@@ -122,18 +153,28 @@ def _check(config, num_beams, returned, length_penalty, early_stopping, options,
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
     if returned > num_beams:
-        raise InputError(f"num_return_sequences {returned} exceeds num_beams {num_beams}: raise num_beams or ask for fewer sequences")
+        raise InputError(
+            f"num_return_sequences {returned} exceeds num_beams {num_beams}: raise num_beams or ask for fewer"
+            " sequences"
+        )
     if not (isinstance(early_stopping, bool) or early_stopping == "never"):
         raise InputError(f"early_stopping must be True, False or 'never', got {early_stopping!r}")
-    if isinstance(length_penalty, bool) or not isinstance(length_penalty, int | float | np.number) or not np.isfinite(length_penalty):
+    if (
+        isinstance(length_penalty, bool)
+        or not isinstance(length_penalty, int | float | np.number)
+        or not np.isfinite(length_penalty)
+    ):
         raise InputError(f"length_penalty must be a finite number, got {length_penalty!r}")
     if num_beams == 1 and np.any(sampling_B.temperature > 0):
-        raise InputError("num_beams 1 with a temperature above 0 is plain sampling: use generate, or raise num_beams")
+        raise InputError(
+            "num_beams 1 with a temperature above 0 is plain sampling: use generate, or raise num_beams"
+        )
     possible = _possible(config.vocab_size, len(options.eos_token_ids), options.max_new_tokens, num_beams)
     if possible < num_beams:
         raise InputError(
-            f"num_beams {num_beams} exceeds the {possible} different sequences that max_new_tokens {options.max_new_tokens} and a "
-            f"vocabulary of {config.vocab_size} with {len(options.eos_token_ids)} EOS ids allow: lower num_beams or raise max_new_tokens"
+            f"num_beams {num_beams} exceeds the {possible} different sequences that max_new_tokens"
+            f" {options.max_new_tokens} and a vocabulary of {config.vocab_size} with"
+            f" {len(options.eos_token_ids)} EOS ids allow: lower num_beams or raise max_new_tokens"
         )
 
 
@@ -160,7 +201,10 @@ def _lists(tokens_BWT, length_BW, final_BW, returned, eos_token_ids):
 
 def _search(params, config, logits_BV, cache, request, W, early_stopping, size, moving, impl):
     """Tokens [B, W, T], lengths and scores of the sequences that ended, best first."""
-    (B, V), (row_key_B, sampling_B, context, prompt_B, eos_E, limit, length_penalty) = logits_BV.shape, request
+    (B, V), (row_key_B, sampling_B, context, prompt_B, eos_E, limit, length_penalty) = (
+        logits_BV.shape,
+        request,
+    )
     zeros_BW, none_BW = jnp.zeros((B, W), jnp.int32), jnp.full((B, W), -jnp.inf)
     tokens_BWT, row_R = jnp.zeros((B, W, size), jnp.int32), jnp.repeat(jnp.arange(B), W)
     # All beams start as the same prompt: the first one alone may be continued, or they would stay the same.
@@ -173,7 +217,9 @@ def _search(params, config, logits_BV, cache, request, W, early_stopping, size, 
 
     def choose(logits_BWV, state):
         score_BF = _scores(logits_BWV, state, sampling_B, context, prompt_B, eos_E, least).reshape(B, W * V)
-        candidates = _candidates(score_BF, state, row_key_B, prompt_B + state.step, sampling_B, V, min(least * W, W * V))
+        candidates = _candidates(
+            score_BF, state, row_key_B, prompt_B + state.step, sampling_B, V, min(least * W, W * V)
+        )
         return _advance(*candidates, state, eos_E, limit, length_penalty, early_stopping)
 
     def body(state):
@@ -187,18 +233,24 @@ def _search(params, config, logits_BV, cache, request, W, early_stopping, size, 
 
 
 def _scores(logits_BWV, state, sampling_B, context, prompt_B, eos_E, least):
-    """Each beam's score plus the processed log-probability of every next token; a sampled beam keeps `least` tokens at least."""
+    """Each beam's score plus the processed log-probability of every next token; a sampled beam keeps `least`
+    tokens at least.
+    """
     B, W, V = logits_BWV.shape
     logprobs_RV = jax.nn.log_softmax(logits_BWV, -1).reshape(B * W, V)
 
     def processed():
-        sampling_R, context_R, prompt_R = jax.tree.map(lambda x: jnp.repeat(x, W, 0), (sampling_B, context, prompt_B))
+        sampling_R, context_R, prompt_R = jax.tree.map(
+            lambda x: jnp.repeat(x, W, 0), (sampling_B, context, prompt_B)
+        )
         context_R = _with_chosen(context_R, state, prompt_R, eos_E)
         kept_RV = process(logprobs_RV, prompt_R + state.step, sampling_R, context_R)
         greedy_R1 = sampling_R.temperature[:, None] <= 0
 
         def sampled():
-            scaled_RV = kept_RV / jnp.where(greedy_R1, 1.0, jnp.maximum(sampling_R.temperature[:, None], 1e-30))
+            scaled_RV = kept_RV / jnp.where(
+                greedy_R1, 1.0, jnp.maximum(sampling_R.temperature[:, None], 1e-30)
+            )
             return jnp.where(greedy_R1, kept_RV, narrow(scaled_RV, sampling_R, least))
 
         return lax.cond(jnp.all(greedy_R1), lambda: kept_RV, sampled)
@@ -208,7 +260,9 @@ def _scores(logits_BWV, state, sampling_B, context, prompt_B, eos_E, least):
 
 
 def _with_chosen(context: Context, state: _State, prompt_R: jax.Array, eos_E: jax.Array) -> Context:
-    """What the processors know of each beam: of its prompt, which `context` holds, and of the tokens that the beam chose."""
+    """What the processors know of each beam: of its prompt, which `context` holds, and of the tokens that the
+    beam chose.
+    """
     (R, V), T = context.seen_BV.shape, state.tokens_BWT.shape[2]
     row_R1, step_T, token_RT = jnp.arange(R)[:, None], jnp.arange(T), state.tokens_BWT.reshape(R, T)
     chosen_RT = jnp.where(step_T < state.step, token_RT, V)  # V is no token: what is written there is dropped
@@ -223,10 +277,14 @@ def _with_chosen(context: Context, state: _State, prompt_R: jax.Array, eos_E: ja
 
 
 def _candidates(score_BF, state, row_key_B, position_B, sampling_B, V, C):
-    """The C best, or C drawn without replacement in the order drawn: their scores, beams, tokens, and sequences [B, C, T]."""
+    """The C best, or C drawn without replacement in the order drawn: their scores, beams, tokens, and
+    sequences [B, C, T].
+    """
 
     def drawn():
-        noise_BF = jax.vmap(lambda key, position: gumbel(draw_key(key, position, DRAW_BEAMS), score_BF.shape[1]))(row_key_B, position_B)
+        noise_BF = jax.vmap(
+            lambda key, position: gumbel(draw_key(key, position, DRAW_BEAMS), score_BF.shape[1])
+        )(row_key_B, position_B)
         return score_BF + jnp.where(sampling_B.temperature[:, None] > 0, noise_BF, 0)
 
     order_BF = lax.cond(jnp.all(sampling_B.temperature <= 0), lambda: score_BF, drawn)
@@ -237,12 +295,15 @@ def _candidates(score_BF, state, row_key_B, position_B, sampling_B, V, C):
 
 
 def _advance(score_BC, beam_BC, token_BC, tokens_BCT, state, eos_E, limit, length_penalty, early_stopping):
-    """The next state: the best candidates that go on run, those among the first W that end are set aside if they are good enough."""
+    """The next state: the best candidates that go on run, those among the first W that end are set aside if
+    they are good enough.
+    """
     B, W = state.score_BW.shape
     length = state.step + 1
     ends_BC = jnp.any(token_BC[..., None] == eos_E, -1) | (length >= limit)
     score_BW, run_BW = lax.top_k(jnp.where(ends_BC, -jnp.inf, score_BC), W)
-    # Those behind the first W are there to go on where others end: a sequence so unlikely must not end a search.
+    # Those behind the first W are there to go on where others end: a sequence so unlikely must not end a
+    # search.
     counts_BC = ends_BC & (jnp.arange(score_BC.shape[1]) < W) & state.open_B[:, None]
     final_BC = jnp.where(counts_BC, score_BC / _divisor(length, length_penalty), -jnp.inf)
     final_BW, kept_BW = lax.top_k(jnp.concatenate([state.final_BW, final_BC], 1), W)

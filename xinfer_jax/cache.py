@@ -1,8 +1,9 @@
 """The KV cache: fixed capacity, one K and one V array per layer. The only code that knows the layout.
 
-Layout [B, K, S, H]: the keys of one row and one head lie together, so a block of slots is one matrix for the attention
-product, with the batch axes (B, K) in front and nothing to transpose. Position p of a row lies in slot p % S. S is the capacity,
-or less in a layer with a sliding window: a ring, where a new token takes the place of one that no query will see any more.
+Layout [B, K, S, H]: the keys of one row and one head lie together, so a block of slots is one matrix for the
+attention product, with the batch axes (B, K) in front and nothing to transpose. Position p of a row lies in
+slot p % S. S is the capacity, or less in a layer with a sliding window: a ring, where a new token takes the
+place of one that no query will see any more.
 """
 
 import dataclasses
@@ -19,7 +20,9 @@ from .errors import InputError
 from .kv import KV_BITS, QuantizedKV, by_slot, empty, quantize
 from .params import resolve_dtype
 
-LARGEST_CALL = 512  # tokens appended to a ring at once; as many beyond the window are kept, so none is overwritten that is yet to be seen
+# Tokens appended to a ring at once; as many beyond the window are kept, so none is overwritten that is yet to
+# be seen.
+LARGEST_CALL = 512
 _RING_MULTIPLE = 64  # slots of a ring: blocks of keys stay aligned
 
 
@@ -31,7 +34,8 @@ class KVCache:
     k: tuple[jax.Array | QuantizedKV, ...]  # L times [B, K, S, H]; S differs between layers
     v: tuple[jax.Array | QuantizedKV, ...]  # L times [B, K, S, H]
     length_B: jax.Array  # int32: tokens held by each row; the next one has this position
-    overflow_B: jax.Array  # bool: a write past the capacity was dropped, or a ring was truncated further than it remembers
+    # Bool: a write past the capacity was dropped, or a ring was truncated further than it remembers.
+    overflow_B: jax.Array
     reached_B: jax.Array | None  # int32: the longest each row has been; None where no layer is a ring
     capacity: int = dataclasses.field(metadata=dict(static=True))  # tokens that a row can hold
     window: int | None = dataclasses.field(metadata=dict(static=True))  # of the layers that are rings
@@ -46,29 +50,35 @@ class KVCache:
 
 
 def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: Any = None) -> KVCache:
-    """An empty cache. A layer with a sliding window keeps window + `LARGEST_CALL` - 1 slots, rounded up, if that is less than the capacity.
+    """An empty cache. A layer with a sliding window keeps window + `LARGEST_CALL` - 1 slots, rounded up, if
+    that is less than the capacity.
 
     Args:
         config: the model.
         batch: rows (B).
         capacity: tokens each row can hold (S).
-        dtype: of K and V, or "int8", "int4" or "gear" (see kv.py); None: float32 on CPU, bfloat16 on GPU and TPU.
+        dtype: of K and V, or "int8", "int4" or "gear" (see kv.py); None: float32 on CPU, bfloat16 on GPU and
+            TPU.
 
     Raises:
-        InputError: batch or capacity below 1, or, with rope type `dynamic` or `longrope`, a capacity above the original maximum.
+        InputError: batch or capacity below 1, or, with rope type `dynamic` or `longrope`, a capacity above
+            the original maximum.
     """
     if batch < 1 or capacity < 1:
-        raise InputError(f"a cache needs batch and capacity of at least 1, got batch {batch} and capacity {capacity}")
+        raise InputError(
+            f"a cache needs batch and capacity of at least 1, got batch {batch} and capacity {capacity}"
+        )
     if config.rope.rope_type == "dynamic" and capacity > config.max_position_embeddings:
         raise InputError(
-            f"rope type 'dynamic' changes its frequencies beyond {config.max_position_embeddings} tokens, so cached keys would no longer "
-            f"fit: a cache of capacity {capacity} is not supported, shorten the prompt or generate fewer tokens"
+            f"rope type 'dynamic' changes its frequencies beyond {config.max_position_embeddings} tokens, so"
+            f" cached keys would no longer fit: a cache of capacity {capacity} is not supported, shorten the"
+            " prompt or generate fewer tokens"
         )
     limit = config.rope.switches_at
     if limit is not None and capacity > limit:
         raise InputError(
-            f"rope type 'longrope' changes its factors beyond {limit} tokens, so cached keys would no longer fit: for a cache of capacity "
-            f"{capacity}, fix them by with_fixed_rope, as generate does"
+            f"rope type 'longrope' changes its factors beyond {limit} tokens, so cached keys would no longer"
+            f" fit: for a cache of capacity {capacity}, fix them by with_fixed_rope, as generate does"
         )
     quantized = isinstance(dtype, str) and dtype in KV_BITS
     dtype = dtype if quantized else resolve_dtype(dtype)
@@ -81,7 +91,13 @@ def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: 
     rings = [window for window in config.layer_windows if _slots(window, capacity) < capacity]
     zeros_B = jnp.zeros(batch, jnp.int32)
     return KVCache(
-        k, v, zeros_B, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32) if rings else None, capacity, max(rings, default=None)
+        k,
+        v,
+        zeros_B,
+        jnp.zeros(batch, bool),
+        jnp.zeros(batch, jnp.int32) if rings else None,
+        capacity,
+        max(rings, default=None),
     )
 
 
@@ -91,8 +107,11 @@ def _slots(window: int | None, capacity: int) -> int:
     return min(capacity, -(-(window + LARGEST_CALL - 1) // _RING_MULTIPLE) * _RING_MULTIPLE)
 
 
-def append(cache: KVCache, layer: int, k_BTKH: jax.Array, v_BTKH: jax.Array, num_tokens_B: jax.Array) -> KVCache:
-    """Writes the first num_tokens_B[b] of T new keys and values of one layer behind the row's length; `advance` then counts them.
+def append(
+    cache: KVCache, layer: int, k_BTKH: jax.Array, v_BTKH: jax.Array, num_tokens_B: jax.Array
+) -> KVCache:
+    """Writes the first num_tokens_B[b] of T new keys and values of one layer behind the row's length;
+    `advance` then counts them.
 
     Padding is never written; what lies past the capacity is dropped (and flagged by `advance`).
 
@@ -101,14 +120,23 @@ def append(cache: KVCache, layer: int, k_BTKH: jax.Array, v_BTKH: jax.Array, num
     """
     T = k_BTKH.shape[1]
     if T > cache.capacity:
-        raise InputError(f"{T} tokens in one call exceed the cache's capacity {cache.capacity}: raise capacity")
+        raise InputError(
+            f"{T} tokens in one call exceed the cache's capacity {cache.capacity}: raise capacity"
+        )
     write = _write if cache.length_B.shape[0] > 1 else _write_single
     if cache.is_ring(layer):
         write = partial(_write_ring, cache.capacity)
         if T > (most := cache.k[layer].shape[2] - cache.window + 1):
-            raise InputError(f"{T} tokens in one call exceed the {most} that a layer with a sliding window takes at once: use prefill")
+            raise InputError(
+                f"{T} tokens in one call exceed the {most} that a layer with a sliding window takes at once:"
+                " use prefill"
+            )
     k, v = (
-        (*old[:layer], _stored(write, old[layer], jnp.swapaxes(new, 1, 2), cache.length_B, num_tokens_B), *old[layer + 1 :])
+        (
+            *old[:layer],
+            _stored(write, old[layer], jnp.swapaxes(new, 1, 2), cache.length_B, num_tokens_B),
+            *old[layer + 1 :],
+        )
         for old, new in ((cache.k, k_BTKH), (cache.v, v_BTKH))
     )
     return dataclasses.replace(cache, k=k, v=v)
@@ -124,7 +152,9 @@ def advance(cache: KVCache, num_tokens_B: jax.Array) -> KVCache:
 
 
 def read(cache: KVCache, layer: int) -> tuple[jax.Array | QuantizedKV, jax.Array | QuantizedKV]:
-    """K and V of one layer, [B, K, S, H] (perhaps quantized), position p in slot p % S; at or past the row's length they are undefined."""
+    """K and V of one layer, [B, K, S, H] (perhaps quantized), position p in slot p % S; at or past the row's
+    length they are undefined.
+    """
     return cache.k[layer], cache.v[layer]
 
 
@@ -132,7 +162,8 @@ def truncate(cache: KVCache, length_B: jax.Array) -> KVCache:
     """Forgets what lies at or past length_B (int32 [B] or scalar); a longer length changes nothing.
 
     Raises:
-        InputError: a ring has overwritten what a row of that length sees (under a caller's jit: flagged in `overflow_B`).
+        InputError: a ring has overwritten what a row of that length sees (under a caller's jit: flagged in
+            `overflow_B`).
     """
     new_B = jnp.minimum(cache.length_B, length_B).astype(jnp.int32)
     if cache.reached_B is None:
@@ -141,14 +172,16 @@ def truncate(cache: KVCache, length_B: jax.Array) -> KVCache:
     if not isinstance(remembers_B, jax.core.Tracer) and not np.all(remembers_B):
         b = int(np.argmin(remembers_B))
         raise InputError(
-            f"row {b} cannot go back from {cache.reached_B[b]} to {new_B[b]} tokens: its layers with a sliding window of {cache.window} "
-            f"remember {_ring(cache)}; start again from 0"
+            f"row {b} cannot go back from {cache.reached_B[b]} to {new_B[b]} tokens: its layers with a"
+            f" sliding window of {cache.window} remember {_ring(cache)}; start again from 0"
         )
     return dataclasses.replace(cache, length_B=new_B, overflow_B=cache.overflow_B | ~remembers_B)
 
 
 def remembered(cache: KVCache, length_B: Any) -> Any:
-    """bool [B]: whether rows cut to length_B still hold all that their next tokens see; only a ring forgets."""
+    """bool [B]: whether rows cut to length_B still hold all that their next tokens see; only a ring
+    forgets.
+    """
     if cache.reached_B is None:
         return np.ones(len(cache.length_B), bool)
     return (length_B == 0) | (jnp.maximum(length_B - cache.window + 1, 0) >= cache.reached_B - _ring(cache))
@@ -164,9 +197,11 @@ def reorder(cache: KVCache, index_B: jax.Array) -> KVCache:
 
 
 def reorder_tail(cache: KVCache, index_B: jax.Array, first: jax.Array, count: int) -> KVCache:
-    """`reorder` for rows whose length, and whose tokens outside positions first … first + count - 1, are those of row index_B[b] already.
+    """`reorder` for rows whose length, and whose tokens outside positions first … first + count - 1, are
+    those of row index_B[b] already.
 
-    It moves that part only; one that would leave the cache is moved back, as `dynamic_slice` does, onto positions that agree anyway.
+    It moves that part only; one that would leave the cache is moved back, as `dynamic_slice` does, onto
+    positions that agree anyway.
     """
 
     def move(leaf_BKSH: jax.Array) -> jax.Array:
@@ -180,7 +215,13 @@ def reorder_tail(cache: KVCache, index_B: jax.Array, first: jax.Array, count: in
     return dataclasses.replace(cache, k=k, v=v, reached_B=reached_B)
 
 
-def _stored(write: Any, old: jax.Array | QuantizedKV, new_BKTH: jax.Array, length_B: jax.Array, num_tokens_B: jax.Array) -> Any:
+def _stored(
+    write: Any,
+    old: jax.Array | QuantizedKV,
+    new_BKTH: jax.Array,
+    length_B: jax.Array,
+    num_tokens_B: jax.Array,
+) -> Any:
     if not isinstance(old, QuantizedKV):
         return write(old, new_BKTH.astype(old.dtype), length_B, num_tokens_B)
     new = quantize(new_BKTH, old, jnp.where(length_B == 0, num_tokens_B, 0))
@@ -188,7 +229,8 @@ def _stored(write: Any, old: jax.Array | QuantizedKV, new_BKTH: jax.Array, lengt
 
 
 def _write_row(old_KSH: jax.Array, new_KTH: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
-    # dynamic_update_slice moves a slice that would leave the array; moving the new rows along keeps each at its own slot.
+    # dynamic_update_slice moves a slice that would leave the array; moving the new rows along keeps each at
+    # its own slot.
     slots, tokens = old_KSH.shape[1], new_KTH.shape[1]
     at = jnp.minimum(start, slots - tokens)
     slot_T = (at + jnp.arange(tokens))[:, None]
@@ -198,7 +240,9 @@ def _write_row(old_KSH: jax.Array, new_KTH: jax.Array, start: jax.Array, count: 
     return lax.dynamic_update_slice_in_dim(old_KSH, written, at, 1)
 
 
-def _write(old_BKSH: jax.Array, new_BKTH: jax.Array, length_B: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
+def _write(
+    old_BKSH: jax.Array, new_BKTH: jax.Array, length_B: jax.Array, num_tokens_B: jax.Array
+) -> jax.Array:
     if new_BKTH.shape[2] > 1:
         return jax.vmap(_write_row)(old_BKSH, new_BKTH, length_B, num_tokens_B)
     slot_B = jnp.where(num_tokens_B > 0, length_B, old_BKSH.shape[2])
@@ -210,9 +254,13 @@ def _write_single(old: jax.Array, new: jax.Array, length_B: jax.Array, num_token
     return _write_row(old[0], new[0], length_B[0], num_tokens_B[0])[None]
 
 
-def _write_ring(capacity: int, old_BKSH: jax.Array, new_BKTH: jax.Array, length_B: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
+def _write_ring(
+    capacity: int, old_BKSH: jax.Array, new_BKTH: jax.Array, length_B: jax.Array, num_tokens_B: jax.Array
+) -> jax.Array:
     slots, t_T = old_BKSH.shape[2], jnp.arange(new_BKTH.shape[2])
     position_BT = length_B[:, None] + t_T
     kept_BT = (t_T < num_tokens_B[:, None]) & (position_BT < capacity)
     slot_BT = jnp.where(kept_BT, position_BT % slots, slots)
-    return old_BKSH.at[jnp.arange(len(old_BKSH))[:, None], :, slot_BT].set(jnp.swapaxes(new_BKTH, 1, 2), mode="drop")
+    return old_BKSH.at[jnp.arange(len(old_BKSH))[:, None], :, slot_BT].set(
+        jnp.swapaxes(new_BKTH, 1, 2), mode="drop"
+    )

@@ -1,7 +1,8 @@
-"""Model configuration: a frozen, hashable `ModelConfig`, and `from_hf`, which reads a Hugging Face config.json.
+"""Model configuration: a frozen, hashable `ModelConfig`, and `from_hf`, which reads a Hugging Face
+config.json.
 
-`families.py` has one small function per model family; a model type or a setting that would change the result and is not
-supported is refused by name.
+`families.py` has one small function per model family; a model type or a setting that would change the result
+and is not supported is refused by name.
 """
 
 import dataclasses
@@ -32,7 +33,8 @@ class ModelConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     rope: RopeConfig
-    layer_windows: tuple[int | None, ...]  # per layer: a query at p sees keys p-window+1 … p; None: all of 0 … p
+    # Per layer: a query at p sees keys p-window+1 … p; None: all of 0 … p.
+    layer_windows: tuple[int | None, ...]
     layer_rope: tuple[bool, ...]  # per layer: rotary embedding, or none (NoPE)
     sliding_rope: RopeConfig | None = None  # of the layers that have a window; None: as the others
     qkv_bias: bool = False
@@ -57,8 +59,13 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Tokens that a prompt and its answer may reach; linear and yarn scaling stretch the context that was trained."""
-        stretched = {"linear": self.max_position_embeddings, "yarn": self.rope.original_max_position_embeddings}.get(self.rope.rope_type, 0)
+        """Tokens that a prompt and its answer may reach; linear and yarn scaling stretch the context that was
+        trained.
+        """
+        stretched = {
+            "linear": self.max_position_embeddings,
+            "yarn": self.rope.original_max_position_embeddings,
+        }.get(self.rope.rope_type, 0)
         return max(self.max_position_embeddings, int(stretched * self.rope.factor))
 
     def layer_rope_config(self, layer: int) -> RopeConfig | None:
@@ -82,7 +89,9 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise InputError(f"model_type {model_type!r} is not supported: use one of {', '.join(sorted(FAMILIES))}")
+        raise InputError(
+            f"model_type {model_type!r} is not supported: use one of {', '.join(sorted(FAMILIES))}"
+        )
     defaults, family = FAMILIES[model_type]
     hf = {**SHARED_DEFAULTS, **defaults, **hf}
     activation = hf["hidden_activation" if "hidden_activation" in defaults else "hidden_act"]
@@ -97,7 +106,9 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         intermediate_size=integer(hf, "intermediate_size"),
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=heads if hf.get("num_key_value_heads") is None else integer(hf, "num_key_value_heads"),
+        num_key_value_heads=(
+            heads if hf.get("num_key_value_heads") is None else integer(hf, "num_key_value_heads")
+        ),
         head_dim=_shared_out(hidden, heads) if hf.get("head_dim") is None else integer(hf, "head_dim"),
         max_position_embeddings=integer(hf, "max_position_embeddings"),
         rms_norm_eps=number(hf, "rms_norm_eps"),
@@ -113,7 +124,8 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def with_fixed_rope(config: ModelConfig, shortest: int, longest: int) -> ModelConfig:
-    """The config for a batch whose sequences keep between so many tokens, from prompt to last answer: longrope's factors are then fixed.
+    """The config for a batch whose sequences keep between so many tokens, from prompt to last answer:
+    longrope's factors are then fixed.
 
     Raises:
         InputError: the factors would change on the way, and the keys in the cache would no longer fit.
@@ -123,11 +135,14 @@ def with_fixed_rope(config: ModelConfig, shortest: int, longest: int) -> ModelCo
         return config
     if shortest <= limit < longest:
         raise InputError(
-            f"rope type 'longrope' changes its factors beyond {limit} tokens, and these sequences have between {shortest} and {longest}: "
-            "shorten the prompts or generate fewer tokens, or give only prompts that are longer"
+            f"rope type 'longrope' changes its factors beyond {limit} tokens, and these sequences have"
+            f" between {shortest} and {longest}: shorten the prompts or generate fewer tokens, or give only"
+            " prompts that are longer"
         )
     factor = config.rope.short_factor if longest <= limit else config.rope.long_factor
-    return dataclasses.replace(config, rope=dataclasses.replace(config.rope, short_factor=factor, long_factor=factor))
+    return dataclasses.replace(
+        config, rope=dataclasses.replace(config.rope, short_factor=factor, long_factor=factor)
+    )
 
 
 def _refuse_unsupported(hf: Mapping, activation: Any) -> None:
@@ -136,29 +151,37 @@ def _refuse_unsupported(hf: Mapping, activation: Any) -> None:
     architectures = hf.get("architectures") or []
     for name in architectures if isinstance(architectures, list) else [architectures]:
         if not str(name).endswith("ForCausalLM"):
-            raise InputError(f"architecture {name!r} is not supported: only causal language models (…ForCausalLM) are")
+            raise InputError(
+                f"architecture {name!r} is not supported: only causal language models (…ForCausalLM) are"
+            )
 
 
 def _check(config: ModelConfig) -> None:
     if config.num_attention_heads % config.num_key_value_heads:
         raise InputError(
-            f"num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads {config.num_key_value_heads}"
+            f"num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads"
+            f" {config.num_key_value_heads}"
         )
     if config.head_dim % 2:
         raise InputError(f"head_dim {config.head_dim} is odd: rotary embedding needs an even one")
     rotated = int(config.head_dim * config.rope.partial_rotary_factor)
     if rotated % 2 or not 0 < rotated <= config.head_dim:
         raise InputError(
-            f"partial_rotary_factor {config.rope.partial_rotary_factor} rotates {rotated} of {config.head_dim} numbers of a head: "
-            "rotary embedding needs an even part of it"
+            f"partial_rotary_factor {config.rope.partial_rotary_factor} rotates {rotated} of"
+            f" {config.head_dim} numbers of a head: rotary embedding needs an even part of it"
         )
     for name in ("short_factor", "long_factor"):
         given = len(getattr(config.rope, name))
         if config.rope.rope_type == "longrope" and given != rotated // 2:
-            raise InputError(f"{name} has {given} entries, the {rotated} rotated numbers of a head need {rotated // 2}")
+            raise InputError(
+                f"{name} has {given} entries, the {rotated} rotated numbers of a head need {rotated // 2}"
+            )
 
 
 def _shared_out(hidden: int, heads: int) -> int:
     if hidden % heads:
-        raise InputError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and config.json gives no head_dim")
+        raise InputError(
+            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and config.json gives no"
+            " head_dim"
+        )
     return hidden // heads

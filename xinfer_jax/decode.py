@@ -1,4 +1,5 @@
-"""The jitted doors: `prefill`, `decode_step`, `decode_loop`. Arrays in, arrays out, usable inside a caller's own jit.
+"""The jitted doors: `prefill`, `decode_step`, `decode_loop`. Arrays in, arrays out, usable inside a caller's
+own jit.
 
 tokens_BT ─ prefill ─► (logits_BV, cache) ─ choose ─► while_loop: write K/V → attend → logits → choose
 """
@@ -52,7 +53,8 @@ def prefill(
     donate: bool = False,
     impl: str | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Appends a prompt, or what follows one, to the cache; long ones in chunks of `PREFILL_CHUNK`, skipping chunks that are all padding.
+    """Appends a prompt, or what follows one, to the cache; long ones in chunks of `PREFILL_CHUNK`, skipping
+    chunks that are all padding.
 
     Args:
         params, config: the model.
@@ -66,19 +68,27 @@ def prefill(
         float32 logits [B, V] after each row's last real token, and the cache.
 
     Raises:
-        InputError: the tokens exceed the cache's capacity (under a caller's jit: they are dropped and flagged in `overflow_B`);
-            an impl that this machine lacks, or that cannot serve the call.
+        InputError: the tokens exceed the cache's capacity (under a caller's jit: they are dropped and flagged
+            in `overflow_B`); an impl that this machine lacks, or that cannot serve the call.
     """
     _check(impl, cache, num_tokens_B)
     return PREFILL[donate](params, config, tokens_BT, num_tokens_B, cache, impl)
 
 
 def decode_step(
-    params: Params, config: ModelConfig, token_B: jax.Array, cache: KVCache, *, donate: bool = False, impl: str | None = None
+    params: Params,
+    config: ModelConfig,
+    token_B: jax.Array,
+    cache: KVCache,
+    *,
+    donate: bool = False,
+    impl: str | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Appends one token per row. Returns float32 logits [B, V] and the cache; `donate` and `impl` as in `prefill`.
+    """Appends one token per row. Returns float32 logits [B, V] and the cache; `donate` and `impl` as in
+    `prefill`.
 
-    Nothing waits for the device here: a token past the capacity is dropped and flagged in the cache's `overflow_B`.
+    Nothing waits for the device here: a token past the capacity is dropped and flagged in the cache's
+    `overflow_B`.
     """
     check_impl(impl)
     return _DECODE_STEP[donate](params, config, token_B, cache, impl=impl)
@@ -110,22 +120,27 @@ def decode_loop(
         sampling_B: settings as numbers or arrays [B].
         eos_ids: int32 [E], may be empty.
         max_new_tokens: traced: another number below the same power of two compiles nothing.
-        seen_BV: bool, tokens that the repetition penalty counts as present; None: only those that this call chooses.
-        history_BS: int32, each row's tokens in order up to the cache's `length_B`, with room for those to come:
-            `no_repeat_ngram_size` looks at them.
-        output_size: T of the results, and the most tokens; None: max_new_tokens, which then must not be traced by the caller.
+        seen_BV: bool, tokens that the repetition penalty counts as present; None: only those that this call
+            chooses.
+        history_BS: int32, each row's tokens in order up to the cache's `length_B`, with room for those to
+            come: `no_repeat_ngram_size` looks at them.
+        output_size: T of the results, and the most tokens; None: max_new_tokens, which then must not be
+            traced by the caller.
         donate, impl: as in `prefill`.
 
     Returns:
-        The state: tokens_BT, logprobs_BT, length_B (all three with the EOS token), finished_B, and cache, which holds every
-        token but the last one chosen.
+        The state: tokens_BT, logprobs_BT, length_B (all three with the EOS token), finished_B, and cache,
+        which holds every token but the last one chosen.
 
     Raises:
-        InputError: the tokens may exceed the cache's capacity (under a caller's jit: they are dropped and flagged in `overflow_B`).
+        InputError: the tokens may exceed the cache's capacity (under a caller's jit: they are dropped and
+            flagged in `overflow_B`).
     """
     B = logits_BV.shape[0]
     if output_size is None and isinstance(max_new_tokens, jax.core.Tracer):
-        raise InputError("decode_loop with a traced max_new_tokens needs output_size, the static size of its results")
+        raise InputError(
+            "decode_loop with a traced max_new_tokens needs output_size, the static size of its results"
+        )
     size = int(max_new_tokens) if output_size is None else output_size
     limit = np.int32(max_new_tokens) if output_size is None else jnp.minimum(max_new_tokens, output_size)
     _check(impl, cache, limit - 1)
@@ -133,26 +148,39 @@ def decode_loop(
     sampling_B = per_row(sampling_B, B, logits_BV.shape[1])
     if sampling_B.no_repeat_ngram_size is not None and history_BS is None:
         raise InputError("no_repeat_ngram_size needs history_BS, the tokens that each row already holds")
-    context = new_context(sampling_B, np.zeros(logits_BV.shape, bool) if seen_BV is None else seen_BV, history_BS)
-    state = _DECODE_LOOP[donate](params, config, logits_BV, cache, row_key_B, sampling_B, eos_E, limit, context, bucket(size), impl)
-    return dataclasses.replace(state, tokens_BT=state.tokens_BT[:, :size], logprobs_BT=state.logprobs_BT[:, :size])
+    context = new_context(
+        sampling_B, np.zeros(logits_BV.shape, bool) if seen_BV is None else seen_BV, history_BS
+    )
+    state = _DECODE_LOOP[donate](
+        params, config, logits_BV, cache, row_key_B, sampling_B, eos_E, limit, context, bucket(size), impl
+    )
+    return dataclasses.replace(
+        state, tokens_BT=state.tokens_BT[:, :size], logprobs_BT=state.logprobs_BT[:, :size]
+    )
 
 
 def _check(impl: str | None, cache: KVCache, more_B: Any) -> None:
-    """Raises InputError where impl or more_B further tokens cannot be served, as far as that is known outside a trace."""
+    """Raises InputError where impl or more_B further tokens cannot be served, as far as that is known outside
+    a trace.
+    """
     check_impl(impl)
     if any(isinstance(x, jax.core.Tracer) for x in (cache.length_B, more_B)):
         return
     need = int(np.max(np.asarray(cache.length_B) + np.asarray(more_B)))
     if need > cache.capacity:
-        raise InputError(f"{need} tokens exceed the cache's capacity {cache.capacity}: raise capacity or shorten the prompt")
+        raise InputError(
+            f"{need} tokens exceed the cache's capacity {cache.capacity}: raise capacity or shorten the"
+            " prompt"
+        )
 
 
 def _prefill(params, config, tokens_BT, num_tokens_B, cache, impl):
     B, T = tokens_BT.shape
 
     def chunk(tokens_BT, num_tokens_B, cache, before_BD):
-        """The chunk's last real hidden state of each row, or the one before where the row has no token in it."""
+        """The chunk's last real hidden state of each row, or the one before where the row has no token
+        in it.
+        """
         hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B, impl=impl)
         last_BD = jnp.take_along_axis(hidden_BTD, jnp.maximum(num_tokens_B - 1, 0)[:, None, None], 1)[:, 0]
         return jnp.where((num_tokens_B > 0)[:, None], last_BD, before_BD), cache
@@ -187,18 +215,26 @@ def _next_hidden(params, config, token_B, cache, num_tokens_B, impl):
 def _recompute(params, config, tokens_BT, num_tokens_B, impl):
     """Logits [B, V] after each row's last token, from the tokens alone."""
     hidden_BTD, _ = hidden_states(params, config, tokens_BT, None, num_tokens_B, impl=impl)
-    return unembed(params, config, jnp.take_along_axis(hidden_BTD, (num_tokens_B - 1)[:, None, None], 1)[:, 0])
+    return unembed(
+        params, config, jnp.take_along_axis(hidden_BTD, (num_tokens_B - 1)[:, None, None], 1)[:, 0]
+    )
 
 
 def _next_token(params, config, hidden_BD, state, row_key_B, sampling_B, eos_E, impl):
-    """The state with each row's next token; rows that just take the likeliest one need no logits, where a kernel serves."""
-    if state.alternatives is not None or not fuses_head(params, hidden_BD, impl, config.final_logit_softcapping):
+    """The state with each row's next token; rows that just take the likeliest one need no logits, where a
+    kernel serves.
+    """
+    if state.alternatives is not None or not fuses_head(
+        params, hidden_BD, impl, config.final_logit_softcapping
+    ):
         return record(unembed(params, config, hidden_BD), state, row_key_B, sampling_B, eos_E, impl)
 
     def by_logits():
         return _choose(unembed(params, config, hidden_BD), state, row_key_B, sampling_B, eos_E, impl)
 
-    return _note(*lax.cond(plain(sampling_B), lambda: greedy(params, hidden_BD, impl), by_logits), state, eos_E)
+    return _note(
+        *lax.cond(plain(sampling_B), lambda: greedy(params, hidden_BD, impl), by_logits), state, eos_E
+    )
 
 
 def context_now(state: DecodeState, eos_E: jax.Array) -> Context:
@@ -216,13 +252,17 @@ def _logprob(logits_BV, token_B):
 
 
 def record(logits_BV, state, row_key_B, sampling_B, eos_E, impl, active_B=True):
-    """The state with the next token of each row that is active, chosen from logits, and its alternatives where they are asked for."""
+    """The state with the next token of each row that is active, chosen from logits, and its alternatives
+    where they are asked for.
+    """
     if state.alternatives is None:
         return _note(*_choose(logits_BV, state, row_key_B, sampling_B, eos_E, impl), state, eos_E, active_B)
     warped_BV = warp(process(logits_BV, state.position_B, sampling_B, context_now(state, eos_E)), sampling_B)
     token_B = draw(row_key_B, state.position_B, warped_BV, sampling_B)
     noted = note(state.alternatives, _column(state, active_B), logits_BV, warped_BV, token_B)
-    return _note(token_B, _logprob(logits_BV, token_B), dataclasses.replace(state, alternatives=noted), eos_E, active_B)
+    return _note(
+        token_B, _logprob(logits_BV, token_B), dataclasses.replace(state, alternatives=noted), eos_E, active_B
+    )
 
 
 def _column(state, active_B):
@@ -233,7 +273,12 @@ def _column(state, active_B):
 def _note(token_B, logprob_B, state, eos_E, active_B=True):
     """Notes each row's next token down; rows that have finished or are not active stay as they are."""
     alive_B = ~state.finished_B & active_B
-    one_B, row_B, column_B, old = alive_B.astype(jnp.int32), jnp.arange(len(token_B)), _column(state, active_B), state.context
+    one_B, row_B, column_B, old = (
+        alive_B.astype(jnp.int32),
+        jnp.arange(len(token_B)),
+        _column(state, active_B),
+        state.context,
+    )
     history_BS = old.history_BS
     if history_BS is not None:
         slot_B = jnp.where(alive_B, state.position_B, history_BS.shape[1])
@@ -258,29 +303,56 @@ def _note(token_B, logprob_B, state, eos_E, active_B=True):
 
 
 def _continue(params, config, state, row_key_B, sampling_B, eos_E, limit, impl):
-    """Decodes until `limit` tokens are chosen or every row has finished: the one loop behind `decode_loop`, `generate` and `stream`."""
+    """Decodes until `limit` tokens are chosen or every row has finished: the one loop behind `decode_loop`,
+    `generate` and `stream`.
+    """
 
     def body(state):
         alive_B = (~state.finished_B).astype(jnp.int32)
         hidden_BD, cache = _next_hidden(params, config, state.token_B, state.cache, alive_B, impl)
-        return _next_token(params, config, hidden_BD, dataclasses.replace(state, cache=cache), row_key_B, sampling_B, eos_E, impl)
+        return _next_token(
+            params,
+            config,
+            hidden_BD,
+            dataclasses.replace(state, cache=cache),
+            row_key_B,
+            sampling_B,
+            eos_E,
+            impl,
+        )
 
     return lax.while_loop(lambda s: (s.step < limit) & ~jnp.all(s.finished_B), body, state)
 
 
-def _decode_loop(params, config, logits_BV, cache, row_key_B, sampling_B, eos_E, max_new_tokens, context, size, impl):
-    state = record(logits_BV, new_state(cache, cache.length_B, context, size), row_key_B, sampling_B, eos_E, impl)
+def _decode_loop(
+    params, config, logits_BV, cache, row_key_B, sampling_B, eos_E, max_new_tokens, context, size, impl
+):
+    state = record(
+        logits_BV, new_state(cache, cache.length_B, context, size), row_key_B, sampling_B, eos_E, impl
+    )
     return _continue(params, config, state, row_key_B, sampling_B, eos_E, max_new_tokens, impl)
 
 
 def new_state(cache: KVCache | None, position_B: Any, context: Context, size: int) -> DecodeState:
     B = len(position_B)
     zeros_B, zeros_BT = np.zeros(B, np.int32), np.zeros((B, size), np.int32)
-    return DecodeState(cache, zeros_B, position_B, np.int32(0), zeros_BT, zeros_BT.astype(np.float32), zeros_B, np.zeros(B, bool), context)
+    return DecodeState(
+        cache,
+        zeros_B,
+        position_B,
+        np.int32(0),
+        zeros_BT,
+        zeros_BT.astype(np.float32),
+        zeros_B,
+        np.zeros(B, bool),
+        context,
+    )
 
 
 def new_context(sampling: SamplingConfig, seen_BV: Any, history_BS: Any) -> Context:
-    """What the processors of these settings (from `per_row`) will look at; history_BS may be None where `no_repeat_ngram_size` is."""
+    """What the processors of these settings (from `per_row`) will look at; history_BS may be None where
+    `no_repeat_ngram_size` is.
+    """
     counts = sampling.presence_penalty is not None or sampling.frequency_penalty is not None
     count_BV = np.zeros(np.shape(seen_BV), np.int32) if counts else None
     return Context(seen_BV, count_BV, history_BS)
@@ -288,7 +360,10 @@ def new_context(sampling: SamplingConfig, seen_BV: Any, history_BS: Any) -> Cont
 
 def _jitted(function: Any, *static: str) -> dict[bool, Any]:
     """The function jitted without and with donation of its cache."""
-    return {donate: jax.jit(function, static_argnames=static, donate_argnames="cache" if donate else ()) for donate in (False, True)}
+    return {
+        donate: jax.jit(function, static_argnames=static, donate_argnames="cache" if donate else ())
+        for donate in (False, True)
+    }
 
 
 PREFILL = _jitted(_prefill, "config", "impl")
@@ -300,5 +375,7 @@ RECOMPUTE = jax.jit(_recompute, static_argnames=("config", "impl"))
 
 
 def bucket(size: int) -> int:
-    """The power of two, at least 16, that array sizes are rounded up to, so that few programs are compiled."""
+    """The power of two, at least 16, that array sizes are rounded up to, so that few programs are
+    compiled.
+    """
     return max(_LEAST_BUCKET, 1 << (size - 1).bit_length())

@@ -2,4 +2,6 @@
 
 
 class InputError(ValueError):
-    """Bad input (arguments, files, settings), raised on the host before any tracing. The command line exits with 2 on it."""
+    """Bad input (arguments, files, settings), raised on the host before any tracing. The command line exits
+    with 2 on it.
+    """

@@ -1,4 +1,6 @@
-"""Mixture of experts: a router gives each token to a few of X gated MLPs, whose outputs are added with its weights."""
+"""Mixture of experts: a router gives each token to a few of X gated MLPs, whose outputs are added with its
+weights.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,8 @@ def mixture_of_experts(x_BTD: jax.Array, layer: Params, config: ModelConfig) -> 
 
     Args:
         x_BTD: hidden states, normed.
-        layer: "router": {"weight": [X, D]}, "experts": the tree of a gated MLP with X in front of every shape.
+        layer: "router": {"weight": [X, D]}, "experts": the tree of a gated MLP with X in front of every
+            shape.
         config: num_experts_per_tok, norm_topk_prob and the activation.
 
     Returns:
@@ -24,12 +27,15 @@ def mixture_of_experts(x_BTD: jax.Array, layer: Params, config: ModelConfig) -> 
     """
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     probability_MX = jax.nn.softmax(linear(x_MD, layer["router"], jnp.float32), -1)
-    weight_MC, expert_MC = lax.top_k(probability_MX, config.num_experts_per_tok)  # C: chosen experts of a token
+    # C: chosen experts of a token.
+    weight_MC, expert_MC = lax.top_k(probability_MX, config.num_experts_per_tok)
     if config.norm_topk_prob:
         weight_MC = weight_MC / weight_MC.sum(-1, keepdims=True)
     few = expert_MC.size < config.num_experts
     return (
-        (_by_choice if few else _by_expert)(x_MD, weight_MC, expert_MC, layer["experts"], config).astype(x_BTD.dtype).reshape(x_BTD.shape)
+        (_by_choice if few else _by_expert)(x_MD, weight_MC, expert_MC, layer["experts"], config)
+        .astype(x_BTD.dtype)
+        .reshape(x_BTD.shape)
     )
 
 
@@ -54,7 +60,8 @@ def _by_expert(x_MD, weight_MC, expert_MC, experts: Params, config: ModelConfig)
     def add(sum_MD, part):
         tree, weight_M = part
         out_MD = gated_mlp(x_MD, tree, config.hidden_act).astype(jnp.float32)
-        return sum_MD + jnp.where(weight_M[:, None] > 0, weight_M[:, None] * out_MD, 0), None  # 0 times infinity is no number
+        # 0 times infinity is no number.
+        return sum_MD + jnp.where(weight_M[:, None] > 0, weight_M[:, None] * out_MD, 0), None
 
     start_MD = kernels_pallas.varying_as(jnp.zeros(x_MD.shape, jnp.float32), x_MD)
     return lax.scan(add, start_MD, (experts, weight_MX.T))[0]

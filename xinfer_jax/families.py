@@ -1,4 +1,6 @@
-"""Model families: what config.json may leave out, and one small function each for what the family adds to the shared table."""
+"""Model families: what config.json may leave out, and one small function each for what the family adds to the
+shared table.
+"""
 
 import math
 from collections.abc import Mapping
@@ -23,7 +25,9 @@ def _qwen3_moe(hf: Mapping, layers: int) -> dict:
     experts = integer(hf, "num_experts" if hf.get("num_local_experts") is None else "num_local_experts")
     return _attention_bias(hf) | dict(
         qk_norm=True,
-        layer_windows=_same_windows(hf if boolean(hf, "use_sliding_window") else {**hf, "sliding_window": None}, layers),
+        layer_windows=_same_windows(
+            hf if boolean(hf, "use_sliding_window") else {**hf, "sliding_window": None}, layers
+        ),
         layer_experts=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
         num_experts=experts,
         num_experts_per_tok=at_most(hf, "num_experts_per_tok", experts),
@@ -46,14 +50,22 @@ def _smollm3(hf: Mapping, layers: int) -> dict:
         interval = integer(hf, "no_rope_layer_interval")
         uses_rope = [(i + 1) % interval != 0 for i in range(layers)]
     if not isinstance(uses_rope, list | tuple) or len(uses_rope) < layers:
-        raise InputError(f"no_rope_layers must be a list of at least {layers} entries, one per layer, got {uses_rope!r}")
+        raise InputError(
+            f"no_rope_layers must be a list of at least {layers} entries, one per layer, got {uses_rope!r}"
+        )
     uses_rope = tuple(bool(u) for u in uses_rope[:layers])
-    return _llama(hf, layers) | dict(layer_rope=uses_rope, layer_windows=_windows(hf, [not u for u in uses_rope]))
+    return _llama(hf, layers) | dict(
+        layer_rope=uses_rope, layer_windows=_windows(hf, [not u for u in uses_rope])
+    )
 
 
 def _olmo3(hf: Mapping, layers: int) -> dict:
-    if hf["rope_theta"] != _OLMO3_THETA:  # versions of transformers disagree on what it means for the sliding layers
-        raise InputError(f"rope_theta {hf['rope_theta']!r} is not supported for model_type 'olmo3': give rope_parameters per layer type")
+    # Versions of transformers disagree on what it means for the sliding layers.
+    if hf["rope_theta"] != _OLMO3_THETA:
+        raise InputError(
+            f"rope_theta {hf['rope_theta']!r} is not supported for model_type 'olmo3': give rope_parameters"
+            " per layer type"
+        )
     windows = _period_windows(hf, layers, 4)
     return _attention_bias(hf) | read_ropes(hf, _OLMO3_THETA) | dict(
         pre_norm=False, post_norm=True, qk_norm=True, qk_norm_joint=True, layer_windows=windows
@@ -74,40 +86,61 @@ def _gemma(hf: Mapping, layers: int) -> dict:
 
 def _gemma2(hf: Mapping, layers: int) -> dict:
     return _gemma(hf, layers) | dict(
-        attn_logit_softcapping=number_or_none(hf, "attn_logit_softcapping"), layer_windows=_period_windows(hf, layers, 2)
+        attn_logit_softcapping=number_or_none(hf, "attn_logit_softcapping"),
+        layer_windows=_period_windows(hf, layers, 2),
     )
 
 
 def _gemma3_text(hf: Mapping, layers: int) -> dict:
     refuse(hf, "attn_logit_softcapping")
     windows = _period_windows(hf, layers, integer(hf, "sliding_window_pattern"))
-    return _gemma(hf, layers) | read_ropes(hf, number(hf, "rope_local_base_freq")) | dict(qk_norm=True, layer_windows=windows)
+    return (
+        _gemma(hf, layers)
+        | read_ropes(hf, number(hf, "rope_local_base_freq"))
+        | dict(qk_norm=True, layer_windows=windows)
+    )
 
 
 def _phi3(hf: Mapping, layers: int) -> dict:
     scaling = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     if scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):  # what earlier versions called it
         scaling["rope_type"] = "longrope"
-    rope = read_rope({**hf, "rope_scaling": None, "rope_parameters": scaling}, ("default", "longrope"), partial=True)
+    rope = read_rope(
+        {**hf, "rope_scaling": None, "rope_parameters": scaling}, ("default", "longrope"), partial=True
+    )
     return dict(rope=rope, fused_projections=True, layer_windows=_same_windows(hf, layers))
 
 
 # What config.json may leave out, as in transformers.
 SHARED_DEFAULTS = dict(
-    rms_norm_eps=1e-6, tie_word_embeddings=False, attention_bias=False, mlp_bias=False, use_sliding_window=False, hidden_act="silu"
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    attention_bias=False,
+    mlp_bias=False,
+    use_sliding_window=False,
+    hidden_act="silu",
 )
-_QWEN_DEFAULTS = dict(num_key_value_heads=32, max_position_embeddings=32768, sliding_window=4096, max_window_layers=28)
+_QWEN_DEFAULTS = dict(
+    num_key_value_heads=32, max_position_embeddings=32768, sliding_window=4096, max_window_layers=28
+)
 _MOE_DEFAULTS = dict(
-    num_key_value_heads=4, max_position_embeddings=32768, sliding_window=4096, decoder_sparse_step=1, moe_intermediate_size=768,
+    num_key_value_heads=4, max_position_embeddings=32768, sliding_window=4096, decoder_sparse_step=1,
+    moe_intermediate_size=768,
     num_experts_per_tok=8, num_experts=128, norm_topk_prob=False, mlp_only_layers=None,
 )  # fmt: skip
 _SMOLLM3_DEFAULTS = dict(
-    num_key_value_heads=4, max_position_embeddings=32768, rope_theta=2e6, no_rope_layer_interval=4, tie_word_embeddings=True
+    num_key_value_heads=4,
+    max_position_embeddings=32768,
+    rope_theta=2e6,
+    no_rope_layer_interval=4,
+    tie_word_embeddings=True,
 )
 _OLMO3_THETA = 500000.0
 _GEMMA2_DEFAULTS = dict(
-    num_key_value_heads=4, head_dim=256, max_position_embeddings=8192, sliding_window=4096, tie_word_embeddings=True,
-    query_pre_attn_scalar=256, hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
+    num_key_value_heads=4, head_dim=256, max_position_embeddings=8192, sliding_window=4096,
+    tie_word_embeddings=True,
+    query_pre_attn_scalar=256, hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0,
 )  # fmt: skip
 _GEMMA3_DEFAULTS = _GEMMA2_DEFAULTS | dict(
     max_position_embeddings=131072, attn_logit_softcapping=None, final_logit_softcapping=None, rope_theta=1e6,
@@ -120,10 +153,16 @@ FAMILIES = {  # model_type: (its defaults, its function)
     "llama": (dict(max_position_embeddings=2048), _llama),
     "mistral": (dict(num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096), _mistral),
     "smollm3": (_SMOLLM3_DEFAULTS, _smollm3),
-    "olmo3": (dict(max_position_embeddings=2048, rms_norm_eps=1e-5, sliding_window=4096, rope_theta=_OLMO3_THETA), _olmo3),
+    "olmo3": (
+        dict(max_position_embeddings=2048, rms_norm_eps=1e-5, sliding_window=4096, rope_theta=_OLMO3_THETA),
+        _olmo3,
+    ),
     "gemma2": (_GEMMA2_DEFAULTS, _gemma2),
     "gemma3_text": (_GEMMA3_DEFAULTS, _gemma3_text),
-    "phi3": (dict(max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5), _phi3),
+    "phi3": (
+        dict(max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5),
+        _phi3,
+    ),
 }
 
 
@@ -132,13 +171,16 @@ def _attention_bias(hf: Mapping) -> dict[str, bool]:
     return dict(qkv_bias=bias, o_bias=bias)
 
 
-# --- sliding windows --------------------------------------------------------------------------------------------------
+# --- sliding windows ----------------------------------------------------------------------------------------
 
 
 def _same_windows(hf: Mapping, layers: int) -> tuple[int | None, ...]:
     """One `sliding_window` for all layers, or none."""
     if hf.get("layer_types") is not None:  # transformers refuses or ignores it
-        raise InputError(f"layer_types is not supported for model_type {hf['model_type']!r}: only one sliding_window for all layers is")
+        raise InputError(
+            f"layer_types is not supported for model_type {hf['model_type']!r}: only one sliding_window for"
+            " all layers is"
+        )
     return (None if hf.get("sliding_window") is None else integer(hf, "sliding_window"),) * layers
 
 
@@ -157,16 +199,29 @@ def _period_windows(hf: Mapping, layers: int, period: int) -> tuple[int | None, 
 
 
 def _windows(hf: Mapping, slides: list[bool]) -> tuple[int | None, ...]:
-    """Window per layer from `use_sliding_window`, `sliding_window` and `layer_types`, which overrules `slides`."""
-    window = integer(hf, "sliding_window") if boolean(hf, "use_sliding_window") and hf.get("sliding_window") is not None else None
+    """Window per layer from `use_sliding_window`, `sliding_window` and `layer_types`, which overrules
+    `slides`.
+    """
+    window = (
+        integer(hf, "sliding_window")
+        if boolean(hf, "use_sliding_window") and hf.get("sliding_window") is not None
+        else None
+    )
     types = hf.get("layer_types")
     if types is None:
         return tuple(window if s else None for s in slides)
     if not isinstance(types, list | tuple) or len(types) != len(slides):
-        raise InputError(f"layer_types must list one type for each of the {len(slides)} layers, got {types!r}")
+        raise InputError(
+            f"layer_types must list one type for each of the {len(slides)} layers, got {types!r}"
+        )
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
-            raise InputError(f"layer type {kind!r} is not supported: only full_attention and sliding_attention are")
+            raise InputError(
+                f"layer type {kind!r} is not supported: only full_attention and sliding_attention are"
+            )
         if kind == "sliding_attention" and window is None:
-            raise InputError("layer_types names sliding_attention, but use_sliding_window is false or sliding_window is null: set both")
+            raise InputError(
+                "layer_types names sliding_attention, but use_sliding_window is false or sliding_window is"
+                " null: set both"
+            )
     return tuple(window if kind == "sliding_attention" else None for kind in types)

@@ -41,7 +41,8 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def checkpoint_dir(path_or_repo_id: str | Path) -> Path:
-    """The directory of a checkpoint; a name of the form owner/name that is none is fetched from the Hugging Face hub.
+    """The directory of a checkpoint; a name of the form owner/name that is none is fetched from the Hugging
+    Face hub.
 
     Raises:
         InputError: neither a directory nor a hub repository that can be had.
@@ -60,4 +61,6 @@ def checkpoint_dir(path_or_repo_id: str | Path) -> Path:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=_PATTERNS))
     except Exception as error:  # network, permission, missing repository: many types, one remedy
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"model {name!r} is no directory and could not be fetched from the hub: {reason}") from error
+        raise InputError(
+            f"model {name!r} is no directory and could not be fetched from the hub: {reason}"
+        ) from error

@@ -1,4 +1,5 @@
-"""The host programs `generate` and `stream`: lists of ids in, lists of ids out, around the jitted doors of decode.py.
+"""The host programs `generate` and `stream`: lists of ids in, lists of ids out, around the jitted doors of
+decode.py.
 
 prompts ─ bucket ─► tokens_BT ─ prefill ─► first token of each row ─ decode, a stride at a time ─► ids
 """
@@ -20,7 +21,18 @@ from .attention import check_impl, selected
 from .batch import eos_array, lengths, padded, prompt_context
 from .cache import init_cache, truncate
 from .config import ModelConfig
-from .decode import CONTINUE, PREFILL, RECOMPUTE, RECORD, DecodeState, bucket, decode_loop, decode_step, new_state, prefill
+from .decode import (
+    CONTINUE,
+    PREFILL,
+    RECOMPUTE,
+    RECORD,
+    DecodeState,
+    bucket,
+    decode_loop,
+    decode_step,
+    new_state,
+    prefill,
+)
 from .errors import InputError
 from .kv import KV_BITS
 from .logprobs import no_alternatives, rows_of_tokens
@@ -44,7 +56,11 @@ __all__ = [
     "stream",
 ]
 
-_FOLD = jax.jit(lambda key_P, j_A: jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, j_A))(key_P).reshape(-1))
+_FOLD = jax.jit(
+    lambda key_P, j_A: jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, j_A))(key_P).reshape(
+        -1
+    )
+)
 # A prompt's logits and cache for each of its answers.
 _SHARE = jax.jit(lambda tree, source_B: jax.tree.map(lambda leaf: leaf[source_B], tree))
 _SYNC_SECONDS = 0.1  # a stream looks at the device about this often, which costs milliseconds each time …
@@ -59,7 +75,8 @@ def generate(
     *,
     key: jax.Array | None = None,
 ) -> GenerateOutput:
-    """Continues every prompt. Rows of a batch may have different lengths; each gives the tokens it would give alone.
+    """Continues every prompt. Rows of a batch may have different lengths; each gives the tokens it would give
+    alone.
 
     Args:
         params, config: the model.
@@ -88,13 +105,16 @@ def stream(
 ) -> Generator[list[int | None], bool | None, GenerateOutput]:
     """`generate`, token by token: yields one id per prompt as they come, None for a prompt that has ended.
 
-    Arguments, errors and tokens are those of `generate`; its output is the generator's return value. The host looks at the
-    device about every 100 ms, so a fast model brings several tokens at once. `send(True)` ends the call after the tokens that were
-    yielded, with the finish_reason "stop"; a generator that is dropped or closed costs nothing more.
+    Arguments, errors and tokens are those of `generate`; its output is the generator's return value. The host
+    looks at the device about every 100 ms, so a fast model brings several tokens at once. `send(True)` ends
+    the call after the tokens that were yielded, with the finish_reason "stop"; a generator that is dropped or
+    closed costs nothing more.
     """
     options = options or GenerateOptions()
     if options.best_of not in (None, options.n):
-        raise InputError(f"best_of={options.best_of} cannot be streamed: the best are known at the end, use generate")
+        raise InputError(
+            f"best_of={options.best_of} cannot be streamed: the best are known at the end, use generate"
+        )
     return _steps(*checked(params, config, prompts, options, key), sync=True)
 
 
@@ -103,8 +123,8 @@ def kernels_used(
 ) -> dict[str, kernels_pallas.Selection]:
     """Which implementation serves each kernel in a `generate` call, and why.
 
-    Rows that are sampled take logits, not `lm_head_argmax`; so does a quantized vocabulary matrix. Layers whose sliding window is
-    so much shorter than the capacity that they keep a ring attend by plain jnp.
+    Rows that are sampled take logits, not `lm_head_argmax`; so does a quantized vocabulary matrix. Layers
+    whose sliding window is so much shorter than the capacity that they keep a ring attend by plain jnp.
 
     Args:
         params, config: the model.
@@ -130,18 +150,30 @@ def kernels_used(
         del arguments["lm_head_argmax"]
     caps = {kernel: config.attn_logit_softcapping for kernel in ("prefill_attention", "decode_attention")}
     caps["lm_head_argmax"] = config.final_logit_softcapping
-    return {kernel: selected(kernel, impl, *args, softcap=caps.get(kernel)) for kernel, args in arguments.items()}
+    return {
+        kernel: selected(kernel, impl, *args, softcap=caps.get(kernel)) for kernel, args in arguments.items()
+    }
 
 
 def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
-    """Yields the new ids of each step and returns the output; with `sync` it looks at the device often, else once at the end."""
+    """Yields the new ids of each step and returns the output; with `sync` it looks at the device often, else
+    once at the end.
+    """
     new, ending = int(options.max_new_tokens), (*options.eos_token_ids, *options.stop_token_ids)
-    rows, choice, state, guessing, seen, stats = _begin(params, config, prompts, options, sampling_B, row_key_B, ending, sync)
+    rows, choice, state, guessing, seen, stats = _begin(
+        params, config, prompts, options, sampling_B, row_key_B, ending, sync
+    )
     told = (yield from _ids(seen, 0, ending)) if sync else None
     while not told and (step := int(seen.step)) < new and not seen.finished_B.all():
-        stride = min(_MOST_STRIDE, math.ceil(_SYNC_SECONDS / (stats.tpot_seconds or _SYNC_SECONDS))) if sync else new
+        stride = (
+            min(_MOST_STRIDE, math.ceil(_SYNC_SECONDS / (stats.tpot_seconds or _SYNC_SECONDS)))
+            if sync
+            else new
+        )
         with Stopwatch() as decoding:
-            state, guessing = _go_on(params, config, rows, options, choice, state, guessing, seen, min(step + stride, new))
+            state, guessing = _go_on(
+                params, config, rows, options, choice, state, guessing, seen, min(step + stride, new)
+            )
             seen = _look(state)
         stats.count(decoding)
         stats.decode_seconds += decoding.seconds
@@ -157,12 +189,16 @@ def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
         stats.acceptance = (np.asarray(guessing.accepted_B) / guesses_B).tolist()
     out = _output(seen, state, options, bool(told), stats)
     if options.keep_prefix:
-        out.prefix = kept_prefix(rows, [seen.tokens_BT[i, :n].tolist() for i, n in enumerate(seen.length_B)], state.cache)
+        out.prefix = kept_prefix(
+            rows, [seen.tokens_BT[i, :n].tolist() for i, n in enumerate(seen.length_B)], state.cache
+        )
     return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)
 
 
 def _begin(params, config, prompts, options, sampling_B, row_key_B, ending, sync):
-    """Up to the first token of every row: the prompts row by row, how tokens are chosen, the state and what the host sees of it."""
+    """Up to the first token of every row: the prompts row by row, how tokens are chosen, the state and what
+    the host sees of it.
+    """
     new, impl, answers = int(options.max_new_tokens), options.impl, options.best_of or options.n
     longest = max(map(len, prompts))
     capacity = options.capacity or min(bucket(longest) + bucket(new), config.context_length)
@@ -173,17 +209,23 @@ def _begin(params, config, prompts, options, sampling_B, row_key_B, ending, sync
             cache = truncate(options.prefix.cache, held_B)
         elif options.use_cache:
             cache = init_cache(config, len(prompts), capacity, options.cache_dtype or cache_dtype(params))
-        tokens_BT, num_tokens_B = padded([prompt[held:] for prompt, held in zip(prompts, held_B, strict=True)], capacity)
+        tokens_BT, num_tokens_B = padded(
+            [prompt[held:] for prompt, held in zip(prompts, held_B, strict=True)], capacity
+        )
         if answers > 1:
             row_key_B = _FOLD(row_key_B, np.arange(answers))
             source_B = np.repeat(np.arange(len(prompts)), answers)  # which prompt each row continues
             rows, sampling_B = [prompts[i] for i in source_B], jax.tree.map(lambda x: x[source_B], sampling_B)
         choice = (row_key_B, sampling_B, eos_array(ending))
         wanted = sampling_B.no_repeat_ngram_size is not None or options.draft is not None
-        context = prompt_context(rows, sampling_B, config.vocab_size, bucket(longest) + bucket(new) if wanted else None)
+        context = prompt_context(
+            rows, sampling_B, config.vocab_size, bucket(longest) + bucket(new) if wanted else None
+        )
         state = new_state(None, lengths(rows), context, bucket(new))
         if options.logprobs or options.logits:
-            nothing = no_alternatives(len(rows), bucket(new), options.logprobs, config.vocab_size, options.logits)
+            nothing = no_alternatives(
+                len(rows), bucket(new), options.logprobs, config.vocab_size, options.logits
+            )
             state = dataclasses.replace(state, alternatives=nothing)
     started = time.perf_counter()
     if sync and cache and answers == 1 and options.draft is None and options.prefix is None:
@@ -191,7 +233,9 @@ def _begin(params, config, prompts, options, sampling_B, row_key_B, ending, sync
     compiling = time.perf_counter() - started
     with Stopwatch() as prefilling:
         if options.use_cache:
-            logits_BV, cache = prefill(params, config, tokens_BT, num_tokens_B, cache, donate=options.prefix is None, impl=impl)
+            logits_BV, cache = prefill(
+                params, config, tokens_BT, num_tokens_B, cache, donate=options.prefix is None, impl=impl
+            )
         else:
             logits_BV = RECOMPUTE(params, config, tokens_BT, num_tokens_B, impl)
         guessing = _start_draft(options, prompts, capacity)
@@ -201,7 +245,9 @@ def _begin(params, config, prompts, options, sampling_B, row_key_B, ending, sync
     with Stopwatch() as choosing:
         state = dataclasses.replace(RECORD(logits_BV, state, *choice, impl), cache=cache)
         seen = _look(state)
-    stats = GenerateStats(len(rows), sum(map(len, prompts)), tree_bytes(params), tree_bytes((cache.k, cache.v)) if cache else 0)
+    stats = GenerateStats(
+        len(rows), sum(map(len, prompts)), tree_bytes(params), tree_bytes((cache.k, cache.v)) if cache else 0
+    )
     stats.reused_tokens, stats.prefill_seconds = int(held_B.sum()), prefilling.seconds
     stats.ttft_seconds = setup.seconds + prefilling.seconds + choosing.seconds
     stats.compile_seconds = stats.total_seconds = compiling
@@ -210,10 +256,21 @@ def _begin(params, config, prompts, options, sampling_B, row_key_B, ending, sync
 
 
 def _go_on(params, config, rows, options, choice, state, guessing, seen, until):
-    """The state, and what guesses for it, once every row that runs has `until` tokens (without a cache: one more)."""
+    """The state, and what guesses for it, once every row that runs has `until` tokens (without a cache: one
+    more).
+    """
     if options.draft is not None:
         limits = np.int32(until), np.int32(options.max_new_tokens)
-        return SPECULATE(params, config, *_draft(options), (state, guessing), *choice, *limits, options.draft_tokens, options.impl)
+        return SPECULATE(
+            params,
+            config,
+            *_draft(options),
+            (state, guessing),
+            *choice,
+            *limits,
+            options.draft_tokens,
+            options.impl,
+        )
     if options.use_cache:
         return CONTINUE(params, config, state, *choice, np.int32(until), options.impl), None
     chosen = [row + seen.tokens_BT[i, : seen.length_B[i]].tolist() for i, row in enumerate(rows)]
@@ -221,7 +278,9 @@ def _go_on(params, config, rows, options, choice, state, guessing, seen, until):
     return RECORD(logits_BV, state, *choice, options.impl), None
 
 
-def _start_draft(options: GenerateOptions, prompts: Sequence[Sequence[int]], capacity: int) -> Speculation | None:
+def _start_draft(
+    options: GenerateOptions, prompts: Sequence[Sequence[int]], capacity: int
+) -> Speculation | None:
     """What guesses start from: the draft model has read the prompts."""
     if options.draft is None:
         return None
@@ -242,11 +301,19 @@ def _draft(options: GenerateOptions) -> tuple[Params | None, ModelConfig | Guess
 def _compile_side_by_side(params, config, tokens_BT, state, cache, choice, impl) -> None:
     """Compiles the three programs of a stream at once, for whoever waits for a first answer."""
     leaves, tree = jax.tree.flatten((params, tokens_BT, state, cache, choice))
-    shardings = (x.sharding if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1 else None for x in leaves)
-    _compile(config, impl, tree, tuple((x.shape, x.dtype, sharding) for x, sharding in zip(leaves, shardings, strict=True)))
+    shardings = (
+        x.sharding if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1 else None for x in leaves
+    )
+    _compile(
+        config,
+        impl,
+        tree,
+        tuple((x.shape, x.dtype, sharding) for x, sharding in zip(leaves, shardings, strict=True)),
+    )
 
 
-@functools.lru_cache(maxsize=256)  # once for each kind of call: looking the programs up again takes milliseconds
+# Once for each kind of call: looking the programs up again takes milliseconds.
+@functools.lru_cache(maxsize=256)
 def _compile(config, impl, tree, kinds) -> None:
     structs = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in kinds]
     params, tokens_BT, state, cache, choice = jax.tree.unflatten(tree, structs)
@@ -266,17 +333,25 @@ def _look(state: DecodeState) -> DecodeState:
     return jax.device_get(small)
 
 
-def _ids(seen: DecodeState, first: int, ending: Sequence[int]) -> Generator[list[int | None], bool | None, int | None]:
-    """The ids chosen from step `first` on, a list with one per row for each step. Returns how many steps were taken if told to stop."""
+def _ids(
+    seen: DecodeState, first: int, ending: Sequence[int]
+) -> Generator[list[int | None], bool | None, int | None]:
+    """The ids chosen from step `first` on, a list with one per row for each step. Returns how many steps were
+    taken if told to stop.
+    """
     for step in range(first, int(seen.step)):
         column = seen.tokens_BT[:, step].tolist()
-        ids = [t if step < n and t not in ending else None for t, n in zip(column, seen.length_B, strict=True)]
+        ids = [
+            t if step < n and t not in ending else None for t, n in zip(column, seen.length_B, strict=True)
+        ]
         if any(t is not None for t in ids) and (yield ids):
             return step + 1
     return None
 
 
-def _output(seen: DecodeState, state: DecodeState, options: GenerateOptions, told: bool, stats: GenerateStats) -> GenerateOutput:
+def _output(
+    seen: DecodeState, state: DecodeState, options: GenerateOptions, told: bool, stats: GenerateStats
+) -> GenerateOutput:
     rows, logprobs_BT = list(zip(seen.length_B, seen.finished_B, strict=True)), np.asarray(state.logprobs_BT)
 
     def reason(i: int, n: int, done: bool) -> str:
@@ -293,5 +368,8 @@ def _output(seen: DecodeState, state: DecodeState, options: GenerateOptions, tol
     if options.logprobs:
         out.alternatives = rows_of_tokens(state.alternatives, seen.tokens_BT, logprobs_BT, seen.length_B)
     if options.logits:
-        out.logits = [np.asarray(row_TV[:n]) for row_TV, n in zip(state.alternatives.logits_BTV, seen.length_B, strict=True)]
+        out.logits = [
+            np.asarray(row_TV[:n])
+            for row_TV, n in zip(state.alternatives.logits_BTV, seen.length_B, strict=True)
+        ]
     return out

@@ -1,4 +1,6 @@
-"""The likeliest token: of given logits, or straight from hidden states, where a GPU kernel never writes the logits."""
+"""The likeliest token: of given logits, or straight from hidden states, where a GPU kernel never writes the
+logits.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +16,17 @@ from .quantization import is_quantized
 
 
 def argmax(logits_BV: jax.Array, impl: str | None = None) -> jax.Array:
-    """The index of each row's largest logit, int32 [B]: the lowest of equal ones, the first NaN where there is one."""
+    """The index of each row's largest logit, int32 [B]: the lowest of equal ones, the first NaN where there
+    is one.
+    """
     chosen = selected("argmax", impl, logits_BV).impl
     if chosen == "xla":
         return _argmax(logits_BV)
     if impl is not None:
         return kernels_pallas.run(chosen, "argmax", logits_BV)
-    return lax.platform_dependent(logits_BV, cuda=lambda x: kernels_pallas.run(chosen, "argmax", x), default=_argmax)
+    return lax.platform_dependent(
+        logits_BV, cuda=lambda x: kernels_pallas.run(chosen, "argmax", x), default=_argmax
+    )
 
 
 def fuses_head(params: Params, hidden_BD: jax.Array, impl: str | None, softcap: float | None = None) -> bool:
@@ -32,7 +38,9 @@ def fuses_head(params: Params, hidden_BD: jax.Array, impl: str | None, softcap: 
 
 
 def greedy(params: Params, hidden_BD: jax.Array, impl: str | None = None) -> tuple[jax.Array, jax.Array]:
-    """The likeliest token after each hidden state, int32 [B], and its log-probability, float32 [B], by a kernel that `fuses_head`."""
+    """The likeliest token after each hidden state, int32 [B], and its log-probability, float32 [B], by a
+    kernel that `fuses_head`.
+    """
     weight = head(params)["weight"]
     chosen = selected("lm_head_argmax", impl, hidden_BD, weight).impl
 

@@ -1,8 +1,9 @@
-"""Keys and values in fewer bytes: 8 or 4 bits a number, with a step and an offset per head and position; GEAR on top of 4 bits.
+"""Keys and values in fewer bytes: 8 or 4 bits a number, with a step and an offset per head and position; GEAR
+on top of 4 bits.
 
-GEAR (Kang et al. 2024) keeps the outliers apart, which narrows the range that is divided into steps, and adds a low-rank part of what
-rounding loses. Here tokens come one by one, so the directions of that part are those of the tokens that begin the row, and a token
-adds its coordinates along them.
+GEAR (Kang et al. 2024) keeps the outliers apart, which narrows the range that is divided into steps, and adds
+a low-rank part of what rounding loses. Here tokens come one by one, so the directions of that part are those
+of the tokens that begin the row, and a token adds its coordinates along them.
 """
 
 import dataclasses
@@ -25,10 +26,11 @@ _OUTLIERS = 2  # the least and the largest number of a vector
 class QuantizedKV:
     """K or V of one layer, [B, K, S, H]: low + step * level, and with a basis what GEAR adds."""
 
-    # uint8 [B, K, S, H]; with 4 bits [B, K, S, H/2], dimension h in the low half of a byte and h + H/2 in the high one;
-    # with a basis followed by the places of the two outliers
+    # uint8 [B, K, S, H]; with 4 bits [B, K, S, H/2], dimension h in the low half of a byte and h + H/2 in the
+    # high one; with a basis followed by the places of the two outliers
     values: jax.Array
-    scale: jax.Array  # float16 [B, K, S, 2]: step and low; with a basis followed by the two outliers and R coordinates
+    # Float16 [B, K, S, 2]: step and low; with a basis followed by the two outliers and R coordinates.
+    scale: jax.Array
     basis: jax.Array | None  # float32 [B, K, R, H], orthonormal; None: no GEAR
     bits: int = dataclasses.field(metadata=dict(static=True))
 
@@ -47,7 +49,9 @@ class QuantizedKV:
 
 
 def by_slot(function: Callable, x: jax.Array | QuantizedKV, *others: Any) -> Any:
-    """The function on each array of x, and of others like it, that has slots on axis 2: how it is written and cut. The basis is x's."""
+    """The function on each array of x, and of others like it, that has slots on axis 2: how it is written and
+    cut. The basis is x's.
+    """
     if not isinstance(x, QuantizedKV):
         return function(x, *others)
     parts = {name: function(*(getattr(y, name) for y in (x, *others))) for name in ("values", "scale")}
@@ -58,16 +62,23 @@ def empty(shape: tuple[int, ...], name: str) -> QuantizedKV:
     """Zeros of a format in `KV_BITS`: shape [B, K, S, H]."""
     (B, K, S, H), bits = shape, KV_BITS[name]
     if name != "gear":
-        return QuantizedKV(jnp.zeros((B, K, S, H * bits // 8), jnp.uint8), jnp.zeros((B, K, S, 2), jnp.float16), None, bits)
+        return QuantizedKV(
+            jnp.zeros((B, K, S, H * bits // 8), jnp.uint8), jnp.zeros((B, K, S, 2), jnp.float16), None, bits
+        )
     if H <= _OUTLIERS:
-        raise InputError(f"'gear' keeps {_OUTLIERS} numbers of a vector apart, and head_dim {H} leaves none: use 'int8'")
+        raise InputError(
+            f"'gear' keeps {_OUTLIERS} numbers of a vector apart, and head_dim {H} leaves none: use 'int8'"
+        )
     rank = min(_RANK, H)
     values = jnp.zeros((B, K, S, H * bits // 8 + _OUTLIERS), jnp.uint8)
-    return QuantizedKV(values, jnp.zeros((B, K, S, 2 + _OUTLIERS + rank), jnp.float16), jnp.zeros((B, K, rank, H)), bits)
+    return QuantizedKV(
+        values, jnp.zeros((B, K, S, 2 + _OUTLIERS + rank), jnp.float16), jnp.zeros((B, K, rank, H)), bits
+    )
 
 
 def quantize(x_BKTH: jax.Array, like: QuantizedKV, first_B: jax.Array | None = None) -> QuantizedKV:
-    """Rounds to nearest between the least and the largest number of each head and position, outliers apart where the format has them.
+    """Rounds to nearest between the least and the largest number of each head and position, outliers apart
+    where the format has them.
 
     Args:
         x_BKTH: new keys or values.
@@ -76,10 +87,15 @@ def quantize(x_BKTH: jax.Array, like: QuantizedKV, first_B: jax.Array | None = N
     """
     x, bits = x_BKTH.astype(jnp.float32), like.bits
     if like.basis is None:
-        return QuantizedKV(*_rounded(x, jnp.min(x, -1, keepdims=True), jnp.max(x, -1, keepdims=True), bits), None, bits)
+        return QuantizedKV(
+            *_rounded(x, jnp.min(x, -1, keepdims=True), jnp.max(x, -1, keepdims=True), bits), None, bits
+        )
     least, largest = jnp.argmin(x, -1, keepdims=True), jnp.argmax(x, -1, keepdims=True)
     apart = _is_at(least, x) | _is_at(largest, x)
-    low, high = (pick(x, -1, keepdims=True, where=~apart, initial=start) for pick, start in ((jnp.min, jnp.inf), (jnp.max, -jnp.inf)))
+    low, high = (
+        pick(x, -1, keepdims=True, where=~apart, initial=start)
+        for pick, start in ((jnp.min, jnp.inf), (jnp.max, -jnp.inf))
+    )
     level, scale = _rounded(jnp.clip(x, low, high), low, high, bits)
     lost = jnp.where(apart, 0, x - _levels(level, scale, bits))
     basis = like.basis
@@ -110,7 +126,8 @@ def _rounded(x, low, high, bits):
     most = 2**bits - 1
     step = jnp.maximum((high - low) / most, jnp.finfo(jnp.float16).smallest_normal)
     scale = jnp.concatenate([step, low], -1).astype(jnp.float16)
-    step, low = jnp.split(scale.astype(jnp.float32), 2, -1)  # as they are stored: levels make up for their rounding
+    # As they are stored: levels make up for their rounding.
+    step, low = jnp.split(scale.astype(jnp.float32), 2, -1)
     level = jnp.clip(jnp.round((x - low) / step), 0, most).astype(jnp.uint8)
     if bits == 4:
         first, second = jnp.split(level, 2, -1)
@@ -133,6 +150,8 @@ def _directions(lost_BKTH, basis_BKRH, first_B):
     """The R directions in which the first first_B[b] tokens lost most; the old ones where there are none."""
     counts_BT = jnp.arange(lost_BKTH.shape[2]) < first_B[:, None]
     kept = jnp.where(counts_BT[:, None, :, None], lost_BKTH, 0)
-    _, vectors_BKHH = jnp.linalg.eigh(jnp.einsum("bkth,bktg->bkhg", kept, kept, precision=lax.Precision.HIGHEST))
+    _, vectors_BKHH = jnp.linalg.eigh(
+        jnp.einsum("bkth,bktg->bkhg", kept, kept, precision=lax.Precision.HIGHEST)
+    )
     found = jnp.swapaxes(vectors_BKHH, 2, 3)[:, :, -basis_BKRH.shape[2] :]  # eigenvalues ascend
     return jnp.where((first_B > 0)[:, None, None, None], found, basis_BKRH)

@@ -1,4 +1,6 @@
-"""The parts of a decoder layer: RMS norm, rotary embedding, linear, gated MLP. Norms and angles are computed in float32."""
+"""The parts of a decoder layer: RMS norm, rotary embedding, linear, gated MLP. Norms and angles are computed
+in float32.
+"""
 
 import dataclasses
 import math
@@ -20,7 +22,9 @@ _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, a
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
-    """Root-mean-square norm over the last axis (Zhang & Sennrich 2019), times offset + weight. x: [..., D], weight: [D]."""
+    """Root-mean-square norm over the last axis (Zhang & Sennrich 2019), times offset + weight. x: [..., D],
+    weight: [D].
+    """
     x32 = x.astype(jnp.float32)
     x32 = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), -1, keepdims=True) + eps)
     if offset:  # the sum has more digits than 16-bit weights have
@@ -39,7 +43,9 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
 
 
 def linear(x: jax.Array, leaf: Params, out_dtype: jnp.dtype | None = None) -> jax.Array:
-    """x @ weight.T + bias. x: [..., in], leaf: {"weight": [out, in] or quantized, "bias": [out] or absent}. Returns [..., out]."""
+    """x @ weight.T + bias. x: [..., in], leaf: {"weight": [out, in] or quantized, "bias": [out] or absent}.
+    Returns [..., out].
+    """
     weight = leaf["weight"]
     if is_quantized(weight):
         y = quantized_product(x, weight)
@@ -51,7 +57,9 @@ def linear(x: jax.Array, leaf: Params, out_dtype: jnp.dtype | None = None) -> ja
 
 
 def embed(token: jax.Array, leaf: Params, dtype: jnp.dtype, scale: float = 1.0) -> jax.Array:
-    """Rows of the embedding table, times scale: token [...] int32, leaf: {"weight": [V, D] or quantized}, returns [..., D]."""
+    """Rows of the embedding table, times scale: token [...] int32, leaf: {"weight": [V, D] or quantized},
+    returns [..., D].
+    """
     table = leaf["weight"]
     x = (rows_of(table, token) if is_quantized(table) else _embed(token, table)).astype(dtype)
     return x if scale == 1 else x * jnp.asarray(scale, dtype)
@@ -63,7 +71,8 @@ def _embed(token: jax.Array, table: jax.Array) -> jax.Array:
     def row_by_row(token: jax.Array, table: jax.Array) -> jax.Array:
         ids = token.reshape(-1)
 
-        def row(i: jax.Array) -> jax.Array:  # tied as in products.tile_by_tile, and to the ids: one token's loop is unrolled
+        # Tied as in products.tile_by_tile, and to the ids: one token's loop is unrolled.
+        def row(i: jax.Array) -> jax.Array:
             tied, at = lax.optimization_barrier((table, ids[i]))
             return lax.dynamic_index_in_dim(tied, at, 0, keepdims=False).astype(jnp.float32)
 
@@ -81,7 +90,9 @@ def _embed_jvp(primals, tangents):
 
 
 def gated(x: jax.Array, layer: Params, activation: str) -> jax.Array:
-    """What enters the output matrix of a gated MLP: activation(gate(x)) * up(x). x: [..., D], returns [..., F]."""
+    """What enters the output matrix of a gated MLP: activation(gate(x)) * up(x). x: [..., D], returns [...,
+    F].
+    """
     return _ACTIVATIONS[activation](linear(x, layer["gate"])) * linear(x, layer["up"])
 
 
@@ -106,21 +117,31 @@ def rotary_angles(config: ModelConfig, position_BT: jax.Array, length_B: jax.Arr
     return tuple(angles.get(rope) for rope in ropes)
 
 
-def _angles(rope: RopeConfig, config: ModelConfig, position_BT: jax.Array, length_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _angles(
+    rope: RopeConfig, config: ModelConfig, position_BT: jax.Array, length_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     width = int(config.head_dim * rope.partial_rotary_factor)
     inverse, scale = _inverse_frequencies(rope, width)
     if rope.switches_at is not None:
         long, _ = _inverse_frequencies(dataclasses.replace(rope, short_factor=rope.long_factor), width)
         inverse = jnp.where((length_B > rope.switches_at)[:, None, None], long, inverse)  # [B, 1, R]
-    if rope.rope_type == "dynamic":  # theta * stretch ** (H / (H - 2)), with the stretch taken out of the power: closer to exact
-        stretch_B = rope.factor * jnp.maximum(length_B, config.max_position_embeddings) / config.max_position_embeddings - (rope.factor - 1)
-        inverse = (inverse * stretch_B[:, None] ** (-np.arange(0, width, 2, dtype=np.float32) / (width - 2)))[:, None]  # [B, 1, H/2]
+    # Theta * stretch ** (H / (H - 2)), with the stretch taken out of the power: closer to exact.
+    if rope.rope_type == "dynamic":
+        stretch_B = rope.factor * jnp.maximum(
+            length_B, config.max_position_embeddings
+        ) / config.max_position_embeddings - (rope.factor - 1)
+        # [B, 1, H/2].
+        inverse = (inverse * stretch_B[:, None] ** (-np.arange(0, width, 2, dtype=np.float32) / (width - 2)))[
+            :, None
+        ]
     angle = position_BT[..., None].astype(jnp.float32) * inverse
     return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 
 
 def rotate(x_BTNH: jax.Array, cos_BTR: jax.Array, sin_BTR: jax.Array) -> jax.Array:
-    """Rotates each pair (i, i + R) of every head by its angle, the layout of Hugging Face checkpoints; what is beyond 2 R stays."""
+    """Rotates each pair (i, i + R) of every head by its angle, the layout of Hugging Face checkpoints; what
+    is beyond 2 R stays.
+    """
     R = cos_BTR.shape[-1]
     a, b, rest = jnp.split(x_BTNH.astype(jnp.float32), (R, 2 * R), axis=-1)
     cos, sin = cos_BTR[:, :, None], sin_BTR[:, :, None]
@@ -130,7 +151,8 @@ def rotate(x_BTNH: jax.Array, cos_BTR: jax.Array, sin_BTR: jax.Array) -> jax.Arr
 def _inverse_frequencies(rope: RopeConfig, width: int) -> tuple[np.ndarray, float]:
     """Angle per position of each pair, float32 [R], and the factor on cos and sin. width: 2 R."""
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
-    # Powers in float64, rounded once, are torch's own; numpy's in float32 are off by an ulp, which 500 positions make visible.
+    # Powers in float64, rounded once, are torch's own; numpy's in float32 are off by an ulp, which 500
+    # positions make visible.
     powers = (np.float64(rope.rope_theta) ** exponents.astype(np.float64)).astype(np.float32)
     if rope.rope_type == "longrope":
         return np.float32(1.0) / (np.array(rope.short_factor, np.float32) * powers), _longrope_scale(rope)
@@ -146,7 +168,8 @@ def _inverse_frequencies(rope: RopeConfig, width: int) -> tuple[np.ndarray, floa
 
 def _llama3_frequencies(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
     """Llama 3.1: long waves stretched by `factor`, short ones kept, a smooth passage between."""
-    turns = rope.original_max_position_embeddings * inverse / np.float32(2 * math.pi)  # full turns within the first context
+    # Full turns within the first context.
+    turns = rope.original_max_position_embeddings * inverse / np.float32(2 * math.pi)
     smooth = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
     return ((1 - smooth) * inverse / rope.factor + smooth * inverse).astype(np.float32)
 
@@ -156,7 +179,11 @@ def _yarn_frequencies(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
     width = 2 * len(inverse)
 
     def pair_with(turns: float) -> float:
-        return width * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
+        return (
+            width
+            * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi))
+            / (2 * math.log(rope.rope_theta))
+        )
 
     low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
     if rope.truncate:
@@ -170,7 +197,11 @@ def _longrope_scale(rope: RopeConfig) -> float:
     """LongRoPE (Ding et al. 2024)."""
     if rope.attention_factor is not None:
         return rope.attention_factor
-    return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))
+    return (
+        1.0
+        if rope.factor <= 1
+        else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))
+    )
 
 
 def _yarn_scale(rope: RopeConfig) -> float:

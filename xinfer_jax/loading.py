@@ -1,4 +1,6 @@
-"""A checkpoint directory in, a model out: safetensors, one file or shards, memory-mapped, one tensor at a time."""
+"""A checkpoint directory in, a model out: safetensors, one file or shards, memory-mapped, one tensor at a
+time.
+"""
 
 import dataclasses
 import time
@@ -36,14 +38,19 @@ class Model:
     load_stats: LoadStats
 
 
-def load_model(path_or_repo_id: str | Path | None = None, dtype: Any = None, quantize: str | None = None) -> Model:
+def load_model(
+    path_or_repo_id: str | Path | None = None, dtype: Any = None, quantize: str | None = None
+) -> Model:
     """Loads a Hugging Face checkpoint.
 
     Args:
-        path_or_repo_id: directory with config.json and safetensors (and tokenizer.json, if text is wanted), or a hub name
-            owner/name; None: the bundled checkpoint. Quantized ones (quantized_files.py) are kept as they are stored.
-        dtype: float32, bfloat16 or float16, whatever the checkpoint's; None: float32 on CPU, bfloat16 elsewhere.
-        quantize: None, or "int8" or "int4": the matrices in fewer bytes (quantization.py), rounded to nearest while loading.
+        path_or_repo_id: directory with config.json and safetensors (and tokenizer.json, if text is wanted),
+            or a hub name owner/name; None: the bundled checkpoint. Quantized ones (quantized_files.py) are
+            kept as they are stored.
+        dtype: float32, bfloat16 or float16, whatever the checkpoint's; None: float32 on CPU, bfloat16
+            elsewhere.
+        quantize: None, or "int8" or "int4": the matrices in fewer bytes (quantization.py), rounded to nearest
+            while loading.
 
     Raises:
         InputError: files missing, unreadable or not fitting the config, every tensor at fault named.
@@ -57,20 +64,29 @@ def load_model(path_or_repo_id: str | Path | None = None, dtype: Any = None, qua
         raise InputError(f"{path} holds no config.json: give the directory of a Hugging Face checkpoint")
     config, stored = from_hf(settings), read_format(with_old_settings(settings, path))
     if stored and quantize:
-        raise InputError(f"{path} is already quantized ({stored.method}), and quantize={quantize!r} is asked for: load it without quantize")
+        raise InputError(
+            f"{path} is already quantized ({stored.method}), and quantize={quantize!r} is asked for: load it"
+            " without quantize"
+        )
     check_quantize(config, quantize or stored and stored.method)
     tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None
     generation = read_json(path / "generation_config.json") or {}
     params = load_params(path, config, dtype, quantize, stored)
-    stats = LoadStats(time.perf_counter() - start, tree_bytes(params), stored.method if stored else quantize or jnp.dtype(dtype).name)
+    stats = LoadStats(
+        time.perf_counter() - start,
+        tree_bytes(params),
+        stored.method if stored else quantize or jnp.dtype(dtype).name,
+    )
     return Model(params, config, tokenizer, generation, stats)
 
 
-def load_params(path: Path, config: ModelConfig, dtype: Any, quantize: str | None = None, stored: FileFormat | None = None) -> Params:
+def load_params(
+    path: Path, config: ModelConfig, dtype: Any, quantize: str | None = None, stored: FileFormat | None = None
+) -> Params:
     """The parameter tree from the safetensors in a directory.
 
-    Peak memory is the weights in `dtype` plus one tensor: files are memory-mapped, each tensor is converted into memory
-    that the array then keeps (on CPU without a further copy).
+    Peak memory is the weights in `dtype` plus one tensor: files are memory-mapped, each tensor is converted
+    into memory that the array then keeps (on CPU without a further copy).
     """
     files = _weight_files(path)
     tensors = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118  (a safetensors handle is no dict)
@@ -83,7 +99,9 @@ def load_params(path: Path, config: ModelConfig, dtype: Any, quantize: str | Non
     for spec, part in zip(specs, parts, strict=True):
         wanted |= part or {name: (shape, _FLOATS) for name, shape in spec.stored(tensors).items()}
     spare = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    spare |= {name for name in tensors if name.endswith(_NOT_WEIGHTS) or stored and stored.spare(name, tensors)}
+    spare |= {
+        name for name in tensors if name.endswith(_NOT_WEIGHTS) or stored and stored.spare(name, tensors)
+    }
     _check_tensors(path, tensors, wanted, spare)
 
     def leaf(spec: ParamSpec, part: dict[str, Part]) -> Any:
@@ -91,7 +109,9 @@ def load_params(path: Path, config: ModelConfig, dtype: Any, quantize: str | Non
             return jax.device_put(stored.leaf(spec.hf_name, spec.shape, tensors))
         tensor = spec.read(tensors)
         return (
-            _array(spec.hf_name, tensor, dtype) if quantize is None or tensor.ndim == 1 else quantized_leaf(tensor, spec.hf_name, quantize)
+            _array(spec.hf_name, tensor, dtype)
+            if quantize is None or tensor.ndim == 1
+            else quantized_leaf(tensor, spec.hf_name, quantize)
         )
 
     return jax.tree.unflatten(tree, map(leaf, specs, parts))
@@ -104,13 +124,25 @@ def _weight_files(path: Path) -> dict[str, Any]:
         names = ["model.safetensors"]
     elif (index := read_json(path / "model.safetensors.index.json")) is not None:
         shards = index.get("weight_map")
-        if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
-            raise InputError(f"{path / 'model.safetensors.index.json'} holds no weight_map of tensor names to file names")
+        if (
+            not isinstance(shards, dict)
+            or not shards
+            or not all(isinstance(name, str) for name in shards.values())
+        ):
+            raise InputError(
+                f"{path / 'model.safetensors.index.json'} holds no weight_map of tensor names to file names"
+            )
         names = sorted(set(shards.values()))
         if absent := [name for name in names if not (path / name).is_file()]:
-            raise InputError(f"{path}: the index names shards that are absent: {', '.join(absent)}; fetch the checkpoint again")
+            raise InputError(
+                f"{path}: the index names shards that are absent: {', '.join(absent)}; fetch the checkpoint"
+                " again"
+            )
     else:
-        raise InputError(f"{path} holds neither model.safetensors nor model.safetensors.index.json: only safetensors weights are read")
+        raise InputError(
+            f"{path} holds neither model.safetensors nor model.safetensors.index.json: only safetensors"
+            " weights are read"
+        )
     files = {}
     for name in names:
         try:
@@ -137,7 +169,9 @@ def _stored_name(spec: ParamSpec, config: ModelConfig, tensors: dict[str, Any]) 
 
 
 def _check_tensors(path: Path, tensors: dict[str, Any], wanted: dict[str, Part], spare: set[str]) -> None:
-    """Raises one InputError that names every tensor which is missing, unexpected, mis-shaped or of another type."""
+    """Raises one InputError that names every tensor which is missing, unexpected, mis-shaped or of another
+    type.
+    """
     faults = [f"missing {name} {list(shape)}" for name, (shape, _) in wanted.items() if name not in tensors]
     faults += [f"unexpected {name}" for name in sorted(tensors.keys() - wanted.keys() - spare)]
     for name in tensors.keys() & wanted.keys():
@@ -145,9 +179,18 @@ def _check_tensors(path: Path, tensors: dict[str, Any], wanted: dict[str, Part],
         if tuple(held.get_shape()) != shape:
             faults.append(f"{name} has shape {held.get_shape()}, the config asks for {list(shape)}")
         elif held.get_dtype() not in types:
-            faults.append(f"{name} has type {held.get_dtype()}, only {', '.join(sorted(types))} {'are' if len(types) > 1 else 'is'} read")
-    if not faults and "lm_head.weight" in spare & tensors.keys() and (embed := "model.embed_tokens.weight") in tensors:
-        if not np.array_equal(tensors[embed].get_tensor(embed), tensors["lm_head.weight"].get_tensor("lm_head.weight")):
+            faults.append(
+                f"{name} has type {held.get_dtype()}, only {', '.join(sorted(types))}"
+                f" {'are' if len(types) > 1 else 'is'} read"
+            )
+    if (
+        not faults
+        and "lm_head.weight" in spare & tensors.keys()
+        and (embed := "model.embed_tokens.weight") in tensors
+    ):
+        if not np.array_equal(
+            tensors[embed].get_tensor(embed), tensors["lm_head.weight"].get_tensor("lm_head.weight")
+        ):
             faults.append(f"tie_word_embeddings is true, but lm_head.weight differs from {embed}")
     if faults:
         raise InputError(f"{path}: the weights do not fit config.json: " + "; ".join(sorted(faults)))

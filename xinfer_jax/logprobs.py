@@ -1,4 +1,6 @@
-"""Log-probabilities beside the tokens: the likeliest alternatives before and after the processors, and full logits on request."""
+"""Log-probabilities beside the tokens: the likeliest alternatives before and after the processors, and full
+logits on request.
+"""
 
 import dataclasses
 from typing import NamedTuple
@@ -27,7 +29,8 @@ class TokenLogprobs(NamedTuple):
 
     id: int
     logprob: float  # before any processor
-    processed_logprob: float  # of the distribution that it was drawn from; 0 where the likeliest was taken for certain
+    # Of the distribution that it was drawn from; 0 where the likeliest was taken for certain.
+    processed_logprob: float
     top: list[tuple[int, float]]
     processed_top: list[tuple[int, float]]
 
@@ -36,18 +39,29 @@ def no_alternatives(rows: int, size: int, count: int, vocab_size: int, logits: b
     """Empty, for `size` tokens a row and `count` alternatives each."""
     ids, numbers = np.zeros((rows, size, count), np.int32), np.zeros((rows, size, count), np.float32)
     return Alternatives(
-        ids, numbers, ids, numbers, np.zeros((rows, size), np.float32), np.zeros((rows, size, vocab_size), np.float32) if logits else None
+        ids,
+        numbers,
+        ids,
+        numbers,
+        np.zeros((rows, size), np.float32),
+        np.zeros((rows, size, vocab_size), np.float32) if logits else None,
     )
 
 
-def note(old: Alternatives, column_B: jax.Array, logits_BV: jax.Array, processed_BV: jax.Array, token_B: jax.Array) -> Alternatives:
-    """Notes each row's token in its column, if there is such a column. processed: the logits that the token was drawn from."""
+def note(
+    old: Alternatives, column_B: jax.Array, logits_BV: jax.Array, processed_BV: jax.Array, token_B: jax.Array
+) -> Alternatives:
+    """Notes each row's token in its column, if there is such a column. processed: the logits that the token
+    was drawn from.
+    """
 
     def put(array: jax.Array, new: jax.Array) -> jax.Array:
         return array.at[jnp.arange(len(token_B)), column_B].set(new, mode="drop")
 
     before_BV, after_BV = jax.nn.log_softmax(logits_BV), jax.nn.log_softmax(processed_BV)
-    (logprob_BA, id_BA), (processed_BA, processed_id_BA) = (lax.top_k(x, old.id_BTA.shape[-1]) for x in (before_BV, after_BV))
+    (logprob_BA, id_BA), (processed_BA, processed_id_BA) = (
+        lax.top_k(x, old.id_BTA.shape[-1]) for x in (before_BV, after_BV)
+    )
     return Alternatives(
         put(old.id_BTA, id_BA),
         put(old.logprob_BTA, logprob_BA),
@@ -58,7 +72,9 @@ def note(old: Alternatives, column_B: jax.Array, logits_BV: jax.Array, processed
     )
 
 
-def rows_of_tokens(noted: Alternatives, tokens_BT: np.ndarray, logprobs_BT: np.ndarray, length_B: np.ndarray) -> list[list[TokenLogprobs]]:
+def rows_of_tokens(
+    noted: Alternatives, tokens_BT: np.ndarray, logprobs_BT: np.ndarray, length_B: np.ndarray
+) -> list[list[TokenLogprobs]]:
     """On the host, one list per row."""
     noted = jax.device_get(dataclasses.replace(noted, logits_BTV=None))
 
@@ -68,6 +84,8 @@ def rows_of_tokens(noted: Alternatives, tokens_BT: np.ndarray, logprobs_BT: np.n
     def token(i: int, t: int) -> TokenLogprobs:
         before = pairs(noted.id_BTA[i, t], noted.logprob_BTA[i, t])
         after = pairs(noted.processed_id_BTA[i, t], noted.processed_logprob_BTA[i, t])
-        return TokenLogprobs(int(tokens_BT[i, t]), float(logprobs_BT[i, t]), float(noted.processed_BT[i, t]), before, after)
+        return TokenLogprobs(
+            int(tokens_BT[i, t]), float(logprobs_BT[i, t]), float(noted.processed_BT[i, t]), before, after
+        )
 
     return [[token(i, t) for t in range(n)] for i, n in enumerate(length_B)]

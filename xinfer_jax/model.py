@@ -1,4 +1,6 @@
-"""The decoder as a pure function of (params, tokens, cache): embed, layers, logits. One for all families, driven by the config."""
+"""The decoder as a pure function of (params, tokens, cache): embed, layers, logits. One for all families,
+driven by the config.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,21 +23,25 @@ def forward(
     *,
     impl: str | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
-    """Logits of every token. Not jitted: the caller jits it. Without a cache it has reverse-mode gradients in every leaf.
+    """Logits of every token. Not jitted: the caller jits it. Without a cache it has reverse-mode gradients in
+    every leaf.
 
     Args:
         params: the parameter tree.
         config: static.
         tokens_BT: int32 token ids.
-        cache: None, or the cache that already holds what precedes these tokens; they are appended at its `length_B`.
-        num_tokens_B: how many of the T tokens of each row are real (the rest is padding on the right); None: all.
+        cache: None, or the cache that already holds what precedes these tokens; they are appended at its
+            `length_B`.
+        num_tokens_B: how many of the T tokens of each row are real (the rest is padding on the right); None:
+            all.
         impl: of attention: None (what suits the device), "mosaic", "triton" or "xla".
 
     Returns:
         float32 logits [B, T, V] (undefined at padding) and the cache with the tokens appended.
 
     Raises:
-        InputError: more tokens than the cache's capacity; an impl that this machine lacks, or that cannot serve the call.
+        InputError: more tokens than the cache's capacity; an impl that this machine lacks, or that cannot
+            serve the call.
     """
     check_impl(impl)
     hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B, impl=impl)
@@ -62,9 +68,15 @@ def hidden_states(
     num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else num_tokens_B
     start_B = jnp.zeros(B, jnp.int32) if cache is None else cache.length_B
     angles = rotary_angles(config, start_B[:, None] + jnp.arange(T), start_B + num_tokens_B)
-    x_BTD = embed_tokens(params, config, tokens_BT) if inputs_BTD is None else inputs_BTD.astype(activation_dtype(params))
+    x_BTD = (
+        embed_tokens(params, config, tokens_BT)
+        if inputs_BTD is None
+        else inputs_BTD.astype(activation_dtype(params))
+    )
     for index, layer in enumerate(params["layers"]):
-        attended_BTD, cache = _attend(layer, config, index, norm(x_BTD, layer, "attn_norm", config), angles, cache, num_tokens_B, impl)
+        attended_BTD, cache = _attend(
+            layer, config, index, norm(x_BTD, layer, "attn_norm", config), angles, cache, num_tokens_B, impl
+        )
         x_BTD = x_BTD + norm(attended_BTD, layer, "attn_post_norm", config)
         fed_BTD = _feed_forward(norm(x_BTD, layer, "mlp_norm", config), layer, config)
         x_BTD = x_BTD + norm(fed_BTD, layer, "mlp_post_norm", config)
@@ -87,7 +99,9 @@ def head(params: Params) -> Params:
     return params["lm_head"] if "lm_head" in params else params["embed"]
 
 
-def _attend(layer: Params, config: ModelConfig, index: int, x_BTD, angles, cache: KVCache | None, num_tokens_B, impl):
+def _attend(
+    layer: Params, config: ModelConfig, index: int, x_BTD, angles, cache: KVCache | None, num_tokens_B, impl
+):
     B, T, _ = x_BTD.shape
     q_BTNH, k_BTKH, v_BTKH = (_heads(layer, config, name, x_BTD) for name in "qkv")
     if angles[index] is not None:
@@ -100,7 +114,9 @@ def _attend(layer: Params, config: ModelConfig, index: int, x_BTD, angles, cache
         cache = append(cache, index, k_BTKH, v_BTKH, num_tokens_B)
         k_BKSH, v_BKSH = read(cache, index)
     scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
-    settings = dict(scale=scale, window=config.layer_windows[index], softcap=config.attn_logit_softcapping, impl=impl)
+    settings = dict(
+        scale=scale, window=config.layer_windows[index], softcap=config.attn_logit_softcapping, impl=impl
+    )
     ring = cache is not None and cache.is_ring(index)
     out_BTNH = attention(q_BTNH, k_BKSH, v_BKSH, length_B=length_B, start_B=start_B, ring=ring, **settings)
     return linear(out_BTNH.reshape(B, T, -1), layer["o"]), cache

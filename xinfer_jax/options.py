@@ -1,4 +1,6 @@
-"""What `generate` and `stream` are asked for and what they give back; bad input is refused here, before any tracing."""
+"""What `generate` and `stream` are asked for and what they give back; bad input is refused here, before any
+tracing.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,22 +25,31 @@ class GenerateOptions:
     """What `generate` and `stream` do beyond the prompts."""
 
     max_new_tokens: int = 128
-    sampling: SamplingConfig | Sequence[SamplingConfig] = SamplingConfig()  # for all prompts, or one per prompt
+    # For all prompts, or one per prompt.
+    sampling: SamplingConfig | Sequence[SamplingConfig] = SamplingConfig()
     eos_token_ids: Sequence[int] = ()  # any of them ends a row; none: never stop early
     capacity: int | None = None  # of the cache, in tokens; None: what the call needs, rounded up
     use_cache: bool = True  # False: recompute the whole sequence for every token, to compare
-    impl: str | None = None  # of attention and argmax: None (what suits the device), "mosaic", "triton" or "xla"
-    cache_dtype: str | None = None  # of keys and values: "int8", "int4", "gear", or a float type; None: float32 on CPU, or as activations
+    # Of attention and argmax: None (what suits the device), "mosaic", "triton" or "xla".
+    impl: str | None = None
+    # Of keys and values: "int8", "int4", "gear", or a float type; None: float32 on CPU, or as activations.
+    cache_dtype: str | None = None
     stop_token_ids: Sequence[int] = ()  # end a row as EOS ids do, with the finish_reason "stop"
-    stop_strings: Sequence[str] = ()  # end the text before the first of them; the text functions know what a string is
-    n: int = 1  # answers per prompt: rows i * n … i * n + n - 1 are those of prompt i, and answer j draws from fold_in(row_key, j)
-    best_of: int | None = None  # generate so many per prompt, return the n of largest log-probability per token; None: n
+    # End the text before the first of them; the text functions know what a string is.
+    stop_strings: Sequence[str] = ()
+    # Answers per prompt: rows i * n … i * n + n - 1 are those of prompt i, and answer j draws from
+    # fold_in(row_key, j).
+    n: int = 1
+    # Generate so many per prompt, return the n of largest log-probability per token; None: n.
+    best_of: int | None = None
     logprobs: int = 0  # alternatives noted for each token, before and after the processors
-    # What guesses tokens ahead: a `Model` with the same vocabulary, "lookup" (what followed in the row before), or a function
-    # (history_BS, length_B, count) -> int32 [B, count] that can be traced; None: nothing.
+    # What guesses tokens ahead: a `Model` with the same vocabulary, "lookup" (what followed in the row
+    # before), or a function (history_BS, length_B, count) -> int32 [B, count] that can be traced; None:
+    # nothing.
     draft: Any = None
     draft_tokens: int = 3  # guesses per pass
-    prefix: Prefix | None = None  # of an earlier call: of each prompt, what its rows start with alike is not read again
+    # Of an earlier call: of each prompt, what its rows start with alike is not read again.
+    prefix: Prefix | None = None
     keep_prefix: bool = False  # return the cache as out.prefix, for the next call
     logits: bool = False  # the logits of every step too, before any processor: float32 [steps, V] per row
 
@@ -48,10 +59,12 @@ class GenerateOutput:
     """What `generate` returns; one entry per prompt and answer."""
 
     tokens: list[list[int]]  # new ids, the EOS or stop id that ended them not included
-    logprobs: list[list[float]]  # the model's log-probability of each (before any processor), with the EOS entry last if there was one
+    # The model's log-probability of each (before any processor), with the EOS entry last if there was one.
+    logprobs: list[list[float]]
     finish_reason: list[str]  # "eos", "stop" or "length"
     stats: GenerateStats
-    alternatives: list[list[TokenLogprobs]] | None = None  # with options.logprobs: of each entry of `logprobs`
+    # With options.logprobs: of each entry of `logprobs`.
+    alternatives: list[list[TokenLogprobs]] | None = None
     logits: list[np.ndarray] | None = None  # with options.logits: [entries of `logprobs`, V]
     prefix: Prefix | None = None  # with options.keep_prefix
 
@@ -60,12 +73,22 @@ class GenerateOutput:
         mean = [np.mean(row) for row in self.logprobs]
         groups = (range(first, first + of) for first in range(0, len(mean), of))
         kept = [i for group in groups for i in sorted(group, key=lambda i: -mean[i])[:n]]
-        lists = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("stats", "prefix")}
-        return dataclasses.replace(self, **{name: value and [value[i] for i in kept] for name, value in lists.items()})
+        lists = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name not in ("stats", "prefix")
+        }
+        return dataclasses.replace(
+            self, **{name: value and [value[i] for i in kept] for name, value in lists.items()}
+        )
 
 
 def checked(
-    params: Params, config: ModelConfig, prompts: Sequence[Sequence[int]], options: GenerateOptions | None, key: jax.Array | None
+    params: Params,
+    config: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    options: GenerateOptions | None,
+    key: jax.Array | None,
 ) -> tuple[Any, ...]:
     """params, config, prompts, options, and settings and keys for each prompt; or an InputError."""
     options = options or GenerateOptions()
@@ -82,39 +105,64 @@ def checked(
         raise InputError("stop_strings need text: use generate_text or stream_text, or stop_token_ids")
     for name, least in (("n", 1), ("logprobs", 0), ("draft_tokens", 1), ("best_of", options.n)):
         value = getattr(options, name)
-        if (value is not None or name != "best_of") and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        if (value is not None or name != "best_of") and (
+            isinstance(value, bool) or not isinstance(value, int) or value < least
+        ):
             raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}")
     if options.draft not in (None, "lookup") and not callable(options.draft):
         if not hasattr(options.draft, "params"):
             raise InputError(f"draft must be a model from load_model, or 'lookup', got {options.draft!r}")
         if options.draft.config.vocab_size != config.vocab_size:
-            raise InputError(f"the draft's vocabulary of {options.draft.config.vocab_size} is not the model's of {config.vocab_size}")
+            raise InputError(
+                f"the draft's vocabulary of {options.draft.config.vocab_size} is not the model's of"
+                f" {config.vocab_size}"
+            )
         if options.draft.config.context_length < longest + new:
             raise InputError(
-                f"prompt of {longest} tokens + max_new_tokens {new} exceeds the draft's context limit {options.draft.config.context_length}"
+                f"prompt of {longest} tokens + max_new_tokens {new} exceeds the draft's context limit"
+                f" {options.draft.config.context_length}"
             )
     for name in ("draft", "prefix", "keep_prefix", "cache_dtype"):
         if getattr(options, name) and not options.use_cache:
             raise InputError(f"{name} needs the cache: leave use_cache true")
     if options.keep_prefix and options.best_of not in (None, options.n):
-        raise InputError(f"keep_prefix with best_of={options.best_of}: the cache would hold other rows, choose from n answers yourself")
+        raise InputError(
+            f"keep_prefix with best_of={options.best_of}: the cache would hold other rows, choose from n"
+            " answers yourself"
+        )
     if options.prefix is not None:
         options.prefix.shared(prompts)
         if options.capacity not in (None, options.prefix.cache.capacity):
-            raise InputError(f"capacity={options.capacity}, but the prefix has a cache of {options.prefix.cache.capacity}: leave it out")
+            raise InputError(
+                f"capacity={options.capacity}, but the prefix has a cache of {options.prefix.cache.capacity}:"
+                " leave it out"
+            )
         if options.cache_dtype not in (None, options.prefix.cache.dtype):
-            raise InputError(f"cache_dtype={options.cache_dtype!r}, but the prefix is in {options.prefix.cache.dtype}: leave it out")
+            raise InputError(
+                f"cache_dtype={options.cache_dtype!r}, but the prefix is in {options.prefix.cache.dtype}:"
+                " leave it out"
+            )
     if options.logprobs > config.vocab_size:
         raise InputError(f"logprobs={options.logprobs} exceeds the vocabulary of {config.vocab_size}")
     sampling_B = per_row(options.sampling, len(prompts), config.vocab_size)
     for limit, name, remedy in (
         (config.context_length, "the model's context limit", "shorten the prompt or generate fewer tokens"),
         (options.capacity, "the capacity", "raise capacity or shorten the prompt"),
-        (options.prefix and options.prefix.cache.capacity, "the capacity of the prefix", "start it with a larger capacity"),
+        (
+            options.prefix and options.prefix.cache.capacity,
+            "the capacity of the prefix",
+            "start it with a larger capacity",
+        ),
     ):
         if limit is not None and longest + new > limit:
-            dynamic = " (rope type 'dynamic' changes its frequencies there)" if config.rope.rope_type == "dynamic" else ""
-            raise InputError(f"prompt of {longest} tokens + max_new_tokens {new} exceeds {name} {limit}{dynamic}: {remedy}")
+            dynamic = (
+                " (rope type 'dynamic' changes its frequencies there)"
+                if config.rope.rope_type == "dynamic"
+                else ""
+            )
+            raise InputError(
+                f"prompt of {longest} tokens + max_new_tokens {new} exceeds {name} {limit}{dynamic}: {remedy}"
+            )
     config = with_fixed_rope(config, min(map(len, prompts)), longest + new)
     for name, ids in (("EOS", options.eos_token_ids), ("stop", options.stop_token_ids)):
         for token in ids:
@@ -129,7 +177,9 @@ def checked(
 
 
 def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], name: str = "prompt") -> None:
-    """Raises InputError, which calls them by `name`, unless prompts are non-empty lists of ids inside the vocabulary."""
+    """Raises InputError, which calls them by `name`, unless prompts are non-empty lists of ids inside the
+    vocabulary.
+    """
     if not len(prompts):
         raise InputError(f"no {name}s: give at least one list of token ids")
     for i, prompt in enumerate(prompts):
@@ -138,4 +188,6 @@ def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], name: s
             raise InputError(f"{name} {i} must be a non-empty list of token ids, got {prompt!r}")
         if ids.min() < 0 or ids.max() >= config.vocab_size:
             bad = ids[(ids < 0) | (ids >= config.vocab_size)][0]
-            raise InputError(f"{name} {i} holds token id {bad}, outside the vocabulary of {config.vocab_size}")
+            raise InputError(
+                f"{name} {i} holds token id {bad}, outside the vocabulary of {config.vocab_size}"
+            )

@@ -1,7 +1,7 @@
 """The tree of parameter shapes: the single source for initialisation, the loader's check and byte counts.
 
-Matrices keep the checkpoint's layout [out, in]: nothing is transposed while loading, and a one-row product reads each
-output's weights in one run (measured on CPU: 18-21 GB/s against 10-16 for [in, out]).
+Matrices keep the checkpoint's layout [out, in]: nothing is transposed while loading, and a one-row product
+reads each output's weights in one run (measured on CPU: 18-21 GB/s against 10-16 for [in, out]).
 """
 
 import dataclasses
@@ -65,7 +65,11 @@ def param_specs(config: ModelConfig) -> Params:
 
 def _layer(config: ModelConfig, index: int) -> Params:
     prefix, d, h = f"model.layers.{index}", config.hidden_size, config.head_dim
-    attn, heads, kv_heads = f"{prefix}.self_attn", config.num_attention_heads * h, config.num_key_value_heads * h
+    attn, heads, kv_heads = (
+        f"{prefix}.self_attn",
+        config.num_attention_heads * h,
+        config.num_key_value_heads * h,
+    )
     fused = (f"{attn}.qkv_proj.weight", heads + 2 * kv_heads) if config.fused_projections else None
     tree = {
         "q": _linear(f"{attn}.q_proj", heads, d, config.qkv_bias, fused, 0),
@@ -81,8 +85,13 @@ def _layer(config: ModelConfig, index: int) -> Params:
     tree |= {name: ParamSpec((d,), f"{prefix}.{hf_name}_layernorm.weight") for name, hf_name in names.items()}
     if config.qk_norm:
         q, k = (heads, kv_heads) if config.qk_norm_joint else (h, h)
-        tree |= {"q_norm": ParamSpec((q,), f"{attn}.q_norm.weight"), "k_norm": ParamSpec((k,), f"{attn}.k_norm.weight")}
-    return tree | (_experts if config.layer_experts and config.layer_experts[index] else _mlp)(config, f"{prefix}.mlp")
+        tree |= {
+            "q_norm": ParamSpec((q,), f"{attn}.q_norm.weight"),
+            "k_norm": ParamSpec((k,), f"{attn}.k_norm.weight"),
+        }
+    return tree | (_experts if config.layer_experts and config.layer_experts[index] else _mlp)(
+        config, f"{prefix}.mlp"
+    )
 
 
 def _mlp(config: ModelConfig, prefix: str) -> Params:
@@ -96,11 +105,19 @@ def _mlp(config: ModelConfig, prefix: str) -> Params:
 
 
 def _experts(config: ModelConfig, prefix: str) -> Params:
-    """Checkpoints have a tensor for each expert; what transformers 5 has in memory, and some files too, are stacks."""
+    """Checkpoints have a tensor for each expert; what transformers 5 has in memory, and some files too, are
+    stacks.
+    """
     experts, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
 
     def stack(name: str, shape: tuple[int, int], fused_name: str, first_row: int, rows: int) -> Params:
-        spec = ParamSpec((experts, *shape), f"{prefix}.experts.{{}}.{name}.weight", f"{prefix}.experts.{fused_name}", first_row, rows)
+        spec = ParamSpec(
+            (experts, *shape),
+            f"{prefix}.experts.{{}}.{name}.weight",
+            f"{prefix}.experts.{fused_name}",
+            first_row,
+            rows,
+        )
         return {"weight": spec}
 
     stacks = {
@@ -111,20 +128,31 @@ def _experts(config: ModelConfig, prefix: str) -> Params:
     return {"router": _linear(f"{prefix}.gate", experts, d), "experts": stacks}
 
 
-def _linear(name: str, out_size: int, in_size: int, bias: bool = False, fused: tuple[str, int] | None = None, first_row: int = 0) -> Params:
+def _linear(
+    name: str,
+    out_size: int,
+    in_size: int,
+    bias: bool = False,
+    fused: tuple[str, int] | None = None,
+    first_row: int = 0,
+) -> Params:
     held = (fused[0], first_row, fused[1]) if fused else ()
     leaf = {"weight": ParamSpec((out_size, in_size), f"{name}.weight", *held)}
     return leaf | ({"bias": ParamSpec((out_size,), f"{name}.bias")} if bias else {})
 
 
-def init_params(config: ModelConfig, key: jax.Array, dtype: Any = None, quantize: str | None = None) -> Params:
-    """Random parameters: matrices normal with standard deviation 1/sqrt(inputs) (0.02 for the embedding), biases normal 0.02, norms one.
+def init_params(
+    config: ModelConfig, key: jax.Array, dtype: Any = None, quantize: str | None = None
+) -> Params:
+    """Random parameters: matrices normal with standard deviation 1/sqrt(inputs) (0.02 for the embedding),
+    biases normal 0.02, norms one.
 
     Args:
         config: the model.
         key: one PRNG key.
         dtype: of every leaf; None: `default_dtype()`.
-        quantize: None, "int8" or "int4": the matrices in that form, one after the other, so that they never exist in `dtype` all at once.
+        quantize: None, "int8" or "int4": the matrices in that form, one after the other, so that they never
+            exist in `dtype` all at once.
     """
     dtype = resolve_dtype(dtype)
     check_method(quantize)
@@ -137,15 +165,24 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: Any = None, quantize
             return jnp.full(spec.shape, 1 - config.norm_offset, dtype)
         scale = 0.02 if "embed" in spec.hf_name or len(spec.shape) == 1 else 1 / math.sqrt(spec.shape[-1])
         matrix = (scale * jax.random.normal(key, spec.shape)).astype(dtype)
-        return matrix if quantize is None or len(spec.shape) == 1 else quantized_leaf(np.asarray(matrix), spec.hf_name, quantize)
+        return (
+            matrix
+            if quantize is None or len(spec.shape) == 1
+            else quantized_leaf(np.asarray(matrix), spec.hf_name, quantize)
+        )
 
     return jax.tree.unflatten(tree, [init(spec, key) for spec, key in zip(specs, keys, strict=True)])
 
 
 def check_quantize(config: ModelConfig, method: str | None) -> None:
-    """Raises InputError if the model's matrices would be quantized and cannot be. method: of a file, or asked for."""
+    """Raises InputError if the model's matrices would be quantized and cannot be. method: of a file, or asked
+    for.
+    """
     if method and config.num_experts:
-        raise InputError(f"quantized weights ({method}) are not supported for model_type {config.model_type!r}: experts stay float numbers")
+        raise InputError(
+            f"quantized weights ({method}) are not supported for model_type {config.model_type!r}: experts"
+            " stay float numbers"
+        )
 
 
 def default_dtype() -> Any:
@@ -159,7 +196,9 @@ def activation_dtype(params: Params) -> Any:
 
 
 def cache_dtype(params: Params) -> Any:
-    """For K and V: that of the activations; on CPU float32, since XLA there widens a 16-bit cache as a whole at every step (jax 0.10)."""
+    """For K and V: that of the activations; on CPU float32, since XLA there widens a 16-bit cache as a whole
+    at every step (jax 0.10).
+    """
     return jnp.float32 if jax.default_backend() == "cpu" else activation_dtype(params)
 
 

@@ -1,4 +1,6 @@
-"""A cache that outlives its call: what rows have read and written, so that the next call reads only what is new; kept in files too."""
+"""A cache that outlives its call: what rows have read and written, so that the next call reads only what is
+new; kept in files too.
+"""
 
 import dataclasses
 import hashlib
@@ -28,7 +30,8 @@ class Prefix:
     cache: KVCache
 
     def shared(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
-        """How many tokens at the start of each prompt the cache holds, int32 [B]: at most all but the last, whose logits are wanted.
+        """How many tokens at the start of each prompt the cache holds, int32 [B]: at most all but the last,
+        whose logits are wanted.
 
         None of them where layers with a sliding window have forgotten what the next token sees.
 
@@ -36,7 +39,9 @@ class Prefix:
             InputError: another number of prompts than rows.
         """
         if len(prompts) != len(self.tokens):
-            raise InputError(f"{len(prompts)} prompts for a prefix of {len(self.tokens)} rows: give one prompt per row")
+            raise InputError(
+                f"{len(prompts)} prompts for a prefix of {len(self.tokens)} rows: give one prompt per row"
+            )
 
         def common(held: Sequence[int], prompt: Sequence[int]) -> int:
             most = min(len(held), len(prompt) - 1)
@@ -47,7 +52,8 @@ class Prefix:
 
 
 def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelConfig) -> None:
-    """Writes a prefix as safetensors: the keys and values of the tokens it holds, and which model they are of.
+    """Writes a prefix as safetensors: the keys and values of the tokens it holds, and which model they are
+    of.
 
     Raises:
         InputError: the file cannot be written.
@@ -61,7 +67,9 @@ def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelC
         tensors[f"{i}"] = held.view(np.uint16) if held.itemsize == 2 else held
     kept = {"tokens": prefix.tokens, "dtype": cache.dtype, "capacity": cache.capacity, "reached": reached}
     try:
-        save_file(tensors, path, metadata={"xinfer_jax": json.dumps(kept), "model": _fingerprint(params, config)})
+        save_file(
+            tensors, path, metadata={"xinfer_jax": json.dumps(kept), "model": _fingerprint(params, config)}
+        )
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error}") from error
 
@@ -97,15 +105,20 @@ def load_prefix(path: str | Path, params: Params, config: ModelConfig, capacity:
     def padded(array: np.ndarray, like: jax.Array) -> jax.Array:
         if array.shape[2] > like.shape[2]:
             raise InputError(
-                f"{path} holds {array.shape[2]} slots of a layer, which capacity {capacity} has not: raise it to {kept['capacity']}"
+                f"{path} holds {array.shape[2]} slots of a layer, which capacity {capacity} has not: raise it"
+                f" to {kept['capacity']}"
             )
-        return jnp.asarray(np.pad(array.view(like.dtype), ((0, 0), (0, 0), (0, like.shape[2] - array.shape[2]), (0, 0))))
+        return jnp.asarray(
+            np.pad(array.view(like.dtype), ((0, 0), (0, 0), (0, like.shape[2] - array.shape[2]), (0, 0)))
+        )
 
     leaves, tree = jax.tree.flatten((empty.k, empty.v))
     k, v = jax.tree.unflatten(tree, [padded(arrays[f"{i}"], like) for i, like in enumerate(leaves)])
     length_B = jnp.array([len(row) for row in kept["tokens"]], jnp.int32)
     reached_B = None if empty.reached_B is None else jnp.array(kept["reached"] or length_B, jnp.int32)
-    return Prefix(kept["tokens"], dataclasses.replace(empty, k=k, v=v, length_B=length_B, reached_B=reached_B))
+    return Prefix(
+        kept["tokens"], dataclasses.replace(empty, k=k, v=v, length_B=length_B, reached_B=reached_B)
+    )
 
 
 def _fingerprint(params: Params, config: ModelConfig) -> str:
@@ -119,4 +132,6 @@ def _fingerprint(params: Params, config: ModelConfig) -> str:
 def kept_prefix(prompts: Sequence[Sequence[int]], chosen: Sequence[Sequence[int]], cache: Any) -> Prefix:
     """What a call leaves behind: of each row everything but the last token, which was chosen and not read."""
     tokens = [[*prompt, *ids][:-1] for prompt, ids in zip(prompts, chosen, strict=True)]
-    return Prefix(tokens, dataclasses.replace(cache, length_B=jnp.array([len(row) for row in tokens], jnp.int32)))
+    return Prefix(
+        tokens, dataclasses.replace(cache, length_B=jnp.array([len(row) for row in tokens], jnp.int32))
+    )

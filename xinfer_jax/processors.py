@@ -1,7 +1,8 @@
 """Processors, each logits_BV -> logits_BV with one setting per row, as transformers defines them.
 
-Thresholds (the k-th largest logit, the edge of the nucleus) are found by bisection over the bits of the float instead of
-by sorting: exact, 32 passes over the row, a fraction of the cost of sorting 152k numbers, and quick to compile.
+Thresholds (the k-th largest logit, the edge of the nucleus) are found by bisection over the bits of the float
+instead of by sorting: exact, 32 passes over the row, a fraction of the cost of sorting 152k numbers, and
+quick to compile.
 """
 
 import jax
@@ -10,12 +11,16 @@ from jax import lax
 
 
 def repetition_penalty(logits_BV: jax.Array, penalty_B: jax.Array, seen_BV: jax.Array) -> jax.Array:
-    """Divides positive logits of tokens already present by the penalty and multiplies negative ones (Keskar et al. 2019)."""
+    """Divides positive logits of tokens already present by the penalty and multiplies negative ones (Keskar
+    et al. 2019).
+    """
     penalty = penalty_B[:, None]
     return jnp.where(seen_BV, jnp.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty), logits_BV)
 
 
-def no_repeat_ngram(logits_BV: jax.Array, size_B: jax.Array, history_BS: jax.Array, length_B: jax.Array) -> jax.Array:
+def no_repeat_ngram(
+    logits_BV: jax.Array, size_B: jax.Array, history_BS: jax.Array, length_B: jax.Array
+) -> jax.Array:
     """Forbids tokens that would complete an n-gram that the row already holds; size 0 forbids none.
 
     Args:
@@ -32,18 +37,32 @@ def no_repeat_ngram(logits_BV: jax.Array, size_B: jax.Array, history_BS: jax.Arr
 
     inside_BS = (slot_S >= size_B[:, None] - 1) & (slot_S < length_B[:, None]) & (size_B[:, None] > 0)
     completes_BS = lax.fori_loop(1, jnp.maximum(jnp.max(size_B), 1), compare, inside_BS)
-    banned_BV = jnp.zeros(logits_BV.shape, bool).at[jnp.arange(len(size_B))[:, None], history_BS].max(completes_BS)
+    banned_BV = (
+        jnp.zeros(logits_BV.shape, bool).at[jnp.arange(len(size_B))[:, None], history_BS].max(completes_BS)
+    )
     return jnp.where(banned_BV, -jnp.inf, logits_BV)
 
 
-def min_new_tokens(logits_BV: jax.Array, least_B: jax.Array, chosen_B: jax.Array, eos_E: jax.Array) -> jax.Array:
-    """Forbids the ids that end a row while it has chosen fewer tokens than asked for; ids below 0 are none."""
-    end_V = jnp.zeros(logits_BV.shape[1], bool).at[jnp.where(eos_E < 0, logits_BV.shape[1], eos_E)].set(True, mode="drop")
+def min_new_tokens(
+    logits_BV: jax.Array, least_B: jax.Array, chosen_B: jax.Array, eos_E: jax.Array
+) -> jax.Array:
+    """Forbids the ids that end a row while it has chosen fewer tokens than asked for; ids below 0 are
+    none.
+    """
+    end_V = (
+        jnp.zeros(logits_BV.shape[1], bool)
+        .at[jnp.where(eos_E < 0, logits_BV.shape[1], eos_E)]
+        .set(True, mode="drop")
+    )
     return jnp.where(end_V & (chosen_B < least_B)[:, None], -jnp.inf, logits_BV)
 
 
-def presence_frequency(logits_BV: jax.Array, presence_B: jax.Array, frequency_B: jax.Array, count_BV: jax.Array) -> jax.Array:
-    """Subtracts `presence` from tokens that the answer already holds, and `frequency` as often as it holds them (OpenAI's definition)."""
+def presence_frequency(
+    logits_BV: jax.Array, presence_B: jax.Array, frequency_B: jax.Array, count_BV: jax.Array
+) -> jax.Array:
+    """Subtracts `presence` from tokens that the answer already holds, and `frequency` as often as it holds
+    them (OpenAI's definition).
+    """
     return logits_BV - presence_B[:, None] * (count_BV > 0) - frequency_B[:, None] * count_BV
 
 
@@ -53,7 +72,9 @@ def top_k(logits_BV: jax.Array, k_B: jax.Array) -> jax.Array:
 
 
 def top_p(logits_BV: jax.Array, p_B: jax.Array) -> jax.Array:
-    """Keeps the smallest set of largest logits whose probabilities sum to at least p (Holtzman et al. 2020), the rest becomes -inf."""
+    """Keeps the smallest set of largest logits whose probabilities sum to at least p (Holtzman et al. 2020),
+    the rest becomes -inf.
+    """
     return _keep(logits_BV, logits_BV, jax.nn.softmax(logits_BV, -1), _mass(p_B))
 
 
@@ -72,12 +93,17 @@ def top_k_top_p(logits_BV: jax.Array, k_B: jax.Array, p_B: jax.Array) -> jax.Arr
 
 
 def min_p(logits_BV: jax.Array, p_B: jax.Array) -> jax.Array:
-    """Keeps tokens at least p times as likely as the likeliest (Nguyen et al. 2024), the rest becomes -inf; 0 keeps all."""
-    return jnp.where(logits_BV >= jnp.max(logits_BV, -1, keepdims=True) + jnp.log(p_B)[:, None], logits_BV, -jnp.inf)
+    """Keeps tokens at least p times as likely as the likeliest (Nguyen et al. 2024), the rest becomes -inf; 0
+    keeps all.
+    """
+    return jnp.where(
+        logits_BV >= jnp.max(logits_BV, -1, keepdims=True) + jnp.log(p_B)[:, None], logits_BV, -jnp.inf
+    )
 
 
 def typical_p(logits_BV: jax.Array, p_B: jax.Array, fewest: int = 1) -> jax.Array:
-    """Keeps the tokens whose surprise is nearest to its mean, `fewest` or more, until they reach probability p; 1 keeps all.
+    """Keeps the tokens whose surprise is nearest to its mean, `fewest` or more, until they reach probability
+    p; 1 keeps all.
 
     Source: Meister et al. 2023.
     """
@@ -86,7 +112,11 @@ def typical_p(logits_BV: jax.Array, p_B: jax.Array, fewest: int = 1) -> jax.Arra
     entropy_B1 = -jnp.sum(jnp.where(probability_BV > 0, probability_BV * logprob_BV, 0), -1, keepdims=True)
     key_BV = -jnp.abs(-logprob_BV - entropy_B1)
     kept_BV = _keep(logits_BV, key_BV, probability_BV, _mass(p_B))
-    return kept_BV if fewest == 1 else jnp.maximum(kept_BV, _keep(logits_BV, key_BV, jnp.ones_like(key_BV), jnp.full_like(p_B, fewest)))
+    return (
+        kept_BV
+        if fewest == 1
+        else jnp.maximum(kept_BV, _keep(logits_BV, key_BV, jnp.ones_like(key_BV), jnp.full_like(p_B, fewest)))
+    )
 
 
 def _count(k_B: jax.Array) -> jax.Array:
@@ -98,7 +128,8 @@ def _mass(p_B: jax.Array) -> jax.Array:
 
 
 def _keep(logits_BV: jax.Array, key_BV: jax.Array, weight_BV: jax.Array, least_B: jax.Array) -> jax.Array:
-    """Keeps the fewest logits of largest key whose weights sum to at least `least` (all, where that cannot be), the rest becomes -inf.
+    """Keeps the fewest logits of largest key whose weights sum to at least `least` (all, where that cannot
+    be), the rest becomes -inf.
 
     The threshold is found bit by bit, on integers that are ordered as the floats are.
     """

@@ -1,4 +1,6 @@
-"""x @ matrix.T for float matrices, and the forms of it that XLA runs at memory speed on CPU (measured: WORKSPACE.md)."""
+"""x @ matrix.T for float matrices, and the forms of it that XLA runs at memory speed on CPU (measured:
+WORKSPACE.md).
+"""
 
 from collections.abc import Callable
 
@@ -13,15 +15,21 @@ _TILE_BYTES = 4 << 20  # of a narrow matrix that are float32 at one time
 
 
 def product(x_MK: jax.Array, matrix_NK: jax.Array) -> jax.Array:
-    """float32 [M, N]. float32 matrices multiply in full float32 on every backend (no TF32); narrower ones accumulate in float32."""
-    cpu = {jnp.dtype("float32"): _float32_product, jnp.dtype("bfloat16"): _bfloat16_product}.get(matrix_NK.dtype, _tiled_product)
+    """float32 [M, N]. float32 matrices multiply in full float32 on every backend (no TF32); narrower ones
+    accumulate in float32.
+    """
+    cpu = {jnp.dtype("float32"): _float32_product, jnp.dtype("bfloat16"): _bfloat16_product}.get(
+        matrix_NK.dtype, _tiled_product
+    )
     return lax.platform_dependent(x_MK, matrix_NK, cpu=cpu, default=dot)
 
 
 def dot(a: jax.Array, b: jax.Array, axis: int = 1, dtype: jnp.dtype = jnp.float32) -> jax.Array:
     """The last axis of a with an axis of b, accumulated in dtype."""
     precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
-    return lax.dot_general(a, b, (((a.ndim - 1,), (axis,)), ((), ())), precision=precision, preferred_element_type=dtype)
+    return lax.dot_general(
+        a, b, (((a.ndim - 1,), (axis,)), ((), ())), precision=precision, preferred_element_type=dtype
+    )
 
 
 def in_front(x_MK: jax.Array, matrix_NK: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
@@ -52,12 +60,15 @@ def _tiled_product(x_MK: jax.Array, matrix_NK: jax.Array) -> jax.Array:
     return tile_by_tile(columns, x_MK, len(matrix_NK), 4 * matrix_NK.shape[1], matrix_NK)
 
 
-def tile_by_tile(columns: Callable[..., jax.Array], x_MK: jax.Array, outputs: int, width: int, *narrow: jax.Array) -> jax.Array:
+def tile_by_tile(
+    columns: Callable[..., jax.Array], x_MK: jax.Array, outputs: int, width: int, *narrow: jax.Array
+) -> jax.Array:
     """A product whose matrix is widened, multiplied and forgotten a tile of outputs at a time. On CPU.
 
-    XLA would widen the whole operand of a 16-bit dot or slice, and hoist that out of the decode loop: a float32 copy of all
-    weights. The barrier ties the tile to the loop counter, so that there is nothing to hoist. What the loop starts from is
-    made of x, or the buffers of all layers would be filled before the first; and a loop of one tile would be none.
+    XLA would widen the whole operand of a 16-bit dot or slice, and hoist that out of the decode loop: a
+    float32 copy of all weights. The barrier ties the tile to the loop counter, so that there is nothing to
+    hoist. What the loop starts from is made of x, or the buffers of all layers would be filled before the
+    first; and a loop of one tile would be none.
 
     Args:
         columns: (first output, how many, *narrow) -> float32 [M, how many].

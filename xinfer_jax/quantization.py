@@ -1,10 +1,11 @@
-"""Weights in fewer bytes: int8 with a scale per output, int8 or int4 in groups along the inputs. Quantize, multiply, dequantize.
+"""Weights in fewer bytes: int8 with a scale per output, int8 or int4 in groups along the inputs. Quantize,
+multiply, dequantize.
 
 How CPU products read those bytes at memory speed (measured: WORKSPACE.md):
-- XLA multiplies int8 by int8 fast, but only from two rows on. An activation is split in two int8 numbers, which are
-  two rows: precise to 1/64,500 of the row's largest, and as fast as one.
-- A single row times int4 is a sum of elementwise products, unrolled over the inputs of a group: one loop nest that reads
-  each byte once. More rows: a tile of outputs is dequantized, multiplied and forgotten at a time.
+- XLA multiplies int8 by int8 fast, but only from two rows on. An activation is split in two int8 numbers,
+  which are two rows: precise to 1/64,500 of the row's largest, and as fast as one.
+- A single row times int4 is a sum of elementwise products, unrolled over the inputs of a group: one loop nest
+  that reads each byte once. More rows: a tile of outputs is dequantized, multiplied and forgotten at a time.
 """
 
 import dataclasses
@@ -20,10 +21,13 @@ from .products import dot, in_front, tile_by_tile
 
 METHODS = ("int8", "int4")
 GROUP = 64  # inputs that share a scale in int4
-# A matrix with a side of 64 at most belongs to a model so small that its likeliest tokens are often near ties: there are more scales.
+# A matrix with a side of 64 at most belongs to a model so small that its likeliest tokens are often near
+# ties: there are more scales.
 _SMALL, _SMALL_GROUP = 64, {8: 8, 4: 32}
-_STRETCHES = np.linspace(1, 1.1, 11)  # of the least step that leaves nothing out: steps that int8 in groups chooses from
-_UNROLLED = 8  # bytes of weights that one sum adds up: 32 take four times as long to compile, and are no faster
+# Of the least step that leaves nothing out: steps that int8 in groups chooses from.
+_STRETCHES = np.linspace(1, 1.1, 11)
+# Bytes of weights that one sum adds up: 32 take four times as long to compile, and are no faster.
+_UNROLLED = 8
 _FEW_ROWS, _FEW_OUTPUTS = 4, 8192  # up to here int8 products are faster with the matrix in front
 
 
@@ -43,10 +47,11 @@ class Int8Weight:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GroupedWeight:
-    """A matrix [N outputs, K inputs] as `(values - zero) * scale`, scale and zero shared by the J inputs of a group; K is padded to G * J.
+    """A matrix [N outputs, K inputs] as `(values - zero) * scale`, scale and zero shared by the J inputs of a
+    group; K is padded to G * J.
 
-    int4 packs inputs j and j + J/2 of a group in one byte, the first in the low half. Outputs come last: neighbours in memory
-    are added elementwise.
+    int4 packs inputs j and j + J/2 of a group in one byte, the first in the low half. Outputs come last:
+    neighbours in memory are added elementwise.
     """
 
     values: jax.Array  # int8 [G, J, N], or uint8 [G, J/2, N] for int4
@@ -79,13 +84,16 @@ def is_quantized(leaf: Any) -> bool:
 
 
 def quantized_leaf(matrix_NK: np.ndarray, name: str, quantize: str) -> QuantizedWeight:
-    """A checkpoint's matrix as `quantize` says. The vocabulary matrix stays int8: it is read for every token, and errs in every logit."""
+    """A checkpoint's matrix as `quantize` says. The vocabulary matrix stays int8: it is read for every token,
+    and errs in every logit.
+    """
     vocabulary = "embed_tokens" in name or name.startswith("lm_head")
     return jax.device_put(quantize_matrix(matrix_NK, 8 if quantize == "int8" or vocabulary else 4))
 
 
 def quantize_matrix(matrix_NK: np.ndarray, bits: int = 8, group: int | None = None) -> QuantizedWeight:
-    """Round-to-nearest, a block of outputs at a time; on the host, without a float32 copy of the whole matrix.
+    """Round-to-nearest, a block of outputs at a time; on the host, without a float32 copy of the whole
+    matrix.
 
     Args:
         matrix_NK: any float type, [outputs, inputs].
@@ -93,7 +101,8 @@ def quantize_matrix(matrix_NK: np.ndarray, bits: int = 8, group: int | None = No
         group: inputs that share a scale; None: as `group_size` chooses.
 
     Returns:
-        NumPy arrays in the leaf. 8 bits are symmetric; 4 bits have a zero point, since 16 levels are too few to waste one side.
+        NumPy arrays in the leaf. 8 bits are symmetric; 4 bits have a zero point, since 16 levels are too few
+        to waste one side.
     """
     N, K = matrix_NK.shape
     J = group or group_size((N, K), bits)
@@ -119,7 +128,9 @@ def quantize_matrix(matrix_NK: np.ndarray, bits: int = 8, group: int | None = No
             continue
         zero_RG = np.clip(np.rint(-low / step_RG), 0, 15)
         zero[:, at] = zero_RG.T
-        values[:, :, at] = pack(np.clip(levels + zero_RG[..., None], 0, 15).astype(np.uint8).transpose(1, 2, 0))
+        values[:, :, at] = pack(
+            np.clip(levels + zero_RG[..., None], 0, 15).astype(np.uint8).transpose(1, 2, 0)
+        )
     return GroupedWeight(values, scale, zero, None, K)
 
 
@@ -131,13 +142,17 @@ def group_size(shape: tuple[int, int], bits: int) -> int:
 
 
 def finest_step(block_RGJ: Any, xp: Any = np) -> Any:
-    """The step of int8, [R, G], that errs least in squares: of a few numbers, what falls close to a level is luck, so it has several tries.
+    """The step of int8, [R, G], that errs least in squares: of a few numbers, what falls close to a level is
+    luck, so it has several tries.
 
     xp: numpy or jax.numpy, whatever the block is of.
     """
     most_RG = xp.abs(block_RGJ).max(-1)
     steps = [float16_step(most_RG * np.float32(stretch / 127), xp) for stretch in _STRETCHES]
-    errors = [xp.square(xp.rint(block_RGJ / step[..., None]) * step[..., None] - block_RGJ).sum(-1) for step in steps]
+    errors = [
+        xp.square(xp.rint(block_RGJ / step[..., None]) * step[..., None] - block_RGJ).sum(-1)
+        for step in steps
+    ]
     return xp.take_along_axis(xp.stack(steps), xp.stack(errors).argmin(0)[None], 0)[0]
 
 
@@ -164,20 +179,28 @@ def dequantize(weight: QuantizedWeight) -> jax.Array:
     if isinstance(weight, Int8Weight):
         return weight.values.astype(jnp.float32) * weight.scale[:, None]
     matrix_KN = _dequantized(weight.values, weight.scale, weight.zero)[: weight.inputs]
-    return (matrix_KN if weight.order is None else jnp.zeros_like(matrix_KN).at[weight.order].set(matrix_KN)).T
+    return (
+        matrix_KN if weight.order is None else jnp.zeros_like(matrix_KN).at[weight.order].set(matrix_KN)
+    ).T
 
 
 def rows_of(weight: QuantizedWeight, index: jax.Array) -> jax.Array:
     """Rows of the matrix, float32 [..., K], for an embedding; index: int32 [...]."""
     if isinstance(weight, Int8Weight):
         return weight.values[index].astype(jnp.float32) * weight.scale[index][..., None]
-    values, scale, zero = (None if x is None else x[..., index.reshape(-1)] for x in (weight.values, weight.scale, weight.zero))
-    return dequantize(dataclasses.replace(weight, values=values, scale=scale, zero=zero)).reshape(*index.shape, -1)
+    values, scale, zero = (
+        None if x is None else x[..., index.reshape(-1)] for x in (weight.values, weight.scale, weight.zero)
+    )
+    return dequantize(dataclasses.replace(weight, values=values, scale=scale, zero=zero)).reshape(
+        *index.shape, -1
+    )
 
 
 @jax.custom_jvp
 def quantized_product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
-    """x @ dequantize(weight).T in float32. x: [..., K]. Returns [..., N]. Gradients are those of the dequantized product."""
+    """x @ dequantize(weight).T in float32. x: [..., K]. Returns [..., N]. Gradients are those of the
+    dequantized product.
+    """
     x_MK = x.reshape(-1, x.shape[-1])
     cpu = _int8_product if isinstance(weight, Int8Weight) else _grouped_product
     return lax.platform_dependent(x_MK, weight, cpu=cpu, default=_plain_product).reshape(*x.shape[:-1], -1)
@@ -228,7 +251,9 @@ def _grouped_product(x_MK: jax.Array, weight: GroupedWeight) -> jax.Array:
 
 
 def _shares(x_MGJ: jax.Array, values: jax.Array) -> tuple[jax.Array, ...]:
-    """What each of `_levels` is multiplied with: low * x + high * y = low * (x - y/16) + (low + 16 high) * y/16."""
+    """What each of `_levels` is multiplied with: low * x + high * y = low * (x - y/16) + (low + 16 high) *
+    y/16.
+    """
     if values.dtype == jnp.int8:
         return (x_MGJ,)
     first, second = jnp.split(x_MGJ, 2, axis=-1)
@@ -251,7 +276,8 @@ def _one_row(shares: tuple[jax.Array, ...], values: jax.Array, scale: jax.Array)
     for j in range(unrolled):
         for share, level_GPN in zip(shares, _levels(values[:, :, j]), strict=True):
             sum_GPN += share.reshape(G, -1, unrolled)[:, :, j, None] * level_GPN
-    # A product with ones: a sum over groups would join the same loop, which is then compiled without vector instructions.
+    # A product with ones: a sum over groups would join the same loop, which is then compiled without vector
+    # instructions.
     sum_PN = (sum_GPN * scale.astype(jnp.float32)[:, None]).reshape(-1, N)
     return dot(jnp.ones((1, len(sum_PN))), sum_PN, 0)
 
@@ -270,7 +296,9 @@ def _tiled(shares: tuple[jax.Array, ...], values: jax.Array, scale: jax.Array) -
 
 def _dequantized(values: jax.Array, scale: jax.Array, zero: jax.Array | None) -> jax.Array:
     """float32 [G * J, N]."""
-    levels = (values if values.dtype == jnp.int8 else jnp.concatenate([values & 15, values >> 4], axis=1)).astype(jnp.float32)
+    levels = (
+        values if values.dtype == jnp.int8 else jnp.concatenate([values & 15, values >> 4], axis=1)
+    ).astype(jnp.float32)
     if zero is not None:
         levels -= zero.astype(jnp.float32)[:, None]
     return (levels * scale.astype(jnp.float32)[:, None]).reshape(-1, values.shape[-1])

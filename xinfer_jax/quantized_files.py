@@ -1,8 +1,9 @@
-"""Quantized checkpoints: AWQ and GPTQ as others write them, and our own format, which keeps every leaf as it is in memory.
+"""Quantized checkpoints: AWQ and GPTQ as others write them, and our own format, which keeps every leaf as it
+is in memory.
 
-AWQ (Lin et al. 2023) and GPTQ (Frantar et al. 2022) store a matrix [N outputs, K inputs] as X.qweight, X.qzeros and X.scales, numbers
-of 4 (GPTQ also 8) bits in words of 32; GPTQ may add X.g_idx, the group of each input. Ours stores the fields of a leaf as
-X.weight.values, .scale, .zero and .order; shapes tell the rest.
+AWQ (Lin et al. 2023) and GPTQ (Frantar et al. 2022) store a matrix [N outputs, K inputs] as X.qweight,
+X.qzeros and X.scales, numbers of 4 (GPTQ also 8) bits in words of 32; GPTQ may add X.g_idx, the group of each
+input. Ours stores the fields of a leaf as X.weight.values, .scale, .zero and .order; shapes tell the rest.
 """
 
 import dataclasses
@@ -24,7 +25,10 @@ from .quantization import GroupedWeight, Int8Weight, QuantizedWeight, is_quantiz
 Part = tuple[tuple[int, ...], set[str]]  # shape and types of a tensor in a file
 
 OURS, _VERSION = "xinfer_jax", 1
-_REMEDY = "awq (version gemm, 4 bits) and gptq (4 or 8 bits) are read: use such a checkpoint, or the unquantized one with quantize="
+_REMEDY = (
+    "awq (version gemm, 4 bits) and gptq (4 or 8 bits) are read: use such a checkpoint, or the unquantized"
+    " one with quantize="
+)
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # which 4 bits of a word, from the lowest, each of its 8 outputs has
 _COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -61,7 +65,11 @@ class FileFormat:
         (N, K), each = shape, 32 // self.bits
         G = -(-K // self._inputs(K))
         packed = (K, -(-N // each)) if self.method == "awq" else (-(-K // each), N)
-        parts = {"qweight": (packed, {"I32"}), "qzeros": ((G, -(-N // each)), {"I32"}), "scales": ((G, N), _SCALES)}
+        parts = {
+            "qweight": (packed, {"I32"}),
+            "qzeros": ((G, -(-N // each)), {"I32"}),
+            "scales": ((G, N), _SCALES),
+        }
         if self.ordered or f"{module}.g_idx" in tensors:
             parts["g_idx"] = ((K,), {"I32", "I64"})
         return {f"{module}.{part}": stored for part, stored in parts.items()}
@@ -80,12 +88,19 @@ class FileFormat:
         N, K = shape
         if self.method == OURS:
             values, scale, zero, order = (get(part) for part in ("values", "scale", "zero", "order"))
-            return Int8Weight(values, scale) if values.ndim == 2 else GroupedWeight(values, scale, zero, order, K)
+            return (
+                Int8Weight(values, scale)
+                if values.ndim == 2
+                else GroupedWeight(values, scale, zero, order, K)
+            )
         J = self._inputs(K)
         order = None if self.method == "awq" else _order(name, get("g_idx"), J, K)
         zero, scale = self._zeros(get("qzeros"))[:, :N], get("scales")
         if self.bits == 8 and (zero != 128).any():
-            raise InputError(f"{name}: gptq with 8 bits is only read if symmetric, all zeros 128, got {int(zero[zero != 128][0])}")
+            raise InputError(
+                f"{name}: gptq with 8 bits is only read if symmetric, all zeros 128, got"
+                f" {int(zero[zero != 128][0])}"
+            )
         levels_KN = self._levels(get("qweight"))[:K, :N]
         if order is not None:
             levels_KN = levels_KN[order]
@@ -106,13 +121,21 @@ class FileFormat:
 
     def _levels(self, words: np.ndarray) -> np.ndarray:
         """X.qweight as uint8 [K, N]."""
-        return self._row(words) if self.method == "awq" else np.stack(_numbers(words, self.bits), 1).reshape(-1, words.shape[1])
+        return (
+            self._row(words)
+            if self.method == "awq"
+            else np.stack(_numbers(words, self.bits), 1).reshape(-1, words.shape[1])
+        )
 
     def _zeros(self, words: np.ndarray) -> np.ndarray:
-        """X.qzeros as uint8 [G, N]. A stored 15 was 0 before it was lessened; where whole words were, it borrowed from its neighbour."""
+        """X.qzeros as uint8 [G, N]. A stored 15 was 0 before it was lessened; where whole words were, it
+        borrowed from its neighbour.
+        """
         if self.borrowed:
             words = words.view(np.uint32) + np.uint32(sum(1 << at for at in range(0, 32, self.bits)))
-        return (self._row(words) + np.uint8(self.zero_less_one and not self.borrowed)) & np.uint8(2**self.bits - 1)
+        return (self._row(words) + np.uint8(self.zero_less_one and not self.borrowed)) & np.uint8(
+            2**self.bits - 1
+        )
 
     def _row(self, words: np.ndarray) -> np.ndarray:
         """Numbers in the order of the outputs: [R, N]."""
@@ -123,7 +146,9 @@ class FileFormat:
 
 
 def with_old_settings(settings: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """The contents of config.json, with the quantization_config that older programs (AutoGPTQ, AutoAWQ) wrote to a file of its own."""
+    """The contents of config.json, with the quantization_config that older programs (AutoGPTQ, AutoAWQ) wrote
+    to a file of its own.
+    """
     if settings.get("quantization_config"):
         return settings
     for file, method in _OLD_FILES.items():
@@ -148,7 +173,9 @@ def read_format(settings: Mapping[str, Any]) -> FileFormat | None:
 
     def refuse_unless(fits: bool, name: str) -> None:
         if not fits:
-            raise InputError(f"quantization_config: {method} with {name} {given.get(name)!r} is not supported: {_REMEDY}")
+            raise InputError(
+                f"quantization_config: {method} with {name} {given.get(name)!r} is not supported: {_REMEDY}"
+            )
 
     if method == OURS:
         refuse_unless(given.get("version") == _VERSION, "version")
@@ -157,7 +184,8 @@ def read_format(settings: Mapping[str, Any]) -> FileFormat | None:
     refuse_unless(type(bits) is int and bits in ((4,) if method == "awq" else (4, 8)), "bits")
     refuse_unless(type(group) is int and (group == -1 or group > 0 and group % 2 == 0), "group_size")
     refuse_unless(given.get("pack_dtype", "int32") == "int32", "pack_dtype")
-    dynamic = given.get("dynamic") or {}  # settings of their own for some modules; "-:": not quantized, which the tensors say too
+    # Settings of their own for some modules; "-:": not quantized, which the tensors say too.
+    dynamic = given.get("dynamic") or {}
     refuse_unless(isinstance(dynamic, Mapping) and all(rule.startswith("-:") for rule in dynamic), "dynamic")
     refuse_unless(str(given.get("backend")) != "llm-awq", "backend")
     layouts = ("gemm",) if method == "awq" else ("gptq", "gptq_v2")
@@ -175,8 +203,11 @@ def read_format(settings: Mapping[str, Any]) -> FileFormat | None:
     return FileFormat(method, bits, group, bool(given.get("desc_act")), less_one, less_one and borrowed)
 
 
-def save_checkpoint(path: str | Path, model_dir: str | Path | None, params: Params, settings: Mapping[str, Any]) -> None:
-    """Writes a checkpoint that `load_model` opens again with the same bits in every leaf; one tensor at a time is on the host.
+def save_checkpoint(
+    path: str | Path, model_dir: str | Path | None, params: Params, settings: Mapping[str, Any]
+) -> None:
+    """Writes a checkpoint that `load_model` opens again with the same bits in every leaf; one tensor at a
+    time is on the host.
 
     Args:
         path: the directory, made if it is not there.
@@ -191,9 +222,15 @@ def save_checkpoint(path: str | Path, model_dir: str | Path | None, params: Para
     specs, tree = jax.tree.flatten(param_specs(from_hf(settings)))
     tensors: dict[str, Any] = {}
     for spec, leaf in zip(specs, tree.flatten_up_to(params), strict=True):
-        fields = {name: getattr(leaf, name, None) for name in ("values", "scale", "zero", "order")} if is_quantized(leaf) else {}
+        fields = (
+            {name: getattr(leaf, name, None) for name in ("values", "scale", "zero", "order")}
+            if is_quantized(leaf)
+            else {}
+        )
         leaves = zip(spec.stored(), leaf, strict=True) if len(spec.shape) == 3 else [(spec.hf_name, leaf)]
-        tensors |= {f"{spec.hf_name}.{name}": field for name, field in fields.items() if field is not None} or dict(leaves)
+        tensors |= {
+            f"{spec.hf_name}.{name}": field for name, field in fields.items() if field is not None
+        } or dict(leaves)
     settings = {name: value for name, value in settings.items() if name != "quantization_config"}
     if any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))):
         settings["quantization_config"] = {"quant_method": OURS, "version": _VERSION}
@@ -211,12 +248,18 @@ def save_checkpoint(path: str | Path, model_dir: str | Path | None, params: Para
 
 
 def _write(file: Path, tensors: Mapping[str, jax.Array]) -> None:
-    """The safetensors format: length of the header, header, data. Its own writer would hold all data twice."""
+    """The safetensors format: length of the header, header, data. Its own writer would hold all data
+    twice.
+    """
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # so that every tensor is aligned
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name in names:
         start, end = end, end + tensors[name].nbytes
-        header[name] = {"dtype": _TYPES[tensors[name].dtype.name], "shape": tensors[name].shape, "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": _TYPES[tensors[name].dtype.name],
+            "shape": tensors[name].shape,
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(file, "wb") as out:
@@ -245,7 +288,9 @@ def _order(name: str, group_K: np.ndarray | None, J: int, K: int) -> np.ndarray 
         return None
     order = np.argsort(group_K, kind="stable")
     if not np.array_equal(group_K[order], natural):
-        raise InputError(f"{name}: g_idx does not give every group its {J} inputs: fetch the checkpoint again")
+        raise InputError(
+            f"{name}: g_idx does not give every group its {J} inputs: fetch the checkpoint again"
+        )
     return order.astype(np.int32)
 
 

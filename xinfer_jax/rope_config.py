@@ -16,22 +16,27 @@ class RopeConfig:
     rope_type: str = "default"
     rope_theta: float = 10000.0
     factor: float = 1.0
-    original_max_position_embeddings: int = 0  # llama3, yarn and longrope: the context the model was first trained on
+    # Llama3, yarn and longrope: the context the model was first trained on.
+    original_max_position_embeddings: int = 0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    attention_factor: float | None = None  # yarn and longrope: scale of cos and sin; None: derived from factor
+    # Yarn and longrope: scale of cos and sin; None: derived from factor.
+    attention_factor: float | None = None
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn
     partial_rotary_factor: float = 1.0  # the leading part of each head that is rotated
-    short_factor: tuple[float, ...] = ()  # longrope: divides the frequency of each pair, up to the original context
+    # Longrope: divides the frequency of each pair, up to the original context.
+    short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()  # longrope: the same for longer sequences
 
     @property
     def switches_at(self) -> int | None:
-        """The length beyond which all positions of a sequence rotate by other angles; None: they never change so."""
+        """The length beyond which all positions of a sequence rotate by other angles; None: they never change
+        so.
+        """
         return None if self.short_factor == self.long_factor else self.original_max_position_embeddings
 
 
@@ -63,7 +68,11 @@ def read_rope(hf: Mapping, rope_types: tuple[str, ...] = ROPE_TYPES, partial: bo
             given["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
     if rope_type in ("yarn", "longrope") and "factor" not in given:
         given["factor"] = hf["max_position_embeddings"] / number(given, "original_max_position_embeddings")
-    needed = {"llama3": ("factor", "low_freq_factor", "high_freq_factor"), "linear": ("factor",), "dynamic": ("factor",)}
+    needed = {
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+        "linear": ("factor",),
+        "dynamic": ("factor",),
+    }
     for name in needed.get(rope_type, ()):
         if name not in given:
             raise InputError(f"rope type {rope_type!r} needs {name!r}, which config.json does not give")
@@ -78,7 +87,8 @@ def read_rope(hf: Mapping, rope_types: tuple[str, ...] = ROPE_TYPES, partial: bo
 def read_ropes(hf: Mapping, sliding_theta: float) -> dict[str, RopeConfig | None]:
     """`rope` and `sliding_rope` of families whose full and sliding layers rotate differently.
 
-    Older files scale the full layers by `rope_scaling`; newer ones give `rope_parameters` for each layer type.
+    Older files scale the full layers by `rope_scaling`; newer ones give `rope_parameters` for each layer
+    type.
 
     Args:
         hf: contents of config.json.
@@ -86,11 +96,21 @@ def read_ropes(hf: Mapping, sliding_theta: float) -> dict[str, RopeConfig | None
     """
     given = hf.get("rope_parameters") or {}
     kinds = ("full_attention", "sliding_attention")
-    if not isinstance(given, Mapping) or not all(k in kinds and isinstance(v, Mapping | None) for k, v in given.items()):
-        raise InputError(f"rope_parameters of model_type {hf['model_type']!r} must name {' and '.join(kinds)}, got {given!r}")
+    if not isinstance(given, Mapping) or not all(
+        k in kinds and isinstance(v, Mapping | None) for k, v in given.items()
+    ):
+        raise InputError(
+            f"rope_parameters of model_type {hf['model_type']!r} must name {' and '.join(kinds)}, got"
+            f" {given!r}"
+        )
 
     def one(parameters: Mapping, theta: float) -> RopeConfig:
-        alone = dict(rope_parameters=parameters, rope_scaling=None, rope_theta=theta, original_max_position_embeddings=None)
+        alone = dict(
+            rope_parameters=parameters,
+            rope_scaling=None,
+            rope_theta=theta,
+            original_max_position_embeddings=None,
+        )
         return read_rope({**hf, **alone}, tuple(t for t in ROPE_TYPES if t != "dynamic"))
 
     full, sliding = (dict(given.get(kind) or {}) for kind in kinds)

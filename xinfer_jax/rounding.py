@@ -1,8 +1,9 @@
-"""Rounding as a program for the device: to nearest, and so that it makes up for its own errors on a calibration text.
+"""Rounding as a program for the device: to nearest, and so that it makes up for its own errors on a
+calibration text.
 
-The latter is least squares twice: a matrix is first refitted so that, on what the layers rounded before it really put out, it
-gives what the unrounded model gives there; then its columns are rounded in order, and the error of each is passed on to those
-that follow (GPTQ, Frantar et al. 2022).
+The latter is least squares twice: a matrix is first refitted so that, on what the layers rounded before it
+really put out, it gives what the unrounded model gives there; then its columns are rounded in order, and the
+error of each is passed on to those that follow (GPTQ, Frantar et al. 2022).
 """
 
 from functools import partial
@@ -12,13 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .quantization import GroupedWeight, Int8Weight, QuantizedWeight, finest_step, float16_step, group_size, pack
+from .quantization import (
+    GroupedWeight,
+    Int8Weight,
+    QuantizedWeight,
+    finest_step,
+    float16_step,
+    group_size,
+    pack,
+)
 
 _BLOCK = 64  # columns between two updates of all later ones, where groups do not say
 _SHRINKS = (1.0, 0.94, 0.88, 0.82, 0.76)  # tried on each end of a group's range
 
 
-def compensated_matrix(matrix_NK: jax.Array, x_MK: jax.Array, wanted_MN: jax.Array, bits: int, group: int | None) -> QuantizedWeight:
+def compensated_matrix(
+    matrix_NK: jax.Array, x_MK: jax.Array, wanted_MN: jax.Array, bits: int, group: int | None
+) -> QuantizedWeight:
     """The quantized matrix Q for which x @ Q.T is about what is wanted.
 
     Args:
@@ -81,7 +92,9 @@ def _moments(matrix_NK: jax.Array, x_MK: jax.Array, wanted_MN: jax.Array) -> tup
 
 @partial(jax.jit, static_argnames=("bits", "block", "whole"))
 def _rounded(matrix_NK, upper_KK, weight_K, bits: int, block: int, whole: bool):
-    """Levels [G, J, N], their scale and zero [G, N]. upper: the Cholesky factor of the inverse of the inputs' second moments."""
+    """Levels [G, J, N], their scale and zero [G, N]. upper: the Cholesky factor of the inverse of the inputs'
+    second moments.
+    """
     most_N = jnp.abs(matrix_NK).max(1)
 
     def next_block(matrix_NK: jax.Array, first: jax.Array):
@@ -99,7 +112,11 @@ def _rounded(matrix_NK, upper_KK, weight_K, bits: int, block: int, whole: bool):
             block_NJ, levels_JN, errors_JN = state
             level_N = jnp.clip(jnp.round(block_NJ[:, j] / step_N) + zero_N, least, most)
             error_N = (block_NJ[:, j] - (level_N - zero_N) * step_N) / upper_JJ[j, j]
-            return block_NJ - error_N[:, None] * upper_JJ[j], levels_JN.at[j].set(level_N), errors_JN.at[j].set(error_N)
+            return (
+                block_NJ - error_N[:, None] * upper_JJ[j],
+                levels_JN.at[j].set(level_N),
+                errors_JN.at[j].set(error_N),
+            )
 
         nothing = jnp.zeros_like(block_NJ.T)
         _, levels_JN, errors_JN = lax.fori_loop(0, block, next_column, (block_NJ, nothing, nothing))
@@ -110,7 +127,9 @@ def _rounded(matrix_NK, upper_KK, weight_K, bits: int, block: int, whole: bool):
 
 
 def _range(block_NJ: jax.Array, weight_J: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Step and zero [N] of 16 levels: the ends of the range drawn in as far as makes the weighted squared error least."""
+    """Step and zero [N] of 16 levels: the ends of the range drawn in as far as makes the weighted squared
+    error least.
+    """
     low_N, high_N = jnp.minimum(block_NJ.min(1), 0), jnp.maximum(block_NJ.max(1), 0)
     shrinks = jnp.array([(low, high) for low in _SHRINKS for high in _SHRINKS])
 

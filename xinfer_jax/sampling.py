@@ -1,4 +1,6 @@
-"""From logits to a token: `SamplingConfig`, the processors in the order of transformers, and draws from explicit keys."""
+"""From logits to a token: `SamplingConfig`, the processors in the order of transformers, and draws from
+explicit keys.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -22,27 +24,31 @@ DRAW_BEAMS = 1
 class SamplingConfig:
     """How to choose a token; numbers, or arrays [B] with one setting per row.
 
-    What no row asks for costs nothing, once compiled: of the settings below `repetition_penalty`, switching one on compiles
-    another program; changing it does not.
+    What no row asks for costs nothing, once compiled: of the settings below `repetition_penalty`, switching
+    one on compiles another program; changing it does not.
     """
 
     temperature: Any = 0.0  # 0: the most likely token
     top_k: Any = 0  # only the k most likely tokens; 0: all
     top_p: Any = 1.0  # only the most likely tokens that together reach this probability; 1: all
-    repetition_penalty: Any = 1.0  # above 1: tokens already present become less likely (CTRL, Keskar et al. 2019); 1: off
+    # Above 1: tokens already present become less likely (CTRL, Keskar et al. 2019); 1: off.
+    repetition_penalty: Any = 1.0
     min_p: Any = 0.0  # only tokens at least this many times as likely as the likeliest; 0: all
-    typical_p: Any = 1.0  # only the tokens of most typical surprise that together reach this probability; 1: all
+    # Only the tokens of most typical surprise that together reach this probability; 1: all.
+    typical_p: Any = 1.0
     presence_penalty: Any = 0.0  # taken off the logits of tokens that the answer already holds
     frequency_penalty: Any = 0.0  # the same, as often as the answer holds them
     no_repeat_ngram_size: Any = 0  # no sequence of so many tokens occurs twice in prompt and answer; 0: off
     min_new_tokens: Any = 0  # no EOS before the answer has so many tokens
     logit_bias: Any = None  # {id: number added to its logit}, or float32 [V] or [B, V]
-    allowed_token_ids: Sequence[int] | None = None  # only these are chosen (an EOS id that is not among them is never)
+    # Only these are chosen (an EOS id that is not among them is never).
+    allowed_token_ids: Sequence[int] | None = None
     forbidden_token_ids: Sequence[int] | None = None  # these are never chosen
 
     @classmethod
     def from_hf(cls, generation_config: Mapping[str, Any]) -> "SamplingConfig":
-        """The defaults that a checkpoint's generation_config.json asks for; `do_sample` absent or false means temperature 0.
+        """The defaults that a checkpoint's generation_config.json asks for; `do_sample` absent or false means
+        temperature 0.
 
         Where it samples and is silent, transformers' own defaults hold: temperature 1, top_k 50.
 
@@ -53,12 +59,16 @@ class SamplingConfig:
             value = generation_config.get(name)
             if value and value != neutral:
                 raise InputError(
-                    f"generation_config.json asks for {name}={value!r}, which is not supported: ignore that file or remove the setting"
+                    f"generation_config.json asks for {name}={value!r}, which is not supported: ignore that"
+                    " file or remove the setting"
                 )
         sampled = bool(generation_config.get("do_sample"))
         given = {f.name: generation_config.get(f.name) for f in dataclasses.fields(cls) if f.name in _FROM_HF}
         given["forbidden_token_ids"] = generation_config.get("suppress_tokens")
-        config = cls(**({"temperature": 1.0, "top_k": 50} if sampled else {}) | {k: v for k, v in given.items() if v is not None})
+        config = cls(
+            **({"temperature": 1.0, "top_k": 50} if sampled else {})
+            | {k: v for k, v in given.items() if v is not None}
+        )
         return config if sampled else dataclasses.replace(config, temperature=0.0)
 
     def validate(self) -> "SamplingConfig":
@@ -68,28 +78,57 @@ class SamplingConfig:
             InputError: a setting outside its range.
         """
         _check(self.temperature, lambda x: (x >= 0) & np.isfinite(x), "temperature", "0 (greedy) or above")
-        _check(self.top_k, lambda x: (x >= 0) & (x < 2**31) & (x == np.floor(x)), "top_k", "a whole number from 0 (off) to 2^31 - 1")
+        _check(
+            self.top_k,
+            lambda x: (x >= 0) & (x < 2**31) & (x == np.floor(x)),
+            "top_k",
+            "a whole number from 0 (off) to 2^31 - 1",
+        )
         _check(self.top_p, lambda x: (x > 0) & (x <= 1), "top_p", "above 0 and at most 1 (off)")
-        _check(self.repetition_penalty, lambda x: (x > 0) & np.isfinite(x), "repetition_penalty", "above 0 (1: off)")
+        _check(
+            self.repetition_penalty,
+            lambda x: (x > 0) & np.isfinite(x),
+            "repetition_penalty",
+            "above 0 (1: off)",
+        )
         _check(self.min_p, lambda x: (x >= 0) & (x <= 1), "min_p", "from 0 (off) to 1")
         _check(self.typical_p, lambda x: (x > 0) & (x <= 1), "typical_p", "above 0 and at most 1 (off)")
         for name in ("presence_penalty", "frequency_penalty"):
             _check(getattr(self, name), np.isfinite, name, "a finite number (0: off)")
         for name in ("no_repeat_ngram_size", "min_new_tokens"):
-            _check(getattr(self, name), lambda x: (x >= 0) & (x < 2**31) & (x == np.floor(x)), name, "a whole number from 0 (off)")
+            _check(
+                getattr(self, name),
+                lambda x: (x >= 0) & (x < 2**31) & (x == np.floor(x)),
+                name,
+                "a whole number from 0 (off)",
+            )
         if both := set(self.allowed_token_ids or ()) & set(self.forbidden_token_ids or ()):
-            raise InputError(f"token id {min(both)} is both in allowed_token_ids and in forbidden_token_ids: leave it out of one")
+            raise InputError(
+                f"token id {min(both)} is both in allowed_token_ids and in forbidden_token_ids: leave it out"
+                " of one"
+            )
         if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
             raise InputError("allowed_token_ids is empty: name the ids that may be chosen, or give None")
         return self
 
 
-_FROM_HF = ("temperature", "top_k", "top_p", "repetition_penalty", "min_p", "typical_p", "no_repeat_ngram_size", "min_new_tokens")
+_FROM_HF = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "repetition_penalty",
+    "min_p",
+    "typical_p",
+    "no_repeat_ngram_size",
+    "min_new_tokens",
+)
 
 # generation_config.json fields that change the result, with the value at which they do nothing.
 _UNSUPPORTED_DEFAULTS = dict(
-    num_beams=1, epsilon_cutoff=0.0, eta_cutoff=0.0, encoder_repetition_penalty=1.0, bad_words_ids=None, sequence_bias=None,
-    begin_suppress_tokens=None, forced_bos_token_id=None, forced_eos_token_id=None, min_length=0, penalty_alpha=None,
+    num_beams=1, epsilon_cutoff=0.0, eta_cutoff=0.0, encoder_repetition_penalty=1.0, bad_words_ids=None,
+    sequence_bias=None,
+    begin_suppress_tokens=None, forced_bos_token_id=None, forced_eos_token_id=None, min_length=0,
+    penalty_alpha=None,
     guidance_scale=1.0, stop_strings=None,
     exponential_decay_length_penalty=None, watermarking_config=None, top_h=None,
 )  # fmt: skip
@@ -105,13 +144,24 @@ def _check(value: Any, good: Any, name: str, remedy: str) -> None:
 
 
 _WHOLE = ("top_k", "no_repeat_ngram_size", "min_new_tokens")
-ABSENT = dict(min_p=0.0, typical_p=1.0, presence_penalty=0.0, frequency_penalty=0.0, no_repeat_ngram_size=0, min_new_tokens=0)
+ABSENT = dict(
+    min_p=0.0,
+    typical_p=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    no_repeat_ngram_size=0,
+    min_new_tokens=0,
+)
 
 
-def per_row(sampling: SamplingConfig | Sequence[SamplingConfig], batch: int, vocab_size: int | None = None) -> SamplingConfig:
-    """Settings as arrays [B] (float32, or int32 where they count) from one setting for all rows, arrays, or one setting per row.
+def per_row(
+    sampling: SamplingConfig | Sequence[SamplingConfig], batch: int, vocab_size: int | None = None
+) -> SamplingConfig:
+    """Settings as arrays [B] (float32, or int32 where they count) from one setting for all rows, arrays, or
+    one setting per row.
 
-    The newer settings are None where no row asks for them; biases, allowed and forbidden ids become one `logit_bias` [B, V].
+    The newer settings are None where no row asks for them; biases, allowed and forbidden ids become one
+    `logit_bias` [B, V].
 
     Args:
         sampling: one for all rows, or one per row.
@@ -123,16 +173,26 @@ def per_row(sampling: SamplingConfig | Sequence[SamplingConfig], batch: int, voc
     """
     rows = [sampling] if isinstance(sampling, SamplingConfig) else list(sampling)
     if len(rows) != batch and not isinstance(sampling, SamplingConfig):
-        raise InputError(f"{len(rows)} sampling settings for {batch} prompts: give one setting, or one per prompt")
+        raise InputError(
+            f"{len(rows)} sampling settings for {batch} prompts: give one setting, or one per prompt"
+        )
 
     def spread(name: str) -> Any:
         values = [getattr(row, name) for row in rows]
         values = [ABSENT[name] if value is None else value for value in values]
         value = values[0] if len(values) == 1 else np.asarray(values)
-        xp = jnp if isinstance(value, jax.Array) else np  # numbers stay on the host: no program is compiled for them
+        # Numbers stay on the host: no program is compiled for them.
+        xp = jnp if isinstance(value, jax.Array) else np
         if np.shape(value) not in ((), (1,), (batch,)):
-            raise InputError(f"sampling settings of shape {np.shape(value)} for {batch} rows: give one number, or one per row")
-        if name in ABSENT and not isinstance(value, jax.core.Tracer) and np.all(np.asarray(value) == ABSENT[name]):
+            raise InputError(
+                f"sampling settings of shape {np.shape(value)} for {batch} rows: give one number, or one"
+                " per row"
+            )
+        if (
+            name in ABSENT
+            and not isinstance(value, jax.core.Tracer)
+            and np.all(np.asarray(value) == ABSENT[name])
+        ):
             return None
         return xp.broadcast_to(xp.asarray(value, np.int32 if name in _WHOLE else np.float32), (batch,))
 
@@ -141,7 +201,10 @@ def per_row(sampling: SamplingConfig | Sequence[SamplingConfig], batch: int, voc
 
 
 def _bias(rows: list[SamplingConfig], batch: int, vocab_size: int | None) -> Any:
-    if all(row.logit_bias is None and row.allowed_token_ids is None and row.forbidden_token_ids is None for row in rows):
+    if all(
+        row.logit_bias is None and row.allowed_token_ids is None and row.forbidden_token_ids is None
+        for row in rows
+    ):
         return None
     if len(rows) == 1 and isinstance(rows[0].logit_bias, jax.Array):  # perhaps traced
         return jnp.broadcast_to(rows[0].logit_bias, (batch, rows[0].logit_bias.shape[-1]))
@@ -204,12 +267,14 @@ def choose(
     context: Context,
     impl: str | None = None,
 ) -> jax.Array:
-    """The next token of each row, int32 [B]. A batch without temperature and processors takes the argmax and nothing else.
+    """The next token of each row, int32 [B]. A batch without temperature and processors takes the argmax and
+    nothing else.
 
     Args:
         logits_BV: float32.
         row_key_B: one key per row.
-        position_B: the position that the new token will have in its row: the draw depends on it and the key alone.
+        position_B: the position that the new token will have in its row: the draw depends on it and the key
+            alone.
         sampling: from `per_row`.
         context: what the processors look at.
         impl: of the argmax.
@@ -218,7 +283,9 @@ def choose(
     def processed() -> jax.Array:
         logits = process(logits_BV, position_B, sampling, context)
         return lax.cond(
-            jnp.all(sampling.temperature <= 0), lambda: argmax(logits, impl), lambda: sample(row_key_B, position_B, logits, sampling)
+            jnp.all(sampling.temperature <= 0),
+            lambda: argmax(logits, impl),
+            lambda: sample(row_key_B, position_B, logits, sampling),
         )
 
     return lax.cond(plain(sampling), lambda: argmax(logits_BV, impl), processed)
@@ -230,17 +297,23 @@ def plain(sampling: SamplingConfig) -> jax.Array:
     return ~jnp.bool_(newer) & jnp.all((sampling.temperature <= 0) & (sampling.repetition_penalty == 1))
 
 
-def process(logits_BV: jax.Array, position_B: jax.Array, sampling: SamplingConfig, context: Context) -> jax.Array:
+def process(
+    logits_BV: jax.Array, position_B: jax.Array, sampling: SamplingConfig, context: Context
+) -> jax.Array:
     """The processors that hold for greedy rows too: biases and penalties."""
     s = sampling
     if s.logit_bias is not None:
         logits_BV = logits_BV + s.logit_bias
     logits_BV = processors.repetition_penalty(logits_BV, s.repetition_penalty, context.seen_BV)
     if s.presence_penalty is not None or s.frequency_penalty is not None:
-        presence, frequency = (0 * s.temperature if x is None else x for x in (s.presence_penalty, s.frequency_penalty))
+        presence, frequency = (
+            0 * s.temperature if x is None else x for x in (s.presence_penalty, s.frequency_penalty)
+        )
         logits_BV = processors.presence_frequency(logits_BV, presence, frequency, context.count_BV)
     if s.no_repeat_ngram_size is not None:
-        logits_BV = processors.no_repeat_ngram(logits_BV, s.no_repeat_ngram_size, context.history_BS, position_B)
+        logits_BV = processors.no_repeat_ngram(
+            logits_BV, s.no_repeat_ngram_size, context.history_BS, position_B
+        )
     if s.min_new_tokens is not None:
         logits_BV = processors.min_new_tokens(logits_BV, s.min_new_tokens, context.chosen_B, context.eos_E)
     return logits_BV
@@ -249,13 +322,18 @@ def process(logits_BV: jax.Array, position_B: jax.Array, sampling: SamplingConfi
 def warp(logits_BV: jax.Array, sampling: SamplingConfig) -> jax.Array:
     """Temperature, then `narrow`: logits of what is drawn from. Rows at temperature 0 stay as they are."""
     greedy_B1 = (sampling.temperature <= 0)[:, None]
-    above = jnp.max(logits_BV, -1, keepdims=True)  # taken off first: the smallest temperatures must not overflow
-    scaled = (logits_BV - above) / jnp.where(greedy_B1, 1.0, jnp.maximum(sampling.temperature, 1e-37)[:, None])
+    # Taken off first: the smallest temperatures must not overflow.
+    above = jnp.max(logits_BV, -1, keepdims=True)
+    scaled = (logits_BV - above) / jnp.where(
+        greedy_B1, 1.0, jnp.maximum(sampling.temperature, 1e-37)[:, None]
+    )
     return jnp.where(greedy_B1, logits_BV, narrow(scaled, sampling))
 
 
 def narrow(scaled_BV: jax.Array, sampling: SamplingConfig, fewest: int = 1) -> jax.Array:
-    """Top-k, top-p, min-p and typical-p: what they leave, but `fewest` tokens of each row at least; the rest becomes -inf."""
+    """Top-k, top-p, min-p and typical-p: what they leave, but `fewest` tokens of each row at least; the rest
+    becomes -inf.
+    """
     k_B = jnp.where(sampling.top_k > 0, jnp.maximum(sampling.top_k, fewest), 0)
     kept = processors.top_k_top_p(scaled_BV, k_B, sampling.top_p)
     kept = kept if sampling.min_p is None else processors.min_p(kept, sampling.min_p)
@@ -264,13 +342,21 @@ def narrow(scaled_BV: jax.Array, sampling: SamplingConfig, fewest: int = 1) -> j
     return kept if sampling.typical_p is None else processors.typical_p(kept, sampling.typical_p, fewest)
 
 
-def sample(row_key_B: jax.Array, position_B: jax.Array, logits_BV: jax.Array, sampling: SamplingConfig) -> jax.Array:
-    """Draws from softmax(warp(logits)) by the largest logit + Gumbel noise; rows at temperature 0 take the argmax."""
+def sample(
+    row_key_B: jax.Array, position_B: jax.Array, logits_BV: jax.Array, sampling: SamplingConfig
+) -> jax.Array:
+    """Draws from softmax(warp(logits)) by the largest logit + Gumbel noise; rows at temperature 0 take the
+    argmax.
+    """
     return draw(row_key_B, position_B, warp(logits_BV, sampling), sampling)
 
 
-def draw(row_key_B: jax.Array, position_B: jax.Array, warped_BV: jax.Array, sampling: SamplingConfig) -> jax.Array:
-    noise = jax.vmap(lambda key, position: gumbel(draw_key(key, position, _DRAW_TOKEN), warped_BV.shape[1]))(row_key_B, position_B)
+def draw(
+    row_key_B: jax.Array, position_B: jax.Array, warped_BV: jax.Array, sampling: SamplingConfig
+) -> jax.Array:
+    noise = jax.vmap(lambda key, position: gumbel(draw_key(key, position, _DRAW_TOKEN), warped_BV.shape[1]))(
+        row_key_B, position_B
+    )
     return argmax(jnp.where((sampling.temperature <= 0)[:, None], warped_BV, warped_BV + noise), "xla")
 
 
@@ -280,7 +366,9 @@ def draw_key(row_key: jax.Array, position: jax.Array, purpose: int) -> jax.Array
 
 
 def gumbel(key: jax.Array, size: int) -> jax.Array:
-    """Standard Gumbel noise, float32 [size], from 23 random bits a number: written out so that every jax version draws the same."""
+    """Standard Gumbel noise, float32 [size], from 23 random bits a number: written out so that every jax
+    version draws the same.
+    """
     bits = jax.random.bits(key, (size,), jnp.uint32)
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
     return -jnp.log(-jnp.log(uniform))

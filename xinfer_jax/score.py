@@ -1,7 +1,8 @@
-"""How likely given tokens are: `score`, a differentiable function of arrays, and `score_completions`, a host program over lists of ids.
+"""How likely given tokens are: `score`, a differentiable function of arrays, and `score_completions`, a host
+program over lists of ids.
 
-The logits of a long text would take gigabytes (8192 tokens of a vocabulary of 152k: 4.6 GiB), so they exist for a part of the
-tokens at a time, and the backward pass computes each part again.
+The logits of a long text would take gigabytes (8192 tokens of a vocabulary of 152k: 4.6 GiB), so they exist
+for a part of the tokens at a time, and the backward pass computes each part again.
 """
 
 from collections.abc import Sequence
@@ -41,7 +42,8 @@ def score(
         params, config: the model.
         tokens_BT: int32 token ids, padded on the right.
         num_tokens_B: how many of each row are real; None: all.
-        inputs_BTD: what the first layer gets in place of `embed_tokens(params, config, tokens_BT)`: a soft prompt (Lester et al.
+        inputs_BTD: what the first layer gets in place of `embed_tokens(params, config, tokens_BT)`: a soft
+            prompt (Lester et al.
             2021) takes the place of some tokens there, whose ids then do not matter.
         impl: of attention: None (what suits the device), "mosaic", "triton" or "xla".
 
@@ -49,12 +51,20 @@ def score(
         float32 [B, T-1]: entry t is that of token t+1; 0 at padding. Natural logarithm.
 
     Raises:
-        InputError: a wrong shape or type; an id outside the vocabulary or a number of tokens outside the row, as far as they
-            are known outside a trace; an impl that this machine lacks, or that cannot serve the call.
+        InputError: a wrong shape or type; an id outside the vocabulary or a number of tokens outside the row,
+            as far as they are known outside a trace; an impl that this machine lacks, or that cannot serve
+            the call.
     """
     check_impl(impl)
     _check(config, tokens_BT, num_tokens_B, inputs_BTD)
-    return _score(params, config, tokens_BT, None if num_tokens_B is None else jnp.asarray(num_tokens_B), inputs_BTD, impl)
+    return _score(
+        params,
+        config,
+        tokens_BT,
+        None if num_tokens_B is None else jnp.asarray(num_tokens_B),
+        inputs_BTD,
+        impl,
+    )
 
 
 def score_completions(
@@ -66,7 +76,8 @@ def score_completions(
     batch_size: int = 16,
     impl: str | None = None,
 ) -> list[list[float]]:
-    """Log-probability of every token of each completion behind its prompt. For multiple choice: repeat the prompt, compare sums or means.
+    """Log-probability of every token of each completion behind its prompt. For multiple choice: repeat the
+    prompt, compare sums or means.
 
     Args:
         params, config: the model.
@@ -84,30 +95,46 @@ def score_completions(
     check_prompts(config, prompts)
     check_prompts(config, completions, "completion")
     if len(prompts) != len(completions):
-        raise InputError(f"{len(prompts)} prompts for {len(completions)} completions: give one prompt per completion")
+        raise InputError(
+            f"{len(prompts)} prompts for {len(completions)} completions: give one prompt per completion"
+        )
     if batch_size < 1:
         raise InputError(f"batch_size must be at least 1, got {batch_size}")
     rows = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
     if (longest := max(map(len, rows))) > config.context_length:
-        raise InputError(f"prompt + completion of {longest} tokens exceed the model's context limit {config.context_length}: shorten them")
+        raise InputError(
+            f"prompt + completion of {longest} tokens exceed the model's context limit"
+            f" {config.context_length}: shorten them"
+        )
     size, found = min(batch_size, len(rows)), []
     for at in range(0, len(rows), size):
         batch = rows[at : at + size]
-        tokens_BT, num_tokens_B = padded(batch + [[0]] * (size - len(batch)), config.context_length)  # full: one program
+        # Full: one program.
+        tokens_BT, num_tokens_B = padded(batch + [[0]] * (size - len(batch)), config.context_length)
         found += list(np.asarray(score(params, config, tokens_BT, num_tokens_B, impl=impl))[: len(batch)])
-    return [row[len(p) - 1 :][: len(c)].tolist() for row, p, c in zip(found, prompts, completions, strict=True)]
+    return [
+        row[len(p) - 1 :][: len(c)].tolist() for row, p, c in zip(found, prompts, completions, strict=True)
+    ]
 
 
 def _check(config: ModelConfig, tokens_BT: Any, num_tokens_B: Any, inputs_BTD: Any) -> None:
     if not isinstance(tokens_BT, jax.Array | np.ndarray):
-        raise InputError(f"tokens must be an array, got {type(tokens_BT).__name__}: score_completions takes lists")
+        raise InputError(
+            f"tokens must be an array, got {type(tokens_BT).__name__}: score_completions takes lists"
+        )
     shape = tokens_BT.shape
     if len(shape) != 2 or shape[1] < 2 or not jnp.issubdtype(tokens_BT.dtype, jnp.integer):
-        raise InputError(f"tokens must be integers of the shape [rows, 2 or more], got {tokens_BT.dtype} of {shape}")
+        raise InputError(
+            f"tokens must be integers of the shape [rows, 2 or more], got {tokens_BT.dtype} of {shape}"
+        )
     if num_tokens_B is not None and np.shape(num_tokens_B) != shape[:1]:
-        raise InputError(f"num_tokens must have the shape [{shape[0]}], one number per row, got {np.shape(num_tokens_B)}")
+        raise InputError(
+            f"num_tokens must have the shape [{shape[0]}], one number per row, got {np.shape(num_tokens_B)}"
+        )
     if inputs_BTD is not None and np.shape(inputs_BTD) != (*shape, config.hidden_size):
-        raise InputError(f"inputs must have the shape {(*shape, config.hidden_size)}, got {np.shape(inputs_BTD)}")
+        raise InputError(
+            f"inputs must have the shape {(*shape, config.hidden_size)}, got {np.shape(inputs_BTD)}"
+        )
     _check_range("token id", tokens_BT, config.vocab_size - 1)
     _check_range("num_tokens", num_tokens_B, shape[1])
 
@@ -123,15 +150,21 @@ def _check_range(name: str, array: Any, most: int) -> None:
 
 @partial(jax.jit, static_argnames=("config", "impl"))
 def _score(params, config, tokens_BT, num_tokens_B, inputs_BTD, impl):
-    hidden_BTD, _ = hidden_states(params, config, tokens_BT, None, num_tokens_B, inputs_BTD=inputs_BTD, impl=impl)
+    hidden_BTD, _ = hidden_states(
+        params, config, tokens_BT, None, num_tokens_B, inputs_BTD=inputs_BTD, impl=impl
+    )
     logprobs_BT = _of_targets(params, config, hidden_BTD[:, :-1], tokens_BT[:, 1:])
     if num_tokens_B is None:
         return logprobs_BT
     return jnp.where(jnp.arange(1, tokens_BT.shape[1]) < num_tokens_B[:, None], logprobs_BT, 0)
 
 
-def _of_targets(params: Params, config: ModelConfig, hidden_BTD: jax.Array, target_BT: jax.Array) -> jax.Array:
-    """Log-probabilities of targets, a part of T at a time: B stays whole, since rows may lie on different devices."""
+def _of_targets(
+    params: Params, config: ModelConfig, hidden_BTD: jax.Array, target_BT: jax.Array
+) -> jax.Array:
+    """Log-probabilities of targets, a part of T at a time: B stays whole, since rows may lie on different
+    devices.
+    """
     B, T = target_BT.shape
     parts = -(-T // max(1, _MOST_LOGITS // (B * head(params)["weight"].shape[0])))
     size = -(-T // parts)
@@ -143,7 +176,9 @@ def _of_targets(params: Params, config: ModelConfig, hidden_BTD: jax.Array, targ
     @partial(jax.checkpoint, prevent_cse=False)  # a loop keeps its iterations apart as it is
     def part(hidden_BTD: jax.Array, target_BT: jax.Array) -> jax.Array:
         logits_BTV = unembed(params, config, hidden_BTD)
-        return jnp.take_along_axis(logits_BTV, target_BT[..., None], -1)[..., 0] - jax.nn.logsumexp(logits_BTV, -1)
+        return jnp.take_along_axis(logits_BTV, target_BT[..., None], -1)[..., 0] - jax.nn.logsumexp(
+            logits_BTV, -1
+        )
 
     done = lax.map(lambda pair: part(*pair), (split(hidden_BTD), split(target_BT)))
     return jnp.moveaxis(done, 0, 1).reshape(B, -1)[:, :T]

@@ -40,7 +40,9 @@ def numbers(hf: Mapping, name: str) -> tuple[float, ...]:
 
 
 def refuse(hf: Mapping, *names: str) -> None:
-    """Raises InputError where one of these is set: the family has no such setting, or it is not supported for it."""
+    """Raises InputError where one of these is set: the family has no such setting, or it is not supported for
+    it.
+    """
     for name in names:
         if hf.get(name):
             raise InputError(f"{name} {hf[name]!r} is not supported for model_type {hf['model_type']!r}")

@@ -1,8 +1,10 @@
-"""Speculative decoding (Leviathan et al. 2023): several tokens are guessed cheaply and checked by the model in one pass.
+"""Speculative decoding (Leviathan et al. 2023): several tokens are guessed cheaply and checked by the model
+in one pass.
 
-The token at a position is a function of the model's logits there and of the row's key (sampling.py). So a guess is checked by
-choosing the model's own token and comparing: greedy or sampled, the tokens are those of plain decoding with the same key, and
-so is their distribution. A draft model draws with the same noise, which makes it guess alike.
+The token at a position is a function of the model's logits there and of the row's key (sampling.py). So a
+guess is checked by choosing the model's own token and comparing: greedy or sampled, the tokens are those of
+plain decoding with the same key, and so is their distribution. A draft model draws with the same noise, which
+makes it guess alike.
 """
 
 import dataclasses
@@ -20,7 +22,8 @@ from .model import hidden_states, unembed
 from .params import Params
 from .sampling import SamplingConfig, choose
 
-Guesser = Callable[[jax.Array, jax.Array, int], jax.Array]  # (history_BS, length_B, count) -> int32 [B, count]; traced
+# (history_BS, length_B, count) -> int32 [B, count]; traced.
+Guesser = Callable[[jax.Array, jax.Array, int], jax.Array]
 
 _LONGEST_MATCH = 4  # tokens that a look-up compares at most
 
@@ -53,7 +56,8 @@ def speculate(
 
     Args:
         params, config: the model.
-        draft_params, guesser: the draft model's parameters and configuration; or None and a function that guesses.
+        draft_params, guesser: the draft model's parameters and configuration; or None and a function that
+            guesses.
         state: with `context.history_BS`.
         row_key_B, sampling_B, eos_E: as in `decode_loop`.
         until: int32.
@@ -68,7 +72,9 @@ def speculate(
         active_B = _active(state, most)
         guess_BK, draft_cache = _guess(draft_params, guesser, state, spec.cache, choice, count, impl)
         tokens_BT = jnp.concatenate([state.token_B[:, None], guess_BK], 1)
-        hidden_BTD, cache = hidden_states(params, config, tokens_BT, state.cache, jnp.where(active_B, count + 1, 0), impl=impl)
+        hidden_BTD, cache = hidden_states(
+            params, config, tokens_BT, state.cache, jnp.where(active_B, count + 1, 0), impl=impl
+        )
         logits_BTV, before_B, active = unembed(params, config, hidden_BTD), state.length_B, active_B
         for i in range(count + 1):  # the token behind the first i guesses, which were right
             state = record(logits_BTV[:, i], state, *choice, impl, active)
@@ -79,17 +85,23 @@ def speculate(
         reached = jnp.where(jnp.any(_active(state, most)), reached, jnp.max(state.length_B))
         return dataclasses.replace(state, cache=truncate(cache, state.position_B - 1), step=reached), spec
 
-    return lax.while_loop(lambda carry: (carry[0].step < until) & jnp.any(_active(carry[0], most)), body, state)
+    return lax.while_loop(
+        lambda carry: (carry[0].step < until) & jnp.any(_active(carry[0], most)), body, state
+    )
 
 
-SPECULATE = jax.jit(speculate, static_argnames=("config", "guesser", "count", "impl"), donate_argnames="state")
+SPECULATE = jax.jit(
+    speculate, static_argnames=("config", "guesser", "count", "impl"), donate_argnames="state"
+)
 
 
 def _active(state: DecodeState, most: jax.Array) -> jax.Array:
     return ~state.finished_B & (state.length_B < most)
 
 
-def _guess(params, guesser, state: DecodeState, cache: KVCache | None, choice: Any, count: int, impl: str | None):
+def _guess(
+    params, guesser, state: DecodeState, cache: KVCache | None, choice: Any, count: int, impl: str | None
+):
     """The guesses [B, count], and the draft model's cache."""
     history_BS, position_B = state.context.history_BS, state.position_B
     if params is None:
@@ -118,7 +130,8 @@ def _guess(params, guesser, state: DecodeState, cache: KVCache | None, choice: A
 def look_up(history_BS: jax.Array, length_B: jax.Array, count: int) -> jax.Array:
     """What followed the last tokens where they occurred before (prompt look-up, Saxena 2023).
 
-    Of all places the one that agrees over the most tokens (up to 4), of these the latest; where it runs into the end, it repeats.
+    Of all places the one that agrees over the most tokens (up to 4), of these the latest; where it runs into
+    the end, it repeats.
 
     Args:
         history_BS: int32, each row's tokens in order.
@@ -137,6 +150,8 @@ def look_up(history_BS: jax.Array, length_B: jax.Array, count: int) -> jax.Array
         return same_BS, run_BS + same_BS
 
     inside_BS = (slot_S < length_B1) & (slot_S >= 1)
-    _, run_BS = lax.fori_loop(1, _LONGEST_MATCH + 1, grow, (inside_BS, jnp.zeros(history_BS.shape, jnp.int32)))
+    _, run_BS = lax.fori_loop(
+        1, _LONGEST_MATCH + 1, grow, (inside_BS, jnp.zeros(history_BS.shape, jnp.int32))
+    )
     at_B1 = jnp.argmax(run_BS * len(slot_S) + jnp.where(inside_BS, slot_S, 0), 1)[:, None]
     return jnp.take_along_axis(history_BS, at_B1 + jnp.arange(count) % jnp.maximum(length_B1 - at_B1, 1), 1)

@@ -21,7 +21,9 @@ class LoadStats:
 
 @dataclasses.dataclass
 class GenerateStats:
-    """The cost of one `generate` or `stream` call. Seconds other than `compile_seconds` and `total_seconds` are without compilation."""
+    """The cost of one `generate` or `stream` call. Seconds other than `compile_seconds` and `total_seconds`
+    are without compilation.
+    """
 
     rows: int
     prompt_tokens: int  # all rows together
@@ -46,7 +48,9 @@ class GenerateStats:
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        return (self.prompt_tokens - self.reused_tokens) / self.prefill_seconds if self.prefill_seconds else 0.0
+        return (
+            (self.prompt_tokens - self.reused_tokens) / self.prefill_seconds if self.prefill_seconds else 0.0
+        )
 
     @property
     def decode_tokens_per_second(self) -> float:
@@ -66,7 +70,8 @@ class GenerateStats:
 class Stopwatch:
     """Wall time with the seconds that this thread spent compiling apart.
 
-    `with Stopwatch() as w: ...` fills `w.seconds` and `w.compile_seconds`, and gives back what compiling freed.
+    `with Stopwatch() as w: ...` fills `w.seconds` and `w.compile_seconds`, and gives back what compiling
+    freed.
     """
 
     def __enter__(self) -> "Stopwatch":
@@ -99,13 +104,17 @@ class Stopwatch:
 
 
 def give_back_memory() -> None:
-    """Has glibc return its free pages to the system: compiling leaves 100 MiB or more of them, which would stay until the process ends."""
+    """Has glibc return its free pages to the system: compiling leaves 100 MiB or more of them, which would
+    stay until the process ends.
+    """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
 def peak_bytes() -> int:
-    """Peak memory so far: bytes in use on the device, or the process's resident memory where the device keeps no count (CPU)."""
+    """Peak memory so far: bytes in use on the device, or the process's resident memory where the device keeps
+    no count (CPU).
+    """
     counted = jax.local_devices()[0].memory_stats() or {}
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return counted.get("peak_bytes_in_use", resident)

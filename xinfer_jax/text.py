@@ -26,21 +26,28 @@ def encode_prompt(model: Model, prompt: Prompt, *, system: str | None = None, ra
         raw: take the text as it is, without the chat template.
 
     Raises:
-        InputError: no tokenizer, an empty prompt, no messages, or a system message or a conversation with raw.
+        InputError: no tokenizer, an empty prompt, no messages, or a system message or a conversation with
+            raw.
     """
     tokenizer = _tokenizer(model)
     if raw and (system is not None or not isinstance(prompt, str)):
-        raise InputError("raw takes a text as it is: it goes with neither a system message nor a conversation")
+        raise InputError(
+            "raw takes a text as it is: it goes with neither a system message nor a conversation"
+        )
     if isinstance(prompt, str) and not prompt.strip():
         raise InputError(f"the prompt is empty: got {prompt!r}, give some text")
-    if not isinstance(prompt, str) and not (prompt and all(isinstance(message, Mapping) for message in prompt)):
+    if not isinstance(prompt, str) and not (
+        prompt and all(isinstance(message, Mapping) for message in prompt)
+    ):
         raise InputError(f"a prompt is a text, or messages [{{'role': …, 'content': …}}, …], got {prompt!r}")
     if raw:
         ids = tokenizer.encode(prompt)
     else:
         messages = prompt if not isinstance(prompt, str) else [{"role": "user", "content": prompt}]
         messages = [*([] if system is None else [{"role": "system", "content": system}]), *messages]
-        ids = tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True), add_special_tokens=False)
+        ids = tokenizer.encode(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True), add_special_tokens=False
+        )
     if not ids:
         raise InputError(f"the prompt {prompt!r} gives no tokens")
     return ids
@@ -84,15 +91,18 @@ def stream_text(
     system: str | None = None,
     raw: bool = False,
 ) -> Generator[str, bool | None, GenerateOutput]:
-    """`generate_text`, piece by piece, whole characters only; the generator's return value is the `GenerateOutput`.
+    """`generate_text`, piece by piece, whole characters only; the generator's return value is the
+    `GenerateOutput`.
 
-    The text ends before the first of `options.stop_strings`, across token borders too; the output's tokens go up to the one that
-    completed it. `send(True)` ends the answer.
+    The text ends before the first of `options.stop_strings`, across token borders too; the output's tokens go
+    up to the one that completed it. `send(True)` ends the answer.
     """
     ids, options = encode_prompt(model, prompt, system=system, raw=raw), with_eos(model, options)
     _one_answer(options)
     if any(not isinstance(stop, str) or not stop for stop in options.stop_strings):
-        raise InputError(f"stop_strings must be texts that are not empty, got {tuple(options.stop_strings)!r}")
+        raise InputError(
+            f"stop_strings must be texts that are not empty, got {tuple(options.stop_strings)!r}"
+        )
     tokens = stream(model.params, model.config, [ids], dataclasses.replace(options, stop_strings=()), key=key)
     return _pieces(_tokenizer(model), tokens, options.stop_strings)
 
@@ -106,7 +116,9 @@ class TokenText(NamedTuple):
 
 
 def alternatives_text(model: Model, out: GenerateOutput, row: int = 0) -> list[list[TokenText]]:
-    """For each chosen token: itself, then `options.logprobs` alternatives with their probabilities before any processor."""
+    """For each chosen token: itself, then `options.logprobs` alternatives with their probabilities before any
+    processor.
+    """
     tokenizer = _tokenizer(model)
     if out.alternatives is None:
         raise InputError("this output has no alternatives: generate with GenerateOptions(logprobs=…)")
@@ -118,7 +130,9 @@ def alternatives_text(model: Model, out: GenerateOutput, row: int = 0) -> list[l
 
 
 def with_eos(model: Model, options: GenerateOptions | None) -> GenerateOptions:
-    """Options with the model's EOS ids where they name none; an id that the model cannot produce is left out."""
+    """Options with the model's EOS ids where they name none; an id that the model cannot produce is left
+    out.
+    """
     options = options or GenerateOptions()
     possible = tuple(i for i in _tokenizer(model).eos_token_ids if 0 <= i < model.config.vocab_size)
     return options if options.eos_token_ids else dataclasses.replace(options, eos_token_ids=possible)
@@ -126,11 +140,16 @@ def with_eos(model: Model, options: GenerateOptions | None) -> GenerateOptions:
 
 def _one_answer(options: GenerateOptions) -> None:
     if options.n != 1:
-        raise InputError(f"n={options.n}: the text functions give one answer; from Python, generate and the tokenizer give several")
+        raise InputError(
+            f"n={options.n}: the text functions give one answer; from Python, generate and the tokenizer give"
+            " several"
+        )
 
 
 def _pieces(
-    tokenizer: Tokenizer, steps: Generator[list[int | None], bool | None, GenerateOutput], stops: Sequence[str]
+    tokenizer: Tokenizer,
+    steps: Generator[list[int | None], bool | None, GenerateOutput],
+    stops: Sequence[str],
 ) -> Generator[str, bool | None, GenerateOutput]:
     decoder, held, told = IncrementalDecoder(tokenizer), "", None
     while True:
@@ -160,5 +179,8 @@ def _overlap(text: str, stop: str) -> int:
 
 def _tokenizer(model: Model) -> Tokenizer:
     if model.tokenizer is None:
-        raise InputError("this checkpoint has no tokenizer.json: text needs a tokenizer (from Python, token ids work without one)")
+        raise InputError(
+            "this checkpoint has no tokenizer.json: text needs a tokenizer (from Python, token ids work"
+            " without one)"
+        )
     return model.tokenizer

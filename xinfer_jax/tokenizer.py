@@ -1,4 +1,6 @@
-"""Text to ids and back: the `tokenizers` library, the checkpoint's own chat template, and detokenizing as ids come."""
+"""Text to ids and back: the `tokenizers` library, the checkpoint's own chat template, and detokenizing as ids
+come.
+"""
 
 import json
 from collections.abc import Sequence
@@ -16,8 +18,8 @@ from .files import read_json
 
 # Qwen's chat format, for a checkpoint that brings no template of its own.
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{%"
+    " endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _QWEN_STOPS = ("<|im_end|>", "<|endoftext|>")
 
@@ -26,7 +28,12 @@ class Tokenizer:
     """A checkpoint's tokenizer, chat template and EOS ids."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, *, chat_template: str | None, special_tokens: dict[str, str], eos_token_ids: Sequence[int]
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        chat_template: str | None,
+        special_tokens: dict[str, str],
+        eos_token_ids: Sequence[int],
     ):
         """
         Args:
@@ -42,7 +49,8 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "Tokenizer":
-        """Reads tokenizer.json, and tokenizer_config.json, chat_template.jinja, generation_config.json and config.json where they exist.
+        """Reads tokenizer.json, and tokenizer_config.json, chat_template.jinja, generation_config.json and
+        config.json where they exist.
 
         Raises:
             InputError: no tokenizer.json, or a file that cannot be read.
@@ -50,15 +58,23 @@ class Tokenizer:
         path = Path(path)
         file = path / "tokenizer.json"
         if not file.is_file():
-            raise InputError(f"{path} holds no tokenizer.json: text needs a tokenizer (from Python, token ids work without one)")
+            raise InputError(
+                f"{path} holds no tokenizer.json: text needs a tokenizer (from Python, token ids work without"
+                " one)"
+            )
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise InputError(f"{file} is no readable tokenizer: {error}") from error
         settings, generation, config = (
-            read_json(path / f"{name}.json") or {} for name in ("tokenizer_config", "generation_config", "config")
+            read_json(path / f"{name}.json") or {}
+            for name in ("tokenizer_config", "generation_config", "config")
         )
-        special = {name: _text(value) for name, value in settings.items() if name.endswith("_token") and value is not None}
+        special = {
+            name: _text(value)
+            for name, value in settings.items()
+            if name.endswith("_token") and value is not None
+        }
         return cls(
             backend,
             chat_template=_chat_template(path, settings),
@@ -67,7 +83,8 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; with add_special_tokens, what the checkpoint puts around every text (BOS, for instance).
+        """Token ids of a text; with add_special_tokens, what the checkpoint puts around every text (BOS, for
+        instance).
 
         Raises:
             InputError: not a text, or half a surrogate pair in it.
@@ -81,7 +98,9 @@ class Tokenizer:
         """The text of ids."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **template_kwargs: Any) -> str:
+    def apply_chat_template(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **template_kwargs: Any
+    ) -> str:
         """The conversation as one text, in the checkpoint's format.
 
         Args:
@@ -95,15 +114,20 @@ class Tokenizer:
         variables = {"tools": None, "documents": None, **self.special_tokens, **template_kwargs}
         try:
             template = _environment().from_string(self.chat_template)
-            return template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
+            return template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **variables
+            )
         except Exception as error:  # a template is code: anything can go wrong in it
-            raise InputError(f"the chat template does not take this conversation: {str(error) or type(error).__name__}") from error
+            raise InputError(
+                f"the chat template does not take this conversation: {str(error) or type(error).__name__}"
+            ) from error
 
 
 class IncrementalDecoder:
     """Ids in, pieces of text out, never half a UTF-8 character; joined, the pieces are `decode` of all ids.
 
-    Only a few ids are decoded again at each step: those since the text was last whole, and the ones before for context.
+    Only a few ids are decoded again at each step: those since the text was last whole, and the ones before
+    for context.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -122,7 +146,8 @@ class IncrementalDecoder:
 
     def finish(self) -> str:
         """What is left when no more ids come."""
-        # Decoded behind what comes before, since decoders treat the start of a text apart (a leading space, for instance).
+        # Decoded behind what comes before, since decoders treat the start of a text apart (a leading space,
+        # for instance).
         return self._decode(self._before + self._pending)[len(self._decode(self._before)) :]
 
 
@@ -134,9 +159,14 @@ def _chat_template(path: Path, settings: dict) -> str | None:
             raise InputError(f"{path / 'chat_template.jinja'} is not readable text: {error}") from error
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, by name
-        template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}.get("default", template)
+        template = {
+            entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)
+        }.get("default", template)
     if template is not None and not isinstance(template, str):
-        raise InputError(f"{path / 'tokenizer_config.json'}: chat_template must be a text, or a list of which one is named 'default'")
+        raise InputError(
+            f"{path / 'tokenizer_config.json'}: chat_template must be a text, or a list of which one is named"
+            " 'default'"
+        )
     return template
 
 
@@ -144,10 +174,20 @@ def _text(token: Any) -> str:
     return token.get("content", "") if isinstance(token, dict) else str(token)
 
 
-def _eos_ids(backend: tokenizers.Tokenizer, generation: dict, config: dict, special: dict[str, str]) -> list[int]:
-    """From generation_config.json, else config.json, else the tokenizer's eos_token; Qwen's two stops wherever the vocabulary has them."""
+def _eos_ids(
+    backend: tokenizers.Tokenizer, generation: dict, config: dict, special: dict[str, str]
+) -> list[int]:
+    """From generation_config.json, else config.json, else the tokenizer's eos_token; Qwen's two stops
+    wherever the vocabulary has them.
+    """
     found = next((s["eos_token_id"] for s in (generation, config) if s.get("eos_token_id") is not None), None)
-    ids = [backend.token_to_id(special.get("eos_token", ""))] if found is None else found if isinstance(found, list) else [found]
+    ids = (
+        [backend.token_to_id(special.get("eos_token", ""))]
+        if found is None
+        else found
+        if isinstance(found, list)
+        else [found]
+    )
     if bad := [i for i in ids if i is not None and type(i) is not int]:
         raise InputError(f"eos_token_id must be a token id or a list of them, got {bad[0]!r}")
     added = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
@@ -156,7 +196,9 @@ def _eos_ids(backend: tokenizers.Tokenizer, generation: dict, config: dict, spec
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} … {% endgeneration %} marks the assistant's words for training; rendering passes it through."""
+    """{% generation %} … {% endgeneration %} marks the assistant's words for training; rendering passes it
+    through.
+    """
 
     tags = {"generation"}
 
@@ -168,11 +210,15 @@ class _Generation(jinja2.ext.Extension):
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
         """Refuses at once, where jinja2 would render nothing in its place."""
-        raise jinja2.sandbox.SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r} is unsafe")
+        raise jinja2.sandbox.SecurityError(
+            f"access to attribute {attribute!r} of {type(obj).__name__!r} is unsafe"
+        )
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """What templates written for transformers expect; sandboxed, since a template is code from whoever made the checkpoint."""
+    """What templates written for transformers expect; sandboxed, since a template is code from whoever made
+    the checkpoint.
+    """
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -180,7 +226,11 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     def to_json(value: Any, ensure_ascii: bool = False, **kwargs: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **kwargs)
 
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
     environment.filters["tojson"] = to_json
-    environment.globals.update(raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form))
+    environment.globals.update(
+        raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form)
+    )
     return environment

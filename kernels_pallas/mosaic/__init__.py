@@ -1,4 +1,6 @@
-"""Kernels for Hopper (compute capability 9.0) through Mosaic GPU: TMA loads into shared memory, wgmma on the tensor cores."""
+"""Kernels for Hopper (compute capability 9.0) through Mosaic GPU: TMA loads into shared memory, wgmma on the
+tensor cores.
+"""
 
 from .argmax import argmax, lm_head_argmax
 from .decode import decode_attention

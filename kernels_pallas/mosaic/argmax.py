@@ -45,7 +45,8 @@ def argmax(x_BV: jax.Array, *, interpret: Any = None) -> jax.Array:
 
     def kernel(x_ref, key_ref, index_ref):
         row, block = lax.axis_index("row"), lax.axis_index("block")
-        first = jnp.minimum(block * _BLOCK, V - _BLOCK)  # the last block overlaps the one before: nothing to mask
+        # The last block overlaps the one before: nothing to mask.
+        first = jnp.minimum(block * _BLOCK, V - _BLOCK)
         key = ordered(compat.load(x_ref.at[row], first, _BLOCK, layout).astype(jnp.float32))
         index = plgpu.broadcasted_iota(jnp.int32, (_BLOCK,), 0, layout=layout) + first
         most = key.max(axis=0)
@@ -63,7 +64,9 @@ def argmax(x_BV: jax.Array, *, interpret: Any = None) -> jax.Array:
     return _first_of_largest(*pairs)
 
 
-def lm_head_argmax(x_BD: jax.Array, weight_VD: jax.Array, *, interpret: Any = None) -> tuple[jax.Array, jax.Array]:
+def lm_head_argmax(
+    x_BD: jax.Array, weight_VD: jax.Array, *, interpret: Any = None
+) -> tuple[jax.Array, jax.Array]:
     """As `reference.lm_head_argmax`, without writing a logit: reads the vocabulary matrix once.
 
     Programs stay on the card and take tiles of 64 tokens in turn; loads run ahead across tiles.
@@ -78,7 +81,9 @@ def lm_head_argmax(x_BD: jax.Array, weight_VD: jax.Array, *, interpret: Any = No
     """
     B, V = x_BD.shape[0], weight_VD.shape[0]
     if B > ROWS:
-        parts = [lm_head_argmax(x_BD[i : i + ROWS], weight_VD, interpret=interpret) for i in range(0, B, ROWS)]
+        parts = [
+            lm_head_argmax(x_BD[i : i + ROWS], weight_VD, interpret=interpret) for i in range(0, B, ROWS)
+        ]
         ids, logprobs = zip(*parts, strict=True)
         return jnp.concatenate(ids), jnp.concatenate(logprobs)
     x_ND, weight_VD = padded(x_BD, 8, 64), padded(weight_VD, 8, 64)
@@ -88,9 +93,12 @@ def lm_head_argmax(x_BD: jax.Array, weight_VD: jax.Array, *, interpret: Any = No
     programs = min(PROGRAMS, tiles)
     stages = min(6, 104 * 1024 // (2 * _WIDE * (ROWS + N)))  # of 113 KiB, half of a multiprocessor's
 
-    def kernel(x_ref, w_ref, key_ref, index_ref, sum_ref, x_smem, w_smem, key_smem, index_smem, sum_smem, landed):
+    def kernel(
+        x_ref, w_ref, key_ref, index_ref, sum_ref, x_smem, w_smem, key_smem, index_smem, sum_smem, landed
+    ):
         program = lax.axis_index("program")
-        mine = lax.div(tiles - program + (programs - 1), jnp.int32(programs))  # tiles program, program + programs, …
+        # Tiles program, program + programs, …
+        mine = lax.div(tiles - program + (programs - 1), jnp.int32(programs))
 
         def fetch(i, slot):
             token = (program + lax.div(i, jnp.int32(steps)) * programs) * ROWS
@@ -123,15 +131,23 @@ def lm_head_argmax(x_BD: jax.Array, weight_VD: jax.Array, *, interpret: Any = No
             first = jnp.where(keys == spread(most, x.shape, 1), token, _NEVER).min(axis=0)
             new = jnp.maximum(key, most)
             shrunk = total * jnp.exp(unordered(key) - unordered(new))
-            return new, jnp.where(most > key, first, index), shrunk + jnp.exp(x - spread(unordered(new), x.shape, 1)).sum(axis=0)
+            return (
+                new,
+                jnp.where(most > key, first, index),
+                shrunk + jnp.exp(x - spread(unordered(new), x.shape, 1)).sum(axis=0),
+            )
 
         def full(value, dtype):
             return plgpu.layout_cast(jnp.full((N,), value, dtype), WGMMA.reduce(0))
 
         for i in range(stages):
             pl.when(i < mine * steps)(lambda i=i: fetch(jnp.int32(i), i))
-        best = lax.fori_loop(0, mine, one_tile, (full(_LOWEST, jnp.int32), full(0, jnp.int32), full(0, jnp.float32)))
-        for value, smem, ref in zip(best, (key_smem, index_smem, sum_smem), (key_ref, index_ref, sum_ref), strict=True):
+        best = lax.fori_loop(
+            0, mine, one_tile, (full(_LOWEST, jnp.int32), full(0, jnp.int32), full(0, jnp.float32))
+        )
+        for value, smem, ref in zip(
+            best, (key_smem, index_smem, sum_smem), (key_ref, index_ref, sum_ref), strict=True
+        ):
             smem[...] = value
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(smem, ref.at[program])

@@ -1,4 +1,6 @@
-"""Decode attention on Hopper: one query per row, the keys split over the card, TMA loads ahead of the tensor cores."""
+"""Decode attention on Hopper: one query per row, the keys split over the card, TMA loads ahead of the tensor
+cores.
+"""
 
 from typing import Any
 
@@ -9,7 +11,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..compat import store_scattered
-from .parts import LOG2_E, PROGRAMS, ROWS, add_values, columns, padded, params, scores, silence, softmax_step, spread, start, tile
+from .parts import (
+    LOG2_E,
+    PROGRAMS,
+    ROWS,
+    add_values,
+    columns,
+    padded,
+    params,
+    scores,
+    silence,
+    softmax_step,
+    spread,
+    start,
+    tile,
+)
 
 
 def decode_attention(
@@ -28,8 +44,8 @@ def decode_attention(
 ) -> jax.Array:
     """Attention of one query per row, at position length_B[b] - 1, as in Flash-Decoding (Dao et al. 2023).
 
-    The G = N/K queries that share a key head are the rows of one tile. Each program takes an equal part of the key blocks
-    below the row's length; parts are merged by their log-sum-exp.
+    The G = N/K queries that share a key head are the rows of one tile. Each program takes an equal part of
+    the key blocks below the row's length; parts are merged by their log-sum-exp.
 
     Args:
         q_BNH: bfloat16 or float16; G at most 64, H at most 256.
@@ -38,7 +54,8 @@ def decode_attention(
         scale, window, soft_cap: as in `reference.decode_attention`.
         splits: programs per row and key head; None: enough to fill the card.
         block: keys per step, a multiple of 64.
-        stages: blocks in flight per program; None: as many as let two programs share a multiprocessor, up to width 128.
+        stages: blocks in flight per program; None: as many as let two programs share a multiprocessor, up to
+            width 128.
         interpret: `plgpu.InterpretGPUParams()`: on CPU, emulated.
 
     Returns:
@@ -50,7 +67,8 @@ def decode_attention(
     k_BKSH, v_BKSH = padded(k_BKSH, 8, 16), padded(v_BKSH, 8, 16)
     H = k_BKSH.shape[-1]
     splits = splits or max(1, min(PROGRAMS // (B * K), pl.cdiv(S, block)))
-    stages = stages or max(2, min(6, (109 * 1024 - 2 * ROWS * H) // (4 * block * H)))  # of 113 KiB, half of a multiprocessor's
+    # Of 113 KiB, half of a multiprocessor's.
+    stages = stages or max(2, min(6, (109 * 1024 - 2 * ROWS * H) // (4 * block * H)))
     kept = pl.cdiv(G, 8) * 8  # rows of the tile that leave the kernel
     q_BKGH = padded(q_BNH.reshape(B, K, G, width), 8, 16)
 
@@ -59,7 +77,11 @@ def decode_attention(
         row, head, part = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("part")
         position = length_ref[row] - 1
         length = jnp.minimum(position + 1, S)
-        first = jnp.int32(0) if window is None else lax.div(jnp.maximum(position + 1 - window, 0), jnp.int32(block))
+        first = (
+            jnp.int32(0)
+            if window is None
+            else lax.div(jnp.maximum(position + 1 - window, 0), jnp.int32(block))
+        )
         end = lax.div(length + (block - 1), jnp.int32(block))
         share = lax.div(end - first + (splits - 1), jnp.int32(splits))
         first = first + part * share
@@ -87,7 +109,8 @@ def decode_attention(
             pl.when(i + stages < count)(lambda: fetch(i + stages, slot))
             return acc, most, total
 
-        plgpu.copy_gmem_to_smem(q_ref.at[row, head, pl.ds(0 * part, ROWS)], q_smem, q_landed)  # rows past G arrive as zeros
+        # Rows past G arrive as zeros.
+        plgpu.copy_gmem_to_smem(q_ref.at[row, head, pl.ds(0 * part, ROWS)], q_smem, q_landed)
         for i in range(stages):
             pl.when(i < count)(lambda i=i: fetch(jnp.int32(i), i))
         plgpu.barrier_wait(q_landed)
@@ -107,7 +130,8 @@ def decode_attention(
         ),
         scratch_types=(
             tile((ROWS, H), dtype),
-            plgpu.RefUnion((tile((stages, block, H), dtype),) * 2, tile((ROWS, H), jnp.float32)),  # the result takes the keys' place
+            # The result takes the keys' place.
+            plgpu.RefUnion((tile((stages, block, H), dtype),) * 2, tile((ROWS, H), jnp.float32)),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(),
         ),
@@ -116,6 +140,7 @@ def decode_attention(
         compiler_params=params(),
         interpret=interpret,
     )(length_B, q_BKGH, k_BKSH, v_BKSH)
-    weight_BKRP = jax.nn.softmax(lse_BKRP / LOG2_E, axis=-1)  # parts last: XLA then merges them in a single kernel
+    # Parts last: XLA then merges them in a single kernel.
+    weight_BKRP = jax.nn.softmax(lse_BKRP / LOG2_E, axis=-1)
     out_BKGH = jnp.einsum("bkgp,bkpgh->bkgh", weight_BKRP[:, :, :G], out_BKPRH[..., :G, :width])
     return out_BKGH.reshape(q_BNH.shape).astype(dtype)

@@ -20,7 +20,9 @@ WGMMA = plgpu.Layout.WGMMA
 
 
 def params(**kwargs: Any) -> plgpu.CompilerParams:
-    return plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup, **kwargs)
+    return plgpu.CompilerParams(
+        approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup, **kwargs
+    )
 
 
 def swizzle(width: int, dtype: Any) -> int:
@@ -32,12 +34,19 @@ def tile(shape: tuple[int, ...], dtype: Any) -> Any:
     """A shared-memory tile that TMA fills and wgmma reads."""
     size = swizzle(shape[-1], dtype)
     return plgpu.SMEM(
-        shape, dtype, transforms=(plgpu.TilingTransform((8, size // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(size))
+        shape,
+        dtype,
+        transforms=(
+            plgpu.TilingTransform((8, size // jnp.dtype(dtype).itemsize)),
+            plgpu.SwizzleTransform(size),
+        ),
     )
 
 
 def padded(x: jax.Array, *multiples: int) -> jax.Array:
-    """x with its last axes filled up with zeros to these multiples, as TMA wants them; a copy only where there is something to fill."""
+    """x with its last axes filled up with zeros to these multiples, as TMA wants them; a copy only where
+    there is something to fill.
+    """
     missing = [-size % multiple for size, multiple in zip(x.shape[-len(multiples) :], multiples, strict=True)]
     return jnp.pad(x, [(0, 0)] * (x.ndim - len(multiples)) + [(0, n) for n in missing]) if any(missing) else x
 
@@ -65,8 +74,12 @@ def start(width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     )
 
 
-def scores(q_smem, k_smem, scale: float, soft_cap: float | None, then: Callable[[], None] = lambda: None) -> jax.Array:
-    """q · kᵀ times log2 e, since the GPU has an instruction for 2**x; `then` is called while the tensor cores work."""
+def scores(
+    q_smem, k_smem, scale: float, soft_cap: float | None, then: Callable[[], None] = lambda: None
+) -> jax.Array:
+    """q · kᵀ times log2 e, since the GPU has an instruction for 2**x; `then` is called while the tensor cores
+    work.
+    """
 
     def product(s_ref):
         plgpu.wgmma(s_ref, q_smem, transposed(k_smem))
@@ -81,7 +94,9 @@ def scores(q_smem, k_smem, scale: float, soft_cap: float | None, then: Callable[
 
 
 def softmax_step(s, acc, most, total):
-    """Online softmax: the weights of this block, and accumulator, maximum and sum of weights carried over to the new maximum."""
+    """Online softmax: the weights of this block, and accumulator, maximum and sum of weights carried over to
+    the new maximum.
+    """
     new = jnp.maximum(most, s.max(axis=1))
     shrink = jnp.exp2(most - new)
     p = jnp.exp2(s - spread(new, s.shape))
@@ -89,7 +104,9 @@ def softmax_step(s, acc, most, total):
 
 
 def silence(tile_ref, valid: jax.Array) -> None:
-    """Zeros in the rows of values from `valid` on: a weight of 0 does not silence a NaN. Piece by piece, for few registers."""
+    """Zeros in the rows of values from `valid` on: a weight of 0 does not silence a NaN. Piece by piece, for
+    few registers.
+    """
     keys, width = tile_ref.shape
     wide = swizzle(width, tile_ref.dtype) // tile_ref.dtype.itemsize
     for row in range(0, keys, ROWS):
@@ -103,6 +120,7 @@ def add_values(acc, p, v_smem, emulate: bool):
     """acc + p · v. Pallas's interpreter has no wgmma with an operand in registers: there, a plain product."""
     if emulate:
         added = acc + jnp.dot(p, v_smem[...], preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # a plain read, unlike wgmma's, must be fenced from the TMA write that reuses the slot
+        # A plain read, unlike wgmma's, must be fenced from the TMA write that reuses the slot.
+        plgpu.commit_smem()
         return added
     return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, v_smem))(plgpu.ACC.init(acc))

@@ -9,7 +9,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .parts import ROWS, add_values, columns, padded, params, rows, scores, silence, softmax_step, spread, start, tile
+from .parts import (
+    ROWS,
+    add_values,
+    columns,
+    padded,
+    params,
+    rows,
+    scores,
+    silence,
+    softmax_step,
+    spread,
+    start,
+    tile,
+)
 
 _COMPUTE = 2  # warpgroups; a third one fetches
 _QUERIES = _COMPUTE * ROWS  # per program
@@ -57,12 +70,21 @@ def prefill_attention(
     blocks = pl.cdiv(T, _QUERIES)
 
     def kernel(start_ref, length_ref, q_ref, k_ref, v_ref, out_ref, tiles, landed, used, turn):
-        (q_smem, k_smem, v_smem), (q_landed, k_landed, v_landed, v_raw), (k_used, v_used) = tiles, landed, used
+        (q_smem, k_smem, v_smem), (q_landed, k_landed, v_landed, v_raw), (k_used, v_used) = (
+            tiles,
+            landed,
+            used,
+        )
         row, head, warpgroup = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("warpgroup")
-        first_query = (blocks - 1 - lax.axis_index("block")) * _QUERIES  # the last queries see most keys: they go first
+        # The last queries see most keys: they go first.
+        first_query = (blocks - 1 - lax.axis_index("block")) * _QUERIES
         position, length = start_ref[row] + first_query, jnp.minimum(length_ref[row], S)
         end = lax.div(jnp.minimum(length, position + _QUERIES) + (block - 1), jnp.int32(block))
-        begin = jnp.int32(0) if window is None else lax.div(jnp.maximum(position - (window - 1), 0), jnp.int32(block))
+        begin = (
+            jnp.int32(0)
+            if window is None
+            else lax.div(jnp.maximum(position - (window - 1), 0), jnp.int32(block))
+        )
 
         @pl.when(warpgroup < _COMPUTE)
         def compute():
@@ -88,7 +110,8 @@ def prefill_attention(
                         seen &= key > query - window
                     s = jnp.where(seen, s, -jnp.inf)
                 p, acc, most, total = softmax_step(s, acc, most, total)
-                p, acc, most, total = lax.optimization_barrier((p.astype(dtype), acc, most, total))  # all of the softmax within the turn
+                # All of the softmax within the turn.
+                p, acc, most, total = lax.optimization_barrier((p.astype(dtype), acc, most, total))
                 plgpu.barrier_arrive(turn)
                 plgpu.barrier_wait(v_landed.at[slot])
                 plgpu.barrier_wait(turn)
@@ -100,8 +123,13 @@ def prefill_attention(
                 plgpu.barrier_arrive(turn)
                 plgpu.barrier_wait(turn)
 
-            # Blocks that every query of the tile sees whole need no mask: they lie between the window's edge and the diagonal.
-            inner = begin if window is None else lax.div(jnp.maximum(tile_position + (ROWS - window), 0) + (block - 1), jnp.int32(block))
+            # Blocks that every query of the tile sees whole need no mask: they lie between the window's edge
+            # and the diagonal.
+            inner = (
+                begin
+                if window is None
+                else lax.div(jnp.maximum(tile_position + (ROWS - window), 0) + (block - 1), jnp.int32(block))
+            )
             inner = jnp.clip(inner, begin, end)
             outer = jnp.clip(lax.div(jnp.minimum(length, tile_position + 1), jnp.int32(block)), inner, end)
             pl.when(warpgroup == 1)(take_turn)  # half a step behind
@@ -122,12 +150,16 @@ def prefill_attention(
             kv_head = lax.div(head, jnp.int32(group))
 
             @pl.loop(begin, end + stages)
-            def _(i):  # `stages` turns more than there are blocks: every slot is seen free again before the program ends
+            # `stages` turns more than there are blocks: every slot is seen free again before the program
+            # ends.
+            def _(i):
                 slot = lax.rem(i - begin, jnp.int32(stages))
                 keys = row, kv_head, pl.ds(i * block, block)
                 used, wanted, left = i - begin >= stages, i < end, length - i * block
                 pl.when(used)(lambda: plgpu.barrier_wait(k_used.at[slot]))
-                pl.when(wanted)(lambda: plgpu.copy_gmem_to_smem(k_ref.at[keys], k_smem.at[slot], k_landed.at[slot]))
+                pl.when(wanted)(
+                    lambda: plgpu.copy_gmem_to_smem(k_ref.at[keys], k_smem.at[slot], k_landed.at[slot])
+                )
                 pl.when(used)(lambda: plgpu.barrier_wait(v_used.at[slot]))
 
                 @pl.when(wanted & (left >= block))
@@ -145,7 +177,11 @@ def prefill_attention(
         kernel,
         out_type=jax.ShapeDtypeStruct(q_BTNH.shape, dtype),
         scratch_types=(
-            (tile((_COMPUTE, ROWS, H), dtype), tile((stages, block, H), dtype), tile((stages, block, H), dtype)),
+            (
+                tile((_COMPUTE, ROWS, H), dtype),
+                tile((stages, block, H), dtype),
+                tile((stages, block, H), dtype),
+            ),
             tuple(plgpu.Barrier(num_barriers=n) for n in (_COMPUTE, stages, stages, 1)),
             (plgpu.Barrier(num_arrivals=_COMPUTE, num_barriers=stages),) * 2,
             plgpu.Barrier(num_arrivals=_COMPUTE),

@@ -57,7 +57,8 @@ def _of_best_block(best_Bi, of_block_Bi):
 
 
 def lm_head_argmax(x_BD, weight_VD, *, interpret=False) -> tuple[jax.Array, jax.Array]:
-    """The greedy token of the last hidden states and its log-probability; the logits x · weightᵀ are never written.
+    """The greedy token of the last hidden states and its log-probability; the logits x · weightᵀ are never
+    written.
 
     Args:
         x_BD: hidden states, in the dtype of the weight.
@@ -76,9 +77,14 @@ def lm_head_argmax(x_BD, weight_VD, *, interpret=False) -> tuple[jax.Array, jax.
     best_iB, index_iB, sum_iB = pl.pallas_call(
         partial(_lm_head_kernel, B=B, D=D, V=V, width=width),
         grid=(pl.cdiv(B, rows), blocks),
-        in_specs=[pl.BlockSpec((rows, max(D, width)), lambda j, i: (j, 0)), pl.BlockSpec((vocab, max(D, width)), lambda j, i: (i, 0))],
+        in_specs=[
+            pl.BlockSpec((rows, max(D, width)), lambda j, i: (j, 0)),
+            pl.BlockSpec((vocab, max(D, width)), lambda j, i: (i, 0)),
+        ],
         out_specs=[part] * 3,
-        out_shape=[result((blocks, B), dtype, x_BD, weight_VD) for dtype in (jnp.float32, jnp.int32, jnp.float32)],
+        out_shape=[
+            result((blocks, B), dtype, x_BD, weight_VD) for dtype in (jnp.float32, jnp.int32, jnp.float32)
+        ],
         compiler_params=pltriton.CompilerParams(num_warps=4 if rows == 16 else 8, num_stages=4),
         interpret=interpret,
         name="lm_head_argmax",
@@ -96,7 +102,9 @@ def _lm_head_kernel(x_ref, weight_ref, best_ref, index_ref, sum_ref, *, B, D, V,
     def step(i, logits_VB):
         real_D = i * width + jnp.arange(width) < D
         x_BD = pltriton.load(x_ref.at[:, pl.ds(i * width, width)], mask=real_B[:, None] & real_D, other=0)
-        weight_VD = pltriton.load(weight_ref.at[:, pl.ds(i * width, width)], mask=(index_V1 < V) & real_D, other=0)
+        weight_VD = pltriton.load(
+            weight_ref.at[:, pl.ds(i * width, width)], mask=(index_V1 < V) & real_D, other=0
+        )
         return logits_VB + dot(weight_VD, x_BD.T)
 
     logits_VB = lax.fori_loop(0, pl.cdiv(D, width), step, jnp.zeros((vocab, rows), jnp.float32))

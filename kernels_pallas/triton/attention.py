@@ -16,7 +16,9 @@ STAGES = 3  # of the loop over keys: loads run ahead of the products by two bloc
 PROGRAMS = 264  # two for each of the 132 multiprocessors of an H200
 
 
-def prefill_attention(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, *, scale, window=None, soft_cap=None, interpret=False) -> jax.Array:
+def prefill_attention(
+    q_BTNH, k_BKSH, v_BKSH, start_B, length_B, *, scale, window=None, soft_cap=None, interpret=False
+) -> jax.Array:
     """Causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023).
 
     Args:
@@ -54,11 +56,15 @@ def prefill_attention(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, *, scale, windo
     return out.reshape(B, T, N, H)
 
 
-def _prefill_kernel(start_ref, length_ref, q_ref, k_ref, v_ref, out_ref, *, T, S, H, rows, window, keys, **options):
+def _prefill_kernel(
+    start_ref, length_ref, q_ref, k_ref, v_ref, out_ref, *, T, S, H, rows, window, keys, **options
+):
     G, width = q_ref.shape[1:]
-    # The last queries see the most keys: they go first, so that no program is left to run long after the others.
+    # The last queries see the most keys: they go first, so that no program is left to run long after the
+    # others.
     block = pl.num_programs(2) - 1 - pl.program_id(2)
-    # A row of the tile is one head of one query: the G heads that share these keys fill it even where T is small.
+    # A row of the tile is one head of one query: the G heads that share these keys fill it even where T is
+    # small.
     row_R = block * rows + jnp.arange(rows)
     t_R, g_R = lax.div(row_R, G), lax.rem(row_R, G)
     at = tuple(jnp.broadcast_to(x, (rows, width)) for x in (t_R[:, None], g_R[:, None], jnp.arange(width)))
@@ -70,19 +76,25 @@ def _prefill_kernel(start_ref, length_ref, q_ref, k_ref, v_ref, out_ref, *, T, S
     last = jnp.minimum(lax.div(block * rows + rows - 1, G), T - 1)
     stop = pl.cdiv(jnp.minimum(start + last + 1, length), keys)
     first_R = None if window is None else position_R - window + 1
-    begin = 0 if window is None else lax.div(jnp.maximum(start + lax.div(block * rows, G) - window + 1, 0), keys)
+    begin = (
+        0 if window is None else lax.div(jnp.maximum(start + lax.div(block * rows, G) - window + 1, 0), keys)
+    )
 
     q_RH = pltriton.load(q_ref.at[at], mask=real_RH, other=0)
-    acc_RH, _, sum_R = _attend(q_RH, k_ref, v_ref, length, first_R, end_R, begin, stop, H=H, keys=keys, **options)
+    acc_RH, _, sum_R = _attend(
+        q_RH, k_ref, v_ref, length, first_R, end_R, begin, stop, H=H, keys=keys, **options
+    )
     out_RH = acc_RH * (1 / jnp.where(sum_R == 0, 1, sum_R))[:, None]
     pltriton.store(out_ref.at[at], out_RH.astype(out_ref.dtype), mask=real_RH)
 
 
 def _attend(q_RH, k_ref, v_ref, length, first_R, end_R, begin, stop, *, H, keys, scale, soft_cap, interpret):
-    """Row r of q over the keys first_R[r] … end_R[r] - 1, in the blocks begin … stop - 1: Σ p·v, the largest score, Σ p.
+    """Row r of q over the keys first_R[r] … end_R[r] - 1, in the blocks begin … stop - 1: Σ p·v, the largest
+    score, Σ p.
 
-    Scores are in base 2, softmax(x) being 2**(x·log2 e) normalised: the GPU has an instruction for 2**x. One softmax is made
-    of the blocks as they come (Milakov & Gimelshein 2018): a new maximum shrinks what was summed under the old one.
+    Scores are in base 2, softmax(x) being 2**(x·log2 e) normalised: the GPU has an instruction for 2**x. One
+    softmax is made of the blocks as they come (Milakov & Gimelshein 2018): a new maximum shrinks what was
+    summed under the old one.
     """
     R, width = q_RH.shape
     h_H = jnp.arange(width)
@@ -91,10 +103,16 @@ def _attend(q_RH, k_ref, v_ref, length, first_R, end_R, begin, stop, *, H, keys,
         acc_RH, max_R, sum_R = state
         key_C = block * keys + jnp.arange(keys)
         valid_CH = (key_C < length)[:, None] & (h_H < H)  # a weight of 0 would not silence a NaN
-        k_CH, v_CH = (pltriton.load(ref.at[pl.ds(block * keys, keys)], mask=valid_CH, other=0) for ref in (k_ref, v_ref))
+        k_CH, v_CH = (
+            pltriton.load(ref.at[pl.ds(block * keys, keys)], mask=valid_CH, other=0) for ref in (k_ref, v_ref)
+        )
 
         s_RC = dot(q_RH, k_CH.T)
-        s_RC = s_RC * (scale * LOG2_E) if soft_cap is None else jnp.tanh(s_RC * (scale / soft_cap)) * (soft_cap * LOG2_E)
+        s_RC = (
+            s_RC * (scale * LOG2_E)
+            if soft_cap is None
+            else jnp.tanh(s_RC * (scale / soft_cap)) * (soft_cap * LOG2_E)
+        )
         seen_RC = key_C < end_R[:, None]
         if first_R is not None:
             seen_RC &= key_C >= first_R[:, None]
@@ -110,13 +128,18 @@ def _attend(q_RH, k_ref, v_ref, length, first_R, end_R, begin, stop, *, H, keys,
     return lax.fori_loop(begin, stop, step, nothing)
 
 
-def decode_attention(q_BNH, k_BKSH, v_BKSH, length_B, *, scale, window=None, soft_cap=None, splits=None, interpret=False) -> jax.Array:
-    """Attention of one new token per row, the last of its row, with the keys split over programs (Flash-Decoding, Dao et al. 2023).
+def decode_attention(
+    q_BNH, k_BKSH, v_BKSH, length_B, *, scale, window=None, soft_cap=None, splits=None, interpret=False
+) -> jax.Array:
+    """Attention of one new token per row, the last of its row, with the keys split over programs
+    (Flash-Decoding, Dao et al. 2023).
 
-    The blocks of keys that a row needs are shared out evenly, so that cost follows the length and every split has work.
+    The blocks of keys that a row needs are shared out evenly, so that cost follows the length and every split
+    has work.
 
     Args:
-        q_BNH: queries, at the positions length_B - 1. N is a multiple of K: heads share keys in groups of N/K. H is at most 256.
+        q_BNH: queries, at the positions length_B - 1. N is a multiple of K: heads share keys in groups of
+            N/K. H is at most 256.
         k_BKSH: keys in order of position, in the dtype of q.
         v_BKSH: values, in the dtype of q.
         length_B: number of valid keys per row. Keys and values past it may hold anything, NaN included.
@@ -156,7 +179,9 @@ def decode_attention(q_BNH, k_BKSH, v_BKSH, length_B, *, scale, window=None, sof
     return out_BKGH.reshape(B, N, H).astype(q_BNH.dtype)
 
 
-def _decode_kernel(length_ref, q_ref, k_ref, v_ref, acc_ref, max_ref, sum_ref, *, S, G, H, window, keys, **options):
+def _decode_kernel(
+    length_ref, q_ref, k_ref, v_ref, acc_ref, max_ref, sum_ref, *, S, G, H, window, keys, **options
+):
     rows, width = q_ref.shape
     real_R = pl.program_id(1) * rows + jnp.arange(rows) < G
     real_RH = real_R[:, None] & (jnp.arange(width) < H)
@@ -170,14 +195,18 @@ def _decode_kernel(length_ref, q_ref, k_ref, v_ref, acc_ref, max_ref, sum_ref, *
 
     q_RH = pltriton.load(q_ref, mask=real_RH, other=0)
     first_R, end_R = None if window is None else jnp.full(rows, first), jnp.full(rows, length)
-    acc_RH, max_R, sum_R = _attend(q_RH, k_ref, v_ref, length, first_R, end_R, begin, stop, H=H, keys=keys, **options)
+    acc_RH, max_R, sum_R = _attend(
+        q_RH, k_ref, v_ref, length, first_R, end_R, begin, stop, H=H, keys=keys, **options
+    )
     pltriton.store(acc_ref, acc_RH, mask=real_RH)
     pltriton.store(max_ref, max_R, mask=real_R)
     pltriton.store(sum_ref, sum_R, mask=real_R)
 
 
 def _tiles(dtype, H: int, rows: int) -> tuple[int, int, int]:
-    """Rows of queries, keys, and warps of a program: chosen to compile for sm_80 and sm_89 in 99 KB of shared memory, without spills."""
+    """Rows of queries, keys, and warps of a program: chosen to compile for sm_80 and sm_89 in 99 KB of shared
+    memory, without spills.
+    """
     width = tile(H)
     if jnp.dtype(dtype).itemsize == 4:  # not for tensor cores: products are unrolled into registers
         full, keys, warps = (32, 32, 8) if width <= 64 else (32, 16, 4)

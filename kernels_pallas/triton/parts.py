@@ -1,4 +1,6 @@
-"""What the Triton kernels share: the sizes of their tiles, products in full precision, and the types of their results."""
+"""What the Triton kernels share: the sizes of their tiles, products in full precision, and the types of their
+results.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,9 @@ LOWEST = -1e30  # the maximum of nothing: finite, so that differences are never 
 
 
 def tile(size: int) -> int:
-    """The tile that holds `size` rows or columns: Triton's are powers of two, and at least 16 where a product reads them."""
+    """The tile that holds `size` rows or columns: Triton's are powers of two, and at least 16 where a product
+    reads them.
+    """
     return max(16, pl.next_power_of_2(size))
 
 
@@ -20,7 +24,9 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def exp2(x: jax.Array, interpret: bool) -> jax.Array:
-    """2**x by the GPU's own instruction. `jnp.exp2` spends three more around it, for results too small to matter in a sum."""
+    """2**x by the GPU's own instruction. `jnp.exp2` spends three more around it, for results too small to
+    matter in a sum.
+    """
     if interpret:
         return jnp.exp2(x)
     kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -31,6 +37,8 @@ def exp2(x: jax.Array, interpret: bool) -> jax.Array:
 
 
 def result(shape: tuple[int, ...], dtype, *inputs: jax.Array) -> jax.ShapeDtypeStruct:
-    """The type of a kernel's result. Inside `jax.shard_map` it varies over each mesh axis that an input varies over."""
+    """The type of a kernel's result. Inside `jax.shard_map` it varies over each mesh axis that an input
+    varies over.
+    """
     varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in inputs))
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying))
