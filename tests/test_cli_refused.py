@@ -1,6 +1,5 @@
 """What the command line refuses: one line on standard error, exit code 2; and what interrupts it."""
 
-import importlib
 import io
 import json
 import re
@@ -10,7 +9,7 @@ import pytest
 import tiny
 from tiny import ASK
 
-from xinfer_jax import cli
+from xinfer_jax import cli, generation
 
 
 def refusal(result: tuple[int, str, str]) -> str:
@@ -189,9 +188,8 @@ def test_empty_directory(command, tmp_path):
     ],
 )
 def test_refused_before_anything_is_traced(command, good, monkeypatch, args, message):
-    generate = importlib.import_module("xinfer_jax.generate")
     for name in ("init_cache", "prefill"):
-        monkeypatch.setattr(generate, name, lambda *_, **__: pytest.fail("the model ran"))
+        monkeypatch.setattr(generation, name, lambda *_, **__: pytest.fail("the model ran"))
     assert re.search(message, refusal(command(f"--model={good}", *args)))
 
 

@@ -386,7 +386,9 @@ REFUSED = {
     "rope-linear-without-factor": (hf(rope_scaling=dict(type="linear")), "linear.*'factor'"),
     "rope-dynamic-without-factor": (hf(rope_scaling=dict(type="dynamic")), "dynamic.*'factor'"),
     "rope-llama3-without-low": (
-        hf(rope_scaling={k: v for k, v in _LLAMA3.items() if k != "low_freq_factor"}), "llama3.*'low_freq_factor'"),
+        hf(rope_scaling={k: v for k, v in _LLAMA3.items() if k != "low_freq_factor"}),
+        "llama3.*'low_freq_factor'",
+    ),
     "rope-factor-string": (hf(rope_scaling=dict(type="linear", factor="2")), "factor.*'2'"),
     "rope-length-string": (hf(rope_scaling=dict(type="yarn", original_max_position_embeddings="64")),
         "original_max_position.*'64'"),

@@ -19,20 +19,20 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
+from xinfer_jax import scoring
 from xinfer_jax.config import from_hf
 
 ROOT = Path(__file__).parents[1]
-MODULE = sys.modules["xinfer_jax.score"]  # the function took the module's name
 forward = jax.jit(xj.forward, static_argnums=1)
 
 
 @pytest.fixture
 def in_parts(monkeypatch):
     """Logits of a few tokens at a time, and T is no multiple of them."""
-    monkeypatch.setattr(MODULE, "_MOST_LOGITS", 3 * 7 * cases.VOCAB)
-    MODULE._score.clear_cache()
+    monkeypatch.setattr(scoring, "_MOST_LOGITS", 3 * 7 * cases.VOCAB)
+    scoring._score.clear_cache()
     yield
-    MODULE._score.clear_cache()
+    scoring._score.clear_cache()
 
 
 @pytest.fixture(scope="module", params=["qwen2-gqa-tied-old", "smollm3-window"])
@@ -151,7 +151,7 @@ def test_logits_of_a_long_text_never_exist():
         jax.ShapeDtypeStruct((1, T, 896), jnp.float32),
     )
     backward = jax.grad(
-        lambda hidden_BTD, params, tokens_BT: MODULE._of_targets(params, config, hidden_BTD, tokens_BT).sum()
+        lambda hidden_BTD, params, tokens_BT: scoring._of_targets(params, config, hidden_BTD, tokens_BT).sum()
     )
     for function, args in (
         (xj.score, (params, config, tokens_BT)),

@@ -1,4 +1,4 @@
-"""The shape of the code: imports point one way, files stay short, every public name is documented."""
+"""The shape of the code: imports point one way, every public name is documented."""
 
 import ast
 import inspect
@@ -13,11 +13,10 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     "errors", "settings", "rope_config", "families", "config", "products", "quantization", "rounding",
     "params", "layers", "experts", "kv", "attention", "cache", "model", "awq", "greedy", "processors",
-    "sampling", "logprobs", "stats", "decode", "speculative", "prefix", "options", "batch", "generate",
-    "beam", "score", "files", "tokenizer", "quantized_files", "loading", "text", "cli",
+    "sampling", "logprobs", "stats", "decode", "speculative", "prefix", "options", "batch", "generation",
+    "beam", "scoring", "files", "tokenizer", "quantized_files", "loading", "text", "cli",
 )  # fmt: skip
 TOP = ("__init__", "__main__")  # above all of them
-MOST_LINES = 400
 MODULES = sorted(path.stem for path in (ROOT / "xinfer_jax").glob("*.py"))
 PROGRAMS = sorted(
     path for folder in ("xinfer_jax", "kernels_pallas", "scripts") for path in (ROOT / folder).rglob("*.py")
@@ -61,11 +60,6 @@ def test_imports_point_one_way(name):
 @pytest.mark.parametrize("path", sorted((ROOT / "kernels_pallas").rglob("*.py")), ids=lambda path: path.name)
 def test_kernels_stand_alone(path):
     assert not {name for name in imported(path, "kernels_pallas") if name.split(".")[0] == "xinfer_jax"}
-
-
-@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_file_is_long(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -5,7 +5,7 @@ from .cache import KVCache, init_cache
 from .config import ModelConfig, RopeConfig
 from .decode import DecodeState, decode_loop, decode_step, prefill
 from .errors import InputError
-from .generate import generate, kernels_used, stream
+from .generation import generate, kernels_used, stream
 from .loading import Model, load_model
 from .logprobs import TokenLogprobs
 from .model import embed_tokens, forward
@@ -13,7 +13,7 @@ from .options import GenerateOptions, GenerateOutput
 from .params import init_params
 from .prefix import Prefix, load_prefix, save_prefix
 from .sampling import SamplingConfig
-from .score import score, score_completions
+from .scoring import score, score_completions
 from .stats import GenerateStats, LoadStats
 from .text import alternatives_text, generate_text, stream_text
 from .tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from kernels_pallas import Selection
 from .attention import check_impl
 from .beam import beam_search
 from .errors import InputError
-from .generate import kernels_used
+from .generation import kernels_used
 from .loading import Model, load_model
 from .options import GenerateOptions, GenerateOutput
 from .quantization import check_method

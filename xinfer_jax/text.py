@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .errors import InputError
-from .generate import generate, stream
+from .generation import generate, stream
 from .loading import Model
 from .options import GenerateOptions, GenerateOutput
 from .tokenizer import IncrementalDecoder, Tokenizer
