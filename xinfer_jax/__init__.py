@@ -1,56 +1,62 @@
-"""xinfer_jax: LLM inference as pure functions over a parameter pytree, for JAX."""
+"""xinfer_jax: LLM inference as pure functions over a parameter pytree, for JAX.
 
-from .beam import BeamOutput, beam_search
-from .cache import KVCache, init_cache
-from .config import ModelConfig, RopeConfig
-from .decode import DecodeState, decode_loop, decode_step, prefill
-from .errors import InputError
-from .generation import generate, kernels_used, stream
-from .loading import Model, load_model
-from .logprobs import TokenLogprobs
-from .model import embed_tokens, forward
-from .options import GenerateOptions, GenerateOutput
-from .params import init_params
-from .prefix import Prefix, load_prefix, save_prefix
-from .sampling import SamplingConfig
-from .scoring import score, score_completions
-from .stats import GenerateStats, LoadStats
-from .text import alternatives_text, generate_text, stream_text
-from .tokenizer import Tokenizer
+Names load when they are first used, so that importing the package costs nothing and a command line can refuse
+its flags before jax is there.
+"""
 
-__all__ = [
-    "BeamOutput",
-    "DecodeState",
-    "GenerateOptions",
-    "GenerateOutput",
-    "GenerateStats",
-    "InputError",
-    "KVCache",
-    "LoadStats",
-    "Model",
-    "ModelConfig",
-    "Prefix",
-    "RopeConfig",
-    "SamplingConfig",
-    "TokenLogprobs",
-    "Tokenizer",
-    "alternatives_text",
-    "beam_search",
-    "decode_loop",
-    "decode_step",
-    "embed_tokens",
-    "forward",
-    "generate",
-    "generate_text",
-    "init_cache",
-    "init_params",
-    "kernels_used",
-    "load_model",
-    "load_prefix",
-    "prefill",
-    "save_prefix",
-    "score",
-    "score_completions",
-    "stream",
-    "stream_text",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .beam import BeamOutput, beam_search
+    from .cache import KVCache, init_cache
+    from .config import ModelConfig, RopeConfig
+    from .decode import DecodeState, decode_loop, decode_step, prefill
+    from .errors import InputError
+    from .generation import generate, kernels_used, stream
+    from .loading import Model, load_model
+    from .logprobs import TokenLogprobs
+    from .model import embed_tokens, forward
+    from .options import GenerateOptions, GenerateOutput
+    from .params import init_params
+    from .prefix import Prefix, load_prefix, save_prefix
+    from .sampling import SamplingConfig
+    from .scoring import score, score_completions
+    from .stats import GenerateStats, LoadStats
+    from .text import alternatives_text, generate_text, stream_text
+    from .tokenizer import Tokenizer
+
+_HOMES = {
+    "beam": ("BeamOutput", "beam_search"),
+    "cache": ("KVCache", "init_cache"),
+    "config": ("ModelConfig", "RopeConfig"),
+    "decode": ("DecodeState", "decode_loop", "decode_step", "prefill"),
+    "errors": ("InputError",),
+    "generation": ("generate", "kernels_used", "stream"),
+    "loading": ("Model", "load_model"),
+    "logprobs": ("TokenLogprobs",),
+    "model": ("embed_tokens", "forward"),
+    "options": ("GenerateOptions", "GenerateOutput"),
+    "params": ("init_params",),
+    "prefix": ("Prefix", "load_prefix", "save_prefix"),
+    "sampling": ("SamplingConfig",),
+    "scoring": ("score", "score_completions"),
+    "stats": ("GenerateStats", "LoadStats"),
+    "text": ("alternatives_text", "generate_text", "stream_text"),
+    "tokenizer": ("Tokenizer",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value  # found at once from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,32 @@
 """The one exception for what a caller can mend: bad input, named with its value and the remedy."""
 
+import re
+from collections.abc import Iterable
+
+_LONGEST = 300  # characters of an error; what is cut lies in the middle, since the remedy stands at the end
+
 
 class InputError(ValueError):
-    """Bad input (arguments, files, settings), raised on the host before any tracing. The command line exits
-    with 2 on it.
+    """Bad input (arguments, files, settings), raised on the host before any tracing.
+
+    Its text is one line of at most 300 characters. The command line exits with 2 on it.
     """
+
+    def __init__(self, message: object = ""):
+        super().__init__(one_line(message))
+
+
+def one_line(message: object) -> str:
+    """At most 300 characters on one line; control characters, and others that do not print, are escaped."""
+    text = re.sub(r"\s*[\r\n]\s*", " ", str(message).strip())
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST - 121]} … {text[-118:]}"
+
+
+def few(names: Iterable[object], most: int = 3) -> str:
+    """The first of many names, and how many more there are."""
+    names = [str(name) for name in names]
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
