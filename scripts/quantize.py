@@ -30,8 +30,7 @@ from xinfer_jax import awq
 from xinfer_jax.files import checkpoint_dir, read_json
 from xinfer_jax.loading import BUNDLED
 from xinfer_jax.params import tree_bytes
-from xinfer_jax.quantization import GROUP as GROUP_SIZE
-from xinfer_jax.quantization import is_quantized
+from xinfer_jax.quantization import GROUP as GROUP_SIZE, is_quantized
 from xinfer_jax.quantized_files import save_checkpoint
 
 MODEL = flags.DEFINE_string(

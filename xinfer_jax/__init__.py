@@ -8,23 +8,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .beam import BeamOutput, beam_search
-    from .cache import KVCache, init_cache
-    from .config import ModelConfig, RopeConfig
-    from .decode import DecodeState, decode_loop, decode_step, prefill
-    from .errors import InputError
-    from .generation import generate, kernels_used, stream
-    from .loading import Model, load_model
-    from .logprobs import TokenLogprobs
-    from .model import embed_tokens, forward
-    from .options import GenerateOptions, GenerateOutput
-    from .params import init_params
-    from .prefix import Prefix, load_prefix, save_prefix
-    from .sampling import SamplingConfig
-    from .scoring import score, score_completions
-    from .stats import GenerateStats, LoadStats
-    from .text import alternatives_text, generate_text, stream_text
-    from .tokenizer import Tokenizer
+    from .beam import BeamOutput as BeamOutput, beam_search as beam_search
+    from .cache import KVCache as KVCache, init_cache as init_cache
+    from .config import ModelConfig as ModelConfig, RopeConfig as RopeConfig
+    from .decode import (
+        DecodeState as DecodeState,
+        decode_loop as decode_loop,
+        decode_step as decode_step,
+        prefill as prefill,
+    )
+    from .errors import InputError as InputError
+    from .generation import generate as generate, kernels_used as kernels_used, stream as stream
+    from .loading import Model as Model, load_model as load_model
+    from .logprobs import TokenLogprobs as TokenLogprobs
+    from .model import embed_tokens as embed_tokens, forward as forward
+    from .options import GenerateOptions as GenerateOptions, GenerateOutput as GenerateOutput
+    from .params import init_params as init_params
+    from .prefix import Prefix as Prefix, load_prefix as load_prefix, save_prefix as save_prefix
+    from .sampling import SamplingConfig as SamplingConfig
+    from .scoring import score as score, score_completions as score_completions
+    from .stats import GenerateStats as GenerateStats, LoadStats as LoadStats
+    from .text import (
+        alternatives_text as alternatives_text,
+        generate_text as generate_text,
+        stream_text as stream_text,
+    )
+    from .tokenizer import Tokenizer as Tokenizer
 
 _HOMES = {
     "beam": ("BeamOutput", "beam_search"),
@@ -47,7 +56,7 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

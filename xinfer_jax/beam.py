@@ -22,8 +22,7 @@ from .config import ModelConfig
 from .decode import bucket, decode_step, prefill
 from .errors import InputError
 from .options import GenerateOptions, checked
-from .params import Params
-from .params import cache_dtype as default_cache_dtype
+from .params import Params, cache_dtype as default_cache_dtype
 from .sampling import DRAW_BEAMS, Context, SamplingConfig, draw_key, gumbel, narrow, plain, process
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from .config import ModelConfig, from_hf
-from .errors import InputError
+from .errors import InputError, few
 from .files import checkpoint_dir, read_json
 from .params import Params, ParamSpec, check_quantize, param_specs, resolve_dtype, tree_bytes
 from .quantization import check_method, quantized_leaf
@@ -169,8 +169,8 @@ def _stored_name(spec: ParamSpec, config: ModelConfig, tensors: dict[str, Any]) 
 
 
 def _check_tensors(path: Path, tensors: dict[str, Any], wanted: dict[str, Part], spare: set[str]) -> None:
-    """Raises one InputError that names every tensor which is missing, unexpected, mis-shaped or of another
-    type.
+    """Raises one InputError that names the first tensors which are missing, unexpected, mis-shaped or of
+    another type, and counts the rest.
     """
     faults = [f"missing {name} {list(shape)}" for name, (shape, _) in wanted.items() if name not in tensors]
     faults += [f"unexpected {name}" for name in sorted(tensors.keys() - wanted.keys() - spare)]
@@ -193,7 +193,7 @@ def _check_tensors(path: Path, tensors: dict[str, Any], wanted: dict[str, Part],
         ):
             faults.append(f"tie_word_embeddings is true, but lm_head.weight differs from {embed}")
     if faults:
-        raise InputError(f"{path}: the weights do not fit config.json: " + "; ".join(sorted(faults)))
+        raise InputError(f"{path}: the weights do not fit config.json: {few(sorted(faults), 2)}")
 
 
 def _array(name: str, tensor: np.ndarray, dtype: Any) -> jax.Array:
