@@ -3,8 +3,19 @@
 import gc
 import io
 import json
+import os
 import sys
+import tempfile
 from pathlib import Path
+
+# Programs that several files, workers or processes need are compiled once in a session.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    compiled = tempfile.TemporaryDirectory(prefix="xinfer_jax-tests-")
+    os.environ |= {
+        "JAX_COMPILATION_CACHE_DIR": compiled.name,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
 
 import jax
 import pytest

@@ -59,6 +59,13 @@ def test_gear_by_hand():
     np.testing.assert_array_equal(again.basis, held.basis)
 
 
+def test_gear_knows_no_more_directions_than_tokens_show():
+    x = jnp.array(np.random.RandomState(2).standard_normal((1, 1, 5, 16)), jnp.float32)
+    for tokens in range(6):
+        basis = quantize(x, empty(x.shape, "gear"), jnp.array([tokens])).basis
+        assert int(jnp.any(basis != 0, -1).sum()) == min(tokens, 4)
+
+
 @pytest.fixture(scope="module")
 def talks(model):
     """Eight conversations of eight turns: tokens [8, T], how many are real, and the model's own choices from

@@ -147,11 +147,17 @@ def _is_at(at, x):
 
 
 def _directions(lost_BKTH, basis_BKRH, first_B):
-    """The R directions in which the first first_B[b] tokens lost most; the old ones where there are none."""
+    """The R directions in which the first first_B[b] tokens lost most; the old ones where there are none.
+
+    Fewer tokens than R lose in fewer directions: the rest would be chosen by rounding, another one in another
+    batch, so they are zeros.
+    """
     counts_BT = jnp.arange(lost_BKTH.shape[2]) < first_B[:, None]
     kept = jnp.where(counts_BT[:, None, :, None], lost_BKTH, 0)
-    _, vectors_BKHH = jnp.linalg.eigh(
+    values_BKH, vectors_BKHH = jnp.linalg.eigh(
         jnp.einsum("bkth,bktg->bkhg", kept, kept, precision=lax.Precision.HIGHEST)
     )
-    found = jnp.swapaxes(vectors_BKHH, 2, 3)[:, :, -basis_BKRH.shape[2] :]  # eigenvalues ascend
+    known_BKH = values_BKH > 1e-5 * values_BKH[..., -1:]  # eigenvalues ascend
+    directions_BKHH = jnp.where(known_BKH[..., None], jnp.swapaxes(vectors_BKHH, 2, 3), 0)
+    found = directions_BKHH[:, :, -basis_BKRH.shape[2] :]
     return jnp.where((first_B > 0)[:, None, None, None], found, basis_BKRH)
