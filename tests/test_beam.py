@@ -3,12 +3,12 @@
 import dataclasses
 import itertools
 
+import compiling
 import jax
 import numpy as np
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax import beam
 from xinfer_jax.cache import reorder, reorder_tail
 from xinfer_jax.config import from_hf
 
@@ -157,15 +157,17 @@ def test_beams_that_may_choose_nothing_more(model):
 def test_other_settings_compile_nothing(model):
     params, config = model
     key = jax.random.key(0)
-    before = None
-    for new, penalty, temperature, eos in ((10, 1.0, 0.0, 3), (16, 0.3, 0.7, 5), (2, -1.0, 1.5, 9)):
+
+    def search(new, penalty, temperature, eos):
         sampling = xj.SamplingConfig(temperature, top_k=9)
-        options = dict(
-            max_new_tokens=new, length_penalty=penalty, eos_token_ids=(eos,), sampling=sampling, key=key
-        )
-        xj.beam_search(params, config, PROMPTS[0], num_beams=2, **options)
-        assert before in (None, beam._SEARCH._cache_size())
-        before = beam._SEARCH._cache_size()
+        options = dict(max_new_tokens=new, length_penalty=penalty, eos_token_ids=(eos,), sampling=sampling)
+        xj.beam_search(params, config, PROMPTS[0], num_beams=2, key=key, **options)
+
+    search(10, 1.0, 0.0, 3)
+    with compiling.events() as compiled:
+        search(16, 0.3, 0.7, 5)
+        search(2, -1.0, 1.5, 9)
+    assert compiled == []
 
 
 # --- sampling -----------------------------------------------------------------------------------------------
@@ -250,7 +252,6 @@ def test_bad_input_is_refused(model, arguments, message):
     params, config = model
     if "key" in arguments:
         arguments = arguments | dict(key=jax.random.key(arguments["key"]))
-    compiled = beam._SEARCH._cache_size()
-    with pytest.raises(xj.InputError, match=message):
+    with pytest.raises(xj.InputError, match=message), compiling.events() as compiled:
         xj.beam_search(params, config, **dict(ids=PROMPTS[0]) | arguments)
-    assert beam._SEARCH._cache_size() == compiled
+    assert compiled == []

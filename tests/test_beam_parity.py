@@ -159,7 +159,7 @@ def test_every_processor_as_in_transformers(monkeypatch):
     )
     monkeypatch.setattr(beam, "gumbel", lambda key, size: noise)
     # A program traced with other noise would not do, nor may another test meet this one.
-    beam._SEARCH.clear_cache()
+    jax.clear_caches()
     options, eos = dict(num_beams=3, num_return_sequences=3, max_new_tokens=12), (2, 7, 33, 47)
     prompts = cases.prompts(cases.CASES["qwen3-head-dim-tied"])[:2] + NGRAMS
     rows, ours, _ = zip(*SERVED.values(), strict=True)
@@ -168,7 +168,7 @@ def test_every_processor_as_in_transformers(monkeypatch):
     found = xj.beam_search(
         params, config, [prompts[i] for i in rows], eos_token_ids=eos, sampling=settings, key=key, **options
     )
-    beam._SEARCH.clear_cache()
+    jax.clear_caches()
 
     def wanted(prompt: list[int], penalties=None, **given):
         """With do_sample where there is a temperature, and then without transformers' own default of top_k

@@ -3,17 +3,18 @@ must not recompile or copy.
 """
 
 import dataclasses
+from functools import partial
 
 import chex
+import compiling
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax import decode
 from xinfer_jax.config import from_hf
-from xinfer_jax.sampling import Context, per_row
+from xinfer_jax.sampling import per_row
 
 QWEN = dict(
     model_type="qwen2",
@@ -188,29 +189,21 @@ def test_logprobs_are_those_of_the_model(qwen):
     np.testing.assert_allclose(out.logprobs[0], want, atol=1e-5)
 
 
-def test_one_trace_serves_every_setting_within_its_buckets(qwen):
+def test_nothing_is_compiled_for_other_settings_within_the_buckets(qwen):
     params, config = qwen
     rows = prompts(20, 31)
-    counts = {}
 
-    def traces():
-        return {
-            name: sum(f._cache_size() for f in (g.values() if isinstance(g, dict) else [g]))
-            for name, g in doors.items()
-        }
-
-    doors = dict(prefill=decode.PREFILL, record=decode.RECORD, run=decode.CONTINUE)
-    xj.generate(params, config, rows, options(max_new_tokens=30, eos_token_ids=(3,)), key=jax.random.key(0))
-    counts = traces()
-    for settings, new, cut, eos, seed in (
-        (xj.SamplingConfig(0.7, 20, 0.8, 1.1), 30, 31, (3,), 1),
-        (xj.SamplingConfig(1.5), 17, 17, (1, 2), 2),
-        (MIXED[:2], 32, 25, (), 3),
-    ):
+    def both(new, cut, settings, eos, seed):
         asked = options(max_new_tokens=new, sampling=settings, eos_token_ids=eos)
-        xj.generate(params, config, [rows[0], rows[1][:cut]], asked, key=jax.random.key(seed))
-        list(xj.stream(params, config, [rows[0], rows[1][:cut]], asked, key=jax.random.key(seed)))
-    assert traces() == counts
+        for call in (xj.generate, lambda *args, **kwargs: list(xj.stream(*args, **kwargs))):
+            call(params, config, [rows[0], rows[1][:cut]], asked, key=jax.random.key(seed))
+
+    both(30, 31, xj.SamplingConfig(), (3,), 0)
+    with compiling.events() as compiled:
+        both(30, 31, xj.SamplingConfig(0.7, 20, 0.8, 1.1), (3,), 1)
+        both(17, 17, xj.SamplingConfig(1.5), (1, 2), 2)
+        both(32, 25, MIXED[:2], (), 3)
+    assert compiled == []
 
 
 def test_doors_inside_a_callers_jit_trace_once(qwen):
@@ -262,14 +255,16 @@ def test_decode_loop_aliases_a_donated_cache_and_copies_no_weights(dtype):
     )
     params = xj.init_params(config, jax.random.key(0), dtype)
     cache = xj.init_cache(config, 1, 2048, "float32")
-    inputs = (
-        jnp.zeros((1, 4096)),
-        cache,
-        jax.random.split(jax.random.key(0), 1),
-        per_row(xj.SamplingConfig(), 1),
-    )
-    rest = (np.zeros(4, np.int32), np.int32(16), Context(np.zeros((1, 4096), bool)), 16, None)
-    memory = decode._DECODE_LOOP[True].lower(params, config, *inputs, *rest).compile().memory_analysis()
+
+    @partial(jax.jit, donate_argnames="cache")
+    def loop(params, logits_BV, cache, key, new):
+        eos_ids = np.zeros(4, np.int32)
+        return xj.decode_loop(
+            params, config, logits_BV, cache, key, xj.SamplingConfig(), eos_ids, new, output_size=16
+        )
+
+    inputs = (params, jnp.zeros((1, 4096)), cache, jax.random.key(0), np.int32(16))
+    memory = loop.lower(*inputs).compile().memory_analysis()
     cache_bytes, weight_bytes = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (cache, params))
     assert memory.alias_size_in_bytes >= cache_bytes
     # Half of the widened vocabulary matrix: no tile is larger than 4 MiB.

@@ -14,11 +14,9 @@ from test_identities import build, prompts
 
 import kernels_pallas
 import xinfer_jax as xj
-from xinfer_jax import decode
 from xinfer_jax.attention import attention
 from xinfer_jax.config import from_hf
 from xinfer_jax.greedy import argmax, fuses_head, greedy
-from xinfer_jax.sampling import Context, per_row
 
 HAS_GPU = kernels_pallas.device_impl().impl != "xla"
 SD = jax.ShapeDtypeStruct
@@ -114,7 +112,7 @@ def test_vmap_of_attention_by_kernel_equals_a_loop():
         np.testing.assert_allclose(mapped[i], one(q[i], k[i], v[i], start[i]), atol=1e-6)
 
 
-def decode_programs(impl, dtype="bfloat16"):
+def decode_programs(dtype="bfloat16"):
     """The prefill, the decode step and the whole decode loop of a small model, traced with shapes alone."""
     config = from_hf(
         dict(model_type="qwen2", vocab_size=320, hidden_size=128, intermediate_size=64, num_hidden_layers=1)
@@ -123,25 +121,15 @@ def decode_programs(impl, dtype="bfloat16"):
     params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), dtype))
     cache = jax.eval_shape(lambda: xj.init_cache(config, 2, 64, dtype))
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
-    one, rows = SD((), jnp.int32), SD((2,), jnp.int32)
-    logits, seen = SD((2, 320), jnp.float32), Context(SD((2, 320), bool))
-    yield decode.PREFILL[True].trace(params, config, SD((2, 32), jnp.int32), rows, cache, impl)
-    yield decode._DECODE_STEP[True].trace(params, config, rows, cache, impl)
-    sampling = per_row(xj.SamplingConfig(), 2)
-    yield decode._DECODE_LOOP[True].trace(
-        params, config, logits, cache, keys, sampling, SD((4,), jnp.int32), one, seen, 16, impl
-    )
+    rows = SD((2,), jnp.int32)
 
+    def loop(params, logits_BV, cache, key_B):
+        eos_ids = np.zeros(4, np.int32)
+        return xj.decode_loop(params, config, logits_BV, cache, key_B, xj.SamplingConfig(), eos_ids, 16)
 
-@pytest.mark.parametrize("impl, marks", [("mosaic", "mosaic_gpu"), ("triton", "__gpu$xla.gpu.triton")])
-def test_the_whole_decode_step_lowers_for_cuda(impl, marks):
-    """Attention by a kernel in all three programs; in the loop the head too, and the argmax of the first
-    token.
-    """
-    with jax.sharding.use_abstract_mesh(h200()):
-        texts = [program.lower(lowering_platforms=("cuda",)).as_text() for program in decode_programs(impl)]
-    calls = [text.count(f'call_target_name = "{marks}') + text.count(f"@{marks}") for text in texts]
-    assert calls[0] == calls[1] == 1 and calls[2] >= 3, calls
+    yield jax.jit(xj.prefill, static_argnums=1).trace(params, config, SD((2, 32), jnp.int32), rows, cache)
+    yield jax.jit(xj.decode_step, static_argnums=1).trace(params, config, rows, cache)
+    yield jax.jit(loop).trace(params, SD((2, 320), jnp.float32), cache, keys)
 
 
 @pytest.fixture(params=["mosaic", "triton"])
@@ -152,6 +140,16 @@ def a_gpu(request, monkeypatch):
     jax.clear_caches()  # no trace from before
     yield {"mosaic": "mosaic_gpu", "triton": "__gpu$xla.gpu.triton"}[request.param]
     jax.clear_caches()
+
+
+def test_the_whole_decode_step_lowers_for_cuda(a_gpu):
+    """Attention by a kernel in all three programs; in the loop the head too, and the argmax of the first
+    token.
+    """
+    with jax.sharding.use_abstract_mesh(h200()):
+        texts = [program.lower(lowering_platforms=("cuda",)).as_text() for program in decode_programs()]
+    calls = [text.count(f'call_target_name = "{a_gpu}') + text.count(f"@{a_gpu}") for text in texts]
+    assert calls[0] == calls[1] == 1 and calls[2] >= 3, calls
 
 
 def by_default(q, k, v, length, x, weight):

@@ -11,7 +11,6 @@ import parity_cases
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax import cache as cache_module
 from xinfer_jax.cache import reorder_tail, truncate
 from xinfer_jax.params import tree_bytes
 
@@ -34,12 +33,6 @@ def rows(model):
     return tokens_BT, np.asarray(jax.jit(xj.forward, static_argnums=1)(*model, tokens_BT)[0])
 
 
-@pytest.fixture
-def no_rings(monkeypatch):
-    """Caches as they would be without this."""
-    return lambda: monkeypatch.setattr(cache_module, "LARGEST_CALL", CAPACITY)
-
-
 def decoded(model, cache, tokens_BT):
     """Logits [T, B, V] of tokens appended one by one."""
     step = lambda cache, token_B: xj.decode_step(*model, token_B, cache)[::-1]  # noqa: E731
@@ -48,8 +41,14 @@ def decoded(model, cache, tokens_BT):
     )
 
 
-def filled(model, tokens_BT, lengths, dtype=None):
-    cache = xj.init_cache(model[1], len(lengths), CAPACITY, dtype)
+def without_windows(config):
+    """A cache made for it keeps every token."""
+    return dataclasses.replace(config, layer_windows=(None,) * config.num_hidden_layers)
+
+
+def filled(model, tokens_BT, lengths, dtype=None, rings=True):
+    config = model[1] if rings else without_windows(model[1])
+    cache = xj.init_cache(config, len(lengths), CAPACITY, dtype)
     return xj.prefill(*model, tokens_BT, np.array(lengths, np.int32), cache)[1]
 
 
@@ -67,7 +66,7 @@ def test_memory_does_not_grow_with_the_capacity(model):
 
 
 @pytest.mark.parametrize("dtype, bound", [(None, 1e-5), pytest.param("int8", None, marks=pytest.mark.slow)])
-def test_a_ring_gives_what_all_tokens_give(model, rows, dtype, bound, no_rings):
+def test_a_ring_gives_what_all_tokens_give(model, rows, dtype, bound):
     """Ragged rows over several chunks, one that wraps and one that does not until it is continued."""
     tokens_BT, full_BTV = rows
     cache = filled(model, tokens_BT[:, :-50], [LONG - 50, SHORT], dtype)
@@ -78,8 +77,7 @@ def test_a_ring_gives_what_all_tokens_give(model, rows, dtype, bound, no_rings):
     )
     want_BTV = np.stack([full_BTV[0, -50:], full_BTV[1, SHORT : SHORT + 50]])
     if dtype:
-        no_rings()
-        whole = filled(model, tokens_BT[:, :-50], [LONG - 50, SHORT], dtype)
+        whole = filled(model, tokens_BT[:, :-50], [LONG - 50, SHORT], dtype, rings=False)
         assert whole.reached_B is None
         want_BTV, bound = np.moveaxis(np.asarray(decoded(model, whole, more_BT)[1]), 0, 1), 1e-5
     np.testing.assert_allclose(
@@ -120,14 +118,14 @@ def test_beams_move_rings_too(model, rows):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [{}, dict(draft="lookup"), dict(n=2)], ids=["plain", "lookup", "n"])
-def test_generate_over_the_border(model, given, no_rings):
+def test_generate_over_the_border(model, given):
     prompts = [np.random.RandomState(1).randint(0, model[1].vocab_size, n).tolist() for n in (570, 30)]
     options = xj.GenerateOptions(24, xj.SamplingConfig(temperature=0.7), capacity=CAPACITY, **given)
     ring = xj.generate(*model, prompts, options, key=jax.random.key(2))
-    no_rings()
-    whole = xj.generate(*model, prompts, options, key=jax.random.key(2))
-    assert ring.tokens == whole.tokens
-    assert ring.stats.cache_bytes / whole.stats.cache_bytes == (SLOTS + CAPACITY) / (2 * CAPACITY)
+    options = dataclasses.replace(options, capacity=None, draft=None, use_cache=False)
+    assert ring.tokens == xj.generate(*model, prompts, options, key=jax.random.key(2)).tokens
+    whole = xj.init_cache(without_windows(model[1]), len(ring.tokens), CAPACITY)
+    assert ring.stats.cache_bytes / tree_bytes((whole.k, whole.v)) == (SLOTS + CAPACITY) / (2 * CAPACITY)
 
 
 def test_a_prefix_is_used_as_far_as_it_is_remembered(model, rows, tmp_path):

@@ -2,6 +2,7 @@
 and transformers agree.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -19,20 +20,10 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax import scoring
 from xinfer_jax.config import from_hf
 
 ROOT = Path(__file__).parents[1]
 forward = jax.jit(xj.forward, static_argnums=1)
-
-
-@pytest.fixture
-def in_parts(monkeypatch):
-    """Logits of a few tokens at a time, and T is no multiple of them."""
-    monkeypatch.setattr(scoring, "_MOST_LOGITS", 3 * 7 * cases.VOCAB)
-    scoring._score.clear_cache()
-    yield
-    scoring._score.clear_cache()
 
 
 @pytest.fixture(scope="module", params=["qwen2-gqa-tied-old", "smollm3-window"])
@@ -65,7 +56,7 @@ def assert_equal_where_real(got_BT, want_BT, num_tokens_B, atol=1e-5):
 # --- identities ---------------------------------------------------------------------------------------------
 
 
-def test_equals_log_softmax_of_the_logits(model, in_parts):
+def test_equals_log_softmax_of_the_logits(model):
     tokens_BT, num_tokens_B = batch()
     got_BT = xj.score(*model, tokens_BT, num_tokens_B)
     assert got_BT.dtype == jnp.float32 and got_BT.shape == (len(tokens_BT), tokens_BT.shape[1] - 1)
@@ -73,7 +64,7 @@ def test_equals_log_softmax_of_the_logits(model, in_parts):
     np.testing.assert_allclose(xj.score(*model, tokens_BT), whole(*model, tokens_BT), atol=1e-5)
 
 
-def test_a_row_of_a_ragged_batch_is_the_row_alone(model, in_parts):
+def test_a_row_of_a_ragged_batch_is_the_row_alone(model):
     tokens_BT, num_tokens_B = batch()
     together_BT = xj.score(*model, tokens_BT, num_tokens_B)
     for i, n in enumerate(num_tokens_B):
@@ -82,7 +73,7 @@ def test_a_row_of_a_ragged_batch_is_the_row_alone(model, in_parts):
         )
 
 
-def test_vmap_and_a_callers_jit(model, in_parts):
+def test_vmap_and_a_callers_jit(model):
     params, config = model
     tokens_BT, num_tokens_B = batch()
     want_BT = xj.score(params, config, tokens_BT, num_tokens_B)
@@ -98,7 +89,23 @@ def test_vmap_and_a_callers_jit(model, in_parts):
     np.testing.assert_allclose(mapped(tokens_BT, num_tokens_B), want_BT, atol=1e-5)
 
 
-def test_gradients_are_those_of_the_whole(model, in_parts):
+def test_logits_in_parts_are_those_of_the_whole():
+    """A vocabulary so large that the logits of 70 tokens exist a part at a time, which is no divisor of them;
+    the gradient goes through the parts.
+    """
+    config = dataclasses.replace(
+        cases.CASES["qwen2-gqa-tied-old"].config, vocab_size=2**19, num_hidden_layers=1
+    )
+    config = dataclasses.replace(config, layer_windows=(None,), layer_rope=(True,))
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    tokens_BT = np.random.RandomState(0).randint(0, config.vocab_size, (1, 71))
+    got, gradient = jax.jit(jax.value_and_grad(lambda p: xj.score(p, config, tokens_BT).sum()))(params)
+    want, expected = jax.jit(jax.value_and_grad(lambda p: whole(p, config, tokens_BT).sum()))(params)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    chex.assert_trees_all_close(gradient, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_gradients_are_those_of_the_whole(model):
     params, config = model
     tokens_BT, num_tokens_B = batch()
     real_BT = np.arange(1, tokens_BT.shape[1]) < num_tokens_B[:, None]
@@ -113,7 +120,7 @@ def test_gradients_are_those_of_the_whole(model, in_parts):
     assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(in_score))
 
 
-def test_soft_prompt(model, in_parts):
+def test_soft_prompt(model):
     """Embeddings in place of tokens score as the tokens do, whatever their ids; their gradient agrees with
     finite differences.
     """
@@ -138,31 +145,22 @@ def test_soft_prompt(model, in_parts):
 
 
 def test_logits_of_a_long_text_never_exist():
-    """8192 tokens of Qwen2.5-0.5B's widths: scoring them, and going back to the hidden states, takes a
-    fraction of all logits' 4.6 GiB.
+    """8192 tokens of Qwen2.5-0.5B's widths: scoring them, and going back to the embeddings, takes a fraction
+    of all logits' 4.6 GiB.
     """
     hf = dict(model_type="qwen2", vocab_size=151936, hidden_size=896, intermediate_size=4864,
               num_hidden_layers=1, num_attention_heads=14,
               num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True)  # fmt: skip
     config, T = from_hf(hf), 8192
     params = jax.eval_shape(partial(xj.init_params, config, dtype="float32"), jax.random.key(0))
-    tokens_BT, hidden_BTD = (
-        jax.ShapeDtypeStruct((1, T), jnp.int32),
-        jax.ShapeDtypeStruct((1, T, 896), jnp.float32),
-    )
-    backward = jax.grad(
-        lambda hidden_BTD, params, tokens_BT: scoring._of_targets(params, config, hidden_BTD, tokens_BT).sum()
-    )
-    for function, args in (
-        (xj.score, (params, config, tokens_BT)),
-        (backward, (hidden_BTD, params, tokens_BT)),
-    ):
-        compiled = (
-            jax.jit(function, static_argnums=[i for i, x in enumerate(args) if x is config])
-            .lower(*args)
-            .compile()
-        )
-        assert compiled.memory_analysis().temp_size_in_bytes < 2**29
+    inputs = jax.ShapeDtypeStruct((1, T, 896), jnp.float32), params, jax.ShapeDtypeStruct((1, T), jnp.int32)
+
+    def score(inputs_BTD, params, tokens_BT):
+        return xj.score(params, config, tokens_BT, inputs_BTD=inputs_BTD).sum()
+
+    for function, most in ((score, 2**29), (jax.grad(score), 3 * 2**29)):  # back through the layer itself too
+        compiled = jax.jit(function).lower(*inputs).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < most
 
 
 # --- agreement with the sampler, in every weight format -----------------------------------------------------

@@ -3,6 +3,7 @@ and with quantized weights.
 """
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -99,11 +100,21 @@ def test_min_new_tokens(model):
     assert len(out.tokens[0]) >= 5
 
 
-def test_settings_that_are_off_leave_no_trace():
-    """Neither arrays nor, so, instructions."""
-    rows = per_row([xj.SamplingConfig(), xj.SamplingConfig(0.5)], 2, 10)
-    assert len(jax.tree.leaves(rows)) == 4
-    assert len(jax.tree.leaves(per_row(xj.SamplingConfig(min_p=0.1, allowed_token_ids=[1]), 2, 10))) == 6
+def test_settings_that_are_off_leave_no_trace(model):
+    """The program is that of the plain settings."""
+
+    def program(**given) -> str:
+        rows = [xj.SamplingConfig(**given), xj.SamplingConfig(0.5)]
+        loop = partial(xj.decode_loop, model.params, model.config, output_size=8)
+        arguments = jnp.zeros((2, model.config.vocab_size)), xj.init_cache(model.config, 2, 16)
+        keys = jax.random.split(jax.random.key(0), 2)
+        settings = per_row(rows, 2, model.config.vocab_size)
+        return jax.jit(loop).lower(*arguments, keys, settings, np.array([3]), 8).as_text()
+
+    off = dict(min_p=0.0, typical_p=1.0, presence_penalty=0.0, frequency_penalty=0.0, min_new_tokens=0)
+    assert program(**off, no_repeat_ngram_size=0, logit_bias=None) == program()
+    for given in (dict(min_p=0.1), dict(min_new_tokens=2), dict(allowed_token_ids=[1])):
+        assert len(program(**given)) > len(program())
 
 
 # --- log-probabilities --------------------------------------------------------------------------------------
