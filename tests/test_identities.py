@@ -262,14 +262,10 @@ def test_decode_loop_aliases_a_donated_cache_and_copies_no_weights(dtype):
     )
     params = xj.init_params(config, jax.random.key(0), dtype)
     cache = xj.init_cache(config, 1, 2048, "float32")
-    inputs = (
-        jnp.zeros((1, 4096)),
-        cache,
-        jax.random.split(jax.random.key(0), 1),
-        per_row(xj.SamplingConfig(), 1),
-    )
-    rest = (np.zeros(4, np.int32), np.int32(16), Context(np.zeros((1, 4096), bool)), 16, None)
-    memory = decode._DECODE_LOOP[True].lower(params, config, *inputs, *rest).compile().memory_analysis()
+    keys = jax.random.split(jax.random.key(0), 1)
+    choice = decode.Choice(keys, per_row(xj.SamplingConfig(), 1), np.zeros(4, np.int32), np.int32(16))
+    rest = (jnp.zeros((1, 4096)), cache, choice, Context(np.zeros((1, 4096), bool)), 16, None)
+    memory = decode._DECODE_LOOP[True].lower(params, config, *rest).compile().memory_analysis()
     cache_bytes, weight_bytes = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (cache, params))
     assert memory.alias_size_in_bytes >= cache_bytes
     # Half of the widened vocabulary matrix: no tile is larger than 4 MiB.
@@ -368,7 +364,7 @@ def test_gradient_of_forward_agrees_with_finite_differences(model):
         ),
         ([[1] * 4090], {}, "context limit 4096"),
         ([[1]], dict(max_new_tokens=0), "max_new_tokens"),
-        ([[1]], dict(eos_token_ids=(120,)), "EOS token id 120"),
+        ([[1]], dict(eos_token_ids=(120,)), "eos_token_ids holds token id 120"),
         ([[1]], dict(sampling=xj.SamplingConfig(0.5)), "needs a PRNG key"),
         ([[1]], dict(sampling=MIXED), "4 sampling settings for 1 prompts"),
         ([[1]], dict(sampling=xj.SamplingConfig(-1.0)), "temperature"),

@@ -127,10 +127,8 @@ def decode_programs(impl, dtype="bfloat16"):
     logits, seen = SD((2, 320), jnp.float32), Context(SD((2, 320), bool))
     yield decode.PREFILL[True].trace(params, config, SD((2, 32), jnp.int32), rows, cache, impl)
     yield decode._DECODE_STEP[True].trace(params, config, rows, cache, impl)
-    sampling = per_row(xj.SamplingConfig(), 2)
-    yield decode._DECODE_LOOP[True].trace(
-        params, config, logits, cache, keys, sampling, SD((4,), jnp.int32), one, seen, 16, impl
-    )
+    choice = decode.Choice(keys, per_row(xj.SamplingConfig(), 2), SD((4,), jnp.int32), one)
+    yield decode._DECODE_LOOP[True].trace(params, config, logits, cache, choice, seen, 16, impl)
 
 
 @pytest.mark.parametrize("impl, marks", [("mosaic", "mosaic_gpu"), ("triton", "__gpu$xla.gpu.triton")])
