@@ -236,7 +236,7 @@ def test_pairs_come_as_often_as_drawing_without_replacement_says(small):
             "forbidden_token_ids holds token id 60",
         ),
         (dict(sampling=xj.SamplingConfig(min_p=2.0)), "min_p must be from 0"),
-        (dict(eos_token_ids=(60,)), "EOS token id 60 is outside the vocabulary of 60"),
+        (dict(eos_token_ids=(60,)), "eos_token_ids holds token id 60, outside the vocabulary of 60"),
         (dict(ids=[]), "no prompts"),
         (dict(ids=[[1], []]), "prompt 1 must be a non-empty list"),
         (dict(ids=[1, 60]), "holds token id 60"),

@@ -363,7 +363,7 @@ def test_gradient_of_forward_agrees_with_finite_differences(model):
         ),
         ([[1] * 4090], {}, "context limit 4096"),
         ([[1]], dict(max_new_tokens=0), "max_new_tokens"),
-        ([[1]], dict(eos_token_ids=(120,)), "EOS token id 120"),
+        ([[1]], dict(eos_token_ids=(120,)), "eos_token_ids holds token id 120"),
         ([[1]], dict(sampling=xj.SamplingConfig(0.5)), "needs a PRNG key"),
         ([[1]], dict(sampling=MIXED), "4 sampling settings for 1 prompts"),
         ([[1]], dict(sampling=xj.SamplingConfig(-1.0)), "temperature"),

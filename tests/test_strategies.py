@@ -252,7 +252,7 @@ def test_quantized_weights_take_every_way(quantize):
         (dict(sampling=xj.SamplingConfig(presence_penalty=float("inf"))), "presence_penalty"),
         (dict(sampling=xj.SamplingConfig(no_repeat_ngram_size=1.5)), "no_repeat_ngram_size"),
         (dict(sampling=xj.SamplingConfig(min_new_tokens=-1)), "min_new_tokens"),
-        (dict(stop_token_ids=(10**6,)), "stop token id 1000000"),
+        (dict(stop_token_ids=(10**6,)), "stop_token_ids holds token id 1000000"),
         (dict(stop_strings=("x",)), "stop_strings need text"),
         (dict(n=0), "n must be a whole number of at least 1, got 0"),
         (dict(n=3, best_of=2), "best_of must be a whole number of at least 3, got 2"),

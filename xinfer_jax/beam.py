@@ -8,22 +8,27 @@ Letters beyond the usual ones: W beams (the width), C candidates of a step, R = 
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .batch import padded, prompt_context
+from .batch import lengths, padded, prompt_context
 from .cache import KVCache, init_cache, reorder, reorder_tail
+from .checks import in_order, numbers, shown, whole
 from .config import ModelConfig
-from .decode import bucket, decode_step, prefill
+from .decode import Choice, bucket, decode_step, prefill
 from .errors import InputError
-from .options import GenerateOptions, checked
-from .params import Params, cache_dtype as default_cache_dtype
+from .options import Call, GenerateOptions, checked
+from .params import Params, cache_dtype as default_cache_dtype, tree_bytes
 from .sampling import DRAW_BEAMS, Context, SamplingConfig, draw_key, gumbel, narrow, plain, process
+from .stats import GenerateStats, Stopwatch, peak_bytes
+
+_MOST_DIGITS = 30  # of a length to the power of the penalty: float32 has 38, and sums take some
 
 
 @dataclasses.dataclass
@@ -33,6 +38,26 @@ class BeamOutput:
     sequences: list[list[int]] | list[list[list[int]]]  # new ids, EOS not included
     # Sum of log-probabilities / (new tokens, EOS included) ** length_penalty.
     scores: list[float] | list[list[float]]
+    # Rows are prompts, tokens those of each prompt's best sequence; none is known before the end.
+    stats: GenerateStats = dataclasses.field(compare=False)
+
+
+class _Request(NamedTuple):
+    """What is searched for, traced."""
+
+    choice: Choice  # of each prompt
+    context: Context  # what the processors know of the prompts
+    prompt_B: Any  # int32: tokens of each prompt
+    length_penalty: Any  # float32
+
+
+class _Search(NamedTuple):
+    """What the program is compiled for."""
+
+    beams: int
+    early_stopping: bool | str
+    size: int  # most tokens of a sequence
+    moving: int  # most positions in which the beams of a prompt may differ
 
 
 @jax.tree_util.register_dataclass
@@ -54,7 +79,7 @@ class _State:
     open_B: jax.Array  # bool: the prompt's result may still improve
 
 
-def beam_search(
+def beam_search(  # noqa: PLR0913  a door
     params: Params,
     config: ModelConfig,
     ids: Sequence[int] | Sequence[Sequence[int]],
@@ -104,76 +129,90 @@ def beam_search(
 
     Source: `GenerationMixin._beam_search` of transformers 5; drawing by Gumbel noise: Kool et al. 2019.
     """
-    single = len(ids) > 0 and np.ndim(ids[0]) == 0
+    single = in_order(ids) and len(ids) > 0 and np.ndim(ids[0]) == 0
     options = GenerateOptions(
         max_new_tokens,
-        sampling or SamplingConfig(),
-        tuple(dict.fromkeys(eos_token_ids)),
+        SamplingConfig() if sampling is None else sampling,
+        eos_token_ids,
         capacity,
         impl=impl,
         cache_dtype=cache_dtype,
     )
-    _, config, prompts, _, sampling_B, row_key_B = checked(
-        params, config, [ids] if single else ids, options, key
-    )
+    call = checked(params, config, [ids] if single else ids, options, key)
+    beams = whole("num_beams", num_beams, 1)
     returned = num_beams if num_return_sequences is None else num_return_sequences
-    _check(config, num_beams, returned, length_penalty, early_stopping, options, sampling_B)
-    longest, shortest, size = max(map(len, prompts)), min(map(len, prompts)), bucket(max_new_tokens)
-    capacity = capacity or min(bucket(longest) + size, config.context_length)
-    tokens_BT, num_tokens_B = padded(prompts, capacity)
-    cache = init_cache(config, len(prompts), capacity, cache_dtype or default_cache_dtype(params))
-    logits_BV, cache = prefill(params, config, tokens_BT, num_tokens_B, cache, donate=True, impl=impl)
-    room = None if sampling_B.no_repeat_ngram_size is None else bucket(longest) + size
-    context, eos_E = (
-        prompt_context(prompts, sampling_B, config.vocab_size, room),
-        np.array(options.eos_token_ids, np.int32),
-    )
-    request = (
-        row_key_B,
-        sampling_B,
-        context,
-        num_tokens_B,
-        eos_E,
-        np.int32(max_new_tokens),
+    returned = whole("num_return_sequences", returned, 1)
+    _check(call, beams, returned, length_penalty, early_stopping)
+    # One beam ends at its first EOS.
+    early_stopping, size = early_stopping if beams > 1 else True, bucket(call.options.max_new_tokens)
+    kind = _Search(beams, early_stopping, size, _moving(call))
+    with Stopwatch() as setup:
+        request = _request(call, length_penalty)
+        tokens_BT, num_tokens_B = padded(call.prompts, call.capacity)
+        dtype = cache_dtype or default_cache_dtype(params)
+        cache = init_cache(call.config, len(call.prompts), call.capacity, dtype)
+        cache_bytes = beams * tree_bytes((cache.k, cache.v))
+    with Stopwatch() as prefilling:
+        logits_BV, cache = prefill(
+            params, call.config, tokens_BT, num_tokens_B, cache, donate=True, impl=impl
+        )
+        logits_BV.block_until_ready()
+    with Stopwatch() as searching:
+        found = jax.device_get(_SEARCH(params, call.config, logits_BV, cache, request, kind, impl))
+    sequences, scores, longest = _lists(call, found, returned)
+    stats = GenerateStats(len(call.prompts), sum(map(len, call.prompts)), tree_bytes(params), cache_bytes)
+    stats.prefill_seconds, stats.decode_seconds = prefilling.seconds, searching.seconds
+    stats.ttft_seconds = setup.seconds + prefilling.seconds + searching.seconds
+    stats.generated_tokens, stats.decode_steps = longest, int(found.step) - 1
+    stats.count(setup, prefilling, searching)
+    stats.peak_bytes = peak_bytes()
+    return BeamOutput(sequences[0], scores[0], stats) if single else BeamOutput(sequences, scores, stats)
+
+
+def _request(call: Call, length_penalty: float) -> _Request:
+    options, sampling_B = call.options, call.sampling_B
+    eos_E = np.array(list(dict.fromkeys(options.eos_token_ids)), np.int32)
+    room = None if sampling_B.no_repeat_ngram_size is None else call.room
+    return _Request(
+        Choice(call.row_key_B, sampling_B, eos_E, np.int32(options.max_new_tokens)),
+        prompt_context(call.prompts, sampling_B, call.config.vocab_size, room),
+        lengths(call.prompts),
         np.float32(length_penalty),
     )
-    early_stopping = early_stopping if num_beams > 1 else True
-    moving = bucket(longest - shortest + max_new_tokens)
-    found = _SEARCH(
-        params, config, logits_BV, cache, request, int(num_beams), early_stopping, size, moving, impl
-    )
-    sequences, scores = _lists(*jax.device_get(found), returned, options.eos_token_ids)
-    return BeamOutput(sequences[0], scores[0]) if single else BeamOutput(sequences, scores)
 
 
-def _check(config, num_beams, returned, length_penalty, early_stopping, options, sampling_B) -> None:
+def _moving(call: Call) -> int:
+    return bucket(call.longest - min(map(len, call.prompts)) + call.options.max_new_tokens)
+
+
+def _check(call: Call, num_beams: int, returned: int, length_penalty: Any, early_stopping: Any) -> None:
     """Raises InputError for what only a beam search can get wrong."""
-    for name, value in (("num_beams", num_beams), ("num_return_sequences", returned)):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
+    options, vocab_size, ends = call.options, call.config.vocab_size, len(set(call.options.eos_token_ids))
     if returned > num_beams:
         raise InputError(
             f"num_return_sequences {returned} exceeds num_beams {num_beams}: raise num_beams or ask for fewer"
             " sequences"
         )
-    if not (isinstance(early_stopping, bool) or early_stopping == "never"):
-        raise InputError(f"early_stopping must be True, False or 'never', got {early_stopping!r}")
-    if (
-        isinstance(length_penalty, bool)
-        or not isinstance(length_penalty, int | float | np.number)
-        or not np.isfinite(length_penalty)
-    ):
-        raise InputError(f"length_penalty must be a finite number, got {length_penalty!r}")
-    if num_beams == 1 and np.any(sampling_B.temperature > 0):
+    if not isinstance(early_stopping, bool) and early_stopping != "never":
+        raise InputError(f"early_stopping must be True, False or 'never', got {shown(early_stopping)}")
+    penalty = numbers(length_penalty)
+    if penalty is None or penalty.ndim or not np.isfinite(penalty):
+        raise InputError(f"length_penalty must be a finite number, got {shown(length_penalty)}")
+    if abs(penalty) * math.log10(options.max_new_tokens) > _MOST_DIGITS:
+        raise InputError(
+            f"length_penalty {length_penalty} of {options.max_new_tokens} tokens leaves float32: bring it"
+            " nearer to 0"
+        )
+    if num_beams == 1 and np.any(call.sampling_B.temperature > 0):
         raise InputError(
             "num_beams 1 with a temperature above 0 is plain sampling: use generate, or raise num_beams"
         )
-    possible = _possible(config.vocab_size, len(options.eos_token_ids), options.max_new_tokens, num_beams)
+    possible = _possible(vocab_size, ends, options.max_new_tokens, num_beams)
     if possible < num_beams:
         raise InputError(
             f"num_beams {num_beams} exceeds the {possible} different sequences that max_new_tokens"
-            f" {options.max_new_tokens} and a vocabulary of {config.vocab_size} with"
-            f" {len(options.eos_token_ids)} EOS ids allow: lower num_beams or raise max_new_tokens"
+            f" {options.max_new_tokens} and a vocabulary of {vocab_size} with {ends} EOS ids allow: lower"
+            " num_beams or raise max_new_tokens"
         )
 
 
@@ -187,62 +226,68 @@ def _possible(vocab_size: int, ends: int, max_new_tokens: int, enough: int) -> i
     return ended + running
 
 
-def _lists(tokens_BWT, length_BW, final_BW, returned, eos_token_ids):
-    """Sequences without their EOS, and scores; nested lists."""
-    sequences, scores = [], []
-    for tokens_WT, length_W, final_W in zip(tokens_BWT, length_BW, final_BW, strict=True):
+def _lists(call: Call, found: "_State", returned: int) -> tuple[list, list, int]:
+    """Sequences without their EOS, and scores, nested lists; and the tokens of the best ones together.
+
+    Raises:
+        InputError: the model's numbers are broken.
+    """
+    sequences, scores, longest = [], [], 0
+    for b, final_W in enumerate(found.final_BW):
+        if np.isnan([*final_W, *found.score_BW[b]]).any():
+            raise InputError(f"row {b}, step {found.step - 1}: the scores are nan: {call.broken}")
         kept = [w for w in range(returned) if np.isfinite(final_W[w])]
-        rows = [tokens_WT[w, : length_W[w]].tolist() for w in kept]
-        sequences.append([row[:-1] if row[-1] in eos_token_ids else row for row in rows])
+        rows = [found.ended_BWT[b, w, : found.length_BW[b, w]].tolist() for w in kept]
+        longest += len(rows[0]) if rows else 0
+        sequences.append([row[:-1] if row[-1] in call.options.eos_token_ids else row for row in rows])
         scores.append(final_W[kept].tolist())
-    return sequences, scores
+    if found.cache.overflow_B.any():
+        raise InputError(f"a beam outgrew its cache of {call.capacity}: raise capacity")
+    return sequences, scores, longest
 
 
-def _search(params, config, logits_BV, cache, request, W, early_stopping, size, moving, impl):
-    """Tokens [B, W, T], lengths and scores of the sequences that ended, best first."""
-    (B, V), (row_key_B, sampling_B, context, prompt_B, eos_E, limit, length_penalty) = (
-        logits_BV.shape,
-        request,
-    )
+def _search(params, config, logits_BV, cache, request, kind, impl):
+    """The state at the end, less the keys and values: its `ended_BWT`, `length_BW` and `final_BW` are the
+    sequences, best first.
+    """
+    (B, V), W, prompt_B, choice = logits_BV.shape, kind.beams, request.prompt_B, request.choice
     zeros_BW, none_BW = jnp.zeros((B, W), jnp.int32), jnp.full((B, W), -jnp.inf)
-    tokens_BWT, row_R = jnp.zeros((B, W, size), jnp.int32), jnp.repeat(jnp.arange(B), W)
+    tokens_BWT, row_R = jnp.zeros((B, W, kind.size), jnp.int32), jnp.repeat(jnp.arange(B), W)
     # All beams start as the same prompt: the first one alone may be continued, or they would stay the same.
     state = _State(
         reorder(cache, row_R), jnp.int32(0), row_R, row_R, tokens_BWT, none_BW.at[:, 0].set(0),
         tokens_BWT, zeros_BW, none_BW, jnp.ones(B, bool),
     )  # fmt: skip
 
-    least = max(2, 1 + len(eos_E))  # so many candidates a beam leave one that goes on, or two
+    least = max(2, 1 + len(choice.eos_E))  # so many candidates a beam leave one that goes on, or two
 
     def choose(logits_BWV, state):
-        score_BF = _scores(logits_BWV, state, sampling_B, context, prompt_B, eos_E, least).reshape(B, W * V)
-        candidates = _candidates(
-            score_BF, state, row_key_B, prompt_B + state.step, sampling_B, V, min(least * W, W * V)
-        )
-        return _advance(*candidates, state, eos_E, limit, length_penalty, early_stopping)
+        score_BF = _scores(logits_BWV, state, request, least).reshape(B, W * V)
+        candidates = _candidates(score_BF, state, request, V, min(least * W, W * V))
+        return _advance(candidates, state, request, kind.early_stopping)
 
     def body(state):
-        cache = reorder_tail(state.cache, state.parent_R, jnp.min(prompt_B), moving)
+        cache = reorder_tail(state.cache, state.parent_R, jnp.min(prompt_B), kind.moving)
         logits_RV, cache = decode_step(params, config, state.token_R, cache, impl=impl)
         return choose(logits_RV.reshape(B, W, V), dataclasses.replace(state, cache=cache))
 
     state = choose(jnp.broadcast_to(logits_BV[:, None], (B, W, V)), state)
-    state = lax.while_loop(lambda s: (s.step < limit) & jnp.any(s.open_B), body, state)
-    return state.ended_BWT, state.length_BW, state.final_BW
+    state = lax.while_loop(lambda s: (s.step < choice.limit) & jnp.any(s.open_B), body, state)
+    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, k=(), v=()))
 
 
-def _scores(logits_BWV, state, sampling_B, context, prompt_B, eos_E, least):
+def _scores(logits_BWV, state, request, least):
     """Each beam's score plus the processed log-probability of every next token; a sampled beam keeps `least`
     tokens at least.
     """
-    B, W, V = logits_BWV.shape
+    (B, W, V), sampling_B = logits_BWV.shape, request.choice.sampling_B
     logprobs_RV = jax.nn.log_softmax(logits_BWV, -1).reshape(B * W, V)
 
     def processed():
         sampling_R, context_R, prompt_R = jax.tree.map(
-            lambda x: jnp.repeat(x, W, 0), (sampling_B, context, prompt_B)
+            lambda x: jnp.repeat(x, W, 0), (sampling_B, request.context, request.prompt_B)
         )
-        context_R = _with_chosen(context_R, state, prompt_R, eos_E)
+        context_R = _with_chosen(context_R, state, prompt_R, request.choice.eos_E)
         kept_RV = process(logprobs_RV, prompt_R + state.step, sampling_R, context_R)
         greedy_R1 = sampling_R.temperature[:, None] <= 0
 
@@ -275,10 +320,12 @@ def _with_chosen(context: Context, state: _State, prompt_R: jax.Array, eos_E: ja
     )
 
 
-def _candidates(score_BF, state, row_key_B, position_B, sampling_B, V, C):
+def _candidates(score_BF, state, request, V, C):
     """The C best, or C drawn without replacement in the order drawn: their scores, beams, tokens, and
     sequences [B, C, T].
     """
+
+    (row_key_B, sampling_B, *_), position_B = request.choice, request.prompt_B + state.step
 
     def drawn():
         noise_BF = jax.vmap(
@@ -293,12 +340,13 @@ def _candidates(score_BF, state, row_key_B, position_B, sampling_B, V, C):
     return _take(score_BF, index_BC), beam_BC, token_BC, tokens_BCT
 
 
-def _advance(score_BC, beam_BC, token_BC, tokens_BCT, state, eos_E, limit, length_penalty, early_stopping):
+def _advance(candidates, state, request, early_stopping):
     """The next state: the best candidates that go on run, those among the first W that end are set aside if
     they are good enough.
     """
-    B, W = state.score_BW.shape
-    length = state.step + 1
+    score_BC, beam_BC, token_BC, tokens_BCT = candidates
+    (_, _, eos_E, limit), length_penalty = request.choice, request.length_penalty
+    (B, W), length = state.score_BW.shape, state.step + 1
     ends_BC = jnp.any(token_BC[..., None] == eos_E, -1) | (length >= limit)
     score_BW, run_BW = lax.top_k(jnp.where(ends_BC, -jnp.inf, score_BC), W)
     # Those behind the first W are there to go on where others end: a sequence so unlikely must not end a
@@ -333,4 +381,4 @@ def _take(x_BC: Any, index_BW: jax.Array) -> jax.Array:
     return x_BC[jnp.arange(len(index_BW))[:, None], index_BW]
 
 
-_SEARCH = jax.jit(_search, static_argnames=("config", "W", "early_stopping", "size", "moving", "impl"))
+_SEARCH = jax.jit(_search, static_argnames=("config", "kind", "impl"))

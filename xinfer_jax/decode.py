@@ -5,7 +5,7 @@ tokens_BT ─ prefill ─► (logits_BV, cache) ─ choose ─► while_loop: wr
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax import lax
 
 from .attention import check_impl
 from .cache import LARGEST_CALL, KVCache
+from .checks import array_of, shown, token_ids, traced, whole, within
 from .config import ModelConfig
 from .errors import InputError
 from .greedy import fuses_head, greedy
@@ -43,6 +44,15 @@ class DecodeState:
     alternatives: Alternatives | None = None  # noted where asked for
 
 
+class Choice(NamedTuple):
+    """How each row's tokens are chosen, and when it ends."""
+
+    row_key_B: jax.Array  # one PRNG key per row
+    sampling_B: SamplingConfig  # from `per_row`
+    eos_E: jax.Array  # int32: ids that end a row
+    limit: jax.Array  # int32: tokens that no row exceeds
+
+
 def prefill(
     params: Params,
     config: ModelConfig,
@@ -68,10 +78,20 @@ def prefill(
         float32 logits [B, V] after each row's last real token, and the cache.
 
     Raises:
-        InputError: the tokens exceed the cache's capacity (under a caller's jit: they are dropped and flagged
-            in `overflow_B`); an impl that this machine lacks, or that cannot serve the call.
+        InputError: arrays of another shape or type, ids outside the vocabulary, a cache of another model; the
+            tokens exceed its capacity (under a caller's jit: they are dropped and flagged in `overflow_B`);
+            an impl that this machine lacks, or that cannot serve the call. What is traced is checked by its
+            shape alone.
     """
-    _check(impl, cache, num_tokens_B)
+    array_of("tokens_BT", tokens_BT, np.integer, "rows", "tokens")
+    B, T = tokens_BT.shape
+    if not T:
+        raise InputError("tokens_BT holds no token: give each row one at least")
+    array_of("num_tokens_B", num_tokens_B, np.integer, B)
+    _check_cache(config, cache, B)
+    within("tokens_BT: token id", tokens_BT, 0, config.vocab_size - 1)
+    within("num_tokens_B:", num_tokens_B, 0, T)
+    _check_room(impl, cache, num_tokens_B)
     return PREFILL[donate](params, config, tokens_BT, num_tokens_B, cache, impl)
 
 
@@ -88,13 +108,18 @@ def decode_step(
     `prefill`.
 
     Nothing waits for the device here: a token past the capacity is dropped and flagged in the cache's
-    `overflow_B`.
+    `overflow_B`, and ids are not looked at.
+
+    Raises:
+        InputError: tokens of another shape or type, a cache of another model, or such an impl.
     """
     check_impl(impl)
+    array_of("token_B", token_B, np.integer, "rows")
+    _check_cache(config, cache, len(token_B))
     return _DECODE_STEP[donate](params, config, token_B, cache, impl=impl)
 
 
-def decode_loop(
+def decode_loop(  # noqa: PLR0913  a door
     params: Params,
     config: ModelConfig,
     logits_BV: jax.Array,
@@ -119,7 +144,8 @@ def decode_loop(
         row_key_B: one PRNG key per row.
         sampling_B: settings as numbers or arrays [B].
         eos_ids: int32 [E], may be empty.
-        max_new_tokens: traced: another number below the same power of two compiles nothing.
+        max_new_tokens: at least 1. Traced: another number below the same power of two compiles nothing; one
+            below 1, traced by the caller, counts as 1.
         seen_BV: bool, tokens that the repetition penalty counts as present; None: only those that this call
             chooses.
         history_BS: int32, each row's tokens in order up to the cache's `length_B`, with room for those to
@@ -130,41 +156,79 @@ def decode_loop(
 
     Returns:
         The state: tokens_BT, logprobs_BT, length_B (all three with the EOS token), finished_B, and cache,
-        which holds every token but the last one chosen.
+        which holds every token but the last one chosen. A log-probability that is not finite says that the
+        model's numbers are broken: nobody looks at it here, nor at the cache's `overflow_B`.
 
     Raises:
-        InputError: the tokens may exceed the cache's capacity (under a caller's jit: they are dropped and
-            flagged in `overflow_B`).
+        InputError: an argument of another shape, type or range, a cache of another model; the tokens may
+            exceed the cache's capacity (under a caller's jit: they are dropped and flagged in `overflow_B`).
+            What is traced is checked by its shape alone.
     """
-    B = logits_BV.shape[0]
-    if output_size is None and isinstance(max_new_tokens, jax.core.Tracer):
-        raise InputError(
-            "decode_loop with a traced max_new_tokens needs output_size, the static size of its results"
-        )
-    size = int(max_new_tokens) if output_size is None else output_size
-    limit = np.int32(max_new_tokens) if output_size is None else jnp.minimum(max_new_tokens, output_size)
-    _check(impl, cache, limit - 1)
+    array_of("logits_BV", logits_BV, np.floating, "rows", config.vocab_size)
+    B, V = logits_BV.shape
+    _check_cache(config, cache, B)
+    if isinstance(eos_ids, list | tuple):
+        eos_ids = np.array(token_ids("eos_ids", eos_ids), np.int32)
+    array_of("eos_ids", eos_ids, np.integer, "ids")
+    within("eos_ids: token id", eos_ids, -1, V - 1)
+    if seen_BV is not None:
+        array_of("seen_BV", seen_BV, np.bool_, B, V)
+    if history_BS is not None:
+        array_of("history_BS", history_BS, np.integer, B, "tokens")
+    size, limit = _size(max_new_tokens, output_size)
+    _check_room(impl, cache, limit - 1)
     row_key_B, eos_E = row_keys(row_key_B, B), jnp.asarray(eos_ids, jnp.int32)
-    sampling_B = per_row(sampling_B, B, logits_BV.shape[1])
+    sampling_B = per_row(sampling_B, B, V)
     if sampling_B.no_repeat_ngram_size is not None and history_BS is None:
         raise InputError("no_repeat_ngram_size needs history_BS, the tokens that each row already holds")
     context = new_context(
         sampling_B, np.zeros(logits_BV.shape, bool) if seen_BV is None else seen_BV, history_BS
     )
-    state = _DECODE_LOOP[donate](
-        params, config, logits_BV, cache, row_key_B, sampling_B, eos_E, limit, context, bucket(size), impl
-    )
+    choice = Choice(row_key_B, sampling_B, eos_E, limit)
+    state = _DECODE_LOOP[donate](params, config, logits_BV, cache, choice, context, bucket(size), impl)
     return dataclasses.replace(
         state, tokens_BT=state.tokens_BT[:, :size], logprobs_BT=state.logprobs_BT[:, :size]
     )
 
 
-def _check(impl: str | None, cache: KVCache, more_B: Any) -> None:
+def _size(max_new_tokens: Any, output_size: Any) -> tuple[int, Any]:
+    """T of the results, and the most tokens, which may be traced."""
+    size = None if output_size is None else whole("output_size", output_size, 1)
+    if traced(max_new_tokens):
+        if size is None:
+            raise InputError(
+                "decode_loop with a traced max_new_tokens needs output_size, the static size of its results"
+            )
+        if max_new_tokens.shape or not jnp.issubdtype(max_new_tokens.dtype, np.integer):
+            raise InputError(f"max_new_tokens must be a whole number of at least 1, got {max_new_tokens!r}")
+        return size, jnp.minimum(max_new_tokens, size)
+    most = whole("max_new_tokens", max_new_tokens, 1)
+    return size or most, np.int32(min(most, size or most))
+
+
+def _check_cache(config: ModelConfig, cache: KVCache, rows: int) -> None:
+    """Raises InputError for a cache of other rows or of another model, as far as shapes tell."""
+    if not isinstance(cache, KVCache):
+        raise InputError(f"cache must come from init_cache, got {shown(cache)}")
+    if isinstance(cache.length_B, jax.Array) and not traced(cache.length_B) and cache.length_B.is_deleted():
+        raise InputError("the cache was donated to an earlier call: go on with the one that it returned")
+    if len(cache.length_B) != rows:
+        raise InputError(f"a cache of {len(cache.length_B)} rows for {rows}: init_cache takes their number")
+    wanted = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+    held = len(cache.k), *(cache.k[0].shape[i] for i in (1, 3))
+    if held != wanted:
+        raise InputError(
+            f"a cache of {held[0]} layers, {held[1]} key heads of width {held[2]} for a model of {wanted[0]},"
+            f" {wanted[1]} and {wanted[2]}: init_cache takes the model's config"
+        )
+
+
+def _check_room(impl: str | None, cache: KVCache, more_B: Any) -> None:
     """Raises InputError where impl or more_B further tokens cannot be served, as far as that is known outside
     a trace.
     """
     check_impl(impl)
-    if any(isinstance(x, jax.core.Tracer) for x in (cache.length_B, more_B)):
+    if traced(cache.length_B) or traced(more_B):
         return
     need = int(np.max(np.asarray(cache.length_B) + np.asarray(more_B)))
     if need > cache.capacity:
@@ -220,21 +284,20 @@ def _recompute(params, config, tokens_BT, num_tokens_B, impl):
     )
 
 
-def _next_token(params, config, hidden_BD, state, row_key_B, sampling_B, eos_E, impl):
+def _next_token(params, config, hidden_BD, state, choice, impl):
     """The state with each row's next token; rows that just take the likeliest one need no logits, where a
     kernel serves.
     """
     if state.alternatives is not None or not fuses_head(
         params, hidden_BD, impl, config.final_logit_softcapping
     ):
-        return record(unembed(params, config, hidden_BD), state, row_key_B, sampling_B, eos_E, impl)
+        return record(unembed(params, config, hidden_BD), state, choice, impl)
 
     def by_logits():
-        return _choose(unembed(params, config, hidden_BD), state, row_key_B, sampling_B, eos_E, impl)
+        return _choose(unembed(params, config, hidden_BD), state, choice, impl)
 
-    return _note(
-        *lax.cond(plain(sampling_B), lambda: greedy(params, hidden_BD, impl), by_logits), state, eos_E
-    )
+    chosen = lax.cond(plain(choice.sampling_B), lambda: greedy(params, hidden_BD, impl), by_logits)
+    return _note(*chosen, state, choice.eos_E)
 
 
 def context_now(state: DecodeState, eos_E: jax.Array) -> Context:
@@ -242,8 +305,9 @@ def context_now(state: DecodeState, eos_E: jax.Array) -> Context:
     return dataclasses.replace(state.context, chosen_B=state.length_B, eos_E=eos_E)
 
 
-def _choose(logits_BV, state, row_key_B, sampling_B, eos_E, impl):
-    token_B = choose(logits_BV, row_key_B, state.position_B, sampling_B, context_now(state, eos_E), impl)
+def _choose(logits_BV, state, choice, impl):
+    context = context_now(state, choice.eos_E)
+    token_B = choose(logits_BV, choice.row_key_B, state.position_B, choice.sampling_B, context, impl)
     return token_B, _logprob(logits_BV, token_B)
 
 
@@ -251,18 +315,18 @@ def _logprob(logits_BV, token_B):
     return logits_BV[jnp.arange(len(token_B)), token_B] - jax.nn.logsumexp(logits_BV, -1)
 
 
-def record(logits_BV, state, row_key_B, sampling_B, eos_E, impl, active_B=True):
+def record(logits_BV, state, choice, impl, active_B=True):
     """The state with the next token of each row that is active, chosen from logits, and its alternatives
     where they are asked for.
     """
     if state.alternatives is None:
-        return _note(*_choose(logits_BV, state, row_key_B, sampling_B, eos_E, impl), state, eos_E, active_B)
-    warped_BV = warp(process(logits_BV, state.position_B, sampling_B, context_now(state, eos_E)), sampling_B)
-    token_B = draw(row_key_B, state.position_B, warped_BV, sampling_B)
+        return _note(*_choose(logits_BV, state, choice, impl), state, choice.eos_E, active_B)
+    context, position_B = context_now(state, choice.eos_E), state.position_B
+    warped_BV = warp(process(logits_BV, position_B, choice.sampling_B, context), choice.sampling_B)
+    token_B = draw(choice.row_key_B, position_B, warped_BV, choice.sampling_B)
     noted = note(state.alternatives, _column(state, active_B), logits_BV, warped_BV, token_B)
-    return _note(
-        token_B, _logprob(logits_BV, token_B), dataclasses.replace(state, alternatives=noted), eos_E, active_B
-    )
+    state = dataclasses.replace(state, alternatives=noted)
+    return _note(token_B, _logprob(logits_BV, token_B), state, choice.eos_E, active_B)
 
 
 def _column(state, active_B):
@@ -302,35 +366,22 @@ def _note(token_B, logprob_B, state, eos_E, active_B=True):
     )
 
 
-def _continue(params, config, state, row_key_B, sampling_B, eos_E, limit, impl):
-    """Decodes until `limit` tokens are chosen or every row has finished: the one loop behind `decode_loop`,
-    `generate` and `stream`.
+def _continue(params, config, state, choice, impl):
+    """Decodes until `choice.limit` tokens are chosen or every row has finished: the one loop behind
+    `decode_loop`, `generate` and `stream`.
     """
 
     def body(state):
         alive_B = (~state.finished_B).astype(jnp.int32)
         hidden_BD, cache = _next_hidden(params, config, state.token_B, state.cache, alive_B, impl)
-        return _next_token(
-            params,
-            config,
-            hidden_BD,
-            dataclasses.replace(state, cache=cache),
-            row_key_B,
-            sampling_B,
-            eos_E,
-            impl,
-        )
+        return _next_token(params, config, hidden_BD, dataclasses.replace(state, cache=cache), choice, impl)
 
-    return lax.while_loop(lambda s: (s.step < limit) & ~jnp.all(s.finished_B), body, state)
+    return lax.while_loop(lambda s: (s.step < choice.limit) & ~jnp.all(s.finished_B), body, state)
 
 
-def _decode_loop(
-    params, config, logits_BV, cache, row_key_B, sampling_B, eos_E, max_new_tokens, context, size, impl
-):
-    state = record(
-        logits_BV, new_state(cache, cache.length_B, context, size), row_key_B, sampling_B, eos_E, impl
-    )
-    return _continue(params, config, state, row_key_B, sampling_B, eos_E, max_new_tokens, impl)
+def _decode_loop(params, config, logits_BV, cache, choice, context, size, impl):
+    state = record(logits_BV, new_state(cache, cache.length_B, context, size), choice, impl)
+    return _continue(params, config, state, choice, impl)
 
 
 def new_state(cache: KVCache | None, position_B: Any, context: Context, size: int) -> DecodeState:

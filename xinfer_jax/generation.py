@@ -26,6 +26,7 @@ from .decode import (
     PREFILL,
     RECOMPUTE,
     RECORD,
+    Choice,
     DecodeState,
     bucket,
     decode_loop,
@@ -37,11 +38,11 @@ from .errors import InputError
 from .kv import KV_BITS
 from .logprobs import no_alternatives, rows_of_tokens
 from .model import head
-from .options import GenerateOptions, GenerateOutput, checked
+from .options import Call, GenerateOptions, GenerateOutput, checked
 from .params import Params, activation_dtype, cache_dtype, resolve_dtype, tree_bytes
 from .prefix import kept_prefix
 from .quantization import is_quantized
-from .speculative import SPECULATE, Guesser, Speculation, look_up
+from .speculative import SPECULATE, Guesser, Guessing, Speculation, look_up
 from .stats import GenerateStats, Stopwatch, give_back_memory, peak_bytes
 
 __all__ = [
@@ -87,7 +88,7 @@ def generate(
     Raises:
         InputError: a prompt, an option or a key that cannot be served, before anything is traced.
     """
-    steps = _steps(*checked(params, config, prompts, options, key), sync=False)
+    steps = _steps(checked(params, config, prompts, options, key), sync=False)
     while True:
         try:
             next(steps)
@@ -110,12 +111,12 @@ def stream(
     the call after the tokens that were yielded, with the finish_reason "stop"; a generator that is dropped or
     closed costs nothing more.
     """
-    options = options or GenerateOptions()
-    if options.best_of not in (None, options.n):
+    call = checked(params, config, prompts, options, key)
+    if call.options.best_of not in (None, call.options.n):
         raise InputError(
-            f"best_of={options.best_of} cannot be streamed: the best are known at the end, use generate"
+            f"best_of={call.options.best_of} cannot be streamed: the best are known at the end, use generate"
         )
-    return _steps(*checked(params, config, prompts, options, key), sync=True)
+    return _steps(call, sync=True)
 
 
 def kernels_used(
@@ -155,14 +156,12 @@ def kernels_used(
     }
 
 
-def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
+def _steps(call: Call, *, sync: bool):
     """Yields the new ids of each step and returns the output; with `sync` it looks at the device often, else
     once at the end.
     """
-    new, ending = int(options.max_new_tokens), (*options.eos_token_ids, *options.stop_token_ids)
-    rows, choice, state, guessing, seen, stats = _begin(
-        params, config, prompts, options, sampling_B, row_key_B, ending, sync
-    )
+    options, new, ending = call.options, call.options.max_new_tokens, call.ending
+    rows, choice, state, guessing, seen, stats = _begin(call, sync)
     told = (yield from _ids(seen, 0, ending)) if sync else None
     while not told and (step := int(seen.step)) < new and not seen.finished_B.all():
         stride = (
@@ -171,10 +170,8 @@ def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
             else new
         )
         with Stopwatch() as decoding:
-            state, guessing = _go_on(
-                params, config, rows, options, choice, state, guessing, seen, min(step + stride, new)
-            )
-            seen = _look(state)
+            state, guessing = _go_on(call, rows, choice, state, guessing, seen, min(step + stride, new))
+            seen = _look(call, state)
         stats.count(decoding)
         stats.decode_seconds += decoding.seconds
         stats.decode_steps = int(seen.step) - 1
@@ -185,7 +182,7 @@ def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
     stats.generated_tokens, stats.peak_bytes = int(seen.length_B.sum()), peak_bytes()
     if guessing is not None:
         stats.passes = np.asarray(guessing.passes_B).tolist()
-        guesses_B = np.maximum(guessing.passes_B, 1) * options.draft_tokens
+        guesses_B = np.maximum(guessing.passes_B, 1) * call.guesses
         stats.acceptance = (np.asarray(guessing.accepted_B) / guesses_B).tolist()
     out = _output(seen, state, options, bool(told), stats)
     if options.keep_prefix:
@@ -195,17 +192,17 @@ def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
     return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)
 
 
-def _begin(params, config, prompts, options, sampling_B, row_key_B, ending, sync):
+def _begin(call: Call, sync: bool):
     """Up to the first token of every row: the prompts row by row, how tokens are chosen, the state and what
     the host sees of it.
     """
-    new, impl, answers = int(options.max_new_tokens), options.impl, options.best_of or options.n
-    longest = max(map(len, prompts))
-    capacity = options.capacity or min(bucket(longest) + bucket(new), config.context_length)
+    params, config, prompts, options = call.params, call.config, call.prompts, call.options
+    row_key_B, sampling_B, capacity = call.row_key_B, call.sampling_B, call.capacity
+    new, impl, answers = options.max_new_tokens, options.impl, options.best_of or options.n
     with Stopwatch() as setup:
         rows, held_B, cache = prompts, np.zeros(len(prompts), np.int32), None
         if options.prefix is not None:
-            capacity, held_B = options.prefix.cache.capacity, options.prefix.shared(prompts)
+            held_B = options.prefix.shared(prompts)
             cache = truncate(options.prefix.cache, held_B)
         elif options.use_cache:
             cache = init_cache(config, len(prompts), capacity, options.cache_dtype or cache_dtype(params))
@@ -216,11 +213,9 @@ def _begin(params, config, prompts, options, sampling_B, row_key_B, ending, sync
             row_key_B = _FOLD(row_key_B, np.arange(answers))
             source_B = np.repeat(np.arange(len(prompts)), answers)  # which prompt each row continues
             rows, sampling_B = [prompts[i] for i in source_B], jax.tree.map(lambda x: x[source_B], sampling_B)
-        choice = (row_key_B, sampling_B, eos_array(ending))
+        choice = Choice(row_key_B, sampling_B, eos_array(call.ending), np.int32(new))
         wanted = sampling_B.no_repeat_ngram_size is not None or options.draft is not None
-        context = prompt_context(
-            rows, sampling_B, config.vocab_size, bucket(longest) + bucket(new) if wanted else None
-        )
+        context = prompt_context(rows, sampling_B, config.vocab_size, call.room if wanted else None)
         state = new_state(None, lengths(rows), context, bucket(new))
         if options.logprobs or options.logits:
             nothing = no_alternatives(
@@ -238,13 +233,13 @@ def _begin(params, config, prompts, options, sampling_B, row_key_B, ending, sync
             )
         else:
             logits_BV = RECOMPUTE(params, config, tokens_BT, num_tokens_B, impl)
-        guessing = _start_draft(options, prompts, capacity)
+        guessing = _start_draft(call)
         if answers > 1:
             logits_BV, cache, guessing = _SHARE((logits_BV, cache, guessing), source_B)
         logits_BV.block_until_ready()
     with Stopwatch() as choosing:
-        state = dataclasses.replace(RECORD(logits_BV, state, *choice, impl), cache=cache)
-        seen = _look(state)
+        state = dataclasses.replace(RECORD(logits_BV, state, choice, impl), cache=cache)
+        seen = _look(call, state)
     stats = GenerateStats(
         len(rows), sum(map(len, prompts)), tree_bytes(params), tree_bytes((cache.k, cache.v)) if cache else 0
     )
@@ -255,38 +250,33 @@ def _begin(params, config, prompts, options, sampling_B, row_key_B, ending, sync
     return rows, choice, state, guessing, seen, stats
 
 
-def _go_on(params, config, rows, options, choice, state, guessing, seen, until):
+def _go_on(call: Call, rows, choice: Choice, state, guessing, seen, until: int):
     """The state, and what guesses for it, once every row that runs has `until` tokens (without a cache: one
     more).
     """
+    params, config, options = call.params, call.config, call.options
     if options.draft is not None:
-        limits = np.int32(until), np.int32(options.max_new_tokens)
+        draft_params, guesser = _draft(options)
+        who = Guessing(guesser, call.guesses)
         return SPECULATE(
-            params,
-            config,
-            *_draft(options),
-            (state, guessing),
-            *choice,
-            *limits,
-            options.draft_tokens,
-            options.impl,
+            params, config, draft_params, who, (state, guessing), choice, np.int32(until), options.impl
         )
     if options.use_cache:
-        return CONTINUE(params, config, state, *choice, np.int32(until), options.impl), None
+        return CONTINUE(params, config, state, choice._replace(limit=np.int32(until)), options.impl), None
     chosen = [row + seen.tokens_BT[i, : seen.length_B[i]].tolist() for i, row in enumerate(rows)]
     logits_BV = RECOMPUTE(params, config, *padded(chosen, config.context_length), options.impl)
-    return RECORD(logits_BV, state, *choice, options.impl), None
+    return RECORD(logits_BV, state, choice, options.impl), None
 
 
-def _start_draft(
-    options: GenerateOptions, prompts: Sequence[Sequence[int]], capacity: int
-) -> Speculation | None:
+def _start_draft(call: Call) -> Speculation | None:
     """What guesses start from: the draft model has read the prompts."""
+    options, prompts = call.options, call.prompts
     if options.draft is None:
         return None
     nothing_B, cache = np.zeros(len(prompts), np.int32), None
     params, config = _draft(options)
     if params is not None:
+        capacity = min(call.capacity, config.context_length)
         cache = init_cache(config, len(prompts), capacity, options.cache_dtype or cache_dtype(params))
         cache = prefill(params, config, *padded(prompts, capacity), cache, donate=True, impl=options.impl)[1]
     return Speculation(cache, nothing_B, nothing_B)
@@ -318,8 +308,8 @@ def _compile(config, impl, tree, kinds) -> None:
     structs = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in kinds]
     params, tokens_BT, state, cache, choice = jax.tree.unflatten(tree, structs)
     calls = (
-        (CONTINUE, params, config, dataclasses.replace(state, cache=cache), *choice, np.int32(0), impl),
-        (RECORD, jax.ShapeDtypeStruct(state.context.seen_BV.shape, np.float32), state, *choice, impl),
+        (CONTINUE, params, config, dataclasses.replace(state, cache=cache), choice, impl),
+        (RECORD, jax.ShapeDtypeStruct(state.context.seen_BV.shape, np.float32), state, choice, impl),
         (PREFILL[True], params, config, tokens_BT, state.position_B, cache, impl),
     )
     with ThreadPoolExecutor(len(calls)) as pool:
@@ -327,10 +317,25 @@ def _compile(config, impl, tree, kinds) -> None:
     give_back_memory()
 
 
-def _look(state: DecodeState) -> DecodeState:
-    """The small fields of the state, on the host."""
-    small = dataclasses.replace(state, cache=None, context=None, logprobs_BT=None, alternatives=None)
-    return jax.device_get(small)
+def _look(call: Call, state: DecodeState) -> DecodeState:
+    """The small fields of the state, on the host.
+
+    Raises:
+        InputError: a token of no finite log-probability was chosen, or a row outgrew its cache.
+    """
+    counts = None if state.cache is None else dataclasses.replace(state.cache, k=(), v=())
+    seen = jax.device_get(dataclasses.replace(state, cache=counts, context=None, alternatives=None))
+    chosen_BT = np.arange(seen.tokens_BT.shape[1]) < seen.length_B[:, None]
+    for row, step in np.argwhere(chosen_BT & ~np.isfinite(seen.logprobs_BT)):
+        raise InputError(
+            f"row {row}, step {step}: the log-probability of token {seen.tokens_BT[row, step]} is"
+            f" {seen.logprobs_BT[row, step]}: {call.broken}"
+        )
+    if counts is not None and seen.cache.overflow_B.any():
+        raise InputError(
+            f"row {seen.cache.overflow_B.argmax()} outgrew its cache of {call.capacity}: raise capacity"
+        )
+    return seen
 
 
 def _ids(
@@ -352,7 +357,7 @@ def _ids(
 def _output(
     seen: DecodeState, state: DecodeState, options: GenerateOptions, told: bool, stats: GenerateStats
 ) -> GenerateOutput:
-    rows, logprobs_BT = list(zip(seen.length_B, seen.finished_B, strict=True)), np.asarray(state.logprobs_BT)
+    rows, logprobs_BT = list(zip(seen.length_B, seen.finished_B, strict=True)), seen.logprobs_BT
 
     def reason(i: int, n: int, done: bool) -> str:
         if done:

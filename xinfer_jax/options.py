@@ -10,13 +10,16 @@ import jax
 import numpy as np
 
 from .attention import check_impl
+from .checks import in_order, shown, token_ids, whole
 from .config import ModelConfig, with_fixed_rope
+from .decode import bucket
 from .errors import InputError
 from .kv import KV_BITS
 from .logprobs import TokenLogprobs
-from .params import Params, resolve_dtype
+from .params import Params, activation_dtype, resolve_dtype
 from .prefix import Prefix
 from .sampling import SamplingConfig, per_row, row_keys
+from .speculative import MOST_GUESSES, check_guesser
 from .stats import GenerateStats
 
 
@@ -47,7 +50,7 @@ class GenerateOptions:
     # before), or a function (history_BS, length_B, count) -> int32 [B, count] that can be traced; None:
     # nothing.
     draft: Any = None
-    draft_tokens: int = 3  # guesses per pass
+    draft_tokens: int = 3  # guesses per pass, at most 64; no more are made than the answer has room for
     # Of an earlier call: of each prompt, what its rows start with alike is not read again.
     prefix: Prefix | None = None
     keep_prefix: bool = False  # return the cache as out.prefix, for the next call
@@ -83,68 +86,141 @@ class GenerateOutput:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call whose arguments were checked, in the types that everything after it relies on."""
+
+    params: Params
+    config: ModelConfig  # with longrope's factors fixed
+    prompts: list[list[int]]
+    options: GenerateOptions  # numbers are ints, ids tuples of ints
+    sampling_B: SamplingConfig  # of each prompt
+    row_key_B: jax.Array  # of each prompt
+
+    @property
+    def ending(self) -> tuple[int, ...]:
+        """All ids that end a row."""
+        return (*self.options.eos_token_ids, *self.options.stop_token_ids)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.prompts))
+
+    @property
+    def room(self) -> int:
+        """Tokens of the longest row, rounded up so that few programs serve."""
+        return bucket(self.longest) + bucket(self.options.max_new_tokens)
+
+    @property
+    def capacity(self) -> int:
+        """Of the cache."""
+        if self.options.prefix is not None:
+            return self.options.prefix.cache.capacity
+        return self.options.capacity or min(self.room, self.config.context_length)
+
+    @property
+    def guesses(self) -> int:
+        """Per pass: no more than the answer or the cache has room for, since they would be thrown away."""
+        return min(self.options.draft_tokens, bucket(self.options.max_new_tokens), self.capacity - 1)
+
+    @property
+    def broken(self) -> str:
+        """Why numbers of the model may not be finite, and what helps."""
+        if "float16" in (np.dtype(activation_dtype(self.params)).name, self.options.cache_dtype):
+            return "float16 overflows beyond 65504: use dtype bfloat16 or float32"
+        return "the weights or activations hold NaN or inf: check the checkpoint, or use dtype float32"
+
+
 def checked(
     params: Params,
     config: ModelConfig,
     prompts: Sequence[Sequence[int]],
     options: GenerateOptions | None,
     key: jax.Array | None,
-) -> tuple[Any, ...]:
-    """params, config, prompts, options, and settings and keys for each prompt; or an InputError."""
-    options = options or GenerateOptions()
-    check_impl(options.impl)
-    check_prompts(config, prompts)
-    longest, new = max(map(len, prompts)), options.max_new_tokens
-    if isinstance(new, bool) or not isinstance(new, int | np.integer) or new < 1:
-        raise InputError(f"max_new_tokens must be a whole number of at least 1, got {new!r}")
-    for sampling in [options.sampling] if isinstance(options.sampling, SamplingConfig) else options.sampling:
-        sampling.validate()
-    if options.cache_dtype is not None and options.cache_dtype not in KV_BITS:
-        resolve_dtype(options.cache_dtype)
+) -> Call:
+    """The call, or an InputError."""
+    options = _plain(config, GenerateOptions() if options is None else options)
+    prompts = check_prompts(config, prompts)
+    shortest, longest = min(map(len, prompts)), max(map(len, prompts))
+    _check_together(config, options)
+    sampling_B = per_row(options.sampling, len(prompts), config.vocab_size)
+    _check_prefix(options, prompts)
+    _check_length(config, options, longest)
+    if key is None and np.any(sampling_B.temperature > 0):
+        raise InputError("sampling needs a PRNG key: give key=jax.random.key(seed), or temperature 0")
+    if key is None:  # nothing will be drawn: any keys do, and making these compiles nothing
+        key = jax.random.wrap_key_data(np.zeros((len(prompts), 2), np.uint32), impl="threefry2x32")
+    config = with_fixed_rope(config, shortest, longest + options.max_new_tokens)
+    call = Call(params, config, prompts, options, sampling_B, row_keys(key, len(prompts)))
+    if options.draft is not None:
+        _check_draft(call)
+    return call
+
+
+def _plain(config: ModelConfig, options: GenerateOptions) -> GenerateOptions:
+    """The options with each value in its one type, or an InputError that names it."""
+    if not isinstance(options, GenerateOptions):
+        raise InputError(f"options must be GenerateOptions, got {shown(options)}")
     if options.stop_strings:
         raise InputError("stop_strings need text: use generate_text or stream_text, or stop_token_ids")
-    for name, least in (("n", 1), ("logprobs", 0), ("draft_tokens", 1), ("best_of", options.n)):
+    check_impl(options.impl)
+    if options.cache_dtype not in (None, *KV_BITS):
+        resolve_dtype(options.cache_dtype)
+    for name in ("use_cache", "keep_prefix", "logits"):
+        if not isinstance(value := getattr(options, name), bool | np.bool_):
+            raise InputError(f"{name} must be True or False, got {shown(value)}")
+    values = {"n": whole("n", options.n, 1)}
+    bounds = dict(
+        max_new_tokens=(1, None), capacity=(1, None), best_of=(values["n"], None),
+        logprobs=(0, None), draft_tokens=(1, MOST_GUESSES),
+    )  # fmt: skip
+    for name, (least, most) in bounds.items():
         value = getattr(options, name)
-        if (value is not None or name != "best_of") and (
-            isinstance(value, bool) or not isinstance(value, int) or value < least
-        ):
-            raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}")
-    if options.draft not in (None, "lookup") and not callable(options.draft):
-        if not hasattr(options.draft, "params"):
-            raise InputError(f"draft must be a model from load_model, or 'lookup', got {options.draft!r}")
-        if options.draft.config.vocab_size != config.vocab_size:
-            raise InputError(
-                f"the draft's vocabulary of {options.draft.config.vocab_size} is not the model's of"
-                f" {config.vocab_size}"
-            )
-        if options.draft.config.context_length < longest + new:
-            raise InputError(
-                f"prompt of {longest} tokens + max_new_tokens {new} exceeds the draft's context limit"
-                f" {options.draft.config.context_length}"
-            )
+        if value is not None or name not in ("capacity", "best_of"):
+            values[name] = whole(name, value, least, most)
+    for name in ("eos_token_ids", "stop_token_ids"):
+        values[name] = tuple(token_ids(name, getattr(options, name), config.vocab_size))
+    return dataclasses.replace(options, **values)
+
+
+def _check_together(config: ModelConfig, options: GenerateOptions) -> None:
+    """What does not go with the model, or with other options."""
+    if options.logprobs > config.vocab_size:
+        raise InputError(f"logprobs={options.logprobs} exceeds the vocabulary of {config.vocab_size}")
     for name in ("draft", "prefix", "keep_prefix", "cache_dtype"):
-        if getattr(options, name) and not options.use_cache:
+        if getattr(options, name) not in (None, False) and not options.use_cache:
             raise InputError(f"{name} needs the cache: leave use_cache true")
     if options.keep_prefix and options.best_of not in (None, options.n):
         raise InputError(
             f"keep_prefix with best_of={options.best_of}: the cache would hold other rows, choose from n"
             " answers yourself"
         )
-    if options.prefix is not None:
-        options.prefix.shared(prompts)
-        if options.capacity not in (None, options.prefix.cache.capacity):
-            raise InputError(
-                f"capacity={options.capacity}, but the prefix has a cache of {options.prefix.cache.capacity}:"
-                " leave it out"
-            )
-        if options.cache_dtype not in (None, options.prefix.cache.dtype):
-            raise InputError(
-                f"cache_dtype={options.cache_dtype!r}, but the prefix is in {options.prefix.cache.dtype}:"
-                " leave it out"
-            )
-    if options.logprobs > config.vocab_size:
-        raise InputError(f"logprobs={options.logprobs} exceeds the vocabulary of {config.vocab_size}")
-    sampling_B = per_row(options.sampling, len(prompts), config.vocab_size)
+
+
+def _check_prefix(options: GenerateOptions, prompts: list[list[int]]) -> None:
+    prefix = options.prefix
+    if prefix is None:
+        return
+    if not isinstance(prefix, Prefix):
+        raise InputError(
+            f"prefix must be the out.prefix of an earlier call, or from load_prefix, got {shown(prefix)}"
+        )
+    prefix.shared(prompts)
+    if options.capacity not in (None, prefix.cache.capacity):
+        raise InputError(
+            f"capacity={options.capacity}, but the prefix has a cache of {prefix.cache.capacity}:"
+            " leave it out"
+        )
+    if options.cache_dtype not in (None, prefix.cache.dtype):
+        raise InputError(
+            f"cache_dtype={options.cache_dtype!r}, but the prefix is in {prefix.cache.dtype}: leave it out"
+        )
+
+
+def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -> None:
+    """Prompt and answer must fit the model and the cache."""
+    new = options.max_new_tokens
     for limit, name, remedy in (
         (config.context_length, "the model's context limit", "shorten the prompt or generate fewer tokens"),
         (options.capacity, "the capacity", "raise capacity or shorten the prompt"),
@@ -163,31 +239,44 @@ def checked(
             raise InputError(
                 f"prompt of {longest} tokens + max_new_tokens {new} exceeds {name} {limit}{dynamic}: {remedy}"
             )
-    config = with_fixed_rope(config, min(map(len, prompts)), longest + new)
-    for name, ids in (("EOS", options.eos_token_ids), ("stop", options.stop_token_ids)):
-        for token in ids:
-            if not 0 <= token < config.vocab_size:
-                raise InputError(f"{name} token id {token} is outside the vocabulary of {config.vocab_size}")
-    if key is None and np.any(sampling_B.temperature > 0):
-        raise InputError("sampling needs a PRNG key: give key=jax.random.key(seed), or temperature 0")
-    if key is None:  # nothing will be drawn: any keys do, and making these compiles nothing
-        key = jax.random.wrap_key_data(np.zeros((len(prompts), 2), np.uint32), impl="threefry2x32")
-    row_key_B = row_keys(key, len(prompts))
-    return params, config, [list(map(int, p)) for p in prompts], options, sampling_B, row_key_B
 
 
-def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], name: str = "prompt") -> None:
-    """Raises InputError, which calls them by `name`, unless prompts are non-empty lists of ids inside the
-    vocabulary.
+def _check_draft(call: Call) -> None:
+    draft, config, longest, new = call.options.draft, call.config, call.longest, call.options.max_new_tokens
+    if isinstance(draft, str) and draft == "lookup":
+        return
+    if callable(draft):
+        rows = len(call.prompts) * (call.options.best_of or call.options.n)
+        check_guesser(draft, call.guesses, rows, call.room)
+        return
+    if not (hasattr(draft, "params") and isinstance(getattr(draft, "config", None), ModelConfig)):
+        raise InputError(
+            f"draft must be a model from load_model, or 'lookup', or a function, got {shown(draft)}"
+        )
+    if draft.config.vocab_size != config.vocab_size:
+        raise InputError(
+            f"the draft's vocabulary of {draft.config.vocab_size} is not the model's of {config.vocab_size}"
+        )
+    if draft.config.context_length < longest + new:
+        raise InputError(
+            f"prompt of {longest} tokens + max_new_tokens {new} exceeds the draft's context limit"
+            f" {draft.config.context_length}"
+        )
+
+
+def check_prompts(config: ModelConfig, prompts: Any, name: str = "prompt") -> list[list[int]]:
+    """The prompts as lists of ints.
+
+    Raises:
+        InputError: they (called by `name`) are not non-empty lists of ids inside the vocabulary.
     """
+    if not in_order(prompts):
+        raise InputError(f"{name}s must be a list of lists of token ids, got {shown(prompts)}")
+    if isinstance(prompts, jax.Array):
+        prompts = np.asarray(prompts)  # row by row it would be sliced on the device
     if not len(prompts):
         raise InputError(f"no {name}s: give at least one list of token ids")
     for i, prompt in enumerate(prompts):
-        ids = np.asarray(prompt)
-        if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
-            raise InputError(f"{name} {i} must be a non-empty list of token ids, got {prompt!r}")
-        if ids.min() < 0 or ids.max() >= config.vocab_size:
-            bad = ids[(ids < 0) | (ids >= config.vocab_size)][0]
-            raise InputError(
-                f"{name} {i} holds token id {bad}, outside the vocabulary of {config.vocab_size}"
-            )
+        if not in_order(prompt) or not len(prompt):
+            raise InputError(f"{name} {i} must be a non-empty list of token ids, got {shown(prompt)}")
+    return [token_ids(f"{name} {i}", prompt, config.vocab_size) for i, prompt in enumerate(prompts)]

@@ -210,8 +210,11 @@ def resolve_dtype(dtype: Any) -> Any:
     """
     if dtype is None:
         return default_dtype()
-    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
-    if name not in _DTYPES:
+    try:
+        name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    except TypeError:
+        name = dtype
+    if name not in tuple(_DTYPES):
         raise InputError(f"dtype {name!r} is not supported: use one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
 

@@ -12,6 +12,8 @@ import numpy as np
 from jax import lax
 
 from . import processors
+from .biases import bias_rows, check_ids
+from .checks import numbers, shown, traced
 from .errors import InputError
 from .greedy import argmax
 
@@ -72,43 +74,19 @@ class SamplingConfig:
         return config if sampled else dataclasses.replace(config, temperature=0.0)
 
     def validate(self) -> "SamplingConfig":
-        """Returns itself.
+        """Returns itself. What is traced is not checked.
 
         Raises:
             InputError: a setting outside its range.
         """
-        _check(self.temperature, lambda x: (x >= 0) & np.isfinite(x), "temperature", "0 (greedy) or above")
-        _check(
-            self.top_k,
-            lambda x: (x >= 0) & (x < 2**31) & (x == np.floor(x)),
-            "top_k",
-            "a whole number from 0 (off) to 2^31 - 1",
-        )
-        _check(self.top_p, lambda x: (x > 0) & (x <= 1), "top_p", "above 0 and at most 1 (off)")
-        _check(
-            self.repetition_penalty,
-            lambda x: (x > 0) & np.isfinite(x),
-            "repetition_penalty",
-            "above 0 (1: off)",
-        )
-        _check(self.min_p, lambda x: (x >= 0) & (x <= 1), "min_p", "from 0 (off) to 1")
-        _check(self.typical_p, lambda x: (x > 0) & (x <= 1), "typical_p", "above 0 and at most 1 (off)")
-        for name in ("presence_penalty", "frequency_penalty"):
-            _check(getattr(self, name), np.isfinite, name, "a finite number (0: off)")
-        for name in ("no_repeat_ngram_size", "min_new_tokens"):
-            _check(
-                getattr(self, name),
-                lambda x: (x >= 0) & (x < 2**31) & (x == np.floor(x)),
-                name,
-                "a whole number from 0 (off)",
-            )
-        if both := set(self.allowed_token_ids or ()) & set(self.forbidden_token_ids or ()):
-            raise InputError(
-                f"token id {min(both)} is both in allowed_token_ids and in forbidden_token_ids: leave it out"
-                " of one"
-            )
-        if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
-            raise InputError("allowed_token_ids is empty: name the ids that may be chosen, or give None")
+        for name, (good, remedy) in _RANGES.items():
+            value = getattr(self, name)
+            if value is None and name in ABSENT:  # as `per_row` leaves them
+                continue
+            array = numbers(value)
+            if array is None or not traced(array) and not _fits(array, good):
+                raise InputError(f"{name} must be {remedy}, got {shown(value)}")
+        check_ids(self.allowed_token_ids, self.forbidden_token_ids)
         return self
 
 
@@ -134,15 +112,6 @@ _UNSUPPORTED_DEFAULTS = dict(
 )  # fmt: skip
 
 
-def _check(value: Any, good: Any, name: str, remedy: str) -> None:
-    try:
-        array = np.asarray(value, np.float64)
-    except (TypeError, ValueError):
-        array = np.array(np.nan)
-    if not np.all(good(array)):
-        raise InputError(f"{name} must be {remedy}, got {value!r}")
-
-
 _WHOLE = ("top_k", "no_repeat_ngram_size", "min_new_tokens")
 ABSENT = dict(
     min_p=0.0,
@@ -152,6 +121,31 @@ ABSENT = dict(
     no_repeat_ngram_size=0,
     min_new_tokens=0,
 )
+
+
+_COUNT = (lambda x: (x >= 0) & (x < 2**31) & (x == np.floor(x)), "a whole number from 0 (off) to 2^31 - 1")
+_MASS = (lambda x: (x > 0) & (x <= 1), "above 0 and at most 1 (off)")
+# Within their bounds no logit leaves float32.
+_PENALTY = (lambda x: np.abs(x) <= 1e30, "a finite number (0: off), at most 1e30")
+_RANGES = dict(
+    temperature=(lambda x: x >= 0, "0 (greedy) or above"),
+    top_k=_COUNT,
+    top_p=_MASS,
+    repetition_penalty=(lambda x: (x >= 1e-6) & (x <= 1e6), "above 0 (1: off), from 1e-6 to 1e6"),
+    min_p=(lambda x: (x >= 0) & (x <= 1), "from 0 (off) to 1"),
+    typical_p=_MASS,
+    presence_penalty=_PENALTY,
+    frequency_penalty=_PENALTY,
+    no_repeat_ngram_size=_COUNT,
+    min_new_tokens=_COUNT,
+)
+
+
+def _fits(array: np.ndarray, good: Any) -> bool:
+    """Whether it is one number, or one per row, all of them finite in float32 and good."""
+    with np.errstate(over="ignore"):
+        finite = np.all(np.isfinite(array.astype(np.float32)))
+    return array.ndim <= 1 and array.size > 0 and bool(finite and np.all(good(array)))
 
 
 def per_row(
@@ -169,65 +163,40 @@ def per_row(
         vocab_size: V, needed where ids are named.
 
     Raises:
-        InputError: a sequence whose length is not the batch, or ids outside the vocabulary.
+        InputError: a sequence whose length is not the batch, a setting outside its range, or ids outside the
+            vocabulary.
     """
-    rows = [sampling] if isinstance(sampling, SamplingConfig) else list(sampling)
-    if len(rows) != batch and not isinstance(sampling, SamplingConfig):
+    rows = [sampling] if isinstance(sampling, SamplingConfig) else sampling
+    if not isinstance(rows, list | tuple) or not all(isinstance(row, SamplingConfig) for row in rows):
+        raise InputError(f"sampling must be a SamplingConfig, or a list of them, got {shown(rows)}")
+    if len(rows) != batch and rows is sampling:
         raise InputError(
             f"{len(rows)} sampling settings for {batch} prompts: give one setting, or one per prompt"
         )
-
-    def spread(name: str) -> Any:
-        values = [getattr(row, name) for row in rows]
-        values = [ABSENT[name] if value is None else value for value in values]
-        value = values[0] if len(values) == 1 else np.asarray(values)
-        # Numbers stay on the host: no program is compiled for them.
-        xp = jnp if isinstance(value, jax.Array) else np
-        if np.shape(value) not in ((), (1,), (batch,)):
-            raise InputError(
-                f"sampling settings of shape {np.shape(value)} for {batch} rows: give one number, or one"
-                " per row"
-            )
-        if (
-            name in ABSENT
-            and not isinstance(value, jax.core.Tracer)
-            and np.all(np.asarray(value) == ABSENT[name])
-        ):
-            return None
-        return xp.broadcast_to(xp.asarray(value, np.int32 if name in _WHOLE else np.float32), (batch,))
-
+    for row in rows:
+        row.validate()
     names = [f.name for f in dataclasses.fields(SamplingConfig) if not f.name.endswith(("_bias", "_ids"))]
-    return SamplingConfig(**{name: spread(name) for name in names}, logit_bias=_bias(rows, batch, vocab_size))
+    ids = [(row.logit_bias, row.allowed_token_ids, row.forbidden_token_ids) for row in rows]
+    return SamplingConfig(
+        **{name: _spread(name, rows, batch) for name in names}, logit_bias=bias_rows(ids, batch, vocab_size)
+    )
 
 
-def _bias(rows: list[SamplingConfig], batch: int, vocab_size: int | None) -> Any:
-    if all(
-        row.logit_bias is None and row.allowed_token_ids is None and row.forbidden_token_ids is None
-        for row in rows
-    ):
+def _spread(name: str, rows: Sequence[SamplingConfig], batch: int) -> Any:
+    """One setting of each row, [B]; None where it is absent."""
+    values = [getattr(row, name) for row in rows]
+    values = [ABSENT[name] if value is None else value for value in values]
+    # Numbers stay on the host: no program is compiled for them.
+    xp = jnp if any(traced(value) or isinstance(value, jax.Array) for value in values) else np
+    arrays = [xp.asarray(value, np.int32 if name in _WHOLE else np.float32) for value in values]
+    if any(array.shape not in ((), (1,), (batch,) if len(rows) == 1 else ()) for array in arrays):
+        raise InputError(
+            f"{name} of shape {np.shape(arrays[0])} for {batch} rows: give one number, or one per row"
+        )
+    array = arrays[0] if len(rows) == 1 else xp.stack([array.reshape(()) for array in arrays])
+    if name in ABSENT and not traced(array) and np.all(np.asarray(array) == ABSENT[name]):
         return None
-    if len(rows) == 1 and isinstance(rows[0].logit_bias, jax.Array):  # perhaps traced
-        return jnp.broadcast_to(rows[0].logit_bias, (batch, rows[0].logit_bias.shape[-1]))
-    bias_BV = np.zeros((len(rows), vocab_size), np.float32)
-    for bias_V, row in zip(bias_BV, rows, strict=True):
-        given = row.logit_bias if isinstance(row.logit_bias, Mapping) else {}
-        for name, ids in (
-            ("logit_bias", given),
-            ("allowed_token_ids", row.allowed_token_ids),
-            ("forbidden_token_ids", row.forbidden_token_ids),
-        ):
-            if bad := [i for i in ids or () if not 0 <= int(i) < vocab_size]:
-                raise InputError(f"{name} holds token id {bad[0]}, outside the vocabulary of {vocab_size}")
-        if row.allowed_token_ids is not None:
-            bias_V[:] = -np.inf
-            bias_V[list(row.allowed_token_ids)] = 0
-        bias_V[list(row.forbidden_token_ids or ())] = -np.inf
-        if row.logit_bias is not None:
-            bias_V += row.logit_bias if not isinstance(row.logit_bias, Mapping) else 0
-            np.add.at(bias_V, list(map(int, given)), list(map(float, given.values())))
-        if np.any(np.isnan(bias_V) | (bias_V == np.inf)) or np.all(bias_V == -np.inf):
-            raise InputError("logit_bias must be finite or -inf, and leave a token that can be chosen")
-    return jnp.asarray(np.broadcast_to(bias_BV, (batch, vocab_size)))
+    return xp.broadcast_to(array, (batch,))
 
 
 def row_keys(key: jax.Array, batch: int) -> jax.Array:
@@ -236,10 +205,19 @@ def row_keys(key: jax.Array, batch: int) -> jax.Array:
     Old-style uint32 keys are taken too.
 
     Raises:
-        InputError: a number of keys that is not the batch.
+        InputError: no key, a number of keys that is not the batch, or keys of another kind than threefry.
     """
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
+    if not isinstance(key, np.ndarray | jax.Array) or not (
+        jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or (key.dtype == np.uint32 and key.ndim in (1, 2))
+    ):
+        raise InputError(f"key must come from jax.random.key(seed), got {shown(key)}")
+    if key.dtype == np.uint32 and key.shape[-1] == 2:
+        key = jax.random.wrap_key_data(key, impl="threefry2x32")
+    if str(key.dtype) != "key<fry>":  # rbg draws other numbers in a batch than alone
+        raise InputError(
+            f"keys of {key.dtype}{list(key.shape)} are not served: make them by"
+            " jax.random.key(seed, impl='threefry2x32')"
+        )
     if key.ndim == 0:
         return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
     if key.shape != (batch,):

@@ -92,8 +92,7 @@ def score_completions(
     Raises:
         InputError: lists that do not fit together, the vocabulary or the model's context.
     """
-    check_prompts(config, prompts)
-    check_prompts(config, completions, "completion")
+    prompts, completions = check_prompts(config, prompts), check_prompts(config, completions, "completion")
     if len(prompts) != len(completions):
         raise InputError(
             f"{len(prompts)} prompts for {len(completions)} completions: give one prompt per completion"

@@ -8,23 +8,28 @@ makes it guess alike.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .cache import KVCache, truncate
+from .checks import shown
 from .config import ModelConfig
-from .decode import DecodeState, context_now, record
+from .decode import Choice, DecodeState, context_now, record
+from .errors import InputError
 from .model import hidden_states, unembed
 from .params import Params
-from .sampling import SamplingConfig, choose
+from .sampling import choose
 
 # (history_BS, length_B, count) -> int32 [B, count]; traced.
 Guesser = Callable[[jax.Array, jax.Array, int], jax.Array]
 
+MOST_GUESSES = 64  # per pass: each is a part of the compiled program
 _LONGEST_MATCH = 4  # tokens that a look-up compares at most
 
 
@@ -38,81 +43,82 @@ class Speculation:
     accepted_B: jax.Array  # int32: guesses that were right
 
 
+class Guessing(NamedTuple):
+    """Who guesses: the configuration of the draft model, or a function; and how many tokens per pass."""
+
+    guesser: ModelConfig | Guesser
+    count: int
+
+
 def speculate(
     params: Params,
     config: ModelConfig,
     draft_params: Params | None,
-    guesser: ModelConfig | Guesser,
+    guessing: Guessing,
     state: tuple[DecodeState, Speculation],
-    row_key_B: jax.Array,
-    sampling_B: SamplingConfig,
-    eos_E: jax.Array,
+    choice: Choice,
     until: jax.Array,
-    most: jax.Array,
-    count: int,
     impl: str | None,
 ) -> tuple[DecodeState, Speculation]:
     """Decodes until every row has `until` tokens or has ended.
 
     Args:
         params, config: the model.
-        draft_params, guesser: the draft model's parameters and configuration; or None and a function that
-            guesses.
+        draft_params: of the draft model; None where a function guesses.
+        guessing: who guesses, and how much.
         state: with `context.history_BS`.
-        row_key_B, sampling_B, eos_E: as in `decode_loop`.
+        choice: how tokens are chosen, and how many at most.
         until: int32.
-        most: int32, tokens that no row exceeds.
-        count: guesses per pass.
         impl: as in `prefill`.
     """
-    choice = (row_key_B, sampling_B, eos_E)
+    count = guessing.count
 
     def body(carry: tuple[DecodeState, Speculation]) -> tuple[DecodeState, Speculation]:
         state, spec = carry
-        active_B = _active(state, most)
-        guess_BK, draft_cache = _guess(draft_params, guesser, state, spec.cache, choice, count, impl)
+        active_B = _active(state, choice)
+        guess_BK, draft_cache = _guess(draft_params, guessing, state, spec.cache, choice, impl)
         tokens_BT = jnp.concatenate([state.token_B[:, None], guess_BK], 1)
         hidden_BTD, cache = hidden_states(
             params, config, tokens_BT, state.cache, jnp.where(active_B, count + 1, 0), impl=impl
         )
+        # What a guess writes past the capacity is dropped, and its logits are behind the last token.
+        cache = dataclasses.replace(cache, overflow_B=state.cache.overflow_B)
         logits_BTV, before_B, active = unembed(params, config, hidden_BTD), state.length_B, active_B
         for i in range(count + 1):  # the token behind the first i guesses, which were right
-            state = record(logits_BTV[:, i], state, *choice, impl, active)
-            active = active & _active(state, most) & (state.token_B == tokens_BT[:, min(i + 1, count)])
+            state = record(logits_BTV[:, i], state, choice, impl, active)
+            active = active & _active(state, choice) & (state.token_B == tokens_BT[:, min(i + 1, count)])
         right_B = jnp.maximum(state.length_B - before_B - 1, 0)
         spec = Speculation(draft_cache, spec.passes_B + active_B, spec.accepted_B + right_B)
-        reached = jnp.min(jnp.where(_active(state, most), state.length_B, most))
-        reached = jnp.where(jnp.any(_active(state, most)), reached, jnp.max(state.length_B))
+        reached = jnp.min(jnp.where(_active(state, choice), state.length_B, choice.limit))
+        reached = jnp.where(jnp.any(_active(state, choice)), reached, jnp.max(state.length_B))
         return dataclasses.replace(state, cache=truncate(cache, state.position_B - 1), step=reached), spec
 
     return lax.while_loop(
-        lambda carry: (carry[0].step < until) & jnp.any(_active(carry[0], most)), body, state
+        lambda carry: (carry[0].step < until) & jnp.any(_active(carry[0], choice)), body, state
     )
 
 
-SPECULATE = jax.jit(
-    speculate, static_argnames=("config", "guesser", "count", "impl"), donate_argnames="state"
-)
+SPECULATE = jax.jit(speculate, static_argnames=("config", "guessing", "impl"), donate_argnames="state")
 
 
-def _active(state: DecodeState, most: jax.Array) -> jax.Array:
-    return ~state.finished_B & (state.length_B < most)
+def _active(state: DecodeState, choice: Choice) -> jax.Array:
+    return ~state.finished_B & (state.length_B < choice.limit)
 
 
 def _guess(
-    params, guesser, state: DecodeState, cache: KVCache | None, choice: Any, count: int, impl: str | None
+    params: Params | None, guessing: Guessing, state: DecodeState, cache: KVCache | None, choice: Choice, impl
 ):
     """The guesses [B, count], and the draft model's cache."""
     history_BS, position_B = state.context.history_BS, state.position_B
+    guesser, count = guessing
     if params is None:
-        return guesser(history_BS, position_B, count), None
-    row_key_B, sampling_B, eos_E = choice
-    context = context_now(state, eos_E)
+        return jnp.asarray(guesser(history_BS, position_B, count), jnp.int32), None
+    context = context_now(state, choice.eos_E)
 
     def guess(i, tokens_BT, cache):
         hidden_BTD, cache = hidden_states(params, guesser, tokens_BT, cache, None, impl=impl)
         logits_BV = unembed(params, guesser, hidden_BTD[:, -1])
-        return choose(logits_BV, row_key_B, position_B + i, sampling_B, context, impl), cache
+        return choose(logits_BV, choice.row_key_B, position_B + i, choice.sampling_B, context, impl), cache
 
     def step(i, carry):
         guess_BK, token_B, cache = carry
@@ -125,6 +131,24 @@ def _guess(
     guess_BK = jnp.zeros((len(token_B), count), jnp.int32).at[:, 0].set(token_B)
     guess_BK, _, cache = lax.fori_loop(1, count, step, (guess_BK, token_B, cache))
     return guess_BK, cache
+
+
+def check_guesser(guesser: Guesser, count: int, rows: int, room: int) -> None:
+    """Raises InputError for a function that cannot be traced, or gives anything but `count` ids a row."""
+    try:
+        guess = _traced_guess(guesser, count, rows, room)
+    except Exception as error:
+        raise InputError(f"the draft function cannot be traced: {type(error).__name__}: {error}") from error
+    shape, dtype = getattr(guess, "shape", None), getattr(guess, "dtype", None)
+    if shape != (rows, count) or not jnp.issubdtype(dtype, np.integer):
+        got = shown(guess) if shape is None else f"{dtype} of {list(shape)}"
+        raise InputError(f"the draft function must give int32 ids of the shape [{rows}, {count}], got {got}")
+
+
+@functools.lru_cache(maxsize=64)
+def _traced_guess(guesser, count, rows, room):
+    history_BS, length_B = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((rows, room), (rows,)))
+    return jax.eval_shape(lambda *known: guesser(*known, count), history_BS, length_B)
 
 
 def look_up(history_BS: jax.Array, length_B: jax.Array, count: int) -> jax.Array:

@@ -44,7 +44,7 @@ class GenerateStats:
     @property
     def decode_tokens(self) -> int:
         """Tokens that decoding produced: all but the first of each row, which prefill gives."""
-        return self.generated_tokens - self.rows
+        return max(0, self.generated_tokens - self.rows)
 
     @property
     def prefill_tokens_per_second(self) -> float:
