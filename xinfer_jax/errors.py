@@ -25,6 +25,15 @@ def one_line(message: object) -> str:
     return f"{text[: _LONGEST - 121]} … {text[-118:]}"
 
 
+def shown(value: object, most: int = 60) -> str:
+    """A value as Python writes it, shortened."""
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of thousands of digits
+        text = f"a {type(value).__name__} too long to print"
+    return text if len(text) <= most else f"{text[: most - 2]} …"
+
+
 def few(names: Iterable[object], most: int = 3) -> str:
     """The first of many names, and how many more there are."""
     names = [str(name) for name in names]
