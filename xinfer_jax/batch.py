@@ -4,7 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .cache import cache_bytes
+from .config import ModelConfig
 from .decode import bucket, new_context
+from .memory import check_memory
+from .options import GenerateOptions
+from .params import Params, cache_dtype
 from .sampling import Context, SamplingConfig
 
 
@@ -19,6 +24,36 @@ def padded(prompts: Sequence[Sequence[int]], most: int) -> tuple[np.ndarray, np.
     """
     num_tokens_B = lengths(prompts)
     return _matrix(prompts, min(bucket(int(num_tokens_B.max())), most)), num_tokens_B
+
+
+def check_room(
+    params: Params,
+    config: ModelConfig,
+    lengths: Sequence[int],
+    options: GenerateOptions,
+    capacity: int,
+    weight_bytes: int,
+) -> None:
+    """Raises InputError where weights, caches and results exceed the memory there is.
+
+    Args:
+        params, config: the model.
+        lengths: of the prompts, one for each row.
+        options: of the call.
+        capacity: of the cache.
+        weight_bytes: of the model.
+    """
+    rows, new, vocabulary = len(lengths), bucket(options.max_new_tokens), config.vocab_size
+    noted = 12 + 16 * options.logprobs + 4 * vocabulary * options.logits  # of each new token
+    need = rows * (new * noted + 4 * bucket(max(lengths)) + 5 * vocabulary) + weight_bytes
+    models = [(params, config)] + [(d.params, d.config) for d in [options.draft] if hasattr(d, "params")]
+    for tree, model in models if options.use_cache else ():
+        need += cache_bytes(model, rows, capacity, options.cache_dtype or cache_dtype(tree))
+    check_memory(
+        need,
+        f"a model, {rows} rows of {capacity} tokens and what they give",
+        "ask for fewer max_new_tokens or rows, or a smaller cache dtype",
+    )
 
 
 def tokens_seen(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .batch import padded, prompt_context
+from .batch import check_room, padded, prompt_context
 from .cache import KVCache, init_cache, reorder, reorder_tail
 from .config import ModelConfig
 from .decode import bucket, decode_step, prefill
 from .errors import InputError
 from .options import GenerateOptions, checked
-from .params import Params, cache_dtype as default_cache_dtype
+from .params import Params, cache_dtype as default_cache_dtype, tree_bytes
 from .sampling import DRAW_BEAMS, Context, SamplingConfig, draw_key, gumbel, narrow, plain, process
 
 
@@ -120,6 +120,8 @@ def beam_search(
     _check(config, num_beams, returned, length_penalty, early_stopping, options, sampling_B)
     longest, shortest, size = max(map(len, prompts)), min(map(len, prompts)), bucket(max_new_tokens)
     capacity = capacity or min(bucket(longest) + size, config.context_length)
+    each = [len(prompt) for prompt in prompts for _ in range(num_beams)]
+    check_room(params, config, each, options, capacity, tree_bytes(params))
     tokens_BT, num_tokens_B = padded(prompts, capacity)
     cache = init_cache(config, len(prompts), capacity, cache_dtype or default_cache_dtype(params))
     logits_BV, cache = prefill(params, config, tokens_BT, num_tokens_B, cache, donate=True, impl=impl)

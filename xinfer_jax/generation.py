@@ -18,7 +18,7 @@ import numpy as np
 import kernels_pallas
 
 from .attention import check_impl, selected
-from .batch import eos_array, lengths, padded, prompt_context
+from .batch import check_room, eos_array, lengths, padded, prompt_context
 from .cache import init_cache, truncate
 from .config import ModelConfig
 from .decode import (
@@ -202,6 +202,9 @@ def _begin(params, config, prompts, options, sampling_B, row_key_B, ending, sync
     new, impl, answers = int(options.max_new_tokens), options.impl, options.best_of or options.n
     longest = max(map(len, prompts))
     capacity = options.capacity or min(bucket(longest) + bucket(new), config.context_length)
+    weight_bytes = tree_bytes(params)
+    each = [len(prompt) for prompt in prompts for _ in range(answers)]
+    check_room(params, config, each, options, capacity, weight_bytes)
     with Stopwatch() as setup:
         rows, held_B, cache = prompts, np.zeros(len(prompts), np.int32), None
         if options.prefix is not None:
@@ -246,7 +249,7 @@ def _begin(params, config, prompts, options, sampling_B, row_key_B, ending, sync
         state = dataclasses.replace(RECORD(logits_BV, state, *choice, impl), cache=cache)
         seen = _look(state)
     stats = GenerateStats(
-        len(rows), sum(map(len, prompts)), tree_bytes(params), tree_bytes((cache.k, cache.v)) if cache else 0
+        len(rows), sum(map(len, prompts)), weight_bytes, tree_bytes((cache.k, cache.v)) if cache else 0
     )
     stats.reused_tokens, stats.prefill_seconds = int(held_B.sum()), prefilling.seconds
     stats.ttft_seconds = setup.seconds + prefilling.seconds + choosing.seconds

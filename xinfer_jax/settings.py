@@ -7,7 +7,7 @@ from .errors import InputError, shown
 
 LONGEST = 2**30  # tokens of a context: positions, and what is padded to powers of two, stay int32
 # Least and most that a model could ask for; beyond, norms vanish, angles overflow, building never ends.
-_THETA = (2, 1e18)
+_THETA = (2, 1e12)
 _RANGES = dict(
     num_hidden_layers=(1, 10_000), num_attention_heads=(1, 2**16), num_key_value_heads=(1, 2**16),
     head_dim=(1, 2**16), num_experts=(1, 2**16), num_local_experts=(1, 2**16),
