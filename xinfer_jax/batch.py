@@ -29,7 +29,8 @@ def padded(prompts: Sequence[Sequence[int]], most: int) -> tuple[np.ndarray, np.
 def check_room(
     params: Params,
     config: ModelConfig,
-    lengths: Sequence[int],
+    rows: int,
+    longest: int,
     options: GenerateOptions,
     capacity: int,
     weight_bytes: int,
@@ -38,14 +39,17 @@ def check_room(
 
     Args:
         params, config: the model.
-        lengths: of the prompts, one for each row.
+        rows: prompts times answers, or beams.
+        longest: tokens of the longest prompt.
         options: of the call.
         capacity: of the cache.
         weight_bytes: of the model.
     """
-    rows, new, vocabulary = len(lengths), bucket(options.max_new_tokens), config.vocab_size
+    new, vocabulary = bucket(options.max_new_tokens), config.vocab_size
     noted = 12 + 16 * options.logprobs + 4 * vocabulary * options.logits  # of each new token
-    need = rows * (new * noted + 4 * bucket(max(lengths)) + 5 * vocabulary) + weight_bytes
+    need = weight_bytes + rows * (new * noted + 4 * bucket(longest) + 9 * vocabulary)
+    if not options.use_cache:  # the whole sequence passes through the model
+        need += 4 * rows * bucket(longest + options.max_new_tokens) * config.hidden_size
     models = [(params, config)] + [(d.params, d.config) for d in [options.draft] if hasattr(d, "params")]
     for tree, model in models if options.use_cache else ():
         need += cache_bytes(model, rows, capacity, options.cache_dtype or cache_dtype(tree))

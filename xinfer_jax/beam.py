@@ -120,8 +120,7 @@ def beam_search(
     _check(config, num_beams, returned, length_penalty, early_stopping, options, sampling_B)
     longest, shortest, size = max(map(len, prompts)), min(map(len, prompts)), bucket(max_new_tokens)
     capacity = capacity or min(bucket(longest) + size, config.context_length)
-    each = [len(prompt) for prompt in prompts for _ in range(num_beams)]
-    check_room(params, config, each, options, capacity, tree_bytes(params))
+    check_room(params, config, num_beams * len(prompts), longest, options, capacity, tree_bytes(params))
     tokens_BT, num_tokens_B = padded(prompts, capacity)
     cache = init_cache(config, len(prompts), capacity, cache_dtype or default_cache_dtype(params))
     logits_BV, cache = prefill(params, config, tokens_BT, num_tokens_B, cache, donate=True, impl=impl)

@@ -203,8 +203,7 @@ def _begin(params, config, prompts, options, sampling_B, row_key_B, ending, sync
     longest = max(map(len, prompts))
     capacity = options.capacity or min(bucket(longest) + bucket(new), config.context_length)
     weight_bytes = tree_bytes(params)
-    each = [len(prompt) for prompt in prompts for _ in range(answers)]
-    check_room(params, config, each, options, capacity, weight_bytes)
+    check_room(params, config, answers * len(prompts), longest, options, capacity, weight_bytes)
     with Stopwatch() as setup:
         rows, held_B, cache = prompts, np.zeros(len(prompts), np.int32), None
         if options.prefix is not None:

@@ -3,6 +3,7 @@ time.
 """
 
 import dataclasses
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,7 @@ def _weight_files(path: Path) -> dict[str, Any]:
                 f"{path / 'model.safetensors.index.json'} holds no weight_map of tensor names to file names"
             )
         names = sorted(set(shards.values()))
-        if absent := [name for name in names if not (path / name).is_file()]:
+        if absent := [name for name in names if not os.path.isfile(path / name)]:
             raise InputError(
                 f"{path}: the index names shards that are absent: {few(absent)}; fetch the checkpoint again"
             )
