@@ -62,8 +62,10 @@ def command(capsys, monkeypatch):
     Prompts of 33 to 64 ids, answers of at most 16: one program for all, as compiling takes seconds.
     """
 
-    def run(*args: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    def run(*args: str, stdin: str | bytes = "") -> tuple[int, str, str]:
+        """stdin: what standard input holds; bytes are decoded as UTF-8."""
+        file = io.StringIO(stdin) if isinstance(stdin, str) else io.TextIOWrapper(io.BytesIO(stdin), "utf-8")
+        monkeypatch.setattr(sys, "stdin", file)
         with pytest.raises(SystemExit) as caught:
             cli.main(["xinfer-jax", "--compilation_cache=", "--max_tokens=16", *args])
         return (caught.value.code, *capsys.readouterr())

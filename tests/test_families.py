@@ -58,16 +58,25 @@ def test_matrices_apart_or_fused(tmp_path, name, fused):
     assert_equal(xj.load_model(written(tmp_path, name, fused), dtype="float32").params, built(name)[1])
 
 
-def test_a_fault_in_a_fused_matrix_is_named(tmp_path):
+@pytest.mark.parametrize(
+    "name, rows, fault",
+    [
+        ("self_attn.qkv_proj", 143, r"has shape \[143, 48\], the config asks for \[144, 48\]$"),
+        (
+            "mlp.gate_up_proj",
+            0,
+            r"missing \S*gate_proj.weight \[80, 48\], missing \S*up_proj.weight \[80, 48\]$",
+        ),
+    ],
+)
+def test_a_fault_in_a_fused_matrix_is_named(tmp_path, name, rows, fault):
+    """rows: so many are left of it; 0: it is not there."""
     case = cases.CASES["phi3-defaults"]
     weights = cases.fused(case.config, cases.random_tensors(case.config, 0))
-    name = "model.layers.1.self_attn.qkv_proj.weight"
-    weights[name] = weights[name][:-1].copy()
-    del weights["model.layers.0.mlp.gate_up_proj.weight"]
-    with pytest.raises(
-        xj.InputError,
-        match=r"missing model.layers.0.mlp.gate_proj.weight.*qkv_proj.weight has shape \[143, 48\]",
-    ):
+    matrix = weights.pop(f"model.layers.1.{name}.weight")
+    if rows:
+        weights[f"model.layers.1.{name}.weight"] = matrix[:rows].copy()
+    with pytest.raises(xj.InputError, match=fault):
         xj.load_model(tiny.write(tmp_path, case.hf, weights=weights, with_tokenizer=False))
 
 

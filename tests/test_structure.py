@@ -13,7 +13,7 @@ import xinfer_jax as xj
 ROOT = Path(__file__).parents[1]
 # A module imports only modules to its left. A new module takes its place here.
 ORDER = (
-    "errors", "checks", "settings", "rope_config", "families", "config", "products", "quantization",
+    "errors", "checks", "memory", "settings", "rope_config", "families", "config", "products", "quantization",
     "rounding", "params", "layers", "experts", "kv", "attention", "cache", "model", "awq", "greedy",
     "processors", "biases", "sampling", "logprobs", "stats", "decode", "speculative", "prefix", "options",
     "batch", "generation", "beam", "scoring", "files", "tokenizer", "quantized_files", "loading", "text",

@@ -4,7 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .cache import cache_bytes
 from .decode import bucket, new_context
+from .memory import check_memory
+from .options import Call
+from .params import cache_dtype, tree_bytes
 from .sampling import Context, SamplingConfig
 
 
@@ -19,6 +23,29 @@ def padded(prompts: Sequence[Sequence[int]], most: int) -> tuple[np.ndarray, np.
     """
     num_tokens_B = lengths(prompts)
     return _matrix(prompts, min(bucket(int(num_tokens_B.max())), most)), num_tokens_B
+
+
+def check_room(call: Call, rows: int) -> None:
+    """Raises InputError where weights, caches and results of a call exceed the memory there is.
+
+    Args:
+        call: from `checked`.
+        rows: prompts times answers, or beams.
+    """
+    options, config = call.options, call.config
+    new, vocabulary = bucket(options.max_new_tokens), config.vocab_size
+    noted = 12 + 16 * options.logprobs + 4 * vocabulary * options.logits  # of each new token
+    need = tree_bytes(call.params) + rows * (new * noted + 4 * bucket(call.longest) + 9 * vocabulary)
+    if not options.use_cache:  # the whole sequence passes through the model
+        need += 4 * rows * bucket(call.longest + options.max_new_tokens) * config.hidden_size
+    models = [(call.params, config)] + [(d.params, d.config) for d in [options.draft] if hasattr(d, "params")]
+    for tree, model in models if options.use_cache else ():
+        need += cache_bytes(model, rows, call.capacity, options.cache_dtype or cache_dtype(tree))
+    check_memory(
+        need,
+        f"a model, {rows} rows of {call.capacity} tokens and what they give",
+        "ask for fewer max_new_tokens or rows, or a smaller cache dtype",
+    )
 
 
 def tokens_seen(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .batch import lengths, padded, prompt_context
+from .batch import check_room, lengths, padded, prompt_context
 from .cache import KVCache, init_cache, reorder, reorder_tail
-from .checks import in_order, numbers, shown, whole
+from .checks import in_order, numbers, whole
 from .config import ModelConfig
 from .decode import Choice, bucket, decode_step, prefill
-from .errors import InputError
+from .errors import InputError, shown
 from .options import Call, GenerateOptions, checked
 from .params import Params, cache_dtype as default_cache_dtype, tree_bytes
 from .sampling import DRAW_BEAMS, Context, SamplingConfig, draw_key, gumbel, narrow, plain, process
@@ -146,6 +146,7 @@ def beam_search(  # noqa: PLR0913  a door
     # One beam ends at its first EOS.
     early_stopping, size = early_stopping if beams > 1 else True, bucket(call.options.max_new_tokens)
     kind = _Search(beams, early_stopping, size, _moving(call))
+    check_room(call, beams * len(call.prompts))
     with Stopwatch() as setup:
         request = _request(call, length_penalty)
         tokens_BT, num_tokens_B = padded(call.prompts, call.capacity)

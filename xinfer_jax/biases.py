@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .checks import numbers, shown, token_ids, traced
-from .errors import InputError
+from .checks import numbers, token_ids, traced
+from .errors import InputError, shown
 
 _MOST = 1e30  # of a bias: the penalties that come after it leave float32 then
 

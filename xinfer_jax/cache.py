@@ -17,7 +17,8 @@ from jax import lax
 
 from .config import ModelConfig
 from .errors import InputError
-from .kv import KV_BITS, QuantizedKV, by_slot, empty, quantize
+from .kv import KV_BITS, QuantizedKV, by_slot, empty, quantize, vector_bytes
+from .memory import check_memory
 from .params import resolve_dtype
 
 # Tokens appended to a ring at once; as many beyond the window are kept, so none is overwritten that is yet to
@@ -61,8 +62,8 @@ def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: 
             TPU.
 
     Raises:
-        InputError: batch or capacity below 1, or, with rope type `dynamic` or `longrope`, a capacity above
-            the original maximum.
+        InputError: batch or capacity below 1; more than the memory there is; or, with rope type `dynamic` or
+            `longrope`, a capacity above the original maximum.
     """
     if batch < 1 or capacity < 1:
         raise InputError(
@@ -82,6 +83,11 @@ def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: 
         )
     quantized = isinstance(dtype, str) and dtype in KV_BITS
     dtype = dtype if quantized else resolve_dtype(dtype)
+    check_memory(
+        cache_bytes(config, batch, capacity, dtype),
+        f"keys and values of {batch} rows of {capacity} tokens",
+        "ask for less capacity, fewer rows, or a smaller cache dtype",
+    )
 
     def layer(window: int | None) -> jax.Array | QuantizedKV:
         shape = (batch, config.num_key_value_heads, _slots(window, capacity), config.head_dim)
@@ -99,6 +105,12 @@ def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: 
         capacity,
         max(rings, default=None),
     )
+
+
+def cache_bytes(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> int:
+    """Bytes of the keys and values that `init_cache` makes; dtype: a float type or a name in `KV_BITS`."""
+    slots = sum(_slots(window, capacity) for window in config.layer_windows)
+    return 2 * batch * config.num_key_value_heads * slots * vector_bytes(config.head_dim, dtype)
 
 
 def _slots(window: int | None, capacity: int) -> int:

@@ -3,7 +3,6 @@ taken as they are.
 """
 
 import operator
-import reprlib
 from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
@@ -11,19 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .errors import InputError
+from .errors import InputError, shown
 
 _TEXT = str | bytes | bytearray | memoryview
-_SHORT = reprlib.Repr()
-_SHORT.maxstring, _SHORT.maxother = 80, 120
-
-
-def shown(value: Any) -> str:
-    """Its repr, cut where it is long."""
-    try:
-        return _SHORT.repr(value)
-    except Exception:  # a whole number of more digits than Python writes, or a repr that fails
-        return f"a value of type {type(value).__name__}"
 
 
 def traced(value: Any) -> bool:

@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from .errors import InputError
+from .errors import InputError, shown
 from .families import FAMILIES, SHARED_DEFAULTS
 from .rope_config import RopeConfig, read_rope
-from .settings import boolean, integer, number
+from .settings import LONGEST, boolean, integer, number
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
 
@@ -87,10 +87,12 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     Raises:
         InputError: an unknown model_type, a missing or impossible value, or a setting that is not supported.
     """
+    if not isinstance(hf, Mapping):
+        raise InputError(f"config.json must hold an object, got {shown(hf)}")
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputError(
-            f"model_type {model_type!r} is not supported: use one of {', '.join(sorted(FAMILIES))}"
+            f"model_type {shown(model_type)} is not supported: use one of {', '.join(sorted(FAMILIES))}"
         )
     defaults, family = FAMILIES[model_type]
     hf = {**SHARED_DEFAULTS, **defaults, **hf}
@@ -147,12 +149,14 @@ def with_fixed_rope(config: ModelConfig, shortest: int, longest: int) -> ModelCo
 
 def _refuse_unsupported(hf: Mapping, activation: Any) -> None:
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        raise InputError(f"hidden_act {activation!r} is not supported: use one of {', '.join(_ACTIVATIONS)}")
-    architectures = hf.get("architectures") or []
+        raise InputError(
+            f"hidden_act {shown(activation)} is not supported: use one of {', '.join(_ACTIVATIONS)}"
+        )
+    architectures = [] if hf.get("architectures") is None else hf["architectures"]
     for name in architectures if isinstance(architectures, list) else [architectures]:
         if not str(name).endswith("ForCausalLM"):
             raise InputError(
-                f"architecture {name!r} is not supported: only causal language models (…ForCausalLM) are"
+                f"architecture {shown(name)} is not supported: only causal language models (…ForCausalLM) are"
             )
 
 
@@ -164,6 +168,13 @@ def _check(config: ModelConfig) -> None:
         )
     if config.head_dim % 2:
         raise InputError(f"head_dim {config.head_dim} is odd: rotary embedding needs an even one")
+    if config.rope.rope_type == "dynamic" and config.head_dim == 2:
+        raise InputError("rope type 'dynamic' needs a head_dim above 2: it divides by head_dim - 2")
+    if config.context_length > LONGEST:
+        raise InputError(
+            f"max_position_embeddings {config.max_position_embeddings} with rope factor {config.rope.factor}"
+            f" is a context of {config.context_length} tokens, more than {LONGEST}"
+        )
     rotated = int(config.head_dim * config.rope.partial_rotary_factor)
     if rotated % 2 or not 0 < rotated <= config.head_dim:
         raise InputError(

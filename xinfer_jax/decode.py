@@ -14,9 +14,9 @@ from jax import lax
 
 from .attention import check_impl
 from .cache import LARGEST_CALL, KVCache
-from .checks import array_of, shown, token_ids, traced, whole, within
+from .checks import array_of, token_ids, traced, whole, within
 from .config import ModelConfig
-from .errors import InputError
+from .errors import InputError, shown
 from .greedy import fuses_head, greedy
 from .logprobs import Alternatives, note
 from .model import hidden_states, unembed

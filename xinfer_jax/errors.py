@@ -1,9 +1,12 @@
 """The one exception for what a caller can mend: bad input, named with its value and the remedy."""
 
 import re
+import reprlib
 from collections.abc import Iterable
 
 _LONGEST = 300  # characters of an error; what is cut lies in the middle, since the remedy stands at the end
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 120
 
 
 class InputError(ValueError):
@@ -23,6 +26,15 @@ def one_line(message: object) -> str:
     if len(text) <= _LONGEST:
         return text
     return f"{text[: _LONGEST - 121]} … {text[-118:]}"
+
+
+def shown(value: object, most: int = 80) -> str:
+    """A value as Python writes it, shortened."""
+    try:
+        text = _SHORT.repr(value)
+    except Exception:  # a whole number of more digits than Python writes, or a repr that fails
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= most else f"{text[: most - 2]} …"
 
 
 def few(names: Iterable[object], most: int = 3) -> str:

@@ -5,8 +5,8 @@ shared table.
 import math
 from collections.abc import Mapping
 
-from .errors import InputError
-from .rope_config import read_rope, read_ropes
+from .errors import InputError, shown
+from .rope_config import read_rope, read_ropes, rope_settings
 from .settings import at_most, boolean, integer, number, number_or_none, refuse
 
 
@@ -19,9 +19,11 @@ def _qwen3(hf: Mapping, layers: int) -> dict:
 
 
 def _qwen3_moe(hf: Mapping, layers: int) -> dict:
-    dense, step = hf["mlp_only_layers"] or (), integer(hf, "decoder_sparse_step")
-    if not isinstance(dense, list | tuple):
-        raise InputError(f"mlp_only_layers must be a list of layers, got {dense!r}")
+    dense, step = hf["mlp_only_layers"], integer(hf, "decoder_sparse_step")
+    dense = () if dense is None else dense
+    if not isinstance(dense, list | tuple) or not all(type(i) is int and i >= 0 for i in dense):
+        raise InputError(f"mlp_only_layers must be a list of layers, got {shown(dense)}")
+    dense = set(dense)
     experts = integer(hf, "num_experts" if hf.get("num_local_experts") is None else "num_local_experts")
     return _attention_bias(hf) | dict(
         qk_norm=True,
@@ -51,8 +53,11 @@ def _smollm3(hf: Mapping, layers: int) -> dict:
         uses_rope = [(i + 1) % interval != 0 for i in range(layers)]
     if not isinstance(uses_rope, list | tuple) or len(uses_rope) < layers:
         raise InputError(
-            f"no_rope_layers must be a list of at least {layers} entries, one per layer, got {uses_rope!r}"
+            f"no_rope_layers must be a list of at least {layers} entries, one per layer, got"
+            f" {shown(uses_rope)}"
         )
+    if bad := [u for u in uses_rope if u not in (0, 1)]:
+        raise InputError(f"no_rope_layers holds 1 for rotary embedding and 0 for none, got {shown(bad[0])}")
     uses_rope = tuple(bool(u) for u in uses_rope[:layers])
     return _llama(hf, layers) | dict(
         layer_rope=uses_rope, layer_windows=_windows(hf, [not u for u in uses_rope])
@@ -63,8 +68,8 @@ def _olmo3(hf: Mapping, layers: int) -> dict:
     # Versions of transformers disagree on what it means for the sliding layers.
     if hf["rope_theta"] != _OLMO3_THETA:
         raise InputError(
-            f"rope_theta {hf['rope_theta']!r} is not supported for model_type 'olmo3': give rope_parameters"
-            " per layer type"
+            f"rope_theta {shown(hf['rope_theta'])} is not supported for model_type 'olmo3': give"
+            " rope_parameters per layer type"
         )
     windows = _period_windows(hf, layers, 4)
     return _attention_bias(hf) | read_ropes(hf, _OLMO3_THETA) | dict(
@@ -102,7 +107,7 @@ def _gemma3_text(hf: Mapping, layers: int) -> dict:
 
 
 def _phi3(hf: Mapping, layers: int) -> dict:
-    scaling = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    scaling = dict(rope_settings(hf))
     if scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):  # what earlier versions called it
         scaling["rope_type"] = "longrope"
     rope = read_rope(
@@ -187,8 +192,8 @@ def _same_windows(hf: Mapping, layers: int) -> tuple[int | None, ...]:
 def _late_windows(hf: Mapping, layers: int) -> tuple[int | None, ...]:
     """Qwen: the layers from `max_window_layers` on slide."""
     first = hf["max_window_layers"]
-    if isinstance(first, bool) or not isinstance(first, int):
-        raise InputError(f"config.json: max_window_layers must be an integer, got {first!r}")
+    if type(first) is not int or first < 0:
+        raise InputError(f"config.json: max_window_layers must be an integer from 0 on, got {shown(first)}")
     return _windows(hf, [i >= first for i in range(layers)])
 
 
@@ -212,12 +217,12 @@ def _windows(hf: Mapping, slides: list[bool]) -> tuple[int | None, ...]:
         return tuple(window if s else None for s in slides)
     if not isinstance(types, list | tuple) or len(types) != len(slides):
         raise InputError(
-            f"layer_types must list one type for each of the {len(slides)} layers, got {types!r}"
+            f"layer_types must list one type for each of the {len(slides)} layers, got {shown(types)}"
         )
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
             raise InputError(
-                f"layer type {kind!r} is not supported: only full_attention and sliding_attention are"
+                f"layer type {shown(kind)} is not supported: only full_attention and sliding_attention are"
             )
         if kind == "sliding_attention" and window is None:
             raise InputError(

@@ -18,7 +18,7 @@ import numpy as np
 import kernels_pallas
 
 from .attention import check_impl, selected
-from .batch import eos_array, lengths, padded, prompt_context
+from .batch import check_room, eos_array, lengths, padded, prompt_context
 from .cache import init_cache, truncate
 from .config import ModelConfig
 from .decode import (
@@ -199,6 +199,7 @@ def _begin(call: Call, sync: bool):
     params, config, prompts, options = call.params, call.config, call.prompts, call.options
     row_key_B, sampling_B, capacity = call.row_key_B, call.sampling_B, call.capacity
     new, impl, answers = options.max_new_tokens, options.impl, options.best_of or options.n
+    check_room(call, answers * len(prompts))
     with Stopwatch() as setup:
         rows, held_B, cache = prompts, np.zeros(len(prompts), np.int32), None
         if options.prefix is not None:

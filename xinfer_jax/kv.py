@@ -76,6 +76,14 @@ def empty(shape: tuple[int, ...], name: str) -> QuantizedKV:
     )
 
 
+def vector_bytes(width: int, dtype: Any) -> int:
+    """Bytes of one key or value: a format in `KV_BITS`, or a float type."""
+    if dtype not in KV_BITS:
+        return width * jnp.dtype(dtype).itemsize
+    apart = _OUTLIERS + 2 * (_OUTLIERS + min(_RANK, width)) if dtype == "gear" else 0
+    return width * KV_BITS[dtype] // 8 + 2 * 2 + apart
+
+
 def quantize(x_BKTH: jax.Array, like: QuantizedKV, first_B: jax.Array | None = None) -> QuantizedKV:
     """Rounds to nearest between the least and the largest number of each head and position, outliers apart
     where the format has them.

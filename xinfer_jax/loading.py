@@ -3,6 +3,7 @@ time.
 """
 
 import dataclasses
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from safetensors import SafetensorError, safe_open
 from .config import ModelConfig, from_hf
 from .errors import InputError, few
 from .files import checkpoint_dir, read_json
-from .params import Params, ParamSpec, check_quantize, param_specs, resolve_dtype, tree_bytes
+from .params import Params, ParamSpec, check_quantize, check_weights, param_specs, resolve_dtype, tree_bytes
 from .quantization import check_method, quantized_leaf
 from .quantized_files import FileFormat, Part, read_format, with_old_settings
+from .sampling import check_generation_config
 from .stats import LoadStats
 from .tokenizer import Tokenizer
 
@@ -71,6 +73,7 @@ def load_model(
     check_quantize(config, quantize or stored and stored.method)
     tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None
     generation = read_json(path / "generation_config.json") or {}
+    check_generation_config(generation, config.vocab_size)
     params = load_params(path, config, dtype, quantize, stored)
     stats = LoadStats(
         time.perf_counter() - start,
@@ -89,11 +92,23 @@ def load_params(
     into memory that the array then keeps (on CPU without a further copy).
     """
     files = _weight_files(path)
-    tensors = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118  (a safetensors handle is no dict)
-    if len(tensors) < sum(len(file.keys()) for file in files.values()):
+    names = {file: list(handle.keys()) for file, handle in files.items()}
+    tensors = {name: files[file] for file, held in names.items() for name in held}
+    if len(tensors) < sum(map(len, names.values())):
         raise InputError(f"{path}: two shards hold the same tensor; fetch the checkpoint again")
+    if config.num_hidden_layers > len(tensors):
+        raise InputError(
+            f"{path}: num_hidden_layers is {config.num_hidden_layers} in config.json, and the files hold only"
+            f" {len(tensors)} tensors: these weights are not of this config"
+        )
     specs, tree = jax.tree.flatten(param_specs(config))
     specs = [dataclasses.replace(spec, hf_name=_stored_name(spec, config, tensors)) for spec in specs]
+    asked = sum(spec.shape[0] for spec in specs if "{}" in spec.hf_name and spec.fused_name not in tensors)
+    if asked > 2 * len(tensors):
+        raise InputError(
+            f"{path}: config.json asks for {asked} tensors of experts, and the files hold only {len(tensors)}"
+            " tensors: these weights are not of this config"
+        )
     parts = [stored.parts(spec.hf_name, spec.shape, tensors) if stored else {} for spec in specs]
     wanted: dict[str, Part] = {}
     for spec, part in zip(specs, parts, strict=True):
@@ -103,6 +118,8 @@ def load_params(
         name for name in tensors if name.endswith(_NOT_WEIGHTS) or stored and stored.spare(name, tensors)
     }
     _check_tensors(path, tensors, wanted, spare)
+    check_weights(specs, dtype, stored.method if stored else quantize)
+    _check_tied(path, config, tensors)
 
     def leaf(spec: ParamSpec, part: dict[str, Part]) -> Any:
         if part:
@@ -133,10 +150,9 @@ def _weight_files(path: Path) -> dict[str, Any]:
                 f"{path / 'model.safetensors.index.json'} holds no weight_map of tensor names to file names"
             )
         names = sorted(set(shards.values()))
-        if absent := [name for name in names if not (path / name).is_file()]:
+        if absent := [name for name in names if not os.path.isfile(path / name)]:
             raise InputError(
-                f"{path}: the index names shards that are absent: {', '.join(absent)}; fetch the checkpoint"
-                " again"
+                f"{path}: the index names shards that are absent: {few(absent)}; fetch the checkpoint again"
             )
     else:
         raise InputError(
@@ -150,8 +166,9 @@ def _weight_files(path: Path) -> dict[str, Any]:
         except (SafetensorError, OSError) as error:
             raise InputError(f"{path / name} is truncated or no safetensors file: {error}") from error
     if index is not None:
+        held = {name: set(file.keys()) for name, file in files.items()}
         for tensor, name in index["weight_map"].items():
-            if tensor not in files[name].keys():  # noqa: SIM118
+            if tensor not in held[name]:
                 raise InputError(f"{path}: the index says that {name} holds {tensor}, but it does not")
     return files
 
@@ -183,17 +200,19 @@ def _check_tensors(path: Path, tensors: dict[str, Any], wanted: dict[str, Part],
                 f"{name} has type {held.get_dtype()}, only {', '.join(sorted(types))}"
                 f" {'are' if len(types) > 1 else 'is'} read"
             )
-    if (
-        not faults
-        and "lm_head.weight" in spare & tensors.keys()
-        and (embed := "model.embed_tokens.weight") in tensors
-    ):
-        if not np.array_equal(
-            tensors[embed].get_tensor(embed), tensors["lm_head.weight"].get_tensor("lm_head.weight")
-        ):
-            faults.append(f"tie_word_embeddings is true, but lm_head.weight differs from {embed}")
     if faults:
         raise InputError(f"{path}: the weights do not fit config.json: {few(sorted(faults), 2)}")
+
+
+def _check_tied(path: Path, config: ModelConfig, tensors: dict[str, Any]) -> None:
+    """Raises InputError where a tied model's one matrix is stored twice, and not alike."""
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    if config.tie_word_embeddings and all(name in tensors for name in names):
+        if not np.array_equal(*(tensors[name].get_tensor(name) for name in names)):
+            raise InputError(
+                f"{path}: the weights do not fit config.json: tie_word_embeddings is true, but {names[1]}"
+                f" differs from {names[0]}"
+            )
 
 
 def _array(name: str, tensor: np.ndarray, dtype: Any) -> jax.Array:

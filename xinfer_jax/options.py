@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from .attention import check_impl
-from .checks import in_order, shown, token_ids, whole
+from .checks import in_order, token_ids, whole
 from .config import ModelConfig, with_fixed_rope
 from .decode import bucket
-from .errors import InputError
+from .errors import InputError, shown
 from .kv import KV_BITS
 from .logprobs import TokenLogprobs
 from .params import Params, activation_dtype, resolve_dtype

@@ -6,7 +6,7 @@ reads each output's weights in one run (measured on CPU: 18-21 GB/s against 10-1
 
 import dataclasses
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .config import ModelConfig
-from .errors import InputError
+from .errors import InputError, shown
+from .memory import check_memory
 from .quantization import check_method, quantized_leaf
 
 Params = dict[str, Any]  # nested dicts and tuples of arrays; an absent tensor is an absent key
@@ -153,11 +154,15 @@ def init_params(
         dtype: of every leaf; None: `default_dtype()`.
         quantize: None, "int8" or "int4": the matrices in that form, one after the other, so that they never
             exist in `dtype` all at once.
+
+    Raises:
+        InputError: more than the memory there is.
     """
     dtype = resolve_dtype(dtype)
     check_method(quantize)
     check_quantize(config, quantize)
     specs, tree = jax.tree.flatten(param_specs(config))
+    check_weights(specs, dtype, quantize)
     keys = jax.random.split(key, len(specs))
 
     def init(spec: ParamSpec, key: jax.Array) -> jax.Array:
@@ -172,6 +177,16 @@ def init_params(
         )
 
     return jax.tree.unflatten(tree, [init(spec, key) for spec, key in zip(specs, keys, strict=True)])
+
+
+def check_weights(specs: Sequence[ParamSpec], dtype: Any, quantize: str | None = None) -> None:
+    """Raises InputError where the tensors exceed the memory there is. quantize: as in `init_params`, or a
+    checkpoint's own method, which is counted as 4 bits a number.
+    """
+    wide = 8 * jnp.dtype(dtype).itemsize
+    narrow = wide if quantize is None else 8 if quantize == "int8" else 4
+    bits = sum(math.prod(spec.shape) * (narrow if len(spec.shape) > 1 else wide) for spec in specs)
+    check_memory(bits // 8, "the weights", "use a smaller dtype, quantize them, or use a smaller model")
 
 
 def check_quantize(config: ModelConfig, method: str | None) -> None:
@@ -215,7 +230,7 @@ def resolve_dtype(dtype: Any) -> Any:
     except TypeError:
         name = dtype
     if name not in tuple(_DTYPES):
-        raise InputError(f"dtype {name!r} is not supported: use one of {', '.join(_DTYPES)}")
+        raise InputError(f"dtype {shown(name)} is not supported: use one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from .config import from_hf
-from .errors import InputError
+from .errors import InputError, shown
 from .files import read_json
 from .params import Params, param_specs
 from .quantization import GroupedWeight, Int8Weight, QuantizedWeight, is_quantized, pack
@@ -117,7 +117,7 @@ class FileFormat:
 
     def _inputs(self, K: int) -> int:
         """J: inputs of a group, even."""
-        return self.group if self.group > 0 else K + K % 2
+        return min(self.group, K + K % 2) if self.group > 0 else K + K % 2
 
     def _levels(self, words: np.ndarray) -> np.ndarray:
         """X.qweight as uint8 [K, N]."""
@@ -169,12 +169,13 @@ def read_format(settings: Mapping[str, Any]) -> FileFormat | None:
         return None
     method = given.get("quant_method") if isinstance(given, Mapping) else given
     if method not in ("awq", "gptq", OURS) or not isinstance(given, Mapping):
-        raise InputError(f"quantization_config with quant_method {method!r} is not supported: {_REMEDY}")
+        raise InputError(f"quantization_config with quant_method {shown(method)} is not supported: {_REMEDY}")
 
     def refuse_unless(fits: bool, name: str) -> None:
         if not fits:
             raise InputError(
-                f"quantization_config: {method} with {name} {given.get(name)!r} is not supported: {_REMEDY}"
+                f"quantization_config: {method} with {name} {shown(given.get(name))} is not supported:"
+                f" {_REMEDY}"
             )
 
     if method == OURS:
@@ -188,6 +189,7 @@ def read_format(settings: Mapping[str, Any]) -> FileFormat | None:
     dynamic = given.get("dynamic") or {}
     refuse_unless(isinstance(dynamic, Mapping) and all(rule.startswith("-:") for rule in dynamic), "dynamic")
     refuse_unless(str(given.get("backend")) != "llm-awq", "backend")
+    refuse_unless(given.get("desc_act") in (None, True, False), "desc_act")
     layouts = ("gemm",) if method == "awq" else ("gptq", "gptq_v2")
     found = layouts[0]
     for name in ("version", "format", "checkpoint_format"):

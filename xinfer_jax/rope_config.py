@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Mapping
 
-from .errors import InputError
-from .settings import number, numbers
+from .errors import InputError, shown
+from .settings import boolean, integer, number, numbers, objects
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -51,23 +51,36 @@ def read_rope(hf: Mapping, rope_types: tuple[str, ...] = ROPE_TYPES, partial: bo
     Raises:
         InputError: a type, a part or a value that is not supported.
     """
-    scaling = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(scaling, Mapping) or any(isinstance(v, Mapping) for v in scaling.values()):
-        raise InputError(f"rope parameters must be one flat object (none per layer type), got {scaling!r}")
+    scaling = rope_settings(hf)
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type not in rope_types:
-        raise InputError(f"rope type {rope_type!r} is not supported: use one of {', '.join(rope_types)}")
+        raise InputError(f"rope type {shown(rope_type)} is not supported: use one of {', '.join(rope_types)}")
     theta = 10000.0 if hf.get("rope_theta") is None else hf["rope_theta"]
     given = {"rope_theta": theta, **{k: v for k, v in scaling.items() if v is not None}}
-    given.setdefault("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0)
-    if given["partial_rotary_factor"] != 1.0 and not partial:
+    if hf.get("partial_rotary_factor") is not None:
+        given.setdefault("partial_rotary_factor", hf["partial_rotary_factor"])
+    if given.setdefault("partial_rotary_factor", 1.0) != 1.0 and not partial:
         raise InputError("partial_rotary_factor other than 1 is not supported")
     if rope_type in ("llama3", "yarn", "longrope"):
         given.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
         if hf.get("original_max_position_embeddings") is not None:
             given["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
     if rope_type in ("yarn", "longrope") and "factor" not in given:
-        given["factor"] = hf["max_position_embeddings"] / number(given, "original_max_position_embeddings")
+        given["factor"] = hf["max_position_embeddings"] / integer(given, "original_max_position_embeddings")
+    return _rope(rope_type, {"truncate": True, **given})
+
+
+def rope_settings(hf: Mapping) -> Mapping:
+    """`rope_scaling`, or `rope_parameters`: one flat object."""
+    scaling = objects(hf, "rope_scaling") or objects(hf, "rope_parameters")
+    if any(isinstance(v, Mapping) for v in scaling.values()):
+        raise InputError(
+            f"rope parameters must be one flat object (none per layer type), got {shown(scaling)}"
+        )
+    return scaling
+
+
+def _rope(rope_type: str, given: Mapping) -> RopeConfig:
     needed = {
         "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
         "linear": ("factor",),
@@ -78,10 +91,19 @@ def read_rope(hf: Mapping, rope_types: tuple[str, ...] = ROPE_TYPES, partial: bo
             raise InputError(f"rope type {rope_type!r} needs {name!r}, which config.json does not give")
     lists = ("short_factor", "long_factor")
     names = {f.name for f in dataclasses.fields(RopeConfig)} - {"rope_type", "truncate", *lists}
-    values = {name: number(given, name) for name in names & given.keys()}
+    values = {
+        name: (integer if name == "original_max_position_embeddings" else number)(given, name)
+        for name in sorted(names & given.keys())
+    }
     if rope_type == "longrope":
         values |= {name: numbers(given, name) for name in lists}
-    return RopeConfig(rope_type=rope_type, truncate=bool(given.get("truncate", True)), **values)
+    rope = RopeConfig(rope_type=rope_type, truncate=boolean(given, "truncate"), **values)
+    if rope_type == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        raise InputError(
+            f"config.json: low_freq_factor {rope.low_freq_factor} must be less than high_freq_factor"
+            f" {rope.high_freq_factor}"
+        )
+    return rope
 
 
 def read_ropes(hf: Mapping, sliding_theta: float) -> dict[str, RopeConfig | None]:
@@ -94,14 +116,12 @@ def read_ropes(hf: Mapping, sliding_theta: float) -> dict[str, RopeConfig | None
         hf: contents of config.json.
         sliding_theta: of the sliding layers, where `rope_parameters` does not say.
     """
-    given = hf.get("rope_parameters") or {}
+    given = objects(hf, "rope_parameters")
     kinds = ("full_attention", "sliding_attention")
-    if not isinstance(given, Mapping) or not all(
-        k in kinds and isinstance(v, Mapping | None) for k, v in given.items()
-    ):
+    if not all(k in kinds and isinstance(v, Mapping | None) for k, v in given.items()):
         raise InputError(
             f"rope_parameters of model_type {hf['model_type']!r} must name {' and '.join(kinds)}, got"
-            f" {given!r}"
+            f" {shown(given)}"
         )
 
     def one(parameters: Mapping, theta: float) -> RopeConfig:
@@ -114,8 +134,5 @@ def read_ropes(hf: Mapping, sliding_theta: float) -> dict[str, RopeConfig | None
         return read_rope({**hf, **alone}, tuple(t for t in ROPE_TYPES if t != "dynamic"))
 
     full, sliding = (dict(given.get(kind) or {}) for kind in kinds)
-    scaling = hf.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise InputError(f"rope_scaling must be an object, got {scaling!r}")
-    ropes = one(full | scaling, hf["rope_theta"]), one(sliding, sliding_theta)
+    ropes = one(full | objects(hf, "rope_scaling"), hf["rope_theta"]), one(sliding, sliding_theta)
     return dict(rope=ropes[0], sliding_rope=None if ropes[0] == ropes[1] else ropes[1])

@@ -18,10 +18,9 @@ import numpy as np
 from jax import lax
 
 from .cache import KVCache, truncate
-from .checks import shown
 from .config import ModelConfig
 from .decode import Choice, DecodeState, context_now, record
-from .errors import InputError
+from .errors import InputError, shown
 from .model import hidden_states, unembed
 from .params import Params
 from .sampling import choose

@@ -1,0 +1,43 @@
+"""How much memory there is: what cannot fit is refused before any of it is allocated."""
+
+import functools
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from .errors import InputError
+
+_GROUPS = {"": ("", "memory.max"), "memory": ("memory", "memory.limit_in_bytes")}  # cgroups 2 and 1
+
+
+def check_memory(need: int, what: str, remedy: str) -> None:
+    """Raises InputError where `what` needs more bytes than there are."""
+    if need > (have := memory_bytes()):
+        raise InputError(f"{what} need {need:,} bytes of memory, and there are {have:,}: {remedy}")
+
+
+@functools.cache
+def memory_bytes() -> int:
+    """Of the devices of this process together; on CPU, of the machine, or less where the process may have
+    less.
+    """
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
+    return sum(limits) if all(limits) else min(_of_the_process())
+
+
+def _of_the_process() -> Iterator[int]:
+    yield os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if (soft := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
+        yield soft
+    groups = Path("/proc/self/cgroup")
+    for line in groups.read_text().splitlines() if groups.is_file() else ():
+        _, kind, group = line.split(":", 2)
+        if kind in _GROUPS:
+            root, file = _GROUPS[kind]
+            inner = Path("/sys/fs/cgroup", root, group.lstrip("/"))
+            for folder in (inner, *inner.parents):
+                if (folder / file).is_file() and (limit := (folder / file).read_text().strip()).isdigit():
+                    yield int(limit)
