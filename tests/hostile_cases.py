@@ -369,7 +369,7 @@ FLAGS = {
         *[("max_(new_)?tokens", f"--max_tokens={x}") for x in ("0", "-5", "1.5", "x", "", "nan", "257", str(2**31), str(10**30))],
         *[("seed", f"--seed={x}") for x in ("-1", "x", "1.5", str(2**32), str(10**30))],
         *[("logprobs", f"--logprobs={x}") for x in ("-1", "289", "x", str(10**30))],
-        *[("num_beams", f"--num_beams={x}") for x in ("0", "-1", "x", "1.5", str(10**30))],
+        *[("num_beams|rows", f"--num_beams={x}") for x in ("0", "-1", "x", "1.5", str(10**30))],
         *[("draft_tokens", "--draft=lookup", f"--draft_tokens={x}") for x in ("0", "-1", "x", "100000", str(10**30))],
         *[("dtype", f"--dtype={x}") for x in ("int8", "float64", "", "x" * 5000, "\x1b[2J")],
         *[("quantize", f"--quantize={x}") for x in ("int3", "", "awq", "INT8")],
