@@ -189,9 +189,8 @@ def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
         stats.acceptance = (np.asarray(guessing.accepted_B) / guesses_B).tolist()
     out = _output(seen, state, options, bool(told), stats)
     if options.keep_prefix:
-        out.prefix = kept_prefix(
-            rows, [seen.tokens_BT[i, :n].tolist() for i, n in enumerate(seen.length_B)], state.cache
-        )
+        chosen = [seen.tokens_BT[i, :n].tolist() for i, n in enumerate(seen.length_B)]
+        out.prefix = kept_prefix(params, config, rows, chosen, state.cache)
     return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)
 
 
@@ -287,6 +286,7 @@ def _start_draft(
     nothing_B, cache = np.zeros(len(prompts), np.int32), None
     params, config = _draft(options)
     if params is not None:
+        capacity = min(capacity, config.context_length)  # guesses beyond are dropped
         cache = init_cache(config, len(prompts), capacity, options.cache_dtype or cache_dtype(params))
         cache = prefill(params, config, *padded(prompts, capacity), cache, donate=True, impl=options.impl)[1]
     return Speculation(cache, nothing_B, nothing_B)

@@ -122,6 +122,7 @@ def checked(
                 f"prompt of {longest} tokens + max_new_tokens {new} exceeds the draft's context limit"
                 f" {options.draft.config.context_length}"
             )
+        options = dataclasses.replace(options, draft=_fixed_draft(options.draft, longest + new))
     for name in ("draft", "prefix", "keep_prefix", "cache_dtype"):
         if getattr(options, name) and not options.use_cache:
             raise InputError(f"{name} needs the cache: leave use_cache true")
@@ -131,13 +132,17 @@ def checked(
             " answers yourself"
         )
     if options.prefix is not None:
+        if not isinstance(options.prefix, Prefix):
+            raise InputError(
+                f"prefix must be the out.prefix of a call, or from load_prefix, got {options.prefix!r}"
+            )
         options.prefix.shared(prompts)
         if options.capacity not in (None, options.prefix.cache.capacity):
             raise InputError(
                 f"capacity={options.capacity}, but the prefix has a cache of {options.prefix.cache.capacity}:"
                 " leave it out"
             )
-        if options.cache_dtype not in (None, options.prefix.cache.dtype):
+        if options.cache_dtype is not None and _cache_name(options.cache_dtype) != options.prefix.cache.dtype:
             raise InputError(
                 f"cache_dtype={options.cache_dtype!r}, but the prefix is in {options.prefix.cache.dtype}:"
                 " leave it out"
@@ -164,6 +169,8 @@ def checked(
                 f"prompt of {longest} tokens + max_new_tokens {new} exceeds {name} {limit}{dynamic}: {remedy}"
             )
     config = with_fixed_rope(config, min(map(len, prompts)), longest + new)
+    if options.prefix is not None:
+        options = dataclasses.replace(options, prefix=options.prefix.usable(params, config))
     for name, ids in (("EOS", options.eos_token_ids), ("stop", options.stop_token_ids)):
         for token in ids:
             if not 0 <= token < config.vocab_size:
@@ -174,6 +181,19 @@ def checked(
         key = jax.random.wrap_key_data(np.zeros((len(prompts), 2), np.uint32), impl="threefry2x32")
     row_key_B = row_keys(key, len(prompts))
     return params, config, [list(map(int, p)) for p in prompts], options, sampling_B, row_key_B
+
+
+def _fixed_draft(draft: Any, longest: int) -> Any:
+    """The draft model with longrope's factors for the longest sequence, also where they would change on the
+    way: it only guesses, so the tokens are the model's own all the same.
+    """
+    config = with_fixed_rope(draft.config, longest, longest)
+    return draft if config is draft.config else dataclasses.replace(draft, config=config)
+
+
+def _cache_name(dtype: Any) -> str:
+    """As `KVCache.dtype` names it."""
+    return dtype if dtype in KV_BITS else np.dtype(resolve_dtype(dtype)).name
 
 
 def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], name: str = "prompt") -> None:
