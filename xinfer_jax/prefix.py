@@ -100,11 +100,7 @@ def kept_prefix(
     config: with longrope's factors fixed.
     """
     tokens = [[*prompt, *ids][:-1] for prompt, ids in zip(prompts, chosen, strict=True)]
-    cache = dataclasses.replace(
-        cache,
-        length_B=jnp.array([len(row) for row in tokens], jnp.int32),
-        overflow_B=jnp.zeros(len(tokens), bool),  # guesses may have left the cache; these tokens did not
-    )
+    cache = dataclasses.replace(cache, length_B=jnp.array([len(row) for row in tokens], jnp.int32))
     return Prefix(tokens, cache, fingerprint(params, config), config.rope.short_factor)
 
 
