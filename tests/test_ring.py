@@ -144,8 +144,40 @@ def test_a_prefix_is_used_as_far_as_it_is_remembered(model, rows, tmp_path):
             assert again.tokens == fresh.tokens and again.stats.reused_tokens == reused
     went_back = dataclasses.replace(first.cache, length_B=jnp.array([560]), reached_B=jnp.array([580]))
     xj.save_prefix(tmp_path / "cache", xj.Prefix([prompt[:560]], went_back), *model)
-    with pytest.raises(
-        xj.InputError,
-        match=f"holds {SLOTS} slots of a layer, which capacity 570 has not: raise it to {CAPACITY}",
-    ):
+    with pytest.raises(xj.InputError, match="holds what 580 tokens left, more than the capacity 570"):
         xj.load_prefix(tmp_path / "cache", *model, capacity=570)
+
+
+def test_layers_with_different_windows(model, rows):
+    """Two rings of different lengths: a prompt in chunks, then back as far as the shorter memory goes."""
+    params, config = model[0], dataclasses.replace(model[1], layer_windows=(8, 600))
+    tokens_BT = rows[0][:1]
+    full_TV = np.asarray(jax.jit(xj.forward, static_argnums=1)(params, config, tokens_BT)[0][0])
+    cache = filled((params, config), tokens_BT[:, :-1], [LONG - 1])
+    assert [k.shape[2] for k in cache.k] == [SLOTS, 1152]
+    most = 1152 - 600 + 1
+    for back in (LONG - 1, LONG - most):
+        logits_BV, cache = xj.decode_step(params, config, tokens_BT[:, back], truncate(cache, back))
+        np.testing.assert_allclose(logits_BV[0], full_TV[back], atol=1e-4)
+    with pytest.raises(xj.InputError, match=f"sliding window remember what it takes to go back {most};"):
+        truncate(cache, LONG - most - 1)
+    assert jax.jit(truncate)(cache, jnp.int32(LONG - most - 1)).overflow_B.tolist() == [True]
+
+
+@pytest.mark.parametrize(
+    "length", [-1, [3, -1], 2.0, np.nan, True, "3", [1, 2, 3], [[1], [2]], [[1, 2]], None]
+)
+def test_lengths_that_are_none(model, length):
+    with pytest.raises(xj.InputError, match="truncate needs lengths of at least 0, one for all 2 rows"):
+        truncate(xj.init_cache(model[1], 2, CAPACITY), length)
+
+
+def test_a_row_that_starts_again_forgets_how_long_it_was(model):
+    cache = xj.init_cache(model[1], 2, CAPACITY)
+    cache = dataclasses.replace(cache, length_B=jnp.array([LONG, 5]), reached_B=jnp.array([LONG, 5]))
+    assert truncate(cache, 2**40).length_B.tolist() == [LONG, 5]
+    again = truncate(cache, [0, 3])
+    assert again.reached_B.tolist() == [0, 5]
+    again = dataclasses.replace(again, length_B=jnp.array([20, 3]), reached_B=jnp.array([20, 5]))
+    assert truncate(again, 10).length_B.tolist() == [10, 3]
+    assert jax.jit(truncate)(cache, -1).length_B.tolist() == [0, 0]

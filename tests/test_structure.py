@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     "errors", "checks", "memory", "settings", "rope_config", "families", "config", "products", "quantization",
     "rounding", "params", "layers", "experts", "kv", "attention", "cache", "model", "awq", "greedy",
-    "processors", "biases", "sampling", "logprobs", "stats", "decode", "speculative", "prefix", "options",
-    "batch", "generation", "beam", "scoring", "files", "tokenizer", "quantized_files", "loading", "text",
-    "cli",
+    "processors", "biases", "sampling", "logprobs", "stats", "decode", "speculative", "fingerprint", "prefix",
+    "options", "batch", "generation", "beam", "scoring", "files", "tokenizer", "quantized_files", "loading",
+    "text", "cli",
 )  # fmt: skip
 TOP = ("__init__", "__main__")  # above all of them
 MODULES = sorted(path.stem for path in (ROOT / "xinfer_jax").glob("*.py"))

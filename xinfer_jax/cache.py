@@ -39,7 +39,8 @@ class KVCache:
     overflow_B: jax.Array
     reached_B: jax.Array | None  # int32: the longest each row has been; None where no layer is a ring
     capacity: int = dataclasses.field(metadata=dict(static=True))  # tokens that a row can hold
-    window: int | None = dataclasses.field(metadata=dict(static=True))  # of the layers that are rings
+    # Per layer: its sliding window where it is a ring, else None.
+    windows: tuple[int | None, ...] = dataclasses.field(metadata=dict(static=True))
 
     @property
     def dtype(self) -> str:
@@ -94,16 +95,18 @@ def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: 
         return empty(shape, dtype) if quantized else jnp.zeros(shape, dtype)
 
     k, v = (tuple(layer(window) for window in config.layer_windows) for _ in "kv")
-    rings = [window for window in config.layer_windows if _slots(window, capacity) < capacity]
+    windows = tuple(
+        window if _slots(window, capacity) < capacity else None for window in config.layer_windows
+    )
     zeros_B = jnp.zeros(batch, jnp.int32)
     return KVCache(
         k,
         v,
         zeros_B,
         jnp.zeros(batch, bool),
-        jnp.zeros(batch, jnp.int32) if rings else None,
+        jnp.zeros(batch, jnp.int32) if any(windows) else None,
         capacity,
-        max(rings, default=None),
+        windows,
     )
 
 
@@ -138,7 +141,7 @@ def append(
     write = _write if cache.length_B.shape[0] > 1 else _write_single
     if cache.is_ring(layer):
         write = partial(_write_ring, cache.capacity)
-        if T > (most := cache.k[layer].shape[2] - cache.window + 1):
+        if T > (most := cache.k[layer].shape[2] - cache.windows[layer] + 1):
             raise InputError(
                 f"{T} tokens in one call exceed the {most} that a layer with a sliding window takes at once:"
                 " use prefill"
@@ -170,24 +173,45 @@ def read(cache: KVCache, layer: int) -> tuple[jax.Array | QuantizedKV, jax.Array
     return cache.k[layer], cache.v[layer]
 
 
-def truncate(cache: KVCache, length_B: jax.Array) -> KVCache:
-    """Forgets what lies at or past length_B (int32 [B] or scalar); a longer length changes nothing.
+def truncate(cache: KVCache, length_B: Any) -> KVCache:
+    """Forgets what lies at or past length_B (int [B] or scalar); a longer length changes nothing.
+
+    Outside a trace it waits for the device. Under a caller's jit a negative length means 0.
 
     Raises:
-        InputError: a ring has overwritten what a row of that length sees (under a caller's jit: flagged in
-            `overflow_B`).
+        InputError: no whole number of at least 0, or neither one nor one per row; a ring has overwritten what
+            a row of that length sees (under a caller's jit: flagged in `overflow_B`).
     """
-    new_B = jnp.minimum(cache.length_B, length_B).astype(jnp.int32)
+    new_B = _shorter(cache, length_B)
     if cache.reached_B is None:
         return dataclasses.replace(cache, length_B=new_B)
     remembers_B = remembered(cache, new_B)
     if not isinstance(remembers_B, jax.core.Tracer) and not np.all(remembers_B):
-        b = int(np.argmin(remembers_B))
+        b, least = int(np.argmin(remembers_B)), min(slots - window + 1 for slots, window in _rings(cache))
         raise InputError(
             f"row {b} cannot go back from {cache.reached_B[b]} to {new_B[b]} tokens: its layers with a"
-            f" sliding window of {cache.window} remember {_ring(cache)}; start again from 0"
+            f" sliding window remember what it takes to go back {least}; start again from 0"
         )
-    return dataclasses.replace(cache, length_B=new_B, overflow_B=cache.overflow_B | ~remembers_B)
+    return dataclasses.replace(
+        cache,
+        length_B=new_B,
+        overflow_B=cache.overflow_B | ~remembers_B,
+        reached_B=jnp.where(new_B == 0, 0, cache.reached_B),  # a row that starts again sees nothing of before
+    )
+
+
+def _shorter(cache: KVCache, length_B: Any) -> jax.Array:
+    """int32 [B]: each row's length, at most length_B."""
+    traced, B = isinstance(length_B, jax.core.Tracer), len(cache.length_B)
+    given_B = length_B if traced else np.asarray(length_B)
+    whole = jnp.issubdtype(given_B.dtype, jnp.integer) and given_B.shape in ((), (B,))
+    if not whole or (not traced and given_B.min() < 0):
+        raise InputError(
+            f"truncate needs lengths of at least 0, one for all {B} rows or one for each, got {length_B}"
+        )
+    # Before it is made int32: a length beyond would wrap.
+    given_B = given_B if traced else np.minimum(given_B, cache.capacity).astype(np.int32)
+    return jnp.clip(given_B, 0, cache.length_B).astype(jnp.int32)
 
 
 def remembered(cache: KVCache, length_B: Any) -> Any:
@@ -196,11 +220,15 @@ def remembered(cache: KVCache, length_B: Any) -> Any:
     """
     if cache.reached_B is None:
         return np.ones(len(cache.length_B), bool)
-    return (length_B == 0) | (jnp.maximum(length_B - cache.window + 1, 0) >= cache.reached_B - _ring(cache))
+    holds_B = True
+    for slots, window in _rings(cache):
+        holds_B &= jnp.maximum(length_B - window + 1, 0) >= cache.reached_B - slots
+    return (length_B == 0) | holds_B
 
 
-def _ring(cache: KVCache) -> int:
-    return min(k.shape[2] for k in cache.k)
+def _rings(cache: KVCache) -> set[tuple[int, int]]:
+    """Slots and window of every layer that is a ring."""
+    return {(k.shape[2], window) for k, window in zip(cache.k, cache.windows, strict=True) if window}
 
 
 def reorder(cache: KVCache, index_B: jax.Array) -> KVCache:

@@ -186,9 +186,8 @@ def _steps(call: Call, *, sync: bool):
         stats.acceptance = (np.asarray(guessing.accepted_B) / guesses_B).tolist()
     out = _output(seen, state, options, bool(told), stats)
     if options.keep_prefix:
-        out.prefix = kept_prefix(
-            rows, [seen.tokens_BT[i, :n].tolist() for i, n in enumerate(seen.length_B)], state.cache
-        )
+        chosen = [seen.tokens_BT[i, :n].tolist() for i, n in enumerate(seen.length_B)]
+        out.prefix = kept_prefix(call.params, call.config, rows, chosen, state.cache)
     return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)
 
 
@@ -277,7 +276,7 @@ def _start_draft(call: Call) -> Speculation | None:
     nothing_B, cache = np.zeros(len(prompts), np.int32), None
     params, config = _draft(options)
     if params is not None:
-        capacity = min(call.capacity, config.context_length)
+        capacity = min(call.capacity, config.context_length)  # guesses beyond are dropped
         cache = init_cache(config, len(prompts), capacity, options.cache_dtype or cache_dtype(params))
         cache = prefill(params, config, *padded(prompts, capacity), cache, donate=True, impl=options.impl)[1]
     return Speculation(cache, nothing_B, nothing_B)

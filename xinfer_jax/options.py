@@ -152,10 +152,12 @@ def checked(
     if key is None:  # nothing will be drawn: any keys do, and making these compiles nothing
         key = jax.random.wrap_key_data(np.zeros((len(prompts), 2), np.uint32), impl="threefry2x32")
     config = with_fixed_rope(config, shortest, longest + options.max_new_tokens)
+    if options.prefix is not None:
+        options = dataclasses.replace(options, prefix=options.prefix.usable(params, config))
     call = Call(params, config, prompts, options, sampling_B, row_keys(key, len(prompts)))
-    if options.draft is not None:
-        _check_draft(call)
-    return call
+    if options.draft is None:
+        return call
+    return dataclasses.replace(call, options=dataclasses.replace(options, draft=_checked_draft(call)))
 
 
 def _plain(config: ModelConfig, options: GenerateOptions) -> GenerateOptions:
@@ -212,7 +214,7 @@ def _check_prefix(options: GenerateOptions, prompts: list[list[int]]) -> None:
             f"capacity={options.capacity}, but the prefix has a cache of {prefix.cache.capacity}:"
             " leave it out"
         )
-    if options.cache_dtype not in (None, prefix.cache.dtype):
+    if options.cache_dtype is not None and _cache_name(options.cache_dtype) != prefix.cache.dtype:
         raise InputError(
             f"cache_dtype={options.cache_dtype!r}, but the prefix is in {prefix.cache.dtype}: leave it out"
         )
@@ -241,14 +243,17 @@ def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -
             )
 
 
-def _check_draft(call: Call) -> None:
+def _checked_draft(call: Call) -> Any:
+    """The draft; a model's longrope has the factors of the longest sequence, also where they would change on
+    the way: it only guesses, so the tokens are the model's own all the same.
+    """
     draft, config, longest, new = call.options.draft, call.config, call.longest, call.options.max_new_tokens
     if isinstance(draft, str) and draft == "lookup":
-        return
+        return draft
     if callable(draft):
         rows = len(call.prompts) * (call.options.best_of or call.options.n)
         check_guesser(draft, call.guesses, rows, call.room)
-        return
+        return draft
     if not (hasattr(draft, "params") and isinstance(getattr(draft, "config", None), ModelConfig)):
         raise InputError(
             f"draft must be a model from load_model, or 'lookup', or a function, got {shown(draft)}"
@@ -262,6 +267,13 @@ def _check_draft(call: Call) -> None:
             f"prompt of {longest} tokens + max_new_tokens {new} exceeds the draft's context limit"
             f" {draft.config.context_length}"
         )
+    fixed = with_fixed_rope(draft.config, longest + new, longest + new)
+    return draft if fixed is draft.config else dataclasses.replace(draft, config=fixed)
+
+
+def _cache_name(dtype: Any) -> str:
+    """As `KVCache.dtype` names it."""
+    return dtype if dtype in KV_BITS else np.dtype(resolve_dtype(dtype)).name
 
 
 def check_prompts(config: ModelConfig, prompts: Any, name: str = "prompt") -> list[list[int]]:
