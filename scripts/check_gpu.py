@@ -9,8 +9,8 @@ for minutes.
 Runs from a bare checkout. Each section is a process of its own with a time limit: a hang, an abort or a
 broken CUDA context costs the case it happened in, at most its section. Results go to --out as they come, a
 JSON line each; the table is printed from that file at the end. Exit code 1: something is wrong, or a section
-did not come to its end (a figure below its target, or a baseline that fails, is no failure); 2: no NVIDIA GPU,
-or a package is missing, in one line; 130: interrupted, the table is printed all the same.
+did not come to its end (a figure below its target, or a baseline that fails, is no failure); 2: no GPU, or a
+package is missing, in one line; 130: interrupted, the table is printed all the same.
 """
 
 import sys
@@ -98,6 +98,8 @@ def main(argv: list[str]) -> int:
         refuse(refused)
     except KeyboardInterrupt:
         interrupted = True
+    except OSError as error:  # a full disk, say; --report shows what the file holds
+        refuse(error)
     print(f"\n{out}\n{table(read(out))}", flush=True)
     return 130 if interrupted else int(bool(records.failed))
 

@@ -92,7 +92,9 @@ def measured(plan: SimpleNamespace, kernel: str, shape: tuple, by: str, job: Cal
     most = limit(plan.tiny, kind)
     # What the card could do in 20 ms; XLA may be far from that.
     calls = 2 if plan.tiny else int(np.clip((0.005 if by == "xla" else 0.02) * most / work, 2, 200))
-    found = timed(call, in_turns(args, plan.tiny), calls, 2 if plan.tiny else 5)
+    sets = in_turns(args, plan.tiny)
+    megabytes = sum(x.nbytes for x in jax.tree.leaves(sets)) / 1e6  # where small, a cache may hold all
+    found = {"MB": megabytes} | timed(call, sets, calls, 2 if plan.tiny else 5)
     out = jax.tree.leaves(found.pop("out"))[0]
     out = out[:, 0] if kernel == "decode_attention" and out.ndim == 4 else out
     key = f"{kernel} {shape}"
@@ -233,7 +235,7 @@ def at_shape(plan: SimpleNamespace, kernel: str, impl: str, model: str) -> dict[
         case = attention_case(draws, *most, H, N // K, K=K)
         case = decoding(case) if kernel == "decode_attention" else case
     else:
-        case = argmax_case(draws, 5, V) if kernel == "argmax" else lm_head_case(draws, 32, D, V, 0)
+        case = argmax_case(draws, 5, V) if kernel == "argmax" else head_at_shape(plan.seed, 32, D, V)
     return compared(plan, kernel, impl, "float32" if kernel == "argmax" else "bfloat16", [case])
 
 
@@ -309,6 +311,15 @@ def lm_head_case(draws: np.random.Generator, B: int, D: int, V: int, nans: int) 
     weight_VD = draws.integers(-1, 2, (V, D)).astype(np.float32)[np.arange(V) % -(-V // 2)]
     weight_VD[V // 3 : V // 3 + nans] = np.nan
     return (draws.integers(-1, 2, (B, D)).astype(np.float32) / 8, weight_VD), {}
+
+
+def head_at_shape(seed: int, B: int, D: int, V: int) -> tuple[tuple, dict]:
+    """The same on the device: on the host, numbers of this many take longer to make than to check."""
+    x_BD, weight_VD = (
+        jax.random.randint(jax.random.key(seed, impl="rbg"), shape, -1, 2).astype(jnp.float32)
+        for shape in ((B, D), (V, D))
+    )
+    return (x_BD / 8, weight_VD[jnp.arange(V) % -(-V // 2)]), {}
 
 
 def odd(plan: SimpleNamespace) -> Iterator[Case]:

@@ -265,10 +265,15 @@ def _operations(run: Run, impl: str | None) -> Counter:
 
     token_B = jax.ShapeDtypeStruct((1,), jnp.int32)
     text = jax.jit(step, donate_argnums=2).lower(params, token_B, kv_cache).compile().as_text()
-    entry = text[text.index("\nENTRY ") :]
-    kinds = re.findall(r"^  (?:ROOT )?%?[\w.-]+ = .*? ([a-z][\w-]*)\(", entry, re.MULTILINE)
-    free = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
-    return Counter(kind for kind in kinds if kind not in free)
+    operation = re.compile(r"  (?:ROOT )?%?[\w.-]+ = .*? ([a-z][\w-]*)\(")
+    kinds, launched = Counter(), False
+    for line in text.splitlines():
+        if line and not line[0].isspace():  # a computation begins; those of fusions launch nothing themselves
+            launched = line.startswith("ENTRY ") or "command_buffer" in line
+        elif launched and (found := operation.match(line)):
+            kinds[found[1]] += 1
+    free = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "call")
+    return Counter({kind: n for kind, n in kinds.items() if kind not in free})
 
 
 def profile(plan: SimpleNamespace, name: str) -> dict[str, Any]:

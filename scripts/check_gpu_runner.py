@@ -65,7 +65,8 @@ class Records:
         self._file.flush()
         os.fsync(self._file.fileno())
         self.kept.append(record)
-        print(f"{record.get('section', '')}: {words(record)}", flush=True)
+        with contextlib.suppress(OSError):  # whoever read this has gone; the file is what counts
+            print(f"{record.get('section', '')}: {words(record)}", flush=True)
 
     @property
     def failed(self) -> list[dict[str, Any]]:
@@ -153,8 +154,12 @@ class _Child:
         end, lines = time.monotonic() + seconds, queue.Queue(1000)
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         process = subprocess.Popen(command, env=env, process_group=0, **pipes)
-        for pipe, put in ((process.stdout, lines.put), (process.stderr, self.stderr.append)):
-            threading.Thread(target=_read, args=(pipe, put), daemon=True).start()
+        readers = [
+            threading.Thread(target=_read, args=(pipe, put), daemon=True)
+            for pipe, put in ((process.stdout, lines.put), (process.stderr, self.stderr.append))
+        ]
+        for reader in readers:
+            reader.start()
         try:
             code = self._listen(process, lines, end)
         finally:
@@ -162,6 +167,7 @@ class _Child:
                 os.killpg(process.pid, signal.SIGKILL)  # what it started, too
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)  # a driver may hold it for longer
+            readers[1].join(1)
         if self.ended:
             return DONE
         if code is None:
