@@ -22,6 +22,7 @@ if _lacking := missing(("absl", "jax", "numpy")):
     sys.exit(2)
 
 import contextlib  # noqa: E402
+import dataclasses  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import signal  # noqa: E402
@@ -109,7 +110,12 @@ def chosen() -> list[Section]:
     if unknown := set(ONLY.value) - names:
         refuse(ValueError(f"--sections knows {', '.join(s.name for s in SECTIONS)}, got {unknown.pop()!r}"))
     wanted = (set(ONLY.value) or names - {"tune"}) | ({"tune"} if TUNE.value else set())
-    return [section for section in SECTIONS if section.name in wanted]
+    slower = 4 if TINY.value else 1
+    return [
+        dataclasses.replace(section, seconds=slower * section.seconds)
+        for section in SECTIONS
+        if section.name in wanted
+    ]
 
 
 def command(section: Section, first: int, seconds: float) -> list[str]:

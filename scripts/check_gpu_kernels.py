@@ -203,10 +203,10 @@ def pallas_mha(q, k, v, start_B, length_B, *, tiny: bool) -> tuple[Callable, tup
 
 
 def pallas_mosaic(q, k, v, start_B, length_B, *, tiny: bool) -> tuple[Callable, tuple]:
-    """JAX's own kernel for Hopper, which scales nothing itself."""
+    """JAX's own kernel for Hopper; it scales nothing, and its tiles are float16 whatever it is given."""
     module = _module("attention_mgpu")
     config = module.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=True)
-    q, k, v = _their_layout(q * q.shape[-1] ** -0.5, k, v)
+    q, k, v = _their_layout(*(x.astype(jnp.float16) for x in (q * q.shape[-1] ** -0.5, k, v)))
     return lambda q, k, v: module.attention(q, k, v, config), (q, k, v)
 
 
