@@ -30,7 +30,7 @@ def main() -> None:
     import check_gpu_models
 
     if plan.section == "machine" and not plan.tiny and (why := check_gpu_measure.unusable()):
-        say(event="refuse", why=why)
+        return say(event="refuse", why=why)
     sections = {"machine": check_gpu_measure.machine} | check_gpu_kernels.SECTIONS | check_gpu_models.SECTIONS
     for number, case in enumerate(sections[plan.section](plan)):
         if number < plan.first:
@@ -41,9 +41,9 @@ def main() -> None:
             continue
         say(event="begin", **named)
         found = outcome(case)
-        broken = "error" in found and not sound()
-        say(event="result", **named, **found, leaving=broken)
-        if broken:
+        say(event="result", **named, **found)
+        if "error" in found and not sound():
+            say(event="leaving")
             os._exit(LEAVING)
     say(event="end")
     os._exit(0)  # no tear-down, which may hang too

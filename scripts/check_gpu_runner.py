@@ -3,8 +3,8 @@ record as it comes; the table of such a file.
 
 Standard library alone, so that it runs, and can be tested, without JAX and without a GPU. A child prints a
 JSON object per line on standard output: `{"event": "begin", "case": 0, "name": …}` before each case,
-`"result"` with the same after it, `"end"` when it is through, `"refuse"` with a `why` where nothing here can
-run at all. What else it prints there is counted and shown, never obeyed.
+`"result"` with the same after it, `"leaving"` where the next case had better have a new process, `"end"` when
+it is through, `"refuse"` with a `why` where nothing here can run at all. What else it prints there is counted and shown, never obeyed.
 """
 
 import contextlib
@@ -35,7 +35,6 @@ _OWN = (
     "optional",
     "shape",
     "by",
-    "leaving",
     "traceback",
 )  # not figures
 _PIP = {"absl": "absl-py", "jax": "'jax[cuda13]'"}
@@ -197,10 +196,10 @@ class _Child:
         if event == "begin":
             self.begun, self.reached = message, message["case"]
         elif event == "result":
-            self.begun, self.leaving = None, bool(message.pop("leaving", False))
+            self.begun = None
             self.records.add(event="result", section=self.section, **message)
-        elif event == "end":
-            self.ended = True
+        elif event in ("leaving", "end"):
+            self.leaving, self.ended = event == "leaving", event == "end"
         else:
             self.garbage += 1
             if self.garbage == 1:
@@ -232,7 +231,9 @@ def _message(line: bytes) -> dict[str, Any]:
         return {}
     of_case = isinstance(message.get("case"), int) and isinstance(message.get("name"), str)
     event = message.get("event")
-    return message if event in ("end", "refuse") or event in ("begin", "result") and of_case else {}
+    return (
+        message if event in ("end", "leaving", "refuse") or event in ("begin", "result") and of_case else {}
+    )
 
 
 # --- the table ----------------------------------------------------------------------------------------------

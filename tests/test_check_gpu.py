@@ -44,6 +44,8 @@ CHILDREN = {
     "exits": "sys.exit(0)",
     "garbage": "os.write(1, b'{\"event\": \"res\\n\\xff\\x00\\n[1]\\n' + b'[' * 90000 + b'\\n');"
     " say(event='result', case=1, name='case 1', ok=True); good(2); say(event='end')",
+    "leaves": "say(event='result', case=1, name='case 1', ok=None, error='CUDA_ERROR_ILLEGAL_ADDRESS');"
+    " say(event='leaving'); sys.exit(70)",
     "leaves a child": "import subprocess; subprocess.Popen(['sleep', '600']); os._exit(4)",
 }
 
@@ -109,6 +111,13 @@ def test_a_child_that_dies_costs_the_case_it_was_in(tmp_path, name, error, stder
 def test_a_baseline_that_dies_is_no_failure(tmp_path):
     found, records = run(tmp_path, ["optional aborts"])
     assert found["optional aborts"][1]["error"] == "killed by signal 6" and not records.failed
+
+
+def test_a_child_that_leaves_is_followed_by_another(tmp_path):
+    """As after an error that ends the CUDA context."""
+    found, records = run(tmp_path, ["leaves"])
+    assert [record["name"] for record in found["leaves"]] == ["case 0", "case 1", "case 2", "done"]
+    assert not records.failed
 
 
 def test_garbage_is_counted_and_shown_and_believed_in_nothing(tmp_path):
@@ -186,7 +195,7 @@ def check_gpu(*flags: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     """The script in a process that sees no GPU."""
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(ROOT / "scripts" / "check_gpu.py"), *flags]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
 
 def test_without_gpu_it_says_so(tmp_path):
