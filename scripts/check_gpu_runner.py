@@ -4,7 +4,8 @@ record as it comes; the table of such a file.
 Standard library alone, so that it runs, and can be tested, without JAX and without a GPU. A child prints a
 JSON object per line on standard output: `{"event": "begin", "case": 0, "name": …}` before each case,
 `"result"` with the same after it, `"leaving"` where the next case had better have a new process, `"end"` when
-it is through, `"refuse"` with a `why` where nothing here can run at all. What else it prints there is counted and shown, never obeyed.
+it is through, `"refuse"` with a `why` where nothing here can run at all. What else it prints there is counted
+and shown, never obeyed.
 """
 
 import contextlib
@@ -229,11 +230,12 @@ def _message(line: bytes) -> dict[str, Any]:
         return {}
     if not isinstance(message, dict) or "section" in message:
         return {}
-    of_case = isinstance(message.get("case"), int) and isinstance(message.get("name"), str)
     event = message.get("event")
-    return (
-        message if event in ("end", "leaving", "refuse") or event in ("begin", "result") and of_case else {}
-    )
+    if event in ("begin", "result"):
+        known = isinstance(message.get("case"), int) and isinstance(message.get("name"), str)
+    else:
+        known = event in ("leaving", "end", "refuse")
+    return message if known else {}
 
 
 # --- the table ----------------------------------------------------------------------------------------------
