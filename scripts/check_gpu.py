@@ -11,6 +11,9 @@ code 1: a check failed (a figure below its target is no failure), 2: no NVIDIA G
 JAX_COMPILATION_CACHE_DIR set, a second run compiles less.
 """
 
+from one_line import refuse, start
+
+# isort: split
 import faulthandler
 import importlib
 import itertools
@@ -26,9 +29,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 from jax import lax
-from one_line import parse, refuse
 
 import kernels_pallas
 import xinfer_jax as xj
@@ -556,4 +558,4 @@ def generation(plan: SimpleNamespace, model: str, rows: int, impl: str | None, t
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse)
+    start(main)
