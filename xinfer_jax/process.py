@@ -101,9 +101,10 @@ def finish(name: str, work: Callable[[], int | None]) -> NoReturn:
         sys.stdout.reconfigure(errors="replace")
     with one_line_warnings(name):
         try:
-            write("")  # a closed standard output is found before the work is done
+            if sys.stdout is None:
+                raise InputError("standard output is closed: there is nowhere to write the answer to")
             code = work() or 0
-            write("")  # and a full one before the end
+            write("")  # what was only printed has to arrive too
         except KeyboardInterrupt:
             code = 130
         except BrokenPipeError:  # whoever reads us has gone; nobody is left to tell
