@@ -2,22 +2,27 @@
 checkout where it is not installed, and Ctrl-C while the rest is imported ends them with 130.
 """
 
+import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
-from absl import app, flags, logging
-
-HERE = Path(__file__).resolve().parent
+HERE, STARTED = Path(__file__).resolve().parent, Path(sys.argv[0])
 sys.path.insert(1, str(HERE.parent))
 
-from xinfer_jax import process, terminal  # noqa: E402
-from xinfer_jax.errors import InputError, one_line  # noqa: E402
+from xinfer_jax import process  # noqa: E402
 
-NAME = Path(sys.argv[0]).stem
-if Path(sys.argv[0]).resolve().parent == HERE:  # not where a test imports a program
+if STARTED.resolve().parent == HERE:  # not where a test imports a program
     process.catch_interrupts()
+    # For the processes that programs start.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[1], os.environ.get("PYTHONPATH")]))
+
+from collections.abc import Callable  # noqa: E402
+from typing import NoReturn  # noqa: E402
+
+from absl import app, flags, logging  # noqa: E402
+
+from xinfer_jax.errors import InputError, one_line  # noqa: E402
+from xinfer_jax.terminal import status  # noqa: E402
 
 
 def start(main: Callable[[list[str]], int | None]) -> None:
@@ -27,13 +32,13 @@ def start(main: Callable[[list[str]], int | None]) -> None:
 
     def work(argv: list[str]) -> None:
         logging.set_verbosity(logging.WARNING)  # not jax's search for back ends
-        process.run(lambda: process.finish(NAME, lambda: main(argv)))
+        process.run(lambda: process.finish(STARTED.stem, lambda: main(argv)))
 
     app.run(work, flags_parser=parse)
 
 
 def refuse(error: Exception) -> NoReturn:
-    terminal.status.say(f"{NAME}: {one_line(error)}")
+    status.say(f"{STARTED.stem}: {one_line(error)}")
     sys.exit(2)
 
 
