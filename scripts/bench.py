@@ -14,6 +14,9 @@ likewise with (2 x non-embedding weights x tokens + attention + one vocabulary r
 JSON object. Exit code 1: a case failed, 2: bad flags, or nothing could be served.
 """
 
+from one_line import start
+
+# isort: split
 import importlib.metadata
 import itertools
 import json
@@ -30,11 +33,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
 from bench_limits import AnonymousPeak, Limits, bytes_per_pass, decode_work, prefill_work, spread, startup
 from bench_plot import HEADER, case_lines, cost_by_position, draw, row_line, startup_lines
 from bench_shapes import hf_config
-from one_line import parse, refuse
 
 import xinfer_jax as xj
 from xinfer_jax.config import from_hf
@@ -249,13 +251,9 @@ def _emit(kind: str, value: Any, **more: Any) -> None:
 
 
 def main(argv: list[str]) -> None:
-    logging.set_verbosity(logging.WARNING)  # not jax's search for back ends
-    try:
-        _check()
-        if WORKER.value:
-            return _work(*WORKER.value.split(":"))
-    except xj.InputError as error:
-        refuse(error)
+    _check()
+    if WORKER.value:
+        return _work(*WORKER.value.split(":"))
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")} | {
         "python": platform.python_version()
     }
@@ -352,4 +350,4 @@ def _case(dtype: str, quantize: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse)
+    start(main)

@@ -8,13 +8,15 @@ ids to token ids, the prompt's pass included; the first call of each process, wh
 apart. Ratios are taken within a round.
 """
 
+from one_line import start
+
+# isort: split
 import json
 
 import bench_peers as peers
-from absl import app, flags
+from absl import flags
 from bench_beam_runners import BEAM_ENGINES
 from bench_peers import BATCHES, CONFIG, LENGTHS, NEW, THREADS, median, numbers
-from one_line import parse, refuse
 
 from xinfer_jax.errors import InputError
 
@@ -32,13 +34,6 @@ for flag, default in (
 
 
 def main(argv: list[str]) -> None:
-    try:
-        run()
-    except InputError as error:
-        refuse(error)
-
-
-def run() -> None:
     wanted, pythons = peers.engines(), peers.interpreters()
     if other := [name for name in wanted if name.split(":")[0] not in BEAM_ENGINES]:
         raise InputError(
@@ -124,4 +119,4 @@ def report(
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse)
+    start(main)

@@ -13,6 +13,9 @@ medians are printed. transformers runs eagerly: not compiled, its cache growing.
 its weights are in the resident memory, not in the anonymous.
 """
 
+from one_line import start
+
+# isort: split
 import hashlib
 import json
 import os
@@ -29,10 +32,9 @@ from pathlib import Path
 import jax
 import ml_dtypes
 import numpy as np
-from absl import app, flags
+from absl import flags
 from bench_peer_runners import ENGINES
 from bench_shapes import hf_config
-from one_line import parse, refuse
 from safetensors.numpy import save_file
 
 from xinfer_jax.config import from_hf
@@ -66,13 +68,6 @@ ORDER = ("float32", "bfloat16", "int8", "int4")
 
 
 def main(argv: list[str]) -> None:
-    try:
-        run()
-    except InputError as error:
-        refuse(error)
-
-
-def run() -> None:
     wanted, pythons = engines(), interpreters()
     lengths, batches = numbers(LENGTHS), numbers(BATCHES)
     hf = shape()
@@ -335,4 +330,4 @@ def cpu_name() -> str:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse)
+    start(main)

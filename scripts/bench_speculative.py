@@ -8,6 +8,9 @@ nothing, as with look-up. Without --config the checkpoint --model generates from
 guesses: the acceptance is then a real one.
 """
 
+from one_line import start
+
+# isort: split
 import json
 import statistics
 import sys
@@ -15,9 +18,8 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
 from bench_shapes import hf_config
-from one_line import parse, refuse
 
 import xinfer_jax as xj
 from xinfer_jax.config import from_hf
@@ -40,14 +42,11 @@ REPEATS = flags.DEFINE_integer("repeats", 3, "Turns; medians are printed.", lowe
 
 
 def main(argv: list[str]) -> None:
-    logging.set_verbosity(logging.WARNING)
-    try:
-        print(json.dumps(run()))
-    except (xj.InputError, ValueError) as error:
-        refuse(error)
+    print(json.dumps(run()))
 
 
 def run() -> dict:
+    counts, asked = numbers(DRAFT_TOKENS, int), numbers(ACCEPTANCE, float)
     if CONFIG.value:
         config = from_hf(hf_config(CONFIG.value))
         params = xj.init_params(config, jax.random.key(0), DTYPE.value, QUANTIZE.value)
@@ -61,9 +60,8 @@ def run() -> dict:
 
     plain = answer().tokens[0]
     ways = {"plain": {}}
-    for count in map(int, DRAFT_TOKENS.value):
-        rates = map(float, ACCEPTANCE.value) if CONFIG.value else [None]
-        for rate in rates:
+    for count in counts:
+        for rate in asked if CONFIG.value else [None]:
             draft = "lookup" if rate is None else spoilt(plain, len(prompt), rate, config.vocab_size)
             ways[f"{count} guesses" + ("" if rate is None else f", {rate:.0%} right")] = dict(
                 draft=draft, draft_tokens=count
@@ -108,6 +106,15 @@ def run() -> dict:
     }
 
 
+def numbers(flag: flags.FlagHolder, read: type) -> list:
+    try:
+        return [read(entry) for entry in flag.value]
+    except ValueError as error:
+        raise xj.InputError(
+            f"--{flag.name}={','.join(flag.value)}: give numbers, with commas between"
+        ) from error
+
+
 def spoilt(answer: list[int], start: int, rate: float, vocab_size: int):
     """A guesser that knows the answer, and errs at random."""
     right = np.random.default_rng(1).random(len(answer) + 64) < rate
@@ -118,4 +125,4 @@ def spoilt(answer: list[int], start: int, rate: float, vocab_size: int):
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse)
+    start(main)

@@ -89,7 +89,8 @@ def main(argv: list[str]) -> int:
         records = Records(out)
     except OSError as error:
         refuse(ValueError(f"--out: {error.strerror} {out}: name another file, or read it by --report"))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)  # the table is printed all the same
     interrupted = False
     try:
         records.add(event="result", section="run", name="run", **facts(sections))

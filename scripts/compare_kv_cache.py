@@ -7,6 +7,9 @@ weights: only time counts.
     python scripts/compare_kv_cache.py --plot=kv_cache.png
 """
 
+from one_line import start
+
+# isort: split
 import json
 import statistics
 import time
@@ -14,8 +17,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
-from one_line import parse
+from absl import flags
 
 import xinfer_jax as xj
 from xinfer_jax.config import from_hf
@@ -29,7 +31,6 @@ PLOT = flags.DEFINE_string("plot", None, "Write the two curves to this PNG (need
 
 
 def main(argv: list[str]) -> None:
-    logging.set_verbosity(logging.WARNING)  # not jax's search for back ends
     params, config = random_model(HIDDEN.value, LAYERS.value)
     prompt = np.random.RandomState(0).randint(0, config.vocab_size, PROMPT.value).tolist()
     with_cache, without = (curve(params, config, prompt, NEW.value, use_cache) for use_cache in (True, False))
@@ -156,4 +157,4 @@ def plot(file: str, with_cache: list[float], without: list[float]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse)
+    start(main)

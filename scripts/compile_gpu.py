@@ -8,6 +8,9 @@ One line per kernel, one JSON object as the last line. Exit code 1: something sp
 instructions it is written for; 2: the plug-in or ptxas is missing.
 """
 
+from one_line import InputError, start
+
+# isort: split
 import json
 import os
 import re
@@ -26,9 +29,8 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={DUM
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-from absl import app, flags  # noqa: E402
+from absl import flags  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
-from one_line import parse, refuse  # noqa: E402
 
 import kernels_pallas  # noqa: E402
 
@@ -47,9 +49,9 @@ SD = jax.ShapeDtypeStruct
 
 def main(argv: list[str]) -> None:
     if unknown := set(GPUS.value) - set(_CARDS):
-        refuse(ValueError(f"--gpus knows {', '.join(_CARDS)}, got {unknown.pop()!r}"))
+        raise InputError(f"--gpus knows {', '.join(_CARDS)}, got {unknown.pop()!r}")
     if not (ptxas := _ptxas()):
-        refuse(ValueError("no ptxas: pip install nvidia-cuda-nvcc, or put CUDA's bin on the PATH"))
+        raise InputError("no ptxas: pip install nvidia-cuda-nvcc, or put CUDA's bin on the PATH")
     version = (
         subprocess.run([ptxas, "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-1]
     )
@@ -59,12 +61,9 @@ def main(argv: list[str]) -> None:
         try:
             sharding = _sharding(gpu)
         except Exception as error:  # whatever a missing or foreign plug-in raises
-            refuse(
-                ValueError(
-                    f"no CUDA plug-in that compiles without a device ({error}): pip install"
-                    " 'jax[cuda13-local]'"
-                )
-            )
+            raise InputError(
+                f"no CUDA plug-in that compiles without a device ({error}): pip install 'jax[cuda13-local]'"
+            ) from error
         for name, impl, function, shapes in _cases(gpu):
             if ONLY.value in name:
                 results += _compiled(gpu, name, impl, function, shapes, sharding)
@@ -206,4 +205,4 @@ def _ptxas() -> str | None:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse)
+    start(main)

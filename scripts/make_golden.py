@@ -8,14 +8,16 @@ per case:
   float32 [len(at_I), V] greedy_I   ids that follow (absent where the case does not continue this prompt)
 """
 
+from one_line import InputError, start
+
+# isort: split
 import importlib.metadata
 import json
 import sys
 from pathlib import Path
 
 import numpy as np
-from absl import app, flags
-from one_line import parse, refuse
+from absl import flags
 
 _TESTS = Path(__file__).resolve().parents[1] / "tests"
 _OUT = flags.DEFINE_string("out", str(_TESTS / "golden"), "Directory to write to.")
@@ -47,10 +49,8 @@ def golden(cases, name: str) -> dict[str, np.ndarray]:
         else:
             break
     else:
-        refuse(
-            ValueError(
-                f"{name}: none of {_SEEDS.value} seeds will do, allow a smaller --gap or fewer --distinct ids"
-            )
+        raise InputError(
+            f"{name}: none of {_SEEDS.value} seeds will do, allow a smaller --gap or fewer --distinct ids"
         )
     versions = {
         package: importlib.metadata.version(package) for package in ("transformers", "torch", "numpy")
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> None:
 
     transformers.logging.set_verbosity_error()
     if unknown := set(_CASES.value) - cases.CASES.keys():
-        refuse(ValueError(f"unknown cases: {', '.join(sorted(unknown))}"))
+        raise InputError(f"unknown cases: {', '.join(sorted(unknown))}")
     out = Path(_OUT.value)
     out.mkdir(parents=True, exist_ok=True)
     for name in _CASES.value or cases.CASES:
@@ -92,4 +92,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse)
+    start(main)

@@ -1,27 +1,53 @@
-"""What is wrong with a program's input: one line on standard error that begins with the program's name, and
-exit code 2.
+"""What the programs beside it have in common. It comes first among their imports: it finds the package in a
+checkout where it is not installed, and Ctrl-C while the rest is imported ends them with 130.
 """
 
+import os
 import sys
 from pathlib import Path
-from typing import NoReturn
 
-from absl import flags
+HERE, STARTED = Path(__file__).resolve().parent, Path(sys.argv[0])
+sys.path.insert(1, str(HERE.parent))
+
+from xinfer_jax import process  # noqa: E402
+
+if STARTED.resolve().parent == HERE:  # not where a test imports a program
+    process.catch_interrupts()
+    # For the processes that programs start.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[1], os.environ.get("PYTHONPATH")]))
+
+from collections.abc import Callable  # noqa: E402
+from typing import NoReturn  # noqa: E402
+
+from absl import app, flags, logging  # noqa: E402
+
+from xinfer_jax.errors import InputError, one_line  # noqa: E402
+from xinfer_jax.terminal import status  # noqa: E402
+
+
+def start(main: Callable[[list[str]], int | None]) -> None:
+    """Reads the flags, runs a program and exits: 2 with one line on standard error that begins with the
+    program's name where the input is at fault, 130 at once at Ctrl-C.
+    """
+
+    def work(argv: list[str]) -> None:
+        logging.set_verbosity(logging.WARNING)  # not jax's search for back ends
+        process.run(lambda: process.finish(STARTED.stem, lambda: main(argv)))
+
+    app.run(work, flags_parser=parse)
 
 
 def refuse(error: Exception) -> NoReturn:
-    print(f"{Path(sys.argv[0]).stem}:", " ".join(str(error).split()), file=sys.stderr)
+    status.say(f"{STARTED.stem}: {one_line(error)}")
     sys.exit(2)
 
 
 def parse(argv: list[str]) -> list[str]:
-    """For `app.run(main, flags_parser=parse)`, which would print a page of usage instead. These programs take
-    flags alone.
-    """
+    """The program's name; these programs take flags alone. absl would print a page about a wrong one."""
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
         refuse(error)
     if len(rest) > 1:
-        refuse(ValueError(f"unexpected argument {rest[1]!r}: everything is a flag"))
+        refuse(InputError(f"unexpected argument {rest[1]!r}: everything is a flag"))
     return rest

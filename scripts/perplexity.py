@@ -9,6 +9,9 @@ guide to perplexity). A smaller stride is slower and closer to what the model kn
 object. Exit code 2: bad input, one line on standard error.
 """
 
+from one_line import start
+
+# isort: split
 import json
 import math
 import time
@@ -16,8 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from absl import app, flags, logging
-from one_line import parse, refuse
+from absl import flags
 
 import xinfer_jax as xj
 
@@ -41,11 +43,7 @@ _TOKENS = 4096  # about as many are scored at a time
 
 
 def main(argv: list[str]) -> None:
-    logging.set_verbosity(logging.WARNING)  # not jax's search for back ends
-    try:
-        print(json.dumps(run()))
-    except (xj.InputError, OSError, UnicodeDecodeError) as error:
-        refuse(error)
+    print(json.dumps(run()))
 
 
 def run() -> dict:
@@ -114,4 +112,4 @@ def log_probabilities(model: xj.Model, ids: list[int], window: int, stride: int)
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse)
+    start(main)

@@ -11,6 +11,9 @@ made with another seed, and what was calibrated on is left out. The last line is
 bad input, one line on standard error.
 """
 
+from one_line import start
+
+# isort: split
 import json
 import random
 import re
@@ -22,8 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import train_tiny_data as data
-from absl import app, flags, logging
-from one_line import parse, refuse
+from absl import flags
 
 import xinfer_jax as xj
 from xinfer_jax import awq
@@ -81,11 +83,7 @@ _ROWS = 16  # pieces that are scored at a time
 
 
 def main(argv: list[str]) -> None:
-    logging.set_verbosity(logging.WARNING)  # not jax's search for back ends
-    try:
-        print(json.dumps(run()))
-    except (xj.InputError, OSError, UnicodeDecodeError) as error:
-        refuse(error)
+    print(json.dumps(run()))
 
 
 def run() -> dict:
@@ -259,4 +257,4 @@ def scores(
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse)
+    start(main)

@@ -5,9 +5,13 @@
 machine with the same versions.
 """
 
+from one_line import start
+
+# isort: split
 import json
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -21,8 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import train_tiny_data as data
-from absl import app, flags
-from one_line import parse
+from absl import flags
 from safetensors.numpy import save_file
 
 import xinfer_jax as xj
@@ -232,7 +235,7 @@ Licence: Apache-2.0."""
 def main(argv: list[str]) -> None:
     output = Path(_OUTPUT.value).absolute()
     output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".train_tiny_") as name:
+    with tempfile.TemporaryDirectory(prefix="train_tiny_") as name:
         directory, start = Path(name), time.process_time()
         tokenizer = data.train_tokenizer(directory)
         settings, stream = hf_config(tokenizer), batches(tokenizer, _SEED.value, _BATCH.value)
@@ -248,9 +251,10 @@ def main(argv: list[str]) -> None:
             sys.exit(f"nothing written, below {_LEAST.value:.0%}: {low}; train with more --steps")
         (directory / "README.md").write_text(model_card(params, seconds, found), encoding="utf-8")
         for file in sorted(directory.iterdir()):
-            os.replace(file, output / file.name)
+            whole = shutil.copyfile(file, output / f".{file.name}.new")
+            os.replace(whole, output / file.name)
         print(f"{sum(file.stat().st_size for file in output.iterdir()) / 1e6:.2f} MB in {output}")
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse)
+    start(main)

@@ -11,7 +11,7 @@ import tiny
 from tiny import ANSWER, ANSWER_IDS, ASK, QUESTION
 
 import xinfer_jax as xj
-from xinfer_jax import cli
+from xinfer_jax import startup
 from xinfer_jax.text import encode_prompt
 
 STATISTICS = (
@@ -129,11 +129,25 @@ def test_beams(command, ask, good):
         "text"
     ] == ANSWER
     assert [row["score"] for row in answer["sequences"]] == wanted.scores and answer["prompt_tokens"] > 32
-    assert command(f"--model={good}", ASK, *flags) == (
-        0,
-        ANSWER + "\n",
-        f"Best of 3 sequences, score {wanted.scores[0]:.3f}\n",
-    )
+    code, out, err = command(f"--model={good}", ASK, *flags)
+    best, *costs = err.splitlines()
+    assert (code, out, best) == (0, f"{ANSWER}\n", f"Best of 3 sequences, score {wanted.scores[0]:.3f}")
+    if hasattr(wanted, "stats"):
+        assert answer["stats"]["generated_tokens"] > 0 and answer["stats"]["dtype"] == "float32"
+        for line, pattern in zip(costs, STATISTICS, strict=True):
+            assert re.fullmatch(pattern.removesuffix(r" \[(eos|length)\]"), line), line
+
+
+def test_compilation_cache_that_is_no_directory(command, good, tmp_path):
+    """It is said in one line, and the answer is right."""
+    before = jax.config.jax_compilation_cache_dir
+    (tmp_path / "file").touch()
+    try:
+        code, out, err = command(f"--model={good}", ASK, f"--compilation_cache={tmp_path / 'file'}")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert (code, out) == (0, ANSWER + "\n") and len(err.splitlines()) == 1 + len(STATISTICS)
+    assert re.match("xinfer-jax: compilation cache .*file cannot be used .* going on without it\n", err)
 
 
 def test_verbose_says_which_kernels_run(command, good, ask):
@@ -150,7 +164,7 @@ def test_dtype(command, good, monkeypatch):
         loaded.append(xj.load_model(*args, **options))
         raise xj.InputError("that will do: generating would compile another program")
 
-    monkeypatch.setattr(cli, "load_model", load_model)
+    monkeypatch.setattr(startup, "load_model", load_model)
     for dtype in ("bfloat16", "float16", "float32"):
         command(f"--model={good}", ASK, f"--dtype={dtype}")
         assert {str(leaf.dtype) for leaf in jax.tree.leaves(loaded.pop().params)} == {dtype}

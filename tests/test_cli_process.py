@@ -1,10 +1,16 @@
-"""The command line as a process of its own: entry points, encodings, readers that go away."""
+"""The command line as a process of its own: entry points, encodings, readers that go away, terminals,
+Ctrl-C.
+"""
 
+import importlib.metadata
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,6 +18,9 @@ import tiny
 from test_cli import STATISTICS
 from test_cli_refused import cut, refusal
 from tiny import ANSWER, ASK, QUESTION
+
+from xinfer_jax import cli
+from xinfer_jax.terminal import StatusLine, one_line_warnings
 
 ROOT = Path(__file__).parents[1]
 
@@ -80,3 +89,180 @@ def test_a_reader_that_has_gone_is_no_traceback(environment, good, output):
 def test_a_locale_without_the_characters(environment, good):
     run = process(environment | {"PYTHONIOENCODING": "ascii"}, "-m", "xinfer_jax", f"--model={good}", ASK)
     assert (run.returncode, run.stdout) == (0, "Yes, ??!\n") and "Traceback" not in run.stderr
+
+
+# --- standard streams ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "redirected, out, err",
+    [
+        ("--prompt=x >&-", "", "xinfer-jax: standard output is closed"),
+        ("--help >&-", "", "xinfer-jax: standard output is closed"),
+        ("--help >/dev/full", "", "xinfer-jax: standard output cannot be written .No space left"),
+        ("--prompt= 2>&-", "", ""),
+        ("--prompt= 2>/dev/full", "", ""),
+        ("<&-", "", "xinfer-jax: the prompt is empty"),
+        ("<&- >&- 2>&-", "", ""),
+    ],
+)
+def test_streams_that_are_closed_or_full(environment, redirected, out, err):
+    if "/dev/full" in redirected and not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full here")
+    run = process(environment, "-c", f"""import subprocess as s, sys
+sys.exit(s.call(sys.executable + " -m xinfer_jax " + {redirected!r}, shell=True))""")  # fmt: skip
+    assert (run.returncode, run.stdout) == (2, out)
+    assert re.match(err, run.stderr) and run.stderr.count("\n") == bool(err), run.stderr
+
+
+def test_warnings_are_lines(capsys):
+    with one_line_warnings("xinfer-jax"):
+        for module in "abc":
+            warnings.warn(
+                f"Error writing persistent compilation cache entry for '{module}': OSError: full",
+                stacklevel=1,
+            )
+        warnings.warn("two\nlines", stacklevel=1)
+    cache, other = capsys.readouterr().err.splitlines()
+    assert cache.startswith("xinfer-jax: the compilation cache") and "OSError: full" in cache
+    assert other == "xinfer-jax: two lines"
+
+
+# --- terminals ----------------------------------------------------------------------------------------------
+
+
+def test_status_line(capsys, monkeypatch):
+    status = StatusLine()
+    with status("loading"):
+        pass
+    assert capsys.readouterr().err == ""  # no terminal
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with status("loading"):
+        time.sleep(0.25)
+        status.say("a line")
+    status.say("another")
+    erase = "\x1b[K"
+    drawn, _, rest = capsys.readouterr().err.partition(f"\r{erase}a line\n")
+    assert len(re.findall(rf"\rloading \d\.\d s{re.escape(erase)}", drawn)) > 1
+    assert rest.endswith("another\n") and screen(drawn + rest) == ""
+
+
+def screen(written: str) -> str:
+    """What is left of the status lines."""
+    return re.sub(r"\r[^\r\n]*(?=\r)|\r\x1b\[K|.*\n", "", written)
+
+
+class Session:
+    """A process whose standard error is a terminal, as its input is where nothing is piped in."""
+
+    def __init__(self, environment, *args, stdin=None):
+        self._terminal, theirs = os.openpty()
+        # Where Ctrl-C is ignored (tests in the background of a shell) a child would ignore it too.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.process = subprocess.Popen(
+            [sys.executable, *map(str, args)],
+            cwd=ROOT,
+            env=environment,
+            stdin=theirs if stdin is None else stdin,
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+        )
+        signal.signal(signal.SIGINT, before)
+        os.close(theirs)
+
+    def until(self, said: str = "") -> str:
+        """What the terminal shows up to some words, or to the end."""
+        seen = ""
+        while not said or said not in seen:
+            try:
+                seen += os.read(self._terminal, 4096).decode()
+            except OSError:  # Linux says so at the end
+                break
+        assert said in seen, seen
+        return seen.replace("\r\n", "\n")
+
+    def type(self, line: str) -> None:
+        os.write(self._terminal, f"{line}\n".encode())
+
+    def interrupted(self, times: int = 1) -> tuple[int, str, str]:
+        """Ctrl-C; the exit code, and what was still written to standard output and to the terminal."""
+        for _ in range(times):
+            self.process.send_signal(signal.SIGINT)
+            time.sleep(0.01 if times > 1 else 0)
+        start = time.perf_counter()
+        out = self.process.communicate(timeout=60)[0].decode()
+        assert time.perf_counter() - start < 2  # 0.2 s on a quiet machine
+        return self.process.returncode, out, self.until()
+
+
+def test_interrupt_while_jax_is_imported(environment):
+    session = Session(environment, "-m", "xinfer_jax", "--prompt=x")
+    session.until("loading jax")
+    code, out, err = session.interrupted()
+    assert (code, out) == (130, "") and screen(err) == ""
+
+
+def test_interrupt_while_compiling(environment):
+    """Python's own handlers would wait for XLA. A second Ctrl-C changes nothing."""
+    session = Session(environment, "-m", "xinfer_jax", "--prompt=x", "--compilation_cache=")
+    session.until("compiling")
+    session.until("1.")  # seconds
+    code, out, err = session.interrupted(times=3)
+    assert (code, out) == (130, "") and "Traceback" not in err and screen(err) == ""
+
+
+def test_interrupt_while_generating(environment, good):
+    """What was written stays."""
+    session = Session(environment, "-m", "xinfer_jax", f"--model={good}", ASK, "--nouse_cache",
+                      "--min_tokens=180", "--max_tokens=190", "--compilation_cache=")  # fmt: skip
+    assert session.process.stdout.read(3) == b"Yes"
+    code, out, err = session.interrupted()
+    assert code == 130 and "Traceback" not in err and "decode:" not in err
+
+
+# --- a checkout ---------------------------------------------------------------------------------------------
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["xinfer-jax", "--version"])
+    said = capsys.readouterr().out
+    assert ended.value.code in (None, 0)
+    assert re.fullmatch(r"xinfer-jax \d+\.\d+\.\d+ \(jax (\S+), Python 3\.\d+\.\S+\)\n", said)
+    assert importlib.metadata.version("jax") in said
+
+
+@pytest.mark.parametrize(
+    "script, args, code, said",
+    [
+        ("generate.py", ["--version"], 0, r"xinfer-jax \d+\.\d+\.\d+ \(jax"),
+        ("generate.py", ["--model=/nowhere", "--prompt=x"], 2, "xinfer-jax: model '/nowhere' is neither"),
+        ("chat.py", ["--temperature=-1"], 2, "xinfer-jax-chat: --temperature=-1: give"),
+        ("compare_kv_cache.py", ["--layers=x"], 2, "compare_kv_cache: .*--layers=x"),
+    ],
+)
+def test_scripts_need_no_installed_package(tmp_path, script, args, code, said):
+    """Without site no editable install is found; what is left of sys.path has all but this checkout."""
+    elsewhere = [path for path in sys.path if path and not (Path(path) / "xinfer_jax").is_dir()]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(elsewhere)}
+    run = subprocess.run(
+        [sys.executable, "-S", ROOT / "scripts" / script, *args],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == code and re.match(said, run.stdout + run.stderr), run.stderr
+    assert (run.stdout + run.stderr).count("\n") == 1
+
+
+def test_compilation_cache_of_garbage(environment, good):
+    """jax warns of every entry, and never writes it anew; one line remains. Last, for the others share it."""
+    entries = list(Path(environment["XDG_CACHE_HOME"], "xinfer_jax").glob("*-cache"))
+    assert len(entries) > 2
+    for i, entry in enumerate(entries):
+        entry.write_bytes(entry.read_bytes()[:100] if i % 2 else b"garbage")
+    run = process(environment, "-m", "xinfer_jax", f"--model={good}", ASK, "--output=json")
+    assert (run.returncode, json.loads(run.stdout)["text"]) == (0, ANSWER)
+    assert re.fullmatch("xinfer-jax: the compilation cache has an entry that cannot be read.*\n", run.stderr)

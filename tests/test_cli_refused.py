@@ -1,15 +1,26 @@
 """What the command line refuses: one line on standard error, exit code 2; and what interrupts it."""
 
+import dataclasses
 import io
 import json
+import math
 import re
+import subprocess
 import sys
+from pathlib import Path
 
+import jax
 import pytest
 import tiny
 from tiny import ASK
 
-from xinfer_jax import cli, generation
+import xinfer_jax as xj
+from xinfer_jax import answer, cli, generation, startup
+from xinfer_jax.attention import check_impl
+from xinfer_jax.params import resolve_dtype
+from xinfer_jax.quantization import check_method
+
+ROOT = Path(__file__).parents[1]
 
 
 def refusal(result: tuple[int, str, str]) -> str:
@@ -23,43 +34,59 @@ def refusal(result: tuple[int, str, str]) -> str:
 
 BAD_FLAGS = {
     # name: (arguments, what the line says)
-    "temperature-negative": (["--temperature=-0.1"], "temperature must be 0 .* got -0.1"),
-    "temperature-nan": (["--temperature=nan"], "temperature must be .* got nan"),
-    "temperature-inf": (["--temperature=inf"], "temperature must be .* got inf"),
-    "temperature-text": (["--temperature=hot"], "--temperature=hot"),
-    "top-p-zero": (["--top_p=0"], "top_p must be above 0 .* got 0"),
-    "top-p-above-one": (["--top_p=1.5"], "top_p must be .* got 1.5"),
-    "top-p-nan": (["--top_p=nan"], "top_p must be .* got nan"),
-    "top-k-negative": (["--top_k=-1"], "top_k must be .* got -1"),
-    "top-k-too-large": ([f"--top_k={2**31}"], "top_k must be .* got 2147483648"),
-    "top-k-fraction": (["--top_k=1.5"], "--top_k=1.5"),
-    "penalty-zero": (["--repetition_penalty=0"], "repetition_penalty must be above 0"),
-    "max-tokens-zero": (["--max_tokens=0"], "--max_tokens must be at least 1, got 0"),
-    "max-tokens-negative": (["--max_tokens=-5"], "--max_tokens must be at least 1, got -5"),
-    "max-tokens-text": (["--max_tokens=abc"], "--max_tokens=abc"),
-    "max-tokens-without-value": (["--max_tokens"], "max_tokens"),
-    "seed-text": (["--seed=x"], "--seed=x"),
-    "seed-negative": (["--seed=-1"], "--seed=-1"),
+    "temperature-negative": (["--temperature=-0.1"], "--temperature=-0.1: give a number of 0 or above"),
+    "temperature-nan": (["--temperature=nan"], "--temperature=nan: give a number of 0"),
+    "temperature-inf": (["--temperature=inf"], "--temperature=inf: give"),
+    "temperature-text": (["--temperature=hot"], "--temperature=hot: give"),
+    "top-p-zero": (["--top_p=0"], "--top_p=0: give a number above 0 and at most 1"),
+    "top-p-above-one": (["--top_p=1.5"], "--top_p=1.5: give"),
+    "top-p-nan": (["--top_p=nan"], "--top_p=nan: give"),
+    "min-p-above-one": (["--min_p=2"], "--min_p=2: give a number from 0 to 1"),
+    "top-k-negative": (["--top_k=-1"], "--top_k=-1: give a whole number from 0"),
+    "top-k-too-large": ([f"--top_k={2**31}"], "--top_k=2147483648: give"),
+    "top-k-fraction": (["--top_k=1.5"], "--top_k=1.5: give"),
+    "penalty-zero": (["--repetition_penalty=0"], "--repetition_penalty=0: give a number above 0"),
+    "penalty-infinite": (["--presence_penalty=inf"], "--presence_penalty=inf: give a number that is finite"),
+    "max-tokens-zero": (["--max_tokens=0"], "--max_tokens=0: give a whole number from 1"),
+    "max-tokens-negative": (["--max_tokens=-5"], "--max_tokens=-5: give"),
+    "max-tokens-text": (["--max_tokens=abc"], "--max_tokens=abc: give"),
+    "max-tokens-too-large": (["--max_tokens=" + "9" * 20], "--max_tokens=9{20}: give"),
+    "max-tokens-of-5000-digits": (["--max_tokens=" + "9" * 5000], "--max_tokens=9+ … .*: give"),
+    "max-tokens-of-two-lines": (["--max_tokens=1\n2"], "--max_tokens=1 2: give"),
+    "max-tokens-without-value": (["--max_tokens"], "Missing value for flag --max_tokens"),
+    "seed-text": (["--seed=x"], "--seed=x: give"),
+    "seed-negative": (["--seed=-1"], "--seed=-1: give a whole number from 0 to 4294967295"),
     "seed-too-large": ([f"--seed={2**70}"], "--seed="),
-    "raw-text": (["--raw=maybe"], "--raw=maybe"),
-    "output-xml": (["--output=xml"], "--output must be text or json, got 'xml'"),
-    "unknown-flag": (["--max_token=5"], "Unknown command line flag 'max_token'.*--help"),
+    "raw-text": (["--raw=maybe"], "--raw=maybe: give true or false"),
+    "output-xml": (["--output=xml"], "--output=xml: give text or json"),
+    "dtype-unknown": (["--dtype=int8"], "--dtype=int8: give float32, bfloat16 or float16"),
+    "dtype-empty": (["--dtype="], "--dtype=: give float32"),
+    "quantize-unknown": (["--quantize=int3"], "--quantize=int3: give int8 or int4"),
+    "impl-unknown": (["--impl=fast"], "--impl=fast: give mosaic, triton, xla or interpret"),
+    "cache-dtype-unknown": (["--cache_dtype=x"], "--cache_dtype=x: give int8, int4, gear"),
+    "model-empty": (["--model="], "--model=: give a directory or a hub name"),
+    "unknown-flag": (["--max_token=5"], "flag 'max_token'. Did you mean --max_tokens.*--help"),
     "unknown-short-flag": (["-x"], "Unknown command line flag 'x'"),
+    "unknown-long-flag": (["--" + "a" * 3000], "Unknown command line flag 'aaa"),
     "positional": (["Really?"], "unexpected argument 'Really\\?': give the prompt with --prompt"),
-    "flagfile-absent": (["--flagfile=/no/such/file"], "/no/such/file"),
-    "no-beams": (["--num_beams=0"], "--num_beams=0"),
+    "a-file-of-flags": (["--flagfile=/dev/zero"], "flagfile"),
+    "logprobs-negative": (["--logprobs=-1"], "--logprobs=-1: give"),
+    "stop-empty": (["--stop="], "--stop=: give some text"),
+    "no-beams": (["--num_beams=0"], "--num_beams=0: give"),
+    "length-penalty-nan": (["--num_beams=2", "--length_penalty=nan"], "--length_penalty=nan: give"),
     "early-stopping-unknown": (
         ["--num_beams=2", "--early_stopping=soon"],
-        "early_stopping=soon.*true.false.never",
+        "--early_stopping=soon: give true, false or never",
     ),
     "beams-and-a-draft": (["--num_beams=2", "--draft=lookup"], "--draft does not go with --num_beams=2"),
     "beams-and-a-stop": (["--num_beams=2", "--stop=x"], "--stop does not go with --num_beams=2"),
     "beams-without-cache": (["--num_beams=2", "--nouse_cache"], "--use_cache does not go with --num_beams=2"),
     "length-penalty-alone": (["--length_penalty=2"], "--length_penalty does not go with --num_beams=1"),
-    "impl-unknown": (
-        ["--impl=fast"],
-        "impl must be None or one of mosaic, triton, xla, interpret, got 'fast'",
-    ),
+    "no-guesses": (["--draft=lookup", "--draft_tokens=0"], "--draft_tokens=0: give"),
+    "very-many-guesses": (["--draft=lookup", "--draft_tokens=100000"], "--draft_tokens=100000: give"),
+    "guesses-of-nobody": (["--draft_tokens=5"], "--draft_tokens=5 does nothing without --draft"),
+    "draft-without-cache": (["--draft=lookup", "--nouse_cache"], "--draft needs the cache"),
+    "raw-with-system": (["--raw", "--system=y"], "--raw takes the prompt as it is"),
     "empty-prompt": (["--prompt="], "the prompt is empty"),
     "blank-prompt": (["--prompt= \n\t"], "the prompt is empty"),
 }
@@ -68,13 +95,110 @@ BAD_FLAGS = {
 @pytest.mark.parametrize("name", BAD_FLAGS)
 def test_bad_flags_are_refused_before_a_model_is_loaded(command, monkeypatch, name):
     args, message = BAD_FLAGS[name]
-    monkeypatch.setattr(cli, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(answer, "load", lambda *_: pytest.fail("a model was loaded"))
     assert re.search(message, refusal(command(ASK, *args)))
+
+
+def test_flags_have_the_ranges_of_the_library():
+    """What is said twice, once without jax, is the same."""
+    edges = [-math.inf, -1, -1e-9, 0, 1e-9, 0.5, 1, 1 + 1e-9, 2, 2**31 - 1, 2**31, math.inf, math.nan]
+    names = {f.name: f.name for f in dataclasses.fields(xj.SamplingConfig)} | {"min_new_tokens": "min_tokens"}
+    compared = {field: flag for field, flag in names.items() if flag in cli.PROGRAM.values}
+    assert len(compared) == 10
+    for field, flag in compared.items():
+        for value in edges:
+            text = str(value) if value % 1 else str(int(value))
+            assert accepted(cli.PROGRAM.values[flag].parser.parse, text) == accepted(
+                xj.SamplingConfig(**{field: value}).validate
+            ), (flag, value)
+    for flag, check in (("impl", known_impl), ("quantize", check_method), ("dtype", resolve_dtype)):
+        for value in ("mosaic", "triton", "xla", "interpret", "int8", "int4", "gear", "float32", "bfloat16",
+                      "float16", "float64", "", "None"):  # fmt: skip
+            parse = cli.PROGRAM.values[flag].parser.parse
+            assert accepted(parse, value) == accepted(check, value), (flag, value)
+
+
+def known_impl(name: str) -> None:
+    try:
+        check_impl(name)
+    except xj.InputError as error:
+        if "one of" in str(error):  # not: this machine lacks it
+            raise
+
+
+def accepted(check, *args) -> bool:
+    try:
+        check(*args)
+    except ValueError:
+        return False
+    return True
+
+
+def test_flags_are_refused_without_jax():
+    """Nothing else would make it quick to say what is wrong: each in a process would import 2 s of jax."""
+    program = """
+import sys
+from xinfer_jax import chat, cli
+for main in cli.main, chat.main:
+    for args in "--max_token=5", "--max_tokens=abc", "--temperature=-1", "--version", "--help", "x":
+        try:
+            main(["x", args])
+        except SystemExit as end:
+            print(end.code, end=" ", file=sys.stderr if end.code else sys.stdout)
+try:
+    cli.main(["x", "--prompt= "])
+except SystemExit as end:
+    print(end.code, file=sys.stderr)
+assert "jax" not in sys.modules and "numpy" not in sys.modules
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr
+    lines = run.stderr.splitlines()
+    assert len(lines) == 10 and all(": " in line for line in lines[:9])
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (MemoryError("Unable to allocate 5 TiB"), "out of memory .*5 TiB.*fewer bytes"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"), "out of memory"),
+        (RuntimeError("Unable to initialize backend 'tpu': none"), "'tpu'.*JAX_PLATFORMS"),
+        (PermissionError(13, "Permission denied", "x.safetensors"), "Permission denied: 'x.safetensors'"),
+    ],
+    ids=["memory", "device-memory", "backend", "file"],
+)
+def test_what_the_machine_refuses_is_one_line(command, monkeypatch, error, said):
+    def load_model(*_, **__):
+        raise error
+
+    monkeypatch.setattr(startup, "load_model", load_model)
+    assert re.search(said, refusal(command(ASK)))
+
+
+def test_a_fault_of_ours_keeps_its_traceback(monkeypatch):
+    def load_model(*_, **__):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(startup, "load_model", load_model)
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main(["xinfer-jax", "--compilation_cache=", "--prompt=x"])
 
 
 @pytest.mark.parametrize("stdin", ["", "\n \n"], ids=["empty", "blank"])
 def test_empty_standard_input(command, good, stdin):
     assert "the prompt is empty" in refusal(command(f"--model={good}", stdin=stdin))
+
+
+def test_standard_input_without_an_end(capsys, monkeypatch):
+    class Endless(io.StringIO):
+        def read(self, size=-1):
+            assert size >= 0
+            return "x" * size
+
+    monkeypatch.setattr(sys, "stdin", Endless())
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["xinfer-jax", "--compilation_cache="])
+    assert "give a shorter prompt" in refusal((caught.value.code, *capsys.readouterr()))
 
 
 def test_standard_input_that_is_closed_or_no_text(capsys, monkeypatch, good):
@@ -171,20 +295,11 @@ def test_empty_directory(command, tmp_path):
         ),
         (["--prompt=x", "--max_tokens=256"], "max_new_tokens 256 exceeds the model's context limit 256"),
         (["--prompt=a\udcffb"], "only valid Unicode text"),
-        (["--prompt=x", "--raw", "--system=y"], "raw .* system message"),
-        (
-            ["--prompt=x", "--dtype=int8"],
-            "dtype 'int8' is not supported: use one of float32, bfloat16, float16",
-        ),
-        (["--prompt=x", "--dtype="], "dtype '' is not supported"),
     ],
     ids=[
         "prompt-over-context",
         "tokens-over-context",
         "half-a-surrogate",
-        "raw-with-system",
-        "dtype",
-        "empty-dtype",
     ],
 )
 def test_refused_before_anything_is_traced(command, good, monkeypatch, args, message):
@@ -203,8 +318,5 @@ def test_interrupt(command, good, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "load_model", interrupted)
+    monkeypatch.setattr(startup, "load_model", interrupted)
     assert command(f"--model={good}", "--prompt=x") == (130, "", "")
-
-
-# --- help ---------------------------------------------------------------------------------------------------

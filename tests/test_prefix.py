@@ -1,10 +1,6 @@
-"""A cache kept between calls, in memory and in files, and the chat that lives on it."""
+"""A cache kept between calls, in memory and in files."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,7 +9,6 @@ import tiny
 
 import xinfer_jax as xj
 
-ROOT = Path(__file__).parents[1]
 FIRST, MORE = ([1, 2, 3, 4, 5], [7, 8, 9]), ([11, 12], [13, 14, 15, 16])
 
 
@@ -115,39 +110,3 @@ def test_refused(model):
             run(model, prompts, prefix=prefix, **given)
     with pytest.raises(xj.InputError, match="keep_prefix with best_of=2"):
         run(model, FIRST, keep_prefix=True, best_of=2)
-
-
-def chat(said: str, *flags: str) -> subprocess.CompletedProcess:
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-    }
-    command = [sys.executable, "scripts/chat.py", *flags]
-    return subprocess.run(command, cwd=ROOT, env=env, input=said, capture_output=True, text=True, timeout=300)
-
-
-@pytest.mark.slow
-def test_chat():
-    question = "What is the capital of France?\n"
-    done = chat(
-        question * 5 + "/nonsense\n/reset\n" + question, "--stats", "--max_tokens=16", "--capacity=128"
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0] == "The capital of France is Paris." and lines[-2] == lines[0], (
-        "forgotten means as at first"
-    )
-    assert lines[1].startswith("[26 of 26 tokens read") and lines[-1].startswith("[26 of 26 tokens read")
-    read, held = map(int, lines[3].split(" tokens")[0].strip("[").split(" of "))
-    assert read < held / 2
-    assert any("earliest exchanges no longer fit in 128 tokens" in line for line in lines)
-    assert "/nonsense: there are /exit, /reset and /stats" in lines
-
-
-def test_chat_refuses_in_one_line():
-    done = chat("", "--capacity=20", "--max_tokens=30")
-    assert (
-        done.returncode == 2
-        and done.stderr
-        == "chat: --max_tokens=30 leaves no room for a question in a capacity of 20: lower it\n"
-    )

@@ -17,7 +17,8 @@ ORDER = (
     "rounding", "params", "layers", "experts", "kv", "attention", "cache", "model", "awq", "greedy",
     "processors", "biases", "sampling", "logprobs", "stats", "decode", "speculative", "fingerprint", "prefix",
     "options", "batch", "generation", "beam", "scoring", "files", "tokenizer", "quantized_files", "loading",
-    "text", "cli",
+    "text", "terminal", "process",
+    "program", "startup", "answer", "talk", "cli", "chat",
 )  # fmt: skip
 TOP = ("__init__", "__main__")  # above all of them
 MODULES = sorted(path.stem for path in (ROOT / "xinfer_jax").glob("*.py"))
@@ -70,13 +71,23 @@ def test_every_file_says_what_it_is(path):
     assert (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").strip()
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("*.py")), ids=lambda path: path.name)
-def test_programs_refuse_bad_flags_in_one_line(path):
-    text = path.read_text(encoding="utf-8")
-    assert (
-        text.count("    app.run(") == text.count("    app.run(main, flags_parser=parse)")
-        and "UsageError" not in text
-    )
+def test_programs_start_in_one_way():
+    """scripts/one_line.py is imported first (it finds the package, and minds Ctrl-C from then on) and starts
+    each program that has flags: it refuses wrong ones in one line.
+    """
+    trees = {
+        path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "scripts").glob("*.py")
+    }
+    flagged = {name for name, tree in trees.items() if "flags.DEFINE_" in ast.unparse(tree)}
+    assert {"bench", "check_gpu", "compare_kv_cache", "perplexity", "quantize", "train_tiny"} <= flagged
+    flagged.remove("check_gpu")  # asks for packages first, and prints its table when it is interrupted
+    for name in flagged | {"chat", "generate"}:
+        first = next(node for node in trees[name].body if isinstance(node, ast.Import | ast.ImportFrom))
+        assert "one_line" in ast.unparse(first), name
+    for name in flagged:
+        assert ast.unparse(trees[name].body[-1].body) == "start(main)", name
+        names = {node.id for node in ast.walk(trees[name]) if isinstance(node, ast.Name)}
+        assert not {"app", "refuse"} & names, f"{name}: raise InputError, one_line.start says it"
 
 
 @pytest.mark.parametrize("name", xj.__all__)

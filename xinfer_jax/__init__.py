@@ -5,8 +5,8 @@ its flags before jax is there.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # as a type checker reads it; typing would be most of what this import costs
 if TYPE_CHECKING:
     from .beam import BeamOutput as BeamOutput, beam_search as beam_search
     from .cache import KVCache as KVCache, init_cache as init_cache
@@ -59,7 +59,7 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_HOME[name]}", __name__), name)

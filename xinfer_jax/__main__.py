@@ -1,5 +1,34 @@
-"""`python -m xinfer_jax`: the same as the installed command `xinfer-jax`."""
+"""The processes: `xinfer-jax`, which `python -m xinfer_jax` is too, and `xinfer-jax-chat`."""
 
-from .cli import main
+import os
+import signal
+import sys
 
-main()
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # at once; `run` knows better what to do
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
+from .process import run  # noqa: E402
+
+
+def main() -> None:
+    run(_main)
+
+
+def chat() -> None:
+    run(_chat)
+
+
+def _main() -> None:
+    from . import cli  # only here: Ctrl-C is caught by now
+
+    cli.main(sys.argv)
+
+
+def _chat() -> None:
+    from . import chat as command
+
+    command.main(sys.argv)
+
+
+if __name__ == "__main__":
+    main()
