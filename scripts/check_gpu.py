@@ -363,9 +363,7 @@ def identities(report: Report, plan: SimpleNamespace) -> None:
     def ask(
         impl: str | None, rows: int | None = None, generate: Callable = xj.generate, **sampling: float
     ) -> Any:
-        options = xj.GenerateOptions(
-            max_new_tokens=plan.new, impl=impl, sampling=xj.SamplingConfig(**sampling)
-        )
+        options = xj.GenerateOptions(plan.new, xj.SamplingConfig(**sampling), eos_token_ids=(), impl=impl)
         return generate(params, config, prompts[:rows], options, key=jax.random.key(0))
 
     want = ask("xla").tokens
@@ -546,7 +544,7 @@ def generation(plan: SimpleNamespace, model: str, rows: int, impl: str | None, t
     """
     params, config = load(model, plan.dtype)
     prompts = np.random.default_rng(0).integers(0, config.vocab_size, (rows, plan.tokens[0])).tolist()
-    options = xj.GenerateOptions(max_new_tokens=plan.tokens[1], impl=impl)
+    options = xj.GenerateOptions(plan.tokens[1], eos_token_ids=(), impl=impl)
     _, out = (xj.generate(params, config, prompts, options) for _ in range(2))
     stats, embedding = out.stats, 0 if config.tie_word_embeddings else params["embed"]["weight"].nbytes
     share = (stats.weight_bytes - embedding) / stats.tpot_seconds / plan.limits["bytes"]

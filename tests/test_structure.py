@@ -13,10 +13,10 @@ import xinfer_jax as xj
 ROOT = Path(__file__).parents[1]
 # A module imports only modules to its left. A new module takes its place here.
 ORDER = (
-    "errors", "settings", "rope_config", "families", "config", "products", "quantization", "rounding",
-    "params", "layers", "experts", "kv", "attention", "cache", "model", "awq", "greedy", "processors",
-    "sampling", "logprobs", "stats", "decode", "speculative", "prefix", "options", "batch", "generation",
-    "beam", "scoring", "files", "tokenizer", "quantized_files", "loading", "text", "cli",
+    "errors", "brief", "settings", "rope_config", "families", "config", "products", "quantization",
+    "rounding", "params", "layers", "experts", "kv", "attention", "cache", "model", "awq", "greedy",
+    "processors", "sampling", "logprobs", "stats", "decode", "speculative", "prefix", "options", "batch",
+    "generation", "beam", "scoring", "files", "tokenizer", "quantized_files", "loading", "text", "cli",
 )  # fmt: skip
 TOP = ("__init__", "__main__")  # above all of them
 MODULES = sorted(path.stem for path in (ROOT / "xinfer_jax").glob("*.py"))

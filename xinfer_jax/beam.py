@@ -8,6 +8,7 @@ Letters beyond the usual ones: W beams (the width), C candidates of a step, R = 
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from .batch import padded, prompt_context
+from .brief import counted
 from .cache import KVCache, init_cache, reorder, reorder_tail
 from .config import ModelConfig
 from .decode import bucket, decode_step, prefill
@@ -26,13 +28,23 @@ from .params import Params, cache_dtype as default_cache_dtype
 from .sampling import DRAW_BEAMS, Context, SamplingConfig, draw_key, gumbel, narrow, plain, process
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class BeamOutput:
-    """What `beam_search` returns: the best first; one list per prompt where it was given several."""
+    """What `beam_search` returns: the best first; one list per prompt where it was given several.
 
-    sequences: list[list[int]] | list[list[list[int]]]  # new ids, EOS not included
-    # Sum of log-probabilities / (new tokens, EOS included) ** length_penalty.
+    Attributes:
+        sequences: new ids, EOS not included.
+        scores: sum of log-probabilities / (new tokens, EOS included) ** length_penalty.
+    """
+
+    sequences: list[list[int]] | list[list[list[int]]]
     scores: list[float] | list[list[float]]
+
+    def __repr__(self) -> str:
+        several = bool(self.scores) and isinstance(self.scores[0], list)
+        prompts = [f"{len(self.scores)} prompts"] if several else []
+        sequences = list(itertools.chain(*self.sequences)) if several else self.sequences
+        return f"BeamOutput({', '.join([*prompts, counted(sequences, 'sequence')])})"
 
 
 @jax.tree_util.register_dataclass
@@ -64,7 +76,7 @@ def beam_search(
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
     max_new_tokens: int = 32,
-    eos_token_ids: Sequence[int] = (),
+    eos_token_ids: Sequence[int] | None = None,
     sampling: SamplingConfig | Sequence[SamplingConfig] | None = None,
     key: jax.Array | None = None,
     capacity: int | None = None,
@@ -87,7 +99,7 @@ def beam_search(
             any length.
         max_new_tokens: traced, like length_penalty: another number below the same power of two compiles
             nothing.
-        eos_token_ids: any of them ends a sequence.
+        eos_token_ids: any of them ends a sequence; None: the model's own; (): none.
         sampling: None: `SamplingConfig()`. Each beam's log-probabilities pass the processors, which look at
             the prompt and at what that beam chose; scores are sums of what comes out. A temperature above 0
             means beam sampling: candidates are drawn without replacement from the softmax of beam score +
@@ -108,12 +120,12 @@ def beam_search(
     options = GenerateOptions(
         max_new_tokens,
         sampling or SamplingConfig(),
-        tuple(dict.fromkeys(eos_token_ids)),
+        eos_token_ids,
         capacity,
         impl=impl,
         cache_dtype=cache_dtype,
     )
-    _, config, prompts, _, sampling_B, row_key_B = checked(
+    _, config, prompts, options, sampling_B, row_key_B = checked(
         params, config, [ids] if single else ids, options, key
     )
     returned = num_beams if num_return_sequences is None else num_return_sequences

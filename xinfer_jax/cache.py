@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
+from .brief import Brief
 from .config import ModelConfig
 from .errors import InputError
 from .kv import KV_BITS, QuantizedKV, by_slot, empty, quantize
@@ -27,8 +29,8 @@ _RING_MULTIPLE = 64  # slots of a ring: blocks of keys stay aligned
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KVCache:
+@dataclasses.dataclass(frozen=True, repr=False)
+class KVCache(Brief):
     """Keys and values of every layer, and how much of each row is filled."""
 
     k: tuple[jax.Array | QuantizedKV, ...]  # L times [B, K, S, H]; S differs between layers
@@ -158,13 +160,31 @@ def read(cache: KVCache, layer: int) -> tuple[jax.Array | QuantizedKV, jax.Array
     return cache.k[layer], cache.v[layer]
 
 
-def truncate(cache: KVCache, length_B: jax.Array) -> KVCache:
-    """Forgets what lies at or past length_B (int32 [B] or scalar); a longer length changes nothing.
+def truncate(cache: KVCache, length_B: ArrayLike) -> KVCache:
+    """Forgets what lies at or past a length: what is appended next takes its place.
+
+    Args:
+        cache: stays as it is; the result shares its keys and values.
+        length_B: tokens that each row keeps, int32 [B], or one number for all; more than it holds changes
+            nothing.
 
     Raises:
-        InputError: a ring has overwritten what a row of that length sees (under a caller's jit: flagged in
-            `overflow_B`).
+        InputError: no whole numbers of 0 or more, another number of rows, or a ring has overwritten what a
+            row of that length sees (under a caller's jit: flagged in `overflow_B`).
     """
+    if not isinstance(cache, KVCache):
+        raise InputError(f"cache must be a KVCache, as init_cache gives, got {type(cache).__name__}")
+    given, traced = length_B, isinstance(length_B, jax.core.Tracer)
+    length_B = np.asarray(length_B) if isinstance(length_B, int) else length_B
+    if (
+        not jnp.issubdtype(getattr(length_B, "dtype", object), jnp.integer)
+        or length_B.shape not in ((), cache.length_B.shape)
+        or (not traced and np.any(np.asarray(length_B) < 0))
+    ):
+        rows = cache.length_B.shape[0]
+        raise InputError(f"length_B must be whole numbers of 0 or more, one or [{rows}], got {given!r}")
+    if not traced:  # a number beyond int32 too
+        length_B = np.minimum(length_B, cache.capacity)
     new_B = jnp.minimum(cache.length_B, length_B).astype(jnp.int32)
     if cache.reached_B is None:
         return dataclasses.replace(cache, length_B=new_B)

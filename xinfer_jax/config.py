@@ -56,6 +56,9 @@ class ModelConfig:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0  # F of each expert
     norm_topk_prob: bool = False  # the weights of a token's experts are made to add up to 1
+    # Ids that end an answer, from `load_model`: read on the host only, so models that differ in them share
+    # their programs.
+    eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
     def context_length(self) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from .attention import check_impl
+from .brief import Brief
 from .cache import LARGEST_CALL, KVCache
 from .config import ModelConfig
 from .errors import InputError
@@ -27,8 +28,8 @@ _LEAST_BUCKET = 16
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecodeState:
+@dataclasses.dataclass(frozen=True, repr=False)
+class DecodeState(Brief):
     """What the decode loop carries, and its result."""
 
     cache: KVCache | None  # holds everything but the last token; None without a cache

@@ -37,7 +37,7 @@ from .errors import InputError
 from .kv import KV_BITS
 from .logprobs import no_alternatives, rows_of_tokens
 from .model import head
-from .options import GenerateOptions, GenerateOutput, checked
+from .options import GenerateOptions, GenerateOutput, asked, checked
 from .params import Params, activation_dtype, cache_dtype, resolve_dtype, tree_bytes
 from .prefix import kept_prefix
 from .quantization import is_quantized
@@ -110,7 +110,7 @@ def stream(
     the call after the tokens that were yielded, with the finish_reason "stop"; a generator that is dropped or
     closed costs nothing more.
     """
-    options = options or GenerateOptions()
+    options = asked(options)
     if options.best_of not in (None, options.n):
         raise InputError(
             f"best_of={options.best_of} cannot be streamed: the best are known at the end, use generate"

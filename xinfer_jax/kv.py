@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .brief import Brief
 from .errors import InputError
 
 KV_BITS = {"int8": 8, "int4": 4, "gear": 4}
@@ -22,8 +23,8 @@ _OUTLIERS = 2  # the least and the largest number of a vector
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class QuantizedKV:
+@dataclasses.dataclass(frozen=True, repr=False)
+class QuantizedKV(Brief):
     """K or V of one layer, [B, K, S, H]: low + step * level, and with a basis what GEAR adds."""
 
     # uint8 [B, K, S, H]; with 4 bits [B, K, S, H/2], dimension h in the low half of a byte and h + H/2 in the

@@ -3,18 +3,20 @@ tracing.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
 import numpy as np
 
 from .attention import check_impl
+from .brief import counted
 from .config import ModelConfig, with_fixed_rope
 from .errors import InputError
 from .kv import KV_BITS
 from .logprobs import TokenLogprobs
-from .params import Params, resolve_dtype
+from .params import Params, check_params, resolve_dtype
 from .prefix import Prefix
 from .sampling import SamplingConfig, per_row, row_keys
 from .stats import GenerateStats
@@ -22,51 +24,80 @@ from .stats import GenerateStats
 
 @dataclasses.dataclass(frozen=True)
 class GenerateOptions:
-    """What `generate` and `stream` do beyond the prompts."""
+    """What `generate`, `stream` and the text functions do beyond the prompts.
+
+    Attributes:
+        max_new_tokens: most new tokens of a row, EOS included; at least 1.
+        sampling: how a token is chosen: for all prompts, or one per prompt.
+        eos_token_ids: any of them ends a row; None: the model's own (`ModelConfig.eos_token_ids`, which
+            `load_model` finds); (): none, rows end at max_new_tokens.
+        capacity: of the cache, in tokens; None: what the call needs, rounded up.
+        use_cache: False: recompute the whole sequence for every token, to compare.
+        impl: of attention and argmax: "mosaic", "triton" or "xla"; None: what suits the device.
+        cache_dtype: of keys and values: "int8", "int4", "gear", or a float type; None: float32 on CPU, or as
+            activations.
+        stop_token_ids: end a row as EOS ids do, with the finish_reason "stop".
+        stop_strings: the text ends before the first of them; for the text functions, which know what a
+            string is.
+        n: answers per prompt: rows i * n … i * n + n - 1 are those of prompt i, and answer j draws from
+            fold_in(row_key, j).
+        best_of: generate so many per prompt, return the n of largest log-probability per token; None: n.
+        logprobs: alternatives noted for each token, before and after the processors; 0: none.
+        draft: what guesses tokens ahead: a `Model` with the same vocabulary, "lookup" (what followed in the
+            row before), or a function (history_BS, length_B, count) -> int32 [B, count] that can be traced;
+            None: nothing.
+        draft_tokens: guesses per pass; at least 1.
+        prefix: of an earlier call: of each prompt, what its rows start with alike is not read again; None:
+            all is read.
+        keep_prefix: return the cache as out.prefix, for the next call.
+        logits: the logits of every step too, before any processor: float32 [steps, V] per row.
+    """
 
     max_new_tokens: int = 128
-    # For all prompts, or one per prompt.
     sampling: SamplingConfig | Sequence[SamplingConfig] = SamplingConfig()
-    eos_token_ids: Sequence[int] = ()  # any of them ends a row; none: never stop early
-    capacity: int | None = None  # of the cache, in tokens; None: what the call needs, rounded up
-    use_cache: bool = True  # False: recompute the whole sequence for every token, to compare
-    # Of attention and argmax: None (what suits the device), "mosaic", "triton" or "xla".
+    eos_token_ids: Sequence[int] | None = None
+    capacity: int | None = None
+    use_cache: bool = True
     impl: str | None = None
-    # Of keys and values: "int8", "int4", "gear", or a float type; None: float32 on CPU, or as activations.
     cache_dtype: str | None = None
-    stop_token_ids: Sequence[int] = ()  # end a row as EOS ids do, with the finish_reason "stop"
-    # End the text before the first of them; the text functions know what a string is.
+    stop_token_ids: Sequence[int] = ()
     stop_strings: Sequence[str] = ()
-    # Answers per prompt: rows i * n … i * n + n - 1 are those of prompt i, and answer j draws from
-    # fold_in(row_key, j).
     n: int = 1
-    # Generate so many per prompt, return the n of largest log-probability per token; None: n.
     best_of: int | None = None
-    logprobs: int = 0  # alternatives noted for each token, before and after the processors
-    # What guesses tokens ahead: a `Model` with the same vocabulary, "lookup" (what followed in the row
-    # before), or a function (history_BS, length_B, count) -> int32 [B, count] that can be traced; None:
-    # nothing.
+    logprobs: int = 0
     draft: Any = None
-    draft_tokens: int = 3  # guesses per pass
-    # Of an earlier call: of each prompt, what its rows start with alike is not read again.
+    draft_tokens: int = 3
     prefix: Prefix | None = None
-    keep_prefix: bool = False  # return the cache as out.prefix, for the next call
-    logits: bool = False  # the logits of every step too, before any processor: float32 [steps, V] per row
+    keep_prefix: bool = False
+    logits: bool = False
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class GenerateOutput:
-    """What `generate` returns; one entry per prompt and answer."""
+    """What `generate` returns; one entry per prompt and answer.
 
-    tokens: list[list[int]]  # new ids, the EOS or stop id that ended them not included
-    # The model's log-probability of each (before any processor), with the EOS entry last if there was one.
+    Attributes:
+        tokens: new ids, the EOS or stop id that ended them not included.
+        logprobs: the model's log-probability (natural, before any processor) of each, with the EOS entry last
+            if there was one.
+        finish_reason: "eos", "stop" or "length".
+        stats: what the call cost.
+        alternatives: with options.logprobs: of each entry of `logprobs`; else None.
+        logits: with options.logits: float32 [entries of `logprobs`, V]; else None.
+        prefix: with options.keep_prefix: what the cache holds now; else None.
+    """
+
+    tokens: list[list[int]]
     logprobs: list[list[float]]
-    finish_reason: list[str]  # "eos", "stop" or "length"
+    finish_reason: list[str]
     stats: GenerateStats
-    # With options.logprobs: of each entry of `logprobs`.
     alternatives: list[list[TokenLogprobs]] | None = None
-    logits: list[np.ndarray] | None = None  # with options.logits: [entries of `logprobs`, V]
-    prefix: Prefix | None = None  # with options.keep_prefix
+    logits: list[np.ndarray] | None = None
+    prefix: Prefix | None = None
+
+    def __repr__(self) -> str:
+        reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(self.finish_reason).items())
+        return f"GenerateOutput({counted(self.tokens, 'answer')}, finish_reason: {reasons or 'none'})"
 
     def best(self, n: int, of: int) -> "GenerateOutput":
         """Of every `of` answers in a row the n with the largest mean log-probability, best first."""
@@ -91,7 +122,8 @@ def checked(
     key: jax.Array | None,
 ) -> tuple[Any, ...]:
     """params, config, prompts, options, and settings and keys for each prompt; or an InputError."""
-    options = options or GenerateOptions()
+    check_params(params, config)
+    options = with_ids(config, asked(options))
     check_impl(options.impl)
     check_prompts(config, prompts)
     longest, new = max(map(len, prompts)), options.max_new_tokens
@@ -164,16 +196,46 @@ def checked(
                 f"prompt of {longest} tokens + max_new_tokens {new} exceeds {name} {limit}{dynamic}: {remedy}"
             )
     config = with_fixed_rope(config, min(map(len, prompts)), longest + new)
-    for name, ids in (("EOS", options.eos_token_ids), ("stop", options.stop_token_ids)):
-        for token in ids:
-            if not 0 <= token < config.vocab_size:
-                raise InputError(f"{name} token id {token} is outside the vocabulary of {config.vocab_size}")
     if key is None and np.any(sampling_B.temperature > 0):
         raise InputError("sampling needs a PRNG key: give key=jax.random.key(seed), or temperature 0")
     if key is None:  # nothing will be drawn: any keys do, and making these compiles nothing
         key = jax.random.wrap_key_data(np.zeros((len(prompts), 2), np.uint32), impl="threefry2x32")
     row_key_B = row_keys(key, len(prompts))
     return params, config, [list(map(int, p)) for p in prompts], options, sampling_B, row_key_B
+
+
+def asked(options: Any) -> GenerateOptions:
+    """The options, or the defaults for None."""
+    if options is not None and not isinstance(options, GenerateOptions):
+        raise InputError(f"options must be GenerateOptions, got {type(options).__name__}")
+    return options or GenerateOptions()
+
+
+def with_ids(config: ModelConfig, options: GenerateOptions) -> GenerateOptions:
+    """Options with EOS and stop ids as tuples, each id once; the model's EOS ids where they name none.
+
+    Raises:
+        InputError: something that is no list of ids inside the vocabulary.
+    """
+
+    def checked_ids(name: str, ids: Any) -> tuple[int, ...]:
+        given = ids.tolist() if isinstance(ids, np.ndarray | jax.Array) else ids
+        if (
+            isinstance(given, str | bytes)
+            or not isinstance(given, Sequence | Set)
+            or any(isinstance(i, bool) or not isinstance(i, int | np.integer) for i in given)
+        ):
+            raise InputError(f"{name.lower()}_token_ids must be a list of token ids, got {ids!r}")
+        if outside := [i for i in given if not 0 <= i < config.vocab_size]:
+            raise InputError(f"{name} token id {outside[0]} is outside the vocabulary of {config.vocab_size}")
+        return tuple(dict.fromkeys(map(int, given)))
+
+    eos = config.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
+    return dataclasses.replace(
+        options,
+        eos_token_ids=checked_ids("EOS", eos),
+        stop_token_ids=checked_ids("stop", options.stop_token_ids),
+    )
 
 
 def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], name: str = "prompt") -> None:

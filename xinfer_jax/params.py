@@ -174,6 +174,18 @@ def init_params(
     return jax.tree.unflatten(tree, [init(spec, key) for spec, key in zip(specs, keys, strict=True)])
 
 
+def check_params(params: Any, config: Any) -> None:
+    """Raises InputError unless they are a model's tree and its config."""
+    if not isinstance(config, ModelConfig):
+        raise InputError(f"config must be a ModelConfig, as model.config is, got {type(config).__name__}")
+    if not isinstance(params, Mapping) or not {"embed", "layers", "final_norm"} <= params.keys():
+        raise InputError(f"params must be a model's tree, as model.params is, got {type(params).__name__}")
+    if len(params["layers"]) != config.num_hidden_layers:
+        raise InputError(
+            f"params have {len(params['layers'])} layers, the config asks for {config.num_hidden_layers}"
+        )
+
+
 def check_quantize(config: ModelConfig, method: str | None) -> None:
     """Raises InputError if the model's matrices would be quantized and cannot be. method: of a file, or asked
     for.

@@ -15,6 +15,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
+from .brief import counted
 from .cache import KVCache, init_cache, remembered
 from .config import ModelConfig
 from .errors import InputError
@@ -22,12 +23,20 @@ from .kv import by_slot
 from .params import Params
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Prefix:
-    """A cache and the tokens in it, row by row."""
+    """A cache and the tokens in it, row by row.
+
+    Attributes:
+        tokens: of each row, the ids whose keys and values the cache holds.
+        cache: theirs.
+    """
 
     tokens: list[list[int]]
     cache: KVCache
+
+    def __repr__(self) -> str:
+        return f"Prefix({counted(self.tokens, 'row')}, {self.cache!r})"
 
     def shared(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
         """How many tokens at the start of each prompt the cache holds, int32 [B]: at most all but the last,

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .brief import Brief
 from .errors import InputError
 from .products import dot, in_front, tile_by_tile
 
@@ -32,8 +33,8 @@ _FEW_ROWS, _FEW_OUTPUTS = 4, 8192  # up to here int8 products are faster with th
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Int8Weight:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Int8Weight(Brief):
     """A matrix [N outputs, K inputs] as `values * scale` with a scale per output."""
 
     values: jax.Array  # int8 [N, K]
@@ -45,8 +46,8 @@ class Int8Weight:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class GroupedWeight:
+@dataclasses.dataclass(frozen=True, repr=False)
+class GroupedWeight(Brief):
     """A matrix [N outputs, K inputs] as `(values - zero) * scale`, scale and zero shared by the J inputs of a
     group; K is padded to G * J.
 
