@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .beam import BeamOutput as BeamOutput, beam_search as beam_search
     from .cache import KVCache as KVCache, init_cache as init_cache, truncate as truncate
-    from .config import ModelConfig as ModelConfig, RopeConfig as RopeConfig, from_hf as from_hf
+    from .config import ModelConfig as ModelConfig, from_hf as from_hf
     from .decode import (
         DecodeState as DecodeState,
         decode_loop as decode_loop,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .options import GenerateOptions as GenerateOptions, GenerateOutput as GenerateOutput
     from .params import init_params as init_params
     from .prefix import Prefix as Prefix, load_prefix as load_prefix, save_prefix as save_prefix
+    from .rope_config import RopeConfig as RopeConfig
     from .sampling import SamplingConfig as SamplingConfig
     from .scoring import score as score, score_completions as score_completions
     from .stats import GenerateStats as GenerateStats, LoadStats as LoadStats
@@ -46,7 +47,7 @@ __version__: str
 _HOMES = {
     "beam": ("BeamOutput", "beam_search"),
     "cache": ("KVCache", "init_cache", "truncate"),
-    "config": ("ModelConfig", "RopeConfig", "from_hf"),
+    "config": ("ModelConfig", "from_hf"),
     "decode": ("DecodeState", "decode_loop", "decode_step", "prefill"),
     "errors": ("InputError",),
     "generation": ("generate", "kernels_used", "stream"),
@@ -56,6 +57,7 @@ _HOMES = {
     "options": ("GenerateOptions", "GenerateOutput"),
     "params": ("init_params",),
     "prefix": ("Prefix", "load_prefix", "save_prefix"),
+    "rope_config": ("RopeConfig",),
     "sampling": ("SamplingConfig",),
     "scoring": ("score", "score_completions"),
     "stats": ("GenerateStats", "LoadStats"),

@@ -125,9 +125,8 @@ def beam_search(
         impl=impl,
         cache_dtype=cache_dtype,
     )
-    _, config, prompts, options, sampling_B, row_key_B = checked(
-        params, config, [ids] if single else ids, options, key
-    )
+    given: Any = [ids] if single else ids
+    _, config, prompts, options, sampling_B, row_key_B = checked(params, config, given, options, key)
     returned = num_beams if num_return_sequences is None else num_return_sequences
     _check(config, num_beams, returned, length_penalty, early_stopping, options, sampling_B)
     longest, shortest, size = max(map(len, prompts)), min(map(len, prompts)), bucket(max_new_tokens)
@@ -154,7 +153,8 @@ def beam_search(
     found = _SEARCH(
         params, config, logits_BV, cache, request, int(num_beams), early_stopping, size, moving, impl
     )
-    sequences, scores = _lists(*jax.device_get(found), returned, options.eos_token_ids)
+    tokens_BWT, length_BW, final_BW = jax.device_get(found)
+    sequences, scores = _lists(tokens_BWT, length_BW, final_BW, returned, options.eos_token_ids)
     return BeamOutput(sequences[0], scores[0]) if single else BeamOutput(sequences, scores)
 
 

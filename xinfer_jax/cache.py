@@ -90,7 +90,7 @@ def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: 
         return empty(shape, dtype) if quantized else jnp.zeros(shape, dtype)
 
     k, v = (tuple(layer(window) for window in config.layer_windows) for _ in "kv")
-    rings = [window for window in config.layer_windows if _slots(window, capacity) < capacity]
+    rings = [window for window in config.layer_windows if window and _slots(window, capacity) < capacity]
     zeros_B = jnp.zeros(batch, jnp.int32)
     return KVCache(
         k,
@@ -126,7 +126,7 @@ def append(
             f"{T} tokens in one call exceed the cache's capacity {cache.capacity}: raise capacity"
         )
     write = _write if cache.length_B.shape[0] > 1 else _write_single
-    if cache.is_ring(layer):
+    if cache.window and cache.is_ring(layer):
         write = partial(_write_ring, cache.capacity)
         if T > (most := cache.k[layer].shape[2] - cache.window + 1):
             raise InputError(
@@ -178,7 +178,7 @@ def truncate(cache: KVCache, length_B: ArrayLike) -> KVCache:
     length_B = np.asarray(length_B) if isinstance(length_B, int) else length_B
     if (
         not jnp.issubdtype(getattr(length_B, "dtype", object), jnp.integer)
-        or length_B.shape not in ((), cache.length_B.shape)
+        or np.shape(length_B) not in ((), cache.length_B.shape)
         or (not traced and np.any(np.asarray(length_B) < 0))
     ):
         rows = cache.length_B.shape[0]

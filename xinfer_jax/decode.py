@@ -20,7 +20,7 @@ from .errors import InputError
 from .greedy import fuses_head, greedy
 from .logprobs import Alternatives, note
 from .model import hidden_states, unembed
-from .params import Params, activation_dtype
+from .params import AnyArray, Params, activation_dtype
 from .sampling import Context, SamplingConfig, choose, draw, per_row, plain, process, row_keys, warp
 
 PREFILL_CHUNK = LARGEST_CALL  # longer prompts pass through the model this many tokens at a time
@@ -47,8 +47,8 @@ class DecodeState(Brief):
 def prefill(
     params: Params,
     config: ModelConfig,
-    tokens_BT: jax.Array,
-    num_tokens_B: jax.Array,
+    tokens_BT: AnyArray,
+    num_tokens_B: AnyArray,
     cache: KVCache,
     *,
     donate: bool = False,
@@ -79,7 +79,7 @@ def prefill(
 def decode_step(
     params: Params,
     config: ModelConfig,
-    token_B: jax.Array,
+    token_B: AnyArray,
     cache: KVCache,
     *,
     donate: bool = False,
@@ -98,15 +98,15 @@ def decode_step(
 def decode_loop(
     params: Params,
     config: ModelConfig,
-    logits_BV: jax.Array,
+    logits_BV: AnyArray,
     cache: KVCache,
     row_key_B: jax.Array,
     sampling_B: SamplingConfig,
-    eos_ids: jax.Array,
-    max_new_tokens: int | jax.Array,
+    eos_ids: AnyArray,
+    max_new_tokens: int | AnyArray,
     *,
-    seen_BV: jax.Array | None = None,
-    history_BS: jax.Array | None = None,
+    seen_BV: AnyArray | None = None,
+    history_BS: AnyArray | None = None,
     output_size: int | None = None,
     donate: bool = False,
     impl: str | None = None,

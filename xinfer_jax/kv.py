@@ -88,9 +88,8 @@ def quantize(x_BKTH: jax.Array, like: QuantizedKV, first_B: jax.Array | None = N
     """
     x, bits = x_BKTH.astype(jnp.float32), like.bits
     if like.basis is None:
-        return QuantizedKV(
-            *_rounded(x, jnp.min(x, -1, keepdims=True), jnp.max(x, -1, keepdims=True), bits), None, bits
-        )
+        level, scale = _rounded(x, jnp.min(x, -1, keepdims=True), jnp.max(x, -1, keepdims=True), bits)
+        return QuantizedKV(level, scale, None, bits)
     least, largest = jnp.argmin(x, -1, keepdims=True), jnp.argmax(x, -1, keepdims=True)
     apart = _is_at(least, x) | _is_at(largest, x)
     low, high = (

@@ -88,7 +88,7 @@ def load_model(
             f"{path} is already quantized ({stored.method}), and quantize={quantize!r} is asked for: load it"
             " without quantize"
         )
-    check_quantize(config, quantize or stored and stored.method)
+    check_quantize(config, stored.method if stored else quantize)
     tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None
     generation = read_json(path / "generation_config.json") or {}
     ends = tokenizer.eos_token_ids if tokenizer else eos_ids(generation, settings)
@@ -128,7 +128,7 @@ def load_params(
     _check_tensors(path, tensors, wanted, spare)
 
     def leaf(spec: ParamSpec, part: dict[str, Part]) -> Any:
-        if part:
+        if stored and part:
             return jax.device_put(stored.leaf(spec.hf_name, spec.shape, tensors))
         tensor = spec.read(tensors)
         return (

@@ -2,7 +2,7 @@
 driven by the config.
 """
 
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,35 @@ from .config import ModelConfig
 from .errors import InputError
 from .experts import mixture_of_experts
 from .layers import embed, gated_mlp, linear, norm, rotary_angles, rotate, softcap
-from .params import Params, activation_dtype, check_params
+from .params import AnyArray, Params, activation_dtype, check_params
 
 
+@overload
 def forward(
     params: Params,
     config: ModelConfig,
-    tokens_BT: jax.Array,
+    tokens_BT: AnyArray,
+    cache: None = None,
+    num_tokens_B: AnyArray | None = None,
+    *,
+    impl: str | None = None,
+) -> tuple[jax.Array, None]: ...
+@overload
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens_BT: AnyArray,
+    cache: KVCache,
+    num_tokens_B: AnyArray | None = None,
+    *,
+    impl: str | None = None,
+) -> tuple[jax.Array, KVCache]: ...
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens_BT: AnyArray,
     cache: KVCache | None = None,
-    num_tokens_B: jax.Array | None = None,
+    num_tokens_B: AnyArray | None = None,
     *,
     impl: str | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
@@ -53,13 +73,13 @@ def forward(
 def hidden_states(
     params: Params,
     config: ModelConfig,
-    tokens_BT: jax.Array,
+    tokens_BT: AnyArray,
     cache: KVCache | None = None,
-    num_tokens_B: jax.Array | None = None,
+    num_tokens_B: AnyArray | None = None,
     *,
-    inputs_BTD: jax.Array | None = None,
+    inputs_BTD: AnyArray | None = None,
     impl: str | None = None,
-) -> tuple[jax.Array, KVCache | None]:
+) -> tuple[jax.Array, Any]:
     """`forward` without its last step, which is `unembed`. Not jitted; differentiable like it.
 
     Args:
@@ -97,7 +117,7 @@ def hidden_states(
     return norm(x_BTD, params, "final_norm", config), cache
 
 
-def embed_tokens(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
+def embed_tokens(params: Params, config: ModelConfig, tokens: AnyArray) -> jax.Array:
     """What the first layer gets of tokens: int32 [...] -> [..., D] in the type of the activations.
 
     Raises:
@@ -110,7 +130,7 @@ def embed_tokens(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.
     return embed(jnp.asarray(tokens), params["embed"], activation_dtype(params), config.embed_scale)
 
 
-def unembed(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
+def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
     """Logits of hidden states: the vocabulary matrix, and the soft cap where the model has one.
 
     Args:
@@ -128,7 +148,7 @@ def unembed(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array
         raise InputError(
             f"hidden states must be an array [..., {config.hidden_size}], got {np.shape(hidden)}"
         )
-    return softcap(linear(hidden, head(params), jnp.float32), config.final_logit_softcapping)
+    return softcap(linear(jnp.asarray(hidden), head(params), jnp.float32), config.final_logit_softcapping)
 
 
 def head(params: Params) -> Params:
@@ -186,18 +206,18 @@ def _attend(
     if angles[index] is not None:
         q_BTNH, k_BTKH = rotate(q_BTNH, *angles[index]), rotate(k_BTKH, *angles[index])
     if cache is None:
-        k_BKSH, v_BKSH = jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2)
+        keys_values: tuple[Any, Any] = jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2)
         start_B, length_B = None, num_tokens_B
     else:
         start_B, length_B = cache.length_B, cache.length_B + num_tokens_B
         cache = append(cache, index, k_BTKH, v_BTKH, num_tokens_B)
-        k_BKSH, v_BKSH = read(cache, index)
+        keys_values = read(cache, index)
     scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
     settings = dict(
         scale=scale, window=config.layer_windows[index], softcap=config.attn_logit_softcapping, impl=impl
     )
     ring = cache is not None and cache.is_ring(index)
-    out_BTNH = attention(q_BTNH, k_BKSH, v_BKSH, length_B=length_B, start_B=start_B, ring=ring, **settings)
+    out_BTNH = attention(q_BTNH, *keys_values, length_B=length_B, start_B=start_B, ring=ring, **settings)
     return linear(out_BTNH.reshape(B, T, -1), layer["o"]), cache
 
 

@@ -181,7 +181,7 @@ def checked(
         (config.context_length, "the model's context limit", "shorten the prompt or generate fewer tokens"),
         (options.capacity, "the capacity", "raise capacity or shorten the prompt"),
         (
-            options.prefix and options.prefix.cache.capacity,
+            options.prefix.cache.capacity if options.prefix else None,
             "the capacity of the prefix",
             "start it with a larger capacity",
         ),

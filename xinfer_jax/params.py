@@ -17,6 +17,7 @@ from .config import ModelConfig
 from .errors import InputError
 from .quantization import check_method, quantized_leaf
 
+AnyArray = jax.Array | np.ndarray  # what jit takes
 Params = dict[str, Any]  # nested dicts and tuples of arrays; an absent tensor is an absent key
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -34,7 +35,7 @@ class ParamSpec:
 
     def stored(self, tensors: Container[str] = ()) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors that hold it in a checkpoint with those names."""
-        if self.fused_name in tensors:
+        if self.fused_name and self.fused_name in tensors:
             return {self.fused_name: (*self.shape[:-2], self.fused_rows, self.shape[-1])}
         if "{}" in self.hf_name:
             return {self.hf_name.format(expert): self.shape[1:] for expert in range(self.shape[0])}
@@ -42,7 +43,7 @@ class ParamSpec:
 
     def read(self, tensors: Mapping[str, Any]) -> np.ndarray:
         """The tensor from those that hold it, safetensors by name."""
-        if self.fused_name in tensors:
+        if self.fused_name and self.fused_name in tensors:
             rows = slice(self.first_row, self.first_row + self.shape[-2])
             held = tensors[self.fused_name].get_slice(self.fused_name)
             return held[rows] if len(self.shape) == 2 else held[:, rows]
@@ -71,13 +72,13 @@ def _layer(config: ModelConfig, index: int) -> Params:
         config.num_key_value_heads * h,
     )
     fused = (f"{attn}.qkv_proj.weight", heads + 2 * kv_heads) if config.fused_projections else None
-    tree = {
+    tree: Params = {
         "q": _linear(f"{attn}.q_proj", heads, d, config.qkv_bias, fused, 0),
         "k": _linear(f"{attn}.k_proj", kv_heads, d, config.qkv_bias, fused, heads),
         "v": _linear(f"{attn}.v_proj", kv_heads, d, config.qkv_bias, fused, heads + kv_heads),
         "o": _linear(f"{attn}.o_proj", d, heads, config.o_bias),
     }
-    names = {}
+    names: dict[str, str] = {}
     if config.pre_norm:
         names |= dict(attn_norm="input", mlp_norm="pre_feedforward" if config.post_norm else "post_attention")
     if config.post_norm:
@@ -137,7 +138,7 @@ def _linear(
     first_row: int = 0,
 ) -> Params:
     held = (fused[0], first_row, fused[1]) if fused else ()
-    leaf = {"weight": ParamSpec((out_size, in_size), f"{name}.weight", *held)}
+    leaf: Params = {"weight": ParamSpec((out_size, in_size), f"{name}.weight", *held)}
     return leaf | ({"bias": ParamSpec((out_size,), f"{name}.bias")} if bias else {})
 
 
@@ -160,7 +161,7 @@ def init_params(
     specs, tree = jax.tree.flatten(param_specs(config))
     keys = jax.random.split(key, len(specs))
 
-    def init(spec: ParamSpec, key: jax.Array) -> jax.Array:
+    def init(spec: ParamSpec, key: jax.Array) -> Any:
         if spec.hf_name.endswith("norm.weight"):
             return jnp.full(spec.shape, 1 - config.norm_offset, dtype)
         scale = 0.02 if "embed" in spec.hf_name or len(spec.shape) == 1 else 1 / math.sqrt(spec.shape[-1])

@@ -41,7 +41,7 @@ class Int8Weight(Brief):
     scale: jax.Array  # float32 [N]
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
 
@@ -124,7 +124,7 @@ def quantize_matrix(matrix_NK: np.ndarray, bits: int = 8, group: int | None = No
         step_RG = finest_step(block_RGJ) if bits == 8 else float16_step((high - low) / 15)
         scale[:, at] = step_RG.T
         levels = np.rint(block_RGJ / step_RG[..., None])
-        if bits == 8:
+        if zero is None:
             values[:, :, at] = np.clip(levels, -127, 127).transpose(1, 2, 0)
             continue
         zero_RG = np.clip(np.rint(-low / step_RG), 0, 15)
@@ -285,12 +285,13 @@ def _one_row(shares: tuple[jax.Array, ...], values: jax.Array, scale: jax.Array)
 
 def _tiled(shares: tuple[jax.Array, ...], values: jax.Array, scale: jax.Array) -> jax.Array:
     G, rows, N = values.shape
-    shares = [x.reshape(-1, G * rows) for x in shares]
+    shares = tuple(x.reshape(-1, G * rows) for x in shares)
 
     def columns(first: jax.Array, size: int, values: jax.Array, scale: jax.Array) -> jax.Array:
         part, step = (lax.dynamic_slice_in_dim(x, first, size, x.ndim - 1) for x in (values, scale))
         matrices = [(level * step.astype(jnp.float32)[:, None]).reshape(-1, size) for level in _levels(part)]
-        return sum(dot(x, matrix, 0) for x, matrix in zip(shares, matrices, strict=True))
+        products = [dot(x, matrix, 0) for x, matrix in zip(shares, matrices, strict=True)]
+        return sum(products[1:], start=products[0])
 
     return tile_by_tile(columns, shares[0], N, 4 * G * rows * len(shares), values, scale)
 

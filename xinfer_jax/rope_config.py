@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from .errors import InputError
 from .settings import number, numbers
@@ -78,7 +79,7 @@ def read_rope(hf: Mapping, rope_types: tuple[str, ...] = ROPE_TYPES, partial: bo
             raise InputError(f"rope type {rope_type!r} needs {name!r}, which config.json does not give")
     lists = ("short_factor", "long_factor")
     names = {f.name for f in dataclasses.fields(RopeConfig)} - {"rope_type", "truncate", *lists}
-    values = {name: number(given, name) for name in names & given.keys()}
+    values: dict[str, Any] = {name: number(given, name) for name in names & given.keys()}
     if rope_type == "longrope":
         values |= {name: numbers(given, name) for name in lists}
     return RopeConfig(rope_type=rope_type, truncate=bool(given.get("truncate", True)), **values)
@@ -117,5 +118,5 @@ def read_ropes(hf: Mapping, sliding_theta: float) -> dict[str, RopeConfig | None
     scaling = hf.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         raise InputError(f"rope_scaling must be an object, got {scaling!r}")
-    ropes = one(full | scaling, hf["rope_theta"]), one(sliding, sliding_theta)
+    ropes = one({**full, **scaling}, hf["rope_theta"]), one(sliding, sliding_theta)
     return dict(rope=ropes[0], sliding_rope=None if ropes[0] == ropes[1] else ropes[1])

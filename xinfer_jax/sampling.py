@@ -214,7 +214,7 @@ def per_row(
     return SamplingConfig(**{name: spread(name) for name in names}, logit_bias=_bias(rows, batch, vocab_size))
 
 
-def _bias(rows: list[SamplingConfig], batch: int, vocab_size: int | None) -> Any:
+def _bias(rows: list[SamplingConfig], batch: int, vocab_size: Any) -> Any:
     if all(
         row.logit_bias is None and row.allowed_token_ids is None and row.forbidden_token_ids is None
         for row in rows

@@ -19,7 +19,7 @@ from .config import ModelConfig
 from .errors import InputError
 from .model import check_tokens, head, hidden_states, unembed
 from .options import check_prompts
-from .params import Params, check_params
+from .params import AnyArray, Params, check_params
 
 _MOST_LOGITS = 1 << 25  # that exist at one time: 128 MiB
 
@@ -27,10 +27,10 @@ _MOST_LOGITS = 1 << 25  # that exist at one time: 128 MiB
 def score(
     params: Params,
     config: ModelConfig,
-    tokens_BT: jax.Array,
-    num_tokens_B: jax.Array | None = None,
+    tokens_BT: AnyArray,
+    num_tokens_B: AnyArray | None = None,
     *,
-    inputs_BTD: jax.Array | None = None,
+    inputs_BTD: AnyArray | None = None,
     impl: str | None = None,
 ) -> jax.Array:
     """Log-probability of every token but the first, given those before it. Usable inside a caller's jit.

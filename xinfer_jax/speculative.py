@@ -99,9 +99,7 @@ def _active(state: DecodeState, most: jax.Array) -> jax.Array:
     return ~state.finished_B & (state.length_B < most)
 
 
-def _guess(
-    params, guesser, state: DecodeState, cache: KVCache | None, choice: Any, count: int, impl: str | None
-):
+def _guess(params, guesser, state: Any, cache: Any, choice: Any, count: int, impl: str | None):
     """The guesses [B, count], and the draft model's cache."""
     history_BS, position_B = state.context.history_BS, state.position_B
     if params is None:

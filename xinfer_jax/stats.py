@@ -112,10 +112,10 @@ class Stopwatch:
         if self.compile_seconds:
             give_back_memory()
 
-    def _listen(self, event: str, duration: float, **_: object) -> None:
+    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event.startswith("/jax/core/compile/") and threading.get_ident() == self._thread:
             now = time.perf_counter()
-            self._spans.append((max(now - duration, self._start), now))
+            self._spans.append((max(now - duration_secs, self._start), now))
 
     def _covered(self) -> float:
         """Length of the union of the spans: an inner function's trace lies within its caller's."""
