@@ -4,6 +4,7 @@ nonsense.
 
 import copy
 import dataclasses
+import inspect
 import pickle
 import re
 import subprocess
@@ -74,8 +75,8 @@ EXPLAINED = [
 @pytest.mark.parametrize("kind", EXPLAINED, ids=lambda kind: kind.__name__)
 def test_help_explains_every_field(kind):
     names = getattr(kind, "_fields", None) or [field.name for field in dataclasses.fields(kind)]
-    section = kind.__doc__.split("Attributes:\n")[1]
-    assert re.findall(r"^        (\w+): \S", section, re.MULTILINE) == list(names)
+    section = inspect.getdoc(kind).split("Attributes:\n")[1]
+    assert re.findall(r"^    (\w+): \S", section, re.MULTILINE) == list(names)
 
 
 def test_version():
