@@ -81,7 +81,7 @@ def test_help_explains_every_field(kind):
 
 def test_version():
     said = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
-    assert xj.__version__ in (said, "0+unknown") and "__version__" in dir(xj)
+    assert xj.__version__ == said and "__version__" in dir(xj)
     program = "import sys, xinfer_jax; print(xinfer_jax.__version__); assert 'jax' not in sys.modules"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
@@ -89,14 +89,20 @@ def test_version():
     assert done.stdout.strip() == xj.__version__
 
 
-def test_the_version_where_nothing_is_installed(tmp_path):
+@pytest.mark.parametrize(
+    "project, said", [("xinfer-jax", "1.2.3"), ("other", "0+unknown"), (None, "0+unknown")]
+)
+def test_the_version_where_nothing_is_installed(tmp_path, project, said):
+    """A checkout, a copy within another project, a copy alone."""
     (tmp_path / "xinfer_jax").symlink_to(ROOT / "xinfer_jax")
+    if project:
+        (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "{project}"\nversion = "1.2.3"\n')
     program = "import sys; sys.path[:] = sys.argv[1:]; import xinfer_jax; print(xinfer_jax.__version__)"
-    paths = [str(tmp_path), *(path for path in sys.path if "site-packages" not in path)]
+    paths = [str(tmp_path), *(p for p in sys.path if "site-packages" not in p and Path(p) != ROOT)]
     done = subprocess.run(
         [sys.executable, "-c", program, *paths], capture_output=True, text=True, cwd=tmp_path
     )
-    assert done.stdout.strip() == "0+unknown", done.stderr
+    assert done.stdout.strip() == said, done.stderr
 
 
 def test_types_are_packaged():

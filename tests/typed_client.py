@@ -18,7 +18,9 @@ assert_type(xj.__version__, str)
 params, config = model.params, model.config
 
 # Text: one prompt gives a text, a list gives a list.
-options = xj.GenerateOptions(max_new_tokens=8, sampling=xj.SamplingConfig(temperature=0.7), stop_strings=["\n"])
+options = xj.GenerateOptions(
+    max_new_tokens=8, sampling=xj.SamplingConfig(temperature=0.7), stop_strings=["\n"]
+)
 talk = [{"role": "user", "content": "Why?"}]
 assert_type(xj.generate_text(model, "Why?", options, key=jax.random.key(0)), str)
 assert_type(xj.generate_text(model, talk), str)

@@ -5,8 +5,8 @@ its flags before jax is there.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # as a type checker reads it; typing would be most of what this import costs
 if TYPE_CHECKING:
     from .beam import BeamOutput as BeamOutput, beam_search as beam_search
     from .cache import KVCache as KVCache, init_cache as init_cache, truncate as truncate
@@ -71,7 +71,7 @@ __all__ = sorted(_HOME)
 
 if not TYPE_CHECKING:  # or every name would be right to a type checker
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         if name == "__version__":
             value = _version()
         elif name in _HOME:
@@ -87,9 +87,16 @@ def __dir__() -> list[str]:
 
 
 def _version() -> str:
+    """What is installed; in a checkout that is not, what its pyproject.toml says."""
     from importlib.metadata import PackageNotFoundError, version
+    from pathlib import Path
 
     try:
         return version("xinfer-jax")
-    except PackageNotFoundError:  # a checkout that is not installed
-        return "0+unknown"
+    except PackageNotFoundError:
+        import tomllib
+
+        file = Path(__file__).parents[1] / "pyproject.toml"
+        found = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        project = found.get("project", {})
+        return project["version"] if project.get("name") == "xinfer-jax" else "0+unknown"
