@@ -54,6 +54,7 @@ def load_ours(job: dict) -> Search:
             num_beams=job["num_beams"],
             num_return_sequences=1,
             max_new_tokens=new,
+            eos_token_ids=(),
         )
         return [row[0] for row in out.sequences], [row[0] for row in out.scores]
 

@@ -145,7 +145,8 @@ def load_ours(job: dict) -> Generate:
     model = our_model(job)
 
     def generate(prompts: Prompts, new: int) -> tuple[float, list[list[int]]]:
-        out = xj.generate(model.params, model.config, prompts, xj.GenerateOptions(max_new_tokens=new))
+        options = xj.GenerateOptions(max_new_tokens=new, eos_token_ids=())
+        out = xj.generate(model.params, model.config, prompts, options)
         return out.stats.ttft_seconds, out.tokens
 
     return generate

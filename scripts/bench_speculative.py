@@ -56,7 +56,7 @@ def run() -> dict:
         params, config, prompt = model.params, model.config, encode_prompt(model, PROMPT.value, raw=RAW.value)
 
     def answer(**given) -> xj.GenerateOutput:
-        return xj.generate(params, config, [prompt], xj.GenerateOptions(NEW.value, **given))
+        return xj.generate(params, config, [prompt], xj.GenerateOptions(NEW.value, eos_token_ids=(), **given))
 
     plain = answer().tokens[0]
     ways = {"plain": {}}

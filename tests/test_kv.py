@@ -139,7 +139,7 @@ def test_what_gear_gains(model, talks):
 @pytest.mark.parametrize("dtype", ["int8", "int4", "gear"])
 def test_a_row_of_a_batch_is_the_row_alone_and_streamed(model, dtype):
     keys = jax.random.split(jax.random.key(3), 2)
-    options = xj.GenerateOptions(10, xj.SamplingConfig(temperature=0.8), cache_dtype=dtype)
+    options = xj.GenerateOptions(10, xj.SamplingConfig(temperature=0.8), (), cache_dtype=dtype)
     batch = xj.generate(model.params, model.config, PROMPTS, options, key=keys)
     assert (
         batch.stats.cache_bytes
@@ -158,7 +158,8 @@ def test_with_every_other_way(model, dtype, tmp_path):
 
     def run(prompts, **given):
         options = xj.GenerateOptions(
-            **dict(max_new_tokens=8, sampling=settings, cache_dtype=dtype, capacity=64) | given
+            **dict(max_new_tokens=8, sampling=settings, eos_token_ids=(), cache_dtype=dtype, capacity=64)
+            | given
         )
         return xj.generate(model.params, model.config, prompts, options, key=jax.random.key(4))
 

@@ -19,7 +19,7 @@ def model():
 
 def run(model, prompts, **given) -> xj.GenerateOutput:
     options = xj.GenerateOptions(
-        **dict(max_new_tokens=8, sampling=xj.SamplingConfig(temperature=0.8)) | given
+        **dict(max_new_tokens=8, sampling=xj.SamplingConfig(temperature=0.8), eos_token_ids=()) | given
     )
     return xj.generate(model.params, model.config, prompts, options, key=jax.random.key(4))
 

@@ -43,9 +43,8 @@ def test_stories_text_to_text(case):
     model = stories()
     ids = model.tokenizer.encode(case["prompt"])
     assert ids == case["prompt_ids"]
-    out = xj.generate(
-        model.params, model.config, [ids], xj.GenerateOptions(max_new_tokens=len(case["greedy_ids"]))
-    )
+    options = xj.GenerateOptions(len(case["greedy_ids"]), eos_token_ids=())
+    out = xj.generate(model.params, model.config, [ids], options)
     assert out.tokens[0] == case["greedy_ids"]
     np.testing.assert_allclose(out.logprobs[0], case["greedy_logprobs"], rtol=0, atol=1e-4)
     assert model.tokenizer.decode(out.tokens[0]) == case["greedy_text"]
@@ -53,9 +52,8 @@ def test_stories_text_to_text(case):
 
 def test_stories_in_one_ragged_batch():
     model, golden = stories(), json.loads((STORIES / "golden_greedy.json").read_text())["cases"]
-    out = xj.generate(
-        model.params, model.config, [c["prompt_ids"] for c in golden], xj.GenerateOptions(max_new_tokens=200)
-    )
+    options = xj.GenerateOptions(200, eos_token_ids=())
+    out = xj.generate(model.params, model.config, [c["prompt_ids"] for c in golden], options)
     assert out.tokens == [c["greedy_ids"] for c in golden]
     np.testing.assert_allclose(out.logprobs, [c["greedy_logprobs"] for c in golden], rtol=0, atol=1e-4)
 

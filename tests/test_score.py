@@ -199,7 +199,7 @@ def test_narrow_weights(weights, bound):
     prompt = tok.encode(
         tok.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
     )
-    out = xj.generate(params, config, [prompt], xj.GenerateOptions(max_new_tokens=8))
+    out = xj.generate(params, config, [prompt], xj.GenerateOptions(8, eos_token_ids=()))
     tokens_BT = np.array([prompt + out.tokens[0]])
     got_BT = xj.score(params, config, tokens_BT)
     np.testing.assert_allclose(got_BT, whole(params, config, tokens_BT), atol=bound)
@@ -240,7 +240,7 @@ GOOD = np.ones((2, 4), np.int32)
 @pytest.mark.parametrize(
     "tokens, more, named",
     [
-        ([[1, 2], [3]], {}, "score_completions takes lists"),
+        ([[1, 2], [3]], {}, "must be an array of ids, as np.array makes of lists"),
         (GOOD[0], {}, r"shape \[rows, 2 or more\], got int32 of \(4,\)"),
         (GOOD[:, :1], {}, "2 or more"),
         (GOOD.astype(np.float32), {}, "integers"),

@@ -41,7 +41,7 @@ def sevens(history_BS, length_B, count):
 
 
 def run(model, prompts=PROMPTS, **given) -> xj.GenerateOutput:
-    options = xj.GenerateOptions(**dict(max_new_tokens=24) | given)
+    options = xj.GenerateOptions(**dict(max_new_tokens=24, eos_token_ids=()) | given)
     return xj.generate(model.params, model.config, prompts, options, key=jax.random.key(4))
 
 
@@ -81,7 +81,9 @@ def test_a_draft_that_is_always_right(model, drafts):
 @pytest.mark.parametrize("draft", ["small", "lookup"])
 def test_a_row_of_a_batch_is_the_row_alone_streamed_and_shared(model, drafts, draft):
     keys = jax.random.split(jax.random.key(1), 2)
-    given = dict(max_new_tokens=16, draft=drafts[draft], sampling=xj.SamplingConfig(temperature=0.9))
+    given = dict(
+        max_new_tokens=16, eos_token_ids=(), draft=drafts[draft], sampling=xj.SamplingConfig(temperature=0.9)
+    )
     options = xj.GenerateOptions(**given)
     batch = xj.generate(model.params, model.config, PROMPTS[:2], options, key=keys)
     for i in range(2):
@@ -104,7 +106,7 @@ def test_sampled_tokens_follow_the_distribution(model, drafts):
     rows, prompt = 512, PROMPTS[0]
     settings = xj.SamplingConfig(temperature=0.7, top_k=4)
     first = run(model, [prompt]).tokens[0][0]
-    options = xj.GenerateOptions(max_new_tokens=2, sampling=settings, draft=drafts["small"])
+    options = xj.GenerateOptions(2, settings, eos_token_ids=(), draft=drafts["small"])
     out = xj.generate(model.params, model.config, [prompt + [first]] * rows, options, key=jax.random.key(8))
     logits_V = xj.forward(model.params, model.config, jnp.array([prompt + [first]]))[0][0, -1]
     best = np.argsort(-np.asarray(logits_V))[:4]

@@ -23,7 +23,7 @@ def model():
 
 
 def options(**given) -> xj.GenerateOptions:
-    return xj.GenerateOptions(**dict(max_new_tokens=12) | given)
+    return xj.GenerateOptions(**dict(max_new_tokens=12, eos_token_ids=()) | given)
 
 
 def run(model, prompts=PROMPTS, key=0, **given) -> xj.GenerateOutput:

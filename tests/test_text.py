@@ -1,12 +1,14 @@
 """Text in, text out, in Python: `generate_text`, `stream_text`, `encode_prompt`."""
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import pytest
 import tiny
 from tiny import ANSWER, ANSWER_IDS, QUESTION
 
 import xinfer_jax as xj
-from xinfer_jax.text import encode_prompt, with_eos
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +35,11 @@ def test_eos_of_the_options_goes_before_that_of_the_model(model):
     assert xj.generate_text(model, QUESTION, options) == "Yes"
 
 
-def test_an_eos_id_that_the_model_cannot_produce_is_left_out(tmp_path):
-    model = xj.load_model(tiny.write(tmp_path, generation_config={"eos_token_id": [3, 288]}))
-    assert 288 in model.tokenizer.eos_token_ids
-    assert 3 in with_eos(model, None).eos_token_ids and 288 not in with_eos(model, None).eos_token_ids
+def test_no_eos_ids_means_never(model):
+    options = xj.GenerateOptions(max_new_tokens=16, eos_token_ids=())
+    text = xj.generate_text(model, QUESTION, options)
+    assert text.startswith(ANSWER) and len(text) > len(ANSWER)
+    assert "".join(xj.stream_text(model, QUESTION, options)) == text
 
 
 def test_stream_text_with_a_key(model):
@@ -59,12 +62,63 @@ def test_a_conversation_is_encoded_as_its_template_says(model):
         "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
         + "<|im_start|>assistant\n"
     )
-    assert encode_prompt(model, messages) == tiny.tokenizer().encode(expected).ids
+    assert xj.encode_prompt(model, messages) == tiny.tokenizer().encode(expected).ids
     system = "<|im_start|>system\nBe brief.<|im_end|>\n"
-    assert (
-        encode_prompt(model, messages, system="Be brief.") == tiny.tokenizer().encode(system + expected).ids
-    )
-    assert encode_prompt(model, "a <|im_end|>", raw=True) == tiny.tokenizer().encode("a <|im_end|>").ids
+    ids = xj.encode_prompt(model, messages, system="Be brief.")
+    assert ids == tiny.tokenizer().encode(system + expected).ids
+    assert xj.encode_prompt(model, "a <|im_end|>", raw=True) == tiny.tokenizer().encode("a <|im_end|>").ids
+
+
+# Three answers that differ, by sampling; of 33 to 64 ids, with a system message too: few programs.
+TALK = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+PROMPTS = [QUESTION, TALK, "And is this what you said?"]
+SAMPLED = xj.GenerateOptions(max_new_tokens=16, sampling=xj.SamplingConfig(temperature=1000.0))
+
+
+def one_by_one(model, options, **more) -> list[str]:
+    """What each prompt gives alone, with the key of its row."""
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(5), jnp.arange(3))
+    return [
+        xj.generate_text(model, prompt, options, key=keys[i : i + 1], **more)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def test_a_list_of_prompts_gives_a_list(model):
+    texts = xj.generate_text(model, PROMPTS, SAMPLED, key=jax.random.key(5))
+    assert isinstance(texts, list) and texts == one_by_one(model, SAMPLED) and len(set(texts)) == 3
+    assert texts == xj.generate_text(model, tuple(PROMPTS), SAMPLED, key=jax.random.key(5))
+    greedy = xj.GenerateOptions(max_new_tokens=16)
+    assert xj.generate_text(model, TALK, greedy) == ANSWER  # a list of messages is one conversation
+    assert xj.generate_text(model, [TALK], greedy) == [ANSWER]
+
+
+def test_a_list_with_stop_strings(model):
+    """Each text ends before its own first stop string, as it does alone; a row without one runs on."""
+    whole = xj.generate_text(model, PROMPTS, SAMPLED, key=jax.random.key(5))
+    stops = (whole[0][3:6], whole[1][5:6])
+    options = dataclasses.replace(SAMPLED, stop_strings=stops)
+    texts = xj.generate_text(model, PROMPTS, options, key=jax.random.key(5))
+    assert texts == one_by_one(model, options)
+    cut = [min([len(text), *(text.find(stop) for stop in stops if stop in text)]) for text in whole]
+    assert [len(text) for text in texts] == cut and texts[:2] != whole[:2]
+
+
+def test_a_stop_string_within_another(model):
+    """The one that is complete first counts, alone and in a list."""
+    options = xj.GenerateOptions(max_new_tokens=16, stop_strings=("Yes,", "e"))
+    assert xj.generate_text(model, QUESTION, options) == "Y"
+    assert xj.generate_text(model, [QUESTION], options) == ["Y"]
+
+
+def test_system_and_raw_hold_for_each_text(model):
+    texts = xj.generate_text(model, PROMPTS, SAMPLED, key=jax.random.key(5), system="Be brief.")
+    assert texts == one_by_one(model, SAMPLED, system="Be brief.")
+    assert texts != xj.generate_text(model, PROMPTS, SAMPLED, key=jax.random.key(5))
+    lines = [f"{letter * 40}\n" for letter in "xyz"]
+    assert xj.generate_text(model, lines, xj.GenerateOptions(max_new_tokens=16), raw=True) == [ANSWER] * 3
+    with pytest.raises(xj.InputError, match="prompt 1: raw takes a text"):
+        xj.generate_text(model, PROMPTS, raw=True)
 
 
 @pytest.mark.parametrize(
@@ -76,10 +130,70 @@ def test_a_conversation_is_encoded_as_its_template_says(model):
         ([{"role": "user", "content": "x"}], dict(raw=True)),
         ([], {}),
         ([7], {}),
+        (["x", "y"], {}),
+        ([TALK, TALK], {}),
     ],
-    ids=["empty", "blank", "raw-system", "raw-conversation", "no-messages", "not-messages"],
+    ids=["empty", "blank", "raw-system", "raw-conversation", "none", "ids", "texts", "conversations"],
 )
 def test_prompts_that_are_refused_at_once(model, prompt, options):
     """Not only when the first piece is asked for."""
     with pytest.raises(xj.InputError):
         xj.stream_text(model, prompt, **options)
+
+
+@pytest.mark.parametrize(
+    "prompt, named",
+    [
+        ([], "no prompts"),
+        ((), "no prompts"),
+        (None, "a prompt is a text, or messages"),
+        (7, "a prompt is a text"),
+        (b"Hello", "a prompt is a text"),
+        (TALK[0], "a prompt is a text"),
+        (iter(["x"]), "a prompt is a text"),
+        ([1, 2, 3], "prompt 0: a prompt is a text"),
+        (["x", None], "prompt 1: a prompt is a text"),
+        (["x", TALK[0]], "prompt 1: a prompt is a text"),
+        (["x", ""], "prompt 1: the prompt is empty"),
+        (["x", []], "prompt 1: a prompt is a text"),
+        ([["x"]], "prompt 0: a prompt is a text"),
+        (["x"] * 100 + ["\ud800"], "prompt 100: only valid Unicode text"),
+        ([{"content": "x"}], "message 0 must have a role"),
+        ([{"role": None, "content": "x"}], "message 0 must have a role"),
+        ([TALK[0], {"role": "user"}], "message 1 must have a text as its content, got None"),
+        ([{"role": "user", "content": None}], "got None"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "must have a text as its content"),
+        ([TALK[0] | {1: "x"}], "names that are texts"),
+    ],
+)  # fmt: skip
+def test_prompts_that_are_refused_by_name(model, prompt, named):
+    with pytest.raises(xj.InputError, match=named):
+        xj.generate_text(model, prompt)
+
+
+@pytest.mark.parametrize(
+    "more, named",
+    [
+        (dict(options={"max_new_tokens": 3}), "options must be GenerateOptions, got dict"),
+        (dict(options=xj.GenerateOptions(n=2)), "n=2: the text functions give one answer"),
+        (dict(options=xj.GenerateOptions(stop_strings="END")), "stop_strings must be a list of texts"),
+        (dict(options=xj.GenerateOptions(stop_strings=None)), "stop_strings must be a list of texts"),
+        (dict(options=xj.GenerateOptions(stop_strings=("a", ""))), "stop_strings must be a list of texts"),
+        (dict(options=xj.GenerateOptions(eos_token_ids=5)), "eos_token_ids must be a list of .*, got 5"),
+        (dict(options=xj.GenerateOptions(eos_token_ids=[1.5])), "eos_token_ids must be a list"),
+        (dict(options=xj.GenerateOptions(eos_token_ids=[[1], 2])), "eos_token_ids must be a list"),
+        (dict(options=xj.GenerateOptions(stop_token_ids=None)), "stop_token_ids must be a list of token ids"),
+        (dict(options=xj.GenerateOptions(stop_token_ids="ab")), "stop_token_ids must be a list of token ids"),
+        (dict(system=3), "system must be a text, got 3"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("prompt", ["x", ["x", "y"]], ids=["one", "list"])
+def test_what_else_is_refused_by_name(model, prompt, more, named):
+    with pytest.raises(xj.InputError, match=named):
+        xj.generate_text(model, prompt, **more)
+
+
+def test_a_model_that_is_none():
+    for call in (xj.generate_text, xj.stream_text, xj.encode_prompt):
+        with pytest.raises(xj.InputError, match="model must be what load_model gives, got str"):
+            call("Qwen/Qwen2.5-0.5B-Instruct", "x")

@@ -9,8 +9,8 @@ from importlib import import_module
 TYPE_CHECKING = False  # as a type checker reads it; typing would be most of what this import costs
 if TYPE_CHECKING:
     from .beam import BeamOutput as BeamOutput, beam_search as beam_search
-    from .cache import KVCache as KVCache, init_cache as init_cache
-    from .config import ModelConfig as ModelConfig, RopeConfig as RopeConfig
+    from .cache import KVCache as KVCache, init_cache as init_cache, truncate as truncate
+    from .config import ModelConfig as ModelConfig, from_hf as from_hf
     from .decode import (
         DecodeState as DecodeState,
         decode_loop as decode_loop,
@@ -21,37 +21,47 @@ if TYPE_CHECKING:
     from .generation import generate as generate, kernels_used as kernels_used, stream as stream
     from .loading import Model as Model, load_model as load_model
     from .logprobs import TokenLogprobs as TokenLogprobs
-    from .model import embed_tokens as embed_tokens, forward as forward
+    from .model import (
+        embed_tokens as embed_tokens,
+        forward as forward,
+        hidden_states as hidden_states,
+        unembed as unembed,
+    )
     from .options import GenerateOptions as GenerateOptions, GenerateOutput as GenerateOutput
     from .params import init_params as init_params
     from .prefix import Prefix as Prefix, load_prefix as load_prefix, save_prefix as save_prefix
+    from .rope_config import RopeConfig as RopeConfig
     from .sampling import SamplingConfig as SamplingConfig
     from .scoring import score as score, score_completions as score_completions
     from .stats import GenerateStats as GenerateStats, LoadStats as LoadStats
     from .text import (
         alternatives_text as alternatives_text,
+        encode_prompt as encode_prompt,
         generate_text as generate_text,
         stream_text as stream_text,
     )
     from .tokenizer import Tokenizer as Tokenizer
 
+__version__: str
+
 _HOMES = {
     "beam": ("BeamOutput", "beam_search"),
-    "cache": ("KVCache", "init_cache"),
-    "config": ("ModelConfig", "RopeConfig"),
+    "cache": ("KVCache", "init_cache", "truncate"),
+    "config": ("ModelConfig", "from_hf"),
     "decode": ("DecodeState", "decode_loop", "decode_step", "prefill"),
     "errors": ("InputError",),
     "generation": ("generate", "kernels_used", "stream"),
     "loading": ("Model", "load_model"),
     "logprobs": ("TokenLogprobs",),
-    "model": ("embed_tokens", "forward"),
+    "model": ("embed_tokens", "forward", "hidden_states", "unembed"),
     "options": ("GenerateOptions", "GenerateOutput"),
     "params": ("init_params",),
     "prefix": ("Prefix", "load_prefix", "save_prefix"),
+    "rope_config": ("RopeConfig",),
     "sampling": ("SamplingConfig",),
     "scoring": ("score", "score_completions"),
     "stats": ("GenerateStats", "LoadStats"),
-    "text": ("alternatives_text", "generate_text", "stream_text"),
+    "text": ("alternatives_text", "encode_prompt", "generate_text", "stream_text"),
     "tokenizer": ("Tokenizer",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
@@ -59,13 +69,34 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME)
 
 
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
-    globals()[name] = value  # found at once from now on
-    return value
+if not TYPE_CHECKING:  # or every name would be right to a type checker
+
+    def __getattr__(name: str) -> object:
+        if name == "__version__":
+            value = _version()
+        elif name in _HOME:
+            value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value  # found at once from now on
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})
+
+
+def _version() -> str:
+    """What is installed; in a checkout that is not, what its pyproject.toml says."""
+    from importlib.metadata import PackageNotFoundError, version
+    from pathlib import Path
+
+    try:
+        return version("xinfer-jax")
+    except PackageNotFoundError:
+        import tomllib
+
+        file = Path(__file__).parents[1] / "pyproject.toml"
+        found = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        project = found.get("project", {})
+        return project["version"] if project.get("name") == "xinfer-jax" else "0+unknown"

@@ -17,7 +17,7 @@ from .sampling import SamplingConfig
 from .startup import from_the_first, keep_compiled_programs, load
 from .stats import GenerateStats
 from .terminal import status, write
-from .text import alternatives_text, encode_prompt, stream_text, with_eos
+from .text import alternatives_text, encode_prompt, stream_text
 
 Flags = Any  # the values that cli.py defines: flags.NAME
 
@@ -82,14 +82,13 @@ def _beams(
     flags: Flags, model: Model, prompt: str, options: GenerateOptions, key: jax.Array | None, used: dict
 ) -> None:
     """Prints the best sequence, or all of them as JSON."""
-    ids, options = encode_prompt(model, prompt, system=flags.system, raw=flags.raw), with_eos(model, options)
+    ids = encode_prompt(model, prompt, system=flags.system, raw=flags.raw)
     with status("compiling and searching"):
         out = beam_search(
             model.params, model.config, ids, num_beams=flags.num_beams, length_penalty=flags.length_penalty,
             early_stopping={"true": True, "false": False}.get(flags.early_stopping, flags.early_stopping),
             key=key,
-            max_new_tokens=options.max_new_tokens, eos_token_ids=options.eos_token_ids,
-            sampling=options.sampling, impl=options.impl, cache_dtype=options.cache_dtype,
+            max_new_tokens=options.max_new_tokens, sampling=options.sampling, impl=options.impl, cache_dtype=options.cache_dtype,
         )  # fmt: skip
     if not out.sequences:
         raise InputError("no beam can be continued under these settings: loosen them")
@@ -97,14 +96,13 @@ def _beams(
         dict(text=model.tokenizer.decode(s), tokens=s, score=score)
         for s, score in zip(out.sequences, out.scores, strict=True)
     ]
-    stats = getattr(out, "stats", None)
     if flags.output == "json":
         answer = {"sequences": found, "prompt_tokens": len(ids)}
-        _write_json(answer | ({"stats": _stats(model, stats, used)} if stats else {}))
+        _write_json(answer | {"stats": _stats(model, out.stats, used)})
     else:
         write(f"{found[0]['text']}\n")
         status.say(f"Best of {len(found)} sequences, score {found[0]['score']:.3f}")
-        status.say(*(_report(model, stats) if stats else ()))
+        status.say(*_report(model, out.stats))
 
 
 def _alternatives(model: Model, out: GenerateOutput) -> list[str]:

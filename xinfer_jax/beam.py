@@ -8,6 +8,7 @@ Letters beyond the usual ones: W beams (the width), C candidates of a step, R = 
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from .batch import check_room, lengths, padded, prompt_context
+from .brief import counted
 from .cache import KVCache, init_cache, reorder, reorder_tail
 from .checks import in_order, numbers, whole
 from .config import ModelConfig
@@ -31,15 +33,26 @@ from .stats import GenerateStats, Stopwatch, peak_bytes
 _MOST_DIGITS = 30  # of a length to the power of the penalty: float32 has 38, and sums take some
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class BeamOutput:
-    """What `beam_search` returns: the best first; one list per prompt where it was given several."""
+    """What `beam_search` returns: the best first; one list per prompt where it was given several.
 
-    sequences: list[list[int]] | list[list[list[int]]]  # new ids, EOS not included
-    # Sum of log-probabilities / (new tokens, EOS included) ** length_penalty.
+    Attributes:
+        sequences: new ids, EOS not included.
+        scores: sum of log-probabilities / (new tokens, EOS included) ** length_penalty.
+        stats: what the call cost. Rows are prompts, tokens those of each prompt's best sequence, none of which
+            is known before the end.
+    """
+
+    sequences: list[list[int]] | list[list[list[int]]]
     scores: list[float] | list[list[float]]
-    # Rows are prompts, tokens those of each prompt's best sequence; none is known before the end.
     stats: GenerateStats = dataclasses.field(compare=False)
+
+    def __repr__(self) -> str:
+        several = bool(self.scores) and isinstance(self.scores[0], list)
+        prompts = [f"{len(self.scores)} prompts"] if several else []
+        sequences = list(itertools.chain(*self.sequences)) if several else self.sequences
+        return f"BeamOutput({', '.join([*prompts, counted(sequences, 'sequence')])})"
 
 
 class _Request(NamedTuple):
@@ -89,7 +102,7 @@ def beam_search(  # noqa: PLR0913  a door
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
     max_new_tokens: int = 32,
-    eos_token_ids: Sequence[int] = (),
+    eos_token_ids: Sequence[int] | None = None,
     sampling: SamplingConfig | Sequence[SamplingConfig] | None = None,
     key: jax.Array | None = None,
     capacity: int | None = None,
@@ -112,7 +125,7 @@ def beam_search(  # noqa: PLR0913  a door
             any length.
         max_new_tokens: traced, like length_penalty: another number below the same power of two compiles
             nothing.
-        eos_token_ids: any of them ends a sequence.
+        eos_token_ids: any of them ends a sequence; None: the model's own; (): none.
         sampling: None: `SamplingConfig()`. Each beam's log-probabilities pass the processors, which look at
             the prompt and at what that beam chose; scores are sums of what comes out. A temperature above 0
             means beam sampling: candidates are drawn without replacement from the softmax of beam score +

@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
+from .brief import Brief
 from .config import ModelConfig
-from .errors import InputError
+from .errors import InputError, shown
 from .kv import KV_BITS, QuantizedKV, by_slot, empty, quantize, vector_bytes
 from .memory import check_memory
 from .params import resolve_dtype
@@ -28,8 +30,8 @@ _RING_MULTIPLE = 64  # slots of a ring: blocks of keys stay aligned
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KVCache:
+@dataclasses.dataclass(frozen=True, repr=False)
+class KVCache(Brief):
     """Keys and values of every layer, and how much of each row is filled."""
 
     k: tuple[jax.Array | QuantizedKV, ...]  # L times [B, K, S, H]; S differs between layers
@@ -173,15 +175,22 @@ def read(cache: KVCache, layer: int) -> tuple[jax.Array | QuantizedKV, jax.Array
     return cache.k[layer], cache.v[layer]
 
 
-def truncate(cache: KVCache, length_B: Any) -> KVCache:
-    """Forgets what lies at or past length_B (int [B] or scalar); a longer length changes nothing.
+def truncate(cache: KVCache, length_B: ArrayLike) -> KVCache:
+    """Forgets what lies at or past a length: what is appended next takes its place.
 
     Outside a trace it waits for the device. Under a caller's jit a negative length means 0.
+
+    Args:
+        cache: stays as it is; the result shares its keys and values.
+        length_B: tokens that each row keeps, int [B], or one number for all; more than it holds changes
+            nothing.
 
     Raises:
         InputError: no whole number of at least 0, or neither one nor one per row; a ring has overwritten what
             a row of that length sees (under a caller's jit: flagged in `overflow_B`).
     """
+    if not isinstance(cache, KVCache):
+        raise InputError(f"cache must be a KVCache, as init_cache gives, got {shown(cache)}")
     new_B = _shorter(cache, length_B)
     if cache.reached_B is None:
         return dataclasses.replace(cache, length_B=new_B)

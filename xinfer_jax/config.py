@@ -19,43 +19,83 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_pyto
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Everything the forward pass needs to know that is not an array; static under `jit`."""
+    """Everything the forward pass needs to know that is not an array; static under `jit`. Fields that have a
+    name in Hugging Face's config.json keep it.
+
+    Attributes:
+        model_type: the family.
+        vocab_size: V.
+        hidden_size: D.
+        intermediate_size: F.
+        num_hidden_layers: L.
+        num_attention_heads: N.
+        num_key_value_heads: K.
+        head_dim: H.
+        max_position_embeddings: tokens of the longest sequence, before rope scaling.
+        rms_norm_eps: added to the mean square under a norm's root.
+        tie_word_embeddings: the embedding matrix serves as vocabulary matrix too.
+        rope: the rotary embedding.
+        layer_windows: per layer: a query at p sees keys p-window+1 … p; None: all of 0 … p.
+        layer_rope: per layer: rotary embedding, or none (NoPE).
+        sliding_rope: of the layers that have a window; None: as the others.
+        qkv_bias: queries, keys and values have biases.
+        o_bias: attention's output has one.
+        mlp_bias: the MLP's matrices have biases.
+        qk_norm: RMS norm over each query and key head,
+        qk_norm_joint: or over all heads of a token together.
+        pre_norm: RMS norm of what goes into attention and MLP,
+        post_norm: and of what comes out.
+        norm_offset: norms multiply by this + weight.
+        hidden_act: "silu" or "gelu_pytorch_tanh".
+        embed_scale: factor on embeddings, rounded to their dtype.
+        query_pre_attn_scalar: scores are scaled by its power -1/2; None: head_dim.
+        attn_logit_softcapping: c: scores become c tanh(score / c); None: they stay.
+        final_logit_softcapping: the same for logits.
+        fused_projections: the checkpoint has q, k, v in one matrix, gate and up in another.
+        layer_experts: per layer: a mixture of experts in place of the MLP; empty: none.
+        num_experts: X.
+        num_experts_per_tok: how many of them each token asks.
+        moe_intermediate_size: F of each expert.
+        norm_topk_prob: the weights of a token's experts are made to add up to 1.
+        eos_token_ids: end an answer; from `load_model`, () elsewhere. Read on the host only and not compared,
+            so models that differ in them share their programs.
+    """
 
     model_type: str
-    vocab_size: int  # V
-    hidden_size: int  # D
-    intermediate_size: int  # F
-    num_hidden_layers: int  # L
-    num_attention_heads: int  # N
-    num_key_value_heads: int  # K
-    head_dim: int  # H
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
     tie_word_embeddings: bool
     rope: RopeConfig
-    # Per layer: a query at p sees keys p-window+1 … p; None: all of 0 … p.
     layer_windows: tuple[int | None, ...]
-    layer_rope: tuple[bool, ...]  # per layer: rotary embedding, or none (NoPE)
-    sliding_rope: RopeConfig | None = None  # of the layers that have a window; None: as the others
+    layer_rope: tuple[bool, ...]
+    sliding_rope: RopeConfig | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMS norm over each query and key head,
-    qk_norm_joint: bool = False  # or over all heads of a token together
-    pre_norm: bool = True  # RMS norm of what goes into attention and MLP,
-    post_norm: bool = False  # and of what comes out
-    norm_offset: float = 0.0  # norms multiply by this + weight
+    qk_norm: bool = False
+    qk_norm_joint: bool = False
+    pre_norm: bool = True
+    post_norm: bool = False
+    norm_offset: float = 0.0
     hidden_act: str = "silu"
-    embed_scale: float = 1.0  # factor on embeddings, rounded to their dtype
-    query_pre_attn_scalar: float | None = None  # scores are scaled by its power -1/2; None: head_dim
-    attn_logit_softcapping: float | None = None  # c: scores become c tanh(score / c)
-    final_logit_softcapping: float | None = None  # the same for logits
-    fused_projections: bool = False  # the checkpoint has q, k, v in one matrix, gate and up in another
-    layer_experts: tuple[bool, ...] = ()  # per layer: a mixture of experts in place of the MLP; empty: none
-    num_experts: int = 0  # X
+    embed_scale: float = 1.0
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    fused_projections: bool = False
+    layer_experts: tuple[bool, ...] = ()
+    num_experts: int = 0
     num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0  # F of each expert
-    norm_topk_prob: bool = False  # the weights of a token's experts are made to add up to 1
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
     def context_length(self) -> int:
@@ -82,13 +122,14 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         hf: the parsed JSON object.
 
     Returns:
-        The configuration, checked for consistency.
+        The configuration, checked for consistency; without EOS ids, which `load_model` adds from several
+        files.
 
     Raises:
         InputError: an unknown model_type, a missing or impossible value, or a setting that is not supported.
     """
     if not isinstance(hf, Mapping):
-        raise InputError(f"config.json must hold an object, got {shown(hf)}")
+        raise InputError(f"from_hf takes config.json's object, got {shown(hf)}")
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputError(

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from .attention import check_impl
+from .brief import Brief
 from .cache import LARGEST_CALL, KVCache
 from .checks import array_of, token_ids, traced, whole, within
 from .config import ModelConfig
@@ -20,7 +21,7 @@ from .errors import InputError, shown
 from .greedy import fuses_head, greedy
 from .logprobs import Alternatives, note
 from .model import hidden_states, unembed
-from .params import Params, activation_dtype
+from .params import AnyArray, Params, activation_dtype
 from .sampling import Context, SamplingConfig, choose, draw, per_row, plain, process, row_keys, warp
 
 PREFILL_CHUNK = LARGEST_CALL  # longer prompts pass through the model this many tokens at a time
@@ -28,8 +29,8 @@ _LEAST_BUCKET = 16
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecodeState:
+@dataclasses.dataclass(frozen=True, repr=False)
+class DecodeState(Brief):
     """What the decode loop carries, and its result."""
 
     cache: KVCache | None  # holds everything but the last token; None without a cache
@@ -56,8 +57,8 @@ class Choice(NamedTuple):
 def prefill(
     params: Params,
     config: ModelConfig,
-    tokens_BT: jax.Array,
-    num_tokens_B: jax.Array,
+    tokens_BT: AnyArray,
+    num_tokens_B: AnyArray,
     cache: KVCache,
     *,
     donate: bool = False,
@@ -98,7 +99,7 @@ def prefill(
 def decode_step(
     params: Params,
     config: ModelConfig,
-    token_B: jax.Array,
+    token_B: AnyArray,
     cache: KVCache,
     *,
     donate: bool = False,
@@ -122,15 +123,15 @@ def decode_step(
 def decode_loop(  # noqa: PLR0913  a door
     params: Params,
     config: ModelConfig,
-    logits_BV: jax.Array,
+    logits_BV: AnyArray,
     cache: KVCache,
     row_key_B: jax.Array,
     sampling_B: SamplingConfig,
-    eos_ids: jax.Array,
-    max_new_tokens: int | jax.Array,
+    eos_ids: AnyArray,
+    max_new_tokens: int | AnyArray,
     *,
-    seen_BV: jax.Array | None = None,
-    history_BS: jax.Array | None = None,
+    seen_BV: AnyArray | None = None,
+    history_BS: AnyArray | None = None,
     output_size: int | None = None,
     donate: bool = False,
     impl: str | None = None,

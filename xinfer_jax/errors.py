@@ -39,6 +39,6 @@ def shown(value: object, most: int = 80) -> str:
 
 def few(names: Iterable[object], most: int = 3) -> str:
     """The first of many names, and how many more there are."""
-    names = [str(name) for name in names]
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+    texts = [str(name) for name in names]
+    rest = len(texts) - most
+    return ", ".join(texts[:most]) + (f" and {rest} more" if rest > 0 else "")

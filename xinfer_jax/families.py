@@ -3,7 +3,8 @@ shared table.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from .errors import InputError, shown
 from .rope_config import read_rope, read_ropes, rope_settings
@@ -151,7 +152,9 @@ _GEMMA3_DEFAULTS = _GEMMA2_DEFAULTS | dict(
     max_position_embeddings=131072, attn_logit_softcapping=None, final_logit_softcapping=None, rope_theta=1e6,
     rope_local_base_freq=1e4, sliding_window_pattern=6,
 )  # fmt: skip
-FAMILIES = {  # model_type: (its defaults, its function)
+FAMILIES: dict[
+    str, tuple[dict[str, Any], Callable[..., dict[str, Any]]]
+] = {  # model_type: (its defaults, its function)
     "qwen2": (_QWEN_DEFAULTS, _qwen2),
     "qwen3": (_QWEN_DEFAULTS | dict(head_dim=128), _qwen3),
     "qwen3_moe": (_MOE_DEFAULTS, _qwen3_moe),

@@ -370,9 +370,9 @@ def _output(
         finish_reason=[reason(i, n, done) for i, (n, done) in enumerate(rows)],
         stats=stats,
     )
-    if options.logprobs:
+    if options.logprobs and state.alternatives:
         out.alternatives = rows_of_tokens(state.alternatives, seen.tokens_BT, logprobs_BT, seen.length_B)
-    if options.logits:
+    if options.logits and state.alternatives:
         out.logits = [
             np.asarray(row_TV[:n])
             for row_TV, n in zip(state.alternatives.logits_BTV, seen.length_B, strict=True)

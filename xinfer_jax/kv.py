@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .brief import Brief
 from .errors import InputError
 
 KV_BITS = {"int8": 8, "int4": 4, "gear": 4}
@@ -22,8 +23,8 @@ _OUTLIERS = 2  # the least and the largest number of a vector
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class QuantizedKV:
+@dataclasses.dataclass(frozen=True, repr=False)
+class QuantizedKV(Brief):
     """K or V of one layer, [B, K, S, H]: low + step * level, and with a basis what GEAR adds."""
 
     # uint8 [B, K, S, H]; with 4 bits [B, K, S, H/2], dimension h in the low half of a byte and h + H/2 in the
@@ -95,9 +96,8 @@ def quantize(x_BKTH: jax.Array, like: QuantizedKV, first_B: jax.Array | None = N
     """
     x, bits = x_BKTH.astype(jnp.float32), like.bits
     if like.basis is None:
-        return QuantizedKV(
-            *_rounded(x, jnp.min(x, -1, keepdims=True), jnp.max(x, -1, keepdims=True), bits), None, bits
-        )
+        level, scale = _rounded(x, jnp.min(x, -1, keepdims=True), jnp.max(x, -1, keepdims=True), bits)
+        return QuantizedKV(level, scale, None, bits)
     least, largest = jnp.argmin(x, -1, keepdims=True), jnp.argmax(x, -1, keepdims=True)
     apart = _is_at(least, x) | _is_at(largest, x)
     low, high = (

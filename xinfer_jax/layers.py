@@ -4,7 +4,9 @@ in float32.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,10 @@ from .quantization import is_quantized, quantized_product, rows_of
 
 Angles = tuple[tuple[jax.Array, jax.Array] | None, ...]  # per layer: cos and sin
 
-_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
@@ -114,7 +119,7 @@ def rotary_angles(config: ModelConfig, position_BT: jax.Array, length_B: jax.Arr
     """
     ropes = [config.layer_rope_config(layer) for layer in range(config.num_hidden_layers)]
     angles = {rope: _angles(rope, config, position_BT, length_B) for rope in ropes if rope}
-    return tuple(angles.get(rope) for rope in ropes)
+    return tuple(angles[rope] if rope else None for rope in ropes)
 
 
 def _angles(
@@ -148,7 +153,7 @@ def rotate(x_BTNH: jax.Array, cos_BTR: jax.Array, sin_BTR: jax.Array) -> jax.Arr
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x_BTNH.dtype)
 
 
-def _inverse_frequencies(rope: RopeConfig, width: int) -> tuple[np.ndarray, float]:
+def _inverse_frequencies(rope: RopeConfig, width: int) -> tuple[Any, float]:
     """Angle per position of each pair, float32 [R], and the factor on cos and sin. width: 2 R."""
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     # Powers in float64, rounded once, are torch's own; numpy's in float32 are off by an ulp, which 500

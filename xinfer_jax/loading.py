@@ -3,6 +3,7 @@ time.
 """
 
 import dataclasses
+import math
 import os
 import time
 from pathlib import Path
@@ -14,30 +15,49 @@ import ml_dtypes  # noqa: F401  (numpy learns bfloat16 from it)
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from .brief import mib
 from .config import ModelConfig, from_hf
 from .errors import InputError, few
 from .files import checkpoint_dir, read_json
 from .params import Params, ParamSpec, check_quantize, check_weights, param_specs, resolve_dtype, tree_bytes
-from .quantization import check_method, quantized_leaf
+from .quantization import check_method, is_quantized, quantized_leaf
 from .quantized_files import FileFormat, Part, read_format, with_old_settings
 from .sampling import check_generation_config
 from .stats import LoadStats
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, eos_ids
 
 BUNDLED = Path(__file__).parent / "assets"  # the small trained checkpoint that comes with the library
 _FLOATS = {"F32", "F16", "BF16"}
 _NOT_WEIGHTS = "rotary_emb.inv_freq"  # tables that old Llama checkpoints carry along
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Model:
-    """What `load_model` gives."""
+    """What `load_model` gives.
+
+    Attributes:
+        params: the parameter tree: nested dicts and tuples of arrays, or of quantized leaves.
+        config: its shape and settings, with the checkpoint's EOS ids; static under `jit`.
+        tokenizer: text to ids and back; None where the checkpoint has no tokenizer.json.
+        generation_config: contents of generation_config.json, empty if there is none
+            (`SamplingConfig.from_hf` reads it).
+        load_stats: what loading cost.
+    """
 
     params: Params
     config: ModelConfig
     tokenizer: Tokenizer | None
-    generation_config: dict[str, Any]  # contents of generation_config.json, empty if there is none
+    generation_config: dict[str, Any]
     load_stats: LoadStats
+
+    def __repr__(self) -> str:
+        leaves = jax.tree.leaves(self.params, is_leaf=is_quantized)
+        count, stats, config = sum(math.prod(leaf.shape) for leaf in leaves), self.load_stats, self.config
+        return (
+            f"Model({config.model_type}, {count / 1e6:.4g} M parameters in {stats.dtype},"
+            f" {mib(stats.weight_bytes)}, vocabulary {config.vocab_size}, context {config.context_length},"
+            f" {'tokenizer' if self.tokenizer else 'no tokenizer'})"
+        )
 
 
 def load_model(
@@ -70,10 +90,13 @@ def load_model(
             f"{path} is already quantized ({stored.method}), and quantize={quantize!r} is asked for: load it"
             " without quantize"
         )
-    check_quantize(config, quantize or stored and stored.method)
+    check_quantize(config, stored.method if stored else quantize)
     tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None
     generation = read_json(path / "generation_config.json") or {}
     check_generation_config(generation, config.vocab_size)
+    ends = tokenizer.eos_token_ids if tokenizer else eos_ids(generation, settings)
+    possible = tuple(i for i in ends if 0 <= i < config.vocab_size)
+    config = dataclasses.replace(config, eos_token_ids=possible)
     params = load_params(path, config, dtype, quantize, stored)
     stats = LoadStats(
         time.perf_counter() - start,
@@ -122,7 +145,7 @@ def load_params(
     _check_tied(path, config, tensors)
 
     def leaf(spec: ParamSpec, part: dict[str, Part]) -> Any:
-        if part:
+        if stored and part:
             return jax.device_put(stored.leaf(spec.hf_name, spec.shape, tensors))
         tensor = spec.read(tensors)
         return (

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .brief import Brief
+
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Alternatives:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Alternatives(Brief):
     """What the decode loop notes for each chosen token; A alternatives."""
 
     id_BTA: jax.Array  # int32: the likeliest tokens before any processor
@@ -25,11 +27,19 @@ class Alternatives:
 
 
 class TokenLogprobs(NamedTuple):
-    """One chosen token (EOS included) and its alternatives, likeliest first."""
+    """One chosen token (EOS included) and its alternatives, likeliest first; natural logarithms.
+
+    Attributes:
+        id: the token.
+        logprob: its log-probability before any processor.
+        processed_logprob: that of the distribution it was drawn from; 0 where the likeliest was taken for
+            certain.
+        top: (id, log-probability) of the likeliest before any processor.
+        processed_top: the same after all of them.
+    """
 
     id: int
-    logprob: float  # before any processor
-    # Of the distribution that it was drawn from; 0 where the likeliest was taken for certain.
+    logprob: float
     processed_logprob: float
     top: list[tuple[int, float]]
     processed_top: list[tuple[int, float]]

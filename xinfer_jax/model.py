@@ -2,8 +2,11 @@
 driven by the config.
 """
 
+from typing import Any, overload
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .attention import attention, check_impl
 from .cache import KVCache, advance, append, read
@@ -11,15 +14,35 @@ from .config import ModelConfig
 from .errors import InputError
 from .experts import mixture_of_experts
 from .layers import embed, gated_mlp, linear, norm, rotary_angles, rotate, softcap
-from .params import Params, activation_dtype
+from .params import AnyArray, Params, activation_dtype, check_params
 
 
+@overload
 def forward(
     params: Params,
     config: ModelConfig,
-    tokens_BT: jax.Array,
+    tokens_BT: AnyArray,
+    cache: None = None,
+    num_tokens_B: AnyArray | None = None,
+    *,
+    impl: str | None = None,
+) -> tuple[jax.Array, None]: ...
+@overload
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens_BT: AnyArray,
+    cache: KVCache,
+    num_tokens_B: AnyArray | None = None,
+    *,
+    impl: str | None = None,
+) -> tuple[jax.Array, KVCache]: ...
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens_BT: AnyArray,
     cache: KVCache | None = None,
-    num_tokens_B: jax.Array | None = None,
+    num_tokens_B: AnyArray | None = None,
     *,
     impl: str | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
@@ -43,7 +66,6 @@ def forward(
         InputError: more tokens than the cache's capacity; an impl that this machine lacks, or that cannot
             serve the call.
     """
-    check_impl(impl)
     hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B, impl=impl)
     return unembed(params, config, hidden_BTD), cache
 
@@ -51,27 +73,38 @@ def forward(
 def hidden_states(
     params: Params,
     config: ModelConfig,
-    tokens_BT: jax.Array,
+    tokens_BT: AnyArray,
     cache: KVCache | None = None,
-    num_tokens_B: jax.Array | None = None,
+    num_tokens_B: AnyArray | None = None,
     *,
-    inputs_BTD: jax.Array | None = None,
+    inputs_BTD: AnyArray | None = None,
     impl: str | None = None,
-) -> tuple[jax.Array, KVCache | None]:
-    """`forward` without its last step: the normed hidden state of every token, [B, T, D].
+) -> tuple[jax.Array, Any]:
+    """`forward` without its last step, which is `unembed`. Not jitted; differentiable like it.
 
-    inputs_BTD, where given, enters the first layer in place of the tokens' embeddings.
+    Args:
+        params, config, tokens_BT, cache, num_tokens_B, impl: as in `forward`.
+        inputs_BTD: enters the first layer in place of the tokens' embeddings (`embed_tokens`); tokens_BT then
+            says only how many there are.
+
+    Returns:
+        What the last norm gives for every token, [B, T, D] in the type of the activations (undefined at
+        padding), and the cache with the tokens appended.
+
+    Raises:
+        InputError: as `forward`; inputs_BTD of another shape.
     """
-    if tokens_BT.ndim != 2:
-        raise InputError(f"tokens must have the shape [rows, tokens], got {tokens_BT.shape}")
+    check_impl(impl)
+    check_params(params, config)
+    check_tokens(config, tokens_BT, num_tokens_B, inputs_BTD, cache)
     B, T = tokens_BT.shape
-    num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else num_tokens_B
+    num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else jnp.asarray(num_tokens_B)
     start_B = jnp.zeros(B, jnp.int32) if cache is None else cache.length_B
     angles = rotary_angles(config, start_B[:, None] + jnp.arange(T), start_B + num_tokens_B)
     x_BTD = (
         embed_tokens(params, config, tokens_BT)
         if inputs_BTD is None
-        else inputs_BTD.astype(activation_dtype(params))
+        else jnp.asarray(inputs_BTD).astype(activation_dtype(params))
     )
     for index, layer in enumerate(params["layers"]):
         attended_BTD, cache = _attend(
@@ -84,19 +117,85 @@ def hidden_states(
     return norm(x_BTD, params, "final_norm", config), cache
 
 
-def embed_tokens(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
-    """What the first layer gets of tokens: int32 [...] -> [..., D] in the type of the activations."""
+def embed_tokens(params: Params, config: ModelConfig, tokens: AnyArray) -> jax.Array:
+    """What the first layer gets of tokens: int32 [...] -> [..., D] in the type of the activations.
+
+    Raises:
+        InputError: no array of whole numbers; outside a trace, an id beyond the vocabulary.
+    """
+    check_params(params, config)
+    if not isinstance(tokens, jax.Array | np.ndarray) or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise InputError(f"tokens must be an array of ids, got {tokens!r}")
+    _check_range("token id", tokens, config.vocab_size - 1)
     return embed(jnp.asarray(tokens), params["embed"], activation_dtype(params), config.embed_scale)
 
 
-def unembed(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
-    """float32 logits [..., V] of hidden states [..., D]."""
-    return softcap(linear(hidden, head(params), jnp.float32), config.final_logit_softcapping)
+def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
+    """Logits of hidden states: the vocabulary matrix, and the soft cap where the model has one.
+
+    Args:
+        params, config: the model.
+        hidden: [..., D], from `hidden_states`.
+
+    Returns:
+        float32 [..., V].
+
+    Raises:
+        InputError: no array, or one of another width.
+    """
+    check_params(params, config)
+    if not isinstance(hidden, jax.Array | np.ndarray) or hidden.shape[-1:] != (config.hidden_size,):
+        raise InputError(
+            f"hidden states must be an array [..., {config.hidden_size}], got {np.shape(hidden)}"
+        )
+    return softcap(linear(jnp.asarray(hidden), head(params), jnp.float32), config.final_logit_softcapping)
 
 
 def head(params: Params) -> Params:
     """The vocabulary matrix; a tied model reuses the embedding matrix."""
     return params["lm_head"] if "lm_head" in params else params["embed"]
+
+
+def check_tokens(
+    config: ModelConfig,
+    tokens_BT: Any,
+    num_tokens_B: Any = None,
+    inputs_BTD: Any = None,
+    cache: Any = None,
+    least: int = 1,
+) -> None:
+    """Raises InputError unless these go together: `least` tokens a row, and what else is given; values are
+    checked as far as they are known outside a trace.
+    """
+    if not isinstance(tokens_BT, jax.Array | np.ndarray):
+        raise InputError(f"tokens must be an array of ids, as np.array makes of lists, got {tokens_BT!r}")
+    shape = tokens_BT.shape
+    if len(shape) != 2 or shape[1] < least or not jnp.issubdtype(tokens_BT.dtype, jnp.integer):
+        raise InputError(
+            f"tokens must be integers of the shape [rows, {least} or more], got {tokens_BT.dtype} of {shape}"
+        )
+    if num_tokens_B is not None and np.shape(num_tokens_B) != shape[:1]:
+        raise InputError(
+            f"num_tokens must have the shape [{shape[0]}], one number per row, got {np.shape(num_tokens_B)}"
+        )
+    if inputs_BTD is not None and np.shape(inputs_BTD) != (*shape, config.hidden_size):
+        raise InputError(
+            f"inputs must have the shape {(*shape, config.hidden_size)}, got {np.shape(inputs_BTD)}"
+        )
+    if cache is not None and (not isinstance(cache, KVCache) or cache.length_B.shape != shape[:1]):
+        raise InputError(
+            f"the cache for {shape[0]} rows must be one that init_cache gives for them, got {cache!r}"
+        )
+    _check_range("token id", tokens_BT, config.vocab_size - 1)
+    _check_range("num_tokens", num_tokens_B, shape[1])
+
+
+def _check_range(name: str, array: Any, most: int) -> None:
+    if array is None or isinstance(array, jax.core.Tracer):
+        return
+    values = np.asarray(array)
+    if np.any(bad := (values < 0) | (values > most)):
+        raise InputError(f"{name} {values[bad][0]} is outside 0 … {most}")
 
 
 def _attend(
@@ -107,18 +206,18 @@ def _attend(
     if angles[index] is not None:
         q_BTNH, k_BTKH = rotate(q_BTNH, *angles[index]), rotate(k_BTKH, *angles[index])
     if cache is None:
-        k_BKSH, v_BKSH = jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2)
+        keys_values: tuple[Any, Any] = jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2)
         start_B, length_B = None, num_tokens_B
     else:
         start_B, length_B = cache.length_B, cache.length_B + num_tokens_B
         cache = append(cache, index, k_BTKH, v_BTKH, num_tokens_B)
-        k_BKSH, v_BKSH = read(cache, index)
+        keys_values = read(cache, index)
     scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
     settings = dict(
         scale=scale, window=config.layer_windows[index], softcap=config.attn_logit_softcapping, impl=impl
     )
     ring = cache is not None and cache.is_ring(index)
-    out_BTNH = attention(q_BTNH, k_BKSH, v_BKSH, length_B=length_B, start_B=start_B, ring=ring, **settings)
+    out_BTNH = attention(q_BTNH, *keys_values, length_B=length_B, start_B=start_B, ring=ring, **settings)
     return linear(out_BTNH.reshape(B, T, -1), layer["o"]), cache
 
 

@@ -3,6 +3,7 @@ tracing.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,13 +11,14 @@ import jax
 import numpy as np
 
 from .attention import check_impl
+from .brief import counted
 from .checks import in_order, token_ids, whole
 from .config import ModelConfig, with_fixed_rope
 from .decode import bucket
 from .errors import InputError, shown
 from .kv import KV_BITS
 from .logprobs import TokenLogprobs
-from .params import Params, activation_dtype, resolve_dtype
+from .params import Params, activation_dtype, check_params, resolve_dtype
 from .prefix import Prefix
 from .sampling import SamplingConfig, per_row, row_keys
 from .speculative import MOST_GUESSES, check_guesser
@@ -25,51 +27,80 @@ from .stats import GenerateStats
 
 @dataclasses.dataclass(frozen=True)
 class GenerateOptions:
-    """What `generate` and `stream` do beyond the prompts."""
+    """What `generate`, `stream` and the text functions do beyond the prompts.
+
+    Attributes:
+        max_new_tokens: most new tokens of a row, EOS included; at least 1.
+        sampling: how a token is chosen: for all prompts, or one per prompt.
+        eos_token_ids: any of them ends a row; None: the model's own (`ModelConfig.eos_token_ids`, which
+            `load_model` finds); (): none, rows end at max_new_tokens.
+        capacity: of the cache, in tokens; None: what the call needs, rounded up.
+        use_cache: False: recompute the whole sequence for every token, to compare.
+        impl: of attention and argmax: "mosaic", "triton" or "xla"; None: what suits the device.
+        cache_dtype: of keys and values: "int8", "int4", "gear", or a float type; None: float32 on CPU, or as
+            activations.
+        stop_token_ids: end a row as EOS ids do, with the finish_reason "stop".
+        stop_strings: the text ends before the first of them; for the text functions, which know what a
+            string is.
+        n: answers per prompt: rows i * n … i * n + n - 1 are those of prompt i, and answer j draws from
+            fold_in(row_key, j).
+        best_of: generate so many per prompt, return the n of largest log-probability per token; None: n.
+        logprobs: alternatives noted for each token, before and after the processors; 0: none.
+        draft: what guesses tokens ahead: a `Model` with the same vocabulary, "lookup" (what followed in the
+            row before), or a function (history_BS, length_B, count) -> int32 [B, count] that can be traced;
+            None: nothing.
+        draft_tokens: guesses per pass, 1 to 64; no more are made than the answer has room for.
+        prefix: of an earlier call: of each prompt, what its rows start with alike is not read again; None:
+            all is read.
+        keep_prefix: return the cache as out.prefix, for the next call.
+        logits: the logits of every step too, before any processor: float32 [steps, V] per row.
+    """
 
     max_new_tokens: int = 128
-    # For all prompts, or one per prompt.
     sampling: SamplingConfig | Sequence[SamplingConfig] = SamplingConfig()
-    eos_token_ids: Sequence[int] = ()  # any of them ends a row; none: never stop early
-    capacity: int | None = None  # of the cache, in tokens; None: what the call needs, rounded up
-    use_cache: bool = True  # False: recompute the whole sequence for every token, to compare
-    # Of attention and argmax: None (what suits the device), "mosaic", "triton" or "xla".
+    eos_token_ids: Sequence[int] | None = None
+    capacity: int | None = None
+    use_cache: bool = True
     impl: str | None = None
-    # Of keys and values: "int8", "int4", "gear", or a float type; None: float32 on CPU, or as activations.
     cache_dtype: str | None = None
-    stop_token_ids: Sequence[int] = ()  # end a row as EOS ids do, with the finish_reason "stop"
-    # End the text before the first of them; the text functions know what a string is.
+    stop_token_ids: Sequence[int] = ()
     stop_strings: Sequence[str] = ()
-    # Answers per prompt: rows i * n … i * n + n - 1 are those of prompt i, and answer j draws from
-    # fold_in(row_key, j).
     n: int = 1
-    # Generate so many per prompt, return the n of largest log-probability per token; None: n.
     best_of: int | None = None
-    logprobs: int = 0  # alternatives noted for each token, before and after the processors
-    # What guesses tokens ahead: a `Model` with the same vocabulary, "lookup" (what followed in the row
-    # before), or a function (history_BS, length_B, count) -> int32 [B, count] that can be traced; None:
-    # nothing.
+    logprobs: int = 0
     draft: Any = None
-    draft_tokens: int = 3  # guesses per pass, at most 64; no more are made than the answer has room for
-    # Of an earlier call: of each prompt, what its rows start with alike is not read again.
+    draft_tokens: int = 3
     prefix: Prefix | None = None
-    keep_prefix: bool = False  # return the cache as out.prefix, for the next call
-    logits: bool = False  # the logits of every step too, before any processor: float32 [steps, V] per row
+    keep_prefix: bool = False
+    logits: bool = False
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class GenerateOutput:
-    """What `generate` returns; one entry per prompt and answer."""
+    """What `generate` returns; one entry per prompt and answer.
 
-    tokens: list[list[int]]  # new ids, the EOS or stop id that ended them not included
-    # The model's log-probability of each (before any processor), with the EOS entry last if there was one.
+    Attributes:
+        tokens: new ids, the EOS or stop id that ended them not included.
+        logprobs: the model's log-probability (natural, before any processor) of each, with the EOS entry last
+            if there was one.
+        finish_reason: "eos", "stop" or "length".
+        stats: what the call cost.
+        alternatives: with options.logprobs: of each entry of `logprobs`; else None.
+        logits: with options.logits: float32 [entries of `logprobs`, V]; else None.
+        prefix: with options.keep_prefix: what the cache holds now; else None.
+    """
+
+    tokens: list[list[int]]
     logprobs: list[list[float]]
-    finish_reason: list[str]  # "eos", "stop" or "length"
+    finish_reason: list[str]
     stats: GenerateStats
-    # With options.logprobs: of each entry of `logprobs`.
     alternatives: list[list[TokenLogprobs]] | None = None
-    logits: list[np.ndarray] | None = None  # with options.logits: [entries of `logprobs`, V]
-    prefix: Prefix | None = None  # with options.keep_prefix
+    logits: list[np.ndarray] | None = None
+    prefix: Prefix | None = None
+
+    def __repr__(self) -> str:
+        reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(self.finish_reason).items())
+        return f"GenerateOutput({counted(self.tokens, 'answer')}, finish_reason: {reasons or 'none'})"
 
     def best(self, n: int, of: int) -> "GenerateOutput":
         """Of every `of` answers in a row the n with the largest mean log-probability, best first."""
@@ -140,7 +171,8 @@ def checked(
     key: jax.Array | None,
 ) -> Call:
     """The call, or an InputError."""
-    options = _plain(config, GenerateOptions() if options is None else options)
+    check_params(params, config)
+    options = _plain(config, asked(options))
     prompts = check_prompts(config, prompts)
     shortest, longest = min(map(len, prompts)), max(map(len, prompts))
     _check_together(config, options)
@@ -162,8 +194,6 @@ def checked(
 
 def _plain(config: ModelConfig, options: GenerateOptions) -> GenerateOptions:
     """The options with each value in its one type, or an InputError that names it."""
-    if not isinstance(options, GenerateOptions):
-        raise InputError(f"options must be GenerateOptions, got {shown(options)}")
     if options.stop_strings:
         raise InputError("stop_strings need text: use generate_text or stream_text, or stop_token_ids")
     check_impl(options.impl)
@@ -181,8 +211,9 @@ def _plain(config: ModelConfig, options: GenerateOptions) -> GenerateOptions:
         value = getattr(options, name)
         if value is not None or name not in ("capacity", "best_of"):
             values[name] = whole(name, value, least, most)
-    for name in ("eos_token_ids", "stop_token_ids"):
-        values[name] = tuple(token_ids(name, getattr(options, name), config.vocab_size))
+    eos = config.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
+    for name, ids in (("eos_token_ids", eos), ("stop_token_ids", options.stop_token_ids)):
+        values[name] = tuple(dict.fromkeys(token_ids(name, ids, config.vocab_size)))
     return dataclasses.replace(options, **values)
 
 
@@ -227,7 +258,7 @@ def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -
         (config.context_length, "the model's context limit", "shorten the prompt or generate fewer tokens"),
         (options.capacity, "the capacity", "raise capacity or shorten the prompt"),
         (
-            options.prefix and options.prefix.cache.capacity,
+            options.prefix.cache.capacity if options.prefix else None,
             "the capacity of the prefix",
             "start it with a larger capacity",
         ),
@@ -241,6 +272,13 @@ def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -
             raise InputError(
                 f"prompt of {longest} tokens + max_new_tokens {new} exceeds {name} {limit}{dynamic}: {remedy}"
             )
+
+
+def asked(options: Any) -> GenerateOptions:
+    """The options, or the defaults for None."""
+    if options is not None and not isinstance(options, GenerateOptions):
+        raise InputError(f"options must be GenerateOptions, got {shown(options)}")
+    return options or GenerateOptions()
 
 
 def _checked_draft(call: Call) -> Any:

@@ -18,6 +18,7 @@ from .errors import InputError, shown
 from .memory import check_memory
 from .quantization import check_method, quantized_leaf
 
+AnyArray = jax.Array | np.ndarray  # what jit takes
 Params = dict[str, Any]  # nested dicts and tuples of arrays; an absent tensor is an absent key
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -35,7 +36,7 @@ class ParamSpec:
 
     def stored(self, tensors: Container[str] = ()) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors that hold it in a checkpoint with those names."""
-        if self.fused_name in tensors:
+        if self.fused_name and self.fused_name in tensors:
             return {self.fused_name: (*self.shape[:-2], self.fused_rows, self.shape[-1])}
         if "{}" in self.hf_name:
             return {self.hf_name.format(expert): self.shape[1:] for expert in range(self.shape[0])}
@@ -43,7 +44,7 @@ class ParamSpec:
 
     def read(self, tensors: Mapping[str, Any]) -> np.ndarray:
         """The tensor from those that hold it, safetensors by name."""
-        if self.fused_name in tensors:
+        if self.fused_name and self.fused_name in tensors:
             rows = slice(self.first_row, self.first_row + self.shape[-2])
             held = tensors[self.fused_name].get_slice(self.fused_name)
             return held[rows] if len(self.shape) == 2 else held[:, rows]
@@ -72,13 +73,13 @@ def _layer(config: ModelConfig, index: int) -> Params:
         config.num_key_value_heads * h,
     )
     fused = (f"{attn}.qkv_proj.weight", heads + 2 * kv_heads) if config.fused_projections else None
-    tree = {
+    tree: Params = {
         "q": _linear(f"{attn}.q_proj", heads, d, config.qkv_bias, fused, 0),
         "k": _linear(f"{attn}.k_proj", kv_heads, d, config.qkv_bias, fused, heads),
         "v": _linear(f"{attn}.v_proj", kv_heads, d, config.qkv_bias, fused, heads + kv_heads),
         "o": _linear(f"{attn}.o_proj", d, heads, config.o_bias),
     }
-    names = {}
+    names: dict[str, str] = {}
     if config.pre_norm:
         names |= dict(attn_norm="input", mlp_norm="pre_feedforward" if config.post_norm else "post_attention")
     if config.post_norm:
@@ -138,7 +139,7 @@ def _linear(
     first_row: int = 0,
 ) -> Params:
     held = (fused[0], first_row, fused[1]) if fused else ()
-    leaf = {"weight": ParamSpec((out_size, in_size), f"{name}.weight", *held)}
+    leaf: Params = {"weight": ParamSpec((out_size, in_size), f"{name}.weight", *held)}
     return leaf | ({"bias": ParamSpec((out_size,), f"{name}.bias")} if bias else {})
 
 
@@ -165,7 +166,7 @@ def init_params(
     check_weights(specs, dtype, quantize)
     keys = jax.random.split(key, len(specs))
 
-    def init(spec: ParamSpec, key: jax.Array) -> jax.Array:
+    def init(spec: ParamSpec, key: jax.Array) -> Any:
         if spec.hf_name.endswith("norm.weight"):
             return jnp.full(spec.shape, 1 - config.norm_offset, dtype)
         scale = 0.02 if "embed" in spec.hf_name or len(spec.shape) == 1 else 1 / math.sqrt(spec.shape[-1])
@@ -187,6 +188,18 @@ def check_weights(specs: Sequence[ParamSpec], dtype: Any, quantize: str | None =
     narrow = wide if quantize is None else 8 if quantize == "int8" else 4
     bits = sum(math.prod(spec.shape) * (narrow if len(spec.shape) > 1 else wide) for spec in specs)
     check_memory(bits // 8, "the weights", "use a smaller dtype, quantize them, or use a smaller model")
+
+
+def check_params(params: Any, config: Any) -> None:
+    """Raises InputError unless they are a model's tree and its config."""
+    if not isinstance(config, ModelConfig):
+        raise InputError(f"config must be a ModelConfig, as model.config is, got {type(config).__name__}")
+    if not isinstance(params, Mapping) or not {"embed", "layers", "final_norm"} <= params.keys():
+        raise InputError(f"params must be a model's tree, as model.params is, got {type(params).__name__}")
+    if len(params["layers"]) != config.num_hidden_layers:
+        raise InputError(
+            f"params have {len(params['layers'])} layers, the config asks for {config.num_hidden_layers}"
+        )
 
 
 def check_quantize(config: ModelConfig, method: str | None) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
+from .brief import counted
 from .cache import KVCache, init_cache, remembered, truncate
 from .config import ModelConfig
 from .errors import InputError, few
@@ -25,18 +26,25 @@ from .params import Params
 _FORMAT = 2  # of files; the first had no number, and its mark did not identify the model
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Prefix:
     """A cache and the tokens in it, row by row.
 
     `generate` makes one, with keep_prefix. One made by hand, of a cache that `prefill` filled, need not say
     whose it is.
+
+    Attributes:
+        tokens: of each row, the ids whose keys and values the cache holds.
+        cache: theirs.
     """
 
     tokens: list[list[int]]
     cache: KVCache
     model: str | None = None  # whose keys and values they are: its `fingerprint`; None: the caller vouches
     factors: tuple[float, ...] = ()  # longrope's, by which the keys are rotated; () for other models
+
+    def __repr__(self) -> str:
+        return f"Prefix({counted(self.tokens, 'row')}, {self.cache!r})"
 
     def shared(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
         """How many tokens at the start of each prompt the cache holds, int32 [B]: at most all but the last,

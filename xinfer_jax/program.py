@@ -6,7 +6,6 @@ import difflib
 import platform
 import textwrap
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -104,37 +103,7 @@ def _entry(option: str, text: str, default: Any = None) -> list[str]:
 
 
 def version() -> str:
-    """Of the package and what it runs on, without loading them."""
-    import importlib.metadata  # only here: it takes longer to import than all the rest
-    import tomllib
+    """Of this package, jax and Python."""
+    from . import __version__
 
-    try:
-        own = importlib.metadata.version("xinfer-jax")
-    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
-        project = Path(__file__).parents[1] / "pyproject.toml"
-        own = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
-    return f"{own} (jax {importlib.metadata.version('jax')}, Python {platform.python_version()})"
-
-
-_BOOLEANS = dict.fromkeys(("true", "t", "1"), True) | dict.fromkeys(("false", "f", "0"), False)
-
-
-class _Values(flags.FlagValues):
-    def read_flags_from_files(self, argv: Sequence[str], force_gnu: bool = True) -> list[str]:
-        """Without absl's --flagfile, which would read any file to its end."""
-        return list(argv)
-
-
-class _Parser(flags.ArgumentParser):
-    def __init__(self, read: Callable[[Any], Any], good: Callable[[Any], Any], remedy: str):
-        super().__init__()
-        self._read, self._good, self._remedy = read, good, remedy
-
-    def parse(self, argument: Any) -> Any:
-        try:
-            value = self._read(argument)
-        except (ValueError, KeyError):
-            raise ValueError(self._remedy) from None
-        if not self._good(value):
-            raise ValueError(self._remedy)
-        return value
+    return f"{__version__} (jax {importlib.metadata.version('jax')}, Python {platform.python_version()})"

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .brief import Brief
 from .errors import InputError
 from .products import dot, in_front, tile_by_tile
 
@@ -32,21 +33,21 @@ _FEW_ROWS, _FEW_OUTPUTS = 4, 8192  # up to here int8 products are faster with th
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Int8Weight:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Int8Weight(Brief):
     """A matrix [N outputs, K inputs] as `values * scale` with a scale per output."""
 
     values: jax.Array  # int8 [N, K]
     scale: jax.Array  # float32 [N]
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class GroupedWeight:
+@dataclasses.dataclass(frozen=True, repr=False)
+class GroupedWeight(Brief):
     """A matrix [N outputs, K inputs] as `(values - zero) * scale`, scale and zero shared by the J inputs of a
     group; K is padded to G * J.
 
@@ -123,7 +124,7 @@ def quantize_matrix(matrix_NK: np.ndarray, bits: int = 8, group: int | None = No
         step_RG = finest_step(block_RGJ) if bits == 8 else float16_step((high - low) / 15)
         scale[:, at] = step_RG.T
         levels = np.rint(block_RGJ / step_RG[..., None])
-        if bits == 8:
+        if zero is None:
             values[:, :, at] = np.clip(levels, -127, 127).transpose(1, 2, 0)
             continue
         zero_RG = np.clip(np.rint(-low / step_RG), 0, 15)
@@ -284,12 +285,13 @@ def _one_row(shares: tuple[jax.Array, ...], values: jax.Array, scale: jax.Array)
 
 def _tiled(shares: tuple[jax.Array, ...], values: jax.Array, scale: jax.Array) -> jax.Array:
     G, rows, N = values.shape
-    shares = [x.reshape(-1, G * rows) for x in shares]
+    shares = tuple(x.reshape(-1, G * rows) for x in shares)
 
     def columns(first: jax.Array, size: int, values: jax.Array, scale: jax.Array) -> jax.Array:
         part, step = (lax.dynamic_slice_in_dim(x, first, size, x.ndim - 1) for x in (values, scale))
         matrices = [(level * step.astype(jnp.float32)[:, None]).reshape(-1, size) for level in _levels(part)]
-        return sum(dot(x, matrix, 0) for x, matrix in zip(shares, matrices, strict=True))
+        products = [dot(x, matrix, 0) for x, matrix in zip(shares, matrices, strict=True)]
+        return sum(products[1:], start=products[0])
 
     return tile_by_tile(columns, shares[0], N, 4 * G * rows * len(shares), values, scale)
 

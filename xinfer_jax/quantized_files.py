@@ -65,7 +65,7 @@ class FileFormat:
         (N, K), each = shape, 32 // self.bits
         G = -(-K // self._inputs(K))
         packed = (K, -(-N // each)) if self.method == "awq" else (-(-K // each), N)
-        parts = {
+        parts: dict[str, Part] = {
             "qweight": (packed, {"I32"}),
             "qzeros": ((G, -(-N // each)), {"I32"}),
             "scales": ((G, N), _SCALES),
@@ -81,7 +81,7 @@ class FileFormat:
             InputError: numbers that do not fit.
         """
 
-        def get(part: str) -> np.ndarray | None:
+        def get(part: str) -> Any:
             full = f"{name if self.method == OURS else name.removesuffix('.weight')}.{part}"
             return tensors[full].get_tensor(full) if full in tensors else None
 
@@ -223,7 +223,8 @@ def save_checkpoint(
     path = Path(path)
     specs, tree = jax.tree.flatten(param_specs(from_hf(settings)))
     tensors: dict[str, Any] = {}
-    for spec, leaf in zip(specs, tree.flatten_up_to(params), strict=True):
+    flat = tree.flatten_up_to(params)  # type: ignore[attr-defined]
+    for spec, leaf in zip(specs, flat, strict=True):
         fields = (
             {name: getattr(leaf, name, None) for name in ("values", "scale", "zero", "order")}
             if is_quantized(leaf)
@@ -254,7 +255,8 @@ def _write(file: Path, tensors: Mapping[str, jax.Array]) -> None:
     twice.
     """
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # so that every tensor is aligned
-    header, end = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
     for name in names:
         start, end = end, end + tensors[name].nbytes
         header[name] = {

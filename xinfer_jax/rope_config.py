@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from .errors import InputError, shown
 from .settings import boolean, integer, number, numbers, objects
@@ -91,7 +92,7 @@ def _rope(rope_type: str, given: Mapping) -> RopeConfig:
             raise InputError(f"rope type {rope_type!r} needs {name!r}, which config.json does not give")
     lists = ("short_factor", "long_factor")
     names = {f.name for f in dataclasses.fields(RopeConfig)} - {"rope_type", "truncate", *lists}
-    values = {
+    values: dict[str, Any] = {
         name: (integer if name == "original_max_position_embeddings" else number)(given, name)
         for name in sorted(names & given.keys())
     }

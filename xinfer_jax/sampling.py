@@ -28,24 +28,38 @@ class SamplingConfig:
 
     What no row asks for costs nothing, once compiled: of the settings below `repetition_penalty`, switching
     one on compiles another program; changing it does not.
+
+    Attributes:
+        temperature: logits are divided by it; 0: the most likely token.
+        top_k: only the k most likely tokens; 0: all.
+        top_p: only the most likely tokens that together reach this probability; above 0, 1: all.
+        repetition_penalty: above 1: tokens already present, the prompt's too, become less likely (CTRL,
+            Keskar et al. 2019); above 0, 1: off.
+        min_p: only tokens at least this many times as likely as the likeliest; 0 to 1, 0: all.
+        typical_p: only the tokens of most typical surprise that together reach this probability; above 0,
+            1: all.
+        presence_penalty: taken off the logits of tokens that the answer already holds; 0: off.
+        frequency_penalty: the same, as often as the answer holds them; 0: off.
+        no_repeat_ngram_size: no sequence of so many tokens occurs twice in prompt and answer; 0: off.
+        min_new_tokens: no EOS before the answer has so many tokens; 0: off.
+        logit_bias: {id: number added to its logit}, or float32 [V] or [B, V]; -inf forbids; None: nothing.
+        allowed_token_ids: only these are chosen (an EOS id that is not among them is never); None: all.
+        forbidden_token_ids: these are never chosen; None: none.
     """
 
-    temperature: Any = 0.0  # 0: the most likely token
-    top_k: Any = 0  # only the k most likely tokens; 0: all
-    top_p: Any = 1.0  # only the most likely tokens that together reach this probability; 1: all
-    # Above 1: tokens already present become less likely (CTRL, Keskar et al. 2019); 1: off.
+    temperature: Any = 0.0
+    top_k: Any = 0
+    top_p: Any = 1.0
     repetition_penalty: Any = 1.0
-    min_p: Any = 0.0  # only tokens at least this many times as likely as the likeliest; 0: all
-    # Only the tokens of most typical surprise that together reach this probability; 1: all.
+    min_p: Any = 0.0
     typical_p: Any = 1.0
-    presence_penalty: Any = 0.0  # taken off the logits of tokens that the answer already holds
-    frequency_penalty: Any = 0.0  # the same, as often as the answer holds them
-    no_repeat_ngram_size: Any = 0  # no sequence of so many tokens occurs twice in prompt and answer; 0: off
-    min_new_tokens: Any = 0  # no EOS before the answer has so many tokens
-    logit_bias: Any = None  # {id: number added to its logit}, or float32 [V] or [B, V]
-    # Only these are chosen (an EOS id that is not among them is never).
+    presence_penalty: Any = 0.0
+    frequency_penalty: Any = 0.0
+    no_repeat_ngram_size: Any = 0
+    min_new_tokens: Any = 0
+    logit_bias: Any = None
     allowed_token_ids: Sequence[int] | None = None
-    forbidden_token_ids: Sequence[int] | None = None  # these are never chosen
+    forbidden_token_ids: Sequence[int] | None = None
 
     @classmethod
     def from_hf(cls, generation_config: Mapping[str, Any]) -> "SamplingConfig":

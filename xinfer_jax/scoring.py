@@ -7,7 +7,6 @@ for a part of the tokens at a time, and the backward pass computes each part aga
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +17,9 @@ from .attention import check_impl
 from .batch import padded
 from .config import ModelConfig
 from .errors import InputError
-from .model import head, hidden_states, unembed
+from .model import check_tokens, head, hidden_states, unembed
 from .options import check_prompts
-from .params import Params
+from .params import AnyArray, Params, check_params
 
 _MOST_LOGITS = 1 << 25  # that exist at one time: 128 MiB
 
@@ -28,10 +27,10 @@ _MOST_LOGITS = 1 << 25  # that exist at one time: 128 MiB
 def score(
     params: Params,
     config: ModelConfig,
-    tokens_BT: jax.Array,
-    num_tokens_B: jax.Array | None = None,
+    tokens_BT: AnyArray,
+    num_tokens_B: AnyArray | None = None,
     *,
-    inputs_BTD: jax.Array | None = None,
+    inputs_BTD: AnyArray | None = None,
     impl: str | None = None,
 ) -> jax.Array:
     """Log-probability of every token but the first, given those before it. Usable inside a caller's jit.
@@ -56,7 +55,8 @@ def score(
             the call.
     """
     check_impl(impl)
-    _check(config, tokens_BT, num_tokens_B, inputs_BTD)
+    check_params(params, config)
+    check_tokens(config, tokens_BT, num_tokens_B, inputs_BTD, least=2)
     return _score(
         params,
         config,
@@ -114,37 +114,6 @@ def score_completions(
     return [
         row[len(p) - 1 :][: len(c)].tolist() for row, p, c in zip(found, prompts, completions, strict=True)
     ]
-
-
-def _check(config: ModelConfig, tokens_BT: Any, num_tokens_B: Any, inputs_BTD: Any) -> None:
-    if not isinstance(tokens_BT, jax.Array | np.ndarray):
-        raise InputError(
-            f"tokens must be an array, got {type(tokens_BT).__name__}: score_completions takes lists"
-        )
-    shape = tokens_BT.shape
-    if len(shape) != 2 or shape[1] < 2 or not jnp.issubdtype(tokens_BT.dtype, jnp.integer):
-        raise InputError(
-            f"tokens must be integers of the shape [rows, 2 or more], got {tokens_BT.dtype} of {shape}"
-        )
-    if num_tokens_B is not None and np.shape(num_tokens_B) != shape[:1]:
-        raise InputError(
-            f"num_tokens must have the shape [{shape[0]}], one number per row, got {np.shape(num_tokens_B)}"
-        )
-    if inputs_BTD is not None and np.shape(inputs_BTD) != (*shape, config.hidden_size):
-        raise InputError(
-            f"inputs must have the shape {(*shape, config.hidden_size)}, got {np.shape(inputs_BTD)}"
-        )
-    _check_range("token id", tokens_BT, config.vocab_size - 1)
-    _check_range("num_tokens", num_tokens_B, shape[1])
-
-
-def _check_range(name: str, array: Any, most: int) -> None:
-    """As far as it is known outside a trace."""
-    if array is None or isinstance(array, jax.core.Tracer):
-        return
-    values = np.asarray(array)
-    if np.any(bad := (values < 0) | (values > most)):
-        raise InputError(f"{name} {values[bad][0]} is outside 0 … {most}")
 
 
 @partial(jax.jit, static_argnames=("config", "impl"))

@@ -12,7 +12,13 @@ import jax
 
 @dataclasses.dataclass
 class LoadStats:
-    """The cost of one `load_model` call."""
+    """The cost of one `load_model` call.
+
+    Attributes:
+        seconds: wall time.
+        weight_bytes: of the parameter tree, in memory.
+        dtype: "float32", "bfloat16" or "float16", or the kind of quantized weights.
+    """
 
     seconds: float
     weight_bytes: int
@@ -23,23 +29,40 @@ class LoadStats:
 class GenerateStats:
     """The cost of one `generate` or `stream` call. Seconds other than `compile_seconds` and `total_seconds`
     are without compilation.
+
+    Attributes:
+        rows: prompts times answers.
+        prompt_tokens: of all prompts together.
+        weight_bytes: of the parameter tree.
+        cache_bytes: of keys and values, filled or not.
+        reused_tokens: of the prompts', those that a prefix held already.
+        generated_tokens: of all rows together, EOS included.
+        compile_seconds: tracing, lowering and compiling (or fetching from the compilation cache).
+        prefill_seconds: reading the prompts.
+        ttft_seconds: time to the first token of every row, from the start of the call.
+        decode_seconds: everything after the first token.
+        decode_steps: passes over all rows after the first token.
+        total_seconds: of the whole call, compilation included.
+        acceptance: with a draft: which part of each row's guesses was right; else None.
+        passes: with a draft: how often the model ran for each row; else None.
+        peak_bytes: peak memory: of the process on CPU, of the device elsewhere.
     """
 
     rows: int
-    prompt_tokens: int  # all rows together
+    prompt_tokens: int
     weight_bytes: int
     cache_bytes: int
-    reused_tokens: int = 0  # of the prompt's, those that a prefix held already
-    generated_tokens: int = 0  # all rows together, EOS included
-    compile_seconds: float = 0.0  # tracing, lowering and compiling (or fetching from the compilation cache)
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+    compile_seconds: float = 0.0
     prefill_seconds: float = 0.0
-    ttft_seconds: float = 0.0  # time to the first token of every row, from the start of the call
-    decode_seconds: float = 0.0  # everything after the first token
+    ttft_seconds: float = 0.0
+    decode_seconds: float = 0.0
     decode_steps: int = 0
-    total_seconds: float = 0.0  # compilation included
-    acceptance: list[float] | None = None  # with a draft: which part of each row's guesses was right
-    passes: list[int] | None = None  # with a draft: how often the model ran for each row
-    peak_bytes: int = 0  # peak memory: of the process on CPU, of the device elsewhere
+    total_seconds: float = 0.0
+    acceptance: list[float] | None = None
+    passes: list[int] | None = None
+    peak_bytes: int = 0
 
     @property
     def decode_tokens(self) -> int:
@@ -89,10 +112,10 @@ class Stopwatch:
         if self.compile_seconds:
             give_back_memory()
 
-    def _listen(self, event: str, duration: float, **_: object) -> None:
+    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event.startswith("/jax/core/compile/") and threading.get_ident() == self._thread:
             now = time.perf_counter()
-            self._spans.append((max(now - duration, self._start), now))
+            self._spans.append((max(now - duration_secs, self._start), now))
 
     def _covered(self) -> float:
         """Length of the union of the spans: an inner function's trace lies within its caller's."""

@@ -13,7 +13,7 @@ from .sampling import SamplingConfig
 from .startup import from_the_first, keep_compiled_programs, load
 from .stats import GenerateStats
 from .terminal import status, write
-from .text import encode_prompt, stream_text, with_eos
+from .text import encode_prompt, stream_text
 
 _LONGEST = 2**20  # characters of what is said at a time
 _COMMANDS = "there are /exit, /reset and /stats"
@@ -73,8 +73,10 @@ class Conversation:
                 f"--max_tokens={flags.max_tokens} leaves no room for a question in a capacity of {capacity}:"
                 " lower it"
             )
-        options = GenerateOptions(flags.max_tokens, sampling.validate(), capacity=capacity, keep_prefix=True)
-        self._options, self._key = with_eos(self._model, options), jax.random.key(flags.seed)
+        self._options = GenerateOptions(
+            flags.max_tokens, sampling.validate(), capacity=capacity, keep_prefix=True
+        )
+        self._key = jax.random.key(flags.seed)
         self._system = [] if flags.system is None else [{"role": "system", "content": flags.system}]
         self.reset()
 

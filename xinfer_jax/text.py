@@ -3,57 +3,62 @@
 import dataclasses
 import math
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast, overload
 
 import jax
 
 from .errors import InputError
 from .generation import generate, stream
 from .loading import Model
-from .options import GenerateOptions, GenerateOutput
+from .options import GenerateOptions, GenerateOutput, asked
 from .tokenizer import IncrementalDecoder, Tokenizer
 
-Prompt = str | Sequence[dict[str, Any]]  # a text, or messages [{"role": …, "content": …}, …]
+Conversation = Sequence[Mapping[str, Any]]  # messages [{"role": …, "content": …}, …]
+Prompt = str | Conversation
 
 
 def encode_prompt(model: Model, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> list[int]:
-    """The ids that `generate_text` would start from.
+    """The token ids that `generate_text` would start from.
 
     Args:
         model: from `load_model`.
-        prompt: the user's text, or a whole conversation.
-        system: the system message put before a text.
+        prompt: the user's text, or a whole conversation [{"role": "user", "content": "…"}, …].
+        system: the system message put before it.
         raw: take the text as it is, without the chat template.
 
+    Returns:
+        At least one id; the template has opened the assistant's turn.
+
     Raises:
-        InputError: no tokenizer, an empty prompt, no messages, or a system message or a conversation with
-            raw.
+        InputError: no tokenizer, an empty prompt, a message without role or content, or a system message or
+            a conversation with raw.
     """
     tokenizer = _tokenizer(model)
-    if raw and (system is not None or not isinstance(prompt, str)):
-        raise InputError(
-            "raw takes a text as it is: it goes with neither a system message nor a conversation"
-        )
-    if isinstance(prompt, str) and not prompt.strip():
-        raise InputError(f"the prompt is empty: got {prompt!r}, give some text")
-    if not isinstance(prompt, str) and not (
-        prompt and all(isinstance(message, Mapping) for message in prompt)
-    ):
-        raise InputError(f"a prompt is a text, or messages [{{'role': …, 'content': …}}, …], got {prompt!r}")
-    if raw:
+    if system is not None and not isinstance(system, str):
+        raise InputError(f"system must be a text, got {system!r}")
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise InputError(f"the prompt is empty: got {prompt!r}, give some text")
+        messages: Conversation = [{"role": "user", "content": prompt}]
+    else:
+        messages = _checked_messages(prompt)
+    if not raw:
+        spoken = [] if system is None else [{"role": "system", "content": system}]
+        text = tokenizer.apply_chat_template([*spoken, *map(dict, messages)], add_generation_prompt=True)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    elif system is None and isinstance(prompt, str):
         ids = tokenizer.encode(prompt)
     else:
-        messages = prompt if not isinstance(prompt, str) else [{"role": "user", "content": prompt}]
-        messages = [*([] if system is None else [{"role": "system", "content": system}]), *messages]
-        ids = tokenizer.encode(
-            tokenizer.apply_chat_template(messages, add_generation_prompt=True), add_special_tokens=False
+        raise InputError(
+            "raw takes a text as it is: it goes with neither a system message nor a conversation"
         )
     if not ids:
         raise InputError(f"the prompt {prompt!r} gives no tokens")
     return ids
 
 
-def generate_text(
+@overload
+def generate_text(  # type: ignore[overload-overlap]  # a text is a sequence of texts to a type checker
     model: Model,
     prompt: Prompt,
     options: GenerateOptions | None = None,
@@ -61,25 +66,59 @@ def generate_text(
     key: jax.Array | None = None,
     system: str | None = None,
     raw: bool = False,
-) -> str:
-    """The answer to a prompt, as one text. EOS ids come from the model where `options` names none.
+) -> str: ...
+@overload
+def generate_text(
+    model: Model,
+    prompt: Sequence[Prompt],
+    options: GenerateOptions | None = None,
+    *,
+    key: jax.Array | None = None,
+    system: str | None = None,
+    raw: bool = False,
+) -> list[str]: ...
+def generate_text(
+    model: Model,
+    prompt: Prompt | Sequence[Prompt],
+    options: GenerateOptions | None = None,
+    *,
+    key: jax.Array | None = None,
+    system: str | None = None,
+    raw: bool = False,
+) -> str | list[str]:
+    """The answer to a prompt as one text, or to a list of prompts as a list of texts.
 
     Args:
         model: from `load_model`.
-        prompt, system, raw: as in `encode_prompt`.
+        prompt: a text or a conversation, or a list of them, mixed as you like: one batch, all of whose rows
+            are in memory together. A list of messages is one conversation.
         options: None: greedy, 128 tokens at most.
-        key: PRNG key, needed when sampling.
+        key: PRNG key, needed when sampling: one (prompt i of a list then uses `fold_in(key, i)`), or one per
+            prompt.
+        system, raw: as in `encode_prompt`, for each prompt.
 
     Raises:
-        InputError: as `encode_prompt` and `generate`.
+        InputError: as `encode_prompt` and `generate`; an empty list; `n` other than 1.
     """
-    options = options or GenerateOptions()
+    options = _text_options(options)
+    many = _is_list(prompt) and not _is_conversation(prompt)
+    prompts = cast(Sequence[Prompt], prompt if many else [prompt])
+    if not prompts:
+        raise InputError("no prompts: give at least one text, or messages [{'role': …, 'content': …}, …]")
+    ids = []
+    for i, one in enumerate(prompts):
+        try:
+            ids.append(encode_prompt(model, one, system=system, raw=raw))
+        except InputError as error:
+            if not many:
+                raise
+            raise InputError(f"prompt {i}: {error}") from error
     if options.stop_strings:
-        return "".join(stream_text(model, prompt, options, key=key, system=system, raw=raw))
-    ids = encode_prompt(model, prompt, system=system, raw=raw)
-    _one_answer(options)
-    out = generate(model.params, model.config, [ids], with_eos(model, options), key=key)
-    return _tokenizer(model).decode(out.tokens[0])
+        texts = _cut_texts(model, ids, options, key)
+    else:
+        out = generate(model.params, model.config, ids, options, key=key)
+        texts = [_tokenizer(model).decode(row) for row in out.tokens]
+    return texts if many else texts[0]
 
 
 def stream_text(
@@ -91,20 +130,23 @@ def stream_text(
     system: str | None = None,
     raw: bool = False,
 ) -> Generator[str, bool | None, GenerateOutput]:
-    """`generate_text`, piece by piece, whole characters only; the generator's return value is the
-    `GenerateOutput`.
+    """`generate_text` of one prompt, piece by piece, whole characters only; the generator's return value is
+    the `GenerateOutput`.
 
     The text ends before the first of `options.stop_strings`, across token borders too; the output's tokens go
     up to the one that completed it. `send(True)` ends the answer.
+
+    Raises:
+        InputError: as `generate_text`, at once; a list of prompts.
     """
-    ids, options = encode_prompt(model, prompt, system=system, raw=raw), with_eos(model, options)
-    _one_answer(options)
-    if any(not isinstance(stop, str) or not stop for stop in options.stop_strings):
+    options = _text_options(options)
+    if _is_list(prompt) and prompt and not _is_conversation(prompt):
         raise InputError(
-            f"stop_strings must be texts that are not empty, got {tuple(options.stop_strings)!r}"
+            "stream_text takes one prompt, not a list: use generate_text, or stream of token ids"
         )
-    tokens = stream(model.params, model.config, [ids], dataclasses.replace(options, stop_strings=()), key=key)
-    return _pieces(_tokenizer(model), tokens, options.stop_strings)
+    ids = encode_prompt(model, prompt, system=system, raw=raw)
+    steps = stream(model.params, model.config, [ids], _without_stops(options), key=key)
+    return _pieces(_Answer(_tokenizer(model), options.stop_strings), steps)
 
 
 class TokenText(NamedTuple):
@@ -120,8 +162,10 @@ def alternatives_text(model: Model, out: GenerateOutput, row: int = 0) -> list[l
     processor.
     """
     tokenizer = _tokenizer(model)
-    if out.alternatives is None:
+    if not isinstance(out, GenerateOutput) or out.alternatives is None:
         raise InputError("this output has no alternatives: generate with GenerateOptions(logprobs=…)")
+    if not 0 <= row < len(out.alternatives):
+        raise InputError(f"row {row!r} of an output of {len(out.alternatives)} rows")
 
     def readable(token: int, logprob: float) -> TokenText:
         return TokenText(token, tokenizer.decode([token], skip_special_tokens=False), math.exp(logprob))
@@ -129,41 +173,100 @@ def alternatives_text(model: Model, out: GenerateOutput, row: int = 0) -> list[l
     return [[readable(*pair) for pair in ((t.id, t.logprob), *t.top)] for t in out.alternatives[row]]
 
 
-def with_eos(model: Model, options: GenerateOptions | None) -> GenerateOptions:
-    """Options with the model's EOS ids where they name none; an id that the model cannot produce is left
-    out.
-    """
-    options = options or GenerateOptions()
-    possible = tuple(i for i in _tokenizer(model).eos_token_ids if 0 <= i < model.config.vocab_size)
-    return options if options.eos_token_ids else dataclasses.replace(options, eos_token_ids=possible)
-
-
-def _one_answer(options: GenerateOptions) -> None:
+def _text_options(options: GenerateOptions | None) -> GenerateOptions:
+    """Options that a text function can serve."""
+    options = asked(options)
     if options.n != 1:
         raise InputError(
             f"n={options.n}: the text functions give one answer; from Python, generate and the tokenizer give"
             " several"
         )
+    stops = options.stop_strings
+    if not _is_list(stops) or any(not isinstance(stop, str) or not stop for stop in stops):
+        raise InputError(f"stop_strings must be a list of texts that are not empty, got {stops!r}")
+    return options
+
+
+def _without_stops(options: GenerateOptions) -> GenerateOptions:
+    return dataclasses.replace(options, stop_strings=())
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def _is_conversation(prompt: Any) -> bool:
+    return _is_list(prompt) and bool(prompt) and all(isinstance(message, Mapping) for message in prompt)
+
+
+def _checked_messages(prompt: Any) -> Conversation:
+    if not _is_conversation(prompt):
+        raise InputError(f"a prompt is a text, or messages [{{'role': …, 'content': …}}, …], got {prompt!r}")
+    for i, message in enumerate(prompt):
+        content = message.get("content")
+        if not isinstance(message.get("role"), str) or not all(isinstance(name, str) for name in message):
+            raise InputError(
+                f"message {i} must have a role, like 'user', and names that are texts: {message!r}"
+            )
+        if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
+            raise InputError(f"message {i} must have a text as its content, got {content!r}")
+    return prompt
+
+
+def _cut_texts(
+    model: Model, prompts: Sequence[Sequence[int]], options: GenerateOptions, key: jax.Array | None
+) -> list[str]:
+    """The answers up to their first stop strings; the batch runs until each has one, or has ended."""
+    tokenizer = _tokenizer(model)
+    steps = stream(model.params, model.config, prompts, _without_stops(options), key=key)
+    answers, texts, told = (
+        [_Answer(tokenizer, options.stop_strings) for _ in prompts],
+        [""] * len(prompts),
+        None,
+    )
+    while True:
+        try:
+            ids = steps.send(told)
+        except StopIteration:
+            return [text + answer.finish() for text, answer in zip(texts, answers, strict=True)]
+        texts = [text + answer.push(i) for text, answer, i in zip(texts, answers, ids, strict=True)]
+        told = all(answer.ended or i is None for answer, i in zip(answers, ids, strict=True)) or None
 
 
 def _pieces(
-    tokenizer: Tokenizer,
-    steps: Generator[list[int | None], bool | None, GenerateOutput],
-    stops: Sequence[str],
+    answer: "_Answer", steps: Generator[list[int | None], bool | None, GenerateOutput]
 ) -> Generator[str, bool | None, GenerateOutput]:
-    decoder, held, told = IncrementalDecoder(tokenizer), "", None
+    told = None
     while True:
         try:
             (token,) = steps.send(told)
         except StopIteration as stop:
-            if rest := "" if told else _until_stop(held + decoder.finish(), stops)[0]:
+            if rest := "" if told else answer.finish():
                 yield rest
             return stop.value
-        held += decoder.push(token)
-        text, told = _until_stop(held, stops)
-        ready = len(text) if told else len(text) - max((_overlap(text, stop) for stop in stops), default=0)
-        asked = (yield text[:ready]) if ready else None
-        told, held = told or asked or None, text[ready:]
+        piece = answer.push(token)
+        told = answer.ended or ((yield piece) if piece else None) or None
+
+
+class _Answer:
+    """The text of one row as its ids come, up to the first stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
+        self._decoder, self._stops, self._held = IncrementalDecoder(tokenizer), stops, ""
+        self.ended = False  # a stop string is complete
+
+    def push(self, token: int | None) -> str:
+        """What can be said now; what may be the beginning of a stop string is held back."""
+        if token is None or self.ended:
+            return ""
+        text, self.ended = _until_stop(self._held + self._decoder.push(token), self._stops)
+        begun = 0 if self.ended else max((_overlap(text, stop) for stop in self._stops), default=0)
+        ready, self._held = text[: len(text) - begun], text[len(text) - begun :]
+        return ready
+
+    def finish(self) -> str:
+        """What is left when no more ids come."""
+        return "" if self.ended else _until_stop(self._held + self._decoder.finish(), self._stops)[0]
 
 
 def _until_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
@@ -178,6 +281,8 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def _tokenizer(model: Model) -> Tokenizer:
+    if not isinstance(model, Model):
+        raise InputError(f"model must be what load_model gives, got {type(model).__name__}")
     if model.tokenizer is None:
         raise InputError(
             "this checkpoint has no tokenizer.json: text needs a tokenizer (from Python, token ids work"

@@ -25,7 +25,14 @@ _QWEN_STOPS = ("<|im_end|>", "<|endoftext|>")
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer, chat template and EOS ids."""
+    """A checkpoint's tokenizer, chat template and EOS ids.
+
+    Attributes:
+        backend: the `tokenizers.Tokenizer` proper.
+        chat_template: Jinja source.
+        special_tokens: names that a template may use (bos_token, eos_token, …) and their texts.
+        eos_token_ids: ids that end an answer.
+    """
 
     def __init__(
         self,
@@ -46,6 +53,9 @@ class Tokenizer:
         self.chat_template = chat_template or CHATML
         self.special_tokens = special_tokens
         self.eos_token_ids = tuple(eos_token_ids)
+
+    def __repr__(self) -> str:
+        return f"Tokenizer(vocabulary {self.backend.get_vocab_size()}, EOS ids {self.eos_token_ids})"
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "Tokenizer":
@@ -79,7 +89,7 @@ class Tokenizer:
             backend,
             chat_template=_chat_template(path, settings),
             special_tokens=special,
-            eos_token_ids=_eos_ids(backend, generation, config, special),
+            eos_token_ids=eos_ids(generation, config, backend, special.get("eos_token", "")),
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -174,24 +184,24 @@ def _text(token: Any) -> str:
     return token.get("content", "") if isinstance(token, dict) else str(token)
 
 
-def _eos_ids(
-    backend: tokenizers.Tokenizer, generation: dict, config: dict, special: dict[str, str]
+def eos_ids(
+    generation: dict,
+    config: dict,
+    backend: tokenizers.Tokenizer | None = None,
+    eos_token: str = "",
 ) -> list[int]:
-    """From generation_config.json, else config.json, else the tokenizer's eos_token; Qwen's two stops
-    wherever the vocabulary has them.
+    """Ids that end an answer: from generation_config.json, else config.json, else the tokenizer's eos_token;
+    Qwen's two stops wherever the vocabulary has them. Without a tokenizer, what the two files say.
     """
     found = next((s["eos_token_id"] for s in (generation, config) if s.get("eos_token_id") is not None), None)
-    ids = (
-        [backend.token_to_id(special.get("eos_token", ""))]
-        if found is None
-        else found
-        if isinstance(found, list)
-        else [found]
-    )
+    ids = found if isinstance(found, list) else [found]
     if bad := [i for i in ids if i is not None and type(i) is not int]:
         raise InputError(f"eos_token_id must be a token id or a list of them, got {bad[0]!r}")
-    added = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    ids += [backend.token_to_id(stop) for stop in _QWEN_STOPS if stop in added]
+    if backend is not None:
+        added = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        named = [eos_token] if found is None else []
+        named += [stop for stop in _QWEN_STOPS if stop in added]
+        ids = [*ids, *map(backend.token_to_id, named)]
     return list(dict.fromkeys(i for i in ids if i is not None))
 
 
