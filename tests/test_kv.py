@@ -129,6 +129,15 @@ def test_what_gear_gains(model, talks):
     assert 2 * errors[0] < errors[2] < errors[1] * 2 / 3
 
 
+def test_few_tokens_choose_few_directions():
+    """Which others there are would be rounding's choice, another in every batch."""
+    x = np.random.RandomState(0).standard_normal((1, 1, 8, 16)).astype(np.float32)
+    for tokens in (2, 8):
+        held = quantize(jnp.array(x), empty(x.shape, "gear"), jnp.array([tokens]))
+        lengths = np.linalg.norm(held.basis[0, 0], axis=-1)
+        np.testing.assert_allclose(np.sort(lengths), ([0] * 4 + [1] * min(tokens, 4))[-4:], atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int4", "gear"])
 def test_a_row_of_a_batch_is_the_row_alone_and_streamed(model, dtype):
     keys = jax.random.split(jax.random.key(3), 2)

@@ -31,7 +31,7 @@ class QuantizedKV:
     values: jax.Array
     # Float16 [B, K, S, 2]: step and low; with a basis followed by the two outliers and R coordinates.
     scale: jax.Array
-    basis: jax.Array | None  # float32 [B, K, R, H], orthonormal; None: no GEAR
+    basis: jax.Array | None  # float32 [B, K, R, H], orthonormal or zeros; None: no GEAR
     bits: int = dataclasses.field(metadata=dict(static=True))
 
     @property
@@ -147,11 +147,16 @@ def _is_at(at, x):
 
 
 def _directions(lost_BKTH, basis_BKRH, first_B):
-    """The R directions in which the first first_B[b] tokens lost most; the old ones where there are none."""
+    """The R directions in which the first first_B[b] tokens lost most; the old ones where there are none.
+
+    Fewer tokens lose in fewer directions. The rest are zeros: rounding errors would choose them, otherwise in
+    every batch.
+    """
     counts_BT = jnp.arange(lost_BKTH.shape[2]) < first_B[:, None]
     kept = jnp.where(counts_BT[:, None, :, None], lost_BKTH, 0)
-    _, vectors_BKHH = jnp.linalg.eigh(
+    lost_BKH, vectors_BKHH = jnp.linalg.eigh(
         jnp.einsum("bkth,bktg->bkhg", kept, kept, precision=lax.Precision.HIGHEST)
     )
+    vectors_BKHH = jnp.where((lost_BKH > 1e-5 * lost_BKH[..., -1:])[:, :, None], vectors_BKHH, 0)
     found = jnp.swapaxes(vectors_BKHH, 2, 3)[:, :, -basis_BKRH.shape[2] :]  # eigenvalues ascend
     return jnp.where((first_B > 0)[:, None, None, None], found, basis_BKRH)
