@@ -189,6 +189,7 @@ HOSTILE = {
     "capacity-nan": (setting("capacity", float("nan")), "its capacity"),
     "dtype": (setting("dtype", ["int8"]), "its dtype"),
     "dtype-other": (setting("dtype", "int8"), "other tensors than the 8|its tensor"),
+    "reached-missing": (lambda kept, tensors: kept.pop("reached") and None, "its reached cannot be None"),
     "reached-short": (setting("reached", [5]), "its reached"),
     "reached-less": (setting("reached", [2, 3]), "its reached"),
     "reached-huge": (setting("reached", [10**12, 3]), "its reached"),

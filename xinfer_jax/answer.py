@@ -88,7 +88,8 @@ def _beams(
             model.params, model.config, ids, num_beams=flags.num_beams, length_penalty=flags.length_penalty,
             early_stopping={"true": True, "false": False}.get(flags.early_stopping, flags.early_stopping),
             key=key,
-            max_new_tokens=options.max_new_tokens, sampling=options.sampling, impl=options.impl, cache_dtype=options.cache_dtype,
+            max_new_tokens=options.max_new_tokens, sampling=options.sampling,
+            impl=options.impl, cache_dtype=options.cache_dtype,
         )  # fmt: skip
     if not out.sequences:
         raise InputError("no beam can be continued under these settings: loosen them")

@@ -40,8 +40,8 @@ class BeamOutput:
     Attributes:
         sequences: new ids, EOS not included.
         scores: sum of log-probabilities / (new tokens, EOS included) ** length_penalty.
-        stats: what the call cost. Rows are prompts, tokens those of each prompt's best sequence, none of which
-            is known before the end.
+        stats: what the call cost. Rows are prompts, tokens those of each prompt's best sequence, none of
+            which is known before the end.
     """
 
     sequences: list[list[int]] | list[list[list[int]]]

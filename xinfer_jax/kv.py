@@ -32,7 +32,7 @@ class QuantizedKV(Brief):
     values: jax.Array
     # Float16 [B, K, S, 2]: step and low; with a basis followed by the two outliers and R coordinates.
     scale: jax.Array
-    basis: jax.Array | None  # float32 [B, K, R, H], orthonormal; None: no GEAR
+    basis: jax.Array | None  # float32 [B, K, R, H], orthonormal or zeros; None: no GEAR
     bits: int = dataclasses.field(metadata=dict(static=True))
 
     @property

@@ -222,7 +222,7 @@ def _metadata(
         "tokens": max(lengths, default=0) > 0,
         "capacity": _whole([capacity], max(lengths, default=1), None),
         "dtype": kept.get("dtype") in (*KV_BITS, "float32", "bfloat16", "float16"),
-        "reached": reached is None
+        "reached": (reached is None and "reached" in kept)
         or (
             _whole(reached, 0, capacity)
             and len(reached) == len(lengths)

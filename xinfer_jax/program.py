@@ -104,6 +104,32 @@ def _entry(option: str, text: str, default: Any = None) -> list[str]:
 
 def version() -> str:
     """Of this package, jax and Python."""
+    from importlib.metadata import version as installed  # here: most of what importing this would take
+
     from . import __version__
 
-    return f"{__version__} (jax {importlib.metadata.version('jax')}, Python {platform.python_version()})"
+    return f"{__version__} (jax {installed('jax')}, Python {platform.python_version()})"
+
+
+_BOOLEANS = dict.fromkeys(("true", "t", "1"), True) | dict.fromkeys(("false", "f", "0"), False)
+
+
+class _Values(flags.FlagValues):
+    def read_flags_from_files(self, argv: Sequence[str], force_gnu: bool = True) -> list[str]:
+        """Without absl's --flagfile, which would read any file to its end."""
+        return list(argv)
+
+
+class _Parser(flags.ArgumentParser):
+    def __init__(self, read: Callable[[Any], Any], good: Callable[[Any], Any], remedy: str):
+        super().__init__()
+        self._read, self._good, self._remedy = read, good, remedy
+
+    def parse(self, argument: Any) -> Any:
+        try:
+            value = self._read(argument)
+        except (ValueError, KeyError):
+            raise ValueError(self._remedy) from None
+        if not self._good(value):
+            raise ValueError(self._remedy)
+        return value
