@@ -16,7 +16,7 @@ ORDER = (
     "errors", "settings", "rope_config", "families", "config", "products", "quantization", "rounding",
     "params", "layers", "experts", "kv", "attention", "cache", "model", "awq", "greedy", "processors",
     "sampling", "logprobs", "stats", "decode", "speculative", "prefix", "options", "batch", "generation",
-    "beam", "scoring", "files", "tokenizer", "quantized_files", "loading", "text", "cli",
+    "beam", "scoring", "files", "chat_template", "tokenizer", "quantized_files", "loading", "text", "cli",
 )  # fmt: skip
 TOP = ("__init__", "__main__")  # above all of them
 MODULES = sorted(path.stem for path in (ROOT / "xinfer_jax").glob("*.py"))
