@@ -2,17 +2,13 @@
 come.
 """
 
-import json
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 import tokenizers
 
+from .chat_template import render
 from .errors import InputError
 from .files import read_json
 
@@ -122,15 +118,10 @@ class Tokenizer:
             InputError: the template is broken, or refuses the conversation.
         """
         variables = {"tools": None, "documents": None, **self.special_tokens, **template_kwargs}
-        try:
-            template = _environment().from_string(self.chat_template)
-            return template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **variables
-            )
-        except Exception as error:  # a template is code: anything can go wrong in it
-            raise InputError(
-                f"the chat template does not take this conversation: {str(error) or type(error).__name__}"
-            ) from error
+        return render(
+            self.chat_template,
+            variables | dict(messages=messages, add_generation_prompt=add_generation_prompt),
+        )
 
 
 class IncrementalDecoder:
@@ -203,44 +194,3 @@ def eos_ids(
         named += [stop for stop in _QWEN_STOPS if stop in added]
         ids = [*ids, *map(backend.token_to_id, named)]
     return list(dict.fromkeys(i for i in ids if i is not None))
-
-
-class _Generation(jinja2.ext.Extension):
-    """{% generation %} … {% endgeneration %} marks the assistant's words for training; rendering passes it
-    through.
-    """
-
-    tags = {"generation"}
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
-        """Refuses at once, where jinja2 would render nothing in its place."""
-        raise jinja2.sandbox.SecurityError(
-            f"access to attribute {attribute!r} of {type(obj).__name__!r} is unsafe"
-        )
-
-
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """What templates written for transformers expect; sandboxed, since a template is code from whoever made
-    the checkpoint.
-    """
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **kwargs: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **kwargs)
-
-    environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals.update(
-        raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form)
-    )
-    return environment
