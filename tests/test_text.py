@@ -108,6 +108,7 @@ def test_a_stop_string_within_another(model):
     """The one that is complete first counts, alone and in a list."""
     options = xj.GenerateOptions(max_new_tokens=16, stop_strings=("Yes,", "e"))
     assert xj.generate_text(model, QUESTION, options) == "Y"
+    assert list(xj.stream_text(model, QUESTION, options)) == ["Y"]
     assert xj.generate_text(model, [QUESTION], options) == ["Y"]
 
 

@@ -245,7 +245,8 @@ def _pieces(
                 yield rest
             return stop.value
         piece = answer.push(token)
-        told = answer.ended or ((yield piece) if piece else None) or None
+        word = (yield piece) if piece else None
+        told = answer.ended or word or None
 
 
 class _Answer:
