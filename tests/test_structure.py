@@ -16,8 +16,8 @@ ORDER = (
     "errors", "checks", "settings", "rope_config", "families", "config", "products", "quantization",
     "rounding", "params", "layers", "experts", "kv", "attention", "cache", "model", "awq", "greedy",
     "processors", "biases", "sampling", "logprobs", "stats", "decode", "speculative", "prefix", "options",
-    "batch", "generation", "beam", "scoring", "files", "tokenizer", "quantized_files", "loading", "text",
-    "cli",
+    "faults", "batch", "generation", "beam", "scoring", "files", "tokenizer", "quantized_files",
+    "loading", "text", "cli",
 )  # fmt: skip
 TOP = ("__init__", "__main__")  # above all of them
 MODULES = sorted(path.stem for path in (ROOT / "xinfer_jax").glob("*.py"))
