@@ -13,6 +13,7 @@ from xinfer_jax.config import from_hf
 
 CONFIG = from_hf(tiny.UNTIED | dict(num_hidden_layers=1, vocab_size=64, eos_token_id=63))
 PROMPT = [5, 6]
+BEAMS = dict(ids=[PROMPT, [7, 8, 9]], num_beams=2, max_new_tokens=4)  # one program for all
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +52,21 @@ def test_a_stream_says_so_too(broken):
         list(xj.stream(broken, CONFIG, [PROMPT], xj.GenerateOptions(2, capacity=4)))
 
 
-@pytest.mark.parametrize("value, dtype, why", [(jnp.nan, "float32", "hold NaN"), (1e6, "float16", "65504")])
-def test_beams_and_alternatives_say_so_too(params, value, dtype, why):
+def spoiled(params, value, dtype="float32"):
     norm = params["final_norm"].at[3].set(value)
-    params = jax.tree.map(lambda x: x.astype(dtype), params | {"final_norm": norm})
-    with pytest.raises(xj.InputError, match=f"row 0, step 0: the scores are nan: .*{why}"):
-        xj.beam_search(params, CONFIG, [PROMPT], max_new_tokens=2)
-    with pytest.raises(xj.InputError, match=f"row 0, step 0: .*{why}"):
-        run(params, logprobs=2)
+    return jax.tree.map(lambda x: x.astype(dtype), params | {"final_norm": norm})
+
+
+def test_beams_and_alternatives_say_so_too(params):
+    with pytest.raises(xj.InputError, match="row 0, step 0: the scores are nan: .*hold NaN or inf"):
+        xj.beam_search(spoiled(params, jnp.nan), CONFIG, **BEAMS)
+    with pytest.raises(xj.InputError, match="row 0, step 0: .*hold NaN or inf"):
+        run(spoiled(params, jnp.nan), logprobs=2)
+
+
+def test_what_overflows_float16_names_another_dtype(params):
+    with pytest.raises(xj.InputError, match="row 0, step 0: .*65504: use dtype bfloat16 or float32"):
+        run(spoiled(params, 1e6, "float16"))
 
 
 def test_the_command_line_exits_with_2(command, tmp_path):
@@ -66,7 +74,7 @@ def test_the_command_line_exits_with_2(command, tmp_path):
     weights = tiny.tensors(hf)
     weights["model.norm.weight"][:] = np.nan
     path = tiny.write(tmp_path / "nan", hf, weights=weights)
-    code, out, err = command(tiny.ASK, f"--model={path}", "--raw", "--max_tokens=2")
+    code, out, err = command(tiny.ASK, f"--model={path}", "--raw", "--max_tokens=2", "--nouse_cache")
     assert (code, out) == (2, "") and "row 0, step 0" in err and err.count("\n") == 1
 
 
@@ -81,7 +89,7 @@ def test_a_cache_that_overflowed_is_an_error(params):
     "given",
     [
         dict(allowed_token_ids=[9], no_repeat_ngram_size=1),
-        dict(allowed_token_ids=[9, 7], no_repeat_ngram_size=1, temperature=1.0),
+        dict(allowed_token_ids=[9], no_repeat_ngram_size=1, temperature=1.0),
         dict(allowed_token_ids=[9], min_new_tokens=2),
     ],
     ids=str,
@@ -89,8 +97,8 @@ def test_a_cache_that_overflowed_is_an_error(params):
 def test_settings_that_leave_no_token_are_an_error(params, given):
     with pytest.raises(xj.InputError, match="row 0, step .: the settings leave no token"):
         run(
-            params, sampling=xj.SamplingConfig(**given), key=jax.random.key(0), max_new_tokens=3, capacity=None,
-            eos_token_ids=[9] if "min_new_tokens" in given else (),
+            params, sampling=xj.SamplingConfig(**given), key=jax.random.key(0), max_new_tokens=3,
+            capacity=None, eos_token_ids=[9] if "min_new_tokens" in given else (),
         )  # fmt: skip
 
 
@@ -123,9 +131,9 @@ def test_bad_drafts(params, name):
 
 def test_guesses_outside_the_vocabulary_are_only_wrong(params):
     def outside(history_BS, length_B, count):
-        return jnp.concatenate([jnp.full((1, 1), 10**6), jnp.full((1, count - 1), -5)], 1)
+        return jnp.where(length_B[:, None] % 2 == 0, 10**6, -5)
 
-    assert run(params, draft=outside).tokens == run(params).tokens
+    assert run(params, draft=outside, draft_tokens=1).tokens == run(params).tokens
 
 
 # --- types --------------------------------------------------------------------------------------------------
@@ -166,8 +174,8 @@ def test_ids_in_any_collection(params):
 
 
 BAD_PROMPTS = (
-    "ab", ["ab"], [5, 6], np.array([5, 6]), [[True]], [[1.0]], [[2**31]], [[2**70]], [[-1]], [[[5]]], [[]], [], None,
-    5, {5: 6}, [{5, 6}], [b"a"], [[None]], np.zeros((1, 2, 2), int), [np.array([1.5])],
+    "ab", ["ab"], [5, 6], np.array([5, 6]), [[True]], [[1.0]], [[2**31]], [[2**70]], [[-1]], [[[5]]], [[]],
+    [], None, 5, {5: 6}, [{5, 6}], [b"a"], [[None]], np.zeros((1, 2, 2), int), [np.array([1.5])],
     (p for p in [[5]]), [(i for i in [5])],
 )  # fmt: skip
 
@@ -331,7 +339,7 @@ def test_a_donated_cache_is_gone(params):
 
 
 def test_beams_count_what_they_cost(params):
-    found = xj.beam_search(params, CONFIG, [PROMPT, [7, 8, 9]], num_beams=2, max_new_tokens=4)
+    found = xj.beam_search(params, CONFIG, **BEAMS)
     stats = found.stats
     assert (stats.rows, stats.prompt_tokens, stats.decode_steps) == (2, 5, 3)
     assert stats.generated_tokens == sum(len(rows[0]) for rows in found.sequences) == 8
