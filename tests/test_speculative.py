@@ -130,7 +130,7 @@ def test_look_up():
     "given, named",
     [
         (dict(draft="nothing"), "draft must be a model from load_model, or 'lookup'"),
-        (dict(draft="lookup", draft_tokens=0), "draft_tokens must be a whole number of at least 1, got 0"),
+        (dict(draft="lookup", draft_tokens=0), "draft_tokens must be a whole number from 1 to 16, got 0"),
         (dict(draft="lookup", use_cache=False), "draft needs the cache"),
     ],
 )

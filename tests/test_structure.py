@@ -16,9 +16,9 @@ ORDER = (
     "errors", "brief", "checks", "memory", "settings", "rope_config", "families", "config", "products",
     "quantization", "rounding", "params", "layers", "experts", "kv", "attention", "cache", "model", "awq",
     "greedy", "processors", "biases", "sampling", "logprobs", "stats", "decode", "speculative", "fingerprint",
-    "prefix", "options", "batch", "generation", "beam", "scoring", "files", "chat_template", "tokenizer",
-    "quantized_files", "loading", "text", "terminal", "process", "program", "startup", "answer", "talk",
-    "cli", "chat",
+    "prefix", "options", "faults", "batch", "generation", "beam", "scoring", "files", "chat_template",
+    "tokenizer", "quantized_files", "loading", "text", "terminal", "process", "program", "startup", "answer",
+    "talk", "cli", "chat",
 )  # fmt: skip
 TOP = ("__init__", "__main__")  # above all of them
 MODULES = sorted(path.stem for path in (ROOT / "xinfer_jax").glob("*.py"))

@@ -73,6 +73,16 @@ class _Search(NamedTuple):
     moving: int  # most positions in which the beams of a prompt may differ
 
 
+class _Found(NamedTuple):
+    """Of the fields of `_State` those that the host looks at."""
+
+    ended_BWT: Any
+    length_BW: Any
+    final_BW: Any
+    score_BW: Any
+    step: Any
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _State:
@@ -173,6 +183,8 @@ def beam_search(  # noqa: PLR0913  a door
         logits_BV.block_until_ready()
     with Stopwatch() as searching:
         found = jax.device_get(_SEARCH(params, call.config, logits_BV, cache, request, kind, impl))
+    if np.any(cache.overflow_B) or call.longest + found.step - 1 > call.capacity:
+        raise InputError(f"a beam outgrew its cache of {call.capacity}: raise capacity")
     sequences, scores, longest = _lists(call, found, returned)
     stats = GenerateStats(len(call.prompts), sum(map(len, call.prompts)), tree_bytes(params), cache_bytes)
     stats.prefill_seconds, stats.decode_seconds = prefilling.seconds, searching.seconds
@@ -240,7 +252,7 @@ def _possible(vocab_size: int, ends: int, max_new_tokens: int, enough: int) -> i
     return ended + running
 
 
-def _lists(call: Call, found: "_State", returned: int) -> tuple[list, list, int]:
+def _lists(call: Call, found: _Found, returned: int) -> tuple[list, list, int]:
     """Sequences without their EOS, and scores, nested lists; and the tokens of the best ones together.
 
     Raises:
@@ -255,15 +267,11 @@ def _lists(call: Call, found: "_State", returned: int) -> tuple[list, list, int]
         longest += len(rows[0]) if rows else 0
         sequences.append([row[:-1] if row[-1] in call.options.eos_token_ids else row for row in rows])
         scores.append(final_W[kept].tolist())
-    if found.cache.overflow_B.any():
-        raise InputError(f"a beam outgrew its cache of {call.capacity}: raise capacity")
     return sequences, scores, longest
 
 
 def _search(params, config, logits_BV, cache, request, kind, impl):
-    """The state at the end, less the keys and values: its `ended_BWT`, `length_BW` and `final_BW` are the
-    sequences, best first.
-    """
+    """The sequences that ended, best first, and where the search stopped."""
     (B, V), W, prompt_B, choice = logits_BV.shape, kind.beams, request.prompt_B, request.choice
     zeros_BW, none_BW = jnp.zeros((B, W), jnp.int32), jnp.full((B, W), -jnp.inf)
     tokens_BWT, row_R = jnp.zeros((B, W, kind.size), jnp.int32), jnp.repeat(jnp.arange(B), W)
@@ -287,7 +295,7 @@ def _search(params, config, logits_BV, cache, request, kind, impl):
 
     state = choose(jnp.broadcast_to(logits_BV[:, None], (B, W, V)), state)
     state = lax.while_loop(lambda s: (s.step < choice.limit) & jnp.any(s.open_B), body, state)
-    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, k=(), v=()))
+    return _Found(state.ended_BWT, state.length_BW, state.final_BW, state.score_BW, state.step)
 
 
 def _scores(logits_BWV, state, request, least):

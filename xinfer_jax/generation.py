@@ -35,6 +35,7 @@ from .decode import (
     prefill,
 )
 from .errors import InputError
+from .faults import check_chosen
 from .kv import KV_BITS
 from .logprobs import no_alternatives, rows_of_tokens
 from .model import head
@@ -197,7 +198,7 @@ def _begin(call: Call, sync: bool):
     """
     params, config, prompts, options = call.params, call.config, call.prompts, call.options
     row_key_B, sampling_B, capacity = call.row_key_B, call.sampling_B, call.capacity
-    new, impl, answers = options.max_new_tokens, options.impl, options.best_of or options.n
+    new, impl, answers = options.max_new_tokens, options.impl, call.answers
     check_room(call, answers * len(prompts))
     with Stopwatch() as setup:
         rows, held_B, cache = prompts, np.zeros(len(prompts), np.int32), None
@@ -318,23 +319,10 @@ def _compile(config, impl, tree, kinds) -> None:
 
 
 def _look(call: Call, state: DecodeState) -> DecodeState:
-    """The small fields of the state, on the host.
-
-    Raises:
-        InputError: a token of no finite log-probability was chosen, or a row outgrew its cache.
-    """
+    """The small fields of the state, on the host, once they are checked."""
     counts = None if state.cache is None else dataclasses.replace(state.cache, k=(), v=())
     seen = jax.device_get(dataclasses.replace(state, cache=counts, context=None, alternatives=None))
-    chosen_BT = np.arange(seen.tokens_BT.shape[1]) < seen.length_B[:, None]
-    for row, step in np.argwhere(chosen_BT & ~np.isfinite(seen.logprobs_BT)):
-        raise InputError(
-            f"row {row}, step {step}: the log-probability of token {seen.tokens_BT[row, step]} is"
-            f" {seen.logprobs_BT[row, step]}: {call.broken}"
-        )
-    if counts is not None and seen.cache.overflow_B.any():
-        raise InputError(
-            f"row {seen.cache.overflow_B.argmax()} outgrew its cache of {call.capacity}: raise capacity"
-        )
+    check_chosen(call, seen)
     return seen
 
 

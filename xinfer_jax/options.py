@@ -3,6 +3,7 @@ tracing.
 """
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from .prefix import Prefix
 from .sampling import SamplingConfig, per_row, row_keys
 from .speculative import MOST_GUESSES, check_guesser
 from .stats import GenerateStats
+
+_MOST_ANSWERS = 2**16  # of one prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +52,7 @@ class GenerateOptions:
         draft: what guesses tokens ahead: a `Model` with the same vocabulary, "lookup" (what followed in the
             row before), or a function (history_BS, length_B, count) -> int32 [B, count] that can be traced;
             None: nothing.
-        draft_tokens: guesses per pass, 1 to 64; no more are made than the answer has room for.
+        draft_tokens: guesses per pass, 1 to 16; no more are made than the answer has room for.
         prefix: of an earlier call: of each prompt, what its rows start with alike is not read again; None:
             all is read.
         keep_prefix: return the cache as out.prefix, for the next call.
@@ -134,6 +137,17 @@ class Call:
         return (*self.options.eos_token_ids, *self.options.stop_token_ids)
 
     @property
+    def answers(self) -> int:
+        """Rows of each prompt."""
+        return self.options.best_of or self.options.n
+
+    @functools.cached_property
+    def forbidden_BV(self) -> np.ndarray | None:
+        """bool [B, V]: the tokens that no row of a prompt may choose."""
+        bias_BV = self.sampling_B.logit_bias
+        return None if bias_BV is None else np.asarray(bias_BV) == -np.inf
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
         return max(map(len, self.prompts))
@@ -202,9 +216,9 @@ def _plain(config: ModelConfig, options: GenerateOptions) -> GenerateOptions:
     for name in ("use_cache", "keep_prefix", "logits"):
         if not isinstance(value := getattr(options, name), bool | np.bool_):
             raise InputError(f"{name} must be True or False, got {shown(value)}")
-    values = {"n": whole("n", options.n, 1)}
+    values = {"n": whole("n", options.n, 1, _MOST_ANSWERS)}
     bounds = dict(
-        max_new_tokens=(1, None), capacity=(1, None), best_of=(values["n"], None),
+        max_new_tokens=(1, None), capacity=(1, None), best_of=(values["n"], _MOST_ANSWERS),
         logprobs=(0, None), draft_tokens=(1, MOST_GUESSES),
     )  # fmt: skip
     for name, (least, most) in bounds.items():
@@ -289,8 +303,7 @@ def _checked_draft(call: Call) -> Any:
     if isinstance(draft, str) and draft == "lookup":
         return draft
     if callable(draft):
-        rows = len(call.prompts) * (call.options.best_of or call.options.n)
-        check_guesser(draft, call.guesses, rows, call.room)
+        check_guesser(draft, call.guesses, len(call.prompts) * call.answers, call.room)
         return draft
     if not (hasattr(draft, "params") and isinstance(getattr(draft, "config", None), ModelConfig)):
         raise InputError(

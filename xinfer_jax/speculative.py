@@ -28,7 +28,7 @@ from .sampling import choose
 # (history_BS, length_B, count) -> int32 [B, count]; traced.
 Guesser = Callable[[jax.Array, jax.Array, int], jax.Array]
 
-MOST_GUESSES = 64  # per pass: each is a part of the compiled program
+MOST_GUESSES = 16  # per pass: each is a part of the program, which takes long to compile
 _LONGEST_MATCH = 4  # tokens that a look-up compares at most
 
 
