@@ -1,6 +1,6 @@
 """The table of hostile inputs: each is refused with exit code 2 and one line on standard error.
 
-A case changes a good checkpoint's files, the flags, or what standard input holds, and says a word of the line.
+A case changes a good checkpoint's files, the flags, or standard input, and says a word of the line.
 """
 
 import dataclasses
@@ -21,11 +21,10 @@ DIRECTORY = object()  # in place of a file
 PENDING = (
     "a shard outside", "a shard above", "weights with NaN", "weights with inf", "index a long name",
     "tokenizer without vocabulary", "settings a directory", "generation_config a directory",
-    "--draft=lookup --draft_tokens=100000", "--draft=lookup --draft_tokens=" + "100000000000000000000000000000",
+    "--draft=lookup --draft_tokens=100000", f"--draft=lookup --draft_tokens={10**29}",
     "--nonsense" + "x" * 50,
-    *(f"template bomb {name}" for name in (
-        "product", "power", "format", "ranges", "ljust", "center", "lipsum", "indent", "doubling", "recursion",
-    )),
+    *(f"template bomb {name}" for name in ("product", "power", "format", "ranges", "ljust", "center")),
+    *(f"template bomb {name}" for name in ("lipsum", "indent", "doubling", "recursion")),
 )  # fmt: skip
 
 
@@ -177,19 +176,32 @@ GENERATION = {
         "suppress_tokens": ("abc", 5, [None], [1.7], [True], [[1]], ["1"], {}, [-1], [288], [10**30]),
         "eos_token_id": ("2", 1.5, True, [1.5], [[2]], [True], {}, ["a"]),
         "num_beams": (4, "1", 0, math.nan, []),
-        "forced_bos_token_id": (0, 5), "forced_eos_token_id": (0, "x"), "guidance_scale": (0, 1.5, "1"),
-        "penalty_alpha": (0.6, "a"), "bad_words_ids": ([[1]], 5), "stop_strings": (["x"], 1),
-        "begin_suppress_tokens": ([1], "a"), "sequence_bias": ([[[1], 2.0]], 5), "min_length": (5, "a"),
-        "encoder_repetition_penalty": (0, 2.0), "encoder_no_repeat_ngram_size": (2,),
-        "watermarking_config": ({"a": 1},), "exponential_decay_length_penalty": ([1, 1.1],),
+        "forced_bos_token_id": (0, 5),
+        "forced_eos_token_id": (0, "x"),
+        "guidance_scale": (0, 1.5, "1"),
+        "penalty_alpha": (0.6, "a"),
+        "bad_words_ids": ([[1]], 5),
+        "stop_strings": (["x"], 1),
+        "begin_suppress_tokens": ([1], "a"),
+        "sequence_bias": ([[[1], 2.0]], 5),
+        "min_length": (5, "a"),
+        "encoder_repetition_penalty": (0, 2.0),
+        "encoder_no_repeat_ngram_size": (2,),
+        "watermarking_config": ({"a": 1},),
+        "exponential_decay_length_penalty": ([1, 1.1],),
     }.items()
     for value in values
 } | {
     f"generation_config {name}": Case("generation_config.json", files={"generation_config.json": content})
     for name, content in dict(
-        empty=b"", cut=b'{"a"', list=b"[]", latin=b'{"a": "\xff"}', deep=b"[" * 100_000, digits=b'{"top_k": ' + b"9" * 5000 + b"}",
+        empty=b"",
+        cut=b'{"a"',
+        list=b"[]",
+        latin=b'{"a": "\xff"}',
+        deep=b"[" * 100_000,
+        digits=b'{"top_k": ' + b"9" * 5000 + b"}",
     ).items()
-}  # fmt: skip
+}
 
 FILES = {
     "no weights": Case("model.safetensors", files={WEIGHTS: None}),
@@ -200,7 +212,9 @@ FILES = {
     "weights cut": Case("truncated or no", files=weights(lambda data: data[:-1])),
     "weights with more": Case("truncated or no", files=weights(lambda data: data + b"x")),
     "header cut": Case("truncated or no", files=weights(lambda data: data[:40])),
-    "header length 2**63": Case("truncated or no", files=weights(lambda data: (2**63).to_bytes(8, "little") + data[8:])),
+    "header length 2**63": Case(
+        "truncated or no", files=weights(lambda data: (2**63).to_bytes(8, "little") + data[8:])
+    ),
     "header length 2**40": Case("truncated or no", files=header({}, length=2**40)),
     "header length 0": Case("truncated or no", files=weights(lambda data: bytes(8) + data[8:])),
     "header not JSON": Case("truncated or no", files=header(b"nonsense")),
@@ -213,7 +227,9 @@ FILES = {
     "pickle": Case("truncated or no", files={WEIGHTS: b"\x80\x04\x95" + bytes(100)}),
     "zip": Case("truncated or no", files={WEIGHTS: b"PK\x03\x04" + bytes(100)}),
     "HTML": Case("truncated or no", files={WEIGHTS: b"<!DOCTYPE html><html>404</html>"}),
-    "offsets overlap": Case("truncated or no", files=header({"a": entry(), "b": entry(begin=4, end=12)}, bytes(12))),
+    "offsets overlap": Case(
+        "truncated or no", files=header({"a": entry(), "b": entry(begin=4, end=12)}, bytes(12))
+    ),
     "offsets backwards": Case("truncated or no", files=header({"a": entry(begin=8, end=0)}, bytes(8))),
     "offsets beyond": Case("truncated or no", files=header({"a": entry(end=2**40)}, bytes(8))),
     "offsets negative": Case("truncated or no", files=header({"a": entry(begin=-8)}, bytes(8))),
@@ -223,9 +239,13 @@ FILES = {
     "shape overflows": Case("truncated or no", files=header({"a": entry((2**40, 2**40))}, bytes(8))),
     "shape a text": Case("truncated or no", files=header({"a": dict(entry(), shape="2")}, bytes(8))),
     "dtype unknown": Case("truncated or no", files=header({"a": entry(dtype="Q4")}, bytes(8))),
-    "dtype absent": Case("truncated or no", files=header({"a": dict(shape=[2], data_offsets=[0, 8])}, bytes(8))),
+    "dtype absent": Case(
+        "truncated or no", files=header({"a": dict(shape=[2], data_offsets=[0, 8])}, bytes(8))
+    ),
     "zero-size tensors": Case("has shape", files=header({name: entry((0,), end=0) for name in BASE_WEIGHTS})),
-    "zero-size of 2**40": Case("has shape", files=header({name: entry((0, 2**40), end=0) for name in BASE_WEIGHTS})),
+    "zero-size of 2**40": Case(
+        "has shape", files=header({name: entry((0, 2**40), end=0) for name in BASE_WEIGHTS})
+    ),
     "a scalar": Case("has shape", files=tensors(model__norm__weight=np.array(1, np.float32))),
     "integers": Case("has type I32", files=tensors(model__norm__weight=np.ones(288, np.int32))),
     "doubles": Case("has type F64", files=tensors(model__norm__weight=np.ones(288))),
@@ -233,44 +253,84 @@ FILES = {
     "float8": Case("has type F8_E4M3", files={WEIGHTS: _as_float8()}),
     "a tensor missing": Case("missing model.norm.weight", files=tensors(model__norm__weight=None)),
     "a tensor more": Case("unexpected", files=tensors(extra=np.ones(1, np.float32))),
-    "10,000 tensors more": Case("and [0-9]+ more", files=header({f"{i}": entry((0,), end=0) for i in range(10_000)})),
+    "10,000 tensors more": Case(
+        "and [0-9]+ more", files=header({f"{i}": entry((0,), end=0) for i in range(10_000)})
+    ),
     "a long name": Case("unexpected xxx", files=tensors(**{"x" * 5000: np.ones(1, np.float32)})),
-    "a name that clears the screen": Case("unexpected .x1b", files=tensors(**{"\x1b[2J\n\r": np.ones(1, np.float32)})),
+    "a name that clears the screen": Case(
+        "unexpected .x1b", files=tensors(**{"\x1b[2J\n\r": np.ones(1, np.float32)})
+    ),
     "another shape": Case("has shape", files=tensors(model__norm__weight=np.ones((288, 1), np.float32))),
-    "beyond float16": Case("beyond float16", args=["--dtype=float16"], files=tensors(model__norm__weight=np.full(288, 1e30, np.float32))),
-    "two shards, one tensor": Case("two shards hold", files={
-        WEIGHTS: None, "a.safetensors": save(BASE_WEIGHTS), "b.safetensors": save({NORM: BASE_WEIGHTS[NORM]}),
-        INDEX: dict(weight_map={NORM: "b.safetensors", UP: "a.safetensors"}),
-    }),
-    "a shard that is a directory": Case("x.safetensors", files={
-        WEIGHTS: None, "x.safetensors": DIRECTORY, INDEX: dict(weight_map={NORM: "x.safetensors"}),
-    }),
+    "beyond float16": Case(
+        "beyond float16",
+        args=["--dtype=float16"],
+        files=tensors(model__norm__weight=np.full(288, 1e30, np.float32)),
+    ),
+    "two shards, one tensor": Case(
+        "two shards hold",
+        files={
+            WEIGHTS: None,
+            "a.safetensors": save(BASE_WEIGHTS),
+            "b.safetensors": save({NORM: BASE_WEIGHTS[NORM]}),
+            INDEX: dict(weight_map={NORM: "b.safetensors", UP: "a.safetensors"}),
+        },
+    ),
+    "a shard that is a directory": Case(
+        "x.safetensors",
+        files={
+            WEIGHTS: None,
+            "x.safetensors": DIRECTORY,
+            INDEX: dict(weight_map={NORM: "x.safetensors"}),
+        },
+    ),
     **{
         f"index {name}": Case("index", files={WEIGHTS: None, INDEX: content})
         for name, content in {
-            "empty": b"", "list": b"[]", "cut": b"{", "no map": {}, "empty map": dict(weight_map={}),
-            "map a list": dict(weight_map=[]), "map of numbers": dict(weight_map={NORM: 1}), "map null": dict(weight_map=None),
+            "empty": b"",
+            "list": b"[]",
+            "cut": b"{",
+            "no map": {},
+            "empty map": dict(weight_map={}),
+            "map a list": dict(weight_map=[]),
+            "map of numbers": dict(weight_map={NORM: 1}),
+            "map null": dict(weight_map=None),
             "absent shard": dict(weight_map={NORM: "x.safetensors"}),
             "1,000 absent shards": dict(weight_map={f"{i}": f"{i}.safetensors" for i in range(1000)}),
-            "empty name": dict(weight_map={NORM: ""}), "a dot": dict(weight_map={NORM: "."}),
-            "NUL": dict(weight_map={NORM: "a\0b"}), "a long name": dict(weight_map={NORM: "x" * 5000}),
-            "itself": dict(weight_map={NORM: INDEX}), "a surrogate": dict(weight_map={NORM: "\ud800"}),
+            "empty name": dict(weight_map={NORM: ""}),
+            "a dot": dict(weight_map={NORM: "."}),
+            "NUL": dict(weight_map={NORM: "a\0b"}),
+            "a long name": dict(weight_map={NORM: "x" * 5000}),
+            "itself": dict(weight_map={NORM: INDEX}),
+            "a surrogate": dict(weight_map={NORM: "\ud800"}),
         }.items()
     },
-    "a shard outside": Case("outside", files={WEIGHTS: None, INDEX: dict(weight_map={NORM: "/etc/hostname"})}),
-    "a shard above": Case("outside", files={WEIGHTS: None, INDEX: dict(weight_map={NORM: "../x/model.safetensors"})}),
+    "a shard outside": Case(
+        "outside", files={WEIGHTS: None, INDEX: dict(weight_map={NORM: "/etc/hostname"})}
+    ),
+    "a shard above": Case(
+        "outside", files={WEIGHTS: None, INDEX: dict(weight_map={NORM: "../x/model.safetensors"})}
+    ),
     "weights with NaN": Case("finite", files=tensors(model__norm__weight=np.full(288, np.nan, np.float32))),
     "weights with inf": Case("finite", files=tensors(model__norm__weight=np.full(288, np.inf, np.float32))),
-}  # fmt: skip
+}
 
 _AWQ = dict(quant_method="awq", bits=4, group_size=32, version="gemm")
 _GPTQ = dict(quant_method="gptq", bits=4, group_size=32)
 QUANTIZED = {
     f"quantized {name}": Case(says, files=quantized(**settings))
     for name, (says, settings) in {
-        **{f"bits {bits!r}": ("bits", _GPTQ | dict(bits=bits)) for bits in (3, 0, -4, "4", 4.0, True, None, [4], 10**30)},
-        **{f"group {group!r}": ("group_size", _GPTQ | dict(group_size=group)) for group in (0, -2, 7, "32", 32.0, None, [32], True)},
-        **{f"method {method!r}": ("quant_method", dict(quant_method=method)) for method in ("fp8", "", None, 1, ["awq"], {"a": 1}, "x" * 5000)},
+        **{
+            f"bits {bits!r}": ("bits", _GPTQ | dict(bits=bits))
+            for bits in (3, 0, -4, "4", 4.0, True, None, [4], 10**30)
+        },
+        **{
+            f"group {group!r}": ("group_size", _GPTQ | dict(group_size=group))
+            for group in (0, -2, 7, "32", 32.0, None, [32], True)
+        },
+        **{
+            f"method {method!r}": ("quant_method", dict(quant_method=method))
+            for method in ("fp8", "", None, 1, ["awq"], {"a": 1}, "x" * 5000)
+        },
         "desc_act text": ("desc_act", _GPTQ | dict(desc_act="false")),
         "desc_act number": ("desc_act", _GPTQ | dict(desc_act=2)),
         "dynamic": ("dynamic", _GPTQ | dict(dynamic={"+:x": {}})),
@@ -289,33 +349,60 @@ QUANTIZED = {
     "quantized by a text": Case("quant", files=config(quantization_config="awq")),
     "quantized by a number": Case("quant", files=config(quantization_config=4)),
     "quantized twice": Case("already quantized", args=["--quantize=int8"], files=quantized(**_AWQ)),
-    "quantized, huge group": Case("weights", files=quantized(**_GPTQ | dict(group_size=2**40)) | {WEIGHTS: save({
-        "model.layers.0.mlp.up_proj.qweight": np.zeros((36, 16), np.int32),
-        "model.layers.0.mlp.up_proj.qzeros": np.zeros((1, 2), np.int32),
-        "model.layers.0.mlp.up_proj.scales": np.ones((1, 16), np.float16),
-    })}),
-    "quantize_config.json of 3 bits": Case("bits", files={"quantize_config.json": dict(bits=3, group_size=32)}),
+    "quantized, huge group": Case(
+        "weights",
+        files=quantized(**_GPTQ | dict(group_size=2**40))
+        | {
+            WEIGHTS: save(
+                {
+                    "model.layers.0.mlp.up_proj.qweight": np.zeros((36, 16), np.int32),
+                    "model.layers.0.mlp.up_proj.qzeros": np.zeros((1, 2), np.int32),
+                    "model.layers.0.mlp.up_proj.scales": np.ones((1, 16), np.float16),
+                }
+            )
+        },
+    ),
+    "quantize_config.json of 3 bits": Case(
+        "bits", files={"quantize_config.json": dict(bits=3, group_size=32)}
+    ),
     "quantize_config.json cut": Case("quantize_config.json", files={"quantize_config.json": b"{"}),
     "quant_config.json a list": Case("quant_config.json", files={"quant_config.json": b"[]"}),
-}  # fmt: skip
+}
 
 TOKENIZERS = {
     "no tokenizer": Case("no tokenizer.json", files={"tokenizer.json": None}),
     **{
         f"tokenizer {name}": Case("tokenizer", files={"tokenizer.json": content})
         for name, content in {
-            "empty": b"", "null": b"null", "list": b"[]", "object": b"{}", "latin-1": b"\xff\xfe", "deep": b"[" * 50_000,
-            "text": b"hello", "NUL": bytes(64), "directory": DIRECTORY,
+            "empty": b"",
+            "null": b"null",
+            "list": b"[]",
+            "object": b"{}",
+            "latin-1": b"\xff\xfe",
+            "deep": b"[" * 50_000,
+            "text": b"hello",
+            "NUL": bytes(64),
+            "directory": DIRECTORY,
         }.items()
     },
     "tokenizer without model": Case("tokenizer", files=tokenizer(model=None)),
     "tokenizer model unknown": Case("tokenizer", files=tokenizer(model={"type": "Nope"})),
     "tokenizer model a list": Case("tokenizer", files=tokenizer(model=[])),
-    "tokenizer vocabulary of texts": Case("tokenizer", files=tokenizer(model={"type": "BPE", "vocab": {"a": "b"}, "merges": []})),
-    "tokenizer negative id": Case("tokenizer", files=tokenizer(model={"type": "BPE", "vocab": {"a": -1}, "merges": []})),
-    "tokenizer id 2**40": Case("tokenizer", files=tokenizer(model={"type": "BPE", "vocab": {"a": 2**40}, "merges": []})),
-    "tokenizer merge of what is not there": Case("tokenizer", files=tokenizer(model={"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]})),
-    "tokenizer without vocabulary": Case("tokenizer", files=tokenizer(model={"type": "BPE", "vocab": {}, "merges": []})),
+    "tokenizer vocabulary of texts": Case(
+        "tokenizer", files=tokenizer(model={"type": "BPE", "vocab": {"a": "b"}, "merges": []})
+    ),
+    "tokenizer negative id": Case(
+        "tokenizer", files=tokenizer(model={"type": "BPE", "vocab": {"a": -1}, "merges": []})
+    ),
+    "tokenizer id 2**40": Case(
+        "tokenizer", files=tokenizer(model={"type": "BPE", "vocab": {"a": 2**40}, "merges": []})
+    ),
+    "tokenizer merge of what is not there": Case(
+        "tokenizer", files=tokenizer(model={"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]})
+    ),
+    "tokenizer without vocabulary": Case(
+        "tokenizer", files=tokenizer(model={"type": "BPE", "vocab": {}, "merges": []})
+    ),
     "tokenizer normalizer unknown": Case("tokenizer", files=tokenizer(normalizer={"type": "Nope"})),
     "tokenizer added token": Case("tokenizer", files=tokenizer(added_tokens=[{"id": "x"}])),
     "tokenizer version": Case("tokenizer", files=tokenizer(version="9.9")),
@@ -323,17 +410,30 @@ TOKENIZERS = {
     "settings a list": Case("tokenizer_config.json", files={"tokenizer_config.json": b"[]"}),
     "settings latin-1": Case("tokenizer_config.json", files={"tokenizer_config.json": b'{"\xff": 1}'}),
     "settings a directory": Case("tokenizer_config.json", files={"tokenizer_config.json": DIRECTORY}),
-    "generation_config a directory": Case("generation_config.json", files={"generation_config.json": DIRECTORY}),
+    "generation_config a directory": Case(
+        "generation_config.json", files={"generation_config.json": DIRECTORY}
+    ),
     **{
         f"template {name}": Case("template", files=template(source))
         for name, source in {
-            "number": 5, "list": ["x"], "list without default": [{"name": "a", "template": "b"}],
-            "unclosed": "{% for m in messages %}", "unknown tag": "{% nonsense %}", "unknown filter": "{{ 1|nope }}",
-            "raises": "{{ raise_exception('no') }}", "raises lines": "{{ raise_exception('a\nb\x1b[2J') }}",
-            "raises at length": "{{ raise_exception('x' * 5000) }}", "divides by zero": "{{ 1 // 0 }}",
-            "attribute": "{{ ''.__class__.__mro__ }}", "subclasses": "{{ messages.__class__.__subclasses__() }}",
-            "undefined call": "{{ nope() }}", "index": "{{ messages[99].content }}", "include": "{% include '/etc/passwd' %}",
-            "import": "{% import 'os' as os %}", "type": "{{ 'a' + 1 }}", "deep": "{{ " + "(" * 1000 + ")" * 1000 + " }}",
+            "number": 5,
+            "list": ["x"],
+            "list without default": [{"name": "a", "template": "b"}],
+            "unclosed": "{% for m in messages %}",
+            "unknown tag": "{% nonsense %}",
+            "unknown filter": "{{ 1|nope }}",
+            "raises": "{{ raise_exception('no') }}",
+            "raises lines": "{{ raise_exception('a\nb\x1b[2J') }}",
+            "raises at length": "{{ raise_exception('x' * 5000) }}",
+            "divides by zero": "{{ 1 // 0 }}",
+            "attribute": "{{ ''.__class__.__mro__ }}",
+            "subclasses": "{{ messages.__class__.__subclasses__() }}",
+            "undefined call": "{{ nope() }}",
+            "index": "{{ messages[99].content }}",
+            "include": "{% include '/etc/passwd' %}",
+            "import": "{% import 'os' as os %}",
+            "type": "{{ 'a' + 1 }}",
+            "deep": "{{ " + "(" * 1000 + ")" * 1000 + " }}",
         }.items()
     },
     "template surrogate": Case("valid Unicode|template", files=template("{{ '\\ud800' }}")),
@@ -343,20 +443,28 @@ TOKENIZERS = {
     **{
         f"template bomb {name}": Case("template", files=template(source))
         for name, source in {
-            "product": "{{ 'a' * 10**10 }}", "power": "{{ 10**10**9 }}", "format": "{{ '%10000000000d' % 1 }}",
+            "product": "{{ 'a' * 10**10 }}",
+            "power": "{{ 10**10**9 }}",
+            "format": "{{ '%10000000000d' % 1 }}",
             "ranges": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "ljust": "{{ 'a'.ljust(10**10) }}", "center": "{{ 'a'|center(10**10) }}",
-            "lipsum": "{{ lipsum(100000) }}", "indent": "{{ ('a\n' * 1000)|indent(10**9) }}",
-            "doubling": "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+            "ljust": "{{ 'a'.ljust(10**10) }}",
+            "center": "{{ 'a'|center(10**10) }}",
+            "lipsum": "{{ lipsum(100000) }}",
+            "indent": "{{ ('a\n' * 1000)|indent(10**9) }}",
+            "doubling": "{% set n = namespace(x='a') %}"
+            "{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
             "recursion": "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
         }.items()
     },
-}  # fmt: skip
+}
 
 FLAGS = {
     " ".join(args)[:60]: Case(says, args=args)
     for says, *args in [
-        *[("temperature", f"--temperature={x}") for x in ("nan", "inf", "-inf", "-1", "hot", "", "1e999", "0x1", "1,5")],
+        *[
+            ("temperature", f"--temperature={x}")
+            for x in ("nan", "inf", "-inf", "-1", "hot", "", "1e999", "0x1", "1,5")
+        ],
         *[("top_k", f"--top_k={x}") for x in ("-1", "1.5", "1e3", "x", "", str(2**31), str(10**30), "True")],
         *[("top_p", f"--top_p={x}") for x in ("nan", "0", "-0.1", "1.1", "inf", "x")],
         *[("repetition_penalty", f"--repetition_penalty={x}") for x in ("0", "-1", "nan", "inf", "x")],
@@ -366,11 +474,17 @@ FLAGS = {
         *[("frequency_penalty", f"--frequency_penalty={x}") for x in ("nan", "-inf")],
         *[("no_repeat_ngram_size", f"--no_repeat_ngram_size={x}") for x in ("-1", "1.5", str(2**31))],
         *[("min_(new_)?tokens", f"--min_tokens={x}") for x in ("-1", "x", str(2**31))],
-        *[("max_(new_)?tokens", f"--max_tokens={x}") for x in ("0", "-5", "1.5", "x", "", "nan", "257", str(2**31), str(10**30))],
+        *[
+            ("max_(new_)?tokens", f"--max_tokens={x}")
+            for x in ("0", "-5", "1.5", "x", "", "nan", "257", str(2**31), str(10**30))
+        ],
         *[("seed", f"--seed={x}") for x in ("-1", "x", "1.5", str(2**32), str(10**30))],
         *[("logprobs", f"--logprobs={x}") for x in ("-1", "289", "x", str(10**30))],
         *[("num_beams|rows", f"--num_beams={x}") for x in ("0", "-1", "x", "1.5", str(10**30))],
-        *[("draft_tokens", "--draft=lookup", f"--draft_tokens={x}") for x in ("0", "-1", "x", "100000", str(10**30))],
+        *[
+            ("draft_tokens", "--draft=lookup", f"--draft_tokens={x}")
+            for x in ("0", "-1", "x", "100000", str(10**30))
+        ],
         *[("dtype", f"--dtype={x}") for x in ("int8", "float64", "", "x" * 5000, "\x1b[2J")],
         *[("quantize", f"--quantize={x}") for x in ("int3", "", "awq", "INT8")],
         *[("cache_dtype|dtype", f"--cache_dtype={x}") for x in ("int3", "float64", "x")],
@@ -389,15 +503,27 @@ FLAGS = {
         ("cache", "--nouse_cache", "--cache_dtype=int8"),
         ("raw", "--raw", "--system=x"),
         ("stop", "--stop="),
-        ("nope", "--nope"), ("nope", "--nope=1"), ("nope", "-nope"), ("x", "-x"), ("extra", "extra"),
+        ("nope", "--nope"),
+        ("nope", "--nope=1"),
+        ("nope", "-nope"),
+        ("x", "-x"),
+        ("extra", "extra"),
         ("nonsense", "--nonsense" + "x" * 5000),
         ("x1b", "--\x1b[2Jnope"),
-        ("model", "--model=/no/such"), ("config.json|model", "--model="), ("model", "--model=\x1b[2J"), ("model", "--model=" + "x" * 5000),
-        ("model", "--model=a/b/c"), ("model", "--model=../x/y"), ("model", "--model=/etc/hostname"), ("config.json", "--model=/proc"),
-        ("/no/such", "--draft=/no/such"), ("draft|model|config", "--draft="), ("/dev/null", "--draft=/dev/null"),
+        ("model", "--model=/no/such"),
+        ("config.json|model", "--model="),
+        ("model", "--model=\x1b[2J"),
+        ("model", "--model=" + "x" * 5000),
+        ("model", "--model=a/b/c"),
+        ("model", "--model=../x/y"),
+        ("model", "--model=/etc/hostname"),
+        ("config.json", "--model=/proc"),
+        ("/no/such", "--draft=/no/such"),
+        ("draft|model|config", "--draft="),
+        ("/dev/null", "--draft=/dev/null"),
         ("flagfile|no/such", "--flagfile=/no/such"),
     ]
-}  # fmt: skip
+}
 
 PROMPTS = {
     "prompt empty": Case("prompt is empty", args=["--prompt="]),
@@ -420,19 +546,39 @@ PROMPTS = {
     "standard input random": Case("standard input", stdin=bytes(range(128, 256))),
     "standard input cut": Case("standard input", stdin="🚀".encode()[:-1]),
     "standard input of 1 MB": Case("context limit", stdin="x" * 10**6),
-    "ids outside the vocabulary": Case("outside the vocabulary", files={
-        **config(vocab_size=200), WEIGHTS: save({name: tensor[:200].copy() if name in (tiny.EMBED, tiny.HEAD) else tensor
-                                                 for name, tensor in BASE_WEIGHTS.items()}),
-    }),
-    "a context of 10**9": Case("need [0-9,]+ bytes of memory", args=[f"--max_tokens={5 * 10**8}"],
-                               files=config(max_position_embeddings=10**9)),
-    "the same without cache": Case("need [0-9,]+ bytes of memory", args=[f"--max_tokens={9 * 10**8}", "--nouse_cache"],
-                                   files=config(max_position_embeddings=10**9)),
-    "the same in int4": Case("need [0-9,]+ bytes of memory", args=[f"--max_tokens={9 * 10**8}", "--cache_dtype=int4"],
-                             files=config(max_position_embeddings=10**9)),
-    "the same with beams": Case("need [0-9,]+ bytes of memory", args=[f"--max_tokens={5 * 10**8}", "--num_beams=4"],
-                                files=config(max_position_embeddings=10**9)),
+    "ids outside the vocabulary": Case(
+        "outside the vocabulary",
+        files={
+            **config(vocab_size=200),
+            WEIGHTS: save(
+                {
+                    name: tensor[:200].copy() if name in (tiny.EMBED, tiny.HEAD) else tensor
+                    for name, tensor in BASE_WEIGHTS.items()
+                }
+            ),
+        },
+    ),
+    "a context of 10**9": Case(
+        "need [0-9,]+ bytes of memory",
+        args=[f"--max_tokens={5 * 10**8}"],
+        files=config(max_position_embeddings=10**9),
+    ),
+    "the same without cache": Case(
+        "need [0-9,]+ bytes of memory",
+        args=[f"--max_tokens={9 * 10**8}", "--nouse_cache"],
+        files=config(max_position_embeddings=10**9),
+    ),
+    "the same in int4": Case(
+        "need [0-9,]+ bytes of memory",
+        args=[f"--max_tokens={9 * 10**8}", "--cache_dtype=int4"],
+        files=config(max_position_embeddings=10**9),
+    ),
+    "the same with beams": Case(
+        "need [0-9,]+ bytes of memory",
+        args=[f"--max_tokens={5 * 10**8}", "--num_beams=4"],
+        files=config(max_position_embeddings=10**9),
+    ),
     "10**7 beams": Case("need [0-9,]+ bytes of memory", args=["--num_beams=10000000"]),
-}  # fmt: skip
+}
 
 CASES = CONFIGS | GENERATION | FILES | QUANTIZED | TOKENIZERS | FLAGS | PROMPTS

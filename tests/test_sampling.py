@@ -187,3 +187,18 @@ def test_defaults_of_a_checkpoint():
     assert xj.SamplingConfig.from_hf({"do_sample": True}) == xj.SamplingConfig(1.0, 50)
     with pytest.raises(xj.InputError, match="num_beams=4"):
         xj.SamplingConfig.from_hf({"num_beams": 4})
+
+
+def test_settings_of_a_checkpoint_that_say_nothing():
+    """What transformers writes out for every setting, and EOS ids that no token has."""
+    nothing = dict(
+        temperature=None, top_k=None, suppress_tokens=None, num_beams=1, num_beam_groups=1,
+        diversity_penalty=0.0, epsilon_cutoff=0.0, eta_cutoff=0, encoder_repetition_penalty=1.0,
+        encoder_no_repeat_ngram_size=0, bad_words_ids=None, sequence_bias=None, begin_suppress_tokens=[],
+        forced_bos_token_id=None, min_length=0, guidance_scale=1, stop_strings=None, length_penalty=1.0,
+        early_stopping=False, max_length=20, renormalize_logits=False, use_cache=True,
+        transformers_version="5", eos_token_id=[5, None, -1, 10**30],
+    )  # fmt: skip
+    assert xj.SamplingConfig.from_hf(nothing) == xj.SamplingConfig()
+    assert xj.SamplingConfig.from_hf({"suppress_tokens": []}) == xj.SamplingConfig()
+    assert xj.SamplingConfig.from_hf({"suppress_tokens": [3]}).forbidden_token_ids == [3]

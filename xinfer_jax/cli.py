@@ -98,7 +98,7 @@ def _define_ways(program: Program) -> None:
         "Guess tokens ahead: a checkpoint with the same vocabulary, or lookup (what followed before).",
         empty="give a checkpoint or lookup",
     )  # fmt: skip
-    program.integer("draft_tokens", 3, "Guesses for each pass of the model.", least=1, most=1024)
+    program.integer("draft_tokens", 3, "Guesses for each pass of the model.", least=1, most=16)
     program.integer(
         "num_beams", 1, "Beam search: continuations followed side by side; 1: none.", least=1, most=256
     )
