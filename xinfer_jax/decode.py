@@ -224,16 +224,14 @@ def _next_token(params, config, hidden_BD, state, row_key_B, sampling_B, eos_E, 
     """The state with each row's next token; rows that just take the likeliest one need no logits, where a
     kernel serves.
     """
-    if state.alternatives is not None or not fuses_head(
-        params, hidden_BD, impl, config.final_logit_softcapping
-    ):
+    if state.alternatives is not None or not fuses_head(params, hidden_BD, impl):
         return record(unembed(params, config, hidden_BD), state, row_key_B, sampling_B, eos_E, impl)
 
     def by_logits():
         return _choose(unembed(params, config, hidden_BD), state, row_key_B, sampling_B, eos_E, impl)
 
     return _note(
-        *lax.cond(plain(sampling_B), lambda: greedy(params, hidden_BD, impl), by_logits), state, eos_E
+        *lax.cond(plain(sampling_B), lambda: greedy(params, config, hidden_BD, impl), by_logits), state, eos_E
     )
 
 

@@ -148,11 +148,7 @@ def kernels_used(
     }
     if is_quantized(weight):
         del arguments["lm_head_argmax"]
-    caps = {kernel: config.attn_logit_softcapping for kernel in ("prefill_attention", "decode_attention")}
-    caps["lm_head_argmax"] = config.final_logit_softcapping
-    return {
-        kernel: selected(kernel, impl, *args, softcap=caps.get(kernel)) for kernel, args in arguments.items()
-    }
+    return {kernel: selected(kernel, impl, *args) for kernel, args in arguments.items()}
 
 
 def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):

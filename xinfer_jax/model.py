@@ -10,7 +10,7 @@ from .cache import KVCache, advance, append, read
 from .config import ModelConfig
 from .errors import InputError
 from .experts import mixture_of_experts
-from .layers import embed, gated_mlp, linear, norm, rotary_angles, rotate, softcap
+from .layers import embed, gated_mlp, linear, norm, rotary_angles, rotate, soft_cap
 from .params import Params, activation_dtype
 
 
@@ -91,7 +91,7 @@ def embed_tokens(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.
 
 def unembed(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
     """float32 logits [..., V] of hidden states [..., D]."""
-    return softcap(linear(hidden, head(params), jnp.float32), config.final_logit_softcapping)
+    return soft_cap(linear(hidden, head(params), jnp.float32), config.final_logit_softcapping)
 
 
 def head(params: Params) -> Params:
@@ -115,7 +115,7 @@ def _attend(
         k_BKSH, v_BKSH = read(cache, index)
     scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
     settings = dict(
-        scale=scale, window=config.layer_windows[index], softcap=config.attn_logit_softcapping, impl=impl
+        scale=scale, window=config.layer_windows[index], soft_cap=config.attn_logit_softcapping, impl=impl
     )
     ring = cache is not None and cache.is_ring(index)
     out_BTNH = attention(q_BTNH, k_BKSH, v_BKSH, length_B=length_B, start_B=start_B, ring=ring, **settings)
