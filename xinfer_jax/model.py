@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from .attention import attention, check_impl
-from .cache import KVCache, advance, append, read
+from .cache import KVCache, advance, append, held, read
 from .config import ModelConfig
 from .errors import InputError
 from .experts import mixture_of_experts
@@ -110,7 +110,7 @@ def _attend(
         k_BKSH, v_BKSH = jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2)
         start_B, length_B = None, num_tokens_B
     else:
-        start_B, length_B = cache.length_B, cache.length_B + num_tokens_B
+        start_B, length_B = cache.length_B, held(cache, index, num_tokens_B)
         cache = append(cache, index, k_BTKH, v_BTKH, num_tokens_B)
         k_BKSH, v_BKSH = read(cache, index)
     scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
