@@ -6,6 +6,7 @@ test_kernels_mosaic.py.
 """
 
 import dataclasses
+import re
 from functools import partial
 
 import jax
@@ -265,6 +266,30 @@ def test_selection_gives_its_reasons():
     ]:
         with pytest.raises(ValueError, match=reason):
             kernels_pallas.select("prefill_attention", impl, *args)
+
+
+def test_what_is_said_of_rings_is_what_runs(a_gpu):
+    """A layer whose window is a ring in a cache of that capacity attends by plain jnp, others by a kernel."""
+    config = from_hf(QWEN | dict(head_dim=16))
+    params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), "bfloat16"))
+
+    def said(windows, capacity):
+        windowed = dataclasses.replace(config, layer_windows=windows)
+        used = xj.kernels_used(params, windowed, kv_dtype="bfloat16", capacity=capacity)
+        assert used["prefill_attention"] == used["decode_attention"]
+        assert used["argmax"].reason == used["lm_head_argmax"].reason == "an imaginary GPU"
+        return used["decode_attention"], windowed
+
+    mixed, _ = said((7, None), 1024)
+    assert mixed.impl != "xla" and "1 of 2 layers by xla: keys in a ring" in mixed.reason
+    assert said((7, None), 512)[0] == (mixed.impl, "an imaginary GPU")
+    rings, config = said((7, 7), 1024)
+    assert rings.impl == "xla" and rings.reason.startswith("keys in a ring")
+    cache = jax.eval_shape(lambda: xj.init_cache(config, 2, 1024, "bfloat16"))
+    text = lowered_for_cuda(
+        lambda *args: hidden_states(args[0], config, *args[1:]), params, SD((2, 1), jnp.int32), cache
+    )
+    assert a_gpu not in text
 
 
 @pytest.mark.skipif(HAS_GPU, reason="this machine has an NVIDIA GPU")

@@ -93,7 +93,7 @@ def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: 
         return empty(shape, dtype) if quantized else jnp.zeros(shape, dtype)
 
     k, v = (tuple(layer(window) for window in config.layer_windows) for _ in "kv")
-    rings = [window for window in config.layer_windows if _slots(window, capacity) < capacity]
+    rings = [window for window in config.layer_windows if is_ring(window, capacity)]
     zeros_B = jnp.zeros(batch, jnp.int32)
     return KVCache(
         k,
@@ -112,6 +112,11 @@ def _slots(window: int | None, capacity: int) -> int:
     if window is None:
         return all_slots
     return min(all_slots, -(-(window + LARGEST_CALL - 1) // _RING_MULTIPLE) * _RING_MULTIPLE)
+
+
+def is_ring(window: int | None, capacity: int) -> bool:
+    """Whether a layer with that sliding window keeps a ring in a cache of that capacity."""
+    return _slots(window, capacity) < capacity
 
 
 def append(

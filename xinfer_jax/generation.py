@@ -19,7 +19,7 @@ import kernels_pallas
 
 from .attention import check_impl, selected
 from .batch import eos_array, lengths, padded, prompt_context
-from .cache import init_cache, truncate
+from .cache import init_cache, is_ring, truncate
 from .config import ModelConfig
 from .decode import (
     CONTINUE,
@@ -119,36 +119,63 @@ def stream(
 
 
 def kernels_used(
-    params: Params, config: ModelConfig, impl: str | None = None, rows: int = 1, kv_dtype: Any = None
+    params: Params,
+    config: ModelConfig,
+    impl: str | None = None,
+    rows: int = 1,
+    kv_dtype: Any = None,
+    capacity: int | None = None,
 ) -> dict[str, kernels_pallas.Selection]:
     """Which implementation serves each kernel in a `generate` call, and why.
 
     Rows that are sampled take logits, not `lm_head_argmax`; so does a quantized vocabulary matrix. Layers
-    whose sliding window is so much shorter than the capacity that they keep a ring attend by plain jnp.
+    whose sliding window is so much shorter than the capacity that they keep a ring attend by plain jnp: the
+    reason says how many.
 
     Args:
         params, config: the model.
         impl: as in `GenerateOptions`.
         rows: prompts in the call.
         kv_dtype: `GenerateOptions.cache_dtype`.
+        capacity: `GenerateOptions.capacity`; None: what `generate` chooses for a short prompt and its default
+            number of new tokens (`chosen_capacity` says it for others).
 
     Raises:
         InputError: the named impl does not serve this model, or this machine lacks it.
     """
     check_impl(impl)
-    dtype, weight = activation_dtype(params), head(params)["weight"]
+    capacity = capacity or chosen_capacity(config, 1, GenerateOptions.max_new_tokens)
+    dtype, leaf = activation_dtype(params), head(params)
     query = jax.ShapeDtypeStruct((rows, 1, config.num_attention_heads, config.head_dim), dtype)
     held = np.uint8 if kv_dtype in KV_BITS else resolve_dtype(kv_dtype or cache_dtype(params))
     keys = jax.ShapeDtypeStruct((rows, config.num_key_value_heads, 1, config.head_dim), held)
-    arguments = {
-        "prefill_attention": (query, keys, keys),
-        "decode_attention": (query, keys, keys),
-        "argmax": (jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32),),
-        "lm_head_argmax": (jax.ShapeDtypeStruct((rows, config.hidden_size), dtype), weight),
+    rings = [is_ring(window, capacity) for window in config.layer_windows]
+    used = {
+        kernel: _by_layer([selected(kernel, impl, query, keys, keys, ring=ring) for ring in rings], rings)
+        for kernel in ("prefill_attention", "decode_attention")
     }
-    if is_quantized(weight):
-        del arguments["lm_head_argmax"]
-    return {kernel: selected(kernel, impl, *args) for kernel, args in arguments.items()}
+    used["argmax"] = selected("argmax", impl, jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32))
+    hidden = jax.ShapeDtypeStruct((rows, config.hidden_size), dtype)
+    if not is_quantized(leaf["weight"]) and "bias" not in leaf:
+        used["lm_head_argmax"] = selected("lm_head_argmax", impl, hidden, leaf["weight"])
+    return used
+
+
+def _by_layer(of_layer: list[kernels_pallas.Selection], rings: list[bool]) -> kernels_pallas.Selection:
+    """One for all layers: that of those without a ring, with a word about the others where they differ."""
+    if all(rings):
+        return of_layer[0]
+    common = of_layer[rings.index(False)]
+    other = next((s for s in of_layer if s.impl != common.impl), None)
+    if other is None:
+        return common
+    some = f"{sum(rings)} of {len(rings)} layers by {other.impl}: {other.reason}"
+    return common._replace(reason=f"{common.reason}; {some}")
+
+
+def chosen_capacity(config: ModelConfig, prompt_tokens: int, max_new_tokens: int) -> int:
+    """The capacity of the cache that `generate` makes where none is given, for its longest prompt."""
+    return min(bucket(prompt_tokens) + bucket(max_new_tokens), config.context_length)
 
 
 def _steps(params, config, prompts, options, sampling_B, row_key_B, *, sync):
@@ -197,7 +224,7 @@ def _begin(params, config, prompts, options, sampling_B, row_key_B, ending, sync
     """
     new, impl, answers = int(options.max_new_tokens), options.impl, options.best_of or options.n
     longest = max(map(len, prompts))
-    capacity = options.capacity or min(bucket(longest) + bucket(new), config.context_length)
+    capacity = options.capacity or chosen_capacity(config, longest, new)
     with Stopwatch() as setup:
         rows, held_B, cache = prompts, np.zeros(len(prompts), np.int32), None
         if options.prefix is not None:
