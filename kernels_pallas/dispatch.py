@@ -104,18 +104,20 @@ def run(impl: str, kernel: str, *args: Any, **kwargs: Any) -> Any:
     # Imported when used: Pallas's GPU half takes a second to import, and a machine without a GPU never needs
     # it.
     function: Callable = getattr(importlib.import_module(f"{__package__}.{impl}"), kernel)
-    return jax.tree.map(lambda out: varying_as(out, *args), function(*args, **kwargs))
+    return varying_as(function(*args, **kwargs), *args)
 
 
-def varying_as(x: jax.Array, *inputs: jax.Array) -> jax.Array:
-    """x, said to differ over each mesh axis of a `jax.shard_map` that an input differs over: what is made
-    from nothing does not say so.
+def varying_as(tree: Any, *inputs: Any) -> Any:
+    """The tree, its arrays said to differ over each mesh axis of a `jax.shard_map` that an input differs over:
+    what is made from nothing does not say so.
     """
-    axes = (
-        frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in inputs))
-        - jax.typeof(x).manual_axis_type.varying
-    )
-    return lax.pcast(x, tuple(axes), to="varying") if axes else x
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(inputs)))
+
+    def vary(x: jax.Array) -> jax.Array:
+        more = axes - jax.typeof(x).manual_axis_type.varying
+        return lax.pcast(x, tuple(more), to="varying") if more else x
+
+    return jax.tree.map(vary, tree) if axes else tree
 
 
 def _refusal(kernel: str, impl: str, args: tuple[Any, ...], ring: bool) -> str | None:

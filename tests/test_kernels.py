@@ -6,7 +6,6 @@ test_kernels_mosaic.py.
 """
 
 import dataclasses
-import re
 from functools import partial
 
 import jax

@@ -201,10 +201,7 @@ def _query_block(k_BKSH, v_BKSH, length_B, rule: _Rule, static: bool, q_BKTGH, s
 
     zeros = jnp.zeros((B, K, T, G), jnp.float32)
     state = (zeros + _MASKED, zeros, jnp.zeros((B, K, T, G, H), jnp.float32))
-    state = tuple(
-        kernels_pallas.varying_as(x, *jax.tree.leaves((q_BKTGH, k_BKSH, v_BKSH, start_B, length_B)))
-        for x in state
-    )
+    state = kernels_pallas.varying_as(state, q_BKTGH, k_BKSH, v_BKSH, start_B, length_B)
     high = -(-jnp.minimum(jnp.max(length_B), jnp.max(start_B) + T) // width)
     high = jnp.minimum(high, blocks) if ring else high
     low = 0 if window is None or ring else jnp.maximum(jnp.min(start_B) - window + 1, 0) // width

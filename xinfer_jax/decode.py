@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kernels_pallas import varying_as
+
 from .attention import check_impl
 from .cache import LARGEST_CALL, KVCache
 from .config import ModelConfig
@@ -198,7 +200,8 @@ def _prefill(params, config, tokens_BT, num_tokens_B, cache, impl):
         return chunk(tokens, jnp.clip(num_tokens_B - first, 0, PREFILL_CHUNK), cache, last_BD)
 
     chunks = -(-jnp.max(num_tokens_B) // PREFILL_CHUNK)
-    last_BD, cache = lax.fori_loop(0, chunks, body, (none_BD, cache))
+    start = varying_as((none_BD, cache), params, tokens_BT, num_tokens_B, cache)
+    last_BD, cache = lax.fori_loop(0, chunks, body, start)
     return unembed(params, config, last_BD), cache
 
 
@@ -319,6 +322,7 @@ def _continue(params, config, state, row_key_B, sampling_B, eos_E, limit, impl):
             impl,
         )
 
+    state = varying_as(state, state, params, row_key_B, sampling_B, eos_E)
     return lax.while_loop(lambda s: (s.step < limit) & ~jnp.all(s.finished_B), body, state)
 
 

@@ -2,8 +2,11 @@
 driven by the config.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from .attention import attention, check_impl
 from .cache import KVCache, advance, append, held, read
@@ -64,6 +67,7 @@ def hidden_states(
     """
     if tokens_BT.ndim != 2:
         raise InputError(f"tokens must have the shape [rows, tokens], got {tokens_BT.shape}")
+    _check_mesh(params, tokens_BT, cache)
     B, T = tokens_BT.shape
     num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else num_tokens_B
     start_B = jnp.zeros(B, jnp.int32) if cache is None else cache.length_B
@@ -82,6 +86,19 @@ def hidden_states(
         x_BTD = x_BTD + norm(fed_BTD, layer, "mlp_post_norm", config)
     cache = None if cache is None else advance(cache, num_tokens_B)
     return norm(x_BTD, params, "final_norm", config), cache
+
+
+def _check_mesh(*trees: Any) -> None:
+    """Raises InputError where an array is divided along an Explicit axis: jax then wants the layout of every
+    product said, which is left to its compiler here.
+    """
+    for leaf in jax.tree.leaves(trees):
+        spec, mesh = jax.typeof(leaf).sharding.spec, jax.typeof(leaf).sharding.mesh
+        if any(axis is not None for axis in spec) and AxisType.Explicit in mesh.axis_types:
+            raise InputError(
+                f"an array is divided as {spec} over a mesh with Explicit axes: make the mesh with"
+                f" axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_types)}, or use jax.shard_map"
+            )
 
 
 def embed_tokens(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
