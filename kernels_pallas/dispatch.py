@@ -108,8 +108,8 @@ def run(impl: str, kernel: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def varying_as(tree: Any, *inputs: Any) -> Any:
-    """The tree, its arrays said to differ over each mesh axis of a `jax.shard_map` that an input differs over:
-    what is made from nothing does not say so.
+    """The tree, its arrays said to differ over each axis of a `jax.shard_map` that an input does: what
+    is made from nothing does not say so.
     """
     axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(inputs)))
 
