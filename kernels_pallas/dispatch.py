@@ -66,9 +66,7 @@ def unavailable(impl: str | None) -> str | None:
     return None
 
 
-def select(
-    kernel: str, impl: str | None, *args: Any, softcap: float | None = None, ring: bool = False
-) -> Selection:
+def select(kernel: str, impl: str | None, *args: Any, ring: bool = False) -> Selection:
     """The implementation that serves `kernel` on arguments of these shapes and dtypes.
 
     Args:
@@ -76,7 +74,6 @@ def select(
         impl: one of `IMPLS`; None: what suits the GPU of this process, "xla" where no kernel serves the call.
         args: the kernel's leading arrays (or anything with shape and dtype): q, k, v, or x, or x and the
             weight.
-        softcap: of scores or logits, which no kernel has.
         ring: keys not in order of position, which no kernel reads.
 
     Raises:
@@ -84,13 +81,13 @@ def select(
     """
     if impl is None:
         made_for = device_impl()
-        reason = _refusal(kernel, made_for.impl, args, softcap, ring)
+        reason = _refusal(kernel, made_for.impl, args, ring)
         if made_for.impl != "xla" and kernel == "lm_head_argmax" and args[0].shape[0] > 64:
             reason = f"{args[0].shape[0]} rows would read the vocabulary matrix more than once"
         return Selection("xla", reason) if reason else made_for
     if impl not in IMPLS:
         raise ValueError(unavailable(impl))
-    reason = _refusal(kernel, impl, args, softcap, ring)
+    reason = _refusal(kernel, impl, args, ring)
     if reason:
         raise ValueError(
             f"impl={impl!r} does not serve {kernel} here: {reason}; use impl='xla', or None to let it choose"
@@ -107,26 +104,26 @@ def run(impl: str, kernel: str, *args: Any, **kwargs: Any) -> Any:
     # Imported when used: Pallas's GPU half takes a second to import, and a machine without a GPU never needs
     # it.
     function: Callable = getattr(importlib.import_module(f"{__package__}.{impl}"), kernel)
-    return jax.tree.map(lambda out: varying_as(out, *args), function(*args, **kwargs))
+    return varying_as(function(*args, **kwargs), *args)
 
 
-def varying_as(x: jax.Array, *inputs: jax.Array) -> jax.Array:
-    """x, said to differ over each mesh axis of a `jax.shard_map` that an input differs over: what is made
-    from nothing does not say so.
+def varying_as(tree: Any, *inputs: Any) -> Any:
+    """The tree, its arrays said to differ over each axis of a `jax.shard_map` that an input does: what
+    is made from nothing does not say so.
     """
-    axes = (
-        frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in inputs))
-        - jax.typeof(x).manual_axis_type.varying
-    )
-    return lax.pcast(x, tuple(axes), to="varying") if axes else x
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(inputs)))
+
+    def vary(x: jax.Array) -> jax.Array:
+        more = axes - jax.typeof(x).manual_axis_type.varying
+        return lax.pcast(x, tuple(more), to="varying") if more else x
+
+    return jax.tree.map(vary, tree) if axes else tree
 
 
-def _refusal(kernel: str, impl: str, args: tuple[Any, ...], softcap: float | None, ring: bool) -> str | None:
+def _refusal(kernel: str, impl: str, args: tuple[Any, ...], ring: bool) -> str | None:
     """Why `impl` cannot serve these arguments, or None."""
     if impl == "xla":
         return None
-    if softcap is not None:
-        return f"a soft cap of {softcap} on {'scores' if kernel.endswith('attention') else 'logits'}"
     if ring:
         return "keys in a ring, as layers with a sliding window keep them in a larger cache"
     dtypes = {arg.dtype.name for arg in args}

@@ -50,12 +50,14 @@ def argmax(x_BV) -> jax.Array:
     return jnp.argmax(x_BV, -1).astype(jnp.int32)
 
 
-def lm_head_argmax(x_BD, weight_VD) -> tuple[jax.Array, jax.Array]:
-    """The id of the largest of the logits x · weightᵀ (int32 [B]; ties and NaN as in `argmax`) and its
-    log-probability (float32 [B]).
+def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None) -> tuple[jax.Array, jax.Array]:
+    """The id of the largest of the logits x · weightᵀ, capped (int32 [B]; ties and NaN as in `argmax`), and
+    its log-probability (float32 [B]).
     """
     logits_BV = jnp.einsum(
         "bd,vd->bv", x_BD.astype(jnp.float32), weight_VD.astype(jnp.float32), precision=lax.Precision.HIGHEST
     )
+    if soft_cap is not None:
+        logits_BV = soft_cap * jnp.tanh(logits_BV / soft_cap)
     id_B = argmax(logits_BV)
     return id_B, jnp.take_along_axis(jax.nn.log_softmax(logits_BV, -1), id_B[:, None], -1)[:, 0]

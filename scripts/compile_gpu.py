@@ -103,9 +103,10 @@ def _cases(gpu):
                 )
         for dtype in ("float32", "bfloat16"):
             yield f"{impl} argmax {dtype}", None, partial(run, "argmax"), (SD((4, 151936), dtype),)
-        for rows in (1, 32):
+        for rows, variant, extra in ((1, "", {}), (32, "", {}), (32, " cap", dict(soft_cap=30.0))):
             shapes = SD((rows, 896), "bfloat16"), SD((151936, 896), "bfloat16")
-            yield f"{impl} lm_head_argmax {rows} rows", impl, partial(run, "lm_head_argmax"), shapes
+            name = f"{impl} lm_head_argmax {rows} rows{variant}"
+            yield name, impl, partial(run, "lm_head_argmax", **extra), shapes
 
 
 def _compiled(gpu, name, impl, function, shapes, sharding):

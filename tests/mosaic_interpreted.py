@@ -84,13 +84,13 @@ def argmax(width, dtype):
     return int(np.sum(np.asarray(run(mosaic.argmax, x)) != np.asarray(reference.argmax(x))))
 
 
-def head(rows, vocabulary, width, dtype="bfloat16", nan=False):
+def head(rows, vocabulary, width, dtype="bfloat16", nan=False, **kwargs):
     # Sums exact in any order.
     x, weight = (jnp.round(4 * a) / 16 for a in arrays(rows, dtype, (rows, width), (vocabulary, width)))
     weight = weight.at[vocabulary - 1].set(3 * weight[2]).at[2].mul(3)  # a tie across programs
     x = x.at[1].set(jnp.nan) if nan else x
-    ids, logprobs = run(mosaic.lm_head_argmax, x, weight)
-    wanted, logprobs_wanted = reference.lm_head_argmax(x, weight)
+    ids, logprobs = run(mosaic.lm_head_argmax, x, weight, **kwargs)
+    wanted, logprobs_wanted = reference.lm_head_argmax(x, weight, **kwargs)
     assert np.array_equal(ids, wanted), (ids, wanted)
     assert np.array_equal(np.isnan(logprobs), np.isnan(logprobs_wanted))
     return float(np.nanmax(np.abs(logprobs - logprobs_wanted)))
@@ -120,7 +120,7 @@ def main():
         "argmax float32": lambda: argmax(5000, "float32"),
         "argmax bfloat16, narrow": lambda: argmax(77, "bfloat16"),
         "head": lambda: head(3, 456, 128),
-        "head, odd sizes": lambda: head(9, 203, 72, "float16"),
+        "head, odd sizes, soft cap": lambda: head(9, 203, 72, "float16", soft_cap=9.0),
         "head, 70 rows, a NaN": lambda: head(70, 200, 64, nan=True),
     }
     print(json.dumps({name: case() for name, case in cases.items()}))

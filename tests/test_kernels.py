@@ -5,18 +5,22 @@ Kernels run emulated here (`impl="interpret"`); each is compared with its oracle
 test_kernels_mosaic.py.
 """
 
+import dataclasses
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
-from test_identities import build, prompts
+from test_identities import QWEN, build, prompts
 
 import kernels_pallas
 import xinfer_jax as xj
 from xinfer_jax.attention import attention
 from xinfer_jax.config import from_hf
 from xinfer_jax.greedy import argmax, fuses_head, greedy
+from xinfer_jax.model import hidden_states, unembed
 
 HAS_GPU = kernels_pallas.device_impl().impl != "xla"
 SD = jax.ShapeDtypeStruct
@@ -39,6 +43,33 @@ def lowered_for_cuda(function, *args):
 def arrays(*shapes, dtype=jnp.float32):
     draws = np.random.default_rng(0)
     return [jnp.asarray(draws.standard_normal(shape), dtype) for shape in shapes]
+
+
+def test_soft_caps_are_served_by_kernels():
+    """Of scores and of logits, as gemma2 has them: by attention of a prompt and of a token, and by the head,
+    whose log-probability they change.
+    """
+    params, config = build("qwen2")
+    params = params | {"layers": params["layers"][:1]}
+    config = dataclasses.replace(config, num_hidden_layers=1, layer_windows=(7,), layer_rope=(True,))
+    capped = dataclasses.replace(config, attn_logit_softcapping=1.5, final_logit_softcapping=4.0)
+    tokens_BT = np.array(prompts(13, 13))
+    assert {s.impl for s in xj.kernels_used(params, capped, "interpret").values()} == {"interpret"}
+
+    @partial(jax.jit, static_argnums=(0, 1))
+    def read(config, impl):
+        """Logits of a prompt and of a token behind it, and the token and log-probability after the prompt."""
+        hidden_BTD, cache = hidden_states(params, config, tokens_BT, xj.init_cache(config, 2, 16), impl=impl)
+        step_BV = xj.decode_step(params, config, tokens_BT[:, 0], cache, impl=impl)[0]
+        likeliest = greedy(params, config, hidden_BTD[:, -1], impl) if impl == "interpret" else None
+        return unembed(params, config, hidden_BTD), step_BV, likeliest
+
+    wanted, got = read(capped, "xla"), read(capped, "interpret")
+    for want, have in zip(wanted[:2], got[:2], strict=True):
+        np.testing.assert_allclose(have, want, atol=1e-5)
+    logprobs_BV = jax.nn.log_softmax(wanted[0][:, -1])
+    assert got[2][0].tolist() == jnp.argmax(logprobs_BV, -1).tolist()
+    np.testing.assert_allclose(got[2][1], jnp.max(logprobs_BV, -1), atol=1e-5)
 
 
 @pytest.mark.slow
@@ -160,13 +191,13 @@ def by_default(q, k, v, length, x, weight):
 
     decoded = attention(q[:, :1], k, v, length_B=length, start_B=length - 1, scale=0.1)
     loss_and_gradient = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
-    params = {"embed": {"weight": weight}}
+    params, config = {"embed": {"weight": weight}}, from_hf(QWEN)
     assert fuses_head(params, x, None)
     return (
         decoded,
         jax.tree.map(lambda y: y[None] if y.ndim == 0 else y, loss_and_gradient),
         argmax(q[:, 0, 0]),
-        greedy(params, x),
+        greedy(params, config, x),
     )
 
 
@@ -232,6 +263,30 @@ def test_selection_gives_its_reasons():
     ]:
         with pytest.raises(ValueError, match=reason):
             kernels_pallas.select("prefill_attention", impl, *args)
+
+
+def test_what_is_said_of_rings_is_what_runs(a_gpu):
+    """A layer whose window is a ring in a cache of that capacity attends by plain jnp, others by a kernel."""
+    config = from_hf(QWEN | dict(head_dim=16))
+    params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), "bfloat16"))
+
+    def said(windows, capacity):
+        windowed = dataclasses.replace(config, layer_windows=windows)
+        used = xj.kernels_used(params, windowed, kv_dtype="bfloat16", capacity=capacity)
+        assert used["prefill_attention"] == used["decode_attention"]
+        assert used["argmax"].reason == used["lm_head_argmax"].reason == "an imaginary GPU"
+        return used["decode_attention"], windowed
+
+    mixed, _ = said((7, None), 1024)
+    assert mixed.impl != "xla" and "1 of 2 layers by xla: keys in a ring" in mixed.reason
+    assert said((7, None), 512)[0] == (mixed.impl, "an imaginary GPU")
+    rings, config = said((7, 7), 1024)
+    assert rings.impl == "xla" and rings.reason.startswith("keys in a ring")
+    cache = jax.eval_shape(lambda: xj.init_cache(config, 2, 1024, "bfloat16"))
+    text = lowered_for_cuda(
+        lambda *args: hidden_states(args[0], config, *args[1:]), params, SD((2, 1), jnp.int32), cache
+    )
+    assert a_gpu not in text
 
 
 @pytest.mark.skipif(HAS_GPU, reason="this machine has an NVIDIA GPU")

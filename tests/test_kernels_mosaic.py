@@ -62,9 +62,12 @@ def test_argmax_and_head_lower_for_cuda(rows):
             lambda x: kernels_pallas.run("mosaic", "argmax", x), SD((rows, 50257), dtype)
         )
     x, weight = SD((rows, 896), jnp.bfloat16), SD((50257, 896), jnp.bfloat16)
-    assert "mosaic_gpu" in lowered_for_cuda(
-        lambda x, w: kernels_pallas.run("mosaic", "lm_head_argmax", x, w), x, weight
-    )
+    for cap in (None, 30.0):
+        assert "mosaic_gpu" in lowered_for_cuda(
+            lambda x, w, cap=cap: kernels_pallas.run("mosaic", "lm_head_argmax", x, w, soft_cap=cap),
+            x,
+            weight,
+        )
 
 
 def test_kernels_lower_inside_vmap_and_a_loop():

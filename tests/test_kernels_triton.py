@@ -126,17 +126,22 @@ def test_argmax(dtype):
 
 
 @pytest.mark.parametrize(
-    "dtype,B,D,V",
-    [(F32, 5, 100, 300), (BF16, 1, 128, 700), (F16, 70, 40, 130)],
-    ids=["f32", "one-row-bf16", "two-tiles-of-rows-f16"],
+    "dtype,B,D,V,options",
+    [
+        (F32, 5, 100, 300, {}),
+        (BF16, 1, 128, 700, {}),
+        (F16, 70, 40, 130, {}),
+        (F32, 3, 100, 300, dict(soft_cap=30.0)),
+    ],
+    ids=["f32", "one-row-bf16", "two-tiles-of-rows-f16", "cap-f32"],
 )
-def test_lm_head_argmax(dtype, B, D, V):
+def test_lm_head_argmax(dtype, B, D, V, options):
     x_BD, weight_VD = draw(1, dtype, (B, D), (V, D))
     weight_VD[V - 2] = weight_VD[3]
     x_BD[B - 1] = 3 * weight_VD[3]  # a tie between the first block and the last
     got, want = (
-        run(triton.lm_head_argmax, x_BD, weight_VD, interpret=True),
-        run(reference.lm_head_argmax, x_BD, weight_VD),
+        run(triton.lm_head_argmax, x_BD, weight_VD, **options, interpret=True),
+        run(reference.lm_head_argmax, x_BD, weight_VD, **options),
     )
     assert [x.dtype for x in got] == [jnp.int32, jnp.float32]
     assert got[0].tolist() == want[0].tolist()

@@ -12,7 +12,7 @@ from .beam import beam_search
 from .errors import InputError
 from .generation import kernels_used
 from .loading import Model
-from .options import GenerateOptions, GenerateOutput
+from .options import GenerateOptions, GenerateOutput, chosen_capacity
 from .sampling import SamplingConfig
 from .startup import from_the_first, keep_compiled_programs, load
 from .stats import GenerateStats
@@ -34,7 +34,11 @@ def answer(flags: Flags, prompt: str) -> int:
         stop_strings=tuple(flags.stop), logprobs=flags.logprobs,
         draft=draft, draft_tokens=flags.draft_tokens, cache_dtype=flags.cache_dtype,
     )  # fmt: skip
-    used = kernels_used(model.params, model.config, options.impl, kv_dtype=options.cache_dtype)
+    ids = encode_prompt(model, prompt, system=flags.system, raw=flags.raw)
+    capacity = chosen_capacity(model.config, len(ids), flags.max_tokens)
+    used = kernels_used(
+        model.params, model.config, options.impl, kv_dtype=options.cache_dtype, capacity=capacity
+    )
     if flags.verbose:
         for choice in dict.fromkeys(used.values()):
             served = ", ".join(kernel for kernel in used if used[kernel] == choice)
@@ -42,7 +46,7 @@ def answer(flags: Flags, prompt: str) -> int:
     # Two programs less to compile.
     key = jax.random.key(flags.seed) if options.sampling.temperature > 0 else None
     if flags.num_beams > 1:
-        _beams(flags, model, prompt, options, key, used)
+        _beams(flags, model, ids, options, key, used)
     else:
         _stream(flags, model, prompt, options, key, used)
     return 0
@@ -79,10 +83,9 @@ def _stream(
 
 
 def _beams(
-    flags: Flags, model: Model, prompt: str, options: GenerateOptions, key: jax.Array | None, used: dict
+    flags: Flags, model: Model, ids: list[int], options: GenerateOptions, key: jax.Array | None, used: dict
 ) -> None:
     """Prints the best sequence, or all of them as JSON."""
-    ids = encode_prompt(model, prompt, system=flags.system, raw=flags.raw)
     with status("compiling and searching"):
         out = beam_search(
             model.params, model.config, ids, num_beams=flags.num_beams, length_penalty=flags.length_penalty,

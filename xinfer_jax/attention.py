@@ -6,6 +6,7 @@ exist for one block of queries and one block of keys at a time, so 8k tokens nee
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,24 @@ DECODE_BLOCK = 1024  # keys per step for a single query: the steps cost more tha
 _MASKED = -1e30  # finite: a row that sees no key at all gives zeros, not NaN
 
 
-def attention(
+class _Rule(NamedTuple):
+    """How a query scores keys, and which of them it sees."""
+
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    ring: bool
+
+
+class _Kernel(NamedTuple):
+    """One of `kernels_pallas.KERNELS`, and what runs it."""
+
+    name: str
+    impl: str
+    only_on_gpu: bool  # elsewhere the plain jnp below
+
+
+def attention(  # noqa: PLR0913
     q_BTNH: jax.Array,
     k_BKSH: jax.Array,
     v_BKSH: jax.Array,
@@ -31,7 +49,7 @@ def attention(
     start_B: jax.Array | None = None,
     scale: float,
     window: int | None = None,
-    softcap: float | None = None,
+    soft_cap: float | None = None,
     ring: bool = False,
     impl: str | None = None,
 ) -> jax.Array:
@@ -50,7 +68,7 @@ def attention(
             static, so that the result has a reverse-mode gradient.
         scale: factor on the scores.
         window: None, or how many keys a query sees at most, itself included.
-        softcap: None, or c: scores become c tanh(score / c); no kernel does that.
+        soft_cap: None, or c: scores become c tanh(score / c).
         ring: position p lies in slot p % S, and the last S positions below length_B are there; no kernel
             reads that.
         impl: None, or one of `kernels_pallas.IMPLS`. A kernel's gradient is that of "xla", the plain jnp
@@ -63,12 +81,13 @@ def attention(
         InputError: the named impl does not serve these arguments.
     """
     kernel = "decode_attention" if q_BTNH.shape[1] == 1 and start_B is not None else "prefill_attention"
-    chosen = selected(kernel, impl, q_BTNH, k_BKSH, v_BKSH, softcap=softcap, ring=ring).impl
+    chosen = selected(kernel, impl, q_BTNH, k_BKSH, v_BKSH, ring=ring).impl
     static = start_B is None
     start_B = jnp.zeros(len(q_BTNH), jnp.int32) if static else start_B
+    rule, arrays = _Rule(scale, window, soft_cap, ring), (q_BTNH, k_BKSH, v_BKSH, start_B, length_B)
     if chosen == "xla":
-        return _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale, window, static, softcap, ring)
-    return _by_kernel(kernel, chosen, impl is None, scale, window, q_BTNH, k_BKSH, v_BKSH, start_B, length_B)
+        return _blocked(*arrays, rule, static)
+    return _by_kernel(_Kernel(kernel, chosen, impl is None), rule, *arrays)
 
 
 def check_impl(impl: str | None) -> None:
@@ -77,55 +96,50 @@ def check_impl(impl: str | None) -> None:
         raise InputError(reason)
 
 
-def selected(
-    kernel: str, impl: str | None, *args: jax.Array, softcap: float | None = None, ring: bool = False
-) -> kernels_pallas.Selection:
+def selected(kernel: str, impl: str | None, *args: jax.Array, ring: bool = False) -> kernels_pallas.Selection:
     """What `kernels_pallas` selects, or an InputError with its reason."""
     try:
-        return kernels_pallas.select(kernel, impl, *args, softcap=softcap, ring=ring)
+        return kernels_pallas.select(kernel, impl, *args, ring=ring)
     except ValueError as error:
         raise InputError(str(error)) from error
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _by_kernel(kernel, impl, only_on_gpu, scale, window, q_BTNH, k_BKSH, v_BKSH, start_B, length_B):
-    def fast(q_BTNH, k_BKSH, v_BKSH, start_B, length_B):
-        if kernel == "decode_attention":
-            seen_B = jnp.minimum(length_B, start_B + 1)  # that kernel's query is the last of these
-            return kernels_pallas.run(
-                impl, kernel, q_BTNH[:, 0], k_BKSH, v_BKSH, seen_B, scale=scale, window=window
-            )[:, None]
-        return kernels_pallas.run(
-            impl, kernel, q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale=scale, window=window
-        )
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _by_kernel(kernel: _Kernel, rule: _Rule, q_BTNH, k_BKSH, v_BKSH, start_B, length_B):
+    run = partial(kernels_pallas.run, kernel.impl, kernel.name)
+    run = partial(run, scale=rule.scale, window=rule.window, soft_cap=rule.soft_cap)
 
-    args = (q_BTNH, k_BKSH, v_BKSH, start_B, length_B)
-    if not only_on_gpu:
-        return fast(*args)
-    return lax.platform_dependent(
-        *args, cuda=fast, default=lambda *args: _blocked(*args, scale, window, False)
-    )
+    def fast(q_BTNH, k_BKSH, v_BKSH, start_B, length_B):
+        if kernel.name == "decode_attention":
+            seen_B = jnp.minimum(length_B, start_B + 1)  # that kernel's query is the last of these
+            return run(q_BTNH[:, 0], k_BKSH, v_BKSH, seen_B)[:, None]
+        return run(q_BTNH, k_BKSH, v_BKSH, start_B, length_B)
+
+    arrays = (q_BTNH, k_BKSH, v_BKSH, start_B, length_B)
+    if not kernel.only_on_gpu:
+        return fast(*arrays)
+    return lax.platform_dependent(*arrays, cuda=fast, default=lambda *arrays: _blocked(*arrays, rule, False))
 
 
 def _forward(*args):
-    return _by_kernel(*args), args[5:]
+    return _by_kernel(*args), args[2:]
 
 
-def _backward(kernel, impl, only_on_gpu, scale, window, saved, gradient):
+def _backward(kernel, rule, saved, gradient):
     *qkv, start_B, length_B = saved
-    pull = jax.vjp(lambda q, k, v: _blocked(q, k, v, start_B, length_B, scale, window, True), *qkv)[1]
+    pull = jax.vjp(lambda q, k, v: _blocked(q, k, v, start_B, length_B, rule, True), *qkv)[1]
     return *pull(gradient), None, None
 
 
 _by_kernel.defvjp(_forward, _backward)
 
 
-def _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale, window, static, softcap=None, ring=False):
+def _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, rule: _Rule, static: bool):
     """The same in plain jnp. `static`: loops with fixed bounds, which have a reverse-mode gradient."""
     B, T, N, H = q_BTNH.shape
     K, S = k_BKSH.shape[1:3]
     q_BKTGH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4)
-    run = partial(_query_block, k_BKSH, v_BKSH, length_B, scale, window, static, softcap, ring)
+    run = partial(_query_block, k_BKSH, v_BKSH, length_B, rule, static)
     if T <= QUERY_BLOCK:
         out_BKTGH = run(q_BKTGH, start_B)
     else:
@@ -139,10 +153,10 @@ def _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, scale, window, static, s
     return out_BKTGH.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
 
 
-def _query_block(k_BKSH, v_BKSH, length_B, scale, window, static, softcap, ring, q_BKTGH, start_B):
+def _query_block(k_BKSH, v_BKSH, length_B, rule: _Rule, static: bool, q_BKTGH, start_B):
     """One block of queries over all the key blocks that it can see."""
     B, K, T, G, H = q_BKTGH.shape
-    S = k_BKSH.shape[2]
+    S, (scale, window, soft_cap, ring) = k_BKSH.shape[2], rule
     width = min(S, DECODE_BLOCK if T == 1 else KEY_BLOCK)
     blocks = -(-S // width)
     query_BT = start_B[:, None] + jnp.arange(T)
@@ -168,8 +182,8 @@ def _query_block(k_BKSH, v_BKSH, length_B, scale, window, static, softcap, ring,
             )
             * scale
         )
-        if softcap is not None:
-            scores = softcap * jnp.tanh(scores / softcap)
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
         scores = jnp.where(seen, scores, _MASKED)
         new_max = jnp.maximum(max_BKTG, scores.max(-1))
         # 0 where masked, even where a row sees no key at all.
@@ -187,10 +201,7 @@ def _query_block(k_BKSH, v_BKSH, length_B, scale, window, static, softcap, ring,
 
     zeros = jnp.zeros((B, K, T, G), jnp.float32)
     state = (zeros + _MASKED, zeros, jnp.zeros((B, K, T, G, H), jnp.float32))
-    state = tuple(
-        kernels_pallas.varying_as(x, *jax.tree.leaves((q_BKTGH, k_BKSH, v_BKSH, start_B, length_B)))
-        for x in state
-    )
+    state = kernels_pallas.varying_as(state, q_BKTGH, k_BKSH, v_BKSH, start_B, length_B)
     high = -(-jnp.minimum(jnp.max(length_B), jnp.max(start_B) + T) // width)
     high = jnp.minimum(high, blocks) if ring else high
     low = 0 if window is None or ring else jnp.maximum(jnp.min(start_B) - window + 1, 0) // width

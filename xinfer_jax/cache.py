@@ -2,8 +2,8 @@
 
 Layout [B, K, S, H]: the keys of one row and one head lie together, so a block of slots is one matrix for the
 attention product, with the batch axes (B, K) in front and nothing to transpose. Position p of a row lies in
-slot p % S. S is the capacity, or less in a layer with a sliding window: a ring, where a new token takes the
-place of one that no query will see any more.
+slot p % S. S is the capacity rounded up (those slots stay empty), or less than the capacity in a layer with a
+sliding window: a ring, where a new token takes the place of one that no query will see any more.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ from .params import resolve_dtype
 # be seen.
 LARGEST_CALL = 512
 _RING_MULTIPLE = 64  # slots of a ring: blocks of keys stay aligned
+_MULTIPLE = 8  # of slots: what the bulk copies of Hopper's kernels take; others they would pad in every step
 
 
 @jax.tree_util.register_dataclass
@@ -52,6 +53,10 @@ class KVCache(Brief):
     def is_ring(self, layer: int) -> bool:
         return self.k[layer].shape[2] < self.capacity
 
+    def has_spare(self, layer: int) -> bool:
+        """Whether the capacity was rounded up: slots past it stay empty."""
+        return self.k[layer].shape[2] > self.capacity
+
 
 def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: Any = None) -> KVCache:
     """An empty cache. A layer with a sliding window keeps window + `LARGEST_CALL` - 1 slots, rounded up, if
@@ -60,7 +65,7 @@ def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: 
     Args:
         config: the model.
         batch: rows (B).
-        capacity: tokens each row can hold (S).
+        capacity: tokens each row can hold; S is that, rounded up to a multiple of 8.
         dtype: of K and V, or "int8", "int4" or "gear" (see kv.py); None: float32 on CPU, bfloat16 on GPU and
             TPU.
 
@@ -97,9 +102,7 @@ def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: 
         return empty(shape, dtype) if quantized else jnp.zeros(shape, dtype)
 
     k, v = (tuple(layer(window) for window in config.layer_windows) for _ in "kv")
-    windows = tuple(
-        window if _slots(window, capacity) < capacity else None for window in config.layer_windows
-    )
+    windows = tuple(window if is_ring(window, capacity) else None for window in config.layer_windows)
     zeros_B = jnp.zeros(batch, jnp.int32)
     return KVCache(
         k,
@@ -119,9 +122,16 @@ def cache_bytes(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> i
 
 
 def _slots(window: int | None, capacity: int) -> int:
+    """S of a layer with that sliding window; fewer than the capacity: it is a ring."""
+    all_slots = -(-capacity // _MULTIPLE) * _MULTIPLE
     if window is None:
-        return capacity
-    return min(capacity, -(-(window + LARGEST_CALL - 1) // _RING_MULTIPLE) * _RING_MULTIPLE)
+        return all_slots
+    return min(all_slots, -(-(window + LARGEST_CALL - 1) // _RING_MULTIPLE) * _RING_MULTIPLE)
+
+
+def is_ring(window: int | None, capacity: int) -> bool:
+    """Whether a layer with that sliding window keeps a ring in a cache of that capacity."""
+    return _slots(window, capacity) < capacity
 
 
 def append(
@@ -141,6 +151,8 @@ def append(
             f"{T} tokens in one call exceed the cache's capacity {cache.capacity}: raise capacity"
         )
     write = _write if cache.length_B.shape[0] > 1 else _write_single
+    if cache.has_spare(layer):
+        num_tokens_B = jnp.minimum(num_tokens_B, cache.capacity - cache.length_B)
     if cache.is_ring(layer):
         write = partial(_write_ring, cache.capacity)
         if T > (most := cache.k[layer].shape[2] - cache.windows[layer] + 1):
@@ -166,6 +178,12 @@ def advance(cache: KVCache, num_tokens_B: jax.Array) -> KVCache:
     length_B = jnp.minimum(length_B, cache.capacity)
     reached_B = None if cache.reached_B is None else jnp.maximum(cache.reached_B, length_B)
     return dataclasses.replace(cache, length_B=length_B, overflow_B=overflow_B, reached_B=reached_B)
+
+
+def held(cache: KVCache, layer: int, num_tokens_B: jax.Array) -> jax.Array:
+    """int32 [B]: the length below which a layer's slots count once num_tokens_B more are appended."""
+    length_B = cache.length_B + num_tokens_B
+    return jnp.minimum(length_B, cache.capacity) if cache.has_spare(layer) else length_B
 
 
 def read(cache: KVCache, layer: int) -> tuple[jax.Array | QuantizedKV, jax.Array | QuantizedKV]:

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kernels_pallas import varying_as
+
 from .attention import check_impl
 from .brief import Brief
 from .cache import LARGEST_CALL, KVCache
@@ -263,7 +265,8 @@ def _prefill(params, config, tokens_BT, num_tokens_B, cache, impl):
         return chunk(tokens, jnp.clip(num_tokens_B - first, 0, PREFILL_CHUNK), cache, last_BD)
 
     chunks = -(-jnp.max(num_tokens_B) // PREFILL_CHUNK)
-    last_BD, cache = lax.fori_loop(0, chunks, body, (none_BD, cache))
+    start = varying_as((none_BD, cache), params, tokens_BT, num_tokens_B, cache)
+    last_BD, cache = lax.fori_loop(0, chunks, body, start)
     return unembed(params, config, last_BD), cache
 
 
@@ -289,15 +292,13 @@ def _next_token(params, config, hidden_BD, state, choice, impl):
     """The state with each row's next token; rows that just take the likeliest one need no logits, where a
     kernel serves.
     """
-    if state.alternatives is not None or not fuses_head(
-        params, hidden_BD, impl, config.final_logit_softcapping
-    ):
+    if state.alternatives is not None or not fuses_head(params, hidden_BD, impl):
         return record(unembed(params, config, hidden_BD), state, choice, impl)
 
     def by_logits():
         return _choose(unembed(params, config, hidden_BD), state, choice, impl)
 
-    chosen = lax.cond(plain(choice.sampling_B), lambda: greedy(params, hidden_BD, impl), by_logits)
+    chosen = lax.cond(plain(choice.sampling_B), lambda: greedy(params, config, hidden_BD, impl), by_logits)
     return _note(*chosen, state, choice.eos_E)
 
 
@@ -377,6 +378,7 @@ def _continue(params, config, state, choice, impl):
         hidden_BD, cache = _next_hidden(params, config, state.token_B, state.cache, alive_B, impl)
         return _next_token(params, config, hidden_BD, dataclasses.replace(state, cache=cache), choice, impl)
 
+    state = varying_as(state, state, params, choice)
     return lax.while_loop(lambda s: (s.step < choice.limit) & ~jnp.all(s.finished_B), body, state)
 
 

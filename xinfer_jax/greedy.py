@@ -9,8 +9,8 @@ from jax import lax
 import kernels_pallas
 
 from .attention import selected
-from .layers import linear
-from .model import head
+from .config import ModelConfig
+from .model import head, unembed
 from .params import Params
 from .quantization import is_quantized
 
@@ -29,15 +29,17 @@ def argmax(logits_BV: jax.Array, impl: str | None = None) -> jax.Array:
     )
 
 
-def fuses_head(params: Params, hidden_BD: jax.Array, impl: str | None, softcap: float | None = None) -> bool:
-    """Whether `greedy` may run a kernel. softcap: of the logits."""
+def fuses_head(params: Params, hidden_BD: jax.Array, impl: str | None) -> bool:
+    """Whether `greedy` may run a kernel."""
     leaf = head(params)
     if "bias" in leaf or is_quantized(leaf["weight"]):
         return False
-    return selected("lm_head_argmax", impl, hidden_BD, leaf["weight"], softcap=softcap).impl != "xla"
+    return selected("lm_head_argmax", impl, hidden_BD, leaf["weight"]).impl != "xla"
 
 
-def greedy(params: Params, hidden_BD: jax.Array, impl: str | None = None) -> tuple[jax.Array, jax.Array]:
+def greedy(
+    params: Params, config: ModelConfig, hidden_BD: jax.Array, impl: str | None = None
+) -> tuple[jax.Array, jax.Array]:
     """The likeliest token after each hidden state, int32 [B], and its log-probability, float32 [B], by a
     kernel that `fuses_head`.
     """
@@ -45,10 +47,11 @@ def greedy(params: Params, hidden_BD: jax.Array, impl: str | None = None) -> tup
     chosen = selected("lm_head_argmax", impl, hidden_BD, weight).impl
 
     def by_kernel(hidden_BD: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return kernels_pallas.run(chosen, "lm_head_argmax", hidden_BD, weight)
+        cap = config.final_logit_softcapping
+        return kernels_pallas.run(chosen, "lm_head_argmax", hidden_BD, weight, soft_cap=cap)
 
     def by_logits(hidden_BD: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits_BV = linear(hidden_BD, {"weight": weight}, jnp.float32)
+        logits_BV = unembed({"lm_head": {"weight": weight}}, config, hidden_BD)
         id_B = _argmax(logits_BV)
         return id_B, jnp.take_along_axis(jax.nn.log_softmax(logits_BV, -1), id_B[:, None], -1)[:, 0]
 

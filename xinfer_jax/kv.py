@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas import varying_as
+
 from .brief import Brief
 from .errors import InputError
 
@@ -106,7 +108,7 @@ def quantize(x_BKTH: jax.Array, like: QuantizedKV, first_B: jax.Array | None = N
     )
     level, scale = _rounded(jnp.clip(x, low, high), low, high, bits)
     lost = jnp.where(apart, 0, x - _levels(level, scale, bits))
-    basis = like.basis
+    basis = varying_as(like.basis, lost, first_B)
     if first_B is not None and x.shape[2] > 1:  # a single token has no directions
         basis = lax.cond(jnp.any(first_B > 0), lambda: _directions(lost, basis, first_B), lambda: basis)
     along = jnp.einsum("bkth,bkrh->bktr", lost, basis, precision=lax.Precision.HIGHEST)

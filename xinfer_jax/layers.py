@@ -42,7 +42,7 @@ def norm(x: jax.Array, tree: Params, name: str, config: ModelConfig) -> jax.Arra
     return rms_norm(x, tree[name], config.rms_norm_eps, config.norm_offset) if name in tree else x
 
 
-def softcap(x: jax.Array, cap: float | None) -> jax.Array:
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
     """cap * tanh(x / cap); None: x."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 

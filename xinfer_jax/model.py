@@ -7,13 +7,14 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from .attention import attention, check_impl
-from .cache import KVCache, advance, append, read
+from .cache import KVCache, advance, append, held, read
 from .config import ModelConfig
 from .errors import InputError
 from .experts import mixture_of_experts
-from .layers import embed, gated_mlp, linear, norm, rotary_angles, rotate, softcap
+from .layers import embed, gated_mlp, linear, norm, rotary_angles, rotate, soft_cap
 from .params import AnyArray, Params, activation_dtype, check_params
 
 
@@ -97,6 +98,7 @@ def hidden_states(
     check_impl(impl)
     check_params(params, config)
     check_tokens(config, tokens_BT, num_tokens_B, inputs_BTD, cache)
+    _check_mesh(params, tokens_BT, cache)
     B, T = tokens_BT.shape
     num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else jnp.asarray(num_tokens_B)
     start_B = jnp.zeros(B, jnp.int32) if cache is None else cache.length_B
@@ -115,6 +117,19 @@ def hidden_states(
         x_BTD = x_BTD + norm(fed_BTD, layer, "mlp_post_norm", config)
     cache = None if cache is None else advance(cache, num_tokens_B)
     return norm(x_BTD, params, "final_norm", config), cache
+
+
+def _check_mesh(*trees: Any) -> None:
+    """Raises InputError where an array is divided along an Explicit axis: jax then wants the layout of every
+    product said, which is left to its compiler here.
+    """
+    for leaf in jax.tree.leaves(trees):
+        spec, mesh = jax.typeof(leaf).sharding.spec, jax.typeof(leaf).sharding.mesh
+        if any(axis is not None for axis in spec) and AxisType.Explicit in mesh.axis_types:
+            raise InputError(
+                f"an array is divided as {spec} over a mesh with Explicit axes: make the mesh with"
+                f" axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_types)}, or use jax.shard_map"
+            )
 
 
 def embed_tokens(params: Params, config: ModelConfig, tokens: AnyArray) -> jax.Array:
@@ -148,7 +163,7 @@ def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
         raise InputError(
             f"hidden states must be an array [..., {config.hidden_size}], got {np.shape(hidden)}"
         )
-    return softcap(linear(jnp.asarray(hidden), head(params), jnp.float32), config.final_logit_softcapping)
+    return soft_cap(linear(jnp.asarray(hidden), head(params), jnp.float32), config.final_logit_softcapping)
 
 
 def head(params: Params) -> Params:
@@ -209,12 +224,12 @@ def _attend(
         keys_values: tuple[Any, Any] = jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2)
         start_B, length_B = None, num_tokens_B
     else:
-        start_B, length_B = cache.length_B, cache.length_B + num_tokens_B
+        start_B, length_B = cache.length_B, held(cache, index, num_tokens_B)
         cache = append(cache, index, k_BTKH, v_BTKH, num_tokens_B)
         keys_values = read(cache, index)
     scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
     settings = dict(
-        scale=scale, window=config.layer_windows[index], softcap=config.attn_logit_softcapping, impl=impl
+        scale=scale, window=config.layer_windows[index], soft_cap=config.attn_logit_softcapping, impl=impl
     )
     ring = cache is not None and cache.is_ring(index)
     out_BTNH = attention(q_BTNH, *keys_values, length_B=length_B, start_B=start_B, ring=ring, **settings)

@@ -120,6 +120,11 @@ class GenerateOutput:
         )
 
 
+def chosen_capacity(config: ModelConfig, prompt_tokens: int, max_new_tokens: int) -> int:
+    """The capacity of the cache where none is asked for, for the longest prompt."""
+    return min(bucket(prompt_tokens) + bucket(max_new_tokens), config.context_length)
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A call whose arguments were checked, in the types that everything after it relies on."""
@@ -162,7 +167,8 @@ class Call:
         """Of the cache."""
         if self.options.prefix is not None:
             return self.options.prefix.cache.capacity
-        return self.options.capacity or min(self.room, self.config.context_length)
+        new = self.options.max_new_tokens
+        return self.options.capacity or chosen_capacity(self.config, self.longest, new)
 
     @property
     def guesses(self) -> int:

@@ -1,5 +1,6 @@
 """The index of the largest number of each row, and the greedy token straight from the hidden state."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import compat
-from .parts import LOWEST, PROGRAMS, ROWS, WGMMA, padded, params, rows, spread, tile
+from .parts import LOWEST, PROGRAMS, ROWS, WGMMA, capped, padded, params, rows, spread, tile
 
 _BLOCK = 2048  # numbers per program of argmax
 _WIDE = 128  # columns of the vocabulary matrix per step
@@ -65,7 +66,7 @@ def argmax(x_BV: jax.Array, *, interpret: Any = None) -> jax.Array:
 
 
 def lm_head_argmax(
-    x_BD: jax.Array, weight_VD: jax.Array, *, interpret: Any = None
+    x_BD: jax.Array, weight_VD: jax.Array, *, soft_cap: float | None = None, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
     """As `reference.lm_head_argmax`, without writing a logit: reads the vocabulary matrix once.
 
@@ -74,6 +75,7 @@ def lm_head_argmax(
     Args:
         x_BD: bfloat16 or float16 hidden states; every 64 rows read the matrix once.
         weight_VD: in the same dtype. V that is no multiple of 8, or D that is none of 64, costs a copy.
+        soft_cap: as in `reference.lm_head_argmax`.
         interpret: `plgpu.InterpretGPUParams()`: on CPU, emulated.
 
     Returns:
@@ -81,10 +83,8 @@ def lm_head_argmax(
     """
     B, V = x_BD.shape[0], weight_VD.shape[0]
     if B > ROWS:
-        parts = [
-            lm_head_argmax(x_BD[i : i + ROWS], weight_VD, interpret=interpret) for i in range(0, B, ROWS)
-        ]
-        ids, logprobs = zip(*parts, strict=True)
+        some = partial(lm_head_argmax, weight_VD=weight_VD, soft_cap=soft_cap, interpret=interpret)
+        ids, logprobs = zip(*(some(x_BD[i : i + ROWS]) for i in range(0, B, ROWS)), strict=True)
         return jnp.concatenate(ids), jnp.concatenate(logprobs)
     x_ND, weight_VD = padded(x_BD, 8, 64), padded(weight_VD, 8, 64)
     N, D = x_ND.shape
@@ -93,9 +93,8 @@ def lm_head_argmax(
     programs = min(PROGRAMS, tiles)
     stages = min(6, 104 * 1024 // (2 * _WIDE * (ROWS + N)))  # of 113 KiB, half of a multiprocessor's
 
-    def kernel(
-        x_ref, w_ref, key_ref, index_ref, sum_ref, x_smem, w_smem, key_smem, index_smem, sum_smem, landed
-    ):
+    def kernel(x_ref, w_ref, *refs):
+        best_refs, (x_smem, w_smem, *best_smem, landed) = refs[:3], refs[3:]
         program = lax.axis_index("program")
         # Tiles program, program + programs, …
         mine = lax.div(tiles - program + (programs - 1), jnp.int32(programs))
@@ -123,7 +122,7 @@ def lm_head_argmax(
 
         def one_tile(t, best):
             key, index, total = best
-            x = logits(t)
+            x = logits(t) if soft_cap is None else capped(logits(t), 1.0, soft_cap) * soft_cap
             token = rows(x.shape) + (program + t * programs) * ROWS
             x = jnp.where(token < V, x, -jnp.inf)
             keys = ordered(x)
@@ -137,17 +136,14 @@ def lm_head_argmax(
                 shrunk + jnp.exp(x - spread(unordered(new), x.shape, 1)).sum(axis=0),
             )
 
-        def full(value, dtype):
-            return plgpu.layout_cast(jnp.full((N,), value, dtype), WGMMA.reduce(0))
-
         for i in range(stages):
             pl.when(i < mine * steps)(lambda i=i: fetch(jnp.int32(i), i))
-        best = lax.fori_loop(
-            0, mine, one_tile, (full(_LOWEST, jnp.int32), full(0, jnp.int32), full(0, jnp.float32))
-        )
-        for value, smem, ref in zip(
-            best, (key_smem, index_smem, sum_smem), (key_ref, index_ref, sum_ref), strict=True
-        ):
+        nothing = [
+            plgpu.layout_cast(jnp.full((N,), *start), WGMMA.reduce(0))
+            for start in ((_LOWEST, jnp.int32), (0, jnp.int32), (0, jnp.float32))
+        ]
+        best = lax.fori_loop(0, mine, one_tile, tuple(nothing))
+        for value, smem, ref in zip(best, best_smem, best_refs, strict=True):
             smem[...] = value
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(smem, ref.at[program])

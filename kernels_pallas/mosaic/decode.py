@@ -28,7 +28,7 @@ from .parts import (
 )
 
 
-def decode_attention(
+def decode_attention(  # noqa: PLR0913
     q_BNH: jax.Array,
     k_BKSH: jax.Array,
     v_BKSH: jax.Array,
@@ -72,8 +72,8 @@ def decode_attention(
     kept = pl.cdiv(G, 8) * 8  # rows of the tile that leave the kernel
     q_BKGH = padded(q_BNH.reshape(B, K, G, width), 8, 16)
 
-    def kernel(length_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, q_smem, shared, landed, q_landed):
-        (k_smem, v_smem), out_smem = shared
+    def kernel(length_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, *scratch):
+        q_smem, ((k_smem, v_smem), out_smem), landed, q_landed = scratch
         row, head, part = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("part")
         position = length_ref[row] - 1
         length = jnp.minimum(position + 1, S)

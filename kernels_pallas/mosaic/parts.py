@@ -87,10 +87,12 @@ def scores(
         return s_ref[...]
 
     s = pl.run_scoped(product, plgpu.ACC((q_smem.shape[0], k_smem.shape[0]), jnp.float32))
-    if soft_cap is None:
-        return s * (scale * LOG2_E)
-    # tanh(x) as 1 - 2 / (1 + e**2x): the GPU's own tanh is good for 11 bits only.
-    return (1 - 2 / (1 + jnp.exp2(s * (2 * LOG2_E * scale / soft_cap)))) * (soft_cap * LOG2_E)
+    return s * (scale * LOG2_E) if soft_cap is None else capped(s, scale, soft_cap) * (soft_cap * LOG2_E)
+
+
+def capped(x: jax.Array, scale: float, soft_cap: float) -> jax.Array:
+    """tanh(scale · x / soft_cap), as 1 - 2 / (1 + e**2x): the GPU's own tanh is good for 11 bits only."""
+    return 1 - 2 / (1 + jnp.exp2(x * (2 * LOG2_E * scale / soft_cap)))
 
 
 def softmax_step(s, acc, most, total):

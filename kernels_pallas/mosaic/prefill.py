@@ -28,7 +28,7 @@ _COMPUTE = 2  # warpgroups; a third one fetches
 _QUERIES = _COMPUTE * ROWS  # per program
 
 
-def prefill_attention(
+def prefill_attention(  # noqa: PLR0913
     q_BTNH: jax.Array,
     k_BKSH: jax.Array,
     v_BKSH: jax.Array,
@@ -69,12 +69,9 @@ def prefill_attention(
     stages = stages or (4 if H <= 64 else 2)
     blocks = pl.cdiv(T, _QUERIES)
 
-    def kernel(start_ref, length_ref, q_ref, k_ref, v_ref, out_ref, tiles, landed, used, turn):
-        (q_smem, k_smem, v_smem), (q_landed, k_landed, v_landed, v_raw), (k_used, v_used) = (
-            tiles,
-            landed,
-            used,
-        )
+    def kernel(start_ref, length_ref, q_ref, k_ref, v_ref, out_ref, *scratch):
+        (q_smem, *kv_smem), (q_landed, *kv_landed), kv_used, turn = scratch
+        (k_smem, v_smem), (k_landed, v_landed, _), (k_used, v_used) = kv_smem, kv_landed, kv_used
         row, head, warpgroup = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("warpgroup")
         # The last queries see most keys: they go first.
         first_query = (blocks - 1 - lax.axis_index("block")) * _QUERIES
@@ -147,31 +144,8 @@ def prefill_attention(
         @pl.when(warpgroup == _COMPUTE)
         def fetch():
             plgpu.set_max_registers(72, action="decrease")
-            kv_head = lax.div(head, jnp.int32(group))
-
-            @pl.loop(begin, end + stages)
-            # `stages` turns more than there are blocks: every slot is seen free again before the program
-            # ends.
-            def _(i):
-                slot = lax.rem(i - begin, jnp.int32(stages))
-                keys = row, kv_head, pl.ds(i * block, block)
-                used, wanted, left = i - begin >= stages, i < end, length - i * block
-                pl.when(used)(lambda: plgpu.barrier_wait(k_used.at[slot]))
-                pl.when(wanted)(
-                    lambda: plgpu.copy_gmem_to_smem(k_ref.at[keys], k_smem.at[slot], k_landed.at[slot])
-                )
-                pl.when(used)(lambda: plgpu.barrier_wait(v_used.at[slot]))
-
-                @pl.when(wanted & (left >= block))
-                def _():
-                    plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem.at[slot], v_landed.at[slot])
-
-                @pl.when(wanted & (left < block))
-                def _():
-                    plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem.at[slot], v_raw)
-                    plgpu.barrier_wait(v_raw)
-                    silence(v_smem.at[slot], left)
-                    plgpu.barrier_arrive(v_landed.at[slot])
+            place, span = (row, lax.div(head, jnp.int32(group))), (begin, end, length)
+            _fetch((k_ref, v_ref), place, span, kv_smem, kv_landed, kv_used)
 
     out_BTNH = plgpu.kernel(
         kernel,
@@ -194,3 +168,32 @@ def prefill_attention(
         interpret=interpret,
     )(start_B, length_B, q_BTNH, k_BKSH, v_BKSH)
     return out_BTNH[:, :T, :, :width]
+
+
+def _fetch(refs, place, span, smem, landed, used) -> None:
+    """The third warpgroup: the blocks begin … end - 1 of one row and head into shared memory, each where the
+    computing ones have used what was there.
+    """
+    (k_ref, v_ref), (k_smem, v_smem), (k_landed, v_landed, v_raw) = refs, smem, landed
+    (begin, end, length), (k_used, v_used), (stages, block) = span, used, k_smem.shape[:2]
+
+    @pl.loop(begin, end + stages)
+    # `stages` turns more than there are blocks: every slot is seen free again before the program ends.
+    def _(i):
+        slot = lax.rem(i - begin, jnp.int32(stages))
+        keys = *place, pl.ds(i * block, block)
+        reused, wanted, left = i - begin >= stages, i < end, length - i * block
+        pl.when(reused)(lambda: plgpu.barrier_wait(k_used.at[slot]))
+        pl.when(wanted)(lambda: plgpu.copy_gmem_to_smem(k_ref.at[keys], k_smem.at[slot], k_landed.at[slot]))
+        pl.when(reused)(lambda: plgpu.barrier_wait(v_used.at[slot]))
+
+        @pl.when(wanted & (left >= block))
+        def _():
+            plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem.at[slot], v_landed.at[slot])
+
+        @pl.when(wanted & (left < block))
+        def _():
+            plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem.at[slot], v_raw)
+            plgpu.barrier_wait(v_raw)
+            silence(v_smem.at[slot], left)
+            plgpu.barrier_arrive(v_landed.at[slot])

@@ -56,13 +56,14 @@ def _of_best_block(best_Bi, of_block_Bi):
     return jnp.take_along_axis(of_block_Bi, jnp.argmax(best_Bi, -1, keepdims=True), -1)[:, 0]
 
 
-def lm_head_argmax(x_BD, weight_VD, *, interpret=False) -> tuple[jax.Array, jax.Array]:
+def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None, interpret=False) -> tuple[jax.Array, jax.Array]:
     """The greedy token of the last hidden states and its log-probability; the logits x · weightᵀ are never
     written.
 
     Args:
         x_BD: hidden states, in the dtype of the weight.
         weight_VD: the output embedding. It is read once for up to 64 rows.
+        soft_cap: None, or c: the logits are c · tanh(x · weightᵀ / c).
         interpret: run on any device, slowly, by Pallas's interpreter.
 
     Returns:
@@ -75,7 +76,7 @@ def lm_head_argmax(x_BD, weight_VD, *, interpret=False) -> tuple[jax.Array, jax.
     blocks = pl.cdiv(V, vocab)
     part = pl.BlockSpec((None, rows), lambda j, i: (i, j))
     best_iB, index_iB, sum_iB = pl.pallas_call(
-        partial(_lm_head_kernel, B=B, D=D, V=V, width=width),
+        partial(_lm_head_kernel, B=B, D=D, V=V, width=width, soft_cap=soft_cap),
         grid=(pl.cdiv(B, rows), blocks),
         in_specs=[
             pl.BlockSpec((rows, max(D, width)), lambda j, i: (j, 0)),
@@ -94,7 +95,8 @@ def lm_head_argmax(x_BD, weight_VD, *, interpret=False) -> tuple[jax.Array, jax.
     return _of_best_block(best_iB.T, index_iB.T), best_iB.max(0) - max_iB.max(0) - jnp.log(sum_B)
 
 
-def _lm_head_kernel(x_ref, weight_ref, best_ref, index_ref, sum_ref, *, B, D, V, width):
+def _lm_head_kernel(*refs, B, D, V, width, soft_cap):
+    x_ref, weight_ref, best_ref, index_ref, sum_ref = refs
     rows, vocab = x_ref.shape[0], weight_ref.shape[0]
     real_B = pl.program_id(0) * rows + jnp.arange(rows) < B
     index_V1 = (pl.program_id(1) * vocab + jnp.arange(vocab))[:, None]
@@ -108,6 +110,8 @@ def _lm_head_kernel(x_ref, weight_ref, best_ref, index_ref, sum_ref, *, B, D, V,
         return logits_VB + dot(weight_VD, x_BD.T)
 
     logits_VB = lax.fori_loop(0, pl.cdiv(D, width), step, jnp.zeros((vocab, rows), jnp.float32))
+    if soft_cap is not None:
+        logits_VB = jnp.tanh(logits_VB * (1 / soft_cap)) * soft_cap
     logits_VB = jnp.where(index_V1 < V, logits_VB, -jnp.inf)
     best_B, index_B = _first_best(logits_VB, index_V1)
     pltriton.store(best_ref, best_B, mask=real_B)

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,18 @@ STAGES = 3  # of the loop over keys: loads run ahead of the products by two bloc
 PROGRAMS = 264  # two for each of the 132 multiprocessors of an H200
 
 
-def prefill_attention(
+class _Rule(NamedTuple):
+    """How rows of queries meet keys: what is the same for every program."""
+
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    width: int  # of a head
+    keys: int  # of a block
+    interpret: bool
+
+
+def prefill_attention(  # noqa: PLR0913
     q_BTNH, k_BKSH, v_BKSH, start_B, length_B, *, scale, window=None, soft_cap=None, interpret=False
 ) -> jax.Array:
     """Causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023).
@@ -39,12 +51,12 @@ def prefill_attention(
     K, S = k_BKSH.shape[1:3]
     G = N // K
     rows, keys, warps = _tiles(q_BTNH.dtype, H, T * G)
-    options = {"scale": scale, "soft_cap": soft_cap, "interpret": interpret}
+    rule = _Rule(scale, window, soft_cap, H, keys, interpret)
     per_row = pl.BlockSpec((1,), lambda k, b, i: (b,))
     queries = pl.BlockSpec((None, T, None, G, tile(H)), lambda k, b, i: (b, 0, k, 0, 0))
     cache = pl.BlockSpec((None, None, max(S, keys), tile(H)), lambda k, b, i: (b, k, 0, 0))
     out = pl.pallas_call(
-        partial(_prefill_kernel, T=T, S=S, H=H, rows=rows, window=window, keys=keys, **options),
+        partial(_prefill_kernel, T=T, S=S, rows=rows, rule=rule),
         grid=(K, B, pl.cdiv(T * G, rows)),  # the last axis varies slowest
         in_specs=[per_row, per_row, queries, cache, cache],
         out_specs=queries,
@@ -56,10 +68,9 @@ def prefill_attention(
     return out.reshape(B, T, N, H)
 
 
-def _prefill_kernel(
-    start_ref, length_ref, q_ref, k_ref, v_ref, out_ref, *, T, S, H, rows, window, keys, **options
-):
-    G, width = q_ref.shape[1:]
+def _prefill_kernel(*refs, T: int, S: int, rows: int, rule: _Rule):
+    start_ref, length_ref, q_ref, k_ref, v_ref, out_ref = refs
+    (G, width), window, keys = q_ref.shape[1:], rule.window, rule.keys
     # The last queries see the most keys: they go first, so that no program is left to run long after the
     # others.
     block = pl.num_programs(2) - 1 - pl.program_id(2)
@@ -68,7 +79,7 @@ def _prefill_kernel(
     row_R = block * rows + jnp.arange(rows)
     t_R, g_R = lax.div(row_R, G), lax.rem(row_R, G)
     at = tuple(jnp.broadcast_to(x, (rows, width)) for x in (t_R[:, None], g_R[:, None], jnp.arange(width)))
-    real_RH = (at[0] < T) & (at[2] < H)
+    real_RH = (at[0] < T) & (at[2] < rule.width)
 
     start, length = start_ref[0], jnp.minimum(length_ref[0], S)
     position_R = start + t_R
@@ -81,22 +92,21 @@ def _prefill_kernel(
     )
 
     q_RH = pltriton.load(q_ref.at[at], mask=real_RH, other=0)
-    acc_RH, _, sum_R = _attend(
-        q_RH, k_ref, v_ref, length, first_R, end_R, begin, stop, H=H, keys=keys, **options
-    )
+    acc_RH, _, sum_R = _attend(q_RH, (k_ref, v_ref), length, (first_R, end_R), (begin, stop), rule)
     out_RH = acc_RH * (1 / jnp.where(sum_R == 0, 1, sum_R))[:, None]
     pltriton.store(out_ref.at[at], out_RH.astype(out_ref.dtype), mask=real_RH)
 
 
-def _attend(q_RH, k_ref, v_ref, length, first_R, end_R, begin, stop, *, H, keys, scale, soft_cap, interpret):
-    """Row r of q over the keys first_R[r] … end_R[r] - 1, in the blocks begin … stop - 1: Σ p·v, the largest
-    score, Σ p.
+def _attend(q_RH, cache_refs, length, seen, blocks, rule: _Rule):
+    """Row r of q over the keys first_R[r] … end_R[r] - 1 (`seen`), in the blocks begin … stop - 1 (`blocks`):
+    Σ p·v, the largest score, Σ p.
 
     Scores are in base 2, softmax(x) being 2**(x·log2 e) normalised: the GPU has an instruction for 2**x. One
     softmax is made of the blocks as they come (Milakov & Gimelshein 2018): a new maximum shrinks what was
     summed under the old one.
     """
-    R, width = q_RH.shape
+    (R, width), (first_R, end_R) = q_RH.shape, seen
+    _, _, soft_cap, H, keys, interpret = rule
     h_H = jnp.arange(width)
 
     def step(block, state):
@@ -104,14 +114,14 @@ def _attend(q_RH, k_ref, v_ref, length, first_R, end_R, begin, stop, *, H, keys,
         key_C = block * keys + jnp.arange(keys)
         valid_CH = (key_C < length)[:, None] & (h_H < H)  # a weight of 0 would not silence a NaN
         k_CH, v_CH = (
-            pltriton.load(ref.at[pl.ds(block * keys, keys)], mask=valid_CH, other=0) for ref in (k_ref, v_ref)
+            pltriton.load(ref.at[pl.ds(block * keys, keys)], mask=valid_CH, other=0) for ref in cache_refs
         )
 
         s_RC = dot(q_RH, k_CH.T)
         s_RC = (
-            s_RC * (scale * LOG2_E)
+            s_RC * (rule.scale * LOG2_E)
             if soft_cap is None
-            else jnp.tanh(s_RC * (scale / soft_cap)) * (soft_cap * LOG2_E)
+            else jnp.tanh(s_RC * (rule.scale / soft_cap)) * (soft_cap * LOG2_E)
         )
         seen_RC = key_C < end_R[:, None]
         if first_R is not None:
@@ -125,10 +135,10 @@ def _attend(q_RH, k_ref, v_ref, length, first_R, end_R, begin, stop, *, H, keys,
         return acc_RH, new_R, sum_R * shrink_R + p_RC.sum(1)
 
     nothing = jnp.zeros((R, width), jnp.float32), jnp.full(R, LOWEST, jnp.float32), jnp.zeros(R, jnp.float32)
-    return lax.fori_loop(begin, stop, step, nothing)
+    return lax.fori_loop(*blocks, step, nothing)
 
 
-def decode_attention(
+def decode_attention(  # noqa: PLR0913
     q_BNH, k_BKSH, v_BKSH, length_B, *, scale, window=None, soft_cap=None, splits=None, interpret=False
 ) -> jax.Array:
     """Attention of one new token per row, the last of its row, with the keys split over programs
@@ -156,7 +166,7 @@ def decode_attention(
     K, S = k_BKSH.shape[1:3]
     G = N // K
     rows, keys, warps = _tiles(q_BNH.dtype, H, G)
-    options = {"scale": scale, "soft_cap": soft_cap, "interpret": interpret}
+    rule = _Rule(scale, window, soft_cap, H, keys, interpret)
     splits = splits or max(1, min(pl.cdiv(PROGRAMS, B * K), pl.cdiv(S, keys)))
     queries = pl.BlockSpec((None, None, rows, tile(H)), lambda i, r, k, b: (b, k, r, 0))
     cache = pl.BlockSpec((None, None, max(S, keys), tile(H)), lambda i, r, k, b: (b, k, 0, 0))
@@ -164,7 +174,7 @@ def decode_attention(
     part_acc = pl.BlockSpec((None, None, None, rows, tile(H)), lambda i, r, k, b: (i, b, k, r, 0))
     inputs = length_B, q_BNH.reshape(B, K, G, H), k_BKSH, v_BKSH
     acc_PBKGH, max_PBKG, sum_PBKG = pl.pallas_call(
-        partial(_decode_kernel, S=S, G=G, H=H, window=window, keys=keys, **options),
+        partial(_decode_kernel, S=S, G=G, rule=rule),
         grid=(splits, pl.cdiv(G, rows), K, B),
         in_specs=[pl.BlockSpec((1,), lambda i, r, k, b: (b,)), queries, cache, cache],
         out_specs=[part_acc, part, part],
@@ -179,25 +189,22 @@ def decode_attention(
     return out_BKGH.reshape(B, N, H).astype(q_BNH.dtype)
 
 
-def _decode_kernel(
-    length_ref, q_ref, k_ref, v_ref, acc_ref, max_ref, sum_ref, *, S, G, H, window, keys, **options
-):
-    rows, width = q_ref.shape
+def _decode_kernel(*refs, S: int, G: int, rule: _Rule):
+    length_ref, q_ref, k_ref, v_ref, acc_ref, max_ref, sum_ref = refs
+    (rows, width), window = q_ref.shape, rule.window
     real_R = pl.program_id(1) * rows + jnp.arange(rows) < G
-    real_RH = real_R[:, None] & (jnp.arange(width) < H)
+    real_RH = real_R[:, None] & (jnp.arange(width) < rule.width)
 
     length = jnp.minimum(length_ref[0], S)
     first = 0 if window is None else jnp.maximum(length_ref[0] - window, 0)
-    begin = lax.div(first, keys)
-    blocks = jnp.maximum(pl.cdiv(length, keys) - begin, 0)
+    begin = lax.div(first, rule.keys)
+    blocks = jnp.maximum(pl.cdiv(length, rule.keys) - begin, 0)
     split, splits = pl.program_id(0), pl.num_programs(0)
     begin, stop = (begin + lax.div(blocks * i, splits) for i in (split, split + 1))
 
     q_RH = pltriton.load(q_ref, mask=real_RH, other=0)
     first_R, end_R = None if window is None else jnp.full(rows, first), jnp.full(rows, length)
-    acc_RH, max_R, sum_R = _attend(
-        q_RH, k_ref, v_ref, length, first_R, end_R, begin, stop, H=H, keys=keys, **options
-    )
+    acc_RH, max_R, sum_R = _attend(q_RH, (k_ref, v_ref), length, (first_R, end_R), (begin, stop), rule)
     pltriton.store(acc_ref, acc_RH, mask=real_RH)
     pltriton.store(max_ref, max_R, mask=real_R)
     pltriton.store(sum_ref, sum_R, mask=real_R)

@@ -1,0 +1,76 @@
+"""Capacities that are no multiple of 8: the arrays have more slots, and nothing else shows it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_identities import CONFIGS, build
+
+import xinfer_jax as xj
+from xinfer_jax.config import from_hf
+from xinfer_jax.model import hidden_states
+from xinfer_jax.prefix import Prefix, load_prefix, save_prefix
+
+forward = jax.jit(xj.forward, static_argnums=1)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("qwen2")
+
+
+def filled(model, capacity, counts):
+    """A cache of that capacity that was given counts[b] tokens of each row, two at a time."""
+    tokens_BT = np.random.RandomState(3).randint(0, 100, (len(counts), 8)).astype(np.int32)
+    cache = xj.init_cache(model[1], len(counts), capacity)
+    for first in range(0, max(counts), 2):
+        left_B = np.clip(np.array(counts, np.int32) - first, 0, 2)
+        cache = forward(*model, tokens_BT[:, first : first + 2], cache, left_B)[1]
+    return cache
+
+
+@pytest.mark.parametrize("counts", [[7, 4], [7]], ids=["ragged", "one-row"])
+def test_what_lies_past_the_capacity_is_dropped_and_flagged(model, counts):
+    """Seven tokens for five places: the third call straddles the end, the fourth is past it."""
+    cache, enough = filled(model, 5, counts), filled(model, 8, counts)
+    assert cache.capacity == 5 and not cache.is_ring(0) and cache.reached_B is None
+    assert cache.length_B.tolist() == [min(n, 5) for n in counts]
+    assert cache.overflow_B.tolist() == [n > 5 for n in counts]
+    for full, short in zip((*enough.k, *enough.v), (*cache.k, *cache.v), strict=True):
+        np.testing.assert_allclose(short[:, :, :5], full[:, :, :5], atol=1e-5)
+        assert short.shape == full.shape and not np.asarray(short[:, :, 5:]).any()
+    one_more = np.zeros(len(counts), np.int32)
+    step = xj.decode_step(*model, one_more, cache)[1]
+    assert step.overflow_B[0] and step.length_B[0] == 5 and not np.asarray(step.k[0][0, :, 5:]).any()
+
+
+def test_a_full_row_outlives_its_call_in_a_file(model, tmp_path):
+    prefix = Prefix([[1, 2, 3, 4, 5]], filled(model, 5, [5]))
+    save_prefix(tmp_path / "prefix", prefix, *model)
+    again = load_prefix(tmp_path / "prefix", *model).cache
+    assert again.capacity == 5
+    jax.tree.map(np.testing.assert_array_equal, again, prefix.cache)
+
+
+def test_layers_are_rings_by_the_capacity_asked_for():
+    config = from_hf(CONFIGS["windows-nope-untied"])  # 576 slots for a window of 7
+    for capacity, ring in ((570, False), (576, False), (577, True)):
+        cache = xj.init_cache(config, 1, capacity)
+        rings = [cache.is_ring(layer) for layer in range(config.num_hidden_layers)]
+        assert rings == [ring and window is not None for window in config.layer_windows]
+        assert (cache.reached_B is not None) == ring
+        assert [k.shape[2] for k in cache.k] == [576 if is_ring or not ring else 584 for is_ring in rings]
+
+
+def test_hopper_copies_no_cache_in_a_step():
+    """Bulk copies want slots in eights: a cache of 61 was filled up to 64 by a copy in each step."""
+    config = from_hf(CONFIGS["qwen2"] | dict(head_dim=16))
+    params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), "bfloat16"))
+
+    def pads(capacity):
+        cache = jax.eval_shape(lambda: xj.init_cache(config, 2, capacity, "bfloat16"))
+        token_BT = jax.ShapeDtypeStruct((2, 1), jnp.int32)
+        step = jax.make_jaxpr(lambda *args: hidden_states(args[0], config, *args[1:], impl="mosaic"))
+        return str(step(params, token_BT, cache)).count("name=_pad")
+
+    assert pads(61) == pads(64) > 0  # queries always are
