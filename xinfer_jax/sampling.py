@@ -78,7 +78,10 @@ class SamplingConfig:
         Raises:
             InputError: a setting outside its range.
         """
-        _check(self.temperature, lambda x: (x >= 0) & np.isfinite(x), "temperature", "0 (greedy) or above")
+        most = 1e30  # float32 holds them, and logits times them
+        _check(
+            self.temperature, lambda x: (x >= 0) & (x <= most), "temperature", "0 (greedy) or above, to 1e30"
+        )
         _check(
             self.top_k,
             lambda x: (x >= 0) & (x < 2**31) & (x == np.floor(x)),
@@ -88,14 +91,14 @@ class SamplingConfig:
         _check(self.top_p, lambda x: (x > 0) & (x <= 1), "top_p", "above 0 and at most 1 (off)")
         _check(
             self.repetition_penalty,
-            lambda x: (x > 0) & np.isfinite(x),
+            lambda x: (x >= 1e-6) & (x <= 1e6),
             "repetition_penalty",
-            "above 0 (1: off)",
+            "above 0 (1: off), from 1e-6 to 1e6",
         )
         _check(self.min_p, lambda x: (x >= 0) & (x <= 1), "min_p", "from 0 (off) to 1")
         _check(self.typical_p, lambda x: (x > 0) & (x <= 1), "typical_p", "above 0 and at most 1 (off)")
         for name in ("presence_penalty", "frequency_penalty"):
-            _check(getattr(self, name), np.isfinite, name, "a finite number (0: off)")
+            _check(getattr(self, name), lambda x: abs(x) <= most, name, "a finite number to 1e30 (0: off)")
         for name in ("no_repeat_ngram_size", "min_new_tokens"):
             _check(
                 getattr(self, name),
