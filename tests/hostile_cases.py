@@ -20,6 +20,7 @@ DIRECTORY = object()  # in place of a file
 # Parts that are being mended elsewhere: their cases are not run.
 PENDING = (
     "a shard outside", "a shard above", "weights with NaN", "weights with inf", "index a long name",
+    "tokenizer that cannot encode", "tokenizer of endless regex",
     "tokenizer without vocabulary", "settings a directory", "generation_config a directory",
     "--draft=lookup --draft_tokens=100000", f"--draft=lookup --draft_tokens={10**29}",
     "--nonsense" + "x" * 50,
@@ -310,6 +311,16 @@ FILES = {
     "a shard above": Case(
         "outside", files={WEIGHTS: None, INDEX: dict(weight_map={NORM: "../x/model.safetensors"})}
     ),
+    "weights with NaN, quantized": Case(
+        "lm_head.weight holds NaN",
+        args=["--quantize=int8"],
+        files=tensors(lm_head__weight=np.full((288, 288), np.nan, np.float32)),
+    ),
+    "weights with inf, quantized": Case(
+        "lm_head.weight holds NaN",
+        args=["--quantize=int4"],
+        files=tensors(lm_head__weight=np.full((288, 288), np.inf, np.float32)),
+    ),
     "weights with NaN": Case("finite", files=tensors(model__norm__weight=np.full(288, np.nan, np.float32))),
     "weights with inf": Case("finite", files=tensors(model__norm__weight=np.full(288, np.inf, np.float32))),
 }
@@ -369,6 +380,7 @@ QUANTIZED = {
     "quant_config.json a list": Case("quant_config.json", files={"quant_config.json": b"[]"}),
 }
 
+_ENDLESS = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
 TOKENIZERS = {
     "no tokenizer": Case("no tokenizer.json", files={"tokenizer.json": None}),
     **{
@@ -402,6 +414,15 @@ TOKENIZERS = {
     ),
     "tokenizer without vocabulary": Case(
         "tokenizer", files=tokenizer(model={"type": "BPE", "vocab": {}, "merges": []})
+    ),
+    "tokenizer that cannot encode": Case(
+        "Is that",
+        files=tokenizer(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}),
+    ),
+    "tokenizer of endless regex": Case(
+        "aaaa",
+        args=["--prompt=" + "a" * 40 + "b"],
+        files=tokenizer(pre_tokenizer=_ENDLESS),
     ),
     "tokenizer normalizer unknown": Case("tokenizer", files=tokenizer(normalizer={"type": "Nope"})),
     "tokenizer added token": Case("tokenizer", files=tokenizer(added_tokens=[{"id": "x"}])),
@@ -463,14 +484,17 @@ FLAGS = {
     for says, *args in [
         *[
             ("temperature", f"--temperature={x}")
-            for x in ("nan", "inf", "-inf", "-1", "hot", "", "1e999", "0x1", "1,5")
+            for x in ("nan", "inf", "-inf", "-1", "hot", "", "1e999", "1e39", "0x1", "1,5")
         ],
         *[("top_k", f"--top_k={x}") for x in ("-1", "1.5", "1e3", "x", "", str(2**31), str(10**30), "True")],
         *[("top_p", f"--top_p={x}") for x in ("nan", "0", "-0.1", "1.1", "inf", "x")],
-        *[("repetition_penalty", f"--repetition_penalty={x}") for x in ("0", "-1", "nan", "inf", "x")],
+        *[
+            ("repetition_penalty", f"--repetition_penalty={x}")
+            for x in ("0", "-1", "nan", "1e300", "1e-300", "x")
+        ],
         *[("min_p", f"--min_p={x}") for x in ("-0.1", "1.1", "nan")],
         *[("typical_p", f"--typical_p={x}") for x in ("0", "1.1", "nan")],
-        *[("presence_penalty", f"--presence_penalty={x}") for x in ("nan", "inf", "x")],
+        *[("presence_penalty", f"--presence_penalty={x}") for x in ("nan", "inf", "1e39", "x")],
         *[("frequency_penalty", f"--frequency_penalty={x}") for x in ("nan", "-inf")],
         *[("no_repeat_ngram_size", f"--no_repeat_ngram_size={x}") for x in ("-1", "1.5", str(2**31))],
         *[("min_(new_)?tokens", f"--min_tokens={x}") for x in ("-1", "x", str(2**31))],

@@ -414,6 +414,17 @@ def test_faults_of_our_own_format(tmp_path):
     assert re.search(r"missing lm_head.weight \[288, 32\].* more$", refusal(tmp_path / "to"))
 
 
+def test_an_order_that_cannot_be(tmp_path):
+    stored, _ = convert(GPTQ | dict(desc_act=True), act_order=True)
+    model = xj.load_model(write(tmp_path / "from", GPTQ | dict(desc_act=True), weights=stored)[0])
+    save_checkpoint(tmp_path / "to", None, model.params, tiny.UNTIED)
+    file = tmp_path / "to" / "model.safetensors"
+    order = f"{Q1}.weight.order"
+    for wrong in (np.full(32, 10**6, np.int32), np.full(32, -1, np.int32), np.zeros(32, np.int32)):
+        save_file(load_file(file) | {order: wrong}, file)
+        assert f"{Q1}.weight: order does not name every input once" in refusal(tmp_path / "to")
+
+
 def test_the_checkpoint_that_is_read_is_not_written_over(tmp_path):
     path = tiny.write(tmp_path / "a")
     model = xj.load_model(path)

@@ -202,3 +202,11 @@ def test_settings_of_a_checkpoint_that_say_nothing():
     assert xj.SamplingConfig.from_hf(nothing) == xj.SamplingConfig()
     assert xj.SamplingConfig.from_hf({"suppress_tokens": []}) == xj.SamplingConfig()
     assert xj.SamplingConfig.from_hf({"suppress_tokens": [3]}).forbidden_token_ids == [3]
+
+
+def test_n_grams_longer_than_the_rows():
+    """At once: no row holds one, so none is looked for."""
+    history_BS, length_B = jnp.array([[1, 1, 1, 1, 0, 0]] * 2), jnp.array([4, 4])
+    size_B = jnp.array([2**31 - 1, 2], jnp.int32)
+    got = processors.no_repeat_ngram(jnp.zeros((2, 6)), size_B, history_BS, length_B)
+    np.testing.assert_array_equal(np.isneginf(got), [[False] * 6, [False, True] + [False] * 4])

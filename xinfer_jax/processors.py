@@ -36,7 +36,8 @@ def no_repeat_ngram(
         return same_BS & ((k >= size_B[:, None]) | (jnp.roll(history_BS, k, 1) == last_B1))
 
     inside_BS = (slot_S >= size_B[:, None] - 1) & (slot_S < length_B[:, None]) & (size_B[:, None] > 0)
-    completes_BS = lax.fori_loop(1, jnp.maximum(jnp.max(size_B), 1), compare, inside_BS)
+    most = jnp.max(jnp.where(size_B <= length_B, size_B, 1))  # a row shorter than n holds no n-gram
+    completes_BS = lax.fori_loop(1, jnp.maximum(most, 1), compare, inside_BS)
     banned_BV = (
         jnp.zeros(logits_BV.shape, bool).at[jnp.arange(len(size_B))[:, None], history_BS].max(completes_BS)
     )

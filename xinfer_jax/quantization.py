@@ -89,7 +89,15 @@ def quantized_leaf(matrix_NK: np.ndarray, name: str, quantize: str) -> Quantized
     and errs in every logit.
     """
     vocabulary = "embed_tokens" in name or name.startswith("lm_head")
-    return jax.device_put(quantize_matrix(matrix_NK, 8 if quantize == "int8" or vocabulary else 4))
+    with np.errstate(invalid="ignore", over="ignore"):  # the smallest and largest are NaN where any is
+        if not (np.isfinite(matrix_NK.min()) and np.isfinite(matrix_NK.max())):
+            raise InputError(
+                f"{name} holds NaN or inf, which cannot be quantized: fetch the checkpoint again"
+            )
+        leaf = quantize_matrix(matrix_NK, 8 if quantize == "int8" or vocabulary else 4)
+    if not np.isfinite(leaf.scale).all():
+        raise InputError(f"{name} holds numbers too large to be quantized: load it without quantize")
+    return jax.device_put(leaf)
 
 
 def quantize_matrix(matrix_NK: np.ndarray, bits: int = 8, group: int | None = None) -> QuantizedWeight:

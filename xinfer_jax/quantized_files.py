@@ -88,6 +88,8 @@ class FileFormat:
         N, K = shape
         if self.method == OURS:
             values, scale, zero, order = (get(part) for part in ("values", "scale", "zero", "order"))
+            if order is not None and not np.array_equal(np.sort(order), np.arange(K)):
+                raise InputError(f"{name}: order does not name every input once: fetch the checkpoint again")
             return (
                 Int8Weight(values, scale)
                 if values.ndim == 2
