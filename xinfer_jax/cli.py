@@ -6,7 +6,9 @@ import json
 import os
 import sys
 import textwrap
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from absl import flags
@@ -15,7 +17,7 @@ from kernels_pallas import Selection
 
 from .attention import check_impl
 from .beam import beam_search
-from .errors import InputError
+from .errors import InputError, one_line
 from .generation import kernels_used
 from .loading import Model, load_model
 from .options import GenerateOptions, GenerateOutput
@@ -181,6 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A character that the terminal's encoding lacks is shown as ?
         sys.stdout.reconfigure(errors="replace")
+    warnings.showwarning = _warn
     try:
         sys.exit(_run(list(sys.argv if argv is None else argv)))
     except InputError as error:
@@ -419,6 +422,10 @@ def _json(model: Model, out: GenerateOutput, text: str, used: dict[str, Selectio
 def _mib(count: int) -> str:
     mib = count / 2**20
     return f"{mib:.1f} MiB" if mib < 10 else f"{mib:.0f} MiB"
+
+
+def _warn(message: Warning | str, *_: Any) -> None:
+    print(f"xinfer-jax: {one_line(message)}", file=sys.stderr)
 
 
 def _fail(message: str) -> int:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from .config import ModelConfig, from_hf
 from .errors import InputError, few
-from .files import checkpoint_dir, read_json
+from .files import checkpoint_dir, is_there, read_json
 from .params import Params, ParamSpec, check_quantize, param_specs, resolve_dtype, tree_bytes
 from .quantization import check_method, quantized_leaf
 from .quantized_files import FileFormat, Part, read_format, with_old_settings
@@ -69,7 +69,7 @@ def load_model(
             " without quantize"
         )
     check_quantize(config, quantize or stored and stored.method)
-    tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None
+    tokenizer = Tokenizer.from_dir(path) if is_there(path / "tokenizer.json") else None
     generation = read_json(path / "generation_config.json") or {}
     params = load_params(path, config, dtype, quantize, stored)
     stats = LoadStats(
@@ -120,24 +120,10 @@ def load_params(
 def _weight_files(path: Path) -> dict[str, Any]:
     """Open safetensors by file name: the single file, or the shards that the index names."""
     index = None
-    if (path / "model.safetensors").is_file():
+    if is_there(path / "model.safetensors"):
         names = ["model.safetensors"]
     elif (index := read_json(path / "model.safetensors.index.json")) is not None:
-        shards = index.get("weight_map")
-        if (
-            not isinstance(shards, dict)
-            or not shards
-            or not all(isinstance(name, str) for name in shards.values())
-        ):
-            raise InputError(
-                f"{path / 'model.safetensors.index.json'} holds no weight_map of tensor names to file names"
-            )
-        names = sorted(set(shards.values()))
-        if absent := [name for name in names if not (path / name).is_file()]:
-            raise InputError(
-                f"{path}: the index names shards that are absent: {', '.join(absent)}; fetch the checkpoint"
-                " again"
-            )
+        names = _shard_names(path, index)
     else:
         raise InputError(
             f"{path} holds neither model.safetensors nor model.safetensors.index.json: only safetensors"
@@ -154,6 +140,29 @@ def _weight_files(path: Path) -> dict[str, Any]:
             if tensor not in files[name].keys():  # noqa: SIM118
                 raise InputError(f"{path}: the index says that {name} holds {tensor}, but it does not")
     return files
+
+
+def _shard_names(path: Path, index: dict[str, Any]) -> list[str]:
+    shards = index.get("weight_map")
+    if (
+        not isinstance(shards, dict)
+        or not shards
+        or not all(isinstance(name, str) for name in shards.values())
+    ):
+        raise InputError(
+            f"{path / 'model.safetensors.index.json'} holds no weight_map of tensor names to file names"
+        )
+    names = sorted(set(shards.values()))
+    # Of the name alone: in a hub cache the file itself is a link to elsewhere.
+    if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+        raise InputError(
+            f"{path}: the index names shards outside the directory: {few(outside)}; correct the index"
+        )
+    if absent := [name for name in names if not is_there(path / name)]:
+        raise InputError(
+            f"{path}: the index names shards that are absent: {few(absent)}; fetch the checkpoint again"
+        )
+    return names
 
 
 def _stored_name(spec: ParamSpec, config: ModelConfig, tensors: dict[str, Any]) -> str:

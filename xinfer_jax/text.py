@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,9 +26,11 @@ def encode_prompt(model: Model, prompt: Prompt, *, system: str | None = None, ra
         system: the system message put before a text.
         raw: take the text as it is, without the chat template.
 
+    A text for a checkpoint without a chat template is taken as it is, with a warning.
+
     Raises:
-        InputError: no tokenizer, an empty prompt, no messages, or a system message or a conversation with
-            raw.
+        InputError: no tokenizer, an empty prompt, no messages, more text than the context limit can hold, or
+            a system message or a conversation with raw or for a checkpoint without a chat template.
     """
     tokenizer = _tokenizer(model)
     if raw and (system is not None or not isinstance(prompt, str)):
@@ -40,14 +43,22 @@ def encode_prompt(model: Model, prompt: Prompt, *, system: str | None = None, ra
         prompt and all(isinstance(message, Mapping) for message in prompt)
     ):
         raise InputError(f"a prompt is a text, or messages [{{'role': …, 'content': …}}, …], got {prompt!r}")
-    if raw:
-        ids = tokenizer.encode(prompt)
-    else:
+    if not raw and tokenizer.chat_template is None and isinstance(prompt, str) and system is None:
+        warnings.warn("this checkpoint has no chat template: the prompt is continued as it is", stacklevel=2)
+        raw = True
+    text = prompt
+    if not raw:
         messages = prompt if not isinstance(prompt, str) else [{"role": "user", "content": prompt}]
         messages = [*([] if system is None else [{"role": "system", "content": system}]), *messages]
-        ids = tokenizer.encode(
-            tokenizer.apply_chat_template(messages, add_generation_prompt=True), add_special_tokens=False
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    limit = model.config.context_length
+    # Far beyond the limit tokenizing takes long, and the length often says enough.
+    if len(text) > 16 * limit and (fewest := tokenizer.fewest_ids(text)) > limit:
+        raise InputError(
+            f"the prompt has at least {fewest} tokens ({len(text)} characters), which exceeds the model's"
+            f" context limit {limit}: shorten the prompt"
         )
+    ids = tokenizer.encode(text, add_special_tokens=raw)
     if not ids:
         raise InputError(f"the prompt {prompt!r} gives no tokens")
     return ids
