@@ -390,7 +390,7 @@ EOS = {
     "config-int": (dict(config=dict(eos_token_id=6), eos_token="a"), [6]),
     "tokenizer-text": (dict(config=dict(eos_token_id=None), eos_token="a"), ["a"]),
     "tokenizer-object": (dict(eos_token=dict(content="a")), ["a"]),
-    "tokenizer-unknown": (dict(eos_token="not a token"), []),
+    "tokenizer-new": (dict(eos_token="not a token"), ["new"]),
     "twice": (dict(generation=dict(eos_token_id=[5, 5])), [5]),
     "nowhere": (dict(), []),
 }  # fmt: skip
@@ -404,7 +404,8 @@ def test_eos_ids(tmp_path, name, qwen, monkeypatch):
     a = plain.token_to_id("a")
     if not qwen:
         monkeypatch.setattr(tiny, "tokenizer", lambda: plain)
-    expected = [a if i == "a" else i for i in expected] + ([tiny.IM_END, tiny.ENDOFTEXT] if qwen else [])
+    named = {"a": a, "new": tiny.tokenizer().get_vocab_size()}
+    expected = [named.get(i, i) for i in expected] + ([tiny.IM_END, tiny.ENDOFTEXT] if qwen else [])
     assert from_files(tmp_path, **files).eos_token_ids == tuple(expected)
 
 

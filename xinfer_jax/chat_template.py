@@ -83,7 +83,7 @@ def _weight(value: Any, most: float = float("inf"), depth: int = _DEPTH) -> int:
     if not isinstance(value, abc.Collection):
         return _PART
     if not depth:
-        raise _refused("lists nested too deeply")
+        raise _refused(f"a depth of {_DEPTH} lists")
     total = _PART
     for part in chain.from_iterable(value.items()) if isinstance(value, abc.Mapping) else value:
         total += _PART + _weight(part, most - total, depth - 1)
@@ -93,7 +93,7 @@ def _weight(value: Any, most: float = float("inf"), depth: int = _DEPTH) -> int:
 
 
 def _refused(what: str) -> jinja2.TemplateError:
-    return jinja2.TemplateError(f"it asks for {what}, more than a conversation needs")
+    return jinja2.TemplateError(f"{what} is more than a conversation needs")
 
 
 class _Work:
@@ -107,7 +107,7 @@ class _Work:
     def spend(self, units: float) -> None:
         self.left -= max(units, 0) + _NODE
         if self.left < 0 or time.thread_time() > self.until:
-            raise _refused("more time or memory")
+            raise _refused("the time or memory that it takes")
 
     def weigh(self, *values: Any, share: int = 1) -> int:
         """Spends what reading the values takes: their weight, or a share of it where little is made of it."""
@@ -305,7 +305,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if (size := sum(1 for _ in tree.find_all(nodes.Node))) > _NODES:
             raise _refused(f"{size} nodes of template")
         if tree.find(nodes.Block):
-            raise _refused("blocks, which are for templates that extend others,")
+            raise _refused("a block, for templates that extend others,")
         return self.from_string(_Counted().visit(tree))
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:

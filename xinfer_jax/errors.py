@@ -21,7 +21,10 @@ class InputError(ValueError):
 
 def one_line(message: object) -> str:
     """At most 300 characters on one line; control characters, and others that do not print, are escaped."""
-    text = re.sub(r"\s*[\r\n]\s*", " ", str(message).strip())
+    text = str(message)
+    if len(text) > 20 * _LONGEST:  # what is cut anyway is not worth walking through
+        text = text[: 10 * _LONGEST] + text[-10 * _LONGEST :]
+    text = re.sub(r"\s*[\r\n]\s*", " ", text.strip())
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     if len(text) <= _LONGEST:
         return text

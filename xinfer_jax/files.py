@@ -1,6 +1,7 @@
 """Reading a checkpoint's small files, and finding a checkpoint by directory or hub name."""
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ _PATTERNS = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
     "model.safetensors",
     "model-*.safetensors",
@@ -23,20 +25,70 @@ _PATTERNS = [
 ]
 
 
+_LARGEST = 2**25  # bytes of a small file: JSON takes twenty times as much once it is read
+
+
+def is_there(file: Path) -> bool:
+    """Whether there is such a file.
+
+    Raises:
+        InputError: something else stands in its place (a directory, a link to nothing or to itself).
+    """
+    try:
+        if file.is_file():
+            return True
+        if not os.path.lexists(file):
+            return False
+    except OSError as error:
+        raise InputError(f"{file} cannot be opened: {error.strerror}") from error
+    raise InputError(f"{file} is a directory, a broken link, or another thing that is no file: remove it")
+
+
+def read_text(file: Path) -> str | None:
+    """The text of a small file; None where there is no such file.
+
+    Raises:
+        InputError: no file, not UTF-8, or larger than 32 MiB.
+    """
+    if not is_there(file):
+        return None
+    try:
+        if (size := file.stat().st_size) > _LARGEST:
+            raise InputError(f"{file} has {size} bytes, the limit is {_LARGEST}")
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} is not readable text: {error}") from error
+
+
 def read_json(file: Path) -> dict[str, Any] | None:
     """The object that a JSON file holds; None where there is no such file.
 
     Raises:
-        InputError: not JSON, or not an object.
+        InputError: not JSON (NaN and numbers beyond a float are not), a name given twice, or not an object.
     """
-    if not file.is_file():
+    text = read_text(file)
+    if text is None:
         return None
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_number, parse_float=_number)
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{file} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
         raise InputError(f"{file} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice")
+    return value
+
+
+def _number(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is no finite number")
     return value
 
 

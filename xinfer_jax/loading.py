@@ -4,7 +4,6 @@ time.
 
 import dataclasses
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from .brief import mib
 from .config import ModelConfig, from_hf
 from .errors import InputError, few
-from .files import checkpoint_dir, read_json
+from .files import checkpoint_dir, is_there, read_json
 from .params import Params, ParamSpec, check_quantize, check_weights, param_specs, resolve_dtype, tree_bytes
 from .quantization import check_method, is_quantized, quantized_leaf
 from .quantized_files import FileFormat, Part, read_format, with_old_settings
@@ -91,7 +90,7 @@ def load_model(
             " without quantize"
         )
     check_quantize(config, stored.method if stored else quantize)
-    tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").is_file() else None
+    tokenizer = Tokenizer.from_dir(path) if is_there(path / "tokenizer.json") else None
     generation = read_json(path / "generation_config.json") or {}
     check_generation_config(generation, config.vocab_size)
     ends = tokenizer.eos_token_ids if tokenizer else eos_ids(generation, settings)
@@ -160,23 +159,10 @@ def load_params(
 def _weight_files(path: Path) -> dict[str, Any]:
     """Open safetensors by file name: the single file, or the shards that the index names."""
     index = None
-    if (path / "model.safetensors").is_file():
+    if is_there(path / "model.safetensors"):
         names = ["model.safetensors"]
     elif (index := read_json(path / "model.safetensors.index.json")) is not None:
-        shards = index.get("weight_map")
-        if (
-            not isinstance(shards, dict)
-            or not shards
-            or not all(isinstance(name, str) for name in shards.values())
-        ):
-            raise InputError(
-                f"{path / 'model.safetensors.index.json'} holds no weight_map of tensor names to file names"
-            )
-        names = sorted(set(shards.values()))
-        if absent := [name for name in names if not os.path.isfile(path / name)]:
-            raise InputError(
-                f"{path}: the index names shards that are absent: {few(absent)}; fetch the checkpoint again"
-            )
+        names = _shard_names(path, index)
     else:
         raise InputError(
             f"{path} holds neither model.safetensors nor model.safetensors.index.json: only safetensors"
@@ -194,6 +180,29 @@ def _weight_files(path: Path) -> dict[str, Any]:
             if tensor not in held[name]:
                 raise InputError(f"{path}: the index says that {name} holds {tensor}, but it does not")
     return files
+
+
+def _shard_names(path: Path, index: dict[str, Any]) -> list[str]:
+    shards = index.get("weight_map")
+    if (
+        not isinstance(shards, dict)
+        or not shards
+        or not all(isinstance(name, str) for name in shards.values())
+    ):
+        raise InputError(
+            f"{path / 'model.safetensors.index.json'} holds no weight_map of tensor names to file names"
+        )
+    names = sorted(set(shards.values()))
+    # Of the name alone: in a hub cache the file itself is a link to elsewhere.
+    if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+        raise InputError(
+            f"{path}: the index names shards outside the directory: {few(outside)}; correct the index"
+        )
+    if absent := [name for name in names if not is_there(path / name)]:
+        raise InputError(
+            f"{path}: the index names shards that are absent: {few(absent)}; fetch the checkpoint again"
+        )
+    return names
 
 
 def _stored_name(spec: ParamSpec, config: ModelConfig, tensors: dict[str, Any]) -> str:

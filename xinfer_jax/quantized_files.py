@@ -30,7 +30,10 @@ _REMEDY = (
     " one with quantize="
 )
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # which 4 bits of a word, from the lowest, each of its 8 outputs has
-_COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_COPIED = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja",
+)  # fmt: skip
 _OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int8": "I8", "uint8": "U8"}

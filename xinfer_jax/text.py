@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple, cast, overload
 
 import jax
 
-from .errors import InputError
+from .errors import InputError, shown
 from .generation import generate, stream
 from .loading import Model
 from .options import GenerateOptions, GenerateOutput, asked
@@ -26,34 +27,39 @@ def encode_prompt(model: Model, prompt: Prompt, *, system: str | None = None, ra
         system: the system message put before it.
         raw: take the text as it is, without the chat template.
 
+    A text for a checkpoint without a chat template is taken as it is, with a warning.
+
     Returns:
         At least one id; the template has opened the assistant's turn.
 
     Raises:
-        InputError: no tokenizer, an empty prompt, a message without role or content, or a system message or
-            a conversation with raw.
+        InputError: no tokenizer, an empty prompt, a message without role or content, more text than the context
+            limit can hold, or a system message or a conversation with raw or without a chat template.
     """
     tokenizer = _tokenizer(model)
     if system is not None and not isinstance(system, str):
-        raise InputError(f"system must be a text, got {system!r}")
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            raise InputError(f"the prompt is empty: got {prompt!r}, give some text")
-        messages: Conversation = [{"role": "user", "content": prompt}]
-    else:
-        messages = _checked_messages(prompt)
-    if not raw:
-        spoken = [] if system is None else [{"role": "system", "content": system}]
-        text = tokenizer.apply_chat_template([*spoken, *map(dict, messages)], add_generation_prompt=True)
-        ids = tokenizer.encode(text, add_special_tokens=False)
-    elif system is None and isinstance(prompt, str):
-        ids = tokenizer.encode(prompt)
-    else:
+        raise InputError(f"system must be a text, got {shown(system)}")
+    alone = isinstance(prompt, str) and system is None
+    if raw and not alone:
         raise InputError(
             "raw takes a text as it is: it goes with neither a system message nor a conversation"
         )
+    messages = _checked_messages(prompt)
+    if alone and not raw and tokenizer.chat_template is None:
+        warnings.warn("this checkpoint has no chat template: the prompt is continued as it is", stacklevel=2)
+        raw = True
+    spoken = [] if system is None else [{"role": "system", "content": system}]
+    text = messages[0]["content"] if raw else tokenizer.apply_chat_template([*spoken, *messages])
+    limit = model.config.context_length
+    # Far beyond the limit tokenizing takes long, and the length often says enough.
+    if len(text) > 16 * limit and (fewest := tokenizer.fewest_ids(text)) > limit:
+        raise InputError(
+            f"the prompt has at least {fewest} tokens ({len(text)} characters), which exceeds the model's"
+            f" context limit {limit}: shorten the prompt"
+        )
+    ids = tokenizer.encode(text, add_special_tokens=raw)
     if not ids:
-        raise InputError(f"the prompt {prompt!r} gives no tokens")
+        raise InputError(f"the prompt {shown(prompt)} gives no tokens")
     return ids
 
 
@@ -199,18 +205,25 @@ def _is_conversation(prompt: Any) -> bool:
     return _is_list(prompt) and bool(prompt) and all(isinstance(message, Mapping) for message in prompt)
 
 
-def _checked_messages(prompt: Any) -> Conversation:
+def _checked_messages(prompt: Any) -> list[dict[str, Any]]:
+    """A conversation; a text is what its user says."""
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise InputError(f"the prompt is empty: got {shown(prompt)}, give some text")
+        return [{"role": "user", "content": prompt}]
     if not _is_conversation(prompt):
-        raise InputError(f"a prompt is a text, or messages [{{'role': …, 'content': …}}, …], got {prompt!r}")
+        raise InputError(
+            f"a prompt is a text, or messages [{{'role': …, 'content': …}}, …], got {shown(prompt)}"
+        )
     for i, message in enumerate(prompt):
         content = message.get("content")
         if not isinstance(message.get("role"), str) or not all(isinstance(name, str) for name in message):
             raise InputError(
-                f"message {i} must have a role, like 'user', and names that are texts: {message!r}"
+                f"message {i} must have a role, like 'user', and names that are texts: {shown(message)}"
             )
         if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
-            raise InputError(f"message {i} must have a text as its content, got {content!r}")
-    return prompt
+            raise InputError(f"message {i} must have a text as its content, got {shown(content)}")
+    return list(map(dict, prompt))
 
 
 def _cut_texts(
