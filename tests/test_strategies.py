@@ -173,7 +173,7 @@ def test_the_text_ends_before_a_stop_string(model, stop):
 
 
 def test_a_stop_string_that_never_comes_changes_nothing(model):
-    given = options(max_new_tokens=16, stop_strings=("Paris!", "Paris.."))
+    given = options(max_new_tokens=16, eos_token_ids=None, stop_strings=("Paris!", "Paris.."))
     assert xj.generate_text(model, QUESTION, given) == ANSWER
 
 
