@@ -257,7 +257,7 @@ def test_refused(model, given, named):
 
 def test_text_and_streams_refuse(model):
     for given, named in (
-        (dict(stop_strings=("",)), "stop_strings must be texts"),
+        (dict(stop_strings=("",)), "stop_strings must be a list of texts"),
         (dict(n=2), "n=2: the text functions"),
     ):
         with pytest.raises(xj.InputError, match=named):
