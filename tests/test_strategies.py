@@ -184,7 +184,7 @@ def test_the_text_ends_before_a_stop_string(model, stop):
 
 
 def test_a_stop_string_that_never_comes_changes_nothing(model):
-    given = options(max_new_tokens=16, stop_strings=("Paris!", "Paris.."))
+    given = options(max_new_tokens=16, eos_token_ids=None, stop_strings=("Paris!", "Paris.."))
     assert xj.generate_text(model, QUESTION, given) == ANSWER
 
 
@@ -268,7 +268,7 @@ def test_refused(model, given, named):
 
 def test_text_and_streams_refuse(model):
     for given, named in (
-        (dict(stop_strings=("",)), "stop_strings must be texts"),
+        (dict(stop_strings=("",)), "stop_strings must be a list of texts"),
         (dict(n=2), "n=2: the text functions"),
     ):
         with pytest.raises(xj.InputError, match=named):
