@@ -25,6 +25,7 @@ from .checks import in_order, numbers, whole
 from .config import ModelConfig
 from .decode import Choice, bucket, decode_step, prefill
 from .errors import InputError, shown
+from .faults import check_cache
 from .options import Call, GenerateOptions, checked
 from .params import Params, cache_dtype as default_cache_dtype, tree_bytes
 from .sampling import DRAW_BEAMS, Context, SamplingConfig, draw_key, gumbel, narrow, plain, process
@@ -183,8 +184,7 @@ def beam_search(  # noqa: PLR0913  a door
         logits_BV.block_until_ready()
     with Stopwatch() as searching:
         found = jax.device_get(_SEARCH(params, call.config, logits_BV, cache, request, kind, impl))
-    if np.any(cache.overflow_B) or call.longest + found.step - 1 > call.capacity:
-        raise InputError(f"a beam outgrew its cache of {call.capacity}: raise capacity")
+    check_cache(call, cache)  # the beams' own length is known: at most the prompt's and max_new_tokens
     sequences, scores, longest = _lists(call, found, returned)
     stats = GenerateStats(len(call.prompts), sum(map(len, call.prompts)), tree_bytes(params), cache_bytes)
     stats.prefill_seconds, stats.decode_seconds = prefilling.seconds, searching.seconds

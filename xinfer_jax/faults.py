@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .cache import KVCache
 from .decode import DecodeState
 from .errors import InputError
 from .options import Call
@@ -18,17 +19,25 @@ def check_chosen(call: Call, seen: DecodeState) -> None:
         call: what was asked.
         seen: the state's small fields, on the host.
     """
-    chosen_BT = np.arange(seen.tokens_BT.shape[1]) < seen.length_B[:, None]
-    for row, step in np.argwhere(chosen_BT & ~np.isfinite(seen.logprobs_BT)):
+    # Behind a row's last token the log-probabilities are 0.
+    if not np.isfinite(seen.logprobs_BT).all():
+        row, step = np.argwhere(~np.isfinite(seen.logprobs_BT))[0]
         raise InputError(
             f"row {row}, step {step}: the log-probability of token {seen.tokens_BT[row, step]} is"
             f" {seen.logprobs_BT[row, step]}: {call.broken}"
         )
-    if seen.cache is not None and seen.cache.overflow_B.any():
-        row = seen.cache.overflow_B.argmax()
+    settings = call.sampling_B
+    limited = (settings.logit_bias, settings.min_new_tokens, settings.no_repeat_ngram_size)
+    if any(setting is not None for setting in limited):
+        for row, length in enumerate(seen.length_B):
+            _check_allowed(call, row, seen.tokens_BT[row, :length].tolist())
+
+
+def check_cache(call: Call, cache: KVCache | None) -> None:
+    """Raises InputError where what a row read or wrote did not fit its cache."""
+    if cache is not None and (overflow_B := np.asarray(cache.overflow_B)).any():
+        row = overflow_B.argmax()
         raise InputError(f"row {row} outgrew its cache of {call.capacity} tokens: raise capacity")
-    for row, length in enumerate(seen.length_B):
-        _check_allowed(call, row, seen.tokens_BT[row, :length].tolist())
 
 
 def _check_allowed(call: Call, row: int, ids: list[int]) -> None:

@@ -96,7 +96,8 @@ class SamplingConfig:
         """
         for name, (good, remedy) in _RANGES.items():
             value = getattr(self, name)
-            if value is None and name in ABSENT:  # as `per_row` leaves them
+            # The default itself, or absent as `per_row` leaves it: nothing to look at.
+            if value is getattr(SamplingConfig, name) or (value is None and name in ABSENT):
                 continue
             array = numbers(value)
             if array is None or not traced(array) and not _fits(array, good):

@@ -33,8 +33,8 @@ def encode_prompt(model: Model, prompt: Prompt, *, system: str | None = None, ra
         At least one id; the template has opened the assistant's turn.
 
     Raises:
-        InputError: no tokenizer, an empty prompt, a message without role or content, more text than the context
-            limit can hold, or a system message or a conversation with raw or without a chat template.
+        InputError: no tokenizer, an empty prompt, a message without role or content, more text than the
+            context limit can hold, or a system message or a conversation with raw or without a chat template.
     """
     tokenizer = _tokenizer(model)
     if system is not None and not isinstance(system, str):
