@@ -93,7 +93,7 @@ def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: 
         return empty(shape, dtype) if quantized else jnp.zeros(shape, dtype)
 
     k, v = (tuple(layer(window) for window in config.layer_windows) for _ in "kv")
-    rings = [window for window in config.layer_windows if is_ring(window, capacity)]
+    rings = [window for window in config.layer_windows if _slots(window, capacity) < capacity]
     zeros_B = jnp.zeros(batch, jnp.int32)
     return KVCache(
         k,

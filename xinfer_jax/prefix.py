@@ -103,7 +103,7 @@ def load_prefix(path: str | Path, params: Params, config: ModelConfig, capacity:
     empty = init_cache(config, len(kept["tokens"]), capacity, kept["dtype"])
 
     def padded(array: np.ndarray, like: jax.Array) -> jax.Array:
-        if array.shape[2] > like.shape[2]:
+        if array.shape[2] > min(like.shape[2], capacity):
             raise InputError(
                 f"{path} holds {array.shape[2]} slots of a layer, which capacity {capacity} has not: raise it"
                 f" to {kept['capacity']}"
