@@ -1,11 +1,16 @@
 """Keys and values in 8 and 4 bits: what rounding them loses, and that the engine's identities hold."""
 
 import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 import xinfer_jax as xj
 from xinfer_jax.batch import padded
@@ -181,3 +186,23 @@ def test_refused(model):
     for dtype, named in (("int3", "int3"), ("float64", "float64")):
         with pytest.raises(xj.InputError, match=named):
             xj.generate(model.params, model.config, PROMPTS, xj.GenerateOptions(4, cache_dtype=dtype))
+
+
+@pytest.mark.slow
+def test_what_large_biases_of_keys_do_is_measured(tmp_path):
+    """int8 bears them, if not well; 4 bits do not."""
+
+    def run(*flags):
+        command = [sys.executable, Path(__file__).parents[1] / "scripts/measure_kv.py", *flags]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+    tiny.write_json(tmp_path / "config.json", tiny.CONFIG | dict(head_dim=16))
+    done = run(f"--config={tmp_path}", "--layers=1", "--rows=1", "--tokens=32", "--biases=0,100")
+    assert done.returncode == 0, done.stderr
+    error = {
+        (row["bias"], row["cache"]): row["attention"]
+        for row in json.loads(done.stdout.splitlines()[-1])["rows"]
+    }
+    assert error[0, "int8"] < 0.02 and 5 * error[0, "int8"] < error[100, "int8"] < error[100, "int4"] / 5
+    refused = run("--biases=1,x")
+    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1, refused.stderr
