@@ -11,15 +11,17 @@ to its size; and how often the likeliest next token is that of a float32 cache. 
 object. Exit code 2: bad input, one line on standard error.
 """
 
+from one_line import start
+
+# isort: split
 import json
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
 from bench_shapes import hf_config
-from one_line import parse, refuse
 
 import xinfer_jax as xj
 from xinfer_jax.attention import attention
@@ -43,11 +45,7 @@ _VOCABULARY = 4096  # of a random model
 
 
 def main(argv: list[str]) -> None:
-    logging.set_verbosity(logging.WARNING)
-    try:
-        print(json.dumps(run()))
-    except xj.InputError as error:
-        refuse(error)
+    print(json.dumps(run()))
 
 
 def run() -> dict:
@@ -166,4 +164,4 @@ def _errors_of(layer: Params, config: ModelConfig, index: int, x_BTD, name: str,
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse)
+    start(main)

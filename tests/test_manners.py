@@ -34,7 +34,8 @@ def model(good) -> xj.Model:
 def test_reprs_are_short(model):
     cache = xj.init_cache(model.config, 2, 64)
     out = xj.GenerateOutput([[1] * 1000, [2, 3]], [[0.0] * 1000, [0.0] * 3], ["length", "eos"], None)
-    beams = xj.BeamOutput([[[1, 2]], [[3], [4, 5]]], [[-1.0], [-1.0, -2.0]])
+    cost = xj.GenerateStats(2, 3, 4, 5)
+    beams = xj.BeamOutput([[[1, 2]], [[3], [4, 5]]], [[-1.0], [-1.0, -2.0]], cost)
     prefix = xj.Prefix([[1, 2, 3], [4] * 50], cache)
     assert repr(model) == (
         "Model(qwen2, 0.2083 M parameters in float32, 0.8 MiB, vocabulary 288, context 256, tokenizer)"
@@ -201,19 +202,22 @@ NONSENSE = {
     "unembed-width": (lambda p, c: xj.unembed(p, c, np.ones((2, 7))), "must be an array .* got .2, 7"),
     "unembed-none": (lambda p, c: xj.unembed(p, c, None), "hidden states must be an array"),
     "unembed-params": (lambda p, c: xj.unembed(None, c, np.ones((2, 288))), "params must be"),
-    "truncate-none": (lambda p, c: xj.truncate(None, 3), "cache must be a KVCache, .* got NoneType"),
-    "truncate-text": (lambda p, c: xj.truncate(xj.init_cache(c), "3"), "length_B must be whole numbers"),
-    "truncate-float": (lambda p, c: xj.truncate(xj.init_cache(c), 1.5), "length_B must be whole numbers"),
-    "truncate-bool": (lambda p, c: xj.truncate(xj.init_cache(c), True), "length_B must be whole numbers"),
-    "truncate-below": (lambda p, c: xj.truncate(xj.init_cache(c), np.array([-1])), "of 0 or more"),
-    "truncate-rows": (lambda p, c: xj.truncate(xj.init_cache(c), np.array([1, 2])), r"one or \[1\]"),
+    "truncate-none": (lambda p, c: xj.truncate(None, 3), "cache must be a KVCache, .* got None"),
+    "truncate-text": (lambda p, c: xj.truncate(xj.init_cache(c), "3"), "needs lengths of at least 0"),
+    "truncate-float": (lambda p, c: xj.truncate(xj.init_cache(c), 1.5), "needs lengths of at least 0"),
+    "truncate-bool": (lambda p, c: xj.truncate(xj.init_cache(c), True), "needs lengths of at least 0"),
+    "truncate-below": (lambda p, c: xj.truncate(xj.init_cache(c), np.array([-1])), "of at least 0"),
+    "truncate-rows": (
+        lambda p, c: xj.truncate(xj.init_cache(c), np.array([1, 2])),
+        "one for all 1 rows or one for each",
+    ),
     "from_hf-none": (lambda p, c: xj.from_hf(None), "config.json's object, got None"),
     "from_hf-list": (lambda p, c: xj.from_hf([1]), "config.json's object"),
     "from_hf-empty": (lambda p, c: xj.from_hf({}), "model_type None is not supported"),
     "from_hf-keys": (lambda p, c: xj.from_hf({1: 2}), "model_type None is not supported"),
     "generate-model": (lambda p, c: xj.generate("model", c, [[1]]), "params must be a model's tree"),
     "generate-options": (lambda p, c: xj.generate(p, c, [[1]], {"n": 1}), "must be GenerateOptions"),
-    "stream-options": (lambda p, c: xj.stream(p, c, [[1]], 16), "must be GenerateOptions, got int"),
+    "stream-options": (lambda p, c: xj.stream(p, c, [[1]], 16), "must be GenerateOptions, got 16"),
     "beam-eos": (lambda p, c: xj.beam_search(p, c, [1], eos_token_ids=3), "eos_token_ids must be a list"),
     "score-layers": (lambda p, c: xj.score(p | {"layers": ()}, c, TOKENS), "0 layers, .* asks for 1"),
     "alternatives": (lambda p, c: xj.alternatives_text(None, None), "model must be what load_model gives"),

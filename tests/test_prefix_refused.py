@@ -69,7 +69,7 @@ def test_a_changed_model_is_refused_in_memory_and_in_files(model, saved):
             dataclasses.replace(loaded, model=None, tokens=[[1, 2, 3, 4, 5], [5, 6]]),
             "names 5, 2 tokens .* 4, 2",
         ),
-        ("prefix", "prefix must be the out.prefix of a call"),
+        ("prefix", "prefix must be the out.prefix of an earlier call"),
     ):
         with pytest.raises(xj.InputError, match=named):
             xj.generate(other, config, prompts, xj.GenerateOptions(4, prefix=prefix))

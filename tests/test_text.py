@@ -175,7 +175,7 @@ def test_prompts_that_are_refused_by_name(model, prompt, named):
 @pytest.mark.parametrize(
     "more, named",
     [
-        (dict(options={"max_new_tokens": 3}), "options must be GenerateOptions, got dict"),
+        (dict(options={"max_new_tokens": 3}), "options must be GenerateOptions, got"),
         (dict(options=xj.GenerateOptions(n=2)), "n=2: the text functions give one answer"),
         (dict(options=xj.GenerateOptions(stop_strings="END")), "stop_strings must be a list of texts"),
         (dict(options=xj.GenerateOptions(stop_strings=None)), "stop_strings must be a list of texts"),

@@ -2,7 +2,6 @@
 does the work; jax is imported with it, once the flags are right.
 """
 
-import math
 import sys
 from collections.abc import Sequence
 
@@ -19,7 +18,10 @@ PROGRAM = Program(
 )
 _MOST_TEXT = 2**25  # characters of standard input, beyond any model's context
 
-_finite = math.isfinite
+
+def _finite(x: float) -> bool:
+    """In float32."""
+    return abs(x) < 3.4e38
 
 
 def define_model(program: Program) -> None:
@@ -47,7 +49,7 @@ def define_model(program: Program) -> None:
 def define_temperature(program: Program) -> None:
     program.number(
         "temperature", None, "0: always the most likely token. Default: the checkpoint's.",
-        lambda x: 0 <= x < math.inf, "of 0 or above",
+        lambda x: x >= 0 and _finite(x), "of 0 or above",
     )  # fmt: skip
     program.integer("seed", 0, "Seed of the sampling.", most=2**32 - 1)
 
@@ -65,7 +67,7 @@ def _define_sampling(program: Program) -> None:
     )
     program.number(
         "repetition_penalty", None, "Above 1: repeats become less likely; 1: off. Default: the checkpoint's.",
-        lambda x: 0 < x < math.inf, "above 0",
+        lambda x: 1e-6 <= x <= 1e6, "from 1e-6 to 1e6",
     )  # fmt: skip
     program.number(
         "min_p", None, "Sample among tokens at least this many times as likely as the likeliest; 0: all.",

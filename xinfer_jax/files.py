@@ -1,7 +1,6 @@
 """Reading a checkpoint's small files, and finding a checkpoint by directory or hub name."""
 
 import json
-import math
 import os
 import re
 from pathlib import Path
@@ -64,31 +63,17 @@ def read_json(file: Path) -> dict[str, Any] | None:
     """The object that a JSON file holds; None where there is no such file.
 
     Raises:
-        InputError: not JSON (NaN and numbers beyond a float are not), a name given twice, or not an object.
+        InputError: not JSON, or not an object.
     """
     text = read_text(file)
     if text is None:
         return None
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_number, parse_float=_number)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
         raise InputError(f"{file} must hold a JSON object, got {type(value).__name__}")
-    return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice")
-    return value
-
-
-def _number(text: str) -> float:
-    if not math.isfinite(value := float(text)):
-        raise ValueError(f"{text} is no finite number")
     return value
 
 

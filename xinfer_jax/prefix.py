@@ -36,12 +36,14 @@ class Prefix:
     Attributes:
         tokens: of each row, the ids whose keys and values the cache holds.
         cache: theirs.
+        model: whose keys and values they are: its `fingerprint`; None: the caller vouches.
+        factors: longrope's, by which the keys are rotated; () for other models.
     """
 
     tokens: list[list[int]]
     cache: KVCache
-    model: str | None = None  # whose keys and values they are: its `fingerprint`; None: the caller vouches
-    factors: tuple[float, ...] = ()  # longrope's, by which the keys are rotated; () for other models
+    model: str | None = None
+    factors: tuple[float, ...] = ()
 
     def __repr__(self) -> str:
         return f"Prefix({counted(self.tokens, 'row')}, {self.cache!r})"
