@@ -304,13 +304,17 @@ def _check() -> None:
     for holder in (PROMPTS, NEW, BATCHES, DTYPES, QUANTIZE):
         if not holder.value:
             raise xj.InputError(f"--{holder.name} is empty: give at least one")
-    if PLOT.value and not Path(PLOT.value).absolute().parent.is_dir():
-        raise xj.InputError(f"--plot={PLOT.value}: there is no such directory")
     if PLOT.value:
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError as error:
-            raise xj.InputError("--plot needs matplotlib: pip install 'xinfer-jax[plot]'") from error
+        _check_plot(Path(PLOT.value))
+
+
+def _check_plot(path: Path) -> None:
+    if not path.absolute().parent.is_dir():
+        raise xj.InputError(f"--plot={path}: there is no such directory")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise xj.InputError("--plot needs matplotlib: pip install 'xinfer-jax[plot]'") from error
 
 
 def _work(dtype: str, quantize: str) -> None:

@@ -39,6 +39,23 @@ def convert(checkpoint: Path, converted: Path, precision: str, threads: int) -> 
     plain.unlink()
 
 
+def _next_ids(ctx: object, batch: object, rows: list[list[int]], position: int, vocab_size: int) -> list[int]:
+    """Appends each row's ids at `position`; the likeliest next id of each."""
+    cells = [
+        (token, position + t, row, t == len(ids) - 1)
+        for row, ids in enumerate(rows)
+        for t, token in enumerate(ids)
+    ]
+    batch.n_tokens = len(cells)
+    for i, (token, at, row, last) in enumerate(cells):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, at, 1, last
+        batch.seq_id[i][0] = row
+    if llama_cpp.llama_decode(ctx, batch):
+        raise RuntimeError("llama_decode failed")
+    logits = (llama_cpp.llama_get_logits_ith(ctx, i) for i, cell in enumerate(cells) if cell[3])
+    return [int(np.ctypeslib.as_array(row, (vocab_size,)).argmax()) for row in logits]
+
+
 def load(job: dict) -> Callable[[list[list[int]], int], tuple[float, list[list[int]]]]:
     """What bench_peer_runners.py asks of an engine."""
     quiet = llama_cpp.llama_log_callback(lambda *_: None)
@@ -69,30 +86,14 @@ def load(job: dict) -> Callable[[list[list[int]], int], tuple[float, list[list[i
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(state["context"]), True)
         return state["context"]
 
-    def step(ctx: object, batch: object, rows: list[list[int]], position: int) -> list[int]:
-        """Appends each row's ids at `position`; the likeliest next id of each."""
-        cells = [
-            (token, position + t, row, t == len(ids) - 1)
-            for row, ids in enumerate(rows)
-            for t, token in enumerate(ids)
-        ]
-        batch.n_tokens = len(cells)
-        for i, (token, at, row, last) in enumerate(cells):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, at, 1, last
-            batch.seq_id[i][0] = row
-        if llama_cpp.llama_decode(ctx, batch):
-            raise RuntimeError("llama_decode failed")
-        logits = (llama_cpp.llama_get_logits_ith(ctx, i) for i, cell in enumerate(cells) if cell[3])
-        return [int(np.ctypeslib.as_array(row, (job["vocab_size"],)).argmax()) for row in logits]
-
     def generate(prompts: list[list[int]], new: int) -> tuple[float, list[list[int]]]:
         rows, length = len(prompts), len(prompts[0])
         ctx, start = context(rows, length, new), time.perf_counter()
-        batch = llama_cpp.llama_batch_init(rows * length, 0, 1)
-        chosen = [step(ctx, batch, prompts, 0)]
+        batch, size = llama_cpp.llama_batch_init(rows * length, 0, 1), job["vocab_size"]
+        chosen = [_next_ids(ctx, batch, prompts, 0, size)]
         first_s = time.perf_counter() - start
         for i in range(new - 1):
-            chosen.append(step(ctx, batch, [[token] for token in chosen[-1]], length + i))
+            chosen.append(_next_ids(ctx, batch, [[token] for token in chosen[-1]], length + i, size))
         llama_cpp.llama_batch_free(batch)
         return first_s, [list(row) for row in zip(*chosen, strict=True)]
 

@@ -113,8 +113,10 @@ def test_without_tokenizer_and_generation_config(checkpoint):
 
 
 @pytest.mark.parametrize("name", [tiny.EMBED, tiny.HEAD])
-def test_tied_matrix_under_either_name(checkpoint, name):
-    model = xj.load_model(checkpoint(tied_name=name))
+def test_tied_matrix_under_either_name(tmp_path, name):
+    weights = tiny.tensors()
+    weights[name] = weights.pop(tiny.EMBED)
+    model = xj.load_model(tiny.write(tmp_path, weights=weights, with_tokenizer=False))
     assert "lm_head" not in model.params
     np.testing.assert_array_equal(np.asarray(model.params["embed"]["weight"]), tiny.tensors()[tiny.EMBED])
 

@@ -89,12 +89,10 @@ def write(
     *,
     dtype: str = "float32",
     shards: int = 1,
-    tied_name: str = EMBED,
     weights: Mapping[str, np.ndarray] | None = None,
     with_tokenizer: bool = True,
     tokenizer_config: Mapping[str, Any] | None = TOKENIZER_CONFIG,
     generation_config: Mapping[str, Any] | None = None,
-    seed: int = 0,
 ) -> Path:
     """Writes a checkpoint and returns its directory.
 
@@ -103,17 +101,14 @@ def write(
         hf: contents of config.json.
         dtype: in which the weights are stored.
         shards: 1: model.safetensors; more: that many files and an index.
-        tied_name: under which name a tied model stores its one matrix.
-        weights: instead of `tensors(hf, seed)`; stored as they are.
+        weights: instead of `tensors(hf)`; stored as they are.
         with_tokenizer: whether tokenizer.json and tokenizer_config.json are written.
         tokenizer_config, generation_config: contents of those files; None: no file.
     """
     path.mkdir(parents=True, exist_ok=True)
     write_json(path / "config.json", hf)
     if weights is None:
-        weights = {name: tensor.astype(DTYPES[dtype]) for name, tensor in tensors(hf, seed).items()}
-        if tied_name != EMBED:
-            weights[tied_name] = weights.pop(EMBED)
+        weights = {name: tensor.astype(DTYPES[dtype]) for name, tensor in tensors(hf).items()}
     write_weights(path, weights, shards)
     if with_tokenizer:
         tokenizer().save(str(path / "tokenizer.json"))

@@ -126,13 +126,13 @@ def scaled_params(
         wide = _wide(layer)
         inputs, x_BTD = _inputs(wide, config, index, x_BTD, *seen)
         scales = {}
-        for part, names in _SHARING.items():
+        for part in _SHARING:
             mean_C = _mean_magnitude(inputs[part], seen[1])
             if part == "o":  # query heads that share a value head share its scales
                 mean_C = _per_query_head(
                     mean_C.reshape(config.num_key_value_heads, -1, config.head_dim).mean(1), config
                 )
-            errors = _errors(wide, config, index, part, names, inputs[part], *seen, mean_C, bits, group)
+            errors = _errors(wide, config, index, part, inputs[part], seen, mean_C, (bits, group))
             scales[part] = _scale(mean_C, jnp.argmin(errors) / GRID)
         layers.append(_folded(layer, config, scales))
     return params | {"layers": tuple(layers)}
@@ -222,11 +222,13 @@ def _scale(mean_C: jax.Array, exponent: jax.Array) -> jax.Array:
     return jnp.exp(log_C - log_C.mean())
 
 
-@partial(jax.jit, static_argnames=("config", "index", "part", "names", "bits", "group"))
-def _errors(layer, config, index, part, names, x_BTC, angles, length_B, mean_C, bits, group) -> jax.Array:
-    """For every exponent of the grid: the squared error of what the part puts out, over its real tokens."""
+@partial(jax.jit, static_argnames=("config", "index", "part", "rounding"))
+def _errors(layer, config, index, part, x_BTC, seen, mean_C, rounding) -> jax.Array:
+    """For every exponent of the grid: the squared error of what the part puts out, over its real tokens.
+    rounding: bits and group.
+    """
     rows = max(1, SEARCH_TOKENS // x_BTC.shape[1])
-    x_BTC, angles, length_B = jax.tree.map(lambda a: a[:rows], (x_BTC, angles, length_B))
+    x_BTC, (angles, length_B) = jax.tree.map(lambda a: a[:rows], (x_BTC, seen))
     real_BT1 = (jnp.arange(x_BTC.shape[1]) < length_B[:, None])[..., None]
 
     def output(layer: Params) -> jax.Array:
@@ -238,10 +240,9 @@ def _errors(layer, config, index, part, names, x_BTC, angles, length_B, mean_C, 
         scale_C = _scale(mean_C, exponent)
         rounded = {
             name: (
-                layer[name]
-                | {"weight": rounded_matrix(layer[name]["weight"] * scale_C, bits, group) / scale_C}
+                layer[name] | {"weight": rounded_matrix(layer[name]["weight"] * scale_C, *rounding) / scale_C}
             )
-            for name in names
+            for name in _SHARING[part]
         }
         return jnp.sum(jnp.square(output(layer | rounded) - wanted), where=real_BT1)
 
