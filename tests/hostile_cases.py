@@ -311,8 +311,12 @@ FILES = {
         args=["--quantize=int4"],
         files=tensors(lm_head__weight=np.full((288, 288), np.inf, np.float32)),
     ),
-    "weights with NaN": Case("finite", files=tensors(model__norm__weight=np.full(288, np.nan, np.float32))),
-    "weights with inf": Case("finite", files=tensors(model__norm__weight=np.full(288, np.inf, np.float32))),
+    "weights with NaN": Case(
+        "row 0, step 0.*NaN or inf", files=tensors(model__norm__weight=np.full(288, np.nan, np.float32))
+    ),
+    "weights with inf": Case(
+        "row 0, step 0.*NaN or inf", files=tensors(model__norm__weight=np.full(288, np.inf, np.float32))
+    ),
 }
 
 _AWQ = dict(quant_method="awq", bits=4, group_size=32, version="gemm")
@@ -406,11 +410,11 @@ TOKENIZERS = {
         "tokenizer", files=tokenizer(model={"type": "BPE", "vocab": {}, "merges": []})
     ),
     "tokenizer that cannot encode": Case(
-        "Is that",
+        "cannot encode",
         files=tokenizer(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}),
     ),
     "tokenizer of endless regex": Case(
-        "aaaa",
+        "cannot encode",
         args=["--prompt=" + "a" * 40 + "b"],
         files=tokenizer(pre_tokenizer=_ENDLESS),
     ),
@@ -455,7 +459,7 @@ TOKENIZERS = {
         f"template bomb {name}": Case("template", files=template(source))
         for name, source in {
             "product": "{{ 'a' * 10**10 }}",
-            "power": "{{ 10**10**9 }}",
+            "power": "{{ 10**(10**9) }}",
             "format": "{{ '%10000000000d' % 1 }}",
             "ranges": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
             "ljust": "{{ 'a'.ljust(10**10) }}",
@@ -592,7 +596,7 @@ PROMPTS = {
         args=[f"--max_tokens={5 * 10**8}", "--num_beams=4"],
         files=config(max_position_embeddings=10**9),
     ),
-    "10**7 beams": Case("need [0-9,]+ bytes of memory", args=["--num_beams=10000000"]),
+    "10**7 beams": Case("num_beams", args=["--num_beams=10000000"]),
 }
 
 CASES = CONFIGS | GENERATION | FILES | QUANTIZED | TOKENIZERS | FLAGS | PROMPTS
