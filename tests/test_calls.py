@@ -180,7 +180,7 @@ BAD_PROMPTS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("prompts", BAD_PROMPTS, ids=repr)
+@pytest.mark.parametrize("prompts", BAD_PROMPTS, ids=map(str, range(len(BAD_PROMPTS))))
 def test_bad_prompts(params, prompts):
     with pytest.raises(xj.InputError, match="prompt"):
         run(params, prompts)
