@@ -1,6 +1,7 @@
 """What callers give, in every wrong type, and what shows only while tokens are chosen: refused by name."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import tiny
 
 import xinfer_jax as xj
 from xinfer_jax.config import from_hf
+from xinfer_jax.faults import check_cache
 
 CONFIG = from_hf(tiny.UNTIED | dict(num_hidden_layers=1, vocab_size=64, eos_token_id=63))
 PROMPT = [5, 6]
@@ -81,8 +83,10 @@ def test_the_command_line_exits_with_2(command, tmp_path):
 def test_a_cache_that_overflowed_is_an_error(params):
     prefix = run(params, keep_prefix=True).prefix
     cache = dataclasses.replace(prefix.cache, overflow_B=jnp.array([True]))
-    with pytest.raises(xj.InputError, match="row 0 outgrew its cache of 4 tokens"):
+    with pytest.raises(xj.InputError, match="all of which fit the cache"):
         run(params, prefix=dataclasses.replace(prefix, cache=cache))
+    with pytest.raises(xj.InputError, match="row 0 outgrew its cache of 4 tokens: raise capacity"):
+        check_cache(SimpleNamespace(capacity=4), cache)
 
 
 @pytest.mark.parametrize(
