@@ -29,8 +29,9 @@ def answer(flags: Flags, prompt: str) -> int:
     draft = flags.draft
     if draft not in (None, "lookup"):
         draft = load(draft, flags.dtype, flags.quantize)
+    sampling = _sampling(flags, model)
     options = GenerateOptions(
-        flags.max_tokens, _sampling(flags, model), use_cache=flags.use_cache, impl=flags.impl,
+        flags.max_tokens, sampling, use_cache=flags.use_cache, impl=flags.impl,
         stop_strings=tuple(flags.stop), logprobs=flags.logprobs,
         draft=draft, draft_tokens=flags.draft_tokens, cache_dtype=flags.cache_dtype,
     )  # fmt: skip
@@ -44,7 +45,7 @@ def answer(flags: Flags, prompt: str) -> int:
             served = ", ".join(kernel for kernel in used if used[kernel] == choice)
             status.say(f"{choice[0]} ({choice[1]}): {served}")
     # Two programs less to compile.
-    key = jax.random.key(flags.seed) if options.sampling.temperature > 0 else None
+    key = jax.random.key(flags.seed) if sampling.temperature > 0 else None
     if flags.num_beams > 1:
         _beams(flags, model, ids, options, key, used)
     else:
@@ -96,9 +97,11 @@ def _beams(
         )  # fmt: skip
     if not out.sequences:
         raise InputError("no beam can be continued under these settings: loosen them")
+    tokenizer: Any = model.tokenizer  # which has encoded the prompt
+    sequences: Any = out.sequences  # of the one prompt
     found = [
-        dict(text=model.tokenizer.decode(s), tokens=s, score=score)
-        for s, score in zip(out.sequences, out.scores, strict=True)
+        dict(text=tokenizer.decode(s), tokens=s, score=score)
+        for s, score in zip(sequences, out.scores, strict=True)
     ]
     if flags.output == "json":
         answer = {"sequences": found, "prompt_tokens": len(ids)}
@@ -134,7 +137,7 @@ def _report(model: Model, s: GenerateStats, reason: str = "") -> list[str]:
     )
     drafted = (
         []
-        if s.acceptance is None
+        if s.acceptance is None or s.passes is None
         else [f"draft: {100 * s.acceptance[0]:.0f}% of its guesses were right, {s.passes[0]} passes"]
     )
     return [

@@ -118,7 +118,11 @@ def _by_kernel(kernel: _Kernel, rule: _Rule, q_BTNH, k_BKSH, v_BKSH, start_B, le
     arrays = (q_BTNH, k_BKSH, v_BKSH, start_B, length_B)
     if not kernel.only_on_gpu:
         return fast(*arrays)
-    return lax.platform_dependent(*arrays, cuda=fast, default=lambda *arrays: _blocked(*arrays, rule, False))
+    return lax.platform_dependent(
+        *arrays,
+        cuda=fast,
+        default=lambda q, k, v, start, length: _blocked(q, k, v, start, length, rule, False),
+    )
 
 
 def _forward(*args):

@@ -162,7 +162,8 @@ def beam_search(  # noqa: PLR0913  a door
         impl=impl,
         cache_dtype=cache_dtype,
     )
-    call = checked(params, config, [ids] if single else ids, options, key)
+    prompts: Any = [ids] if single else ids
+    call = checked(params, config, prompts, options, key)
     beams = whole("num_beams", num_beams, 1)
     returned = num_beams if num_return_sequences is None else num_return_sequences
     returned = whole("num_return_sequences", returned, 1)
@@ -265,7 +266,7 @@ def _lists(call: Call, found: _Found, returned: int) -> tuple[list, list, int]:
         kept = [w for w in range(returned) if np.isfinite(final_W[w])]
         rows = [found.ended_BWT[b, w, : found.length_BW[b, w]].tolist() for w in kept]
         longest += len(rows[0]) if rows else 0
-        sequences.append([row[:-1] if row[-1] in call.options.eos_token_ids else row for row in rows])
+        sequences.append([row[:-1] if row[-1] in call.ending else row for row in rows])
         scores.append(final_W[kept].tolist())
     return sequences, scores, longest
 

@@ -15,13 +15,13 @@ from .errors import InputError, shown
 _MOST = 1e30  # of a bias: the penalties that come after it leave float32 then
 
 
-def bias_rows(settings: Sequence[tuple[Any, Any, Any]], batch: int, vocab_size: int | None) -> Any:
+def bias_rows(settings: Sequence[tuple[Any, Any, Any]], batch: int, vocab_size: Any) -> Any:
     """float32 [B, V], or None where nothing is said.
 
     Args:
         settings: logit_bias, allowed_token_ids and forbidden_token_ids: for all rows, or of each row.
         batch: B.
-        vocab_size: V.
+        vocab_size: V; it may be None where nothing is said.
 
     Raises:
         InputError: ids outside the vocabulary, another shape, numbers that are no bias, or nothing left.
@@ -86,7 +86,7 @@ def _of_ids(given: Mapping, V: int) -> Any:
 
 def _of_all(given: Any, rows: int, V: int) -> Any:
     """The bias of numbers for every token, [1 or rows, V]."""
-    array = jnp.asarray(given, jnp.float32) if traced(given) else numbers(given)
+    array: Any = jnp.asarray(given, jnp.float32) if traced(given) else numbers(given)
     if array is None or array.shape not in ((V,), (1, V), (rows, V)):
         kind = shown(given) if array is None else f"numbers of the shape {list(array.shape)}"
         raise InputError(

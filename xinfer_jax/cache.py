@@ -155,7 +155,8 @@ def append(
         num_tokens_B = jnp.minimum(num_tokens_B, cache.capacity - cache.length_B)
     if cache.is_ring(layer):
         write = partial(_write_ring, cache.capacity)
-        if T > (most := cache.k[layer].shape[2] - cache.windows[layer] + 1):
+        window: Any = cache.windows[layer]  # every ring has one
+        if T > (most := cache.k[layer].shape[2] - window + 1):
             raise InputError(
                 f"{T} tokens in one call exceed the {most} that a layer with a sliding window takes at once:"
                 " use prefill"
@@ -247,7 +248,7 @@ def remembered(cache: KVCache, length_B: Any) -> Any:
     """
     if cache.reached_B is None:
         return np.ones(len(cache.length_B), bool)
-    holds_B = True
+    holds_B: Any = True
     for slots, window in _rings(cache):
         holds_B &= jnp.maximum(length_B - window + 1, 0) >= cache.reached_B - slots
     return (length_B == 0) | holds_B

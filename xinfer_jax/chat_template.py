@@ -101,7 +101,7 @@ class _Work:
 
     def __init__(self, variables: dict[str, Any]):
         pairs = len(variables.get("messages", ())) ** 2
-        self.left = _WORK + _WORK_PER_UNIT * _weight(variables) + _WORK_PER_PAIR * pairs
+        self.left: float = _WORK + _WORK_PER_UNIT * _weight(variables) + _WORK_PER_PAIR * pairs
         self.until = time.thread_time() + _SECONDS + _SECONDS_PER_UNIT * self.left
 
     def spend(self, units: float) -> None:
@@ -282,9 +282,14 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self.filters[name] = self._counted(name, function)
         for name in _DEEP_TESTS:
             self.tests[name] = self._weighed(self.tests[name])
+
+        def pay(nodes: int) -> bool:
+            work.spend(_NODE * nodes)
+            return True
+
         # With a context, so that jinja2 does not run them while it compiles.
         own = {
-            "pay!": lambda nodes: work.spend(_NODE * nodes) or True,
+            "pay!": pay,
             "show!": lambda value: (work.weigh(value), str(value))[1],
             "concat!": lambda *values: (work.weigh(*values), "".join(map(str, values)))[1],
             "read!": lambda value: (work.weigh(value, share=16), value)[1],
@@ -351,12 +356,14 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def wrap_str_format(self, value: Any) -> Any:
         """Counts what str.format makes."""
         form = super().wrap_str_format(value)
+        if form is None:
+            return None
 
         def counted(*args: Any, **kwargs: Any) -> str:
             self.work.braces(value.__self__, (args, kwargs))
             return form(*args, **kwargs)
 
-        return form and counted
+        return counted
 
     def _counted(self, name: str, function: Callable) -> Callable:
         @functools.wraps(function)
@@ -369,7 +376,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
         return counted
 
-    def _weighed(self, function: Callable) -> Callable:
+    def _weighed(self, function: Any) -> Callable:
         @functools.wraps(function)
         def weighed(*args: Any) -> Any:
             self.work.weigh(*args, share=16)

@@ -59,7 +59,7 @@ def token_ids(name: str, ids: Any, vocab_size: int | None = None) -> list[int]:
     if isinstance(ids, np.ndarray | jax.Array):
         array = np.asarray(ids)
         good = array.ndim == 1 and (np.issubdtype(array.dtype, np.integer) or not array.size)
-        found = array.tolist() if good else [None]
+        found: list[Any] = array.tolist() if good else [None]
     elif isinstance(ids, Collection) and not isinstance(ids, _TEXT | Mapping):
         found = [i if type(i) is int else _index(i) for i in ids]
     else:

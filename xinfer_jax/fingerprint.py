@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import weakref
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,7 +37,7 @@ def _config(config: ModelConfig) -> str:
     """
     rope = dataclasses.replace(config.rope, short_factor=(), long_factor=())
 
-    def fields(value: object) -> dict:
+    def fields(value: Any) -> dict:
         given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.compare}
         unset = {f.name: f.default for f in dataclasses.fields(value)}
         return {name: x for name, x in given.items() if x != unset[name]}

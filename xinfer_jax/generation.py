@@ -295,7 +295,7 @@ def _start_draft(call: Call) -> Speculation | None:
         return None
     nothing_B, cache = np.zeros(len(prompts), np.int32), None
     params, config = _draft(options)
-    if params is not None:
+    if isinstance(config, ModelConfig):
         capacity = min(call.capacity, config.context_length)  # guesses beyond are dropped
         cache = init_cache(config, len(prompts), capacity, options.cache_dtype or cache_dtype(params))
         cache = prefill(params, config, *padded(prompts, capacity), cache, donate=True, impl=options.impl)[1]

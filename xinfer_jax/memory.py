@@ -24,7 +24,7 @@ def memory_bytes() -> int:
     """Of the devices of this process together; on CPU, of the machine, or less where the process may have
     less.
     """
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
     return sum(limits) if all(limits) else min(_of_the_process())
 
 

@@ -139,7 +139,7 @@ class Call:
     @property
     def ending(self) -> tuple[int, ...]:
         """All ids that end a row."""
-        return (*self.options.eos_token_ids, *self.options.stop_token_ids)
+        return (*(self.options.eos_token_ids or ()), *self.options.stop_token_ids)
 
     @property
     def answers(self) -> int:
@@ -222,7 +222,7 @@ def _plain(config: ModelConfig, options: GenerateOptions) -> GenerateOptions:
     for name in ("use_cache", "keep_prefix", "logits"):
         if not isinstance(value := getattr(options, name), bool | np.bool_):
             raise InputError(f"{name} must be True or False, got {shown(value)}")
-    values = {"n": whole("n", options.n, 1, _MOST_ANSWERS)}
+    values: dict[str, Any] = {"n": whole("n", options.n, 1, _MOST_ANSWERS)}
     bounds = dict(
         max_new_tokens=(1, None), capacity=(1, None), best_of=(values["n"], _MOST_ANSWERS),
         logprobs=(0, None), draft_tokens=(1, MOST_GUESSES),

@@ -217,7 +217,8 @@ def _metadata(
             f"{path} was written by {'an older' if known else 'another'} version of xinfer_jax, which marked"
             " its model differently: prefill again and save it anew"
         )
-    tokens, capacity, reached = (kept.get(name) for name in ("tokens", "capacity", "reached"))
+    given: list[Any] = [kept.get(name) for name in ("tokens", "capacity", "reached")]
+    tokens, capacity, reached = given
     rows_fit = isinstance(tokens, list) and all(_whole(row, 0, config.vocab_size - 1) for row in tokens)
     lengths = list(map(len, tokens)) if rows_fit else []
     fits = {

@@ -32,7 +32,8 @@ class Program:
     def texts(self, name: str, help: str, empty: str) -> None:
         """Texts, one each time that the flag is given."""
         parser = _Parser(str, bool, empty)
-        flags.DEFINE_multi(parser, None, name, [], help, flag_values=self.values)
+        # absl needs no serializer, though its stub asks for one.
+        flags.DEFINE_multi(parser, None, name, [], help, flag_values=self.values)  # type: ignore[call-overload]
 
     def choice(self, name: str, default: str | None, help: str, *choices: str) -> None:
         remedy = f"give {', '.join(choices[:-1])} or {choices[-1]}"

@@ -135,5 +135,5 @@ def read_ropes(hf: Mapping, sliding_theta: float) -> dict[str, RopeConfig | None
         return read_rope({**hf, **alone}, tuple(t for t in ROPE_TYPES if t != "dynamic"))
 
     full, sliding = (dict(given.get(kind) or {}) for kind in kinds)
-    ropes = one(full | objects(hf, "rope_scaling"), hf["rope_theta"]), one(sliding, sliding_theta)
+    ropes = one({**full, **objects(hf, "rope_scaling")}, hf["rope_theta"]), one(sliding, sliding_theta)
     return dict(rope=ropes[0], sliding_rope=None if ropes[0] == ropes[1] else ropes[1])

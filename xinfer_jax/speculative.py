@@ -10,7 +10,7 @@ makes it guess alike.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ class Guessing(NamedTuple):
     """Who guesses: the configuration of the draft model, or a function; and how many tokens per pass."""
 
     guesser: ModelConfig | Guesser
-    count: int
+    per_pass: int
 
 
 def speculate(
@@ -70,18 +70,19 @@ def speculate(
         until: int32.
         impl: as in `prefill`.
     """
-    count = guessing.count
+    count = guessing.per_pass
 
     def body(carry: tuple[DecodeState, Speculation]) -> tuple[DecodeState, Speculation]:
         state, spec = carry
         active_B = _active(state, choice)
+        held: Any = state.cache  # there always is one here
         guess_BK, draft_cache = _guess(draft_params, guessing, state, spec.cache, choice, impl)
         tokens_BT = jnp.concatenate([state.token_B[:, None], guess_BK], 1)
         hidden_BTD, cache = hidden_states(
-            params, config, tokens_BT, state.cache, jnp.where(active_B, count + 1, 0), impl=impl
+            params, config, tokens_BT, held, jnp.where(active_B, count + 1, 0), impl=impl
         )
         # What a guess writes past the capacity is dropped, and its logits are behind the last token.
-        cache = dataclasses.replace(cache, overflow_B=state.cache.overflow_B)
+        cache = dataclasses.replace(cache, overflow_B=held.overflow_B)
         logits_BTV, before_B, active = unembed(params, config, hidden_BTD), state.length_B, active_B
         for i in range(count + 1):  # the token behind the first i guesses, which were right
             state = record(logits_BTV[:, i], state, choice, impl, active)
@@ -104,13 +105,12 @@ def _active(state: DecodeState, choice: Choice) -> jax.Array:
     return ~state.finished_B & (state.length_B < choice.limit)
 
 
-def _guess(
-    params: Params | None, guessing: Guessing, state: DecodeState, cache: KVCache | None, choice: Choice, impl
-):
+def _guess(params: Params | None, guessing: Guessing, state: DecodeState, cache: Any, choice: Choice, impl):
     """The guesses [B, count], and the draft model's cache."""
-    history_BS, position_B = state.context.history_BS, state.position_B
+    history_BS: Any = state.context.history_BS  # as `speculate` asks
+    position_B = state.position_B
     guesser, count = guessing
-    if params is None:
+    if not isinstance(guesser, ModelConfig):
         return jnp.asarray(guesser(history_BS, position_B, count), jnp.int32), None
     context = context_now(state, choice.eos_E)
 
@@ -138,7 +138,8 @@ def check_guesser(guesser: Guesser, count: int, rows: int, room: int) -> None:
         guess = _traced_guess(guesser, count, rows, room)
     except Exception as error:
         raise InputError(f"the draft function cannot be traced: {type(error).__name__}: {error}") from error
-    shape, dtype = getattr(guess, "shape", None), getattr(guess, "dtype", None)
+    shape: Any = getattr(guess, "shape", None)
+    dtype: Any = getattr(guess, "dtype", None)
     if shape != (rows, count) or not jnp.issubdtype(dtype, np.integer):
         got = shown(guess) if shape is None else f"{dtype} of {list(shape)}"
         raise InputError(f"the draft function must give int32 ids of the shape [{rows}, {count}], got {got}")

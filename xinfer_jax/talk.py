@@ -8,6 +8,7 @@ import jax
 
 from .errors import InputError
 from .options import GenerateOptions, GenerateOutput
+from .prefix import Prefix
 from .process import told_first
 from .sampling import SamplingConfig
 from .startup import from_the_first, keep_compiled_programs, load
@@ -67,7 +68,7 @@ class Conversation:
         sampling = SamplingConfig.from_hf(self._model.generation_config)
         if flags.temperature is not None:
             sampling = dataclasses.replace(sampling, temperature=flags.temperature)
-        capacity = min(flags.capacity or 4096, self._model.config.context_length)
+        self._capacity = capacity = min(flags.capacity or 4096, self._model.config.context_length)
         if capacity <= flags.max_tokens:
             raise InputError(
                 f"--max_tokens={flags.max_tokens} leaves no room for a question in a capacity of {capacity}:"
@@ -81,7 +82,8 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        self._turns, self._prefix = [], None
+        self._turns: list[dict[str, str]] = []
+        self._prefix: Prefix | None = None
 
     def answer(self, said: str) -> str:
         """Prints the answer to what is said and notes both; a line about its cost.
@@ -92,7 +94,7 @@ class Conversation:
         turns = self._fitting([*self._turns, {"role": "user", "content": said}])
         if left_out := (len(self._turns) + 1 - len(turns)) // 2:
             write(
-                f"[{left_out} of the earliest exchanges no longer fit in {self._options.capacity} tokens and"
+                f"[{left_out} of the earliest exchanges no longer fit in {self._capacity} tokens and"
                 " are forgotten]\n"
             )
         self._key, now = jax.random.split(self._key)
@@ -102,7 +104,7 @@ class Conversation:
 
     def _fitting(self, turns: list[dict[str, str]]) -> list[dict[str, str]]:
         """The turns without as many of the earliest exchanges as it takes to leave room for an answer."""
-        capacity = self._options.capacity
+        capacity = self._capacity
         for first in range(0, len(turns), 2):
             ids = encode_prompt(self._model, self._system + turns[first:])
             if len(ids) <= capacity - self._options.max_new_tokens:

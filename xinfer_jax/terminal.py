@@ -114,9 +114,10 @@ def _shower(name: str) -> Callable[..., None]:
 
 def let_go(stream: TextIO | None) -> None:
     """Sends nowhere what a stream holds that cannot be written: Python would fail on it again at its end."""
+    if stream is None:
+        return
     try:
-        if stream is not None:
-            stream.flush()
+        stream.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -208,14 +208,14 @@ def _declare(backend: tokenizers.Tokenizer, path: Path, settings: dict[str, Any]
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     present = backend.get_added_tokens_decoder()
     try:
-        named = {
+        given = {
             name: settings.get(name)
             for name in dict.fromkeys((*_NAMES, *settings))  # new ones get ids in this order
             if name.endswith("_token")
         }
         if isinstance(extra, dict):
-            named, extra = named | extra, []
-        named = {name: _token(value, special=True) for name, value in named.items() if _is_token(value)}
+            given, extra = given | extra, []
+        named = {name: _token(value, special=True) for name, value in given.items() if _is_token(value)}
         declared = present if declared is None else {int(i): _token(declared[i]) for i in declared}
         tokens = [declared[i] for i in sorted(declared)]
         known = {token.content for token in (*present.values(), *tokens)}

@@ -135,7 +135,8 @@ def _attend(q_RH, cache_refs, length, seen, blocks, rule: _Rule):
         return acc_RH, new_R, sum_R * shrink_R + p_RC.sum(1)
 
     nothing = jnp.zeros((R, width), jnp.float32), jnp.full(R, LOWEST, jnp.float32), jnp.zeros(R, jnp.float32)
-    return lax.fori_loop(*blocks, step, nothing)
+    begin, stop = blocks
+    return lax.fori_loop(begin, stop, step, nothing)
 
 
 def decode_attention(  # noqa: PLR0913
