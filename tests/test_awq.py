@@ -3,9 +3,7 @@ scripts/quantize.py says how much.
 """
 
 import json
-import os
 import random
-import subprocess
 import sys
 from functools import cache, partial
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 import tiny
 import tokenizers
@@ -229,19 +228,7 @@ def test_int4_with_awq(text):
 # --- scripts/quantize.py ------------------------------------------------------------------------------------
 
 
-def quantize(*flags: str) -> subprocess.CompletedProcess:
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-    }
-    return subprocess.run(
-        [sys.executable, "scripts/quantize.py", *flags],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+quantize = partial(programs.run, "quantize")
 
 
 @pytest.mark.slow

@@ -5,9 +5,6 @@ and transformers agree.
 import dataclasses
 import json
 import math
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import parity_cases as cases
+import programs
 import pytest
 import tiny
 
@@ -276,19 +274,7 @@ def test_score_completions_refuses(model, prompts, completions, more, named):
 # --- scripts/perplexity.py ----------------------------------------------------------------------------------
 
 
-def perplexity(*flags: str) -> subprocess.CompletedProcess:
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-    }
-    return subprocess.run(
-        [sys.executable, "scripts/perplexity.py", *flags],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+perplexity = partial(programs.run, "perplexity")
 
 
 @pytest.mark.parametrize("window, stride, length", [(32, 12, 101), (32, 31, 64), (32, 1, 40), (64, 32, 20)])

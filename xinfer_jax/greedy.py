@@ -10,7 +10,8 @@ import kernels_pallas
 
 from .attention import selected
 from .config import ModelConfig
-from .model import head, unembed
+from .layers import linear, soft_cap
+from .model import head
 from .params import Params
 from .quantization import is_quantized
 
@@ -46,12 +47,13 @@ def greedy(
     weight = head(params)["weight"]
     chosen = selected("lm_head_argmax", impl, hidden_BD, weight).impl
 
+    cap = config.final_logit_softcapping
+
     def by_kernel(hidden_BD: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-        cap = config.final_logit_softcapping
         return kernels_pallas.run(chosen, "lm_head_argmax", hidden_BD, weight, soft_cap=cap)
 
     def by_logits(hidden_BD: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits_BV = unembed({"lm_head": {"weight": weight}}, config, hidden_BD)
+        logits_BV = soft_cap(linear(hidden_BD, {"weight": weight}, jnp.float32), cap)
         id_B = _argmax(logits_BV)
         return id_B, jnp.take_along_axis(jax.nn.log_softmax(logits_BV, -1), id_B[:, None], -1)[:, 0]
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from .attention import attention, check_impl
 from .cache import KVCache, advance, append, held, read
 from .config import ModelConfig
-from .errors import InputError
+from .errors import InputError, shown
 from .experts import mixture_of_experts
 from .layers import embed, gated_mlp, linear, norm, rotary_angles, rotate, soft_cap
 from .params import AnyArray, Params, activation_dtype, check_params
@@ -140,7 +140,7 @@ def embed_tokens(params: Params, config: ModelConfig, tokens: AnyArray) -> jax.A
     """
     check_params(params, config)
     if not isinstance(tokens, jax.Array | np.ndarray) or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise InputError(f"tokens must be an array of ids, got {tokens!r}")
+        raise InputError(f"tokens must be an array of ids, got {shown(tokens)}")
     _check_range("token id", tokens, config.vocab_size - 1)
     return embed(jnp.asarray(tokens), params["embed"], activation_dtype(params), config.embed_scale)
 

@@ -1,0 +1,38 @@
+"""Programs of scripts/, run in this process: what they import and compile is there already."""
+
+import contextlib
+import importlib.util
+import io
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from absl import flags
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import one_line  # noqa: E402
+
+from xinfer_jax.process import finish  # noqa: E402
+
+
+def run(name: str, *arguments: str) -> SimpleNamespace:
+    """What a process of scripts/NAME.py would leave: returncode, stdout, stderr."""
+    known, out, err = set(flags.FLAGS), io.StringIO(), io.StringIO()
+    spec = importlib.util.spec_from_file_location(f"program_{name}", ROOT / "scripts" / f"{name}.py")
+    program, started, argv = importlib.util.module_from_spec(spec), one_line.STARTED, sys.argv
+    one_line.STARTED, sys.argv = Path(f"{name}.py"), [f"{name}.py", *arguments]
+    code = None
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            spec.loader.exec_module(program)
+            given = one_line.parse(sys.argv)
+            finish(name, lambda: program.main(given))
+        except SystemExit as end:
+            code = end.code
+        finally:
+            one_line.STARTED, sys.argv = started, argv
+            for flag in set(flags.FLAGS) - known:  # another program may have one of the same name
+                delattr(flags.FLAGS, flag)
+    return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
