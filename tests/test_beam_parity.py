@@ -1,5 +1,6 @@
 """Beam search against transformers: sequences and scores, stopping rules, processors."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -72,7 +73,10 @@ def test_transformers_finds_the_same(name, rules):
         options |= dict(early_stopping=early_stopping, length_penalty=length_penalty)
         ours = xj.beam_search(params, config, prompts, eos_token_ids=EOS, **options)
         for prompt, sequences, scores in zip(prompts, ours.sequences, ours.scores, strict=True):
-            assert_same(xj.BeamOutput(sequences, scores), *hf_beam_search(theirs, prompt, EOS, **options))
+            assert_same(
+                dataclasses.replace(ours, sequences=sequences, scores=scores),
+                *hf_beam_search(theirs, prompt, EOS, **options),
+            )
             early_ends += sum(len(s) < 14 for s in sequences)
         found.setdefault(early_stopping, []).append(ours.sequences)
     assert early_ends > 10
@@ -86,7 +90,10 @@ def test_no_eos_as_in_transformers():
     options = dict(num_beams=5, num_return_sequences=5, max_new_tokens=12)
     ours = xj.beam_search(params, config, prompts, **options)
     for prompt, sequences, scores in zip(prompts, ours.sequences, ours.scores, strict=True):
-        assert_same(xj.BeamOutput(sequences, scores), *hf_beam_search(theirs, prompt, (), **options))
+        assert_same(
+            dataclasses.replace(ours, sequences=sequences, scores=scores),
+            *hf_beam_search(theirs, prompt, (), **options),
+        )
 
 
 def penalty_on(start: int, presence: float, frequency: float):
@@ -180,6 +187,7 @@ def test_every_processor_as_in_transformers(monkeypatch):
 
     for row, (name, (i, _, given)) in enumerate(SERVED.items()):
         sequences, scores = wanted(prompts[i], **given)
-        assert_same(xj.BeamOutput(found.sequences[row], found.scores[row]), sequences, scores)
+        ours = dataclasses.replace(found, sequences=found.sequences[row], scores=found.scores[row])
+        assert_same(ours, sequences, scores)
         without, _ = wanted(prompts[i], **HOT if "temperature" in given else {})
         assert (sequences == without) == (name == "off"), f"{name} changes nothing"

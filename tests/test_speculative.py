@@ -47,7 +47,7 @@ def run(model, prompts=PROMPTS, **given) -> xj.GenerateOutput:
 
 @pytest.mark.parametrize(
     "draft",
-    ["lookup", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("itself", "small", "function"))],
+    ["lookup", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("small", "function"))],
 )
 def test_the_tokens_are_those_of_plain_decoding(model, drafts, draft):
     eos = tuple(run(model).tokens[0][9:10])
@@ -78,7 +78,7 @@ def test_a_draft_that_is_always_right(model, drafts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", ["small", "lookup"])
+@pytest.mark.parametrize("draft", ["lookup"])
 def test_a_row_of_a_batch_is_the_row_alone_streamed_and_shared(model, drafts, draft):
     keys = jax.random.split(jax.random.key(1), 2)
     given = dict(
