@@ -28,7 +28,8 @@ DOUBT = 1e-3  # where the two best logits are closer than this, the choice betwe
 GENERATED = (
     "qwen2-window-late-layers", "qwen2-long-window", "qwen3-head-dim-tied", "llama3-old-tied",
     "llama-dynamic-old", "mistral-window-linear",
-    "smollm3-window", "smollm3-bias-yarn", "moe-defaults", "olmo3-two-ropes-new", "gemma3-two-ropes-new",
+    "smollm3-window", "smollm3-bias-yarn", "moe-defaults", "olmo3-two-ropes-new", "gemma2-long-caps",
+    "gemma3-two-ropes-new",
     "phi3-partial-attention-factor",
 )  # fmt: skip
 
