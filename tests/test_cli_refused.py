@@ -45,8 +45,11 @@ BAD_FLAGS = {
     "top-k-negative": (["--top_k=-1"], "--top_k=-1: give a whole number from 0"),
     "top-k-too-large": ([f"--top_k={2**31}"], "--top_k=2147483648: give"),
     "top-k-fraction": (["--top_k=1.5"], "--top_k=1.5: give"),
-    "penalty-zero": (["--repetition_penalty=0"], "--repetition_penalty=0: give a number above 0"),
-    "penalty-infinite": (["--presence_penalty=inf"], "--presence_penalty=inf: give a number that is finite"),
+    "penalty-zero": (["--repetition_penalty=0"], "--repetition_penalty=0: give a number from 1e-6"),
+    "penalty-infinite": (
+        ["--presence_penalty=inf"],
+        "--presence_penalty=inf: give a number from -1e30 to 1e30",
+    ),
     "max-tokens-zero": (["--max_tokens=0"], "--max_tokens=0: give a whole number from 1"),
     "max-tokens-negative": (["--max_tokens=-5"], "--max_tokens=-5: give"),
     "max-tokens-text": (["--max_tokens=abc"], "--max_tokens=abc: give"),

@@ -66,7 +66,9 @@ def _stream(
     flags: Flags, model: Model, prompt: str, options: GenerateOptions, key: jax.Array | None, used: dict
 ) -> None:
     """Prints the answer as it comes, or at its end as JSON."""
-    pieces = from_the_first(stream_text(model, prompt, options, key=key, system=flags.system, raw=flags.raw))
+    tokenizer = model.tokenizer
+    raw = flags.raw or tokenizer is not None and tokenizer.chat_template is None  # said already
+    pieces = from_the_first(stream_text(model, prompt, options, key=key, system=flags.system, raw=raw))
     text = []
     while True:
         try:

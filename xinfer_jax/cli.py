@@ -79,11 +79,11 @@ def _define_sampling(program: Program) -> None:
     )  # fmt: skip
     program.number(
         "presence_penalty", None, "Taken off the logits of tokens that the answer already holds; 0: off.",
-        _finite, "that is finite",
+        lambda x: abs(x) <= 1e30, "from -1e30 to 1e30",
     )  # fmt: skip
     program.number(
         "frequency_penalty", None, "The same, as often as the answer holds them; 0: off.",
-        _finite, "that is finite",
+        lambda x: abs(x) <= 1e30, "from -1e30 to 1e30",
     )  # fmt: skip
     program.integer("no_repeat_ngram_size", None, "No sequence of so many tokens occurs twice; 0: off.")
     program.integer("min_tokens", None, "The answer does not end before so many tokens.")
