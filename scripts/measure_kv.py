@@ -14,6 +14,7 @@ object. Exit code 2: bad input, one line on standard error.
 from one_line import start
 
 # isort: split
+import dataclasses
 import json
 from functools import partial
 
@@ -123,20 +124,14 @@ def _errors(params: Params, config: ModelConfig, tokens_BT: jax.Array, name: str
     """The three errors, [L, 3]: each layer given what an exact cache gives it."""
     # Normed once more in the layer, which undoes this one: what enters a layer.
     below = params | {"final_norm": jnp.ones_like(params["final_norm"])}
-    enters = jax.jit(hidden_states, static_argnums=1)
-    return np.array(
-        [
-            _errors_of(
-                layer,
-                config,
-                i,
-                enters(below | {"layers": params["layers"][:i]}, config, tokens_BT)[0],
-                name,
-                _added(config, bias),
-            )
-            for i, layer in enumerate(params["layers"])
-        ]
-    )
+    enters, added = jax.jit(hidden_states, static_argnums=1), _added(config, bias)
+
+    def errors(i: int) -> jax.Array:
+        first = below | {"layers": params["layers"][:i]}
+        x_BTD, _ = enters(first, dataclasses.replace(config, num_hidden_layers=i), tokens_BT)
+        return _errors_of(params["layers"][i], config, i, x_BTD, name, added)
+
+    return np.array([errors(i) for i in range(config.num_hidden_layers)])
 
 
 @partial(jax.jit, static_argnums=(1, 2, 4))
