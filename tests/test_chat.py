@@ -82,7 +82,6 @@ def test_interrupts(environment, good):  # noqa: F811
     output = session.process.stdout
     session.type(QUESTION)
     session.until("compiling")
-    session.until("0.5")
     session.process.send_signal(signal.SIGINT)
     assert re.fullmatch(rb"> .+\n", output.readline()) and output.readline().endswith(b", stop]\n")
     session.type(QUESTION)
@@ -98,7 +97,6 @@ def test_a_second_interrupt_ends_the_talk(environment, good):  # noqa: F811
     )
     session.type(QUESTION)
     session.until("compiling")
-    session.until("0.5")
     session.process.send_signal(signal.SIGINT)
     time.sleep(0.3)  # two at once would be one
     code, _, err = session.interrupted()
