@@ -29,7 +29,8 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> dict[str, str]:
     """Of a user with an empty cache directory, which the runs below share."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("JAX_")} | {
+    compiled = ("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE")
+    return {name: value for name, value in os.environ.items() if not name.startswith(compiled)} | {
         "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
         "PYTHONPATH": str(ROOT),
         "PYTHONIOENCODING": "utf-8",
