@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 
 from .attention import attention, check_impl
 from .cache import KVCache, advance, append, held, read
+from .checks import within
 from .config import ModelConfig
 from .errors import InputError, shown
 from .experts import mixture_of_experts
@@ -141,7 +142,7 @@ def embed_tokens(params: Params, config: ModelConfig, tokens: AnyArray) -> jax.A
     check_params(params, config)
     if not isinstance(tokens, jax.Array | np.ndarray) or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise InputError(f"tokens must be an array of ids, got {shown(tokens)}")
-    _check_range("token id", tokens, config.vocab_size - 1)
+    within("token id", tokens, 0, config.vocab_size - 1)
     return embed(jnp.asarray(tokens), params["embed"], activation_dtype(params), config.embed_scale)
 
 
@@ -201,16 +202,9 @@ def check_tokens(
         raise InputError(
             f"the cache for {shape[0]} rows must be one that init_cache gives for them, got {cache!r}"
         )
-    _check_range("token id", tokens_BT, config.vocab_size - 1)
-    _check_range("num_tokens", num_tokens_B, shape[1])
-
-
-def _check_range(name: str, array: Any, most: int) -> None:
-    if array is None or isinstance(array, jax.core.Tracer):
-        return
-    values = np.asarray(array)
-    if np.any(bad := (values < 0) | (values > most)):
-        raise InputError(f"{name} {values[bad][0]} is outside 0 … {most}")
+    within("token id", tokens_BT, 0, config.vocab_size - 1)
+    if num_tokens_B is not None:
+        within("num_tokens", num_tokens_B, 0, shape[1])
 
 
 def _attend(
