@@ -17,7 +17,7 @@ from .sampling import SamplingConfig
 from .startup import from_the_first, keep_compiled_programs, load
 from .stats import GenerateStats
 from .terminal import status, write
-from .text import alternatives_text, encode_prompt, stream_text
+from .text import alternatives_text, encode_prompt, stream_answer
 
 Flags = Any  # the values that cli.py defines: flags.NAME
 
@@ -49,7 +49,7 @@ def answer(flags: Flags, prompt: str) -> int:
     if flags.num_beams > 1:
         _beams(flags, model, ids, options, key, used)
     else:
-        _stream(flags, model, prompt, options, key, used)
+        _stream(flags, model, ids, options, key, used)
     return 0
 
 
@@ -63,12 +63,10 @@ def _sampling(flags: Flags, model: Model) -> SamplingConfig:
 
 
 def _stream(
-    flags: Flags, model: Model, prompt: str, options: GenerateOptions, key: jax.Array | None, used: dict
+    flags: Flags, model: Model, ids: list[int], options: GenerateOptions, key: jax.Array | None, used: dict
 ) -> None:
     """Prints the answer as it comes, or at its end as JSON."""
-    tokenizer = model.tokenizer
-    raw = flags.raw or tokenizer is not None and tokenizer.chat_template is None  # said already
-    pieces = from_the_first(stream_text(model, prompt, options, key=key, system=flags.system, raw=raw))
+    pieces = from_the_first(stream_answer(model, ids, options, key=key))
     text = []
     while True:
         try:

@@ -14,7 +14,7 @@ from .sampling import SamplingConfig
 from .startup import from_the_first, keep_compiled_programs, load
 from .stats import GenerateStats
 from .terminal import status, write
-from .text import encode_prompt, stream_text
+from .text import encode_prompt, stream_answer
 
 _LONGEST = 2**20  # characters of what is said at a time
 _COMMANDS = "there are /exit, /reset and /stats"
@@ -91,34 +91,36 @@ class Conversation:
         Raises:
             InputError: it cannot be answered; then nothing is noted.
         """
-        turns = self._fitting([*self._turns, {"role": "user", "content": said}])
+        turns, ids = self._fitting([*self._turns, {"role": "user", "content": said}])
         if left_out := (len(self._turns) + 1 - len(turns)) // 2:
             write(
                 f"[{left_out} of the earliest exchanges no longer fit in {self._capacity} tokens and"
                 " are forgotten]\n"
             )
         self._key, now = jax.random.split(self._key)
-        text, out = self._stream(turns, now)
+        text, out = self._stream(ids, now)
         self._turns, self._prefix = [*turns, {"role": "assistant", "content": text}], out.prefix
         return _cost(out.stats, out.finish_reason[0])
 
-    def _fitting(self, turns: list[dict[str, str]]) -> list[dict[str, str]]:
-        """The turns without as many of the earliest exchanges as it takes to leave room for an answer."""
+    def _fitting(self, turns: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
+        """The turns without as many of the earliest exchanges as it takes to leave room for an answer, and
+        their ids.
+        """
         capacity = self._capacity
         for first in range(0, len(turns), 2):
             ids = encode_prompt(self._model, self._system + turns[first:])
             if len(ids) <= capacity - self._options.max_new_tokens:
-                return turns[first:]
+                return turns[first:], ids
         raise InputError(
             f"too long: a question of {len(ids)} tokens and its answer have {capacity} tokens of room; see"
             " --capacity"
         )
 
-    def _stream(self, turns: list[dict[str, str]], key: jax.Array) -> tuple[str, GenerateOutput]:
+    def _stream(self, ids: list[int], key: jax.Array) -> tuple[str, GenerateOutput]:
         """Prints the answer as it comes; Ctrl-C ends it, and what was said until then counts."""
         options, text = dataclasses.replace(self._options, prefix=self._prefix), ""
         with told_first() as interrupted:
-            pieces = from_the_first(stream_text(self._model, self._system + turns, options, key=key))
+            pieces = from_the_first(stream_answer(self._model, ids, options, key=key))
             try:
                 while True:
                     piece = pieces.send(True if text and interrupted.is_set() else None)

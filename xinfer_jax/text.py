@@ -150,7 +150,13 @@ def stream_text(
         raise InputError(
             "stream_text takes one prompt, not a list: use generate_text, or stream of token ids"
         )
-    ids = encode_prompt(model, prompt, system=system, raw=raw)
+    return stream_answer(model, encode_prompt(model, prompt, system=system, raw=raw), options, key=key)
+
+
+def stream_answer(
+    model: Model, ids: list[int], options: GenerateOptions, *, key: jax.Array | None = None
+) -> Generator[str, bool | None, GenerateOutput]:
+    """`stream_text` of a prompt that is encoded already."""
     steps = stream(model.params, model.config, [ids], _without_stops(options), key=key)
     return _pieces(_Answer(_tokenizer(model), options.stop_strings), steps)
 
