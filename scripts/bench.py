@@ -39,8 +39,8 @@ from bench_plot import HEADER, case_lines, cost_by_position, draw, row_line, sta
 from bench_shapes import hf_config
 
 import xinfer_jax as xj
-from xinfer_jax.config import from_hf
-from xinfer_jax.params import cache_dtype, resolve_dtype, tree_bytes
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.weights.params import cache_dtype, resolve_dtype, tree_bytes
 
 FORMATS = ("none", "int8", "int4")
 _STRIDE = 16  # tokens over which --capacities and --plot average

@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 
 import xinfer_jax as xj
-from xinfer_jax.params import Params, param_specs, tree_bytes
+from xinfer_jax.weights.params import Params, param_specs, tree_bytes
 
 _COLUMNS = 2048
 _SPLITS = 64  # rows of a sum: many enough for all threads

@@ -37,9 +37,9 @@ from bench_peer_runners import ENGINES
 from bench_shapes import hf_config
 from safetensors.numpy import save_file
 
-from xinfer_jax.config import from_hf
+from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.errors import InputError
-from xinfer_jax.params import param_specs
+from xinfer_jax.weights.params import param_specs
 
 CONFIG = flags.DEFINE_string(
     "config", "qwen2.5-0.5b", "A built-in shape (bench_shapes.py) or a directory with config.json."

@@ -13,8 +13,8 @@ import numpy as np
 from bench_limits import bytes_per_pass, decode_work, spread
 
 import xinfer_jax as xj
-from xinfer_jax.decode import bucket
-from xinfer_jax.params import Params, cache_dtype
+from xinfer_jax.generation.doors import bucket
+from xinfer_jax.weights.params import Params, cache_dtype
 
 _STRIDE = 16  # tokens over which a point of the cost curve averages
 _COLUMNS = (

@@ -5,8 +5,8 @@ downloading.
 from pathlib import Path
 from typing import Any
 
+from xinfer_jax.checkpoint.files import read_json
 from xinfer_jax.errors import InputError
-from xinfer_jax.files import read_json
 
 
 def _shape(

@@ -22,7 +22,7 @@ from absl import flags
 from bench_shapes import hf_config
 
 import xinfer_jax as xj
-from xinfer_jax.config import from_hf
+from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.text import encode_prompt
 
 CONFIG = flags.DEFINE_string(

@@ -19,7 +19,7 @@ from check_gpu_measure import Case, error_of, in_turns, limit, limit_cases, rand
 
 import kernels_pallas
 from kernels_pallas import reference
-from xinfer_jax.attention import attention
+from xinfer_jax.model.attention import attention
 
 KERNELS = ("decode_attention", "prefill_attention", "lm_head_argmax", "argmax")
 # N, K, H; D, V.

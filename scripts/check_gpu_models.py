@@ -23,8 +23,8 @@ from check_gpu_measure import Case, error_of, limit, limit_cases, random
 from jax import lax
 
 import xinfer_jax as xj
-from xinfer_jax.attention import attention
-from xinfer_jax.config import from_hf
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.model.attention import attention
 
 # Logits this near, as a share of the largest, may change places: whole models in bfloat16 differ by 0.016
 # from float32.

@@ -25,12 +25,12 @@ from absl import flags
 from bench_shapes import hf_config
 
 import xinfer_jax as xj
-from xinfer_jax.attention import attention
-from xinfer_jax.config import ModelConfig, from_hf
-from xinfer_jax.kv import KV_BITS, empty, quantize, widen
-from xinfer_jax.layers import linear, norm, rotary_angles, rotate
-from xinfer_jax.model import hidden_states
-from xinfer_jax.params import Params
+from xinfer_jax.cache.quantized import KV_BITS, empty, quantize, widen
+from xinfer_jax.config.model_config import ModelConfig, from_hf
+from xinfer_jax.model.attention import attention
+from xinfer_jax.model.decoder import hidden_states
+from xinfer_jax.model.layers import linear, norm, rotary_angles, rotate
+from xinfer_jax.weights.params import Params
 
 MODEL = flags.DEFINE_string(
     "model", None, "Checkpoint: a directory, or a hub name. Default: the bundled one."

@@ -9,7 +9,7 @@ from pathlib import Path
 HERE, STARTED = Path(__file__).resolve().parent, Path(sys.argv[0])
 sys.path.insert(1, str(HERE.parent))
 
-from xinfer_jax import process  # noqa: E402
+from xinfer_jax.cli import process  # noqa: E402
 
 if STARTED.resolve().parent == HERE:  # not where a test imports a program
     process.catch_interrupts()
@@ -21,8 +21,8 @@ from typing import NoReturn  # noqa: E402
 
 from absl import app, flags, logging  # noqa: E402
 
+from xinfer_jax.cli.terminal import status  # noqa: E402
 from xinfer_jax.errors import InputError, one_line  # noqa: E402
-from xinfer_jax.terminal import status  # noqa: E402
 
 
 def start(main: Callable[[list[str]], int | None]) -> None:

@@ -28,12 +28,12 @@ import train_tiny_data as data
 from absl import flags
 
 import xinfer_jax as xj
-from xinfer_jax import awq
-from xinfer_jax.files import checkpoint_dir, read_json
-from xinfer_jax.loading import BUNDLED
-from xinfer_jax.params import tree_bytes
-from xinfer_jax.quantization import GROUP as GROUP_SIZE, is_quantized
-from xinfer_jax.quantized_files import save_checkpoint
+from xinfer_jax.checkpoint.files import checkpoint_dir, read_json
+from xinfer_jax.checkpoint.loading import BUNDLED
+from xinfer_jax.checkpoint.quantized_formats import save_checkpoint
+from xinfer_jax.compress import awq
+from xinfer_jax.weights.params import tree_bytes
+from xinfer_jax.weights.quantized import GROUP as GROUP_SIZE, is_quantized
 
 MODEL = flags.DEFINE_string(
     "model", None, "Checkpoint: a directory, or a hub name owner/name. Default: the bundled one."

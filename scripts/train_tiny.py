@@ -29,10 +29,10 @@ from absl import flags
 from safetensors.numpy import save_file
 
 import xinfer_jax as xj
-from xinfer_jax.config import from_hf
-from xinfer_jax.loading import BUNDLED
-from xinfer_jax.model import hidden_states, unembed
-from xinfer_jax.params import Params, param_specs
+from xinfer_jax.checkpoint.loading import BUNDLED
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.model.decoder import hidden_states, unembed
+from xinfer_jax.weights.params import Params, param_specs
 
 _OUTPUT = flags.DEFINE_string("output", str(BUNDLED), "Directory to write to.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the first weights and of the stream of conversations.")

@@ -21,7 +21,7 @@ import jax
 import pytest
 import tiny
 
-from xinfer_jax import cli
+from xinfer_jax.cli import answer_flags as cli
 
 
 @pytest.fixture(scope="module", autouse=True)

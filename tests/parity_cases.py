@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from xinfer_jax.config import ModelConfig, from_hf
-from xinfer_jax.params import Params, ParamSpec, param_specs
+from xinfer_jax.config.model_config import ModelConfig, from_hf
+from xinfer_jax.weights.params import Params, ParamSpec, param_specs
 
 VOCAB = 96
 NEW_TOKENS = 24  # greedy ids per prompt

@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import one_line  # noqa: E402
 
-from xinfer_jax.process import finish  # noqa: E402
+from xinfer_jax.cli.process import finish  # noqa: E402
 
 
 def run(name: str, *arguments: str) -> SimpleNamespace:

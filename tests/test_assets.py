@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.loading import BUNDLED
+from xinfer_jax.checkpoint.loading import BUNDLED
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import train_tiny_data as data  # noqa: E402

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xinfer_jax.attention import attention
+from xinfer_jax.model.attention import attention
 
 
 def textbook(q_BTNH, k_BKSH, v_BKSH, length_B, start_B, scale, window):

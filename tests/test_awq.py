@@ -18,10 +18,10 @@ import tokenizers
 from parity_cases import CASES, params_from, random_tensors
 
 import xinfer_jax as xj
-from xinfer_jax import awq
-from xinfer_jax.loading import BUNDLED
-from xinfer_jax.quantization import dequantize, is_quantized, quantize_matrix
-from xinfer_jax.rounding import compensated_matrix, rounded_matrix
+from xinfer_jax.checkpoint.loading import BUNDLED
+from xinfer_jax.compress import awq
+from xinfer_jax.compress.rounding import compensated_matrix, rounded_matrix
+from xinfer_jax.weights.quantized import dequantize, is_quantized, quantize_matrix
 
 ROOT = Path(__file__).parents[1]
 STORIES = ROOT.parent / "shared" / "data" / "stories260K"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.cache import reorder, reorder_tail
-from xinfer_jax.config import from_hf
+from xinfer_jax.cache.kv_cache import reorder, reorder_tail
+from xinfer_jax.config.model_config import from_hf
 
 TINY = dict(
     model_type="qwen2", vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,

@@ -9,7 +9,7 @@ import parity_cases as cases
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax import beam
+from xinfer_jax.generation import beams as beam
 
 EOS = tuple(range(2, 60, 5))  # many, so that sequences end early
 

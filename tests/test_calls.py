@@ -10,8 +10,8 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax.config import from_hf
-from xinfer_jax.faults import check_cache
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.generation.faults import check_cache
 
 CONFIG = from_hf(tiny.UNTIED | dict(num_hidden_layers=1, vocab_size=64, eos_token_id=63))
 PROMPT = [5, 6]

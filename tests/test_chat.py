@@ -11,7 +11,7 @@ import tiny
 from test_cli_process import Session, environment  # noqa: F401
 from tiny import ANSWER, QUESTION
 
-from xinfer_jax import chat
+from xinfer_jax.cli import chat_flags as chat
 
 
 @pytest.fixture

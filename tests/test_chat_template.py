@@ -8,7 +8,7 @@ import time
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.chat_template import render
+from xinfer_jax.checkpoint.chat_template import render
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi 你好"}]
 

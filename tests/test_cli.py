@@ -11,7 +11,7 @@ import tiny
 from tiny import ANSWER, ANSWER_IDS, ASK, QUESTION
 
 import xinfer_jax as xj
-from xinfer_jax import startup
+from xinfer_jax.cli import startup
 from xinfer_jax.text import encode_prompt
 
 STATISTICS = (

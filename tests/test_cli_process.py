@@ -20,8 +20,8 @@ from test_cli import STATISTICS
 from test_cli_refused import cut, refusal
 from tiny import ANSWER, ASK, QUESTION
 
-from xinfer_jax import cli
-from xinfer_jax.terminal import StatusLine, one_line_warnings
+from xinfer_jax.cli import answer_flags as cli
+from xinfer_jax.cli.terminal import StatusLine, one_line_warnings
 
 ROOT = Path(__file__).parents[1]
 

@@ -15,10 +15,11 @@ import tiny
 from tiny import ASK
 
 import xinfer_jax as xj
-from xinfer_jax import answer, cli, generation, startup
-from xinfer_jax.attention import check_impl
-from xinfer_jax.params import resolve_dtype
-from xinfer_jax.quantization import check_method
+from xinfer_jax.cli import answer, answer_flags as cli, startup
+from xinfer_jax.generation import streaming as generation
+from xinfer_jax.model.attention import check_impl
+from xinfer_jax.weights.params import resolve_dtype
+from xinfer_jax.weights.quantized import check_method
 
 ROOT = Path(__file__).parents[1]
 
@@ -141,7 +142,7 @@ def test_flags_are_refused_without_jax():
     """Nothing else would make it quick to say what is wrong: each in a process would import 2 s of jax."""
     program = """
 import sys
-from xinfer_jax import chat, cli
+from xinfer_jax.cli import answer_flags as cli, chat_flags as chat
 for main in cli.main, chat.main:
     for args in "--max_token=5", "--max_tokens=abc", "--temperature=-1", "--version", "--help", "x":
         try:

@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax.config import from_hf
+from xinfer_jax.config.model_config import from_hf
 
 HF = tiny.CONFIG | dict(num_hidden_layers=1, vocab_size=64, eos_token_id=63)
 PROMPTS = ([5, 6, 7, 5, 6, 7, 5], [11, 12, 13])

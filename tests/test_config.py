@@ -9,7 +9,7 @@ import math
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.config import RopeConfig, from_hf, with_fixed_rope
+from xinfer_jax.config.model_config import RopeConfig, from_hf, with_fixed_rope
 
 SIZES = dict(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=4, num_attention_heads=6,

@@ -8,7 +8,7 @@ import pytest
 import test_config
 
 import xinfer_jax as xj
-from xinfer_jax.config import from_hf
+from xinfer_jax.config.model_config import from_hf
 
 BAD = (
     math.nan, math.inf, -math.inf, 0, -0.0, -1, -1e-9, 1e-300, 1e300, True, False, "", "4", "abc", [], [4],

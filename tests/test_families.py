@@ -12,10 +12,11 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax import awq, experts
-from xinfer_jax.config import with_fixed_rope
-from xinfer_jax.params import param_specs
-from xinfer_jax.quantized_files import save_checkpoint
+from xinfer_jax.checkpoint.quantized_formats import save_checkpoint
+from xinfer_jax.compress import awq
+from xinfer_jax.config.model_config import with_fixed_rope
+from xinfer_jax.model import experts
+from xinfer_jax.weights.params import param_specs
 
 SWITCHING = "phi3-longrope-both-partial"  # at 32 tokens
 

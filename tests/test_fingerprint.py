@@ -11,10 +11,10 @@ import parity_cases as cases
 import pytest
 import tiny
 
-from xinfer_jax.config import from_hf
-from xinfer_jax.fingerprint import fingerprint
-from xinfer_jax.params import param_specs
-from xinfer_jax.quantization import GroupedWeight, Int8Weight
+from xinfer_jax.cache.fingerprint import fingerprint
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.weights.params import param_specs
+from xinfer_jax.weights.quantized import GroupedWeight, Int8Weight
 
 CONFIG = from_hf(tiny.CONFIG)
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.config import from_hf
-from xinfer_jax.sampling import per_row
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.sampling.choice import per_row
 
 QWEN = dict(
     model_type="qwen2",
@@ -310,7 +310,7 @@ def test_the_doors_refuse_what_does_not_fit(qwen):
 
 
 def test_truncate_and_reorder(qwen):
-    from xinfer_jax.cache import reorder, truncate
+    from xinfer_jax.cache.kv_cache import reorder, truncate
 
     params, config = qwen
     tokens = np.array(prompts(10, 10), np.int32)

@@ -17,10 +17,10 @@ from test_identities import QWEN, build, prompts
 
 import kernels_pallas
 import xinfer_jax as xj
-from xinfer_jax.attention import attention
-from xinfer_jax.config import from_hf
-from xinfer_jax.greedy import argmax, fuses_head, greedy
-from xinfer_jax.model import hidden_states, unembed
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.model.attention import attention
+from xinfer_jax.model.decoder import hidden_states, unembed
+from xinfer_jax.model.greedy import argmax, fuses_head, greedy
 
 HAS_GPU = kernels_pallas.device_impl().impl != "xla"
 SD = jax.ShapeDtypeStruct

@@ -13,9 +13,9 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax.batch import padded
-from xinfer_jax.kv import KV_BITS, empty, quantize, widen
-from xinfer_jax.params import tree_bytes
+from xinfer_jax.cache.quantized import KV_BITS, empty, quantize, widen
+from xinfer_jax.generation.batches import padded
+from xinfer_jax.weights.params import tree_bytes
 
 PROMPTS = ([1, 2, 3, 4, 5], [7, 8, 9])
 

@@ -16,7 +16,7 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax.params import param_specs
+from xinfer_jax.weights.params import param_specs
 
 LLAMA = tiny.UNTIED | dict(model_type="llama", architectures=["LlamaForCausalLM"], num_hidden_layers=1)
 Q1 = "model.layers.1.self_attn.q_proj.weight"
@@ -181,7 +181,7 @@ def large(tmp_path_factory):
 
 
 def _shapes(hf):
-    from xinfer_jax.config import from_hf
+    from xinfer_jax.config.model_config import from_hf
 
     return {
         s.hf_name: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16)

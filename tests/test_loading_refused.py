@@ -216,8 +216,8 @@ def test_offline_hub_is_one_line(tmp_path):
             sys.executable,
             "-c",
             (
-                "import sys, xinfer_jax.cli as c; c.main(['x', '--model=owner/name', '--prompt=hi',"
-                " '--compilation_cache='])"
+                "import sys, xinfer_jax.cli.answer_flags as c; c.main(['x', '--model=owner/name', "
+                "'--prompt=hi', '--compilation_cache='])"
             ),
         ],
         env=os.environ

@@ -10,9 +10,9 @@ import tiny
 
 import xinfer_jax as xj
 from xinfer_jax import memory
-from xinfer_jax.cache import cache_bytes
-from xinfer_jax.config import from_hf
-from xinfer_jax.params import tree_bytes
+from xinfer_jax.cache.kv_cache import cache_bytes
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.weights.params import tree_bytes
 
 LONG = tiny.CONFIG | dict(max_position_embeddings=10**9)
 WINDOWS = dict(use_sliding_window=True, sliding_window=16, max_window_layers=1)

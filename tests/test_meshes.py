@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_identities import QWEN
 
 import xinfer_jax as xj
-from xinfer_jax.config import from_hf
+from xinfer_jax.config.model_config import from_hf
 
 CONFIG = from_hf(QWEN | dict(num_hidden_layers=1))
 ROWS, SAME = PartitionSpec("rows"), PartitionSpec()

@@ -13,7 +13,7 @@ import parity_cases as cases
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax import processors, sampling
+from xinfer_jax.sampling import choice as sampling, processors
 
 torch = pytest.importorskip("torch", reason="the live comparison needs torch: pip install -e '.[parity]'")
 transformers = pytest.importorskip(

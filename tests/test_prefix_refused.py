@@ -14,8 +14,8 @@ import tiny
 from safetensors.numpy import save_file
 
 import xinfer_jax as xj
-from xinfer_jax.config import RopeConfig, from_hf, with_fixed_rope
-from xinfer_jax.params import param_specs
+from xinfer_jax.config.model_config import RopeConfig, from_hf, with_fixed_rope
+from xinfer_jax.weights.params import param_specs
 
 CONFIG = dataclasses.replace(from_hf(tiny.CONFIG), layer_windows=(8, None))  # a ring beside a full layer
 CAPACITY, TOKENS = 1024, [[1, 2, 3, 4], [5, 6]]

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.loading import BUNDLED
-from xinfer_jax.params import tree_bytes
-from xinfer_jax.quantization import (
+from xinfer_jax.checkpoint.loading import BUNDLED
+from xinfer_jax.weights.params import tree_bytes
+from xinfer_jax.weights.quantized import (
     GroupedWeight,
     Int8Weight,
     dequantize,

@@ -15,9 +15,9 @@ import tiny
 from safetensors.numpy import load_file, save_file
 
 import xinfer_jax as xj
-from xinfer_jax.params import param_specs
-from xinfer_jax.quantization import GroupedWeight, dequantize, is_quantized, quantize_matrix
-from xinfer_jax.quantized_files import save_checkpoint
+from xinfer_jax.checkpoint.quantized_formats import save_checkpoint
+from xinfer_jax.weights.params import param_specs
+from xinfer_jax.weights.quantized import GroupedWeight, dequantize, is_quantized, quantize_matrix
 
 Q1 = "model.layers.1.self_attn.q_proj"
 AWQ = dict(

@@ -11,8 +11,8 @@ import parity_cases
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.cache import reorder_tail, truncate
-from xinfer_jax.params import tree_bytes
+from xinfer_jax.cache.kv_cache import reorder_tail, truncate
+from xinfer_jax.weights.params import tree_bytes
 
 CAPACITY, SLOTS = 2048, 576  # of a layer with a window of 8: 8 + 512 - 1, rounded up
 LONG, SHORT = 1200, 300

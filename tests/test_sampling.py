@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax import processors, sampling
+from xinfer_jax.sampling import choice as sampling, processors
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -3.0], np.float32)
 

@@ -18,7 +18,7 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax.config import from_hf
+from xinfer_jax.config.model_config import from_hf
 
 ROOT = Path(__file__).parents[1]
 forward = jax.jit(xj.forward, static_argnums=1)

@@ -8,9 +8,9 @@ from test_identities import CONFIGS, build
 
 import kernels_pallas
 import xinfer_jax as xj
-from xinfer_jax.config import from_hf
-from xinfer_jax.model import hidden_states
-from xinfer_jax.prefix import Prefix, load_prefix, save_prefix
+from xinfer_jax.cache.prefix import Prefix, load_prefix, save_prefix
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.model.decoder import hidden_states
 
 forward = jax.jit(xj.forward, static_argnums=1)
 

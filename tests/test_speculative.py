@@ -11,7 +11,7 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax.speculative import look_up
+from xinfer_jax.generation.speculation import look_up
 
 PROMPTS = ([1, 2, 3, 4, 5], [7, 8, 9, 7, 8, 9, 7], [30])
 MIXED = (

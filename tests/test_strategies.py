@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax import processors
-from xinfer_jax.sampling import per_row
+from xinfer_jax.sampling import processors
+from xinfer_jax.sampling.choice import per_row
 
 PROMPTS = ([1, 2, 3, 4, 5], [7, 8, 9])
 

@@ -11,17 +11,31 @@ import pytest
 import xinfer_jax as xj
 
 ROOT = Path(__file__).parents[1]
-# A module imports only modules to its left. A new module takes its place here.
-ORDER = (
-    "errors", "brief", "checks", "memory", "settings", "rope_config", "families", "config", "products",
-    "quantization", "rounding", "params", "layers", "experts", "kv", "attention", "cache", "model", "awq",
-    "greedy", "processors", "biases", "sampling", "logprobs", "stats", "decode", "speculative", "fingerprint",
-    "prefix", "options", "faults", "batch", "generation", "beam", "scoring", "files", "chat_template",
-    "tokenizer", "quantized_files", "loading", "text", "terminal", "process", "program", "startup", "answer",
-    "talk", "cli", "chat",
-)  # fmt: skip
-TOP = ("__init__", "__main__")  # above all of them
-MODULES = sorted(path.stem for path in (ROOT / "xinfer_jax").glob("*.py"))
+# A module imports only modules that come before it: the rooms in this order, in a room its files. A new one
+# takes its place here.
+ROOMS = {
+    "": ("errors", "brief", "checks", "memory", "stats"),
+    "config": ("values", "rope", "families", "model_config"),
+    "weights": ("products", "quantized", "params"),
+    "cache": ("quantized", "kv_cache", "fingerprint", "prefix"),
+    "model": ("layers", "experts", "attention", "decoder", "greedy"),
+    "sampling": ("processors", "biases", "choice", "logprobs"),
+    "compress": ("rounding", "awq"),
+    "generation": (
+        "doors", "speculation", "options", "faults", "batches", "streaming", "beams", "scoring",
+    ),
+    "checkpoint": ("files", "chat_template", "tokenizer", "quantized_formats", "loading"),
+    "text": (),
+    "cli": ("terminal", "process", "program", "startup", "answer", "chat", "answer_flags", "chat_flags"),
+}  # fmt: skip
+ORDER = [".".join(filter(None, (room, name))) for room, names in ROOMS.items() for name in names or ("",)]
+LIBRARY = ROOT / "xinfer_jax"
+FOLDERS = sorted(path.parent.name for path in LIBRARY.glob("*/__init__.py"))
+MODULES = sorted(
+    ".".join(path.relative_to(LIBRARY).with_suffix("").parts)
+    for path in LIBRARY.rglob("*.py")
+    if path.name != "__init__.py"
+)
 PROGRAMS = sorted(
     path for folder in ("xinfer_jax", "kernels_pallas", "scripts") for path in (ROOT / folder).rglob("*.py")
 )
@@ -41,24 +55,40 @@ def imported(path: Path, package: str) -> set[str]:
     return names
 
 
-def modules_of(path: Path) -> set[str]:
-    """Our own modules that a file of xinfer_jax imports."""
-    names = {name.split(".")[1] for name in imported(path, "xinfer_jax") if name.startswith("xinfer_jax.")}
-    return names & {*MODULES, *(path.name for path in (ROOT / "xinfer_jax").iterdir() if path.is_dir())}
+def modules_of(name: str) -> set[str]:
+    """Our own modules that a module of xinfer_jax imports."""
+    path = LIBRARY.joinpath(*name.split(".")).with_suffix(".py")
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = [*name.split(".")[: -node.level], *(node.module or "").split(".")]
+            names |= {".".join(filter(None, (*base, alias.name))) for alias in node.names}
+            names.add(".".join(filter(None, base)))
+    return names & {*MODULES}
 
 
 def test_every_module_has_its_place():
-    assert set(MODULES) == {*ORDER, *TOP}
+    assert set(MODULES) == {*ORDER, "__main__"}
+
+
+@pytest.mark.parametrize("room", FOLDERS)
+def test_every_room_says_what_it_is_for(room):
+    text = ast.get_docstring(ast.parse((LIBRARY / room / "__init__.py").read_text(encoding="utf-8")))
+    assert len(text or "") > 200
+    assert not imported(LIBRARY / room / "__init__.py", "")  # a room loads nothing before it is asked to
 
 
 @pytest.mark.parametrize("name", ORDER)
 def test_imports_point_one_way(name):
-    path = ROOT / "xinfer_jax" / f"{name}.py"
-    assert modules_of(path) <= set(ORDER[: ORDER.index(name)])
-    assert "xinfer_jax" not in imported(path, "")  # only by relative names, module by module
-    assert not {"torch", "transformers", "optax"} & {
-        name.split(".")[0] for name in imported(path, "xinfer_jax")
-    }
+    assert modules_of(name) <= set(ORDER[: ORDER.index(name)])
+    outside = imported(LIBRARY.joinpath(*name.split(".")).with_suffix(".py"), "")
+    assert "xinfer_jax" not in outside  # only by relative names, module by module
+    assert not {"torch", "transformers", "optax"} & {name.split(".")[0] for name in outside}
+
+
+def test_no_module_has_the_name_of_a_public_function():
+    """Or `xinfer_jax.name` would be one or the other, as what was imported first decides."""
+    assert not {name.split(".")[-1] for name in MODULES} & set(xj.__all__)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "kernels_pallas").rglob("*.py")), ids=lambda path: path.name)

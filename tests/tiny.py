@@ -17,8 +17,8 @@ from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 import xinfer_jax as xj
-from xinfer_jax.config import from_hf
-from xinfer_jax.params import param_specs
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.weights.params import param_specs
 
 CONFIG = dict(
     architectures=["Qwen2ForCausalLM"], model_type="qwen2", vocab_size=288, hidden_size=32,

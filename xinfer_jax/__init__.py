@@ -8,31 +8,31 @@ from importlib import import_module
 
 TYPE_CHECKING = False  # as a type checker reads it; typing would be most of what this import costs
 if TYPE_CHECKING:
-    from .beam import BeamOutput as BeamOutput, beam_search as beam_search
-    from .cache import KVCache as KVCache, init_cache as init_cache, truncate as truncate
-    from .config import ModelConfig as ModelConfig, from_hf as from_hf
-    from .decode import (
+    from .cache.kv_cache import KVCache as KVCache, init_cache as init_cache, truncate as truncate
+    from .cache.prefix import Prefix as Prefix, load_prefix as load_prefix, save_prefix as save_prefix
+    from .checkpoint.loading import Model as Model, load_model as load_model
+    from .checkpoint.tokenizer import Tokenizer as Tokenizer
+    from .config.model_config import ModelConfig as ModelConfig, from_hf as from_hf
+    from .config.rope import RopeConfig as RopeConfig
+    from .errors import InputError as InputError
+    from .generation.beams import BeamOutput as BeamOutput, beam_search as beam_search
+    from .generation.doors import (
         DecodeState as DecodeState,
         decode_loop as decode_loop,
         decode_step as decode_step,
         prefill as prefill,
     )
-    from .errors import InputError as InputError
-    from .generation import generate as generate, kernels_used as kernels_used, stream as stream
-    from .loading import Model as Model, load_model as load_model
-    from .logprobs import TokenLogprobs as TokenLogprobs
-    from .model import (
+    from .generation.options import GenerateOptions as GenerateOptions, GenerateOutput as GenerateOutput
+    from .generation.scoring import score as score, score_completions as score_completions
+    from .generation.streaming import generate as generate, kernels_used as kernels_used, stream as stream
+    from .model.decoder import (
         embed_tokens as embed_tokens,
         forward as forward,
         hidden_states as hidden_states,
         unembed as unembed,
     )
-    from .options import GenerateOptions as GenerateOptions, GenerateOutput as GenerateOutput
-    from .params import init_params as init_params
-    from .prefix import Prefix as Prefix, load_prefix as load_prefix, save_prefix as save_prefix
-    from .rope_config import RopeConfig as RopeConfig
-    from .sampling import SamplingConfig as SamplingConfig
-    from .scoring import score as score, score_completions as score_completions
+    from .sampling.choice import SamplingConfig as SamplingConfig
+    from .sampling.logprobs import TokenLogprobs as TokenLogprobs
     from .stats import GenerateStats as GenerateStats, LoadStats as LoadStats
     from .text import (
         alternatives_text as alternatives_text,
@@ -40,29 +40,29 @@ if TYPE_CHECKING:
         generate_text as generate_text,
         stream_text as stream_text,
     )
-    from .tokenizer import Tokenizer as Tokenizer
+    from .weights.params import init_params as init_params
 
 __version__: str
 
 _HOMES = {
-    "beam": ("BeamOutput", "beam_search"),
-    "cache": ("KVCache", "init_cache", "truncate"),
-    "config": ("ModelConfig", "from_hf"),
-    "decode": ("DecodeState", "decode_loop", "decode_step", "prefill"),
+    "generation.beams": ("BeamOutput", "beam_search"),
+    "cache.kv_cache": ("KVCache", "init_cache", "truncate"),
+    "config.model_config": ("ModelConfig", "from_hf"),
+    "generation.doors": ("DecodeState", "decode_loop", "decode_step", "prefill"),
     "errors": ("InputError",),
-    "generation": ("generate", "kernels_used", "stream"),
-    "loading": ("Model", "load_model"),
-    "logprobs": ("TokenLogprobs",),
-    "model": ("embed_tokens", "forward", "hidden_states", "unembed"),
-    "options": ("GenerateOptions", "GenerateOutput"),
-    "params": ("init_params",),
-    "prefix": ("Prefix", "load_prefix", "save_prefix"),
-    "rope_config": ("RopeConfig",),
-    "sampling": ("SamplingConfig",),
-    "scoring": ("score", "score_completions"),
+    "generation.streaming": ("generate", "kernels_used", "stream"),
+    "checkpoint.loading": ("Model", "load_model"),
+    "sampling.logprobs": ("TokenLogprobs",),
+    "model.decoder": ("embed_tokens", "forward", "hidden_states", "unembed"),
+    "generation.options": ("GenerateOptions", "GenerateOutput"),
+    "weights.params": ("init_params",),
+    "cache.prefix": ("Prefix", "load_prefix", "save_prefix"),
+    "config.rope": ("RopeConfig",),
+    "sampling.choice": ("SamplingConfig",),
+    "generation.scoring": ("score", "score_completions"),
     "stats": ("GenerateStats", "LoadStats"),
     "text": ("alternatives_text", "encode_prompt", "generate_text", "stream_text"),
-    "tokenizer": ("Tokenizer",),
+    "checkpoint.tokenizer": ("Tokenizer",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

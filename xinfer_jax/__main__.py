@@ -7,7 +7,7 @@ import sys
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # at once; `run` knows better what to do
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
-from .process import run  # noqa: E402
+from .cli.process import run  # noqa: E402
 
 
 def main() -> None:
@@ -19,15 +19,15 @@ def chat() -> None:
 
 
 def _main() -> None:
-    from . import cli  # only here: Ctrl-C is caught by now
+    from .cli import answer_flags  # only here: Ctrl-C is caught by now
 
-    cli.main(sys.argv)
+    answer_flags.main(sys.argv)
 
 
 def _chat() -> None:
-    from . import chat as command
+    from .cli import chat_flags
 
-    command.main(sys.argv)
+    chat_flags.main(sys.argv)
 
 
 if __name__ == "__main__":

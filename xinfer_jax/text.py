@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, cast, overload
 
 import jax
 
+from .checkpoint.loading import Model
+from .checkpoint.tokenizer import IncrementalDecoder, Tokenizer
 from .errors import InputError, shown
-from .generation import generate, stream
-from .loading import Model
-from .options import GenerateOptions, GenerateOutput, asked
-from .tokenizer import IncrementalDecoder, Tokenizer
+from .generation.options import GenerateOptions, GenerateOutput, asked
+from .generation.streaming import generate, stream
 
 Conversation = Sequence[Mapping[str, Any]]  # messages [{"role": …, "content": …}, …]
 Prompt = str | Conversation

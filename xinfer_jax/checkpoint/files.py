@@ -1,0 +1,103 @@
+"""Reading a checkpoint's small files, and finding a checkpoint by directory or hub name."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+
+# What a checkpoint is loaded from; the rest of a hub repository is not fetched.
+_PATTERNS = [
+    "config.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "model.safetensors",
+    "model-*.safetensors",
+    "model.safetensors.index.json",
+]
+
+
+_LARGEST = 2**25  # bytes of a small file: JSON takes twenty times as much once it is read
+
+
+def is_there(file: Path) -> bool:
+    """Whether there is such a file.
+
+    Raises:
+        InputError: something else stands in its place (a directory, a link to nothing or to itself).
+    """
+    try:
+        if file.is_file():
+            return True
+        if not os.path.lexists(file):
+            return False
+    except OSError as error:
+        raise InputError(f"{file} cannot be opened: {error.strerror}") from error
+    raise InputError(f"{file} is a directory, a broken link, or another thing that is no file: remove it")
+
+
+def read_text(file: Path) -> str | None:
+    """The text of a small file; None where there is no such file.
+
+    Raises:
+        InputError: no file, not UTF-8, or larger than 32 MiB.
+    """
+    if not is_there(file):
+        return None
+    try:
+        if (size := file.stat().st_size) > _LARGEST:
+            raise InputError(f"{file} has {size} bytes, the limit is {_LARGEST}")
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} is not readable text: {error}") from error
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """The object that a JSON file holds; None where there is no such file.
+
+    Raises:
+        InputError: not JSON, or not an object.
+    """
+    text = read_text(file)
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{file} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def checkpoint_dir(path_or_repo_id: str | Path) -> Path:
+    """The directory of a checkpoint; a name of the form owner/name that is none is fetched from the Hugging
+    Face hub.
+
+    Raises:
+        InputError: neither a directory nor a hub repository that can be had.
+    """
+    name, path = str(path_or_repo_id), Path(os.path.expanduser(path_or_repo_id))
+    try:
+        if path.is_dir():
+            return path
+    except OSError as error:
+        raise InputError(f"model {name!r} cannot be opened: {error}") from error
+    if os.path.lexists(path) or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
+        raise InputError(f"model {name!r} is neither a directory nor a hub name of the form owner/name")
+    import huggingface_hub  # only here: it takes a while to import
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_PATTERNS))
+    except Exception as error:  # network, permission, missing repository: many types, one remedy
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(
+            f"model {name!r} is no directory and could not be fetched from the hub: {reason}"
+        ) from error

@@ -1,0 +1,138 @@
+"""What `xinfer-jax-chat` does once its flags are read: questions in, answers out, on a cache that is kept."""
+
+import dataclasses
+import sys
+from typing import Any
+
+import jax
+
+from ..cache.prefix import Prefix
+from ..errors import InputError
+from ..generation.options import GenerateOptions, GenerateOutput
+from ..sampling.choice import SamplingConfig
+from ..stats import GenerateStats
+from ..text import encode_prompt, stream_answer
+from .process import told_first
+from .startup import from_the_first, keep_compiled_programs, load
+from .terminal import status, write
+
+_LONGEST = 2**20  # characters of what is said at a time
+_COMMANDS = "there are /exit, /reset and /stats"
+
+
+def talk(flags: Any) -> int:
+    """Answers what standard input asks until it ends; the exit code.
+
+    Args:
+        flags: the values that chat.py defines.
+    """
+    keep_compiled_programs("xinfer-jax-chat", flags.compilation_cache)
+    conversation, figures = Conversation(flags), flags.stats
+    while (said := _ask()) and said != "/exit":
+        if said == "/stats":
+            figures = not figures
+        elif said == "/reset":
+            conversation.reset()
+        elif said.startswith("/"):
+            write(f"{said}: {_COMMANDS}\n")
+        else:
+            try:
+                cost = conversation.answer(said)
+            except InputError as error:  # of this question; the next may do
+                status.say(f"xinfer-jax-chat: {error}")
+            else:
+                write(cost if figures else "")
+    return 0
+
+
+def _ask() -> str:
+    """What is said next; nothing at the end of the input."""
+    if sys.stdin is None:
+        return ""
+    if sys.stdin.isatty():
+        write("> ")
+    try:
+        said = sys.stdin.readline(_LONGEST + 1)
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input is not {error.encoding} text: {error.reason}") from error
+    if len(said) > _LONGEST:
+        raise InputError(f"a line of standard input has more than {_LONGEST} characters: give shorter ones")
+    return said.strip()
+
+
+class Conversation:
+    """Turns, and the cache that holds them."""
+
+    def __init__(self, flags: Any):
+        self._model = load(flags.model, flags.dtype, flags.quantize)
+        sampling = SamplingConfig.from_hf(self._model.generation_config)
+        if flags.temperature is not None:
+            sampling = dataclasses.replace(sampling, temperature=flags.temperature)
+        self._capacity = capacity = min(flags.capacity or 4096, self._model.config.context_length)
+        if capacity <= flags.max_tokens:
+            raise InputError(
+                f"--max_tokens={flags.max_tokens} leaves no room for a question in a capacity of {capacity}:"
+                " lower it"
+            )
+        self._options = GenerateOptions(
+            flags.max_tokens, sampling.validate(), capacity=capacity, keep_prefix=True
+        )
+        self._key = jax.random.key(flags.seed)
+        self._system = [] if flags.system is None else [{"role": "system", "content": flags.system}]
+        self.reset()
+
+    def reset(self) -> None:
+        self._turns: list[dict[str, str]] = []
+        self._prefix: Prefix | None = None
+
+    def answer(self, said: str) -> str:
+        """Prints the answer to what is said and notes both; a line about its cost.
+
+        Raises:
+            InputError: it cannot be answered; then nothing is noted.
+        """
+        turns, ids = self._fitting([*self._turns, {"role": "user", "content": said}])
+        if left_out := (len(self._turns) + 1 - len(turns)) // 2:
+            write(
+                f"[{left_out} of the earliest exchanges no longer fit in {self._capacity} tokens and"
+                " are forgotten]\n"
+            )
+        self._key, now = jax.random.split(self._key)
+        text, out = self._stream(ids, now)
+        self._turns, self._prefix = [*turns, {"role": "assistant", "content": text}], out.prefix
+        return _cost(out.stats, out.finish_reason[0])
+
+    def _fitting(self, turns: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
+        """The turns without as many of the earliest exchanges as it takes to leave room for an answer, and
+        their ids.
+        """
+        capacity = self._capacity
+        for first in range(0, len(turns), 2):
+            ids = encode_prompt(self._model, self._system + turns[first:])
+            if len(ids) <= capacity - self._options.max_new_tokens:
+                return turns[first:], ids
+        raise InputError(
+            f"too long: a question of {len(ids)} tokens and its answer have {capacity} tokens of room; see"
+            " --capacity"
+        )
+
+    def _stream(self, ids: list[int], key: jax.Array) -> tuple[str, GenerateOutput]:
+        """Prints the answer as it comes; Ctrl-C ends it, and what was said until then counts."""
+        options, text = dataclasses.replace(self._options, prefix=self._prefix), ""
+        with told_first() as interrupted:
+            pieces = from_the_first(stream_answer(self._model, ids, options, key=key))
+            try:
+                while True:
+                    piece = pieces.send(True if text and interrupted.is_set() else None)
+                    write(piece)
+                    text += piece
+            except StopIteration as stop:
+                write("\n")
+                return text, stop.value
+
+
+def _cost(s: GenerateStats, reason: str) -> str:
+    new, milliseconds = s.prompt_tokens - s.reused_tokens, 1e3 * s.prefill_seconds
+    read = f"{new} of {s.prompt_tokens} tokens read in {milliseconds:.0f} ms"
+    written = f"{s.generated_tokens} written at {s.decode_tokens_per_second:.1f} tok/s"
+    return f"[{read}, {written}, {reason}]\n"

@@ -1,0 +1,136 @@
+"""The flags of an installed command: their ranges, help and version, all without jax, so that what is wrong
+with them is said at once.
+"""
+
+import difflib
+import platform
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import flags
+
+from ..errors import InputError
+
+_LARGEST = 2**31 - 1
+
+
+class Program:
+    """A command and its flags, which are `program.values.NAME` once they are parsed.
+
+    Each definition takes a name, a default and a help text; what is no such value is refused with the remedy.
+    """
+
+    def __init__(self, name: str, about: str, usage: str, example: str):
+        self.name, self._about = name, [about, "", f"usage: {usage}", f"example: {example}", "", "flags:"]
+        self.values = _Values()  # our own, so that importing a command adds nothing to a caller's flags
+
+    def text(self, name: str, default: str | None, help: str, empty: str = "") -> None:
+        """A text; `empty`: what to give instead of none at all, where that means nothing."""
+        self._define(str, lambda text: text or not empty, empty, name, default, help)
+
+    def texts(self, name: str, help: str, empty: str) -> None:
+        """Texts, one each time that the flag is given."""
+        parser = _Parser(str, bool, empty)
+        # absl needs no serializer, though its stub asks for one.
+        flags.DEFINE_multi(parser, None, name, [], help, flag_values=self.values)  # type: ignore[call-overload]
+
+    def choice(self, name: str, default: str | None, help: str, *choices: str) -> None:
+        remedy = f"give {', '.join(choices[:-1])} or {choices[-1]}"
+        self._define(str, choices.__contains__, remedy, name, default, help)
+
+    def integer(
+        self, name: str, default: int | None, help: str, least: int = 0, most: int = _LARGEST
+    ) -> None:
+        remedy = f"give a whole number from {least} to {most}"
+        self._define(int, lambda number: least <= number <= most, remedy, name, default, help)
+
+    def number(
+        self, name: str, default: float | None, help: str, good: Callable[[float], bool], range: str
+    ) -> None:
+        self._define(float, good, f"give a number {range}", name, default, help)
+
+    def switch(self, name: str, default: bool, help: str) -> None:
+        flags.DEFINE_boolean(name, default, help, flag_values=self.values)
+        self.values[name].parser = _Parser(
+            lambda value: _BOOLEANS[str(value).lower()], lambda _: True, "give true or false"
+        )
+
+    def _define(self, read, good, remedy, name, default, help) -> None:  # noqa: PLR0913
+        flags.DEFINE(_Parser(read, good, remedy), name, default, help, flag_values=self.values)
+
+    def parse(self, argv: Sequence[str]) -> str | None:
+        """Reads the flags; or what --help or --version print.
+
+        Raises:
+            InputError: an unknown flag, a value outside its range, or an argument that is no flag.
+        """
+        if {"--help", "-help", "-h", "--h"} & set(argv[1:]):
+            return self._help()
+        if "--version" in argv[1:]:
+            return f"{self.name} {version()}"
+        for name in self.values:
+            self.values[name].unparse()  # forgets an earlier call in this process
+        try:
+            rest = self.values(list(argv), known_only=True)[1:]
+        except flags.Error as error:
+            raise InputError(f"{str(error).removeprefix('flag ')} (see --help)") from error
+        if not rest:
+            return None
+        name = rest[0].lstrip("-").partition("=")[0]
+        if not rest[0].startswith("-") or not name:
+            remedy = "give the prompt with --prompt" if "prompt" in self.values else "everything is a flag"
+            raise InputError(f"unexpected argument {rest[0]!r}: {remedy} (see --help)")
+        close = difflib.get_close_matches(name[:50], list(self.values), 1)
+        meant = f". Did you mean --{close[0]}?" if close else ""
+        raise InputError(f"Unknown command line flag {name!r}{meant} (see --help)")
+
+    def given(self, name: str) -> bool:
+        """Whether a flag has another value than its default."""
+        return self.values[name].value != self.values[name].default
+
+    def _help(self) -> str:
+        lines = [*self._about]
+        for name in self.values:
+            flag = self.values[name]
+            text = flag.help.partition(";\n")[0]  # what absl adds where a flag may be repeated
+            lines += _entry(f"--[no]{name}" if flag.boolean else f"--{name}", text, flag.default)
+        return "\n".join([*lines, *_entry("--version", "Of this, jax and Python.")])
+
+
+def _entry(option: str, text: str, default: Any = None) -> list[str]:
+    text += "" if default in (None, []) else f" Default: {str(default).lower()}."
+    return textwrap.wrap(text, 110, initial_indent=f"  {option:<26}", subsequent_indent=" " * 28)
+
+
+def version() -> str:
+    """Of this package, jax and Python."""
+    from importlib.metadata import version as installed  # here: most of what importing this would take
+
+    from .. import __version__
+
+    return f"{__version__} (jax {installed('jax')}, Python {platform.python_version()})"
+
+
+_BOOLEANS = dict.fromkeys(("true", "t", "1"), True) | dict.fromkeys(("false", "f", "0"), False)
+
+
+class _Values(flags.FlagValues):
+    def read_flags_from_files(self, argv: Sequence[str], force_gnu: bool = True) -> list[str]:
+        """Without absl's --flagfile, which would read any file to its end."""
+        return list(argv)
+
+
+class _Parser(flags.ArgumentParser):
+    def __init__(self, read: Callable[[Any], Any], good: Callable[[Any], Any], remedy: str):
+        super().__init__()
+        self._read, self._good, self._remedy = read, good, remedy
+
+    def parse(self, argument: Any) -> Any:
+        try:
+            value = self._read(argument)
+        except (ValueError, KeyError):
+            raise ValueError(self._remedy) from None
+        if not self._good(value):
+            raise ValueError(self._remedy)
+        return value

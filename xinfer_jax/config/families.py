@@ -1,0 +1,235 @@
+"""Model families: what config.json may leave out, and one small function each for what the family adds to the
+shared table.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import InputError, shown
+from .rope import read_rope, read_ropes, rope_settings
+from .values import at_most, boolean, integer, number, number_or_none, refuse
+
+
+def _qwen2(hf: Mapping, layers: int) -> dict:
+    return dict(qkv_bias=True, layer_windows=_late_windows(hf, layers))
+
+
+def _qwen3(hf: Mapping, layers: int) -> dict:
+    return _attention_bias(hf) | dict(qk_norm=True, layer_windows=_late_windows(hf, layers))
+
+
+def _qwen3_moe(hf: Mapping, layers: int) -> dict:
+    dense, step = hf["mlp_only_layers"], integer(hf, "decoder_sparse_step")
+    dense = () if dense is None else dense
+    if not isinstance(dense, list | tuple) or not all(type(i) is int and i >= 0 for i in dense):
+        raise InputError(f"mlp_only_layers must be a list of layers, got {shown(dense)}")
+    dense = set(dense)
+    experts = integer(hf, "num_experts" if hf.get("num_local_experts") is None else "num_local_experts")
+    return _attention_bias(hf) | dict(
+        qk_norm=True,
+        layer_windows=_same_windows(
+            hf if boolean(hf, "use_sliding_window") else {**hf, "sliding_window": None}, layers
+        ),
+        layer_experts=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+        num_experts=experts,
+        num_experts_per_tok=at_most(hf, "num_experts_per_tok", experts),
+        moe_intermediate_size=integer(hf, "moe_intermediate_size"),
+        norm_topk_prob=boolean(hf, "norm_topk_prob"),
+    )
+
+
+def _llama(hf: Mapping, layers: int) -> dict:
+    return _attention_bias(hf) | dict(mlp_bias=boolean(hf, "mlp_bias"))
+
+
+def _mistral(hf: Mapping, layers: int) -> dict:
+    return dict(layer_windows=_same_windows(hf, layers))
+
+
+def _smollm3(hf: Mapping, layers: int) -> dict:
+    uses_rope = hf.get("no_rope_layers")  # despite its name: 1 where a layer has rotary embedding
+    if uses_rope is None:
+        interval = integer(hf, "no_rope_layer_interval")
+        uses_rope = [(i + 1) % interval != 0 for i in range(layers)]
+    if not isinstance(uses_rope, list | tuple) or len(uses_rope) < layers:
+        raise InputError(
+            f"no_rope_layers must be a list of at least {layers} entries, one per layer, got"
+            f" {shown(uses_rope)}"
+        )
+    if bad := [u for u in uses_rope if u not in (0, 1)]:
+        raise InputError(f"no_rope_layers holds 1 for rotary embedding and 0 for none, got {shown(bad[0])}")
+    uses_rope = tuple(bool(u) for u in uses_rope[:layers])
+    return _llama(hf, layers) | dict(
+        layer_rope=uses_rope, layer_windows=_windows(hf, [not u for u in uses_rope])
+    )
+
+
+def _olmo3(hf: Mapping, layers: int) -> dict:
+    # Versions of transformers disagree on what it means for the sliding layers.
+    if hf["rope_theta"] != _OLMO3_THETA:
+        raise InputError(
+            f"rope_theta {shown(hf['rope_theta'])} is not supported for model_type 'olmo3': give"
+            " rope_parameters per layer type"
+        )
+    windows = _period_windows(hf, layers, 4)
+    return _attention_bias(hf) | read_ropes(hf, _OLMO3_THETA) | dict(
+        pre_norm=False, post_norm=True, qk_norm=True, qk_norm_joint=True, layer_windows=windows
+    )  # fmt: skip
+
+
+def _gemma(hf: Mapping, layers: int) -> dict:
+    """Gemma 2 and 3."""
+    refuse(hf, "use_bidirectional_attention")
+    return _attention_bias(hf) | dict(
+        post_norm=True,
+        norm_offset=1.0,
+        embed_scale=math.sqrt(integer(hf, "hidden_size")),
+        query_pre_attn_scalar=number(hf, "query_pre_attn_scalar"),
+        final_logit_softcapping=number_or_none(hf, "final_logit_softcapping"),
+    )
+
+
+def _gemma2(hf: Mapping, layers: int) -> dict:
+    return _gemma(hf, layers) | dict(
+        attn_logit_softcapping=number_or_none(hf, "attn_logit_softcapping"),
+        layer_windows=_period_windows(hf, layers, 2),
+    )
+
+
+def _gemma3_text(hf: Mapping, layers: int) -> dict:
+    refuse(hf, "attn_logit_softcapping")
+    windows = _period_windows(hf, layers, integer(hf, "sliding_window_pattern"))
+    return (
+        _gemma(hf, layers)
+        | read_ropes(hf, number(hf, "rope_local_base_freq"))
+        | dict(qk_norm=True, layer_windows=windows)
+    )
+
+
+def _phi3(hf: Mapping, layers: int) -> dict:
+    scaling = dict(rope_settings(hf))
+    if scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):  # what earlier versions called it
+        scaling["rope_type"] = "longrope"
+    rope = read_rope(
+        {**hf, "rope_scaling": None, "rope_parameters": scaling}, ("default", "longrope"), partial=True
+    )
+    return dict(rope=rope, fused_projections=True, layer_windows=_same_windows(hf, layers))
+
+
+# What config.json may leave out, as in transformers.
+SHARED_DEFAULTS = dict(
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    attention_bias=False,
+    mlp_bias=False,
+    use_sliding_window=False,
+    hidden_act="silu",
+)
+_QWEN_DEFAULTS = dict(
+    num_key_value_heads=32, max_position_embeddings=32768, sliding_window=4096, max_window_layers=28
+)
+_MOE_DEFAULTS = dict(
+    num_key_value_heads=4, max_position_embeddings=32768, sliding_window=4096, decoder_sparse_step=1,
+    moe_intermediate_size=768,
+    num_experts_per_tok=8, num_experts=128, norm_topk_prob=False, mlp_only_layers=None,
+)  # fmt: skip
+_SMOLLM3_DEFAULTS = dict(
+    num_key_value_heads=4,
+    max_position_embeddings=32768,
+    rope_theta=2e6,
+    no_rope_layer_interval=4,
+    tie_word_embeddings=True,
+)
+_OLMO3_THETA = 500000.0
+_GEMMA2_DEFAULTS = dict(
+    num_key_value_heads=4, head_dim=256, max_position_embeddings=8192, sliding_window=4096,
+    tie_word_embeddings=True,
+    query_pre_attn_scalar=256, hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0,
+)  # fmt: skip
+_GEMMA3_DEFAULTS = _GEMMA2_DEFAULTS | dict(
+    max_position_embeddings=131072, attn_logit_softcapping=None, final_logit_softcapping=None, rope_theta=1e6,
+    rope_local_base_freq=1e4, sliding_window_pattern=6,
+)  # fmt: skip
+FAMILIES: dict[
+    str, tuple[dict[str, Any], Callable[..., dict[str, Any]]]
+] = {  # model_type: (its defaults, its function)
+    "qwen2": (_QWEN_DEFAULTS, _qwen2),
+    "qwen3": (_QWEN_DEFAULTS | dict(head_dim=128), _qwen3),
+    "qwen3_moe": (_MOE_DEFAULTS, _qwen3_moe),
+    "llama": (dict(max_position_embeddings=2048), _llama),
+    "mistral": (dict(num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096), _mistral),
+    "smollm3": (_SMOLLM3_DEFAULTS, _smollm3),
+    "olmo3": (
+        dict(max_position_embeddings=2048, rms_norm_eps=1e-5, sliding_window=4096, rope_theta=_OLMO3_THETA),
+        _olmo3,
+    ),
+    "gemma2": (_GEMMA2_DEFAULTS, _gemma2),
+    "gemma3_text": (_GEMMA3_DEFAULTS, _gemma3_text),
+    "phi3": (
+        dict(max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5),
+        _phi3,
+    ),
+}
+
+
+def _attention_bias(hf: Mapping) -> dict[str, bool]:
+    bias = boolean(hf, "attention_bias")
+    return dict(qkv_bias=bias, o_bias=bias)
+
+
+# --- sliding windows ----------------------------------------------------------------------------------------
+
+
+def _same_windows(hf: Mapping, layers: int) -> tuple[int | None, ...]:
+    """One `sliding_window` for all layers, or none."""
+    if hf.get("layer_types") is not None:  # transformers refuses or ignores it
+        raise InputError(
+            f"layer_types is not supported for model_type {hf['model_type']!r}: only one sliding_window for"
+            " all layers is"
+        )
+    return (None if hf.get("sliding_window") is None else integer(hf, "sliding_window"),) * layers
+
+
+def _late_windows(hf: Mapping, layers: int) -> tuple[int | None, ...]:
+    """Qwen: the layers from `max_window_layers` on slide."""
+    first = hf["max_window_layers"]
+    if type(first) is not int or first < 0:
+        raise InputError(f"config.json: max_window_layers must be an integer from 0 on, got {shown(first)}")
+    return _windows(hf, [i >= first for i in range(layers)])
+
+
+def _period_windows(hf: Mapping, layers: int, period: int) -> tuple[int | None, ...]:
+    """Olmo and Gemma: all but every period-th layer slide."""
+    integer(hf, "sliding_window")
+    return _windows({**hf, "use_sliding_window": True}, [(i + 1) % period != 0 for i in range(layers)])
+
+
+def _windows(hf: Mapping, slides: list[bool]) -> tuple[int | None, ...]:
+    """Window per layer from `use_sliding_window`, `sliding_window` and `layer_types`, which overrules
+    `slides`.
+    """
+    window = (
+        integer(hf, "sliding_window")
+        if boolean(hf, "use_sliding_window") and hf.get("sliding_window") is not None
+        else None
+    )
+    types = hf.get("layer_types")
+    if types is None:
+        return tuple(window if s else None for s in slides)
+    if not isinstance(types, list | tuple) or len(types) != len(slides):
+        raise InputError(
+            f"layer_types must list one type for each of the {len(slides)} layers, got {shown(types)}"
+        )
+    for kind in types:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise InputError(
+                f"layer type {shown(kind)} is not supported: only full_attention and sliding_attention are"
+            )
+        if kind == "sliding_attention" and window is None:
+            raise InputError(
+                "layer_types names sliding_attention, but use_sliding_window is false or sliding_window is"
+                " null: set both"
+            )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)

@@ -1,0 +1,239 @@
+"""Model configuration: a frozen, hashable `ModelConfig`, and `from_hf`, which reads a Hugging Face
+config.json.
+
+`families.py` has one small function per model family; a model type or a setting that would change the result
+and is not supported is refused by name.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import InputError, shown
+from .families import FAMILIES, SHARED_DEFAULTS
+from .rope import RopeConfig, read_rope
+from .values import LONGEST, boolean, integer, number
+
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Everything the forward pass needs to know that is not an array; static under `jit`. Fields that have a
+    name in Hugging Face's config.json keep it.
+
+    Attributes:
+        model_type: the family.
+        vocab_size: V.
+        hidden_size: D.
+        intermediate_size: F.
+        num_hidden_layers: L.
+        num_attention_heads: N.
+        num_key_value_heads: K.
+        head_dim: H.
+        max_position_embeddings: tokens of the longest sequence, before rope scaling.
+        rms_norm_eps: added to the mean square under a norm's root.
+        tie_word_embeddings: the embedding matrix serves as vocabulary matrix too.
+        rope: the rotary embedding.
+        layer_windows: per layer: a query at p sees keys p-window+1 … p; None: all of 0 … p.
+        layer_rope: per layer: rotary embedding, or none (NoPE).
+        sliding_rope: of the layers that have a window; None: as the others.
+        qkv_bias: queries, keys and values have biases.
+        o_bias: attention's output has one.
+        mlp_bias: the MLP's matrices have biases.
+        qk_norm: RMS norm over each query and key head,
+        qk_norm_joint: or over all heads of a token together.
+        pre_norm: RMS norm of what goes into attention and MLP,
+        post_norm: and of what comes out.
+        norm_offset: norms multiply by this + weight.
+        hidden_act: "silu" or "gelu_pytorch_tanh".
+        embed_scale: factor on embeddings, rounded to their dtype.
+        query_pre_attn_scalar: scores are scaled by its power -1/2; None: head_dim.
+        attn_logit_softcapping: c: scores become c tanh(score / c); None: they stay.
+        final_logit_softcapping: the same for logits.
+        fused_projections: the checkpoint has q, k, v in one matrix, gate and up in another.
+        layer_experts: per layer: a mixture of experts in place of the MLP; empty: none.
+        num_experts: X.
+        num_experts_per_tok: how many of them each token asks.
+        moe_intermediate_size: F of each expert.
+        norm_topk_prob: the weights of a token's experts are made to add up to 1.
+        eos_token_ids: end an answer; from `load_model`, () elsewhere. Read on the host only and not compared,
+            so models that differ in them share their programs.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    rope: RopeConfig
+    layer_windows: tuple[int | None, ...]
+    layer_rope: tuple[bool, ...]
+    sliding_rope: RopeConfig | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    qk_norm_joint: bool = False
+    pre_norm: bool = True
+    post_norm: bool = False
+    norm_offset: float = 0.0
+    hidden_act: str = "silu"
+    embed_scale: float = 1.0
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    fused_projections: bool = False
+    layer_experts: tuple[bool, ...] = ()
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that a prompt and its answer may reach; linear and yarn scaling stretch the context that was
+        trained.
+        """
+        stretched = {
+            "linear": self.max_position_embeddings,
+            "yarn": self.rope.original_max_position_embeddings,
+        }.get(self.rope.rope_type, 0)
+        return max(self.max_position_embeddings, int(stretched * self.rope.factor))
+
+    def layer_rope_config(self, layer: int) -> RopeConfig | None:
+        """The rotary embedding of a layer; None: it has none."""
+        if not self.layer_rope[layer]:
+            return None
+        return self.sliding_rope if self.sliding_rope and self.layer_windows[layer] is not None else self.rope
+
+
+def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads the contents of a Hugging Face config.json, with the older or the newer field names.
+
+    Args:
+        hf: the parsed JSON object.
+
+    Returns:
+        The configuration, checked for consistency; without EOS ids, which `load_model` adds from several
+        files.
+
+    Raises:
+        InputError: an unknown model_type, a missing or impossible value, or a setting that is not supported.
+    """
+    if not isinstance(hf, Mapping):
+        raise InputError(f"from_hf takes config.json's object, got {shown(hf)}")
+    model_type = hf.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise InputError(
+            f"model_type {shown(model_type)} is not supported: use one of {', '.join(sorted(FAMILIES))}"
+        )
+    defaults, family = FAMILIES[model_type]
+    hf = {**SHARED_DEFAULTS, **defaults, **hf}
+    activation = hf["hidden_activation" if "hidden_activation" in defaults else "hidden_act"]
+    _refuse_unsupported(hf, activation)
+    heads = integer(hf, "num_attention_heads")
+    layers = integer(hf, "num_hidden_layers")
+    hidden = integer(hf, "hidden_size")
+    fields: dict[str, Any] = dict(
+        model_type=model_type,
+        vocab_size=integer(hf, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=integer(hf, "intermediate_size"),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=(
+            heads if hf.get("num_key_value_heads") is None else integer(hf, "num_key_value_heads")
+        ),
+        head_dim=_shared_out(hidden, heads) if hf.get("head_dim") is None else integer(hf, "head_dim"),
+        max_position_embeddings=integer(hf, "max_position_embeddings"),
+        rms_norm_eps=number(hf, "rms_norm_eps"),
+        tie_word_embeddings=boolean(hf, "tie_word_embeddings"),
+        hidden_act=_ACTIVATIONS[activation],
+        layer_windows=(None,) * layers,
+        layer_rope=(True,) * layers,
+    )
+    fields |= family(hf, layers)
+    config = ModelConfig(**{"rope": fields["rope"] if "rope" in fields else read_rope(hf), **fields})
+    _check(config)
+    return config
+
+
+def with_fixed_rope(config: ModelConfig, shortest: int, longest: int) -> ModelConfig:
+    """The config for a batch whose sequences keep between so many tokens, from prompt to last answer:
+    longrope's factors are then fixed.
+
+    Raises:
+        InputError: the factors would change on the way, and the keys in the cache would no longer fit.
+    """
+    limit = config.rope.switches_at
+    if limit is None:
+        return config
+    if shortest <= limit < longest:
+        raise InputError(
+            f"rope type 'longrope' changes its factors beyond {limit} tokens, and these sequences have"
+            f" between {shortest} and {longest}: shorten the prompts or generate fewer tokens, or give only"
+            " prompts that are longer"
+        )
+    factor = config.rope.short_factor if longest <= limit else config.rope.long_factor
+    return dataclasses.replace(
+        config, rope=dataclasses.replace(config.rope, short_factor=factor, long_factor=factor)
+    )
+
+
+def _refuse_unsupported(hf: Mapping, activation: Any) -> None:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+        raise InputError(
+            f"hidden_act {shown(activation)} is not supported: use one of {', '.join(_ACTIVATIONS)}"
+        )
+    architectures = [] if hf.get("architectures") is None else hf["architectures"]
+    for name in architectures if isinstance(architectures, list) else [architectures]:
+        if not str(name).endswith("ForCausalLM"):
+            raise InputError(
+                f"architecture {shown(name)} is not supported: only causal language models (…ForCausalLM) are"
+            )
+
+
+def _check(config: ModelConfig) -> None:
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise InputError(
+            f"num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads"
+            f" {config.num_key_value_heads}"
+        )
+    if config.head_dim % 2:
+        raise InputError(f"head_dim {config.head_dim} is odd: rotary embedding needs an even one")
+    if config.rope.rope_type == "dynamic" and config.head_dim == 2:
+        raise InputError("rope type 'dynamic' needs a head_dim above 2: it divides by head_dim - 2")
+    if config.context_length > LONGEST:
+        raise InputError(
+            f"max_position_embeddings {config.max_position_embeddings} with rope factor {config.rope.factor}"
+            f" is a context of {config.context_length} tokens, more than {LONGEST}"
+        )
+    rotated = int(config.head_dim * config.rope.partial_rotary_factor)
+    if rotated % 2 or not 0 < rotated <= config.head_dim:
+        raise InputError(
+            f"partial_rotary_factor {config.rope.partial_rotary_factor} rotates {rotated} of"
+            f" {config.head_dim} numbers of a head: rotary embedding needs an even part of it"
+        )
+    for name in ("short_factor", "long_factor"):
+        given = len(getattr(config.rope, name))
+        if config.rope.rope_type == "longrope" and given != rotated // 2:
+            raise InputError(
+                f"{name} has {given} entries, the {rotated} rotated numbers of a head need {rotated // 2}"
+            )
+
+
+def _shared_out(hidden: int, heads: int) -> int:
+    if hidden % heads:
+        raise InputError(
+            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and config.json gives no"
+            " head_dim"
+        )
+    return hidden // heads

@@ -1,0 +1,181 @@
+"""Speculative decoding (Leviathan et al. 2023): several tokens are guessed cheaply and checked by the model
+in one pass.
+
+The token at a position is a function of the model's logits there and of the row's key (sampling.py). So a
+guess is checked by choosing the model's own token and comparing: greedy or sampled, the tokens are those of
+plain decoding with the same key, and so is their distribution. A draft model draws with the same noise, which
+makes it guess alike.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..cache.kv_cache import KVCache, truncate
+from ..config.model_config import ModelConfig
+from ..errors import InputError, shown
+from ..model.decoder import hidden_states, unembed
+from ..sampling.choice import choose
+from ..weights.params import Params
+from .doors import Choice, DecodeState, context_now, record
+
+# (history_BS, length_B, count) -> int32 [B, count]; traced.
+Guesser = Callable[[jax.Array, jax.Array, int], jax.Array]
+
+MOST_GUESSES = 16  # per pass: each is a part of the program, which takes long to compile
+_LONGEST_MATCH = 4  # tokens that a look-up compares at most
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Speculation:
+    """What the loop carries beyond `DecodeState`."""
+
+    cache: KVCache | None  # of the draft model; None where a function guesses
+    passes_B: jax.Array  # int32: passes of the model that each row took part in
+    accepted_B: jax.Array  # int32: guesses that were right
+
+
+class Guessing(NamedTuple):
+    """Who guesses: the configuration of the draft model, or a function; and how many tokens per pass."""
+
+    guesser: ModelConfig | Guesser
+    per_pass: int
+
+
+def speculate(
+    params: Params,
+    config: ModelConfig,
+    draft_params: Params | None,
+    guessing: Guessing,
+    state: tuple[DecodeState, Speculation],
+    choice: Choice,
+    until: jax.Array,
+    impl: str | None,
+) -> tuple[DecodeState, Speculation]:
+    """Decodes until every row has `until` tokens or has ended.
+
+    Args:
+        params, config: the model.
+        draft_params: of the draft model; None where a function guesses.
+        guessing: who guesses, and how much.
+        state: with `context.history_BS`.
+        choice: how tokens are chosen, and how many at most.
+        until: int32.
+        impl: as in `prefill`.
+    """
+    count = guessing.per_pass
+
+    def body(carry: tuple[DecodeState, Speculation]) -> tuple[DecodeState, Speculation]:
+        state, spec = carry
+        active_B = _active(state, choice)
+        held: Any = state.cache  # there always is one here
+        guess_BK, draft_cache = _guess(draft_params, guessing, state, spec.cache, choice, impl)
+        tokens_BT = jnp.concatenate([state.token_B[:, None], guess_BK], 1)
+        hidden_BTD, cache = hidden_states(
+            params, config, tokens_BT, held, jnp.where(active_B, count + 1, 0), impl=impl
+        )
+        # What a guess writes past the capacity is dropped, and its logits are behind the last token.
+        cache = dataclasses.replace(cache, overflow_B=held.overflow_B)
+        logits_BTV, before_B, active = unembed(params, config, hidden_BTD), state.length_B, active_B
+        for i in range(count + 1):  # the token behind the first i guesses, which were right
+            state = record(logits_BTV[:, i], state, choice, impl, active)
+            active = active & _active(state, choice) & (state.token_B == tokens_BT[:, min(i + 1, count)])
+        right_B = jnp.maximum(state.length_B - before_B - 1, 0)
+        spec = Speculation(draft_cache, spec.passes_B + active_B, spec.accepted_B + right_B)
+        reached = jnp.min(jnp.where(_active(state, choice), state.length_B, choice.limit))
+        reached = jnp.where(jnp.any(_active(state, choice)), reached, jnp.max(state.length_B))
+        return dataclasses.replace(state, cache=truncate(cache, state.position_B - 1), step=reached), spec
+
+    return lax.while_loop(
+        lambda carry: (carry[0].step < until) & jnp.any(_active(carry[0], choice)), body, state
+    )
+
+
+SPECULATE = jax.jit(speculate, static_argnames=("config", "guessing", "impl"), donate_argnames="state")
+
+
+def _active(state: DecodeState, choice: Choice) -> jax.Array:
+    return ~state.finished_B & (state.length_B < choice.limit)
+
+
+def _guess(params: Params | None, guessing: Guessing, state: DecodeState, cache: Any, choice: Choice, impl):
+    """The guesses [B, count], and the draft model's cache."""
+    history_BS: Any = state.context.history_BS  # as `speculate` asks
+    position_B = state.position_B
+    guesser, count = guessing
+    if not isinstance(guesser, ModelConfig):
+        return jnp.asarray(guesser(history_BS, position_B, count), jnp.int32), None
+    context = context_now(state, choice.eos_E)
+
+    def guess(i, tokens_BT, cache):
+        hidden_BTD, cache = hidden_states(params, guesser, tokens_BT, cache, None, impl=impl)
+        logits_BV = unembed(params, guesser, hidden_BTD[:, -1])
+        return choose(logits_BV, choice.row_key_B, position_B + i, choice.sampling_B, context, impl), cache
+
+    def step(i, carry):
+        guess_BK, token_B, cache = carry
+        token_B, cache = guess(i, token_B[:, None], cache)
+        return guess_BK.at[:, i].set(token_B), token_B, cache
+
+    # The last two tokens: where every guess was right, the draft has not seen the last one but one.
+    last_BT = jnp.take_along_axis(history_BS, position_B[:, None] + jnp.array([-2, -1]), 1)
+    token_B, cache = guess(0, last_BT, truncate(cache, position_B - 2))
+    guess_BK = jnp.zeros((len(token_B), count), jnp.int32).at[:, 0].set(token_B)
+    guess_BK, _, cache = lax.fori_loop(1, count, step, (guess_BK, token_B, cache))
+    return guess_BK, cache
+
+
+def check_guesser(guesser: Guesser, count: int, rows: int, room: int) -> None:
+    """Raises InputError for a function that cannot be traced, or gives anything but `count` ids a row."""
+    try:
+        guess = _traced_guess(guesser, count, rows, room)
+    except Exception as error:
+        raise InputError(f"the draft function cannot be traced: {type(error).__name__}: {error}") from error
+    shape: Any = getattr(guess, "shape", None)
+    dtype: Any = getattr(guess, "dtype", None)
+    if shape != (rows, count) or not jnp.issubdtype(dtype, np.integer):
+        got = shown(guess) if shape is None else f"{dtype} of {list(shape)}"
+        raise InputError(f"the draft function must give int32 ids of the shape [{rows}, {count}], got {got}")
+
+
+@functools.lru_cache(maxsize=64)
+def _traced_guess(guesser, count, rows, room):
+    history_BS, length_B = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((rows, room), (rows,)))
+    return jax.eval_shape(lambda *known: guesser(*known, count), history_BS, length_B)
+
+
+def look_up(history_BS: jax.Array, length_B: jax.Array, count: int) -> jax.Array:
+    """What followed the last tokens where they occurred before (prompt look-up, Saxena 2023).
+
+    Of all places the one that agrees over the most tokens (up to 4), of these the latest; where it runs into
+    the end, it repeats.
+
+    Args:
+        history_BS: int32, each row's tokens in order.
+        length_B: int32, how many they are.
+        count: K, tokens to guess.
+
+    Returns:
+        int32 [B, K].
+    """
+    slot_S, length_B1 = jnp.arange(history_BS.shape[1]), length_B[:, None]
+
+    def grow(k, carry):
+        same_BS, run_BS = carry
+        last_B1 = jnp.take_along_axis(history_BS, jnp.maximum(length_B1 - k, 0), 1)
+        same_BS &= (slot_S >= k) & (jnp.roll(history_BS, k, 1) == last_B1)
+        return same_BS, run_BS + same_BS
+
+    inside_BS = (slot_S < length_B1) & (slot_S >= 1)
+    _, run_BS = lax.fori_loop(
+        1, _LONGEST_MATCH + 1, grow, (inside_BS, jnp.zeros(history_BS.shape, jnp.int32))
+    )
+    at_B1 = jnp.argmax(run_BS * len(slot_S) + jnp.where(inside_BS, slot_S, 0), 1)[:, None]
+    return jnp.take_along_axis(history_BS, at_B1 + jnp.arange(count) % jnp.maximum(length_B1 - at_B1, 1), 1)

@@ -1,0 +1,244 @@
+"""The decoder as a pure function of (params, tokens, cache): embed, layers, logits. One for all families,
+driven by the config.
+"""
+
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+
+from ..cache.kv_cache import KVCache, advance, append, held, read
+from ..checks import within
+from ..config.model_config import ModelConfig
+from ..errors import InputError, shown
+from ..weights.params import AnyArray, Params, activation_dtype, check_params
+from .attention import attention, check_impl
+from .experts import mixture_of_experts
+from .layers import embed, gated_mlp, linear, norm, rotary_angles, rotate, soft_cap
+
+
+@overload
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens_BT: AnyArray,
+    cache: None = None,
+    num_tokens_B: AnyArray | None = None,
+    *,
+    impl: str | None = None,
+) -> tuple[jax.Array, None]: ...
+@overload
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens_BT: AnyArray,
+    cache: KVCache,
+    num_tokens_B: AnyArray | None = None,
+    *,
+    impl: str | None = None,
+) -> tuple[jax.Array, KVCache]: ...
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens_BT: AnyArray,
+    cache: KVCache | None = None,
+    num_tokens_B: AnyArray | None = None,
+    *,
+    impl: str | None = None,
+) -> tuple[jax.Array, KVCache | None]:
+    """Logits of every token. Not jitted: the caller jits it. Without a cache it has reverse-mode gradients in
+    every leaf.
+
+    Args:
+        params: the parameter tree.
+        config: static.
+        tokens_BT: int32 token ids.
+        cache: None, or the cache that already holds what precedes these tokens; they are appended at its
+            `length_B`.
+        num_tokens_B: how many of the T tokens of each row are real (the rest is padding on the right); None:
+            all.
+        impl: of attention: None (what suits the device), "mosaic", "triton" or "xla".
+
+    Returns:
+        float32 logits [B, T, V] (undefined at padding) and the cache with the tokens appended.
+
+    Raises:
+        InputError: more tokens than the cache's capacity; an impl that this machine lacks, or that cannot
+            serve the call.
+    """
+    hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B, impl=impl)
+    return unembed(params, config, hidden_BTD), cache
+
+
+def hidden_states(
+    params: Params,
+    config: ModelConfig,
+    tokens_BT: AnyArray,
+    cache: KVCache | None = None,
+    num_tokens_B: AnyArray | None = None,
+    *,
+    inputs_BTD: AnyArray | None = None,
+    impl: str | None = None,
+) -> tuple[jax.Array, Any]:
+    """`forward` without its last step, which is `unembed`. Not jitted; differentiable like it.
+
+    Args:
+        params, config, tokens_BT, cache, num_tokens_B, impl: as in `forward`.
+        inputs_BTD: enters the first layer in place of the tokens' embeddings (`embed_tokens`); tokens_BT then
+            says only how many there are.
+
+    Returns:
+        What the last norm gives for every token, [B, T, D] in the type of the activations (undefined at
+        padding), and the cache with the tokens appended.
+
+    Raises:
+        InputError: as `forward`; inputs_BTD of another shape.
+    """
+    check_impl(impl)
+    check_params(params, config)
+    check_tokens(config, tokens_BT, num_tokens_B, inputs_BTD, cache)
+    _check_mesh(params, tokens_BT, cache)
+    B, T = tokens_BT.shape
+    num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else jnp.asarray(num_tokens_B)
+    start_B = jnp.zeros(B, jnp.int32) if cache is None else cache.length_B
+    angles = rotary_angles(config, start_B[:, None] + jnp.arange(T), start_B + num_tokens_B)
+    x_BTD = (
+        embed_tokens(params, config, tokens_BT)
+        if inputs_BTD is None
+        else jnp.asarray(inputs_BTD).astype(activation_dtype(params))
+    )
+    for index, layer in enumerate(params["layers"]):
+        attended_BTD, cache = _attend(
+            layer, config, index, norm(x_BTD, layer, "attn_norm", config), angles, cache, num_tokens_B, impl
+        )
+        x_BTD = x_BTD + norm(attended_BTD, layer, "attn_post_norm", config)
+        fed_BTD = _feed_forward(norm(x_BTD, layer, "mlp_norm", config), layer, config)
+        x_BTD = x_BTD + norm(fed_BTD, layer, "mlp_post_norm", config)
+    cache = None if cache is None else advance(cache, num_tokens_B)
+    return norm(x_BTD, params, "final_norm", config), cache
+
+
+def _check_mesh(*trees: Any) -> None:
+    """Raises InputError where an array is divided along an Explicit axis: jax then wants the layout of every
+    product said, which is left to its compiler here.
+    """
+    for leaf in jax.tree.leaves(trees):
+        spec, mesh = jax.typeof(leaf).sharding.spec, jax.typeof(leaf).sharding.mesh
+        if any(axis is not None for axis in spec) and AxisType.Explicit in mesh.axis_types:
+            raise InputError(
+                f"an array is divided as {spec} over a mesh with Explicit axes: make the mesh with"
+                f" axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_types)}, or use jax.shard_map"
+            )
+
+
+def embed_tokens(params: Params, config: ModelConfig, tokens: AnyArray) -> jax.Array:
+    """What the first layer gets of tokens: int32 [...] -> [..., D] in the type of the activations.
+
+    Raises:
+        InputError: no array of whole numbers; outside a trace, an id beyond the vocabulary.
+    """
+    check_params(params, config)
+    if not isinstance(tokens, jax.Array | np.ndarray) or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise InputError(f"tokens must be an array of ids, got {shown(tokens)}")
+    within("token id", tokens, 0, config.vocab_size - 1)
+    return embed(jnp.asarray(tokens), params["embed"], activation_dtype(params), config.embed_scale)
+
+
+def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
+    """Logits of hidden states: the vocabulary matrix, and the soft cap where the model has one.
+
+    Args:
+        params, config: the model.
+        hidden: [..., D], from `hidden_states`.
+
+    Returns:
+        float32 [..., V].
+
+    Raises:
+        InputError: no array, or one of another width.
+    """
+    check_params(params, config)
+    if not isinstance(hidden, jax.Array | np.ndarray) or hidden.shape[-1:] != (config.hidden_size,):
+        raise InputError(
+            f"hidden states must be an array [..., {config.hidden_size}], got {np.shape(hidden)}"
+        )
+    return soft_cap(linear(jnp.asarray(hidden), head(params), jnp.float32), config.final_logit_softcapping)
+
+
+def head(params: Params) -> Params:
+    """The vocabulary matrix; a tied model reuses the embedding matrix."""
+    return params["lm_head"] if "lm_head" in params else params["embed"]
+
+
+def check_tokens(
+    config: ModelConfig,
+    tokens_BT: Any,
+    num_tokens_B: Any = None,
+    inputs_BTD: Any = None,
+    cache: Any = None,
+    least: int = 1,
+) -> None:
+    """Raises InputError unless these go together: `least` tokens a row, and what else is given; values are
+    checked as far as they are known outside a trace.
+    """
+    if not isinstance(tokens_BT, jax.Array | np.ndarray):
+        raise InputError(f"tokens must be an array of ids, as np.array makes of lists, got {tokens_BT!r}")
+    shape = tokens_BT.shape
+    if len(shape) != 2 or shape[1] < least or not jnp.issubdtype(tokens_BT.dtype, jnp.integer):
+        raise InputError(
+            f"tokens must be integers of the shape [rows, {least} or more], got {tokens_BT.dtype} of {shape}"
+        )
+    if num_tokens_B is not None and np.shape(num_tokens_B) != shape[:1]:
+        raise InputError(
+            f"num_tokens must have the shape [{shape[0]}], one number per row, got {np.shape(num_tokens_B)}"
+        )
+    if inputs_BTD is not None and np.shape(inputs_BTD) != (*shape, config.hidden_size):
+        raise InputError(
+            f"inputs must have the shape {(*shape, config.hidden_size)}, got {np.shape(inputs_BTD)}"
+        )
+    if cache is not None and (not isinstance(cache, KVCache) or cache.length_B.shape != shape[:1]):
+        raise InputError(
+            f"the cache for {shape[0]} rows must be one that init_cache gives for them, got {cache!r}"
+        )
+    within("token id", tokens_BT, 0, config.vocab_size - 1)
+    if num_tokens_B is not None:
+        within("num_tokens", num_tokens_B, 0, shape[1])
+
+
+def _attend(
+    layer: Params, config: ModelConfig, index: int, x_BTD, angles, cache: KVCache | None, num_tokens_B, impl
+):
+    B, T, _ = x_BTD.shape
+    q_BTNH, k_BTKH, v_BTKH = (_heads(layer, config, name, x_BTD) for name in "qkv")
+    if angles[index] is not None:
+        q_BTNH, k_BTKH = rotate(q_BTNH, *angles[index]), rotate(k_BTKH, *angles[index])
+    if cache is None:
+        keys_values: tuple[Any, Any] = jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2)
+        start_B, length_B = None, num_tokens_B
+    else:
+        start_B, length_B = cache.length_B, held(cache, index, num_tokens_B)
+        cache = append(cache, index, k_BTKH, v_BTKH, num_tokens_B)
+        keys_values = read(cache, index)
+    scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
+    settings = dict(
+        scale=scale, window=config.layer_windows[index], soft_cap=config.attn_logit_softcapping, impl=impl
+    )
+    ring = cache is not None and cache.is_ring(index)
+    out_BTNH = attention(q_BTNH, *keys_values, length_B=length_B, start_B=start_B, ring=ring, **settings)
+    return linear(out_BTNH.reshape(B, T, -1), layer["o"]), cache
+
+
+def _heads(layer: Params, config: ModelConfig, name: str, x_BTD: jax.Array) -> jax.Array:
+    """Queries, keys or values by head, [B, T, N or K, H]; normed where the layer has a norm for them."""
+    y = linear(x_BTD, layer[name])
+    y = norm(y, layer, f"{name}_norm", config) if config.qk_norm_joint else y
+    y = y.reshape(*y.shape[:2], -1, config.head_dim)
+    return y if config.qk_norm_joint else norm(y, layer, f"{name}_norm", config)
+
+
+def _feed_forward(x_BTD: jax.Array, layer: Params, config: ModelConfig) -> jax.Array:
+    if "experts" in layer:
+        return mixture_of_experts(x_BTD, layer, config)
+    return gated_mlp(x_BTD, layer, config.hidden_act)

@@ -1,0 +1,67 @@
+"""Mixture of experts: a router gives each token to a few of X gated MLPs, whose outputs are added with its
+weights.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import kernels_pallas
+
+from ..config.model_config import ModelConfig
+from ..weights.params import Params
+from .layers import gated_mlp, linear
+
+
+def mixture_of_experts(x_BTD: jax.Array, layer: Params, config: ModelConfig) -> jax.Array:
+    """Sparse feed-forward (Shazeer et al. 2017), softmax before the choice as in Qwen's models.
+
+    Args:
+        x_BTD: hidden states, normed.
+        layer: "router": {"weight": [X, D]}, "experts": the tree of a gated MLP with X in front of every
+            shape.
+        config: num_experts_per_tok, norm_topk_prob and the activation.
+
+    Returns:
+        [B, T, D] in the dtype of x.
+    """
+    x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
+    probability_MX = jax.nn.softmax(linear(x_MD, layer["router"], jnp.float32), -1)
+    # C: chosen experts of a token.
+    weight_MC, expert_MC = lax.top_k(probability_MX, config.num_experts_per_tok)
+    if config.norm_topk_prob:
+        weight_MC = weight_MC / weight_MC.sum(-1, keepdims=True)
+    few = expert_MC.size < config.num_experts
+    return (
+        (_by_choice if few else _by_expert)(x_MD, weight_MC, expert_MC, layer["experts"], config)
+        .astype(x_BTD.dtype)
+        .reshape(x_BTD.shape)
+    )
+
+
+def _by_choice(x_MD, weight_MC, expert_MC, experts: Params, config: ModelConfig) -> jax.Array:
+    """One chosen expert after the other: reads no other. For few tokens."""
+
+    def one(choice):
+        x_D, expert = choice
+        tree = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False), experts)
+        return gated_mlp(x_D[None], tree, config.hidden_act)[0].astype(jnp.float32)
+
+    chosen = expert_MC.shape[1]
+    out_PD = lax.map(one, (jnp.repeat(x_MD, chosen, 0), expert_MC.reshape(-1)))
+    return (out_PD.reshape(*expert_MC.shape, -1) * weight_MC[..., None]).sum(1)
+
+
+def _by_expert(x_MD, weight_MC, expert_MC, experts: Params, config: ModelConfig) -> jax.Array:
+    """Every expert for all tokens, kept where it was chosen: reads each expert once."""
+    chosen_MCX = expert_MC[..., None] == jnp.arange(config.num_experts)
+    weight_MX = (weight_MC[..., None] * chosen_MCX).sum(1)
+
+    def add(sum_MD, part):
+        tree, weight_M = part
+        out_MD = gated_mlp(x_MD, tree, config.hidden_act).astype(jnp.float32)
+        # 0 times infinity is no number.
+        return sum_MD + jnp.where(weight_M[:, None] > 0, weight_M[:, None] * out_MD, 0), None
+
+    start_MD = kernels_pallas.varying_as(jnp.zeros(x_MD.shape, jnp.float32), x_MD)
+    return lax.scan(add, start_MD, (experts, weight_MX.T))[0]

@@ -1,0 +1,66 @@
+"""The likeliest token: of given logits, or straight from hidden states, where a GPU kernel never writes the
+logits.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import kernels_pallas
+
+from ..config.model_config import ModelConfig
+from ..weights.params import Params
+from ..weights.quantized import is_quantized
+from .attention import selected
+from .decoder import head
+from .layers import linear, soft_cap
+
+
+def argmax(logits_BV: jax.Array, impl: str | None = None) -> jax.Array:
+    """The index of each row's largest logit, int32 [B]: the lowest of equal ones, the first NaN where there
+    is one.
+    """
+    chosen = selected("argmax", impl, logits_BV).impl
+    if chosen == "xla":
+        return _argmax(logits_BV)
+    if impl is not None:
+        return kernels_pallas.run(chosen, "argmax", logits_BV)
+    return lax.platform_dependent(
+        logits_BV, cuda=lambda x: kernels_pallas.run(chosen, "argmax", x), default=_argmax
+    )
+
+
+def fuses_head(params: Params, hidden_BD: jax.Array, impl: str | None) -> bool:
+    """Whether `greedy` may run a kernel."""
+    leaf = head(params)
+    if "bias" in leaf or is_quantized(leaf["weight"]):
+        return False
+    return selected("lm_head_argmax", impl, hidden_BD, leaf["weight"]).impl != "xla"
+
+
+def greedy(
+    params: Params, config: ModelConfig, hidden_BD: jax.Array, impl: str | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The likeliest token after each hidden state, int32 [B], and its log-probability, float32 [B], by a
+    kernel that `fuses_head`.
+    """
+    weight = head(params)["weight"]
+    chosen = selected("lm_head_argmax", impl, hidden_BD, weight).impl
+
+    cap = config.final_logit_softcapping
+
+    def by_kernel(hidden_BD: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return kernels_pallas.run(chosen, "lm_head_argmax", hidden_BD, weight, soft_cap=cap)
+
+    def by_logits(hidden_BD: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits_BV = soft_cap(linear(hidden_BD, {"weight": weight}, jnp.float32), cap)
+        id_B = _argmax(logits_BV)
+        return id_B, jnp.take_along_axis(jax.nn.log_softmax(logits_BV, -1), id_B[:, None], -1)[:, 0]
+
+    if impl is not None:
+        return by_kernel(hidden_BD, weight)
+    return lax.platform_dependent(hidden_BD, weight, cuda=by_kernel, default=by_logits)
+
+
+def _argmax(logits_BV: jax.Array) -> jax.Array:
+    return jnp.argmax(logits_BV, -1).astype(jnp.int32)

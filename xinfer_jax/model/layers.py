@@ -1,0 +1,220 @@
+"""The parts of a decoder layer: RMS norm, rotary embedding, linear, gated MLP. Norms and angles are computed
+in float32.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..config.model_config import ModelConfig, RopeConfig
+from ..weights.params import Params
+from ..weights.products import product
+from ..weights.quantized import is_quantized, quantized_product, rows_of
+
+Angles = tuple[tuple[jax.Array, jax.Array] | None, ...]  # per layer: cos and sin
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+}
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
+    """Root-mean-square norm over the last axis (Zhang & Sennrich 2019), times offset + weight. x: [..., D],
+    weight: [D].
+    """
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), -1, keepdims=True) + eps)
+    if offset:  # the sum has more digits than 16-bit weights have
+        return (x32 * (offset + weight.astype(jnp.float32))).astype(x.dtype)
+    return (weight * x32.astype(x.dtype)).astype(x.dtype)
+
+
+def norm(x: jax.Array, tree: Params, name: str, config: ModelConfig) -> jax.Array:
+    """x through the RMS norm of that name; as it is where the tree has none."""
+    return rms_norm(x, tree[name], config.rms_norm_eps, config.norm_offset) if name in tree else x
+
+
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """cap * tanh(x / cap); None: x."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def linear(x: jax.Array, leaf: Params, out_dtype: jnp.dtype | None = None) -> jax.Array:
+    """x @ weight.T + bias. x: [..., in], leaf: {"weight": [out, in] or quantized, "bias": [out] or absent}.
+    Returns [..., out].
+    """
+    weight = leaf["weight"]
+    if is_quantized(weight):
+        y = quantized_product(x, weight)
+    else:
+        y = product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
+    if "bias" in leaf:
+        y = y + leaf["bias"]
+    return y.astype(out_dtype or x.dtype)
+
+
+def embed(token: jax.Array, leaf: Params, dtype: jnp.dtype, scale: float = 1.0) -> jax.Array:
+    """Rows of the embedding table, times scale: token [...] int32, leaf: {"weight": [V, D] or quantized},
+    returns [..., D].
+    """
+    table = leaf["weight"]
+    x = (rows_of(table, token) if is_quantized(table) else _embed(token, table)).astype(dtype)
+    return x if scale == 1 else x * jnp.asarray(scale, dtype)
+
+
+@jax.custom_jvp
+def _embed(token: jax.Array, table: jax.Array) -> jax.Array:
+
+    def row_by_row(token: jax.Array, table: jax.Array) -> jax.Array:
+        ids = token.reshape(-1)
+
+        # Tied as in products.tile_by_tile, and to the ids: one token's loop is unrolled.
+        def row(i: jax.Array) -> jax.Array:
+            tied, at = lax.optimization_barrier((table, ids[i]))
+            return lax.dynamic_index_in_dim(tied, at, 0, keepdims=False).astype(jnp.float32)
+
+        return lax.map(row, jnp.arange(ids.size)).reshape(*token.shape, -1).astype(table.dtype)
+
+    if table.dtype == jnp.float32:
+        return table[token]
+    return lax.platform_dependent(token, table, cpu=row_by_row, default=lambda token, table: table[token])
+
+
+@_embed.defjvp
+def _embed_jvp(primals, tangents):
+    token, table = primals
+    return _embed(token, table), tangents[1][token]
+
+
+def gated(x: jax.Array, layer: Params, activation: str) -> jax.Array:
+    """What enters the output matrix of a gated MLP: activation(gate(x)) * up(x). x: [..., D], returns [...,
+    F].
+    """
+    return _ACTIVATIONS[activation](linear(x, layer["gate"])) * linear(x, layer["up"])
+
+
+def gated_mlp(x: jax.Array, layer: Params, activation: str) -> jax.Array:
+    """SwiGLU, GeGLU (Shazeer 2020): down(activation(gate(x)) * up(x)). x: [..., D]."""
+    return linear(gated(x, layer, activation), layer["down"])
+
+
+def rotary_angles(config: ModelConfig, position_BT: jax.Array, length_B: jax.Array) -> Angles:
+    """Cosine and sine of the rotary angles (Su et al. 2021) of each layer, float32.
+
+    Args:
+        config: the model; its rope configs say how frequencies are scaled.
+        position_BT: absolute positions.
+        length_B: each row's length after this call: `dynamic` and `longrope` depend on it.
+
+    Returns:
+        Per layer cos and sin, each [B, T, R], R pairs of a head being rotated; None for a layer without.
+    """
+    ropes = [config.layer_rope_config(layer) for layer in range(config.num_hidden_layers)]
+    angles = {rope: _angles(rope, config, position_BT, length_B) for rope in ropes if rope}
+    return tuple(angles[rope] if rope else None for rope in ropes)
+
+
+def _angles(
+    rope: RopeConfig, config: ModelConfig, position_BT: jax.Array, length_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    width = int(config.head_dim * rope.partial_rotary_factor)
+    inverse, scale = _inverse_frequencies(rope, width)
+    if rope.switches_at is not None:
+        long, _ = _inverse_frequencies(dataclasses.replace(rope, short_factor=rope.long_factor), width)
+        inverse = jnp.where((length_B > rope.switches_at)[:, None, None], long, inverse)  # [B, 1, R]
+    # Theta * stretch ** (H / (H - 2)), with the stretch taken out of the power: closer to exact.
+    if rope.rope_type == "dynamic":
+        stretch_B = rope.factor * jnp.maximum(
+            length_B, config.max_position_embeddings
+        ) / config.max_position_embeddings - (rope.factor - 1)
+        # [B, 1, H/2].
+        inverse = (inverse * stretch_B[:, None] ** (-np.arange(0, width, 2, dtype=np.float32) / (width - 2)))[
+            :, None
+        ]
+    angle = position_BT[..., None].astype(jnp.float32) * inverse
+    return jnp.cos(angle) * scale, jnp.sin(angle) * scale
+
+
+def rotate(x_BTNH: jax.Array, cos_BTR: jax.Array, sin_BTR: jax.Array) -> jax.Array:
+    """Rotates each pair (i, i + R) of every head by its angle, the layout of Hugging Face checkpoints; what
+    is beyond 2 R stays.
+    """
+    R = cos_BTR.shape[-1]
+    a, b, rest = jnp.split(x_BTNH.astype(jnp.float32), (R, 2 * R), axis=-1)
+    cos, sin = cos_BTR[:, :, None], sin_BTR[:, :, None]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x_BTNH.dtype)
+
+
+def _inverse_frequencies(rope: RopeConfig, width: int) -> tuple[Any, float]:
+    """Angle per position of each pair, float32 [R], and the factor on cos and sin. width: 2 R."""
+    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+    # Powers in float64, rounded once, are torch's own; numpy's in float32 are off by an ulp, which 500
+    # positions make visible.
+    powers = (np.float64(rope.rope_theta) ** exponents.astype(np.float64)).astype(np.float32)
+    if rope.rope_type == "longrope":
+        return np.float32(1.0) / (np.array(rope.short_factor, np.float32) * powers), _longrope_scale(rope)
+    inverse = np.float32(1.0) / powers
+    if rope.rope_type == "linear":
+        return inverse / np.float32(rope.factor), 1.0
+    if rope.rope_type == "llama3":
+        return _llama3_frequencies(rope, inverse), 1.0
+    if rope.rope_type == "yarn":
+        return _yarn_frequencies(rope, inverse), _yarn_scale(rope)
+    return inverse, 1.0
+
+
+def _llama3_frequencies(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
+    """Llama 3.1: long waves stretched by `factor`, short ones kept, a smooth passage between."""
+    # Full turns within the first context.
+    turns = rope.original_max_position_embeddings * inverse / np.float32(2 * math.pi)
+    smooth = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+    return ((1 - smooth) * inverse / rope.factor + smooth * inverse).astype(np.float32)
+
+
+def _yarn_frequencies(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
+    """YaRN (Peng et al. 2023): a ramp over the pairs between extrapolation and interpolation by `factor`."""
+    width = 2 * len(inverse)
+
+    def pair_with(turns: float) -> float:
+        return (
+            width
+            * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi))
+            / (2 * math.log(rope.rope_theta))
+        )
+
+    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    ramp = np.clip((np.arange(len(inverse), dtype=np.float32) - low) / ((high - low) or 0.001), 0, 1)
+    return (inverse / rope.factor * ramp + inverse * (1 - ramp)).astype(np.float32)
+
+
+def _longrope_scale(rope: RopeConfig) -> float:
+    """LongRoPE (Ding et al. 2024)."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return (
+        1.0
+        if rope.factor <= 1
+        else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))
+    )
+
+
+def _yarn_scale(rope: RopeConfig) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)

@@ -1,0 +1,110 @@
+"""What a caller says about single tokens (biases, allowed and forbidden ids), as one bias [B, V].
+
+Each may be traced in a caller's jit: then its values are not checked, and the bias is made on the device.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..checks import numbers, token_ids, traced
+from ..errors import InputError, shown
+
+_MOST = 1e30  # of a bias: the penalties that come after it leave float32 then
+
+
+def bias_rows(settings: Sequence[tuple[Any, Any, Any]], batch: int, vocab_size: Any) -> Any:
+    """float32 [B, V], or None where nothing is said.
+
+    Args:
+        settings: logit_bias, allowed_token_ids and forbidden_token_ids: for all rows, or of each row.
+        batch: B.
+        vocab_size: V; it may be None where nothing is said.
+
+    Raises:
+        InputError: ids outside the vocabulary, another shape, numbers that are no bias, or nothing left.
+    """
+    if all(part is None for parts in settings for part in parts):
+        return None
+    made = [_bias(*parts, batch if len(settings) == 1 else 1, vocab_size) for parts in settings]
+    xp = jnp if any(map(traced, made)) else np
+    return jnp.asarray(xp.broadcast_to(xp.concatenate(made), (batch, vocab_size)))
+
+
+def check_ids(allowed: Any, forbidden: Any) -> None:
+    """Raises InputError for ids that contradict each other, as far as that is known without a vocabulary."""
+    allowed, forbidden = (
+        None if ids is None or traced(ids) else set(token_ids(name, ids))
+        for name, ids in (("allowed_token_ids", allowed), ("forbidden_token_ids", forbidden))
+    )
+    if allowed is not None and not allowed:
+        raise InputError("allowed_token_ids is empty: name the ids that may be chosen, or give None")
+    if both := (allowed or set()) & (forbidden or set()):
+        raise InputError(
+            f"token id {min(both)} is both in allowed_token_ids and in forbidden_token_ids: leave it out of"
+            " one"
+        )
+
+
+def _bias(given: Any, allowed: Any, forbidden: Any, rows: int, V: int) -> Any:
+    """[1 or rows, V]."""
+    bias_BV = np.zeros((1, V), np.float32)
+    if isinstance(given, Mapping):
+        bias_BV = _of_ids(given, V)
+    elif given is not None:
+        bias_BV = _of_all(given, rows, V)
+    for name, ids, kept in (("allowed_token_ids", allowed, True), ("forbidden_token_ids", forbidden, False)):
+        if ids is not None:
+            named_V = _named(name, ids, V)
+            xp = jnp if traced(named_V) or traced(bias_BV) else np
+            bias_BV = xp.where(named_V == kept, bias_BV, np.float32(-np.inf))
+    if not traced(bias_BV):
+        if np.any(np.isnan(bias_BV) | (bias_BV > _MOST)):
+            raise InputError(f"logit_bias must be finite or -inf, and at most {_MOST:g}, got {shown(given)}")
+        if np.any(np.all(bias_BV == -np.inf, -1)):
+            raise InputError(
+                "logit_bias, allowed_token_ids and forbidden_token_ids leave no token that can be chosen:"
+                " loosen them"
+            )
+    return bias_BV
+
+
+def _of_ids(given: Mapping, V: int) -> Any:
+    """The bias of a {id: number}, [1, V]."""
+    ids = token_ids("logit_bias", list(given), V)
+    if traced(given):
+        return jnp.zeros((1, V)).at[0, np.array(ids)].set(jnp.asarray(list(given.values()), jnp.float32))
+    values = numbers(list(given.values()))
+    if values is None or values.shape != (len(ids),):
+        raise InputError(f"logit_bias must be finite or -inf for each id, got {shown(given)}")
+    bias_BV = np.zeros((1, V), np.float32)
+    bias_BV[0, ids] = _single(values)
+    return bias_BV
+
+
+def _of_all(given: Any, rows: int, V: int) -> Any:
+    """The bias of numbers for every token, [1 or rows, V]."""
+    array: Any = jnp.asarray(given, jnp.float32) if traced(given) else numbers(given)
+    if array is None or array.shape not in ((V,), (1, V), (rows, V)):
+        kind = shown(given) if array is None else f"numbers of the shape {list(array.shape)}"
+        raise InputError(
+            f"logit_bias must be {{id: number}}, or numbers of the shape [{V}] or [{rows}, {V}], got {kind}"
+        )
+    array = array if traced(array) else _single(array)
+    return array.reshape(-1, V)
+
+
+def _named(name: str, ids: Any, V: int) -> Any:
+    """bool [V]: which tokens are named."""
+    if traced(ids):
+        return jnp.zeros(V, bool).at[jnp.asarray(ids)].set(True, mode="drop")
+    named_V = np.zeros(V, bool)
+    named_V[token_ids(name, ids, V)] = True
+    return named_V
+
+
+def _single(values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # what is too large becomes inf, which is refused
+        return values.astype(np.float32)

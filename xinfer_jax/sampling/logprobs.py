@@ -1,0 +1,101 @@
+"""Log-probabilities beside the tokens: the likeliest alternatives before and after the processors, and full
+logits on request.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..brief import Brief
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class Alternatives(Brief):
+    """What the decode loop notes for each chosen token; A alternatives."""
+
+    id_BTA: jax.Array  # int32: the likeliest tokens before any processor
+    logprob_BTA: jax.Array  # float32
+    processed_id_BTA: jax.Array  # int32: the likeliest after all of them, temperature included
+    processed_logprob_BTA: jax.Array  # float32
+    processed_BT: jax.Array  # float32: log-probability of the chosen token after all processors
+    logits_BTV: jax.Array | None  # float32: before any processor
+
+
+class TokenLogprobs(NamedTuple):
+    """One chosen token (EOS included) and its alternatives, likeliest first; natural logarithms.
+
+    Attributes:
+        id: the token.
+        logprob: its log-probability before any processor.
+        processed_logprob: that of the distribution it was drawn from; 0 where the likeliest was taken for
+            certain.
+        top: (id, log-probability) of the likeliest before any processor.
+        processed_top: the same after all of them.
+    """
+
+    id: int
+    logprob: float
+    processed_logprob: float
+    top: list[tuple[int, float]]
+    processed_top: list[tuple[int, float]]
+
+
+def no_alternatives(rows: int, size: int, count: int, vocab_size: int, logits: bool) -> Alternatives:
+    """Empty, for `size` tokens a row and `count` alternatives each."""
+    ids, numbers = np.zeros((rows, size, count), np.int32), np.zeros((rows, size, count), np.float32)
+    return Alternatives(
+        ids,
+        numbers,
+        ids,
+        numbers,
+        np.zeros((rows, size), np.float32),
+        np.zeros((rows, size, vocab_size), np.float32) if logits else None,
+    )
+
+
+def note(
+    old: Alternatives, column_B: jax.Array, logits_BV: jax.Array, processed_BV: jax.Array, token_B: jax.Array
+) -> Alternatives:
+    """Notes each row's token in its column, if there is such a column. processed: the logits that the token
+    was drawn from.
+    """
+
+    def put(array: jax.Array, new: jax.Array) -> jax.Array:
+        return array.at[jnp.arange(len(token_B)), column_B].set(new, mode="drop")
+
+    before_BV, after_BV = jax.nn.log_softmax(logits_BV), jax.nn.log_softmax(processed_BV)
+    (logprob_BA, id_BA), (processed_BA, processed_id_BA) = (
+        lax.top_k(x, old.id_BTA.shape[-1]) for x in (before_BV, after_BV)
+    )
+    return Alternatives(
+        put(old.id_BTA, id_BA),
+        put(old.logprob_BTA, logprob_BA),
+        put(old.processed_id_BTA, processed_id_BA),
+        put(old.processed_logprob_BTA, processed_BA),
+        put(old.processed_BT, jnp.take_along_axis(after_BV, token_B[:, None], 1)[:, 0]),
+        None if old.logits_BTV is None else put(old.logits_BTV, logits_BV),
+    )
+
+
+def rows_of_tokens(
+    noted: Alternatives, tokens_BT: np.ndarray, logprobs_BT: np.ndarray, length_B: np.ndarray
+) -> list[list[TokenLogprobs]]:
+    """On the host, one list per row."""
+    noted = jax.device_get(dataclasses.replace(noted, logits_BTV=None))
+
+    def pairs(ids: np.ndarray, logprobs: np.ndarray) -> list[tuple[int, float]]:
+        return list(zip(ids.tolist(), logprobs.tolist(), strict=True))
+
+    def token(i: int, t: int) -> TokenLogprobs:
+        before = pairs(noted.id_BTA[i, t], noted.logprob_BTA[i, t])
+        after = pairs(noted.processed_id_BTA[i, t], noted.processed_logprob_BTA[i, t])
+        return TokenLogprobs(
+            int(tokens_BT[i, t]), float(logprobs_BT[i, t]), float(noted.processed_BT[i, t]), before, after
+        )
+
+    return [[token(i, t) for t in range(n)] for i, n in enumerate(length_B)]
