@@ -13,7 +13,7 @@ import numpy as np
 from bench_limits import bytes_per_pass, decode_work, spread
 
 import xinfer_jax as xj
-from xinfer_jax.generation.doors import bucket
+from xinfer_jax.generation.loop import bucket
 from xinfer_jax.weights.params import Params, cache_dtype
 
 _STRIDE = 16  # tokens over which a point of the cost curve averages

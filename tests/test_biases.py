@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.sampling.choice import per_row
+from xinfer_jax.sampling.settings import per_row
 
 V, INF = 8, np.inf
 GIVEN = np.array([0.5, 0, -2, 0, 0, 3, 0, -INF], np.float32)

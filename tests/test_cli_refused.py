@@ -16,7 +16,7 @@ from tiny import ASK
 
 import xinfer_jax as xj
 from xinfer_jax.cli import answer, answer_flags as cli, startup
-from xinfer_jax.generation import streaming as generation
+from xinfer_jax.generation import run as generation
 from xinfer_jax.model.attention import check_impl
 from xinfer_jax.weights.params import resolve_dtype
 from xinfer_jax.weights.quantized import check_method

@@ -14,7 +14,7 @@ import pytest
 
 import xinfer_jax as xj
 from xinfer_jax.config.model_config import from_hf
-from xinfer_jax.sampling.choice import per_row
+from xinfer_jax.sampling.settings import per_row
 
 QWEN = dict(
     model_type="qwen2",

@@ -14,6 +14,8 @@ import pytest
 
 import xinfer_jax as xj
 from xinfer_jax.sampling import choice as sampling, processors
+from xinfer_jax.sampling.context import start
+from xinfer_jax.sampling.settings import per_row
 
 torch = pytest.importorskip("torch", reason="the live comparison needs torch: pip install -e '.[parity]'")
 transformers = pytest.importorskip(
@@ -349,12 +351,13 @@ def test_draws_follow_the_distribution_of_transformers(temperature, top_k, top_p
         .numpy()
     )
     del settings["do_sample"]
-    tokens = jax.jit(sampling.choose)(
+    rows, ends = per_row(xj.SamplingConfig(**settings), draws), np.full((draws, 1), -1)
+    seen = np.broadcast_to(np.isin(np.arange(cases.VOCAB), prompt), (draws, cases.VOCAB))
+    tokens, _ = jax.jit(sampling.choose)(
         jnp.broadcast_to(logits_V, (draws, cases.VOCAB)),
         sampling.row_keys(jax.random.key(5), draws),
-        np.full(draws, len(prompt), np.int32),
-        sampling.per_row(xj.SamplingConfig(**settings), draws),
-        sampling.Context(np.broadcast_to(np.isin(np.arange(cases.VOCAB), prompt), (draws, cases.VOCAB))),
+        rows,
+        start(rows, np.full(draws, len(prompt), np.int32), ends, seen),
     )
     counts_V = np.bincount(tokens, minlength=cases.VOCAB)
     assert not counts_V[probs_V == 0].any()

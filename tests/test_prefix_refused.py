@@ -95,7 +95,7 @@ def test_a_prefix_goes_with_its_own_format_however_it_is_named(model, saved):
     loaded = xj.load_prefix(saved, *model)
     for dtype in (jnp.float32, np.dtype("float32"), "float32"):
         options = xj.GenerateOptions(4, prefix=loaded, cache_dtype=dtype)
-        xj.stream(*model, TOKENS, options).close()  # what it is asked for is checked here
+        xj.stream(*model, TOKENS, options)  # what it is asked for is checked here
 
 
 # --- longrope -----------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ import pytest
 
 import xinfer_jax as xj
 from xinfer_jax.sampling import choice as sampling, processors
+from xinfer_jax.sampling.context import start
+from xinfer_jax.sampling.settings import per_row
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -3.0], np.float32)
 
@@ -24,14 +26,18 @@ def analytic(temperature=1.0, top_k=0, top_p=1.0):
     return probs / probs.sum()
 
 
+def known(rows, seen, position=0):
+    """A context of rows that look at nothing else."""
+    count = len(seen)
+    return start(rows, jnp.full(count, position), np.full((count, 1), -1, np.int32), seen)
+
+
 def draw(settings, count, seed=0):
-    rows = sampling.per_row(settings, count)
+    rows = per_row(settings, count)
     keys = sampling.row_keys(jax.random.key(seed), count)
     logits = jnp.broadcast_to(LOGITS, (count, len(LOGITS)))
     return np.asarray(
-        jax.jit(sampling.choose)(
-            logits, keys, jnp.full(count, 7), rows, sampling.Context(jnp.zeros(logits.shape, bool))
-        )
+        jax.jit(sampling.choose)(logits, keys, rows, known(rows, np.zeros(logits.shape, bool), 7))[0]
     )
 
 
@@ -69,18 +75,23 @@ def test_the_smallest_temperatures_choose_the_argmax(temperature):
 
 def test_draws_do_not_depend_on_slot_or_batch():
     rows, keys = (
-        sampling.per_row(xj.SamplingConfig(temperature=1.0), 5),
+        per_row(xj.SamplingConfig(temperature=1.0), 5),
         jax.random.split(jax.random.key(1), 5),
     )
     logits, position = jax.random.normal(jax.random.key(2), (5, 100)), jnp.arange(5) + 3
-    sample = jax.jit(sampling.sample)
+
+    @jax.jit
+    def sample(keys, position, logits, rows):
+        seen = np.zeros(logits.shape, bool)
+        return sampling.choose(logits, keys, rows, known(rows, seen, position))[0]
+
     together = sample(keys, position, logits, rows)
     turned = jnp.array([3, 1, 4, 0, 2])
     np.testing.assert_array_equal(
         sample(keys[turned], position[turned], logits[turned], rows), together[turned]
     )
     for i in range(5):
-        row = sampling.per_row(xj.SamplingConfig(temperature=1.0), 1)
+        row = per_row(xj.SamplingConfig(temperature=1.0), 1)
         assert sample(keys[i : i + 1], position[i : i + 1], logits[i : i + 1], row)[0] == together[i]
 
 
@@ -135,16 +146,15 @@ def test_thresholds_survive_ties_infinities_and_signs():
 
 def test_repetition_penalty_comes_before_temperature():
     """Penalised logits decide, as in transformers: 2.0 / 4 falls below 1.0."""
-    rows = sampling.per_row(xj.SamplingConfig(repetition_penalty=4.0), 1)
+    rows = per_row(xj.SamplingConfig(repetition_penalty=4.0), 1)
     seen = jnp.array([[True, False, False, False, False, False]])
     chosen = sampling.choose(
         jnp.asarray(LOGITS)[None],
         sampling.row_keys(jax.random.key(0), 1),
-        jnp.zeros(1, jnp.int32),
         rows,
-        sampling.Context(seen),
+        known(rows, seen),
     )
-    assert chosen[0] == 1
+    assert chosen[0][0] == 1
 
 
 def test_old_style_keys_give_the_same_draws():

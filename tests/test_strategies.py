@@ -12,7 +12,7 @@ import pytest
 
 import xinfer_jax as xj
 from xinfer_jax.sampling import processors
-from xinfer_jax.sampling.choice import per_row
+from xinfer_jax.sampling.settings import per_row
 
 PROMPTS = ([1, 2, 3, 4, 5], [7, 8, 9])
 
@@ -32,17 +32,12 @@ def run(model, prompts=PROMPTS, key=0, **given) -> xj.GenerateOutput:
 
 def streamed(model, prompts=PROMPTS, until=None, **given):
     """What a stream yields, told to stop after so many steps, and its output."""
-    steps, seen, told = (
-        xj.stream(model.params, model.config, prompts, options(**given), key=jax.random.key(0)),
-        [],
-        None,
-    )
-    while True:
-        try:
-            seen.append(steps.send(told))
-        except StopIteration as stop:
-            return seen, stop.value
-        told = len(seen) == until or None
+    steps, seen = xj.stream(model.params, model.config, prompts, options(**given), key=jax.random.key(0)), []
+    for ids in steps:
+        seen.append(ids)
+        if len(seen) == until:
+            steps.stop()
+    return seen, steps.output
 
 
 SETTINGS = {
@@ -109,6 +104,7 @@ def test_settings_that_are_off_leave_no_trace(model):
         arguments = jnp.zeros((2, model.config.vocab_size)), xj.init_cache(model.config, 2, 16)
         keys = jax.random.split(jax.random.key(0), 2)
         settings = per_row(rows, 2, model.config.vocab_size)
+        loop = partial(loop, history_BS=np.zeros((2, 16), np.int32))
         return jax.jit(loop).lower(*arguments, keys, settings, np.array([3]), 8).as_text()
 
     off = dict(min_p=0.0, typical_p=1.0, presence_penalty=0.0, frequency_penalty=0.0, min_new_tokens=0)
@@ -172,13 +168,8 @@ QUESTION, ANSWER = "What is the capital of France?", "The capital of France is P
 @pytest.mark.parametrize("stop", [" France", "ital", "tal of Fr", "l of", ".", "T"])
 def test_the_text_ends_before_a_stop_string(model, stop):
     given = dataclasses.replace(options(max_new_tokens=16), stop_strings=("nowhere", stop))
-    pieces, text = xj.stream_text(model, QUESTION, given), ""
-    while True:
-        try:
-            text += next(pieces)
-        except StopIteration as end:
-            out = end.value
-            break
+    pieces = xj.stream_text(model, QUESTION, given)
+    text, out = "".join(pieces), pieces.output
     assert text == xj.generate_text(model, QUESTION, given) == ANSWER[: ANSWER.index(stop)]
     assert out.finish_reason == ["stop"] and stop in model.tokenizer.decode(out.tokens[0])
 

@@ -19,10 +19,13 @@ ROOMS = {
     "weights": ("products", "quantized", "params"),
     "cache": ("quantized", "kv_cache", "fingerprint", "prefix"),
     "model": ("layers", "experts", "attention", "decoder", "greedy"),
-    "sampling": ("processors", "biases", "choice", "logprobs"),
+    "sampling": (
+        "processors", "biases", "generation_config", "settings", "context", "choice", "logprobs",
+    ),
     "compress": ("rounding", "awq"),
     "generation": (
-        "doors", "speculation", "options", "faults", "batches", "streaming", "beams", "scoring",
+        "state", "loop", "doors", "speculation", "options", "faults", "batches", "run", "streaming",
+        "kernels", "beams", "scoring",
     ),
     "checkpoint": ("files", "chat_template", "tokenizer", "quantized_formats", "loading"),
     "text": (),

@@ -19,13 +19,7 @@ def model(good) -> xj.Model:
 def test_generate_text_and_stream_text(model):
     options = xj.GenerateOptions(max_new_tokens=16)
     pieces = xj.stream_text(model, QUESTION, options)
-    seen = []
-    while True:
-        try:
-            seen.append(next(pieces))
-        except StopIteration as stop:
-            out = stop.value
-            break
+    seen, out = list(pieces), pieces.output
     assert "".join(seen) == ANSWER == xj.generate_text(model, QUESTION, options) and len(seen) > 5
     assert (out.tokens, out.finish_reason) == ([ANSWER_IDS], ["eos"])
 

@@ -2,7 +2,6 @@
 (`mypy --strict --follow-imports=silent tests/typed_client.py`).
 """
 
-from collections.abc import Generator
 from typing import Any, assert_type
 
 import jax
@@ -27,7 +26,7 @@ assert_type(xj.generate_text(model, talk), str)
 assert_type(xj.generate_text(model, ["Why?", "How?"]), list[str])
 assert_type(xj.generate_text(model, ("Why?", talk)), list[str])
 assert_type(xj.generate_text(model, [talk, talk], system="Be brief."), list[str])
-assert_type(xj.stream_text(model, "Why?"), Generator[str, bool | None, xj.GenerateOutput])
+assert_type(xj.stream_text(model, "Why?"), xj.TextStream)
 assert_type(xj.encode_prompt(model, talk), list[int])
 
 # Token ids.
@@ -54,7 +53,7 @@ logits_BV, cache = xj.prefill(params, config, tokens_BT, num_tokens_B, cache)
 state = xj.decode_loop(
     params, config, logits_BV, cache, jax.random.key(0), xj.SamplingConfig(), np.array([2]), max_new_tokens=4
 )
-assert_type(state, xj.DecodeState)
+assert_type(state, xj.Decoded)
 assert_type(xj.truncate(cache, 2), xj.KVCache)
 assert_type(xj.score(params, config, tokens_BT), jax.Array)
 assert_type(xj.from_hf({"model_type": "qwen2"}), xj.ModelConfig)

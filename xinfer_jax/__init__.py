@@ -17,24 +17,27 @@ if TYPE_CHECKING:
     from .errors import InputError as InputError
     from .generation.beams import BeamOutput as BeamOutput, beam_search as beam_search
     from .generation.doors import (
-        DecodeState as DecodeState,
+        Decoded as Decoded,
         decode_loop as decode_loop,
         decode_step as decode_step,
         prefill as prefill,
     )
+    from .generation.kernels import kernels_used as kernels_used
     from .generation.options import GenerateOptions as GenerateOptions, GenerateOutput as GenerateOutput
     from .generation.scoring import score as score, score_completions as score_completions
-    from .generation.streaming import generate as generate, kernels_used as kernels_used, stream as stream
+    from .generation.state import DecodeState as DecodeState
+    from .generation.streaming import Stream as Stream, generate as generate, stream as stream
     from .model.decoder import (
         embed_tokens as embed_tokens,
         forward as forward,
         hidden_states as hidden_states,
         unembed as unembed,
     )
-    from .sampling.choice import SamplingConfig as SamplingConfig
     from .sampling.logprobs import TokenLogprobs as TokenLogprobs
+    from .sampling.settings import SamplingConfig as SamplingConfig
     from .stats import GenerateStats as GenerateStats, LoadStats as LoadStats
     from .text import (
+        TextStream as TextStream,
         alternatives_text as alternatives_text,
         encode_prompt as encode_prompt,
         generate_text as generate_text,
@@ -48,9 +51,11 @@ _HOMES = {
     "generation.beams": ("BeamOutput", "beam_search"),
     "cache.kv_cache": ("KVCache", "init_cache", "truncate"),
     "config.model_config": ("ModelConfig", "from_hf"),
-    "generation.doors": ("DecodeState", "decode_loop", "decode_step", "prefill"),
+    "generation.doors": ("Decoded", "decode_loop", "decode_step", "prefill"),
     "errors": ("InputError",),
-    "generation.streaming": ("generate", "kernels_used", "stream"),
+    "generation.kernels": ("kernels_used",),
+    "generation.state": ("DecodeState",),
+    "generation.streaming": ("Stream", "generate", "stream"),
     "checkpoint.loading": ("Model", "load_model"),
     "sampling.logprobs": ("TokenLogprobs",),
     "model.decoder": ("embed_tokens", "forward", "hidden_states", "unembed"),
@@ -58,10 +63,10 @@ _HOMES = {
     "weights.params": ("init_params",),
     "cache.prefix": ("Prefix", "load_prefix", "save_prefix"),
     "config.rope": ("RopeConfig",),
-    "sampling.choice": ("SamplingConfig",),
+    "sampling.settings": ("SamplingConfig",),
     "generation.scoring": ("score", "score_completions"),
     "stats": ("GenerateStats", "LoadStats"),
-    "text": ("alternatives_text", "encode_prompt", "generate_text", "stream_text"),
+    "text": ("TextStream", "alternatives_text", "encode_prompt", "generate_text", "stream_text"),
     "checkpoint.tokenizer": ("Tokenizer",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

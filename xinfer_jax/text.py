@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast, overload
 
 import jax
@@ -12,7 +12,7 @@ from .checkpoint.loading import Model
 from .checkpoint.tokenizer import IncrementalDecoder, Tokenizer
 from .errors import InputError, shown
 from .generation.options import GenerateOptions, GenerateOutput, asked
-from .generation.streaming import generate, stream
+from .generation.streaming import Stream, generate, stream
 
 Conversation = Sequence[Mapping[str, Any]]  # messages [{"role": …, "content": …}, …]
 Prompt = str | Conversation
@@ -135,12 +135,8 @@ def stream_text(
     key: jax.Array | None = None,
     system: str | None = None,
     raw: bool = False,
-) -> Generator[str, bool | None, GenerateOutput]:
-    """`generate_text` of one prompt, piece by piece, whole characters only; the generator's return value is
-    the `GenerateOutput`.
-
-    The text ends before the first of `options.stop_strings`, across token borders too; the output's tokens go
-    up to the one that completed it. `send(True)` ends the answer.
+) -> "TextStream":
+    """`generate_text` of one prompt, piece by piece.
 
     Raises:
         InputError: as `generate_text`, at once; a list of prompts.
@@ -155,10 +151,48 @@ def stream_text(
 
 def stream_answer(
     model: Model, ids: list[int], options: GenerateOptions, *, key: jax.Array | None = None
-) -> Generator[str, bool | None, GenerateOutput]:
+) -> "TextStream":
     """`stream_text` of a prompt that is encoded already."""
     steps = stream(model.params, model.config, [ids], _without_stops(options), key=key)
-    return _pieces(_Answer(_tokenizer(model), options.stop_strings), steps)
+    return TextStream(_Answer(_tokenizer(model), options.stop_strings), steps)
+
+
+class TextStream(Iterator[str]):
+    """An answer whose text comes as it is written: iterating it gives pieces, whole characters only.
+
+    The text ends before the first of `options.stop_strings`, across token borders too; the output's tokens go
+    up to the one that completed it.
+    """
+
+    def __init__(self, answer: "_Answer", steps: Stream):
+        """answer, steps: of the one prompt."""
+        self._answer, self._steps, self._ended = answer, steps, False
+
+    def __next__(self) -> str:
+        for (token,) in self._steps:
+            piece = self._answer.push(token)
+            if self._answer.ended:
+                self.stop()
+            if piece:
+                return piece
+        if not self._ended and (rest := self._answer.finish()):
+            self._ended = True
+            return rest
+        raise StopIteration
+
+    def stop(self) -> None:
+        """Ends the answer after the pieces that were given, with the finish_reason "stop"."""
+        self._steps.stop()
+        self._ended = True
+
+    @property
+    def output(self) -> GenerateOutput:
+        """What `generate` returns.
+
+        Raises:
+            InputError: the stream has not ended.
+        """
+        return self._steps.output
 
 
 class TokenText(NamedTuple):
@@ -236,36 +270,14 @@ def _cut_texts(
     model: Model, prompts: Sequence[Sequence[int]], options: GenerateOptions, key: jax.Array | None
 ) -> list[str]:
     """The answers up to their first stop strings; the batch runs until each has one, or has ended."""
-    tokenizer = _tokenizer(model)
     steps = stream(model.params, model.config, prompts, _without_stops(options), key=key)
-    answers, texts, told = (
-        [_Answer(tokenizer, options.stop_strings) for _ in prompts],
-        [""] * len(prompts),
-        None,
-    )
-    while True:
-        try:
-            ids = steps.send(told)
-        except StopIteration:
-            return [text + answer.finish() for text, answer in zip(texts, answers, strict=True)]
+    answers = [_Answer(_tokenizer(model), options.stop_strings) for _ in prompts]
+    texts = [""] * len(prompts)
+    for ids in steps:
         texts = [text + answer.push(i) for text, answer, i in zip(texts, answers, ids, strict=True)]
-        told = all(answer.ended or i is None for answer, i in zip(answers, ids, strict=True)) or None
-
-
-def _pieces(
-    answer: "_Answer", steps: Generator[list[int | None], bool | None, GenerateOutput]
-) -> Generator[str, bool | None, GenerateOutput]:
-    told = None
-    while True:
-        try:
-            (token,) = steps.send(told)
-        except StopIteration as stop:
-            if rest := "" if told else answer.finish():
-                yield rest
-            return stop.value
-        piece = answer.push(token)
-        word = (yield piece) if piece else None
-        told = answer.ended or word or None
+        if all(answer.ended or i is None for answer, i in zip(answers, ids, strict=True)):
+            steps.stop()
+    return [text + answer.finish() for text, answer in zip(texts, answers, strict=True)]
 
 
 class _Answer:

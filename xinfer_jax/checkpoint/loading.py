@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from ..brief import mib
 from ..config.model_config import ModelConfig, from_hf
 from ..errors import InputError, few
-from ..sampling.choice import check_generation_config
+from ..sampling.generation_config import check_generation_config
 from ..stats import LoadStats
 from ..weights.params import (
     Params,

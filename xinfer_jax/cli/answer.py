@@ -11,9 +11,9 @@ from kernels_pallas import Selection
 from ..checkpoint.loading import Model
 from ..errors import InputError
 from ..generation.beams import beam_search
+from ..generation.kernels import kernels_used
 from ..generation.options import GenerateOptions, GenerateOutput, chosen_capacity
-from ..generation.streaming import kernels_used
-from ..sampling.choice import SamplingConfig
+from ..sampling.settings import SamplingConfig
 from ..stats import GenerateStats
 from ..text import alternatives_text, encode_prompt, stream_answer
 from .startup import from_the_first, keep_compiled_programs, load
@@ -66,21 +66,17 @@ def _stream(
     flags: Flags, model: Model, ids: list[int], options: GenerateOptions, key: jax.Array | None, used: dict
 ) -> None:
     """Prints the answer as it comes, or at its end as JSON."""
-    pieces = from_the_first(stream_answer(model, ids, options, key=key))
-    text = []
-    while True:
-        try:
-            text.append(next(pieces))
-        except StopIteration as stop:
-            out = stop.value
-            break
+    answer, text = stream_answer(model, ids, options, key=key), ""
+    for piece in from_the_first(answer):
+        text += piece
         if flags.output == "text":
-            write(text[-1])
+            write(piece)
+    out = answer.output
     if flags.output == "text":
         write("\n")
         status.say(*_alternatives(model, out), *_report(model, out.stats, f" [{out.finish_reason[0]}]"))
     else:
-        _write_json(_json(model, out, "".join(text)) | {"stats": _stats(model, out.stats, used)})
+        _write_json(_json(model, out, text) | {"stats": _stats(model, out.stats, used)})
 
 
 def _beams(

@@ -9,7 +9,7 @@ import jax
 from ..cache.prefix import Prefix
 from ..errors import InputError
 from ..generation.options import GenerateOptions, GenerateOutput
-from ..sampling.choice import SamplingConfig
+from ..sampling.settings import SamplingConfig
 from ..stats import GenerateStats
 from ..text import encode_prompt, stream_answer
 from .process import told_first
@@ -120,15 +120,14 @@ class Conversation:
         """Prints the answer as it comes; Ctrl-C ends it, and what was said until then counts."""
         options, text = dataclasses.replace(self._options, prefix=self._prefix), ""
         with told_first() as interrupted:
-            pieces = from_the_first(stream_answer(self._model, ids, options, key=key))
-            try:
-                while True:
-                    piece = pieces.send(True if text and interrupted.is_set() else None)
-                    write(piece)
-                    text += piece
-            except StopIteration as stop:
-                write("\n")
-                return text, stop.value
+            answer = stream_answer(self._model, ids, options, key=key)
+            for piece in from_the_first(answer):
+                write(piece)
+                text += piece
+                if interrupted.is_set():
+                    answer.stop()
+        write("\n")
+        return text, answer.output
 
 
 def _cost(s: GenerateStats, reason: str) -> str:

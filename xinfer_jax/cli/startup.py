@@ -2,14 +2,13 @@
 
 import os
 import tempfile
-from collections.abc import Generator
+from collections.abc import Iterator
 
 import jax
 
 from ..checkpoint.files import checkpoint_dir
 from ..checkpoint.loading import Model, load_model
 from ..errors import one_line
-from ..generation.options import GenerateOutput
 from .terminal import status
 
 
@@ -20,17 +19,12 @@ def load(name: str | None, dtype: str | None, quantize: str | None) -> Model:
         return load_model(path, dtype=dtype, quantize=quantize)
 
 
-def from_the_first(
-    pieces: Generator[str, bool | None, GenerateOutput],
-) -> Generator[str, bool | None, GenerateOutput]:
+def from_the_first(pieces: Iterator[str]) -> Iterator[str]:
     """The same pieces; until the first of them comes, the status line says what takes so long."""
-    try:
-        with status("compiling and reading the prompt"):
-            piece = next(pieces)
-        while True:
-            piece = pieces.send((yield piece))
-    except StopIteration as stop:
-        return stop.value
+    with status("compiling and reading the prompt"):
+        first = next(pieces, "")
+    yield first
+    yield from pieces
 
 
 def keep_compiled_programs(command: str, directory: str | None) -> None:

@@ -2,27 +2,31 @@
 
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from ..cache.kv_cache import cache_bytes
 from ..memory import check_memory
-from ..sampling.choice import Context, SamplingConfig
+from ..sampling.choice import answer_keys
+from ..sampling.context import start
+from ..sampling.logprobs import no_alternatives
+from ..sampling.settings import is_full
 from ..weights.params import cache_dtype, tree_bytes
-from .doors import bucket, new_context
+from .loop import bucket, power_of_two
 from .options import Call
+from .state import DecodeState, new_state
+
+_EOS_MULTIPLE = 8  # that many ids end a row, some of them none
 
 
-def lengths(prompts: Sequence[Sequence[int]]) -> np.ndarray:
-    """int32 [B]."""
-    return np.array([len(p) for p in prompts], np.int32)
-
-
-def padded(prompts: Sequence[Sequence[int]], most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [B, T] padded on the right to a bucket (or to `most`, if that is less), and their numbers
-    [B].
+def padded(prompts: Sequence[Sequence[int]], most: int, rows: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [B, T] padded on the right to a bucket (or to `most`, if that is less), and their numbers [B];
+    B is `rows` where that is more than the prompts: empty ones follow them.
     """
-    num_tokens_B = lengths(prompts)
-    return _matrix(prompts, min(bucket(int(num_tokens_B.max())), most)), num_tokens_B
+    num_tokens_B = np.zeros(max(rows, len(prompts)), np.int32)
+    num_tokens_B[: len(prompts)] = [len(prompt) for prompt in prompts]
+    width = min(bucket(int(num_tokens_B.max())), most)
+    return _matrix(prompts, len(num_tokens_B), width), num_tokens_B
 
 
 def check_room(call: Call, rows: int) -> None:
@@ -35,7 +39,8 @@ def check_room(call: Call, rows: int) -> None:
     options, config = call.options, call.config
     new, vocabulary = bucket(options.max_new_tokens), config.vocab_size
     noted = 12 + 16 * options.logprobs + 4 * vocabulary * options.logits  # of each new token
-    need = tree_bytes(call.params) + rows * (new * noted + 4 * bucket(call.longest) + 9 * vocabulary)
+    looked_at = (17 if is_full(call.sampling_B) else 9) * vocabulary  # logits and what processors look at
+    need = tree_bytes(call.params) + rows * (new * noted + 4 * bucket(call.longest) + looked_at)
     if not options.use_cache:  # the whole sequence passes through the model
         need += 4 * rows * bucket(call.longest + options.max_new_tokens) * config.hidden_size
     models = [(call.params, config)] + [(d.params, d.config) for d in [options.draft] if hasattr(d, "params")]
@@ -48,35 +53,46 @@ def check_room(call: Call, rows: int) -> None:
     )
 
 
-def tokens_seen(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:
-    """bool [B, V]: which tokens each prompt holds, for the repetition penalty."""
-    seen_BV = np.zeros((len(prompts), vocab_size), bool)
-    for row, prompt in zip(seen_BV, prompts, strict=True):
-        row[prompt] = True
-    return seen_BV
-
-
-def prompt_context(
-    prompts: Sequence[Sequence[int]], sampling_B: SamplingConfig, vocab_size: int, room: int | None
-) -> Context:
-    """What the processors look at before the first choice: of each prompt which tokens it holds, and where
-    there is `room` their order.
+def rows_of(prompts: int, answers: int, least: int = 0) -> np.ndarray:
+    """int32 [R]: which prompt each row continues: each prompt's answers in turn, then rows that hold nothing
+    up to a power of two (or to `least`), so that another number of prompts compiles nothing.
     """
-    return new_context(
-        sampling_B, tokens_seen(prompts, vocab_size), None if room is None else _matrix(prompts, room)
-    )
+    prompt_R = np.repeat(np.arange(prompts, dtype=np.int32), answers)
+    return np.pad(prompt_R, (0, (least or power_of_two(len(prompt_R))) - len(prompt_R)))
 
 
-def eos_array(eos_token_ids: Sequence[int]) -> np.ndarray:
-    """Padded to a multiple of 4 with an id that no token has, so that another number of them compiles
-    nothing.
+def first_state(call: Call, prompt_R: np.ndarray) -> DecodeState:
+    """The rows of a call before their first token, as arrays made for it; those behind the last answer have
+    ended.
+
+    Args:
+        call: from `checked`.
+        prompt_R: from `rows_of`.
     """
-    ids = list(eos_token_ids)
-    return np.array(ids + [-1] * (-len(ids) % 4 if ids else 4), np.int32)
+    options, config, answers = call.options, call.config, call.answers
+    R, real, size = len(prompt_R), answers * len(call.prompts), bucket(options.max_new_tokens)
+    sampling_R = jax.tree.map(lambda setting_B: np.asarray(setting_B)[prompt_R], call.sampling_B)
+    answer_R = np.arange(R, dtype=np.int32) % answers if answers > 1 else None
+    seen_RV, length_R = np.zeros((R, config.vocab_size), bool), np.zeros(R, np.int32)
+    for row, prompt in enumerate(prompt_R[:real]):
+        seen_RV[row, call.prompts[prompt]] = True
+        length_R[row] = len(call.prompts[prompt])
+    ordered = is_full(sampling_R) or options.draft is not None
+    history_RS = _matrix([call.prompts[i] for i in prompt_R[:real]], R, call.room) if ordered else None
+    ends = call.ending
+    eos_RE = np.full((R, -(-max(1, len(ends)) // _EOS_MULTIPLE) * _EOS_MULTIPLE), -1, np.int32)
+    eos_RE[:, : len(ends)] = ends
+    context = start(sampling_R, length_R, eos_RE, seen_RV, history_RS)
+    limit_R = np.where(np.arange(R) < real, options.max_new_tokens, 0).astype(np.int32)
+    noted = None
+    if options.logprobs or options.logits:
+        noted = no_alternatives(R, size, options.logprobs, config.vocab_size, options.logits)
+    return new_state(answer_keys(call.key, prompt_R, answer_R), sampling_R, limit_R, context, size, noted)
 
 
-def _matrix(prompts: Sequence[Sequence[int]], width: int) -> np.ndarray:
-    tokens_BT = np.zeros((len(prompts), width), np.int32)
-    for row, prompt in zip(tokens_BT, prompts, strict=True):
+def _matrix(prompts: Sequence[Sequence[int]], rows: int, width: int) -> np.ndarray:
+    """int32 [rows, width]."""
+    tokens_BT = np.zeros((rows, width), np.int32)
+    for row, prompt in zip(tokens_BT, prompts, strict=False):
         row[: len(prompt)] = prompt
     return tokens_BT

@@ -23,13 +23,25 @@ from ..cache.kv_cache import KVCache, init_cache, reorder, reorder_tail
 from ..checks import in_order, numbers, whole
 from ..config.model_config import ModelConfig
 from ..errors import InputError, shown
-from ..sampling.choice import DRAW_BEAMS, Context, SamplingConfig, draw_key, gumbel, narrow, plain, process
+from ..sampling.choice import (
+    DRAW_BEAMS,
+    draw_key,
+    gumbel,
+    is_greedy,
+    process,
+    takes_likeliest,
+    warp,
+)
+from ..sampling.context import Context
+from ..sampling.settings import SamplingConfig
 from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import Params, cache_dtype as default_cache_dtype, tree_bytes
-from .batches import check_room, lengths, padded, prompt_context
-from .doors import Choice, bucket, decode_step, prefill
+from .batches import check_room, first_state, padded, rows_of
+from .doors import decode_step, prefill
 from .faults import check_cache
+from .loop import bucket
 from .options import Call, GenerateOptions, checked
+from .state import DecodeState
 
 _MOST_DIGITS = 30  # of a length to the power of the penalty: float32 has 38, and sums take some
 
@@ -59,9 +71,8 @@ class BeamOutput:
 class _Request(NamedTuple):
     """What is searched for, traced."""
 
-    choice: Choice  # of each prompt
-    context: Context  # what the processors know of the prompts
-    prompt_B: Any  # int32: tokens of each prompt
+    rows: DecodeState  # of each prompt: settings, keys, limits, what the processors know of it
+    shortest: Any  # int32: tokens of the shortest prompt
     length_penalty: Any  # float32
 
 
@@ -69,6 +80,7 @@ class _Search(NamedTuple):
     """What the program is compiled for."""
 
     beams: int
+    ends: int  # EOS ids
     early_stopping: bool | str
     size: int  # most tokens of a sequence
     moving: int  # most positions in which the beams of a prompt may differ
@@ -92,6 +104,9 @@ class _State:
     """
 
     cache: KVCache  # R rows; holds everything but the last token, and its rows still await `parent_R`
+    context: (
+        Context  # R rows: what the processors know of each beam but for its last token, and await likewise
+    )
     step: jax.Array  # int32: tokens chosen so far
     token_R: jax.Array  # int32: the last token of each beam
     parent_R: jax.Array  # int32: the row that each beam continues
@@ -170,13 +185,15 @@ def beam_search(  # noqa: PLR0913  a door
     _check(call, beams, returned, length_penalty, early_stopping)
     # One beam ends at its first EOS.
     early_stopping, size = early_stopping if beams > 1 else True, bucket(call.options.max_new_tokens)
-    kind = _Search(beams, early_stopping, size, _moving(call))
-    check_room(call, beams * len(call.prompts))
+    kind = _Search(beams, len(call.ending), early_stopping, size, _moving(call))
+    prompt_B = rows_of(len(call.prompts), 1)
+    check_room(call, beams * len(prompt_B))
     with Stopwatch() as setup:
-        request = _request(call, length_penalty)
-        tokens_BT, num_tokens_B = padded(call.prompts, call.capacity)
+        shortest = np.int32(min(map(len, call.prompts)))
+        request = _Request(first_state(call, prompt_B), shortest, np.float32(length_penalty))
+        tokens_BT, num_tokens_B = padded(call.prompts, call.capacity, len(prompt_B))
         dtype = cache_dtype or default_cache_dtype(params)
-        cache = init_cache(call.config, len(call.prompts), call.capacity, dtype)
+        cache = init_cache(call.config, len(prompt_B), call.capacity, dtype)
         cache_bytes = beams * tree_bytes((cache.k, cache.v))
     with Stopwatch() as prefilling:
         logits_BV, cache = prefill(
@@ -194,18 +211,6 @@ def beam_search(  # noqa: PLR0913  a door
     stats.count(setup, prefilling, searching)
     stats.peak_bytes = peak_bytes()
     return BeamOutput(sequences[0], scores[0], stats) if single else BeamOutput(sequences, scores, stats)
-
-
-def _request(call: Call, length_penalty: float) -> _Request:
-    options, sampling_B = call.options, call.sampling_B
-    eos_E = np.array(list(dict.fromkeys(options.eos_token_ids)), np.int32)
-    room = None if sampling_B.no_repeat_ngram_size is None else call.room
-    return _Request(
-        Choice(call.row_key_B, sampling_B, eos_E, np.int32(options.max_new_tokens)),
-        prompt_context(call.prompts, sampling_B, call.config.vocab_size, room),
-        lengths(call.prompts),
-        np.float32(length_penalty),
-    )
 
 
 def _moving(call: Call) -> int:
@@ -260,7 +265,7 @@ def _lists(call: Call, found: _Found, returned: int) -> tuple[list, list, int]:
         InputError: the model's numbers are broken.
     """
     sequences, scores, longest = [], [], 0
-    for b, final_W in enumerate(found.final_BW):
+    for b, final_W in enumerate(found.final_BW[: len(call.prompts)]):
         if np.isnan([*final_W, *found.score_BW[b]]).any():
             raise InputError(f"row {b}, step {found.step - 1}: the scores are nan: {call.broken}")
         kept = [w for w in range(returned) if np.isfinite(final_W[w])]
@@ -273,90 +278,63 @@ def _lists(call: Call, found: _Found, returned: int) -> tuple[list, list, int]:
 
 def _search(params, config, logits_BV, cache, request, kind, impl):
     """The sequences that ended, best first, and where the search stopped."""
-    (B, V), W, prompt_B, choice = logits_BV.shape, kind.beams, request.prompt_B, request.choice
+    (B, V), W, rows = logits_BV.shape, kind.beams, request.rows
     zeros_BW, none_BW = jnp.zeros((B, W), jnp.int32), jnp.full((B, W), -jnp.inf)
     tokens_BWT, row_R = jnp.zeros((B, W, kind.size), jnp.int32), jnp.repeat(jnp.arange(B), W)
     # All beams start as the same prompt: the first one alone may be continued, or they would stay the same.
     state = _State(
-        reorder(cache, row_R), jnp.int32(0), row_R, row_R, tokens_BWT, none_BW.at[:, 0].set(0),
-        tokens_BWT, zeros_BW, none_BW, jnp.ones(B, bool),
+        reorder(cache, row_R), rows.context.reorder(row_R), jnp.int32(0), row_R, row_R, tokens_BWT,
+        none_BW.at[:, 0].set(0), tokens_BWT, zeros_BW, none_BW, rows.active_B,
     )  # fmt: skip
 
-    least = max(2, 1 + len(choice.eos_E))  # so many candidates a beam leave one that goes on, or two
+    least = max(2, 1 + kind.ends)  # so many candidates a beam leave one that goes on, or two
 
     def choose(logits_BWV, state):
-        score_BF = _scores(logits_BWV, state, request, least).reshape(B, W * V)
-        candidates = _candidates(score_BF, state, request, V, min(least * W, W * V))
+        score_BF = _scores(logits_BWV, state, rows.sampling_B, least).reshape(B, W * V)
+        candidates = _candidates(score_BF, state, rows, V, min(least * W, W * V))
         return _advance(candidates, state, request, kind.early_stopping)
 
     def body(state):
-        cache = reorder_tail(state.cache, state.parent_R, jnp.min(prompt_B), kind.moving)
+        cache = reorder_tail(state.cache, state.parent_R, request.shortest, kind.moving)
+        context = state.context.reorder(state.parent_R).advance(state.token_R, jnp.ones(B * W, bool))
         logits_RV, cache = decode_step(params, config, state.token_R, cache, impl=impl)
-        return choose(logits_RV.reshape(B, W, V), dataclasses.replace(state, cache=cache))
+        state = dataclasses.replace(state, cache=cache, context=context)
+        return choose(logits_RV.reshape(B, W, V), state)
 
     state = choose(jnp.broadcast_to(logits_BV[:, None], (B, W, V)), state)
-    state = lax.while_loop(lambda s: (s.step < choice.limit) & jnp.any(s.open_B), body, state)
+    most = jnp.max(rows.limit_B)
+    state = lax.while_loop(lambda s: (s.step < most) & jnp.any(s.open_B), body, state)
     return _Found(state.ended_BWT, state.length_BW, state.final_BW, state.score_BW, state.step)
 
 
-def _scores(logits_BWV, state, request, least):
-    """Each beam's score plus the processed log-probability of every next token; a sampled beam keeps `least`
-    tokens at least.
+def _scores(logits_BWV, state, sampling_B, least):
+    """Each beam's score plus the processed log-probability of every next token, [B, W, V]; a sampled beam
+    keeps `least` tokens at least.
     """
-    (B, W, V), sampling_B = logits_BWV.shape, request.choice.sampling_B
+    B, W, V = logits_BWV.shape
     logprobs_RV = jax.nn.log_softmax(logits_BWV, -1).reshape(B * W, V)
 
     def processed():
-        sampling_R, context_R, prompt_R = jax.tree.map(
-            lambda x: jnp.repeat(x, W, 0), (sampling_B, request.context, request.prompt_B)
-        )
-        context_R = _with_chosen(context_R, state, prompt_R, request.choice.eos_E)
-        kept_RV = process(logprobs_RV, prompt_R + state.step, sampling_R, context_R)
-        greedy_R1 = sampling_R.temperature[:, None] <= 0
+        sampling_R = jax.tree.map(lambda setting_B: jnp.repeat(setting_B, W, 0), sampling_B)
+        kept_RV = process(logprobs_RV, sampling_R, state.context)
+        return lax.cond(is_greedy(sampling_B), lambda: kept_RV, lambda: warp(kept_RV, sampling_R, 0.0, least))
 
-        def sampled():
-            scaled_RV = kept_RV / jnp.where(
-                greedy_R1, 1.0, jnp.maximum(sampling_R.temperature[:, None], 1e-30)
-            )
-            return jnp.where(greedy_R1, kept_RV, narrow(scaled_RV, sampling_R, least))
-
-        return lax.cond(jnp.all(greedy_R1), lambda: kept_RV, sampled)
-
-    logprobs_RV = lax.cond(plain(sampling_B), lambda: logprobs_RV, processed)
+    logprobs_RV = lax.cond(takes_likeliest(sampling_B), lambda: logprobs_RV, processed)
     return logprobs_RV.reshape(B, W, V) + state.score_BW[..., None]
 
 
-def _with_chosen(context: Context, state: _State, prompt_R: jax.Array, eos_E: jax.Array) -> Context:
-    """What the processors know of each beam: of its prompt, which `context` holds, and of the tokens that the
-    beam chose.
-    """
-    (R, V), T = context.seen_BV.shape, state.tokens_BWT.shape[2]
-    row_R1, step_T, token_RT = jnp.arange(R)[:, None], jnp.arange(T), state.tokens_BWT.reshape(R, T)
-    chosen_RT = jnp.where(step_T < state.step, token_RT, V)  # V is no token: what is written there is dropped
-    count, history = context.count_BV, context.history_BS
-    return Context(
-        seen_BV=context.seen_BV.at[row_R1, chosen_RT].set(True, mode="drop"),
-        count_BV=None if count is None else count.at[row_R1, chosen_RT].add(1, mode="drop"),
-        history_BS=None if history is None else history.at[row_R1, prompt_R[:, None] + step_T].set(token_RT),
-        chosen_B=jnp.full(R, state.step),
-        eos_E=eos_E,
-    )
-
-
-def _candidates(score_BF, state, request, V, C):
+def _candidates(score_BF, state, rows, V, C):
     """The C best, or C drawn without replacement in the order drawn: their scores, beams, tokens, and
     sequences [B, C, T].
     """
 
-    (row_key_B, sampling_B, *_), position_B = request.choice, request.prompt_B + state.step
-
     def drawn():
         noise_BF = jax.vmap(
             lambda key, position: gumbel(draw_key(key, position, DRAW_BEAMS), score_BF.shape[1])
-        )(row_key_B, position_B)
-        return score_BF + jnp.where(sampling_B.temperature[:, None] > 0, noise_BF, 0)
+        )(rows.key_B, rows.position_B + state.step)
+        return score_BF + jnp.where(rows.sampling_B.temperature[:, None] > 0, noise_BF, 0)
 
-    order_BF = lax.cond(jnp.all(sampling_B.temperature <= 0), lambda: score_BF, drawn)
+    order_BF = lax.cond(is_greedy(rows.sampling_B), lambda: score_BF, drawn)
     _, index_BC = lax.top_k(order_BF, C)
     beam_BC, token_BC = index_BC // V, index_BC % V
     tokens_BCT = _take(state.tokens_BWT, beam_BC).at[:, :, state.step].set(token_BC)
@@ -368,16 +346,17 @@ def _advance(candidates, state, request, early_stopping):
     they are good enough.
     """
     score_BC, beam_BC, token_BC, tokens_BCT = candidates
-    (_, _, eos_E, limit), length_penalty = request.choice, request.length_penalty
+    length_penalty, limit_B = request.length_penalty, request.rows.limit_B
     (B, W), length = state.score_BW.shape, state.step + 1
-    ends_BC = jnp.any(token_BC[..., None] == eos_E, -1) | (length >= limit)
+    is_eos_BC = jnp.any(token_BC[..., None] == request.rows.context.eos_BE[:, None], -1)
+    ends_BC = is_eos_BC | (length >= limit_B)[:, None]
     score_BW, run_BW = lax.top_k(jnp.where(ends_BC, -jnp.inf, score_BC), W)
     # Those behind the first W are there to go on where others end: a sequence so unlikely must not end a
     # search.
     counts_BC = ends_BC & (jnp.arange(score_BC.shape[1]) < W) & state.open_B[:, None]
     final_BC = jnp.where(counts_BC, score_BC / _divisor(length, length_penalty), -jnp.inf)
     final_BW, kept_BW = lax.top_k(jnp.concatenate([state.final_BW, final_BC], 1), W)
-    horizon = jnp.where((length_penalty > 0) & (early_stopping == "never"), limit, length)
+    horizon = jnp.where((length_penalty > 0) & (early_stopping == "never"), limit_B, length)
     open_B = state.open_B & (score_BW[:, 0] / _divisor(horizon, length_penalty) > final_BW[:, -1])
     if early_stopping is True:
         open_B &= final_BW[:, -1] == -jnp.inf

@@ -1,7 +1,5 @@
 """The jitted doors: `prefill`, `decode_step`, `decode_loop`. Arrays in, arrays out, usable inside a caller's
-own jit.
-
-tokens_BT ─ prefill ─► (logits_BV, cache) ─ choose ─► while_loop: write K/V → attend → logits → choose
+own jit. What a caller gives is checked here; loop.py does the work.
 """
 
 import dataclasses
@@ -10,50 +8,32 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from kernels_pallas import varying_as
-
-from ..brief import Brief
 from ..cache.kv_cache import LARGEST_CALL, KVCache
 from ..checks import array_of, token_ids, traced, whole, within
 from ..config.model_config import ModelConfig
 from ..errors import InputError, shown
 from ..model.attention import check_impl
-from ..model.decoder import hidden_states, unembed
-from ..model.greedy import fuses_head, greedy
-from ..sampling.choice import Context, SamplingConfig, choose, draw, per_row, plain, process, row_keys, warp
-from ..sampling.logprobs import Alternatives, note
-from ..weights.params import AnyArray, Params, activation_dtype
+from ..model.decoder import unembed
+from ..sampling.choice import row_keys
+from ..sampling.context import start
+from ..sampling.settings import SamplingConfig, is_full, per_row
+from ..weights.params import AnyArray, Params
+from .loop import READ, advance, bucket, program, read_next
+from .state import DecodeState, choose_and_note, new_state
 
-PREFILL_CHUNK = LARGEST_CALL  # longer prompts pass through the model this many tokens at a time
-_LEAST_BUCKET = 16
+# Tokens of a long prompt that pass through the model at a time: on a GPU enough to fill an H200's
+# multiprocessors (512 queries of the 0.5B shape fill 56 of 132), elsewhere what keeps scores and activations
+# small.
+_CHUNK = {"gpu": 2048, "cpu": 512}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class DecodeState(Brief):
-    """What the decode loop carries, and its result."""
+class Decoded(DecodeState):
+    """What `decode_loop` gives: the rows' state, and their keys and values."""
 
-    cache: KVCache | None  # holds everything but the last token; None without a cache
-    token_B: jax.Array  # int32: the last token chosen
-    position_B: jax.Array  # int32: position of the next token to choose, which is the row's length
-    step: jax.Array  # int32: tokens chosen so far
-    tokens_BT: jax.Array  # int32: tokens chosen, EOS included, 0 behind a row's end
-    logprobs_BT: jax.Array  # float32: their log-probabilities before any processor
-    length_B: jax.Array  # int32: how many each row chose, EOS included
-    finished_B: jax.Array  # bool: the row chose an EOS token
-    context: Context  # what the processors look at
-    alternatives: Alternatives | None = None  # noted where asked for
-
-
-class Choice(NamedTuple):
-    """How each row's tokens are chosen, and when it ends."""
-
-    row_key_B: jax.Array  # one PRNG key per row
-    sampling_B: SamplingConfig  # from `per_row`
-    eos_E: jax.Array  # int32: ids that end a row
-    limit: jax.Array  # int32: tokens that no row exceeds
+    cache: KVCache | None = None  # holds everything but each row's last token
 
 
 def prefill(
@@ -66,8 +46,8 @@ def prefill(
     donate: bool = False,
     impl: str | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Appends a prompt, or what follows one, to the cache; long ones in chunks of `PREFILL_CHUNK`, skipping
-    chunks that are all padding.
+    """Appends a prompt, or what follows one, to the cache; long ones in chunks, skipping those that are all
+    padding.
 
     Args:
         params, config: the model.
@@ -95,7 +75,8 @@ def prefill(
     within("tokens_BT: token id", tokens_BT, 0, config.vocab_size - 1)
     within("num_tokens_B:", num_tokens_B, 0, T)
     _check_room(impl, cache, num_tokens_B)
-    return PREFILL[donate](params, config, tokens_BT, num_tokens_B, cache, impl)
+    read = READ.donating if donate else READ.keeping
+    return read(params, config, tokens_BT, num_tokens_B, cache, impl, prompt_chunk(cache))
 
 
 def decode_step(
@@ -119,7 +100,8 @@ def decode_step(
     check_impl(impl)
     array_of("token_B", token_B, np.integer, "rows")
     _check_cache(config, cache, len(token_B))
-    return _DECODE_STEP[donate](params, config, token_B, cache, impl=impl)
+    step = _STEP.donating if donate else _STEP.keeping
+    return step(params, config, token_B, cache, impl)
 
 
 def decode_loop(  # noqa: PLR0913  a door
@@ -137,7 +119,7 @@ def decode_loop(  # noqa: PLR0913  a door
     output_size: int | None = None,
     donate: bool = False,
     impl: str | None = None,
-) -> DecodeState:
+) -> Decoded:
     """Chooses tokens on the device until every row has met an EOS id or has max_new_tokens.
 
     Args:
@@ -158,9 +140,9 @@ def decode_loop(  # noqa: PLR0913  a door
         donate, impl: as in `prefill`.
 
     Returns:
-        The state: tokens_BT, logprobs_BT, length_B (all three with the EOS token), finished_B, and cache,
-        which holds every token but the last one chosen. A log-probability that is not finite says that the
-        model's numbers are broken: nobody looks at it here, nor at the cache's `overflow_B`.
+        The rows' state (tokens_BT, logprobs_BT, length_B, all three with the EOS token, finished_B) and
+        cache, which holds every token but the last one chosen. A log-probability that is not finite says that
+        the model's numbers are broken: nobody looks at it here, nor at the cache's `overflow_B`.
 
     Raises:
         InputError: an argument of another shape, type or range, a cache of another model; the tokens may
@@ -180,18 +162,25 @@ def decode_loop(  # noqa: PLR0913  a door
         array_of("history_BS", history_BS, np.integer, B, "tokens")
     size, limit = _size(max_new_tokens, output_size)
     _check_room(impl, cache, limit - 1)
-    row_key_B, eos_E = row_keys(row_key_B, B), jnp.asarray(eos_ids, jnp.int32)
+    key_B = row_keys(row_key_B, B)
     sampling_B = per_row(sampling_B, B, V)
-    if sampling_B.no_repeat_ngram_size is not None and history_BS is None:
-        raise InputError("no_repeat_ngram_size needs history_BS, the tokens that each row already holds")
-    context = new_context(
-        sampling_B, np.zeros(logits_BV.shape, bool) if seen_BV is None else seen_BV, history_BS
+    if history_BS is None and is_full(sampling_B):
+        sizes_B = sampling_B.no_repeat_ngram_size
+        if traced(sizes_B) or np.any(np.asarray(sizes_B)):
+            raise InputError("no_repeat_ngram_size needs history_BS, the tokens that each row already holds")
+    rows = _Rows(
+        key_B,
+        sampling_B,
+        jnp.asarray(eos_ids, jnp.int32),
+        limit,
+        np.zeros((B, V), bool) if seen_BV is None else seen_BV,
+        history_BS,
     )
-    choice = Choice(row_key_B, sampling_B, eos_E, limit)
-    state = _DECODE_LOOP[donate](params, config, logits_BV, cache, choice, context, bucket(size), impl)
-    return dataclasses.replace(
-        state, tokens_BT=state.tokens_BT[:, :size], logprobs_BT=state.logprobs_BT[:, :size]
-    )
+    loop = _LOOP.donating if donate else _LOOP.keeping
+    state, cache = loop(params, config, logits_BV, cache, rows, bucket(size), impl)
+    fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+    cut = dict(tokens_BT=state.tokens_BT[:, :size], logprobs_BT=state.logprobs_BT[:, :size])
+    return Decoded(**fields | cut, cache=cache)
 
 
 def _size(max_new_tokens: Any, output_size: Any) -> tuple[int, Any]:
@@ -204,7 +193,7 @@ def _size(max_new_tokens: Any, output_size: Any) -> tuple[int, Any]:
             )
         if max_new_tokens.shape or not jnp.issubdtype(max_new_tokens.dtype, np.integer):
             raise InputError(f"max_new_tokens must be a whole number of at least 1, got {max_new_tokens!r}")
-        return size, jnp.minimum(max_new_tokens, size)
+        return size, jnp.clip(max_new_tokens, 1, size)
     most = whole("max_new_tokens", max_new_tokens, 1)
     return size or most, np.int32(min(most, size or most))
 
@@ -241,195 +230,39 @@ def _check_room(impl: str | None, cache: KVCache, more_B: Any) -> None:
         )
 
 
-def _prefill(params, config, tokens_BT, num_tokens_B, cache, impl):
-    B, T = tokens_BT.shape
-
-    def chunk(tokens_BT, num_tokens_B, cache, before_BD):
-        """The chunk's last real hidden state of each row, or the one before where the row has no token
-        in it.
-        """
-        hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B, impl=impl)
-        last_BD = jnp.take_along_axis(hidden_BTD, jnp.maximum(num_tokens_B - 1, 0)[:, None, None], 1)[:, 0]
-        return jnp.where((num_tokens_B > 0)[:, None], last_BD, before_BD), cache
-
-    none_BD = jnp.zeros((B, config.hidden_size), activation_dtype(params))
-    if T <= PREFILL_CHUNK:
-        last_BD, cache = chunk(tokens_BT, num_tokens_B, cache, none_BD)
-        return unembed(params, config, last_BD), cache
-    padded = jnp.pad(tokens_BT, ((0, 0), (0, -T % PREFILL_CHUNK)))
-
-    def body(i, carry):
-        last_BD, cache = carry
-        first = i * PREFILL_CHUNK
-        tokens = lax.dynamic_slice_in_dim(padded, first, PREFILL_CHUNK, 1)
-        return chunk(tokens, jnp.clip(num_tokens_B - first, 0, PREFILL_CHUNK), cache, last_BD)
-
-    chunks = -(-jnp.max(num_tokens_B) // PREFILL_CHUNK)
-    start = varying_as((none_BD, cache), params, tokens_BT, num_tokens_B, cache)
-    last_BD, cache = lax.fori_loop(0, chunks, body, start)
-    return unembed(params, config, last_BD), cache
+def prompt_chunk(cache: KVCache) -> int:
+    """Tokens of a prompt that are read at a time: by the device where it is known, at most what the cache
+    takes.
+    """
+    known = isinstance(cache.length_B, jax.Array) and not traced(cache.length_B)
+    platform = next(iter(cache.length_B.devices())).platform if known else "cpu"
+    return min(_CHUNK.get(platform, 512), LARGEST_CALL)
 
 
 def _decode_step(params, config, token_B, cache, impl):
-    hidden_BD, cache = _next_hidden(params, config, token_B, cache, None, impl)
+    hidden_BD, cache = read_next(params, config, token_B, cache, None, impl)
     return unembed(params, config, hidden_BD), cache
 
 
-def _next_hidden(params, config, token_B, cache, num_tokens_B, impl):
-    hidden_BTD, cache = hidden_states(params, config, token_B[:, None], cache, num_tokens_B, impl=impl)
-    return hidden_BTD[:, 0], cache
+class _Rows(NamedTuple):
+    """Of what the rows of `decode_loop` begin with."""
+
+    key_B: jax.Array
+    sampling_B: SamplingConfig
+    eos_E: jax.Array  # int32
+    limit: Any  # int32
+    seen_BV: Any  # bool
+    history_BS: Any  # int32, or None
 
 
-def _recompute(params, config, tokens_BT, num_tokens_B, impl):
-    """Logits [B, V] after each row's last token, from the tokens alone."""
-    hidden_BTD, _ = hidden_states(params, config, tokens_BT, None, num_tokens_B, impl=impl)
-    return unembed(
-        params, config, jnp.take_along_axis(hidden_BTD, (num_tokens_B - 1)[:, None, None], 1)[:, 0]
-    )
+def _decode_loop(params, config, logits_BV, cache, rows, size, impl):
+    key_B, sampling_B, eos_E, limit, seen_BV, history_BS = rows
+    B = len(logits_BV)
+    eos_BE, limit_B = jnp.broadcast_to(eos_E, (B, len(eos_E))), jnp.full(B, limit)
+    context = start(sampling_B, cache.length_B, eos_BE, seen_BV, history_BS)
+    state = new_state(key_B, sampling_B, limit_B, context, size)
+    return advance(params, config, choose_and_note(logits_BV, state, impl), cache, size, impl)
 
 
-def _next_token(params, config, hidden_BD, state, choice, impl):
-    """The state with each row's next token; rows that just take the likeliest one need no logits, where a
-    kernel serves.
-    """
-    if state.alternatives is not None or not fuses_head(params, hidden_BD, impl):
-        return record(unembed(params, config, hidden_BD), state, choice, impl)
-
-    def by_logits():
-        return _choose(unembed(params, config, hidden_BD), state, choice, impl)
-
-    chosen = lax.cond(plain(choice.sampling_B), lambda: greedy(params, config, hidden_BD, impl), by_logits)
-    return _note(*chosen, state, choice.eos_E)
-
-
-def context_now(state: DecodeState, eos_E: jax.Array) -> Context:
-    """What the processors look at, with what the state itself says."""
-    return dataclasses.replace(state.context, chosen_B=state.length_B, eos_E=eos_E)
-
-
-def _choose(logits_BV, state, choice, impl):
-    context = context_now(state, choice.eos_E)
-    token_B = choose(logits_BV, choice.row_key_B, state.position_B, choice.sampling_B, context, impl)
-    return token_B, _logprob(logits_BV, token_B)
-
-
-def _logprob(logits_BV, token_B):
-    return logits_BV[jnp.arange(len(token_B)), token_B] - jax.nn.logsumexp(logits_BV, -1)
-
-
-def record(logits_BV, state, choice, impl, active_B=True):
-    """The state with the next token of each row that is active, chosen from logits, and its alternatives
-    where they are asked for.
-    """
-    if state.alternatives is None:
-        return _note(*_choose(logits_BV, state, choice, impl), state, choice.eos_E, active_B)
-    context, position_B = context_now(state, choice.eos_E), state.position_B
-    warped_BV = warp(process(logits_BV, position_B, choice.sampling_B, context), choice.sampling_B)
-    token_B = draw(choice.row_key_B, position_B, warped_BV, choice.sampling_B)
-    noted = note(state.alternatives, _column(state, active_B), logits_BV, warped_BV, token_B)
-    state = dataclasses.replace(state, alternatives=noted)
-    return _note(token_B, _logprob(logits_BV, token_B), state, choice.eos_E, active_B)
-
-
-def _column(state, active_B):
-    """Where each row's next token is noted; past the end where it gets none."""
-    return jnp.where(~state.finished_B & active_B, state.length_B, state.tokens_BT.shape[1])
-
-
-def _note(token_B, logprob_B, state, eos_E, active_B=True):
-    """Notes each row's next token down; rows that have finished or are not active stay as they are."""
-    alive_B = ~state.finished_B & active_B
-    one_B, row_B, column_B, old = (
-        alive_B.astype(jnp.int32),
-        jnp.arange(len(token_B)),
-        _column(state, active_B),
-        state.context,
-    )
-    history_BS = old.history_BS
-    if history_BS is not None:
-        slot_B = jnp.where(alive_B, state.position_B, history_BS.shape[1])
-        history_BS = history_BS.at[row_B, slot_B].set(token_B, mode="drop")
-    context = dataclasses.replace(
-        old,
-        seen_BV=old.seen_BV.at[row_B, token_B].max(alive_B),
-        count_BV=None if old.count_BV is None else old.count_BV.at[row_B, token_B].add(one_B),
-        history_BS=history_BS,
-    )
-    return dataclasses.replace(
-        state,
-        token_B=jnp.where(alive_B, token_B, state.token_B),
-        position_B=state.position_B + one_B,
-        step=state.step + 1,
-        tokens_BT=jnp.asarray(state.tokens_BT).at[row_B, column_B].set(token_B, mode="drop"),
-        logprobs_BT=jnp.asarray(state.logprobs_BT).at[row_B, column_B].set(logprob_B, mode="drop"),
-        length_B=state.length_B + one_B,
-        finished_B=state.finished_B | (alive_B & jnp.any(token_B[:, None] == eos_E, -1)),
-        context=context,
-    )
-
-
-def _continue(params, config, state, choice, impl):
-    """Decodes until `choice.limit` tokens are chosen or every row has finished: the one loop behind
-    `decode_loop`, `generate` and `stream`.
-    """
-
-    def body(state):
-        alive_B = (~state.finished_B).astype(jnp.int32)
-        hidden_BD, cache = _next_hidden(params, config, state.token_B, state.cache, alive_B, impl)
-        return _next_token(params, config, hidden_BD, dataclasses.replace(state, cache=cache), choice, impl)
-
-    state = varying_as(state, state, params, choice)
-    return lax.while_loop(lambda s: (s.step < choice.limit) & ~jnp.all(s.finished_B), body, state)
-
-
-def _decode_loop(params, config, logits_BV, cache, choice, context, size, impl):
-    state = record(logits_BV, new_state(cache, cache.length_B, context, size), choice, impl)
-    return _continue(params, config, state, choice, impl)
-
-
-def new_state(cache: KVCache | None, position_B: Any, context: Context, size: int) -> DecodeState:
-    B = len(position_B)
-    zeros_B, zeros_BT = np.zeros(B, np.int32), np.zeros((B, size), np.int32)
-    return DecodeState(
-        cache,
-        zeros_B,
-        position_B,
-        np.int32(0),
-        zeros_BT,
-        zeros_BT.astype(np.float32),
-        zeros_B,
-        np.zeros(B, bool),
-        context,
-    )
-
-
-def new_context(sampling: SamplingConfig, seen_BV: Any, history_BS: Any) -> Context:
-    """What the processors of these settings (from `per_row`) will look at; history_BS may be None where
-    `no_repeat_ngram_size` is.
-    """
-    counts = sampling.presence_penalty is not None or sampling.frequency_penalty is not None
-    count_BV = np.zeros(np.shape(seen_BV), np.int32) if counts else None
-    return Context(seen_BV, count_BV, history_BS)
-
-
-def _jitted(function: Any, *static: str) -> dict[bool, Any]:
-    """The function jitted without and with donation of its cache."""
-    return {
-        donate: jax.jit(function, static_argnames=static, donate_argnames="cache" if donate else ())
-        for donate in (False, True)
-    }
-
-
-PREFILL = _jitted(_prefill, "config", "impl")
-_DECODE_STEP = _jitted(_decode_step, "config", "impl")
-_DECODE_LOOP = _jitted(_decode_loop, "config", "size", "impl")
-CONTINUE = jax.jit(_continue, static_argnames=("config", "impl"), donate_argnames="state")
-RECORD = jax.jit(record, static_argnames="impl")
-RECOMPUTE = jax.jit(_recompute, static_argnames=("config", "impl"))
-
-
-def bucket(size: int) -> int:
-    """The power of two, at least 16, that array sizes are rounded up to, so that few programs are
-    compiled.
-    """
-    return max(_LEAST_BUCKET, 1 << (size - 1).bit_length())
+_STEP = program(_decode_step)
+_LOOP = program(_decode_loop, "size")

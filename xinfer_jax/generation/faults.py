@@ -8,8 +8,9 @@ import numpy as np
 
 from ..cache.kv_cache import KVCache
 from ..errors import InputError
-from .doors import DecodeState
+from ..sampling.settings import is_full
 from .options import Call
+from .state import DecodeState
 
 
 def check_chosen(call: Call, seen: DecodeState) -> None:
@@ -26,9 +27,7 @@ def check_chosen(call: Call, seen: DecodeState) -> None:
             f"row {row}, step {step}: the log-probability of token {seen.tokens_BT[row, step]} is"
             f" {seen.logprobs_BT[row, step]}: {call.broken}"
         )
-    settings = call.sampling_B
-    limited = (settings.logit_bias, settings.min_new_tokens, settings.no_repeat_ngram_size)
-    if any(setting is not None for setting in limited):
+    if is_full(call.sampling_B):
         for row, length in enumerate(seen.length_B):
             _check_allowed(call, row, seen.tokens_BT[row, :length].tolist())
 
@@ -43,13 +42,9 @@ def check_cache(call: Call, cache: KVCache | None) -> None:
 def _check_allowed(call: Call, row: int, ids: list[int]) -> None:
     """Where settings forbid every token, one that they forbid is chosen."""
     prompt, settings = row // call.answers, call.sampling_B
-    wrong = []
-    if call.forbidden_BV is not None:
-        wrong += np.flatnonzero(call.forbidden_BV[prompt, ids]).tolist()
-    if settings.min_new_tokens is not None:
-        wrong += [i for i, token in enumerate(ids[: settings.min_new_tokens[prompt]]) if token in call.ending]
-    if settings.no_repeat_ngram_size is not None:
-        wrong += _repeats(call.prompts[prompt], ids, int(settings.no_repeat_ngram_size[prompt]))
+    wrong = np.flatnonzero(call.forbidden_BV[prompt, ids]).tolist()
+    wrong += [i for i, token in enumerate(ids[: settings.min_new_tokens[prompt]]) if token in call.ending]
+    wrong += _repeats(call.prompts[prompt], ids, int(settings.no_repeat_ngram_size[prompt]))
     if wrong:
         raise InputError(
             f"row {row}, step {min(wrong)}: the settings leave no token that can be chosen: loosen the"

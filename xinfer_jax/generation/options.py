@@ -18,11 +18,12 @@ from ..checks import in_order, token_ids, whole
 from ..config.model_config import ModelConfig, with_fixed_rope
 from ..errors import InputError, shown
 from ..model.attention import check_impl
-from ..sampling.choice import SamplingConfig, per_row, row_keys
+from ..sampling.choice import check_key
 from ..sampling.logprobs import TokenLogprobs
+from ..sampling.settings import SamplingConfig, per_row
 from ..stats import GenerateStats
 from ..weights.params import Params, activation_dtype, check_params, resolve_dtype
-from .doors import bucket
+from .loop import bucket
 from .speculation import MOST_GUESSES, check_guesser
 
 _MOST_ANSWERS = 2**16  # of one prompt
@@ -134,7 +135,7 @@ class Call:
     prompts: list[list[int]]
     options: GenerateOptions  # numbers are ints, ids tuples of ints
     sampling_B: SamplingConfig  # of each prompt
-    row_key_B: jax.Array  # of each prompt
+    key: jax.Array  # one, or one per prompt
 
     @property
     def ending(self) -> tuple[int, ...]:
@@ -147,10 +148,9 @@ class Call:
         return self.options.best_of or self.options.n
 
     @functools.cached_property
-    def forbidden_BV(self) -> np.ndarray | None:
-        """bool [B, V]: the tokens that no row of a prompt may choose."""
-        bias_BV = self.sampling_B.logit_bias
-        return None if bias_BV is None else np.asarray(bias_BV) == -np.inf
+    def forbidden_BV(self) -> np.ndarray:
+        """bool [B, V]: the tokens that no row of a prompt may choose; of full settings."""
+        return np.asarray(self.sampling_B.logit_bias) == -np.inf
 
     @property
     def longest(self) -> int:
@@ -206,7 +206,7 @@ def checked(
     config = with_fixed_rope(config, shortest, longest + options.max_new_tokens)
     if options.prefix is not None:
         options = dataclasses.replace(options, prefix=options.prefix.usable(params, config))
-    call = Call(params, config, prompts, options, sampling_B, row_keys(key, len(prompts)))
+    call = Call(params, config, prompts, options, sampling_B, check_key(key, len(prompts)))
     if options.draft is None:
         return call
     return dataclasses.replace(call, options=dataclasses.replace(options, draft=_checked_draft(call)))

@@ -19,6 +19,7 @@ from ..model.attention import check_impl
 from ..model.decoder import check_tokens, head, hidden_states, unembed
 from ..weights.params import AnyArray, Params, check_params
 from .batches import padded
+from .loop import power_of_two
 from .options import check_prompts
 
 _MOST_LOGITS = 1 << 25  # that exist at one time: 128 MiB
@@ -105,11 +106,10 @@ def score_completions(
             f"prompt + completion of {longest} tokens exceed the model's context limit"
             f" {config.context_length}: shorten them"
         )
-    size, found = min(batch_size, len(rows)), []
+    size, found = min(batch_size, power_of_two(len(rows))), []
     for at in range(0, len(rows), size):
         batch = rows[at : at + size]
-        # Full: one program.
-        tokens_BT, num_tokens_B = padded(batch + [[0]] * (size - len(batch)), config.context_length)
+        tokens_BT, num_tokens_B = padded(batch, config.context_length, size)  # full: one program
         found += list(np.asarray(score(params, config, tokens_BT, num_tokens_B, impl=impl))[: len(batch)])
     return [
         row[len(p) - 1 :][: len(c)].tolist() for row, p, c in zip(found, prompts, completions, strict=True)

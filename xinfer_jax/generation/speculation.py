@@ -23,9 +23,10 @@ from ..errors import InputError, shown
 from ..model.decoder import hidden_states, unembed
 from ..sampling.choice import choose
 from ..weights.params import Params
-from .doors import Choice, DecodeState, context_now, record
+from .loop import program
+from .state import DecodeState, choose_and_note
 
-# (history_BS, length_B, count) -> int32 [B, count]; traced.
+# (history_BS, length_B, count) -> int32 [B, count]; traced. J is that count.
 Guesser = Callable[[jax.Array, jax.Array, int], jax.Array]
 
 MOST_GUESSES = 16  # per pass: each is a part of the program, which takes long to compile
@@ -49,87 +50,83 @@ class Guessing(NamedTuple):
     per_pass: int
 
 
-def speculate(
+def speculate(  # noqa: PLR0913  `advance`, and who guesses
     params: Params,
     config: ModelConfig,
     draft_params: Params | None,
     guessing: Guessing,
-    state: tuple[DecodeState, Speculation],
-    choice: Choice,
-    until: jax.Array,
+    state: DecodeState,
+    cache: KVCache,
+    draft: Speculation,
+    steps: jax.Array,
     impl: str | None,
-) -> tuple[DecodeState, Speculation]:
-    """Decodes until every row has `until` tokens or has ended.
+) -> tuple[DecodeState, KVCache, Speculation]:
+    """`advance` by as many passes of the model, each of which may give a row several tokens.
 
     Args:
         params, config: the model.
         draft_params: of the draft model; None where a function guesses.
         guessing: who guesses, and how much.
         state: with `context.history_BS`.
-        choice: how tokens are chosen, and how many at most.
-        until: int32.
+        cache: of the model.
+        draft: what the guesses start from.
+        steps: int32.
         impl: as in `prefill`.
     """
     count = guessing.per_pass
 
-    def body(carry: tuple[DecodeState, Speculation]) -> tuple[DecodeState, Speculation]:
-        state, spec = carry
-        active_B = _active(state, choice)
-        held: Any = state.cache  # there always is one here
-        guess_BK, draft_cache = _guess(draft_params, guessing, state, spec.cache, choice, impl)
-        tokens_BT = jnp.concatenate([state.token_B[:, None], guess_BK], 1)
-        hidden_BTD, cache = hidden_states(
-            params, config, tokens_BT, held, jnp.where(active_B, count + 1, 0), impl=impl
-        )
-        # What a guess writes past the capacity is dropped, and its logits are behind the last token.
-        cache = dataclasses.replace(cache, overflow_B=held.overflow_B)
-        logits_BTV, before_B, active = unembed(params, config, hidden_BTD), state.length_B, active_B
+    def body(carry):
+        step, state, cache, draft = carry
+        active_B, before_B, overflow_B = state.active_B, state.length_B, cache.overflow_B
+        guess_BJ, draft_cache = _guess(draft_params, guessing, state, draft.cache, impl)
+        tokens_BT = jnp.concatenate([state.token_B[:, None], guess_BJ], 1)
+        num_tokens_B = jnp.where(active_B, count + 1, 0)
+        hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B, impl=impl)
+        logits_BTV, right_B = unembed(params, config, hidden_BTD), active_B
         for i in range(count + 1):  # the token behind the first i guesses, which were right
-            state = record(logits_BTV[:, i], state, choice, impl, active)
-            active = active & _active(state, choice) & (state.token_B == tokens_BT[:, min(i + 1, count)])
-        right_B = jnp.maximum(state.length_B - before_B - 1, 0)
-        spec = Speculation(draft_cache, spec.passes_B + active_B, spec.accepted_B + right_B)
-        reached = jnp.min(jnp.where(_active(state, choice), state.length_B, choice.limit))
-        reached = jnp.where(jnp.any(_active(state, choice)), reached, jnp.max(state.length_B))
-        return dataclasses.replace(state, cache=truncate(cache, state.position_B - 1), step=reached), spec
+            state = choose_and_note(logits_BTV[:, i], state, impl, right_B)
+            right_B = right_B & (state.token_B == tokens_BT[:, min(i + 1, count)])
+        accepted_B = draft.accepted_B + jnp.maximum(state.length_B - before_B - 1, 0)
+        # What a guess writes past the capacity is dropped, and its logits are behind the last token.
+        cache = truncate(dataclasses.replace(cache, overflow_B=overflow_B), state.position_B - 1)
+        return step + 1, state, cache, Speculation(draft_cache, draft.passes_B + active_B, accepted_B)
 
-    return lax.while_loop(
-        lambda carry: (carry[0].step < until) & jnp.any(_active(carry[0], choice)), body, state
+    _, state, cache, draft = lax.while_loop(
+        lambda carry: (carry[0] < steps) & jnp.any(carry[1].active_B),
+        body,
+        (jnp.int32(0), state, cache, draft),
     )
+    return state, cache, draft
 
 
-SPECULATE = jax.jit(speculate, static_argnames=("config", "guessing", "impl"), donate_argnames="state")
+SPECULATE = program(speculate, "guessing", donates=("state", "cache", "draft"))
 
 
-def _active(state: DecodeState, choice: Choice) -> jax.Array:
-    return ~state.finished_B & (state.length_B < choice.limit)
-
-
-def _guess(params: Params | None, guessing: Guessing, state: DecodeState, cache: Any, choice: Choice, impl):
-    """The guesses [B, count], and the draft model's cache."""
+def _guess(params: Params | None, guessing: Guessing, state: DecodeState, cache: Any, impl: str | None):
+    """The guesses [B, J], and the draft model's cache."""
     history_BS: Any = state.context.history_BS  # as `speculate` asks
     position_B = state.position_B
     guesser, count = guessing
     if not isinstance(guesser, ModelConfig):
         return jnp.asarray(guesser(history_BS, position_B, count), jnp.int32), None
-    context = context_now(state, choice.eos_E)
 
-    def guess(i, tokens_BT, cache):
+    def guess(tokens_BT, context, cache):
         hidden_BTD, cache = hidden_states(params, guesser, tokens_BT, cache, None, impl=impl)
         logits_BV = unembed(params, guesser, hidden_BTD[:, -1])
-        return choose(logits_BV, choice.row_key_B, position_B + i, choice.sampling_B, context, impl), cache
+        token_B, _ = choose(logits_BV, state.key_B, state.sampling_B, context, impl)
+        return token_B, context.advance(token_B, state.active_B), cache
 
     def step(i, carry):
-        guess_BK, token_B, cache = carry
-        token_B, cache = guess(i, token_B[:, None], cache)
-        return guess_BK.at[:, i].set(token_B), token_B, cache
+        guess_BJ, token_B, context, cache = carry
+        token_B, context, cache = guess(token_B[:, None], context, cache)
+        return guess_BJ.at[:, i].set(token_B), token_B, context, cache
 
     # The last two tokens: where every guess was right, the draft has not seen the last one but one.
     last_BT = jnp.take_along_axis(history_BS, position_B[:, None] + jnp.array([-2, -1]), 1)
-    token_B, cache = guess(0, last_BT, truncate(cache, position_B - 2))
-    guess_BK = jnp.zeros((len(token_B), count), jnp.int32).at[:, 0].set(token_B)
-    guess_BK, _, cache = lax.fori_loop(1, count, step, (guess_BK, token_B, cache))
-    return guess_BK, cache
+    token_B, context, cache = guess(last_BT, state.context, truncate(cache, position_B - 2))
+    guess_BJ = jnp.zeros((len(token_B), count), jnp.int32).at[:, 0].set(token_B)
+    guess_BJ, _, _, cache = lax.fori_loop(1, count, step, (guess_BJ, token_B, context, cache))
+    return guess_BJ, cache
 
 
 def check_guesser(guesser: Guesser, count: int, rows: int, room: int) -> None:
@@ -160,10 +157,10 @@ def look_up(history_BS: jax.Array, length_B: jax.Array, count: int) -> jax.Array
     Args:
         history_BS: int32, each row's tokens in order.
         length_B: int32, how many they are.
-        count: K, tokens to guess.
+        count: J, tokens to guess.
 
     Returns:
-        int32 [B, K].
+        int32 [B, J].
     """
     slot_S, length_B1 = jnp.arange(history_BS.shape[1]), length_B[:, None]
 

@@ -15,22 +15,20 @@ from ..errors import InputError, shown
 _MOST = 1e30  # of a bias: the penalties that come after it leave float32 then
 
 
-def bias_rows(settings: Sequence[tuple[Any, Any, Any]], batch: int, vocab_size: Any) -> Any:
-    """float32 [B, V], or None where nothing is said.
+def bias_rows(settings: Sequence[tuple[Any, Any, Any]], batch: int, vocab_size: int) -> Any:
+    """float32 [B, V]; 0 where nothing is said.
 
     Args:
         settings: logit_bias, allowed_token_ids and forbidden_token_ids: for all rows, or of each row.
         batch: B.
-        vocab_size: V; it may be None where nothing is said.
+        vocab_size: V.
 
     Raises:
         InputError: ids outside the vocabulary, another shape, numbers that are no bias, or nothing left.
     """
-    if all(part is None for parts in settings for part in parts):
-        return None
     made = [_bias(*parts, batch if len(settings) == 1 else 1, vocab_size) for parts in settings]
     xp = jnp if any(map(traced, made)) else np
-    return jnp.asarray(xp.broadcast_to(xp.concatenate(made), (batch, vocab_size)))
+    return xp.broadcast_to(xp.concatenate(made), (batch, vocab_size))
 
 
 def check_ids(allowed: Any, forbidden: Any) -> None:

@@ -58,7 +58,7 @@ def no_alternatives(rows: int, size: int, count: int, vocab_size: int, logits: b
     )
 
 
-def note(
+def note_alternatives(
     old: Alternatives, column_B: jax.Array, logits_BV: jax.Array, processed_BV: jax.Array, token_B: jax.Array
 ) -> Alternatives:
     """Notes each row's token in its column, if there is such a column. processed: the logits that the token

@@ -45,17 +45,21 @@ def no_repeat_ngram(
 
 
 def min_new_tokens(
-    logits_BV: jax.Array, least_B: jax.Array, chosen_B: jax.Array, eos_E: jax.Array
+    logits_BV: jax.Array, least_B: jax.Array, chosen_B: jax.Array, eos_BE: jax.Array
 ) -> jax.Array:
     """Forbids the ids that end a row while it has chosen fewer tokens than asked for; ids below 0 are
     none.
     """
-    end_V = (
-        jnp.zeros(logits_BV.shape[1], bool)
-        .at[jnp.where(eos_E < 0, logits_BV.shape[1], eos_E)]
-        .set(True, mode="drop")
-    )
-    return jnp.where(end_V & (chosen_B < least_B)[:, None], -jnp.inf, logits_BV)
+    (B, V), at_BE = logits_BV.shape, jnp.where(eos_BE < 0, logits_BV.shape[1], eos_BE)
+    end_BV = jnp.zeros((B, V), bool).at[jnp.arange(B)[:, None], at_BE].set(True, mode="drop")
+    return jnp.where(end_BV & (chosen_B < least_B)[:, None], -jnp.inf, logits_BV)
+
+
+def allowed(logits_BV: jax.Array, allowed_BM: jax.Array) -> jax.Array:
+    """Forbids the tokens whose bit is 0: token v has bit v % 32 of word v // 32, uint32 [B, ceil(V/32)]."""
+    token_V = jnp.arange(logits_BV.shape[1], dtype=jnp.uint32)
+    bit_BV = allowed_BM[:, token_V // 32] >> (token_V % 32) & 1
+    return jnp.where(bit_BV == 1, logits_BV, -jnp.inf)
 
 
 def presence_frequency(

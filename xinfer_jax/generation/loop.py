@@ -1,0 +1,156 @@
+"""Three verbs, of which everything that generates is made: `read` (prompts into the cache), `admit` (a row's
+numbers into the state: state.py) and `advance` (the one loop). Jitted here, once, for all who call them.
+
+tokens_BT ─ read ─► logits_BV ─ choose ─► advance: while_loop: write K/V → attend → logits → choose → note
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas import varying_as
+
+from ..cache.kv_cache import KVCache
+from ..config.model_config import ModelConfig
+from ..model.decoder import hidden_states, unembed
+from ..model.greedy import fuses_head, greedy
+from ..sampling.choice import takes_likeliest
+from ..weights.params import Params, activation_dtype
+from .state import DecodeState, choose_and_note, note
+
+_LEAST_BUCKET = 16
+
+
+def read(
+    params: Params,
+    config: ModelConfig,
+    tokens_BT: jax.Array,
+    num_tokens_B: jax.Array,
+    cache: KVCache,
+    impl: str | None,
+    chunk: int,
+) -> tuple[jax.Array, KVCache]:
+    """Logits [B, V] after each row's last token, and the cache with the tokens appended: `chunk` of them at a
+    time, without the chunks that are all padding. A row of no tokens stays as it is.
+    """
+    B, T = tokens_BT.shape
+
+    def part(tokens_BT, num_tokens_B, cache, before_BD):
+        """The part's last real hidden state of each row, or the one before where the row has no token in
+        it.
+        """
+        hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B, impl=impl)
+        last_BD = jnp.take_along_axis(hidden_BTD, jnp.maximum(num_tokens_B - 1, 0)[:, None, None], 1)[:, 0]
+        return jnp.where((num_tokens_B > 0)[:, None], last_BD, before_BD), cache
+
+    none_BD = jnp.zeros((B, config.hidden_size), activation_dtype(params))
+    if T <= chunk:
+        last_BD, cache = part(tokens_BT, num_tokens_B, cache, none_BD)
+        return unembed(params, config, last_BD), cache
+    padded_BT = jnp.pad(tokens_BT, ((0, 0), (0, -T % chunk)))
+
+    def body(i, carry):
+        last_BD, cache = carry
+        tokens = lax.dynamic_slice_in_dim(padded_BT, i * chunk, chunk, 1)
+        return part(tokens, jnp.clip(num_tokens_B - i * chunk, 0, chunk), cache, last_BD)
+
+    parts = -(-jnp.max(num_tokens_B) // chunk)
+    carry = varying_as((none_BD, cache), params, tokens_BT, num_tokens_B, cache)
+    last_BD, cache = lax.fori_loop(0, parts, body, carry)
+    return unembed(params, config, last_BD), cache
+
+
+def read_again(
+    params: Params, config: ModelConfig, tokens_BT: jax.Array, num_tokens_B: jax.Array, impl: str | None
+) -> jax.Array:
+    """Logits [B, V] after each row's last token, without a cache."""
+    hidden_BTD, _ = hidden_states(params, config, tokens_BT, None, num_tokens_B, impl=impl)
+    last_B = jnp.maximum(num_tokens_B - 1, 0)
+    return unembed(params, config, jnp.take_along_axis(hidden_BTD, last_B[:, None, None], 1)[:, 0])
+
+
+def read_next(
+    params: Params,
+    config: ModelConfig,
+    token_B: jax.Array,
+    cache: KVCache,
+    num_tokens_B: jax.Array | None,
+    impl: str | None,
+) -> tuple[jax.Array, KVCache]:
+    """One more token of each row, or none: hidden states [B, D] behind it, and the cache."""
+    hidden_BTD, cache = hidden_states(params, config, token_B[:, None], cache, num_tokens_B, impl=impl)
+    return hidden_BTD[:, 0], cache
+
+
+def advance(
+    params: Params,
+    config: ModelConfig,
+    state: DecodeState,
+    cache: KVCache,
+    steps: Any,
+    impl: str | None,
+) -> tuple[DecodeState, KVCache]:
+    """The one loop: every active row chooses a token, and again, until all have ended or `steps` (int32) are
+    taken.
+    """
+
+    def body(carry):
+        step, state, cache = carry
+        num_tokens_B = state.active_B.astype(jnp.int32)
+        hidden_BD, cache = read_next(params, config, state.token_B, cache, num_tokens_B, impl)
+        return step + 1, _choose_behind(params, config, hidden_BD, state, impl), cache
+
+    state, cache = varying_as((state, cache), (state, cache), params)
+    _, state, cache = lax.while_loop(
+        lambda carry: (carry[0] < steps) & jnp.any(carry[1].active_B), body, (jnp.int32(0), state, cache)
+    )
+    return state, cache
+
+
+def _choose_behind(params, config, hidden_BD, state, impl):
+    """`choose_and_note` behind hidden states: rows that just take the likeliest token need no logits, where a
+    kernel serves.
+    """
+    if state.alternatives is not None or not fuses_head(params, hidden_BD, impl):
+        return choose_and_note(unembed(params, config, hidden_BD), state, impl)
+    return lax.cond(
+        takes_likeliest(state.sampling_B),
+        lambda: note(state, *greedy(params, config, hidden_BD, impl)),
+        lambda: choose_and_note(unembed(params, config, hidden_BD), state, impl),
+    )
+
+
+class Program(NamedTuple):
+    """A function jitted twice: as it is, and so that it may reuse the memory of what it changes, which is
+    gone afterwards.
+    """
+
+    keeping: Any
+    donating: Any
+
+
+def program(function: Any, *static: str, donates: str | tuple[str, ...] = "cache") -> Program:
+    static = ("config", "impl", *static)
+    return Program(
+        jax.jit(function, static_argnames=static),
+        jax.jit(function, static_argnames=static, donate_argnames=donates),
+    )
+
+
+READ = program(read, "chunk")
+READ_AGAIN = program(read_again, donates=())
+ADVANCE = program(advance, donates=("state", "cache"))
+
+
+def bucket(size: int) -> int:
+    """The power of two, at least 16, that array sizes are rounded up to, so that few programs are
+    compiled.
+    """
+    return max(_LEAST_BUCKET, power_of_two(size))
+
+
+def power_of_two(size: int) -> int:
+    """The least that is not below it."""
+    return 1 << (size - 1).bit_length()

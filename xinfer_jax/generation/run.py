@@ -1,0 +1,270 @@
+"""A call under way: its prompts are read, its rows advance, the host looks at them. `generate` and `stream`
+are this in two rhythms.
+"""
+
+import dataclasses
+import functools
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..cache.kv_cache import KVCache, init_cache, truncate
+from ..cache.prefix import kept_prefix
+from ..config.model_config import ModelConfig
+from ..sampling.logprobs import rows_of_tokens
+from ..stats import GenerateStats, Stopwatch, give_back_memory, peak_bytes
+from ..weights.params import Params, cache_dtype, tree_bytes
+from .batches import check_room, first_state, padded, rows_of
+from .doors import prefill, prompt_chunk
+from .faults import check_cache, check_chosen
+from .loop import ADVANCE, READ, READ_AGAIN, power_of_two
+from .options import Call, GenerateOptions, GenerateOutput
+from .speculation import SPECULATE, Guesser, Guessing, Speculation, look_up
+from .state import DecodeState, choose_and_note
+
+_CHOOSE = jax.jit(choose_and_note, static_argnames="impl")
+# A prompt's logits and cache for each of its answers.
+_SHARE = jax.jit(lambda tree, prompt_R: jax.tree.map(lambda leaf: leaf[prompt_R], tree))
+
+
+class Run:
+    """The rows of a call.
+
+    Attributes:
+        stats: what it cost so far.
+        seen: their state as the host saw it last, without what only the device needs.
+    """
+
+    def __init__(self, call: Call, *, compile_ahead: bool = False):
+        """Reads the prompts and chooses every row's first token.
+
+        Args:
+            call: from `checked`.
+            compile_ahead: compile the loop too, at the same time.
+        """
+        self._call, options = call, call.options
+        self._cache: KVCache | None = None
+        self._draft: Speculation | None = None
+        self._state: DecodeState
+        self.stats: GenerateStats
+        with Stopwatch() as setup:
+            tokens_BT, num_tokens_B = self._set_up()
+        started = time.perf_counter()
+        simple = call.answers == 1 and options.draft is None and options.prefix is None
+        if compile_ahead and simple and self._cache is not None:
+            _compile_side_by_side(call, tokens_BT, num_tokens_B, self._state, self._cache)
+        compiling = time.perf_counter() - started
+        with Stopwatch() as reading:
+            logits_RV = self._read(tokens_BT, num_tokens_B)
+            logits_RV.block_until_ready()
+        with Stopwatch() as choosing:
+            self._state = _CHOOSE(logits_RV, self._state, options.impl)
+            self.seen = self._look()
+        self.stats.prefill_seconds = reading.seconds
+        self.stats.ttft_seconds = setup.seconds + reading.seconds + choosing.seconds
+        self.stats.compile_seconds = self.stats.total_seconds = compiling
+        self.stats.count(setup, reading, choosing)
+
+    def _set_up(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rows and cache before anything is read; what there is to read, [B, T], and how much of it."""
+        call, prefix = self._call, self._call.options.prefix
+        prompts = len(call.prompts)
+        B = len(prefix.cache.length_B) if prefix else power_of_two(prompts)  # a prefix keeps its rows
+        self._prompt_R = rows_of(prompts, call.answers, B if call.answers == 1 else 0)
+        check_room(call, len(self._prompt_R))
+        self._rows = [call.prompts[i] for i in self._prompt_R[: prompts * call.answers]]
+        held_B = np.zeros(B, np.int32)
+        if prefix:
+            held_B[:prompts] = prefix.shared(call.prompts)
+            self._cache = truncate(prefix.cache, held_B)
+        elif call.options.use_cache:
+            self._cache = _empty_cache(call, call.params, call.config, call.capacity, B)
+        self._state = first_state(call, self._prompt_R)
+        self.stats = GenerateStats(
+            len(self._rows), sum(map(len, call.prompts)), tree_bytes(call.params),
+            tree_bytes((self._cache.k, self._cache.v)) if self._cache else 0, int(held_B.sum()),
+        )  # fmt: skip
+        rest = [prompt[held:] for prompt, held in zip(call.prompts, held_B, strict=False)]
+        return padded(rest, call.capacity, B)
+
+    def _read(self, tokens_BT: np.ndarray, num_tokens_B: np.ndarray) -> jax.Array:
+        """Logits [R, V] behind the prompt of each row, which the cache and the draft then hold."""
+        call, impl, donate = self._call, self._call.options.impl, self._call.options.prefix is None
+        model = call.params, call.config
+        if self._cache is None:
+            logits_BV = READ_AGAIN.keeping(*model, tokens_BT, num_tokens_B, impl)
+        else:
+            logits_BV, self._cache = prefill(
+                *model, tokens_BT, num_tokens_B, self._cache, donate=donate, impl=impl
+            )
+        if call.options.draft is not None:
+            self._draft = _start_draft(call, len(num_tokens_B))
+        if call.answers > 1:
+            shared = logits_BV, self._cache, self._draft
+            logits_BV, self._cache, self._draft = _SHARE(shared, self._prompt_R)
+        return logits_BV
+
+    @property
+    def active(self) -> bool:
+        """Whether any row goes on."""
+        return bool(self.seen.active_B.any())
+
+    @property
+    def steps(self) -> int:
+        """Tokens that every row has which goes on; the longest row's, once none does."""
+        of_active = self.seen.length_B[self.seen.active_B]
+        return int(of_active.min() if of_active.size else self.seen.length_B.max())
+
+    def advance(self, steps: int) -> None:
+        """Takes so many steps, or fewer where all rows end; without a cache, one."""
+        call, impl = self._call, self._call.options.impl
+        with Stopwatch() as decoding:
+            if self._cache is None:
+                rows = [row + ids for row, ids in zip(self._rows, self.chosen(), strict=True)]
+                tokens_RT, num_tokens_R = padded(rows, call.config.context_length, len(self._prompt_R))
+                logits_RV = READ_AGAIN.keeping(call.params, call.config, tokens_RT, num_tokens_R, impl)
+                self._state = _CHOOSE(logits_RV, self._state, impl)
+            elif self._draft is None:
+                self._state, self._cache = ADVANCE.donating(
+                    call.params, call.config, self._state, self._cache, np.int32(steps), impl
+                )
+            else:
+                draft_params, guesser = _guesser(call.options)
+                who = Guessing(guesser, call.guesses)
+                self._state, self._cache, self._draft = SPECULATE.donating(
+                    call.params, call.config, draft_params, who, self._state, self._cache, self._draft,
+                    np.int32(steps), impl,
+                )  # fmt: skip
+            self.seen = self._look()
+        self.stats.count(decoding)
+        self.stats.decode_seconds += decoding.seconds
+        self.stats.decode_steps = self.steps - 1
+
+    def _look(self) -> DecodeState:
+        """Brings to the host what it wants of the state, and checks it; each array costs some
+        microseconds.
+        """
+        context = dataclasses.replace(
+            self._state.context, position_B=None, eos_BE=None, seen_BV=None, count_BV=None, history_BS=None,
+            allowed_BM=None,
+        )  # fmt: skip
+        unseen = dict.fromkeys(("token_B", "key_B", "sampling_B", "alternatives"))
+        seen = jax.device_get(dataclasses.replace(self._state, context=context, **unseen))
+        seen = jax.tree.map(lambda array: array[: len(self._rows)], seen)
+        check_chosen(self._call, seen)
+        return seen
+
+    def chosen(self) -> list[list[int]]:
+        """What each row chose, EOS included."""
+        return [row[:n].tolist() for row, n in zip(self.seen.tokens_BT, self.seen.length_B, strict=True)]
+
+    def ids(self, step: int) -> list[int | None]:
+        """What the rows chose at a step; None of a row that had ended, or ends there."""
+        column, ends = self.seen.tokens_BT[:, step].tolist(), self._call.ending
+        rows = zip(column, self.seen.length_B, strict=True)
+        return [token if step < n and token not in ends else None for token, n in rows]
+
+    def output(self, told: int | None = None) -> GenerateOutput:
+        """What the call gives.
+
+        Args:
+            told: a caller's word to stop came after so many tokens a row: what was chosen ahead of it does
+                not count.
+        """
+        call, options, seen, stats = self._call, self._call.options, self.seen, self.stats
+        if self._cache is not None:
+            check_cache(call, self._cache)
+        length_B: Any = seen.length_B
+        finished_B: Any = seen.finished_B
+        if told is not None:
+            finished_B, length_B = finished_B & (length_B <= told), np.minimum(length_B, told)
+            context = dataclasses.replace(seen.context, chosen_B=length_B)
+            self.seen = seen = dataclasses.replace(seen, context=context, finished_B=finished_B)
+        stats.generated_tokens, stats.peak_bytes = int(length_B.sum()), peak_bytes()
+        if self._draft is not None:
+            passes_B, accepted_B = (
+                np.asarray(x)[: len(self._rows)] for x in (self._draft.passes_B, self._draft.accepted_B)
+            )
+            stats.passes = passes_B.tolist()
+            stats.acceptance = (accepted_B / (np.maximum(passes_B, 1) * call.guesses)).tolist()
+        chosen = self.chosen()
+        out = GenerateOutput(
+            tokens=[ids[: n - done] for ids, n, done in zip(chosen, length_B, finished_B, strict=True)],
+            logprobs=[row[:n].tolist() for row, n in zip(seen.logprobs_BT, length_B, strict=True)],
+            finish_reason=[
+                _reason(ids, done, told is not None, options)
+                for ids, done in zip(chosen, finished_B, strict=True)
+            ],
+            stats=stats,
+        )
+        noted = self._state.alternatives
+        if options.logprobs and noted:
+            out.alternatives = rows_of_tokens(noted, seen.tokens_BT, seen.logprobs_BT, length_B)
+        if options.logits and noted:
+            rows = zip(noted.logits_BTV, length_B, strict=False)
+            out.logits = [np.asarray(row_TV[:n]) for row_TV, n in rows]
+        if options.keep_prefix:
+            out.prefix = kept_prefix(call.params, call.config, self._rows, chosen, self._cache)
+        return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)
+
+
+def _reason(ids: list[int], done: bool, told: bool, options: GenerateOptions) -> str:
+    if done:
+        return "stop" if ids[-1] in options.stop_token_ids else "eos"
+    return "stop" if told else "length"
+
+
+def _empty_cache(call: Call, params: Params, config: ModelConfig, capacity: int, rows: int) -> KVCache:
+    return init_cache(config, rows, capacity, call.options.cache_dtype or cache_dtype(params))
+
+
+def _start_draft(call: Call, rows: int) -> Speculation:
+    """What guesses start from: the draft model has read the prompts."""
+    nothing_B, cache = np.zeros(rows, np.int32), None
+    params, config = _guesser(call.options)
+    if isinstance(config, ModelConfig):
+        capacity = min(call.capacity, config.context_length)  # guesses beyond are dropped
+        cache = _empty_cache(call, params, config, capacity, rows)
+        tokens_BT, num_tokens_B = padded(call.prompts, capacity, rows)
+        impl = call.options.impl
+        cache = prefill(params, config, tokens_BT, num_tokens_B, cache, donate=True, impl=impl)[1]
+    return Speculation(cache, nothing_B, nothing_B)
+
+
+def _guesser(options: GenerateOptions) -> tuple[Any, ModelConfig | Guesser]:
+    """The draft model's parameters and configuration; or None and a function."""
+    if options.draft == "lookup" or callable(options.draft):
+        return None, look_up if options.draft == "lookup" else options.draft
+    return options.draft.params, options.draft.config
+
+
+def _compile_side_by_side(
+    call: Call, tokens_BT: np.ndarray, num_tokens_B: np.ndarray, state: DecodeState, cache: KVCache
+) -> None:
+    """Compiles the three programs of a stream at once, for whoever waits for a first answer."""
+    leaves, tree = jax.tree.flatten((call.params, tokens_BT, num_tokens_B, state, cache))
+    shardings = (
+        x.sharding if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1 else None for x in leaves
+    )
+    kinds = tuple((x.shape, x.dtype, sharding) for x, sharding in zip(leaves, shardings, strict=True))
+    _compile(call.config, call.options.impl, prompt_chunk(cache), tree, kinds)
+
+
+# Once for each kind of call: looking the programs up again takes milliseconds.
+@functools.lru_cache(maxsize=256)
+def _compile(config: ModelConfig, impl: str | None, chunk: int, tree: Any, kinds: tuple) -> None:
+    structs = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in kinds]
+    params, tokens_BT, num_tokens_B, state, cache = jax.tree.unflatten(tree, structs)
+    logits_BV = jax.ShapeDtypeStruct(state.context.seen_BV.shape, np.float32)
+    steps = jax.ShapeDtypeStruct((), np.int32)
+    calls = (
+        (ADVANCE.donating, params, config, state, cache, steps, impl),
+        (_CHOOSE, logits_BV, state, impl),
+        (READ.donating, params, config, tokens_BT, num_tokens_B, cache, impl, chunk),
+    )
+    with ThreadPoolExecutor(len(calls)) as pool:
+        list(pool.map(lambda call: call[0].lower(*call[1:]).compile(), calls))
+    give_back_memory()

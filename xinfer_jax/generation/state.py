@@ -1,0 +1,113 @@
+"""One state per row: `DecodeState` holds everything that belongs to a row, rows in front. Keys and values,
+which rows share, stand apart.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..brief import Brief
+from ..sampling.choice import choose
+from ..sampling.context import Context
+from ..sampling.logprobs import Alternatives, note_alternatives
+from ..sampling.settings import SamplingConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class DecodeState(Brief):
+    """What the decode loop carries of each row, and what it gives."""
+
+    token_B: jax.Array  # int32: the last token chosen
+    key_B: jax.Array  # PRNG keys
+    sampling_B: SamplingConfig  # from `per_row`
+    limit_B: jax.Array  # int32: tokens that the row may choose
+    finished_B: jax.Array  # bool: the row chose an EOS token
+    context: Context  # what the processors look at: position, EOS ids, tokens
+    tokens_BT: jax.Array  # int32: tokens chosen, EOS included, 0 behind a row's end
+    logprobs_BT: jax.Array  # float32: their log-probabilities before any processor
+    alternatives: Alternatives | None = None  # noted where asked for
+
+    @property
+    def length_B(self) -> jax.Array:
+        """int32 [B]: how many tokens each row chose, EOS included."""
+        return self.context.chosen_B
+
+    @property
+    def position_B(self) -> jax.Array:
+        """int32 [B]: position of the next token to choose, which is the row's length."""
+        return self.context.position_B
+
+    @property
+    def active_B(self) -> Any:
+        """bool [B]: the row has not ended: no EOS yet, and its limit not reached."""
+        return ~self.finished_B & (self.length_B < self.limit_B)
+
+
+def new_state(
+    key_B: jax.Array,
+    sampling_B: SamplingConfig,
+    limit_B: Any,
+    context: Context,
+    size: int,
+    noting: Alternatives | None = None,
+) -> DecodeState:
+    """Rows that have chosen nothing yet, with room for `size` tokens each."""
+    zeros_B, zeros_BT = np.zeros(len(limit_B), np.int32), np.zeros((len(limit_B), size), np.int32)
+    return DecodeState(
+        zeros_B,
+        key_B,
+        sampling_B,
+        limit_B,
+        zeros_B.astype(bool),
+        context,
+        zeros_BT,
+        zeros_BT.astype(np.float32),
+        noting,
+    )
+
+
+def admit(state: DecodeState, slot_R: Any, rows: DecodeState) -> DecodeState:
+    """The state with rows that join it: numbers only. The keys and values of a row's prompt were read into
+    that row of the cache.
+
+    Args:
+        state: of all rows.
+        slot_R: int32, the place of each new row.
+        rows: R rows of the same structure, with room for as many tokens, as `new_state` or `choose_and_note`
+            gives them.
+    """
+    return jax.tree.map(lambda old, new: jnp.asarray(old).at[slot_R].set(new), state, rows)
+
+
+def choose_and_note(
+    logits_BV: jax.Array, state: DecodeState, impl: str | None, among_B: Any = True
+) -> DecodeState:
+    """The state with the next token of each active row (of those `among` them), chosen from logits."""
+    token_B, taken_BV = choose(logits_BV, state.key_B, state.sampling_B, state.context, impl)
+    noted = state.alternatives
+    if noted is not None:
+        column_B = jnp.where(state.active_B & among_B, state.length_B, state.tokens_BT.shape[1])
+        noted = note_alternatives(noted, column_B, logits_BV, taken_BV, token_B)
+    logprob_B = logits_BV[jnp.arange(len(token_B)), token_B] - jax.nn.logsumexp(logits_BV, -1)
+    return note(dataclasses.replace(state, alternatives=noted), token_B, logprob_B, among_B)
+
+
+def note(state: DecodeState, token_B: jax.Array, logprob_B: jax.Array, among_B: Any = True) -> DecodeState:
+    """The state with each active row's next token; rows that have ended, or are not `among` them, stay as
+    they are.
+    """
+    active_B, row_B = state.active_B & among_B, jnp.arange(len(token_B))
+    column_B = jnp.where(active_B, state.length_B, state.tokens_BT.shape[1])  # past the end: nowhere
+    ends_B = jnp.any(token_B[:, None] == state.context.eos_BE, -1)
+    return dataclasses.replace(
+        state,
+        token_B=jnp.where(active_B, token_B, state.token_B),
+        finished_B=state.finished_B | (active_B & ends_B),
+        context=state.context.advance(token_B, active_B),
+        tokens_BT=jnp.asarray(state.tokens_BT).at[row_B, column_B].set(token_B, mode="drop"),
+        logprobs_BT=jnp.asarray(state.logprobs_BT).at[row_B, column_B].set(logprob_B, mode="drop"),
+    )
