@@ -75,6 +75,8 @@ def test_every_module_has_its_place():
 def test_every_room_says_what_it_is_for(room):
     text = ast.get_docstring(ast.parse((LIBRARY / room / "__init__.py").read_text(encoding="utf-8")))
     assert len(text or "") > 200
+    places = [text.find(f"`{name}`") for name in ROOMS[room]]
+    assert -1 not in places and places == sorted(places)  # its files, in the order to read them
     assert not imported(LIBRARY / room / "__init__.py", "")  # a room loads nothing before it is asked to
 
 

@@ -1,9 +1,10 @@
 """From a directory, or a name on the hub, to a model and its tokenizer. Nothing behind this room reads a
 checkpoint's files.
 
-In the order to read: `files` finds the directory and reads its small files; `chat_template` runs the
-checkpoint's template in a sandbox; `tokenizer` is text to ids and back, as ids come; `quantized_formats`
-reads AWQ and GPTQ checkpoints, and reads and writes our own; `loading` is `load_model`.
+In the order to read: `files` finds the directory and reads its small files; `template_work` says what a chat
+template may do, `chat_template` runs it in a sandbox; `tokenizer` is text to ids and back, `detokenizer` the
+same as ids come; `own_format` is our quantized checkpoints, `quantized_formats` those of AWQ and GPTQ;
+`loading` is `load_model`.
 
 - What comes from a checkpoint is not trusted. Every value is checked before it is used, tensors are
   safetensors alone (a pickle is refused), a template runs with its time and memory counted before they are
