@@ -19,7 +19,7 @@ def beams(out):
     search, sampling = out.split("beam sampling:")
     assert "Madrid" not in out and "The capital of" in out
     for part in (search, sampling):
-        scores = numbers(r"(-\d\.\d{3}) '", part)
+        scores = numbers(r"(-\d\.\d{3}) ", part)
         assert len(scores) == 4 and scores == sorted(scores, reverse=True)
 
 
