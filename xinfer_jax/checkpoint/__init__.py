@@ -15,5 +15,6 @@ same as ids come; `own_format` is our quantized checkpoints, `quantized_formats`
   matrix, or one for each expert. Missing, unexpected and mis-shaped ones are named together, before anything
   is read.
 - Our quantized format holds every leaf as it is in memory, so writing and loading change no bit.
-- EOS ids come from several files (generation_config.json, config.json, the tokenizer) and end in the config.
+- EOS ids come from the first of generation_config.json, config.json and the tokenizer that names them, and
+  end in the config.
 """

@@ -2,13 +2,13 @@
 the state; no keys move), `advance` (the one loop; each row ends by its own limit). `generate`, `stream`,
 `decode_loop` and speculation are those three in different orders.
 
-In the order to read: `state` is `DecodeState`, all that belongs to a row, rows in front, and `note`, which
-writes a token down in it; `loop` has `read` and `advance`; `doors` the jitted `prefill`, `decode_step` and
-`decode_loop`, arrays in, arrays out; `speculation` checks several guesses in one pass; `options` is what a
-call is asked for and gives back, with its checks; `faults` what shows only once tokens are chosen; `batches`
-makes arrays of lists, in sizes that few programs serve; `run` is a call under way; `streaming` has `generate`
-and `stream`, which are a run in two rhythms; `kernels` says which implementation serves what; `beams` is beam
-search; `scoring` is `score`.
+In the order to read: `state` is `DecodeState`, all that belongs to a row, rows in front, with `note`, which
+writes a token down, and `admit`; `loop` has `read` and `advance`; `doors` the jitted `prefill`, `decode_step`
+and `decode_loop`, arrays in, arrays out; `speculation` checks several guesses in one pass; `options` is what
+a call is asked for and gives back, with its checks; `faults` what shows only once tokens are chosen;
+`batches` makes arrays of lists, in sizes that few programs serve; `run` is a call under way; `streaming` has
+`generate` and `stream`, which are a run in two rhythms; `kernels` says which implementation serves what;
+`beams` is beam search; `scoring` is `score`.
 
 - Whatever differs between rows (settings, keys, limits, ids that end them) is an array in the state, so rows
   that come and go change no program. Keys and values are shared pools and stand apart.
