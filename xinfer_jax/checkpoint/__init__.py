@@ -1,5 +1,5 @@
-"""From a directory, or a name on the hub, to a model and its tokenizer. Nothing behind this room reads a
-checkpoint's files.
+"""From a directory, or a name on the hub, to a model and its tokenizer. No other room reads a checkpoint's
+files.
 
 In the order to read: `files` finds the directory and reads its small files; `template_work` says what a chat
 template may do, `chat_template` runs it in a sandbox; `tokenizer` is text to ids and back, `detokenizer` the

@@ -12,8 +12,8 @@ All speeds are on 2 Zen 5 cores with the shapes of Qwen2.5-0.5B, in billions of 
   row runs at 0.8, two at 20 (int8) and 11 (bfloat16); a float32 row at 8 to 10, the memory's limit. So a
   single bfloat16 row is padded, and an int8 activation is split in two int8 numbers, x = step (high + low /
   254), precise to 1/64,500 of the row's largest. One row, eight and a prompt share that arithmetic, so a row
-  of a batch keeps its logits. For prompts too: tiles widened to float32 are 5% faster at 512 tokens, 10-15%
-  slower at 128, and half as fast on jax 0.12.
+  of a batch keeps its logits. Prompts stay int8 too: tiles widened to float32 are 5% faster at 512 tokens,
+  10-15% slower at 128, and half as fast on jax 0.12.
 - Few rows multiply with the matrix in front (`in_front`): float32 8.2 instead of 5.5 at 2 rows, 3.8 instead
   of 3.0 at 32; int8 21-26 instead of 15-22, but 2 instead of 20 at wide outputs on jax 0.12, hence its
   limits.
@@ -23,6 +23,7 @@ All speeds are on 2 Zen 5 cores with the shapes of Qwen2.5-0.5B, in billions of 
 - A matrix with a side of 64 at most has more scales: in so small a model 1% of the tokens are near ties. On
   stories260K one scale per output agrees with float32 in 98.6% of the tokens, one per 8 inputs with the best
   of 11 steps in 99.3%. Larger matrices keep one scale, and so the fast product.
-- Nibbles are added one by one, so a row of int4 (14-20) is no faster than one of int8. Slower still:
-  unpacking to int8 tiles for XLA's product, q, k and v or gate and up as one matrix, 16 or 32 bytes a sum.
+- A row of int4 reads half the bytes of int8 and is no faster (14-20): converting and adding its numbers one
+  by one costs what that saves. Slower still: unpacking to int8 tiles for XLA's product, q, k and v or gate
+  and up as one matrix, 16 or 32 bytes a sum.
 """
