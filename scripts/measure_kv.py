@@ -85,7 +85,8 @@ def _model() -> tuple[Params, ModelConfig, jax.Array]:
     starts = [[1 + i] for i in range(ROWS.value)]
     if CONFIG.value is None:
         model = xj.load_model(MODEL.value, dtype="float32")
-        options = xj.GenerateOptions(TOKENS.value - 1, xj.SamplingConfig(temperature=1.0))
+        sampling = xj.SamplingConfig(temperature=1.0)
+        options = xj.GenerateOptions(TOKENS.value - 1, sampling, eos_token_ids=())
         texts = xj.generate(model.params, model.config, starts, options, key=jax.random.key(0)).tokens
         tokens = [start + text for start, text in zip(starts, texts, strict=True)]
         return model.params, model.config, jnp.array(tokens)

@@ -11,7 +11,7 @@ sys.path.insert(1, str(HERE.parent))
 
 from xinfer_jax.cli import process  # noqa: E402
 
-if STARTED.resolve().parent == HERE:  # not where a test imports a program
+if HERE in STARTED.resolve().parents:  # not where a test imports a program
     process.catch_interrupts()
     # For the processes that programs start.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[1], os.environ.get("PYTHONPATH")]))

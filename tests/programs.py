@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from absl import flags
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "examples")]
 
 import one_line  # noqa: E402
 

@@ -242,6 +242,7 @@ def test_version(capsys):
         ("generate.py", ["--model=/nowhere", "--prompt=x"], 2, "xinfer-jax: model '/nowhere' is neither"),
         ("chat.py", ["--temperature=-1"], 2, "xinfer-jax-chat: --temperature=-1: give"),
         ("compare_kv_cache.py", ["--layers=x"], 2, "compare_kv_cache: .*--layers=x"),
+        ("examples/beams.py", ["--width=4"], 2, "beams: .*width"),
     ],
 )
 def test_scripts_need_no_installed_package(tmp_path, script, args, code, said):

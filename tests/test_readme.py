@@ -7,6 +7,8 @@ import jax
 import numpy as np
 import pytest
 
+import xinfer_jax as xj
+
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 FROM_THE_HUB = '"Qwen/Qwen2.5-0.5B-Instruct"'  # stands for the bundled checkpoint here
@@ -29,30 +31,12 @@ def rollout(names, capsys):
     assert isinstance(names["result"].cache.length_B, jax.Array)
 
 
-def vmapped(names, capsys):
-    assert names["mapped"].shape == (4, 16)
-
-
-def gradients(names, capsys):
-    assert jax.tree.structure(names["params_gradient"]) == jax.tree.structure(names["model"].params)
-    assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(names["params_gradient"]))
-
-
-def best_of_n(names, capsys):
-    assert names["best"] in map(names["tok"].decode, names["out"].tokens) and len(names["candidates"]) > 4
-
-
 def choices(names, capsys):
     assert names["choice"] == "The capital of Spain is Madrid."
 
 
-def reinforce(names, capsys):
-    assert np.any(names["sampled_BT"] != 0)
-    assert not np.array_equal(names["params"]["final_norm"], names["model"].params["final_norm"])
-
-
 # One line for each block, in their order: what must hold once it has run.
-CHECKS = (first, library, rollout, vmapped, gradients, best_of_n, choices, reinforce)
+CHECKS = (first, library, rollout, choices)
 
 
 def test_every_block_is_here():
@@ -66,3 +50,12 @@ def test_block_runs(block, check, capsys):
     names: dict = {}
     exec(compile(block.replace(FROM_THE_HUB, ""), "README.md", "exec"), names)
     check(names, capsys)
+
+
+def test_the_core_is_as_long_as_it_says():
+    places, said = re.search(r"<!-- core -->(.*?): ([\d,]+) lines", README, re.DOTALL).groups()
+    library = Path(xj.__file__).parent
+    files = [library / place for place in re.findall("`(.+?)`", places)]
+    files = [file for path in files for file in (path.glob("*.py") if path.is_dir() else [path])]
+    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+    assert abs(int(said.replace(",", "")) - lines) < 0.1 * lines, lines

@@ -78,6 +78,8 @@ def test_every_module_has_its_place():
 def test_every_room_says_what_it_is_for(room):
     text = ast.get_docstring(ast.parse((LIBRARY / room / "__init__.py").read_text(encoding="utf-8")))
     assert len(text or "") > 200
+    places = [text.find(f"`{name}`") for name in ROOMS[room]]
+    assert -1 not in places and places == sorted(places)  # its files, in the order to read them
     assert not imported(LIBRARY / room / "__init__.py", "")  # a room loads nothing before it is asked to
 
 
@@ -106,17 +108,22 @@ def test_every_file_says_what_it_is(path):
 
 def test_programs_start_in_one_way():
     """scripts/one_line.py is imported first (it finds the package, and minds Ctrl-C from then on) and starts
-    each program that has flags: it refuses wrong ones in one line.
+    each program that has flags: it refuses wrong ones in one line. The examples come to it by checkout.py.
     """
-    trees = {
-        path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "scripts").glob("*.py")
-    }
+    trees, examples = (
+        {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "scripts").glob(pattern)}
+        for pattern in ("*.py", "examples/*.py")
+    )
+    del examples["checkout"]
     flagged = {name for name, tree in trees.items() if "flags.DEFINE_" in ast.unparse(tree)}
     assert {"bench", "check_gpu", "compare_kv_cache", "perplexity", "quantize", "train_tiny"} <= flagged
     flagged.remove("check_gpu")  # asks for packages first, and prints its table when it is interrupted
     for name in flagged | {"chat", "generate"}:
         first = next(node for node in trees[name].body if isinstance(node, ast.Import | ast.ImportFrom))
         assert "one_line" in ast.unparse(first), name
+    for name, tree in examples.items():
+        assert ast.unparse(tree.body[1]) == "from checkout import start", name
+        assert ast.unparse(tree.body[-1].body) == "start(main)", name
     for name in flagged:
         assert ast.unparse(trees[name].body[-1].body) == "start(main)", name
         names = {node.id for node in ast.walk(trees[name]) if isinstance(node, ast.Name)}

@@ -1,1 +1,18 @@
-"""cli"""
+"""The commands `xinfer-jax` and `xinfer-jax-chat`. Everything they do is the library's; no other room imports
+this one.
+
+In the order to read: `terminal` writes the answer, lines about it, and the status line; `process` minds
+Ctrl-C, closed streams and exit codes; `program` defines flags with their ranges, help and version; `startup`
+is what both do before the first token; `answer` and `chat` do the work of the two commands; `answer_flags`
+and `chat_flags` read their flags.
+
+- Flags are read and refused before jax is imported, in 0.2 s instead of seconds: the package's names load
+  when they are used, and `answer` or `chat` is imported with the work.
+- The work runs in a second thread. Python's signal handlers run in the main thread alone, and not while XLA
+  compiles there: a Ctrl-C waited 19.6 s. The handler ends the process by `os._exit(130)`, so no exception
+  travels through jax and there is no traceback. Called from Python the work stays in the caller's thread,
+  whose jax contexts hold.
+- Exit codes: 0; 2 with one line on standard error where the input is at fault; 1 where nobody reads the
+  answer; 130 at Ctrl-C. A traceback is a fault of ours.
+- The answer goes to standard output, everything about it to standard error.
+"""

@@ -1,1 +1,30 @@
-"""generation"""
+"""Prompts to answers. Three verbs: `read` (prompts into the cache), `admit` (a row's numbers into a slot of
+the state; no keys move), `advance` (the one loop; each row ends by its own limit). `generate`, `stream`,
+`decode_loop` and speculation are those three in different orders.
+
+In the order to read: `state` is `DecodeState`, all that belongs to a row, rows in front, with `note`, which
+writes a token down, and `admit`; `loop` has `read` and `advance`; `doors` the jitted `prefill`, `decode_step`
+and `decode_loop`, arrays in, arrays out; `speculation` checks several guesses in one pass; `options` is what
+a call is asked for and gives back, with its checks; `faults` what shows only once tokens are chosen;
+`batches` makes arrays of lists, in sizes that few programs serve; `run` is a call under way; `streaming` has
+`generate` and `stream`, which are a run in two rhythms; `kernels` says which implementation serves what;
+`beams` is beam search; `scoring` is `score`.
+
+- Whatever differs between rows (settings, keys, limits, ids that end them) is an array in the state, so rows
+  that come and go change no program. Keys and values are shared pools and stand apart.
+- Rows and lengths are rounded up to powers of two: a padding row has ended, and costs its share of a step.
+- The loop ends with a choice, not with a pass that nobody needs: the last token chosen is not in the cache.
+- A call is three programs (read; choose the first token; loop). A stream compiles them side by side in
+  threads, since its user waits for the first token, and looks them up once for each kind of call: that took
+  4-9 ms.
+- Long prompts are read in chunks by a loop that skips chunks of padding: a long bucket costs no more than the
+  prompt. The chunk may depend on the device: 512 queries fill 56 of an H200's 132 multiprocessors for the
+  0.5B shape. A ring's slack is another number, in `cache`.
+- Bad input is refused on the host before any tracing. What shows later (log-probabilities that are not
+  finite, settings that leave no token, a cache outgrown) raises where the host looks at tokens anyway; in a
+  caller's jit what does not fit is dropped and flagged.
+- `n` answers share the prompt's pass, not its memory: its cache is copied for each.
+- Speculation draws the model's own token and compares, instead of accepting with a probability: the tokens
+  are those of plain decoding, with every processor, and a draft that draws with the same noise agrees about
+  as often as acceptance sampling would allow.
+"""

@@ -1,0 +1,33 @@
+"""Beam search and beam sampling: the best of many continuations, with their scores.
+
+python scripts/examples/beams.py
+"""
+
+from checkout import start
+
+# isort: split
+import dataclasses
+
+import jax
+
+import xinfer_jax as xj
+
+
+def main(argv: list[str]) -> None:
+    model = xj.load_model()
+    params, config, tok = model.params, model.config, model.tokenizer
+    prompt = xj.encode_prompt(model, "What is the capital of Spain?")
+    # Processors act on each beam's own tokens. The likeliest answer is Madrid, which is forbidden here.
+    others = xj.SamplingConfig(forbidden_token_ids=tok.encode(" Madrid"))
+    drawn = dataclasses.replace(others, temperature=2.0)
+    for name, sampling in (("search", others), ("sampling", drawn)):
+        out = xj.beam_search(
+            params, config, prompt, num_beams=4, max_new_tokens=16, sampling=sampling, key=jax.random.key(0)
+        )
+        print(f"beam {name}:")
+        for score, ids in zip(out.scores, out.sequences, strict=True):
+            print(f"{score:7.3f} {tok.decode(ids)!r}")
+
+
+if __name__ == "__main__":
+    start(main)
