@@ -1,4 +1,4 @@
-"""One state per row: rows that join, that end by their own limits, that come in any number; what they look at."""
+"""One state per row: rows that join, that end by their own limits, in any number; what they look at."""
 
 from functools import partial
 
