@@ -2,24 +2,29 @@
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import jax
 
 from kernels_pallas import Selection
 
+from ..brief import mib
 from ..checkpoint.loading import Model
 from ..errors import InputError
 from ..generation.beams import beam_search
 from ..generation.kernels import kernels_used
-from ..generation.options import GenerateOptions, GenerateOutput, chosen_capacity
+from ..generation.options import GenerateOptions, chosen_capacity
+from ..sampling.logprobs import TokenLogprobs
 from ..sampling.settings import SamplingConfig
 from ..stats import GenerateStats
-from ..text import alternatives_text, encode_prompt, stream_answer
+from ..text import TokenText, alternatives_text, encode_prompt, stream_answer
 from .startup import from_the_first, keep_compiled_programs, load
 from .terminal import status, write
 
-Flags = Any  # the values that cli.py defines: flags.NAME
+Flags = Any  # `Program.values` of answer_flags.py: flags.NAME
+Key = jax.Array | None
+Found = tuple[dict[str, Any], GenerateStats]  # what JSON says of an answer, and what it cost
 
 
 def answer(flags: Flags, prompt: str) -> int:
@@ -37,19 +42,18 @@ def answer(flags: Flags, prompt: str) -> int:
     )  # fmt: skip
     ids = encode_prompt(model, prompt, system=flags.system, raw=flags.raw)
     capacity = chosen_capacity(model.config, len(ids), flags.max_tokens)
-    used = kernels_used(
-        model.params, model.config, options.impl, kv_dtype=options.cache_dtype, capacity=capacity
-    )
+    used = kernels_used(model.params, model.config, flags.impl, 1, flags.cache_dtype, capacity)
     if flags.verbose:
         for choice in dict.fromkeys(used.values()):
             served = ", ".join(kernel for kernel in used if used[kernel] == choice)
-            status.say(f"{choice[0]} ({choice[1]}): {served}")
+            status.say(f"{choice.impl} ({choice.reason}): {served}")
     # Two programs less to compile.
     key = jax.random.key(flags.seed) if sampling.temperature > 0 else None
-    if flags.num_beams > 1:
-        _beams(flags, model, ids, options, key, used)
+    found, stats = (_beams if flags.num_beams > 1 else _stream)(flags, model, ids, options, key)
+    if flags.output == "json":  # ASCII only, whatever the locale
+        write(f"{json.dumps(found | {'stats': _stats(model, stats, used)})}\n")
     else:
-        _stream(flags, model, ids, options, key, used)
+        status.say(*_report(model, stats, found.get("finish_reason")))
     return 0
 
 
@@ -62,134 +66,78 @@ def _sampling(flags: Flags, model: Model) -> SamplingConfig:
     return dataclasses.replace(defaults, **given).validate()
 
 
-def _stream(
-    flags: Flags, model: Model, ids: list[int], options: GenerateOptions, key: jax.Array | None, used: dict
-) -> None:
-    """Prints the answer as it comes, or at its end as JSON."""
+def _stream(flags: Flags, model: Model, ids: list[int], options: GenerateOptions, key: Key) -> Found:
+    """Prints the answer as it comes, then how probable its tokens were, unless JSON is asked for."""
     answer, text = stream_answer(model, ids, options, key=key), ""
     for piece in from_the_first(answer):
         text += piece
         if flags.output == "text":
             write(piece)
     out = answer.output
+    found = dict(text=text, tokens=out.tokens[0], prompt_tokens=len(ids), finish_reason=out.finish_reason[0])
+    noted = []
+    if out.alternatives is not None:
+        found["logprobs"] = noted = list(map(_token, out.alternatives[0], alternatives_text(model, out)))
     if flags.output == "text":
         write("\n")
-        status.say(*_alternatives(model, out), *_report(model, out.stats, f" [{out.finish_reason[0]}]"))
-    else:
-        _write_json(_json(model, out, text) | {"stats": _stats(model, out.stats, used)})
+        for token in noted:
+            likely = ((t["text"], 100 * math.exp(t["logprob"])) for t in (token, *token["top"]))
+            status.say(" ".join(f"{word!r} {percent:.1f}%" for word, percent in likely))
+    return found, out.stats
 
 
-def _beams(
-    flags: Flags, model: Model, ids: list[int], options: GenerateOptions, key: jax.Array | None, used: dict
-) -> None:
-    """Prints the best sequence, or all of them as JSON."""
+def _token(t: TokenLogprobs, texts: list[TokenText]) -> dict[str, Any]:
+    """A token and what else was likely, as JSON says it."""
+    top = [dict(id=i, text=s.text, logprob=p) for (i, p), s in zip(t.top, texts[1:], strict=True)]
+    processed = t.processed_logprob
+    return dict(id=t.id, text=texts[0].text, logprob=t.logprob, processed_logprob=processed, top=top)
+
+
+def _beams(flags: Flags, model: Model, ids: list[int], options: GenerateOptions, key: Key) -> Found:
+    """Prints the best sequence, unless JSON is asked for: then it has all of them."""
     with status("compiling and searching"):
         out = beam_search(
             model.params, model.config, ids, num_beams=flags.num_beams, length_penalty=flags.length_penalty,
             early_stopping={"true": True, "false": False}.get(flags.early_stopping, flags.early_stopping),
-            key=key,
-            max_new_tokens=options.max_new_tokens, sampling=options.sampling,
+            key=key, max_new_tokens=options.max_new_tokens, sampling=options.sampling,
             impl=options.impl, cache_dtype=options.cache_dtype,
         )  # fmt: skip
     if not out.sequences:
         raise InputError("no beam can be continued under these settings: loosen them")
     tokenizer: Any = model.tokenizer  # which has encoded the prompt
-    sequences: Any = out.sequences  # of the one prompt
-    found = [
-        dict(text=tokenizer.decode(s), tokens=s, score=score)
-        for s, score in zip(sequences, out.scores, strict=True)
-    ]
-    if flags.output == "json":
-        answer = {"sequences": found, "prompt_tokens": len(ids)}
-        _write_json(answer | {"stats": _stats(model, out.stats, used)})
-    else:
-        write(f"{found[0]['text']}\n")
-        status.say(f"Best of {len(found)} sequences, score {found[0]['score']:.3f}")
-        status.say(*_report(model, out.stats))
+    scored = zip(out.sequences, out.scores, strict=True)
+    sequences = [dict(text=tokenizer.decode(s), tokens=s, score=score) for s, score in scored]
+    if flags.output == "text":
+        write(f"{sequences[0]['text']}\n")
+        status.say(f"Best of {len(sequences)} sequences, score {sequences[0]['score']:.3f}")
+    return dict(sequences=sequences, prompt_tokens=len(ids)), out.stats
 
 
-def _alternatives(model: Model, out: GenerateOutput) -> list[str]:
-    """A line per token: how probable it was, and what else was likely."""
-    if out.alternatives is None:
-        return []
-    return [
-        " ".join(f"{t.text!r} {100 * t.probability:.1f}%" for t in token)
-        for token in alternatives_text(model, out)
-    ]
-
-
-def _report(model: Model, s: GenerateStats, reason: str = "") -> list[str]:
+def _report(model: Model, s: GenerateStats, reason: str | None) -> list[str]:
+    """What it cost, line by line."""
     load = model.load_stats
-    prefill = (
-        f"prefill: {s.prompt_tokens} tok in {1e3 * s.prefill_seconds:.0f} ms"
-        f" ({s.prefill_tokens_per_second:.0f} tok/s)"
-    )
-    decode = (
-        f"decode: {s.decode_tokens} tok in {s.decode_seconds:.2f} s ({s.decode_tokens_per_second:.1f} tok/s)"
-    )
-    latency = (
-        f"TTFT {1e3 * s.ttft_seconds:.0f} ms | TPOT {1e3 * s.tpot_seconds:.1f} ms | total"
-        f" {s.total_seconds:.2f} s"
-    )
-    drafted = (
-        []
-        if s.acceptance is None or s.passes is None
-        else [f"draft: {100 * s.acceptance[0]:.0f}% of its guesses were right, {s.passes[0]} passes"]
-    )
-    return [
-        (
-            f"Loaded in {load.seconds:.1f} s ({_mib(load.weight_bytes)} weights, {load.dtype},"
-            f" {jax.default_backend()})"
-        ),
-        f"Prompt tokens: {s.prompt_tokens} (KV cache {_mib(s.cache_bytes)})",
+    weights, cache, peak = map(mib, (load.weight_bytes, s.cache_bytes, s.peak_bytes))
+    prefill_ms, ttft_ms, tpot_ms = (1e3 * t for t in (s.prefill_seconds, s.ttft_seconds, s.tpot_seconds))
+    read = f"{s.prompt_tokens} tok in {prefill_ms:.0f} ms ({s.prefill_tokens_per_second:.0f} tok/s)"
+    new = f"{s.decode_tokens} tok in {s.decode_seconds:.2f} s ({s.decode_tokens_per_second:.1f} tok/s)"
+    latency = f"TTFT {ttft_ms:.0f} ms | TPOT {tpot_ms:.1f} ms | total {s.total_seconds:.2f} s"
+    lines = [
+        f"Loaded in {load.seconds:.1f} s ({weights} weights, {load.dtype}, {jax.default_backend()})",
+        f"Prompt tokens: {s.prompt_tokens} (KV cache {cache})",
         f"compile: {s.compile_seconds:.2f} s",
-        f"{prefill} | {decode}{reason}",
-        f"{latency} | peak memory {_mib(s.peak_bytes)}",
-        *drafted,
+        f"prefill: {read} | decode: {new}" + (f" [{reason}]" if reason else ""),
+        f"{latency} | peak memory {peak}",
     ]
-
-
-def _json(model: Model, out: GenerateOutput, text: str) -> dict[str, Any]:
-    answer = {
-        "text": text,
-        "tokens": out.tokens[0],
-        "prompt_tokens": out.stats.prompt_tokens,
-        "finish_reason": out.finish_reason[0],
-    }
-    if out.alternatives is not None:
-        answer["logprobs"] = [
-            {
-                "id": t.id,
-                "text": texts[0].text,
-                "logprob": t.logprob,
-                "processed_logprob": t.processed_logprob,
-            }
-            | {
-                "top": [
-                    {"id": i, "text": text.text, "logprob": p}
-                    for (i, p), text in zip(t.top, texts[1:], strict=True)
-                ]
-            }
-            for t, texts in zip(out.alternatives[0], alternatives_text(model, out), strict=True)
-        ]
-    return answer
+    if s.acceptance is not None and s.passes is not None:
+        right = 100 * s.acceptance[0]
+        lines.append(f"draft: {right:.0f}% of its guesses were right, {s.passes[0]} passes")
+    return lines
 
 
 def _stats(model: Model, s: GenerateStats, used: dict[str, Selection]) -> dict[str, Any]:
+    """The same for JSON."""
     rates = ("decode_tokens", "prefill_tokens_per_second", "decode_tokens_per_second", "tpot_seconds")
-    stats = {
-        "load_seconds": model.load_stats.seconds,
-        "dtype": model.load_stats.dtype,
-        "backend": jax.default_backend(),
-    }
-    stats |= dataclasses.asdict(s) | {name: getattr(s, name) for name in rates}
-    return stats | {"kernels": {kernel: impl for kernel, (impl, _) in used.items()}}
-
-
-def _write_json(value: dict[str, Any]) -> None:
-    write(f"{json.dumps(value)}\n")  # ASCII only, whatever the locale
-
-
-def _mib(count: int) -> str:
-    mib = count / 2**20
-    return f"{mib:.1f} MiB" if mib < 10 else f"{mib:.0f} MiB"
+    load = model.load_stats
+    loaded = dict(load_seconds=load.seconds, dtype=load.dtype, backend=jax.default_backend())
+    measured = dataclasses.asdict(s) | {name: getattr(s, name) for name in rates}
+    return loaded | measured | {"kernels": {kernel: choice.impl for kernel, choice in used.items()}}

@@ -23,15 +23,7 @@ from ..cache.kv_cache import KVCache, init_cache, reorder, reorder_tail
 from ..checks import in_order, numbers, whole
 from ..config.model_config import ModelConfig
 from ..errors import InputError, shown
-from ..sampling.choice import (
-    DRAW_BEAMS,
-    draw_key,
-    gumbel,
-    is_greedy,
-    process,
-    takes_likeliest,
-    warp,
-)
+from ..sampling.choice import DRAW_BEAMS, draw_key, gumbel, is_greedy, process, takes_likeliest, warp
 from ..sampling.context import Context
 from ..sampling.settings import SamplingConfig
 from ..stats import GenerateStats, Stopwatch, peak_bytes
