@@ -24,7 +24,7 @@ def talk(flags: Any) -> int:
     """Answers what standard input asks until it ends; the exit code.
 
     Args:
-        flags: the values that chat.py defines.
+        flags: the values that chat_flags.py defines.
     """
     keep_compiled_programs("xinfer-jax-chat", flags.compilation_cache)
     conversation, figures = Conversation(flags), flags.stats

@@ -1,4 +1,4 @@
-"""`xinfer-jax-chat` and scripts/chat.py: flags. talk.py does the work; jax is imported with it."""
+"""`xinfer-jax-chat` and scripts/chat.py: flags. chat.py does the work; jax is imported with it."""
 
 import sys
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from ..errors import InputError
 from .answer_flags import define_model, define_temperature
 from .process import finish
 from .program import Program
-from .terminal import status, write
+from .terminal import status
 
 PROGRAM = Program(
     "xinfer-jax-chat",
@@ -17,14 +17,12 @@ PROGRAM = Program(
     "xinfer-jax-chat [flags]",
     "xinfer-jax-chat --model Qwen/Qwen2.5-0.5B-Instruct --quantize int8",
 )
-PROGRAM.text("system", None, "System message.")
-PROGRAM.integer("max_tokens", 256, "Most tokens of an answer.", least=1)
-PROGRAM.integer(
-    "capacity", None, "Tokens that the talk may reach. Default: 4096, or the model's limit.", least=2
-)
+PROGRAM.text("system", "System message.")
+PROGRAM.integer("max_tokens", "Most tokens of an answer.", default=256, least=1)
+PROGRAM.integer("capacity", "Tokens that the talk may reach. Default: 4096, or the model's limit.", least=2)
 define_temperature(PROGRAM)
 define_model(PROGRAM)
-PROGRAM.switch("stats", False, "Print what each answer cost.")
+PROGRAM.switch("stats", "Print what each answer cost.")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,9 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(argv: Sequence[str]) -> int:
-    if (said := PROGRAM.parse(argv)) is not None:
-        write(f"{said}\n")
-        return 0
+    PROGRAM.parse(argv)
     values = PROGRAM.values
     if values.capacity is not None and values.capacity <= values.max_tokens:
         raise InputError(

@@ -4,13 +4,16 @@ with them is said at once.
 
 import difflib
 import platform
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from absl import flags
 
 from ..errors import InputError
+from .terminal import write
 
 _LARGEST = 2**31 - 1
 
@@ -18,16 +21,16 @@ _LARGEST = 2**31 - 1
 class Program:
     """A command and its flags, which are `program.values.NAME` once they are parsed.
 
-    Each definition takes a name, a default and a help text; what is no such value is refused with the remedy.
+    Each definition takes a name and a help text; a value that does not fit is refused with the remedy.
     """
 
     def __init__(self, name: str, about: str, usage: str, example: str):
         self.name, self._about = name, [about, "", f"usage: {usage}", f"example: {example}", "", "flags:"]
         self.values = _Values()  # our own, so that importing a command adds nothing to a caller's flags
 
-    def text(self, name: str, default: str | None, help: str, empty: str = "") -> None:
+    def text(self, name: str, help: str, empty: str = "") -> None:
         """A text; `empty`: what to give instead of none at all, where that means nothing."""
-        self._define(str, lambda text: text or not empty, empty, name, default, help)
+        self._define(name, help, None, str, lambda text: text or not empty, empty)
 
     def texts(self, name: str, help: str, empty: str) -> None:
         """Texts, one each time that the flag is given."""
@@ -35,40 +38,37 @@ class Program:
         # absl needs no serializer, though its stub asks for one.
         flags.DEFINE_multi(parser, None, name, [], help, flag_values=self.values)  # type: ignore[call-overload]
 
-    def choice(self, name: str, default: str | None, help: str, *choices: str) -> None:
+    def choice(self, name: str, help: str, *choices: str, default: str | None = None) -> None:
         remedy = f"give {', '.join(choices[:-1])} or {choices[-1]}"
-        self._define(str, choices.__contains__, remedy, name, default, help)
+        self._define(name, help, default, str, choices.__contains__, remedy)
 
     def integer(
-        self, name: str, default: int | None, help: str, least: int = 0, most: int = _LARGEST
+        self, name: str, help: str, default: int | None = None, least: int = 0, most: int = _LARGEST
     ) -> None:
         remedy = f"give a whole number from {least} to {most}"
-        self._define(int, lambda number: least <= number <= most, remedy, name, default, help)
+        self._define(name, help, default, int, lambda number: least <= number <= most, remedy)
 
     def number(
-        self, name: str, default: float | None, help: str, good: Callable[[float], bool], range: str
+        self, name: str, help: str, good: Callable[[float], bool], range: str, default: float | None = None
     ) -> None:
-        self._define(float, good, f"give a number {range}", name, default, help)
+        self._define(name, help, default, float, good, f"give a number {range}")
 
-    def switch(self, name: str, default: bool, help: str) -> None:
+    def switch(self, name: str, help: str, default: bool = False) -> None:
         flags.DEFINE_boolean(name, default, help, flag_values=self.values)
-        self.values[name].parser = _Parser(
-            lambda value: _BOOLEANS[str(value).lower()], lambda _: True, "give true or false"
-        )
+        self.values[name].parser = _Parser(_boolean, lambda _: True, "give true or false")
 
-    def _define(self, read, good, remedy, name, default, help) -> None:  # noqa: PLR0913
-        flags.DEFINE(_Parser(read, good, remedy), name, default, help, flag_values=self.values)
+    def _define(self, name: str, help: str, default: Any, *reading: Any) -> None:
+        flags.DEFINE(_Parser(*reading), name, default, help, flag_values=self.values)
 
-    def parse(self, argv: Sequence[str]) -> str | None:
-        """Reads the flags; or what --help or --version print.
+    def parse(self, argv: Sequence[str]) -> None:
+        """Reads the flags; --help and --version print what they ask for and exit.
 
         Raises:
             InputError: an unknown flag, a value outside its range, or an argument that is no flag.
         """
-        if {"--help", "-help", "-h", "--h"} & set(argv[1:]):
-            return self._help()
-        if "--version" in argv[1:]:
-            return f"{self.name} {version()}"
+        if (needs_help := {"--help", "-help", "-h", "--h"} & set(argv[1:])) or "--version" in argv[1:]:
+            write(f"{self._help() if needs_help else f'{self.name} {_version()}'}\n")
+            sys.exit()
         for name in self.values:
             self.values[name].unparse()  # forgets an earlier call in this process
         try:
@@ -76,7 +76,7 @@ class Program:
         except flags.Error as error:
             raise InputError(f"{str(error).removeprefix('flag ')} (see --help)") from error
         if not rest:
-            return None
+            return
         name = rest[0].lstrip("-").partition("=")[0]
         if not rest[0].startswith("-") or not name:
             remedy = "give the prompt with --prompt" if "prompt" in self.values else "everything is a flag"
@@ -103,7 +103,7 @@ def _entry(option: str, text: str, default: Any = None) -> list[str]:
     return textwrap.wrap(text, 110, initial_indent=f"  {option:<26}", subsequent_indent=" " * 28)
 
 
-def version() -> str:
+def _version() -> str:
     """Of this package, jax and Python."""
     from importlib.metadata import version as installed  # here: most of what importing this would take
 
@@ -112,7 +112,8 @@ def version() -> str:
     return f"{__version__} (jax {installed('jax')}, Python {platform.python_version()})"
 
 
-_BOOLEANS = dict.fromkeys(("true", "t", "1"), True) | dict.fromkeys(("false", "f", "0"), False)
+def _boolean(value: Any) -> bool:
+    return {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}[str(value).lower()]
 
 
 class _Values(flags.FlagValues):
@@ -127,10 +128,7 @@ class _Parser(flags.ArgumentParser):
         self._read, self._good, self._remedy = read, good, remedy
 
     def parse(self, argument: Any) -> Any:
-        try:
-            value = self._read(argument)
-        except (ValueError, KeyError):
-            raise ValueError(self._remedy) from None
-        if not self._good(value):
-            raise ValueError(self._remedy)
-        return value
+        with suppress(ValueError, KeyError):
+            if self._good(value := self._read(argument)):
+                return value
+        raise ValueError(self._remedy)

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -88,15 +88,9 @@ def one_line_warnings(name: str) -> Iterator[None]:
     """Within, a warning is a line that begins with the program's name; jax's many about its compilation cache
     are one.
     """
-    with warnings.catch_warnings():
-        warnings.showwarning = _shower(name)
-        yield
-
-
-def _shower(name: str) -> Callable[..., None]:
     said = set()
 
-    def show(message: Warning | str, *_: object) -> None:
+    def show(message: Warning | str, *_: object, **__: object) -> None:
         text, about = str(message), None
         if _CACHE_WARNING in text:
             about, reason = _CACHE_WARNING, text.partition("': ")[2]
@@ -109,7 +103,9 @@ def _shower(name: str) -> Callable[..., None]:
             status.say(f"{name}: {one_line(text)}")
         said.update({about} - {None})
 
-    return show
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
 
 
 def let_go(stream: TextIO | None) -> None:
