@@ -10,11 +10,13 @@ import jax
 
 from .checkpoint.loading import Model
 from .checkpoint.tokenizer import IncrementalDecoder, Tokenizer
+from .checks import in_order
 from .errors import InputError, shown
 from .generation.options import GenerateOptions, GenerateOutput, asked
 from .generation.streaming import Stream, generate, stream
 
-Conversation = Sequence[Mapping[str, Any]]  # messages [{"role": …, "content": …}, …]
+_FORM = "[{'role': …, 'content': …}, …]"
+Conversation = Sequence[Mapping[str, Any]]  # messages of that form
 Prompt = str | Conversation
 
 
@@ -65,24 +67,14 @@ def encode_prompt(model: Model, prompt: Prompt, *, system: str | None = None, ra
 
 @overload
 def generate_text(  # type: ignore[overload-overlap]  # a text is a sequence of texts to a type checker
-    model: Model,
-    prompt: Prompt,
-    options: GenerateOptions | None = None,
-    *,
-    key: jax.Array | None = None,
-    system: str | None = None,
-    raw: bool = False,
-) -> str: ...
+    model: Model, prompt: Prompt, options: GenerateOptions | None = None, *,
+    key: jax.Array | None = None, system: str | None = None, raw: bool = False,
+) -> str: ...  # fmt: skip
 @overload
 def generate_text(
-    model: Model,
-    prompt: Sequence[Prompt],
-    options: GenerateOptions | None = None,
-    *,
-    key: jax.Array | None = None,
-    system: str | None = None,
-    raw: bool = False,
-) -> list[str]: ...
+    model: Model, prompt: Sequence[Prompt], options: GenerateOptions | None = None, *,
+    key: jax.Array | None = None, system: str | None = None, raw: bool = False,
+) -> list[str]: ...  # fmt: skip
 def generate_text(
     model: Model,
     prompt: Prompt | Sequence[Prompt],
@@ -107,10 +99,10 @@ def generate_text(
         InputError: as `encode_prompt` and `generate`; an empty list; `n` other than 1.
     """
     options = _text_options(options)
-    many = _is_list(prompt) and not _is_conversation(prompt)
+    many = in_order(prompt) and not _is_conversation(prompt)
     prompts = cast(Sequence[Prompt], prompt if many else [prompt])
-    if not prompts:
-        raise InputError("no prompts: give at least one text, or messages [{'role': …, 'content': …}, …]")
+    if not len(prompts):
+        raise InputError(f"no prompts: give at least one text, or messages {_FORM}")
     ids = []
     for i, one in enumerate(prompts):
         try:
@@ -142,7 +134,7 @@ def stream_text(
         InputError: as `generate_text`, at once; a list of prompts.
     """
     options = _text_options(options)
-    if _is_list(prompt) and prompt and not _is_conversation(prompt):
+    if in_order(prompt) and len(prompt) and not _is_conversation(prompt):
         raise InputError(
             "stream_text takes one prompt, not a list: use generate_text, or stream of token ids"
         )
@@ -153,8 +145,7 @@ def stream_answer(
     model: Model, ids: list[int], options: GenerateOptions, *, key: jax.Array | None = None
 ) -> "TextStream":
     """`stream_text` of a prompt that is encoded already."""
-    steps = stream(model.params, model.config, [ids], _without_stops(options), key=key)
-    return TextStream(_Answer(_tokenizer(model), options.stop_strings), steps)
+    return TextStream(_Answer(_tokenizer(model), options.stop_strings), _ids(model, [ids], options, key))
 
 
 class TextStream(Iterator[str]):
@@ -166,7 +157,7 @@ class TextStream(Iterator[str]):
 
     def __init__(self, answer: "_Answer", steps: Stream):
         """answer, steps: of the one prompt."""
-        self._answer, self._steps, self._ended = answer, steps, False
+        self._answer, self._steps = answer, steps
 
     def __next__(self) -> str:
         for (token,) in self._steps:
@@ -175,15 +166,14 @@ class TextStream(Iterator[str]):
                 self.stop()
             if piece:
                 return piece
-        if not self._ended and (rest := self._answer.finish()):
-            self._ended = True
+        if rest := self._answer.finish():
             return rest
         raise StopIteration
 
     def stop(self) -> None:
         """Ends the answer after the pieces that were given, with the finish_reason "stop"."""
         self._steps.stop()
-        self._ended = True
+        self._answer.ended = True
 
     @property
     def output(self) -> GenerateOutput:
@@ -223,26 +213,22 @@ def _text_options(options: GenerateOptions | None) -> GenerateOptions:
     """Options that a text function can serve."""
     options = asked(options)
     if options.n != 1:
-        raise InputError(
-            f"n={options.n}: the text functions give one answer; from Python, generate and the tokenizer give"
-            " several"
-        )
+        several = "from Python, generate and the tokenizer give several"
+        raise InputError(f"n={options.n}: the text functions give one answer; {several}")
     stops = options.stop_strings
-    if not _is_list(stops) or any(not isinstance(stop, str) or not stop for stop in stops):
+    if not in_order(stops) or not all(isinstance(stop, str) and stop for stop in stops):
         raise InputError(f"stop_strings must be a list of texts that are not empty, got {stops!r}")
-    return options
+    return dataclasses.replace(options, stop_strings=tuple(stops))
 
 
-def _without_stops(options: GenerateOptions) -> GenerateOptions:
-    return dataclasses.replace(options, stop_strings=())
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+def _ids(model: Model, prompts: list[list[int]], options: GenerateOptions, key: jax.Array | None) -> Stream:
+    """The answers' ids as they come; stop strings are minded here, not there."""
+    options = dataclasses.replace(options, stop_strings=())
+    return stream(model.params, model.config, prompts, options, key=key)
 
 
 def _is_conversation(prompt: Any) -> bool:
-    return _is_list(prompt) and bool(prompt) and all(isinstance(message, Mapping) for message in prompt)
+    return in_order(prompt) and len(prompt) > 0 and all(isinstance(message, Mapping) for message in prompt)
 
 
 def _checked_messages(prompt: Any) -> list[dict[str, Any]]:
@@ -252,9 +238,7 @@ def _checked_messages(prompt: Any) -> list[dict[str, Any]]:
             raise InputError(f"the prompt is empty: got {shown(prompt)}, give some text")
         return [{"role": "user", "content": prompt}]
     if not _is_conversation(prompt):
-        raise InputError(
-            f"a prompt is a text, or messages [{{'role': …, 'content': …}}, …], got {shown(prompt)}"
-        )
+        raise InputError(f"a prompt is a text, or messages {_FORM}, got {shown(prompt)}")
     for i, message in enumerate(prompt):
         content = message.get("content")
         if not isinstance(message.get("role"), str) or not all(isinstance(name, str) for name in message):
@@ -267,12 +251,11 @@ def _checked_messages(prompt: Any) -> list[dict[str, Any]]:
 
 
 def _cut_texts(
-    model: Model, prompts: Sequence[Sequence[int]], options: GenerateOptions, key: jax.Array | None
+    model: Model, prompts: list[list[int]], options: GenerateOptions, key: jax.Array | None
 ) -> list[str]:
     """The answers up to their first stop strings; the batch runs until each has one, or has ended."""
-    steps = stream(model.params, model.config, prompts, _without_stops(options), key=key)
     answers = [_Answer(_tokenizer(model), options.stop_strings) for _ in prompts]
-    texts = [""] * len(prompts)
+    texts, steps = [""] * len(prompts), _ids(model, prompts, options, key)
     for ids in steps:
         texts = [text + answer.push(i) for text, answer, i in zip(texts, answers, ids, strict=True)]
         if all(answer.ended or i is None for answer, i in zip(answers, ids, strict=True)):
@@ -285,7 +268,7 @@ class _Answer:
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
         self._decoder, self._stops, self._held = IncrementalDecoder(tokenizer), stops, ""
-        self.ended = False  # a stop string is complete
+        self.ended = False  # no more is said, as after a complete stop string
 
     def push(self, token: int | None) -> str:
         """What can be said now; what may be the beginning of a stop string is held back."""
@@ -298,7 +281,9 @@ class _Answer:
 
     def finish(self) -> str:
         """What is left when no more ids come."""
-        return "" if self.ended else _until_stop(self._held + self._decoder.finish(), self._stops)[0]
+        rest = "" if self.ended else _until_stop(self._held + self._decoder.finish(), self._stops)[0]
+        self.ended = True
+        return rest
 
 
 def _until_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
@@ -316,8 +301,6 @@ def _tokenizer(model: Model) -> Tokenizer:
     if not isinstance(model, Model):
         raise InputError(f"model must be what load_model gives, got {type(model).__name__}")
     if model.tokenizer is None:
-        raise InputError(
-            "this checkpoint has no tokenizer.json: text needs a tokenizer (from Python, token ids work"
-            " without one)"
-        )
+        without = "from Python, token ids work without one"
+        raise InputError(f"this checkpoint has no tokenizer.json: text needs a tokenizer ({without})")
     return model.tokenizer

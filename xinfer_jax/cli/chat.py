@@ -68,15 +68,12 @@ class Conversation:
         sampling = SamplingConfig.from_hf(self._model.generation_config)
         if flags.temperature is not None:
             sampling = dataclasses.replace(sampling, temperature=flags.temperature)
-        self._capacity = capacity = min(flags.capacity or 4096, self._model.config.context_length)
-        if capacity <= flags.max_tokens:
-            raise InputError(
-                f"--max_tokens={flags.max_tokens} leaves no room for a question in a capacity of {capacity}:"
-                " lower it"
-            )
-        self._options = GenerateOptions(
-            flags.max_tokens, sampling.validate(), capacity=capacity, keep_prefix=True
-        )
+        new, capacity = flags.max_tokens, min(flags.capacity or 4096, self._model.config.context_length)
+        if capacity <= new:
+            where = f"a capacity of {capacity}"
+            raise InputError(f"--max_tokens={new} leaves no room for a question in {where}: lower it")
+        self._capacity = capacity
+        self._options = GenerateOptions(new, sampling.validate(), capacity=capacity, keep_prefix=True)
         self._key = jax.random.key(flags.seed)
         self._system = [] if flags.system is None else [{"role": "system", "content": flags.system}]
         self.reset()
@@ -93,10 +90,8 @@ class Conversation:
         """
         turns, ids = self._fitting([*self._turns, {"role": "user", "content": said}])
         if left_out := (len(self._turns) + 1 - len(turns)) // 2:
-            write(
-                f"[{left_out} of the earliest exchanges no longer fit in {self._capacity} tokens and"
-                " are forgotten]\n"
-            )
+            fate = f"no longer fit in {self._capacity} tokens and are forgotten"
+            write(f"[{left_out} of the earliest exchanges {fate}]\n")
         self._key, now = jax.random.split(self._key)
         text, out = self._stream(ids, now)
         self._turns, self._prefix = [*turns, {"role": "assistant", "content": text}], out.prefix
@@ -106,15 +101,12 @@ class Conversation:
         """The turns without as many of the earliest exchanges as it takes to leave room for an answer, and
         their ids.
         """
-        capacity = self._capacity
         for first in range(0, len(turns), 2):
             ids = encode_prompt(self._model, self._system + turns[first:])
-            if len(ids) <= capacity - self._options.max_new_tokens:
+            if len(ids) + self._options.max_new_tokens <= self._capacity:
                 return turns[first:], ids
-        raise InputError(
-            f"too long: a question of {len(ids)} tokens and its answer have {capacity} tokens of room; see"
-            " --capacity"
-        )
+        room = f"{self._capacity} tokens of room; see --capacity"
+        raise InputError(f"too long: a question of {len(ids)} tokens and its answer have {room}")
 
     def _stream(self, ids: list[int], key: jax.Array) -> tuple[str, GenerateOutput]:
         """Prints the answer as it comes; Ctrl-C ends it, and what was said until then counts."""

@@ -34,12 +34,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(argv: Sequence[str]) -> int:
     PROGRAM.parse(argv)
-    values = PROGRAM.values
-    if values.capacity is not None and values.capacity <= values.max_tokens:
-        raise InputError(
-            f"--max_tokens={values.max_tokens} leaves no room for a question in a --capacity of"
-            f" {values.capacity}: lower it"
-        )
+    new, capacity = PROGRAM.values.max_tokens, PROGRAM.values.capacity
+    if capacity is not None and capacity <= new:
+        where = f"a --capacity of {capacity}"
+        raise InputError(f"--max_tokens={new} leaves no room for a question in {where}: lower it")
     with status("loading jax"):
         from .chat import talk
-    return talk(values)
+    return talk(PROGRAM.values)
