@@ -111,14 +111,9 @@ class GenerateOutput:
         mean = [np.mean(row) for row in self.logprobs]
         groups = (range(first, first + of) for first in range(0, len(mean), of))
         kept = [i for group in groups for i in sorted(group, key=lambda i: -mean[i])[:n]]
-        lists = {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)
-            if f.name not in ("stats", "prefix")
-        }
-        return dataclasses.replace(
-            self, **{name: value and [value[i] for i in kept] for name, value in lists.items()}
-        )
+        lists = {name: value for name, value in vars(self).items() if isinstance(value, list)}
+        picked = {name: [value[i] for i in kept] for name, value in lists.items()}
+        return dataclasses.replace(self, **picked)
 
 
 def chosen_capacity(config: ModelConfig, prompt_tokens: int, max_new_tokens: int) -> int:
@@ -245,10 +240,8 @@ def _check_together(config: ModelConfig, options: GenerateOptions) -> None:
         if getattr(options, name) not in (None, False) and not options.use_cache:
             raise InputError(f"{name} needs the cache: leave use_cache true")
     if options.keep_prefix and options.best_of not in (None, options.n):
-        raise InputError(
-            f"keep_prefix with best_of={options.best_of}: the cache would hold other rows, choose from n"
-            " answers yourself"
-        )
+        why = "the cache would hold other rows, choose from n answers yourself"
+        raise InputError(f"keep_prefix with best_of={options.best_of}: {why}")
 
 
 def _check_prefix(options: GenerateOptions, prompts: list[list[int]]) -> None:
@@ -260,38 +253,28 @@ def _check_prefix(options: GenerateOptions, prompts: list[list[int]]) -> None:
             f"prefix must be the out.prefix of an earlier call, or from load_prefix, got {shown(prefix)}"
         )
     prefix.shared(prompts)
-    if options.capacity not in (None, prefix.cache.capacity):
-        raise InputError(
-            f"capacity={options.capacity}, but the prefix has a cache of {prefix.cache.capacity}:"
-            " leave it out"
-        )
-    if options.cache_dtype is not None and _cache_name(options.cache_dtype) != prefix.cache.dtype:
-        raise InputError(
-            f"cache_dtype={options.cache_dtype!r}, but the prefix is in {prefix.cache.dtype}: leave it out"
-        )
+    capacity, dtype, held = options.capacity, options.cache_dtype, prefix.cache
+    if capacity not in (None, held.capacity):
+        raise InputError(f"capacity={capacity}, but the prefix has a cache of {held.capacity}: leave it out")
+    named = dtype if dtype in (None, *KV_BITS) else np.dtype(resolve_dtype(dtype)).name  # as `KVCache.dtype`
+    if named not in (None, held.dtype):
+        raise InputError(f"cache_dtype={dtype!r}, but the prefix is in {held.dtype}: leave it out")
 
 
 def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -> None:
     """Prompt and answer must fit the model and the cache."""
-    new = options.max_new_tokens
-    for limit, name, remedy in (
+    new, held = options.max_new_tokens, options.prefix.cache.capacity if options.prefix else None
+    limits = (
         (config.context_length, "the model's context limit", "shorten the prompt or generate fewer tokens"),
         (options.capacity, "the capacity", "raise capacity or shorten the prompt"),
-        (
-            options.prefix.cache.capacity if options.prefix else None,
-            "the capacity of the prefix",
-            "start it with a larger capacity",
-        ),
-    ):
+        (held, "the capacity of the prefix", "start it with a larger capacity"),
+    )
+    is_dynamic = config.rope.rope_type == "dynamic"
+    dynamic = " (rope type 'dynamic' changes its frequencies there)" if is_dynamic else ""
+    for limit, name, remedy in limits:
         if limit is not None and longest + new > limit:
-            dynamic = (
-                " (rope type 'dynamic' changes its frequencies there)"
-                if config.rope.rope_type == "dynamic"
-                else ""
-            )
-            raise InputError(
-                f"prompt of {longest} tokens + max_new_tokens {new} exceeds {name} {limit}{dynamic}: {remedy}"
-            )
+            need = f"prompt of {longest} tokens + max_new_tokens {new}"
+            raise InputError(f"{need} exceeds {name} {limit}{dynamic}: {remedy}")
 
 
 def asked(options: Any) -> GenerateOptions:
@@ -312,25 +295,16 @@ def _checked_draft(call: Call) -> Any:
         check_guesser(draft, call.guesses, len(call.prompts) * call.answers, call.room)
         return draft
     if not (hasattr(draft, "params") and isinstance(getattr(draft, "config", None), ModelConfig)):
-        raise InputError(
-            f"draft must be a model from load_model, or 'lookup', or a function, got {shown(draft)}"
-        )
-    if draft.config.vocab_size != config.vocab_size:
-        raise InputError(
-            f"the draft's vocabulary of {draft.config.vocab_size} is not the model's of {config.vocab_size}"
-        )
-    if draft.config.context_length < longest + new:
-        raise InputError(
-            f"prompt of {longest} tokens + max_new_tokens {new} exceeds the draft's context limit"
-            f" {draft.config.context_length}"
-        )
+        kinds = "a model from load_model, or 'lookup', or a function"
+        raise InputError(f"draft must be {kinds}, got {shown(draft)}")
+    own, limit = draft.config.vocab_size, draft.config.context_length
+    if own != config.vocab_size:
+        raise InputError(f"the draft's vocabulary of {own} is not the model's of {config.vocab_size}")
+    if limit < longest + new:
+        need = f"prompt of {longest} tokens + max_new_tokens {new}"
+        raise InputError(f"{need} exceeds the draft's context limit {limit}")
     fixed = with_fixed_rope(draft.config, longest + new, longest + new)
     return draft if fixed is draft.config else dataclasses.replace(draft, config=fixed)
-
-
-def _cache_name(dtype: Any) -> str:
-    """As `KVCache.dtype` names it."""
-    return dtype if dtype in KV_BITS else np.dtype(resolve_dtype(dtype)).name
 
 
 def check_prompts(config: ModelConfig, prompts: Any, name: str = "prompt") -> list[list[int]]:
