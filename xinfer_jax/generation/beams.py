@@ -96,9 +96,7 @@ class _State:
     """
 
     cache: KVCache  # R rows; holds everything but the last token, and its rows still await `parent_R`
-    context: (
-        Context  # R rows: what the processors know of each beam but for its last token, and await likewise
-    )
+    context: Context  # R rows: what the processors know of each beam but for its last token; await too
     step: jax.Array  # int32: tokens chosen so far
     token_R: jax.Array  # int32: the last token of each beam
     parent_R: jax.Array  # int32: the row that each beam continues
@@ -161,37 +159,31 @@ def beam_search(  # noqa: PLR0913  a door
     Source: `GenerationMixin._beam_search` of transformers 5; drawing by Gumbel noise: Kool et al. 2019.
     """
     single = in_order(ids) and len(ids) > 0 and np.ndim(ids[0]) == 0
+    sampling = SamplingConfig() if sampling is None else sampling
     options = GenerateOptions(
-        max_new_tokens,
-        SamplingConfig() if sampling is None else sampling,
-        eos_token_ids,
-        capacity,
-        impl=impl,
-        cache_dtype=cache_dtype,
+        max_new_tokens, sampling, eos_token_ids, capacity, impl=impl, cache_dtype=cache_dtype
     )
     prompts: Any = [ids] if single else ids
     call = checked(params, config, prompts, options, key)
     beams = whole("num_beams", num_beams, 1)
-    returned = num_beams if num_return_sequences is None else num_return_sequences
+    returned = beams if num_return_sequences is None else num_return_sequences
     returned = whole("num_return_sequences", returned, 1)
     _check(call, beams, returned, length_penalty, early_stopping)
-    # One beam ends at its first EOS.
-    early_stopping, size = early_stopping if beams > 1 else True, bucket(call.options.max_new_tokens)
-    kind = _Search(beams, len(call.ending), early_stopping, size, _moving(call))
+    new, shortest = call.options.max_new_tokens, min(map(len, call.prompts))
+    early_stopping = early_stopping if beams > 1 else True  # one beam ends at its first EOS
+    moving = bucket(call.longest - shortest + new)
+    kind = _Search(beams, len(call.ending), early_stopping, bucket(new), moving)
     prompt_B = rows_of(len(call.prompts), 1)
     check_room(call, beams * len(prompt_B))
     with Stopwatch() as setup:
-        shortest = np.int32(min(map(len, call.prompts)))
-        request = _Request(first_state(call, prompt_B), shortest, np.float32(length_penalty))
+        request = _Request(first_state(call, prompt_B), np.int32(shortest), np.float32(length_penalty))
         tokens_BT, num_tokens_B = padded(call.prompts, call.capacity, len(prompt_B))
         dtype = cache_dtype or default_cache_dtype(params)
         cache = init_cache(call.config, len(prompt_B), call.capacity, dtype)
         cache_bytes = beams * tree_bytes((cache.k, cache.v))
     with Stopwatch() as prefilling:
-        logits_BV, cache = prefill(
-            params, call.config, tokens_BT, num_tokens_B, cache, donate=True, impl=impl
-        )
-        logits_BV.block_until_ready()
+        read = prefill(params, call.config, tokens_BT, num_tokens_B, cache, donate=True, impl=impl)
+        logits_BV, cache = jax.block_until_ready(read)
     with Stopwatch() as searching:
         found = jax.device_get(_SEARCH(params, call.config, logits_BV, cache, request, kind, impl))
     check_cache(call, cache)  # the beams' own length is known: at most the prompt's and max_new_tokens
@@ -205,38 +197,29 @@ def beam_search(  # noqa: PLR0913  a door
     return BeamOutput(sequences[0], scores[0], stats) if single else BeamOutput(sequences, scores, stats)
 
 
-def _moving(call: Call) -> int:
-    return bucket(call.longest - min(map(len, call.prompts)) + call.options.max_new_tokens)
-
-
 def _check(call: Call, num_beams: int, returned: int, length_penalty: Any, early_stopping: Any) -> None:
     """Raises InputError for what only a beam search can get wrong."""
-    options, vocab_size, ends = call.options, call.config.vocab_size, len(set(call.options.eos_token_ids))
+    new, vocab_size, ends = call.options.max_new_tokens, call.config.vocab_size, len(call.ending)
     if returned > num_beams:
-        raise InputError(
-            f"num_return_sequences {returned} exceeds num_beams {num_beams}: raise num_beams or ask for fewer"
-            " sequences"
-        )
+        remedy = "raise num_beams or ask for fewer sequences"
+        raise InputError(f"num_return_sequences {returned} exceeds num_beams {num_beams}: {remedy}")
     if not isinstance(early_stopping, bool) and early_stopping != "never":
         raise InputError(f"early_stopping must be True, False or 'never', got {shown(early_stopping)}")
     penalty = numbers(length_penalty)
     if penalty is None or penalty.ndim or not np.isfinite(penalty):
         raise InputError(f"length_penalty must be a finite number, got {shown(length_penalty)}")
-    if abs(penalty) * math.log10(options.max_new_tokens) > _MOST_DIGITS:
-        raise InputError(
-            f"length_penalty {length_penalty} of {options.max_new_tokens} tokens leaves float32: bring it"
-            " nearer to 0"
-        )
+    if abs(penalty) * math.log10(new) > _MOST_DIGITS:
+        power = f"length_penalty {length_penalty} of {new} tokens"
+        raise InputError(f"{power} leaves float32: bring it nearer to 0")
     if num_beams == 1 and np.any(call.sampling_B.temperature > 0):
         raise InputError(
             "num_beams 1 with a temperature above 0 is plain sampling: use generate, or raise num_beams"
         )
-    possible = _possible(vocab_size, ends, options.max_new_tokens, num_beams)
+    possible = _possible(vocab_size, ends, new, num_beams)
     if possible < num_beams:
         raise InputError(
-            f"num_beams {num_beams} exceeds the {possible} different sequences that max_new_tokens"
-            f" {options.max_new_tokens} and a vocabulary of {vocab_size} with {ends} EOS ids allow: lower"
-            " num_beams or raise max_new_tokens"
+            f"num_beams {num_beams} exceeds the {possible} different sequences that max_new_tokens {new} and a"
+            f" vocabulary of {vocab_size} with {ends} EOS ids allow: lower num_beams or raise max_new_tokens"
         )
 
 
