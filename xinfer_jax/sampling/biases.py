@@ -37,13 +37,11 @@ def check_ids(allowed: Any, forbidden: Any) -> None:
         None if ids is None or traced(ids) else set(token_ids(name, ids))
         for name, ids in (("allowed_token_ids", allowed), ("forbidden_token_ids", forbidden))
     )
-    if allowed is not None and not allowed:
+    if allowed == set():
         raise InputError("allowed_token_ids is empty: name the ids that may be chosen, or give None")
     if both := (allowed or set()) & (forbidden or set()):
-        raise InputError(
-            f"token id {min(both)} is both in allowed_token_ids and in forbidden_token_ids: leave it out of"
-            " one"
-        )
+        where = "both in allowed_token_ids and in forbidden_token_ids"
+        raise InputError(f"token id {min(both)} is {where}: leave it out of one")
 
 
 def _bias(given: Any, allowed: Any, forbidden: Any, rows: int, V: int) -> Any:
@@ -62,10 +60,8 @@ def _bias(given: Any, allowed: Any, forbidden: Any, rows: int, V: int) -> Any:
         if np.any(np.isnan(bias_BV) | (bias_BV > _MOST)):
             raise InputError(f"logit_bias must be finite or -inf, and at most {_MOST:g}, got {shown(given)}")
         if np.any(np.all(bias_BV == -np.inf, -1)):
-            raise InputError(
-                "logit_bias, allowed_token_ids and forbidden_token_ids leave no token that can be chosen:"
-                " loosen them"
-            )
+            settings = "logit_bias, allowed_token_ids and forbidden_token_ids"
+            raise InputError(f"{settings} leave no token that can be chosen: loosen them")
     return bias_BV
 
 
@@ -87,9 +83,8 @@ def _of_all(given: Any, rows: int, V: int) -> Any:
     array: Any = jnp.asarray(given, jnp.float32) if traced(given) else numbers(given)
     if array is None or array.shape not in ((V,), (1, V), (rows, V)):
         kind = shown(given) if array is None else f"numbers of the shape {list(array.shape)}"
-        raise InputError(
-            f"logit_bias must be {{id: number}}, or numbers of the shape [{V}] or [{rows}, {V}], got {kind}"
-        )
+        forms = f"{{id: number}}, or numbers of the shape [{V}] or [{rows}, {V}]"
+        raise InputError(f"logit_bias must be {forms}, got {kind}")
     array = array if traced(array) else _single(array)
     return array.reshape(-1, V)
 

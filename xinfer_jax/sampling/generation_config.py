@@ -6,15 +6,9 @@ from typing import Any
 from ..errors import InputError, shown
 
 _SETTINGS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "repetition_penalty",
-    "min_p",
-    "typical_p",
-    "no_repeat_ngram_size",
-    "min_new_tokens",
-)
+    "temperature", "top_k", "top_p", "repetition_penalty", "min_p", "typical_p",
+    "no_repeat_ngram_size", "min_new_tokens",
+)  # fmt: skip
 
 # generation_config.json fields that change the result, with the values at which they do nothing.
 _UNSUPPORTED_DEFAULTS = dict(
@@ -43,24 +37,16 @@ def check_generation_config(settings: Mapping[str, Any], vocab_size: int | None 
         if (value := settings.get(name)) is not None:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             refuse_unless(is_number and abs(value) < 1e30, name, "a number", value)
-    refuse_unless(
-        settings.get("do_sample") in (None, True, False),
-        "do_sample",
-        "true or false",
-        settings.get("do_sample"),
-    )
-    ids = settings.get("suppress_tokens")
+    drawn = settings.get("do_sample")
+    refuse_unless(drawn in (None, True, False), "do_sample", "true or false", drawn)
+    ids, limit = settings.get("suppress_tokens"), vocab_size or 2**31
     form = "a list of token ids" + (f" below {vocab_size}" if vocab_size else "")
     refuse_unless(isinstance(ids, list | None), "suppress_tokens", form, ids)
     for token in ids or ():
-        refuse_unless(
-            type(token) is int and 0 <= token < (vocab_size or 2**31), "suppress_tokens", form, token
-        )
-    ends = settings.get("eos_token_id")
+        refuse_unless(type(token) is int and 0 <= token < limit, "suppress_tokens", form, token)
+    ends, form = settings.get("eos_token_id"), "a token id or a list of them"
     for token in ends if isinstance(ends, list) else [ends]:
-        refuse_unless(
-            token is None or type(token) is int, "eos_token_id", "a token id or a list of them", token
-        )
+        refuse_unless(token is None or type(token) is int, "eos_token_id", form, token)
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,10 +59,9 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     for name, neutral in _UNSUPPORTED_DEFAULTS.items():
         value = generation_config.get(name)
         if value is not None and value not in neutral:
-            raise InputError(
-                f"generation_config.json asks for {name}={shown(value)}, which is not supported: ignore"
-                " that file or remove the setting"
-            )
+            remedy = "ignore that file or remove the setting"
+            setting = f"{name}={shown(value)}"
+            raise InputError(f"generation_config.json asks for {setting}, which is not supported: {remedy}")
     given = {name: generation_config.get(name) for name in _SETTINGS}
     given["forbidden_token_ids"] = generation_config.get("suppress_tokens") or None
     sampled = {"temperature": 1.0, "top_k": 50} if generation_config.get("do_sample") else {}

@@ -47,15 +47,12 @@ class TokenLogprobs(NamedTuple):
 
 def no_alternatives(rows: int, size: int, count: int, vocab_size: int, logits: bool) -> Alternatives:
     """Empty, for `size` tokens a row and `count` alternatives each."""
-    ids, numbers = np.zeros((rows, size, count), np.int32), np.zeros((rows, size, count), np.float32)
-    return Alternatives(
-        ids,
-        numbers,
-        ids,
-        numbers,
-        np.zeros((rows, size), np.float32),
-        np.zeros((rows, size, vocab_size), np.float32) if logits else None,
-    )
+
+    def zeros(*after: int) -> np.ndarray:
+        return np.zeros((rows, size, *after), np.float32)
+
+    ids, numbers = np.zeros((rows, size, count), np.int32), zeros(count)
+    return Alternatives(ids, numbers, ids, numbers, zeros(), zeros(vocab_size) if logits else None)
 
 
 def note_alternatives(
@@ -68,18 +65,13 @@ def note_alternatives(
     def put(array: jax.Array, new: jax.Array) -> jax.Array:
         return array.at[jnp.arange(len(token_B)), column_B].set(new, mode="drop")
 
-    before_BV, after_BV = jax.nn.log_softmax(logits_BV), jax.nn.log_softmax(processed_BV)
-    (logprob_BA, id_BA), (processed_BA, processed_id_BA) = (
-        lax.top_k(x, old.id_BTA.shape[-1]) for x in (before_BV, after_BV)
-    )
-    return Alternatives(
-        put(old.id_BTA, id_BA),
-        put(old.logprob_BTA, logprob_BA),
-        put(old.processed_id_BTA, processed_id_BA),
-        put(old.processed_logprob_BTA, processed_BA),
-        put(old.processed_BT, jnp.take_along_axis(after_BV, token_B[:, None], 1)[:, 0]),
-        None if old.logits_BTV is None else put(old.logits_BTV, logits_BV),
-    )
+    count, after_BV = old.id_BTA.shape[-1], jax.nn.log_softmax(processed_BV)
+    logprob_BA, id_BA = lax.top_k(jax.nn.log_softmax(logits_BV), count)
+    processed_BA, processed_id_BA = lax.top_k(after_BV, count)
+    chosen_B = jnp.take_along_axis(after_BV, token_B[:, None], 1)[:, 0]
+    kept_BV = None if old.logits_BTV is None else logits_BV
+    new = Alternatives(id_BA, logprob_BA, processed_id_BA, processed_BA, chosen_B, kept_BV)
+    return jax.tree.map(put, old, new)
 
 
 def rows_of_tokens(
@@ -94,8 +86,7 @@ def rows_of_tokens(
     def token(i: int, t: int) -> TokenLogprobs:
         before = pairs(noted.id_BTA[i, t], noted.logprob_BTA[i, t])
         after = pairs(noted.processed_id_BTA[i, t], noted.processed_logprob_BTA[i, t])
-        return TokenLogprobs(
-            int(tokens_BT[i, t]), float(logprobs_BT[i, t]), float(noted.processed_BT[i, t]), before, after
-        )
+        numbers = float(logprobs_BT[i, t]), float(noted.processed_BT[i, t])
+        return TokenLogprobs(int(tokens_BT[i, t]), *numbers, before, after)
 
     return [[token(i, t) for t in range(n)] for i, n in enumerate(length_B)]
