@@ -135,7 +135,7 @@ def test_only_allowed_tokens_are_chosen():
     context.allowed_BM[0, 2], context.allowed_BM[1, 0] = 1 << 5 | 1, 1 << 31
     kept = np.isfinite(process(logits_BV, rows, context))
     assert [np.flatnonzero(row).tolist() for row in kept] == [[64, 69], [31]]
-    token_B, _ = choose(logits_BV, jax.random.split(jax.random.key(1), 2), rows, context)
+    token_B, *_ = choose(logits_BV, jax.random.split(jax.random.key(1), 2), rows, context)
     assert token_B[0] in (64, 69) and token_B[1] == 31
 
 

@@ -14,12 +14,12 @@ from ..checks import array_of, token_ids, traced, whole, within
 from ..config.model_config import ModelConfig
 from ..errors import InputError, shown
 from ..model.attention import check_impl
-from ..model.decoder import unembed
+from ..model.decoder import hidden_states, unembed
 from ..sampling.choice import row_keys
 from ..sampling.context import start
 from ..sampling.settings import SamplingConfig, is_full, per_row
 from ..weights.params import AnyArray, Params
-from .loop import READ, advance, bucket, program, read_next
+from .loop import READ, advance, bucket, program
 from .state import DecodeState, choose_and_note, new_state
 
 # Tokens of a long prompt that pass through the model at a time: on a GPU enough to fill an H200's
@@ -240,8 +240,8 @@ def prompt_chunk(cache: KVCache) -> int:
 
 
 def _decode_step(params, config, token_B, cache, impl):
-    hidden_BD, cache = read_next(params, config, token_B, cache, None, impl)
-    return unembed(params, config, hidden_BD), cache
+    hidden_BTD, cache = hidden_states(params, config, token_B[:, None], cache, impl=impl)
+    return unembed(params, config, hidden_BTD[:, 0]), cache
 
 
 class _Rows(NamedTuple):

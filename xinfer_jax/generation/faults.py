@@ -10,26 +10,26 @@ from ..cache.kv_cache import KVCache
 from ..errors import InputError
 from ..sampling.settings import is_full
 from .options import Call
-from .state import DecodeState
+from .state import Chosen
 
 
-def check_chosen(call: Call, seen: DecodeState) -> None:
+def check_chosen(call: Call, chosen: Chosen) -> None:
     """Raises InputError for what `generate` must not return.
 
     Args:
         call: what was asked.
-        seen: the state's small fields, on the host.
+        chosen: what the rows chose.
     """
     # Behind a row's last token the log-probabilities are 0.
-    if not np.isfinite(seen.logprobs_BT).all():
-        row, step = np.argwhere(~np.isfinite(seen.logprobs_BT))[0]
+    if not np.isfinite(chosen.logprobs_BT).all():
+        row, step = np.argwhere(~np.isfinite(chosen.logprobs_BT))[0]
         raise InputError(
-            f"row {row}, step {step}: the log-probability of token {seen.tokens_BT[row, step]} is"
-            f" {seen.logprobs_BT[row, step]}: {call.broken}"
+            f"row {row}, step {step}: the log-probability of token {chosen.tokens_BT[row, step]} is"
+            f" {chosen.logprobs_BT[row, step]}: {call.broken}"
         )
     if is_full(call.sampling_B):
-        for row, length in enumerate(seen.length_B):
-            _check_allowed(call, row, seen.tokens_BT[row, :length].tolist())
+        for row, ids in enumerate(chosen.rows()):
+            _check_allowed(call, row, ids)
 
 
 def check_cache(call: Call, cache: KVCache | None) -> None:
@@ -54,10 +54,10 @@ def _check_allowed(call: Call, row: int, ids: list[int]) -> None:
 
 def _repeats(prompt: Sequence[int], ids: Sequence[int], size: int) -> list[int]:
     """The ids that complete a sequence of so many tokens that is there already."""
-    row, seen, repeated = [*prompt, *ids], set(), []
+    row, grams, repeated = [*prompt, *ids], set(), []
     for end in range(size, len(row) + 1 if size else 0):
         gram = tuple(row[end - size : end])
-        if gram in seen and end > len(prompt):
+        if gram in grams and end > len(prompt):
             repeated.append(end - 1 - len(prompt))
-        seen.add(gram)
+        grams.add(gram)
     return repeated

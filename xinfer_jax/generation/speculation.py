@@ -113,7 +113,7 @@ def _guess(params: Params | None, guessing: Guessing, state: DecodeState, cache:
     def guess(tokens_BT, context, cache):
         hidden_BTD, cache = hidden_states(params, guesser, tokens_BT, cache, None, impl=impl)
         logits_BV = unembed(params, guesser, hidden_BTD[:, -1])
-        token_B, _ = choose(logits_BV, state.key_B, state.sampling_B, context, impl)
+        token_B, *_ = choose(logits_BV, state.key_B, state.sampling_B, context, impl)
         return token_B, context.advance(token_B, state.active_B), cache
 
     def step(i, carry):
