@@ -106,14 +106,14 @@ class FileFormat:
                 f"{name}: gptq with 8 bits is only read if symmetric, all zeros 128, got"
                 f" {int(zero[zero != 128][0])}"
             )
-        levels_KN = self._levels(get("qweight"))[:K, :N]
+        levels_IO = self._levels(get("qweight"))[:K, :N]
         if order is not None:
-            levels_KN = levels_KN[order]
-        levels_GJN = np.pad(levels_KN, ((0, len(zero) * J - K), (0, 0))).reshape(len(zero), J, N)
+            levels_IO = levels_IO[order]
+        levels_QJO = np.pad(levels_IO, ((0, len(zero) * J - K), (0, 0))).reshape(len(zero), J, N)
         scale = scale if scale.dtype == np.float16 else scale.astype(np.float32)
         if self.bits == 8:
-            return GroupedWeight((levels_GJN ^ 128).view(np.int8), scale, None, order, K)  # q - 128
-        return GroupedWeight(pack(levels_GJN), scale, np.ascontiguousarray(zero), order, K)
+            return GroupedWeight((levels_QJO ^ 128).view(np.int8), scale, None, order, K)  # q - 128
+        return GroupedWeight(pack(levels_QJO), scale, np.ascontiguousarray(zero), order, K)
 
     def spare(self, name: str, tensors: Mapping[str, Any]) -> bool:
         """Whether a tensor says nothing: some writers give every quantized matrix a bias, of zeros."""
@@ -290,13 +290,13 @@ def _our_parts(name: str, shape: tuple[int, ...], tensors: Mapping[str, Any]) ->
     return parts | {part: expected for part, expected in optional.items() if part in tensors}
 
 
-def _order(name: str, group_K: np.ndarray | None, J: int, K: int) -> np.ndarray | None:
+def _order(name: str, group_I: np.ndarray | None, J: int, K: int) -> np.ndarray | None:
     """Inputs group by group, from the group of each; None if that is their own order."""
     natural = np.arange(K) // J
-    if group_K is None or np.array_equal(group_K, natural):
+    if group_I is None or np.array_equal(group_I, natural):
         return None
-    order = np.argsort(group_K, kind="stable")
-    if not np.array_equal(group_K[order], natural):
+    order = np.argsort(group_I, kind="stable")
+    if not np.array_equal(group_I[order], natural):
         raise InputError(
             f"{name}: g_idx does not give every group its {J} inputs: fetch the checkpoint again"
         )
@@ -306,5 +306,5 @@ def _order(name: str, group_K: np.ndarray | None, J: int, K: int) -> np.ndarray 
 def _numbers(words: np.ndarray, bits: int) -> list[np.ndarray]:
     """int32 [R, C] as the numbers in each word, lowest first, each uint8 [R, C]."""
     by_byte = np.ascontiguousarray(words, "<i4").view(np.uint8).reshape(*words.shape, 4)
-    bytes_RC = [by_byte[..., i] for i in range(4)]
-    return bytes_RC if bits == 8 else [number for byte in bytes_RC for number in (byte & 15, byte >> 4)]
+    bytes_OC = [by_byte[..., i] for i in range(4)]
+    return bytes_OC if bits == 8 else [number for byte in bytes_OC for number in (byte & 15, byte >> 4)]

@@ -143,13 +143,13 @@ def _angles(
     return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 
 
-def rotate(x_BTNH: jax.Array, cos_BTR: jax.Array, sin_BTR: jax.Array) -> jax.Array:
+def rotate(x_BTNH: jax.Array, cos_BTP: jax.Array, sin_BTP: jax.Array) -> jax.Array:
     """Rotates each pair (i, i + R) of every head by its angle, the layout of Hugging Face checkpoints; what
     is beyond 2 R stays.
     """
-    R = cos_BTR.shape[-1]
+    R = cos_BTP.shape[-1]
     a, b, rest = jnp.split(x_BTNH.astype(jnp.float32), (R, 2 * R), axis=-1)
-    cos, sin = cos_BTR[:, :, None], sin_BTR[:, :, None]
+    cos, sin = cos_BTP[:, :, None], sin_BTP[:, :, None]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x_BTNH.dtype)
 
 
