@@ -24,7 +24,7 @@ from ..brief import Brief
 from ..errors import InputError
 from .products import dot, in_front, tile_by_tile
 
-METHODS = {"int8": 8, "int4": 4}  # bits of a number
+METHODS = ("int8", "int4")
 GROUP = 64  # inputs that share a scale in int4
 # A matrix with a side of 64 at most belongs to a model so small that its likeliest tokens are often near
 # ties: there are more scales.
@@ -93,7 +93,7 @@ def quantized_leaf(matrix_OI: np.ndarray, name: str, quantize: str) -> Quantized
             raise InputError(
                 f"{name} holds NaN or inf, which cannot be quantized: fetch the checkpoint again"
             )
-        leaf = quantize_matrix(matrix_OI, 8 if vocabulary else METHODS[quantize])
+        leaf = quantize_matrix(matrix_OI, 8 if quantize == "int8" or vocabulary else 4)
     if not np.isfinite(leaf.scale).all():
         raise InputError(f"{name} holds numbers too large to be quantized: load it without quantize")
     return jax.device_put(leaf)
