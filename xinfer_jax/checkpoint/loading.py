@@ -122,19 +122,7 @@ def load_params(
     into memory that the array then keeps (on CPU without a further copy).
     """
     tensors = _open_tensors(path)
-    if config.num_hidden_layers > len(tensors):
-        raise InputError(
-            f"{path}: num_hidden_layers is {config.num_hidden_layers} in config.json, and the files hold only"
-            f" {len(tensors)} tensors: these weights are not of this config"
-        )
-    specs, tree = jax.tree.flatten(param_specs(config))
-    specs = [dataclasses.replace(spec, hf_name=_stored_name(spec, config, tensors)) for spec in specs]
-    asked = sum(spec.shape[0] for spec in specs if "{}" in spec.hf_name and spec.fused_name not in tensors)
-    if asked > 2 * len(tensors):
-        raise InputError(
-            f"{path}: config.json asks for {asked} tensors of experts, and the files hold only {len(tensors)}"
-            " tensors: these weights are not of this config"
-        )
+    specs, tree = _specs(path, config, tensors)
     parts = [stored.parts(spec.hf_name, spec.shape, tensors) if stored else {} for spec in specs]
     wanted: dict[str, Part] = {}
     for spec, part in zip(specs, parts, strict=True):
@@ -204,6 +192,26 @@ def _shard_names(path: Path, index: dict[str, Any]) -> list[str]:
             f"{path}: the index names shards that are absent: {few(absent)}; fetch the checkpoint again"
         )
     return names
+
+
+def _specs(path: Path, config: ModelConfig, tensors: dict[str, Any]) -> tuple[list[ParamSpec], Any]:
+    """All specs, by the names that the files have, and the tree they make; InputError where there are far more
+    of them than tensors.
+    """
+    if config.num_hidden_layers > len(tensors):
+        raise InputError(
+            f"{path}: num_hidden_layers is {config.num_hidden_layers} in config.json, and the files hold only"
+            f" {len(tensors)} tensors: these weights are not of this config"
+        )
+    specs, tree = jax.tree.flatten(param_specs(config))
+    specs = [dataclasses.replace(spec, hf_name=_stored_name(spec, config, tensors)) for spec in specs]
+    asked = sum(spec.shape[0] for spec in specs if "{}" in spec.hf_name and spec.fused_name not in tensors)
+    if asked > 2 * len(tensors):
+        raise InputError(
+            f"{path}: config.json asks for {asked} tensors of experts, and the files hold only {len(tensors)}"
+            " tensors: these weights are not of this config"
+        )
+    return specs, tree
 
 
 def _stored_name(spec: ParamSpec, config: ModelConfig, tensors: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ _SHRINKS = (1.0, 0.94, 0.88, 0.82, 0.76)  # tried on each end of a group's range
 def compensated_matrix(
     matrix_OI: jax.Array, x_MI: jax.Array, wanted_MO: jax.Array, bits: int, group: int | None
 ) -> QuantizedWeight:
-    """The quantized matrix Q for which x @ Q.T is about what is wanted.
+    """The quantized matrix for which x @ matrix.T is about what is wanted.
 
     Args:
         matrix_OI: float32, where the search starts from.

@@ -5,9 +5,9 @@ output, J of int8 and J/2 of int4.
 How CPU products read those bytes at memory speed (measured: WORKSPACE.md):
 - XLA multiplies int8 by int8 fast, but only from two rows on. An activation is split in two int8 numbers,
   which are two rows: precise to 1/64,500 of the row's largest, and as fast as one.
-- int4 is not taken apart. A byte is low + 16 high, and low * x + high * y = low * (x - y/16) + byte * y/16:
-  activations change once, then each byte is two factors without a shift. Zero points stay outside too: a
-  group's is multiplied by the sum of its activations.
+- int4 is not taken apart. A byte is low + 16 high, the numbers of inputs j and j + J/2, to be multiplied by
+  their activations x and y: low * x + high * y = low * (x - y/16) + byte * y/16. So activations change once,
+  and no weight is shifted. Zero points come off the result: each times the sum of its group's activations.
 - A single row times int4 is a sum of elementwise products, unrolled over the bytes of a group: one loop nest
   that reads each byte once. More rows: a tile of outputs is dequantized, multiplied and forgotten at a time.
 """
@@ -268,7 +268,7 @@ def _grouped_product(x_MI: jax.Array, weight: GroupedWeight) -> jax.Array:
 
 
 def _factors(x_MQJ: jax.Array, values_QYO: jax.Array) -> tuple[jax.Array, ...]:
-    """What each of `_levels` is multiplied by, [M, Q, Y]."""
+    """What each of `_levels` is multiplied by, [M, Q, Y]: x, or of int4 x - y/16 and y/16."""
     if values_QYO.dtype == jnp.int8:
         return (x_MQJ,)
     x_MQY, y_MQY = jnp.split(x_MQJ, 2, axis=-1)
