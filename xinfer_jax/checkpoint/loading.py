@@ -195,8 +195,8 @@ def _shard_names(path: Path, index: dict[str, Any]) -> list[str]:
 
 
 def _specs(path: Path, config: ModelConfig, tensors: dict[str, Any]) -> tuple[list[ParamSpec], Any]:
-    """All specs, by the names that the files have, and the tree they make; InputError where there are far more
-    of them than tensors.
+    """All specs, by the names that the files have, and the tree they make; InputError where there are far
+    more of them than tensors.
     """
     if config.num_hidden_layers > len(tensors):
         raise InputError(

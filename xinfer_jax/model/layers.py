@@ -120,9 +120,9 @@ def _angles(
     rope: RopeConfig, config: ModelConfig, position_BT: jax.Array, length_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     width = int(config.head_dim * rope.partial_rotary_factor)
-    inverse, scale = _inverse_frequencies(rope, width)
+    inverse, scale = _inverse_frequencies(rope, width), _scale(rope)
     if rope.switches_at is not None:
-        long, _ = _inverse_frequencies(dataclasses.replace(rope, short_factor=rope.long_factor), width)
+        long = _inverse_frequencies(dataclasses.replace(rope, short_factor=rope.long_factor), width)
         inverse = jnp.where((length_B > rope.switches_at)[:, None, None], long, inverse)  # [B, 1, P]
     # Theta * stretch ** (H / (H - 2)), with the stretch taken out of the power: closer to exact.
     if rope.rope_type == "dynamic":
@@ -144,22 +144,20 @@ def rotate(x_BTNH: jax.Array, cos_BTP: jax.Array, sin_BTP: jax.Array) -> jax.Arr
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x_BTNH.dtype)
 
 
-def _inverse_frequencies(rope: RopeConfig, width: int) -> tuple[Any, float]:
-    """Angle per position of each pair, float32 [P], and the factor on cos and sin. width: 2 P."""
+def _inverse_frequencies(rope: RopeConfig, width: int) -> Any:
+    """Angle per position of each pair, float32 [P]. width: 2 P."""
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     # Powers in float64, rounded once, are torch's own; numpy's in float32 are off by an ulp, which 500
     # positions make visible.
     powers = (np.float64(rope.rope_theta) ** exponents.astype(np.float64)).astype(np.float32)
-    if rope.rope_type == "longrope":
-        return np.float32(1.0) / (np.array(rope.short_factor, np.float32) * powers), _longrope_scale(rope)
+    if rope.rope_type == "longrope":  # Ding et al. 2024
+        return np.float32(1.0) / (np.array(rope.short_factor, np.float32) * powers)
     inverse = np.float32(1.0) / powers
     if rope.rope_type == "linear":
-        return inverse / np.float32(rope.factor), 1.0
+        return inverse / np.float32(rope.factor)
     if rope.rope_type == "llama3":
-        return _llama3_frequencies(rope, inverse), 1.0
-    if rope.rope_type == "yarn":
-        return _yarn_frequencies(rope, inverse), _yarn_scale(rope)
-    return inverse, 1.0
+        return _llama3_frequencies(rope, inverse)
+    return _yarn_frequencies(rope, inverse) if rope.rope_type == "yarn" else inverse
 
 
 def _llama3_frequencies(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
@@ -186,21 +184,17 @@ def _yarn_frequencies(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
     return (inverse / rope.factor * ramp + inverse * (1 - ramp)).astype(np.float32)
 
 
-def _longrope_scale(rope: RopeConfig) -> float:
-    """LongRoPE (Ding et al. 2024)."""
+def _scale(rope: RopeConfig) -> float:
+    """The factor on cos and sin."""
+    if rope.rope_type not in ("longrope", "yarn"):
+        return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.factor <= 1:
         return 1.0
-    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))
-
-
-def _yarn_scale(rope: RopeConfig) -> float:
-    def mscale(weight: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
-
-    if rope.attention_factor is not None:
-        return rope.attention_factor
+    stretch = math.log(rope.factor)
+    if rope.rope_type == "longrope":
+        return math.sqrt(1 + stretch / math.log(rope.original_max_position_embeddings))
     if rope.mscale and rope.mscale_all_dim:
-        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
-    return mscale(1.0)
+        return (0.1 * rope.mscale * stretch + 1.0) / (0.1 * rope.mscale_all_dim * stretch + 1.0)
+    return 0.1 * stretch + 1.0

@@ -143,7 +143,7 @@ def init_params(
     Args:
         config: the model.
         key: one PRNG key.
-        dtype: of every leaf; None: `default_dtype()`.
+        dtype: of every leaf; None: float32 on CPU, bfloat16 elsewhere.
         quantize: None, "int8" or "int4": the matrices in that form, one after the other, so that they never
             exist in `dtype` all at once.
 
@@ -200,11 +200,6 @@ def check_quantize(config: ModelConfig, method: str | None) -> None:
         )
 
 
-def default_dtype() -> Any:
-    """float32 on CPU, bfloat16 on GPU and TPU."""
-    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-
-
 def activation_dtype(params: Params) -> Any:
     """The type of hidden states: that of the norms, which are never quantized."""
     return params["final_norm"].dtype
@@ -218,13 +213,13 @@ def cache_dtype(params: Params) -> Any:
 
 
 def resolve_dtype(dtype: Any) -> Any:
-    """A floating dtype from its name, a dtype, or None for the default.
+    """A floating dtype from its name, a dtype, or None for float32 on CPU, bfloat16 on GPU and TPU.
 
     Raises:
         InputError: none of float32, bfloat16, float16.
     """
     if dtype is None:
-        return default_dtype()
+        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     try:
         name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     except TypeError:
