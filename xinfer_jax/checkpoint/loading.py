@@ -32,7 +32,7 @@ from ..weights.params import (
 from ..weights.quantized import check_method, is_quantized, quantized_leaf
 from .files import checkpoint_dir, is_there, read_json
 from .own_format import OwnFormat, Part
-from .quantized_formats import FileFormat, read_format, with_old_settings
+from .quantized_formats import FileFormat, read_format
 from .tokenizer import Tokenizer, eos_ids
 
 BUNDLED = Path(__file__).parents[1] / "assets"  # the small trained checkpoint that comes with the library
@@ -94,7 +94,7 @@ def load_model(
     settings = read_json(path / "config.json")
     if settings is None:
         raise InputError(f"{path} holds no config.json: give the directory of a Hugging Face checkpoint")
-    config, stored = from_hf(settings), read_format(with_old_settings(settings, path))
+    config, stored = from_hf(settings), read_format(settings, path)
     if stored and quantize:
         raise InputError(
             f"{path} is already quantized ({stored.method}), and quantize={quantize!r} is asked for: load it"

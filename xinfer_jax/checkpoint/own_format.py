@@ -49,13 +49,11 @@ class OwnFormat:
         full = [f"{name}.{field}" for field in _FIELDS]
         found: list[Any] = [tensors[f].get_tensor(f) if f in tensors else None for f in full]
         values, scale, zero, order = found
+        if values.ndim == 2:
+            return Int8Weight(values, scale)
         if order is not None and not np.array_equal(np.sort(order), np.arange(shape[1])):
             raise InputError(f"{name}: order does not name every input once: fetch the checkpoint again")
-        return (
-            Int8Weight(values, scale)
-            if values.ndim == 2
-            else GroupedWeight(values, scale, zero, order, shape[1])
-        )
+        return GroupedWeight(values, scale, zero, order, shape[1])
 
     def spare(self, name: str, tensors: Mapping[str, Any]) -> bool:
         return False

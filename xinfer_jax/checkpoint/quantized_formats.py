@@ -122,26 +122,17 @@ class FileFormat:
         return np.stack(numbers, -1).reshape(len(words), -1)
 
 
-def with_old_settings(settings: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """The contents of config.json, with the quantization_config that older programs (AutoGPTQ, AutoAWQ) wrote
-    to a file of its own.
-    """
-    if settings.get("quantization_config"):
-        return settings
-    for file, method in _OLD_FILES.items():
-        given = {_OLD_NAMES.get(name, name): value for name, value in (read_json(path / file) or {}).items()}
-        if "bits" in given:  # files of other programs have these names too
-            return {**settings, "quantization_config": {"quant_method": method} | given}
-    return settings
+def read_format(settings: Mapping[str, Any], path: Path) -> FileFormat | OwnFormat | None:
+    """How the matrices of a checkpoint are stored; None: as float numbers.
 
-
-def read_format(settings: Mapping[str, Any]) -> FileFormat | OwnFormat | None:
-    """How the matrices are stored, from the contents of config.json; None: as float numbers.
+    Args:
+        settings: contents of config.json.
+        path: the directory: older programs (AutoGPTQ, AutoAWQ) wrote a file of their own.
 
     Raises:
         InputError: a method, or a setting of one, that is not read.
     """
-    given = settings.get("quantization_config")
+    given = settings.get("quantization_config") or _old_settings(path)
     if not given:
         return None
     method = given.get("quant_method") if isinstance(given, Mapping) else given
@@ -180,6 +171,14 @@ def read_format(settings: Mapping[str, Any]) -> FileFormat | OwnFormat | None:
         refuse_unless(not given.get(name), name)
     less_one, borrowed = found == "gptq", "gptqmodel" in str(given.get("meta"))
     return FileFormat(method, bits, group, bool(given.get("desc_act")), less_one, less_one and borrowed)
+
+
+def _old_settings(path: Path) -> Mapping[str, Any] | None:
+    for file, method in _OLD_FILES.items():
+        given = {_OLD_NAMES.get(name, name): value for name, value in (read_json(path / file) or {}).items()}
+        if "bits" in given:  # files of other programs have these names too
+            return {"quant_method": method} | given
+    return None
 
 
 def _order(name: str, group_I: np.ndarray | None, J: int, inputs: int) -> np.ndarray | None:
