@@ -10,9 +10,8 @@ class Brief:
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        return (
-            f"{type(self).__name__}({', '.join(f'{f.name}={_short(getattr(self, f.name))}' for f in fields)})"
-        )
+        given = ", ".join(f"{f.name}={_short(getattr(self, f.name))}" for f in fields)
+        return f"{type(self).__name__}({given})"
 
 
 def _short(value: Any) -> str:
