@@ -84,10 +84,8 @@ def test_saved_and_loaded(model, tmp_path):
 
 def test_bfloat16_survives_a_file(model, tmp_path):
     first = run(model, FIRST, keep_prefix=True, capacity=32)
-    cache = dataclasses.replace(
-        first.prefix.cache,
-        **{n: tuple(x.astype("bfloat16") for x in getattr(first.prefix.cache, n)) for n in ("k", "v")},
-    )
+    layers = jax.tree.map(lambda x: x.astype("bfloat16"), first.prefix.cache.layers)
+    cache = dataclasses.replace(first.prefix.cache, layers=layers)
     xj.save_prefix(
         tmp_path / "cache", dataclasses.replace(first.prefix, cache=cache), model.params, model.config
     )

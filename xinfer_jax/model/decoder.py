@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from ..cache.kv_cache import KVCache, advance, append, held, read
+from ..cache.kinds import fresh
+from ..cache.kv_cache import KVCache, advance, check_call
 from ..checks import within
 from ..config.model_config import ModelConfig
 from ..errors import InputError, shown
@@ -101,6 +102,8 @@ def hidden_states(
     check_tokens(config, tokens_BT, num_tokens_B, inputs_BTD, cache)
     _check_mesh(params, tokens_BT, cache)
     B, T = tokens_BT.shape
+    if cache is not None:
+        check_call(cache, T)
     num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else jnp.asarray(num_tokens_B)
     start_B = jnp.zeros(B, jnp.int32) if cache is None else cache.length_B
     angles = rotary_angles(config, start_B[:, None] + jnp.arange(T), start_B + num_tokens_B)
@@ -109,14 +112,16 @@ def hidden_states(
         if inputs_BTD is None
         else jnp.asarray(inputs_BTD).astype(activation_dtype(params))
     )
+    layers = []
     for index, layer in enumerate(params["layers"]):
-        attended_BTD, cache = _attend(
+        attended_BTD, keys = _attend(
             layer, config, index, norm(x_BTD, layer, "attn_norm", config), angles, cache, num_tokens_B, impl
         )
+        layers.append(keys)
         x_BTD = x_BTD + norm(attended_BTD, layer, "attn_post_norm", config)
         fed_BTD = _feed_forward(norm(x_BTD, layer, "mlp_norm", config), layer, config)
         x_BTD = x_BTD + norm(fed_BTD, layer, "mlp_post_norm", config)
-    cache = None if cache is None else advance(cache, num_tokens_B)
+    cache = None if cache is None else advance(cache, tuple(layers), num_tokens_B)
     return norm(x_BTD, params, "final_norm", config), cache
 
 
@@ -210,24 +215,30 @@ def check_tokens(
 def _attend(
     layer: Params, config: ModelConfig, index: int, x_BTD, angles, cache: KVCache | None, num_tokens_B, impl
 ):
+    """What attention adds to a layer's input, [B, T, D], and the layer's keys and values with the new
+    ones.
+    """
     B, T, _ = x_BTD.shape
     q_BTNH, k_BTKH, v_BTKH = (_heads(layer, config, name, x_BTD) for name in "qkv")
     if angles[index] is not None:
         q_BTNH, k_BTKH = rotate(q_BTNH, *angles[index]), rotate(k_BTKH, *angles[index])
     if cache is None:
-        keys_values: tuple[Any, Any] = jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2)
+        keys = fresh(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2), config.layer_windows[index])
         start_B, length_B = None, num_tokens_B
     else:
-        start_B, length_B = cache.length_B, held(cache, index, num_tokens_B)
-        cache = append(cache, index, k_BTKH, v_BTKH, num_tokens_B)
-        keys_values = read(cache, index)
+        keys = cache.layers[index].append(k_BTKH, v_BTKH, cache.length_B, num_tokens_B)
+        start_B, length_B = cache.length_B, cache.length_B + num_tokens_B
     scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
-    settings = dict(
-        scale=scale, window=config.layer_windows[index], soft_cap=config.attn_logit_softcapping, impl=impl
+    out_BTNH = attention(
+        q_BTNH,
+        keys,
+        length_B=length_B,
+        start_B=start_B,
+        scale=scale,
+        soft_cap=config.attn_logit_softcapping,
+        impl=impl,
     )
-    ring = cache is not None and cache.is_ring(index)
-    out_BTNH = attention(q_BTNH, *keys_values, length_B=length_B, start_B=start_B, ring=ring, **settings)
-    return linear(out_BTNH.reshape(B, T, -1), layer["o"]), cache
+    return linear(out_BTNH.reshape(B, T, -1), layer["o"]), keys
 
 
 def _heads(layer: Params, config: ModelConfig, name: str, x_BTD: jax.Array) -> jax.Array:
