@@ -6,6 +6,7 @@ attention product, with the batch axes (B, K) in front and nothing to transpose.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -14,11 +15,9 @@ import numpy as np
 from jax import lax
 
 from ..brief import Brief
-from .quantized import KV_BITS, QuantizedKV, by_slot, empty, quantize, widen
+from .quantized import QuantizedKV, by_slot, quantize, widen
 
-RING_SLACK = (
-    512  # tokens that a ring takes at once, at least, before one of them would overwrite what it sees
-)
+RING_SLACK = 512  # tokens that a ring takes at once, at least
 _RING_MULTIPLE = 64  # slots of a ring: blocks of keys stay aligned
 _MULTIPLE = 8  # of slots: what the bulk copies of Hopper's kernels take; others they would pad in every step
 
@@ -53,9 +52,7 @@ class Contiguous(Brief):
         """Tokens of a row that one call may append."""
         return self.capacity
 
-    def append(
-        self, k_BTKH: jax.Array, v_BTKH: jax.Array, start_B: jax.Array, num_tokens_B: jax.Array
-    ) -> Self:
+    def append(self, k_BTKH, v_BTKH, start_B: jax.Array, num_tokens_B: jax.Array) -> Self:
         """Writes the first num_tokens_B[b] of T new keys and values at the positions from start_B[b] on.
 
         Padding is never written; what lies past the capacity is dropped.
@@ -65,14 +62,11 @@ class Contiguous(Brief):
             new: Any = jnp.swapaxes(new_BTKH, 1, 2)
             if isinstance(old, QuantizedKV):
                 new = quantize(new, old, jnp.where(start_B == 0, num_tokens_B, 0))
-            write = lambda new, old: self._write(old, new.astype(old.dtype), start_B, num_tokens_B)  # noqa: E731
-            return by_slot(write, new, old)
+            return by_slot(lambda x, y: self._write(y, x.astype(y.dtype), start_B, num_tokens_B), new, old)
 
         return dataclasses.replace(self, k=stored(self.k, k_BTKH), v=stored(self.v, v_BTKH))
 
-    def _write(
-        self, old_BKSH: jax.Array, new_BKTH: jax.Array, start_B: jax.Array, num_tokens_B: jax.Array
-    ) -> jax.Array:
+    def _write(self, old_BKSH, new_BKTH, start_B, num_tokens_B):
         if self.slots > self.capacity:
             num_tokens_B = jnp.minimum(num_tokens_B, self.capacity - start_B)
         if len(start_B) == 1:  # one row needs no scatter
@@ -98,7 +92,7 @@ class Contiguous(Brief):
         slot_S, last_B1 = at + jnp.arange(width), length_B[:, None] - 1
         position_BS = self._positions(slot_S, last_B1)
         valid_BS = (slot_S >= i * width) & (position_BS >= 0) & (position_BS <= last_B1)
-        cut = lambda x: lax.dynamic_slice_in_dim(x, at, width, 2)  # noqa: E731
+        cut = partial(lax.dynamic_slice_in_dim, start_index=at, slice_size=width, axis=2)
         k, v = (widen(x if width == self.slots else by_slot(cut, x)) for x in (self.k, self.v))
         return Block(k, v, position_BS, valid_BS)
 
@@ -125,12 +119,10 @@ class Contiguous(Brief):
     def reorder_tail(self, index_B: jax.Array, first: jax.Array, count: int) -> Self:
         """`reorder` for rows whose tokens outside positions first … first + count - 1 are those of row
         index_B[b] already.
-
-        A part that would leave the cache is moved back, as `dynamic_slice` does, onto positions that agree
-        anyway.
         """
 
         def move(x_BKSH: jax.Array) -> jax.Array:
+            # A part that would leave the cache is moved back, onto positions that agree anyway.
             tail = lax.dynamic_slice_in_dim(x_BKSH, first, min(count, self.capacity), 2)
             return lax.dynamic_update_slice_in_dim(x_BKSH, tail[index_B], first, 2)
 
@@ -169,9 +161,7 @@ class Ring(Contiguous):
         window: Any = self.window  # every ring has one
         return self.slots - window + 1
 
-    def _write(
-        self, old_BKSH: jax.Array, new_BKTH: jax.Array, start_B: jax.Array, num_tokens_B: jax.Array
-    ) -> jax.Array:
+    def _write(self, old_BKSH, new_BKTH, start_B, num_tokens_B):
         t_T = jnp.arange(new_BKTH.shape[2])
         position_BT = start_B[:, None] + t_T
         kept_BT = (t_T < num_tokens_B[:, None]) & (position_BT < self.capacity)
@@ -190,9 +180,8 @@ class Ring(Contiguous):
         return 0, jnp.minimum(high, self.blocks(width)[1])
 
     def remembers(self, length_B: Any, reached_B: jax.Array) -> Any:
-        """Where nothing that the window reaches back to was overwritten."""
-        window: Any = self.window
-        return jnp.maximum(length_B - window + 1, 0) >= reached_B - self.slots
+        """As far as what was written since did not take the place of what the window reaches back to."""
+        return jnp.maximum(length_B + self.most_at_once, self.slots) >= reached_B
 
     def reorder_tail(self, index_B: jax.Array, first: jax.Array, count: int) -> Self:
         """All of it: a ring is short, and the part might run over its end."""
@@ -205,14 +194,6 @@ def slots_of(window: int | None, capacity: int) -> int:
     if window is None:
         return all_slots
     return min(all_slots, -(-(window + RING_SLACK - 1) // _RING_MULTIPLE) * _RING_MULTIPLE)
-
-
-def empty_layer(shape_BKH: tuple[int, int, int], window: int | None, capacity: int, dtype: Any) -> Contiguous:
-    """What keeps a layer's keys and values, of a float type or a format in `KV_BITS`, before the first."""
-    B, K, H = shape_BKH
-    shape = B, K, slots_of(window, capacity), H
-    k, v = (empty(shape, dtype) if dtype in KV_BITS else jnp.zeros(shape, dtype) for _ in "kv")
-    return (Ring if shape[2] < capacity else Contiguous)(k, v, window, capacity)
 
 
 def fresh(k_BKSH: jax.Array, v_BKSH: jax.Array, window: int | None = None) -> Contiguous:

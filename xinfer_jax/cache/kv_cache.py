@@ -13,8 +13,8 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError, shown
 from ..memory import check_memory
 from ..weights.params import resolve_dtype
-from .kinds import RING_SLACK, Contiguous, Ring, empty_layer, slots_of
-from .quantized import KV_BITS, QuantizedKV, vector_bytes
+from .kinds import RING_SLACK, Contiguous, Ring, slots_of
+from .quantized import KV_BITS, QuantizedKV, empty, vector_bytes
 
 LARGEST_CALL = RING_SLACK
 
@@ -86,7 +86,7 @@ def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: 
             f"rope type 'longrope' changes its factors beyond {limit} tokens, so cached keys would no longer"
             f" fit: for a cache of capacity {capacity}, fix them by with_fixed_rope, as generate does"
         )
-    dtype = _resolved(dtype)
+    dtype = dtype if isinstance(dtype, str) and dtype in KV_BITS else resolve_dtype(dtype)
     check_memory(
         cache_bytes(config, batch, capacity, dtype),
         f"keys and values of {batch} rows of {capacity} tokens",
@@ -98,14 +98,14 @@ def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: 
 
 
 def empty_layers(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> tuple[Contiguous, ...]:
-    """What `init_cache` makes for each layer."""
-    shape_BKH = batch, config.num_key_value_heads, config.head_dim
-    dtype = _resolved(dtype)
-    return tuple(empty_layer(shape_BKH, window, capacity, dtype) for window in config.layer_windows)
+    """What `init_cache` makes for each layer; dtype: a float type or a name in `KV_BITS`."""
 
+    def layer(window: int | None) -> Contiguous:
+        shape = batch, config.num_key_value_heads, slots_of(window, capacity), config.head_dim
+        k, v = (empty(shape, dtype) if dtype in KV_BITS else jnp.zeros(shape, dtype) for _ in "kv")
+        return (Ring if shape[2] < capacity else Contiguous)(k, v, window, capacity)
 
-def _resolved(dtype: Any) -> Any:
-    return dtype if isinstance(dtype, str) and dtype in KV_BITS else resolve_dtype(dtype)
+    return tuple(map(layer, config.layer_windows))
 
 
 def cache_bytes(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> int:

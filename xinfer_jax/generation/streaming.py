@@ -19,13 +19,14 @@ import kernels_pallas
 
 from ..cache.kv_cache import empty_layers, init_cache, truncate
 from ..cache.prefix import kept_prefix
+from ..cache.quantized import KV_BITS
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..model.attention import attention_impl, check_impl, selected
 from ..model.decoder import head
 from ..sampling.logprobs import no_alternatives, rows_of_tokens
 from ..stats import GenerateStats, Stopwatch, give_back_memory, peak_bytes
-from ..weights.params import Params, activation_dtype, cache_dtype, tree_bytes
+from ..weights.params import Params, activation_dtype, cache_dtype, resolve_dtype, tree_bytes
 from ..weights.quantized import is_quantized
 from .batches import check_room, eos_array, lengths, padded, prompt_context
 from .doors import (
@@ -148,7 +149,8 @@ def kernels_used(
     capacity = capacity or chosen_capacity(config, 1, GenerateOptions.max_new_tokens)
     dtype, leaf = activation_dtype(params), head(params)
     query = jax.ShapeDtypeStruct((rows, 1, config.num_attention_heads, config.head_dim), dtype)
-    layers = jax.eval_shape(lambda: empty_layers(config, rows, capacity, kv_dtype or cache_dtype(params)))
+    held = kv_dtype if kv_dtype in KV_BITS else resolve_dtype(kv_dtype or cache_dtype(params))
+    layers = jax.eval_shape(lambda: empty_layers(config, rows, capacity, held))
     used = {
         kernel: _by_layer(kernel, impl, query, layers) for kernel in ("prefill_attention", "decode_attention")
     }

@@ -228,15 +228,9 @@ def _attend(
     else:
         keys = cache.layers[index].append(k_BTKH, v_BTKH, cache.length_B, num_tokens_B)
         start_B, length_B = cache.length_B, cache.length_B + num_tokens_B
-    scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
+    scale, cap = (config.query_pre_attn_scalar or config.head_dim) ** -0.5, config.attn_logit_softcapping
     out_BTNH = attention(
-        q_BTNH,
-        keys,
-        length_B=length_B,
-        start_B=start_B,
-        scale=scale,
-        soft_cap=config.attn_logit_softcapping,
-        impl=impl,
+        q_BTNH, keys, length_B=length_B, start_B=start_B, scale=scale, soft_cap=cap, impl=impl
     )
     return linear(out_BTNH.reshape(B, T, -1), layer["o"]), keys
 
