@@ -2,7 +2,7 @@
 driven by the config.
 """
 
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,36 +19,21 @@ from .attention import attention, check_impl
 from .experts import mixture_of_experts
 from .layers import embed, gated_mlp, linear, norm, rotary_angles, rotate, soft_cap
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # from Python 3.13 on typing's own has defaults
 
-@overload
+    MaybeCache = TypeVar("MaybeCache", bound=KVCache | None, default=None)
+
+
 def forward(
     params: Params,
     config: ModelConfig,
     tokens_BT: AnyArray,
-    cache: None = None,
+    cache: "MaybeCache" = None,  # type: ignore[assignment]
     num_tokens_B: AnyArray | None = None,
     *,
     impl: str | None = None,
-) -> tuple[jax.Array, None]: ...
-@overload
-def forward(
-    params: Params,
-    config: ModelConfig,
-    tokens_BT: AnyArray,
-    cache: KVCache,
-    num_tokens_B: AnyArray | None = None,
-    *,
-    impl: str | None = None,
-) -> tuple[jax.Array, KVCache]: ...
-def forward(
-    params: Params,
-    config: ModelConfig,
-    tokens_BT: AnyArray,
-    cache: KVCache | None = None,
-    num_tokens_B: AnyArray | None = None,
-    *,
-    impl: str | None = None,
-) -> tuple[jax.Array, KVCache | None]:
+) -> "tuple[jax.Array, MaybeCache]":
     """Logits of every token. Not jitted: the caller jits it. Without a cache it has reverse-mode gradients in
     every leaf.
 
