@@ -2,6 +2,7 @@
 driven by the config.
 """
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -208,14 +209,16 @@ def _attend(
     if angles[index] is not None:
         q_BTNH, k_BTKH = rotate(q_BTNH, *angles[index]), rotate(k_BTKH, *angles[index])
     if cache is None:
-        keys = fresh(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2), config.layer_windows[index])
+        keys = fresh(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2))
         start_B, length_B = None, num_tokens_B
     else:
         keys = cache.layers[index].append(k_BTKH, v_BTKH, cache.length_B, num_tokens_B)
         start_B, length_B = cache.length_B, cache.length_B + num_tokens_B
     scale, cap = (config.query_pre_attn_scalar or config.head_dim) ** -0.5, config.attn_logit_softcapping
+    # The model's own window: a cache that keeps every token may have been made without one.
+    windowed = dataclasses.replace(keys, window=config.layer_windows[index])
     out_BTNH = attention(
-        q_BTNH, keys, length_B=length_B, start_B=start_B, scale=scale, soft_cap=cap, impl=impl
+        q_BTNH, windowed, length_B=length_B, start_B=start_B, scale=scale, soft_cap=cap, impl=impl
     )
     return linear(out_BTNH.reshape(B, T, -1), layer["o"]), keys
 
