@@ -17,7 +17,7 @@ from jax import lax
 from ..brief import Brief
 from .quantized import QuantizedKV, by_slot, quantize, widen
 
-RING_SLACK = 512  # tokens that a ring takes at once, at least
+RING_SLACK = 512  # tokens that a ring keeps beyond its window: as many can come at once, or be forgotten
 _RING_MULTIPLE = 64  # slots of a ring: blocks of keys stay aligned
 _MULTIPLE = 8  # of slots: what the bulk copies of Hopper's kernels take; others they would pad in every step
 
@@ -34,7 +34,7 @@ class Block(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Contiguous(Brief):
-    """Position p lies in slot p. S is the capacity rounded up; those slots stay empty."""
+    """Position p lies in slot p. S is the capacity rounded up; slots beyond it stay empty."""
 
     k: jax.Array | QuantizedKV  # [B, K, S, H]
     v: jax.Array | QuantizedKV  # [B, K, S, H]

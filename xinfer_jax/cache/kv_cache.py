@@ -24,7 +24,7 @@ LARGEST_CALL = RING_SLACK
 class KVCache(Brief):
     """Keys and values of every layer, and how much of each row is filled."""
 
-    layers: tuple[Contiguous, ...]  # L times, or another kind
+    layers: tuple[Contiguous, ...]  # L times one of the kinds
     length_B: jax.Array  # int32: tokens held by each row; the next one has this position
     # Bool: a write past the capacity was dropped, or a row was cut to less than its layers remember.
     overflow_B: jax.Array

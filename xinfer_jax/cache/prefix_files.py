@@ -38,18 +38,10 @@ def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelC
     tokens = [list(map(int, row)) for row in prefix.tokens]
     leaves = (np.ascontiguousarray(leaf)[:rows] for leaf in jax.tree.leaves(_in_use(cache, tokens, reached)))
     tensors = {f"{i}": x.view(np.uint16) if x.itemsize == 2 else x for i, x in enumerate(leaves)}
-    kept = dict(
-        format=_FORMAT,
-        tokens=tokens,
-        dtype=cache.dtype,
-        capacity=cache.capacity,
-        reached=reached,
-        factors=prefix.factors,
-    )
+    kept = dict(format=_FORMAT, tokens=tokens, dtype=cache.dtype, capacity=cache.capacity, reached=reached)
+    about = json.dumps(kept | dict(factors=prefix.factors))
     try:
-        save_file(
-            tensors, path, metadata={"xinfer_jax": json.dumps(kept), "model": fingerprint(params, config)}
-        )
+        save_file(tensors, path, metadata={"xinfer_jax": about, "model": fingerprint(params, config)})
     except (OSError, safetensors.SafetensorError) as error:
         raise InputError(f"{path} cannot be written: {error}") from error
 
@@ -100,9 +92,7 @@ def load_prefix(path: str | Path, params: Params, config: ModelConfig, capacity:
     return Prefix(kept["tokens"], cache, fingerprint(params, config), factors)
 
 
-def _metadata(
-    path: str | Path, metadata: dict[str, str], params: Params, config: ModelConfig
-) -> dict[str, Any]:
+def _metadata(path: Any, metadata: dict[str, str], params: Params, config: ModelConfig) -> dict[str, Any]:
     """What a file says about itself, checked."""
     if "xinfer_jax" not in metadata:
         raise InputError(f"{path} is not a saved prefix: write one with save_prefix")
@@ -141,9 +131,8 @@ def _metadata(
 
 def _tensors(path: str | Path, file: Any, like: KVCache, kept: dict[str, Any]) -> Any:
     """What `_in_use` gave of a cache like this one, as it was saved."""
-    wanted, tree = jax.tree.flatten(
-        jax.eval_shape(lambda cache: _in_use(cache, kept["tokens"], kept["reached"]), like)
-    )
+    in_use = partial(_in_use, tokens=kept["tokens"], reached=kept["reached"])
+    wanted, tree = jax.tree.flatten(jax.eval_shape(in_use, like))
     stored = [np.dtype(np.uint16) if x.dtype.itemsize == 2 else x.dtype for x in wanted]
     names = [f"{i}" for i in range(len(wanted))]
     if set(file.keys()) != set(names):
@@ -153,11 +142,8 @@ def _tensors(path: str | Path, file: Any, like: KVCache, kept: dict[str, Any]) -
     arrays = []
     for name, x, dtype in zip(names, wanted, stored, strict=True):
         held = file.get_slice(name)
-        got, want = (
-            (held.get_dtype(), held.get_shape()),
-            (f"{dtype.kind.upper()}{8 * dtype.itemsize}", list(x.shape)),
-        )
-        if got != want:
+        got = held.get_dtype(), held.get_shape()
+        if got != (want := (f"{dtype.kind.upper()}{8 * dtype.itemsize}", list(x.shape))):
             raise InputError(
                 f"{path} is damaged, its tensor {name} is {got} where {want} belongs: save it anew"
             )

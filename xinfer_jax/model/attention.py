@@ -90,12 +90,9 @@ def attention(  # noqa: PLR0913
     return _by_kernel(_Kernel(kernel, chosen, impl is None), rule, *arrays)
 
 
-def attention_impl(
-    kernel: str, impl: str | None, q_BTNH: jax.Array, keys: Contiguous
-) -> kernels_pallas.Selection:
+def attention_impl(kernel: str, impl: str | None, q_BTNH: Any, keys: Contiguous) -> kernels_pallas.Selection:
     """What serves these queries and keys; an InputError as `selected`."""
-    arrays: tuple[Any, ...] = q_BTNH, keys.k, keys.v
-    return selected(kernel, impl, *arrays, ring=not keys.in_order)
+    return selected(kernel, impl, q_BTNH, keys.k, keys.v, ring=not keys.in_order)
 
 
 def check_impl(impl: str | None) -> None:
@@ -104,7 +101,7 @@ def check_impl(impl: str | None) -> None:
         raise InputError(reason)
 
 
-def selected(kernel: str, impl: str | None, *args: jax.Array, ring: bool = False) -> kernels_pallas.Selection:
+def selected(kernel: str, impl: str | None, *args: Any, ring: bool = False) -> kernels_pallas.Selection:
     """What `kernels_pallas` selects, or an InputError with its reason."""
     try:
         return kernels_pallas.select(kernel, impl, *args, ring=ring)
@@ -127,11 +124,7 @@ def _by_kernel(kernel: _Kernel, rule: _Rule, q_BTNH, keys, start_B, length_B):
     arrays = (q_BTNH, keys, start_B, length_B)
     if not kernel.only_on_gpu:
         return fast(*arrays)
-    return lax.platform_dependent(
-        *arrays,
-        cuda=fast,
-        default=lambda q, keys, start, length: _blocked(q, keys, start, length, rule, False),
-    )
+    return lax.platform_dependent(*arrays, cuda=fast, default=partial(_blocked, rule=rule, static=False))
 
 
 def _forward(*args):
@@ -182,7 +175,7 @@ def _query_block(keys: Contiguous, length_B, rule: _Rule, static: bool, q_BKTGH,
     low, high = keys.span(width, start_B, T, length_B)
     if blocks == 1:
         softmax = update(0, softmax)
-    elif static:  # as many steps whatever the lengths: reverse mode passes no loop of another kind
+    elif static:  # as many steps whatever the lengths: reverse mode passes no other loop
         step = lambda i, s: lax.cond((i >= low) & (i < high), update, lambda _, s: s, i, s)  # noqa: E731
         softmax = lax.fori_loop(0, blocks, step, softmax)
     else:
@@ -211,11 +204,8 @@ def _with_block(softmax: _Softmax, q_BKTGH, block: Block, visible_BTS, rule: _Ru
     shrink = jnp.exp(softmax.max_BKTG - max_BKTG)
     v = jnp.where(block.valid_BS[:, None, :, None], block.v_BKSH, 0)  # a weight of 0 does not silence a NaN
     added = _product("bktgs,bksh->bktgh", weights.astype(v.dtype), v)
-    return _Softmax(
-        max_BKTG,
-        softmax.sum_BKTG * shrink + weights.sum(-1),
-        softmax.values_BKTGH * shrink[..., None] + added,
-    )
+    sum_BKTG = softmax.sum_BKTG * shrink + weights.sum(-1)
+    return _Softmax(max_BKTG, sum_BKTG, softmax.values_BKTGH * shrink[..., None] + added)
 
 
 def _product(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
