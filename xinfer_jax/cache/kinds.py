@@ -57,6 +57,8 @@ class Contiguous(Brief):
 
         Padding is never written; what lies past the capacity is dropped.
         """
+        if self.slots > self.capacity:
+            num_tokens_B = jnp.minimum(num_tokens_B, self.capacity - start_B)
 
         def stored(old: Any, new_BTKH: jax.Array) -> Any:
             new: Any = jnp.swapaxes(new_BTKH, 1, 2)
@@ -67,8 +69,6 @@ class Contiguous(Brief):
         return dataclasses.replace(self, k=stored(self.k, k_BTKH), v=stored(self.v, v_BTKH))
 
     def _write(self, old_BKSH, new_BKTH, start_B, num_tokens_B):
-        if self.slots > self.capacity:
-            num_tokens_B = jnp.minimum(num_tokens_B, self.capacity - start_B)
         if len(start_B) == 1:  # one row needs no scatter
             return _write_row(old_BKSH[0], new_BKTH[0], start_B[0], num_tokens_B[0])[None]
         if new_BKTH.shape[2] > 1:
@@ -88,10 +88,11 @@ class Contiguous(Brief):
     def block(self, i: Any, width: int, length_B: jax.Array) -> Block:
         """Block i of rows of that length; quantized keys and values are widened."""
         # The last block overlaps the one before it where the width does not divide S.
-        at = jnp.minimum(i * width, self.slots - width)
-        slot_S, last_B1 = at + jnp.arange(width), length_B[:, None] - 1
+        first, last_B1 = i * width, length_B[:, None] - 1
+        at = jnp.minimum(first, self.slots - width)
+        slot_S = at + jnp.arange(width)
         position_BS = self._positions(slot_S, last_B1)
-        valid_BS = (slot_S >= i * width) & (position_BS >= 0) & (position_BS <= last_B1)
+        valid_BS = (slot_S >= first) & (position_BS >= 0) & (position_BS <= last_B1)
         cut = partial(lax.dynamic_slice_in_dim, start_index=at, slice_size=width, axis=2)
         k, v = (widen(x if width == self.slots else by_slot(cut, x)) for x in (self.k, self.v))
         return Block(k, v, position_BS, valid_BS)
