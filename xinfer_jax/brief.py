@@ -18,7 +18,8 @@ def _short(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{getattr(value, 'name', value.dtype)}{list(value.shape)}"
     if isinstance(value, tuple) and value:
-        return f"{len(value)} × {_short(value[0])}"
+        first = value[0]
+        return f"{len(value)} × {repr(first) if isinstance(first, Brief) else _short(first)}"
     return type(value).__name__ if dataclasses.is_dataclass(value) else repr(value)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..cache.kv_cache import LARGEST_CALL, KVCache
+from ..cache.kv_cache import KVCache
 from ..checks import array_of, token_ids, traced, whole, within
 from ..config.model_config import ModelConfig
 from ..errors import InputError, shown
@@ -236,7 +236,7 @@ def prompt_chunk(cache: KVCache) -> int:
     """
     known = isinstance(cache.length_B, jax.Array) and not traced(cache.length_B)
     platform = next(iter(cache.length_B.devices())).platform if known else "cpu"
-    return min(_CHUNK.get(platform, 512), LARGEST_CALL)
+    return min(_CHUNK.get(platform, _CHUNK["cpu"]), cache.most_at_once)
 
 
 def _decode_step(params, config, token_B, cache, impl):

@@ -80,7 +80,7 @@ def process(logits_BV: jax.Array, sampling_B: SamplingConfig, context: Context) 
             logits_BV,
         )
     logits_BV = processors.min_new_tokens(logits_BV, s.min_new_tokens, c.chosen_B, c.eos_BE)
-    return processors.allowed(logits_BV, c.allowed_BY)
+    return processors.allowed(logits_BV, c.allowed_bits)
 
 
 def warp(
