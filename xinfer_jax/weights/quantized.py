@@ -2,7 +2,7 @@
 dequantize. A matrix has O outputs and I inputs, in groups Q groups of J inputs; Y bytes hold a group of one
 output, J of int8 and J/2 of int4.
 
-How CPU products read those bytes at memory speed (measured: WORKSPACE.md):
+How CPU products read those bytes at memory speed (measured: the room's `__init__`):
 - XLA multiplies int8 by int8 fast, but only from two rows on. An activation is split in two int8 numbers,
   which are two rows: precise to 1/64,500 of the row's largest, and as fast as one.
 - int4 is not taken apart. A byte is low + 16 high, the numbers of inputs j and j + J/2, to be multiplied by
