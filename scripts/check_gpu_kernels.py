@@ -19,6 +19,7 @@ from check_gpu_measure import Case, error_of, in_turns, limit, limit_cases, rand
 
 import kernels_pallas
 from kernels_pallas import reference
+from xinfer_jax.cache.kinds import fresh
 from xinfer_jax.model.attention import attention
 
 KERNELS = ("decode_attention", "prefill_attention", "lm_head_argmax", "argmax")
@@ -153,7 +154,7 @@ def plain(kernel: str, *args: jax.Array, tiny: bool) -> tuple[Callable, tuple]:
     q = q[:, None] if kernel == "decode_attention" else q
     start_B = start[0] if start else length_B - 1
     return lambda q, k, v, start_B, length_B: attention(
-        q, k, v, start_B=start_B, length_B=length_B, scale=q.shape[-1] ** -0.5, impl="xla"
+        q, fresh(k, v), start_B=start_B, length_B=length_B, scale=q.shape[-1] ** -0.5, impl="xla"
     ), (q, k, v, start_B, length_B)
 
 

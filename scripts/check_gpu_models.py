@@ -23,6 +23,7 @@ from check_gpu_measure import Case, error_of, limit, limit_cases, random
 from jax import lax
 
 import xinfer_jax as xj
+from xinfer_jax.cache.kinds import fresh
 from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.model.attention import attention
 
@@ -224,7 +225,7 @@ def gradient(impl: str | None) -> dict[str, Any]:
     args = [random(i, shape, jnp.bfloat16) for i, shape in enumerate(shapes)]
 
     def loss(impl, q, k, v):
-        out = attention(q, k, v, length_B=jnp.array([40, 17]), scale=0.125, impl=impl)
+        out = attention(q, fresh(k, v), length_B=jnp.array([40, 17]), scale=0.125, impl=impl)
         return jnp.square(out.astype(jnp.float32)).sum()
 
     got, want = (jax.jit(jax.grad(partial(loss, impl), (0, 1, 2)))(*args) for impl in (impl, "xla"))

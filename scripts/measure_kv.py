@@ -25,6 +25,7 @@ from absl import flags
 from bench_shapes import hf_config
 
 import xinfer_jax as xj
+from xinfer_jax.cache.kinds import fresh
 from xinfer_jax.cache.quantized import KV_BITS, empty, quantize, widen
 from xinfer_jax.config.model_config import ModelConfig, from_hf
 from xinfer_jax.model.attention import attention
@@ -154,7 +155,7 @@ def _errors_of(layer: Params, config: ModelConfig, index: int, x_BTD, name: str,
     q_BTNH, k, plain = (rotate(heads(leaf), *angles) for leaf in (layer["q"], layer["k"], plain))
     k, plain, v = (jnp.swapaxes(x, 1, 2) for x in (k, plain, heads(layer["v"])))
     exact, got = (
-        attention(q_BTNH, *kv, length_B=length_B, scale=scale) for kv in ((k, v), (held(k), held(v)))
+        attention(q_BTNH, fresh(*kv), length_B=length_B, scale=scale) for kv in ((k, v), (held(k), held(v)))
     )
     return jnp.array([error(held(k), k, k), error(held(k), k, plain), error(got, exact, exact)])
 

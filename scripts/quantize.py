@@ -30,7 +30,7 @@ from absl import flags
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.files import checkpoint_dir, read_json
 from xinfer_jax.checkpoint.loading import BUNDLED
-from xinfer_jax.checkpoint.quantized_formats import save_checkpoint
+from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.compress import awq
 from xinfer_jax.weights.params import tree_bytes
 from xinfer_jax.weights.quantized import GROUP as GROUP_SIZE, is_quantized

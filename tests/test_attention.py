@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from xinfer_jax.cache.kinds import fresh
 from xinfer_jax.model.attention import attention
 
 
@@ -51,8 +52,8 @@ def arrays(seed, B, T, N, K, S, H):
 def test_equals_textbook(N, K, T, S, start, length, window):
     q, k, v = arrays(0, 2, T, N, K, S, 8)
     start, length = np.array(start, np.int32), np.array(length, np.int32)
-    got = jax.jit(attention, static_argnames=("scale", "window"))(
-        q, k, v, start_B=start, length_B=length, scale=0.3, window=window
+    got = jax.jit(attention, static_argnames="scale")(
+        q, fresh(k, v, window), start_B=start, length_B=length, scale=0.3
     )
     real = np.arange(T)[None] < (length - start)[:, None]  # padding queries are undefined
     np.testing.assert_allclose(
@@ -68,9 +69,9 @@ def test_never_written_slots_do_not_leak(T):
     for x in poisoned:
         for b, n in enumerate(length):
             x[b, :, n:] = np.nan
-    clean = attention(q, k, v, start_B=length - 3, length_B=length, scale=1.0)
+    clean = attention(q, fresh(k, v), start_B=length - 3, length_B=length, scale=1.0)
     np.testing.assert_array_equal(
-        attention(q, *poisoned, start_B=length - 3, length_B=length, scale=1.0), clean
+        attention(q, fresh(*poisoned), start_B=length - 3, length_B=length, scale=1.0), clean
     )
 
 
@@ -96,7 +97,7 @@ def test_gradient_equals_that_of_one_softmax(T, window):
         return jax.jit(jax.grad(lambda q, k, v: jnp.sum(function(q, k, v) * mix), argnums=(0, 1, 2)))(q, k, v)
 
     for got, want in zip(
-        loss(lambda q, k, v: attention(q, k, v, length_B=length, scale=0.4, window=window)),
+        loss(lambda q, k, v: attention(q, fresh(k, v, window), length_B=length, scale=0.4)),
         loss(plain),
         strict=True,
     ):
@@ -112,6 +113,6 @@ def test_no_score_matrix_of_a_long_prompt():
     function = jax.jit(attention, static_argnames="scale")
     for start in (None, np.zeros(1, np.int32)):
         compiled = function.lower(
-            q, k, k, length_B=np.array([T], np.int32), start_B=start, scale=1.0
+            q, fresh(k, k), length_B=np.array([T], np.int32), start_B=start, scale=1.0
         ).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < 128 * 2**20

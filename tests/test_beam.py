@@ -120,7 +120,10 @@ def test_moving_the_tail_equals_moving_the_rows():
     cache = xj.init_cache(config, 4, 24, "float32")
     rows = jax.random.normal(jax.random.key(0), cache.k[0].shape)
     shared = rows.at[:, :, :9].set(rows[:1, :, :9])
-    cache = dataclasses.replace(cache, k=(shared, shared + 1), v=(shared + 2, shared + 3))
+    layers = (
+        dataclasses.replace(layer, k=shared + i, v=shared + i + 2) for i, layer in enumerate(cache.layers)
+    )
+    cache = dataclasses.replace(cache, layers=tuple(layers))
     index = np.array([2, 0, 0, 3])
     for first, count in ((9, 15), (5, 40), (20, 15)):
         moved = reorder_tail(cache, index, first, count)

@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint.quantized_formats import save_checkpoint
+from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.compress import awq
 from xinfer_jax.config.model_config import with_fixed_rope
 from xinfer_jax.model import experts

@@ -17,6 +17,7 @@ from test_identities import QWEN, build, prompts
 
 import kernels_pallas
 import xinfer_jax as xj
+from xinfer_jax.cache.kinds import fresh
 from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.model.attention import attention
 from xinfer_jax.model.decoder import hidden_states, unembed
@@ -99,7 +100,7 @@ def test_gradient_through_a_kernel_is_that_of_xla(window):
 
     def loss(q, k, v, impl):
         return jnp.sum(
-            attention(q, k, v, length_B=jnp.array([9, 6]), scale=0.3, window=window, impl=impl) ** 2
+            attention(q, fresh(k, v, window), length_B=jnp.array([9, 6]), scale=0.3, impl=impl) ** 2
         )
 
     for got, want in zip(
@@ -121,7 +122,7 @@ def test_gradient_of_a_decode_step_through_a_kernel():
 
     def loss(q, k, v):
         return jnp.sum(
-            attention(q, k, v, length_B=length, start_B=length - 1, scale=0.3, impl="interpret") ** 2
+            attention(q, fresh(k, v), length_B=length, start_B=length - 1, scale=0.3, impl="interpret") ** 2
         )
 
     def oracle(q, k, v):
@@ -136,7 +137,7 @@ def test_vmap_of_attention_by_kernel_equals_a_loop():
     start = jnp.array([[0], [7], [30]])
 
     def one(q, k, v, start):
-        return attention(q, k, v, length_B=start + 5, start_B=start, scale=0.25, impl="interpret")
+        return attention(q, fresh(k, v), length_B=start + 5, start_B=start, scale=0.25, impl="interpret")
 
     mapped = jax.vmap(one)(q, k, v, start)
     for i in range(3):
@@ -187,9 +188,9 @@ def by_default(q, k, v, length, x, weight):
     """What a forward pass and a decode step ask for, and a gradient, with impl=None."""
 
     def loss(q, k, v):
-        return jnp.sum(attention(q, k, v, length_B=length, scale=0.1).astype(jnp.float32))
+        return jnp.sum(attention(q, fresh(k, v), length_B=length, scale=0.1).astype(jnp.float32))
 
-    decoded = attention(q[:, :1], k, v, length_B=length, start_B=length - 1, scale=0.1)
+    decoded = attention(q[:, :1], fresh(k, v), length_B=length, start_B=length - 1, scale=0.1)
     loss_and_gradient = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
     params, config = {"embed": {"weight": weight}}, from_hf(QWEN)
     assert fuses_head(params, x, None)
@@ -233,12 +234,10 @@ def test_a_single_query_before_the_last_key_does_not_see_past_itself():
         outs = [
             attention(
                 q,
-                k,
-                v,
+                fresh(k, v, window),
                 length_B=jnp.array([20, 9]),
                 start_B=jnp.array([3, 8]),
                 scale=0.2,
-                window=window,
                 impl=impl,
             )
             for impl in ("interpret", "xla")

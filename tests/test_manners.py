@@ -42,7 +42,9 @@ def test_reprs_are_short(model):
     )
     assert repr(out) == "GenerateOutput(2 answers of 2 to 1000 tokens, finish_reason: 1 length, 1 eos)"
     assert repr(beams) == "BeamOutput(2 prompts, 3 sequences of 1 to 2 tokens)"
-    assert repr(prefix).startswith("Prefix(2 rows of 3 to 50 tokens, KVCache(k=1 × float32[2, 2, 64, 8], v=")
+    assert repr(prefix).startswith(
+        "Prefix(2 rows of 3 to 50 tokens, KVCache(layers=1 × Contiguous(k=float32[2, 2, 64, 8]"
+    )
     assert repr(model.tokenizer) == f"Tokenizer(vocabulary 272, EOS ids ({tiny.IM_END}, {tiny.ENDOFTEXT}))"
     for thing in (model, out, beams, prefix, cache, model.tokenizer):
         assert len(repr(thing)) < 220 and "\n" not in repr(thing)
@@ -53,8 +55,8 @@ def test_a_cache_is_described_with_any_leaves(model, dtype):
     """Under a trace, as shapes, and as a tree of something else."""
     cache, seen = xj.init_cache(model.config, 2, 64, dtype), []
     jax.eval_shape(lambda cache: seen.append(repr(cache)), cache)
-    assert seen == [repr(cache)] == [repr(jax.eval_shape(lambda: cache))] and f"k=1 × {dtype}[2, " in seen[0]
-    assert repr(jax.tree.map(lambda leaf: None, cache)).startswith("KVCache(k=1 × ")
+    assert seen == [repr(cache)] == [repr(jax.eval_shape(lambda: cache))] and f"(k={dtype}[2, " in seen[0]
+    assert repr(jax.tree.map(lambda leaf: None, cache)).startswith("KVCache(layers=1 × ")
 
 
 def test_quantized_leaves_are_described():

@@ -8,6 +8,7 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
+from xinfer_jax.cache.prefix import kept_prefix
 
 FIRST, MORE = ([1, 2, 3, 4, 5], [7, 8, 9]), ([11, 12], [13, 14, 15, 16])
 
@@ -84,10 +85,8 @@ def test_saved_and_loaded(model, tmp_path):
 
 def test_bfloat16_survives_a_file(model, tmp_path):
     first = run(model, FIRST, keep_prefix=True, capacity=32)
-    cache = dataclasses.replace(
-        first.prefix.cache,
-        **{n: tuple(x.astype("bfloat16") for x in getattr(first.prefix.cache, n)) for n in ("k", "v")},
-    )
+    layers = jax.tree.map(lambda x: x.astype("bfloat16"), first.prefix.cache.layers)
+    cache = dataclasses.replace(first.prefix.cache, layers=layers)
     xj.save_prefix(
         tmp_path / "cache", dataclasses.replace(first.prefix, cache=cache), model.params, model.config
     )
@@ -110,3 +109,24 @@ def test_refused(model):
             run(model, prompts, prefix=prefix, **given)
     with pytest.raises(xj.InputError, match="keep_prefix with best_of=2"):
         run(model, FIRST, keep_prefix=True, best_of=2)
+
+
+def test_rows_that_hold_nothing(model, tmp_path):
+    """A cache of four rows of which the prefix names three: the fourth is neither asked for nor saved."""
+    params, config = model.params, model.config
+    prompts = [[1, 2, 3, 4, 5], [7, 8, 9], [11, 12]]
+    tokens_BT = np.array([[*row, 0, 0, 0][:5] for row in (*prompts, [1] * 5)])
+    cache = xj.prefill(params, config, tokens_BT, np.array([5, 3, 2, 4]), xj.init_cache(config, 4, 64))[1]
+    prefix = kept_prefix(params, config, prompts, [[6], [6], []], cache)
+    assert prefix.cache.length_B.tolist() == [5, 3, 1, 0]
+    prefix.check(params, config)
+    assert prefix.shared([[1, 2, 3, 9], [7, 8, 9, 6], [11, 12]]).tolist() == [3, 3, 1]
+    with pytest.raises(xj.InputError, match="4 prompts for a prefix of 3 rows"):
+        prefix.shared([[1]] * 4)
+    xj.save_prefix(tmp_path / "cache", prefix, params, config)
+    loaded = xj.load_prefix(tmp_path / "cache", params, config)
+    assert loaded.tokens == prefix.tokens and loaded.cache.length_B.tolist() == [5, 3, 1]
+    np.testing.assert_array_equal(loaded.cache.v[0][:, :, :5], prefix.cache.v[0][:3, :, :5])
+    first = xj.Prefix(prefix.tokens[:2], prefix.cache)
+    with pytest.raises(xj.InputError, match=r"names 5, 3 tokens .* holds 5, 3, 1"):
+        first.check(params, config)

@@ -15,7 +15,7 @@ import tiny
 from safetensors.numpy import load_file, save_file
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint.quantized_formats import save_checkpoint
+from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.weights.params import param_specs
 from xinfer_jax.weights.quantized import GroupedWeight, dequantize, is_quantized, quantize_matrix
 

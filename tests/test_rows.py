@@ -128,14 +128,14 @@ def test_only_allowed_tokens_are_chosen():
     """Bit v % 32 of word v // 32, whatever else a row asks for; greedy rows and those that draw."""
     rows = per_row([xj.SamplingConfig(min_p=0.01), xj.SamplingConfig(temperature=5.0)], 2, V)
     context = start(rows, np.zeros(2, np.int32), np.full((2, 1), -1, np.int32), np.zeros((2, V), bool))
-    assert context.allowed_BM.shape == (2, 3) and (context.allowed_BM == 2**32 - 1).all()
+    assert context.allowed_bits.shape == (2, 3) and (context.allowed_bits == 2**32 - 1).all()
     logits_BV = jax.random.normal(jax.random.key(0), (2, V))
     np.testing.assert_array_equal(process(logits_BV, rows, context), logits_BV)
-    context.allowed_BM[:] = 0
-    context.allowed_BM[0, 2], context.allowed_BM[1, 0] = 1 << 5 | 1, 1 << 31
+    context.allowed_bits[:] = 0
+    context.allowed_bits[0, 2], context.allowed_bits[1, 0] = 1 << 5 | 1, 1 << 31
     kept = np.isfinite(process(logits_BV, rows, context))
     assert [np.flatnonzero(row).tolist() for row in kept] == [[64, 69], [31]]
-    token_B, _ = choose(logits_BV, jax.random.split(jax.random.key(1), 2), rows, context)
+    token_B, *_ = choose(logits_BV, jax.random.split(jax.random.key(1), 2), rows, context)
     assert token_B[0] in (64, 69) and token_B[1] == 31
 
 

@@ -8,7 +8,7 @@ from test_identities import CONFIGS, build
 
 import kernels_pallas
 import xinfer_jax as xj
-from xinfer_jax.cache.prefix import Prefix, load_prefix, save_prefix
+from xinfer_jax.cache.kinds import Ring
 from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.model.decoder import hidden_states
 
@@ -34,7 +34,7 @@ def filled(model, capacity, counts):
 def test_what_lies_past_the_capacity_is_dropped_and_flagged(model, counts):
     """Seven tokens for five places: the third call straddles the end, the fourth is past it."""
     cache, enough = filled(model, 5, counts), filled(model, 8, counts)
-    assert cache.capacity == 5 and not cache.is_ring(0) and cache.reached_B is None
+    assert cache.capacity == 5 and not isinstance(cache.layers[0], Ring) and cache.reached_B is None
     assert cache.length_B.tolist() == [min(n, 5) for n in counts]
     assert cache.overflow_B.tolist() == [n > 5 for n in counts]
     for full, short in zip((*enough.k, *enough.v), (*cache.k, *cache.v), strict=True):
@@ -46,9 +46,9 @@ def test_what_lies_past_the_capacity_is_dropped_and_flagged(model, counts):
 
 
 def test_a_full_row_outlives_its_call_in_a_file(model, tmp_path):
-    prefix = Prefix([[1, 2, 3, 4, 5]], filled(model, 5, [5]))
-    save_prefix(tmp_path / "prefix", prefix, *model)
-    again = load_prefix(tmp_path / "prefix", *model).cache
+    prefix = xj.Prefix([[1, 2, 3, 4, 5]], filled(model, 5, [5]))
+    xj.save_prefix(tmp_path / "prefix", prefix, *model)
+    again = xj.load_prefix(tmp_path / "prefix", *model).cache
     assert again.capacity == 5
     jax.tree.map(np.testing.assert_array_equal, again, prefix.cache)
 
@@ -57,7 +57,7 @@ def test_layers_are_rings_by_the_capacity_asked_for():
     config = from_hf(CONFIGS["windows-nope-untied"])  # 576 slots for a window of 7
     for capacity, ring in ((570, False), (576, False), (577, True)):
         cache = xj.init_cache(config, 1, capacity)
-        rings = [cache.is_ring(layer) for layer in range(config.num_hidden_layers)]
+        rings = [isinstance(layer, Ring) for layer in cache.layers]
         assert rings == [ring and window is not None for window in config.layer_windows]
         assert (cache.reached_B is not None) == ring
         assert [k.shape[2] for k in cache.k] == [576 if is_ring or not ring else 584 for is_ring in rings]

@@ -17,7 +17,7 @@ ROOMS = {
     "": ("errors", "brief", "checks", "memory", "stats"),
     "config": ("values", "rope", "families", "model_config"),
     "weights": ("products", "quantized", "params"),
-    "cache": ("quantized", "kv_cache", "fingerprint", "prefix"),
+    "cache": ("quantized", "kinds", "kv_cache", "fingerprint", "prefix", "prefix_files"),
     "model": ("layers", "experts", "attention", "decoder", "greedy"),
     "sampling": (
         "processors", "biases", "generation_config", "settings", "context", "choice", "logprobs",
@@ -27,7 +27,10 @@ ROOMS = {
         "state", "loop", "doors", "speculation", "options", "faults", "batches", "run", "streaming",
         "kernels", "beams", "scoring",
     ),
-    "checkpoint": ("files", "chat_template", "tokenizer", "quantized_formats", "loading"),
+    "checkpoint": (
+        "files", "template_work", "chat_template", "tokenizer", "detokenizer", "own_format",
+        "quantized_formats", "loading",
+    ),
     "text": (),
     "cli": ("terminal", "process", "program", "startup", "answer", "chat", "answer_flags", "chat_flags"),
 }  # fmt: skip

@@ -10,7 +10,8 @@ import tokenizers
 from tokenizers import processors
 
 import xinfer_jax as xj
-from xinfer_jax.checkpoint.tokenizer import CHATML, IncrementalDecoder
+from xinfer_jax.checkpoint.detokenizer import IncrementalDecoder
+from xinfer_jax.checkpoint.tokenizer import CHATML
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi 你好"}]

@@ -9,7 +9,8 @@ from importlib import import_module
 TYPE_CHECKING = False  # as a type checker reads it; typing would be most of what this import costs
 if TYPE_CHECKING:
     from .cache.kv_cache import KVCache as KVCache, init_cache as init_cache, truncate as truncate
-    from .cache.prefix import Prefix as Prefix, load_prefix as load_prefix, save_prefix as save_prefix
+    from .cache.prefix import Prefix as Prefix
+    from .cache.prefix_files import load_prefix as load_prefix, save_prefix as save_prefix
     from .checkpoint.loading import Model as Model, load_model as load_model
     from .checkpoint.tokenizer import Tokenizer as Tokenizer
     from .config.model_config import ModelConfig as ModelConfig, from_hf as from_hf
@@ -61,7 +62,8 @@ _HOMES = {
     "model.decoder": ("embed_tokens", "forward", "hidden_states", "unembed"),
     "generation.options": ("GenerateOptions", "GenerateOutput"),
     "weights.params": ("init_params",),
-    "cache.prefix": ("Prefix", "load_prefix", "save_prefix"),
+    "cache.prefix": ("Prefix",),
+    "cache.prefix_files": ("load_prefix", "save_prefix"),
     "config.rope": ("RopeConfig",),
     "sampling.settings": ("SamplingConfig",),
     "generation.scoring": ("score", "score_completions"),

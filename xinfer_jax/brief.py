@@ -10,15 +10,16 @@ class Brief:
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        values = ", ".join(f"{f.name}={_short(getattr(self, f.name))}" for f in fields)
-        return f"{type(self).__name__}({values})"
+        given = ", ".join(f"{f.name}={_short(getattr(self, f.name))}" for f in fields)
+        return f"{type(self).__name__}({given})"
 
 
 def _short(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{getattr(value, 'name', value.dtype)}{list(value.shape)}"
     if isinstance(value, tuple) and value:
-        return f"{len(value)} × {_short(value[0])}"
+        first = value[0]
+        return f"{len(value)} × {repr(first) if isinstance(first, Brief) else _short(first)}"
     return type(value).__name__ if dataclasses.is_dataclass(value) else repr(value)
 
 

@@ -21,9 +21,7 @@ def check_memory(need: int, what: str, remedy: str) -> None:
 
 @functools.cache
 def memory_bytes() -> int:
-    """Of the devices of this process together; on CPU, of the machine, or less where the process may have
-    less.
-    """
+    """Of this process's devices together; on CPU, of the machine, or less where the process may have less."""
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
     return sum(limits) if all(limits) else min(_of_the_process())
 

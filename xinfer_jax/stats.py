@@ -71,8 +71,8 @@ class GenerateStats:
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        new = self.prompt_tokens - self.reused_tokens
-        return new / self.prefill_seconds if self.prefill_seconds else 0.0
+        read = self.prompt_tokens - self.reused_tokens
+        return read / self.prefill_seconds if self.prefill_seconds else 0.0
 
     @property
     def decode_tokens_per_second(self) -> float:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, cast, overload
 
 import jax
 
+from .checkpoint.detokenizer import IncrementalDecoder
 from .checkpoint.loading import Model
-from .checkpoint.tokenizer import IncrementalDecoder, Tokenizer
+from .checkpoint.tokenizer import Tokenizer
 from .checks import in_order
 from .errors import InputError, shown
 from .generation.options import GenerateOptions, GenerateOutput, asked

@@ -3,7 +3,7 @@ on top of 4 bits.
 
 GEAR (Kang et al. 2024) keeps the outliers apart, which narrows the range that is divided into steps, and adds
 a low-rank part of what rounding loses. Here tokens come one by one, so the directions of that part are those
-of the tokens that begin the row, and a token adds its coordinates along them.
+of the tokens that begin the row, and a token adds its coordinates along them. Z: how many directions.
 """
 
 import dataclasses
@@ -32,9 +32,9 @@ class QuantizedKV(Brief):
     # uint8 [B, K, S, H]; with 4 bits [B, K, S, H/2], dimension h in the low half of a byte and h + H/2 in the
     # high one; with a basis followed by the places of the two outliers
     values: jax.Array
-    # Float16 [B, K, S, 2]: step and low; with a basis followed by the two outliers and R coordinates.
+    # Float16 [B, K, S, 2]: step and low; with a basis followed by the two outliers and Z coordinates.
     scale: jax.Array
-    basis: jax.Array | None  # float32 [B, K, R, H], orthonormal or zeros; None: no GEAR
+    basis: jax.Array | None  # float32 [B, K, Z, H], orthonormal or zeros; None: no GEAR
     bits: int = dataclasses.field(metadata=dict(static=True))
 
     @property
@@ -111,7 +111,7 @@ def quantize(x_BKTH: jax.Array, like: QuantizedKV, first_B: jax.Array | None = N
     basis = varying_as(like.basis, lost, first_B)
     if first_B is not None and x.shape[2] > 1:  # a single token has no directions
         basis = lax.cond(jnp.any(first_B > 0), lambda: _directions(lost, basis, first_B), lambda: basis)
-    along = jnp.einsum("bkth,bkrh->bktr", lost, basis, precision=lax.Precision.HIGHEST)
+    along = jnp.einsum("bkth,bkjh->bktj", lost, basis, precision=lax.Precision.HIGHEST)
     outliers = (jnp.take_along_axis(x, at, -1) for at in (least, largest))
     values = jnp.concatenate([level, least.astype(jnp.uint8), largest.astype(jnp.uint8)], -1)
     scale = jnp.concatenate([scale, *(part.astype(jnp.float16) for part in (*outliers, along))], -1)
@@ -126,7 +126,7 @@ def widen(x: jax.Array | QuantizedKV) -> jax.Array:
         return _levels(x.values, x.scale, x.bits)
     level, least, largest = jnp.split(x.values, (x.values.shape[-1] - 2, x.values.shape[-1] - 1), -1)
     scale, low, high, along = jnp.split(x.scale.astype(jnp.float32), (2, 3, 4), -1)
-    lost = jnp.einsum("bksr,bkrh->bksh", along, x.basis, precision=lax.Precision.HIGHEST)
+    lost = jnp.einsum("bksj,bkjh->bksh", along, x.basis, precision=lax.Precision.HIGHEST)
     y = _levels(level, scale, x.bits) + lost
     return jnp.where(_is_at(least, y), low, jnp.where(_is_at(largest, y), high, y))
 
@@ -156,10 +156,10 @@ def _is_at(at, x):
     return jnp.arange(x.shape[-1]) == at
 
 
-def _directions(lost_BKTH, basis_BKRH, first_B):
-    """The R directions in which the first first_B[b] tokens lost most; the old ones where there are none.
+def _directions(lost_BKTH, basis_BKZH, first_B):
+    """The Z directions in which the first first_B[b] tokens lost most; the old ones where there are none.
 
-    Fewer tokens than R lose in fewer directions: the rest would be chosen by rounding, another one in another
+    Fewer tokens than Z lose in fewer directions: the rest would be chosen by rounding, another one in another
     batch, so they are zeros.
     """
     counts_BT = jnp.arange(lost_BKTH.shape[2]) < first_B[:, None]
@@ -169,5 +169,5 @@ def _directions(lost_BKTH, basis_BKRH, first_B):
     )
     known_BKH = values_BKH > 1e-5 * values_BKH[..., -1:]  # eigenvalues ascend
     directions_BKHH = jnp.where(known_BKH[..., None], jnp.swapaxes(vectors_BKHH, 2, 3), 0)
-    found = directions_BKHH[:, :, -basis_BKRH.shape[2] :]
-    return jnp.where((first_B > 0)[:, None, None, None], found, basis_BKRH)
+    found = directions_BKHH[:, :, -basis_BKZH.shape[2] :]
+    return jnp.where((first_B > 0)[:, None, None, None], found, basis_BKZH)

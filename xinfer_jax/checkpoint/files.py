@@ -10,20 +10,10 @@ from ..errors import InputError
 
 # What a checkpoint is loaded from; the rest of a hub repository is not fetched.
 _PATTERNS = [
-    "config.json",
-    "quantize_config.json",
-    "quant_config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "model.safetensors",
-    "model-*.safetensors",
-    "model.safetensors.index.json",
-]
-
-
+    "config.json", "quantize_config.json", "quant_config.json", "generation_config.json", "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "model.safetensors",
+    "model-*.safetensors", "model.safetensors.index.json",
+]  # fmt: skip
 _LARGEST = 2**25  # bytes of a small file: JSON takes twenty times as much once it is read
 
 

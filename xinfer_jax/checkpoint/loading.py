@@ -5,6 +5,7 @@ time.
 import dataclasses
 import math
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,12 @@ from ..weights.params import (
 )
 from ..weights.quantized import check_method, is_quantized, quantized_leaf
 from .files import checkpoint_dir, is_there, read_json
-from .quantized_formats import FileFormat, Part, read_format, with_old_settings
+from .own_format import OwnFormat, Part
+from .quantized_formats import FileFormat, read_format
 from .tokenizer import Tokenizer, eos_ids
 
 BUNDLED = Path(__file__).parents[1] / "assets"  # the small trained checkpoint that comes with the library
+_TIED = ("model.embed_tokens.weight", "lm_head.weight")  # names of a matrix that is both
 _FLOATS = {"F32", "F16", "BF16"}
 _NOT_WEIGHTS = "rotary_emb.inv_freq"  # tables that old Llama checkpoints carry along
 
@@ -74,11 +77,11 @@ def load_model(
 
     Args:
         path_or_repo_id: directory with config.json and safetensors (and tokenizer.json, if text is wanted),
-            or a hub name owner/name; None: the bundled checkpoint. Quantized ones (quantized_files.py) are
+            or a hub name owner/name; None: the bundled checkpoint. Quantized ones (quantized_formats.py) are
             kept as they are stored.
         dtype: float32, bfloat16 or float16, whatever the checkpoint's; None: float32 on CPU, bfloat16
             elsewhere.
-        quantize: None, or "int8" or "int4": the matrices in fewer bytes (quantization.py), rounded to nearest
+        quantize: None, or "int8" or "int4": the matrices in fewer bytes (quantized.py), rounded to nearest
             while loading.
 
     Raises:
@@ -91,7 +94,7 @@ def load_model(
     settings = read_json(path / "config.json")
     if settings is None:
         raise InputError(f"{path} holds no config.json: give the directory of a Hugging Face checkpoint")
-    config, stored = from_hf(settings), read_format(with_old_settings(settings, path))
+    config, stored = from_hf(settings), read_format(settings, path)
     if stored and quantize:
         raise InputError(
             f"{path} is already quantized ({stored.method}), and quantize={quantize!r} is asked for: load it"
@@ -105,45 +108,26 @@ def load_model(
     possible = tuple(i for i in ends if 0 <= i < config.vocab_size)
     config = dataclasses.replace(config, eos_token_ids=possible)
     params = load_params(path, config, dtype, quantize, stored)
-    stats = LoadStats(
-        time.perf_counter() - start,
-        tree_bytes(params),
-        stored.method if stored else quantize or jnp.dtype(dtype).name,
-    )
+    kind = stored.method if stored else quantize or jnp.dtype(dtype).name
+    stats = LoadStats(time.perf_counter() - start, tree_bytes(params), kind)
     return Model(params, config, tokenizer, generation, stats)
 
 
 def load_params(
-    path: Path, config: ModelConfig, dtype: Any, quantize: str | None = None, stored: FileFormat | None = None
+    path: Path, config: ModelConfig, dtype: Any, quantize: str | None, stored: FileFormat | OwnFormat | None
 ) -> Params:
     """The parameter tree from the safetensors in a directory.
 
     Peak memory is the weights in `dtype` plus one tensor: files are memory-mapped, each tensor is converted
     into memory that the array then keeps (on CPU without a further copy).
     """
-    files = _weight_files(path)
-    names = {file: list(handle.keys()) for file, handle in files.items()}
-    tensors = {name: files[file] for file, held in names.items() for name in held}
-    if len(tensors) < sum(map(len, names.values())):
-        raise InputError(f"{path}: two shards hold the same tensor; fetch the checkpoint again")
-    if config.num_hidden_layers > len(tensors):
-        raise InputError(
-            f"{path}: num_hidden_layers is {config.num_hidden_layers} in config.json, and the files hold only"
-            f" {len(tensors)} tensors: these weights are not of this config"
-        )
-    specs, tree = jax.tree.flatten(param_specs(config))
-    specs = [dataclasses.replace(spec, hf_name=_stored_name(spec, config, tensors)) for spec in specs]
-    asked = sum(spec.shape[0] for spec in specs if "{}" in spec.hf_name and spec.fused_name not in tensors)
-    if asked > 2 * len(tensors):
-        raise InputError(
-            f"{path}: config.json asks for {asked} tensors of experts, and the files hold only {len(tensors)}"
-            " tensors: these weights are not of this config"
-        )
+    tensors = _open_tensors(path)
+    specs, tree = _specs(path, config, tensors)
     parts = [stored.parts(spec.hf_name, spec.shape, tensors) if stored else {} for spec in specs]
     wanted: dict[str, Part] = {}
     for spec, part in zip(specs, parts, strict=True):
         wanted |= part or {name: (shape, _FLOATS) for name, shape in spec.stored(tensors).items()}
-    spare = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    spare = {_TIED[1]} if config.tie_word_embeddings else set()
     spare |= {
         name for name in tensors if name.endswith(_NOT_WEIGHTS) or stored and stored.spare(name, tensors)
     }
@@ -155,48 +139,45 @@ def load_params(
         if stored and part:
             return jax.device_put(stored.leaf(spec.hf_name, spec.shape, tensors))
         tensor = spec.read(tensors)
-        return (
-            _array(spec.hf_name, tensor, dtype)
-            if quantize is None or tensor.ndim == 1
-            else quantized_leaf(tensor, spec.hf_name, quantize)
-        )
+        if quantize is None or tensor.ndim == 1:
+            return _array(spec.hf_name, tensor, dtype)
+        return quantized_leaf(tensor, spec.hf_name, quantize)
 
     return jax.tree.unflatten(tree, map(leaf, specs, parts))
 
 
-def _weight_files(path: Path) -> dict[str, Any]:
-    """Open safetensors by file name: the single file, or the shards that the index names."""
-    index = None
+def _open_tensors(path: Path) -> dict[str, Any]:
+    """For every tensor the open safetensors that hold it: the single file, or shards that the index names."""
+    placed: dict[str, str] = {}
     if is_there(path / "model.safetensors"):
         names = ["model.safetensors"]
     elif (index := read_json(path / "model.safetensors.index.json")) is not None:
-        names = _shard_names(path, index)
+        names, placed = _shard_names(path, index), index["weight_map"]
     else:
         raise InputError(
             f"{path} holds neither model.safetensors nor model.safetensors.index.json: only safetensors"
             " weights are read"
         )
-    files = {}
+    held: dict[str, dict[str, Any]] = {}
     for name in names:
         try:
-            files[name] = safe_open(path / name, "numpy")
+            file = safe_open(path / name, "numpy")
         except (SafetensorError, OSError) as error:
             raise InputError(f"{path / name} is truncated or no safetensors file: {error}") from error
-    if index is not None:
-        held = {name: set(file.keys()) for name, file in files.items()}
-        for tensor, name in index["weight_map"].items():
-            if tensor not in held[name]:
-                raise InputError(f"{path}: the index says that {name} holds {tensor}, but it does not")
-    return files
+        held[name] = dict.fromkeys(file.keys(), file)
+    for tensor, name in placed.items():
+        if tensor not in held[name]:
+            raise InputError(f"{path}: the index says that {name} holds {tensor}, but it does not")
+    tensors = dict(chain.from_iterable(part.items() for part in held.values()))
+    if len(tensors) < sum(map(len, held.values())):
+        raise InputError(f"{path}: two shards hold the same tensor; fetch the checkpoint again")
+    return tensors
 
 
 def _shard_names(path: Path, index: dict[str, Any]) -> list[str]:
     shards = index.get("weight_map")
-    if (
-        not isinstance(shards, dict)
-        or not shards
-        or not all(isinstance(name, str) for name in shards.values())
-    ):
+    named = isinstance(shards, dict) and all(isinstance(name, str) for name in shards.values())
+    if not named or not shards:
         raise InputError(
             f"{path / 'model.safetensors.index.json'} holds no weight_map of tensor names to file names"
         )
@@ -213,16 +194,31 @@ def _shard_names(path: Path, index: dict[str, Any]) -> list[str]:
     return names
 
 
+def _specs(path: Path, config: ModelConfig, tensors: dict[str, Any]) -> tuple[list[ParamSpec], Any]:
+    """All specs, by the names that the files have, and the tree they make; InputError where there are far
+    more of them than tensors.
+    """
+    if config.num_hidden_layers > len(tensors):
+        raise InputError(
+            f"{path}: num_hidden_layers is {config.num_hidden_layers} in config.json, and the files hold only"
+            f" {len(tensors)} tensors: these weights are not of this config"
+        )
+    specs, tree = jax.tree.flatten(param_specs(config))
+    specs = [dataclasses.replace(spec, hf_name=_stored_name(spec, config, tensors)) for spec in specs]
+    asked = sum(spec.shape[0] for spec in specs if "{}" in spec.hf_name and spec.fused_name not in tensors)
+    if asked > 2 * len(tensors):
+        raise InputError(
+            f"{path}: config.json asks for {asked} tensors of experts, and the files hold only {len(tensors)}"
+            " tensors: these weights are not of this config"
+        )
+    return specs, tree
+
+
 def _stored_name(spec: ParamSpec, config: ModelConfig, tensors: dict[str, Any]) -> str:
     """The matrix that a tied model shares may be stored under either of its names."""
-    if (
-        config.tie_word_embeddings
-        and spec.hf_name == "model.embed_tokens.weight"
-        and spec.hf_name not in tensors
-        and "lm_head.weight" in tensors
-    ):
-        return "lm_head.weight"
-    return spec.hf_name
+    embedding, head = _TIED
+    tied = config.tie_word_embeddings and spec.hf_name == embedding
+    return head if tied and embedding not in tensors and head in tensors else spec.hf_name
 
 
 def _check_tensors(path: Path, tensors: dict[str, Any], wanted: dict[str, Part], spare: set[str]) -> None:
@@ -246,12 +242,11 @@ def _check_tensors(path: Path, tensors: dict[str, Any], wanted: dict[str, Part],
 
 def _check_tied(path: Path, config: ModelConfig, tensors: dict[str, Any]) -> None:
     """Raises InputError where a tied model's one matrix is stored twice, and not alike."""
-    names = ("model.embed_tokens.weight", "lm_head.weight")
-    if config.tie_word_embeddings and all(name in tensors for name in names):
-        if not np.array_equal(*(tensors[name].get_tensor(name) for name in names)):
+    if config.tie_word_embeddings and all(name in tensors for name in _TIED):
+        if not np.array_equal(*(tensors[name].get_tensor(name) for name in _TIED)):
             raise InputError(
-                f"{path}: the weights do not fit config.json: tie_word_embeddings is true, but {names[1]}"
-                f" differs from {names[0]}"
+                f"{path}: the weights do not fit config.json: tie_word_embeddings is true, but {_TIED[1]}"
+                f" differs from {_TIED[0]}"
             )
 
 

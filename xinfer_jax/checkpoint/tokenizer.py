@@ -1,6 +1,4 @@
-"""Text to ids and back: the `tokenizers` library, the checkpoint's own chat template, and detokenizing as ids
-come.
-"""
+"""Text to ids and back: the `tokenizers` library, and the checkpoint's own chat template."""
 
 import contextlib
 import functools
@@ -31,7 +29,7 @@ class Tokenizer:
 
     Attributes:
         backend: the `tokenizers.Tokenizer` proper.
-        chat_template: Jinja source.
+        chat_template: Jinja source; where none is given ChatML if the vocabulary has <|im_start|>, else None.
         special_tokens: names that a template may use (bos_token, eos_token, …) and their texts.
         eos_token_ids: ids that end an answer.
     """
@@ -44,13 +42,6 @@ class Tokenizer:
         special_tokens: dict[str, str],
         eos_token_ids: Sequence[int],
     ):
-        """
-        Args:
-            backend: the tokenizer proper.
-            chat_template: Jinja source; None: ChatML where the vocabulary has <|im_start|>, else none.
-            special_tokens: names that a template may use (bos_token, eos_token, …) and their texts.
-            eos_token_ids: ids that end an answer.
-        """
         self.backend = backend
         chatml = CHATML if backend.token_to_id("<|im_start|>") is not None else None
         self.chat_template = chat_template or chatml
@@ -136,38 +127,8 @@ class Tokenizer:
                 " only a text to be continued"
             )
         variables = {"tools": None, "documents": None, **self.special_tokens, **template_kwargs}
-        return render(
-            self.chat_template,
-            variables | dict(messages=messages, add_generation_prompt=add_generation_prompt),
-        )
-
-
-class IncrementalDecoder:
-    """Ids in, pieces of text out, never half a UTF-8 character; joined, the pieces are `decode` of all ids.
-
-    Only a few ids are decoded again at each step: those since the text was last whole, and the ones before
-    for context.
-    """
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._decode = tokenizer.decode
-        self._before: list[int] = []  # the last ids whose text is out
-        self._pending: list[int] = []  # ids whose text is not
-
-    def push(self, token: int) -> str:
-        """The text that this id completes, empty while a character is only half there."""
-        self._pending.append(token)
-        piece = self.finish()
-        if not piece or piece.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        self._before, self._pending = self._pending, []
-        return piece
-
-    def finish(self) -> str:
-        """What is left when no more ids come."""
-        # Decoded behind what comes before, since decoders treat the start of a text apart (a leading space,
-        # for instance).
-        return self._decode(self._before + self._pending)[len(self._decode(self._before)) :]
+        variables |= dict(messages=messages, add_generation_prompt=add_generation_prompt)
+        return render(self.chat_template, variables)
 
 
 @contextlib.contextmanager
@@ -250,7 +211,7 @@ def _longest_token(backend: tokenizers.Tokenizer) -> tuple[bool, int, int] | Non
     """For a tokenizer that loses nothing of a text: whether tokens cover bytes or characters, how many times
     fewer its normalizer can make of them, and the most that a token covers; None: not known to be one.
     """
-    added = [token.content for token in backend.get_added_tokens_decoder().values()]
+    added = backend.get_added_tokens_decoder().values()
     normalizers, splitters = _parts(backend.normalizer), _parts(backend.pre_tokenizer)
     by_bytes = any(part["type"] == "ByteLevel" for part in splitters)
     vocabulary = backend.get_vocab(with_added_tokens=False)
@@ -261,13 +222,14 @@ def _longest_token(backend: tokenizers.Tokenizer) -> tuple[bool, int, int] | Non
         or not (by_bytes or backend.model.byte_fallback)
         or not vocabulary.keys() >= set(pieces)  # nothing is unknown
         # These swallow the spaces beside them.
-        or any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+        or any(token.lstrip or token.rstrip for token in added)
     ):
         return None
     # A composed character stands for four at most, and for three times its bytes.
     shrinks = (3 if by_bytes else 4) if {"type": "NFC"} in normalizers else 1
     covered = max(map(len, vocabulary))  # a character of a byte-level vocabulary is a byte
-    return by_bytes, shrinks, max(covered, *(len(text.encode() if by_bytes else text) for text in added), 1)
+    texts = (token.content.encode() if by_bytes else token.content for token in added)
+    return by_bytes, shrinks, max(covered, *map(len, texts), 1)
 
 
 def _keeps(part: dict[str, Any]) -> bool:
@@ -293,9 +255,8 @@ def _chat_template(path: Path, settings: dict) -> str | None:
         return template
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, by name
-        template = {
-            entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)
-        }.get("default", template)
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default", template)
     if template is not None and not isinstance(template, str):
         raise InputError(
             f"{path / 'tokenizer_config.json'}: chat_template must be a text, or a list of which one is named"
@@ -305,10 +266,7 @@ def _chat_template(path: Path, settings: dict) -> str | None:
 
 
 def eos_ids(
-    generation: dict,
-    config: dict,
-    backend: tokenizers.Tokenizer | None = None,
-    eos_token: str = "",
+    generation: dict, config: dict, backend: tokenizers.Tokenizer | None = None, eos_token: str = ""
 ) -> list[int]:
     """Ids that end an answer: from generation_config.json, else config.json, else the tokenizer's eos_token;
     Qwen's two stops wherever the vocabulary has them. Without a tokenizer, what the two files say.

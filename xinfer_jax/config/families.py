@@ -24,13 +24,11 @@ def _qwen3_moe(hf: Mapping, layers: int) -> dict:
     dense = () if dense is None else dense
     if not isinstance(dense, list | tuple) or not all(type(i) is int and i >= 0 for i in dense):
         raise InputError(f"mlp_only_layers must be a list of layers, got {shown(dense)}")
-    dense = set(dense)
+    windowed = hf if boolean(hf, "use_sliding_window") else {**hf, "sliding_window": None}
     experts = integer(hf, "num_experts" if hf.get("num_local_experts") is None else "num_local_experts")
     return _attention_bias(hf) | dict(
         qk_norm=True,
-        layer_windows=_same_windows(
-            hf if boolean(hf, "use_sliding_window") else {**hf, "sliding_window": None}, layers
-        ),
+        layer_windows=_same_windows(windowed, layers),
         layer_experts=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
         num_experts=experts,
         num_experts_per_tok=at_most(hf, "num_experts_per_tok", experts),
@@ -60,9 +58,8 @@ def _smollm3(hf: Mapping, layers: int) -> dict:
     if bad := [u for u in uses_rope if u not in (0, 1)]:
         raise InputError(f"no_rope_layers holds 1 for rotary embedding and 0 for none, got {shown(bad[0])}")
     uses_rope = tuple(bool(u) for u in uses_rope[:layers])
-    return _llama(hf, layers) | dict(
-        layer_rope=uses_rope, layer_windows=_windows(hf, [not u for u in uses_rope])
-    )
+    windows = _windows(hf, [not u for u in uses_rope])
+    return _llama(hf, layers) | dict(layer_rope=uses_rope, layer_windows=windows)
 
 
 def _olmo3(hf: Mapping, layers: int) -> dict:
@@ -100,61 +97,48 @@ def _gemma2(hf: Mapping, layers: int) -> dict:
 def _gemma3_text(hf: Mapping, layers: int) -> dict:
     refuse(hf, "attn_logit_softcapping")
     windows = _period_windows(hf, layers, integer(hf, "sliding_window_pattern"))
-    return (
-        _gemma(hf, layers)
-        | read_ropes(hf, number(hf, "rope_local_base_freq"))
-        | dict(qk_norm=True, layer_windows=windows)
-    )
+    ropes = read_ropes(hf, number(hf, "rope_local_base_freq"))
+    return _gemma(hf, layers) | ropes | dict(qk_norm=True, layer_windows=windows)
 
 
 def _phi3(hf: Mapping, layers: int) -> dict:
     scaling = dict(rope_settings(hf))
     if scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):  # what earlier versions called it
         scaling["rope_type"] = "longrope"
-    rope = read_rope(
-        {**hf, "rope_scaling": None, "rope_parameters": scaling}, ("default", "longrope"), partial=True
-    )
+    flat = {**hf, "rope_scaling": None, "rope_parameters": scaling}
+    rope = read_rope(flat, ("default", "longrope"), partial=True)
     return dict(rope=rope, fused_projections=True, layer_windows=_same_windows(hf, layers))
 
 
 # What config.json may leave out, as in transformers.
 SHARED_DEFAULTS = dict(
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=False,
-    attention_bias=False,
-    mlp_bias=False,
+    rms_norm_eps=1e-6, tie_word_embeddings=False, attention_bias=False, mlp_bias=False, hidden_act="silu",
     use_sliding_window=False,
-    hidden_act="silu",
-)
+)  # fmt: skip
 _QWEN_DEFAULTS = dict(
     num_key_value_heads=32, max_position_embeddings=32768, sliding_window=4096, max_window_layers=28
 )
 _MOE_DEFAULTS = dict(
     num_key_value_heads=4, max_position_embeddings=32768, sliding_window=4096, decoder_sparse_step=1,
-    moe_intermediate_size=768,
-    num_experts_per_tok=8, num_experts=128, norm_topk_prob=False, mlp_only_layers=None,
+    moe_intermediate_size=768, num_experts_per_tok=8, num_experts=128, norm_topk_prob=False,
+    mlp_only_layers=None,
 )  # fmt: skip
 _SMOLLM3_DEFAULTS = dict(
-    num_key_value_heads=4,
-    max_position_embeddings=32768,
-    rope_theta=2e6,
-    no_rope_layer_interval=4,
+    num_key_value_heads=4, max_position_embeddings=32768, rope_theta=2e6, no_rope_layer_interval=4,
     tie_word_embeddings=True,
-)
+)  # fmt: skip
 _OLMO3_THETA = 500000.0
 _GEMMA2_DEFAULTS = dict(
     num_key_value_heads=4, head_dim=256, max_position_embeddings=8192, sliding_window=4096,
-    tie_word_embeddings=True,
-    query_pre_attn_scalar=256, hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=50.0,
-    final_logit_softcapping=30.0,
+    tie_word_embeddings=True, query_pre_attn_scalar=256, hidden_activation="gelu_pytorch_tanh",
+    attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
 )  # fmt: skip
 _GEMMA3_DEFAULTS = _GEMMA2_DEFAULTS | dict(
     max_position_embeddings=131072, attn_logit_softcapping=None, final_logit_softcapping=None, rope_theta=1e6,
     rope_local_base_freq=1e4, sliding_window_pattern=6,
 )  # fmt: skip
-FAMILIES: dict[
-    str, tuple[dict[str, Any], Callable[..., dict[str, Any]]]
-] = {  # model_type: (its defaults, its function)
+_Family = Callable[[Mapping, int], dict[str, Any]]
+FAMILIES: dict[str, tuple[dict[str, Any], _Family]] = {  # by model_type: its defaults, its function
     "qwen2": (_QWEN_DEFAULTS, _qwen2),
     "qwen3": (_QWEN_DEFAULTS | dict(head_dim=128), _qwen3),
     "qwen3_moe": (_MOE_DEFAULTS, _qwen3_moe),
@@ -210,11 +194,8 @@ def _windows(hf: Mapping, slides: list[bool]) -> tuple[int | None, ...]:
     """Window per layer from `use_sliding_window`, `sliding_window` and `layer_types`, which overrules
     `slides`.
     """
-    window = (
-        integer(hf, "sliding_window")
-        if boolean(hf, "use_sliding_window") and hf.get("sliding_window") is not None
-        else None
-    )
+    slides_at_all = boolean(hf, "use_sliding_window") and hf.get("sliding_window") is not None
+    window = integer(hf, "sliding_window") if slides_at_all else None
     types = hf.get("layer_types")
     if types is None:
         return tuple(window if s else None for s in slides)

@@ -102,11 +102,9 @@ class ModelConfig:
         """Tokens that a prompt and its answer may reach; linear and yarn scaling stretch the context that was
         trained.
         """
-        stretched = {
-            "linear": self.max_position_embeddings,
-            "yarn": self.rope.original_max_position_embeddings,
-        }.get(self.rope.rope_type, 0)
-        return max(self.max_position_embeddings, int(stretched * self.rope.factor))
+        longest, rope = self.max_position_embeddings, self.rope
+        trained = dict(linear=longest, yarn=rope.original_max_position_embeddings).get(rope.rope_type, 0)
+        return max(longest, int(trained * rope.factor))
 
     def layer_rope_config(self, layer: int) -> RopeConfig | None:
         """The rotary embedding of a layer; None: it has none."""
@@ -139,8 +137,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     hf = {**SHARED_DEFAULTS, **defaults, **hf}
     activation = hf["hidden_activation" if "hidden_activation" in defaults else "hidden_act"]
     _refuse_unsupported(hf, activation)
-    heads = integer(hf, "num_attention_heads")
-    layers = integer(hf, "num_hidden_layers")
+    heads, layers = integer(hf, "num_attention_heads"), integer(hf, "num_hidden_layers")
     hidden = integer(hf, "hidden_size")
     fields: dict[str, Any] = dict(
         model_type=model_type,
@@ -183,9 +180,8 @@ def with_fixed_rope(config: ModelConfig, shortest: int, longest: int) -> ModelCo
             " prompts that are longer"
         )
     factor = config.rope.short_factor if longest <= limit else config.rope.long_factor
-    return dataclasses.replace(
-        config, rope=dataclasses.replace(config.rope, short_factor=factor, long_factor=factor)
-    )
+    rope = dataclasses.replace(config.rope, short_factor=factor, long_factor=factor)
+    return dataclasses.replace(config, rope=rope)
 
 
 def _refuse_unsupported(hf: Mapping, activation: Any) -> None:

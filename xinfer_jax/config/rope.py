@@ -82,11 +82,8 @@ def rope_settings(hf: Mapping) -> Mapping:
 
 
 def _rope(rope_type: str, given: Mapping) -> RopeConfig:
-    needed = {
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-        "linear": ("factor",),
-        "dynamic": ("factor",),
-    }
+    scaled = ("factor",)
+    needed = dict(llama3=(*scaled, "low_freq_factor", "high_freq_factor"), linear=scaled, dynamic=scaled)
     for name in needed.get(rope_type, ()):
         if name not in given:
             raise InputError(f"rope type {rope_type!r} needs {name!r}, which config.json does not give")
@@ -126,13 +123,9 @@ def read_ropes(hf: Mapping, sliding_theta: float) -> dict[str, RopeConfig | None
         )
 
     def one(parameters: Mapping, theta: float) -> RopeConfig:
-        alone = dict(
-            rope_parameters=parameters,
-            rope_scaling=None,
-            rope_theta=theta,
-            original_max_position_embeddings=None,
-        )
-        return read_rope({**hf, **alone}, tuple(t for t in ROPE_TYPES if t != "dynamic"))
+        alone = dict(rope_parameters=parameters, rope_theta=theta)
+        gone = dict(rope_scaling=None, original_max_position_embeddings=None)
+        return read_rope({**hf, **alone, **gone}, tuple(t for t in ROPE_TYPES if t != "dynamic"))
 
     full, sliding = (dict(given.get(kind) or {}) for kind in kinds)
     ropes = one({**full, **objects(hf, "rope_scaling")}, hf["rope_theta"]), one(sliding, sliding_theta)

@@ -1,6 +1,7 @@
 """Prompts to answers. Three verbs: `read` (prompts into the cache), `admit` (a row's numbers into a slot of
-the state; no keys move), `advance` (the one loop; each row ends by its own limit). `generate`, `stream`,
-`decode_loop` and speculation are those three in different orders.
+the state; no keys move), `advance` (the one loop; each row ends by its own limit). `generate`, `stream` and
+`decode_loop` read and advance, since their rows start together; speculation advances by guesses that it
+checks; rows that join others are admitted.
 
 In the order to read: `state` is `DecodeState`, all that belongs to a row, rows in front, with `note`, which
 writes a token down, and `admit`; `loop` has `read` and `advance`; `doors` the jitted `prefill`, `decode_step`

@@ -1,5 +1,6 @@
 """Lists of token ids → arrays, in sizes that few programs serve."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -87,7 +88,8 @@ def first_state(call: Call, prompt_R: np.ndarray) -> DecodeState:
     noted = None
     if options.logprobs or options.logits:
         noted = no_alternatives(R, size, options.logprobs, config.vocab_size, options.logits)
-    return new_state(answer_keys(call.key, prompt_R, answer_R), sampling_R, limit_R, context, size, noted)
+    state = new_state(answer_keys(call.key, prompt_R, answer_R), sampling_R, limit_R, context, size)
+    return dataclasses.replace(state, alternatives=noted)
 
 
 def _matrix(prompts: Sequence[Sequence[int]], rows: int, width: int) -> np.ndarray:

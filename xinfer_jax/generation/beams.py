@@ -218,8 +218,8 @@ def _check(call: Call, num_beams: int, returned: int, length_penalty: Any, early
     possible = _possible(vocab_size, ends, new, num_beams)
     if possible < num_beams:
         raise InputError(
-            f"num_beams {num_beams} exceeds the {possible} different sequences that max_new_tokens {new} and a"
-            f" vocabulary of {vocab_size} with {ends} EOS ids allow: lower num_beams or raise max_new_tokens"
+            f"num_beams {num_beams} exceeds the {possible} different sequences that max_new_tokens {new} and"
+            f" a vocabulary of {vocab_size} with {ends} EOS ids allow: lower num_beams or raise max_new_tokens"
         )
 
 
@@ -265,8 +265,8 @@ def _search(params, config, logits_BV, cache, request, kind, impl):
     least = max(2, 1 + kind.ends)  # so many candidates a beam leave one that goes on, or two
 
     def choose(logits_BWV, state):
-        score_BF = _scores(logits_BWV, state, rows.sampling_B, least).reshape(B, W * V)
-        candidates = _candidates(score_BF, state, rows, V, min(least * W, W * V))
+        score_BWV = _scores(logits_BWV, state, rows.sampling_B, least)
+        candidates = _candidates(score_BWV, state, rows, min(least * W, W * V))
         return _advance(candidates, state, request, kind.early_stopping)
 
     def body(state):
@@ -298,22 +298,24 @@ def _scores(logits_BWV, state, sampling_B, least):
     return logprobs_RV.reshape(B, W, V) + state.score_BW[..., None]
 
 
-def _candidates(score_BF, state, rows, V, C):
+def _candidates(score_BWV, state, rows, C):
     """The C best, or C drawn without replacement in the order drawn: their scores, beams, tokens, and
     sequences [B, C, T].
     """
 
-    def drawn():
-        noise_BF = jax.vmap(
-            lambda key, position: gumbel(draw_key(key, position, DRAW_BEAMS), score_BF.shape[1])
-        )(rows.key_B, rows.position_B + state.step)
-        return score_BF + jnp.where(rows.sampling_B.temperature[:, None] > 0, noise_BF, 0)
+    B, W, V = score_BWV.shape
 
-    order_BF = lax.cond(is_greedy(rows.sampling_B), lambda: score_BF, drawn)
-    _, index_BC = lax.top_k(order_BF, C)
+    def drawn():
+        noise_BWV = jax.vmap(
+            lambda key, position: gumbel(draw_key(key, position, DRAW_BEAMS), W * V).reshape(W, V)
+        )(rows.key_B, rows.position_B + state.step)
+        return score_BWV + jnp.where(rows.sampling_B.temperature[:, None, None] > 0, noise_BWV, 0)
+
+    order_BWV = lax.cond(is_greedy(rows.sampling_B), lambda: score_BWV, drawn)
+    _, index_BC = lax.top_k(order_BWV.reshape(B, W * V), C)
     beam_BC, token_BC = index_BC // V, index_BC % V
     tokens_BCT = _take(state.tokens_BWT, beam_BC).at[:, :, state.step].set(token_BC)
-    return _take(score_BF, index_BC), beam_BC, token_BC, tokens_BCT
+    return _take(score_BWV.reshape(B, W * V), index_BC), beam_BC, token_BC, tokens_BCT
 
 
 def _advance(candidates, state, request, early_stopping):

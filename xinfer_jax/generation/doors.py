@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..cache.kv_cache import LARGEST_CALL, KVCache
+from ..cache.kv_cache import KVCache
 from ..checks import array_of, token_ids, traced, whole, within
 from ..config.model_config import ModelConfig
 from ..errors import InputError, shown
 from ..model.attention import check_impl
-from ..model.decoder import unembed
+from ..model.decoder import hidden_states, unembed
 from ..sampling.choice import row_keys
 from ..sampling.context import start
 from ..sampling.settings import SamplingConfig, is_full, per_row
 from ..weights.params import AnyArray, Params
-from .loop import READ, advance, bucket, program, read_next
+from .loop import READ, advance, bucket, program
 from .state import DecodeState, choose_and_note, new_state
 
 # Tokens of a long prompt that pass through the model at a time: on a GPU enough to fill an H200's
@@ -236,12 +236,12 @@ def prompt_chunk(cache: KVCache) -> int:
     """
     known = isinstance(cache.length_B, jax.Array) and not traced(cache.length_B)
     platform = next(iter(cache.length_B.devices())).platform if known else "cpu"
-    return min(_CHUNK.get(platform, 512), LARGEST_CALL)
+    return min(_CHUNK.get(platform, _CHUNK["cpu"]), cache.most_at_once)
 
 
 def _decode_step(params, config, token_B, cache, impl):
-    hidden_BD, cache = read_next(params, config, token_B, cache, None, impl)
-    return unembed(params, config, hidden_BD), cache
+    hidden_BTD, cache = hidden_states(params, config, token_B[:, None], cache, impl=impl)
+    return unembed(params, config, hidden_BTD[:, 0]), cache
 
 
 class _Rows(NamedTuple):

@@ -10,24 +10,24 @@ from ..cache.kv_cache import KVCache
 from ..errors import InputError
 from ..sampling.settings import is_full
 from .options import Call
-from .state import DecodeState
+from .state import Chosen
 
 
-def check_chosen(call: Call, state: DecodeState) -> None:
+def check_chosen(call: Call, chosen: Chosen) -> None:
     """Raises InputError for what `generate` must not return.
 
     Args:
         call: what was asked.
-        state: its small fields, on the host.
+        chosen: what the rows chose.
     """
     # Behind a row's last token the log-probabilities are 0.
-    if len(broken := np.argwhere(~np.isfinite(state.logprobs_BT))):
+    if len(broken := np.argwhere(~np.isfinite(chosen.logprobs_BT))):
         row, step = broken[0]
-        is_what = f"{state.tokens_BT[row, step]} is {state.logprobs_BT[row, step]}"
+        is_what = f"{chosen.tokens_BT[row, step]} is {chosen.logprobs_BT[row, step]}"
         raise InputError(f"row {row}, step {step}: the log-probability of token {is_what}: {call.broken}")
     if is_full(call.sampling_B):
-        for row, length in enumerate(state.length_B):
-            _check_allowed(call, row, state.tokens_BT[row, :length].tolist())
+        for row, ids in enumerate(chosen.rows()):
+            _check_allowed(call, row, ids)
 
 
 def check_cache(call: Call, cache: KVCache | None) -> None:

@@ -7,10 +7,10 @@ import numpy as np
 
 import kernels_pallas
 
-from ..cache.kv_cache import is_ring
+from ..cache.kv_cache import empty_layers
 from ..cache.quantized import KV_BITS
 from ..config.model_config import ModelConfig
-from ..model.attention import check_impl, selected
+from ..model.attention import attention_impl, check_impl, selected
 from ..model.decoder import head
 from ..weights.params import Params, activation_dtype, cache_dtype, resolve_dtype
 from ..weights.quantized import is_quantized
@@ -46,12 +46,10 @@ def kernels_used(
     capacity = capacity or chosen_capacity(config, 1, GenerateOptions.max_new_tokens)
     dtype, leaf = activation_dtype(params), head(params)
     query = jax.ShapeDtypeStruct((rows, 1, config.num_attention_heads, config.head_dim), dtype)
-    held = np.uint8 if kv_dtype in KV_BITS else resolve_dtype(kv_dtype or cache_dtype(params))
-    keys = jax.ShapeDtypeStruct((rows, config.num_key_value_heads, 1, config.head_dim), held)
-    rings = [is_ring(window, capacity) for window in config.layer_windows]
+    held = kv_dtype if kv_dtype in KV_BITS else resolve_dtype(kv_dtype or cache_dtype(params))
+    layers = jax.eval_shape(lambda: empty_layers(config, rows, capacity, held))
     used = {
-        kernel: _by_layer([selected(kernel, impl, query, keys, keys, ring=ring) for ring in rings], rings)
-        for kernel in ("prefill_attention", "decode_attention")
+        kernel: _by_layer(kernel, impl, query, layers) for kernel in ("prefill_attention", "decode_attention")
     }
     used["argmax"] = selected("argmax", impl, jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32))
     hidden = jax.ShapeDtypeStruct((rows, config.hidden_size), dtype)
@@ -60,13 +58,14 @@ def kernels_used(
     return used
 
 
-def _by_layer(of_layer: list[kernels_pallas.Selection], rings: list[bool]) -> kernels_pallas.Selection:
-    """One for all layers: that of those without a ring, with a word about the others where they differ."""
-    if all(rings):
-        return of_layer[0]
-    common = of_layer[rings.index(False)]
-    other = next((s for s in of_layer if s.impl != common.impl), None)
-    if other is None:
+def _by_layer(kernel: str, impl: str | None, query, layers) -> kernels_pallas.Selection:
+    """One for all layers: that of those whose keys are in order, with a word about the others where they
+    differ.
+    """
+    of_layer = [attention_impl(kernel, impl, query, keys) for keys in layers]
+    common = next((s for s, keys in zip(of_layer, layers, strict=True) if keys.in_order), of_layer[0])
+    others = [s for s in of_layer if s.impl != common.impl]
+    if not others:
         return common
-    some = f"{sum(rings)} of {len(rings)} layers by {other.impl}: {other.reason}"
+    some = f"{len(others)} of {len(layers)} layers by {others[0].impl}: {others[0].reason}"
     return common._replace(reason=f"{common.reason}; {some}")

@@ -16,7 +16,7 @@ from ..cache.kv_cache import KVCache
 from ..config.model_config import ModelConfig
 from ..model.decoder import hidden_states, unembed
 from ..model.greedy import fuses_head, greedy
-from ..sampling.choice import takes_likeliest
+from ..sampling.choice import choose, takes_likeliest
 from ..weights.params import Params, activation_dtype
 from .state import DecodeState, choose_and_note, note
 
@@ -71,19 +71,6 @@ def read_again(
     return unembed(params, config, jnp.take_along_axis(hidden_BTD, last_B[:, None, None], 1)[:, 0])
 
 
-def read_next(
-    params: Params,
-    config: ModelConfig,
-    token_B: jax.Array,
-    cache: KVCache,
-    num_tokens_B: jax.Array | None,
-    impl: str | None,
-) -> tuple[jax.Array, KVCache]:
-    """One more token of each row, or none: hidden states [B, D] behind it, and the cache."""
-    hidden_BTD, cache = hidden_states(params, config, token_B[:, None], cache, num_tokens_B, impl=impl)
-    return hidden_BTD[:, 0], cache
-
-
 def advance(
     params: Params,
     config: ModelConfig,
@@ -99,8 +86,9 @@ def advance(
     def body(carry):
         step, state, cache = carry
         num_tokens_B = state.active_B.astype(jnp.int32)
-        hidden_BD, cache = read_next(params, config, state.token_B, cache, num_tokens_B, impl)
-        return step + 1, _choose_behind(params, config, hidden_BD, state, impl), cache
+        token_BT = state.token_B[:, None]
+        hidden_BTD, cache = hidden_states(params, config, token_BT, cache, num_tokens_B, impl=impl)
+        return step + 1, _choose_behind(params, config, hidden_BTD[:, 0], state, impl), cache
 
     state, cache = varying_as((state, cache), (state, cache), params)
     _, state, cache = lax.while_loop(
@@ -115,11 +103,13 @@ def _choose_behind(params, config, hidden_BD, state, impl):
     """
     if state.alternatives is not None or not fuses_head(params, hidden_BD, impl):
         return choose_and_note(unembed(params, config, hidden_BD), state, impl)
-    return lax.cond(
-        takes_likeliest(state.sampling_B),
-        lambda: note(state, *greedy(params, config, hidden_BD, impl)),
-        lambda: choose_and_note(unembed(params, config, hidden_BD), state, impl),
-    )
+
+    def by_logits():
+        logits_BV = unembed(params, config, hidden_BD)
+        return choose(logits_BV, state.key_B, state.sampling_B, state.context, impl)[:2]
+
+    likeliest = takes_likeliest(state.sampling_B)
+    return note(state, *lax.cond(likeliest, lambda: greedy(params, config, hidden_BD, impl), by_logits))
 
 
 class Program(NamedTuple):

@@ -2,7 +2,6 @@
 are this in two rhythms.
 """
 
-import dataclasses
 import functools
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from .faults import check_cache, check_chosen
 from .loop import ADVANCE, READ, READ_AGAIN, power_of_two
 from .options import Call, GenerateOptions, GenerateOutput
 from .speculation import SPECULATE, Guesser, Guessing, Speculation, look_up
-from .state import DecodeState, choose_and_note
+from .state import Chosen, DecodeState, choose_and_note, look
 
 _CHOOSE = jax.jit(choose_and_note, static_argnames="impl")
 # A prompt's logits and cache for each of its answers.
@@ -34,8 +33,8 @@ class Run:
     """The rows of a call.
 
     Attributes:
+        chosen: what they chose, as the host knows it.
         stats: what it cost so far.
-        seen: their state as the host saw it last, without what only the device needs.
     """
 
     def __init__(self, call: Call, *, compile_ahead: bool = False):
@@ -50,6 +49,7 @@ class Run:
         self._draft: Speculation | None = None
         self._state: DecodeState
         self.stats: GenerateStats
+        self.chosen: Chosen
         with Stopwatch() as setup:
             tokens_BT, num_tokens_B = self._set_up()
         started = time.perf_counter()
@@ -62,7 +62,7 @@ class Run:
             logits_RV.block_until_ready()
         with Stopwatch() as choosing:
             self._state = _CHOOSE(logits_RV, self._state, options.impl)
-            self.seen = self._look()
+            self._look()
         self.stats.prefill_seconds = reading.seconds
         self.stats.ttft_seconds = setup.seconds + reading.seconds + choosing.seconds
         self.stats.compile_seconds = self.stats.total_seconds = compiling
@@ -108,22 +108,22 @@ class Run:
         return logits_BV
 
     @property
-    def active(self) -> bool:
-        """Whether any row goes on."""
-        return bool(self.seen.active_B.any())
+    def active_B(self) -> np.ndarray:
+        """bool: the row goes on."""
+        return ~self.chosen.finished_B & (self.chosen.length_B < self._call.options.max_new_tokens)
 
     @property
     def steps(self) -> int:
         """Tokens that every row has which goes on; the longest row's, once none does."""
-        of_active = self.seen.length_B[self.seen.active_B]
-        return int(of_active.min() if of_active.size else self.seen.length_B.max())
+        of_active = self.chosen.length_B[self.active_B]
+        return int(of_active.min() if of_active.size else self.chosen.length_B.max())
 
     def advance(self, steps: int) -> None:
         """Takes so many steps, or fewer where all rows end; without a cache, one."""
         call, impl = self._call, self._call.options.impl
         with Stopwatch() as decoding:
             if self._cache is None:
-                rows = [row + ids for row, ids in zip(self._rows, self.chosen(), strict=True)]
+                rows = [row + ids for row, ids in zip(self._rows, self.chosen.rows(), strict=True)]
                 tokens_RT, num_tokens_R = padded(rows, call.config.context_length, len(self._prompt_R))
                 logits_RV = READ_AGAIN.keeping(call.params, call.config, tokens_RT, num_tokens_R, impl)
                 self._state = _CHOOSE(logits_RV, self._state, impl)
@@ -138,33 +138,19 @@ class Run:
                     call.params, call.config, draft_params, who, self._state, self._cache, self._draft,
                     np.int32(steps), impl,
                 )  # fmt: skip
-            self.seen = self._look()
+            self._look()
         self.stats.count(decoding)
         self.stats.decode_seconds += decoding.seconds
         self.stats.decode_steps = self.steps - 1
 
-    def _look(self) -> DecodeState:
-        """Brings to the host what it wants of the state, and checks it; each array costs some
-        microseconds.
-        """
-        context = dataclasses.replace(
-            self._state.context, position_B=None, eos_BE=None, seen_BV=None, count_BV=None, history_BS=None,
-            allowed_BM=None,
-        )  # fmt: skip
-        unseen = dict.fromkeys(("token_B", "key_B", "sampling_B", "alternatives"))
-        seen = jax.device_get(dataclasses.replace(self._state, context=context, **unseen))
-        seen = jax.tree.map(lambda array: array[: len(self._rows)], seen)
-        check_chosen(self._call, seen)
-        return seen
-
-    def chosen(self) -> list[list[int]]:
-        """What each row chose, EOS included."""
-        return [row[:n].tolist() for row, n in zip(self.seen.tokens_BT, self.seen.length_B, strict=True)]
+    def _look(self) -> None:
+        self.chosen = look(self._state, len(self._rows))
+        check_chosen(self._call, self.chosen)
 
     def ids(self, step: int) -> list[int | None]:
         """What the rows chose at a step; None of a row that had ended, or ends there."""
-        column, ends = self.seen.tokens_BT[:, step].tolist(), self._call.ending
-        rows = zip(column, self.seen.length_B, strict=True)
+        column, ends = self.chosen.tokens_BT[:, step].tolist(), self._call.ending
+        rows = zip(column, self.chosen.length_B, strict=True)
         return [token if step < n and token not in ends else None for token, n in rows]
 
     def output(self, told: int | None = None) -> GenerateOutput:
@@ -174,47 +160,41 @@ class Run:
             told: a caller's word to stop came after so many tokens a row: what was chosen ahead of it does
                 not count.
         """
-        call, options, seen, stats = self._call, self._call.options, self.seen, self.stats
+        call, options, stats = self._call, self._call.options, self.stats
         if self._cache is not None:
             check_cache(call, self._cache)
-        length_B: Any = seen.length_B
-        finished_B: Any = seen.finished_B
+        tokens_RT, logprobs_RT, length_R, finished_R = self.chosen
         if told is not None:
-            finished_B, length_B = finished_B & (length_B <= told), np.minimum(length_B, told)
-            context = dataclasses.replace(seen.context, chosen_B=length_B)
-            self.seen = seen = dataclasses.replace(seen, context=context, finished_B=finished_B)
-        stats.generated_tokens, stats.peak_bytes = int(length_B.sum()), peak_bytes()
+            finished_R, length_R = finished_R & (length_R <= told), np.minimum(length_R, told)
+        rows = self.chosen._replace(length_B=length_R).rows()
+        stats.generated_tokens, stats.peak_bytes = int(length_R.sum()), peak_bytes()
         if self._draft is not None:
-            passes_B, accepted_B = (
-                np.asarray(x)[: len(self._rows)] for x in (self._draft.passes_B, self._draft.accepted_B)
-            )
-            stats.passes = passes_B.tolist()
-            stats.acceptance = (accepted_B / (np.maximum(passes_B, 1) * call.guesses)).tolist()
-        chosen = self.chosen()
+            passes_R = np.asarray(self._draft.passes_B)[: len(rows)]
+            accepted_R = np.asarray(self._draft.accepted_B)[: len(rows)]
+            stats.passes = passes_R.tolist()
+            stats.acceptance = (accepted_R / (np.maximum(passes_R, 1) * call.guesses)).tolist()
+
+        def reason(ids: list[int], finished: bool) -> str:
+            if finished:
+                return "stop" if ids[-1] in options.stop_token_ids else "eos"
+            return "length" if told is None else "stop"
+
+        ends = list(zip(rows, finished_R, strict=True))
         out = GenerateOutput(
-            tokens=[ids[: n - done] for ids, n, done in zip(chosen, length_B, finished_B, strict=True)],
-            logprobs=[row[:n].tolist() for row, n in zip(seen.logprobs_BT, length_B, strict=True)],
-            finish_reason=[
-                _reason(ids, done, told is not None, options)
-                for ids, done in zip(chosen, finished_B, strict=True)
-            ],
+            tokens=[ids[:-1] if finished else ids for ids, finished in ends],
+            logprobs=[row[:n].tolist() for row, n in zip(logprobs_RT, length_R, strict=True)],
+            finish_reason=[reason(*end) for end in ends],
             stats=stats,
         )
         noted = self._state.alternatives
         if options.logprobs and noted:
-            out.alternatives = rows_of_tokens(noted, seen.tokens_BT, seen.logprobs_BT, length_B)
+            out.alternatives = rows_of_tokens(noted, tokens_RT, logprobs_RT, length_R)
         if options.logits and noted:
-            rows = zip(noted.logits_BTV, length_B, strict=False)
-            out.logits = [np.asarray(row_TV[:n]) for row_TV, n in rows]
+            of_rows = zip(noted.logits_BTV, length_R, strict=False)
+            out.logits = [np.asarray(logits_TV[:n]) for logits_TV, n in of_rows]
         if options.keep_prefix:
-            out.prefix = kept_prefix(call.params, call.config, self._rows, chosen, self._cache)
+            out.prefix = kept_prefix(call.params, call.config, self._rows, rows, self._cache)
         return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)
-
-
-def _reason(ids: list[int], done: bool, told: bool, options: GenerateOptions) -> str:
-    if done:
-        return "stop" if ids[-1] in options.stop_token_ids else "eos"
-    return "stop" if told else "length"
 
 
 def _empty_cache(call: Call, params: Params, config: ModelConfig, capacity: int, rows: int) -> KVCache:

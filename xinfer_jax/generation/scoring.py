@@ -43,8 +43,7 @@ def score(
         tokens_BT: int32 token ids, padded on the right.
         num_tokens_B: how many of each row are real; None: all.
         inputs_BTD: what the first layer gets in place of `embed_tokens(params, config, tokens_BT)`: a soft
-            prompt (Lester et al.
-            2021) takes the place of some tokens there, whose ids then do not matter.
+            prompt (Lester et al. 2021) takes the place of some tokens there, whose ids then do not matter.
         impl: of attention: None (what suits the device), "mosaic", "triton" or "xla".
 
     Returns:
@@ -58,14 +57,8 @@ def score(
     check_impl(impl)
     check_params(params, config)
     check_tokens(config, tokens_BT, num_tokens_B, inputs_BTD, least=2)
-    return _score(
-        params,
-        config,
-        tokens_BT,
-        None if num_tokens_B is None else jnp.asarray(num_tokens_B),
-        inputs_BTD,
-        impl,
-    )
+    num_tokens_B = None if num_tokens_B is None else jnp.asarray(num_tokens_B)
+    return _score(params, config, tokens_BT, num_tokens_B, inputs_BTD, impl)
 
 
 def score_completions(
@@ -137,16 +130,15 @@ def _of_targets(
     parts = -(-T // max(1, _MOST_LOGITS // (B * head(params)["weight"].shape[0])))
     size = -(-T // parts)
 
-    def split(x_BT: jax.Array) -> jax.Array:
+    def split(x_BT: jax.Array) -> jax.Array:  # [parts, B, size, ...]
         padded_BT = jnp.pad(x_BT, ((0, 0), (0, parts * size - T), *[(0, 0)] * (x_BT.ndim - 2)))
         return jnp.moveaxis(padded_BT.reshape(B, parts, size, *x_BT.shape[2:]), 1, 0)
 
     @partial(jax.checkpoint, prevent_cse=False)  # a loop keeps its iterations apart as it is
-    def part(hidden_BTD: jax.Array, target_BT: jax.Array) -> jax.Array:
+    def part(hidden_BTD: jax.Array, target_BT: jax.Array) -> jax.Array:  # [B, size]
         logits_BTV = unembed(params, config, hidden_BTD)
-        return jnp.take_along_axis(logits_BTV, target_BT[..., None], -1)[..., 0] - jax.nn.logsumexp(
-            logits_BTV, -1
-        )
+        chosen_BT = jnp.take_along_axis(logits_BTV, target_BT[..., None], -1)[..., 0]
+        return chosen_BT - jax.nn.logsumexp(logits_BTV, -1)
 
     done = lax.map(lambda pair: part(*pair), (split(hidden_BTD), split(target_BT)))
     return jnp.moveaxis(done, 0, 1).reshape(B, -1)[:, :T]

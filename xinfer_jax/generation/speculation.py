@@ -26,7 +26,7 @@ from ..weights.params import Params
 from .loop import program
 from .state import DecodeState, choose_and_note
 
-# (history_BS, length_B, count) -> int32 [B, count]; traced. J is that count.
+# (history_BS, length_B, count) -> int32 [B, count]; traced.
 Guesser = Callable[[jax.Array, jax.Array, int], jax.Array]
 
 MOST_GUESSES = 16  # per pass: each is a part of the program, which takes long to compile
@@ -78,8 +78,8 @@ def speculate(  # noqa: PLR0913  `advance`, and who guesses
     def body(carry):
         step, state, cache, draft = carry
         active_B, before_B, overflow_B = state.active_B, state.length_B, cache.overflow_B
-        guess_BJ, draft_cache = _guess(draft_params, guessing, state, draft.cache, impl)
-        tokens_BT = jnp.concatenate([state.token_B[:, None], guess_BJ], 1)
+        guess_BT, draft_cache = _guess(draft_params, guessing, state, draft.cache, impl)
+        tokens_BT = jnp.concatenate([state.token_B[:, None], guess_BT], 1)
         num_tokens_B = jnp.where(active_B, count + 1, 0)
         hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B, impl=impl)
         logits_BTV, right_B = unembed(params, config, hidden_BTD), active_B
@@ -103,7 +103,7 @@ SPECULATE = program(speculate, "guessing", donates=("state", "cache", "draft"))
 
 
 def _guess(params: Params | None, guessing: Guessing, state: DecodeState, cache: Any, impl: str | None):
-    """The guesses [B, J], and the draft model's cache."""
+    """The guesses [B, count], and the draft model's cache."""
     history_BS: Any = state.context.history_BS  # as `speculate` asks
     position_B = state.position_B
     guesser, count = guessing
@@ -113,20 +113,20 @@ def _guess(params: Params | None, guessing: Guessing, state: DecodeState, cache:
     def guess(tokens_BT, context, cache):
         hidden_BTD, cache = hidden_states(params, guesser, tokens_BT, cache, None, impl=impl)
         logits_BV = unembed(params, guesser, hidden_BTD[:, -1])
-        token_B, _ = choose(logits_BV, state.key_B, state.sampling_B, context, impl)
+        token_B, *_ = choose(logits_BV, state.key_B, state.sampling_B, context, impl)
         return token_B, context.advance(token_B, state.active_B), cache
 
     def step(i, carry):
-        guess_BJ, token_B, context, cache = carry
+        guess_BT, token_B, context, cache = carry
         token_B, context, cache = guess(token_B[:, None], context, cache)
-        return guess_BJ.at[:, i].set(token_B), token_B, context, cache
+        return guess_BT.at[:, i].set(token_B), token_B, context, cache
 
     # The last two tokens: where every guess was right, the draft has not seen the last one but one.
     last_BT = jnp.take_along_axis(history_BS, position_B[:, None] + jnp.array([-2, -1]), 1)
     token_B, context, cache = guess(last_BT, state.context, truncate(cache, position_B - 2))
-    guess_BJ = jnp.zeros((len(token_B), count), jnp.int32).at[:, 0].set(token_B)
-    guess_BJ, _, _, cache = lax.fori_loop(1, count, step, (guess_BJ, token_B, context, cache))
-    return guess_BJ, cache
+    guess_BT = jnp.zeros((len(token_B), count), jnp.int32).at[:, 0].set(token_B)
+    guess_BT, _, _, cache = lax.fori_loop(1, count, step, (guess_BT, token_B, context, cache))
+    return guess_BT, cache
 
 
 def check_guesser(guesser: Guesser, count: int, rows: int, room: int) -> None:
@@ -157,10 +157,10 @@ def look_up(history_BS: jax.Array, length_B: jax.Array, count: int) -> jax.Array
     Args:
         history_BS: int32, each row's tokens in order.
         length_B: int32, how many they are.
-        count: J, tokens to guess.
+        count: tokens to guess.
 
     Returns:
-        int32 [B, J].
+        int32 [B, count].
     """
     slot_S, length_B1 = jnp.arange(history_BS.shape[1]), length_B[:, None]
 

@@ -3,7 +3,7 @@ which rows share, stand apart.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,26 +48,31 @@ class DecodeState(Brief):
 
 
 def new_state(
-    key_B: jax.Array,
-    sampling_B: SamplingConfig,
-    limit_B: Any,
-    context: Context,
-    size: int,
-    noting: Alternatives | None = None,
+    key_B: jax.Array, sampling_B: SamplingConfig, limit_B: Any, context: Context, size: int
 ) -> DecodeState:
     """Rows that have chosen nothing yet, with room for `size` tokens each."""
     zeros_B, zeros_BT = np.zeros(len(limit_B), np.int32), np.zeros((len(limit_B), size), np.int32)
-    return DecodeState(
-        zeros_B,
-        key_B,
-        sampling_B,
-        limit_B,
-        zeros_B.astype(bool),
-        context,
-        zeros_BT,
-        zeros_BT.astype(np.float32),
-        noting,
-    )
+    logprobs_BT = zeros_BT.astype(np.float32)
+    return DecodeState(zeros_B, key_B, sampling_B, limit_B, zeros_B > 0, context, zeros_BT, logprobs_BT)
+
+
+class Chosen(NamedTuple):
+    """Of the state what the host looks at: NumPy arrays of the same meaning."""
+
+    tokens_BT: np.ndarray
+    logprobs_BT: np.ndarray
+    length_B: np.ndarray
+    finished_B: np.ndarray
+
+    def rows(self) -> list[list[int]]:
+        """Each row's tokens, EOS included."""
+        return [row[:n].tolist() for row, n in zip(self.tokens_BT, self.length_B, strict=True)]
+
+
+def look(state: DecodeState, rows: int) -> Chosen:
+    """What the first rows chose; each array that is brought to the host costs some microseconds."""
+    chosen = state.tokens_BT, state.logprobs_BT, state.length_B, state.finished_B
+    return Chosen(*(array[:rows] for array in jax.device_get(chosen)))
 
 
 def admit(state: DecodeState, slot_R: Any, rows: DecodeState) -> DecodeState:
@@ -87,12 +92,11 @@ def choose_and_note(
     logits_BV: jax.Array, state: DecodeState, impl: str | None, among_B: Any = True
 ) -> DecodeState:
     """The state with the next token of each active row (of those `among` them), chosen from logits."""
-    token_B, taken_BV = choose(logits_BV, state.key_B, state.sampling_B, state.context, impl)
+    token_B, logprob_B, taken_BV = choose(logits_BV, state.key_B, state.sampling_B, state.context, impl)
     noted = state.alternatives
     if noted is not None:
         column_B = jnp.where(state.active_B & among_B, state.length_B, state.tokens_BT.shape[1])
         noted = note_alternatives(noted, column_B, logits_BV, taken_BV, token_B)
-    logprob_B = logits_BV[jnp.arange(len(token_B)), token_B] - jax.nn.logsumexp(logits_BV, -1)
     return note(dataclasses.replace(state, alternatives=noted), token_B, logprob_B, among_B)
 
 

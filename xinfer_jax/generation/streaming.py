@@ -43,7 +43,7 @@ def generate(
     """
     call = checked(params, config, prompts, options, key)
     run = Run(call)
-    while run.active:
+    while run.active_B.any():
         run.advance(call.options.max_new_tokens)
     return run.output()
 
@@ -107,7 +107,7 @@ class Stream(Iterator[list[int | None]]):
                 self._given += 1
                 if any(token is not None for token in ids):
                     yield ids
-            if self._told or not run.active:
+            if self._told or not run.active_B.any():
                 break
             seconds = run.stats.tpot_seconds or _SYNC_SECONDS
             run.advance(min(_MOST_STRIDE, math.ceil(_SYNC_SECONDS / seconds)))

@@ -6,7 +6,7 @@ exist for one block of queries and one block of keys at a time, so 8k tokens nee
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax import lax
 
 import kernels_pallas
 
-from ..cache.quantized import by_slot, widen
+from ..cache.kinds import Block, Contiguous
 from ..errors import InputError
 
 QUERY_BLOCK = 512
@@ -24,12 +24,10 @@ _MASKED = -1e30  # finite: a row that sees no key at all gives zeros, not NaN
 
 
 class _Rule(NamedTuple):
-    """How a query scores keys, and which of them it sees."""
+    """How a query scores keys."""
 
     scale: float
-    window: int | None
     soft_cap: float | None
-    ring: bool
 
 
 class _Kernel(NamedTuple):
@@ -40,17 +38,22 @@ class _Kernel(NamedTuple):
     only_on_gpu: bool  # elsewhere the plain jnp below
 
 
+class _Softmax(NamedTuple):
+    """Over the keys so far, float32: the largest score, and sums relative to it."""
+
+    max_BKTG: jax.Array
+    sum_BKTG: jax.Array  # of weights
+    values_BKTGH: jax.Array  # of weighted values
+
+
 def attention(  # noqa: PLR0913
     q_BTNH: jax.Array,
-    k_BKSH: jax.Array,
-    v_BKSH: jax.Array,
+    keys: Contiguous,
     *,
     length_B: jax.Array,
     start_B: jax.Array | None = None,
     scale: float,
-    window: int | None = None,
     soft_cap: float | None = None,
-    ring: bool = False,
     impl: str | None = None,
 ) -> jax.Array:
     """Scaled dot-product attention (Vaswani et al. 2017) with the online softmax of Milakov & Gimelshein
@@ -61,16 +64,13 @@ def attention(  # noqa: PLR0913
 
     Args:
         q_BTNH: queries. N is a multiple of K: heads share keys in groups of N/K.
-        k_BKSH: keys in order of position; quantized ones are widened a block at a time.
-        v_BKSH: values.
+        keys: keys and values of one of the kinds of `cache.kinds`, and their window; `fresh` makes it of
+            arrays.
         length_B: number of valid keys per row.
         start_B: position of the first query; None: 0 for every row, which also makes the bounds of all loops
             static, so that the result has a reverse-mode gradient.
         scale: factor on the scores.
-        window: None, or how many keys a query sees at most, itself included.
         soft_cap: None, or c: scores become c tanh(score / c).
-        ring: position p lies in slot p % S, and the last S positions below length_B are there; no kernel
-            reads that.
         impl: None, or one of `kernels_pallas.IMPLS`. A kernel's gradient is that of "xla", the plain jnp
             below.
 
@@ -81,13 +81,18 @@ def attention(  # noqa: PLR0913
         InputError: the named impl does not serve these arguments.
     """
     kernel = "decode_attention" if q_BTNH.shape[1] == 1 and start_B is not None else "prefill_attention"
-    chosen = selected(kernel, impl, q_BTNH, k_BKSH, v_BKSH, ring=ring).impl
-    static = start_B is None
+    chosen = attention_impl(kernel, impl, q_BTNH, keys).impl
+    static, length_B = start_B is None, keys.held(length_B)
     start_B = jnp.zeros(len(q_BTNH), jnp.int32) if static else start_B
-    rule, arrays = _Rule(scale, window, soft_cap, ring), (q_BTNH, k_BKSH, v_BKSH, start_B, length_B)
+    rule, arrays = _Rule(scale, soft_cap), (q_BTNH, keys, start_B, length_B)
     if chosen == "xla":
         return _blocked(*arrays, rule, static)
     return _by_kernel(_Kernel(kernel, chosen, impl is None), rule, *arrays)
+
+
+def attention_impl(kernel: str, impl: str | None, q_BTNH: Any, keys: Contiguous) -> kernels_pallas.Selection:
+    """What serves these queries and keys; an InputError as `selected`."""
+    return selected(kernel, impl, q_BTNH, keys.k, keys.v, ring=not keys.in_order)
 
 
 def check_impl(impl: str | None) -> None:
@@ -96,7 +101,7 @@ def check_impl(impl: str | None) -> None:
         raise InputError(reason)
 
 
-def selected(kernel: str, impl: str | None, *args: jax.Array, ring: bool = False) -> kernels_pallas.Selection:
+def selected(kernel: str, impl: str | None, *args: Any, ring: bool = False) -> kernels_pallas.Selection:
     """What `kernels_pallas` selects, or an InputError with its reason."""
     try:
         return kernels_pallas.select(kernel, impl, *args, ring=ring)
@@ -105,24 +110,21 @@ def selected(kernel: str, impl: str | None, *args: jax.Array, ring: bool = False
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _by_kernel(kernel: _Kernel, rule: _Rule, q_BTNH, k_BKSH, v_BKSH, start_B, length_B):
+def _by_kernel(kernel: _Kernel, rule: _Rule, q_BTNH, keys, start_B, length_B):
+    """[B, T, N, H] by a kernel of `kernels_pallas`, which reads keys in order as they lie."""
     run = partial(kernels_pallas.run, kernel.impl, kernel.name)
-    run = partial(run, scale=rule.scale, window=rule.window, soft_cap=rule.soft_cap)
+    run = partial(run, scale=rule.scale, window=keys.window, soft_cap=rule.soft_cap)
 
-    def fast(q_BTNH, k_BKSH, v_BKSH, start_B, length_B):
+    def fast(q_BTNH, keys, start_B, length_B):
         if kernel.name == "decode_attention":
-            seen_B = jnp.minimum(length_B, start_B + 1)  # that kernel's query is the last of these
-            return run(q_BTNH[:, 0], k_BKSH, v_BKSH, seen_B)[:, None]
-        return run(q_BTNH, k_BKSH, v_BKSH, start_B, length_B)
+            visible_B = jnp.minimum(length_B, start_B + 1)  # that kernel's query is the last of these
+            return run(q_BTNH[:, 0], keys.k, keys.v, visible_B)[:, None]
+        return run(q_BTNH, keys.k, keys.v, start_B, length_B)
 
-    arrays = (q_BTNH, k_BKSH, v_BKSH, start_B, length_B)
+    arrays = (q_BTNH, keys, start_B, length_B)
     if not kernel.only_on_gpu:
         return fast(*arrays)
-    return lax.platform_dependent(
-        *arrays,
-        cuda=fast,
-        default=lambda q, k, v, start, length: _blocked(q, k, v, start, length, rule, False),
-    )
+    return lax.platform_dependent(*arrays, cuda=fast, default=partial(_blocked, rule=rule, static=False))
 
 
 def _forward(*args):
@@ -130,20 +132,20 @@ def _forward(*args):
 
 
 def _backward(kernel, rule, saved, gradient):
-    *qkv, start_B, length_B = saved
-    pull = jax.vjp(lambda q, k, v: _blocked(q, k, v, start_B, length_B, rule, True), *qkv)[1]
+    q_BTNH, keys, start_B, length_B = saved
+    pull = jax.vjp(lambda q, keys: _blocked(q, keys, start_B, length_B, rule, True), q_BTNH, keys)[1]
     return *pull(gradient), None, None
 
 
 _by_kernel.defvjp(_forward, _backward)
 
 
-def _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, rule: _Rule, static: bool):
+def _blocked(q_BTNH, keys: Contiguous, start_B, length_B, rule: _Rule, static: bool):
     """The same in plain jnp. `static`: loops with fixed bounds, which have a reverse-mode gradient."""
     B, T, N, H = q_BTNH.shape
-    K, S = k_BKSH.shape[1:3]
+    K = keys.k.shape[1]
     q_BKTGH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4)
-    run = partial(_query_block, k_BKSH, v_BKSH, length_B, rule, static)
+    run = partial(_query_block, keys, length_B, rule, static)
     if T <= QUERY_BLOCK:
         out_BKTGH = run(q_BKTGH, start_B)
     else:
@@ -157,69 +159,56 @@ def _blocked(q_BTNH, k_BKSH, v_BKSH, start_B, length_B, rule: _Rule, static: boo
     return out_BKTGH.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
 
 
-def _query_block(k_BKSH, v_BKSH, length_B, rule: _Rule, static: bool, q_BKTGH, start_B):
-    """One block of queries over all the key blocks that it can see."""
+def _query_block(keys: Contiguous, length_B, rule: _Rule, static: bool, q_BKTGH, start_B):
+    """One block of queries over all the key blocks that it can see, [B, K, T, G, H]."""
     B, K, T, G, H = q_BKTGH.shape
-    S, (scale, window, soft_cap, ring) = k_BKSH.shape[2], rule
-    width = min(S, DECODE_BLOCK if T == 1 else KEY_BLOCK)
-    blocks = -(-S // width)
+    width, blocks = keys.blocks(DECODE_BLOCK if T == 1 else KEY_BLOCK)
     query_BT = start_B[:, None] + jnp.arange(T)
 
-    def update(i, state):
-        max_BKTG, sum_BKTG, acc_BKTGH = state
-        first = i * width
-        # The last block overlaps the one before it where the width does not divide S.
-        at = jnp.minimum(first, S - width)
-        slot_S = at + jnp.arange(width)
-        last_B1 = length_B[:, None] - 1
-        key_BS = last_B1 - (last_B1 - slot_S) % S if ring else slot_S[None]
-        cut = partial(lax.dynamic_slice_in_dim, start_index=at, slice_size=width, axis=2)
-        k, v = (widen(x if blocks == 1 else by_slot(cut, x)) for x in (k_BKSH, v_BKSH))
-        valid_BS = (slot_S >= first) & (key_BS >= 0) & (key_BS <= last_B1)
-        seen_BTS = valid_BS[:, None] & (key_BS[:, None] <= query_BT[..., None])
-        if window is not None:
-            seen_BTS &= key_BS[:, None] > query_BT[..., None] - window
-        seen = seen_BTS[:, None, :, None]
-        scores = (
-            jnp.einsum(
-                "bktgh,bksh->bktgs", q_BKTGH, k, preferred_element_type=jnp.float32, precision=_precision(k)
-            )
-            * scale
-        )
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
-        scores = jnp.where(seen, scores, _MASKED)
-        new_max = jnp.maximum(max_BKTG, scores.max(-1))
-        # 0 where masked, even where a row sees no key at all.
-        weights = jnp.exp(scores - jnp.maximum(new_max, _MASKED / 2)[..., None])
-        shrink = jnp.exp(max_BKTG - new_max)
-        v = jnp.where(valid_BS[:, None, :, None], v, 0)  # a weight of 0 does not silence a NaN
-        add = jnp.einsum(
-            "bktgs,bksh->bktgh",
-            weights.astype(v.dtype),
-            v,
-            preferred_element_type=jnp.float32,
-            precision=_precision(v),
-        )
-        return new_max, sum_BKTG * shrink + weights.sum(-1), acc_BKTGH * shrink[..., None] + add
+    def update(i, softmax):
+        block = keys.block(i, width, length_B)
+        return _with_block(softmax, q_BKTGH, block, _visible(block, query_BT, keys.window), rule)
 
     zeros = jnp.zeros((B, K, T, G), jnp.float32)
-    state = (zeros + _MASKED, zeros, jnp.zeros((B, K, T, G, H), jnp.float32))
-    state = kernels_pallas.varying_as(state, q_BKTGH, k_BKSH, v_BKSH, start_B, length_B)
-    high = -(-jnp.minimum(jnp.max(length_B), jnp.max(start_B) + T) // width)
-    high = jnp.minimum(high, blocks) if ring else high
-    low = 0 if window is None or ring else jnp.maximum(jnp.min(start_B) - window + 1, 0) // width
+    softmax = _Softmax(zeros + _MASKED, zeros, jnp.zeros((B, K, T, G, H), jnp.float32))
+    softmax = kernels_pallas.varying_as(softmax, q_BKTGH, keys, start_B, length_B)
+    low, high = keys.span(width, start_B, T, length_B)
     if blocks == 1:
-        state = update(0, state)
-    elif static:
-        state = lax.fori_loop(
-            0, blocks, lambda i, s: lax.cond((i >= low) & (i < high), update, lambda _, s: s, i, s), state
-        )
+        softmax = update(0, softmax)
+    elif static:  # as many steps whatever the lengths: reverse mode passes no other loop
+        step = lambda i, s: lax.cond((i >= low) & (i < high), update, lambda _, s: s, i, s)  # noqa: E731
+        softmax = lax.fori_loop(0, blocks, step, softmax)
     else:
-        state = lax.fori_loop(low, high, update, state)
-    _, sum_BKTG, acc_BKTGH = state
-    return (acc_BKTGH / jnp.maximum(sum_BKTG, 1e-30)[..., None]).astype(q_BKTGH.dtype)
+        softmax = lax.fori_loop(low, high, update, softmax)
+    return (softmax.values_BKTGH / jnp.maximum(softmax.sum_BKTG, 1e-30)[..., None]).astype(q_BKTGH.dtype)
 
 
-def _precision(x: jax.Array) -> lax.Precision | None:
-    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+def _visible(block: Block, query_BT, window: int | None):
+    """Bool [B, T, S]: which keys of a block each query may look at: none behind its own, and only the last of
+    them that fit the window.
+    """
+    key_B1S, query_BT1 = block.position_BS[:, None], query_BT[..., None]
+    visible_BTS = block.valid_BS[:, None] & (key_B1S <= query_BT1)
+    return visible_BTS if window is None else visible_BTS & (key_B1S > query_BT1 - window)
+
+
+def _with_block(softmax: _Softmax, q_BKTGH, block: Block, visible_BTS, rule: _Rule) -> _Softmax:
+    """One step of the online softmax: what was summed so far shrinks to the new largest score."""
+    scores = _product("bktgh,bksh->bktgs", q_BKTGH, block.k_BKSH) * rule.scale
+    if rule.soft_cap is not None:
+        scores = rule.soft_cap * jnp.tanh(scores / rule.soft_cap)
+    scores = jnp.where(visible_BTS[:, None, :, None], scores, _MASKED)
+    max_BKTG = jnp.maximum(softmax.max_BKTG, scores.max(-1))
+    # 0 where masked, even where a row sees no key at all.
+    weights = jnp.exp(scores - jnp.maximum(max_BKTG, _MASKED / 2)[..., None])
+    shrink = jnp.exp(softmax.max_BKTG - max_BKTG)
+    v = jnp.where(block.valid_BS[:, None, :, None], block.v_BKSH, 0)  # a weight of 0 does not silence a NaN
+    added = _product("bktgs,bksh->bktgh", weights.astype(v.dtype), v)
+    sum_BKTG = softmax.sum_BKTG * shrink + weights.sum(-1)
+    return _Softmax(max_BKTG, sum_BKTG, softmax.values_BKTGH * shrink[..., None] + added)
+
+
+def _product(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """In float32; of float32 numbers without rounding them first."""
+    precision = lax.Precision.HIGHEST if y.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32, precision=precision)

@@ -2,14 +2,16 @@
 driven by the config.
 """
 
-from typing import Any, overload
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from ..cache.kv_cache import KVCache, advance, append, held, read
+from ..cache.kinds import fresh
+from ..cache.kv_cache import KVCache, advance, check_call
 from ..checks import within
 from ..config.model_config import ModelConfig
 from ..errors import InputError, shown
@@ -18,36 +20,21 @@ from .attention import attention, check_impl
 from .experts import mixture_of_experts
 from .layers import embed, gated_mlp, linear, norm, rotary_angles, rotate, soft_cap
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # from Python 3.13 on typing's own has defaults
 
-@overload
+    MaybeCache = TypeVar("MaybeCache", bound=KVCache | None, default=None)
+
+
 def forward(
     params: Params,
     config: ModelConfig,
     tokens_BT: AnyArray,
-    cache: None = None,
+    cache: "MaybeCache" = None,  # type: ignore[assignment]
     num_tokens_B: AnyArray | None = None,
     *,
     impl: str | None = None,
-) -> tuple[jax.Array, None]: ...
-@overload
-def forward(
-    params: Params,
-    config: ModelConfig,
-    tokens_BT: AnyArray,
-    cache: KVCache,
-    num_tokens_B: AnyArray | None = None,
-    *,
-    impl: str | None = None,
-) -> tuple[jax.Array, KVCache]: ...
-def forward(
-    params: Params,
-    config: ModelConfig,
-    tokens_BT: AnyArray,
-    cache: KVCache | None = None,
-    num_tokens_B: AnyArray | None = None,
-    *,
-    impl: str | None = None,
-) -> tuple[jax.Array, KVCache | None]:
+) -> "tuple[jax.Array, MaybeCache]":
     """Logits of every token. Not jitted: the caller jits it. Without a cache it has reverse-mode gradients in
     every leaf.
 
@@ -101,6 +88,8 @@ def hidden_states(
     check_tokens(config, tokens_BT, num_tokens_B, inputs_BTD, cache)
     _check_mesh(params, tokens_BT, cache)
     B, T = tokens_BT.shape
+    if cache is not None:
+        check_call(cache, T)
     num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else jnp.asarray(num_tokens_B)
     start_B = jnp.zeros(B, jnp.int32) if cache is None else cache.length_B
     angles = rotary_angles(config, start_B[:, None] + jnp.arange(T), start_B + num_tokens_B)
@@ -109,14 +98,16 @@ def hidden_states(
         if inputs_BTD is None
         else jnp.asarray(inputs_BTD).astype(activation_dtype(params))
     )
+    layers = []
     for index, layer in enumerate(params["layers"]):
-        attended_BTD, cache = _attend(
+        attended_BTD, keys = _attend(
             layer, config, index, norm(x_BTD, layer, "attn_norm", config), angles, cache, num_tokens_B, impl
         )
+        layers.append(keys)
         x_BTD = x_BTD + norm(attended_BTD, layer, "attn_post_norm", config)
         fed_BTD = _feed_forward(norm(x_BTD, layer, "mlp_norm", config), layer, config)
         x_BTD = x_BTD + norm(fed_BTD, layer, "mlp_post_norm", config)
-    cache = None if cache is None else advance(cache, num_tokens_B)
+    cache = None if cache is None else advance(cache, tuple(layers), num_tokens_B)
     return norm(x_BTD, params, "final_norm", config), cache
 
 
@@ -210,24 +201,26 @@ def check_tokens(
 def _attend(
     layer: Params, config: ModelConfig, index: int, x_BTD, angles, cache: KVCache | None, num_tokens_B, impl
 ):
+    """What attention adds to a layer's input, [B, T, D], and the layer's keys and values with the new
+    ones.
+    """
     B, T, _ = x_BTD.shape
     q_BTNH, k_BTKH, v_BTKH = (_heads(layer, config, name, x_BTD) for name in "qkv")
     if angles[index] is not None:
         q_BTNH, k_BTKH = rotate(q_BTNH, *angles[index]), rotate(k_BTKH, *angles[index])
     if cache is None:
-        keys_values: tuple[Any, Any] = jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2)
+        keys = fresh(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2))
         start_B, length_B = None, num_tokens_B
     else:
-        start_B, length_B = cache.length_B, held(cache, index, num_tokens_B)
-        cache = append(cache, index, k_BTKH, v_BTKH, num_tokens_B)
-        keys_values = read(cache, index)
-    scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
-    settings = dict(
-        scale=scale, window=config.layer_windows[index], soft_cap=config.attn_logit_softcapping, impl=impl
+        keys = cache.layers[index].append(k_BTKH, v_BTKH, cache.length_B, num_tokens_B)
+        start_B, length_B = cache.length_B, cache.length_B + num_tokens_B
+    scale, cap = (config.query_pre_attn_scalar or config.head_dim) ** -0.5, config.attn_logit_softcapping
+    # The model's own window: a cache that keeps every token may have been made without one.
+    windowed = dataclasses.replace(keys, window=config.layer_windows[index])
+    out_BTNH = attention(
+        q_BTNH, windowed, length_B=length_B, start_B=start_B, scale=scale, soft_cap=cap, impl=impl
     )
-    ring = cache is not None and cache.is_ring(index)
-    out_BTNH = attention(q_BTNH, *keys_values, length_B=length_B, start_B=start_B, ring=ring, **settings)
-    return linear(out_BTNH.reshape(B, T, -1), layer["o"]), cache
+    return linear(out_BTNH.reshape(B, T, -1), layer["o"]), keys
 
 
 def _heads(layer: Params, config: ModelConfig, name: str, x_BTD: jax.Array) -> jax.Array:

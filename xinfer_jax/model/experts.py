@@ -27,35 +27,31 @@ def mixture_of_experts(x_BTD: jax.Array, layer: Params, config: ModelConfig) -> 
     """
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     probability_MX = jax.nn.softmax(linear(x_MD, layer["router"], jnp.float32), -1)
-    # C: chosen experts of a token.
-    weight_MC, expert_MC = lax.top_k(probability_MX, config.num_experts_per_tok)
+    # U: the experts that a token uses.
+    weight_MU, expert_MU = lax.top_k(probability_MX, config.num_experts_per_tok)
     if config.norm_topk_prob:
-        weight_MC = weight_MC / weight_MC.sum(-1, keepdims=True)
-    few = expert_MC.size < config.num_experts
-    return (
-        (_by_choice if few else _by_expert)(x_MD, weight_MC, expert_MC, layer["experts"], config)
-        .astype(x_BTD.dtype)
-        .reshape(x_BTD.shape)
-    )
+        weight_MU = weight_MU / weight_MU.sum(-1, keepdims=True)
+    mixed = _by_choice if expert_MU.size < config.num_experts else _by_expert
+    out_MD = mixed(x_MD, weight_MU, expert_MU, layer["experts"], config)
+    return out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
 
 
-def _by_choice(x_MD, weight_MC, expert_MC, experts: Params, config: ModelConfig) -> jax.Array:
-    """One chosen expert after the other: reads no other. For few tokens."""
+def _by_choice(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
+    """[M, D], one used expert after the other: reads no other. For few tokens."""
 
-    def one(choice):
+    def one(choice):  # float32 [D]
         x_D, expert = choice
         tree = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False), experts)
         return gated_mlp(x_D[None], tree, config.hidden_act)[0].astype(jnp.float32)
 
-    chosen = expert_MC.shape[1]
-    out_PD = lax.map(one, (jnp.repeat(x_MD, chosen, 0), expert_MC.reshape(-1)))
-    return (out_PD.reshape(*expert_MC.shape, -1) * weight_MC[..., None]).sum(1)
+    outs = lax.map(one, (jnp.repeat(x_MD, expert_MU.shape[1], 0), expert_MU.reshape(-1)))
+    return (outs.reshape(*expert_MU.shape, -1) * weight_MU[..., None]).sum(1)
 
 
-def _by_expert(x_MD, weight_MC, expert_MC, experts: Params, config: ModelConfig) -> jax.Array:
-    """Every expert for all tokens, kept where it was chosen: reads each expert once."""
-    chosen_MCX = expert_MC[..., None] == jnp.arange(config.num_experts)
-    weight_MX = (weight_MC[..., None] * chosen_MCX).sum(1)
+def _by_expert(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
+    """[M, D], every expert for all tokens, kept where it is used: reads each expert once."""
+    used_MUX = expert_MU[..., None] == jnp.arange(config.num_experts)
+    weight_MX = (weight_MU[..., None] * used_MUX).sum(1)
 
     def add(sum_MD, part):
         tree, weight_M = part

@@ -44,15 +44,13 @@ def greedy(
     """The likeliest token after each hidden state, int32 [B], and its log-probability, float32 [B], by a
     kernel that `fuses_head`.
     """
-    weight = head(params)["weight"]
+    weight, cap = head(params)["weight"], config.final_logit_softcapping
     chosen = selected("lm_head_argmax", impl, hidden_BD, weight).impl
 
-    cap = config.final_logit_softcapping
-
-    def by_kernel(hidden_BD: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def by_kernel(hidden_BD: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:  # [B], [B]
         return kernels_pallas.run(chosen, "lm_head_argmax", hidden_BD, weight, soft_cap=cap)
 
-    def by_logits(hidden_BD: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def by_logits(hidden_BD: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:  # [B], [B]
         logits_BV = soft_cap(linear(hidden_BD, {"weight": weight}, jnp.float32), cap)
         id_B = _argmax(logits_BV)
         return id_B, jnp.take_along_axis(jax.nn.log_softmax(logits_BV, -1), id_B[:, None], -1)[:, 0]

@@ -48,9 +48,7 @@ def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
 
 
 def linear(x: jax.Array, leaf: Params, out_dtype: jnp.dtype | None = None) -> jax.Array:
-    """x @ weight.T + bias. x: [..., in], leaf: {"weight": [out, in] or quantized, "bias": [out] or absent}.
-    Returns [..., out].
-    """
+    """x @ weight.T + bias: [..., I] -> [..., O]. leaf: "weight" [O, I] or quantized, "bias" [O] or absent."""
     weight = leaf["weight"]
     if is_quantized(weight):
         y = quantized_product(x, weight)
@@ -62,9 +60,7 @@ def linear(x: jax.Array, leaf: Params, out_dtype: jnp.dtype | None = None) -> ja
 
 
 def embed(token: jax.Array, leaf: Params, dtype: jnp.dtype, scale: float = 1.0) -> jax.Array:
-    """Rows of the embedding table, times scale: token [...] int32, leaf: {"weight": [V, D] or quantized},
-    returns [..., D].
-    """
+    """Rows of the embedding table {"weight": [V, D] or quantized}, times scale: int32 [...] -> [..., D]."""
     table = leaf["weight"]
     x = (rows_of(table, token) if is_quantized(table) else _embed(token, table)).astype(dtype)
     return x if scale == 1 else x * jnp.asarray(scale, dtype)
@@ -72,12 +68,11 @@ def embed(token: jax.Array, leaf: Params, dtype: jnp.dtype, scale: float = 1.0) 
 
 @jax.custom_jvp
 def _embed(token: jax.Array, table: jax.Array) -> jax.Array:
-
-    def row_by_row(token: jax.Array, table: jax.Array) -> jax.Array:
+    def row_by_row(token: jax.Array, table: jax.Array) -> jax.Array:  # [..., D]
         ids = token.reshape(-1)
 
         # Tied as in products.tile_by_tile, and to the ids: one token's loop is unrolled.
-        def row(i: jax.Array) -> jax.Array:
+        def row(i: jax.Array) -> jax.Array:  # [D]
             tied, at = lax.optimization_barrier((table, ids[i]))
             return lax.dynamic_index_in_dim(tied, at, 0, keepdims=False).astype(jnp.float32)
 
@@ -95,9 +90,7 @@ def _embed_jvp(primals, tangents):
 
 
 def gated(x: jax.Array, layer: Params, activation: str) -> jax.Array:
-    """What enters the output matrix of a gated MLP: activation(gate(x)) * up(x). x: [..., D], returns [...,
-    F].
-    """
+    """What enters the last matrix of a gated MLP: activation(gate(x)) * up(x). [..., D] -> [..., F]."""
     return _ACTIVATIONS[activation](linear(x, layer["gate"])) * linear(x, layer["up"])
 
 
@@ -115,7 +108,8 @@ def rotary_angles(config: ModelConfig, position_BT: jax.Array, length_B: jax.Arr
         length_B: each row's length after this call: `dynamic` and `longrope` depend on it.
 
     Returns:
-        Per layer cos and sin, each [B, T, R], R pairs of a head being rotated; None for a layer without.
+        Per layer cos and sin, each [B, T, P], P pairs of a head's numbers being rotated; None for a layer
+        without.
     """
     ropes = [config.layer_rope_config(layer) for layer in range(config.num_hidden_layers)]
     angles = {rope: _angles(rope, config, position_BT, length_B) for rope in ropes if rope}
@@ -126,49 +120,44 @@ def _angles(
     rope: RopeConfig, config: ModelConfig, position_BT: jax.Array, length_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     width = int(config.head_dim * rope.partial_rotary_factor)
-    inverse, scale = _inverse_frequencies(rope, width)
+    inverse, scale = _inverse_frequencies(rope, width), _scale(rope)
     if rope.switches_at is not None:
-        long, _ = _inverse_frequencies(dataclasses.replace(rope, short_factor=rope.long_factor), width)
-        inverse = jnp.where((length_B > rope.switches_at)[:, None, None], long, inverse)  # [B, 1, R]
+        long = _inverse_frequencies(dataclasses.replace(rope, short_factor=rope.long_factor), width)
+        inverse = jnp.where((length_B > rope.switches_at)[:, None, None], long, inverse)  # [B, 1, P]
     # Theta * stretch ** (H / (H - 2)), with the stretch taken out of the power: closer to exact.
     if rope.rope_type == "dynamic":
-        stretch_B = rope.factor * jnp.maximum(
-            length_B, config.max_position_embeddings
-        ) / config.max_position_embeddings - (rope.factor - 1)
-        # [B, 1, H/2].
-        inverse = (inverse * stretch_B[:, None] ** (-np.arange(0, width, 2, dtype=np.float32) / (width - 2)))[
-            :, None
-        ]
-    angle = position_BT[..., None].astype(jnp.float32) * inverse
-    return jnp.cos(angle) * scale, jnp.sin(angle) * scale
+        trained = config.max_position_embeddings
+        stretch_B = rope.factor * jnp.maximum(length_B, trained) / trained - (rope.factor - 1)
+        power_P = -np.arange(0, width, 2, dtype=np.float32) / (width - 2)
+        inverse = (inverse * stretch_B[:, None] ** power_P)[:, None]  # [B, 1, P]
+    angle_BTP = position_BT[..., None].astype(jnp.float32) * inverse
+    return jnp.cos(angle_BTP) * scale, jnp.sin(angle_BTP) * scale
 
 
-def rotate(x_BTNH: jax.Array, cos_BTR: jax.Array, sin_BTR: jax.Array) -> jax.Array:
-    """Rotates each pair (i, i + R) of every head by its angle, the layout of Hugging Face checkpoints; what
-    is beyond 2 R stays.
+def rotate(x_BTNH: jax.Array, cos_BTP: jax.Array, sin_BTP: jax.Array) -> jax.Array:
+    """Rotates each pair (i, i + P) of every head by its angle, the layout of Hugging Face checkpoints; what
+    is beyond 2 P stays.
     """
-    R = cos_BTR.shape[-1]
-    a, b, rest = jnp.split(x_BTNH.astype(jnp.float32), (R, 2 * R), axis=-1)
-    cos, sin = cos_BTR[:, :, None], sin_BTR[:, :, None]
+    P = cos_BTP.shape[-1]
+    a, b, rest = jnp.split(x_BTNH.astype(jnp.float32), (P, 2 * P), axis=-1)
+    cos, sin = cos_BTP[:, :, None], sin_BTP[:, :, None]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x_BTNH.dtype)
 
 
-def _inverse_frequencies(rope: RopeConfig, width: int) -> tuple[Any, float]:
-    """Angle per position of each pair, float32 [R], and the factor on cos and sin. width: 2 R."""
+def _inverse_frequencies(rope: RopeConfig, width: int) -> Any:
+    """Angle per position of each pair, float32 [P]. width: 2 P."""
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     # Powers in float64, rounded once, are torch's own; numpy's in float32 are off by an ulp, which 500
     # positions make visible.
     powers = (np.float64(rope.rope_theta) ** exponents.astype(np.float64)).astype(np.float32)
-    if rope.rope_type == "longrope":
-        return np.float32(1.0) / (np.array(rope.short_factor, np.float32) * powers), _longrope_scale(rope)
+    if rope.rope_type == "longrope":  # Ding et al. 2024
+        return np.float32(1.0) / (np.array(rope.short_factor, np.float32) * powers)
     inverse = np.float32(1.0) / powers
     if rope.rope_type == "linear":
-        return inverse / np.float32(rope.factor), 1.0
+        return inverse / np.float32(rope.factor)
     if rope.rope_type == "llama3":
-        return _llama3_frequencies(rope, inverse), 1.0
-    if rope.rope_type == "yarn":
-        return _yarn_frequencies(rope, inverse), _yarn_scale(rope)
-    return inverse, 1.0
+        return _llama3_frequencies(rope, inverse)
+    return _yarn_frequencies(rope, inverse) if rope.rope_type == "yarn" else inverse
 
 
 def _llama3_frequencies(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
@@ -184,11 +173,8 @@ def _yarn_frequencies(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
     width = 2 * len(inverse)
 
     def pair_with(turns: float) -> float:
-        return (
-            width
-            * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi))
-            / (2 * math.log(rope.rope_theta))
-        )
+        ratio = rope.original_max_position_embeddings / (turns * 2 * math.pi)
+        return width * math.log(ratio) / (2 * math.log(rope.rope_theta))
 
     low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
     if rope.truncate:
@@ -198,23 +184,17 @@ def _yarn_frequencies(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
     return (inverse / rope.factor * ramp + inverse * (1 - ramp)).astype(np.float32)
 
 
-def _longrope_scale(rope: RopeConfig) -> float:
-    """LongRoPE (Ding et al. 2024)."""
+def _scale(rope: RopeConfig) -> float:
+    """The factor on cos and sin."""
+    if rope.rope_type not in ("longrope", "yarn"):
+        return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
-    return (
-        1.0
-        if rope.factor <= 1
-        else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))
-    )
-
-
-def _yarn_scale(rope: RopeConfig) -> float:
-    def mscale(weight: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
-
-    if rope.attention_factor is not None:
-        return rope.attention_factor
+    if rope.factor <= 1:
+        return 1.0
+    stretch = math.log(rope.factor)
+    if rope.rope_type == "longrope":
+        return math.sqrt(1 + stretch / math.log(rope.original_max_position_embeddings))
     if rope.mscale and rope.mscale_all_dim:
-        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
-    return mscale(1.0)
+        return (0.1 * rope.mscale * stretch + 1.0) / (0.1 * rope.mscale_all_dim * stretch + 1.0)
+    return 0.1 * stretch + 1.0

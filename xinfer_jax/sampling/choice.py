@@ -1,11 +1,4 @@
-"""From logits to a token, in five words:
-
-- `process`: biases, penalties and what is forbidden, which hold for greedy rows too;
-- `warp`: temperature, top-k, top-p and the like: the logits that a sampled row draws from;
-- `draw`: one token of each row, by the row's own key and the token's position alone;
-- `choose`: the three in this order, less what nobody asks for;
-- `note`: writes the token down in the row's state (generation/state.py).
-"""
+"""From logits to a token: `process`, `warp`, `draw`, and `choose`, which is the three; keys."""
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +22,10 @@ def choose(
     sampling_B: SamplingConfig,
     context: Context,
     impl: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """The next token of each row, int32 [B], and the logits [B, V] that it was taken from. A batch without
-    temperature and processors takes the argmax and nothing else.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The next token of each row, int32 [B], its log-probability before any processor, float32 [B], and the
+    logits [B, V] that it was taken from. A batch without temperature and processors takes the argmax and
+    nothing else.
 
     Args:
         logits_BV: float32.
@@ -51,7 +45,10 @@ def choose(
 
         return lax.cond(is_greedy(sampling_B), lambda: (argmax(kept_BV, impl), kept_BV), sampled)
 
-    return lax.cond(takes_likeliest(sampling_B), lambda: (argmax(logits_BV, impl), logits_BV), processed)
+    likeliest = takes_likeliest(sampling_B)
+    token_B, taken_BV = lax.cond(likeliest, lambda: (argmax(logits_BV, impl), logits_BV), processed)
+    logprob_B = logits_BV[jnp.arange(len(token_B)), token_B] - jax.nn.logsumexp(logits_BV, -1)
+    return token_B, logprob_B, taken_BV
 
 
 def is_greedy(sampling_B: SamplingConfig) -> jax.Array:
@@ -83,7 +80,7 @@ def process(logits_BV: jax.Array, sampling_B: SamplingConfig, context: Context) 
             logits_BV,
         )
     logits_BV = processors.min_new_tokens(logits_BV, s.min_new_tokens, c.chosen_B, c.eos_BE)
-    return processors.allowed(logits_BV, c.allowed_BM)
+    return processors.allowed(logits_BV, c.allowed_bits)
 
 
 def warp(

@@ -55,10 +55,10 @@ def min_new_tokens(
     return jnp.where(end_BV & (chosen_B < least_B)[:, None], -jnp.inf, logits_BV)
 
 
-def allowed(logits_BV: jax.Array, allowed_BM: jax.Array) -> jax.Array:
+def allowed(logits_BV: jax.Array, allowed_bits: jax.Array) -> jax.Array:
     """Forbids the tokens whose bit is 0: token v has bit v % 32 of word v // 32, uint32 [B, ceil(V/32)]."""
     token_V = jnp.arange(logits_BV.shape[1], dtype=jnp.uint32)
-    bit_BV = jnp.asarray(allowed_BM)[:, token_V // 32] >> (token_V % 32) & 1
+    bit_BV = jnp.asarray(allowed_bits)[:, token_V // 32] >> (token_V % 32) & 1
     return jnp.where(bit_BV == 1, logits_BV, -jnp.inf)
 
 

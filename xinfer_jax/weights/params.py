@@ -79,21 +79,17 @@ def _layer(config: ModelConfig, index: int) -> Params:
         "v": _linear(f"{attn}.v_proj", kv_heads, d, config.qkv_bias, fused, heads + kv_heads),
         "o": _linear(f"{attn}.o_proj", d, heads, config.o_bias),
     }
-    names: dict[str, str] = {}
+    norms: dict[str, str] = {}
     if config.pre_norm:
-        names |= dict(attn_norm="input", mlp_norm="pre_feedforward" if config.post_norm else "post_attention")
+        norms |= dict(attn_norm="input", mlp_norm="pre_feedforward" if config.post_norm else "post_attention")
     if config.post_norm:
-        names |= dict(attn_post_norm="post_attention", mlp_post_norm="post_feedforward")
-    tree |= {name: ParamSpec((d,), f"{prefix}.{hf_name}_layernorm.weight") for name, hf_name in names.items()}
+        norms |= dict(attn_post_norm="post_attention", mlp_post_norm="post_feedforward")
+    tree |= {name: ParamSpec((d,), f"{prefix}.{hf_name}_layernorm.weight") for name, hf_name in norms.items()}
     if config.qk_norm:
-        q, k = (heads, kv_heads) if config.qk_norm_joint else (h, h)
-        tree |= {
-            "q_norm": ParamSpec((q,), f"{attn}.q_norm.weight"),
-            "k_norm": ParamSpec((k,), f"{attn}.k_norm.weight"),
-        }
-    return tree | (_experts if config.layer_experts and config.layer_experts[index] else _mlp)(
-        config, f"{prefix}.mlp"
-    )
+        sizes = dict(q_norm=heads, k_norm=kv_heads) if config.qk_norm_joint else dict(q_norm=h, k_norm=h)
+        tree |= {name: ParamSpec((size,), f"{attn}.{name}.weight") for name, size in sizes.items()}
+    fed = _experts if config.layer_experts and config.layer_experts[index] else _mlp
+    return tree | fed(config, f"{prefix}.mlp")
 
 
 def _mlp(config: ModelConfig, prefix: str) -> Params:
@@ -112,15 +108,9 @@ def _experts(config: ModelConfig, prefix: str) -> Params:
     """
     experts, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
 
-    def stack(name: str, shape: tuple[int, int], fused_name: str, first_row: int, rows: int) -> Params:
-        spec = ParamSpec(
-            (experts, *shape),
-            f"{prefix}.experts.{{}}.{name}.weight",
-            f"{prefix}.experts.{fused_name}",
-            first_row,
-            rows,
-        )
-        return {"weight": spec}
+    def stack(name: str, shape: tuple[int, int], fused_name: str, first_row: int, fused_rows: int) -> Params:
+        each, together = f"{prefix}.experts.{{}}.{name}.weight", f"{prefix}.experts.{fused_name}"
+        return {"weight": ParamSpec((experts, *shape), each, together, first_row, fused_rows)}
 
     stacks = {
         "gate": stack("gate_proj", (f, d), "gate_up_proj", 0, 2 * f),
@@ -132,15 +122,16 @@ def _experts(config: ModelConfig, prefix: str) -> Params:
 
 def _linear(
     name: str,
-    out_size: int,
-    in_size: int,
+    outputs: int,
+    inputs: int,
     bias: bool = False,
     fused: tuple[str, int] | None = None,
-    first_row: int = 0,
+    row: int = 0,
 ) -> Params:
-    held = (fused[0], first_row, fused[1]) if fused else ()
-    leaf: Params = {"weight": ParamSpec((out_size, in_size), f"{name}.weight", *held)}
-    return leaf | ({"bias": ParamSpec((out_size,), f"{name}.bias")} if bias else {})
+    """fused: a tensor that may hold it from that row on, and how many rows that has."""
+    held = (fused[0], row, fused[1]) if fused else ()
+    leaf: Params = {"weight": ParamSpec((outputs, inputs), f"{name}.weight", *held)}
+    return leaf | ({"bias": ParamSpec((outputs,), f"{name}.bias")} if bias else {})
 
 
 def init_params(
@@ -152,7 +143,7 @@ def init_params(
     Args:
         config: the model.
         key: one PRNG key.
-        dtype: of every leaf; None: `default_dtype()`.
+        dtype: of every leaf; None: float32 on CPU, bfloat16 elsewhere.
         quantize: None, "int8" or "int4": the matrices in that form, one after the other, so that they never
             exist in `dtype` all at once.
 
@@ -171,11 +162,9 @@ def init_params(
             return jnp.full(spec.shape, 1 - config.norm_offset, dtype)
         scale = 0.02 if "embed" in spec.hf_name or len(spec.shape) == 1 else 1 / math.sqrt(spec.shape[-1])
         matrix = (scale * jax.random.normal(key, spec.shape)).astype(dtype)
-        return (
-            matrix
-            if quantize is None or len(spec.shape) == 1
-            else quantized_leaf(np.asarray(matrix), spec.hf_name, quantize)
-        )
+        if quantize is None or len(spec.shape) == 1:
+            return matrix
+        return quantized_leaf(np.asarray(matrix), spec.hf_name, quantize)
 
     return jax.tree.unflatten(tree, [init(spec, key) for spec, key in zip(specs, keys, strict=True)])
 
@@ -203,19 +192,12 @@ def check_params(params: Any, config: Any) -> None:
 
 
 def check_quantize(config: ModelConfig, method: str | None) -> None:
-    """Raises InputError if the model's matrices would be quantized and cannot be. method: of a file, or asked
-    for.
-    """
+    """Raises InputError if the model's matrices cannot be quantized by that method, a file's or asked for."""
     if method and config.num_experts:
         raise InputError(
             f"quantized weights ({method}) are not supported for model_type {config.model_type!r}: experts"
             " stay float numbers"
         )
-
-
-def default_dtype() -> Any:
-    """float32 on CPU, bfloat16 on GPU and TPU."""
-    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
 def activation_dtype(params: Params) -> Any:
@@ -224,20 +206,20 @@ def activation_dtype(params: Params) -> Any:
 
 
 def cache_dtype(params: Params) -> Any:
-    """For K and V: that of the activations; on CPU float32, since XLA there widens a 16-bit cache as a whole
+    """For keys and values: the activations'; on CPU float32, since XLA there widens a 16-bit cache as a whole
     at every step (jax 0.10).
     """
     return jnp.float32 if jax.default_backend() == "cpu" else activation_dtype(params)
 
 
 def resolve_dtype(dtype: Any) -> Any:
-    """A floating dtype from its name, a dtype, or None for the default.
+    """A floating dtype from its name, a dtype, or None for float32 on CPU, bfloat16 on GPU and TPU.
 
     Raises:
         InputError: none of float32, bfloat16, float16.
     """
     if dtype is None:
-        return default_dtype()
+        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     try:
         name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     except TypeError:

@@ -1,5 +1,5 @@
 """x @ matrix.T for float matrices, and the forms of it that XLA runs at memory speed on CPU (measured:
-WORKSPACE.md).
+WORKSPACE.md). Of products everywhere: M rows (all tokens of all rows of a batch), I inputs, O outputs.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,14 @@ _FEW_ROWS = 64  # up to this many rows a product may be faster with the matrix i
 _TILE_BYTES = 4 << 20  # of a narrow matrix that are float32 at one time
 
 
-def product(x_MK: jax.Array, matrix_NK: jax.Array) -> jax.Array:
-    """float32 [M, N]. float32 matrices multiply in full float32 on every backend (no TF32); narrower ones
+def product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
+    """float32 [M, O]. float32 matrices multiply in full float32 on every backend (no TF32); narrower ones
     accumulate in float32.
     """
     cpu = {jnp.dtype("float32"): _float32_product, jnp.dtype("bfloat16"): _bfloat16_product}.get(
-        matrix_NK.dtype, _tiled_product
+        matrix_OI.dtype, _tiled_product
     )
-    return lax.platform_dependent(x_MK, matrix_NK, cpu=cpu, default=dot)
+    return lax.platform_dependent(x_MI, matrix_OI, cpu=cpu, default=dot)
 
 
 def dot(a: jax.Array, b: jax.Array, axis: int = 1, dtype: jnp.dtype = jnp.float32) -> jax.Array:
@@ -32,36 +32,36 @@ def dot(a: jax.Array, b: jax.Array, axis: int = 1, dtype: jnp.dtype = jnp.float3
     )
 
 
-def in_front(x_MK: jax.Array, matrix_NK: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+def in_front(x_MI: jax.Array, matrix_OI: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
     """x @ matrix.T as (matrix @ x.T).T. Without the barrier XLA would turn it around again."""
-    return lax.optimization_barrier(dot(matrix_NK, x_MK, dtype=dtype)).T
+    return lax.optimization_barrier(dot(matrix_OI, x_MI, dtype=dtype)).T
 
 
-def _float32_product(x_MK: jax.Array, matrix_NK: jax.Array) -> jax.Array:
-    return in_front(x_MK, matrix_NK) if 1 < len(x_MK) <= _FEW_ROWS else dot(x_MK, matrix_NK)
+def _float32_product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
+    return in_front(x_MI, matrix_OI) if 1 < len(x_MI) <= _FEW_ROWS else dot(x_MI, matrix_OI)
 
 
-def _bfloat16_product(x_MK: jax.Array, matrix_NK: jax.Array) -> jax.Array:
+def _bfloat16_product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
     """XLA's bfloat16 product is fast from two rows on; alone, one row takes ten times as long."""
-    rows, (outputs, inputs) = len(x_MK), matrix_NK.shape
-    x_MK = x_MK.astype(jnp.bfloat16)
-    x_MK = jnp.pad(x_MK, ((0, 1), (0, 0))) if rows == 1 else x_MK
+    rows, (outputs, inputs) = len(x_MI), matrix_OI.shape
+    x_MI = x_MI.astype(jnp.bfloat16)
+    x_MI = jnp.pad(x_MI, ((0, 1), (0, 0))) if rows == 1 else x_MI
     form = in_front if outputs < inputs and rows <= _FEW_ROWS else dot
-    return form(x_MK, matrix_NK)[:rows]
+    return form(x_MI, matrix_OI)[:rows]
 
 
-def _tiled_product(x_MK: jax.Array, matrix_NK: jax.Array) -> jax.Array:
+def _tiled_product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
     """float16 on CPU: no fast product exists."""
-    x_MK = x_MK.astype(jnp.float32)
+    x_MI = x_MI.astype(jnp.float32)
 
-    def columns(first: jax.Array, size: int, matrix_NK: jax.Array) -> jax.Array:
-        return dot(x_MK, lax.dynamic_slice_in_dim(matrix_NK, first, size, 0).astype(jnp.float32))
+    def some(first: jax.Array, size: int, matrix_OI: jax.Array) -> jax.Array:  # [M, size]
+        return dot(x_MI, lax.dynamic_slice_in_dim(matrix_OI, first, size, 0).astype(jnp.float32))
 
-    return tile_by_tile(columns, x_MK, len(matrix_NK), 4 * matrix_NK.shape[1], matrix_NK)
+    return tile_by_tile(some, x_MI, len(matrix_OI), 4 * matrix_OI.shape[1], matrix_OI)
 
 
 def tile_by_tile(
-    columns: Callable[..., jax.Array], x_MK: jax.Array, outputs: int, width: int, *narrow: jax.Array
+    some: Callable[..., jax.Array], x_MI: jax.Array, outputs: int, width: int, *narrow: jax.Array
 ) -> jax.Array:
     """A product whose matrix is widened, multiplied and forgotten a tile of outputs at a time. On CPU.
 
@@ -71,17 +71,17 @@ def tile_by_tile(
     first; and a loop of one tile would be none.
 
     Args:
-        columns: (first output, how many, *narrow) -> float32 [M, how many].
-        x_MK: float32.
-        outputs: N.
+        some: (first output, how many, *narrow) -> float32 [M, how many].
+        x_MI: float32.
+        outputs: O.
         width: bytes of an output's weights as float32.
         narrow: the arrays that hold the matrix.
     """
     tile = max(1, min(-(-outputs // 2), _TILE_BYTES // width // 64 * 64 or 64))
 
-    def body(i, y_MN):  # slice and update both move the last tile back inside the array, to the same outputs
+    def body(i, y_MO):  # slice and update both move the last tile back inside the array, to the same outputs
         *tied, i = lax.optimization_barrier((*narrow, i))
-        return lax.dynamic_update_slice_in_dim(y_MN, columns(i * tile, tile, *tied), i * tile, 1)
+        return lax.dynamic_update_slice_in_dim(y_MO, some(i * tile, tile, *tied), i * tile, 1)
 
-    start = kernels_pallas.varying_as(jnp.broadcast_to(x_MK[:, :1], (len(x_MK), outputs)), x_MK, *narrow)
+    start = kernels_pallas.varying_as(jnp.broadcast_to(x_MI[:, :1], (len(x_MI), outputs)), x_MI, *narrow)
     return lax.fori_loop(0, -(-outputs // tile), body, start)

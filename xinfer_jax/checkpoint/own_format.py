@@ -1,0 +1,121 @@
+"""Our own quantized checkpoints, which keep every leaf as it is in memory: the fields of a quantized matrix
+are the tensors X.weight.values, .scale, .zero and .order; their shapes tell the rest.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..config.model_config import from_hf
+from ..errors import InputError
+from ..weights.params import Params, param_specs
+from ..weights.quantized import GroupedWeight, Int8Weight, QuantizedWeight, is_quantized
+
+Part = tuple[tuple[int, ...], set[str]]  # shape and types of a tensor in a file
+
+VERSION = 1
+_FIELDS = ("values", "scale", "zero", "order")
+_COPIED = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja",
+)  # fmt: skip
+_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int8": "I8", "uint8": "U8"}
+
+
+class OwnFormat:
+    """How the quantized matrices of such a checkpoint are stored; methods as in `FileFormat`."""
+
+    method = "xinfer_jax"
+
+    def parts(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, Any]) -> dict[str, Part]:
+        values = f"{name}.values"
+        if len(shape) == 1 or name in tensors or values not in tensors:
+            return {}
+        (outputs, inputs), stored = shape, tensors[values].get_slice(values)
+        if len(stored.get_shape()) != 3:
+            return {values: (shape, {"I8"}), f"{name}.scale": ((outputs,), {"F32"})}
+        Y, packed = stored.get_shape()[1], stored.get_dtype() == "U8"
+        Q = -(-inputs // max(1, Y * (2 if packed else 1)))
+        parts = {values: ((Q, Y, outputs), {"U8", "I8"}), f"{name}.scale": ((Q, outputs), {"F16", "F32"})}
+        optional = {f"{name}.zero": ((Q, outputs), {"U8"}), f"{name}.order": ((inputs,), {"I32"})}
+        return parts | {part: expected for part, expected in optional.items() if part in tensors}
+
+    def leaf(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, Any]) -> QuantizedWeight:
+        full = [f"{name}.{field}" for field in _FIELDS]
+        found: list[Any] = [tensors[f].get_tensor(f) if f in tensors else None for f in full]
+        values, scale, zero, order = found
+        if values.ndim == 2:
+            return Int8Weight(values, scale)
+        if order is not None and not np.array_equal(np.sort(order), np.arange(shape[1])):
+            raise InputError(f"{name}: order does not name every input once: fetch the checkpoint again")
+        return GroupedWeight(values, scale, zero, order, shape[1])
+
+    def spare(self, name: str, tensors: Mapping[str, Any]) -> bool:
+        return False
+
+
+def save_checkpoint(
+    path: str | Path, model_dir: str | Path | None, params: Params, settings: Mapping[str, Any]
+) -> None:
+    """Writes a checkpoint that `load_model` opens again with the same bits in every leaf; one tensor at a
+    time is on the host.
+
+    Args:
+        path: the directory, made if it is not there.
+        model_dir: where the tokenizer and generation_config.json are copied from; None: they are not.
+        params: the parameter tree, some of its matrices quantized or none.
+        settings: contents of config.json.
+
+    Raises:
+        InputError: `path` is `model_dir`, or cannot be written.
+    """
+    path = Path(path)
+    specs, tree = jax.tree.flatten(param_specs(from_hf(settings)))
+    tensors: dict[str, Any] = {}
+    for spec, leaf in zip(specs, tree.flatten_up_to(params), strict=True):  # type: ignore[attr-defined]
+        if is_quantized(leaf):
+            fields = {f"{spec.hf_name}.{name}": getattr(leaf, name, None) for name in _FIELDS}
+            tensors |= {name: field for name, field in fields.items() if field is not None}
+        else:
+            tensors |= zip(spec.stored(), leaf if len(spec.shape) == 3 else [leaf], strict=True)
+    settings = {name: value for name, value in settings.items() if name != "quantization_config"}
+    if any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))):
+        settings["quantization_config"] = {"quant_method": OwnFormat.method, "version": VERSION}
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if model_dir is not None and path.samefile(model_dir):
+            raise InputError(f"{path} is the checkpoint that is read: give another directory to write to")
+        for name in _COPIED if model_dir is not None else ():
+            if (Path(model_dir) / name).is_file():
+                shutil.copyfile(Path(model_dir) / name, path / name)
+        _write(path / "model.safetensors", tensors)
+        (path / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error}") from error
+
+
+def _write(file: Path, tensors: Mapping[str, jax.Array]) -> None:
+    """The safetensors format: length of the header, header, data. Its own writer would hold all data
+    twice.
+    """
+    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # so that every tensor is aligned
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        start, end = end, end + tensors[name].nbytes
+        header[name] = {
+            "dtype": _TYPES[tensors[name].dtype.name],
+            "shape": tensors[name].shape,
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(file, "wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            out.write(np.ascontiguousarray(tensors[name]).view(np.uint8).data)
