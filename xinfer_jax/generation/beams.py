@@ -217,9 +217,10 @@ def _check(call: Call, num_beams: int, returned: int, length_penalty: Any, early
         )
     possible = _possible(vocab_size, ends, new, num_beams)
     if possible < num_beams:
+        asked_for = f"max_new_tokens {new} and a vocabulary of {vocab_size} with {ends} EOS ids"
         raise InputError(
-            f"num_beams {num_beams} exceeds the {possible} different sequences that max_new_tokens {new} and"
-            f" a vocabulary of {vocab_size} with {ends} EOS ids allow: lower num_beams or raise max_new_tokens"
+            f"num_beams {num_beams} exceeds the {possible} different sequences that {asked_for} allow: lower"
+            " num_beams or raise max_new_tokens"
         )
 
 
