@@ -18,8 +18,7 @@ PROGRAM = Program(
 )
 _MOST_TEXT = 2**25  # characters of standard input, beyond any model's context
 
-
-# Ranges of numbers, and how a refusal says them; float32 must hold the number.
+# Ranges of numbers, as float32 holds them, and how a refusal says them.
 _PART = (lambda x: 0 < x <= 1, "above 0 and at most 1")
 _PENALTY = (lambda x: abs(x) <= 1e30, "from -1e30 to 1e30")
 _FINITE = (lambda x: abs(x) < 3.4e38, "that is finite")
