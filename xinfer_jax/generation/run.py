@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..cache.kv_cache import KVCache, init_cache, truncate
+from ..cache.kv_cache import KVCache, init_cache, reorder, truncate
 from ..cache.prefix import kept_prefix
 from ..config.model_config import ModelConfig
 from ..sampling.logprobs import rows_of_tokens
@@ -21,12 +21,12 @@ from .doors import prefill, prompt_chunk
 from .faults import check_cache, check_chosen
 from .loop import ADVANCE, READ, READ_AGAIN, power_of_two
 from .options import Call, GenerateOptions, GenerateOutput
-from .speculation import SPECULATE, Guesser, Guessing, Speculation, look_up
+from .speculation import SPECULATE, Guessing, Speculation, look_up
 from .state import Chosen, DecodeState, choose_and_note, look
 
 _CHOOSE = jax.jit(choose_and_note, static_argnames="impl")
-# A prompt's logits and cache for each of its answers.
-_SHARE = jax.jit(lambda tree, prompt_R: jax.tree.map(lambda leaf: leaf[prompt_R], tree))
+_SHARE = jax.jit(reorder)  # a prompt's cache for each of its answers
+_PICK = jax.jit(lambda logits_BV, prompt_R: logits_BV[prompt_R])
 
 
 class Run:
@@ -100,11 +100,14 @@ class Run:
             logits_BV, self._cache = prefill(
                 *model, tokens_BT, num_tokens_B, self._cache, donate=donate, impl=impl
             )
-        if call.options.draft is not None:
-            self._draft = _start_draft(call, len(num_tokens_B))
+        draft_cache = _read_for_draft(call, len(num_tokens_B))
         if call.answers > 1:
-            shared = logits_BV, self._cache, self._draft
-            logits_BV, self._cache, self._draft = _SHARE(shared, self._prompt_R)
+            logits_BV = _PICK(logits_BV, self._prompt_R)
+            caches = (cache and _SHARE(cache, self._prompt_R) for cache in (self._cache, draft_cache))
+            self._cache, draft_cache = caches
+        if call.options.draft is not None:
+            nothing_R = np.zeros(len(self._prompt_R), np.int32)
+            self._draft = Speculation(draft_cache, nothing_R, nothing_R)
         return logits_BV
 
     @property
@@ -201,22 +204,23 @@ def _empty_cache(call: Call, params: Params, config: ModelConfig, capacity: int,
     return init_cache(config, rows, capacity, call.options.cache_dtype or cache_dtype(params))
 
 
-def _start_draft(call: Call, rows: int) -> Speculation:
-    """What guesses start from: the draft model has read the prompts."""
-    nothing_B, cache = np.zeros(rows, np.int32), None
+def _read_for_draft(call: Call, rows: int) -> KVCache | None:
+    """The draft model's cache, which holds the prompts; None where no model guesses."""
     params, config = _guesser(call.options)
-    if isinstance(config, ModelConfig):
-        capacity = min(call.capacity, config.context_length)  # guesses beyond are dropped
-        cache = _empty_cache(call, params, config, capacity, rows)
-        tokens_BT, num_tokens_B = padded(call.prompts, capacity, rows)
-        impl = call.options.impl
-        cache = prefill(params, config, tokens_BT, num_tokens_B, cache, donate=True, impl=impl)[1]
-    return Speculation(cache, nothing_B, nothing_B)
+    if not isinstance(config, ModelConfig):
+        return None
+    capacity, impl = (
+        min(call.capacity, config.context_length),
+        call.options.impl,
+    )  # guesses beyond are dropped
+    cache = _empty_cache(call, params, config, capacity, rows)
+    tokens_BT, num_tokens_B = padded(call.prompts, capacity, rows)
+    return prefill(params, config, tokens_BT, num_tokens_B, cache, donate=True, impl=impl)[1]
 
 
-def _guesser(options: GenerateOptions) -> tuple[Any, ModelConfig | Guesser]:
-    """The draft model's parameters and configuration; or None and a function."""
-    if options.draft == "lookup" or callable(options.draft):
+def _guesser(options: GenerateOptions) -> tuple[Any, Any]:
+    """The draft model's parameters and configuration; or None and a function, or None."""
+    if options.draft is None or options.draft == "lookup" or callable(options.draft):
         return None, look_up if options.draft == "lookup" else options.draft
     return options.draft.params, options.draft.config
 

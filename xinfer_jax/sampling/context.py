@@ -24,9 +24,7 @@ class Context:
     seen_BV: jax.Array  # bool: which tokens the row holds
     count_BV: jax.Array | None  # int32: how often the row chose each token
     history_BS: jax.Array | None  # int32: the row's tokens in order; None: nobody asked for their order
-    allowed_bits: (
-        jax.Array | None
-    )  # uint32 [B, ceil(V/32)]: bit v % 32 of word v // 32: v is allowed
+    allowed_bits: jax.Array | None  # uint32 [B, ceil(V/32)]: bit v % 32 of word v // 32: v is allowed
 
     def advance(self, token_B: jax.Array, active_B: jax.Array) -> "Context":
         """With the token that each active row chose; the others stay as they are."""
