@@ -68,7 +68,7 @@ class Program:
         """
         if (needs_help := {"--help", "-help", "-h", "--h"} & set(argv[1:])) or "--version" in argv[1:]:
             write(f"{self._help() if needs_help else f'{self.name} {_version()}'}\n")
-            sys.exit()
+            sys.exit(0)
         for name in self.values:
             self.values[name].unparse()  # forgets an earlier call in this process
         try:
