@@ -70,6 +70,7 @@ BAD_FLAGS = {
     "cache-dtype-unknown": (["--cache_dtype=x"], "--cache_dtype=x: give int8, int4, gear"),
     "model-empty": (["--model="], "--model=: give a directory or a hub name"),
     "unknown-flag": (["--max_token=5"], "flag 'max_token'. Did you mean --max_tokens.*--help"),
+    "switch-with-a-value": (["--nouse_cache=x"], "use_cache.*--help"),
     "unknown-short-flag": (["-x"], "Unknown command line flag 'x'"),
     "unknown-long-flag": (["--" + "a" * 3000], "Unknown command line flag 'aaa"),
     "positional": (["Really?"], "unexpected argument 'Really\\?': give the prompt with --prompt"),

@@ -73,7 +73,7 @@ class Program:
             self.values[name].unparse()  # forgets an earlier call in this process
         try:
             rest = self.values(list(argv), known_only=True)[1:]
-        except flags.Error as error:
+        except (flags.Error, ValueError) as error:  # the second of a switch that is given a value
             raise InputError(f"{str(error).removeprefix('flag ')} (see --help)") from error
         if not rest:
             return
