@@ -11,6 +11,7 @@ import tiny
 
 import xinfer_jax as xj
 from xinfer_jax.generation.batches import first_state
+from xinfer_jax.generation.doors import prompt_chunk
 from xinfer_jax.generation.loop import ADVANCE, READ
 from xinfer_jax.generation.options import checked
 from xinfer_jax.generation.state import admit, choose_and_note
@@ -52,6 +53,12 @@ def test_any_number_of_rows_and_any_settings_compile_nothing_new(model):
         call(4, sampling=xj.SamplingConfig(presence_penalty=1.0, frequency_penalty=0.5, min_new_tokens=3))
         call(3, sampling=xj.SamplingConfig(allowed_token_ids=(5, 6), forbidden_token_ids=(7,)))
     assert compiled == []
+
+
+def test_long_prompts_are_read_in_chunks_that_the_cache_takes(model):
+    chunks = {size: prompt_chunk(xj.init_cache(model.config, 2, size)) for size in (64, 4096)}
+    assert chunks == {64: 64, 4096: 512}
+    assert jax.jit(lambda: prompt_chunk(xj.init_cache(model.config, 2, 4096)))() == 512
 
 
 def test_the_number_of_beam_prompts_compiles_nothing_new(model):

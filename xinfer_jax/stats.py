@@ -27,8 +27,8 @@ class LoadStats:
 
 @dataclasses.dataclass
 class GenerateStats:
-    """The cost of one `generate` or `stream` call. Seconds other than `compile_seconds` and `total_seconds`
-    are without compilation.
+    """The cost of a `generate` or `stream` call. Only `compile_seconds` and `total_seconds` count
+    compilation.
 
     Attributes:
         rows: prompts times answers.
@@ -134,9 +134,7 @@ def give_back_memory() -> None:
 
 
 def peak_bytes() -> int:
-    """Peak memory so far: bytes in use on the device, or the process's resident memory where the device keeps
-    no count (CPU).
-    """
+    """Peak memory so far: of the device, or of the process where the device keeps no count (CPU)."""
     counted = jax.local_devices()[0].memory_stats() or {}
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return counted.get("peak_bytes_in_use", resident)

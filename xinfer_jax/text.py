@@ -195,9 +195,7 @@ class TokenText(NamedTuple):
 
 
 def alternatives_text(model: Model, out: GenerateOutput, row: int = 0) -> list[list[TokenText]]:
-    """For each chosen token: itself, then `options.logprobs` alternatives with their probabilities before any
-    processor.
-    """
+    """For each chosen token: itself, then its alternatives, with probabilities before any processor."""
     tokenizer = _tokenizer(model)
     if not isinstance(out, GenerateOutput) or out.alternatives is None:
         raise InputError("this output has no alternatives: generate with GenerateOptions(logprobs=…)")

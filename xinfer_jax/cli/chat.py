@@ -98,9 +98,7 @@ class Conversation:
         return _cost(out.stats, out.finish_reason[0])
 
     def _fitting(self, turns: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
-        """The turns without as many of the earliest exchanges as it takes to leave room for an answer, and
-        their ids.
-        """
+        """The turns, without the earliest where they leave no room for an answer, and their ids."""
         for first in range(0, len(turns), 2):
             ids = encode_prompt(self._model, self._system + turns[first:])
             if len(ids) + self._options.max_new_tokens <= self._capacity:

@@ -28,9 +28,7 @@ def from_the_first(pieces: Iterator[str]) -> Iterator[str]:
 
 
 def keep_compiled_programs(command: str, directory: str | None) -> None:
-    """Has jax keep its programs in a directory. None: where its environment variable says, or the user's; "":
-    nowhere.
-    """
+    """Has jax keep its programs in a directory; None: its environment variable's, or the user's; "": none."""
     if directory is None:
         user = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "xinfer_jax")
         directory = os.environ.get("JAX_COMPILATION_CACHE_DIR") or user

@@ -31,12 +31,7 @@ def padded(prompts: Sequence[Sequence[int]], most: int, rows: int = 0) -> tuple[
 
 
 def check_room(call: Call, rows: int) -> None:
-    """Raises InputError where weights, caches and results of a call exceed the memory there is.
-
-    Args:
-        call: from `checked`.
-        rows: prompts times answers, or beams.
-    """
+    """Raises InputError where weights, caches and results of so many rows exceed the memory there is."""
     options, config = call.options, call.config
     new, vocabulary = bucket(options.max_new_tokens), config.vocab_size
     noted = 12 + 16 * options.logprobs + 4 * vocabulary * options.logits  # of each new token
@@ -63,13 +58,7 @@ def rows_of(prompts: int, answers: int, least: int = 0) -> np.ndarray:
 
 
 def first_state(call: Call, prompt_R: np.ndarray) -> DecodeState:
-    """The rows of a call before their first token, as arrays made for it; those behind the last answer have
-    ended.
-
-    Args:
-        call: from `checked`.
-        prompt_R: from `rows_of`.
-    """
+    """The rows (`rows_of`) of a call before their first token, in new arrays; padding rows have ended."""
     options, config, answers = call.options, call.config, call.answers
     R, real, size = len(prompt_R), answers * len(call.prompts), bucket(options.max_new_tokens)
     sampling_R = jax.tree.map(lambda setting_B: np.asarray(setting_B)[prompt_R], call.sampling_B)

@@ -91,9 +91,7 @@ class _Found(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """What the loop carries: the beams that run, and the best sequences that ended, which wait beside
-    them.
-    """
+    """What the loop carries: the beams that run, and the best of the sequences that ended."""
 
     cache: KVCache  # R rows; holds everything but the last token, and its rows still await `parent_R`
     context: Context  # R rows: what the processors know of each beam but for its last token; await too

@@ -19,13 +19,12 @@ from ..sampling.choice import row_keys
 from ..sampling.context import start
 from ..sampling.settings import SamplingConfig, is_full, per_row
 from ..weights.params import AnyArray, Params
-from .loop import READ, advance, bucket, program
+from .loop import READ, advance, bucket, power_of_two, program
 from .state import DecodeState, choose_and_note, new_state
 
-# Tokens of a long prompt that pass through the model at a time: on a GPU enough to fill an H200's
-# multiprocessors (512 queries of the 0.5B shape fill 56 of 132), elsewhere what keeps scores and activations
-# small.
-_CHUNK = {"gpu": 2048, "cpu": 512}
+# Tokens of a row that pass through the model at a time: few keep scores and activations small. On a GPU all
+# rows together have more: 512 queries of the 0.5B shape fill 56 of an H200's 132 multiprocessors.
+_CHUNK, _CHUNK_OF_GPU = 512, 2048
 
 
 @jax.tree_util.register_dataclass
@@ -46,8 +45,7 @@ def prefill(
     donate: bool = False,
     impl: str | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Appends a prompt, or what follows one, to the cache; long ones in chunks, skipping those that are all
-    padding.
+    """Appends a prompt, or what follows one, to the cache; long ones in chunks, without those of padding.
 
     Args:
         params, config: the model.
@@ -88,8 +86,7 @@ def decode_step(
     donate: bool = False,
     impl: str | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Appends one token per row. Returns float32 logits [B, V] and the cache; `donate` and `impl` as in
-    `prefill`.
+    """Appends one token per row: float32 logits [B, V] and the cache; `donate` and `impl` as in `prefill`.
 
     Nothing waits for the device here: a token past the capacity is dropped and flagged in the cache's
     `overflow_B`, and ids are not looked at.
@@ -216,9 +213,7 @@ def _check_cache(config: ModelConfig, cache: KVCache, rows: int) -> None:
 
 
 def _check_room(impl: str | None, cache: KVCache, more_B: Any) -> None:
-    """Raises InputError where impl or more_B further tokens cannot be served, as far as that is known outside
-    a trace.
-    """
+    """Raises InputError where impl or more_B further tokens cannot be served, as far as that is known."""
     check_impl(impl)
     if traced(cache.length_B) or traced(more_B):
         return
@@ -231,12 +226,11 @@ def _check_room(impl: str | None, cache: KVCache, more_B: Any) -> None:
 
 
 def prompt_chunk(cache: KVCache) -> int:
-    """Tokens of a prompt that are read at a time: by the device where it is known, at most what the cache
-    takes.
-    """
+    """Tokens of a prompt to read at a time: by the device where it is known, at most what the cache takes."""
     known = isinstance(cache.length_B, jax.Array) and not traced(cache.length_B)
-    platform = next(iter(cache.length_B.devices())).platform if known else "cpu"
-    return min(_CHUNK.get(platform, _CHUNK["cpu"]), cache.most_at_once)
+    on_gpu = known and next(iter(cache.length_B.devices())).platform == "gpu"
+    chunk = max(_CHUNK, on_gpu * _CHUNK_OF_GPU // power_of_two(len(cache.length_B)))
+    return min(chunk, cache.most_at_once)
 
 
 def _decode_step(params, config, token_B, cache, impl):

@@ -59,9 +59,7 @@ def kernels_used(
 
 
 def _by_layer(kernel: str, impl: str | None, query, layers) -> kernels_pallas.Selection:
-    """One for all layers: that of those whose keys are in order, with a word about the others where they
-    differ.
-    """
+    """One for all layers: that of those whose keys are in order, with a word about others that differ."""
     of_layer = [attention_impl(kernel, impl, query, keys) for keys in layers]
     common = next((s for s, keys in zip(of_layer, layers, strict=True) if keys.in_order), of_layer[0])
     others = [s for s in of_layer if s.impl != common.impl]

@@ -38,9 +38,7 @@ def read(
     B, T = tokens_BT.shape
 
     def part(tokens_BT, num_tokens_B, cache, before_BD):
-        """The part's last real hidden state of each row, or the one before where the row has no token in
-        it.
-        """
+        """Each row's last hidden state in the part, or the one before where the part is all padding."""
         hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B, impl=impl)
         last_BD = jnp.take_along_axis(hidden_BTD, jnp.maximum(num_tokens_B - 1, 0)[:, None, None], 1)[:, 0]
         return jnp.where((num_tokens_B > 0)[:, None], last_BD, before_BD), cache
@@ -79,9 +77,7 @@ def advance(
     steps: Any,
     impl: str | None,
 ) -> tuple[DecodeState, KVCache]:
-    """The one loop: every active row chooses a token, and again, until all have ended or `steps` (int32) are
-    taken.
-    """
+    """The one loop: active rows choose a token, and again, until all have ended or `steps` are taken."""
 
     def body(carry):
         step, state, cache = carry
@@ -98,8 +94,8 @@ def advance(
 
 
 def _choose_behind(params, config, hidden_BD, state, impl):
-    """`choose_and_note` behind hidden states: rows that just take the likeliest token need no logits, where a
-    kernel serves.
+    """`choose_and_note` behind hidden states: rows that take the likeliest token need no logits if a kernel
+    serves.
     """
     if state.alternatives is not None or not fuses_head(params, hidden_BD, impl):
         return choose_and_note(unembed(params, config, hidden_BD), state, impl)
@@ -113,9 +109,7 @@ def _choose_behind(params, config, hidden_BD, state, impl):
 
 
 class Program(NamedTuple):
-    """A function jitted twice: as it is, and so that it may reuse the memory of what it changes, which is
-    gone afterwards.
-    """
+    """A function jitted twice: as it is, and so that it reuses the memory of what it changes."""
 
     keeping: Any
     donating: Any
@@ -135,9 +129,7 @@ ADVANCE = program(advance, donates=("state", "cache"))
 
 
 def bucket(size: int) -> int:
-    """The power of two, at least 16, that array sizes are rounded up to, so that few programs are
-    compiled.
-    """
+    """The power of two, at least 16, that lengths are rounded up to, so that few programs are compiled."""
     return max(_LEAST_BUCKET, power_of_two(size))
 
 

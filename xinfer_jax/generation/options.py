@@ -1,6 +1,4 @@
-"""What `generate` and `stream` are asked for and what they give back; bad input is refused here, before any
-tracing.
-"""
+"""What `generate` and `stream` are asked for and give back; bad input is refused here, before any tracing."""
 
 import dataclasses
 import functools

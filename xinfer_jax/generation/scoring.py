@@ -123,9 +123,7 @@ def _score(params, config, tokens_BT, num_tokens_B, inputs_BTD, impl):
 def _of_targets(
     params: Params, config: ModelConfig, hidden_BTD: jax.Array, target_BT: jax.Array
 ) -> jax.Array:
-    """Log-probabilities of targets, a part of T at a time: B stays whole, since rows may lie on different
-    devices.
-    """
+    """Log-probabilities of targets, a part of T at a time: rows may lie on different devices."""
     B, T = target_BT.shape
     parts = -(-T // max(1, _MOST_LOGITS // (B * head(params)["weight"].shape[0])))
     size = -(-T // parts)

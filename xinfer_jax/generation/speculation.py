@@ -1,5 +1,4 @@
-"""Speculative decoding (Leviathan et al. 2023): several tokens are guessed cheaply and checked by the model
-in one pass.
+"""Speculative decoding (Leviathan et al. 2023): tokens are guessed cheaply, and several checked in one pass.
 
 The token at a position is a function of the model's logits there and of the row's key (sampling.py). So a
 guess is checked by choosing the model's own token and comparing: greedy or sampled, the tokens are those of

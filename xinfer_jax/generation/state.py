@@ -1,6 +1,4 @@
-"""One state per row: `DecodeState` holds everything that belongs to a row, rows in front. Keys and values,
-which rows share, stand apart.
-"""
+"""One state per row: everything that belongs to a row, rows in front. Keys and values stand apart."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -101,9 +99,7 @@ def choose_and_note(
 
 
 def note(state: DecodeState, token_B: jax.Array, logprob_B: jax.Array, among_B: Any = True) -> DecodeState:
-    """The state with each active row's next token; rows that have ended, or are not `among` them, stay as
-    they are.
-    """
+    """The state with each active row's next token; rows that ended, or are not `among` them, stay."""
     active_B, row_B = state.active_B & among_B, jnp.arange(len(token_B))
     column_B = jnp.where(active_B, state.length_B, state.tokens_BT.shape[1])  # past the end: nowhere
     ends_B = jnp.any(token_B[:, None] == state.context.eos_BE, -1)

@@ -26,8 +26,7 @@ def generate(
     *,
     key: jax.Array | None = None,
 ) -> GenerateOutput:
-    """Continues every prompt. Rows of a batch may have different lengths; each gives the tokens it would give
-    alone.
+    """Continues every prompt. Their lengths may differ; each gives the tokens that it would give alone.
 
     The number of rows is rounded up to a power of two, as lengths are, so that few programs are compiled;
     rows that hold nothing cost their share of a step.

@@ -24,8 +24,7 @@ def choose(
     impl: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The next token of each row, int32 [B], its log-probability before any processor, float32 [B], and the
-    logits [B, V] that it was taken from. A batch without temperature and processors takes the argmax and
-    nothing else.
+    logits [B, V] that it was taken from. A batch of plain greedy rows takes the argmax and nothing else.
 
     Args:
         logits_BV: float32.
@@ -112,9 +111,7 @@ def warp(
 def draw(
     warped_BV: jax.Array, key_B: jax.Array, sampling_B: SamplingConfig, position_B: jax.Array
 ) -> jax.Array:
-    """Draws from softmax(warped) by the largest logit + Gumbel noise; rows at temperature 0 take the
-    argmax.
-    """
+    """Draws from softmax(warped): the largest logit + Gumbel noise; rows at temperature 0 take the argmax."""
     noise_BV = jax.vmap(
         lambda key, position: gumbel(draw_key(key, position, _DRAW_TOKEN), warped_BV.shape[1])
     )(key_B, position_B)

@@ -1,6 +1,4 @@
-"""What the processors look at: each row's own tokens so far, how many they are, what ends it and what it may
-choose.
-"""
+"""What the processors look at: a row's tokens so far, how many, what ends it, what it may choose."""
 
 import dataclasses
 from typing import Any

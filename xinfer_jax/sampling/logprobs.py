@@ -1,6 +1,4 @@
-"""Log-probabilities beside the tokens: the likeliest alternatives before and after the processors, and full
-logits on request.
-"""
+"""Log-probabilities beside the tokens: alternatives before and after the processors, logits on request."""
 
 import dataclasses
 from typing import NamedTuple
@@ -58,9 +56,7 @@ def no_alternatives(rows: int, size: int, count: int, vocab_size: int, logits: b
 def note_alternatives(
     old: Alternatives, column_B: jax.Array, logits_BV: jax.Array, processed_BV: jax.Array, token_B: jax.Array
 ) -> Alternatives:
-    """Notes each row's token in its column, if there is such a column. processed: the logits that the token
-    was drawn from.
-    """
+    """Notes each row's token in its column, if there is one; processed: the logits that it was drawn from."""
 
     def put(array: jax.Array, new: jax.Array) -> jax.Array:
         return array.at[jnp.arange(len(token_B)), column_B].set(new, mode="drop")

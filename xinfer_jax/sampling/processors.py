@@ -11,9 +11,7 @@ from jax import lax
 
 
 def repetition_penalty(logits_BV: jax.Array, penalty_B: jax.Array, seen_BV: jax.Array) -> jax.Array:
-    """Divides positive logits of tokens already present by the penalty and multiplies negative ones (Keskar
-    et al. 2019).
-    """
+    """Divides positive logits of tokens already present by the penalty, multiplies negative ones (CTRL)."""
     penalty = penalty_B[:, None]
     return jnp.where(seen_BV, jnp.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty), logits_BV)
 
@@ -47,9 +45,7 @@ def no_repeat_ngram(
 def min_new_tokens(
     logits_BV: jax.Array, least_B: jax.Array, chosen_B: jax.Array, eos_BE: jax.Array
 ) -> jax.Array:
-    """Forbids the ids that end a row while it has chosen fewer tokens than asked for; ids below 0 are
-    none.
-    """
+    """Forbids ids that end a row while it has chosen fewer tokens than asked for; ids below 0 are none."""
     (B, V), at_BE = logits_BV.shape, jnp.where(eos_BE < 0, logits_BV.shape[1], eos_BE)
     end_BV = jnp.zeros((B, V), bool).at[jnp.arange(B)[:, None], at_BE].set(True, mode="drop")
     return jnp.where(end_BV & (chosen_B < least_B)[:, None], -jnp.inf, logits_BV)
@@ -65,9 +61,7 @@ def allowed(logits_BV: jax.Array, allowed_bits: jax.Array) -> jax.Array:
 def presence_frequency(
     logits_BV: jax.Array, presence_B: jax.Array, frequency_B: jax.Array, count_BV: jax.Array
 ) -> jax.Array:
-    """Subtracts `presence` from tokens that the answer already holds, and `frequency` as often as it holds
-    them (OpenAI's definition).
-    """
+    """Takes `presence` off tokens that the answer holds, `frequency` as often as it does (OpenAI)."""
     return logits_BV - presence_B[:, None] * (count_BV > 0) - frequency_B[:, None] * count_BV
 
 
@@ -98,9 +92,7 @@ def top_k_top_p(logits_BV: jax.Array, k_B: jax.Array, p_B: jax.Array) -> jax.Arr
 
 
 def min_p(logits_BV: jax.Array, p_B: jax.Array) -> jax.Array:
-    """Keeps tokens at least p times as likely as the likeliest (Nguyen et al. 2024), the rest becomes -inf; 0
-    keeps all.
-    """
+    """Keeps tokens at least p times as likely as the likeliest (Nguyen et al. 2024); 0 keeps all."""
     return jnp.where(
         logits_BV >= jnp.max(logits_BV, -1, keepdims=True) + jnp.log(p_B)[:, None], logits_BV, -jnp.inf
     )
