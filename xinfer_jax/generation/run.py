@@ -83,10 +83,8 @@ class Run:
         elif call.options.use_cache:
             self._cache = _empty_cache(call, call.params, call.config, call.capacity, B)
         self._state = first_state(call, self._prompt_R)
-        self.stats = GenerateStats(
-            len(self._rows), sum(map(len, call.prompts)), tree_bytes(call.params),
-            tree_bytes((self._cache.k, self._cache.v)) if self._cache else 0, int(held_B.sum()),
-        )  # fmt: skip
+        read, reused = sum(map(len, call.prompts)), int(held_B.sum())
+        self.stats = GenerateStats(len(self._rows), read, tree_bytes(call.params), 0, reused)
         rest = [prompt[held:] for prompt, held in zip(call.prompts, held_B, strict=False)]
         return padded(rest, call.capacity, B)
 
@@ -108,6 +106,7 @@ class Run:
         if call.options.draft is not None:
             nothing_R = np.zeros(len(self._prompt_R), np.int32)
             self._draft = Speculation(draft_cache, nothing_R, nothing_R)
+        self.stats.cache_bytes = tree_bytes((self._cache.k, self._cache.v)) if self._cache else 0
         return logits_BV
 
     @property
