@@ -13,6 +13,8 @@ from ..weights.params import Params
 from .fingerprint import fingerprint
 from .kv_cache import KVCache, remembered, truncate
 
+_Rows = Sequence[Sequence[int]]  # of token ids
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Prefix:
@@ -35,7 +37,7 @@ class Prefix:
     def __repr__(self) -> str:
         return f"Prefix({counted(self.tokens, 'row')}, {self.cache!r})"
 
-    def shared(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
+    def shared(self, prompts: _Rows) -> np.ndarray:
         """How many tokens at the start of each prompt the cache holds, int32 [B].
 
         All but the last at most, whose logits are wanted; none where a ring forgot what the next token sees.
@@ -85,13 +87,7 @@ class Prefix:
             )
 
 
-def kept_prefix(
-    params: Params,
-    config: ModelConfig,
-    prompts: Sequence[Sequence[int]],
-    chosen: Sequence[Sequence[int]],
-    cache: KVCache,
-) -> Prefix:
+def kept_prefix(params: Params, config: ModelConfig, prompts: _Rows, chosen: _Rows, cache: KVCache) -> Prefix:
     """What a call leaves behind: of each row everything but the last token, which was chosen and not read.
     config: with longrope's factors fixed; cache: of as many rows as prompts, or more.
     """

@@ -60,9 +60,8 @@ def tile_by_tile(
     """A product whose matrix is widened, multiplied and forgotten a tile of outputs at a time. On CPU.
 
     XLA would widen the whole operand of a 16-bit dot or slice, and hoist that out of the decode loop: a
-    float32 copy of all weights. The barrier ties the tile to the loop counter, so that there is nothing to
-    hoist. What the loop starts from is made of x, or the buffers of all layers would be filled before the
-    first; and a loop of one tile would be none.
+    float32 copy of all weights. The barrier ties the tile to the loop counter: nothing is left to hoist. The
+    loop starts from what is made of x, or all layers' buffers would be filled first. One tile is no loop.
 
     Args:
         some: (first output, how many, *narrow) -> float32 [M, how many].
