@@ -21,20 +21,16 @@ _KNOWN: collections.deque = collections.deque(maxlen=8)
 
 
 def fingerprint(params: Params, config: ModelConfig) -> str:
-    """The same for the same numbers, on whatever device and jax version; another one once any matrix is
-    scaled, replaced or trained on. longrope's factors are left out: a call chooses between them
-    (`Prefix.factors`).
+    """The same for the same numbers on any device and jax version; another one once a matrix changes.
 
-    Milliseconds for new parameters, a fraction of one for those of the last calls. It reads the arrays, so
-    not for a trace.
+    longrope's factors are left out: a call chooses between them (`Prefix.factors`). It reads the arrays, so
+    not for a trace: milliseconds for new parameters, a fraction of one for those of the last calls.
     """
     return hashlib.sha256(f"{_config(config)}{_digest(params)}".encode()).hexdigest()
 
 
 def _config(config: ModelConfig) -> str:
-    """The fields that two configurations are compared by, as JSON; defaults are left out, so that a field
-    added later changes nothing for models that do not use it.
-    """
+    """Compared fields as JSON, but for defaults: one added later changes nothing for models without it."""
     rope = dataclasses.replace(config.rope, short_factor=(), long_factor=())
 
     def fields(value: Any) -> dict:

@@ -1,9 +1,4 @@
-"""The kinds of cache that one layer's keys and values are kept in, with the same operations on each. Which
-slot holds which position is known here only.
-
-Layout [B, K, S, H]: the keys of one row and one head lie together, so a block of slots is one matrix for the
-attention product, with the batch axes (B, K) in front and nothing to transpose.
-"""
+"""The kinds of cache that one layer's keys and values are kept in, with the same operations on each."""
 
 import dataclasses
 from functools import partial
@@ -53,10 +48,7 @@ class Contiguous(Brief):
         return self.capacity
 
     def append(self, k_BTKH, v_BTKH, start_B: jax.Array, num_tokens_B: jax.Array) -> Self:
-        """Writes the first num_tokens_B[b] of T new keys and values at the positions from start_B[b] on.
-
-        Padding is never written; what lies past the capacity is dropped.
-        """
+        """Writes the first num_tokens_B[b] of T keys and values at start_B[b] and on, within the capacity."""
         if self.slots > self.capacity:
             num_tokens_B = jnp.minimum(num_tokens_B, self.capacity - start_B)
 
@@ -108,9 +100,7 @@ class Contiguous(Brief):
         return low, high
 
     def remembers(self, length_B: Any, reached_B: jax.Array) -> Any:
-        """bool [B]: whether rows that were once reached_B long, cut to length_B, still hold all that their
-        next tokens see.
-        """
+        """bool [B]: whether rows once reached_B long, cut to length_B, hold all that the next tokens see."""
         return True
 
     def reorder(self, index_B: jax.Array) -> Self:
@@ -118,9 +108,7 @@ class Contiguous(Brief):
         return jax.tree.map(lambda leaf: leaf[index_B], self)
 
     def reorder_tail(self, index_B: jax.Array, first: jax.Array, count: int) -> Self:
-        """`reorder` for rows whose tokens outside positions first … first + count - 1 are those of row
-        index_B[b] already.
-        """
+        """`reorder` for rows like row index_B[b] but at positions first … first + count - 1."""
 
         def move(x_BKSH: jax.Array) -> jax.Array:
             # A part that would leave the cache is moved back, onto positions that agree anyway.
@@ -150,9 +138,7 @@ class Contiguous(Brief):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Ring(Contiguous):
-    """Position p lies in slot p % S: where the window is short, a new token takes the place of one that no
-    query will see any more.
-    """
+    """Position p lies in slot p % S: a new token takes the place of one that no query will see any more."""
 
     in_order: ClassVar[bool] = False
 
@@ -167,9 +153,8 @@ class Ring(Contiguous):
         position_BT = start_B[:, None] + t_T
         kept_BT = (t_T < num_tokens_B[:, None]) & (position_BT < self.capacity)
         slot_BT = jnp.where(kept_BT, position_BT % self.slots, self.slots)
-        return old_BKSH.at[jnp.arange(len(old_BKSH))[:, None], :, slot_BT].set(
-            jnp.swapaxes(new_BKTH, 1, 2), mode="drop"
-        )
+        row_B1 = jnp.arange(len(old_BKSH))[:, None]
+        return old_BKSH.at[row_B1, :, slot_BT].set(jnp.swapaxes(new_BKTH, 1, 2), mode="drop")
 
     def _positions(self, slot_S: jax.Array, last_B1: jax.Array) -> jax.Array:
         # The latest position that falls into the slot: the last one, or as much before it as the slot is.
@@ -203,8 +188,7 @@ def fresh(k_BKSH: jax.Array, v_BKSH: jax.Array, window: int | None = None) -> Co
 
 
 def _write_row(old_KSH: jax.Array, new_KTH: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
-    # dynamic_update_slice moves a slice that would leave the array; moving the new rows along keeps each at
-    # its own slot.
+    # dynamic_update_slice moves a slice that would leave the array: new tokens move along, to their slots.
     slots, tokens = old_KSH.shape[1], new_KTH.shape[1]
     at = jnp.minimum(start, slots - tokens)
     slot_T = (at + jnp.arange(tokens))[:, None]

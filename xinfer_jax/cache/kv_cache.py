@@ -54,15 +54,12 @@ class KVCache(Brief):
 
 
 def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: Any = None) -> KVCache:
-    """An empty cache. A layer with a sliding window keeps window + `RING_SLACK` - 1 slots, rounded up, if
-    that is less than the capacity.
+    """An empty cache. A sliding layer keeps window + `RING_SLACK` - 1 slots, rounded up, if that is less.
 
     Args:
-        config: the model.
-        batch: rows (B).
+        config, batch: the model, and rows (B).
         capacity: tokens each row can hold; S is that, rounded up to a multiple of 8.
-        dtype: of K and V, or "int8", "int4" or "gear" (see quantized.py); None: float32 on CPU, bfloat16 on
-            GPU and TPU.
+        dtype: of K and V, or "int8", "int4" or "gear"; None: float32 on CPU, bfloat16 on GPU and TPU.
 
     Raises:
         InputError: batch or capacity below 1; more than the memory there is; or, with rope type `dynamic` or
@@ -85,11 +82,9 @@ def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: 
             f" fit: for a cache of capacity {capacity}, fix them by with_fixed_rope, as generate does"
         )
     dtype = dtype if isinstance(dtype, str) and dtype in KV_BITS else resolve_dtype(dtype)
-    check_memory(
-        cache_bytes(config, batch, capacity, dtype),
-        f"keys and values of {batch} rows of {capacity} tokens",
-        "ask for less capacity, fewer rows, or a smaller cache dtype",
-    )
+    what = f"keys and values of {batch} rows of {capacity} tokens"
+    remedy = "ask for less capacity, fewer rows, or a smaller cache dtype"
+    check_memory(cache_bytes(config, batch, capacity, dtype), what, remedy)
     layers, zeros_B = empty_layers(config, batch, capacity, dtype), jnp.zeros(batch, jnp.int32)
     forgets = any(isinstance(layer, Ring) for layer in layers)
     return KVCache(layers, zeros_B, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32) if forgets else None)
@@ -141,8 +136,7 @@ def truncate(cache: KVCache, length_B: ArrayLike) -> KVCache:
 
     Args:
         cache: stays as it is; the result shares its keys and values.
-        length_B: tokens that each row keeps, int [B], or one number for all; more than it holds changes
-            nothing.
+        length_B: tokens that each row keeps, int [B], or one number for all; more changes nothing.
 
     Raises:
         InputError: no whole number of at least 0, or neither one nor one per row; a ring has overwritten what
@@ -160,12 +154,8 @@ def truncate(cache: KVCache, length_B: ArrayLike) -> KVCache:
             f"row {b} cannot go back from {cache.reached_B[b]} to {new_B[b]} tokens: its layers with a"
             f" sliding window remember what it takes to go back {cache.most_at_once}; start again from 0"
         )
-    return dataclasses.replace(
-        cache,
-        length_B=new_B,
-        overflow_B=cache.overflow_B | ~remembers_B,
-        reached_B=jnp.where(new_B == 0, 0, cache.reached_B),  # a row that starts again sees nothing of before
-    )
+    reached_B = jnp.where(new_B == 0, 0, cache.reached_B)  # a row that starts again sees nothing of before
+    return KVCache(cache.layers, new_B, cache.overflow_B | ~remembers_B, reached_B)
 
 
 def _shorter(cache: KVCache, length_B: Any) -> jax.Array:
@@ -183,9 +173,7 @@ def _shorter(cache: KVCache, length_B: Any) -> jax.Array:
 
 
 def remembered(cache: KVCache, length_B: Any) -> Any:
-    """bool [B]: whether rows cut to length_B still hold all that their next tokens see; only a ring
-    forgets.
-    """
+    """bool [B]: whether rows cut to length_B hold all that their next tokens see; only a ring forgets."""
     if cache.reached_B is None:
         return np.ones(len(cache.length_B), bool)
     holds_B: Any = True
@@ -201,9 +189,7 @@ def reorder(cache: KVCache, index_B: jax.Array) -> KVCache:
 
 
 def reorder_tail(cache: KVCache, index_B: jax.Array, first: jax.Array, count: int) -> KVCache:
-    """`reorder` for rows whose length, and whose tokens outside positions first … first + count - 1, are
-    those of row index_B[b] already: it moves that part only, where it can.
-    """
+    """`reorder` for rows as long as row index_B[b] and like it but at positions first … first + count - 1."""
     reached_B = None if cache.reached_B is None else cache.reached_B[index_B]
     layers = tuple(layer.reorder_tail(index_B, first, count) for layer in cache.layers)
     return dataclasses.replace(cache, layers=layers, reached_B=reached_B)

@@ -1,6 +1,4 @@
-"""A cache that outlives its call: what rows have read and written, so that the next call reads only what is
-new.
-"""
+"""A cache that outlives its call: what rows have read and written, so that the next reads what is new."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -15,13 +13,14 @@ from ..weights.params import Params
 from .fingerprint import fingerprint
 from .kv_cache import KVCache, remembered, truncate
 
+_Rows = Sequence[Sequence[int]]  # of token ids
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Prefix:
     """A cache and the tokens in it, row by row.
 
-    `generate` makes one, with keep_prefix. One made by hand, of a cache that `prefill` filled, need not say
-    whose it is.
+    `generate` makes one, with keep_prefix; by hand, of what `prefill` filled, it need not say whose it is.
 
     Attributes:
         tokens: of each row, the ids whose keys and values the cache holds.
@@ -38,11 +37,10 @@ class Prefix:
     def __repr__(self) -> str:
         return f"Prefix({counted(self.tokens, 'row')}, {self.cache!r})"
 
-    def shared(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
-        """How many tokens at the start of each prompt the cache holds, int32 [B]: at most all but the last,
-        whose logits are wanted.
+    def shared(self, prompts: _Rows) -> np.ndarray:
+        """How many tokens at the start of each prompt the cache holds, int32 [B].
 
-        None of them where layers with a sliding window have forgotten what the next token sees.
+        All but the last at most, whose logits are wanted; none where a ring forgot what the next token sees.
 
         Raises:
             InputError: another number of prompts than rows.
@@ -89,13 +87,7 @@ class Prefix:
             )
 
 
-def kept_prefix(
-    params: Params,
-    config: ModelConfig,
-    prompts: Sequence[Sequence[int]],
-    chosen: Sequence[Sequence[int]],
-    cache: KVCache,
-) -> Prefix:
+def kept_prefix(params: Params, config: ModelConfig, prompts: _Rows, chosen: _Rows, cache: KVCache) -> Prefix:
     """What a call leaves behind: of each row everything but the last token, which was chosen and not read.
     config: with longrope's factors fixed; cache: of as many rows as prompts, or more.
     """

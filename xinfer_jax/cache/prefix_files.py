@@ -24,8 +24,7 @@ _FORMAT = 2  # the first had no number, and its mark did not identify the model
 
 
 def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelConfig) -> None:
-    """Writes a prefix as safetensors: the keys and values of the tokens it holds, and which model they are
-    of.
+    """Writes a prefix as safetensors: the keys and values of its tokens, and which model they are of.
 
     Raises:
         InputError: the file cannot be written; the prefix is another model's.
@@ -50,13 +49,11 @@ def load_prefix(path: str | Path, params: Params, config: ModelConfig, capacity:
     """Reads what `save_prefix` wrote.
 
     Args:
-        path: the file.
-        params, config: the model that it must be of.
+        path, params, config: the file, and the model that it must be of.
         capacity: of the cache, at most the model's context limit; None: as it was.
 
     Raises:
-        InputError: no such file, a damaged one, an older version's, another model's, or more tokens than the
-            capacity.
+        InputError: no such file, a damaged one, an older version's, another model's, one beyond capacity.
     """
     if capacity is not None and not _whole([capacity], 1, config.context_length):
         raise InputError(

@@ -1,5 +1,4 @@
-"""Keys and values in fewer bytes: 8 or 4 bits a number, with a step and an offset per head and position; GEAR
-on top of 4 bits.
+"""Keys and values in 8 or 4 bits a number, with a step and an offset per head and position; GEAR on 4 bits.
 
 GEAR (Kang et al. 2024) keeps the outliers apart, which narrows the range that is divided into steps, and adds
 a low-rank part of what rounding loses. Here tokens come one by one, so the directions of that part are those
@@ -52,9 +51,7 @@ class QuantizedKV(Brief):
 
 
 def by_slot(function: Callable, x: jax.Array | QuantizedKV, *others: Any) -> Any:
-    """The function on each array of x, and of others like it, that has slots on axis 2: how it is written and
-    cut. The basis is x's.
-    """
+    """The function on each array of x, and of others like it, that has slots on axis 2. The basis is x's."""
     if not isinstance(x, QuantizedKV):
         return function(x, *others)
     parts = {name: function(*(getattr(y, name) for y in (x, *others))) for name in ("values", "scale")}
@@ -64,19 +61,14 @@ def by_slot(function: Callable, x: jax.Array | QuantizedKV, *others: Any) -> Any
 def empty(shape: tuple[int, ...], name: str) -> QuantizedKV:
     """Zeros of a format in `KV_BITS`: shape [B, K, S, H]."""
     (B, K, S, H), bits = shape, KV_BITS[name]
-    if name != "gear":
-        return QuantizedKV(
-            jnp.zeros((B, K, S, H * bits // 8), jnp.uint8), jnp.zeros((B, K, S, 2), jnp.float16), None, bits
-        )
-    if H <= _OUTLIERS:
+    rank, apart = (min(_RANK, H), _OUTLIERS) if name == "gear" else (0, 0)
+    if rank and H <= _OUTLIERS:
         raise InputError(
             f"'gear' keeps {_OUTLIERS} numbers of a vector apart, and head_dim {H} leaves none: use 'int8'"
         )
-    rank = min(_RANK, H)
-    values = jnp.zeros((B, K, S, H * bits // 8 + _OUTLIERS), jnp.uint8)
-    return QuantizedKV(
-        values, jnp.zeros((B, K, S, 2 + _OUTLIERS + rank), jnp.float16), jnp.zeros((B, K, rank, H)), bits
-    )
+    values = jnp.zeros((B, K, S, H * bits // 8 + apart), jnp.uint8)
+    scale = jnp.zeros((B, K, S, 2 + apart + rank), jnp.float16)
+    return QuantizedKV(values, scale, jnp.zeros((B, K, rank, H)) if rank else None, bits)
 
 
 def vector_bytes(width: int, dtype: Any) -> int:
@@ -88,8 +80,7 @@ def vector_bytes(width: int, dtype: Any) -> int:
 
 
 def quantize(x_BKTH: jax.Array, like: QuantizedKV, first_B: jax.Array | None = None) -> QuantizedKV:
-    """Rounds to nearest between the least and the largest number of each head and position, outliers apart
-    where the format has them.
+    """Rounds to nearest between each head and position's least and largest number; GEAR's outliers are apart.
 
     Args:
         x_BKTH: new keys or values.
@@ -102,10 +93,8 @@ def quantize(x_BKTH: jax.Array, like: QuantizedKV, first_B: jax.Array | None = N
         return QuantizedKV(level, scale, None, bits)
     least, largest = jnp.argmin(x, -1, keepdims=True), jnp.argmax(x, -1, keepdims=True)
     apart = _is_at(least, x) | _is_at(largest, x)
-    low, high = (
-        pick(x, -1, keepdims=True, where=~apart, initial=start)
-        for pick, start in ((jnp.min, jnp.inf), (jnp.max, -jnp.inf))
-    )
+    low = jnp.min(x, -1, keepdims=True, where=~apart, initial=jnp.inf)
+    high = jnp.max(x, -1, keepdims=True, where=~apart, initial=-jnp.inf)
     level, scale = _rounded(jnp.clip(x, low, high), low, high, bits)
     lost = jnp.where(apart, 0, x - _levels(level, scale, bits))
     basis = varying_as(like.basis, lost, first_B)
@@ -159,14 +148,12 @@ def _is_at(at, x):
 def _directions(lost_BKTH, basis_BKZH, first_B):
     """The Z directions in which the first first_B[b] tokens lost most; the old ones where there are none.
 
-    Fewer tokens than Z lose in fewer directions: the rest would be chosen by rounding, another one in another
-    batch, so they are zeros.
+    Fewer tokens than Z lose in fewer: the rest are zeros, or rounding would choose them, batch by batch.
     """
     counts_BT = jnp.arange(lost_BKTH.shape[2]) < first_B[:, None]
     kept = jnp.where(counts_BT[:, None, :, None], lost_BKTH, 0)
-    values_BKH, vectors_BKHH = jnp.linalg.eigh(
-        jnp.einsum("bkth,bktg->bkhg", kept, kept, precision=lax.Precision.HIGHEST)
-    )
+    moments_BKHH = jnp.einsum("bkth,bktg->bkhg", kept, kept, precision=lax.Precision.HIGHEST)
+    values_BKH, vectors_BKHH = jnp.linalg.eigh(moments_BKHH)
     known_BKH = values_BKH > 1e-5 * values_BKH[..., -1:]  # eigenvalues ascend
     directions_BKHH = jnp.where(known_BKH[..., None], jnp.swapaxes(vectors_BKHH, 2, 3), 0)
     found = directions_BKHH[:, :, -basis_BKZH.shape[2] :]

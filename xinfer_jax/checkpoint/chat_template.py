@@ -1,6 +1,4 @@
-"""A chat template is code from whoever made the checkpoint: it runs in jinja2's sandbox, where whatever takes
-time or memory is counted (template_work.py).
-"""
+"""A chat template is code from whoever made the checkpoint: in jinja2's sandbox all its work is counted."""
 
 import functools
 import json
@@ -47,9 +45,8 @@ def render(source: str, variables: dict[str, Any]) -> str:
 
 
 class _Counted(NodeTransformer):
-    """Rewrites a template: whoever passes a loop or a macro pays for its nodes, and what the sandbox
-    does not intercept (output, ~, comparisons, slices, keys) goes through filters whose names no template can
-    spell.
+    """Rewrites a template: whoever passes a loop or a macro pays for its nodes, and what the sandbox does not
+    intercept (output, ~, comparisons, slices, keys) goes through filters whose names no template can spell.
     """
 
     def visit_For(self, node: Any) -> nodes.Node:  # noqa: N802
@@ -93,9 +90,7 @@ def _filtered(name: str, first: nodes.Expr, *others: nodes.Expr) -> nodes.Expr:
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} … {% endgeneration %} marks the assistant's words for training; rendering passes it
-    through.
-    """
+    """{% generation %} … {% endgeneration %} marks words for training; rendering passes them through."""
 
     tags = {"generation"}
 
@@ -219,12 +214,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return weighed
 
     def _to_json(
-        self,
-        value: Any,
-        ensure_ascii=False,
-        indent: int | str | None = None,
-        separators=None,
-        sort_keys=False,
+        self, value: Any, ensure_ascii=False, indent: Any = None, separators=None, sort_keys=False
     ) -> str:
         """As transformers has it: json's own, that is, without jinja2's HTML."""
         if (indent if isinstance(indent, int) else len(indent or "")) > PART:

@@ -6,8 +6,7 @@ from .tokenizer import Tokenizer
 class IncrementalDecoder:
     """Never gives half a UTF-8 character; joined, its pieces are `decode` of all ids.
 
-    Only a few ids are decoded again at each step: those since the text was last whole, and the ones before
-    for context.
+    A step decodes few ids again: those since the text was last whole, and the ones before for context.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -26,6 +25,5 @@ class IncrementalDecoder:
 
     def finish(self) -> str:
         """What is left when no more ids come."""
-        # Decoded behind what comes before, since decoders treat the start of a text apart (a leading space,
-        # for instance).
+        # Decoded behind what comes before: the start of a text is treated apart (a leading space, say).
         return self._decode(self._before + self._pending)[len(self._decode(self._before)) :]

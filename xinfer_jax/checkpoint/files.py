@@ -68,8 +68,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def checkpoint_dir(path_or_repo_id: str | Path) -> Path:
-    """The directory of a checkpoint; a name of the form owner/name that is none is fetched from the Hugging
-    Face hub.
+    """The directory of a checkpoint; a name owner/name that is none is fetched from the Hugging Face hub.
 
     Raises:
         InputError: neither a directory nor a hub repository that can be had.

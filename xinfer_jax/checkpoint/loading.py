@@ -1,6 +1,4 @@
-"""A checkpoint directory in, a model out: safetensors, one file or shards, memory-mapped, one tensor at a
-time.
-"""
+"""A checkpoint directory in, a model out: safetensors, one file or shards, one mapped tensor at a time."""
 
 import dataclasses
 import math
@@ -49,8 +47,7 @@ class Model:
         params: the parameter tree: nested dicts and tuples of arrays, or of quantized leaves.
         config: its shape and settings, with the checkpoint's EOS ids; static under `jit`.
         tokenizer: text to ids and back; None where the checkpoint has no tokenizer.json.
-        generation_config: contents of generation_config.json, empty if there is none
-            (`SamplingConfig.from_hf` reads it).
+        generation_config: generation_config.json, empty if there is none; for `SamplingConfig.from_hf`.
         load_stats: what loading cost.
     """
 
@@ -77,12 +74,9 @@ def load_model(
 
     Args:
         path_or_repo_id: directory with config.json and safetensors (and tokenizer.json, if text is wanted),
-            or a hub name owner/name; None: the bundled checkpoint. Quantized ones (quantized_formats.py) are
-            kept as they are stored.
-        dtype: float32, bfloat16 or float16, whatever the checkpoint's; None: float32 on CPU, bfloat16
-            elsewhere.
-        quantize: None, or "int8" or "int4": the matrices in fewer bytes (quantized.py), rounded to nearest
-            while loading.
+            or a hub name owner/name; None: the bundled checkpoint. Quantized ones stay as they are stored.
+        dtype: float32, bfloat16 or float16, whatever the checkpoint's; None: float32 on CPU, else bfloat16.
+        quantize: None, or "int8" or "int4": the matrices in fewer bytes, rounded to nearest while loading.
 
     Raises:
         InputError: files missing, unreadable or not fitting the config, every tensor at fault named.
@@ -116,11 +110,7 @@ def load_model(
 def load_params(
     path: Path, config: ModelConfig, dtype: Any, quantize: str | None, stored: FileFormat | OwnFormat | None
 ) -> Params:
-    """The parameter tree from the safetensors in a directory.
-
-    Peak memory is the weights in `dtype` plus one tensor: files are memory-mapped, each tensor is converted
-    into memory that the array then keeps (on CPU without a further copy).
-    """
+    """The parameter tree from a directory's safetensors; peak memory is that in `dtype` and one tensor."""
     tensors = _open_tensors(path)
     specs, tree = _specs(path, config, tensors)
     parts = [stored.parts(spec.hf_name, spec.shape, tensors) if stored else {} for spec in specs]
@@ -128,9 +118,7 @@ def load_params(
     for spec, part in zip(specs, parts, strict=True):
         wanted |= part or {name: (shape, _FLOATS) for name, shape in spec.stored(tensors).items()}
     spare = {_TIED[1]} if config.tie_word_embeddings else set()
-    spare |= {
-        name for name in tensors if name.endswith(_NOT_WEIGHTS) or stored and stored.spare(name, tensors)
-    }
+    spare |= {t for t in tensors if t.endswith(_NOT_WEIGHTS) or stored and stored.spare(t, tensors)}
     _check_tensors(path, tensors, wanted, spare)
     check_weights(specs, dtype, stored.method if stored else quantize)
     _check_tied(path, config, tensors)
@@ -195,9 +183,7 @@ def _shard_names(path: Path, index: dict[str, Any]) -> list[str]:
 
 
 def _specs(path: Path, config: ModelConfig, tensors: dict[str, Any]) -> tuple[list[ParamSpec], Any]:
-    """All specs, by the names that the files have, and the tree they make; InputError where there are far
-    more of them than tensors.
-    """
+    """All specs, named as in the files, and their tree; InputError where they far outnumber the tensors."""
     if config.num_hidden_layers > len(tensors):
         raise InputError(
             f"{path}: num_hidden_layers is {config.num_hidden_layers} in config.json, and the files hold only"
@@ -222,9 +208,7 @@ def _stored_name(spec: ParamSpec, config: ModelConfig, tensors: dict[str, Any]) 
 
 
 def _check_tensors(path: Path, tensors: dict[str, Any], wanted: dict[str, Part], spare: set[str]) -> None:
-    """Raises one InputError that names the first tensors which are missing, unexpected, mis-shaped or of
-    another type, and counts the rest.
-    """
+    """Raises one InputError: the first missing, unexpected or unfitting tensors by name, the rest counted."""
     faults = [f"missing {name} {list(shape)}" for name, (shape, _) in wanted.items() if name not in tensors]
     faults += [f"unexpected {name}" for name in sorted(tensors.keys() - wanted.keys() - spare)]
     for name in tensors.keys() & wanted.keys():
@@ -232,10 +216,8 @@ def _check_tensors(path: Path, tensors: dict[str, Any], wanted: dict[str, Part],
         if tuple(held.get_shape()) != shape:
             faults.append(f"{name} has shape {held.get_shape()}, the config asks for {list(shape)}")
         elif held.get_dtype() not in types:
-            faults.append(
-                f"{name} has type {held.get_dtype()}, only {', '.join(sorted(types))}"
-                f" {'are' if len(types) > 1 else 'is'} read"
-            )
+            read = f"{', '.join(sorted(types))} {'are' if len(types) > 1 else 'is'} read"
+            faults.append(f"{name} has type {held.get_dtype()}, only {read}")
     if faults:
         raise InputError(f"{path}: the weights do not fit config.json: {few(sorted(faults), 2)}")
 

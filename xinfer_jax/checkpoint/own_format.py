@@ -1,6 +1,4 @@
-"""Our own quantized checkpoints, which keep every leaf as it is in memory: the fields of a quantized matrix
-are the tensors X.weight.values, .scale, .zero and .order; their shapes tell the rest.
-"""
+"""Our own quantized checkpoints: a matrix is the tensors X.weight.values, .scale, .zero and .order."""
 
 import json
 import shutil
@@ -62,8 +60,7 @@ class OwnFormat:
 def save_checkpoint(
     path: str | Path, model_dir: str | Path | None, params: Params, settings: Mapping[str, Any]
 ) -> None:
-    """Writes a checkpoint that `load_model` opens again with the same bits in every leaf; one tensor at a
-    time is on the host.
+    """Writes a checkpoint that `load_model` opens with the same bits in every leaf, a tensor at a time.
 
     Args:
         path: the directory, made if it is not there.
@@ -100,19 +97,14 @@ def save_checkpoint(
 
 
 def _write(file: Path, tensors: Mapping[str, jax.Array]) -> None:
-    """The safetensors format: length of the header, header, data. Its own writer would hold all data
-    twice.
-    """
+    """The safetensors format: length of the header, header, data. Its own writer would hold data twice."""
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # so that every tensor is aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
-        start, end = end, end + tensors[name].nbytes
-        header[name] = {
-            "dtype": _TYPES[tensors[name].dtype.name],
-            "shape": tensors[name].shape,
-            "data_offsets": [start, end],
-        }
+        x, start = tensors[name], end
+        end += x.nbytes
+        header[name] = dict(dtype=_TYPES[x.dtype.name], shape=x.shape, data_offsets=[start, end])
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(file, "wb") as out:

@@ -106,9 +106,7 @@ class FileFormat:
         return np.stack(_numbers(words, self.bits), 1).reshape(-1, words.shape[1])
 
     def _zeros(self, words: np.ndarray) -> np.ndarray:
-        """X.qzeros as uint8 [Q, O]. A stored 15 was 0 before it was lessened; where whole words were, it
-        borrowed from its neighbour.
-        """
+        """X.qzeros as uint8 [Q, O], with the one that was taken off put back: a stored 15 was 0."""
         if self.borrowed:
             words = words.view(np.uint32) + np.uint32(sum(1 << at for at in range(0, 32, self.bits)))
         less_one = np.uint8(self.zero_less_one and not self.borrowed)
@@ -141,10 +139,8 @@ def read_format(settings: Mapping[str, Any], path: Path) -> FileFormat | OwnForm
 
     def refuse_unless(fits: bool, name: str) -> None:
         if not fits:
-            raise InputError(
-                f"quantization_config: {method} with {name} {shown(given.get(name))} is not supported:"
-                f" {_REMEDY}"
-            )
+            what = f"{method} with {name} {shown(given.get(name))}"
+            raise InputError(f"quantization_config: {what} is not supported: {_REMEDY}")
 
     if method == OwnFormat.method:
         refuse_unless(given.get("version") == VERSION, "version")

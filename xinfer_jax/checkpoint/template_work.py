@@ -1,5 +1,4 @@
-"""What a chat template may do: whatever takes time or memory is counted before it is done, and refused beyond
-a limit.
+"""What a chat template may do: what takes time or memory is counted before, and refused beyond a limit.
 
 One unit of work is a character written; a part of a list or of a dict is `PART` of them, a node of the
 template that a loop or a macro passes through `NODE`. A template has `_WORK`, and more for a long
@@ -40,9 +39,7 @@ _PERCENT = re.compile(r"%(?:\([^()]*\))?([-+ #0-9.*_^]*)")
 
 
 def _weight(value: Any, most: float = float("inf"), depth: int = _DEPTH) -> int:
-    """Units of a value, counted as a tree, which is what it takes to print or compare it; of more than `most`
-    any number above.
-    """
+    """Units of a value, as a tree, which is what printing or comparing takes; beyond `most` any number."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, int) and value.bit_length() > _BITS:

@@ -61,21 +61,14 @@ class Tokenizer:
         """
         path = Path(path)
         backend = _backend(path)
-        settings, generation, config = (
-            read_json(path / f"{name}.json") or {}
-            for name in ("tokenizer_config", "generation_config", "config")
-        )
-        special = _declare(backend, path, settings)
-        return cls(
-            backend,
-            chat_template=_chat_template(path, settings),
-            special_tokens=special,
-            eos_token_ids=eos_ids(generation, config, backend, special.get("eos_token", "")),
-        )
+        names = "tokenizer_config", "generation_config", "config"
+        settings, generation, config = (read_json(path / f"{name}.json") or {} for name in names)
+        special, template = _declare(backend, path, settings), _chat_template(path, settings)
+        ends = eos_ids(generation, config, backend, special.get("eos_token", ""))
+        return cls(backend, chat_template=template, special_tokens=special, eos_token_ids=ends)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; with add_special_tokens, what the checkpoint puts around every text (BOS, for
-        instance).
+        """Token ids of a text; with add_special_tokens what the checkpoint puts around each text (BOS, say).
 
         Raises:
             InputError: not a text, half a surrogate pair in it, or a broken tokenizer.
@@ -118,8 +111,7 @@ class Tokenizer:
             template_kwargs: further variables of the template (tools, enable_thinking, …).
 
         Raises:
-            InputError: the checkpoint has no template, or it is broken, asks for too much, or refuses the
-                conversation.
+            InputError: no template, or it is broken, asks for too much, or refuses the conversation.
         """
         if self.chat_template is None:
             raise InputError(
@@ -160,20 +152,15 @@ def _backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def _declare(backend: tokenizers.Tokenizer, path: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Adds the tokens that tokenizer_config.json and special_tokens_map.json declare, as transformers does,
-    and returns those with a name (bos_token, …).
-    """
+    """Adds the tokens that the checkpoint declares, as transformers does; gives those with a name."""
     declared = settings.get("added_tokens_decoder")
     if declared is None:
         settings = settings | (read_json(path / "special_tokens_map.json") or {})
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     present = backend.get_added_tokens_decoder()
     try:
-        given = {
-            name: settings.get(name)
-            for name in dict.fromkeys((*_NAMES, *settings))  # new ones get ids in this order
-            if name.endswith("_token")
-        }
+        order = dict.fromkeys((*_NAMES, *settings))  # in which new ones get ids
+        given = {name: settings.get(name) for name in order if name.endswith("_token")}
         if isinstance(extra, dict):
             given, extra = given | extra, []
         named = {name: _token(value, special=True) for name, value in given.items() if _is_token(value)}

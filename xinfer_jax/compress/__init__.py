@@ -8,8 +8,6 @@ the scales into whatever feeds the matrix, and goes through the model layer by l
 - In int4 the vocabulary matrix stays int8, as in other 4-bit formats: an error there is in every logit.
 - A layer is fitted to what the rounded layers before it really put out, not to what they should have.
 - Scales are folded into norms and neighbouring matrices, so a compressed model is an ordinary one: no program
-  knows of AWQ. Models whose norms or experts cannot take them (OLMo 3, Gemma, mixtures of experts) are
-  refused.
-- What was gained and lost is in WORKSPACE.md: bundled checkpoint in int4 +4.3% perplexity rounded to nearest,
-  +1.8% so.
+  knows of AWQ. Models whose norms or experts cannot take them (OLMo 3, Gemma, experts) are refused.
+- Perplexity of the bundled checkpoint in int4: +4.3% rounded to nearest, +1.8% so (WORKSPACE.md has more).
 """

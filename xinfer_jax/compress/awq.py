@@ -1,5 +1,4 @@
-"""Activation-aware weight quantization (Lin et al. 2023): input channels that carry much are scaled up before
-the rounding.
+"""Activation-aware weight quantization (Lin et al. 2023): input channels that carry much are scaled up.
 
 A matrix's columns times s, and whatever feeds it divided by s, is the same function; but the columns that
 matter are then rounded more finely. s is a power of each channel's mean magnitude on a calibration text.
@@ -27,6 +26,7 @@ SEARCH_TOKENS = 2048  # of the calibration text that the search looks at
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 # Matrices with a common input.
 _SHARING = {"attn": ("q", "k", "v"), "o": ("o",), "mlp": ("gate", "up"), "down": ("down",)}
+_Rows = Sequence[Sequence[int]]  # of token ids
 _Place = tuple[ModelConfig, int]  # static: the model, and which layer's window and rotary embedding
 
 
@@ -42,28 +42,20 @@ class _Text(NamedTuple):
 
 
 def awq_params(
-    params: Params,
-    config: ModelConfig,
-    token_rows: Sequence[Sequence[int]],
-    quantize: str = "int4",
-    group: int | None = None,
+    params: Params, config: ModelConfig, token_rows: _Rows, quantize: str = "int4", group: int | None = None
 ) -> Params:
-    """Quantized parameters: scaled by what flows through the model on a calibration text, then rounded by
-    `compensated_matrix`.
+    """Quantized parameters: scaled by what a calibration text makes flow, rounded by `compensated_matrix`.
 
     AWQ alone, without compensation: `rounded_params(scaled_params(...), ...)`.
 
     Args:
-        params: floating point.
-        config: the model.
-        token_rows: token ids of the calibration text, one list per document or piece of one; a few thousand
-            in all.
+        params, config: the model, in floating point.
+        token_rows: token ids of the calibration text, a list per document or piece; a few thousand in all.
         quantize: "int8" or "int4".
         group: inputs that share a scale; None: as `quantize_matrix` chooses.
 
     Raises:
-        InputError: no token ids, an unknown method, or a model whose norms or experts the scales cannot be
-            folded into.
+        InputError: no token ids, an unknown method, or a model whose norms or experts take no scales.
     """
     bits, scaled = _bits(quantize, group), scaled_params(params, config, token_rows, quantize, group)
     rounded = rounded_params(scaled | {"layers": ()}, quantize)
@@ -91,9 +83,7 @@ def awq_params(
 
 
 def rounded_params(params: Params, quantize: str, group: int | None = None) -> Params:
-    """Every matrix rounded to nearest; arguments as in `awq_params`. The vocabulary matrix stays int8 per
-    output.
-    """
+    """Every matrix rounded to nearest, the vocabulary's to int8 per output; arguments as in `awq_params`."""
     bits = _bits(quantize, group)
     if any("experts" in layer for layer in params["layers"]):
         raise InputError(
@@ -114,11 +104,7 @@ def rounded_params(params: Params, quantize: str, group: int | None = None) -> P
 
 
 def scaled_params(
-    params: Params,
-    config: ModelConfig,
-    token_rows: Sequence[Sequence[int]],
-    quantize: str,
-    group: int | None = None,
+    params: Params, config: ModelConfig, token_rows: _Rows, quantize: str, group: int | None = None
 ) -> Params:
     """The same function with other numbers, floating point, to be rounded. Arguments as in `awq_params`."""
     if not config.pre_norm or config.post_norm or config.num_experts:
@@ -144,7 +130,7 @@ def scaled_params(
     return params | {"layers": tuple(layers)}
 
 
-def _calibration(config: ModelConfig, token_rows: Sequence[Sequence[int]]) -> tuple[jax.Array, _Text]:
+def _calibration(config: ModelConfig, token_rows: _Rows) -> tuple[jax.Array, _Text]:
     """Padded token ids [B, T], and what is to be known of them."""
     lengths = [len(row) for row in token_rows]
     if not lengths or min(lengths) == 0:
@@ -181,16 +167,11 @@ def _bits(quantize: str, group: int | None) -> int:
 
 
 @partial(jax.jit, static_argnames="place")
-def _inputs(
-    layer: Params, place: _Place, x_BTD: jax.Array, text: _Text
-) -> tuple[dict[str, jax.Array], jax.Array]:
-    """What the matrices of a layer are multiplied by, by part; what "o" and "down" are added to; and the
-    layer's output.
-    """
+def _inputs(layer: Params, place: _Place, x_BTD, text: _Text) -> tuple[dict[str, jax.Array], jax.Array]:
+    """What a layer's matrices are multiplied by, by part; what "o" and "down" are added to; its output."""
     config, _ = place
     attn_BTD = norm(x_BTD, layer, "attn_norm", config)
-    # Lets what enters the output matrix through as it is.
-    through = {"o": {"weight": jnp.eye(layer["o"]["weight"].shape[1])}}
+    through = {"o": {"weight": jnp.eye(layer["o"]["weight"].shape[1])}}  # gives what enters "o" as it is
     heads_BTI = _attended(layer | through, place, attn_BTD, text)
     mid_BTD = x_BTD + linear(heads_BTI, layer["o"])
     mlp_BTD = norm(mid_BTD, layer, "mlp_norm", config)
@@ -222,9 +203,7 @@ def _scale(mean_I: jax.Array, exponent: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnames=("place", "part", "rounding"))
 def _errors(layer: Params, place: _Place, part: str, x_BTI, mean_I, text: _Text, *, rounding) -> jax.Array:
-    """For every exponent of the grid: the squared error of what the part puts out, over its real tokens.
-    rounding: bits and group.
-    """
+    """By exponent: the squared error of what the part puts out for real tokens. rounding: bits and group."""
     x_BTI, text = jax.tree.map(lambda a: a[: max(1, SEARCH_TOKENS // x_BTI.shape[1])], (x_BTI, text))
 
     def output(layer: Params) -> jax.Array:  # [B, T, outputs]

@@ -1,5 +1,4 @@
-"""Rounding as a program for the device: to nearest, and so that it makes up for its own errors on a
-calibration text.
+"""Rounding on the device: to nearest, and so that it makes up for its own errors on a calibration text.
 
 The latter is least squares twice: a matrix is first refitted so that, on what the layers rounded before it
 really put out, it gives what the unrounded model gives there; then its columns are rounded in order, and the
@@ -38,8 +37,7 @@ def compensated_matrix(
         matrix_OI: float32, where the search starts from.
         x_MI: float32, what it is multiplied by, token by token, in the rounded model.
         wanted_MO: float32, what should come out.
-        bits: 8 or 4.
-        group: as in `quantize_matrix`.
+        bits, group: as in `quantize_matrix`.
     """
     outputs, inputs = matrix_OI.shape
     gram_II, missing_OI = (np.asarray(a, np.float64) for a in _moments(matrix_OI, x_MI, wanted_MO))
@@ -83,9 +81,7 @@ def _moments(matrix_OI: jax.Array, x_MI: jax.Array, wanted_MO: jax.Array) -> tup
 
 @partial(jax.jit, static_argnames=("bits", "block", "whole"))
 def _rounded(matrix_OI, upper_II, weight_I, bits: int, block: int, whole: bool):
-    """Levels [Q, J, O], their scale and zero [Q, O]. upper: the Cholesky factor of the inverse of the inputs'
-    second moments.
-    """
+    """Levels [Q, J, O], scale and zero [Q, O]. upper: Cholesky factor of inputs' inverse second moments."""
     most_O = jnp.abs(matrix_OI).max(1)
 
     def next_block(matrix_OI: jax.Array, first: jax.Array):
@@ -103,11 +99,8 @@ def _rounded(matrix_OI, upper_II, weight_I, bits: int, block: int, whole: bool):
             block_OJ, levels_JO, errors_JO = state
             level_O = jnp.clip(jnp.round(block_OJ[:, j] / step_O) + zero_O, least, most)
             error_O = (block_OJ[:, j] - (level_O - zero_O) * step_O) / upper_JJ[j, j]
-            return (
-                block_OJ - error_O[:, None] * upper_JJ[j],
-                levels_JO.at[j].set(level_O),
-                errors_JO.at[j].set(error_O),
-            )
+            block_OJ = block_OJ - error_O[:, None] * upper_JJ[j]
+            return block_OJ, levels_JO.at[j].set(level_O), errors_JO.at[j].set(error_O)
 
         nothing = jnp.zeros_like(block_OJ.T)
         _, levels_JO, errors_JO = lax.fori_loop(0, block, next_column, (block_OJ, nothing, nothing))
@@ -118,9 +111,7 @@ def _rounded(matrix_OI, upper_II, weight_I, bits: int, block: int, whole: bool):
 
 
 def _range(block_OJ: jax.Array, weight_J: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Step and zero [O] of 16 levels: the ends of the range drawn in as far as makes the weighted squared
-    error least.
-    """
+    """Step and zero [O] of 16 levels, the range's ends drawn in to make the weighted squared error least."""
     low_O, high_O = jnp.minimum(block_OJ.min(1), 0), jnp.maximum(block_OJ.max(1), 0)
     shrinks = jnp.array([(low, high) for low in _SHRINKS for high in _SHRINKS])
 

@@ -6,11 +6,8 @@ table of defaults; `model_config` is `ModelConfig` and `from_hf`.
 
 - A family is settings, not code. What a layer has follows from the parameter tree (a norm that the tree lacks
   passes x on), what differs by numbers from the config; no other room knows a family's name.
-- A setting that would change the result and is not supported is refused by name, never ignored. So a flat
-  `rope_theta` of OLMo 3 is read at 500,000 alone: versions of transformers disagree on what any other means
-  for the sliding layers. `rope_parameters` per layer type say it clearly.
-- EOS ids are a field that is not compared, and read on the host only: models that differ in nothing else
-  share compiled programs.
+- A setting that would change the result and is not supported is refused by name, never ignored.
+- EOS ids are not compared, and read on the host only: models that differ in nothing else share programs.
 - Prompt and new tokens beyond `context_length` are refused, not cut.
 - longrope's factors belong to a sequence, not to a position: `forward` takes those of each row's length; with
   a cache they are fixed for the batch (`with_fixed_rope`), and what would cross the switch is refused, where

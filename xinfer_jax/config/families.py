@@ -1,6 +1,4 @@
-"""Model families: what config.json may leave out, and one small function each for what the family adds to the
-shared table.
-"""
+"""Model families: what config.json may leave out, and one small function each for what the family adds."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -63,7 +61,7 @@ def _smollm3(hf: Mapping, layers: int) -> dict:
 
 
 def _olmo3(hf: Mapping, layers: int) -> dict:
-    # Versions of transformers disagree on what it means for the sliding layers.
+    # Versions of transformers disagree on what another one means for the sliding layers.
     if hf["rope_theta"] != _OLMO3_THETA:
         raise InputError(
             f"rope_theta {shown(hf['rope_theta'])} is not supported for model_type 'olmo3': give"
@@ -128,6 +126,9 @@ _SMOLLM3_DEFAULTS = dict(
     tie_word_embeddings=True,
 )  # fmt: skip
 _OLMO3_THETA = 500000.0
+_OLMO3_DEFAULTS = dict(
+    max_position_embeddings=2048, rms_norm_eps=1e-5, sliding_window=4096, rope_theta=_OLMO3_THETA
+)
 _GEMMA2_DEFAULTS = dict(
     num_key_value_heads=4, head_dim=256, max_position_embeddings=8192, sliding_window=4096,
     tie_word_embeddings=True, query_pre_attn_scalar=256, hidden_activation="gelu_pytorch_tanh",
@@ -137,6 +138,7 @@ _GEMMA3_DEFAULTS = _GEMMA2_DEFAULTS | dict(
     max_position_embeddings=131072, attn_logit_softcapping=None, final_logit_softcapping=None, rope_theta=1e6,
     rope_local_base_freq=1e4, sliding_window_pattern=6,
 )  # fmt: skip
+_PHI3_DEFAULTS = dict(max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5)
 _Family = Callable[[Mapping, int], dict[str, Any]]
 FAMILIES: dict[str, tuple[dict[str, Any], _Family]] = {  # by model_type: its defaults, its function
     "qwen2": (_QWEN_DEFAULTS, _qwen2),
@@ -145,16 +147,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], _Family]] = {  # by model_type: its de
     "llama": (dict(max_position_embeddings=2048), _llama),
     "mistral": (dict(num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096), _mistral),
     "smollm3": (_SMOLLM3_DEFAULTS, _smollm3),
-    "olmo3": (
-        dict(max_position_embeddings=2048, rms_norm_eps=1e-5, sliding_window=4096, rope_theta=_OLMO3_THETA),
-        _olmo3,
-    ),
+    "olmo3": (_OLMO3_DEFAULTS, _olmo3),
     "gemma2": (_GEMMA2_DEFAULTS, _gemma2),
     "gemma3_text": (_GEMMA3_DEFAULTS, _gemma3_text),
-    "phi3": (
-        dict(max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5),
-        _phi3,
-    ),
+    "phi3": (_PHI3_DEFAULTS, _phi3),
 }
 
 
@@ -191,9 +187,7 @@ def _period_windows(hf: Mapping, layers: int, period: int) -> tuple[int | None, 
 
 
 def _windows(hf: Mapping, slides: list[bool]) -> tuple[int | None, ...]:
-    """Window per layer from `use_sliding_window`, `sliding_window` and `layer_types`, which overrules
-    `slides`.
-    """
+    """Per layer, from `use_sliding_window`, `sliding_window` and `layer_types`, which overrules `slides`."""
     slides_at_all = boolean(hf, "use_sliding_window") and hf.get("sliding_window") is not None
     window = integer(hf, "sliding_window") if slides_at_all else None
     types = hf.get("layer_types")

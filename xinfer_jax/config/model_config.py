@@ -1,9 +1,4 @@
-"""Model configuration: a frozen, hashable `ModelConfig`, and `from_hf`, which reads a Hugging Face
-config.json.
-
-`families.py` has one small function per model family; a model type or a setting that would change the result
-and is not supported is refused by name.
-"""
+"""`ModelConfig`, frozen and hashable, and `from_hf`, which reads a Hugging Face config.json."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,18 +14,12 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_pyto
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Everything the forward pass needs to know that is not an array; static under `jit`. Fields that have a
-    name in Hugging Face's config.json keep it.
+    """What the forward pass needs beside arrays; static under `jit`. What config.json names keeps its name.
 
     Attributes:
         model_type: the family.
-        vocab_size: V.
-        hidden_size: D.
-        intermediate_size: F.
-        num_hidden_layers: L.
-        num_attention_heads: N.
-        num_key_value_heads: K.
-        head_dim: H.
+        vocab_size, hidden_size, intermediate_size, num_hidden_layers: V, D, F, L.
+        num_attention_heads, num_key_value_heads, head_dim: N, K, H.
         max_position_embeddings: tokens of the longest sequence, before rope scaling.
         rms_norm_eps: added to the mean square under a norm's root.
         tie_word_embeddings: the embedding matrix serves as vocabulary matrix too.
@@ -38,9 +27,7 @@ class ModelConfig:
         layer_windows: per layer: a query at p sees keys p-window+1 … p; None: all of 0 … p.
         layer_rope: per layer: rotary embedding, or none (NoPE).
         sliding_rope: of the layers that have a window; None: as the others.
-        qkv_bias: queries, keys and values have biases.
-        o_bias: attention's output has one.
-        mlp_bias: the MLP's matrices have biases.
+        qkv_bias, o_bias, mlp_bias: queries, keys and values; attention's output; the MLP have biases.
         qk_norm: RMS norm over each query and key head,
         qk_norm_joint: or over all heads of a token together.
         pre_norm: RMS norm of what goes into attention and MLP,
@@ -57,8 +44,7 @@ class ModelConfig:
         num_experts_per_tok: how many of them each token asks.
         moe_intermediate_size: F of each expert.
         norm_topk_prob: the weights of a token's experts are made to add up to 1.
-        eos_token_ids: end an answer; from `load_model`, () elsewhere. Read on the host only and not compared,
-            so models that differ in them share their programs.
+        eos_token_ids: end an answer; from `load_model`, () elsewhere. Not compared.
     """
 
     model_type: str
@@ -99,9 +85,7 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Tokens that a prompt and its answer may reach; linear and yarn scaling stretch the context that was
-        trained.
-        """
+        """Tokens that a prompt and its answer may reach; linear and yarn scaling stretch the trained ones."""
         longest, rope = self.max_position_embeddings, self.rope
         trained = dict(linear=longest, yarn=rope.original_max_position_embeddings).get(rope.rope_type, 0)
         return max(longest, int(trained * rope.factor))
@@ -114,14 +98,10 @@ class ModelConfig:
 
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Reads the contents of a Hugging Face config.json, with the older or the newer field names.
-
-    Args:
-        hf: the parsed JSON object.
+    """Reads a Hugging Face config.json, as a parsed object, with the older or the newer field names.
 
     Returns:
-        The configuration, checked for consistency; without EOS ids, which `load_model` adds from several
-        files.
+        The configuration, checked for consistency; without EOS ids, which `load_model` adds.
 
     Raises:
         InputError: an unknown model_type, a missing or impossible value, or a setting that is not supported.
@@ -164,8 +144,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def with_fixed_rope(config: ModelConfig, shortest: int, longest: int) -> ModelConfig:
-    """The config for a batch whose sequences keep between so many tokens, from prompt to last answer:
-    longrope's factors are then fixed.
+    """The config for a batch whose rows always keep between so many tokens: longrope's factors are fixed.
 
     Raises:
         InputError: the factors would change on the way, and the keys in the cache would no longer fit.

@@ -17,35 +17,29 @@ class RopeConfig:
     rope_type: str = "default"
     rope_theta: float = 10000.0
     factor: float = 1.0
-    # Llama3, yarn and longrope: the context the model was first trained on.
-    original_max_position_embeddings: int = 0
+    original_max_position_embeddings: int = 0  # llama3, yarn, longrope: the context first trained on
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    # Yarn and longrope: scale of cos and sin; None: derived from factor.
-    attention_factor: float | None = None
+    attention_factor: float | None = None  # yarn, longrope: scale of cos and sin; None: from factor
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn
     partial_rotary_factor: float = 1.0  # the leading part of each head that is rotated
-    # Longrope: divides the frequency of each pair, up to the original context.
-    short_factor: tuple[float, ...] = ()
+    short_factor: tuple[float, ...] = ()  # longrope: divides each pair's frequency up to that context
     long_factor: tuple[float, ...] = ()  # longrope: the same for longer sequences
 
     @property
     def switches_at(self) -> int | None:
-        """The length beyond which all positions of a sequence rotate by other angles; None: they never change
-        so.
-        """
+        """The length beyond which all positions of a sequence rotate by other angles; None: there is none."""
         return None if self.short_factor == self.long_factor else self.original_max_position_embeddings
 
 
 def read_rope(hf: Mapping, rope_types: tuple[str, ...] = ROPE_TYPES, partial: bool = False) -> RopeConfig:
-    """From `rope_scaling` and `rope_theta`, or from `rope_parameters`.
+    """From `rope_scaling` and `rope_theta` of config.json, or from `rope_parameters`.
 
     Args:
-        hf: contents of config.json.
         rope_types: those that the family has.
         partial: whether the family may rotate a part of each head.
 
@@ -107,12 +101,8 @@ def _rope(rope_type: str, given: Mapping) -> RopeConfig:
 def read_ropes(hf: Mapping, sliding_theta: float) -> dict[str, RopeConfig | None]:
     """`rope` and `sliding_rope` of families whose full and sliding layers rotate differently.
 
-    Older files scale the full layers by `rope_scaling`; newer ones give `rope_parameters` for each layer
-    type.
-
-    Args:
-        hf: contents of config.json.
-        sliding_theta: of the sliding layers, where `rope_parameters` does not say.
+    Older files scale the full layers by `rope_scaling`; newer ones give `rope_parameters` per layer type.
+    sliding_theta: of the sliding layers, where these do not say.
     """
     given = objects(hf, "rope_parameters")
     kinds = ("full_attention", "sliding_attention")

@@ -63,13 +63,10 @@ def objects(hf: Mapping, name: str) -> Mapping:
     return value
 
 
-def refuse(hf: Mapping, *names: str) -> None:
-    """Raises InputError where one of these is set: the family has no such setting, or it is not supported for
-    it.
-    """
-    for name in names:
-        if hf.get(name) is not None and hf[name] is not False:
-            raise InputError(f"{name} {shown(hf[name])} is not supported for model_type {hf['model_type']!r}")
+def refuse(hf: Mapping, name: str) -> None:
+    """Raises InputError where it is set: the family has no such setting, or it is not supported for it."""
+    if hf.get(name) is not None and hf[name] is not False:
+        raise InputError(f"{name} {shown(hf[name])} is not supported for model_type {hf['model_type']!r}")
 
 
 def at_most(hf: Mapping, name: str, limit: int) -> Any:

@@ -9,15 +9,12 @@ likeliest token, of logits or straight from the hidden state.
   (each step slices a copy of the layer), and layers may differ.
 - Logits, norms, softmax and angles are float32, whatever the weights.
 - Without a cache attention's loops have static bounds, so `forward` and `score` have reverse-mode gradients;
-  with one they run over the visible blocks alone, so cost follows the length, not the capacity. A single
-  query takes 1024 keys a step, many take 256: for one, a step costs more than its keys.
+  with one they run over the visible blocks alone, so cost follows the length, not the capacity.
 - Experts are a scan over all where tokens are many, each asked for every token: exact and short, at X /
   chosen times the arithmetic needed. Where choices are fewer than experts (decoding) only those are read.
 - The greedy token needs no logits where a kernel serves: it keeps maximum, index and sum of exponentials,
-  which gives the log-probability too. A `lax.cond` on "every row is greedy" picks it, so temperature stays
-  traced.
-- A soft prompt enters as `inputs_BTD` in place of embeddings: tokens keep their places, so positions, lengths
-  and shapes stay those of `tokens_BT`.
+  which gives the log-probability too. `lax.cond` on "all rows are greedy" picks it: temperature stays traced.
+- A soft prompt enters as `inputs_BTD` in place of embeddings: positions, lengths and shapes stay the tokens'.
 - Under `jax.shard_map` what loops start from says that it varies (`varying_as`). Arrays divided along
   Explicit axes, the default of `jax.make_mesh`, are refused: jax then wants the layout of every product said.
   The type of an array tells, so the check costs a call nothing.

@@ -1,9 +1,4 @@
-"""Causal attention: grouped heads, sliding windows, queries at any offset. In plain jnp, and on GPUs by the
-kernels of `kernels_pallas`.
-
-Cost follows the length and not the capacity: only the key blocks that some query can see are read. Scores
-exist for one block of queries and one block of keys at a time, so 8k tokens need no 8k × 8k matrix.
-"""
+"""Causal attention at any offset, a block of queries and keys at a time: 8k tokens need no 8k × 8k matrix."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +11,7 @@ import kernels_pallas
 
 from ..cache.kinds import Block, Contiguous
 from ..errors import InputError
+from .layers import soft_cap
 
 QUERY_BLOCK = 512
 KEY_BLOCK = 256
@@ -56,23 +52,20 @@ def attention(  # noqa: PLR0913
     soft_cap: float | None = None,
     impl: str | None = None,
 ) -> jax.Array:
-    """Scaled dot-product attention (Vaswani et al. 2017) with the online softmax of Milakov & Gimelshein
-    2018.
+    """Scaled dot-product attention (Vaswani et al. 2017), online softmax (Milakov & Gimelshein 2018).
 
     Query t of row b has position p = start_B[b] + t and sees the keys at positions 0 … p, with a window
     p-window+1 … p, that lie below length_B[b]. Keys at or past length_B may hold anything, NaN included.
 
     Args:
         q_BTNH: queries. N is a multiple of K: heads share keys in groups of N/K.
-        keys: keys and values of one of the kinds of `cache.kinds`, and their window; `fresh` makes it of
-            arrays.
+        keys: keys, values and their window, of one of `cache.kinds`; `fresh` makes it of arrays.
         length_B: number of valid keys per row.
         start_B: position of the first query; None: 0 for every row, which also makes the bounds of all loops
             static, so that the result has a reverse-mode gradient.
         scale: factor on the scores.
         soft_cap: None, or c: scores become c tanh(score / c).
-        impl: None, or one of `kernels_pallas.IMPLS`. A kernel's gradient is that of "xla", the plain jnp
-            below.
+        impl: None, or one of `kernels_pallas.IMPLS`. A kernel's gradient is that of "xla", the plain jnp.
 
     Returns:
         [B, T, N, H] in the dtype of q.
@@ -184,9 +177,7 @@ def _query_block(keys: Contiguous, length_B, rule: _Rule, static: bool, q_BKTGH,
 
 
 def _visible(block: Block, query_BT, window: int | None):
-    """Bool [B, T, S]: which keys of a block each query may look at: none behind its own, and only the last of
-    them that fit the window.
-    """
+    """Bool [B, T, S]: which keys of a block each query sees: the last up to its own that the window has."""
     key_B1S, query_BT1 = block.position_BS[:, None], query_BT[..., None]
     visible_BTS = block.valid_BS[:, None] & (key_B1S <= query_BT1)
     return visible_BTS if window is None else visible_BTS & (key_B1S > query_BT1 - window)
@@ -194,9 +185,7 @@ def _visible(block: Block, query_BT, window: int | None):
 
 def _with_block(softmax: _Softmax, q_BKTGH, block: Block, visible_BTS, rule: _Rule) -> _Softmax:
     """One step of the online softmax: what was summed so far shrinks to the new largest score."""
-    scores = _product("bktgh,bksh->bktgs", q_BKTGH, block.k_BKSH) * rule.scale
-    if rule.soft_cap is not None:
-        scores = rule.soft_cap * jnp.tanh(scores / rule.soft_cap)
+    scores = soft_cap(_product("bktgh,bksh->bktgs", q_BKTGH, block.k_BKSH) * rule.scale, rule.soft_cap)
     scores = jnp.where(visible_BTS[:, None, :, None], scores, _MASKED)
     max_BKTG = jnp.maximum(softmax.max_BKTG, scores.max(-1))
     # 0 where masked, even where a row sees no key at all.

@@ -1,6 +1,4 @@
-"""The decoder as a pure function of (params, tokens, cache): embed, layers, logits. One for all families,
-driven by the config.
-"""
+"""`forward`, `hidden_states` and `unembed`: one decoder for all families, driven by the config."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -35,25 +33,20 @@ def forward(
     *,
     impl: str | None = None,
 ) -> "tuple[jax.Array, MaybeCache]":
-    """Logits of every token. Not jitted: the caller jits it. Without a cache it has reverse-mode gradients in
-    every leaf.
+    """Logits of every token. The caller jits it. Without a cache every leaf has a reverse-mode gradient.
 
     Args:
-        params: the parameter tree.
-        config: static.
+        params, config: the parameter tree, and its static config.
         tokens_BT: int32 token ids.
-        cache: None, or the cache that already holds what precedes these tokens; they are appended at its
-            `length_B`.
-        num_tokens_B: how many of the T tokens of each row are real (the rest is padding on the right); None:
-            all.
+        cache: None, or one that holds what precedes these tokens; they are appended at its `length_B`.
+        num_tokens_B: how many of the T tokens of each row are real, the others padding behind; None: all.
         impl: of attention: None (what suits the device), "mosaic", "triton" or "xla".
 
     Returns:
         float32 logits [B, T, V] (undefined at padding) and the cache with the tokens appended.
 
     Raises:
-        InputError: more tokens than the cache's capacity; an impl that this machine lacks, or that cannot
-            serve the call.
+        InputError: more tokens than the cache's capacity; an impl that is not here or cannot serve this.
     """
     hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B, impl=impl)
     return unembed(params, config, hidden_BTD), cache
@@ -73,8 +66,7 @@ def hidden_states(
 
     Args:
         params, config, tokens_BT, cache, num_tokens_B, impl: as in `forward`.
-        inputs_BTD: enters the first layer in place of the tokens' embeddings (`embed_tokens`); tokens_BT then
-            says only how many there are.
+        inputs_BTD: enters in place of `embed_tokens`; tokens_BT then says only how many there are.
 
     Returns:
         What the last norm gives for every token, [B, T, D] in the type of the activations (undefined at
@@ -93,16 +85,12 @@ def hidden_states(
     num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else jnp.asarray(num_tokens_B)
     start_B = jnp.zeros(B, jnp.int32) if cache is None else cache.length_B
     angles = rotary_angles(config, start_B[:, None] + jnp.arange(T), start_B + num_tokens_B)
-    x_BTD = (
-        embed_tokens(params, config, tokens_BT)
-        if inputs_BTD is None
-        else jnp.asarray(inputs_BTD).astype(activation_dtype(params))
-    )
+    x_BTD = embed_tokens(params, config, tokens_BT) if inputs_BTD is None else jnp.asarray(inputs_BTD)
+    x_BTD = x_BTD.astype(activation_dtype(params))
     layers = []
     for index, layer in enumerate(params["layers"]):
-        attended_BTD, keys = _attend(
-            layer, config, index, norm(x_BTD, layer, "attn_norm", config), angles, cache, num_tokens_B, impl
-        )
+        normed_BTD = norm(x_BTD, layer, "attn_norm", config)
+        attended_BTD, keys = _attend(layer, config, index, normed_BTD, angles, cache, num_tokens_B, impl)
         layers.append(keys)
         x_BTD = x_BTD + norm(attended_BTD, layer, "attn_post_norm", config)
         fed_BTD = _feed_forward(norm(x_BTD, layer, "mlp_norm", config), layer, config)
@@ -112,9 +100,7 @@ def hidden_states(
 
 
 def _check_mesh(*trees: Any) -> None:
-    """Raises InputError where an array is divided along an Explicit axis: jax then wants the layout of every
-    product said, which is left to its compiler here.
-    """
+    """Raises InputError where an array is divided along an Explicit axis: the room's `__init__` says why."""
     for leaf in jax.tree.leaves(trees):
         spec, mesh = jax.typeof(leaf).sharding.spec, jax.typeof(leaf).sharding.mesh
         if any(axis is not None for axis in spec) and AxisType.Explicit in mesh.axis_types:
@@ -138,14 +124,7 @@ def embed_tokens(params: Params, config: ModelConfig, tokens: AnyArray) -> jax.A
 
 
 def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
-    """Logits of hidden states: the vocabulary matrix, and the soft cap where the model has one.
-
-    Args:
-        params, config: the model.
-        hidden: [..., D], from `hidden_states`.
-
-    Returns:
-        float32 [..., V].
+    """Logits, float32 [..., V], of what `hidden_states` gives, [..., D]; capped where the model says so.
 
     Raises:
         InputError: no array, or one of another width.
@@ -164,16 +143,9 @@ def head(params: Params) -> Params:
 
 
 def check_tokens(
-    config: ModelConfig,
-    tokens_BT: Any,
-    num_tokens_B: Any = None,
-    inputs_BTD: Any = None,
-    cache: Any = None,
-    least: int = 1,
+    config: ModelConfig, tokens_BT: Any, num_tokens_B=None, inputs_BTD=None, cache=None, least: int = 1
 ) -> None:
-    """Raises InputError unless these go together: `least` tokens a row, and what else is given; values are
-    checked as far as they are known outside a trace.
-    """
+    """Raises InputError unless these go together, `least` tokens a row; outside a trace values too."""
     if not isinstance(tokens_BT, jax.Array | np.ndarray):
         raise InputError(f"tokens must be an array of ids, as np.array makes of lists, got {tokens_BT!r}")
     shape = tokens_BT.shape
@@ -201,9 +173,7 @@ def check_tokens(
 def _attend(
     layer: Params, config: ModelConfig, index: int, x_BTD, angles, cache: KVCache | None, num_tokens_B, impl
 ):
-    """What attention adds to a layer's input, [B, T, D], and the layer's keys and values with the new
-    ones.
-    """
+    """What attention adds to a layer's input, [B, T, D], and its keys and values with the new ones."""
     B, T, _ = x_BTD.shape
     q_BTNH, k_BTKH, v_BTKH = (_heads(layer, config, name, x_BTD) for name in "qkv")
     if angles[index] is not None:

@@ -1,6 +1,4 @@
-"""Mixture of experts: a router gives each token to a few of X gated MLPs, whose outputs are added with its
-weights.
-"""
+"""Mixture of experts: a router gives each token to a few of X gated MLPs and weighs their outputs."""
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +16,7 @@ def mixture_of_experts(x_BTD: jax.Array, layer: Params, config: ModelConfig) -> 
 
     Args:
         x_BTD: hidden states, normed.
-        layer: "router": {"weight": [X, D]}, "experts": the tree of a gated MLP with X in front of every
-            shape.
+        layer: "router": {"weight": [X, D]}, "experts": a gated MLP's tree with X in front of every shape.
         config: num_experts_per_tok, norm_topk_prob and the activation.
 
     Returns:
@@ -27,8 +24,7 @@ def mixture_of_experts(x_BTD: jax.Array, layer: Params, config: ModelConfig) -> 
     """
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     probability_MX = jax.nn.softmax(linear(x_MD, layer["router"], jnp.float32), -1)
-    # U: the experts that a token uses.
-    weight_MU, expert_MU = lax.top_k(probability_MX, config.num_experts_per_tok)
+    weight_MU, expert_MU = lax.top_k(probability_MX, config.num_experts_per_tok)  # U: those it uses
     if config.norm_topk_prob:
         weight_MU = weight_MU / weight_MU.sum(-1, keepdims=True)
     mixed = _by_choice if expert_MU.size < config.num_experts else _by_expert

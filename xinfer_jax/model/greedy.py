@@ -1,6 +1,4 @@
-"""The likeliest token: of given logits, or straight from hidden states, where a GPU kernel never writes the
-logits.
-"""
+"""The likeliest token: of logits, or straight from hidden states by a GPU kernel that writes no logits."""
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +15,7 @@ from .layers import linear, soft_cap
 
 
 def argmax(logits_BV: jax.Array, impl: str | None = None) -> jax.Array:
-    """The index of each row's largest logit, int32 [B]: the lowest of equal ones, the first NaN where there
-    is one.
-    """
+    """The index of each row's largest logit, int32 [B]: the lowest of equal ones; the first NaN if any."""
     chosen = selected("argmax", impl, logits_BV).impl
     if chosen == "xla":
         return _argmax(logits_BV)
@@ -41,9 +37,7 @@ def fuses_head(params: Params, hidden_BD: jax.Array, impl: str | None) -> bool:
 def greedy(
     params: Params, config: ModelConfig, hidden_BD: jax.Array, impl: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The likeliest token after each hidden state, int32 [B], and its log-probability, float32 [B], by a
-    kernel that `fuses_head`.
-    """
+    """Where `fuses_head`: the likeliest tokens, int32 [B], and their log-probabilities, float32 [B]."""
     weight, cap = head(params)["weight"], config.final_logit_softcapping
     chosen = selected("lm_head_argmax", impl, hidden_BD, weight).impl
 

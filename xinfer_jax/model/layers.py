@@ -1,6 +1,4 @@
-"""The parts of a decoder layer: RMS norm, rotary embedding, linear, gated MLP. Norms and angles are computed
-in float32.
-"""
+"""The parts of a decoder layer: RMS norm, rotary embedding, linear, gated MLP."""
 
 import dataclasses
 import math
@@ -27,9 +25,7 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
-    """Root-mean-square norm over the last axis (Zhang & Sennrich 2019), times offset + weight. x: [..., D],
-    weight: [D].
-    """
+    """Root-mean-square norm (Zhang & Sennrich 2019) of x [..., D], times offset + weight [D]."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), -1, keepdims=True) + eps)
     if offset:  # the sum has more digits than 16-bit weights have
@@ -108,8 +104,7 @@ def rotary_angles(config: ModelConfig, position_BT: jax.Array, length_B: jax.Arr
         length_B: each row's length after this call: `dynamic` and `longrope` depend on it.
 
     Returns:
-        Per layer cos and sin, each [B, T, P], P pairs of a head's numbers being rotated; None for a layer
-        without.
+        Per layer cos and sin, each [B, T, P], of the P pairs of a head that are rotated; None: none.
     """
     ropes = [config.layer_rope_config(layer) for layer in range(config.num_hidden_layers)]
     angles = {rope: _angles(rope, config, position_BT, length_B) for rope in ropes if rope}
@@ -135,9 +130,7 @@ def _angles(
 
 
 def rotate(x_BTNH: jax.Array, cos_BTP: jax.Array, sin_BTP: jax.Array) -> jax.Array:
-    """Rotates each pair (i, i + P) of every head by its angle, the layout of Hugging Face checkpoints; what
-    is beyond 2 P stays.
-    """
+    """Rotates each pair (i, i + P) of every head, as Hugging Face has them, by its angle; the rest stays."""
     P = cos_BTP.shape[-1]
     a, b, rest = jnp.split(x_BTNH.astype(jnp.float32), (P, 2 * P), axis=-1)
     cos, sin = cos_BTP[:, :, None], sin_BTP[:, :, None]
@@ -147,8 +140,7 @@ def rotate(x_BTNH: jax.Array, cos_BTP: jax.Array, sin_BTP: jax.Array) -> jax.Arr
 def _inverse_frequencies(rope: RopeConfig, width: int) -> Any:
     """Angle per position of each pair, float32 [P]. width: 2 P."""
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
-    # Powers in float64, rounded once, are torch's own; numpy's in float32 are off by an ulp, which 500
-    # positions make visible.
+    # In float64, rounded once, they are torch's; in float32 off by an ulp, which 500 positions make visible.
     powers = (np.float64(rope.rope_theta) ** exponents.astype(np.float64)).astype(np.float32)
     if rope.rope_type == "longrope":  # Ding et al. 2024
         return np.float32(1.0) / (np.array(rope.short_factor, np.float32) * powers)

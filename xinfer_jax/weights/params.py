@@ -1,8 +1,4 @@
-"""The tree of parameter shapes: the single source for initialisation, the loader's check and byte counts.
-
-Matrices keep the checkpoint's layout [out, in]: nothing is transposed while loading, and a one-row product
-reads each output's weights in one run (measured on CPU: 18-21 GB/s against 10-16 for [in, out]).
-"""
+"""The tree of parameter shapes: the single source for initialisation, the loader's check and byte counts."""
 
 import dataclasses
 import math
@@ -67,11 +63,8 @@ def param_specs(config: ModelConfig) -> Params:
 
 def _layer(config: ModelConfig, index: int) -> Params:
     prefix, d, h = f"model.layers.{index}", config.hidden_size, config.head_dim
-    attn, heads, kv_heads = (
-        f"{prefix}.self_attn",
-        config.num_attention_heads * h,
-        config.num_key_value_heads * h,
-    )
+    heads, kv_heads = config.num_attention_heads * h, config.num_key_value_heads * h
+    attn = f"{prefix}.self_attn"
     fused = (f"{attn}.qkv_proj.weight", heads + 2 * kv_heads) if config.fused_projections else None
     tree: Params = {
         "q": _linear(f"{attn}.q_proj", heads, d, config.qkv_bias, fused, 0),
@@ -103,9 +96,7 @@ def _mlp(config: ModelConfig, prefix: str) -> Params:
 
 
 def _experts(config: ModelConfig, prefix: str) -> Params:
-    """Checkpoints have a tensor for each expert; what transformers 5 has in memory, and some files too, are
-    stacks.
-    """
+    """Checkpoints have a tensor for each expert; some have stacks, as transformers 5 has in memory."""
     experts, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
 
     def stack(name: str, shape: tuple[int, int], fused_name: str, first_row: int, fused_rows: int) -> Params:
@@ -121,12 +112,7 @@ def _experts(config: ModelConfig, prefix: str) -> Params:
 
 
 def _linear(
-    name: str,
-    outputs: int,
-    inputs: int,
-    bias: bool = False,
-    fused: tuple[str, int] | None = None,
-    row: int = 0,
+    name: str, outputs: int, inputs: int, bias=False, fused: tuple[str, int] | None = None, row: int = 0
 ) -> Params:
     """fused: a tensor that may hold it from that row on, and how many rows that has."""
     held = (fused[0], row, fused[1]) if fused else ()
@@ -137,15 +123,12 @@ def _linear(
 def init_params(
     config: ModelConfig, key: jax.Array, dtype: Any = None, quantize: str | None = None
 ) -> Params:
-    """Random parameters: matrices normal with standard deviation 1/sqrt(inputs) (0.02 for the embedding),
-    biases normal 0.02, norms one.
+    """Random parameters: matrices normal by 1/sqrt(inputs), the embedding and biases by 0.02, norms one.
 
     Args:
-        config: the model.
-        key: one PRNG key.
+        config, key: the model, and one PRNG key.
         dtype: of every leaf; None: float32 on CPU, bfloat16 elsewhere.
-        quantize: None, "int8" or "int4": the matrices in that form, one after the other, so that they never
-            exist in `dtype` all at once.
+        quantize: None, "int8" or "int4": the matrices in that form, of which one at a time is in `dtype`.
 
     Raises:
         InputError: more than the memory there is.
@@ -170,9 +153,7 @@ def init_params(
 
 
 def check_weights(specs: Sequence[ParamSpec], dtype: Any, quantize: str | None = None) -> None:
-    """Raises InputError where the tensors exceed the memory there is. quantize: as in `init_params`, or a
-    checkpoint's own method, which is counted as 4 bits a number.
-    """
+    """Raises InputError where the tensors exceed the memory. A file's own method counts as 4 bits each."""
     wide = 8 * jnp.dtype(dtype).itemsize
     narrow = wide if quantize is None else 8 if quantize == "int8" else 4
     bits = sum(math.prod(spec.shape) * (narrow if len(spec.shape) > 1 else wide) for spec in specs)
@@ -206,9 +187,7 @@ def activation_dtype(params: Params) -> Any:
 
 
 def cache_dtype(params: Params) -> Any:
-    """For keys and values: the activations'; on CPU float32, since XLA there widens a 16-bit cache as a whole
-    at every step (jax 0.10).
-    """
+    """For keys and values: the activations'; on CPU float32: XLA (jax 0.10) would widen all in each step."""
     return jnp.float32 if jax.default_backend() == "cpu" else activation_dtype(params)
 
 

@@ -1,6 +1,4 @@
-"""x @ matrix.T for float matrices, and the forms of it that XLA runs at memory speed on CPU (measured:
-WORKSPACE.md). Of products everywhere: M rows (all tokens of all rows of a batch), I inputs, O outputs.
-"""
+"""x @ matrix.T, on CPU at memory speed. Of all products: M rows (a batch's tokens), I inputs, O outputs."""
 
 from collections.abc import Callable
 
@@ -15,21 +13,17 @@ _TILE_BYTES = 4 << 20  # of a narrow matrix that are float32 at one time
 
 
 def product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
-    """float32 [M, O]. float32 matrices multiply in full float32 on every backend (no TF32); narrower ones
-    accumulate in float32.
-    """
-    cpu = {jnp.dtype("float32"): _float32_product, jnp.dtype("bfloat16"): _bfloat16_product}.get(
-        matrix_OI.dtype, _tiled_product
-    )
+    """float32 [M, O]. float32 multiplies in full on every backend (no TF32); narrower types add up in it."""
+    forms = {jnp.dtype("float32"): _float32_product, jnp.dtype("bfloat16"): _bfloat16_product}
+    cpu = forms.get(matrix_OI.dtype, _tiled_product)
     return lax.platform_dependent(x_MI, matrix_OI, cpu=cpu, default=dot)
 
 
 def dot(a: jax.Array, b: jax.Array, axis: int = 1, dtype: jnp.dtype = jnp.float32) -> jax.Array:
     """The last axis of a with an axis of b, accumulated in dtype."""
     precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
-    return lax.dot_general(
-        a, b, (((a.ndim - 1,), (axis,)), ((), ())), precision=precision, preferred_element_type=dtype
-    )
+    axes = ((a.ndim - 1,), (axis,)), ((), ())
+    return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=dtype)
 
 
 def in_front(x_MI: jax.Array, matrix_OI: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
@@ -66,15 +60,12 @@ def tile_by_tile(
     """A product whose matrix is widened, multiplied and forgotten a tile of outputs at a time. On CPU.
 
     XLA would widen the whole operand of a 16-bit dot or slice, and hoist that out of the decode loop: a
-    float32 copy of all weights. The barrier ties the tile to the loop counter, so that there is nothing to
-    hoist. What the loop starts from is made of x, or the buffers of all layers would be filled before the
-    first; and a loop of one tile would be none.
+    float32 copy of all weights. The barrier ties the tile to the loop counter: nothing is left to hoist. The
+    loop starts from what is made of x, or all layers' buffers would be filled first. One tile is no loop.
 
     Args:
         some: (first output, how many, *narrow) -> float32 [M, how many].
-        x_MI: float32.
-        outputs: O.
-        width: bytes of an output's weights as float32.
+        x_MI, outputs, width: float32; O; bytes of an output's weights as float32.
         narrow: the arrays that hold the matrix.
     """
     tile = max(1, min(-(-outputs // 2), _TILE_BYTES // width // 64 * 64 or 64))

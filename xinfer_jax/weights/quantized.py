@@ -1,10 +1,7 @@
-"""Weights in fewer bytes: int8 with a scale per output, int8 or int4 in groups of inputs. Quantize, multiply,
-dequantize. A matrix has O outputs and I inputs, in groups Q groups of J inputs; Y bytes hold a group of one
-output, J of int8 and J/2 of int4.
+"""Weights in fewer bytes: int8 with a scale per output, int8 or int4 in groups. Made, multiplied, widened.
+A matrix has O outputs and I inputs, Q groups of J; Y bytes hold one output's group, J of int8, J/2 of int4.
 
-How CPU products read those bytes at memory speed (measured: the room's `__init__`):
-- XLA multiplies int8 by int8 fast, but only from two rows on. An activation is split in two int8 numbers,
-  which are two rows: precise to 1/64,500 of the row's largest, and as fast as one.
+How CPU products read those bytes at memory speed (int8 with a scale per output: the room's `__init__`):
 - int4 is not taken apart. A byte is low + 16 high, the numbers of inputs j and j + J/2, to be multiplied by
   their activations x and y: low * x + high * y = low * (x - y/16) + byte * y/16. So activations change once,
   and no weight is shifted. Zero points come off the result: each times the sum of its group's activations.
@@ -26,13 +23,9 @@ from .products import dot, in_front, tile_by_tile
 
 METHODS = ("int8", "int4")
 GROUP = 64  # inputs that share a scale in int4
-# A matrix with a side of 64 at most belongs to a model so small that its likeliest tokens are often near
-# ties: there are more scales.
-_SMALL, _SMALL_GROUP = 64, {8: 8, 4: 32}
-# Of the least step that leaves nothing out: steps that int8 in groups chooses from.
-_STRETCHES = np.linspace(1, 1.1, 11)
-# Bytes of weights that one sum adds up: 32 take four times as long to compile, and are no faster.
-_UNROLLED = 8
+_SMALL, _SMALL_GROUP = 64, {8: 8, 4: 32}  # a side of so many at most: more scales (the room says why)
+_STRETCHES = np.linspace(1, 1.1, 11)  # of the least step that leaves nothing out, for int8 in groups
+_UNROLLED = 8  # bytes of weights that one sum adds up: 32 compile four times as long, and are no faster
 _FEW_ROWS, _FEW_OUTPUTS = 4, 8192  # up to here int8 products are faster with the matrix in front
 
 
@@ -52,9 +45,7 @@ class Int8Weight(Brief):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class GroupedWeight(Brief):
-    """A matrix [O, I] as `(values - zero) * scale`, by groups of inputs. Outputs come last: neighbours in
-    memory are added elementwise.
-    """
+    """A matrix [O, I] as `(values - zero) * scale`, by groups of inputs. Outputs last: added elementwise."""
 
     values: jax.Array  # int8 [Q, Y, O], I padded to Q * J; uint8 for int4, as `pack` makes it
     scale: jax.Array  # float16 or float32 [Q, O]
@@ -108,8 +99,7 @@ def quantize_matrix(matrix_OI: np.ndarray, bits: int = 8, group: int | None = No
         group: inputs that share a scale; None: as `group_size` chooses.
 
     Returns:
-        NumPy arrays in the leaf. 8 bits are symmetric; 4 bits have a zero point, since 16 levels are too few
-        to waste one side.
+        NumPy arrays in the leaf. 8 bits are symmetric; 4 have a zero point, too few to waste a side.
     """
     outputs, inputs = matrix_OI.shape
     J = group or group_size(matrix_OI.shape, bits)
@@ -156,9 +146,7 @@ def nearest(block_OQJ: Any, bits: int, xp: Any = np) -> tuple[Any, Any, Any]:
 
 
 def finest_step(block_OQJ: Any, xp: Any = np) -> Any:
-    """The step of int8, [O, Q], that errs least in squares: of a few numbers, what falls close to a level is
-    luck, so it has several tries.
-    """
+    """The int8 step, [O, Q], of least squared error. Few numbers hit levels by luck: several tries."""
     most_OQ = xp.abs(block_OQJ).max(-1)
     steps = [float16_step(most_OQ * np.float32(stretch / 127), xp) for stretch in _STRETCHES]
     wide = [step[..., None] for step in steps]
@@ -172,9 +160,7 @@ def float16_step(step: Any, xp: Any = np) -> Any:
 
 
 def pack(levels_QJO: np.ndarray) -> np.ndarray:
-    """Numbers of 4 bits, uint8 [Q, J, O], two to a byte, [Q, J/2, O]: input j of a group in the low half of a
-    byte, j + J/2 in the high one.
-    """
+    """4-bit numbers, uint8 [Q, J, O], as [Q, J/2, O]: j of a group in a byte's low half, j + J/2 above."""
     half = levels_QJO.shape[1] // 2
     return levels_QJO[:, :half] | (levels_QJO[:, half:] << 4)
 
@@ -206,18 +192,14 @@ def rows_of(weight: QuantizedWeight, index: jax.Array) -> jax.Array:
     """Rows of the matrix, float32 [..., I], for an embedding; index: int32 [...]."""
     if isinstance(weight, Int8Weight):
         return weight.values[index].astype(jnp.float32) * weight.scale[index][..., None]
-    rows = {
-        name: None if (x := getattr(weight, name)) is None else x[..., index.reshape(-1)]
-        for name in ("values", "scale", "zero")
-    }
+    parts = {name: getattr(weight, name) for name in ("values", "scale", "zero")}
+    rows = {name: None if x is None else x[..., index.reshape(-1)] for name, x in parts.items()}
     return dequantize(dataclasses.replace(weight, **rows)).reshape(*index.shape, -1)
 
 
 @jax.custom_jvp
 def quantized_product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
-    """x @ dequantize(weight).T in float32. x: [..., I]. Returns [..., O]. Gradients are those of the
-    dequantized product.
-    """
+    """x @ dequantize(weight).T in float32, [..., I] -> [..., O], with the gradients of that product."""
     x_MI = x.reshape(-1, x.shape[-1])
     cpu = _int8_product if isinstance(weight, Int8Weight) else _grouped_product
     return lax.platform_dependent(x_MI, weight, cpu=cpu, default=_plain_product).reshape(*x.shape[:-1], -1)
@@ -282,9 +264,7 @@ def _levels(values: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _one_row(factors: tuple[jax.Array, ...], values_QYO: jax.Array, scale_QO: jax.Array) -> jax.Array:
-    """[1, O] from [1, Q, Y]. The barrier ties the weights to x, or XLA would convert all of them ahead of the
-    decode loop.
-    """
+    """[1, O] from [1, Q, Y]. Weights are tied to x, or XLA would convert all ahead of the decode loop."""
     factors, values_QYO, scale_QO = lax.optimization_barrier((factors, values_QYO, scale_QO))
     Q, Y, outputs = values_QYO.shape
     unrolled = _UNROLLED if Y % _UNROLLED == 0 else Y
@@ -293,8 +273,7 @@ def _one_row(factors: tuple[jax.Array, ...], values_QYO: jax.Array, scale_QO: ja
     for i in range(unrolled):
         for factor, level in zip(factors, _levels(lanes[:, :, i]), strict=True):
             total += factor.reshape(Q, -1, unrolled)[:, :, i, None] * level
-    # A product with ones: a sum over groups would join the same loop, which is then compiled without vector
-    # instructions.
+    # A product with ones: a sum over groups would join the loop, then compiled without vector instructions.
     total = (total * scale_QO.astype(jnp.float32)[:, None]).reshape(-1, outputs)
     return dot(jnp.ones((1, len(total))), total, 0)
 
