@@ -15,11 +15,13 @@ import xinfer_jax as xj
 from xinfer_jax.config.model_config import from_hf
 
 HF = tiny.CONFIG | dict(num_hidden_layers=1, vocab_size=64, eos_token_id=63)
-PROMPTS = ([5, 6, 7, 5, 6, 7, 5], [11, 12, 13])
+PROMPTS = ([5, 6, 7, 5, 6, 7, 5], [11, 12, 13], [14, 15])  # three: a row of the batch holds nothing
 BASES = {
     "greedy": dict(sampling=xj.SamplingConfig()),
     "sampled": {},
-    "one-of-each": dict(sampling=[xj.SamplingConfig(), xj.SamplingConfig(temperature=0.7, top_k=5)]),
+    "one-of-each": dict(
+        sampling=[xj.SamplingConfig(), xj.SamplingConfig(temperature=0.7, top_k=5), xj.SamplingConfig(1.2)]
+    ),
     "processors": dict(
         sampling=xj.SamplingConfig(
             temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, typical_p=0.95, repetition_penalty=1.1,

@@ -1,5 +1,6 @@
 """One state per row: rows that join, that end by their own limits, in any number; what they look at."""
 
+import dataclasses
 from functools import partial
 
 import compiling
@@ -10,11 +11,12 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
+from xinfer_jax.generation import run
 from xinfer_jax.generation.batches import first_state
 from xinfer_jax.generation.doors import prompt_chunk
-from xinfer_jax.generation.loop import ADVANCE, READ
+from xinfer_jax.generation.loop import ADVANCE, READ, admit
 from xinfer_jax.generation.options import checked
-from xinfer_jax.generation.state import admit, choose_and_note
+from xinfer_jax.generation.state import choose_and_note
 from xinfer_jax.sampling.choice import choose, process
 from xinfer_jax.sampling.context import start
 from xinfer_jax.sampling.settings import per_row
@@ -92,27 +94,31 @@ def test_one_answer_each_or_several_for_any_number_of_prompts(model):
         assert several.tokens[row] == alone.tokens[0]
 
 
-def test_a_row_joins_others_that_go_on(model):
+@pytest.mark.parametrize(
+    "given", [{}, dict(sampling=xj.SamplingConfig(0.9, min_p=0.02), logprobs=2)], ids=str
+)
+def test_a_row_joins_others_that_go_on(model, given):
     """The second row ends; another prompt is read into its place and its numbers are admitted; the first row
     notices nothing.
     """
     params, config = model.params, model.config
     keys = jax.random.split(jax.random.key(3), 3)
     alone = [
-        xj.generate(params, config, [PROMPTS[i]], asked(max_new_tokens=new, capacity=64), key=keys[i : i + 1])
+        xj.generate(
+            params, config, [PROMPTS[i]], asked(max_new_tokens=new, capacity=64, **given), key=keys[i : i + 1]
+        )
         for i, new in enumerate((14, 3, 8))
     ]
 
     def begin(prompts, limits, keys, cache, rows):
         """Rows of these limits, read into these places of the cache, with their first tokens."""
-        options = asked(max_new_tokens=14, capacity=64)
+        options = asked(max_new_tokens=14, capacity=64, **given)
         state = first_state(checked(params, config, prompts, options, keys), np.arange(len(prompts)))
         tokens_BT, num_tokens_B = np.zeros((2, 16), np.int32), np.zeros(2, np.int32)
         for row, prompt in zip(rows, prompts, strict=True):
             tokens_BT[row, : len(prompt)], num_tokens_B[row] = prompt, len(prompt)
         logits_BV, cache = READ.keeping(params, config, tokens_BT, num_tokens_B, cache, None, 512)
-        state = jax.tree.map(lambda x: x, state, is_leaf=lambda x: x is None)
-        state = type(state)(**(vars(state) | dict(limit_B=np.array(limits, np.int32))))
+        state = dataclasses.replace(state, limit_B=np.array(limits, np.int32))
         return choose_and_note(logits_BV[np.array(rows)], state, None), cache
 
     cache = xj.init_cache(config, 2, 64)
@@ -126,6 +132,20 @@ def test_a_row_joins_others_that_go_on(model):
     assert state.length_B.tolist() == [14, 8]
     assert state.tokens_BT[0, :14].tolist() == alone[0].tokens[0]
     assert state.tokens_BT[1, :8].tolist() == alone[2].tokens[0]
+
+
+def test_only_rows_of_the_same_kind_join(model):
+    def state(**given):
+        call = checked(model.params, model.config, PROMPTS[:1], asked(**given), jax.random.key(0))
+        return first_state(call, np.zeros(1, np.int32))
+
+    others = (
+        dict(sampling=xj.SamplingConfig(min_p=0.1)), dict(max_new_tokens=100), dict(eos_token_ids=range(9)),
+        dict(logprobs=1),
+    )  # fmt: skip
+    for given in others:
+        with pytest.raises(xj.InputError, match="rows that join must have settings of the same structure"):
+            admit(state(), np.array([0]), state(**given))
 
 
 V = 70  # no multiple of 32
@@ -170,3 +190,12 @@ def test_a_stream_has_its_output_once_it_has_ended(model):
     unread = xj.stream(model.params, model.config, PROMPTS[:2], asked(), key=jax.random.key(0))
     unread.stop()
     assert unread.output.tokens == [[], []] and unread.output.finish_reason == ["stop", "stop"]
+
+
+def test_a_stream_that_broke_off_says_so(model, monkeypatch):
+    stream = xj.stream(model.params, model.config, PROMPTS[:2], asked(), key=jax.random.key(0))
+    next(stream)
+    monkeypatch.setattr(run.Run, "advance", lambda *_: (_ for _ in ()).throw(xj.InputError("broken")))
+    for ask in (lambda: list(stream), lambda: next(stream), lambda: stream.output, stream.stop):
+        with pytest.raises(xj.InputError, match="broken"):
+            ask()

@@ -43,6 +43,11 @@ class KVCache(Brief):
         return k.name if isinstance(k, QuantizedKV) else k.dtype.name
 
     @property
+    def fits(self) -> tuple[int, int, int]:
+        """Layers, key heads and head width of the models that it is for."""
+        return len(self.layers), self.k[0].shape[1], self.k[0].shape[3]
+
+    @property
     def capacity(self) -> int:
         """Tokens that a row can hold."""
         return self.layers[0].capacity

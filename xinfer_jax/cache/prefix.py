@@ -71,10 +71,9 @@ class Prefix:
 
     def check(self, params: Params, config: ModelConfig) -> None:
         """Raises InputError where it is another model's, or its tokens are not as many as its cache holds."""
-        k, lengths = self.cache.k, [len(row) for row in self.tokens]
-        shape = (len(k), k[0].shape[1], k[0].shape[3])
-        ours = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
-        if shape != ours or self.model not in (None, fingerprint(params, config)):
+        lengths = [len(row) for row in self.tokens]
+        ours = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        if self.cache.fits != ours or self.model not in (None, fingerprint(params, config)):
             raise InputError(
                 "the prefix was read by another model, or before these parameters changed: read its prompts"
                 " anew, without it"

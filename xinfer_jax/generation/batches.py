@@ -13,7 +13,7 @@ from ..sampling.context import start
 from ..sampling.logprobs import no_alternatives
 from ..sampling.settings import is_full
 from ..weights.params import cache_dtype, tree_bytes
-from .loop import bucket, power_of_two
+from .loop import bucket
 from .options import Call
 from .state import DecodeState, new_state
 
@@ -49,16 +49,16 @@ def check_room(call: Call, rows: int) -> None:
     )
 
 
-def rows_of(prompts: int, answers: int, least: int = 0) -> np.ndarray:
-    """int32 [R]: which prompt each row continues: each prompt's answers in turn, then rows that hold nothing
-    up to a power of two (or to `least`), so that another number of prompts compiles nothing.
-    """
-    prompt_R = np.repeat(np.arange(prompts, dtype=np.int32), answers)
-    return np.pad(prompt_R, (0, (least or power_of_two(len(prompt_R))) - len(prompt_R)))
+def prompts_of_rows(call: Call) -> np.ndarray:
+    """int32 [R]: which prompt each row continues: a prompt's answers in turn, then rows that hold nothing."""
+    prompt_R = np.repeat(np.arange(len(call.prompts), dtype=np.int32), call.answers)
+    return np.pad(prompt_R, (0, call.rows - len(prompt_R)))
 
 
 def first_state(call: Call, prompt_R: np.ndarray) -> DecodeState:
-    """The rows (`rows_of`) of a call before their first token, in new arrays; padding rows have ended."""
+    """The rows (`prompts_of_rows`) of a call before their first token, in new arrays; padding rows have
+    ended.
+    """
     options, config, answers = call.options, call.config, call.answers
     R, real, size = len(prompt_R), answers * len(call.prompts), bucket(options.max_new_tokens)
     sampling_R = jax.tree.map(lambda setting_B: np.asarray(setting_B)[prompt_R], call.sampling_B)
@@ -68,7 +68,9 @@ def first_state(call: Call, prompt_R: np.ndarray) -> DecodeState:
         seen_RV[row, call.prompts[prompt]] = True
         length_R[row] = len(call.prompts[prompt])
     ordered = is_full(sampling_R) or options.draft is not None
-    history_RS = _matrix([call.prompts[i] for i in prompt_R[:real]], R, call.room) if ordered else None
+    history_RS = (
+        _matrix([call.prompts[i] for i in prompt_R[:real]], R, call.history_size) if ordered else None
+    )
     ends = call.ending
     eos_RE = np.full((R, -(-max(1, len(ends)) // _EOS_MULTIPLE) * _EOS_MULTIPLE), -1, np.int32)
     eos_RE[:, : len(ends)] = ends

@@ -28,7 +28,7 @@ from ..sampling.context import Context
 from ..sampling.settings import SamplingConfig
 from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import Params, cache_dtype as default_cache_dtype, tree_bytes
-from .batches import check_room, first_state, padded, rows_of
+from .batches import check_room, first_state, padded, prompts_of_rows
 from .doors import decode_step, prefill
 from .faults import check_cache
 from .loop import bucket
@@ -171,7 +171,7 @@ def beam_search(  # noqa: PLR0913  a door
     early_stopping = early_stopping if beams > 1 else True  # one beam ends at its first EOS
     moving = bucket(call.longest - shortest + new)
     kind = _Search(beams, len(call.ending), early_stopping, bucket(new), moving)
-    prompt_B = rows_of(len(call.prompts), 1)
+    prompt_B = prompts_of_rows(call)
     check_room(call, beams * len(prompt_B))
     with Stopwatch() as setup:
         request = _Request(first_state(call, prompt_B), np.int32(shortest), np.float32(length_penalty))

@@ -72,7 +72,7 @@ def prefill(
     _check_cache(config, cache, B)
     within("tokens_BT: token id", tokens_BT, 0, config.vocab_size - 1)
     within("num_tokens_B:", num_tokens_B, 0, T)
-    _check_room(impl, cache, num_tokens_B)
+    _check_capacity(impl, cache, num_tokens_B)
     read = READ.donating if donate else READ.keeping
     return read(params, config, tokens_BT, num_tokens_B, cache, impl, prompt_chunk(cache))
 
@@ -126,8 +126,8 @@ def decode_loop(  # noqa: PLR0913  a door
         row_key_B: one PRNG key per row.
         sampling_B: settings as numbers or arrays [B].
         eos_ids: int32 [E], may be empty.
-        max_new_tokens: at least 1. Traced: another number below the same power of two compiles nothing; one
-            below 1, traced by the caller, counts as 1.
+        max_new_tokens: at least 1. Traced: another number compiles nothing where output_size stays; one below
+            1, traced by the caller, counts as 1.
         seen_BV: bool, tokens that the repetition penalty counts as present; None: only those that this call
             chooses.
         history_BS: int32, each row's tokens in order up to the cache's `length_B`, with room for those to
@@ -158,7 +158,7 @@ def decode_loop(  # noqa: PLR0913  a door
     if history_BS is not None:
         array_of("history_BS", history_BS, np.integer, B, "tokens")
     size, limit = _size(max_new_tokens, output_size)
-    _check_room(impl, cache, limit - 1)
+    _check_capacity(impl, cache, limit - 1)
     key_B = row_keys(row_key_B, B)
     sampling_B = per_row(sampling_B, B, V)
     if history_BS is None and is_full(sampling_B):
@@ -190,7 +190,7 @@ def _size(max_new_tokens: Any, output_size: Any) -> tuple[int, Any]:
             )
         if max_new_tokens.shape or not jnp.issubdtype(max_new_tokens.dtype, np.integer):
             raise InputError(f"max_new_tokens must be a whole number of at least 1, got {max_new_tokens!r}")
-        return size, jnp.clip(max_new_tokens, 1, size)
+        return size, jnp.clip(max_new_tokens.astype(jnp.int32), 1, size)
     most = whole("max_new_tokens", max_new_tokens, 1)
     return size or most, np.int32(min(most, size or most))
 
@@ -204,15 +204,14 @@ def _check_cache(config: ModelConfig, cache: KVCache, rows: int) -> None:
     if len(cache.length_B) != rows:
         raise InputError(f"a cache of {len(cache.length_B)} rows for {rows}: init_cache takes their number")
     wanted = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-    held = len(cache.k), *(cache.k[0].shape[i] for i in (1, 3))
-    if held != wanted:
+    if (held := cache.fits) != wanted:
         raise InputError(
             f"a cache of {held[0]} layers, {held[1]} key heads of width {held[2]} for a model of {wanted[0]},"
             f" {wanted[1]} and {wanted[2]}: init_cache takes the model's config"
         )
 
 
-def _check_room(impl: str | None, cache: KVCache, more_B: Any) -> None:
+def _check_capacity(impl: str | None, cache: KVCache, more_B: Any) -> None:
     """Raises InputError where impl or more_B further tokens cannot be served, as far as that is known."""
     check_impl(impl)
     if traced(cache.length_B) or traced(more_B):

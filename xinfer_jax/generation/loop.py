@@ -1,5 +1,5 @@
-"""Three verbs, of which everything that generates is made: `read` (prompts into the cache), `admit` (a row's
-numbers into the state: state.py) and `advance` (the one loop). Jitted here, once, for all who call them.
+"""Three verbs: `read` (prompts into the cache), `admit` (the numbers of rows that join) and `advance` (the
+one loop, `until_ended`, which speculation takes in larger steps). Jitted here, once, for all who call them.
 
 tokens_BT ─ read ─► logits_BV ─ choose ─► advance: while_loop: write K/V → attend → logits → choose → note
 """
@@ -14,6 +14,7 @@ from kernels_pallas import varying_as
 
 from ..cache.kv_cache import KVCache
 from ..config.model_config import ModelConfig
+from ..errors import InputError
 from ..model.decoder import hidden_states, unembed
 from ..model.greedy import fuses_head, greedy
 from ..sampling.choice import choose, takes_likeliest
@@ -69,6 +70,27 @@ def read_again(
     return unembed(params, config, jnp.take_along_axis(hidden_BTD, last_B[:, None, None], 1)[:, 0])
 
 
+def admit(state: DecodeState, slot_R: Any, rows: DecodeState) -> DecodeState:
+    """The state with rows that join it: numbers only. The keys and values of a row's prompt were read into
+    that row of the cache.
+
+    Args:
+        state: of all rows.
+        slot_R: int32, the place of each new row; one past the end is dropped.
+        rows: R rows as `choose_and_note` gives them, with settings of the same structure and as much room.
+
+    Raises:
+        InputError: rows of another structure or size.
+    """
+    one, other = (jax.tree.map(lambda x: x.shape[1:], tree) for tree in (state, rows))
+    if one != other:
+        raise InputError(
+            "rows that join must have settings of the same structure (plain or full), and room for as many"
+            " tokens, EOS ids and alternatives, as the rows that are there"
+        )
+    return jax.tree.map(lambda old, new: jnp.asarray(old).at[slot_R].set(new, mode="drop"), state, rows)
+
+
 def advance(
     params: Params,
     config: ModelConfig,
@@ -79,18 +101,24 @@ def advance(
 ) -> tuple[DecodeState, KVCache]:
     """The one loop: active rows choose a token, and again, until all have ended or `steps` are taken."""
 
-    def body(carry):
-        step, state, cache = carry
-        num_tokens_B = state.active_B.astype(jnp.int32)
-        token_BT = state.token_B[:, None]
+    def step(state, cache):
+        token_BT, num_tokens_B = state.token_B[:, None], state.active_B.astype(jnp.int32)
         hidden_BTD, cache = hidden_states(params, config, token_BT, cache, num_tokens_B, impl=impl)
-        return step + 1, _choose_behind(params, config, hidden_BTD[:, 0], state, impl), cache
+        return _choose_behind(params, config, hidden_BTD[:, 0], state, impl), cache
 
-    state, cache = varying_as((state, cache), (state, cache), params)
-    _, state, cache = lax.while_loop(
-        lambda carry: (carry[0] < steps) & jnp.any(carry[1].active_B), body, (jnp.int32(0), state, cache)
+    return until_ended(step, steps, *varying_as((state, cache), (state, cache), params))
+
+
+def until_ended(step: Any, steps: Any, state: DecodeState, *more: Any) -> tuple:
+    """The one loop: `step` takes the state and what comes with it and gives them anew, until every row has
+    ended or so many steps (int32) are taken.
+    """
+    _, *carry = lax.while_loop(
+        lambda carry: (carry[0] < steps) & jnp.any(carry[1].active_B),
+        lambda carry: (carry[0] + 1, *step(*carry[1:])),
+        (jnp.int32(0), state, *more),
     )
-    return state, cache
+    return tuple(carry)
 
 
 def _choose_behind(params, config, hidden_BD, state, impl):

@@ -21,7 +21,7 @@ from ..sampling.logprobs import TokenLogprobs
 from ..sampling.settings import SamplingConfig, per_row
 from ..stats import GenerateStats
 from ..weights.params import Params, activation_dtype, check_params, resolve_dtype
-from .loop import bucket
+from .loop import bucket, power_of_two
 from .speculation import MOST_GUESSES, check_guesser
 
 _MOST_ANSWERS = 2**16  # of one prompt
@@ -49,8 +49,8 @@ class GenerateOptions:
         best_of: generate so many per prompt, return the n of largest log-probability per token; None: n.
         logprobs: alternatives noted for each token, before and after the processors; 0: none.
         draft: what guesses tokens ahead: a `Model` with the same vocabulary, "lookup" (what followed in the
-            row before), or a function (history_BS, length_B, count) -> int32 [B, count] that can be traced;
-            None: nothing.
+            row before), or a function (history_BS, length_B, count) -> int32 [B, count] that can be traced (B
+            is a power of two: the last rows may hold nothing); None: nothing.
         draft_tokens: guesses per pass, 1 to 16; no more are made than the answer has room for.
         prefix: of an earlier call: of each prompt, what its rows start with alike is not read again; None:
             all is read.
@@ -151,7 +151,21 @@ class Call:
         return max(map(len, self.prompts))
 
     @property
-    def room(self) -> int:
+    def prompt_rows(self) -> int:
+        """Rows that read the prompts: a power of two, so that another number of prompts compiles nothing; a
+        prefix keeps its own.
+        """
+        prefix = self.options.prefix
+        return len(prefix.cache.length_B) if prefix else power_of_two(len(self.prompts))
+
+    @property
+    def rows(self) -> int:
+        """Rows that answer: a power of two likewise."""
+        prompts, answers = len(self.prompts), self.answers
+        return self.prompt_rows if answers == 1 else power_of_two(prompts * answers)
+
+    @property
+    def history_size(self) -> int:
         """Tokens of the longest row, rounded up so that few programs serve."""
         return bucket(self.longest) + bucket(self.options.max_new_tokens)
 
@@ -290,7 +304,7 @@ def _checked_draft(call: Call) -> Any:
     if isinstance(draft, str) and draft == "lookup":
         return draft
     if callable(draft):
-        check_guesser(draft, call.guesses, len(call.prompts) * call.answers, call.room)
+        check_guesser(draft, call.guesses, call.rows, call.history_size)
         return draft
     if not (hasattr(draft, "params") and isinstance(getattr(draft, "config", None), ModelConfig)):
         kinds = "a model from load_model, or 'lookup', or a function"

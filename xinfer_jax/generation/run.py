@@ -16,10 +16,10 @@ from ..config.model_config import ModelConfig
 from ..sampling.logprobs import rows_of_tokens
 from ..stats import GenerateStats, Stopwatch, give_back_memory, peak_bytes
 from ..weights.params import Params, cache_dtype, tree_bytes
-from .batches import check_room, first_state, padded, rows_of
+from .batches import check_room, first_state, padded, prompts_of_rows
 from .doors import prefill, prompt_chunk
 from .faults import check_cache, check_chosen
-from .loop import ADVANCE, READ, READ_AGAIN, power_of_two
+from .loop import ADVANCE, READ, READ_AGAIN
 from .options import Call, GenerateOptions, GenerateOutput
 from .speculation import SPECULATE, Guessing, Speculation, look_up
 from .state import Chosen, DecodeState, choose_and_note, look
@@ -71,10 +71,9 @@ class Run:
     def _set_up(self) -> tuple[np.ndarray, np.ndarray]:
         """Rows and cache before anything is read; what there is to read, [B, T], and how much of it."""
         call, prefix = self._call, self._call.options.prefix
-        prompts = len(call.prompts)
-        B = len(prefix.cache.length_B) if prefix else power_of_two(prompts)  # a prefix keeps its rows
-        self._prompt_R = rows_of(prompts, call.answers, B if call.answers == 1 else 0)
-        check_room(call, len(self._prompt_R))
+        prompts, B = len(call.prompts), call.prompt_rows
+        self._prompt_R = prompts_of_rows(call)
+        check_room(call, call.rows)
         self._rows = [call.prompts[i] for i in self._prompt_R[: prompts * call.answers]]
         held_B = np.zeros(B, np.int32)
         if prefix:
@@ -104,7 +103,7 @@ class Run:
             caches = (cache and _SHARE(cache, self._prompt_R) for cache in (self._cache, draft_cache))
             self._cache, draft_cache = caches
         if call.options.draft is not None:
-            nothing_R = np.zeros(len(self._prompt_R), np.int32)
+            nothing_R = np.zeros(call.rows, np.int32)
             self._draft = Speculation(draft_cache, nothing_R, nothing_R)
         self.stats.cache_bytes = tree_bytes((self._cache.k, self._cache.v)) if self._cache else 0
         return logits_BV
@@ -126,7 +125,7 @@ class Run:
         with Stopwatch() as decoding:
             if self._cache is None:
                 rows = [row + ids for row, ids in zip(self._rows, self.chosen.rows(), strict=True)]
-                tokens_RT, num_tokens_R = padded(rows, call.config.context_length, len(self._prompt_R))
+                tokens_RT, num_tokens_R = padded(rows, call.config.context_length, call.rows)
                 logits_RV = READ_AGAIN.keeping(call.params, call.config, tokens_RT, num_tokens_R, impl)
                 self._state = _CHOOSE(logits_RV, self._state, impl)
             elif self._draft is None:
@@ -179,7 +178,7 @@ class Run:
         def reason(ids: list[int], finished: bool) -> str:
             if finished:
                 return "stop" if ids[-1] in options.stop_token_ids else "eos"
-            return "length" if told is None else "stop"
+            return "length" if told is None or len(ids) == options.max_new_tokens else "stop"
 
         ends = list(zip(rows, finished_R, strict=True))
         out = GenerateOutput(
@@ -193,7 +192,9 @@ class Run:
             out.alternatives = rows_of_tokens(noted, tokens_RT, logprobs_RT, length_R)
         if options.logits and noted:
             of_rows = zip(noted.logits_BTV, length_R, strict=False)
-            out.logits = [np.asarray(logits_TV[:n]) for logits_TV, n in of_rows]
+            out.logits = [
+                np.asarray(logits_TV)[:n] for logits_TV, n in of_rows
+            ]  # cut here: nothing to compile
         if options.keep_prefix:
             out.prefix = kept_prefix(call.params, call.config, self._rows, rows, self._cache)
         return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)

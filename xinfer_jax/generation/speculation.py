@@ -1,9 +1,9 @@
 """Speculative decoding (Leviathan et al. 2023): tokens are guessed cheaply, and several checked in one pass.
 
-The token at a position is a function of the model's logits there and of the row's key (sampling.py). So a
-guess is checked by choosing the model's own token and comparing: greedy or sampled, the tokens are those of
-plain decoding with the same key, and so is their distribution. A draft model draws with the same noise, which
-makes it guess alike.
+The token at a position is a function of the model's logits there and of the row's key (sampling/choice.py).
+So a guess is checked by choosing the model's own token and comparing: greedy or sampled, the tokens are those
+of plain decoding with the same key, and so is their distribution. A draft model draws with the same noise,
+which makes it guess alike.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from ..errors import InputError, shown
 from ..model.decoder import hidden_states, unembed
 from ..sampling.choice import choose
 from ..weights.params import Params
-from .loop import program
+from .loop import program, until_ended
 from .state import DecodeState, choose_and_note
 
 # (history_BS, length_B, count) -> int32 [B, count]; traced.
@@ -74,8 +74,7 @@ def speculate(  # noqa: PLR0913  `advance`, and who guesses
     """
     count = guessing.per_pass
 
-    def body(carry):
-        step, state, cache, draft = carry
+    def step(state, cache, draft):
         active_B, before_B, overflow_B = state.active_B, state.length_B, cache.overflow_B
         guess_BT, draft_cache = _guess(draft_params, guessing, state, draft.cache, impl)
         tokens_BT = jnp.concatenate([state.token_B[:, None], guess_BT], 1)
@@ -88,14 +87,9 @@ def speculate(  # noqa: PLR0913  `advance`, and who guesses
         accepted_B = draft.accepted_B + jnp.maximum(state.length_B - before_B - 1, 0)
         # What a guess writes past the capacity is dropped, and its logits are behind the last token.
         cache = truncate(dataclasses.replace(cache, overflow_B=overflow_B), state.position_B - 1)
-        return step + 1, state, cache, Speculation(draft_cache, draft.passes_B + active_B, accepted_B)
+        return state, cache, Speculation(draft_cache, draft.passes_B + active_B, accepted_B)
 
-    _, state, cache, draft = lax.while_loop(
-        lambda carry: (carry[0] < steps) & jnp.any(carry[1].active_B),
-        body,
-        (jnp.int32(0), state, cache, draft),
-    )
-    return state, cache, draft
+    return until_ended(step, steps, state, cache, draft)
 
 
 SPECULATE = program(speculate, "guessing", donates=("state", "cache", "draft"))

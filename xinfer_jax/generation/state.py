@@ -73,19 +73,6 @@ def look(state: DecodeState, rows: int) -> Chosen:
     return Chosen(*(array[:rows] for array in jax.device_get(chosen)))
 
 
-def admit(state: DecodeState, slot_R: Any, rows: DecodeState) -> DecodeState:
-    """The state with rows that join it: numbers only. The keys and values of a row's prompt were read into
-    that row of the cache.
-
-    Args:
-        state: of all rows.
-        slot_R: int32, the place of each new row.
-        rows: R rows of the same structure, with room for as many tokens, as `new_state` or `choose_and_note`
-            gives them.
-    """
-    return jax.tree.map(lambda old, new: jnp.asarray(old).at[slot_R].set(new), state, rows)
-
-
 def choose_and_note(
     logits_BV: jax.Array, state: DecodeState, impl: str | None, among_B: Any = True
 ) -> DecodeState:

@@ -5,6 +5,7 @@ prompts ─ bucket ─► tokens_BT ─ read ─► first token of each row ─ 
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -76,15 +77,20 @@ class Stream(Iterator[list[int | None]]):
         """call: from `checked`; nothing runs before the first ids are asked for."""
         self._call, self._given, self._told = call, 0, False
         self._output: GenerateOutput | None = None
-        self._ids = self._steps()
+        self._error: BaseException | None = None
+        self._ids: Any = self._steps()
 
     def __next__(self) -> list[int | None]:
+        if self._error is not None:
+            raise self._error
         return next(self._ids)
 
     def stop(self) -> None:
-        """Ends the answers after the ids that were given, with the finish_reason "stop"."""
+        """Ends the answers after the ids that were given, with the finish_reason "stop"; called while another
+        thread waits for ids, it ends them there. The prompts are read all the same.
+        """
         self._told = True
-        for _ in self._ids:
+        for _ in () if self._ids.gi_running else self:
             pass
 
     @property
@@ -92,13 +98,22 @@ class Stream(Iterator[list[int | None]]):
         """What `generate` returns.
 
         Raises:
-            InputError: the stream has not ended.
+            InputError: the stream has not ended. What broke it off is raised again.
         """
+        if self._error is not None:
+            raise self._error
         if self._output is None:
             raise InputError("the stream has not ended: take all its ids, or stop() it, before its output")
         return self._output
 
     def _steps(self) -> Iterator[list[int | None]]:
+        try:
+            yield from self._run()
+        except BaseException as error:
+            self._error = error
+            raise
+
+    def _run(self) -> Iterator[list[int | None]]:
         run = Run(self._call, compile_ahead=True)
         while True:
             while self._given < run.steps and not self._told:

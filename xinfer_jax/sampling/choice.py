@@ -1,5 +1,7 @@
 """From logits to a token: `process`, `warp`, `draw`, and `choose`, which is the three; keys."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,16 +72,27 @@ def process(logits_BV: jax.Array, sampling_B: SamplingConfig, context: Context) 
     logits_BV = processors.repetition_penalty(logits_BV, s.repetition_penalty, c.seen_BV)
     if not is_full(s):
         return logits_BV
-    logits_BV = processors.presence_frequency(logits_BV, s.presence_penalty, s.frequency_penalty, c.count_BV)
+
+    def penalties(x_BV: jax.Array) -> jax.Array:
+        return processors.presence_frequency(x_BV, s.presence_penalty, s.frequency_penalty, c.count_BV)
+
+    def ngrams(x_BV: jax.Array) -> jax.Array:
+        return processors.no_repeat_ngram(x_BV, s.no_repeat_ngram_size, c.history_BS, c.position_B)
+
+    def least(x_BV: jax.Array) -> jax.Array:
+        return processors.min_new_tokens(x_BV, s.min_new_tokens, c.chosen_B, c.eos_BE)
+
+    logits_BV = _where_asked((s.presence_penalty != 0) | (s.frequency_penalty != 0), penalties, logits_BV)
     if c.history_BS is not None:
-        logits_BV = lax.cond(
-            jnp.any(s.no_repeat_ngram_size > 0),
-            lambda x_BV: processors.no_repeat_ngram(x_BV, s.no_repeat_ngram_size, c.history_BS, c.position_B),
-            lambda x_BV: x_BV,
-            logits_BV,
-        )
-    logits_BV = processors.min_new_tokens(logits_BV, s.min_new_tokens, c.chosen_B, c.eos_BE)
-    return processors.allowed(logits_BV, c.allowed_bits)
+        logits_BV = _where_asked(s.no_repeat_ngram_size > 0, ngrams, logits_BV)
+    logits_BV = _where_asked(c.chosen_B < s.min_new_tokens, least, logits_BV)
+    forbids = c.allowed_bits != np.uint32(2**32 - 1)
+    return _where_asked(forbids, lambda x_BV: processors.allowed(x_BV, c.allowed_bits), logits_BV)
+
+
+def _where_asked(asked: jax.Array, processor: Callable, logits_BV: jax.Array) -> jax.Array:
+    """Processed where any row asks for it."""
+    return lax.cond(jnp.any(asked), processor, lambda x_BV: x_BV, logits_BV)
 
 
 def warp(
@@ -94,17 +107,14 @@ def warp(
     scaled_BV = (logits_BV - zero_B1) / jnp.where(greedy_B1, 1.0, divisor_B[:, None])
     k_B = jnp.where(s.top_k > 0, jnp.maximum(s.top_k, fewest), 0)
     kept_BV = processors.top_k_top_p(scaled_BV, k_B, s.top_p)
-    kept_BV = processors.min_p(kept_BV, s.min_p) if is_full(s) else kept_BV
+    if is_full(s):
+        kept_BV = _where_asked(s.min_p > 0, lambda x_BV: processors.min_p(x_BV, s.min_p), kept_BV)
     if fewest > 1:  # the three above keep what is likeliest, and one token of it in any case
         enough_BV = processors.top_k(scaled_BV, jnp.full_like(k_B, fewest)) > -jnp.inf
         kept_BV = jnp.where(enough_BV, scaled_BV, kept_BV)
     if is_full(s):
-        kept_BV = lax.cond(
-            jnp.any(s.typical_p < 1),
-            lambda x_BV: processors.typical_p(x_BV, s.typical_p, fewest),
-            lambda x_BV: x_BV,
-            kept_BV,
-        )
+        typical = lambda x_BV: processors.typical_p(x_BV, s.typical_p, fewest)  # noqa: E731
+        kept_BV = _where_asked(s.typical_p < 1, typical, kept_BV)
     return jnp.where(greedy_B1, logits_BV, kept_BV)
 
 

@@ -59,7 +59,7 @@ def note_alternatives(
     """Notes each row's token in its column, if there is one; processed: the logits that it was drawn from."""
 
     def put(array: jax.Array, new: jax.Array) -> jax.Array:
-        return array.at[jnp.arange(len(token_B)), column_B].set(new, mode="drop")
+        return jnp.asarray(array).at[jnp.arange(len(token_B)), column_B].set(new, mode="drop")
 
     count, after_BV = old.id_BTA.shape[-1], jax.nn.log_softmax(processed_BV)
     logprob_BA, id_BA = lax.top_k(jax.nn.log_softmax(logits_BV), count)

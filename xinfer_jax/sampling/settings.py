@@ -19,7 +19,7 @@ from .generation_config import sampling_defaults
 class SamplingConfig:
     """How to choose a token; numbers, or arrays [B] with one setting per row.
 
-    What no row asks for costs nothing. The first four settings are the plain ones; the first call with any of
+    What no row asks for is skipped. The first four settings are the plain ones; the first call with any of
     those below compiles another program, which serves them all.
 
     Attributes:
