@@ -2,6 +2,7 @@
 everywhere, without torch.
 """
 
+import dataclasses
 import json
 from functools import cache
 from pathlib import Path
@@ -90,3 +91,22 @@ def test_dynamic_is_not_continued_across_its_maximum(name):
     _, config, params, prompts = loaded(name)
     with pytest.raises(xj.InputError, match="dynamic"):
         xj.generate(params, config, prompts, xj.GenerateOptions(max_new_tokens=cases.NEW_TOKENS))
+
+
+# Written by version 0.1.0 before its files moved into rooms: a tiny checkpoint in our own format, rounded to
+# int8 and to int4, prefixes of the first, and what they gave then.
+FILES = GOLDEN / "files"
+SAID = json.loads((FILES / "said.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "plain", "gear"])
+def test_files_written_before_still_load(name):
+    is_prefix, said = name in ("plain", "gear"), SAID[name]
+    model = xj.load_model(FILES / ("int8" if is_prefix else name))
+    options = xj.GenerateOptions(len(said["logprobs"][0]), eos_token_ids=())
+    if is_prefix:
+        prefix = xj.load_prefix(FILES / f"{name}.prefix", model.params, model.config)
+        options = dataclasses.replace(options, prefix=prefix)
+    out = xj.generate(model.params, model.config, said["prompts"], options)
+    assert out.tokens == said["tokens"] and out.stats.reused_tokens == said.get("reused", 0)
+    np.testing.assert_allclose(out.logprobs, said["logprobs"], atol=TOLERANCE)

@@ -18,8 +18,13 @@ class ModelConfig:
 
     Attributes:
         model_type: the family.
-        vocab_size, hidden_size, intermediate_size, num_hidden_layers: V, D, F, L.
-        num_attention_heads, num_key_value_heads, head_dim: N, K, H.
+        vocab_size: V.
+        hidden_size: D.
+        intermediate_size: F.
+        num_hidden_layers: L.
+        num_attention_heads: N.
+        num_key_value_heads: K.
+        head_dim: H.
         max_position_embeddings: tokens of the longest sequence, before rope scaling.
         rms_norm_eps: added to the mean square under a norm's root.
         tie_word_embeddings: the embedding matrix serves as vocabulary matrix too.
@@ -27,7 +32,9 @@ class ModelConfig:
         layer_windows: per layer: a query at p sees keys p-window+1 … p; None: all of 0 … p.
         layer_rope: per layer: rotary embedding, or none (NoPE).
         sliding_rope: of the layers that have a window; None: as the others.
-        qkv_bias, o_bias, mlp_bias: queries, keys and values; attention's output; the MLP have biases.
+        qkv_bias: queries, keys and values have biases.
+        o_bias: attention's output has one.
+        mlp_bias: the MLP's matrices have biases.
         qk_norm: RMS norm over each query and key head,
         qk_norm_joint: or over all heads of a token together.
         pre_norm: RMS norm of what goes into attention and MLP,
