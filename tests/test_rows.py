@@ -21,6 +21,7 @@ from xinfer_jax.sampling.choice import choose, process
 from xinfer_jax.sampling.context import start
 from xinfer_jax.sampling.settings import per_row
 
+start_rows = jax.jit(choose_and_note, static_argnames="impl")
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [14, 15], [3, 1, 4, 1, 5]]
 WARM = xj.SamplingConfig(temperature=0.9, top_k=30)
 
@@ -94,9 +95,10 @@ def test_one_answer_each_or_several_for_any_number_of_prompts(model):
         assert several.tokens[row] == alone.tokens[0]
 
 
-@pytest.mark.parametrize(
-    "given", [{}, dict(sampling=xj.SamplingConfig(0.9, min_p=0.02), logprobs=2)], ids=str
-)
+FULL = dict(sampling=xj.SamplingConfig(0.9, min_p=0.02), logprobs=2)
+
+
+@pytest.mark.parametrize("given", [{}, FULL], ids=["plain", "full"])
 def test_a_row_joins_others_that_go_on(model, given):
     """The second row ends; another prompt is read into its place and its numbers are admitted; the first row
     notices nothing.
@@ -119,7 +121,7 @@ def test_a_row_joins_others_that_go_on(model, given):
             tokens_BT[row, : len(prompt)], num_tokens_B[row] = prompt, len(prompt)
         logits_BV, cache = READ.keeping(params, config, tokens_BT, num_tokens_B, cache, None, 512)
         state = dataclasses.replace(state, limit_B=np.array(limits, np.int32))
-        return choose_and_note(logits_BV[np.array(rows)], state, None), cache
+        return start_rows(np.asarray(logits_BV)[rows], state, None), cache
 
     cache = xj.init_cache(config, 2, 64)
     state, cache = begin(PROMPTS[:2], (14, 3), keys[:2], cache, [0, 1])
@@ -128,7 +130,8 @@ def test_a_row_joins_others_that_go_on(model, given):
     assert state.tokens_BT[1, :3].tolist() == alone[1].tokens[0]
     cache = xj.truncate(cache, np.array([2**20, 0]))
     joined, cache = begin(PROMPTS[2:3], (8,), keys[2:], cache, [1])
-    state, cache = ADVANCE.keeping(params, config, admit(state, np.array([1]), joined), cache, 100, None)
+    state = jax.jit(admit)(state, np.array([1]), joined)
+    state, cache = ADVANCE.keeping(params, config, state, cache, 100, None)
     assert state.length_B.tolist() == [14, 8]
     assert state.tokens_BT[0, :14].tolist() == alone[0].tokens[0]
     assert state.tokens_BT[1, :8].tolist() == alone[2].tokens[0]
