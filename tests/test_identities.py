@@ -151,7 +151,15 @@ def test_stream_loop_and_recomputing_give_the_same_tokens(model):
         seen[i, row] = True
     logits, cache = xj.prefill(params, config, tokens, lengths, cache)
     result = xj.decode_loop(
-        params, config, logits, cache, key, per_row(MIXED, 4), np.array([5, 77]), 20, seen_BV=seen
+        params,
+        config,
+        logits,
+        cache,
+        key,
+        per_row(MIXED, 4, config.vocab_size),
+        np.array([5, 77]),
+        20,
+        seen_BV=seen,
     )
     for i, row in enumerate(want.tokens):
         ended = want.finish_reason[i] == "eos"

@@ -351,7 +351,7 @@ def test_draws_follow_the_distribution_of_transformers(temperature, top_k, top_p
         .numpy()
     )
     del settings["do_sample"]
-    rows, ends = per_row(xj.SamplingConfig(**settings), draws), np.full((draws, 1), -1)
+    rows, ends = per_row(xj.SamplingConfig(**settings), draws, cases.VOCAB), np.full((draws, 1), -1)
     seen = np.broadcast_to(np.isin(np.arange(cases.VOCAB), prompt), (draws, cases.VOCAB))
     tokens, *_ = jax.jit(sampling.choose)(
         jnp.broadcast_to(logits_V, (draws, cases.VOCAB)),

@@ -33,7 +33,7 @@ def known(rows, seen, position=0):
 
 
 def draw(settings, count, seed=0):
-    rows = per_row(settings, count)
+    rows = per_row(settings, count, len(LOGITS))
     keys = sampling.row_keys(jax.random.key(seed), count)
     logits = jnp.broadcast_to(LOGITS, (count, len(LOGITS)))
     return np.asarray(
@@ -75,7 +75,7 @@ def test_the_smallest_temperatures_choose_the_argmax(temperature):
 
 def test_draws_do_not_depend_on_slot_or_batch():
     rows, keys = (
-        per_row(xj.SamplingConfig(temperature=1.0), 5),
+        per_row(xj.SamplingConfig(temperature=1.0), 5, 100),
         jax.random.split(jax.random.key(1), 5),
     )
     logits, position = jax.random.normal(jax.random.key(2), (5, 100)), jnp.arange(5) + 3
@@ -91,7 +91,7 @@ def test_draws_do_not_depend_on_slot_or_batch():
         sample(keys[turned], position[turned], logits[turned], rows), together[turned]
     )
     for i in range(5):
-        row = per_row(xj.SamplingConfig(temperature=1.0), 1)
+        row = per_row(xj.SamplingConfig(temperature=1.0), 1, 100)
         assert sample(keys[i : i + 1], position[i : i + 1], logits[i : i + 1], row)[0] == together[i]
 
 
@@ -146,7 +146,7 @@ def test_thresholds_survive_ties_infinities_and_signs():
 
 def test_repetition_penalty_comes_before_temperature():
     """Penalised logits decide, as in transformers: 2.0 / 4 falls below 1.0."""
-    rows = per_row(xj.SamplingConfig(repetition_penalty=4.0), 1)
+    rows = per_row(xj.SamplingConfig(repetition_penalty=4.0), 1, len(LOGITS))
     seen = jnp.array([[True, False, False, False, False, False]])
     chosen = sampling.choose(
         jnp.asarray(LOGITS)[None],

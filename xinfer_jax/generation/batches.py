@@ -6,13 +6,14 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from ..cache.kv_cache import cache_bytes
+from ..cache.kv_cache import KVCache, cache_bytes, init_cache
+from ..config.model_config import ModelConfig
 from ..memory import check_memory
 from ..sampling.choice import answer_keys
 from ..sampling.context import start
 from ..sampling.logprobs import no_alternatives
 from ..sampling.settings import is_full
-from ..weights.params import cache_dtype, tree_bytes
+from ..weights.params import Params, cache_dtype, tree_bytes
 from .loop import bucket
 from .options import Call
 from .state import DecodeState, new_state
@@ -49,6 +50,11 @@ def check_room(call: Call, rows: int) -> None:
     )
 
 
+def empty_cache(call: Call, params: Params, config: ModelConfig, capacity: int, rows: int) -> KVCache:
+    """As the call asks for it: of its model, or of its draft's."""
+    return init_cache(config, rows, capacity, call.options.cache_dtype or cache_dtype(params))
+
+
 def prompts_of_rows(call: Call) -> np.ndarray:
     """int32 [R]: which prompt each row continues: a prompt's answers in turn, then rows that hold nothing."""
     prompt_R = np.repeat(np.arange(len(call.prompts), dtype=np.int32), call.answers)
@@ -64,13 +70,12 @@ def first_state(call: Call, prompt_R: np.ndarray) -> DecodeState:
     sampling_R = jax.tree.map(lambda setting_B: np.asarray(setting_B)[prompt_R], call.sampling_B)
     answer_R = np.arange(R, dtype=np.int32) % answers if answers > 1 else None
     seen_RV, length_R = np.zeros((R, config.vocab_size), bool), np.zeros(R, np.int32)
-    for row, prompt in enumerate(prompt_R[:real]):
-        seen_RV[row, call.prompts[prompt]] = True
-        length_R[row] = len(call.prompts[prompt])
+    rows = [call.prompts[i] for i in prompt_R[:real]]
+    for row, prompt in enumerate(rows):
+        seen_RV[row, prompt] = True
+        length_R[row] = len(prompt)
     ordered = is_full(sampling_R) or options.draft is not None
-    history_RS = (
-        _matrix([call.prompts[i] for i in prompt_R[:real]], R, call.history_size) if ordered else None
-    )
+    history_RS = _matrix(rows, R, call.history_size) if ordered else None
     ends = call.ending
     eos_RE = np.full((R, -(-max(1, len(ends)) // _EOS_MULTIPLE) * _EOS_MULTIPLE), -1, np.int32)
     eos_RE[:, : len(ends)] = ends

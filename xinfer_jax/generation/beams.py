@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from ..brief import counted
-from ..cache.kv_cache import KVCache, init_cache, reorder, reorder_tail
+from ..cache.kv_cache import KVCache, reorder, reorder_tail
 from ..checks import in_order, numbers, whole
 from ..config.model_config import ModelConfig
 from ..errors import InputError, shown
@@ -27,8 +27,8 @@ from ..sampling.choice import DRAW_BEAMS, draw_key, gumbel, is_greedy, process, 
 from ..sampling.context import Context
 from ..sampling.settings import SamplingConfig
 from ..stats import GenerateStats, Stopwatch, peak_bytes
-from ..weights.params import Params, cache_dtype as default_cache_dtype, tree_bytes
-from .batches import check_room, first_state, padded, prompts_of_rows
+from ..weights.params import Params, tree_bytes
+from .batches import check_room, empty_cache, first_state, padded, prompts_of_rows
 from .doors import decode_step, prefill
 from .faults import check_cache
 from .loop import bucket
@@ -172,12 +172,11 @@ def beam_search(  # noqa: PLR0913  a door
     moving = bucket(call.longest - shortest + new)
     kind = _Search(beams, len(call.ending), early_stopping, bucket(new), moving)
     prompt_B = prompts_of_rows(call)
-    check_room(call, beams * len(prompt_B))
+    check_room(call, beams * call.rows)
     with Stopwatch() as setup:
         request = _Request(first_state(call, prompt_B), np.int32(shortest), np.float32(length_penalty))
-        tokens_BT, num_tokens_B = padded(call.prompts, call.capacity, len(prompt_B))
-        dtype = cache_dtype or default_cache_dtype(params)
-        cache = init_cache(call.config, len(prompt_B), call.capacity, dtype)
+        tokens_BT, num_tokens_B = padded(call.prompts, call.capacity, call.rows)
+        cache = empty_cache(call, params, call.config, call.capacity, call.rows)
         cache_bytes = beams * tree_bytes((cache.k, cache.v))
     with Stopwatch() as prefilling:
         read = prefill(params, call.config, tokens_BT, num_tokens_B, cache, donate=True, impl=impl)
@@ -301,7 +300,6 @@ def _candidates(score_BWV, state, rows, C):
     """The C best, or C drawn without replacement in the order drawn: their scores, beams, tokens, and
     sequences [B, C, T].
     """
-
     B, W, V = score_BWV.shape
 
     def drawn():

@@ -3,7 +3,7 @@ own jit. What a caller gives is checked here; loop.py does the work.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -159,22 +159,16 @@ def decode_loop(  # noqa: PLR0913  a door
         array_of("history_BS", history_BS, np.integer, B, "tokens")
     size, limit = _size(max_new_tokens, output_size)
     _check_capacity(impl, cache, limit - 1)
-    key_B = row_keys(row_key_B, B)
-    sampling_B = per_row(sampling_B, B, V)
+    key_B, sampling_B = row_keys(row_key_B, B), per_row(sampling_B, B, V)
     if history_BS is None and is_full(sampling_B):
         sizes_B = sampling_B.no_repeat_ngram_size
         if traced(sizes_B) or np.any(np.asarray(sizes_B)):
             raise InputError("no_repeat_ngram_size needs history_BS, the tokens that each row already holds")
-    rows = _Rows(
-        key_B,
-        sampling_B,
-        jnp.asarray(eos_ids, jnp.int32),
-        limit,
-        np.zeros((B, V), bool) if seen_BV is None else seen_BV,
-        history_BS,
-    )
     loop = _LOOP.donating if donate else _LOOP.keeping
-    state, cache = loop(params, config, logits_BV, cache, rows, bucket(size), impl)
+    state, cache = loop(
+        params, config, logits_BV, cache, key_B, sampling_B, jnp.asarray(eos_ids, jnp.int32), limit,
+        np.zeros((B, V), bool) if seen_BV is None else seen_BV, history_BS, bucket(size), impl,
+    )  # fmt: skip
     fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
     cut = dict(tokens_BT=state.tokens_BT[:, :size], logprobs_BT=state.logprobs_BT[:, :size])
     return Decoded(**fields | cut, cache=cache)
@@ -237,19 +231,9 @@ def _decode_step(params, config, token_B, cache, impl):
     return unembed(params, config, hidden_BTD[:, 0]), cache
 
 
-class _Rows(NamedTuple):
-    """Of what the rows of `decode_loop` begin with."""
-
-    key_B: jax.Array
-    sampling_B: SamplingConfig
-    eos_E: jax.Array  # int32
-    limit: Any  # int32
-    seen_BV: Any  # bool
-    history_BS: Any  # int32, or None
-
-
-def _decode_loop(params, config, logits_BV, cache, rows, size, impl):
-    key_B, sampling_B, eos_E, limit, seen_BV, history_BS = rows
+def _decode_loop(  # noqa: PLR0913  what `decode_loop` was given, checked
+    params, config, logits_BV, cache, key_B, sampling_B, eos_E, limit, seen_BV, history_BS, size, impl
+):
     B = len(logits_BV)
     eos_BE, limit_B = jnp.broadcast_to(eos_E, (B, len(eos_E))), jnp.full(B, limit)
     context = start(sampling_B, cache.length_B, eos_BE, seen_BV, history_BS)

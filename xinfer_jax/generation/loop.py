@@ -41,7 +41,7 @@ def read(
     def part(tokens_BT, num_tokens_B, cache, before_BD):
         """Each row's last hidden state in the part, or the one before where the part is all padding."""
         hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B, impl=impl)
-        last_BD = jnp.take_along_axis(hidden_BTD, jnp.maximum(num_tokens_B - 1, 0)[:, None, None], 1)[:, 0]
+        last_BD = _last(hidden_BTD, num_tokens_B)
         return jnp.where((num_tokens_B > 0)[:, None], last_BD, before_BD), cache
 
     none_BD = jnp.zeros((B, config.hidden_size), activation_dtype(params))
@@ -66,8 +66,12 @@ def read_again(
 ) -> jax.Array:
     """Logits [B, V] after each row's last token, without a cache."""
     hidden_BTD, _ = hidden_states(params, config, tokens_BT, None, num_tokens_B, impl=impl)
-    last_B = jnp.maximum(num_tokens_B - 1, 0)
-    return unembed(params, config, jnp.take_along_axis(hidden_BTD, last_B[:, None, None], 1)[:, 0])
+    return unembed(params, config, _last(hidden_BTD, num_tokens_B))
+
+
+def _last(hidden_BTD: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
+    """[B, D]: behind each row's last token; of a row without any the first."""
+    return jnp.take_along_axis(hidden_BTD, jnp.maximum(num_tokens_B - 1, 0)[:, None, None], 1)[:, 0]
 
 
 def admit(state: DecodeState, slot_R: Any, rows: DecodeState) -> DecodeState:
@@ -99,7 +103,7 @@ def advance(
     steps: Any,
     impl: str | None,
 ) -> tuple[DecodeState, KVCache]:
-    """The one loop: active rows choose a token, and again, until all have ended or `steps` are taken."""
+    """`until_ended` by a token of each active row at a time."""
 
     def step(state, cache):
         token_BT, num_tokens_B = state.token_B[:, None], state.active_B.astype(jnp.int32)
@@ -152,7 +156,7 @@ def program(function: Any, *static: str, donates: str | tuple[str, ...] = "cache
 
 
 READ = program(read, "chunk")
-READ_AGAIN = program(read_again, donates=())
+READ_AGAIN = jax.jit(read_again, static_argnames=("config", "impl"))
 ADVANCE = program(advance, donates=("state", "cache"))
 
 

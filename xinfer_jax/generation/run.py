@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..cache.kv_cache import KVCache, init_cache, reorder, truncate
+from ..cache.kv_cache import KVCache, reorder, truncate
 from ..cache.prefix import kept_prefix
 from ..config.model_config import ModelConfig
 from ..sampling.logprobs import rows_of_tokens
 from ..stats import GenerateStats, Stopwatch, give_back_memory, peak_bytes
-from ..weights.params import Params, cache_dtype, tree_bytes
-from .batches import check_room, first_state, padded, prompts_of_rows
+from ..weights.params import tree_bytes
+from .batches import check_room, empty_cache, first_state, padded, prompts_of_rows
 from .doors import prefill, prompt_chunk
 from .faults import check_cache, check_chosen
 from .loop import ADVANCE, READ, READ_AGAIN
@@ -80,7 +80,7 @@ class Run:
             held_B[:prompts] = prefix.shared(call.prompts)
             self._cache = truncate(prefix.cache, held_B)
         elif call.options.use_cache:
-            self._cache = _empty_cache(call, call.params, call.config, call.capacity, B)
+            self._cache = empty_cache(call, call.params, call.config, call.capacity, B)
         self._state = first_state(call, self._prompt_R)
         read, reused = sum(map(len, call.prompts)), int(held_B.sum())
         self.stats = GenerateStats(len(self._rows), read, tree_bytes(call.params), 0, reused)
@@ -92,7 +92,7 @@ class Run:
         call, impl, donate = self._call, self._call.options.impl, self._call.options.prefix is None
         model = call.params, call.config
         if self._cache is None:
-            logits_BV = READ_AGAIN.keeping(*model, tokens_BT, num_tokens_B, impl)
+            logits_BV = READ_AGAIN(*model, tokens_BT, num_tokens_B, impl)
         else:
             logits_BV, self._cache = prefill(
                 *model, tokens_BT, num_tokens_B, self._cache, donate=donate, impl=impl
@@ -109,14 +109,14 @@ class Run:
         return logits_BV
 
     @property
-    def active_B(self) -> np.ndarray:
+    def active_R(self) -> np.ndarray:
         """bool: the row goes on."""
         return ~self.chosen.finished_B & (self.chosen.length_B < self._call.options.max_new_tokens)
 
     @property
     def steps(self) -> int:
         """Tokens that every row has which goes on; the longest row's, once none does."""
-        of_active = self.chosen.length_B[self.active_B]
+        of_active = self.chosen.length_B[self.active_R]
         return int(of_active.min() if of_active.size else self.chosen.length_B.max())
 
     def advance(self, steps: int) -> None:
@@ -126,7 +126,7 @@ class Run:
             if self._cache is None:
                 rows = [row + ids for row, ids in zip(self._rows, self.chosen.rows(), strict=True)]
                 tokens_RT, num_tokens_R = padded(rows, call.config.context_length, call.rows)
-                logits_RV = READ_AGAIN.keeping(call.params, call.config, tokens_RT, num_tokens_R, impl)
+                logits_RV = READ_AGAIN(call.params, call.config, tokens_RT, num_tokens_R, impl)
                 self._state = _CHOOSE(logits_RV, self._state, impl)
             elif self._draft is None:
                 self._state, self._cache = ADVANCE.donating(
@@ -162,8 +162,7 @@ class Run:
                 not count.
         """
         call, options, stats = self._call, self._call.options, self.stats
-        if self._cache is not None:
-            check_cache(call, self._cache)
+        check_cache(call, self._cache)
         tokens_RT, logprobs_RT, length_R, finished_R = self.chosen
         if told is not None:
             finished_R, length_R = finished_R & (length_R <= told), np.minimum(length_R, told)
@@ -191,17 +190,11 @@ class Run:
         if options.logprobs and noted:
             out.alternatives = rows_of_tokens(noted, tokens_RT, logprobs_RT, length_R)
         if options.logits and noted:
-            of_rows = zip(noted.logits_BTV, length_R, strict=False)
-            out.logits = [
-                np.asarray(logits_TV)[:n] for logits_TV, n in of_rows
-            ]  # cut here: nothing to compile
+            of_rows = zip(map(np.asarray, noted.logits_BTV), length_R, strict=False)
+            out.logits = [logits_TV[:n] for logits_TV, n in of_rows]  # cut on the host: nothing to compile
         if options.keep_prefix:
             out.prefix = kept_prefix(call.params, call.config, self._rows, rows, self._cache)
         return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)
-
-
-def _empty_cache(call: Call, params: Params, config: ModelConfig, capacity: int, rows: int) -> KVCache:
-    return init_cache(config, rows, capacity, call.options.cache_dtype or cache_dtype(params))
 
 
 def _read_for_draft(call: Call, rows: int) -> KVCache | None:
@@ -209,11 +202,9 @@ def _read_for_draft(call: Call, rows: int) -> KVCache | None:
     params, config = _guesser(call.options)
     if not isinstance(config, ModelConfig):
         return None
-    capacity, impl = (
-        min(call.capacity, config.context_length),
-        call.options.impl,
-    )  # guesses beyond are dropped
-    cache = _empty_cache(call, params, config, capacity, rows)
+    impl = call.options.impl
+    capacity = min(call.capacity, config.context_length)  # guesses beyond are dropped
+    cache = empty_cache(call, params, config, capacity, rows)
     tokens_BT, num_tokens_B = padded(call.prompts, capacity, rows)
     return prefill(params, config, tokens_BT, num_tokens_B, cache, donate=True, impl=impl)[1]
 

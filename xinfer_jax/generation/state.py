@@ -80,15 +80,13 @@ def choose_and_note(
     token_B, logprob_B, taken_BV = choose(logits_BV, state.key_B, state.sampling_B, state.context, impl)
     noted = state.alternatives
     if noted is not None:
-        column_B = jnp.where(state.active_B & among_B, state.length_B, state.tokens_BT.shape[1])
-        noted = note_alternatives(noted, column_B, logits_BV, taken_BV, token_B)
+        noted = note_alternatives(noted, _column(state, among_B), logits_BV, taken_BV, token_B)
     return note(dataclasses.replace(state, alternatives=noted), token_B, logprob_B, among_B)
 
 
 def note(state: DecodeState, token_B: jax.Array, logprob_B: jax.Array, among_B: Any = True) -> DecodeState:
     """The state with each active row's next token; rows that ended, or are not `among` them, stay."""
-    active_B, row_B = state.active_B & among_B, jnp.arange(len(token_B))
-    column_B = jnp.where(active_B, state.length_B, state.tokens_BT.shape[1])  # past the end: nowhere
+    active_B, row_B, column_B = state.active_B & among_B, jnp.arange(len(token_B)), _column(state, among_B)
     ends_B = jnp.any(token_B[:, None] == state.context.eos_BE, -1)
     return dataclasses.replace(
         state,
@@ -98,3 +96,8 @@ def note(state: DecodeState, token_B: jax.Array, logprob_B: jax.Array, among_B: 
         tokens_BT=jnp.asarray(state.tokens_BT).at[row_B, column_B].set(token_B, mode="drop"),
         logprobs_BT=jnp.asarray(state.logprobs_BT).at[row_B, column_B].set(logprob_B, mode="drop"),
     )
+
+
+def _column(state: DecodeState, among_B: Any) -> jax.Array:
+    """int32 [B]: where each row's next token is noted; past the end where it gets none."""
+    return jnp.where(state.active_B & among_B, state.length_B, state.tokens_BT.shape[1])

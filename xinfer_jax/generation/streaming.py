@@ -43,7 +43,7 @@ def generate(
     """
     call = checked(params, config, prompts, options, key)
     run = Run(call)
-    while run.active_B.any():
+    while run.active_R.any():
         run.advance(call.options.max_new_tokens)
     return run.output()
 
@@ -116,12 +116,13 @@ class Stream(Iterator[list[int | None]]):
     def _run(self) -> Iterator[list[int | None]]:
         run = Run(self._call, compile_ahead=True)
         while True:
-            while self._given < run.steps and not self._told:
-                ids = run.ids(self._given)
-                self._given += 1
+            for step in range(self._given, run.steps):
+                if self._told:
+                    break
+                ids, self._given = run.ids(step), step + 1
                 if any(token is not None for token in ids):
                     yield ids
-            if self._told or not run.active_B.any():
+            if self._told or not run.active_R.any():
                 break
             seconds = run.stats.tpot_seconds or _SYNC_SECONDS
             run.advance(min(_MOST_STRIDE, math.ceil(_SYNC_SECONDS / seconds)))

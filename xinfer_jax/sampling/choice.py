@@ -67,7 +67,7 @@ def takes_likeliest(sampling_B: SamplingConfig) -> jax.Array:
 def process(logits_BV: jax.Array, sampling_B: SamplingConfig, context: Context) -> jax.Array:
     """The processors that hold for greedy rows too: biases, penalties, forbidden tokens."""
     s, c = sampling_B, context
-    if s.logit_bias is not None:
+    if is_full(s):
         logits_BV = logits_BV + s.logit_bias
     logits_BV = processors.repetition_penalty(logits_BV, s.repetition_penalty, c.seen_BV)
     if not is_full(s):

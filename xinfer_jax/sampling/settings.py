@@ -120,7 +120,7 @@ def _fits(array: np.ndarray, good: Any) -> bool:
 
 
 def per_row(
-    sampling: SamplingConfig | Sequence[SamplingConfig], batch: int, vocab_size: int | None = None
+    sampling: SamplingConfig | Sequence[SamplingConfig], batch: int, vocab_size: int
 ) -> SamplingConfig:
     """Settings as arrays [B] (float32, or int32 where they count) from one setting for all rows, arrays, or
     one setting per row.
@@ -132,7 +132,7 @@ def per_row(
     Args:
         sampling: one for all rows, or one per row.
         batch: B.
-        vocab_size: V; None: unknown, then no ids may be named.
+        vocab_size: V.
 
     Raises:
         InputError: a sequence whose length is not the batch, a setting outside its range, or ids outside the
@@ -153,7 +153,7 @@ def per_row(
     named = any(part is not None for parts in ids for part in parts)
     if not named and all(_is_off(values[name], off) for name, off in _OFF.items()):
         return SamplingConfig(**values | dict.fromkeys(_OFF))
-    return SamplingConfig(**values, logit_bias=bias_rows(ids, batch, vocab_size) if vocab_size else None)
+    return SamplingConfig(**values, logit_bias=bias_rows(ids, batch, vocab_size))
 
 
 def is_full(sampling_B: SamplingConfig) -> bool:
