@@ -131,16 +131,16 @@ def _errors(params: Params, config: ModelConfig, tokens_BT: jax.Array, name: str
     def errors(i: int) -> jax.Array:
         first = below | {"layers": params["layers"][:i]}
         x_BTD, _ = enters(first, dataclasses.replace(config, num_hidden_layers=i), tokens_BT)
-        return _errors_of(params["layers"][i], config, i, x_BTD, name, added)
+        return _errors_of(params["layers"][i], config, x_BTD, name, added)
 
     return np.array([errors(i) for i in range(config.num_hidden_layers)])
 
 
-@partial(jax.jit, static_argnums=(1, 2, 4))
-def _errors_of(layer: Params, config: ModelConfig, index: int, x_BTD, name: str, added) -> jax.Array:
+@partial(jax.jit, static_argnums=(1, 3))
+def _errors_of(layer: Params, config: ModelConfig, x_BTD, name: str, added) -> jax.Array:
     (B, T, _), x_BTD = x_BTD.shape, norm(x_BTD, layer, "attn_norm", config)
     length_B, scale = jnp.full(B, T), config.head_dim**-0.5
-    angles = rotary_angles(config, jnp.broadcast_to(jnp.arange(T), (B, T)), length_B)[index]
+    angles = rotary_angles(config, jnp.broadcast_to(jnp.arange(T), (B, T)), length_B)[0]
 
     def heads(leaf: Params) -> jax.Array:
         return linear(x_BTD, leaf).reshape(B, T, -1, config.head_dim)

@@ -24,8 +24,8 @@ ROOMS = {
     ),
     "compress": ("rounding", "awq"),
     "generation": (
-        "state", "loop", "doors", "speculation", "options", "faults", "batches", "run", "streaming",
-        "kernels", "beams", "scoring",
+        "state", "loop", "doors", "speculation", "options", "faults", "batches", "programs", "roads", "rows",
+        "run", "streaming", "kernels", "beam_steps", "beams", "scoring",
     ),
     "checkpoint": (
         "files", "template_work", "chat_template", "tokenizer", "detokenizer", "own_format",

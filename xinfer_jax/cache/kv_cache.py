@@ -126,12 +126,22 @@ def check_call(cache: KVCache, tokens: int) -> None:
 
 
 def advance(cache: KVCache, layers: tuple[Contiguous, ...], num_tokens_B: jax.Array) -> KVCache:
-    """Counts num_tokens_B more tokens per row as held: each of the layers has appended them."""
+    """The cache with layers that have appended num_tokens_B more tokens per row."""
+    return dataclasses.replace(counted(cache, num_tokens_B, cache.capacity), layers=layers)
+
+
+def counted(cache: KVCache, num_tokens_B: jax.Array, capacity: int) -> KVCache:
+    """Counts num_tokens_B more tokens per row as held."""
     length_B = cache.length_B + num_tokens_B
-    overflow_B = cache.overflow_B | (length_B > cache.capacity)
-    length_B = jnp.minimum(length_B, cache.capacity)
+    overflow_B = cache.overflow_B | (length_B > capacity)
+    length_B = jnp.minimum(length_B, capacity)
     reached_B = None if cache.reached_B is None else jnp.maximum(cache.reached_B, length_B)
-    return KVCache(layers, length_B, overflow_B, reached_B)
+    return KVCache(cache.layers, length_B, overflow_B, reached_B)
+
+
+def without_layers(cache: KVCache) -> KVCache:
+    """Only how much of each row is filled."""
+    return dataclasses.replace(cache, layers=())
 
 
 def truncate(cache: KVCache, length_B: ArrayLike) -> KVCache:

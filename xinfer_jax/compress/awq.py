@@ -15,7 +15,7 @@ from jax import lax
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError
-from ..model.decoder import _attend
+from ..model.decoder import LayerKind, Place, attend, layer_kinds
 from ..model.layers import embed, gated, gated_mlp, linear, norm, rotary_angles
 from ..weights.params import Params
 from ..weights.quantized import check_method, dequantize, is_quantized, quantize_matrix, quantized_leaf
@@ -27,7 +27,7 @@ MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 # Matrices with a common input.
 _SHARING = {"attn": ("q", "k", "v"), "o": ("o",), "mlp": ("gate", "up"), "down": ("down",)}
 _Rows = Sequence[Sequence[int]]  # of token ids
-_Place = tuple[ModelConfig, int]  # static: the model, and which layer's window and rotary embedding
+_Place = tuple[ModelConfig, LayerKind]  # static
 
 
 class _Text(NamedTuple):
@@ -143,9 +143,10 @@ def _calibration(config: ModelConfig, token_rows: _Rows) -> tuple[jax.Array, _Te
 
 
 def _places(params: Params, config: ModelConfig) -> list[tuple[_Place, Params]]:
-    """Each layer behind the place of the first of its kind: a program is compiled for each kind."""
-    kinds = list(zip(config.layer_rope, config.layer_windows, strict=True))
-    return [((config, kinds.index(kind)), layer) for kind, layer in zip(kinds, params["layers"], strict=True)]
+    """Each layer behind its kind: a program is compiled for each kind."""
+    return [
+        ((config, kind), layer) for kind, layer in zip(layer_kinds(config), params["layers"], strict=True)
+    ]
 
 
 def _wide(layer: Params) -> Params:
@@ -181,7 +182,7 @@ def _inputs(layer: Params, place: _Place, x_BTD, text: _Text) -> tuple[dict[str,
 
 
 def _attended(layer: Params, place: _Place, x_BTD: jax.Array, text: _Text) -> jax.Array:
-    return _attend(layer, *place, x_BTD, text.angles, None, text.length_B, None)[0]
+    return attend(layer, *place, x_BTD, Place(text.angles, None, text.length_B), None, None)[0]
 
 
 def _real(x_BTI: jax.Array, text: _Text) -> jax.Array:

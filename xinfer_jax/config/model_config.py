@@ -103,6 +103,11 @@ class ModelConfig:
             return None
         return self.sliding_rope if self.sliding_rope and self.layer_windows[layer] is not None else self.rope
 
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """Those that layers have, each once."""
+        return tuple(dict.fromkeys(filter(None, map(self.layer_rope_config, range(self.num_hidden_layers)))))
+
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Reads a Hugging Face config.json, as a parsed object, with the older or the newer field names.

@@ -7,17 +7,24 @@ In the order to read: `state` is `DecodeState`, all that belongs to a row, rows 
 writes a token down, and `admit`; `loop` has `read` and `advance`; `doors` the jitted `prefill`, `decode_step`
 and `decode_loop`, arrays in, arrays out; `speculation` checks several guesses in one pass; `options` is what
 a call is asked for and gives back, with its checks; `faults` what shows only once tokens are chosen;
-`batches` makes arrays of lists, in sizes that few programs serve; `run` is a call under way; `streaming` has
-`generate` and `stream`, which are a run in two rhythms; `kernels` says which implementation serves what;
-`beams` is beam search; `scoring` is `score`.
+`batches` makes arrays of lists, in sizes that few programs serve; `programs` runs a program, or compiles it
+ahead; `roads` are the two ways through the model; `rows` what goes along them; `run` is a call under way;
+`streaming` has `generate` and `stream`, which are a run in two rhythms; `kernels` says which implementation
+serves what; `beam_steps` and `beams` are beam search; `scoring` is `score`.
 
 - Whatever differs between rows (settings, keys, limits, ids that end them) is an array in the state, so rows
   that come and go change no program. Keys and values are shared pools and stand apart.
 - Rows and lengths are rounded up to powers of two: a padding row has ended, and costs its share of a step.
 - The loop ends with a choice, not with a pass that nobody needs: the last token chosen is not in the cache.
-- A call is three programs (read; choose the first token; loop). A stream compiles them side by side in
-  threads, since its user waits for the first token, and looks them up once for each kind of call: that took
-  4-9 ms.
+- On a CPU the compiler took longer than most answers, and longer for each layer. So there prompts are read
+  layer by layer: embedding, one program for each kind of layer, and what chooses a token, called from the
+  host with keys and values donated. `stream`, the commands and beam search decode so too, always, so that the
+  same call gives the same bits, warm or cold. `generate` decodes in one loop on the device, which is some
+  percent faster and what RL and evaluations run for hours; so does everything in a caller's jit, on a GPU, or
+  on several devices. The same functions of `loop` and `speculation` stand on both roads: tokens agree, last
+  bits may not.
+- A call's programs are compiled side by side before it sets out: it is rehearsed on shapes (`programs.Ahead`),
+  so there is no second list of what it will run. Once for each kind of call; looking that up takes 0.3 ms.
 - Long prompts are read in chunks by a loop that skips chunks of padding: a long bucket costs no more than the
   prompt. The chunk may depend on the device: 512 queries fill 56 of an H200's 132 multiprocessors for the
   0.5B shape. A ring's slack is another number, in `cache`.

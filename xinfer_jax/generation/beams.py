@@ -1,17 +1,14 @@
-"""Beam search and beam sampling: one loop on the device that follows `num_beams` continuations of each prompt
-side by side.
+"""Beam search and beam sampling: `num_beams` continuations of each prompt are followed side by side.
 
-prompts ─ prefill, once each ─► W beams a prompt ─► while_loop: score → pick C candidates → set aside what
-ended → write K/V → attend
-
-Letters beyond the usual ones: W beams (the width), C candidates of a step, R = B · W rows of the model.
+prompts ─ read, once each ─► W beams a prompt ─► loop: score → pick C candidates → set aside what ended →
+write K/V → attend
 """
 
 import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,21 +16,23 @@ import numpy as np
 from jax import lax
 
 from ..brief import counted
-from ..cache.kv_cache import KVCache, reorder, reorder_tail
+from ..cache.kv_cache import reorder, reorder_tail
 from ..checks import in_order, numbers, whole
 from ..config.model_config import ModelConfig
 from ..errors import InputError, shown
-from ..sampling.choice import DRAW_BEAMS, draw_key, gumbel, is_greedy, process, takes_likeliest, warp
-from ..sampling.context import Context
+from ..model.decoder import leave, unembed
 from ..sampling.settings import SamplingConfig
 from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import Params, tree_bytes
 from .batches import check_room, empty_cache, first_state, padded, prompts_of_rows
-from .doors import decode_step, prefill
+from .beam_steps import Found, Request, Search, following, found_in, goes_on, start
+from .doors import decode_step
 from .faults import check_cache
 from .loop import bucket
 from .options import Call, GenerateOptions, checked
-from .state import DecodeState
+from .programs import NOW, Ahead, kinds, prepared, struct
+from .roads import Layered, Whole, ends
+from .rows import road
 
 _MOST_DIGITS = 30  # of a length to the power of the penalty: float32 has 38, and sums take some
 
@@ -58,52 +57,6 @@ class BeamOutput:
         prompts = [f"{len(self.scores)} prompts"] if several else []
         sequences = list(itertools.chain(*self.sequences)) if several else self.sequences
         return f"BeamOutput({', '.join([*prompts, counted(sequences, 'sequence')])})"
-
-
-class _Request(NamedTuple):
-    """What is searched for, traced."""
-
-    rows: DecodeState  # of each prompt: settings, keys, limits, what the processors know of it
-    shortest: Any  # int32: tokens of the shortest prompt
-    length_penalty: Any  # float32
-
-
-class _Search(NamedTuple):
-    """What the program is compiled for."""
-
-    beams: int
-    ends: int  # EOS ids
-    early_stopping: bool | str
-    size: int  # most tokens of a sequence
-    moving: int  # most positions in which the beams of a prompt may differ
-
-
-class _Found(NamedTuple):
-    """Of the fields of `_State` those that the host looks at."""
-
-    ended_BWT: Any
-    length_BW: Any
-    final_BW: Any
-    score_BW: Any
-    step: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _State:
-    """What the loop carries: the beams that run, and the best of the sequences that ended."""
-
-    cache: KVCache  # R rows; holds everything but the last token, and its rows still await `parent_R`
-    context: Context  # R rows: what the processors know of each beam but for its last token; await too
-    step: jax.Array  # int32: tokens chosen so far
-    token_R: jax.Array  # int32: the last token of each beam
-    parent_R: jax.Array  # int32: the row that each beam continues
-    tokens_BWT: jax.Array  # int32: tokens of the running beams
-    score_BW: jax.Array  # float32: sums of their log-probabilities, best first; -inf: no such beam
-    ended_BWT: jax.Array  # int32: tokens of the sequences that ended, EOS included
-    length_BW: jax.Array  # int32: how many of them
-    final_BW: jax.Array  # float32: their scores, best first; -inf: none yet
-    open_B: jax.Array  # bool: the prompt's result may still improve
 
 
 def beam_search(  # noqa: PLR0913  a door
@@ -170,26 +123,40 @@ def beam_search(  # noqa: PLR0913  a door
     new, shortest = call.options.max_new_tokens, min(map(len, call.prompts))
     early_stopping = early_stopping if beams > 1 else True  # one beam ends at its first EOS
     moving = bucket(call.longest - shortest + new)
-    kind = _Search(beams, len(call.ending), early_stopping, bucket(new), moving)
+    kind = Search(beams, len(call.ending), early_stopping, bucket(new), moving)
     prompt_B = prompts_of_rows(call)
     check_room(call, beams * call.rows)
     with Stopwatch() as setup:
-        request = _Request(first_state(call, prompt_B), np.int32(shortest), np.float32(length_penalty))
+        request = Request(first_state(call, prompt_B), np.int32(shortest), np.float32(length_penalty))
         tokens_BT, num_tokens_B = padded(call.prompts, call.capacity, call.rows)
         cache = empty_cache(call, params, call.config, call.capacity, call.rows)
         cache_bytes = beams * tree_bytes((cache.k, cache.v))
+    model, to_read, search = (params, call.config), (tokens_BT, num_tokens_B), _ways[road(call)]
+    with Stopwatch() as compiling:
+
+        def rehearse(ahead: Ahead) -> int:
+            behind, held = road(call)(ahead, impl).read(model, *to_read, jax.tree.map(struct, cache), True)
+            search(ahead, model, behind, held, request, kind, impl, 2)
+            return ahead.programs
+
+        ahead, programs = prepared(
+            (kind, call.config, impl, kinds((params, to_read, cache, request))), rehearse
+        )
+        ahead.wait(programs)
     with Stopwatch() as prefilling:
-        read = prefill(params, call.config, tokens_BT, num_tokens_B, cache, donate=True, impl=impl)
-        logits_BV, cache = jax.block_until_ready(read)
+        read = road(call)(NOW, impl).read(model, *to_read, cache, True)
+        behind, cache = jax.block_until_ready(read)
     with Stopwatch() as searching:
-        found = jax.device_get(_SEARCH(params, call.config, logits_BV, cache, request, kind, impl))
+        found, cache = search(NOW, model, behind, cache, request, kind, impl, new)
+        found = jax.device_get(found)
     check_cache(call, cache)  # the beams' own length is known: at most the prompt's and max_new_tokens
     sequences, scores, longest = _lists(call, found, returned)
     stats = GenerateStats(len(call.prompts), sum(map(len, call.prompts)), tree_bytes(params), cache_bytes)
     stats.prefill_seconds, stats.decode_seconds = prefilling.seconds, searching.seconds
     stats.ttft_seconds = setup.seconds + prefilling.seconds + searching.seconds
     stats.generated_tokens, stats.decode_steps = longest, int(found.step) - 1
-    stats.count(setup, prefilling, searching)
+    stats.compile_seconds = compiling.seconds
+    stats.count(setup, compiling, prefilling, searching)
     stats.peak_bytes = peak_bytes()
     return BeamOutput(sequences[0], scores[0], stats) if single else BeamOutput(sequences, scores, stats)
 
@@ -231,7 +198,7 @@ def _possible(vocab_size: int, ends: int, max_new_tokens: int, enough: int) -> i
     return ended + running
 
 
-def _lists(call: Call, found: _Found, returned: int) -> tuple[list, list, int]:
+def _lists(call: Call, found: Found, returned: int) -> tuple[list, list, int]:
     """Sequences without their EOS, and scores, nested lists; and the tokens of the best ones together.
 
     Raises:
@@ -249,112 +216,59 @@ def _lists(call: Call, found: _Found, returned: int) -> tuple[list, list, int]:
     return sequences, scores, longest
 
 
+def _search_whole(do, model, logits_BV, cache, request, kind, impl, steps):
+    """What was found, and the cache of the prompts."""
+    return do(_SEARCH, *model, logits_BV, cache, request, kind, impl), cache
+
+
+def _search_by_layer(do, model, behind_B1D, cache, request, kind, impl, steps):
+    """The same from the host, in so many steps at most; the cache is that of the beams."""
+    walk, row_R = Layered(do, impl), np.repeat(np.arange(len(behind_B1D), dtype=np.int32), kind.beams)
+    cache = walk.share(cache, row_R)
+    state, more = do(_START, *ends(model), behind_B1D, request, kind)
+    for _ in range(steps - 1):
+        if not do.holds(more):
+            break
+        moved = (do(_MOVE, keys, state.parent_R, request.shortest, kind.moving) for keys in cache.layers)
+        cache = dataclasses.replace(cache, layers=tuple(moved))
+        x_R1D, cache = walk.through(model, _last_tokens, (state,), cache)
+        state, more = do(_NEXT, *ends(model), x_R1D, state, request, kind)
+    return found_in(state), cache
+
+
 def _search(params, config, logits_BV, cache, request, kind, impl):
     """The sequences that ended, best first, and where the search stopped."""
-    (B, V), W, rows = logits_BV.shape, kind.beams, request.rows
-    zeros_BW, none_BW = jnp.zeros((B, W), jnp.int32), jnp.full((B, W), -jnp.inf)
-    tokens_BWT, row_R = jnp.zeros((B, W, kind.size), jnp.int32), jnp.repeat(jnp.arange(B), W)
-    # All beams start as the same prompt: the first one alone may be continued, or they would stay the same.
-    state = _State(
-        reorder(cache, row_R), rows.context.reorder(row_R), jnp.int32(0), row_R, row_R, tokens_BWT,
-        none_BW.at[:, 0].set(0), tokens_BWT, zeros_BW, none_BW, rows.active_B,
-    )  # fmt: skip
 
-    least = max(2, 1 + kind.ends)  # so many candidates a beam leave one that goes on, or two
-
-    def choose(logits_BWV, state):
-        score_BWV = _scores(logits_BWV, state, rows.sampling_B, least)
-        candidates = _candidates(score_BWV, state, rows, min(least * W, W * V))
-        return _advance(candidates, state, request, kind.early_stopping)
-
-    def body(state):
-        cache = reorder_tail(state.cache, state.parent_R, request.shortest, kind.moving)
-        context = state.context.reorder(state.parent_R).advance(state.token_R, jnp.ones(B * W, bool))
+    def body(carry):
+        state, cache = carry
+        cache = reorder_tail(cache, state.parent_R, request.shortest, kind.moving)
         logits_RV, cache = decode_step(params, config, state.token_R, cache, impl=impl)
-        state = dataclasses.replace(state, cache=cache, context=context)
-        return choose(logits_RV.reshape(B, W, V), state)
+        return following(logits_RV, state, request, kind), cache
 
-    state = choose(jnp.broadcast_to(logits_BV[:, None], (B, W, V)), state)
-    most = jnp.max(rows.limit_B)
-    state = lax.while_loop(lambda s: (s.step < most) & jnp.any(s.open_B), body, state)
-    return _Found(state.ended_BWT, state.length_BW, state.final_BW, state.score_BW, state.step)
+    row_R = jnp.repeat(jnp.arange(len(logits_BV)), kind.beams)
+    carry = start(logits_BV, request, kind), reorder(cache, row_R)
+    return found_in(lax.while_loop(lambda carry: goes_on(carry[0], request), body, carry)[0])
 
 
-def _scores(logits_BWV, state, sampling_B, least):
-    """Each beam's score plus the processed log-probability of every next token, [B, W, V]; a sampled beam
-    keeps `least` tokens at least.
-    """
-    B, W, V = logits_BWV.shape
-    logprobs_RV = jax.nn.log_softmax(logits_BWV, -1).reshape(B * W, V)
+def _behind(step, kind):
+    """The program of a step behind the last layer, and whether the search goes on; kind: which argument."""
 
-    def processed():
-        sampling_R = jax.tree.map(lambda setting_B: jnp.repeat(setting_B, W, 0), sampling_B)
-        kept_RV = process(logprobs_RV, sampling_R, state.context)
-        return lax.cond(is_greedy(sampling_B), lambda: kept_RV, lambda: warp(kept_RV, sampling_R, 0.0, least))
+    def answer(params, config, x_R1D, *rest):
+        logits_RV = unembed(params, config, leave(params, config, x_R1D)[:, 0])
+        state = step(logits_RV, *rest)
+        return state, goes_on(state, rest[-2])
 
-    logprobs_RV = lax.cond(takes_likeliest(sampling_B), lambda: logprobs_RV, processed)
-    return logprobs_RV.reshape(B, W, V) + state.score_BW[..., None]
+    return jax.jit(answer, static_argnums=(1, kind))
 
 
-def _candidates(score_BWV, state, rows, C):
-    """The C best, or C drawn without replacement in the order drawn: their scores, beams, tokens, and
-    sequences [B, C, T].
-    """
-    B, W, V = score_BWV.shape
-
-    def drawn():
-        noise_BWV = jax.vmap(
-            lambda key, position: gumbel(draw_key(key, position, DRAW_BEAMS), W * V).reshape(W, V)
-        )(rows.key_B, rows.position_B + state.step)
-        return score_BWV + jnp.where(rows.sampling_B.temperature[:, None, None] > 0, noise_BWV, 0)
-
-    order_BWV = lax.cond(is_greedy(rows.sampling_B), lambda: score_BWV, drawn)
-    _, index_BC = lax.top_k(order_BWV.reshape(B, W * V), C)
-    beam_BC, token_BC = index_BC // V, index_BC % V
-    tokens_BCT = _take(state.tokens_BWT, beam_BC).at[:, :, state.step].set(token_BC)
-    return _take(score_BWV.reshape(B, W * V), index_BC), beam_BC, token_BC, tokens_BCT
-
-
-def _advance(candidates, state, request, early_stopping):
-    """The next state: the best candidates that go on run, those among the first W that end are set aside if
-    they are good enough.
-    """
-    score_BC, beam_BC, token_BC, tokens_BCT = candidates
-    length_penalty, limit_B = request.length_penalty, request.rows.limit_B
-    (B, W), length = state.score_BW.shape, state.step + 1
-    is_eos_BC = jnp.any(token_BC[..., None] == request.rows.context.eos_BE[:, None], -1)
-    ends_BC = is_eos_BC | (length >= limit_B)[:, None]
-    score_BW, run_BW = lax.top_k(jnp.where(ends_BC, -jnp.inf, score_BC), W)
-    # Those behind the first W are there to go on where others end: a sequence so unlikely must not end a
-    # search.
-    counts_BC = ends_BC & (jnp.arange(score_BC.shape[1]) < W) & state.open_B[:, None]
-    final_BC = jnp.where(counts_BC, score_BC / _divisor(length, length_penalty), -jnp.inf)
-    final_BW, kept_BW = lax.top_k(jnp.concatenate([state.final_BW, final_BC], 1), W)
-    horizon = jnp.where((length_penalty > 0) & (early_stopping == "never"), limit_B, length)
-    open_B = state.open_B & (score_BW[:, 0] / _divisor(horizon, length_penalty) > final_BW[:, -1])
-    if early_stopping is True:
-        open_B &= final_BW[:, -1] == -jnp.inf
-    return dataclasses.replace(
-        state,
-        step=length,
-        token_R=_take(token_BC, run_BW).reshape(-1),
-        parent_R=(_take(beam_BC, run_BW) + W * jnp.arange(B)[:, None]).reshape(-1),
-        tokens_BWT=_take(tokens_BCT, run_BW),
-        score_BW=score_BW,
-        ended_BWT=_take(jnp.concatenate([state.ended_BWT, tokens_BCT], 1), kept_BW),
-        length_BW=_take(jnp.concatenate([state.length_BW, jnp.full_like(token_BC, length)], 1), kept_BW),
-        final_BW=final_BW,
-        open_B=open_B,
-    )
-
-
-def _divisor(length: jax.Array, length_penalty: jax.Array) -> jax.Array:
-    return length.astype(jnp.float32) ** length_penalty
-
-
-def _take(x_BC: Any, index_BW: jax.Array) -> jax.Array:
-    """x[b, index[b, w]] for every b and w, whatever axes follow."""
-    return x_BC[jnp.arange(len(index_BW))[:, None], index_BW]
+def _last_tokens(lengths, state):
+    return state.token_R[:, None], jnp.ones(len(state.token_R), jnp.int32), lengths
 
 
 _SEARCH = jax.jit(_search, static_argnames=("config", "kind", "impl"))
+_START, _NEXT = _behind(start, 4), _behind(following, 5)
+_MOVE = jax.jit(
+    lambda keys, index_B, first, count: keys.reorder_tail(index_B, first, count),
+    static_argnums=3, donate_argnums=0,
+)  # fmt: skip
+_ways = {Whole: _search_whole, Layered: _search_by_layer}

@@ -41,7 +41,7 @@ def read(
     def part(tokens_BT, num_tokens_B, cache, before_BD):
         """Each row's last hidden state in the part, or the one before where the part is all padding."""
         hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B, impl=impl)
-        last_BD = _last(hidden_BTD, num_tokens_B)
+        last_BD = last(hidden_BTD, num_tokens_B)
         return jnp.where((num_tokens_B > 0)[:, None], last_BD, before_BD), cache
 
     none_BD = jnp.zeros((B, config.hidden_size), activation_dtype(params))
@@ -66,10 +66,10 @@ def read_again(
 ) -> jax.Array:
     """Logits [B, V] after each row's last token, without a cache."""
     hidden_BTD, _ = hidden_states(params, config, tokens_BT, None, num_tokens_B, impl=impl)
-    return unembed(params, config, _last(hidden_BTD, num_tokens_B))
+    return unembed(params, config, last(hidden_BTD, num_tokens_B))
 
 
-def _last(hidden_BTD: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
+def last(hidden_BTD: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
     """[B, D]: behind each row's last token; of a row without any the first."""
     return jnp.take_along_axis(hidden_BTD, jnp.maximum(num_tokens_B - 1, 0)[:, None, None], 1)[:, 0]
 
@@ -108,7 +108,7 @@ def advance(
     def step(state, cache):
         token_BT, num_tokens_B = state.token_B[:, None], state.active_B.astype(jnp.int32)
         hidden_BTD, cache = hidden_states(params, config, token_BT, cache, num_tokens_B, impl=impl)
-        return _choose_behind(params, config, hidden_BTD[:, 0], state, impl), cache
+        return choose_behind(params, config, hidden_BTD[:, 0], state, impl), cache
 
     return until_ended(step, steps, *varying_as((state, cache), (state, cache), params))
 
@@ -125,7 +125,7 @@ def until_ended(step: Any, steps: Any, state: DecodeState, *more: Any) -> tuple:
     return tuple(carry)
 
 
-def _choose_behind(params, config, hidden_BD, state, impl):
+def choose_behind(params, config, hidden_BD, state, impl):
     """`choose_and_note` behind hidden states: rows that take the likeliest token need no logits if a kernel
     serves.
     """

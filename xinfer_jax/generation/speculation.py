@@ -21,6 +21,7 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError, shown
 from ..model.decoder import hidden_states, unembed
 from ..sampling.choice import choose
+from ..sampling.context import Context
 from ..weights.params import Params
 from .loop import program, until_ended
 from .state import DecodeState, choose_and_note
@@ -72,24 +73,42 @@ def speculate(  # noqa: PLR0913  `advance`, and who guesses
         steps: int32.
         impl: as in `prefill`.
     """
-    count = guessing.per_pass
 
     def step(state, cache, draft):
-        active_B, before_B, overflow_B = state.active_B, state.length_B, cache.overflow_B
         guess_BT, draft_cache = _guess(draft_params, guessing, state, draft.cache, impl)
-        tokens_BT = jnp.concatenate([state.token_B[:, None], guess_BT], 1)
-        num_tokens_B = jnp.where(active_B, count + 1, 0)
+        overflow_B, (tokens_BT, num_tokens_B) = cache.overflow_B, to_check(state, guess_BT)
         hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B, impl=impl)
-        logits_BTV, right_B = unembed(params, config, hidden_BTD), active_B
-        for i in range(count + 1):  # the token behind the first i guesses, which were right
-            state = choose_and_note(logits_BTV[:, i], state, impl, right_B)
-            right_B = right_B & (state.token_B == tokens_BT[:, min(i + 1, count)])
-        accepted_B = draft.accepted_B + jnp.maximum(state.length_B - before_B - 1, 0)
+        checked, draft = check(params, config, hidden_BTD, state, guess_BT, draft, impl)
         # What a guess writes past the capacity is dropped, and its logits are behind the last token.
-        cache = truncate(dataclasses.replace(cache, overflow_B=overflow_B), state.position_B - 1)
-        return state, cache, Speculation(draft_cache, draft.passes_B + active_B, accepted_B)
+        cache = truncate(dataclasses.replace(cache, overflow_B=overflow_B), checked.position_B - 1)
+        return checked, cache, dataclasses.replace(draft, cache=draft_cache)
 
     return until_ended(step, steps, state, cache, draft)
+
+
+def to_check(state: DecodeState, guess_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What a pass reads of each row, [B, 1 + count], and how much of it: the last token, and the guesses."""
+    tokens_BT = jnp.concatenate([state.token_B[:, None], guess_BT], 1)
+    return tokens_BT, jnp.where(state.active_B, tokens_BT.shape[1], 0)
+
+
+def check(  # noqa: PLR0913  `choose_and_note` behind hidden states, and what is counted
+    params: Params,
+    config: ModelConfig,
+    hidden_BTD: jax.Array,
+    state: DecodeState,
+    guess_BT: jax.Array,
+    draft: Speculation,
+    impl: str | None,
+) -> tuple[DecodeState, Speculation]:
+    """Chooses the model's own tokens as far as the guesses were right, and one more."""
+    active_B, before_B, count = state.active_B, state.length_B, guess_BT.shape[1]
+    logits_BTV, right_B = unembed(params, config, hidden_BTD), active_B
+    for i in range(count + 1):  # the token behind the first i guesses, which were right
+        state = choose_and_note(logits_BTV[:, i], state, impl, right_B)
+        right_B = right_B & (state.token_B == guess_BT[:, min(i, count - 1)])
+    accepted_B = draft.accepted_B + jnp.maximum(state.length_B - before_B - 1, 0)
+    return state, Speculation(draft.cache, draft.passes_B + active_B, accepted_B)
 
 
 SPECULATE = program(speculate, "guessing", donates=("state", "cache", "draft"))
@@ -97,17 +116,13 @@ SPECULATE = program(speculate, "guessing", donates=("state", "cache", "draft"))
 
 def _guess(params: Params | None, guessing: Guessing, state: DecodeState, cache: Any, impl: str | None):
     """The guesses [B, count], and the draft model's cache."""
-    history_BS: Any = state.context.history_BS  # as `speculate` asks
-    position_B = state.position_B
     guesser, count = guessing
     if not isinstance(guesser, ModelConfig):
-        return jnp.asarray(guesser(history_BS, position_B, count), jnp.int32), None
+        return ask_function(guesser, count, state), None
 
     def guess(tokens_BT, context, cache):
         hidden_BTD, cache = hidden_states(params, guesser, tokens_BT, cache, None, impl=impl)
-        logits_BV = unembed(params, guesser, hidden_BTD[:, -1])
-        token_B, *_ = choose(logits_BV, state.key_B, state.sampling_B, context, impl)
-        return token_B, context.advance(token_B, state.active_B), cache
+        return *draft_choice(params, guesser, hidden_BTD, state, context, impl), cache
 
     def step(i, carry):
         guess_BT, token_B, context, cache = carry
@@ -115,11 +130,35 @@ def _guess(params: Params | None, guessing: Guessing, state: DecodeState, cache:
         return guess_BT.at[:, i].set(token_B), token_B, context, cache
 
     # The last two tokens: where every guess was right, the draft has not seen the last one but one.
-    last_BT = jnp.take_along_axis(history_BS, position_B[:, None] + jnp.array([-2, -1]), 1)
-    token_B, context, cache = guess(last_BT, state.context, truncate(cache, position_B - 2))
+    token_B, context, cache = guess(last_two(state), state.context, truncate(cache, state.position_B - 2))
     guess_BT = jnp.zeros((len(token_B), count), jnp.int32).at[:, 0].set(token_B)
     guess_BT, _, _, cache = lax.fori_loop(1, count, step, (guess_BT, token_B, context, cache))
     return guess_BT, cache
+
+
+def ask_function(guesser: Guesser, count: int, state: DecodeState) -> jax.Array:
+    """int32 [B, count]."""
+    return jnp.asarray(guesser(state.context.history_BS, state.position_B, count), jnp.int32)
+
+
+def last_two(state: DecodeState) -> jax.Array:
+    """int32 [B, 2]: each row's last tokens."""
+    history_BS: Any = state.context.history_BS  # as `speculate` asks
+    return jnp.take_along_axis(history_BS, state.position_B[:, None] + jnp.array([-2, -1]), 1)
+
+
+def draft_choice(  # noqa: PLR0913
+    params: Params,
+    config: ModelConfig,
+    hidden_BTD: Any,
+    state: DecodeState,
+    context: Context,
+    impl: str | None,
+) -> tuple[jax.Array, Context]:
+    """A guess per row, int32 [B], drawn with the noise that the model itself will draw with."""
+    logits_BV = unembed(params, config, hidden_BTD[:, -1])
+    token_B, *_ = choose(logits_BV, state.key_B, state.sampling_B, context, impl)
+    return token_B, context.advance(token_B, state.active_B)
 
 
 def check_guesser(guesser: Guesser, count: int, rows: int, room: int) -> None:

@@ -42,7 +42,7 @@ def generate(
         InputError: a prompt, an option or a key that cannot be served, before anything is traced.
     """
     call = checked(params, config, prompts, options, key)
-    run = Run(call)
+    run = Run(call, decodes_whole=True)
     while run.active_R.any():
         run.advance(call.options.max_new_tokens)
     return run.output()
@@ -114,7 +114,7 @@ class Stream(Iterator[list[int | None]]):
             raise
 
     def _run(self) -> Iterator[list[int | None]]:
-        run = Run(self._call, compile_ahead=True)
+        run = Run(self._call, decodes_whole=False)
         while True:
             for step in range(self._given, run.steps):
                 if self._told:

@@ -16,7 +16,7 @@ from ..weights.params import Params
 from ..weights.products import product
 from ..weights.quantized import is_quantized, quantized_product, rows_of
 
-Angles = tuple[tuple[jax.Array, jax.Array] | None, ...]  # per layer: cos and sin
+Angles = tuple[tuple[jax.Array, jax.Array], ...]  # of each of `ModelConfig.ropes`: cos and sin
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -96,7 +96,7 @@ def gated_mlp(x: jax.Array, layer: Params, activation: str) -> jax.Array:
 
 
 def rotary_angles(config: ModelConfig, position_BT: jax.Array, length_B: jax.Array) -> Angles:
-    """Cosine and sine of the rotary angles (Su et al. 2021) of each layer, float32.
+    """Cosine and sine of the rotary angles (Su et al. 2021), float32.
 
     Args:
         config: the model; its rope configs say how frequencies are scaled.
@@ -104,11 +104,9 @@ def rotary_angles(config: ModelConfig, position_BT: jax.Array, length_B: jax.Arr
         length_B: each row's length after this call: `dynamic` and `longrope` depend on it.
 
     Returns:
-        Per layer cos and sin, each [B, T, P], of the P pairs of a head that are rotated; None: none.
+        Of each of `ModelConfig.ropes` cos and sin, each [B, T, P], of the P pairs of a head that it rotates.
     """
-    ropes = [config.layer_rope_config(layer) for layer in range(config.num_hidden_layers)]
-    angles = {rope: _angles(rope, config, position_BT, length_B) for rope in ropes if rope}
-    return tuple(angles[rope] if rope else None for rope in ropes)
+    return tuple(_angles(rope, config, position_BT, length_B) for rope in config.ropes)
 
 
 def _angles(

@@ -1,0 +1,176 @@
+"""The steps of a beam search: score the continuations of every beam, pick C candidates, set aside what ended.
+
+Letters beyond the usual ones: W beams (the width), C candidates of a step, R = B · W rows of the model.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..sampling.choice import DRAW_BEAMS, draw_key, gumbel, is_greedy, process, takes_likeliest, warp
+from ..sampling.context import Context
+from .state import DecodeState
+
+
+class Request(NamedTuple):
+    """What is searched for, traced."""
+
+    rows: DecodeState  # of each prompt: settings, keys, limits, what the processors know of it
+    shortest: Any  # int32: tokens of the shortest prompt
+    length_penalty: Any  # float32
+
+
+class Search(NamedTuple):
+    """What the program is compiled for."""
+
+    beams: int
+    ends: int  # EOS ids
+    early_stopping: bool | str
+    size: int  # most tokens of a sequence
+    moving: int  # most positions in which the beams of a prompt may differ
+
+
+class Found(NamedTuple):
+    """Of the fields of `State` those that the host looks at."""
+
+    ended_BWT: Any
+    length_BW: Any
+    final_BW: Any
+    score_BW: Any
+    step: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What the loop carries: the beams that run, the best of the sequences that ended. The cache's rows and
+    those of `context` still await `parent_R`.
+    """
+
+    context: Context  # R rows: what the processors know of each beam but for its last token
+    step: jax.Array  # int32: tokens chosen so far
+    token_R: jax.Array  # int32: the last token of each beam
+    parent_R: jax.Array  # int32: the row that each beam continues
+    tokens_BWT: jax.Array  # int32: tokens of the running beams
+    score_BW: jax.Array  # float32: sums of their log-probabilities, best first; -inf: no such beam
+    ended_BWT: jax.Array  # int32: tokens of the sequences that ended, EOS included
+    length_BW: jax.Array  # int32: how many of them
+    final_BW: jax.Array  # float32: their scores, best first; -inf: none yet
+    open_B: jax.Array  # bool: the prompt's result may still improve
+
+
+def start(logits_BV, request, kind):
+    """The beams behind their first choice."""
+    (B, V), W, rows = logits_BV.shape, kind.beams, request.rows
+    zeros_BW, none_BW = jnp.zeros((B, W), jnp.int32), jnp.full((B, W), -jnp.inf)
+    tokens_BWT, row_R = jnp.zeros((B, W, kind.size), jnp.int32), jnp.repeat(jnp.arange(B), W)
+    # All beams start as the same prompt: the first one alone may be continued, or they would stay the same.
+    state = State(
+        rows.context.reorder(row_R), jnp.int32(0), row_R, row_R, tokens_BWT,
+        none_BW.at[:, 0].set(0), tokens_BWT, zeros_BW, none_BW, rows.active_B,
+    )  # fmt: skip
+    return _choose(jnp.broadcast_to(logits_BV[:, None], (B, W, V)), state, request, kind)
+
+
+def following(logits_RV, state, request, kind):
+    """The beams behind another choice."""
+    (B, W), V = state.score_BW.shape, logits_RV.shape[1]
+    context = state.context.reorder(state.parent_R).advance(state.token_R, jnp.ones(B * W, bool))
+    state = dataclasses.replace(state, context=context)
+    return _choose(logits_RV.reshape(B, W, V), state, request, kind)
+
+
+def _choose(logits_BWV, state, request, kind):
+    _, W, V = logits_BWV.shape
+    least = max(2, 1 + kind.ends)  # so many candidates a beam leave one that goes on, or two
+    score_BWV = _scores(logits_BWV, state, request.rows.sampling_B, least)
+    candidates = _candidates(score_BWV, state, request.rows, min(least * W, W * V))
+    return _advance(candidates, state, request, kind.early_stopping)
+
+
+def goes_on(state, request):
+    return (state.step < jnp.max(request.rows.limit_B)) & jnp.any(state.open_B)
+
+
+def found_in(state):
+    return Found(state.ended_BWT, state.length_BW, state.final_BW, state.score_BW, state.step)
+
+
+def _scores(logits_BWV, state, sampling_B, least):
+    """Each beam's score plus the processed log-probability of every next token, [B, W, V]; a sampled beam
+    keeps `least` tokens at least.
+    """
+    B, W, V = logits_BWV.shape
+    logprobs_RV = jax.nn.log_softmax(logits_BWV, -1).reshape(B * W, V)
+
+    def processed():
+        sampling_R = jax.tree.map(lambda setting_B: jnp.repeat(setting_B, W, 0), sampling_B)
+        kept_RV = process(logprobs_RV, sampling_R, state.context)
+        return lax.cond(is_greedy(sampling_B), lambda: kept_RV, lambda: warp(kept_RV, sampling_R, 0.0, least))
+
+    logprobs_RV = lax.cond(takes_likeliest(sampling_B), lambda: logprobs_RV, processed)
+    return logprobs_RV.reshape(B, W, V) + state.score_BW[..., None]
+
+
+def _candidates(score_BWV, state, rows, C):
+    """The C best, or C drawn without replacement in the order drawn: their scores, beams, tokens, and
+    sequences [B, C, T].
+    """
+    B, W, V = score_BWV.shape
+
+    def drawn():
+        noise_BWV = jax.vmap(
+            lambda key, position: gumbel(draw_key(key, position, DRAW_BEAMS), W * V).reshape(W, V)
+        )(rows.key_B, rows.position_B + state.step)
+        return score_BWV + jnp.where(rows.sampling_B.temperature[:, None, None] > 0, noise_BWV, 0)
+
+    order_BWV = lax.cond(is_greedy(rows.sampling_B), lambda: score_BWV, drawn)
+    _, index_BC = lax.top_k(order_BWV.reshape(B, W * V), C)
+    beam_BC, token_BC = index_BC // V, index_BC % V
+    tokens_BCT = _take(state.tokens_BWT, beam_BC).at[:, :, state.step].set(token_BC)
+    return _take(score_BWV.reshape(B, W * V), index_BC), beam_BC, token_BC, tokens_BCT
+
+
+def _advance(candidates, state, request, early_stopping):
+    """The next state: the best candidates that go on run, those among the first W that end are set aside if
+    they are good enough.
+    """
+    score_BC, beam_BC, token_BC, tokens_BCT = candidates
+    length_penalty, limit_B = request.length_penalty, request.rows.limit_B
+    (B, W), length = state.score_BW.shape, state.step + 1
+    is_eos_BC = jnp.any(token_BC[..., None] == request.rows.context.eos_BE[:, None], -1)
+    ends_BC = is_eos_BC | (length >= limit_B)[:, None]
+    score_BW, run_BW = lax.top_k(jnp.where(ends_BC, -jnp.inf, score_BC), W)
+    # Those behind the first W are there to go on where others end: a sequence so unlikely must not end a
+    # search.
+    counts_BC = ends_BC & (jnp.arange(score_BC.shape[1]) < W) & state.open_B[:, None]
+    final_BC = jnp.where(counts_BC, score_BC / _divisor(length, length_penalty), -jnp.inf)
+    final_BW, kept_BW = lax.top_k(jnp.concatenate([state.final_BW, final_BC], 1), W)
+    horizon = jnp.where((length_penalty > 0) & (early_stopping == "never"), limit_B, length)
+    open_B = state.open_B & (score_BW[:, 0] / _divisor(horizon, length_penalty) > final_BW[:, -1])
+    if early_stopping is True:
+        open_B &= final_BW[:, -1] == -jnp.inf
+    return dataclasses.replace(
+        state,
+        step=length,
+        token_R=_take(token_BC, run_BW).reshape(-1),
+        parent_R=(_take(beam_BC, run_BW) + W * jnp.arange(B)[:, None]).reshape(-1),
+        tokens_BWT=_take(tokens_BCT, run_BW),
+        score_BW=score_BW,
+        ended_BWT=_take(jnp.concatenate([state.ended_BWT, tokens_BCT], 1), kept_BW),
+        length_BW=_take(jnp.concatenate([state.length_BW, jnp.full_like(token_BC, length)], 1), kept_BW),
+        final_BW=final_BW,
+        open_B=open_B,
+    )
+
+
+def _divisor(length: jax.Array, length_penalty: jax.Array) -> jax.Array:
+    return length.astype(jnp.float32) ** length_penalty
+
+
+def _take(x_BC: Any, index_BW: jax.Array) -> jax.Array:
+    """x[b, index[b, w]] for every b and w, whatever axes follow."""
+    return x_BC[jnp.arange(len(index_BW))[:, None], index_BW]

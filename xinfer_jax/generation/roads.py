@@ -1,0 +1,229 @@
+"""The two roads from prompts to tokens: the whole model as one program, its loop on the device; and layer by
+layer, a program for each kind of layer, called from the host. The room says which is taken when.
+
+Whole:   tokens_BT ─ READ ─► logits_BV ─ _CHOOSE ─► state ─ ADVANCE, the loop ─► state
+Layered: tokens_BT ─ _ENTER ─ _LAYER, for each ─► x_BTD ─ _LAST ─ _ANSWER ─► state ─ and again from its token
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..cache.kv_cache import KVCache, counted, reorder, truncate, without_layers
+from ..config.model_config import ModelConfig
+from ..model.decoder import enter, layer_kinds, leave, through_layer
+from ..weights.params import Params, activation_dtype
+from .doors import prompt_chunk
+from .loop import ADVANCE, READ, READ_AGAIN, choose_behind, last
+from .programs import Do
+from .speculation import (
+    SPECULATE,
+    Guessing,
+    ask_function,
+    check,
+    draft_choice,
+    last_two,
+    to_check,
+)
+from .state import DecodeState, choose_and_note
+
+_Model = tuple[Params, ModelConfig]
+
+
+class Whole:
+    """One program reads, one decodes."""
+
+    name = "the model is one program"
+
+    def __init__(self, do: Do, impl: str | None):
+        self._do, self._impl = do, impl
+
+    def read(
+        self, model: _Model, tokens_BT: Any, num_tokens_B: Any, cache: KVCache | None, donate: bool
+    ) -> Any:
+        """What `choose` takes, behind each row's last token, and the cache with the tokens appended; without
+        a cache the tokens are all there is.
+        """
+        if cache is None:
+            return self._do(READ_AGAIN, *model, tokens_BT, num_tokens_B, self._impl), None
+        read = READ.donating if donate else READ.keeping
+        return self._do(read, *model, tokens_BT, num_tokens_B, cache, self._impl, prompt_chunk(cache))
+
+    def choose(self, model: _Model, behind: Any, state: DecodeState) -> DecodeState:
+        """The state with each row's next token."""
+        return self._do(_CHOOSE, behind, state, self._impl)
+
+    def share(self, cache: KVCache, prompt_R: np.ndarray) -> KVCache:
+        """The cache of the prompt that each row continues."""
+        return self._do(_SHARE, cache, prompt_R)
+
+    def advance(self, model: _Model, state: DecodeState, cache: KVCache, steps: int) -> Any:
+        """State and cache after so many steps, or fewer where all rows end."""
+        return self._do(ADVANCE.donating, *model, state, cache, np.int32(steps), self._impl)
+
+    def speculate(self, model: _Model, draft_params: Any, who: Guessing, rows: Any, steps: int) -> Any:
+        """The same in steps that check guesses. rows: state, cache and `Speculation`."""
+        return self._do(SPECULATE.donating, *model, draft_params, who, *rows, np.int32(steps), self._impl)
+
+
+class Layered:
+    """The same a layer at a time: what is compiled does not grow with the layers."""
+
+    name = "layer by layer"
+
+    def __init__(self, do: Do, impl: str | None):
+        self._do, self._impl = do, impl
+
+    def read(
+        self, model: _Model, tokens_BT: Any, num_tokens_B: Any, cache: KVCache | None, donate: bool
+    ) -> Any:
+        if cache is not None and not donate:
+            layers = tuple(self._do(_COPY, layer) for layer in cache.layers)
+            cache = dataclasses.replace(cache, layers=layers)
+        B, T = tokens_BT.shape
+        chunk = T if cache is None else min(T, prompt_chunk(cache))
+        padded_BT = np.pad(tokens_BT, ((0, 0), (0, -T % chunk)))
+        behind_B1D = np.zeros((B, 1, model[1].hidden_size), activation_dtype(model[0]))
+        for first in range(0, num_tokens_B.max(), chunk):
+            part = padded_BT[:, first : first + chunk], np.clip(num_tokens_B - first, 0, chunk)
+            x_BTD, cache = self.through(model, _given, part, cache)
+            behind_B1D = self._do(_LAST, x_BTD, part[1], behind_B1D)
+        return behind_B1D, cache
+
+    def choose(self, model: _Model, behind: Any, state: DecodeState) -> DecodeState:
+        return self._do(_ANSWER, *ends(model), behind, state, self._impl)[0]
+
+    def share(self, cache: KVCache, prompt_R: np.ndarray) -> KVCache:
+        layers = tuple(self._do(_SHARE_LAYER, layer, prompt_R) for layer in cache.layers)
+        return dataclasses.replace(self._do(_SHARE, without_layers(cache), prompt_R), layers=layers)
+
+    def advance(self, model: _Model, state: DecodeState, cache: KVCache, steps: int) -> Any:
+        goes_on: Any = True
+        for _ in range(steps):
+            if not self._do.holds(goes_on):
+                break
+            x_B1D, cache = self.through(model, _chosen, (state,), cache)
+            state, goes_on = self._do(_ANSWER, *ends(model), x_B1D, state, self._impl)
+        return state, cache
+
+    def speculate(self, model: _Model, draft_params: Any, who: Guessing, rows: Any, steps: int) -> Any:
+        (state, cache, draft), goes_on = rows, True
+        for _ in range(steps):
+            if not self._do.holds(goes_on):
+                break
+            guess_BT, draft_cache = self._guess((draft_params, who.guesser), who, state, draft.cache)
+            overflow_B = cache.overflow_B
+            x_BTD, cache = self.through(model, _to_check, (state, guess_BT), cache)
+            lengths = dataclasses.replace(without_layers(cache), overflow_B=overflow_B)
+            counts = dataclasses.replace(draft, cache=None)
+            state, counts, lengths, goes_on = self._do(
+                _CHECK, *ends(model), x_BTD, state, guess_BT, counts, lengths, self._impl
+            )
+            cache = dataclasses.replace(lengths, layers=cache.layers)
+            draft = dataclasses.replace(counts, cache=draft_cache)
+        return state, cache, draft
+
+    def _guess(self, model: Any, who: Guessing, state: DecodeState, cache: KVCache | None) -> Any:
+        """The guesses [B, count], and the draft model's cache."""
+        if cache is None:
+            return self._do(_ASK_FUNCTION, *who, state), None
+        guess_BT: Any = np.zeros((len(state.token_B), who.per_pass), np.int32)
+        ask, asked, context = _last_two, (state,), state.context
+        for i in range(who.per_pass):
+            x_BTD, cache = self.through(model, ask, asked, cache)
+            x_BTD = x_BTD if i else self._do(_SECOND, x_BTD)
+            args = x_BTD, state, context, guess_BT, np.int32(i), self._impl
+            guess_BT, token_B, context = self._do(_GUESS, *ends(model), *args)
+            ask, asked = _guessed, (token_B,)
+        return guess_BT, cache
+
+    def through(self, model: _Model, ask: Callable, asked: tuple, cache: KVCache | None) -> Any:
+        """[B, T, D] behind the last layer of what `ask` gives (below), and the cache with it appended."""
+        params, config = model
+        lengths, capacity = (None, None) if cache is None else (without_layers(cache), cache.capacity)
+        x_BTD, place, lengths = self._do(_ENTER, *ends(model), ask, asked, lengths, capacity)
+        held = [None] * config.num_hidden_layers if cache is None else cache.layers
+        layers = []
+        for layer, kind, keys in zip(params["layers"], layer_kinds(config), held, strict=True):
+            x_BTD, keys = self._do(_LAYER, layer, config, kind, x_BTD, place, keys, self._impl)
+            layers.append(keys)
+        return x_BTD, lengths and dataclasses.replace(lengths, layers=tuple(layers))
+
+
+Road = Whole | Layered
+
+
+def ends(model: _Model) -> _Model:
+    """What comes before the layers and behind them."""
+    params, config = model
+    return {**params, "layers": ((),) * config.num_hidden_layers}, config
+
+
+# What a pass reads: (how much rows hold, …) -> tokens [B, T], how many of each row, how much they held.
+
+
+def _given(lengths, tokens_BT, num_tokens_B):
+    return tokens_BT, num_tokens_B, lengths
+
+
+def _chosen(lengths, state):
+    return state.token_B[:, None], state.active_B.astype(jnp.int32), lengths
+
+
+def _to_check(lengths, state, guess_BT):
+    return *to_check(state, guess_BT), lengths
+
+
+def _last_two(lengths, state):
+    return last_two(state), jnp.full(len(state.token_B), 2), truncate(lengths, state.position_B - 2)
+
+
+def _guessed(lengths, token_B):
+    return token_B[:, None], jnp.ones(len(token_B), jnp.int32), lengths
+
+
+def _enter(params, config, ask, asked, lengths, capacity):
+    tokens_BT, num_tokens_B, lengths = ask(lengths, *asked)
+    start_B = None if lengths is None else lengths.length_B
+    x_BTD, place = enter(params, config, tokens_BT, start_B, num_tokens_B)
+    return x_BTD, place, lengths and counted(lengths, num_tokens_B, capacity)
+
+
+def _last(x_BTD, num_tokens_B, before_B1D):
+    """[B, 1, D]: behind each row's last token; what was before where there is none."""
+    return jnp.where((num_tokens_B > 0)[:, None, None], last(x_BTD, num_tokens_B)[:, None], before_B1D)
+
+
+def _answer(params, config, x_B1D, state, impl):
+    state = choose_behind(params, config, leave(params, config, x_B1D)[:, 0], state, impl)
+    return state, jnp.any(state.active_B)
+
+
+def _check(params, config, x_BTD, state, guess_BT, counts, lengths, impl):
+    hidden_BTD = leave(params, config, x_BTD)
+    state, counts = check(params, config, hidden_BTD, state, guess_BT, counts, impl)
+    return state, counts, truncate(lengths, state.position_B - 1), jnp.any(state.active_B)
+
+
+def _guess(params, config, x_BTD, state, context, guess_BT, i, impl):
+    token_B, context = draft_choice(params, config, leave(params, config, x_BTD), state, context, impl)
+    return guess_BT.at[:, i].set(token_B), token_B, context
+
+
+_STATIC = ("config", "impl")
+_ENTER = jax.jit(_enter, static_argnames=("config", "ask", "capacity"))
+_LAYER = jax.jit(through_layer, static_argnames=(*_STATIC, "kind"), donate_argnames=("x_BTD", "keys"))
+_LAST = jax.jit(_last)
+_SECOND = jax.jit(lambda x_B2D: x_B2D[:, 1:])
+_ANSWER = jax.jit(_answer, static_argnames=_STATIC, donate_argnames="state")
+_CHECK = jax.jit(_check, static_argnames=_STATIC, donate_argnames="state")
+_GUESS = jax.jit(_guess, static_argnames=_STATIC)
+_ASK_FUNCTION = jax.jit(ask_function, static_argnums=(0, 1))
+_CHOOSE = jax.jit(choose_and_note, static_argnames="impl")
+_SHARE = jax.jit(reorder)
+_SHARE_LAYER = jax.jit(lambda layer, index_B: layer.reorder(index_B))
+_COPY = jax.jit(lambda layer: jax.tree.map(jnp.copy, layer))

@@ -1,0 +1,140 @@
+"""The rows of a call on their road, and their programs compiled side by side before they set out."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..cache.kv_cache import KVCache, truncate
+from ..config.model_config import ModelConfig
+from .batches import empty_cache, first_state, padded, prompts_of_rows
+from .options import Call, GenerateOptions
+from .programs import NOW, Ahead, Do, kinds, prepared
+from .roads import Layered, Road, Whole
+from .speculation import Guessing, Speculation, look_up
+from .state import Chosen, DecodeState
+
+_PICK = jax.jit(lambda behind_B, prompt_R: behind_B[prompt_R])
+
+
+class Rows:
+    """The rows of a call on their road: read, then advanced.
+
+    Attributes:
+        state: of the rows that answer.
+        cache: what they hold; None without one.
+        draft: what guesses start from; None where nobody guesses.
+    """
+
+    def __init__(self, call: Call, decodes_whole: bool, do: Do = NOW):
+        self.call, self.decodes_whole, self._do = call, decodes_whole, do
+        self._reading = road(call)(do, call.options.impl)
+        self._decoding = Whole(do, call.options.impl) if decodes_whole else self._reading
+        self._prompt_R, prefix = prompts_of_rows(call), call.options.prefix
+        self.held_B = np.zeros(call.prompt_rows, np.int32)  # tokens of each prompt that are not read again
+        self.cache: KVCache | None = None
+        if prefix:
+            self.held_B[: len(call.prompts)] = prefix.shared(call.prompts)
+            self.cache = do.make(lambda: truncate(prefix.cache, self.held_B))
+        elif call.options.use_cache:
+            self.cache = do.make(
+                lambda: empty_cache(call, call.params, call.config, call.capacity, call.prompt_rows)
+            )
+        self.draft: Speculation | None = None
+        self.state: DecodeState = first_state(call, self._prompt_R)
+        rest = [prompt[held:] for prompt, held in zip(call.prompts, self.held_B, strict=False)]
+        self._to_read = padded(rest, call.capacity, call.prompt_rows)
+        self._guesser = _guesser(call.options)
+
+    @property
+    def kind(self) -> Any:
+        """What decides on the programs: rows of one kind run the same."""
+        call, options = self.call, self.call.options
+        arrays = call.params, self._guesser[0], self.state, self.cache, self._to_read
+        statics = call.config, self._guesser[1], call.guesses, call.answers, options.max_new_tokens > 1
+        return (
+            *statics,
+            options.impl,
+            options.cache_dtype,
+            self.decodes_whole,
+            bool(options.prefix),
+            kinds(arrays),
+        )
+
+    def read(self) -> jax.Array:
+        """What `choose` takes, of the rows that answer."""
+        call, model = self.call, (self.call.params, self.call.config)
+        donate = call.options.prefix is None
+        behind, self.cache = self._reading.read(model, *self._to_read, self.cache, donate)
+        draft_cache = self._read_for_draft()
+        if call.answers > 1:
+            behind = self._do(_PICK, behind, self._prompt_R)
+            caches = (self.cache, draft_cache)
+            shared = (cache and self._reading.share(cache, self._prompt_R) for cache in caches)
+            self.cache, draft_cache = shared
+        if call.options.draft is not None:
+            nothing_R = np.zeros(call.rows, np.int32)
+            self.draft = Speculation(draft_cache, nothing_R, nothing_R)
+        return behind
+
+    def _read_for_draft(self) -> KVCache | None:
+        """The draft model's cache, which holds the prompts; None where no model guesses."""
+        call, model = self.call, self._guesser
+        if not isinstance(config := model[1], ModelConfig):
+            return None
+        capacity = min(call.capacity, config.context_length)  # guesses beyond are dropped
+        cache = self._do.make(lambda: empty_cache(call, *model, capacity, call.prompt_rows))
+        tokens = padded(call.prompts, capacity, call.prompt_rows)
+        return self._reading.read(model, *tokens, cache, True)[1]
+
+    def choose(self, behind: jax.Array) -> None:
+        """Takes each row's first token."""
+        self.state = self._reading.choose((self.call.params, self.call.config), behind, self.state)
+
+    def advance(self, steps: int, chosen: Chosen | None = None) -> None:
+        """Takes so many steps, or fewer where all rows end; without a cache one, behind what was chosen."""
+        call, model = self.call, (self.call.params, self.call.config)
+        if self.cache is None:
+            prompts = [call.prompts[i] for i in self._prompt_R]
+            answers = chosen.rows() if chosen else [[0]] * len(prompts)
+            rows = [prompt + ids for prompt, ids in zip(prompts, answers, strict=False)]
+            tokens = padded(rows, call.config.context_length, call.rows)
+            self.choose(self._reading.read(model, *tokens, None, True)[0])
+        elif self.draft is None:
+            self.state, self.cache = self._decoding.advance(model, self.state, self.cache, steps)
+        else:
+            draft_params, guesser = self._guesser
+            who = Guessing(guesser, call.guesses)
+            carried: Any = self.state, self.cache, self.draft
+            carried = self._decoding.speculate(model, draft_params, who, carried, steps)
+            self.state, self.cache, self.draft = carried
+
+
+def road(call: Call) -> type[Road]:
+    """How a call reads its prompts: layer by layer on one CPU, where first answers wait for the compiler."""
+    leaf = call.params["final_norm"]
+    if isinstance(leaf, jax.Array):
+        platforms = [device.platform for device in leaf.devices()]
+        return Layered if platforms == ["cpu"] else Whole
+    return Layered if jax.default_backend() == "cpu" else Whole
+
+
+def prepare(rows: Rows) -> tuple[Ahead, int]:
+    """`prepared` for what such rows run."""
+
+    def rehearse(ahead: Ahead) -> int:
+        rehearsal = Rows(rows.call, rows.decodes_whole, ahead)
+        rehearsal.choose(rehearsal.read())
+        first = ahead.programs
+        if rows.call.options.max_new_tokens > 1:
+            rehearsal.advance(1)
+        return first
+
+    return prepared(rows.kind, rehearse)
+
+
+def _guesser(options: GenerateOptions) -> tuple[Any, Any]:
+    """The draft model's parameters and configuration; or None and a function, or None."""
+    if options.draft is None or options.draft == "lookup" or callable(options.draft):
+        return None, look_up if options.draft == "lookup" else options.draft
+    return options.draft.params, options.draft.config
