@@ -23,7 +23,7 @@ serves what; `beam_steps` and `beams` are beam search; `scoring` is `score`.
   percent faster and what RL and evaluations run for hours; so does everything in a caller's jit, on a GPU, or
   on several devices. The same functions of `loop` and `speculation` stand on both roads: tokens agree, last
   bits may not.
-- A call's programs are compiled side by side before it sets out: it is rehearsed on shapes (`programs.Ahead`),
+- The programs of a call are compiled side by side before it sets out: it is rehearsed on shapes (`Ahead`),
   so there is no second list of what it will run. Once for each kind of call; looking that up takes 0.3 ms.
 - Long prompts are read in chunks by a loop that skips chunks of padding: a long bucket costs no more than the
   prompt. The chunk may depend on the device: 512 queries fill 56 of an H200's 132 multiprocessors for the
