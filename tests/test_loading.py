@@ -16,6 +16,7 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
+from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.weights.params import param_specs
 
 LLAMA = tiny.UNTIED | dict(model_type="llama", architectures=["LlamaForCausalLM"], num_hidden_layers=1)
@@ -142,6 +143,34 @@ def test_tied_matrix_under_no_name(tmp_path):
 def test_an_untied_model_needs_both(tmp_path):
     tiny.write(tmp_path, tiny.UNTIED, weights=tiny.tensors(tiny.CONFIG))
     assert "missing lm_head.weight" in tiny.refusal(tmp_path)
+
+
+# --- shapes before weights ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hf", [tiny.CONFIG, tiny.UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("dtype", tiny.DTYPES)
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+def test_an_opened_checkpoint_knows_what_reading_gives(checkpoint, hf, dtype, quantize):
+    tiny.same_shapes(open_checkpoint(checkpoint(hf=hf), dtype, quantize))
+
+
+def test_an_opened_checkpoint_without_its_weights(tmp_path):
+    """Opening reads none of them; reading refuses files that have changed meanwhile."""
+    path = tiny.write(tmp_path)
+    file = path / "model.safetensors"
+    opened = open_checkpoint(path, quantize="int8")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-8])
+    with pytest.raises(xj.InputError, match="has become shorter"):
+        opened.read()
+    file.unlink()
+    with pytest.raises(xj.InputError, match="cannot be read"):
+        opened.read()
+    file.write_bytes(whole)
+    model = opened.read()
+    assert model.load_stats.weight_bytes == opened.model.load_stats.weight_bytes
+    assert model.load_stats.seconds > opened.model.load_stats.seconds > 0
 
 
 # --- memory -------------------------------------------------------------------------------------------------

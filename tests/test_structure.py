@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 # A module imports only modules that come before it: the rooms in this order, in a room its files. A new one
 # takes its place here.
 ROOMS = {
-    "": ("errors", "brief", "checks", "memory", "stats"),
+    "": ("errors", "brief", "checks", "memory", "host", "stats"),
     "config": ("values", "rope", "families", "model_config"),
     "weights": ("products", "quantized", "params"),
     "cache": ("quantized", "kinds", "kv_cache", "fingerprint", "prefix", "prefix_files"),
@@ -28,7 +28,7 @@ ROOMS = {
         "run", "streaming", "kernels", "beam_steps", "beams", "scoring",
     ),
     "checkpoint": (
-        "files", "template_work", "chat_template", "tokenizer", "detokenizer", "own_format",
+        "files", "template_work", "chat_template", "tokenizer", "detokenizer", "tensors", "own_format",
         "quantized_formats", "loading",
     ),
     "text": (),

@@ -170,3 +170,13 @@ def refusal(path, **options) -> str:
         xj.load_model(path, **options)
     assert len(str(caught.value).strip().splitlines()) == 1
     return str(caught.value)
+
+
+def same_shapes(opened) -> None:
+    """That the shapes of an opened checkpoint are those that reading gives."""
+    forms, model = opened.model, opened.read()
+    assert jax.tree.structure(forms.params) == jax.tree.structure(model.params)
+    for form, leaf in zip(jax.tree.leaves(forms.params), jax.tree.leaves(model.params), strict=True):
+        assert isinstance(form, jax.ShapeDtypeStruct) and isinstance(leaf, jax.Array)
+        assert jax.typeof(leaf) == jax.core.ShapedArray(form.shape, form.dtype, form.weak_type)
+    assert repr(forms) == repr(model)

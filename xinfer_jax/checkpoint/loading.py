@@ -1,21 +1,21 @@
-"""A checkpoint directory in, a model out: safetensors, one file or shards, one mapped tensor at a time."""
+"""A checkpoint directory in, a model out: opened, which tells all shapes, then read, a leaf at a time."""
 
 import dataclasses
 import math
 import time
-from itertools import chain
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes  # noqa: F401  (numpy learns bfloat16 from it)
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from ..brief import mib
 from ..config.model_config import ModelConfig, from_hf
 from ..errors import InputError, few
+from ..host import aligned, by_blocks
 from ..sampling.generation_config import check_generation_config
 from ..stats import LoadStats
 from ..weights.params import (
@@ -27,10 +27,11 @@ from ..weights.params import (
     resolve_dtype,
     tree_bytes,
 )
-from ..weights.quantized import check_method, is_quantized, quantized_leaf
+from ..weights.quantized import check_method, is_quantized, quantized_form, quantized_leaf
 from .files import checkpoint_dir, is_there, read_json
 from .own_format import OwnFormat, Part
 from .quantized_formats import FileFormat, read_format
+from .tensors import StoredTensor, open_tensors
 from .tokenizer import Tokenizer, eos_ids
 
 BUNDLED = Path(__file__).parents[1] / "assets"  # the small trained checkpoint that comes with the library
@@ -44,7 +45,8 @@ class Model:
     """What `load_model` gives.
 
     Attributes:
-        params: the parameter tree: nested dicts and tuples of arrays, or of quantized leaves.
+        params: the parameter tree: nested dicts and tuples of arrays, or of quantized leaves; of their shapes
+            in a `Checkpoint`.
         config: its shape and settings, with the checkpoint's EOS ids; static under `jit`.
         tokenizer: text to ids and back; None where the checkpoint has no tokenizer.json.
         generation_config: generation_config.json, empty if there is none; for `SamplingConfig.from_hf`.
@@ -67,6 +69,29 @@ class Model:
         )
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
+class Checkpoint:
+    """What `open_checkpoint` gives: a model of shapes, and how to read its weights.
+
+    Attributes:
+        model: as `read` gives it, but for the leaves of `params`, which are `jax.ShapeDtypeStruct`.
+    """
+
+    model: Model
+    _read: Callable[[], Params]
+
+    def read(self) -> Model:
+        """Reads the weights.
+
+        Raises:
+            InputError: numbers that do not fit, or a file that cannot be read any more.
+        """
+        start = time.perf_counter()
+        params, stats = self._read(), self.model.load_stats
+        stats = dataclasses.replace(stats, seconds=stats.seconds + time.perf_counter() - start)
+        return dataclasses.replace(self.model, params=params, load_stats=stats)
+
+
 def load_model(
     path_or_repo_id: str | Path | None = None, dtype: Any = None, quantize: str | None = None
 ) -> Model:
@@ -81,6 +106,13 @@ def load_model(
     Raises:
         InputError: files missing, unreadable or not fitting the config, every tensor at fault named.
     """
+    return open_checkpoint(path_or_repo_id, dtype, quantize).read()
+
+
+def open_checkpoint(
+    path_or_repo_id: str | Path | None = None, dtype: Any = None, quantize: str | None = None
+) -> Checkpoint:
+    """All of `load_model` but reading the weights: every shape is known, and what does not fit is refused."""
     start = time.perf_counter()
     dtype = resolve_dtype(dtype)
     check_method(quantize)
@@ -101,88 +133,52 @@ def load_model(
     ends = tokenizer.eos_token_ids if tokenizer else eos_ids(generation, settings)
     possible = tuple(i for i in ends if 0 <= i < config.vocab_size)
     config = dataclasses.replace(config, eos_token_ids=possible)
-    params = load_params(path, config, dtype, quantize, stored)
+    forms, read = _open_params(path, config, dtype, quantize, stored)
     kind = stored.method if stored else quantize or jnp.dtype(dtype).name
-    stats = LoadStats(time.perf_counter() - start, tree_bytes(params), kind)
-    return Model(params, config, tokenizer, generation, stats)
+    stats = LoadStats(time.perf_counter() - start, tree_bytes(forms), kind)
+    return Checkpoint(Model(forms, config, tokenizer, generation, stats), read)
 
 
-def load_params(
+def _open_params(
     path: Path, config: ModelConfig, dtype: Any, quantize: str | None, stored: FileFormat | OwnFormat | None
-) -> Params:
-    """The parameter tree from a directory's safetensors; peak memory is that in `dtype` and one tensor."""
-    tensors = _open_tensors(path)
+) -> tuple[Params, Callable[[], Params]]:
+    """The parameter tree from a directory's safetensors, as shapes, and what reads it, a leaf at a time."""
+    tensors = open_tensors(path)
     specs, tree = _specs(path, config, tensors)
-    parts = [stored.parts(spec.hf_name, spec.shape, tensors) if stored else {} for spec in specs]
+    held = [stored.parts(spec.hf_name, spec.shape, tensors) if stored else {} for spec in specs]
     wanted: dict[str, Part] = {}
-    for spec, part in zip(specs, parts, strict=True):
-        wanted |= part or {name: (shape, _FLOATS) for name, shape in spec.stored(tensors).items()}
+    for spec, parts in zip(specs, held, strict=True):
+        wanted |= parts or {name: (shape, _FLOATS) for name, shape in spec.stored(tensors).items()}
     spare = {_TIED[1]} if config.tie_word_embeddings else set()
     spare |= {t for t in tensors if t.endswith(_NOT_WEIGHTS) or stored and stored.spare(t, tensors)}
     _check_tensors(path, tensors, wanted, spare)
     check_weights(specs, dtype, stored.method if stored else quantize)
-    _check_tied(path, config, tensors)
 
-    def leaf(spec: ParamSpec, part: dict[str, Part]) -> Any:
-        if stored and part:
+    def form(spec: ParamSpec, parts: dict[str, Part]) -> Any:
+        if stored and parts:
+            return stored.form(spec.hf_name, spec.shape, tensors)
+        if quantize is None or len(spec.shape) == 1:
+            return jax.ShapeDtypeStruct(spec.shape, dtype)
+        return quantized_form(spec.shape, spec.hf_name, quantize)
+
+    def leaf(spec: ParamSpec, parts: dict[str, Part], form: Any) -> Any:
+        if stored and parts:
             return jax.device_put(stored.leaf(spec.hf_name, spec.shape, tensors))
-        tensor = spec.read(tensors)
-        if quantize is None or tensor.ndim == 1:
-            return _array(spec.hf_name, tensor, dtype)
-        return quantized_leaf(tensor, spec.hf_name, quantize)
+        if quantize is None or len(spec.shape) == 1:
+            return _array(spec.hf_name, spec.parts(tensors), form)
+        return quantized_leaf(spec.parts(tensors)[0], spec.hf_name, quantize)
 
-    return jax.tree.unflatten(tree, map(leaf, specs, parts))
+    def read() -> Params:
+        _check_tied(path, config, tensors)
+        return jax.tree.unflatten(tree, map(leaf, specs, held, forms))
 
-
-def _open_tensors(path: Path) -> dict[str, Any]:
-    """For every tensor the open safetensors that hold it: the single file, or shards that the index names."""
-    placed: dict[str, str] = {}
-    if is_there(path / "model.safetensors"):
-        names = ["model.safetensors"]
-    elif (index := read_json(path / "model.safetensors.index.json")) is not None:
-        names, placed = _shard_names(path, index), index["weight_map"]
-    else:
-        raise InputError(
-            f"{path} holds neither model.safetensors nor model.safetensors.index.json: only safetensors"
-            " weights are read"
-        )
-    held: dict[str, dict[str, Any]] = {}
-    for name in names:
-        try:
-            file = safe_open(path / name, "numpy")
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{path / name} is truncated or no safetensors file: {error}") from error
-        held[name] = dict.fromkeys(file.keys(), file)
-    for tensor, name in placed.items():
-        if tensor not in held[name]:
-            raise InputError(f"{path}: the index says that {name} holds {tensor}, but it does not")
-    tensors = dict(chain.from_iterable(part.items() for part in held.values()))
-    if len(tensors) < sum(map(len, held.values())):
-        raise InputError(f"{path}: two shards hold the same tensor; fetch the checkpoint again")
-    return tensors
+    forms = list(map(form, specs, held))
+    return jax.tree.unflatten(tree, forms), read
 
 
-def _shard_names(path: Path, index: dict[str, Any]) -> list[str]:
-    shards = index.get("weight_map")
-    named = isinstance(shards, dict) and all(isinstance(name, str) for name in shards.values())
-    if not named or not shards:
-        raise InputError(
-            f"{path / 'model.safetensors.index.json'} holds no weight_map of tensor names to file names"
-        )
-    names = sorted(set(shards.values()))
-    # Of the name alone: in a hub cache the file itself is a link to elsewhere.
-    if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
-        raise InputError(
-            f"{path}: the index names shards outside the directory: {few(outside)}; correct the index"
-        )
-    if absent := [name for name in names if not is_there(path / name)]:
-        raise InputError(
-            f"{path}: the index names shards that are absent: {few(absent)}; fetch the checkpoint again"
-        )
-    return names
-
-
-def _specs(path: Path, config: ModelConfig, tensors: dict[str, Any]) -> tuple[list[ParamSpec], Any]:
+def _specs(
+    path: Path, config: ModelConfig, tensors: Mapping[str, StoredTensor]
+) -> tuple[list[ParamSpec], Any]:
     """All specs, named as in the files, and their tree; InputError where they far outnumber the tensors."""
     if config.num_hidden_layers > len(tensors):
         raise InputError(
@@ -200,45 +196,54 @@ def _specs(path: Path, config: ModelConfig, tensors: dict[str, Any]) -> tuple[li
     return specs, tree
 
 
-def _stored_name(spec: ParamSpec, config: ModelConfig, tensors: dict[str, Any]) -> str:
+def _stored_name(spec: ParamSpec, config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> str:
     """The matrix that a tied model shares may be stored under either of its names."""
     embedding, head = _TIED
     tied = config.tie_word_embeddings and spec.hf_name == embedding
     return head if tied and embedding not in tensors and head in tensors else spec.hf_name
 
 
-def _check_tensors(path: Path, tensors: dict[str, Any], wanted: dict[str, Part], spare: set[str]) -> None:
+def _check_tensors(
+    path: Path, tensors: Mapping[str, StoredTensor], wanted: dict[str, Part], spare: set[str]
+) -> None:
     """Raises one InputError: the first missing, unexpected or unfitting tensors by name, the rest counted."""
     faults = [f"missing {name} {list(shape)}" for name, (shape, _) in wanted.items() if name not in tensors]
     faults += [f"unexpected {name}" for name in sorted(tensors.keys() - wanted.keys() - spare)]
     for name in tensors.keys() & wanted.keys():
-        held, (shape, types) = tensors[name].get_slice(name), wanted[name]
-        if tuple(held.get_shape()) != shape:
-            faults.append(f"{name} has shape {held.get_shape()}, the config asks for {list(shape)}")
-        elif held.get_dtype() not in types:
+        tensor, (shape, types) = tensors[name], wanted[name]
+        if tensor.shape != shape:
+            faults.append(f"{name} has shape {list(tensor.shape)}, the config asks for {list(shape)}")
+        elif tensor.type not in types:
             read = f"{', '.join(sorted(types))} {'are' if len(types) > 1 else 'is'} read"
-            faults.append(f"{name} has type {held.get_dtype()}, only {read}")
+            faults.append(f"{name} has type {tensor.type}, only {read}")
     if faults:
         raise InputError(f"{path}: the weights do not fit config.json: {few(sorted(faults), 2)}")
 
 
-def _check_tied(path: Path, config: ModelConfig, tensors: dict[str, Any]) -> None:
+def _check_tied(path: Path, config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
     """Raises InputError where a tied model's one matrix is stored twice, and not alike."""
-    if config.tie_word_embeddings and all(name in tensors for name in _TIED):
-        if not np.array_equal(*(tensors[name].get_tensor(name) for name in _TIED)):
-            raise InputError(
-                f"{path}: the weights do not fit config.json: tie_word_embeddings is true, but {_TIED[1]}"
-                f" differs from {_TIED[0]}"
-            )
+    if not config.tie_word_embeddings or not all(name in tensors for name in _TIED):
+        return
+    embedding, head = (tensors[name] for name in _TIED)
+    same = [embedding.shape == head.shape and head.type in _FLOATS]
+    if all(same):
+        by_blocks(lambda at: same.append(np.array_equal(embedding[at], head[at])), *head.shape)
+    if not all(same):
+        raise InputError(
+            f"{path}: the weights do not fit config.json: tie_word_embeddings is true, but {_TIED[1]}"
+            f" differs from {_TIED[0]}"
+        )
 
 
-def _array(name: str, tensor: np.ndarray, dtype: Any) -> jax.Array:
-    """A device array of a memory-mapped tensor. On CPU, memory aligned to 64 bytes is taken over as it is."""
-    raw = np.empty(tensor.size * jnp.dtype(dtype).itemsize + 64, np.uint8)
-    offset = -raw.ctypes.data % 64
-    aligned = raw[offset : offset + raw.size - 64].view(dtype).reshape(tensor.shape)
-    with np.errstate(over="ignore"):
-        np.copyto(aligned, tensor, casting="unsafe")
-    if dtype == jnp.float16 and tensor.dtype != np.float16 and not np.isfinite(aligned).all():
+def _array(name: str, parts: list[StoredTensor], form: jax.ShapeDtypeStruct) -> jax.Array:
+    """A device array of what stands in equal parts in the files."""
+    out = aligned(form)
+    for part, flat in zip(parts, out.reshape(len(parts), -1), strict=True):
+        by_blocks(partial(_fill, name, part, flat), flat.size)
+    return jax.device_put(out)
+
+
+def _fill(name: str, part: StoredTensor, flat: np.ndarray, run: slice) -> None:
+    part.read(flat[run], run.start)
+    if flat.dtype == np.float16 and part.type != "F16" and not np.isfinite(flat[run]).all():
         raise InputError(f"{name} holds values beyond float16's range: use dtype bfloat16 or float32")
-    return jax.device_put(aligned)

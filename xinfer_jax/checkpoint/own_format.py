@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..config.model_config import from_hf
 from ..errors import InputError
 from ..weights.params import Params, param_specs
 from ..weights.quantized import GroupedWeight, Int8Weight, QuantizedWeight, is_quantized
+from .tensors import TYPES, StoredTensor
 
 Part = tuple[tuple[int, ...], set[str]]  # shape and types of a tensor in a file
 
@@ -22,7 +23,7 @@ _COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja",
 )  # fmt: skip
-_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int8": "I8", "uint8": "U8"}
+_NAMES = {np.dtype(kind): name for name, kind in TYPES.items()}
 
 
 class OwnFormat:
@@ -30,30 +31,45 @@ class OwnFormat:
 
     method = "xinfer_jax"
 
-    def parts(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, Any]) -> dict[str, Part]:
+    def parts(
+        self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]
+    ) -> dict[str, Part]:
         values = f"{name}.values"
         if len(shape) == 1 or name in tensors or values not in tensors:
             return {}
-        (outputs, inputs), stored = shape, tensors[values].get_slice(values)
-        if len(stored.get_shape()) != 3:
+        (outputs, inputs), stored = shape, tensors[values]
+        if len(stored.shape) != 3:
             return {values: (shape, {"I8"}), f"{name}.scale": ((outputs,), {"F32"})}
-        Y, packed = stored.get_shape()[1], stored.get_dtype() == "U8"
+        Y, packed = stored.shape[1], stored.type == "U8"
         Q = -(-inputs // max(1, Y * (2 if packed else 1)))
         parts = {values: ((Q, Y, outputs), {"U8", "I8"}), f"{name}.scale": ((Q, outputs), {"F16", "F32"})}
         optional = {f"{name}.zero": ((Q, outputs), {"U8"}), f"{name}.order": ((inputs,), {"I32"})}
         return parts | {part: expected for part, expected in optional.items() if part in tensors}
 
-    def leaf(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, Any]) -> QuantizedWeight:
-        full = [f"{name}.{field}" for field in _FIELDS]
-        found: list[Any] = [tensors[f].get_tensor(f) if f in tensors else None for f in full]
-        values, scale, zero, order = found
-        if values.ndim == 2:
-            return Int8Weight(values, scale)
+    def form(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> QuantizedWeight:
+        return self._weight(name, shape, tensors, lambda tensor: tensor.form)
+
+    def leaf(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> QuantizedWeight:
+        weight = self._weight(name, shape, tensors, StoredTensor.array)
+        order = getattr(weight, "order", None)
         if order is not None and not np.array_equal(np.sort(order), np.arange(shape[1])):
             raise InputError(f"{name}: order does not name every input once: fetch the checkpoint again")
-        return GroupedWeight(values, scale, zero, order, shape[1])
+        return weight
 
-    def spare(self, name: str, tensors: Mapping[str, Any]) -> bool:
+    def _weight(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        tensors: Mapping[str, StoredTensor],
+        get: Callable[[StoredTensor], Any],
+    ) -> QuantizedWeight:
+        stored = {field: tensors[full] for field in _FIELDS if (full := f"{name}.{field}") in tensors}
+        found = {field: get(tensor) for field, tensor in stored.items()}
+        if len(found["values"].shape) == 2:
+            return Int8Weight(found["values"], found["scale"])
+        return GroupedWeight(**({"zero": None, "order": None} | found), inputs=shape[1])
+
+    def spare(self, name: str, tensors: Mapping[str, StoredTensor]) -> bool:
         return False
 
 
@@ -104,7 +120,7 @@ def _write(file: Path, tensors: Mapping[str, jax.Array]) -> None:
     for name in names:
         x, start = tensors[name], end
         end += x.nbytes
-        header[name] = dict(dtype=_TYPES[x.dtype.name], shape=x.shape, data_offsets=[start, end])
+        header[name] = dict(dtype=_NAMES[x.dtype], shape=x.shape, data_offsets=[start, end])
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(file, "wb") as out:

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError, shown
-from ..weights.quantized import GroupedWeight, pack
+from ..weights.quantized import GroupedWeight, grouped_form, pack
 from .files import read_json
 from .own_format import VERSION, OwnFormat, Part
+from .tensors import TYPES, StoredTensor
 
 _REMEDY = (
     "awq (version gemm, 4 bits) and gptq (4 or 8 bits) are read: use such a checkpoint, or the unquantized"
@@ -37,7 +38,9 @@ class FileFormat:
     zero_less_one: bool = False  # gptq: zeros are stored less one,
     borrowed: bool = False  # and that was subtracted from whole words, with borrows between their numbers
 
-    def parts(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, Any]) -> dict[str, Part]:
+    def parts(
+        self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]
+    ) -> dict[str, Part]:
         """Tensors that a quantized matrix is stored as, by name; empty if it is not quantized.
 
         Args:
@@ -61,7 +64,13 @@ class FileFormat:
             parts["g_idx"] = ((inputs,), {"I32", "I64"})
         return {f"{module}.{part}": stored for part, stored in parts.items()}
 
-    def leaf(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, Any]) -> GroupedWeight:
+    def form(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> GroupedWeight:
+        """Shapes and types of `leaf`. Only X.g_idx is read: it may name the inputs in their own order."""
+        J, module = self._inputs(shape[1]), name.removesuffix(".weight")
+        scale = np.float16 if tensors[f"{module}.scales"].type == "F16" else np.float32
+        return grouped_form(shape, self.bits, J, scale, self._order(name, shape[1], tensors) is not None)
+
+    def leaf(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> GroupedWeight:
         """The matrix whose `parts` have been checked; NumPy arrays in the leaf.
 
         Raises:
@@ -69,11 +78,10 @@ class FileFormat:
         """
 
         def get(part: str) -> Any:
-            full = f"{name.removesuffix('.weight')}.{part}"
-            return tensors[full].get_tensor(full) if full in tensors else None
+            return tensors[f"{name.removesuffix('.weight')}.{part}"].array()
 
         (outputs, inputs), J = shape, self._inputs(shape[1])
-        order = None if self.method == "awq" else _order(name, get("g_idx"), J, inputs)
+        order = self._order(name, inputs, tensors)
         zero_QO, scale_QO = self._zeros(get("qzeros"))[:, :outputs], get("scales")
         if self.bits == 8 and (zero_QO != 128).any():
             raise InputError(
@@ -89,15 +97,32 @@ class FileFormat:
             return GroupedWeight((levels_QJO ^ 128).view(np.int8), scale_QO, None, order, inputs)  # q - 128
         return GroupedWeight(pack(levels_QJO), scale_QO, np.ascontiguousarray(zero_QO), order, inputs)
 
-    def spare(self, name: str, tensors: Mapping[str, Any]) -> bool:
+    def spare(self, name: str, tensors: Mapping[str, StoredTensor]) -> bool:
         """Whether a tensor says nothing: some writers give every quantized matrix a bias, of zeros."""
         module = name.removesuffix(".bias")
-        return module != name and f"{module}.qweight" in tensors and not tensors[name].get_tensor(name).any()
+        if module == name or f"{module}.qweight" not in tensors or tensors[name].type not in TYPES:
+            return False
+        return not tensors[name].array().any()
 
     def _inputs(self, inputs: int) -> int:
         """J: inputs of a group, even."""
         even = inputs + inputs % 2
         return min(self.group, even) if self.group > 0 else even
+
+    def _order(self, name: str, inputs: int, tensors: Mapping[str, StoredTensor]) -> np.ndarray | None:
+        """Inputs group by group, from the group of each in X.g_idx; None if that is their own order."""
+        J, module = self._inputs(inputs), name.removesuffix(".weight")
+        if self.method == "awq" or f"{module}.g_idx" not in tensors:
+            return None
+        natural_I, group_I = np.arange(inputs) // J, tensors[f"{module}.g_idx"].array()
+        if np.array_equal(group_I, natural_I):
+            return None
+        order_I = np.argsort(group_I, kind="stable")
+        if not np.array_equal(group_I[order_I], natural_I):
+            raise InputError(
+                f"{name}: g_idx does not give every group its {J} inputs: fetch the checkpoint again"
+            )
+        return order_I.astype(np.int32)
 
     def _levels(self, words: np.ndarray) -> np.ndarray:
         """X.qweight as uint8 [I, O]: AWQ's words hold neighbouring outputs, GPTQ's neighbouring inputs."""
@@ -175,19 +200,6 @@ def _old_settings(path: Path) -> Mapping[str, Any] | None:
         if "bits" in given:  # files of other programs have these names too
             return {"quant_method": method} | given
     return None
-
-
-def _order(name: str, group_I: np.ndarray | None, J: int, inputs: int) -> np.ndarray | None:
-    """Inputs group by group, from the group of each; None if that is their own order."""
-    natural_I = np.arange(inputs) // J
-    if group_I is None or np.array_equal(group_I, natural_I):
-        return None
-    order_I = np.argsort(group_I, kind="stable")
-    if not np.array_equal(group_I[order_I], natural_I):
-        raise InputError(
-            f"{name}: g_idx does not give every group its {J} inputs: fetch the checkpoint again"
-        )
-    return order_I.astype(np.int32)
 
 
 def _numbers(words: np.ndarray, bits: int) -> list[np.ndarray]:

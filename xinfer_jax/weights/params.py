@@ -38,14 +38,12 @@ class ParamSpec:
             return {self.hf_name.format(expert): self.shape[1:] for expert in range(self.shape[0])}
         return {self.hf_name: self.shape}
 
-    def read(self, tensors: Mapping[str, Any]) -> np.ndarray:
-        """The tensor from those that hold it, safetensors by name."""
+    def parts(self, tensors: Mapping[str, Any]) -> list[Any]:
+        """What holds it, in equal parts: `StoredTensor`s out of those of a checkpoint, by name."""
         if self.fused_name and self.fused_name in tensors:
-            rows = slice(self.first_row, self.first_row + self.shape[-2])
-            held = tensors[self.fused_name].get_slice(self.fused_name)
-            return held[rows] if len(self.shape) == 2 else held[:, rows]
-        parts = [tensors[name].get_tensor(name) for name in self.stored(tensors)]
-        return np.stack(parts) if "{}" in self.hf_name else parts[0]
+            firsts = range(self.first_row, self.fused_rows * math.prod(self.shape[:-2]), self.fused_rows)
+            return [tensors[self.fused_name].part(first, self.shape[-2:]) for first in firsts]
+        return [tensors[name] for name in self.stored(tensors)]
 
 
 def param_specs(config: ModelConfig) -> Params:
@@ -209,5 +207,5 @@ def resolve_dtype(dtype: Any) -> Any:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes that the arrays of a pytree hold."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    """Bytes that the arrays of a pytree hold, or will, where they are shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -19,6 +19,7 @@ from jax import lax
 
 from ..brief import Brief
 from ..errors import InputError
+from ..host import aligned, by_blocks
 from .products import dot, in_front, tile_by_tile
 
 METHODS = ("int8", "int4")
@@ -76,50 +77,84 @@ def is_quantized(leaf: Any) -> bool:
     return isinstance(leaf, Int8Weight | GroupedWeight)
 
 
-def quantized_leaf(matrix_OI: np.ndarray, name: str, quantize: str) -> QuantizedWeight:
-    """A checkpoint's matrix as `quantize` says. That of the vocabulary stays int8: it errs in every logit."""
-    vocabulary = "embed_tokens" in name or name.startswith("lm_head")
-    with np.errstate(invalid="ignore", over="ignore"):  # the smallest and largest are NaN where any is
-        if not (np.isfinite(matrix_OI.min()) and np.isfinite(matrix_OI.max())):
-            raise InputError(
-                f"{name} holds NaN or inf, which cannot be quantized: fetch the checkpoint again"
-            )
-        leaf = quantize_matrix(matrix_OI, 8 if quantize == "int8" or vocabulary else 4)
-    if not np.isfinite(leaf.scale).all():
-        raise InputError(f"{name} holds numbers too large to be quantized: load it without quantize")
-    return jax.device_put(leaf)
+def quantized_leaf(matrix_OI: Any, name: str, quantize: str) -> QuantizedWeight:
+    """A checkpoint's matrix as `quantize` says; arguments as in `quantize_matrix`."""
+    leaf = quantize_matrix(matrix_OI, _bits(name, quantize))
+    if np.isfinite(leaf.scale).all():
+        return jax.device_put(leaf)
+    blocks = (matrix_OI[first : first + GROUP] for first in range(0, matrix_OI.shape[0], GROUP))
+    if not all(np.isfinite(block.astype(np.float32)).all() for block in blocks):
+        raise InputError(f"{name} holds NaN or inf, which cannot be quantized: fetch the checkpoint again")
+    raise InputError(f"{name} holds numbers too large to be quantized: load it without quantize")
 
 
-def quantize_matrix(matrix_OI: np.ndarray, bits: int = 8, group: int | None = None) -> QuantizedWeight:
-    """Rounds to nearest, some outputs at a time: on the host, without a float32 copy of the whole matrix.
+def quantized_form(shape: tuple[int, ...], name: str, quantize: str) -> QuantizedWeight:
+    """Shapes and types of `quantized_leaf`, `jax.ShapeDtypeStruct` in the leaf."""
+    return _form(shape, _bits(name, quantize))
+
+
+def _bits(name: str, quantize: str) -> int:
+    """The matrix of the vocabulary stays int8: it errs in every logit."""
+    return 8 if quantize == "int8" or "embed_tokens" in name or name.startswith("lm_head") else 4
+
+
+def quantize_matrix(matrix_OI: Any, bits: int = 8, group: int | None = None) -> QuantizedWeight:
+    """Rounds to nearest, some outputs at a time on each core: without a float32 copy of the whole matrix.
 
     Args:
-        matrix_OI: any float type, [outputs, inputs].
+        matrix_OI: any float type, [outputs, inputs]: an array, or what reads rows of one when asked for them.
         bits: 8 or 4.
         group: inputs that share a scale; None: as `group_size` chooses.
 
     Returns:
         NumPy arrays in the leaf. 8 bits are symmetric; 4 have a zero point, too few to waste a side.
     """
-    outputs, inputs = matrix_OI.shape
-    J = group or group_size(matrix_OI.shape, bits)
+    weight = jax.tree.map(aligned, _form(matrix_OI.shape, bits, group))
+    by_blocks(lambda at: _round(matrix_OI[at].astype(np.float32), weight, at), *matrix_OI.shape)
+    return weight
+
+
+def _form(shape: tuple[int, ...], bits: int, group: int | None = None) -> QuantizedWeight:
+    (outputs, inputs), J, form = shape, group or group_size(shape, bits), jax.ShapeDtypeStruct
     if bits == 8 and J >= inputs:
-        values, scale = np.empty(matrix_OI.shape, np.int8), np.empty(outputs, np.float32)
-        for at, block in _blocks(matrix_OI):
-            most = np.maximum(block.max(1), -block.min(1))
-            scale[at] = np.where(most > 0, most, 1) / np.float32(127)
-            values[at] = np.rint(np.divide(block, scale[at][:, None], out=block), out=block)
-        return Int8Weight(values, scale)
+        return Int8Weight(form(shape, np.int8), form((outputs,), np.float32))
+    return grouped_form(shape, bits, J)
+
+
+def grouped_form(
+    shape: tuple[int, ...], bits: int, J: int, scale: Any = np.float16, ordered: bool = False
+) -> GroupedWeight:
+    """Shapes and types of a matrix [O, I] in groups of J; scale: that type; ordered: with an order."""
+    (outputs, inputs), form = shape, jax.ShapeDtypeStruct
     Q, (Y, kind) = -(-inputs // J), (J, np.int8) if bits == 8 else (J // 2, np.uint8)
-    values, scale = np.empty((Q, Y, outputs), kind), np.empty((Q, outputs), np.float16)
-    zero = None if bits == 8 else np.empty((Q, outputs), np.uint8)
-    for at, block in _blocks(matrix_OI):
-        levels_OQJ, step_OQ, zero_OQ = nearest(in_groups(block, J), bits)
+    return GroupedWeight(
+        form((Q, Y, outputs), kind),
+        form((Q, outputs), scale),
+        None if bits == 8 else form((Q, outputs), np.uint8),
+        form((inputs,), np.int32) if ordered else None,
+        inputs,
+    )
+
+
+def _round(block_OI: np.ndarray, weight: QuantizedWeight, at: slice) -> None:
+    """Some outputs of a weight, from float32 that is overwritten. NaN and inf show in the scales."""
+    with np.errstate(all="ignore"):
+        if isinstance(weight, Int8Weight):
+            most = np.maximum(block_OI.max(1), -block_OI.min(1))
+            weight.scale[at] = scale = np.where(most == 0, 1, most) / np.float32(127)
+            weight.values[at] = np.rint(np.divide(block_OI, scale[:, None], out=block_OI), out=block_OI)
+            return
+        kind = weight.values.dtype
+        if kind == np.uint8:  # outputs last in memory, as in the weight: all that follows is elementwise
+            block_OI = np.asfortranarray(block_OI)
+        levels_OQJ, step_OQ, zero_OQ = nearest(
+            in_groups(block_OI, weight.group), 4 if kind == np.uint8 else 8
+        )
         levels_QJO = levels_OQJ.astype(kind).transpose(1, 2, 0)
-        values[:, :, at], scale[:, at] = levels_QJO if bits == 8 else pack(levels_QJO), step_OQ.T
-        if zero is not None:
-            zero[:, at] = zero_OQ.T
-    return GroupedWeight(values, scale, zero, None, inputs)
+        weight.values[:, :, at] = pack(levels_QJO) if kind == np.uint8 else levels_QJO
+        weight.scale[:, at] = step_OQ.T
+        if weight.zero is not None:
+            weight.zero[:, at] = zero_OQ.T
 
 
 def group_size(shape: tuple[int, ...], bits: int) -> int:
@@ -163,13 +198,6 @@ def pack(levels_QJO: np.ndarray) -> np.ndarray:
     """4-bit numbers, uint8 [Q, J, O], as [Q, J/2, O]: j of a group in a byte's low half, j + J/2 above."""
     half = levels_QJO.shape[1] // 2
     return levels_QJO[:, :half] | (levels_QJO[:, half:] << 4)
-
-
-def _blocks(matrix_OI: np.ndarray, size: int = 1 << 22):
-    """Runs of rows as float32, each below 16 MiB."""
-    rows = max(1, size // matrix_OI.shape[1])
-    for first in range(0, len(matrix_OI), rows):
-        yield slice(first, first + rows), matrix_OI[first : first + rows].astype(np.float32)
 
 
 def dequantize(weight: QuantizedWeight) -> jax.Array:
