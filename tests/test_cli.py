@@ -11,6 +11,7 @@ import tiny
 from tiny import ANSWER, ANSWER_IDS, ASK, QUESTION
 
 import xinfer_jax as xj
+from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.cli import startup
 from xinfer_jax.text import encode_prompt
 
@@ -154,17 +155,18 @@ def test_verbose_says_which_kernels_run(command, good, ask):
     code, out, err = command(f"--model={good}", ASK, "--verbose", "--impl=xla")
     kernels = "prefill_attention, decode_attention, argmax, lm_head_argmax"
     assert (code, out, err.splitlines()[0]) == (0, ANSWER + "\n", f"xla (asked for by name): {kernels}")
+    assert err.splitlines()[1].startswith("layer by layer: ")
     assert ask("--impl=xla")["stats"]["kernels"] == dict.fromkeys(kernels.split(", "), "xla")
 
 
 def test_dtype(command, good, monkeypatch):
     loaded = []
 
-    def load_model(*args, **options):
-        loaded.append(xj.load_model(*args, **options))
+    def opened(*args, **options):
+        loaded.append(open_checkpoint(*args, **options).model)
         raise xj.InputError("that will do: generating would compile another program")
 
-    monkeypatch.setattr(startup, "load_model", load_model)
+    monkeypatch.setattr(startup, "open_checkpoint", opened)
     for dtype in ("bfloat16", "float16", "float32"):
         command(f"--model={good}", ASK, f"--dtype={dtype}")
         assert {str(leaf.dtype) for leaf in jax.tree.leaves(loaded.pop().params)} == {dtype}

@@ -16,7 +16,6 @@ from tiny import ASK
 
 import xinfer_jax as xj
 from xinfer_jax.cli import answer, answer_flags as cli, startup
-from xinfer_jax.generation import run as generation
 from xinfer_jax.model.attention import check_impl
 from xinfer_jax.weights.params import resolve_dtype
 from xinfer_jax.weights.quantized import check_method
@@ -100,7 +99,7 @@ BAD_FLAGS = {
 @pytest.mark.parametrize("name", BAD_FLAGS)
 def test_bad_flags_are_refused_before_a_model_is_loaded(command, monkeypatch, name):
     args, message = BAD_FLAGS[name]
-    monkeypatch.setattr(answer, "load", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(answer, "open_model", lambda *_: pytest.fail("a model was loaded"))
     assert re.search(message, refusal(command(ASK, *args)))
 
 
@@ -173,18 +172,18 @@ assert "jax" not in sys.modules and "numpy" not in sys.modules
     ids=["memory", "device-memory", "backend", "file"],
 )
 def test_what_the_machine_refuses_is_one_line(command, monkeypatch, error, said):
-    def load_model(*_, **__):
+    def open_checkpoint(*_, **__):
         raise error
 
-    monkeypatch.setattr(startup, "load_model", load_model)
+    monkeypatch.setattr(startup, "open_checkpoint", open_checkpoint)
     assert re.search(said, refusal(command(ASK)))
 
 
 def test_a_fault_of_ours_keeps_its_traceback(monkeypatch):
-    def load_model(*_, **__):
+    def open_checkpoint(*_, **__):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(startup, "load_model", load_model)
+    monkeypatch.setattr(startup, "open_checkpoint", open_checkpoint)
     with pytest.raises(RuntimeError, match="a bug"):
         cli.main(["xinfer-jax", "--compilation_cache=", "--prompt=x"])
 
@@ -308,8 +307,7 @@ def test_empty_directory(command, tmp_path):
     ],
 )
 def test_refused_before_anything_is_traced(command, good, monkeypatch, args, message):
-    for name in ("init_cache", "prefill"):
-        monkeypatch.setattr(generation, name, lambda *_, **__: pytest.fail("the model ran"))
+    monkeypatch.setattr(answer, "read_and_compile", lambda *_: pytest.fail("weights were read"))
     assert re.search(message, refusal(command(f"--model={good}", *args)))
 
 
@@ -323,5 +321,5 @@ def test_interrupt(command, good, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(startup, "load_model", interrupted)
+    monkeypatch.setattr(startup, "open_checkpoint", interrupted)
     assert command(f"--model={good}", "--prompt=x") == (130, "", "")

@@ -14,6 +14,7 @@ from .checkpoint.tokenizer import Tokenizer
 from .checks import in_order
 from .errors import InputError, shown
 from .generation.options import GenerateOptions, GenerateOutput, asked
+from .generation.programs import Ahead
 from .generation.streaming import Stream, generate, stream
 
 _FORM = "[{'role': …, 'content': …}, …]"
@@ -170,6 +171,10 @@ class TextStream(Iterator[str]):
         if rest := self._answer.finish():
             return rest
         raise StopIteration
+
+    def prepare(self) -> Ahead:
+        """As `Stream.prepare`."""
+        return self._steps.prepare()
 
     def stop(self) -> None:
         """Ends the answer after the pieces that were given, with the finish_reason "stop"."""

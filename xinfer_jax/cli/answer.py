@@ -12,14 +12,17 @@ from kernels_pallas import Selection
 from ..brief import mib
 from ..checkpoint.loading import Model
 from ..errors import InputError
-from ..generation.beams import beam_search
+from ..generation.beams import beam_search, prepare_beams
 from ..generation.kernels import kernels_used
 from ..generation.options import GenerateOptions, chosen_capacity
+from ..generation.programs import Ahead
+from ..generation.rows import road
+from ..sampling.choice import seeded
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.settings import SamplingConfig
 from ..stats import GenerateStats
 from ..text import TokenText, alternatives_text, encode_prompt, stream_answer
-from .startup import from_the_first, keep_compiled_programs, load
+from .startup import from_the_first, keep_compiled_programs, open_model, read_and_compile, waiting
 from .terminal import status, write
 
 Flags = Any  # `Program.values` of answer_flags.py: flags.NAME
@@ -30,10 +33,11 @@ Found = tuple[dict[str, Any], GenerateStats]  # what JSON says of an answer, and
 def answer(flags: Flags, prompt: str) -> int:
     """Prints the answer to a prompt; the exit code."""
     keep_compiled_programs("xinfer-jax", flags.compilation_cache)
-    model = load(flags.model, flags.dtype, flags.quantize)
-    draft = flags.draft
+    checkpoints, draft = [open_model(flags.model, flags.dtype, flags.quantize)], flags.draft
     if draft not in (None, "lookup"):
-        draft = load(draft, flags.dtype, flags.quantize)
+        checkpoints.append(open_model(draft, flags.dtype, flags.quantize))
+        draft = checkpoints[1].model
+    model = checkpoints[0].model  # of shapes, which say what to compile
     sampling = _sampling(flags, model)
     options = GenerateOptions(
         flags.max_tokens, sampling, use_cache=flags.use_cache, impl=flags.impl,
@@ -47,9 +51,13 @@ def answer(flags: Flags, prompt: str) -> int:
         for choice in dict.fromkeys(used.values()):
             served = ", ".join(kernel for kernel in used if used[kernel] == choice)
             status.say(f"{choice.impl} ({choice.reason}): {served}")
-    # Two programs less to compile.
-    key = jax.random.key(flags.seed) if sampling.temperature > 0 else None
-    found, stats = (_beams if flags.num_beams > 1 else _stream)(flags, model, ids, options, key)
+        status.say(f"{road(model.params).name}: {road(model.params).about}")
+    key = seeded(flags.seed) if sampling.temperature > 0 else None
+    way = _Beams if flags.num_beams > 1 else _Stream
+    model, *drafts = read_and_compile(way(flags, model, ids, options, key).prepare, *checkpoints)
+    if drafts:
+        options = dataclasses.replace(options, draft=drafts[0])
+    found, stats = way(flags, model, ids, options, key).found()
     if flags.output == "json":  # ASCII only, whatever the locale
         write(f"{json.dumps(found | {'stats': _stats(model, stats, used)})}\n")
     else:
@@ -66,24 +74,35 @@ def _sampling(flags: Flags, model: Model) -> SamplingConfig:
     return dataclasses.replace(defaults, **given).validate()
 
 
-def _stream(flags: Flags, model: Model, ids: list[int], options: GenerateOptions, key: Key) -> Found:
-    """Prints the answer as it comes, then how probable its tokens were, unless JSON is asked for."""
-    answer, text = stream_answer(model, ids, options, key=key), ""
-    for piece in from_the_first(answer):
-        text += piece
-        if flags.output == "text":
-            write(piece)
-    out = answer.output
-    found = dict(text=text, tokens=out.tokens[0], prompt_tokens=len(ids), finish_reason=out.finish_reason[0])
-    noted = []
-    if out.alternatives is not None:
-        found["logprobs"] = noted = list(map(_token, out.alternatives[0], alternatives_text(model, out)))
-    if flags.output == "text":
-        write("\n")
-        for token in noted:
-            likely = ((t["text"], 100 * math.exp(t["logprob"])) for t in (token, *token["top"]))
-            status.say(" ".join(f"{word!r} {percent:.1f}%" for word, percent in likely))
-    return found, out.stats
+class _Stream:
+    """An answer that is printed as it comes."""
+
+    def __init__(self, flags: Flags, model: Model, ids: list[int], options: GenerateOptions, key: Key):
+        self._flags, self._model, self._ids = flags, model, ids
+        self._answer = stream_answer(model, ids, options, key=key)
+        self.prepare = self._answer.prepare
+
+    def found(self) -> Found:
+        """Prints it, then how probable its tokens were, unless JSON is asked for."""
+        text, as_text = "", self._flags.output == "text"
+        for piece in from_the_first(self._answer):
+            text += piece
+            if as_text:
+                write(piece)
+        out, prompt_tokens = self._answer.output, len(self._ids)
+        found = dict(
+            text=text, tokens=out.tokens[0], prompt_tokens=prompt_tokens, finish_reason=out.finish_reason[0]
+        )
+        noted = []
+        if out.alternatives is not None:
+            texts = alternatives_text(self._model, out)
+            found["logprobs"] = noted = list(map(_token, out.alternatives[0], texts))
+        if as_text:
+            write("\n")
+            for token in noted:
+                likely = ((t["text"], 100 * math.exp(t["logprob"])) for t in (token, *token["top"]))
+                status.say(" ".join(f"{word!r} {percent:.1f}%" for word, percent in likely))
+        return found, out.stats
 
 
 def _token(t: TokenLogprobs, texts: list[TokenText]) -> dict[str, Any]:
@@ -93,24 +112,34 @@ def _token(t: TokenLogprobs, texts: list[TokenText]) -> dict[str, Any]:
     return dict(id=t.id, text=texts[0].text, logprob=t.logprob, processed_logprob=processed, top=top)
 
 
-def _beams(flags: Flags, model: Model, ids: list[int], options: GenerateOptions, key: Key) -> Found:
-    """Prints the best sequence, unless JSON is asked for: then it has all of them."""
-    with status("compiling and searching"):
-        out = beam_search(
-            model.params, model.config, ids, num_beams=flags.num_beams, length_penalty=flags.length_penalty,
-            early_stopping={"true": True, "false": False}.get(flags.early_stopping, flags.early_stopping),
+class _Beams:
+    """The best sequences of a search."""
+
+    def __init__(self, flags: Flags, model: Model, ids: list[int], options: GenerateOptions, key: Key):
+        stopping = {"true": True, "false": False}.get(flags.early_stopping, flags.early_stopping)
+        self._flags, self._model, self._ids = flags, model, ids
+        self._asked: dict[str, Any] = dict(
+            num_beams=flags.num_beams, length_penalty=flags.length_penalty, early_stopping=stopping,
             key=key, max_new_tokens=options.max_new_tokens, sampling=options.sampling,
             impl=options.impl, cache_dtype=options.cache_dtype,
         )  # fmt: skip
-    if not out.sequences:
-        raise InputError("no beam can be continued under these settings: loosen them")
-    tokenizer: Any = model.tokenizer  # which has encoded the prompt
-    scored = zip(out.sequences, out.scores, strict=True)
-    sequences = [dict(text=tokenizer.decode(s), tokens=s, score=score) for s, score in scored]
-    if flags.output == "text":
-        write(f"{sequences[0]['text']}\n")
-        status.say(f"Best of {len(sequences)} sequences, score {sequences[0]['score']:.3f}")
-    return dict(sequences=sequences, prompt_tokens=len(ids)), out.stats
+
+    def prepare(self) -> Ahead:
+        return prepare_beams(self._model.params, self._model.config, self._ids, **self._asked)
+
+    def found(self) -> Found:
+        """Prints the best sequence, unless JSON is asked for: then it has all of them."""
+        with waiting("searching", self.prepare):
+            out = beam_search(self._model.params, self._model.config, self._ids, **self._asked)
+        if not out.sequences:
+            raise InputError("no beam can be continued under these settings: loosen them")
+        tokenizer: Any = self._model.tokenizer  # which has encoded the prompt
+        scored = zip(out.sequences, out.scores, strict=True)
+        sequences = [dict(text=tokenizer.decode(s), tokens=s, score=score) for s, score in scored]
+        if self._flags.output == "text":
+            write(f"{sequences[0]['text']}\n")
+            status.say(f"Best of {len(sequences)} sequences, score {sequences[0]['score']:.3f}")
+        return dict(sequences=sequences, prompt_tokens=len(self._ids)), out.stats
 
 
 def _report(model: Model, s: GenerateStats, reason: str | None) -> list[str]:

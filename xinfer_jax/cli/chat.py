@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -9,11 +10,12 @@ import jax
 from ..cache.prefix import Prefix
 from ..errors import InputError
 from ..generation.options import GenerateOptions, GenerateOutput
+from ..sampling.choice import seeded
 from ..sampling.settings import SamplingConfig
 from ..stats import GenerateStats
 from ..text import encode_prompt, stream_answer
 from .process import told_first
-from .startup import from_the_first, keep_compiled_programs, load
+from .startup import from_the_first, keep_compiled_programs, open_model, read_and_compile
 from .terminal import status, write
 
 _LONGEST = 2**20  # characters of what is said at a time
@@ -64,7 +66,8 @@ class Conversation:
     """Turns, and the cache that holds them."""
 
     def __init__(self, flags: Any):
-        self._model = load(flags.model, flags.dtype, flags.quantize)
+        checkpoint = open_model(flags.model, flags.dtype, flags.quantize)
+        self._model = checkpoint.model
         sampling = SamplingConfig.from_hf(self._model.generation_config)
         if flags.temperature is not None:
             sampling = dataclasses.replace(sampling, temperature=flags.temperature)
@@ -74,9 +77,16 @@ class Conversation:
             raise InputError(f"--max_tokens={new} leaves no room for a question in {where}: lower it")
         self._capacity = capacity
         self._options = GenerateOptions(new, sampling.validate(), capacity=capacity, keep_prefix=True)
-        self._key = jax.random.key(flags.seed)
+        self._key = seeded(flags.seed)
         self._system = [] if flags.system is None else [{"role": "system", "content": flags.system}]
         self.reset()
+        (self._model,) = read_and_compile(self._prepare, checkpoint)
+
+    def _prepare(self) -> None:
+        """Begins to compile for a short question, as most first ones are."""
+        with suppress(InputError):  # which concerns that one
+            _, ids = self._fitting([{"role": "user", "content": "?"}])
+            stream_answer(self._model, ids, self._options, key=self._key).prepare()
 
     def reset(self) -> None:
         self._turns: list[dict[str, str]] = []

@@ -2,29 +2,55 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import jax
 
 from ..checkpoint.files import checkpoint_dir
-from ..checkpoint.loading import Model, load_model
+from ..checkpoint.loading import Checkpoint, Model, open_checkpoint
 from ..errors import one_line
+from ..generation.programs import Ahead
+from ..text import TextStream
 from .terminal import status
 
 
-def load(name: str | None, dtype: str | None, quantize: str | None) -> Model:
-    """`load_model`; what is fetched from the hub first shows its own progress."""
+def open_model(name: str | None, dtype: str | None, quantize: str | None) -> Checkpoint:
+    """`open_checkpoint`; what is fetched from the hub first shows its own progress."""
     path = name and checkpoint_dir(name)
-    with status("loading the model"):
-        return load_model(path, dtype=dtype, quantize=quantize)
+    with status("opening the model"):
+        return open_checkpoint(path, dtype=dtype, quantize=quantize)
 
 
-def from_the_first(pieces: Iterator[str]) -> Iterator[str]:
-    """The same pieces; until the first of them comes, the status line says what takes so long."""
-    with status("compiling and reading the prompt"):
-        first = next(pieces, "")
+def read_and_compile(prepare: Callable[[], object], *checkpoints: Checkpoint) -> list[Model]:
+    """Reads weights while what `prepare` begins is compiled."""
+    with ThreadPoolExecutor(1) as reader, status("loading the model and compiling"):
+        models = reader.submit(lambda: [checkpoint.read() for checkpoint in checkpoints])
+        prepare()
+        return models.result()
+
+
+def from_the_first(answer: TextStream) -> Iterator[str]:
+    """Its pieces; until the first of them comes, the status line says what takes so long."""
+    with waiting("reading the prompt", answer.prepare):
+        first = next(answer, "")
     yield first
-    yield from pieces
+    yield from answer
+
+
+@contextmanager
+def waiting(work: str, prepare: Callable[[], Ahead]) -> Iterator[None]:
+    """The status line of work that waits for programs, with how many of them are compiled."""
+    with status("preparing"):
+        ahead = prepare()
+
+    def line() -> str:
+        done, programs = ahead.done, ahead.programs
+        return work if done == programs else f"{work}: compiled {done} of {programs} programs"
+
+    with status(line):
+        yield
 
 
 def keep_compiled_programs(command: str, directory: str | None) -> None:

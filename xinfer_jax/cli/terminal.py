@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -41,7 +41,7 @@ class StatusLine:
         self._lock, self._shown = threading.Lock(), False
 
     @contextmanager
-    def __call__(self, what: str) -> Iterator[None]:
+    def __call__(self, what: str | Callable[[], str]) -> Iterator[None]:
         if sys.stderr is None or not sys.stderr.isatty():
             yield
             return
@@ -50,7 +50,8 @@ class StatusLine:
         def draw() -> None:
             with self._lock:
                 if not done.is_set():
-                    _write(f"\r{what} {time.perf_counter() - start:.1f} s{_ERASE}")
+                    now = what if isinstance(what, str) else what()
+                    _write(f"\r{now} {time.perf_counter() - start:.1f} s{_ERASE}")
                     self._shown = True
 
         def tick() -> None:

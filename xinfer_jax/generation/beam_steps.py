@@ -23,7 +23,7 @@ class Request(NamedTuple):
     length_penalty: Any  # float32
 
 
-class Search(NamedTuple):
+class Kind(NamedTuple):
     """What the program is compiled for."""
 
     beams: int

@@ -4,10 +4,13 @@ prompts ─ read, once each ─► W beams a prompt ─► loop: score → pick 
 write K/V → attend
 """
 
+import copy
 import dataclasses
+import inspect
 import itertools
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from ..brief import counted
-from ..cache.kv_cache import reorder, reorder_tail
+from ..cache.kv_cache import KVCache, reorder, reorder_tail
 from ..checks import in_order, numbers, whole
 from ..config.model_config import ModelConfig
 from ..errors import InputError, shown
@@ -25,13 +28,13 @@ from ..sampling.settings import SamplingConfig
 from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import Params, tree_bytes
 from .batches import check_room, empty_cache, first_state, padded, prompts_of_rows
-from .beam_steps import Found, Request, Search, following, found_in, goes_on, start
+from .beam_steps import Found, Kind, Request, following, found_in, goes_on, start
 from .doors import decode_step
 from .faults import check_cache
 from .loop import bucket
 from .options import Call, GenerateOptions, checked
-from .programs import NOW, Ahead, kinds, prepared, struct
-from .roads import Layered, Whole, ends
+from .programs import NOW, Ahead, Do, kinds, prepared, struct
+from .roads import Whole, ends
 from .rows import road
 
 _MOST_DIGITS = 30  # of a length to the power of the penalty: float32 has 38, and sums take some
@@ -109,56 +112,113 @@ def beam_search(  # noqa: PLR0913  a door
 
     Source: `GenerationMixin._beam_search` of transformers 5; drawing by Gumbel noise: Kool et al. 2019.
     """
-    single = in_order(ids) and len(ids) > 0 and np.ndim(ids[0]) == 0
-    sampling = SamplingConfig() if sampling is None else sampling
-    options = GenerateOptions(
-        max_new_tokens, sampling, eos_token_ids, capacity, impl=impl, cache_dtype=cache_dtype
-    )
-    prompts: Any = [ids] if single else ids
-    call = checked(params, config, prompts, options, key)
-    beams = whole("num_beams", num_beams, 1)
-    returned = beams if num_return_sequences is None else num_return_sequences
-    returned = whole("num_return_sequences", returned, 1)
-    _check(call, beams, returned, length_penalty, early_stopping)
-    new, shortest = call.options.max_new_tokens, min(map(len, call.prompts))
-    early_stopping = early_stopping if beams > 1 else True  # one beam ends at its first EOS
-    moving = bucket(call.longest - shortest + new)
-    kind = Search(beams, len(call.ending), early_stopping, bucket(new), moving)
-    prompt_B = prompts_of_rows(call)
-    check_room(call, beams * call.rows)
+    asked = dict(locals())
     with Stopwatch() as setup:
-        request = Request(first_state(call, prompt_B), np.int32(shortest), np.float32(length_penalty))
-        tokens_BT, num_tokens_B = padded(call.prompts, call.capacity, call.rows)
-        cache = empty_cache(call, params, call.config, call.capacity, call.rows)
-        cache_bytes = beams * tree_bytes((cache.k, cache.v))
-    model, to_read, search = (params, call.config), (tokens_BT, num_tokens_B), _ways[road(call)]
+        search = _Search(**asked)
+    call, stats = search.call, GenerateStats(*search.sizes)
     with Stopwatch() as compiling:
-
-        def rehearse(ahead: Ahead) -> int:
-            behind, held = road(call)(ahead, impl).read(model, *to_read, jax.tree.map(struct, cache), True)
-            search(ahead, model, behind, held, request, kind, impl, 2)
-            return ahead.programs
-
-        ahead, programs = prepared(
-            (kind, call.config, impl, kinds((params, to_read, cache, request))), rehearse
-        )
-        ahead.wait(programs)
+        search.prepare().wait()
     with Stopwatch() as prefilling:
-        read = road(call)(NOW, impl).read(model, *to_read, cache, True)
-        behind, cache = jax.block_until_ready(read)
+        behind = search.read().block_until_ready()
     with Stopwatch() as searching:
-        found, cache = search(NOW, model, behind, cache, request, kind, impl, new)
-        found = jax.device_get(found)
-    check_cache(call, cache)  # the beams' own length is known: at most the prompt's and max_new_tokens
-    sequences, scores, longest = _lists(call, found, returned)
-    stats = GenerateStats(len(call.prompts), sum(map(len, call.prompts)), tree_bytes(params), cache_bytes)
+        found = jax.device_get(search.search(behind))
+    check_cache(call, search.cache)  # the beams' own length is known: at most the prompt's and max_new_tokens
+    sequences, scores, longest = _lists(call, found, search.returned)
     stats.prefill_seconds, stats.decode_seconds = prefilling.seconds, searching.seconds
     stats.ttft_seconds = setup.seconds + prefilling.seconds + searching.seconds
     stats.generated_tokens, stats.decode_steps = longest, int(found.step) - 1
     stats.compile_seconds = compiling.seconds
     stats.count(setup, compiling, prefilling, searching)
     stats.peak_bytes = peak_bytes()
-    return BeamOutput(sequences[0], scores[0], stats) if single else BeamOutput(sequences, scores, stats)
+    if search.single:
+        return BeamOutput(sequences[0], scores[0], stats)
+    return BeamOutput(sequences, scores, stats)
+
+
+def prepare_beams(*args: Any, **asked: Any) -> Ahead:
+    """Begins to compile what `beam_search` of these arguments runs, in threads; parameters may be shapes."""
+    given = inspect.signature(beam_search).bind(*args, **asked)
+    given.apply_defaults()
+    return _Search(**given.arguments, do=Ahead()).prepare()
+
+
+class _Search:
+    """A checked call of `beam_search` on its road."""
+
+    def __init__(  # noqa: PLR0913  those of `beam_search`
+        self, params, config, ids, *, num_beams, num_return_sequences, length_penalty, early_stopping,
+        max_new_tokens, eos_token_ids, sampling, key, capacity, impl, cache_dtype, do: Do = NOW,
+    ):  # fmt: skip
+        self.single = in_order(ids) and len(ids) > 0 and np.ndim(ids[0]) == 0
+        sampling = SamplingConfig() if sampling is None else sampling
+        options = GenerateOptions(
+            max_new_tokens, sampling, eos_token_ids, capacity, impl=impl, cache_dtype=cache_dtype
+        )
+        self.call = call = checked(params, config, [ids] if self.single else ids, options, key)
+        beams = whole("num_beams", num_beams, 1)
+        returned = beams if num_return_sequences is None else num_return_sequences
+        self.returned = whole("num_return_sequences", returned, 1)
+        _check(call, beams, self.returned, length_penalty, early_stopping)
+        self._steps, shortest = call.options.max_new_tokens, min(map(len, call.prompts))
+        early_stopping = early_stopping if beams > 1 else True  # one beam ends at its first EOS
+        moving = bucket(call.longest - shortest + self._steps)
+        self._kind = Kind(beams, len(call.ending), early_stopping, bucket(self._steps), moving)
+        check_room(call, beams * call.rows)
+        rows = first_state(call, prompts_of_rows(call))
+        self._request = Request(rows, np.int32(shortest), np.float32(length_penalty))
+        self._to_read = padded(call.prompts, call.capacity, call.rows)
+        make = partial(empty_cache, call, params, call.config, call.capacity, call.rows)
+        self.cache: KVCache = do.make(make)
+        self._do, self._model, self._road = do, (params, call.config), road(params)(do, impl)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Prompts, their tokens, bytes of weights and of the beams' keys and values."""
+        prompts, params = self.call.prompts, self.call.params
+        held = self._kind.beams * tree_bytes((self.cache.k, self.cache.v))
+        return len(prompts), sum(map(len, prompts)), tree_bytes(params), held
+
+    def prepare(self) -> Ahead:
+        """`prepared` for such a call."""
+        arrays = self._model[0], self._to_read, self.cache, self._request
+
+        def rehearse(ahead: Ahead) -> int:
+            rehearsal = copy.copy(self)
+            rehearsal._do, rehearsal._road = ahead, type(self._road)(ahead, self.call.options.impl)
+            rehearsal.cache, rehearsal._steps = jax.tree.map(struct, self.cache), 2
+            rehearsal.search(rehearsal.read())
+            return ahead.programs
+
+        return prepared((self._kind, self._model[1], self.call.options.impl, kinds(arrays)), rehearse)[0]
+
+    def read(self) -> jax.Array:
+        """What stands behind each prompt, as `Road.choose` takes it."""
+        behind, self.cache = self._road.read(self._model, *self._to_read, self.cache, True)
+        return behind
+
+    def search(self, behind: jax.Array) -> Found:
+        """The sequences that ended, best first, and where the search stopped."""
+        do, impl, model, request, kind = (
+            self._do,
+            self.call.options.impl,
+            self._model,
+            self._request,
+            self._kind,
+        )
+        if isinstance(self._road, Whole):
+            return do(_SEARCH, *model, behind, self.cache, request, kind, impl)
+        row_R = np.repeat(np.arange(len(behind), dtype=np.int32), kind.beams)
+        cache = self._road.share(self.cache, row_R)
+        state, more = do(_START, *ends(model), behind, request, kind)
+        for _ in range(self._steps - 1):
+            if not do.holds(more):
+                break
+            moved = (do(_MOVE, keys, state.parent_R, request.shortest, kind.moving) for keys in cache.layers)
+            cache = dataclasses.replace(cache, layers=tuple(moved))
+            x_R1D, cache = self._road.through(model, _last_tokens, (state,), cache)
+            state, more = do(_NEXT, *ends(model), x_R1D, state, request, kind)
+        self.cache = cache
+        return found_in(state)
 
 
 def _check(call: Call, num_beams: int, returned: int, length_penalty: Any, early_stopping: Any) -> None:
@@ -216,26 +276,6 @@ def _lists(call: Call, found: Found, returned: int) -> tuple[list, list, int]:
     return sequences, scores, longest
 
 
-def _search_whole(do, model, logits_BV, cache, request, kind, impl, steps):
-    """What was found, and the cache of the prompts."""
-    return do(_SEARCH, *model, logits_BV, cache, request, kind, impl), cache
-
-
-def _search_by_layer(do, model, behind_B1D, cache, request, kind, impl, steps):
-    """The same from the host, in so many steps at most; the cache is that of the beams."""
-    walk, row_R = Layered(do, impl), np.repeat(np.arange(len(behind_B1D), dtype=np.int32), kind.beams)
-    cache = walk.share(cache, row_R)
-    state, more = do(_START, *ends(model), behind_B1D, request, kind)
-    for _ in range(steps - 1):
-        if not do.holds(more):
-            break
-        moved = (do(_MOVE, keys, state.parent_R, request.shortest, kind.moving) for keys in cache.layers)
-        cache = dataclasses.replace(cache, layers=tuple(moved))
-        x_R1D, cache = walk.through(model, _last_tokens, (state,), cache)
-        state, more = do(_NEXT, *ends(model), x_R1D, state, request, kind)
-    return found_in(state), cache
-
-
 def _search(params, config, logits_BV, cache, request, kind, impl):
     """The sequences that ended, best first, and where the search stopped."""
 
@@ -271,4 +311,3 @@ _MOVE = jax.jit(
     lambda keys, index_B, first, count: keys.reorder_tail(index_B, first, count),
     static_argnums=3, donate_argnums=0,
 )  # fmt: skip
-_ways = {Whole: _search_whole, Layered: _search_by_layer}

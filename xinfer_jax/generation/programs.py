@@ -78,8 +78,8 @@ class Ahead:
         """No more will come."""
         self._pool.shutdown(wait=False)
 
-    def wait(self, programs: int) -> None:
-        """Until the first so many are compiled; what broke one off is raised."""
+    def wait(self, programs: int | None = None) -> None:
+        """Until the first so many are compiled, or all; what broke one off is raised."""
         waits = not all(future.done() for future in self._compiling[:programs])
         for future in self._compiling[:programs]:
             future.result()

@@ -37,7 +37,7 @@ _Model = tuple[Params, ModelConfig]
 class Whole:
     """One program reads, one decodes."""
 
-    name = "the model is one program"
+    name, about = "whole", "the model is one program, with its loop on the device"
 
     def __init__(self, do: Do, impl: str | None):
         self._do, self._impl = do, impl
@@ -73,7 +73,7 @@ class Whole:
 class Layered:
     """The same a layer at a time: what is compiled does not grow with the layers."""
 
-    name = "layer by layer"
+    name, about = "layer by layer", "a program for each kind of layer, called from the host"
 
     def __init__(self, do: Do, impl: str | None):
         self._do, self._impl = do, impl

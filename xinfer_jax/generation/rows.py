@@ -7,6 +7,7 @@ import numpy as np
 
 from ..cache.kv_cache import KVCache, truncate
 from ..config.model_config import ModelConfig
+from ..weights.params import Params
 from .batches import empty_cache, first_state, padded, prompts_of_rows
 from .options import Call, GenerateOptions
 from .programs import NOW, Ahead, Do, kinds, prepared
@@ -28,7 +29,7 @@ class Rows:
 
     def __init__(self, call: Call, decodes_whole: bool, do: Do = NOW):
         self.call, self.decodes_whole, self._do = call, decodes_whole, do
-        self._reading = road(call)(do, call.options.impl)
+        self._reading = road(call.params)(do, call.options.impl)
         self._decoding = Whole(do, call.options.impl) if decodes_whole else self._reading
         self._prompt_R, prefix = prompts_of_rows(call), call.options.prefix
         self.held_B = np.zeros(call.prompt_rows, np.int32)  # tokens of each prompt that are not read again
@@ -110,9 +111,11 @@ class Rows:
             self.state, self.cache, self.draft = carried
 
 
-def road(call: Call) -> type[Road]:
-    """How a call reads its prompts: layer by layer on one CPU, where first answers wait for the compiler."""
-    leaf = call.params["final_norm"]
+def road(params: Params) -> type[Road]:
+    """How prompts are read, and streams decoded: layer by layer on one CPU, where first answers wait for the
+    compiler. The parameters may be shapes.
+    """
+    leaf = params["final_norm"]
     if isinstance(leaf, jax.Array):
         platforms = [device.platform for device in leaf.devices()]
         return Layered if platforms == ["cpu"] else Whole

@@ -67,7 +67,7 @@ class Run:
     def advance(self, steps: int) -> None:
         """Takes so many steps, or fewer where all rows end; without a cache, one."""
         with Stopwatch() as compiling:
-            self._ahead.wait(self._ahead.programs)
+            self._ahead.wait()
         with Stopwatch() as decoding:
             self._rows.advance(steps, self.chosen)
             self._look()

@@ -13,6 +13,8 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..weights.params import Params
 from .options import Call, GenerateOptions, GenerateOutput, checked
+from .programs import Ahead
+from .rows import Rows, prepare
 from .run import Run
 
 _SYNC_SECONDS = 0.1  # a stream looks at the device about this often, which costs milliseconds each time …
@@ -79,6 +81,12 @@ class Stream(Iterator[list[int | None]]):
         self._output: GenerateOutput | None = None
         self._error: BaseException | None = None
         self._ids: Any = self._steps()
+
+    def prepare(self) -> Ahead:
+        """Begins to compile what the stream runs, in threads, and returns; ids wait for as much as they need.
+        For whoever has other work meanwhile: the parameters may be shapes, and be read then.
+        """
+        return prepare(Rows(self._call, decodes_whole=False, do=Ahead()))[0]
 
     def __next__(self) -> list[int | None]:
         if self._error is not None:

@@ -150,6 +150,11 @@ def check_key(key: jax.Array, batch: int) -> jax.Array:
     return key
 
 
+def seeded(seed: int) -> jax.Array:
+    """`jax.random.key(seed)` of a seed below 2**32, without a program to compile."""
+    return jax.random.wrap_key_data(np.array([0, seed], np.uint32), impl="threefry2x32")
+
+
 def row_keys(key: jax.Array, batch: int) -> jax.Array:
     """One key per row: `fold_in(key, row)` of one key, or the keys themselves where there is one per row.
 
