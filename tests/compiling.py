@@ -1,6 +1,7 @@
 """What jax compiles, counted."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 
 import jax
@@ -14,6 +15,22 @@ def events() -> Iterator[list[str]]:
     def listen(event: str, duration: float, **_: object) -> None:
         if event.startswith("/jax/core/compile/"):
             seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@contextlib.contextmanager
+def programs() -> Iterator[Counter]:
+    """How many programs of each name are compiled inside the block, in whatever thread."""
+    seen: Counter[str] = Counter()
+
+    def listen(event: str, duration: float, **of: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen[str(of["fun_name"]).removeprefix("jit(").removesuffix(")")] += 1
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

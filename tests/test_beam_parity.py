@@ -9,7 +9,7 @@ import parity_cases as cases
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.generation import beams as beam
+from xinfer_jax.generation import beam_steps
 
 EOS = tuple(range(2, 60, 5))  # many, so that sequences end early
 
@@ -164,7 +164,7 @@ def test_every_processor_as_in_transformers(monkeypatch):
         "multinomial",
         lambda p, num_samples: torch.topk(p.log() + torch.tensor(noise), num_samples).indices,
     )
-    monkeypatch.setattr(beam, "gumbel", lambda key, size: noise)
+    monkeypatch.setattr(beam_steps, "gumbel", lambda key, size: noise)
     # A program traced with other noise would not do, nor may another test meet this one.
     jax.clear_caches()
     options, eos = dict(num_beams=3, num_return_sequences=3, max_new_tokens=12), (2, 7, 33, 47)

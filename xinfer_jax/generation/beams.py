@@ -34,7 +34,7 @@ from .faults import check_cache
 from .loop import bucket
 from .options import Call, GenerateOptions, checked
 from .programs import NOW, Ahead, Do, kinds, prepared, struct
-from .roads import Whole, ends
+from .roads import Whole, ends, one_token
 from .rows import road
 
 _MOST_DIGITS = 30  # of a length to the power of the penalty: float32 has 38, and sums take some
@@ -215,7 +215,7 @@ class _Search:
                 break
             moved = (do(_MOVE, keys, state.parent_R, request.shortest, kind.moving) for keys in cache.layers)
             cache = dataclasses.replace(cache, layers=tuple(moved))
-            x_R1D, cache = self._road.through(model, _last_tokens, (state,), cache)
+            x_R1D, cache = self._road.through(model, one_token, (state.token_R,), cache)
             state, more = do(_NEXT, *ends(model), x_R1D, state, request, kind)
         self.cache = cache
         return found_in(state)
@@ -301,13 +301,10 @@ def _behind(step, kind):
     return jax.jit(answer, static_argnums=(1, kind))
 
 
-def _last_tokens(lengths, state):
-    return state.token_R[:, None], jnp.ones(len(state.token_R), jnp.int32), lengths
+def _move(keys, index_B, first, count):
+    return keys.reorder_tail(index_B, first, count)
 
 
 _SEARCH = jax.jit(_search, static_argnames=("config", "kind", "impl"))
 _START, _NEXT = _behind(start, 4), _behind(following, 5)
-_MOVE = jax.jit(
-    lambda keys, index_B, first, count: keys.reorder_tail(index_B, first, count),
-    static_argnums=3, donate_argnums=0,
-)  # fmt: skip
+_MOVE = jax.jit(_move, static_argnums=3, donate_argnums=0)

@@ -106,7 +106,7 @@ class Layered:
         for _ in range(steps):
             if not self._do.holds(goes_on):
                 break
-            x_B1D, cache = self.through(model, _chosen, (state,), cache)
+            x_B1D, cache = self.through(model, _of_active, (state.turn,), cache)
             state, goes_on = self._do(_ANSWER, *ends(model), x_B1D, state, self._impl)
         return state, cache
 
@@ -117,7 +117,7 @@ class Layered:
                 break
             guess_BT, draft_cache = self._guess((draft_params, who.guesser), who, state, draft.cache)
             overflow_B = cache.overflow_B
-            x_BTD, cache = self.through(model, _to_check, (state, guess_BT), cache)
+            x_BTD, cache = self.through(model, _to_check, (state.turn, guess_BT), cache)
             lengths = dataclasses.replace(without_layers(cache), overflow_B=overflow_B)
             counts = dataclasses.replace(draft, cache=None)
             state, counts, lengths, goes_on = self._do(
@@ -129,16 +129,19 @@ class Layered:
 
     def _guess(self, model: Any, who: Guessing, state: DecodeState, cache: KVCache | None) -> Any:
         """The guesses [B, count], and the draft model's cache."""
+        context = state.context
+        known: tuple = context.history_BS, context.position_B
         if cache is None:
-            return self._do(_ASK_FUNCTION, *who, state), None
+            return self._do(_ASK_FUNCTION, *who, *known), None
         guess_BT: Any = np.zeros((len(state.token_B), who.per_pass), np.int32)
-        ask, asked, context = _last_two, (state,), state.context
+        ask: Callable = _last_two
+        asked = known
         for i in range(who.per_pass):
             x_BTD, cache = self.through(model, ask, asked, cache)
             x_BTD = x_BTD if i else self._do(_SECOND, x_BTD)
             args = x_BTD, state, context, guess_BT, np.int32(i), self._impl
             guess_BT, token_B, context = self._do(_GUESS, *ends(model), *args)
-            ask, asked = _guessed, (token_B,)
+            ask, asked = one_token, (token_B,)
         return guess_BT, cache
 
     def through(self, model: _Model, ask: Callable, asked: tuple, cache: KVCache | None) -> Any:
@@ -170,19 +173,23 @@ def _given(lengths, tokens_BT, num_tokens_B):
     return tokens_BT, num_tokens_B, lengths
 
 
-def _chosen(lengths, state):
-    return state.token_B[:, None], state.active_B.astype(jnp.int32), lengths
+def _of_active(lengths, turn):
+    return turn.token_B[:, None], turn.active_B.astype(jnp.int32), lengths
 
 
-def _to_check(lengths, state, guess_BT):
-    return *to_check(state, guess_BT), lengths
+def _to_check(lengths, turn, guess_BT):
+    return *to_check(turn, guess_BT), lengths
 
 
-def _last_two(lengths, state):
-    return last_two(state), jnp.full(len(state.token_B), 2), truncate(lengths, state.position_B - 2)
+def _last_two(lengths, history_BS, length_B):
+    return (
+        last_two(history_BS, length_B),
+        jnp.full(len(length_B), 2, jnp.int32),
+        truncate(lengths, length_B - 2),
+    )
 
 
-def _guessed(lengths, token_B):
+def one_token(lengths, token_B):
     return token_B[:, None], jnp.ones(len(token_B), jnp.int32), lengths
 
 
@@ -196,6 +203,18 @@ def _enter(params, config, ask, asked, lengths, capacity):
 def _last(x_BTD, num_tokens_B, before_B1D):
     """[B, 1, D]: behind each row's last token; what was before where there is none."""
     return jnp.where((num_tokens_B > 0)[:, None, None], last(x_BTD, num_tokens_B)[:, None], before_B1D)
+
+
+def _second(x_B2D):
+    return x_B2D[:, 1:]
+
+
+def _share_layer(keys, index_B):
+    return keys.reorder(index_B)
+
+
+def _copy(keys):
+    return jax.tree.map(jnp.copy, keys)
 
 
 def _answer(params, config, x_B1D, state, impl):
@@ -218,12 +237,12 @@ _STATIC = ("config", "impl")
 _ENTER = jax.jit(_enter, static_argnames=("config", "ask", "capacity"))
 _LAYER = jax.jit(through_layer, static_argnames=(*_STATIC, "kind"), donate_argnames=("x_BTD", "keys"))
 _LAST = jax.jit(_last)
-_SECOND = jax.jit(lambda x_B2D: x_B2D[:, 1:])
+_SECOND = jax.jit(_second)
 _ANSWER = jax.jit(_answer, static_argnames=_STATIC, donate_argnames="state")
 _CHECK = jax.jit(_check, static_argnames=_STATIC, donate_argnames="state")
 _GUESS = jax.jit(_guess, static_argnames=_STATIC)
 _ASK_FUNCTION = jax.jit(ask_function, static_argnums=(0, 1))
 _CHOOSE = jax.jit(choose_and_note, static_argnames="impl")
 _SHARE = jax.jit(reorder)
-_SHARE_LAYER = jax.jit(lambda layer, index_B: layer.reorder(index_B))
-_COPY = jax.jit(lambda layer: jax.tree.map(jnp.copy, layer))
+_SHARE_LAYER = jax.jit(_share_layer)
+_COPY = jax.jit(_copy)

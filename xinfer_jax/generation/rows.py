@@ -141,3 +141,10 @@ def _guesser(options: GenerateOptions) -> tuple[Any, Any]:
     if options.draft is None or options.draft == "lookup" or callable(options.draft):
         return None, look_up if options.draft == "lookup" else options.draft
     return options.draft.params, options.draft.config
+
+
+def _pick(behind_B, prompt_R):
+    return behind_B[prompt_R]
+
+
+_PICK = jax.jit(_pick)

@@ -24,7 +24,7 @@ from ..sampling.choice import choose
 from ..sampling.context import Context
 from ..weights.params import Params
 from .loop import program, until_ended
-from .state import DecodeState, choose_and_note
+from .state import DecodeState, Turn, choose_and_note
 
 # (history_BS, length_B, count) -> int32 [B, count]; traced.
 Guesser = Callable[[jax.Array, jax.Array, int], jax.Array]
@@ -76,7 +76,7 @@ def speculate(  # noqa: PLR0913  `advance`, and who guesses
 
     def step(state, cache, draft):
         guess_BT, draft_cache = _guess(draft_params, guessing, state, draft.cache, impl)
-        overflow_B, (tokens_BT, num_tokens_B) = cache.overflow_B, to_check(state, guess_BT)
+        overflow_B, (tokens_BT, num_tokens_B) = cache.overflow_B, to_check(state.turn, guess_BT)
         hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B, impl=impl)
         checked, draft = check(params, config, hidden_BTD, state, guess_BT, draft, impl)
         # What a guess writes past the capacity is dropped, and its logits are behind the last token.
@@ -86,10 +86,10 @@ def speculate(  # noqa: PLR0913  `advance`, and who guesses
     return until_ended(step, steps, state, cache, draft)
 
 
-def to_check(state: DecodeState, guess_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+def to_check(turn: Turn, guess_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     """What a pass reads of each row, [B, 1 + count], and how much of it: the last token, and the guesses."""
-    tokens_BT = jnp.concatenate([state.token_B[:, None], guess_BT], 1)
-    return tokens_BT, jnp.where(state.active_B, tokens_BT.shape[1], 0)
+    tokens_BT = jnp.concatenate([turn.token_B[:, None], guess_BT], 1)
+    return tokens_BT, tokens_BT.shape[1] * turn.active_B.astype(jnp.int32)
 
 
 def check(  # noqa: PLR0913  `choose_and_note` behind hidden states, and what is counted
@@ -116,9 +116,9 @@ SPECULATE = program(speculate, "guessing", donates=("state", "cache", "draft"))
 
 def _guess(params: Params | None, guessing: Guessing, state: DecodeState, cache: Any, impl: str | None):
     """The guesses [B, count], and the draft model's cache."""
-    guesser, count = guessing
+    (guesser, count), history_BS = guessing, state.context.history_BS
     if not isinstance(guesser, ModelConfig):
-        return ask_function(guesser, count, state), None
+        return ask_function(guesser, count, history_BS, state.position_B), None
 
     def guess(tokens_BT, context, cache):
         hidden_BTD, cache = hidden_states(params, guesser, tokens_BT, cache, None, impl=impl)
@@ -130,21 +130,21 @@ def _guess(params: Params | None, guessing: Guessing, state: DecodeState, cache:
         return guess_BT.at[:, i].set(token_B), token_B, context, cache
 
     # The last two tokens: where every guess was right, the draft has not seen the last one but one.
-    token_B, context, cache = guess(last_two(state), state.context, truncate(cache, state.position_B - 2))
+    last_BT = last_two(history_BS, state.position_B)
+    token_B, context, cache = guess(last_BT, state.context, truncate(cache, state.position_B - 2))
     guess_BT = jnp.zeros((len(token_B), count), jnp.int32).at[:, 0].set(token_B)
     guess_BT, _, _, cache = lax.fori_loop(1, count, step, (guess_BT, token_B, context, cache))
     return guess_BT, cache
 
 
-def ask_function(guesser: Guesser, count: int, state: DecodeState) -> jax.Array:
+def ask_function(guesser: Guesser, count: int, history_BS: Any, length_B: jax.Array) -> jax.Array:
     """int32 [B, count]."""
-    return jnp.asarray(guesser(state.context.history_BS, state.position_B, count), jnp.int32)
+    return jnp.asarray(guesser(history_BS, length_B, count), jnp.int32)
 
 
-def last_two(state: DecodeState) -> jax.Array:
+def last_two(history_BS: Any, length_B: jax.Array) -> jax.Array:
     """int32 [B, 2]: each row's last tokens."""
-    history_BS: Any = state.context.history_BS  # as `speculate` asks
-    return jnp.take_along_axis(history_BS, state.position_B[:, None] + jnp.array([-2, -1]), 1)
+    return jnp.take_along_axis(history_BS, length_B[:, None] + jnp.array([-2, -1]), 1)
 
 
 def draft_choice(  # noqa: PLR0913

@@ -40,8 +40,26 @@ class DecodeState(Brief):
         return self.context.position_B
 
     @property
+    def turn(self) -> "Turn":
+        """What the next pass of the model wants to know."""
+        return Turn(self.token_B, self.finished_B, self.length_B, self.limit_B)
+
+    @property
     def active_B(self) -> Any:
         """bool [B]: the row has not ended: no EOS yet, and its limit not reached."""
+        return self.turn.active_B
+
+
+class Turn(NamedTuple):
+    """Of a `DecodeState` what is the same with any settings."""
+
+    token_B: Any
+    finished_B: Any
+    length_B: Any
+    limit_B: Any
+
+    @property
+    def active_B(self) -> Any:
         return ~self.finished_B & (self.length_B < self.limit_B)
 
 

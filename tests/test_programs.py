@@ -1,0 +1,175 @@
+"""Which call compiles what: few programs, which do not grow with the layers. Two roads give the same."""
+
+import dataclasses
+
+import compiling
+import jax
+import numpy as np
+import pytest
+import tiny
+
+import xinfer_jax as xj
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.generation import rows
+
+PROMPT, LONG = [5, 6, 7, 8, 9], list(range(20))
+SMALL = tiny.CONFIG | dict(hidden_size=16, intermediate_size=16, num_attention_heads=2)
+WARM = xj.SamplingConfig(temperature=0.9, top_k=30)
+FULL = xj.SamplingConfig(min_p=0.1, temperature=0.9)
+OURS = {
+    "_enter", "through_layer", "_last", "_second", "_answer", "_check", "_guess", "ask_function", "_pick",
+    "_share_layer", "_copy", "reorder", "_move", "answer", "advance", "speculate", "read", "read_again",
+    "choose_and_note", "_search",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = from_hf(SMALL)
+    return xj.init_params(config, jax.random.key(0)), config
+
+
+def layers(count: int):
+    config = from_hf(SMALL | dict(num_hidden_layers=count, hidden_size=8 * count))
+    return xj.init_params(config, jax.random.key(0)), config
+
+
+def asked(**given) -> xj.GenerateOptions:
+    return xj.GenerateOptions(**dict(max_new_tokens=4, eos_token_ids=(), capacity=64) | given)
+
+
+def streamed(model, prompts=(PROMPT,), **given):
+    stream = xj.stream(*model, prompts, asked(**given), key=jax.random.key(0))
+    tokens = list(stream)
+    return tokens, stream.output
+
+
+def ours(seen) -> dict[str, int]:
+    return {name: count for name, count in seen.items() if name in OURS}
+
+
+def test_which_call_compiles_what(model):
+    """The table: each line after all before it, in a cache of 64 tokens."""
+    draft = xj.Model(*model, None, {}, None)
+    reading, one_more = dict(_enter=1, through_layer=1, _last=1), dict(_enter=1, through_layer=1)
+    table = [
+        ("a stream", {}, dict(_enter=2, through_layer=2, _last=1, _answer=1)),
+        ("the same again", {}, {}),
+        ("another length of the answer", dict(max_new_tokens=9), {}),
+        ("other plain settings", dict(sampling=WARM), {}),
+        ("any other settings", dict(sampling=FULL), dict(_answer=1)),
+        ("alternatives", dict(logprobs=2), dict(_answer=1)),
+        ("a longer prompt", dict(prompts=[LONG]), reading),
+        ("two prompts", dict(prompts=[PROMPT, PROMPT]), dict(_enter=2, through_layer=2, _last=1, _answer=1)),
+        ("two answers", dict(n=2), dict(_pick=1, _share_layer=1, reorder=1)),
+        ("another cache", dict(capacity=32), dict(through_layer=2, _enter=2)),
+        ("quantized keys", dict(cache_dtype="int8"), dict(through_layer=2)),
+        ("no cache", dict(use_cache=False), one_more),
+        ("look-up", dict(draft="lookup"), one_more | dict(_answer=1, ask_function=1, _check=1)),
+        ("a model that guesses", dict(draft=draft), one_more | dict(_enter=2, _second=1, _guess=1)),
+    ]
+    for line, given, programs in table:
+        with compiling.programs() as seen:
+            streamed(model, **given)
+        assert ours(seen) == programs, line
+    with compiling.programs() as seen:
+        kept = xj.generate(*model, [PROMPT], asked(keep_prefix=True)).prefix
+    assert ours(seen) == dict(advance=1), "generate reads as a stream does, and decodes in one loop"
+    with compiling.programs() as seen:
+        xj.generate(*model, [[*PROMPT, 3]], asked(keep_prefix=True, prefix=kept, capacity=None))
+    assert ours(seen) == dict(_copy=1), "a prefix is kept as it was"
+    with compiling.programs() as seen:
+        xj.beam_search(*model, PROMPT, num_beams=2, max_new_tokens=4, capacity=64)
+    assert ours(seen) == dict(answer=2, _enter=1, _move=1), "beams are two rows that move"
+
+
+def test_programs_do_not_grow_with_the_layers():
+    counts = []
+    for count in (3, 9):
+        with compiling.programs() as seen:
+            streamed(layers(count))
+        counts.append(ours(seen))
+    assert counts[0] == counts[1] and counts[0]["through_layer"] == 2
+
+
+def test_each_kind_of_layer_is_a_program():
+    hf = SMALL | dict(model_type="gemma3_text", head_dim=8, sliding_window=8, num_hidden_layers=6)
+    config = from_hf(hf | dict(layer_types=["sliding_attention", "full_attention"] * 3))
+    with compiling.programs() as seen:
+        streamed((xj.init_params(config, jax.random.key(0)), config))
+    assert ours(seen)["through_layer"] == 4, "two kinds, prompts and single tokens"
+
+
+def test_a_stream_is_compiled_before_its_weights_are_read(checkpoint):
+    """From the shapes of a checkpoint that was only opened."""
+    from xinfer_jax.checkpoint.loading import open_checkpoint
+
+    opened = open_checkpoint(checkpoint(hf=SMALL | dict(hidden_size=40)))
+    shapes, ids = opened.model, [PROMPT]
+    with compiling.programs() as ahead:
+        xj.stream(shapes.params, shapes.config, ids, asked()).prepare().wait()
+    assert ours(ahead) == dict(_enter=2, through_layer=2, _last=1, _answer=1)
+    model = opened.read()
+    with compiling.programs() as later:
+        list(xj.stream(model.params, model.config, ids, asked()))
+    assert ours(later) == {}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(),
+        dict(prompts=[PROMPT, LONG, [3]], sampling=WARM),
+        dict(sampling=FULL, logprobs=2, n=2),
+        dict(draft="lookup", max_new_tokens=12),
+        dict(cache_dtype="int4"),
+        dict(use_cache=False),
+        dict(prompts=[LONG * 3], capacity=None, eos_token_ids=(7, 9)),
+    ],
+    ids=["one-row", "rows", "answers", "look-up", "int4-keys", "no-cache", "long"],
+)
+def test_both_roads_give_the_same(model, given, monkeypatch):
+    """Tokens, ends, and log-probabilities as closely as two programs of the same sums agree."""
+    layered = streamed(model, **given)
+    monkeypatch.setattr(rows, "road", lambda params: rows.Whole)
+    with compiling.programs() as seen:
+        whole = streamed(model, **given)
+    assert "through_layer" not in seen and ours(seen), "this was the other road"
+    assert layered[0] == whole[0] and layered[1].finish_reason == whole[1].finish_reason
+    for one, other in zip(layered[1].logprobs, whole[1].logprobs, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+def test_a_road_follows_from_the_device(model):
+    params, config = model
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    assert rows.road(params).name == rows.road(shapes).name == "layer by layer"
+    two = jax.sharding.Mesh(np.array(jax.devices() * 2)[:2], "x") if len(jax.devices()) > 1 else None
+    if two is not None:
+        spread = jax.device_put(params, jax.sharding.NamedSharding(two, jax.sharding.PartitionSpec()))
+        assert rows.road(spread).name == "whole"
+
+
+def test_what_the_compiler_refuses_reaches_the_caller(model, monkeypatch):
+    from xinfer_jax.generation import programs
+
+    def broken(_):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(programs, "_compile", broken)
+    monkeypatch.setattr(programs, "_prepared", {})
+    with pytest.raises(MemoryError, match="no room"):
+        streamed(model, capacity=56)
+
+
+def test_logits_that_are_kept_are_written_in_place(model):
+    """The state is donated from token to token; a copy of all noted logits each time would be quadratic."""
+    out = streamed(model, logits=True, max_new_tokens=6)[1]
+    assert out.logits[0].shape == (6, model[1].vocab_size)
+    ids = [int(row.argmax()) for row in out.logits[0]]
+    assert ids == out.tokens[0]
+
+
+def test_a_call_is_what_it_was_when_shapes_are_given(model):
+    with pytest.raises(xj.InputError, match="prompt 0"):
+        xj.stream(*model, [[]], dataclasses.replace(asked(), n=1)).prepare()
