@@ -37,7 +37,8 @@ class GenerateStats:
         cache_bytes: of keys and values, filled or not.
         reused_tokens: of the prompts', those that a prefix held already.
         generated_tokens: of all rows together, EOS included.
-        compile_seconds: tracing, lowering and compiling (or fetching from the compilation cache).
+        compile_seconds: tracing, lowering and compiling (or fetching from the compilation cache), as far as
+            the call waited for it.
         prefill_seconds: reading the prompts.
         ttft_seconds: time to the first token of every row, from the start of the call.
         decode_seconds: everything after the first token.

@@ -198,26 +198,20 @@ class _Search:
 
     def search(self, behind: jax.Array) -> Found:
         """The sequences that ended, best first, and where the search stopped."""
-        do, impl, model, request, kind = (
-            self._do,
-            self.call.options.impl,
-            self._model,
-            self._request,
-            self._kind,
-        )
+        do, model, asked = self._do, self._model, (self._request, self._kind)
         if isinstance(self._road, Whole):
-            return do(_SEARCH, *model, behind, self.cache, request, kind, impl)
-        row_R = np.repeat(np.arange(len(behind), dtype=np.int32), kind.beams)
-        cache = self._road.share(self.cache, row_R)
-        state, more = do(_START, *ends(model), behind, request, kind)
+            return do(_SEARCH, *model, behind, self.cache, *asked, self.call.options.impl)
+        moving = self._request.shortest, self._kind.moving
+        row_R = np.repeat(np.arange(len(behind), dtype=np.int32), self._kind.beams)
+        self.cache = self._road.share(self.cache, row_R)
+        state, more = do(_START, *ends(model), behind, *asked)
         for _ in range(self._steps - 1):
             if not do.holds(more):
                 break
-            moved = (do(_MOVE, keys, state.parent_R, request.shortest, kind.moving) for keys in cache.layers)
-            cache = dataclasses.replace(cache, layers=tuple(moved))
-            x_R1D, cache = self._road.through(model, one_token, (state.token_R,), cache)
-            state, more = do(_NEXT, *ends(model), x_R1D, state, request, kind)
-        self.cache = cache
+            moved = (do(_MOVE, keys, state.parent_R, *moving) for keys in self.cache.layers)
+            cache = dataclasses.replace(self.cache, layers=tuple(moved))
+            x_R1D, self.cache = self._road.through(model, one_token, (state.token_R,), cache)
+            state, more = do(_NEXT, *ends(model), x_R1D, state, *asked)
         return found_in(state)
 
 

@@ -15,8 +15,6 @@ from .roads import Layered, Road, Whole
 from .speculation import Guessing, Speculation, look_up
 from .state import Chosen, DecodeState
 
-_PICK = jax.jit(lambda behind_B, prompt_R: behind_B[prompt_R])
-
 
 class Rows:
     """The rows of a call on their road: read, then advanced.
@@ -52,15 +50,8 @@ class Rows:
         """What decides on the programs: rows of one kind run the same."""
         call, options = self.call, self.call.options
         arrays = call.params, self._guesser[0], self.state, self.cache, self._to_read
-        statics = call.config, self._guesser[1], call.guesses, call.answers, options.max_new_tokens > 1
-        return (
-            *statics,
-            options.impl,
-            options.cache_dtype,
-            self.decodes_whole,
-            bool(options.prefix),
-            kinds(arrays),
-        )
+        way = self.decodes_whole, options.max_new_tokens > 1, options.prefix is None, options.impl
+        return call.config, self._guesser[1], call.guesses, call.answers, *way, kinds(arrays)
 
     def read(self) -> jax.Array:
         """What `choose` takes, of the rows that answer."""

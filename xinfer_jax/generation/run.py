@@ -35,9 +35,9 @@ class Run:
         with Stopwatch() as setup:
             check_room(call, call.rows)
             self._rows = Rows(call, decodes_whole)
-        self._told = [row for row in prompts for _ in range(call.answers)]
+        self._asked = [row for row in prompts for _ in range(call.answers)]
         read, reused = sum(map(len, prompts)), int(self._rows.held_B.sum())
-        self.stats = GenerateStats(len(self._told), read, tree_bytes(call.params), 0, reused)
+        self.stats = GenerateStats(len(self._asked), read, tree_bytes(call.params), 0, reused)
         with Stopwatch() as compiling:
             self._ahead, programs = prepare(self._rows)
             self._ahead.wait(programs)
@@ -77,7 +77,7 @@ class Run:
         self.stats.decode_steps = self.steps - 1
 
     def _look(self) -> None:
-        self.chosen = look(self._rows.state, len(self._told))
+        self.chosen = look(self._rows.state, len(self._asked))
         check_chosen(self._call, self.chosen)
 
     def ids(self, step: int) -> list[int | None]:
@@ -124,5 +124,5 @@ class Run:
             of_rows = zip(map(np.asarray, noted.logits_BTV), length_R, strict=False)
             out.logits = [logits_TV[:n] for logits_TV, n in of_rows]  # cut on the host: nothing to compile
         if options.keep_prefix:
-            out.prefix = kept_prefix(call.params, call.config, self._told, rows, self._rows.cache)
+            out.prefix = kept_prefix(call.params, call.config, self._asked, rows, self._rows.cache)
         return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)

@@ -83,8 +83,8 @@ class Stream(Iterator[list[int | None]]):
         self._ids: Any = self._steps()
 
     def prepare(self) -> Ahead:
-        """Begins to compile what the stream runs, in threads, and returns; ids wait for as much as they need.
-        For whoever has other work meanwhile: the parameters may be shapes, and be read then.
+        """Begins to compile what the stream runs, in threads, and returns: for whoever has other work to do.
+        The parameters may be shapes; another stream of the same kind, with the weights, finds its programs.
         """
         return prepare(Rows(self._call, decodes_whole=False, do=Ahead()))[0]
 
