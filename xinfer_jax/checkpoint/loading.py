@@ -227,7 +227,8 @@ def _check_tied(path: Path, config: ModelConfig, tensors: Mapping[str, StoredTen
     embedding, head = (tensors[name] for name in _TIED)
     same = [embedding.shape == head.shape and head.type in _FLOATS]
     if all(same):
-        by_blocks(lambda at: same.append(np.array_equal(embedding[at], head[at])), *head.shape)
+        rows, width = head.shape
+        by_blocks(lambda at: same.append(np.array_equal(embedding[at], head[at])), rows, 4 * width)
     if not all(same):
         raise InputError(
             f"{path}: the weights do not fit config.json: tie_word_embeddings is true, but {_TIED[1]}"
@@ -239,7 +240,7 @@ def _array(name: str, parts: list[StoredTensor], form: jax.ShapeDtypeStruct) -> 
     """A device array of what stands in equal parts in the files."""
     out = aligned(form)
     for part, flat in zip(parts, out.reshape(len(parts), -1), strict=True):
-        by_blocks(partial(_fill, name, part, flat), flat.size)
+        by_blocks(partial(_fill, name, part, flat), flat.size, part.form.dtype.itemsize)
     return jax.device_put(out)
 
 

@@ -78,7 +78,7 @@ class StoredTensor:
         """All of it, in memory that a device array can keep."""
         out = aligned(self.form)
         flat = out.reshape(-1)
-        by_blocks(lambda run: self.read(flat[run], run.start), flat.size)
+        by_blocks(lambda run: self.read(flat[run], run.start), flat.size, flat.itemsize)
         return out
 
 

@@ -110,7 +110,8 @@ def quantize_matrix(matrix_OI: Any, bits: int = 8, group: int | None = None) -> 
         NumPy arrays in the leaf. 8 bits are symmetric; 4 have a zero point, too few to waste a side.
     """
     weight = jax.tree.map(aligned, _form(matrix_OI.shape, bits, group))
-    by_blocks(lambda at: _round(matrix_OI[at].astype(np.float32), weight, at), *matrix_OI.shape)
+    outputs, inputs = matrix_OI.shape
+    by_blocks(lambda at: _round(matrix_OI[at].astype(np.float32), weight, at), outputs, 4 * inputs)
     return weight
 
 
