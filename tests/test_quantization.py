@@ -18,6 +18,7 @@ from xinfer_jax.weights.quantized import (
     Int8Weight,
     dequantize,
     quantize_matrix,
+    quantized_leaf,
     quantized_product,
     rows_of,
 )
@@ -81,6 +82,26 @@ def test_any_float_matrix_is_quantized_as_its_float32_values(dtype):
     chex.assert_trees_all_equal(
         quantize_matrix(np.asarray(stored), 4), quantize_matrix(np.asarray(stored, np.float32), 4)
     )
+
+
+@pytest.mark.parametrize("bits, group, axis", [(8, None, 0), (8, 40, -1), (4, 40, -1)])
+@pytest.mark.parametrize("shape", [(3000, 200), (129, 9000)])  # several blocks, and a last one of one row
+def test_a_large_matrix_is_rounded_as_its_parts(shape, bits, group, axis):
+    whole, group = matrix(*shape), group or shape[1]
+    wanted, *parts = (quantize_matrix(some, bits, group) for some in (whole, whole[:50], whole[50:]))
+    chex.assert_trees_all_equal(jax.tree.map(lambda *x: np.concatenate(x, axis), *parts), wanted)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_what_cannot_be_rounded_is_named(quantize):
+    """NaN first, wherever it stands."""
+    large = matrix(3000, 64)
+    large[0, :2] = 3e38
+    with pytest.raises(xj.InputError, match="x.weight holds numbers too large to be quantized"):
+        quantized_leaf(large, "x.weight", quantize)
+    large[-1, -1] = np.nan
+    with pytest.raises(xj.InputError, match="x.weight holds NaN or inf"):
+        quantized_leaf(large, "x.weight", quantize)
 
 
 def test_a_matrix_of_zeros_stays_zero():

@@ -1,5 +1,6 @@
 """Large arrays on the host: memory that a device array can keep, and work on all cores."""
 
+import functools
 import math
 import os
 import sys
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-_BLOCK = 1 << 18  # numbers: 1 MiB of float32, which stays in a core's cache
+_BLOCK = 1 << 20  # bytes that stay in a core's cache
 _MOST_WORKERS = 16  # they read as fast as memory does, and each holds a few blocks
 
 
@@ -22,16 +23,21 @@ def aligned(form: Any) -> np.ndarray:
     return raw[offset : offset + raw.size - 64].view(form.dtype).reshape(form.shape)
 
 
-def by_blocks(work: Callable[[slice], object], rows: int, width: int = 1) -> None:
-    """Calls `work` with runs of rows, so many numbers wide, on all cores: NumPy and files let go of the
+def by_blocks(work: Callable[[slice], object], rows: int, width: int) -> None:
+    """Calls `work` with runs of rows, so many bytes wide, on all cores: NumPy and files let go of the
     interpreter's lock. Of several errors that of the first rows is raised.
     """
     most = max(64, _BLOCK // width // 64 * 64)  # whole cache lines where rows become columns
     runs = [slice(first, min(first + most, rows)) for first in range(0, rows, most)]
-    if len(runs) < 2:
-        for run in runs:
-            work(run)
-        return
+    for _ in map(work, runs) if len(runs) < 2 else _pool().map(work, runs):
+        pass  # at an error, and at Ctrl-C, what has not begun is dropped
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    """Kept: starting threads takes as long as reading a small matrix."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    with ThreadPoolExecutor(min(_MOST_WORKERS, cores)) as pool:
-        list(pool.map(work, runs))  # at an error, and at Ctrl-C, what has not begun is dropped
+    return ThreadPoolExecutor(min(_MOST_WORKERS, cores))
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not come along

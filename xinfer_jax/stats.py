@@ -15,7 +15,7 @@ class LoadStats:
     """The cost of one `load_model` call.
 
     Attributes:
-        seconds: wall time.
+        seconds: wall time of opening and reading, without the time between.
         weight_bytes: of the parameter tree, in memory.
         dtype: "float32", "bfloat16" or "float16", or the kind of quantized weights.
     """

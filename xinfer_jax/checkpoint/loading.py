@@ -112,7 +112,7 @@ def load_model(
 def open_checkpoint(
     path_or_repo_id: str | Path | None = None, dtype: Any = None, quantize: str | None = None
 ) -> Checkpoint:
-    """All of `load_model` but reading the weights: every shape is known, and what does not fit is refused."""
+    """All of `load_model` but reading the weights; arguments and errors as there. Every shape is known."""
     start = time.perf_counter()
     dtype = resolve_dtype(dtype)
     check_method(quantize)
@@ -154,25 +154,25 @@ def _open_params(
     _check_tensors(path, tensors, wanted, spare)
     check_weights(specs, dtype, stored.method if stored else quantize)
 
-    def form(spec: ParamSpec, parts: dict[str, Part]) -> Any:
+    def form_of(spec: ParamSpec, parts: dict[str, Part]) -> Any:
         if stored and parts:
             return stored.form(spec.hf_name, spec.shape, tensors)
         if quantize is None or len(spec.shape) == 1:
             return jax.ShapeDtypeStruct(spec.shape, dtype)
         return quantized_form(spec.shape, spec.hf_name, quantize)
 
-    def leaf(spec: ParamSpec, parts: dict[str, Part], form: Any) -> Any:
+    def leaf_of(spec: ParamSpec, parts: dict[str, Part], form: Any) -> Any:
         if stored and parts:
             return jax.device_put(stored.leaf(spec.hf_name, spec.shape, tensors))
         if quantize is None or len(spec.shape) == 1:
-            return _array(spec.hf_name, spec.parts(tensors), form)
-        return quantized_leaf(spec.parts(tensors)[0], spec.hf_name, quantize)
+            return _array(spec.hf_name, spec.pieces(tensors), form)
+        return quantized_leaf(spec.pieces(tensors)[0], spec.hf_name, quantize)
 
     def read() -> Params:
         _check_tied(path, config, tensors)
-        return jax.tree.unflatten(tree, map(leaf, specs, held, forms))
+        return jax.tree.unflatten(tree, map(leaf_of, specs, held, forms))
 
-    forms = list(map(form, specs, held))
+    forms = list(map(form_of, specs, held))
     return jax.tree.unflatten(tree, forms), read
 
 
@@ -227,7 +227,8 @@ def _check_tied(path: Path, config: ModelConfig, tensors: Mapping[str, StoredTen
     embedding, head = (tensors[name] for name in _TIED)
     same = [embedding.shape == head.shape and head.type in _FLOATS]
     if all(same):
-        by_blocks(lambda at: same.append(np.array_equal(embedding[at], head[at])), *head.shape)
+        rows, width = head.shape
+        by_blocks(lambda at: same.append(np.array_equal(embedding[at], head[at])), rows, 4 * width)
     if not all(same):
         raise InputError(
             f"{path}: the weights do not fit config.json: tie_word_embeddings is true, but {_TIED[1]}"
@@ -235,15 +236,15 @@ def _check_tied(path: Path, config: ModelConfig, tensors: Mapping[str, StoredTen
         )
 
 
-def _array(name: str, parts: list[StoredTensor], form: jax.ShapeDtypeStruct) -> jax.Array:
-    """A device array of what stands in equal parts in the files."""
+def _array(name: str, pieces: list[StoredTensor], form: jax.ShapeDtypeStruct) -> jax.Array:
+    """A device array of what stands in equal pieces in the files."""
     out = aligned(form)
-    for part, flat in zip(parts, out.reshape(len(parts), -1), strict=True):
-        by_blocks(partial(_fill, name, part, flat), flat.size)
+    for piece, flat in zip(pieces, out.reshape(len(pieces), -1), strict=True):
+        by_blocks(partial(_fill, name, piece, flat), flat.size, piece.form.dtype.itemsize)
     return jax.device_put(out)
 
 
-def _fill(name: str, part: StoredTensor, flat: np.ndarray, run: slice) -> None:
-    part.read(flat[run], run.start)
-    if flat.dtype == np.float16 and part.type != "F16" and not np.isfinite(flat[run]).all():
+def _fill(name: str, piece: StoredTensor, flat: np.ndarray, run: slice) -> None:
+    piece.read(flat[run], run.start)
+    if flat.dtype == np.float16 and piece.type != "F16" and not np.isfinite(flat[run]).all():
         raise InputError(f"{name} holds values beyond float16's range: use dtype bfloat16 or float32")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError, shown
+from ..host import aligned, by_blocks
 from ..weights.quantized import GroupedWeight, grouped_form, pack
 from .files import read_json
 from .own_format import VERSION, OwnFormat, Part
@@ -88,14 +89,22 @@ class FileFormat:
                 f"{name}: gptq with 8 bits is only read if symmetric, all zeros 128, got"
                 f" {int(zero_QO[zero_QO != 128][0])}"
             )
-        levels_IO = self._levels(get("qweight"))[:inputs, :outputs]
-        if order is not None:
-            levels_IO = levels_IO[order]
-        levels_QJO = np.pad(levels_IO, ((0, -inputs % J), (0, 0))).reshape(-1, J, outputs)
+        words, values_QYO = get("qweight"), aligned(grouped_form(shape, self.bits, J).values)
+
+        def fill(at: slice) -> None:
+            levels_IO = self._levels(words, at)[:inputs]
+            if order is not None:
+                levels_IO = levels_IO[order]
+            levels_QJO = np.pad(levels_IO, ((0, -inputs % J), (0, 0))).reshape(-1, J, levels_IO.shape[1])
+            values_QYO[..., at] = (
+                pack(levels_QJO) if self.bits == 4 else (levels_QJO ^ 128).view(np.int8)
+            )  # q - 128
+
+        by_blocks(fill, outputs, inputs)
         scale_QO = scale_QO if scale_QO.dtype == np.float16 else scale_QO.astype(np.float32)
-        if self.bits == 8:
-            return GroupedWeight((levels_QJO ^ 128).view(np.int8), scale_QO, None, order, inputs)  # q - 128
-        return GroupedWeight(pack(levels_QJO), scale_QO, np.ascontiguousarray(zero_QO), order, inputs)
+        return GroupedWeight(
+            values_QYO, scale_QO, np.ascontiguousarray(zero_QO) if self.bits == 4 else None, order, inputs
+        )
 
     def spare(self, name: str, tensors: Mapping[str, StoredTensor]) -> bool:
         """Whether a tensor says nothing: some writers give every quantized matrix a bias, of zeros."""
@@ -124,11 +133,14 @@ class FileFormat:
             )
         return order_I.astype(np.int32)
 
-    def _levels(self, words: np.ndarray) -> np.ndarray:
-        """X.qweight as uint8 [I, O]: AWQ's words hold neighbouring outputs, GPTQ's neighbouring inputs."""
+    def _levels(self, words: np.ndarray, at: slice) -> np.ndarray:
+        """Some outputs of X.qweight, from a multiple of 8 on, as uint8 [I, O]: AWQ's words hold neighbouring
+        outputs, GPTQ's neighbouring inputs.
+        """
         if self.method == "awq":
-            return self._row(words)
-        return np.stack(_numbers(words, self.bits), 1).reshape(-1, words.shape[1])
+            return self._row(words[:, at.start // 8 : -(-at.stop // 8)])[:, : at.stop - at.start]
+        numbers = np.stack(_numbers(words[:, at], self.bits), 1)
+        return numbers.reshape(-1, numbers.shape[-1])
 
     def _zeros(self, words: np.ndarray) -> np.ndarray:
         """X.qzeros as uint8 [Q, O], with the one that was taken off put back: a stored 15 was 0."""

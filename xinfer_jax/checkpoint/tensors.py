@@ -42,7 +42,7 @@ class StoredTensor:
     def form(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shape, TYPES[self.type])
 
-    def part(self, first: int, shape: tuple[int, ...]) -> "StoredTensor":
+    def piece(self, first: int, shape: tuple[int, ...]) -> "StoredTensor":
         """What stands in that shape from a row on."""
         start = self.start + first * math.prod(shape[1:]) * self.form.dtype.itemsize
         return dataclasses.replace(self, start=start, shape=shape)
@@ -51,7 +51,7 @@ class StoredTensor:
         first, end, _ = rows.indices(self.shape[0])
         shape = (max(0, end - first), *self.shape[1:])
         out = np.empty(shape, self.form.dtype)
-        self.part(first, shape).read(out.reshape(-1))
+        self.piece(first, shape).read(out.reshape(-1))
         return out
 
     def read(self, out: np.ndarray, first: int = 0) -> None:
@@ -78,7 +78,7 @@ class StoredTensor:
         """All of it, in memory that a device array can keep."""
         out = aligned(self.form)
         flat = out.reshape(-1)
-        by_blocks(lambda run: self.read(flat[run], run.start), flat.size)
+        by_blocks(lambda run: self.read(flat[run], run.start), flat.size, flat.itemsize)
         return out
 
 

@@ -38,11 +38,11 @@ class ParamSpec:
             return {self.hf_name.format(expert): self.shape[1:] for expert in range(self.shape[0])}
         return {self.hf_name: self.shape}
 
-    def parts(self, tensors: Mapping[str, Any]) -> list[Any]:
-        """What holds it, in equal parts: `StoredTensor`s out of those of a checkpoint, by name."""
+    def pieces(self, tensors: Mapping[str, Any]) -> list[Any]:
+        """What holds it, in equal pieces, from the `StoredTensor`s of a checkpoint by name."""
         if self.fused_name and self.fused_name in tensors:
             firsts = range(self.first_row, self.fused_rows * math.prod(self.shape[:-2]), self.fused_rows)
-            return [tensors[self.fused_name].part(first, self.shape[-2:]) for first in firsts]
+            return [tensors[self.fused_name].piece(first, self.shape[-2:]) for first in firsts]
         return [tensors[name] for name in self.stored(tensors)]
 
 

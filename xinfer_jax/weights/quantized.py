@@ -82,9 +82,14 @@ def quantized_leaf(matrix_OI: Any, name: str, quantize: str) -> QuantizedWeight:
     leaf = quantize_matrix(matrix_OI, _bits(name, quantize))
     if np.isfinite(leaf.scale).all():
         return jax.device_put(leaf)
-    blocks = (matrix_OI[first : first + GROUP] for first in range(0, matrix_OI.shape[0], GROUP))
-    if not all(np.isfinite(block.astype(np.float32)).all() for block in blocks):
-        raise InputError(f"{name} holds NaN or inf, which cannot be quantized: fetch the checkpoint again")
+
+    def refuse(at: slice) -> None:
+        if not np.isfinite(matrix_OI[at].astype(np.float32)).all():
+            raise InputError(
+                f"{name} holds NaN or inf, which cannot be quantized: fetch the checkpoint again"
+            )
+
+    by_blocks(refuse, leaf.shape[0], 4 * leaf.shape[1])
     raise InputError(f"{name} holds numbers too large to be quantized: load it without quantize")
 
 
@@ -110,7 +115,8 @@ def quantize_matrix(matrix_OI: Any, bits: int = 8, group: int | None = None) -> 
         NumPy arrays in the leaf. 8 bits are symmetric; 4 have a zero point, too few to waste a side.
     """
     weight = jax.tree.map(aligned, _form(matrix_OI.shape, bits, group))
-    by_blocks(lambda at: _round(matrix_OI[at].astype(np.float32), weight, at), *matrix_OI.shape)
+    outputs, inputs = matrix_OI.shape
+    by_blocks(lambda at: _round(matrix_OI[at].astype(np.float32), weight, at), outputs, 4 * inputs)
     return weight
 
 
