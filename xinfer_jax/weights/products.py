@@ -9,7 +9,7 @@ from jax import lax
 import kernels_pallas
 
 _FEW_ROWS = 64  # up to this many rows a product may be faster with the matrix in front
-_TILE_BYTES = 4 << 20  # of a narrow matrix that are float32 at one time
+_TILE_BYTES = 2 << 20  # of a narrow matrix that are float32 at one time
 
 
 def product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
@@ -68,11 +68,12 @@ def tile_by_tile(
         x_MI, outputs, width: float32; O; bytes of an output's weights as float32.
         narrow: the arrays that hold the matrix.
     """
-    tile = max(1, min(-(-outputs // 2), _TILE_BYTES // width // 64 * 64 or 64))
+    tiles = max(2, -(-outputs * width // _TILE_BYTES))
+    tile = min(-(-outputs // 2), -(-outputs // tiles // 16) * 16)
 
     def body(i, y_MO):  # slice and update both move the last tile back inside the array, to the same outputs
         *tied, i = lax.optimization_barrier((*narrow, i))
-        return lax.dynamic_update_slice_in_dim(y_MO, some(i * tile, tile, *tied), i * tile, 1)
+        return lax.dynamic_update_slice_in_dim(y_MO, -some(i * tile, tile, *tied), i * tile, 1)
 
     start = kernels_pallas.varying_as(jnp.broadcast_to(x_MI[:, :1], (len(x_MI), outputs)), x_MI, *narrow)
-    return lax.fori_loop(0, -(-outputs // tile), body, start)
+    return -lax.fori_loop(0, -(-outputs // tile), body, start)

@@ -10,6 +10,7 @@ How CPU products read those bytes at memory speed (int8 with a scale per output:
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -26,7 +27,8 @@ METHODS = ("int8", "int4")
 GROUP = 64  # inputs that share a scale in int4
 _SMALL, _SMALL_GROUP = 64, {8: 8, 4: 32}  # a side of so many at most: more scales (the room says why)
 _STRETCHES = np.linspace(1, 1.1, 11)  # of the least step that leaves nothing out, for int8 in groups
-_UNROLLED = 8  # bytes of weights that one sum adds up: 32 compile four times as long, and are no faster
+_RUN = 16
+_ROW_BY_ROW = 8
 _FEW_ROWS, _FEW_OUTPUTS = 4, 8192  # up to here int8 products are faster with the matrix in front
 
 
@@ -211,9 +213,11 @@ def dequantize(weight: QuantizedWeight) -> jax.Array:
     values, scale = weight.values, weight.scale.astype(jnp.float32)
     if isinstance(weight, Int8Weight):
         return values.astype(jnp.float32) * scale[:, None]
+    levels_QJO = values.astype(jnp.int32)
     if values.dtype == jnp.uint8:  # what `pack` did
-        values = jnp.concatenate([values & 15, values >> 4], axis=1)
-    levels_QJO = values.astype(jnp.float32)
+        halves = (levels_QJO[:, None] >> np.array([0, 4], np.int32)[:, None, None]) & 15
+        levels_QJO = halves.reshape(len(values), -1, values.shape[-1])
+    levels_QJO = levels_QJO.astype(jnp.float32)
     if weight.zero is not None:
         levels_QJO -= weight.zero.astype(jnp.float32)[:, None]
     matrix_IO = (levels_QJO * scale[:, None]).reshape(-1, values.shape[-1])[: weight.inputs]
@@ -270,56 +274,42 @@ def _int8_product(x_MI: jax.Array, weight: Int8Weight) -> jax.Array:
 
 
 def _grouped_product(x_MI: jax.Array, weight: GroupedWeight) -> jax.Array:
-    """The sum of level * scale * x, and behind it that of zero * scale * x taken off."""
     x_MI = x_MI.astype(jnp.float32)
     if weight.order is not None:
-        x_MI = x_MI[:, weight.order]
-    x_MQJ = in_groups(x_MI, weight.group, jnp)
-    product = _one_row if len(x_MI) == 1 else _tiled
-    y_MO = product(_factors(x_MQJ, weight.values), weight.values, weight.scale)
-    if weight.zero is None:
-        return y_MO
-    zero, scale, sum_MQ = lax.optimization_barrier((weight.zero, weight.scale, x_MQJ.sum(-1)))
-    return y_MO - dot(sum_MQ, zero.astype(jnp.float32) * scale.astype(jnp.float32), 0)
+        x_MI, weight = x_MI[:, weight.order], dataclasses.replace(weight, order=None)
+    if len(x_MI) == 1:
+        return _row(x_MI[0], weight)[None]
+    if len(x_MI) <= _ROW_BY_ROW:
+        return lax.map(lambda x_I: _row(x_I, weight), x_MI)
+
+    def some(first: jax.Array, size: int, weight: GroupedWeight) -> jax.Array:  # [M, size]
+        tile = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, x.ndim - 1), weight)
+        return dot(x_MI, dequantize(tile))
+
+    return tile_by_tile(some, x_MI, weight.shape[0], 4 * weight.inputs, weight)
 
 
-def _factors(x_MQJ: jax.Array, values_QYO: jax.Array) -> tuple[jax.Array, ...]:
-    """What each of `_levels` is multiplied by, [M, Q, Y]: x, or of int4 x - y/16 and y/16."""
-    if values_QYO.dtype == jnp.int8:
-        return (x_MQJ,)
-    x_MQY, y_MQY = jnp.split(x_MQJ, 2, axis=-1)
-    return x_MQY - y_MQY / 16, y_MQY / 16
-
-
-def _levels(values: jax.Array) -> tuple[jax.Array, ...]:
-    """int8 as it is; of int4 the low half of each byte, and the whole byte. Each [..., O] as values are."""
-    wide = values.astype(jnp.int32)  # 8-bit arithmetic is compiled to slower code
-    return tuple(x.astype(jnp.float32) for x in ((wide,) if values.dtype == jnp.int8 else (wide & 15, wide)))
-
-
-def _one_row(factors: tuple[jax.Array, ...], values_QYO: jax.Array, scale_QO: jax.Array) -> jax.Array:
-    """[1, O] from [1, Q, Y]. Weights are tied to x, or XLA would convert all ahead of the decode loop."""
-    factors, values_QYO, scale_QO = lax.optimization_barrier((factors, values_QYO, scale_QO))
-    Q, Y, outputs = values_QYO.shape
-    unrolled = _UNROLLED if Y % _UNROLLED == 0 else Y
-    lanes = values_QYO.reshape(Q, -1, unrolled, outputs)
-    total = jnp.zeros((Q, Y // unrolled, outputs), jnp.float32)
-    for i in range(unrolled):
-        for factor, level in zip(factors, _levels(lanes[:, :, i]), strict=True):
-            total += factor.reshape(Q, -1, unrolled)[:, :, i, None] * level
-    # A product with ones: a sum over groups would join the loop, then compiled without vector instructions.
-    total = (total * scale_QO.astype(jnp.float32)[:, None]).reshape(-1, outputs)
-    return dot(jnp.ones((1, len(total))), total, 0)
-
-
-def _tiled(factors: tuple[jax.Array, ...], values_QYO: jax.Array, scale_QO: jax.Array) -> jax.Array:
-    Q, Y, outputs = values_QYO.shape
-    factors = tuple(x_MQY.reshape(-1, Q * Y) for x_MQY in factors)
-
-    def some(first: jax.Array, size: int, values: jax.Array, scale: jax.Array) -> jax.Array:  # [M, size]
-        part, step = (lax.dynamic_slice_in_dim(x, first, size, x.ndim - 1) for x in (values, scale))
-        matrices = [(level * step.astype(jnp.float32)[:, None]).reshape(-1, size) for level in _levels(part)]
-        products = [dot(x, matrix, 0) for x, matrix in zip(factors, matrices, strict=True)]
-        return sum(products[1:], start=products[0])
-
-    return tile_by_tile(some, factors[0], outputs, 4 * Q * Y * len(factors), values_QYO, scale_QO)
+def _row(x_I: jax.Array, weight: GroupedWeight) -> jax.Array:
+    """[O]. R runs of `run` bytes of a group each; a byte has `halves` inputs."""
+    Q, Y, outputs = weight.values.shape
+    halves, run = weight.group // Y, math.gcd(Y, _RUN)
+    parts = in_groups(x_I[None], weight.group, jnp).reshape(Q, halves, -1, run).swapaxes(1, 2)
+    # What each level is multiplied by, and the zero point. By a dot: what made x joins no loop behind it.
+    mixed = np.kron([[1.0]] if halves == 1 else [[1, 0], [-1 / 16, 1 / 16]], np.eye(run))
+    mixing = np.column_stack([mixed, np.ones(halves * run)]).astype(np.float32)
+    factors = dot(parts.reshape(-1, halves * run), jnp.asarray(mixing), 0).reshape(Q, -1, halves * run + 1)
+    # Weights are tied to x, or XLA would convert all ahead of the decode loop.
+    factors, values, scale, zero = lax.optimization_barrier(
+        (factors, weight.values, weight.scale, weight.zero)
+    )
+    *factors, total = jnp.split(factors, (run, 2 * run)[:halves], axis=-1)  # [Q, R/Q, run], 1
+    wide = values.reshape(Q, -1, run, outputs).astype(jnp.int32)  # 8-bit arithmetic is slower code
+    levels = (wide,) if halves == 1 else (wide & 15, wide)
+    terms = [factor[..., None] * level.astype(jnp.float32) for factor, level in zip(factors, levels, strict=True)]
+    # Not a + b: XLA gives plain sums to a library, which would read a float32 copy of the terms.
+    sums = lax.reduce(sum(terms), np.float32(0), lambda a, b: -(-a - b), (2,))
+    if zero is not None:
+        sums -= total * zero.astype(jnp.float32)[:, None]
+    sums = (sums * scale.astype(jnp.float32)[:, None]).reshape(-1, outputs)
+    # A product with ones: a sum over runs would join the loop, then compiled without vector instructions.
+    return dot(jnp.ones(len(sums)), sums, 0)
