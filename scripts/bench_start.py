@@ -18,6 +18,7 @@ from one_line import start
 # isort: split
 import itertools
 import json
+import re
 import string
 import subprocess
 import tempfile
@@ -44,19 +45,20 @@ LAYERS = flags.DEFINE_list(
     "Numbers of layers that ours has in turn, the shape of --config else; others have the first.",
 )
 PRECISIONS = flags.DEFINE_list("precisions", ["float32", "int8", "int4"], f"Of {', '.join(peers.ORDER)}.")
-PROMPT = flags.DEFINE_string("prompt", "What is the capital of France?", "What is asked.")
+QUESTION, SYSTEM = "What is the capital of France?", "You are a helpful assistant."  # 26 tokens in ChatML
+PROMPT = flags.DEFINE_string("prompt", QUESTION, f"What is asked, behind the system message {SYSTEM!r}")
 flags.set_default(NEW, 24)
 for unused in (peers.LENGTHS, peers.BATCHES):
     delattr(flags.FLAGS, unused.name)
 PHASES = ("imports", "opening", "reading", "tracing", "compiling", "prompt", "decoding")
-_CHATML = ("<|im_start|>", "<|im_end|>")
+_CHATML = ("<|im_start|>", "<|im_end|>", "system", "user", "assistant")
 
 
 def main(argv: list[str]) -> None:
     wanted, pythons = engines(), peers.interpreters()
     folders = checkpoints()
     first = next(iter(folders.values()))
-    ids = encode_prompt(open_checkpoint(first).model, PROMPT.value)
+    ids = encode_prompt(open_checkpoint(first).model, PROMPT.value, system=SYSTEM)
     for folder in folders.values():
         into_page_cache(folder)
     about = {"model": MODEL.value or f"{CONFIG.value}, random weights", "cpu": peers.cpu_name()}
@@ -109,14 +111,15 @@ def random_checkpoint(hf: dict) -> Path:
 
 
 def made_up_tokenizer(size: int) -> Tokenizer:
-    """As many tokens, each of them some text: characters, then two of them, then three."""
+    """As many tokens, each of them some text: characters, two of them, three, and words of the prompt."""
+    words = dict.fromkeys((*_CHATML, *re.findall(r" ?\w+", f"{SYSTEM}\n{QUESTION}")))
     letters = f" {string.ascii_letters}{string.punctuation}{string.digits}\n"
     texts = ("".join(parts) for n in (1, 2, 3) for parts in itertools.product(letters, repeat=n))
-    known = list(itertools.islice(texts, size - len(_CHATML)))
+    known = list(itertools.islice(texts, size - len(words)))
     merges = [(text[:-1], text[-1]) for text in known if len(text) > 1]
     tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(known)}, merges))
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_tokens(list(_CHATML))
+    tokenizer.add_tokens(list(words))
     return tokenizer
 
 
@@ -142,8 +145,9 @@ def measure(job: dict, python: str, workdir: Path) -> dict:
 def ours(job: dict, python: str) -> dict:
     found: dict[str, dict] = {}
     precision = job["precision"]
-    asked = [f"--prompt={PROMPT.value}", "--temperature=0", f"--max_tokens={NEW.value}", "--output=text"]
-    asked.append(f"--{'quantize' if precision.startswith('int') else 'dtype'}={precision}")
+    asked = [f"--prompt={PROMPT.value}", f"--system={SYSTEM}", "--temperature=0", "--output=text"]
+    asked += [f"--max_tokens={NEW.value}"]
+    asked += [f"--{'quantize' if precision.startswith('int') else 'dtype'}={precision}"]
     for shape, folder in job["folders"].items():
         with tempfile.TemporaryDirectory() as compiled:
             flags = [*asked, f"--model={folder}", f"--compilation_cache={compiled}"]

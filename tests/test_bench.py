@@ -159,11 +159,14 @@ def test_a_start(directory, tmp_path):
     """The command on random weights, cold and warm, at two depths; an engine that is not there."""
     (tmp_path / "ctranslate2.py").write_text("raise ImportError")
     engines = "--engines=ours,ctranslate2:float32"
-    done = process(f"--config={directory}", "--layers=1,3", engines, "--precisions=float32", "--rounds=1",
-                   f"--workdir={tmp_path}", "--new_tokens=5", program="bench_start", path=tmp_path)  # fmt: skip
+    done = process(
+        f"--config={directory}", f"--workdir={tmp_path}", "--layers=1,3", "--precisions=float32", engines,
+        "--rounds=1", "--new_tokens=5", program="bench_start", path=tmp_path,
+    )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     results = json.loads(done.stdout.splitlines()[-1])
     (runs,) = results["rounds"]["ours:float32"]
+    assert results["prompt_tokens"] == 26
     assert list(runs) == ["1 layers cold", "1 layers warm", "3 layers cold", "3 layers warm"]
     for what, run in runs.items():
         phases = run["phases"]
