@@ -170,7 +170,7 @@ def test_a_start(directory, tmp_path):
     assert list(runs) == ["1 layers cold", "1 layers warm", "3 layers cold", "3 layers warm"]
     for what, run in runs.items():
         phases = run["phases"]
-        assert all(0 <= seconds <= last - first + 1e-3 for seconds, first, last, _ in phases.values())
+        assert all(0 <= seconds <= last - first + 2e-3 for seconds, first, last, _ in phases.values())
         order = [phases["imports"][2], phases["opening"][2], phases["reading"][2], run["first_s"]]
         assert order == sorted(order) and run["first_s"] <= run["last_s"] <= run["end_s"]
         assert phases["opening"][2] <= phases["compiling"][1] and run["new_tokens"] == 5
