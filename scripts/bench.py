@@ -4,7 +4,7 @@ tok/s, memory.
     python scripts/bench.py                                                          # Qwen2.5-0.5B's shape,
     random weights python scripts/bench.py --dtypes=float32,bfloat16 --quantize=none,int8,int4
     --prompt_lengths=26,512 --plot=bench.png python scripts/bench.py --model=DIR --batch_sizes=1,8,32 --ragged
-    --stream --startup --capacities=256,8192
+    --stream --capacities=256,8192
 
 Weights are random unless --model names a checkpoint, prompts always; decoding is greedy and never stops
 early. Each dtype x quantize has a process of its own, so its peak memory is its own. The machine's limits are
@@ -34,8 +34,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from bench_limits import AnonymousPeak, Limits, bytes_per_pass, decode_work, prefill_work, spread, startup
-from bench_plot import HEADER, case_lines, cost_by_position, draw, row_line, startup_lines
+from bench_limits import AnonymousPeak, Limits, bytes_per_pass, decode_work, prefill_work, spread
+from bench_plot import HEADER, case_lines, cost_by_position, draw, row_line
 from bench_shapes import hf_config
 
 import xinfer_jax as xj
@@ -74,9 +74,6 @@ CAPACITIES = _numbers(
     "capacities", [], "Also time decoding at length 100 in caches of these capacities.", 128
 )
 STREAM = flags.DEFINE_boolean("stream", False, "Also compare streaming with generating, for one row.")
-STARTUP = flags.DEFINE_boolean(
-    "startup", False, "Also time the command line, with an empty and a filled compilation cache."
-)
 PLOT = flags.DEFINE_string(
     "plot", None, "Draw the roofline and the cost per token by position to this PNG (needs the plot extra)."
 )
@@ -278,9 +275,6 @@ def main(argv: list[str]) -> None:
         "config": None if MODEL.value else CONFIG.value,
         "cases": cases,
     }
-    if STARTUP.value:
-        results["startup"] = startup(MODEL.value, DTYPES.value[0], QUANTIZE.value[0], REPEATS.value)
-        print("\n".join(startup_lines(results["startup"])), flush=True)
     if PLOT.value:
         draw(results, PLOT.value)
         print(f"wrote {PLOT.value}")

@@ -1,5 +1,4 @@
-"""What bench.py measures with: the machine's limits, what a model asks of it, peak memory, start-up of the
-command line.
+"""What bench.py measures with: the machine's limits, what a model asks of it, peak memory.
 
 `Limits` keeps a process of its own with a large array, so that a probe (about half a second) fits between two
 timings without counting as their memory. By hand, `python scripts/bench_limits.py` prints one probe for every
@@ -12,7 +11,6 @@ import math
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -244,41 +242,6 @@ class AnonymousPeak:
         return next(
             (int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:")), 0
         )
-
-
-def startup(model: str | None, dtype: str, quantize: str, repeats: int) -> dict[str, Any]:
-    """The command line's seconds to its first byte and to its end: with a new compilation cache, and again
-    with it filled.
-    """
-    command = [
-        sys.executable,
-        "-m",
-        "xinfer_jax",
-        "--prompt=What is the capital of France?",
-        "--max_tokens=32",
-        f"--dtype={dtype}",
-    ]
-    command += ([f"--model={model}"] if model else []) + (
-        [f"--quantize={quantize}"] if quantize != "none" else []
-    )
-    seconds = {f"{kind}_{what}_s": [] for kind in ("cold", "warm") for what in ("first_byte", "total")}
-    for _ in range(repeats):
-        with tempfile.TemporaryDirectory() as compiled, tempfile.TemporaryFile("w+") as errors:
-            for kind in ("cold", "warm"):
-                start = time.perf_counter()
-                with subprocess.Popen(
-                    [*command, f"--compilation_cache={compiled}"], stdout=subprocess.PIPE, stderr=errors
-                ) as process:
-                    process.stdout.read(1)
-                    seconds[f"{kind}_first_byte_s"].append(time.perf_counter() - start)
-                    process.stdout.read()
-                seconds[f"{kind}_total_s"].append(time.perf_counter() - start)
-                if process.returncode:
-                    errors.seek(0)
-                    return {"skipped": (errors.read().splitlines() or ["no message"])[-1]}
-    return {"model": model or "the bundled checkpoint"} | {
-        name: spread(values) for name, values in seconds.items()
-    }
 
 
 if __name__ == "__main__":

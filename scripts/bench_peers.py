@@ -26,8 +26,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -93,9 +94,15 @@ def shape() -> dict:
 
 
 def rounds(
-    job: dict, wanted: Iterable[str], pythons: dict[str, str], workdir: Path
+    job: dict,
+    wanted: Iterable[str],
+    pythons: dict[str, str],
+    workdir: Path,
+    run: Callable[[dict, str, Path], dict] | None = None,
 ) -> tuple[dict[str, list[dict]], dict[str, str]]:
-    """Every engine in every round: what each measured, and why one was left out."""
+    """Every engine in every round, by `measure` or another `run`: what each measured, and why one was left
+    out.
+    """
     results: dict[str, list[dict]] = {name: [] for name in wanted}
     problems: dict[str, str] = {}
     for number in range(1, ROUNDS.value + 1):
@@ -103,7 +110,7 @@ def rounds(
             start = time.perf_counter()
             engine, precision = name.split(":")
             python = pythons.get(engine, sys.executable)
-            result = measure(job | {"engine": engine, "precision": precision}, python, workdir)
+            result = (run or measure)(job | {"engine": engine, "precision": precision}, python, workdir)
             if problem := next(
                 (f"{kind}: {result[kind]}" for kind in ("skipped", "failed") if kind in result), None
             ):
@@ -159,9 +166,7 @@ def checkpoint(hf: dict) -> Path:
     of about 2.
     """
     config = from_hf(hf)
-    digest = hashlib.sha256(json.dumps([hf, SEED.value, 1], sort_keys=True).encode()).hexdigest()[:12]
-    root = Path(WORKDIR.value) if WORKDIR.value else Path(tempfile.gettempdir()) / "xinfer_jax_bench"
-    folder = root.expanduser() / f"{config.model_type}-{digest}"
+    folder = work_folder(config.model_type, hf, SEED.value, 1)
     if (folder / "checkpoint").is_dir():
         return folder
     rng, tensors = np.random.default_rng(SEED.value), {}
@@ -181,6 +186,13 @@ def checkpoint(hf: dict) -> Path:
     return unfinished.rename(folder / "checkpoint").parent
 
 
+def work_folder(name: str, *contents: object) -> Path:
+    """Where that is kept which follows from these contents."""
+    digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:12]
+    root = Path(WORKDIR.value) if WORKDIR.value else Path(tempfile.gettempdir()) / "xinfer_jax_bench"
+    return root.expanduser() / f"{name}-{digest}"
+
+
 def measure(job: dict, python: str, workdir: Path) -> dict:
     """Converts the checkpoint if this engine needs it and has not done so, then runs the engine."""
     if ENGINES[job["engine"]].convert:
@@ -195,20 +207,21 @@ def measure(job: dict, python: str, workdir: Path) -> dict:
     return child(job | {"convert": False}, python)
 
 
+def process(job: dict, python: str) -> dict[str, Any]:
+    """What to start for a job: its runner, which is told when that was, and the environment."""
+    runner = Path(__file__).with_name(job.get("runner", "bench_peer_runners.py"))
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {"JAX_PLATFORMS": "cpu"} | dict(os.environ) | offline
+    environment |= {"OMP_NUM_THREADS": str(job["threads"])}
+    told = json.dumps(job | {"started": time.monotonic()})
+    return {"args": [python, str(runner), told], "env": environment}
+
+
 def child(job: dict, python: str) -> dict:
     """The answer of the job's runner in a process of its own; a crash is an answer too."""
-    command = [
-        python,
-        str(Path(__file__).with_name(job.get("runner", "bench_peer_runners.py"))),
-        json.dumps(job),
-    ]
-    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
-    environment = (
-        {"JAX_PLATFORMS": "cpu"} | dict(os.environ) | offline | {"OMP_NUM_THREADS": str(job["threads"])}
-    )
     try:
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, errors="replace", timeout=TIMEOUT.value
+            **process(job, python), capture_output=True, text=True, errors="replace", timeout=TIMEOUT.value
         )
     except subprocess.TimeoutExpired:
         return {"failed": f"no answer after {TIMEOUT.value} s"}

@@ -50,16 +50,6 @@ def case_lines(kind: str, value: Any) -> list[str]:
     ](value)
 
 
-def startup_lines(value: dict[str, Any]) -> list[str]:
-    if "skipped" in value:
-        return [f"start-up skipped: {value['skipped']}"]
-    times = [
-        f"{kind} {_spread(value[f'{kind}_first_byte_s'])} s, in all {_spread(value[f'{kind}_total_s'])} s"
-        for kind in ("cold", "warm")
-    ]
-    return [f"\nstart-up of the command line with {value['model']}, to the first byte: {'; '.join(times)}"]
-
-
 def _load(value: dict[str, Any]) -> list[str]:
     sizes = (
         f"{_mib(value['weight_bytes'])} MiB weights ({_mib(value['weight_bytes_per_pass'])} read per pass)"

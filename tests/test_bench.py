@@ -1,5 +1,5 @@
-"""scripts/bench.py on a tiny model: its fields, whether its figures agree with each other, and what it
-refuses.
+"""scripts/bench.py and bench_start.py on tiny models: their fields, whether their figures agree with each
+other, and what they refuse.
 """
 
 import importlib.util
@@ -28,11 +28,11 @@ from bench_shapes import hf_config  # noqa: E402
 bench = partial(programs.run, "bench")
 
 
-def process(*flags: str, path: Path | None = None) -> subprocess.CompletedProcess:
+def process(*flags: str, program: str = "bench", path: Path | None = None) -> subprocess.CompletedProcess:
     paths = os.pathsep.join(filter(None, (str(path or ""), str(ROOT), os.environ.get("PYTHONPATH"))))
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     return subprocess.run(
-        [sys.executable, "scripts/bench.py", *flags],
+        [sys.executable, f"scripts/{program}.py", *flags],
         cwd=ROOT,
         env=env,
         capture_output=True,
@@ -103,24 +103,18 @@ def test_figures_agree_with_each_other(directory):
 
 @pytest.mark.slow
 def test_everything_else(good, tmp_path):
-    """Of a checkpoint: the plot, capacities, streaming, start-up."""
+    """Of a checkpoint: the plot, capacities, streaming."""
     file = tmp_path / "bench.png"
     plot = [f"--plot={file}", "--curve_lengths=16,64,9999"] if importlib.util.find_spec("matplotlib") else []
     done = process(f"--model={good}", "--prompt_lengths=8", "--new_tokens=6", "--repeats=1", "--probe_mib=8",
                  "--capacities=128,256",
-                 "--stream", "--startup", *plot)  # fmt: skip
+                 "--stream", *plot)  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     results = json.loads(done.stdout.splitlines()[-1])
     (case,) = results["cases"]
     assert case["load"]["weight_bytes"] > case["load"]["weight_bytes_per_pass"]  # untied
     assert case["capacities"]["capacity"] == [128, 256] and case["capacities"]["ratio"][0]["median"] == 1
     assert case["stream"]["first_token_s"]["median"] <= case["stream"]["stream_s"]["median"]
-    for kind in ("cold", "warm"):
-        assert (
-            0
-            < results["startup"][f"{kind}_first_byte_s"]["median"]
-            <= results["startup"][f"{kind}_total_s"]["median"]
-        )
     if plot:
         assert file.read_bytes().startswith(b"\x89PNG")
         assert case["curve"]["position"] == [16, 64] and all(
@@ -155,10 +149,51 @@ def test_a_plot_without_matplotlib(tmp_path):
     refused(process("--plot=bench.png", path=tmp_path), "matplotlib")
 
 
-def refused(done, word: str) -> None:
+def refused(done, word: str, program: str = "bench") -> None:
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("bench: ") and word in line
+    assert line.startswith(f"{program}: ") and word in line
+
+
+def test_a_start(directory, tmp_path):
+    """The command on random weights, cold and warm, at two depths; an engine that is not there."""
+    (tmp_path / "ctranslate2.py").write_text("raise ImportError")
+    engines = "--engines=ours,ctranslate2:float32"
+    done = process(
+        f"--config={directory}", f"--workdir={tmp_path}", "--layers=1,3", "--precisions=float32", engines,
+        "--rounds=1", "--new_tokens=5", program="bench_start", path=tmp_path,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    results = json.loads(done.stdout.splitlines()[-1])
+    (runs,) = results["rounds"]["ours:float32"]
+    assert results["prompt_tokens"] == 26
+    assert list(runs) == ["1 layers cold", "1 layers warm", "3 layers cold", "3 layers warm"]
+    for what, run in runs.items():
+        phases = run["phases"]
+        assert all(0 <= seconds <= last - first + 2e-3 for seconds, first, last, _ in phases.values())
+        order = [phases["imports"][2], phases["opening"][2], phases["reading"][2], run["first_s"]]
+        assert order == sorted(order) and run["first_s"] <= run["last_s"] <= run["end_s"]
+        assert phases["opening"][2] <= phases["compiling"][1] and run["new_tokens"] == 5
+        assert run["programs"] == phases["compiling"][3] > 3
+        assert run["fetched"] == (run["programs"] if what.endswith("warm") else 0)
+        assert run["anon_mib"] is None or 10 < run["anon_mib"] < run["hwm_mib"]
+    assert results["growth"]["ours:float32 3 layers cold"]["programs"] == 1  # one for each kind of layer
+    assert "not installed (pip install ctranslate2" in results["problems"]["ctranslate2:float32"]
+
+
+@pytest.mark.parametrize(
+    "flags, word",
+    [
+        (["--precisions=int3"], "int3"),
+        (["--engines=transformers", "--precisions=int4"], "none of --engines"),
+        (["--layers=24,x"], "layers"),
+        (["--model=x", "--layers=24"], "exclude"),
+        (["--prompt_lengths=26"], "prompt_lengths"),  # it follows from the prompt
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_flags_of_a_start(flags, word):
+    refused(process(*flags, program="bench_start"), word, "bench_start")
 
 
 def test_what_a_model_asks():
