@@ -8,9 +8,9 @@ beside other engines in turns.
 Ours is the command `xinfer-jax`, timed by the bytes that it writes: cold, with a new compilation cache, and
 warm, the same again, which has to give the same answer. Other engines read as many prompt ids and give as
 many tokens; their clock starts with their process too, but no text is made into ids or back. What they need
-converted is converted before. Files are in the page cache. Weights are random unless --model names a
-checkpoint, and then the tokenizer is made up, as large as the vocabulary. Engines, checkpoint and most flags
-are those of bench_peers.py. The last line is one JSON object.
+converted is converted before. Files are in the page cache. Unless --model names a checkpoint, weights are
+random, and the tokenizer is made up, as large as the vocabulary. Engines, checkpoint and most flags are those
+of bench_peers.py. The last line is one JSON object.
 """
 
 from one_line import start
@@ -19,6 +19,7 @@ from one_line import start
 import itertools
 import json
 import re
+import statistics
 import string
 import subprocess
 import tempfile
@@ -58,7 +59,8 @@ def main(argv: list[str]) -> None:
     wanted, pythons = engines(), peers.interpreters()
     folders = checkpoints()
     first = next(iter(folders.values()))
-    ids = encode_prompt(open_checkpoint(first).model, PROMPT.value, system=SYSTEM)
+    model = open_checkpoint(first).model
+    ids = encode_prompt(model, PROMPT.value, system=SYSTEM)
     for folder in folders.values():
         into_page_cache(folder)
     about = {"model": MODEL.value or f"{CONFIG.value}, random weights", "cpu": peers.cpu_name()}
@@ -66,7 +68,8 @@ def main(argv: list[str]) -> None:
     print("; ".join(f"{name} {value}" for name, value in about.items()))
     job = {"runner": "bench_start_runners.py", "checkpoint": str(first), "threads": THREADS, "prompt": ids}
     job |= {"folders": {shape: str(folder) for shape, folder in folders.items()}, "answered": {}}
-    workdir = peers.work_folder("start", str(first))
+    job |= {"vocab_size": model.config.vocab_size}
+    workdir = peers.work_folder("start", str(first)) if MODEL.value else first.parent
     results, problems = peers.rounds(job, wanted, pythons, workdir, measure)
     found = report(results, wanted, list(folders))
     for name, problem in problems.items():
@@ -95,7 +98,8 @@ def checkpoints() -> dict[str, Path]:
             raise InputError(f"--{flag.name} and --model exclude each other: a checkpoint has its shape")
     if MODEL.value:
         return {"": checkpoint_dir(MODEL.value)}
-    hf = peers.shape() | {"eos_token_id": None}
+    hf = peers.shape()
+    hf.pop("eos_token_id", None)  # an answer is as long as was asked for
     if not LAYERS.value:
         return {"": random_checkpoint(hf)}
     return {f"{n} layers": random_checkpoint(hf | {"num_hidden_layers": n}) for n in peers.numbers(LAYERS)}
@@ -150,8 +154,8 @@ def ours(job: dict, python: str) -> dict:
     asked += [f"--{'quantize' if precision.startswith('int') else 'dtype'}={precision}"]
     for shape, folder in job["folders"].items():
         with tempfile.TemporaryDirectory() as compiled:
-            flags = [*asked, f"--model={folder}", f"--compilation_cache={compiled}"]
-            cold, warm = (command(job | {"flags": flags}, python) for _ in range(2))
+            told = [*asked, f"--model={folder}", f"--compilation_cache={compiled}"]
+            cold, warm = (command(job | {"flags": told}, python) for _ in range(2))
         for run in (cold, warm):
             if "phases" not in run:
                 return run
@@ -200,9 +204,10 @@ def report(results: dict[str, list[dict]], wanted: dict[str, str], shapes: list[
         for name, rounds in ran.items()
         for what in rounds[0]
     }
-    print("\nMedians. Seconds from the command to the first token, the last, the end; programs that were")
-    print("compiled or fetched; peak MiB: anonymous, resident, and 1.15 x (weights + cache) + 350")
-    show(medians, "first_s", "last_s", "end_s", "programs", "fetched", "anon_mib", "hwm_mib", "allowed_mib")
+    print("\nMedians. Seconds from the command to the first token, the last, the end; programs compiled or")
+    print("fetched; peak MiB: anonymous, resident, and what is allowed, 1.15 x (weights + cache) + 350")
+    costs = "new_tokens", "first_s", "last_s", "end_s", "programs", "fetched"
+    show(medians, *costs, "anon_mib", "hwm_mib", "allowed_mib")
     print("\nPhases: seconds in which anything of it was under way (from-to)")
     phases = {name: m["phases"] for name, m in medians.items()}
     show({name: {p: _span(*spans[p]) for p in spans} for name, spans in phases.items()}, *PHASES)
@@ -229,9 +234,11 @@ def middle(values: list[Any]) -> Any:
     """The medians of dicts and lists of numbers; of texts the first."""
     one = values[0]
     if isinstance(one, dict):
-        return {key: middle([value[key] for value in values]) for key in one}
+        return {key: middle([value[key] for value in values if key in value]) for key in one}
     if isinstance(one, list):
-        return [median(list(column)) for column in zip(*values, strict=True)]
+        return [middle(list(column)) for column in zip(*values, strict=True)]
+    if isinstance(one, int):
+        return statistics.median_low(values)  # it stays a whole number
     return one if isinstance(one, str | None) else median(values)
 
 

@@ -34,10 +34,10 @@ class Phases:
         self._started = started
         self._spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
-    def ended(self, phase: str, seconds: float | None = None) -> None:
-        """Something of this phase ends now; it took so long, or all the time there was."""
-        now = time.monotonic() - self._started
-        self._spans[phase].append((0.0 if seconds is None else now - seconds, now))
+    def ended(self, phase: str, seconds: float | None = None, at: float | None = None) -> None:
+        """Something of this phase ended (now); it took so long, or all the time there was."""
+        end = (time.monotonic() if at is None else at) - self._started
+        self._spans[phase].append((0.0 if seconds is None else end - seconds, end))
 
     def watch(self, owner: Any, name: str, phase: str) -> None:
         """From now on a function is noted, in whatever thread it runs."""
@@ -139,12 +139,15 @@ def peer(engine: Engine, job: dict, watch: PeakMemory) -> dict:
     phases.ended("reading", time.monotonic() - start)
     start = time.monotonic()
     first_s, (tokens,) = generate([job["prompt"]], job["new_tokens"])
-    last = time.monotonic()
+    last_s = time.monotonic() - start
+    phases.ended("prompt", first_s, start + first_s)
+    phases.ended("decoding", last_s - first_s, start + last_s)
     if len(tokens) != job["new_tokens"]:
         raise RuntimeError(f"asked for {job['new_tokens']} tokens, got {len(tokens)}")
     anon_mib, hwm_mib = watch.peaks()
-    first, last = start + first_s - job["started"], last - job["started"]
-    return dict(phases=phases.found(), first_s=first, last_s=last, anon_mib=anon_mib, hwm_mib=hwm_mib)
+    found = phases.found()
+    ends = {f"{token}_s": found[phase][2] for token, phase in (("first", "prompt"), ("last", "decoding"))}
+    return dict(phases=found, **ends, new_tokens=len(tokens), anon_mib=anon_mib, hwm_mib=hwm_mib)
 
 
 if __name__ == "__main__":
