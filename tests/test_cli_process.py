@@ -261,6 +261,16 @@ def test_scripts_need_no_installed_package(tmp_path, script, args, code, said):
     assert (run.stdout + run.stderr).count("\n") == 1
 
 
+def test_cold_and_warm_are_the_same_bits(environment, tmp_path):
+    """The same command twice: compiled, and fetched from the cache."""
+    flags = ["--output=json", "--temperature=0.8", "--logprobs=3", "--max_tokens=12", ASK]
+    runs = [
+        process(environment, "-m", "xinfer_jax", *flags, f"--compilation_cache={tmp_path}") for _ in range(2)
+    ]
+    cold, warm = (json.loads(run.stdout) for run in runs)
+    assert cold.pop("stats") != warm.pop("stats") and cold == warm and len(cold["logprobs"]) >= 3
+
+
 def test_compilation_cache_of_garbage(environment, good):
     """jax warns of every entry, and never writes it anew; one line remains. Last, for the others share it."""
     process(environment, "-m", "xinfer_jax", f"--model={good}", ASK)  # another worker may have run the rest

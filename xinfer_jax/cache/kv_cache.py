@@ -1,6 +1,7 @@
 """The KV cache: of every layer one of the kinds of `kinds.py`, and how long each row is."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -90,20 +91,26 @@ def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: 
     what = f"keys and values of {batch} rows of {capacity} tokens"
     remedy = "ask for less capacity, fewer rows, or a smaller cache dtype"
     check_memory(cache_bytes(config, batch, capacity, dtype), what, remedy)
-    layers, zeros_B = empty_layers(config, batch, capacity, dtype), jnp.zeros(batch, jnp.int32)
+    layers = empty_layers(config, batch, capacity, dtype)
     forgets = any(isinstance(layer, Ring) for layer in layers)
-    return KVCache(layers, zeros_B, jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32) if forgets else None)
+    counts = (np.zeros(batch, kind) for kind in (np.int32, bool, np.int32))
+    length_B, overflow_B, reached_B = map(jax.device_put, counts)  # from the host: nothing to compile
+    return KVCache(layers, length_B, overflow_B, reached_B if forgets else None)
 
 
 def empty_layers(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> tuple[Contiguous, ...]:
     """What `init_cache` makes for each layer; dtype: a float type or a name in `KV_BITS`."""
+    K, H = config.num_key_value_heads, config.head_dim
+    return tuple(
+        _empty_layer((batch, K, slots_of(window, capacity), H), window, capacity, dtype)
+        for window in config.layer_windows
+    )
 
-    def layer(window: int | None) -> Contiguous:
-        shape = batch, config.num_key_value_heads, slots_of(window, capacity), config.head_dim
-        k, v = (empty(shape, dtype) if dtype in KV_BITS else jnp.zeros(shape, dtype) for _ in "kv")
-        return (Ring if shape[2] < capacity else Contiguous)(k, v, window, capacity)
 
-    return tuple(map(layer, config.layer_windows))
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _empty_layer(shape: tuple[int, ...], window: int | None, capacity: int, dtype: Any) -> Contiguous:
+    k, v = (empty(shape, dtype) if dtype in KV_BITS else jnp.zeros(shape, dtype) for _ in "kv")
+    return (Ring if shape[2] < capacity else Contiguous)(k, v, window, capacity)
 
 
 def cache_bytes(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> int:
