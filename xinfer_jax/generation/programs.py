@@ -80,11 +80,8 @@ class Ahead:
 
     def wait(self, programs: int | None = None) -> None:
         """Until the first so many are compiled, or all; what broke one off is raised."""
-        waits = not all(future.done() for future in self._compiling[:programs])
         for future in self._compiling[:programs]:
             future.result()
-        if waits:
-            give_back_memory()
 
 
 _MOST_PREPARED = 256  # kinds of calls
@@ -107,6 +104,7 @@ def prepared(kind: Any, rehearse: Callable[[Ahead], int]) -> tuple[Ahead, int]:
 
 def _compile(lowered: Any) -> None:
     lowered.compile()  # jax keeps it; who holds a result would keep it beyond jax.clear_caches()
+    give_back_memory()  # at once: weights may be read for seconds yet
 
 
 def struct(x: Any) -> Any:
