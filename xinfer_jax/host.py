@@ -23,11 +23,11 @@ def aligned(form: Any) -> np.ndarray:
     return raw[offset : offset + raw.size - 64].view(form.dtype).reshape(form.shape)
 
 
-def by_blocks(work: Callable[[slice], object], rows: int, width: int) -> None:
+def by_blocks(work: Callable[[slice], object], rows: int, width: int, block: int = _BLOCK) -> None:
     """Calls `work` with runs of rows, so many bytes wide, on all cores: NumPy and files let go of the
-    interpreter's lock. Of several errors that of the first rows is raised.
+    interpreter's lock. Of several errors that of the first rows is raised. block: bytes of a run.
     """
-    most = max(64, _BLOCK // width // 64 * 64)  # whole cache lines where rows become columns
+    most = max(64, block // width // 64 * 64)  # whole cache lines where rows become columns
     runs = [slice(first, min(first + most, rows)) for first in range(0, rows, most)]
     for _ in map(work, runs) if len(runs) < 2 else _pool().map(work, runs):
         pass  # at an error, and at Ctrl-C, what has not begun is dropped

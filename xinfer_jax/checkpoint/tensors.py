@@ -22,6 +22,7 @@ TYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I64": np.int64,
     "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8,
 }  # fmt: skip
+_COPIED = 1 << 23  # bytes at a time of what is only copied: less is not worth another core's wait
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,7 @@ class StoredTensor:
         """All of it, in memory that a device array can keep."""
         out = aligned(self.form)
         flat = out.reshape(-1)
-        by_blocks(lambda run: self.read(flat[run], run.start), flat.size, flat.itemsize)
+        by_blocks(lambda run: self.read(flat[run], run.start), flat.size, flat.itemsize, _COPIED)
         return out
 
 
