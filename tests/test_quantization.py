@@ -109,7 +109,7 @@ def test_a_matrix_of_zeros_stays_zero():
         assert not np.any(dequantize(quantize_matrix(np.zeros((80, 72), np.float32), bits)))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize("rows", [1, 2, 9])
 @pytest.mark.parametrize("outputs, inputs, bits, group", MATRICES)
 def test_product_equals_that_of_the_dequantized_matrix(outputs, inputs, bits, group, rows):
     weight = jax.device_put(quantize_matrix(matrix(outputs, inputs), bits, group))
@@ -119,6 +119,13 @@ def test_product_equals_that_of_the_dequantized_matrix(outputs, inputs, bits, gr
         got = product(x, weight)
         assert got.dtype == jnp.float32
         np.testing.assert_allclose(got, wanted, atol=2e-5 * np.abs(x).max() * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_no_product_widens_the_whole_matrix(rows):
+    weight = jax.device_put(quantize_matrix(matrix(512, 1024), 4))
+    compiled = jax.jit(quantized_product).lower(jnp.ones((rows, 1024)), weight).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.6 * 4 * 512 * 1024
 
 
 def test_inputs_in_another_order():

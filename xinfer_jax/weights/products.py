@@ -62,13 +62,14 @@ def tile_by_tile(
     XLA would widen the whole operand of a 16-bit dot or slice, and hoist that out of the decode loop: a
     float32 copy of all weights. The barrier ties the tile to the loop counter: nothing is left to hoist. The
     loop starts from what is made of x, or all layers' buffers would be filled first. One tile is no loop.
+    The signs cancel: an update that takes in a negation is compiled once for all layers, a bare one for each.
 
     Args:
         some: (first output, how many, *narrow) -> float32 [M, how many].
         x_MI, outputs, width: float32; O; bytes of an output's weights as float32.
         narrow: the arrays that hold the matrix.
     """
-    tiles = max(2, -(-outputs * width // _TILE_BYTES))
+    tiles = max(2, -(-outputs * width // _TILE_BYTES))  # of even size: what the last two share is made twice
     tile = min(-(-outputs // 2), -(-outputs // tiles // 16) * 16)
 
     def body(i, y_MO):  # slice and update both move the last tile back inside the array, to the same outputs

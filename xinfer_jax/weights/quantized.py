@@ -4,9 +4,10 @@ A matrix has O outputs and I inputs, Q groups of J; Y bytes hold one output's gr
 How CPU products read those bytes at memory speed (int8 with a scale per output: the room's `__init__`):
 - int4 is not taken apart. A byte is low + 16 high, the numbers of inputs j and j + J/2, to be multiplied by
   their activations x and y: low * x + high * y = low * (x - y/16) + byte * y/16. So activations change once,
-  and no weight is shifted. Zero points come off the result: each times the sum of its group's activations.
-- A single row times int4 is a sum of elementwise products, unrolled over the bytes of a group: one loop nest
-  that reads each byte once. More rows: a tile of outputs is dequantized, multiplied and forgotten at a time.
+  and no weight is shifted. Zero points come off the result: each times the sum of its activations.
+- A row times int4 is one loop nest that reads each byte once: the innermost loop adds up a run of bytes of a
+  group, LLVM unrolls it, and what is left goes over the outputs in vectors. Up to 8 rows go one by one.
+- More rows: a tile of outputs is dequantized, multiplied and forgotten at a time.
 """
 
 import dataclasses
@@ -27,8 +28,8 @@ METHODS = ("int8", "int4")
 GROUP = 64  # inputs that share a scale in int4
 _SMALL, _SMALL_GROUP = 64, {8: 8, 4: 32}  # a side of so many at most: more scales (the room says why)
 _STRETCHES = np.linspace(1, 1.1, 11)  # of the least step that leaves nothing out, for int8 in groups
-_RUN = 16
-_ROW_BY_ROW = 8
+_RUN = 16  # bytes that one sum adds up: 8 are 15% slower, and of 32 LLVM unrolls none: a tenth of the speed
+_ROW_BY_ROW = 8  # up to so many rows of int4 are faster one by one: two 4 times, eight by a fifth
 _FEW_ROWS, _FEW_OUTPUTS = 4, 8192  # up to here int8 products are faster with the matrix in front
 
 
@@ -290,11 +291,12 @@ def _grouped_product(x_MI: jax.Array, weight: GroupedWeight) -> jax.Array:
 
 
 def _row(x_I: jax.Array, weight: GroupedWeight) -> jax.Array:
-    """[O]. R runs of `run` bytes of a group each; a byte has `halves` inputs."""
+    """[O]. A group is C runs of `run` bytes, and a byte has `halves` inputs."""
     Q, Y, outputs = weight.values.shape
     halves, run = weight.group // Y, math.gcd(Y, _RUN)
     parts = in_groups(x_I[None], weight.group, jnp).reshape(Q, halves, -1, run).swapaxes(1, 2)
-    # What each level is multiplied by, and the zero point. By a dot: what made x joins no loop behind it.
+    # What levels and, last, zero points are multiplied by. A dot, or what made x would be computed for every
+    # output: XLA takes such steps into the loop, and LLVM would unroll it no more.
     mixed = np.kron([[1.0]] if halves == 1 else [[1, 0], [-1 / 16, 1 / 16]], np.eye(run))
     mixing = np.column_stack([mixed, np.ones(halves * run)]).astype(np.float32)
     factors = dot(parts.reshape(-1, halves * run), jnp.asarray(mixing), 0).reshape(Q, -1, halves * run + 1)
@@ -302,14 +304,14 @@ def _row(x_I: jax.Array, weight: GroupedWeight) -> jax.Array:
     factors, values, scale, zero = lax.optimization_barrier(
         (factors, weight.values, weight.scale, weight.zero)
     )
-    *factors, total = jnp.split(factors, (run, 2 * run)[:halves], axis=-1)  # [Q, R/Q, run], 1
+    *factors_QCY, total_QC1 = jnp.split(factors, (run, 2 * run)[:halves], axis=-1)
     wide = values.reshape(Q, -1, run, outputs).astype(jnp.int32)  # 8-bit arithmetic is slower code
     levels = (wide,) if halves == 1 else (wide & 15, wide)
-    terms = [factor[..., None] * level.astype(jnp.float32) for factor, level in zip(factors, levels, strict=True)]
-    # Not a + b: XLA gives plain sums to a library, which would read a float32 copy of the terms.
-    sums = lax.reduce(sum(terms), np.float32(0), lambda a, b: -(-a - b), (2,))
+    terms = [x[..., None] * y.astype(jnp.float32) for x, y in zip(factors_QCY, levels, strict=True)]
+    # Not a + b: XLA has plain sums done by a library, which reads a float32 copy of all terms.
+    sum_QCO = lax.reduce(sum(terms), np.float32(0), lambda a, b: -(-a - b), (2,))
     if zero is not None:
-        sums -= total * zero.astype(jnp.float32)[:, None]
-    sums = (sums * scale.astype(jnp.float32)[:, None]).reshape(-1, outputs)
+        sum_QCO -= total_QC1 * zero.astype(jnp.float32)[:, None]
+    y_RO = (sum_QCO * scale.astype(jnp.float32)[:, None]).reshape(-1, outputs)
     # A product with ones: a sum over runs would join the loop, then compiled without vector instructions.
-    return dot(jnp.ones(len(sums)), sums, 0)
+    return dot(jnp.ones(len(y_RO)), y_RO, 0)
