@@ -107,27 +107,27 @@ def command(job: dict) -> None:
         )
         phases.watch(answer, "open_model", "opening")
         phases.watch(Checkpoint, "read", "reading")
-        output = Run.output
+        output, work = Run.output, answer.answer
 
         def kept(*args: Any) -> Any:
             out = output(*args)
             costs.update(vars(out.stats), version=jax.__version__)
             return out
 
-        Run.output = kept
+        def reported(*args: Any) -> int:
+            code = work(*args)
+            anon_mib, hwm_mib = watch.peaks()
+            report = dict(phases=phases.found(), costs=costs, anon_mib=anon_mib, hwm_mib=hwm_mib)
+            print(f"\n{json.dumps(report)}", file=sys.stderr, flush=True)
+            return code
+
+        Run.output, answer.answer = kept, reported
 
     Behind("xinfer_jax.cli.answer", listen)
     sys.argv = ["xinfer-jax", *job["flags"]]
     from xinfer_jax.__main__ import main as xinfer_jax
 
-    try:
-        xinfer_jax()
-    except SystemExit as end:
-        if not end.code:
-            anon_mib, hwm_mib = watch.peaks()
-            report = dict(phases=phases.found(), costs=costs, anon_mib=anon_mib, hwm_mib=hwm_mib)
-            print(f"\n{json.dumps(report)}", file=sys.stderr, flush=True)
-        raise
+    xinfer_jax()
 
 
 def peer(engine: Engine, job: dict, watch: PeakMemory) -> dict:

@@ -18,11 +18,11 @@ serves what; `beam_steps` and `beams` are beam search; `scoring` is `score`.
 - The loop ends with a choice, not with a pass that nobody needs: the last token chosen is not in the cache.
 - On a CPU the compiler took longer than most answers, and longer for each layer. So there prompts are read
   layer by layer: embedding, one program for each kind of layer, and what chooses a token, called from the
-  host with keys and values donated. `stream`, the commands and beam search decode so too, always, so that the
-  same call gives the same bits, warm or cold. `generate` decodes in one loop on the device, which is some
-  percent faster and what RL and evaluations run for hours; so does everything in a caller's jit, on a GPU, or
-  on several devices. The same functions of `loop` and `speculation` stand on both roads: tokens agree, last
-  bits may not.
+  host with keys and values donated; tokens are decoded by programs of up to eight layers. `stream`, the
+  commands and beam search decode so too, always: the same call gives the same bits, warm or cold. `generate`
+  decodes in one loop on the device, which is faster and what RL and evaluations run for hours; so does
+  everything in a caller's jit, on a GPU, or on several devices. The same functions of `loop` and
+  `speculation` stand on both roads: tokens agree, last bits may not.
 - The programs of a call are compiled side by side before it sets out: it is rehearsed on shapes (`Ahead`),
   so there is no second list of what it will run. Once for each kind of call; looking that up takes 0.3 ms.
 - Long prompts are read in chunks by a loop that skips chunks of padding: a long bucket costs no more than the
