@@ -37,8 +37,8 @@ _Model = tuple[Params, ModelConfig]
 # Layers of a program that decodes. Between programs threads fall asleep: 24 layers of the 0.5B shape one by
 # one took 7 ms more a token, of 34 in int8; eight at once take 4, and compile longer.
 _AT_ONCE = 8
-# Tokens of all rows that are read at a time, and of a row at least. Buffers beyond 32 MiB come from the system
-# anew for each program: 512 tokens took 1.5 times as long as all layers at once, in int8; 256 are faster.
+# Tokens of all rows that are read at a time, and of a row at least. Buffers beyond 32 MiB come from the
+# system anew for each program: 512 tokens took half again as long as all layers at once, in int8; 256 do not.
 _CHUNK, _LEAST = 256, 16
 
 
