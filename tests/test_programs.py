@@ -1,7 +1,5 @@
 """Which call compiles what: few programs, which do not grow with the layers. Two roads give the same."""
 
-import dataclasses
-
 import compiling
 import jax
 import numpy as np
@@ -11,6 +9,7 @@ import tiny
 import xinfer_jax as xj
 from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.generation import rows
+from xinfer_jax.generation.roads import _groups
 
 PROMPT, LONG = [5, 6, 7, 8, 9], list(range(20))
 SMALL = tiny.CONFIG | dict(hidden_size=16, intermediate_size=16, num_attention_heads=2)
@@ -30,7 +29,7 @@ def model():
 
 
 def layers(count: int):
-    config = from_hf(SMALL | dict(num_hidden_layers=count, hidden_size=8 * count))
+    config = from_hf(SMALL | dict(num_hidden_layers=count, hidden_size=4 * count))
     return xj.init_params(config, jax.random.key(0)), config
 
 
@@ -89,7 +88,7 @@ def test_which_call_compiles_what(model):
 
 def test_programs_do_not_grow_with_the_layers():
     counts = []
-    for count in (3, 9):
+    for count in (8, 24):
         with compiling.programs() as seen:
             streamed(layers(count))
         counts.append(ours(seen))
@@ -145,25 +144,59 @@ def test_both_roads_give_the_same(model, given, monkeypatch):
 
 
 def test_a_road_follows_from_the_device(model):
-    params, config = model
+    params, _ = model
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    assert rows.road(params).name == rows.road(shapes).name == "layer by layer"
-    two = jax.sharding.Mesh(np.array(jax.devices() * 2)[:2], "x") if len(jax.devices()) > 1 else None
-    if two is not None:
-        spread = jax.device_put(params, jax.sharding.NamedSharding(two, jax.sharding.PartitionSpec()))
-        assert rows.road(spread).name == "whole"
+    placed = jax.device_put(params, jax.devices()[0])
+    assert {rows.road(tree).name for tree in (params, shapes, placed)} == {"layer by layer"}
 
 
-def test_what_the_compiler_refuses_reaches_the_caller(model, monkeypatch):
+def test_parameters_in_their_place_compile_each_pass_once():
+    """Only the first choice is a program of its own: its rows are not anywhere yet."""
+    params, config = layers(5)
+    with compiling.programs() as seen:
+        streamed((jax.device_put(params, jax.devices()[0]), config))
+    assert ours(seen) == dict(_enter=2, _through_layers=2, _last=1, _answer=2)
+
+
+def test_layers_of_a_program():
+    """Whole periods, few programs: 22 layers are not eleven."""
+
+    def sizes(**given):
+        config = from_hf(SMALL | dict(head_dim=8) | given)
+        return [at.stop - at.start for at in _groups(config, 8)], {*map(str, _groups(config, 1))}
+
+    assert sizes(num_hidden_layers=24)[0] == [8, 8, 8] and sizes(num_hidden_layers=28)[0] == [7] * 4
+    even, one_by_one = sizes(num_hidden_layers=22)
+    assert even[:2] == [8, 8] and len(one_by_one) == 22
+    kinds = dict(model_type="gemma3_text", sliding_window=8)
+    kinds |= dict(layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3)
+    assert sizes(num_hidden_layers=18, **kinds)[0] == [6, 6, 6]
+
+
+def test_a_row_of_gear_keys_is_the_row_alone(model):
+    """Its directions are those of the tokens that are read first."""
+    long, given = list(range(40)) * 2, dict(cache_dtype="gear", capacity=128)
+    (alone,) = streamed(model, [long], **given)[1].logprobs
+    among = streamed(model, [long] + [PROMPT] * 15, **given)[1].logprobs[0]
+    np.testing.assert_allclose(alone, among, atol=1e-5)
+
+
+def test_what_the_compiler_refuses_reaches_the_caller_once(model, monkeypatch):
     from xinfer_jax.generation import programs
 
-    def broken(_):
-        raise MemoryError("no room")
+    compile_it, calls = programs._compile, []
+
+    def broken(lowered):
+        calls.append(lowered)
+        if len(calls) == 1:
+            raise MemoryError("no room")
+        compile_it(lowered)
 
     monkeypatch.setattr(programs, "_compile", broken)
     monkeypatch.setattr(programs, "_prepared", {})
     with pytest.raises(MemoryError, match="no room"):
         streamed(model, capacity=56)
+    assert len(streamed(model, capacity=56)[0]) == 4, "with more room the next call does"
 
 
 def test_logits_that_are_kept_are_written_in_place(model):
@@ -172,8 +205,3 @@ def test_logits_that_are_kept_are_written_in_place(model):
     assert out.logits[0].shape == (6, model[1].vocab_size)
     ids = [int(row.argmax()) for row in out.logits[0]]
     assert ids == out.tokens[0]
-
-
-def test_a_call_is_what_it_was_when_shapes_are_given(model):
-    with pytest.raises(xj.InputError, match="prompt 0"):
-        xj.stream(*model, [[]], dataclasses.replace(asked(), n=1)).prepare()

@@ -36,8 +36,12 @@ def by_blocks(work: Callable[[slice], object], rows: int, width: int, block: int
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
     """Kept: starting threads takes as long as reading a small matrix."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return ThreadPoolExecutor(min(_MOST_WORKERS, cores))
+    return ThreadPoolExecutor(min(_MOST_WORKERS, cores()))
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not come along

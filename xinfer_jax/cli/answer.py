@@ -12,10 +12,9 @@ from kernels_pallas import Selection
 from ..brief import mib
 from ..checkpoint.loading import Model
 from ..errors import InputError
-from ..generation.beams import beam_search, prepare_beams
+from ..generation.beams import beam_search, planned
 from ..generation.kernels import kernels_used
 from ..generation.options import GenerateOptions, chosen_capacity
-from ..generation.programs import Ahead
 from ..generation.rows import road
 from ..sampling.choice import seeded
 from ..sampling.logprobs import TokenLogprobs
@@ -123,9 +122,7 @@ class _Beams:
             key=key, max_new_tokens=options.max_new_tokens, sampling=options.sampling,
             impl=options.impl, cache_dtype=options.cache_dtype,
         )  # fmt: skip
-
-    def prepare(self) -> Ahead:
-        return prepare_beams(self._model.params, self._model.config, self._ids, **self._asked)
+        self.prepare = planned(model.params, model.config, ids, **self._asked).prepare
 
     def found(self) -> Found:
         """Prints the best sequence, unless JSON is asked for: then it has all of them."""

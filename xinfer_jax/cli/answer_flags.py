@@ -134,8 +134,12 @@ def _run(argv: Sequence[str]) -> int:
     if not prompt.strip():
         raise InputError("the prompt is empty: give --prompt TEXT, or text on standard input")
     with status("loading jax"):
+        from ..generation.programs import settle
         from .answer import answer
-    return answer(PROGRAM.values, prompt)
+    try:
+        return answer(PROGRAM.values, prompt)
+    finally:
+        settle()
 
 
 def _check_together(program: Program) -> None:

@@ -39,5 +39,9 @@ def _run(argv: Sequence[str]) -> int:
         where = f"a --capacity of {capacity}"
         raise InputError(f"--max_tokens={new} leaves no room for a question in {where}: lower it")
     with status("loading jax"):
+        from ..generation.programs import settle
         from .chat import talk
-    return talk(PROGRAM.values)
+    try:
+        return talk(PROGRAM.values)
+    finally:
+        settle()

@@ -135,11 +135,11 @@ def beam_search(  # noqa: PLR0913  a door
     return BeamOutput(sequences, scores, stats)
 
 
-def prepare_beams(*args: Any, **asked: Any) -> Ahead:
-    """Begins to compile what `beam_search` of these arguments runs, in threads; parameters may be shapes."""
+def planned(*args: Any, **asked: Any) -> "_Search":
+    """A checked call of `beam_search`, to be prepared; its parameters may be shapes."""
     given = inspect.signature(beam_search).bind(*args, **asked)
     given.apply_defaults()
-    return _Search(**given.arguments, do=Ahead()).prepare()
+    return _Search(**given.arguments, do=Ahead())
 
 
 class _Search:
@@ -179,7 +179,7 @@ class _Search:
         return len(prompts), sum(map(len, prompts)), tree_bytes(params), held
 
     def prepare(self) -> Ahead:
-        """`prepared` for such a call."""
+        """Begins to compile what it runs, in threads."""
         arrays = self._model[0], self._to_read, self.cache, self._request
 
         def rehearse(ahead: Ahead) -> int:
@@ -189,7 +189,8 @@ class _Search:
             rehearsal.search(rehearsal.read())
             return ahead.programs
 
-        return prepared((self._kind, self._model[1], self.call.options.impl, kinds(arrays)), rehearse)[0]
+        kind = self._kind, self._model[1], self.call.options.impl, kinds(arrays)
+        return prepared(self.call.params, kind, rehearse)[0]
 
     def read(self) -> jax.Array:
         """What stands behind each prompt, as `Road.choose` takes it."""

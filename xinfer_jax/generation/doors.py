@@ -220,8 +220,12 @@ def _check_capacity(impl: str | None, cache: KVCache, more_B: Any) -> None:
 
 def prompt_chunk(cache: KVCache) -> int:
     """Tokens of a prompt to read at a time: by the device where it is known, at most what the cache takes."""
-    known = isinstance(cache.length_B, jax.Array) and not traced(cache.length_B)
-    on_gpu = known and next(iter(cache.length_B.devices())).platform == "gpu"
+    length_B, platform = cache.length_B, jax.default_backend()  # of shapes
+    if traced(length_B):
+        platform = "unknown"
+    elif isinstance(length_B, jax.Array):
+        platform = next(iter(length_B.devices())).platform
+    on_gpu = platform == "gpu"
     chunk = max(_CHUNK, on_gpu * _CHUNK_OF_GPU // power_of_two(len(cache.length_B)))
     return min(chunk, cache.most_at_once)
 

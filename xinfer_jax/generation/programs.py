@@ -1,6 +1,5 @@
 """How the programs of a call are run: `NOW`; or `Ahead`, on shapes alone, which compiles them together."""
 
-import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
@@ -8,6 +7,7 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from ..host import cores
 from ..stats import give_back_memory
 
 
@@ -46,7 +46,7 @@ class Ahead:
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(os.cpu_count())
+        self._pool = ThreadPoolExecutor(cores())
         self._seen: dict[Any, Any] = {}
         self._compiling: list[Future[None]] = []
 
@@ -74,25 +74,43 @@ class Ahead:
         """How many of them are compiled."""
         return sum(future.done() for future in self._compiling)
 
+    @property
+    def broken(self) -> bool:
+        """Whether any of them failed, or was not begun and will not be."""
+        ended = (future for future in self._compiling if future.done())
+        return any(future.cancelled() or future.exception() for future in ended)
+
     def end(self) -> None:
         """No more will come."""
         self._pool.shutdown(wait=False)
+        self._seen.clear()
+
+    def stop(self, wait: bool) -> None:
+        """Drops what has not begun; waits for what is under way, so that jax's cache gets it whole."""
+        self._pool.shutdown(wait=wait, cancel_futures=True)
 
     def wait(self, programs: int | None = None) -> None:
         """Until the first so many are compiled, or all; what broke one off is raised."""
-        for future in self._compiling[:programs]:
-            future.result()
+        try:
+            for future in self._compiling[:programs]:
+                future.result()
+        except BaseException:  # Ctrl-C too: nobody waits for the rest any more
+            self.stop(wait=False)
+            raise
 
 
 _MOST_PREPARED = 256  # kinds of calls
 _prepared: dict[Any, tuple[Ahead, int]] = {}
 
 
-def prepared(kind: Any, rehearse: Callable[[Ahead], int]) -> tuple[Ahead, int]:
+def prepared(params: Any, kind: Any, rehearse: Callable[[Ahead], int]) -> tuple[Ahead, int]:
     """Begins to compile what calls of a kind run, once for each kind: that of `rehearse`, which says how many
-    programs come before the first token.
+    programs come before the first token. Nothing where a caller has put the parameters in their place: only
+    running tells where what is made of them will lie.
     """
-    if kind not in _prepared:
+    if any(isinstance(leaf, jax.Array) and leaf.committed for leaf in jax.tree.leaves(params)):
+        return Ahead(), 0
+    if kind not in _prepared or _prepared[kind][0].broken:
         ahead = Ahead()
         first = rehearse(ahead)
         ahead.end()
@@ -100,6 +118,12 @@ def prepared(kind: Any, rehearse: Callable[[Ahead], int]) -> tuple[Ahead, int]:
             _prepared.pop(next(iter(_prepared)), None)
         _prepared[kind] = ahead, first
     return _prepared[kind]
+
+
+def settle() -> None:
+    """Before the process ends: no compilation is left half done."""
+    for ahead, _ in list(_prepared.values()):
+        ahead.stop(wait=True)
 
 
 def _compile(lowered: Any) -> None:

@@ -2,7 +2,7 @@
 layer, a program for each kind of layer, called from the host. The room says which is taken when.
 
 Whole:   tokens_BT ─ READ ─► logits_BV ─ _CHOOSE ─► state ─ ADVANCE, the loop ─► state
-Layered: tokens_BT ─ _ENTER ─ _LAYER, for each ─► x_BTD ─ _LAST ─ _ANSWER ─► state ─ and again from its token
+Layered: tokens_BT ─ _ENTER ─ _LAYERS, again ─► x_BTD ─ _LAST ─ _ANSWER ─► state ─ and again from its token
 """
 
 import dataclasses
@@ -79,9 +79,9 @@ class Whole:
 
 
 class Layered:
-    """The same a layer at a time: what is compiled does not grow with the layers."""
+    """The same from the host, prompts a layer at a time: what is compiled does not grow with the layers."""
 
-    name, about = "layer by layer", "a program for each kind of layer, called from the host"
+    name, about = "layer by layer", "programs for one or a few layers, called from the host"
 
     def __init__(self, do: Do, impl: str | None):
         self._do, self._impl = do, impl
@@ -93,7 +93,7 @@ class Layered:
             layers = tuple(self._do(_COPY, layer) for layer in cache.layers)
             cache = dataclasses.replace(cache, layers=layers)
         B, T = tokens_BT.shape
-        chunk = T if cache is None else min(T, prompt_chunk(cache), max(_LEAST, _CHUNK // power_of_two(B)))
+        chunk = T if cache is None else min(T, prompt_chunk(cache), _chunk(cache, B))
         padded_BT = np.pad(tokens_BT, ((0, 0), (0, -T % chunk)))
         behind_B1D = np.zeros((B, 1, model[1].hidden_size), activation_dtype(model[0]))
         for first in range(0, num_tokens_B.max(), chunk):
@@ -169,6 +169,13 @@ class Layered:
 Road = Whole | Layered
 
 
+def _chunk(cache: KVCache, rows: int) -> int:
+    """Tokens of a row to read at a time. GEAR's directions are those of a row's first tokens: for its cache
+    the number must not follow from the other rows.
+    """
+    return _CHUNK if cache.dtype == "gear" else max(_LEAST, _CHUNK // power_of_two(rows))
+
+
 @functools.lru_cache(maxsize=64)
 def _groups(config: ModelConfig, most: int) -> tuple[slice, ...]:
     """Layers that are one program, so many at most: whole periods of their kinds, all as many if they can be,
@@ -177,8 +184,9 @@ def _groups(config: ModelConfig, most: int) -> tuple[slice, ...]:
     L, kinds = config.num_hidden_layers, layer_kinds(config)
     alike = [*zip(kinds, config.layer_experts or (False,) * L, strict=True)]
     period = next(p for p in range(1, L + 1) if all(alike[i] == alike[i % p] for i in range(L)))
-    sizes = range(period, most + 1, period) or [1]
-    size = max((size for size in sizes if L % size == 0), default=max(sizes))
+    sizes = range(period, most + 1, period)
+    largest = max(sizes, default=most)
+    size = max((size for size in sizes if L % size == 0 and 2 * size >= largest), default=largest)
     return tuple(slice(first, first + size) for first in range(0, L, size))
 
 

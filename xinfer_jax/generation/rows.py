@@ -9,6 +9,7 @@ from ..cache.kv_cache import KVCache, truncate
 from ..config.model_config import ModelConfig
 from ..weights.params import Params
 from .batches import empty_cache, first_state, padded, prompts_of_rows
+from .loop import bucket
 from .options import Call, GenerateOptions
 from .programs import NOW, Ahead, Do, kinds, prepared
 from .roads import Layered, Road, Whole
@@ -50,7 +51,8 @@ class Rows:
         """What decides on the programs: rows of one kind run the same."""
         call, options = self.call, self.call.options
         arrays = call.params, self._guesser[0], self.state, self.cache, self._to_read
-        way = self.decodes_whole, options.max_new_tokens > 1, options.prefix is None, options.impl
+        longest = bucket(call.longest)  # what a draft model reads, whatever a prefix holds
+        way = self.decodes_whole, options.max_new_tokens > 1, options.prefix is None, options.impl, longest
         return call.config, self._guesser[1], call.guesses, call.answers, *way, kinds(arrays)
 
     def read(self) -> jax.Array:
@@ -103,7 +105,7 @@ class Rows:
 
 
 def road(params: Params) -> type[Road]:
-    """How prompts are read, and streams decoded: layer by layer on one CPU, where first answers wait for the
+    """How prompts are read and streams decoded: `Layered` on one CPU, where first answers wait for the
     compiler. The parameters may be shapes.
     """
     leaf = params["final_norm"]
@@ -124,7 +126,7 @@ def prepare(rows: Rows) -> tuple[Ahead, int]:
             rehearsal.advance(1)
         return first
 
-    return prepared(rows.kind, rehearse)
+    return prepared(rows.call.params, rows.kind, rehearse)
 
 
 def _guesser(options: GenerateOptions) -> tuple[Any, Any]:
