@@ -17,7 +17,7 @@ is filled; `fingerprint` says which model a cache is of; `prefix` is a cache tha
 - A layer with a sliding window keeps a ring where that is shorter: its window and a slack of 512 slots, so
   that a call of 512 tokens is written before it attends and overwrites nothing that its first query sees. The
   slack is also how far `truncate` goes back. No kernel reads a ring.
-- GEAR's directions are those of a row's first call: later tokens come one by one. Directions of the first
+- GEAR's directions are those of a row's first chunk: later tokens come one by one. Directions of the first
   half of a conversation leave 3% more error in its second half than its own.
 - A prefix belongs to one model. `fingerprint` hashes the settings and 64 numbers of every leaf, so any matrix
   that is scaled or trained on is noticed, for 5-10 ms of a 0.5B shape. With longrope it has the factors it

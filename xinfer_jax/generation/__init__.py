@@ -25,9 +25,9 @@ serves what; `beam_steps` and `beams` are beam search; `scoring` is `score`.
   `speculation` stand on both roads: tokens agree, last bits may not.
 - The programs of a call are compiled side by side before it sets out: it is rehearsed on shapes (`Ahead`),
   so there is no second list of what it will run. Once for each kind of call; looking that up takes 0.3 ms.
-- Long prompts are read in chunks by a loop that skips chunks of padding: a long bucket costs no more than the
-  prompt. The chunk may depend on the device: 512 queries fill 56 of an H200's 132 multiprocessors for the
-  0.5B shape. A ring's slack is another number, in `cache`.
+- Long prompts are read in chunks, without those that are all padding: a long bucket costs no more than the
+  prompt. The chunk depends on the road, and may on the device: 512 queries fill 56 of an H200's 132
+  multiprocessors for the 0.5B shape. A ring's slack is another number, in `cache`.
 - Bad input is refused on the host before any tracing. What shows later (log-probabilities that are not
   finite, settings that leave no token, a cache outgrown) raises where the host looks at tokens anyway; in a
   caller's jit what does not fit is dropped and flagged.

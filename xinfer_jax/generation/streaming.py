@@ -1,4 +1,4 @@
-"""The host programs `generate` and `stream`: lists of ids in, lists of ids out, around the loop of loop.py.
+"""The host programs `generate` and `stream`: lists of ids in, lists of ids out, along the roads of roads.py.
 
 prompts ─ bucket ─► tokens_BT ─ read ─► first token of each row ─ advance, a stride at a time ─► ids
 """
@@ -72,7 +72,7 @@ class Stream(Iterator[list[int | None]]):
     prompt that has ended.
 
     The host looks at the device about every 100 ms, so a fast model brings several tokens at once. One that
-    is dropped costs nothing more.
+    is dropped costs no more than what is being compiled.
     """
 
     def __init__(self, call: Call):
