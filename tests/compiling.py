@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import jax
 
+from xinfer_jax.generation.programs import settle
+
 
 @contextlib.contextmanager
 def events() -> Iterator[list[str]]:
@@ -25,7 +27,8 @@ def events() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def programs() -> Iterator[Counter]:
-    """How many programs of each name are compiled inside the block, in whatever thread."""
+    """How many programs of each name are compiled inside the block, in whatever thread; none of before."""
+    settle()
     seen: Counter[str] = Counter()
 
     def listen(event: str, duration: float, **of: object) -> None:

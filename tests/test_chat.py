@@ -81,7 +81,7 @@ def test_interrupts(environment, good):  # noqa: F811
                       "--compilation_cache=")  # fmt: skip
     output = session.process.stdout
     session.type(f"{QUESTION} " * 4)  # longer than what was compiled at the start
-    session.until("compiled 0 of")
+    session.until("reading the prompt")
     session.process.send_signal(signal.SIGINT)
     assert re.fullmatch(rb"> .+\n", output.readline()) and output.readline().endswith(b", stop]\n")
     session.type(QUESTION)
@@ -96,7 +96,7 @@ def test_a_second_interrupt_ends_the_talk(environment, good):  # noqa: F811
         environment, "scripts/chat.py", f"--model={good}", "--max_tokens=16", "--compilation_cache="
     )
     session.type(f"{QUESTION} " * 4)  # longer than what was compiled at the start
-    session.until("compiled 0 of")
+    session.until("reading the prompt")
     session.process.send_signal(signal.SIGINT)
     time.sleep(0.3)  # two at once would be one
     code, _, err = session.interrupted()
