@@ -8,7 +8,7 @@ import numpy as np
 from ..cache.kv_cache import KVCache, truncate
 from ..config.model_config import ModelConfig
 from ..weights.params import Params
-from .batches import empty_cache, first_state, padded, prompts_of_rows
+from .batches import check_room, empty_cache, first_state, padded, prompts_of_rows
 from .loop import bucket
 from .options import Call, GenerateOptions
 from .programs import NOW, Ahead, Do, kinds, prepared
@@ -27,6 +27,7 @@ class Rows:
     """
 
     def __init__(self, call: Call, decodes_whole: bool, do: Do = NOW):
+        check_room(call, call.rows)
         self.call, self.decodes_whole, self._do = call, decodes_whole, do
         self._reading = road(call.params)(do, call.options.impl)
         self._decoding = Whole(do, call.options.impl) if decodes_whole else self._reading

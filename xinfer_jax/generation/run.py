@@ -8,7 +8,6 @@ from ..cache.prefix import kept_prefix
 from ..sampling.logprobs import rows_of_tokens
 from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import tree_bytes
-from .batches import check_room
 from .faults import check_cache, check_chosen
 from .options import Call, GenerateOutput
 from .rows import Rows, prepare
@@ -33,7 +32,6 @@ class Run:
         self._call, prompts = call, call.prompts
         self.chosen: Chosen
         with Stopwatch() as setup:
-            check_room(call, call.rows)
             self._rows = Rows(call, decodes_whole)
         self._asked = [row for row in prompts for _ in range(call.answers)]
         read, reused = sum(map(len, prompts)), int(self._rows.held_B.sum())
