@@ -1,5 +1,5 @@
 """The two roads from prompts to tokens: the whole model as one program, its loop on the device; and layer by
-layer, a program for each kind of layer, called from the host. The room says which is taken when.
+layer, programs for one or a few of them, called from the host. The room says which is taken when.
 
 Whole:   tokens_BT ─ READ ─► logits_BV ─ _CHOOSE ─► state ─ ADVANCE, the loop ─► state
 Layered: tokens_BT ─ _ENTER ─ _LAYERS, again ─► x_BTD ─ _LAST ─ _ANSWER ─► state ─ and again from its token
@@ -16,7 +16,7 @@ import numpy as np
 
 from ..cache.kv_cache import KVCache, counted, reorder, truncate, without_layers
 from ..config.model_config import ModelConfig
-from ..model.decoder import enter, layer_kinds, leave, through_layer
+from ..model.decoder import enter, layer_kinds, leave, through_layers
 from ..weights.params import Params, activation_dtype
 from .doors import prompt_chunk
 from .loop import ADVANCE, READ, READ_AGAIN, choose_behind, last, power_of_two
@@ -42,13 +42,15 @@ _AT_ONCE = 8
 _CHUNK, _LEAST = 256, 16
 
 
-class Whole:
+class _Road:
+    def __init__(self, do: Do, impl: str | None):
+        self._do, self._impl = do, impl
+
+
+class Whole(_Road):
     """One program reads, one decodes."""
 
     name, about = "whole", "the model is one program, with its loop on the device"
-
-    def __init__(self, do: Do, impl: str | None):
-        self._do, self._impl = do, impl
 
     def read(
         self, model: _Model, tokens_BT: Any, num_tokens_B: Any, cache: KVCache | None, donate: bool
@@ -78,13 +80,10 @@ class Whole:
         return self._do(SPECULATE.donating, *model, draft_params, who, *rows, np.int32(steps), self._impl)
 
 
-class Layered:
+class Layered(_Road):
     """The same from the host, prompts a layer at a time: what is compiled does not grow with the layers."""
 
     name, about = "layer by layer", "programs for one or a few layers, called from the host"
-
-    def __init__(self, do: Do, impl: str | None):
-        self._do, self._impl = do, impl
 
     def read(
         self, model: _Model, tokens_BT: Any, num_tokens_B: Any, cache: KVCache | None, donate: bool
@@ -230,14 +229,6 @@ def _enter(params, config, ask, asked, lengths, capacity):
     return x_BTD, place, lengths and counted(lengths, num_tokens_B, capacity)
 
 
-def _through_layers(layers, config, kinds, x_BTD, place, keys, impl):
-    behind = []
-    for layer, kind, held in zip(layers, kinds, keys, strict=True):
-        x_BTD, held = through_layer(layer, config, kind, x_BTD, place, held, impl)
-        behind.append(held)
-    return x_BTD, tuple(behind)
-
-
 def _last(x_BTD, num_tokens_B, before_B1D):
     """[B, 1, D]: behind each row's last token; what was before where there is none."""
     return jnp.where((num_tokens_B > 0)[:, None, None], last(x_BTD, num_tokens_B)[:, None], before_B1D)
@@ -273,7 +264,7 @@ def _guess(params, config, x_BTD, state, context, guess_BT, i, impl):
 
 _STATIC = ("config", "impl")
 _ENTER = jax.jit(_enter, static_argnames=("config", "ask", "capacity"))
-_LAYERS = jax.jit(_through_layers, static_argnames=(*_STATIC, "kinds"), donate_argnames=("x_BTD", "keys"))
+_LAYERS = jax.jit(through_layers, static_argnames=(*_STATIC, "kinds"), donate_argnames=("x_BTD", "keys"))
 _LAST = jax.jit(_last)
 _SECOND = jax.jit(_second)
 _ANSWER = jax.jit(_answer, static_argnames=_STATIC, donate_argnames="state")

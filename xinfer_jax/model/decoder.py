@@ -86,12 +86,9 @@ def hidden_states(
     num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else jnp.asarray(num_tokens_B)
     start_B = None if cache is None else cache.length_B
     x_BTD, place = enter(params, config, tokens_BT, start_B, num_tokens_B, inputs_BTD)
-    held = [None] * config.num_hidden_layers if cache is None else cache.layers
-    layers = []
-    for layer, kind, keys in zip(params["layers"], layer_kinds(config), held, strict=True):
-        x_BTD, keys = _LAYER(layer, config, kind, x_BTD, place, keys, impl)
-        layers.append(keys)
-    cache = None if cache is None else advance(cache, tuple(layers), num_tokens_B)
+    held = (None,) * config.num_hidden_layers if cache is None else cache.layers
+    x_BTD, layers = through_layers(params["layers"], config, layer_kinds(config), x_BTD, place, held, impl)
+    cache = None if cache is None else advance(cache, layers, num_tokens_B)
     return leave(params, config, x_BTD), cache
 
 
@@ -149,6 +146,15 @@ def through_layer(  # noqa: PLR0913  a layer's parameters, its input, and what s
 
 # Within a trace too: lowering 24 layers takes a tenth of the time where they share their trace.
 _LAYER = jax.jit(through_layer, static_argnames=("config", "kind", "impl"))
+
+
+def through_layers(layers, config: ModelConfig, kinds, x_BTD, place: Place, keys, impl) -> tuple[Any, tuple]:
+    """`through_layer` for some in turn; layers, kinds and keys: one of each."""
+    behind = []
+    for layer, kind, held in zip(layers, kinds, keys, strict=True):
+        x_BTD, held = _LAYER(layer, config, kind, x_BTD, place, held, impl)
+        behind.append(held)
+    return x_BTD, tuple(behind)
 
 
 def leave(params: Params, config: ModelConfig, x_BTD: jax.Array) -> jax.Array:
