@@ -1,5 +1,6 @@
 """The rows of a call on their road, and their programs compiled side by side before they set out."""
 
+import copy
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from ..weights.params import Params
 from .batches import check_room, empty_cache, first_state, padded, prompts_of_rows
 from .loop import bucket
 from .options import Call, GenerateOptions
-from .programs import NOW, Ahead, Do, kinds, prepared
+from .programs import NOW, Ahead, Do, kinds, prepared, struct
 from .roads import Layered, Road, Whole
 from .speculation import Guessing, Speculation, look_up
 from .state import Chosen, DecodeState
@@ -28,9 +29,8 @@ class Rows:
 
     def __init__(self, call: Call, decodes_whole: bool, do: Do = NOW):
         check_room(call, call.rows)
-        self.call, self.decodes_whole, self._do = call, decodes_whole, do
-        self._reading = road(call.params)(do, call.options.impl)
-        self._decoding = Whole(do, call.options.impl) if decodes_whole else self._reading
+        self.call, self.decodes_whole = call, decodes_whole
+        self._go_by(do)
         self._prompt_R, prefix = prompts_of_rows(call), call.options.prefix
         self.held_B = np.zeros(call.prompt_rows, np.int32)  # tokens of each prompt that are not read again
         self.cache: KVCache | None = None
@@ -46,6 +46,18 @@ class Rows:
         rest = [prompt[held:] for prompt, held in zip(call.prompts, self.held_B, strict=False)]
         self._to_read = padded(rest, call.capacity, call.prompt_rows)
         self._guesser = _guesser(call.options)
+
+    def _go_by(self, do: Do) -> None:
+        self._do, impl = do, self.call.options.impl
+        self._reading = road(self.call.params)(do, impl)
+        self._decoding = Whole(do, impl) if self.decodes_whole else self._reading
+
+    def rehearsal(self, ahead: Ahead) -> "Rows":
+        """The same rows as shapes."""
+        rows = copy.copy(self)
+        rows._go_by(ahead)
+        rows.cache = jax.tree.map(struct, self.cache)
+        return rows
 
     @property
     def kind(self) -> Any:
@@ -120,7 +132,7 @@ def prepare(rows: Rows) -> tuple[Ahead, int]:
     """`prepared` for what such rows run."""
 
     def rehearse(ahead: Ahead) -> int:
-        rehearsal = Rows(rows.call, rows.decodes_whole, ahead)
+        rehearsal = rows.rehearsal(ahead)
         rehearsal.choose(rehearsal.read())
         first = ahead.programs
         if rows.call.options.max_new_tokens > 1:
