@@ -16,7 +16,7 @@ SMALL = tiny.CONFIG | dict(hidden_size=16, intermediate_size=16, num_attention_h
 WARM = xj.SamplingConfig(temperature=0.9, top_k=30)
 FULL = xj.SamplingConfig(min_p=0.1, temperature=0.9)
 OURS = {
-    "_enter", "through_layers", "_last", "_second", "_answer", "_check", "_guess", "ask_function", "_pick",
+    "_enter", "_layers", "_last", "_head", "_answer", "_check", "_guess", "ask_function", "_pick",
     "_share_layer", "_copy", "reorder", "_move", "answer", "advance", "speculate", "read", "read_again",
     "choose_and_note", "_search",
 }  # fmt: skip
@@ -50,9 +50,9 @@ def ours(seen) -> dict[str, int]:
 def test_which_call_compiles_what(model):
     """The table: each line after all before it, in a cache of 64 tokens."""
     draft = xj.Model(*model, None, {}, None)
-    reading, one_more = dict(_enter=1, through_layers=1, _last=1), dict(_enter=1, through_layers=1)
+    reading, one_more = dict(_enter=1, _layers=1, _last=1), dict(_enter=1, _layers=1)
     table = [
-        ("a stream", {}, dict(_enter=2, through_layers=2, _last=1, _answer=1)),
+        ("a stream", {}, dict(_enter=2, _layers=2, _last=1, _head=1, _answer=1)),
         ("the same again", {}, {}),
         ("another length of the answer", dict(max_new_tokens=9), {}),
         ("other plain settings", dict(sampling=WARM), {}),
@@ -62,14 +62,14 @@ def test_which_call_compiles_what(model):
         (
             "two prompts",
             dict(prompts=[PROMPT, PROMPT]),
-            dict(_enter=2, through_layers=2, _last=1, _answer=1),
+            dict(_enter=2, _layers=2, _last=1, _head=1, _answer=1),
         ),
         ("two answers", dict(n=2), dict(_pick=1, _share_layer=1, reorder=1)),
-        ("another cache", dict(capacity=32), dict(through_layers=2, _enter=2)),
-        ("quantized keys", dict(cache_dtype="int8"), dict(through_layers=2)),
+        ("another cache", dict(capacity=32), dict(_layers=2, _enter=2)),
+        ("quantized keys", dict(cache_dtype="int8"), dict(_layers=2)),
         ("no cache", dict(use_cache=False), one_more),
         ("look-up", dict(draft="lookup"), one_more | dict(_answer=1, ask_function=1, _check=1)),
-        ("a model that guesses", dict(draft=draft), one_more | dict(_enter=2, _second=1, _guess=1)),
+        ("a model that guesses", dict(draft=draft), one_more | dict(_enter=2, _guess=2)),
     ]
     for line, given, programs in table:
         with compiling.programs() as seen:
@@ -92,7 +92,7 @@ def test_programs_do_not_grow_with_the_layers():
         with compiling.programs() as seen:
             streamed(layers(count))
         counts.append(ours(seen))
-    assert counts[0] == counts[1] and counts[0]["through_layers"] == 2
+    assert counts[0] == counts[1] and counts[0]["_layers"] == 2
 
 
 def test_each_kind_of_layer_is_a_program():
@@ -100,7 +100,7 @@ def test_each_kind_of_layer_is_a_program():
     config = from_hf(hf | dict(layer_types=["sliding_attention", "full_attention"] * 3))
     with compiling.programs() as seen:
         streamed((xj.init_params(config, jax.random.key(0)), config))
-    assert ours(seen)["through_layers"] == 3, "prompts pass two kinds, tokens both at once"
+    assert ours(seen)["_layers"] == 3, "prompts pass two kinds, tokens both at once"
 
 
 def test_a_stream_is_compiled_before_its_weights_are_read(checkpoint):
@@ -108,13 +108,13 @@ def test_a_stream_is_compiled_before_its_weights_are_read(checkpoint):
     from xinfer_jax.checkpoint.loading import open_checkpoint
 
     opened = open_checkpoint(checkpoint(hf=SMALL | dict(hidden_size=40)))
-    shapes, ids = opened.model, [PROMPT]
+    shapes, ids, given = opened.model, [PROMPT], asked(logprobs=3)
     with compiling.programs() as ahead:
-        xj.stream(shapes.params, shapes.config, ids, asked()).prepare().wait()
-    assert ours(ahead) == dict(_enter=2, through_layers=2, _last=1, _answer=1)
+        xj.stream(shapes.params, shapes.config, ids, given).prepare().wait()
+    assert ours(ahead) == dict(_enter=2, _layers=2, _last=1, _head=1, _answer=1)
     model = opened.read()
     with compiling.programs() as later:
-        list(xj.stream(model.params, model.config, ids, asked()))
+        list(xj.stream(model.params, model.config, ids, given))
     assert ours(later) == {}
 
 
@@ -137,7 +137,7 @@ def test_both_roads_give_the_same(model, given, monkeypatch):
     monkeypatch.setattr(rows, "road", lambda params: rows.Whole)
     with compiling.programs() as seen:
         whole = streamed(model, **given)
-    assert "through_layers" not in seen and ours(seen), "this was the other road"
+    assert "_layers" not in seen and ours(seen), "this was the other road"
     assert layered[0] == whole[0] and layered[1].finish_reason == whole[1].finish_reason
     for one, other in zip(layered[1].logprobs, whole[1].logprobs, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5)
@@ -155,7 +155,7 @@ def test_parameters_in_their_place_compile_each_pass_once():
     params, config = layers(5)
     with compiling.programs() as seen:
         streamed((jax.device_put(params, jax.devices()[0]), config))
-    assert ours(seen) == dict(_enter=2, through_layers=2, _last=1, _answer=2)
+    assert ours(seen) == dict(_enter=2, _layers=2, _last=1, _head=1, _answer=2)
 
 
 def test_layers_of_a_program():

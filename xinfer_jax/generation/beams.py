@@ -23,7 +23,6 @@ from ..cache.kv_cache import KVCache, reorder, reorder_tail
 from ..checks import in_order, numbers, whole
 from ..config.model_config import ModelConfig
 from ..errors import InputError, shown
-from ..model.decoder import leave, unembed
 from ..sampling.settings import SamplingConfig
 from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import Params, tree_bytes
@@ -34,7 +33,7 @@ from .faults import check_cache
 from .loop import bucket
 from .options import Call, GenerateOptions, checked
 from .programs import NOW, Ahead, Do, kinds, prepared, struct
-from .roads import Whole, ends, one_token
+from .roads import Whole, one_token
 from .rows import road
 
 _MOST_DIGITS = 30  # of a length to the power of the penalty: float32 has 38, and sums take some
@@ -205,14 +204,14 @@ class _Search:
         moving = self._request.shortest, self._kind.moving
         row_R = np.repeat(np.arange(len(behind), dtype=np.int32), self._kind.beams)
         self.cache = self._road.share(self.cache, row_R)
-        state, more = do(_START, *ends(model), behind, *asked)
+        state, more = do(_START, self._road.logits(model, behind), *asked)
         for _ in range(self._steps - 1):
             if not do.holds(more):
                 break
             moved = (do(_MOVE, keys, state.parent_R, *moving) for keys in self.cache.layers)
             cache = dataclasses.replace(self.cache, layers=tuple(moved))
-            x_R1D, self.cache = self._road.through(model, one_token, (state.token_R,), cache)
-            state, more = do(_NEXT, *ends(model), x_R1D, state, *asked)
+            logits_R1V, self.cache = self._road.through(model, one_token, (state.token_R,), cache)
+            state, more = do(_NEXT, logits_R1V, state, *asked)
         return found_in(state)
 
 
@@ -286,14 +285,13 @@ def _search(params, config, logits_BV, cache, request, kind, impl):
 
 
 def _behind(step, kind):
-    """The program of a step behind the last layer, and whether the search goes on; kind: which argument."""
+    """The program of a step behind the logits, and whether the search goes on; kind: which argument."""
 
-    def answer(params, config, x_R1D, *rest):
-        logits_RV = unembed(params, config, leave(params, config, x_R1D)[:, 0])
-        state = step(logits_RV, *rest)
+    def answer(logits_R1V, *rest):
+        state = step(logits_R1V[:, 0], *rest)
         return state, goes_on(state, rest[-2])
 
-    return jax.jit(answer, static_argnums=(1, kind))
+    return jax.jit(answer, static_argnums=kind)
 
 
 def _move(keys, index_B, first, count):
@@ -301,5 +299,5 @@ def _move(keys, index_B, first, count):
 
 
 _SEARCH = jax.jit(_search, static_argnames=("config", "kind", "impl"))
-_START, _NEXT = _behind(start, 4), _behind(following, 5)
+_START, _NEXT = _behind(start, 2), _behind(following, 3)
 _MOVE = jax.jit(_move, static_argnums=3, donate_argnums=0)

@@ -2,7 +2,8 @@
 layer, programs for one or a few of them, called from the host. The room says which is taken when.
 
 Whole:   tokens_BT ─ READ ─► logits_BV ─ _CHOOSE ─► state ─ ADVANCE, the loop ─► state
-Layered: tokens_BT ─ _ENTER ─ _LAYERS, again ─► x_BTD ─ _LAST ─ _ANSWER ─► state ─ and again from its token
+Layered: tokens_BT ─ _ENTER ─ _LAYERS, again ─► x_BTD ─ _LAST, _HEAD ─► logits_B1V ─ _ANSWER ─► state
+         its tokens ─ _ENTER ─ _LAYERS, again, with the head at the end ─► logits_B1V ─ _ANSWER ─► state …
 """
 
 import dataclasses
@@ -13,13 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ..cache.kv_cache import KVCache, counted, reorder, truncate, without_layers
 from ..config.model_config import ModelConfig
-from ..model.decoder import enter, layer_kinds, leave, through_layers
+from ..model.decoder import enter, layer_kinds, leave, through_layers, unembed
 from ..weights.params import Params, activation_dtype
 from .doors import prompt_chunk
-from .loop import ADVANCE, READ, READ_AGAIN, choose_behind, last, power_of_two
+from .loop import ADVANCE, READ, READ_AGAIN, last, power_of_two
 from .programs import Do
 from .speculation import (
     SPECULATE,
@@ -35,7 +37,7 @@ from .state import DecodeState, choose_and_note
 _Model = tuple[Params, ModelConfig]
 
 # Layers of a program that decodes. Between programs threads fall asleep: 24 layers of the 0.5B shape one by
-# one took 7 ms more a token, of 34 in int8; eight at once take 4, and compile longer.
+# one took 7 ms more a token, of 34 in int8; eight at once take 3, and compile longer.
 _AT_ONCE = 8
 # Tokens of all rows that are read at a time, and of a row at least. Buffers beyond 32 MiB come from the
 # system anew for each program: 512 tokens took half again as long as all layers at once, in int8; 256 do not.
@@ -101,8 +103,12 @@ class Layered(_Road):
             behind_B1D = self._do(_LAST, x_BTD, part[1], behind_B1D)
         return behind_B1D, cache
 
+    def logits(self, model: _Model, behind: Any) -> jax.Array:
+        """float32 [B, 1, V] of what `read` gives."""
+        return self._do(_HEAD, *_ends(model), behind)
+
     def choose(self, model: _Model, behind: Any, state: DecodeState) -> DecodeState:
-        return self._do(_ANSWER, *ends(model), behind, state, self._impl)[0]
+        return self._do(_ANSWER, self.logits(model, behind), state, self._impl)[0]
 
     def share(self, cache: KVCache, prompt_R: np.ndarray) -> KVCache:
         layers = tuple(self._do(_SHARE_LAYER, layer, prompt_R) for layer in cache.layers)
@@ -113,8 +119,8 @@ class Layered(_Road):
         for _ in range(steps):
             if not self._do.holds(goes_on):
                 break
-            x_B1D, cache = self.through(model, _of_active, (state.turn,), cache)
-            state, goes_on = self._do(_ANSWER, *ends(model), x_B1D, state, self._impl)
+            logits_B1V, cache = self.through(model, _of_active, (state.turn,), cache)
+            state, goes_on = self._do(_ANSWER, logits_B1V, state, self._impl)
         return state, cache
 
     def speculate(self, model: _Model, draft_params: Any, who: Guessing, rows: Any, steps: int) -> Any:
@@ -124,12 +130,11 @@ class Layered(_Road):
                 break
             guess_BT, draft_cache = self._guess((draft_params, who.guesser), who, state, draft.cache)
             overflow_B = cache.overflow_B
-            x_BTD, cache = self.through(model, _to_check, (state.turn, guess_BT), cache)
+            logits_BTV, cache = self.through(model, _to_check, (state.turn, guess_BT), cache)
             lengths = dataclasses.replace(without_layers(cache), overflow_B=overflow_B)
             counts = dataclasses.replace(draft, cache=None)
-            state, counts, lengths, goes_on = self._do(
-                _CHECK, *ends(model), x_BTD, state, guess_BT, counts, lengths, self._impl
-            )
+            args = logits_BTV, state, guess_BT, counts, lengths, self._impl
+            state, counts, lengths, goes_on = self._do(_CHECK, *args)
             cache = dataclasses.replace(lengths, layers=cache.layers)
             draft = dataclasses.replace(counts, cache=draft_cache)
         return state, cache, draft
@@ -144,25 +149,27 @@ class Layered(_Road):
         ask: Callable = _last_two
         asked = known
         for i in range(who.per_pass):
-            x_BTD, cache = self.through(model, ask, asked, cache)
-            x_BTD = x_BTD if i else self._do(_SECOND, x_BTD)
-            args = x_BTD, state, context, guess_BT, np.int32(i), self._impl
-            guess_BT, token_B, context = self._do(_GUESS, *ends(model), *args)
+            logits_BTV, cache = self.through(model, ask, asked, cache)
+            args = logits_BTV, state, context, guess_BT, np.int32(i), self._impl
+            guess_BT, token_B, context = self._do(_GUESS, *args)
             ask, asked = one_token, (token_B,)
         return guess_BT, cache
 
     def through(self, model: _Model, ask: Callable, asked: tuple, cache: KVCache | None) -> Any:
-        """[B, T, D] behind the last layer of what `ask` gives (below), and the cache with it appended."""
-        params, config = model
+        """Of what `ask` gives (below) logits [B, T, V], or [B, T, D] behind the last layer where prompts are
+        read; and the cache with it appended.
+        """
+        (params, config), prompt = model, ask is _given
         lengths, capacity = (None, None) if cache is None else (without_layers(cache), cache.capacity)
-        x_BTD, place, lengths = self._do(_ENTER, *ends(model), ask, asked, lengths, capacity)
+        x_BTD, place, lengths = self._do(_ENTER, *_ends(model), ask, asked, lengths, capacity)
         held = (None,) * config.num_hidden_layers if cache is None else cache.layers
-        layers: tuple = ()
-        for at in _groups(config, 1 if ask is _given else _AT_ONCE):
-            some, kinds = params["layers"][at], layer_kinds(config)[at]
-            x_BTD, keys = self._do(_LAYERS, some, config, kinds, x_BTD, place, held[at], self._impl)
+        layers, logits_BTV, end = (), None, None if prompt else _ends(model)[0]
+        for at in _groups(config, 1 if prompt else _AT_ONCE):
+            some, kinds, at_end = params["layers"][at], layer_kinds(config)[at], at.stop >= len(held)
+            args = some, end, np.bool_(at_end), config, kinds, x_BTD, place, held[at], self._impl
+            x_BTD, logits_BTV, keys = self._do(_LAYERS, *args)
             layers += keys
-        return x_BTD, lengths and dataclasses.replace(lengths, layers=layers)
+        return x_BTD if prompt else logits_BTV, lengths and dataclasses.replace(lengths, layers=layers)
 
 
 Road = Whole | Layered
@@ -189,7 +196,7 @@ def _groups(config: ModelConfig, most: int) -> tuple[slice, ...]:
     return tuple(slice(first, first + size) for first in range(0, L, size))
 
 
-def ends(model: _Model) -> _Model:
+def _ends(model: _Model) -> _Model:
     """What comes before the layers and behind them."""
     params, config = model
     return {**params, "layers": ((),) * config.num_hidden_layers}, config
@@ -234,8 +241,23 @@ def _last(x_BTD, num_tokens_B, before_B1D):
     return jnp.where((num_tokens_B > 0)[:, None, None], last(x_BTD, num_tokens_B)[:, None], before_B1D)
 
 
-def _second(x_B2D):
-    return x_B2D[:, 1:]
+def _head(params, config, x_BTD):
+    return unembed(params, config, leave(params, config, x_BTD))
+
+
+def _layers(layers, end, at_end, config, kinds, x_BTD, place, keys, impl):  # noqa: PLR0913  as `through_layers`
+    """`through_layers`, and what they are the end of as logits: the head alone took 2 ms more a token. It is
+    in the program of all layers, so that there is one.
+    """
+    x_BTD, keys = through_layers(layers, config, kinds, x_BTD, place, keys, impl)
+    if end is None:
+        return x_BTD, None, keys
+
+    def none():
+        return jnp.zeros((*x_BTD.shape[:2], config.vocab_size), jnp.float32)
+
+    logits_BTV = lax.cond(at_end, lambda: _head(end, config, x_BTD), none)
+    return x_BTD, logits_BTV, keys
 
 
 def _share_layer(keys, index_B):
@@ -246,30 +268,29 @@ def _copy(keys):
     return jax.tree.map(jnp.copy, keys)
 
 
-def _answer(params, config, x_B1D, state, impl):
-    state = choose_behind(params, config, leave(params, config, x_B1D)[:, 0], state, impl)
+def _answer(logits_B1V, state, impl):
+    state = choose_and_note(logits_B1V[:, 0], state, impl)
     return state, jnp.any(state.active_B)
 
 
-def _check(params, config, x_BTD, state, guess_BT, counts, lengths, impl):
-    hidden_BTD = leave(params, config, x_BTD)
-    state, counts = check(params, config, hidden_BTD, state, guess_BT, counts, impl)
+def _check(logits_BTV, state, guess_BT, counts, lengths, impl):
+    state, counts = check(logits_BTV, state, guess_BT, counts, impl)
     return state, counts, truncate(lengths, state.position_B - 1), jnp.any(state.active_B)
 
 
-def _guess(params, config, x_BTD, state, context, guess_BT, i, impl):
-    token_B, context = draft_choice(params, config, leave(params, config, x_BTD), state, context, impl)
+def _guess(logits_BTV, state, context, guess_BT, i, impl):
+    token_B, context = draft_choice(logits_BTV[:, -1], state, context, impl)
     return guess_BT.at[:, i].set(token_B), token_B, context
 
 
 _STATIC = ("config", "impl")
 _ENTER = jax.jit(_enter, static_argnames=("config", "ask", "capacity"))
-_LAYERS = jax.jit(through_layers, static_argnames=(*_STATIC, "kinds"), donate_argnames=("x_BTD", "keys"))
+_LAYERS = jax.jit(_layers, static_argnames=(*_STATIC, "kinds"), donate_argnames=("x_BTD", "keys"))
 _LAST = jax.jit(_last)
-_SECOND = jax.jit(_second)
-_ANSWER = jax.jit(_answer, static_argnames=_STATIC, donate_argnames="state")
-_CHECK = jax.jit(_check, static_argnames=_STATIC, donate_argnames="state")
-_GUESS = jax.jit(_guess, static_argnames=_STATIC)
+_HEAD = jax.jit(_head, static_argnames="config")
+_ANSWER = jax.jit(_answer, static_argnames="impl", donate_argnames="state")
+_CHECK = jax.jit(_check, static_argnames="impl", donate_argnames="state")
+_GUESS = jax.jit(_guess, static_argnames="impl")
 _ASK_FUNCTION = jax.jit(ask_function, static_argnums=(0, 1))
 _CHOOSE = jax.jit(choose_and_note, static_argnames="impl")
 _SHARE = jax.jit(reorder)

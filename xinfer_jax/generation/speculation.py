@@ -78,7 +78,7 @@ def speculate(  # noqa: PLR0913  `advance`, and who guesses
         guess_BT, draft_cache = _guess(draft_params, guessing, state, draft.cache, impl)
         overflow_B, (tokens_BT, num_tokens_B) = cache.overflow_B, to_check(state.turn, guess_BT)
         hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B, impl=impl)
-        checked, draft = check(params, config, hidden_BTD, state, guess_BT, draft, impl)
+        checked, draft = check(unembed(params, config, hidden_BTD), state, guess_BT, draft, impl)
         # What a guess writes past the capacity is dropped, and its logits are behind the last token.
         cache = truncate(dataclasses.replace(cache, overflow_B=overflow_B), checked.position_B - 1)
         return checked, cache, dataclasses.replace(draft, cache=draft_cache)
@@ -92,18 +92,12 @@ def to_check(turn: Turn, guess_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     return tokens_BT, tokens_BT.shape[1] * turn.active_B.astype(jnp.int32)
 
 
-def check(  # noqa: PLR0913  `choose_and_note` behind hidden states, and what is counted
-    params: Params,
-    config: ModelConfig,
-    hidden_BTD: jax.Array,
-    state: DecodeState,
-    guess_BT: jax.Array,
-    draft: Speculation,
-    impl: str | None,
+def check(
+    logits_BTV: jax.Array, state: DecodeState, guess_BT: jax.Array, draft: Speculation, impl: str | None
 ) -> tuple[DecodeState, Speculation]:
     """Chooses the model's own tokens as far as the guesses were right, and one more."""
     active_B, before_B, count = state.active_B, state.length_B, guess_BT.shape[1]
-    logits_BTV, right_B = unembed(params, config, hidden_BTD), active_B
+    right_B = active_B
     for i in range(count + 1):  # the token behind the first i guesses, which were right
         state = choose_and_note(logits_BTV[:, i], state, impl, right_B)
         right_B = right_B & (state.token_B == guess_BT[:, min(i, count - 1)])
@@ -122,7 +116,8 @@ def _guess(params: Params | None, guessing: Guessing, state: DecodeState, cache:
 
     def guess(tokens_BT, context, cache):
         hidden_BTD, cache = hidden_states(params, guesser, tokens_BT, cache, None, impl=impl)
-        return *draft_choice(params, guesser, hidden_BTD, state, context, impl), cache
+        logits_BV = unembed(params, guesser, hidden_BTD[:, -1])
+        return *draft_choice(logits_BV, state, context, impl), cache
 
     def step(i, carry):
         guess_BT, token_B, context, cache = carry
@@ -147,16 +142,10 @@ def last_two(history_BS: Any, length_B: jax.Array) -> jax.Array:
     return jnp.take_along_axis(history_BS, length_B[:, None] + jnp.array([-2, -1]), 1)
 
 
-def draft_choice(  # noqa: PLR0913
-    params: Params,
-    config: ModelConfig,
-    hidden_BTD: Any,
-    state: DecodeState,
-    context: Context,
-    impl: str | None,
+def draft_choice(
+    logits_BV: Any, state: DecodeState, context: Context, impl: str | None
 ) -> tuple[jax.Array, Context]:
     """A guess per row, int32 [B], drawn with the noise that the model itself will draw with."""
-    logits_BV = unembed(params, config, hidden_BTD[:, -1])
     token_B, *_ = choose(logits_BV, state.key_B, state.sampling_B, context, impl)
     return token_B, context.advance(token_B, state.active_B)
 
