@@ -17,7 +17,7 @@ ROOMS = {
     "": ("errors", "brief", "checks", "memory", "host", "stats"),
     "config": ("values", "rope", "families", "model_config"),
     "weights": ("products", "quantized", "params"),
-    "cache": ("quantized", "kinds", "kv_cache", "fingerprint", "prefix", "prefix_files"),
+    "cache": ("quantized", "kinds", "paged", "kv_cache", "fingerprint", "prefix", "prefix_files"),
     "model": ("layers", "experts", "attention", "decoder", "greedy"),
     "sampling": (
         "processors", "biases", "generation_config", "settings", "context", "choice", "logprobs",

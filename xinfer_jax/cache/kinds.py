@@ -85,9 +85,13 @@ class Contiguous(Brief):
         slot_S = at + jnp.arange(width)
         position_BS = self._positions(slot_S, last_B1)
         valid_BS = (slot_S >= first) & (position_BS >= 0) & (position_BS <= last_B1)
-        cut = partial(lax.dynamic_slice_in_dim, start_index=at, slice_size=width, axis=2)
-        k, v = (widen(x if width == self.slots else by_slot(cut, x)) for x in (self.k, self.v))
+        k, v = map(widen, self._cut(at, width))
         return Block(k, v, position_BS, valid_BS)
+
+    def _cut(self, at: Any, width: int) -> tuple[Any, Any]:
+        """Keys and values in `width` slots from one on, as they are kept."""
+        cut = partial(lax.dynamic_slice_in_dim, start_index=at, slice_size=width, axis=2)
+        return (self.k, self.v) if width == self.slots else (by_slot(cut, self.k), by_slot(cut, self.v))
 
     def _positions(self, slot_S: jax.Array, last_B1: jax.Array) -> jax.Array:
         """[B or 1, S]: what slots hold in rows whose last position is last_B1; below 0: nothing."""
