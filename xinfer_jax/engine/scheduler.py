@@ -289,13 +289,15 @@ class Scheduler:
 
     def _find(self, row: Row) -> list[int]:
         """The shared pages that a row begins with; of any form if it may and they reach further."""
-        if row.reads_all or row.away or not self.prefix_cache:
+        if row.away or not self.prefix_cache:
             return []
         full, last, cut = len(row.ids) // PAGE, (len(row.ids) - 1) // PAGE, self._cut(row)
         if not row.digests:
             forms = [self.chunk if at * PAGE < cut else PAGE for at in range(full)]
             row.digests = chain(row.salt, row.ids, forms)
             row.any_form = chain(row.salt, row.ids, [_ANY_FORM] * full)
+        if row.reads_all:
+            return []
         exact = self._found(row.digests[:last])
         if len(exact) * PAGE < cut:
             exact = exact[: len(exact) * PAGE // self.chunk * self.chunk // PAGE]
