@@ -7,7 +7,6 @@ rows without tokens write. A full page is published under a digest of all tokens
 programs that read them, so whoever finds it gets the bits that it would have made.
 """
 
-import dataclasses
 from array import array
 from bisect import insort
 from collections import OrderedDict
@@ -35,30 +34,38 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class Row:
-    """One answer, as the scheduler sees it; the first six fields are for the engine to set."""
+    """One answer, as the scheduler sees it.
 
-    ids: Sequence[int]  # the prompt
-    most: int  # tokens that it may choose
-    priority: int = 0
-    salt: bytes = b""  # pages are shared only between rows of equal salt
-    reads_all: bool = False  # every token of the prompt is read: no hits
-    share_answers: bool = False  # takes pages whatever wrote them, and publishes those that decoding wrote
+    Args:
+        ids: the prompt.
+        most: tokens that it may choose.
+        priority: higher goes first.
+        salt: pages are shared only between rows of equal salt.
+        reads_all: every token of the prompt is read: no hits.
+        share_answers: takes pages whatever program wrote them, and publishes those that decoding wrote.
+    """
 
-    slot: int | None = dataclasses.field(default=None, init=False)
-    pages: list[int] = dataclasses.field(default_factory=list, init=False)  # in order
-    held: int = dataclasses.field(default=0, init=False)  # tokens whose keys are in its pages, or away
-    hits: int = dataclasses.field(default=0, init=False)  # tokens of the prompt that came from shared pages
-    ended: bool = dataclasses.field(default=False, init=False)
-    arrival: int = dataclasses.field(default=0, init=False)
-    passed: int = dataclasses.field(default=0, init=False)  # later rows that got a slot before
-    exact: bool = dataclasses.field(default=True, init=False)  # keys have the bits that it gets alone
-    publishes: bool = dataclasses.field(default=True, init=False)
-    digests: list[bytes] = dataclasses.field(default_factory=list, init=False)  # of the prompt's full pages
-    any_form: list[bytes] = dataclasses.field(
-        default_factory=list, init=False
-    )  # the same whatever wrote them
+    def __init__(
+        self,
+        ids: Sequence[int],
+        most: int,
+        priority: int = 0,
+        salt: bytes = b"",
+        reads_all: bool = False,
+        share_answers: bool = False,
+    ):
+        self.ids, self.most, self.priority, self.salt = ids, most, priority, salt
+        self.reads_all, self.share_answers = reads_all, share_answers
+        self.slot: int | None = None
+        self.pages: list[int] = []  # in order
+        self.held = 0  # tokens whose keys are in its pages, or away
+        self.hits = 0  # tokens of the prompt that came from shared pages
+        self.arrival = self.passed = 0  # its number; later rows that got a slot before it
+        self.exact = True  # its keys have the bits that they have without company
+        self.publishes, self.ended = True, False
+        self.digests: list[bytes] = []  # of the prompt's full pages
+        self.loose: list[bytes] = []  # the same whatever program wrote them
 
     @property
     def read(self) -> bool:
@@ -217,7 +224,7 @@ class Scheduler:
             if row.publishes and row.exact:
                 self._publish(row.pages[at], row.digests[at])
             if row.publishes:
-                self._publish(row.pages[at], row.any_form[at])
+                self._publish(row.pages[at], row.loose[at])
 
     def grow(self, steps: int) -> list[Action]:
         """Pages for the next steps of every row that runs, or of those for whom there are enough."""
@@ -282,9 +289,11 @@ class Scheduler:
         for page in hits:
             self.holders[page] += 1
             self.cached.pop(page, None)
-        for other in [*self.waiting, *self.seated]:
-            other.passed += other.arrival < row.arrival and other.state != "running"
-        self.waiting.sort(key=lambda row: row.rank)
+        earlier = [other for other in self.waiting + self.seated if other.arrival < row.arrival]
+        if passed := [other for other in earlier if other.state != "running"]:
+            for other in passed:
+                other.passed += 1
+            self.waiting.sort(key=lambda row: row.rank)
         return True
 
     def _find(self, row: Row) -> list[int]:
@@ -295,13 +304,13 @@ class Scheduler:
         if not row.digests:
             forms = [self.chunk if at * PAGE < cut else PAGE for at in range(full)]
             row.digests = chain(row.salt, row.ids, forms)
-            row.any_form = chain(row.salt, row.ids, [_ANY_FORM] * full)
+            row.loose = chain(row.salt, row.ids, [_ANY_FORM] * full)
         if row.reads_all:
             return []
         exact = self._found(row.digests[:last])
         if len(exact) * PAGE < cut:
             exact = exact[: len(exact) * PAGE // self.chunk * self.chunk // PAGE]
-        loose = self._found(row.any_form[:last]) if row.share_answers else []
+        loose = self._found(row.loose[:last]) if row.share_answers else []
         row.exact = len(loose) <= len(exact)
         return exact if row.exact else loose
 
@@ -345,9 +354,7 @@ class Scheduler:
 
     def _give_back(self, row: Row) -> None:
         self.slots[self.slots.index(row)] = row.slot = None
-        for page in reversed(
-            row.pages
-        ):  # a page is of no use without those before it: they are given up later
+        for page in reversed(row.pages):  # of no use without those before it, which are given up later
             self.holders[page] -= 1
             if not self.holders[page] and page in self.names:
                 self.cached[page] = None
