@@ -15,6 +15,11 @@ def small(monkeypatch):
     monkeypatch.setattr(scheduler, "PATIENCE", PATIENCE)
 
 
+def order(row):
+    waited = row.late >= PATIENCE
+    return not waited, 0 if waited else -row.priority, row.arrival
+
+
 class Device:
     """Does what the scheduler says on pages whose cells stand for bits: a token's is a hash of the cell
     before it in the row's own pages, of the token and the weights and, in the first of a pair, of what wrote
@@ -56,16 +61,16 @@ class Device:
 
     def enter(self, row):
         """The first in order entered; all that came before it and do not run yet were passed over."""
-        order = {
-            other: (other.late < PATIENCE, other.late < PATIENCE and -other.priority) for other in self.queue
-        }
-        assert min(self.queue, key=lambda other: (*order[other], other.arrival)) is row
+        assert min(self.queue, key=order) is row
         self.queue.remove(row)
         for other in self.rows:
             other.late += other.arrival < row.arrival and (other in self.queue or not other.read)
 
     def read(self, piece):
         row, (_, start, count, whole, last) = piece.row, piece
+        could = [*self.queue] if None in self.books.slots else [row]
+        could += [other for other in self.books.seated if not other.read]
+        assert min(could, key=order) is row or len(self.books.free) < 80  # those before it may wait for pages
         if row in self.queue:
             self.enter(row)
             self.look_up(row, start)
@@ -170,6 +175,7 @@ class Device:
         for row in self.rows:
             assert (row.state == "waiting") == (row in self.queue) == (row not in books.slots)
             assert row.away == (row in self.host) and len(row.pages) <= row.needed
+            assert row.slot is None or row.should  # who enters reads at once
             if row.slot is not None and len(row.should) == row.held:
                 cells = [cell for page in row.pages for cell in self.cells[page]][: row.held]
                 assert row.exact or row.share_answers
@@ -306,3 +312,13 @@ def test_who_was_passed_over_often_goes_first():
         assert (old.state, row.state)[turn == scheduler.PATIENCE] == "waiting"
         books.end(row)
     assert old.state == "running"
+
+
+def test_who_was_cancelled_publishes_nothing():
+    books = Scheduler(rows=1, pages=8, capacity=4096, chunk=64)
+    books.submit(row := Row([1] * 129, 1))
+    piece = books.read_next()[-1]
+    books.end(row)
+    books.dispatched(piece)
+    counts = books.counts()
+    assert (counts.used, counts.cached, counts.free, row.state) == (0, 0, 7, "ended")
