@@ -286,13 +286,13 @@ def test_hits_are_whole_pieces_of_the_cut():
 @pytest.mark.parametrize("shares, asks", [(True, True), (True, False), (False, True)])
 def test_an_answer_is_shared_with_those_who_ask(shares, asks):
     books = Scheduler(rows=4, pages=100, capacity=4096, chunk=256)
-    row = Row([7] * 300, 100, share_answers=shares)
+    row = Row([7] * 300, 84, share_answers=shares)
     read(books, row)
     books.grow(100)
-    books.decoded(row, 99)
-    books.end(row, [9] * 100)
-    follow = Row([7] * 300 + [9] * 100 + [5] * 20, 5, share_answers=asks)
-    assert read(books, follow)[0][0] == follow.hits == (384 if shares and asks else 256)
+    books.decoded(row, 83)
+    books.end(row, [9] * 84)  # whose last is in no page: the sixth is not full
+    follow = Row([7] * 300 + [9] * 84 + [5] * 20, 5, share_answers=asks)
+    assert read(books, follow)[0][0] == follow.hits == (320 if shares and asks else 256)
 
 
 def test_the_least_recently_used_goes_first():
