@@ -27,6 +27,7 @@ ROOMS = {
         "state", "loop", "doors", "speculation", "options", "faults", "batches", "programs", "roads", "rows",
         "run", "streaming", "kernels", "beam_steps", "beams", "scoring",
     ),
+    "engine": ("scheduler",),
     "checkpoint": (
         "files", "template_work", "chat_template", "tokenizer", "detokenizer", "tensors", "own_format",
         "quantized_formats", "loading",

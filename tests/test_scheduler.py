@@ -1,0 +1,324 @@
+"""The engine's books: requests drawn at random, on a model of a device and of what may be found."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from xinfer_jax.engine import scheduler
+from xinfer_jax.engine.scheduler import Back, Out, Read, Row, Scheduler
+
+PAGE, CHUNK, CAPACITY, PATIENCE = 4, 12, 60, 3  # so small that short prompts see everything
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(scheduler, "PAGE", PAGE)
+    monkeypatch.setattr(scheduler, "PATIENCE", PATIENCE)
+
+
+def order(row):
+    waited = row.late >= PATIENCE
+    return not waited, 0 if waited else -row.priority, row.arrival
+
+
+class Device:
+    """Does what the scheduler says on pages whose cells stand for bits: a token's is a hash of the cell
+    before it in the row's own pages, of the token and the weights and, in the first of a pair, of what wrote
+    it. Beside them every row has the cells that it should hold.
+    """
+
+    def __init__(self, slots, pages, prefix_cache=True):
+        self.books = Scheduler(slots, pages, CAPACITY, CHUNK, prefix_cache)
+        self.cells = [[None] * PAGE for _ in range(pages)]
+        self.rows, self.queue, self.host, self.texts = [], [], {}, []
+        self.weights, self.known, self.lost, self.published = 0, set(), False, 0
+
+    def submit(self, ids, most, **options):
+        row = Row(ids, most, **options)
+        row.should, row.chosen, row.late, row.weights = [], [], 0, None
+        if self.books.fits(row):
+            self.books.submit(row)
+            self.rows.append(row)
+            self.queue.append(row)
+        return row
+
+    def do(self, actions):
+        self.lost |= len(self.books.published) < self.published  # before anything new is published
+        for action in actions:
+            if isinstance(action, Out):
+                self.host[action.row] = [self.cells[page].copy() for page in action.pages]
+                self.queue.append(action.row)
+            elif isinstance(action, Back):
+                self.enter(action.row)
+                for page, cells in zip(action.pages, self.host.pop(action.row), strict=True):
+                    self.cells[page] = cells
+            else:
+                self.read(action)
+        outs = [action.row.arrival for action in actions if isinstance(action, Out)]
+        assert not outs or max(row.arrival for row in self.books.seated) < min(outs)  # the youngest made way
+        assert [isinstance(action, Read) for action in actions[:-1]].count(True) == 0
+        self.check()
+        return actions
+
+    def enter(self, row):
+        """The first in order entered; all that came before it and do not run yet were passed over."""
+        assert min(self.queue, key=order) is row
+        self.queue.remove(row)
+        for other in self.rows:
+            other.late += other.arrival < row.arrival and (other in self.queue or not other.read)
+
+    def read(self, piece):
+        row, (_, start, count, whole, last) = piece.row, piece
+        could = [*self.queue] if None in self.books.slots else [row]
+        could += [other for other in self.books.seated if not other.read]
+        assert min(could, key=order) is row or len(self.books.free) < 80  # those before it may wait for pages
+        if row in self.queue:
+            self.enter(row)
+            self.look_up(row, start)
+        form = CHUNK if whole else PAGE
+        assert start % PAGE == 0 and 0 < count <= form and (count == form or last)
+        assert last == (start + count == len(row.ids)) and not (whole and last)
+        for at in range(start, start + count):
+            assert form == self.form(row, at) or not row.exact
+            self.write(row, row.ids[at], form)
+        if last:
+            row.chosen.append(len(row.ids) % 2)
+        self.books.dispatched(piece)
+        if row.weights == self.weights:
+            self.publish(row, row.ids[: row.held], start, form=True)
+
+    def form(self, row, at):
+        return CHUNK if at < (len(row.ids) - 1) // CHUNK * CHUNK else PAGE
+
+    def bits(self, row, before, token, form):
+        exact, loose = before[-1] if before else (row.salt, row.salt)
+        return hash((exact, token, self.weights, form)), hash((loose, token, self.weights))
+
+    def write(self, row, token, form):
+        at = len(row.should)
+        before = [self.cells[row.pages[(at - 1) // PAGE]][(at - 1) % PAGE]] if at else []
+        assert self.books.holders[row.pages[at // PAGE]] == 1  # what is shared is only read
+        self.cells[row.pages[at // PAGE]][at % PAGE] = self.bits(row, before, token, form)
+        row.should.append(self.bits(row, row.should, token, form))
+
+    def keys(self, row, ids, end, form):
+        forms = tuple(self.form(row, at) for at in range(end)) if form else None
+        return row.salt, self.weights, tuple(ids[:end]), forms
+
+    def publish(self, row, ids, start, form):
+        for end in range(start // PAGE * PAGE + PAGE, len(ids) + 1, PAGE):
+            self.known.add(self.keys(row, ids, end, False))
+            if form and row.exact:
+                self.known.add(self.keys(row, ids, end, True))
+
+    def look_up(self, row, start):
+        """What a set of prefixes says is found; less once pages were given up."""
+        cut, best = (len(row.ids) - 1) // CHUNK * CHUNK, [0, 0]
+        for form in (False, True):
+            for end in range(PAGE, len(row.ids), PAGE):
+                if self.keys(row, row.ids, end, form) not in self.known:
+                    break
+                if not form or end >= cut or end % CHUNK == 0:
+                    best[form] = end
+        allowed = self.books.prefix_cache and not row.reads_all
+        expected = allowed and (max(best) if row.share_answers else best[True])
+        assert start == row.hits == expected or (self.lost and start == row.hits < expected)
+        row.weights = self.weights
+        for at in range(start):
+            row.should.append(self.bits(row, row.should, row.ids[at], self.form(row, at)))
+
+    def window(self, steps, early=None):
+        """Every row that runs chooses tokens; the one in slot `early` an EOS, at once."""
+        self.do(self.books.grow(steps))
+        running = self.books.running
+        for slot, row in running:
+            left = row.most - len(row.chosen)
+            steps_of_row = min(1 if slot == early else steps, left)
+            for _ in range(steps_of_row):
+                self.write(row, row.chosen[-1], "decoding")
+                row.chosen.append(len(row.should) % 2)
+            self.books.decoded(row, steps_of_row)
+            self.check()
+            if slot == early or steps_of_row == left:
+                self.end(row)
+        return len(running)
+
+    def end(self, row, good=True):
+        self.texts.append(row.ids + row.chosen)
+        if good and row.share_answers and row.state == "running" and row.weights == self.weights:
+            self.publish(row, (row.ids + row.chosen)[: row.held], len(row.ids), form=False)
+        self.lost |= not good
+        pages = set(row.pages)
+        self.books.end(row, row.chosen, good)
+        assert good or not pages & set(self.books.published.values())
+        self.books.end(row)
+        self.rows.remove(row)
+        self.queue = [other for other in self.queue if other is not row]
+        assert row.state == "ended" and row.slot is None and not row.pages
+        self.check()
+
+    def drop(self):
+        self.books.drop_shared()
+        self.weights += 1
+        self.check()
+
+    def check(self):
+        books, counts = self.books, self.books.counts()
+        held = [page for row in self.rows for page in row.pages]
+        assert books.holders == [held.count(page) for page in range(books.pages)]
+        assert sorted([0, *books.free, *books.cached, *set(held)]) == [*range(books.pages)]
+        assert counts.used + counts.cached + counts.free == books.pages - 1
+        assert counts.running + counts.reading + counts.waiting == len(self.rows)
+        assert {digest: page for page, all_ in books.names.items() for digest in all_} == books.published
+        assert books.names.keys() <= {*books.cached, *held} and books.cached.keys() <= books.names.keys()
+        assert books.prefix_cache or not books.published
+        self.published = len(books.published)
+        for row in self.rows:
+            assert (row.state == "waiting") == (row in self.queue) == (row not in books.slots)
+            assert row.away == (row in self.host) and len(row.pages) <= row.needed
+            assert row.slot is None or row.should  # who enters reads at once
+            if row.slot is not None and len(row.should) == row.held:
+                cells = [cell for page in row.pages for cell in self.cells[page]][: row.held]
+                assert row.exact or row.share_answers
+                assert cells == row.should or (
+                    not row.exact and [c[1] for c in cells] == [s[1] for s in row.should]
+                )
+
+    def finish(self):
+        """Every turn some row gets a token further, until all have ended: nothing is computed twice."""
+        while self.rows:
+            read = any(isinstance(action, Read) for action in self.do(self.books.read_next()))
+            assert self.window(5) or read
+        counts = self.books.counts()
+        assert counts.used == counts.waiting == 0 and self.books.slots == [None] * len(self.books.slots)
+
+
+TEXTS = st.builds(
+    lambda kind, same, tail: [kind] * same + [1 - kind] * tail,
+    st.integers(0, 1), st.integers(0, 30), st.integers(1, 8),
+)  # fmt: skip
+OPTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "priority": st.integers(0, 2),
+        "salt": st.just(b"other"),
+        "reads_all": st.booleans(),
+        "share_answers": st.just(True),
+    },
+)
+SUBMIT = st.tuples(st.just("submit"), TEXTS, st.integers(1, 40), OPTIONS)
+FOLLOW = st.tuples(st.just("follow"), st.integers(0, 9), st.integers(1, 20), OPTIONS)  # on a text that ended
+TURN = st.tuples(st.just("turn"), st.integers(1, 9), st.integers(0, 20))
+END = st.tuples(st.just("end"), st.integers(0, 9), st.booleans())
+DROP = st.just(("drop",))
+STEPS = st.sampled_from([SUBMIT] * 12 + [FOLLOW] * 6 + [TURN] * 30 + [END] * 2 + [DROP]).flatmap(
+    lambda step: step
+)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[*HealthCheck], derandomize=True)
+@given(
+    st.integers(1, 5),
+    st.sampled_from([9, 12, 16, 20, 26, 200]),
+    st.integers(0, 9),
+    st.lists(STEPS, min_size=50, max_size=100),
+)
+def test_any_requests_in_any_order(small, slots, pages, prefix_cache, steps):
+    device = Device(slots, pages, prefix_cache > 0)
+    for name, *values in steps:
+        if name == "submit":
+            ids, most, options = values
+            device.submit(ids, most, **options)
+        elif name == "follow" and device.texts:
+            at, most, options = values
+            device.submit([*device.texts[at % len(device.texts)], 2], most, **options)
+        elif name == "turn":
+            device.do(device.books.read_next())
+            device.window(*values)
+        elif name == "end" and device.rows:
+            device.end(device.rows[values[0] % len(device.rows)], good=values[1])
+        elif name == "drop":
+            device.drop()
+    device.finish()
+
+
+def read(books, *rows):
+    """Reads the prompts of rows that there is room for: (start, tokens, by whole chunks) of each piece."""
+    for row in rows:
+        books.submit(row)
+    pieces = []
+    while actions := books.read_next():
+        books.dispatched(actions[-1])
+        pieces.append((actions[-1].start, actions[-1].count, actions[-1].whole))
+    return pieces
+
+
+@pytest.mark.parametrize(
+    "length, pieces",
+    [
+        (1, [(0, 1, False)]),
+        (64, [(0, 64, False)]),
+        (256, [(0, 64, False), (64, 64, False), (128, 64, False), (192, 64, False)]),
+        (257, [(0, 256, True), (256, 1, False)]),
+        (600, [(0, 256, True), (256, 256, True), (512, 64, False), (576, 24, False)]),
+    ],
+)
+def test_a_prompt_is_cut_by_its_length(length, pieces):
+    books = Scheduler(rows=2, pages=40, capacity=4096, chunk=256)
+    assert read(books, Row([7] * length, 5)) == pieces
+    hits = (length - 1) // 64 * 64  # all but the last piece
+    assert read(books, Row([7] * length, 5)) == pieces[-1:] and books.counts().hits == hits
+
+
+def test_hits_are_whole_pieces_of_the_cut():
+    books = Scheduler(rows=8, pages=100, capacity=4096, chunk=256)
+    read(books, Row([7] * 600, 5))
+    for row, hits in [
+        (Row([7] * 500 + [8] * 100, 5), 256),  # 448 are the same, but read in chunks of 256
+        (Row([7] * 256, 5), 0),  # too short for a whole chunk: another program
+        (Row([7] * 600, 5, salt=b"other"), 0),
+        (Row([7] * 600, 5, reads_all=True), 0),
+        (Row([7] * 500 + [9] * 100, 5, share_answers=True), 448),
+    ]:
+        read(books, row)
+        assert row.hits == hits
+
+
+@pytest.mark.parametrize("shares, asks", [(True, True), (True, False), (False, True)])
+def test_an_answer_is_shared_with_those_who_ask(shares, asks):
+    books = Scheduler(rows=4, pages=100, capacity=4096, chunk=256)
+    row = Row([7] * 300, 84, share_answers=shares)
+    read(books, row)
+    books.grow(100)
+    books.decoded(row, 83)
+    books.end(row, [9] * 84)  # whose last is in no page: the sixth is not full
+    follow = Row([7] * 300 + [9] * 84 + [5] * 20, 5, share_answers=asks)
+    assert read(books, follow)[0][0] == follow.hits == (320 if shares and asks else 256)
+
+
+def test_the_least_recently_used_goes_first():
+    books = Scheduler(rows=1, pages=8, capacity=4096, chunk=64)
+    for kind, length, hits in [(1, 129, 0), (2, 129, 0), (1, 129, 128), (3, 255, 0), (2, 129, 64)]:
+        row = Row([kind] * length, 1)
+        read(books, row)
+        assert row.hits == hits  # of the second the last page went, the first of no use without
+        books.end(row)
+
+
+def test_who_was_passed_over_often_goes_first():
+    books = Scheduler(rows=1, pages=8, capacity=4096, chunk=64)
+    books.submit(old := Row([1], 1))
+    for turn in range(scheduler.PATIENCE + 1):
+        read(books, row := Row([2], 1, priority=1))
+        assert (old.state, row.state)[turn == scheduler.PATIENCE] == "waiting"
+        books.end(row)
+    assert old.state == "running"
+
+
+def test_who_was_cancelled_publishes_nothing():
+    books = Scheduler(rows=1, pages=8, capacity=4096, chunk=64)
+    books.submit(row := Row([1] * 129, 1))
+    piece = books.read_next()[-1]
+    books.end(row)
+    books.dispatched(piece)
+    counts = books.counts()
+    assert (counts.used, counts.cached, counts.free, row.state) == (0, 0, 7, "ended")

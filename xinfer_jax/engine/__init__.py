@@ -1,0 +1,16 @@
+"""Requests that join and leave while others decode, share pages of keys and values, and get the same bits in
+any company.
+
+In the order to read: `scheduler` decides who reads, who decodes and in which pages, in plain Python.
+
+- A page is shared only where its keys have the bits that the row would have made: the digest under which it
+  is found holds the salt, all tokens up to its end, and the program that read each page. Which one reads a
+  token follows from the prompt's length alone, so hits cover whole pieces of that cut. Those who ask share
+  pages that decoding wrote too, in a second chain of digests without the programs.
+- Pages come as needed, and the older row wins: the youngest goes to host memory and comes back as it was, so
+  nothing is computed again. A row enters only where there is room for its whole prompt and a page more for
+  every other, and sends nobody away: few are thrown out soon after they came.
+- Nobody overtakes who waits for pages, or small requests would starve large ones.
+- Where a row's numbers are not finite, no page that it holds is found again, also those that it found: should
+  one of them be bad, the next to ask reads it anew.
+"""

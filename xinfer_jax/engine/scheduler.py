@@ -1,0 +1,372 @@
+"""Who reads, who decodes, and in which pages: books on the host, without arrays. The engine carries out what
+`read_next` and `grow` say, and says what came of it (`dispatched`, `decoded`, `end`).
+
+A page holds the keys of `PAGE` tokens that follow each other. It is free, held by rows, or cached:
+published and held by nobody, until it is given up, the least recently used first. Page 0 is a bin for what
+rows without tokens write. A full page is published under a digest of all tokens up to its end and of the
+programs that read them, so whoever finds it gets the bits that it would have made.
+"""
+
+from array import array
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import sha256
+from itertools import takewhile
+from typing import Literal, NamedTuple
+
+PAGE = 64  # tokens: the key block of the kernels
+PATIENCE = 32  # a row that was passed over so often goes first
+_ANY_FORM = 0  # in digests of pages that any program may have written
+
+
+def chain(salt: bytes, ids: Sequence[int], forms: Sequence[int]) -> list[bytes]:
+    """A digest for each of the full pages in `ids` that has a form: of the digest before, form and tokens."""
+    digests = [sha256(salt).digest()]
+    for start, form in zip(range(0, len(ids), PAGE), forms, strict=False):
+        page = array("q", [form, *ids[start : start + PAGE]])
+        digests.append(sha256(digests[-1] + page.tobytes()).digest())
+    return digests[1:]
+
+
+def pages_for(tokens: int) -> int:
+    """Pages that hold so many tokens."""
+    return -(-tokens // PAGE)
+
+
+class Row:
+    """One answer, as the scheduler sees it.
+
+    Args:
+        ids: the prompt.
+        most: tokens that it may choose.
+        priority: higher goes first.
+        salt: pages are shared only between rows of equal salt.
+        reads_all: every token of the prompt is read: no hits.
+        share_answers: takes pages whatever program wrote them, and publishes those that decoding wrote.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        most: int,
+        priority: int = 0,
+        salt: bytes = b"",
+        reads_all: bool = False,
+        share_answers: bool = False,
+    ):
+        self.ids, self.most, self.priority, self.salt = ids, most, priority, salt
+        self.reads_all, self.share_answers = reads_all, share_answers
+        self.slot: int | None = None
+        self.pages: list[int] = []  # in order
+        self.held = 0  # tokens whose keys are in its pages, or away
+        self.hits = 0  # tokens of the prompt that came from shared pages
+        self.arrival = self.passed = 0  # its number; later rows that got a slot before it
+        self.exact = True  # its keys have the bits that they have without company
+        self.publishes, self.ended = True, False
+        self.digests: list[bytes] = []  # of the prompt's full pages
+        self.loose: list[bytes] = []  # the same whatever program wrote them
+
+    @property
+    def read(self) -> bool:
+        """The whole prompt was read: it runs when it has a slot."""
+        return self.held >= len(self.ids)
+
+    @property
+    def away(self) -> bool:
+        """Its pages are in host memory."""
+        return self.slot is None and self.held > 0 and not self.ended
+
+    @property
+    def state(self) -> Literal["waiting", "reading", "running", "ended"]:
+        if self.ended:
+            return "ended"
+        return "waiting" if self.slot is None else "running" if self.read else "reading"
+
+    @property
+    def needed(self) -> int:
+        """Pages at most."""
+        return pages_for(len(self.ids) + self.most)
+
+    @property
+    def soon(self) -> int:
+        """Pages that it wants to go on with: those of its prompt, or of what it holds, and another."""
+        return min(self.needed, pages_for(max(len(self.ids), self.held)) + 1)
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        """Lower goes first."""
+        waited = self.passed >= PATIENCE
+        return not waited, 0 if waited else -self.priority, self.arrival
+
+
+class Out(NamedTuple):
+    """Copy these pages, and the slot's state if the row was running, to host memory; then they are free."""
+
+    row: Row
+    slot: int
+    pages: list[int]
+
+
+class Back(NamedTuple):
+    """Copy what went out into these pages and this slot: the row goes on where it was."""
+
+    row: Row
+    slot: int
+    pages: list[int]
+
+
+class Read(NamedTuple):
+    """Read ids[start : start + count] of a row; then say `dispatched`."""
+
+    row: Row
+    start: int
+    count: int  # type: ignore[assignment]  # a tuple has a method of this name
+    whole: bool  # by the program of whole chunks, else by that of single pages
+    last: bool  # behind it the first token is chosen, and the row runs
+
+
+Action = Out | Back | Read
+
+
+class Counts(NamedTuple):
+    """What the scheduler has to tell: rows, pages, and sums since it began."""
+
+    running: int
+    reading: int
+    waiting: int
+    used: int  # pages that rows hold
+    shared: int  # of those, by more than one
+    cached: int  # published and held by nobody
+    free: int
+    hits: int  # tokens that were not read because shared pages held them
+    preemptions: int
+
+
+class Scheduler:
+    """Gives slots and pages to rows. First come first served within a priority, higher ones first.
+
+    The older row wins: who lacks pages sends the youngest row's to host memory, never an older one's. So the
+    oldest row with a slot always goes on, and a row that came back makes way for older ones only. Nobody is
+    sent away for a row that enters: it waits until there is room for its prompt and a page more for each.
+
+    A prompt of n tokens is read in whole chunks up to (n - 1) // chunk * chunk, then page by page: which
+    program reads a token follows from n alone. Shared pages cover whole pieces of this cut, never the last.
+
+    Args:
+        rows: slots.
+        pages: of the pool, page 0 included.
+        capacity: tokens of a row at most.
+        chunk: tokens of a whole chunk, a multiple of `PAGE`.
+        prefix_cache: whether pages are published and found.
+    """
+
+    def __init__(self, rows: int, pages: int, capacity: int, chunk: int, prefix_cache: bool = True):
+        self.pages, self.capacity, self.chunk, self.prefix_cache = pages, capacity, chunk, prefix_cache
+        self.slots: list[Row | None] = [None] * rows
+        self.waiting: list[Row] = []  # by rank
+        self.holders = [0] * pages
+        self.free = list(range(pages - 1, 0, -1))
+        self.cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self.published: dict[bytes, int] = {}
+        self.names: dict[int, list[bytes]] = {}  # of a page, the digests under which it is published
+        self.arrivals = self.hits = self.preemptions = 0
+
+    @property
+    def seated(self) -> list[Row]:
+        """Rows that have a slot, the oldest first."""
+        return sorted(filter(None, self.slots), key=lambda row: row.arrival)
+
+    @property
+    def running(self) -> list[tuple[int, Row]]:
+        """Rows that decode, with their slots."""
+        return [(slot, row) for slot, row in enumerate(self.slots) if row and row.read]
+
+    def counts(self) -> Counts:
+        running, seated = len(self.running), len(self.seated)
+        used, shared = sum(n > 0 for n in self.holders), sum(n > 1 for n in self.holders)
+        pages = used, shared, len(self.cached), len(self.free)
+        return Counts(running, seated - running, len(self.waiting), *pages, self.hits, self.preemptions)
+
+    def fits(self, row: Row) -> bool:
+        """Whether the row could be served if it were alone."""
+        return len(row.ids) + row.most <= self.capacity and row.needed < self.pages
+
+    def submit(self, row: Row) -> None:
+        """Queues a row that fits."""
+        self.arrivals += 1
+        row.arrival, row.publishes = self.arrivals, self.prefix_cache
+        insort(self.waiting, row, key=lambda row: row.rank)
+
+    def read_next(self) -> list[Action]:
+        """What to do before the next window: rows that come back, and at most one piece of reading."""
+        actions: list[Action] = []
+        while self.waiting and (row := self.waiting[0]).away and self._enter(row):
+            self._take(row, row.held, actions)
+            actions.append(Back(row, self.slots.index(row), row.pages.copy()))
+        reading = sorted((row for row in self.seated if not row.read), key=lambda row: row.rank)
+        if self.waiting and not (reading and reading[0].rank < self.waiting[0].rank):
+            row = self.waiting[0]
+            reading[:0] = [row] if self._enter(row) else []
+        for row in reading:
+            piece = self._piece(row)
+            if self._take(row, piece.start + piece.count, actions):
+                return [*actions, piece]
+        return actions
+
+    def dispatched(self, piece: Read) -> None:
+        """A piece's program was called: its pages may be found from now on."""
+        row = piece.row
+        if row.ended:
+            return
+        row.held = piece.start + piece.count
+        for at in range(piece.start // PAGE, row.held // PAGE):
+            if row.publishes and row.exact:
+                self._publish(row.pages[at], row.digests[at])
+            if row.publishes:
+                self._publish(row.pages[at], row.loose[at])
+
+    def grow(self, steps: int) -> list[Action]:
+        """Pages for the next steps of every row that runs, or of those for whom there are enough."""
+        actions: list[Action] = []
+        for row in self.seated:
+            if row.state == "running":
+                left = max(0, len(row.ids) + row.most - 1 - row.held)  # the last token chosen is not written
+                if not self._take(row, row.held + min(steps, left), actions):
+                    actions.append(self._send_out(row))
+        return actions
+
+    def decoded(self, row: Row, tokens: int) -> None:
+        """The row chose so many more tokens, and wrote as many, from the one chosen before on."""
+        row.held += tokens
+
+    def end(self, row: Row, answer_ids: Sequence[int] = (), good: bool = True) -> None:
+        """Takes back what the row has, in whatever state it is.
+
+        Args:
+            row: it ended, failed or was cancelled; once is enough.
+            answer_ids: the tokens that it chose, if those who ask may find them.
+            good: False if its numbers were not finite: no page that it holds is found again.
+        """
+        if row.ended:
+            return
+        if not good:
+            for page in row.pages:
+                self._unpublish(page)
+        elif row.state == "running" and row.share_answers and row.publishes:
+            ids = [*row.ids, *answer_ids][: row.held]
+            digests = chain(row.salt, ids, [_ANY_FORM] * (len(ids) // PAGE))
+            for at in range(len(row.ids) // PAGE, len(digests)):
+                self._publish(row.pages[at], digests[at])
+        if row.slot is None:
+            self.waiting.remove(row)
+        else:
+            self._give_back(row)
+        row.ended = True
+
+    def drop_shared(self) -> None:
+        """Forgets every page published (the weights are others now); rows go on with what they hold."""
+        self.free += self.cached
+        for books in (self.cached, self.published, self.names):
+            books.clear()
+        for row in [*self.seated, *self.waiting]:
+            row.publishes &= row.state == "waiting" and not row.away
+
+    def _enter(self, row: Row) -> bool:
+        """Gives the first row that waits a slot and the pages that it shares, if there is room."""
+        hits = self._find(row)
+        spare = len(self.free) + len(self.cached) - sum(page in self.cached for page in hits)
+        others = sum(max(0, other.soon - len(other.pages)) for other in self.seated)
+        if None not in self.slots or spare < others + row.soon - len(hits):
+            return False
+        self.waiting.remove(row)
+        row.slot = self.slots.index(None)
+        self.slots[row.slot] = row
+        if not row.held:
+            row.pages, row.held = hits, PAGE * len(hits)
+            row.hits = row.held
+            self.hits += row.hits
+        for page in hits:
+            self.holders[page] += 1
+            self.cached.pop(page, None)
+        earlier = [other for other in self.waiting + self.seated if other.arrival < row.arrival]
+        if passed := [other for other in earlier if other.state != "running"]:
+            for other in passed:
+                other.passed += 1
+            self.waiting.sort(key=lambda row: row.rank)
+        return True
+
+    def _find(self, row: Row) -> list[int]:
+        """The shared pages that a row begins with; of any form if it may and they reach further."""
+        if row.away or not self.prefix_cache:
+            return []
+        full, last, cut = len(row.ids) // PAGE, (len(row.ids) - 1) // PAGE, self._cut(row)
+        if not row.digests:
+            forms = [self.chunk if at * PAGE < cut else PAGE for at in range(full)]
+            row.digests = chain(row.salt, row.ids, forms)
+            row.loose = chain(row.salt, row.ids, [_ANY_FORM] * full)
+        if row.reads_all:
+            return []
+        exact = self._found(row.digests[:last])
+        if len(exact) * PAGE < cut:
+            exact = exact[: len(exact) * PAGE // self.chunk * self.chunk // PAGE]
+        loose = self._found(row.loose[:last]) if row.share_answers else []
+        row.exact = len(loose) <= len(exact)
+        return exact if row.exact else loose
+
+    def _found(self, digests: Sequence[bytes]) -> list[int]:
+        """Pages published under the first of these, up to one that is missing."""
+        return list(takewhile(bool, (self.published.get(digest, 0) for digest in digests)))
+
+    def _cut(self, row: Row) -> int:
+        """Tokens of the prompt that are read in whole chunks."""
+        return (len(row.ids) - 1) // self.chunk * self.chunk
+
+    def _piece(self, row: Row) -> Read:
+        """What the row reads next; behind hits that end within a chunk page by page up to its end."""
+        start, end = row.held, len(row.ids)
+        whole = start < self._cut(row) and start % self.chunk == 0
+        count = min(self.chunk if whole else PAGE, end - start)
+        return Read(row, start, count, whole, start + count == end)
+
+    def _take(self, row: Row, tokens: int, actions: list[Action]) -> bool:
+        """Gives a row pages for so many tokens, if older ones leave enough; younger ones are sent out."""
+        missing = pages_for(tokens) - len(row.pages)
+        while len(self.free) + len(self.cached) < missing:
+            if (youngest := self.seated[-1]) is row:
+                return False
+            actions.append(self._send_out(youngest))
+        for _ in range(missing):
+            if not self.free:
+                page, _ = self.cached.popitem(last=False)
+                self._unpublish(page)
+                self.free.append(page)
+            row.pages.append(self.free.pop())
+            self.holders[row.pages[-1]] = 1
+        return True
+
+    def _send_out(self, row: Row) -> Out:
+        out = Out(row, self.slots.index(row), row.pages[: pages_for(row.held)])
+        self._give_back(row)
+        insort(self.waiting, row, key=lambda row: row.rank)
+        self.preemptions += 1
+        return out
+
+    def _give_back(self, row: Row) -> None:
+        self.slots[self.slots.index(row)] = row.slot = None
+        for page in reversed(row.pages):  # of no use without those before it, which are given up later
+            self.holders[page] -= 1
+            if not self.holders[page] and page in self.names:
+                self.cached[page] = None
+            elif not self.holders[page]:
+                self.free.append(page)
+        row.pages = []
+
+    def _publish(self, page: int, digest: bytes) -> None:
+        """Unless another page has the same content: both stay, one is found."""
+        if self.published.setdefault(digest, page) == page:
+            self.names.setdefault(page, []).append(digest)
+
+    def _unpublish(self, page: int) -> None:
+        for digest in self.names.pop(page, ()):
+            del self.published[digest]
