@@ -27,12 +27,12 @@ ROOMS = {
         "state", "loop", "doors", "speculation", "options", "faults", "batches", "programs", "roads", "rows",
         "run", "streaming", "kernels", "beam_steps", "beams", "scoring",
     ),
-    "engine": ("scheduler",),
     "checkpoint": (
         "files", "template_work", "chat_template", "tokenizer", "detokenizer", "tensors", "own_format",
         "quantized_formats", "loading",
     ),
     "text": (),
+    "engine": ("scheduler", "device", "requests", "statistics", "engine"),
     "cli": ("terminal", "process", "program", "startup", "answer", "chat", "answer_flags", "chat_flags"),
 }  # fmt: skip
 ORDER = [".".join(filter(None, (room, name))) for room, names in ROOMS.items() for name in names or ("",)]

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from .checkpoint.tokenizer import Tokenizer as Tokenizer
     from .config.model_config import ModelConfig as ModelConfig, from_hf as from_hf
     from .config.rope import RopeConfig as RopeConfig
+    from .engine.engine import Engine as Engine
+    from .engine.requests import Answer as Answer, Request as Request
+    from .engine.statistics import EngineStats as EngineStats
     from .errors import InputError as InputError
     from .generation.beams import BeamOutput as BeamOutput, beam_search as beam_search
     from .generation.doors import (
@@ -68,6 +71,9 @@ _HOMES = {
     "sampling.settings": ("SamplingConfig",),
     "generation.scoring": ("score", "score_completions"),
     "stats": ("GenerateStats", "LoadStats"),
+    "engine.engine": ("Engine",),
+    "engine.requests": ("Answer", "Request"),
+    "engine.statistics": ("EngineStats",),
     "text": ("TextStream", "alternatives_text", "encode_prompt", "generate_text", "stream_text"),
     "checkpoint.tokenizer": ("Tokenizer",),
 }

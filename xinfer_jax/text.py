@@ -147,7 +147,7 @@ def stream_answer(
     model: Model, ids: list[int], options: GenerateOptions, *, key: jax.Array | None = None
 ) -> "TextStream":
     """`stream_text` of a prompt that is encoded already."""
-    return TextStream(_Answer(_tokenizer(model), options.stop_strings), _ids(model, [ids], options, key))
+    return TextStream(Said(_tokenizer(model), options.stop_strings), _ids(model, [ids], options, key))
 
 
 class TextStream(Iterator[str]):
@@ -157,7 +157,7 @@ class TextStream(Iterator[str]):
     up to the one that completed it.
     """
 
-    def __init__(self, answer: "_Answer", steps: Stream):
+    def __init__(self, answer: "Said", steps: Stream):
         """answer, steps: of the one prompt."""
         self._answer, self._steps = answer, steps
 
@@ -219,10 +219,15 @@ def _text_options(options: GenerateOptions | None) -> GenerateOptions:
     if options.n != 1:
         several = "from Python, generate and the tokenizer give several"
         raise InputError(f"n={options.n}: the text functions give one answer; {several}")
+    return dataclasses.replace(options, stop_strings=stops_of(options))
+
+
+def stops_of(options: GenerateOptions) -> tuple[str, ...]:
+    """Its stop strings, or an InputError."""
     stops = options.stop_strings
     if not in_order(stops) or not all(isinstance(stop, str) and stop for stop in stops):
         raise InputError(f"stop_strings must be a list of texts that are not empty, got {stops!r}")
-    return dataclasses.replace(options, stop_strings=tuple(stops))
+    return tuple(stops)
 
 
 def _ids(model: Model, prompts: list[list[int]], options: GenerateOptions, key: jax.Array | None) -> Stream:
@@ -258,7 +263,7 @@ def _cut_texts(
     model: Model, prompts: list[list[int]], options: GenerateOptions, key: jax.Array | None
 ) -> list[str]:
     """The answers up to their first stop strings; the batch runs until each has one, or has ended."""
-    answers = [_Answer(_tokenizer(model), options.stop_strings) for _ in prompts]
+    answers = [Said(_tokenizer(model), options.stop_strings) for _ in prompts]
     texts, steps = [""] * len(prompts), _ids(model, prompts, options, key)
     for ids in steps:
         texts = [text + answer.push(i) for text, answer, i in zip(texts, answers, ids, strict=True)]
@@ -267,7 +272,7 @@ def _cut_texts(
     return [text + answer.finish() for text, answer in zip(texts, answers, strict=True)]
 
 
-class _Answer:
+class Said:
     """The text of one row as its ids come, up to the first stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):

@@ -1,7 +1,8 @@
 """Requests that join and leave while others decode, share pages of keys and values, and get the same bits in
 any company.
 
-In the order to read: `scheduler` decides who reads, who decodes and in which pages, in plain Python.
+In the order to read: `scheduler` decides who reads, who decodes and in which pages, in plain Python; `device`
+runs it; `requests` are what callers hold; `statistics` says what it did; `engine` takes the turns.
 
 - A page is shared only where its keys have the bits that the row would have made: the digest under which it
   is found holds the salt, all tokens up to its end, and the program that read each page. Which one reads a

@@ -195,7 +195,8 @@ class Scheduler:
     def submit(self, row: Row) -> None:
         """Queues a row that fits."""
         self.arrivals += 1
-        row.arrival, row.publishes = self.arrivals, self.prefix_cache
+        # The program that scores a prompt may write other last bits.
+        row.arrival, row.publishes = self.arrivals, self.prefix_cache and not row.reads_all
         insort(self.waiting, row, key=lambda row: row.rank)
 
     def read_next(self) -> list[Action]:

@@ -17,11 +17,11 @@ serves what; `beam_steps` and `beams` are beam search; `scoring` is `score`.
 - Rows and lengths are rounded up to powers of two: a padding row has ended, and costs its share of a step.
 - The loop ends with a choice, not with a pass that nobody needs: the last token chosen is not in the cache.
 - On a CPU the compiler took longer than most answers, and longer for each layer. So there prompts are read
-  layer by layer: embedding, one program for each kind of layer, the head, and what chooses a token, called from
-  the host with keys and values donated; tokens are decoded by programs of up to eight layers. `stream`, the
-  commands and beam search decode so too, always: the same call gives the same bits, warm or cold. `generate`
-  decodes in one loop on the device, which is faster and what RL and evaluations run for hours; so does
-  everything in a caller's jit, on a GPU, or on several devices. The same functions of `loop` and
+  layer by layer: embedding, one program for each kind of layer, the head, and what chooses a token, called
+  from the host with keys and values donated; tokens are decoded by programs of up to eight layers. `stream`,
+  the commands and beam search decode so too, always: the same call gives the same bits, warm or cold.
+  `generate` decodes in one loop on the device, which is faster and what RL and evaluations run for hours; so
+  does everything in a caller's jit, on a GPU, or on several devices. The same functions of `loop` and
   `speculation` stand on both roads: tokens agree, last bits may not.
 - The programs of a call are compiled side by side before it sets out: it is rehearsed on shapes (`Ahead`),
   so there is no second list of what it will run. Once for each kind of call; looking that up takes 0.3 ms.

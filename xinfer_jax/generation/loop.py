@@ -113,12 +113,14 @@ def advance(
     return until_ended(step, steps, *varying_as((state, cache), (state, cache), params))
 
 
-def until_ended(step: Any, steps: Any, state: DecodeState, *more: Any) -> tuple:
+def until_ended(step: Any, steps: Any, state: DecodeState, *more: Any, enough: Any = None) -> tuple:
     """The one loop: `step` takes the state and what comes with it and gives them anew, until every row has
-    ended or so many steps (int32) are taken.
+    ended or so many steps (int32) are taken; or where `enough` says so of a state.
     """
     _, *carry = lax.while_loop(
-        lambda carry: (carry[0] < steps) & jnp.any(carry[1].active_B),
+        lambda carry: (
+            (carry[0] < steps) & jnp.any(carry[1].active_B) & (True if enough is None else ~enough(carry[1]))
+        ),
         lambda carry: (carry[0] + 1, *step(*carry[1:])),
         (jnp.int32(0), state, *more),
     )

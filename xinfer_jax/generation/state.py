@@ -28,6 +28,7 @@ class DecodeState(Brief):
     tokens_BT: jax.Array  # int32: tokens chosen, EOS included, 0 behind a row's end
     logprobs_BT: jax.Array  # float32: their log-probabilities before any processor
     alternatives: Alternatives | None = None  # noted where asked for
+    noted_B: Any = None  # int32: tokens chosen before the first column of these; None: none
 
     @property
     def length_B(self) -> jax.Array:
@@ -118,4 +119,5 @@ def note(state: DecodeState, token_B: jax.Array, logprob_B: jax.Array, among_B: 
 
 def _column(state: DecodeState, among_B: Any) -> jax.Array:
     """int32 [B]: where each row's next token is noted; past the end where it gets none."""
-    return jnp.where(state.active_B & among_B, state.length_B, state.tokens_BT.shape[1])
+    column_B = state.length_B if state.noted_B is None else state.length_B - state.noted_B
+    return jnp.where(state.active_B & among_B, column_B, state.tokens_BT.shape[1])

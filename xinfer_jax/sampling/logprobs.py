@@ -1,7 +1,7 @@
 """Log-probabilities beside the tokens: alternatives before and after the processors, logits on request."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ class Alternatives(Brief):
     processed_logprob_BTA: jax.Array  # float32
     processed_BT: jax.Array  # float32: log-probability of the chosen token after all processors
     logits_BTV: jax.Array | None  # float32: before any processor
+    asked_B: Any = None  # bool: the row wants them; None: all do
 
 
 class TokenLogprobs(NamedTuple):
@@ -57,6 +58,12 @@ def note_alternatives(
     old: Alternatives, column_B: jax.Array, logits_BV: jax.Array, processed_BV: jax.Array, token_B: jax.Array
 ) -> Alternatives:
     """Notes each row's token in its column, if there is one; processed: the logits that it was drawn from."""
+    if old.asked_B is not None:  # finding the likeliest takes a while
+        asked_B, old = old.asked_B, dataclasses.replace(old, asked_B=None)
+        wanted = jnp.any(asked_B & (column_B < old.processed_BT.shape[1]))
+        args = old, column_B, logits_BV, processed_BV, token_B
+        noted = lax.cond(wanted, note_alternatives, lambda old, *_: old, *args)
+        return dataclasses.replace(noted, asked_B=asked_B)
 
     def put(array: jax.Array, new: jax.Array) -> jax.Array:
         return jnp.asarray(array).at[jnp.arange(len(token_B)), column_B].set(new, mode="drop")

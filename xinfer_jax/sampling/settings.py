@@ -120,7 +120,7 @@ def _fits(array: np.ndarray, good: Any) -> bool:
 
 
 def per_row(
-    sampling: SamplingConfig | Sequence[SamplingConfig], batch: int, vocab_size: int
+    sampling: SamplingConfig | Sequence[SamplingConfig], batch: int, vocab_size: int, full: bool = False
 ) -> SamplingConfig:
     """Settings as arrays [B] (float32, or int32 where they count) from one setting for all rows, arrays, or
     one setting per row.
@@ -133,6 +133,7 @@ def per_row(
         sampling: one for all rows, or one per row.
         batch: B.
         vocab_size: V.
+        full: whatever they ask for.
 
     Raises:
         InputError: a sequence whose length is not the batch, a setting outside its range, or ids outside the
@@ -151,7 +152,7 @@ def per_row(
     values = {name: _spread(name, rows, batch) for name in names}
     ids = [(row.logit_bias, row.allowed_token_ids, row.forbidden_token_ids) for row in rows]
     named = any(part is not None for parts in ids for part in parts)
-    if not named and all(_is_off(values[name], off) for name, off in _OFF.items()):
+    if not full and not named and all(_is_off(values[name], off) for name, off in _OFF.items()):
         return SamplingConfig(**values | dict.fromkeys(_OFF))
     return SamplingConfig(**values, logit_bias=bias_rows(ids, batch, vocab_size))
 

@@ -1,0 +1,491 @@
+"""`Engine`: takes turns between reading prompts and decoding, on a thread of its own or the caller's.
+
+submit ─► queue ─ a turn: who ended? ─ a piece of a prompt ─ a window of decoding for all rows ─► answers
+"""
+
+import dataclasses
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from ..cache.kv_cache import cache_bytes
+from ..cache.quantized import KV_BITS
+from ..checkpoint.loading import Model
+from ..checks import in_order, whole
+from ..config.model_config import ModelConfig, with_fixed_rope
+from ..errors import InputError, shown
+from ..generation.options import Call, GenerateOptions, GenerateOutput, asked, checked
+from ..generation.programs import Ahead
+from ..generation.speculation import MOST_GUESSES
+from ..memory import check_memory, memory_bytes
+from ..sampling.choice import answer_keys
+from ..sampling.logprobs import rows_of_tokens
+from ..text import Prompt, encode_prompt, stops_of
+from ..weights.params import Params, cache_dtype as usual_dtype, resolve_dtype, tree_bytes
+from .device import MOST_ENDS, MOST_LOGPROBS, WINDOW, Device, Window
+from .requests import Answer, Request
+from .scheduler import PAGE, Action, Back, Out, Read, Row, Scheduler, pages_for
+from .statistics import EngineStats, Recent
+
+_LOOK_SECONDS = 0.1  # between two looks of the host, while requests may come or are read along
+_SHARE = 0.5  # of the memory beside the weights, for pages
+_OF_THE_ENGINE = dict(
+    capacity="give it to Engine", impl="give it to Engine", cache_dtype="give it to Engine",
+    draft="give draft='lookup' to Engine", use_cache="an engine has pages",
+    prefix="an engine shares pages itself", keep_prefix="an engine shares pages itself",
+    logits="use generate, or logprobs",
+)  # fmt: skip
+
+
+class Engine:
+    """Answers requests as they come, several at a time (continuous batching, Yu et al. 2022) over one set of
+    pages (PagedAttention, Kwon et al. 2023). Each gets, bit for bit, the tokens and log-probabilities that it
+    gets alone in an engine of the same shape, whatever else runs.
+
+    Attributes:
+        rows, capacity, pages, chunk, guesses: its shape.
+        about: what it has, and the seconds that it took to be ready.
+    """
+
+    def __init__(  # noqa: PLR0913  a door
+        self,
+        model: Model,
+        *,
+        rows: int = 8,
+        capacity: int | None = None,
+        pages: int | None = None,
+        chunk: int = 256,
+        prefix_cache: bool = True,
+        draft: str | None = None,
+        draft_tokens: int = 3,
+        cache_dtype: Any = None,
+        impl: str | None = None,
+    ):
+        """Compiles all that it will ever run, and runs it once.
+
+        Args:
+            model: from `load_model`.
+            rows: answers that are decoded at a time.
+            capacity: tokens of a prompt and its answer together, at most; None: 4096, or the model's context.
+            pages: of 64 tokens each, for all rows and for prompts that may come again; None: half of the
+                memory beside the weights, at most what all rows can fill twice.
+            chunk: tokens of a prompt that are read between two windows of decoding; a multiple of 64.
+            prefix_cache: prompts that begin alike are read once.
+            draft: "lookup": guesses tokens by what followed before, and checks several in a pass.
+            draft_tokens: guesses per pass.
+            cache_dtype: of keys and values: a float type, "int8" or "int4"; None: as in `GenerateOptions`.
+            impl: as in `GenerateOptions`.
+
+        Raises:
+            InputError: a value that cannot be served, before anything is compiled.
+        """
+        if not isinstance(model, Model):
+            raise InputError(f"model must be what load_model gives, got {shown(model)}")
+        if draft not in (None, "lookup"):
+            raise InputError(f"draft={shown(draft)}: an engine guesses by 'lookup', or not at all (None)")
+        config, longest = model.config, model.config.context_length
+        self.rows = whole("rows", rows, 1)
+        self.capacity = whole("capacity", min(4096, longest) if capacity is None else capacity, 2, longest)
+        self.chunk = whole("chunk", chunk, PAGE)
+        if self.chunk % PAGE:
+            raise InputError(f"chunk must be a multiple of {PAGE}, got {chunk}")
+        self.guesses = whole("draft_tokens", draft_tokens, 1, MOST_GUESSES) if draft else 0
+        self.weight_bytes, dtype = tree_bytes(model.params), _dtype(model.params, cache_dtype)
+        page_bytes = cache_bytes(config, 1, PAGE, dtype)
+        self.pages = self._number_of_pages(page_bytes) if pages is None else whole("pages", pages, 2)
+        self.cache_bytes = self.pages * page_bytes
+        need, what = self.weight_bytes + self.cache_bytes, f"weights and {self.pages} pages"
+        check_memory(need, what, "ask for fewer pages, or a smaller cache_dtype")
+        self._model, self._impl, self._switch = model, impl, config.rope.switches_at
+        self._scheduler = Scheduler(self.rows, self.pages, self.capacity, self.chunk, prefix_cache)
+        self._news, self._turn = threading.Condition(), threading.Lock()
+        self._new: list[Answer] = []  # submitted, and not seen by the scheduler yet
+        self._open: list[Request] = []
+        self._answers: dict[Row, Answer] = {}  # that have not ended
+        self._orders: list[Callable[[], None]] = []
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._recent, self._seconds = Recent(), 0.0  # of a step of decoding, lately
+        fixed = with_fixed_rope(config, 1, min(self.capacity, self._switch or self.capacity))
+        self._device = self._warm_up(fixed, dtype)
+
+    def submit(  # noqa: PLR0913  a door
+        self,
+        prompt: Prompt | Sequence[int],
+        options: GenerateOptions | None = None,
+        *,
+        key: jax.Array | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        salt: str = "",
+        share_answers: bool = False,
+        prompt_logprobs: int | None = None,
+    ) -> Request:
+        """Queues a request; any thread may. Its tokens are those of `generate([ids], options, key=key)`.
+
+        Args:
+            prompt: token ids, a text, or messages.
+            options: None: `GenerateOptions()`. What a whole engine has (capacity, impl, cache_dtype, draft)
+                is refused here.
+            key: as in `generate`.
+            priority: higher ones go first; who was passed over 32 times goes first whatever it is.
+            deadline: seconds from now after which it ends as it is, with the finish_reason "deadline".
+            salt: prompts share pages only with those of the same salt.
+            share_answers: this prompt may find what earlier answers wrote, and later ones what this answer
+                writes (turns of a chat); the last bits may then differ from those alone.
+            prompt_logprobs: what the model says of each token of the prompt too, with so many alternatives;
+                such a prompt is read whole.
+
+        Raises:
+            InputError: what cannot be served, or can never fit; the engine is closed, or broke down.
+        """
+        request = self._request(prompt, options, key, 0)
+        request.live = True
+        if deadline is not None:
+            if not isinstance(deadline, int | float) or not deadline > 0:
+                raise InputError(f"deadline must be a number of seconds above 0, got {shown(deadline)}")
+            request.deadline = time.monotonic() + deadline
+        if not isinstance(salt, str):
+            raise InputError(f"salt must be a text, got {shown(salt)}")
+        if prompt_logprobs is not None:
+            request.asks = whole("prompt_logprobs", prompt_logprobs, 0, MOST_LOGPROBS)
+        for answer in request.answers:
+            row = answer.row
+            row.priority, row.salt = whole("priority", priority, -(2**31), 2**31), salt.encode()
+            row.reads_all = prompt_logprobs is not None and answer is request.answers[0]
+            row.share_answers = bool(share_answers)
+        self._queue([request])
+        return request
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt | Sequence[int]],
+        options: GenerateOptions | Sequence[GenerateOptions] | None = None,
+        *,
+        key: jax.Array | None = None,
+    ) -> list[GenerateOutput]:
+        """Answers many prompts, in their order: those of `xj.generate` with the same key. options: for all,
+        or one per prompt.
+        """
+        each = list(options) if isinstance(options, Sequence) else [options] * len(prompts)
+        if len(each) != len(prompts):
+            raise InputError(f"{len(each)} options for {len(prompts)} prompts: give one, or one per prompt")
+        asked_for = enumerate(zip(prompts, each, strict=True))
+        requests = [self._request(prompt, own, key, i) for i, (prompt, own) in asked_for]
+        self._queue(requests)
+        return [request.result() for request in requests]
+
+    def update(self, params: Params) -> None:
+        """Other weights of the same shapes, between two windows: nothing is compiled. Pages that the old ones
+        wrote are not shared any more; rows under way go on with what they hold.
+        """
+        kinds = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (params, self._model.params)]
+        if kinds[0] != kinds[1]:
+            raise InputError("the new parameters have other shapes or types: make an Engine of them")
+        done = threading.Event()
+
+        def order() -> None:
+            self._device.params = params
+            self._scheduler.drop_shared()
+            self._model = dataclasses.replace(self._model, params=params)
+            done.set()
+
+        with self._news:
+            self._orders.append(order)
+            self._news.notify_all()
+        self.wait(done.is_set)
+
+    @property
+    def stats(self) -> EngineStats:
+        """What it does and did so far."""
+        return self._recent.stats(self._scheduler.counts())
+
+    @property
+    def started(self) -> bool:
+        """Whether it has a thread of its own."""
+        return self._thread is not None
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._run, name="xinfer_jax engine", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the thread; requests that have not ended get an error."""
+        self._break(InputError("the engine was closed before the request ended"))
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def wake(self) -> None:
+        """There is something to look at."""
+        with self._news:
+            self._news.notify_all()
+
+    def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
+        """Until it is so; without a thread by taking turns.
+
+        Raises:
+            TimeoutError: it is not so after so many seconds.
+        """
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        over = lambda: until() or self._error is not None  # noqa: E731
+        if self.started:
+            with self._news:
+                self._news.wait_for(over, timeout)
+        while not over():
+            if time.monotonic() > end:
+                raise TimeoutError(f"no end after {timeout} seconds")
+            self.step()
+
+    def step(self) -> bool:
+        """One turn, on the caller's thread: who ended, a piece of a prompt, a window of decoding. Whether
+        there was anything to do.
+        """
+        with self._turn:
+            try:
+                return self._error is None and self._take_turn()
+            except BaseException as error:
+                self._break(error)
+                raise
+
+    def _run(self) -> None:
+        try:
+            while self._error is None:
+                if not self.step():
+                    with self._news:
+                        self._news.wait_for(lambda: self._new or self._orders or self._error is not None, 1.0)
+        except BaseException as error:  # every request has it, and whoever submits
+            print(f"the engine broke down: {type(error).__name__}: {error}", file=sys.stderr)
+
+    def _break(self, error: BaseException) -> None:
+        with self._news:
+            self._error = self._error or error
+            for request in self._open:
+                request.end(request.error or error)
+            self._open, self._new = [], []
+            self._news.notify_all()
+
+    def _take_turn(self) -> bool:
+        with self._news:
+            new, orders, self._new, self._orders = self._new, self._orders, [], []
+        for order in orders:
+            order()
+            self.wake()
+        for answer in new:
+            self._answers[answer.row] = answer
+            self._scheduler.submit(answer.row)
+        self._drop_ended()
+        busy = False
+        while actions := self._scheduler.read_next():
+            busy = True
+            self._carry_out(actions)
+            if self._live:  # who decodes is not kept waiting for more than a piece
+                break
+        if self._scheduler.running:
+            busy = True
+            self._decode()
+        return busy
+
+    @property
+    def _live(self) -> bool:
+        """Whether a row that decodes has somebody who may read along, and others may come meanwhile."""
+        return any(self._answers[row].request.live for _, row in self._scheduler.running)
+
+    def _drop_ended(self) -> None:
+        """Ends what was cancelled, or is late."""
+        now = time.monotonic()
+        dropped = [request for request in self._open if request.cancelled or request.deadline < now]
+        for request in dropped:
+            for answer in request.answers:
+                if answer.row in self._answers:
+                    self._end(answer, "cancelled" if request.cancelled else "deadline")
+        self._tell(dropped)
+
+    def _carry_out(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            row, answer = action.row, self._answers[action.row]
+            if isinstance(action, Out):
+                answer.pages = self._device.take_pages(action.pages)
+                answer.state = self._device.take_row(action.slot) if row.read else answer.state
+            elif isinstance(action, Back):
+                self._device.put_pages(action.pages[: pages_for(row.held)], answer.pages)
+                if row.read:
+                    self._device.place(action.slot, answer.state)
+                answer.pages = None
+            else:
+                self._read(action, answer)
+
+    def _read(self, piece: Read, answer: Answer) -> None:
+        row, request, start, end = piece.row, answer.request, piece.start, piece.start + piece.count
+        request.times.setdefault("read", time.monotonic())
+        for at in range(start, end, PAGE) if row.reads_all else ():
+            ids, targets = row.ids[at : min(at + PAGE, end)], row.ids[at + 1 : at + 1 + PAGE]
+            request.note_prompt(at, *self._device.score(row.pages, ids, at, targets))
+        if piece.last or not row.reads_all:
+            behind = self._device.read(row.pages, row.ids[start:end], start, piece.whole)
+        self._recent.read_tokens += piece.count
+        self._scheduler.dispatched(piece)
+        if piece.last:
+            state, out = self._device.first_choice(behind, answer.state)
+            request.times.setdefault("first", time.monotonic())
+            answer.state = None
+            if not self._take(answer, jax.device_get(out), 0):
+                slot: Any = row.slot
+                self._device.place(slot, state)
+            self._tell([request])
+
+    def _decode(self) -> None:
+        """A window: so many steps, or until a row ends while somebody waits for its place."""
+        scheduler, each = self._scheduler, 1 + self.guesses
+        steps = WINDOW // each
+        if self._live and self._seconds:
+            steps = min(steps, max(1, int(_LOOK_SECONDS / self._seconds)))
+        self._carry_out(scheduler.grow(steps * each))
+        answers = {slot: self._answers[row] for slot, row in scheduler.running}
+        waits = bool(scheduler.waiting or self._new) or len(scheduler.seated) > len(answers)
+        began = time.perf_counter()
+        pages = {slot: answer.row.pages for slot, answer in answers.items()}
+        out = jax.device_get(self._device.window(pages, steps, waits))
+        self._seconds = (time.perf_counter() - began) / max(1, int(out.passes_B.max()))
+        for slot, answer in answers.items():
+            scheduler.decoded(answer.row, int(out.count_B[slot]))
+            answer.passes += int(out.passes_B[slot])
+            answer.accepted += int(out.accepted_B[slot])
+            self._take(answer, out, slot)
+        self._tell({answer.request for answer in answers.values()})
+
+    def _take(self, answer: Answer, out: Window, slot: int) -> bool:
+        """Hands a row's tokens to its answer; whether it has ended."""
+        request, count = answer.request, int(out.count_B[slot])
+        self._recent.chosen_tokens += count
+        if request.call.options.logprobs:
+            parts = out.alternatives, out.tokens_BT, out.logprobs_BT, out.count_B
+            of_row: Any = jax.tree.map(lambda x_B: x_B[slot : slot + 1], parts)
+            answer.note(rows_of_tokens(*of_row)[0])
+        ids, logprobs = out.tokens_BT[slot, :count].tolist(), out.logprobs_BT[slot, :count].tolist()
+        try:
+            ended = answer.push(ids, logprobs, bool(out.finished_B[slot]))
+        except InputError as error:  # it fails alone
+            request.error = error
+            for other in request.answers:
+                if other.row in self._answers:
+                    self._end(other, "error", good=False)
+            return True
+        if ended:
+            self._end(answer, answer.finish_reason or "")
+        return ended
+
+    def _end(self, answer: Answer, reason: str, good: bool = True) -> None:
+        answer.finish_reason, answer.state, answer.pages = reason, None, None
+        self._scheduler.end(answer.row, answer.chosen, good)
+        del self._answers[answer.row]
+
+    def _tell(self, requests: Iterable[Request]) -> None:
+        """There is something new of these."""
+        with self._news:
+            for request in requests:
+                request.tell()
+                if request.ended:
+                    request.end(request.error)
+                    self._recent.ended(request)
+            self._open = [request for request in self._open if not request.ended]
+            self._news.notify_all()
+
+    def _request(self, prompt: Any, options: GenerateOptions | None, key: Any, i: int) -> Request:
+        """A checked request, whose answers draw as those of prompt i."""
+        options, model = asked(options), self._model
+        for name, why in _OF_THE_ENGINE.items():
+            if (value := getattr(options, name)) != getattr(GenerateOptions, name):
+                raise InputError(f"{name}={shown(value)} is not for a request: {why}")
+        stops = stops_of(options)
+        if stops and model.tokenizer is None:
+            raise InputError("stop_strings need a tokenizer, which this checkpoint lacks: use stop_token_ids")
+        text = isinstance(prompt, str) or in_order(prompt) and len(prompt) and isinstance(prompt[0], Mapping)
+        ids = encode_prompt(model, prompt) if text else prompt
+        if key is not None and np.ndim(key) == 1 and key.dtype != np.uint32:
+            key, i = key[i : i + 1], 0  # one per prompt
+        options = dataclasses.replace(options, stop_strings=(), impl=self._impl)
+        call = checked(model.params, model.config, [ids], options, key)
+        self._check(call)
+        request, of_prompt = Request(self, call, model.tokenizer, stops), [0 if call.key.ndim else i]
+        for j in range(call.answers):
+            of_answer = np.array([j], np.int32) if call.answers > 1 else None
+            key_1 = answer_keys(call.key, np.array(of_prompt, np.int32), of_answer)
+            row = Row(call.prompts[0], call.options.max_new_tokens)
+            request.answers.append(Answer(request, row, self._device.row(call, key_1)))
+        return request
+
+    def _check(self, call: Call) -> None:
+        """Raises InputError for what can never be served here."""
+        options, need = call.options, call.longest + call.options.max_new_tokens
+        most = min(self.capacity, (self.pages - 1) * PAGE)
+        for name, count, limit in (
+            ("logprobs", options.logprobs, MOST_LOGPROBS),
+            ("eos_token_ids and stop_token_ids together", len(call.ending), MOST_ENDS),
+        ):
+            if count > limit:
+                raise InputError(f"{name}: an engine takes {limit} at most, got {count}")
+        asked_for = f"prompt of {call.longest} tokens + max_new_tokens {options.max_new_tokens}"
+        if need > most:
+            raise InputError(
+                f"{asked_for} exceeds the {most} that a row of this engine can hold: shorten it, or make the"
+                " engine with more capacity or pages"
+            )
+        if self._switch is not None and need > self._switch:
+            raise InputError(
+                f"{asked_for} exceeds {self._switch}, beyond which rope type 'longrope' changes its factors:"
+                " an engine's rows stay on one side, use generate"
+            )
+
+    def _queue(self, requests: list[Request]) -> None:
+        with self._news:
+            if self._error is not None:
+                raise InputError(f"the engine is closed: {self._error}") from self._error
+            self._new += [answer for request in requests for answer in request.answers]
+            self._open += requests
+            self._news.notify_all()
+
+    def _number_of_pages(self, page_bytes: int) -> int:
+        per_row = pages_for(self.capacity)
+        room = int(_SHARE * max(0, memory_bytes() - self.weight_bytes)) // page_bytes
+        return max(per_row + 1, min(2 * self.rows * per_row + 1, room))
+
+    def _warm_up(self, config: ModelConfig, dtype: Any) -> Device:
+        """The device, with every program compiled and run once."""
+        shape = self.rows, self.pages, self.capacity, self.chunk, dtype, self._impl, self.guesses
+        make = partial(Device, self._model.params, config, *shape)
+        began, ahead = time.perf_counter(), Ahead()
+        make(do=ahead).rehearse()
+        ahead.end()
+        ahead.wait()
+        device = make()
+        device.rehearse()
+        device.put_pages([0], device.take_pages([0]))
+        device.place(0, device.take_row(0))
+        answer_keys(jax.random.key(0), np.zeros(1, np.int32), np.zeros(1, np.int32))
+        self.about = (
+            f"{self.rows} rows of {self.capacity} tokens, {self.pages} pages of {PAGE}"
+            f" ({self.cache_bytes / 2**20:.0f} MiB), {ahead.programs} programs,"
+            f" ready in {time.perf_counter() - began:.1f} s"
+        )
+        print(self.about, file=sys.stderr)
+        return device
+
+
+def _dtype(params: Params, asked_for: Any) -> Any:
+    """Of keys and values: a float type, or a name in `KV_BITS`."""
+    if isinstance(asked_for, str) and asked_for == "gear":
+        raise InputError("cache_dtype='gear' has directions of a whole row, not pages: use 'int8' or 'int4'")
+    if isinstance(asked_for, str) and asked_for in KV_BITS:
+        return asked_for
+    return usual_dtype(params) if asked_for is None else resolve_dtype(asked_for)

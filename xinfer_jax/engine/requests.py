@@ -1,0 +1,257 @@
+"""What a caller holds of a request: its answers as they come, from any thread, and the whole at the end."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..checkpoint.tokenizer import Tokenizer
+from ..errors import InputError
+from ..generation.faults import check_chosen
+from ..generation.options import Call, GenerateOutput
+from ..generation.state import Chosen, DecodeState
+from ..sampling.logprobs import TokenLogprobs
+from ..stats import GenerateStats, peak_bytes
+from ..text import Said
+from .scheduler import Row
+
+
+class Answer:
+    """One answer of a request. Iterating gives its ids as they come; several may do so, each from its start.
+
+    Attributes:
+        tokens: ids so far, without the one that ended it.
+        logprobs: the model's log-probability of each, and of the one that ended it.
+        alternatives: with options.logprobs: of each of `logprobs`.
+        finish_reason: "eos", "stop", "length", "cancelled" or "deadline"; "error"; None: it has not ended.
+    """
+
+    def __init__(self, request: "Request", row: Row, state: DecodeState):
+        """request: what it answers; row: as the scheduler sees it; state: as the device does, before."""
+        self.tokens: list[int] = []
+        self.chosen: list[int] = []  # with the id that ended it
+        self.logprobs: list[float] = []
+        self.alternatives: list[TokenLogprobs] = []
+        self.finish_reason: str | None = None
+        self.request, self.row = request, row
+        self.state: Any = state  # while it has no slot
+        self.pages: Any = None  # what they hold, while they are in host memory
+        self.passes, self.accepted = 0, 0
+        stops = request.stop_strings
+        self._said = Said(request.tokenizer, stops) if request.tokenizer and stops else None
+
+    def push(self, ids: list[int], logprobs: list[float], finished: bool) -> bool:
+        """Takes what the device chose, of which the last ended it or not; whether the answer has ended.
+        Called by the engine.
+
+        Raises:
+            InputError: what an answer must not give, as `generate` says it.
+        """
+        options, ending = self.request.call.options, finished and ids[-1]
+        self.chosen += ids
+        self.logprobs += logprobs
+        for token in ids[:-1] if finished else ids:
+            self.tokens.append(token)
+            if self._said is not None:
+                self._said.push(token)
+                if self._said.ended:
+                    self.logprobs = self.logprobs[: len(self.tokens)]
+                    return self._end("stop")
+        if finished:
+            return self._end("stop" if ending in options.stop_token_ids else "eos")
+        if len(self.chosen) >= options.max_new_tokens:
+            return self._end("length")
+        return not np.isfinite(self.logprobs).all() and self._end("error")
+
+    def note(self, noted: list[TokenLogprobs]) -> None:
+        """Takes the alternatives of the next tokens, as many as were asked for."""
+        most = self.request.call.options.logprobs
+        cut = (t._replace(top=t.top[:most], processed_top=t.processed_top[:most]) for t in noted)
+        self.alternatives += cut
+
+    def _end(self, reason: str) -> bool:
+        chosen = np.array([self.chosen]), np.array([self.logprobs]), np.array([len(self.chosen)])
+        check_chosen(self.request.call, Chosen(*chosen, np.array([True])))
+        self.finish_reason = reason
+        return True
+
+    def __iter__(self) -> Iterator[int]:
+        given, request = 0, self.request
+        while True:
+            request.wait(partial(self._goes_beyond, given))
+            ended, new = self.finish_reason is not None, self.tokens[given:]
+            yield from new
+            given += len(new)
+            if ended and given == len(self.tokens):
+                return request.raise_error()
+
+    def _goes_beyond(self, tokens: int) -> bool:
+        return len(self.tokens) > tokens or self.finish_reason is not None
+
+    def text(self) -> Iterator[str]:
+        """Pieces of text as they come; joined they are the answer, up to the first stop string."""
+        said = Said(self.request.needed_tokenizer, self.request.stop_strings)
+        for token in self:
+            if piece := said.push(token):
+                yield piece
+        if rest := said.finish():
+            yield rest
+
+    async def text_async(self) -> AsyncIterator[str]:
+        """`text` for an event loop, which goes on with other things until a piece comes."""
+        said, given = Said(self.request.needed_tokenizer, self.request.stop_strings), 0
+        async for _ in self.request.news():
+            ended, new = self.finish_reason is not None, self.tokens[given:]
+            given += len(new)
+            if piece := "".join(map(said.push, new)):
+                yield piece
+            if ended and given == len(self.tokens):
+                break
+        self.request.raise_error()
+        if rest := said.finish():
+            yield rest
+
+
+class Request:
+    """What `Engine.submit` gives.
+
+    Attributes:
+        ids: the prompt.
+        answers: as many as were asked for (`n`, or `best_of`).
+        prompt_logprobs: where asked for: of each token of the prompt but the first what the model says of it.
+        error: what broke it off; None: nothing so far.
+    """
+
+    def __init__(self, engine: Any, call: Call, tokenizer: Tokenizer | None, stop_strings: tuple[str, ...]):
+        """engine: that will answer; call: from `checked`, of one prompt."""
+        self.engine, self.call, self.tokenizer, self.stop_strings = engine, call, tokenizer, stop_strings
+        self.ids, self.answers = call.prompts[0], list[Answer]()
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        self.error: BaseException | None = None
+        self.deadline, self.cancelled = float("inf"), False
+        self.live = False  # others may come while it is answered, and somebody read along
+        self.asks: int | None = None  # alternatives of each token of the prompt
+        self.submitted = time.monotonic()
+        self.times: dict[str, float] = {}  # when: its first piece was read, it had a token, it ended
+        self._wakers: list[Callable[[], None]] = []
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._only)
+
+    def text(self) -> Iterator[str]:
+        """`Answer.text` of a request for one answer."""
+        return self._only.text()
+
+    def text_async(self) -> AsyncIterator[str]:
+        """`Answer.text_async` of a request for one answer."""
+        return self._only.text_async()
+
+    def result(self, timeout: float | None = None) -> GenerateOutput:
+        """Waits for the end; the answers as `generate` gives them.
+
+        Raises:
+            InputError: its numbers were broken, or its settings left no token; the engine was closed.
+            TimeoutError: it has not ended after so many seconds.
+        """
+        self.wait(lambda: self.ended, timeout)
+        self.raise_error()
+        options, answers = self.call.options, self.answers
+        out = GenerateOutput(
+            tokens=[list(answer.tokens) for answer in answers],
+            logprobs=[list(answer.logprobs) for answer in answers],
+            finish_reason=[answer.finish_reason or "" for answer in answers],
+            stats=self._stats(),
+            alternatives=[list(answer.alternatives) for answer in answers] if options.logprobs else None,
+        )
+        return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)
+
+    def cancel(self) -> None:
+        """Ends it, with the finish_reason "cancelled", at the engine's next turn."""
+        self.cancelled = True
+        self.engine.wake()
+
+    @property
+    def ended(self) -> bool:
+        """Whether every answer has ended."""
+        return all(answer.finish_reason is not None for answer in self.answers)
+
+    @property
+    def needed_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InputError("this checkpoint has no tokenizer.json: take the ids by `for id in request`")
+        return self.tokenizer
+
+    def raise_error(self) -> None:
+        """What broke it off."""
+        if self.error is not None:
+            raise self.error
+
+    def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
+        """Until it is so; an engine without a thread of its own is driven meanwhile."""
+        self.engine.wait(until, timeout)
+
+    async def news(self) -> AsyncIterator[None]:
+        """Once at the start, and whenever there may be something new."""
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
+        if not self.engine.started:
+            raise InputError("text_async needs an engine with a thread: with xj.Engine(model) as engine: …")
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(event.set)
+
+        self._wakers.append(wake)
+        try:
+            yield
+            while True:
+                await event.wait()
+                event.clear()
+                yield
+        finally:
+            self._wakers.remove(wake)
+
+    def note_prompt(self, start: int, logprob_T: Any, id_TA: Any, top_TA: Any) -> None:
+        """Takes what the model says of the tokens behind those from `start` on. Called by the engine."""
+        logprob_T, id_TA, top_TA = map(np.asarray, (logprob_T, id_TA, top_TA))
+        self.prompt_logprobs = self.prompt_logprobs or []
+        for t, token in enumerate(self.ids[start + 1 : start + 1 + len(logprob_T)]):
+            top = list(zip(id_TA[t].tolist(), top_TA[t].tolist(), strict=True))[: self.asks]
+            logprob = float(logprob_T[t])
+            self.prompt_logprobs.append(TokenLogprobs(token, logprob, logprob, top, top))
+
+    def end(self, error: BaseException | None) -> None:
+        """It has ended, or is broken off. Called by the engine."""
+        self.error = error
+        self.times.setdefault("ended", time.monotonic())
+        for answer in self.answers:
+            answer.finish_reason = answer.finish_reason or "error"
+        self.tell()
+
+    def tell(self) -> None:
+        """Wakes who waits in an event loop."""
+        for wake in list(self._wakers):
+            wake()
+
+    @property
+    def _only(self) -> Answer:
+        if len(self.answers) != 1:
+            raise InputError(f"this request has {len(self.answers)} answers: take each by request.answers[j]")
+        return self.answers[0]
+
+    def _stats(self) -> GenerateStats:
+        answers, times, engine = self.answers, self.times, self.engine
+        read, first, end = (times.get(name, self.submitted) for name in ("read", "first", "ended"))
+        stats = GenerateStats(len(answers), len(self.ids), engine.weight_bytes, engine.cache_bytes)
+        stats.reused_tokens = answers[0].row.hits
+        stats.generated_tokens = sum(len(answer.logprobs) for answer in answers)
+        stats.decode_steps = max(len(answer.logprobs) for answer in answers) - 1
+        stats.ttft_seconds, stats.prefill_seconds = first - self.submitted, first - read
+        stats.decode_seconds, stats.total_seconds = end - first, end - self.submitted
+        stats.peak_bytes = peak_bytes()
+        if engine.guesses:
+            stats.passes = [answer.passes for answer in answers]
+            guessed = [max(1, answer.passes) * engine.guesses for answer in answers]
+            stats.acceptance = [a.accepted / n for a, n in zip(answers, guessed, strict=True)]
+        return stats
