@@ -1,4 +1,4 @@
-"""Keys and values in pages of a pool (PagedAttention, Kwon et al. 2023): rows share them, and give them back."""
+"""Keys and values in pages of a pool that rows share and give back (PagedAttention, Kwon et al. 2023)."""
 
 import dataclasses
 from functools import partial
