@@ -35,7 +35,7 @@ class Contiguous(Brief):
     # How many keys a query sees at most, itself included; None: all up to its own.
     window: int | None = dataclasses.field(metadata=dict(static=True))
     capacity: int = dataclasses.field(metadata=dict(static=True))  # tokens that a row can hold
-    in_order: ClassVar[bool] = True  # as kernels read k and v
+    in_order: ClassVar[bool] = True  # whether it has what kernels read
 
     @property
     def slots(self) -> int:
@@ -86,6 +86,10 @@ class Contiguous(Brief):
         valid_BS = (slot_S >= first) & (position_BS >= 0) & (position_BS <= last_B1)
         k, v = (widen(self._cut(x, at, width, row)) for x in (self.k, self.v))
         return Block(k, v, position_BS, valid_BS)
+
+    def ordered(self) -> tuple[Any, Any]:
+        """Keys and values as kernels read them, [B, K, S, H]; of a kind that is `in_order`."""
+        return self.k, self.v
 
     def _cut(self, x: Any, at: Any, width: int, row: Any) -> Any:
         """Keys or values in `width` slots from one on, as they are kept."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ class Paged(Contiguous):
     """
 
     table_BP: jax.Array  # int32
-    in_order: ClassVar[bool] = False
 
     @property
     def slots(self) -> int:
@@ -49,6 +48,11 @@ class Paged(Contiguous):
     def blocks(self, most: int) -> tuple[int, int]:
         """As of other kinds; blocks are whole pages."""
         return super().blocks(min(most, _MOST))
+
+    def ordered(self) -> tuple[Any, Any]:
+        """A copy of all pages of the rows: no kernel reads a table."""
+        k, v = (self._cut(x, 0, self.slots, None) for x in (self.k, self.v))
+        return k, v
 
     def _cut(self, x: Any, at: Any, width: int, row: Any) -> Any:
         pages_BP = part(self.table_BP[:, None, :, None], at // PAGE, width // PAGE, row)[:, 0, :, 0]

@@ -17,7 +17,7 @@ QUERY_BLOCK = 512
 KEY_BLOCK = 256
 DECODE_BLOCK = 1024  # keys per step for a single query: the steps cost more than the keys
 ROW_BLOCK = 64  # and of one row on CPU, where they do not
-FEW = 32  # queries of a row: on CPU its keys are then read without those of others
+FEW = 17  # queries of a row, a token and 16 guesses: on CPU rows are then read one after the other
 _MASKED = -1e30  # finite: a row that sees no key at all gives zeros, not NaN
 
 
@@ -111,10 +111,11 @@ def _by_kernel(kernel: _Kernel, rule: _Rule, q_BTNH, keys, start_B, length_B):
     run = partial(run, scale=rule.scale, window=keys.window, soft_cap=rule.soft_cap)
 
     def fast(q_BTNH, keys, start_B, length_B):
+        k_BKSH, v_BKSH = keys.ordered()
         if kernel.name == "decode_attention":
             visible_B = jnp.minimum(length_B, start_B + 1)  # that kernel's query is the last of these
-            return run(q_BTNH[:, 0], keys.k, keys.v, visible_B)[:, None]
-        return run(q_BTNH, keys.k, keys.v, start_B, length_B)
+            return run(q_BTNH[:, 0], k_BKSH, v_BKSH, visible_B)[:, None]
+        return run(q_BTNH, k_BKSH, v_BKSH, start_B, length_B)
 
     arrays = (q_BTNH, keys, start_B, length_B)
     if not kernel.only_on_gpu:
