@@ -61,9 +61,9 @@ CONFIG = flags.DEFINE_string(
 MODEL = flags.DEFINE_string(
     "model", None, "A checkpoint to load instead: a directory, or a hub name owner/name."
 )
-PROMPTS = _numbers("prompt_lengths", [26, 512], "Tokens of the prompts.", 1)
+PROMPTS = _numbers("prompt_lengths", [26, 300, 512], "Tokens of the prompts.", 1)
 NEW = _numbers("new_tokens", [64], "Tokens to generate.", 2)
-BATCHES = _numbers("batch_sizes", [1], "Prompts at a time.", 1)
+BATCHES = _numbers("batch_sizes", [1, 8], "Prompts at a time.", 1)
 DTYPES = flags.DEFINE_list("dtypes", ["float32"], "float32, bfloat16, float16.")
 QUANTIZE = flags.DEFINE_list("quantize", ["none"], f"{', '.join(FORMATS)}.")
 RAGGED = flags.DEFINE_boolean(

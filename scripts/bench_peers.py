@@ -59,7 +59,7 @@ PYTHON = flags.DEFINE_multi_string(
 ROUNDS = flags.DEFINE_integer(
     "rounds", 3, "Times that each engine runs; medians are reported.", lower_bound=1
 )
-LENGTHS = flags.DEFINE_list("prompt_lengths", ["26", "512"], "Tokens of the prompt; batches use the first.")
+LENGTHS = flags.DEFINE_list("prompt_lengths", ["26", "300", "512"], "Tokens of the prompts.")
 BATCHES = flags.DEFINE_list("batch_sizes", ["1", "8"], "Rows.")
 NEW = flags.DEFINE_integer("new_tokens", 64, "Tokens to generate.", lower_bound=2)
 SEED = flags.DEFINE_integer("seed", 0, "Of weights and prompts.")
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> None:
     workdir = checkpoint(hf)
     how = f"{NEW.value} new tokens, greedy; transformers eager"
     print(f"{CONFIG.value}, random weights in {workdir}; {THREADS} threads of {cpu_name()}; {how}")
-    cases = list(dict.fromkeys([(n, 1) for n in lengths] + [(lengths[0], rows) for rows in batches]))
+    cases = [(n, rows) for rows in dict.fromkeys([1, *batches]) for n in lengths]
     job = {
         "checkpoint": str(workdir / "checkpoint"),
         "vocab_size": hf["vocab_size"],

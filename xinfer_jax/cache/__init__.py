@@ -3,9 +3,9 @@ position: attention asks a layer for blocks of keys with their positions, prefix
 
 In the order to read: `quantized` is keys and values in 8 or 4 bits; `kinds` the few kinds of a layer's cache,
 contiguous and ring, each with the same operations (append at positions, give a block, say what is remembered
-once a row is cut, reorder); `kv_cache` is `KVCache`, a layer's kind beside the next, and how much of each row
-is filled; `fingerprint` says which model a cache is of; `prefix` is a cache that outlives its call,
-`prefix_files` keeps it in a file.
+once a row is cut, reorder); `paged` one more, pages of a pool that rows share; `kv_cache` is `KVCache`, a
+layer's kind beside the next, and how much of each row is filled; `fingerprint` says which model a cache is
+of; `prefix` is a cache that outlives its call, `prefix_files` keeps it in a file.
 
 - Layout [B, K, S, H]: the keys of one row and head are one matrix, with nothing to transpose, and a block of
   64 keys is one run of memory (16 KiB at width 128 in 16 bits), which is what a decode kernel's bulk copy

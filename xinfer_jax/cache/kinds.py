@@ -1,7 +1,6 @@
 """The kinds of cache that one layer's keys and values are kept in, with the same operations on each."""
 
 import dataclasses
-from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from ..brief import Brief
-from .quantized import QuantizedKV, by_slot, quantize, widen
+from .quantized import QuantizedKV, by_slot, part, quantize, widen
 
 RING_SLACK = 512  # tokens that a ring keeps beyond its window: as many can come at once, or be forgotten
 _RING_MULTIPLE = 64  # slots of a ring: blocks of keys stay aligned
@@ -36,7 +35,7 @@ class Contiguous(Brief):
     # How many keys a query sees at most, itself included; None: all up to its own.
     window: int | None = dataclasses.field(metadata=dict(static=True))
     capacity: int = dataclasses.field(metadata=dict(static=True))  # tokens that a row can hold
-    in_order: ClassVar[bool] = True  # as kernels read k and v
+    in_order: ClassVar[bool] = True  # whether it has what kernels read
 
     @property
     def slots(self) -> int:
@@ -77,21 +76,24 @@ class Contiguous(Brief):
         width = min(self.slots, most)
         return width, -(-self.slots // width)
 
-    def block(self, i: Any, width: int, length_B: jax.Array) -> Block:
-        """Block i of rows of that length; quantized keys and values are widened."""
+    def block(self, i: Any, width: int, length_B: jax.Array, row: Any = None) -> Block:
+        """Block i of rows of that length, or of one row alone; quantized keys and values are widened."""
         # The last block overlaps the one before it where the width does not divide S.
         first, last_B1 = i * width, length_B[:, None] - 1
         at = jnp.minimum(first, self.slots - width)
         slot_S = at + jnp.arange(width)
         position_BS = self._positions(slot_S, last_B1)
         valid_BS = (slot_S >= first) & (position_BS >= 0) & (position_BS <= last_B1)
-        k, v = map(widen, self._cut(at, width))
+        k, v = (widen(self._cut(x, at, width, row)) for x in (self.k, self.v))
         return Block(k, v, position_BS, valid_BS)
 
-    def _cut(self, at: Any, width: int) -> tuple[Any, Any]:
-        """Keys and values in `width` slots from one on, as they are kept."""
-        cut = partial(lax.dynamic_slice_in_dim, start_index=at, slice_size=width, axis=2)
-        return (self.k, self.v) if width == self.slots else (by_slot(cut, self.k), by_slot(cut, self.v))
+    def ordered(self) -> tuple[Any, Any]:
+        """Keys and values as kernels read them, [B, K, S, H]; of a kind that is `in_order`."""
+        return self.k, self.v
+
+    def _cut(self, x: Any, at: Any, width: int, row: Any) -> Any:
+        """Keys or values in `width` slots from one on, as they are kept."""
+        return part(x, at, width, row)
 
     def _positions(self, slot_S: jax.Array, last_B1: jax.Array) -> jax.Array:
         """[B or 1, S]: what slots hold in rows whose last position is last_B1; below 0: nothing."""

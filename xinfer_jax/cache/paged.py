@@ -1,8 +1,8 @@
-"""Keys and values in pages of a pool (PagedAttention, Kwon et al. 2023): shared by rows, and given back."""
+"""Keys and values in pages of a pool that rows share and give back (PagedAttention, Kwon et al. 2023)."""
 
 import dataclasses
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax import lax
 
 from ..config.model_config import ModelConfig
 from .kinds import Contiguous
-from .quantized import KV_BITS, by_slot, empty
+from .quantized import KV_BITS, by_slot, empty, part
 
 PAGE = 64  # positions of a page
 _MOST = 512  # keys gathered at a time: 1,024 took three to six times as long on CPU
@@ -25,7 +25,6 @@ class Paged(Contiguous):
     """
 
     table_BP: jax.Array  # int32
-    in_order: ClassVar[bool] = False
 
     @property
     def slots(self) -> int:
@@ -50,14 +49,19 @@ class Paged(Contiguous):
         """As of other kinds; blocks are whole pages."""
         return super().blocks(min(most, _MOST))
 
-    def _cut(self, at: Any, width: int) -> tuple[Any, Any]:
-        pages_BP = lax.dynamic_slice_in_dim(self.table_BP, at // PAGE, width // PAGE, 1)
+    def ordered(self) -> tuple[Any, Any]:
+        """A copy of all pages of the rows: no kernel reads a table."""
+        k, v = (self._cut(x, 0, self.slots, None) for x in (self.k, self.v))
+        return k, v
+
+    def _cut(self, x: Any, at: Any, width: int, row: Any) -> Any:
+        pages_BP = part(self.table_BP[:, None, :, None], at // PAGE, width // PAGE, row)[:, 0, :, 0]
 
         def gathered(x_PKSH: jax.Array) -> jax.Array:
             x_BKPSH = jnp.moveaxis(x_PKSH[pages_BP], 1, 2)
             return x_BKPSH.reshape(*x_BKPSH.shape[:2], width, -1)
 
-        return by_slot(gathered, self.k), by_slot(gathered, self.v)
+        return by_slot(gathered, x)
 
 
 def empty_pools(config: ModelConfig, pages: int, dtype: Any) -> tuple[tuple[Any, Any], ...]:

@@ -7,6 +7,7 @@ of the tokens that begin the row, and a token adds its coordinates along them. Z
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -56,6 +57,19 @@ def by_slot(function: Callable, x: jax.Array | QuantizedKV, *others: Any) -> Any
         return function(x, *others)
     parts = {name: function(*(getattr(y, name) for y in (x, *others))) for name in ("values", "scale")}
     return dataclasses.replace(x, **parts)
+
+
+def part(x: jax.Array | QuantizedKV, at: Any, width: int, row: Any) -> Any:
+    """`width` slots from one on, of one row or, where that is None, of all."""
+    first, rows = (0, x.shape[0]) if row is None else (row, 1)
+
+    def cut(y: jax.Array, at: Any, width: int) -> jax.Array:
+        return lax.dynamic_slice(y, (first, 0, at, 0), (rows, y.shape[1], width, y.shape[3]))
+
+    y = by_slot(partial(cut, at=at, width=width), x)
+    if isinstance(y, QuantizedKV) and y.basis is not None:
+        y = dataclasses.replace(y, basis=cut(y.basis, 0, y.basis.shape[2]))
+    return y
 
 
 def empty(shape: tuple[int, ...], name: str) -> QuantizedKV:

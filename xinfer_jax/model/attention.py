@@ -16,6 +16,8 @@ from .layers import soft_cap
 QUERY_BLOCK = 512
 KEY_BLOCK = 256
 DECODE_BLOCK = 1024  # keys per step for a single query: the steps cost more than the keys
+ROW_BLOCK = 64  # and of one row on CPU, where they do not
+FEW = 17  # queries of a row, a token and 16 guesses: on CPU rows are then read one after the other
 _MASKED = -1e30  # finite: a row that sees no key at all gives zeros, not NaN
 
 
@@ -109,10 +111,11 @@ def _by_kernel(kernel: _Kernel, rule: _Rule, q_BTNH, keys, start_B, length_B):
     run = partial(run, scale=rule.scale, window=keys.window, soft_cap=rule.soft_cap)
 
     def fast(q_BTNH, keys, start_B, length_B):
+        k_BKSH, v_BKSH = keys.ordered()
         if kernel.name == "decode_attention":
             visible_B = jnp.minimum(length_B, start_B + 1)  # that kernel's query is the last of these
-            return run(q_BTNH[:, 0], keys.k, keys.v, visible_B)[:, None]
-        return run(q_BTNH, keys.k, keys.v, start_B, length_B)
+            return run(q_BTNH[:, 0], k_BKSH, v_BKSH, visible_B)[:, None]
+        return run(q_BTNH, k_BKSH, v_BKSH, start_B, length_B)
 
     arrays = (q_BTNH, keys, start_B, length_B)
     if not kernel.only_on_gpu:
@@ -138,28 +141,42 @@ def _blocked(q_BTNH, keys: Contiguous, start_B, length_B, rule: _Rule, static: b
     B, T, N, H = q_BTNH.shape
     K = keys.k.shape[1]
     q_BKTGH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4)
-    run = partial(_query_block, keys, length_B, rule, static)
-    if T <= QUERY_BLOCK:
-        out_BKTGH = run(q_BKTGH, start_B)
+    run = partial(_query_block, rule=rule, static=static)
+    if T <= FEW and not static:
+        arrays = (q_BKTGH, keys, start_B, length_B)
+        out_BKTGH = lax.platform_dependent(*arrays, cpu=partial(_by_row, rule=rule), default=run)
+    elif T <= QUERY_BLOCK:
+        out_BKTGH = run(q_BKTGH, keys, start_B, length_B)
     else:
         blocks = -(-T // QUERY_BLOCK)
         padded = jnp.pad(q_BKTGH, ((0, 0), (0, 0), (0, blocks * QUERY_BLOCK - T), (0, 0), (0, 0)))
         stacked = jnp.moveaxis(padded.reshape(B, K, blocks, QUERY_BLOCK, N // K, H), 2, 0)
         # The backward pass recomputes a block of queries at a time instead of keeping every score.
-        step = jax.checkpoint(lambda block: run(block[0], start_B + block[1]))
+        step = jax.checkpoint(lambda block: run(block[0], keys, start_B + block[1], length_B))
         done = lax.map(step, (stacked, QUERY_BLOCK * jnp.arange(blocks)))
         out_BKTGH = jnp.moveaxis(done, 0, 2).reshape(B, K, blocks * QUERY_BLOCK, N // K, H)[:, :, :T]
     return out_BKTGH.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
 
 
-def _query_block(keys: Contiguous, length_B, rule: _Rule, static: bool, q_BKTGH, start_B):
-    """One block of queries over all the key blocks that it can see, [B, K, T, G, H]."""
+def _by_row(q_BKTGH, keys: Contiguous, start_B, length_B, rule: _Rule):
+    """`_query_block`, one row after the other: each costs what its own keys cost, and sees no other's."""
+
+    def one(row):  # [K, T, G, H]
+        q_1KTGH, start_1, length_1 = (x[None] for x in row[:3])
+        return _query_block(q_1KTGH, keys, start_1, length_1, rule, False, row[3])[0]
+
+    return lax.map(one, (q_BKTGH, start_B, length_B, jnp.arange(len(q_BKTGH))))
+
+
+def _query_block(q_BKTGH, keys: Contiguous, start_B, length_B, rule: _Rule, static: bool, row=None):
+    """One block of queries over all the key blocks that it can see, [B, K, T, G, H]; `row`: of that alone."""
     B, K, T, G, H = q_BKTGH.shape
-    width, blocks = keys.blocks(DECODE_BLOCK if T == 1 else KEY_BLOCK)
+    most = KEY_BLOCK if T > 1 else DECODE_BLOCK if row is None else ROW_BLOCK
+    width, blocks = keys.blocks(most)
     query_BT = start_B[:, None] + jnp.arange(T)
 
     def update(i, softmax):
-        block = keys.block(i, width, length_B)
+        block = keys.block(i, width, length_B, row)
         return _with_block(softmax, q_BKTGH, block, _visible(block, query_BT, keys.window), rule)
 
     zeros = jnp.zeros((B, K, T, G), jnp.float32)

@@ -246,7 +246,7 @@ def attend(  # noqa: PLR0913  as `through_layer`
         seen, length_B = fresh(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2)), num_tokens_B
     else:
         seen = keys = keys.append(k_BTKH, v_BTKH, start_B, num_tokens_B)
-        length_B = start_B + num_tokens_B
+        length_B = jnp.where(num_tokens_B > 0, start_B + num_tokens_B, 0)  # no query: nothing to read
     scale, cap = (config.query_pre_attn_scalar or config.head_dim) ** -0.5, config.attn_logit_softcapping
     # The model's own window: a cache that keeps every token may have been made without one.
     windowed = dataclasses.replace(seen, window=kind.window)
