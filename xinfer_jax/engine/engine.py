@@ -403,6 +403,7 @@ class Engine:
 
     def _request(self, prompt: Any, options: GenerateOptions | None, key: Any, i: int) -> Request:
         """A checked request, whose answers draw as those of prompt i."""
+        self._check_open()
         options, model = asked(options), self._model
         for name, why in _OF_THE_ENGINE.items():
             if (value := getattr(options, name)) != getattr(GenerateOptions, name):
@@ -447,10 +448,13 @@ class Engine:
                 " an engine's rows stay on one side, use generate"
             )
 
+    def _check_open(self) -> None:
+        if self._error is not None:
+            raise InputError(f"the engine is closed: {self._error}") from self._error
+
     def _queue(self, requests: list[Request]) -> None:
         with self._news:
-            if self._error is not None:
-                raise InputError(f"the engine is closed: {self._error}") from self._error
+            self._check_open()
             self._new += [answer for request in requests for answer in request.answers]
             self._open += requests
             self._news.notify_all()

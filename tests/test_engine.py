@@ -1,0 +1,255 @@
+"""The engine: no program after warm-up, every page accounted for, and all that callers do."""
+
+import asyncio
+import dataclasses
+import random
+import sys
+import threading
+from pathlib import Path
+
+import compiling
+import jax
+import numpy as np
+import pytest
+
+import xinfer_jax as xj
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import check_engine
+
+SHAPE = dict(rows=3, capacity=512, chunk=128)
+NO_END = dict(eos_token_ids=())
+
+
+@pytest.fixture(scope="module")
+def model() -> xj.Model:
+    return xj.load_model()
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    with xj.Engine(model, **SHAPE, pages=20) as engine:
+        yield engine
+
+
+def alone(model, ids, options, key=None):
+    return xj.generate(model.params, model.config, [ids], options, key=key)
+
+
+def test_nothing_is_compiled_after_warm_up_and_no_page_is_lost(engine, model):
+    rng = random.Random(5)
+    shape = dict(capacity=512, pages=engine.pages)
+    asked = check_engine.draw(rng, model.config.vocab_size, 1000, 60, shape)
+    short = [dataclasses.replace(a.options, max_new_tokens=min(a.options.max_new_tokens, 6)) for a in asked]
+    with compiling.events() as seen:
+        requests = [engine.submit(a.ids, o, key=a.key, **a.more) for a, o in zip(asked, short, strict=True)]
+        for request in requests:
+            check_engine.said(request)
+        assert engine.generate([[5], [6, 7]], xj.GenerateOptions(2), key=jax.random.key(0))
+    assert seen == []
+    stats = engine.stats
+    assert stats.running == stats.waiting == stats.pages_used == 0
+    assert stats.pages_cached + stats.pages_free == engine.pages - 1
+    assert stats.requests >= 1000 and stats.ttft_seconds[0] > 0
+
+
+def test_many_at_once_are_those_of_generate(engine, model):
+    prompts = ["What is the capital of France?", [{"role": "user", "content": "Hello"}], list(range(40, 60))]
+    ids = [p if isinstance(p[0], int) else xj.encode_prompt(model, p) for p in prompts]
+    options = xj.GenerateOptions(12, xj.SamplingConfig(temperature=0.8))
+    key = jax.random.key(4)
+    outs = engine.generate(prompts, options, key=key)
+    together = xj.generate(model.params, model.config, ids, options, key=key)
+    assert [out.tokens[0] for out in outs] == together.tokens
+    assert [out.finish_reason[0] for out in outs] == together.finish_reason
+    keys = jax.random.split(key, 3)
+    outs = engine.generate(prompts, [options] * 3, key=keys)
+    assert [out.tokens[0] for out in outs] == xj.generate(
+        model.params, model.config, ids, options, key=keys
+    ).tokens
+
+
+def test_text_comes_in_pieces_up_to_a_stop_string(engine):
+    asked = "What is the capital of France?", xj.GenerateOptions(20)
+    assert "".join(engine.submit(*asked).text()) == "The capital of France is Paris."
+
+    async def read() -> str:
+        return "".join([piece async for piece in engine.submit(*asked).text_async()])
+
+    assert asyncio.run(read()) == "The capital of France is Paris."
+    request = engine.submit(asked[0], xj.GenerateOptions(20, stop_strings=["France", "Paris"]))
+    assert "".join(request.text()) == "The capital of " and request.result().finish_reason == ["stop"]
+
+
+def test_several_answers_and_the_best_of_them(engine, model):
+    ids, key = xj.encode_prompt(model, "Tell me about France."), jax.random.key(1)
+    options = xj.GenerateOptions(9, xj.SamplingConfig(temperature=1.0), n=2, best_of=3)
+    request = engine.submit(ids, options, key=key)
+    assert request.result().tokens == alone(model, ids, options, key).tokens
+    assert len(request.answers) == 3 and list(request.answers[1]) == request.answers[1].tokens
+    with pytest.raises(xj.InputError, match=r"request\.answers\[j\]"):
+        iter(request)
+
+
+def test_what_the_model_says_of_a_prompt(engine, model):
+    ids = xj.encode_prompt(model, "What is the capital of Italy? " * 12)
+    request = engine.submit(ids, xj.GenerateOptions(2), prompt_logprobs=3)
+    request.result()
+    noted = request.prompt_logprobs
+    assert [token.id for token in noted] == ids[1:] and {len(token.top) for token in noted} == {3}
+    scored = np.asarray(xj.score(model.params, model.config, np.array([ids])))[0]
+    np.testing.assert_allclose([token.logprob for token in noted], scored, atol=2e-4)
+    for token in noted:
+        assert dict(token.top).get(token.id, token.logprob) == token.logprob
+
+
+def test_cancelled_late_and_followed(engine):
+    long = xj.GenerateOptions(400, **NO_END)
+    request = engine.submit([5] * 9, long)
+    ids = iter(request)
+    begun = [next(ids), next(ids)]
+    request.cancel()
+    out = request.result()
+    assert out.finish_reason == ["cancelled"] and out.tokens[0][:2] == begun
+    assert engine.submit([5] * 9, long, deadline=1e-3).result().finish_reason == ["deadline"]
+    request = engine.submit([5] * 9, long)
+    with pytest.raises(TimeoutError, match="after 0.01 seconds"):
+        request.result(timeout=0.01)
+    request.cancel()
+
+
+def test_turns_of_a_chat_share_answers(engine, model):
+    first = list(range(30, 60))
+    out = engine.submit(first, xj.GenerateOptions(100, **NO_END), share_answers=True).result()
+    longer = [*first, *out.tokens[0], 9, 9]
+    before = engine.stats.hits
+    engine.submit(longer, xj.GenerateOptions(2), share_answers=True, salt="another").result()
+    assert engine.stats.hits == before
+    engine.submit(longer, xj.GenerateOptions(2), share_answers=True).result()
+    assert engine.stats.hits == before + 128
+
+
+def test_other_weights_between_two_windows(engine, model):
+    ids, options = xj.encode_prompt(model, "What is the capital of France?"), xj.GenerateOptions(9)
+    own = engine.submit(ids, options).result().logprobs
+    other = jax.tree.map(lambda x: x * 0.9, model.params)
+    with compiling.events() as seen:
+        engine.update(other)
+        changed = engine.submit(ids, options).result()
+        engine.update(model.params)
+        assert engine.submit(ids, options).result().logprobs == own
+    assert seen == []
+    expected = xj.generate(other, model.config, [ids], options)
+    assert changed.tokens == expected.tokens and changed.logprobs != own
+    with pytest.raises(xj.InputError, match="other shapes or types"):
+        engine.update(jax.tree.map(lambda x: x.astype(np.float16), model.params))
+
+
+def test_nothing_of_the_rows_is_looked_at(engine):
+    """What the host gets lies apart from what the next call donates, and what it gave is not kept."""
+    device = engine._device
+    engine.submit([5, 6, 7], xj.GenerateOptions(30, **NO_END)).result()
+    with engine._turn:
+        out = device.window({0: [1]}, 1, False)
+        kept = {
+            leaf.unsafe_buffer_pointer()
+            for leaf in jax.tree.leaves(device.rows)
+            if leaf.dtype != device.rows.key_B.dtype
+        }
+        assert not kept & {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(out)}
+        views = jax.tree.map(np.asarray, out)
+        copies = jax.tree.map(np.copy, views)
+        before = device.pools[0][0]
+        device.window({0: [1]}, 1, False)
+        assert before.is_deleted(), "a view kept the pool from being donated"
+        assert all(map(np.array_equal, jax.tree.leaves(views), jax.tree.leaves(copies)))
+
+
+def test_broken_numbers_fail_alone():
+    small = check_engine.random_model("qwen2", None)
+    embed = np.array(small.params["embed"]["weight"])
+    embed[500] = np.nan
+    params = small.params | dict(embed=dict(weight=jax.numpy.asarray(embed)))
+    untied = params | dict(lm_head=small.params["embed"])
+    config = dataclasses.replace(small.config, tie_word_embeddings=False)
+    engine = xj.Engine(
+        dataclasses.replace(small, params=untied, config=config), rows=2, capacity=256, chunk=64
+    )
+    good, bad = list(range(70)), [*range(66), 500, 5, 6, 7]
+    options = xj.GenerateOptions(20, **NO_END)
+    expected = engine.submit(good, options).result()
+    broken, well = engine.submit(bad, options), engine.submit(good, options)
+    assert well.result().logprobs == expected.logprobs
+    with pytest.raises(xj.InputError, match="the log-probability of token"):
+        broken.result()
+    assert engine.submit(good, options).result().logprobs == expected.logprobs
+    engine.close()
+    with pytest.raises(xj.InputError, match="the engine is closed"):
+        engine.submit(good, options)
+
+
+def test_an_engine_that_breaks_down_says_so(model, capsys):
+    with xj.Engine(model, rows=1, capacity=128, chunk=64) as engine:
+        engine._device.window = lambda *_: 1 / 0
+        request = engine.submit([5, 6], xj.GenerateOptions(5, **NO_END))
+        with pytest.raises(ZeroDivisionError):
+            request.result()
+        with pytest.raises(xj.InputError, match="the engine is closed: division by zero"):
+            engine.submit([5, 6])
+    assert "the engine broke down: ZeroDivisionError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(options=dict(capacity=64)), "capacity=64 is not for a request: give it to Engine"),
+        (dict(options=dict(draft="lookup")), "draft='lookup' is not for a request"),
+        (dict(options=dict(use_cache=False)), "an engine has pages"),
+        (dict(options=dict(keep_prefix=True)), "an engine shares pages itself"),
+        (dict(options=dict(logits=True)), "use generate, or logprobs"),
+        (dict(options=dict(logprobs=21)), "logprobs: an engine takes 20 at most, got 21"),
+        (dict(options=dict(stop_token_ids=list(range(25)), **NO_END)), "takes 24 at most, got 25"),
+        (dict(options=dict(max_new_tokens=600)), "exceeds the 512 that a row of this engine can hold"),
+        (dict(options=dict(stop_strings=[""])), "stop_strings must be a list of texts"),
+        (dict(options=dict(sampling=xj.SamplingConfig(temperature=1.0))), "sampling needs a PRNG key"),
+        (dict(deadline=0), "deadline must be a number of seconds above 0, got 0"),
+        (dict(salt=5), "salt must be a text, got 5"),
+        (dict(prompt_logprobs=21), "prompt_logprobs"),
+        (dict(priority="high"), "priority"),
+        (dict(prompt=[]), "non-empty list"),
+        (dict(prompt=[10**6]), "outside the vocabulary"),
+    ],
+)  # fmt: skip
+def test_refused_in_a_sentence(engine, given, message):
+    prompt, options = given.pop("prompt", [5]), xj.GenerateOptions(**given.pop("options", {}))
+    before = engine.stats
+    with pytest.raises(xj.InputError, match=message):
+        engine.submit(prompt, options, **given)
+    assert engine.stats.waiting == before.waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(rows=0), "rows"), (dict(chunk=100), "a multiple of 64, got 100"), (dict(pages=1), "pages"),
+        (dict(capacity=10**6), "capacity"), (dict(draft="small"), "'lookup', or not at all"),
+        (dict(cache_dtype="gear"), "use 'int8' or 'int4'"), (dict(pages=10**9), "fewer pages"),
+    ],
+)  # fmt: skip
+def test_an_engine_that_cannot_be(model, given, message):
+    with pytest.raises(xj.InputError, match=message):
+        xj.Engine(model, **given)
+
+
+def test_threads_submit_and_wait(engine):
+    texts: dict[int, str] = {}
+
+    def ask(i: int) -> None:
+        texts[i] = "".join(engine.submit("What is the capital of France?", xj.GenerateOptions(20)).text())
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert set(texts.values()) == {"The capital of France is Paris."} and len(texts) == 8
