@@ -15,7 +15,7 @@ import pytest
 import xinfer_jax as xj
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-import check_engine
+import check_engine_requests
 
 SHAPE = dict(rows=3, capacity=512, chunk=128)
 NO_END = dict(eos_token_ids=())
@@ -39,12 +39,12 @@ def alone(model, ids, options, key=None):
 def test_nothing_is_compiled_after_warm_up_and_no_page_is_lost(engine, model):
     rng = random.Random(5)
     shape = dict(capacity=512, pages=engine.pages)
-    asked = check_engine.draw(rng, model.config.vocab_size, 1000, 60, shape)
+    asked = check_engine_requests.draw(rng, model.config.vocab_size, 1000, 60, shape)
     short = [dataclasses.replace(a.options, max_new_tokens=min(a.options.max_new_tokens, 6)) for a in asked]
     with compiling.events() as seen:
         requests = [engine.submit(a.ids, o, key=a.key, **a.more) for a, o in zip(asked, short, strict=True)]
         for request in requests:
-            check_engine.said(request)
+            check_engine_requests.said(request)
         assert engine.generate([[5], [6, 7]], xj.GenerateOptions(2), key=jax.random.key(0))
     assert seen == []
     stats = engine.stats
@@ -166,7 +166,7 @@ def test_nothing_of_the_rows_is_looked_at(engine):
 
 
 def test_broken_numbers_fail_alone():
-    small = check_engine.random_model("qwen2", None)
+    small = check_engine_requests.random_model("qwen2", None)
     embed = np.array(small.params["embed"]["weight"])
     embed[500] = np.nan
     params = small.params | dict(embed=dict(weight=jax.numpy.asarray(embed)))

@@ -9,16 +9,16 @@ import pytest
 import xinfer_jax as xj
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-import check_engine
+import check_engine_requests
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 def test_a_request_gets_the_bits_it_gets_alone(family):
     """40 of all kinds, in pages so few that rows make way for each other."""
-    rng, small = random.Random(3), check_engine.random_model(family, None)
+    rng, small = random.Random(3), check_engine_requests.random_model(family, None)
     shape = dict(rows=4, capacity=512, pages=9, chunk=128)
-    asked = check_engine.draw(rng, 512, 40, 200, shape)
-    found = check_engine.check(small, asked, shape, rng, 0, 5, 2e-4)
+    asked = check_engine_requests.draw(rng, 512, 40, 200, shape)
+    found = check_engine_requests.check(small, asked, shape, rng, 0, 5, 2e-4)
     assert (found["differ"], found["differ_from_generate"]) == (0, 0)
     assert found["preemptions"] > 0 and found["hits"] > 0, "the drawn requests met nothing"
     assert sum(found["pages_left"]) == 8 and found["pages_left"][0] == 0

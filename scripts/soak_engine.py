@@ -1,0 +1,71 @@
+"""An engine for hours in minutes: many requests through one, memory and pages watched.
+
+    python scripts/soak_engine.py --requests=20000
+
+Prints a JSON line for every 1,000 requests, and one at the end. Exit code 1: resident memory grew by --most
+MiB or more after the first thousand, a page was lost, or something was compiled after the engine was ready.
+"""
+
+from one_line import start
+
+# isort: split
+import dataclasses
+import gc
+import json
+import random
+import time
+from pathlib import Path
+
+import jax
+from absl import flags
+from check_engine_requests import draw, said
+
+import xinfer_jax as xj
+
+MODEL = flags.DEFINE_string("model", None, "A checkpoint. Default: the bundled one.")
+REQUESTS = flags.DEFINE_integer("requests", 20_000, "How many.", lower_bound=1000)
+LONGEST = flags.DEFINE_integer("longest", 100, "Tokens of a prompt.", lower_bound=1)
+NEW = flags.DEFINE_integer("new_tokens", 8, "Of an answer, at most.", lower_bound=1)
+ROWS = flags.DEFINE_integer("rows", 4, "Of the engine.", lower_bound=1)
+PAGES = flags.DEFINE_integer("pages", 20, "Of the engine.", lower_bound=2)
+MOST = flags.DEFINE_float("most", 20, "MiB.", lower_bound=0)
+
+
+def main(argv: list[str]) -> int:
+    model, rng, compiled = xj.load_model(MODEL.value), random.Random(0), []
+    shape = dict(rows=ROWS.value, pages=PAGES.value, capacity=512, chunk=128)
+    began, resident = time.perf_counter(), []
+    with xj.Engine(model, **shape) as engine:
+        listen = lambda event, _, **__: compiled.append(event) if "/core/compile/" in event else None  # noqa: E731
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        for _ in range(REQUESTS.value // 1000):
+            for one in draw(rng, model.config.vocab_size, 1000, LONGEST.value, shape):
+                fewer = min(one.options.max_new_tokens, NEW.value)
+                options = dataclasses.replace(one.options, max_new_tokens=fewer)
+                request = engine.submit(one.ids, options, key=one.key, **one.more)
+                if engine.stats.waiting > 50:
+                    said(request)
+            said(request)
+            gc.collect()
+            resident.append(_resident())
+            print(json.dumps(dict(requests=engine.stats.requests, resident_mib=resident[-1])), flush=True)
+        engine.generate([[1]], xj.GenerateOptions(1))
+        while engine.stats.running or engine.stats.waiting:
+            time.sleep(0.1)
+        stats = engine.stats
+    lost = engine.pages - 1 - stats.pages_free - stats.pages_cached
+    grown, seconds = round(max(resident) - resident[0], 1), round(time.perf_counter() - began, 1)
+    print(
+        json.dumps(dict(grown_mib=grown, lost=lost, compiled=len(compiled), seconds=seconds, **vars(stats)))
+    )
+    return int(grown >= MOST.value or lost > 0 or bool(compiled))
+
+
+def _resident() -> float:
+    """MiB of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return round(next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024, 1)
+
+
+if __name__ == "__main__":
+    start(main)
