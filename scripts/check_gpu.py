@@ -49,6 +49,7 @@ SECTIONS = (  # most wanted first
     Section("windows", 60, _MODEL),
     Section("quantized", 80, _MODEL),
     Section("bundled", 60, _TEXT),
+    Section("engine", 100, _TEXT),
     Section("layers", 60, _MODEL),
     Section("tune", 90),
 )

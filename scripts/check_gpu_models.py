@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from os.path import commonprefix  # of any sequences
 from pathlib import Path
+from random import Random as random_of
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from bench_limits import bytes_per_pass, decode_work, prefill_work
 from bench_shapes import SHAPES
+from check_engine_requests import check, draw, random_model
 from check_gpu_measure import Case, error_of, limit, limit_cases, random
 from jax import lax
 
@@ -220,6 +222,22 @@ def bundled(plan: SimpleNamespace) -> Iterator[Case]:
     yield Case("gradient of attention as by xla", partial(gradient, "interpret" if plan.tiny else None))
 
 
+def engine(plan: SimpleNamespace) -> Iterator[Case]:
+    """Requests in an engine, together and alone: the same bits."""
+
+    def same(model: Callable[[], xj.Model]) -> dict[str, Any]:
+        rng, loaded = random_of(plan.seed), model()
+        shape = dict(rows=2 if plan.tiny else 8, capacity=256, pages=7 if plan.tiny else 20, chunk=64)
+        longest, count = (70, 6) if plan.tiny else (200, 100)
+        asked = draw(rng, loaded.config.vocab_size, count, longest, shape)
+        found = check(loaded, asked, shape, rng, 0, 0, 0.0)
+        return found | {"ok": found["differ"] == 0}
+
+    yield Case("bundled: the bits it gets alone", partial(same, xj.load_model))
+    for family in () if plan.tiny else ("gemma3", "qwen3_moe"):
+        yield Case(f"{family}: the bits it gets alone", partial(same, partial(random_model, family, None)))
+
+
 def gradient(impl: str | None) -> dict[str, Any]:
     shapes = (2, 40, 4, 64), (2, 2, 40, 64), (2, 2, 40, 64)
     args = [random(i, shape, jnp.bfloat16) for i, shape in enumerate(shapes)]
@@ -302,5 +320,6 @@ SECTIONS = {
     "quantized": quantized,
     "windows": windows,
     "bundled": bundled,
+    "engine": engine,
     "layers": layers,
 }

@@ -165,6 +165,24 @@ def test_nothing_of_the_rows_is_looked_at(engine):
         assert all(map(np.array_equal, jax.tree.leaves(views), jax.tree.leaves(copies)))
 
 
+def test_host_arrays_are_made_anew(engine, monkeypatch):
+    """On a CPU a jitted function may read a NumPy array where it lies, also after the call."""
+    from xinfer_jax.engine import device
+
+    given, run = [], device._WINDOW
+
+    def recorded(*args, **kwargs):
+        given.extend((x, x.copy()) for x in jax.tree.leaves(args) if isinstance(x, np.ndarray))
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(device, "_WINDOW", recorded)
+    options = xj.GenerateOptions(200, **NO_END)
+    for request in [engine.submit([i, 6], options) for i in range(5)]:
+        request.result()
+    assert len(given) >= 6 and all(np.array_equal(now, then) for now, then in given)
+    assert len({id(array) for array, _ in given}) == len(given)
+
+
 def test_broken_numbers_fail_alone():
     small = check_engine_requests.random_model("qwen2", None)
     embed = np.array(small.params["embed"]["weight"])

@@ -90,6 +90,7 @@ class Engine:
             raise InputError(f"model must be what load_model gives, got {shown(model)}")
         if draft not in (None, "lookup"):
             raise InputError(f"draft={shown(draft)}: an engine guesses by 'lookup', or not at all (None)")
+        model = dataclasses.replace(model, params=jax.device_put(model.params))  # once, not for each program
         config, longest = model.config, model.config.context_length
         self.rows = whole("rows", rows, 1)
         self.capacity = whole("capacity", min(4096, longest) if capacity is None else capacity, 2, longest)
@@ -189,7 +190,7 @@ class Engine:
         kinds = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (params, self._model.params)]
         if kinds[0] != kinds[1]:
             raise InputError("the new parameters have other shapes or types: make an Engine of them")
-        done = threading.Event()
+        params, done = jax.device_put(params), threading.Event()
 
         def order() -> None:
             self._device.params = params
@@ -474,6 +475,7 @@ class Engine:
         ahead.wait()
         device = make()
         device.rehearse()
+        device.rehearse()  # where parameters were put in a place, so are rows and pages from now on
         device.put_pages([0], device.take_pages([0]))
         device.place(0, device.take_row(0))
         answer_keys(jax.random.key(0), np.zeros(1, np.int32), np.zeros(1, np.int32))
