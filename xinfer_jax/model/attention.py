@@ -161,11 +161,14 @@ def _blocked(q_BTNH, keys: Contiguous, start_B, length_B, rule: _Rule, static: b
 def _by_row(q_BKTGH, keys: Contiguous, start_B, length_B, rule: _Rule):
     """`_query_block`, one row after the other: each costs what its own keys cost, and sees no other's."""
 
-    def one(row):  # [K, T, G, H]
-        q_1KTGH, start_1, length_1 = (x[None] for x in row[:3])
-        return _query_block(q_1KTGH, keys, start_1, length_1, rule, False, row[3])[0]
+    def one(row):
+        q_1KTGH, start_1, length_1, number_1 = row
+        return _query_block(q_1KTGH, keys, start_1, length_1, rule, False, number_1[0])
 
-    return lax.map(one, (q_BKTGH, start_B, length_B, jnp.arange(len(q_BKTGH))))
+    rows = (q_BKTGH, start_B, length_B, jnp.arange(len(q_BKTGH)))
+    if len(q_BKTGH) == 1:  # no loop: compiled sooner
+        return one(rows)
+    return lax.map(one, jax.tree.map(lambda x: x[:, None], rows))[:, 0]
 
 
 def _query_block(q_BKTGH, keys: Contiguous, start_B, length_B, rule: _Rule, static: bool, row=None):
