@@ -18,6 +18,7 @@ KEY_BLOCK = 256
 DECODE_BLOCK = 1024  # keys per step for a single query: the steps cost more than the keys
 ROW_BLOCK = 64  # and of one row on CPU, where they do not
 FEW = 17  # queries of a row, a token and 16 guesses: on CPU rows are then read one after the other
+_ONE_ROW = str.maketrans({"b": "", "t": ""})
 _MASKED = -1e30  # finite: a row that sees no key at all gives zeros, not NaN
 
 
@@ -217,7 +218,16 @@ def _with_block(softmax: _Softmax, q_BKTGH, block: Block, visible_BTS, rule: _Ru
     return _Softmax(max_BKTG, sum_BKTG, softmax.values_BKTGH * shrink[..., None] + added)
 
 
-def _product(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+def _product(subscripts: str, x_BKTGX: jax.Array, y_BKSH: jax.Array) -> jax.Array:
     """In float32; of float32 numbers without rounding them first."""
-    precision = lax.Precision.HIGHEST if y.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32, precision=precision)
+    B, K, T, G, _ = x_BKTGX.shape
+    product = partial(
+        jnp.einsum,
+        preferred_element_type=jnp.float32,
+        precision=lax.Precision.HIGHEST if y_BKSH.dtype == jnp.float32 else None,
+    )
+    if B > 1:
+        return product(subscripts, x_BKTGX, y_BKSH)
+    # One matrix for each key head: of products with more axes XLA transposes the keys first.
+    z_KMX = product(subscripts.translate(_ONE_ROW), x_BKTGX.reshape(K, T * G, -1), y_BKSH[0])
+    return z_KMX.reshape(B, K, T, G, -1)
