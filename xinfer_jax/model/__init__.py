@@ -10,6 +10,10 @@ likeliest token, of logits or straight from the hidden state.
 - Logits, norms, softmax and angles are float32, whatever the weights.
 - Without a cache attention's loops have static bounds, so `forward` and `score` have reverse-mode gradients;
   with one they run over the visible blocks alone, so cost follows the length, not the capacity.
+- On CPU few queries (decoding, guesses) attend one row after the other, 64 keys at a time: products batched
+  over rows took three to four times as long and followed the longest row, and a row's bits now depend on no
+  other. Half of a step waits for the copy of its keys, at 8 GB/s, the rest is small products and softmax, all
+  on one core. An accelerator takes all rows at once.
 - Experts are a scan over all where tokens are many, each asked for every token: exact and short, at X /
   chosen times the arithmetic needed. Where choices are fewer than experts (decoding) only those are read.
 - The greedy token needs no logits where a kernel serves: it keeps maximum, index and sum of exponentials,

@@ -18,6 +18,7 @@ KEY_BLOCK = 256
 DECODE_BLOCK = 1024  # keys per step for a single query: the steps cost more than the keys
 ROW_BLOCK = 64  # and of one row on CPU, where they do not
 FEW = 17  # queries of a row, a token and 16 guesses: on CPU rows are then read one after the other
+_ONE_ROW = str.maketrans({"b": "", "t": ""})
 _MASKED = -1e30  # finite: a row that sees no key at all gives zeros, not NaN
 
 
@@ -161,11 +162,14 @@ def _blocked(q_BTNH, keys: Contiguous, start_B, length_B, rule: _Rule, static: b
 def _by_row(q_BKTGH, keys: Contiguous, start_B, length_B, rule: _Rule):
     """`_query_block`, one row after the other: each costs what its own keys cost, and sees no other's."""
 
-    def one(row):  # [K, T, G, H]
-        q_1KTGH, start_1, length_1 = (x[None] for x in row[:3])
-        return _query_block(q_1KTGH, keys, start_1, length_1, rule, False, row[3])[0]
+    def one(row):
+        q_1KTGH, start_1, length_1, number_1 = row
+        return _query_block(q_1KTGH, keys, start_1, length_1, rule, False, number_1[0])
 
-    return lax.map(one, (q_BKTGH, start_B, length_B, jnp.arange(len(q_BKTGH))))
+    rows = (q_BKTGH, start_B, length_B, jnp.arange(len(q_BKTGH)))
+    if len(q_BKTGH) == 1:  # no loop: compiled sooner
+        return one(rows)
+    return lax.map(one, jax.tree.map(lambda x: x[:, None], rows))[:, 0]
 
 
 def _query_block(q_BKTGH, keys: Contiguous, start_B, length_B, rule: _Rule, static: bool, row=None):
@@ -214,7 +218,16 @@ def _with_block(softmax: _Softmax, q_BKTGH, block: Block, visible_BTS, rule: _Ru
     return _Softmax(max_BKTG, sum_BKTG, softmax.values_BKTGH * shrink[..., None] + added)
 
 
-def _product(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+def _product(subscripts: str, x_BKTGX: jax.Array, y_BKSH: jax.Array) -> jax.Array:
     """In float32; of float32 numbers without rounding them first."""
-    precision = lax.Precision.HIGHEST if y.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32, precision=precision)
+    B, K, T, G, _ = x_BKTGX.shape
+    product = partial(
+        jnp.einsum,
+        preferred_element_type=jnp.float32,
+        precision=lax.Precision.HIGHEST if y_BKSH.dtype == jnp.float32 else None,
+    )
+    if B > 1:
+        return product(subscripts, x_BKTGX, y_BKSH)
+    # One matrix for each key head: of products with more axes XLA transposes the keys first.
+    z_KMX = product(subscripts.translate(_ONE_ROW), x_BKTGX.reshape(K, T * G, -1), y_BKSH[0])
+    return z_KMX.reshape(B, K, T, G, -1)
