@@ -40,8 +40,9 @@ class Paged(Contiguous):
                 old_PKSH = lax.dynamic_update_slice_in_dim(old_PKSH, new, at, 0)
             return old_PKSH
         position_BT = start_B[:, None] + jnp.arange(T)
-        page_BT = jnp.take_along_axis(self.table_BP, position_BT // PAGE, 1, mode="clip")
-        page_BT = jnp.where(jnp.arange(T) < num_tokens_B[:, None], page_BT, len(old_PKSH))
+        none = len(old_PKSH)  # where what is not a token goes, or lies past the table
+        page_BT = jnp.take_along_axis(self.table_BP, position_BT // PAGE, 1, mode="fill", fill_value=none)
+        page_BT = jnp.where(jnp.arange(T) < num_tokens_B[:, None], page_BT, none)
         new_BTKH = jnp.swapaxes(new_BKTH, 1, 2)
         return old_PKSH.at[page_BT, :, position_BT % PAGE].set(new_BTKH, mode="drop")
 

@@ -27,7 +27,7 @@ from ..sampling.settings import per_row
 from ..weights.params import Params
 
 WINDOW = 128  # tokens that a row chooses between two looks of the host, at most
-MOST_LOGPROBS, MOST_ENDS = 20, 24  # alternatives of a token; ids that end a row
+MOST_LOGPROBS, MOST_EOS, MOST_STOPS = 20, 8, 16  # alternatives of a token; ids that end a row
 _MOVED = 8  # pages that are moved to host memory, or back, at a time
 _SCORED = 16  # tokens of a prompt whose logits exist at one time
 
@@ -71,12 +71,12 @@ class Device:
         (ids,), options, V = call.prompts, call.options, self.config.vocab_size
         seen_1V, history_1S = np.zeros((1, V), bool), np.zeros((1, self._capacity), np.int32)
         seen_1V[0, ids], history_1S[0, : len(ids)] = True, ids
-        eos_1E = np.full((1, MOST_ENDS), -1, np.int32)
+        eos_1E = np.full((1, MOST_EOS + MOST_STOPS), -1, np.int32)
         eos_1E[0, : len(call.ending)] = call.ending
         sampling_1 = jax.tree.map(np.array, per_row(options.sampling, 1, V, full=True))
         context = start(sampling_1, np.full(1, len(ids), np.int32), eos_1E, seen_1V, history_1S)
         limit_1 = np.full(1, options.max_new_tokens if answers else 0, np.int32)
-        noted = no_alternatives(1, 0, MOST_LOGPROBS, V, False)
+        noted = no_alternatives(1, 0, min(MOST_LOGPROBS, V), V, False)
         noted = dataclasses.replace(noted, asked_B=np.full(1, options.logprobs > 0))
         state = new_state(key_1, sampling_1, limit_1, context, 0)
         return dataclasses.replace(state, alternatives=noted, noted_B=np.zeros(1, np.int32))
@@ -226,8 +226,9 @@ def _window(  # noqa: PLR0913
 def _with_room(rows, size):
     """The rows with room for so many tokens more."""
     state = new_state(rows.key_B, rows.sampling_B, rows.limit_B, rows.context, size)
-    empty = no_alternatives(len(rows.limit_B), size, MOST_LOGPROBS, rows.context.seen_BV.shape[1], False)
-    empty = dataclasses.replace(empty, asked_B=rows.alternatives.asked_B)
+    (B, V), old = rows.context.seen_BV.shape, rows.alternatives
+    empty = no_alternatives(B, size, old.id_BTA.shape[-1], V, False)
+    empty = dataclasses.replace(empty, asked_B=old.asked_B)
     return dataclasses.replace(
         state, token_B=rows.token_B, finished_B=rows.finished_B, alternatives=empty, noted_B=rows.length_B
     )

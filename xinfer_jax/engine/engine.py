@@ -8,11 +8,12 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..cache.kv_cache import cache_bytes
@@ -25,16 +26,19 @@ from ..generation.options import Call, GenerateOptions, GenerateOutput, asked, c
 from ..generation.programs import Ahead
 from ..generation.speculation import MOST_GUESSES
 from ..memory import check_memory, memory_bytes
-from ..sampling.choice import answer_keys
+from ..model.attention import check_impl
+from ..sampling.choice import answer_keys, check_key
 from ..sampling.logprobs import rows_of_tokens
+from ..sampling.settings import SamplingConfig
 from ..text import Prompt, encode_prompt, stops_of
 from ..weights.params import Params, cache_dtype as usual_dtype, resolve_dtype, tree_bytes
-from .device import MOST_ENDS, MOST_LOGPROBS, WINDOW, Device, Window
+from .device import MOST_EOS, MOST_LOGPROBS, MOST_STOPS, WINDOW, Device, Window
 from .requests import Answer, Request
 from .scheduler import PAGE, Action, Back, Out, Read, Row, Scheduler, pages_for
 from .statistics import EngineStats, Recent
 
 _LOOK_SECONDS = 0.1  # between two looks of the host, while requests may come or are read along
+_UNKNOWN = 8  # steps of the first window, as nobody knows how long they take
 _SHARE = 0.5  # of the memory beside the weights, for pages
 _OF_THE_ENGINE = dict(
     capacity="give it to Engine", impl="give it to Engine", cache_dtype="give it to Engine",
@@ -90,7 +94,8 @@ class Engine:
             raise InputError(f"model must be what load_model gives, got {shown(model)}")
         if draft not in (None, "lookup"):
             raise InputError(f"draft={shown(draft)}: an engine guesses by 'lookup', or not at all (None)")
-        model = dataclasses.replace(model, params=jax.device_put(model.params))  # once, not for each program
+        check_impl(impl)
+        model = dataclasses.replace(model, params=jax.tree.map(_held, model.params))
         config, longest = model.config, model.config.context_length
         self.rows = whole("rows", rows, 1)
         self.capacity = whole("capacity", min(4096, longest) if capacity is None else capacity, 2, longest)
@@ -108,7 +113,7 @@ class Engine:
         self._scheduler = Scheduler(self.rows, self.pages, self.capacity, self.chunk, prefix_cache)
         self._news, self._turn = threading.Condition(), threading.Lock()
         self._new: list[Answer] = []  # submitted, and not seen by the scheduler yet
-        self._open: list[Request] = []
+        self._open: dict[Request, None] = {}  # in the order in which they came
         self._answers: dict[Row, Answer] = {}  # that have not ended
         self._orders: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
@@ -150,7 +155,7 @@ class Engine:
         request = self._request(prompt, options, key, 0)
         request.live = True
         if deadline is not None:
-            if not isinstance(deadline, int | float) or not deadline > 0:
+            if not isinstance(deadline, int | float | np.number) or not deadline > 0:
                 raise InputError(f"deadline must be a number of seconds above 0, got {shown(deadline)}")
             request.deadline = time.monotonic() + deadline
         if not isinstance(salt, str):
@@ -159,7 +164,10 @@ class Engine:
             request.asks = whole("prompt_logprobs", prompt_logprobs, 0, MOST_LOGPROBS)
         for answer in request.answers:
             row = answer.row
-            row.priority, row.salt = whole("priority", priority, -(2**31), 2**31), salt.encode()
+            row.priority, row.salt = (
+                whole("priority", priority, -(2**31), 2**31),
+                salt.encode("utf-8", "surrogatepass"),
+            )
             row.reads_all = prompt_logprobs is not None and answer is request.answers[0]
             row.share_answers = bool(share_answers)
         self._queue([request])
@@ -175,22 +183,34 @@ class Engine:
         """Answers many prompts, in their order: those of `xj.generate` with the same key. options: for all,
         or one per prompt.
         """
+        if not in_order(prompts):
+            raise InputError(f"prompts must be a list of ids, texts or conversations, got {shown(prompts)}")
         each = list(options) if isinstance(options, Sequence) else [options] * len(prompts)
         if len(each) != len(prompts):
             raise InputError(f"{len(each)} options for {len(prompts)} prompts: give one, or one per prompt")
-        asked_for = enumerate(zip(prompts, each, strict=True))
-        requests = [self._request(prompt, own, key, i) for i, (prompt, own) in asked_for]
+        key = None if key is None else check_key(key, len(prompts))
+        requests = []
+        for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+            try:
+                requests.append(self._request(prompt, own, key, i))
+            except InputError as error:
+                raise InputError(f"prompt {i}: {error}") from error
         self._queue(requests)
-        return [request.result() for request in requests]
+        try:
+            return [request.result() for request in requests]
+        finally:
+            for request in requests:
+                request.cancelled = True  # where one failed, or the caller did, nobody waits for the others
 
     def update(self, params: Params) -> None:
         """Other weights of the same shapes, between two windows: nothing is compiled. Pages that the old ones
-        wrote are not shared any more; rows under way go on with what they hold.
+        wrote are not shared any more; rows under way go on with what they hold. The arrays must stay: not be
+        donated to a step of training.
         """
         kinds = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (params, self._model.params)]
         if kinds[0] != kinds[1]:
             raise InputError("the new parameters have other shapes or types: make an Engine of them")
-        params, done = jax.device_put(params), threading.Event()
+        params, done = jax.tree.map(_held, params, self._model.params), threading.Event()
 
         def order() -> None:
             self._device.params = params
@@ -199,9 +219,12 @@ class Engine:
             done.set()
 
         with self._news:
+            self._check_open()
             self._orders.append(order)
             self._news.notify_all()
         self.wait(done.is_set)
+        if not done.is_set():
+            self._check_open()
 
     @property
     def stats(self) -> EngineStats:
@@ -273,8 +296,10 @@ class Engine:
             self._error = self._error or error
             for request in self._open:
                 request.end(request.error or error)
-            self._open, self._new = [], []
+            broken, self._open, self._new = self._open, {}, []
             self._news.notify_all()
+        for request in broken:
+            request.tell()
 
     def _take_turn(self) -> bool:
         with self._news:
@@ -322,7 +347,7 @@ class Engine:
                 self._device.put_pages(action.pages[: pages_for(row.held)], answer.pages)
                 if row.read:
                     self._device.place(action.slot, answer.state)
-                answer.pages = None
+                answer.pages = answer.state = None
             else:
                 self._read(action, answer)
 
@@ -337,10 +362,10 @@ class Engine:
         self._recent.read_tokens += piece.count
         self._scheduler.dispatched(piece)
         if piece.last:
-            state, out = self._device.first_choice(behind, answer.state)
+            state, chosen = self._device.first_choice(behind, self._device.row(request.call, answer.key_1))
+            out = jax.device_get(chosen)
             request.times.setdefault("first", time.monotonic())
-            answer.state = None
-            if not self._take(answer, jax.device_get(out), 0):
+            if not self._take(answer, out, 0):
                 slot: Any = row.slot
                 self._device.place(slot, state)
             self._tell([request])
@@ -349,8 +374,10 @@ class Engine:
         """A window: so many steps, or until a row ends while somebody waits for its place."""
         scheduler, each = self._scheduler, 1 + self.guesses
         steps = WINDOW // each
-        if self._live and self._seconds:
-            steps = min(steps, max(1, int(_LOOK_SECONDS / self._seconds)))
+        if self._live:
+            more = len(scheduler.seated) > len(scheduler.running)  # who is read along the way waits for less
+            look = _LOOK_SECONDS / 4 if more else _LOOK_SECONDS
+            steps = min(steps, max(1, int(look / self._seconds)) if self._seconds else _UNKNOWN)
         self._carry_out(scheduler.grow(steps * each))
         answers = {slot: self._answers[row] for slot, row in scheduler.running}
         waits = bool(scheduler.waiting or self._new) or len(scheduler.seated) > len(answers)
@@ -362,7 +389,8 @@ class Engine:
             scheduler.decoded(answer.row, int(out.count_B[slot]))
             answer.passes += int(out.passes_B[slot])
             answer.accepted += int(out.accepted_B[slot])
-            self._take(answer, out, slot)
+            if answer.row in self._answers:  # it did not fail with another of its request
+                self._take(answer, out, slot)
         self._tell({answer.request for answer in answers.values()})
 
     def _take(self, answer: Answer, out: Window, slot: int) -> bool:
@@ -391,16 +419,17 @@ class Engine:
         self._scheduler.end(answer.row, answer.chosen, good)
         del self._answers[answer.row]
 
-    def _tell(self, requests: Iterable[Request]) -> None:
+    def _tell(self, requests: Collection[Request]) -> None:
         """There is something new of these."""
         with self._news:
             for request in requests:
-                request.tell()
-                if request.ended:
+                if request.ended and request in self._open:
                     request.end(request.error)
                     self._recent.ended(request)
-            self._open = [request for request in self._open if not request.ended]
+                    del self._open[request]
             self._news.notify_all()
+        for request in requests:
+            request.tell()
 
     def _request(self, prompt: Any, options: GenerateOptions | None, key: Any, i: int) -> Request:
         """A checked request, whose answers draw as those of prompt i."""
@@ -414,9 +443,10 @@ class Engine:
             raise InputError("stop_strings need a tokenizer, which this checkpoint lacks: use stop_token_ids")
         text = isinstance(prompt, str) or in_order(prompt) and len(prompt) and isinstance(prompt[0], Mapping)
         ids = encode_prompt(model, prompt) if text else prompt
-        if key is not None and np.ndim(key) == 1 and key.dtype != np.uint32:
-            key, i = key[i : i + 1], 0  # one per prompt
-        options = dataclasses.replace(options, stop_strings=(), impl=self._impl)
+        if key is not None:  # from the host, wherever it was: nothing is compiled for it
+            data: Any = np.asarray(jax.random.key_data(check_key(key, np.size(key))))
+            key = jax.random.wrap_key_data(data[i : i + 1] if data.ndim > 1 else data)
+        options = dataclasses.replace(options, stop_strings=(), impl=self._impl, sampling=_on_host(options))
         call = checked(model.params, model.config, [ids], options, key)
         self._check(call)
         request, of_prompt = Request(self, call, model.tokenizer, stops), [0 if call.key.ndim else i]
@@ -424,7 +454,7 @@ class Engine:
             of_answer = np.array([j], np.int32) if call.answers > 1 else None
             key_1 = answer_keys(call.key, np.array(of_prompt, np.int32), of_answer)
             row = Row(call.prompts[0], call.options.max_new_tokens)
-            request.answers.append(Answer(request, row, self._device.row(call, key_1)))
+            request.answers.append(Answer(request, row, key_1))
         return request
 
     def _check(self, call: Call) -> None:
@@ -433,7 +463,8 @@ class Engine:
         most = min(self.capacity, (self.pages - 1) * PAGE)
         for name, count, limit in (
             ("logprobs", options.logprobs, MOST_LOGPROBS),
-            ("eos_token_ids and stop_token_ids together", len(call.ending), MOST_ENDS),
+            ("eos_token_ids", len(options.eos_token_ids or ()), MOST_EOS),
+            ("stop_token_ids", len(options.stop_token_ids), MOST_STOPS),
         ):
             if count > limit:
                 raise InputError(f"{name}: an engine takes {limit} at most, got {count}")
@@ -457,7 +488,7 @@ class Engine:
         with self._news:
             self._check_open()
             self._new += [answer for request in requests for answer in request.answers]
-            self._open += requests
+            self._open |= dict.fromkeys(requests)
             self._news.notify_all()
 
     def _number_of_pages(self, page_bytes: int) -> int:
@@ -486,6 +517,26 @@ class Engine:
         )
         print(self.about, file=sys.stderr)
         return device
+
+
+def _held(new: Any, old: Any = None) -> jax.Array:
+    """An array that its owner cannot change; where a caller has put the old one, or as little put there."""
+    if not isinstance(new, jax.Array):
+        return jnp.array(new)
+    if old is None or new.committed == old.committed:
+        return new
+    return jax.device_put(new, old.sharding) if old.committed else jax.device_put(np.asarray(new))
+
+
+def _on_host(options: GenerateOptions) -> SamplingConfig | list[SamplingConfig]:
+    """Its settings without arrays of the device, for which something would be compiled."""
+    given = options.sampling
+
+    def one(sampling: Any) -> Any:
+        arrays = {name: np.asarray(x) for name, x in vars(sampling).items() if isinstance(x, jax.Array)}
+        return dataclasses.replace(sampling, **arrays) if arrays else sampling
+
+    return [*map(one, given)] if isinstance(given, list | tuple) else one(given)
 
 
 def _dtype(params: Params, asked_for: Any) -> Any:

@@ -1,18 +1,20 @@
 """What a caller holds of a request: its answers as they come, from any thread, and the whole at the end."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 
 from ..checkpoint.tokenizer import Tokenizer
 from ..errors import InputError
 from ..generation.faults import check_chosen
 from ..generation.options import Call, GenerateOutput
-from ..generation.state import Chosen, DecodeState
+from ..generation.state import Chosen
 from ..sampling.logprobs import TokenLogprobs
 from ..stats import GenerateStats, peak_bytes
 from ..text import Said
@@ -29,15 +31,15 @@ class Answer:
         finish_reason: "eos", "stop", "length", "cancelled" or "deadline"; "error"; None: it has not ended.
     """
 
-    def __init__(self, request: "Request", row: Row, state: DecodeState):
-        """request: what it answers; row: as the scheduler sees it; state: as the device does, before."""
+    def __init__(self, request: "Request", row: Row, key_1: jax.Array):
+        """request: what it answers; row: as the scheduler sees it; key_1: what it draws with."""
         self.tokens: list[int] = []
         self.chosen: list[int] = []  # with the id that ended it
         self.logprobs: list[float] = []
         self.alternatives: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
-        self.request, self.row = request, row
-        self.state: Any = state  # while it has no slot
+        self.request, self.row, self.key_1 = request, row, key_1
+        self.state: Any = None  # of the device, while it made way
         self.pages: Any = None  # what they hold, while they are in host memory
         self.passes, self.accepted = 0, 0
         stops = request.stop_strings
@@ -58,7 +60,8 @@ class Answer:
             if self._said is not None:
                 self._said.push(token)
                 if self._said.ended:
-                    self.logprobs = self.logprobs[: len(self.tokens)]
+                    for known in (self.chosen, self.logprobs, self.alternatives):
+                        del known[len(self.tokens) :]
                     return self._end("stop")
         if finished:
             return self._end("stop" if ending in options.stop_token_ids else "eos")
@@ -81,7 +84,7 @@ class Answer:
     def __iter__(self) -> Iterator[int]:
         given, request = 0, self.request
         while True:
-            request.wait(partial(self._goes_beyond, given))
+            request.engine.wait(partial(self._goes_beyond, given))
             ended, new = self.finish_reason is not None, self.tokens[given:]
             yield from new
             given += len(new)
@@ -156,7 +159,7 @@ class Request:
             InputError: its numbers were broken, or its settings left no token; the engine was closed.
             TimeoutError: it has not ended after so many seconds.
         """
-        self.wait(lambda: self.ended, timeout)
+        self.engine.wait(lambda: self.ended, timeout)
         self.raise_error()
         options, answers = self.call.options, self.answers
         out = GenerateOutput(
@@ -188,10 +191,6 @@ class Request:
         """What broke it off."""
         if self.error is not None:
             raise self.error
-
-    def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
-        """Until it is so; an engine without a thread of its own is driven meanwhile."""
-        self.engine.wait(until, timeout)
 
     async def news(self) -> AsyncIterator[None]:
         """Once at the start, and whenever there may be something new."""
@@ -232,7 +231,8 @@ class Request:
     def tell(self) -> None:
         """Wakes who waits in an event loop."""
         for wake in list(self._wakers):
-            wake()
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits
+                wake()
 
     @property
     def _only(self) -> Answer:

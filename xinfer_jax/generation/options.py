@@ -106,7 +106,7 @@ class GenerateOutput:
 
     def best(self, n: int, of: int) -> "GenerateOutput":
         """Of every `of` answers in a row the n with the largest mean log-probability, best first."""
-        mean = [np.mean(row) for row in self.logprobs]
+        mean = [np.mean(row) if row else -np.inf for row in self.logprobs]
         groups = (range(first, first + of) for first in range(0, len(mean), of))
         kept = [i for group in groups for i in sorted(group, key=lambda i: -mean[i])[:n]]
         lists = {name: value for name, value in vars(self).items() if isinstance(value, list)}
