@@ -100,7 +100,7 @@ def measured(how: str, pythons: dict[str, str]) -> Iterator[tuple[str, dict]]:
     if {*WANTED.value} & {"throughput", "load"}:
         yield from together(model)
     if "throughput" in WANTED.value:
-        asked = draw(model, SEED.value)
+        asked = draw(model, 3)
         llama = llama_server(LLAMA_MODEL.value, asked, ROWS.value, THREADS, TIMEOUT.value)
         for name, found in (("openvino-genai", openvino(asked, how, pythons)), ("llama-server", llama)):
             if "seconds" in found:
@@ -113,14 +113,14 @@ def measured(how: str, pythons: dict[str, str]) -> Iterator[tuple[str, dict]]:
 def together(model: xj.Model) -> Iterator[tuple[str, dict]]:
     """What one engine of all rows does."""
     with xj.Engine(model, rows=ROWS.value, capacity=CAPACITY.value) as engine:
-        batch(engine, draw(model, SEED.value - 1)[: ROWS.value])  # it was used once
+        batch(engine, draw(model, 0)[: ROWS.value])  # it was used once
         if "throughput" in WANTED.value:
             found = throughput(model, engine)
             yield "throughput", found
         if "load" in WANTED.value:
             known = "throughput" in WANTED.value
-            seconds = found["engine_seconds"] if known else batch(engine, draw(model, SEED.value))[0]
-            yield "load", load(engine, draw(model, SEED.value - 2), LOAD.value * REQUESTS.value / seconds)
+            seconds = found["engine_seconds"] if known else batch(engine, draw(model, 1))[0]
+            yield "load", load(engine, draw(model, 2), LOAD.value * REQUESTS.value / seconds)
 
 
 def random_model(how: str) -> xj.Model:
@@ -129,9 +129,9 @@ def random_model(how: str) -> xj.Model:
     return xj.Model(params, config, None, {}, xj.LoadStats(0.0, 0, how))
 
 
-def draw(model: xj.Model, seed: int) -> list[Asked]:
-    """The lengths are those of every seed, so that rounds agree; the tokens are not: an engine remembers."""
-    lengths, tokens = np.random.default_rng(SEED.value), np.random.default_rng(abs(seed) * 2 + (seed < 0))
+def draw(model: xj.Model, number: int) -> list[Asked]:
+    """Requests, of the same lengths whatever the number, and of other tokens: an engine remembers them."""
+    lengths, tokens = np.random.default_rng(SEED.value), np.random.default_rng([SEED.value, number])
 
     def ids(count: int) -> list[int]:
         return tokens.integers(0, model.config.vocab_size, count).tolist()
@@ -169,10 +169,10 @@ def by_length(model: xj.Model, asked: list[Asked]) -> tuple[float, list[list[int
 
 def throughput(model: xj.Model, engine: xj.Engine) -> dict:
     """Medians over the rounds; the ratio is of seconds within a round."""
-    by_length(model, draw(model, SEED.value))  # compiles
+    by_length(model, draw(model, 3))  # compiles
     rounds, same, before = [], 0, engine.stats
     for number in range(ROUNDS.value):
-        asked = draw(model, SEED.value + number)
+        asked = draw(model, 3 + number)
         theirs, expected = by_length(model, asked)
         ours, tokens = batch(engine, asked)
         rounds.append((ours, theirs, theirs / ours))
@@ -205,8 +205,8 @@ def load(engine: xj.Engine, asked: list[Asked], rate: float) -> dict:
         """Seconds to the first token, for each after it, and to the end."""
         time.sleep(max(0.0, began + due - time.perf_counter()))
         request = engine.submit(asked[0], options(asked[1]))
-        first, *_, last = [time.perf_counter() - began - due for _ in request] * 2
-        return first, (last - first) / max(1, asked[1] - 1), due + last
+        seen = [time.perf_counter() - began - due for _ in request]
+        return seen[0], (seen[-1] - seen[0]) / max(1, len(seen) - 1), due + seen[-1]
 
     with ThreadPoolExecutor(len(asked)) as clients:
         ttft, tpot, ends = zip(*clients.map(one, asked, due), strict=True)

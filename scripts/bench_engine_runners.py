@@ -61,7 +61,7 @@ def llama_server(file: str | None, asked: Asked, slots: int, threads: int, timeo
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    room = max(len(ids) + new for ids, new in asked) + 1
+    room = (max(len(ids) + new for ids, new in asked) // 256 + 1) * 256
     told = ["-m", file, "-np", slots, "-c", slots * room, "-t", threads, "--port", port]
 
     def call(path: str, body: dict | None = None) -> dict:
