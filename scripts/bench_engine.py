@@ -4,8 +4,9 @@ costs, and how soon an engine is ready.
     python scripts/bench_engine.py --config=qwen2.5-0.5b --quantize=none,int8
     python scripts/bench_engine.py --parts=throughput --quantize=int8 --python=peers=/path/to/venv/bin/python
 
-One JSON line a result. Lengths of prompts and answers are log-uniform; a third of the prompts is a common
-beginning, then its own tokens, cut at the longest. Weights are random, and no id ends an answer.
+One JSON line a result; `a_over_b` is a ratio of seconds. Lengths of prompts and answers are log-uniform; a
+third of the prompts is a common beginning, then its own tokens, cut at the longest. Weights are random, and
+no id ends an answer.
 
 throughput: all requests at once, in turns with `generate` over batches of as many rows, sorted by the length
     of the prompt: each runs until its longest answer has ended, and only what was asked for counts.
@@ -168,8 +169,9 @@ def by_length(model: xj.Model, asked: list[Asked]) -> tuple[float, list[list[int
 
 
 def throughput(model: xj.Model, engine: xj.Engine) -> dict:
-    """Medians over the rounds; the ratio is of seconds within a round."""
+    """Medians of seconds and of their ratio within a round; counts are means."""
     by_length(model, draw(model, 3))  # compiles
+    counted = "hits", "preemptions", "read_tokens", "chosen_tokens"
     rounds, same, before = [], 0, engine.stats
     for number in range(ROUNDS.value):
         asked = draw(model, 3 + number)
@@ -179,12 +181,12 @@ def throughput(model: xj.Model, engine: xj.Engine) -> dict:
         same += sum(a == b for a, b in zip(tokens, expected, strict=True))
     seconds, other, ratio = np.median(rounds, axis=0).tolist()
     new, stats = sum(new for _, new in asked), engine.stats
-    found = dict(engine_seconds=seconds, generate_seconds=other, ratio=ratio, rounds=ROUNDS.value, same=same)
-    found |= dict(requests=len(asked), rows=ROWS.value, prompt_tokens=sum(len(ids) for ids, _ in asked))
-    found |= dict(new_tokens=new, tokens_per_second=new / seconds, generate_tokens_per_second=new / other)
-    for name in ("hits", "preemptions", "read_tokens", "chosen_tokens"):
-        found[name] = getattr(stats, name) - getattr(before, name)
-    return found | dict(engine=engine.about)
+    sums = {name: getattr(stats, name) - getattr(before, name) for name in counted} | dict(same_answers=same)
+    found = dict(engine_seconds=seconds, generate_seconds=other, generate_over_engine=ratio)
+    found |= dict(tokens_per_second=new / seconds, generate_tokens_per_second=new / other)
+    found |= dict(rounds=len(rounds), rows=ROWS.value, requests=len(asked), new_tokens=new)
+    found |= dict(prompt_tokens=sum(len(ids) for ids, _ in asked), engine=engine.about)
+    return found | {name: total / len(rounds) for name, total in sums.items()}
 
 
 def openvino(asked: list[Asked], how: str, pythons: dict[str, str]) -> dict:
@@ -229,9 +231,9 @@ def alone(model: xj.Model) -> dict:
             turn = -1 if number % 2 else 1  # who goes first
             pairs.append([way() for way in ways[::turn]][::turn])
     ours, theirs = np.array(pairs).T
-    found = dict(prompt_tokens=length, new_tokens=new, pairs=len(pairs), engine_seconds=np.median(ours))
-    ratio = quantiles(ours / theirs, q1=0.25, median=0.5, q3=0.75)
-    return found | dict(generate_seconds=np.median(theirs), ratio=ratio, engine=engine.about)
+    found = dict(engine_seconds=np.median(ours), generate_seconds=np.median(theirs))
+    found |= dict(engine_over_generate=quantiles(ours / theirs, q1=0.25, median=0.5, q3=0.75))
+    return found | dict(prompt_tokens=length, new_tokens=new, pairs=len(pairs), engine=engine.about)
 
 
 def quantiles(values: Sequence[float] | np.ndarray, **at: float) -> dict[str, float]:

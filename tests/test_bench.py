@@ -207,18 +207,18 @@ def test_an_engine(directory):
     whole, load, openvino, llama, alone = map(json.loads, done.stdout.splitlines())
     assert [line["part"] for line in (whole, load, alone)] == ["throughput", "load", "alone"]
     assert whole["versions"]["jax"] == jax.__version__ and "bench_engine.py --config=" in whole["command"]
-    assert whole["same"] == whole["requests"] == load["requests"] == 9
+    assert whole["same_answers"] == whole["requests"] == load["requests"] == 9
     assert whole["hits"] == load["hits"] >= 128 and whole["preemptions"] == 0
     assert whole["read_tokens"] + whole["hits"] == whole["prompt_tokens"]
     assert 9 * 3 <= whole["new_tokens"] == whole["chosen_tokens"] <= 9 * 20
     for name in ("engine", "generate"):
         rate = whole["tokens_per_second" if name == "engine" else "generate_tokens_per_second"]
         assert rate * whole[f"{name}_seconds"] == pytest.approx(whole["new_tokens"])
-    assert whole["ratio"] * whole["engine_seconds"] == pytest.approx(whole["generate_seconds"])
+    assert whole["generate_over_engine"] * whole["engine_seconds"] == pytest.approx(whole["generate_seconds"])
     assert load["requests_per_second"] * whole["engine_seconds"] == pytest.approx(0.7 * 9)
     for times in (load["ttft_seconds"], load["tpot_seconds"]):
         assert 0 < times["median"] <= times["p99"] < load["seconds"]
-    ratio = alone["ratio"]
+    ratio = alone["engine_over_generate"]
     assert alone["pairs"] == 3 and 0 < ratio["q1"] <= ratio["median"] <= ratio["q3"]
     assert "2 rows of 256" in whole["engine"] and "1 rows of 256" in alone["engine"]
     assert (openvino["peer"], llama["peer"]) == ("openvino-genai", "llama-server")
