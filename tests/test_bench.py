@@ -1,5 +1,5 @@
-"""scripts/bench.py and bench_start.py on tiny models: their fields, whether their figures agree with each
-other, and what they refuse.
+"""scripts/bench.py, bench_start.py and bench_engine.py on tiny models: their fields, whether their figures
+agree with each other, and what they refuse.
 """
 
 import importlib.util
@@ -194,6 +194,49 @@ def test_a_start(directory, tmp_path):
 )
 def test_bad_flags_of_a_start(flags, word):
     refused(process(*flags, program="bench_start"), word, "bench_start")
+
+
+def test_an_engine(directory):
+    """Few requests in company and a row alone; other engines are left out, and that is said."""
+    done = process(
+        f"--config={directory}", "--quantize=none", "--parts=throughput,load,alone", "--requests=9",
+        "--rows=2", "--prompt_tokens=4,150", "--answer_tokens=3,20", "--common=128", "--alone=9,12",
+        "--pairs=3", program="bench_engine",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    whole, load, openvino, llama, alone = map(json.loads, done.stdout.splitlines())
+    assert [line["part"] for line in (whole, load, alone)] == ["throughput", "load", "alone"]
+    assert whole["versions"]["jax"] == jax.__version__ and "bench_engine.py --config=" in whole["command"]
+    assert whole["same_answers"] == whole["requests"] == load["requests"] == 9
+    assert whole["hits"] == load["hits"] >= 128 and whole["preemptions"] == 0
+    assert whole["read_tokens"] + whole["hits"] == whole["prompt_tokens"]
+    assert 9 * 3 <= whole["new_tokens"] == whole["chosen_tokens"] <= 9 * 20
+    for name in ("engine", "generate"):
+        rate = whole["tokens_per_second" if name == "engine" else "generate_tokens_per_second"]
+        assert rate * whole[f"{name}_seconds"] == pytest.approx(whole["new_tokens"])
+    assert whole["generate_over_engine"] * whole["engine_seconds"] == pytest.approx(whole["generate_seconds"])
+    assert load["requests_per_second"] * whole["engine_seconds"] == pytest.approx(0.7 * 9)
+    for times in (load["ttft_seconds"], load["tpot_seconds"]):
+        assert 0 < times["median"] <= times["p99"] < load["seconds"]
+    ratio = alone["engine_over_generate"]
+    assert alone["pairs"] == 3 and 0 < ratio["q1"] <= ratio["median"] <= ratio["q3"]
+    assert "2 rows of 256" in whole["engine"] and "1 rows of 256" in alone["engine"]
+    assert (openvino["peer"], llama["peer"]) == ("openvino-genai", "llama-server")
+    assert "--python" in openvino["skipped"] and "--llama_model" in llama["skipped"]
+
+
+@pytest.mark.parametrize(
+    "flags, word",
+    [
+        (["--parts=throughput,speed"], "parts"),
+        (["--quantize=int3"], "int3"),
+        (["--answer_tokens=16"], "two numbers"),
+        (["--python=llama.cpp=no/such"], "executable"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_flags_of_an_engine(flags, word):
+    refused(process(*flags, program="bench_engine"), word, "bench_engine")
 
 
 def test_what_a_model_asks():
