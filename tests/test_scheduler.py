@@ -166,8 +166,8 @@ class Device:
         held = [page for row in self.rows for page in row.pages]
         assert books.holders == [held.count(page) for page in range(books.pages)]
         assert sorted([0, *books.free, *books.cached, *set(held)]) == [*range(books.pages)]
-        assert counts.used + counts.cached + counts.free == books.pages - 1
-        assert counts.running + counts.reading + counts.waiting == len(self.rows)
+        assert counts["pages_used"] + counts["pages_cached"] + counts["pages_free"] == books.pages - 1
+        assert counts.running + counts.reading + counts["waiting"] == len(self.rows)
         assert {digest: page for page, all_ in books.names.items() for digest in all_} == books.published
         assert books.names.keys() <= {*books.cached, *held} and books.cached.keys() <= books.names.keys()
         assert books.prefix_cache or not books.published
@@ -189,7 +189,9 @@ class Device:
             read = any(isinstance(action, Read) for action in self.do(self.books.read_next()))
             assert self.window(5) or read
         counts = self.books.counts()
-        assert counts.used == counts.waiting == 0 and self.books.slots == [None] * len(self.books.slots)
+        assert counts["pages_used"] == counts["waiting"] == 0 and self.books.slots == [None] * len(
+            self.books.slots
+        )
 
 
 TEXTS = st.builds(
@@ -266,7 +268,7 @@ def test_a_prompt_is_cut_by_its_length(length, pieces):
     books = Scheduler(rows=2, pages=40, capacity=4096, chunk=256)
     assert read(books, Row([7] * length, 5)) == pieces
     hits = (length - 1) // 64 * 64  # all but the last piece
-    assert read(books, Row([7] * length, 5)) == pieces[-1:] and books.counts().hits == hits
+    assert read(books, Row([7] * length, 5)) == pieces[-1:] and books.counts()["hits"] == hits
 
 
 def test_hits_are_whole_pieces_of_the_cut():
@@ -321,4 +323,9 @@ def test_who_was_cancelled_publishes_nothing():
     books.end(row)
     books.dispatched(piece)
     counts = books.counts()
-    assert (counts.used, counts.cached, counts.free, row.state) == (0, 0, 7, "ended")
+    assert (counts["pages_used"], counts["pages_cached"], counts["pages_free"], row.state) == (
+        0,
+        0,
+        7,
+        "ended",
+    )

@@ -229,7 +229,9 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """What it does and did so far."""
-        return self._recent.stats(self._scheduler.counts())
+        counts: dict[str, Any] = self._scheduler.counts()
+        counts["waiting"] += len(self._new)
+        return EngineStats(**counts, **self._recent.known())
 
     @property
     def started(self) -> bool:

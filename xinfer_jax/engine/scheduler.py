@@ -129,20 +129,6 @@ class Read(NamedTuple):
 Action = Out | Back | Read
 
 
-class Counts(NamedTuple):
-    """What the scheduler has to tell: rows, pages, and sums since it began."""
-
-    running: int
-    reading: int
-    waiting: int
-    used: int  # pages that rows hold
-    shared: int  # of those, by more than one
-    cached: int  # published and held by nobody
-    free: int
-    hits: int  # tokens that were not read because shared pages held them
-    preemptions: int
-
-
 class Scheduler:
     """Gives slots and pages to rows. First come first served within a priority, higher ones first.
 
@@ -182,11 +168,20 @@ class Scheduler:
         """Rows that decode, with their slots."""
         return [(slot, row) for slot, row in enumerate(self.slots) if row and row.read]
 
-    def counts(self) -> Counts:
+    def counts(self) -> dict[str, int]:
+        """What `EngineStats` says of rows and pages."""
         running, seated = len(self.running), len(self.seated)
-        used, shared = sum(n > 0 for n in self.holders), sum(n > 1 for n in self.holders)
-        pages = used, shared, len(self.cached), len(self.free)
-        return Counts(running, seated - running, len(self.waiting), *pages, self.hits, self.preemptions)
+        return dict(
+            running=running,
+            reading=seated - running,
+            waiting=len(self.waiting),
+            pages_used=sum(n > 0 for n in self.holders),
+            pages_shared=sum(n > 1 for n in self.holders),
+            pages_cached=len(self.cached),
+            pages_free=len(self.free),
+            hits=self.hits,
+            preemptions=self.preemptions,
+        )
 
     def fits(self, row: Row) -> bool:
         """Whether the row could be served if it were alone."""
