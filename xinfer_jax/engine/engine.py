@@ -313,11 +313,12 @@ class Engine:
             self._answers[answer.row] = answer
             self._scheduler.submit(answer.row)
         self._drop_ended()
-        busy = False
+        busy, read = False, self._recent.read_tokens
         while actions := self._scheduler.read_next():
             busy = True
             self._carry_out(actions)
-            if self._live:  # who decodes is not kept waiting for more than a piece
+            # Who decodes and may be read along is not kept waiting for more than a chunk.
+            if self._live and self._recent.read_tokens >= read + self.chunk:
                 break
         if self._scheduler.running:
             busy = True
