@@ -263,6 +263,8 @@ def test_threads_submit_and_wait(engine):
     texts: dict[int, str] = {}
 
     def ask(i: int) -> None:
+        for length in range(1, 40):
+            engine.submit([5] * length, xj.GenerateOptions(1))
         texts[i] = "".join(engine.submit("What is the capital of France?", xj.GenerateOptions(20)).text())
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]

@@ -333,7 +333,8 @@ class Engine:
     def _drop_ended(self) -> None:
         """Ends what was cancelled, or is late."""
         now = time.monotonic()
-        dropped = [request for request in self._open if request.cancelled or request.deadline < now]
+        opened = list(self._open)  # at once: others submit meanwhile
+        dropped = [request for request in opened if request.cancelled or request.deadline < now]
         for request in dropped:
             for answer in request.answers:
                 if answer.row in self._answers:
