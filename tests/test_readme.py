@@ -35,8 +35,13 @@ def choices(names, capsys):
     assert names["choice"] == "The capital of Spain is Madrid."
 
 
+def engine(names, capsys):
+    assert capsys.readouterr().out.startswith("The capital of France is Paris.")
+    assert len(names["outs"]) == 2 and names["out"].finish_reason == ["eos"]
+
+
 # One line for each block, in their order: what must hold once it has run.
-CHECKS = (first, library, rollout, choices)
+CHECKS = (first, library, rollout, choices, engine)
 
 
 def test_every_block_is_here():

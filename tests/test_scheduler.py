@@ -105,6 +105,8 @@ class Device:
         return row.salt, self.weights, tuple(ids[:end]), forms
 
     def publish(self, row, ids, start, form):
+        if row.reads_all:  # another program reads them
+            return
         for end in range(start // PAGE * PAGE + PAGE, len(ids) + 1, PAGE):
             self.known.add(self.keys(row, ids, end, False))
             if form and row.exact:
@@ -167,7 +169,7 @@ class Device:
         assert books.holders == [held.count(page) for page in range(books.pages)]
         assert sorted([0, *books.free, *books.cached, *set(held)]) == [*range(books.pages)]
         assert counts["pages_used"] + counts["pages_cached"] + counts["pages_free"] == books.pages - 1
-        assert counts.running + counts.reading + counts["waiting"] == len(self.rows)
+        assert counts["running"] + counts["reading"] + counts["waiting"] == len(self.rows)
         assert {digest: page for page, all_ in books.names.items() for digest in all_} == books.published
         assert books.names.keys() <= {*books.cached, *held} and books.cached.keys() <= books.names.keys()
         assert books.prefix_cache or not books.published
