@@ -42,7 +42,7 @@ class Row:
         most: tokens that it may choose.
         priority: higher goes first.
         salt: pages are shared only between rows of equal salt.
-        reads_all: every token of the prompt is read: no hits.
+        reads_all: every token of the prompt is read, by another program: no hits, and none for others.
         share_answers: takes pages whatever program wrote them, and publishes those that decoding wrote.
     """
 
