@@ -18,8 +18,8 @@ runs it; `requests` are what callers hold; `statistics` says what it did; `engin
   of settings: whoever comes, nothing is compiled. A row's bits do not depend on how long windows are, since
   the state between two of them is all that there is.
 - Windows of decoding end after a tenth of a second where requests may come (`submit`), a quarter of that
-  while a prompt is being read; where all are there (`generate`) free slots are filled first, and a window is up to
-  128 steps, or until a row ends while another waits.
+  while a prompt is being read; where all are there (`generate`) free slots are filled first, and a window is
+  up to 128 steps, or until a row ends while another waits.
 - All layers share one table of pages, so a sliding layer keeps pages that its window no longer sees.
 - What the host gets are arrays of their own: a view of what the next call donates would make it a copy.
 """
