@@ -109,7 +109,7 @@ def empty_layers(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _empty_layer(shape: tuple[int, ...], window: int | None, capacity: int, dtype: Any) -> Contiguous:
-    k, v = (empty(shape, dtype) if dtype in KV_BITS else jnp.zeros(shape, dtype) for _ in "kv")
+    k, v = (empty(shape, dtype) for _ in "kv")
     return (Ring if shape[2] < capacity else Contiguous)(k, v, window, capacity)
 
 

@@ -10,7 +10,7 @@ from jax import lax
 
 from ..config.model_config import ModelConfig
 from .kinds import Contiguous
-from .quantized import KV_BITS, by_slot, empty, part
+from .quantized import by_slot, empty, part
 
 PAGE = 64  # positions of a page
 _MOST = 512  # keys gathered at a time: 1,024 took three to six times as long on CPU
@@ -73,5 +73,5 @@ def empty_pools(config: ModelConfig, pages: int, dtype: Any) -> tuple[tuple[Any,
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _empty_pools(shape: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
-    k, v = (empty(shape, dtype) if dtype in KV_BITS else jnp.zeros(shape, dtype) for _ in "kv")
+    k, v = (empty(shape, dtype) for _ in "kv")
     return k, v

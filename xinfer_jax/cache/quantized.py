@@ -72,10 +72,12 @@ def part(x: jax.Array | QuantizedKV, at: Any, width: int, row: Any) -> Any:
     return y
 
 
-def empty(shape: tuple[int, ...], name: str) -> QuantizedKV:
-    """Zeros of a format in `KV_BITS`: shape [B, K, S, H]."""
-    (B, K, S, H), bits = shape, KV_BITS[name]
-    rank, apart = (min(_RANK, H), _OUTLIERS) if name == "gear" else (0, 0)
+def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Zeros of a format in `KV_BITS` or of a float type: shape [B, K, S, H]."""
+    if dtype not in KV_BITS:
+        return jnp.zeros(shape, dtype)
+    (B, K, S, H), bits = shape, KV_BITS[dtype]
+    rank, apart = (min(_RANK, H), _OUTLIERS) if dtype == "gear" else (0, 0)
     if rank and H <= _OUTLIERS:
         raise InputError(
             f"'gear' keeps {_OUTLIERS} numbers of a vector apart, and head_dim {H} leaves none: use 'int8'"

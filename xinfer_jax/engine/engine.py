@@ -464,7 +464,6 @@ class Engine:
     def _check(self, call: Call) -> None:
         """Raises InputError for what can never be served here."""
         options, need = call.options, call.longest + call.options.max_new_tokens
-        most = min(self.capacity, (self.pages - 1) * PAGE)
         for name, count, limit in (
             ("logprobs", options.logprobs, MOST_LOGPROBS),
             ("eos_token_ids", len(options.eos_token_ids or ()), MOST_EOS),
@@ -473,7 +472,7 @@ class Engine:
             if count > limit:
                 raise InputError(f"{name}: an engine takes {limit} at most, got {count}")
         asked_for = f"prompt of {call.longest} tokens + max_new_tokens {options.max_new_tokens}"
-        if need > most:
+        if need > (most := self._scheduler.room):
             raise InputError(
                 f"{asked_for} exceeds the {most} that a row of this engine can hold: shorten it, or make the"
                 " engine with more capacity or pages"

@@ -67,7 +67,7 @@ class Answer:
             return self._end("stop" if ending in options.stop_token_ids else "eos")
         if len(self.chosen) >= options.max_new_tokens:
             return self._end("length")
-        return not np.isfinite(self.logprobs).all() and self._end("error")
+        return not np.isfinite(logprobs).all() and self._end("error")
 
     def note(self, noted: list[TokenLogprobs]) -> None:
         """Takes the alternatives of the next tokens, as many as were asked for."""
@@ -221,12 +221,11 @@ class Request:
             self.prompt_logprobs.append(TokenLogprobs(token, logprob, logprob, top, top))
 
     def end(self, error: BaseException | None) -> None:
-        """It has ended, or is broken off. Called by the engine."""
+        """It has ended, or is broken off. Called by the engine, which then tells of it."""
         self.error = error
         self.times.setdefault("ended", time.monotonic())
         for answer in self.answers:
             answer.finish_reason = answer.finish_reason or "error"
-        self.tell()
 
     def tell(self) -> None:
         """Wakes who waits in an event loop."""

@@ -183,9 +183,14 @@ class Scheduler:
             preemptions=self.preemptions,
         )
 
+    @property
+    def room(self) -> int:
+        """Tokens that a row can hold if it is alone."""
+        return min(self.capacity, (self.pages - 1) * PAGE)
+
     def fits(self, row: Row) -> bool:
         """Whether the row could be served if it were alone."""
-        return len(row.ids) + row.most <= self.capacity and row.needed < self.pages
+        return len(row.ids) + row.most <= self.room
 
     def submit(self, row: Row) -> None:
         """Queues a row that fits."""
@@ -294,15 +299,13 @@ class Scheduler:
 
     def _find(self, row: Row) -> list[int]:
         """The shared pages that a row begins with; of any form if it may and they reach further."""
-        if row.away or not self.prefix_cache:
+        if row.reads_all or row.away or not self.prefix_cache:
             return []
         full, last, cut = len(row.ids) // PAGE, (len(row.ids) - 1) // PAGE, self._cut(row)
         if not row.digests:
             forms = [self.chunk if at * PAGE < cut else PAGE for at in range(full)]
             row.digests = chain(row.salt, row.ids, forms)
             row.loose = chain(row.salt, row.ids, [_ANY_FORM] * full)
-        if row.reads_all:
-            return []
         exact = self._found(row.digests[:last])
         if len(exact) * PAGE < cut:
             exact = exact[: len(exact) * PAGE // self.chunk * self.chunk // PAGE]
