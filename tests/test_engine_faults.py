@@ -33,7 +33,7 @@ def engine(shared, model):
     shared._error, shared._thread, shared._open, shared._new = None, None, {}, []
     shared._answers.clear()
     shared._scheduler = Scheduler(shared.rows, shared.pages, shared.capacity, shared.chunk)
-    shared._device.params, shared._model = model.params, model
+    shared._device.params, shared.model = model.params, model
     return shared
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from xinfer_jax.engine import scheduler
-from xinfer_jax.engine.scheduler import Back, Out, Read, Row, Scheduler
+from xinfer_jax.engine.scheduler import Move, Read, Row, Scheduler
 
 PAGE, CHUNK, CAPACITY, PATIENCE = 4, 12, 60, 3  # so small that short prompts see everything
 
@@ -35,7 +35,7 @@ class Device:
     def submit(self, ids, most, **options):
         row = Row(ids, most, **options)
         row.should, row.chosen, row.late, row.weights = [], [], 0, None
-        if self.books.fits(row):
+        if len(ids) + most <= self.books.room:
             self.books.submit(row)
             self.rows.append(row)
             self.queue.append(row)
@@ -44,16 +44,16 @@ class Device:
     def do(self, actions):
         self.lost |= len(self.books.published) < self.published  # before anything new is published
         for action in actions:
-            if isinstance(action, Out):
+            if isinstance(action, Read):
+                self.read(action)
+            elif action.out:
                 self.host[action.row] = [self.cells[page].copy() for page in action.pages]
                 self.queue.append(action.row)
-            elif isinstance(action, Back):
+            else:
                 self.enter(action.row)
                 for page, cells in zip(action.pages, self.host.pop(action.row), strict=True):
                     self.cells[page] = cells
-            else:
-                self.read(action)
-        outs = [action.row.arrival for action in actions if isinstance(action, Out)]
+        outs = [action.row.arrival for action in actions if isinstance(action, Move) and action.out]
         assert not outs or max(row.arrival for row in self.books.seated) < min(outs)  # the youngest made way
         assert [isinstance(action, Read) for action in actions[:-1]].count(True) == 0
         self.check()
@@ -78,8 +78,9 @@ class Device:
         assert start % PAGE == 0 and 0 < count <= form and (count == form or last)
         assert last == (start + count == len(row.ids)) and not (whole and last)
         for at in range(start, start + count):
-            assert form == self.form(row, at) or not row.exact
-            self.write(row, row.ids[at], form)
+            program = form if row.scored is None else "scoring"
+            assert program == self.form(row, at) or not row.exact
+            self.write(row, row.ids[at], program)
         if last:
             row.chosen.append(len(row.ids) % 2)
         self.books.dispatched(piece)
@@ -87,6 +88,8 @@ class Device:
             self.publish(row, row.ids[: row.held], start, form=True)
 
     def form(self, row, at):
+        if row.scored is not None:
+            return "scoring"
         return CHUNK if at < (len(row.ids) - 1) // CHUNK * CHUNK else PAGE
 
     def bits(self, row, before, token, form):
@@ -105,8 +108,6 @@ class Device:
         return row.salt, self.weights, tuple(ids[:end]), forms
 
     def publish(self, row, ids, start, form):
-        if row.reads_all:  # another program reads them
-            return
         for end in range(start // PAGE * PAGE + PAGE, len(ids) + 1, PAGE):
             self.known.add(self.keys(row, ids, end, False))
             if form and row.exact:
@@ -114,15 +115,16 @@ class Device:
 
     def look_up(self, row, start):
         """What a set of prefixes says is found; less once pages were given up."""
-        cut, best = (len(row.ids) - 1) // CHUNK * CHUNK, [0, 0]
+        cut, best, most = (len(row.ids) - 1) // CHUNK * CHUNK, [0, 0], len(row.ids)
+        if row.scored is not None:
+            cut, most = 0, min(most, row.scored)
         for form in (False, True):
-            for end in range(PAGE, len(row.ids), PAGE):
+            for end in range(PAGE, most, PAGE):
                 if self.keys(row, row.ids, end, form) not in self.known:
                     break
                 if not form or end >= cut or end % CHUNK == 0:
                     best[form] = end
-        allowed = self.books.prefix_cache and not row.reads_all
-        expected = allowed and (max(best) if row.share_answers else best[True])
+        expected = self.books.prefix_cache and (max(best) if row.share_answers else best[True])
         assert start == row.hits == expected or (self.lost and start == row.hits < expected)
         row.weights = self.weights
         for at in range(start):
@@ -205,7 +207,7 @@ OPTIONS = st.fixed_dictionaries(
     optional={
         "priority": st.integers(0, 2),
         "salt": st.just(b"other"),
-        "reads_all": st.booleans(),
+        "scored": st.integers(0, 30),
         "share_answers": st.just(True),
     },
 )
@@ -274,13 +276,16 @@ def test_a_prompt_is_cut_by_its_length(length, pieces):
 
 
 def test_hits_are_whole_pieces_of_the_cut():
-    books = Scheduler(rows=8, pages=100, capacity=4096, chunk=256)
+    books = Scheduler(rows=10, pages=150, capacity=4096, chunk=256)
     read(books, Row([7] * 600, 5))
     for row, hits in [
         (Row([7] * 500 + [8] * 100, 5), 256),  # 448 are the same, but read in chunks of 256
         (Row([7] * 256, 5), 0),  # too short for a whole chunk: another program
         (Row([7] * 600, 5, salt=b"other"), 0),
-        (Row([7] * 600, 5, reads_all=True), 0),
+        (Row([7] * 600, 5, scored=0), 0),
+        (Row([7] * 600 + [5], 5, scored=600), 576),  # of what the one before read
+        (Row([7] * 600 + [6], 5, scored=577), 576),
+        (Row([7] * 600 + [7], 5, scored=576), 512),  # how likely that token is stands behind the 575th
         (Row([7] * 500 + [9] * 100, 5, share_answers=True), 448),
     ]:
         read(books, row)

@@ -32,7 +32,7 @@ ROOMS = {
         "quantized_formats", "loading",
     ),
     "text": (),
-    "engine": ("scheduler", "device", "requests", "statistics", "engine"),
+    "engine": ("scheduler", "device", "requests", "submission", "statistics", "engine"),
     "cli": ("terminal", "process", "program", "startup", "answer", "chat", "answer_flags", "chat_flags"),
 }  # fmt: skip
 ORDER = [".".join(filter(None, (room, name))) for room, names in ROOMS.items() for name in names or ("",)]

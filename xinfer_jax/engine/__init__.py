@@ -2,12 +2,14 @@
 any company.
 
 In the order to read: `scheduler` decides who reads, who decodes and in which pages, in plain Python; `device`
-runs it; `requests` are what callers hold; `statistics` says what it did; `engine` takes the turns.
+runs it; `requests` are what callers hold; `submission` checks what comes in; `statistics` says what it did;
+`engine` takes the turns.
 
 - A page is shared only where its keys have the bits that the row would have made: the digest under which it
   is found holds the salt, all tokens up to its end, and the program that read each page. Which one reads a
-  token follows from the prompt's length alone, so hits cover whole pieces of that cut. Those who ask share
-  pages that decoding wrote too, in a second chain of digests without the programs.
+  token follows from the prompt's length alone, so hits cover whole pieces of that cut; prompts whose tokens'
+  log-probabilities are asked have a program, and pages, of their own. Those who ask share pages that decoding
+  wrote too, in a second chain of digests without the programs.
 - Pages come as needed, and the older row wins: the youngest goes to host memory and comes back as it was, so
   nothing is computed again. A row enters only where there is room for its whole prompt and a page more for
   every other, and sends nobody away: few are thrown out soon after they came.

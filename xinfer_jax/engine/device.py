@@ -22,7 +22,7 @@ from ..generation.speculation import Speculation, check, look_up, to_check
 from ..generation.state import DecodeState, new_state
 from ..model.decoder import hidden_states, unembed
 from ..sampling.context import start
-from ..sampling.logprobs import no_alternatives
+from ..sampling.logprobs import Alternatives, no_alternatives
 from ..sampling.settings import per_row
 from ..weights.params import Params
 
@@ -92,15 +92,15 @@ class Device:
         return behind
 
     def score(self, pages: list[int], ids: Sequence[int], first: int, targets: Sequence[int]) -> Any:
-        """The same for 64 at most; of each what the model says of the token behind it, `targets`: its
-        log-probability [T], and the likeliest, ids [T, A] and log-probabilities.
+        """The same for 64 at most; of each what the model says of the token behind it, `targets`:
+        `Alternatives` whose numbers before any processor are those after all of them.
         """
         target_T = np.zeros(PAGE, np.int32)
         target_T[: len(targets)] = targets
         args = *self._piece(ids, False), self._cache(pages, first), target_T, self._impl
-        found, cache = self._do(_SCORE, *self._model, *args)
+        noted, cache = self._do(_SCORE, *self._model, *args)
         self.pools = _pools(cache)
-        return found
+        return noted
 
     def first_choice(self, behind: Any, row: DecodeState) -> tuple[DecodeState, Window]:
         """The row with its first token."""
@@ -171,15 +171,14 @@ class Device:
         """Of a row that holds so many tokens."""
         table_1P = np.zeros((1, self._width), np.int32)
         table_1P[0, : len(pages)] = pages
-        counts: Any = np.array([length], np.int32), np.zeros(1, bool), None
-        return KVCache(_layers(self.config, self.pools, table_1P, self._capacity), *counts)
+        return _cache(self.config, self.pools, table_1P, self._capacity, np.array([length], np.int32))
 
 
-def _layers(config: ModelConfig, pools: Any, table_BP: Any, capacity: int) -> tuple[Paged, ...]:
-    return tuple(
-        Paged(k, v, window, capacity, table_BP)
-        for (k, v), window in zip(pools, config.layer_windows, strict=True)
-    )
+def _cache(config: ModelConfig, pools: Any, table_BP: Any, capacity: int, length_B: Any) -> KVCache:
+    pairs = zip(pools, config.layer_windows, strict=True)
+    layers = tuple(Paged(k, v, window, capacity, table_BP) for (k, v), window in pairs)
+    overflow_B: Any = np.zeros(len(table_BP), bool)
+    return KVCache(layers, length_B, overflow_B, None)
 
 
 def _pools(cache: KVCache) -> tuple[tuple[Any, Any], ...]:
@@ -199,7 +198,7 @@ def _window(  # noqa: PLR0913
     state = _with_room(dataclasses.replace(rows, limit_B=jnp.where(among_B, rows.limit_B, 0)), WINDOW)
     began_B, zeros_B = state.active_B, jnp.zeros(len(among_B), jnp.int32)
     length_B = jnp.where(began_B, state.position_B - 1, 0)
-    cache = KVCache(_layers(config, pools, table_BP, capacity), length_B, jnp.zeros(len(began_B), bool), None)
+    cache = _cache(config, pools, table_BP, capacity, length_B)
 
     def step(state, cache, counts):
         token_BT, num_tokens_B = state.token_B[:, None], state.active_B.astype(jnp.int32)
@@ -245,14 +244,16 @@ def _without_room(state):
 def _score(params, config, tokens_1T, num_tokens_1, cache, target_T, impl):
     hidden_1TD, cache = hidden_states(params, config, tokens_1T, cache, num_tokens_1, impl=impl)
 
-    def part(hidden_TD, target_T):
+    def part(pair):
+        hidden_TD, target_T = pair
         logprobs_TV = jax.nn.log_softmax(unembed(params, config, hidden_TD), -1)
         top_TA, id_TA = jax.lax.top_k(logprobs_TV, min(MOST_LOGPROBS, config.vocab_size))
-        return jnp.take_along_axis(logprobs_TV, target_T[:, None], 1)[:, 0], id_TA, top_TA
+        return id_TA, top_TA, jnp.take_along_axis(logprobs_TV, target_T[:, None], 1)[:, 0]
 
     parts = hidden_1TD.reshape(-1, _SCORED, hidden_1TD.shape[-1]), target_T.reshape(-1, _SCORED)
-    found = jax.lax.map(lambda pair: part(*pair), parts)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found), cache
+    found = jax.lax.map(part, parts)
+    id_1TA, top_1TA, logprob_1T = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), found)
+    return Alternatives(id_1TA, top_1TA, id_1TA, top_1TA, logprob_1T, None), cache
 
 
 def _take_row(rows, slot):

@@ -8,7 +8,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -20,32 +20,26 @@ from ..cache.kv_cache import cache_bytes
 from ..cache.quantized import KV_BITS
 from ..checkpoint.loading import Model
 from ..checks import in_order, whole
-from ..config.model_config import ModelConfig, with_fixed_rope
+from ..config.model_config import with_fixed_rope
 from ..errors import InputError, shown
-from ..generation.options import Call, GenerateOptions, GenerateOutput, asked, checked
+from ..generation.options import GenerateOptions, GenerateOutput
 from ..generation.programs import Ahead
 from ..generation.speculation import MOST_GUESSES
 from ..memory import check_memory, memory_bytes
 from ..model.attention import check_impl
 from ..sampling.choice import answer_keys, check_key
-from ..sampling.logprobs import rows_of_tokens
-from ..sampling.settings import SamplingConfig
-from ..text import Prompt, encode_prompt, stops_of
+from ..sampling.logprobs import TokenLogprobs, rows_of_tokens
+from ..text import Prompt
 from ..weights.params import Params, cache_dtype as usual_dtype, resolve_dtype, tree_bytes
-from .device import MOST_EOS, MOST_LOGPROBS, MOST_STOPS, WINDOW, Device, Window
+from .device import MOST_LOGPROBS, WINDOW, Device, Window
 from .requests import Answer, Request
-from .scheduler import PAGE, Action, Back, Out, Read, Row, Scheduler, pages_for
+from .scheduler import PAGE, Action, Read, Row, Scheduler, pages_for
 from .statistics import EngineStats, Recent
+from .submission import request_of
 
 _LOOK_SECONDS = 0.1  # between two looks of the host, while requests may come or are read along
 _UNKNOWN = 8  # steps of the first window, as nobody knows how long they take
 _SHARE = 0.5  # of the memory beside the weights, for pages
-_OF_THE_ENGINE = dict(
-    capacity="give it to Engine", impl="give it to Engine", cache_dtype="give it to Engine",
-    draft="give draft='lookup' to Engine", use_cache="an engine has pages",
-    prefix="an engine shares pages itself", keep_prefix="an engine shares pages itself",
-    logits="use generate, or logprobs",
-)  # fmt: skip
 
 
 class Engine:
@@ -54,7 +48,8 @@ class Engine:
     gets alone in an engine of the same shape, whatever else runs.
 
     Attributes:
-        rows, capacity, pages, chunk, guesses: its shape.
+        model: with the weights of the last `update`.
+        rows, capacity, pages, chunk, guesses, impl: its shape.
         about: what it has, and the seconds that it took to be ready.
     """
 
@@ -109,7 +104,7 @@ class Engine:
         self.cache_bytes = self.pages * page_bytes
         need, what = self.weight_bytes + self.cache_bytes, f"weights and {self.pages} pages"
         check_memory(need, what, "ask for fewer pages, or a smaller cache_dtype")
-        self._model, self._impl, self._switch = model, impl, config.rope.switches_at
+        self.model, self.impl, self.switches_at = model, impl, config.rope.switches_at
         self._scheduler = Scheduler(self.rows, self.pages, self.capacity, self.chunk, prefix_cache)
         self._news, self._turn = threading.Condition(), threading.Lock()
         self._new: list[Answer] = []  # submitted, and not seen by the scheduler yet
@@ -119,8 +114,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._recent, self._seconds = Recent(), 0.0  # of a step of decoding, lately
-        fixed = with_fixed_rope(config, 1, min(self.capacity, self._switch or self.capacity))
-        self._device = self._warm_up(fixed, dtype)
+        self._device = self._warm_up(dtype)
 
     def submit(  # noqa: PLR0913  a door
         self,
@@ -133,6 +127,8 @@ class Engine:
         salt: str = "",
         share_answers: bool = False,
         prompt_logprobs: int | None = None,
+        prompt_logprobs_from: int = 0,
+        live: bool = True,
     ) -> Request:
         """Queues a request; any thread may. Its tokens are those of `generate([ids], options, key=key)`.
 
@@ -146,14 +142,17 @@ class Engine:
             salt: prompts share pages only with those of the same salt.
             share_answers: this prompt may find what earlier answers wrote, and later ones what this answer
                 writes (turns of a chat); the last bits may then differ from those alone.
-            prompt_logprobs: what the model says of each token of the prompt too, with so many alternatives;
-                such a prompt is read whole.
+            prompt_logprobs: what the model says of each token of the prompt too, with so many alternatives.
+            prompt_logprobs_from: of the tokens from this one on; what stands before may come from pages of
+                other such requests.
+            live: somebody may read along. Without it windows of decoding are longer.
 
         Raises:
             InputError: what cannot be served, or can never fit; the engine is closed, or broke down.
         """
-        request = self._request(prompt, options, key, 0)
-        request.live = True
+        self._check_open()
+        request = request_of(self, prompt, options, key, 0)
+        request.live = bool(live)
         if deadline is not None:
             if not isinstance(deadline, int | float | np.number) or not deadline > 0:
                 raise InputError(f"deadline must be a number of seconds above 0, got {shown(deadline)}")
@@ -162,13 +161,14 @@ class Engine:
             raise InputError(f"salt must be a text, got {shown(salt)}")
         if prompt_logprobs is not None:
             request.asks = whole("prompt_logprobs", prompt_logprobs, 0, MOST_LOGPROBS)
+        scored = None if prompt_logprobs is None else whole("prompt_logprobs_from", prompt_logprobs_from, 0)
         for answer in request.answers:
             row = answer.row
             row.priority, row.salt = (
                 whole("priority", priority, -(2**31), 2**31),
                 salt.encode("utf-8", "surrogatepass"),
             )
-            row.reads_all = prompt_logprobs is not None and answer is request.answers[0]
+            row.scored = scored if answer is request.answers[0] else None
             row.share_answers = bool(share_answers)
         self._queue([request])
         return request
@@ -185,6 +185,7 @@ class Engine:
         """
         if not in_order(prompts):
             raise InputError(f"prompts must be a list of ids, texts or conversations, got {shown(prompts)}")
+        self._check_open()
         each = list(options) if isinstance(options, Sequence) else [options] * len(prompts)
         if len(each) != len(prompts):
             raise InputError(f"{len(each)} options for {len(prompts)} prompts: give one, or one per prompt")
@@ -192,7 +193,7 @@ class Engine:
         requests = []
         for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
             try:
-                requests.append(self._request(prompt, own, key, i))
+                requests.append(request_of(self, prompt, own, key, i))
             except InputError as error:
                 raise InputError(f"prompt {i}: {error}") from error
         self._queue(requests)
@@ -207,15 +208,15 @@ class Engine:
         wrote are not shared any more; rows under way go on with what they hold. The arrays must stay: not be
         donated to a step of training.
         """
-        kinds = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (params, self._model.params)]
+        kinds = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (params, self.model.params)]
         if kinds[0] != kinds[1]:
             raise InputError("the new parameters have other shapes or types: make an Engine of them")
-        params, done = jax.tree.map(_held, params, self._model.params), threading.Event()
+        params, done = jax.tree.map(_held, params, self.model.params), threading.Event()
 
         def order() -> None:
             self._device.params = params
             self._scheduler.drop_shared()
-            self._model = dataclasses.replace(self._model, params=params)
+            self.model = dataclasses.replace(self.model, params=params)
             done.set()
 
         with self._news:
@@ -232,6 +233,11 @@ class Engine:
         counts: dict[str, Any] = self._scheduler.counts()
         counts["waiting"] += len(self._new)
         return EngineStats(**counts, **self._recent.known())
+
+    @property
+    def room(self) -> int:
+        """Tokens of a prompt and its answer together that it can hold."""
+        return self._scheduler.room
 
     @property
     def started(self) -> bool:
@@ -295,13 +301,8 @@ class Engine:
 
     def _break(self, error: BaseException) -> None:
         with self._news:
-            self._error = self._error or error
-            for request in self._open:
-                request.end(request.error or error)
-            broken, self._open, self._new = self._open, {}, []
-            self._news.notify_all()
-        for request in broken:
-            request.tell()
+            self._error, self._new = self._error or error, []
+            self._tell(list(self._open))
 
     def _take_turn(self) -> bool:
         with self._news:
@@ -344,25 +345,28 @@ class Engine:
     def _carry_out(self, actions: Iterable[Action]) -> None:
         for action in actions:
             row, answer = action.row, self._answers[action.row]
-            if isinstance(action, Out):
+            if isinstance(action, Read):
+                self._read(action, answer)
+            elif action.out:
                 answer.pages = self._device.take_pages(action.pages)
                 answer.state = self._device.take_row(action.slot) if row.read else answer.state
-            elif isinstance(action, Back):
-                self._device.put_pages(action.pages[: pages_for(row.held)], answer.pages)
+            else:
+                self._device.put_pages(action.pages, answer.pages)
                 if row.read:
                     self._device.place(action.slot, answer.state)
                 answer.pages = answer.state = None
-            else:
-                self._read(action, answer)
 
     def _read(self, piece: Read, answer: Answer) -> None:
         row, request, start, end = piece.row, answer.request, piece.start, piece.start + piece.count
         request.times.setdefault("read", time.monotonic())
-        for at in range(start, end, PAGE) if row.reads_all else ():
-            ids, targets = row.ids[at : min(at + PAGE, end)], row.ids[at + 1 : at + 1 + PAGE]
-            request.note_prompt(at, *self._device.score(row.pages, ids, at, targets))
-        if piece.last or not row.reads_all:
+        if piece.last or row.scored is None:
             behind = self._device.read(row.pages, row.ids[start:end], start, piece.whole)
+        if row.scored is not None:  # after it: the pages are to be this program's
+            targets = row.ids[start + 1 : end + 1]
+            noted = self._device.score(row.pages, row.ids[start:end], start, targets)
+            known = noted, np.array([targets]), np.asarray(noted.processed_BT), [len(targets)]
+            unasked = max(0, row.scored - start - 1)
+            request.prompt_logprobs += _cut(known, request.asks)[unasked:]
         self._recent.read_tokens += piece.count
         self._scheduler.dispatched(piece)
         if piece.last:
@@ -402,9 +406,9 @@ class Engine:
         request, count = answer.request, int(out.count_B[slot])
         self._recent.chosen_tokens += count
         if request.call.options.logprobs:
-            parts = out.alternatives, out.tokens_BT, out.logprobs_BT, out.count_B
-            of_row: Any = jax.tree.map(lambda x_B: x_B[slot : slot + 1], parts)
-            answer.note(rows_of_tokens(*of_row)[0])
+            parts: Any = out.alternatives, out.tokens_BT, out.logprobs_BT, out.count_B
+            of_row = jax.tree.map(lambda x_B: x_B[slot : slot + 1], parts)
+            answer.alternatives += _cut(of_row, request.call.options.logprobs)
         ids, logprobs = out.tokens_BT[slot, :count].tolist(), out.logprobs_BT[slot, :count].tolist()
         try:
             ended = answer.push(ids, logprobs, bool(out.finished_B[slot]))
@@ -427,61 +431,13 @@ class Engine:
         """There is something new of these."""
         with self._news:
             for request in requests:
-                if request.ended and request in self._open:
-                    request.end(request.error)
+                if request in self._open and (request.ended or self._error):
+                    request.end(request.error or self._error)
                     self._recent.ended(request)
                     del self._open[request]
             self._news.notify_all()
         for request in requests:
             request.tell()
-
-    def _request(self, prompt: Any, options: GenerateOptions | None, key: Any, i: int) -> Request:
-        """A checked request, whose answers draw as those of prompt i."""
-        self._check_open()
-        options, model = asked(options), self._model
-        for name, why in _OF_THE_ENGINE.items():
-            if (value := getattr(options, name)) != getattr(GenerateOptions, name):
-                raise InputError(f"{name}={shown(value)} is not for a request: {why}")
-        stops = stops_of(options)
-        if stops and model.tokenizer is None:
-            raise InputError("stop_strings need a tokenizer, which this checkpoint lacks: use stop_token_ids")
-        text = isinstance(prompt, str) or in_order(prompt) and len(prompt) and isinstance(prompt[0], Mapping)
-        ids = encode_prompt(model, prompt) if text else prompt
-        if key is not None:  # from the host, wherever it was: nothing is compiled for it
-            data: Any = np.asarray(jax.random.key_data(check_key(key, np.size(key))))
-            key = jax.random.wrap_key_data(data[i : i + 1] if data.ndim > 1 else data)
-        options = dataclasses.replace(options, stop_strings=(), impl=self._impl, sampling=_on_host(options))
-        call = checked(model.params, model.config, [ids], options, key)
-        self._check(call)
-        request, of_prompt = Request(self, call, model.tokenizer, stops), [0 if call.key.ndim else i]
-        for j in range(call.answers):
-            of_answer = np.array([j], np.int32) if call.answers > 1 else None
-            key_1 = answer_keys(call.key, np.array(of_prompt, np.int32), of_answer)
-            row = Row(call.prompts[0], call.options.max_new_tokens)
-            request.answers.append(Answer(request, row, key_1))
-        return request
-
-    def _check(self, call: Call) -> None:
-        """Raises InputError for what can never be served here."""
-        options, need = call.options, call.longest + call.options.max_new_tokens
-        for name, count, limit in (
-            ("logprobs", options.logprobs, MOST_LOGPROBS),
-            ("eos_token_ids", len(options.eos_token_ids or ()), MOST_EOS),
-            ("stop_token_ids", len(options.stop_token_ids), MOST_STOPS),
-        ):
-            if count > limit:
-                raise InputError(f"{name}: an engine takes {limit} at most, got {count}")
-        asked_for = f"prompt of {call.longest} tokens + max_new_tokens {options.max_new_tokens}"
-        if need > (most := self._scheduler.room):
-            raise InputError(
-                f"{asked_for} exceeds the {most} that a row of this engine can hold: shorten it, or make the"
-                " engine with more capacity or pages"
-            )
-        if self._switch is not None and need > self._switch:
-            raise InputError(
-                f"{asked_for} exceeds {self._switch}, beyond which rope type 'longrope' changes its factors:"
-                " an engine's rows stay on one side, use generate"
-            )
 
     def _check_open(self) -> None:
         if self._error is not None:
@@ -499,10 +455,11 @@ class Engine:
         room = int(_SHARE * max(0, memory_bytes() - self.weight_bytes)) // page_bytes
         return max(per_row + 1, min(2 * self.rows * per_row + 1, room))
 
-    def _warm_up(self, config: ModelConfig, dtype: Any) -> Device:
+    def _warm_up(self, dtype: Any) -> Device:
         """The device, with every program compiled and run once."""
-        shape = self.rows, self.pages, self.capacity, self.chunk, dtype, self._impl, self.guesses
-        make = partial(Device, self._model.params, config, *shape)
+        config = with_fixed_rope(self.model.config, 1, min(self.capacity, self.switches_at or self.capacity))
+        shape = self.rows, self.pages, self.capacity, self.chunk, dtype, self.impl, self.guesses
+        make = partial(Device, self.model.params, config, *shape)
         began, ahead = time.perf_counter(), Ahead()
         make(do=ahead).rehearse()
         ahead.end()
@@ -522,6 +479,12 @@ class Engine:
         return device
 
 
+def _cut(known: Any, most: int) -> list[TokenLogprobs]:
+    """`rows_of_tokens` of one row, with so many alternatives each."""
+    (tokens,) = rows_of_tokens(*known)
+    return [t._replace(top=t.top[:most], processed_top=t.processed_top[:most]) for t in tokens]
+
+
 def _held(new: Any, old: Any = None) -> jax.Array:
     """An array that its owner cannot change; where a caller has put the old one, or as little put there."""
     if not isinstance(new, jax.Array):
@@ -529,17 +492,6 @@ def _held(new: Any, old: Any = None) -> jax.Array:
     if old is None or new.committed == old.committed:
         return new
     return jax.device_put(new, old.sharding) if old.committed else jax.device_put(np.asarray(new))
-
-
-def _on_host(options: GenerateOptions) -> SamplingConfig | list[SamplingConfig]:
-    """Its settings without arrays of the device, for which something would be compiled."""
-    given = options.sampling
-
-    def one(sampling: Any) -> Any:
-        arrays = {name: np.asarray(x) for name, x in vars(sampling).items() if isinstance(x, jax.Array)}
-        return dataclasses.replace(sampling, **arrays) if arrays else sampling
-
-    return [*map(one, given)] if isinstance(given, list | tuple) else one(given)
 
 
 def _dtype(params: Params, asked_for: Any) -> Any:

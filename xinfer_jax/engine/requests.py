@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from functools import partial
 from typing import Any
 
 import jax
@@ -42,8 +41,7 @@ class Answer:
         self.state: Any = None  # of the device, while it made way
         self.pages: Any = None  # what they hold, while they are in host memory
         self.passes, self.accepted = 0, 0
-        stops = request.stop_strings
-        self._said = Said(request.tokenizer, stops) if request.tokenizer and stops else None
+        self._said = request.said() if request.stop_strings else None
 
     def push(self, ids: list[int], logprobs: list[float], finished: bool) -> bool:
         """Takes what the device chose, of which the last ended it or not; whether the answer has ended.
@@ -69,34 +67,29 @@ class Answer:
             return self._end("length")
         return not np.isfinite(logprobs).all() and self._end("error")
 
-    def note(self, noted: list[TokenLogprobs]) -> None:
-        """Takes the alternatives of the next tokens, as many as were asked for."""
-        most = self.request.call.options.logprobs
-        cut = (t._replace(top=t.top[:most], processed_top=t.processed_top[:most]) for t in noted)
-        self.alternatives += cut
-
     def _end(self, reason: str) -> bool:
         chosen = np.array([self.chosen]), np.array([self.logprobs]), np.array([len(self.chosen)])
         check_chosen(self.request.call, Chosen(*chosen, np.array([True])))
         self.finish_reason = reason
         return True
 
+    def since(self, given: int) -> tuple[list[int], bool]:
+        """Ids behind so many, and whether these are the last."""
+        ended = self.finish_reason is not None  # looked at first: what is true of it is true of the ids
+        return self.tokens[given:], ended
+
     def __iter__(self) -> Iterator[int]:
-        given, request = 0, self.request
-        while True:
-            request.engine.wait(partial(self._goes_beyond, given))
-            ended, new = self.finish_reason is not None, self.tokens[given:]
+        given, ended = 0, False
+        while not ended:
+            self.request.engine.wait(lambda given=given: any(self.since(given)))
+            new, ended = self.since(given)
             yield from new
             given += len(new)
-            if ended and given == len(self.tokens):
-                return request.raise_error()
-
-    def _goes_beyond(self, tokens: int) -> bool:
-        return len(self.tokens) > tokens or self.finish_reason is not None
+        self.request.raise_error()
 
     def text(self) -> Iterator[str]:
         """Pieces of text as they come; joined they are the answer, up to the first stop string."""
-        said = Said(self.request.needed_tokenizer, self.request.stop_strings)
+        said = self.request.said()
         for token in self:
             if piece := said.push(token):
                 yield piece
@@ -105,13 +98,13 @@ class Answer:
 
     async def text_async(self) -> AsyncIterator[str]:
         """`text` for an event loop, which goes on with other things until a piece comes."""
-        said, given = Said(self.request.needed_tokenizer, self.request.stop_strings), 0
+        said, given = self.request.said(), 0
         async for _ in self.request.news():
-            ended, new = self.finish_reason is not None, self.tokens[given:]
+            new, ended = self.since(given)
             given += len(new)
             if piece := "".join(map(said.push, new)):
                 yield piece
-            if ended and given == len(self.tokens):
+            if ended:
                 break
         self.request.raise_error()
         if rest := said.finish():
@@ -124,7 +117,8 @@ class Request:
     Attributes:
         ids: the prompt.
         answers: as many as were asked for (`n`, or `best_of`).
-        prompt_logprobs: where asked for: of each token of the prompt but the first what the model says of it.
+        prompt_logprobs: where asked for: what the model says of each token of the prompt, or of those from
+            one on; not of the first of all.
         error: what broke it off; None: nothing so far.
     """
 
@@ -132,11 +126,11 @@ class Request:
         """engine: that will answer; call: from `checked`, of one prompt."""
         self.engine, self.call, self.tokenizer, self.stop_strings = engine, call, tokenizer, stop_strings
         self.ids, self.answers = call.prompts[0], list[Answer]()
-        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.error: BaseException | None = None
         self.deadline, self.cancelled = float("inf"), False
         self.live = False  # others may come while it is answered, and somebody read along
-        self.asks: int | None = None  # alternatives of each token of the prompt
+        self.asks: Any = None  # alternatives of each token of the prompt
         self.submitted = time.monotonic()
         self.times: dict[str, float] = {}  # when: its first piece was read, it had a token, it ended
         self._wakers: list[Callable[[], None]] = []
@@ -181,11 +175,11 @@ class Request:
         """Whether every answer has ended."""
         return all(answer.finish_reason is not None for answer in self.answers)
 
-    @property
-    def needed_tokenizer(self) -> Tokenizer:
+    def said(self) -> Said:
+        """What makes text of an answer's ids."""
         if self.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: take the ids by `for id in request`")
-        return self.tokenizer
+        return Said(self.tokenizer, self.stop_strings)
 
     def raise_error(self) -> None:
         """What broke it off."""
@@ -210,15 +204,6 @@ class Request:
                 yield
         finally:
             self._wakers.remove(wake)
-
-    def note_prompt(self, start: int, logprob_T: Any, id_TA: Any, top_TA: Any) -> None:
-        """Takes what the model says of the tokens behind those from `start` on. Called by the engine."""
-        logprob_T, id_TA, top_TA = map(np.asarray, (logprob_T, id_TA, top_TA))
-        self.prompt_logprobs = self.prompt_logprobs or []
-        for t, token in enumerate(self.ids[start + 1 : start + 1 + len(logprob_T)]):
-            top = list(zip(id_TA[t].tolist(), top_TA[t].tolist(), strict=True))[: self.asks]
-            logprob = float(logprob_T[t])
-            self.prompt_logprobs.append(TokenLogprobs(token, logprob, logprob, top, top))
 
     def end(self, error: BaseException | None) -> None:
         """It has ended, or is broken off. Called by the engine, which then tells of it."""

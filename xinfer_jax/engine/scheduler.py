@@ -7,6 +7,7 @@ rows without tokens write. A full page is published under a digest of all tokens
 programs that read them, so whoever finds it gets the bits that it would have made.
 """
 
+import dataclasses
 from array import array
 from bisect import insort
 from collections import OrderedDict
@@ -17,7 +18,7 @@ from typing import Literal, NamedTuple
 
 PAGE = 64  # tokens: the key block of the kernels
 PATIENCE = 32  # a row that was passed over so often goes first
-_ANY_FORM = 0  # in digests of pages that any program may have written
+_ANY_FORM, _SCORED = 0, 1  # in digests: pages that any program may have written; that of scoring has
 
 
 def chain(salt: bytes, ids: Sequence[int], forms: Sequence[int]) -> list[bytes]:
@@ -34,38 +35,43 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
+@dataclasses.dataclass(eq=False)
 class Row:
     """One answer, as the scheduler sees it.
 
-    Args:
+    Attributes:
         ids: the prompt.
         most: tokens that it may choose.
         priority: higher goes first.
         salt: pages are shared only between rows of equal salt.
-        reads_all: every token of the prompt is read, by another program: no hits, and none for others.
+        scored: where not None, the prompt is read by the program that says how likely its tokens are: from
+            this one on all are read, and pages are shared only with such rows.
         share_answers: takes pages whatever program wrote them, and publishes those that decoding wrote.
+        pages: in order.
+        held: tokens whose keys are in its pages, or away.
+        hits: tokens of the prompt that came from shared pages.
+        arrival, passed: its number; later rows that got a slot before it.
+        exact: its keys have the bits that they have without company.
+        digests, loose: of the prompt's full pages; the same whatever program wrote them.
     """
 
-    def __init__(
-        self,
-        ids: Sequence[int],
-        most: int,
-        priority: int = 0,
-        salt: bytes = b"",
-        reads_all: bool = False,
-        share_answers: bool = False,
-    ):
-        self.ids, self.most, self.priority, self.salt = ids, most, priority, salt
-        self.reads_all, self.share_answers = reads_all, share_answers
-        self.slot: int | None = None
-        self.pages: list[int] = []  # in order
-        self.held = 0  # tokens whose keys are in its pages, or away
-        self.hits = 0  # tokens of the prompt that came from shared pages
-        self.arrival = self.passed = 0  # its number; later rows that got a slot before it
-        self.exact = True  # its keys have the bits that they have without company
-        self.publishes, self.ended = True, False
-        self.digests: list[bytes] = []  # of the prompt's full pages
-        self.loose: list[bytes] = []  # the same whatever program wrote them
+    ids: Sequence[int]
+    most: int
+    priority: int = 0
+    salt: bytes = b""
+    scored: int | None = None
+    share_answers: bool = False
+    slot: int | None = None
+    pages: list[int] = dataclasses.field(default_factory=list)
+    held: int = 0
+    hits: int = 0
+    arrival: int = 0
+    passed: int = 0
+    exact: bool = True
+    publishes: bool = True
+    ended: bool = False
+    digests: Sequence[bytes] = ()
+    loose: Sequence[bytes] = ()
 
     @property
     def read(self) -> bool:
@@ -100,20 +106,15 @@ class Row:
         return not waited, 0 if waited else -self.priority, self.arrival
 
 
-class Out(NamedTuple):
-    """Copy these pages, and the slot's state if the row was running, to host memory; then they are free."""
+class Move(NamedTuple):
+    """Copy these pages, and the slot's state if the row was running, to host memory: then they are free. Or
+    copy what went out into these pages and this slot: the row goes on where it was.
+    """
 
     row: Row
     slot: int
     pages: list[int]
-
-
-class Back(NamedTuple):
-    """Copy what went out into these pages and this slot: the row goes on where it was."""
-
-    row: Row
-    slot: int
-    pages: list[int]
+    out: bool
 
 
 class Read(NamedTuple):
@@ -126,7 +127,7 @@ class Read(NamedTuple):
     last: bool  # behind it the first token is chosen, and the row runs
 
 
-Action = Out | Back | Read
+Action = Move | Read
 
 
 class Scheduler:
@@ -188,15 +189,10 @@ class Scheduler:
         """Tokens that a row can hold if it is alone."""
         return min(self.capacity, (self.pages - 1) * PAGE)
 
-    def fits(self, row: Row) -> bool:
-        """Whether the row could be served if it were alone."""
-        return len(row.ids) + row.most <= self.room
-
     def submit(self, row: Row) -> None:
-        """Queues a row that fits."""
+        """Queues a row for which there is `room`."""
         self.arrivals += 1
-        # The program that scores a prompt may write other last bits.
-        row.arrival, row.publishes = self.arrivals, self.prefix_cache and not row.reads_all
+        row.arrival, row.publishes = self.arrivals, self.prefix_cache
         insort(self.waiting, row, key=lambda row: row.rank)
 
     def read_next(self) -> list[Action]:
@@ -204,7 +200,7 @@ class Scheduler:
         actions: list[Action] = []
         while self.waiting and (row := self.waiting[0]).away and self._enter(row):
             self._take(row, row.held, actions)
-            actions.append(Back(row, self.slots.index(row), row.pages.copy()))
+            actions.append(Move(row, self.slots.index(row), row.pages[: pages_for(row.held)], False))
         reading = sorted((row for row in self.seated if not row.read), key=lambda row: row.rank)
         if self.waiting and not (reading and reading[0].rank < self.waiting[0].rank):
             row = self.waiting[0]
@@ -231,7 +227,7 @@ class Scheduler:
         """Pages for the next steps of every row that runs, or of those for whom there are enough."""
         actions: list[Action] = []
         for row in self.seated:
-            if row.state == "running":
+            if row.state == "running":  # another may have sent it out just now
                 left = max(0, len(row.ids) + row.most - 1 - row.held)  # the last token chosen is not written
                 if not self._take(row, row.held + min(steps, left), actions):
                     actions.append(self._send_out(row))
@@ -299,11 +295,15 @@ class Scheduler:
 
     def _find(self, row: Row) -> list[int]:
         """The shared pages that a row begins with; of any form if it may and they reach further."""
-        if row.reads_all or row.away or not self.prefix_cache:
+        if row.away or not self.prefix_cache:
             return []
-        full, last, cut = len(row.ids) // PAGE, (len(row.ids) - 1) // PAGE, self._cut(row)
+        full, cut, needed = len(row.ids) // PAGE, self._cut(row), len(row.ids)
+        if row.scored is not None:
+            needed = max(1, min(needed, row.scored))  # what stands before it says how likely it is
+        last = (needed - 1) // PAGE
         if not row.digests:
-            forms = [self.chunk if at * PAGE < cut else PAGE for at in range(full)]
+            by_page = PAGE if row.scored is None else _SCORED
+            forms = [self.chunk if at * PAGE < cut else by_page for at in range(full)]
             row.digests = chain(row.salt, row.ids, forms)
             row.loose = chain(row.salt, row.ids, [_ANY_FORM] * full)
         exact = self._found(row.digests[:last])
@@ -319,7 +319,7 @@ class Scheduler:
 
     def _cut(self, row: Row) -> int:
         """Tokens of the prompt that are read in whole chunks."""
-        return (len(row.ids) - 1) // self.chunk * self.chunk
+        return (len(row.ids) - 1) // self.chunk * self.chunk if row.scored is None else 0
 
     def _piece(self, row: Row) -> Read:
         """What the row reads next; behind hits that end within a chunk page by page up to its end."""
@@ -344,8 +344,8 @@ class Scheduler:
             self.holders[row.pages[-1]] = 1
         return True
 
-    def _send_out(self, row: Row) -> Out:
-        out = Out(row, self.slots.index(row), row.pages[: pages_for(row.held)])
+    def _send_out(self, row: Row) -> Move:
+        out = Move(row, self.slots.index(row), row.pages[: pages_for(row.held)], True)
         self._give_back(row)
         insort(self.waiting, row, key=lambda row: row.rank)
         self.preemptions += 1
