@@ -33,7 +33,12 @@ ROOMS = {
     ),
     "text": (),
     "engine": ("scheduler", "device", "requests", "submission", "statistics", "engine"),
-    "cli": ("terminal", "process", "program", "startup", "answer", "chat", "answer_flags", "chat_flags"),
+    "api": ("bodies", "responses"),
+    "batch": ("lines", "ledger", "work", "run", "dataset"),
+    "cli": (
+        "terminal", "process", "program", "startup", "answer", "chat", "batch", "answer_flags", "chat_flags",
+        "batch_flags",
+    ),
 }  # fmt: skip
 ORDER = [".".join(filter(None, (room, name))) for room, names in ROOMS.items() for name in names or ("",)]
 LIBRARY = ROOT / "xinfer_jax"

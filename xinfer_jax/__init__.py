@@ -8,6 +8,8 @@ from importlib import import_module
 
 TYPE_CHECKING = False  # as a type checker reads it; typing would be most of what this import costs
 if TYPE_CHECKING:
+    from .batch.dataset import DatasetGenerator as DatasetGenerator
+    from .batch.run import generate_file as generate_file
     from .cache.kv_cache import KVCache as KVCache, init_cache as init_cache, truncate as truncate
     from .cache.prefix import Prefix as Prefix
     from .cache.prefix_files import load_prefix as load_prefix, save_prefix as save_prefix
@@ -74,6 +76,8 @@ _HOMES = {
     "engine.engine": ("Engine",),
     "engine.requests": ("Answer", "Request"),
     "engine.statistics": ("EngineStats",),
+    "batch.dataset": ("DatasetGenerator",),
+    "batch.run": ("generate_file",),
     "text": ("TextStream", "alternatives_text", "encode_prompt", "generate_text", "stream_text"),
     "checkpoint.tokenizer": ("Tokenizer",),
 }

@@ -1,4 +1,4 @@
-"""The processes: `xinfer-jax`, which `python -m xinfer_jax` is too, and `xinfer-jax-chat`."""
+"""The processes: `xinfer-jax`, which `python -m xinfer_jax` is too, `xinfer-jax-chat`, `xinfer-jax-batch`."""
 
 import os
 import signal
@@ -18,6 +18,10 @@ def chat() -> None:
     run(_chat)
 
 
+def batch() -> None:
+    run(_batch, signal.SIGTERM)
+
+
 def _main() -> None:
     from .cli import answer_flags  # only here: Ctrl-C is caught by now
 
@@ -28,6 +32,12 @@ def _chat() -> None:
     from .cli import chat_flags
 
     chat_flags.main(sys.argv)
+
+
+def _batch() -> None:
+    from .cli import batch_flags
+
+    batch_flags.main(sys.argv)
 
 
 if __name__ == "__main__":

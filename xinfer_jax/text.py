@@ -22,7 +22,15 @@ Conversation = Sequence[Mapping[str, Any]]  # messages of that form
 Prompt = str | Conversation
 
 
-def encode_prompt(model: Model, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> list[int]:
+def encode_prompt(
+    model: Model,
+    prompt: Prompt,
+    *,
+    system: str | None = None,
+    raw: bool = False,
+    add_special_tokens: bool = True,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
     """The token ids that `generate_text` would start from.
 
     Args:
@@ -30,6 +38,8 @@ def encode_prompt(model: Model, prompt: Prompt, *, system: str | None = None, ra
         prompt: the user's text, or a whole conversation [{"role": "user", "content": "…"}, …].
         system: the system message put before it.
         raw: take the text as it is, without the chat template.
+        add_special_tokens: to such a text, what the checkpoint puts around each (BOS, say).
+        chat_template_kwargs: further variables of the chat template (enable_thinking, …).
 
     A text for a checkpoint without a chat template is taken as it is, with a warning.
 
@@ -53,7 +63,8 @@ def encode_prompt(model: Model, prompt: Prompt, *, system: str | None = None, ra
         warnings.warn("this checkpoint has no chat template: the prompt is continued as it is", stacklevel=2)
         raw = True
     spoken = [] if system is None else [{"role": "system", "content": system}]
-    text = messages[0]["content"] if raw else tokenizer.apply_chat_template([*spoken, *messages])
+    variables = dict(chat_template_kwargs or {})
+    text = messages[0]["content"] if raw else tokenizer.apply_chat_template([*spoken, *messages], **variables)
     limit = model.config.context_length
     # Far beyond the limit tokenizing takes long, and the length often says enough.
     if len(text) > 16 * limit and (fewest := tokenizer.fewest_ids(text)) > limit:
@@ -61,7 +72,7 @@ def encode_prompt(model: Model, prompt: Prompt, *, system: str | None = None, ra
             f"the prompt has at least {fewest} tokens ({len(text)} characters), which exceeds the model's"
             f" context limit {limit}: shorten the prompt"
         )
-    ids = tokenizer.encode(text, add_special_tokens=raw)
+    ids = tokenizer.encode(text, add_special_tokens=raw and add_special_tokens)
     if not ids:
         raise InputError(f"the prompt {shown(prompt)} gives no tokens")
     return ids

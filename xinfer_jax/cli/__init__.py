@@ -1,10 +1,10 @@
-"""The commands `xinfer-jax` and `xinfer-jax-chat`. Everything they do is the library's; no other room imports
-this one.
+"""The commands `xinfer-jax`, `xinfer-jax-chat` and `xinfer-jax-batch`. Everything they do is the library's;
+no other room imports this one.
 
 In the order to read: `terminal` writes the answer, lines about it, and the status line; `process` minds
 Ctrl-C, closed streams and exit codes; `program` defines flags with their ranges, help and version; `startup`
-is what both do before the first token; `answer` and `chat` do the work of the two commands; `answer_flags`
-and `chat_flags` read their flags.
+is what they do before the first token; `answer`, `chat` and `batch` do the work of the commands;
+`answer_flags`, `chat_flags` and `batch_flags` read their flags.
 
 - Flags are read and refused before jax is imported, in 0.2 s instead of seconds: the package's names load
   when they are used, and `answer` or `chat` is imported with the work.

@@ -37,7 +37,7 @@ def answer(flags: Flags, prompt: str) -> int:
         checkpoints.append(open_model(draft, flags.dtype, flags.quantize))
         draft = checkpoints[1].model
     model = checkpoints[0].model  # of shapes, which say what to compile
-    sampling = _sampling(flags, model)
+    sampling = sampling_of(flags, model)
     options = GenerateOptions(
         flags.max_tokens, sampling, use_cache=flags.use_cache, impl=flags.impl,
         stop_strings=tuple(flags.stop), logprobs=flags.logprobs,
@@ -64,7 +64,7 @@ def answer(flags: Flags, prompt: str) -> int:
     return 0
 
 
-def _sampling(flags: Flags, model: Model) -> SamplingConfig:
+def sampling_of(flags: Flags, model: Model) -> SamplingConfig:
     """The checkpoint's defaults, overruled by flags."""
     names = {f.name: f.name for f in dataclasses.fields(SamplingConfig) if f.name in flags}
     names["min_new_tokens"] = "min_tokens"

@@ -50,7 +50,8 @@ def define_temperature(program: Program) -> None:
     program.integer("seed", "Seed of the sampling.", default=0, most=2**32 - 1)
 
 
-def _define_sampling(program: Program) -> None:
+def define_sampling(program: Program) -> None:
+    """How a token is chosen, beside the temperature."""
     program.integer("top_k", "Sample among the k most likely tokens; 0: all. Default: the checkpoint's.")
     reaching = "tokens that reach this probability; 1: all."
     program.number("top_p", f"Sample among the most likely {reaching} Default: the checkpoint's.", *_PART)
@@ -101,7 +102,7 @@ PROGRAM.text("system", "System message.")
 PROGRAM.switch("raw", "Continue the prompt as it is, without the chat template.")
 PROGRAM.integer("max_tokens", "Most tokens to generate.", default=128, least=1)
 define_temperature(PROGRAM)
-_define_sampling(PROGRAM)
+define_sampling(PROGRAM)
 _define_ways(PROGRAM)
 PROGRAM.choice(
     "cache_dtype", "Keys and values in int8, int4, gear or a float type. Default: float32 on CPU.",

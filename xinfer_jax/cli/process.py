@@ -17,14 +17,24 @@ from ..errors import InputError, one_line
 from .terminal import let_go, one_line_warnings, status, write
 
 _STACK = 64 << 20  # bytes; the main thread has 8 MiB and more, another may have 512 KiB
-_told: list[threading.Event] = []  # who hears of Ctrl-C first; a signal belongs to the process
+_told: list["Told"] = []  # who hears of Ctrl-C first; a signal belongs to the process
 
 
-def run(program: Callable[[], object]) -> None:
-    """Runs a program in a second thread, and ends the process as that ends, or with 130 at Ctrl-C; at once,
-    whatever else is under way.
+class Told(threading.Event):
+    """Set at a signal.
+
+    Attributes:
+        number: which it was.
     """
-    catch_interrupts()
+
+    number = 0
+
+
+def run(program: Callable[[], object], *signals: signal.Signals) -> None:
+    """Runs a program in a second thread, and ends the process as that ends, or with 130 at Ctrl-C, 128 + its
+    number at one of further signals; at once, whatever else is under way.
+    """
+    catch_interrupts(*signals)
     _fill_closed_streams()
     raised = []
 
@@ -49,18 +59,19 @@ def run(program: Callable[[], object]) -> None:
         raise raised[0]
 
 
-def catch_interrupts() -> None:
+def catch_interrupts(*signals: signal.Signals) -> None:
     """From now on Ctrl-C ends the process with 130; where it was ignored (a job in the background) it still
-    is.
+    is. Further signals likewise.
     """
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, _interrupted)
+    for number in (signal.SIGINT, *signals):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _interrupted)
 
 
 @contextmanager
-def told_first() -> Iterator[threading.Event]:
-    """Within, the first Ctrl-C sets this event instead of ending the process."""
-    event = threading.Event()
+def told_first() -> Iterator[Told]:
+    """Within, the first signal sets this event instead of ending the process."""
+    event = Told()
     _told.append(event)
     try:
         yield event
@@ -68,9 +79,10 @@ def told_first() -> Iterator[threading.Event]:
         _told.remove(event)
 
 
-def _interrupted(*_: object) -> None:
+def _interrupted(number: int, _: object) -> None:
     waiting = [event for event in _told if not event.is_set()]
     if waiting:
+        waiting[-1].number = number
         waiting[-1].set()
         return
     with suppress(RuntimeError):  # Python is ending: no thread starts any more
@@ -79,7 +91,7 @@ def _interrupted(*_: object) -> None:
         flushing.start()
         flushing.join(0.2)
     status.close()
-    os._exit(130)
+    os._exit(128 + number)
 
 
 def _flush() -> None:

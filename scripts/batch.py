@@ -1,0 +1,8 @@
+"""Answer a file of prompts, from a checkout: the installed command `xinfer-jax-batch`. See --help."""
+
+import one_line  # noqa: F401  (finds the package where it is not installed)
+
+from xinfer_jax.__main__ import batch
+
+if __name__ == "__main__":
+    batch()

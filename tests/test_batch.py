@@ -1,0 +1,504 @@
+"""A file of prompts: every form of line, killed and gone on with, in shards, scored."""
+
+import errno
+import gzip
+import io
+import itertools
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import xinfer_jax as xj
+from xinfer_jax.batch import ledger, lines, run
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import soak_batch
+
+SHAPE = dict(rows=4, capacity=256, chunk=128, pages=40, progress=False)
+QUESTION = "What is the capital of France?"
+
+
+@pytest.fixture(scope="module")
+def model() -> xj.Model:
+    return xj.load_model()
+
+
+def file_of(folder: Path, *rows, name="in.jsonl") -> Path:
+    path = folder / name
+    path.write_text("".join(row if isinstance(row, str) else f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def answered(model, folder, *rows, **more):
+    """(answers by id, report) of these lines."""
+    report = xj.generate_file(model, file_of(folder, *rows), folder / "out", **SHAPE | more)
+    found = [json.loads(row) for row in (folder / "out").read_text().splitlines()]
+    return {row.get("custom_id", row["id"]): row for row in found}, report
+
+
+def key_of(seed: int, identity) -> jax.Array:
+    return jax.random.fold_in(jax.random.key(seed), lines.hash_of(str(identity).encode(), 4))
+
+
+def test_every_form_of_line_is_answered_as_generate_does(model, tmp_path):
+    chat, ids = [dict(role="user", content=QUESTION)], [5, 6, 7]
+    api = dict(method="POST", body=dict(model="m", max_tokens=5, temperature=0.9, seed=3))
+    found, report = answered(
+        model,
+        tmp_path,
+        dict(prompt=QUESTION),
+        dict(messages=[dict(role="user", content=[dict(type="text", text=QUESTION)])]),
+        "\n",
+        dict(prompt=ids, temperature=0.9, max_tokens=6, custom_id="mine"),
+        dict(api, custom_id="chat", url="/v1/chat/completions", body=dict(api["body"], messages=chat)),
+        dict(api, custom_id="two", url="/v1/completions", body=dict(api["body"], prompt=["Hi", ids], n=2)),
+        dict(prompt="Hi", raw=True, max_tokens=2, n=2, logprobs=0, return_token_ids=True),
+        seed=9,
+    )
+    assert report["answered"] == 6 and report["errors"] == 0 and not report["stopped"]
+    assert [found[i]["text"] for i in (1, 2)] == ["The capital of France is Paris."] * 2
+    assert found[1]["usage"] == dict(prompt_tokens=26, completion_tokens=9, total_tokens=35)
+
+    def text(ids, count, key, j=0, n=1):
+        options = xj.GenerateOptions(count, xj.SamplingConfig(0.9), n=n)
+        return model.tokenizer.decode(
+            xj.generate(model.params, model.config, [ids], options, key=key).tokens[j]
+        )
+
+    assert found["mine"]["text"] == text(ids, 6, key_of(9, "mine"))
+    body = found["chat"]["response"]["body"]
+    assert (body["created"], body["model"], body["object"]) == (0, "m", "chat.completion")
+    key = jax.random.key(3)
+    assert body["choices"][0]["message"]["content"] == text(xj.encode_prompt(model, QUESTION), 5, key)
+    choices = found["two"]["response"]["body"]["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert choices[1]["text"] == text(xj.encode_prompt(model, "Hi", raw=True), 5, key, 1, 2)
+    assert choices[2]["text"] == text(ids, 5, jax.random.fold_in(key, 1), 0, 2)
+    both = found[7]["choices"]
+    assert [len(choice["token_ids"]) for choice in both] == [2, 2]
+    assert [len(row) for row in both[0]["logprobs"]["top_logprobs"]] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "row, why",
+    [
+        ("{bad\n", "property name"),
+        ("[1]\n", "must hold a JSON object"),
+        ('{"prompt": NaN}\n', "NaN is no JSON number"),
+        ('{"prompt": "\\ud800"}\n', "valid Unicode"),
+        ('{"prompt": "a", "custom_id": "\\ud800"}\n', "surrogates not allowed"),
+        ("[" * 20000 + "\n", "recursion"),
+        ("{}\n", "must have a prompt or messages"),
+        (dict(prompt="a", messages=[]), "must have a prompt or messages"),
+        (dict(prompt=""), "the prompt is empty"),
+        (dict(prompt=[]), "at least one token id"),
+        (dict(prompt=[10**9]), "outside the vocabulary"),
+        (dict(prompt=3), "a text or a list of token ids"),
+        (dict(messages="a"), "a list of objects"),
+        (dict(messages=[dict(role="user", content=[dict(type="image_url")])]), "text parts"),
+        (dict(prompt="a", max_tokens=0), "max_tokens must be a whole number from 1"),
+        (dict(prompt="a" * 9000), "there is room for"),
+        (dict(prompt="a", max_tokens=10**6), "there is room for"),
+        (dict(prompt="a", top_p=7), "top_p must be"),
+        (dict(prompt="a", temperature="hot"), "temperature must be a number"),
+        (dict(prompt="a", banana=1), "banana is no option"),
+        (dict(prompt="a", echo=True), "echo does not belong to a plain request"),
+        (dict(prompt="a", stop=[3]), "stop must be"),
+        (dict(prompt="a", logprobs=21), "logprobs must be"),
+        (dict(prompt="a", logit_bias={"x": 1}), "logit_bias maps token ids"),
+        (dict(prompt="a", tools=[{}]), "tools is not served"),
+        (dict(prompt="a", custom_id=5), "custom_id must be a text"),
+        (dict(url="/v1/completions", body=dict(prompt="a")), "must have a custom_id"),
+        (dict(custom_id="b", url="/v1/embeddings", body={}), "must be POST and one of"),
+        (dict(custom_id="b", method="GET", url="/v1/completions", body={}), "must be POST and one of"),
+        (dict(custom_id="b", url="/v1/completions", body=[]), "body must be an object"),
+        (dict(custom_id="b", url="/v1/completions", body=dict(messages=[])), "not belong to a completion"),
+        (dict(custom_id="b", url="/v1/completions", body=dict(prompt="a", stream=True)), "stream is not"),
+    ],
+)  # fmt: skip
+def test_a_bad_line_is_answered_by_its_reason(model, tmp_path, row, why):
+    found, report = answered(model, tmp_path, row, dict(prompt="Hi", max_tokens=1))
+    assert report["errors"] == 1 and found[2]["text"]
+    one = found[1] if 1 in found else found["b"]
+    error = one["error"]["message"] if "response" in one else one["error"]
+    assert error.startswith("line 1: ") and why in error
+
+
+def test_ids_twice_long_lines_and_bytes_that_are_no_text(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "_LONGEST", 200)
+    row = dict(prompt="Hi", max_tokens=1, custom_id="a")
+    found, _ = answered(
+        model, tmp_path, row, row, f'{{"prompt": "{"x" * 900}"}}\n', dict(prompt="Hi", max_tokens=1)
+    )
+    assert "has come before" in found["a"]["error"] and "more than 200 bytes" in found[3]["error"]
+    assert found[4]["finish_reason"] == "length"
+    data = b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "\xff"}\n{"prompt": "b"}'
+    first, second, third = lines.read_lines(io.BytesIO(data))
+    assert (first.body, third.body) == (dict(prompt="a"), dict(prompt="b")) and "utf-8" in second.error
+
+
+def mixed(folder: Path, count: int = 40) -> Path:
+    return soak_batch.written(folder / "mixed.jsonl", soak_batch.mixed(random.Random(3), count))
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory) -> list[bytes]:
+    """The answers to `mixed` of a run that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    xj.generate_file(model, mixed(folder), folder / "out", seed=7, **SHAPE)
+    return sorted((folder / "out").read_bytes().splitlines())
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("where", ["add", "settle", "between"])
+@pytest.mark.parametrize("in_order", [False, True])
+def test_broken_off_anywhere_it_ends_with_the_same_bytes(
+    model, tmp_path, monkeypatch, whole, where, in_order
+):
+    rng, calls = random.Random(where), itertools.count(1)
+    monkeypatch.setattr(run, "_SETTLE_SECONDS", 0.05)
+    real_add, real_settle = ledger.Ledger.add, ledger.Ledger.settle
+    dies: list[int] = []
+
+    def add(self, number, digest, line):
+        if next(calls) in dies and where != "settle":
+            os.write(self._file, line[: len(line) // 2] if where == "add" else line)
+            raise Killed
+        real_add(self, number, digest, line)
+
+    def settle(self):
+        if sys.exc_info()[0] is Killed or (where == "settle" and dies and next(calls) % 4 == 0):
+            self._pending = []
+            if sys.exc_info()[0] is not Killed:
+                raise Killed
+        real_settle(self)
+
+    monkeypatch.setattr(ledger.Ledger, "add", add)
+    monkeypatch.setattr(ledger.Ledger, "settle", settle)
+    again = dict(seed=7, in_order=in_order, **SHAPE)
+    for _ in range(4):
+        dies[:] = [next(calls) + rng.randint(1, 15)]
+        try:
+            xj.generate_file(model, mixed(tmp_path), tmp_path / "out", **again)
+        except Killed:
+            pass
+    dies.clear()
+    report = xj.generate_file(model, mixed(tmp_path), tmp_path / "out", **again)
+    assert report["finished_before"] + report["answered"] + report["errors"] == 40
+    rows = (tmp_path / "out").read_bytes().splitlines()
+    assert sorted(rows) == whole
+    if in_order:
+        assert rows[0] == (tmp_path / "out").read_bytes().splitlines()[0]
+    assert xj.generate_file(model, mixed(tmp_path), tmp_path / "out", **again)["finished_before"] == 40
+
+
+def test_what_is_not_the_same_run_is_refused_and_nothing_touched(model, tmp_path):
+    rows = [dict(prompt="Hi", max_tokens=1), dict(prompt="Hello", max_tokens=1)]
+    answered(model, tmp_path, *rows)
+    files = [tmp_path / name for name in ("out", "out.progress")]
+    before = [path.read_bytes() for path in files]
+    other = xj.Model(jax.tree.map(lambda x: x + 0.01, model.params), *list(vars(model).values())[1:])
+    options = xj.GenerateOptions(sampling=xj.SamplingConfig(0.5))
+    for more, name in [
+        (dict(seed=1), "seed 0, here 1"),
+        (dict(options=options), "options.sampling.temperature 0.0, here 0.5"),
+        (dict(capacity=128), "engine.capacity 256, here 128"),
+        (dict(in_order=True), "in_order"),
+    ]:
+        with pytest.raises(xj.InputError, match=name):
+            answered(model, tmp_path, *rows, **more)
+    with pytest.raises(xj.InputError, match="begun with model"):
+        answered(other, tmp_path, *rows)
+    with pytest.raises(xj.InputError, match="line 2 is not what it was"):
+        answered(model, tmp_path, rows[0], dict(prompt="Bye", max_tokens=1))
+    with pytest.raises(xj.InputError, match="line 2 was answered, and is not there"):
+        answered(model, tmp_path, rows[0])
+    held = ledger._locked(files[0])
+    with pytest.raises(xj.InputError, match="another process writes to"):
+        answered(model, tmp_path, *rows)
+    os.close(held)
+    assert [path.read_bytes() for path in files] == before
+    files[1].unlink()
+    with pytest.raises(xj.InputError, match="does not say which run"):
+        answered(model, tmp_path, *rows)
+    assert files[0].read_bytes() == before[0]
+
+
+def test_other_pages_and_another_machine_go_on(model, tmp_path, monkeypatch):
+    row = dict(prompt="Hi", max_tokens=3)
+    first, _ = answered(model, tmp_path, row)
+    monkeypatch.setattr(jax, "__version__", "0.0")
+    with pytest.warns(UserWarning, match="the last bits may differ"):
+        found, report = answered(model, tmp_path, row, row, pages=30)
+    assert report["finished_before"] == 1 and found[2]["text"] == found[1]["text"] == first[1]["text"]
+
+
+def test_a_full_disk_keeps_what_is_finished(model, tmp_path, monkeypatch, whole):
+    written, write = [0], os.write
+
+    def full(file, data):
+        room = 3000 - written[0]
+        if room <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        done = write(file, bytes(data)[:room])
+        written[0] += done
+        return done
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(xj.InputError, match="No space left on device.*goes on from there"):
+        xj.generate_file(model, mixed(tmp_path), tmp_path / "out", seed=7, **SHAPE)
+    kept = (tmp_path / "out").read_bytes()
+    assert kept.endswith(b"\n") and set(kept.splitlines()) < set(whole)
+    monkeypatch.setattr(os, "write", write)
+    report = xj.generate_file(model, mixed(tmp_path), tmp_path / "out", seed=7, **SHAPE)
+    assert report["answered"] and sorted((tmp_path / "out").read_bytes().splitlines()) == whole
+
+
+def test_shards_join_to_the_whole_in_order(model, tmp_path, whole):
+    file = mixed(tmp_path)
+    for i in range(3):
+        xj.generate_file(model, file, tmp_path / "out", seed=7, shard=(i, 3), **SHAPE)
+        if i < 2:
+            with pytest.raises(xj.InputError, match="-of-3"):
+                ledger.merge_shards(file, tmp_path / "out", 3)
+    assert not (tmp_path / "out").exists()
+    assert ledger.merge_shards(file, tmp_path / "out", 3) == 40
+    xj.generate_file(model, file, tmp_path / "ordered", seed=7, in_order=True, **SHAPE)
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "ordered").read_bytes()
+    assert sorted((tmp_path / "out").read_bytes().splitlines()) == whole
+    with pytest.raises(xj.InputError, match="is there already"):
+        ledger.merge_shards(file, tmp_path / "out", 3)
+
+
+def test_packed_and_standard_input(model, tmp_path, monkeypatch, whole):
+    data = mixed(tmp_path).read_bytes()
+    (tmp_path / "in.gz").write_bytes(gzip.compress(data))
+    xj.generate_file(model, tmp_path / "in.gz", tmp_path / "out", seed=7, **SHAPE)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+    xj.generate_file(model, "-", tmp_path / "piped", seed=7, **SHAPE)
+    assert all(sorted((tmp_path / n).read_bytes().splitlines()) == whole for n in ("out", "piped"))
+    (tmp_path / "torn.gz").write_bytes(gzip.compress(data)[:-30])
+    with pytest.raises(xj.InputError, match="is no whole gzip file"):
+        xj.generate_file(model, tmp_path / "torn.gz", tmp_path / "torn", seed=7, **SHAPE)
+
+
+def test_stopped_it_finishes_what_runs_and_goes_on(model, tmp_path, monkeypatch):
+    stop, seen = threading.Event(), []
+    rows = [dict(prompt=f"Say {i}", max_tokens=100, ignore_eos=True, raw=True) for i in range(100)]
+
+    def read(file):
+        for line in read_lines(file):
+            seen.append(line.number)
+            yield line
+
+    read_lines = lines.read_lines
+    monkeypatch.setattr(run, "read_lines", read)
+    real = ledger.Ledger.add
+    monkeypatch.setattr(ledger.Ledger, "add", lambda *args: (stop.set(), real(*args)))
+    found, report = answered(model, tmp_path, *rows, stop=stop)
+    assert report["stopped"] and 1 <= len(found) <= 2 * SHAPE["rows"]
+    assert len(seen) <= 64 + SHAPE["rows"]  # lines that are held at a time
+    assert answered(model, tmp_path, *rows)[1]["finished_before"] == len(found)
+    (tmp_path / "late").mkdir()
+    stop.clear()
+    found, report = answered(model, tmp_path / "late", *rows, stop=stop, grace=0)
+    assert report["stopped"] and len(found) < 100
+
+
+def test_scores_are_those_of_score(model, tmp_path):
+    prompt, choices = (
+        "The capital of France is the town of light, and it is the town of",
+        [" Paris.", " Rome", "x"],
+    )
+    long = prompt + prompt + prompt + prompt  # beyond a page
+    ids = [model.tokenizer.encode(long + choice) for choice in choices]
+    found, report = answered(
+        model, tmp_path,
+        dict(prompt=long, completions=choices),
+        dict(text=long + choices[0]),
+        dict(prompt=[5, 6], completions=[[7], [8, 9]]),
+        dict(prompt=f"{long} ", completions=["Paris."]),
+        dict(prompt="a"), dict(text="a", prompt="b"), dict(prompt="a", completions=[""]), dict(text=3),
+        dict(prompt="a", completions=["b", 3]), dict(text="a" * 9000),
+        score=True,
+    )  # fmt: skip
+    begin = len(model.tokenizer.encode(long))
+    wanted = xj.score_completions(
+        model.params, model.config, [i[:begin] for i in ids], [i[begin:] for i in ids]
+    )
+    for row, one in zip(wanted, found[1]["completions"], strict=True):
+        assert one["tokens"] == len(row) and abs(one["logprob"] - sum(row)) < 1e-4
+    (first,) = xj.score_completions(model.params, model.config, [ids[0][:1]], [ids[0][1:]])
+    assert found[2]["tokens"] == len(ids[0]) - 1 and abs(found[2]["logprob"] - sum(first)) < 1e-3
+    likeliest = np.argmax(xj.forward(model.params, model.config, np.array([ids[0]]))[0][0], -1)
+    greedy = bool((np.asarray(likeliest)[begin - 1 : -1] == ids[0][begin:]).all())
+    assert found[1]["completions"][0]["greedy"] is greedy
+    assert [one["tokens"] for one in found[3]["completions"]] == [1, 2]
+    assert found[4]["completions"][0]["logprob"] == pytest.approx(
+        found[1]["completions"][0]["logprob"], abs=1e-4
+    )
+    assert report["errors"] == 6 and all("error" in found[i] for i in range(5, 11))
+    assert report["hits"] > 0.3  # completions of one prompt share its pages
+
+
+def test_lm_evals_arithmetic(model, tmp_path):
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+
+    class Reference(TemplateLM):
+        eot_token_id = 0
+
+        def tok_encode(self, string, **_):
+            return model.tokenizer.encode(string)
+
+        def _loglikelihood_tokens(self, requests, **_):
+            found = []
+            for _, context, continuation in requests:
+                logits = xj.forward(model.params, model.config, np.array([[*context, *continuation]]))[0][0]
+                logprobs = np.asarray(jax.nn.log_softmax(logits))[len(context) - 1 : -1]
+                chosen = logprobs[np.arange(len(continuation)), continuation]
+                found.append((float(chosen.sum()), bool((logprobs.argmax(-1) == continuation).all())))
+            return found
+
+        loglikelihood_rolling = generate_until = None
+
+    Reference.__abstractmethods__ = frozenset()
+    rows = [
+        ("The capital of France is", [" Paris", " Rome"]),
+        ("The capital of Italy is ", ["Paris", "Rome"]),
+    ]
+    asked = [(context, choice) for context, choices in rows for choice in choices]
+    wanted = Reference().loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in asked])
+    found, _ = answered(model, tmp_path, *(dict(prompt=p, completions=c) for p, c in rows), score=True)
+    scores = [(one["logprob"], one["greedy"]) for i in (1, 2) for one in found[i]["completions"]]
+    for (logprob, greedy), (wanted_logprob, wanted_greedy) in zip(scores, wanted, strict=True):
+        assert abs(logprob - wanted_logprob) < 1e-5 * max(1, abs(wanted_logprob)) and greedy == wanted_greedy
+
+
+def test_batches_of_columns(model, tmp_path):
+    options = xj.GenerateOptions(8, xj.SamplingConfig(temperature=0.9))
+    made = xj.DatasetGenerator(options=options, seed=4, rows=3, capacity=128, pages=20)
+    prompts = np.array([QUESTION, "Hi", "", "Say one", "Say two"], dtype=object)
+    whole = made(dict(prompt=prompts, extra=np.arange(5)))
+    again = pickle.loads(pickle.dumps(made))
+    parts = [again(dict(prompt=prompts[at : at + 2])) for at in (0, 2, 4)]
+    assert [text for part in parts for text in part["text"]] == whole["text"].tolist()
+    assert whole["extra"].tolist() == [0, 1, 2, 3, 4] and "empty" in whole["error"][2]
+    assert whole["error"][0] == "" and whole["completion_tokens"][2] == 0
+    named = made(dict(messages=[[dict(role="user", content=QUESTION)]], custom_id=["a"]))
+    row = dict(messages=[dict(role="user", content=QUESTION)], custom_id="a")
+    found, _ = answered(model, tmp_path, row, options=options, seed=4)
+    assert named["text"].tolist() == [found["a"]["text"]]
+    with pytest.raises(xj.InputError, match="needs the column"):
+        made(dict(text=prompts))
+
+
+@pytest.mark.slow
+def test_under_ray():
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        rows = [dict(prompt=f"Say {i}", custom_id=str(i)) for i in range(12)]
+        options = xj.GenerateOptions(4, xj.SamplingConfig(temperature=0.9))
+        shape = dict(options=options, rows=2, capacity=128, pages=20)
+        found = ray.data.from_items(rows).map_batches(
+            xj.DatasetGenerator,
+            fn_constructor_kwargs=shape,
+            batch_size=3,
+            concurrency=2,
+            batch_format="numpy",
+        )
+        texts = {row["custom_id"]: row["text"] for row in found.take_all()}
+    finally:
+        ray.shutdown()
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    assert [texts[str(i)] for i in range(12)] == xj.DatasetGenerator(**shape)(columns)["text"].tolist()
+
+
+@pytest.mark.slow
+def test_the_command_killed_and_terminated(tmp_path, whole):
+    root = Path(__file__).parents[1]
+    flags = ["--rows=4", "--capacity=256", "--pages=40", "--seed=7", "--nogeneration_config"]
+    command = [sys.executable, "scripts/batch.py", f"--input={mixed(tmp_path, 400)}", *flags]
+
+    def start(name):
+        return subprocess.Popen(
+            [*command, f"--output={tmp_path / name}"], cwd=root, stderr=subprocess.PIPE, text=True
+        )
+
+    def begun(process, name, more):
+        """Waits until it has written so many bytes; how many there are."""
+        path, end = tmp_path / name, time.monotonic() + 120
+        size = path.stat().st_size if path.exists() else 0
+        while process.poll() is None and time.monotonic() < end:
+            if path.exists() and path.stat().st_size > size + more:
+                return
+            time.sleep(0.01)
+
+    for more in (1, 3000, 9000):
+        process = start("killed")
+        begun(process, "killed", more)
+        process.kill()
+        process.communicate()
+    process = start("killed")
+    begun(process, "killed", 3000)
+    second = start("killed")
+    assert "another process writes to" in second.communicate()[1] and second.returncode == 2
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate()[1]
+    if process.returncode:
+        assert process.returncode == 128 + signal.SIGTERM
+        assert "stopped early: the same command goes on from here" in said
+    for name in ("killed", "whole"):
+        process = start(name)
+        assert "lines answered" in process.communicate()[1] and process.returncode == 0
+    rows = [sorted((tmp_path / name).read_bytes().splitlines()) for name in ("killed", "whole")]
+    assert rows[0] == rows[1] and len(rows[0]) == 400
+
+
+@pytest.mark.parametrize(
+    "flags, why",
+    [
+        (["--output=OUT"], "--input is missing"),
+        (["--input=IN"], "--output is missing"),
+        (["--input=NONE", "--output=OUT"], "NONE cannot be read: No such file"),
+        (["--input=DIR", "--output=OUT"], "cannot be read: Is a directory"),
+        (["--input=IN", "--output=DIR"], "cannot be written: give a file"),
+        (["--input=IN", "--output=NONE/OUT"], "cannot be written: give a file"),
+        (["--input=IN", "--output=IN"], "is the input too"),
+        (["--input=IN", "--output=OUT", "--shard=2/2"], "must be i/n"),
+        (["--input=IN", "--output=OUT", "--merge=2", "--shard=0/2"], "leave out --shard"),
+        (["--input=IN", "--output=OUT", "--merge=2"], "OUT.0-of-2.progress cannot be read"),
+        (["--input=IN", "--output=OUT", "--max_tokens=5000"], "exceeds the model's context limit"),
+        (["--input=IN", "--output=OUT", "--model=NONE"], "NONE"),
+        (["--input=TORN.gz", "--output=OUT"], "is no whole gzip file"),
+    ],
+)
+def test_bad_flags(tmp_path, monkeypatch, capsys, flags, why):
+    from xinfer_jax.cli import batch_flags
+
+    monkeypatch.chdir(tmp_path)
+    Path("DIR").mkdir()
+    file_of(tmp_path, dict(prompt="Hi"), name="IN")
+    Path("TORN.gz").write_bytes(b"no gzip")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(SystemExit) as ended:
+        batch_flags.main(["xinfer-jax-batch", "--compilation_cache=", *flags])
+    said = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and said[-1].startswith("xinfer-jax-batch: ") and why in said[-1]
+    assert all(path.read_bytes() == data for path, data in before.items())

@@ -1,0 +1,132 @@
+"""Lines of input: what each asks for, or why it cannot be served."""
+
+import gzip
+import json
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from ..errors import InputError, shown
+
+_LONGEST = 2**25  # bytes of a line
+_URLS = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
+
+
+class Line(NamedTuple):
+    """One line that is not blank.
+
+    Attributes:
+        number: in the whole file, from 1.
+        digest: 64 bits of its sha256.
+        identity: its custom_id, or its number.
+        api: it has the form of the OpenAI batch API.
+        kind: of its body, as `read_body` takes it.
+        body: what is asked for.
+        error: why it cannot be served; "": it may.
+    """
+
+    number: int
+    digest: int
+    identity: int | str
+    api: bool = False
+    kind: str = "plain"
+    body: dict[str, Any] = {}  # noqa: RUF012  never written to
+    error: str = ""
+
+
+def hash_of(data: bytes, size: int = 8) -> int:
+    """The first bytes of its sha256."""
+    return int.from_bytes(sha256(data).digest()[:size], "little")
+
+
+@contextmanager
+def opened(path: str | Path) -> Iterator[BinaryIO]:
+    """A file to read, `-`: standard input; one that ends in .gz is unpacked.
+
+    Raises:
+        InputError: there is none, or it cannot be read to its end.
+    """
+    try:
+        if str(path) == "-":
+            yield sys.stdin.buffer
+        else:
+            with gzip.open(path) if str(path).endswith(".gz") else open(path, "rb") as file:
+                yield file  # type: ignore[misc]
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InputError(f"{path} is no whole gzip file: {error}") from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def read_lines(file: BinaryIO) -> Iterator[Line]:
+    """Every line; of two with one custom_id the second is an error."""
+    known, number = _Hashes(), 0
+    while data := file.readline(_LONGEST):
+        number, sha, more = number + 1, sha256(data.rstrip(b"\r\n")), b""
+        while not data.endswith(b"\n") and len(data) == _LONGEST and (more := file.readline(_LONGEST)):
+            sha.update(more)
+            if more.endswith(b"\n"):
+                break
+        if not data.strip():
+            continue
+        digest = int.from_bytes(sha.digest()[:8], "little")
+        too_long = f"the line has more than {_LONGEST} bytes" if more else ""
+        try:
+            line = Line(number, digest, number, error=too_long) if more else _parsed(number, digest, data)
+        except (ValueError, RecursionError) as error:
+            line = Line(number, digest, number, error=str(InputError(error)))
+        if isinstance(line.identity, str) and known.add(hash_of(line.identity.encode())):
+            line = line._replace(error=f"the custom_id {shown(line.identity)} has come before")
+        yield line
+
+
+def _parsed(number: int, digest: int, data: bytes) -> Line:
+    value = json.loads(data.decode("utf-8-sig"), parse_constant=_no_number)
+    if not isinstance(value, dict):
+        raise InputError(f"a line must hold a JSON object, got {shown(value)}")
+    given = value.pop("custom_id", None)
+    identity = number if given is None else given
+    if not isinstance(identity, int | str) or given is not None and not isinstance(given, str):
+        raise InputError(f"custom_id must be a text, got {shown(given)}")
+    str(identity).encode()  # half a surrogate pair has no bytes
+    line = Line(number, digest, identity, "url" in value or "body" in value, "plain", value)
+    if not line.api:
+        return line
+    url, method, body = value.get("url"), value.get("method", "POST"), value.get("body")
+    if given is None:
+        error = "a line with a url must have a custom_id"
+    elif method != "POST" or not isinstance(url, str) or url not in _URLS:
+        error = (
+            f"method and url must be POST and one of {', '.join(_URLS)}, got {shown(method)}, {shown(url)}"
+        )
+    elif not isinstance(body, dict):
+        error = f"body must be an object, got {shown(body)}"
+    else:
+        return line._replace(kind=_URLS[url], body=body)
+    return line._replace(error=error)
+
+
+def _no_number(text: str) -> None:
+    raise InputError(f"{text} is no JSON number")
+
+
+class _Hashes:
+    """A set of hashes in 8 bytes each, but for the last added."""
+
+    def __init__(self) -> None:
+        self._old, self._new = np.zeros(0, np.uint64), set[int]()
+
+    def add(self, value: int) -> bool:
+        """Whether it was there."""
+        at = np.searchsorted(self._old, np.uint64(value))
+        found = value in self._new or bool(at < len(self._old) and int(self._old[at]) == value)
+        self._new.add(value)
+        if len(self._new) >= 2**15:
+            self._old, self._new = np.union1d(self._old, np.array([*self._new], np.uint64)), set()
+        return found

@@ -1,0 +1,231 @@
+"""`generate_file`: a file of prompts in, a file of answers out."""
+
+import dataclasses
+import inspect
+import json
+import math
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from ..cache.fingerprint import fingerprint
+from ..checkpoint.loading import Model
+from ..checks import whole
+from ..engine.engine import Engine
+from ..engine.submission import request_of
+from ..errors import InputError
+from ..generation.options import GenerateOptions, asked
+from ..sampling.choice import seeded
+from ..sampling.settings import SamplingConfig
+from ..text import stops_of
+from .ledger import Ledger, progress_file, shard_file
+from .lines import Line, hash_of, opened, read_lines
+from .work import Defaults, Work
+
+_SETTLE_SECONDS, _SAY_SECONDS = 1.0, 60.0  # between two records of what is finished; between two lines of it
+
+
+def check_files(input: str | Path, output: str | Path) -> None:
+    """Raises InputError where one cannot be read, or the other is the same or a directory."""
+    for path in (Path(output), progress_file(output)):
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise InputError(f"{path} cannot be written: give a file in a directory that is there")
+        if str(input) != "-" and path.exists() and Path(input).exists() and path.samefile(input):
+            raise InputError(f"{path} is the input too: give another output")
+    if str(input) != "-":
+        with opened(input) as file:
+            file.peek(1) if hasattr(file, "peek") else None
+
+
+def generate_file(  # noqa: PLR0913  a door
+    model: Model,
+    input: str | Path,
+    output: str | Path,
+    options: GenerateOptions | None = None,
+    *,
+    seed: int = 0,
+    raw: bool = False,
+    system: str | None = None,
+    score: bool = False,
+    in_order: bool = False,
+    shard: tuple[int, int] | None = None,
+    stop: threading.Event | None = None,
+    grace: float = 30.0,
+    progress: bool = True,
+    **shape: Any,
+) -> dict[str, Any]:
+    """Answers every line of a file, and appends each answer to another as it is finished. Broken off and
+    called again with the same arguments it goes on, and ends with the same lines.
+
+    Args:
+        model: from `load_model`.
+        input: a line is {"prompt": …}, {"messages": …}, or one of the OpenAI batch API; .gz is unpacked.
+        output: beside it OUTPUT.progress records what is finished.
+        options: where a line says nothing else.
+        seed: a line without one draws with fold_in(key(seed), 32 bits of sha256 of its custom_id or number).
+        raw, system: as in `encode_prompt`, for lines with a prompt.
+        score: lines are {"prompt": …, "completions": […]} or {"text": …}: how likely they are.
+        in_order: answers stand in the order of their lines.
+        shard: (i, n): only lines i + 1, i + 1 + n, … into OUTPUT.i-of-n.
+        stop: once it is set no line is begun, and what runs has `grace` seconds to end.
+        progress: show it on standard error.
+        shape: further arguments of `Engine`.
+
+    Returns:
+        Counts, rates and times of this call, as the command's --report has them.
+
+    Raises:
+        InputError: files or arguments at fault, or the disk is full; what is finished stays.
+    """
+    if not isinstance(model, Model):
+        raise InputError("model must be what load_model gives")
+    i, n = shard or (0, 1)
+    n, i = whole("the number of shards", n, 1), whole("the shard", i, 0, n - 1)
+    output = shard_file(output, i, n) if shard else Path(output)
+    check_files(input, output)
+    options, tokenizer = asked(options), model.tokenizer
+    options = dataclasses.replace(options, stop_strings=stops_of(options))
+    if not isinstance(options.sampling, SamplingConfig):
+        raise InputError("options.sampling must be one SamplingConfig: what differs stands on the lines")
+    raw = bool(raw or tokenizer and not tokenizer.chat_template)
+    defaults = Defaults(options, whole("seed", seed, 0, 2**64 - 1), raw, system, score)
+    ledger = Ledger(output, _settings(model, defaults, shape, shard, in_order))
+    try:
+        engine = Engine(model, **shape)
+        request_of(engine, [0], options, seeded(0), 0)  # what no line could be served with is said at once
+        total = _count(input) // n if progress and str(input) != "-" else None
+        run = _Run(engine, defaults, ledger, in_order, progress, total)
+        with opened(input) as file:
+            run.lines(_own(read_lines(file), ledger.finished, i, n), stop or threading.Event(), grace)
+    finally:
+        ledger.close()
+    return run.report()
+
+
+def _settings(model: Model, defaults: Defaults, shape: Any, shard: Any, in_order: bool) -> dict[str, Any]:
+    """What answers depend on, but for pages, which decide only where keys lie."""
+    default = {name: p.default for name, p in inspect.signature(Engine).parameters.items()}
+    engine = {name: shape.get(name, default[name]) for name in default if name not in ("model", "pages")}
+    tokenizer = model.tokenizer
+    text = f"{tokenizer.backend.to_str()}{tokenizer.chat_template}" if tokenizer else ""
+    settings = dict(
+        model=fingerprint(model.params, model.config), tokenizer=hash_of(text.encode()), engine=engine,
+        shard=shard, in_order=in_order, machine=[jax.__version__, jax.devices()[0].device_kind],
+        **dataclasses.asdict(defaults),
+    )  # fmt: skip
+    return dict(_flat("", json.loads(json.dumps(settings, default=_plain))))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Objects in objects as one, of names like options.sampling.top_k."""
+    if isinstance(value, dict) and value:
+        for inner, one in value.items():
+            yield from _flat(f"{name}.{inner}".lstrip("."), one)
+    else:
+        yield name, value
+
+
+def _own(lines: Iterator[Line], finished: np.ndarray, i: int, n: int) -> Iterator[Line]:
+    """Lines of this shard that are not finished; one that is must be what it was."""
+    at = 0
+    for line in lines:
+        if at < len(finished) and finished["number"][at] == line.number:
+            if finished["digest"][at] != line.digest:
+                raise InputError(f"line {line.number} is not what it was when it was answered: give the same")
+            at += 1
+        elif (line.number - 1) % n == i:
+            yield line
+    if at < len(finished):
+        raise InputError(f"line {finished['number'][at]} was answered, and is not there any more")
+
+
+class _Run:
+    """Keeps an engine busy with lines, a bounded number ahead."""
+
+    def __init__(
+        self, engine: Engine, defaults: Defaults, ledger: Ledger, in_order: bool, says: bool, total: Any
+    ):
+        self._engine, self._defaults, self._ledger, self._in_order = engine, defaults, ledger, in_order
+        self._counts, self._reasons = Counter[str](), Counter[str]()
+        self._began = self._settled = self._said = time.monotonic()
+        self._stopped, self._before, self._says, self._total = False, len(ledger.finished), says, total
+        terminal = says and sys.stderr is not None and sys.stderr.isatty()
+        self._bar = tqdm(unit=" lines", disable=not terminal, initial=self._before, total=total)
+
+    def lines(self, lines: Iterator[Line], stop: threading.Event, grace: float) -> None:
+        """Answers them; stopped early, those that end within the time of grace."""
+        ahead, end, most = dict[int, Work](), math.inf, max(64, 4 * self._engine.rows)
+        more = True
+        while (more or ahead) and time.monotonic() < end:
+            if stop.is_set() and not self._stopped:
+                self._stopped, more, end = True, False, time.monotonic() + grace
+                for work in [work for work in ahead.values() if not (work.begun or work.ended)]:
+                    ahead.pop(work.line.number).cancel()
+            while more and len(ahead) < most:
+                if more := (line := next(lines, None)) is not None:
+                    ahead[line.number] = Work(line, self._engine, self._defaults)
+            self._engine.step()
+            for number, work in list(ahead.items()):
+                if work.ended:
+                    self._write(ahead.pop(number))
+                elif self._in_order:
+                    break
+            self._tell()
+
+    def _write(self, work: Work) -> None:
+        self._ledger.add(work.line.number, work.line.digest, work.answer())
+        self._counts["errors" if work.error else "answered"] += 1
+        self._reasons.update(work.reasons)
+        self._bar.update()
+
+    def _tell(self) -> None:
+        now = time.monotonic()
+        if now > self._settled + _SETTLE_SECONDS:
+            self._ledger.settle()
+            self._settled = now
+            self._bar.set_postfix_str(self._rates())
+        if self._says and self._bar.disable and now > self._said + _SAY_SECONDS:
+            done, rate, of = self._before + self._counts.total(), self.report()["lines_per_second"], ""
+            if self._total and rate:
+                of = f" of {self._total}, {max(0, self._total - done) / rate / 60:.0f} minutes left"
+            print(f"{done} lines{of}: {self._rates()}", file=sys.stderr, flush=True)
+            self._said = now
+
+    def _rates(self) -> str:
+        r = self.report()
+        return (
+            f"{r['read_tokens_per_second']:.0f} tok/s read, {r['chosen_tokens_per_second']:.0f} written,"
+            f" {100 * r['hits']:.0f}% of prompts from pages"
+        )
+
+    def report(self) -> dict[str, Any]:
+        """What this run did so far."""
+        stats, seconds = self._engine.stats, max(1e-9, time.monotonic() - self._began)
+        counts = {name: self._counts[name] for name in ("answered", "errors")}
+        rates = {f"{k}_per_second": getattr(stats, k) / seconds for k in ("read_tokens", "chosen_tokens")}
+        return dict(
+            **counts, finished_before=self._before, stopped=self._stopped, seconds=seconds,
+            lines_per_second=self._counts.total() / seconds, **rates, read_tokens=stats.read_tokens,
+            chosen_tokens=stats.chosen_tokens, hits=stats.hits / max(1, stats.hits + stats.read_tokens),
+            preemptions=stats.preemptions, finish_reasons=dict(self._reasons),
+            ttft_seconds=stats.ttft_seconds, tpot_seconds=stats.tpot_seconds,
+        )  # fmt: skip
+
+
+def _count(path: str | Path) -> int:
+    """Lines of a file."""
+    with opened(path) as file:
+        return sum(part.count(b"\n") for part in iter(lambda: file.read(1 << 20), b""))
+
+
+def _plain(value: Any) -> Any:
+    """Of settings, what JSON lacks."""
+    return value.tolist() if isinstance(value, np.ndarray | jax.Array) else repr(value)

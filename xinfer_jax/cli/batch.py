@@ -1,0 +1,69 @@
+"""What `xinfer-jax-batch` does once its flags are read: loads, answers the file, says what it did."""
+
+import json
+from typing import Any
+
+from ..batch.ledger import merge_shards
+from ..batch.run import check_files, generate_file
+from ..errors import InputError
+from ..generation.options import GenerateOptions
+from .answer import sampling_of
+from .process import told_first
+from .startup import keep_compiled_programs, open_model
+from .terminal import status
+
+
+def batch(flags: Any, shard: tuple[int, int] | None) -> int:
+    """Answers a file; the exit code."""
+    check_files(flags.input, flags.output)
+    keep_compiled_programs("xinfer-jax-batch", flags.compilation_cache)
+    checkpoint = open_model(flags.model, flags.dtype, flags.quantize)
+    with status("loading the model"):
+        model = checkpoint.read()
+    if model.tokenizer and not model.tokenizer.chat_template and not (flags.raw or flags.score):
+        status.say(
+            "xinfer-jax-batch: this checkpoint has no chat template: prompts are continued as they are"
+        )
+    options = GenerateOptions(
+        flags.max_tokens, sampling_of(flags, model), stop_strings=tuple(flags.stop)
+    )  # fmt: skip
+    with told_first() as stop:
+        report = generate_file(
+            model, flags.input, flags.output, options, seed=flags.seed, raw=flags.raw, system=flags.system,
+            score=flags.score, in_order=flags.in_order, shard=shard, stop=stop, grace=flags.grace,
+            rows=flags.rows, capacity=flags.capacity, pages=flags.pages, cache_dtype=flags.cache_dtype,
+            impl=flags.impl, draft=None if flags.draft == "none" else flags.draft,
+        )  # fmt: skip
+    status.say(*_said(report))
+    if flags.report:
+        try:
+            with open(flags.report, "w", encoding="utf-8") as file:
+                file.write(f"{json.dumps(report)}\n")
+        except OSError as error:
+            raise InputError(f"--report={flags.report} cannot be written: {error.strerror}") from error
+    return 128 + stop.number if report["stopped"] else 0
+
+
+def merge(flags: Any) -> int:
+    """Joins shards; the exit code."""
+    lines = merge_shards(flags.input, flags.output, flags.merge)
+    status.say(f"{flags.output}: {lines} lines of {flags.merge} shards")
+    return 0
+
+
+def _said(r: dict[str, Any]) -> list[str]:
+    """A report, line by line."""
+    before = f", {r['finished_before']} were there before" if r["finished_before"] else ""
+    lines = [
+        f"{r['answered']} lines answered, {r['errors']} errors{before}, in {r['seconds']:.1f} s",
+        f"read {r['read_tokens']} tok ({r['read_tokens_per_second']:.0f} tok/s), {100 * r['hits']:.0f}% of"
+        f" prompts from pages | wrote {r['chosen_tokens']} tok ({r['chosen_tokens_per_second']:.1f} tok/s)",
+    ]
+    for name in ("ttft", "tpot"):
+        if times := r[f"{name}_seconds"]:
+            half, tenth, last = (f"{1e3 * t:.0f}" for t in times)
+            lines.append(f"{name.upper()} {half} ms, 90th percentile {tenth}, 99th {last}")
+    if r["finish_reasons"]:
+        ends = ", ".join(f"{n} {reason}" for reason, n in sorted(r["finish_reasons"].items()))
+        lines.append(f"answers ended by: {ends}")
+    return lines + ["stopped early: the same command goes on from here"] * r["stopped"]
