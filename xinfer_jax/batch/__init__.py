@@ -28,5 +28,5 @@ Ray Data, one engine for each worker:
 
     ray.data.read_json("all.jsonl").map_batches(
         xj.DatasetGenerator, fn_constructor_kwargs=dict(model=DIR, options=xj.GenerateOptions(64)),
-        batch_size=256, concurrency=2, num_gpus=1)
+        batch_size=256, compute=ray.data.ActorPoolStrategy(size=2), num_gpus=1)
 """
