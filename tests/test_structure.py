@@ -28,8 +28,8 @@ ROOMS = {
         "run", "streaming", "kernels", "beam_steps", "beams", "scoring",
     ),
     "checkpoint": (
-        "files", "template_work", "chat_template", "tokenizer", "detokenizer", "tensors", "own_format",
-        "quantized_formats", "loading",
+        "files", "template_work", "chat_template", "tokenizer", "escaping", "detokenizer", "tensors",
+        "own_format", "quantized_formats", "loading",
     ),
     "text": (),
     "engine": ("scheduler", "device", "requests", "submission", "statistics", "engine"),
@@ -39,6 +39,7 @@ ROOMS = {
         "terminal", "process", "program", "startup", "answer", "chat", "batch", "answer_flags", "chat_flags",
         "batch_flags",
     ),
+    "serve": ("settings", "metrics", "streams", "service", "app", "command"),
 }  # fmt: skip
 ORDER = [".".join(filter(None, (room, name))) for room, names in ROOMS.items() for name in names or ("",)]
 LIBRARY = ROOT / "xinfer_jax"

@@ -1,4 +1,4 @@
-"""The processes: `xinfer-jax`, which `python -m xinfer_jax` is too, `xinfer-jax-chat`, `xinfer-jax-batch`."""
+"""The processes: `xinfer-jax`, which `python -m xinfer_jax` is too, and those of the other commands."""
 
 import os
 import signal
@@ -22,6 +22,10 @@ def batch() -> None:
     run(_batch, signal.SIGTERM)
 
 
+def serve() -> None:
+    run(_serve, signal.SIGTERM)
+
+
 def _main() -> None:
     from .cli import answer_flags  # only here: Ctrl-C is caught by now
 
@@ -38,6 +42,12 @@ def _batch() -> None:
     from .cli import batch_flags
 
     batch_flags.main(sys.argv)
+
+
+def _serve() -> None:
+    from .serve import command
+
+    command.main(sys.argv)
 
 
 if __name__ == "__main__":

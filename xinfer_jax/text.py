@@ -4,11 +4,13 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast, overload
 
 import jax
 
 from .checkpoint.detokenizer import IncrementalDecoder
+from .checkpoint.escaping import Escaping
 from .checkpoint.loading import Model
 from .checkpoint.tokenizer import Tokenizer
 from .checks import in_order
@@ -30,6 +32,7 @@ def encode_prompt(
     raw: bool = False,
     add_special_tokens: bool = True,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    escape_control_tokens: bool = False,
 ) -> list[int]:
     """The token ids that `generate_text` would start from.
 
@@ -40,6 +43,8 @@ def encode_prompt(
         raw: take the text as it is, without the chat template.
         add_special_tokens: to such a text, what the checkpoint puts around each (BOS, say).
         chat_template_kwargs: further variables of the chat template (enable_thinking, …).
+        escape_control_tokens: a conversation that spells control tokens, like <|im_end|>, gets the ids of
+            their letters, so that nobody opens a turn by writing so. Without such spellings nothing changes.
 
     A text for a checkpoint without a chat template is taken as it is, with a warning.
 
@@ -63,8 +68,11 @@ def encode_prompt(
         warnings.warn("this checkpoint has no chat template: the prompt is continued as it is", stacklevel=2)
         raw = True
     spoken = [] if system is None else [{"role": "system", "content": system}]
-    variables = dict(chat_template_kwargs or {})
-    text = messages[0]["content"] if raw else tokenizer.apply_chat_template([*spoken, *messages], **variables)
+    conversation, variables = [*spoken, *messages], dict(chat_template_kwargs or {})
+    escaping = Escaping(tokenizer) if escape_control_tokens and not raw else None
+    if escaping:
+        conversation, variables = escaping.hide(conversation), escaping.hide(variables)
+    text = messages[0]["content"] if raw else tokenizer.apply_chat_template(conversation, **variables)
     limit = model.config.context_length
     # Far beyond the limit tokenizing takes long, and the length often says enough.
     if len(text) > 16 * limit and (fewest := tokenizer.fewest_ids(text)) > limit:
@@ -72,7 +80,8 @@ def encode_prompt(
             f"the prompt has at least {fewest} tokens ({len(text)} characters), which exceeds the model's"
             f" context limit {limit}: shorten the prompt"
         )
-    ids = tokenizer.encode(text, add_special_tokens=raw and add_special_tokens)
+    encode = partial(tokenizer.encode, add_special_tokens=raw and add_special_tokens)
+    ids = escaping.encode(text) if escaping else encode(text)
     if not ids:
         raise InputError(f"the prompt {shown(prompt)} gives no tokens")
     return ids

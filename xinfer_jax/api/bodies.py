@@ -78,7 +78,13 @@ class Asked:
 
 
 def read_body(
-    model: Model, kind: str, body: Mapping[str, Any], defaults: GenerateOptions, room: int, **plain: Any
+    model: Model,
+    kind: str,
+    body: Mapping[str, Any],
+    defaults: GenerateOptions,
+    room: int,
+    escape: bool = False,
+    **plain: Any,
 ) -> Asked:
     """Checks a body, and encodes its prompts.
 
@@ -88,6 +94,7 @@ def read_body(
         body: the JSON object; a field of null is as good as none.
         defaults: where the body is silent; max_new_tokens is that of plain lines, and of chat at most.
         room: tokens of a prompt and its answer together at most.
+        escape: control tokens that messages spell stay letters.
         plain: defaults of the fields `raw` and `system`.
 
     Raises:
@@ -102,7 +109,7 @@ def read_body(
     for name in others:
         if any(name in fields for fields in _OWN.values()):
             raise BodyError(name, f"{name} does not belong to a {kind} request: leave it out")
-    take = _Fields(given)
+    take = _Fields(given, escape)
     echo = take.switch("echo")
     prompts = _prompts(model, kind, take)
     longest = max(map(len, prompts))
@@ -144,8 +151,8 @@ def seed_key(seed: int) -> jax.Array:
 class _Fields:
     """Values of a body by their kinds; None where there is none."""
 
-    def __init__(self, given: dict[str, Any]):
-        self.given = given
+    def __init__(self, given: dict[str, Any], escape: bool):
+        self.given, self.escape = given, escape
 
     def _of(self, name: str, fits: Any, form: str) -> Any:
         value = self.given.get(name)
@@ -266,7 +273,9 @@ def _ids(model: Model, kind: str, prompt: Any, take: _Fields) -> list[int]:
     raw = kind == "completion" or take.switch("raw")
     special = take.given.get("add_special_tokens") is None or take.switch("add_special_tokens")
     system = None if raw else take.text("system")
-    return encode_prompt(model, prompt, system=system, raw=raw, add_special_tokens=special)
+    return encode_prompt(
+        model, prompt, system=system, raw=raw, add_special_tokens=special, escape_control_tokens=take.escape
+    )
 
 
 def _chat_ids(model: Model, messages: Any, take: _Fields) -> list[int]:
@@ -274,7 +283,9 @@ def _chat_ids(model: Model, messages: Any, take: _Fields) -> list[int]:
         raise InputError(f"messages must be a list of objects, got {shown(messages)}")
     variables, system = take.mapping("chat_template_kwargs"), take.text("system")
     flat = [{**m, "content": _flat(m["content"])} if "content" in m else m for m in messages]
-    return encode_prompt(model, flat, system=system, chat_template_kwargs=variables)
+    return encode_prompt(
+        model, flat, system=system, chat_template_kwargs=variables, escape_control_tokens=take.escape
+    )
 
 
 def _flat(content: Any) -> Any:

@@ -10,7 +10,8 @@ from ..sampling.logprobs import TokenLogprobs
 from ..text import Said
 from .bodies import Asked
 
-_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+_THINK, _THOUGHT = "<think>", "</think>"
 _LEAST = -9999.0  # in place of minus infinity, which JSON lacks
 
 
@@ -19,6 +20,7 @@ def response(
     outs: Sequence[GenerateOutput],
     noted: Sequence[Sequence[TokenLogprobs]],
     tokenizer: Tokenizer | None,
+    opened: bool = False,
     **head: Any,
 ) -> dict[str, Any]:
     """The whole body.
@@ -28,6 +30,7 @@ def response(
         outs: of each prompt.
         noted: what the model says of each prompt's tokens but the first, where they are echoed.
         tokenizer: None: a checkpoint without one, whose answers are ids.
+        opened: the chat template has begun a thought for the answer.
         head: id, created, model.
     """
     chat, choices = asked.kind == "chat", list[dict[str, Any]]()
@@ -37,15 +40,16 @@ def response(
             if not asked.max_tokens:
                 tokens, chosen, reason = [], [], "length"
             text = answer_text(tokenizer, tokens, asked.options.stop_strings) if tokenizer else None
-            choice: dict[str, Any] = dict(index=len(choices), finish_reason=_REASONS.get(reason, reason))
+            choice: dict[str, Any] = dict(index=len(choices), finish_reason=REASONS.get(reason, reason))
             if chat:
-                choice["message"] = dict(role="assistant", content=text)
+                thoughts, said = split_thoughts(text or "", opened)
+                found = dict(content=said) | ({} if thoughts is None else dict(reasoning_content=thoughts))
+                choice["message"] = dict(role="assistant", **found)
             else:
-                choice["text"] = _prompt_text(tokenizer, prompt) + (text or "") if asked.echo else text
+                choice["text"] = prompt_text(tokenizer, prompt) + (text or "") if asked.echo else text
             if asked.logprobs is not None and tokenizer:
                 known = [*_echoed(prompt, of_prompt), *chosen] if asked.echo else chosen
-                show = _chat_logprobs if chat else _completion_logprobs
-                choice["logprobs"] = show(tokenizer, known, asked.logprobs)
+                choice["logprobs"] = shown_logprobs(tokenizer, asked, known)
             if asked.token_ids or not tokenizer:
                 choice["token_ids"] = tokens
             choices.append(choice)
@@ -66,12 +70,32 @@ def answer_text(tokenizer: Tokenizer, tokens: Sequence[int], stops: Sequence[str
     return "".join(map(said.push, tokens)) + said.finish()
 
 
+def shown_logprobs(tokenizer: Tokenizer, asked: Asked, known: Sequence[Any]) -> dict[str, Any]:
+    """The log-probabilities of some tokens, in the form of chat or completions."""
+    show = _chat_logprobs if asked.kind == "chat" else _completion_logprobs
+    return show(tokenizer, known, asked.logprobs or 0)
+
+
+def split_thoughts(text: str, opened: bool, ended: bool = True) -> tuple[str | None, str | None]:
+    """What an answer thinks between <think> and </think>, and what it says; None: not, or not yet. Of an
+    answer that goes on what may be the beginning of a mark is held back.
+    """
+    begun = text if opened else text.lstrip()
+    if not opened and not begun.startswith(_THINK):
+        return (None, text) if ended or not _THINK.startswith(begun) else (None, None)
+    thoughts, mark, said = (begun if opened else begun[len(_THINK) :]).partition(_THOUGHT)
+    if not mark and not ended:
+        held = next((n for n in range(len(_THOUGHT) - 1, 0, -1) if thoughts.endswith(_THOUGHT[:n])), 0)
+        thoughts = thoughts[: len(thoughts) - held]
+    return thoughts.removeprefix("\n"), said.lstrip("\n") if mark else None
+
+
 def finite(logprob: float) -> float:
     """As JSON can say it."""
     return logprob if math.isfinite(logprob) else _LEAST
 
 
-def _prompt_text(tokenizer: Tokenizer | None, prompt: Sequence[int]) -> str:
+def prompt_text(tokenizer: Tokenizer | None, prompt: Sequence[int]) -> str:
     return tokenizer.decode(prompt) if tokenizer else ""
 
 

@@ -89,7 +89,7 @@ class Work:
 
     def _submit(self) -> None:
         engine, d, line = self._engine, self._defaults, self.line
-        own = dict(raw=d.raw, system=d.system) if line.kind == "plain" else {}
+        own: dict[str, Any] = dict(raw=d.raw, system=d.system) if line.kind == "plain" else {}
         asked = self._asked = read_body(engine.model, line.kind, line.body, d.options, engine.room, **own)
         if asked.unknown:
             raise InputError(f"{asked.unknown[0]} is no option of a {line.kind} line: leave it out")
@@ -106,7 +106,9 @@ class Work:
         outs, noted = [r.result() for r in self.requests], [r.prompt_logprobs for r in self.requests]
         self.reasons = [reason for out in outs for reason in out.finish_reason]
         name = line.body.get("model") or model.config.model_type
-        head = dict(id=self._name("chatcmpl" if asked.kind == "chat" else "cmpl"), created=0, model=name)
+        head: dict[str, Any] = dict(
+            id=self._name("chatcmpl" if asked.kind == "chat" else "cmpl"), created=0, model=name
+        )
         body = response(asked, outs, noted, model.tokenizer, **head)
         if line.api:
             return body

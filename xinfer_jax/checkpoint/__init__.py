@@ -1,9 +1,10 @@
 """From a directory, or a name on the hub, to a model and its tokenizer. No other room reads those files.
 
 In the order to read: `files` finds the directory and reads its small files; `template_work` says what a chat
-template may do, `chat_template` runs it in a sandbox; `tokenizer` is text to ids and back, `detokenizer` the
-same as ids come; `tensors` finds what safetensors files hold; `own_format` is our quantized checkpoints,
-`quantized_formats` those of AWQ and GPTQ; `loading` is `load_model`.
+template may do, `chat_template` runs it in a sandbox; `tokenizer` is text to ids and back, `escaping` keeps
+what users write from becoming control tokens, `detokenizer` gives text as ids come; `tensors` finds what
+safetensors files hold; `own_format` is our quantized checkpoints, `quantized_formats` those of AWQ and GPTQ;
+`loading` is `load_model`.
 
 - What comes from a checkpoint is not trusted: every value is checked before it is used, tensors are
   safetensors alone (a pickle is refused), a template's time and memory are counted before they are spent.

@@ -51,6 +51,7 @@ class Engine:
         model: with the weights of the last `update`.
         rows, capacity, pages, chunk, guesses, impl: its shape.
         about: what it has, and the seconds that it took to be ready.
+        last_turn: when it last ended one, as time.monotonic says; its thread takes one a second at least.
     """
 
     def __init__(  # noqa: PLR0913  a door
@@ -114,6 +115,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._recent, self._seconds = Recent(), 0.0  # of a step of decoding, lately
+        self.last_turn = time.monotonic()
         self._device = self._warm_up(dtype)
 
     def submit(  # noqa: PLR0913  a door
@@ -244,6 +246,11 @@ class Engine:
         """Whether it has a thread of its own."""
         return self._thread is not None
 
+    @property
+    def alive(self) -> bool:
+        """Whether it can answer: it has neither broken down nor been closed."""
+        return self._error is None
+
     def __enter__(self) -> Self:
         self._thread = threading.Thread(target=self._run, name="xinfer_jax engine", daemon=True)
         self._thread.start()
@@ -289,6 +296,8 @@ class Engine:
             except BaseException as error:
                 self._break(error)
                 raise
+            finally:
+                self.last_turn = time.monotonic()
 
     def _run(self) -> None:
         try:

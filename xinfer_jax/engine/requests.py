@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -99,7 +99,7 @@ class Answer:
     async def text_async(self) -> AsyncIterator[str]:
         """`text` for an event loop, which goes on with other things until a piece comes."""
         said, given = self.request.said(), 0
-        async for _ in self.request.news():
+        async for _ in news([self.request]):
             new, ended = self.since(given)
             given += len(new)
             if piece := "".join(map(said.push, new)):
@@ -133,7 +133,7 @@ class Request:
         self.asks: Any = None  # alternatives of each token of the prompt
         self.submitted = time.monotonic()
         self.times: dict[str, float] = {}  # when: its first piece was read, it had a token, it ended
-        self._wakers: list[Callable[[], None]] = []
+        self.wakers: list[Callable[[], None]] = []  # of event loops that wait for it
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._only)
@@ -186,25 +186,6 @@ class Request:
         if self.error is not None:
             raise self.error
 
-    async def news(self) -> AsyncIterator[None]:
-        """Once at the start, and whenever there may be something new."""
-        loop, event = asyncio.get_running_loop(), asyncio.Event()
-        if not self.engine.started:
-            raise InputError("text_async needs an engine with a thread: with xj.Engine(model) as engine: …")
-
-        def wake() -> None:
-            loop.call_soon_threadsafe(event.set)
-
-        self._wakers.append(wake)
-        try:
-            yield
-            while True:
-                await event.wait()
-                event.clear()
-                yield
-        finally:
-            self._wakers.remove(wake)
-
     def end(self, error: BaseException | None) -> None:
         """It has ended, or is broken off. Called by the engine, which then tells of it."""
         self.error = error
@@ -214,7 +195,7 @@ class Request:
 
     def tell(self) -> None:
         """Wakes who waits in an event loop."""
-        for wake in list(self._wakers):
+        for wake in list(self.wakers):
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits
                 wake()
 
@@ -239,3 +220,28 @@ class Request:
             guessed = [max(1, answer.passes) * engine.guesses for answer in answers]
             stats.acceptance = [a.accepted / n for a, n in zip(answers, guessed, strict=True)]
         return stats
+
+
+async def news(requests: Sequence[Request], quiet: float | None = None) -> AsyncIterator[bool]:
+    """True at the start, and whenever there may be something new of requests to one engine; False after so
+    many seconds without.
+    """
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+    if not requests[0].engine.started:
+        raise InputError("an event loop needs an engine with a thread: with xj.Engine(model) as engine: …")
+
+    def wake() -> None:
+        loop.call_soon_threadsafe(event.set)
+
+    for request in requests:
+        request.wakers.append(wake)
+    try:
+        yield True
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), quiet)
+            yield event.is_set()
+            event.clear()
+    finally:
+        for request in requests:
+            request.wakers.remove(wake)

@@ -1,0 +1,178 @@
+"""Addresses: which there are, who may ask, what is said of errors."""
+
+import asyncio
+import base64
+import uuid
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request as Call
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..checks import token_ids
+from ..errors import InputError
+from ..text import encode_prompt
+from .service import Refused, Service
+
+_PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+_LOCAL = {"localhost", "127.0.0.1", "[::1]", "::1"}
+_OPEN = {"/", "/health", "/metrics"}  # without a key
+
+
+def make_app(service: Service) -> Starlette:
+    """The application of a service."""
+    at = _Addresses(service)
+    routes = [
+        Route("/v1/completions", partial(service.answer, kind="completion"), methods=["POST"]),
+        Route("/v1/chat/completions", partial(service.answer, kind="chat"), methods=["POST"]),
+        Route("/v1/responses", at.responses, methods=["POST"]),
+        Route("/v1/models", at.models),
+        Route("/tokenize", at.tokenize, methods=["POST"]),
+        Route("/detokenize", at.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", at.tokenizer_info),
+        Route("/health", at.health),
+        Route("/metrics", at.metrics),
+        Route("/", at.page),
+    ]
+    handlers: Any = {Refused: _refused, HTTPException: _http, InputError: _bad, ClientDisconnect: _left}
+    middleware = [Middleware(_Gate, service=service)]
+    if service.settings.origins:
+        allowed = dict(allow_origins=service.settings.origins, allow_methods=["*"], allow_headers=["*"])
+        middleware.insert(0, Middleware(CORSMiddleware, **allowed))  # type: ignore[arg-type]
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+
+
+class _Addresses:
+    """Those that need no turn of the engine."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    async def models(self, _: Call) -> Response:
+        service = self._service
+        one = dict(id=service.settings.name, object="model", created=0, owned_by="xinfer_jax")
+        room = service.engine.room if service.engine else None
+        return JSONResponse(dict(object="list", data=[dict(one, max_model_len=room)]))
+
+    async def health(self, _: Call) -> Response:
+        why = self._service.ailing()
+        return JSONResponse(dict(status=why or "ok"), 503 if why else 200)
+
+    async def metrics(self, _: Call) -> Response:
+        return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def page(self, _: Call) -> Response:
+        return HTMLResponse(_PAGE, headers=_page_headers())
+
+    async def responses(self, _: Call) -> Response:
+        raise Refused(404, "/v1/responses is not served: use /v1/chat/completions")
+
+    async def tokenize(self, call: Call) -> Response:
+        model, body = self._model(), await self._service.body(call)
+        special, prompt = body.get("add_special_tokens", True) is True, body.get("prompt")
+        if isinstance(body.get("messages"), list):
+            escape = self._service.settings.escape
+            ids = await asyncio.to_thread(
+                encode_prompt, model, body["messages"], escape_control_tokens=escape
+            )
+        elif isinstance(prompt, str):
+            ids = await asyncio.to_thread(model.tokenizer.encode, prompt, special)
+        else:
+            raise Refused(400, "the body must have a prompt that is a text, or messages", "prompt")
+        room = self._service.engine.room if self._service.engine else None
+        return JSONResponse(dict(tokens=ids, count=len(ids), max_model_len=room))
+
+    async def detokenize(self, call: Call) -> Response:
+        model, body = self._model(), await self._service.body(call)
+        ids = token_ids("tokens", body.get("tokens"), model.config.vocab_size)
+        text = await asyncio.to_thread(model.tokenizer.decode, ids, False)
+        return JSONResponse(dict(prompt=text))
+
+    async def tokenizer_info(self, _: Call) -> Response:
+        tokenizer = self._model().tokenizer
+        names = dict.fromkeys(("bos_token", "eos_token", "pad_token")) | tokenizer.special_tokens
+        return JSONResponse(names | dict(chat_template=tokenizer.chat_template))
+
+    def _model(self) -> Any:
+        model = self._service.model
+        if model is None or model.tokenizer is None:
+            raise Refused(503, self._service.ailing() or "this checkpoint has no tokenizer.json")
+        return model
+
+
+class _Gate:
+    """Names each request; turns away who may not ask, or asks under another name than ours."""
+
+    def __init__(self, app: ASGIApp, service: Service):
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        call, settings = Call(scope), self._service.settings
+        given = call.headers.get("x-request-id", "")
+        good = given.isascii() and given.isprintable() and 0 < len(given) <= 64
+        scope.setdefault("state", {})["request_id"] = name = given if good else uuid.uuid4().hex[:16]
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+            await send(message)
+
+        host = (
+            call.headers.get("host", "").rsplit(":", 1)[0]
+            if "]" not in call.headers.get("host", "")
+            else "[::1]"
+        )
+        if settings.host in _LOCAL and host not in _LOCAL:
+            refused = Refused(403, f"{host!r} is not a name of this server")
+        elif call.url.path not in _OPEN and call.method != "OPTIONS" and not self._service.allowed(call):
+            refused = Refused(
+                401, "a key is needed: send it as Authorization: Bearer KEY", code="invalid_api_key"
+            )
+        else:
+            return await self._app(scope, receive, named)
+        return await refused.response()(scope, receive, named)
+
+
+def _page_headers() -> dict[str, str]:
+    """Only what stands in the page runs, and it speaks to its own server alone."""
+    allowed = []
+    for tag in ("script", "style"):
+        inside = _PAGE.split(f"<{tag}>", 1)[1].split(f"</{tag}>", 1)[0]
+        digest = base64.b64encode(sha256(inside.encode()).digest()).decode()
+        allowed.append(f"{tag}-src 'sha256-{digest}'")
+    policy = "; ".join(
+        ["default-src 'none'", *allowed, "connect-src 'self'", "base-uri 'none'", "form-action 'none'"]
+    )
+    headers = {
+        "content-security-policy": f"{policy}; frame-ancestors 'none'",
+        "x-content-type-options": "nosniff",
+    }
+    return headers | {"referrer-policy": "no-referrer"}
+
+
+async def _refused(_: Call, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return error.response()
+
+
+async def _bad(_: Call, error: Exception) -> Response:
+    return Refused(400, str(error)).response()
+
+
+async def _left(_: Call, error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def _http(call: Call, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return Refused(error.status_code, f"{call.method} {call.url.path}: {error.detail}").response()

@@ -1,0 +1,187 @@
+"""`xinfer-jax-serve`: flags, and the server's life from its first second to its last."""
+
+import asyncio
+import logging
+import os
+import re
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..cli.answer_flags import define_model, define_sampling
+from ..cli.process import Told, finish, told_first
+from ..cli.program import Program
+from ..cli.terminal import status
+from ..errors import InputError, one_line
+
+PROGRAM = Program(
+    "xinfer-jax-serve",
+    "A model behind the OpenAI HTTP API, and a page to talk to it. Needs: pip install 'xinfer-jax[serve]'.",
+    "xinfer-jax-serve [flags]",
+    "xinfer-jax-serve --model Qwen/Qwen2.5-0.5B-Instruct --port 8000",
+)
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+_KEY = "XINFER_JAX_API_KEY"  # of the environment
+
+PROGRAM.text("host", "Where it listens; another than this machine needs a key. Default: 127.0.0.1.")
+PROGRAM.integer("port", "0: any that is free.", default=8000, most=65535)
+PROGRAM.text(
+    "api_key_file", f"A file of keys, one a line, of which clients send one. Default: ${_KEY}, or none."
+)
+PROGRAM.text(
+    "served_model_name", "Name of the model in requests. Default: the last part of --model.", "give a name"
+)
+PROGRAM.texts(
+    "allowed_origins", "Web pages of this origin may ask; may be given several times.", "give an origin"
+)
+define_model(PROGRAM)
+PROGRAM.number(
+    "temperature", "Where a request names none. Default: the checkpoint's.",
+    lambda x: 0 <= x < 3.4e38, "of 0 or above",
+)  # fmt: skip
+define_sampling(PROGRAM)
+PROGRAM.integer(
+    "max_tokens", "Most tokens of a chat answer without a limit of its own.", default=4096, least=1
+)
+PROGRAM.integer("rows", "Answers that are decoded at a time.", default=8, least=1)
+PROGRAM.integer(
+    "capacity", "Tokens of a prompt and its answer. Default: 4096, or the model's limit.", least=2
+)
+PROGRAM.integer(
+    "pages", "Of 64 tokens each, for all rows. Default: half of the memory beside the weights.", least=2
+)
+PROGRAM.choice(
+    "cache_dtype", "Keys and values in int8, int4 or a float type. Default: float32 on CPU.",
+    "int8", "int4", "float32", "bfloat16", "float16",
+)  # fmt: skip
+PROGRAM.integer("max_waiting", "Requests that may wait; more get 429.", default=256)
+PROGRAM.integer("max_waiting_per_client", "Of one key or address, under way together.", default=64, least=1)
+PROGRAM.number(
+    "deadline",
+    "Seconds after which an answer ends as it is; 0: never.",
+    lambda x: x >= 0,
+    "of 0 or above",
+    0.0,
+)
+PROGRAM.integer("grace", "Seconds that answers under way have to end at SIGTERM and Ctrl-C.", default=30)
+PROGRAM.integer("stuck_seconds", "Without progress, after which /health answers 503.", default=120, least=1)
+PROGRAM.integer(
+    "seed", "Of answers to requests without one. Default: drawn at the start, and said.", most=2**32 - 1
+)
+PROGRAM.switch("escape_control_tokens", "What messages spell never becomes a control token.", True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command in this thread and exits: 0 once it is told to end; 2 with one line on standard error
+    where the input is at fault. `__main__.serve` is the process, which minds SIGTERM and Ctrl-C.
+    """
+    finish(PROGRAM.name, lambda: _run(sys.argv if argv is None else argv))
+
+
+def _run(argv: Sequence[str]) -> int:
+    PROGRAM.parse(argv)
+    flags = PROGRAM.values
+    host, keys = flags.host or _LOCAL[0], _keys(flags.api_key_file)
+    if host not in _LOCAL and not keys:
+        raise InputError(f"--host={host} lets others in: give --api_key_file, or a key in ${_KEY}")
+    with status("loading jax"):
+        try:
+            import uvicorn
+
+            from .app import make_app
+            from .service import Service
+            from .settings import Settings
+        except ModuleNotFoundError as error:
+            raise InputError(f"{error.name} is missing: pip install 'xinfer-jax[serve]'") from error
+    model = flags.model or "bundled"
+    seed = secrets.randbits(32) if flags.seed is None else flags.seed
+    shape = dict(rows=flags.rows, capacity=flags.capacity, pages=flags.pages, cache_dtype=flags.cache_dtype)
+    settings = Settings(
+        name=flags.served_model_name or Path(model).name, model=model, host=host, port=flags.port,
+        api_keys=keys, origins=tuple(flags.allowed_origins), max_waiting=flags.max_waiting,
+        max_waiting_per_client=flags.max_waiting_per_client, deadline=flags.deadline, grace=flags.grace,
+        stuck_seconds=flags.stuck_seconds, seed=seed, escape=flags.escape_control_tokens, shape=shape,
+    )  # fmt: skip
+    listening = _listen(host, flags.port)
+    service = Service(settings, _say)
+    config = uvicorn.Config(
+        make_app(service), log_level="critical", access_log=False, lifespan="off", server_header=False,
+        timeout_graceful_shutdown=flags.grace, timeout_keep_alive=30, h11_max_incomplete_event_size=2**16,
+    )  # fmt: skip
+    with told_first() as stop:
+        failed: list[BaseException] = []
+        loading = threading.Thread(target=_load, args=(service, flags, failed), daemon=True)
+        loading.start()
+        asyncio.run(_serve(uvicorn.Server(config), service, listening, stop, failed))
+    service.close()
+    if failed:
+        raise failed[0]
+    return 0
+
+
+def _load(service: Any, flags: Any, failed: list[BaseException]) -> None:
+    """The model, then the engine; what breaks it off is left in `failed`."""
+    from ..cli.answer import sampling_of
+    from ..cli.startup import keep_compiled_programs, open_model
+    from ..generation.options import GenerateOptions
+
+    try:
+        keep_compiled_programs("xinfer-jax-serve", flags.compilation_cache)
+        model = open_model(flags.model, flags.dtype, flags.quantize).read()
+        service.start(model, GenerateOptions(flags.max_tokens, sampling_of(flags, model)))
+        name, seed = service.settings.name, service.settings.seed
+        _say(f"{name} is ready (seed {seed})")
+    except BaseException as error:
+        service.broken = one_line(error) or type(error).__name__
+        failed.append(error)
+
+
+async def _serve(server: Any, service: Any, listening: socket.socket, stop: Told, failed: list[Any]) -> None:
+    """Until it is told to end, or the model cannot be had."""
+    address, port = listening.getsockname()[:2]
+    _say(f"listening on http://{f'[{address}]' if ':' in address else address}:{port}")
+    serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+    while not (stop.is_set() or failed or serving.done()):
+        await asyncio.sleep(0.05)
+    if stop.is_set():
+        _say(f"going down: answers under way have {service.settings.grace} s to end")
+    service.closing = server.should_exit = True
+    await serving
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=512
+        )
+    except OSError as error:
+        raise InputError(
+            f"--host={host} --port={port} cannot be listened on: {error.strerror or error}"
+        ) from error
+
+
+def _keys(path: str | None) -> tuple[bytes, ...]:
+    """Keys of a file, or that of the environment."""
+    text = os.environ.get(_KEY, "")
+    if path:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"--api_key_file={path} cannot be read: {error.strerror}") from error
+    keys = tuple(line.encode() for line in re.split(r"\s+", text) if line)
+    if path and not keys:
+        raise InputError(f"--api_key_file={path} holds no key: write one a line")
+    return keys
+
+
+def _say(line: str) -> None:
+    """A line of the log."""
+    status.say(f"{time.strftime('%H:%M:%S')} {line}")
+
+
+logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)

@@ -1,0 +1,81 @@
+"""Figures for Prometheus, under vLLM's names."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from ..engine.engine import Engine
+from ..engine.requests import Request
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+
+class Metrics:
+    """Of one model."""
+
+    def __init__(self, name: str):
+        self._labels, self._registry, self._engine = dict(model_name=name), CollectorRegistry(), Engine
+        kind: Any = ["model_name"]
+
+        def histogram(name: str, about: str, buckets: Any) -> Any:
+            made = Histogram(f"vllm:{name}", about, kind, registry=self._registry, buckets=buckets)
+            return made.labels(**self._labels)
+
+        self._ttft = histogram("time_to_first_token_seconds", "To the first token.", _SECONDS)
+        self._tpot = histogram("time_per_output_token_seconds", "Per token after the first.", _PER_TOKEN)
+        self._whole = histogram("e2e_request_latency_seconds", "Of a whole request.", _SECONDS)
+        self._queued = histogram("request_queue_time_seconds", "Before its prompt was read.", _SECONDS)
+        self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self._chosen = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
+        self._success = Counter(
+            "vllm:request_success", "Answers that ended.", [*kind, "finished_reason"], registry=self._registry
+        )
+
+    def watch(self, engine: Engine) -> None:
+        """Asks this engine from now on."""
+        self._watched = engine
+        self._registry.register(self)  # type: ignore[arg-type]
+
+    def collect(self) -> Iterator[Any]:
+        """What the engine says of itself."""
+        stats, labels = self._watched.stats, [self._labels["model_name"]]
+        pages = max(1, stats.pages_used + stats.pages_cached + stats.pages_free)
+        gauges = dict(
+            num_requests_running=stats.running + stats.reading, num_requests_waiting=stats.waiting,
+            kv_cache_usage_perc=stats.pages_used / pages,
+        )  # fmt: skip
+        counters = dict(
+            prompt_tokens=stats.read_tokens + stats.hits, generation_tokens=stats.chosen_tokens,
+            prefix_cache_queries=stats.read_tokens + stats.hits, prefix_cache_hits=stats.hits,
+            num_preemptions=stats.preemptions,
+        )  # fmt: skip
+        for family, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, value in values.items():
+                metric = family(f"vllm:{name}", name.replace("_", " "), labels=["model_name"])
+                metric.add_metric(labels, value)
+                yield metric
+
+    def ended(self, request: Request) -> None:
+        """Counts a request that is over."""
+        times, tokens = request.times, [len(answer.logprobs) for answer in request.answers]
+        for answer in request.answers:
+            reason = {"eos": "stop"}.get(answer.finish_reason or "", answer.finish_reason or "abort")
+            self._success.labels(**self._labels, finished_reason=reason).inc()
+        self._prompt.observe(len(request.ids))
+        self._chosen.observe(sum(tokens))
+        if "read" in times:
+            self._queued.observe(times["read"] - request.submitted)
+        if "first" in times:
+            self._ttft.observe(times["first"] - request.submitted)
+        if "ended" in times:
+            self._whole.observe(times["ended"] - request.submitted)
+        if "first" in times and "ended" in times and tokens[0] > 1:
+            self._tpot.observe((times["ended"] - times["first"]) / (tokens[0] - 1))
+
+    def text(self) -> bytes:
+        """All of it."""
+        return generate_latest(self._registry)

@@ -1,0 +1,264 @@
+"""What stands behind the addresses: the engine, who waits for it, and what of it is counted."""
+
+import asyncio
+import hmac
+import itertools
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from starlette.requests import Request as Call
+from starlette.responses import JSONResponse, Response
+
+from ..api.bodies import Asked, BodyError, read_body, seed_key
+from ..api.responses import response
+from ..checkpoint.loading import Model
+from ..engine.engine import Engine
+from ..engine.requests import Request, news
+from ..errors import InputError
+from ..generation.options import GenerateOptions
+from .metrics import Metrics
+from .settings import Settings
+from .streams import EventStream, chunks, gone
+
+_BODY_BYTES = 2**24
+_STALL_SECONDS = 30.0  # that a client may take to read what is there
+
+
+class Refused(Exception):
+    """What is answered instead: a status, a message, and the field at fault."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def response(self) -> Response:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = dict(message=str(self), type=kind, param=self.param, code=self.code)
+        headers = {"retry-after": "1"} if self.status in (429, 503) else {}
+        return JSONResponse(dict(error=error), self.status, headers)
+
+
+class Service:
+    """A model that answers.
+
+    Attributes:
+        engine: None: it is not ready.
+        broken: why it never will be.
+        open: requests that have not ended.
+    """
+
+    def __init__(self, settings: Settings, say: Callable[[str], None]):
+        """say: takes the lines of the log."""
+        self.settings, self.say, self.broken = settings, say, ""
+        self.model: Model | None = None
+        self.engine: Engine | None = None
+        self.metrics, self.open = Metrics(settings.name), Counter[str]()
+        self._numbers, self._defaults = itertools.count(1), GenerateOptions()
+        self.closing = False
+
+    def start(self, model: Model, defaults: GenerateOptions) -> None:
+        """Takes the model, and warms up: `ready` afterwards."""
+        self.model, self._defaults = model, defaults
+        if model.tokenizer is None:
+            raise InputError("this checkpoint has no tokenizer.json: it cannot be served")
+        self.tokenizer = model.tokenizer
+        self.engine = Engine(model, **self.settings.shape).__enter__()
+        self.metrics.watch(self.engine)
+
+    def close(self) -> None:
+        """Ends the engine."""
+        if self.engine is not None:
+            self.engine.close()
+
+    def ailing(self) -> str:
+        """Why nothing can be answered now; "": it can."""
+        if self.broken or self.engine is None:
+            return self.broken or "the model is being loaded: come again"
+        if self.closing:
+            return "the server is going down"
+        if (silent := time.monotonic() - self.engine.last_turn) > self.settings.stuck_seconds:
+            return f"the engine has not moved for {silent:.0f} seconds"
+        return "" if self.engine.alive else "the engine broke down"
+
+    async def answer(self, call: Call, kind: str) -> Response:
+        """Answers a body; Refused where it cannot."""
+        if why := self.ailing():
+            raise Refused(503, why)
+        body = await self.body(call)
+        wanted = body.get("model") or self.settings.name
+        if wanted not in (self.settings.name, self.settings.model):
+            raise Refused(
+                404,
+                f"the model {wanted!r} is not served here, {self.settings.name!r} is",
+                "model",
+                "model_not_found",
+            )
+        client = self._client(call)
+        self._check_queue(client)
+        self.open[client] += 1
+        under_way = _UnderWay(self, call, client, next(self._numbers))
+        try:
+            asked, streamed, with_usage = await asyncio.to_thread(self._read, kind, body)
+            under_way.asked = asked
+            opened = kind == "chat" and self._opens(asked.prompts[0])
+            under_way.requests = requests = self._submit(asked, under_way.number, client)
+            head: dict[str, Any] = dict(created=int(time.time()), model=self.settings.name)
+            head["id"] = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{call.state.request_id}"
+            if streamed:
+                last = partial(_usage, asked, requests) if with_usage else None
+                events = chunks(asked, requests, self.tokenizer, last, head, opened)
+                return EventStream(events, under_way.end, _STALL_SECONDS)
+            if not await _ended_first(requests, gone(call.receive)):
+                raise Refused(499, "the client has gone")
+            outs = [request.result() for request in requests]
+            noted = [request.prompt_logprobs for request in requests]
+            found = response(asked, outs, noted, self.tokenizer, opened, **head)
+        except BaseException as error:
+            under_way.end()
+            if isinstance(error, BodyError):
+                raise Refused(400, str(error), error.param) from error
+            if isinstance(error, InputError):
+                raise Refused(500 if under_way.requests else 400, str(error)) from error
+            raise
+        under_way.end()
+        return JSONResponse(found | dict(usage=_usage(asked, requests)))
+
+    async def body(self, call: Call) -> dict[str, Any]:
+        """The JSON object of a body."""
+        if call.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+            raise Refused(415, "the body must be application/json")
+        data = bytearray()
+        async for part in call.stream():
+            data += part
+            if len(data) > _BODY_BYTES:
+                raise Refused(413, f"the body has more than {_BODY_BYTES} bytes")
+        try:
+            body = json.loads(data.decode("utf-8"), parse_constant=_no_number)
+        except (ValueError, RecursionError) as error:
+            raise Refused(400, f"the body is not readable JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise Refused(400, "the body must be a JSON object")
+        return body
+
+    def _read(self, kind: str, body: dict[str, Any]) -> tuple[Asked, bool, bool]:
+        """The body checked; whether it is streamed, and with usage at its end."""
+        assert self.model is not None and self.engine is not None
+        options = body.pop("stream_options", None)
+        streamed = body.pop("stream", None)
+        if streamed not in (None, True, False):
+            raise BodyError("stream", f"stream must be true or false, got {streamed!r}")
+        if options is not None and not (isinstance(options, Mapping) and streamed):
+            raise BodyError("stream_options", "stream_options is an object, and needs stream: true beside it")
+        settings = self.settings
+        asked = read_body(
+            self.model, kind, body, self._defaults, self.engine.room, settings.escape
+        )  # fmt: skip
+        if asked.unknown:
+            self.say(f"unknown fields: {', '.join(asked.unknown)[:200]}")
+        if streamed and asked.options.best_of not in (None, asked.options.n):
+            raise BodyError("best_of", "best_of cannot be streamed: leave one of them out")
+        return asked, bool(streamed), bool((options or {}).get("include_usage"))
+
+    def _submit(self, asked: Asked, number: int, client: str) -> list[Request]:
+        assert self.engine is not None
+        seed, requests = asked.seed, list[Request]()
+        key = jax.random.fold_in(seed_key(self.settings.seed), number) if seed is None else seed_key(seed)
+        # Who has much under way stands behind who has not; the engine lets nobody wait for ever.
+        submit = asked.submit | dict(priority=asked.submit["priority"] - self.open[client])
+        if self.settings.deadline:
+            submit["deadline"] = self.settings.deadline
+        for i, prompt in enumerate(asked.prompts):
+            own = jax.random.fold_in(key, i) if i else key
+            requests.append(self.engine.submit(prompt, asked.options, key=own, **submit))
+        return requests
+
+    def _check_queue(self, client: str) -> None:
+        assert self.engine is not None
+        if self.open[client] >= self.settings.max_waiting_per_client:
+            raise Refused(429, f"{self.open[client]} requests of yours are under way: wait for one to end")
+        if self.open.total() >= self.settings.max_waiting + self.settings.rows:
+            raise Refused(429, "too many requests wait: come again")
+
+    def _client(self, call: Call) -> str:
+        """Who asks: by key, or else by address."""
+        return call.headers.get("authorization") or (call.client.host if call.client else "")
+
+    def allowed(self, call: Call) -> bool:
+        """Whether the caller has the key, if there is one."""
+        given = call.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        keys = self.settings.api_keys
+        return not keys or any([hmac.compare_digest(given, key) for key in keys])
+
+    def _opens(self, ids: Sequence[int]) -> bool:
+        """Whether the prompt has begun a thought."""
+        text = self.tokenizer.decode(ids[-8:], skip_special_tokens=False)
+        return text.rstrip().endswith("<think>")
+
+
+class _UnderWay:
+    """One call, until it is answered or whoever asked has gone."""
+
+    def __init__(self, service: Service, call: Call, client: str, number: int):
+        self._service, self._call, self._client, self.number = service, call, client, number
+        self._began, self._over = time.monotonic(), False
+        self.asked: Asked | None = None
+        self.requests: list[Request] = []
+
+    def end(self) -> None:
+        """It is over; once is enough."""
+        if self._over:
+            return
+        self._over, service = True, self._service
+        service.open -= Counter([self._client])
+        for request in self.requests:
+            if not request.ended:
+                request.cancel()
+            service.metrics.ended(request)
+        if self.asked is not None:
+            service.say(f"{self._call.state.request_id} {self._said(self.asked)}")
+
+    def _said(self, asked: Asked) -> str:
+        answers = [answer for request in self.requests for answer in request.answers]
+        read, chosen = sum(map(len, asked.prompts)), sum(len(answer.tokens) for answer in answers)
+        firsts = [r.times["first"] - r.submitted for r in self.requests if "first" in r.times]
+        first = f", first after {1e3 * min(firsts):.0f} ms" if firsts else ""
+        own = f"server seed {self._service.settings.seed} number {self.number}"
+        key = own if asked.seed is None else f"seed {asked.seed}"
+        reasons = ",".join(answer.finish_reason or "gone" for answer in answers)
+        seconds = time.monotonic() - self._began
+        return f"{asked.kind}: {read} + {chosen} tokens in {seconds:.2f} s{first}, {reasons}, {key}"
+
+
+def _usage(asked: Asked, requests: Sequence[Request]) -> dict[str, Any]:
+    read = sum(map(len, asked.prompts))
+    chosen = sum(len(a.logprobs) for r in requests for a in r.answers) if asked.max_tokens else 0
+    cached = dict(cached_tokens=sum(request.answers[0].row.hits for request in requests))
+    total = dict(prompt_tokens=read, completion_tokens=chosen, total_tokens=read + chosen)
+    return dict(total, prompt_tokens_details=cached)
+
+
+async def _ended_first(requests: Sequence[Request], leaving: Any) -> bool:
+    """Whether all end before who waits for them goes."""
+
+    async def ended() -> None:
+        async for _ in news(requests):
+            if all(request.ended for request in requests):
+                return
+
+    tasks = [asyncio.ensure_future(ended()), asyncio.ensure_future(leaving)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].done()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no JSON number")

@@ -1,0 +1,42 @@
+"""What a server is told at its start."""
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Of one server.
+
+    Attributes:
+        name, model: under which the model is asked for; the directory or hub name that it came from.
+        host, port: where it listens.
+        api_keys: of which a client must send one; (): anybody may ask.
+        origins: of web pages that may ask from a browser.
+        max_waiting, max_waiting_per_client: requests beyond the rows; of one key or address, all together.
+        deadline: seconds after which an answer ends as it is; 0: never.
+        grace: seconds that answers have to end once the server is told to.
+        stuck_seconds: without a turn of the engine, after which /health says so.
+        seed: of answers to requests without one.
+        escape: control tokens that messages spell stay letters.
+        shape: arguments of `Engine`.
+    """
+
+    name: str
+    model: str
+    host: str
+    port: int
+    api_keys: tuple[bytes, ...]
+    origins: tuple[str, ...]
+    max_waiting: int
+    max_waiting_per_client: int
+    deadline: float
+    grace: float
+    stuck_seconds: float
+    seed: int
+    escape: bool
+    shape: dict[str, Any]
+
+    @property
+    def rows(self) -> int:
+        return int(self.shape["rows"])

@@ -1,0 +1,152 @@
+"""Answers on their way to a client: what is new of them, as server-sent events; who goes away is noticed."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..api.bodies import Asked
+from ..api.responses import REASONS, prompt_text, shown_logprobs, split_thoughts
+from ..checkpoint.tokenizer import Tokenizer
+from ..engine.requests import Answer, Request, news
+from ..errors import one_line
+from ..text import Said
+
+_QUIET_SECONDS = 5.0  # after which a comment tells client and proxies that somebody is there
+
+
+class Delta:
+    """What is new of one answer since it was last looked at."""
+
+    def __init__(self, index: int, answer: Answer, asked: Asked, tokenizer: Tokenizer, opened: bool):
+        """opened: the prompt has begun a thought that the answer goes on with."""
+        self._index, self._answer, self._asked, self._tokenizer = index, answer, asked, tokenizer
+        self._said = Said(tokenizer, asked.options.stop_strings)
+        self._text, self._sent, self._opened = "", ["", ""], opened
+        self._given = self._noted = 0
+        self.ended = False
+
+    def choice(self) -> dict[str, Any] | None:
+        """The choice of the next chunk; None where nothing is new."""
+        if self.ended:
+            return None
+        new, ended = self._answer.since(self._given)
+        self._given += len(new)
+        new = new if self._asked.max_tokens else []
+        piece = "".join(map(self._said.push, new)) + (self._said.finish() if ended else "")
+        known = len(self._answer.alternatives) if ended else self._given
+        chosen = self._answer.alternatives[self._noted : known] if self._asked.max_tokens else []
+        if not (piece or ended or chosen):
+            return None
+        self._noted += len(chosen)
+        self.ended = ended
+        reason = self._answer.finish_reason or "" if ended else None
+        if ended and not self._asked.max_tokens:
+            reason = "length"
+        choice: dict[str, Any] = dict(index=self._index, finish_reason=reason and REASONS.get(reason, reason))
+        choice |= dict(delta=self._delta(piece, ended)) if self._asked.kind == "chat" else dict(text=piece)
+        if self._asked.logprobs is not None:
+            choice["logprobs"] = shown_logprobs(self._tokenizer, self._asked, chosen)
+        if self._asked.token_ids:
+            choice["token_ids"] = new
+        return choice
+
+    def _delta(self, piece: str, ended: bool) -> dict[str, str]:
+        """Of a message: content, and thoughts where the template has them."""
+        self._text += piece
+        found = split_thoughts(self._text, self._opened, ended)
+        delta = {}
+        for i, name in enumerate(("reasoning_content", "content")):
+            if new := (found[i] or "")[len(self._sent[i]) :]:
+                delta[name] = new
+                self._sent[i] += new
+        return delta
+
+
+async def chunks(
+    asked: Asked,
+    requests: Sequence[Request],
+    tokenizer: Tokenizer,
+    usage: Any,
+    head: dict[str, Any],
+    opened: bool,
+) -> AsyncIterator[dict[str, Any] | None]:
+    """The chunks of a stream; None: nothing to say for a while. usage: what the last one says, at the end."""
+    chat = asked.kind == "chat"
+    head = dict(head, object="chat.completion.chunk" if chat else "text_completion")
+    answers = [answer for request in requests for answer in request.answers]
+    deltas = [Delta(i, answer, asked, tokenizer, opened) for i, answer in enumerate(answers)]
+    for i, request in enumerate(requests):
+        for j in range(len(request.answers) if chat or asked.echo else 0):
+            index = i * len(request.answers) + j
+            first: dict[str, Any] = dict(delta=dict(role="assistant", content=""))
+            if not chat:
+                first = dict(text=prompt_text(tokenizer, asked.prompts[i]))
+            yield dict(head, choices=[dict(index=index, finish_reason=None, **first)])
+    async for fresh in news(requests, _QUIET_SECONDS):
+        if not fresh:
+            yield None
+        for request in requests:
+            request.raise_error()
+        choices = [choice for delta in deltas if (choice := delta.choice())]
+        for choice in choices:
+            yield dict(head, choices=[choice])
+        if all(delta.ended for delta in deltas):
+            break
+    if usage is not None:
+        yield dict(head, choices=[], usage=usage())
+
+
+class EventStream(Response):
+    """Server-sent events. The client that goes away, or does not read for so long, ends it; `closed` is
+    called whatever happened.
+    """
+
+    def __init__(self, events: AsyncIterator[dict[str, Any] | None], closed: Any, stall: float, **more: Any):
+        super().__init__(None, media_type="text/event-stream", **more)
+        del self.headers["content-length"]
+        self._events, self._closed, self._stall = events, closed, stall
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writing = asyncio.ensure_future(self._write(send))
+        leaving = asyncio.ensure_future(gone(receive))
+        try:
+            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+        except (TimeoutError, OSError):  # who does not read is cut off
+            pass
+        finally:
+            for task in (writing, leaving):
+                task.cancel()
+            await asyncio.gather(writing, leaving, return_exceptions=True)
+            self._closed()
+
+    async def _write(self, send: Send) -> None:
+        async def put(data: bytes, more: bool = True) -> None:
+            message = {"type": "http.response.body", "body": data, "more_body": more}
+            await asyncio.wait_for(send(message), self._stall)
+
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for event in self._events:
+                await put(b": waiting\n\n" if event is None else _event(event))
+        except ValueError as error:  # an InputError of the engine, in midstream
+            await put(
+                _event(dict(error=dict(message=one_line(error), type="server_error", param=None, code=None)))
+            )
+        await put(b"data: [DONE]\n\n", False)
+
+
+async def gone(receive: Receive) -> None:
+    """Returns when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    data = json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
+    return b"data: " + data + b"\n\n"
