@@ -226,7 +226,8 @@ def _sampling(model: Model, take: _Fields, defaults: Any) -> SamplingConfig:
         wrong = [i for i, b in biases.items() if not i.isdecimal() or type(b) not in (int, float)]
         if wrong:
             raise BodyError("logit_bias", f"logit_bias maps token ids to numbers, got {shown(wrong[0])}")
-        ids = token_ids("logit_bias", [int(i) for i in biases], model.config.vocab_size)
+        take.given["logit_bias"] = [int(i) for i in biases]
+        ids = take.ids("logit_bias", model)
         values["logit_bias"] = dict(zip(ids, map(float, biases.values()), strict=True))
     if allowed := take.ids("allowed_token_ids", model):
         values["allowed_token_ids"] = allowed

@@ -19,7 +19,7 @@ from ..api.responses import response
 from ..checkpoint.loading import Model
 from ..engine.engine import Engine
 from ..engine.requests import Request, news
-from ..errors import InputError
+from ..errors import InputError, one_line
 from ..generation.options import GenerateOptions
 from .metrics import Metrics
 from .settings import Settings
@@ -122,8 +122,9 @@ class Service:
             under_way.end()
             if isinstance(error, BodyError):
                 raise Refused(400, str(error), error.param) from error
-            if isinstance(error, InputError):
-                raise Refused(500 if under_way.requests else 400, str(error)) from error
+            if isinstance(error, Exception) and not isinstance(error, Refused):
+                bad = isinstance(error, InputError) and not under_way.requests
+                raise Refused(400 if bad else 500, one_line(error) or type(error).__name__) from error
             raise
         under_way.end()
         return JSONResponse(found | dict(usage=_usage(asked, requests)))

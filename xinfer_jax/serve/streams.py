@@ -134,10 +134,13 @@ class EventStream(Response):
         try:
             async for event in self._events:
                 await put(b": waiting\n\n" if event is None else _event(event))
-        except ValueError as error:  # an InputError of the engine, in midstream
-            await put(
-                _event(dict(error=dict(message=one_line(error), type="server_error", param=None, code=None)))
+        except (TimeoutError, OSError, asyncio.CancelledError):
+            raise
+        except Exception as error:  # of the engine, in midstream
+            why = dict(
+                message=one_line(error) or type(error).__name__, type="server_error", param=None, code=None
             )
+            await put(_event(dict(error=why)))
         await put(b"data: [DONE]\n\n", False)
 
 

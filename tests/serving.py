@@ -1,0 +1,105 @@
+"""A server in this process, on a free port of the loopback, and how to ask it."""
+
+import asyncio
+import contextlib
+import dataclasses
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+import xinfer_jax as xj
+from xinfer_jax.serve.app import make_app
+from xinfer_jax.serve.service import Service
+from xinfer_jax.serve.settings import Settings
+
+SHAPE = dict(rows=4, capacity=512, pages=60, chunk=128)
+SETTINGS = Settings(
+    name="tiny", model="bundled", host="127.0.0.1", port=0, api_keys=(), origins=(), max_waiting=64,
+    max_waiting_per_client=64, deadline=0.0, grace=5.0, stuck_seconds=60.0, seed=5, escape=True, shape=SHAPE,
+)  # fmt: skip
+
+
+@dataclasses.dataclass
+class Served:
+    service: Service
+    port: int
+    log: list[str]
+
+    @property
+    def engine(self) -> Any:
+        return self.service.engine
+
+    def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, Any]:
+        """(status, JSON or text, headers)."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+            given = {"content-type": "application/json"} if data is not None else {}
+            connection.request(
+                method, path, data, given | {k.replace("_", "-"): v for k, v in headers.items()}
+            )
+            answer = connection.getresponse()
+            text = answer.read().decode()
+            kind = answer.headers.get("content-type", "")
+            return answer.status, json.loads(text) if "json" in kind else text, answer.headers
+        finally:
+            connection.close()
+
+    def ask(self, kind: str, **body: Any) -> Any:
+        status, found, _ = self.call("POST", path_of(kind), body)
+        assert status == 200, found
+        return found
+
+    def events(self, kind: str, **body: Any) -> list[Any]:
+        """The chunks of a stream."""
+        status, text, _ = self.call("POST", path_of(kind), dict(body, stream=True))
+        assert status == 200, text
+        parts = [
+            part.removeprefix("data: ") for part in text.strip().split("\n\n") if part.startswith("data: ")
+        ]
+        assert parts.pop() == "[DONE]"
+        return [json.loads(part) for part in parts]
+
+    def idle(self, seconds: float = 10) -> bool:
+        """Whether rows and pages are free within so many seconds."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            stats = self.engine.stats
+            if not (
+                stats.running + stats.reading + stats.waiting + stats.pages_used + self.service.open.total()
+            ):
+                return True
+            time.sleep(0.02)
+        return False
+
+
+def path_of(kind: str) -> str:
+    return "/v1/chat/completions" if kind == "chat" else "/v1/completions"
+
+
+@contextlib.contextmanager
+def served(model: Any = None, **more: Any) -> Iterator[Served]:
+    """A server; model None: one that is not ready."""
+    log: list[str] = []
+    service = Service(dataclasses.replace(SETTINGS, **more), log.append)
+    if model is not None:
+        service.start(model, xj.GenerateOptions(200))
+    listening = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(make_app(service), log_level="critical", access_log=False, lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield Served(service, listening.getsockname()[1], log)
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(20)
+        service.close()
