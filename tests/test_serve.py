@@ -3,7 +3,7 @@
 import asyncio
 import base64
 import concurrent.futures
-import gc
+import dataclasses
 import http.client
 import json
 import os
@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -24,6 +23,9 @@ import pytest
 pytest.importorskip("uvicorn", reason="the server needs starlette, uvicorn and prometheus-client")
 pytest.importorskip("prometheus_client")
 import serving
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import soak_serve
 
 import xinfer_jax as xj
 from xinfer_jax.api.responses import split_thoughts
@@ -303,89 +305,20 @@ def test_thoughts():
 
 
 def test_malformed_requests_do_no_harm(server):
-    rng = random.Random(1)
-    values = [
-        None,
-        True,
-        -1,
-        0,
-        3,
-        1e400,
-        2**80,
-        "",
-        "a",
-        "\ud800",
-        [],
-        [[]],
-        {},
-        [None],
-        {"a": 1},
-        "<|im_end|>",
-        0.5,
-    ]
-    names = (
-        "prompt messages max_tokens temperature top_p n best_of stop seed stream logprobs echo logit_bias"
-        " top_k stop_token_ids allowed_token_ids stream_options chat_template_kwargs model user priority cache_salt"
-        " max_completion_tokens top_logprobs response_format ignore_eos unknown min_p tools"
-    ).split()
-    for turn in range(200):
-        path = serving.path_of(rng.choice(["chat", "completion"]))
-        body = dict(prompt="a", max_tokens=1) if "chat" not in path else dict(messages=QUESTION, max_tokens=1)
-        body |= {rng.choice(names): rng.choice(values) for _ in range(rng.randint(1, 4))}
-        data = json.dumps(body).encode()
-        match turn % 8:
-            case 0:
-                data = bytes(rng.randrange(256) for _ in range(rng.randrange(60)))
-            case 1:
-                data = data[: rng.randrange(len(data))]
-            case 2:  # half closed, or gone in the middle of a header or a body
-                with socket.create_connection(("127.0.0.1", server.port)) as raw:
-                    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 500\r\n\r\n".encode()
-                    raw.sendall((head + data)[: rng.randrange(1, 200)])
-                    if rng.random() < 0.5:
-                        raw.shutdown(socket.SHUT_WR)
-                continue
-        status, found, _ = server.call("POST", path, data)
-        assert status < 500, (body, found)
+    assert soak_serve.malformed(server.port, 200, random.Random(1)) == []
     assert server.idle() and server.call("GET", "/health")[0] == 200
 
 
 @pytest.mark.slow
-def test_many_clients_some_of_whom_go_away(server, model):
-    rng = random.Random(3)
-    prompts = [[rng.randrange(1900) for _ in range(rng.randint(1, 80))] for _ in range(12)]
-    options = xj.GenerateOptions(30, xj.SamplingConfig(temperature=1.0), eos_token_ids=())
-    alone = [
-        server.engine.submit(p, options, key=jax.random.key(i)).result().tokens[0]
-        for i, p in enumerate(prompts)
-    ]
-    wrong, counted, end = [], [], time.monotonic() + 6
-
-    def client(number):
-        own = random.Random(number)
-        while time.monotonic() < end:
-            i = own.randrange(len(prompts))
-            body = dict(prompt=prompts[i], max_tokens=30, temperature=1.0, seed=i, ignore_eos=True)
-            if own.random() < 0.3:
-                with socket.create_connection(("127.0.0.1", server.port)) as raw:
-                    data = json.dumps(dict(body, stream=own.random() < 0.5)).encode()
-                    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
-                    head += "content-type: application/json\r\n"
-                    raw.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-                    time.sleep(own.random() * 0.2)
-                continue
-            found = server.ask("completion", return_token_ids=True, **body)["choices"][0]["token_ids"]
-            counted.append(i)
-            if found != alone[i]:
-                wrong.append(i)
-
-    threads = [threading.Thread(target=client, args=(i,)) for i in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong and len(counted) > 20 and server.idle()
-    gc.collect()
+def test_many_clients_some_of_whom_go_away(model):
+    log = []
+    settings = dataclasses.replace(soak_serve.SETTINGS, shape=serving.SHAPE)
+    service, port = soak_serve.serve(model, settings, log)
+    found = soak_serve.crowd(port, service.engine, 20, 6)
+    assert (
+        not found["wrong"] and found["answers"] > 20 and found["left"] and soak_serve.wait_idle(service, 10)
+    )
+    service.close()
 
 
 def start(*flags: str, **environment: str) -> subprocess.Popen:
