@@ -97,10 +97,10 @@ def measured(port: int) -> dict[str, Any]:
     busy, first, rate = [], [], []
     for turn in range(ROUNDS.value + 1):
         began = time.process_time()
+        told = [f"--port={port}", f"--streams={STREAMS.value}", f"--tokens={TOKENS.value}"]
         done = subprocess.run(
-            [sys.executable, __file__, f"--port={port}", f"--streams={STREAMS.value}", f"--tokens={TOKENS.value}"],
-            stdout=subprocess.PIPE, text=True, check=True,
-        )  # fmt: skip
+            [sys.executable, __file__, *told], stdout=subprocess.PIPE, text=True, check=True
+        )
         spent, seen = time.process_time() - began, json.loads(done.stdout.splitlines()[-1])
         if turn:
             busy.append(1e3 * spent / (STREAMS.value * TOKENS.value))
@@ -118,9 +118,8 @@ def clients(port: int) -> dict[str, float]:
 
     def one(_: int) -> tuple[float, int]:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-        body = json.dumps(
-            dict(prompt=[1, 2, 3], max_tokens=TOKENS.value, stream=True, ignore_eos=True)
-        ).encode()
+        asked = dict(prompt=[1, 2, 3], max_tokens=TOKENS.value, stream=True, ignore_eos=True)
+        body = json.dumps(asked).encode()
         began = time.perf_counter()
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         answer, seen, first = connection.getresponse(), 0, 0.0
