@@ -21,7 +21,8 @@ from xinfer_jax.serve.settings import Settings
 SHAPE = dict(rows=4, capacity=512, pages=60, chunk=128)
 SETTINGS = Settings(
     name="tiny", model="bundled", host="127.0.0.1", port=0, api_keys=(), origins=(), max_waiting=64,
-    max_waiting_per_client=64, deadline=0.0, grace=5.0, stuck_seconds=60.0, seed=5, escape=True, shape=SHAPE,
+    max_waiting_per_client=64, deadline=0.0, grace=5.0, stuck_seconds=60.0, seed=5, escape=True,
+    log_prompts=False, shape=SHAPE,
 )  # fmt: skip
 
 

@@ -42,6 +42,7 @@ class Device:
         return row
 
     def do(self, actions):
+        most = max((row.priority for row in self.queue), default=0)
         self.lost |= len(self.books.published) < self.published  # before anything new is published
         for action in actions:
             if isinstance(action, Read):
@@ -53,7 +54,8 @@ class Device:
                 self.enter(action.row)
                 for page, cells in zip(action.pages, self.host.pop(action.row), strict=True):
                     self.cells[page] = cells
-        outs = [action.row.arrival for action in actions if isinstance(action, Move) and action.out]
+        outs = [action.row for action in actions if isinstance(action, Move) and action.out]
+        outs = [row.arrival for row in outs if most - row.priority < scheduler.URGENT]
         assert not outs or max(row.arrival for row in self.books.seated) < min(outs)  # the youngest made way
         assert [isinstance(action, Read) for action in actions[:-1]].count(True) == 0
         self.check()
@@ -205,7 +207,7 @@ TEXTS = st.builds(
 OPTIONS = st.fixed_dictionaries(
     {},
     optional={
-        "priority": st.integers(0, 2),
+        "priority": st.sampled_from([0, 0, 1, 1, 2, 20]),
         "salt": st.just(b"other"),
         "scored": st.integers(0, 30),
         "share_answers": st.just(True),
@@ -321,6 +323,30 @@ def test_who_was_passed_over_often_goes_first():
         assert (old.state, row.state)[turn == scheduler.PATIENCE] == "waiting"
         books.end(row)
     assert old.state == "running"
+
+
+def test_the_urgent_take_the_place_of_who_decodes():
+    books = Scheduler(rows=2, pages=20, capacity=4096, chunk=64)
+    rows = [Row([kind], 200, priority=-kind) for kind in (1, 30, 40)]
+    read(books, *rows[:2])
+    books.submit(rows[2])
+    assert books.read_next() == []
+    books.submit(urgent := Row([5], 5, priority=-2))
+    out, piece = books.read_next()
+    assert (out.row, out.out, piece.row) == (rows[1], True, urgent) and rows[0].state == "running"
+    books.dispatched(piece)
+    books.end(urgent)
+    back, *_ = books.read_next()
+    assert (back.row, back.out) == (rows[1], False)  # before who came later
+    for turn in range(scheduler.PATIENCE + 1):
+        books.submit(urgent := Row([6], 5, priority=9))
+        actions = books.read_next()
+        assert (len(actions) == 2) == (turn < scheduler.PATIENCE - 1)  # then it stays
+        if len(actions) < 2:
+            break
+        books.dispatched(actions[1])
+        books.end(urgent)
+        assert books.read_next()
 
 
 def test_who_was_cancelled_publishes_nothing():

@@ -131,6 +131,7 @@ def test_echo_as_lm_eval_reads_it(server, model):
         ("chat", {}, 400, "messages"),
         ("chat", dict(messages=[]), 400, "messages"),
         ("chat", dict(messages=[dict(role="user")]), 400, "messages"),
+        ("chat", dict(messages=[dict(role="alien", content="a")]), 400, "messages"),
         ("chat", dict(messages=QUESTION, top_logprobs=2), 400, "top_logprobs"),
         ("chat", dict(messages=QUESTION, tools=[dict(type="function")]), 400, "tools"),
         ("chat", dict(messages=QUESTION, response_format=dict(type="json_object")), 400, "response_format"),
@@ -186,6 +187,8 @@ def test_who_may_ask(model):
         assert closed.call("GET", "/v1/models")[0] == 401
         assert closed.call("GET", "/v1/models", authorization="Bearer wrong")[0] == 401
         assert closed.call("GET", "/v1/models", authorization="Bearer first")[0] == 200
+        own = "Bearer zw\u00f6lf".encode().decode("latin-1")
+        assert closed.call("GET", "/v1/models", authorization=own)[0] == 200
         status, found, headers = closed.call("POST", "/v1/completions", {}, authorization="Bearer first")
         assert status == 503 and "loaded" in found["error"]["message"] and headers["retry-after"] == "1"
         assert closed.call("GET", "/health", host="evil.example")[0] == 403

@@ -26,6 +26,7 @@ _BOTH = {
     *_SAMPLING, "model", "max_tokens", "n", "stop", "seed", "logprobs", "logit_bias", "user", "ignore_eos",
     "stop_token_ids", "allowed_token_ids", "add_special_tokens", "return_token_ids", "cache_salt", "priority",
 }  # fmt: skip
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _OWN = dict(
     completion={"prompt", "best_of", "echo"},
     chat={"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"},
@@ -282,6 +283,9 @@ def _ids(model: Model, kind: str, prompt: Any, take: _Fields) -> list[int]:
 def _chat_ids(model: Model, messages: Any, take: _Fields) -> list[int]:
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise InputError(f"messages must be a list of objects, got {shown(messages)}")
+    for message in messages:
+        if (role := message.get("role")) not in _ROLES:
+            raise InputError(f"a message's role is one of {', '.join(_ROLES)}, got {shown(role)}")
     variables, system = take.mapping("chat_template_kwargs"), take.text("system")
     flat = [{**m, "content": _flat(m["content"])} if "content" in m else m for m in messages]
     return encode_prompt(

@@ -10,7 +10,7 @@ from ..sampling.logprobs import TokenLogprobs
 from ..text import Said
 from .bodies import Asked
 
-REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+REASONS = {"eos": "stop", "stop": "stop", "length": "length", "deadline": "length"}
 _THINK, _THOUGHT = "<think>", "</think>"
 _LEAST = -9999.0  # in place of minus infinity, which JSON lacks
 

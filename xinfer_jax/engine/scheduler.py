@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 PAGE = 64  # tokens: the key block of the kernels
 PATIENCE = 32  # a row that was passed over so often goes first
+URGENT = 16  # whose priority is so much higher gets the slot of a row that decodes
 _ANY_FORM, _SCORED = 0, 1  # in digests: pages that any program may have written; that of scoring has
 
 
@@ -135,7 +136,8 @@ class Scheduler:
 
     The older row wins: who lacks pages sends the youngest row's to host memory, never an older one's. So the
     oldest row with a slot always goes on, and a row that came back makes way for older ones only. Nobody is
-    sent away for a row that enters: it waits until there is room for its prompt and a page more for each.
+    sent away for a row that enters, unless that is much more urgent: it waits until there is room for its
+    prompt and a page more for each.
 
     A prompt of n tokens is read in whole chunks up to (n - 1) // chunk * chunk, then page by page: which
     program reads a token follows from n alone. Shared pages cover whole pieces of this cut, never the last.
@@ -201,6 +203,7 @@ class Scheduler:
         while self.waiting and (row := self.waiting[0]).away and self._enter(row):
             self._take(row, row.held, actions)
             actions.append(Move(row, self.slots.index(row), row.pages[: pages_for(row.held)], False))
+        self._make_way(actions)
         reading = sorted((row for row in self.seated if not row.read), key=lambda row: row.rank)
         if self.waiting and not (reading and reading[0].rank < self.waiting[0].rank):
             row = self.waiting[0]
@@ -292,6 +295,14 @@ class Scheduler:
                 other.passed += 1
             self.waiting.sort(key=lambda row: row.rank)
         return True
+
+    def _make_way(self, actions: list[Action]) -> None:
+        """Sends out the last of the rows that decode, where the first that waits is much more urgent."""
+        running = [row for _, row in self.running if row.passed < PATIENCE]
+        if self.waiting and running and None not in self.slots:
+            last = max(running, key=lambda row: row.rank)
+            if self.waiting[0].priority - last.priority >= URGENT:
+                actions.append(self._send_out(last))
 
     def _find(self, row: Row) -> list[int]:
         """The shared pages that a row begins with; of any form if it may and they reach further."""

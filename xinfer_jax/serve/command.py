@@ -73,6 +73,7 @@ PROGRAM.integer("stuck_seconds", "Without progress, after which /health answers 
 PROGRAM.integer(
     "seed", "Of answers to requests without one. Default: drawn at the start, and said.", most=2**32 - 1
 )
+PROGRAM.switch("log_prompts", "The log has the token ids of prompts, too.")
 PROGRAM.switch("escape_control_tokens", "What messages spell never becomes a control token.", True)
 
 
@@ -105,7 +106,8 @@ def _run(argv: Sequence[str]) -> int:
         name=flags.served_model_name or Path(model).name, model=model, host=host, port=flags.port,
         api_keys=keys, origins=tuple(flags.allowed_origins), max_waiting=flags.max_waiting,
         max_waiting_per_client=flags.max_waiting_per_client, deadline=flags.deadline, grace=flags.grace,
-        stuck_seconds=flags.stuck_seconds, seed=seed, escape=flags.escape_control_tokens, shape=shape,
+        stuck_seconds=flags.stuck_seconds, seed=seed, escape=flags.escape_control_tokens,
+        log_prompts=flags.log_prompts, shape=shape,
     )  # fmt: skip
     listening = _listen(host, flags.port)
     service = Service(settings, _say)

@@ -191,7 +191,7 @@ class Service:
 
     def allowed(self, call: Call) -> bool:
         """Whether the caller has the key, if there is one."""
-        given = call.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        given = call.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")  # as it came
         keys = self.settings.api_keys
         return not keys or any([hmac.compare_digest(given, key) for key in keys])
 
@@ -230,9 +230,10 @@ class _UnderWay:
         first = f", first after {1e3 * min(firsts):.0f} ms" if firsts else ""
         own = f"server seed {self._service.settings.seed} number {self.number}"
         key = own if asked.seed is None else f"seed {asked.seed}"
+        prompts = f", {asked.prompts}" if self._service.settings.log_prompts else ""
         reasons = ",".join(answer.finish_reason or "gone" for answer in answers)
         seconds = time.monotonic() - self._began
-        return f"{asked.kind}: {read} + {chosen} tokens in {seconds:.2f} s{first}, {reasons}, {key}"
+        return f"{asked.kind}: {read} + {chosen} tokens in {seconds:.2f} s{first}, {reasons}, {key}{prompts}"
 
 
 def _usage(asked: Asked, requests: Sequence[Request]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ class Settings:
         stuck_seconds: without a turn of the engine, after which /health says so.
         seed: of answers to requests without one.
         escape: control tokens that messages spell stay letters.
+        log_prompts: the ids of prompts stand in the log.
         shape: arguments of `Engine`.
     """
 
@@ -35,6 +36,7 @@ class Settings:
     stuck_seconds: float
     seed: int
     escape: bool
+    log_prompts: bool
     shape: dict[str, Any]
 
     @property
