@@ -140,7 +140,7 @@ class Engine:
                 is refused here.
             key: as in `generate`.
             priority: higher ones go first; who was passed over 32 times goes first whatever it is. One that
-                is higher by 16 or more takes the place of a row that decodes, which goes on later.
+                is higher by 16 or more takes the place of another row, which goes on later.
             deadline: seconds from now after which it ends as it is, with the finish_reason "deadline".
             salt: prompts share pages only with those of the same salt.
             share_answers: this prompt may find what earlier answers wrote, and later ones what this answer

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 PAGE = 64  # tokens: the key block of the kernels
 PATIENCE = 32  # a row that was passed over so often goes first
-URGENT = 16  # whose priority is so much higher gets the slot of a row that decodes
+URGENT = 16  # whose priority is so much higher gets the slot of another row
 _ANY_FORM, _SCORED = 0, 1  # in digests: pages that any program may have written; that of scoring has
 
 
@@ -297,10 +297,10 @@ class Scheduler:
         return True
 
     def _make_way(self, actions: list[Action]) -> None:
-        """Sends out the last of the rows that decode, where the first that waits is much more urgent."""
-        running = [row for _, row in self.running if row.passed < PATIENCE]
-        if self.waiting and running and None not in self.slots:
-            last = max(running, key=lambda row: row.rank)
+        """Sends out the last of the rows with a slot, where the first that waits is much more urgent."""
+        patient = [row for row in self.seated if row.passed < PATIENCE]
+        if self.waiting and patient and None not in self.slots:
+            last = max(patient, key=lambda row: row.rank)
             if self.waiting[0].priority - last.priority >= URGENT:
                 actions.append(self._send_out(last))
 
