@@ -1,5 +1,7 @@
 """A file of prompts: every form of line, killed and gone on with, in shards, scored."""
 
+import copy
+import dataclasses
 import errno
 import gzip
 import io
@@ -117,6 +119,11 @@ def test_every_form_of_line_is_answered_as_generate_does(model, tmp_path):
         (dict(prompt="a", stop=[3]), "stop must be"),
         (dict(prompt="a", logprobs=21), "logprobs must be"),
         (dict(prompt="a", logit_bias={"x": 1}), "logit_bias maps token ids"),
+        (dict(prompt="a", logit_bias={"1": 10**400}), "logit_bias maps token ids"),
+        (dict(prompt="a", logit_bias={"9" * 5000: 1}), "logit_bias maps token ids"),
+        (dict(messages=[dict(role="user", content="a")], raw=True), "raw takes a text"),
+        (dict(prompt="a", model="\ud800"), "model must be a text"),
+        (dict(custom_id="b", url="/v1/completions", body=dict(prompt="a", model=5)), "model must be a text"),
         (dict(prompt="a", tools=[{}]), "tools is not served"),
         (dict(prompt="a", custom_id=5), "custom_id must be a text"),
         (dict(url="/v1/completions", body=dict(prompt="a")), "must have a custom_id"),
@@ -133,6 +140,22 @@ def test_a_bad_line_is_answered_by_its_reason(model, tmp_path, row, why):
     one = found[1] if 1 in found else found["b"]
     error = one["error"]["message"] if "response" in one else one["error"]
     assert error.startswith("line 1: ") and why in error
+
+
+def test_what_a_template_gets(model, tmp_path):
+    template = "{{ messages | length }}{{ messages[0].content }}{{ mood }}"
+    other = copy.copy(model.tokenizer)
+    other.chat_template = template
+    model, ask = dataclasses.replace(model, tokenizer=other), dict(max_tokens=1, return_token_ids=True)
+    variables, messages = dict(mood="x", messages=[], self=1), [dict(role="user", content="Hi")]
+    rows = [dict(ask, prompt="Hi"), dict(ask, messages=messages), dict(ask, prompt="Hi", system="Be")]
+    found, _ = answered(model, tmp_path, *(dict(row, chat_template_kwargs=variables) for row in rows))
+    sizes = [len(other.encode(text, False)) for text in ("1Hix", "1Hix", "2Bex")]
+    assert [found[i]["usage"]["prompt_tokens"] for i in (1, 2, 3)] == sizes
+    (tmp_path / "system").mkdir()
+    found, _ = answered(model, tmp_path / "system", *rows[:2], system="Be kind")  # of lines with a prompt
+    sizes = [len(other.encode(text, False)) for text in ("2Be kind", "1Hi")]
+    assert [found[i]["usage"]["prompt_tokens"] for i in (1, 2)] == sizes
 
 
 def test_ids_twice_long_lines_and_bytes_that_are_no_text(model, tmp_path, monkeypatch):

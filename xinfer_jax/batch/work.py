@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from ..api.bodies import read_body, seed_key
-from ..api.responses import response
+from ..api.responses import finite, response
 from ..checks import token_ids
 from ..engine.engine import Engine
 from ..engine.requests import Request
@@ -89,7 +89,8 @@ class Work:
 
     def _submit(self) -> None:
         engine, d, line = self._engine, self._defaults, self.line
-        own = dict(raw=d.raw, system=d.system) if line.kind == "plain" else {}
+        prompted = line.kind == "plain" and line.body.get("messages") is None
+        own = dict(raw=d.raw, system=d.system) if prompted else {}
         asked = self._asked = read_body(engine.model, line.kind, line.body, d.options, engine.room, **own)
         if asked.unknown:
             raise InputError(f"{asked.unknown[0]} is no option of a {line.kind} line: leave it out")
@@ -144,8 +145,8 @@ class Work:
             return [(context, context + self._ids(one, body)) for one in completions]
         if not isinstance(prompt, str) or not all(isinstance(one, str) for one in completions):
             raise InputError("prompt and completions are all texts, or all lists of token ids")
-        context, bare = self._ids(prompt.rstrip() or prompt, body), prompt.rstrip()
-        return [(context, self._ids(bare + prompt[len(bare) :] + one, body)) for one in completions]
+        context = self._ids(prompt.rstrip() or prompt, body)
+        return [(context, self._ids(prompt + one, body)) for one in completions]
 
     def _ids(self, text: Any, body: Mapping[str, Any]) -> list[int]:
         if isinstance(text, list):
@@ -160,6 +161,7 @@ class Work:
         for request in self.requests:
             request.raise_error()
             noted = request.prompt_logprobs
-            logprob, greedy = math.fsum(t.logprob for t in noted), all(t.id == t.top[0][0] for t in noted)
+            logprob = finite(math.fsum(t.logprob for t in noted))
+            greedy = all(t.id == t.top[0][0] for t in noted)
             scores.append(dict(logprob=logprob, tokens=len(noted), greedy=greedy))
         return scores[0] if "text" in self.line.body else dict(completions=scores)
