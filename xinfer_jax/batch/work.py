@@ -10,12 +10,16 @@ import jax
 
 from ..api.bodies import read_body, seed_key
 from ..api.responses import finite, response
-from ..checks import token_ids
+from ..checkpoint.loading import Model
+from ..checks import token_ids, whole
 from ..engine.engine import Engine
 from ..engine.requests import Request
+from ..engine.submission import request_of
 from ..errors import InputError, shown
-from ..generation.options import GenerateOptions
-from ..text import encode_prompt
+from ..generation.options import GenerateOptions, asked
+from ..sampling.choice import seeded
+from ..sampling.settings import SamplingConfig
+from ..text import encode_prompt, stops_of
 from .lines import Line, hash_of
 
 _SCORED = {"prompt", "completions", "text", "add_special_tokens"}
@@ -30,6 +34,24 @@ class Defaults:
     raw: bool
     system: str | None
     score: bool
+
+    @staticmethod
+    def of(model: Model, options: Any, seed: int, raw: bool, system: Any, score: bool) -> "Defaults":
+        """Those that a caller gives; what has no chat template is continued.
+
+        Raises:
+            InputError: they cannot hold for every line.
+        """
+        options, tokenizer = asked(options), model.tokenizer
+        options = dataclasses.replace(options, stop_strings=stops_of(options))
+        if not isinstance(options.sampling, SamplingConfig):
+            raise InputError("options.sampling must be one SamplingConfig: what differs stands on the lines")
+        raw = bool(raw or tokenizer and not tokenizer.chat_template)
+        return Defaults(options, whole("seed", seed, 0, 2**64 - 1), raw, system, score)
+
+    def check(self, engine: Engine) -> None:
+        """Raises InputError for options that no line could be served with."""
+        request_of(engine, [0], self.options, seeded(0), 0)
 
 
 class Work:
@@ -126,12 +148,12 @@ class Work:
         ):
             raise InputError('a line to score has "prompt" and "completions", or "text"')
         pairs = [([], self._ids(body["text"], body))] if "text" in body else self._pairs(body)
-        for context, whole in pairs:
-            if len(whole) <= max(1, len(context)):
+        for context, ids in pairs:
+            if len(ids) <= max(1, len(context)):
                 raise InputError(f"there is nothing to score behind {len(context)} tokens of prompt")
             since: dict[str, Any] = dict(prompt_logprobs=1, prompt_logprobs_from=len(context), live=False)
             options = GenerateOptions(1, eos_token_ids=())
-            self.requests.append(self._engine.submit(whole, options, **since))
+            self.requests.append(self._engine.submit(ids, options, **since))
 
     def _pairs(self, body: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
         """Of each completion the prompt's ids, and those of both: together encoded, and cut where the prompt
