@@ -433,6 +433,7 @@ def test_scores_are_those_of_score(model, tmp_path):
         dict(prompt=f"{long} ", completions=["Paris."]),
         dict(prompt="a"), dict(text="a", prompt="b"), dict(prompt="a", completions=[""]), dict(text=3),
         dict(prompt="a", completions=["b", 3]), dict(text="a" * 9000),
+        dict(prompt=[], completions=[[7, 8]]),
         score=True,
     )  # fmt: skip
     begin = len(model.tokenizer.encode(long))
@@ -450,7 +451,7 @@ def test_scores_are_those_of_score(model, tmp_path):
     assert found[4]["completions"][0]["logprob"] == pytest.approx(
         found[1]["completions"][0]["logprob"], abs=1e-4
     )
-    assert report["errors"] == 6 and all("error" in found[i] for i in range(5, 11))
+    assert report["errors"] == 7 and all("error" in found[i] for i in range(5, 12))
     assert report["hits"] > 0.3  # completions of one prompt share its pages
 
 

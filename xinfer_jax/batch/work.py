@@ -133,19 +133,15 @@ class Work:
         body = response(asked, outs, noted, model.tokenizer, **head)
         if line.api:
             return body
-        one, *others = choices = body["choices"]
-        alone = {name: value for name, value in one.items() if name != "index"}
-        return (
-            dict(choices=choices) | dict(usage=body["usage"]) if others else alone | dict(usage=body["usage"])
-        )
+        choices, used = body["choices"], dict(usage=body["usage"])
+        if len(choices) > 1:
+            return dict(choices=choices) | used
+        return {name: value for name, value in choices[0].items() if name != "index"} | used
 
     def _submit_scores(self) -> None:
         body = {name: value for name, value in self.line.body.items() if value is not None}
-        if (
-            self.line.api
-            or {*body} - _SCORED
-            or ("text" in body) == ("prompt" in body or "completions" in body)
-        ):
+        both = ("text" in body) == ("prompt" in body or "completions" in body)
+        if both or self.line.api or {*body} - _SCORED:
             raise InputError('a line to score has "prompt" and "completions", or "text"')
         pairs = [([], self._ids(body["text"], body))] if "text" in body else self._pairs(body)
         for context, ids in pairs:
@@ -162,11 +158,11 @@ class Work:
         prompt, completions = body.get("prompt"), body.get("completions")
         if not isinstance(completions, list) or not completions:
             raise InputError(f"completions must be a list that is not empty, got {shown(completions)}")
-        if isinstance(prompt, list):
+        if isinstance(prompt, list) and prompt:
             context = self._ids(prompt, body)
             return [(context, context + self._ids(one, body)) for one in completions]
         if not isinstance(prompt, str) or not all(isinstance(one, str) for one in completions):
-            raise InputError("prompt and completions are all texts, or all lists of token ids")
+            raise InputError("prompt and completions are all texts, or all lists of ids; no prompt is empty")
         context = self._ids(prompt.rstrip() or prompt, body)
         return [(context, self._ids(prompt + one, body)) for one in completions]
 
