@@ -199,4 +199,4 @@ def _resident() -> float:
 
 
 if __name__ == "__main__":
-    start(main, __doc__)
+    start(main)
