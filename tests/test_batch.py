@@ -1,5 +1,8 @@
 """A file of prompts: every form of line, killed and gone on with, in shards, scored."""
 
+import contextlib
+import copy
+import dataclasses
 import errno
 import gzip
 import io
@@ -117,6 +120,11 @@ def test_every_form_of_line_is_answered_as_generate_does(model, tmp_path):
         (dict(prompt="a", stop=[3]), "stop must be"),
         (dict(prompt="a", logprobs=21), "logprobs must be"),
         (dict(prompt="a", logit_bias={"x": 1}), "logit_bias maps token ids"),
+        (dict(prompt="a", logit_bias={"1": 10**400}), "logit_bias maps token ids"),
+        (dict(prompt="a", logit_bias={"9" * 5000: 1}), "logit_bias maps token ids"),
+        (dict(messages=[dict(role="user", content="a")], raw=True), "raw takes a text"),
+        (dict(prompt="a", model="\ud800"), "model must be a text"),
+        (dict(custom_id="b", url="/v1/completions", body=dict(prompt="a", model=5)), "model must be a text"),
         (dict(prompt="a", tools=[{}]), "tools is not served"),
         (dict(prompt="a", custom_id=5), "custom_id must be a text"),
         (dict(url="/v1/completions", body=dict(prompt="a")), "must have a custom_id"),
@@ -135,16 +143,33 @@ def test_a_bad_line_is_answered_by_its_reason(model, tmp_path, row, why):
     assert error.startswith("line 1: ") and why in error
 
 
+def test_what_a_template_gets(model, tmp_path):
+    template = "{{ messages | length }}{{ messages[0].content }}{{ mood }}"
+    other = copy.copy(model.tokenizer)
+    other.chat_template = template
+    model, ask = dataclasses.replace(model, tokenizer=other), dict(max_tokens=1, return_token_ids=True)
+    variables, messages = dict(mood="x", messages=[], self=1), [dict(role="user", content="Hi")]
+    rows = [dict(ask, prompt="Hi"), dict(ask, messages=messages), dict(ask, prompt="Hi", system="Be")]
+    found, _ = answered(model, tmp_path, *(dict(row, chat_template_kwargs=variables) for row in rows))
+    sizes = [len(other.encode(text, False)) for text in ("1Hix", "1Hix", "2Bex")]
+    assert [found[i]["usage"]["prompt_tokens"] for i in (1, 2, 3)] == sizes
+    (tmp_path / "system").mkdir()
+    found, _ = answered(model, tmp_path / "system", *rows[:2], system="Be kind")  # of lines with a prompt
+    sizes = [len(other.encode(text, False)) for text in ("2Be kind", "1Hi")]
+    assert [found[i]["usage"]["prompt_tokens"] for i in (1, 2)] == sizes
+
+
 def test_ids_twice_long_lines_and_bytes_that_are_no_text(model, tmp_path, monkeypatch):
     monkeypatch.setattr(lines, "_LONGEST", 200)
     row = dict(prompt="Hi", max_tokens=1, custom_id="a")
-    found, _ = answered(
-        model, tmp_path, row, row, f'{{"prompt": "{"x" * 900}"}}\n', dict(prompt="Hi", max_tokens=1)
-    )
-    assert "has come before" in found["a"]["error"] and "more than 200 bytes" in found[3]["error"]
+    long = f'{{"prompt": "{"x" * 900}"}}'
+    found, _ = answered(model, tmp_path, row, row, f"{long}\n", dict(prompt="Hi", max_tokens=1), long[:300])
+    assert "has come before" in found["a"]["error"]
+    assert all("more than 200 bytes" in found[i]["error"] for i in (3, 5))
     assert found[4]["finish_reason"] == "length"
     data = b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "\xff"}\n{"prompt": "b"}'
-    first, second, third = lines.read_lines(io.BytesIO(data))
+    (tmp_path / "odd").write_bytes(data)
+    first, second, third = lines.read_lines(tmp_path / "odd")
     assert (first.body, third.body) == (dict(prompt="a"), dict(prompt="b")) and "utf-8" in second.error
 
 
@@ -230,15 +255,33 @@ def test_what_is_not_the_same_run_is_refused_and_nothing_touched(model, tmp_path
         answered(model, tmp_path, rows[0], dict(prompt="Bye", max_tokens=1))
     with pytest.raises(xj.InputError, match="line 2 was answered, and is not there"):
         answered(model, tmp_path, rows[0])
-    held = ledger._locked(files[0])
-    with pytest.raises(xj.InputError, match="another process writes to"):
-        answered(model, tmp_path, *rows)
-    os.close(held)
+    with pytest.raises(xj.InputError, match="line 1 is not what it was"):
+        answered(model, tmp_path, "\n", rows[1])
+    for file in files:
+        with contextlib.ExitStack() as held:
+            ledger._locked(file, held)
+            with pytest.raises(xj.InputError, match="another process writes to"):
+                answered(model, tmp_path, *rows)
     assert [path.read_bytes() for path in files] == before
     files[1].unlink()
     with pytest.raises(xj.InputError, match="does not say which run"):
         answered(model, tmp_path, *rows)
     assert files[0].read_bytes() == before[0]
+    for path, data in zip(files, (b"", b"somebody's\nnotes"), strict=True):
+        path.write_bytes(data)
+    with pytest.raises(xj.InputError, match="does not say which run"):
+        answered(model, tmp_path, *rows)
+    assert files[1].read_bytes() == data
+
+
+def test_options_that_are_left_out_are_others_too(model, tmp_path):
+    row = dict(prompt="Hi", max_tokens=1)
+    options = xj.GenerateOptions(sampling=xj.SamplingConfig(logit_bias={5: -1.0}))
+    answered(model, tmp_path, row, options=options)
+    with pytest.raises(xj.InputError, match=r"logit_bias\.5 -1\.0, here None"):
+        answered(model, tmp_path, row)
+    with pytest.raises(xj.InputError, match="engine.room 256, here 128"):
+        answered(model, tmp_path, row, options=options, pages=3)
 
 
 def test_other_pages_and_another_machine_go_on(model, tmp_path, monkeypatch):
@@ -271,6 +314,42 @@ def test_a_full_disk_keeps_what_is_finished(model, tmp_path, monkeypatch, whole)
     assert report["answered"] and sorted((tmp_path / "out").read_bytes().splitlines()) == whole
 
 
+def test_records_survive_a_full_disk_and_are_cut_where_they_are_broken(model, tmp_path, monkeypatch, whole):
+    file, out, real = mixed(tmp_path), tmp_path / "out", os.write
+    names = tmp_path / "out", tmp_path / "out.progress"
+
+    def torn(to, data):
+        if len(data) % 24 == 0 and not bytes(data).endswith(b"\n"):  # a record, half of which finds room
+            if not tears:
+                tears.append(real(to, bytes(data)[:10]))
+                return 10
+            tears.append(0)
+            if len(tears) == 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return real(to, data)
+
+    tears: list[int] = []
+    monkeypatch.setattr(os, "write", torn)
+    monkeypatch.setattr(run, "_SETTLE_SECONDS", 0.0)
+    with pytest.raises(xj.InputError, match="out.progress cannot be written: No space left"):
+        xj.generate_file(model, file, out, seed=7, **SHAPE)
+    monkeypatch.setattr(os, "write", real)
+    xj.generate_file(model, file, out, seed=7, **SHAPE)
+    assert sorted(out.read_bytes().splitlines()) == whole
+    kept = names[1].read_bytes()
+    names[1].write_bytes(kept[:-48] + bytes(48))  # blocks that the disk gave and did not fill
+    assert xj.generate_file(model, file, out, seed=7, **SHAPE)["finished_before"] == 38
+    assert sorted(out.read_bytes().splitlines()) == whole
+    monkeypatch.setattr(os, "fsync", lambda _: torn_disk())
+    out.unlink()
+    with pytest.raises(xj.InputError, match="out cannot be written: Input/output error"):
+        xj.generate_file(model, file, out, seed=7, **SHAPE)
+
+
+def torn_disk():
+    raise OSError(errno.EIO, "Input/output error")
+
+
 def test_shards_join_to_the_whole_in_order(model, tmp_path, ordered):
     file = mixed(tmp_path)
     for i in range(3):
@@ -279,6 +358,16 @@ def test_shards_join_to_the_whole_in_order(model, tmp_path, ordered):
             with pytest.raises(xj.InputError, match="-of-3"):
                 ledger.merge_shards(file, tmp_path / "out", 3)
     assert not (tmp_path / "out").exists()
+    rows, second = file.read_bytes().splitlines(), tmp_path / "out.1-of-3"
+    with pytest.raises(xj.InputError, match="39 lines are in"):
+        short = file_of(tmp_path, *(f"{row.decode()}\n" for row in rows[:-1]), name="short")
+        ledger.merge_shards(short, tmp_path / "out", 3)
+    kept = second.read_bytes()
+    second.write_bytes(kept[:-5])
+    with pytest.raises(xj.InputError, match="is not finished in .*1-of-3"):
+        ledger.merge_shards(file, tmp_path / "out", 3)
+    second.write_bytes(kept)
+    assert not (tmp_path / "out.part").exists()
     assert ledger.merge_shards(file, tmp_path / "out", 3) == 40
     assert (tmp_path / "out").read_bytes().splitlines() == ordered
     with pytest.raises(xj.InputError, match="is there already"):
@@ -320,6 +409,15 @@ def test_stopped_it_finishes_what_runs_and_goes_on(model, tmp_path, monkeypatch)
     assert report["stopped"] and len(found) < 100
 
 
+def test_stopped_in_order_what_was_not_begun_leaves_no_gap(model, tmp_path, monkeypatch):
+    rows = [dict(prompt=f"Say {i}", max_tokens=30, ignore_eos=True, raw=True) for i in range(20)] + ["[]\n"]
+    stop, real = threading.Event(), ledger.Ledger.add
+    monkeypatch.setattr(ledger.Ledger, "add", lambda *args: (stop.set(), real(*args)))
+    first, report = answered(model, tmp_path, *rows, stop=stop, in_order=True)
+    assert report["stopped"] and [*first] == list(range(1, len(first) + 1))
+    assert [*answered(model, tmp_path, *rows, in_order=True)[0]] == list(range(1, 22))
+
+
 def test_scores_are_those_of_score(model, tmp_path):
     prompt, choices = (
         "The capital of France is the town of light, and it is the town of",
@@ -335,6 +433,7 @@ def test_scores_are_those_of_score(model, tmp_path):
         dict(prompt=f"{long} ", completions=["Paris."]),
         dict(prompt="a"), dict(text="a", prompt="b"), dict(prompt="a", completions=[""]), dict(text=3),
         dict(prompt="a", completions=["b", 3]), dict(text="a" * 9000),
+        dict(prompt=[], completions=[[7, 8]]),
         score=True,
     )  # fmt: skip
     begin = len(model.tokenizer.encode(long))
@@ -352,7 +451,7 @@ def test_scores_are_those_of_score(model, tmp_path):
     assert found[4]["completions"][0]["logprob"] == pytest.approx(
         found[1]["completions"][0]["logprob"], abs=1e-4
     )
-    assert report["errors"] == 6 and all("error" in found[i] for i in range(5, 11))
+    assert report["errors"] == 7 and all("error" in found[i] for i in range(5, 12))
     assert report["hits"] > 0.3  # completions of one prompt share its pages
 
 
@@ -407,6 +506,19 @@ def test_batches_of_columns(model, tmp_path):
     assert named["text"].tolist() == [found["a"]["text"]]
     with pytest.raises(xj.InputError, match="needs the column"):
         made(dict(text=prompts))
+    with pytest.raises(xj.InputError, match="one answer"):
+        xj.DatasetGenerator(options=xj.GenerateOptions(n=2), rows=2, capacity=128)(dict(prompt=prompts))
+    # As Arrow gives nested columns, and columns of numbers; an error says the same in any batch.
+    part = np.array([dict(type="text", text=QUESTION)], dtype=object)
+    nested = np.empty(2, object)
+    nested[:] = [np.array([dict(role="user", content=part)], dtype=object), None]
+    both = again(dict(messages=nested, custom_id=["a", "b"]))
+    assert (
+        both["text"][0] == named["text"][0] and both["error"][1] == again(dict(messages=[None]))["error"][0]
+    )
+    assert "list of token ids" in again(dict(prompt=np.arange(2)))["error"][0]
+    none = again(dict(prompt=[]))
+    assert none["text"].dtype == object and none["prompt_tokens"].dtype == np.int64
 
 
 @pytest.mark.slow
@@ -488,6 +600,10 @@ def test_the_command_killed_and_terminated(tmp_path, whole):
         (["--input=IN", "--output=OUT", "--max_tokens=5000"], "exceeds the model's context limit"),
         (["--input=IN", "--output=OUT", "--model=NONE"], "NONE"),
         (["--input=TORN.gz", "--output=OUT"], "is no whole gzip file"),
+        (["--input=PIPE", "--output=OUT"], "can be read only once"),
+        (["--input=IN", "--output=PIPE"], "cannot be written: give a file"),
+        (["--input=IN", "--output=OUT.gz"], "give a name without .gz"),
+        (["--input=IN", "--output=OUT", "--report=IN"], "is the input or the output"),
     ],
 )
 def test_bad_flags(tmp_path, monkeypatch, capsys, flags, why):
@@ -495,6 +611,7 @@ def test_bad_flags(tmp_path, monkeypatch, capsys, flags, why):
 
     monkeypatch.chdir(tmp_path)
     Path("DIR").mkdir()
+    os.mkfifo("PIPE")
     file_of(tmp_path, dict(prompt="Hi"), name="IN")
     Path("TORN.gz").write_bytes(b"no gzip")
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}

@@ -106,11 +106,12 @@ def read_body(
         if name in given and given.pop(name) not in nothing:
             raise BodyError(name, f"{name} is not served here: leave it out")
     known = _BOTH | _OWN[kind]
-    others = [name for name in given if name not in known and name not in plain]
+    others = [name for name in given if name not in known]
     for name in others:
         if any(name in fields for fields in _OWN.values()):
             raise BodyError(name, f"{name} does not belong to a {kind} request: leave it out")
     take = _Fields(given, escape)
+    take.text("model")  # a response repeats it
     echo = take.switch("echo")
     prompts = _prompts(model, kind, take)
     longest = max(map(len, prompts))
@@ -174,7 +175,8 @@ class _Fields:
         return value
 
     def text(self, name: str) -> str | None:
-        value: str | None = self._of(name, lambda x: isinstance(x, str), "a text")
+        fits = lambda x: isinstance(x, str) and x.encode(errors="ignore").decode() == x  # noqa: E731
+        value: str | None = self._of(name, fits, "a text")
         return value
 
     def texts(self, name: str, default: Sequence[str]) -> tuple[str, ...]:
@@ -224,7 +226,8 @@ def _sampling(model: Model, take: _Fields, defaults: Any) -> SamplingConfig:
         if (number := take.number(name)) is not None:
             values[setting] = 0 if name == "top_k" and number == -1 else number
     if biases := take.mapping("logit_bias"):
-        wrong = [i for i, b in biases.items() if not i.isdecimal() or type(b) not in (int, float)]
+        good = lambda i, b: i.isdecimal() and len(i) < 10 and type(b) in (int, float) and abs(b) <= 1e30  # noqa: E731
+        wrong = [i for i, b in biases.items() if not good(i, b)]
         if wrong:
             raise BodyError("logit_bias", f"logit_bias maps token ids to numbers, got {shown(wrong[0])}")
         take.given["logit_bias"] = [int(i) for i in biases]
@@ -274,9 +277,15 @@ def _ids(model: Model, kind: str, prompt: Any, take: _Fields) -> list[int]:
         raise InputError(f"the prompt must be a text or a list of token ids, got {shown(prompt)}")
     raw = kind == "completion" or take.switch("raw")
     special = take.given.get("add_special_tokens") is None or take.switch("add_special_tokens")
-    system = None if raw else take.text("system")
+    system, variables = None if raw else take.text("system"), take.mapping("chat_template_kwargs")
     return encode_prompt(
-        model, prompt, system=system, raw=raw, add_special_tokens=special, escape_control_tokens=take.escape
+        model,
+        prompt,
+        system=system,
+        raw=raw,
+        add_special_tokens=special,
+        chat_template_kwargs=variables,
+        escape_control_tokens=take.escape,
     )
 
 
@@ -288,8 +297,9 @@ def _chat_ids(model: Model, messages: Any, take: _Fields) -> list[int]:
             raise InputError(f"a message's role is one of {', '.join(_ROLES)}, got {shown(role)}")
     variables, system = take.mapping("chat_template_kwargs"), take.text("system")
     flat = [{**m, "content": _flat(m["content"])} if "content" in m else m for m in messages]
+    raw = take.switch("raw")  # refused
     return encode_prompt(
-        model, flat, system=system, chat_template_kwargs=variables, escape_control_tokens=take.escape
+        model, flat, system=system, raw=raw, chat_template_kwargs=variables, escape_control_tokens=take.escape
     )
 
 

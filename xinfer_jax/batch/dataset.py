@@ -10,7 +10,7 @@ from ..checkpoint.loading import load_model
 from ..engine.engine import Engine
 from ..errors import InputError, shown
 from ..generation.options import GenerateOptions
-from .lines import Line
+from .lines import Line, plain
 from .work import Defaults, Work
 
 
@@ -29,8 +29,7 @@ class DatasetGenerator:
         options, seed, raw, system: as in `generate_file`.
         shape: further arguments of `Engine`.
         """
-        self._model, self._shape = (model, dtype, quantize), shape
-        self._defaults = Defaults(options or GenerateOptions(), seed, raw, system, False)
+        self._model, self._given, self._shape = (model, dtype, quantize), (options, seed, raw, system), shape
         self._engine: Engine | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -45,24 +44,30 @@ class DatasetGenerator:
                 without it by what it asks: batches may be cut anywhere.
 
         Raises:
-            InputError: neither column.
+            InputError: neither column; options that no row can be served with, or several answers.
         """
         column = next((name for name in ("messages", "prompt") if name in batch), None)
         if column is None:
             raise InputError(f"a batch needs the column prompt or messages, got {shown(list(batch))}")
         if self._engine is None:
-            self._engine = Engine(load_model(*self._model), **self._shape)
-        asked = [value.tolist() if isinstance(value, np.ndarray) else value for value in batch[column]]
-        names = map(str, batch["custom_id"]) if "custom_id" in batch else map(json.dumps, asked)
-        rows = zip(names, asked, strict=True)
-        lines = [Line(i, 0, name, body={column: one}) for i, (name, one) in enumerate(rows)]
-        work = [Work(line, self._engine, self._defaults) for line in lines]
+            model = load_model(*self._model)
+            self._defaults = Defaults.of(model, *self._given, False)
+            if (n := self._defaults.options.n) != 1:
+                raise InputError(f"options.n={n}: a row has room for one answer, repeat the prompts instead")
+            engine = Engine(model, **self._shape)
+            self._defaults.check(engine)
+            self._engine = engine
+        asked = [json.dumps(value, default=plain) for value in batch[column]]  # Arrow nests arrays
+        names = map(str, batch["custom_id"]) if "custom_id" in batch else asked
+        bodies = [{column: json.loads(one)} for one in asked]
+        rows = enumerate(zip(names, bodies, strict=True))
+        work = [Work(Line(i, 0, name, body=body), self._engine, self._defaults) for i, (name, body) in rows]
         while self._engine.step():
             pass
         found = [json.loads(one.answer()) for one in work]
         usage = [row.get("usage", {}) for row in found]
-        columns = {
-            name: [row.get(name) or "" for row in found] for name in ("text", "finish_reason", "error")
-        }
-        columns |= {n: [u.get(n, 0) for u in usage] for n in ("prompt_tokens", "completion_tokens")}
-        return dict(batch) | {name: np.array(values) for name, values in columns.items()}
+        texts = {name: [row.get(name) or "" for row in found] for name in ("text", "finish_reason")}
+        texts["error"] = [one.error for one in work]  # without its number, which hangs on the batch
+        counts = {n: [u.get(n, 0) for u in usage] for n in ("prompt_tokens", "completion_tokens")}
+        made = {name: np.array(values, object) for name, values in texts.items()}
+        return dict(batch) | made | {name: np.array(values, np.int64) for name, values in counts.items()}

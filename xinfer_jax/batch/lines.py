@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import jax
 import numpy as np
 
 from ..errors import InputError, shown
@@ -45,6 +46,11 @@ def hash_of(data: bytes, size: int = 8) -> int:
     return int.from_bytes(sha256(data).digest()[:size], "little")
 
 
+def plain(value: Any) -> Any:
+    """What JSON lacks: arrays and their numbers as lists and numbers."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic | jax.Array) else repr(value)
+
+
 @contextmanager
 def opened(path: str | Path) -> Iterator[BinaryIO]:
     """A file to read, `-`: standard input; one that ends in .gz is unpacked.
@@ -64,26 +70,31 @@ def opened(path: str | Path) -> Iterator[BinaryIO]:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def read_lines(file: BinaryIO) -> Iterator[Line]:
-    """Every line; of two with one custom_id the second is an error."""
+def read_lines(path: str | Path) -> Iterator[Line]:
+    """Every line; of two with one custom_id the second is an error.
+
+    Raises:
+        InputError: as `opened`.
+    """
     known, number = _Hashes(), 0
-    while data := file.readline(_LONGEST):
-        number, sha, more = number + 1, sha256(data.rstrip(b"\r\n")), b""
-        while not data.endswith(b"\n") and len(data) == _LONGEST and (more := file.readline(_LONGEST)):
-            sha.update(more)
-            if more.endswith(b"\n"):
-                break
-        if not data.strip():
-            continue
-        digest = int.from_bytes(sha.digest()[:8], "little")
-        too_long = f"the line has more than {_LONGEST} bytes" if more else ""
-        try:
-            line = Line(number, digest, number, error=too_long) if more else _parsed(number, digest, data)
-        except (ValueError, RecursionError) as error:
-            line = Line(number, digest, number, error=str(InputError(error)))
-        if isinstance(line.identity, str) and known.add(hash_of(line.identity.encode())):
-            line = line._replace(error=f"the custom_id {shown(line.identity)} has come before")
-        yield line
+    with opened(path) as file:
+        while data := file.readline(_LONGEST + 1):
+            number, sha, part = number + 1, sha256(data.rstrip(b"\r\n")), data
+            while len(part) > _LONGEST and not part.endswith(b"\n"):
+                part = file.readline(_LONGEST + 1)
+                sha.update(part)
+            if not data.strip():
+                continue
+            digest = int.from_bytes(sha.digest()[:8], "little")
+            try:
+                if part is not data:
+                    raise InputError(f"the line has more than {_LONGEST} bytes")
+                line = _parsed(number, digest, data)
+            except (ValueError, RecursionError) as error:
+                line = Line(number, digest, number, error=str(InputError(error)))
+            if isinstance(line.identity, str) and known.add(hash_of(line.identity.encode())):
+                line = line._replace(error=f"the custom_id {shown(line.identity)} has come before")
+            yield line
 
 
 def _parsed(number: int, digest: int, data: bytes) -> Line:

@@ -20,29 +20,29 @@ from ..cache.fingerprint import fingerprint
 from ..checkpoint.loading import Model
 from ..checks import whole
 from ..engine.engine import Engine
-from ..engine.submission import request_of
+from ..engine.scheduler import PAGE
 from ..errors import InputError
-from ..generation.options import GenerateOptions, asked
-from ..sampling.choice import seeded
-from ..sampling.settings import SamplingConfig
-from ..text import stops_of
+from ..generation.options import GenerateOptions
 from .ledger import Ledger, progress_file, shard_file
-from .lines import Line, hash_of, opened, read_lines
+from .lines import Line, hash_of, opened, plain, read_lines
 from .work import Defaults, Work
 
 _SETTLE_SECONDS, _SAY_SECONDS = 1.0, 60.0  # between two records of what is finished; between two lines of it
 
 
 def check_files(input: str | Path, output: str | Path) -> None:
-    """Raises InputError where one cannot be read, or the other is the same or a directory."""
+    """Raises InputError where one cannot be read, or the other is the same or no file."""
     for path in (Path(output), progress_file(output)):
-        if path.is_dir() or not path.absolute().parent.is_dir():
+        if path.exists() and not path.is_file() or not path.absolute().parent.is_dir():
             raise InputError(f"{path} cannot be written: give a file in a directory that is there")
+        if path.suffix == ".gz":
+            raise InputError(f"{path} would not be packed: give a name without .gz")
         if str(input) != "-" and path.exists() and Path(input).exists() and path.samefile(input):
             raise InputError(f"{path} is the input too: give another output")
     if str(input) != "-":
-        with opened(input) as file:
-            file.peek(1) if hasattr(file, "peek") else None
+        if Path(input).is_fifo():  # what is looked at here would be gone
+            raise InputError(f"{input} can be read only once: give it as standard input, --input=-")
+        next(read_lines(input), None)
 
 
 def generate_file(  # noqa: PLR0913  a door
@@ -91,29 +91,26 @@ def generate_file(  # noqa: PLR0913  a door
     n, i = whole("the number of shards", n, 1), whole("the shard", i, 0, n - 1)
     output = shard_file(output, i, n) if shard else Path(output)
     check_files(input, output)
-    options, tokenizer = asked(options), model.tokenizer
-    options = dataclasses.replace(options, stop_strings=stops_of(options))
-    if not isinstance(options.sampling, SamplingConfig):
-        raise InputError("options.sampling must be one SamplingConfig: what differs stands on the lines")
-    raw = bool(raw or tokenizer and not tokenizer.chat_template)
-    defaults = Defaults(options, whole("seed", seed, 0, 2**64 - 1), raw, system, score)
+    defaults = Defaults.of(model, options, seed, raw, system, score)
     ledger = Ledger(output, _settings(model, defaults, shape, shard, in_order))
     try:
         engine = Engine(model, **shape)
-        request_of(engine, [0], options, seeded(0), 0)  # what no line could be served with is said at once
+        defaults.check(engine)
         total = _count(input) // n if progress and str(input) != "-" else None
         run = _Run(engine, defaults, ledger, in_order, progress, total)
-        with opened(input) as file:
-            run.lines(_own(read_lines(file), ledger.finished, i, n), stop or threading.Event(), grace)
+        with run.bar:
+            run.lines(_own(read_lines(input), ledger.finished, i, n), stop or threading.Event(), grace)
     finally:
         ledger.close()
     return run.report()
 
 
 def _settings(model: Model, defaults: Defaults, shape: Any, shard: Any, in_order: bool) -> dict[str, Any]:
-    """What answers depend on, but for pages, which decide only where keys lie."""
+    """What answers depend on; of pages only whether a row has room: they decide where keys lie."""
     default = {name: p.default for name, p in inspect.signature(Engine).parameters.items()}
     engine = {name: shape.get(name, default[name]) for name in default if name not in ("model", "pages")}
+    most = whole("capacity", engine["capacity"] or min(4096, model.config.context_length), 2)
+    engine["room"] = min(most, (whole("pages", shape.get("pages") or 1 + most, 2) - 1) * PAGE)
     tokenizer = model.tokenizer
     text = f"{tokenizer.backend.to_str()}{tokenizer.chat_template}" if tokenizer else ""
     settings = dict(
@@ -121,7 +118,7 @@ def _settings(model: Model, defaults: Defaults, shape: Any, shard: Any, in_order
         shard=shard, in_order=in_order, machine=[jax.__version__, jax.devices()[0].device_kind],
         **dataclasses.asdict(defaults),
     )  # fmt: skip
-    return dict(_flat("", json.loads(json.dumps(settings, default=_plain))))
+    return dict(_flat("", json.loads(json.dumps(settings, default=plain))))
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -137,9 +134,9 @@ def _own(lines: Iterator[Line], finished: np.ndarray, i: int, n: int) -> Iterato
     """Lines of this shard that are not finished; one that is must be what it was."""
     at = 0
     for line in lines:
-        if at < len(finished) and finished["number"][at] == line.number:
-            if finished["digest"][at] != line.digest:
-                raise InputError(f"line {line.number} is not what it was when it was answered: give the same")
+        if at < len(finished) and (was := finished["number"][at]) <= line.number:
+            if (was, finished["digest"][at]) != (line.number, line.digest):
+                raise InputError(f"line {was} is not what it was when it was answered: give the same")
             at += 1
         elif (line.number - 1) % n == i:
             yield line
@@ -158,17 +155,19 @@ class _Run:
         self._began = self._settled = self._said = time.monotonic()
         self._stopped, self._before, self._says, self._total = False, len(ledger.finished), says, total
         terminal = says and sys.stderr is not None and sys.stderr.isatty()
-        self._bar = tqdm(unit=" lines", disable=not terminal, initial=self._before, total=total)
+        self.bar = tqdm(unit=" lines", disable=not terminal, initial=self._before, total=total)
 
     def lines(self, lines: Iterator[Line], stop: threading.Event, grace: float) -> None:
         """Answers them; stopped early, those that end within the time of grace."""
-        ahead, end, most = dict[int, Work](), math.inf, max(64, 4 * self._engine.rows)
-        more = True
+        ahead, end, most, more = dict[int, Work](), math.inf, max(64, 4 * self._engine.rows), True
         while (more or ahead) and time.monotonic() < end:
             if stop.is_set() and not self._stopped:
                 self._stopped, more, end = True, False, time.monotonic() + grace
-                for work in [work for work in ahead.values() if not (work.begun or work.ended)]:
-                    ahead.pop(work.line.number).cancel()
+                waiting = [number for number, work in ahead.items() if not (work.begun or work.ended)]
+                if self._in_order and waiting:  # nothing may stand before it
+                    waiting = [number for number in ahead if number >= waiting[0]]
+                for number in waiting:
+                    ahead.pop(number).cancel()
             while more and len(ahead) < most:
                 if more := (line := next(lines, None)) is not None:
                     ahead[line.number] = Work(line, self._engine, self._defaults)
@@ -184,15 +183,15 @@ class _Run:
         self._ledger.add(work.line.number, work.line.digest, work.answer())
         self._counts["errors" if work.error else "answered"] += 1
         self._reasons.update(work.reasons)
-        self._bar.update()
+        self.bar.update()
 
     def _tell(self) -> None:
         now = time.monotonic()
         if now > self._settled + _SETTLE_SECONDS:
             self._ledger.settle()
             self._settled = now
-            self._bar.set_postfix_str(self._rates())
-        if self._says and self._bar.disable and now > self._said + _SAY_SECONDS:
+            self.bar.set_postfix_str(self._rates())
+        if self._says and self.bar.disable and now > self._said + _SAY_SECONDS:
             done, rate, of = self._before + self._counts.total(), self.report()["lines_per_second"], ""
             if self._total and rate:
                 of = f" of {self._total}, {max(0, self._total - done) / rate / 60:.0f} minutes left"
@@ -224,8 +223,3 @@ def _count(path: str | Path) -> int:
     """Lines of a file."""
     with opened(path) as file:
         return sum(part.count(b"\n") for part in iter(lambda: file.read(1 << 20), b""))
-
-
-def _plain(value: Any) -> Any:
-    """Of settings, what JSON lacks."""
-    return value.tolist() if isinstance(value, np.ndarray | jax.Array) else repr(value)

@@ -9,13 +9,17 @@ from typing import Any
 import jax
 
 from ..api.bodies import read_body, seed_key
-from ..api.responses import response
-from ..checks import token_ids
+from ..api.responses import finite, response
+from ..checkpoint.loading import Model
+from ..checks import token_ids, whole
 from ..engine.engine import Engine
 from ..engine.requests import Request
+from ..engine.submission import request_of
 from ..errors import InputError, shown
-from ..generation.options import GenerateOptions
-from ..text import encode_prompt
+from ..generation.options import GenerateOptions, asked
+from ..sampling.choice import seeded
+from ..sampling.settings import SamplingConfig
+from ..text import encode_prompt, stops_of
 from .lines import Line, hash_of
 
 _SCORED = {"prompt", "completions", "text", "add_special_tokens"}
@@ -30,6 +34,24 @@ class Defaults:
     raw: bool
     system: str | None
     score: bool
+
+    @staticmethod
+    def of(model: Model, options: Any, seed: int, raw: bool, system: Any, score: bool) -> "Defaults":
+        """Those that a caller gives; what has no chat template is continued.
+
+        Raises:
+            InputError: they cannot hold for every line.
+        """
+        options, tokenizer = asked(options), model.tokenizer
+        options = dataclasses.replace(options, stop_strings=stops_of(options))
+        if not isinstance(options.sampling, SamplingConfig):
+            raise InputError("options.sampling must be one SamplingConfig: what differs stands on the lines")
+        raw = bool(raw or tokenizer and not tokenizer.chat_template)
+        return Defaults(options, whole("seed", seed, 0, 2**64 - 1), raw, system, score)
+
+    def check(self, engine: Engine) -> None:
+        """Raises InputError for options that no line could be served with."""
+        request_of(engine, [0], self.options, seeded(0), 0)
 
 
 class Work:
@@ -89,7 +111,8 @@ class Work:
 
     def _submit(self) -> None:
         engine, d, line = self._engine, self._defaults, self.line
-        own: dict[str, Any] = dict(raw=d.raw, system=d.system) if line.kind == "plain" else {}
+        prompted = line.kind == "plain" and line.body.get("messages") is None
+        own: dict[str, Any] = dict(raw=d.raw, system=d.system) if prompted else {}
         asked = self._asked = read_body(engine.model, line.kind, line.body, d.options, engine.room, **own)
         if asked.unknown:
             raise InputError(f"{asked.unknown[0]} is no option of a {line.kind} line: leave it out")
@@ -112,27 +135,23 @@ class Work:
         body = response(asked, outs, noted, model.tokenizer, **head)
         if line.api:
             return body
-        one, *others = choices = body["choices"]
-        alone = {name: value for name, value in one.items() if name != "index"}
-        return (
-            dict(choices=choices) | dict(usage=body["usage"]) if others else alone | dict(usage=body["usage"])
-        )
+        choices, used = body["choices"], dict(usage=body["usage"])
+        if len(choices) > 1:
+            return dict(choices=choices) | used
+        return {name: value for name, value in choices[0].items() if name != "index"} | used
 
     def _submit_scores(self) -> None:
         body = {name: value for name, value in self.line.body.items() if value is not None}
-        if (
-            self.line.api
-            or {*body} - _SCORED
-            or ("text" in body) == ("prompt" in body or "completions" in body)
-        ):
+        both = ("text" in body) == ("prompt" in body or "completions" in body)
+        if both or self.line.api or {*body} - _SCORED:
             raise InputError('a line to score has "prompt" and "completions", or "text"')
         pairs = [([], self._ids(body["text"], body))] if "text" in body else self._pairs(body)
-        for context, whole in pairs:
-            if len(whole) <= max(1, len(context)):
+        for context, ids in pairs:
+            if len(ids) <= max(1, len(context)):
                 raise InputError(f"there is nothing to score behind {len(context)} tokens of prompt")
             since: dict[str, Any] = dict(prompt_logprobs=1, prompt_logprobs_from=len(context), live=False)
             options = GenerateOptions(1, eos_token_ids=())
-            self.requests.append(self._engine.submit(whole, options, **since))
+            self.requests.append(self._engine.submit(ids, options, **since))
 
     def _pairs(self, body: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
         """Of each completion the prompt's ids, and those of both: together encoded, and cut where the prompt
@@ -141,13 +160,13 @@ class Work:
         prompt, completions = body.get("prompt"), body.get("completions")
         if not isinstance(completions, list) or not completions:
             raise InputError(f"completions must be a list that is not empty, got {shown(completions)}")
-        if isinstance(prompt, list):
+        if isinstance(prompt, list) and prompt:
             context = self._ids(prompt, body)
             return [(context, context + self._ids(one, body)) for one in completions]
         if not isinstance(prompt, str) or not all(isinstance(one, str) for one in completions):
-            raise InputError("prompt and completions are all texts, or all lists of token ids")
-        context, bare = self._ids(prompt.rstrip() or prompt, body), prompt.rstrip()
-        return [(context, self._ids(bare + prompt[len(bare) :] + one, body)) for one in completions]
+            raise InputError("prompt and completions are all texts, or all lists of ids; no prompt is empty")
+        context = self._ids(prompt.rstrip() or prompt, body)
+        return [(context, self._ids(prompt + one, body)) for one in completions]
 
     def _ids(self, text: Any, body: Mapping[str, Any]) -> list[int]:
         if isinstance(text, list):
@@ -162,6 +181,7 @@ class Work:
         for request in self.requests:
             request.raise_error()
             noted = request.prompt_logprobs
-            logprob, greedy = math.fsum(t.logprob for t in noted), all(t.id == t.top[0][0] for t in noted)
+            logprob = finite(math.fsum(t.logprob for t in noted))
+            greedy = all(t.id == t.top[0][0] for t in noted)
             scores.append(dict(logprob=logprob, tokens=len(noted), greedy=greedy))
         return scores[0] if "text" in self.line.body else dict(completions=scores)

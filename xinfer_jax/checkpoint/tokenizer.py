@@ -101,7 +101,11 @@ class Tokenizer:
             return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
-        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **template_kwargs: Any
+        self,
+        messages: Sequence[dict[str, Any]],
+        /,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
     ) -> str:
         """The conversation as one text, in the checkpoint's format.
 

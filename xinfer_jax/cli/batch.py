@@ -1,6 +1,7 @@
 """What `xinfer-jax-batch` does once its flags are read: loads, answers the file, says what it did."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from ..batch.ledger import merge_shards
@@ -16,6 +17,11 @@ from .terminal import status
 def batch(flags: Any, shard: tuple[int, int] | None) -> int:
     """Answers a file; the exit code."""
     check_files(flags.input, flags.output)
+    if flags.report and Path(flags.report).resolve() in (
+        Path(flags.input).resolve(),
+        Path(flags.output).resolve(),
+    ):
+        raise InputError(f"--report={flags.report} is the input or the output: give another file")
     keep_compiled_programs("xinfer-jax-batch", flags.compilation_cache)
     checkpoint = open_model(flags.model, flags.dtype, flags.quantize)
     with status("loading the model"):
