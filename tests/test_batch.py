@@ -386,9 +386,25 @@ def test_packed_and_standard_input(model, tmp_path, monkeypatch, whole):
         xj.generate_file(model, tmp_path / "torn.gz", tmp_path / "torn", seed=7, **SHAPE)
 
 
+def test_lines_that_come_slowly_are_answered_as_they_come(model, tmp_path, monkeypatch):
+    reads, writes = os.pipe()
+    monkeypatch.setattr("sys.stdin", os.fdopen(reads))
+    running = threading.Thread(target=xj.generate_file, args=(model, "-", tmp_path / "out"), kwargs=SHAPE)
+    running.start()
+    for count in (1, 2):
+        os.write(writes, b'{"prompt": "Hi", "max_tokens": 1}\n')
+        end = time.monotonic() + 60
+        while not (tmp_path / "out").exists() or (tmp_path / "out").read_bytes().count(b"\n") < count:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    os.close(writes)
+    running.join(20)
+    assert not running.is_alive()
+
+
 def test_stopped_it_finishes_what_runs_and_goes_on(model, tmp_path, monkeypatch):
     stop, seen = threading.Event(), []
-    rows = [dict(prompt=f"Say {i}", max_tokens=100, ignore_eos=True, raw=True) for i in range(100)]
+    rows = [dict(prompt=f"Say {i}", max_tokens=100, ignore_eos=True, raw=True) for i in range(200)]
 
     def read(file):
         for line in read_lines(file):
@@ -401,12 +417,12 @@ def test_stopped_it_finishes_what_runs_and_goes_on(model, tmp_path, monkeypatch)
     monkeypatch.setattr(ledger.Ledger, "add", lambda *args: (stop.set(), real(*args)))
     found, report = answered(model, tmp_path, *rows, stop=stop)
     assert report["stopped"] and 1 <= len(found) <= 2 * SHAPE["rows"]
-    assert len(seen) <= 64 + SHAPE["rows"]  # lines that are held at a time
+    assert len(seen) <= 64 + run._READ_AHEAD + SHAPE["rows"]  # lines that are held at a time
     assert answered(model, tmp_path, *rows)[1]["finished_before"] == len(found)
     (tmp_path / "late").mkdir()
     stop.clear()
     found, report = answered(model, tmp_path / "late", *rows, stop=stop, grace=0)
-    assert report["stopped"] and len(found) < 100
+    assert report["stopped"] and len(found) < 200
 
 
 def test_stopped_in_order_what_was_not_begun_leaves_no_gap(model, tmp_path, monkeypatch):

@@ -24,7 +24,8 @@ _SAMPLING = dict(
 )  # fmt: skip
 _BOTH = {
     *_SAMPLING, "model", "max_tokens", "n", "stop", "seed", "logprobs", "logit_bias", "user", "ignore_eos",
-    "stop_token_ids", "allowed_token_ids", "add_special_tokens", "return_token_ids", "cache_salt", "priority",
+    "stop_token_ids", "metadata", "store", "service_tier", "parallel_tool_calls", "allowed_token_ids",
+    "add_special_tokens", "return_token_ids", "cache_salt", "priority",
 }  # fmt: skip
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _OWN = dict(

@@ -9,7 +9,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from queue import Empty, Full, Queue
 from typing import Any
 
 import jax
@@ -27,6 +29,7 @@ from .ledger import Ledger, progress_file, shard_file
 from .lines import Line, hash_of, opened, plain, read_lines
 from .work import Defaults, Work
 
+_READ_AHEAD = 16  # lines beyond those that the engine has
 _SETTLE_SECONDS, _SAY_SECONDS = 1.0, 60.0  # between two records of what is finished; between two lines of it
 
 
@@ -160,24 +163,47 @@ class _Run:
     def lines(self, lines: Iterator[Line], stop: threading.Event, grace: float) -> None:
         """Answers them; stopped early, those that end within the time of grace."""
         ahead, end, most, more = dict[int, Work](), math.inf, max(64, 4 * self._engine.rows), True
-        while (more or ahead) and time.monotonic() < end:
-            if stop.is_set() and not self._stopped:
-                self._stopped, more, end = True, False, time.monotonic() + grace
-                waiting = [number for number, work in ahead.items() if not (work.begun or work.ended)]
-                if self._in_order and waiting:  # nothing may stand before it
-                    waiting = [number for number in ahead if number >= waiting[0]]
-                for number in waiting:
-                    ahead.pop(number).cancel()
-            while more and len(ahead) < most:
-                if more := (line := next(lines, None)) is not None:
-                    ahead[line.number] = Work(line, self._engine, self._defaults)
-            self._engine.step()
-            for number, work in list(ahead.items()):
-                if work.ended:
-                    self._write(ahead.pop(number))
-                elif self._in_order:
-                    break
-            self._tell()
+        queue, over = Queue[Any](_READ_AHEAD), threading.Event()
+        threading.Thread(target=_feed, args=(lines, queue, over), daemon=True).start()
+        try:
+            while (more or ahead) and time.monotonic() < end:
+                if stop.is_set() and not self._stopped:
+                    self._stopped, more, end = True, False, time.monotonic() + grace
+                    self._drop_waiting(ahead)
+                while more and len(ahead) < most:
+                    try:  # where lines are slow, what there is has its turn
+                        line = queue.get(timeout=0 if ahead else 0.1)
+                    except Empty:
+                        break
+                    more = self._take(line, ahead)
+                self._engine.step()
+                self._write_ended(ahead)
+                self._tell()
+        finally:
+            over.set()
+
+    def _take(self, line: Any, ahead: dict[int, Work]) -> bool:
+        """Begins a line; whether more may come."""
+        if isinstance(line, BaseException):
+            raise line
+        if line is not None:
+            ahead[line.number] = Work(line, self._engine, self._defaults)
+        return line is not None
+
+    def _drop_waiting(self, ahead: dict[int, Work]) -> None:
+        """Lets go of lines that were not begun, and in order of all behind the first of them."""
+        waiting = [number for number, work in ahead.items() if not (work.begun or work.ended)]
+        if self._in_order and waiting:
+            waiting = [number for number in ahead if number >= waiting[0]]
+        for number in waiting:
+            ahead.pop(number).cancel()
+
+    def _write_ended(self, ahead: dict[int, Work]) -> None:
+        for number, work in list(ahead.items()):
+            if work.ended:
+                self._write(ahead.pop(number))
+            elif self._in_order:
+                break
 
     def _write(self, work: Work) -> None:
         self._ledger.add(work.line.number, work.line.digest, work.answer())
@@ -217,6 +243,25 @@ class _Run:
             preemptions=stats.preemptions, finish_reasons=dict(self._reasons),
             ttft_seconds=stats.ttft_seconds, tpot_seconds=stats.tpot_seconds,
         )  # fmt: skip
+
+
+def _feed(lines: Iterator[Line], queue: Queue[Any], over: threading.Event) -> None:
+    """Puts lines into a queue, and behind the last None, or what broke them off."""
+    last: BaseException | None = None
+
+    def put(item: Any) -> None:
+        while not over.is_set():
+            with suppress(Full):
+                return queue.put(item, timeout=0.5)
+
+    try:
+        for line in lines:
+            put(line)
+            if over.is_set():
+                return
+    except BaseException as error:
+        last = error
+    put(last)
 
 
 def _count(path: str | Path) -> int:
