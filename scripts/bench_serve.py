@@ -116,7 +116,8 @@ def clients(port: int) -> dict[str, float]:
     """Streams side by side: the median time to the first piece, and tokens a second of all."""
     import http.client
 
-    def one(_: int) -> tuple[float, int]:
+    def one(i: int) -> tuple[float, int]:
+        time.sleep(i * EVERY.value / 1e3)  # each joins while others run
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
         asked = dict(prompt=[1, 2, 3], max_tokens=TOKENS.value, stream=True, ignore_eos=True)
         body = json.dumps(asked).encode()

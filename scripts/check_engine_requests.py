@@ -78,9 +78,12 @@ def draw(rng: random.Random, vocab: int, count: int, longest: int, shape: dict) 
             logprobs=rng.choice((0, 0, 0, 4)),
             n=rng.choice((1, 1, 1, 2)),
         )
-        more = dict(priority=rng.choice((0, 0, 1)), salt=rng.choice(("", "", "other")))
+        more = dict(priority=rng.choice((0, 0, 0, 1, 20)), salt=rng.choice(("", "", "other")))
         more |= dict(deadline=0.2) if rng.random() < 0.03 else {}
-        more |= dict(prompt_logprobs=rng.choice((0, 3))) if rng.random() < 0.1 else {}
+        if rng.random() < 0.2:
+            more |= dict(
+                prompt_logprobs=rng.choice((0, 3)), prompt_logprobs_from=rng.choice((0, len(ids) // 2))
+            )
         return Asked(ids, options, jax.random.key(rng.randrange(99)), more, rng.random() < 0.03)
 
     drawn = [one() for _ in range(count)]

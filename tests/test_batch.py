@@ -471,41 +471,6 @@ def test_scores_are_those_of_score(model, tmp_path):
     assert report["hits"] > 0.3  # completions of one prompt share its pages
 
 
-def test_lm_evals_arithmetic(model, tmp_path):
-    pytest.importorskip("lm_eval")
-    from lm_eval.api.instance import Instance
-    from lm_eval.api.model import TemplateLM
-
-    class Reference(TemplateLM):
-        eot_token_id = 0
-
-        def tok_encode(self, string, **_):
-            return model.tokenizer.encode(string)
-
-        def _loglikelihood_tokens(self, requests, **_):
-            found = []
-            for _, context, continuation in requests:
-                logits = xj.forward(model.params, model.config, np.array([[*context, *continuation]]))[0][0]
-                logprobs = np.asarray(jax.nn.log_softmax(logits))[len(context) - 1 : -1]
-                chosen = logprobs[np.arange(len(continuation)), continuation]
-                found.append((float(chosen.sum()), bool((logprobs.argmax(-1) == continuation).all())))
-            return found
-
-        loglikelihood_rolling = generate_until = None
-
-    Reference.__abstractmethods__ = frozenset()
-    rows = [
-        ("The capital of France is", [" Paris", " Rome"]),
-        ("The capital of Italy is ", ["Paris", "Rome"]),
-    ]
-    asked = [(context, choice) for context, choices in rows for choice in choices]
-    wanted = Reference().loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in asked])
-    found, _ = answered(model, tmp_path, *(dict(prompt=p, completions=c) for p, c in rows), score=True)
-    scores = [(one["logprob"], one["greedy"]) for i in (1, 2) for one in found[i]["completions"]]
-    for (logprob, greedy), (wanted_logprob, wanted_greedy) in zip(scores, wanted, strict=True):
-        assert abs(logprob - wanted_logprob) < 1e-5 * max(1, abs(wanted_logprob)) and greedy == wanted_greedy
-
-
 def test_batches_of_columns(model, tmp_path):
     options = xj.GenerateOptions(8, xj.SamplingConfig(temperature=0.9))
     made = xj.DatasetGenerator(options=options, seed=4, rows=3, capacity=128, pages=20)
@@ -535,28 +500,6 @@ def test_batches_of_columns(model, tmp_path):
     assert "list of token ids" in again(dict(prompt=np.arange(2)))["error"][0]
     none = again(dict(prompt=[]))
     assert none["text"].dtype == object and none["prompt_tokens"].dtype == np.int64
-
-
-@pytest.mark.slow
-def test_under_ray():
-    ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        rows = [dict(prompt=f"Say {i}", custom_id=str(i)) for i in range(12)]
-        options = xj.GenerateOptions(4, xj.SamplingConfig(temperature=0.9))
-        shape = dict(options=options, rows=2, capacity=128, pages=20)
-        found = ray.data.from_items(rows).map_batches(
-            xj.DatasetGenerator,
-            fn_constructor_kwargs=shape,
-            batch_size=3,
-            concurrency=2,
-            batch_format="numpy",
-        )
-        texts = {row["custom_id"]: row["text"] for row in found.take_all()}
-    finally:
-        ray.shutdown()
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    assert [texts[str(i)] for i in range(12)] == xj.DatasetGenerator(**shape)(columns)["text"].tolist()
 
 
 @pytest.mark.slow

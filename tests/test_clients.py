@@ -1,4 +1,4 @@
-"""Clients that people use, unmodified and offline, against a server with the bundled model."""
+"""What people use this with, unmodified and offline: clients of the server, lm-eval, Ray."""
 
 import asyncio
 import json
@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 pytest.importorskip("uvicorn", reason="the server needs starlette, uvicorn and prometheus-client")
@@ -152,8 +154,69 @@ def test_lm_eval(server, model, tmp_path, monkeypatch):
     assert found["results"]["chat"]["exact_match,none"] == 1.0
 
 
+def test_scores_of_a_file_are_lm_evals(model, tmp_path):
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+
+    class Reference(TemplateLM):
+        eot_token_id = 0
+
+        def tok_encode(self, string, **_):
+            return model.tokenizer.encode(string)
+
+        def _loglikelihood_tokens(self, requests, **_):
+            found = []
+            for _, context, continuation in requests:
+                logits = xj.forward(model.params, model.config, np.array([[*context, *continuation]]))[0][0]
+                logprobs = np.asarray(jax.nn.log_softmax(logits))[len(context) - 1 : -1]
+                chosen = logprobs[np.arange(len(continuation)), continuation]
+                found.append((float(chosen.sum()), bool((logprobs.argmax(-1) == continuation).all())))
+            return found
+
+        loglikelihood_rolling = generate_until = None
+
+    Reference.__abstractmethods__ = frozenset()
+    rows = [
+        ("The capital of France is", [" Paris", " Rome"]),
+        ("The capital of Italy is ", ["Paris", "Rome"]),
+    ]
+    asked = [(context, choice) for context, choices in rows for choice in choices]
+    wanted = Reference().loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in asked])
+    lines = [json.dumps(dict(prompt=prompt, completions=choices)) for prompt, choices in rows]
+    (tmp_path / "in").write_text("\n".join(lines))
+    shape = dict(rows=4, capacity=256, pages=40, progress=False)
+    xj.generate_file(model, tmp_path / "in", tmp_path / "out", score=True, in_order=True, **shape)
+    found = map(json.loads, (tmp_path / "out").read_text().splitlines())
+    scores = [(one["logprob"], one["greedy"]) for row in found for one in row["completions"]]
+    for (logprob, greedy), (wanted_logprob, wanted_greedy) in zip(scores, wanted, strict=True):
+        assert abs(logprob - wanted_logprob) < 1e-5 * max(1, abs(wanted_logprob)) and greedy == wanted_greedy
+
+
+@pytest.mark.slow
+def test_under_ray():
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        rows = [dict(prompt=f"Say {i}", custom_id=str(i)) for i in range(12)]
+        options = xj.GenerateOptions(4, xj.SamplingConfig(temperature=0.9))
+        shape = dict(options=options, rows=2, capacity=128, pages=20)
+        found = ray.data.from_items(rows).map_batches(
+            xj.DatasetGenerator,
+            fn_constructor_kwargs=shape,
+            batch_size=3,
+            concurrency=2,
+            batch_format="numpy",
+        )
+        texts = {row["custom_id"]: row["text"] for row in found.take_all()}
+    finally:
+        ray.shutdown()
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    assert [texts[str(i)] for i in range(12)] == xj.DatasetGenerator(**shape)(columns)["text"].tolist()
+
+
 def test_versions_are_named():
     """The pinned ones of pyproject.toml's extra for this."""
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
-    for name in ("openai", "litellm", "langchain-openai", "llm", "lm-eval[api]"):
+    for name in ("openai", "litellm", "langchain-openai", "llm", "lm-eval[api]", "ray[data]"):
         assert f'"{name}==' in text
