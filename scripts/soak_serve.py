@@ -2,7 +2,7 @@
 
     python scripts/soak_serve.py --malformed=2000 --clients=200 --seconds=60
 
-A server with the bundled model in this process, its clients in threads. Prints a JSON line a part. Exit
+A server with the bundled model in this process, the crowd in another. Prints a JSON line a part. Exit
 code 1: a status of 500 or above, an answer that differs from the one computed alone, rows or pages that stay
 taken, memory that grew by 20 MiB or more, or calls that are slower afterwards than the slower quarter before.
 """
@@ -18,12 +18,13 @@ import json
 import random
 import socket
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import uvicorn
 from absl import flags
 
@@ -35,6 +36,7 @@ from xinfer_jax.serve.settings import Settings
 MALFORMED = flags.DEFINE_integer("malformed", 2000, "Requests that make no sense.", lower_bound=0)
 CLIENTS = flags.DEFINE_integer("clients", 200, "At a time.", lower_bound=1)
 SECONDS = flags.DEFINE_float("seconds", 60, "That they stay.", lower_bound=1)
+PORT = flags.DEFINE_integer("port", None, "Client: where to ask.")
 SHAPE = dict(rows=8, capacity=512, pages=100, chunk=128)
 SETTINGS = Settings(
     name="tiny", model="bundled", host="127.0.0.1", port=0, api_keys=(), origins=(), max_waiting=10**6,
@@ -53,8 +55,10 @@ max_completion_tokens top_logprobs response_format ignore_eos unknown
 
 
 def main(argv: list[str]) -> int:
-    model, log = xj.load_model(), list[str]()
-    service, port = serve(model, SETTINGS, log)
+    if PORT.value is not None:
+        print(json.dumps(crowd(PORT.value, CLIENTS.value, SECONDS.value)))
+        return 0
+    service, port = serve(xj.load_model(), SETTINGS, [])
     rng, failed = random.Random(0), False
     before = [timed(port) for _ in range(20)]
     began = resident()
@@ -63,7 +67,9 @@ def main(argv: list[str]) -> int:
         found = dict(requests=MALFORMED.value, server_errors=bad, grown_mib=round(resident() - began, 1))
         print(json.dumps(dict(part="malformed", **found)), flush=True)
         failed = bool(bad) or found["grown_mib"] >= 20
-    counted = crowd(port, service.engine, CLIENTS.value, SECONDS.value)
+    told = [f"--port={port}", f"--clients={CLIENTS.value}", f"--seconds={SECONDS.value}"]
+    done = subprocess.run([sys.executable, __file__, *told], stdout=subprocess.PIPE, text=True, check=True)
+    counted = json.loads(done.stdout.splitlines()[-1])
     idle = wait_idle(service, 20)
     after = [timed(port) for _ in range(20)]
     quarters, now = statistics.quantiles(before), statistics.median(after)
@@ -148,29 +154,30 @@ def _torn(port: int, path: str, data: bytes, rng: random.Random) -> None:
             raw.shutdown(socket.SHUT_WR)
 
 
-def crowd(port: int, engine: Any, clients: int, seconds: float) -> dict[str, Any]:
+def crowd(port: int, clients: int, seconds: float) -> dict[str, Any]:
     """Clients of whom 30% go away, for so long; how many answers came, and which differ from those alone."""
-    rng, options = (
-        random.Random(3),
-        xj.GenerateOptions(30, xj.SamplingConfig(temperature=1.0), eos_token_ids=()),
-    )
+    rng = random.Random(3)
     prompts = [[rng.randrange(1900) for _ in range(rng.randint(1, 80))] for _ in range(12)]
-    requests = [engine.submit(prompt, options, key=jax.random.key(i)) for i, prompt in enumerate(prompts)]
-    alone = [request.result().tokens[0] for request in requests]
+    settings = dict(max_tokens=30, temperature=1.0, ignore_eos=True, return_token_ids=True)
+    bodies = [dict(settings, prompt=prompt, seed=i) for i, prompt in enumerate(prompts)]
+
+    def ask(i: int) -> Any:
+        status, text = post(port, PATHS[0], json.dumps(bodies[i]).encode())
+        return json.loads(text)["choices"][0]["token_ids"] if status == 200 else status
+
+    alone = [ask(i) for i in range(len(bodies))]
     counts, wrong, end = dict(answers=0, left=0), list[int](), time.monotonic() + seconds
 
     def client(number: int) -> None:
         own = random.Random(number)
         while time.monotonic() < end:
             i = own.randrange(len(prompts))
-            body = dict(prompt=prompts[i], max_tokens=30, temperature=1.0, seed=i, ignore_eos=True)
             if own.random() < 0.3:
-                _leave(port, dict(body, stream=own.random() < 0.5), own.random() * 0.2)
+                _leave(port, dict(bodies[i], stream=own.random() < 0.5), own.random() * 0.2)
                 counts["left"] += 1
                 continue
-            status, text = post(port, PATHS[0], json.dumps(dict(body, return_token_ids=True)).encode())
             counts["answers"] += 1
-            if status != 200 or json.loads(text)["choices"][0]["token_ids"] != alone[i]:
+            if ask(i) != alone[i]:
                 wrong.append(i)
 
     threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]

@@ -317,7 +317,7 @@ def test_many_clients_some_of_whom_go_away(model):
     log = []
     settings = dataclasses.replace(soak_serve.SETTINGS, shape=serving.SHAPE)
     service, port = soak_serve.serve(model, settings, log)
-    found = soak_serve.crowd(port, service.engine, 20, 6)
+    found = soak_serve.crowd(port, 20, 6)
     assert (
         not found["wrong"] and found["answers"] > 20 and found["left"] and soak_serve.wait_idle(service, 10)
     )
