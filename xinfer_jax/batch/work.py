@@ -166,7 +166,8 @@ class Work:
         if not isinstance(prompt, str) or not all(isinstance(one, str) for one in completions):
             raise InputError("prompt and completions are all texts, or all lists of ids; no prompt is empty")
         context = self._ids(prompt.rstrip() or prompt, body)
-        return [(context, self._ids(prompt + one, body)) for one in completions]
+        cut = len(context)
+        return [(context, context + self._ids(prompt + one, body)[cut:]) for one in completions]
 
     def _ids(self, text: Any, body: Mapping[str, Any]) -> list[int]:
         if isinstance(text, list):
