@@ -73,8 +73,8 @@ def generate_file(  # noqa: PLR0913  a door
         input: a line is {"prompt": …}, {"messages": …}, or one of the OpenAI batch API; .gz is unpacked.
         output: beside it OUTPUT.progress records what is finished.
         options: where a line says nothing else.
-        seed: a line without one draws with fold_in(key(seed), h); h is the first four bytes, little-endian, of
-            the sha256 of its custom_id or number.
+        seed: a line without one draws with fold_in(key(seed), h); h is the first four bytes, little-endian,
+            of the sha256 of its custom_id or number.
         raw, system: as in `encode_prompt`, for lines with a prompt.
         score: lines are {"prompt": …, "completions": […]} or {"text": …}: how likely they are.
         in_order: answers stand in the order of their lines.
