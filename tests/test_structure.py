@@ -33,7 +33,7 @@ ROOMS = {
     ),
     "text": (),
     "engine": ("scheduler", "device", "requests", "submission", "statistics", "engine"),
-    "api": ("bodies", "responses"),
+    "api": ("bodies", "responses", "scoring"),
     "batch": ("lines", "ledger", "work", "run", "dataset"),
     "cli": (
         "terminal", "process", "program", "startup", "answer", "chat", "batch", "answer_flags", "chat_flags",

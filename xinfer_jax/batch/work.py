@@ -2,27 +2,24 @@
 
 import dataclasses
 import json
-import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from ..api.bodies import read_body, seed_key
-from ..api.responses import finite, response
+from ..api.responses import response
+from ..api.scoring import read_texts, shown_scores
 from ..checkpoint.loading import Model
-from ..checks import token_ids, whole
+from ..checks import whole
 from ..engine.engine import Engine
 from ..engine.requests import Request
 from ..engine.submission import request_of
-from ..errors import InputError, shown
+from ..errors import InputError
 from ..generation.options import GenerateOptions, asked
 from ..sampling.choice import seeded
 from ..sampling.settings import SamplingConfig
-from ..text import encode_prompt, stops_of
+from ..text import stops_of
 from .lines import Line, hash_of
-
-_SCORED = {"prompt", "completions", "text", "add_special_tokens"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,48 +138,13 @@ class Work:
         return {name: value for name, value in choices[0].items() if name != "index"} | used
 
     def _submit_scores(self) -> None:
-        body = {name: value for name, value in self.line.body.items() if value is not None}
-        both = ("text" in body) == ("prompt" in body or "completions" in body)
-        if both or self.line.api or {*body} - _SCORED:
+        if self.line.api:
             raise InputError('a line to score has "prompt" and "completions", or "text"')
-        pairs = [([], self._ids(body["text"], body))] if "text" in body else self._pairs(body)
-        for context, ids in pairs:
-            if len(ids) <= max(1, len(context)):
-                raise InputError(f"there is nothing to score behind {len(context)} tokens of prompt")
+        for context, ids in read_texts(self._engine.model, self.line.body):
             since: dict[str, Any] = dict(prompt_logprobs=1, prompt_logprobs_from=len(context), live=False)
-            options = GenerateOptions(1, eos_token_ids=())
-            self.requests.append(self._engine.submit(ids, options, **since))
-
-    def _pairs(self, body: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
-        """Of each completion the prompt's ids, and those of both: together encoded, and cut where the prompt
-        alone ends; spaces at its end belong to the completion, as lm-eval has it.
-        """
-        prompt, completions = body.get("prompt"), body.get("completions")
-        if not isinstance(completions, list) or not completions:
-            raise InputError(f"completions must be a list that is not empty, got {shown(completions)}")
-        if isinstance(prompt, list) and prompt:
-            context = self._ids(prompt, body)
-            return [(context, context + self._ids(one, body)) for one in completions]
-        if not isinstance(prompt, str) or not all(isinstance(one, str) for one in completions):
-            raise InputError("prompt and completions are all texts, or all lists of ids; no prompt is empty")
-        context = self._ids(prompt.rstrip() or prompt, body)
-        cut = len(context)
-        return [(context, context + self._ids(prompt + one, body)[cut:]) for one in completions]
-
-    def _ids(self, text: Any, body: Mapping[str, Any]) -> list[int]:
-        if isinstance(text, list):
-            return token_ids("a list", text, self._engine.model.config.vocab_size)
-        if not isinstance(text, str):
-            raise InputError(f"what is scored is a text or a list of token ids, got {shown(text)}")
-        special = body.get("add_special_tokens", True) is True
-        return encode_prompt(self._engine.model, text, raw=True, add_special_tokens=special)
+            self.requests.append(self._engine.submit(ids, GenerateOptions(1, eos_token_ids=()), **since))
 
     def _scores(self) -> dict[str, Any]:
-        scores = []
         for request in self.requests:
             request.raise_error()
-            noted = request.prompt_logprobs
-            logprob = finite(math.fsum(t.logprob for t in noted))
-            greedy = all(t.id == t.top[0][0] for t in noted)
-            scores.append(dict(logprob=logprob, tokens=len(noted), greedy=greedy))
-        return scores[0] if "text" in self.line.body else dict(completions=scores)
+        return shown_scores(self.line.body, [request.prompt_logprobs for request in self.requests])
