@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import uvicorn
 from absl import flags
 
 import xinfer_jax as xj
-from xinfer_jax.serve.app import make_app
+from xinfer_jax.serve.app import make_server
 from xinfer_jax.serve.service import Service
 from xinfer_jax.serve.settings import Settings
 
@@ -82,8 +81,7 @@ def serve(model: Any, settings: Settings, log: list[str]) -> tuple[Service, int]
     service = Service(dataclasses.replace(settings), log.append)
     service.start(model, xj.GenerateOptions(200))
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    config = uvicorn.Config(make_app(service), log_level="critical", access_log=False, lifespan="off")
-    server = uvicorn.Server(config)
+    server = make_server(service)
     threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True).start()
     while not server.started:
         time.sleep(0.01)

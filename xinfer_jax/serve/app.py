@@ -2,12 +2,14 @@
 
 import asyncio
 import base64
+import re
 import uuid
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -16,15 +18,42 @@ from starlette.requests import ClientDisconnect, Request as Call
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..checks import token_ids
-from ..errors import InputError
+from ..errors import InputError, shown
 from ..text import encode_prompt
 from .service import Refused, Service
 
 _PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-_LOCAL = {"localhost", "127.0.0.1", "[::1]", "::1"}
+LOCAL = ("localhost", "127.0.0.1", "::1")
+_LOCAL_NAME = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.IGNORECASE)
 _OPEN = {"/", "/health", "/metrics"}  # without a key
+_SLOW_SECONDS = 30  # that the head of a request may take to come
+_TEXT = 2**20  # characters that /tokenize takes
+
+
+class _Hurried(H11Protocol):
+    """Hangs up where the head of a request does not come in time, the first and the next."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        late = self.timeout_keep_alive_handler
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, late)
+
+    def data_received(self, data: bytes) -> None:
+        self.conn.receive_data(data)  # the clock stops at a whole head, not at its first byte
+        self.handle_events()
+
+
+def make_server(service: Service) -> uvicorn.Server:
+    """What serves the application of a service."""
+    config = uvicorn.Config(
+        make_app(service), http=_Hurried, log_level="critical", access_log=False, lifespan="off",
+        server_header=False, timeout_graceful_shutdown=int(service.settings.grace),
+        timeout_keep_alive=_SLOW_SECONDS, h11_max_incomplete_event_size=2**16,
+    )  # fmt: skip
+    return uvicorn.Server(config)
 
 
 def make_app(service: Service) -> Starlette:
@@ -42,12 +71,19 @@ def make_app(service: Service) -> Starlette:
         Route("/metrics", at.metrics),
         Route("/", at.page),
     ]
-    handlers: Any = {Refused: _refused, HTTPException: _http, InputError: _bad, ClientDisconnect: _left}
+
+    async def failed(_: Call, error: Exception) -> Response:
+        return (error if isinstance(error, Refused) else service.refusal(error)).response()
+
+    mine = dict.fromkeys((Refused, InputError, RecursionError, Exception), failed)
+    handlers: Any = mine | {HTTPException: _http, ClientDisconnect: _left}
     middleware = [Middleware(_Gate, service=service)]
     if service.settings.origins:
         allowed = dict(allow_origins=service.settings.origins, allow_methods=["*"], allow_headers=["*"])
         middleware.insert(0, Middleware(CORSMiddleware, **allowed))  # type: ignore[arg-type]
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    app.router.redirect_slashes = False  # to an address that the host header names
+    return app
 
 
 class _Addresses:
@@ -80,13 +116,12 @@ class _Addresses:
         special, prompt = body.get("add_special_tokens", True) is True, body.get("prompt")
         if isinstance(body.get("messages"), list):
             escape = self._service.settings.escape
-            ids = await asyncio.to_thread(
-                encode_prompt, model, body["messages"], escape_control_tokens=escape
-            )
-        elif isinstance(prompt, str):
+            encode = partial(encode_prompt, escape_control_tokens=escape)
+            ids = await asyncio.to_thread(encode, model, body["messages"])
+        elif isinstance(prompt, str) and len(prompt) <= _TEXT:
             ids = await asyncio.to_thread(model.tokenizer.encode, prompt, special)
         else:
-            raise Refused(400, "the body must have a prompt that is a text, or messages", "prompt")
+            raise Refused(400, f"a prompt of at most {_TEXT} characters is needed, or messages", "prompt")
         room = self._service.engine.room if self._service.engine else None
         return JSONResponse(dict(tokens=ids, count=len(ids), max_model_len=room))
 
@@ -127,20 +162,13 @@ class _Gate:
                 message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
             await send(message)
 
-        host = (
-            call.headers.get("host", "").rsplit(":", 1)[0]
-            if "]" not in call.headers.get("host", "")
-            else "[::1]"
-        )
-        if settings.host in _LOCAL and host not in _LOCAL:
-            refused = Refused(403, f"{host!r} is not a name of this server")
-        elif call.url.path not in _OPEN and call.method != "OPTIONS" and not self._service.allowed(call):
-            refused = Refused(
-                401, "a key is needed: send it as Authorization: Bearer KEY", code="invalid_api_key"
-            )
-        else:
-            return await self._app(scope, receive, named)
-        return await refused.response()(scope, receive, named)
+        host, refused = call.headers.get("host", ""), None
+        if settings.host in LOCAL and not _LOCAL_NAME.fullmatch(host):
+            refused = Refused(403, f"{shown(host)} is not a name of this server")
+        elif scope["path"] not in _OPEN and not self._service.allowed(call):
+            why = "a key is needed: send it as Authorization: Bearer KEY"
+            refused = Refused(401, why, code="invalid_api_key")
+        await (refused.response() if refused else self._app)(scope, receive, named)
 
 
 def _page_headers() -> dict[str, str]:
@@ -150,23 +178,10 @@ def _page_headers() -> dict[str, str]:
         inside = _PAGE.split(f"<{tag}>", 1)[1].split(f"</{tag}>", 1)[0]
         digest = base64.b64encode(sha256(inside.encode()).digest()).decode()
         allowed.append(f"{tag}-src 'sha256-{digest}'")
-    policy = "; ".join(
-        ["default-src 'none'", *allowed, "connect-src 'self'", "base-uri 'none'", "form-action 'none'"]
-    )
-    headers = {
-        "content-security-policy": f"{policy}; frame-ancestors 'none'",
-        "x-content-type-options": "nosniff",
-    }
-    return headers | {"referrer-policy": "no-referrer"}
-
-
-async def _refused(_: Call, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return error.response()
-
-
-async def _bad(_: Call, error: Exception) -> Response:
-    return Refused(400, str(error)).response()
+    none = [f"{name} 'none'" for name in ("default-src", "base-uri", "form-action", "frame-ancestors")]
+    policy = "; ".join([*none, *allowed, "connect-src 'self'"])
+    more = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+    return {"content-security-policy": policy} | more
 
 
 async def _left(_: Call, error: Exception) -> Response:
@@ -175,4 +190,4 @@ async def _left(_: Call, error: Exception) -> Response:
 
 async def _http(call: Call, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return Refused(error.status_code, f"{call.method} {call.url.path}: {error.detail}").response()
+    return Refused(error.status_code, f"{call.method} {shown(call.scope['path'])}: {error.detail}").response()

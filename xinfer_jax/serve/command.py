@@ -92,9 +92,7 @@ def _run(argv: Sequence[str]) -> int:
         raise InputError(f"--host={host} lets others in: give --api_key_file, or a key in ${_KEY}")
     with status("loading jax"):
         try:
-            import uvicorn
-
-            from .app import make_app
+            from .app import make_server
             from .service import Service
             from .settings import Settings
         except ModuleNotFoundError as error:
@@ -111,15 +109,11 @@ def _run(argv: Sequence[str]) -> int:
     )  # fmt: skip
     listening = _listen(host, flags.port)
     service = Service(settings, _say)
-    config = uvicorn.Config(
-        make_app(service), log_level="critical", access_log=False, lifespan="off", server_header=False,
-        timeout_graceful_shutdown=flags.grace, timeout_keep_alive=30, h11_max_incomplete_event_size=2**16,
-    )  # fmt: skip
     with told_first() as stop:
         failed: list[BaseException] = []
         loading = threading.Thread(target=_load, args=(service, flags, failed), daemon=True)
         loading.start()
-        asyncio.run(_serve(uvicorn.Server(config), service, listening, stop, failed))
+        asyncio.run(_serve(make_server(service), service, listening, stop, failed))
     service.close()
     if failed:
         raise failed[0]

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from starlette.requests import Request as Call
+from starlette.requests import ClientDisconnect, Request as Call
 from starlette.responses import JSONResponse, Response
 
 from ..api.bodies import Asked, BodyError, read_body, seed_key
@@ -19,13 +19,14 @@ from ..api.responses import response
 from ..checkpoint.loading import Model
 from ..engine.engine import Engine
 from ..engine.requests import Request, news
-from ..errors import InputError, one_line
+from ..errors import InputError, one_line, shown
 from ..generation.options import GenerateOptions
 from .metrics import Metrics
 from .settings import Settings
 from .streams import EventStream, chunks, gone
 
 _BODY_BYTES = 2**24
+_SLOW_SECONDS = 30.0  # that a body may take to come
 _STALL_SECONDS = 30.0  # that a client may take to read what is there
 
 
@@ -89,24 +90,16 @@ class Service:
         """Answers a body; Refused where it cannot."""
         if why := self.ailing():
             raise Refused(503, why)
-        body = await self.body(call)
-        wanted = body.get("model") or self.settings.name
-        if wanted not in (self.settings.name, self.settings.model):
-            raise Refused(
-                404,
-                f"the model {wanted!r} is not served here, {self.settings.name!r} is",
-                "model",
-                "model_not_found",
-            )
         client = self._client(call)
         self._check_queue(client)
-        self.open[client] += 1
         under_way = _UnderWay(self, call, client, next(self._numbers))
+        requests = under_way.requests
         try:
+            body = await self.body(call)
             asked, streamed, with_usage = await asyncio.to_thread(self._read, kind, body)
             under_way.asked = asked
             opened = kind == "chat" and self._opens(asked.prompts[0])
-            under_way.requests = requests = self._submit(asked, under_way.number, client)
+            await self._submit(asked, under_way)
             head: dict[str, Any] = dict(created=int(time.time()), model=self.settings.name)
             head["id"] = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{call.state.request_id}"
             if streamed:
@@ -120,26 +113,35 @@ class Service:
             found = response(asked, outs, noted, self.tokenizer, opened, **head)
         except BaseException as error:
             under_way.end()
-            if isinstance(error, BodyError):
-                raise Refused(400, str(error), error.param) from error
-            if isinstance(error, Exception) and not isinstance(error, Refused):
-                bad = isinstance(error, InputError) and not under_way.requests
-                raise Refused(400 if bad else 500, one_line(error) or type(error).__name__) from error
-            raise
+            if isinstance(error, Refused | ClientDisconnect) or not isinstance(error, Exception):
+                raise
+            raise self.refusal(error, bool(requests)) from error
         under_way.end()
         return JSONResponse(found | dict(usage=_usage(asked, requests)))
+
+    def refusal(self, error: Exception, begun: bool = False) -> Refused:
+        """What to say of an error; begun: the engine has the request already."""
+        if isinstance(error, RecursionError):
+            error = InputError("the body is nested too deeply: send one that is flatter")
+        status = 500 if begun or not isinstance(error, InputError) else 400
+        if self.engine is not None and not self.engine.alive:
+            status = 503
+        return Refused(status, one_line(error) or type(error).__name__, getattr(error, "param", None))
 
     async def body(self, call: Call) -> dict[str, Any]:
         """The JSON object of a body."""
         if call.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             raise Refused(415, "the body must be application/json")
         data = bytearray()
-        async for part in call.stream():
-            data += part
-            if len(data) > _BODY_BYTES:
-                raise Refused(413, f"the body has more than {_BODY_BYTES} bytes")
         try:
+            async with asyncio.timeout(_SLOW_SECONDS):
+                async for part in call.stream():
+                    data += part
+                    if len(data) > _BODY_BYTES:
+                        raise Refused(413, f"the body has more than {_BODY_BYTES} bytes")
             body = json.loads(data.decode("utf-8"), parse_constant=_no_number)
+        except TimeoutError as error:
+            raise Refused(408, f"the body took more than {_SLOW_SECONDS} seconds to come") from error
         except (ValueError, RecursionError) as error:
             raise Refused(400, f"the body is not readable JSON: {error}") from error
         if not isinstance(body, dict):
@@ -149,34 +151,40 @@ class Service:
     def _read(self, kind: str, body: dict[str, Any]) -> tuple[Asked, bool, bool]:
         """The body checked; whether it is streamed, and with usage at its end."""
         assert self.model is not None and self.engine is not None
+        settings, wanted = self.settings, body.get("model") or self.settings.name
+        if wanted not in (settings.name, settings.model):
+            message = f"the model {shown(wanted)} is not served here, {settings.name!r} is"
+            raise Refused(404, message, "model", "model_not_found")
         options = body.pop("stream_options", None)
         streamed = body.pop("stream", None)
         if streamed not in (None, True, False):
             raise BodyError("stream", f"stream must be true or false, got {streamed!r}")
         if options is not None and not (isinstance(options, Mapping) and streamed):
             raise BodyError("stream_options", "stream_options is an object, and needs stream: true beside it")
-        settings = self.settings
-        asked = read_body(
-            self.model, kind, body, self._defaults, self.engine.room, settings.escape
-        )  # fmt: skip
+        asked = read_body(self.model, kind, body, self._defaults, self.engine.room, settings.escape)
         if asked.unknown:
-            self.say(f"unknown fields: {', '.join(asked.unknown)[:200]}")
+            self.say(one_line(f"unknown fields: {', '.join(asked.unknown)}"))
         if streamed and asked.options.best_of not in (None, asked.options.n):
             raise BodyError("best_of", "best_of cannot be streamed: leave one of them out")
         return asked, bool(streamed), bool((options or {}).get("include_usage"))
 
-    def _submit(self, asked: Asked, number: int, client: str) -> list[Request]:
+    async def _submit(self, asked: Asked, under_way: "_UnderWay") -> None:
         assert self.engine is not None
-        seed, requests = asked.seed, list[Request]()
+        seed, requests, number = asked.seed, under_way.requests, under_way.number
         key = jax.random.fold_in(seed_key(self.settings.seed), number) if seed is None else seed_key(seed)
-        # Who has much under way stands behind who has not; the engine lets nobody wait for ever.
-        submit = asked.submit | dict(priority=asked.submit["priority"] - self.open[client])
+        submit, answers = dict(asked.submit), 0
         if self.settings.deadline:
             submit["deadline"] = self.settings.deadline
         for i, prompt in enumerate(asked.prompts):
+            # Who has much under way stands behind who has not, and nobody says to be more urgent; the engine
+            # lets nobody wait for ever.
+            priority = min(0, asked.submit["priority"]) - self.open[under_way.client] - answers
             own = jax.random.fold_in(key, i) if i else key
-            requests.append(self.engine.submit(prompt, asked.options, key=own, **submit))
-        return requests
+            requests.append(
+                self.engine.submit(prompt, asked.options, key=own, **submit | dict(priority=priority))
+            )
+            answers += len(requests[-1].answers)
+            await asyncio.sleep(0)  # others are not kept waiting for a thousand prompts
 
     def _check_queue(self, client: str) -> None:
         assert self.engine is not None
@@ -187,13 +195,12 @@ class Service:
 
     def _client(self, call: Call) -> str:
         """Who asks: by key, or else by address."""
-        return call.headers.get("authorization") or (call.client.host if call.client else "")
+        return _key(call).hex() if self.settings.api_keys else call.client.host if call.client else ""
 
     def allowed(self, call: Call) -> bool:
         """Whether the caller has the key, if there is one."""
-        given = call.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")  # as it came
         keys = self.settings.api_keys
-        return not keys or any([hmac.compare_digest(given, key) for key in keys])
+        return not keys or any([hmac.compare_digest(_key(call), key) for key in keys])
 
     def _opens(self, ids: Sequence[int]) -> bool:
         """Whether the prompt has begun a thought."""
@@ -205,8 +212,9 @@ class _UnderWay:
     """One call, until it is answered or whoever asked has gone."""
 
     def __init__(self, service: Service, call: Call, client: str, number: int):
-        self._service, self._call, self._client, self.number = service, call, client, number
+        self._service, self._call, self.client, self.number = service, call, client, number
         self._began, self._over = time.monotonic(), False
+        service.open[client] += 1
         self.asked: Asked | None = None
         self.requests: list[Request] = []
 
@@ -215,7 +223,7 @@ class _UnderWay:
         if self._over:
             return
         self._over, service = True, self._service
-        service.open -= Counter([self._client])
+        service.open -= Counter([self.client])
         for request in self.requests:
             if not request.ended:
                 request.cancel()
@@ -260,6 +268,12 @@ async def _ended_first(requests: Sequence[Request], leaving: Any) -> bool:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _key(call: Call) -> bytes:
+    """The key that came; b"": none."""
+    scheme, _, key = call.headers.get("authorization", "").partition(" ")
+    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""  # bytes as they came
 
 
 def _no_number(text: str) -> None:
