@@ -551,8 +551,8 @@ def test_what_was_queued_before_a_fault_goes_away(model):
 
 
 def test_who_sends_slowly_is_cut_off(model, monkeypatch):
-    monkeypatch.setattr(service_module, "_SLOW_SECONDS", 0.3)
-    monkeypatch.setattr(app_module, "_SLOW_SECONDS", 1)
+    monkeypatch.setattr(service_module, "SLOW_SECONDS", 0.3)
+    monkeypatch.setattr(app_module, "SLOW_SECONDS", 1)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with serving.served(model) as own:
         assert raw(own.port, head + b"content-length: 9\r\n\r\n", b"{").startswith(b"HTTP/1.1 408")

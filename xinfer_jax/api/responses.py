@@ -1,7 +1,7 @@
 """What a response shows of finished requests, in the OpenAI API's words."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..checkpoint.tokenizer import Tokenizer
@@ -54,13 +54,15 @@ def response(
                 choice["token_ids"] = tokens
             choices.append(choice)
     kind = "chat.completion" if chat else "text_completion"
-    return dict(head, object=kind, choices=choices, usage=usage(asked, outs))
+    return dict(
+        head, object=kind, choices=choices, usage=usage(asked, (row for out in outs for row in out.logprobs))
+    )
 
 
-def usage(asked: Asked, outs: Sequence[GenerateOutput]) -> dict[str, int]:
-    """Tokens read and chosen, the one that ends an answer too."""
+def usage(asked: Asked, rows: Iterable[Sequence[float]]) -> dict[str, Any]:
+    """Tokens read and chosen, the one that ends an answer too. rows: the log-probabilities of each answer."""
     read = sum(map(len, asked.prompts))
-    chosen = sum(len(row) for out in outs for row in out.logprobs) if asked.max_tokens else 0
+    chosen = sum(map(len, rows)) if asked.max_tokens else 0
     return dict(prompt_tokens=read, completion_tokens=chosen, total_tokens=read + chosen)
 
 
@@ -71,7 +73,7 @@ def answer_text(tokenizer: Tokenizer, tokens: Sequence[int], stops: Sequence[str
 
 
 def shown_logprobs(tokenizer: Tokenizer, asked: Asked, known: Sequence[Any], at: int = 0) -> dict[str, Any]:
-    """The log-probabilities of some tokens, in the form of chat or completions; the first's text begins at."""
+    """The log-probabilities of some tokens, in the form of chat or completions. at: where the texts begin."""
     if asked.kind == "chat":
         return _chat_logprobs(tokenizer, known, asked.logprobs or 0)
     return _completion_logprobs(tokenizer, known, asked.logprobs or 0, at)

@@ -23,13 +23,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ..checks import token_ids
 from ..errors import InputError, shown
 from ..text import encode_prompt
-from .service import Refused, Service
+from .service import SLOW_SECONDS, Refused, Service
+from .settings import LOCAL
 
 _PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-LOCAL = ("localhost", "127.0.0.1", "::1")
 _LOCAL_NAME = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.IGNORECASE)
 _OPEN = {"/", "/health", "/metrics"}  # without a key
-_SLOW_SECONDS = 30  # that the head of a request may take to come
 _TEXT = 2**20  # characters that /tokenize takes
 
 
@@ -38,8 +37,7 @@ class _Hurried(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        late = self.timeout_keep_alive_handler
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, late)
+        self.timeout_keep_alive_task = self.loop.call_later(SLOW_SECONDS, self.timeout_keep_alive_handler)
 
     def data_received(self, data: bytes) -> None:
         self.conn.receive_data(data)  # the clock stops at a whole head, not at its first byte
@@ -47,17 +45,7 @@ class _Hurried(H11Protocol):
 
 
 def make_server(service: Service) -> uvicorn.Server:
-    """What serves the application of a service."""
-    config = uvicorn.Config(
-        make_app(service), http=_Hurried, log_level="critical", access_log=False, lifespan="off",
-        server_header=False, timeout_graceful_shutdown=int(service.settings.grace),
-        timeout_keep_alive=_SLOW_SECONDS, h11_max_incomplete_event_size=2**16,
-    )  # fmt: skip
-    return uvicorn.Server(config)
-
-
-def make_app(service: Service) -> Starlette:
-    """The application of a service."""
+    """What serves a service."""
     at = _Addresses(service)
     routes = [
         Route("/v1/completions", partial(service.answer, kind="completion"), methods=["POST"]),
@@ -71,19 +59,21 @@ def make_app(service: Service) -> Starlette:
         Route("/metrics", at.metrics),
         Route("/", at.page),
     ]
-
-    async def failed(_: Call, error: Exception) -> Response:
-        return (error if isinstance(error, Refused) else service.refusal(error)).response()
-
-    mine = dict.fromkeys((Refused, InputError, RecursionError, Exception), failed)
-    handlers: Any = mine | {HTTPException: _http, ClientDisconnect: _left}
+    errors: Any = (Refused, InputError, RecursionError, ClientDisconnect, HTTPException, Exception)
     middleware = [Middleware(_Gate, service=service)]
     if service.settings.origins:
         allowed = dict(allow_origins=service.settings.origins, allow_methods=["*"], allow_headers=["*"])
         middleware.insert(0, Middleware(CORSMiddleware, **allowed))  # type: ignore[arg-type]
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    app = Starlette(
+        routes=routes, middleware=middleware, exception_handlers=dict.fromkeys(errors, service.failed)
+    )
     app.router.redirect_slashes = False  # to an address that the host header names
-    return app
+    config = uvicorn.Config(
+        app, http=_Hurried, log_level="critical", access_log=False, lifespan="off", server_header=False,
+        timeout_graceful_shutdown=int(service.settings.grace), timeout_keep_alive=SLOW_SECONDS,
+        h11_max_incomplete_event_size=2**16,
+    )  # fmt: skip
+    return uvicorn.Server(config)
 
 
 class _Addresses:
@@ -93,10 +83,8 @@ class _Addresses:
         self._service = service
 
     async def models(self, _: Call) -> Response:
-        service = self._service
-        one = dict(id=service.settings.name, object="model", created=0, owned_by="xinfer_jax")
-        room = service.engine.room if service.engine else None
-        return JSONResponse(dict(object="list", data=[dict(one, max_model_len=room)]))
+        one = dict(id=self._service.settings.name, object="model", created=0, owned_by="xinfer_jax")
+        return JSONResponse(dict(object="list", data=[dict(one, max_model_len=self._service.room)]))
 
     async def health(self, _: Call) -> Response:
         why = self._service.ailing()
@@ -115,15 +103,13 @@ class _Addresses:
         model, body = self._model(), await self._service.body(call)
         special, prompt = body.get("add_special_tokens", True) is True, body.get("prompt")
         if isinstance(body.get("messages"), list):
-            escape = self._service.settings.escape
-            encode = partial(encode_prompt, escape_control_tokens=escape)
+            encode = partial(encode_prompt, escape_control_tokens=self._service.settings.escape)
             ids = await asyncio.to_thread(encode, model, body["messages"])
         elif isinstance(prompt, str) and len(prompt) <= _TEXT:
             ids = await asyncio.to_thread(model.tokenizer.encode, prompt, special)
         else:
             raise Refused(400, f"a prompt of at most {_TEXT} characters is needed, or messages", "prompt")
-        room = self._service.engine.room if self._service.engine else None
-        return JSONResponse(dict(tokens=ids, count=len(ids), max_model_len=room))
+        return JSONResponse(dict(tokens=ids, count=len(ids), max_model_len=self._service.room))
 
     async def detokenize(self, call: Call) -> Response:
         model, body = self._model(), await self._service.body(call)
@@ -137,10 +123,9 @@ class _Addresses:
         return JSONResponse(names | dict(chat_template=tokenizer.chat_template))
 
     def _model(self) -> Any:
-        model = self._service.model
-        if model is None or model.tokenizer is None:
-            raise Refused(503, self._service.ailing() or "this checkpoint has no tokenizer.json")
-        return model
+        if self._service.model is None:
+            raise Refused(503, self._service.ailing())
+        return self._service.model
 
 
 class _Gate:
@@ -178,16 +163,6 @@ def _page_headers() -> dict[str, str]:
         inside = _PAGE.split(f"<{tag}>", 1)[1].split(f"</{tag}>", 1)[0]
         digest = base64.b64encode(sha256(inside.encode()).digest()).decode()
         allowed.append(f"{tag}-src 'sha256-{digest}'")
-    none = [f"{name} 'none'" for name in ("default-src", "base-uri", "form-action", "frame-ancestors")]
-    policy = "; ".join([*none, *allowed, "connect-src 'self'"])
-    more = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
-    return {"content-security-policy": policy} | more
-
-
-async def _left(_: Call, error: Exception) -> Response:
-    return Response(status_code=499)
-
-
-async def _http(call: Call, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return Refused(error.status_code, f"{call.method} {shown(call.scope['path'])}: {error.detail}").response()
+    allowed += [f"{name} 'none'" for name in ("default-src", "base-uri", "form-action", "frame-ancestors")]
+    policy = {"content-security-policy": "; ".join([*allowed, "connect-src 'self'"])}
+    return policy | {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}

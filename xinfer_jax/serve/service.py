@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any
 
 import jax
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request as Call
 from starlette.responses import JSONResponse, Response
 
 from ..api.bodies import Asked, BodyError, read_body, seed_key
-from ..api.responses import response
+from ..api.responses import response, usage
 from ..checkpoint.loading import Model
 from ..engine.engine import Engine
 from ..engine.requests import Request, news
@@ -23,10 +24,11 @@ from ..errors import InputError, one_line, shown
 from ..generation.options import GenerateOptions
 from .metrics import Metrics
 from .settings import Settings
-from .streams import EventStream, chunks, gone
+from .streams import EventStream, before_leaving, chunks
 
 _BODY_BYTES = 2**24
-_SLOW_SECONDS = 30.0  # that a body may take to come
+SLOW_SECONDS = 30  # that the head or the body of a request may take to come
+_GONE = 499  # nobody reads it
 _STALL_SECONDS = 30.0  # that a client may take to read what is there
 
 
@@ -55,21 +57,32 @@ class Service:
 
     def __init__(self, settings: Settings, say: Callable[[str], None]):
         """say: takes the lines of the log."""
-        self.settings, self.say, self.broken = settings, say, ""
+        self.settings, self.say, self.broken, self.closing = settings, say, "", False
         self.model: Model | None = None
         self.engine: Engine | None = None
         self.metrics, self.open = Metrics(settings.name), Counter[str]()
         self._numbers, self._defaults = itertools.count(1), GenerateOptions()
-        self.closing = False
 
     def start(self, model: Model, defaults: GenerateOptions) -> None:
         """Takes the model, and warms up: `ready` afterwards."""
-        self.model, self._defaults = model, defaults
         if model.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: it cannot be served")
-        self.tokenizer = model.tokenizer
+        self.model, self.tokenizer, self._defaults = model, model.tokenizer, defaults
         self.engine = Engine(model, **self.settings.shape).__enter__()
         self.metrics.watch(self.engine)
+
+    @property
+    def room(self) -> int | None:
+        """Tokens of a prompt and its answer; None: not known yet."""
+        return self.engine.room if self.engine else None
+
+    async def failed(self, call: Call, error: Exception) -> Response:
+        """The response to an error, and its line of the log."""
+        found = self.refusal(error)
+        if found.status != _GONE:  # of whom another line tells
+            name, path = call.state.request_id, call.scope["path"]
+            self.say(one_line(f"{name} {call.method} {path}: {found.status} {found}"))
+        return found.response()
 
     def close(self) -> None:
         """Ends the engine."""
@@ -90,9 +103,7 @@ class Service:
         """Answers a body; Refused where it cannot."""
         if why := self.ailing():
             raise Refused(503, why)
-        client = self._client(call)
-        self._check_queue(client)
-        under_way = _UnderWay(self, call, client, next(self._numbers))
+        under_way = _UnderWay(self, call, self._admitted(call), next(self._numbers))
         requests = under_way.requests
         try:
             body = await self.body(call)
@@ -106,14 +117,14 @@ class Service:
                 last = partial(_usage, asked, requests) if with_usage else None
                 events = chunks(asked, requests, self.tokenizer, last, head, opened)
                 return EventStream(events, under_way.end, _STALL_SECONDS)
-            if not await _ended_first(requests, gone(call.receive)):
-                raise Refused(499, "the client has gone")
+            if not await before_leaving(_ended(requests), call.receive):
+                raise ClientDisconnect
             outs = [request.result() for request in requests]
             noted = [request.prompt_logprobs for request in requests]
             found = response(asked, outs, noted, self.tokenizer, opened, **head)
         except BaseException as error:
             under_way.end()
-            if isinstance(error, Refused | ClientDisconnect) or not isinstance(error, Exception):
+            if not isinstance(error, Exception):
                 raise
             raise self.refusal(error, bool(requests)) from error
         under_way.end()
@@ -121,6 +132,12 @@ class Service:
 
     def refusal(self, error: Exception, begun: bool = False) -> Refused:
         """What to say of an error; begun: the engine has the request already."""
+        if isinstance(error, Refused):
+            return error
+        if isinstance(error, ClientDisconnect):
+            return Refused(_GONE, "the client has gone")
+        if isinstance(error, HTTPException):
+            return Refused(error.status_code, error.detail)
         if isinstance(error, RecursionError):
             error = InputError("the body is nested too deeply: send one that is flatter")
         status = 500 if begun or not isinstance(error, InputError) else 400
@@ -134,14 +151,14 @@ class Service:
             raise Refused(415, "the body must be application/json")
         data = bytearray()
         try:
-            async with asyncio.timeout(_SLOW_SECONDS):
+            async with asyncio.timeout(SLOW_SECONDS):
                 async for part in call.stream():
                     data += part
                     if len(data) > _BODY_BYTES:
                         raise Refused(413, f"the body has more than {_BODY_BYTES} bytes")
             body = json.loads(data.decode("utf-8"), parse_constant=_no_number)
         except TimeoutError as error:
-            raise Refused(408, f"the body took more than {_SLOW_SECONDS} seconds to come") from error
+            raise Refused(408, f"the body took more than {SLOW_SECONDS} seconds to come") from error
         except (ValueError, RecursionError) as error:
             raise Refused(400, f"the body is not readable JSON: {error}") from error
         if not isinstance(body, dict):
@@ -186,16 +203,14 @@ class Service:
             answers += len(requests[-1].answers)
             await asyncio.sleep(0)  # others are not kept waiting for a thousand prompts
 
-    def _check_queue(self, client: str) -> None:
-        assert self.engine is not None
+    def _admitted(self, call: Call) -> str:
+        """Who asks: by key, or else by address."""
+        client = _key(call).hex() if self.settings.api_keys else call.client.host if call.client else ""
         if self.open[client] >= self.settings.max_waiting_per_client:
             raise Refused(429, f"{self.open[client]} requests of yours are under way: wait for one to end")
-        if self.open.total() >= self.settings.max_waiting + self.settings.rows:
+        if self.open.total() >= self.settings.max_waiting + self.settings.shape["rows"]:
             raise Refused(429, "too many requests wait: come again")
-
-    def _client(self, call: Call) -> str:
-        """Who asks: by key, or else by address."""
-        return _key(call).hex() if self.settings.api_keys else call.client.host if call.client else ""
+        return client
 
     def allowed(self, call: Call) -> bool:
         """Whether the caller has the key, if there is one."""
@@ -245,29 +260,15 @@ class _UnderWay:
 
 
 def _usage(asked: Asked, requests: Sequence[Request]) -> dict[str, Any]:
-    read = sum(map(len, asked.prompts))
-    chosen = sum(len(a.logprobs) for r in requests for a in r.answers) if asked.max_tokens else 0
     cached = dict(cached_tokens=sum(request.answers[0].row.hits for request in requests))
-    total = dict(prompt_tokens=read, completion_tokens=chosen, total_tokens=read + chosen)
-    return dict(total, prompt_tokens_details=cached)
+    rows = [answer.logprobs for request in requests for answer in request.answers]
+    return dict(usage(asked, rows), prompt_tokens_details=cached)
 
 
-async def _ended_first(requests: Sequence[Request], leaving: Any) -> bool:
-    """Whether all end before who waits for them goes."""
-
-    async def ended() -> None:
-        async for _ in news(requests):
-            if all(request.ended for request in requests):
-                return
-
-    tasks = [asyncio.ensure_future(ended()), asyncio.ensure_future(leaving)]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].done()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+async def _ended(requests: Sequence[Request]) -> None:
+    async for _ in news(requests):
+        if all(request.ended for request in requests):
+            return
 
 
 def _key(call: Call) -> bytes:

@@ -1,8 +1,9 @@
 """Answers on their way to a client: what is new of them, as server-sent events; who goes away is noticed."""
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -48,10 +49,9 @@ class Delta:
             request, self._echoes = self._answer.request, False
             piece = prompt_text(self._tokenizer, request.ids) + piece
             known_now = [*echoed(request.ids, request.prompt_logprobs), *chosen]
-        reason = self._answer.finish_reason or "" if ended else None
-        if ended and not self._asked.max_tokens:
-            reason = "length"
-        choice: dict[str, Any] = dict(index=self._index, finish_reason=reason and REASONS.get(reason, reason))
+        reason = (self._answer.finish_reason or "") if self._asked.max_tokens else "length"
+        shown = REASONS.get(reason, reason) if ended else None
+        choice: dict[str, Any] = dict(index=self._index, finish_reason=shown)
         choice |= dict(delta=self._delta(piece, ended)) if self._asked.kind == "chat" else dict(text=piece)
         if self._asked.logprobs is not None:
             choice["logprobs"] = shown_logprobs(self._tokenizer, self._asked, known_now, self._at)
@@ -73,12 +73,7 @@ class Delta:
 
 
 async def chunks(
-    asked: Asked,
-    requests: Sequence[Request],
-    tokenizer: Tokenizer,
-    usage: Any,
-    head: dict[str, Any],
-    opened: bool,
+    asked: Asked, requests: Sequence[Request], tokenizer: Tokenizer, usage: Any, head: Any, opened: bool
 ) -> AsyncIterator[dict[str, Any] | None]:
     """The chunks of a stream; None: nothing to say for a while. usage: what the last one says, at the end."""
     chat = asked.kind == "chat"
@@ -113,18 +108,10 @@ class EventStream(Response):
         self._events, self._closed, self._stall = events, closed, stall
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writing = asyncio.ensure_future(self._write(send))
-        leaving = asyncio.ensure_future(gone(receive))
         try:
-            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
-                writing.result()
-        except (TimeoutError, OSError):  # who does not read is cut off
-            pass
+            with contextlib.suppress(OSError):  # who does not read is cut off: a TimeoutError
+                await before_leaving(self._write(send), receive)
         finally:
-            for task in (writing, leaving):
-                task.cancel()
-            await asyncio.gather(writing, leaving, return_exceptions=True)
             self._closed()
 
     async def _write(self, send: Send) -> None:
@@ -137,7 +124,7 @@ class EventStream(Response):
         try:
             async for event in self._events:
                 await put(b": waiting\n\n" if event is None else _event(event))
-        except (TimeoutError, OSError, asyncio.CancelledError):
+        except OSError:
             raise
         except Exception as error:  # of the engine, in midstream
             why = one_line(error) or type(error).__name__
@@ -145,10 +132,27 @@ class EventStream(Response):
         await put(b"data: [DONE]\n\n", False)
 
 
-async def gone(receive: Receive) -> None:
-    """Returns when the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def before_leaving(work: Coroutine[Any, Any, None], receive: Receive) -> bool:
+    """Whether the work ends before the client goes; it goes no further then.
+
+    Raises:
+        Exception: what the work does.
+    """
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if done := working.done():
+            working.result()
+        return done
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 def _event(value: dict[str, Any]) -> bytes:
