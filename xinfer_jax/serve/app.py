@@ -151,8 +151,7 @@ class _Gate:
         if settings.host in LOCAL and not _LOCAL_NAME.fullmatch(host):
             refused = Refused(403, f"{shown(host)} is not a name of this server")
         elif scope["path"] not in _OPEN and not self._service.allowed(call):
-            why = "a key is needed: send it as Authorization: Bearer KEY"
-            refused = Refused(401, why, code="invalid_api_key")
+            refused = Refused(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key")
         await (refused.response() if refused else self._app)(scope, receive, named)
 
 

@@ -80,8 +80,8 @@ class Service:
         """The response to an error, and its line of the log."""
         found = self.refusal(error)
         if found.status != _GONE:  # of whom another line tells
-            name, path = call.state.request_id, call.scope["path"]
-            self.say(one_line(f"{name} {call.method} {path}: {found.status} {found}"))
+            who = f"{call.state.request_id} {call.method} {call.scope['path']}"
+            self.say(one_line(f"{who}: {found.status} {found}"))
         return found.response()
 
     def close(self) -> None:
@@ -189,18 +189,15 @@ class Service:
         assert self.engine is not None
         seed, requests, number = asked.seed, under_way.requests, under_way.number
         key = jax.random.fold_in(seed_key(self.settings.seed), number) if seed is None else seed_key(seed)
-        submit, answers = dict(asked.submit), 0
-        if self.settings.deadline:
-            submit["deadline"] = self.settings.deadline
+        submit, options = asked.submit | dict(deadline=self.settings.deadline or None), asked.options
+        answers = options.best_of or options.n
         for i, prompt in enumerate(asked.prompts):
             # Who has much under way stands behind who has not, and nobody says to be more urgent; the engine
             # lets nobody wait for ever.
-            priority = min(0, asked.submit["priority"]) - self.open[under_way.client] - answers
+            behind = self.open[under_way.client] + i * answers
+            submit["priority"] = min(0, asked.submit["priority"]) - behind
             own = jax.random.fold_in(key, i) if i else key
-            requests.append(
-                self.engine.submit(prompt, asked.options, key=own, **submit | dict(priority=priority))
-            )
-            answers += len(requests[-1].answers)
+            requests.append(self.engine.submit(prompt, options, key=own, **submit))
             await asyncio.sleep(0)  # others are not kept waiting for a thousand prompts
 
     def _admitted(self, call: Call) -> str:
@@ -219,8 +216,7 @@ class Service:
 
     def _opens(self, ids: Sequence[int]) -> bool:
         """Whether the prompt has begun a thought."""
-        text = self.tokenizer.decode(ids[-8:], skip_special_tokens=False)
-        return text.rstrip().endswith("<think>")
+        return self.tokenizer.decode(ids[-8:], skip_special_tokens=False).rstrip().endswith("<think>")
 
 
 class _UnderWay:
@@ -254,7 +250,7 @@ class _UnderWay:
         own = f"server seed {self._service.settings.seed} number {self.number}"
         key = own if asked.seed is None else f"seed {asked.seed}"
         prompts = f", {asked.prompts}" if self._service.settings.log_prompts else ""
-        reasons = ",".join(answer.finish_reason or "gone" for answer in answers)
+        reasons = ",".join(dict.fromkeys(answer.finish_reason or "gone" for answer in answers))
         seconds = time.monotonic() - self._began
         return f"{asked.kind}: {read} + {chosen} tokens in {seconds:.2f} s{first}, {reasons}, {key}{prompts}"
 

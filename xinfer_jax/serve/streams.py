@@ -28,8 +28,7 @@ class Delta:
         self._said = Said(tokenizer, asked.options.stop_strings)
         self._text, self._sent, self._opened = "", ["", ""], opened
         self._given = self._noted = self._at = 0
-        self._echoes = asked.echo  # not yet sent
-        self.ended = False
+        self._echoes, self.ended = asked.echo, False
 
     def choice(self) -> dict[str, Any] | None:
         """The choice of the next chunk; None where nothing is new."""
@@ -44,17 +43,17 @@ class Delta:
         if not (piece or ended or chosen or (new and self._asked.token_ids)):
             return None
         self._noted += len(chosen)
-        self.ended, known_now = ended, list[Any](chosen)
-        if self._echoes:
+        self.ended, shown_now = ended, list[Any](chosen)
+        if self._echoes:  # the first time, when its numbers are known
             request, self._echoes = self._answer.request, False
             piece = prompt_text(self._tokenizer, request.ids) + piece
-            known_now = [*echoed(request.ids, request.prompt_logprobs), *chosen]
+            shown_now = [*echoed(request.ids, request.prompt_logprobs), *chosen]
         reason = (self._answer.finish_reason or "") if self._asked.max_tokens else "length"
         shown = REASONS.get(reason, reason) if ended else None
         choice: dict[str, Any] = dict(index=self._index, finish_reason=shown)
         choice |= dict(delta=self._delta(piece, ended)) if self._asked.kind == "chat" else dict(text=piece)
         if self._asked.logprobs is not None:
-            choice["logprobs"] = shown_logprobs(self._tokenizer, self._asked, known_now, self._at)
+            choice["logprobs"] = shown_logprobs(self._tokenizer, self._asked, shown_now, self._at)
             self._at += sum(map(len, choice["logprobs"].get("tokens", ())))
         if self._asked.token_ids:
             choice["token_ids"] = new
