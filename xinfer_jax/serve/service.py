@@ -194,11 +194,11 @@ class Service:
         for i, prompt in enumerate(asked.prompts):
             # Who has much under way stands behind who has not, and nobody says to be more urgent; the engine
             # lets nobody wait for ever.
-            behind = self.open[under_way.client] + i * answers
-            submit["priority"] = min(0, asked.submit["priority"]) - behind
+            if i:
+                await asyncio.sleep(0)  # others are not kept waiting for a thousand prompts
+            submit["priority"] = min(0, asked.submit["priority"]) - self.open[under_way.client] - i * answers
             own = jax.random.fold_in(key, i) if i else key
             requests.append(self.engine.submit(prompt, options, key=own, **submit))
-            await asyncio.sleep(0)  # others are not kept waiting for a thousand prompts
 
     def _admitted(self, call: Call) -> str:
         """Who asks: by key, or else by address."""
