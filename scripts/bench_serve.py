@@ -21,7 +21,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import soak_serve
+import soak_serve_requests
 from absl import flags
 from bench_engine_runners import llama_server
 
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
         return
     service_module.Engine = Prepared  # type: ignore[misc]
     model = xj.load_model()
-    _, port = soak_serve.serve(model, soak_serve.SETTINGS, [])
+    _, port = soak_serve_requests.serve(model, soak_serve_requests.SETTINGS, [])
     found = measured(port)
     print(
         json.dumps(dict(server="xinfer_jax", streams=STREAMS.value, tokens=TOKENS.value, **found)), flush=True

@@ -32,6 +32,7 @@ from typing import Any
 
 import train_tiny_data as tiny_data
 from absl import flags
+from soak_batch_lines import mixed, written
 
 PARTS = ("kills", "questions", "memory")
 WANTED = flags.DEFINE_list("parts", ["kills"], f"What is done: {', '.join(PARTS)}.")
@@ -158,38 +159,6 @@ def run(file: Path, output: Path, more: list[str], seconds: float | None = None)
     if process.returncode:
         raise InputError(f"the command ended with {process.returncode}: {said}")
     return False
-
-
-def mixed(rng: random.Random, count: int) -> Iterator[Any]:
-    """Lines of every form."""
-    for i in range(count):
-        question = tiny_data.question(
-            rng.choice(tiny_data.PHRASINGS), rng.choice(list(tiny_data.NAMED_CAPITALS))
-        )
-        settings: dict[str, Any] = dict(max_tokens=rng.randint(1, 24))
-        settings |= rng.choice(
-            [{}, {}, dict(temperature=0.9), dict(temperature=1.5, top_k=40, top_p=0.9, n=2)]
-        )
-        settings |= rng.choice([{}, {}, dict(logprobs=2), dict(frequency_penalty=0.5), dict(stop=["is"])])
-        chat = dict(messages=[dict(role="user", content=question)])
-        asked = dict(settings, logprobs=True) if "logprobs" in settings else settings
-        yield rng.choice([
-            dict(prompt=question, **settings),
-            dict(chat, **settings),
-            dict(custom_id=f"c{i}", method="POST", url="/v1/chat/completions", body=dict(chat, **asked)),
-            dict(custom_id=f"c{i}", url="/v1/completions", body=dict(prompt=question, **settings)),
-            dict(prompt=question, custom_id=f"own {i}", seed=i, **settings),
-            dict(prompt=[rng.randrange(300) for _ in range(rng.randint(1, 200))], **settings),
-            dict(prompt=question, top_p=7), "not an object",
-        ])  # fmt: skip
-
-
-def written(path: Path, lines: Any) -> Path:
-    """A file of these lines."""
-    with path.open("w") as file:
-        for line in lines:
-            file.write(f"{json.dumps(line)}\n")
-    return path
 
 
 def _resident() -> float:

@@ -11,10 +11,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import uvicorn
-
 import xinfer_jax as xj
-from xinfer_jax.serve.app import make_app
+from xinfer_jax.serve.app import make_server
 from xinfer_jax.serve.service import Service
 from xinfer_jax.serve.settings import Settings
 
@@ -92,8 +90,7 @@ def served(model: Any = None, **more: Any) -> Iterator[Served]:
     if model is not None:
         service.start(model, xj.GenerateOptions(200))
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(make_app(service), log_level="critical", access_log=False, lifespan="off")
-    server = uvicorn.Server(config)
+    server = make_server(service)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
     thread.start()
     while not server.started:

@@ -26,7 +26,7 @@ import xinfer_jax as xj
 from xinfer_jax.batch import ledger, lines, run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-import soak_batch
+import soak_batch_lines
 
 SHAPE = dict(rows=4, capacity=256, chunk=128, pages=40, progress=False)
 QUESTION = "What is the capital of France?"
@@ -174,7 +174,7 @@ def test_ids_twice_long_lines_and_bytes_that_are_no_text(model, tmp_path, monkey
 
 
 def mixed(folder: Path, count: int = 40) -> Path:
-    return soak_batch.written(folder / "mixed.jsonl", soak_batch.mixed(random.Random(3), count))
+    return soak_batch_lines.written(folder / "mixed.jsonl", soak_batch_lines.mixed(random.Random(3), count))
 
 
 @pytest.fixture(scope="module")

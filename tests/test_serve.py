@@ -23,13 +23,17 @@ import pytest
 pytest.importorskip("uvicorn", reason="the server needs starlette, uvicorn and prometheus-client")
 pytest.importorskip("prometheus_client")
 import serving
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-import soak_serve
+import soak_serve_requests
 
 import xinfer_jax as xj
 from xinfer_jax.api.responses import split_thoughts
-from xinfer_jax.serve import streams
+from xinfer_jax.checkpoint.escaping import Escaping
+from xinfer_jax.checkpoint.tokenizer import Tokenizer
+from xinfer_jax.serve import app as app_module, service as service_module, streams
 
 QUESTION = [dict(role="user", content="What is the capital of France?")]
 LONG = dict(prompt=[5, 6, 7], max_tokens=400, ignore_eos=True)
@@ -308,18 +312,21 @@ def test_thoughts():
 
 
 def test_malformed_requests_do_no_harm(server):
-    assert soak_serve.malformed(server.port, 200, random.Random(1)) == []
+    assert soak_serve_requests.malformed(server.port, 200, random.Random(1)) == []
     assert server.idle() and server.call("GET", "/health")[0] == 200
 
 
 @pytest.mark.slow
 def test_many_clients_some_of_whom_go_away(model):
     log = []
-    settings = dataclasses.replace(soak_serve.SETTINGS, shape=serving.SHAPE)
-    service, port = soak_serve.serve(model, settings, log)
-    found = soak_serve.crowd(port, 20, 6)
+    settings = dataclasses.replace(soak_serve_requests.SETTINGS, shape=serving.SHAPE)
+    service, port = soak_serve_requests.serve(model, settings, log)
+    found = soak_serve_requests.crowd(port, 20, 6)
     assert (
-        not found["wrong"] and found["answers"] > 20 and found["left"] and soak_serve.wait_idle(service, 10)
+        not found["wrong"]
+        and found["answers"] > 20
+        and found["left"]
+        and soak_serve_requests.wait_idle(service, 10)
     )
     service.close()
 
@@ -449,3 +456,151 @@ def test_a_person_at_the_page(server, tmp_path):
     finally:
         driver.terminate()
         driver.wait()
+
+
+@pytest.mark.parametrize("more", [dict(logprobs=2), dict(max_tokens=0, logprobs=1), {}])
+def test_a_streamed_echo_is_its_whole_answer(server, more):
+    asked = dict(prompt=["What is", "The"], n=2, seed=4, temperature=1.3, max_tokens=9, echo=True) | more
+    whole, chunks = server.ask("completion", **asked), server.events("completion", **asked)
+    for wanted in whole["choices"]:
+        mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == wanted["index"]]
+        assert "".join(c["text"] for c in mine) == wanted["text"] and mine[-1]["finish_reason"]
+        for name, values in (wanted.get("logprobs") or {}).items():
+            assert sum((c["logprobs"][name] for c in mine), []) == values, name
+
+
+def test_a_stream_has_the_ids_of_parts_of_characters(server, model):
+    ids = model.tokenizer.encode("\u20ac\U0001f600" * 4)
+    asked = dict(prompt=[5], seed=1, max_tokens=8, temperature=1.0, allowed_token_ids=ids, ignore_eos=True)
+    asked |= dict(return_token_ids=True)
+    whole = server.ask("completion", **asked)["choices"][0]
+    chunks = server.events("completion", **asked)
+    assert sum((c["choices"][0].get("token_ids", []) for c in chunks), []) == whole["token_ids"]
+
+
+def raw(port, head, rest=b"", seconds=5.0):
+    """What comes back to these bytes until the server hangs up."""
+    with socket.create_connection(("127.0.0.1", port), timeout=seconds) as connection:
+        connection.sendall(head + rest)
+        found = b""
+        while part := connection.recv(65536):
+            found += part
+    return found
+
+
+def test_names_of_this_machine(server):
+    for host, status in [
+        ("LOCALHOST:80", 200), ("[::1]:8000", 200), ("a]", 403), ("[2001:db8::1]", 403), ("localhost[", 403),
+        ("localhost:80@a", 403), ("", 403), ("a.localhost", 403),
+    ]:  # fmt: skip
+        for path in ("/v1/models", "/health"):
+            head = f"GET {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
+            assert raw(server.port, head.encode()).startswith(f"HTTP/1.1 {status}".encode()), host
+
+
+def test_a_key_is_a_client_and_a_made_up_one_is_not(model):
+    with serving.served(model, max_waiting_per_client=2) as narrow:
+
+        def call(i):
+            body = dict(LONG, seed=i)
+            return narrow.call("POST", "/v1/completions", body, authorization=f"Bearer {i}")[0]
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            assert 429 in set(pool.map(call, range(8)))
+        assert narrow.idle()
+    with serving.served(api_keys=(b"first",)) as closed:
+        for given, status in [("bearer first", 200), ("first", 401), ("Basic first", 401), ("Bearer ", 401)]:
+            assert closed.call("GET", "/v1/models", authorization=given)[0] == status, given
+
+
+def test_one_body_cannot_ask_for_everything(server):
+    status, error, _ = server.call("POST", "/v1/completions", dict(prompt=[[5]] * 600, n=2))
+    assert (status, error["error"]["param"]) == (400, "prompt") and "1024" in error["error"]["message"]
+    deep = "[" * 400 + "]" * 400
+    for path in ("/v1/chat/completions", "/tokenize"):
+        body = json.dumps(dict(messages=QUESTION)).replace('"What', f'"a", "b": {deep}, "content": "What')
+        assert server.call("POST", path, body.encode())[0] in (200, 400)
+    body = (
+        json.dumps(dict(messages=QUESTION)).removesuffix("}") + f', "chat_template_kwargs": {{"a": {deep}}}}}'
+    )
+    assert server.call("POST", "/v1/chat/completions", body.encode())[0] in (200, 400)
+    assert server.call("POST", "/tokenize", dict(prompt="a " * 2**20))[0] == 400
+    assert server.idle()
+
+
+def test_prompts_of_one_body_stand_behind_one_another(model):
+    with serving.served(model) as own:
+        found, submit = [], own.engine.submit
+        own.engine.submit = lambda *args, **more: found.append(more["priority"]) or submit(*args, **more)
+        own.ask("completion", prompt=[[5]] * 3, n=2, max_tokens=1, priority=-(2**30))
+        assert found == [-1, -3, -5]  # who says to be urgent is not
+        own.ask("completion", prompt=[[5]], max_tokens=1, priority=40)
+        assert found[3] == -41 and own.idle()
+
+
+def test_what_was_queued_before_a_fault_goes_away(model):
+    with serving.served(model) as own:
+        submit, made = own.engine.submit, []
+
+        def breaks(*args, **more):
+            if made:
+                raise xj.InputError("no")
+            made.append(submit(*args, **more))
+            return made[0]
+
+        own.engine.submit = breaks
+        assert own.call("POST", "/v1/completions", dict(LONG, prompt=[[5], [6]]))[0] >= 400
+        assert made[0].cancelled and own.idle(3)
+
+
+def test_who_sends_slowly_is_cut_off(model, monkeypatch):
+    monkeypatch.setattr(service_module, "SLOW_SECONDS", 0.3)
+    monkeypatch.setattr(app_module, "SLOW_SECONDS", 1)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    with serving.served(model) as own:
+        assert raw(own.port, head + b"content-length: 9\r\n\r\n", b"{").startswith(b"HTTP/1.1 408")
+        assert raw(own.port, head) == b"" == raw(own.port, b"")
+        assert own.idle(1)
+
+
+def spelled_by(template, **tokens):
+    """A byte-level tokenizer with NFC and these added tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.normalizer, backend.decoder = normalizers.NFC(), decoders.ByteLevel()
+    for content, options in tokens.items():
+        backend.add_tokens([tokenizers.AddedToken(content, **dict(normalized=False) | options)])
+    return Tokenizer(backend, chat_template=template, special_tokens={}, eos_token_ids=[])
+
+
+def test_control_tokens_of_every_kind():
+    many = {f"<unused{i}>": dict(special=True) for i in range(6000)}
+    own = {"<tool>": {}, "</tool>": {}, "\n": {}, "  ": {}, "<\u00e9>": dict(normalized=True)}
+    template = "<tool>\n  {{ tools }}</tool>\n<\u00e9>{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    tokenizer = spelled_by(template, **own, **many)
+    control = {tokenizer.backend.token_to_id(name) for name in (*many, "<tool>", "</tool>", "<\u00e9>")}
+    model = dataclasses.replace(xj.load_model(), tokenizer=tokenizer)
+
+    def ids(content, role="user", **variables):
+        return xj.encode_prompt(
+            model,
+            [dict(role=role, content=content)],
+            escape_control_tokens=True,
+            chat_template_kwargs=variables,
+        )
+
+    def count(found):
+        return sum(i in control for i in found)
+
+    # Blanks are added tokens that the template has, too: they open no turn.
+    plain = "two\nlines  and\n\nmore"
+    assert ids(plain) == xj.encode_prompt(model, [dict(role="user", content=plain)])
+    assert count(ids("<tool></tool><unused5999><unused59<unused5>99>")) == count(ids("a")) == 3
+    assert count(ids("<tool>", role="assistant")) == 4 and count(ids("<unused7>", role="assistant")) == 3
+    assert count(ids("a", role="assistant", tools=[dict(role="assistant", name="<tool>")])) == 3
+    with pytest.raises(xj.InputError, match="control"):
+        ids("<e\u0301>")  # the same once it is composed
+    began, escaping = time.perf_counter(), Escaping(tokenizer)
+    assert not count(escaping.encode(escaping.hide("<unused77><" * 50_000 + "<unused" * 100_000)))
+    assert time.perf_counter() - began < 8

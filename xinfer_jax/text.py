@@ -71,7 +71,7 @@ def encode_prompt(
     conversation, variables = [*spoken, *messages], dict(chat_template_kwargs or {})
     escaping = Escaping(tokenizer) if escape_control_tokens and not raw else None
     if escaping:
-        conversation, variables = escaping.hide(conversation), escaping.hide(variables)
+        conversation, variables = escaping.messages(conversation), escaping.hide(variables)
     text = messages[0]["content"] if raw else tokenizer.apply_chat_template(conversation, **variables)
     limit = model.config.context_length
     # Far beyond the limit tokenizing takes long, and the length often says enough.

@@ -15,6 +15,7 @@ from ..sampling.settings import SamplingConfig
 from ..text import encode_prompt
 
 COMPLETION_TOKENS = 16  # of completions that name no limit, as the API has it
+_MOST_ANSWERS = 1024  # to one body
 # Fields of numbers and the settings of a row that they are.
 _SAMPLING = dict(
     temperature="temperature", top_p="top_p", top_k="top_k", min_p="min_p", typical_p="typical_p",
@@ -99,6 +100,8 @@ def read_body(
         escape: control tokens that messages spell stay letters.
         plain: defaults of the fields `raw` and `system`.
 
+    Of the field `priority` lower ones go first, as vLLM has it; of the engine's, higher ones.
+
     Raises:
         BodyError: with the field at fault.
     """
@@ -126,7 +129,7 @@ def read_body(
     logprobs = _logprobs(kind, take, defaults.logprobs or None)
     n = take.whole("n", 1, 128) or defaults.n
     submit: dict[str, Any] = dict(
-        priority=take.whole("priority", -(2**31), 2**31) or 0, salt=take.text("cache_salt") or ""
+        priority=-(take.whole("priority", -(2**30), 2**30) or 0), salt=take.text("cache_salt") or ""
     )
     if echo and logprobs is not None:
         submit["prompt_logprobs"] = max(1, logprobs)
@@ -256,6 +259,11 @@ def _prompts(model: Model, kind: str, take: _Fields) -> list[list[int]]:
         if messages is not None:
             return [_chat_ids(model, messages, take)]
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) and kind == "completion":
+            rows = len(prompt) * max(take.whole(name, 1, 128) or 1 for name in ("n", "best_of"))
+            if rows > _MOST_ANSWERS:
+                raise InputError(
+                    f"{rows} answers are more than the {_MOST_ANSWERS} of one request: send several"
+                )
             return [_ids(model, kind, one, take) for one in prompt]
         return [_ids(model, kind, prompt, take)]
     except BodyError:

@@ -1,7 +1,7 @@
 """What a response shows of finished requests, in the OpenAI API's words."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..checkpoint.tokenizer import Tokenizer
@@ -48,19 +48,21 @@ def response(
             else:
                 choice["text"] = prompt_text(tokenizer, prompt) + (text or "") if asked.echo else text
             if asked.logprobs is not None and tokenizer:
-                known = [*_echoed(prompt, of_prompt), *chosen] if asked.echo else chosen
+                known = [*echoed(prompt, of_prompt), *chosen] if asked.echo else chosen
                 choice["logprobs"] = shown_logprobs(tokenizer, asked, known)
             if asked.token_ids or not tokenizer:
                 choice["token_ids"] = tokens
             choices.append(choice)
     kind = "chat.completion" if chat else "text_completion"
-    return dict(head, object=kind, choices=choices, usage=usage(asked, outs))
+    return dict(
+        head, object=kind, choices=choices, usage=usage(asked, (row for out in outs for row in out.logprobs))
+    )
 
 
-def usage(asked: Asked, outs: Sequence[GenerateOutput]) -> dict[str, int]:
-    """Tokens read and chosen, the one that ends an answer too."""
+def usage(asked: Asked, rows: Iterable[Sequence[float]]) -> dict[str, Any]:
+    """Tokens read and chosen, the one that ends an answer too. rows: the log-probabilities of each answer."""
     read = sum(map(len, asked.prompts))
-    chosen = sum(len(row) for out in outs for row in out.logprobs) if asked.max_tokens else 0
+    chosen = sum(map(len, rows)) if asked.max_tokens else 0
     return dict(prompt_tokens=read, completion_tokens=chosen, total_tokens=read + chosen)
 
 
@@ -70,10 +72,11 @@ def answer_text(tokenizer: Tokenizer, tokens: Sequence[int], stops: Sequence[str
     return "".join(map(said.push, tokens)) + said.finish()
 
 
-def shown_logprobs(tokenizer: Tokenizer, asked: Asked, known: Sequence[Any]) -> dict[str, Any]:
-    """The log-probabilities of some tokens, in the form of chat or completions."""
-    show = _chat_logprobs if asked.kind == "chat" else _completion_logprobs
-    return show(tokenizer, known, asked.logprobs or 0)
+def shown_logprobs(tokenizer: Tokenizer, asked: Asked, known: Sequence[Any], at: int = 0) -> dict[str, Any]:
+    """The log-probabilities of some tokens, in the form of chat or completions. at: where the texts begin."""
+    if asked.kind == "chat":
+        return _chat_logprobs(tokenizer, known, asked.logprobs or 0)
+    return _completion_logprobs(tokenizer, known, asked.logprobs or 0, at)
 
 
 def split_thoughts(text: str, opened: bool, ended: bool = True) -> tuple[str | None, str | None]:
@@ -99,7 +102,7 @@ def prompt_text(tokenizer: Tokenizer | None, prompt: Sequence[int]) -> str:
     return tokenizer.decode(prompt) if tokenizer else ""
 
 
-def _echoed(prompt: Sequence[int], noted: Sequence[TokenLogprobs]) -> list[TokenLogprobs | int]:
+def echoed(prompt: Sequence[int], noted: Sequence[TokenLogprobs]) -> list[TokenLogprobs | int]:
     """The prompt's tokens; of the first the model says nothing."""
     return [prompt[0], *noted]
 
@@ -110,10 +113,10 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 def _completion_logprobs(
-    tokenizer: Tokenizer, known: Sequence[TokenLogprobs | int], top: int
+    tokenizer: Tokenizer, known: Sequence[TokenLogprobs | int], top: int, at: int
 ) -> dict[str, Any]:
     """Each token's own number is among those of the likeliest; of two ids with one text the larger stands."""
-    texts, values, likeliest, offsets, at = [], list[float | None](), list[dict[str, float] | None](), [], 0
+    texts, values, likeliest, offsets = [], list[float | None](), list[dict[str, float] | None](), []
     for t in known:
         text = token_text(tokenizer, t if isinstance(t, int) else t.id)
         texts.append(text)

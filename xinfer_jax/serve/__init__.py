@@ -11,7 +11,7 @@ formats, suffix, images and sound.
 - An answer is the engine's: with the same seed it has the same tokens in any company. Without one it draws
   with fold_in(key(server seed), number of the request); both stand in the log line of the request.
 - Who goes away is noticed, streamed or not, and the row is free within a window of decoding; who does not
-  read for half a minute is cut off. Nothing but the tokens of one answer waits for a slow reader.
+  send or read for half a minute is cut off. Nothing but the tokens of one answer waits for a slow reader.
 - The engine may queue no more than it is told to; beyond that clients get 429, which the openai client obeys.
   Who has many requests under way stands behind who has few.
 - What messages spell never becomes a control token (`encode_prompt(escape_control_tokens=True)`).

@@ -2,12 +2,14 @@
 
 import asyncio
 import base64
+import re
 import uuid
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -16,19 +18,34 @@ from starlette.requests import ClientDisconnect, Request as Call
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..checks import token_ids
-from ..errors import InputError
+from ..errors import InputError, shown
 from ..text import encode_prompt
-from .service import Refused, Service
+from .service import SLOW_SECONDS, Refused, Service
+from .settings import LOCAL
 
 _PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-_LOCAL = {"localhost", "127.0.0.1", "[::1]", "::1"}
+_LOCAL_NAME = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.IGNORECASE)
 _OPEN = {"/", "/health", "/metrics"}  # without a key
+_TEXT = 2**20  # characters that /tokenize takes
 
 
-def make_app(service: Service) -> Starlette:
-    """The application of a service."""
+class _Hurried(H11Protocol):
+    """Hangs up where the head of a request does not come in time, the first and the next."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(SLOW_SECONDS, self.timeout_keep_alive_handler)
+
+    def data_received(self, data: bytes) -> None:
+        self.conn.receive_data(data)  # the clock stops at a whole head, not at its first byte
+        self.handle_events()
+
+
+def make_server(service: Service) -> uvicorn.Server:
+    """What serves a service."""
     at = _Addresses(service)
     routes = [
         Route("/v1/completions", partial(service.answer, kind="completion"), methods=["POST"]),
@@ -42,12 +59,21 @@ def make_app(service: Service) -> Starlette:
         Route("/metrics", at.metrics),
         Route("/", at.page),
     ]
-    handlers: Any = {Refused: _refused, HTTPException: _http, InputError: _bad, ClientDisconnect: _left}
+    errors: Any = (Refused, InputError, RecursionError, ClientDisconnect, HTTPException, Exception)
     middleware = [Middleware(_Gate, service=service)]
     if service.settings.origins:
         allowed = dict(allow_origins=service.settings.origins, allow_methods=["*"], allow_headers=["*"])
         middleware.insert(0, Middleware(CORSMiddleware, **allowed))  # type: ignore[arg-type]
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    app = Starlette(
+        routes=routes, middleware=middleware, exception_handlers=dict.fromkeys(errors, service.failed)
+    )
+    app.router.redirect_slashes = False  # to an address that the host header names
+    config = uvicorn.Config(
+        app, http=_Hurried, log_level="critical", access_log=False, lifespan="off", server_header=False,
+        timeout_graceful_shutdown=int(service.settings.grace), timeout_keep_alive=SLOW_SECONDS,
+        h11_max_incomplete_event_size=2**16,
+    )  # fmt: skip
+    return uvicorn.Server(config)
 
 
 class _Addresses:
@@ -57,10 +83,8 @@ class _Addresses:
         self._service = service
 
     async def models(self, _: Call) -> Response:
-        service = self._service
-        one = dict(id=service.settings.name, object="model", created=0, owned_by="xinfer_jax")
-        room = service.engine.room if service.engine else None
-        return JSONResponse(dict(object="list", data=[dict(one, max_model_len=room)]))
+        one = dict(id=self._service.settings.name, object="model", created=0, owned_by="xinfer_jax")
+        return JSONResponse(dict(object="list", data=[dict(one, max_model_len=self._service.room)]))
 
     async def health(self, _: Call) -> Response:
         why = self._service.ailing()
@@ -79,16 +103,13 @@ class _Addresses:
         model, body = self._model(), await self._service.body(call)
         special, prompt = body.get("add_special_tokens", True) is True, body.get("prompt")
         if isinstance(body.get("messages"), list):
-            escape = self._service.settings.escape
-            ids = await asyncio.to_thread(
-                encode_prompt, model, body["messages"], escape_control_tokens=escape
-            )
-        elif isinstance(prompt, str):
+            encode = partial(encode_prompt, escape_control_tokens=self._service.settings.escape)
+            ids = await asyncio.to_thread(encode, model, body["messages"])
+        elif isinstance(prompt, str) and len(prompt) <= _TEXT:
             ids = await asyncio.to_thread(model.tokenizer.encode, prompt, special)
         else:
-            raise Refused(400, "the body must have a prompt that is a text, or messages", "prompt")
-        room = self._service.engine.room if self._service.engine else None
-        return JSONResponse(dict(tokens=ids, count=len(ids), max_model_len=room))
+            raise Refused(400, f"a prompt of at most {_TEXT} characters is needed, or messages", "prompt")
+        return JSONResponse(dict(tokens=ids, count=len(ids), max_model_len=self._service.room))
 
     async def detokenize(self, call: Call) -> Response:
         model, body = self._model(), await self._service.body(call)
@@ -102,10 +123,9 @@ class _Addresses:
         return JSONResponse(names | dict(chat_template=tokenizer.chat_template))
 
     def _model(self) -> Any:
-        model = self._service.model
-        if model is None or model.tokenizer is None:
-            raise Refused(503, self._service.ailing() or "this checkpoint has no tokenizer.json")
-        return model
+        if self._service.model is None:
+            raise Refused(503, self._service.ailing())
+        return self._service.model
 
 
 class _Gate:
@@ -127,20 +147,12 @@ class _Gate:
                 message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
             await send(message)
 
-        host = (
-            call.headers.get("host", "").rsplit(":", 1)[0]
-            if "]" not in call.headers.get("host", "")
-            else "[::1]"
-        )
-        if settings.host in _LOCAL and host not in _LOCAL:
-            refused = Refused(403, f"{host!r} is not a name of this server")
-        elif call.url.path not in _OPEN and call.method != "OPTIONS" and not self._service.allowed(call):
-            refused = Refused(
-                401, "a key is needed: send it as Authorization: Bearer KEY", code="invalid_api_key"
-            )
-        else:
-            return await self._app(scope, receive, named)
-        return await refused.response()(scope, receive, named)
+        host, refused = call.headers.get("host", ""), None
+        if settings.host in LOCAL and not _LOCAL_NAME.fullmatch(host):
+            refused = Refused(403, f"{shown(host)} is not a name of this server")
+        elif scope["path"] not in _OPEN and not self._service.allowed(call):
+            refused = Refused(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+        await (refused.response() if refused else self._app)(scope, receive, named)
 
 
 def _page_headers() -> dict[str, str]:
@@ -150,29 +162,6 @@ def _page_headers() -> dict[str, str]:
         inside = _PAGE.split(f"<{tag}>", 1)[1].split(f"</{tag}>", 1)[0]
         digest = base64.b64encode(sha256(inside.encode()).digest()).decode()
         allowed.append(f"{tag}-src 'sha256-{digest}'")
-    policy = "; ".join(
-        ["default-src 'none'", *allowed, "connect-src 'self'", "base-uri 'none'", "form-action 'none'"]
-    )
-    headers = {
-        "content-security-policy": f"{policy}; frame-ancestors 'none'",
-        "x-content-type-options": "nosniff",
-    }
-    return headers | {"referrer-policy": "no-referrer"}
-
-
-async def _refused(_: Call, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return error.response()
-
-
-async def _bad(_: Call, error: Exception) -> Response:
-    return Refused(400, str(error)).response()
-
-
-async def _left(_: Call, error: Exception) -> Response:
-    return Response(status_code=499)
-
-
-async def _http(call: Call, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return Refused(error.status_code, f"{call.method} {call.url.path}: {error.detail}").response()
+    allowed += [f"{name} 'none'" for name in ("default-src", "base-uri", "form-action", "frame-ancestors")]
+    policy = {"content-security-policy": "; ".join([*allowed, "connect-src 'self'"])}
+    return policy | {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}

@@ -1,7 +1,6 @@
 """`xinfer-jax-serve`: flags, and the server's life from its first second to its last."""
 
 import asyncio
-import logging
 import os
 import re
 import secrets
@@ -18,6 +17,7 @@ from ..cli.process import Told, finish, told_first
 from ..cli.program import Program
 from ..cli.terminal import status
 from ..errors import InputError, one_line
+from .settings import LOCAL, Settings
 
 PROGRAM = Program(
     "xinfer-jax-serve",
@@ -25,36 +25,20 @@ PROGRAM = Program(
     "xinfer-jax-serve [flags]",
     "xinfer-jax-serve --model Qwen/Qwen2.5-0.5B-Instruct --port 8000",
 )
-_LOCAL = ("127.0.0.1", "localhost", "::1")
 _KEY = "XINFER_JAX_API_KEY"  # of the environment
 
 PROGRAM.text("host", "Where it listens; another than this machine needs a key. Default: 127.0.0.1.")
 PROGRAM.integer("port", "0: any that is free.", default=8000, most=65535)
-PROGRAM.text(
-    "api_key_file", f"A file of keys, one a line, of which clients send one. Default: ${_KEY}, or none."
-)
-PROGRAM.text(
-    "served_model_name", "Name of the model in requests. Default: the last part of --model.", "give a name"
-)
-PROGRAM.texts(
-    "allowed_origins", "Web pages of this origin may ask; may be given several times.", "give an origin"
-)
+PROGRAM.text("api_key_file", f"A file of keys, one a line; clients send one. Default: ${_KEY}, or none.")
+PROGRAM.text("served_model_name", "In requests. Default: the last part of --model.", "give a name")
+PROGRAM.texts("allowed_origins", "Of web pages that may ask; may be given several times.", "give an origin")
 define_model(PROGRAM)
-PROGRAM.number(
-    "temperature", "Where a request names none. Default: the checkpoint's.",
-    lambda x: 0 <= x < 3.4e38, "of 0 or above",
-)  # fmt: skip
+PROGRAM.number("temperature", "Default: the checkpoint's.", lambda x: 0 <= x < 3.4e38, "of 0 or above")
 define_sampling(PROGRAM)
-PROGRAM.integer(
-    "max_tokens", "Most tokens of a chat answer without a limit of its own.", default=4096, least=1
-)
+PROGRAM.integer("max_tokens", "Of a chat answer that names no limit, at most.", default=4096, least=1)
 PROGRAM.integer("rows", "Answers that are decoded at a time.", default=8, least=1)
-PROGRAM.integer(
-    "capacity", "Tokens of a prompt and its answer. Default: 4096, or the model's limit.", least=2
-)
-PROGRAM.integer(
-    "pages", "Of 64 tokens each, for all rows. Default: half of the memory beside the weights.", least=2
-)
+PROGRAM.integer("capacity", "Tokens of prompt and answer. Default: 4096, or the model's limit.", least=2)
+PROGRAM.integer("pages", "Of 64 tokens, for all rows. Default: half of the memory that is left.", least=2)
 PROGRAM.choice(
     "cache_dtype", "Keys and values in int8, int4 or a float type. Default: float32 on CPU.",
     "int8", "int4", "float32", "bfloat16", "float16",
@@ -62,17 +46,11 @@ PROGRAM.choice(
 PROGRAM.integer("max_waiting", "Requests that may wait; more get 429.", default=256)
 PROGRAM.integer("max_waiting_per_client", "Of one key or address, under way together.", default=64, least=1)
 PROGRAM.number(
-    "deadline",
-    "Seconds after which an answer ends as it is; 0: never.",
-    lambda x: x >= 0,
-    "of 0 or above",
-    0.0,
+    "deadline", "Seconds until an answer ends as it is; 0: never.", lambda x: x >= 0, "from 0 on", 0.0
 )
 PROGRAM.integer("grace", "Seconds that answers under way have to end at SIGTERM and Ctrl-C.", default=30)
 PROGRAM.integer("stuck_seconds", "Without progress, after which /health answers 503.", default=120, least=1)
-PROGRAM.integer(
-    "seed", "Of answers to requests without one. Default: drawn at the start, and said.", most=2**32 - 1
-)
+PROGRAM.integer("seed", "Of requests without one. Default: drawn at the start, and said.", most=2**32 - 1)
 PROGRAM.switch("log_prompts", "The log has the token ids of prompts, too.")
 PROGRAM.switch("escape_control_tokens", "What messages spell never becomes a control token.", True)
 
@@ -87,16 +65,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(argv: Sequence[str]) -> int:
     PROGRAM.parse(argv)
     flags = PROGRAM.values
-    host, keys = flags.host or _LOCAL[0], _keys(flags.api_key_file)
-    if host not in _LOCAL and not keys:
+    host, keys = flags.host or LOCAL[0], _keys(flags.api_key_file)
+    if host not in LOCAL and not keys:
         raise InputError(f"--host={host} lets others in: give --api_key_file, or a key in ${_KEY}")
     with status("loading jax"):
         try:
-            import uvicorn
-
-            from .app import make_app
+            from .app import make_server
             from .service import Service
-            from .settings import Settings
         except ModuleNotFoundError as error:
             raise InputError(f"{error.name} is missing: pip install 'xinfer-jax[serve]'") from error
     model = flags.model or "bundled"
@@ -111,15 +86,10 @@ def _run(argv: Sequence[str]) -> int:
     )  # fmt: skip
     listening = _listen(host, flags.port)
     service = Service(settings, _say)
-    config = uvicorn.Config(
-        make_app(service), log_level="critical", access_log=False, lifespan="off", server_header=False,
-        timeout_graceful_shutdown=flags.grace, timeout_keep_alive=30, h11_max_incomplete_event_size=2**16,
-    )  # fmt: skip
     with told_first() as stop:
         failed: list[BaseException] = []
-        loading = threading.Thread(target=_load, args=(service, flags, failed), daemon=True)
-        loading.start()
-        asyncio.run(_serve(uvicorn.Server(config), service, listening, stop, failed))
+        threading.Thread(target=_load, args=(service, flags, failed), daemon=True).start()
+        asyncio.run(_serve(make_server(service), service, listening, stop, failed))
     service.close()
     if failed:
         raise failed[0]
@@ -136,8 +106,7 @@ def _load(service: Any, flags: Any, failed: list[BaseException]) -> None:
         keep_compiled_programs("xinfer-jax-serve", flags.compilation_cache)
         model = open_model(flags.model, flags.dtype, flags.quantize).read()
         service.start(model, GenerateOptions(flags.max_tokens, sampling_of(flags, model)))
-        name, seed = service.settings.name, service.settings.seed
-        _say(f"{name} is ready (seed {seed})")
+        _say(f"{service.settings.name} is ready (seed {service.settings.seed})")
     except BaseException as error:
         service.broken = one_line(error) or type(error).__name__
         failed.append(error)
@@ -158,13 +127,11 @@ async def _serve(server: Any, service: Any, listening: socket.socket, stop: Told
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=512
-        )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=512)
     except OSError as error:
-        raise InputError(
-            f"--host={host} --port={port} cannot be listened on: {error.strerror or error}"
-        ) from error
+        why = error.strerror or error
+        raise InputError(f"--host={host} --port={port} cannot be listened on: {why}") from error
 
 
 def _keys(path: str | None) -> tuple[bytes, ...]:
@@ -184,6 +151,3 @@ def _keys(path: str | None) -> tuple[bytes, ...]:
 def _say(line: str) -> None:
     """A line of the log."""
     status.say(f"{time.strftime('%H:%M:%S')} {line}")
-
-
-logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)

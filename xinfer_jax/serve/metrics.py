@@ -18,7 +18,7 @@ class Metrics:
     """Of one model."""
 
     def __init__(self, name: str):
-        self._labels, self._registry, self._engine = dict(model_name=name), CollectorRegistry(), Engine
+        self._labels, self._registry = dict(model_name=name), CollectorRegistry()
         kind: Any = ["model_name"]
 
         def histogram(name: str, about: str, buckets: Any) -> Any:

@@ -11,21 +11,24 @@ from functools import partial
 from typing import Any
 
 import jax
-from starlette.requests import Request as Call
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request as Call
 from starlette.responses import JSONResponse, Response
 
 from ..api.bodies import Asked, BodyError, read_body, seed_key
-from ..api.responses import response
+from ..api.responses import response, usage
 from ..checkpoint.loading import Model
 from ..engine.engine import Engine
 from ..engine.requests import Request, news
-from ..errors import InputError, one_line
+from ..errors import InputError, one_line, shown
 from ..generation.options import GenerateOptions
 from .metrics import Metrics
 from .settings import Settings
-from .streams import EventStream, chunks, gone
+from .streams import EventStream, before_leaving, chunks
 
 _BODY_BYTES = 2**24
+SLOW_SECONDS = 30  # that the head or the body of a request may take to come
+_GONE = 499  # nobody reads it
 _STALL_SECONDS = 30.0  # that a client may take to read what is there
 
 
@@ -54,21 +57,32 @@ class Service:
 
     def __init__(self, settings: Settings, say: Callable[[str], None]):
         """say: takes the lines of the log."""
-        self.settings, self.say, self.broken = settings, say, ""
+        self.settings, self.say, self.broken, self.closing = settings, say, "", False
         self.model: Model | None = None
         self.engine: Engine | None = None
         self.metrics, self.open = Metrics(settings.name), Counter[str]()
         self._numbers, self._defaults = itertools.count(1), GenerateOptions()
-        self.closing = False
 
     def start(self, model: Model, defaults: GenerateOptions) -> None:
         """Takes the model, and warms up: `ready` afterwards."""
-        self.model, self._defaults = model, defaults
         if model.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: it cannot be served")
-        self.tokenizer = model.tokenizer
+        self.model, self.tokenizer, self._defaults = model, model.tokenizer, defaults
         self.engine = Engine(model, **self.settings.shape).__enter__()
         self.metrics.watch(self.engine)
+
+    @property
+    def room(self) -> int | None:
+        """Tokens of a prompt and its answer; None: not known yet."""
+        return self.engine.room if self.engine else None
+
+    async def failed(self, call: Call, error: Exception) -> Response:
+        """The response to an error, and its line of the log."""
+        found = self.refusal(error)
+        if found.status != _GONE:  # of whom another line tells
+            who = f"{call.state.request_id} {call.method} {call.scope['path']}"
+            self.say(one_line(f"{who}: {found.status} {found}"))
+        return found.response()
 
     def close(self) -> None:
         """Ends the engine."""
@@ -89,57 +103,62 @@ class Service:
         """Answers a body; Refused where it cannot."""
         if why := self.ailing():
             raise Refused(503, why)
-        body = await self.body(call)
-        wanted = body.get("model") or self.settings.name
-        if wanted not in (self.settings.name, self.settings.model):
-            raise Refused(
-                404,
-                f"the model {wanted!r} is not served here, {self.settings.name!r} is",
-                "model",
-                "model_not_found",
-            )
-        client = self._client(call)
-        self._check_queue(client)
-        self.open[client] += 1
-        under_way = _UnderWay(self, call, client, next(self._numbers))
+        under_way = _UnderWay(self, call, self._admitted(call), next(self._numbers))
+        requests = under_way.requests
         try:
+            body = await self.body(call)
             asked, streamed, with_usage = await asyncio.to_thread(self._read, kind, body)
             under_way.asked = asked
             opened = kind == "chat" and self._opens(asked.prompts[0])
-            under_way.requests = requests = self._submit(asked, under_way.number, client)
+            await self._submit(asked, under_way)
             head: dict[str, Any] = dict(created=int(time.time()), model=self.settings.name)
             head["id"] = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{call.state.request_id}"
             if streamed:
                 last = partial(_usage, asked, requests) if with_usage else None
                 events = chunks(asked, requests, self.tokenizer, last, head, opened)
                 return EventStream(events, under_way.end, _STALL_SECONDS)
-            if not await _ended_first(requests, gone(call.receive)):
-                raise Refused(499, "the client has gone")
+            if not await before_leaving(_ended(requests), call.receive):
+                raise ClientDisconnect
             outs = [request.result() for request in requests]
             noted = [request.prompt_logprobs for request in requests]
             found = response(asked, outs, noted, self.tokenizer, opened, **head)
         except BaseException as error:
             under_way.end()
-            if isinstance(error, BodyError):
-                raise Refused(400, str(error), error.param) from error
-            if isinstance(error, Exception) and not isinstance(error, Refused):
-                bad = isinstance(error, InputError) and not under_way.requests
-                raise Refused(400 if bad else 500, one_line(error) or type(error).__name__) from error
-            raise
+            if not isinstance(error, Exception):
+                raise
+            raise self.refusal(error, bool(requests)) from error
         under_way.end()
         return JSONResponse(found | dict(usage=_usage(asked, requests)))
+
+    def refusal(self, error: Exception, begun: bool = False) -> Refused:
+        """What to say of an error; begun: the engine has the request already."""
+        if isinstance(error, Refused):
+            return error
+        if isinstance(error, ClientDisconnect):
+            return Refused(_GONE, "the client has gone")
+        if isinstance(error, HTTPException):
+            return Refused(error.status_code, error.detail)
+        if isinstance(error, RecursionError):
+            error = InputError("the body is nested too deeply: send one that is flatter")
+        status = 500 if begun or not isinstance(error, InputError) else 400
+        if self.engine is not None and not self.engine.alive:
+            status = 503
+        return Refused(status, one_line(error) or type(error).__name__, getattr(error, "param", None))
 
     async def body(self, call: Call) -> dict[str, Any]:
         """The JSON object of a body."""
         if call.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             raise Refused(415, "the body must be application/json")
         data = bytearray()
-        async for part in call.stream():
-            data += part
-            if len(data) > _BODY_BYTES:
-                raise Refused(413, f"the body has more than {_BODY_BYTES} bytes")
         try:
+            async with asyncio.timeout(SLOW_SECONDS):
+                async for part in call.stream():
+                    data += part
+                    if len(data) > _BODY_BYTES:
+                        raise Refused(413, f"the body has more than {_BODY_BYTES} bytes")
             body = json.loads(data.decode("utf-8"), parse_constant=_no_number)
+        except TimeoutError as error:
+            raise Refused(408, f"the body took more than {SLOW_SECONDS} seconds to come") from error
         except (ValueError, RecursionError) as error:
             raise Refused(400, f"the body is not readable JSON: {error}") from error
         if not isinstance(body, dict):
@@ -149,64 +168,64 @@ class Service:
     def _read(self, kind: str, body: dict[str, Any]) -> tuple[Asked, bool, bool]:
         """The body checked; whether it is streamed, and with usage at its end."""
         assert self.model is not None and self.engine is not None
+        settings, wanted = self.settings, body.get("model") or self.settings.name
+        if wanted not in (settings.name, settings.model):
+            message = f"the model {shown(wanted)} is not served here, {settings.name!r} is"
+            raise Refused(404, message, "model", "model_not_found")
         options = body.pop("stream_options", None)
         streamed = body.pop("stream", None)
         if streamed not in (None, True, False):
             raise BodyError("stream", f"stream must be true or false, got {streamed!r}")
         if options is not None and not (isinstance(options, Mapping) and streamed):
             raise BodyError("stream_options", "stream_options is an object, and needs stream: true beside it")
-        settings = self.settings
-        asked = read_body(
-            self.model, kind, body, self._defaults, self.engine.room, settings.escape
-        )  # fmt: skip
+        asked = read_body(self.model, kind, body, self._defaults, self.engine.room, settings.escape)
         if asked.unknown:
-            self.say(f"unknown fields: {', '.join(asked.unknown)[:200]}")
+            self.say(one_line(f"unknown fields: {', '.join(asked.unknown)}"))
         if streamed and asked.options.best_of not in (None, asked.options.n):
             raise BodyError("best_of", "best_of cannot be streamed: leave one of them out")
         return asked, bool(streamed), bool((options or {}).get("include_usage"))
 
-    def _submit(self, asked: Asked, number: int, client: str) -> list[Request]:
+    async def _submit(self, asked: Asked, under_way: "_UnderWay") -> None:
         assert self.engine is not None
-        seed, requests = asked.seed, list[Request]()
+        seed, requests, number = asked.seed, under_way.requests, under_way.number
         key = jax.random.fold_in(seed_key(self.settings.seed), number) if seed is None else seed_key(seed)
-        # Who has much under way stands behind who has not; the engine lets nobody wait for ever.
-        submit = asked.submit | dict(priority=asked.submit["priority"] - self.open[client])
-        if self.settings.deadline:
-            submit["deadline"] = self.settings.deadline
+        submit, options = asked.submit | dict(deadline=self.settings.deadline or None), asked.options
+        answers = options.best_of or options.n
         for i, prompt in enumerate(asked.prompts):
+            # Who has much under way stands behind who has not, and nobody says to be more urgent; the engine
+            # lets nobody wait for ever.
+            if i:
+                await asyncio.sleep(0)  # others are not kept waiting for a thousand prompts
+            submit["priority"] = min(0, asked.submit["priority"]) - self.open[under_way.client] - i * answers
             own = jax.random.fold_in(key, i) if i else key
-            requests.append(self.engine.submit(prompt, asked.options, key=own, **submit))
-        return requests
+            requests.append(self.engine.submit(prompt, options, key=own, **submit))
 
-    def _check_queue(self, client: str) -> None:
-        assert self.engine is not None
+    def _admitted(self, call: Call) -> str:
+        """Who asks: by key, or else by address."""
+        client = _key(call).hex() if self.settings.api_keys else call.client.host if call.client else ""
         if self.open[client] >= self.settings.max_waiting_per_client:
             raise Refused(429, f"{self.open[client]} requests of yours are under way: wait for one to end")
-        if self.open.total() >= self.settings.max_waiting + self.settings.rows:
+        if self.open.total() >= self.settings.max_waiting + self.settings.shape["rows"]:
             raise Refused(429, "too many requests wait: come again")
-
-    def _client(self, call: Call) -> str:
-        """Who asks: by key, or else by address."""
-        return call.headers.get("authorization") or (call.client.host if call.client else "")
+        return client
 
     def allowed(self, call: Call) -> bool:
         """Whether the caller has the key, if there is one."""
-        given = call.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")  # as it came
         keys = self.settings.api_keys
-        return not keys or any([hmac.compare_digest(given, key) for key in keys])
+        return not keys or any([hmac.compare_digest(_key(call), key) for key in keys])
 
     def _opens(self, ids: Sequence[int]) -> bool:
         """Whether the prompt has begun a thought."""
-        text = self.tokenizer.decode(ids[-8:], skip_special_tokens=False)
-        return text.rstrip().endswith("<think>")
+        return self.tokenizer.decode(ids[-8:], skip_special_tokens=False).rstrip().endswith("<think>")
 
 
 class _UnderWay:
     """One call, until it is answered or whoever asked has gone."""
 
     def __init__(self, service: Service, call: Call, client: str, number: int):
-        self._service, self._call, self._client, self.number = service, call, client, number
+        self._service, self._call, self.client, self.number = service, call, client, number
         self._began, self._over = time.monotonic(), False
+        service.open[client] += 1
         self.asked: Asked | None = None
         self.requests: list[Request] = []
 
@@ -215,7 +234,7 @@ class _UnderWay:
         if self._over:
             return
         self._over, service = True, self._service
-        service.open -= Counter([self._client])
+        service.open -= Counter([self.client])
         for request in self.requests:
             if not request.ended:
                 request.cancel()
@@ -231,35 +250,27 @@ class _UnderWay:
         own = f"server seed {self._service.settings.seed} number {self.number}"
         key = own if asked.seed is None else f"seed {asked.seed}"
         prompts = f", {asked.prompts}" if self._service.settings.log_prompts else ""
-        reasons = ",".join(answer.finish_reason or "gone" for answer in answers)
+        reasons = ",".join(dict.fromkeys(answer.finish_reason or "gone" for answer in answers))
         seconds = time.monotonic() - self._began
         return f"{asked.kind}: {read} + {chosen} tokens in {seconds:.2f} s{first}, {reasons}, {key}{prompts}"
 
 
 def _usage(asked: Asked, requests: Sequence[Request]) -> dict[str, Any]:
-    read = sum(map(len, asked.prompts))
-    chosen = sum(len(a.logprobs) for r in requests for a in r.answers) if asked.max_tokens else 0
     cached = dict(cached_tokens=sum(request.answers[0].row.hits for request in requests))
-    total = dict(prompt_tokens=read, completion_tokens=chosen, total_tokens=read + chosen)
-    return dict(total, prompt_tokens_details=cached)
+    rows = [answer.logprobs for request in requests for answer in request.answers]
+    return dict(usage(asked, rows), prompt_tokens_details=cached)
 
 
-async def _ended_first(requests: Sequence[Request], leaving: Any) -> bool:
-    """Whether all end before who waits for them goes."""
+async def _ended(requests: Sequence[Request]) -> None:
+    async for _ in news(requests):
+        if all(request.ended for request in requests):
+            return
 
-    async def ended() -> None:
-        async for _ in news(requests):
-            if all(request.ended for request in requests):
-                return
 
-    tasks = [asyncio.ensure_future(ended()), asyncio.ensure_future(leaving)]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].done()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+def _key(call: Call) -> bytes:
+    """The key that came; b"": none."""
+    scheme, _, key = call.headers.get("authorization", "").partition(" ")
+    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""  # bytes as they came
 
 
 def _no_number(text: str) -> None:

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+LOCAL = ("127.0.0.1", "localhost", "::1")  # where only this machine reaches a server
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -38,7 +40,3 @@ class Settings:
     escape: bool
     log_prompts: bool
     shape: dict[str, Any]
-
-    @property
-    def rows(self) -> int:
-        return int(self.shape["rows"])

@@ -1,0 +1,204 @@
+"""What soak_serve.py, bench_serve.py and tests ask a server: a crowd, a flood, and what makes no sense."""
+
+import asyncio
+import dataclasses
+import gc
+import http.client
+import json
+import random
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import xinfer_jax as xj
+from xinfer_jax.serve.app import make_server
+from xinfer_jax.serve.service import Service
+from xinfer_jax.serve.settings import Settings
+
+SHAPE = dict(rows=8, capacity=512, pages=100, chunk=128)
+SETTINGS = Settings(
+    name="tiny", model="bundled", host="127.0.0.1", port=0, api_keys=(), origins=(), max_waiting=10**6,
+    max_waiting_per_client=10**6, deadline=0.0, grace=5.0, stuck_seconds=60.0, seed=5, escape=True,
+    log_prompts=False, shape=SHAPE,
+)  # fmt: skip
+PATHS = ("/v1/completions", "/v1/chat/completions")
+_VALUES: list[Any] = [
+    None, True, -1, 0, 3, 1e400, 2**80, "", "a", "\ud800", [], [[]], {}, [None], {"a": 1}, "<|im_end|>", 0.5,
+]  # fmt: skip
+_NAMES = """
+prompt messages max_tokens temperature top_p n best_of stop seed stream logprobs echo logit_bias top_k min_p
+stop_token_ids allowed_token_ids stream_options chat_template_kwargs model user priority cache_salt tools
+max_completion_tokens top_logprobs response_format ignore_eos unknown
+""".split()
+
+
+def serve(model: Any, settings: Settings, log: list[str]) -> tuple[Service, int]:
+    """A service that listens on a port, in threads of this process."""
+    service = Service(dataclasses.replace(settings), log.append)
+    service.start(model, xj.GenerateOptions(200))
+    listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    server = make_server(service)
+    threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True).start()
+    while not server.started:
+        time.sleep(0.01)
+    return service, listening.getsockname()[1]
+
+
+def post(port: int, path: str, data: bytes) -> tuple[int, bytes]:
+    """Status and body."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    try:
+        connection.request("POST", path, data, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def malformed(port: int, count: int, rng: random.Random) -> list[str]:
+    """Bodies, headers and sockets that no client should send; those that gave a status of 500 or above."""
+    bad = []
+    for turn in range(count):
+        path = rng.choice(PATHS)
+        own: dict[str, Any] = (
+            dict(messages=[dict(role="user", content="a")]) if "chat" in path else dict(prompt="a")
+        )
+        body = (
+            own
+            | dict(max_tokens=1)
+            | {rng.choice(_NAMES): rng.choice(_VALUES) for _ in range(rng.randint(1, 4))}
+        )
+        data = json.dumps(body).encode()
+        if turn % 8 == 0:
+            data = bytes(rng.randrange(256) for _ in range(rng.randrange(60)))
+        elif turn % 8 == 1:
+            data = data[: rng.randrange(len(data))]
+        elif turn % 8 == 2:
+            _torn(port, path, data, rng)
+            continue
+        status, text = post(port, path, data)
+        if status >= 500:
+            bad.append(f"{data!r}: {status} {text!r}"[:300])
+    return bad
+
+
+def _torn(port: int, path: str, data: bytes, rng: random.Random) -> None:
+    """A request that ends within its head or its body, half closed or gone, at once or slowly."""
+    json_head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head = rng.choice([
+        f"{json_head}content-length: 500\r\n\r\n",
+        f"{json_head}content-length: x\r\n\r\n",
+        f"{json_head}transfer-encoding: chunked\r\n\r\nzz\r\n",
+        f"NONSENSE {'a' * rng.randrange(5000)}\r\n\r\n",
+    ])  # fmt: skip
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as raw:
+        whole = head.encode() + data
+        whole = whole[: rng.randrange(1, len(whole))]
+        half = len(whole) // 2
+        raw.sendall(whole[:half])
+        time.sleep(rng.choice([0, 0, 0.01]))
+        raw.sendall(whole[half:])
+        if rng.random() < 0.5:
+            raw.shutdown(socket.SHUT_WR)
+
+
+def crowd(port: int, clients: int, seconds: float) -> dict[str, Any]:
+    """Clients of whom 30% go away, for so long; how many answers came, and which differ from those alone."""
+    rng = random.Random(3)
+    prompts = [[rng.randrange(1900) for _ in range(rng.randint(1, 80))] for _ in range(12)]
+    settings = dict(max_tokens=30, temperature=1.0, ignore_eos=True, return_token_ids=True)
+    bodies = [dict(settings, prompt=prompt, seed=i) for i, prompt in enumerate(prompts)]
+
+    def ask(i: int) -> Any:
+        status, text = post(port, PATHS[0], json.dumps(bodies[i]).encode())
+        return json.loads(text)["choices"][0]["token_ids"] if status == 200 else status
+
+    alone = [ask(i) for i in range(len(bodies))]
+    counts, wrong, end = dict(answers=0, left=0), list[int](), time.monotonic() + seconds
+
+    def client(number: int) -> None:
+        own = random.Random(number)
+        while time.monotonic() < end:
+            i = own.randrange(len(prompts))
+            if own.random() < 0.3:
+                _leave(port, dict(bodies[i], stream=own.random() < 0.5), own.random() * 0.2)
+                counts["left"] += 1
+                continue
+            counts["answers"] += 1
+            if ask(i) != alone[i]:
+                wrong.append(i)
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return dict(counts, wrong=len(wrong))
+
+
+def _leave(port: int, body: dict[str, Any], after: float) -> None:
+    data = json.dumps(body).encode()
+    head = f"POST {PATHS[0]} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as raw:
+        raw.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+        time.sleep(after)
+
+
+def wait_idle(service: Service, seconds: float) -> bool:
+    """Whether rows, pages and calls are all free within so many seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        stats = service.engine.stats if service.engine else None
+        if stats and not (
+            stats.running + stats.reading + stats.waiting + stats.pages_used + service.open.total()
+        ):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def timed(port: int) -> float:
+    """Seconds of a small call."""
+    began = time.perf_counter()
+    post(port, PATHS[0], json.dumps(dict(prompt="Hello", max_tokens=8, ignore_eos=True, seed=1)).encode())
+    return time.perf_counter() - began
+
+
+def resident() -> float:
+    """MiB of this process that no file backs."""
+    gc.collect()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("RssAnon"))) / 1024
+
+
+def flood(port: int, count: int, keys: tuple[str, str]) -> dict[str, float]:
+    """Milliseconds to the first token of one client, alone and while another has sent so many requests."""
+
+    def first(key: str, most: int) -> float:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+        body = dict(prompt=prompt(200), max_tokens=most, stream=True, ignore_eos=True)
+        head = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+        began = time.perf_counter()
+        connection.request("POST", PATHS[0], json.dumps(body).encode(), head)
+        lines = iter(connection.getresponse())
+        next(line for line in lines if line.startswith(b"data: {"))
+        seconds = time.perf_counter() - began
+        list(lines)
+        connection.close()
+        return 1e3 * seconds
+
+    def prompt(tokens: int) -> list[int]:
+        return [rng.randrange(1900) for _ in range(tokens)]
+
+    rng = random.Random(1)
+    first(keys[0], 8)
+    alone = sorted(first(keys[0], 8) for _ in range(9))
+    for _ in range(count):
+        threading.Thread(target=first, args=(keys[1], 200), daemon=True).start()
+    time.sleep(3)
+    beside = sorted(first(keys[0], 8) for _ in range(9))
+    return dict(
+        alone_ms=round(alone[4], 1), beside_ms=round(beside[4], 1), times=round(beside[4] / alone[4], 2)
+    )
