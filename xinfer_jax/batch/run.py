@@ -25,6 +25,7 @@ from ..engine.engine import Engine
 from ..engine.scheduler import PAGE
 from ..errors import InputError
 from ..generation.options import GenerateOptions
+from ..stats import give_back_memory
 from .ledger import Ledger, progress_file, shard_file
 from .lines import Line, hash_of, opened, plain, read_lines
 from .work import Defaults, Work
@@ -216,6 +217,7 @@ class _Run:
         now = time.monotonic()
         if now > self._settled + _SETTLE_SECONDS:
             self._ledger.settle()
+            give_back_memory()  # what millions of lines leave behind
             self._settled = now
             self.bar.set_postfix_str(self._rates())
         if self._says and self.bar.disable and now > self._said + _SAY_SECONDS:
