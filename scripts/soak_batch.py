@@ -84,7 +84,7 @@ def memory(folder: Path, rng: random.Random) -> dict[str, Any]:
     import xinfer_jax as xj
     from xinfer_jax.batch import ledger, run
 
-    seconds = resident = 0.0
+    seconds = 0.0
     first: list[float] = []
     file = written(
         folder / "short.jsonl", (dict(prompt=f"Hi {i}", custom_id=f"n{i}") for i in range(LINES.value))

@@ -6,22 +6,24 @@ import dataclasses
 import http.client
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import xinfer_jax as xj
 from xinfer_jax.serve.app import make_server
 from xinfer_jax.serve.service import Service
-from xinfer_jax.serve.settings import Settings
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import soak_serve_requests
 
 SHAPE = dict(rows=4, capacity=512, pages=60, chunk=128)
-SETTINGS = Settings(
-    name="tiny", model="bundled", host="127.0.0.1", port=0, api_keys=(), origins=(), max_waiting=64,
-    max_waiting_per_client=64, deadline=0.0, grace=5.0, stuck_seconds=60.0, seed=5, escape=True,
-    log_prompts=False, shape=SHAPE,
-)  # fmt: skip
+SETTINGS = dataclasses.replace(
+    soak_serve_requests.SETTINGS, max_waiting=64, max_waiting_per_client=64, shape=SHAPE
+)
 
 
 @dataclasses.dataclass
@@ -67,15 +69,7 @@ class Served:
 
     def idle(self, seconds: float = 10) -> bool:
         """Whether rows and pages are free within so many seconds."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            stats = self.engine.stats
-            if not (
-                stats.running + stats.reading + stats.waiting + stats.pages_used + self.service.open.total()
-            ):
-                return True
-            time.sleep(0.02)
-        return False
+        return soak_serve_requests.wait_idle(self.service, seconds)
 
 
 def path_of(kind: str) -> str:

@@ -4,9 +4,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
 from ..checkpoint.loading import Model
 from ..checks import token_ids
 from ..errors import InputError, shown
@@ -146,12 +143,6 @@ def read_body(
     )
     seed, token_ids = take.whole("seed", -(2**63), 2**64 - 1), take.switch("return_token_ids")
     return Asked(kind, prompts, options, seed, limit, logprobs, echo, token_ids, submit, others)
-
-
-def seed_key(seed: int) -> jax.Array:
-    """`jax.random.key(seed)`, of 64 bits whatever jax's setting, without a program to compile."""
-    words: Any = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
-    return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
 class _Fields:

@@ -219,7 +219,8 @@ class _Run:
             self._ledger.settle()
             give_back_memory()  # what millions of lines leave behind
             self._settled = now
-            self.bar.set_postfix_str(self._rates())
+            if not self.bar.disable:
+                self.bar.set_postfix_str(self._rates())
         if self._says and self.bar.disable and now > self._said + _SAY_SECONDS:
             done, rate, of = self._before + self._counts.total(), self.report()["lines_per_second"], ""
             if self._total and rate:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ..api.bodies import read_body, seed_key
+from ..api.bodies import read_body
 from ..api.responses import response
 from ..api.scoring import read_texts, shown_scores
 from ..checkpoint.loading import Model
@@ -113,8 +113,8 @@ class Work:
         asked = self._asked = read_body(engine.model, line.kind, line.body, d.options, engine.room, **own)
         if asked.unknown:
             raise InputError(f"{asked.unknown[0]} is no option of a {line.kind} line: leave it out")
-        key = jax.random.fold_in(seed_key(d.seed), hash_of(str(line.identity).encode(), 4))
-        key = key if asked.seed is None else seed_key(asked.seed)
+        key = jax.random.fold_in(seeded(d.seed), hash_of(str(line.identity).encode(), 4))
+        key = key if asked.seed is None else seeded(asked.seed)
         for i, prompt in enumerate(asked.prompts):
             own_key = jax.random.fold_in(key, i) if i else key
             self.requests.append(

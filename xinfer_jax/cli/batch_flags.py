@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import InputError
-from .answer_flags import define_model, define_sampling, define_temperature
+from .answer_flags import define_engine, define_model, define_sampling, define_temperature
 from .process import finish
 from .program import Program
 from .terminal import status
@@ -43,18 +43,8 @@ PROGRAM.texts("stop", "Answers end before this text; may be given several times.
 define_temperature(PROGRAM)
 define_sampling(PROGRAM)
 define_model(PROGRAM)
-PROGRAM.integer("rows", "Answers that are decoded at a time.", default=8, least=1)
-PROGRAM.integer(
-    "capacity", "Tokens of a prompt and its answer. Default: 4096, or the model's limit.", least=2
-)
-PROGRAM.integer(
-    "pages", "Of 64 tokens each, for all rows. Default: half of the memory beside the weights.", least=2
-)
+define_engine(PROGRAM)
 PROGRAM.choice("draft", "Guess tokens ahead: lookup (what followed before).", "lookup", "none")
-PROGRAM.choice(
-    "cache_dtype", "Keys and values in int8, int4 or a float type. Default: float32 on CPU.",
-    "int8", "int4", "float32", "bfloat16", "float16",
-)  # fmt: skip
 PROGRAM.choice(
     "impl", "Attention and argmax: mosaic, triton or xla. Default: what suits the device.",
     "mosaic", "triton", "xla",

@@ -151,8 +151,9 @@ def check_key(key: jax.Array, batch: int) -> jax.Array:
 
 
 def seeded(seed: int) -> jax.Array:
-    """`jax.random.key(seed)` of a seed below 2**32, without a program to compile."""
-    return jax.random.wrap_key_data(np.array([0, seed], np.uint32), impl="threefry2x32")
+    """`jax.random.key(seed)`, of 64 bits whatever jax's setting, without a program to compile."""
+    words = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
 def row_keys(key: jax.Array, batch: int) -> jax.Array:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cli.answer_flags import define_model, define_sampling
+from ..cli.answer_flags import define_engine, define_model, define_sampling
 from ..cli.process import Told, finish, told_first
 from ..cli.program import Program
 from ..cli.terminal import status
@@ -36,13 +36,7 @@ define_model(PROGRAM)
 PROGRAM.number("temperature", "Default: the checkpoint's.", lambda x: 0 <= x < 3.4e38, "of 0 or above")
 define_sampling(PROGRAM)
 PROGRAM.integer("max_tokens", "Of a chat answer that names no limit, at most.", default=4096, least=1)
-PROGRAM.integer("rows", "Answers that are decoded at a time.", default=8, least=1)
-PROGRAM.integer("capacity", "Tokens of prompt and answer. Default: 4096, or the model's limit.", least=2)
-PROGRAM.integer("pages", "Of 64 tokens, for all rows. Default: half of the memory that is left.", least=2)
-PROGRAM.choice(
-    "cache_dtype", "Keys and values in int8, int4 or a float type. Default: float32 on CPU.",
-    "int8", "int4", "float32", "bfloat16", "float16",
-)  # fmt: skip
+define_engine(PROGRAM)
 PROGRAM.integer("max_waiting", "Requests that may wait; more get 429.", default=256)
 PROGRAM.integer("max_waiting_per_client", "Of one key or address, under way together.", default=64, least=1)
 PROGRAM.number(

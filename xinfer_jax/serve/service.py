@@ -15,13 +15,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request as Call
 from starlette.responses import JSONResponse, Response
 
-from ..api.bodies import Asked, BodyError, read_body, seed_key
+from ..api.bodies import Asked, BodyError, read_body
 from ..api.responses import response, usage
 from ..checkpoint.loading import Model
 from ..engine.engine import Engine
 from ..engine.requests import Request, news
 from ..errors import InputError, one_line, shown
 from ..generation.options import GenerateOptions
+from ..sampling.choice import seeded
 from .metrics import Metrics
 from .settings import Settings
 from .streams import EventStream, before_leaving, chunks
@@ -188,7 +189,7 @@ class Service:
     async def _submit(self, asked: Asked, under_way: "_UnderWay") -> None:
         assert self.engine is not None
         seed, requests, number = asked.seed, under_way.requests, under_way.number
-        key = jax.random.fold_in(seed_key(self.settings.seed), number) if seed is None else seed_key(seed)
+        key = jax.random.fold_in(seeded(self.settings.seed), number) if seed is None else seeded(seed)
         submit, options = asked.submit | dict(deadline=self.settings.deadline or None), asked.options
         answers = options.best_of or options.n
         for i, prompt in enumerate(asked.prompts):
