@@ -16,6 +16,7 @@ import xinfer_jax as xj
 from xinfer_jax.serve.app import make_server
 from xinfer_jax.serve.service import Service
 from xinfer_jax.serve.settings import Settings
+from xinfer_jax.stats import give_back_memory
 
 SHAPE = dict(rows=8, capacity=512, pages=100, chunk=128)
 SETTINGS = Settings(
@@ -167,8 +168,9 @@ def timed(port: int) -> float:
 
 
 def resident() -> float:
-    """MiB of this process that no file backs."""
+    """MiB of this process that no file backs, without those that the allocator keeps for later."""
     gc.collect()
+    give_back_memory()
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("RssAnon"))) / 1024
 

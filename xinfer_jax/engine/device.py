@@ -23,7 +23,7 @@ from ..generation.state import DecodeState, new_state
 from ..model.decoder import hidden_states, unembed
 from ..sampling.context import start
 from ..sampling.logprobs import Alternatives, no_alternatives
-from ..sampling.settings import per_row
+from ..sampling.settings import only, per_row
 from ..weights.params import Params
 
 WINDOW = 128  # tokens that a row chooses between two looks of the host, at most
@@ -195,7 +195,8 @@ def _window(  # noqa: PLR0913
     params, config, rows, pools, table_BP, among_B, steps, until_one_ends, capacity, guesses, impl
 ):
     """`loop.advance`, or `speculate` by look-up, over pages, for the rows among those that run."""
-    state = _with_room(dataclasses.replace(rows, limit_B=jnp.where(among_B, rows.limit_B, 0)), WINDOW)
+    sampling_B, limit_B = only(rows.sampling_B, among_B), jnp.where(among_B, rows.limit_B, 0)
+    state = _with_room(dataclasses.replace(rows, sampling_B=sampling_B, limit_B=limit_B), WINDOW)
     began_B, zeros_B = state.active_B, jnp.zeros(len(among_B), jnp.int32)
     length_B = jnp.where(began_B, state.position_B - 1, 0)
     cache = _cache(config, pools, table_BP, capacity, length_B)

@@ -38,6 +38,7 @@ from .statistics import EngineStats, Recent
 from .submission import request_of
 
 _LOOK_SECONDS = 0.1  # between two looks of the host, while requests may come or are read along
+_BUSY_SECONDS = 0.01  # the same, while others wait or are read
 _UNKNOWN = 8  # steps of the first window, as nobody knows how long they take
 _SHARE = 0.5  # of the memory beside the weights, for pages
 
@@ -393,8 +394,8 @@ class Engine:
         scheduler, each = self._scheduler, 1 + self.guesses
         steps = WINDOW // each
         if self._live:
-            more = len(scheduler.seated) > len(scheduler.running)  # who is read along the way waits for less
-            look = _LOOK_SECONDS / 4 if more else _LOOK_SECONDS
+            others = scheduler.waiting or len(scheduler.seated) > len(scheduler.running)
+            look = _BUSY_SECONDS if others else _LOOK_SECONDS
             steps = min(steps, max(1, int(look / self._seconds)) if self._seconds else _UNKNOWN)
         self._carry_out(scheduler.grow(steps * each))
         answers = {slot: self._answers[row] for slot, row in scheduler.running}

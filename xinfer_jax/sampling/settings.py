@@ -162,6 +162,15 @@ def is_full(sampling_B: SamplingConfig) -> bool:
     return sampling_B.min_p is not None
 
 
+def only(sampling_B: SamplingConfig, among_B: Any) -> SamplingConfig:
+    """The settings of the rows among them; the others ask for nothing, so that what they did is skipped."""
+    names = [name for name in _RANGES if getattr(sampling_B, name) is not None]
+    off = {
+        name: jnp.where(among_B, getattr(sampling_B, name), getattr(SamplingConfig, name)) for name in names
+    }
+    return dataclasses.replace(sampling_B, **off)
+
+
 def _is_off(value_B: Any, off: float) -> bool:
     return not traced(value_B) and bool(np.all(np.asarray(value_B) == off))
 
