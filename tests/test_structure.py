@@ -32,11 +32,11 @@ ROOMS = {
         "own_format", "quantized_formats", "loading",
     ),
     "text": (),
-    "engine": ("scheduler", "device", "requests", "submission", "statistics", "engine"),
+    "engine": ("scheduler", "device", "lockstep", "requests", "submission", "statistics", "engine"),
     "api": ("bodies", "responses", "scoring"),
     "batch": ("lines", "ledger", "work", "run", "dataset"),
     "cli": (
-        "terminal", "process", "program", "startup", "answer", "chat", "batch", "answer_flags", "chat_flags",
+        "terminal", "process", "program", "group", "watch", "startup", "answer", "chat", "batch", "answer_flags", "chat_flags",
         "batch_flags",
     ),
     "serve": ("settings", "metrics", "streams", "service", "app", "command"),

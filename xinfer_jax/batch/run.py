@@ -110,6 +110,12 @@ def generate_file(  # noqa: PLR0913  a door
     return run.report()
 
 
+def follow_file(model: Model, **shape: Any) -> None:
+    """What processes beside process 0 do while that runs `generate_file`, with the same model and shape."""
+    fingerprint(model.params, model.config)  # which takes all of them
+    Engine(model, **shape).follow()
+
+
 def _settings(model: Model, defaults: Defaults, shape: Any, shard: Any, in_order: bool) -> dict[str, Any]:
     """What answers depend on; of pages only whether a row has room: they decide where keys lie."""
     default = {name: p.default for name, p in inspect.signature(Engine).parameters.items()}

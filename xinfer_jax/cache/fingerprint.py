@@ -56,7 +56,7 @@ def _digest(params: Params) -> str:
 
 
 def _sample(leaf: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    if isinstance(leaf, jax.Array) and {device.platform for device in leaf.devices()} != {"cpu"}:
+    if isinstance(leaf, jax.Array) and [device.platform for device in leaf.devices()] != ["cpu"]:
         return _gather(leaf)
     return np.asarray(leaf)[_places(leaf.shape)]  # on CPU a view, and nothing to compile
 

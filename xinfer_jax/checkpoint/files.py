@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import InputError
 
+BUNDLED = Path(__file__).parents[1] / "assets"  # the small trained checkpoint that comes with the library
 # What a checkpoint is loaded from; the rest of a hub repository is not fetched.
 _PATTERNS = [
     "config.json", "quantize_config.json", "quant_config.json", "generation_config.json", "tokenizer.json",

@@ -28,13 +28,12 @@ from ..weights.params import (
     tree_bytes,
 )
 from ..weights.quantized import check_method, is_quantized, quantized_form, quantized_leaf
-from .files import checkpoint_dir, is_there, read_json
+from .files import BUNDLED, checkpoint_dir, is_there, read_json
 from .own_format import OwnFormat, Part
 from .quantized_formats import FileFormat, read_format
 from .tensors import StoredTensor, open_tensors
 from .tokenizer import Tokenizer, eos_ids
 
-BUNDLED = Path(__file__).parents[1] / "assets"  # the small trained checkpoint that comes with the library
 _TIED = ("model.embed_tokens.weight", "lm_head.weight")  # names of a matrix that is both
 _FLOATS = {"F32", "F16", "BF16"}
 _NOT_WEIGHTS = "rotary_emb.inv_freq"  # tables that old Llama checkpoints carry along

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import threading
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from kernels_pallas import Selection
 
 from ..brief import mib
 from ..checkpoint.loading import Model
+from ..engine.lockstep import Calls
 from ..errors import InputError
 from ..generation.beams import beam_search, planned
 from ..generation.kernels import kernels_used
@@ -21,7 +23,7 @@ from ..sampling.logprobs import TokenLogprobs
 from ..sampling.settings import SamplingConfig
 from ..stats import GenerateStats
 from ..text import TokenText, alternatives_text, encode_prompt, stream_answer
-from .startup import from_the_first, keep_compiled_programs, open_model, read_and_compile, waiting
+from .startup import from_the_first, join_processes, keep_compiled_programs, open_model, read_and_compile, waiting
 from .terminal import status, write
 
 Flags = Any  # `Program.values` of answer_flags.py: flags.NAME
@@ -29,9 +31,12 @@ Key = jax.Array | None
 Found = tuple[dict[str, Any], GenerateStats]  # what JSON says of an answer, and what it cost
 
 
-def answer(flags: Flags, prompt: str) -> int:
-    """Prints the answer to a prompt; the exit code."""
+def answer(flags: Flags, prompt: str | None) -> int:
+    """Prints the answer to a prompt; the exit code. None: the prompt that process 0 has."""
     keep_compiled_programs("xinfer-jax", flags.compilation_cache)
+    if join_processes() or jax.process_count() > 1:
+        prompt = Calls().same(prompt)
+    assert prompt is not None
     checkpoints, draft = [open_model(flags.model, flags.dtype, flags.quantize)], flags.draft
     if draft not in (None, "lookup"):
         checkpoints.append(open_model(draft, flags.dtype, flags.quantize))
@@ -61,6 +66,8 @@ def answer(flags: Flags, prompt: str) -> int:
         write(f"{json.dumps(found | {'stats': _stats(model, stats, used)})}\n")
     else:
         status.say(*_report(model, stats, found.get("finish_reason")))
+    if jax.process_index():
+        threading.Event().wait()  # for the end of process 0, which may still write, and ends this one
     return 0
 
 

@@ -6,9 +6,11 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import InputError
+from .group import define_processes
 from .process import finish
 from .program import Program
 from .terminal import status
+from .watch import child, watch
 
 PROGRAM = Program(
     "xinfer-jax",
@@ -112,6 +114,7 @@ def _define_ways(program: Program) -> None:
 
 
 define_model(PROGRAM)
+define_processes(PROGRAM)
 PROGRAM.text("prompt", "What to say to the model. Default: standard input.")
 PROGRAM.text("system", "System message.")
 PROGRAM.switch("raw", "Continue the prompt as it is, without the chat template.")
@@ -145,9 +148,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(argv: Sequence[str]) -> int:
     PROGRAM.parse(argv)
     _check_together(PROGRAM)
-    prompt = PROGRAM.values.prompt
-    prompt = _standard_input() if prompt is None else prompt
-    if not prompt.strip():
+    if (code := watch(PROGRAM)) is not None:
+        return code
+    prompt: str | None = PROGRAM.values.prompt
+    if prompt is None and not child().get("process_id"):
+        prompt = _standard_input()
+    if prompt is not None and not prompt.strip():
         raise InputError("the prompt is empty: give --prompt TEXT, or text on standard input")
     with status("loading jax"):
         from ..generation.programs import settle

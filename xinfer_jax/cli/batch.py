@@ -5,24 +5,31 @@ from pathlib import Path
 from typing import Any
 
 from ..batch.ledger import merge_shards
-from ..batch.run import check_files, generate_file
+from ..batch.run import check_files, follow_file, generate_file
 from ..errors import InputError
 from ..generation.options import GenerateOptions
 from .answer import sampling_of
 from .process import told_first
-from .startup import keep_compiled_programs, open_model
+from .startup import join_processes, keep_compiled_programs, open_model
 from .terminal import status
 
 
 def batch(flags: Any, shard: tuple[int, int] | None) -> int:
     """Answers a file; the exit code."""
+    keep_compiled_programs("xinfer-jax-batch", flags.compilation_cache)
+    shape: dict[str, Any] = dict(
+        rows=flags.rows, capacity=flags.capacity, pages=flags.pages, cache_dtype=flags.cache_dtype,
+        impl=flags.impl, draft=None if flags.draft == "none" else flags.draft,
+    )  # fmt: skip
+    if join_processes():
+        follow_file(open_model(flags.model, flags.dtype, flags.quantize).read(), **shape)
+        return 0
     check_files(flags.input, flags.output)
     if flags.report and Path(flags.report).resolve() in (
         Path(flags.input).resolve(),
         Path(flags.output).resolve(),
     ):
         raise InputError(f"--report={flags.report} is the input or the output: give another file")
-    keep_compiled_programs("xinfer-jax-batch", flags.compilation_cache)
     checkpoint = open_model(flags.model, flags.dtype, flags.quantize)
     with status("loading the model"):
         model = checkpoint.read()
@@ -37,8 +44,7 @@ def batch(flags: Any, shard: tuple[int, int] | None) -> int:
         report = generate_file(
             model, flags.input, flags.output, options, seed=flags.seed, raw=flags.raw, system=flags.system,
             score=flags.score, in_order=flags.in_order, shard=shard, stop=stop, grace=flags.grace,
-            rows=flags.rows, capacity=flags.capacity, pages=flags.pages, cache_dtype=flags.cache_dtype,
-            impl=flags.impl, draft=None if flags.draft == "none" else flags.draft,
+            **shape,
         )  # fmt: skip
     status.say(*_said(report))
     if flags.report:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from ..errors import InputError
 from .answer_flags import define_engine, define_model, define_sampling, define_temperature
+from .group import define_processes
 from .process import finish
 from .program import Program
 from .terminal import status
+from .watch import watch
 
 PROGRAM = Program(
     "xinfer-jax-batch",
@@ -44,6 +46,7 @@ define_temperature(PROGRAM)
 define_sampling(PROGRAM)
 define_model(PROGRAM)
 define_engine(PROGRAM)
+define_processes(PROGRAM)
 PROGRAM.choice("draft", "Guess tokens ahead: lookup (what followed before).", "lookup", "none")
 PROGRAM.choice(
     "impl", "Attention and argmax: mosaic, triton or xla. Default: what suits the device.",
@@ -71,6 +74,8 @@ def _run(argv: Sequence[str]) -> int:
         raise InputError(f"--shard={values.shard} must be i/n with i from 0 to n - 1")
     if values.merge is not None and (values.shard or values.input == "-"):
         raise InputError("--merge joins all shards of a file: leave out --shard, and name the --input")
+    if values.merge is None and (code := watch(PROGRAM)) is not None:
+        return code
     with status("loading jax"):
         from .batch import batch, merge
     if values.merge is not None:

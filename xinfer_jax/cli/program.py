@@ -67,7 +67,7 @@ class Program:
             InputError: an unknown flag, a value outside its range, or an argument that is no flag.
         """
         if (needs_help := {"--help", "-help", "-h", "--h"} & set(argv[1:])) or "--version" in argv[1:]:
-            write(f"{self._help() if needs_help else f'{self.name} {_version()}'}\n")
+            write(f"{self._help() if needs_help else f'{self.name} {version()}'}\n")
             sys.exit(0)
         for name in self.values:
             self.values[name].unparse()  # forgets an earlier call in this process
@@ -103,7 +103,7 @@ def _entry(option: str, text: str, default: Any = None) -> list[str]:
     return textwrap.wrap(text, 110, initial_indent=f"  {option:<26}", subsequent_indent=" " * 28)
 
 
-def _version() -> str:
+def version() -> str:
     """Of this package, jax and Python."""
     from importlib.metadata import version as installed  # here: most of what importing this would take
 

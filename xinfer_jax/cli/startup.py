@@ -14,13 +14,41 @@ from ..errors import one_line
 from ..generation.programs import Ahead
 from ..text import TextStream
 from .terminal import status
+from .watch import child
+
+
+def join_processes() -> int:
+    """Meets the other processes of the command, if there are any; which this one is."""
+    if joins := child():
+        jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which is ours
+        with status("waiting for the other processes"):
+            jax.distributed.initialize(**joins)
+    return joins.get("process_id", 0)
 
 
 def open_model(name: str | None, dtype: str | None, quantize: str | None) -> Checkpoint:
     """`open_checkpoint`; what is fetched from the hub first shows its own progress."""
     path = name and checkpoint_dir(name)
     with status("opening the model"):
-        return open_checkpoint(path, dtype=dtype, quantize=quantize)
+        return _everywhere(open_checkpoint(path, dtype=dtype, quantize=quantize))
+
+
+def _everywhere(checkpoint: Checkpoint) -> Checkpoint:
+    import dataclasses
+
+    import numpy as np
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    if jax.process_count() == 1:
+        return checkpoint
+    mesh = jax.make_mesh((jax.device_count(),), ("model",), axis_types=(AxisType.Auto,))
+    place = NamedSharding(mesh, PartitionSpec())
+
+    def put(x):
+        host = np.asarray(x)
+        return jax.make_array_from_callback(host.shape, place, lambda at: host[at])
+
+    return dataclasses.replace(checkpoint, _read=lambda: jax.tree.map(put, checkpoint.read().params))
 
 
 def read_and_compile(prepare: Callable[[], object], *checkpoints: Checkpoint) -> list[Model]:

@@ -128,11 +128,12 @@ class Device:
     def take_pages(self, pages: list[int]) -> list[Any]:
         """What they hold, in host memory."""
         parts = (self._do(_TAKE_PAGES, self.pools, part) for part in _parts(pages))
-        return [jax.tree.map(np.array, part) for part in parts]
+        return [jax.tree.map(_on_host, part) for part in parts]
 
     def put_pages(self, pages: list[int], held: list[Any]) -> None:
         """Writes what `take_pages` gave."""
         for part, arrays in zip(_parts(pages), held, strict=True):
+            arrays = jax.tree.map(lambda x: x.array() if isinstance(x, _Shards) else x, arrays)
             self.pools = self._do(_PUT_PAGES, self.pools, part, arrays)
 
     def take_row(self, slot: int) -> DecodeState:
@@ -183,6 +184,22 @@ def _cache(config: ModelConfig, pools: Any, table_BP: Any, capacity: int, length
 
 def _pools(cache: KVCache) -> tuple[tuple[Any, Any], ...]:
     return tuple((layer.k, layer.v) for layer in cache.layers)
+
+
+class _Shards:
+    """On the host, what this process's devices hold of an array that lies on those of several."""
+
+    def __init__(self, x: jax.Array):
+        self._where = x.shape, x.sharding
+        self._parts = [(np.array(shard.data), shard.device) for shard in x.addressable_shards]
+
+    def array(self) -> jax.Array:
+        parts = [jax.device_put(*part) for part in self._parts]
+        return jax.make_array_from_single_device_arrays(*self._where, parts)
+
+
+def _on_host(x: jax.Array) -> Any:
+    return np.array(x) if x.is_fully_addressable else _Shards(x)
 
 
 def _parts(pages: list[int]) -> list[np.ndarray]:

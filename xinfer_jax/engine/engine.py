@@ -32,6 +32,7 @@ from ..sampling.logprobs import TokenLogprobs, rows_of_tokens
 from ..text import Prompt
 from ..weights.params import Params, cache_dtype as usual_dtype, resolve_dtype, tree_bytes
 from .device import MOST_LOGPROBS, WINDOW, Device, Window
+from .lockstep import Leader, calls_for, follow
 from .requests import Answer, Request
 from .scheduler import PAGE, Action, Read, Row, Scheduler, pages_for
 from .statistics import EngineStats, Recent
@@ -103,6 +104,9 @@ class Engine:
         self.weight_bytes, dtype = tree_bytes(model.params), _dtype(model.params, cache_dtype)
         page_bytes = cache_bytes(config, 1, PAGE, dtype)
         self.pages = self._number_of_pages(page_bytes) if pages is None else whole("pages", pages, 2)
+        self._calls = calls_for(model.params)
+        if self._calls:  # hosts may have different amounts of memory
+            self.pages = self._calls.same(self.pages)
         self.cache_bytes = self.pages * page_bytes
         need, what = self.weight_bytes + self.cache_bytes, f"weights and {self.pages} pages"
         check_memory(need, what, "ask for fewer pages, or a smaller cache_dtype")
@@ -117,7 +121,11 @@ class Engine:
         self._error: BaseException | None = None
         self._recent, self._seconds = Recent(), 0.0  # of a step of decoding, lately
         self.last_turn = time.monotonic()
-        self._device = self._warm_up(dtype)
+        self._device: Any = self._warm_up(dtype)
+        if self._calls and jax.process_index() == 0:
+            self._device = Leader(self._device, self._calls)
+        elif self._calls:
+            self._error = InputError("process 0 answers for all: submit there, and call follow() here")
 
     def submit(  # noqa: PLR0913  a door
         self,
@@ -215,6 +223,8 @@ class Engine:
         kinds = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (params, self.model.params)]
         if kinds[0] != kinds[1]:
             raise InputError("the new parameters have other shapes or types: make an Engine of them")
+        if self._calls:
+            raise InputError("an engine over several processes keeps its weights: make another")
         params, done = jax.tree.map(_held, params, self.model.params), threading.Event()
 
         def order() -> None:
@@ -263,9 +273,20 @@ class Engine:
 
     def close(self) -> None:
         """Ends the thread; requests that have not ended get an error."""
+        open = self._error is None
         self._break(InputError("the engine was closed before the request ended"))
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        if open and self._calls:
+            self._device.close()
+
+    def follow(self) -> None:
+        """Where the model lies on devices of several processes, in all but process 0: takes part in what the
+        engine of process 0 does, until that is closed.
+        """
+        if not self._calls or jax.process_index() == 0:
+            raise InputError("there is nobody to follow: only processes beside process 0 follow it")
+        follow(self._device, self._calls)
 
     def wake(self) -> None:
         """There is something to look at."""

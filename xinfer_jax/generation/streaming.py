@@ -19,6 +19,7 @@ from .run import Run
 
 _SYNC_SECONDS = 0.1  # a stream looks at the device about this often, which costs milliseconds each time …
 _MOST_STRIDE = 32  # … but at least every so many tokens
+_COMMON_STRIDE = 8  # … and so often where processes that measure different times must do the same
 
 
 def generate(
@@ -133,5 +134,6 @@ class Stream(Iterator[list[int | None]]):
             if self._told or not run.active_R.any():
                 break
             seconds = run.stats.tpot_seconds or _SYNC_SECONDS
-            run.advance(min(_MOST_STRIDE, math.ceil(_SYNC_SECONDS / seconds)))
+            stride = min(_MOST_STRIDE, math.ceil(_SYNC_SECONDS / seconds))
+            run.advance(stride if jax.process_count() == 1 else _COMMON_STRIDE)
         self._output = run.output(self._given if self._told else None)

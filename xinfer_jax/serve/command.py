@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ..cli.answer_flags import define_engine, define_model, define_sampling
+from ..cli.group import define_processes
 from ..cli.process import Told, finish, told_first
 from ..cli.program import Program
 from ..cli.terminal import status
+from ..cli.watch import child, watch
 from ..errors import InputError, one_line
 from .settings import LOCAL, Settings
 
@@ -37,6 +39,7 @@ PROGRAM.number("temperature", "Default: the checkpoint's.", lambda x: 0 <= x < 3
 define_sampling(PROGRAM)
 PROGRAM.integer("max_tokens", "Of a chat answer that names no limit, at most.", default=4096, least=1)
 define_engine(PROGRAM)
+define_processes(PROGRAM)
 PROGRAM.integer("max_waiting", "Requests that may wait; more get 429.", default=256)
 PROGRAM.integer("max_waiting_per_client", "Of one key or address, under way together.", default=64, least=1)
 PROGRAM.number(
@@ -62,6 +65,14 @@ def _run(argv: Sequence[str]) -> int:
     host, keys = flags.host or LOCAL[0], _keys(flags.api_key_file)
     if host not in LOCAL and not keys:
         raise InputError(f"--host={host} lets others in: give --api_key_file, or a key in ${_KEY}")
+    if (code := watch(PROGRAM)) is not None:
+        return code
+    shape = dict(rows=flags.rows, capacity=flags.capacity, pages=flags.pages, cache_dtype=flags.cache_dtype)
+    if child().get("process_id"):
+        from ..engine.engine import Engine
+
+        Engine(_model(flags), **shape).follow()
+        return 0
     with status("loading jax"):
         try:
             from .app import make_server
@@ -70,7 +81,6 @@ def _run(argv: Sequence[str]) -> int:
             raise InputError(f"{error.name} is missing: pip install 'xinfer-jax[serve]'") from error
     model = flags.model or "bundled"
     seed = secrets.randbits(32) if flags.seed is None else flags.seed
-    shape = dict(rows=flags.rows, capacity=flags.capacity, pages=flags.pages, cache_dtype=flags.cache_dtype)
     settings = Settings(
         name=flags.served_model_name or Path(model).name, model=model, host=host, port=flags.port,
         api_keys=keys, origins=tuple(flags.allowed_origins), max_waiting=flags.max_waiting,
@@ -93,17 +103,23 @@ def _run(argv: Sequence[str]) -> int:
 def _load(service: Any, flags: Any, failed: list[BaseException]) -> None:
     """The model, then the engine; what breaks it off is left in `failed`."""
     from ..cli.answer import sampling_of
-    from ..cli.startup import keep_compiled_programs, open_model
     from ..generation.options import GenerateOptions
 
     try:
-        keep_compiled_programs("xinfer-jax-serve", flags.compilation_cache)
-        model = open_model(flags.model, flags.dtype, flags.quantize).read()
+        model = _model(flags)
         service.start(model, GenerateOptions(flags.max_tokens, sampling_of(flags, model)))
         _say(f"{service.settings.name} is ready (seed {service.settings.seed})")
     except BaseException as error:
         service.broken = one_line(error) or type(error).__name__
         failed.append(error)
+
+
+def _model(flags: Any) -> Any:
+    from ..cli.startup import join_processes, keep_compiled_programs, open_model
+
+    keep_compiled_programs("xinfer-jax-serve", flags.compilation_cache)
+    join_processes()
+    return open_model(flags.model, flags.dtype, flags.quantize).read()
 
 
 async def _serve(server: Any, service: Any, listening: socket.socket, stop: Told, failed: list[Any]) -> None:

@@ -1,0 +1,338 @@
+"""The small parent of a command that is one of several processes: it imports no jax, starts the command once
+more as its child, and sees to it that all processes end where one does.
+
+parents meet at process 0's ─ compare ─► children start, jax joins them ─ one ends, dies or is gone ─► all end
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn
+
+from ..errors import InputError, one_line
+from .group import Job, compared, difference, job_of
+from .process import Told, told_first
+from .program import Program
+from .terminal import status
+
+HEARTBEAT_SECONDS = 20  # of silence, after which a process counts as gone: between parents, and to jax
+_BEAT, _SETTLE = 5, 2  # seconds between two signs of life; until all have said why they ended
+_CHILD = "XINFER_JAX_CHILD"  # of the environment: what a parent tells its child
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+_DEAD = re.compile(r"stopped sending heartbeats\):\s+(?:/job:\S*task:)?(\d+)")  # as jax names who is
+_TORN = "JAX distributed service detected fatal errors"  # said by a process that ends because another did
+_child: dict[str, Any] = {}
+
+
+def watch(program: Program) -> int | None:
+    """Where flags say that this is one of several processes: runs the command in a child until all have
+    ended; the exit code. None: go on, as that child or alone.
+
+    Raises:
+        InputError: flags that make no sense, or an address that cannot be had.
+    """
+    if _CHILD in os.environ:
+        _adopt(json.loads(os.environ.pop(_CHILD)))
+        return None
+    if (job := job_of(program.values)) is None:
+        return None
+    if job.id == 0:
+        threading.Thread(target=_Hub(job, program.values.start_seconds).run, daemon=True).start()
+    with told_first() as stop:
+        code, line = _Parent(job, program, stop).run()
+    if line:
+        status.say(f"{program.name}: {one_line(line)}")
+    return code
+
+
+def child() -> dict[str, Any]:
+    """What `jax.distributed.initialize` is to be told in this process; empty: it is alone."""
+    return _child.get("joins", {})
+
+
+def _adopt(given: dict[str, Any]) -> None:
+    """Begins to be such a child. What C++ and libraries write, and tracebacks, go to its log."""
+    _child.update(given)
+    for name, place in given["streams"].items():
+        old = getattr(sys, name)
+        setattr(sys, name, open(place, "w", 1, encoding=old.encoding, errors=old.errors))
+    logging.basicConfig(stream=sys.__stderr__)
+    sys.excepthook = _log_and_end
+    threading.Thread(target=_end_with, args=(given["parent"],), daemon=True).start()
+
+
+def _log_and_end(*error: Any) -> NoReturn:
+    traceback.print_exception(*error, file=sys.__stderr__)
+    os._exit(1)  # an orderly end of jax would wait for the other processes
+
+
+def _end_with(parent: int) -> None:
+    os.read(parent, 1)  # nothing is ever written: it returns once the parent is gone
+    os._exit(1)
+
+
+class _Line:
+    """A connection between two parents, of JSON lines; what comes is put into `events` with the line itself,
+    {"gone": true} at last.
+    """
+
+    def __init__(self, connection: socket.socket, events: SimpleQueue):
+        self._connection, self._lock = connection, threading.Lock()
+        connection.settimeout(HEARTBEAT_SECONDS)
+        threading.Thread(target=self._read, args=(events,), daemon=True).start()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def say(self, **said: Any) -> None:
+        with self._lock, suppress(OSError):  # who does not hear is gone, which is heard
+            self._connection.sendall(json.dumps(said).encode() + b"\n")
+
+    def _read(self, events: SimpleQueue) -> None:
+        with suppress(OSError, ValueError):
+            for line in self._connection.makefile("rb"):
+                events.put((self, json.loads(line)))
+        events.put((self, dict(gone=True)))
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(_BEAT)
+            self.say()
+
+
+class _End(Exception):
+    """All are to end, with this exit code and this line; "": the child of process 0 has said what there is to
+    say.
+    """
+
+    def __init__(self, code: int, line: str = ""):
+        self.code, self.line = code, line
+
+
+class _Hub:
+    """What the parent of process 0 does beside its own work: hears all parents, and says when all start and
+    when all end.
+    """
+
+    def __init__(self, job: Job, seconds: int):
+        self._job, self._seconds, self._until = job, seconds, time.monotonic() + seconds
+        self._events: SimpleQueue = SimpleQueue()
+        self._lines, self._hosts = dict[int, _Line](), dict[int, str]()
+        self._told, self._reports = dict[int, dict[str, str]](), list[tuple[int, str]]()
+        self._started = self._passed_on = False
+        self._server = _server(job.host, job.port)
+
+    def run(self) -> None:
+        threading.Thread(target=self._accept, daemon=True).start()
+        try:
+            while True:
+                self._take()
+        except _End as end:
+            for i in sorted(self._lines, reverse=True):  # the own one last: this process ends with it
+                self._lines[i].say(end=end.code, line=end.line)
+
+    def _accept(self) -> None:
+        while True:
+            _Line(self._server.accept()[0], self._events)
+
+    def _take(self) -> None:
+        """The next thing that is heard."""
+        try:
+            line, said = self._events.get(timeout=0.1)
+        except Empty:
+            if time.monotonic() > self._until:
+                self._late()
+            return
+        number = next((i for i, known in self._lines.items() if known is line), None)
+        for kind in said:
+            if kind == "here":
+                self._here(line, said)
+            elif number is not None and kind in ("same", "ended", "signal", "gone"):
+                getattr(self, f"_{kind}")(number, said)
+
+    def _late(self) -> NoReturn:
+        if self._reports:
+            raise _End(1 if self._started else 2, min(self._reports, key=lambda report: report[0])[1])
+        missing = next(i for i in range(self._job.processes) if i not in self._lines)
+        raise _End(1, f"{self._name(missing)} did not come within {self._seconds} s")
+
+    def _here(self, line: _Line, said: Any) -> None:
+        number, processes, host = said["here"], said["of"], said["host"]
+        if processes != self._job.processes:
+            own = f"--num_processes={self._job.processes} on process 0"
+            self._lines.setdefault(number, line)
+            raise _End(2, f"{own} and {processes} on process {number}: start all with the same flags")
+        if number in self._lines:
+            twice = f"{self._hosts[number]} and {host}"
+            line.say(end=2, line=f"--process_id={number} is given twice, on {twice}: give each its own")
+            return
+        self._lines[number], self._hosts[number] = line, host
+        if len(self._lines) == self._job.processes:
+            self._until = float("inf")
+
+    def _same(self, number: int, said: Any) -> None:
+        self._told[number] = said["same"]
+        if len(self._told) < self._job.processes:
+            return
+        if found := difference(self._told):
+            raise _End(2, found)
+        with socket.create_server(("", 0)) as free:
+            port = free.getsockname()[1]
+        self._started = True
+        for line in self._lines.values():
+            line.say(start=port)
+
+    def _ended(self, number: int, said: Any) -> None:
+        """A child has ended: process 0's as it should, or one that the others cannot do without."""
+        code, why, blames = said["ended"], said["why"], said["blames"]
+        if number == 0 and (code in (0, 2) or code > 128) and self._started:
+            raise _End(code)
+        if blames is not None:
+            self._report(2, f"{self._name(blames)} stopped answering")
+        elif code:
+            self._report(0 if code < 0 else 1, f"{self._name(number)} {why}")
+
+    def _gone(self, number: int, _: Any) -> None:
+        self._report(0, f"{self._name(number)} is gone: its connection was lost")
+
+    def _signal(self, _: int, said: Any) -> None:
+        """Process 0 hears of it, once, and ends as it likes."""
+        if not self._started:
+            raise _End(128 + said["signal"])
+        if not self._passed_on:
+            self._lines[0].say(signal=said["signal"])
+        self._passed_on = True
+
+    def _report(self, rank: int, line: str) -> None:
+        """Of several ends in a short time the one of the lowest rank, and the first of these, is the cause."""
+        self._reports.append((rank, line))
+        self._until = min(self._until, time.monotonic() + _SETTLE)
+
+    def _name(self, number: int) -> str:
+        return f"process {number} of {self._job.processes} ({self._hosts.get(number, 'unknown host')})"
+
+
+class _Parent:
+    """Of one child."""
+
+    def __init__(self, job: Job, program: Program, stop: Told):
+        self._job, self._program, self._stop = job, program, stop
+        self._events: SimpleQueue = SimpleQueue()
+        self._seconds = program.values.start_seconds
+        self._zero = f"process 0 of {job.processes} ({job.host}:{job.port})"
+        self._log_dir: Path | None = None
+        self._passed_on = False
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> tuple[int, str]:
+        """Until all end: exit code and line."""
+        try:
+            line = self._hub = self._connect()
+            line.say(here=self._job.id, of=self._job.processes, host=socket.gethostname())
+            try:
+                line.say(same=compared(self._program))
+            except (InputError, OSError) as error:
+                line.say(ended=2, why=f"has a fault: {error}", blames=None)
+            while True:
+                self._take()
+        except _End as end:
+            return self._over(end)
+
+    def _connect(self) -> _Line:
+        until = time.monotonic() + self._seconds
+        while time.monotonic() < until:
+            with suppress(OSError):
+                address = self._job.host, self._job.port
+                return _Line(socket.create_connection(address, HEARTBEAT_SECONDS), self._events)
+            if self._stop.wait(0.2):
+                raise _End(128 + self._stop.number)
+        raise _End(1, f"{self._zero} did not come within {self._seconds} s")
+
+    def _take(self) -> None:
+        if self._stop.is_set() and not self._passed_on:  # a second signal ends this process at once
+            self._hub.say(signal=self._stop.number)
+            self._passed_on = True
+        with suppress(Empty):
+            _, said = self._events.get(timeout=0.1)
+            if "end" in said:
+                raise _End(said["end"], said["line"])
+            if "gone" in said:
+                raise _End(1, f"{self._zero} is gone: its connection was lost")
+            if "start" in said:
+                self._start(said["start"])
+            if "signal" in said and self._process:
+                self._process.send_signal(said["signal"])
+
+    def _start(self, port: int) -> None:
+        """The same command again, as a child in a session of its own: a terminal's Ctrl-C comes by us."""
+        job, given = self._job, self._program.values.log_dir
+        self._log_dir = Path(given or tempfile.mkdtemp(prefix="xinfer-jax-"))
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        host = f"[{job.host}]" if ":" in job.host else job.host
+        joins: dict[str, Any] = dict(
+            coordinator_address=f"{host}:{port}", num_processes=job.processes, process_id=job.id,
+            initialization_timeout=self._seconds, heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        )  # fmt: skip
+        if job.host in _LOCAL:
+            joins["coordinator_bind_address"] = joins["coordinator_address"]
+        streams = {} if job.id else dict(stdout=os.dup(1), stderr=os.dup(2))
+        held, self._lifeline = os.pipe()
+        told = json.dumps(dict(joins=joins, streams=streams, parent=held))
+        log_file = self._log_dir / f"process-{job.id}.log"
+        with log_file.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, *sys.orig_argv[1:]], env=os.environ | {_CHILD: told}, stdout=log, stderr=log,
+                stdin=subprocess.DEVNULL if job.id else None, pass_fds=[held, *streams.values()],
+                start_new_session=True,
+            )  # fmt: skip
+        for place in (held, *streams.values()):
+            os.close(place)
+        threading.Thread(target=self._wait, args=(self._process, log_file), daemon=True).start()
+
+    def _wait(self, process: subprocess.Popen[bytes], log_file: Path) -> None:
+        code = process.wait()
+        said = log_file.read_bytes()[-(1 << 16) :].decode(errors="replace")
+        blames, why = None, f"ended with exit code {code}"
+        if code < 0:
+            why = f"was ended by {signal.Signals(-code).name}"
+            if code == -signal.SIGABRT and _TORN in said:
+                dead = _DEAD.findall(said)
+                blames = int(dead[-1]) if dead else 0  # 0 holds jax's service, which does not answer
+        elif last := said.strip().rpartition("\n")[2]:
+            why += f" ({one_line(last)[:200]})"
+        self._hub.say(ended=code, why=why, blames=blames)
+
+    def _over(self, end: _End) -> tuple[int, str]:
+        if self._process is None:
+            return end.code, end.line
+        self._process.kill()  # in order or not, its work is done
+        self._process.wait()
+        if end.code == 1:
+            return 1, f"{end.line}: all have ended, see {self._log_dir}"
+        if self._program.values.log_dir is None and self._log_dir:
+            shutil.rmtree(self._log_dir, ignore_errors=True)
+        return end.code, end.line
+
+
+def _server(host: str, port: int) -> socket.socket:
+    """Listens; to all networks unless the host is this machine's own name for itself."""
+    try:
+        if host in _LOCAL:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            return socket.create_server((host, port), family=family)
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", port))
+    except OSError as error:
+        raise InputError(f"--coordinator={host}:{port} cannot be listened on: {error.strerror}") from error
