@@ -23,7 +23,14 @@ from ..sampling.logprobs import TokenLogprobs
 from ..sampling.settings import SamplingConfig
 from ..stats import GenerateStats
 from ..text import TokenText, alternatives_text, encode_prompt, stream_answer
-from .startup import from_the_first, join_processes, keep_compiled_programs, open_model, read_and_compile, waiting
+from .startup import (
+    from_the_first,
+    join_processes,
+    keep_compiled_programs,
+    open_model,
+    read_and_compile,
+    waiting,
+)
 from .terminal import status, write
 
 Flags = Any  # `Program.values` of answer_flags.py: flags.NAME

@@ -29,11 +29,12 @@ from .program import Program
 from .terminal import status
 
 HEARTBEAT_SECONDS = 20  # of silence, after which a process counts as gone: between parents, and to jax
-_BEAT, _SETTLE = 5, 2  # seconds between two signs of life; until all have said why they ended
+_BEAT_SECONDS, _SETTLE_SECONDS = 5, 2  # between two signs of life; until all have said why they ended
 _CHILD = "XINFER_JAX_CHILD"  # of the environment: what a parent tells its child
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _DEAD = re.compile(r"stopped sending heartbeats\):\s+(?:/job:\S*task:)?(\d+)")  # as jax names who is
 _TORN = "JAX distributed service detected fatal errors"  # said by a process that ends because another did
+_TAIL = 1 << 16  # bytes of a log in which it is looked for
 _child: dict[str, Any] = {}
 
 
@@ -50,7 +51,7 @@ def watch(program: Program) -> int | None:
     if (job := job_of(program.values)) is None:
         return None
     if job.id == 0:
-        threading.Thread(target=_Hub(job, program.values.start_seconds).run, daemon=True).start()
+        _Hub(job, program.values.start_seconds)
     with told_first() as stop:
         code, line = _Parent(job, program, stop).run()
     if line:
@@ -85,36 +86,34 @@ def _end_with(parent: int) -> None:
 
 
 class _Line:
-    """A connection between two parents, of JSON lines; what comes is put into `events` with the line itself,
-    {"gone": true} at last.
+    """A connection between two parents, of JSON lines. What comes is put into `events` with the line itself;
+    at last {"gone": true}.
     """
 
     def __init__(self, connection: socket.socket, events: SimpleQueue):
-        self._connection, self._lock = connection, threading.Lock()
+        self._connection, self._events, self._lock = connection, events, threading.Lock()
         connection.settimeout(HEARTBEAT_SECONDS)
-        threading.Thread(target=self._read, args=(events,), daemon=True).start()
-        threading.Thread(target=self._beat, daemon=True).start()
+        for work in (self._read, self._beat):
+            threading.Thread(target=work, daemon=True).start()
 
     def say(self, **said: Any) -> None:
         with self._lock, suppress(OSError):  # who does not hear is gone, which is heard
             self._connection.sendall(json.dumps(said).encode() + b"\n")
 
-    def _read(self, events: SimpleQueue) -> None:
+    def _read(self) -> None:
         with suppress(OSError, ValueError):
             for line in self._connection.makefile("rb"):
-                events.put((self, json.loads(line)))
-        events.put((self, dict(gone=True)))
+                self._events.put((self, json.loads(line)))
+        self._events.put((self, dict(gone=True)))
 
     def _beat(self) -> None:
         while True:
-            time.sleep(_BEAT)
+            time.sleep(_BEAT_SECONDS)
             self.say()
 
 
 class _End(Exception):
-    """All are to end, with this exit code and this line; "": the child of process 0 has said what there is to
-    say.
-    """
+    """All are to end, with this exit code and this line; "": what there is to say is said."""
 
     def __init__(self, code: int, line: str = ""):
         self.code, self.line = code, line
@@ -132,95 +131,83 @@ class _Hub:
         self._told, self._reports = dict[int, dict[str, str]](), list[tuple[int, str]]()
         self._started = self._passed_on = False
         self._server = _server(job.host, job.port)
-
-    def run(self) -> None:
-        threading.Thread(target=self._accept, daemon=True).start()
-        try:
-            while True:
-                self._take()
-        except _End as end:
-            for i in sorted(self._lines, reverse=True):  # the own one last: this process ends with it
-                self._lines[i].say(end=end.code, line=end.line)
+        for work in (self._accept, self._run):
+            threading.Thread(target=work, daemon=True).start()
 
     def _accept(self) -> None:
         while True:
             _Line(self._server.accept()[0], self._events)
 
-    def _take(self) -> None:
-        """The next thing that is heard."""
+    def _run(self) -> None:
         try:
-            line, said = self._events.get(timeout=0.1)
-        except Empty:
-            if time.monotonic() > self._until:
-                self._late()
-            return
-        number = next((i for i, known in self._lines.items() if known is line), None)
-        for kind in said:
-            if kind == "here":
-                self._here(line, said)
-            elif number is not None and kind in ("same", "ended", "signal", "gone"):
-                getattr(self, f"_{kind}")(number, said)
+            while True:
+                self._check_time()
+                with suppress(Empty):
+                    self._hear(*self._events.get(timeout=0.1))
+        except _End as end:
+            for number in sorted(self._lines, reverse=True):  # this process ends with its own, the last
+                self._lines[number].say(end=end.code, line=end.line)
 
-    def _late(self) -> NoReturn:
+    def _check_time(self) -> None:
+        if time.monotonic() < self._until:
+            return
         if self._reports:
             raise _End(1 if self._started else 2, min(self._reports, key=lambda report: report[0])[1])
         missing = next(i for i in range(self._job.processes) if i not in self._lines)
         raise _End(1, f"{self._name(missing)} did not come within {self._seconds} s")
 
-    def _here(self, line: _Line, said: Any) -> None:
-        number, processes, host = said["here"], said["of"], said["host"]
-        if processes != self._job.processes:
-            own = f"--num_processes={self._job.processes} on process 0"
-            self._lines.setdefault(number, line)
-            raise _End(2, f"{own} and {processes} on process {number}: start all with the same flags")
+    def _hear(self, line: _Line, said: dict[str, Any]) -> None:
+        number = next((i for i, known in self._lines.items() if known is line), None)
+        if number is None and "here" in said:
+            self._here(line, said["here"], said["host"])
+        elif number is not None and "same" in said:
+            self._same(number, said["same"])
+        elif number is not None and "ended" in said:
+            self._ended(number, said["ended"], said["why"], said["blames"])
+        elif number is not None and "gone" in said:
+            self._report(0, f"{self._name(number)} is gone (its connection was lost)")
+        elif number is not None and "signal" in said:  # process 0 hears of it, once, and ends as it likes
+            if not self._started:
+                raise _End(128 + said["signal"])
+            if not self._passed_on:
+                self._lines[0].say(signal=said["signal"])
+            self._passed_on = True
+
+    def _here(self, line: _Line, number: int, host: str) -> None:
         if number in self._lines:
-            twice = f"{self._hosts[number]} and {host}"
-            line.say(end=2, line=f"--process_id={number} is given twice, on {twice}: give each its own")
+            line.say(end=2, line=f"--process_id={number} is given twice, on {self._hosts[number]} and {host}")
             return
         self._lines[number], self._hosts[number] = line, host
         if len(self._lines) == self._job.processes:
             self._until = float("inf")
 
-    def _same(self, number: int, said: Any) -> None:
-        self._told[number] = said["same"]
-        if len(self._told) < self._job.processes:
-            return
+    def _same(self, number: int, told: dict[str, str]) -> None:
+        self._told[number] = told
         if found := difference(self._told):
             raise _End(2, found)
-        with socket.create_server(("", 0)) as free:
-            port = free.getsockname()[1]
-        self._started = True
-        for line in self._lines.values():
-            line.say(start=port)
+        if len(self._told) == self._job.processes:
+            with socket.create_server(("", 0)) as free:
+                port = free.getsockname()[1]
+            self._started = True
+            for line in self._lines.values():
+                line.say(start=port)
 
-    def _ended(self, number: int, said: Any) -> None:
-        """A child has ended: process 0's as it should, or one that the others cannot do without."""
-        code, why, blames = said["ended"], said["why"], said["blames"]
-        if number == 0 and (code in (0, 2) or code > 128) and self._started:
+    def _ended(self, number: int, code: int, why: str, blames: int | None) -> None:
+        """A child has ended: process 0's in order, which is the end of all, or one that the others miss."""
+        if number == 0 and (code in (0, 2) or code > 128):
             raise _End(code)
         if blames is not None:
             self._report(2, f"{self._name(blames)} stopped answering")
         elif code:
             self._report(0 if code < 0 else 1, f"{self._name(number)} {why}")
 
-    def _gone(self, number: int, _: Any) -> None:
-        self._report(0, f"{self._name(number)} is gone: its connection was lost")
-
-    def _signal(self, _: int, said: Any) -> None:
-        """Process 0 hears of it, once, and ends as it likes."""
-        if not self._started:
-            raise _End(128 + said["signal"])
-        if not self._passed_on:
-            self._lines[0].say(signal=said["signal"])
-        self._passed_on = True
-
     def _report(self, rank: int, line: str) -> None:
-        """Of several ends in a short time the one of the lowest rank, and the first of these, is the cause."""
+        """Of what is heard in a short time the lowest rank, and the first of these, is the cause."""
         self._reports.append((rank, line))
-        self._until = min(self._until, time.monotonic() + _SETTLE)
+        self._until = min(self._until, time.monotonic() + _SETTLE_SECONDS)
 
     def _name(self, number: int) -> str:
-        return f"process {number} of {self._job.processes} ({self._hosts.get(number, 'unknown host')})"
+        return f"process {number} of {self._job.processes} ({self._hosts.get(number, 'not heard of')})"
 
 
 class _Parent:
@@ -268,7 +255,7 @@ class _Parent:
             if "end" in said:
                 raise _End(said["end"], said["line"])
             if "gone" in said:
-                raise _End(1, f"{self._zero} is gone: its connection was lost")
+                raise _End(1, f"{self._zero} is gone (its connection was lost)")
             if "start" in said:
                 self._start(said["start"])
             if "signal" in said and self._process:
@@ -302,13 +289,13 @@ class _Parent:
 
     def _wait(self, process: subprocess.Popen[bytes], log_file: Path) -> None:
         code = process.wait()
-        said = log_file.read_bytes()[-(1 << 16) :].decode(errors="replace")
+        said = log_file.read_bytes()[-_TAIL:].decode(errors="replace") if log_file.exists() else ""
         blames, why = None, f"ended with exit code {code}"
-        if code < 0:
+        if code and _TORN in said:
+            dead = _DEAD.findall(said)
+            blames = int(dead[-1]) if dead else 0  # which holds jax's service
+        elif code < 0:
             why = f"was ended by {signal.Signals(-code).name}"
-            if code == -signal.SIGABRT and _TORN in said:
-                dead = _DEAD.findall(said)
-                blames = int(dead[-1]) if dead else 0  # 0 holds jax's service, which does not answer
         elif last := said.strip().rpartition("\n")[2]:
             why += f" ({one_line(last)[:200]})"
         self._hub.say(ended=code, why=why, blames=blames)
