@@ -36,8 +36,8 @@ ROOMS = {
     "api": ("bodies", "responses", "scoring"),
     "batch": ("lines", "ledger", "work", "run", "dataset"),
     "cli": (
-        "terminal", "process", "program", "group", "watch", "startup", "answer", "chat", "batch", "answer_flags", "chat_flags",
-        "batch_flags",
+        "terminal", "process", "program", "group", "watch", "startup", "answer", "chat", "batch",
+        "answer_flags", "chat_flags", "batch_flags",
     ),
     "serve": ("settings", "metrics", "streams", "service", "app", "command"),
 }  # fmt: skip

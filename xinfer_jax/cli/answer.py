@@ -41,8 +41,8 @@ Found = tuple[dict[str, Any], GenerateStats]  # what JSON says of an answer, and
 def answer(flags: Flags, prompt: str | None) -> int:
     """Prints the answer to a prompt; the exit code. None: the prompt that process 0 has."""
     keep_compiled_programs("xinfer-jax", flags.compilation_cache)
-    if join_processes() or jax.process_count() > 1:
-        prompt = Calls().same(prompt)
+    join_processes()
+    prompt = Calls().same(prompt) if jax.process_count() > 1 else prompt
     assert prompt is not None
     checkpoints, draft = [open_model(flags.model, flags.dtype, flags.quantize)], flags.draft
     if draft not in (None, "lookup"):

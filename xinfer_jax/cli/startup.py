@@ -21,8 +21,7 @@ def join_processes() -> int:
     """Meets the other processes of the command, if there are any; which this one is."""
     if joins := child():
         jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which is ours
-        with status("waiting for the other processes"):
-            jax.distributed.initialize(**joins)
+        jax.distributed.initialize(**joins)
     return joins.get("process_id", 0)
 
 

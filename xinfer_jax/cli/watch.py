@@ -101,9 +101,9 @@ class _Line:
             self._connection.sendall(json.dumps(said).encode() + b"\n")
 
     def _read(self) -> None:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, TypeError):
             for line in self._connection.makefile("rb"):
-                self._events.put((self, json.loads(line)))
+                self._events.put((self, dict(json.loads(line))))
         self._events.put((self, dict(gone=True)))
 
     def _beat(self) -> None:
@@ -152,7 +152,7 @@ class _Hub:
         if time.monotonic() < self._until:
             return
         if self._reports:
-            raise _End(1 if self._started else 2, min(self._reports, key=lambda report: report[0])[1])
+            raise _End(1, min(self._reports, key=lambda report: report[0])[1])
         missing = next(i for i in range(self._job.processes) if i not in self._lines)
         raise _End(1, f"{self._name(missing)} did not come within {self._seconds} s")
 
@@ -194,6 +194,8 @@ class _Hub:
 
     def _ended(self, number: int, code: int, why: str, blames: int | None) -> None:
         """A child has ended: process 0's in order, which is the end of all, or one that the others miss."""
+        if not self._started:
+            raise _End(2, f"{self._name(number)} {why}")
         if number == 0 and (code in (0, 2) or code > 128):
             raise _End(code)
         if blames is not None:
@@ -226,11 +228,11 @@ class _Parent:
         """Until all end: exit code and line."""
         try:
             line = self._hub = self._connect()
-            line.say(here=self._job.id, of=self._job.processes, host=socket.gethostname())
+            line.say(here=self._job.id, host=socket.gethostname())
             try:
                 line.say(same=compared(self._program))
             except (InputError, OSError) as error:
-                line.say(ended=2, why=f"has a fault: {error}", blames=None)
+                line.say(ended=2, why=f"cannot begin: {error}", blames=None)
             while True:
                 self._take()
         except _End as end:
@@ -313,13 +315,9 @@ class _Parent:
 
 
 def _server(host: str, port: int) -> socket.socket:
-    """Listens; to all networks unless the host is this machine's own name for itself."""
+    """Listens: to all networks, unless the host is this machine's own name for itself."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        if host in _LOCAL:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            return socket.create_server((host, port), family=family)
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
+        return socket.create_server((host if host in _LOCAL else "", port), family=family)
     except OSError as error:
         raise InputError(f"--coordinator={host}:{port} cannot be listened on: {error.strerror}") from error

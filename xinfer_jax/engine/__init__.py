@@ -2,8 +2,8 @@
 any company.
 
 In the order to read: `scheduler` decides who reads, who decodes and in which pages, in plain Python; `device`
-runs it; `requests` are what callers hold; `submission` checks what comes in; `statistics` says what it did;
-`engine` takes the turns.
+runs it; `lockstep` has other processes do the same; `requests` are what callers hold; `submission` checks
+what comes in; `statistics` says what it did; `engine` takes the turns.
 
 - A page is shared only where its keys have the bits that the row would have made: the digest under which it
   is found holds the salt, all tokens up to its end, and the program that read each page. Which one reads a
@@ -23,5 +23,8 @@ runs it; `requests` are what callers hold; `submission` checks what comes in; `s
   while a prompt is being read; where all are there (`generate`) free slots are filled first, and a window is
   up to 128 steps, or until a row ends while another waits.
 - All layers share one table of pages, so a sliding layer keeps pages that its window no longer sees.
+- Over several processes every decision, which hangs on clocks and callers, is process 0's: each call of its
+  device, with its arguments from the host, is said to the others, who do it on theirs. What stays on the
+  devices goes by the number of the call that gave it; pages of rows that made way stay with each process.
 - What the host gets are arrays of their own: a view of what the next call donates would make it a copy.
 """

@@ -1,5 +1,5 @@
-"""An engine whose model lies on devices of several processes. JAX has all of them call the same programs in the
-same order, so process 0 decides and says each call, and the others do it too.
+"""An engine whose model lies on devices of several processes. JAX has all of them call the same programs in
+the same order, so process 0 decides and says each call, and the others do it too.
 
 Engine of process 0 ─ Leader ─ Device
                         └ Calls ─► follow ─ Device, in every other process
