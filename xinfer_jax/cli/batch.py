@@ -22,7 +22,7 @@ def batch(flags: Any, shard: tuple[int, int] | None) -> int:
         impl=flags.impl, draft=None if flags.draft == "none" else flags.draft,
     )  # fmt: skip
     if join_processes():
-        follow_file(open_model(flags.model, flags.dtype, flags.quantize).read(), **shape)
+        follow_file(open_model(flags.model, flags.dtype, flags.quantize, flags.mesh).read(), **shape)
         return 0
     check_files(flags.input, flags.output)
     if flags.report and Path(flags.report).resolve() in (
@@ -30,7 +30,7 @@ def batch(flags: Any, shard: tuple[int, int] | None) -> int:
         Path(flags.output).resolve(),
     ):
         raise InputError(f"--report={flags.report} is the input or the output: give another file")
-    checkpoint = open_model(flags.model, flags.dtype, flags.quantize)
+    checkpoint = open_model(flags.model, flags.dtype, flags.quantize, flags.mesh)
     with status("loading the model"):
         model = checkpoint.read()
     if model.tokenizer and not model.tokenizer.chat_template and not (flags.raw or flags.score):

@@ -1,6 +1,7 @@
 """What both commands do before the first token, and what a terminal shows meanwhile."""
 
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +11,9 @@ import jax
 
 from ..checkpoint.files import checkpoint_dir
 from ..checkpoint.loading import Checkpoint, Model, open_checkpoint
-from ..errors import one_line
+from ..errors import InputError, one_line, shown
 from ..generation.programs import Ahead
+from ..sharding import MODEL
 from ..text import TextStream
 from .terminal import status
 from .watch import child
@@ -25,29 +27,27 @@ def join_processes() -> int:
     return joins.get("process_id", 0)
 
 
-def open_model(name: str | None, dtype: str | None, quantize: str | None) -> Checkpoint:
+def open_model(name: str | None, dtype: str | None, quantize: str | None, mesh: str | None) -> Checkpoint:
     """`open_checkpoint`; what is fetched from the hub first shows its own progress."""
     path = name and checkpoint_dir(name)
+    if child() and not mesh:
+        mesh = f"model={jax.device_count()}"
+    over = mesh_named(mesh) if mesh else None
     with status("opening the model"):
-        return _everywhere(open_checkpoint(path, dtype=dtype, quantize=quantize))
+        return open_checkpoint(path, dtype=dtype, quantize=quantize, mesh=over)
 
 
-def _everywhere(checkpoint: Checkpoint) -> Checkpoint:
-    import dataclasses
-
-    import numpy as np
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec
-
-    if jax.process_count() == 1:
-        return checkpoint
-    mesh = jax.make_mesh((jax.device_count(),), ("model",), axis_types=(AxisType.Auto,))
-    place = NamedSharding(mesh, PartitionSpec())
-
-    def put(x):
-        host = np.asarray(x)
-        return jax.make_array_from_callback(host.shape, place, lambda at: host[at])
-
-    return dataclasses.replace(checkpoint, _read=lambda: jax.tree.map(put, checkpoint.read().params))
+def mesh_named(text: str) -> jax.sharding.Mesh:
+    """The first devices, as --mesh says it."""
+    if not re.fullmatch(r"model=[1-9]\d{0,5}", text):
+        raise InputError(f"--mesh={shown(text)} is not model=N, with N devices: give that")
+    count, devices = int(text.removeprefix("model=")), jax.devices()
+    if count > len(devices):
+        virtual = f"XLA_FLAGS=--xla_force_host_platform_device_count={count} makes virtual ones of a CPU"
+        raise InputError(f"--mesh={text} needs {count} devices, and {len(devices)} are here: {virtual}")
+    if count < len(devices) and jax.process_count() > 1:
+        raise InputError(f"--mesh={text} leaves out some of the processes' {len(devices)} devices: take all")
+    return jax.make_mesh((count,), (MODEL,), devices=devices[:count])
 
 
 def read_and_compile(prepare: Callable[[], object], *checkpoints: Checkpoint) -> list[Model]:
