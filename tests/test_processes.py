@@ -15,7 +15,7 @@ import xinfer_jax as xj
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from soak_processes_jobs import Process, free_port, job, until
 
-SHAPE, LINES = dict(rows=2, capacity=256, pages=12), 400
+SHAPE, LINES = dict(rows=2, capacity=256, pages=12), 80
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture
 def lines(tmp_path) -> Path:
     file = tmp_path / "in.jsonl"
-    rows = (dict(prompt=f"the {i}", max_tokens=40, temperature=i % 2 * 0.8, seed=i) for i in range(LINES))
+    rows = (dict(prompt=f"the {i}", max_tokens=24, temperature=i % 2 * 0.8, seed=i) for i in range(LINES))
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return file
 

@@ -287,11 +287,12 @@ class _Parent:
             )  # fmt: skip
         for place in (held, *streams.values()):
             os.close(place)
-        threading.Thread(target=self._wait, args=(self._process, log_file), daemon=True).start()
+        self._waiting = threading.Thread(target=self._wait, args=(self._process, log_file), daemon=True)
+        self._waiting.start()
 
     def _wait(self, process: subprocess.Popen[bytes], log_file: Path) -> None:
         code = process.wait()
-        said = log_file.read_bytes()[-_TAIL:].decode(errors="replace") if log_file.exists() else ""
+        said = log_file.read_bytes()[-_TAIL:].decode(errors="replace")
         blames, why = None, f"ended with exit code {code}"
         if code and _TORN in said:
             dead = _DEAD.findall(said)
@@ -306,7 +307,7 @@ class _Parent:
         if self._process is None:
             return end.code, end.line
         self._process.kill()  # in order or not, its work is done
-        self._process.wait()
+        self._waiting.join()
         if end.code == 1:
             return 1, f"{end.line}: all have ended, see {self._log_dir}"
         if self._program.values.log_dir is None and self._log_dir:
