@@ -11,6 +11,7 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
+from xinfer_jax.cli import answer_flags, group
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from soak_processes_jobs import Process, free_port, job, until
@@ -115,3 +116,13 @@ def test_what_differs_is_refused_before_anything_is_loaded(model, tmp_path):
 )
 def test_flags_that_make_no_sense(command, args, line):
     assert command("--prompt=x", *args) == (2, "", f"xinfer-jax: {line}\n")
+
+
+def test_the_cluster_says_who_is_there(monkeypatch):
+    """As `jax.distributed.initialize` finds it, in a process that imports jax; what is given overrules it."""
+    slurm = dict(JOB_ID="77", STEP_NODELIST="node[3-4]", NTASKS="2", PROCID="1", LOCALID="0")
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    answer_flags.PROGRAM.parse(["xinfer-jax", "--coordinator=auto", "--num_processes=3"])
+    host, port, processes, number = group.job_of(answer_flags.PROGRAM.values)
+    assert (host, processes, number) == ("node3", 3, 1) and port > 1024
