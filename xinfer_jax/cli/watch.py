@@ -28,7 +28,7 @@ from .process import Told, told_first
 from .program import Program
 from .terminal import status
 
-HEARTBEAT_SECONDS = 20  # of silence, after which a process counts as gone: between parents, and to jax
+_HEARTBEAT_SECONDS = 20  # of silence, after which a process counts as gone: between parents, and to jax
 _BEAT_SECONDS, _SETTLE_SECONDS = 5, 2  # between two signs of life; until all have said why they ended
 _CHILD = "XINFER_JAX_CHILD"  # of the environment: what a parent tells its child
 _LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -92,7 +92,7 @@ class _Line:
 
     def __init__(self, connection: socket.socket, events: SimpleQueue):
         self._connection, self._events, self._lock = connection, events, threading.Lock()
-        connection.settimeout(HEARTBEAT_SECONDS)
+        connection.settimeout(_HEARTBEAT_SECONDS)
         for work in (self._read, self._beat):
             threading.Thread(target=work, daemon=True).start()
 
@@ -128,7 +128,7 @@ class _Hub:
         self._job, self._seconds, self._until = job, seconds, time.monotonic() + seconds
         self._events: SimpleQueue = SimpleQueue()
         self._lines, self._hosts = dict[int, _Line](), dict[int, str]()
-        self._told, self._reports = dict[int, dict[str, str]](), list[tuple[int, str]]()
+        self._told, self._reports = dict[int, dict[str, str]](), list[tuple[int, int, str]]()
         self._started = self._passed_on = False
         self._server = _server(job.host, job.port)
         for work in (self._accept, self._run):
@@ -152,7 +152,7 @@ class _Hub:
         if time.monotonic() < self._until:
             return
         if self._reports:
-            raise _End(1, min(self._reports, key=lambda report: report[0])[1])
+            raise _End(*min(self._reports, key=lambda report: report[0])[1:])
         missing = next(i for i in range(self._job.processes) if i not in self._lines)
         raise _End(1, f"{self._name(missing)} did not come within {self._seconds} s")
 
@@ -184,8 +184,8 @@ class _Hub:
     def _same(self, number: int, told: dict[str, str]) -> None:
         self._told[number] = told
         if found := difference(self._told):
-            raise _End(2, found)
-        if len(self._told) == self._job.processes:
+            self._report(0, found, 2)
+        elif len(self._told) == self._job.processes:
             with socket.create_server(("", 0)) as free:
                 port = free.getsockname()[1]
             self._started = True
@@ -195,18 +195,19 @@ class _Hub:
     def _ended(self, number: int, code: int, why: str, blames: int | None) -> None:
         """A child has ended: process 0's in order, which is the end of all, or one that the others miss."""
         if not self._started:
-            raise _End(2, f"{self._name(number)} {why}")
-        if number == 0 and (code in (0, 2) or code > 128):
+            self._report(0, f"{self._name(number)} {why}", 2)
+        elif number == 0 and (code in (0, 2) or code > 128):
             raise _End(code)
-        if blames is not None:
+        elif blames is not None:
             self._report(2, f"{self._name(blames)} stopped answering")
         elif code:
             self._report(0 if code < 0 else 1, f"{self._name(number)} {why}")
 
-    def _report(self, rank: int, line: str) -> None:
+    def _report(self, rank: int, line: str, code: int = 1) -> None:
         """Of what is heard in a short time the lowest rank, and the first of these, is the cause."""
-        self._reports.append((rank, line))
-        self._until = min(self._until, time.monotonic() + _SETTLE_SECONDS)
+        self._reports.append((rank, code, line))
+        others = self._started or len(self._lines) < self._job.processes  # may have more to say, or to hear
+        self._until = min(self._until, time.monotonic() + others * _SETTLE_SECONDS)
 
     def _name(self, number: int) -> str:
         return f"process {number} of {self._job.processes} ({self._hosts.get(number, 'not heard of')})"
@@ -243,7 +244,7 @@ class _Parent:
         while time.monotonic() < until:
             with suppress(OSError):
                 address = self._job.host, self._job.port
-                return _Line(socket.create_connection(address, HEARTBEAT_SECONDS), self._events)
+                return _Line(socket.create_connection(address, _HEARTBEAT_SECONDS), self._events)
             if self._stop.wait(0.2):
                 raise _End(128 + self._stop.number)
         raise _End(1, f"{self._zero} did not come within {self._seconds} s")
@@ -271,7 +272,7 @@ class _Parent:
         host = f"[{job.host}]" if ":" in job.host else job.host
         joins: dict[str, Any] = dict(
             coordinator_address=f"{host}:{port}", num_processes=job.processes, process_id=job.id,
-            initialization_timeout=self._seconds, heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            initialization_timeout=self._seconds, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
         )  # fmt: skip
         if job.host in _LOCAL:
             joins["coordinator_bind_address"] = joins["coordinator_address"]
