@@ -100,7 +100,7 @@ def test_on_two_devices():
     [
         "collectives_of_a_layer collectives_of_choosing",
         "formats gradients",
-        "an_engine caches",
+        "an_engine caches kernels",
         "qwen2-8 qwen3_moe-4 olmo3-2 gemma3-4",  # scripts/soak_meshes.py has every family
     ],
 )
