@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -67,6 +68,11 @@ def test_a_file_is_answered_as_by_one_process_though_one_is_killed(model, lines,
     with job("batch", *args) as processes:
         assert [process.end(120)[0] for process in processes] == [0, 0]
     assert out.read_bytes() == one.read_bytes()
+
+
+def test_a_parent_has_no_jax():
+    program = "import sys, xinfer_jax.cli.watch; assert not {'jax', 'numpy'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[1])
 
 
 def test_one_that_never_comes(command, model):
