@@ -29,6 +29,7 @@ _OTHERS = [
     "caches",
     "gradients",
     "kernels",
+    "other_ways",
 ]
 _FAMILIES = [
     "qwen2",

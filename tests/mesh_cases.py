@@ -273,6 +273,27 @@ def gradients() -> None:
             assert leaf.sharding.shard_shape(leaf.shape) == (leaf.shape[0] // 4, leaf.shape[1] // 2)
 
 
+def other_ways() -> None:
+    """Beams, guesses, a kept prefix, no cache at all, on a mesh as on one device."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = written(Path(folder), FAMILIES["qwen3"])
+        one, over = xj.load_model(path, "float32"), xj.load_model(path, "float32", mesh=mesh_of(4))
+    found = []
+    for model in (one, over):
+        tree, prompts = (model.params, model.config), [[1, 2, 3, 1, 2], [4, 5]]
+        beams = xj.beam_search(*tree, prompts[0], max_new_tokens=5, num_beams=3)
+        outs = [
+            xj.generate(*tree, prompts, xj.GenerateOptions(5, eos_token_ids=(), **how))
+            for how in (dict(draft="lookup"), dict(use_cache=False), dict(keep_prefix=True), dict(n=2))
+        ]
+        longer = [[*prompt, *answer, 7] for prompt, answer in zip(prompts, outs[2].tokens, strict=True)]
+        outs.append(
+            xj.generate(*tree, longer, xj.GenerateOptions(5, eos_token_ids=(), prefix=outs[2].prefix))
+        )
+        found.append([beams.sequences, *(out.tokens for out in outs)])
+    assert found[0] == found[1], found
+
+
 def kernels() -> None:
     """Attention by a kernel over a device's heads, in a program for Hopper GPUs, and no kernel elsewhere."""
     selection = kernels_pallas.Selection("mosaic", "an imaginary GPU")
@@ -294,6 +315,7 @@ CALLS = {
     call.__name__: call
     for call in (
         collectives_of_a_layer, collectives_of_choosing, formats, an_engine, caches, gradients, kernels,
+        other_ways,
     )
 }  # fmt: skip
 
