@@ -65,7 +65,7 @@ def job(
         for i in range(come or count):
             given = address, f"--num_processes={count}", f"--process_id={i}", *args, *(each or {}).get(i, ())
             parent = subprocess.Popen(
-                [sys.executable, "-c", program, *given], env=environment, stdin=subprocess.PIPE, text=True,
+                [sys.executable, "-P", "-c", program, *given], env=environment, stdin=subprocess.PIPE, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )  # fmt: skip
             started.append(Process(parent))
