@@ -65,8 +65,8 @@ def job(
         for i in range(come or count):
             given = address, f"--num_processes={count}", f"--process_id={i}", *args, *(each or {}).get(i, ())
             parent = subprocess.Popen(
-                [sys.executable, "-P", "-c", program, *given], env=environment, stdin=subprocess.PIPE, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                [sys.executable, "-P", "-c", program, *given],
+                env=environment, text=True, **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
             )  # fmt: skip
             started.append(Process(parent))
         yield started
