@@ -32,7 +32,7 @@ ROOMS = {
         "own_format", "quantized_formats", "loading",
     ),
     "text": (),
-    "engine": ("scheduler", "device", "requests", "submission", "statistics", "engine"),
+    "engine": ("scheduler", "device", "requests", "statistics", "submission", "engine", "engines"),
     "api": ("bodies", "responses", "scoring"),
     "batch": ("lines", "ledger", "work", "run", "dataset"),
     "cli": (

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..batch.ledger import merge_shards
 from ..batch.run import check_files, generate_file
+from ..engine.engines import device_groups
 from ..errors import InputError
 from ..generation.options import GenerateOptions
 from .answer import sampling_of
@@ -22,6 +23,7 @@ def batch(flags: Any, shard: tuple[int, int] | None) -> int:
         Path(flags.output).resolve(),
     ):
         raise InputError(f"--report={flags.report} is the input or the output: give another file")
+    device_groups(flags.data_parallel)
     keep_compiled_programs("xinfer-jax-batch", flags.compilation_cache)
     checkpoint = open_model(flags.model, flags.dtype, flags.quantize)
     with status("loading the model"):
@@ -39,6 +41,7 @@ def batch(flags: Any, shard: tuple[int, int] | None) -> int:
             score=flags.score, in_order=flags.in_order, shard=shard, stop=stop, grace=flags.grace,
             rows=flags.rows, capacity=flags.capacity, pages=flags.pages, cache_dtype=flags.cache_dtype,
             impl=flags.impl, draft=None if flags.draft == "none" else flags.draft,
+            data_parallel=flags.data_parallel,
         )  # fmt: skip
     status.say(*_said(report))
     if flags.report:

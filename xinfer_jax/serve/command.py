@@ -70,7 +70,8 @@ def _run(argv: Sequence[str]) -> int:
             raise InputError(f"{error.name} is missing: pip install 'xinfer-jax[serve]'") from error
     model = flags.model or "bundled"
     seed = secrets.randbits(32) if flags.seed is None else flags.seed
-    shape = dict(rows=flags.rows, capacity=flags.capacity, pages=flags.pages, cache_dtype=flags.cache_dtype)
+    names = ("data_parallel", "rows", "capacity", "pages", "cache_dtype")
+    shape = {name: getattr(flags, name) for name in names}
     settings = Settings(
         name=flags.served_model_name or Path(model).name, model=model, host=host, port=flags.port,
         api_keys=keys, origins=tuple(flags.allowed_origins), max_waiting=flags.max_waiting,
@@ -94,9 +95,11 @@ def _load(service: Any, flags: Any, failed: list[BaseException]) -> None:
     """The model, then the engine; what breaks it off is left in `failed`."""
     from ..cli.answer import sampling_of
     from ..cli.startup import keep_compiled_programs, open_model
+    from ..engine.engines import device_groups
     from ..generation.options import GenerateOptions
 
     try:
+        device_groups(flags.data_parallel)
         keep_compiled_programs("xinfer-jax-serve", flags.compilation_cache)
         model = open_model(flags.model, flags.dtype, flags.quantize).read()
         service.start(model, GenerateOptions(flags.max_tokens, sampling_of(flags, model)))
