@@ -371,8 +371,8 @@ class Engine(Entrance):
 
     def _number_of_pages(self, page_bytes: int) -> int:
         per_row = pages_for(self.capacity)
-        devices = self.model.params["final_norm"].devices()  # a part of all, which other engines may have
-        memory = memory_bytes() * len(devices) // jax.local_device_count()
+        own = self.model.params["final_norm"].sharding.addressable_devices  # others may have their engines
+        memory = memory_bytes() * len(own) // jax.local_device_count()
         room = int(_SHARE * max(0, memory - self.weight_bytes)) // page_bytes
         return max(per_row + 1, min(2 * self.rows * per_row + 1, room))
 

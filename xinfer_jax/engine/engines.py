@@ -119,9 +119,10 @@ class Engines(Entrance):
         return busy
 
     def __enter__(self) -> Self:
-        for engine in self.engines:
-            if not engine.started:
-                engine.__enter__()
+        with self._lock:
+            for engine in self.engines:
+                if not engine.started:
+                    engine.__enter__()
         return self
 
     def close(self) -> None:
