@@ -53,9 +53,7 @@ def define_engine(program: Program) -> None:
         "capacity", "Tokens of a prompt and its answer. Default: 4096, or the model's limit.", least=2
     )
     program.integer(
-        "pages",
-        "Of 64 tokens each, for all rows of an engine. Default: half of the memory beside the weights.",
-        least=2,
+        "pages", "Of 64 tokens each, of an engine. Default: half of the memory beside the weights.", least=2
     )
     program.choice(
         "cache_dtype", "Keys and values in int8, int4 or a float type. Default: float32 on CPU.",

@@ -358,10 +358,6 @@ class Engine(Entrance):
         for request in requests:
             request.tell()
 
-    def _check_open(self) -> None:
-        if self.error is not None:
-            raise InputError(f"the engine is closed: {self.error}") from self.error
-
     def _queue(self, requests: list[Request]) -> None:
         with self._news:
             self._check_open()

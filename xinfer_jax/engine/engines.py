@@ -84,9 +84,9 @@ class Engines(Entrance):
             engine.name = f"engine {i + 1} of {len(groups)} ({', '.join(map(str, group))})"
         self.room, self.impl, self.switches_at = engine.room, engine.impl, engine.switches_at
         self.rows = len(groups) * engine.rows
-        # Digests of how prompts begin that each engine was given, the least recent first; and how many.
+        # Digests of how prompts begin that each engine was given, the least recent first; and when.
         self._known = [OrderedDict[bytes, None]() for _ in groups]
-        self._given, self._shares = [0] * len(groups), shape.get("prefix_cache", True)
+        self._last, self._shares = [0] * len(groups), shape.get("prefix_cache", True)
         self._lock, self._news = threading.Lock(), threading.Event()
 
     @property
@@ -130,10 +130,6 @@ class Engines(Entrance):
         with ThreadPoolExecutor(len(self.engines)) as pool:  # each ends a window of decoding first
             list(pool.map(Engine.close, self.engines))
 
-    def _check_open(self) -> None:
-        for engine in self.engines:
-            engine._check_open()
-
     def _queue(self, requests: list[Request]) -> None:
         with self._lock:
             self._check_open()
@@ -150,7 +146,7 @@ class Engines(Entrance):
 
     def _choose(self, row: Row, loads: list[int]) -> int:
         """The engine that knows most of how the prompt begins, of those that are not clearly busier than
-        another; of equals the one with the fewest requests, of these the one that was given the fewest.
+        another; of equals the one with the fewest requests, of these the one not given any the longest.
         """
         engine = self.engines[0]
         full = len(row.ids) // PAGE if self._shares else 0
@@ -158,8 +154,8 @@ class Engines(Entrance):
         known = [sum(1 for _ in takewhile(known.__contains__, digests)) for known in self._known]
         most = min(loads) + engine.rows // 2
         free = [i for i, load in enumerate(loads) if load <= most]
-        i = max(free, key=lambda i: (known[i], -loads[i], -self._given[i]))
-        self._given[i] += 1
+        i = max(free, key=lambda i: (known[i], -loads[i], -self._last[i]))
+        self._last[i] = max(self._last) + 1
         for digest in reversed(digests):  # of no use without those before it, which are given up later
             self._known[i][digest] = None
             self._known[i].move_to_end(digest)

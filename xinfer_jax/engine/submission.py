@@ -204,8 +204,9 @@ class Entrance:
         raise NotImplementedError
 
     def _check_open(self) -> None:
-        """Raises InputError where it cannot answer."""
-        raise NotImplementedError
+        for engine in self.engines:
+            if engine.error is not None:
+                raise InputError(f"{engine.name} is closed: {engine.error}") from engine.error
 
     def _queue(self, requests: list[Request]) -> None:
         """Has them answered."""
