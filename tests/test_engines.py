@@ -1,4 +1,4 @@
-"""Several engines behind one queue: what needs devices runs in a process of its own, `two_devices.py`."""
+"""Several engines behind one queue: what needs devices runs in a process of its own, `four_devices.py`."""
 
 import os
 import subprocess
@@ -9,14 +9,15 @@ import jax
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.engine.engines import device_groups, engine_of
+from xinfer_jax.engine.engines import engine_of
+from xinfer_jax.sharding import device_groups
 
 
 @pytest.mark.slow
-def test_on_two_devices():
-    flags = "--xla_force_host_platform_device_count=2"
+def test_on_four_devices():
+    flags = "--xla_force_host_platform_device_count=4"
     environment = os.environ | dict(XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", str(Path(__file__).with_name("two_devices.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", str(Path(__file__).with_name("four_devices.py"))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 

@@ -38,6 +38,7 @@ def define_model(program: Program) -> None:
     program.choice(
         "quantize", "int8 or int4: weights in fewer bytes. Default: as --dtype says.", "int8", "int4"
     )
+    program.text("mesh", "model=N: the model lies over N devices. Default: one.", empty="give model=N")
     program.text(
         "compilation_cache",
         "Directory that keeps compiled programs between runs; empty: none. Default: the user's cache"
@@ -47,7 +48,7 @@ def define_model(program: Program) -> None:
 
 def define_engine(program: Program) -> None:
     """The shape of an engine, for commands that have one."""
-    program.integer("data_parallel", "Engines, each on a device of its own.", default=1, least=1)
+    program.integer("data_parallel", "Engines, each on devices of its own.", default=1, least=1)
     program.integer("rows", "Answers that are decoded at a time, by each engine.", default=8, least=1)
     program.integer(
         "capacity", "Tokens of a prompt and its answer. Default: 4096, or the model's limit.", least=2

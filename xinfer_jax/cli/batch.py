@@ -6,12 +6,11 @@ from typing import Any
 
 from ..batch.ledger import merge_shards
 from ..batch.run import check_files, generate_file
-from ..engine.engines import device_groups
 from ..errors import InputError
 from ..generation.options import GenerateOptions
 from .answer import sampling_of
 from .process import told_first
-from .startup import keep_compiled_programs, open_model
+from .startup import check_devices, keep_compiled_programs, open_model
 from .terminal import status
 
 
@@ -23,9 +22,9 @@ def batch(flags: Any, shard: tuple[int, int] | None) -> int:
         Path(flags.output).resolve(),
     ):
         raise InputError(f"--report={flags.report} is the input or the output: give another file")
-    device_groups(flags.data_parallel)
+    check_devices(flags)
     keep_compiled_programs("xinfer-jax-batch", flags.compilation_cache)
-    checkpoint = open_model(flags.model, flags.dtype, flags.quantize)
+    checkpoint = open_model(flags.model, flags.dtype, flags.quantize, flags.mesh)
     with status("loading the model"):
         model = checkpoint.read()
     if model.tokenizer and not model.tokenizer.chat_template and not (flags.raw or flags.score):

@@ -24,6 +24,7 @@ from ..model.decoder import hidden_states, unembed
 from ..sampling.context import start
 from ..sampling.logprobs import Alternatives, no_alternatives
 from ..sampling.settings import only, per_row
+from ..sharding import lies_over, top_k
 from ..weights.params import Params
 
 WINDOW = 128  # tokens that a row chooses between two looks of the host, at most
@@ -60,9 +61,9 @@ class Device:
         self.config, self.guesses = config, guesses
         self.params, self._rows, self._capacity, self._chunk = params, rows, capacity, chunk
         self._impl, self._do, self._road = impl, do, road(params)(do, impl)
-        norm = params["final_norm"]
-        self._place = norm.device if norm.committed and len(norm.devices()) == 1 else None
-        self.pools: Any = do.make(lambda: empty_pools(config, pages, dtype), self._place)
+        mesh, norm = lies_over(params), params["final_norm"]
+        self._place = norm.device if norm.committed and mesh is None else None
+        self.pools: Any = do.make(lambda: empty_pools(config, pages, dtype, mesh), self._place)
         blank = self._row(*self._nothing, answers=False)
         self.rows: Any = self._put(jax.tree.map(lambda x: x[np.zeros(rows, int)], blank))
 
@@ -71,7 +72,7 @@ class Device:
         return self._put(self._row(call, key_1))
 
     def _put(self, tree: Any) -> Any:
-        """To where a caller has put the parameters."""
+        """To the device that a caller has put the parameters on."""
         return tree if self._place is None else jax.device_put(tree, self._place)
 
     def _row(self, call: Call, key_1: Any, answers: bool = True) -> DecodeState:
@@ -256,7 +257,7 @@ def _score(params, config, tokens_1T, num_tokens_1, cache, target_T, impl):
     def part(pair):
         hidden_TD, target_T = pair
         logprobs_TV = jax.nn.log_softmax(unembed(params, config, hidden_TD), -1)
-        top_TA, id_TA = jax.lax.top_k(logprobs_TV, min(MOST_LOGPROBS, config.vocab_size))
+        top_TA, id_TA = top_k(logprobs_TV, min(MOST_LOGPROBS, config.vocab_size))
         return id_TA, top_TA, jnp.take_along_axis(logprobs_TV, target_T[:, None], 1)[:, 0]
 
     parts = hidden_1TD.reshape(-1, _SCORED, hidden_1TD.shape[-1]), target_T.reshape(-1, _SCORED)

@@ -16,10 +16,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from ..checkpoint.loading import Model
-from ..checks import whole
-from ..errors import InputError
 from ..generation.options import GenerateOutput
 from ..memory import check_memory
+from ..sharding import device_groups, lies_over
 from ..weights.params import Params, tree_bytes
 from .engine import Engine
 from .requests import Request
@@ -27,25 +26,6 @@ from .scheduler import PAGE, Row, chain
 from .submission import Entrance
 
 _LOOK_SECONDS = 0.1  # that `step` waits for news
-
-
-def device_groups(number: int, own: Sequence[jax.Device] | None = None) -> list[list[jax.Device]]:
-    """Devices of so many engines; own: those of the first, and each of the others gets as many.
-
-    Raises:
-        InputError: there are not so many.
-    """
-    own = own or jax.local_devices()[:1]
-    alike = jax.local_devices(backend=own[0].platform)
-    rest, size = [device for device in alike if device not in own], len(own)
-    need, have = whole("data_parallel", number, 1) * size, len(rest) + size
-    if need > have:
-        raise InputError(
-            f"data_parallel={number} takes {need} devices, and there are {have}: ask for"
-            f" {have // size} at most; XLA_FLAGS=--xla_force_host_platform_device_count={need} makes so many"
-            " of a CPU"
-        )
-    return [list(own), *(rest[at : at + size] for at in range(0, need - size, size))]
 
 
 class Engines(Entrance):
@@ -71,9 +51,12 @@ class Engines(Entrance):
         Raises:
             InputError: as `Engine`; there are fewer devices, or too little memory for all.
         """
-        groups = device_groups(data_parallel, _devices(model.params))
-        need = len(groups) * tree_bytes(model.params)
-        check_memory(need, f"the weights, {len(groups)} times,", "ask for fewer engines")
+        place, mesh = getattr(model.params["final_norm"], "sharding", None), lies_over(model.params)
+        own: Any = mesh.devices.flat if mesh else place and place.device_set
+        groups = device_groups(data_parallel, own and list(own))
+        if groups[0][0].platform == "cpu":  # where all have one memory
+            need = len(groups) * tree_bytes(model.params)
+            check_memory(need, f"the weights, {len(groups)} times,", "ask for fewer engines")
 
         def make(group: list[jax.Device]) -> Engine:
             return Engine(dataclasses.replace(model, params=_copied(model.params, group)), **shape)
@@ -170,14 +153,6 @@ AnyEngine = Engine | Engines
 def engine_of(model: Model, data_parallel: int = 1, **shape: Any) -> AnyEngine:
     """One engine, or several."""
     return Engine(model, **shape) if data_parallel == 1 else Engines(model, data_parallel, **shape)
-
-
-def _devices(params: Params) -> list[jax.Device] | None:
-    """Where they lie, in order; None: nowhere yet."""
-    place = getattr(params["final_norm"], "sharding", None)
-    if isinstance(place, NamedSharding):
-        return list(place.mesh.devices.flat)
-    return place and list(place.device_set)
 
 
 def _copied(params: Params, devices: list[jax.Device]) -> Params:

@@ -94,14 +94,13 @@ def _run(argv: Sequence[str]) -> int:
 def _load(service: Any, flags: Any, failed: list[BaseException]) -> None:
     """The model, then the engine; what breaks it off is left in `failed`."""
     from ..cli.answer import sampling_of
-    from ..cli.startup import keep_compiled_programs, open_model
-    from ..engine.engines import device_groups
+    from ..cli.startup import check_devices, keep_compiled_programs, open_model
     from ..generation.options import GenerateOptions
 
     try:
-        device_groups(flags.data_parallel)
+        check_devices(flags)
         keep_compiled_programs("xinfer-jax-serve", flags.compilation_cache)
-        model = open_model(flags.model, flags.dtype, flags.quantize).read()
+        model = open_model(flags.model, flags.dtype, flags.quantize, flags.mesh).read()
         service.start(model, GenerateOptions(flags.max_tokens, sampling_of(flags, model)))
         _say(f"{service.settings.name} is ready (seed {service.settings.seed})")
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Several engines behind one queue: `test_engines.py` runs this in a process that has two devices."""
+"""Several engines behind one queue: `test_engines.py` runs this in a process that has four devices."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax.engine.engines import Engines, _copied
+from xinfer_jax.engine.engines import Engines
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import check_engine_requests
@@ -84,7 +84,7 @@ def test_the_bits_of_one_engine_and_nothing_compiled(several, model):
     assert seen == []
     assert all(map(check_engine_requests.agree, found, expected))
     assert [out.logprobs for out in outs] == [out.logprobs for out in wanted]
-    assert [where(engine) for engine in several.engines] == [{d} for d in jax.devices()]
+    assert [where(engine) for engine in several.engines] == [{d} for d in jax.devices()[:2]]
     each = [engine.stats for engine in several.engines]
     assert all(one.requests > 10 for one in each)
     whole = several.stats
@@ -150,7 +150,7 @@ def test_other_weights_in_all(several, model):
     with compiling.events() as seen:
         several.update(other)
         after = several.generate(ids, options(8))
-    assert seen == [] and [where(engine) for engine in several.engines] == [{d} for d in jax.devices()]
+    assert seen == [] and [where(engine) for engine in several.engines] == [{d} for d in jax.devices()[:2]]
     host = dataclasses.replace(model, params=jax.tree.map(np.asarray, other))
     expected = xj.Engine(host, **SHAPE).generate(ids, options(8))
     tokens = [[out.tokens for out in outs] for outs in (before, after, expected)]
@@ -180,15 +180,19 @@ def test_one_that_breaks_down(unstarted, capsys):
     assert "broke down: ZeroDivisionError" in said
 
 
-def test_a_group_is_as_many_devices_as_the_model_lies_on(model):
-    mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
-    over = jax.device_put(model.params, jax.NamedSharding(mesh, jax.P()))
-    (place,) = {x.sharding for x in jax.tree.leaves(_copied(over, jax.devices()[1:]))}
-    assert place.mesh.axis_names == ("model",) and place.device_set == {jax.devices()[1]}
-    both = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
-    over = jax.device_put(model.params, jax.NamedSharding(both, jax.P()))
-    with pytest.raises(xj.InputError, match=r"data_parallel=2 takes 4 devices, and there are 2: ask for 1"):
-        Engines(dataclasses.replace(model, params=over), 2, **SHAPE)
+def test_on_a_mesh_each_has_devices_of_its_own(checkpoint):
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+    model, ids = xj.load_model(checkpoint, mesh=mesh), [prompt(30 + i, 70 + i) for i in range(6)]
+    expected = xj.Engine(model, **SHAPE).generate(ids, options(12))
+    with Engines(model, 2, **SHAPE) as several:
+        groups = [where(engine) for engine in several.engines]
+        with compiling.events() as seen:
+            found = several.generate(ids, options(12))
+        assert all(engine.stats.requests == 3 for engine in several.engines)
+    assert seen == [] and groups == [{*jax.devices()[:2]}, {*jax.devices()[2:]}]
+    assert [(out.tokens, out.logprobs) for out in found] == [(out.tokens, out.logprobs) for out in expected]
+    with pytest.raises(xj.InputError, match=r"data_parallel=3 takes 6 devices, and there are 4: ask for 2"):
+        Engines(model, 3, **SHAPE)
 
 
 def lines(path: Path, count: int) -> Path:
@@ -245,10 +249,10 @@ def test_the_command_killed_and_started_again(model, checkpoint, tmp_path):
     assert process.returncode == 0 and "were there before" in said, said
     xj.generate_file(model, asked, tmp_path / "one", in_order=True, progress=False, **SHAPE)
     assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()
-    process = start("three", 3)
+    process = start("five", 5)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 2 and said.count("\n") == 1
-    assert "data_parallel=3 takes 3 devices, and there are 2: ask for 2 at most; XLA_FLAGS=" in said
+    assert "data_parallel=5 takes 5 devices, and there are 4: ask for 4 at most; XLA_FLAGS=" in said
 
 
 def test_a_server(model):
