@@ -12,7 +12,6 @@ from pathlib import Path
 
 import compiling
 import jax
-import numpy as np
 import pytest
 import tiny
 
@@ -47,7 +46,9 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(checkpoint) -> xj.Model:
-    return xj.load_model(checkpoint)
+    """On the first device, so that one engine has the programs of the first of several."""
+    loaded = xj.load_model(checkpoint)
+    return dataclasses.replace(loaded, params=jax.device_put(loaded.params, jax.devices()[0]))
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +152,8 @@ def test_other_weights_in_all(several, model):
         several.update(other)
         after = several.generate(ids, options(8))
     assert seen == [] and [where(engine) for engine in several.engines] == [{d} for d in jax.devices()[:2]]
-    host = dataclasses.replace(model, params=jax.tree.map(np.asarray, other))
-    expected = xj.Engine(host, **SHAPE).generate(ids, options(8))
+    alone = dataclasses.replace(model, params=jax.device_put(other, jax.devices()[0]))
+    expected = xj.Engine(alone, **SHAPE).generate(ids, options(8))
     tokens = [[out.tokens for out in outs] for outs in (before, after, expected)]
     assert tokens[0] != tokens[1] == tokens[2]
     several.update(model.params)
@@ -180,9 +181,12 @@ def test_one_that_breaks_down(unstarted, capsys):
     assert "broke down: ZeroDivisionError" in said
 
 
-def test_on_a_mesh_each_has_devices_of_its_own(checkpoint):
-    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
-    model, ids = xj.load_model(checkpoint, mesh=mesh), [prompt(30 + i, 70 + i) for i in range(6)]
+def test_on_a_mesh_each_has_devices_of_its_own(tmp_path):
+    path, mesh = (
+        tiny.write(tmp_path, HF | dict(num_hidden_layers=1)),
+        jax.make_mesh((2,), ("model",), devices=jax.devices()[:2]),
+    )
+    model, ids = xj.load_model(path, mesh=mesh), [prompt(30 + i, 70 + i) for i in range(6)]
     expected = xj.Engine(model, **SHAPE).generate(ids, options(12))
     with Engines(model, 2, **SHAPE) as several:
         groups = [where(engine) for engine in several.engines]
