@@ -21,6 +21,7 @@ class Card:
     link_gbs: float  # to the other cards, in each direction
     tflops: float  # of products in bfloat16
     float32_tflops: float  # in full
+    round_us: float = 0  # that an all-reduce takes however small: not measured
 
     def mesh(self, devices: int = 1, axis: str = "one") -> jax.sharding.Mesh:
         """Of so many, to compile for."""

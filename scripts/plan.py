@@ -3,9 +3,10 @@ nothing is faster than.
 
     python scripts/plan.py --model=qwen2.5-72b --devices=8xh200 --context=32768 --rows=64 --weights=int8
 
-The model is a built-in shape or a directory with config.json; its weights lie over the mesh of an engine
-whose rows are full. Temporaries are those of its programs, compiled for such devices, where jax's CUDA plug-in is
-(`pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc`; no GPU, no driver).
+The model is a built-in shape or a directory with config.json, in an engine over a mesh of the devices, whose
+rows are full. Times are what bytes and arithmetic take at the rates of data sheets. Temporaries are those of
+the engine's programs, compiled for such devices where jax's CUDA plug-in is: no GPU and no driver, but `pip
+install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc`.
 """
 
 from one_line import InputError, start
@@ -41,12 +42,12 @@ TEMPORARIES = flags.DEFINE_bool("temporaries", True, "Compile the programs, for 
 FRACTION = flags.DEFINE_float(
     "memory_fraction", 0.75, "Of the memory that jax takes: XLA_PYTHON_CLIENT_MEM_FRACTION.", 0, 1
 )
-ROUND_US = flags.DEFINE_float("round_us", 0, "Microseconds of an all-reduce however small.", 0)
 OVERRIDES = {
     field: flags.DEFINE_float(field, None, f"In place of the device's: {what}.", 1e-3)
     for field, what in dict(
         memory_gib="GiB", memory_gbs="GB/s of its memory", link_gbs="GB/s to others, in each direction",
         tflops="TFLOP/s in bfloat16", float32_tflops="TFLOP/s in float32",
+        round_us="microseconds of an all-reduce however small",
     ).items()
 }  # fmt: skip
 GIB = 2**30
@@ -64,8 +65,8 @@ def main(argv: list[str]) -> None:
         f" {job.context:,} tokens, {job.pages:,} pages in {kv}"
     )
     print(
-        f"{DEVICES.value}: {room(card) / GIB:.0f} of {card.memory_gib:.0f} GiB ({FRACTION.value:.0%}),"
-        f" {card.memory_gbs:,.0f} GB/s, {job.rate(card) / 1e12:,.0f} TFLOP/s, links {card.link_gbs:,.0f} GB/s"
+        f"{DEVICES.value}, each {room(card) / GIB:.0f} GiB ({FRACTION.value:.0%} of {card.memory_gib:g}),"
+        f" {card.memory_gbs:,.0f} GB/s, {card.tflops:,.0f} TFLOP/s, links {card.link_gbs:,.0f} GB/s"
     )
     what_fits(job, n, devices, card)
     what_takes_time(job, n, card)
@@ -106,26 +107,22 @@ def room(card: Card) -> float:
 
 def what_fits(job: figures.Job, n: int, devices: int, card: Card) -> None:
     """A line for each mesh, and for the smallest that holds it."""
-    able, compiled_for, unknown = figures.meshes(job), None, ""
+    able, compiled_for, unknown = figures.meshes(job), card if TEMPORARIES.value else None, ""
     try:
-        if TEMPORARIES.value:
-            figures.temporaries(job, n, card)
-            compiled_for = card
+        figures.held(job, n, compiled_for)
     except RuntimeError as error:
-        unknown = (
-            f"Temporaries are not known ({str(error).splitlines()[0]}): scripts/plan.py says what to install"
-        )
+        compiled_for, why = None, str(error).splitlines()[0]
+        unknown = f"Temporaries are not known ({why}): scripts/plan.py says what to install"
     smallest = figures.smallest(job, room(card), compiled_for)
     print("\nGiB a device   weights    pages  temporary     free   rows that fit")
-    for m in [m for m in able if m <= devices or m == smallest]:
+    for m in (m for m in able if m <= devices or m == smallest):
         held = figures.held(job, m, compiled_for if m in (n, smallest) else None)
         free = room(card) - held.together
         sizes = f"{held.weights / GIB:10.1f}{held.pages / GIB:9.1f}"
-        temporary = "not known" if held.temporaries is None else f"{held.temporaries / GIB:.1f}"
+        temporary = "" if held.temporaries is None else f"{held.temporaries / GIB:.1f}"
         rows = max(0, job.rows + int(free // held.row))
         print(f"model={m:<6}{sizes}{temporary:>11}{free / GIB:9.1f}{rows:16,}")
-    if unknown:
-        print(unknown)
+    print(unknown, end="\n" * bool(unknown))
     if smallest is None:
         most = figures.MOST_DEVICES
         print(f"No mesh of up to {most} devices holds it: ask for fewer rows or a smaller context")
@@ -141,7 +138,7 @@ def what_takes_time(job: figures.Job, n: int, card: Card) -> None:
         (f"a token of {job.rows} rows", figures.decoding, job.rows),
         (f"a prompt of {job.context:,} tokens", figures.reading, job.context),
     ):
-        least = limit(job, n, card, ROUND_US.value / 1e6)
+        least = limit(job, n, card)
         times = least.memory, least.compute, least.links, least.together
         print(f"{what:28}{''.join(f'{1e3 * t:9,.1f}' for t in times)}{tokens / least.together:11,.0f}")
     if widened := figures.widened(job, n):

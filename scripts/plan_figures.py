@@ -2,11 +2,9 @@
 and temporaries of its programs, compiled for GPUs that need not be here.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,8 +19,8 @@ from xinfer_jax.cache.quantized import KV_BITS, vector_bytes
 from xinfer_jax.config.model_config import ModelConfig
 from xinfer_jax.model.decoder import hidden_states, layer_kinds, unembed
 from xinfer_jax.model.greedy import argmax
-from xinfer_jax.weights.params import Params, check_quantize, param_specs, tree_bytes
-from xinfer_jax.weights.quantized import METHODS, GroupedWeight, is_quantized, quantized_form
+from xinfer_jax.weights.params import Params, ParamSpec, check_quantize, param_specs, tree_bytes
+from xinfer_jax.weights.quantized import METHODS, quantized_form
 
 WEIGHTS = ("float32", "bfloat16", *METHODS)
 MOST_DEVICES = 128
@@ -43,10 +41,6 @@ class Job:
     def dtype(self) -> Any:
         """Of activations."""
         return jnp.float32 if self.weights == "float32" else jnp.bfloat16
-
-    def rate(self, card: Card) -> float:
-        """FLOP/s of its products."""
-        return 1e12 * (card.float32_tflops if self.weights == "float32" else card.tflops)
 
     @property
     def kv(self) -> Any:
@@ -95,16 +89,13 @@ class Least:
 
 def undivided(job: Job, n: int) -> str:
     """What n devices do not divide, by name; "": they do."""
-    config = job.config
-    sizes = dict(num_attention_heads=config.num_attention_heads, vocab_size=config.vocab_size)
-    if config.num_experts:
-        sizes["num_experts"] = config.num_experts
-    if not all(config.layer_experts) or not config.layer_experts:
-        sizes["intermediate_size"] = config.intermediate_size
-    bad = [f"{name} {size}" for name, size in sizes.items() if size % n]
+    config, names = job.config, ["num_attention_heads", "vocab_size", "num_experts"]
+    if False in (config.layer_experts or (False,)):
+        names.append("intermediate_size")
+    bad = [name for name in names if getattr(config, name) % n]
     if config.num_key_value_heads % n and n % config.num_key_value_heads:
-        bad.append(f"num_key_value_heads {config.num_key_value_heads}")
-    return ", ".join(bad)
+        bad.append("num_key_value_heads")
+    return ", ".join(f"{name} {getattr(config, name)}" for name in bad)
 
 
 def meshes(job: Job) -> list[int]:
@@ -113,7 +104,7 @@ def meshes(job: Job) -> list[int]:
 
 
 def part(config: ModelConfig, n: int) -> ModelConfig:
-    """What one of n devices has; key heads are repeated where there are fewer than devices."""
+    """What one of n devices has; key heads are repeated where devices outnumber them."""
     return dataclasses.replace(
         config,
         vocab_size=config.vocab_size // n,
@@ -124,26 +115,26 @@ def part(config: ModelConfig, n: int) -> ModelConfig:
     )
 
 
-def forms(config: ModelConfig, weights: str, dtype: Any) -> Params:
-    """Shapes and types of the parameters as `load_model` makes them."""
-    quantize = weights if weights in METHODS else None
-    check_quantize(config, quantize)
+@functools.lru_cache
+def own_weights(job: Job, n: int) -> Params:
+    """Shapes and types of what each of n devices has of the parameters."""
+    quantize = job.weights if job.weights in METHODS else None
+    check_quantize(job.config, quantize)
 
-    def form(spec: Any) -> Any:
+    def form(spec: ParamSpec) -> Any:
         if quantize and len(spec.shape) > 1:
             return quantized_form(spec.shape, spec.hf_name, quantize)
-        return jax.ShapeDtypeStruct(spec.shape, dtype)
+        return jax.ShapeDtypeStruct(spec.shape, job.dtype)
 
-    return jax.tree.map(form, param_specs(config))
+    return jax.tree.map(form, param_specs(part(job.config, n)))
 
 
 def widened(job: Job, n: int) -> int:
-    """Bytes that each device writes and reads again in a pass, as a GPU's products want bfloat16: XLA widens
-    int8 with a scale per output within them, groups before.
+    """Bytes that each device writes and reads again in a pass: on a GPU XLA makes bfloat16 of int4 in memory
+    before a product, of int8 within it.
     """
-    params = forms(part(job.config, n), job.weights, job.dtype)
-    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
-    return sum(4 * math.prod(leaf.shape) for leaf in leaves if isinstance(leaf, GroupedWeight))
+    leaves = jax.tree.leaves(own_weights(job, n))
+    return sum(2 * 2 * 2 * x.size for x in leaves if x.dtype == jnp.uint8 and x.ndim == 3)  # two in a byte
 
 
 def count(config: ModelConfig) -> int:
@@ -156,10 +147,13 @@ def count(config: ModelConfig) -> int:
 
 def held(job: Job, n: int, card: Card | None = None) -> Held:
     """By each of n devices; temporaries where a card is given to compile them for."""
-    config = part(job.config, n)
-    page = cache_bytes(config, 1, PAGE, job.kv)
-    weights = tree_bytes(forms(config, job.weights, job.dtype))
-    return Held(weights, page * job.pages, page * job.pages_of_a_row, card and temporaries(job, n, card))
+    page = cache_bytes(part(job.config, n), 1, PAGE, job.kv)
+    return Held(
+        tree_bytes(own_weights(job, n)),
+        page * job.pages,
+        page * job.pages_of_a_row,
+        card and temporaries(job, n, card),
+    )
 
 
 def smallest(job: Job, room: float, card: Card | None = None) -> int | None:
@@ -181,39 +175,38 @@ def all_reduces(job: Job, tokens: int) -> list[tuple[int, jax.ShapeDtypeStruct]]
     return found
 
 
-def sent(job: Job, n: int, tokens: int) -> float:
-    """Bytes that each of n devices in a ring sends for them."""
-    return 2 * (n - 1) / n * sum(count * tree_bytes(x) for count, x in all_reduces(job, tokens))
-
-
 # --- times that nothing is faster than ----------------------------------------------------------------------
 
 
-def decoding(job: Job, n: int, card: Card, round_seconds: float) -> Least:
+def decoding(job: Job, n: int, card: Card) -> Least:
     """A token of every row."""
     flop = decode_work(job.config, 0, 0, [job.context - 1] * job.rows, 1).flop
-    keys = job.rows * _seen(job, n, job.context)
-    return _least(job, n, card, round_seconds, _weights_moved(job, n, job.rows) + keys, flop, job.rows)
+    moved = _weights_moved(job, n, job.rows) + job.rows * _seen(job, n, job.context)
+    return _least(job, n, card, 1, job.rows, moved, flop)
 
 
-def reading(job: Job, n: int, card: Card, round_seconds: float) -> Least:
+def reading(job: Job, n: int, card: Card) -> Least:
     """A prompt as long as a row, by chunks."""
-    chunks = -(-job.context // job.chunk)
-    keys = sum(_seen(job, n, min((i + 1) * job.chunk, job.context)) for i in range(chunks))
-    moved = chunks * _weights_moved(job, n, job.chunk) + keys
-    flop = prefill_work(job.config, 0, [job.context]).flop
-    return _least(job, n, card, round_seconds * chunks, moved, flop, job.context)
+    flop, ends = (
+        prefill_work(job.config, 0, [job.context]).flop,
+        range(job.chunk, job.context + job.chunk, job.chunk),
+    )
+    moved = sum(_weights_moved(job, n, job.chunk) + _seen(job, n, min(end, job.context)) for end in ends)
+    return _least(job, n, card, len(ends), job.context, moved, flop)
 
 
-def _least(job: Job, n: int, card: Card, round_seconds: float, moved: float, flop: float, tokens: int):
-    rounds = sum(count for count, _ in all_reduces(job, tokens)) * round_seconds if n > 1 else 0
-    links = sent(job, n, tokens) / card.link_gbs / 1e9 + rounds
-    return Least(moved / card.memory_gbs / 1e9, flop / n / job.rate(card), links)
+def _least(job: Job, n: int, card: Card, passes: int, tokens: int, moved: float, flop: float) -> Least:
+    reduced = all_reduces(job, tokens)
+    sent = 2 * (n - 1) / n * sum(count * tree_bytes(x) for count, x in reduced)  # by each in a ring
+    waited = passes * sum(count for count, _ in reduced) * card.round_us / 1e6 if n > 1 else 0
+    rate = card.float32_tflops if job.weights == "float32" else card.tflops
+    return Least(moved / card.memory_gbs / 1e9, flop / n / rate / 1e12, sent / card.link_gbs / 1e9 + waited)
 
 
+@functools.lru_cache
 def _weights_moved(job: Job, n: int, tokens: int) -> float:
     """Bytes that each device reads in a pass over so many tokens, and writes where it widens them."""
-    params = forms(part(job.config, n), job.weights, job.dtype)
+    params = own_weights(job, n)
     experts = tree_bytes([layer.get("experts", ()) for layer in params["layers"]])
     asked = bytes_per_pass(params) - (1 - experts_asked(job.config, tokens)) * experts
     return asked + widened(job, n)
@@ -237,55 +230,46 @@ def temporaries(job: Job, n: int, card: Card) -> int:
     Raises:
         RuntimeError: jax's CUDA plug-in is not here, or no ptxas.
     """
-    kinds = len(_kinds(job.config))
-    pairs = zip(*(_compiled(_shortened(job, times), n, card) for times in (1, 2)), strict=True)
-    return max(a + max(b - a, 0) * (job.config.num_hidden_layers - kinds) // kinds for a, b in pairs)
+    mesh, most = card.mesh(), 0
+    for shape in ((job.rows, 1), (1, job.chunk)):
+        one, two = (temporary(shortened(job, times), mesh, n, *shape) for times in (1, 2))
+        kinds = shortened(job, 1).config.num_hidden_layers
+        most = max(most, one + max(two - one, 0) * (job.config.num_hidden_layers - kinds) // kinds)
+    return most
 
 
-def _kinds(config: ModelConfig) -> tuple[int, ...]:
-    """The first layer of each kind."""
-    kinds = list(zip(layer_kinds(config), config.layer_experts or layer_kinds(config), strict=True))
-    return tuple(dict.fromkeys(map(kinds.index, kinds)))
-
-
-def _shortened(job: Job, times: int) -> Job:
-    layers = _kinds(job.config) * times
-    changes: dict[str, Any] = dict(num_hidden_layers=len(layers))
-    for name in ("layer_windows", "layer_rope", "layer_experts"):
-        of_layer = getattr(job.config, name)
-        changes[name] = tuple(of_layer[i] for i in layers) if of_layer else ()
-    return dataclasses.replace(job, config=dataclasses.replace(job.config, **changes))
-
-
-def _compiled(job: Job, n: int, card: Card) -> list[int]:
-    """Bytes of temporaries: of decoding, and of reading a piece of a prompt."""
-    config, mesh, shape = part(job.config, n), card.mesh(), jax.ShapeDtypeStruct
-    everywhere, found = NamedSharding(mesh, PartitionSpec()), []
-    params = forms(config, job.weights, job.dtype)
-    pools = jax.eval_shape(lambda: empty_pools(config, job.pages, job.kv))
-    for rows, tokens in ((job.rows, 1), (1, job.chunk)):
-        table = shape((rows, job.pages_of_a_row), jnp.int32)
-        args = params, pools, shape((rows, tokens), jnp.int32), table, shape((rows,), jnp.int32)
-        args = jax.tree.map(lambda x: shape(x.shape, x.dtype, sharding=everywhere), args)
-        with compiling_for(mesh):
-            program = jax.jit(_steps, static_argnums=0, donate_argnums=2).lower(config, *args).compile()
-        found.append(program.memory_analysis().temp_size_in_bytes)
-    return found
-
-
-@contextlib.contextmanager
-def compiling_for(mesh: jax.sharding.Mesh) -> Iterator[None]:
-    """Devices that are not here: what is compiled for them stays out of the cache, where no process could load
-    it.
-    """
+def temporary(job: Job, mesh: jax.sharding.Mesh, n: int, rows: int, tokens: int) -> int:
+    """Bytes of one program, which stays out of the compilation cache: no process could load it."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = jax.config.values[name]
     jax.config.update(name, math.inf)
     try:
         with jax.default_device(mesh.devices.flat[0]), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            yield
+            return lowered(job, mesh, n, rows, tokens).compile().memory_analysis().temp_size_in_bytes
     finally:
         jax.config.update(name, before)
+
+
+def shortened(job: Job, times: int) -> Job:
+    """With so many layers of each kind."""
+    kinds = list(
+        zip(layer_kinds(job.config), job.config.layer_experts or layer_kinds(job.config), strict=True)
+    )
+    layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)] * times
+    changes: dict[str, Any] = dict(num_hidden_layers=len(layers))
+    for name in ("layer_windows", "layer_rope", "layer_experts"):
+        changes[name] = tuple(getattr(job.config, name)[i] for i in layers if getattr(job.config, name))
+    return dataclasses.replace(job, config=dataclasses.replace(job.config, **changes))
+
+
+def lowered(job: Job, mesh: jax.sharding.Mesh, n: int, rows: int, tokens: int) -> Any:
+    """A program of passes over so many tokens of so many rows, for one of n devices."""
+    form, everywhere, config = jax.ShapeDtypeStruct, NamedSharding(mesh, PartitionSpec()), part(job.config, n)
+    pools = jax.eval_shape(lambda: empty_pools(config, job.pages, job.kv))
+    small = (form(shape, jnp.int32) for shape in ((rows, tokens), (rows, job.pages_of_a_row), (rows,)))
+    args = own_weights(job, n), pools, *small
+    args = jax.tree.map(lambda x: form(x.shape, x.dtype, sharding=everywhere), args)
+    return jax.jit(_steps, static_argnums=0, donate_argnums=2).lower(config, *args)
 
 
 def _steps(config: ModelConfig, params, pools, tokens_BT, table_BP, length_B):
