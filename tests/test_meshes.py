@@ -1,7 +1,9 @@
-"""Rows divided over devices: inside `jax.shard_map`, with its check of what differs between them, and by the
-types of a mesh's axes. Programs are traced here; one runs on two devices, in a process of its own.
+"""A model over a mesh, on virtual devices in processes of their own (mesh_cases.py). And rows divided over
+devices by a caller: inside `jax.shard_map`, with its check of what differs between them, and by the types of
+a mesh's axes; programs are traced here, one runs on two devices.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -11,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from test_identities import QWEN
 
 import xinfer_jax as xj
 from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.sharding import spec
 
 CONFIG = from_hf(QWEN | dict(num_hidden_layers=1))
 ROWS, SAME = PartitionSpec("rows"), PartitionSpec()
@@ -76,14 +79,77 @@ def main():
     jax.tree.map(np.testing.assert_array_equal, *outs)
 
 
+def on_devices(count: int, program: Path, *arguments: str) -> str:
+    """What a program prints on virtual devices."""
+    flags = f"--xla_force_host_platform_device_count={count}"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, program, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=600)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    return done.stdout.decode()
+
+
 @pytest.mark.slow
 def test_on_two_devices():
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "JAX_PLATFORMS": "cpu",
-    }
-    done = subprocess.run([sys.executable, Path(__file__)], env=environment, capture_output=True, timeout=300)
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    on_devices(2, Path(__file__))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cases",
+    [
+        "collectives_of_a_layer collectives_of_choosing",
+        "formats gradients",
+        "an_engine caches",
+        "qwen2-8 qwen3_moe-4 olmo3-2 gemma3-4",  # scripts/soak_meshes.py has every family
+    ],
+)
+def test_a_model_over_a_mesh(cases):
+    wrong = json.loads(
+        on_devices(8, Path(__file__).with_name("mesh_cases.py"), *cases.split()).splitlines()[-1]
+    )
+    assert not any(wrong.values()), "\n".join(wrong.values())
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((1,), ("model",))
+
+
+def test_how_parameters_lie(mesh):
+    """Outputs of what takes hidden states, inputs of what gives them back, rows of the vocabulary."""
+    found = jax.tree.map(lambda place: tuple(place.spec), xj.shardings(CONFIG, mesh))
+    layer = found["layers"][0]
+    assert (
+        layer["q"] == layer["gate"] | {"bias": ("model",)} == {"weight": ("model", None), "bias": ("model",)}
+    )
+    assert layer["o"] == layer["down"] == {"weight": (None, "model")}
+    assert found["embed"]["weight"] == ("model", None) and found["final_norm"] == (None,)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda mesh: xj.shardings(CONFIG, "model"), "mesh must be a jax.sharding.Mesh with an axis 'model'"),
+        (lambda mesh: xj.shardings(CONFIG, jax.make_mesh((1,), ("rows",))), r"got \['rows'\]"),
+        (lambda mesh: xj.shardings(CONFIG, mesh, fsdp="data"), "fsdp='data' is no axis of the mesh"),
+        (lambda mesh: xj.shardings(CONFIG, mesh, fsdp="model"), "'model' can be used once"),
+        (lambda mesh: xj.load_model(mesh=4), "mesh must be a jax.sharding.Mesh .* got int"),
+        (lambda mesh: spec(("heads",), (6,), AbstractMesh((4,), ("model",))), "heads has 6, which 4 devices"),
+    ],
+)
+def test_what_cannot_lie_over_a_mesh(mesh, call, message):
+    with pytest.raises(xj.InputError, match=message):
+        call(mesh)
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [("model=9", "needs 9 devices, and 1 are here: XLA_FLAGS"), ("data=2", "'data=2' is not model=N")],
+)
+def test_the_flag(command, flag, message):
+    code, _, said = command(f"--mesh={flag}", "--prompt=a")
+    assert code == 2 and message in said and len(said.splitlines()) == 1
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[1]
 # A module imports only modules that come before it: the rooms in this order, in a room its files. A new one
 # takes its place here.
 ROOMS = {
-    "": ("errors", "brief", "checks", "memory", "host", "stats"),
+    "": ("errors", "brief", "checks", "memory", "host", "stats", "sharding"),
     "config": ("values", "rope", "families", "model_config"),
-    "weights": ("products", "quantized", "params"),
+    "weights": ("products", "quantized", "params", "layout"),
     "cache": ("quantized", "kinds", "paged", "kv_cache", "fingerprint", "prefix", "prefix_files"),
     "model": ("layers", "experts", "attention", "decoder", "greedy"),
     "sampling": (
@@ -29,7 +29,7 @@ ROOMS = {
     ),
     "checkpoint": (
         "files", "template_work", "chat_template", "tokenizer", "escaping", "detokenizer", "tensors",
-        "own_format", "quantized_formats", "loading",
+        "own_format", "quantized_formats", "spread", "loading",
     ),
     "text": (),
     "engine": ("scheduler", "device", "requests", "submission", "statistics", "engine"),

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         generate_text as generate_text,
         stream_text as stream_text,
     )
+    from .weights.layout import shardings as shardings
     from .weights.params import init_params as init_params
 
 __version__: str
@@ -67,6 +68,7 @@ _HOMES = {
     "model.decoder": ("embed_tokens", "forward", "hidden_states", "unembed"),
     "generation.options": ("GenerateOptions", "GenerateOutput"),
     "weights.params": ("init_params",),
+    "weights.layout": ("shardings",),
     "cache.prefix": ("Prefix",),
     "cache.prefix_files": ("load_prefix", "save_prefix"),
     "config.rope": ("RopeConfig",),

@@ -7,15 +7,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import ArrayLike
 
 from ..brief import Brief
 from ..config.model_config import ModelConfig
 from ..errors import InputError, shown
 from ..memory import check_memory
+from ..sharding import SAME, share
+from ..weights.layout import checked_mesh
 from ..weights.params import resolve_dtype
 from .kinds import Contiguous, Ring, slots_of
-from .quantized import KV_BITS, QuantizedKV, empty, vector_bytes
+from .quantized import KV_BITS, QuantizedKV, empty, over_heads, vector_bytes
 
 
 @jax.tree_util.register_dataclass
@@ -59,13 +62,16 @@ class KVCache(Brief):
         return min(layer.most_at_once for layer in self.layers)
 
 
-def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: Any = None) -> KVCache:
+def init_cache(
+    config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: Any = None, mesh: Mesh | None = None
+) -> KVCache:
     """An empty cache. A sliding layer keeps window + `RING_SLACK` - 1 slots, rounded up, if that is less.
 
     Args:
         config, batch: the model, and rows (B).
         capacity: tokens each row can hold; S is that, rounded up to a multiple of 8.
         dtype: of K and V, or "int8", "int4" or "gear"; None: float32 on CPU, bfloat16 on GPU and TPU.
+        mesh: over whose axis "model" it lies, by key heads, as the parameters do.
 
     Raises:
         InputError: batch or capacity below 1; more than the memory there is; or, with rope type `dynamic` or
@@ -87,29 +93,35 @@ def init_cache(config: ModelConfig, batch: int = 1, capacity: int = 256, dtype: 
             f"rope type 'longrope' changes its factors beyond {limit} tokens, so cached keys would no longer"
             f" fit: for a cache of capacity {capacity}, fix them by with_fixed_rope, as generate does"
         )
+    mesh = None if mesh is None else checked_mesh(mesh)
     dtype = dtype if isinstance(dtype, str) and dtype in KV_BITS else resolve_dtype(dtype)
     what = f"keys and values of {batch} rows of {capacity} tokens"
     remedy = "ask for less capacity, fewer rows, or a smaller cache dtype"
-    check_memory(cache_bytes(config, batch, capacity, dtype), what, remedy)
-    layers = empty_layers(config, batch, capacity, dtype)
+    check_memory(int(share(mesh) * cache_bytes(config, batch, capacity, dtype)), what, remedy)
+    layers = empty_layers(config, batch, capacity, dtype, mesh)
     forgets = any(isinstance(layer, Ring) for layer in layers)
     counts = (np.zeros(batch, kind) for kind in (np.int32, bool, np.int32))
-    length_B, overflow_B, reached_B = map(jax.device_put, counts)  # from the host: nothing to compile
+    place = mesh and NamedSharding(mesh, SAME)
+    length_B, overflow_B, reached_B = jax.device_put(tuple(counts), place)  # nothing to compile
     return KVCache(layers, length_B, overflow_B, reached_B if forgets else None)
 
 
-def empty_layers(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> tuple[Contiguous, ...]:
+def empty_layers(
+    config: ModelConfig, batch: int, capacity: int, dtype: Any, mesh: Mesh | None = None
+) -> tuple[Contiguous, ...]:
     """What `init_cache` makes for each layer; dtype: a float type or a name in `KV_BITS`."""
     K, H = config.num_key_value_heads, config.head_dim
     return tuple(
-        _empty_layer((batch, K, slots_of(window, capacity), H), window, capacity, dtype)
+        _empty_layer((batch, K, slots_of(window, capacity), H), window, capacity, dtype, mesh)
         for window in config.layer_windows
     )
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _empty_layer(shape: tuple[int, ...], window: int | None, capacity: int, dtype: Any) -> Contiguous:
-    k, v = (empty(shape, dtype) for _ in "kv")
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _empty_layer(
+    shape: tuple[int, ...], window: int | None, capacity: int, dtype: Any, mesh: Any
+) -> Contiguous:
+    k, v = over_heads(tuple(empty(shape, dtype) for _ in "kv"), mesh)
     return (Ring if shape[2] < capacity else Contiguous)(k, v, window, capacity)
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from ..config.model_config import ModelConfig
 from .kinds import Contiguous
-from .quantized import by_slot, empty, part
+from .quantized import by_slot, empty, over_heads, part
 
 PAGE = 64  # positions of a page
 _MOST = 512  # keys gathered at a time: 1,024 took three to six times as long on CPU
@@ -65,13 +66,15 @@ class Paged(Contiguous):
         return by_slot(gathered, x)
 
 
-def empty_pools(config: ModelConfig, pages: int, dtype: Any) -> tuple[tuple[Any, Any], ...]:
-    """(k, v) of each layer, zeros; dtype: a float type, "int8" or "int4"."""
+def empty_pools(
+    config: ModelConfig, pages: int, dtype: Any, mesh: Mesh | None = None
+) -> tuple[tuple[Any, Any], ...]:
+    """(k, v) of each layer, zeros; dtype: a float type, "int8" or "int4"; mesh: as in `init_cache`."""
     shape = (pages, config.num_key_value_heads, PAGE, config.head_dim)
-    return tuple(_empty_pools(shape, dtype) for _ in range(config.num_hidden_layers))
+    return tuple(_empty_pools(shape, dtype, mesh) for _ in range(config.num_hidden_layers))
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _empty_pools(shape: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
-    k, v = (empty(shape, dtype) for _ in "kv")
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _empty_pools(shape: tuple[int, ...], dtype: Any, mesh: Mesh | None) -> tuple[Any, Any]:
+    k, v = over_heads((empty(shape, dtype), empty(shape, dtype)), mesh)
     return k, v

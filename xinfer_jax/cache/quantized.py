@@ -13,11 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas import varying_as
 
 from ..brief import Brief
 from ..errors import InputError
+from ..sharding import SAME, spec
 
 KV_BITS = {"int8": 8, "int4": 4, "gear": 4}
 _RANK = 4  # directions of the low-rank part
@@ -85,6 +87,23 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
     values = jnp.zeros((B, K, S, H * bits // 8 + apart), jnp.uint8)
     scale = jnp.zeros((B, K, S, 2 + apart + rank), jnp.float16)
     return QuantizedKV(values, scale, jnp.zeros((B, K, rank, H)) if rank else None, bits)
+
+
+def cache_specs(tree: Any, mesh: Any) -> Any:
+    """How a cache, or parts of it, lie over a mesh: keys and values by heads, on axis 1."""
+
+    def of(x: Any) -> PartitionSpec:
+        return spec(("rows", "kv_heads", None, None), x.shape, mesh) if x.ndim == 4 else SAME
+
+    return jax.tree.map(of, tree)
+
+
+def over_heads(tree: Any, mesh: Mesh | None) -> Any:
+    """Keys and values laid out by `cache_specs`, in a traced function."""
+    if mesh is None:
+        return tree
+    places = jax.tree.map(partial(NamedSharding, mesh), cache_specs(tree, mesh))
+    return lax.with_sharding_constraint(tree, places)
 
 
 def vector_bytes(width: int, dtype: Any) -> int:

@@ -11,13 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from ..brief import mib
 from ..config.model_config import ModelConfig, from_hf
 from ..errors import InputError, few
 from ..host import aligned, by_blocks
 from ..sampling.generation_config import check_generation_config
+from ..sharding import MODEL, share
 from ..stats import LoadStats
+from ..weights.layout import checked_mesh
 from ..weights.params import (
     Params,
     ParamSpec,
@@ -27,10 +30,11 @@ from ..weights.params import (
     resolve_dtype,
     tree_bytes,
 )
-from ..weights.quantized import check_method, is_quantized, quantized_form, quantized_leaf
+from ..weights.quantized import check_method, group_for, is_quantized, quantized_form, quantized_leaf
 from .files import checkpoint_dir, is_there, read_json
 from .own_format import OwnFormat, Part
 from .quantized_formats import FileFormat, read_format
+from .spread import Cut, cut_of, part_of, spread, whole_form, with_heads_for
 from .tensors import StoredTensor, open_tensors
 from .tokenizer import Tokenizer, eos_ids
 
@@ -93,7 +97,10 @@ class Checkpoint:
 
 
 def load_model(
-    path_or_repo_id: str | Path | None = None, dtype: Any = None, quantize: str | None = None
+    path_or_repo_id: str | Path | None = None,
+    dtype: Any = None,
+    quantize: str | None = None,
+    mesh: Mesh | None = None,
 ) -> Model:
     """Loads a Hugging Face checkpoint.
 
@@ -102,15 +109,21 @@ def load_model(
             or a hub name owner/name; None: the bundled checkpoint. Quantized ones stay as they are stored.
         dtype: float32, bfloat16 or float16, whatever the checkpoint's; None: float32 on CPU, else bfloat16.
         quantize: None, or "int8" or "int4": the matrices in fewer bytes, rounded to nearest while loading.
+        mesh: over whose axis "model" the parameters lie (`shardings`), and what is made of them; each process
+            reads what its devices hold. Where it has more devices than the model has key heads, these are
+            repeated, and the config says so.
 
     Raises:
         InputError: files missing, unreadable or not fitting the config, every tensor at fault named.
     """
-    return open_checkpoint(path_or_repo_id, dtype, quantize).read()
+    return open_checkpoint(path_or_repo_id, dtype, quantize, mesh).read()
 
 
 def open_checkpoint(
-    path_or_repo_id: str | Path | None = None, dtype: Any = None, quantize: str | None = None
+    path_or_repo_id: str | Path | None = None,
+    dtype: Any = None,
+    quantize: str | None = None,
+    mesh: Mesh | None = None,
 ) -> Checkpoint:
     """All of `load_model` but reading the weights; arguments and errors as there. Every shape is known."""
     start = time.perf_counter()
@@ -133,15 +146,18 @@ def open_checkpoint(
     ends = tokenizer.eos_token_ids if tokenizer else eos_ids(generation, settings)
     possible = tuple(i for i in ends if 0 <= i < config.vocab_size)
     config = dataclasses.replace(config, eos_token_ids=possible)
-    forms, read = _open_params(path, config, dtype, quantize, stored)
+    mesh = None if mesh is None else checked_mesh(mesh)
+    forms, read = _open_params(path, config, dtype, quantize, stored, mesh)
+    config = config if mesh is None else with_heads_for(config, mesh.shape[MODEL])
     kind = stored.method if stored else quantize or jnp.dtype(dtype).name
     stats = LoadStats(time.perf_counter() - start, tree_bytes(forms), kind)
     return Checkpoint(Model(forms, config, tokenizer, generation, stats), read)
 
 
-def _open_params(
-    path: Path, config: ModelConfig, dtype: Any, quantize: str | None, stored: FileFormat | OwnFormat | None
-) -> tuple[Params, Callable[[], Params]]:
+def _open_params(  # noqa: PLR0913  what decides on a leaf
+    path: Path, config: ModelConfig, dtype: Any, quantize: str | None, stored: FileFormat | OwnFormat | None,
+    mesh: Mesh | None,
+) -> tuple[Params, Callable[[], Params]]:  # fmt: skip
     """The parameter tree from a directory's safetensors, as shapes, and what reads it, a leaf at a time."""
     tensors = open_tensors(path)
     specs, tree = _specs(path, config, tensors)
@@ -152,28 +168,83 @@ def _open_params(
     spare = {_TIED[1]} if config.tie_word_embeddings else set()
     spare |= {t for t in tensors if t.endswith(_NOT_WEIGHTS) or stored and stored.spare(t, tensors)}
     _check_tensors(path, tensors, wanted, spare)
-    check_weights(specs, dtype, stored.method if stored else quantize)
-
-    def form_of(spec: ParamSpec, parts: dict[str, Part]) -> Any:
-        if stored and parts:
-            return stored.form(spec.hf_name, spec.shape, tensors)
-        if quantize is None or len(spec.shape) == 1:
-            return jax.ShapeDtypeStruct(spec.shape, dtype)
-        return quantized_form(spec.shape, spec.hf_name, quantize)
-
-    def leaf_of(spec: ParamSpec, parts: dict[str, Part], form: Any) -> Any:
-        if stored and parts:
-            return jax.device_put(stored.leaf(spec.hf_name, spec.shape, tensors))
-        if quantize is None or len(spec.shape) == 1:
-            return _array(spec.hf_name, spec.pieces(tensors), form)
-        return quantized_leaf(spec.pieces(tensors)[0], spec.hf_name, quantize)
+    check_weights(specs, dtype, stored.method if stored else quantize, share(mesh))
+    reader = _Reader(tensors, config, dtype, quantize, stored, mesh)
 
     def read() -> Params:
         _check_tied(path, config, tensors)
-        return jax.tree.unflatten(tree, map(leaf_of, specs, held, forms))
+        return jax.tree.unflatten(tree, map(reader.leaf, specs, held, forms))
 
-    forms = list(map(form_of, specs, held))
+    forms = list(map(reader.form, specs, held))
     return jax.tree.unflatten(tree, forms), read
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Of each leaf its shapes, and itself. parts, below: what it is quantized as in the files, if it is."""
+
+    tensors: Mapping[str, StoredTensor]
+    config: ModelConfig  # as the files have it
+    dtype: Any
+    quantize: str | None
+    stored: FileFormat | OwnFormat | None
+    mesh: Mesh | None
+
+    def form(self, spec: ParamSpec, parts: Mapping[str, Part]) -> Any:
+        """Of the whole leaf, on all devices."""
+        if self.mesh is None or self._read_whole(spec, parts):
+            form = self._form(spec, parts, self.tensors, self._group(spec))
+            return form if self.mesh is None else whole_form(spec, form, self.mesh, 1)
+        cut = self._cut(spec)
+        part = self._form(cut.spec(spec), parts, cut.tensors(parts, self.tensors, 0), self._group(spec))
+        return whole_form(spec, part, self.mesh, self._devices)
+
+    def leaf(self, spec: ParamSpec, parts: Mapping[str, Part], form: Any) -> Any:
+        pieces, cut, group = [] if parts else spec.pieces(self.tensors), self._cut(spec), self._group(spec)
+
+        def part(i: int) -> Any:
+            tensors, own = cut.tensors(parts, self.tensors, i // cut.each), cut.pieces(pieces, i // cut.each)
+            return self._leaf(cut.spec(spec), parts, tensors, own, group)
+
+        if self.mesh is not None and not self._read_whole(spec, parts):
+            return spread(spec, part, form, self.mesh)
+        whole = self._leaf(spec, parts, self.tensors, pieces, group)
+        if self.mesh is None:
+            return jax.device_put(whole)
+        return spread(spec, lambda i: part_of(spec, whole, i, self._devices), form, self.mesh)
+
+    @property
+    def _devices(self) -> int:
+        return 1 if self.mesh is None else self.mesh.shape[MODEL]
+
+    def _cut(self, spec: ParamSpec) -> Cut:
+        return cut_of(spec, self.config, self._devices)
+
+    def _group(self, spec: ParamSpec) -> int | None:
+        """Where a matrix is quantized while it is read and its inputs are divided: its groups."""
+        if self.quantize is None or self._cut(spec).axis != 1 or len(spec.shape) != 2:
+            return None
+        return group_for(spec.shape, spec.hf_name, self.quantize, self._devices)
+
+    def _read_whole(self, spec: ParamSpec, parts: Mapping[str, Part]) -> bool:
+        """Whether its parts along the inputs belong together: they have scales or an order in common."""
+        ordered = any(name.endswith((".order", ".g_idx")) for name in parts)
+        return self._cut(spec).axis == 1 and (ordered or (self._group(spec) or 0) >= spec.shape[-1])
+
+    def _form(self, spec: ParamSpec, parts: Any, tensors: Any, group: int | None) -> Any:
+        if self.stored and parts:
+            return self.stored.form(spec.hf_name, spec.shape, tensors)
+        if self.quantize is None or len(spec.shape) == 1:
+            return jax.ShapeDtypeStruct(spec.shape, self.dtype)
+        return quantized_form(spec.shape, spec.hf_name, self.quantize, group)
+
+    def _leaf(self, spec: ParamSpec, parts: Any, tensors: Any, pieces: list[Any], group: int | None) -> Any:
+        """On the host."""
+        if self.stored and parts:
+            return self.stored.leaf(spec.hf_name, spec.shape, tensors)
+        if self.quantize is None or len(spec.shape) == 1:
+            return _array(spec.hf_name, pieces, jax.ShapeDtypeStruct(spec.shape, self.dtype))
+        return quantized_leaf(pieces[0], spec.hf_name, self.quantize, group)
 
 
 def _specs(
@@ -236,12 +307,12 @@ def _check_tied(path: Path, config: ModelConfig, tensors: Mapping[str, StoredTen
         )
 
 
-def _array(name: str, pieces: list[StoredTensor], form: jax.ShapeDtypeStruct) -> jax.Array:
-    """A device array of what stands in equal pieces in the files."""
+def _array(name: str, pieces: list[StoredTensor], form: jax.ShapeDtypeStruct) -> np.ndarray:
+    """What stands in equal pieces in the files."""
     out = aligned(form)
     for piece, flat in zip(pieces, out.reshape(len(pieces), -1), strict=True):
         by_blocks(partial(_fill, name, piece, flat), flat.size, piece.form.dtype.itemsize)
-    return jax.device_put(out)
+    return out
 
 
 def _fill(name: str, piece: StoredTensor, flat: np.ndarray, run: slice) -> None:

@@ -32,12 +32,14 @@ class StoredTensor:
     Attributes:
         start: byte of the file at which it begins.
         type: as safetensors names it; `TYPES` has those that can be read.
+        stride: numbers from the beginning of a row, the last axis, to that of the next; None: no gaps.
     """
 
     file: Path
     start: int
     type: str
     shape: tuple[int, ...]
+    stride: int | None = None
 
     @property
     def form(self) -> jax.ShapeDtypeStruct:
@@ -45,8 +47,26 @@ class StoredTensor:
 
     def piece(self, first: int, shape: tuple[int, ...]) -> "StoredTensor":
         """What stands in that shape from a row on."""
-        start = self.start + first * math.prod(shape[1:]) * self.form.dtype.itemsize
+        row = math.prod(shape[1:-1]) * self.stride if self.stride else math.prod(shape[1:])
+        start = self.start + first * row * self.form.dtype.itemsize
         return dataclasses.replace(self, start=start, shape=shape)
+
+    def part(self, axis: int, i: int, n: int) -> "StoredTensor":
+        """The i-th of n equal parts along the first axis or the last.
+
+        Raises:
+            InputError: it has no n equal parts.
+        """
+        size, rest = divmod(self.shape[axis], n)
+        if rest:
+            raise InputError(
+                f"{self.file}: a tensor {list(self.shape)} has no {n} equal parts on axis {axis}"
+            )
+        if axis == 0:
+            return self.piece(i * size, (size, *self.shape[1:]))
+        start = self.start + i * size * self.form.dtype.itemsize
+        stride = self.stride or self.shape[-1]
+        return dataclasses.replace(self, start=start, shape=(*self.shape[:-1], size), stride=stride)
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         first, end, _ = rows.indices(self.shape[0])
@@ -65,8 +85,7 @@ class StoredTensor:
         held = out if out.dtype == kind else np.empty(out.shape, kind)
         try:
             with open(self.file, "rb") as file:
-                file.seek(self.start + first * kind.itemsize)
-                count = file.readinto(held.view(np.uint8).data)
+                count = self._read(file, held, first)
         except OSError as error:
             raise InputError(f"{self.file} cannot be read: {error}") from error
         if count < held.nbytes:
@@ -74,6 +93,18 @@ class StoredTensor:
         if held is not out:
             with np.errstate(over="ignore"):
                 np.copyto(out, held, casting="unsafe")
+
+    def _read(self, file: Any, out: np.ndarray, first: int) -> int:
+        """How many bytes came."""
+        at, size, count = 0, out.itemsize, 0
+        width = self.shape[-1] if self.stride else out.size
+        while at < out.size:  # a row, or the rest of one
+            row, column = divmod(first + at, width) if self.stride else (0, first)
+            some = min(width - column, out.size - at) if self.stride else out.size
+            file.seek(self.start + (row * (self.stride or 0) + column) * size)
+            count += file.readinto(out[at : at + some].view(np.uint8).data)
+            at += some
+        return count
 
     def array(self) -> np.ndarray:
         """All of it, in memory that a device array can keep."""

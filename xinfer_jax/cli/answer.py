@@ -32,9 +32,9 @@ Found = tuple[dict[str, Any], GenerateStats]  # what JSON says of an answer, and
 def answer(flags: Flags, prompt: str) -> int:
     """Prints the answer to a prompt; the exit code."""
     keep_compiled_programs("xinfer-jax", flags.compilation_cache)
-    checkpoints, draft = [open_model(flags.model, flags.dtype, flags.quantize)], flags.draft
+    checkpoints, draft = [open_model(flags.model, flags.dtype, flags.quantize, flags.mesh)], flags.draft
     if draft not in (None, "lookup"):
-        checkpoints.append(open_model(draft, flags.dtype, flags.quantize))
+        checkpoints.append(open_model(draft, flags.dtype, flags.quantize, flags.mesh))
         draft = checkpoints[1].model
     model = checkpoints[0].model  # of shapes, which say what to compile
     sampling = sampling_of(flags, model)

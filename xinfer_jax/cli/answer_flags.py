@@ -38,6 +38,7 @@ def define_model(program: Program) -> None:
     program.choice(
         "quantize", "int8 or int4: weights in fewer bytes. Default: as --dtype says.", "int8", "int4"
     )
+    program.text("mesh", "model=N: the model lies over N devices. Default: one.", empty="give model=N")
     program.text(
         "compilation_cache",
         "Directory that keeps compiled programs between runs; empty: none. Default: the user's cache"

@@ -23,7 +23,7 @@ def batch(flags: Any, shard: tuple[int, int] | None) -> int:
     ):
         raise InputError(f"--report={flags.report} is the input or the output: give another file")
     keep_compiled_programs("xinfer-jax-batch", flags.compilation_cache)
-    checkpoint = open_model(flags.model, flags.dtype, flags.quantize)
+    checkpoint = open_model(flags.model, flags.dtype, flags.quantize, flags.mesh)
     with status("loading the model"):
         model = checkpoint.read()
     if model.tokenizer and not model.tokenizer.chat_template and not (flags.raw or flags.score):

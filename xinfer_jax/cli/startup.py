@@ -1,6 +1,7 @@
 """What both commands do before the first token, and what a terminal shows meanwhile."""
 
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,17 +11,29 @@ import jax
 
 from ..checkpoint.files import checkpoint_dir
 from ..checkpoint.loading import Checkpoint, Model, open_checkpoint
-from ..errors import one_line
+from ..errors import InputError, one_line, shown
 from ..generation.programs import Ahead
+from ..sharding import MODEL
 from ..text import TextStream
 from .terminal import status
 
 
-def open_model(name: str | None, dtype: str | None, quantize: str | None) -> Checkpoint:
+def open_model(name: str | None, dtype: str | None, quantize: str | None, mesh: str | None) -> Checkpoint:
     """`open_checkpoint`; what is fetched from the hub first shows its own progress."""
-    path = name and checkpoint_dir(name)
+    path, over = name and checkpoint_dir(name), mesh and mesh_named(mesh)
     with status("opening the model"):
-        return open_checkpoint(path, dtype=dtype, quantize=quantize)
+        return open_checkpoint(path, dtype=dtype, quantize=quantize, mesh=over or None)
+
+
+def mesh_named(text: str) -> jax.sharding.Mesh:
+    """The first devices, as --mesh says it."""
+    if not re.fullmatch(r"model=[1-9]\d{0,5}", text):
+        raise InputError(f"--mesh={shown(text)} is not model=N, with N devices: give that")
+    count, devices = int(text.removeprefix("model=")), jax.devices()
+    if count > len(devices):
+        virtual = f"XLA_FLAGS=--xla_force_host_platform_device_count={count} makes virtual ones of a CPU"
+        raise InputError(f"--mesh={text} needs {count} devices, and {len(devices)} are here: {virtual}")
+    return jax.make_mesh((count,), (MODEL,), devices=devices[:count])
 
 
 def read_and_compile(prepare: Callable[[], object], *checkpoints: Checkpoint) -> list[Model]:

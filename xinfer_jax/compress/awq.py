@@ -96,7 +96,9 @@ def rounded_params(params: Params, quantize: str, group: int | None = None) -> P
 
     layers = tuple(layer | {name: rounded(layer[name]) for name in MATRICES} for layer in params["layers"])
     vocabulary = {
-        name: {"weight": quantized_leaf(np.asarray(params[name]["weight"]), hf_name, quantize)}
+        name: {
+            "weight": jax.device_put(quantized_leaf(np.asarray(params[name]["weight"]), hf_name, quantize))
+        }
         for name, hf_name in (("embed", "model.embed_tokens"), ("lm_head", "lm_head"))
         if name in params
     }

@@ -24,6 +24,7 @@ from ..model.decoder import hidden_states, unembed
 from ..sampling.context import start
 from ..sampling.logprobs import Alternatives, no_alternatives
 from ..sampling.settings import only, per_row
+from ..sharding import lies_over, top_k
 from ..weights.params import Params
 
 WINDOW = 128  # tokens that a row chooses between two looks of the host, at most
@@ -60,7 +61,8 @@ class Device:
         self.config, self.guesses = config, guesses
         self.params, self._rows, self._capacity, self._chunk = params, rows, capacity, chunk
         self._impl, self._do, self._road = impl, do, road(params)(do, impl)
-        self.pools: Any = do.make(lambda: empty_pools(config, pages, dtype))
+        mesh = lies_over(params)
+        self.pools: Any = do.make(lambda: empty_pools(config, pages, dtype, mesh))
         blank = self.row(*self._nothing, answers=False)
         self.rows: Any = jax.tree.map(lambda x: x[np.zeros(rows, int)], blank)
 
@@ -248,7 +250,7 @@ def _score(params, config, tokens_1T, num_tokens_1, cache, target_T, impl):
     def part(pair):
         hidden_TD, target_T = pair
         logprobs_TV = jax.nn.log_softmax(unembed(params, config, hidden_TD), -1)
-        top_TA, id_TA = jax.lax.top_k(logprobs_TV, min(MOST_LOGPROBS, config.vocab_size))
+        top_TA, id_TA = top_k(logprobs_TV, min(MOST_LOGPROBS, config.vocab_size))
         return id_TA, top_TA, jnp.take_along_axis(logprobs_TV, target_T[:, None], 1)[:, 0]
 
     parts = hidden_1TD.reshape(-1, _SCORED, hidden_1TD.shape[-1]), target_T.reshape(-1, _SCORED)

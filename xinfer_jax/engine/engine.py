@@ -29,6 +29,7 @@ from ..memory import check_memory, memory_bytes
 from ..model.attention import check_impl
 from ..sampling.choice import answer_keys, check_key
 from ..sampling.logprobs import TokenLogprobs, rows_of_tokens
+from ..sharding import lies_over, share
 from ..text import Prompt
 from ..weights.params import Params, cache_dtype as usual_dtype, resolve_dtype, tree_bytes
 from .device import MOST_LOGPROBS, WINDOW, Device, Window
@@ -101,11 +102,11 @@ class Engine:
             raise InputError(f"chunk must be a multiple of {PAGE}, got {chunk}")
         self.guesses = whole("draft_tokens", draft_tokens, 1, MOST_GUESSES) if draft else 0
         self.weight_bytes, dtype = tree_bytes(model.params), _dtype(model.params, cache_dtype)
-        page_bytes = cache_bytes(config, 1, PAGE, dtype)
+        page_bytes, self._share = cache_bytes(config, 1, PAGE, dtype), share(lies_over(model.params))
         self.pages = self._number_of_pages(page_bytes) if pages is None else whole("pages", pages, 2)
         self.cache_bytes = self.pages * page_bytes
         need, what = self.weight_bytes + self.cache_bytes, f"weights and {self.pages} pages"
-        check_memory(need, what, "ask for fewer pages, or a smaller cache_dtype")
+        check_memory(int(self._share * need), what, "ask for fewer pages, or a smaller cache_dtype")
         self.model, self.impl, self.switches_at = model, impl, config.rope.switches_at
         self._scheduler = Scheduler(self.rows, self.pages, self.capacity, self.chunk, prefix_cache)
         self._news, self._turn = threading.Condition(), threading.Lock()
@@ -463,7 +464,8 @@ class Engine:
 
     def _number_of_pages(self, page_bytes: int) -> int:
         per_row = pages_for(self.capacity)
-        room = int(_SHARE * max(0, memory_bytes() - self.weight_bytes)) // page_bytes
+        left = max(0, memory_bytes() - self._share * self.weight_bytes)
+        room = int(_SHARE * left / (self._share * page_bytes))
         return max(per_row + 1, min(2 * self.rows * per_row + 1, room))
 
     def _warm_up(self, dtype: Any) -> Device:
@@ -472,7 +474,8 @@ class Engine:
         shape = self.rows, self.pages, self.capacity, self.chunk, dtype, self.impl, self.guesses
         make = partial(Device, self.model.params, config, *shape)
         began, ahead = time.perf_counter(), Ahead()
-        make(do=ahead).rehearse()
+        if lies_over(self.model.params) is None:
+            make(do=ahead).rehearse()
         ahead.end()
         ahead.wait()
         device = make()

@@ -13,6 +13,7 @@ from ..sampling.choice import answer_keys
 from ..sampling.context import start
 from ..sampling.logprobs import no_alternatives
 from ..sampling.settings import is_full
+from ..sharding import lies_over, share
 from ..weights.params import Params, cache_dtype, tree_bytes
 from .loop import bucket
 from .options import Call
@@ -37,14 +38,15 @@ def check_room(call: Call, rows: int) -> None:
     new, vocabulary = bucket(options.max_new_tokens), config.vocab_size
     noted = 12 + 16 * options.logprobs + 4 * vocabulary * options.logits  # of each new token
     looked_at = (17 if is_full(call.sampling_B) else 9) * vocabulary  # logits and what processors look at
-    need = tree_bytes(call.params) + rows * (new * noted + 4 * bucket(call.longest) + looked_at)
+    part = share(lies_over(call.params))
+    need = part * tree_bytes(call.params) + rows * (new * noted + 4 * bucket(call.longest) + looked_at)
     if not options.use_cache:  # the whole sequence passes through the model
         need += 4 * rows * bucket(call.longest + options.max_new_tokens) * config.hidden_size
     models = [(call.params, config)] + [(d.params, d.config) for d in [options.draft] if hasattr(d, "params")]
     for tree, model in models if options.use_cache else ():
-        need += cache_bytes(model, rows, call.capacity, options.cache_dtype or cache_dtype(tree))
+        need += part * cache_bytes(model, rows, call.capacity, options.cache_dtype or cache_dtype(tree))
     check_memory(
-        need,
+        int(need),
         f"a model, {rows} rows of {call.capacity} tokens and what they give",
         "ask for fewer max_new_tokens or rows, or a smaller cache dtype",
     )
@@ -52,7 +54,8 @@ def check_room(call: Call, rows: int) -> None:
 
 def empty_cache(call: Call, params: Params, config: ModelConfig, capacity: int, rows: int) -> KVCache:
     """As the call asks for it: of its model, or of its draft's."""
-    return init_cache(config, rows, capacity, call.options.cache_dtype or cache_dtype(params))
+    dtype = call.options.cache_dtype or cache_dtype(params)
+    return init_cache(config, rows, capacity, dtype, lies_over(params))
 
 
 def prompts_of_rows(call: Call) -> np.ndarray:

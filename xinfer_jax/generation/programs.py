@@ -8,6 +8,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from ..host import cores
+from ..sharding import lies_over
 from ..stats import give_back_memory
 
 
@@ -108,7 +109,8 @@ def prepared(params: Any, kind: Any, rehearse: Callable[[Ahead], int]) -> tuple[
     programs come before the first token. Nothing where a caller has put the parameters in their place: only
     running tells where what is made of them will lie.
     """
-    if any(isinstance(leaf, jax.Array) and leaf.committed for leaf in jax.tree.leaves(params)):
+    placed = (leaf.committed for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
+    if any(placed) or lies_over(params):
         return Ahead(), 0
     if kind not in _prepared or _prepared[kind][0].broken:
         ahead = Ahead()

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..cache.kv_cache import KVCache, truncate
 from ..config.model_config import ModelConfig
+from ..sharding import lies_over
 from ..weights.params import Params
 from .batches import check_room, empty_cache, first_state, padded, prompts_of_rows
 from .loop import bucket
@@ -122,6 +123,8 @@ def road(params: Params) -> type[Road]:
     compiler. The parameters may be shapes.
     """
     leaf = params["final_norm"]
+    if lies_over(leaf) is not None:
+        return Whole
     if isinstance(leaf, jax.Array):
         platforms = [device.platform for device in leaf.devices()]
         return Layered if platforms == ["cpu"] else Whole

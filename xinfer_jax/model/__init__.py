@@ -19,6 +19,12 @@ likeliest token, of logits or straight from the hidden state.
 - The greedy token needs no logits where a kernel serves: it keeps maximum, index and sum of exponentials,
   which gives the log-probability too. `lax.cond` on "all rows are greedy" picks it: temperature stays traced.
 - A soft prompt enters as `inputs_BTD` in place of embeddings: positions, lengths and shapes stay the tokens'.
+- Over a mesh (`sharding`) a layer is one `jax.shard_map` over its axis "model": each device has some heads,
+  the keys of these, and some of the MLP's inside or some experts, runs the code of one device on them,
+  kernels and quantized products too, and adds what it gives to what the others give: two sums [.., D] a
+  layer in the type of the activations. The embedding adds a third; logits stay divided by vocabulary, and
+  what chooses from them is completed by the compiler, with numbers of rows only. int8 scales activations by
+  the largest of a device's inputs, so its last bits depend on the number of devices.
 - Under `jax.shard_map` what loops start from says that it varies (`varying_as`). Arrays divided along
   Explicit axes, the default of `jax.make_mesh`, are refused: jax then wants the layout of every product said.
   The type of an array tells, so the check costs a call nothing.

@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 
 from ..cache.kinds import Contiguous, fresh
 from ..cache.kv_cache import KVCache, advance, check_call
+from ..cache.quantized import cache_specs
 from ..checks import within
 from ..config.model_config import ModelConfig
 from ..errors import InputError, shown
-from ..weights.params import AnyArray, Params, activation_dtype, check_params
+from ..sharding import MODEL, RULES, SAME, each, mesh_of
+from ..weights.layout import layer_specs, specs_of
+from ..weights.params import AnyArray, Params, activation_dtype, check_params, param_specs
 from .attention import attention, check_impl
 from .experts import mixture_of_experts
 from .layers import Angles, embed, gated_mlp, linear, norm, rotary_angles, rotate, soft_cap
@@ -129,7 +133,7 @@ def enter(
     angles = rotary_angles(config, from_B[:, None] + jnp.arange(T), from_B + num_tokens_B)
     dtype = activation_dtype(params)
     if inputs_BTD is None:
-        inputs_BTD = embed(jnp.asarray(tokens_BT), params["embed"], dtype, config.embed_scale)
+        inputs_BTD = _embed(params, config, jnp.asarray(tokens_BT))
     return jnp.asarray(inputs_BTD).astype(dtype), Place(angles, start_B, num_tokens_B)
 
 
@@ -137,10 +141,20 @@ def through_layer(  # noqa: PLR0913  a layer's parameters, its input, and what s
     layer: Params, config: ModelConfig, kind: LayerKind, x_BTD: Any, place: Place, keys: Any, impl: str | None
 ) -> tuple[jax.Array, Contiguous | None]:
     """x [B, T, D] behind one layer, and its keys and values with the new ones; without a cache None."""
+    if (mesh := mesh_of(layer)) is None:
+        return _through_layer(layer, x_BTD, place, keys, config, kind, impl)
+    of_keys = cache_specs(keys, mesh)
+    part = functools.partial(_through_layer, config=config, kind=kind, impl=impl, over=MODEL)
+    specs = (layer_specs(layer, config, mesh), SAME, SAME, of_keys)
+    return each(part, mesh, specs, (SAME, of_keys))(layer, x_BTD, place, keys)
+
+
+def _through_layer(layer, x_BTD, place, keys, config, kind, impl, over=None):  # noqa: PLR0913
+    """over: an axis of a mesh along which heads, experts, the MLP's inside and the cache are divided."""
     normed_BTD = norm(x_BTD, layer, "attn_norm", config)
-    attended_BTD, keys = attend(layer, config, kind, normed_BTD, place, keys, impl)
+    attended_BTD, keys = attend(layer, config, kind, normed_BTD, place, keys, impl, over)
     x_BTD = x_BTD + norm(attended_BTD, layer, "attn_post_norm", config)
-    fed_BTD = _feed_forward(norm(x_BTD, layer, "mlp_norm", config), layer, config)
+    fed_BTD = _feed_forward(norm(x_BTD, layer, "mlp_norm", config), layer, config, over)
     return x_BTD + norm(fed_BTD, layer, "mlp_post_norm", config), keys
 
 
@@ -183,7 +197,28 @@ def embed_tokens(params: Params, config: ModelConfig, tokens: AnyArray) -> jax.A
     if not isinstance(tokens, jax.Array | np.ndarray) or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise InputError(f"tokens must be an array of ids, got {shown(tokens)}")
     within("token id", tokens, 0, config.vocab_size - 1)
-    return embed(jnp.asarray(tokens), params["embed"], activation_dtype(params), config.embed_scale)
+    return _embed(params, config, jnp.asarray(tokens))
+
+
+def _embed(params: Params, config: ModelConfig, token: jax.Array) -> jax.Array:
+    """[..., D] of ids [...]. Over a mesh each device has some rows, and all add up what they have."""
+    leaf, dtype, scale = params["embed"], activation_dtype(params), config.embed_scale
+    if (mesh := mesh_of(leaf)) is None:
+        return embed(token, leaf, dtype, scale)
+
+    def part(leaf, token):
+        rows = leaf["weight"].shape[0]
+        token = token - lax.axis_index(MODEL) * rows
+        mine = (token >= 0) & (token < rows)
+        return lax.psum(
+            jnp.where(mine[..., None], embed(token.clip(0, rows - 1), leaf, dtype, scale), 0), MODEL
+        )
+
+    return each(part, mesh, (_of_vocabulary(leaf, config, mesh), SAME), SAME)(leaf, token)
+
+
+def _of_vocabulary(leaf: Params, config: ModelConfig, mesh: Any) -> Any:
+    return specs_of(param_specs(config)["embed"], leaf, mesh, RULES)
 
 
 def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
@@ -197,7 +232,16 @@ def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
         raise InputError(
             f"hidden states must be an array [..., {config.hidden_size}], got {np.shape(hidden)}"
         )
-    return soft_cap(linear(jnp.asarray(hidden), head(params), jnp.float32), config.final_logit_softcapping)
+    leaf, hidden = head(params), jnp.asarray(hidden)
+    if (mesh := mesh_of(leaf)) is None:
+        return _unembed(leaf, hidden, config)
+    specs = _of_vocabulary(leaf, config, mesh), SAME
+    logits = PartitionSpec(*(None,) * (hidden.ndim - 1), MODEL)
+    return each(functools.partial(_unembed, config=config), mesh, specs, logits)(leaf, hidden)
+
+
+def _unembed(leaf: Params, hidden: jax.Array, config: ModelConfig) -> jax.Array:
+    return soft_cap(linear(hidden, leaf, jnp.float32), config.final_logit_softcapping)
 
 
 def head(params: Params) -> Params:
@@ -234,12 +278,19 @@ def check_tokens(
 
 
 def attend(  # noqa: PLR0913  as `through_layer`
-    layer: Params, config: ModelConfig, kind: LayerKind, x_BTD: Any, place: Place, keys: Any, impl: str | None
+    layer: Params,
+    config: ModelConfig,
+    kind: LayerKind,
+    x_BTD: Any,
+    place: Place,
+    keys: Any,
+    impl: str | None,
+    over: str | None = None,
 ) -> tuple[jax.Array, Contiguous | None]:
     """What attention adds to a layer's input, [B, T, D], and its keys and values with the new ones."""
     (B, T, _), angles, num_tokens_B = x_BTD.shape, place.angles, place.num_tokens_B
     start_B: Any = place.start_B  # there where keys are
-    q_BTNH, k_BTKH, v_BTKH = (_heads(layer, config, name, x_BTD) for name in "qkv")
+    q_BTNH, k_BTKH, v_BTKH = _heads(layer, config, x_BTD, over)
     if kind.rope is not None:
         q_BTNH, k_BTKH = (rotate(x_BTNH, *angles[kind.rope]) for x_BTNH in (q_BTNH, k_BTKH))
     if keys is None:
@@ -253,18 +304,30 @@ def attend(  # noqa: PLR0913  as `through_layer`
     out_BTNH = attention(
         q_BTNH, windowed, length_B=length_B, start_B=start_B, scale=scale, soft_cap=cap, impl=impl
     )
-    return linear(out_BTNH.reshape(B, T, -1), layer["o"]), keys
+    return linear(out_BTNH.reshape(B, T, -1), layer["o"], over=over), keys
 
 
-def _heads(layer: Params, config: ModelConfig, name: str, x_BTD: jax.Array) -> jax.Array:
-    """Queries, keys or values by head, [B, T, N or K, H]; normed where the layer has a norm for them."""
-    y = linear(x_BTD, layer[name])
-    y = norm(y, layer, f"{name}_norm", config) if config.qk_norm_joint else y
-    y = y.reshape(*y.shape[:2], -1, config.head_dim)
-    return y if config.qk_norm_joint else norm(y, layer, f"{name}_norm", config)
+def _heads(layer: Params, config: ModelConfig, x_BTD: jax.Array, over: str | None) -> list[jax.Array]:
+    """Queries, keys and values by head, [B, T, N or K, H]; normed where the layer has norms for them."""
+    ys = [linear(x_BTD, layer[name]) for name in "qkv"]
+    if config.qk_norm_joint:
+        means = (None, None) if over is None else _means(ys[:2], over)
+        ys[:2] = (
+            norm(y, layer, f"{n}_norm", config, mean) for y, n, mean in zip(ys, "qk", means, strict=False)
+        )
+    ys = [y.reshape(*y.shape[:2], -1, config.head_dim) for y in ys]
+    if not config.qk_norm_joint:
+        ys[:2] = (norm(y, layer, f"{name}_norm", config) for y, name in zip(ys, "qk", strict=False))
+    return ys
 
 
-def _feed_forward(x_BTD: jax.Array, layer: Params, config: ModelConfig) -> jax.Array:
+def _means(ys: list[jax.Array], over: str) -> list[jax.Array]:
+    """Of the squares of vectors whose parts devices have, each [..., 1]: in one step for all."""
+    own = [jnp.mean(jnp.square(y.astype(jnp.float32)), -1, keepdims=True) for y in ys]
+    return jnp.split(lax.pmean(jnp.concatenate(own, -1), over), len(ys), -1)
+
+
+def _feed_forward(x_BTD: jax.Array, layer: Params, config: ModelConfig, over: str | None) -> jax.Array:
     if "experts" in layer:
-        return mixture_of_experts(x_BTD, layer, config)
-    return gated_mlp(x_BTD, layer, config.hidden_act)
+        return mixture_of_experts(x_BTD, layer, config, over)
+    return gated_mlp(x_BTD, layer, config.hidden_act, over)

@@ -7,6 +7,7 @@ from jax import lax
 import kernels_pallas
 
 from ..config.model_config import ModelConfig
+from ..sharding import mesh_of
 from ..weights.params import Params
 from ..weights.quantized import is_quantized
 from .attention import selected
@@ -17,7 +18,7 @@ from .layers import linear, soft_cap
 def argmax(logits_BV: jax.Array, impl: str | None = None) -> jax.Array:
     """The index of each row's largest logit, int32 [B]: the lowest of equal ones; the first NaN if any."""
     chosen = selected("argmax", impl, logits_BV).impl
-    if chosen == "xla":
+    if chosen == "xla" or mesh_of(logits_BV):  # no kernel sees all of what devices have parts of
         return _argmax(logits_BV)
     if impl is not None:
         return kernels_pallas.run(chosen, "argmax", logits_BV)
@@ -29,7 +30,7 @@ def argmax(logits_BV: jax.Array, impl: str | None = None) -> jax.Array:
 def fuses_head(params: Params, hidden_BD: jax.Array, impl: str | None) -> bool:
     """Whether `greedy` may run a kernel."""
     leaf = head(params)
-    if "bias" in leaf or is_quantized(leaf["weight"]):
+    if "bias" in leaf or is_quantized(leaf["weight"]) or mesh_of(leaf):
         return False
     return selected("lm_head_argmax", impl, hidden_BD, leaf["weight"]).impl != "xla"
 

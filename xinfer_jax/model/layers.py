@@ -14,7 +14,7 @@ from jax import lax
 from ..config.model_config import ModelConfig, RopeConfig
 from ..weights.params import Params
 from ..weights.products import product
-from ..weights.quantized import is_quantized, quantized_product, rows_of
+from ..weights.quantized import is_quantized, own_part, quantized_product, rows_of
 
 Angles = tuple[tuple[jax.Array, jax.Array], ...]  # of each of `ModelConfig.ropes`: cos and sin
 
@@ -24,18 +24,23 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
-    """Root-mean-square norm (Zhang & Sennrich 2019) of x [..., D], times offset + weight [D]."""
+def rms_norm(
+    x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0, mean: jax.Array | None = None
+) -> jax.Array:
+    """Root-mean-square norm (Zhang & Sennrich 2019) of x [..., D], times offset + weight [D]. mean: of the
+    squares, [..., 1], where x is a part.
+    """
     x32 = x.astype(jnp.float32)
-    x32 = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), -1, keepdims=True) + eps)
+    mean = jnp.mean(jnp.square(x32), -1, keepdims=True) if mean is None else mean
+    x32 = x32 * lax.rsqrt(mean + eps)
     if offset:  # the sum has more digits than 16-bit weights have
         return (x32 * (offset + weight.astype(jnp.float32))).astype(x.dtype)
     return (weight * x32.astype(x.dtype)).astype(x.dtype)
 
 
-def norm(x: jax.Array, tree: Params, name: str, config: ModelConfig) -> jax.Array:
-    """x through the RMS norm of that name; as it is where the tree has none."""
-    return rms_norm(x, tree[name], config.rms_norm_eps, config.norm_offset) if name in tree else x
+def norm(x: jax.Array, tree: Params, name: str, config: ModelConfig, mean: Any = None) -> jax.Array:
+    """x through the RMS norm of that name; as it is where the tree has none. mean: as in `rms_norm`."""
+    return rms_norm(x, tree[name], config.rms_norm_eps, config.norm_offset, mean) if name in tree else x
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
@@ -43,13 +48,19 @@ def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def linear(x: jax.Array, leaf: Params, out_dtype: jnp.dtype | None = None) -> jax.Array:
-    """x @ weight.T + bias: [..., I] -> [..., O]. leaf: "weight" [O, I] or quantized, "bias" [O] or absent."""
+def linear(
+    x: jax.Array, leaf: Params, out_dtype: jnp.dtype | None = None, over: str | None = None
+) -> jax.Array:
+    """x @ weight.T + bias: [..., I] -> [..., O]. leaf: "weight" [O, I] or quantized, "bias" [O] or absent.
+    over: an axis of a mesh along which I is divided: devices add up what each has.
+    """
     weight = leaf["weight"]
     if is_quantized(weight):
-        y = quantized_product(x, weight)
+        y = quantized_product(*((x, weight) if over is None else own_part(x, weight, over)))
     else:
         y = product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
+    if over is not None:
+        y = lax.psum(y.astype(out_dtype or x.dtype), over)
     if "bias" in leaf:
         y = y + leaf["bias"]
     return y.astype(out_dtype or x.dtype)
@@ -90,9 +101,9 @@ def gated(x: jax.Array, layer: Params, activation: str) -> jax.Array:
     return _ACTIVATIONS[activation](linear(x, layer["gate"])) * linear(x, layer["up"])
 
 
-def gated_mlp(x: jax.Array, layer: Params, activation: str) -> jax.Array:
-    """SwiGLU, GeGLU (Shazeer 2020): down(activation(gate(x)) * up(x)). x: [..., D]."""
-    return linear(gated(x, layer, activation), layer["down"])
+def gated_mlp(x: jax.Array, layer: Params, activation: str, over: str | None = None) -> jax.Array:
+    """SwiGLU, GeGLU (Shazeer 2020): down(activation(gate(x)) * up(x)). x: [..., D]; over: as in `linear`."""
+    return linear(gated(x, layer, activation), layer["down"], over=over)
 
 
 def rotary_angles(config: ModelConfig, position_BT: jax.Array, length_B: jax.Array) -> Angles:

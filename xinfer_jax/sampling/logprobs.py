@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from ..brief import Brief
+from ..sharding import top_k
 
 
 @jax.tree_util.register_dataclass
@@ -69,8 +70,8 @@ def note_alternatives(
         return jnp.asarray(array).at[jnp.arange(len(token_B)), column_B].set(new, mode="drop")
 
     count, after_BV = old.id_BTA.shape[-1], jax.nn.log_softmax(processed_BV)
-    logprob_BA, id_BA = lax.top_k(jax.nn.log_softmax(logits_BV), count)
-    processed_BA, processed_id_BA = lax.top_k(after_BV, count)
+    logprob_BA, id_BA = top_k(jax.nn.log_softmax(logits_BV), count)
+    processed_BA, processed_id_BA = top_k(after_BV, count)
     chosen_B = jnp.take_along_axis(after_BV, token_B[:, None], 1)[:, 0]
     kept_BV = None if old.logits_BTV is None else logits_BV
     new = Alternatives(id_BA, logprob_BA, processed_id_BA, processed_BA, chosen_B, kept_BV)

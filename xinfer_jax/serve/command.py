@@ -98,7 +98,7 @@ def _load(service: Any, flags: Any, failed: list[BaseException]) -> None:
 
     try:
         keep_compiled_programs("xinfer-jax-serve", flags.compilation_cache)
-        model = open_model(flags.model, flags.dtype, flags.quantize).read()
+        model = open_model(flags.model, flags.dtype, flags.quantize, flags.mesh).read()
         service.start(model, GenerateOptions(flags.max_tokens, sampling_of(flags, model)))
         _say(f"{service.settings.name} is ready (seed {service.settings.seed})")
     except BaseException as error:

@@ -17,14 +17,17 @@ from .quantized import check_method, quantized_leaf
 AnyArray = jax.Array | np.ndarray  # what jit takes
 Params = dict[str, Any]  # nested dicts and tuples of arrays; an absent tensor is an absent key
 
+_Axis = tuple[int, str | None]  # its size and its name
+
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """One tensor: its shape, and where a Hugging Face checkpoint has it."""
+    """One tensor: its shape, logical axes (`sharding.RULES`), and where a Hugging Face checkpoint has it."""
 
     shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
     hf_name: str  # with "{}": one tensor for each expert, stacked here along the first axis
     fused_name: str | None = None  # a tensor that may hold it instead,
     first_row: int = 0  # from this row on: the last axis but one
@@ -50,45 +53,48 @@ def param_specs(config: ModelConfig) -> Params:
     """The parameter tree of `config` with a `ParamSpec` at every leaf."""
     d, v = config.hidden_size, config.vocab_size
     tree = {
-        "embed": _linear("model.embed_tokens", v, d),
+        "embed": _linear("model.embed_tokens", (v, "vocab"), (d, "embed")),
         "layers": tuple(_layer(config, i) for i in range(config.num_hidden_layers)),
-        "final_norm": ParamSpec((d,), "model.norm.weight"),
+        "final_norm": ParamSpec((d,), ("embed",), "model.norm.weight"),
     }
     if not config.tie_word_embeddings:
-        tree["lm_head"] = _linear("lm_head", v, d)
+        tree["lm_head"] = _linear("lm_head", (v, "vocab"), (d, "embed"))
     return tree
 
 
 def _layer(config: ModelConfig, index: int) -> Params:
-    prefix, d, h = f"model.layers.{index}", config.hidden_size, config.head_dim
+    prefix, h, d = f"model.layers.{index}", config.head_dim, (config.hidden_size, "embed")
     heads, kv_heads = config.num_attention_heads * h, config.num_key_value_heads * h
+    n, k = (heads, "heads"), (kv_heads, "kv_heads")
     attn = f"{prefix}.self_attn"
     fused = (f"{attn}.qkv_proj.weight", heads + 2 * kv_heads) if config.fused_projections else None
     tree: Params = {
-        "q": _linear(f"{attn}.q_proj", heads, d, config.qkv_bias, fused, 0),
-        "k": _linear(f"{attn}.k_proj", kv_heads, d, config.qkv_bias, fused, heads),
-        "v": _linear(f"{attn}.v_proj", kv_heads, d, config.qkv_bias, fused, heads + kv_heads),
-        "o": _linear(f"{attn}.o_proj", d, heads, config.o_bias),
+        "q": _linear(f"{attn}.q_proj", n, d, config.qkv_bias, fused, 0),
+        "k": _linear(f"{attn}.k_proj", k, d, config.qkv_bias, fused, heads),
+        "v": _linear(f"{attn}.v_proj", k, d, config.qkv_bias, fused, heads + kv_heads),
+        "o": _linear(f"{attn}.o_proj", d, n, config.o_bias),
     }
     norms: dict[str, str] = {}
     if config.pre_norm:
         norms |= dict(attn_norm="input", mlp_norm="pre_feedforward" if config.post_norm else "post_attention")
     if config.post_norm:
         norms |= dict(attn_post_norm="post_attention", mlp_post_norm="post_feedforward")
-    tree |= {name: ParamSpec((d,), f"{prefix}.{hf_name}_layernorm.weight") for name, hf_name in norms.items()}
+    for name, hf_name in norms.items():
+        tree[name] = ParamSpec(d[:1], d[1:], f"{prefix}.{hf_name}_layernorm.weight")
     if config.qk_norm:
-        sizes = dict(q_norm=heads, k_norm=kv_heads) if config.qk_norm_joint else dict(q_norm=h, k_norm=h)
-        tree |= {name: ParamSpec((size,), f"{attn}.{name}.weight") for name, size in sizes.items()}
+        sizes = dict(q_norm=n, k_norm=k) if config.qk_norm_joint else dict(q_norm=(h, None), k_norm=(h, None))
+        for name, (size, axis) in sizes.items():
+            tree[name] = ParamSpec((size,), (axis,), f"{attn}.{name}.weight")
     fed = _experts if config.layer_experts and config.layer_experts[index] else _mlp
     return tree | fed(config, f"{prefix}.mlp")
 
 
 def _mlp(config: ModelConfig, prefix: str) -> Params:
-    d, f, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-    fused = (f"{prefix}.gate_up_proj.weight", 2 * f) if config.fused_projections else None
+    d, f, bias = (config.hidden_size, "embed"), (config.intermediate_size, "mlp"), config.mlp_bias
+    fused = (f"{prefix}.gate_up_proj.weight", 2 * f[0]) if config.fused_projections else None
     return {
         "gate": _linear(f"{prefix}.gate_proj", f, d, bias, fused, 0),
-        "up": _linear(f"{prefix}.up_proj", f, d, bias, fused, f),
+        "up": _linear(f"{prefix}.up_proj", f, d, bias, fused, f[0]),
         "down": _linear(f"{prefix}.down_proj", d, f, bias),
     }
 
@@ -99,23 +105,25 @@ def _experts(config: ModelConfig, prefix: str) -> Params:
 
     def stack(name: str, shape: tuple[int, int], fused_name: str, first_row: int, fused_rows: int) -> Params:
         each, together = f"{prefix}.experts.{{}}.{name}.weight", f"{prefix}.experts.{fused_name}"
-        return {"weight": ParamSpec((experts, *shape), each, together, first_row, fused_rows)}
+        axes = ("experts", None, None)
+        return {"weight": ParamSpec((experts, *shape), axes, each, together, first_row, fused_rows)}
 
     stacks = {
         "gate": stack("gate_proj", (f, d), "gate_up_proj", 0, 2 * f),
         "up": stack("up_proj", (f, d), "gate_up_proj", f, 2 * f),
         "down": stack("down_proj", (d, f), "down_proj", 0, d),
     }
-    return {"router": _linear(f"{prefix}.gate", experts, d), "experts": stacks}
+    return {"router": _linear(f"{prefix}.gate", (experts, None), (d, "embed")), "experts": stacks}
 
 
 def _linear(
-    name: str, outputs: int, inputs: int, bias=False, fused: tuple[str, int] | None = None, row: int = 0
+    name: str, outputs: _Axis, inputs: _Axis, bias=False, fused: tuple[str, int] | None = None, row: int = 0
 ) -> Params:
     """fused: a tensor that may hold it from that row on, and how many rows that has."""
     held = (fused[0], row, fused[1]) if fused else ()
-    leaf: Params = {"weight": ParamSpec((outputs, inputs), f"{name}.weight", *held)}
-    return leaf | ({"bias": ParamSpec((outputs,), f"{name}.bias")} if bias else {})
+    (rows, of_rows), (columns, of_columns) = outputs, inputs
+    leaf: Params = {"weight": ParamSpec((rows, columns), (of_rows, of_columns), f"{name}.weight", *held)}
+    return leaf | ({"bias": ParamSpec((rows,), (of_rows,), f"{name}.bias")} if bias else {})
 
 
 def init_params(
@@ -145,17 +153,23 @@ def init_params(
         matrix = (scale * jax.random.normal(key, spec.shape)).astype(dtype)
         if quantize is None or len(spec.shape) == 1:
             return matrix
-        return quantized_leaf(np.asarray(matrix), spec.hf_name, quantize)
+        return jax.device_put(quantized_leaf(np.asarray(matrix), spec.hf_name, quantize))
 
     return jax.tree.unflatten(tree, [init(spec, key) for spec, key in zip(specs, keys, strict=True)])
 
 
-def check_weights(specs: Sequence[ParamSpec], dtype: Any, quantize: str | None = None) -> None:
-    """Raises InputError where the tensors exceed the memory. A file's own method counts as 4 bits each."""
+def check_weights(
+    specs: Sequence[ParamSpec], dtype: Any, quantize: str | None = None, share: float = 1
+) -> None:
+    """Raises InputError where the tensors, or the share of them that lies here, exceed the memory. A file's
+    own method counts as 4 bits each.
+    """
     wide = 8 * jnp.dtype(dtype).itemsize
     narrow = wide if quantize is None else 8 if quantize == "int8" else 4
     bits = sum(math.prod(spec.shape) * (narrow if len(spec.shape) > 1 else wide) for spec in specs)
-    check_memory(bits // 8, "the weights", "use a smaller dtype, quantize them, or use a smaller model")
+    check_memory(
+        int(share * bits / 8), "the weights", "use a smaller dtype, quantize them, or use a smaller model"
+    )
 
 
 def check_params(params: Any, config: Any) -> None:

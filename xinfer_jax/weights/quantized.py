@@ -70,6 +70,17 @@ class GroupedWeight(Brief):
 QuantizedWeight = Int8Weight | GroupedWeight
 
 
+def own_part(x: jax.Array, weight: QuantizedWeight, over: str) -> tuple[jax.Array, QuantizedWeight]:
+    """A device's inputs [..., I] and weight, where I is divided along an axis of a mesh, as those of a matrix
+    of its own. Inputs that stand in another order come from all devices.
+    """
+    if not isinstance(weight, GroupedWeight):
+        return x, weight
+    if weight.order is not None:
+        x = lax.all_gather(x, over, axis=x.ndim - 1, tiled=True)[..., weight.order]
+    return x, dataclasses.replace(weight, order=None, inputs=x.shape[-1])
+
+
 def check_method(quantize: str | None) -> None:
     """Raises InputError unless None or one of `METHODS`."""
     if quantize is not None and quantize not in METHODS:
@@ -80,11 +91,11 @@ def is_quantized(leaf: Any) -> bool:
     return isinstance(leaf, Int8Weight | GroupedWeight)
 
 
-def quantized_leaf(matrix_OI: Any, name: str, quantize: str) -> QuantizedWeight:
-    """A checkpoint's matrix as `quantize` says; arguments as in `quantize_matrix`."""
-    leaf = quantize_matrix(matrix_OI, _bits(name, quantize))
+def quantized_leaf(matrix_OI: Any, name: str, quantize: str, group: int | None = None) -> QuantizedWeight:
+    """A checkpoint's matrix as `quantize` says, on the host; arguments as in `quantize_matrix`."""
+    leaf = quantize_matrix(matrix_OI, _bits(name, quantize), group)
     if np.isfinite(leaf.scale).all():
-        return jax.device_put(leaf)
+        return leaf
 
     def refuse(at: slice) -> None:
         if not np.isfinite(matrix_OI[at].astype(np.float32)).all():
@@ -96,9 +107,22 @@ def quantized_leaf(matrix_OI: Any, name: str, quantize: str) -> QuantizedWeight:
     raise InputError(f"{name} holds numbers too large to be quantized: load it without quantize")
 
 
-def quantized_form(shape: tuple[int, ...], name: str, quantize: str) -> QuantizedWeight:
+def quantized_form(
+    shape: tuple[int, ...], name: str, quantize: str, group: int | None = None
+) -> QuantizedWeight:
     """Shapes and types of `quantized_leaf`, `jax.ShapeDtypeStruct` in the leaf."""
-    return _form(shape, _bits(name, quantize))
+    return _form(shape, _bits(name, quantize), group)
+
+
+def group_for(shape: tuple[int, ...], name: str, quantize: str, parts: int) -> int:
+    """`group_size` of a matrix whose inputs are divided into so many parts: or less, so that each has whole
+    groups, where it has any.
+    """
+    bits, inputs = _bits(name, quantize), shape[1]
+    J = group_size(shape, bits)
+    while J < inputs and inputs // parts % J and J > 2:
+        J //= 2
+    return J
 
 
 def _bits(name: str, quantize: str) -> int:

@@ -1,0 +1,297 @@
+"""What test_meshes.py and scripts/soak_meshes.py look at over 8 virtual devices: run as a program with names
+of cases, it prints a JSON object of what went wrong in each; "": nothing.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import compiling
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny
+from jax.sharding import NamedSharding, PartitionSpec
+from parity_cases import CASES
+
+import xinfer_jax as xj
+from xinfer_jax.checkpoint.own_format import save_checkpoint
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.generation.batches import first_state, padded
+from xinfer_jax.generation.loop import ADVANCE, READ
+from xinfer_jax.generation.options import checked
+from xinfer_jax.weights.quantized import dequantize, is_quantized
+
+# One checkpoint of each family. 8 heads, 4 key heads: on 8 devices these are repeated.
+FAMILIES = {
+    family: CASES[name].hf | dict(num_attention_heads=8, num_key_value_heads=4, head_dim=8) | more
+    for family, name, more in (
+        ("qwen2", "qwen2-window-layer-types", {}),
+        ("qwen3", "qwen3-head-dim-tied", {}),
+        ("llama", "llama-bias", {}),
+        ("mistral", "mistral-window", {}),
+        ("qwen3_moe", "moe-some-layers-dense", dict(num_experts=8)),
+        ("olmo3", "olmo3-yarn-old", {}),
+        ("gemma2", "gemma2-long-caps", {}),
+        ("gemma3", "gemma3-old", {}),
+        ("phi3", "phi3-defaults", {}),
+        ("smollm3", "smollm3-explicit-nope", {}),
+    )
+}
+TOKENS = np.arange(2 * 12, dtype=np.int32).reshape(2, 12) % 90
+LENGTHS = np.array([12, 7], np.int32)
+FORWARD = jax.jit(xj.forward, static_argnums=1)
+DRAWN = xj.SamplingConfig(0.9, 20, 0.95)
+EVERY = dataclasses.replace(
+    DRAWN, min_p=0.001, typical_p=0.99, presence_penalty=0.1, frequency_penalty=0.1, no_repeat_ngram_size=3,
+    min_new_tokens=2, repetition_penalty=1.1, logit_bias={3: 1.0},
+)  # fmt: skip
+
+
+def mesh_of(devices: int) -> jax.sharding.Mesh:
+    return jax.make_mesh((devices,), ("model",), devices=jax.devices()[:devices])
+
+
+def written(path: Path, hf: dict[str, Any], **how: Any) -> Path:
+    return tiny.write(path, hf, with_tokenizer=False, **how)
+
+
+def collectives(compiled: Any) -> Counter:
+    """How many of each kind and shape, in the compiled text."""
+    kinds = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
+    found = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", compiled.as_text())
+    return Counter(f"{kind} {re.sub(r'[{][^}]*[}]', '', shape)}" for shape, kind in found)
+
+
+def near(one: Any, other: Any, bound: float) -> None:
+    one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
+    off = np.abs(one - other).max() / np.abs(other).max()
+    assert off <= bound, f"{off} of the scale, {bound} allowed"
+
+
+def family(name: str, devices: int, layers: int | None = None, options: Any = None) -> None:
+    """Logits, cached and not, and tokens, against one device."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = written(Path(folder), FAMILIES[name])
+        one, over = xj.load_model(path, "float32"), xj.load_model(path, "float32", mesh=mesh_of(devices))
+    valid = np.arange(12) < LENGTHS[:, None]
+    wanted = np.asarray(FORWARD(one.params, one.config, TOKENS)[0])
+    near(np.asarray(FORWARD(over.params, over.config, TOKENS)[0])[valid], wanted[valid], 1e-5)
+    prompts = [row[:n].tolist() for row, n in zip(TOKENS, LENGTHS, strict=True)]
+    for settings in (xj.SamplingConfig(), DRAWN):
+        call = xj.GenerateOptions(6, settings, eos_token_ids=())
+        outs = [xj.generate(m.params, m.config, prompts, call, key=jax.random.key(3)) for m in (one, over)]
+        assert outs[0].tokens == outs[1].tokens, [out.tokens for out in outs]
+        near(outs[1].logprobs, outs[0].logprobs, 1e-5)
+
+
+def counted(settings: xj.SamplingConfig, logprobs: int = 0, name: str = "qwen2") -> dict[str, Counter]:
+    """Collectives of reading a prompt, and of a step."""
+    config = from_hf(FAMILIES[name])
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    params = jax.device_put(params, xj.shardings(config, mesh_of(4)))
+    options = xj.GenerateOptions(4, settings, logprobs=logprobs)
+    call = checked(params, config, [[1, 2, 3], [4, 5]], options, jax.random.key(0))
+    cache = xj.init_cache(config, 2, 32, mesh=mesh_of(4))
+    state = first_state(call, np.arange(2, dtype=np.int32))
+    tokens = padded(call.prompts, 16)
+    read = READ.donating.lower(params, config, *tokens, cache, None, 512).compile()
+    step = ADVANCE.donating.lower(params, config, state, cache, np.int32(3), None).compile()
+    return dict(read=collectives(read), step=collectives(step))
+
+
+def collectives_of_a_layer() -> None:
+    """Two [.., D] a layer and one for the embedding; a joint norm of queries and keys adds a small one."""
+    for name in ("qwen2", "qwen3_moe", "olmo3"):
+        found = counted(xj.SamplingConfig(), name=name)["read"]
+        layers = FAMILIES[name]["num_hidden_layers"]
+        joint = {"all-reduce f32[2,16,2]": layers} if name == "olmo3" else {}
+        assert found == {"all-reduce f32[2,16,48]": 2 * layers + 1} | joint, found
+
+
+def collectives_of_choosing() -> None:
+    """Outside the layers numbers of each row, of each device at most: no logits."""
+    for settings, logprobs, most in (
+        (xj.SamplingConfig(), 0, 14),
+        (DRAWN, 0, 14),
+        (EVERY, 0, 22),
+        (EVERY, 3, 25),
+    ):
+        found = counted(settings, logprobs)["step"]
+        assert found.pop("all-reduce f32[2,1,48]") == 7
+        for what in found:
+            sizes = [
+                np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"\[([\d,]+)\]", what)
+            ]
+            assert max(sizes) <= 2 * 4 * max(1, logprobs), found
+        # Of all branches together; another number is looked at before it is written down here.
+        assert sum(found.values()) <= most, found
+
+
+def formats() -> None:
+    """Each format's leaves are those of one device, where its parts are quantized alike."""
+    import test_quantized_files as files
+
+    hf = tiny.UNTIED | dict(hidden_size=64, intermediate_size=128, head_dim=16, num_attention_heads=4)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {"float32": written(Path(folder) / "float", hf, shards=2)}
+        for name in ("awq", "gptq", "gptq-act-order", "gptq-8"):
+            settings, how = files.CASES[name]
+            paths[name], _ = files.write(Path(folder) / name, settings, hf, **how)
+        for quantize in ("int8", "int4"):
+            model = xj.load_model(paths["float32"], "float32", quantize)
+            save_checkpoint(Path(folder) / f"own-{quantize}", None, model.params, hf)
+            paths[f"own-{quantize}"] = Path(folder) / f"own-{quantize}"
+        asked = [(name, None) for name in paths] + [("float32", "int8"), ("float32", "int4")]
+        for name, quantize in asked:
+            for devices in (2, 4):  # two key heads: repeated on four devices
+                _same_leaves(name, paths[name], quantize, devices)
+
+
+def _same_leaves(name: str, path: Path, quantize: str | None, devices: int) -> None:
+    one = xj.load_model(path, "float32", quantize)
+    try:
+        over = xj.load_model(path, "float32", quantize, mesh_of(devices))
+    except xj.InputError as error:
+        assert "groups of" in str(error) or "equal parts" in str(error), (name, devices, str(error))
+        assert (name, devices) in {("own-int4", 4), ("own-int4", 2)}, (name, devices, str(error))
+        return
+
+    def matrix(leaf: Any) -> np.ndarray:
+        return np.asarray(dequantize(leaf) if is_quantized(leaf) else leaf)
+
+    known = jax.tree_util.tree_leaves_with_path(one.params, is_leaf=is_quantized)
+    for (place, leaf), new in zip(known, jax.tree.leaves(over.params, is_leaf=is_quantized), strict=True):
+        where, wanted, found = jax.tree_util.keystr(place), matrix(leaf), matrix(new)
+        if wanted.shape != found.shape:  # key heads that are repeated
+            heads, width = one.config.num_key_value_heads, one.config.head_dim
+            assert re.search(r"'[kv]'\]", where) and devices > heads
+            by_head = wanted.reshape(heads, width, -1)
+            wanted = np.repeat(by_head, devices // heads, 0).reshape(found.shape)
+        if quantize and re.search(r"'(o|down)'\]", where):  # smaller groups may fit the parts
+            near(found, wanted, 0.1)
+        else:
+            np.testing.assert_array_equal(found, wanted, err_msg=f"{name} {quantize} {devices} {where}")
+    for leaf in jax.tree.leaves(over.params):
+        assert len(leaf.sharding.device_set) == devices
+    wanted, found = (np.asarray(FORWARD(m.params, m.config, TOKENS)[0]) for m in (one, over))
+    if not quantize:
+        return near(found, wanted, 1e-5 if name == "float32" else 0.02)
+    exact = xj.load_model(path, "float32")  # no worse than on one device
+    exact_BTV = np.asarray(FORWARD(exact.params, exact.config, TOKENS)[0])
+    lost, lost_on_one = (np.square(x - exact_BTV).mean() for x in (found, wanted))
+    assert lost <= 1.2 * lost_on_one, (quantize, devices, lost, lost_on_one)
+
+
+def an_engine() -> None:
+    """On a mesh: what each request gets alone; nothing compiled after warm-up; the cache lies over heads."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = written(Path(folder), FAMILIES["qwen2"])
+        one, over = xj.load_model(path, "float32"), xj.load_model(path, "float32", mesh=mesh_of(4))
+    prompts = [(np.arange(n) % 90).tolist() for n in (3, 70, 20, 130)]
+    options = [xj.GenerateOptions(8, s, eos_token_ids=()) for s in (xj.SamplingConfig(), DRAWN, EVERY, DRAWN)]
+    together_key = jax.random.split(jax.random.key(1), 4)
+    keys = [together_key[i : i + 1] for i in range(4)]
+    shape = dict(rows=3, capacity=192, pages=10, chunk=64)
+    with xj.Engine(over, **shape) as engine:
+        with compiling.programs() as seen:
+            together = engine.generate(prompts, options, key=together_key)
+            each = zip(prompts, options, keys, strict=True)
+            alone = [engine.submit(p, o, key=k).result() for p, o, k in each]
+            scored = engine.submit(prompts[1], options[0], prompt_logprobs=2)
+            scored.result()
+        assert not seen, seen
+        assert [out.tokens for out in together] == [out.tokens for out in alone]
+        assert [out.logprobs for out in together] == [out.logprobs for out in alone]
+        pool = engine._device.pools[0][0]
+        assert pool.sharding.shard_shape(pool.shape)[1] == 1
+        assert engine.stats.pages_used == 0
+    with xj.Engine(one, **shape) as engine:
+        wanted = engine.generate(prompts, options, key=together_key)
+        score = engine.submit(prompts[1], options[0], prompt_logprobs=2)
+        score.result()
+    assert [out.tokens for out in together] == [out.tokens for out in wanted]
+    assert [t.top[0][0] for t in scored.prompt_logprobs] == [t.top[0][0] for t in score.prompt_logprobs]
+    near([t.logprob for t in scored.prompt_logprobs], [t.logprob for t in score.prompt_logprobs], 1e-5)
+
+
+def caches() -> None:
+    """Every kind over heads; donated; no program compiled twice."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = written(Path(folder), FAMILIES["qwen2"])
+        one, over = xj.load_model(path, "float32"), xj.load_model(path, "float32", mesh=mesh_of(4))
+    prompts = [[1, 2, 3], [4, 5]]
+    for dtype in ("float32", "int8", "int4", "gear"):
+        options = xj.GenerateOptions(6, cache_dtype=dtype, eos_token_ids=())
+        with compiling.programs() as seen:
+            outs = [xj.generate(over.params, over.config, prompts, options).tokens for _ in range(2)]
+        assert outs[0] == outs[1] == xj.generate(one.params, one.config, prompts, options).tokens
+        assert max(seen[name] for name in ("read", "advance", "choose_and_note")) == 1, seen
+    with compiling.programs() as seen:
+        parts = list(
+            xj.stream(over.params, over.config, prompts[:1], xj.GenerateOptions(40, eos_token_ids=()))
+        )
+    assert len(parts) == 40 and max(seen.values()) <= 2, seen
+    cache = xj.init_cache(over.config, 2, 32, mesh=mesh_of(4))
+    compiled = READ.donating.lower(over.params, over.config, *padded(prompts, 16), cache, None, 512).compile()
+    held = sum(x.nbytes // 4 for x in jax.tree.leaves(cache.layers))
+    assert compiled.memory_analysis().alias_size_in_bytes >= held
+
+
+def gradients() -> None:
+    """Of every leaf, over data and model and with fully divided parameters, in a caller's jit."""
+    config = from_hf(FAMILIES["qwen3_moe"] | dict(num_key_value_heads=8))
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+
+    def loss(params: Any, tokens: Any) -> jax.Array:
+        logits, _ = xj.forward(params, config, tokens)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1))
+
+    wanted = jax.jit(jax.value_and_grad(loss))(params, TOKENS)
+    for fsdp in (None, "data"):
+        places = xj.shardings(config, mesh, fsdp=fsdp)
+        placed = jax.device_put(params, places)
+        rows = NamedSharding(places["final_norm"].mesh, PartitionSpec("data"))
+        found = jax.jit(jax.value_and_grad(loss))(placed, jax.device_put(TOKENS, rows))
+        near(found[0], wanted[0], 1e-5)
+        jax.tree.map(lambda a, b: near(a, b, 2e-5), found[1], wanted[1])
+        if fsdp:
+            leaf = placed["layers"][0]["q"]["weight"]
+            assert leaf.sharding.shard_shape(leaf.shape) == (leaf.shape[0] // 4, leaf.shape[1] // 2)
+
+
+CALLS = dict(
+    collectives_of_a_layer=collectives_of_a_layer, collectives_of_choosing=collectives_of_choosing,
+    formats=formats, an_engine=an_engine, caches=caches, gradients=gradients,
+)  # fmt: skip
+
+
+def main(names: list[str]) -> None:
+    wrong = {}
+    for name in names:
+        try:
+            if name in CALLS:
+                CALLS[name]()
+            else:
+                which, devices = name.rsplit("-", 1)
+                family(which, int(devices))
+            wrong[name] = ""
+        except Exception:
+            wrong[name] = traceback.format_exc()
+        jax.clear_caches()
+    print(json.dumps(wrong))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
