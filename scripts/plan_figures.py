@@ -11,16 +11,19 @@ import jax
 import jax.numpy as jnp
 from bench_limits import bytes_per_pass, decode_work, experts_asked, prefill_work
 from cards import Card
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xinfer_jax.cache.kv_cache import KVCache, cache_bytes
 from xinfer_jax.cache.paged import PAGE, Paged, empty_pools
-from xinfer_jax.cache.quantized import KV_BITS, vector_bytes
+from xinfer_jax.cache.quantized import KV_BITS, cache_specs, vector_bytes
+from xinfer_jax.checkpoint.spread import cut_of, whole_form, with_heads_for
 from xinfer_jax.config.model_config import ModelConfig
 from xinfer_jax.model.decoder import hidden_states, layer_kinds, unembed
 from xinfer_jax.model.greedy import argmax
+from xinfer_jax.sharding import MODEL, SAME
+from xinfer_jax.weights.layout import checked_mesh
 from xinfer_jax.weights.params import Params, ParamSpec, check_quantize, param_specs, tree_bytes
-from xinfer_jax.weights.quantized import METHODS, quantized_form
+from xinfer_jax.weights.quantized import METHODS, group_for, quantized_form
 
 WEIGHTS = ("float32", "bfloat16", *METHODS)
 MOST_DEVICES = 128
@@ -103,30 +106,21 @@ def meshes(job: Job) -> list[int]:
     return [n for n in range(1, MOST_DEVICES + 1) if not undivided(job, n)]
 
 
-def part(config: ModelConfig, n: int) -> ModelConfig:
-    """What one of n devices has; key heads are repeated where devices outnumber them."""
-    return dataclasses.replace(
-        config,
-        vocab_size=config.vocab_size // n,
-        intermediate_size=config.intermediate_size // n,
-        num_attention_heads=config.num_attention_heads // n,
-        num_key_value_heads=max(1, config.num_key_value_heads // n),
-        num_experts=config.num_experts // n,
-    )
-
-
 @functools.lru_cache
 def own_weights(job: Job, n: int) -> Params:
-    """Shapes and types of what each of n devices has of the parameters."""
+    """Shapes and types of what each of n devices has of the parameters, as `load_model` makes them."""
     quantize = job.weights if job.weights in METHODS else None
     check_quantize(job.config, quantize)
 
     def form(spec: ParamSpec) -> Any:
-        if quantize and len(spec.shape) > 1:
-            return quantized_form(spec.shape, spec.hf_name, quantize)
-        return jax.ShapeDtypeStruct(spec.shape, job.dtype)
+        cut = cut_of(spec, job.config, n)
+        shape, by_inputs = cut.spec(spec).shape, n > 1 and cut.axis == 1
+        if not quantize or len(shape) == 1:
+            return jax.ShapeDtypeStruct(shape, job.dtype)
+        group = group_for(spec.shape, spec.hf_name, quantize, n) if by_inputs else None
+        return quantized_form(shape, spec.hf_name, quantize, group)
 
-    return jax.tree.map(form, param_specs(part(job.config, n)))
+    return jax.tree.map(form, param_specs(job.config))
 
 
 def widened(job: Job, n: int) -> int:
@@ -147,7 +141,7 @@ def count(config: ModelConfig) -> int:
 
 def held(job: Job, n: int, card: Card | None = None) -> Held:
     """By each of n devices; temporaries where a card is given to compile them for."""
-    page = cache_bytes(part(job.config, n), 1, PAGE, job.kv)
+    page = cache_bytes(with_heads_for(job.config, n), 1, PAGE, job.kv) // n
     return Held(
         tree_bytes(own_weights(job, n)),
         page * job.pages,
@@ -214,9 +208,9 @@ def _weights_moved(job: Job, n: int, tokens: int) -> float:
 
 def _seen(job: Job, n: int, length: int) -> int:
     """Bytes of the keys and values that a row of that length looks at, on each device."""
-    config = part(job.config, n)
+    config = with_heads_for(job.config, n)
     slots = sum(min(window or length, length) for window in config.layer_windows)
-    return 2 * config.num_key_value_heads * slots * vector_bytes(config.head_dim, job.kv)
+    return 2 * config.num_key_value_heads // n * slots * vector_bytes(config.head_dim, job.kv)
 
 
 # --- temporaries --------------------------------------------------------------------------------------------
@@ -230,22 +224,22 @@ def temporaries(job: Job, n: int, card: Card) -> int:
     Raises:
         RuntimeError: jax's CUDA plug-in is not here, or no ptxas.
     """
-    mesh, most = card.mesh(), 0
+    mesh, most = checked_mesh(card.mesh(n, MODEL)), 0
     for shape in ((job.rows, 1), (1, job.chunk)):
-        one, two = (temporary(shortened(job, times), mesh, n, *shape) for times in (1, 2))
+        one, two = (temporary(shortened(job, times), mesh, *shape) for times in (1, 2))
         kinds = shortened(job, 1).config.num_hidden_layers
         most = max(most, one + max(two - one, 0) * (job.config.num_hidden_layers - kinds) // kinds)
     return most
 
 
-def temporary(job: Job, mesh: jax.sharding.Mesh, n: int, rows: int, tokens: int) -> int:
+def temporary(job: Job, mesh: Mesh, rows: int, tokens: int) -> int:
     """Bytes of one program, which stays out of the compilation cache: no process could load it."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = jax.config.values[name]
     jax.config.update(name, math.inf)
     try:
         with jax.default_device(mesh.devices.flat[0]), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return lowered(job, mesh, n, rows, tokens).compile().memory_analysis().temp_size_in_bytes
+            return lowered(job, mesh, rows, tokens).compile().memory_analysis().temp_size_in_bytes
     finally:
         jax.config.update(name, before)
 
@@ -262,14 +256,20 @@ def shortened(job: Job, times: int) -> Job:
     return dataclasses.replace(job, config=dataclasses.replace(job.config, **changes))
 
 
-def lowered(job: Job, mesh: jax.sharding.Mesh, n: int, rows: int, tokens: int) -> Any:
-    """A program of passes over so many tokens of so many rows, for one of n devices."""
-    form, everywhere, config = jax.ShapeDtypeStruct, NamedSharding(mesh, PartitionSpec()), part(job.config, n)
+def lowered(job: Job, mesh: Mesh, rows: int, tokens: int) -> Any:
+    """A program of passes over so many tokens of so many rows, for the devices of a mesh."""
+    config = with_heads_for(job.config, mesh.size)
+
+    def laid(x: jax.ShapeDtypeStruct, place: PartitionSpec = SAME) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, place))
+
+    over = functools.partial(whole_form, mesh=mesh, devices=mesh.size)
+    weights = jax.tree.map(over, param_specs(job.config), own_weights(job, mesh.size))
     pools = jax.eval_shape(lambda: empty_pools(config, job.pages, job.kv))
-    small = (form(shape, jnp.int32) for shape in ((rows, tokens), (rows, job.pages_of_a_row), (rows,)))
-    args = own_weights(job, n), pools, *small
-    args = jax.tree.map(lambda x: form(x.shape, x.dtype, sharding=everywhere), args)
-    return jax.jit(_steps, static_argnums=0, donate_argnums=2).lower(config, *args)
+    pools = jax.tree.map(laid, pools, cache_specs(pools, mesh))
+    shapes = (rows, tokens), (rows, job.pages_of_a_row), (rows,)
+    small = (laid(jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in shapes)
+    return jax.jit(_steps, static_argnums=0, donate_argnums=2).lower(config, weights, pools, *small)
 
 
 def _steps(config: ModelConfig, params, pools, tokens_BT, table_BP, length_B):

@@ -1,17 +1,27 @@
 """scripts/plan.py: bytes against arrays and known models, collectives against compiled text, refusals."""
 
+import math
+import os
 import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import jax
 import programs
 import pytest
+from mesh_cases import FAMILIES, collectives, mesh_of, written
 from test_identities import QWEN
 
 import xinfer_jax as xj
 from xinfer_jax.cache.paged import empty_pools
 from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.weights.layout import checked_mesh
 from xinfer_jax.weights.params import tree_bytes
+from xinfer_jax.weights.quantized import METHODS
 
 plan = partial(programs.run, "plan", "--notemporaries")
 
@@ -83,11 +93,11 @@ def test_temporaries_of_int4():
     """Where int4 is widened, layer after layer: not all of them ahead."""
     asked = figures.shortened(job(from_hf(hf_config("qwen2.5-72b")), "int4", rows=64, context=4096), 4)
     try:
-        mesh = CARDS["h200"].mesh()
+        mesh = checked_mesh(CARDS["h200"].mesh(8, "model"))
     except RuntimeError as error:
         pytest.skip(f"jax's CUDA plug-in is not installed: {error}")
     one_layer = figures.widened(asked, 8) / 2 / 4
-    assert 0 < figures.temporary(asked, mesh, 8, 64, 1) < one_layer
+    assert 0 < figures.temporary(asked, mesh, 64, 1) < one_layer
 
 
 def test_what_it_prints():
@@ -95,12 +105,8 @@ def test_what_it_prints():
     assert done.returncode in (None, 0), done.stderr
     lines = done.stdout.splitlines()
     assert "72.71 billion weights in bfloat16; 8 rows of 32,768 tokens, 4,097 pages" in lines[0]
-    assert next(line for line in lines if line.startswith("model=4 ")).split()[1:] == [
-        "33.9",
-        "20.0",
-        "51.1",
-        "28",
-    ]
+    (line,) = (line for line in lines if line.startswith("model=4 "))
+    assert line.split()[1:] == ["33.9", "20.0", "51.1", "28"]  # GiB, and rows
     assert "The smallest mesh that holds it: model=4, 2 such engines on 8 devices" in lines
     assert "all-reduces: 161 a pass of [tokens, 8192] bfloat16, 2.52 MiB a token" in lines
 
@@ -120,3 +126,45 @@ def test_refused(given, said):
     done = plan(*given)
     assert done.returncode == 2, done
     assert re.fullmatch(f"plan: .*{said}.*\n", done.stderr)
+
+
+def all_reduced(asked, n, rows, tokens):
+    """How many of which bytes, in the text of a program for n devices."""
+    compiled = figures.lowered(asked, checked_mesh(mesh_of(n)), rows, tokens).compile()
+    found = Counter()
+    for kind, times in collectives(compiled).items():
+        for dims in re.findall(r"f32\[([\d,]+)\]", kind):
+            size = 4 * math.prod(map(int, dims.split(",")))
+            assert kind.startswith("all-reduce") or size <= 4 * rows * n, kind
+            found[size] += times * kind.startswith("all-reduce")
+    return +found
+
+
+def main():
+    """On virtual devices: all-reduces by formula and in compiled text, weights by formula and loaded."""
+    for family in ("qwen2", "olmo3", "qwen3_moe"):
+        asked = job(from_hf(FAMILIES[family]), "float32", "float32")
+        for rows, tokens in ((4, 1), (1, 64)):
+            wanted = {tree_bytes(x): times for times, x in figures.all_reduces(asked, rows * tokens)}
+            assert (found := all_reduced(asked, 4, rows, tokens)) == wanted, (family, found, wanted)
+    for weights in figures.WEIGHTS:
+        quantize, dtype = (weights, "bfloat16") if weights in METHODS else (None, weights)
+        with tempfile.TemporaryDirectory() as folder:
+            path = written(Path(folder), FAMILIES["qwen2"])
+            for n in (2, 8):  # of 4 key heads
+                params = xj.load_model(path, dtype, quantize, mesh=mesh_of(n)).params
+                own = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
+                planned = figures.held(job(from_hf(FAMILIES["qwen2"]), weights), n).weights
+                assert planned == own, (weights, n, planned, own)
+
+
+@pytest.mark.slow
+def test_on_virtual_devices():
+    flags = dict(XLA_FLAGS="--xla_force_host_platform_device_count=8", JAX_PLATFORMS="cpu")
+    command = [sys.executable, Path(__file__)]
+    done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+if __name__ == "__main__":
+    main()
