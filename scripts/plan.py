@@ -38,7 +38,7 @@ CACHE_DTYPE = flags.DEFINE_enum(
     "cache_dtype", None, ["float32", "bfloat16", "int8", "int4"], "Of keys and values; as activations."
 )
 CHUNK = flags.DEFINE_integer("chunk", 256, "Tokens of a prompt that an engine reads at a time.")
-TEMPORARIES = flags.DEFINE_bool("temporaries", True, "Compile the programs, for half a minute.")
+TEMPORARIES = flags.DEFINE_bool("temporaries", True, "Compile the programs: half a minute.")
 FRACTION = flags.DEFINE_float(
     "memory_fraction", 0.75, "Of the memory that jax takes: XLA_PYTHON_CLIENT_MEM_FRACTION.", 0, 1
 )

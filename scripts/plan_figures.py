@@ -219,16 +219,17 @@ def _seen(job: Job, n: int, length: int) -> int:
 @functools.lru_cache
 def temporaries(job: Job, n: int, card: Card) -> int:
     """Bytes that the engine's programs need beside what they are given, the greater of decoding's and
-    reading's: with one layer of each kind and the head, and what a second one adds taken for every other.
+    reading's: with three layers of each kind and the head (XLA begins a matrix of the next ones ahead), and
+    what two more of each add taken for all others.
 
     Raises:
         RuntimeError: jax's CUDA plug-in is not here, or no ptxas.
     """
     mesh, most = checked_mesh(card.mesh(n, MODEL)), 0
+    others = max(0, job.config.num_hidden_layers // shortened(job, 1).config.num_hidden_layers - 3)
     for shape in ((job.rows, 1), (1, job.chunk)):
-        one, two = (temporary(shortened(job, times), mesh, *shape) for times in (1, 2))
-        kinds = shortened(job, 1).config.num_hidden_layers
-        most = max(most, one + max(two - one, 0) * (job.config.num_hidden_layers - kinds) // kinds)
+        three, five = (temporary(shortened(job, times), mesh, *shape) for times in (3, 5))
+        most = max(most, three + max(five - three, 0) * others // 2)
     return most
 
 
