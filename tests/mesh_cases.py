@@ -12,6 +12,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
@@ -24,6 +25,7 @@ import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 from parity_cases import CASES
 
+import kernels_pallas
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.config.model_config import from_hf
@@ -271,10 +273,51 @@ def gradients() -> None:
             assert leaf.sharding.shard_shape(leaf.shape) == (leaf.shape[0] // 4, leaf.shape[1] // 2)
 
 
-CALLS = dict(
-    collectives_of_a_layer=collectives_of_a_layer, collectives_of_choosing=collectives_of_choosing,
-    formats=formats, an_engine=an_engine, caches=caches, gradients=gradients,
-)  # fmt: skip
+def other_ways() -> None:
+    """Beams, guesses, a kept prefix, no cache at all, on a mesh as on one device."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = written(Path(folder), FAMILIES["qwen3"])
+        one, over = xj.load_model(path, "float32"), xj.load_model(path, "float32", mesh=mesh_of(4))
+    found = []
+    for model in (one, over):
+        tree, prompts = (model.params, model.config), [[1, 2, 3, 1, 2], [4, 5]]
+        beams = xj.beam_search(*tree, prompts[0], max_new_tokens=5, num_beams=3)
+        outs = [
+            xj.generate(*tree, prompts, xj.GenerateOptions(5, eos_token_ids=(), **how))
+            for how in (dict(draft="lookup"), dict(use_cache=False), dict(keep_prefix=True), dict(n=2))
+        ]
+        longer = [[*prompt, *answer, 7] for prompt, answer in zip(prompts, outs[2].tokens, strict=True)]
+        outs.append(
+            xj.generate(*tree, longer, xj.GenerateOptions(5, eos_token_ids=(), prefix=outs[2].prefix))
+        )
+        found.append([beams.sequences, *(out.tokens for out in outs)])
+    assert found[0] == found[1], found
+
+
+def kernels() -> None:
+    """Attention by a kernel over a device's heads, in a program for Hopper GPUs, and no kernel elsewhere."""
+    selection = kernels_pallas.Selection("mosaic", "an imaginary GPU")
+    config = from_hf(FAMILIES["qwen2"] | dict(num_key_value_heads=8, head_dim=64))
+    params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), "bfloat16"))
+    places = xj.shardings(config, mesh_of(4))
+    params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, places)
+    cache = jax.eval_shape(lambda: xj.init_cache(config, 2, 64, "bfloat16"))
+    with mock.patch.object(kernels_pallas.dispatch, "device_impl", lambda: selection):
+        for program, tokens in ((xj.prefill, (TOKENS, LENGTHS)), (xj.decode_step, (LENGTHS,))):
+            traced = jax.jit(program, static_argnums=1).trace(params, config, *tokens, cache)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+            calls = re.findall(r'@mosaic_gpu[\w.]*\(.*|call_target_name = "mosaic_gpu.*', text)
+            # One for each layer, or for each kind of layer; two of the eight heads.
+            assert len(calls) in (2, 3) and all("tensor<2x2x64x64xbf16>" in call for call in calls), calls
+
+
+CALLS = {
+    call.__name__: call
+    for call in (
+        collectives_of_a_layer, collectives_of_choosing, formats, an_engine, caches, gradients, kernels,
+        other_ways,
+    )
+}  # fmt: skip
 
 
 def main(names: list[str]) -> None:

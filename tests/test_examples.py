@@ -5,6 +5,7 @@ from pathlib import Path
 
 import programs
 import pytest
+import test_meshes
 
 ROOT = Path(__file__).parents[1]
 NAMES = sorted(path.stem for path in (ROOT / "scripts" / "examples").glob("*.py"))
@@ -46,6 +47,14 @@ def reinforce(out):
     assert len(apart := numbers("apart by (.*)", out)) == 3 and max(apart) < 1e-4
 
 
+def reinforce_on_a_mesh(out):
+    """On eight devices as on one."""
+    example = ROOT / "scripts" / "examples" / "reinforce_on_a_mesh.py"
+    over = test_meshes.on_devices(8, example)
+    rewards = numbers("reward (.*),", out)
+    assert len(rewards) == 3 and rewards == numbers("reward (.*),", over) and "'data': 4, 'model': 2" in over
+
+
 def reuse_a_prefix(out):
     assert "read 26 tokens: 'The capital of France is Paris.'" in out
     assert "read 7 of 26 tokens: 'The capital of Japan is Tokyo.'" in out
@@ -63,8 +72,8 @@ def stop_a_stream(out):
 CHECKS = {
     check.__name__: check
     for check in (
-        beams, best_of_n, guess_ahead, log_probabilities, many_draws, reinforce, reuse_a_prefix, soft_prompt,
-        stop_a_stream,
+        beams, best_of_n, guess_ahead, log_probabilities, many_draws, reinforce, reinforce_on_a_mesh,
+        reuse_a_prefix, soft_prompt, stop_a_stream,
     )
 }  # fmt: skip
 

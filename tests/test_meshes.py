@@ -19,6 +19,7 @@ from test_identities import QWEN
 import xinfer_jax as xj
 from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.sharding import spec
+from xinfer_jax.weights.layout import layer_specs
 
 CONFIG = from_hf(QWEN | dict(num_hidden_layers=1))
 ROWS, SAME = PartitionSpec("rows"), PartitionSpec()
@@ -99,8 +100,8 @@ def test_on_two_devices():
     "cases",
     [
         "collectives_of_a_layer collectives_of_choosing",
-        "formats gradients",
-        "an_engine caches",
+        "formats gradients other_ways",
+        "an_engine caches kernels",
         "qwen2-8 qwen3_moe-4 olmo3-2 gemma3-4",  # scripts/soak_meshes.py has every family
     ],
 )
@@ -135,7 +136,11 @@ def test_how_parameters_lie(mesh):
         (lambda mesh: xj.shardings(CONFIG, mesh, fsdp="data"), "fsdp='data' is no axis of the mesh"),
         (lambda mesh: xj.shardings(CONFIG, mesh, fsdp="model"), "'model' can be used once"),
         (lambda mesh: xj.load_model(mesh=4), "mesh must be a jax.sharding.Mesh .* got int"),
-        (lambda mesh: spec(("heads",), (6,), AbstractMesh((4,), ("model",))), "heads has 6, which 4 devices"),
+        (
+            lambda mesh: layer_specs({}, CONFIG, AbstractMesh((8,), ("model",))),
+            "heads has 4, which 8 devices",
+        ),
+        (lambda mesh: spec(("mlp",), (6,), AbstractMesh((4,), ("model",))), "mlp has 6, which 4 devices"),
     ],
 )
 def test_what_cannot_lie_over_a_mesh(mesh, call, message):

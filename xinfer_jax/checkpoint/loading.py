@@ -20,7 +20,7 @@ from ..host import aligned, by_blocks
 from ..sampling.generation_config import check_generation_config
 from ..sharding import MODEL, share
 from ..stats import LoadStats
-from ..weights.layout import checked_mesh
+from ..weights.layout import checked_mesh, shardings
 from ..weights.params import (
     Params,
     ParamSpec,
@@ -146,9 +146,12 @@ def open_checkpoint(
     ends = tokenizer.eos_token_ids if tokenizer else eos_ids(generation, settings)
     possible = tuple(i for i in ends if 0 <= i < config.vocab_size)
     config = dataclasses.replace(config, eos_token_ids=possible)
-    mesh = None if mesh is None else checked_mesh(mesh)
-    forms, read = _open_params(path, config, dtype, quantize, stored, mesh)
-    config = config if mesh is None else with_heads_for(config, mesh.shape[MODEL])
+    of_files = config
+    if mesh is not None:
+        mesh = checked_mesh(mesh)
+        config = with_heads_for(config, mesh.shape[MODEL])
+        shardings(config, mesh)  # refuses what the devices do not divide
+    forms, read = _open_params(path, of_files, dtype, quantize, stored, mesh)
     kind = stored.method if stored else quantize or jnp.dtype(dtype).name
     stats = LoadStats(time.perf_counter() - start, tree_bytes(forms), kind)
     return Checkpoint(Model(forms, config, tokenizer, generation, stats), read)

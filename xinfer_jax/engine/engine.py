@@ -29,7 +29,7 @@ from ..memory import check_memory, memory_bytes
 from ..model.attention import check_impl
 from ..sampling.choice import answer_keys, check_key
 from ..sampling.logprobs import TokenLogprobs, rows_of_tokens
-from ..sharding import lies_over, share
+from ..sharding import MODEL, lies_over, share
 from ..text import Prompt
 from ..weights.params import Params, cache_dtype as usual_dtype, resolve_dtype, tree_bytes
 from .device import MOST_LOGPROBS, WINDOW, Device, Window
@@ -90,6 +90,11 @@ class Engine:
         """
         if not isinstance(model, Model):
             raise InputError(f"model must be what load_model gives, got {shown(model)}")
+        if (mesh := lies_over(model.params)) is not None and mesh.size > mesh.shape[MODEL]:
+            raise InputError(
+                f"an engine lies over an axis {MODEL!r} alone, not over {dict(mesh.shape)}: make one for each"
+                " group of devices"
+            )
         if draft not in (None, "lookup"):
             raise InputError(f"draft={shown(draft)}: an engine guesses by 'lookup', or not at all (None)")
         check_impl(impl)

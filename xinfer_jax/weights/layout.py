@@ -34,6 +34,7 @@ def shardings(
     if fsdp is not None and fsdp not in mesh.shape:
         raise InputError(f"fsdp={fsdp!r} is no axis of the mesh, which has {list(mesh.axis_names)}")
     specs = param_specs(config)
+    _check_heads(config, mesh)
     if like is not None:
         check_params(like, config)
     tree = specs_of(specs, specs if like is None else like, mesh, {**RULES, "embed": fsdp})
@@ -52,8 +53,20 @@ def checked_mesh(mesh: Any) -> Mesh:
     return on_devices(mesh)
 
 
+def _check_heads(config: ModelConfig, mesh: Any) -> None:
+    """Heads are whole on a device, whatever else would divide."""
+    spec(("heads",), (config.num_attention_heads,), mesh)
+    if config.num_key_value_heads % mesh.shape[MODEL]:
+        raise InputError(
+            f"kv_heads has {config.num_key_value_heads}, which {mesh.shape[MODEL]} devices along {MODEL!r} do"
+            " not divide: choose a number that does, or load the checkpoint by load_model(path, mesh=mesh),"
+            " which repeats key heads for a multiple of them"
+        )
+
+
 def layer_specs(layer: Params, config: ModelConfig, mesh: Any) -> Any:
     """`specs_of` a layer's parameters."""
+    _check_heads(config, mesh)
     return specs_of(_layer_specs(config, "experts" in layer), layer, mesh, RULES)
 
 

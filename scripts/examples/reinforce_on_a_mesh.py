@@ -1,0 +1,71 @@
+"""REINFORCE over a mesh: rows over its axis "data", the model over "model".
+
+Rollouts are within a `jax.shard_map` over "data": each group of devices decodes its own rows, and none waits
+for another's. The model is divided over "model" by the library, where the parameters lie; the gradient needs
+no more said. With XLA_FLAGS=--xla_force_host_platform_device_count=8 a CPU has 8 devices.
+
+    python scripts/examples/reinforce_on_a_mesh.py
+"""
+
+from checkout import start
+
+# isort: split
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+import xinfer_jax as xj
+
+NEW, RATE = 16, 1e-4
+
+
+def step_over(mesh, config, eos_ids):
+    """(params, prompt_BT, one key per row) -> params, mean reward. The parameters lie by `xj.shardings`."""
+
+    def draw(params, prompt_BT, key_B):
+        B, T = prompt_BT.shape
+        cache = xj.init_cache(config, batch=B, capacity=T + NEW)
+        logits_BV, cache = xj.prefill(params, config, prompt_BT, jnp.full(B, T), cache)
+        sampling = xj.SamplingConfig(temperature=1.0)
+        rollout = xj.decode_loop(params, config, logits_BV, cache, key_B, sampling, eos_ids, NEW)
+        return rollout.tokens_BT, rollout.length_B
+
+    rows, same = PartitionSpec("data"), PartitionSpec()
+    specs = dict(in_specs=(same, rows, rows), out_specs=rows, axis_names={"data"})
+    draw_all = jax.shard_map(draw, mesh=mesh, **specs)
+
+    @jax.jit
+    def step(params, prompt_BT, key_B):
+        (B, T), (answer_BT, length_B) = prompt_BT.shape, draw_all(params, prompt_BT, key_B)
+        reward_B = (answer_BT % 2 == 0).mean(1)
+
+        def loss(params):
+            tokens_BT = jnp.concatenate([prompt_BT, answer_BT], 1)
+            logprobs_BT = xj.score(params, config, tokens_BT, T + length_B)[:, T - 1 :]
+            return -((reward_B - reward_B.mean())[:, None] * logprobs_BT).sum() / B
+
+        gradient = jax.grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - RATE * g, params, gradient), reward_B.mean()
+
+    return step
+
+
+def main(argv: list[str]) -> None:
+    model = xj.load_model()
+    config, count = model.config, jax.device_count()
+    over = math.gcd(count, config.num_key_value_heads)
+    mesh = jax.make_mesh((count // over, over), ("data", "model"))
+    places = xj.shardings(config, mesh)
+    params, mesh = jax.device_put(model.params, places), places["final_norm"].mesh
+    step = step_over(mesh, config, np.array(config.eos_token_ids))
+    prompt_BT = jnp.array([model.tokenizer.encode("The capital of")] * 8)
+    for i in range(3):
+        params, reward = step(params, prompt_BT, jax.random.split(jax.random.key(i), len(prompt_BT)))
+        print(f"step {i}: reward {reward:.3f}, on {dict(mesh.shape)}")
+
+
+if __name__ == "__main__":
+    start(main)
