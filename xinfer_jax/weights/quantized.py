@@ -282,6 +282,8 @@ def _plain_product(x_MI: jax.Array, weight: QuantizedWeight) -> jax.Array:
     """What other devices do: the matrix in the type of x, a scale per output applied behind the product."""
     if isinstance(weight, Int8Weight):
         return dot(x_MI, weight.values.astype(x_MI.dtype)) * weight.scale
+    # Weights are tied to x, or XLA would widen those of all layers ahead.
+    x_MI, weight = lax.optimization_barrier((x_MI, weight))
     return dot(x_MI, dequantize(weight).astype(x_MI.dtype))
 
 
