@@ -114,10 +114,10 @@ def own_weights(job: Job, n: int) -> Params:
 
     def form(spec: ParamSpec) -> Any:
         cut = cut_of(spec, job.config, n)
-        shape, by_inputs = cut.spec(spec).shape, n > 1 and cut.axis == 1
+        shape = cut.spec(spec).shape
         if not quantize or len(shape) == 1:
             return jax.ShapeDtypeStruct(shape, job.dtype)
-        group = group_for(spec.shape, spec.hf_name, quantize, n) if by_inputs else None
+        group = group_for(spec.shape, spec.hf_name, quantize, n if cut.axis == 1 else 1)
         return quantized_form(shape, spec.hf_name, quantize, group)
 
     return jax.tree.map(form, param_specs(job.config))

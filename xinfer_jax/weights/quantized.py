@@ -115,12 +115,12 @@ def quantized_form(
 
 
 def group_for(shape: tuple[int, ...], name: str, quantize: str, parts: int) -> int:
-    """`group_size` of a matrix whose inputs are divided into so many parts: or less, so that each has whole
-    groups, where it has any.
+    """`group_size` of a matrix; or less where its inputs are divided into so many parts, so that each has
+    whole groups.
     """
     bits, inputs = _bits(name, quantize), shape[1]
     J = group_size(shape, bits)
-    while J < inputs and inputs // parts % J and J > 2:
+    while parts > 1 and J < inputs and inputs // parts % J and J > 2:
         J //= 2
     return J
 
