@@ -166,7 +166,7 @@ def prefill_work(config: xj.ModelConfig, weight_bytes: int, lengths: Sequence[in
         for window in config.layer_windows
     )
     flop = (
-        2 * _layer_weights(config) * sum(lengths)
+        2 * _layer_weights(config, sum(lengths)) * sum(lengths)
         + _attention_flop(config, pairs)
         + _head_flop(config) * len(lengths)
     )
@@ -182,16 +182,24 @@ def decode_work(
     keys = np.array(lengths)[:, None] + np.arange(1, max(new_tokens, 2))  # a step's own token included
     pairs = sum(float(np.minimum(keys, window or keys).mean(1).sum()) for window in config.layer_windows)
     cache_bytes = 2 * config.num_key_value_heads * config.head_dim * cache_itemsize * pairs
-    flop = (2 * _layer_weights(config) + _head_flop(config)) * len(lengths) + _attention_flop(config, pairs)
+    weights = _layer_weights(config, len(lengths))
+    flop = (2 * weights + _head_flop(config)) * len(lengths) + _attention_flop(config, pairs)
     return Work(weight_bytes + cache_bytes, flop)
 
 
-def _layer_weights(config: xj.ModelConfig) -> int:
-    return sum(
-        math.prod(spec.shape)
-        for spec in jax.tree.leaves(param_specs(config)["layers"])
-        if len(spec.shape) == 2
-    )
+def experts_asked(config: xj.ModelConfig, tokens: int) -> float:
+    """Which part of the experts a pass over so many tokens reads; where it is all, each is asked for every
+    token.
+    """
+    return min(1, tokens * config.num_experts_per_tok / max(config.num_experts, 1))
+
+
+def _layer_weights(config: xj.ModelConfig, tokens: int) -> float:
+    """Those that each of the tokens of a pass is multiplied by."""
+    all_asked = experts_asked(config, tokens) == 1
+    share = {2: 1, 3: 1 if all_asked else config.num_experts_per_tok / max(config.num_experts, 1)}
+    shapes = (spec.shape for spec in jax.tree.leaves(param_specs(config)["layers"]))
+    return sum(math.prod(shape) * share[len(shape)] for shape in shapes if len(shape) > 1)
 
 
 def _head_flop(config: xj.ModelConfig) -> int:

@@ -45,6 +45,7 @@ class Prepared:
     def __init__(self, model: xj.Model, rows: int = 8, **_: Any):
         self.model, self.impl, self.room, self.switches_at, self.started = model, None, 4096, None, True
         self.alive, self.weight_bytes, self.cache_bytes, self.guesses = True, 0, 0, 0
+        self.rows, self.error, self.engines = rows, None, (self,)
         self._open: list[Any] = []
         counts = dict.fromkeys((field.name for field in dataclasses.fields(EngineStats)), 0)
         self.stats = EngineStats(**counts)
@@ -80,7 +81,7 @@ def main(argv: list[str]) -> None:
     if PORT.value is not None:
         print(json.dumps(clients(PORT.value)))
         return
-    service_module.Engine = Prepared  # type: ignore[misc]
+    service_module.engine_of = Prepared
     model = xj.load_model()
     _, port = soak_serve_requests.serve(model, soak_serve_requests.SETTINGS, [])
     found = measured(port)

@@ -20,6 +20,7 @@ def _shape(
     classes = {
         "qwen2": "Qwen2ForCausalLM",
         "qwen3": "Qwen3ForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
         "llama": "LlamaForCausalLM",
         "mistral": "MistralForCausalLM",
     }
@@ -53,17 +54,37 @@ SHAPES: dict[str, dict[str, Any]] = {  # V, D, F, L, N, K, H
     "qwen2.5-1.5b": _shape("qwen2", (151936, 1536, 8960, 28, 12, 2, 128), 1e-6, 1e6, 32768, True, **_FULL),
     "qwen2.5-3b": _shape("qwen2", (151936, 2048, 11008, 36, 16, 2, 128), 1e-6, 1e6, 32768, True, **_FULL),
     "qwen2.5-7b": _shape("qwen2", (152064, 3584, 18944, 28, 28, 4, 128), 1e-6, 1e6, 32768, False, **_FULL),
+    "qwen2.5-14b": _shape("qwen2", (152064, 5120, 13824, 48, 40, 8, 128), 1e-6, 1e6, 32768, False, **_FULL),
+    "qwen2.5-32b": _shape("qwen2", (152064, 5120, 27648, 64, 40, 8, 128), 1e-6, 1e6, 32768, False, **_FULL),
+    "qwen2.5-72b": _shape("qwen2", (152064, 8192, 29568, 80, 64, 8, 128), 1e-6, 1e6, 32768, False, **_FULL),
     "qwen3-0.6b": _shape(
         "qwen3", (151936, 1024, 3072, 28, 16, 8, 128), 1e-6, 1e6, 40960, True, attention_bias=False, **_FULL
     ),
     "qwen3-4b": _shape(
         "qwen3", (151936, 2560, 9728, 36, 32, 8, 128), 1e-6, 1e6, 40960, True, attention_bias=False, **_FULL
     ),
+    "qwen3-235b-a22b": _shape(
+        "qwen3_moe",
+        (151936, 4096, 12288, 94, 64, 4, 128),
+        1e-6,
+        1e6,
+        40960,
+        False,
+        attention_bias=False,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=1536,
+        norm_topk_prob=True,
+        **_FULL,
+    ),
     "llama3.2-1b": _shape(
         "llama", (128256, 2048, 8192, 16, 32, 8, 64), 1e-5, 5e5, 131072, True, rope_scaling=_llama3(32.0)
     ),
     "llama3.1-8b": _shape(
         "llama", (128256, 4096, 14336, 32, 32, 8, 128), 1e-5, 5e5, 131072, False, rope_scaling=_llama3(8.0)
+    ),
+    "llama3.1-70b": _shape(
+        "llama", (128256, 8192, 28672, 80, 64, 8, 128), 1e-5, 5e5, 131072, False, rope_scaling=_llama3(8.0)
     ),
     # V0.3.
     "mistral-7b": _shape(

@@ -30,26 +30,21 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={DUM
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from absl import flags  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
+from cards import CARDS  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 import kernels_pallas  # noqa: E402
 
-GPUS = flags.DEFINE_list("gpus", ["h200", "a100", "rtx4090"], "Targets: h200, a100, rtx4090.")
+GPUS = flags.DEFINE_list("gpus", ["h200", "a100", "rtx4090"], f"Targets: {', '.join(CARDS)}.")
 ONLY = flags.DEFINE_string("only", "", "Compile only the kernels with this in their name.")
 
-# name, capability, multiprocessors, shared memory of a block in bytes, memory GB/s, L2 MB, GHz, memory GB
-_CARDS = {
-    "h200": ("NVIDIA H200", (9, 0), 132, 232448, 4800, 50, 1.98, 141),
-    "a100": ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, 2039, 40, 1.41, 80),
-    "rtx4090": ("NVIDIA GeForce RTX 4090", (8, 9), 128, 101376, 1008, 72, 2.52, 24),
-}
 _WANTED = {"mosaic": r"wgmma\.mma_async", "triton": r"wgmma\.mma_async|mma\.sync"}  # in kernels that multiply
 SD = jax.ShapeDtypeStruct
 
 
 def main(argv: list[str]) -> None:
-    if unknown := set(GPUS.value) - set(_CARDS):
-        raise InputError(f"--gpus knows {', '.join(_CARDS)}, got {unknown.pop()!r}")
+    if unknown := set(GPUS.value) - set(CARDS):
+        raise InputError(f"--gpus knows {', '.join(CARDS)}, got {unknown.pop()!r}")
     if not (ptxas := _ptxas()):
         raise InputError("no ptxas: pip install nvidia-cuda-nvcc, or put CUDA's bin on the PATH")
     version = (
@@ -59,7 +54,7 @@ def main(argv: list[str]) -> None:
     results = []
     for gpu in GPUS.value:
         try:
-            sharding = _sharding(gpu)
+            sharding = NamedSharding(CARDS[gpu].mesh(), PartitionSpec())
         except Exception as error:  # whatever a missing or foreign plug-in raises
             raise InputError(
                 f"no CUDA plug-in that compiles without a device ({error}): pip install 'jax[cuda13-local]'"
@@ -160,7 +155,7 @@ def _compiled(gpu, name, impl, function, shapes, sharding):
 
 
 def _assembled(gpu, path):
-    major, minor = _CARDS[gpu][1]
+    major, minor = CARDS[gpu].capability
     arch = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
     done = subprocess.run(
         [_ptxas(), "-v", f"-arch={arch}", "-o", os.devnull, str(path)],
@@ -171,32 +166,6 @@ def _assembled(gpu, path):
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", done.stderr)]
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill", done.stderr)]
     return dict(registers=max(registers), spill_bytes=sum(spills))
-
-
-def _sharding(gpu):
-    """A replicated sharding over one imaginary card."""
-    name, (major, minor), multiprocessors, shared, bandwidth, l2, clock, memory = _CARDS[gpu]
-    extension = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
-    config = f"""
-      gpu_device_info {{
-        name: "{name}" device_vendor: "NVIDIA Corporation" device_address_bits: 64
-        cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
-        threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-        thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-        block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-        registers_per_core_limit: 65536 registers_per_block_limit: 65536
-        shared_memory_per_block: 49152 shared_memory_per_block_optin: {shared}
-        shared_memory_per_core: {shared + 1024}
-        core_count: {multiprocessors} fpus_per_core: 128 clock_rate_ghz: {clock}
-        memory_bandwidth: {bandwidth * 10**9} l2_cache_size: {l2 * 2**20} device_memory_size: {memory * 10**9}
-        runtime_version: "12.8.0" driver_version: "13.0.0" compile_time_toolkit_version: "12.8.0"
-        dnn_version: "9.10.0"
-      }}
-      platform_name: "CUDA" device_description_str: "{name}" dnn_version_info {{ major: 9 minor: 10 }}"""
-    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
-    return jax.sharding.NamedSharding(
-        topologies.make_mesh(topology, (1,), ("one",)), jax.sharding.PartitionSpec()
-    )
 
 
 def _ptxas() -> str | None:

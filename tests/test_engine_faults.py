@@ -30,7 +30,7 @@ def shared(model):
 @pytest.fixture
 def engine(shared, model):
     """As new, with the programs of the one before."""
-    shared._error, shared._thread, shared._open, shared._new = None, None, {}, []
+    shared.error, shared._thread, shared._open, shared._new = None, None, {}, []
     shared._answers.clear()
     shared._scheduler = Scheduler(shared.rows, shared.pages, shared.capacity, shared.chunk)
     shared._device.params, shared.model = model.params, model

@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax.cli import answer_flags, group
+from xinfer_jax.cli import answer_flags, batch_flags, group
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from soak_processes_jobs import Process, free_port, job, until
@@ -122,6 +122,12 @@ def test_what_differs_is_refused_before_anything_is_loaded(model, tmp_path):
 )
 def test_flags_that_make_no_sense(command, args, line):
     assert command("--prompt=x", *args) == (2, "", f"xinfer-jax: {line}\n")
+
+
+def test_several_engines_are_one_process():
+    batch_flags.PROGRAM.parse(["xinfer-jax-batch", "--coordinator=a:1", "--data_parallel=2"])
+    with pytest.raises(xj.InputError, match="data_parallel=2 does not go with --coordinator"):
+        group.job_of(batch_flags.PROGRAM.values)
 
 
 def test_the_cluster_says_who_is_there(monkeypatch):

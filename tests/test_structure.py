@@ -32,7 +32,9 @@ ROOMS = {
         "own_format", "quantized_formats", "spread", "loading",
     ),
     "text": (),
-    "engine": ("scheduler", "device", "lockstep", "requests", "submission", "statistics", "engine"),
+    "engine": (
+        "scheduler", "device", "lockstep", "requests", "statistics", "submission", "engine", "engines",
+    ),
     "api": ("bodies", "responses", "scoring"),
     "batch": ("lines", "ledger", "work", "run", "dataset"),
     "cli": (

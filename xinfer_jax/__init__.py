@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .config.model_config import ModelConfig as ModelConfig, from_hf as from_hf
     from .config.rope import RopeConfig as RopeConfig
     from .engine.engine import Engine as Engine
+    from .engine.engines import Engines as Engines
     from .engine.requests import Answer as Answer, Request as Request
     from .engine.statistics import EngineStats as EngineStats
     from .errors import InputError as InputError
@@ -76,6 +77,7 @@ _HOMES = {
     "generation.scoring": ("score", "score_completions"),
     "stats": ("GenerateStats", "LoadStats"),
     "engine.engine": ("Engine",),
+    "engine.engines": ("Engines",),
     "engine.requests": ("Answer", "Request"),
     "engine.statistics": ("EngineStats",),
     "batch.dataset": ("DatasetGenerator",),

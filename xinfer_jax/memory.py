@@ -21,9 +21,9 @@ def check_memory(need: int, what: str, remedy: str) -> None:
 
 @functools.cache
 def memory_bytes() -> int:
-    """Of this process's devices together; on CPU, of the machine, or less where the process may have less."""
+    """Of a device; on CPU, of the machine, or less where the process may have less."""
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
-    return sum(limits) if all(limits) else min(_of_the_process())
+    return min(limits) if all(limits) else min(_of_the_process())
 
 
 def _of_the_process() -> Iterator[int]:

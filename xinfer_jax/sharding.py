@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from .checks import whole
 from .errors import InputError
 
 MODEL = "model"  # the axis of a mesh over which one model is divided
@@ -75,6 +76,25 @@ def share(mesh: Mesh | None) -> float:
     here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     count = len(here) if here and here[0].platform == "cpu" else 1
     return min(1, count / mesh.shape[MODEL])
+
+
+def device_groups(number: int, own: Sequence[jax.Device] | None = None) -> list[list[jax.Device]]:
+    """Devices of so many engines; own: those of the first, and each of the others gets as many.
+
+    Raises:
+        InputError: there are not so many.
+    """
+    own = own or jax.local_devices()[:1]
+    alike = jax.local_devices(backend=own[0].platform)
+    rest, size = [device for device in alike if device not in own], len(own)
+    need, have = whole("data_parallel", number, 1) * size, len(rest) + size
+    if need > have:
+        raise InputError(
+            f"data_parallel={number} takes {need} devices, and there are {have}: ask for"
+            f" {have // size} at most; XLA_FLAGS=--xla_force_host_platform_device_count={need} makes so many"
+            " of a CPU"
+        )
+    return [list(own), *(rest[at : at + size] for at in range(0, need - size, size))]
 
 
 def each(function: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:

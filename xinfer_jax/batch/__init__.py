@@ -24,7 +24,8 @@ Clusters. Every shard is a process of its own, and resumes as a whole run does:
 
     xinfer-jax-batch --input=all.jsonl --output=answers.jsonl --merge=16
 
-Ray Data, one engine for each worker:
+Several devices of one machine: --data_parallel=8, an engine for each. Ray Data, one engine for each worker,
+to which Ray shows a GPU of its own (CUDA_VISIBLE_DEVICES):
 
     ray.data.read_json("all.jsonl").map_batches(
         xj.DatasetGenerator, fn_constructor_kwargs=dict(model=DIR, options=xj.GenerateOptions(64)),

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from queue import Empty, Full, Queue
 from typing import Any
@@ -22,6 +22,7 @@ from ..cache.fingerprint import fingerprint
 from ..checkpoint.loading import Model
 from ..checks import whole
 from ..engine.engine import Engine
+from ..engine.engines import AnyEngine, engine_of
 from ..engine.scheduler import PAGE
 from ..errors import InputError
 from ..generation.options import GenerateOptions
@@ -82,7 +83,7 @@ def generate_file(  # noqa: PLR0913  a door
         shard: (i, n): only lines i + 1, i + 1 + n, … into OUTPUT.i-of-n.
         stop: once it is set no line is begun, and what runs has `grace` seconds to end.
         progress: show it on standard error.
-        shape: further arguments of `Engine`.
+        shape: further arguments of `Engine`; with data_parallel there are so many of them.
 
     Returns:
         Counts, rates and times of this call, as the command's --report has them.
@@ -99,12 +100,12 @@ def generate_file(  # noqa: PLR0913  a door
     defaults = Defaults.of(model, options, seed, raw, system, score)
     ledger = Ledger(output, _settings(model, defaults, shape, shard, in_order))
     try:
-        engine = Engine(model, **shape)
-        defaults.check(engine)
-        total = _count(input) // n if progress and str(input) != "-" else None
-        run = _Run(engine, defaults, ledger, in_order, progress, total)
-        with run.bar:
-            run.lines(_own(read_lines(input), ledger.finished, i, n), stop or threading.Event(), grace)
+        with closing(engine_of(model, **shape)) as engine:
+            defaults.check(engine)
+            total = _count(input) // n if progress and str(input) != "-" else None
+            run = _Run(engine, defaults, ledger, in_order, progress, total)
+            with run.bar:
+                run.lines(_own(read_lines(input), ledger.finished, i, n), stop or threading.Event(), grace)
     finally:
         ledger.close()
     return run.report()
@@ -159,7 +160,7 @@ class _Run:
     """Keeps an engine busy with lines, a bounded number ahead."""
 
     def __init__(
-        self, engine: Engine, defaults: Defaults, ledger: Ledger, in_order: bool, says: bool, total: Any
+        self, engine: AnyEngine, defaults: Defaults, ledger: Ledger, in_order: bool, says: bool, total: Any
     ):
         self._engine, self._defaults, self._ledger, self._in_order = engine, defaults, ledger, in_order
         self._counts, self._reasons = Counter[str](), Counter[str]()

@@ -11,7 +11,7 @@ from ..api.responses import response
 from ..api.scoring import read_texts, shown_scores
 from ..checkpoint.loading import Model
 from ..checks import whole
-from ..engine.engine import Engine
+from ..engine.engines import AnyEngine
 from ..engine.requests import Request
 from ..engine.submission import request_of
 from ..errors import InputError
@@ -46,7 +46,7 @@ class Defaults:
         raw = bool(raw or tokenizer and not tokenizer.chat_template)
         return Defaults(options, whole("seed", seed, 0, 2**64 - 1), raw, system, score)
 
-    def check(self, engine: Engine) -> None:
+    def check(self, engine: AnyEngine) -> None:
         """Raises InputError for options that no line could be served with."""
         request_of(engine, [0], self.options, seeded(0), 0)
 
@@ -60,7 +60,7 @@ class Work:
         reasons: finish reasons of its answers, once there are any.
     """
 
-    def __init__(self, line: Line, engine: Engine, defaults: Defaults):
+    def __init__(self, line: Line, engine: AnyEngine, defaults: Defaults):
         self.line, self._engine, self._defaults = line, engine, defaults
         self.requests, self.error, self.reasons = list[Request](), line.error, list[str]()
         try:

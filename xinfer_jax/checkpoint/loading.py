@@ -223,10 +223,11 @@ class _Reader:
         return cut_of(spec, self.config, self._devices)
 
     def _group(self, spec: ParamSpec) -> int | None:
-        """Where a matrix is quantized while it is read and its inputs are divided: its groups."""
-        if self.quantize is None or self._cut(spec).axis != 1 or len(spec.shape) != 2:
+        """Where parts of a matrix are quantized while they are read: the groups of all of it."""
+        if self.quantize is None or self.mesh is None or len(spec.shape) != 2:
             return None
-        return group_for(spec.shape, spec.hf_name, self.quantize, self._devices)
+        parts = self._devices if self._cut(spec).axis == 1 else 1
+        return group_for(spec.shape, spec.hf_name, self.quantize, parts)
 
     def _read_whole(self, spec: ParamSpec, parts: Mapping[str, Part]) -> bool:
         """Whether its parts along the inputs belong together: they have scales or an order in common."""

@@ -50,12 +50,13 @@ def define_model(program: Program) -> None:
 
 def define_engine(program: Program) -> None:
     """The shape of an engine, for commands that have one."""
-    program.integer("rows", "Answers that are decoded at a time.", default=8, least=1)
+    program.integer("data_parallel", "Engines, each on devices of its own.", default=1, least=1)
+    program.integer("rows", "Answers that are decoded at a time, by each engine.", default=8, least=1)
     program.integer(
         "capacity", "Tokens of a prompt and its answer. Default: 4096, or the model's limit.", least=2
     )
     program.integer(
-        "pages", "Of 64 tokens each, for all rows. Default: half of the memory beside the weights.", least=2
+        "pages", "Of 64 tokens each, of an engine. Default: half of the memory beside the weights.", least=2
     )
     program.choice(
         "cache_dtype", "Keys and values in int8, int4 or a float type. Default: float32 on CPU.",

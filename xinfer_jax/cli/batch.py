@@ -10,7 +10,7 @@ from ..errors import InputError
 from ..generation.options import GenerateOptions
 from .answer import sampling_of
 from .process import told_first
-from .startup import join_processes, keep_compiled_programs, open_model
+from .startup import check_devices, join_processes, keep_compiled_programs, open_model
 from .terminal import status
 
 
@@ -21,7 +21,9 @@ def batch(flags: Any, shard: tuple[int, int] | None) -> int:
         rows=flags.rows, capacity=flags.capacity, pages=flags.pages, cache_dtype=flags.cache_dtype,
         impl=flags.impl, draft=None if flags.draft == "none" else flags.draft,
     )  # fmt: skip
-    if join_processes():
+    process = join_processes()
+    check_devices(flags)
+    if process:
         follow_file(open_model(flags.model, flags.dtype, flags.quantize, flags.mesh).read(), **shape)
         return 0
     check_files(flags.input, flags.output)
@@ -44,7 +46,7 @@ def batch(flags: Any, shard: tuple[int, int] | None) -> int:
         report = generate_file(
             model, flags.input, flags.output, options, seed=flags.seed, raw=flags.raw, system=flags.system,
             score=flags.score, in_order=flags.in_order, shard=shard, stop=stop, grace=flags.grace,
-            **shape,
+            data_parallel=flags.data_parallel, **shape,
         )  # fmt: skip
     status.say(*_said(report))
     if flags.report:

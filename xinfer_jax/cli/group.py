@@ -61,6 +61,10 @@ def job_of(flags: Any) -> Job | None:
             if flags[name].value != flags[name].default:
                 raise InputError(f"--{name} does nothing without --coordinator: give that too")
         return None
+    if "data_parallel" in flags and flags.data_parallel > 1:
+        raise InputError(
+            f"--data_parallel={flags.data_parallel} does not go with --coordinator: start a command for each"
+        )
     if known[0] == "auto":
         known = _detected(known[1:])
     address, processes, number = known

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 
@@ -13,7 +14,7 @@ from ..checkpoint.files import checkpoint_dir
 from ..checkpoint.loading import Checkpoint, Model, open_checkpoint
 from ..errors import InputError, one_line, shown
 from ..generation.programs import Ahead
-from ..sharding import MODEL
+from ..sharding import MODEL, device_groups
 from ..text import TextStream
 from .terminal import status
 from .watch import child
@@ -35,6 +36,11 @@ def open_model(name: str | None, dtype: str | None, quantize: str | None, mesh: 
     over = mesh_named(mesh) if mesh else None
     with status("opening the model"):
         return open_checkpoint(path, dtype=dtype, quantize=quantize, mesh=over)
+
+
+def check_devices(flags: Any) -> None:
+    """Raises InputError where --data_parallel and --mesh ask for more devices than there are."""
+    device_groups(flags.data_parallel, flags.mesh and list(mesh_named(flags.mesh).devices.flat))
 
 
 def mesh_named(text: str) -> jax.sharding.Mesh:

@@ -61,15 +61,22 @@ class Device:
         self.config, self.guesses = config, guesses
         self.params, self._rows, self._capacity, self._chunk = params, rows, capacity, chunk
         self._impl, self._do, self._road = impl, do, road(params)(do, impl)
-        mesh = lies_over(params)
-        self.pools: Any = do.make(lambda: empty_pools(config, pages, dtype, mesh))
-        blank = self.row(*self._nothing, answers=False)
-        self.rows: Any = jax.tree.map(lambda x: x[np.zeros(rows, int)], blank)
+        mesh, norm = lies_over(params), params["final_norm"]
+        self._place = norm.device if norm.committed and mesh is None else None
+        self.pools: Any = do.make(lambda: empty_pools(config, pages, dtype, mesh), self._place)
+        blank = self._row(*self._nothing, answers=False)
+        self.rows: Any = self._put(jax.tree.map(lambda x: x[np.zeros(rows, int)], blank))
 
-    def row(self, call: Call, key_1: Any, answers: bool = True) -> DecodeState:
-        """A row before its first choice, in new arrays: the host changes none of them later. answers: False
-        for one that has ended.
-        """
+    def row(self, call: Call, key_1: Any) -> DecodeState:
+        """A row before its first choice."""
+        return self._put(self._row(call, key_1))
+
+    def _put(self, tree: Any) -> Any:
+        """To the device that a caller has put the parameters on."""
+        return tree if self._place is None else jax.device_put(tree, self._place)
+
+    def _row(self, call: Call, key_1: Any, answers: bool = True) -> DecodeState:
+        """In new arrays: the host changes none of them later. answers: False for one that has ended."""
         (ids,), options, V = call.prompts, call.options, self.config.vocab_size
         seen_1V, history_1S = np.zeros((1, V), bool), np.zeros((1, self._capacity), np.int32)
         seen_1V[0, ids], history_1S[0, : len(ids)] = True, ids

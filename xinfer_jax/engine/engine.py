@@ -8,7 +8,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any, Self
 
@@ -19,25 +19,23 @@ import numpy as np
 from ..cache.kv_cache import cache_bytes
 from ..cache.quantized import KV_BITS
 from ..checkpoint.loading import Model
-from ..checks import in_order, whole
+from ..checks import whole
 from ..config.model_config import with_fixed_rope
 from ..errors import InputError, shown
-from ..generation.options import GenerateOptions, GenerateOutput
 from ..generation.programs import Ahead
 from ..generation.speculation import MOST_GUESSES
 from ..memory import check_memory, memory_bytes
 from ..model.attention import check_impl
-from ..sampling.choice import answer_keys, check_key
+from ..sampling.choice import answer_keys
 from ..sampling.logprobs import TokenLogprobs, rows_of_tokens
 from ..sharding import MODEL, lies_over, share
-from ..text import Prompt
 from ..weights.params import Params, cache_dtype as usual_dtype, resolve_dtype, tree_bytes
-from .device import MOST_LOGPROBS, WINDOW, Device, Window
+from .device import WINDOW, Device, Window
 from .lockstep import Leader, calls_for, follow
 from .requests import Answer, Request
 from .scheduler import PAGE, Action, Read, Row, Scheduler, pages_for
-from .statistics import EngineStats, Recent
-from .submission import request_of
+from .statistics import Recent
+from .submission import Entrance
 
 _LOOK_SECONDS = 0.1  # between two looks of the host, while requests may come or are read along
 _BUSY_SECONDS = 0.01  # the same, while others wait or are read
@@ -45,7 +43,7 @@ _UNKNOWN = 8  # steps of the first window, as nobody knows how long they take
 _SHARE = 0.5  # of the memory beside the weights, for pages
 
 
-class Engine:
+class Engine(Entrance):
     """Answers requests as they come, several at a time (continuous batching, Yu et al. 2022) over one set of
     pages (PagedAttention, Kwon et al. 2023). Each gets, bit for bit, the tokens and log-probabilities that it
     gets alone in an engine of the same shape, whatever else runs.
@@ -55,6 +53,8 @@ class Engine:
         rows, capacity, pages, chunk, guesses, impl: its shape.
         about: what it has, and the seconds that it took to be ready.
         last_turn: when it last ended one, as time.monotonic says; its thread takes one a second at least.
+        error: what broke it down, or says that it was closed; None: it can answer.
+        name: in messages.
     """
 
     def __init__(  # noqa: PLR0913  a door
@@ -107,6 +107,7 @@ class Engine:
         if self.chunk % PAGE:
             raise InputError(f"chunk must be a multiple of {PAGE}, got {chunk}")
         self.guesses = whole("draft_tokens", draft_tokens, 1, MOST_GUESSES) if draft else 0
+        self.model, self.impl, self.switches_at = model, impl, config.rope.switches_at
         self.weight_bytes, dtype = tree_bytes(model.params), _dtype(model.params, cache_dtype)
         page_bytes, self._share = cache_bytes(config, 1, PAGE, dtype), share(lies_over(model.params))
         self.pages = self._number_of_pages(page_bytes) if pages is None else whole("pages", pages, 2)
@@ -116,7 +117,6 @@ class Engine:
         self.cache_bytes = self.pages * page_bytes
         need, what = self.weight_bytes + self.cache_bytes, f"weights and {self.pages} pages"
         check_memory(int(self._share * need), what, "ask for fewer pages, or a smaller cache_dtype")
-        self.model, self.impl, self.switches_at = model, impl, config.rope.switches_at
         self._scheduler = Scheduler(self.rows, self.pages, self.capacity, self.chunk, prefix_cache)
         self._news, self._turn = threading.Condition(), threading.Lock()
         self._new: list[Answer] = []  # submitted, and not seen by the scheduler yet
@@ -124,102 +124,15 @@ class Engine:
         self._answers: dict[Row, Answer] = {}  # that have not ended
         self._orders: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._recent, self._seconds = Recent(), 0.0  # of a step of decoding, lately
+        self.error: BaseException | None = None
+        self.name, self.recent = "the engine", Recent()
+        self._seconds = 0.0  # of a step of decoding, lately
         self.last_turn = time.monotonic()
         self._device: Any = self._warm_up(dtype)
         if self._calls and jax.process_index() == 0:
             self._device = Leader(self._device, self._calls)
         elif self._calls:
-            self._error = InputError("process 0 answers for all: submit there, and call follow() here")
-
-    def submit(  # noqa: PLR0913  a door
-        self,
-        prompt: Prompt | Sequence[int],
-        options: GenerateOptions | None = None,
-        *,
-        key: jax.Array | None = None,
-        priority: int = 0,
-        deadline: float | None = None,
-        salt: str = "",
-        share_answers: bool = False,
-        prompt_logprobs: int | None = None,
-        prompt_logprobs_from: int = 0,
-        live: bool = True,
-    ) -> Request:
-        """Queues a request; any thread may. Its tokens are those of `generate([ids], options, key=key)`.
-
-        Args:
-            prompt: token ids, a text, or messages.
-            options: None: `GenerateOptions()`. What a whole engine has (capacity, impl, cache_dtype, draft)
-                is refused here.
-            key: as in `generate`.
-            priority: higher ones go first; who was passed over 32 times goes first whatever it is. One that
-                is higher by 16 or more takes the place of another row, which goes on later.
-            deadline: seconds from now after which it ends as it is, with the finish_reason "deadline".
-            salt: prompts share pages only with those of the same salt.
-            share_answers: this prompt may find what earlier answers wrote, and later ones what this answer
-                writes (turns of a chat); the last bits may then differ from those alone.
-            prompt_logprobs: what the model says of each token of the prompt too, with so many alternatives.
-            prompt_logprobs_from: of the tokens from this one on; what stands before may come from pages of
-                other such requests.
-            live: somebody may read along. Without it windows of decoding are longer.
-
-        Raises:
-            InputError: what cannot be served, or can never fit; the engine is closed, or broke down.
-        """
-        self._check_open()
-        request = request_of(self, prompt, options, key, 0)
-        request.live = bool(live)
-        if deadline is not None:
-            if not isinstance(deadline, int | float | np.number) or not deadline > 0:
-                raise InputError(f"deadline must be a number of seconds above 0, got {shown(deadline)}")
-            request.deadline = time.monotonic() + deadline
-        if not isinstance(salt, str):
-            raise InputError(f"salt must be a text, got {shown(salt)}")
-        if prompt_logprobs is not None:
-            request.asks = whole("prompt_logprobs", prompt_logprobs, 0, MOST_LOGPROBS)
-        scored = None if prompt_logprobs is None else whole("prompt_logprobs_from", prompt_logprobs_from, 0)
-        for answer in request.answers:
-            row = answer.row
-            row.priority, row.salt = (
-                whole("priority", priority, -(2**31), 2**31),
-                salt.encode("utf-8", "surrogatepass"),
-            )
-            row.scored = scored if answer is request.answers[0] else None
-            row.share_answers = bool(share_answers)
-        self._queue([request])
-        return request
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt | Sequence[int]],
-        options: GenerateOptions | Sequence[GenerateOptions] | None = None,
-        *,
-        key: jax.Array | None = None,
-    ) -> list[GenerateOutput]:
-        """Answers many prompts, in their order: those of `xj.generate` with the same key. options: for all,
-        or one per prompt.
-        """
-        if not in_order(prompts):
-            raise InputError(f"prompts must be a list of ids, texts or conversations, got {shown(prompts)}")
-        self._check_open()
-        each = list(options) if isinstance(options, Sequence) else [options] * len(prompts)
-        if len(each) != len(prompts):
-            raise InputError(f"{len(each)} options for {len(prompts)} prompts: give one, or one per prompt")
-        key = None if key is None else check_key(key, len(prompts))
-        requests = []
-        for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
-            try:
-                requests.append(request_of(self, prompt, own, key, i))
-            except InputError as error:
-                raise InputError(f"prompt {i}: {error}") from error
-        self._queue(requests)
-        try:
-            return [request.result() for request in requests]
-        finally:
-            for request in requests:
-                request.cancelled = True  # where one failed, or the caller did, nobody waits for the others
+            self.error = InputError("process 0 answers for all: submit there, and call follow() here")
 
     def update(self, params: Params) -> None:
         """Other weights of the same shapes, between two windows: nothing is compiled. Pages that the old ones
@@ -248,11 +161,14 @@ class Engine:
             self._check_open()
 
     @property
-    def stats(self) -> EngineStats:
-        """What it does and did so far."""
-        counts: dict[str, Any] = self._scheduler.counts()
-        counts["waiting"] += len(self._new)
-        return EngineStats(**counts, **self._recent.known())
+    def load(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
+    def counts(self) -> dict[str, int]:
+        """What `EngineStats` says but for times."""
+        counts = self._scheduler.counts() | self.recent.sums
+        return counts | dict(waiting=counts["waiting"] + len(self._new))
 
     @property
     def room(self) -> int:
@@ -264,22 +180,14 @@ class Engine:
         """Whether it has a thread of its own."""
         return self._thread is not None
 
-    @property
-    def alive(self) -> bool:
-        """Whether it can answer: it has neither broken down nor been closed."""
-        return self._error is None
-
     def __enter__(self) -> Self:
         self._thread = threading.Thread(target=self._run, name="xinfer_jax engine", daemon=True)
         self._thread.start()
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Ends the thread; requests that have not ended get an error."""
-        open = self._error is None
+        open = self.error is None
         self._break(InputError("the engine was closed before the request ended"))
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -306,7 +214,7 @@ class Engine:
             TimeoutError: it is not so after so many seconds.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
-        over = lambda: until() or self._error is not None  # noqa: E731
+        over = lambda: until() or self.error is not None  # noqa: E731
         if self.started:
             with self._news:
                 self._news.wait_for(over, timeout)
@@ -321,7 +229,7 @@ class Engine:
         """
         with self._turn:
             try:
-                return self._error is None and self._take_turn()
+                return self.error is None and self._take_turn()
             except BaseException as error:
                 self._break(error)
                 raise
@@ -330,16 +238,16 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while self._error is None:
+            while self.error is None:
                 if not self.step():
                     with self._news:
-                        self._news.wait_for(lambda: self._new or self._orders or self._error is not None, 1.0)
+                        self._news.wait_for(lambda: self._new or self._orders or self.error is not None, 1.0)
         except BaseException as error:  # every request has it, and whoever submits
-            print(f"the engine broke down: {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"{self.name} broke down: {type(error).__name__}: {error}", file=sys.stderr)
 
     def _break(self, error: BaseException) -> None:
         with self._news:
-            self._error, self._new = self._error or error, []
+            self.error, self._new = self.error or error, []
             self._tell(list(self._open))
 
     def _take_turn(self) -> bool:
@@ -352,12 +260,12 @@ class Engine:
             self._answers[answer.row] = answer
             self._scheduler.submit(answer.row)
         self._drop_ended()
-        busy, read = False, self._recent.read_tokens
+        busy, read = False, self.recent.read_tokens
         while actions := self._scheduler.read_next():
             busy = True
             self._carry_out(actions)
             # Who decodes and may be read along is not kept waiting for more than a chunk.
-            if self._live and self._recent.read_tokens >= read + self.chunk:
+            if self._live and self.recent.read_tokens >= read + self.chunk:
                 break
         if self._scheduler.running:
             busy = True
@@ -405,7 +313,7 @@ class Engine:
             known = noted, np.array([targets]), np.asarray(noted.processed_BT), [len(targets)]
             unasked = max(0, row.scored - start - 1)
             request.prompt_logprobs += _cut(known, request.asks)[unasked:]
-        self._recent.read_tokens += piece.count
+        self.recent.read_tokens += piece.count
         self._scheduler.dispatched(piece)
         if piece.last:
             state, chosen = self._device.first_choice(behind, self._device.row(request.call, answer.key_1))
@@ -442,7 +350,7 @@ class Engine:
     def _take(self, answer: Answer, out: Window, slot: int) -> bool:
         """Hands a row's tokens to its answer; whether it has ended."""
         request, count = answer.request, int(out.count_B[slot])
-        self._recent.chosen_tokens += count
+        self.recent.chosen_tokens += count
         if request.call.options.logprobs:
             parts: Any = out.alternatives, out.tokens_BT, out.logprobs_BT, out.count_B
             of_row = jax.tree.map(lambda x_B: x_B[slot : slot + 1], parts)
@@ -469,17 +377,13 @@ class Engine:
         """There is something new of these."""
         with self._news:
             for request in requests:
-                if request in self._open and (request.ended or self._error):
-                    request.end(request.error or self._error)
-                    self._recent.ended(request)
+                if request in self._open and (request.ended or self.error):
+                    request.end(request.error or self.error)
+                    self.recent.ended(request)
                     del self._open[request]
             self._news.notify_all()
         for request in requests:
             request.tell()
-
-    def _check_open(self) -> None:
-        if self._error is not None:
-            raise InputError(f"the engine is closed: {self._error}") from self._error
 
     def _queue(self, requests: list[Request]) -> None:
         with self._news:
@@ -490,7 +394,10 @@ class Engine:
 
     def _number_of_pages(self, page_bytes: int) -> int:
         per_row = pages_for(self.capacity)
-        left = max(0, memory_bytes() - self._share * self.weight_bytes)
+        own = self.model.params["final_norm"].sharding.addressable_devices
+        # On a CPU all devices have one memory, and others may have their engines.
+        part = len(own) / jax.local_device_count() if next(iter(own)).platform == "cpu" else 1
+        left = max(0, part * memory_bytes() - self._share * self.weight_bytes)
         room = int(_SHARE * left / (self._share * page_bytes))
         return max(per_row + 1, min(2 * self.rows * per_row + 1, room))
 
@@ -515,7 +422,7 @@ class Engine:
             f" ({self.cache_bytes / 2**20:.0f} MiB), {ahead.programs} programs,"
             f" ready in {time.perf_counter() - began:.1f} s"
         )
-        print(self.about, file=sys.stderr)
+        print(f"{self.about}\n", end="", file=sys.stderr)  # at once: others may be made meanwhile
         return device
 
 
@@ -529,7 +436,7 @@ def _held(new: Any, old: Any = None) -> jax.Array:
     """An array that its owner cannot change; where a caller has put the old one, or as little put there."""
     if not isinstance(new, jax.Array):
         return jnp.array(new)
-    if old is None or new.committed == old.committed:
+    if old is None or not (new.committed or old.committed):
         return new
     return jax.device_put(new, old.sharding) if old.committed else jax.device_put(np.asarray(new))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,27 +45,32 @@ class EngineStats:
 
 
 class Recent:
-    """Sums, and the times of the last requests."""
+    """Sums, and the times of the last requests in seconds."""
 
     def __init__(self) -> None:
         self.read_tokens = self.chosen_tokens = self.requests = 0
-        self._seconds: dict[str, deque[float]] = {
-            name: deque(maxlen=_REMEMBERED) for name in ("ttft", "tpot")
-        }
+        self.seconds: dict[str, deque[float]] = {name: deque(maxlen=_REMEMBERED) for name in ("ttft", "tpot")}
+
+    @property
+    def sums(self) -> dict[str, int]:
+        """Without the times."""
+        return {name: value for name, value in vars(self).items() if name != "seconds"}
 
     def ended(self, request: Request) -> None:
         """A request has ended."""
         times, tokens = request.times, len(request.answers[0].logprobs)
         self.requests += 1
         if "first" in times:
-            self._seconds["ttft"].append(times["first"] - request.submitted)
+            self.seconds["ttft"].append(times["first"] - request.submitted)
         if tokens > 1:
-            self._seconds["tpot"].append((times["ended"] - times["first"]) / (tokens - 1))
+            self.seconds["tpot"].append((times["ended"] - times["first"]) / (tokens - 1))
 
-    def known(self) -> dict[str, Any]:
-        """What `EngineStats` says of these."""
-        sums = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        for name, seconds in self._seconds.items():
-            three = np.quantile(list(seconds), (0.5, 0.9, 0.99)).tolist() if seconds else None
-            sums[f"{name}_seconds"] = three
-        return sums
+
+def stats_of(engines: Sequence[Any]) -> EngineStats:
+    """Of all of them together."""
+    each = [engine.counts() for engine in engines]
+    found: dict[str, Any] = {name: sum(counts[name] for counts in each) for name in each[0]}
+    for name in ("ttft", "tpot"):
+        seconds = [x for engine in engines for x in list(engine.recent.seconds[name])]
+        found[f"{name}_seconds"] = np.quantile(seconds, (0.5, 0.9, 0.99)).tolist() if seconds else None
+    return EngineStats(**found)

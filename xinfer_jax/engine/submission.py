@@ -1,21 +1,23 @@
 """What comes in: a prompt and options, checked before anything runs, become a request."""
 
 import dataclasses
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from ..checks import in_order
+from ..checks import in_order, whole
 from ..errors import InputError, shown
-from ..generation.options import Call, GenerateOptions, asked, checked
+from ..generation.options import Call, GenerateOptions, GenerateOutput, asked, checked
 from ..sampling.choice import answer_keys, check_key
 from ..sampling.settings import SamplingConfig
-from ..text import encode_prompt, stops_of
+from ..text import Prompt, encode_prompt, stops_of
 from .device import MOST_EOS, MOST_LOGPROBS, MOST_STOPS
 from .requests import Answer, Request
 from .scheduler import Row
+from .statistics import EngineStats, stats_of
 
 _OF_THE_ENGINE = dict(
     capacity="give it to Engine", impl="give it to Engine", cache_dtype="give it to Engine",
@@ -86,3 +88,126 @@ def _on_host(options: GenerateOptions) -> SamplingConfig | list[SamplingConfig]:
         return dataclasses.replace(sampling, **arrays) if arrays else sampling
 
     return [*map(one, given)] if isinstance(given, list | tuple) else one(given)
+
+
+class Entrance:
+    """How requests come to an engine, or to several."""
+
+    @property
+    def engines(self) -> Sequence[Any]:
+        """Those that answer."""
+        return (self,)
+
+    def submit(  # noqa: PLR0913  a door
+        self,
+        prompt: Prompt | Sequence[int],
+        options: GenerateOptions | None = None,
+        *,
+        key: jax.Array | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        salt: str = "",
+        share_answers: bool = False,
+        prompt_logprobs: int | None = None,
+        prompt_logprobs_from: int = 0,
+        live: bool = True,
+    ) -> Request:
+        """Queues a request; any thread may. Its tokens are those of `generate([ids], options, key=key)`.
+
+        Args:
+            prompt: token ids, a text, or messages.
+            options: None: `GenerateOptions()`. What a whole engine has (capacity, impl, cache_dtype, draft)
+                is refused here.
+            key: as in `generate`.
+            priority: higher ones go first; who was passed over 32 times goes first whatever it is. One that
+                is higher by 16 or more takes the place of another row, which goes on later.
+            deadline: seconds from now after which it ends as it is, with the finish_reason "deadline".
+            salt: prompts share pages only with those of the same salt.
+            share_answers: this prompt may find what earlier answers wrote, and later ones what this answer
+                writes (turns of a chat); the last bits may then differ from those alone.
+            prompt_logprobs: what the model says of each token of the prompt too, with so many alternatives.
+            prompt_logprobs_from: of the tokens from this one on; what stands before may come from pages of
+                other such requests.
+            live: somebody may read along. Without it windows of decoding are longer.
+
+        Raises:
+            InputError: what cannot be served, or can never fit; the engine is closed, or broke down.
+        """
+        self._check_open()
+        request = request_of(self, prompt, options, key, 0)
+        request.live = bool(live)
+        if deadline is not None:
+            if not isinstance(deadline, int | float | np.number) or not deadline > 0:
+                raise InputError(f"deadline must be a number of seconds above 0, got {shown(deadline)}")
+            request.deadline = time.monotonic() + deadline
+        if not isinstance(salt, str):
+            raise InputError(f"salt must be a text, got {shown(salt)}")
+        if prompt_logprobs is not None:
+            request.asks = whole("prompt_logprobs", prompt_logprobs, 0, MOST_LOGPROBS)
+        scored = None if prompt_logprobs is None else whole("prompt_logprobs_from", prompt_logprobs_from, 0)
+        for answer in request.answers:
+            row = answer.row
+            row.priority, row.salt = (
+                whole("priority", priority, -(2**31), 2**31),
+                salt.encode("utf-8", "surrogatepass"),
+            )
+            row.scored = scored if answer is request.answers[0] else None
+            row.share_answers = bool(share_answers)
+        self._queue([request])
+        return request
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt | Sequence[int]],
+        options: GenerateOptions | Sequence[GenerateOptions] | None = None,
+        *,
+        key: jax.Array | None = None,
+    ) -> list[GenerateOutput]:
+        """Answers many prompts, in their order: those of `xj.generate` with the same key. options: for all,
+        or one per prompt.
+        """
+        if not in_order(prompts):
+            raise InputError(f"prompts must be a list of ids, texts or conversations, got {shown(prompts)}")
+        self._check_open()
+        each = list(options) if isinstance(options, Sequence) else [options] * len(prompts)
+        if len(each) != len(prompts):
+            raise InputError(f"{len(each)} options for {len(prompts)} prompts: give one, or one per prompt")
+        key = None if key is None else check_key(key, len(prompts))
+        requests = []
+        for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+            try:
+                requests.append(request_of(self, prompt, own, key, i))
+            except InputError as error:
+                raise InputError(f"prompt {i}: {error}") from error
+        try:
+            self._queue(requests)
+            return [request.result() for request in requests]
+        finally:
+            for request in requests:
+                request.cancelled = True  # where one failed, or the caller did, nobody waits for the others
+
+    @property
+    def stats(self) -> EngineStats:
+        """What is done and was done so far."""
+        return stats_of(self.engines)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can answer: nothing has broken down, or was closed."""
+        return all(engine.error is None for engine in self.engines)
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the threads; requests that have not ended get an error."""
+        raise NotImplementedError
+
+    def _check_open(self) -> None:
+        for engine in self.engines:
+            if engine.error is not None:
+                raise InputError(f"{engine.name} is closed: {engine.error}") from engine.error
+
+    def _queue(self, requests: list[Request]) -> None:
+        """Has them answered."""
+        raise NotImplementedError

@@ -18,8 +18,8 @@ class Do(Protocol):
     def __call__(self, program: Any, *args: Any) -> Any:
         """What program(*args) gives."""
 
-    def make(self, function: Callable[[], Any]) -> Any:
-        """What a function of nothing gives."""
+    def make(self, function: Callable[[], Any], device: jax.Device | None = None) -> Any:
+        """What a function of nothing gives; device: where it is put, and stays."""
 
     def holds(self, x: Any) -> bool:
         """Whether an array of one bool is true."""
@@ -31,8 +31,11 @@ class Now:
     def __call__(self, program: Any, *args: Any) -> Any:
         return program(*args)
 
-    def make(self, function: Callable[[], Any]) -> Any:
-        return function()
+    def make(self, function: Callable[[], Any], device: jax.Device | None = None) -> Any:
+        if device is None:
+            return function()
+        with jax.default_device(device):  # another might have no room for it
+            return jax.device_put(function(), device)
 
     def holds(self, x: Any) -> bool:
         return bool(x)
@@ -56,11 +59,13 @@ class Ahead:
         if key not in self._seen:
             traced = program.trace(*jax.tree.map(struct, args))
             self._compiling.append(self._pool.submit(_compile, traced.lower()))
-            self._seen[key] = jax.tree.map(struct, traced.out_info)
+            places = (_place(x) for x in jax.tree.leaves(args))
+            one = next((place for place in places if isinstance(place, SingleDeviceSharding)), None)
+            self._seen[key] = _put(traced.out_info, one)  # there all else comes to, and stays
         return self._seen[key]
 
-    def make(self, function: Callable[[], Any]) -> Any:
-        return jax.eval_shape(function)
+    def make(self, function: Callable[[], Any], device: jax.Device | None = None) -> Any:
+        return _put(jax.eval_shape(function), device and SingleDeviceSharding(device))
 
     def holds(self, x: Any) -> bool:
         return True
@@ -134,8 +139,8 @@ def _compile(lowered: Any) -> None:
 
 
 def struct(x: Any) -> Any:
-    """Shape and type of an array, and where it lies if it lies on several devices; what is none stays."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_division(x)) if hasattr(x, "dtype") else x
+    """Shape and type of an array, and where it lies if it was put there; what is none stays."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_place(x)) if hasattr(x, "dtype") else x
 
 
 def kinds(tree: Any) -> tuple:
@@ -147,10 +152,14 @@ def kinds(tree: Any) -> tuple:
 def _kind(x: Any) -> Any:
     if not hasattr(x, "dtype"):
         return x
-    return x.shape, x.dtype, _division(x)
+    return x.shape, x.dtype, _place(x)
 
 
-def _division(x: Any) -> Any:
-    """Where an array lies if it lies on several devices."""
-    divided = isinstance(x, jax.Array) and not isinstance(x.sharding, SingleDeviceSharding)
-    return x.sharding if divided else None
+def _place(x: Any) -> Any:
+    """Where an array, or what stands for it, was put; None: wherever it is wanted."""
+    return getattr(x, "sharding", None) if getattr(x, "committed", True) else None
+
+
+def _put(tree: Any, place: Any) -> Any:
+    """Shapes of arrays that are put into a place."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)

@@ -86,7 +86,7 @@ def _run(argv: Sequence[str]) -> int:
         api_keys=keys, origins=tuple(flags.allowed_origins), max_waiting=flags.max_waiting,
         max_waiting_per_client=flags.max_waiting_per_client, deadline=flags.deadline, grace=flags.grace,
         stuck_seconds=flags.stuck_seconds, seed=seed, escape=flags.escape_control_tokens,
-        log_prompts=flags.log_prompts, shape=shape,
+        log_prompts=flags.log_prompts, shape=shape | dict(data_parallel=flags.data_parallel),
     )  # fmt: skip
     listening = _listen(host, flags.port)
     service = Service(settings, _say)
@@ -115,10 +115,11 @@ def _load(service: Any, flags: Any, failed: list[BaseException]) -> None:
 
 
 def _model(flags: Any) -> Any:
-    from ..cli.startup import join_processes, keep_compiled_programs, open_model
+    from ..cli.startup import check_devices, join_processes, keep_compiled_programs, open_model
 
     keep_compiled_programs("xinfer-jax-serve", flags.compilation_cache)
     join_processes()
+    check_devices(flags)
     return open_model(flags.model, flags.dtype, flags.quantize, flags.mesh).read()
 
 

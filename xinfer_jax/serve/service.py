@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from ..api.bodies import Asked, BodyError, read_body
 from ..api.responses import response, usage
 from ..checkpoint.loading import Model
-from ..engine.engine import Engine
+from ..engine.engines import AnyEngine, engine_of
 from ..engine.requests import Request, news
 from ..errors import InputError, one_line, shown
 from ..generation.options import GenerateOptions
@@ -60,7 +60,7 @@ class Service:
         """say: takes the lines of the log."""
         self.settings, self.say, self.broken, self.closing = settings, say, "", False
         self.model: Model | None = None
-        self.engine: Engine | None = None
+        self.engine: AnyEngine | None = None
         self.metrics, self.open = Metrics(settings.name), Counter[str]()
         self._numbers, self._defaults = itertools.count(1), GenerateOptions()
 
@@ -69,7 +69,7 @@ class Service:
         if model.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: it cannot be served")
         self.model, self.tokenizer, self._defaults = model, model.tokenizer, defaults
-        self.engine = Engine(model, **self.settings.shape).__enter__()
+        self.engine = engine_of(model, **self.settings.shape).__enter__()
         self.metrics.watch(self.engine)
 
     @property
@@ -96,9 +96,12 @@ class Service:
             return self.broken or "the model is being loaded: come again"
         if self.closing:
             return "the server is going down"
-        if (silent := time.monotonic() - self.engine.last_turn) > self.settings.stuck_seconds:
-            return f"the engine has not moved for {silent:.0f} seconds"
-        return "" if self.engine.alive else "the engine broke down"
+        for engine in self.engine.engines:
+            if engine.error is not None:
+                return f"{engine.name} broke down"
+            if (silent := time.monotonic() - engine.last_turn) > self.settings.stuck_seconds:
+                return f"{engine.name} has not moved for {silent:.0f} seconds"
+        return ""
 
     async def answer(self, call: Call, kind: str) -> Response:
         """Answers a body; Refused where it cannot."""
@@ -206,7 +209,8 @@ class Service:
         client = _key(call).hex() if self.settings.api_keys else call.client.host if call.client else ""
         if self.open[client] >= self.settings.max_waiting_per_client:
             raise Refused(429, f"{self.open[client]} requests of yours are under way: wait for one to end")
-        if self.open.total() >= self.settings.max_waiting + self.settings.shape["rows"]:
+        assert self.engine is not None
+        if self.open.total() >= self.settings.max_waiting + self.engine.rows:
             raise Refused(429, "too many requests wait: come again")
         return client
 

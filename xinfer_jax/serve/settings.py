@@ -22,7 +22,7 @@ class Settings:
         seed: of answers to requests without one.
         escape: control tokens that messages spell stay letters.
         log_prompts: the ids of prompts stand in the log.
-        shape: arguments of `Engine`.
+        shape: arguments of `Engine`, and data_parallel.
     """
 
     name: str

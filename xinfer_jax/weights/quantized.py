@@ -115,12 +115,12 @@ def quantized_form(
 
 
 def group_for(shape: tuple[int, ...], name: str, quantize: str, parts: int) -> int:
-    """`group_size` of a matrix whose inputs are divided into so many parts: or less, so that each has whole
-    groups, where it has any.
+    """`group_size` of a matrix; or less where its inputs are divided into so many parts, so that each has
+    whole groups.
     """
     bits, inputs = _bits(name, quantize), shape[1]
     J = group_size(shape, bits)
-    while J < inputs and inputs // parts % J and J > 2:
+    while parts > 1 and J < inputs and inputs // parts % J and J > 2:
         J //= 2
     return J
 
@@ -282,6 +282,8 @@ def _plain_product(x_MI: jax.Array, weight: QuantizedWeight) -> jax.Array:
     """What other devices do: the matrix in the type of x, a scale per output applied behind the product."""
     if isinstance(weight, Int8Weight):
         return dot(x_MI, weight.values.astype(x_MI.dtype)) * weight.scale
+    # Weights are tied to x, or XLA would widen those of all layers ahead.
+    x_MI, weight = lax.optimization_barrier((x_MI, weight))
     return dot(x_MI, dequantize(weight).astype(x_MI.dtype))
 
 
