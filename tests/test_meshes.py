@@ -112,6 +112,15 @@ def test_a_model_over_a_mesh(cases):
     assert not any(wrong.values()), "\n".join(wrong.values())
 
 
+@pytest.mark.slow
+def test_what_a_step_costs_each_device():
+    given = "--config=xinfer_jax/assets", "--devices=1,2", "--prompt=8", "--new_tokens=2"
+    lines = on_devices(2, Path(__file__).parents[1] / "scripts" / "bench_meshes.py", *given).splitlines()
+    one, two = map(json.loads, lines)
+    assert one["collectives"] == one["said_kb"] == 0 and two["collectives"] == 2 * 4 + 1
+    assert 1.5 < one["gflop"] / two["gflop"] <= 2
+
+
 @pytest.fixture(scope="module")
 def mesh():
     return jax.make_mesh((1,), ("model",))

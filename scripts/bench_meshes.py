@@ -1,0 +1,95 @@
+"""One model over meshes of several sizes: what a device computes, reads and says for a token, and how fast.
+
+    python scripts/bench_meshes.py --config=qwen2.5-7b --devices=1,2,4
+
+A JSON line for each size. Of the compiled decode step, per device: operations, bytes of memory, bytes that
+collectives give. Then tokens a second of prompts and of decoding, medians in turns, and how many times those
+of the first size. On a CPU devices are virtual and share its cores: no speed is said.
+"""
+
+from one_line import InputError, start
+
+# isort: split
+import json
+import os
+import re
+import statistics
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+from absl import flags  # noqa: E402
+from bench_shapes import SHAPES, hf_config  # noqa: E402
+
+import xinfer_jax as xj  # noqa: E402
+from xinfer_jax.config.model_config import from_hf  # noqa: E402
+from xinfer_jax.sharding import lies_over  # noqa: E402
+from xinfer_jax.weights.params import activation_dtype  # noqa: E402
+
+CONFIG = flags.DEFINE_string("config", "qwen2.5-0.5b", f"A directory, or of {', '.join(SHAPES)}.")
+DEVICES = flags.DEFINE_list("devices", ["1", "2"], "Sizes of the mesh, in turns.")
+QUANTIZE = flags.DEFINE_enum("quantize", None, ["int8", "int4"], "Weights.")
+ROWS = flags.DEFINE_integer("rows", 1, "Answers at a time.", lower_bound=1)
+PROMPT = flags.DEFINE_integer("prompt", 512, "Tokens of a prompt.", lower_bound=1)
+NEW = flags.DEFINE_integer("new_tokens", 64, "Of an answer.", lower_bound=2)
+ROUNDS = flags.DEFINE_integer("rounds", 5, "Of which medians are taken.", lower_bound=1)
+_BITS = dict(pred=8, s32=32, u32=32, f32=32, bf16=16, f16=16, s8=8, u8=8)
+
+
+def main(argv: list[str]) -> None:
+    config, here = from_hf(hf_config(CONFIG.value)), jax.devices()
+    sizes = [int(size) for size in DEVICES.value if size.isdigit() and 0 < int(size) <= len(here)]
+    if len(sizes) < len(DEVICES.value):
+        raise InputError(f"--devices={','.join(DEVICES.value)}: give numbers from 1 to {len(here)}")
+    whole = xj.init_params(config, jax.random.key(0), quantize=QUANTIZE.value)
+    trees = {1: whole} if 1 in sizes else {}
+    for size in set(sizes) - {1}:
+        mesh = jax.make_mesh((size,), ("model",), devices=here[:size])
+        trees[size] = jax.device_put(whole, xj.shardings(config, mesh, like=whole))
+    options = xj.GenerateOptions(NEW.value, eos_token_ids=())
+    prompts = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS.value, PROMPT.value)).tolist()
+    rates: dict[int, list] = {size: [] for size in sizes}
+    for _ in range(ROUNDS.value + 1 if here[0].platform != "cpu" else 0):  # the first compiles
+        for size, params in trees.items():
+            stats = xj.generate(params, config, prompts, options).stats
+            tokens = ROWS.value * PROMPT.value, ROWS.value * stats.decode_steps
+            rates[size].append((tokens[0] / stats.prefill_seconds, tokens[1] / stats.decode_seconds))
+    for size, params in sorted(trees.items()):
+        found = dict(devices=size, device=here[0].device_kind, **of_a_step(params, config))
+        if rates[size]:
+            first, own = (
+                [statistics.median(x) for x in zip(*rates[n][1:], strict=True)] for n in (sizes[0], size)
+            )
+            found |= dict(prompt_tok_s=own[0], decode_tok_s=own[1])
+            found |= dict(prompt_times=own[0] / first[0], decode_times=own[1] / first[1])
+        print(
+            json.dumps({name: round(x, 3) if isinstance(x, float) else x for name, x in found.items()}),
+            flush=True,
+        )
+
+
+def of_a_step(params, config) -> dict[str, float]:
+    """What each device does for a token of every row."""
+    mesh = lies_over(params)
+    cache = xj.init_cache(config, ROWS.value, PROMPT.value + NEW.value, activation_dtype(params), mesh)
+    token_B = np.zeros(ROWS.value, np.int32)
+    compiled = jax.jit(xj.decode_step, static_argnums=1).lower(params, config, token_B, cache).compile()
+    cost, text = compiled.cost_analysis(), compiled.as_text()
+    said = re.findall(
+        r"= (.*?) (?:all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)\(", text
+    )
+    parts = [part for shapes in said for part in re.findall(r"(\w+)\[([\d,]*)\]", shapes)]
+    sizes = [
+        _BITS[kind] // 8 * int(np.prod([int(n) for n in shape.split(",") if n])) for kind, shape in parts
+    ]
+    return dict(
+        gflop=cost["flops"] / 1e9,
+        gb=cost["bytes accessed"] / 1e9,
+        collectives=len(said),
+        said_kb=sum(sizes) / 1e3,
+    )
+
+
+if __name__ == "__main__":
+    start(main)
