@@ -21,6 +21,7 @@ import compiling
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 from parity_cases import CASES, fused, random_tensors
@@ -154,6 +155,14 @@ def formats() -> None:
     hf = tiny.UNTIED | dict(hidden_size=64, intermediate_size=128, head_dim=16, num_attention_heads=4)
     with tempfile.TemporaryDirectory() as folder:
         paths = {"float32": written(Path(folder) / "float", hf, shards=2)}
+        for name, size, message in (
+            ("awq", dict(group_size=48), "groups of 48 do not divide"),
+            ("gptq-act-order", dict(group_size=80), "groups of 80 do not divide"),
+        ):
+            settings, how = files.CASES[name]
+            path, _ = files.write(Path(folder) / message, settings | size, hf, **how)
+            with pytest.raises(xj.InputError, match=message):
+                xj.load_model(path, "float32", mesh=mesh_of(2))
         for name in ("awq", "gptq", "gptq-act-order", "gptq-8"):
             settings, how = files.CASES[name]
             paths[name], _ = files.write(Path(folder) / name, settings, hf, **how)
@@ -275,9 +284,18 @@ def gradients() -> None:
         found = jax.jit(jax.value_and_grad(loss))(placed, jax.device_put(TOKENS, rows))
         near(found[0], wanted[0], 1e-5)
         jax.tree.map(lambda a, b: near(a, b, 2e-5), found[1], wanted[1])
-        if fsdp:
-            leaf = placed["layers"][0]["q"]["weight"]
+        for leaf in [placed["layers"][0]["q"]["weight"]] if fsdp else []:
             assert leaf.sharding.shard_shape(leaf.shape) == (leaf.shape[0] // 4, leaf.shape[1] // 2)
+
+
+def another_layout() -> None:
+    """A mesh whose devices do not divide the heads: the compiler completes what a caller has laid out."""
+    config = from_hf(FAMILIES["qwen2"])
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    wanted = FORWARD(params, config, TOKENS)[0]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:3]), ("model",))
+    placed = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+    near(FORWARD(placed, config, TOKENS)[0], wanted, 1e-5)
 
 
 def other_ways() -> None:
@@ -322,7 +340,7 @@ CALLS = {
     call.__name__: call
     for call in (
         collectives_of_a_layer, collectives_of_choosing, formats, an_engine, caches, gradients, kernels,
-        other_ways,
+        another_layout, other_ways,
     )
 }  # fmt: skip
 

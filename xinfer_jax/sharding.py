@@ -75,7 +75,7 @@ def share(mesh: Mesh | None) -> float:
         return 1
     here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     count = len(here) if here and here[0].platform == "cpu" else 1
-    return min(1, count / mesh.shape[MODEL])
+    return count / mesh.shape[MODEL]
 
 
 def device_groups(number: int, own: Sequence[jax.Device] | None = None) -> list[list[jax.Device]]:
@@ -120,8 +120,3 @@ def top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     found, at = each(own, mesh, parts, (parts, parts))(x)
     most, which = lax.top_k(found, count)
     return most, jnp.take_along_axis(at, which, -1)
-
-
-def constrained(x: jax.Array, mesh: Any, *axes: str | None) -> jax.Array:
-    """Laid out by these logical axes, in a traced function."""
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(axes, x.shape, mesh)))

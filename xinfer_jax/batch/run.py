@@ -26,6 +26,7 @@ from ..engine.engines import AnyEngine, engine_of
 from ..engine.scheduler import PAGE
 from ..errors import InputError
 from ..generation.options import GenerateOptions
+from ..sharding import MODEL, lies_over
 from ..stats import give_back_memory
 from .ledger import Ledger, progress_file, shard_file
 from .lines import Line, hash_of, opened, plain, read_lines
@@ -128,7 +129,7 @@ def _settings(model: Model, defaults: Defaults, shape: Any, shard: Any, in_order
     settings = dict(
         model=fingerprint(model.params, model.config), tokenizer=hash_of(text.encode()), engine=engine,
         shard=shard, in_order=in_order, machine=[jax.__version__, jax.devices()[0].device_kind],
-        **dataclasses.asdict(defaults),
+        mesh=mesh.shape[MODEL] if (mesh := lies_over(model.params)) else 1, **dataclasses.asdict(defaults),
     )  # fmt: skip
     return dict(_flat("", json.loads(json.dumps(settings, default=plain))))
 

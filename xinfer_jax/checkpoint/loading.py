@@ -34,7 +34,7 @@ from ..weights.quantized import check_method, group_for, is_quantized, quantized
 from .files import BUNDLED, checkpoint_dir, is_there, read_json
 from .own_format import OwnFormat, Part
 from .quantized_formats import FileFormat, read_format
-from .spread import Cut, cut_of, part_of, spread, whole_form, with_heads_for
+from .spread import Cut, check_parts, cut_of, part_of, spread, whole_form, with_heads_for
 from .tensors import StoredTensor, open_tensors
 from .tokenizer import Tokenizer, eos_ids
 
@@ -194,10 +194,12 @@ class _Reader:
 
     def form(self, spec: ParamSpec, parts: Mapping[str, Part]) -> Any:
         """Of the whole leaf, on all devices."""
-        if self.mesh is None or self._read_whole(spec, parts):
-            form = self._form(spec, parts, self.tensors, self._group(spec))
-            return form if self.mesh is None else whole_form(spec, form, self.mesh, 1)
-        cut = self._cut(spec)
+        cut, whole = self._cut(spec), self._form(spec, parts, self.tensors, self._group(spec))
+        if self.mesh is None:
+            return whole
+        check_parts(spec, whole, cut, 32 // getattr(self.stored, "bits", 32) if parts else 1)
+        if self._read_whole(spec, parts):
+            return whole_form(spec, whole, self.mesh, 1)
         part = self._form(cut.spec(spec), parts, cut.tensors(parts, self.tensors, 0), self._group(spec))
         return whole_form(spec, part, self.mesh, self._devices)
 

@@ -18,6 +18,7 @@ from ..errors import InputError
 from ..sharding import MODEL, RULES
 from ..weights.layout import specs_of
 from ..weights.params import ParamSpec
+from ..weights.quantized import GroupedWeight
 from .tensors import StoredTensor
 
 
@@ -84,6 +85,21 @@ def cut_of(spec: ParamSpec, config: ModelConfig, devices: int) -> Cut:
         return Cut(1, None, devices)
     n = min(devices, config.num_key_value_heads) if spec.axes[divided[0]] == "kv_heads" else devices
     return Cut(n, divided[0], devices // n)
+
+
+def check_parts(spec: ParamSpec, form: Any, cut: Cut, word: int) -> None:
+    """Raises InputError where parts of a matrix [O, I] of that form would cut its groups of inputs, or words
+    of so many numbers.
+    """
+    if cut.axis is None or not isinstance(form, GroupedWeight):
+        return
+    part = spec.shape[cut.axis] // cut.n
+    for size, what in ((form.group if cut.axis == 1 else 1, "groups"), (word, "packed words")):
+        if part % size:
+            raise InputError(
+                f"{spec.hf_name} has {part} {('outputs', 'inputs')[cut.axis]} for each of {cut.n} devices,"
+                f" which {what} of {size} do not divide: choose fewer devices"
+            )
 
 
 def whole_form(spec: ParamSpec, part: Any, mesh: Mesh, devices: int) -> Any:

@@ -50,6 +50,11 @@ def watch(program: Program) -> int | None:
         return None
     if (job := job_of(program.values)) is None:
         return None
+    if directory := program.values.log_dir:
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"--log_dir={directory} cannot be made: {error.strerror}") from error
     if job.id == 0:
         _Hub(job, program.values.start_seconds)
     with told_first() as stop:
@@ -92,6 +97,7 @@ class _Line:
 
     def __init__(self, connection: socket.socket, events: SimpleQueue):
         self._connection, self._events, self._lock = connection, events, threading.Lock()
+        self._gone = threading.Event()
         connection.settimeout(_HEARTBEAT_SECONDS)
         for work in (self._read, self._beat):
             threading.Thread(target=work, daemon=True).start()
@@ -105,10 +111,11 @@ class _Line:
             for line in self._connection.makefile("rb"):
                 self._events.put((self, dict(json.loads(line))))
         self._events.put((self, dict(gone=True)))
+        self._gone.set()
+        self._connection.close()
 
     def _beat(self) -> None:
-        while True:
-            time.sleep(_BEAT_SECONDS)
+        while not self._gone.wait(_BEAT_SECONDS):
             self.say()
 
 
@@ -153,13 +160,13 @@ class _Hub:
             return
         if self._reports:
             raise _End(*min(self._reports, key=lambda report: report[0])[1:])
-        missing = next(i for i in range(self._job.processes) if i not in self._lines)
+        missing = next(i for i in range(self._job.processes) if i not in self._lines or i not in self._told)
         raise _End(1, f"{self._name(missing)} did not come within {self._seconds} s")
 
     def _hear(self, line: _Line, said: dict[str, Any]) -> None:
         number = next((i for i, known in self._lines.items() if known is line), None)
-        if number is None and "here" in said:
-            self._here(line, said["here"], said["host"])
+        if number is None and said.get("here") in range(self._job.processes):
+            self._here(line, said["here"], str(said.get("host")))
         elif number is not None and "same" in said:
             self._same(number, said["same"])
         elif number is not None and "ended" in said:
@@ -178,8 +185,6 @@ class _Hub:
             line.say(end=2, line=f"--process_id={number} is given twice, on {self._hosts[number]} and {host}")
             return
         self._lines[number], self._hosts[number] = line, host
-        if len(self._lines) == self._job.processes:
-            self._until = float("inf")
 
     def _same(self, number: int, told: dict[str, str]) -> None:
         self._told[number] = told
@@ -188,7 +193,7 @@ class _Hub:
         elif len(self._told) == self._job.processes:
             with socket.create_server(("", 0)) as free:
                 port = free.getsockname()[1]
-            self._started = True
+            self._started, self._until = True, float("inf")
             for line in self._lines.values():
                 line.say(start=port)
 
@@ -268,7 +273,6 @@ class _Parent:
         """The same command again, as a child in a session of its own: a terminal's Ctrl-C comes by us."""
         job, given = self._job, self._program.values.log_dir
         self._log_dir = Path(given or tempfile.mkdtemp(prefix="xinfer-jax-"))
-        self._log_dir.mkdir(parents=True, exist_ok=True)
         host = f"[{job.host}]" if ":" in job.host else job.host
         joins: dict[str, Any] = dict(
             coordinator_address=f"{host}:{port}", num_processes=job.processes, process_id=job.id,

@@ -78,7 +78,8 @@ class Engine(Entrance):
             rows: answers that are decoded at a time.
             capacity: tokens of a prompt and its answer together, at most; None: 4096, or the model's context.
             pages: of 64 tokens each, for all rows and for prompts that may come again; None: half of the
-                memory beside the weights, at most what all rows can fill twice.
+                memory beside the weights (on a CPU its devices' part of it), at most what all rows can fill
+                twice.
             chunk: tokens of a prompt that are read between two windows of decoding; a multiple of 64.
             prefix_cache: prompts that begin alike are read once.
             draft: "lookup": guesses tokens by what followed before, and checks several in a pass.
@@ -111,7 +112,7 @@ class Engine(Entrance):
         self.weight_bytes, dtype = tree_bytes(model.params), _dtype(model.params, cache_dtype)
         page_bytes, self._share = cache_bytes(config, 1, PAGE, dtype), share(lies_over(model.params))
         self.pages = self._number_of_pages(page_bytes) if pages is None else whole("pages", pages, 2)
-        self._calls = calls_for(model.params)
+        self._calls, self._let_go = calls_for(model.params), False
         if self._calls:  # hosts may have different amounts of memory
             self.pages = self._calls.same(self.pages)
         self.cache_bytes = self.pages * page_bytes
@@ -187,11 +188,11 @@ class Engine(Entrance):
 
     def close(self) -> None:
         """Ends the thread; requests that have not ended get an error."""
-        open = self.error is None
         self._break(InputError("the engine was closed before the request ended"))
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        if open and self._calls:
+        if self._calls and not self._let_go:
+            self._let_go = True
             self._device.close()
 
     def follow(self) -> None:
@@ -419,7 +420,7 @@ class Engine(Entrance):
         answer_keys(jax.random.key(0), np.zeros(1, np.int32), np.zeros(1, np.int32))
         self.about = (
             f"{self.rows} rows of {self.capacity} tokens, {self.pages} pages of {PAGE}"
-            f" ({self.cache_bytes / 2**20:.0f} MiB), {ahead.programs} programs,"
+            f" ({self.cache_bytes / 2**20:.0f} MiB){f', {ahead.programs} programs' * (ahead.programs > 0)},"
             f" ready in {time.perf_counter() - began:.1f} s"
         )
         print(f"{self.about}\n", end="", file=sys.stderr)  # at once: others may be made meanwhile

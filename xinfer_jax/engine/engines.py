@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from ..checkpoint.loading import Model
+from ..errors import InputError, shown
 from ..generation.options import GenerateOutput
 from ..memory import check_memory
 from ..sharding import device_groups, lies_over
@@ -51,6 +52,8 @@ class Engines(Entrance):
         Raises:
             InputError: as `Engine`; there are fewer devices, or too little memory for all.
         """
+        if not isinstance(model, Model):
+            raise InputError(f"model must be what load_model gives, got {shown(model)}")
         place, mesh = getattr(model.params["final_norm"], "sharding", None), lies_over(model.params)
         own: Any = mesh.devices.flat if mesh else place and place.device_set
         groups = device_groups(data_parallel, own and list(own))

@@ -10,6 +10,7 @@ import itertools
 import pickle
 import weakref
 from collections import deque
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -110,7 +111,8 @@ class Leader:
 
     def close(self) -> None:
         """Lets the others go."""
-        self._calls.say(None)
+        with suppress(jax.errors.JaxRuntimeError):  # they are gone
+            self._calls.say(None)
 
 
 def _said(arg: Any) -> Any:

@@ -17,7 +17,7 @@ from ..checks import within
 from ..config.model_config import ModelConfig
 from ..errors import InputError, shown
 from ..sharding import MODEL, RULES, SAME, each, mesh_of
-from ..weights.layout import layer_specs, specs_of
+from ..weights.layout import divides, layer_specs, specs_of
 from ..weights.params import AnyArray, Params, activation_dtype, check_params, param_specs
 from .attention import attention, check_impl
 from .experts import mixture_of_experts
@@ -141,12 +141,20 @@ def through_layer(  # noqa: PLR0913  a layer's parameters, its input, and what s
     layer: Params, config: ModelConfig, kind: LayerKind, x_BTD: Any, place: Place, keys: Any, impl: str | None
 ) -> tuple[jax.Array, Contiguous | None]:
     """x [B, T, D] behind one layer, and its keys and values with the new ones; without a cache None."""
-    if (mesh := mesh_of(layer)) is None:
+    if (mesh := _mesh(layer, config)) is None:
         return _through_layer(layer, x_BTD, place, keys, config, kind, impl)
     of_keys = cache_specs(keys, mesh)
     part = functools.partial(_through_layer, config=config, kind=kind, impl=impl, over=MODEL)
     specs = (layer_specs(layer, config, mesh), SAME, SAME, of_keys)
     return each(part, mesh, specs, (SAME, of_keys))(layer, x_BTD, place, keys)
+
+
+def _mesh(tree: Any, config: ModelConfig) -> Any:
+    """The mesh over which the model is divided; None: there is none, or its devices do not divide the sizes,
+    and a caller has laid arrays out in another way, which the compiler completes.
+    """
+    mesh = mesh_of(tree)
+    return mesh if mesh is not None and divides(config, mesh.shape[MODEL]) else None
 
 
 def _through_layer(layer, x_BTD, place, keys, config, kind, impl, over=None):  # noqa: PLR0913
@@ -203,7 +211,7 @@ def embed_tokens(params: Params, config: ModelConfig, tokens: AnyArray) -> jax.A
 def _embed(params: Params, config: ModelConfig, token: jax.Array) -> jax.Array:
     """[..., D] of ids [...]. Over a mesh each device has some rows, and all add up what they have."""
     leaf, dtype, scale = params["embed"], activation_dtype(params), config.embed_scale
-    if (mesh := mesh_of(leaf)) is None:
+    if (mesh := _mesh(leaf, config)) is None:
         return embed(token, leaf, dtype, scale)
 
     def part(leaf, token):
@@ -233,7 +241,7 @@ def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
             f"hidden states must be an array [..., {config.hidden_size}], got {np.shape(hidden)}"
         )
     leaf, hidden = head(params), jnp.asarray(hidden)
-    if (mesh := mesh_of(leaf)) is None:
+    if (mesh := _mesh(leaf, config)) is None:
         return _unembed(leaf, hidden, config)
     specs = _of_vocabulary(leaf, config, mesh), SAME
     logits = PartitionSpec(*(None,) * (hidden.ndim - 1), MODEL)

@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError
@@ -62,6 +62,18 @@ def _check_heads(config: ModelConfig, mesh: Any) -> None:
             " not divide: choose a number that does, or load the checkpoint by load_model(path, mesh=mesh),"
             " which repeats key heads for a multiple of them"
         )
+
+
+@lru_cache(maxsize=64)
+def divides(config: ModelConfig, devices: int) -> bool:
+    """Whether so many devices divide every size that is to lie over them."""
+    mesh, specs = AbstractMesh((devices,), (MODEL,)), param_specs(config)
+    try:
+        _check_heads(config, mesh)
+        specs_of(specs, specs, mesh, RULES)
+    except InputError:
+        return False
+    return True
 
 
 def layer_specs(layer: Params, config: ModelConfig, mesh: Any) -> Any:

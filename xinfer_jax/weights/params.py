@@ -105,7 +105,7 @@ def _experts(config: ModelConfig, prefix: str) -> Params:
 
     def stack(name: str, shape: tuple[int, int], fused_name: str, first_row: int, fused_rows: int) -> Params:
         each, together = f"{prefix}.experts.{{}}.{name}.weight", f"{prefix}.experts.{fused_name}"
-        axes = ("experts", None, None)
+        axes = ("experts", *(("embed", None) if name == "down_proj" else (None, "embed")))
         return {"weight": ParamSpec((experts, *shape), axes, each, together, first_row, fused_rows)}
 
     stacks = {
