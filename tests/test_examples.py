@@ -51,8 +51,8 @@ def reinforce_on_a_mesh(out):
     """On eight devices as on one."""
     example = ROOT / "scripts" / "examples" / "reinforce_on_a_mesh.py"
     over = test_meshes.on_devices(8, example)
-    rewards = numbers("reward (.*),", out)
-    assert len(rewards) == 3 and rewards == numbers("reward (.*),", over) and "'data': 4, 'model': 2" in over
+    rewards = numbers("reward (.*?),", out)
+    assert len(rewards) == 3 and rewards == numbers("reward (.*?),", over) and "'data': 4, 'model': 2" in over
 
 
 def reuse_a_prefix(out):
