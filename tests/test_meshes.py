@@ -126,6 +126,17 @@ def mesh():
     return jax.make_mesh((1,), ("model",))
 
 
+def test_explicit_axes_around_a_model_over_a_mesh(mesh):
+    params = jax.device_put(xj.init_params(CONFIG, jax.random.key(0), "float32"), xj.shardings(CONFIG, mesh))
+    with jax.set_mesh(jax.make_mesh((1,), ("model",), axis_types=(AxisType.Explicit,))):
+        for call in (
+            lambda: xj.generate(params, CONFIG, [[1, 2]], xj.GenerateOptions(2)),
+            lambda: jax.jit(xj.forward, static_argnums=1)(params, CONFIG, ARGUMENTS[0]),
+        ):
+            with pytest.raises(xj.InputError, match="does not run under jax.set_mesh"):
+                call()
+
+
 def test_how_parameters_lie(mesh):
     """Outputs of what takes hidden states, inputs of what gives them back, rows of the vocabulary."""
     found = jax.tree.map(lambda place: tuple(place.spec), xj.shardings(CONFIG, mesh))

@@ -97,6 +97,15 @@ def device_groups(number: int, own: Sequence[jax.Device] | None = None) -> list[
     return [list(own), *(rest[at : at + size] for at in range(0, need - size, size))]
 
 
+def check_context() -> None:
+    """Raises InputError under `jax.set_mesh` of a mesh with Explicit axes, where a model lies over one."""
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        raise InputError(
+            "a model over a mesh does not run under jax.set_mesh of one with Explicit axes: make that with"
+            " axis_types=(jax.sharding.AxisType.Auto,) * its axes, or leave jax.set_mesh out"
+        )
+
+
 def each(function: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:
     """The function, done by every device along "model" with its parts of the arrays; other axes stay as they
     are.

@@ -14,7 +14,7 @@ from ..brief import Brief
 from ..config.model_config import ModelConfig
 from ..errors import InputError, shown
 from ..memory import check_memory
-from ..sharding import SAME, share
+from ..sharding import SAME, check_context, share
 from ..weights.layout import checked_mesh
 from ..weights.params import resolve_dtype
 from .kinds import Contiguous, Ring, slots_of
@@ -93,7 +93,9 @@ def init_cache(
             f"rope type 'longrope' changes its factors beyond {limit} tokens, so cached keys would no longer"
             f" fit: for a cache of capacity {capacity}, fix them by with_fixed_rope, as generate does"
         )
-    mesh = None if mesh is None else checked_mesh(mesh)
+    if mesh is not None:
+        check_context()
+        mesh = checked_mesh(mesh)
     dtype = dtype if isinstance(dtype, str) and dtype in KV_BITS else resolve_dtype(dtype)
     what = f"keys and values of {batch} rows of {capacity} tokens"
     remedy = "ask for less capacity, fewer rows, or a smaller cache dtype"

@@ -16,7 +16,7 @@ from ..cache.quantized import cache_specs
 from ..checks import within
 from ..config.model_config import ModelConfig
 from ..errors import InputError, shown
-from ..sharding import MODEL, RULES, SAME, each, mesh_of
+from ..sharding import MODEL, RULES, SAME, check_context, each, mesh_of
 from ..weights.layout import divides, layer_specs, specs_of
 from ..weights.params import AnyArray, Params, activation_dtype, check_params, param_specs
 from .attention import attention, check_impl
@@ -186,6 +186,8 @@ def leave(params: Params, config: ModelConfig, x_BTD: jax.Array) -> jax.Array:
 
 def _check_mesh(*trees: Any) -> None:
     """Raises InputError where an array is divided along an Explicit axis: the room's `__init__` says why."""
+    if mesh_of(trees[0]) is not None:
+        check_context()
     for leaf in jax.tree.leaves(trees):
         spec, mesh = jax.typeof(leaf).sharding.spec, jax.typeof(leaf).sharding.mesh
         if any(axis is not None for axis in spec) and AxisType.Explicit in mesh.axis_types:
