@@ -112,7 +112,7 @@ class Engine(Entrance):
         self.weight_bytes, dtype = tree_bytes(model.params), _dtype(model.params, cache_dtype)
         page_bytes, self._share = cache_bytes(config, 1, PAGE, dtype), share(lies_over(model.params))
         self.pages = self._number_of_pages(page_bytes) if pages is None else whole("pages", pages, 2)
-        self._calls, self._let_go = calls_for(model.params), False
+        self._calls = calls_for(model.params)
         if self._calls:  # hosts may have different amounts of memory
             self.pages = self._calls.same(self.pages)
         self.cache_bytes = self.pages * page_bytes
@@ -191,8 +191,7 @@ class Engine(Entrance):
         self._break(InputError("the engine was closed before the request ended"))
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        if self._calls and not self._let_go:
-            self._let_go = True
+        if isinstance(self._device, Leader):
             self._device.close()
 
     def follow(self) -> None:

@@ -94,7 +94,7 @@ class Leader:
 
     def __init__(self, device: Device, calls: Calls):
         self._device, self._calls = device, calls
-        self._number, self._unused = itertools.count(), deque[int]()
+        self._number, self._unused, self._closed = itertools.count(), deque[int](), False
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: self._do(name, *args)
@@ -110,9 +110,11 @@ class Leader:
         return (held, *out[1:]) if name == "first_choice" else held
 
     def close(self) -> None:
-        """Lets the others go."""
-        with suppress(jax.errors.JaxRuntimeError):  # they are gone
-            self._calls.say(None)
+        """Lets the others go; once is enough."""
+        if not self._closed:
+            self._closed = True
+            with suppress(jax.errors.JaxRuntimeError):  # they are gone
+                self._calls.say(None)
 
 
 def _said(arg: Any) -> Any:
