@@ -49,7 +49,7 @@ CONFIG = flags.DEFINE_string(
 WORKDIR = flags.DEFINE_string(
     "workdir",
     None,
-    "Keeps the checkpoint and its conversions (7 GB for 0.5b); default: in the temporary directory.",
+    "Keeps the checkpoint and its conversions (12 GB for 0.5b); default: in the temporary directory.",
 )
 WANTED = flags.DEFINE_list(
     "engines", None, f"Names ({', '.join(ENGINES)}), with :PRECISION for one precision only; default: all."
