@@ -6,9 +6,10 @@ under another Python:
 
     python scripts/bench_peers.py --rounds=3 --python=peers=/path/to/venv/bin/python
 
-Each engine loads the checkpoint (converted beforehand where it must be), then for every case makes one call
-to warm up, with the seconds reported apart, and one that is measured: time to the first token, then tokens
-per second after it. Greedy, EOS ignored. Ratios compare with ours of the same precision within a round; their
+Each engine loads the checkpoint (converted beforehand where it must be), then for every case makes a first
+call, which compiles what the case needs, and a warm one on other ids, which is measured: time to the first
+token, then tokens per second after it. Whole calls, first and warm, have columns of their own. Greedy, EOS
+ignored, no engine keeps prompts. Ratios compare with ours of the same precision within a round; their
 medians are printed. transformers runs eagerly: not compiled, its cache growing. llama.cpp maps its files, so
 its weights are in the resident memory, not in the anonymous.
 """
@@ -48,7 +49,7 @@ CONFIG = flags.DEFINE_string(
 WORKDIR = flags.DEFINE_string(
     "workdir",
     None,
-    "Keeps the checkpoint and its conversions (7 GB for 0.5b); default: in the temporary directory.",
+    "Keeps the checkpoint and its conversions (12 GB for 0.5b); default: in the temporary directory.",
 )
 WANTED = flags.DEFINE_list(
     "engines", None, f"Names ({', '.join(ENGINES)}), with :PRECISION for one precision only; default: all."
@@ -65,6 +66,12 @@ NEW = flags.DEFINE_integer("new_tokens", 64, "Tokens to generate.", lower_bound=
 SEED = flags.DEFINE_integer("seed", 0, "Of weights and prompts.")
 TIMEOUT = flags.DEFINE_integer("timeout", 900, "Seconds that one process may take.", lower_bound=1)
 THREADS = os.cpu_count()
+INSTRUCTIONS = {
+    "avx2": {"avx2"},
+    "avx512": {"avx512f"},
+    "vnni": {"avx512_vnni", "avx_vnni"},
+    "amx": {"amx_tile"},
+}
 ORDER = ("float32", "bfloat16", "int8", "int4")
 
 
@@ -239,12 +246,10 @@ def report(
     speeds = [f"prefill {n} x{rows}" for n, rows in cases if rows == 1] + [
         f"decode {n} x{rows}" for n, rows in cases
     ]
-    costs = ["load_s", "warmup_s", "anon_mib", "anon_all_mib", "hwm_all_mib"]
+    calls = [f"{call} {n} x{rows}" for n, rows in cases for call in ("first", "warm")]
+    costs = ["load_s", *speeds, "anon_mib", "anon_all_mib", "hwm_all_mib"]
     medians = {
-        name: {
-            key: median([r[key] for r in rounds if r.get(key) is not None])
-            for key in (*costs[:2], *speeds, *costs[2:])
-        }
+        name: {key: median([r[key] for r in rounds if r.get(key) is not None]) for key in (*costs, *calls)}
         for name, rounds in ran.items()
     }
     reference = (ran.get("ours:float32") or next(iter(ran.values()), [{"tokens": []}]))[0]["tokens"]
@@ -269,8 +274,12 @@ def report(
         "same: leading tokens (of the first case) equal to ours in float32, or to the first engine's;"
         " rounding ends that."
     )
-    heads = ["load s", "warm-up s", *short.values(), "anon", "anon all", "resident", "same"]
-    table(["engine", *heads], [[name, *m.values()] for name, m in medians.items()])
+    heads = ["load s", *short.values(), "anon", "anon all", "resident", "same"]
+    rows = [[name, *(m[key] for key in (*costs, "same_tokens"))] for name, m in medians.items()]
+    table(["engine", *heads], rows)
+    print(f"\nSeconds of a whole call of {NEW.value} tokens: the first of its case, and a warm one")
+    heads = [key.replace(" x1", "") for key in calls]
+    table(["engine", *heads], [[name, *(m[key] for key in calls)] for name, m in medians.items()], digits=2)
     if ratios:
         print("\nours ÷ peer, same precision, within a round: above 1 we are faster (or, for memory, larger)")
         rows = [[f"{name} / {wanted[name]}", *r.values()] for name, r in ratios.items()]
@@ -332,14 +341,15 @@ def median(values: list[float]) -> float | None:
 
 
 def cpu_name() -> str:
+    """The processor, and which instructions it has that products are made of."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
+    about = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = set(about.get("flags", "").split())
+    has = [name for name, any_of in INSTRUCTIONS.items() if flags & any_of]
+    return f"{about.get('model name', platform.machine())} ({', '.join(has) or 'no wide vectors'})"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import tiny
 import xinfer_jax as xj
 from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.generation import rows
-from xinfer_jax.generation.roads import _groups
+from xinfer_jax.generation.roads import Layered, _groups
 
 PROMPT, LONG = [5, 6, 7, 8, 9], list(range(20))
 SMALL = tiny.CONFIG | dict(hidden_size=16, intermediate_size=16, num_attention_heads=2)
@@ -171,6 +171,38 @@ def test_layers_of_a_program():
     kinds = dict(model_type="gemma3_text", sliding_window=8)
     kinds |= dict(layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3)
     assert sizes(num_hidden_layers=18, **kinds)[0] == [6, 6, 6]
+
+
+@pytest.mark.parametrize(
+    "rows, widths",
+    [
+        (1, {1: 16, 16: 16, 20: 32, 70: 96, 130: 160, 256: 256, 300: 160, 400: 224, 512: 256, 700: 256}),
+        (2, {16: 16, 70: 80, 130: 80, 300: 112}),
+        (8, {16: 16, 20: 32, 300: 32}),
+        (64, {300: 16}),
+    ],
+)
+def test_what_is_read_at_once(rows, widths):
+    """Chunks as few as of 256 tokens of all rows, and little padding."""
+    assert {n: Layered.at_once(n, rows) for n in widths} == widths
+
+
+def test_a_prompt_of_several_chunks_compiles_one_width():
+    """As many programs as a short one; another length of that width compiles none; padding counts for
+    nothing.
+    """
+    config = from_hf(SMALL | dict(hidden_size=24, max_position_embeddings=1024))
+    model = xj.init_params(config, jax.random.key(0)), config
+    prompts = {n: [(7 * i + n) % 256 for i in range(n)] for n in (300, 310, 400)}
+    reading = {300: dict(_enter=2, _layers=2, _last=1), 310: {}, 400: dict(_enter=1, _layers=1, _last=1)}
+    for n, programs in reading.items():
+        with compiling.programs() as seen:
+            tokens, output = streamed(model, [prompts[n]], capacity=512)
+        assert {name: seen[name] for name in ("_enter", "_layers", "_last") if name in seen} == programs, n
+        logits_BTV, _ = xj.forward(*model, np.array([prompts[n]]))
+        assert tokens[0] == [int(logits_BTV[0, -1].argmax())]
+        best = float(jax.nn.log_softmax(logits_BTV[0, -1]).max())
+        assert output.logprobs[0][0] == pytest.approx(best, abs=1e-5)
 
 
 def test_a_row_of_gear_keys_is_the_row_alone(model):

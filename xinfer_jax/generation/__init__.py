@@ -27,7 +27,9 @@ serves what; `beam_steps` and `beams` are beam search; `scoring` is `score`.
   so there is no second list of what it will run. Once for each kind of call; looking that up takes 0.3 ms.
 - Long prompts are read in chunks, without those that are all padding: a long bucket costs no more than the
   prompt. The chunk depends on the road, and may on the device: 512 queries fill 56 of an H200's 132
-  multiprocessors for the 0.5B shape. A ring's slack is another number, in `cache`.
+  multiprocessors for the 0.5B shape. A ring's slack is another number, in `cache`. Layer by layer the chunks
+  of a prompt are equal: 300 tokens are two of 160, not one of 256 and one of 64, which would be as fast but a
+  second width to compile before the first token. A prompt compiles one, and there are nine.
 - Bad input is refused on the host before any tracing. What shows later (log-probabilities that are not
   finite, settings that leave no token, a cache outgrown) raises where the host looks at tokens anyway; in a
   caller's jit what does not fit is dropped and flagged.

@@ -188,7 +188,8 @@ class _Search:
             rehearsal.search(rehearsal.read())
             return ahead.programs
 
-        kind = self._kind, self._model[1], self.call.options.impl, kinds(arrays)
+        width = self._road.at_once(self.call.longest, self.call.rows)
+        kind = self._kind, self._model[1], self.call.options.impl, width, kinds(arrays)
         return prepared(self.call.params, kind, rehearse)[0]
 
     def read(self) -> jax.Array:

@@ -22,7 +22,7 @@ from ..model.decoder import enter, layer_kinds, leave, through_layers, unembed
 from ..weights.params import Params, activation_dtype
 from ..weights.processor import compiler_options
 from .doors import prompt_chunk
-from .loop import ADVANCE, READ, READ_AGAIN, last, power_of_two
+from .loop import ADVANCE, READ, READ_AGAIN, bucket, last, power_of_two
 from .programs import Do
 from .speculation import (
     SPECULATE,
@@ -42,7 +42,8 @@ _Model = tuple[Params, ModelConfig]
 _AT_ONCE = 8
 # Tokens of all rows that are read at a time, and of a row at least. Buffers beyond 32 MiB come from the
 # system anew for each program: 512 tokens took half again as long as all layers at once, in int8; 256 do not.
-_CHUNK, _LEAST = 256, 16
+# A prompt of several chunks is cut into equal ones, a multiple of the step each: 300 tokens are two of 160.
+_CHUNK, _STEP, _LEAST = 256, 32, 16
 
 
 class _Road:
@@ -54,6 +55,11 @@ class Whole(_Road):
     """One program reads, one decodes."""
 
     name, about = "whole", "the model is one program, with its loop on the device"
+
+    @staticmethod
+    def at_once(longest: int, rows: int) -> int:
+        """What the program that reads is compiled for, where the longest of so many rows is given."""
+        return bucket(longest)
 
     def read(
         self, model: _Model, tokens_BT: Any, num_tokens_B: Any, cache: KVCache | None, donate: bool
@@ -88,6 +94,15 @@ class Layered(_Road):
 
     name, about = "layer by layer", "programs for one or a few layers, called from the host"
 
+    @staticmethod
+    def at_once(longest: int, rows: int) -> int:
+        """Tokens of a row to read at a time, where the longest of so many rows is given: one width for the
+        whole prompt, so that few programs are compiled, and little padding.
+        """
+        most, step = (max(_LEAST, size // power_of_two(rows)) for size in (_CHUNK, _STEP))
+        chunks = -(-longest // most)
+        return min(bucket(longest), -(-longest // (chunks * step)) * step)
+
     def read(
         self, model: _Model, tokens_BT: Any, num_tokens_B: Any, cache: KVCache | None, donate: bool
     ) -> Any:
@@ -95,10 +110,13 @@ class Layered(_Road):
             layers = tuple(self._do(_COPY, layer) for layer in cache.layers)
             cache = dataclasses.replace(cache, layers=layers)
         B, T = tokens_BT.shape
-        chunk = T if cache is None else min(T, prompt_chunk(cache), _chunk(cache, B))
+        longest = int(num_tokens_B.max())
+        # GEAR's directions are those of a row's first tokens: their number must not follow from other rows.
+        chunk = _CHUNK if cache and cache.dtype == "gear" else self.at_once(longest, B)
+        chunk = T if cache is None else min(T, prompt_chunk(cache), chunk)
         padded_BT = np.pad(tokens_BT, ((0, 0), (0, -T % chunk)))
         behind_B1D = np.zeros((B, 1, model[1].hidden_size), activation_dtype(model[0]))
-        for first in range(0, num_tokens_B.max(), chunk):
+        for first in range(0, longest, chunk):
             part = padded_BT[:, first : first + chunk], np.clip(num_tokens_B - first, 0, chunk)
             x_BTD, cache = self.through(model, _given, part, cache)
             behind_B1D = self._do(_LAST, x_BTD, part[1], behind_B1D)
@@ -174,13 +192,6 @@ class Layered(_Road):
 
 
 Road = Whole | Layered
-
-
-def _chunk(cache: KVCache, rows: int) -> int:
-    """Tokens of a row to read at a time. GEAR's directions are those of a row's first tokens: for its cache
-    the number must not follow from the other rows.
-    """
-    return _CHUNK if cache.dtype == "gear" else max(_LEAST, _CHUNK // power_of_two(rows))
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,7 +11,6 @@ from ..config.model_config import ModelConfig
 from ..sharding import lies_over
 from ..weights.params import Params
 from .batches import check_room, empty_cache, first_state, padded, prompts_of_rows
-from .loop import bucket
 from .options import Call, GenerateOptions
 from .programs import NOW, Ahead, Do, kinds, prepared, struct
 from .roads import Layered, Road, Whole
@@ -65,8 +64,10 @@ class Rows:
         """What decides on the programs: rows of one kind run the same."""
         call, options = self.call, self.call.options
         arrays = call.params, self._guesser[0], self.state, self.cache, self._to_read
-        longest = bucket(call.longest)  # what a draft model reads, whatever a prefix holds
-        way = self.decodes_whole, options.max_new_tokens > 1, options.prefix is None, options.impl, longest
+        # A draft model reads the whole prompt, whatever a prefix holds.
+        longest = call.longest, int(self._to_read[1].max())
+        widths = (self._reading.at_once(tokens, call.prompt_rows) for tokens in longest)
+        way = self.decodes_whole, options.max_new_tokens > 1, options.prefix is None, options.impl, *widths
         return call.config, self._guesser[1], call.guesses, call.answers, *way, kinds(arrays)
 
     def read(self) -> jax.Array:
