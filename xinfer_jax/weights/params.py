@@ -138,13 +138,14 @@ def init_params(
     Args:
         config, key: the model, and one PRNG key.
         dtype: of every leaf; None: float32 on CPU, bfloat16 elsewhere.
-        quantize: None, "int8" or "int4": the matrices in that form, of which one at a time is in `dtype`.
+        quantize: None, "int8", "int4" or "ternary": the matrices in that form, of which one at a time is in
+            `dtype`.
 
     Raises:
         InputError: more than the memory there is.
     """
     dtype = resolve_dtype(dtype)
-    check_method(quantize)
+    check_method(None if quantize == "ternary" else quantize)
     check_quantize(config, quantize)
     specs, tree = jax.tree.flatten(param_specs(config))
     check_weights(specs, dtype, quantize)
