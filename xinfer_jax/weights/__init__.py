@@ -1,9 +1,9 @@
 """The arrays of a model and the products with them.
 
 In the order to read: `products` multiplies by float matrices, `ternary` by BitNet's, `quantized` by int8 and
-int4 ones, and makes them; `params` is the tree of parameter shapes and logical axes, the one source for initialising, for
-the loader's check and for byte counts, and says which type things have on which device; `layout` says how
-the tree lies over a mesh.
+int4 ones, and makes them; `params` is the tree of parameter shapes and logical axes, the one source for
+initialising, for the loader's check and for byte counts, and says which type things have on which device;
+`layout` says how the tree lies over a mesh.
 
 All speeds are on 2 Zen 5 cores with the shapes of Qwen2.5-0.5B, in billions of weights a second.
 
