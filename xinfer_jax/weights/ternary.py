@@ -158,7 +158,7 @@ def _sums(x_MI: jax.Array, values_W2O: jax.Array) -> jax.Array:
         return dot(x_MI, levels_of(tile, inputs), 0, jnp.int32).astype(jnp.float32)
 
     start_MI = x_MI.astype(jnp.float32)
-    return tile_by_tile(some, start_MI, values_W2O.shape[-1], inputs, values_W2O)
+    return tile_by_tile(some, start_MI, values_W2O.shape[-1], 4 * inputs, values_W2O)
 
 
 def _row(x_I: jax.Array, values_W2O: jax.Array) -> jax.Array:
