@@ -9,7 +9,8 @@ int8 and int4 weights 13. With AVX2 alone 13, 19 and 13. Sums of 4 words are the
 
 Up to 8 rows go one by one (0.45 ms each for [6912, 2560] there); more take int8 tiles: words split into
 bytes, bytes masked (4 ms a matrix; words masked 17), and XLA's int8 product, which has half of the work that
-int8 weights give it: one int8 row a token.
+int8 weights give it: one int8 row a token. A layer takes 3.8 times as long as in int8 at 8 rows, 1.7 at 64,
+0.57 at 512: what is left is unpacking.
 """
 
 import dataclasses
