@@ -136,6 +136,7 @@ def test_a_processor_says_what_it_multiplies_and_forms_follow(has, tmp_path, mon
     file = tmp_path / "cpuinfo"
     file.write_text(f"processor : 0\n{PROCESSORS[has]}\n")
     monkeypatch.setattr(processor, "_INFO", file)
+    monkeypatch.setattr(processor, "_flags", processor._flags.__wrapped__)
     monkeypatch.setattr(processor, "multiplies", processor.multiplies.__wrapped__)
     monkeypatch.setattr(products, "multiplies", processor.multiplies)
     assert ",".join(name for name in processor._FLAGS if name in processor.multiplies()) == has.replace(
