@@ -42,7 +42,7 @@ import xinfer_jax as xj
 from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.weights.params import cache_dtype, resolve_dtype, tree_bytes
 
-FORMATS = ("none", "int8", "int4")
+FORMATS = ("none", "int8", "int4", "ternary")
 _STRIDE = 16  # tokens over which --capacities and --plot average
 
 

@@ -23,6 +23,7 @@ def _shape(
         "qwen3_moe": "Qwen3MoeForCausalLM",
         "llama": "LlamaForCausalLM",
         "mistral": "MistralForCausalLM",
+        "bitnet": "BitNetForCausalLM",
     }
     return dict(
         architectures=[classes[model_type]],
@@ -32,9 +33,8 @@ def _shape(
         rope_theta=theta,
         max_position_embeddings=context,
         tie_word_embeddings=tied,
-        hidden_act="silu",
         torch_dtype="bfloat16",
-        **more,
+        **dict(hidden_act="silu") | more,
     )
 
 
@@ -89,6 +89,10 @@ SHAPES: dict[str, dict[str, Any]] = {  # V, D, F, L, N, K, H
     # V0.3.
     "mistral-7b": _shape(
         "mistral", (32768, 4096, 14336, 32, 32, 8, 128), 1e-5, 1e6, 32768, False, sliding_window=None
+    ),
+    # b1.58-2B-4T; its matrices are ternary: --quantize=ternary.
+    "bitnet-2b": _shape(
+        "bitnet", (128256, 2560, 6912, 30, 20, 5, 128), 1e-5, 5e5, 4096, True, hidden_act="relu2"
     ),
     "smollm2-135m": _shape("llama", (49152, 576, 1536, 30, 9, 3, 64), 1e-5, 1e5, 8192, True),
 }

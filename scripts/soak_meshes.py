@@ -25,6 +25,7 @@ _OTHERS = [
     "collectives_of_a_layer",
     "collectives_of_choosing",
     "formats",
+    "bitnet_files",
     "an_engine",
     "caches",
     "gradients",
@@ -42,6 +43,7 @@ _FAMILIES = [
     "gemma3",
     "phi3",
     "smollm3",
+    "bitnet",
 ]
 
 

@@ -49,6 +49,7 @@ FAMILIES = {
         ("gemma3", "gemma3-old", {}),
         ("phi3", "phi3-defaults", {}),
         ("smollm3", "smollm3-explicit-nope", {}),
+        ("bitnet", "bitnet-defaults", dict(hidden_size=64)),
     )
 }
 TOKENS = np.arange(2 * 12, dtype=np.int32).reshape(2, 12) % 90
@@ -174,6 +175,24 @@ def formats() -> None:
         for name, quantize in asked:
             for devices in (2, 4):  # two key heads: repeated on four devices
                 _same_leaves(name, paths[name], quantize, devices)
+
+
+def bitnet_files() -> None:
+    """A byte holds outputs of all devices, a word 32 inputs, and a token has one scale on all of them."""
+    import test_ternary as files
+
+    hf = files.HF | dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
+    with tempfile.TemporaryDirectory() as folder:
+        for way in ("bitlinear", "master"):
+            path, _ = files.checkpoint(Path(folder) / way, way, hf)
+            for devices in (2, 4):  # two key heads: repeated on four devices
+                _same_leaves("bitnet", path, None, devices)
+                models = (xj.load_model(path, "float32", mesh=mesh) for mesh in (None, mesh_of(devices)))
+                one, over = (np.asarray(FORWARD(m.params, m.config, TOKENS)[0]) for m in models)
+                assert np.median(np.abs(one - over)) < 1e-5  # few are rounded the other way
+        path, _ = files.checkpoint(Path(folder) / "odd", "master", hf | dict(intermediate_size=80))
+        with pytest.raises(xj.InputError, match="has 40 inputs for each of 2 devices, which groups of 32"):
+            xj.load_model(path, mesh=mesh_of(2))
 
 
 def _same_leaves(name: str, path: Path, quantize: str | None, devices: int) -> None:
@@ -339,8 +358,8 @@ def kernels() -> None:
 CALLS = {
     call.__name__: call
     for call in (
-        collectives_of_a_layer, collectives_of_choosing, formats, an_engine, caches, gradients, kernels,
-        another_layout, other_ways,
+        collectives_of_a_layer, collectives_of_choosing, formats, bitnet_files, an_engine, caches, gradients,
+        kernels, another_layout, other_ways,
     )
 }  # fmt: skip
 

@@ -48,9 +48,12 @@ class Case:
 
 
 def _hf(model_type: str, **changes: Any) -> dict[str, Any]:
-    architecture = {"smollm3": "SmolLM3", "qwen3_moe": "Qwen3Moe", "gemma3_text": "Gemma3"}.get(
-        model_type, model_type.capitalize()
-    )
+    architecture = {
+        "smollm3": "SmolLM3",
+        "bitnet": "BitNet",
+        "qwen3_moe": "Qwen3Moe",
+        "gemma3_text": "Gemma3",
+    }.get(model_type, model_type.capitalize())
     return dict(
         architectures=[f"{architecture}ForCausalLM"], model_type=model_type, vocab_size=VOCAB,
         hidden_size=48, intermediate_size=80,
@@ -219,6 +222,10 @@ _CASES = {
         "phi3", **_old(1e4, dict(_long(3), attention_factor=1.3)), partial_rotary_factor=0.5,
         original_max_position_embeddings=128
     ),
+    # bitnet: norms before the output and down matrices, relu squared
+    "bitnet-defaults": _hf("bitnet", **_old(5e5), hidden_act="relu2", num_key_value_heads=1,
+        tie_word_embeddings=True),
+    "bitnet-bias-new": _hf("bitnet", **_new(rope_theta=1e4), hidden_act="relu2", attention_bias=True),
     # smollm3: layers without rotary embedding
     "smollm3-defaults": _hf("smollm3", num_hidden_layers=4),
     "smollm3-interval": _hf("smollm3", **_old(5e4), no_rope_layer_interval=2, tie_word_embeddings=False),
@@ -245,7 +252,7 @@ CACHED = (
     "llama3-new", "llama-bias", "llama-yarn-attention-factor", "mistral-window", "mistral-long-window",
     "smollm3-explicit-nope",
     "smollm3-window-layer-types", "moe-some-layers-dense", "olmo3-yarn-old", "gemma2-long-caps",
-    "gemma3-old", "phi3-longrope-beyond",
+    "gemma3-old", "phi3-longrope-beyond", "bitnet-bias-new",
 )  # fmt: skip
 
 

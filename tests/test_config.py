@@ -212,6 +212,10 @@ FAMILIES = {
         dict(_GEMMA, qk_norm=True, layer_windows=(4096,) * 4, query_pre_attn_scalar=256)
         | dict(rope=RopeConfig("linear", 1e5, 8.0), sliding_rope=RopeConfig(rope_theta=5e3)),
     ),
+    "bitnet": (
+        without("hidden_act", "bitnet") | dict(attention_bias=True),
+        dict(sub_norm=True, hidden_act="relu2", qkv_bias=True, o_bias=True, rope=RopeConfig(rope_theta=5e5)),
+    ),
     "phi3": (without("num_key_value_heads", "phi3"), dict(num_key_value_heads=6, fused_projections=True)),
     "phi3-partial-window": (
         hf("phi3", partial_rotary_factor=0.5, sliding_window=9),

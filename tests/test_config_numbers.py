@@ -74,7 +74,9 @@ def test_a_bad_number_is_refused_or_never_read(name):
 @pytest.mark.parametrize(
     "name", ["layer_types", "no_rope_layers", "mlp_only_layers", "rope_scaling", "rope_parameters"]
 )
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe", "smollm3", "gemma3_text", "phi3", "olmo3"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen2", "qwen3_moe", "smollm3", "gemma3_text", "phi3", "olmo3", "bitnet"]
+)
 def test_something_else_than_a_list_or_an_object(model_type, name, value):
     hf = test_config.hf(model_type)
     try:

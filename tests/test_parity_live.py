@@ -32,7 +32,7 @@ GENERATED = (
     "llama-dynamic-old", "mistral-window-linear",
     "smollm3-window", "smollm3-bias-yarn", "moe-defaults", "olmo3-two-ropes-new", "gemma2-long-caps",
     "gemma3-two-ropes-new",
-    "phi3-partial-attention-factor",
+    "phi3-partial-attention-factor", "bitnet-defaults",
 )  # fmt: skip
 
 forward = jax.jit(xj.forward, static_argnames="config")

@@ -32,8 +32,8 @@ from ..weights.params import (
 )
 from ..weights.quantized import check_method, group_for, is_quantized, quantized_form, quantized_leaf
 from .files import BUNDLED, checkpoint_dir, is_there, read_json
-from .own_format import OwnFormat, Part
-from .quantized_formats import FileFormat, read_format
+from .own_format import Part
+from .quantized_formats import BitNetFormat, Stored, read_format
 from .spread import Cut, check_parts, cut_of, part_of, spread, whole_form, with_heads_for
 from .tensors import StoredTensor, open_tensors
 from .tokenizer import Tokenizer, eos_ids
@@ -157,7 +157,7 @@ def open_checkpoint(
 
 
 def _open_params(  # noqa: PLR0913  what decides on a leaf
-    path: Path, config: ModelConfig, dtype: Any, quantize: str | None, stored: FileFormat | OwnFormat | None,
+    path: Path, config: ModelConfig, dtype: Any, quantize: str | None, stored: Stored | None,
     mesh: Mesh | None,
 ) -> tuple[Params, Callable[[], Params]]:  # fmt: skip
     """The parameter tree from a directory's safetensors, as shapes, and what reads it, a leaf at a time."""
@@ -189,7 +189,7 @@ class _Reader:
     config: ModelConfig  # as the files have it
     dtype: Any
     quantize: str | None
-    stored: FileFormat | OwnFormat | None
+    stored: Stored | None
     mesh: Mesh | None
 
     def form(self, spec: ParamSpec, parts: Mapping[str, Part]) -> Any:
@@ -198,9 +198,11 @@ class _Reader:
         if self.mesh is None:
             return whole
         check_parts(spec, whole, cut, 32 // getattr(self.stored, "bits", 32) if parts else 1)
-        if self._read_whole(spec, parts):
+        bitnet = isinstance(self.stored, BitNetFormat)
+        if self._read_whole(spec, parts) and not bitnet:
             return whole_form(spec, whole, self.mesh, 1)
-        part = self._form(cut.spec(spec), parts, cut.tensors(parts, self.tensors, 0), self._group(spec))
+        tensors = self.tensors if bitnet else cut.tensors(parts, self.tensors, 0)
+        part = self._form(cut.spec(spec), parts, tensors, self._group(spec))
         return whole_form(spec, part, self.mesh, self._devices)
 
     def leaf(self, spec: ParamSpec, parts: Mapping[str, Part], form: Any) -> Any:
@@ -215,7 +217,7 @@ class _Reader:
         whole = self._leaf(spec, parts, self.tensors, pieces, group)
         if self.mesh is None:
             return jax.device_put(whole)
-        return spread(spec, lambda i: part_of(spec, whole, i, self._devices), form, self.mesh)
+        return spread(spec, lambda i: part_of(spec, whole, i // cut.each, cut.n), form, self.mesh)
 
     @property
     def _devices(self) -> int:
@@ -232,7 +234,9 @@ class _Reader:
         return group_for(spec.shape, spec.hf_name, self.quantize, parts)
 
     def _read_whole(self, spec: ParamSpec, parts: Mapping[str, Part]) -> bool:
-        """Whether its parts along the inputs belong together: they have scales or an order in common."""
+        """Whether its parts belong together: those along the inputs have scales or an order in common."""
+        if parts and isinstance(self.stored, BitNetFormat):
+            return True
         ordered = any(name.endswith((".order", ".g_idx")) for name in parts)
         return self._cut(spec).axis == 1 and (ordered or (self._group(spec) or 0) >= spec.shape[-1])
 

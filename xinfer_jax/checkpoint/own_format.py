@@ -13,6 +13,7 @@ from ..config.model_config import from_hf
 from ..errors import InputError
 from ..weights.params import Params, param_specs
 from ..weights.quantized import GroupedWeight, Int8Weight, QuantizedWeight, is_quantized
+from ..weights.ternary import TernaryWeight, ternary_form
 from .tensors import TYPES, StoredTensor
 
 Part = tuple[tuple[int, ...], set[str]]  # shape and types of a tensor in a file
@@ -40,6 +41,11 @@ class OwnFormat:
         (outputs, inputs), stored = shape, tensors[values]
         if len(stored.shape) != 3:
             return {values: (shape, {"I8"}), f"{name}.scale": ((outputs,), {"F32"})}
+        if stored.type == "I32":
+            return {
+                values: (ternary_form(shape).values.shape, {"I32"}),
+                f"{name}.scale": ((outputs,), {"F32"}),
+            }
         Y, packed = stored.shape[1], stored.type == "U8"
         Q = -(-inputs // max(1, Y * (2 if packed else 1)))
         parts = {values: ((Q, Y, outputs), {"U8", "I8"}), f"{name}.scale": ((Q, outputs), {"F16", "F32"})}
@@ -67,6 +73,8 @@ class OwnFormat:
         found = {field: get(tensor) for field, tensor in stored.items()}
         if len(found["values"].shape) == 2:
             return Int8Weight(found["values"], found["scale"])
+        if found["values"].dtype == np.int32:
+            return TernaryWeight(found["values"], found["scale"], shape[1])
         return GroupedWeight(**({"zero": None, "order": None} | found), inputs=shape[1])
 
     def spare(self, name: str, tensors: Mapping[str, StoredTensor]) -> bool:

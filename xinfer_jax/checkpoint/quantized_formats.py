@@ -1,11 +1,14 @@
-"""Quantized checkpoints as others write them: AWQ (Lin et al. 2023) and GPTQ (Frantar et al. 2022).
+"""Quantized checkpoints as others write them: AWQ (Lin et al. 2023), GPTQ (Frantar et al. 2022) and BitNet
+b1.58 (Ma et al. 2024).
 
-Both store a matrix X.weight [O, I] as X.qweight, X.qzeros and X.scales, numbers of 4 (GPTQ also 8) bits in
-words of 32; GPTQ may add X.g_idx, the group of each input.
+The first two store a matrix X.weight [O, I] as X.qweight, X.qzeros and X.scales, numbers of 4 (GPTQ also 8)
+bits in words of 32; GPTQ may add X.g_idx, the group of each input. BitNet has X.weight, four outputs in a
+byte or float numbers, and X.weight_scale.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +17,20 @@ import numpy as np
 from ..errors import InputError, shown
 from ..host import aligned, by_blocks
 from ..weights.quantized import GroupedWeight, grouped_form, pack
+from ..weights.ternary import TernaryWeight, packed, ternary_form, ternary_leaf
 from .files import read_json
 from .own_format import VERSION, OwnFormat, Part
 from .tensors import TYPES, StoredTensor
 
 _REMEDY = (
-    "awq (version gemm, 4 bits) and gptq (4 or 8 bits) are read: use such a checkpoint, or the unquantized"
-    " one with quantize="
+    "awq (version gemm, 4 bits), gptq (4 or 8 bits) and bitnet are read: use such a checkpoint, or the"
+    " unquantized one with quantize="
 )
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # which 4 bits of a word, from the lowest, each of its 8 outputs has
 _OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 _SCALES = {"F16", "BF16", "F32"}
+_EACH = 4  # outputs in a byte of BitNet's: o, o + O/4, ... from the lowest bits on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +162,88 @@ class FileFormat:
         return np.stack(numbers, -1).reshape(len(words), -1)
 
 
-def read_format(settings: Mapping[str, Any], path: Path) -> FileFormat | OwnFormat | None:
+@dataclasses.dataclass(frozen=True)
+class BitNetFormat:
+    """How ternary matrices are stored, by linear_class and quantization_mode; methods as in `FileFormat`."""
+
+    divides: bool  # bitlinear: by X.weight_scale; autobitlinear multiplies by it
+    online: bool  # X.weight is float numbers, to be rounded by their mean magnitude; there is no scale
+    left_out: tuple[str, ...]  # modules_to_not_convert
+    method = "bitnet"
+
+    def parts(
+        self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]
+    ) -> dict[str, Part]:
+        module, _, kind = name.rpartition(".")
+        if not module.endswith("_proj") and module != "lm_head" or self._is_left_out(module):
+            return {}
+        if kind == "bias":
+            if not self.divides and not self.online:  # scaled together with the sums
+                raise InputError(f"{name}: biases with linear_class 'autobitlinear' are not supported")
+            return {}
+        if self.online:
+            return {name: (shape, _SCALES)}
+        scale: dict[str, Part] = {f"{name}_scale": ((1,), _SCALES)}
+        if not self.divides and name in tensors and tensors[name].type != "U8":
+            return {name: (shape, _SCALES)} | scale
+        if shape[0] % _EACH:
+            raise InputError(f"{name} has {shape[0]} outputs, and bitnet packs them by {_EACH}")
+        return {name: ((shape[0] // _EACH, shape[1]), {"U8"})} | scale
+
+    def _is_left_out(self, module: str) -> bool:
+        """As transformers: by whole parts from the start, or by any end."""
+        return any(f"{module}.".startswith(f"{name}.") or module.endswith(name) for name in self.left_out)
+
+    def form(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> TernaryWeight:
+        return ternary_form(shape)
+
+    def leaf(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> TernaryWeight:
+        stored, (outputs, _) = tensors[name], shape
+        if self.online:
+            return ternary_leaf(stored, name)
+        (scale,) = tensors[f"{name}_scale"].array().astype(np.float32)
+        if not np.isfinite(scale) or scale == 0 and self.divides:
+            raise InputError(f"{name}_scale is {scale}, no scale of a matrix: fetch the checkpoint again")
+        scale = 1 / scale if self.divides else scale
+        if stored.type == "U8":
+            return packed(lambda at: _fields(stored, at, name), (outputs, stored.shape[1]), scale)
+        most = np.float32(max(np.abs(stored[at : at + 1].astype(np.float32)).max() for at in range(outputs)))
+        return packed(lambda at: _levels(stored[at], most, name), shape, scale * most)
+
+    def spare(self, name: str, tensors: Mapping[str, StoredTensor]) -> bool:
+        return False
+
+
+Stored = FileFormat | BitNetFormat | OwnFormat
+
+
+def _fields(stored: StoredTensor, outputs: slice, name: str) -> np.ndarray:
+    """Some outputs of a packed matrix: int8 [outputs, I], -1, 0 and 1."""
+    rows, found = stored.shape[0], []
+    first = outputs.start
+    while first < outputs.stop:  # those that stand in the same bits
+        place, row = divmod(first, rows)
+        end = min(outputs.stop, (place + 1) * rows)
+        found.append(stored[row : row + end - first] >> 2 * place & 3)
+        first = end
+    fields = np.concatenate(found)
+    if (fields == 3).any():
+        raise InputError(f"{name} holds a number that is not -1, 0 or 1: fetch the checkpoint again")
+    return fields.astype(np.int8) - 1
+
+
+def _levels(block_OI: np.ndarray, most: np.float32, name: str) -> np.ndarray:
+    """Numbers -most, 0 and most as -1, 0 and 1."""
+    block_OI = block_OI.astype(np.float32)
+    if not np.isin(block_OI, (-most, 0, most)).all():
+        raise InputError(
+            f"{name} holds other numbers than -{most}, 0 and {most}, and quantization_mode 'offline' says"
+            " that it is quantized: say 'online' if these are to be rounded"
+        )
+    return np.sign(block_OI)
+
+
+def read_format(settings: Mapping[str, Any], path: Path) -> Stored | None:
     """How the matrices of a checkpoint are stored; None: as float numbers.
 
     Args:
@@ -171,7 +257,7 @@ def read_format(settings: Mapping[str, Any], path: Path) -> FileFormat | OwnForm
     if not given:
         return None
     method = given.get("quant_method") if isinstance(given, Mapping) else given
-    if method not in ("awq", "gptq", OwnFormat.method) or not isinstance(given, Mapping):
+    if method not in ("awq", "gptq", BitNetFormat.method, OwnFormat.method) or not isinstance(given, Mapping):
         raise InputError(f"quantization_config with quant_method {shown(method)} is not supported: {_REMEDY}")
 
     def refuse_unless(fits: bool, name: str) -> None:
@@ -182,6 +268,8 @@ def read_format(settings: Mapping[str, Any], path: Path) -> FileFormat | OwnForm
     if method == OwnFormat.method:
         refuse_unless(given.get("version") == VERSION, "version")
         return OwnFormat()
+    if method == BitNetFormat.method:
+        return _bitnet_format(given, refuse_unless)
     bits, group = given.get("bits"), given.get("group_size")
     refuse_unless(type(bits) is int and bits in ((4,) if method == "awq" else (4, 8)), "bits")
     refuse_unless(type(group) is int and (group == -1 or group > 0 and group % 2 == 0), "group_size")
@@ -200,10 +288,25 @@ def read_format(settings: Mapping[str, Any], path: Path) -> FileFormat | OwnForm
     if method == "awq":
         refuse_unless(given.get("zero_point", True) is True, "zero_point")
         return FileFormat(method, bits, group)
-    for name in ("is_marlin_format", "adapter"):
-        refuse_unless(not given.get(name), name)
+    refuse_unless(not given.get("is_marlin_format"), "is_marlin_format")
+    refuse_unless(not given.get("adapter"), "adapter")
     less_one, borrowed = found == "gptq", "gptqmodel" in str(given.get("meta"))
     return FileFormat(method, bits, group, bool(given.get("desc_act")), less_one, less_one and borrowed)
+
+
+def _bitnet_format(given: Mapping[str, Any], refuse_unless: Callable[[bool, str], None]) -> BitNetFormat:
+    linear, mode = given.get("linear_class", "bitlinear"), given.get("quantization_mode", "offline")
+    refuse_unless(linear in ("bitlinear", "autobitlinear"), "linear_class")
+    refuse_unless(mode in ("offline", "online"), "quantization_mode")
+    refuse_unless(not given.get("use_rms_norm"), "use_rms_norm")
+    left_out = given.get("modules_to_not_convert")
+    left_out = ["lm_head"] if left_out is None else left_out
+    names = isinstance(left_out, list | tuple) and all(
+        re.fullmatch(r"[\w.]+", str(name)) for name in left_out
+    )
+    refuse_unless(names, "modules_to_not_convert")  # patterns could be anything
+    divides = linear == "bitlinear"  # always packed
+    return BitNetFormat(divides, not divides and mode == "online", tuple(left_out))
 
 
 def _old_settings(path: Path) -> Mapping[str, Any] | None:

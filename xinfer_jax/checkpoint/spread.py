@@ -2,7 +2,8 @@
 
 A part of a matrix in the files is one of n equal ones along its outputs or its inputs, in whatever form it is
 stored. Read whole and cut in memory, one at a time, is what is divided by inputs and belongs together beyond
-a part: int8 made while loading (its scales are those of whole rows), and inputs in an order of their own.
+a part: int8 made while loading (its scales are those of whole rows), and inputs in an order of their own; and
+BitNet's matrices, whose bytes hold outputs from all over.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ from ..sharding import MODEL, RULES
 from ..weights.layout import specs_of
 from ..weights.params import ParamSpec
 from ..weights.quantized import GroupedWeight
+from ..weights.ternary import TernaryWeight
 from .tensors import StoredTensor
 
 
@@ -91,7 +93,7 @@ def check_parts(spec: ParamSpec, form: Any, cut: Cut, word: int) -> None:
     """Raises InputError where parts of a matrix [O, I] of that form would cut its groups of inputs, or words
     of so many numbers.
     """
-    if cut.axis is None or not isinstance(form, GroupedWeight):
+    if cut.axis is None or not isinstance(form, GroupedWeight | TernaryWeight):
         return
     part = spec.shape[cut.axis] // cut.n
     for size, what in ((form.group if cut.axis == 1 else 1, "groups"), (word, "packed words")):

@@ -109,7 +109,7 @@ def scaled_params(
     params: Params, config: ModelConfig, token_rows: _Rows, quantize: str, group: int | None = None
 ) -> Params:
     """The same function with other numbers, floating point, to be rounded. Arguments as in `awq_params`."""
-    if not config.pre_norm or config.post_norm or config.num_experts:
+    if not config.pre_norm or config.post_norm or config.sub_norm or config.num_experts:
         raise InputError(
             f"activation-aware scales are not supported for model_type {config.model_type!r}: round to"
             " nearest instead"
@@ -178,7 +178,7 @@ def _inputs(layer: Params, place: _Place, x_BTD, text: _Text) -> tuple[dict[str,
     heads_BTI = _attended(layer | through, place, attn_BTD, text)
     mid_BTD = x_BTD + linear(heads_BTI, layer["o"])
     mlp_BTD = norm(mid_BTD, layer, "mlp_norm", config)
-    gated_BTF = gated(mlp_BTD, layer, config.hidden_act)
+    gated_BTF = gated(mlp_BTD, layer, config)
     inputs = dict(attn=attn_BTD, o=heads_BTI, xo=x_BTD, mlp=mlp_BTD, down=gated_BTF, xdown=mid_BTD)
     return inputs, mid_BTD + linear(gated_BTF, layer["down"])
 
@@ -212,7 +212,7 @@ def _errors(layer: Params, place: _Place, part: str, x_BTI, mean_I, text: _Text,
     def output(layer: Params) -> jax.Array:  # [B, T, outputs]
         if part == "attn":
             return _attended(layer, place, x_BTI, text)
-        return gated_mlp(x_BTI, layer, place[0].hidden_act) if part == "mlp" else linear(x_BTI, layer[part])
+        return gated_mlp(x_BTI, layer, place[0]) if part == "mlp" else linear(x_BTI, layer[part])
 
     def error(exponent: jax.Array) -> jax.Array:  # []
         scale_I, rounded = _scale(mean_I, exponent), {}

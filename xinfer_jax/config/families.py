@@ -108,6 +108,16 @@ def _phi3(hf: Mapping, layers: int) -> dict:
     return dict(rope=rope, fused_projections=True, layer_windows=_same_windows(hf, layers))
 
 
+def _bitnet(hf: Mapping, layers: int) -> dict:
+    width, heads = integer(hf, "hidden_size"), integer(hf, "num_attention_heads")
+    if hf.get("head_dim") not in (None, width // heads):  # the norm of attention's output is that wide
+        raise InputError(
+            f"head_dim {shown(hf['head_dim'])} is not supported for model_type 'bitnet': leave it out, heads"
+            f" are hidden_size / num_attention_heads wide, {width // heads}"
+        )
+    return _attention_bias(hf) | dict(sub_norm=True)
+
+
 # What config.json may leave out, as in transformers.
 SHARED_DEFAULTS = dict(
     rms_norm_eps=1e-6, tie_word_embeddings=False, attention_bias=False, mlp_bias=False, hidden_act="silu",
@@ -139,6 +149,9 @@ _GEMMA3_DEFAULTS = _GEMMA2_DEFAULTS | dict(
     rope_local_base_freq=1e4, sliding_window_pattern=6,
 )  # fmt: skip
 _PHI3_DEFAULTS = dict(max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5)
+_BITNET_DEFAULTS = dict(
+    num_key_value_heads=5, max_position_embeddings=2048, rms_norm_eps=1e-5, rope_theta=5e5, hidden_act="relu2"
+)
 _Family = Callable[[Mapping, int], dict[str, Any]]
 FAMILIES: dict[str, tuple[dict[str, Any], _Family]] = {  # by model_type: its defaults, its function
     "qwen2": (_QWEN_DEFAULTS, _qwen2),
@@ -151,6 +164,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], _Family]] = {  # by model_type: its de
     "gemma2": (_GEMMA2_DEFAULTS, _gemma2),
     "gemma3_text": (_GEMMA3_DEFAULTS, _gemma3_text),
     "phi3": (_PHI3_DEFAULTS, _phi3),
+    "bitnet": (_BITNET_DEFAULTS, _bitnet),
 }
 
 

@@ -9,7 +9,12 @@ from .families import FAMILIES, SHARED_DEFAULTS
 from .rope import RopeConfig, read_rope
 from .values import LONGEST, boolean, integer, number
 
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    "relu2": "relu2",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +44,9 @@ class ModelConfig:
         qk_norm_joint: or over all heads of a token together.
         pre_norm: RMS norm of what goes into attention and MLP,
         post_norm: and of what comes out.
+        sub_norm: and of what enters attention's output matrix and the MLP's.
         norm_offset: norms multiply by this + weight.
-        hidden_act: "silu" or "gelu_pytorch_tanh".
+        hidden_act: "silu", "gelu_pytorch_tanh" or "relu2", the square of what is above 0.
         embed_scale: factor on embeddings, rounded to their dtype.
         query_pre_attn_scalar: scores are scaled by its power -1/2; None: head_dim.
         attn_logit_softcapping: c: scores become c tanh(score / c); None: they stay.
@@ -76,6 +82,7 @@ class ModelConfig:
     qk_norm_joint: bool = False
     pre_norm: bool = True
     post_norm: bool = False
+    sub_norm: bool = False
     norm_offset: float = 0.0
     hidden_act: str = "silu"
     embed_scale: float = 1.0

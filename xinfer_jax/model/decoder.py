@@ -21,7 +21,7 @@ from ..weights.layout import divides, layer_specs, specs_of
 from ..weights.params import AnyArray, Params, activation_dtype, check_params, param_specs
 from .attention import attention, check_impl
 from .experts import mixture_of_experts
-from .layers import Angles, embed, gated_mlp, linear, norm, rotary_angles, rotate, soft_cap
+from .layers import Angles, embed, gated_mlp, joint_norms, linear, norm, rotary_angles, rotate, soft_cap
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # from Python 3.13 on typing's own has defaults
@@ -314,30 +314,22 @@ def attend(  # noqa: PLR0913  as `through_layer`
     out_BTNH = attention(
         q_BTNH, windowed, length_B=length_B, start_B=start_B, scale=scale, soft_cap=cap, impl=impl
     )
-    return linear(out_BTNH.reshape(B, T, -1), layer["o"], over=over), keys
+    (out_BTI,) = joint_norms([out_BTNH.reshape(B, T, -1)], layer, ["o_norm"], config, over)
+    return linear(out_BTI, layer["o"], over=over), keys
 
 
 def _heads(layer: Params, config: ModelConfig, x_BTD: jax.Array, over: str | None) -> list[jax.Array]:
     """Queries, keys and values by head, [B, T, N or K, H]; normed where the layer has norms for them."""
     ys = [linear(x_BTD, layer[name]) for name in "qkv"]
     if config.qk_norm_joint:
-        means = (None, None) if over is None else _means(ys[:2], over)
-        ys[:2] = (
-            norm(y, layer, f"{n}_norm", config, mean) for y, n, mean in zip(ys, "qk", means, strict=False)
-        )
+        ys[:2] = joint_norms(ys[:2], layer, ["q_norm", "k_norm"], config, over)
     ys = [y.reshape(*y.shape[:2], -1, config.head_dim) for y in ys]
     if not config.qk_norm_joint:
         ys[:2] = (norm(y, layer, f"{name}_norm", config) for y, name in zip(ys, "qk", strict=False))
     return ys
 
 
-def _means(ys: list[jax.Array], over: str) -> list[jax.Array]:
-    """Of the squares of vectors whose parts devices have, each [..., 1]: in one step for all."""
-    own = [jnp.mean(jnp.square(y.astype(jnp.float32)), -1, keepdims=True) for y in ys]
-    return jnp.split(lax.pmean(jnp.concatenate(own, -1), over), len(ys), -1)
-
-
 def _feed_forward(x_BTD: jax.Array, layer: Params, config: ModelConfig, over: str | None) -> jax.Array:
     if "experts" in layer:
         return mixture_of_experts(x_BTD, layer, config, over)
-    return gated_mlp(x_BTD, layer, config.hidden_act, over)
+    return gated_mlp(x_BTD, layer, config, over)

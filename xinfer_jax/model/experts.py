@@ -43,7 +43,7 @@ def _by_choice(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig)
 
     def one(x_D, expert):  # float32 [D]
         tree = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False), experts)
-        return gated_mlp(x_D[None], tree, config.hidden_act)[0].astype(jnp.float32)
+        return gated_mlp(x_D[None], tree, config)[0].astype(jnp.float32)
 
     def mine(choice):  # zeros where another device has the expert
         x_D, expert = choice
@@ -63,7 +63,7 @@ def _by_expert(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig)
 
     def add(sum_MD, part):
         tree, weight_M = part
-        out_MD = gated_mlp(x_MD, tree, config.hidden_act).astype(jnp.float32)
+        out_MD = gated_mlp(x_MD, tree, config).astype(jnp.float32)
         # 0 times infinity is no number.
         return sum_MD + jnp.where(weight_M[:, None] > 0, weight_M[:, None] * out_MD, 0), None
 

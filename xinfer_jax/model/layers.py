@@ -21,6 +21,7 @@ Angles = tuple[tuple[jax.Array, jax.Array], ...]  # of each of `ModelConfig.rope
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 
@@ -41,6 +42,17 @@ def rms_norm(
 def norm(x: jax.Array, tree: Params, name: str, config: ModelConfig, mean: Any = None) -> jax.Array:
     """x through the RMS norm of that name; as it is where the tree has none. mean: as in `rms_norm`."""
     return rms_norm(x, tree[name], config.rms_norm_eps, config.norm_offset, mean) if name in tree else x
+
+
+def joint_norms(
+    xs: list[jax.Array], tree: Params, names: list[str], config: ModelConfig, over: str | None
+) -> list[jax.Array]:
+    """`norm` of vectors of which devices along a mesh's axis `over`, if there is one, have a part each."""
+    means: Any = [None] * len(xs)
+    if over is not None and all(name in tree for name in names):  # in one step for all
+        own = [jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) for x in xs]
+        means = jnp.split(lax.pmean(jnp.concatenate(own, -1), over), len(xs), -1)
+    return [norm(x, tree, name, config, mean) for x, name, mean in zip(xs, names, means, strict=True)]
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
@@ -96,14 +108,17 @@ def _embed_jvp(primals, tangents):
     return _embed(token, table), tangents[1][token]
 
 
-def gated(x: jax.Array, layer: Params, activation: str) -> jax.Array:
-    """What enters the last matrix of a gated MLP: activation(gate(x)) * up(x). [..., D] -> [..., F]."""
-    return _ACTIVATIONS[activation](linear(x, layer["gate"])) * linear(x, layer["up"])
+def gated(x: jax.Array, layer: Params, config: ModelConfig, over: str | None = None) -> jax.Array:
+    """What enters the last matrix of a gated MLP: activation(gate(x)) * up(x), normed where the layer has a
+    norm for it. [..., D] -> [..., F]; over: as in `joint_norms`.
+    """
+    inside = _ACTIVATIONS[config.hidden_act](linear(x, layer["gate"])) * linear(x, layer["up"])
+    return joint_norms([inside], layer, ["down_norm"], config, over)[0]
 
 
-def gated_mlp(x: jax.Array, layer: Params, activation: str, over: str | None = None) -> jax.Array:
+def gated_mlp(x: jax.Array, layer: Params, config: ModelConfig, over: str | None = None) -> jax.Array:
     """SwiGLU, GeGLU (Shazeer 2020): down(activation(gate(x)) * up(x)). x: [..., D]; over: as in `linear`."""
-    return linear(gated(x, layer, activation), layer["down"], over=over)
+    return linear(gated(x, layer, config, over), layer["down"], over=over)
 
 
 def rotary_angles(config: ModelConfig, position_BT: jax.Array, length_B: jax.Array) -> Angles:

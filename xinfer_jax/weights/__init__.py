@@ -1,9 +1,10 @@
 """The arrays of a model and the products with them.
 
 In the order to read: `processor` says what the processor multiplies fast, `products` multiplies by float
-matrices in the form that suits it, `quantized` by int8 and int4 ones, which it also makes; `params` is the
-tree of parameter shapes and logical axes, the one source for initialising, for the loader's check and for
-byte counts, and says which type things have on which device; `layout` says how the tree lies over a mesh.
+matrices in the form that suits it, `ternary` by BitNet's, `quantized` by int8 and int4 ones, and makes them;
+`params` is the tree of parameter shapes and logical axes, the one source for initialising, for the loader's
+check and for byte counts, and says which type things have on which device; `layout` says how the tree lies
+over a mesh.
 
 Speeds are in billions of weights a second, with the shapes of Qwen2.5-0.5B ([4864, 896], [896, 4864]): on 2
 Zen 5 cores where nothing else is said; the form by processor on 2 cores of a Xeon with AMX, whole, with its
@@ -34,6 +35,8 @@ AMX hidden ("VNNI") and with its AVX-512 hidden too ("AVX2"), by CPUID.
   by one costs what that saves. Slower still: unpacking to int8 tiles for XLA's product, q, k and v or gate
   and up as one matrix, 8 or 32 bytes a sum. On 2 cores of a Xeon sums of 16 bytes run at 27, of 8 at 18,
   and two rows take a third, eight four fifths of what tiles take.
+- A ternary row is bits in common of planes, counted: a quarter of int8's bytes in half its time or less
+  (`ternary` says what else was tried). Its sums are whole numbers, so no form of the product changes a bit.
 - What a program needs beside its arguments counts twice where layers are programs of their own: where
   malloc gives it back after each, every 4 KiB of the next is a page fault. At 3 MB a layer (sums of 8
   bytes, zero points by themselves) a token of int4 met 18,000, for a quarter of its time; at 1 MB 6,800.

@@ -12,7 +12,8 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..sharding import MODEL, RULES, on_devices, spec
 from .params import Params, ParamSpec, check_params, param_specs
-from .quantized import GroupedWeight, Int8Weight
+from .quantized import Int8Weight, is_quantized
+from .ternary import TernaryWeight
 
 
 def shardings(
@@ -97,13 +98,16 @@ def _leaf(known: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str, str | None
     def of(part: Any, *axes: str | None) -> Any:
         return None if part is None else spec(axes, part.shape, mesh, rules)
 
-    if not isinstance(leaf, Int8Weight | GroupedWeight):
+    if not is_quantized(leaf):
         return of(leaf, *known.axes)
     outputs, inputs = known.axes
     if isinstance(leaf, Int8Weight):
         return Int8Weight(of(leaf.values, outputs, inputs), of(leaf.scale, outputs))
     if mesh and rules[inputs or "embed"] and len(leaf.values) * leaf.group != leaf.inputs:
         raise InputError(f"{known.hf_name}: groups of {leaf.group} do not divide its {leaf.inputs} inputs")
+    if isinstance(leaf, TernaryWeight):
+        values, scale = of(leaf.values, inputs, None, outputs), of(leaf.scale, outputs)
+        return dataclasses.replace(leaf, values=values, scale=scale)
     return dataclasses.replace(
         leaf,
         values=of(leaf.values, inputs, None, outputs),

@@ -81,6 +81,10 @@ def _layer(config: ModelConfig, index: int) -> Params:
         norms |= dict(attn_post_norm="post_attention", mlp_post_norm="post_feedforward")
     for name, hf_name in norms.items():
         tree[name] = ParamSpec(d[:1], d[1:], f"{prefix}.{hf_name}_layernorm.weight")
+    if config.sub_norm:
+        f = (config.intermediate_size, "mlp")
+        tree["o_norm"] = ParamSpec(n[:1], n[1:], f"{attn}.attn_sub_norm.weight")
+        tree["down_norm"] = ParamSpec(f[:1], f[1:], f"{prefix}.mlp.ffn_sub_norm.weight")
     if config.qk_norm:
         sizes = dict(q_norm=n, k_norm=k) if config.qk_norm_joint else dict(q_norm=(h, None), k_norm=(h, None))
         for name, (size, axis) in sizes.items():
@@ -134,13 +138,14 @@ def init_params(
     Args:
         config, key: the model, and one PRNG key.
         dtype: of every leaf; None: float32 on CPU, bfloat16 elsewhere.
-        quantize: None, "int8" or "int4": the matrices in that form, of which one at a time is in `dtype`.
+        quantize: None, "int8", "int4" or "ternary": the matrices in that form, of which one at a time is in
+            `dtype`.
 
     Raises:
         InputError: more than the memory there is.
     """
     dtype = resolve_dtype(dtype)
-    check_method(quantize)
+    check_method(None if quantize == "ternary" else quantize)
     check_quantize(config, quantize)
     specs, tree = jax.tree.flatten(param_specs(config))
     check_weights(specs, dtype, quantize)

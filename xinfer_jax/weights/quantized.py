@@ -23,8 +23,10 @@ from ..brief import Brief
 from ..errors import InputError
 from ..host import aligned, by_blocks
 from .products import dot, int8_form, tile_by_tile, widened_product, widens_int8
+from .ternary import TernaryWeight, ternary_leaf, ternary_product, widened
 
-METHODS = ("int8", "int4")
+_METHOD_BITS = dict(int8=8, int4=4, ternary=2)
+METHODS = ("int8", "int4")  # of any model; "ternary" is for those trained with such weights
 GROUP = 64  # inputs that share a scale in int4
 _SMALL, _SMALL_GROUP = 64, {8: 8, 4: 32}  # a side of so many at most: more scales (the room says why)
 _STRETCHES = np.linspace(1, 1.1, 11)  # of the least step that leaves nothing out, for int8 in groups
@@ -66,15 +68,17 @@ class GroupedWeight(Brief):
         return self.values.shape[1] * (2 if self.values.dtype == jnp.uint8 else 1)
 
 
-QuantizedWeight = Int8Weight | GroupedWeight
+QuantizedWeight = Int8Weight | GroupedWeight | TernaryWeight
 
 
 def own_part(x: jax.Array, weight: QuantizedWeight, over: str) -> tuple[jax.Array, QuantizedWeight]:
     """A device's inputs [..., I] and weight, where I is divided along an axis of a mesh, as those of a matrix
     of its own. Inputs that stand in another order come from all devices.
     """
-    if not isinstance(weight, GroupedWeight):
+    if isinstance(weight, Int8Weight):
         return x, weight
+    if isinstance(weight, TernaryWeight):
+        return x, dataclasses.replace(weight, inputs=x.shape[-1], over=over)
     if weight.order is not None:
         x = lax.all_gather(x, over, axis=x.ndim - 1, tiled=True)[..., weight.order]
     return x, dataclasses.replace(weight, order=None, inputs=x.shape[-1])
@@ -87,12 +91,15 @@ def check_method(quantize: str | None) -> None:
 
 
 def is_quantized(leaf: Any) -> bool:
-    return isinstance(leaf, Int8Weight | GroupedWeight)
+    return isinstance(leaf, QuantizedWeight)
 
 
 def quantized_leaf(matrix_OI: Any, name: str, quantize: str, group: int | None = None) -> QuantizedWeight:
     """A checkpoint's matrix as `quantize` says, on the host; arguments as in `quantize_matrix`."""
-    leaf = quantize_matrix(matrix_OI, _bits(name, quantize), group)
+    bits = _bits(name, quantize)
+    if bits == 2:
+        return ternary_leaf(matrix_OI, name)
+    leaf = quantize_matrix(matrix_OI, bits, group)
     if np.isfinite(leaf.scale).all():
         return leaf
 
@@ -126,7 +133,7 @@ def group_for(shape: tuple[int, ...], name: str, quantize: str, parts: int) -> i
 
 def _bits(name: str, quantize: str) -> int:
     """The matrix of the vocabulary stays int8: it errs in every logit."""
-    return 8 if quantize == "int8" or "embed_tokens" in name or name.startswith("lm_head") else 4
+    return 8 if "embed_tokens" in name or name.startswith("lm_head") else _METHOD_BITS[quantize]
 
 
 def quantize_matrix(matrix_OI: Any, bits: int = 8, group: int | None = None) -> QuantizedWeight:
@@ -168,7 +175,7 @@ def grouped_form(
     )
 
 
-def _round(block_OI: np.ndarray, weight: QuantizedWeight, at: slice) -> None:
+def _round(block_OI: np.ndarray, weight: Int8Weight | GroupedWeight, at: slice) -> None:
     """Some outputs of a weight, from float32 that is overwritten. NaN and inf show in the scales."""
     with np.errstate(all="ignore"):
         if isinstance(weight, Int8Weight):
@@ -234,6 +241,8 @@ def pack(levels_QJO: np.ndarray) -> np.ndarray:
 
 def dequantize(weight: QuantizedWeight) -> jax.Array:
     """The matrix, float32 [O, I]."""
+    if isinstance(weight, TernaryWeight):
+        return widened(weight)
     values, scale = weight.values, weight.scale.astype(jnp.float32)
     if isinstance(weight, Int8Weight):
         return values.astype(jnp.float32) * scale[:, None]
@@ -254,15 +263,19 @@ def rows_of(weight: QuantizedWeight, index: jax.Array) -> jax.Array:
     """Rows of the matrix, float32 [..., I], for an embedding; index: int32 [...]."""
     if isinstance(weight, Int8Weight):
         return weight.values[index].astype(jnp.float32) * weight.scale[index][..., None]
-    parts = {name: getattr(weight, name) for name in ("values", "scale", "zero")}
+    parts = {name: getattr(weight, name) for name in ("values", "scale", "zero") if hasattr(weight, name)}
     rows = {name: None if x is None else x[..., index.reshape(-1)] for name, x in parts.items()}
     return dequantize(dataclasses.replace(weight, **rows)).reshape(*index.shape, -1)
 
 
 @jax.custom_jvp
 def quantized_product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
-    """x @ dequantize(weight).T in float32, [..., I] -> [..., O], with the gradients of that product."""
+    """x @ dequantize(weight).T in float32, [..., I] -> [..., O], with the gradients of that product, also
+    where a ternary weight rounds x first.
+    """
     x_MI = x.reshape(-1, x.shape[-1])
+    if isinstance(weight, TernaryWeight):
+        return ternary_product(x_MI, weight).reshape(*x.shape[:-1], -1)
     cpu = _int8_product if isinstance(weight, Int8Weight) else _grouped_product
     return lax.platform_dependent(x_MI, weight, cpu=cpu, default=_plain_product).reshape(*x.shape[:-1], -1)
 

@@ -1,0 +1,299 @@
+"""BitNet's weights: exact sums in every form, every way to store them, as transformers has them."""
+
+import contextlib
+import copy
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity_cases as cases
+import pytest
+import tiny
+from safetensors.numpy import load_file
+
+import xinfer_jax as xj
+from xinfer_jax.checkpoint.loading import open_checkpoint
+from xinfer_jax.checkpoint.own_format import save_checkpoint
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.weights import ternary
+from xinfer_jax.weights.quantized import dequantize, is_quantized, quantized_product, rows_of
+from xinfer_jax.weights.ternary import TernaryWeight, packed, ternary_form, ternary_leaf
+
+HF = cases.CASES["bitnet-defaults"].hf
+forward = jax.jit(xj.forward, static_argnames="config")
+# linear_class, quantization_mode, and how the files hold matrices.
+WAYS = {
+    "bitlinear": ("bitlinear", "offline", "packed"),
+    "bitlinear-online": ("bitlinear", "online", "packed"),  # is packed whatever the mode
+    "autobitlinear": ("autobitlinear", "offline", "packed"),
+    "float-ternary": ("autobitlinear", "offline", "float"),
+    "master": ("autobitlinear", "online", "master"),
+}
+
+
+def leaf(outputs: int, inputs: int, seed: int = 0, scale: float = 0.7) -> tuple[TernaryWeight, np.ndarray]:
+    """A leaf and its levels."""
+    levels_OI = np.random.default_rng(seed).integers(-1, 2, (outputs, inputs)).astype(np.int8)
+    weight = packed(lambda at: levels_OI[at], levels_OI.shape, np.float32(scale))
+    return jax.device_put(weight), levels_OI
+
+
+def activations(rows: int, inputs: int) -> np.ndarray:
+    x_MI = np.random.default_rng(rows).standard_normal((rows, inputs)).astype(np.float32)
+    x_MI[-1] = 0  # padding
+    return x_MI
+
+
+@pytest.mark.parametrize("form", [ternary._sums, ternary._plain_sums])
+@pytest.mark.parametrize("rows", [1, 2, 9])
+@pytest.mark.parametrize("outputs, inputs", [(5, 3), (40, 72), (96, 128), (130, 416)])
+def test_sums_are_exact_and_the_same_in_every_form(outputs, inputs, rows, form):
+    weight, levels_OI = leaf(outputs, inputs)
+    assert weight.shape == levels_OI.shape
+    x_MI = np.random.default_rng(rows).integers(-127, 128, (rows, inputs)).astype(np.int8)
+    x_MI[0], sign_I = 127, np.where(levels_OI[0] == 0, 1, levels_OI[0])
+    x_MI[0] *= sign_I  # the largest sum there can be
+    got_MO = jax.jit(form)(jnp.asarray(x_MI), weight.values)
+    np.testing.assert_array_equal(got_MO, x_MI.astype(np.int64) @ levels_OI.T.astype(np.int64))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_product_rounds_each_token_and_its_gradients_are_those_of_the_dequantized_matrix(rows):
+    weight, levels_OI = leaf(40, 72)
+    x_MI = activations(rows, 72)
+    factor_M1 = np.float32(127) / np.maximum(np.abs(x_MI).max(1, keepdims=True), np.float32(1e-5))
+    wanted = (np.rint(x_MI * factor_M1) @ levels_OI.T.astype(np.float32)) / factor_M1 * np.float32(0.7)
+    for product in (quantized_product, jax.jit(quantized_product), jax.vmap(quantized_product, (0, None))):
+        np.testing.assert_allclose(product(x_MI, weight), wanted, rtol=1e-6)
+    matrix_OI = np.asarray(dequantize(weight))
+    np.testing.assert_array_equal(matrix_OI, levels_OI * np.float32(0.7))
+    np.testing.assert_array_equal(rows_of(weight, jnp.array([[3, 0]])), matrix_OI[[[3, 0]]])
+    x_bar = jax.grad(lambda x: quantized_product(x, weight).sum())(jnp.asarray(x_MI))
+    np.testing.assert_allclose(x_bar, np.broadcast_to(matrix_OI.sum(0), x_MI.shape), atol=1e-5)
+
+
+def test_a_rows_bits_are_the_same_in_any_company():
+    weight, _ = leaf(96, 200)
+    x_MI = activations(40, 200)
+    product = jax.jit(quantized_product)
+    alone = np.concatenate([product(x_MI[i : i + 1], weight) for i in range(40)])
+    for rows in (2, 8, 9, 40):
+        np.testing.assert_array_equal(product(x_MI[:rows], weight), alone[:rows])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_no_product_widens_the_whole_matrix(rows):
+    weight, _ = leaf(2048, 2048)
+    compiled = jax.jit(quantized_product).lower(jnp.ones((rows, 2048)), weight).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.8 * 2048 * 2048
+
+
+def test_a_master_matrix_is_rounded_by_its_mean_magnitude():
+    matrix_OI = np.random.default_rng(2).standard_normal((3000, 70)).astype(np.float32)
+    weight = ternary_leaf(matrix_OI, "x")
+    factor = np.float32(1) / np.abs(matrix_OI).mean()
+    wanted = np.clip(np.rint(matrix_OI * factor), -1, 1) / factor
+    np.testing.assert_allclose(dequantize(jax.device_put(weight)), wanted, rtol=1e-6)
+    assert not np.any(dequantize(jax.device_put(ternary_leaf(np.zeros((8, 8), np.float32), "x"))))
+    matrix_OI[-1, -1] = np.nan
+    with pytest.raises(xj.InputError, match="x holds NaN or inf"):
+        ternary_leaf(matrix_OI, "x")
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+def quantized(name: str) -> bool:
+    return name.endswith("_proj.weight")
+
+
+def pack(levels_OI: np.ndarray) -> np.ndarray:
+    """transformers' pack_weights."""
+    rows = len(levels_OI) // 4
+    levels = (levels_OI + 1).astype(np.uint8).reshape(4, rows, -1)
+    return levels[0] | levels[1] << 2 | levels[2] << 4 | levels[3] << 6
+
+
+def checkpoint(path, way: str, hf=HF, dtype="float32", **more):
+    """Written in that way, and the float matrices that stand for the same function, by name."""
+    linear_class, mode, how = WAYS[way]
+    masters, stored, wide = cases.random_tensors(from_hf(copy.deepcopy(hf)), 0), {}, {}
+    for i, (name, matrix) in enumerate(masters.items()):
+        stored[name] = wide[name] = matrix.astype(tiny.DTYPES[dtype])
+        if not quantized(name):
+            continue
+        matrix = stored[name].astype(np.float32)
+        mean = np.abs(matrix).mean()
+        levels = np.clip(np.rint(matrix / mean), -1, 1)
+        if how == "master":
+            wide[name] = levels * mean
+            continue
+        scale = np.float32(2 ** -(i % 3) / 4)  # exact in every type
+        wide[name] = levels * scale
+        kept = 1 / scale if linear_class == "bitlinear" else scale
+        half = np.float32(0.5 if how == "float" else 1)
+        stored[name] = pack(levels) if how == "packed" else (levels * half).astype(tiny.DTYPES[dtype])
+        stored[f"{name}_scale"] = np.array([kept / half]).astype(tiny.DTYPES[dtype])
+    settings = dict(quant_method="bitnet", linear_class=linear_class, quantization_mode=mode) | more
+    hf = hf | dict(quantization_config=settings)
+    return tiny.write(path, hf, weights=stored, with_tokenizer=False), wide
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_store_ternary_matrices_is_read(tmp_path, way, dtype):
+    path, wide = checkpoint(tmp_path, way, dtype=dtype)
+    opened = open_checkpoint(path, dtype="float32")
+    tiny.same_shapes(opened)
+    model = opened.read()
+    assert model.load_stats.dtype == "bitnet"
+    for name in ("q", "k", "v", "o", "gate", "up", "down"):
+        got = model.params["layers"][1][name]["weight"]
+        assert isinstance(got, TernaryWeight)
+        spec = next(n for n in wide if f"layers.1.{'mlp' if name in ('gate', 'up', 'down') else 'self_attn'}."
+                    f"{name}_proj.weight" in n)  # fmt: skip
+        np.testing.assert_allclose(dequantize(got), wide[spec], rtol=1e-6)
+    assert not is_quantized(model.params["embed"]["weight"])
+
+
+def test_modules_left_out_and_a_packed_lm_head(tmp_path):
+    hf = HF | dict(tie_word_embeddings=False, vocab_size=96)
+    path, wide = checkpoint(tmp_path, "master", hf, modules_to_not_convert=["model.layers.0", "v_proj"])
+    model = xj.load_model(path, dtype="float32")
+    kinds = [is_quantized(layer[name]["weight"]) for layer in model.params["layers"] for name in "qv"]
+    assert kinds == [False, False, True, False, True, False]
+    assert is_quantized(model.params["lm_head"]["weight"])  # only named modules are left out, as transformers
+
+
+def test_saved_in_our_own_format_and_loaded_with_the_same_bits(tmp_path):
+    path, _ = checkpoint(tmp_path / "from", "bitlinear")
+    model = xj.load_model(path, dtype="float32")
+    save_checkpoint(tmp_path / "to", None, model.params, HF)
+    again = xj.load_model(tmp_path / "to", dtype="float32")
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(linear_class="linear"), "bitnet with linear_class 'linear' is not supported"),
+        (dict(quantization_mode="dynamic"), "bitnet with quantization_mode 'dynamic'"),
+        (dict(use_rms_norm=True), "bitnet with use_rms_norm True"),
+        (dict(modules_to_not_convert="lm_head"), "bitnet with modules_to_not_convert 'lm_head'"),
+        (dict(modules_to_not_convert=["(a+)+"]), r"bitnet with modules_to_not_convert \['\(a"),
+    ],
+)
+def test_settings_that_are_not_read_are_named(tmp_path, settings, message):
+    path, _ = checkpoint(tmp_path, "bitlinear", **settings)
+    with pytest.raises(xj.InputError, match=message):
+        xj.load_model(path)
+
+
+def test_numbers_that_do_not_fit_are_named(tmp_path):
+    bad = "model.layers.1.mlp.up_proj.weight"
+
+    def broken(folder: str, way: str, **changes) -> str:
+        path, _ = checkpoint(tmp_path / folder, way)
+        weights = load_file(path / "model.safetensors") | changes
+        tiny.write_weights(path, {name: tensor for name, tensor in weights.items() if tensor is not None})
+        return tiny.refusal(path, dtype="float32")
+
+    assert f"{bad} holds a number that is not -1" in broken(
+        "3", "bitlinear", **{bad: np.full((20, 48), 255, np.uint8)}
+    )
+    assert f"{bad}_scale is 0.0" in broken("0", "bitlinear", **{f"{bad}_scale": np.zeros(1, np.float32)})
+    other = np.linspace(-1, 1, 80 * 48, dtype=np.float32).reshape(80, 48)
+    assert "say 'online'" in broken("other", "float-ternary", **{bad: other})
+    assert f"missing {bad}_scale" in broken("none", "autobitlinear", **{f"{bad}_scale": None})
+    biased, _ = checkpoint(tmp_path / "biased", "autobitlinear", HF | dict(attention_bias=True))
+    assert "biases with linear_class 'autobitlinear'" in tiny.refusal(biased)
+    assert "already quantized (bitnet)" in tiny.refusal(biased, quantize="int8")
+
+
+def test_head_dim_is_that_of_the_norm():
+    with pytest.raises(xj.InputError, match="head_dim 16 is not supported for model_type 'bitnet'"):
+        from_hf(HF | dict(head_dim=16))
+
+
+# --- models -------------------------------------------------------------------------------------------------
+
+
+def test_generates_alone_in_a_batch_and_from_random_parameters(tmp_path):
+    path, _ = checkpoint(tmp_path, "autobitlinear", HF | dict(num_hidden_layers=1))
+    model = xj.load_model(path, dtype="float32")
+    prompts, options = [[5, 7, 9], list(range(12))], xj.GenerateOptions(6, eos_token_ids=())
+    both = xj.generate(model.params, model.config, prompts, options)
+    alone = [xj.generate(model.params, model.config, [p], options) for p in prompts]
+    assert both.tokens == [out.tokens[0] for out in alone]
+    params = xj.init_params(model.config, jax.random.key(0), quantize="ternary")
+    assert isinstance(params["layers"][0]["up"]["weight"], TernaryWeight)
+    assert xj.generate(params, model.config, prompts, options).tokens
+
+
+def test_forms_have_the_bytes_of_two_bits_a_weight():
+    form = ternary_form((6912, 2560))
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(form))
+    assert held == 6912 * 2560 // 4 + 4 * 6912
+    assert dataclasses.replace(form, over="model").shape == (6912, 2560)
+
+
+# --- transformers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", ["bitnet-defaults", "bitnet-bias-new"])
+def test_tokens_are_those_of_transformers(tmp_path, case, way):
+    """Live: where torch is. What lies where rounding turns may fall on either side: most logits are near, all
+    within a step of an activation.
+    """
+    pytest.importorskip("torch", reason="the live comparison needs torch: pip install -e '.[parity]'")
+    hf = cases.CASES[case].hf
+    if hf.get("attention_bias") and WAYS[way][:2] == ("autobitlinear", "offline"):
+        pytest.skip("biases are scaled too there, and refused")
+    path, _ = checkpoint(tmp_path, way, hf)
+    model, prompts = xj.load_model(path, dtype="float32"), cases.prompts(cases.CASES[case])
+    with transformers_model(hf, path, way) as theirs:
+        answers = [cases.hf_greedy(theirs, prompt, 12) for prompt in prompts]
+        wanted = [cases.hf_logits(theirs, prompt) for prompt in prompts]
+    assert min(gaps.min() for _, gaps in answers) > 1e-3
+    rows = cases.padded([prompt + ids for prompt, (ids, _) in zip(prompts, answers, strict=True)])
+    logits_BTV = np.asarray(forward(model.params, model.config, rows[0], None, rows[1])[0])
+    for i, prompt in enumerate(prompts):
+        off = np.abs(logits_BTV[i, : len(prompt)] - wanted[i]).max(-1)
+        print(case, way, len(prompt), np.median(off), off.max())
+        assert np.median(off) < 1e-4 and off.max() < 0.05
+        assert logits_BTV[i, len(prompt) - 1 :][:12].argmax(-1).tolist() == answers[i][0]
+    if way == "bitlinear":
+        out = xj.generate(model.params, model.config, prompts, xj.GenerateOptions(12, eos_token_ids=()))
+        assert out.tokens == [ids for ids, _ in answers]
+
+
+@contextlib.contextmanager
+def transformers_model(hf, path, way: str):
+    """Its own modules for that way, not compiled, with the numbers of the files."""
+    import torch
+    import transformers
+    from transformers.integrations import bitnet
+
+    linear_class, mode, how = WAYS[way]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # models this small only wait for the other threads
+    torch.compiler.set_stance("force_eager")
+    settings = transformers.BitNetQuantConfig(linear_class=linear_class, quantization_mode=mode)
+    model = cases.hf_model(hf, cases.random_tensors(from_hf(copy.deepcopy(hf)), 0))
+    rotary = model.model.rotary_emb
+    model = bitnet.replace_with_bitnet_linear(model, ["lm_head"], settings).to_empty(device="cpu").eval()
+    model.model.rotary_emb = type(rotary)(model.config)  # its table is in no file
+    tensors = {n: torch.from_numpy(x) for n, x in load_file(path / "model.safetensors").items()}
+    if how == "packed" and linear_class == "autobitlinear":  # as its loader does
+        tensors |= {n: bitnet.unpack_weights(x, torch.float32) for n, x in tensors.items() if quantized(n)}
+    if model.config.tie_word_embeddings:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    model.load_state_dict(tensors, strict=True)
+    try:
+        yield model
+    finally:
+        torch.compiler.set_stance("default")
+        torch.set_num_threads(threads)
