@@ -15,6 +15,7 @@ from ..config.model_config import ModelConfig, RopeConfig
 from ..weights.params import Params
 from ..weights.products import product
 from ..weights.quantized import is_quantized, own_part, quantized_product, rows_of
+from ..weights.rotation import rotated
 
 Angles = tuple[tuple[jax.Array, jax.Array], ...]  # of each of `ModelConfig.ropes`: cos and sin
 
@@ -101,9 +102,14 @@ def gated(x: jax.Array, layer: Params, activation: str) -> jax.Array:
     return _ACTIVATIONS[activation](linear(x, layer["gate"])) * linear(x, layer["up"])
 
 
-def gated_mlp(x: jax.Array, layer: Params, activation: str, over: str | None = None) -> jax.Array:
-    """SwiGLU, GeGLU (Shazeer 2020): down(activation(gate(x)) * up(x)). x: [..., D]; over: as in `linear`."""
-    return linear(gated(x, layer, activation), layer["down"], over=over)
+def gated_mlp(
+    x: jax.Array, layer: Params, activation: str, over: str | None = None, block: int = 0
+) -> jax.Array:
+    """SwiGLU, GeGLU (Shazeer 2020): down(activation(gate(x)) * up(x)). x: [..., D]; over: as in `linear`;
+    block: of a rotated model its `inner_block`.
+    """
+    inner = gated(x, layer, activation)
+    return linear(rotated(inner, block) if block else inner, layer["down"], over=over)
 
 
 def rotary_angles(config: ModelConfig, position_BT: jax.Array, length_B: jax.Array) -> Angles:

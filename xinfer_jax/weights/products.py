@@ -31,6 +31,19 @@ def in_front(x_MI: jax.Array, matrix_OI: jax.Array, dtype: jnp.dtype = jnp.float
     return lax.optimization_barrier(dot(matrix_OI, x_MI, dtype=dtype)).T
 
 
+def rounded_product(x_MI: jax.Array, values_OI: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """With every row of x rounded once to int8: exact sums of whole numbers, as float32 [M, O], and what they
+    are multiples of, float32 [M, 1]. values: int8. A row's are the same in any company.
+    """
+    most_M1 = jnp.abs(x_MI).max(1, keepdims=True).astype(jnp.float32)
+    most_M1, rows = jnp.where(most_M1 == 0, 1, most_M1), len(x_MI)
+    whole_MI = jnp.round(x_MI * (127 / most_M1)).astype(jnp.int8)
+    # One row alone takes twenty times as long as two.
+    whole_MI = jnp.pad(whole_MI, ((0, 1), (0, 0))) if rows == 1 else whole_MI
+    form = in_front if rows <= _FEW_ROWS else dot
+    return form(whole_MI, values_OI, dtype=jnp.int32)[:rows].astype(jnp.float32), most_M1 / 127
+
+
 def _float32_product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
     return in_front(x_MI, matrix_OI) if 1 < len(x_MI) <= _FEW_ROWS else dot(x_MI, matrix_OI)
 

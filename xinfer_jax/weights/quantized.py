@@ -22,7 +22,7 @@ from jax import lax
 from ..brief import Brief
 from ..errors import InputError
 from ..host import aligned, by_blocks
-from .products import dot, in_front, tile_by_tile
+from .products import dot, in_front, rounded_product, tile_by_tile
 
 METHODS = ("int8", "int4")
 GROUP = 64  # inputs that share a scale in int4
@@ -40,6 +40,8 @@ class Int8Weight(Brief):
 
     values: jax.Array  # int8 [O, I]
     scale: jax.Array  # float32 [O]
+    # On a CPU activations are rounded to int8 once, not split in two numbers.
+    once: bool = dataclasses.field(default=False, repr=False, metadata=dict(static=True))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -288,6 +290,9 @@ def _plain_product(x_MI: jax.Array, weight: QuantizedWeight) -> jax.Array:
 
 
 def _int8_product(x_MI: jax.Array, weight: Int8Weight) -> jax.Array:
+    if weight.once:
+        sum_MO, step_M1 = rounded_product(x_MI, weight.values)
+        return sum_MO * step_M1 * weight.scale
     x_MI = x_MI.astype(jnp.float32)
     most_M = jnp.abs(x_MI).max(1)
     step_M1 = jnp.where(most_M == 0, 1, most_M)[:, None] / 127
