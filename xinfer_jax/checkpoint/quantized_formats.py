@@ -15,7 +15,7 @@ from ..errors import InputError, shown
 from ..host import aligned, by_blocks
 from ..weights.quantized import GroupedWeight, grouped_form, pack
 from .files import read_json
-from .own_format import VERSION, OwnFormat, Part
+from .own_format import ROTATED, VERSION, OwnFormat, Part
 from .tensors import TYPES, StoredTensor
 
 _REMEDY = (
@@ -180,8 +180,8 @@ def read_format(settings: Mapping[str, Any], path: Path) -> FileFormat | OwnForm
             raise InputError(f"quantization_config: {what} is not supported: {_REMEDY}")
 
     if method == OwnFormat.method:
-        refuse_unless(given.get("version") == VERSION, "version")
-        return OwnFormat()
+        refuse_unless(given.get("version") in (VERSION, ROTATED), "version")
+        return OwnFormat(given.get("rotated") is True, given.get("once") is True)
     bits, group = given.get("bits"), given.get("group_size")
     refuse_unless(type(bits) is int and bits in ((4,) if method == "awq" else (4, 8)), "bits")
     refuse_unless(type(group) is int and (group == -1 or group > 0 and group % 2 == 0), "group_size")
