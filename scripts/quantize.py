@@ -14,6 +14,7 @@ bad input, one line on standard error.
 from one_line import start
 
 # isort: split
+import dataclasses
 import json
 import random
 import re
@@ -32,8 +33,10 @@ from xinfer_jax.checkpoint.files import checkpoint_dir, read_json
 from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.compress import awq
+from xinfer_jax.compress.outliers import with_outliers
 from xinfer_jax.weights.params import tree_bytes
 from xinfer_jax.weights.quantized import GROUP as GROUP_SIZE, is_quantized
+from xinfer_jax.weights.rotation import rotated_params
 
 MODEL = flags.DEFINE_string(
     "model", None, "Checkpoint: a directory, or a hub name owner/name. Default: the bundled one."
@@ -53,6 +56,18 @@ METHOD = flags.DEFINE_string(
 )
 COMPENSATE = flags.DEFINE_boolean(
     "compensate", True, "With awq: refit and round so that errors make up for each other; false: nearest."
+)
+ACTIVATIONS = flags.DEFINE_enum(
+    "activations", None, ["int8"], "With --quantize=int8: what matrices are multiplied by is rounded too."
+)
+ROTATE = flags.DEFINE_boolean(
+    "rotate",
+    None,
+    "Rotations (QuaRot, Ashkboos et al. 2024) against outliers, in place of AWQ's scales. Default: with"
+    " --activations.",
+)
+OUTLIERS = flags.DEFINE_float(
+    "outliers", 1.0, "Make the model's outliers first: a few channels times so much, the function unchanged."
 )
 CALIBRATION = flags.DEFINE_string(
     "calibration",
@@ -92,6 +107,8 @@ def run() -> dict:
             raise xj.InputError(f"--{flag.name}={flag.value} is not known: use {' or '.join(known)}")
     if GROUP.value is not None and (GROUP.value < 2 or GROUP.value % 2):
         raise xj.InputError(f"--group={GROUP.value}: give an even number of inputs")
+    if ACTIVATIONS.value and QUANTIZE.value != "int8":
+        raise xj.InputError(f"--activations=int8 needs --quantize=int8, got {QUANTIZE.value}: give that too")
     path = BUNDLED if MODEL.value is None else checkpoint_dir(MODEL.value)
     model = xj.load_model(path, dtype="float32")
     if any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):
@@ -107,10 +124,20 @@ def run() -> dict:
     )
     if EVAL.value and not unseen:
         raise xj.InputError(f"--eval={EVAL.value} holds no text, or only what was calibrated on")
-    report = {flag.name: flag.value for flag in (MODEL, OUTPUT, QUANTIZE, GROUP, METHOD)}
+    report = {
+        flag.name: flag.value
+        for flag in (MODEL, OUTPUT, QUANTIZE, GROUP, METHOD, ACTIVATIONS, ROTATE, OUTLIERS)
+    }
+    if OUTLIERS.value != 1:
+        model = dataclasses.replace(model, params=with_outliers(model.params, model.config, OUTLIERS.value))
+    exact = model
     start = time.perf_counter()
+    if bool(ACTIVATIONS.value) if ROTATE.value is None else ROTATE.value:
+        params, config = rotated_params(model.params, model.config)
+        model = dataclasses.replace(model, params=params, config=config)
+    how = QUANTIZE.value, GROUP.value, ACTIVATIONS.value
     if METHOD.value == "rtn":
-        params = awq.rounded_params(model.params, QUANTIZE.value, GROUP.value)
+        params = awq.rounded_params(model.params, *how)
     else:
         rows = pieces(model, calibrated, most=CALIBRATION_TOKENS.value)
         report |= {
@@ -119,11 +146,11 @@ def run() -> dict:
             "compensate": COMPENSATE.value,
         }
         print(f"calibrating on {report['calibration_tokens']} tokens of {calibration}", flush=True)
-        how = (model.params, model.config, rows, QUANTIZE.value, GROUP.value)
+        calibrated_on = model.params, model.config, rows
         params = (
-            awq.awq_params(*how)
+            awq.awq_params(*calibrated_on, *how)
             if COMPENSATE.value
-            else awq.rounded_params(awq.scaled_params(*how), QUANTIZE.value, GROUP.value)
+            else awq.rounded_params(awq.scaled_params(*calibrated_on, *how[:2]), *how)
         )
     report["seconds"] = round(time.perf_counter() - start, 1)
     stored = sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) / 2**20
@@ -137,9 +164,11 @@ def run() -> dict:
         f" MiB in {report['seconds']} s"
     )
     if EVAL.value:
-        report |= loss(model, params, unseen)
+        report |= loss(exact, dataclasses.replace(model, params=params), unseen)
     if OUTPUT.value:
-        save_checkpoint(OUTPUT.value, path, params, read_json(Path(path) / "config.json"))
+        save_checkpoint(
+            OUTPUT.value, path, params, read_json(Path(path) / "config.json"), model.config.rotated
+        )
         print(f"wrote {OUTPUT.value}")
     return report
 
@@ -189,7 +218,7 @@ def pieces(model: xj.Model, texts: list[str], most: int | None = None) -> list[l
     return rows if most is None else rows[: max(1, int(np.searchsorted(ends, most, "right")))]
 
 
-def loss(model: xj.Model, params: dict, texts: list[str]) -> dict:
+def loss(model: xj.Model, made: xj.Model, texts: list[str]) -> dict:
     """Perplexity before and after, and how often the likeliest token is the same."""
     rows = pieces(model, texts)
     scored = [
@@ -200,7 +229,7 @@ def loss(model: xj.Model, params: dict, texts: list[str]) -> dict:
             f"--score=answers, but --eval={EVAL.value} holds no answer behind the chat template's prompt"
         )
     (exact, best), (rounded, chosen) = (
-        scores(tree, model.config, rows, scored) for tree in (model.params, params)
+        scores(some.params, some.config, rows, scored) for some in (model, made)
     )
     before, after, same = np.exp(-exact.mean()), np.exp(-rounded.mean()), (best == chosen).mean()
     error = np.sqrt(same * (1 - same) / len(best))

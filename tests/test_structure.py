@@ -22,7 +22,7 @@ ROOMS = {
     "sampling": (
         "processors", "biases", "generation_config", "settings", "context", "choice", "logprobs",
     ),
-    "compress": ("rounding", "awq"),
+    "compress": ("outliers", "rounding", "awq"),
     "generation": (
         "state", "loop", "doors", "speculation", "options", "faults", "batches", "programs", "roads", "rows",
         "run", "streaming", "kernels", "beam_steps", "beams", "scoring",

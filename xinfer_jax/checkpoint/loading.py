@@ -30,7 +30,14 @@ from ..weights.params import (
     resolve_dtype,
     tree_bytes,
 )
-from ..weights.quantized import check_method, group_for, is_quantized, quantized_form, quantized_leaf
+from ..weights.quantized import (
+    check_method,
+    group_for,
+    is_quantized,
+    quantized_form,
+    quantized_leaf,
+    rounding_once,
+)
 from ..weights.rotation import Turn, turned, turns
 from .files import BUNDLED, checkpoint_dir, is_there, read_json
 from .own_format import OwnFormat, Part
@@ -267,7 +274,7 @@ class _Reader:
         return tensor.astype(self.dtype) if turn else _array(spec.hf_name, pieces, form)
 
     def _once(self, weight: Any) -> Any:
-        return dataclasses.replace(weight, once=True) if self.turns else weight
+        return rounding_once(weight) if self.turns else weight
 
     def _norm(self, name: str) -> np.ndarray:
         return self.tensors[name].array()

@@ -89,6 +89,15 @@ def check_method(quantize: str | None) -> None:
         raise InputError(f"quantize={quantize!r} is not supported: use None or one of {', '.join(METHODS)}")
 
 
+def rounding_once(params: Any) -> Any:
+    """The parameters, of which int8 matrices with a scale per output have their activations rounded once."""
+
+    def leaf(x: Any) -> Any:
+        return dataclasses.replace(x, once=True) if isinstance(x, Int8Weight) else x
+
+    return jax.tree.map(leaf, params, is_leaf=is_quantized)
+
+
 def is_quantized(leaf: Any) -> bool:
     return isinstance(leaf, Int8Weight | GroupedWeight)
 

@@ -28,7 +28,9 @@ from ..errors import InputError
 from ..host import by_blocks
 from .params import Params, ParamSpec, param_specs
 
-_BLOCK = 64  # of the MLP's inside, at most, and of a Hadamard matrix: 128 and 256 take two and four times as long
+_BLOCK = (
+    64  # of the MLP's inside, at most, and of a Hadamard matrix: 128 and 256 take two and four times as long
+)
 _LEAST = 16  # what has no such power of two is turned as a whole
 _ON_HOST = 16  # of a Hadamard matrix
 
