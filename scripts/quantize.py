@@ -3,6 +3,7 @@
     python scripts/quantize.py --output=DIR                                              # the bundled model,
     int4, by AWQ python scripts/quantize.py --model=DIR --output=DIR --quantize=int8 --method=rtn
     --eval=TEXT.txt
+    python scripts/quantize.py --output=DIR --quantize=int8 --activations=int8 --method=rtn --eval=sampled
 
 `--model=DIR` of any command opens what was written. --calibration and --eval take a file of UTF-8 text, lines
 <|endoftext|> between its documents, or one of two words: `capitals`, conversations of train_tiny_data.py, the
@@ -113,10 +114,7 @@ def run() -> dict:
     model = xj.load_model(path, dtype="float32")
     if any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):
         raise xj.InputError(f"{path} is quantized already: give the unquantized checkpoint")
-    # Text of another kind than the model's own does harm: stories calibrated on capitals lose more than by
-    # rounding to nearest.
-    calibration = CALIBRATION.value or ("capitals" if MODEL.value is None else "sampled")
-    calibrated = documents(model, calibration, seed=11) if METHOD.value == "awq" else []
+    calibrated = documents(model, calibration_source(), seed=11) if METHOD.value == "awq" else []
     unseen = (
         [text for text in documents(model, EVAL.value, EVAL_SEED.value) if text not in calibrated]
         if EVAL.value
@@ -124,53 +122,63 @@ def run() -> dict:
     )
     if EVAL.value and not unseen:
         raise xj.InputError(f"--eval={EVAL.value} holds no text, or only what was calibrated on")
-    report = {
-        flag.name: flag.value
-        for flag in (MODEL, OUTPUT, QUANTIZE, GROUP, METHOD, ACTIVATIONS, ROTATE, OUTLIERS)
-    }
+    flags_said = (MODEL, OUTPUT, QUANTIZE, GROUP, METHOD, ACTIVATIONS, ROTATE, OUTLIERS)
+    report = {flag.name: flag.value for flag in flags_said}
     if OUTLIERS.value != 1:
         model = dataclasses.replace(model, params=with_outliers(model.params, model.config, OUTLIERS.value))
-    exact = model
     start = time.perf_counter()
-    if bool(ACTIVATIONS.value) if ROTATE.value is None else ROTATE.value:
-        params, config = rotated_params(model.params, model.config)
-        model = dataclasses.replace(model, params=params, config=config)
-    how = QUANTIZE.value, GROUP.value, ACTIVATIONS.value
-    if METHOD.value == "rtn":
-        params = awq.rounded_params(model.params, *how)
-    else:
-        rows = pieces(model, calibrated, most=CALIBRATION_TOKENS.value)
-        report |= {
-            "calibration": calibration,
-            "calibration_tokens": sum(map(len, rows)),
-            "compensate": COMPENSATE.value,
-        }
-        print(f"calibrating on {report['calibration_tokens']} tokens of {calibration}", flush=True)
-        calibrated_on = model.params, model.config, rows
-        params = (
-            awq.awq_params(*calibrated_on, *how)
-            if COMPENSATE.value
-            else awq.rounded_params(awq.scaled_params(*calibrated_on, *how[:2]), *how)
-        )
+    made, calibration_report = quantized(model, calibrated)
+    report |= calibration_report
     report["seconds"] = round(time.perf_counter() - start, 1)
     stored = sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) / 2**20
     report |= {
         "mib_float32": tree_bytes(model.params) / 2**20,
         "mib_read": stored,
-        "mib": tree_bytes(params) / 2**20,
+        "mib": tree_bytes(made.params) / 2**20,
     }
     print(
         f"weights: {stored:.2f} MiB on disk, {report['mib_float32']:.2f} in float32 -> {report['mib']:.2f}"
         f" MiB in {report['seconds']} s"
     )
     if EVAL.value:
-        report |= loss(exact, dataclasses.replace(model, params=params), unseen)
+        report |= loss(model, made, unseen)
     if OUTPUT.value:
         save_checkpoint(
-            OUTPUT.value, path, params, read_json(Path(path) / "config.json"), model.config.rotated
+            OUTPUT.value, path, made.params, read_json(Path(path) / "config.json"), made.config.rotated
         )
         print(f"wrote {OUTPUT.value}")
     return report
+
+
+def quantized(model: xj.Model, calibrated: list[str]) -> tuple[xj.Model, dict]:
+    """The model as flags say, and what it was calibrated on."""
+    if bool(ACTIVATIONS.value) if ROTATE.value is None else ROTATE.value:
+        params, config = rotated_params(model.params, model.config)
+        model = dataclasses.replace(model, params=params, config=config)
+    how = QUANTIZE.value, GROUP.value, ACTIVATIONS.value
+    if METHOD.value == "rtn":
+        return dataclasses.replace(model, params=awq.rounded_params(model.params, *how)), {}
+    rows = pieces(model, calibrated, most=CALIBRATION_TOKENS.value)
+    report = {
+        "calibration": calibration_source(),
+        "calibration_tokens": sum(map(len, rows)),
+        "compensate": COMPENSATE.value,
+    }
+    print(f"calibrating on {report['calibration_tokens']} tokens of {report['calibration']}", flush=True)
+    calibrated_on = model.params, model.config, rows
+    params = (
+        awq.awq_params(*calibrated_on, *how)
+        if COMPENSATE.value
+        else awq.rounded_params(awq.scaled_params(*calibrated_on, *how[:2]), *how)
+    )
+    return dataclasses.replace(model, params=params), report
+
+
+def calibration_source() -> str:
+    """Text of another kind than the model's own does harm: stories calibrated on capitals lose more than by
+    rounding to nearest.
+    """
+    return CALIBRATION.value or ("capitals" if MODEL.value is None else "sampled")
 
 
 def documents(model: xj.Model, source: str, seed: int) -> list[str]:

@@ -121,8 +121,8 @@ def load_model(
             reads what its devices hold. Where it has more devices than the model has key heads, these are
             repeated, and the config says so.
         activations: "int8" (with quantize="int8", not over a mesh): the weights are rotated, so that on a CPU
-            what they are multiplied by can be rounded to int8 too: prompts and batches are faster, and more is
-            lost. None: it keeps 16 bits.
+            what they are multiplied by can be rounded to int8 too: prompts and batches are faster, and more
+            is lost. None: it keeps 16 bits.
 
     Raises:
         InputError: files missing, unreadable or not fitting the config, every tensor at fault named.
@@ -268,7 +268,7 @@ class _Reader:
         if self.stored and parts:
             return self.stored.leaf(spec.hf_name, spec.shape, tensors)
         turn, form = self.turns.get(spec.hf_name), jax.ShapeDtypeStruct(spec.shape, self.dtype)
-        tensor = turned(pieces[0], turn, self.config, self._norm) if turn else pieces[0]
+        tensor = turned(pieces[0], turn, self._norm) if turn else pieces[0]
         if self.quantize is not None and len(spec.shape) > 1:
             return self._once(quantized_leaf(tensor, spec.hf_name, self.quantize, group))
         return tensor.astype(self.dtype) if turn else _array(spec.hf_name, pieces, form)
@@ -285,8 +285,8 @@ def _check_activations(activations: str | None, quantize: str | None) -> None:
         raise InputError(f"activations={activations!r} is not supported: use None or int8")
     if activations and quantize != "int8":
         raise InputError(
-            f"activations={activations!r} needs quantize='int8', got {quantize!r}: give that too, or leave out"
-            " activations (a checkpoint that was written with them has them)"
+            f"activations={activations!r} needs quantize='int8', got {quantize!r}: give that too, or leave"
+            " out activations (a checkpoint that was written with them has them)"
         )
 
 

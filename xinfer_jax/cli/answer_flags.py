@@ -42,7 +42,7 @@ def define_model(program: Program) -> None:
     )
     program.choice(
         "activations",
-        "int8, with --quantize=int8: faster prompts and batches on CPU, less exact. Default: as --dtype says.",
+        "int8, with --quantize=int8: prompts and batches are faster on CPU, and less exact.",
         "int8",
     )
     program.text("mesh", "model=N: the model lies over N devices. Default: one.", empty="give model=N")

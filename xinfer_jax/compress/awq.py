@@ -60,7 +60,7 @@ def awq_params(  # noqa: PLR0913
 ) -> Params:
     """Quantized parameters: scaled by what a calibration text makes flow, rounded by `compensated_matrix`.
 
-    AWQ alone, without compensation: `rounded_params(scaled_params(...), ...)`. A rotated model is only rounded.
+    AWQ alone, without compensation: `rounded_params(scaled_params(...), ...)`. Rotated models take no scales.
 
     Args:
         params, config: the model, in floating point.

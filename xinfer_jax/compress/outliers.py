@@ -7,8 +7,8 @@ from ..weights.params import Params
 
 
 def with_outliers(params: Params, config: ModelConfig, factor: float) -> Params:
-    """The same function of a float model without experts, in which a channel in 64 of what enters matrices is so
-    many times larger: norms' gains, values and the MLP's inside; the weights behind are divided.
+    """The same function of a float model without experts, in which a channel in 64 of what enters matrices is
+    so many times larger: norms' gains, values and the MLP's inside; the weights behind are divided.
     """
 
     def factors(size: int) -> jnp.ndarray:
@@ -26,10 +26,7 @@ def with_outliers(params: Params, config: ModelConfig, factor: float) -> Params:
         by_KH = factors(config.num_key_value_heads * config.head_dim)
         groups = config.num_attention_heads // config.num_key_value_heads
         by_NH = jnp.repeat(by_KH.reshape(-1, config.head_dim), groups, 0).reshape(-1)
-        gains = {
-            name: (layer[name] + config.norm_offset) * by_D - config.norm_offset
-            for name in ("attn_norm", "mlp_norm")
-        }
+        gains = {name: layer[name] * by_D for name in ("attn_norm", "mlp_norm")}
         read = {name: columns(layer[name], by_D) for name in ("q", "k", "v", "gate", "up")}
         inside = {"v": rows(read["v"], by_KH), "up": rows(read["up"], by_F)}
         behind = {"o": columns(layer["o"], by_NH), "down": columns(layer["down"], by_F)}

@@ -51,7 +51,7 @@ class ModelConfig:
         num_experts_per_tok: how many of them each token asks.
         moe_intermediate_size: F of each expert.
         norm_topk_prob: the weights of a token's experts are made to add up to 1.
-        rotated: the stream, values and the inside of MLPs lie turned (`weights/rotation.py`); from `load_model`.
+        rotated: stream, values and the MLPs' inside lie turned (`weights/rotation.py`); from `load_model`.
         eos_token_ids: end an answer; from `load_model`, () elsewhere. Not compared.
     """
 
