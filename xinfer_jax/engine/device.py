@@ -26,6 +26,7 @@ from ..sampling.logprobs import Alternatives, no_alternatives
 from ..sampling.settings import only, per_row
 from ..sharding import lies_over, top_k
 from ..weights.params import Params
+from ..weights.processor import compiler_options
 
 WINDOW = 128  # tokens that a row chooses between two looks of the host, at most
 MOST_LOGPROBS, MOST_EOS, MOST_STOPS = 20, 8, 16  # alternatives of a token; ids that end a row
@@ -296,7 +297,9 @@ def _put_pages(pools, page_N, held):
 
 
 _STATIC = ("config", "capacity", "guesses", "impl")
-_WINDOW = jax.jit(_window, static_argnames=_STATIC, donate_argnames=("rows", "pools"))
+_WINDOW = jax.jit(
+    _window, static_argnames=_STATIC, donate_argnames=("rows", "pools"), compiler_options=compiler_options()
+)
 _SCORE = jax.jit(_score, static_argnames=("config", "impl"), donate_argnames="cache")
 _WITH_ROOM = jax.jit(_with_room, static_argnames="size")
 _WITHOUT_ROOM = jax.jit(_without_room)

@@ -4,6 +4,7 @@ one loop, `until_ended`, which speculation takes in larger steps). Jitted here, 
 tokens_BT ─ read ─► logits_BV ─ choose ─► advance: while_loop: write K/V → attend → logits → choose → note
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from ..model.decoder import hidden_states, unembed
 from ..model.greedy import fuses_head, greedy
 from ..sampling.choice import choose, takes_likeliest
 from ..weights.params import Params, activation_dtype
+from ..weights.processor import compiler_options
 from .state import DecodeState, choose_and_note, note
 
 _LEAST_BUCKET = 16
@@ -150,11 +152,8 @@ class Program(NamedTuple):
 
 
 def program(function: Any, *static: str, donates: str | tuple[str, ...] = "cache") -> Program:
-    static = ("config", "impl", *static)
-    return Program(
-        jax.jit(function, static_argnames=static),
-        jax.jit(function, static_argnames=static, donate_argnames=donates),
-    )
+    jit = partial(jax.jit, static_argnames=("config", "impl", *static), compiler_options=compiler_options())
+    return Program(jit(function), jit(function, donate_argnames=donates))
 
 
 READ = program(read, "chunk")

@@ -20,6 +20,7 @@ from ..cache.kv_cache import KVCache, counted, reorder, truncate, without_layers
 from ..config.model_config import ModelConfig
 from ..model.decoder import enter, layer_kinds, leave, through_layers, unembed
 from ..weights.params import Params, activation_dtype
+from ..weights.processor import compiler_options
 from .doors import prompt_chunk
 from .loop import ADVANCE, READ, READ_AGAIN, last, power_of_two
 from .programs import Do
@@ -285,9 +286,14 @@ def _guess(logits_BTV, state, context, guess_BT, i, impl):
 
 _STATIC = ("config", "impl")
 _ENTER = jax.jit(_enter, static_argnames=("config", "ask", "capacity"))
-_LAYERS = jax.jit(_layers, static_argnames=(*_STATIC, "kinds"), donate_argnames=("x_BTD", "keys"))
+_LAYERS = jax.jit(
+    _layers,
+    static_argnames=(*_STATIC, "kinds"),
+    donate_argnames=("x_BTD", "keys"),
+    compiler_options=compiler_options(),
+)
 _LAST = jax.jit(_last)
-_HEAD = jax.jit(_head, static_argnames="config")
+_HEAD = jax.jit(_head, static_argnames="config", compiler_options=compiler_options())
 _ANSWER = jax.jit(_answer, static_argnames="impl", donate_argnames="state")
 _CHECK = jax.jit(_check, static_argnames="impl", donate_argnames="state")
 _GUESS = jax.jit(_guess, static_argnames="impl")
