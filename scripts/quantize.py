@@ -3,6 +3,7 @@
     python scripts/quantize.py --output=DIR                                              # the bundled model,
     int4, by AWQ python scripts/quantize.py --model=DIR --output=DIR --quantize=int8 --method=rtn
     --eval=TEXT.txt
+    python scripts/quantize.py --output=DIR --quantize=int8 --activations=int8 --method=rtn --eval=sampled
 
 `--model=DIR` of any command opens what was written. --calibration and --eval take a file of UTF-8 text, lines
 <|endoftext|> between its documents, or one of two words: `capitals`, conversations of train_tiny_data.py, the
@@ -14,6 +15,7 @@ bad input, one line on standard error.
 from one_line import start
 
 # isort: split
+import dataclasses
 import json
 import random
 import re
@@ -32,8 +34,10 @@ from xinfer_jax.checkpoint.files import checkpoint_dir, read_json
 from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.compress import awq
+from xinfer_jax.compress.outliers import with_outliers
 from xinfer_jax.weights.params import tree_bytes
 from xinfer_jax.weights.quantized import GROUP as GROUP_SIZE, is_quantized
+from xinfer_jax.weights.rotation import rotated_params
 
 MODEL = flags.DEFINE_string(
     "model", None, "Checkpoint: a directory, or a hub name owner/name. Default: the bundled one."
@@ -53,6 +57,18 @@ METHOD = flags.DEFINE_string(
 )
 COMPENSATE = flags.DEFINE_boolean(
     "compensate", True, "With awq: refit and round so that errors make up for each other; false: nearest."
+)
+ACTIVATIONS = flags.DEFINE_enum(
+    "activations", None, ["int8"], "With --quantize=int8: what matrices are multiplied by is rounded too."
+)
+ROTATE = flags.DEFINE_boolean(
+    "rotate",
+    None,
+    "Rotations (QuaRot, Ashkboos et al. 2024) against outliers, in place of AWQ's scales. Default: with"
+    " --activations.",
+)
+OUTLIERS = flags.DEFINE_float(
+    "outliers", 1.0, "Make the model's outliers first: a few channels times so much, the function unchanged."
 )
 CALIBRATION = flags.DEFINE_string(
     "calibration",
@@ -92,14 +108,13 @@ def run() -> dict:
             raise xj.InputError(f"--{flag.name}={flag.value} is not known: use {' or '.join(known)}")
     if GROUP.value is not None and (GROUP.value < 2 or GROUP.value % 2):
         raise xj.InputError(f"--group={GROUP.value}: give an even number of inputs")
+    if ACTIVATIONS.value and QUANTIZE.value != "int8":
+        raise xj.InputError(f"--activations=int8 needs --quantize=int8, got {QUANTIZE.value}: give that too")
     path = BUNDLED if MODEL.value is None else checkpoint_dir(MODEL.value)
     model = xj.load_model(path, dtype="float32")
     if any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):
         raise xj.InputError(f"{path} is quantized already: give the unquantized checkpoint")
-    # Text of another kind than the model's own does harm: stories calibrated on capitals lose more than by
-    # rounding to nearest.
-    calibration = CALIBRATION.value or ("capitals" if MODEL.value is None else "sampled")
-    calibrated = documents(model, calibration, seed=11) if METHOD.value == "awq" else []
+    calibrated = documents(model, calibration_source(), seed=11) if METHOD.value == "awq" else []
     unseen = (
         [text for text in documents(model, EVAL.value, EVAL_SEED.value) if text not in calibrated]
         if EVAL.value
@@ -107,41 +122,63 @@ def run() -> dict:
     )
     if EVAL.value and not unseen:
         raise xj.InputError(f"--eval={EVAL.value} holds no text, or only what was calibrated on")
-    report = {flag.name: flag.value for flag in (MODEL, OUTPUT, QUANTIZE, GROUP, METHOD)}
+    flags_said = (MODEL, OUTPUT, QUANTIZE, GROUP, METHOD, ACTIVATIONS, ROTATE, OUTLIERS)
+    report = {flag.name: flag.value for flag in flags_said}
+    if OUTLIERS.value != 1:
+        model = dataclasses.replace(model, params=with_outliers(model.params, model.config, OUTLIERS.value))
     start = time.perf_counter()
-    if METHOD.value == "rtn":
-        params = awq.rounded_params(model.params, QUANTIZE.value, GROUP.value)
-    else:
-        rows = pieces(model, calibrated, most=CALIBRATION_TOKENS.value)
-        report |= {
-            "calibration": calibration,
-            "calibration_tokens": sum(map(len, rows)),
-            "compensate": COMPENSATE.value,
-        }
-        print(f"calibrating on {report['calibration_tokens']} tokens of {calibration}", flush=True)
-        how = (model.params, model.config, rows, QUANTIZE.value, GROUP.value)
-        params = (
-            awq.awq_params(*how)
-            if COMPENSATE.value
-            else awq.rounded_params(awq.scaled_params(*how), QUANTIZE.value, GROUP.value)
-        )
+    made, calibration_report = quantized(model, calibrated)
+    report |= calibration_report
     report["seconds"] = round(time.perf_counter() - start, 1)
     stored = sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) / 2**20
     report |= {
         "mib_float32": tree_bytes(model.params) / 2**20,
         "mib_read": stored,
-        "mib": tree_bytes(params) / 2**20,
+        "mib": tree_bytes(made.params) / 2**20,
     }
     print(
         f"weights: {stored:.2f} MiB on disk, {report['mib_float32']:.2f} in float32 -> {report['mib']:.2f}"
         f" MiB in {report['seconds']} s"
     )
     if EVAL.value:
-        report |= loss(model, params, unseen)
+        report |= loss(model, made, unseen)
     if OUTPUT.value:
-        save_checkpoint(OUTPUT.value, path, params, read_json(Path(path) / "config.json"))
+        save_checkpoint(
+            OUTPUT.value, path, made.params, read_json(Path(path) / "config.json"), made.config.rotated
+        )
         print(f"wrote {OUTPUT.value}")
     return report
+
+
+def quantized(model: xj.Model, calibrated: list[str]) -> tuple[xj.Model, dict]:
+    """The model as flags say, and what it was calibrated on."""
+    if bool(ACTIVATIONS.value) if ROTATE.value is None else ROTATE.value:
+        params, config = rotated_params(model.params, model.config)
+        model = dataclasses.replace(model, params=params, config=config)
+    how = QUANTIZE.value, GROUP.value, ACTIVATIONS.value
+    if METHOD.value == "rtn":
+        return dataclasses.replace(model, params=awq.rounded_params(model.params, *how)), {}
+    rows = pieces(model, calibrated, most=CALIBRATION_TOKENS.value)
+    report = {
+        "calibration": calibration_source(),
+        "calibration_tokens": sum(map(len, rows)),
+        "compensate": COMPENSATE.value,
+    }
+    print(f"calibrating on {report['calibration_tokens']} tokens of {report['calibration']}", flush=True)
+    calibrated_on = model.params, model.config, rows
+    params = (
+        awq.awq_params(*calibrated_on, *how)
+        if COMPENSATE.value
+        else awq.rounded_params(awq.scaled_params(*calibrated_on, *how[:2]), *how)
+    )
+    return dataclasses.replace(model, params=params), report
+
+
+def calibration_source() -> str:
+    """Text of another kind than the model's own does harm: stories calibrated on capitals lose more than by
+    rounding to nearest.
+    """
+    return CALIBRATION.value or ("capitals" if MODEL.value is None else "sampled")
 
 
 def documents(model: xj.Model, source: str, seed: int) -> list[str]:
@@ -189,7 +226,7 @@ def pieces(model: xj.Model, texts: list[str], most: int | None = None) -> list[l
     return rows if most is None else rows[: max(1, int(np.searchsorted(ends, most, "right")))]
 
 
-def loss(model: xj.Model, params: dict, texts: list[str]) -> dict:
+def loss(model: xj.Model, made: xj.Model, texts: list[str]) -> dict:
     """Perplexity before and after, and how often the likeliest token is the same."""
     rows = pieces(model, texts)
     scored = [
@@ -200,7 +237,7 @@ def loss(model: xj.Model, params: dict, texts: list[str]) -> dict:
             f"--score=answers, but --eval={EVAL.value} holds no answer behind the chat template's prompt"
         )
     (exact, best), (rounded, chosen) = (
-        scores(tree, model.config, rows, scored) for tree in (model.params, params)
+        scores(some.params, some.config, rows, scored) for some in (model, made)
     )
     before, after, same = np.exp(-exact.mean()), np.exp(-rounded.mean()), (best == chosen).mean()
     error = np.sqrt(same * (1 - same) / len(best))

@@ -65,6 +65,7 @@ BAD_FLAGS = {
     "dtype-unknown": (["--dtype=int8"], "--dtype=int8: give float32, bfloat16 or float16"),
     "dtype-empty": (["--dtype="], "--dtype=: give float32"),
     "quantize-unknown": (["--quantize=int3"], "--quantize=int3: give int8 or int4"),
+    "activations-unknown": (["--activations=int4"], "--activations=int4: give int8"),
     "impl-unknown": (["--impl=fast"], "--impl=fast: give mosaic, triton, xla or interpret"),
     "cache-dtype-unknown": (["--cache_dtype=x"], "--cache_dtype=x: give int8, int4, gear"),
     "model-empty": (["--model="], "--model=: give a directory or a hub name"),

@@ -16,13 +16,13 @@ ROOT = Path(__file__).parents[1]
 ROOMS = {
     "": ("errors", "brief", "checks", "memory", "host", "stats", "sharding"),
     "config": ("values", "rope", "families", "model_config"),
-    "weights": ("processor", "products", "ternary", "quantized", "params", "layout"),
+    "weights": ("processor", "products", "ternary", "quantized", "params", "layout", "rotation"),
     "cache": ("quantized", "kinds", "paged", "kv_cache", "fingerprint", "prefix", "prefix_files"),
     "model": ("layers", "experts", "attention", "decoder", "greedy"),
     "sampling": (
         "processors", "biases", "generation_config", "settings", "context", "choice", "logprobs",
     ),
-    "compress": ("rounding", "awq"),
+    "compress": ("outliers", "rounding", "awq"),
     "generation": (
         "state", "loop", "doors", "speculation", "options", "faults", "batches", "programs", "roads", "rows",
         "run", "streaming", "kernels", "beam_steps", "beams", "scoring",

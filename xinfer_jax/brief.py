@@ -10,7 +10,7 @@ class Brief:
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        given = ", ".join(f"{f.name}={_short(getattr(self, f.name))}" for f in fields)
+        given = ", ".join(f"{f.name}={_short(getattr(self, f.name))}" for f in fields if f.repr)
         return f"{type(self).__name__}({given})"
 
 

@@ -22,14 +22,15 @@ class DatasetGenerator:
     def __init__(
         self, model: str | None = None, options: GenerateOptions | None = None, *, seed: int = 0,
         raw: bool = False, system: str | None = None, dtype: str | None = None, quantize: str | None = None,
-        **shape: Any,
+        activations: str | None = None, **shape: Any,
     ):  # fmt: skip
         """Args:
-        model, dtype, quantize: as `load_model` takes them.
+        model, dtype, quantize, activations: as `load_model` takes them.
         options, seed, raw, system: as in `generate_file`.
         shape: further arguments of `Engine`.
         """
-        self._model, self._given, self._shape = (model, dtype, quantize), (options, seed, raw, system), shape
+        self._model = model, dtype, quantize, None, activations
+        self._given, self._shape = (options, seed, raw, system), shape
         self._engine: Engine | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -30,9 +30,17 @@ from ..weights.params import (
     resolve_dtype,
     tree_bytes,
 )
-from ..weights.quantized import check_method, group_for, is_quantized, quantized_form, quantized_leaf
+from ..weights.quantized import (
+    check_method,
+    group_for,
+    is_quantized,
+    quantized_form,
+    quantized_leaf,
+    rounding_once,
+)
+from ..weights.rotation import Turn, turned, turns
 from .files import BUNDLED, checkpoint_dir, is_there, read_json
-from .own_format import Part
+from .own_format import OwnFormat, Part
 from .quantized_formats import BitNetFormat, Stored, read_format
 from .spread import Cut, check_parts, cut_of, part_of, spread, whole_form, with_heads_for
 from .tensors import StoredTensor, open_tensors
@@ -100,6 +108,7 @@ def load_model(
     dtype: Any = None,
     quantize: str | None = None,
     mesh: Mesh | None = None,
+    activations: str | None = None,
 ) -> Model:
     """Loads a Hugging Face checkpoint.
 
@@ -111,11 +120,14 @@ def load_model(
         mesh: over whose axis "model" the parameters lie (`shardings`), and what is made of them; each process
             reads what its devices hold. Where it has more devices than the model has key heads, these are
             repeated, and the config says so.
+        activations: "int8" (with quantize="int8", not over a mesh): the weights are rotated, so that on a CPU
+            what they are multiplied by can be rounded to int8 too: prompts and batches are faster, and more
+            is lost. None: it keeps 16 bits.
 
     Raises:
         InputError: files missing, unreadable or not fitting the config, every tensor at fault named.
     """
-    return open_checkpoint(path_or_repo_id, dtype, quantize, mesh).read()
+    return open_checkpoint(path_or_repo_id, dtype, quantize, mesh, activations).read()
 
 
 def open_checkpoint(
@@ -123,11 +135,13 @@ def open_checkpoint(
     dtype: Any = None,
     quantize: str | None = None,
     mesh: Mesh | None = None,
+    activations: str | None = None,
 ) -> Checkpoint:
     """All of `load_model` but reading the weights; arguments and errors as there. Every shape is known."""
     start = time.perf_counter()
     dtype = resolve_dtype(dtype)
     check_method(quantize)
+    _check_activations(activations, quantize)
     path = BUNDLED if path_or_repo_id is None else checkpoint_dir(path_or_repo_id)
     settings = read_json(path / "config.json")
     if settings is None:
@@ -144,13 +158,14 @@ def open_checkpoint(
     check_generation_config(generation, config.vocab_size)
     ends = tokenizer.eos_token_ids if tokenizer else eos_ids(generation, settings)
     possible = tuple(i for i in ends if 0 <= i < config.vocab_size)
-    config = dataclasses.replace(config, eos_token_ids=possible)
-    of_files = config
+    known = turns(config) if activations else {}
+    rotated = bool(known) or isinstance(stored, OwnFormat) and stored.rotated
+    of_files = config = dataclasses.replace(config, eos_token_ids=possible, rotated=rotated)
     if mesh is not None:
         mesh = checked_mesh(mesh)
         config = with_heads_for(config, mesh.shape[MODEL])
         shardings(config, mesh)  # refuses what the devices do not divide
-    forms, read = _open_params(path, of_files, dtype, quantize, stored, mesh)
+    forms, read = _open_params(path, of_files, dtype, quantize, stored, mesh, known)
     kind = stored.method if stored else quantize or jnp.dtype(dtype).name
     stats = LoadStats(time.perf_counter() - start, tree_bytes(forms), kind)
     return Checkpoint(Model(forms, config, tokenizer, generation, stats), read)
@@ -158,7 +173,7 @@ def open_checkpoint(
 
 def _open_params(  # noqa: PLR0913  what decides on a leaf
     path: Path, config: ModelConfig, dtype: Any, quantize: str | None, stored: Stored | None,
-    mesh: Mesh | None,
+    mesh: Mesh | None, known: Mapping[str, Turn],
 ) -> tuple[Params, Callable[[], Params]]:  # fmt: skip
     """The parameter tree from a directory's safetensors, as shapes, and what reads it, a leaf at a time."""
     tensors = open_tensors(path)
@@ -171,7 +186,7 @@ def _open_params(  # noqa: PLR0913  what decides on a leaf
     spare |= {t for t in tensors if t.endswith(_NOT_WEIGHTS) or stored and stored.spare(t, tensors)}
     _check_tensors(path, tensors, wanted, spare)
     check_weights(specs, dtype, stored.method if stored else quantize, share(mesh))
-    reader = _Reader(tensors, config, dtype, quantize, stored, mesh)
+    reader = _Reader(tensors, config, dtype, quantize, stored, mesh, known)
 
     def read() -> Params:
         _check_tied(path, config, tensors)
@@ -191,6 +206,7 @@ class _Reader:
     quantize: str | None
     stored: Stored | None
     mesh: Mesh | None
+    turns: Mapping[str, Turn]  # by name, what int8 activations make of tensors; empty: they stay
 
     def form(self, spec: ParamSpec, parts: Mapping[str, Part]) -> Any:
         """Of the whole leaf, on all devices."""
@@ -227,7 +243,11 @@ class _Reader:
         return cut_of(spec, self.config, self._devices)
 
     def _group(self, spec: ParamSpec) -> int | None:
-        """Where parts of a matrix are quantized while they are read: the groups of all of it."""
+        """Where parts of a matrix are quantized while they are read: the groups of all of it. What int8
+        activations are multiplied by has a scale per output.
+        """
+        if self.turns and len(spec.shape) == 2:
+            return spec.shape[1]
         if self.quantize is None or self.mesh is None or len(spec.shape) != 2:
             return None
         parts = self._devices if self._cut(spec).axis == 1 else 1
@@ -245,15 +265,33 @@ class _Reader:
             return self.stored.form(spec.hf_name, spec.shape, tensors)
         if self.quantize is None or len(spec.shape) == 1:
             return jax.ShapeDtypeStruct(spec.shape, self.dtype)
-        return quantized_form(spec.shape, spec.hf_name, self.quantize, group)
+        return self._once(quantized_form(spec.shape, spec.hf_name, self.quantize, group))
 
     def _leaf(self, spec: ParamSpec, parts: Any, tensors: Any, pieces: list[Any], group: int | None) -> Any:
         """On the host."""
         if self.stored and parts:
             return self.stored.leaf(spec.hf_name, spec.shape, tensors)
-        if self.quantize is None or len(spec.shape) == 1:
-            return _array(spec.hf_name, pieces, jax.ShapeDtypeStruct(spec.shape, self.dtype))
-        return quantized_leaf(pieces[0], spec.hf_name, self.quantize, group)
+        turn, form = self.turns.get(spec.hf_name), jax.ShapeDtypeStruct(spec.shape, self.dtype)
+        tensor = turned(pieces[0], turn, self._norm) if turn else pieces[0]
+        if self.quantize is not None and len(spec.shape) > 1:
+            return self._once(quantized_leaf(tensor, spec.hf_name, self.quantize, group))
+        return tensor.astype(self.dtype) if turn else _array(spec.hf_name, pieces, form)
+
+    def _once(self, weight: Any) -> Any:
+        return rounding_once(weight) if self.turns else weight
+
+    def _norm(self, name: str) -> np.ndarray:
+        return self.tensors[name].array()
+
+
+def _check_activations(activations: str | None, quantize: str | None) -> None:
+    if activations not in (None, "int8"):
+        raise InputError(f"activations={activations!r} is not supported: use None or int8")
+    if activations and quantize != "int8":
+        raise InputError(
+            f"activations={activations!r} needs quantize='int8', got {quantize!r}: give that too, or leave"
+            " out activations (a checkpoint that was written with them has them)"
+        )
 
 
 def _specs(

@@ -1,10 +1,11 @@
 """Our own quantized checkpoints: a matrix is the tensors X.weight.values, .scale, .zero and .order."""
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from .tensors import TYPES, StoredTensor
 
 Part = tuple[tuple[int, ...], set[str]]  # shape and types of a tensor in a file
 
-VERSION = 1
+VERSION, ROTATED = 1, 2  # the latter where programs that know only the former would give nonsense
 _FIELDS = ("values", "scale", "zero", "order")
 _COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -27,10 +28,13 @@ _COPIED = (
 _NAMES = {np.dtype(kind): name for name, kind in TYPES.items()}
 
 
+@dataclasses.dataclass(frozen=True)
 class OwnFormat:
     """How the quantized matrices of such a checkpoint are stored; methods as in `FileFormat`."""
 
-    method = "xinfer_jax"
+    method: ClassVar = "xinfer_jax"
+    rotated: bool = False  # as the config's
+    once: bool = False  # as of `Int8Weight`
 
     def parts(
         self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]
@@ -72,7 +76,7 @@ class OwnFormat:
         stored = {field: tensors[full] for field in _FIELDS if (full := f"{name}.{field}") in tensors}
         found = {field: get(tensor) for field, tensor in stored.items()}
         if len(found["values"].shape) == 2:
-            return Int8Weight(found["values"], found["scale"])
+            return Int8Weight(found["values"], found["scale"], self.once)
         if found["values"].dtype == np.int32:
             return TernaryWeight(found["values"], found["scale"], shape[1])
         return GroupedWeight(**({"zero": None, "order": None} | found), inputs=shape[1])
@@ -82,7 +86,11 @@ class OwnFormat:
 
 
 def save_checkpoint(
-    path: str | Path, model_dir: str | Path | None, params: Params, settings: Mapping[str, Any]
+    path: str | Path,
+    model_dir: str | Path | None,
+    params: Params,
+    settings: Mapping[str, Any],
+    rotated: bool = False,
 ) -> None:
     """Writes a checkpoint that `load_model` opens with the same bits in every leaf, a tensor at a time.
 
@@ -91,6 +99,7 @@ def save_checkpoint(
         model_dir: where the tokenizer and generation_config.json are copied from; None: they are not.
         params: the parameter tree, some of its matrices quantized or none.
         settings: contents of config.json.
+        rotated: as the model's config has it; then matrices are quantized.
 
     Raises:
         InputError: `path` is `model_dir`, or cannot be written.
@@ -105,8 +114,12 @@ def save_checkpoint(
         else:
             tensors |= zip(spec.stored(), leaf if len(spec.shape) == 3 else [leaf], strict=True)
     settings = {name: value for name, value in settings.items() if name != "quantization_config"}
-    if any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))):
-        settings["quantization_config"] = {"quant_method": OwnFormat.method, "version": VERSION}
+    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
+    if any(map(is_quantized, leaves)):
+        about = {"rotated": rotated, "once": any(getattr(leaf, "once", False) for leaf in leaves)}
+        about = {name: True for name, value in about.items() if value}
+        version = ROTATED if about else VERSION
+        settings["quantization_config"] = {"quant_method": OwnFormat.method, "version": version} | about
     try:
         path.mkdir(parents=True, exist_ok=True)
         if model_dir is not None and path.samefile(model_dir):

@@ -19,7 +19,7 @@ from ..host import aligned, by_blocks
 from ..weights.quantized import GroupedWeight, grouped_form, pack
 from ..weights.ternary import TernaryWeight, packed, ternary_form, ternary_leaf
 from .files import read_json
-from .own_format import VERSION, OwnFormat, Part
+from .own_format import ROTATED, VERSION, OwnFormat, Part
 from .tensors import TYPES, StoredTensor
 
 _REMEDY = (
@@ -266,8 +266,8 @@ def read_format(settings: Mapping[str, Any], path: Path) -> Stored | None:
             raise InputError(f"quantization_config: {what} is not supported: {_REMEDY}")
 
     if method == OwnFormat.method:
-        refuse_unless(given.get("version") == VERSION, "version")
-        return OwnFormat()
+        refuse_unless(given.get("version") in (VERSION, ROTATED), "version")
+        return OwnFormat(given.get("rotated") is True, given.get("once") is True)
     if method == BitNetFormat.method:
         return _bitnet_format(given, refuse_unless)
     bits, group = given.get("bits"), given.get("group_size")

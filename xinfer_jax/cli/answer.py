@@ -45,9 +45,9 @@ def answer(flags: Flags, prompt: str | None) -> int:
     join_processes()
     prompt = Calls().same(prompt) if jax.process_count() > 1 else prompt
     assert prompt is not None
-    checkpoints, draft = [open_model(flags.model, flags.dtype, flags.quantize, flags.mesh)], flags.draft
+    checkpoints, draft = [open_model(flags.model, flags)], flags.draft
     if draft not in (None, "lookup"):
-        checkpoints.append(open_model(draft, flags.dtype, flags.quantize, flags.mesh))
+        checkpoints.append(open_model(draft, flags))
         draft = checkpoints[1].model
     model = checkpoints[0].model  # of shapes, which say what to compile
     sampling = sampling_of(flags, model)

@@ -40,6 +40,11 @@ def define_model(program: Program) -> None:
     program.choice(
         "quantize", "int8 or int4: weights in fewer bytes. Default: as --dtype says.", "int8", "int4"
     )
+    program.choice(
+        "activations",
+        "int8, with --quantize=int8: prompts and batches are faster on CPU, and less exact.",
+        "int8",
+    )
     program.text("mesh", "model=N: the model lies over N devices. Default: one.", empty="give model=N")
     program.text(
         "compilation_cache",

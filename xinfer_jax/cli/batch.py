@@ -24,7 +24,7 @@ def batch(flags: Any, shard: tuple[int, int] | None) -> int:
     process = join_processes()
     check_devices(flags)
     if process:
-        follow_file(open_model(flags.model, flags.dtype, flags.quantize, flags.mesh).read(), **shape)
+        follow_file(open_model(flags.model, flags).read(), **shape)
         return 0
     check_files(flags.input, flags.output)
     if flags.report and Path(flags.report).resolve() in (
@@ -32,7 +32,7 @@ def batch(flags: Any, shard: tuple[int, int] | None) -> int:
         Path(flags.output).resolve(),
     ):
         raise InputError(f"--report={flags.report} is the input or the output: give another file")
-    checkpoint = open_model(flags.model, flags.dtype, flags.quantize, flags.mesh)
+    checkpoint = open_model(flags.model, flags)
     with status("loading the model"):
         model = checkpoint.read()
     if model.tokenizer and not model.tokenizer.chat_template and not (flags.raw or flags.score):

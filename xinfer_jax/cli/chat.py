@@ -66,7 +66,7 @@ class Conversation:
     """Turns, and the cache that holds them."""
 
     def __init__(self, flags: Any):
-        checkpoint = open_model(flags.model, flags.dtype, flags.quantize, flags.mesh)
+        checkpoint = open_model(flags.model, flags)
         self._model = checkpoint.model
         sampling = SamplingConfig.from_hf(self._model.generation_config)
         if flags.temperature is not None:

@@ -39,7 +39,7 @@ class Program:
         flags.DEFINE_multi(parser, None, name, [], help, flag_values=self.values)  # type: ignore[call-overload]
 
     def choice(self, name: str, help: str, *choices: str, default: str | None = None) -> None:
-        remedy = f"give {', '.join(choices[:-1])} or {choices[-1]}"
+        remedy = f"give {' or '.join(filter(None, (', '.join(choices[:-1]), choices[-1])))}"
         self._define(name, help, default, str, choices.__contains__, remedy)
 
     def integer(

@@ -28,14 +28,14 @@ def join_processes() -> int:
     return joins.get("process_id", 0)
 
 
-def open_model(name: str | None, dtype: str | None, quantize: str | None, mesh: str | None) -> Checkpoint:
-    """`open_checkpoint`; what is fetched from the hub first shows its own progress."""
-    path = name and checkpoint_dir(name)
+def open_model(name: str | None, flags: Any) -> Checkpoint:
+    """`open_checkpoint` as flags say; what is fetched from the hub first shows its own progress."""
+    path, mesh = name and checkpoint_dir(name), flags.mesh
     if child() and not mesh:
         mesh = f"model={jax.device_count()}"
     over = mesh_named(mesh) if mesh else None
     with status("opening the model"):
-        return open_checkpoint(path, dtype=dtype, quantize=quantize, mesh=over)
+        return open_checkpoint(path, flags.dtype, flags.quantize, over, flags.activations)
 
 
 def check_devices(flags: Any) -> None:

@@ -18,10 +18,18 @@ from ..errors import InputError
 from ..model.decoder import LayerKind, Place, attend, layer_kinds
 from ..model.layers import embed, gated, gated_mlp, linear, norm, rotary_angles
 from ..weights.params import Params
-from ..weights.quantized import check_method, dequantize, is_quantized, quantize_matrix, quantized_leaf
+from ..weights.quantized import (
+    check_method,
+    dequantize,
+    is_quantized,
+    quantize_matrix,
+    quantized_leaf,
+    rounding_once,
+)
 from .rounding import compensated_matrix, rounded_matrix
 
 GRID = 20  # exponents tried, in [0, 1)
+_ALL = 1 << 30  # inputs that share a scale
 SEARCH_TOKENS = 2048  # of the calibration text that the search looks at
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 # Matrices with a common input.
@@ -41,24 +49,33 @@ class _Text(NamedTuple):
         return x_BTI[np.nonzero(_real(x_BTI, self)[..., 0])]
 
 
-def awq_params(
-    params: Params, config: ModelConfig, token_rows: _Rows, quantize: str = "int4", group: int | None = None
+def awq_params(  # noqa: PLR0913
+    params: Params,
+    config: ModelConfig,
+    token_rows: _Rows,
+    quantize: str = "int4",
+    group: int | None = None,
+    activations: str | None = None,
 ) -> Params:
     """Quantized parameters: scaled by what a calibration text makes flow, rounded by `compensated_matrix`.
 
-    AWQ alone, without compensation: `rounded_params(scaled_params(...), ...)`.
+    AWQ alone, without compensation: `rounded_params(scaled_params(...), ...)`. Rotated models take no scales.
 
     Args:
         params, config: the model, in floating point.
         token_rows: token ids of the calibration text, a list per document or piece; a few thousand in all.
         quantize: "int8" or "int4".
         group: inputs that share a scale; None: as `quantize_matrix` chooses.
+        activations: "int8": they are rounded too, with quantize="int8", and all inputs share a scale.
 
     Raises:
         InputError: no token ids, an unknown method, or a model whose norms or experts take no scales.
     """
-    bits, scaled = _bits(quantize, group), scaled_params(params, config, token_rows, quantize, group)
-    rounded = rounded_params(scaled | {"layers": ()}, quantize)
+    group = _ALL if activations else group
+    bits, scaled = _bits(quantize, group), params
+    if not config.rotated:
+        scaled = scaled_params(params, config, token_rows, quantize, group)
+    rounded = rounded_params(scaled | {"layers": ()}, quantize, activations=activations)
     tokens_BT, text = _calibration(config, token_rows)
     exact_BTD, x_BTD = (
         embed(tokens_BT, tree["embed"], jnp.float32, config.embed_scale) for tree in (scaled, rounded)
@@ -79,11 +96,15 @@ def awq_params(
                 done[name] = layer[name] | {"weight": better}
         x_BTD = _inputs(_wide(done), place, x_BTD, text)[1]
         layers.append(done)
-    return rounded | {"layers": tuple(layers)}
+    made = rounded | {"layers": tuple(layers)}
+    return rounding_once(made) if activations else made
 
 
-def rounded_params(params: Params, quantize: str, group: int | None = None) -> Params:
+def rounded_params(
+    params: Params, quantize: str, group: int | None = None, activations: str | None = None
+) -> Params:
     """Every matrix rounded to nearest, the vocabulary's to int8 per output; arguments as in `awq_params`."""
+    group, of_vocabulary = (_ALL, _ALL) if activations else (group, None)
     bits = _bits(quantize, group)
     if any("experts" in layer for layer in params["layers"]):
         raise InputError(
@@ -95,20 +116,22 @@ def rounded_params(params: Params, quantize: str, group: int | None = None) -> P
         return leaf | {"weight": jax.tree.map(jnp.asarray, matrix)}
 
     layers = tuple(layer | {name: rounded(layer[name]) for name in MATRICES} for layer in params["layers"])
-    vocabulary = {
-        name: {
-            "weight": jax.device_put(quantized_leaf(np.asarray(params[name]["weight"]), hf_name, quantize))
-        }
-        for name, hf_name in (("embed", "model.embed_tokens"), ("lm_head", "lm_head"))
-        if name in params
-    }
-    return params | {"layers": layers} | vocabulary
+    vocabulary = {}
+    for name, hf_name in (("embed", "model.embed_tokens"), ("lm_head", "lm_head")):
+        if name in params:
+            matrix_VD = np.asarray(params[name]["weight"])
+            leaf = quantized_leaf(matrix_VD, hf_name, quantize, of_vocabulary)
+            vocabulary[name] = {"weight": jax.device_put(leaf)}
+    made = params | {"layers": layers} | vocabulary
+    return rounding_once(made) if activations else made
 
 
 def scaled_params(
     params: Params, config: ModelConfig, token_rows: _Rows, quantize: str, group: int | None = None
 ) -> Params:
     """The same function with other numbers, floating point, to be rounded. Arguments as in `awq_params`."""
+    if config.rotated:
+        raise InputError("activation-aware scales do not go with rotations, which leave no channel to favour")
     if not config.pre_norm or config.post_norm or config.sub_norm or config.num_experts:
         raise InputError(
             f"activation-aware scales are not supported for model_type {config.model_type!r}: round to"

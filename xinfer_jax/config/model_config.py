@@ -57,6 +57,7 @@ class ModelConfig:
         num_experts_per_tok: how many of them each token asks.
         moe_intermediate_size: F of each expert.
         norm_topk_prob: the weights of a token's experts are made to add up to 1.
+        rotated: stream, values and the MLPs' inside lie turned (`weights/rotation.py`); from `load_model`.
         eos_token_ids: end an answer; from `load_model`, () elsewhere. Not compared.
     """
 
@@ -95,6 +96,7 @@ class ModelConfig:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
+    rotated: bool = False
     eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property

@@ -19,6 +19,7 @@ from ..errors import InputError, shown
 from ..sharding import MODEL, RULES, SAME, check_context, each, mesh_of
 from ..weights.layout import divides, layer_specs, specs_of
 from ..weights.params import AnyArray, Params, activation_dtype, check_params, param_specs
+from ..weights.rotation import restored, rotated
 from .attention import attention, check_impl
 from .experts import mixture_of_experts
 from .layers import Angles, embed, gated_mlp, joint_norms, linear, norm, rotary_angles, rotate, soft_cap
@@ -181,6 +182,7 @@ def through_layers(layers, config: ModelConfig, kinds, x_BTD, place: Place, keys
 
 def leave(params: Params, config: ModelConfig, x_BTD: jax.Array) -> jax.Array:
     """Hidden states: what the last layer gives through the last norm."""
+    x_BTD = restored(x_BTD, config.hidden_size) if config.rotated else x_BTD
     return norm(x_BTD, params, "final_norm", config)
 
 
@@ -251,7 +253,12 @@ def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
 
 
 def _unembed(leaf: Params, hidden: jax.Array, config: ModelConfig) -> jax.Array:
-    return soft_cap(linear(hidden, leaf, jnp.float32), config.final_logit_softcapping)
+    return soft_cap(linear(to_head(hidden, config), leaf, jnp.float32), config.final_logit_softcapping)
+
+
+def to_head(hidden: jax.Array, config: ModelConfig) -> jax.Array:
+    """Hidden states [..., D] as the vocabulary matrix takes them."""
+    return rotated(hidden, config.hidden_size) if config.rotated else hidden
 
 
 def head(params: Params) -> Params:

@@ -11,7 +11,7 @@ from ..sharding import mesh_of
 from ..weights.params import Params
 from ..weights.quantized import is_quantized
 from .attention import selected
-from .decoder import head
+from .decoder import head, to_head
 from .layers import linear, soft_cap
 
 
@@ -40,6 +40,7 @@ def greedy(
 ) -> tuple[jax.Array, jax.Array]:
     """Where `fuses_head`: the likeliest tokens, int32 [B], and their log-probabilities, float32 [B]."""
     weight, cap = head(params)["weight"], config.final_logit_softcapping
+    hidden_BD = to_head(hidden_BD, config)
     chosen = selected("lm_head_argmax", impl, hidden_BD, weight).impl
 
     def by_kernel(hidden_BD: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:  # [B], [B]

@@ -15,6 +15,7 @@ from ..config.model_config import ModelConfig, RopeConfig
 from ..weights.params import Params
 from ..weights.products import product
 from ..weights.quantized import is_quantized, own_part, quantized_product, rows_of
+from ..weights.rotation import inner_block, rotated
 
 Angles = tuple[tuple[jax.Array, jax.Array], ...]  # of each of `ModelConfig.ropes`: cos and sin
 
@@ -110,9 +111,11 @@ def _embed_jvp(primals, tangents):
 
 def gated(x: jax.Array, layer: Params, config: ModelConfig, over: str | None = None) -> jax.Array:
     """What enters the last matrix of a gated MLP: activation(gate(x)) * up(x), normed where the layer has a
-    norm for it. [..., D] -> [..., F]; over: as in `joint_norms`.
+    norm for it, turned in a rotated model. [..., D] -> [..., F]; over: as in `joint_norms`.
     """
     inside = _ACTIVATIONS[config.hidden_act](linear(x, layer["gate"])) * linear(x, layer["up"])
+    if config.rotated:
+        return rotated(inside, inner_block(config))
     return joint_norms([inside], layer, ["down_norm"], config, over)[0]
 
 

@@ -120,7 +120,7 @@ def _model(flags: Any) -> Any:
     keep_compiled_programs("xinfer-jax-serve", flags.compilation_cache)
     join_processes()
     check_devices(flags)
-    return open_model(flags.model, flags.dtype, flags.quantize, flags.mesh).read()
+    return open_model(flags.model, flags).read()
 
 
 async def _serve(server: Any, service: Any, listening: socket.socket, stop: Told, failed: list[Any]) -> None:

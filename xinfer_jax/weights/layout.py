@@ -55,7 +55,11 @@ def checked_mesh(mesh: Any) -> Mesh:
 
 
 def _check_heads(config: ModelConfig, mesh: Any) -> None:
-    """Heads are whole on a device, whatever else would divide."""
+    """Heads are whole on a device, whatever else would divide; and so are rotated models."""
+    if config.rotated:
+        raise InputError(
+            "int8 activations and rotations are not supported over a mesh: leave out one of them"
+        )
     spec(("heads",), (config.num_attention_heads,), mesh)
     if config.num_key_value_heads % mesh.shape[MODEL]:
         raise InputError(
@@ -102,7 +106,9 @@ def _leaf(known: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str, str | None
         return of(leaf, *known.axes)
     outputs, inputs = known.axes
     if isinstance(leaf, Int8Weight):
-        return Int8Weight(of(leaf.values, outputs, inputs), of(leaf.scale, outputs))
+        return dataclasses.replace(
+            leaf, values=of(leaf.values, outputs, inputs), scale=of(leaf.scale, outputs)
+        )
     if mesh and rules[inputs or "embed"] and len(leaf.values) * leaf.group != leaf.inputs:
         raise InputError(f"{known.hf_name}: groups of {leaf.group} do not divide its {leaf.inputs} inputs")
     if isinstance(leaf, TernaryWeight):

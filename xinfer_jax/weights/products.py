@@ -15,6 +15,7 @@ from .processor import multiplies, multiplies_int8_fast
 
 _FEW_ROWS = 64  # up to this many rows a product may be faster with the matrix in front
 _FEW_INT8_ROWS, _FEW_OUTPUTS = 8, 8192  # the same in int8
+_LEAST = 1e-5  # of a row's largest number: what it is divided by
 _ROWS_TO_WIDEN = 32  # from more on, int8 is widened to float32 where the processor has no product of it
 _TILE_BYTES = 8 << 20  # of a narrow matrix that are float32 at one time
 
@@ -36,6 +37,26 @@ def dot(a: jax.Array, b: jax.Array, axis: int = 1, dtype: jnp.dtype = jnp.float3
 def in_front(x_MI: jax.Array, matrix_OI: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
     """x @ matrix.T as (matrix @ x.T).T. Without the barrier XLA would turn it around again."""
     return lax.optimization_barrier(dot(matrix_OI, x_MI, dtype=dtype)).T
+
+
+def rounded(x_MI: jax.Array, over: str | None = None) -> tuple[jax.Array, jax.Array]:
+    """Rows as int8 numbers, and what these were multiplied by, float32 [M, 1]; as transformers rounds for
+    BitNet. over: an axis of a mesh along which I is divided.
+    """
+    x_MI = x_MI.astype(jnp.float32)
+    most_M1 = jnp.abs(x_MI).max(1, keepdims=True)
+    most_M1 = most_M1 if over is None else lax.pmax(most_M1, over)
+    factor_M1 = 127 / jnp.maximum(most_M1, _LEAST)
+    return jnp.round(x_MI * factor_M1).astype(jnp.int8), factor_M1
+
+
+def rounded_product(x_MI: jax.Array, values_OI: jax.Array) -> jax.Array:
+    """`rounded` x with int8 values, float32 [M, O]. Sums are exact: a row's are the same in any company."""
+    whole_MI, factor_M1 = rounded(x_MI)
+    rows = len(x_MI)  # one alone takes twenty times as long as two
+    whole_MI = jnp.pad(whole_MI, ((0, 1), (0, 0))) if rows == 1 else whole_MI
+    sums_MO = int8_form(rows, len(values_OI))(whole_MI, values_OI, dtype=jnp.int32)[:rows]
+    return sums_MO.astype(jnp.float32) / factor_M1
 
 
 def _float32_product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:

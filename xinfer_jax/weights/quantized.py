@@ -22,7 +22,7 @@ from jax import lax
 from ..brief import Brief
 from ..errors import InputError
 from ..host import aligned, by_blocks
-from .products import dot, int8_form, tile_by_tile, widened_product, widens_int8
+from .products import dot, int8_form, rounded_product, tile_by_tile, widened_product, widens_int8
 from .ternary import TernaryWeight, ternary_leaf, ternary_product, widened
 
 _METHOD_BITS = dict(int8=8, int4=4, ternary=2)
@@ -41,6 +41,8 @@ class Int8Weight(Brief):
 
     values: jax.Array  # int8 [O, I]
     scale: jax.Array  # float32 [O]
+    # On a CPU activations are rounded to int8 once, not split in two numbers.
+    once: bool = dataclasses.field(default=False, repr=False, metadata=dict(static=True))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -88,6 +90,15 @@ def check_method(quantize: str | None) -> None:
     """Raises InputError unless None or one of `METHODS`."""
     if quantize is not None and quantize not in METHODS:
         raise InputError(f"quantize={quantize!r} is not supported: use None or one of {', '.join(METHODS)}")
+
+
+def rounding_once(params: Any) -> Any:
+    """The parameters, of which int8 matrices with a scale per output have their activations rounded once."""
+
+    def leaf(x: Any) -> Any:
+        return dataclasses.replace(x, once=True) if isinstance(x, Int8Weight) else x
+
+    return jax.tree.map(leaf, params, is_leaf=is_quantized)
 
 
 def is_quantized(leaf: Any) -> bool:
@@ -300,6 +311,8 @@ def _plain_product(x_MI: jax.Array, weight: QuantizedWeight) -> jax.Array:
 
 
 def _int8_product(x_MI: jax.Array, weight: Int8Weight) -> jax.Array:
+    if weight.once:
+        return rounded_product(x_MI, weight.values) * weight.scale
     if widens_int8(len(x_MI)):
         return widened_product(x_MI, weight.values) * weight.scale
     x_MI = x_MI.astype(jnp.float32)

@@ -25,12 +25,12 @@ from jax import lax
 from ..brief import Brief
 from ..errors import InputError
 from ..host import aligned, by_blocks
-from .products import dot, tile_by_tile
+from .products import dot, rounded, tile_by_tile
 
 _WORD = 32  # inputs in a word
 _RUN = 4  # words that one sum adds up
 _ROW_BY_ROW = 8  # up to so many rows are faster one by one
-_LEAST = 1e-5  # of a token's largest number, and of a matrix's mean magnitude: what they are divided by
+_LEAST = 1e-5  # of a matrix's mean magnitude: what it is divided by
 
 
 @jax.tree_util.register_dataclass
@@ -119,17 +119,6 @@ def levels_of(values_W2O: jax.Array, inputs: int) -> jax.Array:
 def widened(weight: TernaryWeight) -> jax.Array:
     """The matrix, float32 [O, I]."""
     return levels_of(weight.values, weight.inputs).astype(jnp.float32).T * weight.scale[:, None]
-
-
-def rounded(x_MI: jax.Array, over: str | None = None) -> tuple[jax.Array, jax.Array]:
-    """Rows as int8 numbers, and what these were multiplied by, float32 [M, 1]; as transformers rounds.
-    over: an axis of a mesh along which I is divided.
-    """
-    x_MI = x_MI.astype(jnp.float32)
-    most_M1 = jnp.abs(x_MI).max(1, keepdims=True)
-    most_M1 = most_M1 if over is None else lax.pmax(most_M1, over)
-    factor_M1 = 127 / jnp.maximum(most_M1, _LEAST)
-    return jnp.round(x_MI * factor_M1).astype(jnp.int8), factor_M1
 
 
 def ternary_product(x_MI: jax.Array, weight: TernaryWeight) -> jax.Array:
