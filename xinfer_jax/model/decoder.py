@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from ..cache.kinds import Contiguous, fresh
 from ..cache.kv_cache import KVCache, advance, check_call
-from ..cache.quantized import cache_specs
+from ..cache.quantized import QuantizedKV, cache_specs
 from ..checks import within
 from ..config.model_config import ModelConfig
 from ..errors import InputError, shown
@@ -21,7 +21,18 @@ from ..weights.layout import divides, layer_specs, specs_of
 from ..weights.params import AnyArray, Params, activation_dtype, check_params, param_specs
 from .attention import attention, check_impl
 from .experts import mixture_of_experts
-from .layers import Angles, embed, gated_mlp, linear, norm, rotary_angles, rotate, soft_cap
+from .layers import (
+    Angles,
+    embed,
+    gated_mlp,
+    linear,
+    norm,
+    rotary_angles,
+    rotate,
+    soft_cap,
+    turned,
+    turns_by_position,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # from Python 3.13 on typing's own has defaults
@@ -300,6 +311,7 @@ def attend(  # noqa: PLR0913  as `through_layer`
     """What attention adds to a layer's input, [B, T, D], and its keys and values with the new ones."""
     (B, T, _), angles, num_tokens_B = x_BTD.shape, place.angles, place.num_tokens_B
     start_B: Any = place.start_B  # there where keys are
+    layer, added = _without_bias(layer, config, kind, keys)
     q_BTNH, k_BTKH, v_BTKH = _heads(layer, config, x_BTD, over)
     if kind.rope is not None:
         q_BTNH, k_BTKH = (rotate(x_BTNH, *angles[kind.rope]) for x_BTNH in (q_BTNH, k_BTKH))
@@ -310,11 +322,22 @@ def attend(  # noqa: PLR0913  as `through_layer`
         length_B = jnp.where(num_tokens_B > 0, start_B + num_tokens_B, 0)  # no query: nothing to read
     scale, cap = (config.query_pre_attn_scalar or config.head_dim) ** -0.5, config.attn_logit_softcapping
     # The model's own window: a cache that keeps every token may have been made without one.
-    windowed = dataclasses.replace(seen, window=kind.window)
+    windowed = dataclasses.replace(seen, window=kind.window, added=added)
     out_BTNH = attention(
         q_BTNH, windowed, length_B=length_B, start_B=start_B, scale=scale, soft_cap=cap, impl=impl
     )
     return linear(out_BTNH.reshape(B, T, -1), layer["o"], over=over), keys
+
+
+def _without_bias(layer: Params, config: ModelConfig, kind: LayerKind, keys: Any) -> tuple[Params, Any]:
+    """The layer as keys are made that are kept rounded, and what is added when they are read: a large bias
+    would cost them their bits. Both as they were where that cannot be told apart.
+    """
+    apart = keys is not None and isinstance(keys.k, QuantizedKV) and kind.rope is not None
+    if not apart or "bias" not in layer["k"] or "k_norm" in layer or not turns_by_position(config, kind.rope):
+        return layer, None
+    bias_KH = layer["k"]["bias"].reshape(-1, config.head_dim)
+    return layer | {"k": {"weight": layer["k"]["weight"]}}, turned(config, kind.rope, bias_KH, keys.capacity)
 
 
 def _heads(layer: Params, config: ModelConfig, x_BTD: jax.Array, over: str | None) -> list[jax.Array]:

@@ -10,11 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import Partial
 
 from ..config.model_config import ModelConfig, RopeConfig
 from ..weights.params import Params
 from ..weights.products import product
 from ..weights.quantized import is_quantized, own_part, quantized_product, rows_of
+
+_STRIDE = 64  # positions
 
 Angles = tuple[tuple[jax.Array, jax.Array], ...]  # of each of `ModelConfig.ropes`: cos and sin
 
@@ -144,6 +147,30 @@ def rotate(x_BTNH: jax.Array, cos_BTP: jax.Array, sin_BTP: jax.Array) -> jax.Arr
     a, b, rest = jnp.split(x_BTNH.astype(jnp.float32), (P, 2 * P), axis=-1)
     cos, sin = cos_BTP[:, :, None], sin_BTP[:, :, None]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x_BTNH.dtype)
+
+
+def turned(config: ModelConfig, rope: int, bias_KH: jax.Array, capacity: int) -> Callable:
+    """What rotation makes of the keys' bias: a function, itself a pytree, of positions below the capacity,
+    int32 [B, S] -> float32 [B, K, S, H]. Angles of whole `_STRIDE`s and of the rest add up: few to compute.
+    """
+
+    def angles(position_T: jax.Array) -> Any:  # each [1, T, P]
+        return rotary_angles(config, position_T[None], jnp.zeros(1, jnp.int32))[rope]
+
+    bias_1TKH = jnp.broadcast_to(bias_KH.astype(jnp.float32), (1, _STRIDE, *bias_KH.shape))
+    rest_TKH = rotate(bias_1TKH, *angles(jnp.arange(_STRIDE)))[0]
+    cos, sin = angles(_STRIDE * jnp.arange(capacity // _STRIDE + 1))
+    return Partial(_turned, rest_TKH, (cos / cos[0, 0])[0], (sin / cos[0, 0])[0])  # scaled once: cos 0 is 1
+
+
+def _turned(rest_TKH, cos_TP, sin_TP, position_BS):
+    at_BS = position_BS // _STRIDE
+    return jnp.swapaxes(rotate(rest_TKH[position_BS % _STRIDE], cos_TP[at_BS], sin_TP[at_BS]), 1, 2)
+
+
+def turns_by_position(config: ModelConfig, rope: int) -> bool:
+    """Whether the angles hang on nothing else."""
+    return config.ropes[rope].rope_type != "dynamic" and config.ropes[rope].switches_at is None
 
 
 def _inverse_frequencies(rope: RopeConfig, width: int) -> Any:
