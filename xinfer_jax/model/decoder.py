@@ -32,7 +32,7 @@ from .layers import (
     soft_cap,
     turned,
     turns_by_position,
-)  # fmt: skip
+)
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # from Python 3.13 on typing's own has defaults
