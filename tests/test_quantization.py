@@ -12,6 +12,7 @@ import pytest
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import BUNDLED
+from xinfer_jax.weights import processor, products
 from xinfer_jax.weights.params import tree_bytes
 from xinfer_jax.weights.quantized import (
     GroupedWeight,
@@ -119,6 +120,42 @@ def test_product_equals_that_of_the_dequantized_matrix(outputs, inputs, bits, gr
         got = product(x, weight)
         assert got.dtype == jnp.float32
         np.testing.assert_allclose(got, wanted, atol=2e-5 * np.abs(x).max() * np.abs(wanted).max())
+
+
+PROCESSORS = {
+    "none": "flags : fpu avx avx2 fma f16c",
+    "int8": "Features : fp asimd asimddp",
+    "int8,bfloat16": "flags : avx2 avx512f avx512_vnni avx512_bf16",
+    "int8,bfloat16,amx": "flags : avx512_vnni amx_bf16 amx_tile amx_int8",
+}
+
+
+@pytest.mark.parametrize("has", PROCESSORS)
+def test_a_processor_says_what_it_multiplies_and_forms_follow(has, tmp_path, monkeypatch):
+    """Whatever form it is, the same product; the environment overrules the flags."""
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor : 0\n{PROCESSORS[has]}\n")
+    monkeypatch.setattr(processor, "_INFO", file)
+    monkeypatch.setattr(processor, "multiplies", processor.multiplies.__wrapped__)
+    monkeypatch.setattr(products, "multiplies", processor.multiplies)
+    assert ",".join(name for name in processor._FLAGS if name in processor.multiplies()) == has.replace(
+        "none", ""
+    )
+    weight = jax.device_put(quantize_matrix(matrix(96, 128)))
+    half = jnp.asarray(matrix(96, 128), jnp.bfloat16)
+    for rows in (1, 2, 20, 80):
+        x = np.random.default_rng(rows).standard_normal((rows, 128)).astype(jnp.bfloat16).astype(np.float32)
+        for got, wide in (
+            (quantized_product(x, weight), dequantize(weight)),
+            (products.product(jnp.asarray(x, jnp.bfloat16), half), half.astype(jnp.float32)),
+        ):
+            wanted = x @ np.asarray(wide).T
+            np.testing.assert_allclose(got, wanted, atol=2e-5 * np.abs(x).max() * np.abs(wanted).max())
+    monkeypatch.setenv(processor.VARIABLE, "bfloat16")
+    assert processor.multiplies() == {"bfloat16"} and "bfloat16" in processor.about()
+    monkeypatch.setenv(processor.VARIABLE, "sse")
+    with pytest.raises(xj.InputError, match="XINFER_JAX_CPU='sse': give some of int8,bfloat16,amx, or none"):
+        processor.multiplies()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 9])

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = {
     "": ("errors", "brief", "checks", "memory", "host", "stats", "sharding"),
     "config": ("values", "rope", "families", "model_config"),
-    "weights": ("products", "quantized", "params", "layout"),
+    "weights": ("processor", "products", "quantized", "params", "layout"),
     "cache": ("quantized", "kinds", "paged", "kv_cache", "fingerprint", "prefix", "prefix_files"),
     "model": ("layers", "experts", "attention", "decoder", "greedy"),
     "sampling": (

@@ -23,6 +23,7 @@ from ..sampling.logprobs import TokenLogprobs
 from ..sampling.settings import SamplingConfig
 from ..stats import GenerateStats
 from ..text import TokenText, alternatives_text, encode_prompt, stream_answer
+from ..weights import processor
 from .startup import (
     from_the_first,
     join_processes,
@@ -63,6 +64,8 @@ def answer(flags: Flags, prompt: str | None) -> int:
             served = ", ".join(kernel for kernel in used if used[kernel] == choice)
             status.say(f"{choice.impl} ({choice.reason}): {served}")
         status.say(f"{road(model.params).name}: {road(model.params).about}")
+        if jax.default_backend() == "cpu":
+            status.say(processor.about())
     key = seeded(flags.seed) if sampling.temperature > 0 else None
     way = _Beams if flags.num_beams > 1 else _Stream
     model, *drafts = read_and_compile(way(flags, model, ids, options, key).prepare, *checkpoints)

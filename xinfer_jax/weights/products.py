@@ -1,4 +1,7 @@
-"""x @ matrix.T, on CPU at memory speed. Of all products: M rows (a batch's tokens), I inputs, O outputs."""
+"""x @ matrix.T, on CPU at memory speed. Of all products: M rows (a batch's tokens), I inputs, O outputs.
+
+Which form is fastest depends on the processor and on the rows, nothing else: `__init__` has the speeds.
+"""
 
 from collections.abc import Callable
 
@@ -8,14 +11,18 @@ from jax import lax
 
 import kernels_pallas
 
+from .processor import multiplies, multiplies_int8_fast
+
 _FEW_ROWS = 64  # up to this many rows a product may be faster with the matrix in front
-_TILE_BYTES = 2 << 20  # of a narrow matrix that are float32 at one time
+_FEW_INT8_ROWS, _FEW_OUTPUTS = 8, 8192  # the same in int8
+_ROWS_TO_WIDEN = 32  # from more on, int8 is widened to float32 where the processor has no product of it
+_TILE_BYTES = 8 << 20  # of a narrow matrix that are float32 at one time
 
 
 def product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
     """float32 [M, O]. float32 multiplies in full on every backend (no TF32); narrower types add up in it."""
     forms = {jnp.dtype("float32"): _float32_product, jnp.dtype("bfloat16"): _bfloat16_product}
-    cpu = forms.get(matrix_OI.dtype, _tiled_product)
+    cpu = forms.get(matrix_OI.dtype, widened_product)
     return lax.platform_dependent(x_MI, matrix_OI, cpu=cpu, default=dot)
 
 
@@ -35,17 +42,34 @@ def _float32_product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
     return in_front(x_MI, matrix_OI) if 1 < len(x_MI) <= _FEW_ROWS else dot(x_MI, matrix_OI)
 
 
+def int8_form(rows: int, outputs: int) -> Callable[..., jax.Array]:
+    """`in_front` or `dot`: what multiplies so many rows faster by an int8 matrix."""
+    if "int8" not in multiplies():
+        return in_front if 1 < rows <= _FEW_INT8_ROWS else dot
+    # Wide outputs in front are a tenth as fast on jax 0.12 without matrix units.
+    narrow = "amx" in multiplies() or outputs <= _FEW_OUTPUTS
+    return in_front if rows <= _FEW_INT8_ROWS and narrow else dot
+
+
+def widens_int8(rows: int) -> bool:
+    """Whether so many rows are faster by `widened_product` than two int8 numbers an activation."""
+    return rows > _ROWS_TO_WIDEN and not multiplies_int8_fast()
+
+
 def _bfloat16_product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
     """XLA's bfloat16 product is fast from two rows on; alone, one row takes ten times as long."""
-    rows, (outputs, inputs) = len(x_MI), matrix_OI.shape
+    rows, (outputs, inputs), has = len(x_MI), matrix_OI.shape, multiplies()
+    if rows > _FEW_ROWS and "bfloat16" not in has:
+        return widened_product(x_MI, matrix_OI)
+    front = "amx" in has or (outputs < inputs if "bfloat16" in has else rows > 1)
     x_MI = x_MI.astype(jnp.bfloat16)
     x_MI = jnp.pad(x_MI, ((0, 1), (0, 0))) if rows == 1 else x_MI
-    form = in_front if outputs < inputs and rows <= _FEW_ROWS else dot
+    form = in_front if front and rows <= _FEW_ROWS else dot
     return form(x_MI, matrix_OI)[:rows]
 
 
-def _tiled_product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
-    """float16 on CPU: no fast product exists."""
+def widened_product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
+    """What has no fast product on a CPU, in float32: float16, and others where the processor lacks them."""
     x_MI = x_MI.astype(jnp.float32)
 
     def some(first: jax.Array, size: int, matrix_OI: jax.Array) -> jax.Array:  # [M, size]

@@ -22,7 +22,7 @@ from jax import lax
 from ..brief import Brief
 from ..errors import InputError
 from ..host import aligned, by_blocks
-from .products import dot, in_front, tile_by_tile
+from .products import dot, int8_form, tile_by_tile, widened_product, widens_int8
 
 METHODS = ("int8", "int4")
 GROUP = 64  # inputs that share a scale in int4
@@ -30,7 +30,6 @@ _SMALL, _SMALL_GROUP = 64, {8: 8, 4: 32}  # a side of so many at most: more scal
 _STRETCHES = np.linspace(1, 1.1, 11)  # of the least step that leaves nothing out, for int8 in groups
 _RUN = 16  # bytes that one sum adds up: 8 are 15% slower, and of 32 LLVM unrolls none: a tenth of the speed
 _ROW_BY_ROW = 8  # up to so many rows of int4 are faster one by one: two 4 times, eight by a fifth
-_FEW_ROWS, _FEW_OUTPUTS = 4, 8192  # up to here int8 products are faster with the matrix in front
 
 
 @jax.tree_util.register_dataclass
@@ -288,6 +287,8 @@ def _plain_product(x_MI: jax.Array, weight: QuantizedWeight) -> jax.Array:
 
 
 def _int8_product(x_MI: jax.Array, weight: Int8Weight) -> jax.Array:
+    if widens_int8(len(x_MI)):
+        return widened_product(x_MI, weight.values) * weight.scale
     x_MI = x_MI.astype(jnp.float32)
     most_M = jnp.abs(x_MI).max(1)
     step_M1 = jnp.where(most_M == 0, 1, most_M)[:, None] / 127
@@ -295,7 +296,7 @@ def _int8_product(x_MI: jax.Array, weight: Int8Weight) -> jax.Array:
     high_MI = jnp.round(exact_MI)
     low_MI = jnp.round((exact_MI - high_MI) * 254)
     split = jnp.concatenate([high_MI, low_MI]).astype(jnp.int8)
-    form = in_front if len(x_MI) <= _FEW_ROWS and len(weight.values) <= _FEW_OUTPUTS else dot
+    form = int8_form(len(x_MI), len(weight.values))
     high_MO, low_MO = jnp.split(form(split, weight.values, dtype=jnp.int32).astype(jnp.float32), 2)
     return (high_MO + low_MO / 254) * step_M1 * weight.scale
 

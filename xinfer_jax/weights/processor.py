@@ -1,0 +1,52 @@
+"""What the processor multiplies fast, which decides how products on a CPU are done."""
+
+import functools
+import os
+import platform
+from pathlib import Path
+
+import jax
+
+from ..errors import InputError, shown
+
+VARIABLE = "XINFER_JAX_CPU"  # of the environment: overrules what is read
+_INFO = Path("/proc/cpuinfo")
+# Its flags, on x86 and on Arm, that say it of int8, of bfloat16, and of both by matrix units.
+_FLAGS = {
+    "int8": {"avx512_vnni", "avx_vnni", "amx_int8", "i8mm", "asimddp"},
+    "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},
+    "amx": {"amx_int8"},
+}
+
+
+@functools.cache
+def multiplies() -> frozenset[str]:
+    """Some of int8, bfloat16 and amx. Read once; what says nothing (no Linux) counts as int8 and bfloat16 on
+    Arm and as nothing elsewhere.
+
+    Raises:
+        InputError: the environment's variable names something else.
+    """
+    if (given := os.environ.get(VARIABLE)) is not None:
+        names = frozenset(filter(None, given.replace("none", "").split(",")))
+        if not names <= set(_FLAGS):
+            raise InputError(f"{VARIABLE}={shown(given)}: give some of {','.join(_FLAGS)}, or none")
+        return names
+    try:
+        lines = _INFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return frozenset({"int8", "bfloat16"} if platform.machine() == "arm64" else ())
+    has = {flag for line in lines if line.lower().startswith(("flags", "features")) for flag in line.split()}
+    return frozenset(name for name, flags in _FLAGS.items() if has & flags)
+
+
+def multiplies_int8_fast() -> bool:
+    """Whether many rows are faster in int8 than in float32: XLA before 0.12 uses matrix units only."""
+    return "amx" in multiplies() or ("int8" in multiplies() and jax.__version_info__ >= (0, 12))
+
+
+def about() -> str:
+    """For people."""
+    has = [name for name in _FLAGS if name in multiplies()]
+    wide = "" if multiplies_int8_fast() else "; prompts in int8 are widened to float32"
+    return f"processor: multiplies {', '.join(has) or 'float32 only'}{wide}"
