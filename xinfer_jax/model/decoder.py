@@ -333,11 +333,13 @@ def _without_bias(layer: Params, config: ModelConfig, kind: LayerKind, keys: Any
     """The layer as keys are made that are kept rounded, and what is added when they are read: a large bias
     would cost them their bits. Both as they were where that cannot be told apart.
     """
-    apart = keys is not None and isinstance(keys.k, QuantizedKV) and kind.rope is not None
-    if not apart or "bias" not in layer["k"] or "k_norm" in layer or not turns_by_position(config, kind.rope):
+    leaf, rope = layer["k"], kind.rope
+    if keys is None or rope is None or not isinstance(keys.k, QuantizedKV):
         return layer, None
-    bias_KH = layer["k"]["bias"].reshape(-1, config.head_dim)
-    return layer | {"k": {"weight": layer["k"]["weight"]}}, turned(config, kind.rope, bias_KH, keys.capacity)
+    if "bias" not in leaf or "k_norm" in layer or not turns_by_position(config, rope):
+        return layer, None
+    bias_KH = leaf["bias"].reshape(-1, config.head_dim)
+    return layer | {"k": {"weight": leaf["weight"]}}, turned(config, rope, bias_KH, keys.capacity)
 
 
 def _heads(layer: Params, config: ModelConfig, x_BTD: jax.Array, over: str | None) -> list[jax.Array]:

@@ -158,14 +158,23 @@ def turned(config: ModelConfig, rope: int, bias_KH: jax.Array, capacity: int) ->
         return rotary_angles(config, position_T[None], jnp.zeros(1, jnp.int32))[rope]
 
     bias_1TKH = jnp.broadcast_to(bias_KH.astype(jnp.float32), (1, _STRIDE, *bias_KH.shape))
-    rest_TKH = rotate(bias_1TKH, *angles(jnp.arange(_STRIDE)))[0]
+    near_1TKH = rotate(bias_1TKH, *angles(jnp.arange(_STRIDE)))
     cos, sin = angles(_STRIDE * jnp.arange(capacity // _STRIDE + 1))
-    return Partial(_turned, rest_TKH, (cos / cos[0, 0])[0], (sin / cos[0, 0])[0])  # scaled once: cos 0 is 1
+    across_1TKH = rotate(near_1TKH, *(jnp.full((1, _STRIDE, cos.shape[-1]), x) for x in (0.0, 1.0)))
+    scale, stays = cos[0, 0, 0], ((0, 0), (0, bias_KH.shape[-1] - 2 * cos.shape[-1]))  # cos 0 is 1
+    cos_TH, sin_TH = (
+        jnp.pad(jnp.tile(x[0] / scale, 2), stays, constant_values=rest) for x, rest in ((cos, 1), (sin, 0))
+    )
+    near_KTH, across_KTH = (jnp.swapaxes(x[0], 0, 1) for x in (near_1TKH, across_1TKH))
+    return Partial(_turned, near_KTH, across_KTH, cos_TH, sin_TH)
 
 
-def _turned(rest_TKH, cos_TP, sin_TP, position_BS):
-    at_BS = position_BS // _STRIDE
-    return jnp.swapaxes(rotate(rest_TKH[position_BS % _STRIDE], cos_TP[at_BS], sin_TP[at_BS]), 1, 2)
+def _turned(near_KTH, across_KTH, cos_TH, sin_TH, position_BS):
+    def one(position_S: jax.Array) -> jax.Array:
+        far_S, near_S = position_S // _STRIDE, position_S % _STRIDE
+        return near_KTH[:, near_S] * cos_TH[far_S] + across_KTH[:, near_S] * sin_TH[far_S]
+
+    return jax.vmap(one)(position_BS)
 
 
 def turns_by_position(config: ModelConfig, rope: int) -> bool:

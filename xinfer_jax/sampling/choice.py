@@ -257,7 +257,7 @@ def _bits_at(key: jax.Array, size: int, index_A: jax.Array) -> jax.Array:
     two: by jax's setting of 0 and the index, or of indices half the size apart, filled up with 0.
     """
     index_A, half = index_A.astype(jnp.uint32), -(-size // 2)
-    folded = jax.config.jax_threefry_partitionable
+    folded = jax.threefry_partitionable.value
     first_A = jnp.zeros_like(index_A) if folded else index_A % half
     second_A = index_A if folded else jnp.where(first_A + half < size, first_A + half, 0)
     words = threefry_2x32(tuple(jax.random.key_data(key)), jnp.concatenate([first_A, second_A]))
