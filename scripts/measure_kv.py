@@ -154,10 +154,11 @@ def _errors_of(layer: Params, config: ModelConfig, x_BTD, name: str, added) -> j
     plain = layer["k"] | {"bias": layer["k"]["bias"] - added}
     q_BTNH, k, plain = (rotate(heads(leaf), *angles) for leaf in (layer["q"], layer["k"], plain))
     k, plain, v = (jnp.swapaxes(x, 1, 2) for x in (k, plain, heads(layer["v"])))
+    read = held(plain) + (k - plain)  # keys are kept without their bias
     exact, got = (
-        attention(q_BTNH, fresh(*kv), length_B=length_B, scale=scale) for kv in ((k, v), (held(k), held(v)))
+        attention(q_BTNH, fresh(*kv), length_B=length_B, scale=scale) for kv in ((k, v), (read, held(v)))
     )
-    return jnp.array([error(held(k), k, k), error(held(k), k, plain), error(got, exact, exact)])
+    return jnp.array([error(read, k, k), error(read, k, plain), error(got, exact, exact)])
 
 
 if __name__ == "__main__":

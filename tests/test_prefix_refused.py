@@ -188,7 +188,11 @@ HOSTILE = {
     "capacity-float": (setting("capacity", 64.0), "its capacity"),
     "capacity-nan": (setting("capacity", float("nan")), "its capacity"),
     "dtype": (setting("dtype", ["int8"]), "its dtype"),
-    "dtype-other": (setting("dtype", "int8"), "other tensors than the 8|its tensor"),
+    "dtype-other": (
+        lambda kept, tensors: kept.update(dtype="int8", format=3),
+        "other tensors than the 8|its tensor",
+    ),
+    "rounded-older": (setting("dtype", "int8"), "another version"),  # keys with their bias
     "reached-missing": (lambda kept, tensors: kept.pop("reached") and None, "its reached cannot be None"),
     "reached-short": (setting("reached", [5]), "its reached"),
     "reached-less": (setting("reached", [2, 3]), "its reached"),

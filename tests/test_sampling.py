@@ -220,3 +220,43 @@ def test_n_grams_longer_than_the_rows():
     size_B = jnp.array([2**31 - 1, 2], jnp.int32)
     got = processors.no_repeat_ngram(jnp.zeros((2, 6)), size_B, history_BS, length_B)
     np.testing.assert_array_equal(np.isneginf(got), [[False] * 6, [False, True] + [False] * 4])
+
+
+@pytest.mark.parametrize("size", [100, 151])
+@pytest.mark.parametrize("partitionable", [True, False])
+def test_noise_of_some_tokens_is_theirs_among_all(size, partitionable):
+    key, index = jax.random.key(9), jnp.array([size - 1, 0, 49, 50, 51, 75, 76, 7])
+    with jax.threefry_partitionable(partitionable):
+        few, every = (jax.jit(sampling.gumbel, static_argnums=1)(key, size, at) for at in (index, None))
+    np.testing.assert_array_equal(few, every[index])
+
+
+def test_draws_among_few_are_those_among_all():
+    """Rows whose top-k is small, too large, off or tied at the edge; forbidden tokens; other settings."""
+    rows = [
+        xj.SamplingConfig(0.8, 20, 0.8), xj.SamplingConfig(1.5, 64), xj.SamplingConfig(1.0, 65),
+        xj.SamplingConfig(0.9, 0, 0.9), xj.SamplingConfig(), xj.SamplingConfig(2.0, 3),
+        xj.SamplingConfig(1.0, 40, min_p=0.02), xj.SamplingConfig(1.0, 40, typical_p=0.7),
+    ]  # fmt: skip
+    B, V = len(rows), 1000
+    logits = np.random.RandomState(3).standard_normal((B, V)).astype(np.float32) * 3
+    logits[0, 5:] = -np.inf  # leaves fewer than top-k
+    logits[5] = np.minimum(logits[5], 0)  # half of all tie as the largest
+    settings, keys = per_row(rows, B, V), jax.random.split(jax.random.key(2), B)
+
+    @jax.jit
+    def both(keys, logits, settings, position):
+        seen = np.zeros(logits.shape, bool)
+        token, _, taken = sampling.choose(logits, keys, settings, known(settings, seen, position))
+        warped = sampling.warp(logits, settings, jnp.max(logits, -1, keepdims=True))
+        return token, taken, sampling.draw(warped, keys, settings, position, None, V), warped
+
+    for position in range(20):
+        at_B = jnp.full(B, position)
+        token, taken, *want = both(keys, logits, settings, at_B)
+        np.testing.assert_array_equal(token, want[0])
+        np.testing.assert_array_equal(taken, want[1])
+        for i in (0, 1, 5, 7):
+            alone = (jax.tree.map(lambda x, i=i: x[i : i + 1], x) for x in (keys, logits, settings, at_B))
+            for got, among in zip(both(*alone)[:2], (token, taken), strict=True):
+                np.testing.assert_array_equal(got[0], among[i])

@@ -17,6 +17,9 @@ of; `prefix` is a cache that outlives its call, `prefix_files` keeps it in a fil
 - A layer with a sliding window keeps a ring where that is shorter: its window and a slack of 512 slots, so
   that a call of 512 tokens is written before it attends and overwrites nothing that its first query sees. The
   slack is also how far `truncate` goes back. No kernel reads a ring.
+- Rounded keys are kept without their bias, if the model adds one: turned by its position it is added when a
+  block is read, so its size costs no bits. Whoever reads keys hands it in (`Contiguous.added`); a key's norm
+  behind the bias, or angles that hang on the row's length, leave it where it was.
 - GEAR's directions are those of a row's first chunk: later tokens come one by one. Directions of the first
   half of a conversation leave 3% more error in its second half than its own.
 - A prefix belongs to one model. `fingerprint` hashes the settings and 64 numbers of every leaf, so any matrix

@@ -35,6 +35,9 @@ class Contiguous(Brief):
     # How many keys a query sees at most, itself included; None: all up to its own.
     window: int | None = dataclasses.field(metadata=dict(static=True))
     capacity: int = dataclasses.field(metadata=dict(static=True))  # tokens that a row can hold
+    # What a reader adds to keys at positions, int32 [B or 1, S] -> [B or 1, K, S, H]; None: nothing. A cache
+    # that is kept has none.
+    added: Any = dataclasses.field(default=None, kw_only=True)
     in_order: ClassVar[bool] = True  # whether it has what kernels read
 
     @property
@@ -85,7 +88,7 @@ class Contiguous(Brief):
         position_BS = self._positions(slot_S, last_B1)
         valid_BS = (slot_S >= first) & (position_BS >= 0) & (position_BS <= last_B1)
         k, v = (widen(self._cut(x, at, width, row)) for x in (self.k, self.v))
-        return Block(k, v, position_BS, valid_BS)
+        return Block(k if self.added is None else k + self.added(position_BS), v, position_BS, valid_BS)
 
     def ordered(self) -> tuple[Any, Any]:
         """Keys and values as kernels read them, [B, K, S, H]; of a kind that is `in_order`."""

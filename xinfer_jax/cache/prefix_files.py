@@ -21,6 +21,7 @@ from .prefix import Prefix
 from .quantized import KV_BITS
 
 _FORMAT = 2  # the first had no number, and its mark did not identify the model
+_ROUNDED_FORMAT = 3  # of keys that are kept rounded: without their bias
 
 
 def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelConfig) -> None:
@@ -37,7 +38,13 @@ def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelC
     tokens = [list(map(int, row)) for row in prefix.tokens]
     leaves = (np.ascontiguousarray(leaf)[:rows] for leaf in jax.tree.leaves(_in_use(cache, tokens, reached)))
     tensors = {f"{i}": x.view(np.uint16) if x.itemsize == 2 else x for i, x in enumerate(leaves)}
-    kept = dict(format=_FORMAT, tokens=tokens, dtype=cache.dtype, capacity=cache.capacity, reached=reached)
+    kept = dict(
+        format=_format(cache.dtype),
+        tokens=tokens,
+        dtype=cache.dtype,
+        capacity=cache.capacity,
+        reached=reached,
+    )
     about = json.dumps(kept | dict(factors=prefix.factors))
     try:
         save_file(tensors, path, metadata={"xinfer_jax": about, "model": fingerprint(params, config)})
@@ -97,11 +104,11 @@ def _metadata(path: Any, metadata: dict[str, str], params: Params, config: Model
         kept = json.loads(metadata["xinfer_jax"])
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is damaged, its metadata is no JSON ({error}): save it anew") from error
-    if not isinstance(kept, dict) or kept.get("format") != _FORMAT:
+    if not isinstance(kept, dict) or kept.get("format") != _format(kept.get("dtype")):
         known = isinstance(kept, dict) and "format" not in kept and "tokens" in kept
         raise InputError(
-            f"{path} was written by {'an older' if known else 'another'} version of xinfer_jax, which marked"
-            " its model differently: prefill again and save it anew"
+            f"{path} was written by {'an older' if known else 'another'} version of xinfer_jax, which kept"
+            " it differently: prefill again and save it anew"
         )
     given: list[Any] = [kept.get(name) for name in ("tokens", "capacity", "reached")]
     tokens, capacity, reached = given
@@ -124,6 +131,10 @@ def _metadata(path: Any, metadata: dict[str, str], params: Params, config: Model
     if metadata.get("model") != fingerprint(params, config) or tuple(kept["factors"]) not in _factors(config):
         raise InputError(f"{path} was saved with another model: load that one, or prefill again")
     return kept
+
+
+def _format(dtype: Any) -> int:
+    return _ROUNDED_FORMAT if dtype in [*KV_BITS] else _FORMAT
 
 
 def _tensors(path: str | Path, file: Any, like: KVCache, kept: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from ..cache.kinds import Contiguous, fresh
 from ..cache.kv_cache import KVCache, advance, check_call
-from ..cache.quantized import cache_specs
+from ..cache.quantized import QuantizedKV, cache_specs
 from ..checks import within
 from ..config.model_config import ModelConfig
 from ..errors import InputError, shown
@@ -22,7 +22,19 @@ from ..weights.params import AnyArray, Params, activation_dtype, check_params, p
 from ..weights.rotation import restored, rotated
 from .attention import attention, check_impl
 from .experts import mixture_of_experts
-from .layers import Angles, embed, gated_mlp, joint_norms, linear, norm, rotary_angles, rotate, soft_cap
+from .layers import (
+    Angles,
+    embed,
+    gated_mlp,
+    joint_norms,
+    linear,
+    norm,
+    rotary_angles,
+    rotate,
+    soft_cap,
+    turned,
+    turns_by_position,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # from Python 3.13 on typing's own has defaults
@@ -307,6 +319,7 @@ def attend(  # noqa: PLR0913  as `through_layer`
     """What attention adds to a layer's input, [B, T, D], and its keys and values with the new ones."""
     (B, T, _), angles, num_tokens_B = x_BTD.shape, place.angles, place.num_tokens_B
     start_B: Any = place.start_B  # there where keys are
+    layer, added = _without_bias(layer, config, kind, keys)
     q_BTNH, k_BTKH, v_BTKH = _heads(layer, config, x_BTD, over)
     if kind.rope is not None:
         q_BTNH, k_BTKH = (rotate(x_BTNH, *angles[kind.rope]) for x_BTNH in (q_BTNH, k_BTKH))
@@ -317,12 +330,25 @@ def attend(  # noqa: PLR0913  as `through_layer`
         length_B = jnp.where(num_tokens_B > 0, start_B + num_tokens_B, 0)  # no query: nothing to read
     scale, cap = (config.query_pre_attn_scalar or config.head_dim) ** -0.5, config.attn_logit_softcapping
     # The model's own window: a cache that keeps every token may have been made without one.
-    windowed = dataclasses.replace(seen, window=kind.window)
+    windowed = dataclasses.replace(seen, window=kind.window, added=added)
     out_BTNH = attention(
         q_BTNH, windowed, length_B=length_B, start_B=start_B, scale=scale, soft_cap=cap, impl=impl
     )
     (out_BTI,) = joint_norms([out_BTNH.reshape(B, T, -1)], layer, ["o_norm"], config, over)
     return linear(out_BTI, layer["o"], over=over), keys
+
+
+def _without_bias(layer: Params, config: ModelConfig, kind: LayerKind, keys: Any) -> tuple[Params, Any]:
+    """The layer as keys are made that are kept rounded, and what is added when they are read: a large bias
+    would cost them their bits. Both as they were where that cannot be told apart.
+    """
+    leaf, rope = layer["k"], kind.rope
+    if keys is None or rope is None or not isinstance(keys.k, QuantizedKV):
+        return layer, None
+    if "bias" not in leaf or "k_norm" in layer or not turns_by_position(config, rope):
+        return layer, None
+    bias_KH = leaf["bias"].reshape(-1, config.head_dim)
+    return layer | {"k": {"weight": leaf["weight"]}}, turned(config, rope, bias_KH, keys.capacity)
 
 
 def _heads(layer: Params, config: ModelConfig, x_BTD: jax.Array, over: str | None) -> list[jax.Array]:

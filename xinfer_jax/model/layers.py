@@ -10,12 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import Partial
 
 from ..config.model_config import ModelConfig, RopeConfig
 from ..weights.params import Params
 from ..weights.products import product
 from ..weights.quantized import is_quantized, own_part, quantized_product, rows_of
 from ..weights.rotation import inner_block, rotated
+
+_STRIDE = 64  # positions
 
 Angles = tuple[tuple[jax.Array, jax.Array], ...]  # of each of `ModelConfig.ropes`: cos and sin
 
@@ -162,6 +165,39 @@ def rotate(x_BTNH: jax.Array, cos_BTP: jax.Array, sin_BTP: jax.Array) -> jax.Arr
     a, b, rest = jnp.split(x_BTNH.astype(jnp.float32), (P, 2 * P), axis=-1)
     cos, sin = cos_BTP[:, :, None], sin_BTP[:, :, None]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x_BTNH.dtype)
+
+
+def turned(config: ModelConfig, rope: int, bias_KH: jax.Array, capacity: int) -> Callable:
+    """What rotation makes of the keys' bias: a function, itself a pytree, of positions below the capacity,
+    int32 [B, S] -> float32 [B, K, S, H]. Angles of whole `_STRIDE`s and of the rest add up: few to compute.
+    """
+
+    def angles(position_T: jax.Array) -> Any:  # each [1, T, P]
+        return rotary_angles(config, position_T[None], jnp.zeros(1, jnp.int32))[rope]
+
+    bias_1TKH = jnp.broadcast_to(bias_KH.astype(jnp.float32), (1, _STRIDE, *bias_KH.shape))
+    near_1TKH = rotate(bias_1TKH, *angles(jnp.arange(_STRIDE)))
+    cos, sin = angles(_STRIDE * jnp.arange(capacity // _STRIDE + 1))
+    across_1TKH = rotate(near_1TKH, *(jnp.full((1, _STRIDE, cos.shape[-1]), x) for x in (0.0, 1.0)))
+    scale, stays = cos[0, 0, 0], ((0, 0), (0, bias_KH.shape[-1] - 2 * cos.shape[-1]))  # cos 0 is 1
+    cos_TH, sin_TH = (
+        jnp.pad(jnp.tile(x[0] / scale, 2), stays, constant_values=rest) for x, rest in ((cos, 1), (sin, 0))
+    )
+    near_KTH, across_KTH = (jnp.swapaxes(x[0], 0, 1) for x in (near_1TKH, across_1TKH))
+    return Partial(_turned, near_KTH, across_KTH, cos_TH, sin_TH)
+
+
+def _turned(near_KTH, across_KTH, cos_TH, sin_TH, position_BS):
+    def one(position_S: jax.Array) -> jax.Array:
+        far_S, near_S = position_S // _STRIDE, position_S % _STRIDE
+        return near_KTH[:, near_S] * cos_TH[far_S] + across_KTH[:, near_S] * sin_TH[far_S]
+
+    return jax.vmap(one)(position_BS)
+
+
+def turns_by_position(config: ModelConfig, rope: int) -> bool:
+    """Whether the angles hang on nothing else."""
+    return config.ropes[rope].rope_type != "dynamic" and config.ropes[rope].switches_at is None
 
 
 def _inverse_frequencies(rope: RopeConfig, width: int) -> Any:

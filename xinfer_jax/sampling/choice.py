@@ -6,15 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.random import threefry_2x32
 
 from ..errors import InputError, shown
 from ..model.greedy import argmax
+from ..sharding import top_k
 from . import processors
 from .context import Context
 from .settings import SamplingConfig, is_full
 
 _DRAW_TOKEN = 0  # purpose of a draw, the last fold of its key; later strategies take the next numbers
 DRAW_BEAMS = 1
+_FEW = 64  # tokens that a draw looks at where top-k keeps no more
 _LEAST_TEMPERATURE = 1e-30  # what logits are divided by: below, they would leave float32
 
 
@@ -40,9 +43,7 @@ def choose(
         kept_BV = process(logits_BV, sampling_B, context)
 
         def sampled() -> tuple[jax.Array, jax.Array]:
-            # Logits relative to the largest: divided by the smallest temperatures they must not overflow.
-            warped_BV = warp(kept_BV, sampling_B, jnp.max(kept_BV, -1, keepdims=True))
-            return draw(warped_BV, key_B, sampling_B, context.position_B), warped_BV
+            return _sampled(kept_BV, key_B, sampling_B, context.position_B)
 
         return lax.cond(is_greedy(sampling_B), lambda: (argmax(kept_BV, impl), kept_BV), sampled)
 
@@ -50,6 +51,37 @@ def choose(
     token_B, taken_BV = lax.cond(likeliest, lambda: (argmax(logits_BV, impl), logits_BV), processed)
     logprob_B = logits_BV[jnp.arange(len(token_B)), token_B] - jax.nn.logsumexp(logits_BV, -1)
     return token_B, logprob_B, taken_BV
+
+
+def _sampled(kept_BV, key_B, sampling_B, position_B):
+    """A token of each row, and the logits that it was drawn from: of the A largest alone where top-k leaves
+    no other, else of all. Which of the two hangs on the row alone, or its bits would hang on its company.
+    """
+    few_BA, index_BA = top_k(kept_BV, min(_FEW, kept_BV.shape[1]))
+    # Logits relative to the largest: divided by the smallest temperatures they must not overflow. By max and
+    # min, not as the first and the last: given those XLA takes the search for a sort of the vocabulary.
+    largest_B1, greedy_B = jnp.max(few_BA, -1, keepdims=True), sampling_B.temperature <= 0
+    scaled_BA = _scaled(few_BA, sampling_B, largest_B1)
+    k_B = jnp.where(greedy_B, 1, sampling_B.top_k)
+    last_B, at_B1 = jnp.min(scaled_BA, -1), jnp.clip(k_B - 1, 0, few_BA.shape[1] - 1)[:, None]
+    above_B = jnp.take_along_axis(scaled_BA, at_B1, 1)[:, 0] > last_B  # no tie of the last that counts
+    few_B = (k_B > 0) & (k_B <= few_BA.shape[1]) & (above_B | (last_B == -jnp.inf))
+    few_B &= jnp.isfinite(largest_B1[:, 0])
+    warped_BA = warp(few_BA, sampling_B, largest_B1)
+    token_B = draw(warped_BA, key_B, sampling_B, position_B, index_BA, kept_BV.shape[1])
+
+    def of_few() -> tuple[jax.Array, jax.Array]:
+        row_B1 = jnp.arange(len(token_B))[:, None]
+        warped_BV = jnp.full_like(kept_BV, -jnp.inf).at[row_B1, index_BA].set(warped_BA)
+        return token_B, jnp.where(greedy_B[:, None], kept_BV, warped_BV)
+
+    def of_all() -> tuple[jax.Array, jax.Array]:
+        warped_BV = warp(kept_BV, sampling_B, jnp.max(kept_BV, -1, keepdims=True))
+        drawn_B = draw(warped_BV, key_B, sampling_B, position_B, None, kept_BV.shape[1])
+        token_B, few_BV = of_few()
+        return jnp.where(few_B, token_B, drawn_B), jnp.where(few_B[:, None], few_BV, warped_BV)
+
+    return lax.cond(jnp.all(few_B), of_few, of_all)
 
 
 def is_greedy(sampling_B: SamplingConfig) -> jax.Array:
@@ -102,9 +134,7 @@ def warp(
     which leave `fewest` tokens of each row at least: the rest becomes -inf. Rows at temperature 0 stay as
     they are.
     """
-    s, greedy_B1 = sampling_B, (sampling_B.temperature <= 0)[:, None]
-    divisor_B = jnp.maximum(s.temperature, _LEAST_TEMPERATURE)
-    scaled_BV = (logits_BV - zero_B1) / jnp.where(greedy_B1, 1.0, divisor_B[:, None])
+    s, scaled_BV = sampling_B, _scaled(logits_BV, sampling_B, zero_B1)
     k_B = jnp.where(s.top_k > 0, jnp.maximum(s.top_k, fewest), 0)
     kept_BV = processors.top_k_top_p(scaled_BV, k_B, s.top_p)
     if is_full(s):
@@ -115,17 +145,38 @@ def warp(
     if is_full(s):
         typical = lambda x_BV: processors.typical_p(x_BV, s.typical_p, fewest)  # noqa: E731
         kept_BV = _where_asked(s.typical_p < 1, typical, kept_BV)
-    return jnp.where(greedy_B1, logits_BV, kept_BV)
+    return jnp.where((s.temperature <= 0)[:, None], logits_BV, kept_BV)
+
+
+def _scaled(logits_BV: jax.Array, sampling_B: SamplingConfig, zero_B1: jax.Array | float) -> jax.Array:
+    """Logits less a zero, divided by the temperature, or by nothing at 0."""
+    temperature_B1 = sampling_B.temperature[:, None]
+    divisor_B1 = jnp.where(temperature_B1 <= 0, 1.0, jnp.maximum(temperature_B1, _LEAST_TEMPERATURE))
+    return (logits_BV - zero_B1) / divisor_B1
 
 
 def draw(
-    warped_BV: jax.Array, key_B: jax.Array, sampling_B: SamplingConfig, position_B: jax.Array
-) -> jax.Array:
-    """Draws from softmax(warped): the largest logit + Gumbel noise; rows at temperature 0 take the argmax."""
-    noise_BV = jax.vmap(
-        lambda key, position: gumbel(draw_key(key, position, _DRAW_TOKEN), warped_BV.shape[1])
-    )(key_B, position_B)
-    return argmax(jnp.where((sampling_B.temperature <= 0)[:, None], warped_BV, warped_BV + noise_BV), "xla")
+    warped_BA: jax.Array, key_B: jax.Array, sampling_B: SamplingConfig, position_B: jax.Array,
+    index_BA: jax.Array | None, size: int,
+) -> jax.Array:  # fmt: skip
+    """Draws from softmax(warped): the largest logit + Gumbel noise; rows at temperature 0 take the argmax.
+
+    Args:
+        warped_BA: float32, of some tokens, which hold the others' probability; or of all.
+        key_B: one key per row.
+        sampling_B: from `per_row`.
+        position_B: int32, that of the token drawn.
+        index_BA: int32, which tokens they are; None: all, in order.
+        size: of the vocabulary.
+    """
+    noise_BA = jax.vmap(
+        lambda key, position, index: gumbel(draw_key(key, position, _DRAW_TOKEN), size, index)
+    )(key_B, position_B, index_BA)
+    drawn_BA = jnp.where((sampling_B.temperature <= 0)[:, None], warped_BA, warped_BA + noise_BA)
+    if index_BA is None:
+        return argmax(drawn_BA, "xla")
+    # As `argmax` does, the lowest of equal ones.
+    return jnp.min(jnp.where(drawn_BA == jnp.max(drawn_BA, -1, keepdims=True), index_BA, size), -1)
 
 
 def check_key(key: jax.Array, batch: int) -> jax.Array:
@@ -192,10 +243,23 @@ def draw_key(row_key: jax.Array, position: jax.Array, purpose: int) -> jax.Array
     return jax.random.fold_in(jax.random.fold_in(row_key, position), purpose)
 
 
-def gumbel(key: jax.Array, size: int) -> jax.Array:
+def gumbel(key: jax.Array, size: int, index_A: jax.Array | None = None) -> jax.Array:
     """Standard Gumbel noise, float32 [size], from 23 random bits a number: written out so that every jax
-    version draws the same.
+    version draws the same. index_A: which of the numbers, [A]; None: all.
     """
-    bits = jax.random.bits(key, (size,), jnp.uint32)
+    bits = jax.random.bits(key, (size,), jnp.uint32) if index_A is None else _bits_at(key, size, index_A)
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
     return -jnp.log(-jnp.log(uniform))
+
+
+def _bits_at(key: jax.Array, size: int, index_A: jax.Array) -> jax.Array:
+    """`jax.random.bits(key, (size,))[index_A]`, of which the others are not made. Threefry makes two words of
+    two: by jax's setting of 0 and the index, or of indices half the size apart, filled up with 0.
+    """
+    index_A, half = index_A.astype(jnp.uint32), -(-size // 2)
+    folded = jax.threefry_partitionable.value
+    first_A = jnp.zeros_like(index_A) if folded else index_A % half
+    second_A = index_A if folded else jnp.where(first_A + half < size, first_A + half, 0)
+    words = threefry_2x32(tuple(jax.random.key_data(key)), jnp.concatenate([first_A, second_A]))
+    first_A, second_A = jnp.split(words, 2)
+    return first_A ^ second_A if folded else jnp.where(index_A < half, first_A, second_A)
