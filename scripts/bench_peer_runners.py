@@ -135,10 +135,9 @@ def our_model(job: dict) -> Any:
     import xinfer_jax as xj
 
     precision = job["precision"]
-    return xj.load_model(
-        job["checkpoint"],
-        **({"quantize": precision} if precision.startswith("int") else {"dtype": precision}),
-    )
+    formats = {"int8-activations": {"quantize": "int8", "activations": "int8"}}
+    formats |= {name: {"quantize": name} for name in ("int8", "int4")}
+    return xj.load_model(job["checkpoint"], **formats.get(precision, {"dtype": precision}))
 
 
 def load_ours(job: dict) -> Generate:
@@ -360,7 +359,11 @@ def _same(*names: str) -> dict[str, str]:
 
 ENGINES = {
     "ours": Engine(
-        "pip install .", "jax", ("xinfer_jax",), _same("float32", "bfloat16", "int8", "int4"), load_ours
+        "pip install .",
+        "jax",
+        ("xinfer_jax",),
+        _same("float32", "bfloat16", "int8", "int4") | {"int8-activations": "int8"},
+        load_ours,
     ),
     "transformers": Engine(
         "pip install torch transformers",

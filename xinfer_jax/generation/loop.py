@@ -151,14 +151,17 @@ class Program(NamedTuple):
     donating: Any
 
 
-def program(function: Any, *static: str, donates: str | tuple[str, ...] = "cache") -> Program:
-    jit = partial(jax.jit, static_argnames=("config", "impl", *static), compiler_options=compiler_options())
+def program(
+    function: Any, *static: str, donates: str | tuple[str, ...] = "cache", options: Any = None
+) -> Program:
+    """options: for the compiler; then it can have no place in a caller's jit."""
+    jit = partial(jax.jit, static_argnames=("config", "impl", *static), compiler_options=options)
     return Program(jit(function), jit(function, donate_argnames=donates))
 
 
 READ = program(read, "chunk")
 READ_AGAIN = jax.jit(read_again, static_argnames=("config", "impl"))
-ADVANCE = program(advance, donates=("state", "cache"))
+ADVANCE = program(advance, donates=("state", "cache"), options=compiler_options())
 
 
 def bucket(size: int) -> int:
