@@ -102,7 +102,8 @@ def main(argv: list[str]) -> None:
     print(json.dumps(run()))
 
 
-def run() -> dict:
+def check_flags() -> None:
+    """Raises InputError unless they go together."""
     for flag, known in ((METHOD, ("rtn", "awq")), (SCORE, ("all", "answers")), (QUANTIZE, ("int8", "int4"))):
         if flag.value not in known:
             raise xj.InputError(f"--{flag.name}={flag.value} is not known: use {' or '.join(known)}")
@@ -110,6 +111,14 @@ def run() -> dict:
         raise xj.InputError(f"--group={GROUP.value}: give an even number of inputs")
     if ACTIVATIONS.value and QUANTIZE.value != "int8":
         raise xj.InputError(f"--activations=int8 needs --quantize=int8, got {QUANTIZE.value}: give that too")
+    if ACTIVATIONS.value and GROUP.value is not None:
+        raise xj.InputError(f"--group={GROUP.value} and --activations: int8 activations have no groups")
+    if turns_weights() and METHOD.value == "awq" and not COMPENSATE.value:
+        raise xj.InputError("--nocompensate leaves scales, which rotations make useless: give --method=rtn")
+
+
+def run() -> dict:
+    check_flags()
     path = BUNDLED if MODEL.value is None else checkpoint_dir(MODEL.value)
     model = xj.load_model(path, dtype="float32")
     if any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):
@@ -128,7 +137,7 @@ def run() -> dict:
         model = dataclasses.replace(model, params=with_outliers(model.params, model.config, OUTLIERS.value))
     start = time.perf_counter()
     made, calibration_report = quantized(model, calibrated)
-    report |= calibration_report
+    report |= calibration_report | {"rotate": made.config.rotated}
     report["seconds"] = round(time.perf_counter() - start, 1)
     stored = sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) / 2**20
     report |= {
@@ -144,7 +153,11 @@ def run() -> dict:
         report |= loss(model, made, unseen)
     if OUTPUT.value:
         save_checkpoint(
-            OUTPUT.value, path, made.params, read_json(Path(path) / "config.json"), made.config.rotated
+            OUTPUT.value,
+            path,
+            made.params,
+            read_json(Path(path) / "config.json"),
+            rotated=made.config.rotated,
         )
         print(f"wrote {OUTPUT.value}")
     return report
@@ -152,7 +165,7 @@ def run() -> dict:
 
 def quantized(model: xj.Model, calibrated: list[str]) -> tuple[xj.Model, dict]:
     """The model as flags say, and what it was calibrated on."""
-    if bool(ACTIVATIONS.value) if ROTATE.value is None else ROTATE.value:
+    if turns_weights():
         params, config = rotated_params(model.params, model.config)
         model = dataclasses.replace(model, params=params, config=config)
     how = QUANTIZE.value, GROUP.value, ACTIVATIONS.value
@@ -172,6 +185,10 @@ def quantized(model: xj.Model, calibrated: list[str]) -> tuple[xj.Model, dict]:
         else awq.rounded_params(awq.scaled_params(*calibrated_on, *how[:2]), *how)
     )
     return dataclasses.replace(model, params=params), report
+
+
+def turns_weights() -> bool:
+    return bool(ACTIVATIONS.value) if ROTATE.value is None else ROTATE.value
 
 
 def calibration_source() -> str:

@@ -169,7 +169,7 @@ def formats() -> None:
             paths[name], _ = files.write(Path(folder) / name, settings, hf, **how)
         for quantize in ("int8", "int4"):
             model = xj.load_model(paths["float32"], "float32", quantize)
-            save_checkpoint(Path(folder) / f"own-{quantize}", None, model.params, hf)
+            save_checkpoint(Path(folder) / f"own-{quantize}", None, model.params, hf, rotated=False)
             paths[f"own-{quantize}"] = Path(folder) / f"own-{quantize}"
         asked = [(name, None) for name in paths] + [("float32", "int8"), ("float32", "int4")]
         for name, quantize in asked:

@@ -371,7 +371,7 @@ def same_bits(a, b):
 def test_there_and_back(tmp_path, quantize, dtype, hf):
     source = tiny.write(tmp_path / "from", hf, generation_config=dict(temperature=0.5))
     model = xj.load_model(source, dtype=dtype, quantize=quantize)
-    save_checkpoint(tmp_path / "to" / "there", source, model.params, hf)
+    save_checkpoint(tmp_path / "to" / "there", source, model.params, hf, rotated=False)
     opened = open_checkpoint(tmp_path / "to" / "there", dtype=dtype)
     tiny.same_shapes(opened)
     again = opened.read()
@@ -391,7 +391,9 @@ def test_there_and_back(tmp_path, quantize, dtype, hf):
 def test_a_checkpoint_of_others_kept_as_ours(tmp_path, settings, how):
     path, _ = write(tmp_path / "from", settings, **how)
     model = xj.load_model(path, dtype="float32")
-    save_checkpoint(tmp_path / "to", None, model.params, json.loads((path / "config.json").read_text()))
+    save_checkpoint(
+        tmp_path / "to", None, model.params, json.loads((path / "config.json").read_text()), rotated=False
+    )
     opened = open_checkpoint(tmp_path / "to", dtype="float32")
     tiny.same_shapes(opened)
     again = opened.read()
@@ -404,14 +406,14 @@ def test_groups_of_8_bits_there_and_back(tmp_path):
     params = jax.tree.map(
         lambda leaf: leaf if leaf.ndim == 1 else quantize_matrix(np.asarray(leaf), 8, 20), model.params
     )
-    save_checkpoint(tmp_path / "to", None, params, tiny.UNTIED)
+    save_checkpoint(tmp_path / "to", None, params, tiny.UNTIED, rotated=False)
     same_bits(jax.tree.map(jnp.asarray, params), xj.load_model(tmp_path / "to", dtype="float32").params)
 
 
 def test_faults_of_our_own_format(tmp_path):
     model = xj.load_model(tiny.write(tmp_path / "from", tiny.UNTIED), dtype="float32", quantize="int4")
     assert model.params["lm_head"]["weight"].values.dtype == np.int8
-    save_checkpoint(tmp_path / "to", None, model.params, tiny.UNTIED)
+    save_checkpoint(tmp_path / "to", None, model.params, tiny.UNTIED, rotated=False)
     stored = load_file(tmp_path / "to" / "model.safetensors")
     gate = "model.layers.0.mlp.gate_proj.weight"
     for part, shape in (("values", (1, 16, 48)), ("zero", (1, 48))):
@@ -426,7 +428,7 @@ def test_faults_of_our_own_format(tmp_path):
 def test_an_order_that_cannot_be(tmp_path):
     stored, _ = convert(GPTQ | dict(desc_act=True), act_order=True)
     model = xj.load_model(write(tmp_path / "from", GPTQ | dict(desc_act=True), weights=stored)[0])
-    save_checkpoint(tmp_path / "to", None, model.params, tiny.UNTIED)
+    save_checkpoint(tmp_path / "to", None, model.params, tiny.UNTIED, rotated=False)
     file = tmp_path / "to" / "model.safetensors"
     order = f"{Q1}.weight.order"
     for wrong in (np.full(32, 10**6, np.int32), np.full(32, -1, np.int32), np.zeros(32, np.int32)):
@@ -438,14 +440,14 @@ def test_the_checkpoint_that_is_read_is_not_written_over(tmp_path):
     path = tiny.write(tmp_path / "a")
     model = xj.load_model(path)
     with pytest.raises(xj.InputError, match="give another directory"):
-        save_checkpoint(tmp_path / "a", path, model.params, tiny.CONFIG)
+        save_checkpoint(tmp_path / "a", path, model.params, tiny.CONFIG, rotated=False)
     with pytest.raises(xj.InputError, match="cannot be written"):
-        save_checkpoint(path / "config.json", path, model.params, tiny.CONFIG)
+        save_checkpoint(path / "config.json", path, model.params, tiny.CONFIG, rotated=False)
 
 
 def test_from_the_command_line(tmp_path):
     model = xj.load_model(tiny.write(tmp_path / "from"), dtype="float32", quantize="int8")
-    save_checkpoint(tmp_path / "to", tmp_path / "from", model.params, tiny.CONFIG)
+    save_checkpoint(tmp_path / "to", tmp_path / "from", model.params, tiny.CONFIG, rotated=False)
     run = subprocess.run(
         [
             sys.executable,

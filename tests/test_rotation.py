@@ -98,7 +98,7 @@ def test_loaded_and_stored(tmp_path, hf):
         np.testing.assert_allclose(leaf, made, atol=1 if leaf.dtype == jnp.int8 else 1e-6)
     wanted = logits(plain)
     assert np.abs(logits(model) - wanted).max() < 0.1 * np.abs(wanted).max()
-    save_checkpoint(tmp_path / "to", source, model.params, hf, model.config.rotated)
+    save_checkpoint(tmp_path / "to", source, model.params, hf, rotated=model.config.rotated)
     stored = json.loads((tmp_path / "to" / "config.json").read_text())["quantization_config"]
     assert stored == dict(quant_method="xinfer_jax", version=2, rotated=True, once=True)
     opened = xj.load_model(tmp_path / "to", "float32")

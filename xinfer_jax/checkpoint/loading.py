@@ -20,6 +20,7 @@ from ..host import aligned, by_blocks
 from ..sampling.generation_config import check_generation_config
 from ..sharding import MODEL, share
 from ..stats import LoadStats
+from ..weights import processor
 from ..weights.layout import checked_mesh, shardings
 from ..weights.params import (
     Params,
@@ -158,6 +159,7 @@ def open_checkpoint(
     check_generation_config(generation, config.vocab_size)
     ends = tokenizer.eos_token_ids if tokenizer else eos_ids(generation, settings)
     possible = tuple(i for i in ends if 0 <= i < config.vocab_size)
+    processor.multiplies()  # refuses what the environment says of it
     known = turns(config) if activations else {}
     rotated = bool(known) or isinstance(stored, OwnFormat) and stored.rotated
     of_files = config = dataclasses.replace(config, eos_token_ids=possible, rotated=rotated)

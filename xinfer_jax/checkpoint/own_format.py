@@ -90,7 +90,8 @@ def save_checkpoint(
     model_dir: str | Path | None,
     params: Params,
     settings: Mapping[str, Any],
-    rotated: bool = False,
+    *,
+    rotated: bool,
 ) -> None:
     """Writes a checkpoint that `load_model` opens with the same bits in every leaf, a tensor at a time.
 
@@ -102,7 +103,7 @@ def save_checkpoint(
         rotated: as the model's config has it; then matrices are quantized.
 
     Raises:
-        InputError: `path` is `model_dir`, or cannot be written.
+        InputError: no matrix of a rotated model is quantized; `path` is `model_dir`, or cannot be written.
     """
     path = Path(path)
     specs, tree = jax.tree.flatten(param_specs(from_hf(settings)))
@@ -115,6 +116,8 @@ def save_checkpoint(
             tensors |= zip(spec.stored(), leaf if len(spec.shape) == 3 else [leaf], strict=True)
     settings = {name: value for name, value in settings.items() if name != "quantization_config"}
     leaves = jax.tree.leaves(params, is_leaf=is_quantized)
+    if rotated and not any(map(is_quantized, leaves)):
+        raise InputError("a rotated model of float numbers cannot be kept: quantize its matrices first")
     if any(map(is_quantized, leaves)):
         about = {"rotated": rotated, "once": any(getattr(leaf, "once", False) for leaf in leaves)}
         about = {name: True for name, value in about.items() if value}

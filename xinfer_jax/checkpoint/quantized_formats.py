@@ -198,7 +198,7 @@ class BitNetFormat:
         return ternary_form(shape)
 
     def leaf(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> TernaryWeight:
-        stored, (outputs, _) = tensors[name], shape
+        stored, (outputs, inputs) = tensors[name], shape
         if self.online:
             return ternary_leaf(stored, name)
         (scale,) = tensors[f"{name}_scale"].array().astype(np.float32)
@@ -207,7 +207,9 @@ class BitNetFormat:
         scale = 1 / scale if self.divides else scale
         if stored.type == "U8":
             return packed(lambda at: _fields(stored, at, name), (outputs, stored.shape[1]), scale)
-        most = np.float32(max(np.abs(stored[at : at + 1].astype(np.float32)).max() for at in range(outputs)))
+        largest: list[np.floating] = []
+        by_blocks(lambda at: largest.append(np.abs(stored[at].astype(np.float32)).max()), outputs, 4 * inputs)
+        most = np.float32(max(largest))
         return packed(lambda at: _levels(stored[at], most, name), shape, scale * most)
 
     def spare(self, name: str, tensors: Mapping[str, StoredTensor]) -> bool:

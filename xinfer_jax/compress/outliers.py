@@ -4,12 +4,17 @@ import jax.numpy as jnp
 
 from ..config.model_config import ModelConfig
 from ..weights.params import Params
+from ..weights.rotation import check_gains
 
 
 def with_outliers(params: Params, config: ModelConfig, factor: float) -> Params:
     """The same function of a float model without experts, in which a channel in 64 of what enters matrices is
     so many times larger: norms' gains, values and the MLP's inside; the weights behind are divided.
+
+    Raises:
+        InputError: as `check_gains`.
     """
+    check_gains(config, "outliers made on purpose")
 
     def factors(size: int) -> jnp.ndarray:
         return jnp.where(jnp.arange(size) % 64 == 5, factor, 1.0)

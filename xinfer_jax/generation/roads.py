@@ -100,7 +100,7 @@ class Layered(_Road):
         whole prompt, so that few programs are compiled, and little padding.
         """
         most, step = (max(_LEAST, size // power_of_two(rows)) for size in (_CHUNK, _STEP))
-        chunks = -(-longest // most)
+        chunks = max(1, -(-longest // most))
         return min(bucket(longest), -(-longest // (chunks * step)) * step)
 
     def read(

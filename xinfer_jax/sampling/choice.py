@@ -17,7 +17,7 @@ from .settings import SamplingConfig, is_full
 
 _DRAW_TOKEN = 0  # purpose of a draw, the last fold of its key; later strategies take the next numbers
 DRAW_BEAMS = 1
-_FEW = 64  # tokens that a draw looks at where top-k keeps no more
+_FEW = 65  # tokens that a draw looks at where top-k keeps fewer
 _LEAST_TEMPERATURE = 1e-30  # what logits are divided by: below, they would leave float32
 
 

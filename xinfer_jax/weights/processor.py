@@ -10,7 +10,7 @@ import jax
 
 from ..errors import InputError, shown
 
-VARIABLE = "XINFER_JAX_CPU"  # of the environment: overrules what is read
+VARIABLE = "XINFER_JAX_CPU"  # of the environment: overrules what is read, for products
 _INFO = Path("/proc/cpuinfo")
 # Its flags, on x86 and on Arm, that say it of int8, of bfloat16, and of both by matrix units.
 _FLAGS = {
@@ -29,7 +29,7 @@ def multiplies() -> frozenset[str]:
         InputError: the environment's variable names something else.
     """
     if (given := os.environ.get(VARIABLE)) is not None:
-        names = frozenset(filter(None, given.replace("none", "").split(",")))
+        names = frozenset(name.strip() for name in given.split(",")) - {"none", ""}
         if not names <= set(_FLAGS):
             raise InputError(f"{VARIABLE}={shown(given)}: give some of {','.join(_FLAGS)}, or none")
         return names
@@ -64,4 +64,4 @@ def about() -> str:
     """For people."""
     has = [name for name in _FLAGS if name in multiplies()]
     wide = "" if multiplies_int8_fast() else "; prompts in int8 are widened to float32"
-    return f"processor: multiplies {', '.join(has) or 'float32 only'}{wide}"
+    return f"processor: multiplies {', '.join(has) or 'float32 only'}{wide} ({VARIABLE} overrules)"

@@ -150,18 +150,22 @@ def _on_host(x_RI: np.ndarray, width: int) -> np.ndarray:
     return x.reshape(x_RI.shape)
 
 
+def check_gains(config: ModelConfig, what: str) -> None:
+    """Raises InputError for a family whose norms' gains cannot become columns, or whose MLP is not one."""
+    if config.num_experts or config.post_norm or config.sub_norm or config.norm_offset or not config.pre_norm:
+        why = "a mixture of experts" if config.num_experts else "norms of another kind or place"
+        raise InputError(
+            f"{what} are not supported for model_type {config.model_type!r}, which has {why}: leave them out"
+        )
+
+
 def turns(config: ModelConfig) -> dict[str, Turn]:
     """By its name in a checkpoint, what becomes of every tensor that rotations change.
 
     Raises:
-        InputError: a family whose gains cannot become columns, or whose MLP is none.
+        InputError: as `check_gains`.
     """
-    if config.num_experts or config.post_norm or config.sub_norm or config.norm_offset or not config.pre_norm:
-        what = "a mixture of experts" if config.num_experts else "norms of another kind or place"
-        raise InputError(
-            f"rotations, which int8 activations need, are not supported for model_type {config.model_type!r},"
-            f" which has {what}: leave out activations"
-        )
+    check_gains(config, "rotations, which int8 activations need,")
     d, h = config.hidden_size, config.head_dim
     attn, mlp, inside = (0, d, "attn_norm"), (0, d, "mlp_norm"), inner_block(config)
     ways = dict(q=attn, k=attn, v=(h, d, "attn_norm"), o=(d, h, ""), gate=mlp, up=mlp, down=(d, inside, ""))
