@@ -131,9 +131,7 @@ def scaled_params(
 ) -> Params:
     """The same function with other numbers, floating point, to be rounded. Arguments as in `awq_params`."""
     if config.rotated:
-        raise InputError(
-            "activation-aware scales do not go with rotations, which leave no channel to favour: round to nearest"
-        )
+        raise InputError("rotations leave no channel for activation-aware scales: round to nearest")
     if not config.pre_norm or config.post_norm or config.sub_norm or config.num_experts:
         raise InputError(
             f"activation-aware scales are not supported for model_type {config.model_type!r}: round to"

@@ -12,7 +12,8 @@ defaults; `settings` is `SamplingConfig`; `context` is what processors look at, 
   So one program serves a mixed batch, and another setting of the same structure compiles nothing. `vmap`
   turns a `cond` into both of its branches: over the plain structure there are few.
 - Where top-k leaves 64 tokens or fewer a draw looks at the 65 likeliest alone, noise included, which is a
-  twentieth of the work; where one row cannot (ties at the edge, no top-k) all rows look at all: slower, the same tokens.
+  twentieth of the work. Where one row cannot (ties at the edge, no top-k) all rows look at all: slower, the
+  same tokens.
 - Thresholds are found by bisection over a float's bits, not by sorting: exact, 2 ms against 45 ms for 151,936
   logits on 2 cores. Tokens that tie at the threshold are all kept (transformers keeps ties at top-k, not at
   top-p). Top-k and top-p share one search loop, since compiling it takes long.
