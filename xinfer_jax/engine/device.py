@@ -95,9 +95,9 @@ class Device:
         """Reads ids at position `first` and on into these pages of their row: by the form [1, chunk], or by
         [1, 64]. What `first_choice` takes, behind the last of them.
         """
-        behind, cache = self._road.read(
-            self._model, *self._piece(ids, whole), self._cache(pages, first), True
-        )
+        piece = self._piece(ids, whole)
+        width = piece[0].shape[1]
+        behind, cache = self._road.read(self._model, *piece, self._cache(pages, first), True, width)
         self.pools = _pools(cache)
         return behind
 

@@ -62,10 +62,16 @@ class Whole(_Road):
         return bucket(longest)
 
     def read(
-        self, model: _Model, tokens_BT: Any, num_tokens_B: Any, cache: KVCache | None, donate: bool
+        self,
+        model: _Model,
+        tokens_BT: Any,
+        num_tokens_B: Any,
+        cache: KVCache | None,
+        donate: bool,
+        chunk: int | None = None,
     ) -> Any:
         """What `choose` takes, behind each row's last token, and the cache with the tokens appended; without
-        a cache the tokens are all there is.
+        a cache the tokens are all there is. chunk: of a row that is read at a time; None: `at_once`.
         """
         if cache is None:
             return self._do(READ_AGAIN, *model, tokens_BT, num_tokens_B, self._impl), None
@@ -104,7 +110,13 @@ class Layered(_Road):
         return min(bucket(longest), -(-longest // (chunks * step)) * step)
 
     def read(
-        self, model: _Model, tokens_BT: Any, num_tokens_B: Any, cache: KVCache | None, donate: bool
+        self,
+        model: _Model,
+        tokens_BT: Any,
+        num_tokens_B: Any,
+        cache: KVCache | None,
+        donate: bool,
+        chunk: int | None = None,
     ) -> Any:
         if cache is not None and not donate:
             layers = tuple(self._do(_COPY, layer) for layer in cache.layers)
@@ -112,7 +124,8 @@ class Layered(_Road):
         B, T = tokens_BT.shape
         longest = int(num_tokens_B.max())
         # GEAR's directions are those of a row's first tokens: their number must not follow from other rows.
-        chunk = _CHUNK if cache and cache.dtype == "gear" else self.at_once(longest, B)
+        fixed = _CHUNK if cache and cache.dtype == "gear" else chunk
+        chunk = fixed or self.at_once(longest, B)
         chunk = T if cache is None else min(T, prompt_chunk(cache), chunk)
         padded_BT = np.pad(tokens_BT, ((0, 0), (0, -T % chunk)))
         behind_B1D = np.zeros((B, 1, model[1].hidden_size), activation_dtype(model[0]))

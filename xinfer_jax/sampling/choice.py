@@ -10,7 +10,7 @@ from jax.extend.random import threefry_2x32
 
 from ..errors import InputError, shown
 from ..model.greedy import argmax
-from ..sharding import top_k
+from ..sharding import mesh_of, top_k
 from . import processors
 from .context import Context
 from .settings import SamplingConfig, is_full
@@ -56,10 +56,13 @@ def choose(
 def _sampled(kept_BV, key_B, sampling_B, position_B):
     """A token of each row, and the logits that it was drawn from: of the A largest alone where top-k leaves
     no other, else of all. Which of the two hangs on the row alone, or its bits would hang on its company.
+    Over a mesh always of all: what is put back among the others would gather them.
     """
+    if mesh_of(kept_BV) is not None:
+        return _of_all(kept_BV, key_B, sampling_B, position_B)
     few_BA, index_BA = top_k(kept_BV, min(_FEW, kept_BV.shape[1]))
-    # Logits relative to the largest: divided by the smallest temperatures they must not overflow. By max and
-    # min, not as the first and the last: given those XLA takes the search for a sort of the vocabulary.
+    # By max and min, not as the first and the last: given those XLA takes the search for a sort of the
+    # vocabulary.
     largest_B1, greedy_B = jnp.max(few_BA, -1, keepdims=True), sampling_B.temperature <= 0
     scaled_BA = _scaled(few_BA, sampling_B, largest_B1)
     k_B = jnp.where(greedy_B, 1, sampling_B.top_k)
@@ -76,12 +79,17 @@ def _sampled(kept_BV, key_B, sampling_B, position_B):
         return token_B, jnp.where(greedy_B[:, None], kept_BV, warped_BV)
 
     def of_all() -> tuple[jax.Array, jax.Array]:
-        warped_BV = warp(kept_BV, sampling_B, jnp.max(kept_BV, -1, keepdims=True))
-        drawn_B = draw(warped_BV, key_B, sampling_B, position_B, None, kept_BV.shape[1])
+        drawn_B, warped_BV = _of_all(kept_BV, key_B, sampling_B, position_B)
         token_B, few_BV = of_few()
         return jnp.where(few_B, token_B, drawn_B), jnp.where(few_B[:, None], few_BV, warped_BV)
 
     return lax.cond(jnp.all(few_B), of_few, of_all)
+
+
+def _of_all(kept_BV, key_B, sampling_B, position_B):
+    # Logits relative to the largest: divided by the smallest temperatures they must not overflow.
+    warped_BV = warp(kept_BV, sampling_B, jnp.max(kept_BV, -1, keepdims=True))
+    return draw(warped_BV, key_B, sampling_B, position_B, None, kept_BV.shape[1]), warped_BV
 
 
 def is_greedy(sampling_B: SamplingConfig) -> jax.Array:
