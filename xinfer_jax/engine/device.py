@@ -97,7 +97,7 @@ class Device:
         """
         piece = self._piece(ids, whole)
         width = piece[0].shape[1]
-        behind, cache = self._road.read(self._model, *piece, self._cache(pages, first), True, width)
+        behind, cache = self._road.read(self._model, piece, self._cache(pages, first), True, width)
         self.pools = _pools(cache)
         return behind
 

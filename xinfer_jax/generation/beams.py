@@ -194,7 +194,7 @@ class _Search:
 
     def read(self) -> jax.Array:
         """What stands behind each prompt, as `Road.choose` takes it."""
-        behind, self.cache = self._road.read(self._model, *self._to_read, self.cache, True)
+        behind, self.cache = self._road.read(self._model, self._to_read, self.cache, True)
         return behind
 
     def search(self, behind: jax.Array) -> Found:

@@ -36,6 +36,7 @@ from .speculation import (
 from .state import DecodeState, choose_and_note
 
 _Model = tuple[Params, ModelConfig]
+_Given = tuple[Any, Any]  # tokens_BT, and how many of each row are real, num_tokens_B
 
 # Layers of a program that decodes. Between programs threads fall asleep: 24 layers of the 0.5B shape one by
 # one took 7 ms more a token, of 34 in int8; eight at once take 3, and compile longer.
@@ -61,22 +62,14 @@ class Whole(_Road):
         """What the program that reads is compiled for, where the longest of so many rows is given."""
         return bucket(longest)
 
-    def read(
-        self,
-        model: _Model,
-        tokens_BT: Any,
-        num_tokens_B: Any,
-        cache: KVCache | None,
-        donate: bool,
-        chunk: int | None = None,
-    ) -> Any:
+    def read(self, model: _Model, given: _Given, cache: KVCache | None, donate: bool, chunk: int = 0) -> Any:
         """What `choose` takes, behind each row's last token, and the cache with the tokens appended; without
-        a cache the tokens are all there is. chunk: of a row that is read at a time; None: `at_once`.
+        a cache the tokens are all there is. chunk: of a row that is read at a time; 0: `at_once`.
         """
         if cache is None:
-            return self._do(READ_AGAIN, *model, tokens_BT, num_tokens_B, self._impl), None
+            return self._do(READ_AGAIN, *model, *given, self._impl), None
         read = READ.donating if donate else READ.keeping
-        return self._do(read, *model, tokens_BT, num_tokens_B, cache, self._impl, prompt_chunk(cache))
+        return self._do(read, *model, *given, cache, self._impl, prompt_chunk(cache))
 
     def choose(self, model: _Model, behind: Any, state: DecodeState) -> DecodeState:
         """The state with each row's next token."""
@@ -109,18 +102,11 @@ class Layered(_Road):
         chunks = max(1, -(-longest // most))
         return min(bucket(longest), -(-longest // (chunks * step)) * step)
 
-    def read(
-        self,
-        model: _Model,
-        tokens_BT: Any,
-        num_tokens_B: Any,
-        cache: KVCache | None,
-        donate: bool,
-        chunk: int | None = None,
-    ) -> Any:
+    def read(self, model: _Model, given: _Given, cache: KVCache | None, donate: bool, chunk: int = 0) -> Any:
         if cache is not None and not donate:
             layers = tuple(self._do(_COPY, layer) for layer in cache.layers)
             cache = dataclasses.replace(cache, layers=layers)
+        tokens_BT, num_tokens_B = given
         B, T = tokens_BT.shape
         longest = int(num_tokens_B.max())
         # GEAR's directions are those of a row's first tokens: their number must not follow from other rows.

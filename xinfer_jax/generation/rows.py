@@ -74,7 +74,7 @@ class Rows:
         """What `choose` takes, of the rows that answer."""
         call, model = self.call, (self.call.params, self.call.config)
         donate = call.options.prefix is None
-        behind, self.cache = self._reading.read(model, *self._to_read, self.cache, donate)
+        behind, self.cache = self._reading.read(model, self._to_read, self.cache, donate)
         draft_cache = self._read_for_draft()
         if call.answers > 1:
             behind = self._do(_PICK, behind, self._prompt_R)
@@ -94,7 +94,7 @@ class Rows:
         capacity = min(call.capacity, config.context_length)  # guesses beyond are dropped
         cache = self._do.make(lambda: empty_cache(call, *model, capacity, call.prompt_rows))
         tokens = padded(call.prompts, capacity, call.prompt_rows)
-        return self._reading.read(model, *tokens, cache, True)[1]
+        return self._reading.read(model, tokens, cache, True)[1]
 
     def choose(self, behind: jax.Array) -> None:
         """Takes each row's first token."""
@@ -108,7 +108,7 @@ class Rows:
             answers = chosen.rows() if chosen else [[0]] * len(prompts)
             rows = [prompt + ids for prompt, ids in zip(prompts, answers, strict=False)]
             tokens = padded(rows, call.config.context_length, call.rows)
-            self.choose(self._reading.read(model, *tokens, None, True)[0])
+            self.choose(self._reading.read(model, tokens, None, True)[0])
         elif self.draft is None:
             self.state, self.cache = self._decoding.advance(model, self.state, self.cache, steps)
         else:
