@@ -1,10 +1,9 @@
 """How fast generation is, as fractions of what this machine can do: time to first token, time per token,
 tok/s, memory.
 
-    python scripts/bench.py                                                          # Qwen2.5-0.5B's shape,
-    random weights python scripts/bench.py --dtypes=float32,bfloat16 --quantize=none,int8,int4
-    --prompt_lengths=26,512 --plot=bench.png python scripts/bench.py --model=DIR --batch_sizes=1,8,32 --ragged
-    --stream --capacities=256,8192
+    python scripts/bench.py  # Qwen2.5-0.5B's shape, random weights
+    python scripts/bench.py --dtypes=float32,bfloat16 --quantize=none,int8,int4 --plot=bench.png
+    python scripts/bench.py --model=DIR --batch_sizes=1,8,32 --ragged --stream --capacities=256,8192
 
 Weights are random unless --model names a checkpoint, prompts always; decoding is greedy and never stops
 early. Each dtype x quantize has a process of its own, so its peak memory is its own. The machine's limits are

@@ -131,13 +131,17 @@ class FirstToken:
 # --- ours ---------------------------------------------------------------------------------------------------
 
 
+def our_format(precision: str) -> dict[str, str]:
+    """What `load_model` and the command are told."""
+    formats = {"int8-activations": {"quantize": "int8", "activations": "int8"}}
+    formats |= {name: {"quantize": name} for name in ("int8", "int4")}
+    return formats.get(precision, {"dtype": precision})
+
+
 def our_model(job: dict) -> Any:
     import xinfer_jax as xj
 
-    precision = job["precision"]
-    formats = {"int8-activations": {"quantize": "int8", "activations": "int8"}}
-    formats |= {name: {"quantize": name} for name in ("int8", "int4")}
-    return xj.load_model(job["checkpoint"], **formats.get(precision, {"dtype": precision}))
+    return xj.load_model(job["checkpoint"], **our_format(job["precision"]))
 
 
 def load_ours(job: dict) -> Generate:
@@ -255,9 +259,8 @@ def load_openvino(job: dict) -> Generate:
     import openvino
     import openvino_genai
 
-    how = (
-        openvino_genai.SchedulerConfig()
-    )  # given, it keeps no prompts; else as without: a prompt is one pass
+    # It keeps no prompts; else as without one: a prompt is one pass.
+    how = openvino_genai.SchedulerConfig()
     how.enable_prefix_caching, how.max_num_batched_tokens = False, 1 << 30
     pipeline = openvino_genai.LLMPipeline(
         job["converted"], "CPU", INFERENCE_NUM_THREADS=job["threads"], scheduler_config=how

@@ -30,7 +30,7 @@ from typing import Any
 
 import bench_peers as peers
 from absl import flags
-from bench_peer_runners import ENGINES
+from bench_peer_runners import ENGINES, our_format
 from bench_peers import CONFIG, NEW, THREADS, TIMEOUT, median
 from tokenizers import Tokenizer, decoders, models
 
@@ -148,10 +148,9 @@ def measure(job: dict, python: str, workdir: Path) -> dict:
 
 def ours(job: dict, python: str) -> dict:
     found: dict[str, dict] = {}
-    precision = job["precision"]
     asked = [f"--prompt={PROMPT.value}", f"--system={SYSTEM}", "--temperature=0", "--output=text"]
     asked += [f"--max_tokens={NEW.value}"]
-    asked += [f"--{'quantize' if precision.startswith('int') else 'dtype'}={precision}"]
+    asked += [f"--{name}={value}" for name, value in our_format(job["precision"]).items()]
     for shape, folder in job["folders"].items():
         with tempfile.TemporaryDirectory() as compiled:
             told = [*asked, f"--model={folder}", f"--compilation_cache={compiled}"]
@@ -162,7 +161,7 @@ def ours(job: dict, python: str) -> dict:
         if cold.pop("answer") != warm.pop("answer"):
             return {"failed": "the same command gave another answer once its programs were in the cache"}
         found |= {f"{shape} cold".strip(): cold, f"{shape} warm".strip(): warm}
-        job["answered"][precision] = warm["new_tokens"]
+        job["answered"][job["precision"]] = warm["new_tokens"]
     return found
 
 

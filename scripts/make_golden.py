@@ -3,9 +3,11 @@ tests/parity_cases.py.
 
 Needs torch and transformers: `pip install -e '.[parity]'`, then `python scripts/make_golden.py`. One NAME.npz
 per case:
-  about      JSON: the config.json, the seed of the weights, versions, smallest gap between the two best
-  logits prompt_I   token ids of prompt I at_I       positions of that prompt whose logits are kept logits_I
-  float32 [len(at_I), V] greedy_I   ids that follow (absent where the case does not continue this prompt)
+  about      JSON: the config.json, the seed of the weights, versions, smallest gap of the two best logits
+  prompt_I   token ids of prompt I
+  at_I       positions of that prompt whose logits are kept
+  logits_I   float32 [len(at_I), V]
+  greedy_I   ids that follow (absent where the case does not continue this prompt)
 """
 
 from one_line import InputError, start

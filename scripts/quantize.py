@@ -1,8 +1,7 @@
 """Writes a checkpoint with its matrices in int8 or int4, and says what was lost.
 
-    python scripts/quantize.py --output=DIR                                              # the bundled model,
-    int4, by AWQ python scripts/quantize.py --model=DIR --output=DIR --quantize=int8 --method=rtn
-    --eval=TEXT.txt
+    python scripts/quantize.py --output=DIR    # the bundled model, int4, by AWQ
+    python scripts/quantize.py --model=DIR --output=DIR --quantize=int8 --method=rtn --eval=TEXT.txt
     python scripts/quantize.py --output=DIR --quantize=int8 --activations=int8 --method=rtn --eval=sampled
 
 `--model=DIR` of any command opens what was written. --calibration and --eval take a file of UTF-8 text, lines
