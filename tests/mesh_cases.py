@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import compiling
 import jax
@@ -153,7 +153,9 @@ def formats() -> None:
     """Each format's leaves are those of one device, where its parts are quantized alike."""
     import test_quantized_files as files
 
-    hf = tiny.UNTIED | dict(hidden_size=64, intermediate_size=128, head_dim=16, num_attention_heads=4)
+    hf = tiny.UNTIED | dict(
+        num_hidden_layers=1, hidden_size=64, intermediate_size=128, head_dim=16, num_attention_heads=4
+    )
     with tempfile.TemporaryDirectory() as folder:
         paths = {"float32": written(Path(folder) / "float", hf, shards=2)}
         for name, size, message in (

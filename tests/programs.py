@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import io
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,15 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "examples")]
 import one_line  # noqa: E402
 
 from xinfer_jax.cli.process import finish  # noqa: E402
+
+
+def on_devices(count: int) -> dict[str, str]:
+    """The environment of a process that has so many virtual devices. These are for what is computed where,
+    not for speed: LLVM may leave its optimizations out, a third of what compiling takes.
+    """
+    count_is = f"--xla_force_host_platform_device_count={count}"
+    hasty = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    return os.environ | {"XLA_FLAGS": f"{count_is} {hasty}", "JAX_PLATFORMS": "cpu"}
 
 
 def run(name: str, *arguments: str) -> SimpleNamespace:

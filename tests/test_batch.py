@@ -506,7 +506,7 @@ def test_batches_of_columns(model, tmp_path):
 def test_the_command_killed_and_terminated(tmp_path, whole):
     root = Path(__file__).parents[1]
     flags = ["--rows=4", "--capacity=256", "--pages=40", "--seed=7", "--nogeneration_config"]
-    command = [sys.executable, "scripts/batch.py", f"--input={mixed(tmp_path, 400)}", *flags]
+    command = [sys.executable, "scripts/batch.py", f"--input={mixed(tmp_path, 240)}", *flags]
 
     def start(name):
         return subprocess.Popen(
@@ -540,7 +540,7 @@ def test_the_command_killed_and_terminated(tmp_path, whole):
         process = start(name)
         assert "lines answered" in process.communicate()[1] and process.returncode == 0
     rows = [sorted((tmp_path / name).read_bytes().splitlines()) for name in ("killed", "whole")]
-    assert rows[0] == rows[1] and len(rows[0]) == 400
+    assert rows[0] == rows[1] and len(rows[0]) == 240
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
 """Several engines behind one queue: what needs devices runs in a process of its own, `four_devices.py`."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
+import programs
 import pytest
 
 import xinfer_jax as xj
@@ -15,10 +15,8 @@ from xinfer_jax.sharding import device_groups
 
 @pytest.mark.slow
 def test_on_four_devices():
-    flags = "--xla_force_host_platform_device_count=4"
-    environment = os.environ | dict(XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
     command = [sys.executable, "-m", "pytest", "-q", "-n0", str(Path(__file__).with_name("four_devices.py"))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
+    done = subprocess.run(command, env=programs.on_devices(4), capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 

@@ -4,7 +4,6 @@ a mesh's axes; programs are traced here, one runs on two devices.
 """
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from test_identities import QWEN
@@ -82,10 +82,8 @@ def main():
 
 def on_devices(count: int, program: Path, *arguments: str) -> str:
     """What a program prints on virtual devices."""
-    flags = f"--xla_force_host_platform_device_count={count}"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, program, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, timeout=600)
+    done = subprocess.run(command, env=programs.on_devices(count), capture_output=True, timeout=600)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     return done.stdout.decode()
 

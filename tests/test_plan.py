@@ -1,7 +1,6 @@
 """scripts/plan.py: bytes against arrays and known models, collectives against compiled text, refusals."""
 
 import math
-import os
 import re
 import subprocess
 import sys
@@ -160,9 +159,8 @@ def main():
 
 @pytest.mark.slow
 def test_on_virtual_devices():
-    flags = dict(XLA_FLAGS="--xla_force_host_platform_device_count=8", JAX_PLATFORMS="cpu")
     command = [sys.executable, Path(__file__)]
-    done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=programs.on_devices(8), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
