@@ -19,12 +19,11 @@ from xinfer_jax.cli.process import finish  # noqa: E402
 
 
 def on_devices(count: int) -> dict[str, str]:
-    """The environment of a process that has so many virtual devices. These are for what is computed where,
-    not for speed: LLVM may leave its optimizations out, a third of what compiling takes.
+    """The environment of a process that has so many virtual devices. Its programs say what is computed
+    where, not how fast: LLVM may leave its optimizations out, a third of what compiling takes.
     """
-    count_is = f"--xla_force_host_platform_device_count={count}"
-    hasty = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    return os.environ | {"XLA_FLAGS": f"{count_is} {hasty}", "JAX_PLATFORMS": "cpu"}
+    flags = f"--xla_force_host_platform_device_count={count}"
+    return os.environ | dict(XLA_FLAGS=flags, JAX_PLATFORMS="cpu", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
 
 
 def run(name: str, *arguments: str) -> SimpleNamespace:
