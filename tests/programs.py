@@ -22,7 +22,7 @@ def on_devices(count: int) -> dict[str, str]:
     """The environment of a process that has so many virtual devices. Its programs say what is computed
     where, not how fast: LLVM may leave its optimizations out, a third of what compiling takes.
     """
-    flags = f"--xla_force_host_platform_device_count={count}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
     return os.environ | dict(XLA_FLAGS=flags, JAX_PLATFORMS="cpu", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
 
 

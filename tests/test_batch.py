@@ -529,8 +529,10 @@ def test_the_command_killed_and_terminated(tmp_path, whole):
         process.communicate()
     process = start("killed")
     begun(process, "killed", 3000)
+    process.send_signal(signal.SIGSTOP)  # or it might have finished before the second looks
     second = start("killed")
     assert "another process writes to" in second.communicate()[1] and second.returncode == 2
+    process.send_signal(signal.SIGCONT)
     process.send_signal(signal.SIGTERM)
     said = process.communicate()[1]
     if process.returncode:

@@ -22,7 +22,7 @@ def test_kernels_compile_without_spills(gpu, only):
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},
         capture_output=True,
         text=True,
         timeout=900,

@@ -245,8 +245,8 @@ def test_forms_have_the_bytes_of_two_bits_a_weight():
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", ["bitnet-defaults", "bitnet-bias-new"])
 def test_tokens_are_those_of_transformers(tmp_path, case, way):
-    """Live: where torch is. What lies where rounding turns may fall on either side: most logits are near, all
-    within a step of an activation.
+    """Live: where torch is. What lies where rounding turns may fall on either side: most logits are near. One
+    activation that fell so moves those behind it by a hundredth of the largest.
     """
     pytest.importorskip("torch", reason="the live comparison needs torch: pip install -e '.[parity]'")
     hf = cases.CASES[case].hf
@@ -263,7 +263,7 @@ def test_tokens_are_those_of_transformers(tmp_path, case, way):
     for i, prompt in enumerate(prompts):
         off = np.abs(logits_BTV[i, : len(prompt)] - wanted[i]).max(-1)
         print(case, way, len(prompt), np.median(off), off.max())
-        assert np.median(off) < 1e-4 and off.max() < 0.05
+        assert np.median(off) < 1e-4 and off.max() < 0.02 * np.abs(wanted[i]).max()
         assert logits_BTV[i, len(prompt) - 1 :][:12].argmax(-1).tolist() == answers[i][0]
     if way == "bitlinear":
         out = xj.generate(model.params, model.config, prompts, xj.GenerateOptions(12, eos_token_ids=()))
