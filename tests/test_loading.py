@@ -263,4 +263,5 @@ def test_peak_memory_is_that_of_the_weights(checkpoint, large, dtype):
         f"{dtype}: weights {weights / 2**20:.0f} MiB, peak {(peak - before) / 2**20:.0f} MiB above the"
         " interpreter"
     )
-    assert 0.95 * weights < peak - before <= weights + 40 * 2**20
+    # The lower bound says that they were seen: a busy system takes back a little of the interpreter.
+    assert 0.9 * weights < peak - before <= weights + 40 * 2**20
