@@ -17,7 +17,9 @@ import jinja2
 
 PART, NODE = 64, 4
 _WORK, _WORK_PER_UNIT, _WORK_PER_PAIR = 2_000_000, 64, 512
-_SECONDS, _SECONDS_PER_UNIT = 0.1, 1e-7  # of the processor: beneath the count, should an operation be dearer
+# Of the processor: beneath the count, should an operation be dearer. Collecting garbage in a large process
+# takes tenths of a second of it.
+_SECONDS, _SECONDS_PER_UNIT = 1.0, 1e-7
 _BITS = 10_000  # of an integer
 _DEPTH = 100  # of lists in lists; C code that walks them has no more stack than that is sure to fit
 
