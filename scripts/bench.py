@@ -307,7 +307,9 @@ def _check_plot(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise xj.InputError("--plot needs matplotlib: pip install 'xinfer-jax[plot]'") from error
+        raise xj.InputError(
+            "--plot needs matplotlib: run pip install '.[plot]' in a checkout of xinfer_jax"
+        ) from error
 
 
 def _work(dtype: str, quantize: str) -> None:

@@ -64,7 +64,10 @@ class Prepared:
         self._open.append(request)
         return request
 
-    def wake(self) -> None:
+    def submit_many(self, prompts: Any, options: Any, *, keys: Any, **_: Any) -> Any:
+        return [self.submit(ids, options, key=key) for ids, key in zip(prompts, keys, strict=True)]
+
+    def cancel(self, request: Any) -> None:
         pass
 
     def _hand_out(self) -> None:

@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
     folders = checkpoints()
     first = next(iter(folders.values()))
     model = open_checkpoint(first).model
-    ids = encode_prompt(model, PROMPT.value, system=SYSTEM)
+    ids = encode_prompt(model, PROMPT.value, system=SYSTEM, escape_control_tokens=False)
     for folder in folders.values():
         into_page_cache(folder)
     about = {"model": MODEL.value or f"{CONFIG.value}, random weights", "cpu": peers.cpu_name()}
@@ -149,6 +149,7 @@ def measure(job: dict, python: str, workdir: Path) -> dict:
 def ours(job: dict, python: str) -> dict:
     found: dict[str, dict] = {}
     asked = [f"--prompt={PROMPT.value}", f"--system={SYSTEM}", "--temperature=0", "--output=text"]
+    asked.append("--noescape_control_tokens")  # made-up words may be control tokens
     asked += [f"--max_tokens={NEW.value}"]
     asked += [f"--{name}={value}" for name, value in our_format(job["precision"]).items()]
     for shape, folder in job["folders"].items():

@@ -39,6 +39,7 @@ _SETTINGS: tuple[dict, ...] = (
     dict(min_new_tokens=5),
     dict(allowed_token_ids=[5, 6, 7, 8, 9]),
     dict(temperature=1.0, logit_bias={7: 3.0, 8: -5.0}),
+    dict(temperature=1.0, bad_words_ids=[[5], [6, 7], [8, 8, 8]]),
 )
 
 
@@ -79,6 +80,7 @@ def draw(rng: random.Random, vocab: int, count: int, longest: int, shape: dict) 
             n=rng.choice((1, 1, 1, 2)),
         )
         more = dict(priority=rng.choice((0, 0, 0, 1, 20)), salt=rng.choice(("", "", "other")))
+        more |= dict(client=rng.choice("aaab"))
         more |= dict(deadline=0.2) if rng.random() < 0.03 else {}
         if rng.random() < 0.2:
             more |= dict(

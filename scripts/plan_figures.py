@@ -92,7 +92,7 @@ class Least:
 
 def undivided(job: Job, n: int) -> str:
     """What n devices do not divide, by name; "": they do."""
-    config, names = job.config, ["num_attention_heads", "vocab_size", "num_experts"]
+    config, names = job.config, ["num_attention_heads", "num_experts"]
     if False in (config.layer_experts or (False,)):
         names.append("intermediate_size")
     bad = [name for name in names if getattr(config, name) % n]

@@ -35,7 +35,7 @@ from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.compress import awq
 from xinfer_jax.compress.outliers import with_outliers
 from xinfer_jax.weights.params import tree_bytes
-from xinfer_jax.weights.quantized import GROUP as GROUP_SIZE, is_quantized
+from xinfer_jax.weights.quantized import GROUP as GROUP_SIZE, check_activations, is_quantized
 from xinfer_jax.weights.rotation import rotated_params
 
 MODEL = flags.DEFINE_string(
@@ -108,10 +108,7 @@ def check_flags() -> None:
             raise xj.InputError(f"--{flag.name}={flag.value} is not known: use {' or '.join(known)}")
     if GROUP.value is not None and (GROUP.value < 2 or GROUP.value % 2):
         raise xj.InputError(f"--group={GROUP.value}: give an even number of inputs")
-    if ACTIVATIONS.value and QUANTIZE.value != "int8":
-        raise xj.InputError(f"--activations=int8 needs --quantize=int8, got {QUANTIZE.value}: give that too")
-    if ACTIVATIONS.value and GROUP.value is not None:
-        raise xj.InputError(f"--group={GROUP.value} and --activations: int8 activations have no groups")
+    check_activations(ACTIVATIONS.value, QUANTIZE.value, GROUP.value)
     if turns_weights() and METHOD.value == "awq" and not COMPENSATE.value:
         raise xj.InputError("--nocompensate leaves scales, which rotations make useless: give --method=rtn")
 

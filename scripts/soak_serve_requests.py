@@ -31,7 +31,8 @@ _VALUES: list[Any] = [
 _NAMES = """
 prompt messages max_tokens temperature top_p n best_of stop seed stream logprobs echo logit_bias top_k min_p
 stop_token_ids allowed_token_ids stream_options chat_template_kwargs model user priority cache_salt tools
-max_completion_tokens top_logprobs response_format ignore_eos unknown
+max_completion_tokens top_logprobs response_format ignore_eos unknown bad_words truncate_prompt_tokens
+continue_final_message add_generation_prompt include_stop_str_in_output skip_special_tokens min_tokens
 """.split()
 
 

@@ -171,7 +171,7 @@ GENERATION = {
         "forced_eos_token_id": (0, "x"),
         "guidance_scale": (0, 1.5, "1"),
         "penalty_alpha": (0.6, "a"),
-        "bad_words_ids": ([[1]], 5),
+        "bad_words_ids": (5, [5], [["1"]], [[-1]], [[288]], [[]], [[1] * 9]),
         "stop_strings": (["x"], 1),
         "begin_suppress_tokens": ([1], "a"),
         "sequence_bias": ([[[1], 2.0]], 5),

@@ -106,25 +106,29 @@ def family(name: str, devices: int, layers: int | None = None, options: Any = No
         near(outs[1].logprobs, outs[0].logprobs, 1e-5)
 
 
-def counted(settings: xj.SamplingConfig, logprobs: int = 0, name: str = "qwen2") -> dict[str, Counter]:
-    """Collectives of reading a prompt, and of a step."""
-    config = from_hf(FAMILIES[name])
-    params = xj.init_params(config, jax.random.key(0), "float32")
-    params = jax.device_put(params, xj.shardings(config, mesh_of(4)))
+def counted(
+    settings: xj.SamplingConfig, logprobs: int = 0, step: bool = True, name: str = "qwen2", **changed: Any
+) -> Counter:
+    """Collectives of a step, or of reading a prompt."""
+    hf = FAMILIES[name] | changed
+    with tempfile.TemporaryDirectory() as folder:
+        model = xj.load_model(written(Path(folder), hf), "float32", mesh=mesh_of(4))
+    params, config = model.params, model.config
     options = xj.GenerateOptions(4, settings, logprobs=logprobs)
     call = checked(params, config, [[1, 2, 3], [4, 5]], options, jax.random.key(0))
     cache = xj.init_cache(config, 2, 32, mesh=mesh_of(4))
     state = first_state(call, np.arange(2, dtype=np.int32))
-    tokens = padded(call.prompts, 16)
-    read = READ.donating.lower(params, config, *tokens, cache, None, 512).compile()
-    step = ADVANCE.donating.lower(params, config, state, cache, np.int32(3), None).compile()
-    return dict(read=collectives(read), step=collectives(step))
+    if step:
+        lowered = ADVANCE.donating.lower(params, config, state, cache, np.int32(3), None)
+    else:
+        lowered = READ.donating.lower(params, config, *padded(call.prompts, 16), cache, None, 512)
+    return collectives(lowered.compile())
 
 
 def collectives_of_a_layer() -> None:
     """Two [.., D] a layer and one for the embedding; a joint norm of queries and keys adds a small one."""
     for name in ("qwen2", "qwen3_moe", "olmo3"):
-        found = counted(xj.SamplingConfig(), name=name)["read"]
+        found = counted(xj.SamplingConfig(), step=False, name=name)
         layers = FAMILIES[name]["num_hidden_layers"]
         joint = {"all-reduce f32[2,16,2]": layers} if name == "olmo3" else {}
         assert found == {"all-reduce f32[2,16,48]": 2 * layers + 1} | joint, found
@@ -132,13 +136,16 @@ def collectives_of_a_layer() -> None:
 
 def collectives_of_choosing() -> None:
     """Outside the layers numbers of each row, of each device at most: no logits."""
-    for settings, logprobs, most in (
-        (xj.SamplingConfig(), 0, 14),
-        (DRAWN, 0, 14),
-        (EVERY, 0, 22),
-        (EVERY, 3, 25),
+    for settings, logprobs, most, changed in (
+        (xj.SamplingConfig(), 0, 14, {}),
+        (DRAWN, 0, 14, {}),
+        (EVERY, 0, 22, {}),
+        (EVERY, 3, 25, {}),
+        (EVERY, 3, 26, dict(vocab_size=97)),
     ):
-        found = counted(settings, logprobs)["step"]
+        found = counted(settings, logprobs, **changed)
+        if changed:  # at the end of all steps: what a program returns cannot be divided unevenly
+            assert found.pop("all-gather pred[2,100]") == found.pop("all-gather s32[2,100]") == 1
         assert found.pop("all-reduce f32[2,1,48]") == 7
         for what in found:
             sizes = [
@@ -198,7 +205,7 @@ def bitnet_files() -> None:
             xj.load_model(path, mesh=mesh_of(2))
 
 
-def _same_leaves(name: str, path: Path, quantize: str | None, devices: int) -> None:
+def _same_leaves(name: str, path: Path, quantize: str | None, devices: int, logits: bool = True) -> None:
     one = xj.load_model(path, "float32", quantize)
     try:
         over = xj.load_model(path, "float32", quantize, mesh_of(devices))
@@ -213,6 +220,9 @@ def _same_leaves(name: str, path: Path, quantize: str | None, devices: int) -> N
     known = jax.tree_util.tree_leaves_with_path(one.params, is_leaf=is_quantized)
     for (place, leaf), new in zip(known, jax.tree.leaves(over.params, is_leaf=is_quantized), strict=True):
         where, wanted, found = jax.tree_util.keystr(place), matrix(leaf), matrix(new)
+        if re.match(r"\['(embed|lm_head)'\]", where):
+            assert not found[one.config.vocab_size :].any()
+            found = found[: one.config.vocab_size]
         if wanted.shape != found.shape:  # key heads that are repeated
             heads, width = one.config.num_key_value_heads, one.config.head_dim
             assert re.search(r"'[kv]'\]", where) and devices > heads
@@ -224,6 +234,8 @@ def _same_leaves(name: str, path: Path, quantize: str | None, devices: int) -> N
             np.testing.assert_array_equal(found, wanted, err_msg=f"{name} {quantize} {devices} {where}")
     for leaf in jax.tree.leaves(over.params):
         assert len(leaf.sharding.device_set) == devices
+    if not logits:
+        return None
     wanted, found = (np.asarray(FORWARD(m.params, m.config, TOKENS)[0]) for m in (one, over))
     if not quantize:
         return near(found, wanted, 1e-5 if name == "float32" else 0.02)
@@ -234,9 +246,11 @@ def _same_leaves(name: str, path: Path, quantize: str | None, devices: int) -> N
 
 
 def an_engine() -> None:
-    """On a mesh: what each request gets alone; nothing compiled after warm-up; the cache lies over heads."""
+    """On a mesh, with a vocabulary that devices do not divide: what each request gets alone; nothing compiled
+    after warm-up; the cache lies over heads.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        path = written(Path(folder), FAMILIES["qwen2"])
+        path = written(Path(folder), FAMILIES["qwen2"] | dict(vocab_size=97))
         one, over = xj.load_model(path, "float32"), xj.load_model(path, "float32", mesh=mesh_of(4))
     prompts = [(np.arange(n) % 90).tolist() for n in (3, 70, 20, 130)]
     options = [xj.GenerateOptions(8, s, eos_token_ids=()) for s in (xj.SamplingConfig(), DRAWN, EVERY, DRAWN)]
@@ -288,6 +302,100 @@ def caches() -> None:
     assert compiled.memory_analysis().alias_size_in_bytes >= held
 
 
+ODD = FAMILIES["qwen3"] | dict(vocab_size=257, num_hidden_layers=1)
+EDGE = ODD["vocab_size"] - 1
+
+
+def odd_vocabulary() -> None:
+    """Devices do not divide it: ids, draws and log-probabilities of one device, also where all logits are
+    below those of padding, which are 0, and the last token is the likeliest.
+    """
+    hf = ODD | dict(tie_word_embeddings=False)
+    config, prompt = from_hf(hf), [3, EDGE, 7, 3]
+    weights = random_tensors(config, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        hidden_BTD, _ = xj.hidden_states(_params(folder, hf, weights), config, np.array([prompt], np.int32))
+        below_V1 = 1 + np.arange(EDGE, -1, -1)[:, None] / EDGE
+        weights[tiny.HEAD] = np.array(-hidden_BTD[0, -1] * below_V1 / np.square(hidden_BTD[0, -1]).sum())
+        path = tiny.write(Path(folder) / "edge", hf, with_tokenizer=False, weights=weights)
+        models = [xj.load_model(path, "float32", mesh=mesh) for mesh in (None, mesh_of(4))]
+    assert [model.params["lm_head"]["weight"].shape[0] for model in models] == [257, 260]
+    one, over = (_said(model, prompt) for model in models)
+    assert one[0][0][0][0] == EDGE and (one[1] < 0).all()
+    assert over[0] == one[0], (over[0], one[0])
+    near(over[1], one[1], 1e-5)
+    near(over[2], one[2], 1e-5)
+
+
+def _params(folder: str, hf: dict[str, Any], weights: dict[str, Any]) -> Any:
+    return xj.load_model(tiny.write(Path(folder) / "any", hf, with_tokenizer=False, weights=weights)).params
+
+
+def _said(model: Any, prompt: list[int]) -> tuple[list, np.ndarray, list]:
+    """Tokens and alternatives, logits, and log-probabilities."""
+    tree, V = (model.params, model.config), model.config.vocab_size
+    settings = [xj.SamplingConfig(), DRAWN, EVERY, xj.SamplingConfig(5.0)]
+    options = xj.GenerateOptions(4, settings, eos_token_ids=(), logprobs=V, logits=True)
+    out = xj.generate(*tree, [prompt, [5], [6, 7], [EDGE]], options, key=jax.random.key(5))
+    ids, numbers = [out.tokens], [x for row in out.logprobs for x in row]
+    for token in [token for row in out.alternatives for token in row]:
+        assert sorted(i for i, _ in token.top) == sorted(i for i, _ in token.processed_top) == [*range(V)]
+        ids.append([i for i, _ in token.top[:3]])
+        numbers += [x for _, x in token.top]
+    assert out.logits[0].shape[-1] == V
+    return ids, np.asarray(FORWARD(*tree, np.array([prompt], np.int32))[0][0, -1]), numbers
+
+
+def odd_formats() -> None:
+    """Every format: rows of the vocabulary as on one device, zeros behind; saved, they are gone."""
+    import test_quantized_files as files
+
+    hf = tiny.UNTIED | dict(
+        num_hidden_layers=1, hidden_size=64, intermediate_size=128, head_dim=16, num_attention_heads=4,
+        vocab_size=259,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {"float32": written(Path(folder) / "float", hf)}
+        for name in ("awq-head", "gptq-head"):  # 33 words of eight outputs: a device has whole ones
+            settings, how = files.CASES[name]
+            paths[name], _ = files.write(Path(folder) / name, settings, hf | dict(vocab_size=264), **how)
+        for quantize in (None, "int8", "int4"):
+            own = Path(folder) / f"own-{quantize}"
+            over = xj.load_model(paths["float32"], "float32", quantize, mesh_of(2))
+            save_checkpoint(own, None, over.params, hf, rotated=False)
+            if quantize != "int4":  # whose groups follow the parts
+                one = xj.load_model(paths["float32"], "float32", quantize)
+                back = xj.load_model(own, "float32")
+                jax.tree.map(np.testing.assert_array_equal, one.params, back.params)
+                paths[f"own-{quantize}"] = own
+        asked = [(name, None) for name in paths] + [("float32", "int8"), ("float32", "int4")]
+        for name, quantize in asked:
+            _same_leaves(name, paths[name], quantize, 2, quantize == "int8" or name == "awq-head")
+        _same_leaves("awq-head", paths["awq-head"], None, 4, False)
+
+
+def odd_tree_of_a_user() -> None:
+    """`shardings` leaves the vocabulary whole; gradients of either layout are those of one device."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = written(Path(folder), ODD)
+        one, over = xj.load_model(path, "float32"), xj.load_model(path, "float32", mesh=mesh_of(4))
+    config = one.config
+    users = jax.device_put(one.params, xj.shardings(config, mesh_of(4)))
+    assert users["embed"]["weight"].sharding.shard_shape((257, 48)) == (257, 48)
+    again = jax.device_put(over.params, xj.shardings(config, mesh_of(4), like=over.params))
+    assert again["embed"]["weight"].sharding.shard_shape((260, 48)) == (65, 48)
+
+    def loss(params: Any) -> jax.Array:
+        return -jnp.mean(xj.score(params, config, TOKENS, LENGTHS))
+
+    wanted, of_users, of_loaded = (jax.jit(jax.grad(loss))(p) for p in (one.params, users, over.params))
+    rows = np.asarray(of_loaded["embed"]["weight"])
+    assert not rows[257:].any()
+    of_loaded["embed"]["weight"] = rows[:257]
+    for found in (of_users, of_loaded):
+        jax.tree.map(lambda a, b: near(a, b, 2e-5), found, wanted)
+
+
 def gradients() -> None:
     """Of every leaf, over data and model and with fully divided parameters, in a caller's jit."""
     config = from_hf(FAMILIES["qwen3_moe"] | dict(num_key_value_heads=8))
@@ -321,9 +429,11 @@ def another_layout() -> None:
 
 
 def other_ways() -> None:
-    """Beams, guesses, a kept prefix, no cache at all, on a mesh as on one device."""
+    """Beams, guesses, a kept prefix, no cache at all, on a mesh as on one device: of a vocabulary that
+    devices do not divide.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        path = written(Path(folder), FAMILIES["qwen3"])
+        path = written(Path(folder), FAMILIES["qwen3"] | dict(vocab_size=97))
         one, over = xj.load_model(path, "float32"), xj.load_model(path, "float32", mesh=mesh_of(4))
     found = []
     for model in (one, over):
@@ -362,7 +472,7 @@ CALLS = {
     call.__name__: call
     for call in (
         collectives_of_a_layer, collectives_of_choosing, formats, bitnet_files, an_engine, caches, gradients,
-        kernels, another_layout, other_ways,
+        kernels, another_layout, other_ways, odd_vocabulary, odd_formats, odd_tree_of_a_user,
     )
 }  # fmt: skip
 

@@ -31,6 +31,7 @@ class Served:
     service: Service
     port: int
     log: list[str]
+    server: Any = None
 
     @property
     def engine(self) -> Any:
@@ -77,20 +78,20 @@ def path_of(kind: str) -> str:
 
 
 @contextlib.contextmanager
-def served(model: Any = None, **more: Any) -> Iterator[Served]:
+def served(model: Any = None, listening: Any = None, **more: Any) -> Iterator[Served]:
     """A server; model None: one that is not ready."""
     log: list[str] = []
     service = Service(dataclasses.replace(SETTINGS, **more), log.append)
     if model is not None:
         service.start(model, xj.GenerateOptions(200))
-    listening = socket.create_server(("127.0.0.1", 0))
+    listening = listening or socket.create_server(("127.0.0.1", 0))
     server = make_server(service)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.01)
     try:
-        yield Served(service, listening.getsockname()[1], log)
+        yield Served(service, listening.getsockname()[1], log, server)
     finally:
         server.should_exit = server.force_exit = True
         thread.join(20)

@@ -140,6 +140,20 @@ def test_refused(rows, quantize, group, named):
         awq.awq_params(params_from(config, random_tensors(config, seed=3)), config, rows, quantize, group)
 
 
+def test_activations_refused_as_the_script_does():
+    config = CASES["llama2-mha-old"].config
+    params = params_from(config, random_tensors(config, seed=3))
+    for how, named in (
+        (("int4", None, "int8"), "activations='int8' needs quantize='int8', got 'int4'"),
+        (("int8", 16, "int8"), "group=16 with activations='int8'"),
+        (("int8", None, "int4"), "activations='int4' is not supported"),
+    ):
+        with pytest.raises(xj.InputError, match=named):
+            awq.awq_params(params, config, [[1, 2]], *how)
+        with pytest.raises(xj.InputError, match=named):
+            awq.rounded_params(params, *how)
+
+
 # --- what is lost, on trained models ------------------------------------------------------------------------
 
 
@@ -260,6 +274,7 @@ def test_script_writes_what_load_model_opens(tmp_path, method):
 @pytest.mark.parametrize(
     "flags, named",
     [(["--quantize=int3"], "int3"), (["--method=gptq"], "gptq"), (["--group=7"], "group=7"),
+     (["--activations=int8"], "activations='int8' needs quantize='int8', got 'int4'"),
      (["--nonsense"], "nonsense"),
      (["extra"], "extra"), (["--eval=/nowhere.txt", "--method=rtn"], "nowhere"),
      (["--model=/nowhere"], "nowhere")],

@@ -5,12 +5,14 @@ import copy
 import dataclasses
 import errno
 import gzip
+import hashlib
 import io
 import itertools
 import json
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +26,7 @@ import pytest
 
 import xinfer_jax as xj
 from xinfer_jax.batch import ledger, lines, run
+from xinfer_jax.weights import processor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import soak_batch_lines
@@ -51,12 +54,16 @@ def answered(model, folder, *rows, **more):
 
 
 def key_of(seed: int, identity) -> jax.Array:
-    return jax.random.fold_in(jax.random.key(seed), lines.hash_of(str(identity).encode(), 4))
+    key = jax.random.key(seed)
+    for at in range(0, 16, 4):
+        word = hashlib.sha256(str(identity).encode()).digest()[at : at + 4]
+        key = jax.random.fold_in(key, int.from_bytes(word, "little"))
+    return key
 
 
 def test_every_form_of_line_is_answered_as_generate_does(model, tmp_path):
     chat, ids = [dict(role="user", content=QUESTION)], [5, 6, 7]
-    api = dict(method="POST", body=dict(model="m", max_tokens=5, temperature=0.9, seed=3))
+    api = dict(method="POST", body=dict(model="qwen2", max_tokens=5, temperature=0.9, seed=3))
     found, report = answered(
         model,
         tmp_path,
@@ -81,7 +88,7 @@ def test_every_form_of_line_is_answered_as_generate_does(model, tmp_path):
 
     assert found["mine"]["text"] == text(ids, 6, key_of(9, "mine"))
     body = found["chat"]["response"]["body"]
-    assert (body["created"], body["model"], body["object"]) == (0, "m", "chat.completion")
+    assert (body["created"], body["model"], body["object"]) == (0, "qwen2", "chat.completion")
     key = jax.random.key(3)
     assert body["choices"][0]["message"]["content"] == text(xj.encode_prompt(model, QUESTION), 5, key)
     choices = found["two"]["response"]["body"]["choices"]
@@ -105,6 +112,8 @@ def test_every_form_of_line_is_answered_as_generate_does(model, tmp_path):
         ("{}\n", "must have a prompt or messages"),
         (dict(prompt="a", messages=[]), "must have a prompt or messages"),
         (dict(prompt=""), "the prompt is empty"),
+        (dict(prompt=" ", raw=True), "the prompt is empty"),
+        (dict(messages=[dict(role="user", content="")]), "the prompt is empty"),
         (dict(prompt=[]), "at least one token id"),
         (dict(prompt=[10**9]), "outside the vocabulary"),
         (dict(prompt=3), "a text or a list of token ids"),
@@ -148,7 +157,7 @@ def test_what_a_template_gets(model, tmp_path):
     other = copy.copy(model.tokenizer)
     other.chat_template = template
     model, ask = dataclasses.replace(model, tokenizer=other), dict(max_tokens=1, return_token_ids=True)
-    variables, messages = dict(mood="x", messages=[], self=1), [dict(role="user", content="Hi")]
+    variables, messages = dict(mood="x", self=1), [dict(role="user", content="Hi")]
     rows = [dict(ask, prompt="Hi"), dict(ask, messages=messages), dict(ask, prompt="Hi", system="Be")]
     found, _ = answered(model, tmp_path, *(dict(row, chat_template_kwargs=variables) for row in rows))
     sizes = [len(other.encode(text, False)) for text in ("1Hix", "1Hix", "2Bex")]
@@ -204,11 +213,11 @@ def test_broken_off_anywhere_it_ends_with_the_same_bytes(
     real_add, real_settle = ledger.Ledger.add, ledger.Ledger.settle
     dies: list[int] = []
 
-    def add(self, number, digest, line):
+    def add(self, number, digest, line, failed):
         if next(calls) in dies and where != "settle":
             os.write(self._file, line[: len(line) // 2] if where == "add" else line)
             raise Killed
-        real_add(self, number, digest, line)
+        real_add(self, number, digest, line, failed)
 
     def settle(self):
         if sys.exc_info()[0] is Killed or (where == "settle" and dies and next(calls) % 4 == 0):
@@ -293,6 +302,72 @@ def test_other_pages_and_another_machine_go_on(model, tmp_path, monkeypatch):
     assert report["finished_before"] == 1 and found[2]["text"] == found[1]["text"] == first[1]["text"]
 
 
+def test_a_record_of_an_earlier_format_is_rejected_by_name(model, tmp_path):
+    row, progress = dict(prompt="Hi", max_tokens=1), tmp_path / "out.progress"
+    answered(model, tmp_path, row)
+    head, _, rest = progress.read_bytes().partition(b"\n")
+    settings = json.loads(head)
+    assert settings.pop("format") == 2
+    progress.write_bytes(json.dumps(settings).encode() + b"\n" + rest)
+    with pytest.raises(xj.InputError, match="out.progress has format 1, .* and this one has 2: give another"):
+        answered(model, tmp_path, row)
+
+
+@pytest.mark.parametrize("what", ["version", "CPU"])
+def test_another_version_or_cpu_goes_on_with_a_warning(model, tmp_path, monkeypatch, what):
+    row = dict(prompt="Hi", max_tokens=1)
+    answered(model, tmp_path, row)
+    if what == "CPU":
+        monkeypatch.setattr(processor, "features", lambda: ["avx2"])
+    else:
+        monkeypatch.setattr(run, "__version__", "0.0")
+    with pytest.warns(
+        UserWarning, match={"CPU": "cpu .*, here 'avx2'", "version": "xinfer_jax .*here '0.0'"}[what]
+    ):
+        answered(model, tmp_path, row)
+
+
+def test_the_record_says_on_the_disk_which_run_it_is_of_before_a_line_is_answered(
+    model, tmp_path, monkeypatch
+):
+    synced, real = [], os.fsync
+
+    def sync(file):
+        synced.append((os.readlink(f"/proc/self/fd/{file}"), os.fstat(file).st_size))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    ledger.Ledger(tmp_path / "out", dict(model="m")).close()
+    size = (tmp_path / "out.progress").stat().st_size
+    assert synced[0] == (str(tmp_path / "out.progress"), size) and synced[1][0] == str(tmp_path)
+
+
+def test_digests_that_have_come_before():
+    known = lines._Digests()
+    drawn = [bytes([i % 7, 0, *i.to_bytes(4, "big"), *[0] * 10]) for i in range(70_000)]  # many end in zeros
+    assert not any(map(known.add, drawn)) and known._old.nbytes == 16 * len(known._old) == 2**20
+    assert all(map(known.add, drawn[::500]))
+
+
+def test_a_line_that_asks_for_another_model_is_an_error(model, tmp_path):
+    rows = [dict(prompt="Hi", max_tokens=1, model=name) for name in ("here", "there", None)]
+    found, report = answered(model, tmp_path, *rows, model_names=("here",))
+    assert report["errors"] == 1 and "model 'there' is not the one here, which is 'here'" in found[2]["error"]
+
+
+def test_failed_lines_are_the_exit_code_of_every_run(tmp_path, monkeypatch, capsys):
+    from xinfer_jax.cli import batch_flags
+
+    file = file_of(tmp_path, dict(prompt=""), dict(prompt="Hi", max_tokens=1))
+    flags = [f"--input={file}", f"--output={tmp_path / 'out'}", "--rows=4", "--capacity=256", "--pages=40"]
+    for before in (0, 1):
+        with pytest.raises(SystemExit) as ended:
+            batch_flags.main(["xinfer-jax-batch", "--compilation_cache=", *flags])
+        said = capsys.readouterr().err
+        assert ended.value.code == 1 and "1 lines of the output have an error in place of an answer" in said
+        assert f"{2 - 2 * before} were there" not in said
+
+
 def test_a_full_disk_keeps_what_is_finished(model, tmp_path, monkeypatch, whole):
     written, write = [0], os.write
 
@@ -319,7 +394,7 @@ def test_records_survive_a_full_disk_and_are_cut_where_they_are_broken(model, tm
     names = tmp_path / "out", tmp_path / "out.progress"
 
     def torn(to, data):
-        if len(data) % 24 == 0 and not bytes(data).endswith(b"\n"):  # a record, half of which finds room
+        if len(data) % 33 == 0 and not bytes(data).endswith(b"\n"):  # a record, half of which finds room
             if not tears:
                 tears.append(real(to, bytes(data)[:10]))
                 return 10
@@ -337,10 +412,11 @@ def test_records_survive_a_full_disk_and_are_cut_where_they_are_broken(model, tm
     xj.generate_file(model, file, out, seed=7, **SHAPE)
     assert sorted(out.read_bytes().splitlines()) == whole
     kept = names[1].read_bytes()
-    names[1].write_bytes(kept[:-48] + bytes(48))  # blocks that the disk gave and did not fill
+    names[1].write_bytes(kept[:-66] + bytes(66))  # blocks that the disk gave and did not fill
     assert xj.generate_file(model, file, out, seed=7, **SHAPE)["finished_before"] == 38
     assert sorted(out.read_bytes().splitlines()) == whole
-    monkeypatch.setattr(os, "fsync", lambda _: torn_disk())
+    synced = itertools.count()
+    monkeypatch.setattr(os, "fsync", lambda _: torn_disk() if next(synced) > 1 else None)
     out.unlink()
     with pytest.raises(xj.InputError, match="out cannot be written: Input/output error"):
         xj.generate_file(model, file, out, seed=7, **SHAPE)
@@ -350,7 +426,7 @@ def torn_disk():
     raise OSError(errno.EIO, "Input/output error")
 
 
-def test_shards_join_to_the_whole_in_order(model, tmp_path, ordered):
+def test_shards_join_to_the_whole_in_order(model, tmp_path, ordered, monkeypatch):
     file = mixed(tmp_path)
     for i in range(3):
         xj.generate_file(model, file, tmp_path / "out", seed=7, shard=(i, 3), **SHAPE)
@@ -367,9 +443,22 @@ def test_shards_join_to_the_whole_in_order(model, tmp_path, ordered):
     with pytest.raises(xj.InputError, match="is not finished in .*1-of-3"):
         ledger.merge_shards(file, tmp_path / "out", 3)
     second.write_bytes(kept)
-    assert not (tmp_path / "out.part").exists()
-    assert ledger.merge_shards(file, tmp_path / "out", 3) == 40
+    (part := tmp_path / "out.part").write_text("mine")
+    with contextlib.ExitStack() as held:
+        ledger._locked(second, held)
+        with pytest.raises(xj.InputError, match="1-of-3 is being written: wait"):
+            ledger.merge_shards(file, tmp_path / "out", 3)
+    for name, why in (("out.gz", "without .gz"), ("-", "output - would be standard output")):
+        with pytest.raises(xj.InputError, match=why):
+            ledger.merge_shards(file, name if name == "-" else tmp_path / name, 3)
+    synced, real = [], os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), real(file))
+    )
+    assert ledger.merge_shards(file, tmp_path / "out", 3) == (40, 12)  # lines, and those that are errors
     assert (tmp_path / "out").read_bytes().splitlines() == ordered
+    assert len(synced) == 2 and synced[0].endswith(".part") and synced[1] == str(tmp_path)
+    assert part.read_text() == "mine" and [*tmp_path.glob("out*.part")] == [part]
     with pytest.raises(xj.InputError, match="is there already"):
         ledger.merge_shards(file, tmp_path / "out", 3)
 
@@ -384,6 +473,9 @@ def test_packed_and_standard_input(model, tmp_path, monkeypatch, whole):
     (tmp_path / "torn.gz").write_bytes(gzip.compress(data)[:-30])
     with pytest.raises(xj.InputError, match="is no whole gzip file"):
         xj.generate_file(model, tmp_path / "torn.gz", tmp_path / "torn", seed=7, **SHAPE)
+    (tmp_path / "unnamed").write_bytes(gzip.compress(data))
+    with pytest.raises(xj.InputError, match="is packed by gzip: give a file whose name ends in .gz"):
+        xj.generate_file(model, tmp_path / "unnamed", tmp_path / "torn", seed=7, **SHAPE)
 
 
 def test_lines_that_come_slowly_are_answered_as_they_come(model, tmp_path, monkeypatch):
@@ -425,6 +517,22 @@ def test_stopped_it_finishes_what_runs_and_goes_on(model, tmp_path, monkeypatch)
     assert report["stopped"] and len(found) < 200
 
 
+def test_stopped_no_further_line_is_begun(model, tmp_path, monkeypatch):
+    """Lines may take long to tokenize, and many of them are taken between two turns of the engine."""
+    stop, begun = threading.Event(), []
+
+    class Slow(run.Work):
+        def __init__(self, line, *rest):
+            begun.append(line.number)
+            time.sleep(0.1)  # so that the next lines are there
+            stop.set()
+            super().__init__(line, *rest)
+
+    monkeypatch.setattr(run, "Work", Slow)
+    _, report = answered(model, tmp_path, *[dict(prompt="Hi", max_tokens=1)] * 20, stop=stop)
+    assert report["stopped"] and begun == [1]
+
+
 def test_stopped_in_order_what_was_not_begun_leaves_no_gap(model, tmp_path, monkeypatch):
     rows = [dict(prompt=f"Say {i}", max_tokens=30, ignore_eos=True, raw=True) for i in range(20)] + ["[]\n"]
     stop, real = threading.Event(), ledger.Ledger.add
@@ -447,9 +555,10 @@ def test_scores_are_those_of_score(model, tmp_path):
         dict(text=long + choices[0]),
         dict(prompt=[5, 6], completions=[[7], [8, 9]]),
         dict(prompt=f"{long} ", completions=["Paris."]),
-        dict(prompt="a"), dict(text="a", prompt="b"), dict(prompt="a", completions=[""]), dict(text=3),
+        dict(prompt="a"), dict(text="a", prompt="b"), dict(prompt="a", completions=[]), dict(text=3),
         dict(prompt="a", completions=["b", 3]), dict(text="a" * 9000),
         dict(prompt=[], completions=[[7, 8]]),
+        dict(prompt=long, completions=["", *choices, ""]), dict(prompt=[5, 6], completions=[[]]),
         score=True,
     )  # fmt: skip
     begin = len(model.tokenizer.encode(long))
@@ -467,6 +576,9 @@ def test_scores_are_those_of_score(model, tmp_path):
     assert found[4]["completions"][0]["logprob"] == pytest.approx(
         found[1]["completions"][0]["logprob"], abs=1e-4
     )
+    empty = dict(logprob=0.0, tokens=0, greedy=True)
+    assert found[12]["completions"] == [empty, *found[1]["completions"], empty]
+    assert found[13]["completions"] == [empty]
     assert report["errors"] == 7 and all("error" in found[i] for i in range(5, 12))
     assert report["hits"] > 0.3  # completions of one prompt share its pages
 
@@ -498,6 +610,9 @@ def test_batches_of_columns(model, tmp_path):
         both["text"][0] == named["text"][0] and both["error"][1] == again(dict(messages=[None]))["error"][0]
     )
     assert "list of token ids" in again(dict(prompt=np.arange(2)))["error"][0]
+    draws = made(dict(prompt=["Say one", "Hi", "Say one", "Say one"]))["text"].tolist()
+    assert draws[0] == whole["text"][3] and len({draws[0], *draws[2:]}) > 1
+    assert made(dict(prompt=["Say one"] * 3))["text"].tolist() == [draws[0], *draws[2:]]
     none = again(dict(prompt=[]))
     assert none["text"].dtype == object and none["prompt_tokens"].dtype == np.int64
 
@@ -539,7 +654,9 @@ def test_the_command_killed_and_terminated(tmp_path, whole):
         assert "stopped early: the same command goes on from here" in said
     for name in ("killed", "whole"):
         process = start(name)
-        assert "lines answered" in process.communicate()[1] and process.returncode == 0
+        said = process.communicate()[1]
+        assert "lines answered" in said and re.search(r"\d+ lines of the output have an error", said)
+        assert process.returncode == 1
     rows = [sorted((tmp_path / name).read_bytes().splitlines()) for name in ("killed", "whole")]
     assert rows[0] == rows[1] and len(rows[0]) == 240
 
@@ -556,14 +673,20 @@ def test_the_command_killed_and_terminated(tmp_path, whole):
         (["--input=IN", "--output=IN"], "is the input too"),
         (["--input=IN", "--output=OUT", "--shard=2/2"], "must be i/n"),
         (["--input=IN", "--output=OUT", "--merge=2", "--shard=0/2"], "leave out --shard"),
-        (["--input=IN", "--output=OUT", "--merge=2"], "OUT.0-of-2.progress cannot be read"),
+        (["--input=IN", "--output=OUT", "--merge=2"], "OUT.0-of-2 cannot be read"),
+        (["--input=IN", "--output=OUT", "--merge=2", "--report=R"], "leave out --report"),
+        (["--input=IN", "--output=-"], "output - would be standard output"),
         (["--input=IN", "--output=OUT", "--max_tokens=5000"], "exceeds the model's context limit"),
         (["--input=IN", "--output=OUT", "--model=NONE"], "NONE"),
         (["--input=TORN.gz", "--output=OUT"], "is no whole gzip file"),
         (["--input=PIPE", "--output=OUT"], "can be read only once"),
         (["--input=IN", "--output=PIPE"], "cannot be written: give a file"),
         (["--input=IN", "--output=OUT.gz"], "give a name without .gz"),
-        (["--input=IN", "--output=OUT", "--report=IN"], "is the input or the output"),
+        *(
+            (["--input=IN", "--output=OUT", f"--report={name}", *more], "is the input or the output")
+            for name in ("IN", "OUT", "OUT.progress", "OUT.0-of-2", "OUT.1-of-2.progress", "HARD", "SOFT")
+            for more in ([], ["--shard=0/2"])
+        ),
     ],
 )
 def test_bad_flags(tmp_path, monkeypatch, capsys, flags, why):
@@ -574,6 +697,9 @@ def test_bad_flags(tmp_path, monkeypatch, capsys, flags, why):
     os.mkfifo("PIPE")
     file_of(tmp_path, dict(prompt="Hi"), name="IN")
     Path("TORN.gz").write_bytes(b"no gzip")
+    Path("OUT.1-of-2").write_bytes(b"of a shard")
+    os.link("OUT.1-of-2", "HARD")
+    os.symlink("OUT.0-of-2.progress", "SOFT")
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     with pytest.raises(SystemExit) as ended:
         batch_flags.main(["xinfer-jax-batch", "--compilation_cache=", *flags])

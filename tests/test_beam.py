@@ -230,6 +230,7 @@ def test_pairs_come_as_often_as_drawing_without_replacement_says(small):
         (dict(length_penalty=float("nan")), "length_penalty must be a finite number, got nan"),
         (dict(length_penalty=None), "length_penalty must be a finite number, got None"),
         (dict(num_beams=61, max_new_tokens=1), "num_beams 61 exceeds the 60 different sequences"),
+        (dict(num_beams=2**26), "num_beams 67108864 with a vocabulary of 60 makes .* lower num_beams"),
         (dict(max_new_tokens=0), "max_new_tokens must be a whole number of at least 1, got 0"),
         (dict(max_new_tokens=300), "exceeds the model's context limit 256"),
         (dict(capacity=20), "exceeds the capacity 20: raise capacity"),

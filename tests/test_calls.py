@@ -66,6 +66,30 @@ def test_beams_and_alternatives_say_so_too(params):
         run(spoiled(params, jnp.nan), logprobs=2)
 
 
+def test_a_prompt_of_broken_numbers_is_named_among_others(params):
+    """By its row and the step at which it breaks alone, however long the others are searched."""
+    sequences = xj.beam_search(params, CONFIG, **BEAMS).sequences
+    chosen = next(ids[0] for ids in sequences[1] if all(ids[0] not in row for row in sequences[0]))
+
+    def without(token, ids):
+        weight = params["embed"]["weight"].at[token].set(jnp.nan)
+        broken = params | {"embed": params["embed"] | {"weight": weight}}
+        return xj.beam_search(broken, CONFIG, **BEAMS | dict(ids=ids)).sequences
+
+    other, breaks = BEAMS["ids"]
+    said = "the scores are nan: .*hold NaN or inf"
+    for token, ids, where in (
+        (40, [PROMPT, [7, 40]], "row 1, step 0"),
+        (40, [[40, 7], PROMPT], "row 0, step 0"),
+        (chosen, [other, breaks], "row 1, step 1"),
+        (chosen, [breaks, other], "row 0, step 1"),
+        (chosen, [breaks, breaks], "row 0, step 1"),
+    ):
+        with pytest.raises(xj.InputError, match=f"{where}: {said}"):
+            without(token, ids)
+    assert without(40, BEAMS["ids"]) == sequences and all(sequences)  # no beam takes token 40
+
+
 def test_what_overflows_float16_names_another_dtype(params):
     with pytest.raises(xj.InputError, match="row 0, step 0: .*65504: use dtype bfloat16 or float32"):
         run(spoiled(params, 1e6, "float16"))
@@ -99,7 +123,8 @@ def test_a_cache_that_overflowed_is_an_error(params):
     ids=str,
 )
 def test_settings_that_leave_no_token_are_an_error(params, given):
-    with pytest.raises(xj.InputError, match="row 0, step .: the settings leave no token"):
+    named = "min_new_tokens 2 forbids" if "min_new_tokens" in given else "row 0, step .:"
+    with pytest.raises(xj.InputError, match=f"{named}.*the settings leave no token"):
         run(
             params, sampling=xj.SamplingConfig(**given), key=jax.random.key(0), max_new_tokens=3,
             capacity=None, eos_token_ids=[9] if "min_new_tokens" in given else (),

@@ -1,5 +1,6 @@
 """The command line: what it prints and where, and its exit codes."""
 
+import importlib
 import io
 import json
 import re
@@ -225,3 +226,14 @@ def test_help(command, flag):
         assert re.search(rf"^  --{re.escape(name)} +\S", out, re.M), name
     assert re.search(r"--max_tokens .*Default: 128\.", out)
     assert "flagfile" not in out and "undefok" not in out and max(map(len, out.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("module", ["cli.answer_flags", "cli.chat_flags", "cli.batch_flags", "serve.command"])
+def test_help_separates_each_flag_from_its_text(module, capsys):
+    program = importlib.import_module(f"xinfer_jax.{module}").PROGRAM
+    with pytest.raises(SystemExit):
+        program.parse([program.name, "--help"])
+    out = capsys.readouterr().out
+    for name in program.values:
+        option = f"--[no]{name}" if program.values[name].boolean else f"--{name}"
+        assert re.search(rf"^  {re.escape(option)}(  +\S|\n {{28}}\S)", out, re.M), option

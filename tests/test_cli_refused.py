@@ -94,6 +94,8 @@ BAD_FLAGS = {
     "raw-with-system": (["--raw", "--system=y"], "--raw takes the prompt as it is"),
     "empty-prompt": (["--prompt="], "the prompt is empty"),
     "blank-prompt": (["--prompt= \n\t"], "the prompt is empty"),
+    "empty-raw-prompt": (["--prompt=", "--raw"], "the prompt is empty"),
+    "empty-prompt-and-system": (["--prompt", "", "--system=x"], "the prompt is empty"),
 }
 
 

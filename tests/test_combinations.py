@@ -27,6 +27,7 @@ BASES = {
             presence_penalty=0.1,
             frequency_penalty=0.1, no_repeat_ngram_size=3, min_new_tokens=2, logit_bias={3: 1.0},
             forbidden_token_ids=(4,),
+            bad_words_ids=[[9], [6, 7, 8]],
         )
     ),
     "n-and-stops": dict(n=2, stop_token_ids=tuple(range(0, 64, 5)), eos_token_ids=(1, 2)),

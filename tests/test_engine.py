@@ -170,13 +170,14 @@ def test_rows_that_have_ended_ask_for_nothing(engine):
     drawn = xj.SamplingConfig(
         temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, typical_p=0.9, repetition_penalty=1.1,
         presence_penalty=1.0, frequency_penalty=1.0, no_repeat_ngram_size=3, min_new_tokens=2,
+        bad_words_ids=[[9], [8, 7]],
     )  # fmt: skip
     options = xj.GenerateOptions(3, drawn, **NO_END)
     engine.generate([[i, 6] for i in range(engine.rows)], options, key=jax.random.key(0))
     engine.generate([[5, 6, 7]], xj.GenerateOptions(3, **NO_END))
     with engine._turn:
         left = jax.device_get(dataclasses.replace(engine._device.rows.sampling_B, logit_bias=None))
-    nothing = xj.SamplingConfig()
+    nothing = xj.SamplingConfig(bad_words_ids=-1)
     for name, of_rows in vars(left).items():
         assert of_rows is None or np.all(of_rows == getattr(nothing, name)), name
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import signal
+import time
 
 import jax
 import numpy as np
@@ -32,6 +34,7 @@ def engine(shared, model):
     """As new, with the programs of the one before."""
     shared.error, shared._thread, shared._open, shared._new = None, None, {}, []
     shared._answers.clear()
+    shared._cancelled, shared._deadlines, shared._seconds = [], [], 0.0
     shared._scheduler = Scheduler(shared.rows, shared.pages, shared.capacity, shared.chunk)
     shared._device.params, shared.model = model.params, model
     return shared
@@ -177,3 +180,127 @@ def test_weights_that_came_too_late_are_refused(engine, model):
     engine.close()
     with pytest.raises(xj.InputError, match="closed"):
         engine.update(model.params)
+
+
+def test_requests_that_end_with_their_first_token_let_others_come_between(engine):
+    """And the engine looks at cancels: between two chunks, whatever waits."""
+    options = xj.GenerateOptions(1, eos_token_ids=())
+    flood = engine.submit_many([[i] * 100 for i in range(5, 45)], options, client="a", prompt_logprobs=1)
+    engine.step()
+    small = engine.submit([7], options, client="b")
+    for _ in range(4):
+        engine.step()
+    assert small.ended and not flood[-1].ended
+    for request in flood:
+        request.cancel()
+    engine.step()
+    assert all(request.ended for request in flood)
+    assert {request.answers[0].finish_reason for request in flood[10:]} == {"cancelled"}
+
+
+def test_a_turn_is_short_where_nobody_reads_along(engine):
+    long = [engine.submit([i], xj.GenerateOptions(200, eos_token_ids=()), live=False) for i in (5, 6)]
+    while not all(request.answers[0].tokens for request in long):
+        engine.step()
+    engine._seconds = 0.1  # of a step
+    given = [len(request.answers[0].tokens) for request in long]
+    engine.step()
+    assert [len(request.answers[0].tokens) for request in long] == [count + 10 for count in given]
+
+
+def test_a_client_beyond_its_share_is_preempted_and_keeps_its_bits(engine):
+    options = xj.GenerateOptions(60, SAMPLED, eos_token_ids=())
+    keys = [jax.random.key(i) for i in range(3)]
+    alone = [engine.submit([5, i], options, key=key).result() for i, key in enumerate(keys)]
+    slow = [engine.submit([5, i], options, key=keys[i], client="a") for i in range(2)]
+    for _ in slow:
+        engine._seconds = 1.0  # of a step, so the window has one
+        engine.step()
+    before = engine.stats.preemptions
+    other = engine.submit([5, 2], options, key=keys[2], client="b")
+    found = [request.result() for request in (other, *slow)]
+    assert engine.stats.preemptions > before and other.times["first"] < slow[1].times["ended"]
+    for mine, wanted in zip(found, (alone[2], *alone[:2]), strict=True):
+        assert (mine.tokens, mine.logprobs) == (wanted.tokens, wanted.logprobs)
+
+
+def test_options_are_checked_once_for_many_prompts(engine, monkeypatch):
+    seen = []
+    validate = xj.SamplingConfig.validate
+    monkeypatch.setattr(xj.SamplingConfig, "validate", lambda self: (seen.append(1), validate(self))[1])
+    sampling = xj.SamplingConfig(logit_bias={5: 1.0}, allowed_token_ids=list(range(250)) * 40)
+    requests = engine.submit_many([[i] for i in range(5, 37)], xj.GenerateOptions(1, sampling))
+    assert len(seen) <= 2
+    biases = {id(np.asarray(request.call.sampling_B.logit_bias).base) for request in requests}
+    assert len({id(request.call.sampling_B) for request in requests}) == 1 and len(biases) == 1
+    assert engine.submit_many([[1], [2]], xj.GenerateOptions(1), keys=[jax.random.key(0)] * 2)
+    with pytest.raises(xj.InputError, match="1 keys for 2"):
+        engine.submit_many([[1], [2]], xj.GenerateOptions(1), keys=[jax.random.key(0)])
+
+
+def test_an_interrupt_leaves_the_engine_whole(engine, model, monkeypatch):
+    options = xj.GenerateOptions(100, eos_token_ids=())
+    window, turns = engine._device.window, []
+
+    def interrupted(*args):
+        turns.append(signal.raise_signal(signal.SIGINT))
+        return window(*args)
+
+    monkeypatch.setattr(engine._device, "window", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1, 2]], options)
+    monkeypatch.undo()
+    assert len(turns) == 1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert engine.alive and engine.generate([[1, 2]], options)[0].finish_reason == ["length"]
+    assert engine.stats.pages_used == 0
+
+
+def test_what_broke_an_engine_down_has_a_name(engine, monkeypatch):
+    def broken(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(engine._device, "window", broken)
+    with pytest.raises(MemoryError):
+        engine.generate([[1, 2]], xj.GenerateOptions(5))
+    with pytest.raises(xj.InputError, match="MemoryError"):
+        engine.submit([1])
+
+
+def test_a_request_lets_go_of_old_weights(engine, model):
+    request = engine.submit([1, 2], xj.GenerateOptions(2))
+    request.result()
+    old = sum(x.nbytes for x in jax.tree.leaves(request.call.params))
+    assert old == model.params["final_norm"].nbytes
+
+
+def test_a_request_has_ended_only_with_its_times(engine):
+    request = engine.submit([1, 2], xj.GenerateOptions(1))
+    take, seen = engine._tell, []
+
+    def told(requests):
+        seen.append([r.ended for r in requests if r.answered])
+        take(requests)
+
+    engine._tell = told
+    try:
+        request.result()
+    finally:
+        del engine._tell
+    assert [False] in seen and request.ended and request.times["ended"] >= request.times["first"]
+
+
+def test_times_count_from_arrival(engine):
+    request = engine.submit([1, 2], xj.GenerateOptions(1), received=time.monotonic() - 5)
+    assert request.result().stats.ttft_seconds > 5
+    late = engine.submit([1, 2], xj.GenerateOptions(1), received=time.monotonic() - 5, deadline=2)
+    assert late.result().finish_reason == ["deadline"]
+
+
+def test_a_stop_string_may_be_that_of_a_special_token(engine, model):
+    """Where special tokens have text."""
+    special = next(i for i, t in model.tokenizer.backend.get_added_tokens_decoder().items() if t.special)
+    spelled = model.tokenizer.decode([special], skip_special_tokens=False)
+    sampling = xj.SamplingConfig(allowed_token_ids=[special])
+    options = xj.GenerateOptions(5, sampling, eos_token_ids=(), stop_strings=[spelled])
+    for skips, reason in ((True, "length"), (False, "stop")):
+        assert engine.submit([1], options, skip_special_tokens=skips).result().finish_reason == [reason]

@@ -15,6 +15,7 @@ import tiny
 import xinfer_jax as xj
 from xinfer_jax.cache.quantized import KV_BITS, empty, quantize, widen
 from xinfer_jax.generation.batches import padded
+from xinfer_jax.generation.loop import READ
 from xinfer_jax.model.layers import rotary_angles, rotate, turned
 from xinfer_jax.weights.params import tree_bytes
 
@@ -152,6 +153,32 @@ def test_few_tokens_choose_few_directions():
         np.testing.assert_allclose(np.sort(lengths), ([0] * 4 + [1] * min(tokens, 4))[-4:], atol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def small():
+    """One layer of random weights: programs compile in a fraction of the time."""
+    config = xj.from_hf(tiny.CONFIG | dict(num_hidden_layers=1, max_position_embeddings=1024))
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    return jax.tree.map(lambda x: 3 * x if x.ndim > 1 else x, params), config
+
+
+def test_gear_rows_do_not_depend_on_the_batch(small):
+    """A prompt of several prefill chunks alone, and among others with shorter chunks, as a GPU cuts them; and
+    layer by layer.
+    """
+    params, config = small
+    ids = np.random.RandomState(0).randint(0, 200, 700).tolist()
+    options = xj.GenerateOptions(1, cache_dtype="gear", capacity=1024, logits=True, eos_token_ids=())
+    found = []
+    for rows, chunk in ((1, 2048), (8, 512)):
+        prompts = [ids, *[ids[:5]] * (rows - 1)]
+        tokens, cache = padded(prompts, 1024), xj.init_cache(config, rows, 1024, "gear")
+        found.append(np.asarray(READ.keeping(params, config, *tokens, cache, None, chunk)[0])[0])
+        found.append(xj.generate(params, config, prompts, options).logits[0][0])
+    assert np.abs(found[0]).max() > 1
+    for logits_V in found[1:]:
+        np.testing.assert_allclose(logits_V, found[0], atol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int4", "gear"])
 def test_a_row_of_a_batch_is_the_row_alone_and_streamed(shallow, dtype):
     model = shallow
@@ -207,10 +234,13 @@ def test_a_bias_turned_later_is_the_key_turned():
         np.testing.assert_allclose(got[:, :, :3], np.swapaxes(want, 1, 2)[:, :, :3], atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_large_biases_of_keys_cost_nothing(shallow, dtype):
+@pytest.mark.parametrize("dtype, rope", [("int8", "default"), ("int4", "default"), ("int8", "dynamic")])
+def test_large_biases_of_keys_cost_nothing(shallow, dtype, rope):
     """Numbers of 300 on every key: the error of logits stays near that without them."""
-    K, H = shallow.config.num_key_value_heads, shallow.config.head_dim
+    config = shallow.config
+    if rope == "dynamic":
+        config = dataclasses.replace(config, rope=dynamic(config))
+    K, H = config.num_key_value_heads, config.head_dim
     added_KH = np.zeros((K, H), np.float32)
     added_KH[:, H // 2 - 1], added_KH[:, H - 2] = 300, -300
 
@@ -218,17 +248,54 @@ def test_large_biases_of_keys_cost_nothing(shallow, dtype):
         k = shallow.params["layers"][0]["k"]
         layer = shallow.params["layers"][0] | {"k": k | {"bias": k["bias"] + added_KH.reshape(-1)}}
         params, tokens_BT = shallow.params | {"layers": (layer,)}, jnp.arange(1, 41).reshape(2, 20)
-        caches = [xj.init_cache(shallow.config, 2, 64, name) for name in ("float32", dtype)]
-        exact, rounded = (xj.forward(params, shallow.config, tokens_BT, cache)[0] for cache in caches)
+        caches = [xj.init_cache(config, 2, 64, name) for name in ("float32", dtype)]
+        exact, rounded = (xj.forward(params, config, tokens_BT, cache)[0] for cache in caches)
         return float(jnp.abs(exact - rounded).max())
 
     assert worst(added_KH) < 2 * worst(0 * added_KH)
+
+
+def dynamic(config):
+    """Dynamic RoPE of a factor whose stretch below the original maximum is 1 only up to rounding."""
+    return dataclasses.replace(config.rope, rope_type="dynamic", factor=3.3)
+
+
+def test_draft_tokens_past_the_end_leave_dynamic_frequencies_as_they_are(small):
+    """Up to the original maximum: the last passes verify more draft tokens than there is room for."""
+    params, config = small
+    config = dataclasses.replace(config, rope=dynamic(config), max_position_embeddings=32)
+    options = dict(max_new_tokens=12, eos_token_ids=(), logits=True)
+    plain, guessed = (
+        xj.generate(params, config, [list(range(20))], xj.GenerateOptions(**options, **draft))
+        for draft in ({}, dict(draft="lookup", draft_tokens=8))
+    )
+    assert guessed.tokens == plain.tokens
+    np.testing.assert_allclose(guessed.logits[0], plain.logits[0], atol=1e-4)
 
 
 def test_refused(model):
     for dtype, named in (("int3", "int3"), ("float64", "float64")):
         with pytest.raises(xj.InputError, match=named):
             xj.generate(model.params, model.config, PROMPTS, xj.GenerateOptions(4, cache_dtype=dtype))
+
+
+def test_gear_refuses_heads_whose_places_fit_no_byte(model):
+    """Of 320 numbers; 256 are kept right."""
+    wide = xj.from_hf(tiny.CONFIG | dict(head_dim=320))
+    params = xj.init_params(wide, jax.random.key(0), "float32")
+    named = "'gear' .* head_dim 320 exceeds its 256: use 'int8' or 'int4'"
+    with pytest.raises(xj.InputError, match=named):
+        xj.generate(params, wide, PROMPTS, xj.GenerateOptions(4, cache_dtype="gear"))
+    with pytest.raises(xj.InputError, match=named):
+        xj.beam_search(params, wide, PROMPTS, cache_dtype="gear")
+    with pytest.raises(xj.InputError, match=named):
+        xj.init_cache(wide, 1, 64, "gear")
+    with pytest.raises(xj.InputError, match="head_dim 2 leaves none: use 'int8'"):
+        xj.init_cache(xj.from_hf(tiny.CONFIG | dict(head_dim=2)), 1, 64, "gear")
+    x = np.random.RandomState(0).standard_normal((1, 2, 8, 256)).astype(np.float32)
+    x[..., 255] = 9
+    error = np.asarray(widen(quantize(jnp.array(x), empty(x.shape, "gear"), jnp.array([8])))) - x
+    assert np.linalg.norm(error) < 0.2 * np.linalg.norm(x) and np.abs(error[..., 255]).max() < 1e-2
 
 
 @pytest.mark.slow

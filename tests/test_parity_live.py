@@ -283,6 +283,26 @@ def test_no_repeat_ngram_and_min_new_tokens():
     assert_same_kept(
         jax.jit(processors.no_repeat_ngram)(logits_BV, size_B, history_BS, length_B), torch.cat(theirs)
     )
+    words = [
+        [[1], [2, 3], [3], [4, 5, 6], [11]],
+        [[0, 1]],
+        [[7]],
+        [[i, j] for i in range(7) for j in range(9)],
+    ]
+    theirs = [
+        transformers.NoBadWordsLogitsProcessor(words[i % 4], [3, 7])(
+            torch.tensor(ids[None, :length]), torch.tensor(row[None])
+        )
+        for i, (_, length, ids, row) in enumerate(rows)
+        if i % 4 != 2  # transformers takes no list of which nothing is left
+    ]
+    settings = [xj.SamplingConfig(bad_words_ids=words[i % 4]) for i in range(ROWS)]
+    words_BWL = per_row(settings, ROWS, logits_BV.shape[1]).bad_words_ids
+    eos_BE = np.broadcast_to(np.array([3, 7, -1, -1]), (ROWS, 4))
+    found = np.asarray(jax.jit(processors.bad_words)(logits_BV, words_BWL, history_BS, length_B, eos_BE))
+    kept = np.arange(ROWS) % 4 != 2
+    assert_same_kept(found[kept], torch.cat(theirs))
+    np.testing.assert_array_equal(found[~kept], logits_BV[~kept])
     theirs = [
         transformers.MinNewTokensLengthLogitsProcessor(0, n, [3, 7], "cpu")(
             torch.tensor(ids[None, :2]), torch.tensor(row[None])
@@ -297,6 +317,7 @@ def test_no_repeat_ngram_and_min_new_tokens():
     "theirs, ours",
     [
         (dict(no_repeat_ngram_size=2), dict(no_repeat_ngram_size=2)),
+        (dict(bad_words_ids=[[41], [76, 81]]), dict(bad_words_ids=[[41], [76, 81]])),
         (dict(min_new_tokens=9), dict(min_new_tokens=9)),
         (dict(suppress_tokens=[41, 76, 81]), dict(forbidden_token_ids=[41, 76, 81])),
         (

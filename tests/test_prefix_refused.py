@@ -101,6 +101,17 @@ def test_a_prefix_goes_with_its_own_format_however_it_is_named(model, saved):
 # --- longrope -----------------------------------------------------------------------------------------------
 
 
+def test_rounded_keys_of_dynamic_rope_have_a_format_of_their_own(model, tmp_path):
+    """Format 3 had them with their bias."""
+    params, config = model
+    config = dataclasses.replace(config, rope=dataclasses.replace(config.rope, rope_type="dynamic"))
+    xj.save_prefix(tmp_path / "new", by_hand(config, "int8"), params, config)
+    assert xj.load_prefix(tmp_path / "new", params, config).tokens == TOKENS
+    old = rewritten(tmp_path / "new", tmp_path / "old", setting("format", 3))
+    with pytest.raises(xj.InputError, match="another version of xinfer_jax"):
+        xj.load_prefix(old, params, config)
+
+
 @pytest.fixture(scope="module")
 def switching():
     """Factors that change beyond 32 tokens."""

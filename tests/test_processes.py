@@ -1,23 +1,44 @@
 """Several processes that run one model, on this machine: their answers, and how they end where one does."""
 
+import contextlib
+import dataclasses
 import json
 import os
+import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
+import jax
+import numpy as np
 import pytest
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax.cli import answer_flags, batch_flags, group
+from xinfer_jax import signing
+from xinfer_jax.cli import answer_flags, batch_flags, channel, group, watch
+from xinfer_jax.engine import lockstep, messages
+from xinfer_jax.generation.options import checked
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from soak_processes_jobs import Process, free_port, job, until
 
 SHAPE, LINES = dict(rows=2, capacity=256, pages=12), 80
+SECRET, OTHER = b"s" * 32, b"o" * 32
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    """Where the user's own secret is made."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder := tmp_path_factory.mktemp("cache")))
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +51,7 @@ def model(tmp_path_factory) -> Path:
 def lines(tmp_path) -> Path:
     file = tmp_path / "in.jsonl"
     rows = (dict(prompt=f"the {i}", max_tokens=24, temperature=i % 2 * 0.8, seed=i) for i in range(LINES))
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in [*rows, dict(prompt="")]))
     return file
 
 
@@ -61,12 +82,17 @@ def test_a_file_is_answered_as_by_one_process_though_one_is_killed(model, lines,
     args = [f"--{name}={value}" for name, value in given.items()] + ["--raw", "--in_order"]
     with job("batch", *args) as processes:
         until(lambda: out.exists() and out.read_bytes().count(b"\n") > 2, 120)
+        secret = signing.secret_of(None, "127.0.0.1")
+        told = (Path(f"/proc/{processes[1].child}/{name}").read_bytes() for name in ("environ", "cmdline"))
+        assert not any(secret in data for data in told)
         os.kill(processes[1].child, signal.SIGKILL)
         for process in processes:
             ends(process, 1, rf"process 1 of 2 \(\S+\) was ended by SIGKILL: all have ended, see {logs}")
     assert 2 < out.read_bytes().count(b"\n") < LINES and (logs / "process-1.log").exists()
     with job("batch", *args) as processes:
-        assert [process.end(120)[0] for process in processes] == [0, 0]
+        ended = [process.end(120) for process in processes]
+    assert [code for code, _, _ in ended] == [1, 1] and not ended[1][2]  # in order; one line is an error
+    assert ended[0][2].splitlines()[-1].endswith("1 lines of the output have an error in place of an answer")
     assert out.read_bytes() == one.read_bytes()
 
 
@@ -138,3 +164,203 @@ def test_the_cluster_says_who_is_there(monkeypatch):
     answer_flags.PROGRAM.parse(["xinfer-jax", "--coordinator=auto", "--num_processes=3"])
     host, port, processes, number = group.job_of(answer_flags.PROGRAM.values)
     assert (host, processes, number) == ("node3", 3, 1) and port > 1024
+
+
+class Store:
+    """jax's coordination service in one process."""
+
+    def __init__(self, limit=10.0):
+        self.values, self.news, self.limit = dict[str, bytes](), threading.Condition(), limit
+
+    def key_value_set_bytes(self, key, value):
+        with self.news:
+            self.values[key] = value
+            self.news.notify_all()
+
+    def blocking_key_value_get_bytes(self, key, milliseconds):
+        with self.news:
+            assert self.news.wait_for(lambda: key in self.values, self.limit)
+            return self.values[key]
+
+
+def met(store: Store, *secrets: bytes) -> list[lockstep.Calls]:
+    """Process 0 and another one, which know these secrets."""
+    with ThreadPoolExecutor(2) as pool:
+        made = [pool.submit(lockstep.Calls, store, "run", i, 2, secret) for i, secret in enumerate(secrets)]
+        return [one.result() for one in made]
+
+
+class Harm:
+    """Unpickled it makes a file."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+def test_what_nobody_signed_is_rejected_and_runs_nothing(tmp_path):
+    store, harm = Store(), tmp_path / "harm"
+    leader, follower = met(store, SECRET, SECRET)
+    leader.say(["place", [1], []])
+    assert follower.hear() == ["place", [1], []]
+    first = store.values["run/0/0"]
+    leader.say(["place", [2], []])
+    good = store.values["run/0/1"]
+    forged = {
+        "a pickle": pickle.dumps(Harm(harm)), "nothing": b"", "sent before": first,
+        "another secret": signing.Signer(OTHER, "", "process 0").sign("run/0/1", b"null"),
+        "other content": good[: signing.SIZE] + good[signing.SIZE :].replace(b"2", b"3"),
+    }  # fmt: skip
+    for what, message in forged.items():
+        store.values["run/0/1"] = message
+        follower._signer._number = iter([1])
+        with pytest.raises(xj.InputError, match="a message of process 0 has a wrong signature"):
+            follower.hear()
+        assert not harm.exists(), what
+    again = Store()
+    met(again, SECRET, SECRET)[0].say(["place", [2], []])
+    store.values["run/0/1"] = again.values["run/0/0"]  # of another run with the same secret
+    follower._signer._number = iter([0])
+    with pytest.raises(xj.InputError, match="wrong signature"):
+        follower.hear()
+
+
+def test_processes_of_different_secrets_or_runs_do_not_meet():
+    with pytest.raises(xj.InputError, match="process 1 has a wrong signature: give all processes the same"):
+        met(Store(limit=0.5), SECRET, OTHER)
+    earlier, store = Store(), Store()
+    met(earlier, SECRET, SECRET)
+    store.values["run/run"] = earlier.values["run/run"]
+    with pytest.raises(xj.InputError, match="began another run"):
+        lockstep.Calls(store, "run", 1, 2, SECRET)
+
+
+def test_what_is_told_is_a_closed_set_of_values():
+    config = xj.load_model().config
+    values = [None, True, 3, -float("inf"), "é", [1, [2.5]], {1: [2], "a": None}, messages.Kept(4)]
+    assert messages.decode(messages.encode(values)) == values
+    array = messages.decode(messages.encode(np.arange(6, dtype=np.int16).reshape(2, 3)))
+    assert array.tolist() == [[0, 1, 2], [3, 4, 5]] and array.dtype == np.int16
+    key = jax.random.split(jax.random.key(5), 1)
+    told = messages.decode(messages.encode(key))
+    assert jax.random.key_data(told).tolist() == jax.random.key_data(key).tolist()
+    sampling = xj.SamplingConfig(np.float32(0.5), 7, allowed_token_ids={3, 4}, logit_bias={3: -np.inf})
+    options = xj.GenerateOptions(9, sampling, stop_token_ids=(8,), logprobs=2)
+    call = checked(xj.load_model().params, config, [[5, 6]], options, jax.random.key(0))
+    told = messages.decode(messages.encode(call), config)
+    assert (told.prompts, told.ending, told.config) == (call.prompts, call.ending, config)
+    assert told.options.max_new_tokens == 9 and told.options.logprobs == 2 and told.params == {}
+    (found,) = told.options.sampling
+    assert (found.temperature, found.top_k, found.logit_bias) == (0.5, 7, {3: -np.inf})
+    assert sorted(found.allowed_token_ids) == [3, 4]
+    every = dict.fromkeys((f.name for f in dataclasses.fields(sampling)), 0.5) | dict(
+        logit_bias=np.zeros(4, np.float32),
+        allowed_token_ids=[3],
+        forbidden_token_ids=[4],
+        bad_words_ids=[[5, 6]],
+    )
+    told = messages._sampling(json.loads(json.dumps(messages._plain_sampling(xj.SamplingConfig(**every)))))
+    assert vars(told).pop("logit_bias").tolist() == every.pop("logit_bias").tolist()
+    assert vars(told) == every
+    for bad in (b"{", b'{"__reduce__": []}', b'{"array": ["object", [1], ""]}', b'{"key": ["x", []]}', b"{}"):
+        with pytest.raises(xj.InputError, match="cannot be understood"):
+            messages.decode(bad)
+    with pytest.raises(TypeError, match="cannot be told"):
+        messages.encode(Harm(None))
+    with pytest.raises(AttributeError, match="nothing that other processes do"):
+        lockstep.Leader(None, None).__getattr__("rows")
+
+
+def test_who_does_not_know_the_secret_cannot_speak_to_a_parent():
+    job = group.Job("127.0.0.1", free_port(), 2, 0)
+    hub, heard = watch._Hub(job, 60, SECRET), SimpleQueue()
+
+    def connected():
+        return socket.create_connection((job.host, job.port), 10)
+
+    with connected() as stranger:
+        stranger.sendall(b'{"here": 1, "host": "x"}\n{"ended": 1, "why": "", "blames": null}\n' * 2)
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(4096):
+                pass
+    with pytest.raises(xj.InputError, match="wrong signature"):
+        channel.Channel(connected(), heard, OTHER, listens=False)
+    until(lambda: hub._unknown == 2)
+    assert not hub._lines and not hub._reports
+    other = channel.Channel(connected(), heard, SECRET, listens=False)
+    other.say(here=1, host="here")
+    until(lambda: 1 in hub._lines)
+    hub._lines[1].say(signal=2)
+    assert heard.get(timeout=10) == (other, dict(signal=2))
+    other._out.sign("line", b"")  # as if a line had been taken out
+    other.say(ended=0, why="", blames=None)
+    until(lambda: hub._reports)
+    assert "is gone (it sent a line with a wrong signature)" in hub._reports[0][2]
+
+
+def test_connections_that_prove_nothing_do_not_keep_a_process_out(monkeypatch):
+    monkeypatch.setattr(watch, "_UNPROVED", 3)
+    job = group.Job("127.0.0.1", free_port(), 2, 0)
+    hub = watch._Hub(job, 60, SECRET)
+    with contextlib.ExitStack() as open_ones:
+        strangers = [
+            open_ones.enter_context(socket.create_connection((job.host, job.port), 5)) for _ in range(5)
+        ]
+        other = channel.Channel(
+            socket.create_connection((job.host, job.port), 5), SimpleQueue(), SECRET, listens=False
+        )
+        other.say(here=1, host="here")
+        until(lambda: 1 in hub._lines)
+        for stranger in strangers[:3]:  # the oldest were closed
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(4096):
+                    pass
+        assert list(hub._lines) == [1] and hub._unknown == 0
+        until(lambda: len(hub._unproved) == 2)
+
+
+def test_only_the_address_named_is_listened_at():
+    with channel.listen("127.0.0.2", 0) as server, pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", server.getsockname()[1]), 10)
+    with pytest.raises(xj.InputError, match="--coordinator=192.0.2.1:9 cannot be listened on"):
+        channel.listen("192.0.2.1", 9)
+
+
+def test_secrets(tmp_path, monkeypatch, command, cache):
+    file = tmp_path / "secret"
+    file.write_bytes(SECRET + b"\n")
+    file.chmod(0o600)
+    assert signing.secret_of(str(file), "10.0.0.1") == SECRET
+    monkeypatch.setenv(signing.VARIABLE, str(file))
+    assert signing.secret_of(None, "10.0.0.1") == SECRET
+    monkeypatch.delenv(signing.VARIABLE)
+    for mode in (0o640, 0o604):
+        file.chmod(mode)
+        with pytest.raises(xj.InputError, match="may be read or written by others: chmod 600"):
+            signing.secret_of(str(file), "10.0.0.1")
+    file.chmod(0o600)
+    others = os.stat_result((0o100600, 0, 0, 1, os.geteuid() + 1, *[0] * 5))
+    with monkeypatch.context() as patch, pytest.raises(xj.InputError, match="belongs to another user"):
+        patch.setattr(os, "fstat", lambda _: others)
+        signing.secret_of(str(file), "10.0.0.1")
+    with monkeypatch.context() as patch:
+        roots = os.stat_result((0o100600, 0, 0, 1, 0, *[0] * 5))
+        patch.setattr(os, "fstat", lambda _: roots)
+        assert signing.secret_of(str(file), "10.0.0.1") == SECRET
+    file.write_bytes(SECRET[1:])
+    with pytest.raises(xj.InputError, match="32 to 4096 bytes, and has 31"):
+        signing.secret_of(str(file), "10.0.0.1")
+    with pytest.raises(xj.InputError, match="cannot be read: No such file"):
+        signing.secret_of(f"{file}.none", "10.0.0.1")
+    code, _, err = command("--prompt=x", "--coordinator=10.0.0.1:9", "--num_processes=2", "--process_id=0")
+    assert code == 2 and "processes that meet at 10.0.0.1 need a secret" in err and "--secret_file" in err
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with ThreadPoolExecutor(8) as pool:  # the first of them makes it
+        found = {*pool.map(lambda _: signing.secret_of(None, "127.0.0.1"), range(8))}
+    (own,) = (tmp_path / "xinfer_jax/processes").iterdir()
+    assert len(found) == 1 and own.stat().st_mode & 0o777 == 0o600
+    own.parent.chmod(0o755)
+    with pytest.raises(xj.InputError, match="mode 0700"):
+        signing.secret_of(None, "::1")

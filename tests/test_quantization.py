@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from parity_cases import CASES
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import BUNDLED
+from xinfer_jax.model.experts import mixture_of_experts
 from xinfer_jax.weights import processor, products
 from xinfer_jax.weights.params import tree_bytes
 from xinfer_jax.weights.quantized import (
@@ -157,6 +159,34 @@ def test_a_processor_says_what_it_multiplies_and_forms_follow(has, tmp_path, mon
     monkeypatch.setenv(processor.VARIABLE, "sse")
     with pytest.raises(xj.InputError, match="XINFER_JAX_CPU='sse': give some of int8,bfloat16,amx, or none"):
         processor.multiplies()
+
+
+@pytest.mark.parametrize("has", ["bfloat16", "bfloat16,amx", "none"])
+def test_experts_narrower_than_the_model_in_bfloat16(has, monkeypatch):
+    """64 tokens at once: XLA has no bfloat16 product with what a product with the matrix in front gives."""
+    monkeypatch.setattr(products, "multiplies", lambda: frozenset(has.split(",")))
+    config = CASES["moe-some-layers-dense"].config
+    assert config.moe_intermediate_size < config.hidden_size
+    params = xj.init_params(config, jax.random.key(0), "bfloat16")
+    layer = next(layer for layer in params["layers"] if "experts" in layer)
+    x_BTD = jax.random.normal(jax.random.key(1), (1, 64, config.hidden_size), "bfloat16")
+    wide = jax.tree.map(lambda x: x.astype("float32"), (x_BTD, layer))
+    got, wanted = (
+        jax.jit(mixture_of_experts, static_argnums=2)(*args, config) for args in ((x_BTD, layer), wide)
+    )
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype("float32"), wanted, atol=0.03 * np.abs(wanted).max())
+
+
+def test_qwen3_moe_prefills_64_tokens_in_bfloat16():
+    config = CASES["moe-some-layers-dense"].config
+    params = xj.init_params(config, jax.random.key(0), "bfloat16")
+    tokens_BT, num_tokens_B = np.arange(64, dtype=np.int32)[None] % 90, np.array([64], np.int32)
+    logits = []
+    for tree in (params, jax.tree.map(lambda x: x.astype("float32"), params)):
+        cache = xj.init_cache(config, 1, 64)
+        logits.append(np.asarray(xj.prefill(tree, config, tokens_BT, num_tokens_B, cache)[0]))
+    np.testing.assert_allclose(logits[0], logits[1], atol=0.05 * np.abs(logits[1]).max())
 
 
 @pytest.mark.parametrize("rows", [1, 2, 9])

@@ -1,60 +1,50 @@
-"""The README's Python blocks run as they stand, each on its own."""
+"""The README's Python blocks run as they stand, each on its own, and print what it says they print."""
 
 import re
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
 
 import xinfer_jax as xj
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+# Python, and the output that follows it, where the README shows one.
+BLOCKS = re.findall(r"```python\n(.*?)```\n(?:```\n(.*?)```\n)?", README, re.DOTALL)
 FROM_THE_HUB = '"Qwen/Qwen2.5-0.5B-Instruct"'  # stands for the bundled checkpoint here
-
-
-def first(names, capsys):
-    assert capsys.readouterr().out.strip()
-
-
-def library(names, capsys):
-    assert (
-        names["logits"].shape == (1, names["ids"].shape[1], names["config"].vocab_size)
-        and names["logits"].dtype == np.float32
-    )
-    assert [len(row) for row in names["out"].tokens] == [8, 8]
-
-
-def rollout(names, capsys):
-    assert names["result"].tokens_BT.shape == (2, 16)
-    assert isinstance(names["result"].cache.length_B, jax.Array)
-
-
-def choices(names, capsys):
-    assert names["choice"] == "The capital of Spain is Madrid."
-
-
-def engine(names, capsys):
-    assert capsys.readouterr().out.startswith("The capital of France is Paris.")
-    assert len(names["outs"]) == 2 and names["out"].finish_reason == ["eos"]
-
-
-# One line for each block, in their order: what must hold once it has run.
-CHECKS = (first, library, rollout, choices, engine)
+# What a block prints that depends on the checkpoint or the machine, in the order of the blocks.
+PRINTED = (
+    r".+\n",
+    None,
+    r"\(2, 16\) \[\d+ \d+\]\n",
+    r"\[\[.+\]\]\n",
+    None,
+    r"The capital of France is Paris\.\n\['.+', '.+'\]\n.+",
+)
 
 
 def test_every_block_is_here():
-    assert len(BLOCKS) == len(CHECKS)
+    assert len(BLOCKS) == len(PRINTED)
 
 
-@pytest.mark.parametrize(
-    "block, check", list(zip(BLOCKS, CHECKS, strict=False)), ids=lambda x: getattr(x, "__name__", "")
-)
-def test_block_runs(block, check, capsys):
-    names: dict = {}
-    exec(compile(block.replace(FROM_THE_HUB, ""), "README.md", "exec"), names)
-    check(names, capsys)
+@pytest.mark.parametrize("number", range(len(PRINTED)))
+def test_block_prints(number, capsys):
+    (block, shown), pattern = BLOCKS[number], PRINTED[number]
+    exec(compile(block.replace(FROM_THE_HUB, ""), "README.md", "exec"), {})
+    out = capsys.readouterr().out
+    if pattern is None:
+        assert out == shown
+    else:
+        assert re.fullmatch(pattern, out, re.DOTALL)
+
+
+def test_what_to_install_is_not_asked_of_an_index():
+    """The package is on none: an extra comes from the checkout."""
+    texts = [
+        README,
+        *(file.read_text() for part in ("xinfer_jax", "scripts") for file in ROOT.glob(f"{part}/**/*.py")),
+    ]
+    assert not [text for text in texts if re.search(r"pip install (-\S+ )*['\"]?xinfer-jax", text)]
 
 
 def test_the_core_is_as_long_as_it_says():

@@ -1,9 +1,11 @@
 """The engine's books: requests drawn at random, on a model of a device and of what may be found."""
 
+import itertools
+
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from xinfer_jax.engine import scheduler
+from xinfer_jax.engine import clients, scheduler
 from xinfer_jax.engine.scheduler import Move, Read, Row, Scheduler
 
 PAGE, CHUNK, CAPACITY, PATIENCE = 4, 12, 60, 3  # so small that short prompts see everything
@@ -12,7 +14,7 @@ PAGE, CHUNK, CAPACITY, PATIENCE = 4, 12, 60, 3  # so small that short prompts se
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(scheduler, "PAGE", PAGE)
-    monkeypatch.setattr(scheduler, "PATIENCE", PATIENCE)
+    monkeypatch.setattr(clients, "PATIENCE", PATIENCE)
 
 
 def order(row):
@@ -26,7 +28,8 @@ class Device:
     it. Beside them every row has the cells that it should hold.
     """
 
-    def __init__(self, slots, pages, prefix_cache=True):
+    def __init__(self, slots, pages, prefix_cache=True, several_clients=False):
+        self.several_clients = several_clients
         self.books = Scheduler(slots, pages, CAPACITY, CHUNK, prefix_cache)
         self.cells = [[None] * PAGE for _ in range(pages)]
         self.rows, self.queue, self.host, self.texts = [], [], {}, []
@@ -46,6 +49,7 @@ class Device:
         self.lost |= len(self.books.published) < self.published  # before anything new is published
         for action in actions:
             if isinstance(action, Read):
+                assert action.row not in self.host and action.count > 0  # who was preempted came back before
                 self.read(action)
             elif action.out:
                 self.host[action.row] = [self.cells[page].copy() for page in action.pages]
@@ -56,23 +60,25 @@ class Device:
                     self.cells[page] = cells
         outs = [action.row for action in actions if isinstance(action, Move) and action.out]
         outs = [row.arrival for row in outs if most - row.priority < scheduler.URGENT]
-        assert not outs or max(row.arrival for row in self.books.seated) < min(outs)  # the youngest made way
+        if not self.several_clients:  # the youngest made way
+            assert not outs or max(row.arrival for row in self.books.seated) < min(outs)
         assert [isinstance(action, Read) for action in actions[:-1]].count(True) == 0
         self.check()
         return actions
 
     def enter(self, row):
         """The first in order entered; all that came before it and do not run yet were passed over."""
-        assert min(self.queue, key=order) is row
+        assert min(self.queue, key=order) is row or self.several_clients
         self.queue.remove(row)
         for other in self.rows:
             other.late += other.arrival < row.arrival and (other in self.queue or not other.read)
 
     def read(self, piece):
-        row, (_, start, count, whole, last) = piece.row, piece
+        row, (_, start, count, whole, last, _) = piece.row, piece
         could = [*self.queue] if None in self.books.slots else [row]
         could += [other for other in self.books.seated if not other.read]
-        assert min(could, key=order) is row or len(self.books.free) < 80  # those before it may wait for pages
+        if not self.several_clients and len(self.books.free) >= 80:  # else those before it may wait for pages
+            assert min(could, key=order) is row
         if row in self.queue:
             self.enter(row)
             self.look_up(row, start)
@@ -231,14 +237,32 @@ STEPS = st.sampled_from([SUBMIT] * 12 + [FOLLOW] * 6 + [TURN] * 30 + [END] * 2 +
     st.lists(STEPS, min_size=50, max_size=100),
 )
 def test_any_requests_in_any_order(small, slots, pages, prefix_cache, steps):
-    device = Device(slots, pages, prefix_cache > 0)
+    run(Device(slots, pages, prefix_cache > 0), steps)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck], derandomize=True)
+@given(
+    st.integers(1, 5),
+    st.sampled_from([9, 12, 16, 20, 26, 200]),
+    st.lists(STEPS, min_size=50, max_size=100),
+    st.lists(st.sampled_from("aaab"), min_size=1, max_size=9),
+)
+def test_any_requests_of_several_clients(small, slots, pages, steps, names):
+    run(Device(slots, pages, several_clients=True), steps, names)
+
+
+def run(device, steps, names=("",)):
+    """Carries out the steps, the requests in turn for the clients of these names."""
+    clients_of = itertools.cycle(names)
     for name, *values in steps:
         if name == "submit":
             ids, most, options = values
-            device.submit(ids, most, **options)
+            device.submit(ids, most, client=next(clients_of), **options)
         elif name == "follow" and device.texts:
             at, most, options = values
-            device.submit([*device.texts[at % len(device.texts)], 2], most, **options)
+            device.submit(
+                [*device.texts[at % len(device.texts)], 2], most, client=next(clients_of), **options
+            )
         elif name == "turn":
             device.do(device.books.read_next())
             device.window(*values)
@@ -318,9 +342,9 @@ def test_the_least_recently_used_goes_first():
 def test_who_was_passed_over_often_goes_first():
     books = Scheduler(rows=1, pages=8, capacity=4096, chunk=64)
     books.submit(old := Row([1], 1))
-    for turn in range(scheduler.PATIENCE + 1):
+    for turn in range(clients.PATIENCE + 1):
         read(books, row := Row([2], 1, priority=1))
-        assert (old.state, row.state)[turn == scheduler.PATIENCE] == "waiting"
+        assert (old.state, row.state)[turn == clients.PATIENCE] == "waiting"
         books.end(row)
     assert old.state == "running"
 
@@ -338,10 +362,10 @@ def test_the_urgent_take_the_place_of_who_decodes():
     books.end(urgent)
     back, *_ = books.read_next()
     assert (back.row, back.out) == (rows[1], False)  # before who came later
-    for turn in range(scheduler.PATIENCE + 1):
+    for turn in range(clients.PATIENCE + 1):
         books.submit(urgent := Row([6], 5, priority=9))
         actions = books.read_next()
-        assert (len(actions) == 2) == (turn < scheduler.PATIENCE - 1)  # then it stays
+        assert (len(actions) == 2) == (turn < clients.PATIENCE - 1)  # then it stays
         if len(actions) < 2:
             break
         books.dispatched(actions[1])
@@ -362,3 +386,152 @@ def test_who_was_cancelled_publishes_nothing():
         7,
         "ended",
     )
+
+
+def small_calls(books, count):
+    """So many short requests of another client, each after the one before: turns that each one waited."""
+    waited = [0] * count
+    for at in range(count):
+        books.submit(row := Row([1] * 10, 5, client="other"))
+        while not row.read:
+            for action in books.read_next():
+                if isinstance(action, Read):
+                    books.dispatched(action)
+                    if action.last and action.row.most == 1:  # it ends with its first token
+                        books.end(action.row)
+            waited[at] += not row.read
+        for _, running in books.running:
+            books.decoded(running, 5)
+        books.end(row)
+    return waited
+
+
+def test_a_flood_of_one_client_holds_no_other():
+    books = Scheduler(rows=8, pages=200, capacity=4096, chunk=256)
+    for priority in range(500):  # rows of low priority are passed over by later ones of their own client
+        books.submit(Row([2] * 200, 600, priority=-(priority % 3), client="flood"))
+    while len(books.running) < 8:
+        books.dispatched(books.read_next()[-1])
+    assert max(small_calls(books, 5 * clients.PATIENCE)) == 0
+    assert len(books.seated) >= 7 and books.preemptions >= 1
+
+
+@pytest.mark.parametrize("length", [2000, 1])
+def test_prompts_of_one_client_hold_no_other(length):
+    """Neither long ones, nor short ones that end with their first token."""
+    books = Scheduler(rows=4, pages=200, capacity=4096, chunk=256)
+    for at in range(500):
+        books.submit(Row([at] * length, 1, client="flood"))
+    waited = small_calls(books, 100)
+    assert max(waited) <= 2 and sum(waited) <= 150  # the model's work is shared equally: in turns
+
+
+def test_clients_share_slots_and_every_row_ends():
+    books = Scheduler(rows=6, pages=100, capacity=4096, chunk=256)
+    rows = {name: [Row([at] * 10, 40, client=name) for at in range(9)] for name in "abc"}
+    for row in rows["a"]:
+        books.submit(row)
+    turn(books)
+    assert len(books.running) == 6
+    for row in rows["b"] + rows["c"]:
+        books.submit(row)
+    turn(books)
+    assert [sum(row.client == name for row in books.seated) for name in "abc"] == [2, 2, 2]
+    assert rows["a"][0].state == rows["a"][1].state == "running"  # the older ones stay
+    for _ in range(200):
+        turn(books)
+        for _, row in books.running:
+            books.decoded(row, 10)
+            if row.held >= 50:
+                books.end(row)
+    assert all(row.ended for row in sum(rows.values(), []))
+
+
+def turn(books):
+    """Prefills all that there is room for."""
+    while actions := books.read_next():
+        for action in actions:
+            if isinstance(action, Read):
+                books.dispatched(action)
+
+
+def test_nobody_is_preempted_for_a_client_whose_row_does_not_fit():
+    books = Scheduler(rows=2, pages=12, capacity=640, chunk=256)
+    for name in ("a", "a", "b"):
+        books.submit(Row([ord(name)] * 300, 20, client=name))
+        turn(books)
+    first, second = books.seated
+    assert (first.client, second.client) == ("a", "b")  # five pages and one more each: one had to go
+    books.submit(Row([3] * 600, 20, client="c"))  # would take ten
+    turn(books)
+    assert [row.client for row in books.seated] == ["a", "b"]
+
+
+def test_later_answers_of_a_request_wait_behind_first_ones():
+    books = Scheduler(rows=2, pages=50, capacity=640, chunk=256)
+    many = [Row([1] * 10, 20, later=at // 2) for at in range(8)]
+    for row in many:
+        books.submit(row)
+    turn(books)
+    books.submit(small := Row([2] * 10, 20))
+    books.end(many[0])
+    turn(books)
+    assert small.state == "running"
+
+
+def test_idle_clients_are_forgotten():
+    books = Scheduler(rows=1, pages=8, capacity=640, chunk=256)
+    for at in range(3 * clients._REMEMBERED):
+        books.submit(row := Row([1], 1, client=str(at)))
+        turn(books)
+        books.end(row)
+    assert len(books.clients._clients) <= clients._REMEMBERED + 1
+
+
+def test_a_preempted_row_comes_back_before_it_goes_on():
+    """Also where room was made for it just now."""
+    books = Scheduler(rows=4, pages=24, capacity=4096, chunk=256, prefix_cache=False)
+    rows = [Row([1] * 300, 300, priority=-5, client=name) for name in "aab"]
+    for row in rows:
+        books.submit(row)
+    turn(books)
+    for _ in range(5):
+        books.grow(64)
+        for _, row in books.running:
+            books.decoded(row, 64)
+    assert any(row.away for row in rows)
+    for _ in range(2):
+        books.submit(Row([2], 1, client="a"))
+    away = {row for row in rows if row.away}
+    while actions := books.read_next():
+        for action in actions:
+            if isinstance(action, Read):
+                assert action.row not in away and action.count > 0
+                books.dispatched(action)
+            elif action.out:
+                away.add(action.row)
+            else:
+                away.discard(action.row)
+
+
+@pytest.mark.parametrize("length", [10, 1500])
+def test_a_client_saves_nothing_up_while_it_has_one_long_answer(length):
+    books = Scheduler(rows=4, pages=400, capacity=4096, chunk=256, prefix_cache=False)
+    books.submit(Row([1], 4000, client="b"))
+    turn(books)
+    for _ in range(50):  # of another client meanwhile
+        books.submit(row := Row([2] * 1500, 1, client="a"))
+        turn(books)
+        books.end(row)
+    for _ in range(200):
+        books.submit(Row([3] * 1500, 1, client="b"))
+    books.submit(row := Row([4] * length, 1, client="a"))
+    pieces = 0
+    while not row.read:
+        for action in books.read_next():
+            if isinstance(action, Read):
+                pieces += 1
+                books.dispatched(action)
+                if action.last and action.row is not row:
+                    books.end(action.row)
+    assert pieces <= 3 * (length // 64 + 2)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 # A module imports only modules that come before it: the rooms in this order, in a room its files. A new one
 # takes its place here.
 ROOMS = {
-    "": ("errors", "brief", "checks", "memory", "host", "stats", "sharding"),
+    "": ("errors", "signing", "brief", "checks", "memory", "host", "stats", "sharding"),
     "config": ("values", "rope", "families", "model_config"),
     "weights": ("processor", "products", "ternary", "quantized", "params", "layout", "rotation"),
     "cache": ("quantized", "kinds", "paged", "kv_cache", "fingerprint", "prefix", "prefix_files"),
@@ -28,20 +28,25 @@ ROOMS = {
         "run", "streaming", "kernels", "beam_steps", "beams", "scoring",
     ),
     "checkpoint": (
-        "files", "template_work", "chat_template", "tokenizer", "escaping", "detokenizer", "tensors",
-        "own_format", "quantized_formats", "spread", "loading",
+        "files", "template_work", "chat_template", "tokenizer", "escaping", "conversation", "detokenizer",
+        "stop_strings", "tensors", "own_format", "quantized_formats", "spread", "loading",
     ),
     "text": (),
+    "embedding": (),
     "engine": (
-        "scheduler", "device", "lockstep", "requests", "statistics", "submission", "engine", "engines",
+        "clients", "scheduler", "device", "messages", "lockstep", "requests", "statistics", "submission",
+        "engine", "engines",
     ),
-    "api": ("bodies", "responses", "scoring"),
+    "api": ("fields", "sampling_fields", "prompts", "bodies", "token_texts", "responses", "scoring"),
     "batch": ("lines", "ledger", "work", "run", "dataset"),
     "cli": (
-        "terminal", "process", "program", "group", "watch", "startup", "answer", "chat", "batch",
+        "terminal", "process", "program", "group", "channel", "watch", "startup", "answer", "chat", "batch",
         "answer_flags", "chat_flags", "batch_flags",
     ),
-    "serve": ("settings", "metrics", "streams", "service", "app", "command"),
+    "serve": (
+        "settings", "metrics", "page", "addresses", "connections", "admission", "body_scan", "offload",
+        "formatting", "thoughts", "streams", "embeddings", "under_way", "service", "texts", "app", "command",
+    ),
 }  # fmt: skip
 ORDER = [".".join(filter(None, (room, name))) for room, names in ROOMS.items() for name in names or ("",)]
 LIBRARY = ROOT / "xinfer_jax"

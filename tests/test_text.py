@@ -6,9 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny
+from hypothesis import given, strategies as st
 from tiny import ANSWER, ANSWER_IDS, QUESTION
 
 import xinfer_jax as xj
+from xinfer_jax.checkpoint.detokenizer import IncrementalDecoder
+from xinfer_jax.checkpoint.stop_strings import StopStrings
+from xinfer_jax.text import Said
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +125,7 @@ def test_system_and_raw_hold_for_each_text(model):
     [
         ("", {}),
         (" \n", {}),
+        ("", dict(raw=True)),
         ("x", dict(raw=True, system="y")),
         ([{"role": "user", "content": "x"}], dict(raw=True)),
         ([], {}),
@@ -128,7 +133,17 @@ def test_system_and_raw_hold_for_each_text(model):
         (["x", "y"], {}),
         ([TALK, TALK], {}),
     ],
-    ids=["empty", "blank", "raw-system", "raw-conversation", "none", "ids", "texts", "conversations"],
+    ids=[
+        "empty",
+        "blank",
+        "raw-empty",
+        "raw-system",
+        "raw-conversation",
+        "none",
+        "ids",
+        "texts",
+        "conversations",
+    ],
 )
 def test_prompts_that_are_refused_at_once(model, prompt, options):
     """Not only when the first piece is asked for."""
@@ -150,6 +165,8 @@ def test_prompts_that_are_refused_at_once(model, prompt, options):
         (["x", None], "prompt 1: a prompt is a text"),
         (["x", TALK[0]], "prompt 1: a prompt is a text"),
         (["x", ""], "prompt 1: the prompt is empty"),
+        ([{"role": "user", "content": " \n"}], "the prompt is empty: no message"),
+        ([{"role": "system", "content": ""}, {"role": "user", "content": ""}], "the prompt is empty"),
         (["x", []], "prompt 1: a prompt is a text"),
         ([["x"]], "prompt 0: a prompt is a text"),
         (["x"] * 100 + ["\ud800"], "prompt 100: only valid Unicode text"),
@@ -192,3 +209,60 @@ def test_a_model_that_is_none():
     for call in (xj.generate_text, xj.stream_text, xj.encode_prompt):
         with pytest.raises(xj.InputError, match="model must be what load_model gives, got str"):
             call("Qwen/Qwen2.5-0.5B-Instruct", "x")
+
+
+def test_stop_strings_cost_the_same_whatever_they_are(model):
+    """64 strings that begin as the text goes on: linear in the text; more, and longer ones, are rejected."""
+    stops = ["a" * 255 + chr(98 + at) for at in range(64)]
+    found = StopStrings.of(tuple(stops))
+    state, seen = found.find(0, "a" * 100_000, 0)
+    assert seen is None and found.depth[state] == 255
+    assert found.find(state, "b", 0)[1] == (-255, 1) and found.find(state, "ab", 0)[1] == (-254, 2)
+    for wrong in (["a"] * 65, ["a" * 257]):
+        with pytest.raises(xj.InputError, match="64 of at most 256"):
+            xj.generate_text(model, "Hello", xj.GenerateOptions(1, stop_strings=wrong))
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4),
+    st.lists(st.text("abc", max_size=4), max_size=8),
+)
+def test_the_first_stop_string_is_found_across_pieces(stops, pieces):
+    found, state, text, held = StopStrings.of(tuple(stops)), 0, "", 0
+    for piece in pieces:
+        state, seen = found.find(state, piece, len(text))
+        text += piece
+        places = [(text.find(stop), text.find(stop) + len(stop)) for stop in stops if stop in text]
+        assert (seen is None) == (not places)
+        if seen:
+            assert seen == min(places)
+            return
+        begun = [n for stop in stops for n in range(len(stop) + 1) if text.endswith(stop[:n])]
+        held = max(begun)
+        assert found.depth[state] == held
+
+
+def test_a_stop_string_may_be_a_part_of_the_text(model):
+    ids = model.tokenizer.encode("The capital of France is Paris.")
+    for include, wanted in ((False, "The capital of "), (True, "The capital of Fran")):
+        said = Said(model.tokenizer, ("Fran", "is"), include)
+        assert "".join(map(said.push, ids)) + said.finish() == wanted
+
+
+def test_a_run_without_whole_text_is_decoded_a_bounded_number_of_times(model, monkeypatch):
+    tokenizer, decoded = model.tokenizer, [0]
+    half = tokenizer.backend.token_to_id("\u00e2")  # the first byte of a character, as the alphabet spells it
+    ids, wanted = [half] * 500, tokenizer.decode([half] * 500)
+    decode = type(tokenizer).decode
+
+    def counted(self, ids, skip_special_tokens=True):
+        decoded[0] += len(ids)
+        return decode(self, ids, skip_special_tokens=skip_special_tokens)
+
+    monkeypatch.setattr(type(tokenizer), "decode", counted)
+    decoder = IncrementalDecoder(tokenizer)
+    assert "".join(map(decoder.push, ids)) + decoder.finish() == wanted
+    assert decoded[0] < 150 * len(ids)
+    special = IncrementalDecoder(tokenizer)
+    assert not "".join(map(special.push, list(tokenizer.eos_token_ids[:1]) * 500)) + special.finish()
+    assert decoded[0] < 300 * len(ids)

@@ -163,7 +163,7 @@ def test_a_push_decodes_few_ids():
     counts = []
 
     class Counting:
-        def decode(self, ids):
+        def decode(self, ids, skip_special_tokens):
             counts.append(len(ids))
             return made_once.decode(ids)
 

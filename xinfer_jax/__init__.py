@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .checkpoint.tokenizer import Tokenizer as Tokenizer
     from .config.model_config import ModelConfig as ModelConfig, from_hf as from_hf
     from .config.rope import RopeConfig as RopeConfig
+    from .embedding import embed_texts as embed_texts
     from .engine.engine import Engine as Engine
     from .engine.engines import Engines as Engines
     from .engine.requests import Answer as Answer, Request as Request
@@ -66,6 +67,7 @@ _HOMES = {
     "generation.streaming": ("Stream", "generate", "stream"),
     "checkpoint.loading": ("Model", "load_model"),
     "sampling.logprobs": ("TokenLogprobs",),
+    "embedding": ("embed_texts",),
     "model.decoder": ("embed_tokens", "forward", "hidden_states", "unembed"),
     "generation.options": ("GenerateOptions", "GenerateOutput"),
     "weights.params": ("init_params",),

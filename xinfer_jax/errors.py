@@ -19,6 +19,16 @@ class InputError(ValueError):
         super().__init__(one_line(message))
 
 
+class ContextLengthError(InputError):
+    """A prompt, or a prompt and its answer, has more tokens than the model or a row of an engine holds."""
+
+    code = "context_length_exceeded"  # the OpenAI API's word
+
+
+class NoTokenLeftError(InputError):
+    """The settings of a request forbade every token at some step of its answer."""
+
+
 def one_line(message: object) -> str:
     """At most 300 characters on one line; control characters, and others that do not print, are escaped."""
     text = str(message)

@@ -118,8 +118,10 @@ def each(function: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callab
 def top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """`lax.top_k` of [..., V]; where devices have parts of V, of what each finds in its own."""
     mesh = mesh_of(x)
-    if mesh is None or x.shape[-1] % mesh.shape[MODEL]:
+    if mesh is None:
         return lax.top_k(x, count)
+    if more := -x.shape[-1] % mesh.shape[MODEL]:  # the last of equal numbers: none of them is among V
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)], constant_values=-jnp.inf)
 
     def own(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         found, at = lax.top_k(x, min(count, x.shape[-1]))

@@ -2,16 +2,15 @@
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, cast, overload
 
 import jax
 
+from .checkpoint.conversation import FORM, prompt_ids
 from .checkpoint.detokenizer import IncrementalDecoder
-from .checkpoint.escaping import Escaping
 from .checkpoint.loading import Model
+from .checkpoint.stop_strings import StopStrings
 from .checkpoint.tokenizer import Tokenizer
 from .checks import in_order
 from .errors import InputError, shown
@@ -19,7 +18,7 @@ from .generation.options import GenerateOptions, GenerateOutput, asked
 from .generation.programs import Ahead
 from .generation.streaming import Stream, generate, stream
 
-_FORM = "[{'role': …, 'content': …}, …]"
+MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 256  # of a prompt; characters
 Conversation = Sequence[Mapping[str, Any]]  # messages of that form
 Prompt = str | Conversation
 
@@ -32,7 +31,7 @@ def encode_prompt(
     raw: bool = False,
     add_special_tokens: bool = True,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    escape_control_tokens: bool = False,
+    escape_control_tokens: bool = True,
 ) -> list[int]:
     """The token ids that `generate_text` would start from.
 
@@ -43,8 +42,9 @@ def encode_prompt(
         raw: take the text as it is, without the chat template.
         add_special_tokens: to such a text, what the checkpoint puts around each (BOS, say).
         chat_template_kwargs: further variables of the chat template (enable_thinking, …).
-        escape_control_tokens: a conversation that spells control tokens, like <|im_end|>, gets the ids of
+        escape_control_tokens: where a conversation spells control tokens, like <|im_end|>, it gets the ids of
             their letters, so that nobody opens a turn by writing so. Without such spellings nothing changes.
+            False: what is spelled becomes the token. A raw text and ids are never escaped.
 
     A text for a checkpoint without a chat template is taken as it is, with a warning.
 
@@ -55,47 +55,29 @@ def encode_prompt(
         InputError: no tokenizer, an empty prompt, a message without role or content, more text than the
             context limit can hold, or a system message or a conversation with raw or without a chat template.
     """
-    tokenizer = _tokenizer(model)
-    if system is not None and not isinstance(system, str):
-        raise InputError(f"system must be a text, got {shown(system)}")
-    alone = isinstance(prompt, str) and system is None
-    if raw and not alone:
-        raise InputError(
-            "raw takes a text as it is: it goes with neither a system message nor a conversation"
-        )
-    messages = _checked_messages(prompt)
-    if alone and not raw and tokenizer.chat_template is None:
-        warnings.warn("this checkpoint has no chat template: the prompt is continued as it is", stacklevel=2)
-        raw = True
-    spoken = [] if system is None else [{"role": "system", "content": system}]
-    conversation, variables = [*spoken, *messages], dict(chat_template_kwargs or {})
-    escaping = Escaping(tokenizer) if escape_control_tokens and not raw else None
-    if escaping:
-        conversation, variables = escaping.messages(conversation), escaping.hide(variables)
-    text = messages[0]["content"] if raw else tokenizer.apply_chat_template(conversation, **variables)
-    limit = model.config.context_length
-    # Far beyond the limit tokenizing takes long, and the length often says enough.
-    if len(text) > 16 * limit and (fewest := tokenizer.fewest_ids(text)) > limit:
-        raise InputError(
-            f"the prompt has at least {fewest} tokens ({len(text)} characters), which exceeds the model's"
-            f" context limit {limit}: shorten the prompt"
-        )
-    encode = partial(tokenizer.encode, add_special_tokens=raw and add_special_tokens)
-    ids = escaping.encode(text) if escaping else encode(text)
-    if not ids:
-        raise InputError(f"the prompt {shown(prompt)} gives no tokens")
-    return ids
+    return prompt_ids(
+        _tokenizer(model),
+        prompt if isinstance(prompt, str) or not in_order(prompt) else list(prompt),
+        model.config.context_length,
+        system=system,
+        raw=raw,
+        add_special_tokens=add_special_tokens,
+        variables=chat_template_kwargs,
+        escape=escape_control_tokens,
+    )
 
 
 @overload
 def generate_text(  # type: ignore[overload-overlap]  # a text is a sequence of texts to a type checker
     model: Model, prompt: Prompt, options: GenerateOptions | None = None, *,
     key: jax.Array | None = None, system: str | None = None, raw: bool = False,
+    escape_control_tokens: bool = True,
 ) -> str: ...  # fmt: skip
 @overload
 def generate_text(
     model: Model, prompt: Sequence[Prompt], options: GenerateOptions | None = None, *,
     key: jax.Array | None = None, system: str | None = None, raw: bool = False,
+    escape_control_tokens: bool = True,
 ) -> list[str]: ...  # fmt: skip
 def generate_text(
     model: Model,
@@ -105,6 +87,7 @@ def generate_text(
     key: jax.Array | None = None,
     system: str | None = None,
     raw: bool = False,
+    escape_control_tokens: bool = True,
 ) -> str | list[str]:
     """The answer to a prompt as one text, or to a list of prompts as a list of texts.
 
@@ -115,7 +98,7 @@ def generate_text(
         options: None: greedy, 128 tokens at most.
         key: PRNG key, needed when sampling: one (prompt i of a list then uses `fold_in(key, i)`), or one per
             prompt.
-        system, raw: as in `encode_prompt`, for each prompt.
+        system, raw, escape_control_tokens: as in `encode_prompt`, for each prompt.
 
     Raises:
         InputError: as `encode_prompt` and `generate`; an empty list; `n` other than 1.
@@ -124,11 +107,12 @@ def generate_text(
     many = in_order(prompt) and not _is_conversation(prompt)
     prompts = cast(Sequence[Prompt], prompt if many else [prompt])
     if not len(prompts):
-        raise InputError(f"no prompts: give at least one text, or messages {_FORM}")
+        raise InputError(f"no prompts: give at least one text, or messages {FORM}")
+    given: dict[str, Any] = dict(system=system, raw=raw, escape_control_tokens=escape_control_tokens)
     ids = []
     for i, one in enumerate(prompts):
         try:
-            ids.append(encode_prompt(model, one, system=system, raw=raw))
+            ids.append(encode_prompt(model, one, **given))
         except InputError as error:
             if not many:
                 raise
@@ -149,6 +133,7 @@ def stream_text(
     key: jax.Array | None = None,
     system: str | None = None,
     raw: bool = False,
+    escape_control_tokens: bool = True,
 ) -> "TextStream":
     """`generate_text` of one prompt, piece by piece.
 
@@ -160,7 +145,8 @@ def stream_text(
         raise InputError(
             "stream_text takes one prompt, not a list: use generate_text, or stream of token ids"
         )
-    return stream_answer(model, encode_prompt(model, prompt, system=system, raw=raw), options, key=key)
+    given: dict[str, Any] = dict(system=system, raw=raw, escape_control_tokens=escape_control_tokens)
+    return stream_answer(model, encode_prompt(model, prompt, **given), options, key=key)
 
 
 def stream_answer(
@@ -228,7 +214,7 @@ def alternatives_text(model: Model, out: GenerateOutput, row: int = 0) -> list[l
         raise InputError(f"row {row!r} of an output of {len(out.alternatives)} rows")
 
     def readable(token: int, logprob: float) -> TokenText:
-        return TokenText(token, tokenizer.decode([token], skip_special_tokens=False), math.exp(logprob))
+        return TokenText(token, tokenizer.token_text(token), math.exp(logprob))
 
     return [[readable(*pair) for pair in ((t.id, t.logprob), *t.top)] for t in out.alternatives[row]]
 
@@ -246,7 +232,12 @@ def stops_of(options: GenerateOptions) -> tuple[str, ...]:
     """Its stop strings, or an InputError."""
     stops = options.stop_strings
     if not in_order(stops) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise InputError(f"stop_strings must be a list of texts that are not empty, got {stops!r}")
+        raise InputError(f"stop_strings must be a list of texts that are not empty, got {shown(stops)}")
+    if len(stops) > MOST_STOP_STRINGS or max(map(len, stops), default=0) > LONGEST_STOP_STRING:
+        raise InputError(
+            f"stop_strings: {MOST_STOP_STRINGS} of at most {LONGEST_STOP_STRING} characters may be given, got"
+            f" {len(stops)}, the longest of {max(map(len, stops))}"
+        )
     return tuple(stops)
 
 
@@ -258,25 +249,6 @@ def _ids(model: Model, prompts: list[list[int]], options: GenerateOptions, key: 
 
 def _is_conversation(prompt: Any) -> bool:
     return in_order(prompt) and len(prompt) > 0 and all(isinstance(message, Mapping) for message in prompt)
-
-
-def _checked_messages(prompt: Any) -> list[dict[str, Any]]:
-    """A conversation; a text is what its user says."""
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            raise InputError(f"the prompt is empty: got {shown(prompt)}, give some text")
-        return [{"role": "user", "content": prompt}]
-    if not _is_conversation(prompt):
-        raise InputError(f"a prompt is a text, or messages {_FORM}, got {shown(prompt)}")
-    for i, message in enumerate(prompt):
-        content = message.get("content")
-        if not isinstance(message.get("role"), str) or not all(isinstance(name, str) for name in message):
-            raise InputError(
-                f"message {i} must have a role, like 'user', and names that are texts: {shown(message)}"
-            )
-        if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
-            raise InputError(f"message {i} must have a text as its content, got {shown(content)}")
-    return list(map(dict, prompt))
 
 
 def _cut_texts(
@@ -293,37 +265,52 @@ def _cut_texts(
 
 
 class Said:
-    """The text of one row as its ids come, up to the first stop string."""
+    """The text of one row as its ids come, up to the first stop string.
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
-        self._decoder, self._stops, self._held = IncrementalDecoder(tokenizer), stops, ""
+    Args:
+        tokenizer: that decodes.
+        stops: the stop strings.
+        include_stop: the text ends with the stop string, not before it.
+        skip_special_tokens: special tokens have no text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ):
+        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens)
+        self._stops = StopStrings.of(tuple(stops)) if stops else None
+        self._state, self._held, self._include = 0, "", include_stop
         self.ended = False  # no more is said, as after a complete stop string
 
     def push(self, token: int | None) -> str:
         """What can be said now; what may be the beginning of a stop string is held back."""
         if token is None or self.ended:
             return ""
-        text, self.ended = _until_stop(self._held + self._decoder.push(token), self._stops)
-        begun = 0 if self.ended else max((_overlap(text, stop) for stop in self._stops), default=0)
-        ready, self._held = text[: len(text) - begun], text[len(text) - begun :]
-        return ready
+        return self._take(self._decoder.push(token))
 
     def finish(self) -> str:
         """What is left when no more ids come."""
-        rest = "" if self.ended else _until_stop(self._held + self._decoder.finish(), self._stops)[0]
+        if self.ended:
+            return ""
+        text = self._take(self._decoder.finish()) + ("" if self.ended else self._held)
         self.ended = True
-        return rest
+        return text
 
-
-def _until_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """The text before the first stop string in it, and whether there is one."""
-    found = [at for at in map(text.find, stops) if at >= 0]
-    return (text[: min(found)], True) if found else (text, False)
-
-
-def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of the text may be the beginning of the stop string."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+    def _take(self, piece: str) -> str:
+        if self._stops is None:
+            return piece
+        begin, text = len(self._held), self._held + piece
+        self._state, found = self._stops.find(self._state, piece, begin)
+        if found is not None:
+            self.ended = True
+            return text[: found[self._include]]
+        ready = len(text) - self._stops.depth[self._state]
+        self._held = text[ready:]
+        return text[:ready]
 
 
 def _tokenizer(model: Model) -> Tokenizer:

@@ -1,51 +1,21 @@
 """What a body asks for: prompts as token ids, options, and what the response has to show."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from ..checkpoint.conversation import prompt_ids
 from ..checkpoint.loading import Model
-from ..checks import token_ids
-from ..errors import InputError, shown
+from ..engine.device import MOST_STOPS as MOST_STOP_IDS
+from ..errors import ContextLengthError, InputError
 from ..generation.options import GenerateOptions
-from ..sampling.settings import SamplingConfig
-from ..text import encode_prompt
+from ..sampling.settings import check_min_tokens
+from ..text import LONGEST_STOP_STRING, MOST_STOP_STRINGS
+from .fields import BodyError, Fields, served
+from .prompts import Encode, Prompts
+from .sampling_fields import sampling_of
 
 COMPLETION_TOKENS = 16  # of completions that name no limit, as the API has it
-_MOST_ANSWERS = 1024  # to one body
-# Fields of numbers and the settings of a row that they are.
-_SAMPLING = dict(
-    temperature="temperature", top_p="top_p", top_k="top_k", min_p="min_p", typical_p="typical_p",
-    repetition_penalty="repetition_penalty", presence_penalty="presence_penalty",
-    frequency_penalty="frequency_penalty", no_repeat_ngram_size="no_repeat_ngram_size",
-    min_tokens="min_new_tokens",
-)  # fmt: skip
-_BOTH = {
-    *_SAMPLING, "model", "max_tokens", "n", "stop", "seed", "logprobs", "logit_bias", "user", "ignore_eos",
-    "stop_token_ids", "metadata", "store", "service_tier", "parallel_tool_calls", "allowed_token_ids",
-    "add_special_tokens", "return_token_ids", "cache_salt", "priority",
-}  # fmt: skip
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_OWN = dict(
-    completion={"prompt", "best_of", "echo"},
-    chat={"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"},
-    plain={"prompt", "messages", "best_of", "raw", "system", "chat_template_kwargs"},
-)
-# Known fields of the API that are not served; where they ask for nothing they are passed over.
-_NOTHING = dict(
-    suffix=("",), tools=([],), tool_choice=("none", "auto"), functions=([],), function_call=("none", "auto"),
-    response_format=({"type": "text"},), audio=(), modalities=(["text"],), web_search_options=(),
-    guided_json=(), guided_regex=(), guided_grammar=(), structured_outputs=(), reasoning_effort=(),
-    use_beam_search=(False,), prompt_logprobs=(), stream=(False,),
-)  # fmt: skip
-
-
-class BodyError(InputError):
-    """A body that cannot be served; `param` is the field at fault."""
-
-    def __init__(self, param: str, message: object):
-        super().__init__(message)
-        self.param = param
 
 
 @dataclasses.dataclass
@@ -63,6 +33,8 @@ class Asked:
         token_ids: the response shows ids too.
         submit: further arguments of `Engine.submit`.
         unknown: fields that nobody knows.
+        include_stop: the text ends with the stop string that ended it, not before it.
+        skip_special_tokens: special tokens have no text.
     """
 
     kind: str
@@ -75,15 +47,18 @@ class Asked:
     token_ids: bool
     submit: dict[str, Any]
     unknown: list[str]
+    include_stop: bool = False
+    skip_special_tokens: bool = True
 
 
-def read_body(
+def read_body(  # noqa: PLR0913  what a body depends on
     model: Model,
     kind: str,
     body: Mapping[str, Any],
     defaults: GenerateOptions,
     room: int,
-    escape: bool = False,
+    escape: bool = True,
+    encode: Encode | None = None,
     **plain: Any,
 ) -> Asked:
     """Checks a body, and encodes its prompts.
@@ -95,6 +70,7 @@ def read_body(
         defaults: where the body is silent; max_new_tokens is that of plain lines, and of chat at most.
         room: tokens of a prompt and its answer together at most.
         escape: control tokens that messages spell stay letters.
+        encode: gives the ids of a prompt, called as `prompt_ids` without its tokenizer; None: that function.
         plain: defaults of the fields `raw` and `system`.
 
     Of the field `priority` lower ones go first, as vLLM has it; of the engine's, higher ones.
@@ -102,212 +78,103 @@ def read_body(
     Raises:
         BodyError: with the field at fault.
     """
-    given = {**plain} | {name: value for name, value in body.items() if value is not None}
-    for name, nothing in _NOTHING.items():
-        if name in given and given.pop(name) not in nothing:
-            raise BodyError(name, f"{name} is not served here: leave it out")
-    known = _BOTH | _OWN[kind]
-    others = [name for name in given if name not in known]
-    for name in others:
-        if any(name in fields for fields in _OWN.values()):
-            raise BodyError(name, f"{name} does not belong to a {kind} request: leave it out")
-    take = _Fields(given, escape)
+    given = {name: value for name, value in body.items() if value is not None}
+    given, unknown = served(kind, plain | given)
+    take, config = Fields(given), model.config
     take.text("model")  # a response repeats it
-    echo = take.switch("echo")
-    prompts = _prompts(model, kind, take)
+    echo, asked_for = take.switch("echo"), _asked_limit(take)
+    template = model.tokenizer.chat_template if model.tokenizer else None
+    least = 1 if kind == "chat" else COMPLETION_TOKENS if kind == "completion" else defaults.max_new_tokens
+    left = room - max(1, least if asked_for is None else asked_for)
+    prompts = Prompts(
+        take, kind, encode or _encoder(model), template, config.vocab_size, config.context_length, escape
+    ).ids(left)
     longest = max(map(len, prompts))
-    limit = _limit(kind, take, echo, defaults.max_new_tokens, room - longest)
+    limit = _limit(kind, asked_for, echo, defaults.max_new_tokens, room - longest)
     if longest + max(1, limit) > room:
-        raise BodyError(
-            "prompt" if kind == "completion" else "messages",
+        text = (
             f"the prompt has {longest} tokens, with max_tokens {limit} more than the {room} that there is"
-            " room for: shorten it, or ask for fewer",
+            " room for: shorten it, or ask for fewer"
         )
+        raise BodyError("messages" if "messages" in given else "prompt", ContextLengthError(text))
     logprobs = _logprobs(kind, take, defaults.logprobs or None)
     n = take.whole("n", 1, 128) or defaults.n
     submit: dict[str, Any] = dict(
-        priority=-(take.whole("priority", -(2**30), 2**30) or 0), salt=take.text("cache_salt") or ""
-    )
+        priority=-(take.whole("priority", -(2**30), 2**30) or 0), salt=take.text("cache_salt") or "",
+        skip_special_tokens=take.switch("skip_special_tokens", True),
+    )  # fmt: skip
     if echo and logprobs is not None:
         submit["prompt_logprobs"] = max(1, logprobs)
     options = dataclasses.replace(
         defaults,
         max_new_tokens=max(1, limit),
-        sampling=_sampling(model, take, defaults.sampling),
+        sampling=sampling_of(model.tokenizer, config.vocab_size, take, defaults.sampling),
         eos_token_ids=() if take.switch("ignore_eos") else defaults.eos_token_ids,
-        stop_token_ids=take.ids("stop_token_ids", model) or defaults.stop_token_ids,
-        stop_strings=take.texts("stop", defaults.stop_strings),
+        stop_token_ids=take.ids("stop_token_ids", config.vocab_size, MOST_STOP_IDS)
+        or defaults.stop_token_ids,
+        stop_strings=take.texts("stop", defaults.stop_strings, MOST_STOP_STRINGS, LONGEST_STOP_STRING),
         n=n,
         best_of=take.whole("best_of", n, 128) or (defaults.best_of if n == defaults.n else None),
         logprobs=0 if logprobs is None else max(1, logprobs),
     )
-    seed, token_ids = take.whole("seed", -(2**63), 2**64 - 1), take.switch("return_token_ids")
-    return Asked(kind, prompts, options, seed, limit, logprobs, echo, token_ids, submit, others)
+    _check_least(model, options, "min_tokens" in given)
+    if take.switch("include_stop_str_in_output") and given.get("stop_token_ids"):
+        raise BodyError(
+            "include_stop_str_in_output", "include_stop_str_in_output holds for stop, not for stop_token_ids"
+        )
+    return Asked(
+        kind, prompts, options, take.whole("seed", -(2**63), 2**64 - 1), limit, logprobs, echo,
+        take.switch("return_token_ids"), submit, unknown, take.switch("include_stop_str_in_output"),
+        submit["skip_special_tokens"],
+    )  # fmt: skip
 
 
-class _Fields:
-    """Values of a body by their kinds; None where there is none."""
+def _encoder(model: Model) -> Encode:
+    """`prompt_ids` of a model's tokenizer."""
 
-    def __init__(self, given: dict[str, Any], escape: bool):
-        self.given, self.escape = given, escape
+    def encode(prompt: Any, limit: int, **how: Any) -> list[int]:
+        if model.tokenizer is None:
+            raise InputError("this checkpoint has no tokenizer.json: give token ids")
+        return prompt_ids(model.tokenizer, prompt, limit, **how)
 
-    def _of(self, name: str, fits: Any, form: str) -> Any:
-        value = self.given.get(name)
-        if value is not None and not fits(value):
-            raise BodyError(name, f"{name} must be {form}, got {shown(value)}")
-        return value
-
-    def switch(self, name: str) -> bool:
-        return bool(self._of(name, lambda x: isinstance(x, bool), "true or false"))
-
-    def whole(self, name: str, least: int, most: int) -> int | None:
-        form = f"a whole number from {least} to {most}"
-        value: int | None = self._of(name, lambda x: type(x) is int and least <= x <= most, form)
-        return value
-
-    def number(self, name: str) -> float | None:
-        value: float | None = self._of(name, lambda x: type(x) in (int, float), "a number")
-        return value
-
-    def text(self, name: str) -> str | None:
-        fits = lambda x: isinstance(x, str) and x.encode(errors="ignore").decode() == x  # noqa: E731
-        value: str | None = self._of(name, fits, "a text")
-        return value
-
-    def texts(self, name: str, default: Sequence[str]) -> tuple[str, ...]:
-        value = self.given.get(name)
-        if value is None:
-            return tuple(default)
-        several = value if isinstance(value, list) else [value]
-        if not all(text is None or isinstance(text, str) and text for text in several):
-            raise BodyError(name, f"{name} must be a text or a list of texts, got {shown(value)}")
-        return tuple(text for text in several if text is not None)
-
-    def ids(self, name: str, model: Model) -> list[int]:
-        try:
-            return token_ids(name, self.given.get(name, []), model.config.vocab_size)
-        except InputError as error:
-            raise BodyError(name, error) from error
-
-    def mapping(self, name: str) -> dict[str, Any]:
-        value: dict[str, Any] | None = self._of(name, lambda x: isinstance(x, dict), "an object")
-        return value or {}
+    return encode
 
 
-def _limit(kind: str, take: _Fields, echo: bool, most: int, left: int) -> int:
-    """Tokens of an answer."""
+def _asked_limit(take: Fields) -> int | None:
+    """Tokens of an answer that the body asks for."""
     for name in ("max_completion_tokens", "max_tokens"):
-        if (value := take.whole(name, 0 if echo else 1, 2**31 - 1)) is not None:
+        if (value := take.whole(name, 0 if take.switch("echo") else 1, 2**31 - 1)) is not None:
             return value
+    return None
+
+
+def _limit(kind: str, asked_for: int | None, echo: bool, most: int, left: int) -> int:
+    """Tokens of an answer. left: beside the longest prompt."""
+    if asked_for is not None:
+        return asked_for
     if kind == "completion":
         return 0 if echo else COMPLETION_TOKENS
     return max(1, min(most, left)) if kind == "chat" else most
 
 
-def _logprobs(kind: str, take: _Fields, default: int | None) -> int | None:
+def _logprobs(kind: str, take: Fields, default: int | None) -> int | None:
     """Alternatives to show."""
     if kind != "chat":
         found = take.whole("logprobs", 0, 20)
         return default if found is None and kind == "plain" else found
     wanted, top = take.switch("logprobs"), take.whole("top_logprobs", 0, 20)
-    if top is not None and not wanted:
+    if top and not wanted:
         raise BodyError("top_logprobs", "top_logprobs needs logprobs: true beside it")
     return (top or 0) if wanted else None
 
 
-def _sampling(model: Model, take: _Fields, defaults: Any) -> SamplingConfig:
-    values: dict[str, Any] = {}
-    for name, setting in _SAMPLING.items():
-        if (number := take.number(name)) is not None:
-            values[setting] = 0 if name == "top_k" and number == -1 else number
-    if biases := take.mapping("logit_bias"):
-        good = lambda i, b: i.isdecimal() and len(i) < 10 and type(b) in (int, float) and abs(b) <= 1e30  # noqa: E731
-        wrong = [i for i, b in biases.items() if not good(i, b)]
-        if wrong:
-            raise BodyError("logit_bias", f"logit_bias maps token ids to numbers, got {shown(wrong[0])}")
-        take.given["logit_bias"] = [int(i) for i in biases]
-        ids = take.ids("logit_bias", model)
-        values["logit_bias"] = dict(zip(ids, map(float, biases.values()), strict=True))
-    if allowed := take.ids("allowed_token_ids", model):
-        values["allowed_token_ids"] = allowed
-    for name, value in values.items():
-        try:
-            SamplingConfig(**{name: value}).validate()
-        except InputError as error:
-            back = {setting: field for field, setting in _SAMPLING.items()}
-            raise BodyError(back.get(name, name), error) from error
-    return dataclasses.replace(defaults, **values)
-
-
-def _prompts(model: Model, kind: str, take: _Fields) -> list[list[int]]:
-    """Token ids of each prompt of a body."""
-    prompt, messages = take.given.get("prompt"), take.given.get("messages")
-    if (prompt is None) == (messages is None):
-        names = "a prompt or messages, one of them" if kind == "plain" else _needs(kind)
-        raise BodyError(_needs(kind), f"the body must have {names}")
-    field = "prompt" if messages is None else "messages"
+def _check_least(model: Model, options: GenerateOptions, given: bool) -> None:
+    """Whether so many tokens can come at least. given: the body says how many."""
+    least, most = options.sampling.min_new_tokens, options.max_new_tokens  # type: ignore[union-attr]
+    if given and least > most:
+        raise BodyError("min_tokens", f"min_tokens {least} is more than max_tokens {most}: lower it")
+    eos = model.config.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
     try:
-        if messages is not None:
-            return [_chat_ids(model, messages, take)]
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) and kind == "completion":
-            rows = len(prompt) * max(take.whole(name, 1, 128) or 1 for name in ("n", "best_of"))
-            if rows > _MOST_ANSWERS:
-                raise InputError(
-                    f"{rows} answers are more than the {_MOST_ANSWERS} of one request: send several"
-                )
-            return [_ids(model, kind, one, take) for one in prompt]
-        return [_ids(model, kind, prompt, take)]
-    except BodyError:
-        raise
+        check_min_tokens(options.sampling, (*eos, *options.stop_token_ids))  # type: ignore[arg-type]
     except InputError as error:
-        raise BodyError(field, error) from error
-
-
-def _needs(kind: str) -> str:
-    return "messages" if kind == "chat" else "prompt"
-
-
-def _ids(model: Model, kind: str, prompt: Any, take: _Fields) -> list[int]:
-    if isinstance(prompt, list):
-        ids = token_ids("prompt", prompt, model.config.vocab_size)
-        if not ids:
-            raise InputError("the prompt is an empty list: give at least one token id")
-        return ids
-    if not isinstance(prompt, str):
-        raise InputError(f"the prompt must be a text or a list of token ids, got {shown(prompt)}")
-    raw = kind == "completion" or take.switch("raw")
-    special = take.given.get("add_special_tokens") is None or take.switch("add_special_tokens")
-    system, variables = None if raw else take.text("system"), take.mapping("chat_template_kwargs")
-    return encode_prompt(
-        model,
-        prompt,
-        system=system,
-        raw=raw,
-        add_special_tokens=special,
-        chat_template_kwargs=variables,
-        escape_control_tokens=take.escape,
-    )
-
-
-def _chat_ids(model: Model, messages: Any, take: _Fields) -> list[int]:
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise InputError(f"messages must be a list of objects, got {shown(messages)}")
-    for message in messages:
-        if (role := message.get("role")) not in _ROLES:
-            raise InputError(f"a message's role is one of {', '.join(_ROLES)}, got {shown(role)}")
-    variables, system = take.mapping("chat_template_kwargs"), take.text("system")
-    flat = [{**m, "content": _flat(m["content"])} if "content" in m else m for m in messages]
-    raw = take.switch("raw")  # refused
-    return encode_prompt(
-        model, flat, system=system, raw=raw, chat_template_kwargs=variables, escape_control_tokens=take.escape
-    )
-
-
-def _flat(content: Any) -> Any:
-    """Text parts as one text."""
-    if not isinstance(content, list):
-        return content
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise InputError(f"a message's content is a text or text parts, got {shown(part)}")
-    return "".join(part["text"] for part in content)
+        raise BodyError("min_tokens", error) from error

@@ -17,7 +17,7 @@ _FIELDS = {"prompt", "completions", "text", "add_special_tokens"}
 def read_texts(model: Model, body: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
     """Of each text the ids that stand before it, and all: of {"prompt", "completions"} each completion
     behind the prompt, encoded together and cut where the prompt alone ends (spaces at its end belong to the
-    completion, as lm-eval has it); of {"text"} the one.
+    completion, as lm-eval has it), which may be empty; of {"text"} the one.
 
     Raises:
         InputError: another body, or one with nothing to score.
@@ -25,15 +25,17 @@ def read_texts(model: Model, body: Mapping[str, Any]) -> list[tuple[list[int], l
     body = {name: value for name, value in body.items() if value is not None}
     if {*body} - _FIELDS or ("text" in body) == ("prompt" in body or "completions" in body):
         raise InputError('a line to score has "prompt" and "completions", or "text"')
-    texts = [([], _ids(model, body["text"], body))] if "text" in body else _pairs(model, body)
-    for context, ids in texts:
-        if len(ids) <= max(1, len(context)):
-            raise InputError(f"there is nothing to score behind {len(context)} tokens of prompt")
-    return texts
+    if "text" not in body:
+        return _pairs(model, body)
+    if len(ids := _ids(model, body["text"], body)) < 2:
+        raise InputError(f"there is nothing to score in a text of {len(ids)} token: give a longer one")
+    return [([], ids)]
 
 
 def shown_scores(body: Mapping[str, Any], noted: Sequence[Sequence[TokenLogprobs]]) -> dict[str, Any]:
-    """The sum of each text's log-probabilities, its tokens, and whether each was the likeliest."""
+    """The sum of each text's log-probabilities, its tokens, and whether each was the likeliest; of a
+    completion without tokens 0, 0 and true.
+    """
     scores = [
         dict(
             logprob=finite(math.fsum(t.logprob for t in tokens)), tokens=len(tokens),
@@ -55,7 +57,8 @@ def _pairs(model: Model, body: Mapping[str, Any]) -> list[tuple[list[int], list[
         raise InputError("prompt and completions are all texts, or all lists of ids; no prompt is empty")
     context = _ids(model, prompt.rstrip() or prompt, body)
     cut = len(context)
-    return [(context, context + _ids(model, prompt + one, body)[cut:]) for one in completions]
+    behind = [_ids(model, prompt + one, body)[cut:] if one else [] for one in completions]
+    return [(context, context + ids) for ids in behind]
 
 
 def _ids(model: Model, text: Any, body: Mapping[str, Any]) -> list[int]:

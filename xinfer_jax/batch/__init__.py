@@ -9,7 +9,12 @@ columns.
   lines were finished before. What it draws with follows from the seed and its custom_id, or its number.
 - A record (number, hash, where the output ends) is written once a second, after the disk has the lines that
   it speaks of. A line without one is cut off at the next start and answered once more.
+- Beside the settings the record has our version, jax's, and the CPU's features. A run goes on where they
+  differ, with a warning: what is finished stays, and the user may prefer other last bits to a new run.
 - A line that cannot be served is answered too, by its reason: that hangs on nothing but the line.
+- A command whose output holds such lines ends with exit code 1, whichever run answered them. It is over all
+  the same, and started again it says so at once: where 1 means try again (OnFailure below), bound that
+  (backoffLimit).
 - Times stand in no line, neither do cached tokens: they differ between runs. The report has them.
 - Completions of one prompt share its whole pages; the rest of the prompt is read with each.
 

@@ -1,7 +1,8 @@
 """`DatasetGenerator`: an engine behind a call that takes and gives batches of columns."""
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,18 +20,18 @@ class DatasetGenerator:
     where it is first called.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  a door
         self, model: str | None = None, options: GenerateOptions | None = None, *, seed: int = 0,
         raw: bool = False, system: str | None = None, dtype: str | None = None, quantize: str | None = None,
-        activations: str | None = None, **shape: Any,
+        activations: str | None = None, escape_control_tokens: bool = True, **shape: Any,
     ):  # fmt: skip
         """Args:
         model, dtype, quantize, activations: as `load_model` takes them.
-        options, seed, raw, system: as in `generate_file`.
+        options, seed, raw, system, escape_control_tokens: as in `generate_file`.
         shape: further arguments of `Engine`.
         """
         self._model = model, dtype, quantize, None, activations
-        self._given, self._shape = (options, seed, raw, system), shape
+        self._given, self._shape = (options, seed, raw, system, False, escape_control_tokens), shape
         self._engine: Engine | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -41,8 +42,10 @@ class DatasetGenerator:
         `completion_tokens`, and `error`, "" where there is none.
 
         Args:
-            batch: `prompt` (texts) or `messages`. With `custom_id` a row draws as that line of a file does,
-                without it by what it asks: batches may be cut anywhere.
+            batch: `prompt` (texts) or `messages`. With `custom_id` a row draws as that line of a file does.
+                Without it a row draws by what it asks, and by how many rows before it in its batch ask the
+                same. So batches may be cut anywhere, but rows that ask the same draw alike where they stand
+                in different batches: give each a `custom_id`.
 
         Raises:
             InputError: neither column; options that no row can be served with, or several answers.
@@ -52,17 +55,19 @@ class DatasetGenerator:
             raise InputError(f"a batch needs the column prompt or messages, got {shown(list(batch))}")
         if self._engine is None:
             model = load_model(*self._model)
-            self._defaults = Defaults.of(model, *self._given, False)
+            self._defaults = Defaults.of(model, *self._given)
             if (n := self._defaults.options.n) != 1:
                 raise InputError(f"options.n={n}: a row has room for one answer, repeat the prompts instead")
             engine = Engine(model, **self._shape)
             self._defaults.check(engine)
             self._engine = engine
         asked = [json.dumps(value, default=plain) for value in batch[column]]  # Arrow nests arrays
-        names = map(str, batch["custom_id"]) if "custom_id" in batch else asked
+        names = map(str, batch["custom_id"]) if "custom_id" in batch else _numbered(asked)
         bodies = [{column: json.loads(one)} for one in asked]
         rows = enumerate(zip(names, bodies, strict=True))
-        work = [Work(Line(i, 0, name, body=body), self._engine, self._defaults) for i, (name, body) in rows]
+        work = [
+            Work(Line(i, b"", name, body=body), self._engine, self._defaults, ()) for i, (name, body) in rows
+        ]
         while self._engine.step():
             pass
         found = [json.loads(one.answer()) for one in work]
@@ -72,3 +77,11 @@ class DatasetGenerator:
         counts = {n: [u.get(n, 0) for u in usage] for n in ("prompt_tokens", "completion_tokens")}
         made = {name: np.array(values, object) for name, values in texts.items()}
         return dict(batch) | made | {name: np.array(values, np.int64) for name, values in counts.items()}
+
+
+def _numbered(asked: Sequence[str]) -> Iterator[str]:
+    """Names of rows: what each asks; behind that, where others of the batch asked the same, its number."""
+    seen = Counter[str]()
+    for one in asked:
+        seen[one] += 1
+        yield one if seen[one] == 1 else f"{one} #{seen[one]}"

@@ -1,8 +1,10 @@
 """The output, and beside it the record of which lines are finished: what a killed run is resumed from."""
 
+import errno
 import fcntl
 import json
 import os
+import secrets
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError, shown
-from .lines import opened, read_lines
+from .lines import DIGEST, opened, read_lines
 
-# A finished line: its number, 64 bits of its sha256, and where the output ends behind its answer.
-_RECORD = np.dtype([("number", "<u8"), ("digest", "<u8"), ("end", "<u8")])
+_FORMAT = 2  # of the record; 1 had 8 bytes of a digest, and did not say which lines failed
+# A finished line: its number, `Line.digest`, where the output ends behind its answer, if that is an error.
+_RECORD = np.dtype([("number", "<u8"), ("digest", f"V{DIGEST}"), ("end", "<u8"), ("failed", "?")])
 
 
 def progress_file(output: str | Path) -> Path:
@@ -46,6 +49,7 @@ class Ledger:
             InputError: another process writes there, or what is there is no earlier part of this run.
         """
         self._path, self._progress, self._pending = Path(output), progress_file(output), list[Any]()
+        settings = dict(format=_FORMAT) | settings
         with ExitStack() as held:
             self._file, self._records = _locked(self._path, held), _locked(self._progress, held)
             size = os.fstat(self._file).st_size
@@ -59,21 +63,22 @@ class Ledger:
                 content, records = json.dumps(settings, sort_keys=True).encode() + b"\n", np.zeros(0, _RECORD)
                 begin = len(content)
                 os.ftruncate(self._records, 0)
-                _write(self._records, content, self._progress)
+                _write(self._records, content, self._progress, sync=True)
+                _sync_folder(self._path)
             self._end = int(records["end"][-1]) if len(records) else 0
             os.ftruncate(self._records, begin + records.nbytes)
             os.ftruncate(self._file, self._end)
             self.finished, self._held = np.sort(records, order="number"), held.pop_all()
 
-    def add(self, number: int, digest: int, line: bytes) -> None:
-        """Appends a line.
+    def add(self, number: int, digest: bytes, line: bytes, failed: bool = False) -> None:
+        """Appends a line. failed: it is an error.
 
         Raises:
             InputError: it cannot be written; what stood there before does.
         """
         _write(self._file, line, self._path)
         self._end += len(line)
-        self._pending.append((number, digest, self._end))
+        self._pending.append((number, digest, self._end, failed))
 
     def settle(self) -> None:
         """Makes what was added so far outlast anything.
@@ -92,43 +97,111 @@ class Ledger:
             self.settle()
 
 
-def merge_shards(input: str | Path, output: str | Path, n: int) -> int:
-    """Joins the outputs of n shards in the order of the input, once each of them is whole; how many lines.
+def merge_shards(input: str | Path, output: str | Path, n: int) -> tuple[int, int]:
+    """Joins the outputs of n shards in the order of the input, once each of them is whole; how many lines,
+    and how many of them are errors.
+
+    The output is there once all of it is on the disk. No shard may be written meanwhile.
 
     Raises:
-        InputError: a line is missing, another one now or not there any more, shards are of different runs, or
-            there is an output.
+        InputError: a line is missing, another one now or not there any more, shards are of different runs or
+            are being written, or there is an output.
     """
-    if Path(output).exists():
-        raise InputError(f"{output} is there already: give another output")
-    shards = [shard_file(output, i, n) for i in range(n)]
-    first, records, at, count, part = dict[str, Any](), list[Any](), [0] * n, 0, Path(f"{output}.part")
-    for shard in shards:
-        with opened(progress_file(shard)) as progress, opened(shard) as file:
-            size = os.fstat(file.fileno()).st_size
-            settings, found, _ = _recorded(progress.read(), progress_file(shard), size)
-        settings |= dict(shard=None, machine=None)
-        if settings != (first := first or settings):
-            raise InputError(f"{shard} and {shards[0]} are of different runs: make them with the same flags")
-        starts, order = np.concatenate([[0], found["end"][:-1]]).astype(np.int64), np.argsort(found["number"])
-        records.append((found[order], starts[order]))
+    output = Path(output)
+    check_output(output)
+    first, records, at, count = dict[str, Any](), list[Any](), [0] * n, 0
     with ExitStack() as held:
-        files = [held.enter_context(open(shard, "rb")) for shard in shards]
-        joined = held.enter_context(open(part, "wb"))
-        held.callback(part.unlink, missing_ok=True)
+        _check_absent(output)
+        files = list[Any]()
+        for i in range(n):
+            shard = shard_file(output, i, n)
+            settings, found = _shard(shard, files, held)
+            if settings != (first := first or settings):
+                other = shard_file(output, 0, n)
+                raise InputError(f"{shard} and {other} are of different runs: make them with the same flags")
+            starts = np.concatenate([[0], found["end"][:-1]]).astype(np.int64)
+            order = np.argsort(found["number"])
+            records.append((found[order], starts[order]))
+        joined, part = _new_file(output, held)
         for line in read_lines(input):
             i = (line.number - 1) % n
             (found, starts), k = records[i], at[i]
-            if k == len(found) or (found["number"][k], found["digest"][k]) != (line.number, line.digest):
-                raise InputError(f"line {line.number} is not finished in {shards[i]}: run that shard again")
+            if k == len(found) or not is_of(found[k], line.number, line.digest):
+                shard = shard_file(output, i, n)
+                raise InputError(f"line {line.number} is not finished in {shard}: run that shard again")
             files[i].seek(starts[k])
-            joined.write(files[i].read(int(found["end"][k]) - int(starts[k])))
+            _write(joined, files[i].read(int(found["end"][k]) - int(starts[k])), part)
             at[i], count = k + 1, count + 1
         if count < sum(len(found) for found, _ in records):
             raise InputError(f"{count} lines are in {input}, and more were answered: give the same")
-        joined.close()
-        os.replace(part, output)
-    return count
+        _write(joined, b"", part, sync=True)
+        try:
+            os.link(part, output)  # which overwrites nothing
+        except OSError:
+            _check_absent(output)  # it may have come meanwhile; else there are no links here
+            os.replace(part, output)
+        _sync_folder(output)
+    return count, sum(int(found["failed"].sum()) for found, _ in records)
+
+
+def check_output(output: str | Path) -> None:
+    """Raises InputError for a name that no output can have."""
+    if str(output) == "-":
+        raise InputError("output - would be standard output, which no run can go on with: give a file")
+    for path in (Path(output), progress_file(output)):
+        if path.exists() and not path.is_file() or not path.absolute().parent.is_dir():
+            raise InputError(f"{path} cannot be written: give a file in a directory that is there")
+        if path.suffix == ".gz":
+            raise InputError(f"{path} would not be packed: give a name without .gz")
+
+
+def is_of(record: Any, number: int, digest: bytes) -> bool:
+    """Whether a record is that of this line."""
+    return bool(record["number"] == number) and bytes(record["digest"]) == digest
+
+
+def _shard(path: Path, files: list[Any], held: ExitStack) -> tuple[dict[str, Any], np.ndarray]:
+    """What has to be the same in all shards, and the records of one; nobody writes to it from here on."""
+    file = held.enter_context(opened(path))
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise InputError(f"{path} is being written: wait until its run has ended") from error
+    files.append(file)
+    with opened(progress_file(path)) as progress:
+        size = os.fstat(file.fileno()).st_size
+        settings, found, _ = _recorded(progress.read(), progress_file(path), size)
+    same = {name: value for name, value in settings.items() if not name.startswith("machine.")}
+    return same | dict(shard=None), found
+
+
+def _check_absent(output: Path) -> None:
+    if os.path.lexists(output):
+        raise InputError(f"{output} is there already: give another output")
+
+
+def _new_file(output: Path, held: ExitStack) -> tuple[int, Path]:
+    """A file beside the output, of a name that nobody has, and its name; it does not stay."""
+    part = output.with_name(f"{output.name}.{secrets.token_hex(8)}.part")
+    try:
+        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise InputError(f"{part} cannot be written: {error.strerror}") from error
+    held.callback(os.close, file)
+    held.callback(part.unlink, missing_ok=True)
+    return file, part
+
+
+def _sync_folder(path: Path) -> None:
+    """Has the names in its directory outlast anything, too."""
+    folder = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system without this
+            raise InputError(f"{path.parent} cannot be written: {error.strerror}") from error
+    finally:
+        os.close(folder)
 
 
 def _locked(path: Path, held: ExitStack) -> int:
@@ -151,6 +224,11 @@ def _recorded(content: bytes, path: Path, size: int) -> tuple[dict[str, Any], np
         settings["model"]
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(f"{path} does not say which run wrote the output: give another output") from error
+    if (found := settings.get("format", 1)) != _FORMAT:
+        raise InputError(
+            f"{path} has format {shown(found)}, of another version of xinfer_jax, and this one has {_FORMAT}:"
+            " give another output, or go on with that version"
+        )
     records = np.frombuffer(rest[: len(rest) // _RECORD.itemsize * _RECORD.itemsize], _RECORD)
     # The disk may have lost the rest of the one or of the other.
     sound = (np.diff(records["end"].astype(np.int64), prepend=0) > 0) & (records["end"] <= size)
@@ -162,10 +240,11 @@ def _check_same(earlier: dict[str, Any], settings: dict[str, Any], output: Path)
         was, now = earlier.get(name), settings.get(name)
         if was == now:
             continue
-        if name != "machine":
+        if not name.startswith("machine."):
             what = f"{name} {shown(was)}, here {shown(now)}"
             raise InputError(f"{output} was begun with {what}: give the same, or another output")
-        warnings.warn(f"{output} was begun on {was}: the last bits may differ from here on", stacklevel=4)
+        what = f"{name.removeprefix('machine.')} {shown(was)}, here {shown(now)}"
+        warnings.warn(f"{output} was begun with {what}: the last bits may differ from here on", stacklevel=4)
 
 
 def _write(file: int, data: bytes, path: Path, sync: bool = False) -> None:

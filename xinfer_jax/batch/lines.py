@@ -15,7 +15,9 @@ import numpy as np
 
 from ..errors import InputError, shown
 
+DIGEST = 16  # bytes
 _LONGEST = 2**25  # bytes of a line
+_GZIP = b"\x1f\x8b"  # what every such file begins with
 _URLS = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 
 
@@ -24,7 +26,7 @@ class Line(NamedTuple):
 
     Attributes:
         number: in the whole file, from 1.
-        digest: 64 bits of its sha256.
+        digest: the first 16 bytes of its sha256.
         identity: its custom_id, or its number.
         api: it has the form of the OpenAI batch API.
         kind: of its body, as `read_body` takes it.
@@ -33,7 +35,7 @@ class Line(NamedTuple):
     """
 
     number: int
-    digest: int
+    digest: bytes
     identity: int | str
     api: bool = False
     kind: str = "plain"
@@ -44,6 +46,11 @@ class Line(NamedTuple):
 def hash_of(data: bytes, size: int = 8) -> int:
     """The first bytes of its sha256."""
     return int.from_bytes(sha256(data).digest()[:size], "little")
+
+
+def digest_of(identity: int | str) -> bytes:
+    """The first 16 bytes of the sha256 of a custom_id or a number."""
+    return sha256(str(identity).encode()).digest()[:DIGEST]
 
 
 def plain(value: Any) -> Any:
@@ -74,9 +81,9 @@ def read_lines(path: str | Path) -> Iterator[Line]:
     """Every line; of two with one custom_id the second is an error.
 
     Raises:
-        InputError: as `opened`.
+        InputError: as `opened`; the file is packed, and its name does not say so.
     """
-    known, number = _Hashes(), 0
+    known, number = _Digests(), 0
     with opened(path) as file:
         while data := file.readline(_LONGEST + 1):
             number, sha, part = number + 1, sha256(data.rstrip(b"\r\n")), data
@@ -85,19 +92,23 @@ def read_lines(path: str | Path) -> Iterator[Line]:
                 sha.update(part)
             if not data.strip():
                 continue
-            digest = int.from_bytes(sha.digest()[:8], "little")
+            if number == 1 and data.startswith(_GZIP):
+                raise InputError(
+                    f"{path} is packed by gzip: give a file whose name ends in .gz, or unpack it"
+                )
+            digest = sha.digest()[:DIGEST]
             try:
                 if part is not data:
                     raise InputError(f"the line has more than {_LONGEST} bytes")
                 line = _parsed(number, digest, data)
             except (ValueError, RecursionError) as error:
                 line = Line(number, digest, number, error=str(InputError(error)))
-            if isinstance(line.identity, str) and known.add(hash_of(line.identity.encode())):
+            if isinstance(line.identity, str) and known.add(digest_of(line.identity)):
                 line = line._replace(error=f"the custom_id {shown(line.identity)} has come before")
             yield line
 
 
-def _parsed(number: int, digest: int, data: bytes) -> Line:
+def _parsed(number: int, digest: bytes, data: bytes) -> Line:
     value = json.loads(data.decode("utf-8-sig"), parse_constant=_no_number)
     if not isinstance(value, dict):
         raise InputError(f"a line must hold a JSON object, got {shown(value)}")
@@ -127,17 +138,19 @@ def _no_number(text: str) -> None:
     raise InputError(f"{text} is no JSON number")
 
 
-class _Hashes:
-    """A set of hashes in 8 bytes each, but for the last added."""
+class _Digests:
+    """A set of digests in 16 bytes each, but for the last added."""
 
     def __init__(self) -> None:
-        self._old, self._new = np.zeros(0, np.uint64), set[int]()
+        self._old, self._new = np.zeros(0, f"S{DIGEST}"), set[bytes]()
 
-    def add(self, value: int) -> bool:
+    def add(self, value: bytes) -> bool:
         """Whether it was there."""
-        at = np.searchsorted(self._old, np.uint64(value))
-        found = value in self._new or bool(at < len(self._old) and int(self._old[at]) == value)
+        key = np.array(value, self._old.dtype)
+        at = np.searchsorted(self._old, key)
+        found = value in self._new or bool(at < len(self._old) and self._old[at] == key)
         self._new.add(value)
         if len(self._new) >= 2**15:
-            self._old, self._new = np.union1d(self._old, np.array([*self._new], np.uint64)), set()
+            new = np.sort(np.array([*self._new], self._old.dtype))
+            self._old, self._new = np.insert(self._old, np.searchsorted(self._old, new), new), set()
         return found

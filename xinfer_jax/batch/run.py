@@ -4,11 +4,12 @@ import dataclasses
 import inspect
 import json
 import math
+import re
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from queue import Empty, Full, Queue
@@ -18,6 +19,7 @@ import jax
 import numpy as np
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from .. import __version__
 from ..cache.fingerprint import fingerprint
 from ..checkpoint.loading import Model
 from ..checks import whole
@@ -28,9 +30,10 @@ from ..errors import InputError
 from ..generation.options import GenerateOptions
 from ..sharding import MODEL, lies_over
 from ..stats import give_back_memory
-from .ledger import Ledger, progress_file, shard_file
+from ..weights import processor
+from .ledger import Ledger, check_output, is_of, progress_file, shard_file
 from .lines import Line, hash_of, opened, plain, read_lines
-from .work import Defaults, Work
+from .work import Defaults, Work, names_of
 
 _READ_AHEAD = 16  # lines beyond those that the engine has
 _SETTLE_SECONDS, _SAY_SECONDS = 1.0, 60.0  # between two records of what is finished; between two lines of it
@@ -38,17 +41,34 @@ _SETTLE_SECONDS, _SAY_SECONDS = 1.0, 60.0  # between two records of what is fini
 
 def check_files(input: str | Path, output: str | Path) -> None:
     """Raises InputError where one cannot be read, or the other is the same or no file."""
+    check_output(output)
     for path in (Path(output), progress_file(output)):
-        if path.exists() and not path.is_file() or not path.absolute().parent.is_dir():
-            raise InputError(f"{path} cannot be written: give a file in a directory that is there")
-        if path.suffix == ".gz":
-            raise InputError(f"{path} would not be packed: give a name without .gz")
         if str(input) != "-" and path.exists() and Path(input).exists() and path.samefile(input):
             raise InputError(f"{path} is the input too: give another output")
     if str(input) != "-":
         if Path(input).is_fifo():  # what is looked at here would be gone
             raise InputError(f"{input} can be read only once: give it as standard input, --input=-")
         next(read_lines(input), None)
+
+
+def check_report(report: str | Path, input: str | Path, output: str | Path) -> None:
+    """Raises InputError where a report would overwrite the input, the output, what a shard of it has, or a
+    record of what is finished, by whatever name.
+    """
+    path, folder, name = Path(report), Path(output).absolute().parent, re.escape(Path(output).name)
+    belongs = re.compile(rf"{name}(\.\d+-of-\d+)?(\.progress)?")
+    files = [Path(input), *(file for file in folder.iterdir() if belongs.fullmatch(file.name))]
+    real = path.resolve()
+    if (
+        real.parent == folder.resolve()
+        and belongs.fullmatch(real.name)
+        or any(real == file.resolve() or _same(path, file) for file in files)
+    ):
+        raise InputError(f"--report={report} is the input or the output, or a file beside it: give another")
+
+
+def _same(path: Path, other: Path) -> bool:
+    return path.exists() and other.exists() and path.samefile(other)
 
 
 def generate_file(  # noqa: PLR0913  a door
@@ -62,10 +82,12 @@ def generate_file(  # noqa: PLR0913  a door
     system: str | None = None,
     score: bool = False,
     in_order: bool = False,
+    model_names: Sequence[str] | None = None,
     shard: tuple[int, int] | None = None,
     stop: threading.Event | None = None,
     grace: float = 30.0,
     progress: bool = True,
+    escape_control_tokens: bool = True,
     **shape: Any,
 ) -> dict[str, Any]:
     """Answers every line of a file, and appends each answer to another as it is finished. Broken off and
@@ -76,18 +98,23 @@ def generate_file(  # noqa: PLR0913  a door
         input: a line is {"prompt": …}, {"messages": …}, or one of the OpenAI batch API; .gz is unpacked.
         output: beside it OUTPUT.progress records what is finished.
         options: where a line says nothing else.
-        seed: a line without one draws with fold_in(key(seed), h); h is the first four bytes, little-endian,
-            of the sha256 of its custom_id or number.
+        seed: a line without one draws with key(seed), into which four numbers are folded in turn: the first
+            four uint32, little-endian, of the sha256 of its custom_id or number.
         raw, system: as in `encode_prompt`, for lines with a prompt.
-        score: lines are {"prompt": …, "completions": […]} or {"text": …}: how likely they are.
+        score: lines are {"prompt": …, "completions": […]} or {"text": …}: how likely they are. An empty
+            completion has the log-probability 0, of no tokens.
         in_order: answers stand in the order of their lines.
+        model_names: what a line may give as its `model`; another one is an error of that line. None: where
+            the model was loaded from, the last part of that, or its model_type.
         shard: (i, n): only lines i + 1, i + 1 + n, … into OUTPUT.i-of-n.
         stop: once it is set no line is begun, and what runs has `grace` seconds to end.
         progress: show it on standard error.
+        escape_control_tokens: as in `encode_prompt`, for lines with messages or a prompt that is not raw.
         shape: further arguments of `Engine`; with data_parallel there are so many of them.
 
     Returns:
-        Counts, rates and times of this call, as the command's --report has them.
+        Counts, rates and times of this call, as the command's --report has them; `errors_before`: lines with
+        an error among those that earlier calls finished.
 
     Raises:
         InputError: files or arguments at fault, or the disk is full; what is finished stays.
@@ -96,15 +123,16 @@ def generate_file(  # noqa: PLR0913  a door
         raise InputError("model must be what load_model gives")
     i, n = shard or (0, 1)
     n, i = whole("the number of shards", n, 1), whole("the shard", i, 0, n - 1)
+    check_output(output)
     output = shard_file(output, i, n) if shard else Path(output)
     check_files(input, output)
-    defaults = Defaults.of(model, options, seed, raw, system, score)
+    defaults = Defaults.of(model, options, seed, raw, system, score, escape_control_tokens)
     ledger = Ledger(output, _settings(model, defaults, shape, shard, in_order))
     try:
         with closing(engine_of(model, **shape)) as engine:
             defaults.check(engine)
             total = _count(input) // n if progress and str(input) != "-" else None
-            run = _Run(engine, defaults, ledger, in_order, progress, total)
+            run = _Run(engine, defaults, ledger, in_order, progress, total, model_names or names_of(model))
             with run.bar:
                 run.lines(_own(read_lines(input), ledger.finished, i, n), stop or threading.Event(), grace)
     finally:
@@ -128,10 +156,17 @@ def _settings(model: Model, defaults: Defaults, shape: Any, shard: Any, in_order
     text = f"{tokenizer.backend.to_str()}{tokenizer.chat_template}" if tokenizer else ""
     settings = dict(
         model=fingerprint(model.params, model.config), tokenizer=hash_of(text.encode()), engine=engine,
-        shard=shard, in_order=in_order, machine=[jax.__version__, jax.devices()[0].device_kind],
+        shard=shard, in_order=in_order, machine=_machine(),
         mesh=mesh.shape[MODEL] if (mesh := lies_over(model.params)) else 1, **dataclasses.asdict(defaults),
     )  # fmt: skip
     return dict(_flat("", json.loads(json.dumps(settings, default=plain))))
+
+
+def _machine() -> dict[str, Any]:
+    """What the last bits depend on beside the settings; a run may go on where it differs."""
+    device = jax.devices()[0]
+    features = " ".join(processor.features()) if device.platform == "cpu" else None
+    return dict(xinfer_jax=__version__, jax=jax.__version__, device=device.device_kind, cpu=features)
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -148,7 +183,7 @@ def _own(lines: Iterator[Line], finished: np.ndarray, i: int, n: int) -> Iterato
     at = 0
     for line in lines:
         if at < len(finished) and (was := finished["number"][at]) <= line.number:
-            if (was, finished["digest"][at]) != (line.number, line.digest):
+            if not is_of(finished[at], line.number, line.digest):
                 raise InputError(f"line {was} is not what it was when it was answered: give the same")
             at += 1
         elif (line.number - 1) % n == i:
@@ -160,9 +195,11 @@ def _own(lines: Iterator[Line], finished: np.ndarray, i: int, n: int) -> Iterato
 class _Run:
     """Keeps an engine busy with lines, a bounded number ahead."""
 
-    def __init__(
-        self, engine: AnyEngine, defaults: Defaults, ledger: Ledger, in_order: bool, says: bool, total: Any
-    ):
+    def __init__(  # noqa: PLR0913
+        self, engine: AnyEngine, defaults: Defaults, ledger: Ledger, in_order: bool, says: bool, total: Any,
+        names: Sequence[str],
+    ):  # fmt: skip
+        self._names, self._failed_before = names, int(ledger.finished["failed"].sum())
         self._engine, self._defaults, self._ledger, self._in_order = engine, defaults, ledger, in_order
         self._counts, self._reasons = Counter[str](), Counter[str]()
         self._began = self._settled = self._said = time.monotonic()
@@ -180,7 +217,7 @@ class _Run:
                 if stop.is_set() and not self._stopped:
                     self._stopped, more, end = True, False, time.monotonic() + grace
                     self._drop_waiting(ahead)
-                while more and len(ahead) < most:
+                while more and len(ahead) < most and not stop.is_set():
                     try:  # where lines are slow, what there is has its turn
                         line = queue.get(timeout=0 if ahead else 0.1)
                     except Empty:
@@ -197,7 +234,7 @@ class _Run:
         if isinstance(line, BaseException):
             raise line
         if line is not None:
-            ahead[line.number] = Work(line, self._engine, self._defaults)
+            ahead[line.number] = Work(line, self._engine, self._defaults, self._names)
         return line is not None
 
     def _drop_waiting(self, ahead: dict[int, Work]) -> None:
@@ -216,7 +253,8 @@ class _Run:
                 break
 
     def _write(self, work: Work) -> None:
-        self._ledger.add(work.line.number, work.line.digest, work.answer())
+        answer = work.answer()  # which may find an error
+        self._ledger.add(work.line.number, work.line.digest, answer, bool(work.error))
         self._counts["errors" if work.error else "answered"] += 1
         self._reasons.update(work.reasons)
         self.bar.update()
@@ -249,11 +287,12 @@ class _Run:
         counts = {name: self._counts[name] for name in ("answered", "errors")}
         rates = {f"{k}_per_second": getattr(stats, k) / seconds for k in ("read_tokens", "chosen_tokens")}
         return dict(
-            **counts, finished_before=self._before, stopped=self._stopped, seconds=seconds,
-            lines_per_second=self._counts.total() / seconds, **rates, read_tokens=stats.read_tokens,
-            chosen_tokens=stats.chosen_tokens, hits=stats.hits / max(1, stats.hits + stats.read_tokens),
-            preemptions=stats.preemptions, finish_reasons=dict(self._reasons),
-            ttft_seconds=stats.ttft_seconds, tpot_seconds=stats.tpot_seconds,
+            **counts, finished_before=self._before, errors_before=self._failed_before,
+            stopped=self._stopped, seconds=seconds, lines_per_second=self._counts.total() / seconds, **rates,
+            read_tokens=stats.read_tokens, chosen_tokens=stats.chosen_tokens,
+            hits=stats.hits / max(1, stats.hits + stats.read_tokens), preemptions=stats.preemptions,
+            finish_reasons=dict(self._reasons), ttft_seconds=stats.ttft_seconds,
+            tpot_seconds=stats.tpot_seconds,
         )  # fmt: skip
 
 

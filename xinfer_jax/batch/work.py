@@ -2,11 +2,15 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from ..api.bodies import read_body
+from ..api.fields import BodyError, in_fields
 from ..api.responses import response
 from ..api.scoring import read_texts, shown_scores
 from ..checkpoint.loading import Model
@@ -14,12 +18,27 @@ from ..checks import whole
 from ..engine.engines import AnyEngine
 from ..engine.requests import Request
 from ..engine.submission import request_of
-from ..errors import InputError
+from ..errors import InputError, shown
 from ..generation.options import GenerateOptions, asked
 from ..sampling.choice import seeded
 from ..sampling.settings import SamplingConfig
 from ..text import stops_of
-from .lines import Line, hash_of
+from .lines import Line, digest_of, hash_of
+
+_NO_MODEL = "model_not_found"  # the OpenAI API's word
+
+
+def line_key(seed: int, identity: int | str) -> jax.Array:
+    """What a line without a seed of its own draws with."""
+    key = seeded(seed)
+    for number in np.frombuffer(digest_of(identity), "<u4"):
+        key = jax.random.fold_in(key, number)
+    return key
+
+
+def names_of(model: Model) -> tuple[str, ...]:
+    """What requests may call a model by: where it was loaded from, the last part of that, or its type."""
+    return tuple(dict.fromkeys(filter(None, (Path(model.name).name, model.name, model.config.model_type))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +50,12 @@ class Defaults:
     raw: bool
     system: str | None
     score: bool
+    escape_control_tokens: bool
 
     @staticmethod
-    def of(model: Model, options: Any, seed: int, raw: bool, system: Any, score: bool) -> "Defaults":
+    def of(  # noqa: PLR0913  what a file has
+        model: Model, options: Any, seed: int, raw: bool, system: Any, score: bool, escape: bool
+    ) -> "Defaults":
         """Those that a caller gives; what has no chat template is continued.
 
         Raises:
@@ -44,7 +66,7 @@ class Defaults:
         if not isinstance(options.sampling, SamplingConfig):
             raise InputError("options.sampling must be one SamplingConfig: what differs stands on the lines")
         raw = bool(raw or tokenizer and not tokenizer.chat_template)
-        return Defaults(options, whole("seed", seed, 0, 2**64 - 1), raw, system, score)
+        return Defaults(options, whole("seed", seed, 0, 2**64 - 1), raw, system, score, bool(escape))
 
     def check(self, engine: AnyEngine) -> None:
         """Raises InputError for options that no line could be served with."""
@@ -60,14 +82,17 @@ class Work:
         reasons: finish reasons of its answers, once there are any.
     """
 
-    def __init__(self, line: Line, engine: AnyEngine, defaults: Defaults):
-        self.line, self._engine, self._defaults = line, engine, defaults
+    def __init__(self, line: Line, engine: AnyEngine, defaults: Defaults, names: Sequence[str]):
+        """names: that its model may have."""
+        self.line, self._engine, self._defaults, self._names = line, engine, defaults, names
         self.requests, self.error, self.reasons = list[Request](), line.error, list[str]()
+        self._scored = list[bool]()  # of each text, whether there are tokens to score
+        self._code = "invalid_request"  # of an error of a line of the OpenAI batch API
         try:
             if not self.error:
                 (self._submit_scores if defaults.score else self._submit)()
         except InputError as error:
-            self.error = str(error)
+            self.error, self._code = in_fields(error), getattr(error, "code", None) or self._code
             self.cancel()
 
     @property
@@ -89,7 +114,7 @@ class Work:
             self.error = str(error)
         line = self.line
         if line.api:
-            wrong = dict(code="invalid_request", message=f"line {line.number}: {self.error}")
+            wrong = dict(code=self._code, message=f"line {line.number}: {self.error}")
             good = dict(status_code=200, request_id=self._name("req"), body=found)
             both = dict(response=None, error=wrong) if self.error else dict(response=good, error=None)
             value = dict(id=self._name("batch_req"), custom_id=line.identity, **both)
@@ -110,11 +135,17 @@ class Work:
         engine, d, line = self._engine, self._defaults, self.line
         prompted = line.kind == "plain" and line.body.get("messages") is None
         own: dict[str, Any] = dict(raw=d.raw, system=d.system) if prompted else {}
-        asked = self._asked = read_body(engine.model, line.kind, line.body, d.options, engine.room, **own)
+        asked = self._asked = read_body(
+            engine.model, line.kind, line.body, d.options, engine.room, d.escape_control_tokens, **own
+        )
+        if (wanted := line.body.get("model")) is not None and wanted not in self._names:
+            here = self._names[0]  # the same text wherever the checkpoint lies
+            raise BodyError(
+                "model", f"the model {shown(wanted)} is not the one here, which is {here!r}", _NO_MODEL
+            )
         if asked.unknown:
             raise InputError(f"{asked.unknown[0]} is no option of a {line.kind} line: leave it out")
-        key = jax.random.fold_in(seeded(d.seed), hash_of(str(line.identity).encode(), 4))
-        key = key if asked.seed is None else seeded(asked.seed)
+        key = line_key(d.seed, line.identity) if asked.seed is None else seeded(asked.seed)
         for i, prompt in enumerate(asked.prompts):
             own_key = jax.random.fold_in(key, i) if i else key
             self.requests.append(
@@ -141,10 +172,14 @@ class Work:
         if self.line.api:
             raise InputError('a line to score has "prompt" and "completions", or "text"')
         for context, ids in read_texts(self._engine.model, self.line.body):
+            self._scored.append(len(ids) > len(context))
+            if not self._scored[-1]:
+                continue
             since: dict[str, Any] = dict(prompt_logprobs=1, prompt_logprobs_from=len(context), live=False)
             self.requests.append(self._engine.submit(ids, GenerateOptions(1, eos_token_ids=()), **since))
 
     def _scores(self) -> dict[str, Any]:
         for request in self.requests:
             request.raise_error()
-        return shown_scores(self.line.body, [request.prompt_logprobs for request in self.requests])
+        noted = iter([request.prompt_logprobs for request in self.requests])
+        return shown_scores(self.line.body, [next(noted) if some else [] for some in self._scored])

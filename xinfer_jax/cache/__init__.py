@@ -19,9 +19,11 @@ of; `prefix` is a cache that outlives its call, `prefix_files` keeps it in a fil
   slack is also how far `truncate` goes back. No kernel reads a ring.
 - Rounded keys are kept without their bias, if the model adds one: turned by its position it is added when a
   block is read, so its size costs no bits. Whoever reads keys hands it in (`Contiguous.added`); a key's norm
-  behind the bias, or angles that hang on the row's length, leave it where it was.
-- GEAR's directions are those of a row's first chunk: later tokens come one by one. Directions of the first
-  half of a conversation leave 3% more error in its second half than its own.
+  behind the bias, or longrope whose factors are not fixed, leaves it where it was. Dynamic rope rotates as
+  the default below its original maximum, which no cache exceeds.
+- GEAR's directions are those of a row's first 256 tokens, or of its first call where that has fewer. No
+  prefill chunk of a longer prompt is shorter, so they depend on the row alone. Directions of the first half
+  of a conversation leave 3% more error in its second half than its own.
 - A prefix belongs to one model. `fingerprint` hashes the settings and 64 numbers of every leaf, so any matrix
   that is scaled or trained on is noticed, for 5-10 ms of a 0.5B shape. With longrope it has the factors it
   was read by; a call that needs the others reads the prompt anew. A file is not trusted: all it says is

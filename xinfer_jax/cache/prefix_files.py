@@ -22,6 +22,7 @@ from .quantized import KV_BITS
 
 _FORMAT = 2  # the first had no number, and its mark did not identify the model
 _ROUNDED_FORMAT = 3  # of keys that are kept rounded and would have a bias: without it
+_DYNAMIC_FORMAT = 4  # the same with dynamic rope, of which 3 had it
 
 
 def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelConfig) -> None:
@@ -39,7 +40,7 @@ def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelC
     leaves = (np.ascontiguousarray(leaf)[:rows] for leaf in jax.tree.leaves(_in_use(cache, tokens, reached)))
     tensors = {f"{i}": x.view(np.uint16) if x.itemsize == 2 else x for i, x in enumerate(leaves)}
     kept = dict(
-        format=_format(cache.dtype, params),
+        format=_format(cache.dtype, params, config),
         tokens=tokens,
         dtype=cache.dtype,
         capacity=cache.capacity,
@@ -104,7 +105,7 @@ def _metadata(path: Any, metadata: dict[str, str], params: Params, config: Model
         kept = json.loads(metadata["xinfer_jax"])
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is damaged, its metadata is no JSON ({error}): save it anew") from error
-    if not isinstance(kept, dict) or kept.get("format") != _format(kept.get("dtype"), params):
+    if not isinstance(kept, dict) or kept.get("format") != _format(kept.get("dtype"), params, config):
         known = isinstance(kept, dict) and "format" not in kept and "tokens" in kept
         raise InputError(
             f"{path} was written by {'an older' if known else 'another'} version of xinfer_jax, which kept"
@@ -133,9 +134,10 @@ def _metadata(path: Any, metadata: dict[str, str], params: Params, config: Model
     return kept
 
 
-def _format(dtype: Any, params: Params) -> int:
-    rounded = dtype in [*KV_BITS] and any("bias" in layer["k"] for layer in params["layers"])
-    return _ROUNDED_FORMAT if rounded else _FORMAT
+def _format(dtype: Any, params: Params, config: ModelConfig) -> int:
+    if dtype not in [*KV_BITS] or not any("bias" in layer["k"] for layer in params["layers"]):
+        return _FORMAT
+    return _DYNAMIC_FORMAT if config.rope.rope_type == "dynamic" else _ROUNDED_FORMAT
 
 
 def _tensors(path: str | Path, file: Any, like: KVCache, kept: dict[str, Any]) -> Any:

@@ -24,6 +24,10 @@ from ..sharding import SAME, spec
 KV_BITS = {"int8": 8, "int4": 4, "gear": 4}
 _RANK = 4  # directions of the low-rank part
 _OUTLIERS = 2  # the least and the largest number of a vector
+_WIDEST = 256  # of a vector whose outliers' places fit a byte
+# Tokens that begin a row and choose its directions; a prefill chunk has as many, or the whole prompt, so that
+# the directions depend neither on the chunk nor on the other rows.
+GEAR_TOKENS = 256
 
 
 @jax.tree_util.register_dataclass
@@ -79,14 +83,27 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
     if dtype not in KV_BITS:
         return jnp.zeros(shape, dtype)
     (B, K, S, H), bits = shape, KV_BITS[dtype]
+    check_width(H, dtype)
     rank, apart = (min(_RANK, H), _OUTLIERS) if dtype == "gear" else (0, 0)
-    if rank and H <= _OUTLIERS:
-        raise InputError(
-            f"'gear' keeps {_OUTLIERS} numbers of a vector apart, and head_dim {H} leaves none: use 'int8'"
-        )
     values = jnp.zeros((B, K, S, H * bits // 8 + apart), jnp.uint8)
     scale = jnp.zeros((B, K, S, 2 + apart + rank), jnp.float16)
     return QuantizedKV(values, scale, jnp.zeros((B, K, rank, H)) if rank else None, bits)
+
+
+def check_width(width: int, dtype: Any) -> None:
+    """Raises InputError where a format cannot hold vectors of that width (head_dim)."""
+    if dtype != "gear":
+        return
+    if width <= _OUTLIERS:
+        raise InputError(
+            f"'gear' keeps {_OUTLIERS} numbers of a vector apart, and head_dim {width} leaves none: use"
+            " 'int8'"
+        )
+    if width > _WIDEST:
+        raise InputError(
+            f"'gear' keeps the places of outliers in a byte each, so head_dim {width} exceeds its {_WIDEST}:"
+            " use 'int8' or 'int4'"
+        )
 
 
 def cache_specs(tree: Any, mesh: Any) -> Any:
@@ -120,7 +137,8 @@ def quantize(x_BKTH: jax.Array, like: QuantizedKV, first_B: jax.Array | None = N
     Args:
         x_BKTH: new keys or values.
         like: what they will be written to: the format, and the basis.
-        first_B: int32, how many of the T tokens begin a row, and so choose its basis anew; None: none.
+        first_B: int32, how many of the T tokens begin a row: the first `GEAR_TOKENS` of them choose its basis
+            anew; None: none.
     """
     x, bits = x_BKTH.astype(jnp.float32), like.bits
     if like.basis is None:
@@ -134,7 +152,8 @@ def quantize(x_BKTH: jax.Array, like: QuantizedKV, first_B: jax.Array | None = N
     lost = jnp.where(apart, 0, x - _levels(level, scale, bits))
     basis = varying_as(like.basis, lost, first_B)
     if first_B is not None and x.shape[2] > 1:  # a single token has no directions
-        basis = lax.cond(jnp.any(first_B > 0), lambda: _directions(lost, basis, first_B), lambda: basis)
+        begun = lost[:, :, :GEAR_TOKENS]
+        basis = lax.cond(jnp.any(first_B > 0), lambda: _directions(begun, basis, first_B), lambda: basis)
     along = jnp.einsum("bkth,bkjh->bktj", lost, basis, precision=lax.Precision.HIGHEST)
     outliers = (jnp.take_along_axis(x, at, -1) for at in (least, largest))
     values = jnp.concatenate([level, least.astype(jnp.uint8), largest.astype(jnp.uint8)], -1)

@@ -2,9 +2,10 @@
 
 In the order to read: `files` finds the directory and reads its small files; `template_work` says what a chat
 template may do, `chat_template` runs it in a sandbox; `tokenizer` is text to ids and back, `escaping` keeps
-what users write from becoming control tokens, `detokenizer` gives text as ids come; `tensors` finds what
-safetensors files hold; `own_format` is our quantized checkpoints, `quantized_formats` those of AWQ, GPTQ and
-BitNet; `spread` reads of a leaf what the devices of a mesh hold; `loading` is `load_model`.
+what users write from becoming control tokens, `conversation` gives the ids of a prompt; `detokenizer` gives
+text as ids come, `stop_strings` finds stop strings in it; `tensors` finds what safetensors files hold;
+`own_format` is our quantized checkpoints, `quantized_formats` those of AWQ, GPTQ and BitNet; `spread` reads
+of a leaf what the devices of a mesh hold; `loading` is `load_model`.
 
 - What comes from a checkpoint is not trusted: every value is checked before it is used, tensors are
   safetensors alone (a pickle is refused), a template's time and memory are counted before they are spent.

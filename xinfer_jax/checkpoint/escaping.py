@@ -9,6 +9,9 @@ from typing import Any
 from ..errors import InputError, shown
 from .tokenizer import Tokenizer
 
+# Texts, lists and objects of one conversation, and lists within lists: what takes longer is no conversation.
+_PARTS, _DEPTH = 2**17, 100
+
 
 class _Control:
     """Some added tokens.
@@ -37,27 +40,36 @@ class Escaping:
         self._mark = "".join(secrets.choice("0123456789") for _ in range(24))  # no template changes digits
         self._spelled: list[str] = []
         self._cuts: dict[str, int] = {}
+        self._parts = 0
 
     def messages(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """`hide` of each, after its role."""
         own = [self._special if m.get("role") == "assistant" else self._control for m in messages]
         return [self.hide(message, control) for message, control in zip(messages, own, strict=True)]
 
-    def hide(self, value: Any, control: _Control | None = None) -> Any:
+    def hide(self, value: Any, control: _Control | None = None, depth: int = _DEPTH) -> Any:
         """The same value with a number in the place of each control token that its texts spell.
 
         Raises:
-            InputError: a text that becomes a control token only as it is normalized.
+            InputError: a text that becomes a control token only as it is normalized, or too many parts.
         """
-        control = control or self._control
+        control, self._parts = control or self._control, self._parts + 1
+        if self._parts > _PARTS or not depth:
+            raise InputError(
+                f"the conversation has more than {_PARTS} parts, or lists nested more than {_DEPTH} deep:"
+                " shorten it"
+            )
         if isinstance(value, str):
             hidden = control.spelled.sub(self._number, value)
             if control.folds and not control.ids.isdisjoint(self._encode(hidden)):
                 raise InputError("the conversation spells control tokens in other letters: leave them out")
             return hidden
         if isinstance(value, dict):
-            return {self.hide(name, control): self.hide(one, control) for name, one in value.items()}
-        return [self.hide(one, control) for one in value] if isinstance(value, list | tuple) else value
+            inner = {self.hide(name, control): one for name, one in value.items()}
+            return {name: self.hide(one, control, depth - 1) for name, one in inner.items()}
+        if isinstance(value, list | tuple):
+            return [self.hide(one, control, depth - 1) for one in value]
+        return value
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text that was rendered from what `hide` gave.

@@ -32,6 +32,7 @@ from ..weights.params import (
     tree_bytes,
 )
 from ..weights.quantized import (
+    check_activations,
     check_method,
     group_for,
     is_quantized,
@@ -63,6 +64,7 @@ class Model:
         tokenizer: text to ids and back; None where the checkpoint has no tokenizer.json.
         generation_config: generation_config.json, empty if there is none; for `SamplingConfig.from_hf`.
         load_stats: what loading cost.
+        name: the directory or hub name that it was loaded from, "bundled", or "": none.
     """
 
     params: Params
@@ -70,6 +72,7 @@ class Model:
     tokenizer: Tokenizer | None
     generation_config: dict[str, Any]
     load_stats: LoadStats
+    name: str = ""
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self.params, is_leaf=is_quantized)
@@ -142,7 +145,7 @@ def open_checkpoint(
     start = time.perf_counter()
     dtype = resolve_dtype(dtype)
     check_method(quantize)
-    _check_activations(activations, quantize)
+    check_activations(activations, quantize)
     path = BUNDLED if path_or_repo_id is None else checkpoint_dir(path_or_repo_id)
     settings = read_json(path / "config.json")
     if settings is None:
@@ -170,7 +173,8 @@ def open_checkpoint(
     forms, read = _open_params(path, of_files, dtype, quantize, stored, mesh, known)
     kind = stored.method if stored else quantize or jnp.dtype(dtype).name
     stats = LoadStats(time.perf_counter() - start, tree_bytes(forms), kind)
-    return Checkpoint(Model(forms, config, tokenizer, generation, stats), read)
+    name = "bundled" if path_or_repo_id is None else str(path_or_repo_id)
+    return Checkpoint(Model(forms, config, tokenizer, generation, stats, name), read)
 
 
 def _open_params(  # noqa: PLR0913  what decides on a leaf
@@ -212,10 +216,10 @@ class _Reader:
 
     def form(self, spec: ParamSpec, parts: Mapping[str, Part]) -> Any:
         """Of the whole leaf, on all devices."""
-        cut, whole = self._cut(spec), self._form(spec, parts, self.tensors, self._group(spec))
+        cut, whole = self._cut(spec, parts), self._form(spec, parts, self.tensors, self._group(spec))
         if self.mesh is None:
             return whole
-        check_parts(spec, whole, cut, 32 // getattr(self.stored, "bits", 32) if parts else 1)
+        check_parts(spec, whole, cut, self._word(parts))
         bitnet = isinstance(self.stored, BitNetFormat)
         if self._read_whole(spec, parts) and not bitnet:
             return whole_form(spec, whole, self.mesh, 1)
@@ -224,11 +228,13 @@ class _Reader:
         return whole_form(spec, part, self.mesh, self._devices)
 
     def leaf(self, spec: ParamSpec, parts: Mapping[str, Part], form: Any) -> Any:
-        pieces, cut, group = [] if parts else spec.pieces(self.tensors), self._cut(spec), self._group(spec)
+        pieces, cut = [] if parts else spec.pieces(self.tensors), self._cut(spec, parts)
+        group = self._group(spec)
 
         def part(i: int) -> Any:
-            tensors, own = cut.tensors(parts, self.tensors, i // cut.each), cut.pieces(pieces, i // cut.each)
-            return self._leaf(cut.spec(spec), parts, tensors, own, group)
+            at = i // cut.each
+            tensors, own = cut.tensors(parts, self.tensors, at), cut.pieces(pieces, at)
+            return cut.padded(spec, self._leaf(cut.spec(spec, at), parts, tensors, own, group), at)
 
         if self.mesh is not None and not self._read_whole(spec, parts):
             return spread(spec, part, form, self.mesh)
@@ -241,8 +247,12 @@ class _Reader:
     def _devices(self) -> int:
         return 1 if self.mesh is None else self.mesh.shape[MODEL]
 
-    def _cut(self, spec: ParamSpec) -> Cut:
-        return cut_of(spec, self.config, self._devices)
+    def _cut(self, spec: ParamSpec, parts: Mapping[str, Part] | tuple = ()) -> Cut:
+        return cut_of(spec, self.config, self._devices, self._word(parts))
+
+    def _word(self, parts: Any) -> int:
+        """Numbers of a quantized matrix that the files pack together."""
+        return 32 // getattr(self.stored, "bits", 32) if parts else 1
 
     def _group(self, spec: ParamSpec) -> int | None:
         """Where parts of a matrix are quantized while they are read: the groups of all of it. What int8
@@ -284,16 +294,6 @@ class _Reader:
 
     def _norm(self, name: str) -> np.ndarray:
         return self.tensors[name].array()
-
-
-def _check_activations(activations: str | None, quantize: str | None) -> None:
-    if activations not in (None, "int8"):
-        raise InputError(f"activations={activations!r} is not supported: use None or int8")
-    if activations and quantize != "int8":
-        raise InputError(
-            f"activations={activations!r} needs quantize='int8', got {quantize!r}: give that too, or leave"
-            " out activations (a checkpoint that was written with them has them)"
-        )
 
 
 def _specs(

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..config.model_config import from_hf
 from ..errors import InputError
+from ..weights.layout import without_padding
 from ..weights.params import Params, param_specs
 from ..weights.quantized import GroupedWeight, Int8Weight, QuantizedWeight, is_quantized
 from ..weights.ternary import TernaryWeight, ternary_form
@@ -98,7 +99,8 @@ def save_checkpoint(
     Args:
         path: the directory, made if it is not there.
         model_dir: where the tokenizer and generation_config.json are copied from; None: they are not.
-        params: the parameter tree, some of its matrices quantized or none.
+        params: the parameter tree, some of its matrices quantized or none. Padding of a vocabulary that lies
+            over a mesh is left out.
         settings: contents of config.json.
         rotated: as the model's config has it; then matrices are quantized.
 
@@ -109,6 +111,7 @@ def save_checkpoint(
     specs, tree = jax.tree.flatten(param_specs(from_hf(settings)))
     tensors: dict[str, Any] = {}
     for spec, leaf in zip(specs, tree.flatten_up_to(params), strict=True):  # type: ignore[attr-defined]
+        leaf = without_padding(spec, leaf)
         if is_quantized(leaf):
             fields = {f"{spec.hf_name}.{name}": getattr(leaf, name, None) for name in _FIELDS}
             tensors |= {name: field for name, field in fields.items() if field is not None}

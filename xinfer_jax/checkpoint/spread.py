@@ -4,6 +4,9 @@ A part of a matrix in the files is one of n equal ones along its outputs or its 
 stored. Read whole and cut in memory, one at a time, is what is divided by inputs and belongs together beyond
 a part: int8 made while loading (its scales are those of whole rows), and inputs in an order of their own; and
 BitNet's matrices, whose bytes hold outputs from all over.
+
+A vocabulary that the devices do not divide gets rows of zeros at its end. No token has their ids, and
+`model.decoder.unembed` leaves their logits out.
 """
 
 import dataclasses
@@ -44,12 +47,19 @@ class Cut(NamedTuple):
     n: int
     axis: int | None
     each: int  # devices that hold a part: more than one where key heads are repeated
+    size: int = 0  # of a part along that axis; of a vocabulary with rows of padding in the last parts
+    vocabulary: int = 0  # outputs of a matrix of the vocabulary, without padding; 0: it is another matrix
+    word: int = 1  # outputs of such a matrix that the files pack together
 
-    def spec(self, spec: ParamSpec) -> ParamSpec:
-        """Of a part."""
+    def spec(self, spec: ParamSpec, i: int | None = None) -> ParamSpec:
+        """Of a part with its padding; i: of what the files have of that part."""
         if self.axis is None:
             return spec
-        shape = [size // self.n if axis == self.axis else size for axis, size in enumerate(spec.shape)]
+        size = self.size
+        if i is not None and self.vocabulary:
+            size = min(size, self.vocabulary - self._stored(i) * size)
+        shape = list(spec.shape)
+        shape[self.axis] = size
         return dataclasses.replace(spec, shape=tuple(shape))
 
     def pieces(self, pieces: list[StoredTensor], i: int) -> list[StoredTensor]:
@@ -59,7 +69,7 @@ class Cut(NamedTuple):
         if len(pieces) > 1 or len(pieces[0].shape) == 3:
             size = len(pieces) // self.n
             return pieces[i * size : (i + 1) * size]
-        return [pieces[0].part(self.axis, i, self.n)]
+        return [self._part(pieces[0], self.axis, i)]
 
     def tensors(
         self, names: Mapping[str, Any], tensors: Mapping[str, StoredTensor], i: int
@@ -76,17 +86,51 @@ class Cut(NamedTuple):
             by_outputs_only = last == 0 and not by_inputs_only
             if (by_inputs_only and self.axis == 0) or (by_outputs_only and self.axis == 1):
                 continue
-            found[name] = tensor.part(axis, i, self.n)
+            found[name] = self._part(tensor, axis, i)
         return found
 
+    def padded(self, spec: ParamSpec, part: Any, i: int) -> Any:
+        """A part on the host, as it was read, with the rows of zeros that make it as large as the others."""
+        left = self.vocabulary - i * self.size
+        if not self.vocabulary or left >= self.size:
+            return part
 
-def cut_of(spec: ParamSpec, config: ModelConfig, devices: int) -> Cut:
-    """config: as the files have it."""
+        def whole(x: np.ndarray, places: PartitionSpec) -> np.ndarray:
+            for axis, place in enumerate(places):
+                if place:
+                    x = _some(_some(x, axis, 0, max(0, left)), axis, 0, self.size)
+            return x
+
+        return jax.tree.map(whole, part, specs_of(spec, part, None, RULES))
+
+    def _stored(self, i: int) -> int:
+        """The number of a part that has rows in the files: itself, or the last that has."""
+        return min(i, (self.vocabulary - 1) // self.size)
+
+    def _part(self, tensor: StoredTensor, axis: int, i: int) -> StoredTensor:
+        length = tensor.shape[axis]
+        if self.vocabulary:
+            size = self.size if length == self.vocabulary else self.size // self.word
+            first = self._stored(i) * size
+            return tensor.part(axis, first, min(size, length - first))
+        size, rest = divmod(length, self.n)
+        if rest:
+            raise InputError(
+                f"{tensor.file}: a tensor {list(tensor.shape)} has no {self.n} equal parts on axis {axis}"
+            )
+        return tensor.part(axis, i * size, size)
+
+
+def cut_of(spec: ParamSpec, config: ModelConfig, devices: int, word: int = 1) -> Cut:
+    """config: as the files have it; word: numbers that these pack together."""
     divided = [axis for axis, name in enumerate(spec.axes) if name and RULES[name] == MODEL]
     if not divided:
         return Cut(1, None, devices)
-    n = min(devices, config.num_key_value_heads) if spec.axes[divided[0]] == "kv_heads" else devices
-    return Cut(n, divided[0], devices // n)
+    axis, length = divided[0], spec.shape[divided[0]]
+    if spec.axes[axis] == "vocab":
+        return Cut(devices, axis, 1, -(-length // (devices * word)) * word, length, word)
+    n = min(devices, config.num_key_value_heads) if spec.axes[axis] == "kv_heads" else devices
+    return Cut(n, axis, devices // n, length // n)
 
 
 def check_parts(spec: ParamSpec, form: Any, cut: Cut, word: int) -> None:
@@ -95,12 +139,11 @@ def check_parts(spec: ParamSpec, form: Any, cut: Cut, word: int) -> None:
     """
     if cut.axis is None or not isinstance(form, GroupedWeight | TernaryWeight):
         return
-    part = spec.shape[cut.axis] // cut.n
     for size, what in ((form.group if cut.axis == 1 else 1, "groups"), (word, "packed words")):
-        if part % size:
+        if cut.size % size:
             raise InputError(
-                f"{spec.hf_name} has {part} {('outputs', 'inputs')[cut.axis]} for each of {cut.n} devices,"
-                f" which {what} of {size} do not divide: choose fewer devices"
+                f"{spec.hf_name} has {cut.size} {('outputs', 'inputs')[cut.axis]} for each of {cut.n}"
+                f" devices, which {what} of {size} do not divide: choose fewer devices"
             )
 
 
@@ -124,10 +167,18 @@ def part_of(spec: ParamSpec, whole: Any, i: int, devices: int) -> Any:
     def own(x: np.ndarray, places: PartitionSpec) -> np.ndarray:
         for axis, place in enumerate(places):
             if place:
-                x = np.split(x, devices, axis)[i]
+                size = -(-x.shape[axis] // devices)
+                x = _some(x, axis, i * size, size)
         return x
 
     return jax.tree.map(own, whole, specs_of(spec, whole, None, RULES))
+
+
+def _some(x: np.ndarray, axis: int, first: int, size: int) -> np.ndarray:
+    """So many along an axis, zeros where it ends before."""
+    x = x[(slice(None),) * axis + (slice(first, first + size),)]
+    after = [(0, size - length if at == axis else 0) for at, length in enumerate(x.shape)]
+    return np.pad(x, after) if x.shape[axis] < size else x
 
 
 def spread(spec: ParamSpec, parts: Any, form: Any, mesh: Mesh) -> Any:

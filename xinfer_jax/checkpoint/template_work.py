@@ -2,7 +2,8 @@
 
 One unit of work is a character written; a part of a list or of a dict is `PART` of them, a node of the
 template that a loop or a macro passes through `NODE`. A template has `_WORK`, and more for a long
-conversation: for what it weighs, and for every pair of messages (some templates look back from each).
+conversation: for what it weighs, and for every pair of messages (some templates look back from each), up to
+those of a thousand messages. Whatever the conversation, it has a few seconds of the processor.
 """
 
 import re
@@ -16,10 +17,10 @@ from typing import Any
 import jinja2
 
 PART, NODE = 64, 4
-_WORK, _WORK_PER_UNIT, _WORK_PER_PAIR = 2_000_000, 64, 512
+_WORK, _WORK_PER_UNIT, _WORK_PER_PAIR, _MOST_PAIRS = 2_000_000, 64, 512, 1_000_000
 # Of the processor: beneath the count, should an operation be dearer. Collecting garbage in a large process
 # takes tenths of a second of it.
-_SECONDS, _SECONDS_PER_UNIT = 1.0, 1e-7
+_SECONDS, _SECONDS_PER_UNIT, _MOST_SECONDS = 1.0, 1e-7, 4.0
 _BITS = 10_000  # of an integer
 _DEPTH = 100  # of lists in lists; C code that walks them has no more stack than that is sure to fit
 
@@ -66,9 +67,9 @@ class Work:
     """What a template may still do."""
 
     def __init__(self, variables: dict[str, Any]):
-        pairs = len(variables.get("messages", ())) ** 2
+        pairs = min(len(variables.get("messages", ())) ** 2, _MOST_PAIRS)
         self.left: float = _WORK + _WORK_PER_UNIT * _weight(variables) + _WORK_PER_PAIR * pairs
-        self.until = time.thread_time() + _SECONDS + _SECONDS_PER_UNIT * self.left
+        self.until = time.thread_time() + min(_MOST_SECONDS, _SECONDS + _SECONDS_PER_UNIT * self.left)
 
     def spend(self, units: float) -> None:
         self.left -= max(units, 0) + NODE

@@ -51,20 +51,11 @@ class StoredTensor:
         start = self.start + first * row * self.form.dtype.itemsize
         return dataclasses.replace(self, start=start, shape=shape)
 
-    def part(self, axis: int, i: int, n: int) -> "StoredTensor":
-        """The i-th of n equal parts along the first axis or the last.
-
-        Raises:
-            InputError: it has no n equal parts.
-        """
-        size, rest = divmod(self.shape[axis], n)
-        if rest:
-            raise InputError(
-                f"{self.file}: a tensor {list(self.shape)} has no {n} equal parts on axis {axis}"
-            )
+    def part(self, axis: int, first: int, size: int) -> "StoredTensor":
+        """So many along the first axis or the last."""
         if axis == 0:
-            return self.piece(i * size, (size, *self.shape[1:]))
-        start = self.start + i * size * self.form.dtype.itemsize
+            return self.piece(first, (size, *self.shape[1:]))
+        start = self.start + first * self.form.dtype.itemsize
         stride = self.stride or self.shape[-1]
         return dataclasses.replace(self, start=start, shape=(*self.shape[:-1], size), stride=stride)
 

@@ -12,7 +12,7 @@ from kernels_pallas import Selection
 
 from ..brief import mib
 from ..checkpoint.loading import Model
-from ..engine.lockstep import Calls
+from ..engine.lockstep import calls
 from ..errors import InputError
 from ..generation.beams import beam_search, planned
 from ..generation.kernels import kernels_used
@@ -43,7 +43,7 @@ def answer(flags: Flags, prompt: str | None) -> int:
     """Prints the answer to a prompt; the exit code. None: the prompt that process 0 has."""
     keep_compiled_programs("xinfer-jax", flags.compilation_cache)
     join_processes()
-    prompt = Calls().same(prompt) if jax.process_count() > 1 else prompt
+    prompt = calls().same(prompt) if jax.process_count() > 1 else prompt
     assert prompt is not None
     checkpoints, draft = [open_model(flags.model, flags)], flags.draft
     if draft not in (None, "lookup"):
@@ -56,7 +56,8 @@ def answer(flags: Flags, prompt: str | None) -> int:
         stop_strings=tuple(flags.stop), logprobs=flags.logprobs,
         draft=draft, draft_tokens=flags.draft_tokens, cache_dtype=flags.cache_dtype,
     )  # fmt: skip
-    ids = encode_prompt(model, prompt, system=flags.system, raw=flags.raw)
+    escape = flags.escape_control_tokens
+    ids = encode_prompt(model, prompt, system=flags.system, raw=flags.raw, escape_control_tokens=escape)
     capacity = chosen_capacity(model.config, len(ids), flags.max_tokens)
     used = kernels_used(model.params, model.config, flags.impl, 1, flags.cache_dtype, capacity)
     if flags.verbose:

@@ -69,6 +69,10 @@ def define_engine(program: Program) -> None:
     )  # fmt: skip
 
 
+def define_escaping(program: Program) -> None:
+    program.switch("escape_control_tokens", "What messages spell never becomes a control token.", True)
+
+
 def define_temperature(program: Program) -> None:
     program.number("temperature", "0: always the most likely token. Default: the checkpoint's.", *_POSITIVE)
     program.integer("seed", "Seed of the sampling.", default=0, most=2**32 - 1)
@@ -125,6 +129,7 @@ define_processes(PROGRAM)
 PROGRAM.text("prompt", "What to say to the model. Default: standard input.")
 PROGRAM.text("system", "System message.")
 PROGRAM.switch("raw", "Continue the prompt as it is, without the chat template.")
+define_escaping(PROGRAM)
 PROGRAM.integer("max_tokens", "Most tokens to generate.", default=128, least=1)
 define_temperature(PROGRAM)
 define_sampling(PROGRAM)

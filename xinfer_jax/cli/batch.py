@@ -1,11 +1,10 @@
 """What `xinfer-jax-batch` does once its flags are read: loads, answers the file, says what it did."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 from ..batch.ledger import merge_shards
-from ..batch.run import check_files, follow_file, generate_file
+from ..batch.run import check_files, check_report, follow_file, generate_file
 from ..errors import InputError
 from ..generation.options import GenerateOptions
 from .answer import sampling_of
@@ -15,7 +14,7 @@ from .terminal import status
 
 
 def batch(flags: Any, shard: tuple[int, int] | None) -> int:
-    """Answers a file; the exit code."""
+    """Answers a file; the exit code: 1 where a line of the output is an error."""
     keep_compiled_programs("xinfer-jax-batch", flags.compilation_cache)
     shape: dict[str, Any] = dict(
         rows=flags.rows, capacity=flags.capacity, pages=flags.pages, cache_dtype=flags.cache_dtype,
@@ -27,11 +26,8 @@ def batch(flags: Any, shard: tuple[int, int] | None) -> int:
         follow_file(open_model(flags.model, flags).read(), **shape)
         return 0
     check_files(flags.input, flags.output)
-    if flags.report and Path(flags.report).resolve() in (
-        Path(flags.input).resolve(),
-        Path(flags.output).resolve(),
-    ):
-        raise InputError(f"--report={flags.report} is the input or the output: give another file")
+    if flags.report:
+        check_report(flags.report, flags.input, flags.output)
     checkpoint = open_model(flags.model, flags)
     with status("loading the model"):
         model = checkpoint.read()
@@ -46,7 +42,8 @@ def batch(flags: Any, shard: tuple[int, int] | None) -> int:
         report = generate_file(
             model, flags.input, flags.output, options, seed=flags.seed, raw=flags.raw, system=flags.system,
             score=flags.score, in_order=flags.in_order, shard=shard, stop=stop, grace=flags.grace,
-            data_parallel=flags.data_parallel, **shape,
+            data_parallel=flags.data_parallel, escape_control_tokens=flags.escape_control_tokens,
+            model_names=(flags.served_model_name,) if flags.served_model_name else None, **shape,
         )  # fmt: skip
     status.say(*_said(report))
     if flags.report:
@@ -55,14 +52,17 @@ def batch(flags: Any, shard: tuple[int, int] | None) -> int:
                 file.write(f"{json.dumps(report)}\n")
         except OSError as error:
             raise InputError(f"--report={flags.report} cannot be written: {error.strerror}") from error
-    return 128 + stop.number if report["stopped"] else 0
+    if report["stopped"]:
+        return 128 + stop.number
+    return 1 if report["errors"] + report["errors_before"] else 0
 
 
 def merge(flags: Any) -> int:
     """Joins shards; the exit code."""
-    lines = merge_shards(flags.input, flags.output, flags.merge)
-    status.say(f"{flags.output}: {lines} lines of {flags.merge} shards")
-    return 0
+    lines, failed = merge_shards(flags.input, flags.output, flags.merge)
+    errors = f", {failed} of them errors" if failed else ""
+    status.say(f"{flags.output}: {lines} lines of {flags.merge} shards{errors}")
+    return int(failed > 0)
 
 
 def _said(r: dict[str, Any]) -> list[str]:
@@ -80,4 +80,6 @@ def _said(r: dict[str, Any]) -> list[str]:
     if r["finish_reasons"]:
         ends = ", ".join(f"{n} {reason}" for reason, n in sorted(r["finish_reasons"].items()))
         lines.append(f"answers ended by: {ends}")
+    if failed := r["errors"] + r["errors_before"]:
+        lines.append(f"{failed} lines of the output have an error in place of an answer")
     return lines + ["stopped early: the same command goes on from here"] * r["stopped"]

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import InputError
-from .answer_flags import define_engine, define_model, define_sampling, define_temperature
+from .answer_flags import define_engine, define_escaping, define_model, define_sampling, define_temperature
 from .group import define_processes
 from .process import finish
 from .program import Program
@@ -40,6 +40,7 @@ PROGRAM.integer(
 )
 PROGRAM.text("system", "System message of lines with a prompt.")
 PROGRAM.switch("raw", "Continue prompts as they are, without the chat template.")
+define_escaping(PROGRAM)
 PROGRAM.integer("max_tokens", "Most tokens of an answer.", default=128, least=1)
 PROGRAM.texts("stop", "Answers end before this text; may be given several times.", "give some text")
 define_temperature(PROGRAM)
@@ -53,12 +54,18 @@ PROGRAM.choice(
     "mosaic", "triton", "xla",
 )  # fmt: skip
 PROGRAM.integer("grace", "Seconds that answers under way have to end at SIGTERM and Ctrl-C.", default=30)
+PROGRAM.text(
+    "served_model_name",
+    "What lines may give as their model. Default: --model, or its last part.",
+    empty="give a name",
+)
 PROGRAM.text("report", "A file that gets the figures at the end as JSON.", empty="give a file")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command in this thread and exits: 0; 2 with one line on standard error where the input is at
-    fault. `__main__.batch` is the process, which minds SIGTERM and Ctrl-C too.
+    """Runs the command in this thread and exits: 0; 1 where a line of the output is an error; 2 with one line
+    on standard error where the input is at fault. `__main__.batch` is the process, which minds SIGTERM and
+    Ctrl-C too.
     """
     finish(PROGRAM.name, lambda: _run(sys.argv if argv is None else argv))
 
@@ -72,6 +79,8 @@ def _run(argv: Sequence[str]) -> int:
     shard = re.fullmatch(r"(\d{1,9})/(\d{1,9})", values.shard or "0/1")
     if not shard or int(shard[1]) >= int(shard[2]):
         raise InputError(f"--shard={values.shard} must be i/n with i from 0 to n - 1")
+    if values.merge is not None and values.report:
+        raise InputError("--merge has no figures to report: leave out --report")
     if values.merge is not None and (values.shard or values.input == "-"):
         raise InputError("--merge joins all shards of a file: leave out --shard, and name the --input")
     if values.merge is None and (code := watch(PROGRAM)) is not None:

@@ -77,7 +77,7 @@ class Conversation:
             raise InputError(f"--max_tokens={new} leaves no room for a question in {where}: lower it")
         self._capacity = capacity
         self._options = GenerateOptions(new, sampling.validate(), capacity=capacity, keep_prefix=True)
-        self._key = seeded(flags.seed)
+        self._key, self._escape = seeded(flags.seed), flags.escape_control_tokens
         self._system = [] if flags.system is None else [{"role": "system", "content": flags.system}]
         self.reset()
         (self._model,) = read_and_compile(self._prepare, checkpoint)
@@ -110,7 +110,8 @@ class Conversation:
     def _fitting(self, turns: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
         """The turns, without the earliest where they leave no room for an answer, and their ids."""
         for first in range(0, len(turns), 2):
-            ids = encode_prompt(self._model, self._system + turns[first:])
+            talk = self._system + turns[first:]
+            ids = encode_prompt(self._model, talk, escape_control_tokens=self._escape)
             if len(ids) + self._options.max_new_tokens <= self._capacity:
                 return turns[first:], ids
         room = f"{self._capacity} tokens of room; see --capacity"

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import InputError
-from .answer_flags import define_model, define_temperature
+from .answer_flags import define_escaping, define_model, define_temperature
 from .process import finish
 from .program import Program
 from .terminal import status
@@ -18,6 +18,7 @@ PROGRAM = Program(
     "xinfer-jax-chat --model Qwen/Qwen2.5-0.5B-Instruct --quantize int8",
 )
 PROGRAM.text("system", "System message.")
+define_escaping(PROGRAM)
 PROGRAM.integer("max_tokens", "Most tokens of an answer.", default=256, least=1)
 PROGRAM.integer("capacity", "Tokens that the talk may reach. Default: 4096, or the model's limit.", least=2)
 define_temperature(PROGRAM)

@@ -14,7 +14,7 @@ from .program import Program, version
 # Of one process, or of the place where it runs. Of the model its files are compared, not where they are.
 _OWN = {
     "coordinator", "process_id", "log_dir", "start_seconds", "compilation_cache", "model", "host", "port",
-    "api_key_file",
+    "api_key_file", "secret_file",
 }  # fmt: skip
 _SAMPLE = 1 << 14  # bytes of numbers that are read at each of 64 places of a file
 _DETECT = """import json
@@ -41,6 +41,12 @@ def define_processes(program: Program) -> None:
     )
     program.integer("num_processes", "How many they are.", least=1)
     program.integer("process_id", "Which of them this is, from 0 on; 0 reads, writes, listens and decides.")
+    program.text(
+        "secret_file",
+        "File of mode 0600 with 32 or more random bytes that all processes know, with which they sign their"
+        " messages. Needed on several machines; on one the default is a file of yours.",
+        empty="give a file",
+    )
     program.integer("start_seconds", "Time for all of them to come.", default=300, least=1)
     program.text(
         "log_dir",
@@ -57,7 +63,7 @@ def job_of(flags: Any) -> Job | None:
     """
     known = flags.coordinator, flags.num_processes, flags.process_id
     if known[0] is None:
-        for name in ("num_processes", "process_id", "log_dir", "start_seconds"):
+        for name in ("num_processes", "process_id", "log_dir", "start_seconds", "secret_file"):
             if flags[name].value != flags[name].default:
                 raise InputError(f"--{name} does nothing without --coordinator: give that too")
         return None

@@ -100,7 +100,11 @@ class Program:
 
 def _entry(option: str, text: str, default: Any = None) -> list[str]:
     text += "" if default in (None, []) else f" Default: {str(default).lower()}."
-    return textwrap.wrap(text, 110, initial_indent=f"  {option:<26}", subsequent_indent=" " * 28)
+    indent = " " * 28
+    name = f"  {option}"
+    if len(name) >= len(indent):  # too long for its column: the text begins on the next line
+        return [name, *textwrap.wrap(text, 110, initial_indent=indent, subsequent_indent=indent)]
+    return textwrap.wrap(text, 110, initial_indent=name.ljust(len(indent)), subsequent_indent=indent)
 
 
 def version() -> str:

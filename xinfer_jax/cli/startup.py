@@ -1,5 +1,6 @@
 """What both commands do before the first token, and what a terminal shows meanwhile."""
 
+import dataclasses
 import os
 import re
 import tempfile
@@ -35,7 +36,9 @@ def open_model(name: str | None, flags: Any) -> Checkpoint:
         mesh = f"model={jax.device_count()}"
     over = mesh_named(mesh) if mesh else None
     with status("opening the model"):
-        return open_checkpoint(path, flags.dtype, flags.quantize, over, flags.activations)
+        checkpoint = open_checkpoint(path, flags.dtype, flags.quantize, over, flags.activations)
+    model = dataclasses.replace(checkpoint.model, name=name or "bundled")
+    return dataclasses.replace(checkpoint, model=model)
 
 
 def check_devices(flags: Any) -> None:

@@ -2,6 +2,8 @@
 more as its child, and sees to it that all processes end where one does.
 
 parents meet at process 0's ─ compare ─► children start, jax joins them ─ one ends, dies or is gone ─► all end
+
+All parents know one secret (`signing`). A child gets it through a pipe, never by arguments or environment.
 """
 
 import json
@@ -23,15 +25,17 @@ from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
 from ..errors import InputError, one_line
+from ..signing import hand_over, secret_of
+from .channel import HEARTBEAT_SECONDS, Channel, listen
 from .group import Job, compared, difference, job_of
 from .process import Told, told_first
 from .program import Program
 from .terminal import status
 
-_HEARTBEAT_SECONDS = 20  # of silence, after which a process counts as gone: between parents, and to jax
-_BEAT_SECONDS, _SETTLE_SECONDS = 5, 2  # between two signs of life; until all have said why they ended
-_CHILD = "XINFER_JAX_CHILD"  # of the environment: what a parent tells its child
-_LOCAL = ("127.0.0.1", "localhost", "::1")
+_SETTLE_SECONDS = 2  # until all have said why they ended
+_CHILD = "XINFER_JAX_CHILD"  # of the environment: what a parent tells its child, but for the secret
+_BROKEN = 70  # exit code of a child that does not end in order
+_UNPROVED = 64  # connections at a time that have not proved that they know the secret
 _DEAD = re.compile(r"stopped sending heartbeats\):\s+(?:/job:\S*task:)?(\d+)")  # as jax names who is
 _TORN = "JAX distributed service detected fatal errors"  # said by a process that ends because another did
 _TAIL = 1 << 16  # bytes of a log in which it is looked for
@@ -43,22 +47,23 @@ def watch(program: Program) -> int | None:
     ended; the exit code. None: go on, as that child or alone.
 
     Raises:
-        InputError: flags that make no sense, or an address that cannot be had.
+        InputError: flags that make no sense, an address that cannot be had, or no secret.
     """
     if _CHILD in os.environ:
         _adopt(json.loads(os.environ.pop(_CHILD)))
         return None
     if (job := job_of(program.values)) is None:
         return None
+    secret = secret_of(program.values.secret_file, job.host)
     if directory := program.values.log_dir:
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"--log_dir={directory} cannot be made: {error.strerror}") from error
     if job.id == 0:
-        _Hub(job, program.values.start_seconds)
+        _Hub(job, program.values.start_seconds, secret)
     with told_first() as stop:
-        code, line = _Parent(job, program, stop).run()
+        code, line = _Parent(job, program, stop, secret).run()
     if line:
         status.say(f"{program.name}: {one_line(line)}")
     return code
@@ -72,6 +77,8 @@ def child() -> dict[str, Any]:
 def _adopt(given: dict[str, Any]) -> None:
     """Begins to be such a child. What C++ and libraries write, and tracebacks, go to its log."""
     _child.update(given)
+    with open(given["secret"], "rb") as pipe:
+        hand_over(pipe.read())
     for name, place in given["streams"].items():
         old = getattr(sys, name)
         setattr(sys, name, open(place, "w", 1, encoding=old.encoding, errors=old.errors))
@@ -82,41 +89,12 @@ def _adopt(given: dict[str, Any]) -> None:
 
 def _log_and_end(*error: Any) -> NoReturn:
     traceback.print_exception(*error, file=sys.__stderr__)
-    os._exit(1)  # an orderly end of jax would wait for the other processes
+    os._exit(_BROKEN)  # an orderly end of jax would wait for the other processes
 
 
 def _end_with(parent: int) -> None:
     os.read(parent, 1)  # nothing is ever written: it returns once the parent is gone
-    os._exit(1)
-
-
-class _Line:
-    """A connection between two parents, of JSON lines. What comes is put into `events` with the line itself;
-    at last {"gone": true}.
-    """
-
-    def __init__(self, connection: socket.socket, events: SimpleQueue):
-        self._connection, self._events, self._lock = connection, events, threading.Lock()
-        self._gone = threading.Event()
-        connection.settimeout(_HEARTBEAT_SECONDS)
-        for work in (self._read, self._beat):
-            threading.Thread(target=work, daemon=True).start()
-
-    def say(self, **said: Any) -> None:
-        with self._lock, suppress(OSError):  # who does not hear is gone, which is heard
-            self._connection.sendall(json.dumps(said).encode() + b"\n")
-
-    def _read(self) -> None:
-        with suppress(OSError, ValueError, TypeError):
-            for line in self._connection.makefile("rb"):
-                self._events.put((self, dict(json.loads(line))))
-        self._events.put((self, dict(gone=True)))
-        self._gone.set()
-        self._connection.close()
-
-    def _beat(self) -> None:
-        while not self._gone.wait(_BEAT_SECONDS):
-            self.say()
+    os._exit(_BROKEN)
 
 
 class _End(Exception):
@@ -131,19 +109,44 @@ class _Hub:
     when all end.
     """
 
-    def __init__(self, job: Job, seconds: int):
+    def __init__(self, job: Job, seconds: int, secret: bytes):
+        self._secret, self._unknown, self._lock = secret, 0, threading.Lock()
+        self._unproved = dict[socket.socket, None]()  # connections, the oldest first
         self._job, self._seconds, self._until = job, seconds, time.monotonic() + seconds
         self._events: SimpleQueue = SimpleQueue()
-        self._lines, self._hosts = dict[int, _Line](), dict[int, str]()
+        self._lines, self._hosts = dict[int, Channel](), dict[int, str]()
         self._told, self._reports = dict[int, dict[str, str]](), list[tuple[int, int, str]]()
         self._started = self._passed_on = False
-        self._server = _server(job.host, job.port)
+        self._server = listen(job.host, job.port)
         for work in (self._accept, self._run):
             threading.Thread(target=work, daemon=True).start()
 
     def _accept(self) -> None:
         while True:
-            _Line(self._server.accept()[0], self._events)
+            try:
+                connection = self._server.accept()[0]
+            except OSError:  # as many files are open as may be
+                time.sleep(0.1)
+                continue
+            with self._lock:
+                self._unproved[connection] = None
+                if len(self._unproved) > _UNPROVED:  # who knows the secret proves it at once
+                    oldest = next(iter(self._unproved))
+                    del self._unproved[oldest]
+                    with suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)  # its own thread closes it
+            threading.Thread(target=self._prove, args=(connection,), daemon=True).start()
+
+    def _prove(self, connection: socket.socket) -> None:
+        try:
+            Channel(connection, self._events, self._secret, listens=True)
+        except InputError:
+            self._unknown += 1
+        except OSError:
+            pass
+        finally:
+            with self._lock:
+                self._unproved.pop(connection, None)
 
     def _run(self) -> None:
         try:
@@ -161,9 +164,10 @@ class _Hub:
         if self._reports:
             raise _End(*min(self._reports, key=lambda report: report[0])[1:])
         missing = next(i for i in range(self._job.processes) if i not in self._lines or i not in self._told)
-        raise _End(1, f"{self._name(missing)} did not come within {self._seconds} s")
+        others = f" ({self._unknown} came with another secret)" if self._unknown else ""
+        raise _End(1, f"{self._name(missing)} did not come within {self._seconds} s{others}")
 
-    def _hear(self, line: _Line, said: dict[str, Any]) -> None:
+    def _hear(self, line: Channel, said: dict[str, Any]) -> None:
         number = next((i for i, known in self._lines.items() if known is line), None)
         if number is None and said.get("here") in range(self._job.processes):
             self._here(line, said["here"], str(said.get("host")))
@@ -172,7 +176,7 @@ class _Hub:
         elif number is not None and "ended" in said:
             self._ended(number, said["ended"], said["why"], said["blames"])
         elif number is not None and "gone" in said:
-            self._report(0, f"{self._name(number)} is gone (its connection was lost)")
+            self._report(0, f"{self._name(number)} is gone ({said['gone']})")
         elif number is not None and "signal" in said:  # process 0 hears of it, once, and ends as it likes
             if not self._started:
                 raise _End(128 + said["signal"])
@@ -180,7 +184,7 @@ class _Hub:
                 self._lines[0].say(signal=said["signal"])
             self._passed_on = True
 
-    def _here(self, line: _Line, number: int, host: str) -> None:
+    def _here(self, line: Channel, number: int, host: str) -> None:
         if number in self._lines:
             line.say(end=2, line=f"--process_id={number} is given twice, on {self._hosts[number]} and {host}")
             return
@@ -191,17 +195,18 @@ class _Hub:
         if found := difference(self._told):
             self._report(0, found, 2)
         elif len(self._told) == self._job.processes:
-            with socket.create_server(("", 0)) as free:
+            own = self._server.getsockname()[0]
+            with socket.create_server((own, 0), family=self._server.family) as free:
                 port = free.getsockname()[1]
             self._started, self._until = True, float("inf")
             for line in self._lines.values():
-                line.say(start=port)
+                line.say(start=port, bind=own)
 
     def _ended(self, number: int, code: int, why: str, blames: int | None) -> None:
         """A child has ended: process 0's in order, which is the end of all, or one that the others miss."""
         if not self._started:
             self._report(0, f"{self._name(number)} {why}", 2)
-        elif number == 0 and (code in (0, 2) or code > 128):
+        elif number == 0 and (code in (0, 1, 2) or code > 128):
             raise _End(code)
         elif blames is not None:
             self._report(2, f"{self._name(blames)} stopped answering")
@@ -221,8 +226,8 @@ class _Hub:
 class _Parent:
     """Of one child."""
 
-    def __init__(self, job: Job, program: Program, stop: Told):
-        self._job, self._program, self._stop = job, program, stop
+    def __init__(self, job: Job, program: Program, stop: Told, secret: bytes):
+        self._job, self._program, self._stop, self._secret = job, program, stop, secret
         self._events: SimpleQueue = SimpleQueue()
         self._seconds = program.values.start_seconds
         self._zero = f"process 0 of {job.processes} ({job.host}:{job.port})"
@@ -244,12 +249,16 @@ class _Parent:
         except _End as end:
             return self._over(end)
 
-    def _connect(self) -> _Line:
+    def _connect(self) -> Channel:
         until = time.monotonic() + self._seconds
         while time.monotonic() < until:
             with suppress(OSError):
                 address = self._job.host, self._job.port
-                return _Line(socket.create_connection(address, _HEARTBEAT_SECONDS), self._events)
+                connection = socket.create_connection(address, HEARTBEAT_SECONDS)
+                try:
+                    return Channel(connection, self._events, self._secret, listens=False)
+                except InputError as error:
+                    raise _End(2, f"{self._zero} has another secret: give all the same file") from error
             if self._stop.wait(0.2):
                 raise _End(128 + self._stop.number)
         raise _End(1, f"{self._zero} did not come within {self._seconds} s")
@@ -263,34 +272,39 @@ class _Parent:
             if "end" in said:
                 raise _End(said["end"], said["line"])
             if "gone" in said:
-                raise _End(1, f"{self._zero} is gone (its connection was lost)")
+                raise _End(1, f"{self._zero} is gone ({said['gone']})")
             if "start" in said:
-                self._start(said["start"])
+                self._start(said["start"], said["bind"])
             if "signal" in said and self._process:
                 self._process.send_signal(said["signal"])
 
-    def _start(self, port: int) -> None:
-        """The same command again, as a child in a session of its own: a terminal's Ctrl-C comes by us."""
+    def _start(self, port: int, bind: str) -> None:
+        """The same command again, as a child in a session of its own: a terminal's Ctrl-C comes by us. jax's
+        service is at this port of process 0's address, and at no other address.
+        """
         job, given = self._job, self._program.values.log_dir
         self._log_dir = Path(given or tempfile.mkdtemp(prefix="xinfer-jax-"))
-        host = f"[{job.host}]" if ":" in job.host else job.host
+        host, bind = (f"[{name}]" if ":" in name else name for name in (job.host, bind))
         joins: dict[str, Any] = dict(
             coordinator_address=f"{host}:{port}", num_processes=job.processes, process_id=job.id,
-            initialization_timeout=self._seconds, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+            initialization_timeout=self._seconds, heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )  # fmt: skip
-        if job.host in _LOCAL:
-            joins["coordinator_bind_address"] = joins["coordinator_address"]
+        if job.id == 0:
+            joins["coordinator_bind_address"] = f"{bind}:{port}"
         streams = {} if job.id else dict(stdout=os.dup(1), stderr=os.dup(2))
         held, self._lifeline = os.pipe()
-        told = json.dumps(dict(joins=joins, streams=streams, parent=held))
+        secret, to_child = os.pipe()
+        os.write(to_child, self._secret)
+        os.close(to_child)
+        told = json.dumps(dict(joins=joins, streams=streams, parent=held, secret=secret))
         log_file = self._log_dir / f"process-{job.id}.log"
         with log_file.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, *sys.orig_argv[1:]], env=os.environ | {_CHILD: told}, stdout=log, stderr=log,
-                stdin=subprocess.DEVNULL if job.id else None, pass_fds=[held, *streams.values()],
+                stdin=subprocess.DEVNULL if job.id else None, pass_fds=[held, secret, *streams.values()],
                 start_new_session=True,
             )  # fmt: skip
-        for place in (held, *streams.values()):
+        for place in (held, secret, *streams.values()):
             os.close(place)
         self._waiting = threading.Thread(target=self._wait, args=(self._process, log_file), daemon=True)
         self._waiting.start()
@@ -313,17 +327,8 @@ class _Parent:
             return end.code, end.line
         self._process.kill()  # in order or not, its work is done
         self._waiting.join()
-        if end.code == 1:
+        if end.code == 1 and end.line:
             return 1, f"{end.line}: all have ended, see {self._log_dir}"
         if self._program.values.log_dir is None and self._log_dir:
             shutil.rmtree(self._log_dir, ignore_errors=True)
         return end.code, end.line
-
-
-def _server(host: str, port: int) -> socket.socket:
-    """Listens: to all networks, unless the host is this machine's own name for itself."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host if host in _LOCAL else "", port), family=family)
-    except OSError as error:
-        raise InputError(f"--coordinator={host}:{port} cannot be listened on: {error.strerror}") from error

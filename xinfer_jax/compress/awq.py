@@ -19,6 +19,7 @@ from ..model.decoder import LayerKind, Place, attend, layer_kinds
 from ..model.layers import embed, gated, gated_mlp, linear, norm, rotary_angles
 from ..weights.params import Params
 from ..weights.quantized import (
+    check_activations,
     check_method,
     dequantize,
     is_quantized,
@@ -69,8 +70,10 @@ def awq_params(  # noqa: PLR0913
         activations: "int8": they are rounded too, with quantize="int8", and all inputs share a scale.
 
     Raises:
-        InputError: no token ids, an unknown method, or a model whose norms or experts take no scales.
+        InputError: no token ids, an unknown method, activations with int4 or a group, or a model whose norms
+            or experts take no scales.
     """
+    check_activations(activations, quantize, group)
     group = _ALL if activations else group
     bits, scaled = _bits(quantize, group), params
     if not config.rotated:
@@ -104,6 +107,7 @@ def rounded_params(
     params: Params, quantize: str, group: int | None = None, activations: str | None = None
 ) -> Params:
     """Every matrix rounded to nearest, the vocabulary's to int8 per output; arguments as in `awq_params`."""
+    check_activations(activations, quantize, group)
     group, of_vocabulary = (_ALL, _ALL) if activations else (group, None)
     bits = _bits(quantize, group)
     if any("experts" in layer for layer in params["layers"]):

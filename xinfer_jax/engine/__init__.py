@@ -1,9 +1,11 @@
 """Requests that join and leave while others decode, share pages of keys and values, and get the same bits in
 any company.
 
-In the order to read: `scheduler` decides who reads, who decodes and in which pages, in plain Python; `device`
-runs it; `lockstep` has other processes do the same; `requests` are what callers hold; `statistics` says what
-it did; `submission` checks what comes in; `engine` takes the turns; `engines` are several behind one queue.
+In the order to read: `clients` says whose row goes first; `scheduler` decides who reads, who decodes and in
+which pages, in plain Python; `device` runs it; `messages` are what process 0 tells other processes, and
+`lockstep` has them do the same; `requests` are what callers hold; `statistics` says what it did;
+`submission` checks what comes in; `engine` takes the
+turns; `engines` are several behind one queue.
 
 - A page is shared only where its keys have the bits that the row would have made: the digest under which it
   is found holds the salt, all tokens up to its end, and the program that read each page. Which one reads a
@@ -14,6 +16,14 @@ it did; `submission` checks what comes in; `engine` takes the turns; `engines` a
   nothing is computed again. A row enters only where there is room for its whole prompt and a page more for
   every other, and sends nobody away: few are thrown out soon after they came.
 - Nobody overtakes who waits for pages, or small requests would starve large ones.
+- Clients (`submit(client=…)`) share the slots equally: where one has less than its share and a row that
+  waits, rows of those that have more are preempted, the youngest first, and go on later with the same bits.
+  Within their shares the client for which the model computed fewer tokens goes first, so the age of a
+  backlog moves no row ahead of another client's. Of one request's answers those beyond the first few (as
+  many as there are slots) wait behind the first answers of its client's other requests.
+- A turn prefills one chunk at most before new requests, cancels and deadlines are looked at, and decodes for
+  a second at most.
+- The text of an answer costs the same for each token, whatever its stop strings are.
 - Where a row's numbers are not finite, no page that it holds is found again, also those that it found: should
   one of them be bad, the next to ask reads it anew.
 - What a row is (settings, keys, limits, biases, ids that end it) are arrays of fixed sizes, in the full tier
@@ -33,5 +43,7 @@ it did; `submission` checks what comes in; `engine` takes the turns; `engines` a
 - Over several processes every decision, which hangs on clocks and callers, is process 0's: each call of its
   device, with its arguments from the host, is said to the others, who do it on theirs. What stays on the
   devices goes by the number of the call that gave it; pages of rows that made way stay with each process.
+- jax's coordination service, over which it is said, asks nobody who they are. So a message is JSON of a
+  closed set of values, and its signature is checked before it is parsed.
 - What the host gets are arrays of their own: a view of what the next call donates would make it a copy.
 """

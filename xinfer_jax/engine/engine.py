@@ -4,11 +4,16 @@ submit ─► queue ─ a turn: who ended? ─ a piece of a prompt ─ a window 
 """
 
 import dataclasses
+import heapq
+import itertools
 import math
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
@@ -27,7 +32,7 @@ from ..generation.speculation import MOST_GUESSES
 from ..memory import check_memory, memory_bytes
 from ..model.attention import check_impl
 from ..sampling.choice import answer_keys
-from ..sampling.logprobs import TokenLogprobs, rows_of_tokens
+from ..sampling.logprobs import rows_of_tokens
 from ..sharding import MODEL, lies_over, share
 from ..weights.params import Params, cache_dtype as usual_dtype, resolve_dtype, tree_bytes
 from .device import WINDOW, Device, Window
@@ -39,6 +44,8 @@ from .submission import Entrance
 
 _LOOK_SECONDS = 0.1  # between two looks of the host, while requests may come or are read along
 _BUSY_SECONDS = 0.01  # the same, while others wait or are read
+_LONGEST_SECONDS = 1.0  # the same, where nobody reads along: so soon it can be told to end
+_MOST_UNDECODED = 32  # turns that prefill and do not decode, where nobody reads along
 _UNKNOWN = 8  # steps of the first window, as nobody knows how long they take
 _SHARE = 0.5  # of the memory beside the weights, for pages
 
@@ -121,13 +128,18 @@ class Engine(Entrance):
         self._scheduler = Scheduler(self.rows, self.pages, self.capacity, self.chunk, prefix_cache)
         self._news, self._turn = threading.Condition(), threading.Lock()
         self._new: list[Answer] = []  # submitted, and not seen by the scheduler yet
+        self._cancelled: list[Request] = []  # and not seen yet
         self._open: dict[Request, None] = {}  # in the order in which they came
+        # A heap; those that ended before are let go of.
+        self._deadlines: list[tuple[float, int, weakref.ref[Request]]] = []
+        self._numbers = itertools.count()
         self._answers: dict[Row, Answer] = {}  # that have not ended
         self._orders: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
         self.error: BaseException | None = None
         self.name, self.recent = "the engine", Recent()
         self._seconds = 0.0  # of a step of decoding, lately
+        self._undecoded = 0  # turns since the last one that decoded
         self.last_turn = time.monotonic()
         self._device: Any = self._warm_up(dtype)
         if self._calls and jax.process_index() == 0:
@@ -163,8 +175,9 @@ class Engine(Entrance):
 
     @property
     def load(self) -> int:
-        """Requests that have not ended."""
-        return len(self._open)
+        """Answers of requests that have not ended."""
+        with self._news:
+            return sum(len(request.answers) for request in self._open)
 
     def counts(self) -> dict[str, int]:
         """What `EngineStats` says but for times."""
@@ -207,6 +220,13 @@ class Engine(Entrance):
         with self._news:
             self._news.notify_all()
 
+    def cancel(self, request: Request) -> None:
+        """Ends a request at the next turn."""
+        with self._news:
+            if request in self._open:
+                self._cancelled.append(request)
+                self._news.notify_all()
+
     def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
         """Until it is so; without a thread by taking turns.
 
@@ -225,9 +245,9 @@ class Engine(Entrance):
 
     def step(self) -> bool:
         """One turn, on the caller's thread: who ended, a piece of a prompt, a window of decoding. Whether
-        there was anything to do.
+        there was anything to do. Ctrl-C is raised behind it: nothing is left half done.
         """
-        with self._turn:
+        with self._turn, _interrupts_deferred():
             try:
                 return self.error is None and self._take_turn()
             except BaseException as error:
@@ -241,33 +261,44 @@ class Engine(Entrance):
             while self.error is None:
                 if not self.step():
                     with self._news:
-                        self._news.wait_for(lambda: self._new or self._orders or self.error is not None, 1.0)
+                        self._news.wait_for(self._has_news, 1.0)
         except BaseException as error:  # every request has it, and whoever submits
             print(f"{self.name} broke down: {type(error).__name__}: {error}", file=sys.stderr)
 
+    def _has_news(self) -> bool:
+        return bool(self._new or self._cancelled or self._orders) or self.error is not None
+
     def _break(self, error: BaseException) -> None:
         with self._news:
-            self.error, self._new = self.error or error, []
+            self.error, self._new, self._deadlines = self.error or error, [], []
             self._tell(list(self._open))
 
     def _take_turn(self) -> bool:
-        with self._news:
+        now, late = time.monotonic(), list[Request]()
+        with self._news:  # at once: what ends now was submitted before
             new, orders, self._new, self._orders = self._new, self._orders, [], []
+            cancelled, self._cancelled = self._cancelled, []
+            while self._deadlines and self._deadlines[0][0] < now:
+                if request := heapq.heappop(self._deadlines)[-1]():
+                    late.append(request)
         for order in orders:
             order()
             self.wake()
         for answer in new:
             self._answers[answer.row] = answer
             self._scheduler.submit(answer.row)
-        self._drop_ended()
-        busy, read = False, self.recent.read_tokens
-        while actions := self._scheduler.read_next():
+        self._drop(cancelled, "cancelled")
+        self._drop(late, "deadline")
+        busy, width = False, 0
+        while width < self.chunk and (actions := self._scheduler.read_next()):
             busy = True
             self._carry_out(actions)
-            # Who decodes and may be read along is not kept waiting for more than a chunk.
-            if self._live and self.recent.read_tokens >= read + self.chunk:
-                break
-        if self._scheduler.running:
+            # After a chunk, or as many pages, new requests, cancels and signals are looked at.
+            width += sum(action.width for action in actions if isinstance(action, Read))
+        # Where nobody reads along, free slots are filled first, for so many turns.
+        fills = width >= self.chunk and not self._live and self._undecoded < _MOST_UNDECODED
+        self._undecoded = self._undecoded + 1 if fills else 0
+        if self._scheduler.running and not fills:
             busy = True
             self._decode()
         return busy
@@ -277,16 +308,12 @@ class Engine(Entrance):
         """Whether a row that decodes has somebody who may read along, and others may come meanwhile."""
         return any(self._answers[row].request.live for _, row in self._scheduler.running)
 
-    def _drop_ended(self) -> None:
-        """Ends what was cancelled, or is late."""
-        now = time.monotonic()
-        opened = list(self._open)  # at once: others submit meanwhile
-        dropped = [request for request in opened if request.cancelled or request.deadline < now]
-        for request in dropped:
-            for answer in request.answers:
-                if answer.row in self._answers:
-                    self._end(answer, "cancelled" if request.cancelled else "deadline")
-        self._tell(dropped)
+    def _drop(self, requests: list[Request], reason: str) -> None:
+        """Ends requests, whatever they do."""
+        for answer in (answer for request in requests for answer in request.answers):
+            if answer.row in self._answers:
+                self._end(answer, reason)
+        self._tell(requests)
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -310,9 +337,9 @@ class Engine(Entrance):
         if row.scored is not None:  # after it: the pages are to be this program's
             targets = row.ids[start + 1 : end + 1]
             noted = self._device.score(row.pages, row.ids[start:end], start, targets)
-            known = noted, np.array([targets]), np.asarray(noted.processed_BT), [len(targets)]
-            unasked = max(0, row.scored - start - 1)
-            request.prompt_logprobs += _cut(known, request.asks)[unasked:]
+            logprobs_1T, count_1 = np.asarray(noted.processed_BT), np.array([len(targets)])
+            (tokens,) = rows_of_tokens(noted, np.array([targets]), logprobs_1T, count_1, request.asks)
+            request.prompt_logprobs += tokens[max(0, row.scored - start - 1) :]
         self.recent.read_tokens += piece.count
         self._scheduler.dispatched(piece)
         if piece.last:
@@ -327,14 +354,14 @@ class Engine(Entrance):
     def _decode(self) -> None:
         """A window: so many steps, or until a row ends while somebody waits for its place."""
         scheduler, each = self._scheduler, 1 + self.guesses
-        steps = WINDOW // each
+        steps, look = WINDOW // each, _LONGEST_SECONDS
+        others = bool(scheduler.clients.heads()) or len(scheduler.seated) > len(scheduler.running)
         if self._live:
-            others = scheduler.waiting or len(scheduler.seated) > len(scheduler.running)
             look = _BUSY_SECONDS if others else _LOOK_SECONDS
-            steps = min(steps, max(1, int(look / self._seconds)) if self._seconds else _UNKNOWN)
+        steps = min(steps, max(1, int(look / self._seconds)) if self._seconds else _UNKNOWN)
         self._carry_out(scheduler.grow(steps * each))
         answers = {slot: self._answers[row] for slot, row in scheduler.running}
-        waits = bool(scheduler.waiting or self._new) or len(scheduler.seated) > len(answers)
+        waits = others or bool(self._new)
         began = time.perf_counter()
         pages = {slot: answer.row.pages for slot, answer in answers.items()}
         out = jax.device_get(self._device.window(pages, steps, waits))
@@ -352,9 +379,11 @@ class Engine(Entrance):
         request, count = answer.request, int(out.count_B[slot])
         self.recent.chosen_tokens += count
         if request.call.options.logprobs:
-            parts: Any = out.alternatives, out.tokens_BT, out.logprobs_BT, out.count_B
-            of_row = jax.tree.map(lambda x_B: x_B[slot : slot + 1], parts)
-            answer.alternatives += _cut(of_row, request.call.options.logprobs)
+            parts = out.alternatives, out.tokens_BT, out.logprobs_BT, out.count_B
+            noted, tokens_1T, logprobs_1T, count_1 = jax.tree.map(lambda x_B: x_B[slot : slot + 1], parts)
+            most = request.call.options.logprobs
+            (tokens,) = rows_of_tokens(noted, tokens_1T, logprobs_1T, count_1, most)
+            answer.alternatives += tokens
         ids, logprobs = out.tokens_BT[slot, :count].tolist(), out.logprobs_BT[slot, :count].tolist()
         try:
             ended = answer.push(ids, logprobs, bool(out.finished_B[slot]))
@@ -377,7 +406,7 @@ class Engine(Entrance):
         """There is something new of these."""
         with self._news:
             for request in requests:
-                if request in self._open and (request.ended or self.error):
+                if request in self._open and (request.answered or self.error):
                     request.end(request.error or self.error)
                     self.recent.ended(request)
                     del self._open[request]
@@ -390,6 +419,10 @@ class Engine(Entrance):
             self._check_open()
             self._new += [answer for request in requests for answer in request.answers]
             self._open |= dict.fromkeys(requests)
+            for request in requests:
+                if math.isfinite(request.deadline):
+                    entry = request.deadline, next(self._numbers), weakref.ref(request)
+                    heapq.heappush(self._deadlines, entry)
             self._news.notify_all()
 
     def _number_of_pages(self, page_bytes: int) -> int:
@@ -426,10 +459,20 @@ class Engine(Entrance):
         return device
 
 
-def _cut(known: Any, most: int) -> list[TokenLogprobs]:
-    """`rows_of_tokens` of one row, with so many alternatives each."""
-    (tokens,) = rows_of_tokens(*known)
-    return [t._replace(top=t.top[:most], processed_top=t.processed_top[:most]) for t in tokens]
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Within, in the main thread, Ctrl-C waits; its handler is called at the end."""
+    usual, seen = signal.getsignal(signal.SIGINT), list[Any]()
+    if threading.current_thread() is not threading.main_thread() or not callable(usual):
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *args: seen.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        for args in seen[:1]:
+            usual(*args)
 
 
 def _held(new: Any, old: Any = None) -> jax.Array:

@@ -89,7 +89,8 @@ class Engines(Entrance):
         """As `Engine.update`, in one engine after another."""
         for engine, known in zip(self.engines, self._known, strict=True):
             engine.update(params)
-            known.clear()
+            with self._lock:
+                known.clear()
 
     def step(self) -> bool:
         """Waits a moment for news of any request, while all engines take turns; whether any is under way.
@@ -123,7 +124,7 @@ class Engines(Entrance):
             loads = [engine.load for engine in self.engines]
             for request in requests:
                 i = self._choose(request.answers[0].row, loads)
-                loads[i] += 1
+                loads[i] += len(request.answers)
                 dealt[i].append(request)
                 request.engine = self.engines[i]
                 request.wakers.append(self._news.set)
@@ -132,7 +133,8 @@ class Engines(Entrance):
 
     def _choose(self, row: Row, loads: list[int]) -> int:
         """The engine that knows most of how the prompt begins, of those that are not clearly busier than
-        another; of equals the one with the fewest requests, of these the one not given any the longest.
+        another; of equals the one with the fewest answers under way, of these the one not given any the
+        longest.
         """
         engine = self.engines[0]
         full = len(row.ids) // PAGE if self._shares else 0

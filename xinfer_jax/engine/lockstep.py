@@ -5,56 +5,96 @@ Engine of process 0 ─ Leader ─ Device
                         └ Calls ─► follow ─ Device, in every other process
 """
 
-import dataclasses
 import itertools
-import pickle
+import secrets
 import weakref
 from collections import deque
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax._src import distributed
 
-from ..generation.options import Call
+from ..errors import InputError
+from ..signing import Signer, secret_of
 from .device import Device
+from .messages import Kept, decode, encode
 
 _BLOCK = 256  # calls that process 0 may be ahead
 _WAIT = 600_000  # milliseconds until it is asked again
 _STAY = {"row", "read", "first_choice", "take_pages", "take_row"}  # what they give is for later calls
+_METHODS = _STAY | {"score", "place", "window", "put_pages"}  # of `Device`, that process 0 may have called
 _numbers = itertools.count()
 
 
 class Calls:
     """What process 0 says to the others, in order, by the store of jax's coordination service (0.3 ms each).
     Every process makes the same ones in the same order.
+
+    Whoever reaches that service may write to the store, so what the run's secret has not signed is rejected.
+    No message of another run verifies: each other process begins with a random number of its own, and
+    process 0 signs the numbers of all.
     """
 
-    def __init__(self) -> None:
-        self._client: Any = distributed.global_state.client
-        self._name, self._at = f"xinfer_jax/{next(_numbers)}", 0
+    def __init__(self, client: Any, name: str, process: int, processes: int, secret: bytes) -> None:
+        """client: of jax's coordination service; name: of these calls; process: which of so many this is."""
+        self._client, self._name, self._at = client, name, 0
+        self._process, self._secret = process, secret
+        self._signer = Signer(secret, self._meet(processes), "process 0")
 
     def say(self, what: Any) -> None:
-        self._client.key_value_set_bytes(self._key, pickle.dumps(what))
+        """Tells the others, as process 0. what: that `encode` takes."""
+        self._set(self._key, self._signer.sign(self._key, encode(what)))
         self._next()
 
-    def hear(self) -> Any:
-        said = None
-        while said is None:
-            try:
-                said = self._client.blocking_key_value_get_bytes(self._key, _WAIT)
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
+    def hear(self, config: Any = None) -> Any:
+        """What process 0 says next. config: of the model, for calls.
+
+        Raises:
+            InputError: somebody else said it.
+        """
+        said = self._signer.verify(self._key, self._get(self._key))
         self._next()
-        return pickle.loads(said)
+        return decode(said, config)
 
     def same(self, value: Any) -> Any:
         """Process 0's."""
-        if jax.process_index() == 0:
+        if self._process == 0:
             self.say(value)
             return value
         return self.hear()
+
+    def _meet(self, processes: int) -> str:
+        """The run's name, which no other run has."""
+        place, numbers = f"{self._name}/run", list[str]()
+        if self._process:
+            own = secrets.token_hex()
+            number = f"{place}/{self._process}"
+            self._set(number, self._by(self._process).sign(number, own.encode()))
+            run = self._by(0).verify(place, self._get(place)).decode()
+            if run.split()[self._process - 1 : self._process] != [own]:
+                raise InputError("process 0 began another run than this process: start all of them again")
+            return run
+        for i in range(1, processes):
+            number = f"{place}/{i}"
+            numbers.append(self._by(i).verify(number, self._get(number)).decode())
+        run = " ".join(numbers)
+        self._set(place, self._by(0).sign(place, run.encode()))
+        return run
+
+    def _by(self, process: int) -> Signer:
+        return Signer(self._secret, "", f"process {process}")
+
+    def _set(self, key: str, message: bytes) -> None:
+        self._client.key_value_set_bytes(key, message)
+
+    def _get(self, key: str) -> bytes:
+        while True:
+            try:
+                return self._client.blocking_key_value_get_bytes(key, _WAIT)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
 
     @property
     def _key(self) -> str:
@@ -66,27 +106,37 @@ class Calls:
         self._at += 1
         if block and not at:
             self._client.wait_at_barrier(f"{self._name}/{block}", _WAIT)
-            if jax.process_index() == 0:
+            if self._process == 0:
                 self._client.key_value_delete(f"{self._name}/{block - 1}/")
 
 
+def calls() -> Calls:
+    """Of this process, which `jax.distributed.initialize` made one of several.
+
+    Raises:
+        InputError: there is no secret that the processes share, or they have different ones.
+    """
+    state: Any = distributed.global_state
+    secret = secret_of(None, state.coordinator_address.rpartition(":")[0])
+    name = f"xinfer_jax/{next(_numbers)}"
+    return Calls(state.client, name, jax.process_index(), jax.process_count(), secret)
+
+
 def calls_for(params: Any) -> Calls | None:
-    """Where parameters lie on devices of several processes."""
+    """Where parameters lie on devices of several processes.
+
+    Raises:
+        InputError: as `calls`.
+    """
     leaves = (leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
-    return None if all(leaf.is_fully_addressable for leaf in leaves) else Calls()
-
-
-class _Number(NamedTuple):
-    """Of the call that gave something."""
-
-    number: int
+    return None if all(leaf.is_fully_addressable for leaf in leaves) else calls()
 
 
 class _Held:
     """What stays on the devices between two calls."""
 
     def __init__(self, number: int, value: Any):
-        self.number, self.value = _Number(number), value
+        self.number, self.value = Kept(number), value
 
 
 class Leader:
@@ -97,11 +147,14 @@ class Leader:
         self._number, self._unused, self._closed = itertools.count(), deque[int](), False
 
     def __getattr__(self, name: str) -> Any:
+        if name not in _METHODS:
+            raise AttributeError(f"{name} of a device is nothing that other processes do")
         return lambda *args: self._do(name, *args)
 
     def _do(self, name: str, *args: Any) -> Any:
         number, unused = next(self._number), [self._unused.popleft() for _ in range(len(self._unused))]
-        self._calls.say((name, [_said(arg) for arg in args], unused))
+        said = [arg.number if isinstance(arg, _Held) else arg for arg in args]
+        self._calls.say([name, said, unused])
         out = getattr(self._device, name)(*(arg.value if isinstance(arg, _Held) else arg for arg in args))
         if name not in _STAY:
             return out
@@ -117,20 +170,20 @@ class Leader:
                 self._calls.say(None)
 
 
-def _said(arg: Any) -> Any:
-    if isinstance(arg, Call):
-        return dataclasses.replace(arg, params={})  # they have them
-    return arg.number if isinstance(arg, _Held) else arg
-
-
 def follow(device: Device, calls: Calls) -> None:
-    """Does what process 0 has its device do, until that is closed."""
+    """Does what process 0 has its device do, until that is closed.
+
+    Raises:
+        InputError: somebody else says what to do.
+    """
     held: dict[int, Any] = {}
     for number in itertools.count():
-        if (said := calls.hear()) is None:
+        if (said := calls.hear(device.config)) is None:
             return
         name, args, unused = said
-        out = getattr(device, name)(*(held[arg.number] if isinstance(arg, _Number) else arg for arg in args))
+        if name not in _METHODS:
+            raise InputError(f"process 0 asks for {name!r}, which this version does not do: start all again")
+        out = getattr(device, name)(*(held[arg.number] if isinstance(arg, Kept) else arg for arg in args))
         if name in _STAY:
             held[number] = out[0] if name == "first_choice" else out
         for old in unused:

@@ -14,6 +14,7 @@ from ..errors import InputError
 from ..generation.faults import check_chosen
 from ..generation.options import Call, GenerateOutput
 from ..generation.state import Chosen
+from ..sampling.choice import answer_keys
 from ..sampling.logprobs import TokenLogprobs
 from ..stats import GenerateStats, peak_bytes
 from ..text import Said
@@ -30,18 +31,25 @@ class Answer:
         finish_reason: "eos", "stop", "length", "cancelled" or "deadline"; "error"; None: it has not ended.
     """
 
-    def __init__(self, request: "Request", row: Row, key_1: jax.Array):
-        """request: what it answers; row: as the scheduler sees it; key_1: what it draws with."""
+    def __init__(self, request: "Request", row: Row, number: int):
+        """request: what it answers, as its answer of this number; row: as the scheduler sees it."""
         self.tokens: list[int] = []
         self.chosen: list[int] = []  # with the id that ended it
         self.logprobs: list[float] = []
         self.alternatives: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
-        self.request, self.row, self.key_1 = request, row, key_1
+        self.request, self.row, self._number = request, row, number
         self.state: Any = None  # of the device, while it made way
         self.pages: Any = None  # what they hold, while they are in host memory
         self.passes, self.accepted = 0, 0
         self._said = request.said() if request.stop_strings else None
+
+    @property
+    def key_1(self) -> jax.Array:
+        """What it draws with."""
+        call = self.request.call
+        number_1 = np.array([self._number], np.int32) if call.answers > 1 else None
+        return answer_keys(call.key, np.array([self.request.number], np.int32), number_1)
 
     def push(self, ids: list[int], logprobs: list[float], finished: bool) -> bool:
         """Takes what the device chose, of which the last ended it or not; whether the answer has ended.
@@ -120,11 +128,17 @@ class Request:
         prompt_logprobs: where asked for: what the model says of each token of the prompt, or of those from
             one on; not of the first of all.
         error: what broke it off; None: nothing so far.
+        number: that `generate` would fold into its key.
+        skip_special_tokens: they have no text, so no stop string is found in it.
     """
 
-    def __init__(self, engine: Any, call: Call, tokenizer: Tokenizer | None, stop_strings: tuple[str, ...]):
+    def __init__(
+        self, engine: Any, call: Call, tokenizer: Tokenizer | None, stops: Sequence[str], number: int,
+        skip_special_tokens: bool,
+    ):  # fmt: skip
         """engine: that will answer; call: from `checked`, of one prompt."""
-        self.engine, self.call, self.tokenizer, self.stop_strings = engine, call, tokenizer, stop_strings
+        self.engine, self.call, self.tokenizer, self.stop_strings = engine, call, tokenizer, stops
+        self.number, self.skip_special_tokens = number, skip_special_tokens
         self.ids, self.answers = call.prompts[0], list[Answer]()
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.error: BaseException | None = None
@@ -168,18 +182,23 @@ class Request:
     def cancel(self) -> None:
         """Ends it, with the finish_reason "cancelled", at the engine's next turn."""
         self.cancelled = True
-        self.engine.wake()
+        self.engine.cancel(self)
+
+    @property
+    def answered(self) -> bool:
+        """Whether every answer has ended."""
+        return all(answer.finish_reason is not None for answer in self.answers)
 
     @property
     def ended(self) -> bool:
-        """Whether every answer has ended."""
-        return all(answer.finish_reason is not None for answer in self.answers)
+        """Whether it has ended: its answers, its error and its times stay as they are."""
+        return "ended" in self.times
 
     def said(self) -> Said:
         """What makes text of an answer's ids."""
         if self.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: take the ids by `for id in request`")
-        return Said(self.tokenizer, self.stop_strings)
+        return Said(self.tokenizer, self.stop_strings, skip_special_tokens=self.skip_special_tokens)
 
     def raise_error(self) -> None:
         """What broke it off."""
@@ -189,9 +208,9 @@ class Request:
     def end(self, error: BaseException | None) -> None:
         """It has ended, or is broken off. Called by the engine, which then tells of it."""
         self.error = error
-        self.times.setdefault("ended", time.monotonic())
         for answer in self.answers:
             answer.finish_reason = answer.finish_reason or "error"
+        self.times.setdefault("ended", time.monotonic())  # last: who waits for it reads the others
 
     def tell(self) -> None:
         """Wakes who waits in an event loop."""

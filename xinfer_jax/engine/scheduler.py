@@ -9,15 +9,16 @@ programs that read them, so whoever finds it gets the bits that it would have ma
 
 import dataclasses
 from array import array
-from bisect import insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from hashlib import sha256
 from itertools import takewhile
 from typing import Literal, NamedTuple
 
+from . import clients
+from .clients import Clients
+
 PAGE = 64  # tokens: the key block of the kernels
-PATIENCE = 32  # a row that was passed over so often goes first
 URGENT = 16  # whose priority is so much higher gets the slot of another row
 _ANY_FORM, _SCORED = 0, 1  # in digests: pages that any program may have written; that of scoring has
 
@@ -44,14 +45,16 @@ class Row:
         ids: the prompt.
         most: tokens that it may choose.
         priority: higher goes first.
+        later: answers of one request beyond the first few wait behind the first ones of others.
         salt: pages are shared only between rows of equal salt.
+        client: whose row it is.
         scored: where not None, the prompt is read by the program that says how likely its tokens are: from
             this one on all are read, and pages are shared only with such rows.
         share_answers: takes pages whatever program wrote them, and publishes those that decoding wrote.
         pages: in order.
         held: tokens whose keys are in its pages, or away.
         hits: tokens of the prompt that came from shared pages.
-        arrival, passed: its number; later rows that got a slot before it.
+        arrival, passed: its number; later rows of its client that got a slot before it.
         exact: its keys have the bits that they have without company.
         digests, loose: of the prompt's full pages; the same whatever program wrote them.
     """
@@ -59,7 +62,9 @@ class Row:
     ids: Sequence[int]
     most: int
     priority: int = 0
+    later: int = 0
     salt: bytes = b""
+    client: str = ""
     scored: int | None = None
     share_answers: bool = False
     slot: int | None = None
@@ -101,10 +106,11 @@ class Row:
         return min(self.needed, pages_for(max(len(self.ids), self.held)) + 1)
 
     @property
-    def rank(self) -> tuple[bool, int, int]:
-        """Lower goes first."""
-        waited = self.passed >= PATIENCE
-        return not waited, 0 if waited else -self.priority, self.arrival
+    def rank(self) -> tuple[bool, int, int, int]:
+        """Among the rows of its client; lower goes first."""
+        if self.passed >= clients.PATIENCE:
+            return False, 0, 0, self.arrival
+        return True, -self.priority, self.later, self.arrival
 
 
 class Move(NamedTuple):
@@ -126,18 +132,21 @@ class Read(NamedTuple):
     count: int  # type: ignore[assignment]  # a tuple has a method of this name
     whole: bool  # by the program of whole chunks, else by that of single pages
     last: bool  # behind it the first token is chosen, and the row runs
+    width: int  # tokens of that program
 
 
 Action = Move | Read
 
 
 class Scheduler:
-    """Gives slots and pages to rows. First come first served within a priority, higher ones first.
+    """Gives slots and pages to rows. First come first served within a priority and a client, higher ones
+    first; clients take turns (`clients`).
 
     The older row wins: who lacks pages sends the youngest row's to host memory, never an older one's. So the
-    oldest row with a slot always goes on, and a row that came back makes way for older ones only. Nobody is
-    sent away for a row that enters, unless that is much more urgent: it waits until there is room for its
-    prompt and a page more for each.
+    oldest row with a slot always goes on, and a row that came back makes way for older ones only. No row is
+    preempted for one that enters, unless that is much more urgent: it waits until there is room for its
+    prompt and a page more for each. Where several clients have rows, those that a client has beyond its share
+    of the slots are preempted first, and also for a client that has less than its share.
 
     A prompt of n tokens is read in whole chunks up to (n - 1) // chunk * chunk, then page by page: which
     program reads a token follows from n alone. Shared pages cover whole pieces of this cut, never the last.
@@ -153,7 +162,7 @@ class Scheduler:
     def __init__(self, rows: int, pages: int, capacity: int, chunk: int, prefix_cache: bool = True):
         self.pages, self.capacity, self.chunk, self.prefix_cache = pages, capacity, chunk, prefix_cache
         self.slots: list[Row | None] = [None] * rows
-        self.waiting: list[Row] = []  # by rank
+        self.clients = Clients(rows)
         self.holders = [0] * pages
         self.free = list(range(pages - 1, 0, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
@@ -165,6 +174,11 @@ class Scheduler:
     def seated(self) -> list[Row]:
         """Rows that have a slot, the oldest first."""
         return sorted(filter(None, self.slots), key=lambda row: row.arrival)
+
+    @property
+    def waiting(self) -> list[Row]:
+        """Rows without a slot."""
+        return self.clients.waiting
 
     @property
     def running(self) -> list[tuple[int, Row]]:
@@ -195,20 +209,22 @@ class Scheduler:
         """Queues a row for which there is `room`."""
         self.arrivals += 1
         row.arrival, row.publishes = self.arrivals, self.prefix_cache
-        insort(self.waiting, row, key=lambda row: row.rank)
+        self.clients.add(row)
 
     def read_next(self) -> list[Action]:
         """What to do before the next window: rows that come back, and at most one piece of reading."""
         actions: list[Action] = []
-        while self.waiting and (row := self.waiting[0]).away and self._enter(row):
+        self._make_way(actions)
+        self._make_share(actions)
+        while (row := self.clients.next()) and row.away and self._enter(row):
             self._take(row, row.held, actions)
             actions.append(Move(row, self.slots.index(row), row.pages[: pages_for(row.held)], False))
-        self._make_way(actions)
-        reading = sorted((row for row in self.seated if not row.read), key=lambda row: row.rank)
-        if self.waiting and not (reading and reading[0].rank < self.waiting[0].rank):
-            row = self.waiting[0]
-            reading[:0] = [row] if self._enter(row) else []
-        for row in reading:
+        ordered = self.clients.in_order([row for row in self.seated if not row.read] + self.clients.heads())
+        if ordered and ordered[0].slot is None and not ordered[0].away:
+            self._enter(ordered[0])
+        for row in ordered:
+            if row.slot is None:  # it waits, or was preempted just now
+                continue
             piece = self._piece(row)
             if self._take(row, piece.start + piece.count, actions):
                 return [*actions, piece]
@@ -219,6 +235,7 @@ class Scheduler:
         row = piece.row
         if row.ended:
             return
+        self.clients.count(row, prefilled=piece.width)
         row.held = piece.start + piece.count
         for at in range(piece.start // PAGE, row.held // PAGE):
             if row.publishes and row.exact:
@@ -239,6 +256,7 @@ class Scheduler:
     def decoded(self, row: Row, tokens: int) -> None:
         """The row chose so many more tokens, and wrote as many, from the one chosen before on."""
         row.held += tokens
+        self.clients.count(row, decoded=tokens)
 
     def end(self, row: Row, answer_ids: Sequence[int] = (), good: bool = True) -> None:
         """Takes back what the row has, in whatever state it is.
@@ -259,7 +277,7 @@ class Scheduler:
             for at in range(len(row.ids) // PAGE, len(digests)):
                 self._publish(row.pages[at], digests[at])
         if row.slot is None:
-            self.waiting.remove(row)
+            self.clients.remove(row)
         else:
             self._give_back(row)
         row.ended = True
@@ -273,13 +291,11 @@ class Scheduler:
             row.publishes &= row.state == "waiting" and not row.away
 
     def _enter(self, row: Row) -> bool:
-        """Gives the first row that waits a slot and the pages that it shares, if there is room."""
+        """Gives a row that waits a slot and the pages that it shares, if there is room."""
         hits = self._find(row)
-        spare = len(self.free) + len(self.cached) - sum(page in self.cached for page in hits)
-        others = sum(max(0, other.soon - len(other.pages)) for other in self.seated)
-        if None not in self.slots or spare < others + row.soon - len(hits):
+        if not self._fits(row, hits):
             return False
-        self.waiting.remove(row)
+        self.clients.enter(row)
         row.slot = self.slots.index(None)
         self.slots[row.slot] = row
         if not row.held:
@@ -289,20 +305,47 @@ class Scheduler:
         for page in hits:
             self.holders[page] += 1
             self.cached.pop(page, None)
-        earlier = [other for other in self.waiting + self.seated if other.arrival < row.arrival]
+        others = [other for other in self.seated if other.client == row.client]
+        earlier = [r for r in others + self.clients.of(row).waiting if r.arrival < row.arrival]
         if passed := [other for other in earlier if other.state != "running"]:
-            for other in passed:
-                other.passed += 1
-            self.waiting.sort(key=lambda row: row.rank)
+            self.clients.pass_over(row, passed)
         return True
 
+    def _fits(self, row: Row, hits: list[int], without: Sequence[Row] = ()) -> bool:
+        """Whether there is a slot, and room for the prompt behind its shared pages and a page more for every
+        other row, once the rows `without` are preempted.
+        """
+        held = Counter(page for other in without for page in other.pages)
+        freed = {page for page, count in held.items() if self.holders[page] == count}
+        spare = len(self.free) + len(self.cached) + len(freed)
+        spare -= sum(page in self.cached or page in freed for page in hits)
+        others = sum(max(0, r.soon - len(r.pages)) for r in self.seated if r not in without)
+        return bool(None in self.slots or without) and spare >= others + row.soon - len(hits)
+
     def _make_way(self, actions: list[Action]) -> None:
-        """Sends out the last of the rows with a slot, where the first that waits is much more urgent."""
-        patient = [row for row in self.seated if row.passed < PATIENCE]
-        if self.waiting and patient and None not in self.slots:
+        """Preempts the last of the rows with a slot, where the first that waits is much more urgent."""
+        patient = [row for row in self.seated if row.passed < clients.PATIENCE]
+        first = self.clients.next()
+        if first and patient and None not in self.slots:
             last = max(patient, key=lambda row: row.rank)
-            if self.waiting[0].priority - last.priority >= URGENT:
+            if first.priority - last.priority >= URGENT:
                 actions.append(self._send_out(last))
+
+    def _make_share(self, actions: list[Action]) -> None:
+        """Preempts rows that clients have beyond their share of slots, where the first row that waits is of a
+        client that has less, and then fits.
+        """
+        row = self.clients.next()
+        if row is None or self.clients.of(row).slots >= self.clients.share:
+            return
+        hits = self._find(row)
+        if self._fits(row, hits):
+            return
+        beyond = [r for r in self.clients.beyond_share(self.seated) if r.priority <= row.priority]
+        for count in range(1, len(beyond) + 1):
+            if self._fits(row, hits, beyond[:count]):
+                actions += map(self._send_out, beyond[:count])
+                return
 
     def _find(self, row: Row) -> list[int]:
         """The shared pages that a row begins with; of any form if it may and they reach further."""
@@ -337,15 +380,17 @@ class Scheduler:
         start, end = row.held, len(row.ids)
         whole = start < self._cut(row) and start % self.chunk == 0
         count = min(self.chunk if whole else PAGE, end - start)
-        return Read(row, start, count, whole, start + count == end)
+        return Read(row, start, count, whole, start + count == end, self.chunk if whole else PAGE)
 
     def _take(self, row: Row, tokens: int, actions: list[Action]) -> bool:
         """Gives a row pages for so many tokens, if older ones leave enough; younger ones are sent out."""
         missing = pages_for(tokens) - len(row.pages)
         while len(self.free) + len(self.cached) < missing:
-            if (youngest := self.seated[-1]) is row:
+            beyond = self.clients.beyond_share(self.seated)
+            last = beyond[0] if beyond else self.seated[-1]
+            if last is row:
                 return False
-            actions.append(self._send_out(youngest))
+            actions.append(self._send_out(last))
         for _ in range(missing):
             if not self.free:
                 page, _ = self.cached.popitem(last=False)
@@ -358,12 +403,13 @@ class Scheduler:
     def _send_out(self, row: Row) -> Move:
         out = Move(row, self.slots.index(row), row.pages[: pages_for(row.held)], True)
         self._give_back(row)
-        insort(self.waiting, row, key=lambda row: row.rank)
+        self.clients.add(row, preempted=True)
         self.preemptions += 1
         return out
 
     def _give_back(self, row: Row) -> None:
         self.slots[self.slots.index(row)] = row.slot = None
+        self.clients.leave(row)
         for page in reversed(row.pages):  # of no use without those before it, which are given up later
             self.holders[page] -= 1
             if not self.holders[page] and page in self.names:

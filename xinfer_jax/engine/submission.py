@@ -1,17 +1,16 @@
 """What comes in: a prompt and options, checked before anything runs, become a request."""
 
 import dataclasses
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from ..checks import in_order, whole
-from ..errors import InputError, shown
-from ..generation.options import Call, GenerateOptions, GenerateOutput, asked, checked
-from ..sampling.choice import answer_keys, check_key
+from ..errors import ContextLengthError, InputError, one_line, shown
+from ..generation.options import Call, GenerateOptions, GenerateOutput, asked, check_prompts, checked
+from ..sampling.choice import check_key
 from ..sampling.settings import SamplingConfig
 from ..text import Prompt, encode_prompt, stops_of
 from .device import MOST_EOS, MOST_LOGPROBS, MOST_STOPS
@@ -27,34 +26,55 @@ _OF_THE_ENGINE = dict(
 )  # fmt: skip
 
 
-def request_of(engine: Any, prompt: Any, options: GenerateOptions | None, key: Any, i: int) -> Request:
-    """A request to an `Engine`, whose answers draw as those of prompt i of `generate`.
+def request_of(
+    engine: Any, prompt: Any, options: GenerateOptions | None, key: Any, i: int, escape: bool = True
+) -> Request:
+    """A request to an `Engine`, whose answers draw as those of prompt i of `generate`. escape: as
+    `escape_control_tokens` of `encode_prompt`.
 
     Raises:
         InputError: what can never be served there.
     """
-    options, model = asked(options), engine.model
+    return next(requests_of(engine, [prompt], options, [key], i, escape))
+
+
+def requests_of(
+    engine: Any, prompts: Sequence[Any], options: GenerateOptions | None, keys: Sequence[Any], i: int,
+    escape: bool, skip_special_tokens: bool = True,
+) -> Iterator[Request]:  # fmt: skip
+    """`request_of` for each prompt and its key; the options are checked once, and their arrays shared."""
+    model, (options, stops), first = engine.model, _checked_options(engine, options), None
+    for prompt, key in zip(prompts, keys, strict=True):
+        text = isinstance(prompt, str) or in_order(prompt) and len(prompt) and isinstance(prompt[0], Mapping)
+        ids = encode_prompt(model, prompt, escape_control_tokens=escape) if text else prompt
+        if key is not None:  # from the host, wherever it was: nothing is compiled for it
+            data: Any = np.asarray(jax.random.key_data(check_key(key, np.size(key))))
+            key = jax.random.wrap_key_data(data[i : i + 1] if data.ndim > 1 else data)
+        if first is None:
+            first = checked(model.params, model.config, [ids], options, key)
+            # Of the parameters only what tells their type: `Engine.update` lets go of the others.
+            first = dataclasses.replace(first, params=dict(final_norm=model.params["final_norm"]))
+        key = first.key if key is None else check_key(key, 1)
+        call = dataclasses.replace(first, prompts=check_prompts(model.config, [ids]), key=key)
+        _check_sizes(engine, call)
+        request = Request(engine, call, model.tokenizer, stops, 0 if key.ndim else i, skip_special_tokens)
+        for j in range(call.answers):
+            row = Row(call.prompts[0], call.options.max_new_tokens, later=j // engine.rows)
+            request.answers.append(Answer(request, row, j))
+        yield request
+
+
+def _checked_options(engine: Any, options: GenerateOptions | None) -> tuple[GenerateOptions, tuple[str, ...]]:
+    """Options that a request may have, without stop strings, and these."""
+    options = asked(options)
     for name, why in _OF_THE_ENGINE.items():
         if (value := getattr(options, name)) != getattr(GenerateOptions, name):
             raise InputError(f"{name}={shown(value)} is not for a request: {why}")
     stops = stops_of(options)
-    if stops and model.tokenizer is None:
+    if stops and engine.model.tokenizer is None:
         raise InputError("stop_strings need a tokenizer, which this checkpoint lacks: use stop_token_ids")
-    text = isinstance(prompt, str) or in_order(prompt) and len(prompt) and isinstance(prompt[0], Mapping)
-    ids = encode_prompt(model, prompt) if text else prompt
-    if key is not None:  # from the host, wherever it was: nothing is compiled for it
-        data: Any = np.asarray(jax.random.key_data(check_key(key, np.size(key))))
-        key = jax.random.wrap_key_data(data[i : i + 1] if data.ndim > 1 else data)
-    options = dataclasses.replace(options, stop_strings=(), impl=engine.impl, sampling=_on_host(options))
-    call = checked(model.params, model.config, [ids], options, key)
-    _check_sizes(engine, call)
-    request, prompt_1 = Request(engine, call, model.tokenizer, stops), np.array([0 if call.key.ndim else i])
-    for j in range(call.answers):
-        answer_1 = np.array([j], np.int32) if call.answers > 1 else None
-        key_1 = answer_keys(call.key, prompt_1.astype(np.int32), answer_1)
-        row = Row(call.prompts[0], call.options.max_new_tokens)
-        request.answers.append(Answer(request, row, key_1))
-    return request
+    sampling = _on_host(options)
+    return dataclasses.replace(options, stop_strings=(), impl=engine.impl, sampling=sampling), stops
 
 
 def _check_sizes(engine: Any, call: Call) -> None:
@@ -68,7 +88,7 @@ def _check_sizes(engine: Any, call: Call) -> None:
             raise InputError(f"{name}: an engine takes {limit} at most, got {count}")
     asked_for = f"prompt of {call.longest} tokens + max_new_tokens {options.max_new_tokens}"
     if need > engine.room:
-        raise InputError(
+        raise ContextLengthError(
             f"{asked_for} exceeds the {engine.room} that a row of this engine can hold: shorten it, or make"
             " the engine with more capacity or pages"
         )
@@ -111,6 +131,10 @@ class Entrance:
         prompt_logprobs: int | None = None,
         prompt_logprobs_from: int = 0,
         live: bool = True,
+        client: str = "",
+        received: float | None = None,
+        escape_control_tokens: bool = True,
+        skip_special_tokens: bool = True,
     ) -> Request:
         """Queues a request; any thread may. Its tokens are those of `generate([ids], options, key=key)`.
 
@@ -119,9 +143,11 @@ class Entrance:
             options: None: `GenerateOptions()`. What a whole engine has (capacity, impl, cache_dtype, draft)
                 is refused here.
             key: as in `generate`.
-            priority: higher ones go first; who was passed over 32 times goes first whatever it is. One that
-                is higher by 16 or more takes the place of another row, which goes on later.
-            deadline: seconds from now after which it ends as it is, with the finish_reason "deadline".
+            priority: higher ones go first; a row that 32 later ones of its client, or a client without a slot
+                that 32 rows of others, passed over goes first whatever it is. One that is higher by 16 or
+                more takes the place of another row, which goes on later.
+            deadline: seconds from now, or from `received`, after which it ends as it is, with the
+                finish_reason "deadline".
             salt: prompts share pages only with those of the same salt.
             share_answers: this prompt may find what earlier answers wrote, and later ones what this answer
                 writes (turns of a chat); the last bits may then differ from those alone.
@@ -129,32 +155,74 @@ class Entrance:
             prompt_logprobs_from: of the tokens from this one on; what stands before may come from pages of
                 other such requests.
             live: somebody may read along. Without it windows of decoding are longer.
+            client: whose request it is. Clients that have requests share the slots equally: rows of one that
+                has more than its share make way for another's, and go on later with the same bits.
+            received: when it arrived, by time.monotonic(), where that was before this call; its times count
+                from then.
+            escape_control_tokens: as in `encode_prompt`, for a text or messages.
+            skip_special_tokens: special tokens have no text; False: stop strings are found in theirs too.
 
         Raises:
             InputError: what cannot be served, or can never fit; the engine is closed, or broke down.
         """
+        keys = None if key is None else [key]
+        return self.submit_many(
+            [prompt], options, keys=keys, priority=priority, deadline=deadline, salt=salt, live=live,
+            share_answers=share_answers, prompt_logprobs=prompt_logprobs,
+            prompt_logprobs_from=prompt_logprobs_from, client=client, received=received,
+            escape_control_tokens=escape_control_tokens, skip_special_tokens=skip_special_tokens,
+        )[0]  # fmt: skip
+
+    def submit_many(  # noqa: PLR0913  a door
+        self,
+        prompts: Sequence[Prompt | Sequence[int]],
+        options: GenerateOptions | None = None,
+        *,
+        keys: Sequence[jax.Array] | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        salt: str = "",
+        share_answers: bool = False,
+        prompt_logprobs: int | None = None,
+        prompt_logprobs_from: int = 0,
+        live: bool = True,
+        client: str = "",
+        received: float | None = None,
+        escape_control_tokens: bool = True,
+        skip_special_tokens: bool = True,
+    ) -> list[Request]:
+        """`submit` of several prompts at once, all with the same arguments. keys: one for each prompt."""
         self._check_open()
-        request = request_of(self, prompt, options, key, 0)
-        request.live = bool(live)
-        if deadline is not None:
-            if not isinstance(deadline, int | float | np.number) or not deadline > 0:
-                raise InputError(f"deadline must be a number of seconds above 0, got {shown(deadline)}")
-            request.deadline = time.monotonic() + deadline
-        if not isinstance(salt, str):
-            raise InputError(f"salt must be a text, got {shown(salt)}")
-        if prompt_logprobs is not None:
-            request.asks = whole("prompt_logprobs", prompt_logprobs, 0, MOST_LOGPROBS)
-        scored = None if prompt_logprobs is None else whole("prompt_logprobs_from", prompt_logprobs_from, 0)
-        for answer in request.answers:
-            row = answer.row
-            row.priority, row.salt = (
-                whole("priority", priority, -(2**31), 2**31),
-                salt.encode("utf-8", "surrogatepass"),
-            )
-            row.scored = scored if answer is request.answers[0] else None
-            row.share_answers = bool(share_answers)
-        self._queue([request])
-        return request
+        if keys is not None and len(keys) != len(prompts):
+            raise InputError(f"{len(keys)} keys for {len(prompts)} prompts: give one for each")
+        if deadline is not None and (not isinstance(deadline, int | float | np.number) or not deadline > 0):
+            raise InputError(f"deadline must be a number of seconds above 0, got {shown(deadline)}")
+        for name, text in (("salt", salt), ("client", client)):
+            if not isinstance(text, str):
+                raise InputError(f"{name} must be a text, got {shown(text)}")
+        asks = (
+            None if prompt_logprobs is None else whole("prompt_logprobs", prompt_logprobs, 0, MOST_LOGPROBS)
+        )
+        scored = None if asks is None else whole("prompt_logprobs_from", prompt_logprobs_from, 0)
+        priority = whole("priority", priority, -(2**31), 2**31)
+        requests = []
+        each: Sequence[Any] = keys or [None] * len(prompts)
+        how = escape_control_tokens, skip_special_tokens
+        for request in requests_of(self, prompts, options, each, 0, *how):
+            request.live, request.asks = bool(live), asks
+            if received is not None:
+                request.submitted = received
+            if deadline is not None:
+                request.deadline = request.submitted + deadline
+            for answer in request.answers:
+                row = answer.row
+                row.priority, row.salt = priority, salt.encode("utf-8", "surrogatepass")
+                row.client = client
+                row.scored = scored if answer is request.answers[0] else None
+                row.share_answers = bool(share_answers)
+            requests.append(request)
+        self._queue(requests)
+        return requests
 
     def generate(
         self,
@@ -162,9 +230,10 @@ class Entrance:
         options: GenerateOptions | Sequence[GenerateOptions] | None = None,
         *,
         key: jax.Array | None = None,
+        escape_control_tokens: bool = True,
     ) -> list[GenerateOutput]:
         """Answers many prompts, in their order: those of `xj.generate` with the same key. options: for all,
-        or one per prompt.
+        or one per prompt. escape_control_tokens: as in `encode_prompt`.
         """
         if not in_order(prompts):
             raise InputError(f"prompts must be a list of ids, texts or conversations, got {shown(prompts)}")
@@ -176,15 +245,16 @@ class Entrance:
         requests = []
         for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
             try:
-                requests.append(request_of(self, prompt, own, key, i))
+                requests.append(request_of(self, prompt, own, key, i, escape_control_tokens))
             except InputError as error:
                 raise InputError(f"prompt {i}: {error}") from error
+        self._queue(requests)
         try:
-            self._queue(requests)
             return [request.result() for request in requests]
         finally:
             for request in requests:
-                request.cancelled = True  # where one failed, or the caller did, nobody waits for the others
+                if not request.ended:  # one failed, or the caller did: nobody waits for the others
+                    request.cancel()
 
     @property
     def stats(self) -> EngineStats:
@@ -206,7 +276,8 @@ class Entrance:
     def _check_open(self) -> None:
         for engine in self.engines:
             if engine.error is not None:
-                raise InputError(f"{engine.name} is closed: {engine.error}") from engine.error
+                why = one_line(engine.error) or type(engine.error).__name__
+                raise InputError(f"{engine.name} is closed: {why}") from engine.error
 
     def _queue(self, requests: list[Request]) -> None:
         """Has them answered."""

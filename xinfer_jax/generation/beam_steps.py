@@ -39,7 +39,7 @@ class Found(NamedTuple):
     ended_BWT: Any
     length_BW: Any
     final_BW: Any
-    score_BW: Any
+    broken_B: Any
     step: Any
 
 
@@ -60,6 +60,7 @@ class State:
     length_BW: jax.Array  # int32: how many of them
     final_BW: jax.Array  # float32: their scores, best first; -inf: none yet
     open_B: jax.Array  # bool: the prompt's result may still improve
+    broken_B: jax.Array  # int32: the step at which a score was NaN; -1: none
 
 
 def start(logits_BV, request, kind):
@@ -70,7 +71,7 @@ def start(logits_BV, request, kind):
     # All beams start as the same prompt: the first one alone may be continued, or they would stay the same.
     state = State(
         rows.context.reorder(row_R), jnp.int32(0), row_R, row_R, tokens_BWT,
-        none_BW.at[:, 0].set(0), tokens_BWT, zeros_BW, none_BW, rows.active_B,
+        none_BW.at[:, 0].set(0), tokens_BWT, zeros_BW, none_BW, rows.active_B, jnp.full(B, -1, jnp.int32),
     )  # fmt: skip
     return _choose(jnp.broadcast_to(logits_BV[:, None], (B, W, V)), state, request, kind)
 
@@ -86,9 +87,22 @@ def following(logits_RV, state, request, kind):
 def _choose(logits_BWV, state, request, kind):
     _, W, V = logits_BWV.shape
     least = max(2, 1 + kind.ends)  # so many candidates a beam leave one that goes on, or two
-    score_BWV = _scores(logits_BWV, state, request.rows.sampling_B, least)
+    logprobs_BWV = jax.nn.log_softmax(logits_BWV, -1)
+    # One logit that is NaN or inf makes all of them NaN; where there is no beam they mean nothing.
+    broken_B = jnp.any(jnp.isnan(logprobs_BWV[..., 0]) & (state.score_BW > -jnp.inf), 1)
+    score_BWV = _scores(logprobs_BWV, state, request.rows.sampling_B, least)
     candidates = _candidates(score_BWV, state, request.rows, min(least * W, W * V))
+    state = _with_broken(state, broken_B | jnp.any(jnp.isnan(candidates[0]), 1))
     return _advance(candidates, state, request, kind.early_stopping)
+
+
+def _with_broken(state, broken_B):
+    """The state in which prompts whose scores are NaN are noted, and searched no further: NaN need not stay
+    in the scores, and the other prompts' search goes on.
+    """
+    broken_B = broken_B & state.open_B
+    first_B = jnp.where(broken_B, state.step, state.broken_B)
+    return dataclasses.replace(state, broken_B=first_B, open_B=state.open_B & ~broken_B)
 
 
 def goes_on(state, request):
@@ -96,15 +110,15 @@ def goes_on(state, request):
 
 
 def found_in(state):
-    return Found(state.ended_BWT, state.length_BW, state.final_BW, state.score_BW, state.step)
+    return Found(state.ended_BWT, state.length_BW, state.final_BW, state.broken_B, state.step)
 
 
-def _scores(logits_BWV, state, sampling_B, least):
+def _scores(logprobs_BWV, state, sampling_B, least):
     """Each beam's score plus the processed log-probability of every next token, [B, W, V]; a sampled beam
     keeps `least` tokens at least.
     """
-    B, W, V = logits_BWV.shape
-    logprobs_RV = jax.nn.log_softmax(logits_BWV, -1).reshape(B * W, V)
+    B, W, V = logprobs_BWV.shape
+    logprobs_RV = logprobs_BWV.reshape(B * W, V)
 
     def processed():
         sampling_R = jax.tree.map(lambda setting_B: jnp.repeat(setting_B, W, 0), sampling_B)
@@ -112,7 +126,8 @@ def _scores(logits_BWV, state, sampling_B, least):
         return lax.cond(is_greedy(sampling_B), lambda: kept_RV, lambda: warp(kept_RV, sampling_R, 0.0, least))
 
     logprobs_RV = lax.cond(takes_likeliest(sampling_B), lambda: logprobs_RV, processed)
-    return logprobs_RV.reshape(B, W, V) + state.score_BW[..., None]
+    score_BW1 = state.score_BW[..., None]
+    return jnp.where(score_BW1 == -jnp.inf, -jnp.inf, logprobs_RV.reshape(B, W, V) + score_BW1)
 
 
 def _candidates(score_BWV, state, rows, C):

@@ -234,6 +234,11 @@ def _check(call: Call, num_beams: int, returned: int, length_penalty: Any, early
         raise InputError(
             "num_beams 1 with a temperature above 0 is plain sampling: use generate, or raise num_beams"
         )
+    if num_beams * vocab_size >= 2**31:  # int32 numbers them
+        raise InputError(
+            f"num_beams {num_beams} with a vocabulary of {vocab_size} makes 2^31 candidates or more: lower"
+            " num_beams"
+        )
     possible = _possible(vocab_size, ends, new, num_beams)
     if possible < num_beams:
         asked_for = f"max_new_tokens {new} and a vocabulary of {vocab_size} with {ends} EOS ids"
@@ -261,8 +266,8 @@ def _lists(call: Call, found: Found, returned: int) -> tuple[list, list, int]:
     """
     sequences, scores, longest = [], [], 0
     for b, final_W in enumerate(found.final_BW[: len(call.prompts)]):
-        if np.isnan([*final_W, *found.score_BW[b]]).any():
-            raise InputError(f"row {b}, step {found.step - 1}: the scores are nan: {call.broken}")
+        if (step := found.broken_B[b]) >= 0:
+            raise InputError(f"row {b}, step {step}: the scores are nan: {call.broken}")
         kept = [w for w in range(returned) if np.isfinite(final_W[w])]
         rows = [found.ended_BWT[b, w, : found.length_BW[b, w]].tolist() for w in kept]
         longest += len(rows[0]) if rows else 0

@@ -131,7 +131,7 @@ def decode_loop(  # noqa: PLR0913  a door
         seen_BV: bool, tokens that the repetition penalty counts as present; None: only those that this call
             chooses.
         history_BS: int32, each row's tokens in order up to the cache's `length_B`, with room for those to
-            come: `no_repeat_ngram_size` looks at them.
+            come: `no_repeat_ngram_size` and `bad_words_ids` look at them.
         output_size: T of the results, and the most tokens; None: max_new_tokens, which then must not be
             traced by the caller.
         donate, impl: as in `prefill`.
@@ -164,6 +164,9 @@ def decode_loop(  # noqa: PLR0913  a door
         sizes_B = sampling_B.no_repeat_ngram_size
         if traced(sizes_B) or np.any(np.asarray(sizes_B)):
             raise InputError("no_repeat_ngram_size needs history_BS, the tokens that each row already holds")
+        words_BWL = sampling_B.bad_words_ids
+        if traced(words_BWL) or np.any(np.asarray(words_BWL)[..., :-1] >= 0):
+            raise InputError("bad_words_ids of several tokens need history_BS, the tokens that rows hold")
     loop = _LOOP.donating if donate else _LOOP.keeping
     state, cache = loop(
         params, config, logits_BV, cache, key_B, sampling_B, jnp.asarray(eos_ids, jnp.int32), limit,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..cache.kv_cache import KVCache
-from ..errors import InputError
+from ..errors import InputError, NoTokenLeftError
 from ..sampling.settings import is_full
 from .options import Call
 from .state import Chosen
@@ -40,22 +40,48 @@ def check_cache(call: Call, cache: KVCache | None) -> None:
 def _check_allowed(call: Call, row: int, ids: list[int]) -> None:
     """Where settings forbid every token, one that they forbid is chosen."""
     prompt, settings = row // call.answers, call.sampling_B
-    wrong = np.flatnonzero(call.forbidden_BV[prompt, ids]).tolist()
+    wrong = np.flatnonzero(np.asarray(settings.logit_bias)[prompt, ids] == -np.inf).tolist()
     wrong += [i for i, token in enumerate(ids[: settings.min_new_tokens[prompt]]) if token in call.ending]
     wrong += _repeats(call.prompts[prompt], ids, int(settings.no_repeat_ngram_size[prompt]))
+    wrong += _bad_words(call.prompts[prompt], ids, settings.bad_words_ids[prompt], call.ending)
     if wrong:
-        raise InputError(
+        raise NoTokenLeftError(
             f"row {row}, step {min(wrong)}: the settings leave no token that can be chosen: loosen the"
-            " allowed and forbidden ids, no_repeat_ngram_size or min_new_tokens, or ask for fewer tokens"
+            " allowed and forbidden ids, bad_words_ids, no_repeat_ngram_size or min_new_tokens, or ask for"
+            " fewer tokens"
         )
 
 
 def _repeats(prompt: Sequence[int], ids: Sequence[int], size: int) -> list[int]:
-    """The ids that complete a sequence of so many tokens that is there already."""
-    row, grams, repeated = [*prompt, *ids], set(), []
-    for end in range(size, len(row) + 1 if size else 0):
-        gram = tuple(row[end - size : end])
-        if gram in grams and end > len(prompt):
-            repeated.append(end - 1 - len(prompt))
-        grams.add(gram)
-    return repeated
+    """The ids that complete a sequence of so many tokens that is there already. Sequences are named by
+    numbers, each from two shorter ones, so that the time hardly grows with their size.
+    """
+    row, width = np.array([*prompt, *ids], np.int64), 1
+    if not 0 < size <= len(row):
+        return []
+    name_S = row
+    while width < size:
+        step = min(width, size - width)
+        pair_S = name_S[:-step] * (name_S.max() + 1) + name_S[step:]
+        name_S, width = np.unique(pair_S, return_inverse=True)[1], width + step
+    repeats = np.ones(len(name_S), bool)
+    repeats[np.unique(name_S, return_index=True)[1]] = False  # the first of each
+    last = np.flatnonzero(repeats) + size - 1 - len(prompt)
+    return [int(i) for i in last if i >= 0]
+
+
+def _bad_words(
+    prompt: Sequence[int], ids: Sequence[int], words_WL: np.ndarray, ending: Sequence[int]
+) -> list[int]:
+    """The ids that complete a sequence that must not occur."""
+    row, by_last = [*prompt, *ids], dict[int, list[list[int]]]()
+    for word_L in words_WL[words_WL[:, -1] >= 0]:
+        word = word_L[word_L >= 0].tolist()
+        if len(word) > 1 or word[0] not in ending:
+            by_last.setdefault(word[-1], []).append(word)
+    ends = enumerate(range(len(prompt) + 1, len(row) + 1)) if by_last else ()
+    return [
+        i
+        for i, end in ends
+        if any(row[max(0, end - len(w)) : end] == w for w in by_last.get(row[end - 1], ()))
+    ]

@@ -71,6 +71,13 @@ def read_again(
     return unembed(params, config, last(hidden_BTD, num_tokens_B))
 
 
+def hidden(
+    params: Params, config: ModelConfig, tokens_BT: jax.Array, num_tokens_B: jax.Array, impl: str | None
+) -> jax.Array:
+    """Hidden states [B, T, D] of whole rows, without a cache."""
+    return hidden_states(params, config, tokens_BT, None, num_tokens_B, impl=impl)[0]
+
+
 def last(hidden_BTD: jax.Array, num_tokens_B: jax.Array) -> jax.Array:
     """[B, D]: behind each row's last token; of a row without any the first."""
     return jnp.take_along_axis(hidden_BTD, jnp.maximum(num_tokens_B - 1, 0)[:, None, None], 1)[:, 0]
@@ -160,6 +167,7 @@ def program(
 
 
 READ = program(read, "chunk")
+HIDDEN = jax.jit(hidden, static_argnames=("config", "impl"))
 READ_AGAIN = jax.jit(read_again, static_argnames=("config", "impl"))
 ADVANCE = program(advance, donates=("state", "cache"), options=compiler_options())
 

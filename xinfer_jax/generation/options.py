@@ -1,7 +1,6 @@
 """What `generate` and `stream` are asked for and give back; bad input is refused here, before any tracing."""
 
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -11,14 +10,14 @@ import numpy as np
 
 from ..brief import counted
 from ..cache.prefix import Prefix
-from ..cache.quantized import KV_BITS
+from ..cache.quantized import KV_BITS, check_width
 from ..checks import in_order, token_ids, whole
 from ..config.model_config import ModelConfig, with_fixed_rope
-from ..errors import InputError, shown
+from ..errors import ContextLengthError, InputError, shown
 from ..model.attention import check_impl
 from ..sampling.choice import check_key
 from ..sampling.logprobs import TokenLogprobs
-from ..sampling.settings import SamplingConfig, per_row
+from ..sampling.settings import SamplingConfig, check_min_tokens, per_row
 from ..stats import GenerateStats
 from ..weights.params import Params, activation_dtype, check_params, resolve_dtype
 from .loop import bucket, power_of_two
@@ -140,11 +139,6 @@ class Call:
         """Rows of each prompt."""
         return self.options.best_of or self.options.n
 
-    @functools.cached_property
-    def forbidden_BV(self) -> np.ndarray:
-        """bool [B, V]: the tokens that no row of a prompt may choose; of full settings."""
-        return np.asarray(self.sampling_B.logit_bias) == -np.inf
-
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
@@ -185,9 +179,14 @@ class Call:
     @property
     def broken(self) -> str:
         """Why numbers of the model may not be finite, and what helps."""
-        if "float16" in (np.dtype(activation_dtype(self.params)).name, self.options.cache_dtype):
-            return "float16 overflows beyond 65504: use dtype bfloat16 or float32"
-        return "the weights or activations hold NaN or inf: check the checkpoint, or use dtype float32"
+        return why_not_finite(self.params, self.options.cache_dtype)
+
+
+def why_not_finite(params: Params, cache_dtype: str | None = None) -> str:
+    """Why numbers of a model may not be finite, and what helps."""
+    if "float16" in (np.dtype(activation_dtype(params)).name, cache_dtype):
+        return "float16 overflows beyond 65504: use dtype bfloat16 or float32"
+    return "the weights or activations hold NaN or inf: check the checkpoint, or use dtype float32"
 
 
 def checked(
@@ -214,6 +213,8 @@ def checked(
     if options.prefix is not None:
         options = dataclasses.replace(options, prefix=options.prefix.usable(params, config))
     call = Call(params, config, prompts, options, sampling_B, check_key(key, len(prompts)))
+    for settings in options.sampling if isinstance(options.sampling, list | tuple) else [options.sampling]:
+        check_min_tokens(settings, call.ending)
     if options.draft is None:
         return call
     return dataclasses.replace(call, options=dataclasses.replace(options, draft=_checked_draft(call)))
@@ -251,6 +252,7 @@ def _check_together(config: ModelConfig, options: GenerateOptions) -> None:
     for name in ("draft", "prefix", "keep_prefix", "cache_dtype"):
         if getattr(options, name) not in (None, False) and not options.use_cache:
             raise InputError(f"{name} needs the cache: leave use_cache true")
+    check_width(config.head_dim, options.cache_dtype)
     if options.keep_prefix and options.best_of not in (None, options.n):
         why = "the cache would hold other rows, choose from n answers yourself"
         raise InputError(f"keep_prefix with best_of={options.best_of}: {why}")
@@ -286,7 +288,7 @@ def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -
     for limit, name, remedy in limits:
         if limit is not None and longest + new > limit:
             need = f"prompt of {longest} tokens + max_new_tokens {new}"
-            raise InputError(f"{need} exceeds {name} {limit}{dynamic}: {remedy}")
+            raise ContextLengthError(f"{need} exceeds {name} {limit}{dynamic}: {remedy}")
 
 
 def asked(options: Any) -> GenerateOptions:
@@ -312,6 +314,7 @@ def _checked_draft(call: Call) -> Any:
     own, limit = draft.config.vocab_size, draft.config.context_length
     if own != config.vocab_size:
         raise InputError(f"the draft's vocabulary of {own} is not the model's of {config.vocab_size}")
+    check_width(draft.config.head_dim, call.options.cache_dtype)
     if limit < longest + new:
         need = f"prompt of {longest} tokens + max_new_tokens {new}"
         raise InputError(f"{need} exceeds the draft's context limit {limit}")

@@ -17,12 +17,13 @@ import numpy as np
 from jax import lax
 
 from ..cache.kv_cache import KVCache, counted, reorder, truncate, without_layers
+from ..cache.quantized import GEAR_TOKENS
 from ..config.model_config import ModelConfig
 from ..model.decoder import enter, layer_kinds, leave, through_layers, unembed
 from ..weights.params import Params, activation_dtype
 from ..weights.processor import compiler_options
 from .doors import prompt_chunk
-from .loop import ADVANCE, READ, READ_AGAIN, bucket, last, power_of_two
+from .loop import ADVANCE, HIDDEN, READ, READ_AGAIN, bucket, last, power_of_two
 from .programs import Do
 from .speculation import (
     SPECULATE,
@@ -71,6 +72,10 @@ class Whole(_Road):
         read = READ.donating if donate else READ.keeping
         return self._do(read, *model, *given, cache, self._impl, prompt_chunk(cache))
 
+    def hidden(self, model: _Model, given: _Given) -> jax.Array:
+        """`hidden_states` of whole rows, [B, T, D], without a cache."""
+        return self._do(HIDDEN, *model, *given, self._impl)
+
     def choose(self, model: _Model, behind: Any, state: DecodeState) -> DecodeState:
         """The state with each row's next token."""
         return self._do(_CHOOSE, behind, state, self._impl)
@@ -110,7 +115,7 @@ class Layered(_Road):
         B, T = tokens_BT.shape
         longest = int(num_tokens_B.max())
         # GEAR's directions are those of a row's first tokens: their number must not follow from other rows.
-        fixed = _CHUNK if cache and cache.dtype == "gear" else chunk
+        fixed = GEAR_TOKENS if cache and cache.dtype == "gear" else chunk
         chunk = fixed or self.at_once(longest, B)
         chunk = T if cache is None else min(T, prompt_chunk(cache), chunk)
         padded_BT = np.pad(tokens_BT, ((0, 0), (0, -T % chunk)))
@@ -120,6 +125,9 @@ class Layered(_Road):
             x_BTD, cache = self.through(model, _given, part, cache)
             behind_B1D = self._do(_LAST, x_BTD, part[1], behind_B1D)
         return behind_B1D, cache
+
+    def hidden(self, model: _Model, given: _Given) -> jax.Array:
+        return self._do(_LEAVE, *_ends(model), self.through(model, _given, given, None)[0])
 
     def logits(self, model: _Model, behind: Any) -> jax.Array:
         """float32 [B, 1, V] of what `read` gives."""
@@ -303,6 +311,7 @@ _LAYERS = jax.jit(
     compiler_options=compiler_options(),
 )
 _LAST = jax.jit(_last)
+_LEAVE = jax.jit(leave, static_argnames="config")
 _HEAD = jax.jit(_head, static_argnames="config", compiler_options=compiler_options())
 _ANSWER = jax.jit(_answer, static_argnames="impl", donate_argnames="state")
 _CHECK = jax.jit(_check, static_argnames="impl", donate_argnames="state")

@@ -23,7 +23,9 @@ likeliest token, of logits or straight from the hidden state.
   the keys of these, and some of the MLP's inside or some experts, runs the code of one device on them,
   kernels and quantized products too, and adds what it gives to what the others give: two sums [.., D] a
   layer in the type of the activations. The embedding adds a third; logits stay divided by vocabulary, and
-  what chooses from them is completed by the compiler, with numbers of rows only. int8 scales activations by
+  what chooses from them is completed by the compiler, with numbers of rows only. Matrices of a vocabulary
+  that devices do not divide have rows of padding; `unembed` cuts their logits off, and the compiler keeps
+  the others divided, unevenly. int8 scales activations by
   the largest of a device's inputs, so its last bits depend on the number of devices.
 - Under `jax.shard_map` what loops start from says that it varies (`varying_as`). Arrays divided along
   Explicit axes, the default of `jax.make_mesh`, are refused: jax then wants the layout of every product said.

@@ -143,7 +143,10 @@ def enter(
     """What the first layer gets, [B, T, D], and where it stands; arguments as in `hidden_states`, `Place`."""
     B, T = tokens_BT.shape
     from_B = jnp.zeros(B, jnp.int32) if start_B is None else start_B
-    angles = rotary_angles(config, from_B[:, None] + jnp.arange(T), from_B + num_tokens_B)
+    # With a cache no row grows so long that its frequencies change: `init_cache` rejects it. Draft tokens
+    # past its end are dropped, and must not change the frequencies of the tokens before them.
+    length_B = num_tokens_B if start_B is None else jnp.zeros_like(from_B)
+    angles = rotary_angles(config, from_B[:, None] + jnp.arange(T), length_B)
     dtype = activation_dtype(params)
     if inputs_BTD is None:
         inputs_BTD = _embed(params, config, jnp.asarray(tokens_BT))
@@ -225,12 +228,17 @@ def embed_tokens(params: Params, config: ModelConfig, tokens: AnyArray) -> jax.A
 
 
 def _embed(params: Params, config: ModelConfig, token: jax.Array) -> jax.Array:
-    """[..., D] of ids [...]. Over a mesh each device has some rows, and all add up what they have."""
+    """[..., D] of ids [...]. Over a mesh each device has some rows, and all add up what they have; or has
+    all rows.
+    """
     leaf, dtype, scale = params["embed"], activation_dtype(params), config.embed_scale
     if (mesh := _mesh(leaf, config)) is None:
         return embed(token, leaf, dtype, scale)
+    specs, divided = _of_vocabulary(leaf, config, mesh)
 
     def part(leaf, token):
+        if not divided:
+            return embed(token, leaf, dtype, scale)
         rows = leaf["weight"].shape[0]
         token = token - lax.axis_index(MODEL) * rows
         mine = (token >= 0) & (token < rows)
@@ -238,11 +246,13 @@ def _embed(params: Params, config: ModelConfig, token: jax.Array) -> jax.Array:
             jnp.where(mine[..., None], embed(token.clip(0, rows - 1), leaf, dtype, scale), 0), MODEL
         )
 
-    return each(part, mesh, (_of_vocabulary(leaf, config, mesh), SAME), SAME)(leaf, token)
+    return each(part, mesh, (specs, SAME), SAME)(leaf, token)
 
 
-def _of_vocabulary(leaf: Params, config: ModelConfig, mesh: Any) -> Any:
-    return specs_of(param_specs(config)["embed"], leaf, mesh, RULES)
+def _of_vocabulary(leaf: Params, config: ModelConfig, mesh: Any) -> tuple[Any, bool]:
+    """`specs_of` a matrix of the vocabulary, and whether its rows are divided."""
+    specs = specs_of(param_specs(config)["embed"], leaf, mesh, RULES)
+    return specs, leaf["weight"].shape[0] % mesh.shape[MODEL] == 0
 
 
 def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
@@ -259,9 +269,14 @@ def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
     leaf, hidden = head(params), jnp.asarray(hidden)
     if (mesh := _mesh(leaf, config)) is None:
         return _unembed(leaf, hidden, config)
-    specs = _of_vocabulary(leaf, config, mesh), SAME
-    logits = PartitionSpec(*(None,) * (hidden.ndim - 1), MODEL)
-    return each(functools.partial(_unembed, config=config), mesh, specs, logits)(leaf, hidden)
+    specs, divided = _of_vocabulary(leaf, config, mesh)
+    place = PartitionSpec(*(None,) * (hidden.ndim - 1), MODEL) if divided else SAME
+    logits = each(functools.partial(_unembed, config=config), mesh, (specs, SAME), place)(leaf, hidden)
+    if logits.shape[-1] == config.vocab_size:
+        return logits
+    # Without those of padding. The compiler keeps the others divided, and leaves padding out of all that is
+    # made of them.
+    return logits[..., : config.vocab_size]
 
 
 def _unembed(leaf: Params, hidden: jax.Array, config: ModelConfig) -> jax.Array:

@@ -196,8 +196,10 @@ def _turned(near_KTH, across_KTH, cos_TH, sin_TH, position_BS):
 
 
 def turns_by_position(config: ModelConfig, rope: int) -> bool:
-    """Whether the angles hang on nothing else."""
-    return config.ropes[rope].rope_type != "dynamic" and config.ropes[rope].switches_at is None
+    """Whether the angles of keys in a cache depend on nothing else: `dynamic` rope's do so only beyond its
+    original maximum, where there is no cache.
+    """
+    return config.ropes[rope].switches_at is None
 
 
 def _inverse_frequencies(rope: RopeConfig, width: int) -> Any:

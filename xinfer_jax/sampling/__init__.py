@@ -3,9 +3,10 @@ too), `warp` (temperature, top-k, top-p and the like), `draw` (one token by the 
 three. `note`, in `generation`, writes the token down. With alternatives noted or not it is the same road.
 
 In the order to read: `processors` are functions logits_BV -> logits_BV, as transformers defines them;
-`biases` makes one bias of what is said about single tokens; `generation_config` reads a checkpoint's
-defaults; `settings` is `SamplingConfig`; `context` is what processors look at, with `start`, `advance` and
-`reorder`; `choice` is the vocabulary above, and keys; `logprobs` what is noted beside each token.
+`biases` makes one bias of what is said about single tokens, and rows of sequences that must not occur;
+`generation_config` reads a checkpoint's defaults; `settings` is `SamplingConfig`; `context` is what
+processors look at, with `start`, `advance` and `reorder`; `choice` is the vocabulary above, and keys;
+`logprobs` what is noted beside each token.
 
 - Settings are arrays with one number per row, in one of two tree structures: plain (temperature, top-k,
   top-p, repetition penalty), and all, in which `lax.cond` skips what no row asks for (but a bias of zeros).

@@ -1,17 +1,21 @@
-"""What a caller says about single tokens (biases, allowed and forbidden ids), as one bias [B, V].
+"""What a caller says about single tokens (biases, allowed and forbidden ids), as one bias [B, V]; and the
+sequences of tokens that must not occur.
 
-Each may be traced in a caller's jit: then its values are not checked, and the bias is made on the device.
+What is said about single tokens may be traced in a caller's jit: then its values are not checked, and the
+bias is made on the device.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..checks import numbers, token_ids, traced
 from ..errors import InputError, shown
 
+MOST_BAD_WORDS, LONGEST_BAD_WORD = 64, 8  # sequences of a row that it must not hold, and tokens of each
 _MOST = 1e30  # of a bias: the penalties that come after it leave float32 then
 
 
@@ -42,6 +46,47 @@ def check_ids(allowed: Any, forbidden: Any) -> None:
     if both := (allowed or set()) & (forbidden or set()):
         where = "both in allowed_token_ids and in forbidden_token_ids"
         raise InputError(f"token id {min(both)} is {where}: leave it out of one")
+
+
+def check_bad_words(words: Any, vocab_size: int | None = None) -> list[list[int]]:
+    """Sequences of ids that a row must not hold, each once; InputError where they are none."""
+    if isinstance(words, np.ndarray | jax.Array):
+        raise InputError("bad_words_ids must be a list of lists of token ids, got an array")
+    if not isinstance(words, list | tuple):
+        raise InputError(f"bad_words_ids must be a list of lists of token ids, got {shown(words)}")
+    found = dict.fromkeys(tuple(token_ids("bad_words_ids", ids, vocab_size)) for ids in words)
+    most, longest = MOST_BAD_WORDS, LONGEST_BAD_WORD
+    if len(found) > most:
+        raise InputError(
+            f"bad_words_ids: {len(found)} sequences are more than the {most} of a row: give fewer"
+        )
+    for ids in found:
+        if not 1 <= len(ids) <= longest or min(ids) < 0:
+            raise InputError(f"bad_words_ids: each has from 1 to {longest} token ids, got {shown([*ids])}")
+    return [[*ids] for ids in found]
+
+
+def is_bad_word_rows(words: Any) -> bool:
+    """Whether it is an array that `bad_word_rows` gave, traced or not."""
+    kept = MOST_BAD_WORDS, LONGEST_BAD_WORD
+    return isinstance(words, np.ndarray | jax.Array) and words.ndim == 3 and words.shape[1:] == kept
+
+
+def bad_word_rows(settings: Sequence[Any], batch: int, vocab_size: int) -> Any:
+    """int32 [B, W, L]: the sequences of each row, at the end of L places; -1 where there is none.
+
+    Args:
+        settings: bad_words_ids for all rows, or of each row; or one array, which this function gave.
+        batch: B.
+        vocab_size: the ids lie below it.
+    """
+    words_BWL: Any = np.full((len(settings), MOST_BAD_WORDS, LONGEST_BAD_WORD), -1, np.int32)
+    if len(settings) == 1 and is_bad_word_rows(settings[0]):
+        return settings[0]
+    for words_WL, words in zip(words_BWL, settings, strict=True):
+        for word_L, ids in zip(words_WL, check_bad_words(words or [], vocab_size), strict=False):
+            word_L[-len(ids) :] = ids
+    return np.broadcast_to(words_BWL, (batch, *words_BWL.shape[1:]))
 
 
 def _bias(given: Any, allowed: Any, forbidden: Any, rows: int, V: int) -> Any:

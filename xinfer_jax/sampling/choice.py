@@ -119,12 +119,16 @@ def process(logits_BV: jax.Array, sampling_B: SamplingConfig, context: Context) 
     def ngrams(x_BV: jax.Array) -> jax.Array:
         return processors.no_repeat_ngram(x_BV, s.no_repeat_ngram_size, c.history_BS, c.position_B)
 
+    def words(x_BV: jax.Array) -> jax.Array:
+        return processors.bad_words(x_BV, s.bad_words_ids, c.history_BS, c.position_B, c.eos_BE)
+
     def least(x_BV: jax.Array) -> jax.Array:
         return processors.min_new_tokens(x_BV, s.min_new_tokens, c.chosen_B, c.eos_BE)
 
     logits_BV = _where_asked((s.presence_penalty != 0) | (s.frequency_penalty != 0), penalties, logits_BV)
     if c.history_BS is not None:
         logits_BV = _where_asked(s.no_repeat_ngram_size > 0, ngrams, logits_BV)
+    logits_BV = _where_asked(s.bad_words_ids >= 0, words, logits_BV)
     logits_BV = _where_asked(c.chosen_B < s.min_new_tokens, least, logits_BV)
     forbids = c.allowed_bits != np.uint32(2**32 - 1)
     return _where_asked(forbids, lambda x_BV: processors.allowed(x_BV, c.allowed_bits), logits_BV)

@@ -11,9 +11,9 @@ _SETTINGS = (
 )  # fmt: skip
 
 # generation_config.json fields that change the result, with the values at which they do nothing.
-_UNSUPPORTED_DEFAULTS = dict(
+_UNSUPPORTED_DEFAULTS: dict[str, Any] = dict(
     num_beams=(1,), num_beam_groups=(1,), diversity_penalty=(0,), epsilon_cutoff=(0,), eta_cutoff=(0,),
-    encoder_repetition_penalty=(1,), encoder_no_repeat_ngram_size=(0,), bad_words_ids=([],),
+    encoder_repetition_penalty=(1,), encoder_no_repeat_ngram_size=(0,),
     sequence_bias=([], {}), begin_suppress_tokens=([],), forced_bos_token_id=(), forced_eos_token_id=(),
     force_words_ids=([],), constraints=([],), min_length=(0,), penalty_alpha=(0,), guidance_scale=(1,),
     stop_strings=([], ""), exponential_decay_length_penalty=(), watermarking_config=(), top_h=(),
@@ -42,6 +42,11 @@ def check_generation_config(settings: Mapping[str, Any], vocab_size: int | None 
     ids, limit = settings.get("suppress_tokens"), vocab_size or 2**31
     form = "a list of token ids" + (f" below {vocab_size}" if vocab_size else "")
     refuse_unless(isinstance(ids, list | None), "suppress_tokens", form, ids)
+    words, form = settings.get("bad_words_ids"), f"a list of lists of token ids below {limit}"
+    fits = isinstance(words, list | None) and all(isinstance(word, list) for word in words or ())
+    good = lambda token: type(token) is int and 0 <= token < limit  # noqa: E731
+    refuse_unless(fits and all(good(t) for word in words or () for t in word), "bad_words_ids", form, words)
+    form = "a list of token ids" + (f" below {vocab_size}" if vocab_size else "")
     for token in ids or ():
         refuse_unless(type(token) is int and 0 <= token < limit, "suppress_tokens", form, token)
     ends, form = settings.get("eos_token_id"), "a token id or a list of them"
@@ -63,6 +68,7 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
             setting = f"{name}={shown(value)}"
             raise InputError(f"generation_config.json asks for {setting}, which is not supported: {remedy}")
     given = {name: generation_config.get(name) for name in _SETTINGS}
+    given["bad_words_ids"] = generation_config.get("bad_words_ids") or None
     given["forbidden_token_ids"] = generation_config.get("suppress_tokens") or None
     sampled = {"temperature": 1.0, "top_k": 50} if generation_config.get("do_sample") else {}
     return sampled | {name: value for name, value in given.items() if value is not None}

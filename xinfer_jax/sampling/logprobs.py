@@ -79,18 +79,23 @@ def note_alternatives(
 
 
 def rows_of_tokens(
-    noted: Alternatives, tokens_BT: np.ndarray, logprobs_BT: np.ndarray, length_B: np.ndarray
+    noted: Alternatives,
+    tokens_BT: np.ndarray,
+    logprobs_BT: np.ndarray,
+    length_B: np.ndarray,
+    most: int | None = None,
 ) -> list[list[TokenLogprobs]]:
-    """On the host, one list per row."""
+    """On the host, one list per row. most: alternatives of each token, at most; None: all."""
     noted = jax.device_get(dataclasses.replace(noted, logits_BTV=None))
 
-    def pairs(ids: np.ndarray, logprobs: np.ndarray) -> list[tuple[int, float]]:
-        return list(zip(ids.tolist(), logprobs.tolist(), strict=True))
+    def pairs(ids_TA: np.ndarray, logprobs_TA: np.ndarray) -> list[list[tuple[int, float]]]:
+        both = zip(ids_TA[:, :most].tolist(), logprobs_TA[:, :most].tolist(), strict=True)
+        return [list(zip(*of_token, strict=True)) for of_token in both]
 
-    def token(i: int, t: int) -> TokenLogprobs:
-        before = pairs(noted.id_BTA[i, t], noted.logprob_BTA[i, t])
-        after = pairs(noted.processed_id_BTA[i, t], noted.processed_logprob_BTA[i, t])
-        numbers = float(logprobs_BT[i, t]), float(noted.processed_BT[i, t])
-        return TokenLogprobs(int(tokens_BT[i, t]), *numbers, before, after)
+    def row(i: int, n: int) -> list[TokenLogprobs]:
+        numbers = (x_BT[i, :n].tolist() for x_BT in (tokens_BT, logprobs_BT, noted.processed_BT))
+        before = pairs(noted.id_BTA[i, :n], noted.logprob_BTA[i, :n])
+        after = pairs(noted.processed_id_BTA[i, :n], noted.processed_logprob_BTA[i, :n])
+        return list(map(TokenLogprobs, *numbers, before, after))
 
-    return [[token(i, t) for t in range(n)] for i, n in enumerate(length_B)]
+    return [row(i, n) for i, n in enumerate(length_B)]

@@ -42,6 +42,36 @@ def no_repeat_ngram(
     return jnp.where(banned_BV, -jnp.inf, logits_BV)
 
 
+def bad_words(
+    logits_BV: jax.Array, words_BWL: jax.Array, history_BS: jax.Array | None, length_B: jax.Array,
+    eos_BE: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """Forbids the last token of each sequence whose other tokens the row ends with; a sequence that is an id
+    that ends the row alone forbids nothing. transformers forbids nothing either before the row is as long as
+    the whole sequence; here its other tokens are enough.
+
+    Args:
+        logits_BV: float32.
+        words_BWL: int32, W sequences of each row, of at most L tokens, at the end of L places; below 0: none.
+        history_BS: int32, the row's tokens in order; None: no sequence has more than one token.
+        length_B: int32, how many they are.
+        eos_BE: int32, ids that end the row.
+    """
+    (B, V), before_BWL, token_BW = logits_BV.shape, words_BWL[..., :-1], words_BWL[..., -1]
+    single_BW = jnp.all(before_BWL < 0, -1)
+    ends_BW = single_BW & jnp.any(token_BW[..., None] == eos_BE[:, None], -1)
+    same_BW = single_BW & ~ends_BW
+    if history_BS is not None:
+        at_BL = length_B[:, None] + jnp.arange(-before_BWL.shape[-1], 0)
+        last_BL = jnp.take_along_axis(history_BS, jnp.maximum(at_BL, 0), 1)
+        last_BL = jnp.where(at_BL < 0, -1, last_BL)
+        found_BW = jnp.all((before_BWL < 0) | (before_BWL == last_BL[:, None]), -1)
+        same_BW |= found_BW & ~single_BW
+    at_BW = jnp.where(same_BW & (token_BW >= 0), token_BW, V)
+    banned_BV = jnp.zeros((B, V), bool).at[jnp.arange(B)[:, None], at_BW].set(True, mode="drop")
+    return jnp.where(banned_BV, -jnp.inf, logits_BV)
+
+
 def min_new_tokens(
     logits_BV: jax.Array, least_B: jax.Array, chosen_B: jax.Array, eos_BE: jax.Array
 ) -> jax.Array:

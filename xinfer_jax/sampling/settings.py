@@ -10,7 +10,7 @@ import numpy as np
 
 from ..checks import numbers, traced
 from ..errors import InputError, shown
-from .biases import bias_rows, check_ids
+from .biases import bad_word_rows, bias_rows, check_bad_words, check_ids, is_bad_word_rows
 from .generation_config import sampling_defaults
 
 
@@ -38,6 +38,8 @@ class SamplingConfig:
         logit_bias: {id: number added to its logit}, or float32 [V] or [B, V]; -inf forbids; None: nothing.
         allowed_token_ids: only these are chosen (an EOS id that is not among them is never); None: all.
         forbidden_token_ids: these are never chosen; None: none.
+        bad_words_ids: sequences of ids, at most 64 of at most 8 ids; none that lies in prompt and answer ends
+            in the answer. An EOS id alone is passed over, as in transformers; None: none.
     """
 
     temperature: Any = 0.0
@@ -53,6 +55,7 @@ class SamplingConfig:
     logit_bias: Any = None
     allowed_token_ids: Sequence[int] | None = None
     forbidden_token_ids: Sequence[int] | None = None
+    bad_words_ids: Any = None
 
     @classmethod
     def from_hf(cls, generation_config: Mapping[str, Any]) -> "SamplingConfig":
@@ -83,7 +86,25 @@ class SamplingConfig:
             if array is None or not traced(array) and not _fits(array, good):
                 raise InputError(f"{name} must be {remedy}, got {shown(value)}")
         check_ids(self.allowed_token_ids, self.forbidden_token_ids)
+        if self.bad_words_ids is not None and not is_bad_word_rows(self.bad_words_ids):
+            check_bad_words(self.bad_words_ids)
         return self
+
+
+def check_min_tokens(sampling: SamplingConfig, ending: Sequence[int]) -> None:
+    """Raises InputError where only ids that end an answer (`ending`) are allowed, and not before so many."""
+    least, allowed = sampling.min_new_tokens, sampling.allowed_token_ids
+    if allowed is None or traced(allowed) or traced(least) or not np.any(np.asarray(least) > 0):
+        return
+    others, bias = sampling.forbidden_token_ids, sampling.logit_bias
+    banned = {*ending, *(() if others is None or traced(others) else map(int, others))}
+    if isinstance(bias, Mapping) and not traced(bias):
+        banned |= {int(i) for i, value in bias.items() if value == -np.inf}
+    if {*map(int, allowed)} <= banned:
+        raise InputError(
+            f"min_new_tokens {shown(least)} forbids what ends an answer before it, and allowed_token_ids name"
+            " nothing else: the settings leave no token, allow more"
+        )
 
 
 _WHOLE = ("top_k", "no_repeat_ngram_size", "min_new_tokens")
@@ -126,8 +147,8 @@ def per_row(
     one setting per row.
 
     They have one of two tree structures, so that few programs serve: plain, with None for all but the first
-    four where no row asks for more; else full, with every setting, and biases, allowed and forbidden ids as
-    one `logit_bias` [B, V].
+    four where no row asks for more; else full, with every setting, biases, allowed and forbidden ids as one
+    `logit_bias` [B, V], and `bad_words_ids` as int32 [B, W, L], at the end of L places, else -1.
 
     Args:
         sampling: one for all rows, or one per row.
@@ -151,10 +172,12 @@ def per_row(
     names = [f.name for f in dataclasses.fields(SamplingConfig) if not f.name.endswith(("_bias", "_ids"))]
     values = {name: _spread(name, rows, batch) for name in names}
     ids = [(row.logit_bias, row.allowed_token_ids, row.forbidden_token_ids) for row in rows]
-    named = any(part is not None for parts in ids for part in parts)
+    words = [row.bad_words_ids for row in rows]
+    named = any(part is not None for parts in [*ids, words] for part in parts)
     if not full and not named and all(_is_off(values[name], off) for name, off in _OFF.items()):
         return SamplingConfig(**values | dict.fromkeys(_OFF))
-    return SamplingConfig(**values, logit_bias=bias_rows(ids, batch, vocab_size))
+    bias_BV, words_BWL = bias_rows(ids, batch, vocab_size), bad_word_rows(words, batch, vocab_size)
+    return SamplingConfig(**values, logit_bias=bias_BV, bad_words_ids=words_BWL)
 
 
 def is_full(sampling_B: SamplingConfig) -> bool:
@@ -168,6 +191,8 @@ def only(sampling_B: SamplingConfig, among_B: Any) -> SamplingConfig:
     off = {
         name: jnp.where(among_B, getattr(sampling_B, name), getattr(SamplingConfig, name)) for name in names
     }
+    if is_full(sampling_B):
+        off["bad_words_ids"] = jnp.where(jnp.reshape(among_B, (-1, 1, 1)), sampling_B.bad_words_ids, -1)
     return dataclasses.replace(sampling_B, **off)
 
 

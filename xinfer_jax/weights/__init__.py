@@ -21,10 +21,12 @@ AMX hidden ("VNNI") and with its AVX-512 hidden too ("AVX2"), by CPUID.
   takes half to two thirds of the time (2 cores of a Xeon with AMX), a tenth of it for rotations. One row
   goes beside a row of zeros: as fast as two.
 - Few rows multiply with the matrix in front (`in_front`): float32 8.2, not 5.5, at 2 rows, 3.8, not 3.0, at
-  32. How few depends on the processor. int8, one row, in front · behind: AMX 18, 20 · 11, 14 (the
-  vocabulary's matrix 22 · 13); VNNI 10, 10 · 8, 8; AVX2 8, 8 · 10, 11 (Zen 3: 4.8, 5.3 · 9.6, 6.3). Eight
-  rows, GFLOP/s: AMX 160, 104 · 134, 84; AVX2 76, 49 · 65, 38. On jax 0.12 wide outputs in front run at 3,
-  not 13, with VNNI alone: hence the limit. bfloat16, one row: AMX 10, 11 · 7, 9; AVX2 4, 5 · 5, 7.
+  32. How few depends on the processor. What that gives is transposed, and a bfloat16 product with the
+  matrix behind needs a barrier before it: XLA takes the transpose in and has no such product. int8, one
+  row, in front · behind: AMX 18, 20 · 11, 14 (the vocabulary's matrix 22 · 13); VNNI 10, 10 · 8, 8; AVX2 8,
+  8 · 10, 11 (Zen 3: 4.8, 5.3 · 9.6, 6.3). Eight rows, GFLOP/s: AMX 160, 104 · 134, 84; AVX2 76, 49 · 65,
+  38. On jax 0.12 wide outputs in front run at 3, not 13, with VNNI alone: hence the limit. bfloat16, one
+  row: AMX 10, 11 · 7, 9; AVX2 4, 5 · 5, 7.
 - Prompts stay int8 where XLA multiplies it fast. GFLOP/s at 512 rows, int8 · widened to float32 · float32:
   AMX 500, 580 · 230, 250 · 265, 270; VNNI on jax 0.10 146, 159 · 254, 250 · 265, 280, on 0.12 335, 387 ·
   226, 235 · 280, 275; AVX2 107, 109 · 162, 180 · 170, 182. bfloat16 likewise: AVX2 145, 148 · 162, 180.

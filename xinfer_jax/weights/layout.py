@@ -22,14 +22,19 @@ def shardings(
     """The parameter tree's `NamedSharding`s, for `jax.device_put` and `jax.jit`: over the mesh's axis "model"
     matrices are divided by outputs where they take hidden states, by inputs where they give them back.
 
+    A vocabulary that the devices do not divide lies whole on each of them. `load_model(path, mesh=mesh)`
+    divides it too: its matrices then have rows of zeros at their end, up to the next multiple of the devices,
+    and `like=model.params` gives the shardings of such a tree. Ids and logits are those of the vocabulary
+    in both cases.
+
     Args:
         config, mesh: the model; a mesh with an axis "model". Its axes become Auto ones.
         fsdp: an axis of the mesh along which hidden_size lies too, so that each device holds less, and parts
             are gathered where they are used.
-        like: parameters or their shapes, where matrices are quantized.
+        like: parameters or their shapes, where matrices are quantized or the vocabulary has padding.
 
     Raises:
-        InputError: no such axis, or a size that its devices do not divide.
+        InputError: no such axis, or a size other than the vocabulary that its devices do not divide.
     """
     mesh = checked_mesh(mesh)
     if fsdp is not None and fsdp not in mesh.shape:
@@ -71,7 +76,7 @@ def _check_heads(config: ModelConfig, mesh: Any) -> None:
 
 @lru_cache(maxsize=64)
 def divides(config: ModelConfig, devices: int) -> bool:
-    """Whether so many devices divide every size that is to lie over them."""
+    """Whether so many devices divide every size that is to lie over them, but for the vocabulary."""
     mesh, specs = AbstractMesh((devices,), (MODEL,)), param_specs(config)
     try:
         _check_heads(config, mesh)
@@ -93,6 +98,17 @@ def specs_of(specs: Any, tree: Any, mesh: Any, rules: Mapping[str, str | None]) 
     return jax.tree.map(known, specs, tree, is_leaf=lambda x: isinstance(x, ParamSpec))
 
 
+def without_padding(spec: ParamSpec, leaf: Any) -> Any:
+    """A matrix of the vocabulary with the vocabulary's rows alone; another leaf as it is."""
+    if spec.axes[0] != "vocab" or leaf.shape == spec.shape:
+        return leaf
+
+    def own(x: Any, places: PartitionSpec) -> Any:
+        return x[tuple(slice(spec.shape[0] if place else None) for place in places)]
+
+    return jax.tree.map(own, leaf, specs_of(spec, leaf, None, RULES))
+
+
 @lru_cache(maxsize=64)
 def _layer_specs(config: ModelConfig, experts: bool) -> Params:
     return next(layer for layer in param_specs(config)["layers"] if ("experts" in layer) == experts)
@@ -100,7 +116,11 @@ def _layer_specs(config: ModelConfig, experts: bool) -> Params:
 
 def _leaf(known: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str, str | None]) -> Any:
     def of(part: Any, *axes: str | None) -> Any:
-        return None if part is None else spec(axes, part.shape, mesh, rules)
+        if part is None:
+            return None
+        if mesh and "vocab" in axes and part.shape[axes.index("vocab")] % mesh.shape[MODEL]:
+            axes = tuple(None if axis == "vocab" else axis for axis in axes)
+        return spec(axes, part.shape, mesh, rules)
 
     if not is_quantized(leaf):
         return of(leaf, *known.axes)

@@ -3,6 +3,7 @@
 import functools
 import os
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 from ..errors import InputError, shown
 
 VARIABLE = "XINFER_JAX_CPU"  # of the environment: overrules what is read, for products
+_VECTORS = re.compile("avx|amx|fma|f16c|sse4|asimd|sve|sme|i8mm|bf16|fp16|fphp")
 _INFO = Path("/proc/cpuinfo")
 # Its flags, on x86 and on Arm, that say it of int8, of bfloat16, and of both by matrix units.
 _FLAGS = {
@@ -46,6 +48,14 @@ def _flags() -> frozenset[str] | None:
         return None
     lines = [line for line in lines if line.lower().startswith(("flags", "features"))]
     return frozenset(flag for line in lines for flag in line.split())
+
+
+def features() -> list[str]:
+    """What the last bits of a program on this CPU depend on: its vector and matrix instructions, and how
+    products are done.
+    """
+    known = {flag for flag in _flags() or () if _VECTORS.match(flag)}
+    return sorted(known | {f"multiplies_{name}" for name in multiplies()})
 
 
 def compiler_options() -> dict[str, Any] | None:

@@ -85,8 +85,11 @@ def _bfloat16_product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
     front = "amx" in has or (outputs < inputs if "bfloat16" in has else rows > 1)
     x_MI = x_MI.astype(jnp.bfloat16)
     x_MI = jnp.pad(x_MI, ((0, 1), (0, 0))) if rows == 1 else x_MI
-    form = in_front if front and rows <= _FEW_ROWS else dot
-    return form(x_MI, matrix_OI)[:rows]
+    if front and rows <= _FEW_ROWS:
+        return in_front(x_MI, matrix_OI)[:rows]
+    # What `in_front` gave is transposed. XLA would take the transpose into this product, and has none of
+    # bfloat16 with such an operand.
+    return dot(lax.optimization_barrier(x_MI), matrix_OI)[:rows]
 
 
 def widened_product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:

@@ -92,6 +92,21 @@ def check_method(quantize: str | None) -> None:
         raise InputError(f"quantize={quantize!r} is not supported: use None or one of {', '.join(METHODS)}")
 
 
+def check_activations(activations: str | None, quantize: str | None, group: int | None = None) -> None:
+    """Raises InputError unless activations can be rounded as asked beside weights quantized so; group: inputs
+    that share a scale.
+    """
+    if activations not in (None, "int8"):
+        raise InputError(f"activations={activations!r} is not supported: use None or int8")
+    if activations and quantize != "int8":
+        raise InputError(
+            f"activations={activations!r} needs quantize='int8', got {quantize!r}: give that too, or leave"
+            " out activations (a checkpoint that was written with them has them)"
+        )
+    if activations and group is not None:
+        raise InputError(f"group={group} with activations={activations!r}: int8 activations have no groups")
+
+
 def rounding_once(params: Any) -> Any:
     """The parameters, of which int8 matrices with a scale per output have their activations rounded once."""
 

@@ -1,0 +1,249 @@
+"""The page: a person at it in Chromium, and the text of an answer that never becomes HTML."""
+
+import base64
+import re
+import tomllib
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, LAST, Browser, Stub
+
+from xinfer_jax.serve.page import HEADERS, PAGE
+
+ROOT = Path(__file__).parents[1]
+MARKDOWN = """# Title
+
+Some **bold**, *italic* and `code <b>`; [a link](https://example.com/a_b).
+The second line.
+
+1. one
+   - inner
+     - deepest
+
+   ```python
+   def f(x):
+       return "<i>"  # a long line that does not fit on a narrow screen, and so has to be scrolled sideways
+   ```
+2. two
+
+> A quote
+
+---
+A paragraph with snake_case_name, 2 * 3 * 4 and \\*stars\\*.
+
+## Closed ##
+
+``a `b` c``, \\``d` and ``open`
+
+```
+<script>window.hit = 1</script>
+"""
+HOSTILE = (
+    "<img src=x onerror=window.hit=1> <script>window.hit=1</script> [x](javascript:window.hit=1)\n\n"
+    "# <svg onload=window.hit=1>\n\n- [y](data:text/html,<script>window.hit=1</script>)\n\n"
+    "[z](https://e.com/\" onclick=\"window.hit=1) **<b>bold</b>** `<i>`\n\n```<img src=x>\n<img src=x>\n```\n"
+)  # fmt: skip
+
+
+def test_only_its_own_script_and_style_run():
+    policy = HEADERS["content-security-policy"]
+    for tag in ("script", "style"):
+        (inside,) = re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", PAGE, re.DOTALL | re.IGNORECASE)
+        digest = base64.b64encode(sha256(inside.encode()).digest()).decode()
+        assert inside.strip() and f"{tag}-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert not re.search(r"\b(src|href)=|\bstyle=|\bon\w+=|innerHTML|insertAdjacentHTML|@import", PAGE)
+
+
+def test_every_file_of_it_is_in_the_package():
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    library = ROOT / "xinfer_jax"
+    packed = {path for pattern in told["xinfer_jax"] for path in library.glob(pattern)}
+    files = {path for path in (library / "serve").iterdir() if path.is_file() and path.suffix != ".py"}
+    assert files and files <= packed
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def stub(browser):
+    stub = Stub()  # on a port of its own: its page has a storage of its own
+    yield stub
+    stub.close()
+
+
+@CHROMIUM
+def test_an_answer_is_shown_as_markdown(browser, stub):
+    stub.text = MARKDOWN
+    browser.go(stub.address)
+    browser.say("Show me.")
+    shown = browser.script(f"return {LAST}.querySelector('.text').innerHTML")
+    for part in (
+        "<h3>Title</h3>", "<strong>bold</strong>", "<em>italic</em>", "<code>code &lt;b&gt;</code>",
+        'href="https://example.com/a_b"', 'rel="noopener noreferrer"',
+        '<ol start="1"><li>one<ul><li>inner<ul>',
+        "<li>deepest</li>", "<li>two</li></ol>", "<blockquote><p>A quote</p></blockquote><hr>",
+        "<h4>Closed</h4><p><code>a `b` c</code>, `<code>d</code> and ``open`</p>",
+        "snake_case_name, 2 * 3 * 4 and *stars*.", "<pre tabindex=\"0\"><code>def f(x):\n    return",
+        "<code>&lt;script&gt;window.hit = 1&lt;/script&gt;\n</code>",
+    ):  # fmt: skip
+        assert part in shown, (part, shown)
+    browser.pictures("markdown")
+
+
+@CHROMIUM
+def test_an_answer_never_becomes_html(browser, stub):
+    stub.text = HOSTILE
+    browser.go(stub.address)
+    browser.say(HOSTILE)
+    browser.script("document.querySelectorAll('#talk a, #talk code').forEach((node) => node.click())")
+    tags = browser.script(
+        "return [...new Set([...document.querySelectorAll('#talk *')].map((node) => node.localName))]"
+    )
+    assert not {"img", "script", "svg", "a", "b", "i", "iframe"} & set(tags), tags
+    text = browser.script(f"return {LAST}.querySelector('.text').textContent")
+    for part in ("<img src=x onerror=window.hit=1>", "<script>", "[x](javascript:window.hit=1)", "<svg"):
+        assert part in text
+    assert browser.script("return window.hit === undefined")
+
+
+@CHROMIUM
+def test_no_text_takes_long(browser, stub):
+    browser.go(stub.address)
+    texts = "*,**a ,[,`a ``b ,_a ,> ,- ,1. - ,[a](https://,\\n,  - a\\n,```\\n"
+    for text in texts.split(","):
+        took = browser.script(
+            "const began = performance.now(), target = document.createElement('div');"
+            f"showMarkdown(target, '{text}'.repeat(20000)); return performance.now() - began"
+        )
+        assert took < 5000, (text, took)
+
+
+@CHROMIUM
+def test_no_run_of_one_character_takes_long(browser, stub):
+    browser.go(stub.address)
+    show = """
+        const [begins, characters, ends, count] = arguments, slow = [];
+        for (const begin of begins) for (const character of characters) for (const end of ends) {
+            const began = performance.now();
+            showMarkdown(document.createElement("div"), begin + character.repeat(count) + end);
+            const took = performance.now() - began;
+            if (took > 2000) return [begin, character, end, took];
+        }
+        return null;
+    """
+    begins = "", "a ", "# a", "```", "~~~", "- ", "> ", "**a", "`a", "[a](https://"
+    for begin in begins:
+        found = browser.script(show, [begin], " `~*_#>-+=|[]()<\\.:!1a", ["", "b", "`"], 20_000)
+        assert not found, found
+    found = browser.script(show, ["```", "~~~"], " ~a", ["`"], 200_000)  # no code begins there
+    assert not found, found
+
+
+@CHROMIUM
+def test_the_newest_is_seen(browser, stub):
+    stub.text, stub.pause = "word " * 300, 0.005
+    browser.look(360)
+    browser.go(stub.address)
+    gap = "(talk => talk.scrollHeight - talk.scrollTop - talk.clientHeight)(document.getElementById('talk'))"
+    for _ in range(2):
+        browser.say("Say much.")
+        assert browser.script(f"return {gap} < 5 && $('talk').scrollTop > 0")
+    browser.script("$('talk').scrollTop -= 20")  # as the first step of a wheel
+    browser.until("!follow")
+    browser.say("And more.", wait=False)
+    browser.until(f"{LAST}.querySelector('.text').textContent.length > 20")
+    assert browser.script(f"return {gap} < 60")  # who asks wants to see the answer
+    browser.script("$('talk').scrollTop = 0")
+    browser.until("running === null")
+    assert browser.script("return $('talk').scrollTop === 0")  # who reads above is left there
+    browser.script("$('talk').scrollTop = 1e6")
+    browser.pictures("long")
+
+
+@CHROMIUM
+def test_a_key_is_asked_for_and_nothing_is_lost(browser, stub):
+    browser.go(stub.address)
+    stub.key = "secret"
+    browser.say("Hello?", wait=False)
+    browser.until("$('keys').open")
+    browser.pictures("key")
+    browser.type("key", "wrong\ue007")
+    browser.until("$('keys').open && $('keys-why').textContent.includes('does not accept')")
+    browser.type("key", "secret\ue007")
+    browser.until("running === null")
+    assert browser.script(f"return {LAST}.querySelector('.text').textContent") == "Yes."
+    assert "secret" not in browser.script("return JSON.stringify(sessionStorage)")
+    browser.go(stub.address, "$('keys').open")  # it is not stored
+    browser.script("$('keys-cancel').click()")
+    browser.until("asking === null")
+    browser.say("Once more", wait=False)
+    browser.until("$('keys').open")
+    browser.script("$('keys-cancel').click()")
+    browser.until("running === null")
+    assert "needs a key" in browser.script(f"return {LAST}.querySelector('.error').textContent")
+    assert browser.script("return talk.at(-1).ask") == "Once more"
+
+
+@CHROMIUM
+def test_a_reload_keeps_the_conversation(browser, stub):
+    browser.go(stub.address)
+    browser.type("ask", "First?\ue007")
+    browser.until("talk.length === 1 && running === null")
+    browser.script("ask.value = 'half a question'; temperature.value = '0.5'")
+    browser.go(stub.address)
+    texts = "[...document.querySelectorAll('#talk .text')].map((node) => node.textContent)"
+    assert browser.script(f"return {texts}") == ["First?", "Yes."]
+    assert browser.script("return [ask.value, temperature.value]") == ["half a question", "0.5"]
+    browser.say("Second?")
+    contents = [message["content"] for message in stub.asked[-1][1]["messages"]]
+    assert contents == ["First?", "Yes.", "Second?"] and stub.asked[-1][1]["temperature"] == 0.5
+    browser.script(f"{LAST}.querySelector('.tools').children[1].click()")  # Regenerate
+    browser.until("running === null")
+    assert [message["content"] for message in stub.asked[-1][1]["messages"]] == contents
+    assert browser.script("return talk.length") == 2 and len(stub.asked) == 3
+    browser.script("$('clear').click()")
+    browser.go(stub.address)
+    assert browser.script("return talk.length + $('talk').children.length") == 0
+
+
+@CHROMIUM
+def test_an_error_stands_beside_its_message(browser, stub):
+    browser.go(stub.address)
+    browser.say("Fine?")
+    stub.error = "temperature must be a number of 0 or above, got -1"
+    browser.say("Not fine?")
+    assert browser.script(f"return {LAST}.querySelector('.error').textContent") == stub.error
+    assert browser.script("return document.querySelectorAll('.error:not([hidden])').length") == 1
+    browser.pictures("error")
+    stub.error = ""
+    browser.script(f"{LAST}.querySelector('.tools').children[1].click()")  # Try again
+    browser.until("running === null")
+    assert browser.script(f"return {LAST}.querySelector('.text').textContent") == "Yes."
+    assert browser.script("return document.querySelectorAll('.error:not([hidden])').length") == 0
+    stub.close()
+    browser.say("Anybody?")
+    assert "does not answer" in browser.script(f"return {LAST}.querySelector('.error').textContent")
+    stub.__init__()
+
+
+@CHROMIUM
+def test_a_base_model_continues_the_text(browser, stub):
+    stub.template, stub.text = None, " Paris **and"
+    browser.go(stub.address)
+    browser.say("The capital of France is")
+    assert browser.script(f"return {LAST}.querySelector('.text').textContent") == " Paris **and"
+    path, body = stub.asked[-1]
+    assert (path, body["prompt"]) == ("/v1/completions", "The capital of France is")
+    assert body["max_tokens"] > 16
+    browser.script(f"{LAST}.querySelector('.tools').children[2].click()")  # Continue
+    browser.until("running === null")
+    assert stub.asked[-1][1]["prompt"] == "The capital of France is Paris **and"
+    assert browser.script("return talk[0].text") == " Paris **and" * 2
+    browser.pictures("base")
