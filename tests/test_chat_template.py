@@ -1,5 +1,6 @@
 """Chat templates are code from whoever made the checkpoint: what they may not do, and what real ones do."""
 
+import gc
 import json
 import resource
 import sys
@@ -149,10 +150,14 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_template_is_refused_soon_and_small(name):
-    start, before = time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    gc.freeze()  # a collection then looks at the template's objects, not at those of every test before
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.thread_time()
     with pytest.raises(xj.InputError, match="the chat template does not take this conversation: ") as error:
         render(HOSTILE[name], dict(messages=MESSAGES, add_generation_prompt=True))
-    assert time.thread_time() - start < 1, error
+    spent = time.thread_time() - start
+    gc.unfreeze()
+    assert spent < 1, error
     assert "unexpected" not in str(error.value) and "expected" not in str(error.value)
     if sys.platform == "linux":  # KiB there
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 2**10
