@@ -100,7 +100,8 @@ def run(impl: str, kernel: str, *args: Any, **kwargs: Any) -> Any:
     `reference.py`.
     """
     if impl == "interpret":
-        impl, kwargs = "triton", kwargs | {"interpret": True}
+        impl = "triton"
+        kwargs = kwargs | {"interpret": True}
     # Imported when used: Pallas's GPU half takes a second to import, and a machine without a GPU never needs
     # it.
     function: Callable = getattr(importlib.import_module(f"{__package__}.{impl}"), kernel)

@@ -93,11 +93,13 @@ class Case:
     """A model in one format, and what is measured of it."""
 
     def __init__(self, dtype: str, quantize: str):
-        self.peak, start = AnonymousPeak(), time.perf_counter()
+        self.peak = AnonymousPeak()
+        start = time.perf_counter()
         formats = {} if quantize == "none" else {"quantize": quantize}
         if MODEL.value:
             model = xj.load_model(MODEL.value, dtype=dtype, **formats)
-            self.params, self.config = model.params, model.config
+            self.params = model.params
+            self.config = model.config
         else:
             self.config = from_hf(hf_config(CONFIG.value))
             self.params = jax.block_until_ready(
@@ -159,7 +161,8 @@ class Case:
                 self.config, self.loaded["weight_bytes_per_pass"], self.cache_itemsize, lengths, new
             ),
         }
-        runs, probes = [], [limits.probe()]
+        runs = []
+        probes = [limits.probe()]
         for _ in range(REPEATS.value):
             runs.append(self.generate(lengths, new).stats)
             probes.append(limits.probe())
@@ -197,8 +200,10 @@ class Case:
 
     def stream(self) -> dict[str, Any]:
         """Wall time of whole calls, in turns."""
-        prompt, new = int(PROMPTS.value[0]), int(NEW.value[0])
-        first, wall = [], {"generate": [], "stream": []}
+        prompt = int(PROMPTS.value[0])
+        new = int(NEW.value[0])
+        first = []
+        wall = {"generate": [], "stream": []}
         for _ in range(REPEATS.value + 1):
             start = time.perf_counter()
             self.generate([prompt], new)

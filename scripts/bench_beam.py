@@ -34,7 +34,8 @@ for flag, default in (
 
 
 def main(argv: list[str]) -> None:
-    wanted, pythons = peers.engines(), peers.interpreters()
+    wanted = peers.engines()
+    pythons = peers.interpreters()
     if other := [name for name in wanted if name.split(":")[0] not in BEAM_ENGINES]:
         raise InputError(
             f"engine {other[0]!r} is not one of those whose beams are compared: {', '.join(BEAM_ENGINES)}"
@@ -76,7 +77,9 @@ def report(
     results: dict[str, list[dict]], wanted: dict[str, str], cases: list[tuple[int, int]]
 ) -> dict[str, dict]:
     """Prints medians over the rounds and how many times as fast we are; returns them."""
-    keys, found, lines = [f"{length} x{rows}" for length, rows in cases], {}, []
+    keys = [f"{length} x{rows}" for length, rows in cases]
+    found = {}
+    lines = []
     for name, rounds in results.items():
         ours = results.get(f"ours:{wanted[name]}") or []
         if rounds:

@@ -21,7 +21,9 @@ Search = Callable[[Prompts, int], tuple[list[list[int]], list[float]]]
 
 def measure(engine: Engine, job: dict, watch: PeakMemory) -> dict:
     search = engine.load(job)
-    result, new, draw = {"warmup_s": 0.0}, job["new_tokens"], np.random.RandomState(job["seed"])
+    result = {"warmup_s": 0.0}
+    new = job["new_tokens"]
+    draw = np.random.RandomState(job["seed"])
     for length, rows in job["cases"]:
         seconds = []
         # Every call has prompts of its own, as an engine may remember them; the first warms up.

@@ -44,7 +44,8 @@ import xinfer_jax as xj
 from xinfer_jax.cli.startup import keep_compiled_programs
 from xinfer_jax.config.model_config import from_hf
 
-FORMATS, PARTS = ("none", "int8", "int4"), ("throughput", "load", "alone", "ready")
+FORMATS = ("none", "int8", "int4")
+PARTS = ("throughput", "load", "alone", "ready")
 QUANTIZE = flags.DEFINE_list("quantize", ["none", "int8"], f"Of the weights, in turn: {', '.join(FORMATS)}.")
 WANTED = flags.DEFINE_list("parts", list(PARTS), f"What is measured: {', '.join(PARTS)}.")
 REQUESTS = flags.DEFINE_integer("requests", 64, "How many.", lower_bound=1)
@@ -132,7 +133,8 @@ def random_model(how: str) -> xj.Model:
 
 def draw(model: xj.Model, number: int) -> list[Asked]:
     """Requests, of the same lengths whatever the number, and of other tokens: an engine remembers them."""
-    lengths, tokens = np.random.default_rng(SEED.value), np.random.default_rng([SEED.value, number])
+    lengths = np.random.default_rng(SEED.value)
+    tokens = np.random.default_rng([SEED.value, number])
 
     def ids(count: int) -> list[int]:
         return tokens.integers(0, model.config.vocab_size, count).tolist()
@@ -141,7 +143,8 @@ def draw(model: xj.Model, number: int) -> list[Asked]:
         first, last = peers.numbers(flag)
         return min(last, int(np.exp(lengths.uniform(np.log(first), np.log(last + 1)))))
 
-    common, longest = ids(COMMON.value), peers.numbers(PROMPTS)[1]
+    common = ids(COMMON.value)
+    longest = peers.numbers(PROMPTS)[1]
     asked = [(ids(between(PROMPTS)), between(ANSWERS)) for _ in range(REQUESTS.value)]
     return [((common + own)[:longest] if i % 3 == 1 else own, new) for i, (own, new) in enumerate(asked)]
 
@@ -159,7 +162,8 @@ def batch(engine: xj.Engine, asked: list[Asked]) -> tuple[float, list[list[int]]
 
 def by_length(model: xj.Model, asked: list[Asked]) -> tuple[float, list[list[int]]]:
     """The same by `generate`."""
-    began, tokens = time.perf_counter(), {}
+    began = time.perf_counter()
+    tokens = {}
     order = sorted(range(len(asked)), key=lambda i: len(asked[i][0]))
     for rows in (order[at : at + ROWS.value] for at in range(0, len(order), ROWS.value)):
         most = options(max(asked[i][1] for i in rows))
@@ -172,7 +176,9 @@ def throughput(model: xj.Model, engine: xj.Engine) -> dict:
     """Medians of seconds and of their ratio within a round; counts are means."""
     by_length(model, draw(model, 3))  # compiles
     counted = "hits", "preemptions", "read_tokens", "chosen_tokens"
-    rounds, same, before = [], 0, engine.stats
+    rounds = []
+    same = 0
+    before = engine.stats
     for number in range(ROUNDS.value):
         asked = draw(model, 3 + number)
         theirs, expected = by_length(model, asked)
@@ -180,7 +186,8 @@ def throughput(model: xj.Model, engine: xj.Engine) -> dict:
         rounds.append((ours, theirs, theirs / ours))
         same += sum(a == b for a, b in zip(tokens, expected, strict=True))
     seconds, other, ratio = np.median(rounds, axis=0).tolist()
-    new, stats = sum(new for _, new in asked), engine.stats
+    new = sum(new for _, new in asked)
+    stats = engine.stats
     sums = {name: getattr(stats, name) - getattr(before, name) for name in counted} | dict(same_answers=same)
     found = dict(engine_seconds=seconds, generate_seconds=other, generate_over_engine=ratio)
     found |= dict(tokens_per_second=new / seconds, generate_tokens_per_second=new / other)
@@ -201,7 +208,8 @@ def openvino(asked: list[Asked], how: str, pythons: dict[str, str]) -> dict:
 def load(engine: xj.Engine, asked: list[Asked], rate: float) -> dict:
     """Percentiles over requests that come at so many a second."""
     due = np.random.default_rng(SEED.value).exponential(1 / rate, len(asked)).cumsum()
-    began, before = time.perf_counter(), engine.stats
+    began = time.perf_counter()
+    before = engine.stats
 
     def one(asked: Asked, due: float) -> tuple[float, float, float]:
         """Seconds to the first token, for each after it, and to the end."""

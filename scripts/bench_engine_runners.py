@@ -21,7 +21,8 @@ Asked = list[tuple[list[int], int]]  # ids of a prompt, and how many tokens the 
 
 
 def measure(engine: Engine, job: dict, watch: PeakMemory) -> dict:
-    generate, asked = engine.load(job), job["asked"]
+    generate = engine.load(job)
+    asked = job["asked"]
     generate([(ids[::-1], 2) for ids, _ in asked[: job["rows"]]])
     return timed(generate, asked)
 
@@ -41,7 +42,9 @@ def load_openvino(job: dict) -> Any:
     import openvino_genai as ov
 
     scheduler = ov.SchedulerConfig()
-    scheduler.max_num_seqs, scheduler.cache_size, scheduler.enable_prefix_caching = job["rows"], 2, True
+    scheduler.max_num_seqs = job["rows"]
+    scheduler.cache_size = 2
+    scheduler.enable_prefix_caching = True
     threads = {"INFERENCE_NUM_THREADS": job["threads"]}
     pipeline = ov.ContinuousBatchingPipeline(job["converted"], scheduler, "CPU", threads)
 

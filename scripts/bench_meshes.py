@@ -38,7 +38,8 @@ _BITS = dict(pred=8, s32=32, u32=32, f32=32, bf16=16, f16=16, s8=8, u8=8)
 
 
 def main(argv: list[str]) -> None:
-    config, here = from_hf(hf_config(CONFIG.value)), jax.devices()
+    config = from_hf(hf_config(CONFIG.value))
+    here = jax.devices()
     sizes = [int(size) for size in DEVICES.value if size.isdigit() and 0 < int(size) <= len(here)]
     if len(sizes) < len(DEVICES.value):
         raise InputError(f"--devices={','.join(DEVICES.value)}: give numbers from 1 to {len(here)}")
@@ -75,7 +76,8 @@ def of_a_step(params, config) -> dict[str, float]:
     cache = xj.init_cache(config, ROWS.value, PROMPT.value + NEW.value, activation_dtype(params), mesh)
     token_B = np.zeros(ROWS.value, np.int32)
     compiled = jax.jit(xj.decode_step, static_argnums=1).lower(params, config, token_B, cache).compile()
-    cost, text = compiled.cost_analysis(), compiled.as_text()
+    cost = compiled.cost_analysis()
+    text = compiled.as_text()
     said = re.findall(
         r"= (.*?) (?:all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)\(", text
     )

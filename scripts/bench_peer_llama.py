@@ -27,13 +27,15 @@ def convert(checkpoint: Path, converted: Path, precision: str, threads: int) -> 
     keeps more bits than 4.
     """
     converted.mkdir(parents=True)
-    file, plain = converted / "model.gguf", converted / "bf16.gguf"
+    file = converted / "model.gguf"
+    plain = converted / "bf16.gguf"
     if precision in ("F32", "BF16"):
         write_gguf(checkpoint, file, precision)
         return
     write_gguf(checkpoint, plain, "BF16")
     how = llama_cpp.llama_model_quantize_default_params()
-    how.nthread, how.ftype = threads, getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{precision}")
+    how.nthread = threads
+    how.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{precision}")
     if llama_cpp.llama_model_quantize(str(plain).encode(), str(file).encode(), how):
         raise RuntimeError(f"llama_model_quantize to {precision} failed")
     plain.unlink()
@@ -48,7 +50,10 @@ def _next_ids(ctx: object, batch: object, rows: list[list[int]], position: int, 
     ]
     batch.n_tokens = len(cells)
     for i, (token, at, row, last) in enumerate(cells):
-        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, at, 1, last
+        batch.token[i] = token
+        batch.pos[i] = at
+        batch.n_seq_id[i] = 1
+        batch.logits[i] = last
         batch.seq_id[i][0] = row
     if llama_cpp.llama_decode(ctx, batch):
         raise RuntimeError("llama_decode failed")
@@ -74,11 +79,9 @@ def load(job: dict) -> Callable[[list[list[int]], int], tuple[float, list[list[i
             if state["context"]:
                 llama_cpp.llama_free(state["context"])
             how = llama_cpp.llama_context_default_params()
-            how.n_ctx, how.n_seq_max, how.n_batch = (
-                rows * -(-(length + new) // 256) * 256,
-                rows,
-                max(512, rows * length),
-            )
+            how.n_ctx = rows * -(-(length + new) // 256) * 256
+            how.n_seq_max = rows
+            how.n_batch = max(512, rows * length)
             how.n_threads = how.n_threads_batch = job["threads"]
             state.update(shape=(rows, length, new), context=llama_cpp.llama_init_from_model(model, how))
             if not state["context"]:
@@ -87,9 +90,12 @@ def load(job: dict) -> Callable[[list[list[int]], int], tuple[float, list[list[i
         return state["context"]
 
     def generate(prompts: list[list[int]], new: int) -> tuple[float, list[list[int]]]:
-        rows, length = len(prompts), len(prompts[0])
-        ctx, start = context(rows, length, new), time.perf_counter()
-        batch, size = llama_cpp.llama_batch_init(rows * length, 0, 1), job["vocab_size"]
+        rows = len(prompts)
+        length = len(prompts[0])
+        ctx = context(rows, length, new)
+        start = time.perf_counter()
+        batch = llama_cpp.llama_batch_init(rows * length, 0, 1)
+        size = job["vocab_size"]
         chosen = [_next_ids(ctx, batch, prompts, 0, size)]
         first_s = time.perf_counter() - start
         for i in range(new - 1):
@@ -130,7 +136,8 @@ def write_gguf(checkpoint: Path, file: Path, precision: str) -> None:
     )
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
     _metadata(writer, hf, head_dim, rope["rope_theta"], precision)
-    names, written = gguf.get_tensor_name_map(arch, hf["num_hidden_layers"]), {}
+    names = gguf.get_tensor_name_map(arch, hf["num_hidden_layers"])
+    written = {}
     for name, (shape, _) in tensors.items():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         kind = precision if len(shape) == 2 else "F32"
@@ -179,7 +186,8 @@ def _tensors(file: Path) -> dict[str, tuple[list[int], np.ndarray]]:
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(size))
-    data, tensors = np.memmap(file, np.uint8, "r", offset=8 + size), {}
+    data = np.memmap(file, np.uint8, "r", offset=8 + size)
+    tensors = {}
     for name, entry in header.items():
         if name != "__metadata__":
             first, end = entry["data_offsets"]
@@ -194,10 +202,8 @@ def _float32(bits: np.ndarray) -> np.ndarray:
 def _llama3_factors(rope: dict, head_dim: int) -> np.ndarray:
     """What llama.cpp divides the frequencies by, for rope type llama3."""
     wavelength = 2 * math.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
-    low, high, context = (
-        rope["low_freq_factor"],
-        rope["high_freq_factor"],
-        rope["original_max_position_embeddings"],
-    )
+    low = rope["low_freq_factor"]
+    high = rope["high_freq_factor"]
+    context = rope["original_max_position_embeddings"]
     smooth = np.clip((context / wavelength - low) / (high - low), 0, 1)
     return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)

@@ -62,9 +62,11 @@ def measure(engine: "Engine", job: dict, watch: "PeakMemory") -> dict:
     start = time.perf_counter()
     generate = engine.load(job)
     result: dict[str, Any] = {"load_s": time.perf_counter() - start}
-    new, draw = job["new_tokens"], np.random.RandomState(job["seed"])
+    new = job["new_tokens"]
+    draw = np.random.RandomState(job["seed"])
     for length, rows in job["cases"]:
-        case, seconds = f"{length} x{rows}", []
+        case = f"{length} x{rows}"
+        seconds = []
         # An engine may remember a prompt: the first call reads another.
         others, prompts = draw.randint(0, job["vocab_size"], (2, rows, length)).tolist()
         for asked in (others, prompts):
@@ -120,7 +122,9 @@ class FirstToken:
     """Stops the time when each of `rows` rows has called once."""
 
     def __init__(self, rows: int = 1) -> None:
-        self._missing, self._start, self.seconds = rows, time.perf_counter(), 0.0
+        self._missing = rows
+        self._start = time.perf_counter()
+        self.seconds = 0.0
 
     def __call__(self) -> None:
         if self._missing:
@@ -179,7 +183,8 @@ def load_transformers(job: dict) -> Generate:
     model = transformers_model(job)
 
     def generate(prompts: Prompts, new: int) -> tuple[float, list[list[int]]]:
-        first, ids = FirstToken(), torch.tensor(prompts)
+        first = FirstToken()
+        ids = torch.tensor(prompts)
 
         def after_each_step(ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
             first()
@@ -261,7 +266,8 @@ def load_openvino(job: dict) -> Generate:
 
     # It keeps no prompts; else as without one: a prompt is one pass.
     how = openvino_genai.SchedulerConfig()
-    how.enable_prefix_caching, how.max_num_batched_tokens = False, 1 << 30
+    how.enable_prefix_caching = False
+    how.max_num_batched_tokens = 1 << 30
     pipeline = openvino_genai.LLMPipeline(
         job["converted"], "CPU", INFERENCE_NUM_THREADS=job["threads"], scheduler_config=how
     )
@@ -309,11 +315,13 @@ def load_onnxruntime(job: dict) -> Generate:
     model = onnxruntime_genai.Model(config)
 
     def generate(prompts: Prompts, new: int) -> tuple[float, list[list[int]]]:
-        rows, size = len(prompts), len(prompts[0]) + new
+        rows = len(prompts)
+        size = len(prompts[0]) + new
         how = onnxruntime_genai.GeneratorParams(model)
         # Below min_length the end token cannot be chosen. A generator of each call remembers nothing.
         how.set_search_options(batch_size=rows, max_length=size, min_length=size, do_sample=False)
-        first, chosen = FirstToken(), []
+        first = FirstToken()
+        chosen = []
         generator = onnxruntime_genai.Generator(model, how)
         generator.append_tokens(np.array(prompts, np.int32))
         for _ in range(new):

@@ -76,8 +76,10 @@ ORDER = ("float32", "bfloat16", "int8", "int4")
 
 
 def main(argv: list[str]) -> None:
-    wanted, pythons = engines(), interpreters()
-    lengths, batches = numbers(LENGTHS), numbers(BATCHES)
+    wanted = engines()
+    pythons = interpreters()
+    lengths = numbers(LENGTHS)
+    batches = numbers(BATCHES)
     hf = shape()
     workdir = checkpoint(hf)
     how = f"{NEW.value} new tokens, greedy; transformers eager"
@@ -176,7 +178,8 @@ def checkpoint(hf: dict) -> Path:
     folder = work_folder(config.model_type, hf, SEED.value, 1)
     if (folder / "checkpoint").is_dir():
         return folder
-    rng, tensors = np.random.default_rng(SEED.value), {}
+    rng = np.random.default_rng(SEED.value)
+    tensors = {}
     for spec in jax.tree.leaves(param_specs(config)):
         values = rng.standard_normal(spec.shape, np.float32)
         if len(spec.shape) == 1:
@@ -203,7 +206,8 @@ def work_folder(name: str, *contents: object) -> Path:
 def measure(job: dict, python: str, workdir: Path) -> dict:
     """Converts the checkpoint if this engine needs it and has not done so, then runs the engine."""
     if ENGINES[job["engine"]].convert:
-        ready, unfinished = workdir / f"{job['engine']}-{job['precision']}", workdir / "converting"
+        ready = workdir / f"{job['engine']}-{job['precision']}"
+        unfinished = workdir / "converting"
         if not ready.is_dir():
             shutil.rmtree(unfinished, ignore_errors=True)
             result = child(job | {"convert": True, "converted": str(unfinished)}, python)

@@ -130,12 +130,11 @@ def cost_by_position(
         raise xj.InputError(
             f"--curve_lengths: all of them exceed the model's context limit {config.context_length}"
         )
-    capacity, dtype = bucket(positions[-1] + _STRIDE), cache_dtype(params)
-    logits_BV, greedy, key = (
-        jnp.zeros((1, config.vocab_size), jnp.float32),
-        xj.SamplingConfig(temperature=0.0),
-        jax.random.key(0),
-    )
+    capacity = bucket(positions[-1] + _STRIDE)
+    dtype = cache_dtype(params)
+    logits_BV = jnp.zeros((1, config.vocab_size), jnp.float32)
+    greedy = xj.SamplingConfig(temperature=0.0)
+    key = jax.random.key(0)
 
     def per_token(position: int) -> float:
         cache = dataclasses.replace(
@@ -160,7 +159,8 @@ def cost_by_position(
         for position in positions:
             seconds = per_token(position)
             runs[position] += [seconds] if repeat else []
-    weights, itemsize = bytes_per_pass(params), jnp.dtype(dtype).itemsize
+    weights = bytes_per_pass(params)
+    itemsize = jnp.dtype(dtype).itemsize
     needed = [decode_work(config, weights, itemsize, [position], _STRIDE + 1).bytes for position in positions]
     return {
         "position": positions,
@@ -212,10 +212,8 @@ def draw(results: dict[str, Any], file: str) -> None:
 def _points(axes: Any, rows: list[dict[str, Any]], name: str, color: str) -> None:
     for phase, marker in (("decode", "o"), ("prefill", "^")):
         done = [row[phase] for row in rows if phase in row]
-        x, y = (
-            [p["flop"] / p["bytes"] for p in done],
-            [1e-9 * p["flop"] / p["seconds"]["median"] for p in done],
-        )
+        x = [p["flop"] / p["bytes"] for p in done]
+        y = [1e-9 * p["flop"] / p["seconds"]["median"] for p in done]
         axes.plot(x, y, marker, color=color, label=f"{name}: {phase}")
 
 

@@ -43,9 +43,18 @@ class Prepared:
     """An engine whose answers are there already: token 5, again and again."""
 
     def __init__(self, model: xj.Model, rows: int = 8, **_: Any):
-        self.model, self.impl, self.room, self.switches_at, self.started = model, None, 4096, None, True
-        self.alive, self.weight_bytes, self.cache_bytes, self.guesses = True, 0, 0, 0
-        self.rows, self.error, self.engines = rows, None, (self,)
+        self.model = model
+        self.impl = None
+        self.room = 4096
+        self.switches_at = None
+        self.started = True
+        self.alive = True
+        self.weight_bytes = 0
+        self.cache_bytes = 0
+        self.guesses = 0
+        self.rows = rows
+        self.error = None
+        self.engines = (self,)
         self._open: list[Any] = []
         counts = dict.fromkeys((field.name for field in dataclasses.fields(EngineStats)), 0)
         self.stats = EngineStats(**counts)
@@ -98,14 +107,17 @@ def main(argv: list[str]) -> None:
 
 def measured(port: int) -> dict[str, Any]:
     """Rounds of a process of clients, the first unmeasured."""
-    busy, first, rate = [], [], []
+    busy = []
+    first = []
+    rate = []
     for turn in range(ROUNDS.value + 1):
         began = time.process_time()
         told = [f"--port={port}", f"--streams={STREAMS.value}", f"--tokens={TOKENS.value}"]
         done = subprocess.run(
             [sys.executable, __file__, *told], stdout=subprocess.PIPE, text=True, check=True
         )
-        spent, seen = time.process_time() - began, json.loads(done.stdout.splitlines()[-1])
+        spent = time.process_time() - began
+        seen = json.loads(done.stdout.splitlines()[-1])
         if turn:
             busy.append(1e3 * spent / (STREAMS.value * TOKENS.value))
             first.append(seen["first_ms"])
@@ -127,7 +139,9 @@ def clients(port: int) -> dict[str, float]:
         body = json.dumps(asked).encode()
         began = time.perf_counter()
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-        answer, seen, first = connection.getresponse(), 0, 0.0
+        answer = connection.getresponse()
+        seen = 0
+        first = 0.0
         for line in answer:
             if line.startswith(b"data: {"):
                 seen += 1

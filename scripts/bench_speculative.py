@@ -46,14 +46,17 @@ def main(argv: list[str]) -> None:
 
 
 def run() -> dict:
-    counts, asked = numbers(DRAFT_TOKENS, int), numbers(ACCEPTANCE, float)
+    counts = numbers(DRAFT_TOKENS, int)
+    asked = numbers(ACCEPTANCE, float)
     if CONFIG.value:
         config = from_hf(hf_config(CONFIG.value))
         params = xj.init_params(config, jax.random.key(0), DTYPE.value, QUANTIZE.value)
         prompt = np.random.default_rng(0).integers(0, config.vocab_size, 26).tolist()
     else:
         model = xj.load_model(MODEL.value, dtype=DTYPE.value, quantize=QUANTIZE.value)
-        params, config, prompt = model.params, model.config, encode_prompt(model, PROMPT.value, raw=RAW.value)
+        params = model.params
+        config = model.config
+        prompt = encode_prompt(model, PROMPT.value, raw=RAW.value)
 
     def answer(**given) -> xj.GenerateOutput:
         return xj.generate(params, config, [prompt], xj.GenerateOptions(NEW.value, eos_token_ids=(), **given))

@@ -46,7 +46,8 @@ LAYERS = flags.DEFINE_list(
     "Numbers of layers that ours has in turn, the shape of --config else; others have the first.",
 )
 PRECISIONS = flags.DEFINE_list("precisions", ["float32", "int8", "int4"], f"Of {', '.join(peers.ORDER)}.")
-QUESTION, SYSTEM = "What is the capital of France?", "You are a helpful assistant."  # 26 tokens in ChatML
+QUESTION = "What is the capital of France?"
+SYSTEM = "You are a helpful assistant."  # 26 tokens in ChatML
 PROMPT = flags.DEFINE_string("prompt", QUESTION, f"What is asked, behind the system message {SYSTEM!r}")
 flags.set_default(NEW, 24)
 for unused in (peers.LENGTHS, peers.BATCHES):
@@ -56,7 +57,8 @@ _CHATML = ("<|im_start|>", "<|im_end|>", "system", "user", "assistant")
 
 
 def main(argv: list[str]) -> None:
-    wanted, pythons = engines(), peers.interpreters()
+    wanted = engines()
+    pythons = peers.interpreters()
     folders = checkpoints()
     first = next(iter(folders.values()))
     model = open_checkpoint(first).model
@@ -107,7 +109,8 @@ def checkpoints() -> dict[str, Path]:
 
 def random_checkpoint(hf: dict) -> Path:
     folder = peers.checkpoint(hf) / "checkpoint"
-    file, unfinished = folder / "tokenizer.json", folder / "unfinished.json"
+    file = folder / "tokenizer.json"
+    unfinished = folder / "unfinished.json"
     if not file.is_file():
         made_up_tokenizer(hf["vocab_size"]).save(str(unfinished))
         unfinished.rename(file)
@@ -169,7 +172,9 @@ def ours(job: dict, python: str) -> dict:
 def command(job: dict, python: str) -> dict:
     """A run of the command: its own report, and when its answer came."""
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        began, answer, times = time.monotonic(), b"", []
+        began = time.monotonic()
+        answer = b""
+        times = []
         with subprocess.Popen(**peers.process(job, python), stdout=subprocess.PIPE, stderr=errors) as process:
             guard = threading.Timer(TIMEOUT.value, process.kill)
             guard.start()
@@ -183,7 +188,9 @@ def command(job: dict, python: str) -> dict:
     if process.returncode:
         return {"skipped" if process.returncode == 2 else "failed": last_line}
     found = json.loads(last_line)
-    costs, first, last = found.pop("costs"), times[0], times[-1]
+    costs = found.pop("costs")
+    first = times[0]
+    last = times[-1]
     found["phases"]["prompt"] = [costs["ttft_seconds"], first - costs["ttft_seconds"], first, 1]
     found["phases"]["decoding"] = [last - first, first, last, 1]
     allowed = 1.15 * (costs["weight_bytes"] + costs["cache_bytes"]) / 2**20 + 350

@@ -73,7 +73,8 @@ class Behind(MetaPathFinder):
     """Calls a function with a module as soon as it is imported, whoever imports it."""
 
     def __init__(self, name: str, then: Callable[[Any], None]):
-        self._name, self._then = name, then
+        self._name = name
+        self._then = then
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
@@ -93,7 +94,9 @@ class Behind(MetaPathFinder):
 
 def command(job: dict) -> None:
     """The command with the job's flags."""
-    watch, phases, costs = PeakMemory(), Phases(job["started"]), {}
+    watch = PeakMemory()
+    phases = Phases(job["started"])
+    costs = {}
 
     def listen(answer: Any) -> None:
         import jax
@@ -107,7 +110,8 @@ def command(job: dict) -> None:
         )
         phases.watch(answer, "open_model", "opening")
         phases.watch(Checkpoint, "read", "reading")
-        output, work = Run.output, answer.answer
+        output = Run.output
+        work = answer.answer
 
         def kept(*args: Any) -> Any:
             out = output(*args)
@@ -121,7 +125,8 @@ def command(job: dict) -> None:
             print(f"\n{json.dumps(report)}", file=sys.stderr, flush=True)
             return code
 
-        Run.output, answer.answer = kept, reported
+        Run.output = kept
+        answer.answer = reported
 
     Behind("xinfer_jax.cli.answer", listen)
     sys.argv = ["xinfer-jax", *job["flags"]]

@@ -98,7 +98,8 @@ def check(
 ) -> dict:  # fmt: skip
     """How many requests have other bits alone, and how many other tokens from `generate`."""
     with xj.Engine(model, **shape) as engine:
-        requests, began = [], time.perf_counter()
+        requests = []
+        began = time.perf_counter()
         for one in asked:
             requests.append(engine.submit(one.ids, one.options, key=one.key, **one.more))
             if rate:
@@ -106,7 +107,8 @@ def check(
             if one.cancel:
                 requests[-1].cancel()
         together = [said(request) for request in requests]
-        seconds, stats = time.perf_counter() - began, engine.stats
+        seconds = time.perf_counter() - began
+        stats = engine.stats
         alone = []
         for one in asked:
             more = {name: value for name, value in one.more.items() if name != "deadline"}
@@ -132,7 +134,8 @@ def said(request) -> tuple:
 
 def agree(one: tuple, other: tuple) -> bool:
     """Whether they are the same, bit for bit; what was broken off as far as it goes."""
-    (out, prompt), (whole, whole_prompt) = one, other
+    (out, prompt) = one
+    (whole, whole_prompt) = other
     if isinstance(out, str):
         return out == whole
     for j, reason in enumerate(out.finish_reason):

@@ -85,7 +85,8 @@ def main(argv: list[str]) -> int:
         except (OSError, ValueError) as error:
             refuse(error)
         return 0
-    out, sections = Path(OUT.value), chosen()
+    out = Path(OUT.value)
+    sections = chosen()
     try:
         records = Records(out)
     except OSError as error:

@@ -100,7 +100,8 @@ def measured(plan: SimpleNamespace, kernel: str, shape: tuple, by: str, job: Cal
     out = out[:, 0] if kernel == "decode_attention" and out.ndim == 4 else out
     key = f"{kernel} {shape}"
     ours_out = _SEEN.setdefault(key, out) if by in ("mosaic", "triton") else _SEEN.get(key, out)
-    share, off = 1e3 * work / found["ms"] / most, error_of(out, ours_out)
+    share = 1e3 * work / found["ms"] / most
+    off = error_of(out, ours_out)
     # What outruns the card was left out of the loop; both may be 0.02 off.
     ok = None if by not in ("mosaic", "triton", "xla") else bool(off <= 0.04 and (share < 1.25 or plan.tiny))
     target = {"target": TARGET[kernel]} if by == "mosaic" else {}
@@ -230,7 +231,8 @@ OTHERS = {
 
 def at_shape(plan: SimpleNamespace, kernel: str, impl: str, model: str) -> dict[str, Any]:
     """One call at a model's heads and widths, lengths that differ from row to row."""
-    draws, (N, K, H, D, V) = np.random.default_rng(plan.seed), MODELS[model]
+    draws = np.random.default_rng(plan.seed)
+    (N, K, H, D, V) = MODELS[model]
     if kernel.endswith("attention"):
         most = (20, 40) if plan.tiny else (300, 2000)
         case = attention_case(draws, *most, H, N // K, K=K)
@@ -244,7 +246,8 @@ def compared(plan, kernel: str, impl: str, dtype: str, cases: list[tuple]) -> di
     """The worst error of a kernel over its cases."""
     # The head's kernels sum in float32.
     tolerance = 1e-5 if dtype == "float32" else 2e-2 if kernel.endswith("attention") else 1e-3
-    errors, shapes = [], []
+    errors = []
+    shapes = []
     end = time.monotonic() + 30
     for inputs, options in cases:
         if errors and time.monotonic() > end:
@@ -280,7 +283,8 @@ def attention_case(
     cap.
     """
     T, S = (int(draws.integers(2, most)) for most in (most_T, most_S))
-    window, soft_cap = (int(draws.integers(1, S)) if i % 2 else None), (10.0 if i % 4 > 1 else None)
+    window = int(draws.integers(1, S)) if i % 2 else None
+    soft_cap = 10.0 if i % 4 > 1 else None
     length_B = np.array([0, 1, S, *draws.integers(1, S, 2)], np.int32)
     start_B = np.array([0, 0, max(0, S - T), *(draws.integers(0, n) for n in length_B[3:])], np.int32)
     q_BTNH, k_BKSH, v_BKSH = (
@@ -301,7 +305,9 @@ def decoding(case: tuple[tuple, dict]) -> tuple[tuple, dict]:
 def argmax_case(draws: np.random.Generator, B: int, V: int) -> tuple[tuple, dict]:
     """Many equal numbers; a row with NaN, one of zeros of both signs, one of -inf."""
     x_BV = draws.standard_normal((B, V), np.float32).round(1)
-    x_BV[1:2, draws.integers(0, V, 2)], x_BV[2:3], x_BV[3:4] = np.nan, np.copysign(0, x_BV[2:3]), -np.inf
+    x_BV[1:2, draws.integers(0, V, 2)] = np.nan
+    x_BV[2:3] = np.copysign(0, x_BV[2:3])
+    x_BV[3:4] = -np.inf
     return (x_BV,), {}
 
 

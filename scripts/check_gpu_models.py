@@ -36,7 +36,8 @@ _SMALL = dict(vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_l
 _SMALL |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096)
 _MIDDLE = dict(vocab_size=32001, hidden_size=1024, intermediate_size=2048, num_hidden_layers=4)
 _MIDDLE |= dict(num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=8192)
-QUESTION, ANSWER = "What is the capital of France?", "Paris"
+QUESTION = "What is the capital of France?"
+ANSWER = "Paris"
 
 
 # --- models and what they give ------------------------------------------------------------------------------
@@ -50,7 +51,9 @@ class Run:
     """One model in one format, and the generations that its cases share."""
 
     def __init__(self, plan: SimpleNamespace, hf: dict[str, Any], dtype: str, quantize: str | None = None):
-        self.plan, self.config, self.quantize = plan, from_hf(hf), quantize
+        self.plan = plan
+        self.config = from_hf(hf)
+        self.quantize = quantize
         # On the CPU the cache is float32, and kernels want one dtype.
         self.dtype, self.kernels = ("float32", "interpret") if plan.tiny else (dtype, None)
         self.prompt, self.new = (9, 4) if plan.tiny else (512, 128)
@@ -87,7 +90,8 @@ class Run:
             statistics.median(s)
             for s in zip(*((s.prefill_seconds, s.tpot_seconds) for s in stats), strict=True)
         )
-        weights, lengths = bytes_per_pass(self.params()), [self.prompt] * rows
+        weights = bytes_per_pass(self.params())
+        lengths = [self.prompt] * rows
         most = {kind: limit(self.plan.tiny, kind) for kind in ("bytes", "flops")}
         read = decode_work(self.config, weights, 2, lengths, self.new).bytes
         flop = prefill_work(self.config, weights, lengths).flop
@@ -184,7 +188,8 @@ def windows(plan: SimpleNamespace) -> Iterator[Case]:
     for dtype in ("bfloat16",) if plan.tiny else ("bfloat16", "float16"):
         for name, (capacity, more) in kinds.items():
             run = Run(plan, sizes | more, dtype)
-            run.capacity, run.kernels = capacity, None
+            run.capacity = capacity
+            run.kernels = None
             yield Case(f"{name}, {dtype}, greedy ids as by xla", run.agree)
 
 
@@ -226,7 +231,8 @@ def engine(plan: SimpleNamespace) -> Iterator[Case]:
     """Requests in an engine, together and alone: the same bits."""
 
     def same(model: Callable[[], xj.Model]) -> dict[str, Any]:
-        rng, loaded = random_of(plan.seed), model()
+        rng = random_of(plan.seed)
+        loaded = model()
         shape = dict(rows=2 if plan.tiny else 8, capacity=256, pages=7 if plan.tiny else 20, chunk=64)
         longest, count = (70, 6) if plan.tiny else (200, 100)
         asked = draw(rng, loaded.config.vocab_size, count, longest, shape)
@@ -285,7 +291,8 @@ def _operations(run: Run, impl: str | None) -> Counter:
     token_B = jax.ShapeDtypeStruct((1,), jnp.int32)
     text = jax.jit(step, donate_argnums=2).lower(params, token_B, kv_cache).compile().as_text()
     operation = re.compile(r"  (?:ROOT )?%?[\w.-]+ = .*? ([a-z][\w-]*)\(")
-    kinds, launched = Counter(), False
+    kinds = Counter()
+    launched = False
     for line in text.splitlines():
         if line and not line[0].isspace():  # a computation begins; those of fusions launch nothing themselves
             launched = line.startswith("ENTRY ") or "command_buffer" in line
@@ -304,7 +311,8 @@ def profile(plan: SimpleNamespace, name: str) -> dict[str, Any]:
             run.generate(1, None)
         (file,) = Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(file))
-        counts, times = Counter(), Counter()
+        counts = Counter()
+        times = Counter()
         for plane in data.planes:
             for line in plane.lines if plane.name.startswith("/device:GPU") else ():
                 for event in line.events if line.name.startswith("Stream") else ():

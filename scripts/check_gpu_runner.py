@@ -58,7 +58,8 @@ class Records:
     """A file of JSON lines, each on the disk before the next is made."""
 
     def __init__(self, path: Path):
-        self._file, self.kept = path.open("x", encoding="utf-8"), []
+        self._file = path.open("x", encoding="utf-8")
+        self.kept = []
 
     def add(self, **record: Any) -> None:
         self._file.write(json.dumps(record) + "\n")
@@ -116,7 +117,9 @@ def run(
 
 def _section(section, command, records, seconds, env) -> None:
     """A child; and where it dies in one of its cases, another from the next case on."""
-    start, first, garbage = time.monotonic(), 0, 0
+    start = time.monotonic()
+    first = 0
+    garbage = 0
     while True:
         left = seconds - (time.monotonic() - start)
         child = _Child(section.name, records)
@@ -151,7 +154,8 @@ class _Child:
 
     def follow(self, command: list[str], seconds: float, env: dict[str, str] | None) -> str:
         """Runs it for at most so many seconds; returns how it ended, `DONE` if it said so itself."""
-        end, lines = time.monotonic() + seconds, queue.Queue(1000)
+        end = time.monotonic() + seconds
+        lines = queue.Queue(1000)
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         process = subprocess.Popen(command, env=env, process_group=0, **pipes)
         readers = [
@@ -195,12 +199,14 @@ class _Child:
         if event == "refuse":
             raise Refused(message.get("why"))
         if event == "begin":
-            self.begun, self.reached = message, message["case"]
+            self.begun = message
+            self.reached = message["case"]
         elif event == "result":
             self.begun = None
             self.records.add(event="result", section=self.section, **message)
         elif event in ("leaving", "end"):
-            self.leaving, self.ended = event == "leaving", event == "end"
+            self.leaving = event == "leaving"
+            self.ended = event == "end"
         else:
             self.garbage += 1
             if self.garbage == 1:
@@ -261,7 +267,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def table(records: list[dict[str, Any]]) -> str:
     """A line per result; timings of one shape share a line. Last, what failed and what was not run."""
-    lines, shapes = [], {}
+    lines = []
+    shapes = {}
     for record in records:
         if record["event"] == "section":
             lines += [f"[{record.get('section')}: {words(record)}]", ""]
@@ -292,7 +299,8 @@ def _timing(record: dict[str, Any]) -> str:
     if not isinstance(ms := record.get("ms"), float):
         why = record.get("skipped") or record.get("error") or record.get("not_served")
         return f"{label} – ({_short(why)[:60]})" + " FAIL" * failed(record)
-    share, off = record.get("of_limit"), record.get("off")
+    share = record.get("of_limit")
+    off = record.get("off")
     shown = f"{label} {ms:.4g} ms" + (f" {share:.0%}" if isinstance(share, float) else "")
     return (
         shown

@@ -43,9 +43,11 @@ def main(argv: list[str]) -> None:
     )
     print(f"{'length':>8} {'with cache':>12} {'without':>12} {'ratio':>7}")
     for i in sorted({*range(0, NEW.value - 1, max(1, NEW.value // 10)), NEW.value - 2}):
-        a, b = with_cache["ms"][i], without["ms"][i]
+        a = with_cache["ms"][i]
+        b = without["ms"][i]
         print(f"{PROMPT.value + i + 2:8d} {a:12.2f} {b:12.2f} {b / a:7.1f}")
-    a, b = with_cache["total_s"], without["total_s"]
+    a = with_cache["total_s"]
+    b = without["total_s"]
     print(
         f"total for {PROMPT.value} + {NEW.value} tokens: {a:.3f} s with the cache, {b:.3f} s without:"
         f" {b / a:.1f} times as long"
@@ -94,7 +96,8 @@ def curve(params: dict, config: xj.ModelConfig, prompt: list[int], new: int, use
     step = jax.jit(lambda params, token, cache: next_token(params, config, token, cache), donate_argnums=2)
 
     def run() -> tuple[list[int], list[float]]:
-        tokens, times = list(prompt), []
+        tokens = list(prompt)
+        times = []
         cache = xj.init_cache(config, 1, -(-(len(prompt) + new) // 8) * 8, "float32")
         for i in range(new):
             start = time.perf_counter()

@@ -76,7 +76,8 @@ def _cases(gpu):
         formats = [(64, "float16")] + [(width, "bfloat16") for width in (64, 80, 96, 128, 256)]
         formats += [(width, "float32") for width in (80, 128, 256)] * (impl == "triton")
         for width, dtype in formats:
-            rows, cache = SD((4,), jnp.int32), SD((4, 2, 4096, width), dtype)
+            rows = SD((4,), jnp.int32)
+            cache = SD((4, 2, 4096, width), dtype)
             for variant, extra in (("", {}), (" window+cap", dict(window=1024, soft_cap=30.0))):
                 if extra and width != 128:
                     continue

@@ -39,7 +39,8 @@ _SEEDS = flags.DEFINE_integer("seeds", 100, "Seeds to try.")
 def golden(cases, name: str) -> dict[str, np.ndarray]:
     """The arrays of one file, from the first seed whose greedy ids leave no doubt."""
     case = cases.CASES[name]
-    config, prompts = case.config, cases.prompts(case)
+    config = case.config
+    prompts = cases.prompts(case)
     for seed in range(_SEEDS.value):
         model = cases.hf_model(case.hf, cases.random_tensors(config, seed))
         answers = {}

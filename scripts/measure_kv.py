@@ -102,7 +102,8 @@ def _model() -> tuple[Params, ModelConfig, jax.Array]:
 
 def _added(config: ModelConfig, bias: float) -> jax.Array:
     """What is added to every key, [K * H]: plus and minus the bias in both halves of the last pairs."""
-    added_H, pairs = np.zeros(config.head_dim, np.float32), config.head_dim // 2
+    added_H = np.zeros(config.head_dim, np.float32)
+    pairs = config.head_dim // 2
     for i in range(min(NUMBERS.value, config.head_dim)):
         added_H[pairs - 1 - i // 2 + i % 2 * pairs] = bias * (-1) ** i
     return jnp.tile(added_H, config.num_key_value_heads)
@@ -126,7 +127,8 @@ def _errors(params: Params, config: ModelConfig, tokens_BT: jax.Array, name: str
     """The three errors, [L, 3]: each layer given what an exact cache gives it."""
     # Normed once more in the layer, which undoes this one: what enters a layer.
     below = params | {"final_norm": jnp.ones_like(params["final_norm"])}
-    enters, added = jax.jit(hidden_states, static_argnums=1), _added(config, bias)
+    enters = jax.jit(hidden_states, static_argnums=1)
+    added = _added(config, bias)
 
     def errors(i: int) -> jax.Array:
         first = below | {"layers": params["layers"][:i]}
@@ -138,8 +140,10 @@ def _errors(params: Params, config: ModelConfig, tokens_BT: jax.Array, name: str
 
 @partial(jax.jit, static_argnums=(1, 3))
 def _errors_of(layer: Params, config: ModelConfig, x_BTD, name: str, added) -> jax.Array:
-    (B, T, _), x_BTD = x_BTD.shape, norm(x_BTD, layer, "attn_norm", config)
-    length_B, scale = jnp.full(B, T), config.head_dim**-0.5
+    (B, T, _) = x_BTD.shape
+    x_BTD = norm(x_BTD, layer, "attn_norm", config)
+    length_B = jnp.full(B, T)
+    scale = config.head_dim**-0.5
     angles = rotary_angles(config, jnp.broadcast_to(jnp.arange(T), (B, T)), length_B)[0]
 
     def heads(leaf: Params) -> jax.Array:

@@ -6,7 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-HERE, STARTED = Path(__file__).resolve().parent, Path(sys.argv[0])
+HERE = Path(__file__).resolve().parent
+STARTED = Path(sys.argv[0])
 sys.path.insert(1, str(HERE.parent))
 
 from xinfer_jax.cli import process  # noqa: E402

@@ -71,7 +71,8 @@ def run() -> dict:
     start = time.perf_counter()
     logprobs = log_probabilities(model, ids, window, stride)
     seconds = round(time.perf_counter() - start, 1)
-    nats, scored_bytes = -logprobs.mean(), len(text.encode()) - len(model.tokenizer.decode(ids[:1]).encode())
+    nats = -logprobs.mean()
+    scored_bytes = len(text.encode()) - len(model.tokenizer.decode(ids[:1]).encode())
     bits = -logprobs.sum() / math.log(2) / max(1, scored_bytes)
     print(
         f"{len(ids)} tokens, {len(logprobs)} scored in {seconds} s: {nats:.4f} nats per token, "
@@ -87,7 +88,8 @@ def windows(ids: list[int], window: int, stride: int) -> Iterator[tuple[list[int
     """Pieces of the text, and how many of a piece's last tokens no piece before it held."""
     end = 0
     for begin in range(0, len(ids), stride):
-        before, end = end, min(begin + window, len(ids))
+        before = end
+        end = min(begin + window, len(ids))
         yield ids[begin:end], end - before
         if end == len(ids):
             return
@@ -95,14 +97,17 @@ def windows(ids: list[int], window: int, stride: int) -> Iterator[tuple[list[int
 
 def log_probabilities(model: xj.Model, ids: list[int], window: int, stride: int) -> np.ndarray:
     """Of every token but the first, float64."""
-    pieces, found = list(windows(ids, window, stride)), []
+    pieces = list(windows(ids, window, stride))
+    found = []
     rows = min(len(pieces), max(1, _TOKENS // window))
     for at in range(0, len(pieces), rows):
         # One shape, one program.
-        tokens_BT, num_tokens_B = np.zeros((rows, min(window, len(ids))), np.int32), np.zeros(rows, np.int32)
+        tokens_BT = np.zeros((rows, min(window, len(ids))), np.int32)
+        num_tokens_B = np.zeros(rows, np.int32)
         batch = pieces[at : at + rows]
         for i, (piece, _) in enumerate(batch):
-            tokens_BT[i, : len(piece)], num_tokens_B[i] = piece, len(piece)
+            tokens_BT[i, : len(piece)] = piece
+            num_tokens_B[i] = len(piece)
         logprobs_BT = np.asarray(xj.score(model.params, model.config, tokens_BT, num_tokens_B), np.float64)
         found += [
             row[max(0, len(piece) - 1 - new) : len(piece) - 1]

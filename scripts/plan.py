@@ -55,7 +55,8 @@ GIB = 2**30
 
 def main(argv: list[str]) -> None:
     devices, card = machine()
-    config, name = from_hf(hf_config(MODEL.value)), Path(MODEL.value).name
+    config = from_hf(hf_config(MODEL.value))
+    name = Path(MODEL.value).name
     kv = CACHE_DTYPE.value or ("float32" if WEIGHTS.value == "float32" else "bfloat16")
     sizes = whole("rows", ROWS.value, 1), whole("context", CONTEXT.value, 2, config.context_length)
     job = figures.Job(config, WEIGHTS.value, kv, *sizes, whole("chunk", CHUNK.value, 1))
@@ -107,11 +108,14 @@ def room(card: Card) -> float:
 
 def what_fits(job: figures.Job, n: int, devices: int, card: Card) -> None:
     """A line for each mesh, and for the smallest that holds it."""
-    able, compiled_for, unknown = figures.meshes(job), card if TEMPORARIES.value else None, ""
+    able = figures.meshes(job)
+    compiled_for = card if TEMPORARIES.value else None
+    unknown = ""
     try:
         figures.held(job, n, compiled_for)
     except RuntimeError as error:
-        compiled_for, why = None, str(error).splitlines()[0]
+        compiled_for = None
+        why = str(error).splitlines()[0]
         unknown = f"Temporaries are not known ({why}): scripts/plan.py says what to install"
     smallest = figures.smallest(job, room(card), compiled_for)
     print("\nGiB a device   weights    pages  temporary     free   rows that fit")

@@ -92,7 +92,8 @@ class Least:
 
 def undivided(job: Job, n: int) -> str:
     """What n devices do not divide, by name; "": they do."""
-    config, names = job.config, ["num_attention_heads", "num_experts"]
+    config = job.config
+    names = ["num_attention_heads", "num_experts"]
     if False in (config.layer_experts or (False,)):
         names.append("intermediate_size")
     bad = [name for name in names if getattr(config, name) % n]
@@ -162,7 +163,9 @@ def all_reduces(job: Job, tokens: int) -> list[tuple[int, jax.ShapeDtypeStruct]]
     """How many of which array a pass over so many tokens takes, but for those of the size of a batch behind
     the layers.
     """
-    config, layers, form = job.config, job.config.num_hidden_layers, jax.ShapeDtypeStruct
+    config = job.config
+    layers = job.config.num_hidden_layers
+    form = jax.ShapeDtypeStruct
     found = [(2 * layers + 1, form((tokens, config.hidden_size), job.dtype))]
     if config.qk_norm_joint:
         found.append((layers, form((tokens, 2), jnp.float32)))
@@ -181,10 +184,8 @@ def decoding(job: Job, n: int, card: Card) -> Least:
 
 def reading(job: Job, n: int, card: Card) -> Least:
     """A prompt as long as a row, by chunks."""
-    flop, ends = (
-        prefill_work(job.config, 0, [job.context]).flop,
-        range(job.chunk, job.context + job.chunk, job.chunk),
-    )
+    flop = prefill_work(job.config, 0, [job.context]).flop
+    ends = range(job.chunk, job.context + job.chunk, job.chunk)
     moved = sum(_weights_moved(job, n, job.chunk) + _seen(job, n, min(end, job.context)) for end in ends)
     return _least(job, n, card, len(ends), job.context, moved, flop)
 
@@ -225,7 +226,8 @@ def temporaries(job: Job, n: int, card: Card) -> int:
     Raises:
         RuntimeError: jax's CUDA plug-in is not here, or no ptxas.
     """
-    mesh, most = checked_mesh(card.mesh(n, MODEL)), 0
+    mesh = checked_mesh(card.mesh(n, MODEL))
+    most = 0
     others = max(0, job.config.num_hidden_layers // shortened(job, 1).config.num_hidden_layers - 3)
     for shape in ((job.rows, 1), (1, job.chunk)):
         three, five = (temporary(shortened(job, times), mesh, *shape) for times in (3, 5))

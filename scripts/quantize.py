@@ -252,7 +252,9 @@ def loss(model: xj.Model, made: xj.Model, texts: list[str]) -> dict:
     (exact, best), (rounded, chosen) = (
         scores(some.params, some.config, rows, scored) for some in (model, made)
     )
-    before, after, same = np.exp(-exact.mean()), np.exp(-rounded.mean()), (best == chosen).mean()
+    before = np.exp(-exact.mean())
+    after = np.exp(-rounded.mean())
+    same = (best == chosen).mean()
     error = np.sqrt(same * (1 - same) / len(best))
     print(
         f"on {len(exact)} tokens of {EVAL.value} ({SCORE.value}): perplexity {before:.4f} -> {after:.4f} "
@@ -270,7 +272,8 @@ def answers(tokenizer: xj.Tokenizer, ids: list[int]) -> np.ndarray:
     said = [{"role": "user", "content": "Hello"}]
     ask, without = (tokenizer.apply_chat_template(said, add_generation_prompt=asks) for asks in (True, False))
     opening = tokenizer.encode(ask.removeprefix(without), add_special_tokens=False)
-    written, inside = np.zeros(len(ids), bool), False
+    written = np.zeros(len(ids), bool)
+    inside = False
     for i, token in enumerate(ids):
         written[i] = inside
         inside = (inside and token not in tokenizer.eos_token_ids) or ids[

@@ -47,7 +47,8 @@ COMMAND = [sys.executable, str(Path(__file__).parent / "batch.py"), "--capacity=
 def main(argv: list[str]) -> int:
     if unknown := set(WANTED.value) - set(PARTS):
         raise InputError(f"--parts knows {', '.join(PARTS)}, got {unknown.pop()!r}")
-    rng, failed = random.Random(SEED.value), 0
+    rng = random.Random(SEED.value)
+    failed = 0
     with tempfile.TemporaryDirectory() as folder:
         for part in WANTED.value:
             found = {"kills": kills, "questions": questions, "memory": memory}[part](Path(folder), rng)
@@ -109,13 +110,15 @@ def memory(folder: Path, rng: random.Random) -> dict[str, Any]:
                 first.append(_resident())
             yield line
 
-    read_lines, run.read_lines = run.read_lines, read
+    read_lines = run.read_lines
+    run.read_lines = read
     for name in ("add", "settle"):
         setattr(ledger.Ledger, name, timed(getattr(ledger.Ledger, name)))
     report = run.generate_file(
         xj.load_model(), file, folder / "short", xj.GenerateOptions(2), capacity=128, raw=True
     )
-    resident, share = first[-1] - first[0], seconds / report["seconds"]
+    resident = first[-1] - first[0]
+    share = seconds / report["seconds"]
     good = resident < 20 and share < 0.02
     return dict(
         good=good, grown_mib=round(resident, 1), share=round(share, 4), seconds=round(report["seconds"], 1)
@@ -127,7 +130,10 @@ def compared(folder: Path, file: Path, rng: random.Random, more: list[str]) -> d
     more = more + ["--in_order"] * IN_ORDER.value
     began = time.perf_counter()
     run(file, folder / "whole", more)
-    seconds, hit, wholes, same = time.perf_counter() - began, 0, 0, True
+    seconds = time.perf_counter() - began
+    hit = 0
+    wholes = 0
+    same = True
     killed = folder / "killed"
     while hit < KILLS.value or not wholes:
         if run(file, killed, more, rng.uniform(1, seconds) if hit < KILLS.value else None):

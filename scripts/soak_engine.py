@@ -32,9 +32,12 @@ MOST = flags.DEFINE_float("most", 20, "MiB.", lower_bound=0)
 
 
 def main(argv: list[str]) -> int:
-    model, rng, compiled = xj.load_model(MODEL.value), random.Random(0), []
+    model = xj.load_model(MODEL.value)
+    rng = random.Random(0)
+    compiled = []
     shape = dict(rows=ROWS.value, pages=PAGES.value, capacity=512, chunk=128)
-    began, resident = time.perf_counter(), []
+    began = time.perf_counter()
+    resident = []
     with xj.Engine(model, **shape) as engine:
         listen = lambda event, _, **__: compiled.append(event) if "/core/compile/" in event else None  # noqa: E731
         jax.monitoring.register_event_duration_secs_listener(listen)
@@ -54,7 +57,8 @@ def main(argv: list[str]) -> int:
             time.sleep(0.1)
         stats = engine.stats
     lost = engine.pages - 1 - stats.pages_free - stats.pages_cached
-    grown, seconds = round(max(resident) - resident[0], 1), round(time.perf_counter() - began, 1)
+    grown = round(max(resident) - resident[0], 1)
+    seconds = round(time.perf_counter() - began, 1)
     print(
         json.dumps(dict(grown_mib=grown, lost=lost, compiled=len(compiled), seconds=seconds, **vars(stats)))
     )

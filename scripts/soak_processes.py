@@ -35,7 +35,8 @@ WAYS = [("child", signal.SIGKILL), ("parent", signal.SIGKILL), ("child", signal.
 
 
 def main(_: list[str]) -> int:
-    draw, good = random.Random(SEED.value), True
+    draw = random.Random(SEED.value)
+    good = True
     with tempfile.TemporaryDirectory() as folder:
         lines, one, out = (Path(folder) / name for name in ("lines", "one", "out"))
         rows = (dict(prompt=f"What is {i} + 1?", seed=i, temperature=i % 2) for i in range(LINES.value))
@@ -61,10 +62,12 @@ def disturbed(
     processes: list[Process], out: Path, what: str, how: signal.Signals, draw: random.Random
 ) -> bool:
     """Hits one of them once some more lines are there; whether all ended as they should."""
-    before, who = count(out), draw.randrange(len(processes))
+    before = count(out)
+    who = draw.randrange(len(processes))
     enough = before + draw.randrange(1, max(2, LINES.value // (2 * KILLS.value)))
     until(lambda: count(out) >= enough, 600)
-    began, victim = time.monotonic(), processes[who]
+    began = time.monotonic()
+    victim = processes[who]
     os.kill(victim.child if what == "child" else victim.parent.pid, how)
     ends = [process.end() for process in processes]
     seconds = time.monotonic() - began

@@ -58,7 +58,8 @@ def job(
         command: a function of `__main__`.
         args, each: arguments of all of them; of some.
     """
-    address, started = f"--coordinator=127.0.0.1:{free_port()}", list[Process]()
+    address = f"--coordinator=127.0.0.1:{free_port()}"
+    started = list[Process]()
     program = f"from xinfer_jax.__main__ import {command}; {command}()"
     environment = os.environ | dict(JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
     try:

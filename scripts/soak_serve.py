@@ -60,7 +60,8 @@ def main(argv: list[str]) -> int:
         return soak_serve_attacks.run(ATTACKS.value, CALLS.value, ATTACK_SECONDS.value, options)
     model = xj.load_model(MODEL.value, quantize=QUANTIZE.value)
     service, port = serve(model, SETTINGS, [])
-    rng, failed = random.Random(0), False
+    rng = random.Random(0)
+    failed = False
     before = [timed(port) for _ in range(20)]
     began = resident()
     if MALFORMED.value:
@@ -70,11 +71,13 @@ def main(argv: list[str]) -> int:
         failed = bool(bad) or found["grown_mib"] >= 20
     a_crowd = partial(elsewhere, port, f"--clients={CLIENTS.value}", "--flood=0")
     a_crowd(f"--seconds={SECONDS.value / 10}")
-    first, began = resident() - began, resident()
+    first = resident() - began
+    began = resident()
     counted = a_crowd(f"--seconds={SECONDS.value}")
     idle = wait_idle(service, 20)
     after = [timed(port) for _ in range(20)]
-    quarters, now = statistics.quantiles(before), statistics.median(after)
+    quarters = statistics.quantiles(before)
+    now = statistics.median(after)
     found = dict(
         clients=CLIENTS.value, seconds=SECONDS.value, **counted, idle=idle, first_mib=round(first, 1),
         grown_mib=round(resident() - began, 1), before_ms=[round(1e3 * x, 2) for x in quarters],

@@ -24,7 +24,8 @@ from soak_serve_sending import Target, drip, hold, leave, post
 
 MOST_REQUESTS = 20_000
 PAUSE = 1.0  # seconds before the next request of a worker whose last one was rejected
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 LARGEST = 2**22 - 64  # bytes, just below the limit of every body
 Ask = tuple[str, bytes]  # path and body
 
@@ -173,7 +174,8 @@ def _beside(context: int) -> list[list[Ask]]:
 
 def _long_prompts(context: int) -> list[list[Ask]]:
     """A prompt that is too long, and 1,024 that are as long as they may be."""
-    start, unit = '{"max_tokens":1,"prompt":', f'"{"word " * (context * 2 // 5)}",'
+    start = '{"max_tokens":1,"prompt":'
+    unit = f'"{"word " * (context * 2 // 5)}",'
     rows = f"{start}[{unit * min(1024, (LARGEST - 100) // len(unit))}{unit[:-1]}]}}".replace(unit, "", 1)
     sizes = _shrinking(COMPLETIONS, 16_000_000, f'{start}"', "word ", '"}', context)
     return [sizes, [(COMPLETIONS, rows.encode())]]
@@ -186,7 +188,8 @@ def _streams(_: int) -> list[list[Ask]]:
 
 def _biases(_: int) -> list[list[Ask]]:
     """1,024 prompts, and as many as 64 bodies of one client may have."""
-    rows, bias = [[i] for i in range(1024)], {str(i): 1.5 for i in range(300)}
+    rows = [[i] for i in range(1024)]
+    bias = {str(i): 1.5 for i in range(300)}
     asked = dict(max_tokens=16, logit_bias=bias, ignore_eos=True)
     return [[(COMPLETIONS, _body(prompt=rows[:count], **asked)) for count in (1024, 4)]]
 
@@ -257,11 +260,16 @@ ATTACKS = dict(
 
 
 def main(job: dict[str, Any]) -> None:
-    attack, lock, end = ATTACKS[job["attack"]], threading.Lock(), threading.Event()
-    chains, counts, said = attack.chains(job["context"]), Counter[str](), dict[str, str]()
+    attack = ATTACKS[job["attack"]]
+    lock = threading.Lock()
+    end = threading.Event()
+    chains = attack.chains(job["context"])
+    counts = Counter[str]()
+    said = dict[str, str]()
 
     def work(number: int) -> None:
-        chain, at = chains[number % len(chains)], 0
+        chain = chains[number % len(chains)]
+        at = 0
         while not end.is_set():
             with lock:
                 if counts["requests"] == MOST_REQUESTS:

@@ -23,9 +23,12 @@ from soak_serve_process import GRACE, HERE, MORE_GRACE, SHAPE, Server, Watcher
 
 from xinfer_jax.errors import InputError
 
-FACTOR, EXTRA = 3.0, 0.5  # a 99th percentile may be so many times that without an attack, and these seconds
-GROWTH, LOG = 200, 10  # MiB: of memory, and of the log
-WARM, SETTLED = 60.0, 5.0  # seconds that a call of the warm-up, and calm after an attack, may take
+FACTOR = 3.0
+EXTRA = 0.5  # a 99th percentile may be so many times that without an attack, and these seconds
+GROWTH = 200
+LOG = 10  # MiB: of memory, and of the log
+WARM = 60.0
+SETTLED = 5.0  # seconds that a call of the warm-up, and calm after an attack, may take
 LAST = 2.0  # seconds that a call may go on after the end of an attack's time: the attacker goes on, too
 CALL = dict(prompt="What is the capital of France?", max_tokens=16, ignore_eos=True, temperature=0)
 
@@ -90,7 +93,9 @@ def warm_up(server: Server) -> None:
 
 def measured(server: Server, calls: int, end: float, text: str | None) -> dict[str, Any]:
     """What the second client saw: seconds of each call, statuses, answers other than the text."""
-    seconds, statuses, wrong = list[float](), Counter[str](), 0
+    seconds = list[float]()
+    statuses = Counter[str]()
+    wrong = 0
     while len(seconds) < calls and time.monotonic() < end:
         began = time.monotonic()
         status, data = server.send("POST", COMPLETIONS, CALL, end - began + LAST)
@@ -146,7 +151,8 @@ def attacked(
     """One attack: what the second client saw, the server's memory and health, and which bars were missed."""
     with serving(options, ATTACKS[name]) as server:
         with attacker(name, server, seconds + 10) as (begin, said):
-            watcher, end = Watcher(server), time.monotonic() + seconds
+            watcher = Watcher(server)
+            end = time.monotonic() + seconds
             begin()
             time.sleep(1)
             found = measured(server, calls, end, text)
@@ -210,7 +216,8 @@ def table(alone: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
     print("|---|---|---|---|---|")
     print(f"| none | {alone['p99_ms']:.0f}, {alone['worst_ms']:.0f} ms ({alone['calls']}) | | | |")
     for row in rows:
-        name, what = row["attack"], ATTACKS[row["attack"]].what
+        name = row["attack"]
+        what = ATTACKS[row["attack"]].what
         times = f"{row['p99_ms']:.0f}, {row['worst_ms']:.0f} ms ({row['calls']})"
         memory = f"{row['peak_mib']:+.0f}, {row['after_mib']:+.0f}"
         bars = "missed: " + ", ".join(row["missed"]) if row["missed"] else "kept"

@@ -23,7 +23,8 @@ from xinfer_jax.errors import InputError
 
 HERE = Path(__file__).resolve().parent
 SHAPE = dict(rows=8, capacity=2048, pages=300)
-GRACE, MORE_GRACE = 2, 5  # seconds that the server gives its answers, and that its end may take beyond them
+GRACE = 2
+MORE_GRACE = 5  # seconds that the server gives its answers, and that its end may take beyond them
 STARTED = 120.0  # seconds that a start may take
 MOST_MEMORY = 10 * 2**10  # MiB at which a server is killed, so that the machine survives
 
@@ -33,7 +34,8 @@ class Server:
 
     def __init__(self, folder: Path, options: Sequence[str], attack: Attack | None):
         """options: of the model."""
-        self.log, self.headers = folder / "log", {"content-type": "application/json"}
+        self.log = folder / "log"
+        self.headers = {"content-type": "application/json"}
         shape = [f"--{name}={value}" for name, value in SHAPE.items()]
         flags = ["--port=0", f"--grace={GRACE}", *shape, *options, *(attack.flags if attack else ())]
         if attack and attack.keyed:
@@ -112,7 +114,8 @@ class Server:
         """Sends SIGTERM; the seconds until the process had ended, and processes that it left behind. It is
         killed 5 s after it should have ended.
         """
-        others, began = self.processes()[1:], time.monotonic()
+        others = self.processes()[1:]
+        began = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE + MORE_GRACE + 5)
@@ -141,9 +144,11 @@ class Watcher:
     """Looks at a server meanwhile: its memory, and its /health."""
 
     def __init__(self, server: Server):
-        self._server, self._over = server, threading.Event()
+        self._server = server
+        self._over = threading.Event()
         self.before = self.peak = server.resident()
-        self.slowest, self.health = 0.0, Counter[str]()
+        self.slowest = 0.0
+        self.health = Counter[str]()
         self.killed = False
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._memory, self._ask)]
         for thread in self._threads:

@@ -118,7 +118,9 @@ def crowd(port: int, clients: int, seconds: float) -> dict[str, Any]:
         return json.loads(text)["choices"][0]["token_ids"] if status == 200 else status
 
     alone = [ask(i) for i in range(len(bodies))]
-    counts, wrong, end = dict(answers=0, left=0), list[int](), time.monotonic() + seconds
+    counts = dict(answers=0, left=0)
+    wrong = list[int]()
+    end = time.monotonic() + seconds
 
     def client(number: int) -> None:
         own = random.Random(number)

@@ -51,7 +51,8 @@ Batch = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 def hf_config(tokenizer) -> dict:
     """The contents of config.json."""
-    stop, pad = tokenizer.token_to_id(data.END), tokenizer.token_to_id(data.END_OF_TEXT)
+    stop = tokenizer.token_to_id(data.END)
+    pad = tokenizer.token_to_id(data.END_OF_TEXT)
     return dict(
         architectures=["Qwen2ForCausalLM"], model_type="qwen2", dtype="bfloat16",
         vocab_size=tokenizer.get_vocab_size(),
@@ -75,12 +76,12 @@ def batches(tokenizer, seed: int, rows: int) -> Iterator[Batch]:
             continue
         waiting[length].append((ids, at))
         if len(waiting[length]) == rows:
-            tokens_BT, (at_BW, counts_BW) = (
-                np.zeros((rows, length), np.int32),
-                np.zeros((2, rows, WRITTEN), np.int32),
-            )
+            tokens_BT = np.zeros((rows, length), np.int32)
+            (at_BW, counts_BW) = np.zeros((2, rows, WRITTEN), np.int32)
             for row, (ids, at) in enumerate(waiting[length]):
-                tokens_BT[row, : len(ids)], at_BW[row, : len(at)], counts_BW[row, : len(at)] = ids, at, 1
+                tokens_BT[row, : len(ids)] = ids
+                at_BW[row, : len(at)] = at
+                counts_BW[row, : len(at)] = 1
             waiting[length] = []
             yield tokens_BT, at_BW, counts_BW
 
@@ -113,7 +114,9 @@ def train(
         change, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, change), state, loss
 
-    state, losses, start = optimizer.init(params), [], time.perf_counter()
+    state = optimizer.init(params)
+    losses = []
+    start = time.perf_counter()
     for step, batch in zip(range(1, steps + 1), stream, strict=False):
         params, state, loss = update(params, state, *batch)
         losses.append(loss)
@@ -129,16 +132,15 @@ def train(
 
 def write_checkpoint(directory: Path, settings: dict, params: Params) -> None:
     """config.json, generation_config.json and the weights, rounded to bfloat16."""
-    specs, rounded = (
-        param_specs(from_hf(settings)),
-        jax.tree.map(lambda leaf: np.asarray(leaf.astype(jnp.bfloat16)), params),
-    )
+    specs = param_specs(from_hf(settings))
+    rounded = jax.tree.map(lambda leaf: np.asarray(leaf.astype(jnp.bfloat16)), params)
     tensors = {
         spec.hf_name: leaf
         for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(rounded), strict=True)
     }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    stop, pad = settings["eos_token_id"], settings["pad_token_id"]
+    stop = settings["eos_token_id"]
+    pad = settings["pad_token_id"]
     generation = dict(do_sample=False, bos_token_id=pad, pad_token_id=pad, eos_token_id=[stop, pad])
     for name, contents in (("config.json", settings), ("generation_config.json", generation)):
         (directory / name).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
@@ -154,7 +156,8 @@ def questions(tokenizer: xj.Tokenizer) -> dict[str, list[tuple[str, str]]]:
             for asked, right in turns
         ]
 
-    groups, first = {}, data.evaluation_set(data.PHRASINGS[0])
+    groups = {}
+    first = data.evaluation_set(data.PHRASINGS[0])
     for phrasing in data.EVALUATION_PHRASINGS:
         group = phrasing + (" (phrasing never trained)" if phrasing == data.HELD_OUT else "")
         groups[group] = chat(data.evaluation_set(phrasing))
@@ -180,7 +183,8 @@ def evaluate(model: xj.Model) -> dict[str, tuple[int, int]]:
     """For each group of `questions`: how many greedy answers are exactly right and end there, and how many
     there are.
     """
-    tokenizer, found = model.tokenizer, {}
+    tokenizer = model.tokenizer
+    found = {}
     options = xj.GenerateOptions(max_new_tokens=32, eos_token_ids=tokenizer.eos_token_ids)
     for group, pairs in questions(tokenizer).items():
         out = xj.generate(
@@ -236,9 +240,11 @@ def main(argv: list[str]) -> None:
     output = Path(_OUTPUT.value).absolute()
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="train_tiny_") as name:
-        directory, start = Path(name), time.process_time()
+        directory = Path(name)
+        start = time.process_time()
         tokenizer = data.train_tokenizer(directory)
-        settings, stream = hf_config(tokenizer), batches(tokenizer, _SEED.value, _BATCH.value)
+        settings = hf_config(tokenizer)
+        stream = batches(tokenizer, _SEED.value, _BATCH.value)
         params = train(from_hf(settings), stream, _STEPS.value, _LEARNING_RATE.value, _SEED.value)
         seconds = time.process_time() - start
         write_checkpoint(directory, settings, params)

@@ -154,7 +154,9 @@ OTHER_SYSTEMS: tuple[str, ...] = (
       for kind in _KINDS for role in _ROLES),
 )
 HELD_OUT_SYSTEM = "Reply as a patient tutor would, in English."  # never trained
-END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+END_OF_TEXT = "<|endoftext|>"
+START = "<|im_start|>"
+END = "<|im_end|>"
 VOCABULARY_SIZE = 1920  # with the three special tokens; a multiple of 128
 CHAT_TEMPLATE = (
     "{%- if messages[0]['role'] != 'system' %}"
@@ -229,7 +231,8 @@ def _small_talk_turn(rng: random.Random) -> Turn:
 
 
 def _addition_turn(rng: random.Random) -> Turn:
-    a, b = rng.randrange(10), rng.randrange(10)
+    a = rng.randrange(10)
+    b = rng.randrange(10)
     asked = rng.choice(
         (
             "What is {} plus {}?",
@@ -289,7 +292,8 @@ def encode(tokenizer: Tokenizer, messages: list[Message]) -> tuple[list[int], li
     Encoding piece by piece gives the ids of the whole text: no merge crosses a special token or the line end
     after a role.
     """
-    ids, written = [], []
+    ids = []
+    written = []
     has_system = messages[0]["role"] == "system"
     for message in messages if has_system else [{"role": "system", "content": DEFAULT_SYSTEM}, *messages]:
         pieces = (f"{START}{message['role']}\n", message["content"] + END, "\n")

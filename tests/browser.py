@@ -90,7 +90,11 @@ class Stub:
     """
 
     def __init__(self):
-        self.text, self.pause, self.key, self.template, self.error = "Yes.", 0.0, "", "a template", ""
+        self.text = "Yes."
+        self.pause = 0.0
+        self.key = ""
+        self.template = "a template"
+        self.error = ""
         self.asked = []
         self._server = http.server.ThreadingHTTPServer(
             ("127.0.0.1", 0), type("Handler", (_Handler,), dict(stub=self))
@@ -110,7 +114,8 @@ class Browser:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
         self._driver = subprocess.Popen(["chromedriver", f"--port={self._port}"], stdout=subprocess.DEVNULL)
-        self._folder, self._session = Path(os.environ.get("PICTURES", folder)), ""
+        self._folder = Path(os.environ.get("PICTURES", folder))
+        self._session = ""
         try:
             self._open(folder)
         except BaseException:

@@ -182,11 +182,10 @@ def test_one_that_breaks_down(unstarted, capsys):
 
 
 def test_on_a_mesh_each_has_devices_of_its_own(tmp_path):
-    path, mesh = (
-        tiny.write(tmp_path, HF | dict(num_hidden_layers=1)),
-        jax.make_mesh((2,), ("model",), devices=jax.devices()[:2]),
-    )
-    model, ids = xj.load_model(path, mesh=mesh), [prompt(30 + i, 70 + i) for i in range(6)]
+    path = tiny.write(tmp_path, HF | dict(num_hidden_layers=1))
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+    model = xj.load_model(path, mesh=mesh)
+    ids = [prompt(30 + i, 70 + i) for i in range(6)]
     expected = xj.Engine(model, **SHAPE).generate(ids, options(12))
     with Engines(model, 2, **SHAPE) as several:
         groups = [where(engine) for engine in several.engines]
@@ -206,7 +205,8 @@ def lines(path: Path, count: int) -> Path:
 
 
 def test_a_file_has_the_same_lines_stopped_and_gone_on_with(model, tmp_path, monkeypatch):
-    asked, stop = lines(tmp_path / "in", 120), threading.Event()
+    asked = lines(tmp_path / "in", 120)
+    stop = threading.Event()
 
     def run(name, number, **more):
         given = SHAPE | dict(progress=False, in_order=True, seed=3, data_parallel=number)
@@ -240,7 +240,9 @@ def test_the_command_killed_and_started_again(model, checkpoint, tmp_path):
         command = [sys.executable, str(PROGRAM), *flags, f"--data_parallel={number}"]
         return subprocess.Popen([*command, f"--output={tmp_path / name}"], stderr=subprocess.PIPE, text=True)
 
-    process, end, progress = start("two", 2), time.monotonic() + 120, tmp_path / "two.progress"
+    process = start("two", 2)
+    end = time.monotonic() + 120
+    progress = tmp_path / "two.progress"
     while process.poll() is None and time.monotonic() < end:
         if progress.exists() and progress.read_bytes().partition(b"\n")[2]:
             break
@@ -276,7 +278,8 @@ def test_a_server(model):
         assert len(many["choices"]) == 8
         assert len(server.events("completion", prompt=[5, 6], max_tokens=5, ignore_eos=True)) >= 1
         assert server.idle() and min(first.stats.requests, second.stats.requests) > 6
-        text, whole = server.call("GET", "/metrics")[1], server.engine.stats
+        text = server.call("GET", "/metrics")[1]
+        whole = server.engine.stats
         assert f'generation_tokens_total{{model_name="tiny"}} {float(whole.chosen_tokens)}' in text
         assert whole.chosen_tokens == first.stats.chosen_tokens + second.stats.chosen_tokens
         assert server.call("GET", "/health")[0] == 200

@@ -14,8 +14,10 @@ import tiny
 from safetensors.numpy import save
 
 BASE_CONFIG, BASE_WEIGHTS = tiny.answering(tiny.ANSWER)
-NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+NORM = "model.norm.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 DIRECTORY = object()  # in place of a file
 
 

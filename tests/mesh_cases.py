@@ -85,7 +85,8 @@ def collectives(compiled: Any) -> Counter:
 
 
 def near(one: Any, other: Any, bound: float) -> None:
-    one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
+    one = np.asarray(one, np.float32)
+    other = np.asarray(other, np.float32)
     off = np.abs(one - other).max() / np.abs(other).max()
     assert off <= bound, f"{off} of the scale, {bound} allowed"
 
@@ -94,7 +95,8 @@ def family(name: str, devices: int, layers: int | None = None, options: Any = No
     """Logits, cached and not, and tokens, against one device."""
     with tempfile.TemporaryDirectory() as folder:
         path = written(Path(folder), FAMILIES[name], together=devices > 2)
-        one, over = xj.load_model(path, "float32"), xj.load_model(path, "float32", mesh=mesh_of(devices))
+        one = xj.load_model(path, "float32")
+        over = xj.load_model(path, "float32", mesh=mesh_of(devices))
     valid = np.arange(12) < LENGTHS[:, None]
     wanted = np.asarray(FORWARD(one.params, one.config, TOKENS)[0])
     near(np.asarray(FORWARD(over.params, over.config, TOKENS)[0])[valid], wanted[valid], 1e-5)
@@ -113,7 +115,8 @@ def counted(
     hf = FAMILIES[name] | changed
     with tempfile.TemporaryDirectory() as folder:
         model = xj.load_model(written(Path(folder), hf), "float32", mesh=mesh_of(4))
-    params, config = model.params, model.config
+    params = model.params
+    config = model.config
     options = xj.GenerateOptions(4, settings, logprobs=logprobs)
     call = checked(params, config, [[1, 2, 3], [4, 5]], options, jax.random.key(0))
     cache = xj.init_cache(config, 2, 32, mesh=mesh_of(4))
@@ -219,12 +222,15 @@ def _same_leaves(name: str, path: Path, quantize: str | None, devices: int, logi
 
     known = jax.tree_util.tree_leaves_with_path(one.params, is_leaf=is_quantized)
     for (place, leaf), new in zip(known, jax.tree.leaves(over.params, is_leaf=is_quantized), strict=True):
-        where, wanted, found = jax.tree_util.keystr(place), matrix(leaf), matrix(new)
+        where = jax.tree_util.keystr(place)
+        wanted = matrix(leaf)
+        found = matrix(new)
         if re.match(r"\['(embed|lm_head)'\]", where):
             assert not found[one.config.vocab_size :].any()
             found = found[: one.config.vocab_size]
         if wanted.shape != found.shape:  # key heads that are repeated
-            heads, width = one.config.num_key_value_heads, one.config.head_dim
+            heads = one.config.num_key_value_heads
+            width = one.config.head_dim
             assert re.search(r"'[kv]'\]", where) and devices > heads
             by_head = wanted.reshape(heads, width, -1)
             wanted = np.repeat(by_head, devices // heads, 0).reshape(found.shape)
@@ -251,7 +257,8 @@ def an_engine() -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         path = written(Path(folder), FAMILIES["qwen2"] | dict(vocab_size=97))
-        one, over = xj.load_model(path, "float32"), xj.load_model(path, "float32", mesh=mesh_of(4))
+        one = xj.load_model(path, "float32")
+        over = xj.load_model(path, "float32", mesh=mesh_of(4))
     prompts = [(np.arange(n) % 90).tolist() for n in (3, 70, 20, 130)]
     options = [xj.GenerateOptions(8, s, eos_token_ids=()) for s in (xj.SamplingConfig(), DRAWN, EVERY, DRAWN)]
     together_key = jax.random.split(jax.random.key(1), 4)
@@ -283,7 +290,8 @@ def caches() -> None:
     """Every kind over heads; donated; no program compiled twice."""
     with tempfile.TemporaryDirectory() as folder:
         path = written(Path(folder), FAMILIES["qwen2"])
-        one, over = xj.load_model(path, "float32"), xj.load_model(path, "float32", mesh=mesh_of(4))
+        one = xj.load_model(path, "float32")
+        over = xj.load_model(path, "float32", mesh=mesh_of(4))
     prompts = [[1, 2, 3], [4, 5]]
     for dtype in ("float32", "int8", "int4", "gear"):
         options = xj.GenerateOptions(6, cache_dtype=dtype, eos_token_ids=())
@@ -311,7 +319,8 @@ def odd_vocabulary() -> None:
     below those of padding, which are 0, and the last token is the likeliest.
     """
     hf = ODD | dict(tie_word_embeddings=False)
-    config, prompt = from_hf(hf), [3, EDGE, 7, 3]
+    config = from_hf(hf)
+    prompt = [3, EDGE, 7, 3]
     weights = random_tensors(config, 0)
     with tempfile.TemporaryDirectory() as folder:
         hidden_BTD, _ = xj.hidden_states(_params(folder, hf, weights), config, np.array([prompt], np.int32))
@@ -333,11 +342,13 @@ def _params(folder: str, hf: dict[str, Any], weights: dict[str, Any]) -> Any:
 
 def _said(model: Any, prompt: list[int]) -> tuple[list, np.ndarray, list]:
     """Tokens and alternatives, logits, and log-probabilities."""
-    tree, V = (model.params, model.config), model.config.vocab_size
+    tree = (model.params, model.config)
+    V = model.config.vocab_size
     settings = [xj.SamplingConfig(), DRAWN, EVERY, xj.SamplingConfig(5.0)]
     options = xj.GenerateOptions(4, settings, eos_token_ids=(), logprobs=V, logits=True)
     out = xj.generate(*tree, [prompt, [5], [6, 7], [EDGE]], options, key=jax.random.key(5))
-    ids, numbers = [out.tokens], [x for row in out.logprobs for x in row]
+    ids = [out.tokens]
+    numbers = [x for row in out.logprobs for x in row]
     for token in [token for row in out.alternatives for token in row]:
         assert sorted(i for i, _ in token.top) == sorted(i for i, _ in token.processed_top) == [*range(V)]
         ids.append([i for i, _ in token.top[:3]])
@@ -378,7 +389,8 @@ def odd_tree_of_a_user() -> None:
     """`shardings` leaves the vocabulary whole; gradients of either layout are those of one device."""
     with tempfile.TemporaryDirectory() as folder:
         path = written(Path(folder), ODD)
-        one, over = xj.load_model(path, "float32"), xj.load_model(path, "float32", mesh=mesh_of(4))
+        one = xj.load_model(path, "float32")
+        over = xj.load_model(path, "float32", mesh=mesh_of(4))
     config = one.config
     users = jax.device_put(one.params, xj.shardings(config, mesh_of(4)))
     assert users["embed"]["weight"].sharding.shard_shape((257, 48)) == (257, 48)
@@ -434,10 +446,12 @@ def other_ways() -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         path = written(Path(folder), FAMILIES["qwen3"] | dict(vocab_size=97))
-        one, over = xj.load_model(path, "float32"), xj.load_model(path, "float32", mesh=mesh_of(4))
+        one = xj.load_model(path, "float32")
+        over = xj.load_model(path, "float32", mesh=mesh_of(4))
     found = []
     for model in (one, over):
-        tree, prompts = (model.params, model.config), [[1, 2, 3, 1, 2], [4, 5]]
+        tree = (model.params, model.config)
+        prompts = [[1, 2, 3, 1, 2], [4, 5]]
         beams = xj.beam_search(*tree, prompts[0], max_new_tokens=5, num_beams=3)
         outs = [
             xj.generate(*tree, prompts, xj.GenerateOptions(5, eos_token_ids=(), **how))

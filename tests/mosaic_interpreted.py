@@ -35,7 +35,8 @@ def run(kernel, *args, **kwargs):
 
 def error(got, want):
     """The largest distance of a row (a head's output) from the oracle, relative to the oracle's norm."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    got = np.asarray(got, np.float64)
+    want = np.asarray(want, np.float64)
     assert got.shape == want.shape
     return float(
         np.max(np.linalg.norm(got - want, axis=-1) / np.maximum(np.linalg.norm(want, axis=-1), 1e-6))
@@ -54,9 +55,11 @@ def poisoned(x_BKSH, length_B):
 
 def prefill(shape, starts, counts, dtype="bfloat16", **kwargs):
     B, T, N, K, S, H = shape
-    start, count = np.array(starts, np.int32), np.array(counts, np.int32)
+    start = np.array(starts, np.int32)
+    count = np.array(counts, np.int32)
     q, k, v = arrays(T, dtype, (B, T, N, H), (B, K, S, H), (B, K, S, H))
-    k, v = poisoned(k, start + count), poisoned(v, start + count)
+    k = poisoned(k, start + count)
+    v = poisoned(v, start + count)
     oracle = {name: value for name, value in kwargs.items() if name in ("window", "soft_cap")}
     got = run(mosaic.prefill_attention, q, k, v, start, start + count, scale=H**-0.5, **kwargs)
     return error(got, reference.prefill_attention(q, k, v, start, start + count, scale=H**-0.5, **oracle))
@@ -66,7 +69,8 @@ def decode(shape, lengths, dtype="bfloat16", **kwargs):
     B, N, K, S, H = shape
     length = np.array(lengths, np.int32)
     q, k, v = arrays(S, dtype, (B, N, H), (B, K, S, H), (B, K, S, H))
-    k, v = poisoned(k, length), poisoned(v, length)
+    k = poisoned(k, length)
+    v = poisoned(v, length)
     oracle = {name: value for name, value in kwargs.items() if name in ("window", "soft_cap")}
     got = run(mosaic.decode_attention, q, k, v, length, scale=H**-0.5, **kwargs)
     return error(got, reference.decode_attention(q, k, v, length, scale=H**-0.5, **oracle))

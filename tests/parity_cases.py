@@ -79,7 +79,8 @@ def _new(rope_type: str = "default", rope_theta: float = 10000.0, **rope: Any) -
     return dict(rope_parameters=dict(rope_type=rope_type, rope_theta=rope_theta) | rope, dtype="float32")
 
 
-_S, _F = "sliding_attention", "full_attention"
+_S = "sliding_attention"
+_F = "full_attention"
 _LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 _MOE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
 _GEMMA = dict(head_dim=16, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=24, sliding_window=8)

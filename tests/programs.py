@@ -28,10 +28,15 @@ def on_devices(count: int) -> dict[str, str]:
 
 def run(name: str, *arguments: str) -> SimpleNamespace:
     """What a process of scripts/NAME.py would leave: returncode, stdout, stderr."""
-    known, out, err = set(flags.FLAGS), io.StringIO(), io.StringIO()
+    known = set(flags.FLAGS)
+    out = io.StringIO()
+    err = io.StringIO()
     spec = importlib.util.spec_from_file_location(f"program_{name}", ROOT / "scripts" / f"{name}.py")
-    program, started, argv = importlib.util.module_from_spec(spec), one_line.STARTED, sys.argv
-    one_line.STARTED, sys.argv = Path(f"{name}.py"), [f"{name}.py", *arguments]
+    program = importlib.util.module_from_spec(spec)
+    started = one_line.STARTED
+    argv = sys.argv
+    one_line.STARTED = Path(f"{name}.py")
+    sys.argv = [f"{name}.py", *arguments]
     code = None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -41,7 +46,8 @@ def run(name: str, *arguments: str) -> SimpleNamespace:
         except SystemExit as end:
             code = end.code
         finally:
-            one_line.STARTED, sys.argv = started, argv
+            one_line.STARTED = started
+            sys.argv = argv
             for flag in set(flags.FLAGS) - known:  # another program may have one of the same name
                 delattr(flags.FLAGS, flag)
     return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())

@@ -279,7 +279,8 @@ def test_a_token_keeps_its_blank(pieces):
         tokens=[ids[:-1]], logprobs=[[-1.0] * 8], finish_reason=["eos"], stats=None, alternatives=[tokens]
     )
     (choice,) = response(dataclasses.replace(asked, prompts=[prompt]), [out], [before], pieces)["choices"]
-    found, text = choice["logprobs"], "The capital isis你 a."
+    found = choice["logprobs"]
+    text = "The capital isis你 a."
     assert choice["text"] == text
     assert found["tokens"] == ["<s>", "The", " capital", " is", "is", *"\ufffd" * 3, " a", ".", "</s>"]
     assert found["text_offset"] == [0, 0, 3, 11, 14, 16, 16, 16, 17, 19, 20]
@@ -302,8 +303,10 @@ def test_bytes_of_parts_of_characters(model):
 
 @pytest.mark.skipif(not STORIES.exists(), reason=f"{STORIES} is not here")
 def test_tokens_of_a_real_sentencepiece_tokenizer_join():
-    own, text = Tokenizer.from_dir(STORIES), "Once upon a time, 你 is  here."
-    ids, texts = own.encode(text), TokenTexts(own)
+    own = Tokenizer.from_dir(STORIES)
+    text = "Once upon a time, 你 is  here."
+    ids = own.encode(text)
+    texts = TokenTexts(own)
     found = [(texts.text(i), texts.push(i)) for i in ids]
     assert found[0] == ("<s>", 0) and found[1][0] == "Once"
     for (word, at), (_, after) in zip(found[1:], found[2:], strict=False):
@@ -373,8 +376,11 @@ def test_nobody_forges_a_turn_by_a_command(model, monkeypatch, flags, turns):
     chat_flags.PROGRAM.parse(["xinfer-jax-chat", *flags])
     talk = object.__new__(chat.Conversation)
     values = chat_flags.PROGRAM.values
-    talk._model, talk._system, talk._capacity = model, [], 256
-    talk._options, talk._escape = xj.GenerateOptions(4), values.escape_control_tokens
+    talk._model = model
+    talk._system = []
+    talk._capacity = 256
+    talk._options = xj.GenerateOptions(4)
+    talk._escape = values.escape_control_tokens
     given.append(talk._fitting([dict(role="user", content=EVIL)])[1])
     assert [spoken(model, ids) for ids in given] == [turns] * 2
     batch_flags.PROGRAM.parse(["xinfer-jax-batch", *flags])

@@ -154,7 +154,8 @@ def test_transformers_gives_the_same_ids(model, prompts, answers):
         for asked, _ in data.evaluation_set(phrasing)[::20]
     ]
     for text in asked:
-        prompt, answer = prompts[chat(text)], answers[chat(text)]
+        prompt = prompts[chat(text)]
+        answer = answers[chat(text)]
         messages = [{"role": "user", "content": text}]
         rendered = hf_tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         assert hf_tokenizer(rendered, add_special_tokens=False).input_ids == prompt
@@ -162,7 +163,8 @@ def test_transformers_gives_the_same_ids(model, prompts, answers):
         with torch.no_grad():  # the ids are greedy if each is the best one after those before it
             best = hf(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 :].argmax(-1)
         assert best.tolist() == [*answer, eos]
-    prompt, answer = prompts[FIRST[0]], answers[FIRST[0]]
+    prompt = prompts[FIRST[0]]
+    answer = answers[FIRST[0]]
     new = hf.generate(
         torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=32
     )

@@ -51,7 +51,8 @@ def arrays(seed, B, T, N, K, S, H):
 @pytest.mark.parametrize("N,K", [(4, 4), (6, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
 def test_equals_textbook(N, K, T, S, start, length, window):
     q, k, v = arrays(0, 2, T, N, K, S, 8)
-    start, length = np.array(start, np.int32), np.array(length, np.int32)
+    start = np.array(start, np.int32)
+    length = np.array(length, np.int32)
     got = jax.jit(attention, static_argnames="scale")(
         q, fresh(k, v, window), start_B=start, length_B=length, scale=0.3
     )
@@ -88,7 +89,8 @@ def test_gradient_equals_that_of_one_softmax(T, window):
     def plain(q, k, v):
         k, v = (jnp.repeat(x, 2, axis=1) for x in (k, v))
         scores = jnp.einsum("btnh,bnsh->bnts", q, k) * 0.4
-        at, key = np.arange(T)[:, None], np.arange(T)[None]
+        at = np.arange(T)[:, None]
+        key = np.arange(T)[None]
         seen = (key <= at) & (key < T - 4) & (key > at - (window or T))
         seen[T - 4 :, 0] = True  # padding queries: anything but an empty softmax
         return jnp.einsum("bnts,bnsh->btnh", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1), v)
@@ -109,7 +111,8 @@ def test_no_score_matrix_of_a_long_prompt():
     heads).
     """
     T = 8192
-    q, k = jnp.zeros((1, T, 8, 32)), jnp.zeros((1, 2, T, 32))
+    q = jnp.zeros((1, T, 8, 32))
+    k = jnp.zeros((1, 2, T, 32))
     function = jax.jit(attention, static_argnames="scale")
     for start in (None, np.zeros(1, np.int32)):
         compiled = function.lower(

@@ -171,10 +171,12 @@ class Text:
     def __init__(
         self, model: xj.Model, calibration: list[list[int]], rows: list[list[int]], scored: list[list[bool]]
     ):
-        self.model, self.calibration = model, calibration
+        self.model = model
+        self.calibration = calibration
         self.tokens_BT, self.real_BT = np.zeros((2, len(rows), max(map(len, rows))), np.int32)
         for i, ids in enumerate(rows):
-            self.tokens_BT[i, : len(ids)], self.real_BT[i, : len(ids)] = ids, scored[i]
+            self.tokens_BT[i, : len(ids)] = ids
+            self.real_BT[i, : len(ids)] = scored[i]
         self.length_B = np.array([len(ids) for ids in rows])
         self.before = self.scores(model.params)
 
@@ -193,10 +195,8 @@ class Text:
 @cache
 def conversations() -> Text:
     """The bundled model is trained on what the assistant says, so that is what counts."""
-    model, tokenizer = (
-        xj.load_model(dtype="float32"),
-        tokenizers.Tokenizer.from_file(str(BUNDLED / "tokenizer.json")),
-    )
+    model = xj.load_model(dtype="float32")
+    tokenizer = tokenizers.Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
 
     def made(seed: int, count: int) -> list:
         pairs = (data.encode(tokenizer, messages) for messages in data.conversations(random.Random(seed)))

@@ -62,7 +62,8 @@ def key_of(seed: int, identity) -> jax.Array:
 
 
 def test_every_form_of_line_is_answered_as_generate_does(model, tmp_path):
-    chat, ids = [dict(role="user", content=QUESTION)], [5, 6, 7]
+    chat = [dict(role="user", content=QUESTION)]
+    ids = [5, 6, 7]
     api = dict(method="POST", body=dict(model="qwen2", max_tokens=5, temperature=0.9, seed=3))
     found, report = answered(
         model,
@@ -156,8 +157,10 @@ def test_what_a_template_gets(model, tmp_path):
     template = "{{ messages | length }}{{ messages[0].content }}{{ mood }}"
     other = copy.copy(model.tokenizer)
     other.chat_template = template
-    model, ask = dataclasses.replace(model, tokenizer=other), dict(max_tokens=1, return_token_ids=True)
-    variables, messages = dict(mood="x", self=1), [dict(role="user", content="Hi")]
+    model = dataclasses.replace(model, tokenizer=other)
+    ask = dict(max_tokens=1, return_token_ids=True)
+    variables = dict(mood="x", self=1)
+    messages = [dict(role="user", content="Hi")]
     rows = [dict(ask, prompt="Hi"), dict(ask, messages=messages), dict(ask, prompt="Hi", system="Be")]
     found, _ = answered(model, tmp_path, *(dict(row, chat_template_kwargs=variables) for row in rows))
     sizes = [len(other.encode(text, False)) for text in ("1Hix", "1Hix", "2Bex")]
@@ -208,9 +211,11 @@ class Killed(BaseException):
 def test_broken_off_anywhere_it_ends_with_the_same_bytes(
     model, tmp_path, monkeypatch, ordered, where, in_order
 ):
-    rng, calls = random.Random(where), itertools.count(1)
+    rng = random.Random(where)
+    calls = itertools.count(1)
     monkeypatch.setattr(run, "_SETTLE_SECONDS", 0.05)
-    real_add, real_settle = ledger.Ledger.add, ledger.Ledger.settle
+    real_add = ledger.Ledger.add
+    real_settle = ledger.Ledger.settle
     dies: list[int] = []
 
     def add(self, number, digest, line, failed):
@@ -303,7 +308,8 @@ def test_other_pages_and_another_machine_go_on(model, tmp_path, monkeypatch):
 
 
 def test_a_record_of_an_earlier_format_is_rejected_by_name(model, tmp_path):
-    row, progress = dict(prompt="Hi", max_tokens=1), tmp_path / "out.progress"
+    row = dict(prompt="Hi", max_tokens=1)
+    progress = tmp_path / "out.progress"
     answered(model, tmp_path, row)
     head, _, rest = progress.read_bytes().partition(b"\n")
     settings = json.loads(head)
@@ -330,7 +336,8 @@ def test_another_version_or_cpu_goes_on_with_a_warning(model, tmp_path, monkeypa
 def test_the_record_says_on_the_disk_which_run_it_is_of_before_a_line_is_answered(
     model, tmp_path, monkeypatch
 ):
-    synced, real = [], os.fsync
+    synced = []
+    real = os.fsync
 
     def sync(file):
         synced.append((os.readlink(f"/proc/self/fd/{file}"), os.fstat(file).st_size))
@@ -369,7 +376,8 @@ def test_failed_lines_are_the_exit_code_of_every_run(tmp_path, monkeypatch, caps
 
 
 def test_a_full_disk_keeps_what_is_finished(model, tmp_path, monkeypatch, whole):
-    written, write = [0], os.write
+    written = [0]
+    write = os.write
 
     def full(file, data):
         room = 3000 - written[0]
@@ -390,7 +398,9 @@ def test_a_full_disk_keeps_what_is_finished(model, tmp_path, monkeypatch, whole)
 
 
 def test_records_survive_a_full_disk_and_are_cut_where_they_are_broken(model, tmp_path, monkeypatch, whole):
-    file, out, real = mixed(tmp_path), tmp_path / "out", os.write
+    file = mixed(tmp_path)
+    out = tmp_path / "out"
+    real = os.write
     names = tmp_path / "out", tmp_path / "out.progress"
 
     def torn(to, data):
@@ -434,7 +444,8 @@ def test_shards_join_to_the_whole_in_order(model, tmp_path, ordered, monkeypatch
             with pytest.raises(xj.InputError, match="-of-3"):
                 ledger.merge_shards(file, tmp_path / "out", 3)
     assert not (tmp_path / "out").exists()
-    rows, second = file.read_bytes().splitlines(), tmp_path / "out.1-of-3"
+    rows = file.read_bytes().splitlines()
+    second = tmp_path / "out.1-of-3"
     with pytest.raises(xj.InputError, match="39 lines are in"):
         short = file_of(tmp_path, *(f"{row.decode()}\n" for row in rows[:-1]), name="short")
         ledger.merge_shards(short, tmp_path / "out", 3)
@@ -451,7 +462,8 @@ def test_shards_join_to_the_whole_in_order(model, tmp_path, ordered, monkeypatch
     for name, why in (("out.gz", "without .gz"), ("-", "output - would be standard output")):
         with pytest.raises(xj.InputError, match=why):
             ledger.merge_shards(file, name if name == "-" else tmp_path / name, 3)
-    synced, real = [], os.fsync
+    synced = []
+    real = os.fsync
     monkeypatch.setattr(
         os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), real(file))
     )
@@ -495,7 +507,8 @@ def test_lines_that_come_slowly_are_answered_as_they_come(model, tmp_path, monke
 
 
 def test_stopped_it_finishes_what_runs_and_goes_on(model, tmp_path, monkeypatch):
-    stop, seen = threading.Event(), []
+    stop = threading.Event()
+    seen = []
     rows = [dict(prompt=f"Say {i}", max_tokens=100, ignore_eos=True, raw=True) for i in range(200)]
 
     def read(file):
@@ -519,7 +532,8 @@ def test_stopped_it_finishes_what_runs_and_goes_on(model, tmp_path, monkeypatch)
 
 def test_stopped_no_further_line_is_begun(model, tmp_path, monkeypatch):
     """Lines may take long to tokenize, and many of them are taken between two turns of the engine."""
-    stop, begun = threading.Event(), []
+    stop = threading.Event()
+    begun = []
 
     class Slow(run.Work):
         def __init__(self, line, *rest):
@@ -535,7 +549,8 @@ def test_stopped_no_further_line_is_begun(model, tmp_path, monkeypatch):
 
 def test_stopped_in_order_what_was_not_begun_leaves_no_gap(model, tmp_path, monkeypatch):
     rows = [dict(prompt=f"Say {i}", max_tokens=30, ignore_eos=True, raw=True) for i in range(20)] + ["[]\n"]
-    stop, real = threading.Event(), ledger.Ledger.add
+    stop = threading.Event()
+    real = ledger.Ledger.add
     monkeypatch.setattr(ledger.Ledger, "add", lambda *args: (stop.set(), real(*args)))
     first, report = answered(model, tmp_path, *rows, stop=stop, in_order=True)
     assert report["stopped"] and [*first] == list(range(1, len(first) + 1))
@@ -543,10 +558,8 @@ def test_stopped_in_order_what_was_not_begun_leaves_no_gap(model, tmp_path, monk
 
 
 def test_scores_are_those_of_score(model, tmp_path):
-    prompt, choices = (
-        "The capital of France is the town of light, and it is the town of",
-        [" Paris.", " Rome", "x"],
-    )
+    prompt = "The capital of France is the town of light, and it is the town of"
+    choices = [" Paris.", " Rome", "x"]
     long = prompt + prompt + prompt + prompt  # beyond a page
     ids = [model.tokenizer.encode(long + choice) for choice in choices]
     found, report = answered(
@@ -630,7 +643,8 @@ def test_the_command_killed_and_terminated(tmp_path, whole):
 
     def begun(process, name, more):
         """Waits until it has written so many bytes; how many there are."""
-        path, end = tmp_path / name, time.monotonic() + 120
+        path = tmp_path / name
+        end = time.monotonic() + 120
         size = path.stat().st_size if path.exists() else 0
         while process.poll() is None and time.monotonic() < end:
             if path.exists() and path.stat().st_size > size + more:

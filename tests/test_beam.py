@@ -79,7 +79,8 @@ def test_one_beam_is_greedy(model, early_stopping):
 def test_as_many_beams_as_sequences_find_all_in_order(small):
     """1 + 4 + 4 · 4 · 5 = 85 sequences of at most 3 tokens that end with token 2 or at the limit."""
     params, config = small
-    prompt, penalty = [0, 4, 1], 1.3
+    prompt = [0, 4, 1]
+    penalty = 1.3
     paths = [
         p
         for n in (1, 2, 3)
@@ -188,7 +189,8 @@ def test_the_key_decides(model):
 def test_pairs_come_as_often_as_drawing_without_replacement_says(small):
     """One step of two beams ends with the first two of the four tokens drawn, in any order."""
     params, config = small
-    prompt, rows = [0, 4, 1], 6000
+    prompt = [0, 4, 1]
+    rows = 6000
     sampling = xj.SamplingConfig(temperature=1.7, top_k=4)
     found = xj.beam_search(
         params,

@@ -67,7 +67,9 @@ def test_transformers_finds_the_same(name, rules):
     rules make a difference.
     """
     config, params, theirs = both(name)
-    prompts, found, early_ends = cases.prompts(cases.CASES[name]), {}, 0
+    prompts = cases.prompts(cases.CASES[name])
+    found = {}
+    early_ends = 0
     for early_stopping, length_penalty in itertools.product((True, False, "never"), (0.7, 1.0, 1.5)):
         options = dict(num_beams=4, num_return_sequences=3, max_new_tokens=14)
         options |= dict(early_stopping=early_stopping, length_penalty=length_penalty)
@@ -167,7 +169,8 @@ def test_every_processor_as_in_transformers(monkeypatch):
     monkeypatch.setattr(beam_steps, "gumbel", lambda key, size: noise)
     # A program traced with other noise would not do, nor may another test meet this one.
     jax.clear_caches()
-    options, eos = dict(num_beams=3, num_return_sequences=3, max_new_tokens=12), (2, 7, 33, 47)
+    options = dict(num_beams=3, num_return_sequences=3, max_new_tokens=12)
+    eos = (2, 7, 33, 47)
     prompts = cases.prompts(cases.CASES["qwen3-head-dim-tied"])[:2] + NGRAMS
     rows, ours, _ = zip(*SERVED.values(), strict=True)
     settings = [xj.SamplingConfig(**given) for given in ours]

@@ -83,7 +83,8 @@ def test_figures_agree_with_each_other(directory):
     assert row["decode_tok_s"]["median"] == pytest.approx(3 / row["tpot_s"]["median"])
     assert row["floor_bytes"] == case["load"]["weight_bytes"] + row["cache_bytes"] < row["peak_bytes"]
     for phase in ("prefill", "decode"):
-        figure, limits = row[phase], case["limits"]
+        figure = row[phase]
+        limits = case["limits"]
         assert all(
             is_spread(figure[name]) for name in ("seconds", "of_limit", "of_bandwidth", "of_matmul_rate")
         )
@@ -244,7 +245,8 @@ def test_what_a_model_asks():
     config = from_hf(hf_config("qwen2.5-0.5b"))
     params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), "float32"))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 494_032_768
-    head, layers = 2 * 151936 * 896, 2 * 357_826_560
+    head = 2 * 151936 * 896
+    layers = 2 * 357_826_560
     work = prefill_work(config, 1000, [26, 10])
     assert (work.bytes, work.flop) == (
         1000,

@@ -8,7 +8,8 @@ import pytest
 import xinfer_jax as xj
 from xinfer_jax.sampling.settings import per_row
 
-V, INF = 8, np.inf
+V = 8
+INF = np.inf
 GIVEN = np.array([0.5, 0, -2, 0, 0, 3, 0, -INF], np.float32)
 BIASES = {
     "none": None,
@@ -49,7 +50,8 @@ def wanted(given, allowed=None, forbidden=()) -> np.ndarray:
 @pytest.mark.parametrize("ids", IDS)
 @pytest.mark.parametrize("given", BIASES)
 def test_every_form_gives_one_bias(given, ids):
-    given, ids = BIASES[given], IDS[ids]
+    given = BIASES[given]
+    ids = IDS[ids]
     got = bias(logit_bias=given, allowed_token_ids=ids([0, 2, 5]), forbidden_token_ids=ids([3]))
     np.testing.assert_array_equal(got, wanted(given, [0, 2, 5]))
     np.testing.assert_array_equal(

@@ -258,7 +258,8 @@ def test_bad_settings(params, name, value):
 
 # --- the doors ----------------------------------------------------------------------------------------------
 
-TOKENS, COUNT = np.array([PROMPT], np.int32), np.array([2], np.int32)
+TOKENS = np.array([PROMPT], np.int32)
+COUNT = np.array([2], np.int32)
 BAD_PREFILLS = {
     "a list": (dict(tokens_BT=[PROMPT]), "tokens_BT must be an array of integers"),
     "one row": (dict(tokens_BT=TOKENS[0]), r"shape \[rows, tokens\], got int32 of \[2\]"),

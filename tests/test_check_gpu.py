@@ -56,7 +56,8 @@ def run(tmp_path, names, seconds=20.0, minutes=2.0):
     records = runner.Records(tmp_path / "out.jsonl")
 
     def command(section, first, left):
-        kind, optional = section.name.removeprefix("optional "), section.name.startswith("optional ")
+        kind = section.name.removeprefix("optional ")
+        optional = section.name.startswith("optional ")
         begin = f"say(event='begin', case=1, name='case 1', optional={optional})"
         text = f"{SAY}good(0)\nif first <= 1:\n    {begin}\n    {CHILDREN[kind]}\ngood(2)\nsay(event='end')"
         return [sys.executable, "-c", text, str(first)]

@@ -101,7 +101,8 @@ def test_prompt_from_standard_input(command, good):
 
 
 def test_system_and_raw(ask):
-    plain, system = ask()["prompt_tokens"], ask("--system=Be brief.")["prompt_tokens"]
+    plain = ask()["prompt_tokens"]
+    system = ask("--system=Be brief.")["prompt_tokens"]
     assert system == plain + len(tiny.tokenizer().encode("<|im_start|>system\nBe brief.<|im_end|>\n").ids)
     raw = ask("--raw", f"--prompt={QUESTION * 2}")
     assert raw["prompt_tokens"] == len(tiny.tokenizer().encode(QUESTION * 2).ids)
@@ -115,7 +116,8 @@ def test_without_cache_it_says_the_same(ask):
 def test_beams(command, ask, good):
     """As the library finds them, with the checkpoint's EOS ids; text is the best one."""
     flags = ("--num_beams=3", "--length_penalty=0.5", "--early_stopping=never", "--min_tokens=2")
-    answer, model = ask(*flags), xj.load_model(good)
+    answer = ask(*flags)
+    model = xj.load_model(good)
     options = dict(
         num_beams=3,
         length_penalty=0.5,
@@ -178,7 +180,9 @@ def test_dtype(command, good, monkeypatch):
 
 def test_the_seed_decides(ask):
     hot = ["--temperature=1000"]
-    first, again, other = ask(*hot, "--seed=1"), ask(*hot, "--seed=1"), ask(*hot, "--seed=2")
+    first = ask(*hot, "--seed=1")
+    again = ask(*hot, "--seed=1")
+    other = ask(*hot, "--seed=2")
     assert first["tokens"] == again["tokens"] != other["tokens"]
     assert first["text"] == again["text"]
     assert ask(*hot)["tokens"] == ask(*hot, "--seed=0")["tokens"] != first["tokens"]

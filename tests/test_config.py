@@ -16,7 +16,8 @@ SIZES = dict(
     num_key_value_heads=2,
     max_position_embeddings=512, rms_norm_eps=1e-5, hidden_act="silu",
 )  # fmt: skip
-_S, _F = "sliding_attention", "full_attention"
+_S = "sliding_attention"
+_F = "full_attention"
 _LLAMA3 = dict(
     rope_type="llama3",
     factor=8.0,
@@ -309,7 +310,8 @@ def test_longrope_under_its_older_names():
 def test_longrope_fixed_for_a_batch():
     config = from_hf(hf("phi3", rope_scaling=_LONG, original_max_position_embeddings=128))
     assert config.rope.switches_at == 128
-    short, long = with_fixed_rope(config, 3, 128), with_fixed_rope(config, 129, 500)
+    short = with_fixed_rope(config, 3, 128)
+    long = with_fixed_rope(config, 129, 500)
     assert short.rope.short_factor == short.rope.long_factor == _FACTORS["short_factor"]
     assert long.rope.short_factor == long.rope.long_factor == _FACTORS["long_factor"]
     assert short.rope.switches_at is None and with_fixed_rope(short, 3, 500) == short
@@ -506,7 +508,8 @@ def test_the_dictionary_is_left_as_it_was():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_hashable_and_equal_when_read_twice(name):
     settings = FAMILIES[name][0]
-    first, second = from_hf(settings), from_hf(json.loads(json.dumps(settings)))
+    first = from_hf(settings)
+    second = from_hf(json.loads(json.dumps(settings)))
     assert first == second and hash(first) == hash(second)
     assert hash(dataclasses.replace(first, vocab_size=97)) != hash(first)
 

@@ -82,7 +82,8 @@ def test_text_comes_in_pieces_up_to_a_stop_string(engine):
 
 
 def test_several_answers_and_the_best_of_them(engine, model):
-    ids, key = xj.encode_prompt(model, "Tell me about France."), jax.random.key(1)
+    ids = xj.encode_prompt(model, "Tell me about France.")
+    key = jax.random.key(1)
     options = xj.GenerateOptions(9, xj.SamplingConfig(temperature=1.0), n=2, best_of=3)
     request = engine.submit(ids, options, key=key)
     assert request.result().tokens == alone(model, ids, options, key).tokens
@@ -130,7 +131,8 @@ def test_turns_of_a_chat_share_answers(engine, model):
 
 
 def test_other_weights_between_two_windows(engine, model):
-    ids, options = xj.encode_prompt(model, "What is the capital of France?"), xj.GenerateOptions(9)
+    ids = xj.encode_prompt(model, "What is the capital of France?")
+    options = xj.GenerateOptions(9)
     own = engine.submit(ids, options).result().logprobs
     other = jax.tree.map(lambda x: x * 0.9, model.params)
     with compiling.events() as seen:
@@ -186,7 +188,8 @@ def test_host_arrays_are_made_anew(engine, monkeypatch):
     """On a CPU a jitted function may read a NumPy array where it lies, also after the call."""
     from xinfer_jax.engine import device
 
-    given, run = [], device._WINDOW
+    given = []
+    run = device._WINDOW
 
     def recorded(*args, **kwargs):
         given.extend((x, x.copy()) for x in jax.tree.leaves(args) if isinstance(x, np.ndarray))
@@ -210,10 +213,12 @@ def test_broken_numbers_fail_alone():
     engine = xj.Engine(
         dataclasses.replace(small, params=untied, config=config), rows=2, capacity=256, chunk=64
     )
-    good, bad = list(range(70)), [*range(66), 500, 5, 6, 7]
+    good = list(range(70))
+    bad = [*range(66), 500, 5, 6, 7]
     options = xj.GenerateOptions(20, **NO_END)
     expected = engine.submit(good, options).result()
-    broken, well = engine.submit(bad, options), engine.submit(good, options)
+    broken = engine.submit(bad, options)
+    well = engine.submit(good, options)
     assert well.result().logprobs == expected.logprobs
     with pytest.raises(xj.InputError, match="the log-probability of token"):
         broken.result()
@@ -256,7 +261,8 @@ def test_an_engine_that_breaks_down_says_so(model, capsys):
     ],
 )  # fmt: skip
 def test_refused_in_a_sentence(engine, given, message):
-    prompt, options = given.pop("prompt", [5]), xj.GenerateOptions(**given.pop("options", {}))
+    prompt = given.pop("prompt", [5])
+    options = xj.GenerateOptions(**given.pop("options", {}))
     before = engine.stats
     with pytest.raises(xj.InputError, match=message):
         engine.submit(prompt, options, **given)

@@ -15,7 +15,8 @@ import check_engine_requests
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 def test_a_request_gets_the_bits_it_gets_alone(family):
     """40 of all kinds, in pages so few that rows make way for each other."""
-    rng, small = random.Random(3), check_engine_requests.random_model(family, None)
+    rng = random.Random(3)
+    small = check_engine_requests.random_model(family, None)
     shape = dict(rows=4, capacity=512, pages=9, chunk=128)
     asked = check_engine_requests.draw(rng, 512, 40, 200, shape)
     found = check_engine_requests.check(small, asked, shape, rng, 0, 5, 2e-4)
@@ -29,7 +30,8 @@ def test_look_up_gives_the_same_tokens():
     ids = xj.encode_prompt(model, "Count: 1 2 3 4 5 1 2 3 4 5 1 2 3")
     options = xj.GenerateOptions(40, eos_token_ids=())
     engine = xj.Engine(model, rows=3, capacity=512, chunk=128, draft="lookup", draft_tokens=2)
-    one, other = engine.submit(ids, options), engine.submit([5] * 70, options)
+    one = engine.submit(ids, options)
+    other = engine.submit([5] * 70, options)
     out = one.result()
     assert out.tokens == xj.generate(model.params, model.config, [ids], options).tokens
     assert out.stats.passes[0] < 40 and 0 < out.stats.acceptance[0] <= 1

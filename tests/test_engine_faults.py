@@ -32,11 +32,17 @@ def shared(model):
 @pytest.fixture
 def engine(shared, model):
     """As new, with the programs of the one before."""
-    shared.error, shared._thread, shared._open, shared._new = None, None, {}, []
+    shared.error = None
+    shared._thread = None
+    shared._open = {}
+    shared._new = []
     shared._answers.clear()
-    shared._cancelled, shared._deadlines, shared._seconds = [], [], 0.0
+    shared._cancelled = []
+    shared._deadlines = []
+    shared._seconds = 0.0
     shared._scheduler = Scheduler(shared.rows, shared.pages, shared.capacity, shared.chunk)
-    shared._device.params, shared.model = model.params, model
+    shared._device.params = model.params
+    shared.model = model
     return shared
 
 
@@ -76,7 +82,8 @@ def test_a_reader_whose_loop_was_closed_harms_nobody(engine):
             async for _ in pieces[0]:
                 return
 
-        pieces, loop = [], asyncio.new_event_loop()
+        pieces = []
+        loop = asyncio.new_event_loop()
         loop.run_until_complete(begin())
         loop.close()
         assert other.result(60).finish_reason == ["length"]
@@ -91,7 +98,8 @@ def test_alternatives_end_where_a_stop_string_ends_the_answer(engine, model):
 
 
 def test_old_keys_one_per_prompt(engine, model):
-    keys, options = np.array([[0, 1], [0, 2]], np.uint32), xj.GenerateOptions(4, SAMPLED)
+    keys = np.array([[0, 1], [0, 2]], np.uint32)
+    options = xj.GenerateOptions(4, SAMPLED)
     whole = xj.generate(model.params, model.config, [[1, 2], [3]], options, key=keys)
     assert [out.tokens[0] for out in engine.generate([[1, 2], [3]], options, key=keys)] == whole.tokens
 
@@ -163,7 +171,8 @@ def test_one_text_is_not_a_list_of_prompts(engine):
 
 def test_a_first_token_is_there_when_it_is_counted(engine, monkeypatch):
     """TTFT ends where the host has the token, not where its program was dispatched."""
-    seen, get = [], jax.device_get
+    seen = []
+    get = jax.device_get
     request = engine.submit([1], xj.GenerateOptions(1))
     monkeypatch.setattr(jax, "device_get", lambda x: (seen.append(dict(request.times)), get(x))[1])
     request.result()
@@ -240,7 +249,8 @@ def test_options_are_checked_once_for_many_prompts(engine, monkeypatch):
 
 def test_an_interrupt_leaves_the_engine_whole(engine, model, monkeypatch):
     options = xj.GenerateOptions(100, eos_token_ids=())
-    window, turns = engine._device.window, []
+    window = engine._device.window
+    turns = []
 
     def interrupted(*args):
         turns.append(signal.raise_signal(signal.SIGINT))
@@ -275,7 +285,8 @@ def test_a_request_lets_go_of_old_weights(engine, model):
 
 def test_a_request_has_ended_only_with_its_times(engine):
     request = engine.submit([1, 2], xj.GenerateOptions(1))
-    take, seen = engine._tell, []
+    take = engine._tell
+    seen = []
 
     def told(requests):
         seen.append([r.ended for r in requests if r.answered])

@@ -129,7 +129,8 @@ def test_scales_need_a_norm_to_fold_into(name):
 
 def test_longrope_is_not_continued_across_its_switch():
     config, params = built(SWITCHING)
-    prompts, options = cases.prompts(cases.CASES[SWITCHING]), xj.GenerateOptions(max_new_tokens=24)
+    prompts = cases.prompts(cases.CASES[SWITCHING])
+    options = xj.GenerateOptions(max_new_tokens=24)
     for rows in ([prompts[1]], [prompts[0], prompts[2]]):  # across it; on either side of it
         with pytest.raises(xj.InputError, match="longrope.*32 tokens"):
             xj.generate(params, config, rows, options)
@@ -145,7 +146,8 @@ def test_longrope_on_one_side_of_its_switch(row):
     fixed = with_fixed_rope(config, len(prompt), len(prompt) + 3)
     tokens = np.array([prompt + [4, 5, 6]])
     want, _ = forward(params, config, tokens)
-    cache, got = xj.init_cache(fixed, 1, 96), []
+    cache = xj.init_cache(fixed, 1, 96)
+    got = []
     for part in (tokens[:, :4], tokens[:, 4:-1], tokens[:, -1:]):
         logits, cache = forward(params, fixed, part, cache)
         got.append(logits)

@@ -92,7 +92,8 @@ def test_every_setting_counts_and_how_config_prints_does_not():
 
 def test_it_neither_keeps_parameters_nor_trusts_what_can_be_written_to():
     params = jax.tree.map(jnp.asarray, numbers(CONFIG))
-    first, alive = fingerprint(params, CONFIG), weakref.ref(params["embed"]["weight"])
+    first = fingerprint(params, CONFIG)
+    alive = weakref.ref(params["embed"]["weight"])
     assert fingerprint(params, CONFIG) == first
     params = jax.tree.map(lambda x: x * 1.5, params)
     gc.collect()

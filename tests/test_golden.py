@@ -101,7 +101,8 @@ SAID = json.loads((FILES / "said.json").read_text(encoding="utf-8"))
 
 @pytest.mark.parametrize("name", ["int8", "int4", "plain"])
 def test_files_written_before_still_load(name):
-    is_prefix, said = name == "plain", SAID[name]
+    is_prefix = name == "plain"
+    said = SAID[name]
     model = xj.load_model(FILES / ("int8" if is_prefix else name))
     options = xj.GenerateOptions(len(said["logprobs"][0]), eos_token_ids=())
     if is_prefix:

@@ -13,7 +13,8 @@ from hostile_cases import CASES, DIRECTORY
 
 from xinfer_jax import memory
 
-_SECONDS, _MOST_GROWTH = 20, 2**20  # KiB
+_SECONDS = 20
+_MOST_GROWTH = 2**20  # KiB
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,8 @@ def watchdog():
 
 @pytest.mark.parametrize("name", CASES)
 def test_refused_in_one_line(command, base, tmp_path, monkeypatch, watchdog, name):
-    case, (good, before) = CASES[name], base
+    case = CASES[name]
+    (good, before) = base
     monkeypatch.setattr(memory, "memory_bytes", lambda: 2**34)  # the same on any machine
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     path = checkpoint(tmp_path, case.files, good)

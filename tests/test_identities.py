@@ -131,7 +131,8 @@ def test_a_row_of_a_ragged_batch_is_the_row_alone(model):
 
 def test_stream_loop_and_recomputing_give_the_same_tokens(model):
     params, config = model
-    rows, key = prompts(3, 31, 17, 25), jax.random.key(3)
+    rows = prompts(3, 31, 17, 25)
+    key = jax.random.key(3)
     asked = options(sampling=MIXED, eos_token_ids=(5, 77))
     want = xj.generate(params, config, rows, asked, key=key)
     streamed = [[] for _ in rows]
@@ -144,7 +145,8 @@ def test_stream_loop_and_recomputing_give_the_same_tokens(model):
         == want.tokens
     )
     cache = xj.init_cache(config, 4, 64)
-    tokens, lengths = np.zeros((4, 40), np.int32), np.array([len(r) for r in rows], np.int32)
+    tokens = np.zeros((4, 40), np.int32)
+    lengths = np.array([len(r) for r in rows], np.int32)
     seen = np.zeros((4, config.vocab_size), bool)
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row
@@ -247,7 +249,8 @@ def test_decode_loop_under_vmap(qwen):
             params, config, logits, cache, key[None], xj.SamplingConfig(temperature), np.array([3]), 10
         ).tokens_BT[0]
 
-    keys, temperatures = jax.random.split(jax.random.key(2), 3), jnp.array([0.0, 0.8, 2.0])
+    keys = jax.random.split(jax.random.key(2), 3)
+    temperatures = jnp.array([0.0, 0.8, 2.0])
     mapped = jax.vmap(run)(keys, temperatures)
     for i in range(3):
         np.testing.assert_array_equal(mapped[i], run(keys[i], temperatures[i]))
@@ -282,7 +285,8 @@ def test_decode_loop_aliases_a_donated_cache_and_copies_no_weights(dtype):
 
 def test_the_callers_cache_survives_unless_donated(qwen):
     params, config = qwen
-    tokens, n = np.array(prompts(8), np.int32), np.array([8])
+    tokens = np.array(prompts(8), np.int32)
+    n = np.array([8])
     cache = xj.init_cache(config, 1, 32)
     first, _ = xj.prefill(params, config, tokens, n, cache)
     again, after = xj.prefill(params, config, tokens, n, cache, donate=True)
@@ -304,7 +308,8 @@ def test_writes_past_the_capacity_are_dropped_and_flagged(qwen):
 
 def test_the_doors_refuse_what_does_not_fit(qwen):
     params, config = qwen
-    tokens, n = np.array(prompts(12), np.int32), np.array([12])
+    tokens = np.array(prompts(12), np.int32)
+    n = np.array([12])
     with pytest.raises(xj.InputError, match="12 tokens exceed the cache's capacity 10"):
         xj.prefill(params, config, tokens, n, xj.init_cache(config, 1, 10))
     logits, cache = xj.prefill(params, config, tokens, n, xj.init_cache(config, 1, 16))

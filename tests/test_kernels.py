@@ -65,7 +65,8 @@ def test_soft_caps_are_served_by_kernels():
         likeliest = greedy(params, config, hidden_BTD[:, -1], impl) if impl == "interpret" else None
         return unembed(params, config, hidden_BTD), step_BV, likeliest
 
-    wanted, got = read(capped, "xla"), read(capped, "interpret")
+    wanted = read(capped, "xla")
+    got = read(capped, "interpret")
     for want, have in zip(wanted[:2], got[:2], strict=True):
         np.testing.assert_allclose(have, want, atol=1e-5)
     logprobs_BV = jax.nn.log_softmax(wanted[0][:, -1])
@@ -192,7 +193,8 @@ def by_default(q, k, v, length, x, weight):
 
     decoded = attention(q[:, :1], fresh(k, v), length_B=length, start_B=length - 1, scale=0.1)
     loss_and_gradient = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
-    params, config = {"embed": {"weight": weight}}, from_hf(QWEN)
+    params = {"embed": {"weight": weight}}
+    config = from_hf(QWEN)
     assert fuses_head(params, x, None)
     return (
         decoded,
@@ -217,7 +219,9 @@ def test_by_default_a_gpu_runs_kernels_and_other_devices_do_not(a_gpu):
 
 def test_by_default_kernels_run_under_shard_map(a_gpu):
     """With the check of what varies over the mesh: kernels, their gradients and the plain path all say it."""
-    mesh, rows, same = h200(("rows", 2)), PartitionSpec("rows"), PartitionSpec()
+    mesh = h200(("rows", 2))
+    rows = PartitionSpec("rows")
+    same = PartitionSpec()
     with jax.sharding.use_abstract_mesh(mesh):
         mapped = jax.shard_map(by_default, mesh=mesh, in_specs=(rows,) * 5 + (same,), out_specs=rows)
         assert (
@@ -246,12 +250,10 @@ def test_a_single_query_before_the_last_key_does_not_see_past_itself():
 
 
 def test_selection_gives_its_reasons():
-    q, k, x, w = (
-        SD((2, 1, 4, 64), jnp.float32),
-        SD((2, 2, 32, 64), jnp.float32),
-        SD((2, 64), jnp.bfloat16),
-        SD((96, 64), jnp.bfloat16),
-    )
+    q = SD((2, 1, 4, 64), jnp.float32)
+    k = SD((2, 2, 32, 64), jnp.float32)
+    x = SD((2, 64), jnp.bfloat16)
+    w = SD((96, 64), jnp.bfloat16)
     assert kernels_pallas.select("decode_attention", "triton", q, k, k).impl == "triton"
     assert kernels_pallas.select("lm_head_argmax", "mosaic", x, w).impl == "mosaic"
     for impl, args, reason in [

@@ -61,7 +61,8 @@ def test_argmax_and_head_lower_for_cuda(rows):
         assert "mosaic_gpu" in lowered_for_cuda(
             lambda x: kernels_pallas.run("mosaic", "argmax", x), SD((rows, 50257), dtype)
         )
-    x, weight = SD((rows, 896), jnp.bfloat16), SD((50257, 896), jnp.bfloat16)
+    x = SD((rows, 896), jnp.bfloat16)
+    weight = SD((50257, 896), jnp.bfloat16)
     for cap in (None, 30.0):
         assert "mosaic_gpu" in lowered_for_cuda(
             lambda x, w, cap=cap: kernels_pallas.run("mosaic", "lm_head_argmax", x, w, soft_cap=cap),

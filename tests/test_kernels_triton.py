@@ -14,7 +14,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 from kernels_pallas import reference, triton
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
+F32 = jnp.float32
+BF16 = jnp.bfloat16
+F16 = jnp.float16
 
 
 def draw(seed, dtype, *shapes):
@@ -139,10 +141,8 @@ def test_lm_head_argmax(dtype, B, D, V, options):
     x_BD, weight_VD = draw(1, dtype, (B, D), (V, D))
     weight_VD[V - 2] = weight_VD[3]
     x_BD[B - 1] = 3 * weight_VD[3]  # a tie between the first block and the last
-    got, want = (
-        run(triton.lm_head_argmax, x_BD, weight_VD, **options, interpret=True),
-        run(reference.lm_head_argmax, x_BD, weight_VD, **options),
-    )
+    got = run(triton.lm_head_argmax, x_BD, weight_VD, **options, interpret=True)
+    want = run(reference.lm_head_argmax, x_BD, weight_VD, **options)
     assert [x.dtype for x in got] == [jnp.int32, jnp.float32]
     assert got[0].tolist() == want[0].tolist()
     assert got[0][-1] == 3
@@ -212,7 +212,8 @@ def looped(f):
 def test_lowers_for_cuda(kernel, how):
     f, args = calls(interpret=False)[kernel]
     if how == "vmap":
-        f, args = jax.vmap(f), [np.stack([x, x]) for x in args]
+        f = jax.vmap(f)
+        args = [np.stack([x, x]) for x in args]
     elif how == "while_loop":
         f = looped(f)
     assert lower(f, *args).count("__gpu$xla.gpu.triton") == 1
@@ -228,7 +229,8 @@ def test_attention_of_any_width_lowers_for_cuda(dtype, H):
 @pytest.mark.parametrize("kernel", ["prefill", "decode", "lm_head"])
 def test_lowers_inside_shard_map(kernel):
     f, args = calls(interpret=False)[kernel]
-    heads, rows = PartitionSpec(None, "x"), PartitionSpec("x")
+    heads = PartitionSpec(None, "x")
+    rows = PartitionSpec("x")
     specs, out = {
         "prefill": (
             (PartitionSpec(None, None, "x"), heads, heads, PartitionSpec(), PartitionSpec()),

@@ -34,7 +34,8 @@ def shallow():
 
 @pytest.mark.parametrize("name", KV_BITS)
 def test_rounding_errs_by_half_a_step_at_most(name):
-    x, bits = np.random.RandomState(0).standard_normal((2, 3, 5, 16)).astype(np.float32) + 3, KV_BITS[name]
+    x = np.random.RandomState(0).standard_normal((2, 3, 5, 16)).astype(np.float32) + 3
+    bits = KV_BITS[name]
     held = quantize(jnp.array(x), empty(x.shape, name), jnp.array([5, 3]))
     assert held.shape == x.shape and held.name == name
     # Bytes.
@@ -171,7 +172,8 @@ def test_gear_rows_do_not_depend_on_the_batch(small):
     found = []
     for rows, chunk in ((1, 2048), (8, 512)):
         prompts = [ids, *[ids[:5]] * (rows - 1)]
-        tokens, cache = padded(prompts, 1024), xj.init_cache(config, rows, 1024, "gear")
+        tokens = padded(prompts, 1024)
+        cache = xj.init_cache(config, rows, 1024, "gear")
         found.append(np.asarray(READ.keeping(params, config, *tokens, cache, None, chunk)[0])[0])
         found.append(xj.generate(params, config, prompts, options).logits[0][0])
     assert np.abs(found[0]).max() > 1
@@ -225,7 +227,9 @@ def test_a_bias_turned_later_is_the_key_turned():
     scaled = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
     for extra in ({}, dict(rope_scaling=scaled)):
         config = xj.from_hf(tiny.CONFIG | extra)
-        K, H, position = config.num_key_value_heads, config.head_dim, jnp.array([[0, 1, 63, 64, 500, 8191]])
+        K = config.num_key_value_heads
+        H = config.head_dim
+        position = jnp.array([[0, 1, 63, 64, 500, 8191]])
         bias_KH = 300 * np.random.RandomState(0).standard_normal((K, H)).astype(np.float32)
         angles = rotary_angles(config, position, jnp.zeros(1, jnp.int32))[0]
         want = rotate(jnp.broadcast_to(bias_KH, (1, 6, K, H)), *angles)
@@ -240,14 +244,17 @@ def test_large_biases_of_keys_cost_nothing(shallow, dtype, rope):
     config = shallow.config
     if rope == "dynamic":
         config = dataclasses.replace(config, rope=dynamic(config))
-    K, H = config.num_key_value_heads, config.head_dim
+    K = config.num_key_value_heads
+    H = config.head_dim
     added_KH = np.zeros((K, H), np.float32)
-    added_KH[:, H // 2 - 1], added_KH[:, H - 2] = 300, -300
+    added_KH[:, H // 2 - 1] = 300
+    added_KH[:, H - 2] = -300
 
     def worst(added_KH):
         k = shallow.params["layers"][0]["k"]
         layer = shallow.params["layers"][0] | {"k": k | {"bias": k["bias"] + added_KH.reshape(-1)}}
-        params, tokens_BT = shallow.params | {"layers": (layer,)}, jnp.arange(1, 41).reshape(2, 20)
+        params = shallow.params | {"layers": (layer,)}
+        tokens_BT = jnp.arange(1, 41).reshape(2, 20)
         caches = [xj.init_cache(config, 2, 64, name) for name in ("float32", dtype)]
         exact, rounded = (xj.forward(params, config, tokens_BT, cache)[0] for cache in caches)
         return float(jnp.abs(exact - rounded).max())

@@ -46,7 +46,8 @@ def test_every_type_in_and_out(checkpoint, stored, target, shards):
 
 
 def test_names_in_the_file_and_in_the_tree(checkpoint):
-    weights, model = tiny.tensors(tiny.UNTIED), xj.load_model(checkpoint(hf=tiny.UNTIED), dtype="float32")
+    weights = tiny.tensors(tiny.UNTIED)
+    model = xj.load_model(checkpoint(hf=tiny.UNTIED), dtype="float32")
     last = model.params["layers"][1]
     where = {
         "model.embed_tokens.weight": model.params["embed"]["weight"],
@@ -235,7 +236,8 @@ def test_peak_memory_is_that_of_the_weights(checkpoint, large, dtype):
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"},
     )
-    peak, done = 0, threading.Event()
+    peak = 0
+    done = threading.Event()
 
     def sample():
         nonlocal peak

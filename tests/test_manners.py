@@ -54,7 +54,8 @@ def test_reprs_are_short(model):
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4", "gear"])
 def test_a_cache_is_described_with_any_leaves(model, dtype):
     """Under a trace, as shapes, and as a tree of something else."""
-    cache, seen = xj.init_cache(model.config, 2, 64, dtype), []
+    cache = xj.init_cache(model.config, 2, 64, dtype)
+    seen = []
     jax.eval_shape(lambda cache: seen.append(repr(cache)), cache)
     assert seen == [repr(cache)] == [repr(jax.eval_shape(lambda: cache))] and f"(k={dtype}[2, " in seen[0]
     assert repr(jax.tree.map(lambda leaf: None, cache)).startswith("KVCache(layers=1 × ")
@@ -150,7 +151,8 @@ def test_beams_end_at_the_models_eos(model, more, count):
 
 
 def test_configs_that_differ_in_eos_ids_share_their_programs(model):
-    prompt, options = xj.encode_prompt(model, tiny.QUESTION), xj.GenerateOptions(max_new_tokens=16)
+    prompt = xj.encode_prompt(model, tiny.QUESTION)
+    options = xj.GenerateOptions(max_new_tokens=16)
     other = dataclasses.replace(model.config, eos_token_ids=(tiny.ANSWER_IDS[3],))
     assert other == model.config and hash(other) == hash(model.config) and repr(other) == repr(model.config)
     xj.generate(model.params, model.config, [prompt], options)
@@ -237,7 +239,8 @@ def test_nonsense_is_refused_by_name(model, name):
 
 def test_the_public_parts_make_the_whole(model):
     """hidden_states and unembed are forward; truncate takes whole numbers of any type."""
-    params, config = model.params, model.config
+    params = model.params
+    config = model.config
     forward, hidden_states = (jax.jit(f, static_argnums=1) for f in (xj.forward, xj.hidden_states))
     logits, cache = forward(params, config, TOKENS, xj.init_cache(config, 2, 16))
     hidden, _ = hidden_states(params, config, TOKENS)

@@ -89,7 +89,8 @@ def test_what_a_call_adds_up_to(model, small):
 
 def test_weights_that_cannot_fit(small, tmp_path):
     small(40_000)
-    config, path = from_hf(tiny.CONFIG), tiny.write(tmp_path)
+    config = from_hf(tiny.CONFIG)
+    path = tiny.write(tmp_path)
     whole = refused(lambda: xj.init_params(config, jax.random.key(0), "float32"))
     assert whole == sum(tensor.nbytes for tensor in tiny.tensors().values())
     assert refused(lambda: xj.load_model(path, "float32")) == whole

@@ -22,13 +22,15 @@ from xinfer_jax.sharding import spec
 from xinfer_jax.weights.layout import layer_specs
 
 CONFIG = from_hf(QWEN | dict(num_hidden_layers=1))
-ROWS, SAME = PartitionSpec("rows"), PartitionSpec()
+ROWS = PartitionSpec("rows")
+SAME = PartitionSpec()
 ARGUMENTS = (np.arange(48, dtype=np.int32).reshape(4, 12), np.array([12, 5, 9, 1], np.int32), np.arange(8))
 
 
 def answers(params, tokens_BT, num_tokens_B, key_data, times=1, cache_dtype=None):
     """Prompts `times` as long, and four tokens chosen behind each."""
-    tokens_BT, num_tokens_B = jnp.tile(tokens_BT, (1, times)), num_tokens_B * times
+    tokens_BT = jnp.tile(tokens_BT, (1, times))
+    num_tokens_B = num_tokens_B * times
     cache = xj.init_cache(CONFIG, len(tokens_BT), tokens_BT.shape[1] + 8, cache_dtype)
     logits_BV, cache = xj.prefill(params, CONFIG, tokens_BT, num_tokens_B, cache)
     keys = jax.random.wrap_key_data(key_data.reshape(-1, 2).astype(jnp.uint32))

@@ -148,7 +148,8 @@ def test_no_run_of_one_character_takes_long(browser, stub):
 
 @CHROMIUM
 def test_the_newest_is_seen(browser, stub):
-    stub.text, stub.pause = "word " * 300, 0.005
+    stub.text = "word " * 300
+    stub.pause = 0.005
     browser.look(360)
     browser.go(stub.address)
     gap = "(talk => talk.scrollHeight - talk.scrollTop - talk.clientHeight)(document.getElementById('talk'))"
@@ -235,7 +236,8 @@ def test_an_error_stands_beside_its_message(browser, stub):
 
 @CHROMIUM
 def test_a_base_model_continues_the_text(browser, stub):
-    stub.template, stub.text = None, " Paris **and"
+    stub.template = None
+    stub.text = " Paris **and"
     browser.go(stub.address)
     browser.say("The capital of France is")
     assert browser.script(f"return {LAST}.querySelector('.text').textContent") == " Paris **and"

@@ -15,7 +15,9 @@ from xinfer_jax.cache.kv_cache import KVCache
 from xinfer_jax.cache.paged import PAGE, Paged, empty_pools
 from xinfer_jax.model.attention import attention
 
-LENGTHS, CAPACITY, STEPS = (1, 70, 200), 320, 4
+LENGTHS = (1, 70, 200)
+CAPACITY = 320
+STEPS = 4
 CLOSE = {"float32": 2e-4, "int8": 2e-2, "int4": 0.2}  # where the last bit decides on a level
 
 
@@ -80,12 +82,14 @@ def contiguous(model, tokens, dtype):
 def test_pages_give_what_the_contiguous_cache_gives(name, dtype):
     model = params, config = model_of(name)
     rows = [np.random.RandomState(n).randint(0, config.vocab_size, n + STEPS) for n in LENGTHS]
-    table_BP, pools = scattered(LENGTHS), empty_pools(config, 20, dtype)
+    table_BP = scattered(LENGTHS)
+    pools = empty_pools(config, 20, dtype)
     pools = jax.tree.map(lambda x: x.at[0].set(255 if x.dtype == jnp.uint8 else jnp.nan), pools)
     for row_P, tokens, length in zip(table_BP, rows, LENGTHS, strict=True):
         last, pools = read(model, pools, row_P, tokens[:length])
         np.testing.assert_allclose(last, contiguous(model, tokens[:length], dtype), atol=CLOSE[dtype])
-    cache, counts = paged(config, pools, table_BP, LENGTHS), np.ones(len(rows), np.int32)
+    cache = paged(config, pools, table_BP, LENGTHS)
+    counts = np.ones(len(rows), np.int32)
     for t in range(STEPS):
         token_BT = np.array([[tokens[len(tokens) - STEPS + t]] for tokens in rows])
         logits, cache = called(params, config, token_BT, counts, cache)
@@ -105,7 +109,9 @@ def test_a_row_gets_the_same_bits_in_any_company(name):
         random = np.random.RandomState(seed)
         lengths = random.permutation([3, 0, 250, 64])
         lengths[slot] = 100
-        table_BP, pools, seen = scattered(lengths, seed), empty_pools(config, 20, "float32"), []
+        table_BP = scattered(lengths, seed)
+        pools = empty_pools(config, 20, "float32")
+        seen = []
         for b, length in enumerate(lengths):
             tokens = probe[:100] if b == slot else random.randint(0, config.vocab_size, length)
             last, pools = read(model, pools, table_BP[b], tokens) if length else (None, pools)
@@ -130,7 +136,9 @@ def test_a_row_gets_the_same_bits_in_any_company(name):
 @pytest.mark.parametrize("T", [1, 5])
 def test_rows_are_attended_one_by_one(T, kind):
     """A row's bits follow from its own keys, which need not be numbers in other rows."""
-    B, S, lengths = 4, 320, np.array([300, 7, 64, 129], np.int32)
+    B = 4
+    S = 320
+    lengths = np.array([300, 7, 64, 129], np.int32)
     q, k, v = (
         jax.random.normal(jax.random.key(i), (B, n, m, 8)) for i, n, m in ((0, T, 4), (1, 2, S), (2, 2, S))
     )
@@ -156,10 +164,8 @@ def test_rows_are_attended_one_by_one(T, kind):
 
 def test_a_kernel_reads_pages_in_order():
     """In place of the contiguous layer's keys."""
-    q, k = (
-        jax.random.normal(jax.random.key(0), (2, 1, 4, 16)),
-        jax.random.normal(jax.random.key(1), (7, 2, PAGE, 16)),
-    )
+    q = jax.random.normal(jax.random.key(0), (2, 1, 4, 16))
+    k = jax.random.normal(jax.random.key(1), (7, 2, PAGE, 16))
     layer = Paged(k, k + 1, None, 128, jnp.array([[5, 2], [3, 0]]))
     length_B = np.array([100, 30], np.int32)
     got, wanted = (

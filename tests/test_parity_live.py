@@ -112,7 +112,8 @@ def test_stops_at_the_same_eos():
 def test_repetition_penalty(name):
     """Greedy with another penalty in each row, prompts counted as transformers counts them."""
     config, params, model = built(name)
-    prompts, penalties = cases.prompts(cases.CASES[name]), (1.1, 1.3, 1.5)
+    prompts = cases.prompts(cases.CASES[name])
+    penalties = (1.1, 1.3, 1.5)
     answers = [
         sure(*cases.hf_greedy(model, p, repetition_penalty=r))
         for p, r in zip(prompts, penalties, strict=True)
@@ -188,7 +189,8 @@ def test_loaded_model_gives_the_same_logits(stored, tmp_path):
 
 # --- sampling: the kept set and its values ------------------------------------------------------------------
 
-ROWS, VOCAB = 64, 257
+ROWS = 64
+VOCAB = 257
 
 
 def random_logits(seed: int) -> np.ndarray:
@@ -200,7 +202,8 @@ def random_logits(seed: int) -> np.ndarray:
 
 
 def assert_same_kept(ours, theirs) -> None:
-    ours, theirs = np.asarray(ours), theirs.numpy()
+    ours = np.asarray(ours)
+    theirs = theirs.numpy()
     np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(theirs))
     finite = np.isfinite(ours)
     np.testing.assert_allclose(ours[finite], theirs[finite], rtol=1e-6, atol=1e-6)
@@ -208,7 +211,8 @@ def assert_same_kept(ours, theirs) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_top_k(seed):
-    logits_BV, random = random_logits(seed), np.random.RandomState(seed)
+    logits_BV = random_logits(seed)
+    random = np.random.RandomState(seed)
     k_B = random.randint(1, VOCAB + 20, ROWS)
     k_B[::4] = random.randint(1, 6, len(k_B[::4]))
     ours = jax.jit(processors.top_k)(logits_BV, k_B)
@@ -224,7 +228,8 @@ def test_top_p(seed):
     """Without ties, of which transformers keeps some at random and we all; rows that end within rounding of p
     are left out.
     """
-    logits_BV, random = random_logits(seed)[ROWS // 4 :], np.random.RandomState(seed)
+    logits_BV = random_logits(seed)[ROWS // 4 :]
+    random = np.random.RandomState(seed)
     p_B = random.uniform(0.01, 1, len(logits_BV)).astype(np.float32)
     p_B[::4] = random.choice([0.1, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0], len(p_B[::4]))
     ours = np.asarray(jax.jit(processors.top_p)(logits_BV, p_B))
@@ -242,7 +247,8 @@ def test_top_p(seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_repetition_penalty_processor(seed):
-    logits_BV, random = random_logits(seed), np.random.RandomState(seed)
+    logits_BV = random_logits(seed)
+    random = np.random.RandomState(seed)
     penalty_B = random.uniform(0.5, 2, ROWS)
     seen = [random.randint(0, VOCAB, random.randint(1, 80)) for _ in range(ROWS)]
     seen_BV = np.array([np.isin(np.arange(VOCAB), ids) for ids in seen])
@@ -257,7 +263,8 @@ def test_repetition_penalty_processor(seed):
 
 
 def test_min_p_and_typical_p():
-    logits_BV, random = random_logits(1), np.random.RandomState(1)
+    logits_BV = random_logits(1)
+    random = np.random.RandomState(1)
     for ours, theirs, least in (
         (processors.min_p, transformers.MinPLogitsWarper, 0.001),
         (processors.typical_p, transformers.TypicalLogitsWarper, 0.05),
@@ -270,8 +277,10 @@ def test_min_p_and_typical_p():
 
 
 def test_no_repeat_ngram_and_min_new_tokens():
-    logits_BV, random = random_logits(2), np.random.RandomState(2)
-    size_B, length_B = random.randint(1, 5, ROWS), random.randint(1, 80, ROWS)
+    logits_BV = random_logits(2)
+    random = np.random.RandomState(2)
+    size_B = random.randint(1, 5, ROWS)
+    length_B = random.randint(1, 80, ROWS)
     history_BS = random.randint(0, 12, (ROWS, 80))
     rows = list(zip(size_B.tolist(), length_B.tolist(), history_BS, logits_BV, strict=True))
     theirs = [
@@ -354,11 +363,10 @@ def test_draws_follow_the_distribution_of_transformers(temperature, top_k, top_p
     often.
     """
     _, _, model = built("qwen2-mqa-untied-new")
-    random, draws = np.random.RandomState(3), 1 << 15
-    logits_V, prompt = (
-        (2 * random.standard_normal(cases.VOCAB)).astype(np.float32),
-        random.randint(0, cases.VOCAB, 30),
-    )
+    random = np.random.RandomState(3)
+    draws = 1 << 15
+    logits_V = (2 * random.standard_normal(cases.VOCAB)).astype(np.float32)
+    prompt = random.randint(0, cases.VOCAB, 30)
     settings = dict(
         do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=penalty
     )
@@ -372,7 +380,8 @@ def test_draws_follow_the_distribution_of_transformers(temperature, top_k, top_p
         .numpy()
     )
     del settings["do_sample"]
-    rows, ends = per_row(xj.SamplingConfig(**settings), draws, cases.VOCAB), np.full((draws, 1), -1)
+    rows = per_row(xj.SamplingConfig(**settings), draws, cases.VOCAB)
+    ends = np.full((draws, 1), -1)
     seen = np.broadcast_to(np.isin(np.arange(cases.VOCAB), prompt), (draws, cases.VOCAB))
     tokens, *_ = jax.jit(sampling.choose)(
         jnp.broadcast_to(logits_V, (draws, cases.VOCAB)),

@@ -10,7 +10,8 @@ import tiny
 import xinfer_jax as xj
 from xinfer_jax.cache.prefix import kept_prefix
 
-FIRST, MORE = ([1, 2, 3, 4, 5], [7, 8, 9]), ([11, 12], [13, 14, 15, 16])
+FIRST = ([1, 2, 3, 4, 5], [7, 8, 9])
+MORE = ([11, 12], [13, 14, 15, 16])
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +39,12 @@ def longer(out: xj.GenerateOutput, first=FIRST) -> list[list[int]]:
 )  # fmt: skip
 def test_a_continued_call_gives_what_a_fresh_one_gives(model, given):
     if quantize := given.get("quantize"):
-        model, given = tiny.shallow(quantize=quantize), {}
+        model = tiny.shallow(quantize=quantize)
+        given = {}
     first = run(model, FIRST, keep_prefix=True, capacity=64)
     prompts = longer(first)
-    again, fresh = (
-        run(model, prompts, prefix=first.prefix, keep_prefix=True, **given),
-        run(model, prompts, capacity=64, **given),
-    )
+    again = run(model, prompts, prefix=first.prefix, keep_prefix=True, **given)
+    fresh = run(model, prompts, capacity=64, **given)
     assert again.tokens == fresh.tokens and again.prefix.cache.capacity == 64
     # The last token of an answer was chosen, not read.
     assert again.stats.reused_tokens == sum(map(len, FIRST)) + 2 * 7
@@ -113,7 +113,8 @@ def test_refused(model):
 
 def test_rows_that_hold_nothing(model, tmp_path):
     """A cache of four rows of which the prefix names three: the fourth is neither asked for nor saved."""
-    params, config = model.params, model.config
+    params = model.params
+    config = model.config
     prompts = [[1, 2, 3, 4, 5], [7, 8, 9], [11, 12]]
     tokens_BT = np.array([[*row, 0, 0, 0][:5] for row in (*prompts, [1] * 5)])
     cache = xj.prefill(params, config, tokens_BT, np.array([5, 3, 2, 4]), xj.init_cache(config, 4, 64))[1]

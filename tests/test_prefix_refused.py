@@ -18,7 +18,8 @@ from xinfer_jax.config.model_config import RopeConfig, from_hf, with_fixed_rope
 from xinfer_jax.weights.params import param_specs
 
 CONFIG = dataclasses.replace(from_hf(tiny.CONFIG), layer_windows=(8, None))  # a ring beside a full layer
-CAPACITY, TOKENS = 1024, [[1, 2, 3, 4], [5, 6]]
+CAPACITY = 1024
+TOKENS = [[1, 2, 3, 4], [5, 6]]
 
 
 def numbers(config):
@@ -163,7 +164,8 @@ def test_a_draft_has_room_for_what_it_can_rotate(switching):
 def rewritten(saved, path, change):
     """The saved file with its metadata (parsed) and tensors changed in place."""
     with safetensors.safe_open(saved, "np") as file:
-        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     kept = json.loads(metadata["xinfer_jax"])
     text = change(kept, tensors)
     save_file(tensors, path, metadata=metadata | {"xinfer_jax": text or json.dumps(kept)})

@@ -29,8 +29,10 @@ from xinfer_jax.generation.options import checked
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 from soak_processes_jobs import Process, free_port, job, until
 
-SHAPE, LINES = dict(rows=2, capacity=256, pages=12), 80
-SECRET, OTHER = b"s" * 32, b"o" * 32
+SHAPE = dict(rows=2, capacity=256, pages=12)
+LINES = 80
+SECRET = b"s" * 32
+OTHER = b"o" * 32
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -170,7 +172,9 @@ class Store:
     """jax's coordination service in one process."""
 
     def __init__(self, limit=10.0):
-        self.values, self.news, self.limit = dict[str, bytes](), threading.Condition(), limit
+        self.values = dict[str, bytes]()
+        self.news = threading.Condition()
+        self.limit = limit
 
     def key_value_set_bytes(self, key, value):
         with self.news:
@@ -201,7 +205,8 @@ class Harm:
 
 
 def test_what_nobody_signed_is_rejected_and_runs_nothing(tmp_path):
-    store, harm = Store(), tmp_path / "harm"
+    store = Store()
+    harm = tmp_path / "harm"
     leader, follower = met(store, SECRET, SECRET)
     leader.say(["place", [1], []])
     assert follower.hear() == ["place", [1], []]
@@ -230,7 +235,8 @@ def test_what_nobody_signed_is_rejected_and_runs_nothing(tmp_path):
 def test_processes_of_different_secrets_or_runs_do_not_meet():
     with pytest.raises(xj.InputError, match="process 1 has a wrong signature: give all processes the same"):
         met(Store(limit=0.5), SECRET, OTHER)
-    earlier, store = Store(), Store()
+    earlier = Store()
+    store = Store()
     met(earlier, SECRET, SECRET)
     store.values["run/run"] = earlier.values["run/run"]
     with pytest.raises(xj.InputError, match="began another run"):
@@ -275,7 +281,8 @@ def test_what_is_told_is_a_closed_set_of_values():
 
 def test_who_does_not_know_the_secret_cannot_speak_to_a_parent():
     job = group.Job("127.0.0.1", free_port(), 2, 0)
-    hub, heard = watch._Hub(job, 60, SECRET), SimpleQueue()
+    hub = watch._Hub(job, 60, SECRET)
+    heard = SimpleQueue()
 
     def connected():
         return socket.create_connection((job.host, job.port), 10)

@@ -11,7 +11,8 @@ from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.generation import rows
 from xinfer_jax.generation.roads import Layered, _groups
 
-PROMPT, LONG = [5, 6, 7, 8, 9], list(range(20))
+PROMPT = [5, 6, 7, 8, 9]
+LONG = list(range(20))
 SMALL = tiny.CONFIG | dict(hidden_size=16, intermediate_size=16, num_attention_heads=2)
 WARM = xj.SamplingConfig(temperature=0.9, top_k=30)
 FULL = xj.SamplingConfig(min_p=0.1, temperature=0.9)
@@ -51,7 +52,8 @@ def ours(seen) -> dict[str, int]:
 def test_which_call_compiles_what(model):
     """The table: each line after all before it, in a cache of 64 tokens."""
     draft = xj.Model(*model, None, {}, None)
-    reading, one_more = dict(_enter=1, _layers=1, _last=1), dict(_enter=1, _layers=1)
+    reading = dict(_enter=1, _layers=1, _last=1)
+    one_more = dict(_enter=1, _layers=1)
     table = [
         ("a stream", {}, dict(_enter=2, _layers=2, _last=1, _head=1, _answer=1)),
         ("the same again", {}, {}),
@@ -109,7 +111,9 @@ def test_a_stream_is_compiled_before_its_weights_are_read(checkpoint):
     from xinfer_jax.checkpoint.loading import open_checkpoint
 
     opened = open_checkpoint(checkpoint(hf=SMALL | dict(hidden_size=40)))
-    shapes, ids, given = opened.model, [PROMPT], asked(logprobs=3)
+    shapes = opened.model
+    ids = [PROMPT]
+    given = asked(logprobs=3)
     with compiling.programs() as ahead:
         xj.stream(shapes.params, shapes.config, ids, given).prepare().wait()
     assert ours(ahead) == dict(_enter=2, _layers=2, _last=1, _head=1, _answer=1)
@@ -208,7 +212,8 @@ def test_a_prompt_of_several_chunks_compiles_one_width():
 
 def test_a_row_of_gear_keys_is_the_row_alone(model):
     """Its directions are those of the tokens that are read first."""
-    long, given = list(range(40)) * 2, dict(cache_dtype="gear", capacity=128)
+    long = list(range(40)) * 2
+    given = dict(cache_dtype="gear", capacity=128)
     (alone,) = streamed(model, [long], **given)[1].logprobs
     among = streamed(model, [long] + [PROMPT] * 15, **given)[1].logprobs[0]
     np.testing.assert_allclose(alone, among, atol=1e-5)
@@ -217,7 +222,8 @@ def test_a_row_of_gear_keys_is_the_row_alone(model):
 def test_what_the_compiler_refuses_reaches_the_caller_once(model, monkeypatch):
     from xinfer_jax.generation import programs
 
-    compile_it, calls = programs._compile, []
+    compile_it = programs._compile
+    calls = []
 
     def broken(lowered):
         calls.append(lowered)

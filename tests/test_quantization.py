@@ -90,7 +90,8 @@ def test_any_float_matrix_is_quantized_as_its_float32_values(dtype):
 @pytest.mark.parametrize("bits, group, axis", [(8, None, 0), (8, 40, -1), (4, 40, -1)])
 @pytest.mark.parametrize("shape", [(3000, 200), (129, 9000)])  # several blocks, and a last one of one row
 def test_a_large_matrix_is_rounded_as_its_parts(shape, bits, group, axis):
-    whole, group = matrix(*shape), group or shape[1]
+    whole = matrix(*shape)
+    group = group or shape[1]
     wanted, *parts = (quantize_matrix(some, bits, group) for some in (whole, whole[:50], whole[50:]))
     chex.assert_trees_all_equal(jax.tree.map(lambda *x: np.concatenate(x, axis), *parts), wanted)
 
@@ -181,7 +182,8 @@ def test_experts_narrower_than_the_model_in_bfloat16(has, monkeypatch):
 def test_qwen3_moe_prefills_64_tokens_in_bfloat16():
     config = CASES["moe-some-layers-dense"].config
     params = xj.init_params(config, jax.random.key(0), "bfloat16")
-    tokens_BT, num_tokens_B = np.arange(64, dtype=np.int32)[None] % 90, np.array([64], np.int32)
+    tokens_BT = np.arange(64, dtype=np.int32)[None] % 90
+    num_tokens_B = np.array([64], np.int32)
     logits = []
     for tree in (params, jax.tree.map(lambda x: x.astype("float32"), params)):
         cache = xj.init_cache(config, 1, 64)
@@ -348,7 +350,8 @@ def test_no_weight_is_widened_outside_the_loop(quantize):
 def test_init_params_quantizes(wanted):
     params = xj.init_params(wanted.config, jax.random.key(0), quantize="int8")
     plain = xj.init_params(wanted.config, jax.random.key(0), "float32")
-    leaf, matrix = params["layers"][0]["q"]["weight"], plain["layers"][0]["q"]["weight"]
+    leaf = params["layers"][0]["q"]["weight"]
+    matrix = plain["layers"][0]["q"]["weight"]
     np.testing.assert_allclose(dequantize(leaf), matrix, atol=0.5001 * float(jnp.abs(matrix).max()) / 127)
 
 

@@ -48,11 +48,13 @@ def packed_matrix(settings, random, N, K, g_idx=None, zeros=None, scale_type=np.
     """Tensors of a matrix X without their "X.", and what it stands for: scale * (q - zero), float32 [N,
     K].
     """
-    bits, J = settings["bits"], settings["group_size"] if settings["group_size"] > 0 else K
+    bits = settings["bits"]
+    J = settings["group_size"] if settings["group_size"] > 0 else K
     G = -(-K // J)
     q_KN = random.integers(0, 2**bits, (K, N))
     scale_GN = random.uniform(0.5, 1.5, (G, N)).astype(scale_type) / scale_type(2 ** (bits - 1) * np.sqrt(K))
-    awq, v1 = settings["quant_method"] == "awq", settings.get("checkpoint_format") == "gptq"
+    awq = settings["quant_method"] == "awq"
+    v1 = settings.get("checkpoint_format") == "gptq"
     zero_GN = random.integers(0, 2**bits, (G, N)) if zeros is None else np.full((G, N), zeros)
     group_K = np.arange(K) // J if g_idx is None else g_idx
     if awq:
@@ -75,7 +77,8 @@ def convert(settings, hf=tiny.UNTIED, act_order=False, head=False, **how):
     checkpoint that it equals.
     """
     random = np.random.default_rng(0)
-    stored, equal = {}, tiny.tensors(hf)
+    stored = {}
+    equal = tiny.tensors(hf)
     for name, tensor in equal.items():
         if tensor.ndim == 1 or not ("layers" in name or head and name == tiny.HEAD):
             stored[name] = tensor

@@ -29,7 +29,8 @@ def test_every_block_is_here():
 
 @pytest.mark.parametrize("number", range(len(PRINTED)))
 def test_block_prints(number, capsys):
-    (block, shown), pattern = BLOCKS[number], PRINTED[number]
+    (block, shown) = BLOCKS[number]
+    pattern = PRINTED[number]
     exec(compile(block.replace(FROM_THE_HUB, ""), "README.md", "exec"), {})
     out = capsys.readouterr().out
     if pattern is None:

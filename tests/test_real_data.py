@@ -12,7 +12,8 @@ import pytest
 import xinfer_jax as xj
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
-STORIES, QWEN = DATA / "stories260K", DATA / "qwen2.5-0.5b-instruct"
+STORIES = DATA / "stories260K"
+QWEN = DATA / "qwen2.5-0.5b-instruct"
 
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data is not there: {DATA}")
 
@@ -51,7 +52,8 @@ def test_stories_text_to_text(case):
 
 
 def test_stories_in_one_ragged_batch():
-    model, golden = stories(), json.loads((STORIES / "golden_greedy.json").read_text())["cases"]
+    model = stories()
+    golden = json.loads((STORIES / "golden_greedy.json").read_text())["cases"]
     options = xj.GenerateOptions(200, eos_token_ids=())
     out = xj.generate(model.params, model.config, [c["prompt_ids"] for c in golden], options)
     assert out.tokens == [c["greedy_ids"] for c in golden]
@@ -87,7 +89,8 @@ def test_qwen_chat_template(case):
 
 
 def test_qwen_french_question_is_26_ids():
-    system, user = "You are a helpful assistant.", "What is the capital of France?"
+    system = "You are a helpful assistant."
+    user = "What is the capital of France?"
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     assert len(qwen().encode(qwen().apply_chat_template(messages), add_special_tokens=False)) == 26
 

@@ -15,8 +15,10 @@ from xinfer_jax.cache.kinds import Ring
 from xinfer_jax.cache.kv_cache import reorder_tail, truncate
 from xinfer_jax.weights.params import tree_bytes
 
-CAPACITY, SLOTS = 2048, 576  # of a layer with a window of 8: 8 + 512 - 1, rounded up
-LONG, SHORT = 1200, 300
+CAPACITY = 2048
+SLOTS = 576  # of a layer with a window of 8: 8 + 512 - 1, rounded up
+LONG = 1200
+SHORT = 300
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,8 @@ def test_a_ring_gives_what_all_tokens_give(model, rows, dtype, bound):
     if dtype:
         whole = filled(model, tokens_BT[:, :-50], [LONG - 50, SHORT], dtype, rings=False)
         assert whole.reached_B is None
-        want_BTV, bound = np.moveaxis(np.asarray(decoded(model, whole, more_BT)[1]), 0, 1), 1e-5
+        want_BTV = np.moveaxis(np.asarray(decoded(model, whole, more_BT)[1]), 0, 1)
+        bound = 1e-5
     np.testing.assert_allclose(
         np.moveaxis(np.asarray(got_TBV), 0, 1), want_BTV, atol=bound * np.abs(want_BTV).max()
     )
@@ -149,7 +152,8 @@ def test_a_prefix_is_used_as_far_as_it_is_remembered(model, rows, tmp_path):
 
 def test_layers_with_different_windows(model, rows):
     """Two rings of different lengths: a prompt in chunks, then back as far as the shorter memory goes."""
-    params, config = model[0], dataclasses.replace(model[1], layer_windows=(8, 600))
+    params = model[0]
+    config = dataclasses.replace(model[1], layer_windows=(8, 600))
     tokens_BT = rows[0][:1]
     full_TV = np.asarray(jax.jit(xj.forward, static_argnums=1)(params, config, tokens_BT)[0][0])
     cache = filled((params, config), tokens_BT[:, :-1], [LONG - 1])

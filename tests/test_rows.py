@@ -103,7 +103,8 @@ def test_a_row_joins_others_that_go_on(model, given):
     """The second row ends; another prompt is read into its place and its numbers are admitted; the first row
     notices nothing.
     """
-    params, config = model.params, model.config
+    params = model.params
+    config = model.config
     keys = jax.random.split(jax.random.key(3), 3)
     alone = [
         xj.generate(
@@ -116,9 +117,11 @@ def test_a_row_joins_others_that_go_on(model, given):
         """Rows of these limits, read into these places of the cache, with their first tokens."""
         options = asked(max_new_tokens=14, capacity=64, **given)
         state = first_state(checked(params, config, prompts, options, keys), np.arange(len(prompts)))
-        tokens_BT, num_tokens_B = np.zeros((2, 16), np.int32), np.zeros(2, np.int32)
+        tokens_BT = np.zeros((2, 16), np.int32)
+        num_tokens_B = np.zeros(2, np.int32)
         for row, prompt in zip(rows, prompts, strict=True):
-            tokens_BT[row, : len(prompt)], num_tokens_B[row] = prompt, len(prompt)
+            tokens_BT[row, : len(prompt)] = prompt
+            num_tokens_B[row] = len(prompt)
         logits_BV, cache = READ.keeping(params, config, tokens_BT, num_tokens_B, cache, None, 512)
         state = dataclasses.replace(state, limit_B=np.array(limits, np.int32))
         return start_rows(np.asarray(logits_BV)[rows], state, None), cache
@@ -162,7 +165,8 @@ def test_only_allowed_tokens_are_chosen():
     logits_BV = jax.random.normal(jax.random.key(0), (2, V))
     np.testing.assert_array_equal(process(logits_BV, rows, context), logits_BV)
     context.allowed_bits[:] = 0
-    context.allowed_bits[0, 2], context.allowed_bits[1, 0] = 1 << 5 | 1, 1 << 31
+    context.allowed_bits[0, 2] = 1 << 5 | 1
+    context.allowed_bits[1, 0] = 1 << 31
     kept = np.isfinite(process(logits_BV, rows, context))
     assert [np.flatnonzero(row).tolist() for row in kept] == [[64, 69], [31]]
     token_B, *_ = choose(logits_BV, jax.random.split(jax.random.key(1), 2), rows, context)
@@ -171,7 +175,8 @@ def test_only_allowed_tokens_are_chosen():
 
 def test_what_processors_look_at_advances_and_is_reordered():
     rows = per_row(xj.SamplingConfig(min_new_tokens=2), 2, V)
-    seen_BV, history_BS = np.zeros((2, V), bool), np.zeros((2, 6), np.int32)
+    seen_BV = np.zeros((2, V), bool)
+    history_BS = np.zeros((2, 6), np.int32)
     context = start(rows, np.array([1, 2]), np.full((2, 1), -1), seen_BV, history_BS)
     context = context.advance(jnp.array([4, 5]), jnp.array([True, False]))
     context = context.advance(jnp.array([4, 6]), jnp.array([True, True])).reorder(jnp.array([1, 0]))

@@ -74,11 +74,10 @@ def test_the_smallest_temperatures_choose_the_argmax(temperature):
 
 
 def test_draws_do_not_depend_on_slot_or_batch():
-    rows, keys = (
-        per_row(xj.SamplingConfig(temperature=1.0), 5, 100),
-        jax.random.split(jax.random.key(1), 5),
-    )
-    logits, position = jax.random.normal(jax.random.key(2), (5, 100)), jnp.arange(5) + 3
+    rows = per_row(xj.SamplingConfig(temperature=1.0), 5, 100)
+    keys = jax.random.split(jax.random.key(1), 5)
+    logits = jax.random.normal(jax.random.key(2), (5, 100))
+    position = jnp.arange(5) + 3
 
     @jax.jit
     def sample(keys, position, logits, rows):
@@ -128,7 +127,8 @@ def test_top_p_keeps_the_smallest_nucleus(p):
 
 def test_both_in_one_loop_is_one_after_the_other():
     logits = np.random.RandomState(1).standard_normal((6, 300)).astype(np.float32) * 4
-    k, p = jnp.array([0, 1, 20, 50, 0, 300]), jnp.array([1.0, 0.5, 0.8, 1.0, 0.3, 0.99], jnp.float32)
+    k = jnp.array([0, 1, 20, 50, 0, 300])
+    p = jnp.array([1.0, 0.5, 0.8, 1.0, 0.3, 0.99], jnp.float32)
     np.testing.assert_array_equal(
         processors.top_k_top_p(logits, k, p), processors.top_p(processors.top_k(logits, k), p)
     )
@@ -158,7 +158,8 @@ def test_repetition_penalty_comes_before_temperature():
 
 
 def test_old_style_keys_give_the_same_draws():
-    new, old = sampling.row_keys(jax.random.key(5), 3), sampling.row_keys(jax.random.PRNGKey(5), 3)
+    new = sampling.row_keys(jax.random.key(5), 3)
+    old = sampling.row_keys(jax.random.PRNGKey(5), 3)
     np.testing.assert_array_equal(jax.random.key_data(new), jax.random.key_data(old))
 
 
@@ -216,7 +217,8 @@ def test_settings_of_a_checkpoint_that_say_nothing():
 
 def test_n_grams_longer_than_the_rows():
     """At once: no row holds one, so none is looked for."""
-    history_BS, length_B = jnp.array([[1, 1, 1, 1, 0, 0]] * 2), jnp.array([4, 4])
+    history_BS = jnp.array([[1, 1, 1, 1, 0, 0]] * 2)
+    length_B = jnp.array([4, 4])
     size_B = jnp.array([2**31 - 1, 2], jnp.int32)
     got = processors.no_repeat_ngram(jnp.zeros((2, 6)), size_B, history_BS, length_B)
     np.testing.assert_array_equal(np.isneginf(got), [[False] * 6, [False, True] + [False] * 4])
@@ -225,7 +227,8 @@ def test_n_grams_longer_than_the_rows():
 @pytest.mark.parametrize("size", [100, 151])
 @pytest.mark.parametrize("partitionable", [True, False])
 def test_noise_of_some_tokens_is_theirs_among_all(size, partitionable):
-    key, index = jax.random.key(9), jnp.array([size - 1, 0, 49, 50, 51, 75, 76, 7])
+    key = jax.random.key(9)
+    index = jnp.array([size - 1, 0, 49, 50, 51, 75, 76, 7])
     with jax.threefry_partitionable(partitionable):
         few, every = (jax.jit(sampling.gumbel, static_argnums=1)(key, size, at) for at in (index, None))
     np.testing.assert_array_equal(few, every[index])
@@ -238,11 +241,13 @@ def test_draws_among_few_are_those_among_all():
         xj.SamplingConfig(0.9, 0, 0.9), xj.SamplingConfig(), xj.SamplingConfig(2.0, 3),
         xj.SamplingConfig(1.0, 40, min_p=0.02), xj.SamplingConfig(1.0, 40, typical_p=0.7),
     ]  # fmt: skip
-    B, V = len(rows), 1000
+    B = len(rows)
+    V = 1000
     logits = np.random.RandomState(3).standard_normal((B, V)).astype(np.float32) * 3
     logits[0, 5:] = -np.inf  # leaves fewer than top-k
     logits[5] = np.minimum(logits[5], 0)  # half of all tie as the largest
-    settings, keys = per_row(rows, B, V), jax.random.split(jax.random.key(2), B)
+    settings = per_row(rows, B, V)
+    keys = jax.random.split(jax.random.key(2), B)
 
     @jax.jit
     def both(keys, logits, settings, position):

@@ -8,7 +8,10 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from xinfer_jax.engine import clients, scheduler
 from xinfer_jax.engine.scheduler import Move, Read, Row, Scheduler
 
-PAGE, CHUNK, CAPACITY, PATIENCE = 4, 12, 60, 3  # so small that short prompts see everything
+PAGE = 4
+CHUNK = 12
+CAPACITY = 60
+PATIENCE = 3  # so small that short prompts see everything
 
 
 @pytest.fixture
@@ -32,12 +35,21 @@ class Device:
         self.several_clients = several_clients
         self.books = Scheduler(slots, pages, CAPACITY, CHUNK, prefix_cache)
         self.cells = [[None] * PAGE for _ in range(pages)]
-        self.rows, self.queue, self.host, self.texts = [], [], {}, []
-        self.weights, self.known, self.lost, self.published = 0, set(), False, 0
+        self.rows = []
+        self.queue = []
+        self.host = {}
+        self.texts = []
+        self.weights = 0
+        self.known = set()
+        self.lost = False
+        self.published = 0
 
     def submit(self, ids, most, **options):
         row = Row(ids, most, **options)
-        row.should, row.chosen, row.late, row.weights = [], [], 0, None
+        row.should = []
+        row.chosen = []
+        row.late = 0
+        row.weights = None
         if len(ids) + most <= self.books.room:
             self.books.submit(row)
             self.rows.append(row)
@@ -74,7 +86,8 @@ class Device:
             other.late += other.arrival < row.arrival and (other in self.queue or not other.read)
 
     def read(self, piece):
-        row, (_, start, count, whole, last, _) = piece.row, piece
+        row = piece.row
+        (_, start, count, whole, last, _) = piece
         could = [*self.queue] if None in self.books.slots else [row]
         could += [other for other in self.books.seated if not other.read]
         if not self.several_clients and len(self.books.free) >= 80:  # else those before it may wait for pages
@@ -123,9 +136,12 @@ class Device:
 
     def look_up(self, row, start):
         """What a set of prefixes says is found; less once pages were given up."""
-        cut, best, most = (len(row.ids) - 1) // CHUNK * CHUNK, [0, 0], len(row.ids)
+        cut = (len(row.ids) - 1) // CHUNK * CHUNK
+        best = [0, 0]
+        most = len(row.ids)
         if row.scored is not None:
-            cut, most = 0, min(most, row.scored)
+            cut = 0
+            most = min(most, row.scored)
         for form in (False, True):
             for end in range(PAGE, most, PAGE):
                 if self.keys(row, row.ids, end, form) not in self.known:
@@ -174,7 +190,8 @@ class Device:
         self.check()
 
     def check(self):
-        books, counts = self.books, self.books.counts()
+        books = self.books
+        counts = self.books.counts()
         held = [page for row in self.rows for page in row.pages]
         assert books.holders == [held.count(page) for page in range(books.pages)]
         assert sorted([0, *books.free, *books.cached, *set(held)]) == [*range(books.pages)]

@@ -149,7 +149,8 @@ def test_logits_of_a_long_text_never_exist():
     hf = dict(model_type="qwen2", vocab_size=151936, hidden_size=896, intermediate_size=4864,
               num_hidden_layers=1, num_attention_heads=14,
               num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True)  # fmt: skip
-    config, T = from_hf(hf), 8192
+    config = from_hf(hf)
+    T = 8192
     params = jax.eval_shape(partial(xj.init_params, config, dtype="float32"), jax.random.key(0))
     inputs = jax.ShapeDtypeStruct((1, T, 896), jnp.float32), params, jax.ShapeDtypeStruct((1, T), jnp.int32)
 
@@ -167,7 +168,9 @@ def test_logits_of_a_long_text_never_exist():
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_generate_returns_the_same_log_probabilities(bundled, temperature):
     """EOS entry included; temperature and top-p change what is drawn, not what is reported."""
-    params, config, tok = bundled.params, bundled.config, bundled.tokenizer
+    params = bundled.params
+    config = bundled.config
+    tok = bundled.tokenizer
     questions = ("What is the capital of France?", "What is the capital of Spain?", "Hello")
     prompts = [tok.encode(tok.apply_chat_template([{"role": "user", "content": text}])) for text in questions]
     sampling = xj.SamplingConfig(temperature=temperature, top_p=0.95)
@@ -193,7 +196,9 @@ def test_generate_returns_the_same_log_probabilities(bundled, temperature):
 def test_narrow_weights(weights, bound):
     narrow = dict(quantize=weights) if weights.startswith("int") else dict(dtype=weights)
     model = tiny.shallow(**narrow)
-    params, config, tok = model.params, model.config, model.tokenizer
+    params = model.params
+    config = model.config
+    tok = model.tokenizer
     prompt = tok.encode(
         tok.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
     )
@@ -217,7 +222,8 @@ def test_narrow_weights(weights, bound):
 def test_transformers_agrees(name):
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    case, prompts = cases.CASES[name], cases.prompts(cases.CASES[name])
+    case = cases.CASES[name]
+    prompts = cases.prompts(cases.CASES[name])
     tensors = cases.random_tensors(case.config, 1234)
     theirs = cases.hf_model(case.hf, tensors)
     got_BT = np.asarray(
@@ -289,7 +295,8 @@ def test_script_scores_every_token_once(bundled, tmp_path, window, stride, lengt
     done = perplexity(f"--text={text}", f"--window={window}", f"--stride={stride}")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    tokens_BT, last_B = np.zeros((length - 1, window), np.int32), []
+    tokens_BT = np.zeros((length - 1, window), np.int32)
+    last_B = []
     for i in range(1, length):
         begin = stride * max(0, math.ceil((i + 1 - window) / stride))
         assert i - begin >= min(i, window - stride)

@@ -136,7 +136,8 @@ def test_echo_as_lm_eval_reads_it(server, model):
     )
     wanted = xj.score(model.params, model.config, jax.numpy.array([ids]))[0]
     for t in range(1, len(ids)):
-        own, top = found["token_logprobs"][t], found["top_logprobs"][t]
+        own = found["token_logprobs"][t]
+        top = found["top_logprobs"][t]
         assert abs(own - float(wanted[t - 1])) < 1e-5 and top[found["tokens"][t]] == own <= max(top.values())
     alone = server.ask("completion", prompt=[ids], max_tokens=0, logprobs=1, echo=True)["choices"][0]
     assert alone["logprobs"]["token_logprobs"] == found["token_logprobs"][:-1]
@@ -263,7 +264,8 @@ def test_who_goes_away_frees_its_row(server, streamed):
 
 
 def test_who_does_not_read_is_cut_off():
-    sent, closed = [], []
+    sent = []
+    closed = []
 
     async def events():
         while True:
@@ -435,7 +437,8 @@ def test_a_person_at_the_page(server, tmp_path, monkeypatch):
 @pytest.mark.parametrize("more", [dict(logprobs=2), dict(max_tokens=0, logprobs=1), {}])
 def test_a_streamed_echo_is_its_whole_answer(server, more):
     asked = dict(prompt=["What is", "The"], n=2, seed=4, temperature=1.3, max_tokens=9, echo=True) | more
-    whole, chunks = server.ask("completion", **asked), server.events("completion", **asked)
+    whole = server.ask("completion", **asked)
+    chunks = server.events("completion", **asked)
     for wanted in whole["choices"]:
         mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == wanted["index"]]
         assert "".join(c["text"] for c in mine) == wanted["text"] and mine[-1]["finish_reason"]
@@ -504,7 +507,8 @@ def test_one_body_cannot_ask_for_everything(server):
 
 def test_nobody_says_to_be_more_urgent(model):
     with serving.served(model) as own:
-        found, submit = [], own.engine.submit_many
+        found = []
+        submit = own.engine.submit_many
         own.engine.submit_many = lambda *args, **more: found.append(more["priority"]) or submit(*args, **more)
         own.ask("completion", prompt=[[5]] * 3, n=2, max_tokens=1, priority=-(2**30))
         own.ask("completion", prompt=[[5]], max_tokens=1, priority=40)
@@ -579,7 +583,8 @@ def spelled_by(template, **tokens):
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.normalizer, backend.decoder = normalizers.NFC(), decoders.ByteLevel()
+    backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
     for content, options in tokens.items():
         backend.add_tokens([tokenizers.AddedToken(content, **dict(normalized=False) | options)])
     return Tokenizer(backend, chat_template=template, special_tokens={}, eos_token_ids=[])

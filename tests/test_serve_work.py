@@ -134,7 +134,8 @@ def test_heavy_work_does_not_hold_up_the_event_loop(server, model):
         ("/tokenize", chat),
         ("/detokenize", dict(tokens=[7] * 10_000)),
     ]
-    waits, stop = [], threading.Event()
+    waits = []
+    stop = threading.Event()
 
     def look():
         while not stop.is_set():
@@ -153,7 +154,9 @@ def test_heavy_work_does_not_hold_up_the_event_loop(server, model):
 
 def test_a_client_has_one_job_at_a_time():
     async def run():
-        offload, order, running = Offload(), [], set()
+        offload = Offload()
+        order = []
+        running = set()
 
         def work(client, number):
             assert client not in running
@@ -180,7 +183,10 @@ def test_a_client_has_one_job_at_a_time():
 
 def test_work_for_a_client_that_has_left_stops(server, model, monkeypatch):
     """Its prompt is not submitted, and what waits behind it is not worked on."""
-    entered, gone, submitted, read = threading.Event(), threading.Event(), [], service_module.read_body
+    entered = threading.Event()
+    gone = threading.Event()
+    submitted = []
+    read = service_module.read_body
 
     def slow(*args, **more):
         entered.set()
@@ -233,7 +239,8 @@ def test_limits_count_tokens(model):
 
 
 def test_all_prompts_are_submitted_at_once(server, monkeypatch):
-    found, submit = [], server.engine.submit_many
+    found = []
+    submit = server.engine.submit_many
 
     def seen(prompts, options, **more):
         found.append((len(prompts), more["client"], threading.current_thread().name))
@@ -261,7 +268,8 @@ def test_a_key_does_not_see_anothers_prompts(server, model):
 
 def test_a_deadline_that_passed_in_the_queue_is_an_error(model):
     with serving.served(model, deadline=1.0) as late:
-        window, full = late.engine._device.window, threading.Event()
+        window = late.engine._device.window
+        full = threading.Event()
         late.engine._device.window = lambda *args: (full.is_set() and time.sleep(1.3), window(*args))[1]
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             rows = pool.submit(late.call, "POST", "/v1/completions", dict(LONG, n=4))
@@ -281,7 +289,8 @@ def test_the_log_counts_what_usage_counts(server):
     _, body, _ = ask(
         server, "/v1/chat/completions", messages=[dict(role="user", content="What is the capital of France?")]
     )
-    usage, line = body["usage"], ""
+    usage = body["usage"]
+    line = ""
     end = time.monotonic() + 5
     while f"seed {body['seed']}" not in line and time.monotonic() < end:
         line = server.log[-1]
@@ -294,7 +303,8 @@ def test_thoughts_of_pieces_are_those_of_the_whole():
     for _ in range(2000):
         pieces = [rng.choice(parts) for _ in range(rng.randrange(1, 9))]
         opened = rng.random() < 0.5
-        thoughts, found = Thoughts(opened), ["", ""]
+        thoughts = Thoughts(opened)
+        found = ["", ""]
         for i, piece in enumerate(pieces):
             for j, new in enumerate(thoughts.push(piece, i == len(pieces) - 1)):
                 found[j] += new
@@ -393,7 +403,8 @@ def test_a_job_waits_for_its_client_before_it_holds_what_others_need():
     """And a job that cannot begin holds nothing."""
 
     async def check():
-        offload, order = Offload(), []
+        offload = Offload()
+        order = []
         work = [offload.run("a", True, lambda: time.sleep(0.1)) for _ in range(3)]
         alone = offload.run("a", True, lambda: order.append("a"), alone=True)
         tasks = [asyncio.ensure_future(one) for one in (*work, alone)]

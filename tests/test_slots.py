@@ -33,7 +33,8 @@ def filled(model, capacity, counts):
 @pytest.mark.parametrize("counts", [[7, 4], [7]], ids=["ragged", "one-row"])
 def test_what_lies_past_the_capacity_is_dropped_and_flagged(model, counts):
     """Seven tokens for five places: the third call straddles the end, the fourth is past it."""
-    cache, enough = filled(model, 5, counts), filled(model, 8, counts)
+    cache = filled(model, 5, counts)
+    enough = filled(model, 8, counts)
     assert cache.capacity == 5 and not isinstance(cache.layers[0], Ring) and cache.reached_B is None
     assert cache.length_B.tolist() == [min(n, 5) for n in counts]
     assert cache.overflow_B.tolist() == [n > 5 for n in counts]

@@ -53,7 +53,8 @@ def test_the_tokens_are_those_of_plain_decoding(model, drafts, draft):
     eos = tuple(run(model).tokens[0][9:10])
     for settings in (xj.SamplingConfig(), MIXED):
         given = dict(sampling=settings, eos_token_ids=eos, logprobs=2)
-        plain, guessed = run(model, **given), run(model, draft=drafts[draft], **given)
+        plain = run(model, **given)
+        guessed = run(model, draft=drafts[draft], **given)
         assert guessed.tokens == plain.tokens and guessed.finish_reason == plain.finish_reason
         np.testing.assert_allclose(sum(guessed.logprobs, []), sum(plain.logprobs, []), atol=1e-4)
         for a, b in zip(sum(guessed.alternatives, []), sum(plain.alternatives, []), strict=True):
@@ -103,7 +104,8 @@ def test_quantized_weights(quantize):
 @pytest.mark.slow
 def test_sampled_tokens_follow_the_distribution(model, drafts):
     """The second token's frequencies over many keys, given the first: those of the model's own softmax."""
-    rows, prompt = 512, PROMPTS[0]
+    rows = 512
+    prompt = PROMPTS[0]
     settings = xj.SamplingConfig(temperature=0.7, top_k=4)
     first = run(model, [prompt]).tokens[0][0]
     options = xj.GenerateOptions(2, settings, eos_token_ids=(), draft=drafts["small"])

@@ -32,7 +32,8 @@ def run(model, prompts=PROMPTS, key=0, **given) -> xj.GenerateOutput:
 
 def streamed(model, prompts=PROMPTS, until=None, **given):
     """What a stream yields, told to stop after so many steps, and its output."""
-    steps, seen = xj.stream(model.params, model.config, prompts, options(**given), key=jax.random.key(0)), []
+    steps = xj.stream(model.params, model.config, prompts, options(**given), key=jax.random.key(0))
+    seen = []
     for ids in steps:
         seen.append(ids)
         if len(seen) == until:
@@ -71,10 +72,8 @@ def test_ids_that_are_allowed_forbidden_or_biased(model):
 
 
 def test_presence_and_frequency_are_subtracted():
-    logits_BV, count_BV = (
-        np.random.RandomState(0).standard_normal((2, 6)).astype(np.float32),
-        np.array([[0, 1, 2, 0, 5, 0]] * 2),
-    )
+    logits_BV = np.random.RandomState(0).standard_normal((2, 6)).astype(np.float32)
+    count_BV = np.array([[0, 1, 2, 0, 5, 0]] * 2)
     got = processors.presence_frequency(logits_BV, jnp.array([0.5, 0.0]), jnp.array([0.25, -1.0]), count_BV)
     np.testing.assert_allclose(got[0], logits_BV[0] - 0.5 * (count_BV[0] > 0) - 0.25 * count_BV[0], rtol=1e-6)
     np.testing.assert_allclose(got[1], logits_BV[1] + count_BV[1], rtol=1e-6)
@@ -162,14 +161,16 @@ def test_a_stream_that_is_told_to_stop(model, until):
     assert [len(row) for row in out.logprobs] == [until] * 2 and out.stats.generated_tokens == 2 * until
 
 
-QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
+QUESTION = "What is the capital of France?"
+ANSWER = "The capital of France is Paris."
 
 
 @pytest.mark.parametrize("stop", [" France", "ital", "tal of Fr", "l of", ".", "T"])
 def test_the_text_ends_before_a_stop_string(model, stop):
     given = dataclasses.replace(options(max_new_tokens=16), stop_strings=("nowhere", stop))
     pieces = xj.stream_text(model, QUESTION, given)
-    text, out = "".join(pieces), pieces.output
+    text = "".join(pieces)
+    out = pieces.output
     assert text == xj.generate_text(model, QUESTION, given) == ANSWER[: ANSWER.index(stop)]
     assert out.finish_reason == ["stop"] and stop in model.tokenizer.decode(out.tokens[0])
 
@@ -217,7 +218,8 @@ def test_quantized_weights_take_every_way(quantize):
     model = xj.load_model(quantize=quantize)
     settings = xj.SamplingConfig(temperature=0.9, min_p=0.05, frequency_penalty=0.5, no_repeat_ngram_size=3)
     given = dict(sampling=settings, n=2, logprobs=2)
-    out, again = run(model, **given), run(model, **given)
+    out = run(model, **given)
+    again = run(model, **given)
     assert out.tokens == again.tokens and len(out.tokens) == 4 and all(out.alternatives)
 
 

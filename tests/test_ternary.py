@@ -52,7 +52,8 @@ def test_sums_are_exact_and_the_same_in_every_form(outputs, inputs, rows, form):
     weight, levels_OI = leaf(outputs, inputs)
     assert weight.shape == levels_OI.shape
     x_MI = np.random.default_rng(rows).integers(-127, 128, (rows, inputs)).astype(np.int8)
-    x_MI[0], sign_I = 127, np.where(levels_OI[0] == 0, 1, levels_OI[0])
+    x_MI[0] = 127
+    sign_I = np.where(levels_OI[0] == 0, 1, levels_OI[0])
     x_MI[0] *= sign_I  # the largest sum there can be
     got_MO = jax.jit(form)(jnp.asarray(x_MI), weight.values)
     np.testing.assert_array_equal(got_MO, x_MI.astype(np.int64) @ levels_OI.T.astype(np.int64))
@@ -118,7 +119,9 @@ def pack(levels_OI: np.ndarray) -> np.ndarray:
 def checkpoint(path, way: str, hf=HF, dtype="float32", **more):
     """Written in that way, and the float matrices that stand for the same function, by name."""
     linear_class, mode, how = WAYS[way]
-    masters, stored, wide = cases.random_tensors(from_hf(copy.deepcopy(hf)), 0), {}, {}
+    masters = cases.random_tensors(from_hf(copy.deepcopy(hf)), 0)
+    stored = {}
+    wide = {}
     for i, (name, matrix) in enumerate(masters.items()):
         stored[name] = wide[name] = matrix.astype(tiny.DTYPES[dtype])
         if not quantized(name):
@@ -222,7 +225,8 @@ def test_head_dim_is_that_of_the_norm():
 def test_generates_alone_in_a_batch_and_from_random_parameters(tmp_path):
     path, _ = checkpoint(tmp_path, "autobitlinear", HF | dict(num_hidden_layers=1))
     model = xj.load_model(path, dtype="float32")
-    prompts, options = [[5, 7, 9], list(range(12))], xj.GenerateOptions(6, eos_token_ids=())
+    prompts = [[5, 7, 9], list(range(12))]
+    options = xj.GenerateOptions(6, eos_token_ids=())
     both = xj.generate(model.params, model.config, prompts, options)
     alone = [xj.generate(model.params, model.config, [p], options) for p in prompts]
     assert both.tokens == [out.tokens[0] for out in alone]
@@ -253,7 +257,8 @@ def test_tokens_are_those_of_transformers(tmp_path, case, way):
     if hf.get("attention_bias") and WAYS[way][:2] == ("autobitlinear", "offline"):
         pytest.skip("biases are scaled too there, and refused")
     path, _ = checkpoint(tmp_path, way, hf)
-    model, prompts = xj.load_model(path, dtype="float32"), cases.prompts(cases.CASES[case])
+    model = xj.load_model(path, dtype="float32")
+    prompts = cases.prompts(cases.CASES[case])
     with transformers_model(hf, path, way) as theirs:
         answers = [cases.hf_greedy(theirs, prompt, 12) for prompt in prompts]
         wanted = [cases.hf_logits(theirs, prompt) for prompt in prompts]

@@ -23,7 +23,8 @@ def model(good) -> xj.Model:
 def test_generate_text_and_stream_text(model):
     options = xj.GenerateOptions(max_new_tokens=16)
     pieces = xj.stream_text(model, QUESTION, options)
-    seen, out = list(pieces), pieces.output
+    seen = list(pieces)
+    out = pieces.output
     assert "".join(seen) == ANSWER == xj.generate_text(model, QUESTION, options) and len(seen) > 5
     assert (out.tokens, out.finish_reason) == ([ANSWER_IDS], ["eos"])
 
@@ -228,7 +229,10 @@ def test_stop_strings_cost_the_same_whatever_they_are(model):
     st.lists(st.text("abc", max_size=4), max_size=8),
 )
 def test_the_first_stop_string_is_found_across_pieces(stops, pieces):
-    found, state, text, held = StopStrings.of(tuple(stops)), 0, "", 0
+    found = StopStrings.of(tuple(stops))
+    state = 0
+    text = ""
+    held = 0
     for piece in pieces:
         state, seen = found.find(state, piece, len(text))
         text += piece
@@ -250,9 +254,11 @@ def test_a_stop_string_may_be_a_part_of_the_text(model):
 
 
 def test_a_run_without_whole_text_is_decoded_a_bounded_number_of_times(model, monkeypatch):
-    tokenizer, decoded = model.tokenizer, [0]
+    tokenizer = model.tokenizer
+    decoded = [0]
     half = tokenizer.backend.token_to_id("\u00e2")  # the first byte of a character, as the alphabet spells it
-    ids, wanted = [half] * 500, tokenizer.decode([half] * 500)
+    ids = [half] * 500
+    wanted = tokenizer.decode([half] * 500)
     decode = type(tokenizer).decode
 
     def counted(self, ids, skip_special_tokens=True):

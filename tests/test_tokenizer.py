@@ -111,9 +111,11 @@ def whole_prefix(data: bytes) -> str:
 @pytest.mark.parametrize("name", VALID)
 def test_every_whole_character_comes_at_once_and_no_half_one(name):
     """One id per byte: the hardest split. After each id, exactly the whole characters so far are out."""
-    text, data = VALID[name], VALID[name].encode()
+    text = VALID[name]
+    data = VALID[name].encode()
     byte_ids = [_BYTE_IDS[byte] for byte in data]
-    decoder, out = IncrementalDecoder(made()), ""
+    decoder = IncrementalDecoder(made())
+    out = ""
     for i, token in enumerate(byte_ids):
         out += decoder.push(token)
         assert out == whole_prefix(data[: i + 1])
@@ -259,7 +261,9 @@ def test_template(name):
 
 
 def test_strftime_now():
-    before, text, after = datetime.now(), rendered("{{ strftime_now('%Y-%m-%d %H:%M:%S') }}"), datetime.now()
+    before = datetime.now()
+    text = rendered("{{ strftime_now('%Y-%m-%d %H:%M:%S') }}")
+    after = datetime.now()
     assert before.replace(microsecond=0) <= datetime.fromisoformat(text) <= after
 
 

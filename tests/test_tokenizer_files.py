@@ -218,7 +218,8 @@ def plain(tmp_path_factory):
     """A checkpoint without a chat template, and without ChatML's tokens."""
     path = tiny.write(tmp_path_factory.mktemp("plain"), tokenizer_config=None)
     backend = tokenizers.Tokenizer(tiny.tokenizer().model)
-    backend.pre_tokenizer, backend.decoder = tiny.tokenizer().pre_tokenizer, tiny.tokenizer().decoder
+    backend.pre_tokenizer = tiny.tokenizer().pre_tokenizer
+    backend.decoder = tiny.tokenizer().decoder
     backend.save(str(path / "tokenizer.json"))
     return path
 

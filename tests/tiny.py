@@ -33,7 +33,8 @@ TOKENIZER_CONFIG = dict(
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # the last ids of the tokenizer
 ENDOFTEXT, IM_START, IM_END = range(269, 272)
 UNTIED = CONFIG | dict(tie_word_embeddings=False)
-EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBED = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 _MERGES = ["t h", "th e", "i n", "e r", "a n", "Ġ the", "Ġ a", "o n", "an d", "Ġ s", "l l", "in g", "Ġ and"]
@@ -174,7 +175,8 @@ def refusal(path, **options) -> str:
 
 def same_shapes(opened) -> None:
     """That the shapes of an opened checkpoint are those that reading gives."""
-    forms, model = opened.model, opened.read()
+    forms = opened.model
+    model = opened.read()
     assert jax.tree.structure(forms.params) == jax.tree.structure(model.params)
     for form, leaf in zip(jax.tree.leaves(forms.params), jax.tree.leaves(model.params), strict=True):
         assert isinstance(form, jax.ShapeDtypeStruct) and isinstance(leaf, jax.Array)

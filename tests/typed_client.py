@@ -14,7 +14,8 @@ assert_type(model, xj.Model)
 assert_type(model.config, xj.ModelConfig)
 assert_type(model.tokenizer, xj.Tokenizer | None)
 assert_type(xj.__version__, str)
-params, config = model.params, model.config
+params = model.params
+config = model.config
 
 # Text: one prompt gives a text, a list gives a list.
 options = xj.GenerateOptions(
@@ -41,7 +42,8 @@ assert_type(xj.score_completions(params, config, [[1]], [[2]]), list[list[float]
 assert_type(xj.alternatives_text(model, out)[0][0].probability, float)
 
 # Arrays, of JAX or NumPy.
-tokens_BT, num_tokens_B = np.ones((1, 4), np.int32), np.array([4])
+tokens_BT = np.ones((1, 4), np.int32)
+num_tokens_B = np.array([4])
 assert_type(xj.forward(params, config, tokens_BT), tuple[jax.Array, None])
 cache = xj.init_cache(config, batch=1, capacity=16)
 assert_type(cache, xj.KVCache)

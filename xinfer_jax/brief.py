@@ -27,7 +27,8 @@ def counted(lists: Sequence[Sequence[Any]], noun: str) -> str:
     """How many lists there are, and between how many tokens they have."""
     sizes = sorted({len(entries) for entries in lists})
     between = " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1])))) if sizes else "0"
-    plural, tokens = "" if len(lists) == 1 else "s", "token" if sizes == [1] else "tokens"
+    plural = "" if len(lists) == 1 else "s"
+    tokens = "token" if sizes == [1] else "tokens"
     return f"{len(lists)} {noun}{plural} of {between} {tokens}"
 
 

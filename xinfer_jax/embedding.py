@@ -53,9 +53,12 @@ def embed_texts(
         raise InputError(f"pooling must be 'mean' or 'last', got {shown(pooling)}")
     if not isinstance(normalize, bool | np.bool_):
         raise InputError(f"normalize must be True or False, got {shown(normalize)}")
-    rows, limit = _ids_of_texts(model, texts), model.config.context_length
-    params, config = model.params, model.config
-    runner, vectors_ND = road(params)(NOW, None), np.zeros((len(rows), config.hidden_size), np.float32)
+    rows = _ids_of_texts(model, texts)
+    limit = model.config.context_length
+    params = model.params
+    config = model.config
+    runner = road(params)(NOW, None)
+    vectors_ND = np.zeros((len(rows), config.hidden_size), np.float32)
     for batch in _batches([min(bucket(len(row)), limit) for row in rows]):
         tokens_BT, num_tokens_B = padded([rows[i] for i in batch], limit, power_of_two(len(batch)))
         hidden_BTD = runner.hidden((params, config), (tokens_BT, num_tokens_B))
@@ -110,7 +113,8 @@ def _encoded(tokenizer: Tokenizer, text: str, limit: int) -> tuple[int, list[int
 def _batches(widths: list[int]) -> Iterator[list[int]]:
     """Indices of texts that are padded to the same width, as many as a batch takes."""
     for width in sorted(set(widths)):
-        alike, most = [i for i, w in enumerate(widths) if w == width], max(1, _MOST_TOKENS // width)
+        alike = [i for i, w in enumerate(widths) if w == width]
+        most = max(1, _MOST_TOKENS // width)
         for at in range(0, len(alike), most):
             yield alike[at : at + most]
 

@@ -86,8 +86,10 @@ def device_groups(number: int, own: Sequence[jax.Device] | None = None) -> list[
     """
     own = own or jax.local_devices()[:1]
     alike = jax.local_devices(backend=own[0].platform)
-    rest, size = [device for device in alike if device not in own], len(own)
-    need, have = whole("data_parallel", number, 1) * size, len(rest) + size
+    rest = [device for device in alike if device not in own]
+    size = len(own)
+    need = whole("data_parallel", number, 1) * size
+    have = len(rest) + size
     if need > have:
         raise InputError(
             f"data_parallel={number} takes {need} devices, and there are {have}: ask for"

@@ -16,7 +16,8 @@ from .errors import InputError
 
 VARIABLE = "XINFER_JAX_SECRET_FILE"  # of the environment: names the file where no flag does
 SIZE = hashlib.sha256().digest_size  # bytes of a signature, and of a random number
-_LEAST, _MOST = 32, 4096  # bytes of a secret
+_LEAST = 32
+_MOST = 4096  # bytes of a secret
 _handed = list[bytes]()  # the secret that a parent process has given to this one
 
 
@@ -29,7 +30,9 @@ class Signer:
 
     def __init__(self, secret: bytes, run: str, sender: str):
         """secret: that both sides know; run: text that no other run has; sender: its name in errors."""
-        self._secret, self._run, self._sender = secret, run, sender
+        self._secret = secret
+        self._run = run
+        self._sender = sender
         self._number = itertools.count()
 
     def sign(self, key: str, content: bytes) -> bytes:

@@ -119,7 +119,8 @@ class Stopwatch:
 
     def _covered(self) -> float:
         """Length of the union of the spans: an inner function's trace lies within its caller's."""
-        total, end = 0.0, 0.0
+        total = 0.0
+        end = 0.0
         for first, last in sorted(self._spans):
             total += max(0.0, last - max(first, end))
             end = max(end, last)

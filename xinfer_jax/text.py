@@ -18,7 +18,8 @@ from .generation.options import GenerateOptions, GenerateOutput, asked
 from .generation.programs import Ahead
 from .generation.streaming import Stream, generate, stream
 
-MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 256  # of a prompt; characters
+MOST_STOP_STRINGS = 64
+LONGEST_STOP_STRING = 256  # of a prompt; characters
 Conversation = Sequence[Mapping[str, Any]]  # messages of that form
 Prompt = str | Conversation
 
@@ -165,7 +166,8 @@ class TextStream(Iterator[str]):
 
     def __init__(self, answer: "Said", steps: Stream):
         """answer, steps: of the one prompt."""
-        self._answer, self._steps = answer, steps
+        self._answer = answer
+        self._steps = steps
 
     def __next__(self) -> str:
         for (token,) in self._steps:
@@ -256,7 +258,8 @@ def _cut_texts(
 ) -> list[str]:
     """The answers up to their first stop strings; the batch runs until each has one, or has ended."""
     answers = [Said(_tokenizer(model), options.stop_strings) for _ in prompts]
-    texts, steps = [""] * len(prompts), _ids(model, prompts, options, key)
+    texts = [""] * len(prompts)
+    steps = _ids(model, prompts, options, key)
     for ids in steps:
         texts = [text + answer.push(i) for text, answer, i in zip(texts, answers, ids, strict=True)]
         if all(answer.ended or i is None for answer, i in zip(answers, ids, strict=True)):
@@ -283,7 +286,9 @@ class Said:
     ):
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens)
         self._stops = StopStrings.of(tuple(stops)) if stops else None
-        self._state, self._held, self._include = 0, "", include_stop
+        self._state = 0
+        self._held = ""
+        self._include = include_stop
         self.ended = False  # no more is said, as after a complete stop string
 
     def push(self, token: int | None) -> str:
@@ -303,7 +308,8 @@ class Said:
     def _take(self, piece: str) -> str:
         if self._stops is None:
             return piece
-        begin, text = len(self._held), self._held + piece
+        begin = len(self._held)
+        text = self._held + piece
         self._state, found = self._stops.find(self._state, piece, begin)
         if found is not None:
             self.ended = True

@@ -45,7 +45,8 @@ def argmax(x_BV: jax.Array, *, interpret: Any = None) -> jax.Array:
     layout = plgpu.Layout.WG_STRIDED((_BLOCK,), vec_size=16 // x_BV.dtype.itemsize)
 
     def kernel(x_ref, key_ref, index_ref):
-        row, block = lax.axis_index("row"), lax.axis_index("block")
+        row = lax.axis_index("row")
+        block = lax.axis_index("block")
         # The last block overlaps the one before: nothing to mask.
         first = jnp.minimum(block * _BLOCK, V - _BLOCK)
         key = ordered(compat.load(x_ref.at[row], first, _BLOCK, layout).astype(jnp.float32))
@@ -81,12 +82,14 @@ def lm_head_argmax(
     Returns:
         ids int32 [B] and their log-probabilities float32 [B].
     """
-    B, V = x_BD.shape[0], weight_VD.shape[0]
+    B = x_BD.shape[0]
+    V = weight_VD.shape[0]
     if B > ROWS:
         some = partial(lm_head_argmax, weight_VD=weight_VD, soft_cap=soft_cap, interpret=interpret)
         ids, logprobs = zip(*(some(x_BD[i : i + ROWS]) for i in range(0, B, ROWS)), strict=True)
         return jnp.concatenate(ids), jnp.concatenate(logprobs)
-    x_ND, weight_VD = padded(x_BD, 8, 64), padded(weight_VD, 8, 64)
+    x_ND = padded(x_BD, 8, 64)
+    weight_VD = padded(weight_VD, 8, 64)
     N, D = x_ND.shape
     steps = pl.cdiv(D, _WIDE)
     tiles = pl.cdiv(V, ROWS)
@@ -94,7 +97,8 @@ def lm_head_argmax(
     stages = min(6, 104 * 1024 // (2 * _WIDE * (ROWS + N)))  # of 113 KiB, half of a multiprocessor's
 
     def kernel(x_ref, w_ref, *refs):
-        best_refs, (x_smem, w_smem, *best_smem, landed) = refs[:3], refs[3:]
+        best_refs = refs[:3]
+        (x_smem, w_smem, *best_smem, landed) = refs[3:]
         program = lax.axis_index("program")
         # Tiles program, program + programs, …
         mine = lax.div(tiles - program + (programs - 1), jnp.int32(programs))

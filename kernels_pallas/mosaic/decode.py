@@ -63,8 +63,11 @@ def decode_attention(  # noqa: PLR0913
     """
     B, N, H = q_BNH.shape
     K, S = k_BKSH.shape[1:3]
-    G, width, dtype = N // K, H, q_BNH.dtype
-    k_BKSH, v_BKSH = padded(k_BKSH, 8, 16), padded(v_BKSH, 8, 16)
+    G = N // K
+    width = H
+    dtype = q_BNH.dtype
+    k_BKSH = padded(k_BKSH, 8, 16)
+    v_BKSH = padded(v_BKSH, 8, 16)
     H = k_BKSH.shape[-1]
     splits = splits or max(1, min(PROGRAMS // (B * K), pl.cdiv(S, block)))
     # Of 113 KiB, half of a multiprocessor's.
@@ -74,7 +77,9 @@ def decode_attention(  # noqa: PLR0913
 
     def kernel(length_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, *scratch):
         q_smem, ((k_smem, v_smem), out_smem), landed, q_landed = scratch
-        row, head, part = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("part")
+        row = lax.axis_index("row")
+        head = lax.axis_index("head")
+        part = lax.axis_index("part")
         position = length_ref[row] - 1
         length = jnp.minimum(position + 1, S)
         first = (

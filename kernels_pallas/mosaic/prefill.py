@@ -61,9 +61,12 @@ def prefill_attention(  # noqa: PLR0913
     """
     B, T, N, H = q_BTNH.shape
     K, S = k_BKSH.shape[1:3]
-    group, width, dtype = N // K, H, q_BTNH.dtype
+    group = N // K
+    width = H
+    dtype = q_BTNH.dtype
     q_BTNH = padded(q_BTNH, 8, 1, 16)
-    k_BKSH, v_BKSH = padded(k_BKSH, 8, 16), padded(v_BKSH, 8, 16)
+    k_BKSH = padded(k_BKSH, 8, 16)
+    v_BKSH = padded(v_BKSH, 8, 16)
     H = q_BTNH.shape[-1]
     block = block or (128 if H <= 128 else 64)
     stages = stages or (4 if H <= 64 else 2)
@@ -71,11 +74,16 @@ def prefill_attention(  # noqa: PLR0913
 
     def kernel(start_ref, length_ref, q_ref, k_ref, v_ref, out_ref, *scratch):
         (q_smem, *kv_smem), (q_landed, *kv_landed), kv_used, turn = scratch
-        (k_smem, v_smem), (k_landed, v_landed, _), (k_used, v_used) = kv_smem, kv_landed, kv_used
-        row, head, warpgroup = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("warpgroup")
+        (k_smem, v_smem) = kv_smem
+        (k_landed, v_landed, _) = kv_landed
+        (k_used, v_used) = kv_used
+        row = lax.axis_index("row")
+        head = lax.axis_index("head")
+        warpgroup = lax.axis_index("warpgroup")
         # The last queries see most keys: they go first.
         first_query = (blocks - 1 - lax.axis_index("block")) * _QUERIES
-        position, length = start_ref[row] + first_query, jnp.minimum(length_ref[row], S)
+        position = start_ref[row] + first_query
+        length = jnp.minimum(length_ref[row], S)
         end = lax.div(jnp.minimum(length, position + _QUERIES) + (block - 1), jnp.int32(block))
         begin = (
             jnp.int32(0)
@@ -144,7 +152,8 @@ def prefill_attention(  # noqa: PLR0913
         @pl.when(warpgroup == _COMPUTE)
         def fetch():
             plgpu.set_max_registers(72, action="decrease")
-            place, span = (row, lax.div(head, jnp.int32(group))), (begin, end, length)
+            place = (row, lax.div(head, jnp.int32(group)))
+            span = (begin, end, length)
             _fetch((k_ref, v_ref), place, span, kv_smem, kv_landed, kv_used)
 
     out_BTNH = plgpu.kernel(
@@ -174,15 +183,21 @@ def _fetch(refs, place, span, smem, landed, used) -> None:
     """The third warpgroup: the blocks begin … end - 1 of one row and head into shared memory, each where the
     computing ones have used what was there.
     """
-    (k_ref, v_ref), (k_smem, v_smem), (k_landed, v_landed, v_raw) = refs, smem, landed
-    (begin, end, length), (k_used, v_used), (stages, block) = span, used, k_smem.shape[:2]
+    (k_ref, v_ref) = refs
+    (k_smem, v_smem) = smem
+    (k_landed, v_landed, v_raw) = landed
+    (begin, end, length) = span
+    (k_used, v_used) = used
+    (stages, block) = k_smem.shape[:2]
 
     @pl.loop(begin, end + stages)
     # `stages` turns more than there are blocks: every slot is seen free again before the program ends.
     def _(i):
         slot = lax.rem(i - begin, jnp.int32(stages))
         keys = *place, pl.ds(i * block, block)
-        reused, wanted, left = i - begin >= stages, i < end, length - i * block
+        reused = i - begin >= stages
+        wanted = i < end
+        left = length - i * block
         pl.when(reused)(lambda: plgpu.barrier_wait(k_used.at[slot]))
         pl.when(wanted)(lambda: plgpu.copy_gmem_to_smem(k_ref.at[keys], k_smem.at[slot], k_landed.at[slot]))
         pl.when(reused)(lambda: plgpu.barrier_wait(v_used.at[slot]))

@@ -72,7 +72,8 @@ def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None, interpret=False) -> tuple[
     B, D = x_BD.shape
     V = weight_VD.shape[0]
     rows = min(tile(B), 64)
-    vocab, width = 128, 128 // weight_VD.dtype.itemsize  # a row of the tile is one full cache line
+    vocab = 128
+    width = 128 // weight_VD.dtype.itemsize  # a row of the tile is one full cache line
     blocks = pl.cdiv(V, vocab)
     part = pl.BlockSpec((None, rows), lambda j, i: (i, j))
     best_iB, index_iB, sum_iB = pl.pallas_call(
@@ -97,7 +98,8 @@ def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None, interpret=False) -> tuple[
 
 def _lm_head_kernel(*refs, B, D, V, width, soft_cap):
     x_ref, weight_ref, best_ref, index_ref, sum_ref = refs
-    rows, vocab = x_ref.shape[0], weight_ref.shape[0]
+    rows = x_ref.shape[0]
+    vocab = weight_ref.shape[0]
     real_B = pl.program_id(0) * rows + jnp.arange(rows) < B
     index_V1 = (pl.program_id(1) * vocab + jnp.arange(vocab))[:, None]
 

@@ -70,18 +70,22 @@ def prefill_attention(  # noqa: PLR0913
 
 def _prefill_kernel(*refs, T: int, S: int, rows: int, rule: _Rule):
     start_ref, length_ref, q_ref, k_ref, v_ref, out_ref = refs
-    (G, width), window, keys = q_ref.shape[1:], rule.window, rule.keys
+    (G, width) = q_ref.shape[1:]
+    window = rule.window
+    keys = rule.keys
     # The last queries see the most keys: they go first, so that no program is left to run long after the
     # others.
     block = pl.num_programs(2) - 1 - pl.program_id(2)
     # A row of the tile is one head of one query: the G heads that share these keys fill it even where T is
     # small.
     row_R = block * rows + jnp.arange(rows)
-    t_R, g_R = lax.div(row_R, G), lax.rem(row_R, G)
+    t_R = lax.div(row_R, G)
+    g_R = lax.rem(row_R, G)
     at = tuple(jnp.broadcast_to(x, (rows, width)) for x in (t_R[:, None], g_R[:, None], jnp.arange(width)))
     real_RH = (at[0] < T) & (at[2] < rule.width)
 
-    start, length = start_ref[0], jnp.minimum(length_ref[0], S)
+    start = start_ref[0]
+    length = jnp.minimum(length_ref[0], S)
     position_R = start + t_R
     end_R = jnp.minimum(position_R + 1, length)
     last = jnp.minimum(lax.div(block * rows + rows - 1, G), T - 1)
@@ -105,7 +109,8 @@ def _attend(q_RH, cache_refs, length, seen, blocks, rule: _Rule):
     softmax is made of the blocks as they come (Milakov & Gimelshein 2018): a new maximum shrinks what was
     summed under the old one.
     """
-    (R, width), (first_R, end_R) = q_RH.shape, seen
+    (R, width) = q_RH.shape
+    (first_R, end_R) = seen
     _, _, soft_cap, H, keys, interpret = rule
     h_H = jnp.arange(width)
 
@@ -192,7 +197,8 @@ def decode_attention(  # noqa: PLR0913
 
 def _decode_kernel(*refs, S: int, G: int, rule: _Rule):
     length_ref, q_ref, k_ref, v_ref, acc_ref, max_ref, sum_ref = refs
-    (rows, width), window = q_ref.shape, rule.window
+    (rows, width) = q_ref.shape
+    window = rule.window
     real_R = pl.program_id(1) * rows + jnp.arange(rows) < G
     real_RH = real_R[:, None] & (jnp.arange(width) < rule.width)
 
@@ -200,11 +206,13 @@ def _decode_kernel(*refs, S: int, G: int, rule: _Rule):
     first = 0 if window is None else jnp.maximum(length_ref[0] - window, 0)
     begin = lax.div(first, rule.keys)
     blocks = jnp.maximum(pl.cdiv(length, rule.keys) - begin, 0)
-    split, splits = pl.program_id(0), pl.num_programs(0)
+    split = pl.program_id(0)
+    splits = pl.num_programs(0)
     begin, stop = (begin + lax.div(blocks * i, splits) for i in (split, split + 1))
 
     q_RH = pltriton.load(q_ref, mask=real_RH, other=0)
-    first_R, end_R = None if window is None else jnp.full(rows, first), jnp.full(rows, length)
+    first_R = None if window is None else jnp.full(rows, first)
+    end_R = jnp.full(rows, length)
     acc_RH, max_R, sum_R = _attend(q_RH, (k_ref, v_ref), length, (first_R, end_R), (begin, stop), rule)
     pltriton.store(acc_ref, acc_RH, mask=real_RH)
     pltriton.store(max_ref, max_R, mask=real_R)

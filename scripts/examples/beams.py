@@ -15,7 +15,9 @@ import xinfer_jax as xj
 
 def main(argv: list[str]) -> None:
     model = xj.load_model()
-    params, config, tok = model.params, model.config, model.tokenizer
+    params = model.params
+    config = model.config
+    tok = model.tokenizer
     prompt = xj.encode_prompt(model, "What is the capital of Spain?")
     # Processors act on each beam's own tokens. The likeliest answer is Madrid, which is forbidden here.
     others = xj.SamplingConfig(forbidden_token_ids=tok.encode(" Madrid"))

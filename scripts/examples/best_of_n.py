@@ -17,7 +17,9 @@ import xinfer_jax as xj
 
 def main(argv: list[str]) -> None:
     model = xj.load_model()
-    params, config, tok = model.params, model.config, model.tokenizer
+    params = model.params
+    config = model.config
+    tok = model.tokenizer
     prompt = xj.encode_prompt(model, "What is the capital of Spain?")
     options = xj.GenerateOptions(max_new_tokens=24, sampling=xj.SamplingConfig(temperature=1.5), n=8)
     out = xj.generate(params, config, [prompt], options, key=jax.random.key(0))

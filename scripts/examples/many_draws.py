@@ -17,7 +17,9 @@ import xinfer_jax as xj
 
 def main(argv: list[str]) -> None:
     model = xj.load_model()  # the bundled checkpoint; or a directory, or a name on the hub
-    params, config, tok = model.params, model.config, model.tokenizer
+    params = model.params
+    config = model.config
+    tok = model.tokenizer
     eos_ids = np.array(config.eos_token_ids)
     prompt_BT = jnp.array([tok.encode("The capital of Spain is")])
 

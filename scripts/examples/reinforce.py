@@ -15,12 +15,14 @@ import numpy as np
 
 import xinfer_jax as xj
 
-NEW, RATE = 16, 1e-4
+NEW = 16
+RATE = 1e-4
 
 
 def main(argv: list[str]) -> None:
     model = xj.load_model()
-    config, eos_ids = model.config, np.array(model.config.eos_token_ids)
+    config = model.config
+    eos_ids = np.array(model.config.eos_token_ids)
 
     @jax.jit
     def step(params, prompt_BT, key):

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec
 
 import xinfer_jax as xj
 
-NEW, RATE = 16, 1e-4
+NEW = 16
+RATE = 1e-4
 
 
 def step_over(mesh, config, eos_ids):
@@ -33,13 +34,15 @@ def step_over(mesh, config, eos_ids):
         rollout = xj.decode_loop(params, config, logits_BV, cache, key_B, sampling, eos_ids, NEW)
         return rollout.tokens_BT, rollout.length_B
 
-    rows, same = PartitionSpec("data"), PartitionSpec()
+    rows = PartitionSpec("data")
+    same = PartitionSpec()
     specs = dict(in_specs=(same, rows, rows), out_specs=rows, axis_names={"data"})
     draw_all = jax.shard_map(draw, mesh=mesh, **specs)
 
     @jax.jit
     def step(params, prompt_BT, key_B):
-        (B, T), (answer_BT, length_B) = prompt_BT.shape, draw_all(params, prompt_BT, key_B)
+        (B, T) = prompt_BT.shape
+        (answer_BT, length_B) = draw_all(params, prompt_BT, key_B)
         reward_B = (answer_BT % 2 == 0).mean(1)
 
         def loss(params):
@@ -55,11 +58,13 @@ def step_over(mesh, config, eos_ids):
 
 def main(argv: list[str]) -> None:
     model = xj.load_model()
-    config, count = model.config, jax.device_count()
+    config = model.config
+    count = jax.device_count()
     over = math.gcd(count, config.num_key_value_heads)
     mesh = jax.make_mesh((count // over, over), ("data", "model"))
     places = xj.shardings(config, mesh)
-    params, mesh = jax.device_put(model.params, places), places["final_norm"].mesh
+    params = jax.device_put(model.params, places)
+    mesh = places["final_norm"].mesh
     step = step_over(mesh, config, np.array(config.eos_token_ids))
     prompt_BT = jnp.array([model.tokenizer.encode("The capital of")] * 8)
     for i in range(3):

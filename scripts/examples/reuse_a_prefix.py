@@ -17,7 +17,9 @@ SYSTEM = "You are a helpful assistant."
 
 def main(argv: list[str]) -> None:
     model = xj.load_model()
-    params, config, tok = model.params, model.config, model.tokenizer
+    params = model.params
+    config = model.config
+    tok = model.tokenizer
 
     def prompt(question: str) -> list[int]:
         return xj.encode_prompt(model, question, system=SYSTEM)

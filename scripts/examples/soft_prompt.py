@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 import xinfer_jax as xj
 
-PLACES, STEPS, RATE = 4, 10, 0.03
+PLACES = 4
+STEPS = 10
+RATE = 0.03
 
 
 def main(argv: list[str]) -> None:

@@ -80,9 +80,11 @@ def read_body(  # noqa: PLR0913  what a body depends on
     """
     given = {name: value for name, value in body.items() if value is not None}
     given, unknown = served(kind, plain | given)
-    take, config = Fields(given), model.config
+    take = Fields(given)
+    config = model.config
     take.text("model")  # a response repeats it
-    echo, asked_for = take.switch("echo"), _asked_limit(take)
+    echo = take.switch("echo")
+    asked_for = _asked_limit(take)
     template = model.tokenizer.chat_template if model.tokenizer else None
     least = 1 if kind == "chat" else COMPLETION_TOKENS if kind == "completion" else defaults.max_new_tokens
     left = room - max(1, least if asked_for is None else asked_for)
@@ -162,7 +164,8 @@ def _logprobs(kind: str, take: Fields, default: int | None) -> int | None:
     if kind != "chat":
         found = take.whole("logprobs", 0, 20)
         return default if found is None and kind == "plain" else found
-    wanted, top = take.switch("logprobs"), take.whole("top_logprobs", 0, 20)
+    wanted = take.switch("logprobs")
+    top = take.whole("top_logprobs", 0, 20)
     if top and not wanted:
         raise BodyError("top_logprobs", "top_logprobs needs logprobs: true beside it")
     return (top or 0) if wanted else None
@@ -170,7 +173,8 @@ def _logprobs(kind: str, take: Fields, default: int | None) -> int | None:
 
 def _check_least(model: Model, options: GenerateOptions, given: bool) -> None:
     """Whether so many tokens can come at least. given: the body says how many."""
-    least, most = options.sampling.min_new_tokens, options.max_new_tokens  # type: ignore[union-attr]
+    least = options.sampling.min_new_tokens  # type: ignore[union-attr]
+    most = options.max_new_tokens
     if given and least > most:
         raise BodyError("min_tokens", f"min_tokens {least} is more than max_tokens {most}: lower it")
     eos = model.config.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids

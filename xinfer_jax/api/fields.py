@@ -65,7 +65,8 @@ class BodyError(InputError):
 
     def __init__(self, param: str, message: object, code: str | None = None):
         super().__init__(in_fields(message))
-        self.param, self.code = param, code or getattr(message, "code", None)
+        self.param = param
+        self.code = code or getattr(message, "code", None)
 
     def __reduce__(self) -> Any:
         return BodyError, (self.param, str(self), self.code)
@@ -103,7 +104,8 @@ def template_variables(given: Mapping[str, Any]) -> dict[str, Any]:
         BodyError: a name that has a field of its own, or is not served.
     """
     variables = {name: value for name, value in given.items() if value is not None}
-    fields, kwargs = set.union(_SERVED, _NO_VARIABLE, *_OWN.values()), "chat_template_kwargs"
+    fields = set.union(_SERVED, _NO_VARIABLE, *_OWN.values())
+    kwargs = "chat_template_kwargs"
     for name in [name for name in variables if name not in _OF_A_TEMPLATE]:
         if name in _NOT_SERVED and variables.pop(name) not in _NOT_SERVED[name]:
             raise BodyError(kwargs, f"{kwargs}: {name} is not served here: leave it out")
@@ -159,7 +161,8 @@ class Fields:
 
     def ids(self, name: str, vocab_size: int, most: int | None = None) -> list[int]:
         """Ids of tokens, each once; most: of a list, by default as many as the vocabulary."""
-        value, most = self.given.get(name, []), vocab_size if most is None else most
+        value = self.given.get(name, [])
+        most = vocab_size if most is None else most
         if isinstance(value, list) and len(value) > most:
             raise BodyError(name, f"{name} has {len(value)} ids, more than the {most} that it may have")
         try:

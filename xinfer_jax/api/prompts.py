@@ -30,8 +30,13 @@ class Prompts:
         self, take: Fields, kind: str, encode: Encode, template: str | None, vocab_size: int, limit: int,
         escape: bool,
     ):  # fmt: skip
-        self._take, self._kind, self._encode = take, kind, encode
-        self._template, self._vocab_size, self._limit, self._escape = template, vocab_size, limit, escape
+        self._take = take
+        self._kind = kind
+        self._encode = encode
+        self._template = template
+        self._vocab_size = vocab_size
+        self._limit = limit
+        self._escape = escape
 
     def ids(self, room: int) -> list[list[int]]:
         """The ids of each prompt. room: tokens of a prompt at most, where it is to be cut.
@@ -39,7 +44,8 @@ class Prompts:
         Raises:
             BodyError: with the field at fault.
         """
-        take, kind = self._take, self._kind
+        take = self._take
+        kind = self._kind
         prompt: Any = take.given.get("prompt")
         messages = take.given.get("messages")
         needs = "messages" if kind == "chat" else "prompt"
@@ -96,8 +102,10 @@ class Prompts:
         return self._of_template([self._message(message) for message in messages])
 
     def _of_template(self, prompt: str | list[dict[str, Any]]) -> list[int]:
-        take, variables = self._take, template_variables(self._take.mapping("chat_template_kwargs"))
-        opens, continues = take.given.get("add_generation_prompt"), take.switch("continue_final_message")
+        take = self._take
+        variables = template_variables(self._take.mapping("chat_template_kwargs"))
+        opens = take.given.get("add_generation_prompt")
+        continues = take.switch("continue_final_message")
         if take.switch("add_special_tokens"):
             raise BodyError(
                 "add_special_tokens",
@@ -137,8 +145,10 @@ class Prompts:
 
     def _cut(self, ids: list[int], room: int) -> list[int]:
         """The last ids of a prompt, or the first, as `truncate_prompt_tokens` asks for."""
-        take, name = self._take, "truncate_prompt_tokens"
-        most, side = take.whole(name, -1, self._limit), take.text("truncation_side") or "left"
+        take = self._take
+        name = "truncate_prompt_tokens"
+        most = take.whole(name, -1, self._limit)
+        side = take.text("truncation_side") or "left"
         if side not in ("left", "right"):
             raise BodyError("truncation_side", f"truncation_side must be left or right, got {shown(side)}")
         if most is None:

@@ -12,7 +12,8 @@ from .bodies import Asked
 from .token_texts import TokenTexts, prompt_text
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "deadline": "length"}
-THINK, THOUGHT = "<think>", "</think>"
+THINK = "<think>"
+THOUGHT = "</think>"
 _LEAST = -9999.0  # in place of minus infinity, which JSON lacks
 
 
@@ -34,12 +35,15 @@ def response(
         opened: the chat template has begun a thought for the answer.
         head: id, created, model.
     """
-    chat, choices = asked.kind == "chat", list[dict[str, Any]]()
+    chat = asked.kind == "chat"
+    choices = list[dict[str, Any]]()
     for prompt, out, of_prompt in zip(asked.prompts, outs, noted, strict=True):
         for j, (tokens, reason) in enumerate(zip(out.tokens, out.finish_reason, strict=True)):
             chosen = out.alternatives[j] if out.alternatives is not None else []
             if not asked.max_tokens:
-                tokens, chosen, reason = [], [], "length"
+                tokens = []
+                chosen = []
+                reason = "length"
             text = answer_text(tokenizer, tokens, asked) if tokenizer else None
             choice: dict[str, Any] = dict(index=len(choices), finish_reason=REASONS.get(reason, reason))
             if chat:
@@ -111,7 +115,10 @@ def echoed(prompt: Sequence[int], noted: Sequence[TokenLogprobs]) -> list[TokenL
 
 def _completion_logprobs(texts: TokenTexts, known: Sequence[TokenLogprobs | int], top: int) -> dict[str, Any]:
     """Each token's own number is among those of the likeliest; of two ids with one text the larger stands."""
-    shown, values, likeliest, offsets = [], list[float | None](), list[dict[str, float] | None](), []
+    shown = []
+    values = list[float | None]()
+    likeliest = list[dict[str, float] | None]()
+    offsets = []
     for t in known:
         own, pairs = (t, []) if isinstance(t, int) else (t.id, _with_own(t, top))
         ids = [own, *(token for token, _ in pairs[1:])]

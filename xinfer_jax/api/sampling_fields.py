@@ -49,7 +49,8 @@ def sampling_of(tokenizer: Tokenizer | None, vocab_size: int, take: Fields, defa
 
 def _bad_words(tokenizer: Tokenizer | None, words: Sequence[str], vocab_size: int) -> list[list[int]]:
     """Each word as ids, at the beginning of a text and, where these are other ids, behind a blank (vLLM)."""
-    name, found = "bad_words", list[list[int]]()
+    name = "bad_words"
+    found = list[list[int]]()
     if tokenizer is None:
         raise BodyError(name, "bad_words need a tokenizer, which this checkpoint lacks: leave them out")
     for word in words:

@@ -47,7 +47,8 @@ def shown_scores(body: Mapping[str, Any], noted: Sequence[Sequence[TokenLogprobs
 
 
 def _pairs(model: Model, body: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
-    prompt, completions = body.get("prompt"), body.get("completions")
+    prompt = body.get("prompt")
+    completions = body.get("completions")
     if not isinstance(completions, list) or not completions:
         raise InputError(f"completions must be a list that is not empty, got {shown(completions)}")
     if isinstance(prompt, list) and prompt:

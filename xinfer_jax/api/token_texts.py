@@ -11,7 +11,8 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
         """skip_special_tokens: in the text; they are shown all the same, and take no place in it."""
-        self.tokenizer, self._at = tokenizer, 0
+        self.tokenizer = tokenizer
+        self._at = 0
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens)
 
     def text(self, token: int) -> str:
@@ -43,6 +44,7 @@ def prompt_text(
     text = tokenizer.decode(prompt, skip_special_tokens)
     if not text or not tokens:
         return text
-    alone, within = tokenizer.decode(tokens[:1], skip_special_tokens), tokenizer.token_text(tokens[0])
+    alone = tokenizer.decode(tokens[:1], skip_special_tokens)
+    within = tokenizer.token_text(tokens[0])
     blank = within.removesuffix(alone) if within.endswith(alone) else ""
     return text + (blank if blank.isspace() else "")

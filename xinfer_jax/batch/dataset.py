@@ -31,7 +31,8 @@ class DatasetGenerator:
         shape: further arguments of `Engine`.
         """
         self._model = model, dtype, quantize, None, activations
-        self._given, self._shape = (options, seed, raw, system, False, escape_control_tokens), shape
+        self._given = (options, seed, raw, system, False, escape_control_tokens)
+        self._shape = shape
         self._engine: Engine | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -48,10 +48,13 @@ class Ledger:
         Raises:
             InputError: another process writes there, or what is there is no earlier part of this run.
         """
-        self._path, self._progress, self._pending = Path(output), progress_file(output), list[Any]()
+        self._path = Path(output)
+        self._progress = progress_file(output)
+        self._pending = list[Any]()
         settings = dict(format=_FORMAT) | settings
         with ExitStack() as held:
-            self._file, self._records = _locked(self._path, held), _locked(self._progress, held)
+            self._file = _locked(self._path, held)
+            self._records = _locked(self._progress, held)
             size = os.fstat(self._file).st_size
             with open(self._records, "rb", closefd=False) as file:
                 content = file.read()
@@ -60,7 +63,8 @@ class Ledger:
             if size:
                 _check_same(earlier, settings, self._path)
             else:  # nothing is finished: whatever was meant there before
-                content, records = json.dumps(settings, sort_keys=True).encode() + b"\n", np.zeros(0, _RECORD)
+                content = json.dumps(settings, sort_keys=True).encode() + b"\n"
+                records = np.zeros(0, _RECORD)
                 begin = len(content)
                 os.ftruncate(self._records, 0)
                 _write(self._records, content, self._progress, sync=True)
@@ -68,7 +72,8 @@ class Ledger:
             self._end = int(records["end"][-1]) if len(records) else 0
             os.ftruncate(self._records, begin + records.nbytes)
             os.ftruncate(self._file, self._end)
-            self.finished, self._held = np.sort(records, order="number"), held.pop_all()
+            self.finished = np.sort(records, order="number")
+            self._held = held.pop_all()
 
     def add(self, number: int, digest: bytes, line: bytes, failed: bool = False) -> None:
         """Appends a line. failed: it is an error.
@@ -86,7 +91,8 @@ class Ledger:
         Raises:
             InputError: as `add`.
         """
-        pending, self._pending = self._pending, []  # what cannot be made safe is answered once more
+        pending = self._pending
+        self._pending = []  # what cannot be made safe is answered once more
         if pending:
             _write(self._file, b"", self._path, sync=True)
             _write(self._records, np.array(pending, _RECORD).tobytes(), self._progress, sync=True)
@@ -109,7 +115,10 @@ def merge_shards(input: str | Path, output: str | Path, n: int) -> tuple[int, in
     """
     output = Path(output)
     check_output(output)
-    first, records, at, count = dict[str, Any](), list[Any](), [0] * n, 0
+    first = dict[str, Any]()
+    records = list[Any]()
+    at = [0] * n
+    count = 0
     with ExitStack() as held:
         _check_absent(output)
         files = list[Any]()
@@ -125,13 +134,15 @@ def merge_shards(input: str | Path, output: str | Path, n: int) -> tuple[int, in
         joined, part = _new_file(output, held)
         for line in read_lines(input):
             i = (line.number - 1) % n
-            (found, starts), k = records[i], at[i]
+            (found, starts) = records[i]
+            k = at[i]
             if k == len(found) or not is_of(found[k], line.number, line.digest):
                 shard = shard_file(output, i, n)
                 raise InputError(f"line {line.number} is not finished in {shard}: run that shard again")
             files[i].seek(starts[k])
             _write(joined, files[i].read(int(found["end"][k]) - int(starts[k])), part)
-            at[i], count = k + 1, count + 1
+            at[i] = k + 1
+            count = count + 1
         if count < sum(len(found) for found, _ in records):
             raise InputError(f"{count} lines are in {input}, and more were answered: give the same")
         _write(joined, b"", part, sync=True)
@@ -237,7 +248,8 @@ def _recorded(content: bytes, path: Path, size: int) -> tuple[dict[str, Any], np
 
 def _check_same(earlier: dict[str, Any], settings: dict[str, Any], output: Path) -> None:
     for name in {**settings, **earlier}:
-        was, now = earlier.get(name), settings.get(name)
+        was = earlier.get(name)
+        now = settings.get(name)
         if was == now:
             continue
         if not name.startswith("machine."):
@@ -249,7 +261,8 @@ def _check_same(earlier: dict[str, Any], settings: dict[str, Any], output: Path)
 
 def _write(file: int, data: bytes, path: Path, sync: bool = False) -> None:
     """Appends all of it, or nothing; sync: it is on the disk then, as all before it."""
-    begin, left = os.lseek(file, 0, os.SEEK_END), memoryview(data)
+    begin = os.lseek(file, 0, os.SEEK_END)
+    left = memoryview(data)
     try:
         while left:
             left = left[os.write(file, left) :]

@@ -83,10 +83,13 @@ def read_lines(path: str | Path) -> Iterator[Line]:
     Raises:
         InputError: as `opened`; the file is packed, and its name does not say so.
     """
-    known, number = _Digests(), 0
+    known = _Digests()
+    number = 0
     with opened(path) as file:
         while data := file.readline(_LONGEST + 1):
-            number, sha, part = number + 1, sha256(data.rstrip(b"\r\n")), data
+            number = number + 1
+            sha = sha256(data.rstrip(b"\r\n"))
+            part = data
             while len(part) > _LONGEST and not part.endswith(b"\n"):
                 part = file.readline(_LONGEST + 1)
                 sha.update(part)
@@ -120,7 +123,9 @@ def _parsed(number: int, digest: bytes, data: bytes) -> Line:
     line = Line(number, digest, identity, "url" in value or "body" in value, "plain", value)
     if not line.api:
         return line
-    url, method, body = value.get("url"), value.get("method", "POST"), value.get("body")
+    url = value.get("url")
+    method = value.get("method", "POST")
+    body = value.get("body")
     if given is None:
         error = "a line with a url must have a custom_id"
     elif method != "POST" or not isinstance(url, str) or url not in _URLS:
@@ -142,7 +147,8 @@ class _Digests:
     """A set of digests in 16 bytes each, but for the last added."""
 
     def __init__(self) -> None:
-        self._old, self._new = np.zeros(0, f"S{DIGEST}"), set[bytes]()
+        self._old = np.zeros(0, f"S{DIGEST}")
+        self._new = set[bytes]()
 
     def add(self, value: bytes) -> bool:
         """Whether it was there."""
@@ -152,5 +158,6 @@ class _Digests:
         self._new.add(value)
         if len(self._new) >= 2**15:
             new = np.sort(np.array([*self._new], self._old.dtype))
-            self._old, self._new = np.insert(self._old, np.searchsorted(self._old, new), new), set()
+            self._old = np.insert(self._old, np.searchsorted(self._old, new), new)
+            self._new = set()
         return found

@@ -36,7 +36,8 @@ from .lines import Line, hash_of, opened, plain, read_lines
 from .work import Defaults, Work, names_of
 
 _READ_AHEAD = 16  # lines beyond those that the engine has
-_SETTLE_SECONDS, _SAY_SECONDS = 1.0, 60.0  # between two records of what is finished; between two lines of it
+_SETTLE_SECONDS = 1.0
+_SAY_SECONDS = 60.0  # between two records of what is finished; between two lines of it
 
 
 def check_files(input: str | Path, output: str | Path) -> None:
@@ -55,7 +56,9 @@ def check_report(report: str | Path, input: str | Path, output: str | Path) -> N
     """Raises InputError where a report would overwrite the input, the output, what a shard of it has, or a
     record of what is finished, by whatever name.
     """
-    path, folder, name = Path(report), Path(output).absolute().parent, re.escape(Path(output).name)
+    path = Path(report)
+    folder = Path(output).absolute().parent
+    name = re.escape(Path(output).name)
     belongs = re.compile(rf"{name}(\.\d+-of-\d+)?(\.progress)?")
     files = [Path(input), *(file for file in folder.iterdir() if belongs.fullmatch(file.name))]
     real = path.resolve()
@@ -122,7 +125,8 @@ def generate_file(  # noqa: PLR0913  a door
     if not isinstance(model, Model):
         raise InputError("model must be what load_model gives")
     i, n = shard or (0, 1)
-    n, i = whole("the number of shards", n, 1), whole("the shard", i, 0, n - 1)
+    n = whole("the number of shards", n, 1)
+    i = whole("the shard", i, 0, n - 1)
     check_output(output)
     output = shard_file(output, i, n) if shard else Path(output)
     check_files(input, output)
@@ -199,23 +203,37 @@ class _Run:
         self, engine: AnyEngine, defaults: Defaults, ledger: Ledger, in_order: bool, says: bool, total: Any,
         names: Sequence[str],
     ):  # fmt: skip
-        self._names, self._failed_before = names, int(ledger.finished["failed"].sum())
-        self._engine, self._defaults, self._ledger, self._in_order = engine, defaults, ledger, in_order
-        self._counts, self._reasons = Counter[str](), Counter[str]()
+        self._names = names
+        self._failed_before = int(ledger.finished["failed"].sum())
+        self._engine = engine
+        self._defaults = defaults
+        self._ledger = ledger
+        self._in_order = in_order
+        self._counts = Counter[str]()
+        self._reasons = Counter[str]()
         self._began = self._settled = self._said = time.monotonic()
-        self._stopped, self._before, self._says, self._total = False, len(ledger.finished), says, total
+        self._stopped = False
+        self._before = len(ledger.finished)
+        self._says = says
+        self._total = total
         terminal = says and sys.stderr is not None and sys.stderr.isatty()
         self.bar = tqdm(unit=" lines", disable=not terminal, initial=self._before, total=total)
 
     def lines(self, lines: Iterator[Line], stop: threading.Event, grace: float) -> None:
         """Answers them; stopped early, those that end within the time of grace."""
-        ahead, end, most, more = dict[int, Work](), math.inf, max(64, 4 * self._engine.rows), True
-        queue, over = Queue[Any](_READ_AHEAD), threading.Event()
+        ahead = dict[int, Work]()
+        end = math.inf
+        most = max(64, 4 * self._engine.rows)
+        more = True
+        queue = Queue[Any](_READ_AHEAD)
+        over = threading.Event()
         threading.Thread(target=_feed, args=(lines, queue, over), daemon=True).start()
         try:
             while (more or ahead) and time.monotonic() < end:
                 if stop.is_set() and not self._stopped:
-                    self._stopped, more, end = True, False, time.monotonic() + grace
+                    self._stopped = True
+                    more = False
+                    end = time.monotonic() + grace
                     self._drop_waiting(ahead)
                 while more and len(ahead) < most and not stop.is_set():
                     try:  # where lines are slow, what there is has its turn
@@ -268,7 +286,9 @@ class _Run:
             if not self.bar.disable:
                 self.bar.set_postfix_str(self._rates())
         if self._says and self.bar.disable and now > self._said + _SAY_SECONDS:
-            done, rate, of = self._before + self._counts.total(), self.report()["lines_per_second"], ""
+            done = self._before + self._counts.total()
+            rate = self.report()["lines_per_second"]
+            of = ""
             if self._total and rate:
                 of = f" of {self._total}, {max(0, self._total - done) / rate / 60:.0f} minutes left"
             print(f"{done} lines{of}: {self._rates()}", file=sys.stderr, flush=True)
@@ -283,7 +303,8 @@ class _Run:
 
     def report(self) -> dict[str, Any]:
         """What this run did so far."""
-        stats, seconds = self._engine.stats, max(1e-9, time.monotonic() - self._began)
+        stats = self._engine.stats
+        seconds = max(1e-9, time.monotonic() - self._began)
         counts = {name: self._counts[name] for name in ("answered", "errors")}
         rates = {f"{k}_per_second": getattr(stats, k) / seconds for k in ("read_tokens", "chosen_tokens")}
         return dict(

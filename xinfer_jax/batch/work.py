@@ -61,7 +61,8 @@ class Defaults:
         Raises:
             InputError: they cannot hold for every line.
         """
-        options, tokenizer = asked(options), model.tokenizer
+        options = asked(options)
+        tokenizer = model.tokenizer
         options = dataclasses.replace(options, stop_strings=stops_of(options))
         if not isinstance(options.sampling, SamplingConfig):
             raise InputError("options.sampling must be one SamplingConfig: what differs stands on the lines")
@@ -84,15 +85,21 @@ class Work:
 
     def __init__(self, line: Line, engine: AnyEngine, defaults: Defaults, names: Sequence[str]):
         """names: that its model may have."""
-        self.line, self._engine, self._defaults, self._names = line, engine, defaults, names
-        self.requests, self.error, self.reasons = list[Request](), line.error, list[str]()
+        self.line = line
+        self._engine = engine
+        self._defaults = defaults
+        self._names = names
+        self.requests = list[Request]()
+        self.error = line.error
+        self.reasons = list[str]()
         self._scored = list[bool]()  # of each text, whether there are tokens to score
         self._code = "invalid_request"  # of an error of a line of the OpenAI batch API
         try:
             if not self.error:
                 (self._submit_scores if defaults.score else self._submit)()
         except InputError as error:
-            self.error, self._code = in_fields(error), getattr(error, "code", None) or self._code
+            self.error = in_fields(error)
+            self._code = getattr(error, "code", None) or self._code
             self.cancel()
 
     @property
@@ -132,7 +139,9 @@ class Work:
             request.cancel()
 
     def _submit(self) -> None:
-        engine, d, line = self._engine, self._defaults, self.line
+        engine = self._engine
+        d = self._defaults
+        line = self.line
         prompted = line.kind == "plain" and line.body.get("messages") is None
         own: dict[str, Any] = dict(raw=d.raw, system=d.system) if prompted else {}
         asked = self._asked = read_body(
@@ -153,8 +162,11 @@ class Work:
             )
 
     def _answers(self) -> dict[str, Any]:
-        asked, line, model = self._asked, self.line, self._engine.model
-        outs, noted = [r.result() for r in self.requests], [r.prompt_logprobs for r in self.requests]
+        asked = self._asked
+        line = self.line
+        model = self._engine.model
+        outs = [r.result() for r in self.requests]
+        noted = [r.prompt_logprobs for r in self.requests]
         self.reasons = [reason for out in outs for reason in out.finish_reason]
         name = line.body.get("model") or model.config.model_type
         head: dict[str, Any] = dict(
@@ -163,7 +175,8 @@ class Work:
         body = response(asked, outs, noted, model.tokenizer, **head)
         if line.api:
             return body
-        choices, used = body["choices"], dict(usage=body["usage"])
+        choices = body["choices"]
+        used = dict(usage=body["usage"])
         if len(choices) > 1:
             return dict(choices=choices) | used
         return {name: value for name, value in choices[0].items() if name != "index"} | used

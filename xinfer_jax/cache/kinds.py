@@ -82,7 +82,8 @@ class Contiguous(Brief):
     def block(self, i: Any, width: int, length_B: jax.Array, row: Any = None) -> Block:
         """Block i of rows of that length, or of one row alone; quantized keys and values are widened."""
         # The last block overlaps the one before it where the width does not divide S.
-        first, last_B1 = i * width, length_B[:, None] - 1
+        first = i * width
+        last_B1 = length_B[:, None] - 1
         at = jnp.minimum(first, self.slots - width)
         slot_S = at + jnp.arange(width)
         position_BS = self._positions(slot_S, last_B1)
@@ -198,7 +199,8 @@ def fresh(k_BKSH: jax.Array, v_BKSH: jax.Array, window: int | None = None) -> Co
 
 def _write_row(old_KSH: jax.Array, new_KTH: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
     # dynamic_update_slice moves a slice that would leave the array: new tokens move along, to their slots.
-    slots, tokens = old_KSH.shape[1], new_KTH.shape[1]
+    slots = old_KSH.shape[1]
+    tokens = new_KTH.shape[1]
     at = jnp.minimum(start, slots - tokens)
     slot_T = (at + jnp.arange(tokens))[:, None]
     kept = lax.dynamic_slice_in_dim(old_KSH, at, tokens, 1)

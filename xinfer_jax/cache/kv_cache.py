@@ -112,7 +112,8 @@ def empty_layers(
     config: ModelConfig, batch: int, capacity: int, dtype: Any, mesh: Mesh | None = None
 ) -> tuple[Contiguous, ...]:
     """What `init_cache` makes for each layer; dtype: a float type or a name in `KV_BITS`."""
-    K, H = config.num_key_value_heads, config.head_dim
+    K = config.num_key_value_heads
+    H = config.head_dim
     return tuple(
         _empty_layer((batch, K, slots_of(window, capacity), H), window, capacity, dtype, mesh)
         for window in config.layer_windows
@@ -196,7 +197,8 @@ def truncate(cache: KVCache, length_B: ArrayLike) -> KVCache:
 
 def _shorter(cache: KVCache, length_B: Any) -> jax.Array:
     """int32 [B]: each row's length, at most length_B."""
-    traced, B = isinstance(length_B, jax.core.Tracer), len(cache.length_B)
+    traced = isinstance(length_B, jax.core.Tracer)
+    B = len(cache.length_B)
     given_B = length_B if traced else np.asarray(length_B)
     whole = jnp.issubdtype(given_B.dtype, jnp.integer) and given_B.shape in ((), (B,))
     if not whole or (not traced and given_B.min() < 0):

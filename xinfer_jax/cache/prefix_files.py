@@ -34,7 +34,8 @@ def save_prefix(path: str | Path, prefix: Prefix, params: Params, config: ModelC
     prefix.check(params, config)
     if prefix.factors not in _factors(config):
         raise InputError("which of longrope's factors the prefix has is not known: give Prefix its factors")
-    cache, rows = prefix.cache, len(prefix.tokens)
+    cache = prefix.cache
+    rows = len(prefix.tokens)
     reached = None if cache.reached_B is None else cache.reached_B.tolist()[:rows]
     tokens = [list(map(int, row)) for row in prefix.tokens]
     leaves = (np.ascontiguousarray(leaf)[:rows] for leaf in jax.tree.leaves(_in_use(cache, tokens, reached)))
@@ -80,7 +81,8 @@ def load_prefix(path: str | Path, params: Params, config: ModelConfig, capacity:
             k, v = _tensors(path, file, jax.eval_shape(lambda: new(capacity=before)), kept)
     except (OSError, safetensors.SafetensorError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
-    capacity, used = before if capacity is None else capacity, _used(kept["tokens"], kept["reached"])
+    capacity = before if capacity is None else capacity
+    used = _used(kept["tokens"], kept["reached"])
     if used > capacity:
         raise InputError(
             f"{path} holds what {used} tokens left, more than the capacity {capacity}: raise capacity"

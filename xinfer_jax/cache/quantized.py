@@ -82,7 +82,8 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
     """Zeros of a format in `KV_BITS` or of a float type: shape [B, K, S, H]."""
     if dtype not in KV_BITS:
         return jnp.zeros(shape, dtype)
-    (B, K, S, H), bits = shape, KV_BITS[dtype]
+    (B, K, S, H) = shape
+    bits = KV_BITS[dtype]
     check_width(H, dtype)
     rank, apart = (min(_RANK, H), _OUTLIERS) if dtype == "gear" else (0, 0)
     values = jnp.zeros((B, K, S, H * bits // 8 + apart), jnp.uint8)
@@ -140,11 +141,13 @@ def quantize(x_BKTH: jax.Array, like: QuantizedKV, first_B: jax.Array | None = N
         first_B: int32, how many of the T tokens begin a row: the first `GEAR_TOKENS` of them choose its basis
             anew; None: none.
     """
-    x, bits = x_BKTH.astype(jnp.float32), like.bits
+    x = x_BKTH.astype(jnp.float32)
+    bits = like.bits
     if like.basis is None:
         level, scale = _rounded(x, jnp.min(x, -1, keepdims=True), jnp.max(x, -1, keepdims=True), bits)
         return QuantizedKV(level, scale, None, bits)
-    least, largest = jnp.argmin(x, -1, keepdims=True), jnp.argmax(x, -1, keepdims=True)
+    least = jnp.argmin(x, -1, keepdims=True)
+    largest = jnp.argmax(x, -1, keepdims=True)
     apart = _is_at(least, x) | _is_at(largest, x)
     low = jnp.min(x, -1, keepdims=True, where=~apart, initial=jnp.inf)
     high = jnp.max(x, -1, keepdims=True, where=~apart, initial=-jnp.inf)

@@ -18,7 +18,8 @@ from jinja2.visitor import NodeTransformer
 from ..errors import InputError
 from .template_work import FREE, NODE, PART, Work, refused
 
-_SOURCE, _NODES = 65_536, 4_000  # characters and nodes of a template: what compiling it may take
+_SOURCE = 65_536
+_NODES = 4_000  # characters and nodes of a template: what compiling it may take
 
 # Filters that nobody needs for a conversation, whose work is not to be told from their arguments.
 _LEFT_OUT = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")

@@ -65,10 +65,12 @@ def prompt_ids(  # noqa: PLR0913  all that a prompt may ask for
         ids = tokenizer.encode(text, add_special_tokens)
     else:
         spoken = [] if system is None else [{"role": "system", "content": system}]
-        conversation, given = [*spoken, *messages], dict(variables or {})
+        conversation = [*spoken, *messages]
+        given = dict(variables or {})
         escaping = Escaping(tokenizer) if escape else None
         if escaping:
-            conversation, given = escaping.messages(conversation), escaping.hide(given)
+            conversation = escaping.messages(conversation)
+            given = escaping.hide(given)
         text = _rendered(tokenizer, conversation, given, continue_final_message)
         _check_length(tokenizer, text, None if truncate else limit)
         ids = escaping.encode(text) if escaping else tokenizer.encode(text, add_special_tokens=False)

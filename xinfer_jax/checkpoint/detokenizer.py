@@ -24,7 +24,8 @@ class IncrementalDecoder:
         piece = self.finish()
         if not piece or piece.endswith("\N{REPLACEMENT CHARACTER}"):
             return self._cut() if len(self._pending) >= _MOST_PENDING else ""
-        self._before, self._pending = self._pending, []
+        self._before = self._pending
+        self._pending = []
         return piece
 
     def finish(self) -> str:
@@ -41,9 +42,11 @@ class IncrementalDecoder:
         """
         whole = self.finish()
         for at in range(len(self._pending) - 4, 0, -1):
-            first, rest = self._pending[:at], self._pending[at:]
+            first = self._pending[:at]
+            rest = self._pending[at:]
             piece = self._behind(self._before, first)
             if piece + self._behind(first, rest) == whole:
-                self._before, self._pending = first, rest
+                self._before = first
+                self._pending = rest
                 return piece
         return ""

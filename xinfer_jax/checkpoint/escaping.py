@@ -10,7 +10,8 @@ from ..errors import InputError, shown
 from .tokenizer import Tokenizer
 
 # Texts, lists and objects of one conversation, and lists within lists: what takes longer is no conversation.
-_PARTS, _DEPTH = 2**17, 100
+_PARTS = 2**17
+_DEPTH = 100
 
 
 class _Control:
@@ -53,7 +54,8 @@ class Escaping:
         Raises:
             InputError: a text that becomes a control token only as it is normalized, or too many parts.
         """
-        control, self._parts = control or self._control, self._parts + 1
+        control = control or self._control
+        self._parts = self._parts + 1
         if self._parts > _PARTS or not depth:
             raise InputError(
                 f"the conversation has more than {_PARTS} parts, or lists nested more than {_DEPTH} deep:"

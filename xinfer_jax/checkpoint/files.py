@@ -74,7 +74,8 @@ def checkpoint_dir(path_or_repo_id: str | Path) -> Path:
     Raises:
         InputError: neither a directory nor a hub repository that can be had.
     """
-    name, path = str(path_or_repo_id), Path(os.path.expanduser(path_or_repo_id))
+    name = str(path_or_repo_id)
+    path = Path(os.path.expanduser(path_or_repo_id))
     try:
         if path.is_dir():
             return path

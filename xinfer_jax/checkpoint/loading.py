@@ -76,7 +76,9 @@ class Model:
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self.params, is_leaf=is_quantized)
-        count, stats, config = sum(math.prod(leaf.shape) for leaf in leaves), self.load_stats, self.config
+        count = sum(math.prod(leaf.shape) for leaf in leaves)
+        stats = self.load_stats
+        config = self.config
         return (
             f"Model({config.model_type}, {count / 1e6:.4g} M parameters in {stats.dtype},"
             f" {mib(stats.weight_bytes)}, vocabulary {config.vocab_size}, context {config.context_length},"
@@ -102,7 +104,8 @@ class Checkpoint:
             InputError: numbers that do not fit, or a file that cannot be read any more.
         """
         start = time.perf_counter()
-        params, stats = self._read(), self.model.load_stats
+        params = self._read()
+        stats = self.model.load_stats
         stats = dataclasses.replace(stats, seconds=stats.seconds + time.perf_counter() - start)
         return dataclasses.replace(self.model, params=params, load_stats=stats)
 
@@ -150,7 +153,8 @@ def open_checkpoint(
     settings = read_json(path / "config.json")
     if settings is None:
         raise InputError(f"{path} holds no config.json: give the directory of a Hugging Face checkpoint")
-    config, stored = from_hf(settings), read_format(settings, path)
+    config = from_hf(settings)
+    stored = read_format(settings, path)
     if stored and quantize:
         raise InputError(
             f"{path} is already quantized ({stored.method}), and quantize={quantize!r} is asked for: load it"
@@ -216,7 +220,8 @@ class _Reader:
 
     def form(self, spec: ParamSpec, parts: Mapping[str, Part]) -> Any:
         """Of the whole leaf, on all devices."""
-        cut, whole = self._cut(spec, parts), self._form(spec, parts, self.tensors, self._group(spec))
+        cut = self._cut(spec, parts)
+        whole = self._form(spec, parts, self.tensors, self._group(spec))
         if self.mesh is None:
             return whole
         check_parts(spec, whole, cut, self._word(parts))
@@ -228,12 +233,14 @@ class _Reader:
         return whole_form(spec, part, self.mesh, self._devices)
 
     def leaf(self, spec: ParamSpec, parts: Mapping[str, Part], form: Any) -> Any:
-        pieces, cut = [] if parts else spec.pieces(self.tensors), self._cut(spec, parts)
+        pieces = [] if parts else spec.pieces(self.tensors)
+        cut = self._cut(spec, parts)
         group = self._group(spec)
 
         def part(i: int) -> Any:
             at = i // cut.each
-            tensors, own = cut.tensors(parts, self.tensors, at), cut.pieces(pieces, at)
+            tensors = cut.tensors(parts, self.tensors, at)
+            own = cut.pieces(pieces, at)
             return cut.padded(spec, self._leaf(cut.spec(spec, at), parts, tensors, own, group), at)
 
         if self.mesh is not None and not self._read_whole(spec, parts):
@@ -283,7 +290,8 @@ class _Reader:
         """On the host."""
         if self.stored and parts:
             return self.stored.leaf(spec.hf_name, spec.shape, tensors)
-        turn, form = self.turns.get(spec.hf_name), jax.ShapeDtypeStruct(spec.shape, self.dtype)
+        turn = self.turns.get(spec.hf_name)
+        form = jax.ShapeDtypeStruct(spec.shape, self.dtype)
         tensor = turned(pieces[0], turn, self._norm) if turn else pieces[0]
         if self.quantize is not None and len(spec.shape) > 1:
             return self._once(quantized_leaf(tensor, spec.hf_name, self.quantize, group))
@@ -330,7 +338,8 @@ def _check_tensors(
     faults = [f"missing {name} {list(shape)}" for name, (shape, _) in wanted.items() if name not in tensors]
     faults += [f"unexpected {name}" for name in sorted(tensors.keys() - wanted.keys() - spare)]
     for name in tensors.keys() & wanted.keys():
-        tensor, (shape, types) = tensors[name], wanted[name]
+        tensor = tensors[name]
+        (shape, types) = wanted[name]
         if tensor.shape != shape:
             faults.append(f"{name} has shape {list(tensor.shape)}, the config asks for {list(shape)}")
         elif tensor.type not in types:

@@ -20,7 +20,8 @@ from .tensors import TYPES, StoredTensor
 
 Part = tuple[tuple[int, ...], set[str]]  # shape and types of a tensor in a file
 
-VERSION, ROTATED = 1, 2  # the latter where programs that know only the former would give nonsense
+VERSION = 1
+ROTATED = 2  # the latter where programs that know only the former would give nonsense
 _FIELDS = ("values", "scale", "zero", "order")
 _COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -43,7 +44,8 @@ class OwnFormat:
         values = f"{name}.values"
         if len(shape) == 1 or name in tensors or values not in tensors:
             return {}
-        (outputs, inputs), stored = shape, tensors[values]
+        (outputs, inputs) = shape
+        stored = tensors[values]
         if len(stored.shape) != 3:
             return {values: (shape, {"I8"}), f"{name}.scale": ((outputs,), {"F32"})}
         if stored.type == "I32":
@@ -51,7 +53,8 @@ class OwnFormat:
                 values: (ternary_form(shape).values.shape, {"I32"}),
                 f"{name}.scale": ((outputs,), {"F32"}),
             }
-        Y, packed = stored.shape[1], stored.type == "U8"
+        Y = stored.shape[1]
+        packed = stored.type == "U8"
         Q = -(-inputs // max(1, Y * (2 if packed else 1)))
         parts = {values: ((Q, Y, outputs), {"U8", "I8"}), f"{name}.scale": ((Q, outputs), {"F16", "F32"})}
         optional = {f"{name}.zero": ((Q, outputs), {"U8"}), f"{name}.order": ((inputs,), {"I32"})}
@@ -145,7 +148,8 @@ def _write(file: Path, tensors: Mapping[str, jax.Array]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
-        x, start = tensors[name], end
+        x = tensors[name]
+        start = end
         end += x.nbytes
         header[name] = dict(dtype=_NAMES[x.dtype], shape=x.shape, data_offsets=[start, end])
     text = json.dumps(header).encode()

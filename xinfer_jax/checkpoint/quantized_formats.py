@@ -58,7 +58,8 @@ class FileFormat:
         module = name.removesuffix(".weight")
         if not any(f"{module}.{part}" in tensors for part in ("qweight", "qzeros", "scales")):
             return {}
-        (outputs, inputs), each = shape, 32 // self.bits
+        (outputs, inputs) = shape
+        each = 32 // self.bits
         Q = -(-inputs // self._inputs(inputs))
         packed = (inputs, -(-outputs // each)) if self.method == "awq" else (-(-inputs // each), outputs)
         parts: dict[str, Part] = {
@@ -72,7 +73,8 @@ class FileFormat:
 
     def form(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> GroupedWeight:
         """Shapes and types of `leaf`. Only X.g_idx is read: it may name the inputs in their own order."""
-        J, module = self._inputs(shape[1]), name.removesuffix(".weight")
+        J = self._inputs(shape[1])
+        module = name.removesuffix(".weight")
         scale = np.float16 if tensors[f"{module}.scales"].type == "F16" else np.float32
         return grouped_form(shape, self.bits, J, scale, self._order(name, shape[1], tensors) is not None)
 
@@ -86,15 +88,18 @@ class FileFormat:
         def get(part: str) -> Any:
             return tensors[f"{name.removesuffix('.weight')}.{part}"].array()
 
-        (outputs, inputs), J = shape, self._inputs(shape[1])
+        (outputs, inputs) = shape
+        J = self._inputs(shape[1])
         order = self._order(name, inputs, tensors)
-        zero_QO, scale_QO = self._zeros(get("qzeros"))[:, :outputs], get("scales")
+        zero_QO = self._zeros(get("qzeros"))[:, :outputs]
+        scale_QO = get("scales")
         if self.bits == 8 and (zero_QO != 128).any():
             raise InputError(
                 f"{name}: gptq with 8 bits is only read if symmetric, all zeros 128, got"
                 f" {int(zero_QO[zero_QO != 128][0])}"
             )
-        words, values_QYO = get("qweight"), aligned(grouped_form(shape, self.bits, J).values)
+        words = get("qweight")
+        values_QYO = aligned(grouped_form(shape, self.bits, J).values)
 
         def fill(at: slice) -> None:
             levels_IO = self._levels(words, at)[:inputs]
@@ -125,10 +130,12 @@ class FileFormat:
 
     def _order(self, name: str, inputs: int, tensors: Mapping[str, StoredTensor]) -> np.ndarray | None:
         """Inputs group by group, from the group of each in X.g_idx; None if that is their own order."""
-        J, module = self._inputs(inputs), name.removesuffix(".weight")
+        J = self._inputs(inputs)
+        module = name.removesuffix(".weight")
         if self.method == "awq" or f"{module}.g_idx" not in tensors:
             return None
-        natural_I, group_I = np.arange(inputs) // J, tensors[f"{module}.g_idx"].array()
+        natural_I = np.arange(inputs) // J
+        group_I = tensors[f"{module}.g_idx"].array()
         if np.array_equal(group_I, natural_I):
             return None
         order_I = np.argsort(group_I, kind="stable")
@@ -198,7 +205,8 @@ class BitNetFormat:
         return ternary_form(shape)
 
     def leaf(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> TernaryWeight:
-        stored, (outputs, inputs) = tensors[name], shape
+        stored = tensors[name]
+        (outputs, inputs) = shape
         if self.online:
             return ternary_leaf(stored, name)
         (scale,) = tensors[f"{name}_scale"].array().astype(np.float32)
@@ -221,7 +229,8 @@ Stored = FileFormat | BitNetFormat | OwnFormat
 
 def _fields(stored: StoredTensor, outputs: slice, name: str) -> np.ndarray:
     """Some outputs of a packed matrix: int8 [outputs, I], -1, 0 and 1."""
-    rows, found = stored.shape[0], []
+    rows = stored.shape[0]
+    found = []
     first = outputs.start
     while first < outputs.stop:  # those that stand in the same bits
         place, row = divmod(first, rows)
@@ -272,7 +281,8 @@ def read_format(settings: Mapping[str, Any], path: Path) -> Stored | None:
         return OwnFormat(given.get("rotated") is True, given.get("once") is True)
     if method == BitNetFormat.method:
         return _bitnet_format(given, refuse_unless)
-    bits, group = given.get("bits"), given.get("group_size")
+    bits = given.get("bits")
+    group = given.get("group_size")
     refuse_unless(type(bits) is int and bits in ((4,) if method == "awq" else (4, 8)), "bits")
     refuse_unless(type(group) is int and (group == -1 or group > 0 and group % 2 == 0), "group_size")
     refuse_unless(given.get("pack_dtype", "int32") == "int32", "pack_dtype")
@@ -292,12 +302,14 @@ def read_format(settings: Mapping[str, Any], path: Path) -> Stored | None:
         return FileFormat(method, bits, group)
     refuse_unless(not given.get("is_marlin_format"), "is_marlin_format")
     refuse_unless(not given.get("adapter"), "adapter")
-    less_one, borrowed = found == "gptq", "gptqmodel" in str(given.get("meta"))
+    less_one = found == "gptq"
+    borrowed = "gptqmodel" in str(given.get("meta"))
     return FileFormat(method, bits, group, bool(given.get("desc_act")), less_one, less_one and borrowed)
 
 
 def _bitnet_format(given: Mapping[str, Any], refuse_unless: Callable[[bool, str], None]) -> BitNetFormat:
-    linear, mode = given.get("linear_class", "bitlinear"), given.get("quantization_mode", "offline")
+    linear = given.get("linear_class", "bitlinear")
+    mode = given.get("quantization_mode", "offline")
     refuse_unless(linear in ("bitlinear", "autobitlinear"), "linear_class")
     refuse_unless(mode in ("offline", "online"), "quantization_mode")
     refuse_unless(not given.get("use_rms_norm"), "use_rms_norm")

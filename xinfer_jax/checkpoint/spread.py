@@ -126,7 +126,8 @@ def cut_of(spec: ParamSpec, config: ModelConfig, devices: int, word: int = 1) ->
     divided = [axis for axis, name in enumerate(spec.axes) if name and RULES[name] == MODEL]
     if not divided:
         return Cut(1, None, devices)
-    axis, length = divided[0], spec.shape[divided[0]]
+    axis = divided[0]
+    length = spec.shape[divided[0]]
     if spec.axes[axis] == "vocab":
         return Cut(devices, axis, 1, -(-length // (devices * word)) * word, length, word)
     n = min(devices, config.num_key_value_heads) if spec.axes[axis] == "kv_heads" else devices

@@ -13,7 +13,8 @@ class StopStrings:
     """
 
     def __init__(self, stops: tuple[str, ...]):
-        self.depth, self._next = [0], list[dict[str, int]]([{}])
+        self.depth = [0]
+        self._next = list[dict[str, int]]([{}])
         self._ending = [0]  # characters of the longest stop string that ends there; 0: none
         for stop in stops:
             state = 0

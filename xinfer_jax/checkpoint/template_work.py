@@ -16,11 +16,17 @@ from typing import Any
 
 import jinja2
 
-PART, NODE = 64, 4
-_WORK, _WORK_PER_UNIT, _WORK_PER_PAIR, _MOST_PAIRS = 2_000_000, 64, 512, 1_000_000
+PART = 64
+NODE = 4
+_WORK = 2_000_000
+_WORK_PER_UNIT = 64
+_WORK_PER_PAIR = 512
+_MOST_PAIRS = 1_000_000
 # Of the processor: beneath the count, should an operation be dearer. Collecting garbage in a large process
 # takes tenths of a second of it.
-_SECONDS, _SECONDS_PER_UNIT, _MOST_SECONDS = 1.0, 1e-7, 4.0
+_SECONDS = 1.0
+_SECONDS_PER_UNIT = 1e-7
+_MOST_SECONDS = 4.0
 _BITS = 10_000  # of an integer
 _DEPTH = 100  # of lists in lists; C code that walks them has no more stack than that is sure to fit
 

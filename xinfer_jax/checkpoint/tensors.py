@@ -87,7 +87,9 @@ class StoredTensor:
 
     def _read(self, file: Any, out: np.ndarray, first: int) -> int:
         """How many bytes came."""
-        at, size, count = 0, out.itemsize, 0
+        at = 0
+        size = out.itemsize
+        count = 0
         width = self.shape[-1] if self.stride else out.size
         while at < out.size:  # a row, or the rest of one
             row, column = divmod(first + at, width) if self.stride else (0, first)
@@ -111,7 +113,8 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
     if is_there(path / "model.safetensors"):
         names = ["model.safetensors"]
     elif (index := read_json(path / "model.safetensors.index.json")) is not None:
-        names, placed = _shard_names(path, index), index["weight_map"]
+        names = _shard_names(path, index)
+        placed = index["weight_map"]
     else:
         raise InputError(
             f"{path} holds neither model.safetensors nor model.safetensors.index.json: only safetensors"

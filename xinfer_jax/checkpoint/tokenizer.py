@@ -65,7 +65,8 @@ class Tokenizer:
         backend = _backend(path)
         names = "tokenizer_config", "generation_config", "config"
         settings, generation, config = (read_json(path / f"{name}.json") or {} for name in names)
-        special, template = _declare(backend, path, settings), _chat_template(path, settings)
+        special = _declare(backend, path, settings)
+        template = _chat_template(path, settings)
         ends = eos_ids(generation, config, backend, special.get("eos_token", ""))
         return cls(backend, chat_template=template, special_tokens=special, eos_token_ids=ends)
 
@@ -203,7 +204,8 @@ def _declare(backend: tokenizers.Tokenizer, path: Path, settings: dict[str, Any]
         order = dict.fromkeys((*_NAMES, *settings))  # in which new ones get ids
         given = {name: settings.get(name) for name in order if name.endswith("_token")}
         if isinstance(extra, dict):
-            given, extra = given | extra, []
+            given = given | extra
+            extra = []
         named = {name: _token(value, special=True) for name, value in given.items() if _is_token(value)}
         declared = present if declared is None else {int(i): _token(declared[i]) for i in declared}
         tokens = [declared[i] for i in sorted(declared)]
@@ -240,7 +242,8 @@ def _longest_token(backend: tokenizers.Tokenizer) -> tuple[bool, int, int] | Non
     fewer its normalizer can make of them, and the most that a token covers; None: not known to be one.
     """
     added = backend.get_added_tokens_decoder().values()
-    normalizers, splitters = _parts(backend.normalizer), _parts(backend.pre_tokenizer)
+    normalizers = _parts(backend.normalizer)
+    splitters = _parts(backend.pre_tokenizer)
     by_bytes = any(part["type"] == "ByteLevel" for part in splitters)
     vocabulary = backend.get_vocab(with_added_tokens=False)
     pieces = pre_tokenizers.ByteLevel.alphabet() if by_bytes else (f"<0x{byte:02X}>" for byte in range(256))

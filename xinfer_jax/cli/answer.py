@@ -45,7 +45,8 @@ def answer(flags: Flags, prompt: str | None) -> int:
     join_processes()
     prompt = calls().same(prompt) if jax.process_count() > 1 else prompt
     assert prompt is not None
-    checkpoints, draft = [open_model(flags.model, flags)], flags.draft
+    checkpoints = [open_model(flags.model, flags)]
+    draft = flags.draft
     if draft not in (None, "lookup"):
         checkpoints.append(open_model(draft, flags))
         draft = checkpoints[1].model
@@ -95,18 +96,22 @@ class _Stream:
     """An answer that is printed as it comes."""
 
     def __init__(self, flags: Flags, model: Model, ids: list[int], options: GenerateOptions, key: Key):
-        self._flags, self._model, self._ids = flags, model, ids
+        self._flags = flags
+        self._model = model
+        self._ids = ids
         self._answer = stream_answer(model, ids, options, key=key)
         self.prepare = self._answer.prepare
 
     def found(self) -> Found:
         """Prints it, then how probable its tokens were, unless JSON is asked for."""
-        text, as_text = "", self._flags.output == "text"
+        text = ""
+        as_text = self._flags.output == "text"
         for piece in from_the_first(self._answer):
             text += piece
             if as_text:
                 write(piece)
-        out, prompt_tokens = self._answer.output, len(self._ids)
+        out = self._answer.output
+        prompt_tokens = len(self._ids)
         found = dict(
             text=text, tokens=out.tokens[0], prompt_tokens=prompt_tokens, finish_reason=out.finish_reason[0]
         )
@@ -134,7 +139,9 @@ class _Beams:
 
     def __init__(self, flags: Flags, model: Model, ids: list[int], options: GenerateOptions, key: Key):
         stopping = {"true": True, "false": False}.get(flags.early_stopping, flags.early_stopping)
-        self._flags, self._model, self._ids = flags, model, ids
+        self._flags = flags
+        self._model = model
+        self._ids = ids
         self._asked: dict[str, Any] = dict(
             num_beams=flags.num_beams, length_penalty=flags.length_penalty, early_stopping=stopping,
             key=key, max_new_tokens=options.max_new_tokens, sampling=options.sampling,

@@ -178,8 +178,10 @@ def _run(argv: Sequence[str]) -> int:
 
 def _check_together(program: Program) -> None:
     """Refuses flags that are right alone and contradict each other, or do nothing."""
-    values, beams = program.values, program.values.num_beams
-    for_beams, for_one = ("length_penalty", "early_stopping"), ("stop", "logprobs", "draft", "use_cache")
+    values = program.values
+    beams = program.values.num_beams
+    for_beams = ("length_penalty", "early_stopping")
+    for_one = ("stop", "logprobs", "draft", "use_cache")
     for flag in for_beams if beams == 1 else for_one:
         if program.given(flag):
             raise InputError(f"--{flag} does not go with --num_beams={beams}: leave one of them out")

@@ -16,7 +16,8 @@ from ..errors import InputError
 from ..signing import SIZE, Signer, is_local
 
 HEARTBEAT_SECONDS = 20  # of silence, after which a process counts as gone: between parents, and to jax
-_BEAT_SECONDS, _PROOF_SECONDS = 5, 10  # between two signs of life; until the other has proved that it knows
+_BEAT_SECONDS = 5
+_PROOF_SECONDS = 10  # between two signs of life; until the other has proved that it knows
 _LONGEST = 1 << 22  # bytes of a line
 
 
@@ -38,7 +39,9 @@ class Channel:
             InputError: the other end does not know the secret.
             OSError: it is gone.
         """
-        self._connection, self._events, self._lock = connection, events, threading.Lock()
+        self._connection = connection
+        self._events = events
+        self._lock = threading.Lock()
         self._gone = threading.Event()
         try:
             self._meet(secret, listens)
@@ -56,7 +59,8 @@ class Channel:
             self._connection.sendall(line[:SIZE].hex().encode() + line[SIZE:] + b"\n")
 
     def _meet(self, secret: bytes, listens: bool) -> None:
-        until, number = time.monotonic() + _PROOF_SECONDS, secrets.token_bytes(SIZE)
+        until = time.monotonic() + _PROOF_SECONDS
+        number = secrets.token_bytes(SIZE)
         self._connection.settimeout(_PROOF_SECONDS)
         self._connection.sendall(number)
         other = self._exactly(SIZE, until)
@@ -80,7 +84,8 @@ class Channel:
         try:
             file = self._connection.makefile("rb")
             while line := file.readline(_LONGEST):
-                signature, content = bytes.fromhex(line[: 2 * SIZE].decode()), line[2 * SIZE :].rstrip(b"\n")
+                signature = bytes.fromhex(line[: 2 * SIZE].decode())
+                content = line[2 * SIZE :].rstrip(b"\n")
                 self._events.put((self, dict(json.loads(self._in.verify("line", signature + content)))))
         except OSError:
             pass

@@ -29,7 +29,8 @@ def talk(flags: Any) -> int:
         flags: the values that chat_flags.py defines.
     """
     keep_compiled_programs("xinfer-jax-chat", flags.compilation_cache)
-    conversation, figures = Conversation(flags), flags.stats
+    conversation = Conversation(flags)
+    figures = flags.stats
     while (said := _ask()) and said != "/exit":
         if said == "/stats":
             figures = not figures
@@ -71,13 +72,15 @@ class Conversation:
         sampling = SamplingConfig.from_hf(self._model.generation_config)
         if flags.temperature is not None:
             sampling = dataclasses.replace(sampling, temperature=flags.temperature)
-        new, capacity = flags.max_tokens, min(flags.capacity or 4096, self._model.config.context_length)
+        new = flags.max_tokens
+        capacity = min(flags.capacity or 4096, self._model.config.context_length)
         if capacity <= new:
             where = f"a capacity of {capacity}"
             raise InputError(f"--max_tokens={new} leaves no room for a question in {where}: lower it")
         self._capacity = capacity
         self._options = GenerateOptions(new, sampling.validate(), capacity=capacity, keep_prefix=True)
-        self._key, self._escape = seeded(flags.seed), flags.escape_control_tokens
+        self._key = seeded(flags.seed)
+        self._escape = flags.escape_control_tokens
         self._system = [] if flags.system is None else [{"role": "system", "content": flags.system}]
         self.reset()
         (self._model,) = read_and_compile(self._prepare, checkpoint)
@@ -104,7 +107,8 @@ class Conversation:
             write(f"[{left_out} of the earliest exchanges {fate}]\n")
         self._key, now = jax.random.split(self._key)
         text, out = self._stream(ids, now)
-        self._turns, self._prefix = [*turns, {"role": "assistant", "content": text}], out.prefix
+        self._turns = [*turns, {"role": "assistant", "content": text}]
+        self._prefix = out.prefix
         return _cost(out.stats, out.finish_reason[0])
 
     def _fitting(self, turns: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
@@ -119,7 +123,8 @@ class Conversation:
 
     def _stream(self, ids: list[int], key: jax.Array) -> tuple[str, GenerateOutput]:
         """Prints the answer as it comes; Ctrl-C ends it, and what was said until then counts."""
-        options, text = dataclasses.replace(self._options, prefix=self._prefix), ""
+        options = dataclasses.replace(self._options, prefix=self._prefix)
+        text = ""
         with told_first() as interrupted:
             answer = stream_answer(self._model, ids, options, key=key)
             for piece in from_the_first(answer):
@@ -132,7 +137,8 @@ class Conversation:
 
 
 def _cost(s: GenerateStats, reason: str) -> str:
-    new, milliseconds = s.prompt_tokens - s.reused_tokens, 1e3 * s.prefill_seconds
+    new = s.prompt_tokens - s.reused_tokens
+    milliseconds = 1e3 * s.prefill_seconds
     read = f"{new} of {s.prompt_tokens} tokens read in {milliseconds:.0f} ms"
     written = f"{s.generated_tokens} written at {s.decode_tokens_per_second:.1f} tok/s"
     return f"[{read}, {written}, {reason}]\n"

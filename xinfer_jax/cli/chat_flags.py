@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(argv: Sequence[str]) -> int:
     PROGRAM.parse(argv)
-    new, capacity = PROGRAM.values.max_tokens, PROGRAM.values.capacity
+    new = PROGRAM.values.max_tokens
+    capacity = PROGRAM.values.capacity
     if capacity is not None and capacity <= new:
         where = f"a --capacity of {capacity}"
         raise InputError(f"--max_tokens={new} leaves no room for a question in {where}: lower it")

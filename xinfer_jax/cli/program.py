@@ -25,7 +25,8 @@ class Program:
     """
 
     def __init__(self, name: str, about: str, usage: str, example: str):
-        self.name, self._about = name, [about, "", f"usage: {usage}", f"example: {example}", "", "flags:"]
+        self.name = name
+        self._about = [about, "", f"usage: {usage}", f"example: {example}", "", "flags:"]
         self.values = _Values()  # our own, so that importing a command adds nothing to a caller's flags
 
     def text(self, name: str, help: str, empty: str = "") -> None:
@@ -129,7 +130,9 @@ class _Values(flags.FlagValues):
 class _Parser(flags.ArgumentParser):
     def __init__(self, read: Callable[[Any], Any], good: Callable[[Any], Any], remedy: str):
         super().__init__()
-        self._read, self._good, self._remedy = read, good, remedy
+        self._read = read
+        self._good = good
+        self._remedy = remedy
 
     def parse(self, argument: Any) -> Any:
         with suppress(ValueError, KeyError):

@@ -31,7 +31,8 @@ def join_processes() -> int:
 
 def open_model(name: str | None, flags: Any) -> Checkpoint:
     """`open_checkpoint` as flags say; what is fetched from the hub first shows its own progress."""
-    path, mesh = name and checkpoint_dir(name), flags.mesh
+    path = name and checkpoint_dir(name)
+    mesh = flags.mesh
     if child() and not mesh:
         mesh = f"model={jax.device_count()}"
     over = mesh_named(mesh) if mesh else None
@@ -50,7 +51,8 @@ def mesh_named(text: str) -> jax.sharding.Mesh:
     """The first devices, as --mesh says it."""
     if not re.fullmatch(r"model=[1-9]\d{0,5}", text):
         raise InputError(f"--mesh={shown(text)} is not model=N, with N devices: give that")
-    count, devices = int(text.removeprefix("model=")), jax.devices()
+    count = int(text.removeprefix("model="))
+    devices = jax.devices()
     if count > len(devices):
         virtual = f"XLA_FLAGS=--xla_force_host_platform_device_count={count} makes virtual ones of a CPU"
         raise InputError(f"--mesh={text} needs {count} devices, and {len(devices)} are here: {virtual}")
@@ -82,7 +84,8 @@ def waiting(work: str, prepare: Callable[[], Ahead]) -> Iterator[None]:
         ahead = prepare()
 
     def line() -> str:
-        done, programs = ahead.done, ahead.programs
+        done = ahead.done
+        programs = ahead.programs
         return work if done == programs else f"{work}: compiled {done} of {programs} programs"
 
     with status(line):

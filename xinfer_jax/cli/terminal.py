@@ -38,14 +38,16 @@ class StatusLine:
     """
 
     def __init__(self) -> None:
-        self._lock, self._shown = threading.Lock(), False
+        self._lock = threading.Lock()
+        self._shown = False
 
     @contextmanager
     def __call__(self, what: str | Callable[[], str]) -> Iterator[None]:
         if sys.stderr is None or not sys.stderr.isatty():
             yield
             return
-        done, start = threading.Event(), time.perf_counter()
+        done = threading.Event()
+        start = time.perf_counter()
 
         def draw() -> None:
             with self._lock:
@@ -92,9 +94,11 @@ def one_line_warnings(name: str) -> Iterator[None]:
     said = set()
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        text, about = str(message), None
+        text = str(message)
+        about = None
         if _CACHE_WARNING in text:
-            about, reason = _CACHE_WARNING, text.partition("': ")[2]
+            about = _CACHE_WARNING
+            reason = text.partition("': ")[2]
             does = "read" if "reading" in text else "written"
             text = (
                 f"the compilation cache has an entry that cannot be {does} ({one_line(reason)[:100]}):"

@@ -101,7 +101,8 @@ class _End(Exception):
     """All are to end, with this exit code and this line; "": what there is to say is said."""
 
     def __init__(self, code: int, line: str = ""):
-        self.code, self.line = code, line
+        self.code = code
+        self.line = line
 
 
 class _Hub:
@@ -110,12 +111,18 @@ class _Hub:
     """
 
     def __init__(self, job: Job, seconds: int, secret: bytes):
-        self._secret, self._unknown, self._lock = secret, 0, threading.Lock()
+        self._secret = secret
+        self._unknown = 0
+        self._lock = threading.Lock()
         self._unproved = dict[socket.socket, None]()  # connections, the oldest first
-        self._job, self._seconds, self._until = job, seconds, time.monotonic() + seconds
+        self._job = job
+        self._seconds = seconds
+        self._until = time.monotonic() + seconds
         self._events: SimpleQueue = SimpleQueue()
-        self._lines, self._hosts = dict[int, Channel](), dict[int, str]()
-        self._told, self._reports = dict[int, dict[str, str]](), list[tuple[int, int, str]]()
+        self._lines = dict[int, Channel]()
+        self._hosts = dict[int, str]()
+        self._told = dict[int, dict[str, str]]()
+        self._reports = list[tuple[int, int, str]]()
         self._started = self._passed_on = False
         self._server = listen(job.host, job.port)
         for work in (self._accept, self._run):
@@ -188,7 +195,8 @@ class _Hub:
         if number in self._lines:
             line.say(end=2, line=f"--process_id={number} is given twice, on {self._hosts[number]} and {host}")
             return
-        self._lines[number], self._hosts[number] = line, host
+        self._lines[number] = line
+        self._hosts[number] = host
 
     def _same(self, number: int, told: dict[str, str]) -> None:
         self._told[number] = told
@@ -198,7 +206,8 @@ class _Hub:
             own = self._server.getsockname()[0]
             with socket.create_server((own, 0), family=self._server.family) as free:
                 port = free.getsockname()[1]
-            self._started, self._until = True, float("inf")
+            self._started = True
+            self._until = float("inf")
             for line in self._lines.values():
                 line.say(start=port, bind=own)
 
@@ -227,7 +236,10 @@ class _Parent:
     """Of one child."""
 
     def __init__(self, job: Job, program: Program, stop: Told, secret: bytes):
-        self._job, self._program, self._stop, self._secret = job, program, stop, secret
+        self._job = job
+        self._program = program
+        self._stop = stop
+        self._secret = secret
         self._events: SimpleQueue = SimpleQueue()
         self._seconds = program.values.start_seconds
         self._zero = f"process 0 of {job.processes} ({job.host}:{job.port})"
@@ -282,7 +294,8 @@ class _Parent:
         """The same command again, as a child in a session of its own: a terminal's Ctrl-C comes by us. jax's
         service is at this port of process 0's address, and at no other address.
         """
-        job, given = self._job, self._program.values.log_dir
+        job = self._job
+        given = self._program.values.log_dir
         self._log_dir = Path(given or tempfile.mkdtemp(prefix="xinfer-jax-"))
         host, bind = (f"[{name}]" if ":" in name else name for name in (job.host, bind))
         joins: dict[str, Any] = dict(
@@ -312,7 +325,8 @@ class _Parent:
     def _wait(self, process: subprocess.Popen[bytes], log_file: Path) -> None:
         code = process.wait()
         said = log_file.read_bytes()[-_TAIL:].decode(errors="replace")
-        blames, why = None, f"ended with exit code {code}"
+        blames = None
+        why = f"ended with exit code {code}"
         if code and _TORN in said:
             dead = _DEAD.findall(said)
             blames = int(dead[-1]) if dead else 0  # which holds jax's service

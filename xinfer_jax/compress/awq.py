@@ -75,7 +75,8 @@ def awq_params(  # noqa: PLR0913
     """
     check_activations(activations, quantize, group)
     group = _ALL if activations else group
-    bits, scaled = _bits(quantize, group), params
+    bits = _bits(quantize, group)
+    scaled = params
     if not config.rotated:
         scaled = scaled_params(params, config, token_rows, quantize, group)
     rounded = rounded_params(scaled | {"layers": ()}, quantize, activations=activations)
@@ -85,7 +86,8 @@ def awq_params(  # noqa: PLR0913
     )
     layers = []
     for place, layer in _places(scaled, config):
-        wide, done = _wide(layer), dict(layer)
+        wide = _wide(layer)
+        done = dict(layer)
         exact, exact_BTD = _inputs(wide, place, exact_BTD, text)
         for part, names in _SHARING.items():
             inputs, _ = _inputs(_wide(done), place, x_BTD, text)
@@ -143,7 +145,8 @@ def scaled_params(
         )
     rounding = _bits(quantize, group), group
     tokens_BT, text = _calibration(config, token_rows)
-    x_BTD, layers = embed(tokens_BT, params["embed"], jnp.float32, config.embed_scale), []
+    x_BTD = embed(tokens_BT, params["embed"], jnp.float32, config.embed_scale)
+    layers = []
     for place, layer in _places(params, config):
         wide = _wide(layer)
         inputs, x_BTD = _inputs(wide, place, x_BTD, text)
@@ -167,7 +170,8 @@ def _calibration(config: ModelConfig, token_rows: _Rows) -> tuple[jax.Array, _Te
     tokens_BT = np.zeros((len(lengths), max(lengths)), np.int32)
     for row, ids in zip(tokens_BT, token_rows, strict=True):
         row[: len(ids)] = ids
-    length_B, position_BT = jnp.array(lengths), jnp.broadcast_to(np.arange(max(lengths)), tokens_BT.shape)
+    length_B = jnp.array(lengths)
+    position_BT = jnp.broadcast_to(np.arange(max(lengths)), tokens_BT.shape)
     return jnp.array(tokens_BT), _Text(rotary_angles(config, position_BT, length_B), length_B)
 
 
@@ -242,7 +246,8 @@ def _errors(layer: Params, place: _Place, part: str, x_BTI, mean_I, text: _Text,
         return gated_mlp(x_BTI, layer, place[0]) if part == "mlp" else linear(x_BTI, layer[part])
 
     def error(exponent: jax.Array) -> jax.Array:  # []
-        scale_I, rounded = _scale(mean_I, exponent), {}
+        scale_I = _scale(mean_I, exponent)
+        rounded = {}
         for name in _SHARING[part]:
             matrix_OI = rounded_matrix(layer[name]["weight"] * scale_I, *rounding) / scale_I
             rounded[name] = layer[name] | {"weight": matrix_OI}
@@ -256,7 +261,8 @@ def _folded(layer: Params, config: ModelConfig, scales: dict[str, jax.Array]) ->
     """Columns times their scale, what feeds them divided by it."""
     layer = dict(layer)
     for part, name in (("attn", "attn_norm"), ("mlp", "mlp_norm")):
-        before, layer[name] = layer[name], (layer[name] / scales[part]).astype(layer[name].dtype)
+        before = layer[name]
+        layer[name] = (layer[name] / scales[part]).astype(layer[name].dtype)
         # The quotient as it was rounded; so nothing is lost where norms have 16 bits.
         rounded = before.astype(jnp.float32) / layer[name].astype(jnp.float32)
         scales[part] = jnp.where(layer[name] == 0, scales[part], rounded)

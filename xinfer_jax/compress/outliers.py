@@ -27,7 +27,8 @@ def with_outliers(params: Params, config: ModelConfig, factor: float) -> Params:
         return leaf | {"weight": leaf["weight"] / by_I}
 
     def layer(layer: Params) -> Params:
-        by_D, by_F = factors(config.hidden_size), factors(config.intermediate_size)
+        by_D = factors(config.hidden_size)
+        by_F = factors(config.intermediate_size)
         by_KH = factors(config.num_key_value_heads * config.head_dim)
         groups = config.num_attention_heads // config.num_key_value_heads
         by_NH = jnp.repeat(by_KH.reshape(-1, config.head_dim), groups, 0).reshape(-1)

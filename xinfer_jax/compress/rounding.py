@@ -90,10 +90,13 @@ def _rounded(matrix_OI, upper_II, weight_I, bits: int, block: int, whole: bool):
         upper_JJ = lax.dynamic_slice_in_dim(upper_JI, first, block, 1)
         if bits == 8:
             step_O = jnp.where(most_O > 0, most_O, 1) / 127 if whole else finest_step(block_OJ, jnp)
-            zero_O, least, most = jnp.zeros_like(step_O), -127, 127
+            zero_O = jnp.zeros_like(step_O)
+            least = -127
+            most = 127
         else:
             step_O, zero_O = _range(block_OJ, lax.dynamic_slice_in_dim(weight_I, first, block))
-            least, most = 0, 15
+            least = 0
+            most = 15
 
         def next_column(j: jax.Array, state):
             block_OJ, levels_JO, errors_JO = state
@@ -112,7 +115,8 @@ def _rounded(matrix_OI, upper_II, weight_I, bits: int, block: int, whole: bool):
 
 def _range(block_OJ: jax.Array, weight_J: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Step and zero [O] of 16 levels, the range's ends drawn in to make the weighted squared error least."""
-    low_O, high_O = jnp.minimum(block_OJ.min(1), 0), jnp.maximum(block_OJ.max(1), 0)
+    low_O = jnp.minimum(block_OJ.min(1), 0)
+    high_O = jnp.maximum(block_OJ.max(1), 0)
     shrinks = jnp.array([(low, high) for low in _SHRINKS for high in _SHRINKS])
 
     def levels(shrink_2: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -18,7 +18,8 @@ def _qwen3(hf: Mapping, layers: int) -> dict:
 
 
 def _qwen3_moe(hf: Mapping, layers: int) -> dict:
-    dense, step = hf["mlp_only_layers"], integer(hf, "decoder_sparse_step")
+    dense = hf["mlp_only_layers"]
+    step = integer(hf, "decoder_sparse_step")
     dense = () if dense is None else dense
     if not isinstance(dense, list | tuple) or not all(type(i) is int and i >= 0 for i in dense):
         raise InputError(f"mlp_only_layers must be a list of layers, got {shown(dense)}")
@@ -109,7 +110,8 @@ def _phi3(hf: Mapping, layers: int) -> dict:
 
 
 def _bitnet(hf: Mapping, layers: int) -> dict:
-    width, heads = integer(hf, "hidden_size"), integer(hf, "num_attention_heads")
+    width = integer(hf, "hidden_size")
+    heads = integer(hf, "num_attention_heads")
     if hf.get("head_dim") not in (None, width // heads):  # the norm of attention's output is that wide
         raise InputError(
             f"head_dim {shown(hf['head_dim'])} is not supported for model_type 'bitnet': leave it out, heads"

@@ -102,7 +102,8 @@ class ModelConfig:
     @property
     def context_length(self) -> int:
         """Tokens that a prompt and its answer may reach; linear and yarn scaling stretch the trained ones."""
-        longest, rope = self.max_position_embeddings, self.rope
+        longest = self.max_position_embeddings
+        rope = self.rope
         trained = dict(linear=longest, yarn=rope.original_max_position_embeddings).get(rope.rope_type, 0)
         return max(longest, int(trained * rope.factor))
 
@@ -138,7 +139,8 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     hf = {**SHARED_DEFAULTS, **defaults, **hf}
     activation = hf["hidden_activation" if "hidden_activation" in defaults else "hidden_act"]
     _refuse_unsupported(hf, activation)
-    heads, layers = integer(hf, "num_attention_heads"), integer(hf, "num_hidden_layers")
+    heads = integer(hf, "num_attention_heads")
+    layers = integer(hf, "num_hidden_layers")
     hidden = integer(hf, "hidden_size")
     fields: dict[str, Any] = dict(
         model_type=model_type,

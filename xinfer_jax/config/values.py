@@ -15,12 +15,14 @@ _RANGES = dict(
     rms_norm_eps=(1e-30, 1), rope_theta=_THETA, rope_local_base_freq=_THETA,
     factor=(1e-6, 1e6), attention_factor=(1e-3, 1e3), mscale=(1e-3, 1e3), mscale_all_dim=(1e-3, 1e3),
 )  # fmt: skip
-_INTEGER, _NUMBER = (1, 2**31 - 1), (1e-6, 1e9)  # all others
+_INTEGER = (1, 2**31 - 1)
+_NUMBER = (1e-6, 1e9)  # all others
 
 
 def number(hf: Mapping, name: str, otherwise: tuple[float, float] = _NUMBER) -> float:
     """otherwise: least and most of a name that has no range of its own."""
-    value, (least, most) = hf.get(name), _RANGES.get(name, otherwise)
+    value = hf.get(name)
+    (least, most) = _RANGES.get(name, otherwise)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise InputError(f"config.json: {name} must be a number above 0, got {shown(value)}")
     if not least <= value <= most:

@@ -132,7 +132,8 @@ class Clients:
 
     def _turn(self, row: Any, share: int) -> tuple[bool, int, bool, int, int, int]:
         """Of a client whose first row this is; lower goes first."""
-        client, priority = self.of(row), row.priority
+        client = self.of(row)
+        priority = row.priority
         if row.passed >= PATIENCE:  # it goes first within its client, but the client no sooner
             priority = max(other.priority for other in (row, *client.waiting))
         passed_over = client.passed >= PATIENCE
@@ -144,7 +145,8 @@ class Clients:
         """The rows with slots that clients have beyond their share, in the order in which to preempt them:
         the last by rank of the client that has the most slots.
         """
-        rows, found = list(with_slots), list[Any]()
+        rows = list(with_slots)
+        found = list[Any]()
         slots = {row.client: self.of(row).slots for row in rows}
         share = self.share
         while slots and slots[most := max(slots, key=lambda name: slots[name])] > share:

@@ -29,7 +29,9 @@ from ..weights.params import Params
 from ..weights.processor import compiler_options
 
 WINDOW = 128  # tokens that a row chooses between two looks of the host, at most
-MOST_LOGPROBS, MOST_EOS, MOST_STOPS = 20, 8, 16  # alternatives of a token; ids that end a row
+MOST_LOGPROBS = 20
+MOST_EOS = 8
+MOST_STOPS = 16  # alternatives of a token; ids that end a row
 _MOVED = 8  # pages that are moved to host memory, or back, at a time
 _SCORED = 16  # tokens of a prompt whose logits exist at one time
 
@@ -59,10 +61,17 @@ class Device:
         self, params: Params, config: ModelConfig, rows: int, pages: int, capacity: int, chunk: int,
         dtype: Any, impl: str | None, guesses: int, do: Do = NOW,
     ):  # fmt: skip
-        self.config, self.guesses = config, guesses
-        self.params, self._rows, self._capacity, self._chunk = params, rows, capacity, chunk
-        self._impl, self._do, self._road = impl, do, road(params)(do, impl)
-        mesh, norm = lies_over(params), params["final_norm"]
+        self.config = config
+        self.guesses = guesses
+        self.params = params
+        self._rows = rows
+        self._capacity = capacity
+        self._chunk = chunk
+        self._impl = impl
+        self._do = do
+        self._road = road(params)(do, impl)
+        mesh = lies_over(params)
+        norm = params["final_norm"]
         self._place = norm.device if norm.committed and mesh is None else None
         self.pools: Any = do.make(lambda: empty_pools(config, pages, dtype, mesh), self._place)
         blank = self._row(*self._nothing, answers=False)
@@ -78,9 +87,13 @@ class Device:
 
     def _row(self, call: Call, key_1: Any, answers: bool = True) -> DecodeState:
         """In new arrays: the host changes none of them later. answers: False for one that has ended."""
-        (ids,), options, V = call.prompts, call.options, self.config.vocab_size
-        seen_1V, history_1S = np.zeros((1, V), bool), np.zeros((1, self._capacity), np.int32)
-        seen_1V[0, ids], history_1S[0, : len(ids)] = True, ids
+        (ids,) = call.prompts
+        options = call.options
+        V = self.config.vocab_size
+        seen_1V = np.zeros((1, V), bool)
+        history_1S = np.zeros((1, self._capacity), np.int32)
+        seen_1V[0, ids] = True
+        history_1S[0, : len(ids)] = ids
         eos_1E = np.full((1, MOST_EOS + MOST_STOPS), -1, np.int32)
         eos_1E[0, : len(call.ending)] = call.ending
         sampling_1 = jax.tree.map(np.array, per_row(options.sampling, 1, V, full=True))
@@ -152,7 +165,8 @@ class Device:
 
     def rehearse(self) -> None:
         """Runs every program once but those that move pages, on the page that nobody reads."""
-        row, pages = self.row(*self._nothing), [0] * self._width
+        row = self.row(*self._nothing)
+        pages = [0] * self._width
         self.read(pages, [0] * self._chunk, 0, True)
         self.score(pages, [0], 0, [0])
         row, _ = self.first_choice(self.read(pages, [0], 0, False), row)
@@ -222,14 +236,17 @@ def _window(  # noqa: PLR0913
     params, config, rows, pools, table_BP, among_B, steps, until_one_ends, capacity, guesses, impl
 ):
     """`loop.advance`, or `speculate` by look-up, over pages, for the rows among those that run."""
-    sampling_B, limit_B = only(rows.sampling_B, among_B), jnp.where(among_B, rows.limit_B, 0)
+    sampling_B = only(rows.sampling_B, among_B)
+    limit_B = jnp.where(among_B, rows.limit_B, 0)
     state = _with_room(dataclasses.replace(rows, sampling_B=sampling_B, limit_B=limit_B), WINDOW)
-    began_B, zeros_B = state.active_B, jnp.zeros(len(among_B), jnp.int32)
+    began_B = state.active_B
+    zeros_B = jnp.zeros(len(among_B), jnp.int32)
     length_B = jnp.where(began_B, state.position_B - 1, 0)
     cache = _cache(config, pools, table_BP, capacity, length_B)
 
     def step(state, cache, counts):
-        token_BT, num_tokens_B = state.token_B[:, None], state.active_B.astype(jnp.int32)
+        token_BT = state.token_B[:, None]
+        num_tokens_B = state.active_B.astype(jnp.int32)
         if guesses:
             guess_BT = look_up(state.context.history_BS, state.position_B, guesses)
             token_BT, num_tokens_B = to_check(state.turn, guess_BT)
@@ -253,7 +270,8 @@ def _window(  # noqa: PLR0913
 def _with_room(rows, size):
     """The rows with room for so many tokens more."""
     state = new_state(rows.key_B, rows.sampling_B, rows.limit_B, rows.context, size)
-    (B, V), old = rows.context.seen_BV.shape, rows.alternatives
+    (B, V) = rows.context.seen_BV.shape
+    old = rows.alternatives
     empty = no_alternatives(B, size, old.id_BTA.shape[-1], V, False)
     empty = dataclasses.replace(empty, asked_B=old.asked_B)
     return dataclasses.replace(
@@ -263,7 +281,8 @@ def _with_room(rows, size):
 
 def _without_room(state):
     """The rows, and apart from them what they chose: of theirs no array is looked at, and so kept."""
-    count_B, zeros_B = state.length_B - state.noted_B, jnp.zeros_like(state.limit_B)
+    count_B = state.length_B - state.noted_B
+    zeros_B = jnp.zeros_like(state.limit_B)
     columns = state.tokens_BT, state.logprobs_BT
     out = Window(*columns, count_B, state.finished_B, state.alternatives, zeros_B, zeros_B)
     return _with_room(state, 0), out
@@ -304,5 +323,6 @@ _SCORE = jax.jit(_score, static_argnames=("config", "impl"), donate_argnames="ca
 _WITH_ROOM = jax.jit(_with_room, static_argnames="size")
 _WITHOUT_ROOM = jax.jit(_without_room)
 _PLACE = jax.jit(admit, donate_argnames="state")
-_TAKE_ROW, _TAKE_PAGES = jax.jit(_take_row), jax.jit(_take_pages)
+_TAKE_ROW = jax.jit(_take_row)
+_TAKE_PAGES = jax.jit(_take_pages)
 _PUT_PAGES = jax.jit(_put_pages, donate_argnames="pools")

@@ -108,25 +108,32 @@ class Engine(Entrance):
             raise InputError(f"draft={shown(draft)}: an engine guesses by 'lookup', or not at all (None)")
         check_impl(impl)
         model = dataclasses.replace(model, params=jax.tree.map(_held, model.params))
-        config, longest = model.config, model.config.context_length
+        config = model.config
+        longest = model.config.context_length
         self.rows = whole("rows", rows, 1)
         self.capacity = whole("capacity", min(4096, longest) if capacity is None else capacity, 2, longest)
         self.chunk = whole("chunk", chunk, PAGE)
         if self.chunk % PAGE:
             raise InputError(f"chunk must be a multiple of {PAGE}, got {chunk}")
         self.guesses = whole("draft_tokens", draft_tokens, 1, MOST_GUESSES) if draft else 0
-        self.model, self.impl, self.switches_at = model, impl, config.rope.switches_at
-        self.weight_bytes, dtype = tree_bytes(model.params), _dtype(model.params, cache_dtype)
-        page_bytes, self._share = cache_bytes(config, 1, PAGE, dtype), share(lies_over(model.params))
+        self.model = model
+        self.impl = impl
+        self.switches_at = config.rope.switches_at
+        self.weight_bytes = tree_bytes(model.params)
+        dtype = _dtype(model.params, cache_dtype)
+        page_bytes = cache_bytes(config, 1, PAGE, dtype)
+        self._share = share(lies_over(model.params))
         self.pages = self._number_of_pages(page_bytes) if pages is None else whole("pages", pages, 2)
         self._calls = calls_for(model.params)
         if self._calls:  # hosts may have different amounts of memory
             self.pages = self._calls.same(self.pages)
         self.cache_bytes = self.pages * page_bytes
-        need, what = self.weight_bytes + self.cache_bytes, f"weights and {self.pages} pages"
+        need = self.weight_bytes + self.cache_bytes
+        what = f"weights and {self.pages} pages"
         check_memory(int(self._share * need), what, "ask for fewer pages, or a smaller cache_dtype")
         self._scheduler = Scheduler(self.rows, self.pages, self.capacity, self.chunk, prefix_cache)
-        self._news, self._turn = threading.Condition(), threading.Lock()
+        self._news = threading.Condition()
+        self._turn = threading.Lock()
         self._new: list[Answer] = []  # submitted, and not seen by the scheduler yet
         self._cancelled: list[Request] = []  # and not seen yet
         self._open: dict[Request, None] = {}  # in the order in which they came
@@ -137,7 +144,8 @@ class Engine(Entrance):
         self._orders: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
         self.error: BaseException | None = None
-        self.name, self.recent = "the engine", Recent()
+        self.name = "the engine"
+        self.recent = Recent()
         self._seconds = 0.0  # of a step of decoding, lately
         self._undecoded = 0  # turns since the last one that decoded
         self.last_turn = time.monotonic()
@@ -157,7 +165,8 @@ class Engine(Entrance):
             raise InputError("the new parameters have other shapes or types: make an Engine of them")
         if self._calls:
             raise InputError("an engine over several processes keeps its weights: make another")
-        params, done = jax.tree.map(_held, params, self.model.params), threading.Event()
+        params = jax.tree.map(_held, params, self.model.params)
+        done = threading.Event()
 
         def order() -> None:
             self._device.params = params
@@ -270,14 +279,21 @@ class Engine(Entrance):
 
     def _break(self, error: BaseException) -> None:
         with self._news:
-            self.error, self._new, self._deadlines = self.error or error, [], []
+            self.error = self.error or error
+            self._new = []
+            self._deadlines = []
             self._tell(list(self._open))
 
     def _take_turn(self) -> bool:
-        now, late = time.monotonic(), list[Request]()
+        now = time.monotonic()
+        late = list[Request]()
         with self._news:  # at once: what ends now was submitted before
-            new, orders, self._new, self._orders = self._new, self._orders, [], []
-            cancelled, self._cancelled = self._cancelled, []
+            new = self._new
+            orders = self._orders
+            self._new = []
+            self._orders = []
+            cancelled = self._cancelled
+            self._cancelled = []
             while self._deadlines and self._deadlines[0][0] < now:
                 if request := heapq.heappop(self._deadlines)[-1]():
                     late.append(request)
@@ -289,7 +305,8 @@ class Engine(Entrance):
             self._scheduler.submit(answer.row)
         self._drop(cancelled, "cancelled")
         self._drop(late, "deadline")
-        busy, width = False, 0
+        busy = False
+        width = 0
         while width < self.chunk and (actions := self._scheduler.read_next()):
             busy = True
             self._carry_out(actions)
@@ -317,7 +334,8 @@ class Engine(Entrance):
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
         for action in actions:
-            row, answer = action.row, self._answers[action.row]
+            row = action.row
+            answer = self._answers[action.row]
             if isinstance(action, Read):
                 self._read(action, answer)
             elif action.out:
@@ -330,14 +348,18 @@ class Engine(Entrance):
                 answer.pages = answer.state = None
 
     def _read(self, piece: Read, answer: Answer) -> None:
-        row, request, start, end = piece.row, answer.request, piece.start, piece.start + piece.count
+        row = piece.row
+        request = answer.request
+        start = piece.start
+        end = piece.start + piece.count
         request.times.setdefault("read", time.monotonic())
         if piece.last or row.scored is None:
             behind = self._device.read(row.pages, row.ids[start:end], start, piece.whole)
         if row.scored is not None:  # after it: the pages are to be this program's
             targets = row.ids[start + 1 : end + 1]
             noted = self._device.score(row.pages, row.ids[start:end], start, targets)
-            logprobs_1T, count_1 = np.asarray(noted.processed_BT), np.array([len(targets)])
+            logprobs_1T = np.asarray(noted.processed_BT)
+            count_1 = np.array([len(targets)])
             (tokens,) = rows_of_tokens(noted, np.array([targets]), logprobs_1T, count_1, request.asks)
             request.prompt_logprobs += tokens[max(0, row.scored - start - 1) :]
         self.recent.read_tokens += piece.count
@@ -353,8 +375,10 @@ class Engine(Entrance):
 
     def _decode(self) -> None:
         """A window: so many steps, or until a row ends while somebody waits for its place."""
-        scheduler, each = self._scheduler, 1 + self.guesses
-        steps, look = WINDOW // each, _LONGEST_SECONDS
+        scheduler = self._scheduler
+        each = 1 + self.guesses
+        steps = WINDOW // each
+        look = _LONGEST_SECONDS
         others = bool(scheduler.clients.heads()) or len(scheduler.seated) > len(scheduler.running)
         if self._live:
             look = _BUSY_SECONDS if others else _LOOK_SECONDS
@@ -376,7 +400,8 @@ class Engine(Entrance):
 
     def _take(self, answer: Answer, out: Window, slot: int) -> bool:
         """Hands a row's tokens to its answer; whether it has ended."""
-        request, count = answer.request, int(out.count_B[slot])
+        request = answer.request
+        count = int(out.count_B[slot])
         self.recent.chosen_tokens += count
         if request.call.options.logprobs:
             parts = out.alternatives, out.tokens_BT, out.logprobs_BT, out.count_B
@@ -384,7 +409,8 @@ class Engine(Entrance):
             most = request.call.options.logprobs
             (tokens,) = rows_of_tokens(noted, tokens_1T, logprobs_1T, count_1, most)
             answer.alternatives += tokens
-        ids, logprobs = out.tokens_BT[slot, :count].tolist(), out.logprobs_BT[slot, :count].tolist()
+        ids = out.tokens_BT[slot, :count].tolist()
+        logprobs = out.logprobs_BT[slot, :count].tolist()
         try:
             ended = answer.push(ids, logprobs, bool(out.finished_B[slot]))
         except InputError as error:  # it fails alone
@@ -398,7 +424,9 @@ class Engine(Entrance):
         return ended
 
     def _end(self, answer: Answer, reason: str, good: bool = True) -> None:
-        answer.finish_reason, answer.state, answer.pages = reason, None, None
+        answer.finish_reason = reason
+        answer.state = None
+        answer.pages = None
         self._scheduler.end(answer.row, answer.chosen, good)
         del self._answers[answer.row]
 
@@ -439,7 +467,8 @@ class Engine(Entrance):
         config = with_fixed_rope(self.model.config, 1, min(self.capacity, self.switches_at or self.capacity))
         shape = self.rows, self.pages, self.capacity, self.chunk, dtype, self.impl, self.guesses
         make = partial(Device, self.model.params, config, *shape)
-        began, ahead = time.perf_counter(), Ahead()
+        began = time.perf_counter()
+        ahead = Ahead()
         if lies_over(self.model.params) is None:
             make(do=ahead).rehearse()
         ahead.end()
@@ -462,7 +491,8 @@ class Engine(Entrance):
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
     """Within, in the main thread, Ctrl-C waits; its handler is called at the end."""
-    usual, seen = signal.getsignal(signal.SIGINT), list[Any]()
+    usual = signal.getsignal(signal.SIGINT)
+    seen = list[Any]()
     if threading.current_thread() is not threading.main_thread() or not callable(usual):
         yield
         return

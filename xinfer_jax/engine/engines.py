@@ -54,7 +54,8 @@ class Engines(Entrance):
         """
         if not isinstance(model, Model):
             raise InputError(f"model must be what load_model gives, got {shown(model)}")
-        place, mesh = getattr(model.params["final_norm"], "sharding", None), lies_over(model.params)
+        place = getattr(model.params["final_norm"], "sharding", None)
+        mesh = lies_over(model.params)
         own: Any = mesh.devices.flat if mesh else place and place.device_set
         groups = device_groups(data_parallel, own and list(own))
         if groups[0][0].platform == "cpu":  # where all have one memory
@@ -68,12 +69,16 @@ class Engines(Entrance):
             self.engines = list(pool.map(make, groups))
         for i, (engine, group) in enumerate(zip(self.engines, groups, strict=True)):
             engine.name = f"engine {i + 1} of {len(groups)} ({', '.join(map(str, group))})"
-        self.room, self.impl, self.switches_at = engine.room, engine.impl, engine.switches_at
+        self.room = engine.room
+        self.impl = engine.impl
+        self.switches_at = engine.switches_at
         self.rows = len(groups) * engine.rows
         # Digests of how prompts begin that each engine was given, the least recent first; and when.
         self._known = [OrderedDict[bytes, None]() for _ in groups]
-        self._last, self._shares = [0] * len(groups), shape.get("prefix_cache", True)
-        self._lock, self._news = threading.Lock(), threading.Event()
+        self._last = [0] * len(groups)
+        self._shares = shape.get("prefix_cache", True)
+        self._lock = threading.Lock()
+        self._news = threading.Event()
 
     @property
     def model(self) -> Model:

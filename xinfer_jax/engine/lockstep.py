@@ -38,8 +38,11 @@ class Calls:
 
     def __init__(self, client: Any, name: str, process: int, processes: int, secret: bytes) -> None:
         """client: of jax's coordination service; name: of these calls; process: which of so many this is."""
-        self._client, self._name, self._at = client, name, 0
-        self._process, self._secret = process, secret
+        self._client = client
+        self._name = name
+        self._at = 0
+        self._process = process
+        self._secret = secret
         self._signer = Signer(secret, self._meet(processes), "process 0")
 
     def say(self, what: Any) -> None:
@@ -66,7 +69,8 @@ class Calls:
 
     def _meet(self, processes: int) -> str:
         """The run's name, which no other run has."""
-        place, numbers = f"{self._name}/run", list[str]()
+        place = f"{self._name}/run"
+        numbers = list[str]()
         if self._process:
             own = secrets.token_hex()
             number = f"{place}/{self._process}"
@@ -136,15 +140,19 @@ class _Held:
     """What stays on the devices between two calls."""
 
     def __init__(self, number: int, value: Any):
-        self.number, self.value = Kept(number), value
+        self.number = Kept(number)
+        self.value = value
 
 
 class Leader:
     """A `Device` of process 0, whose calls the others do too."""
 
     def __init__(self, device: Device, calls: Calls):
-        self._device, self._calls = device, calls
-        self._number, self._unused, self._closed = itertools.count(), deque[int](), False
+        self._device = device
+        self._calls = calls
+        self._number = itertools.count()
+        self._unused = deque[int]()
+        self._closed = False
 
     def __getattr__(self, name: str) -> Any:
         if name not in _METHODS:
@@ -152,7 +160,8 @@ class Leader:
         return lambda *args: self._do(name, *args)
 
     def _do(self, name: str, *args: Any) -> Any:
-        number, unused = next(self._number), [self._unused.popleft() for _ in range(len(self._unused))]
+        number = next(self._number)
+        unused = [self._unused.popleft() for _ in range(len(self._unused))]
         said = [arg.number if isinstance(arg, _Held) else arg for arg in args]
         self._calls.say([name, said, unused])
         out = getattr(self._device, name)(*(arg.value if isinstance(arg, _Held) else arg for arg in args))

@@ -38,10 +38,13 @@ class Answer:
         self.logprobs: list[float] = []
         self.alternatives: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
-        self.request, self.row, self._number = request, row, number
+        self.request = request
+        self.row = row
+        self._number = number
         self.state: Any = None  # of the device, while it made way
         self.pages: Any = None  # what they hold, while they are in host memory
-        self.passes, self.accepted = 0, 0
+        self.passes = 0
+        self.accepted = 0
         self._said = request.said() if request.stop_strings else None
 
     @property
@@ -58,7 +61,8 @@ class Answer:
         Raises:
             InputError: what an answer must not give, as `generate` says it.
         """
-        options, ending = self.request.call.options, finished and ids[-1]
+        options = self.request.call.options
+        ending = finished and ids[-1]
         self.chosen += ids
         self.logprobs += logprobs
         for token in ids[:-1] if finished else ids:
@@ -87,7 +91,8 @@ class Answer:
         return self.tokens[given:], ended
 
     def __iter__(self) -> Iterator[int]:
-        given, ended = 0, False
+        given = 0
+        ended = False
         while not ended:
             self.request.engine.wait(lambda given=given: any(self.since(given)))
             new, ended = self.since(given)
@@ -106,7 +111,8 @@ class Answer:
 
     async def text_async(self) -> AsyncIterator[str]:
         """`text` for an event loop, which goes on with other things until a piece comes."""
-        said, given = self.request.said(), 0
+        said = self.request.said()
+        given = 0
         async for _ in news([self.request]):
             new, ended = self.since(given)
             given += len(new)
@@ -137,12 +143,18 @@ class Request:
         skip_special_tokens: bool,
     ):  # fmt: skip
         """engine: that will answer; call: from `checked`, of one prompt."""
-        self.engine, self.call, self.tokenizer, self.stop_strings = engine, call, tokenizer, stops
-        self.number, self.skip_special_tokens = number, skip_special_tokens
-        self.ids, self.answers = call.prompts[0], list[Answer]()
+        self.engine = engine
+        self.call = call
+        self.tokenizer = tokenizer
+        self.stop_strings = stops
+        self.number = number
+        self.skip_special_tokens = skip_special_tokens
+        self.ids = call.prompts[0]
+        self.answers = list[Answer]()
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.error: BaseException | None = None
-        self.deadline, self.cancelled = float("inf"), False
+        self.deadline = float("inf")
+        self.cancelled = False
         self.live = False  # others may come while it is answered, and somebody read along
         self.asks: Any = None  # alternatives of each token of the prompt
         self.submitted = time.monotonic()
@@ -169,7 +181,8 @@ class Request:
         """
         self.engine.wait(lambda: self.ended, timeout)
         self.raise_error()
-        options, answers = self.call.options, self.answers
+        options = self.call.options
+        answers = self.answers
         out = GenerateOutput(
             tokens=[list(answer.tokens) for answer in answers],
             logprobs=[list(answer.logprobs) for answer in answers],
@@ -225,14 +238,18 @@ class Request:
         return self.answers[0]
 
     def _stats(self) -> GenerateStats:
-        answers, times, engine = self.answers, self.times, self.engine
+        answers = self.answers
+        times = self.times
+        engine = self.engine
         read, first, end = (times.get(name, self.submitted) for name in ("read", "first", "ended"))
         stats = GenerateStats(len(answers), len(self.ids), engine.weight_bytes, engine.cache_bytes)
         stats.reused_tokens = answers[0].row.hits
         stats.generated_tokens = sum(len(answer.logprobs) for answer in answers)
         stats.decode_steps = max(len(answer.logprobs) for answer in answers) - 1
-        stats.ttft_seconds, stats.prefill_seconds = first - self.submitted, first - read
-        stats.decode_seconds, stats.total_seconds = end - first, end - self.submitted
+        stats.ttft_seconds = first - self.submitted
+        stats.prefill_seconds = first - read
+        stats.decode_seconds = end - first
+        stats.total_seconds = end - self.submitted
         stats.peak_bytes = peak_bytes()
         if engine.guesses:
             stats.passes = [answer.passes for answer in answers]
@@ -245,7 +262,8 @@ async def news(requests: Sequence[Request], quiet: float | None = None) -> Async
     """True at the start, and whenever there may be something new of requests to one engine; False after so
     many seconds without.
     """
-    loop, event = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    event = asyncio.Event()
     if not requests[0].engine.started:
         raise InputError("an event loop needs an engine with a thread: with xj.Engine(model) as engine: …")
 

@@ -20,7 +20,8 @@ from .clients import Clients
 
 PAGE = 64  # tokens: the key block of the kernels
 URGENT = 16  # whose priority is so much higher gets the slot of another row
-_ANY_FORM, _SCORED = 0, 1  # in digests: pages that any program may have written; that of scoring has
+_ANY_FORM = 0
+_SCORED = 1  # in digests: pages that any program may have written; that of scoring has
 
 
 def chain(salt: bytes, ids: Sequence[int], forms: Sequence[int]) -> list[bytes]:
@@ -160,7 +161,10 @@ class Scheduler:
     """
 
     def __init__(self, rows: int, pages: int, capacity: int, chunk: int, prefix_cache: bool = True):
-        self.pages, self.capacity, self.chunk, self.prefix_cache = pages, capacity, chunk, prefix_cache
+        self.pages = pages
+        self.capacity = capacity
+        self.chunk = chunk
+        self.prefix_cache = prefix_cache
         self.slots: list[Row | None] = [None] * rows
         self.clients = Clients(rows)
         self.holders = [0] * pages
@@ -187,7 +191,8 @@ class Scheduler:
 
     def counts(self) -> dict[str, int]:
         """What `EngineStats` says of rows and pages."""
-        running, seated = len(self.running), len(self.seated)
+        running = len(self.running)
+        seated = len(self.seated)
         return dict(
             running=running,
             reading=seated - running,
@@ -208,7 +213,8 @@ class Scheduler:
     def submit(self, row: Row) -> None:
         """Queues a row for which there is `room`."""
         self.arrivals += 1
-        row.arrival, row.publishes = self.arrivals, self.prefix_cache
+        row.arrival = self.arrivals
+        row.publishes = self.prefix_cache
         self.clients.add(row)
 
     def read_next(self) -> list[Action]:
@@ -299,7 +305,8 @@ class Scheduler:
         row.slot = self.slots.index(None)
         self.slots[row.slot] = row
         if not row.held:
-            row.pages, row.held = hits, PAGE * len(hits)
+            row.pages = hits
+            row.held = PAGE * len(hits)
             row.hits = row.held
             self.hits += row.hits
         for page in hits:
@@ -351,7 +358,9 @@ class Scheduler:
         """The shared pages that a row begins with; of any form if it may and they reach further."""
         if row.away or not self.prefix_cache:
             return []
-        full, cut, needed = len(row.ids) // PAGE, self._cut(row), len(row.ids)
+        full = len(row.ids) // PAGE
+        cut = self._cut(row)
+        needed = len(row.ids)
         if row.scored is not None:
             needed = max(1, min(needed, row.scored))  # what stands before it says how likely it is
         last = (needed - 1) // PAGE
@@ -377,7 +386,8 @@ class Scheduler:
 
     def _piece(self, row: Row) -> Read:
         """What the row reads next; behind hits that end within a chunk page by page up to its end."""
-        start, end = row.held, len(row.ids)
+        start = row.held
+        end = len(row.ids)
         whole = start < self._cut(row) and start % self.chunk == 0
         count = min(self.chunk if whole else PAGE, end - start)
         return Read(row, start, count, whole, start + count == end, self.chunk if whole else PAGE)

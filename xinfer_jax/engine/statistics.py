@@ -58,7 +58,8 @@ class Recent:
 
     def ended(self, request: Request) -> None:
         """A request has ended."""
-        times, tokens = request.times, len(request.answers[0].logprobs)
+        times = request.times
+        tokens = len(request.answers[0].logprobs)
         self.requests += 1
         if "first" in times:
             self.seconds["ttft"].append(times["first"] - request.submitted)

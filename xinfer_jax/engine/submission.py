@@ -43,7 +43,9 @@ def requests_of(
     escape: bool, skip_special_tokens: bool = True,
 ) -> Iterator[Request]:  # fmt: skip
     """`request_of` for each prompt and its key; the options are checked once, and their arrays shared."""
-    model, (options, stops), first = engine.model, _checked_options(engine, options), None
+    model = engine.model
+    (options, stops) = _checked_options(engine, options)
+    first = None
     for prompt, key in zip(prompts, keys, strict=True):
         text = isinstance(prompt, str) or in_order(prompt) and len(prompt) and isinstance(prompt[0], Mapping)
         ids = encode_prompt(model, prompt, escape_control_tokens=escape) if text else prompt
@@ -78,7 +80,9 @@ def _checked_options(engine: Any, options: GenerateOptions | None) -> tuple[Gene
 
 
 def _check_sizes(engine: Any, call: Call) -> None:
-    options, need, switch = call.options, call.longest + call.options.max_new_tokens, engine.switches_at
+    options = call.options
+    need = call.longest + call.options.max_new_tokens
+    switch = engine.switches_at
     for name, count, limit in (
         ("logprobs", options.logprobs, MOST_LOGPROBS),
         ("eos_token_ids", len(options.eos_token_ids or ()), MOST_EOS),
@@ -209,14 +213,16 @@ class Entrance:
         each: Sequence[Any] = keys or [None] * len(prompts)
         how = escape_control_tokens, skip_special_tokens
         for request in requests_of(self, prompts, options, each, 0, *how):
-            request.live, request.asks = bool(live), asks
+            request.live = bool(live)
+            request.asks = asks
             if received is not None:
                 request.submitted = received
             if deadline is not None:
                 request.deadline = request.submitted + deadline
             for answer in request.answers:
                 row = answer.row
-                row.priority, row.salt = priority, salt.encode("utf-8", "surrogatepass")
+                row.priority = priority
+                row.salt = salt.encode("utf-8", "surrogatepass")
                 row.client = client
                 row.scored = scored if answer is request.answers[0] else None
                 row.share_answers = bool(share_answers)

@@ -34,8 +34,10 @@ def padded(prompts: Sequence[Sequence[int]], most: int, rows: int = 0) -> tuple[
 
 def check_room(call: Call, rows: int) -> None:
     """Raises InputError where weights, caches and results of so many rows exceed the memory there is."""
-    options, config = call.options, call.config
-    new, vocabulary = bucket(options.max_new_tokens), config.vocab_size
+    options = call.options
+    config = call.config
+    new = bucket(options.max_new_tokens)
+    vocabulary = config.vocab_size
     noted = 12 + 16 * options.logprobs + 4 * vocabulary * options.logits  # of each new token
     looked_at = (17 if is_full(call.sampling_B) else 9) * vocabulary  # logits and what processors look at
     part = share(lies_over(call.params))
@@ -68,11 +70,16 @@ def first_state(call: Call, prompt_R: np.ndarray) -> DecodeState:
     """The rows (`prompts_of_rows`) of a call before their first token, in new arrays; padding rows have
     ended.
     """
-    options, config, answers = call.options, call.config, call.answers
-    R, real, size = len(prompt_R), answers * len(call.prompts), bucket(options.max_new_tokens)
+    options = call.options
+    config = call.config
+    answers = call.answers
+    R = len(prompt_R)
+    real = answers * len(call.prompts)
+    size = bucket(options.max_new_tokens)
     sampling_R = jax.tree.map(lambda setting_B: np.asarray(setting_B)[prompt_R], call.sampling_B)
     answer_R = np.arange(R, dtype=np.int32) % answers if answers > 1 else None
-    seen_RV, length_R = np.zeros((R, config.vocab_size), bool), np.zeros(R, np.int32)
+    seen_RV = np.zeros((R, config.vocab_size), bool)
+    length_R = np.zeros(R, np.int32)
     rows = [call.prompts[i] for i in prompt_R[:real]]
     for row, prompt in enumerate(rows):
         seen_RV[row, prompt] = True

@@ -65,9 +65,13 @@ class State:
 
 def start(logits_BV, request, kind):
     """The beams behind their first choice."""
-    (B, V), W, rows = logits_BV.shape, kind.beams, request.rows
-    zeros_BW, none_BW = jnp.zeros((B, W), jnp.int32), jnp.full((B, W), -jnp.inf)
-    tokens_BWT, row_R = jnp.zeros((B, W, kind.size), jnp.int32), jnp.repeat(jnp.arange(B), W)
+    (B, V) = logits_BV.shape
+    W = kind.beams
+    rows = request.rows
+    zeros_BW = jnp.zeros((B, W), jnp.int32)
+    none_BW = jnp.full((B, W), -jnp.inf)
+    tokens_BWT = jnp.zeros((B, W, kind.size), jnp.int32)
+    row_R = jnp.repeat(jnp.arange(B), W)
     # All beams start as the same prompt: the first one alone may be continued, or they would stay the same.
     state = State(
         rows.context.reorder(row_R), jnp.int32(0), row_R, row_R, tokens_BWT,
@@ -78,7 +82,8 @@ def start(logits_BV, request, kind):
 
 def following(logits_RV, state, request, kind):
     """The beams behind another choice."""
-    (B, W), V = state.score_BW.shape, logits_RV.shape[1]
+    (B, W) = state.score_BW.shape
+    V = logits_RV.shape[1]
     context = state.context.reorder(state.parent_R).advance(state.token_R, jnp.ones(B * W, bool))
     state = dataclasses.replace(state, context=context)
     return _choose(logits_RV.reshape(B, W, V), state, request, kind)
@@ -144,7 +149,8 @@ def _candidates(score_BWV, state, rows, C):
 
     order_BWV = lax.cond(is_greedy(rows.sampling_B), lambda: score_BWV, drawn)
     _, index_BC = lax.top_k(order_BWV.reshape(B, W * V), C)
-    beam_BC, token_BC = index_BC // V, index_BC % V
+    beam_BC = index_BC // V
+    token_BC = index_BC % V
     tokens_BCT = _take(state.tokens_BWT, beam_BC).at[:, :, state.step].set(token_BC)
     return _take(score_BWV.reshape(B, W * V), index_BC), beam_BC, token_BC, tokens_BCT
 
@@ -154,8 +160,10 @@ def _advance(candidates, state, request, early_stopping):
     they are good enough.
     """
     score_BC, beam_BC, token_BC, tokens_BCT = candidates
-    length_penalty, limit_B = request.length_penalty, request.rows.limit_B
-    (B, W), length = state.score_BW.shape, state.step + 1
+    length_penalty = request.length_penalty
+    limit_B = request.rows.limit_B
+    (B, W) = state.score_BW.shape
+    length = state.step + 1
     is_eos_BC = jnp.any(token_BC[..., None] == request.rows.context.eos_BE[:, None], -1)
     ends_BC = is_eos_BC | (length >= limit_B)[:, None]
     score_BW, run_BW = lax.top_k(jnp.where(ends_BC, -jnp.inf, score_BC), W)

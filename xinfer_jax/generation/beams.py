@@ -114,7 +114,8 @@ def beam_search(  # noqa: PLR0913  a door
     asked = dict(locals())
     with Stopwatch() as setup:
         search = _Search(**asked)
-    call, stats = search.call, GenerateStats(*search.sizes)
+    call = search.call
+    stats = GenerateStats(*search.sizes)
     with Stopwatch() as compiling:
         search.prepare().wait()
     with Stopwatch() as prefilling:
@@ -123,9 +124,11 @@ def beam_search(  # noqa: PLR0913  a door
         found = jax.device_get(search.search(behind))
     check_cache(call, search.cache)  # the beams' own length is known: at most the prompt's and max_new_tokens
     sequences, scores, longest = _lists(call, found, search.returned)
-    stats.prefill_seconds, stats.decode_seconds = prefilling.seconds, searching.seconds
+    stats.prefill_seconds = prefilling.seconds
+    stats.decode_seconds = searching.seconds
     stats.ttft_seconds = setup.seconds + prefilling.seconds + searching.seconds
-    stats.generated_tokens, stats.decode_steps = longest, int(found.step) - 1
+    stats.generated_tokens = longest
+    stats.decode_steps = int(found.step) - 1
     stats.compile_seconds = compiling.seconds
     stats.count(setup, compiling, prefilling, searching)
     stats.peak_bytes = peak_bytes()
@@ -158,7 +161,8 @@ class _Search:
         returned = beams if num_return_sequences is None else num_return_sequences
         self.returned = whole("num_return_sequences", returned, 1)
         _check(call, beams, self.returned, length_penalty, early_stopping)
-        self._steps, shortest = call.options.max_new_tokens, min(map(len, call.prompts))
+        self._steps = call.options.max_new_tokens
+        shortest = min(map(len, call.prompts))
         early_stopping = early_stopping if beams > 1 else True  # one beam ends at its first EOS
         moving = bucket(call.longest - shortest + self._steps)
         self._kind = Kind(beams, len(call.ending), early_stopping, bucket(self._steps), moving)
@@ -168,12 +172,15 @@ class _Search:
         self._to_read = padded(call.prompts, call.capacity, call.rows)
         make = partial(empty_cache, call, params, call.config, call.capacity, call.rows)
         self.cache: KVCache = do.make(make)
-        self._do, self._model, self._road = do, (params, call.config), road(params)(do, impl)
+        self._do = do
+        self._model = (params, call.config)
+        self._road = road(params)(do, impl)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """Prompts, their tokens, bytes of weights and of the beams' keys and values."""
-        prompts, params = self.call.prompts, self.call.params
+        prompts = self.call.prompts
+        params = self.call.params
         held = self._kind.beams * tree_bytes((self.cache.k, self.cache.v))
         return len(prompts), sum(map(len, prompts)), tree_bytes(params), held
 
@@ -183,8 +190,10 @@ class _Search:
 
         def rehearse(ahead: Ahead) -> int:
             rehearsal = copy.copy(self)
-            rehearsal._do, rehearsal._road = ahead, type(self._road)(ahead, self.call.options.impl)
-            rehearsal.cache, rehearsal._steps = jax.tree.map(struct, self.cache), 2
+            rehearsal._do = ahead
+            rehearsal._road = type(self._road)(ahead, self.call.options.impl)
+            rehearsal.cache = jax.tree.map(struct, self.cache)
+            rehearsal._steps = 2
             rehearsal.search(rehearsal.read())
             return ahead.programs
 
@@ -199,7 +208,9 @@ class _Search:
 
     def search(self, behind: jax.Array) -> Found:
         """The sequences that ended, best first, and where the search stopped."""
-        do, model, asked = self._do, self._model, (self._request, self._kind)
+        do = self._do
+        model = self._model
+        asked = (self._request, self._kind)
         if isinstance(self._road, Whole):
             return do(_SEARCH, *model, behind, self.cache, *asked, self.call.options.impl)
         moving = self._request.shortest, self._kind.moving
@@ -218,7 +229,9 @@ class _Search:
 
 def _check(call: Call, num_beams: int, returned: int, length_penalty: Any, early_stopping: Any) -> None:
     """Raises InputError for what only a beam search can get wrong."""
-    new, vocab_size, ends = call.options.max_new_tokens, call.config.vocab_size, len(call.ending)
+    new = call.options.max_new_tokens
+    vocab_size = call.config.vocab_size
+    ends = len(call.ending)
     if returned > num_beams:
         remedy = "raise num_beams or ask for fewer sequences"
         raise InputError(f"num_return_sequences {returned} exceeds num_beams {num_beams}: {remedy}")
@@ -250,11 +263,13 @@ def _check(call: Call, num_beams: int, returned: int, length_penalty: Any, early
 
 def _possible(vocab_size: int, ends: int, max_new_tokens: int, enough: int) -> int:
     """How many different sequences there are, or `enough` where there are more."""
-    ended, running = 0, 1
+    ended = 0
+    running = 1
     for _ in range(max_new_tokens):
         if ended + running >= enough:
             return enough
-        ended, running = ended + running * ends, running * (vocab_size - ends)
+        ended = ended + running * ends
+        running = running * (vocab_size - ends)
     return ended + running
 
 
@@ -264,7 +279,9 @@ def _lists(call: Call, found: Found, returned: int) -> tuple[list, list, int]:
     Raises:
         InputError: the model's numbers are broken.
     """
-    sequences, scores, longest = [], [], 0
+    sequences = []
+    scores = []
+    longest = 0
     for b, final_W in enumerate(found.final_BW[: len(call.prompts)]):
         if (step := found.broken_B[b]) >= 0:
             raise InputError(f"row {b}, step {step}: the scores are nan: {call.broken}")
@@ -305,5 +322,6 @@ def _move(keys, index_B, first, count):
 
 
 _SEARCH = jax.jit(_search, static_argnames=("config", "kind", "impl"))
-_START, _NEXT = _behind(start, 2), _behind(following, 3)
+_START = _behind(start, 2)
+_NEXT = _behind(following, 3)
 _MOVE = jax.jit(_move, static_argnums=3, donate_argnums=0)

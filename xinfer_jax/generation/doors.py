@@ -24,7 +24,8 @@ from .state import DecodeState, choose_and_note, new_state
 
 # Tokens of a row that pass through the model at a time: few keep scores and activations small. On a GPU all
 # rows together have more: 512 queries of the 0.5B shape fill 56 of an H200's 132 multiprocessors.
-_CHUNK, _CHUNK_OF_GPU = 512, 2048
+_CHUNK = 512
+_CHUNK_OF_GPU = 2048
 
 
 @jax.tree_util.register_dataclass
@@ -159,7 +160,8 @@ def decode_loop(  # noqa: PLR0913  a door
         array_of("history_BS", history_BS, np.integer, B, "tokens")
     size, limit = _size(max_new_tokens, output_size)
     _check_capacity(impl, cache, limit - 1)
-    key_B, sampling_B = row_keys(row_key_B, B), per_row(sampling_B, B, V)
+    key_B = row_keys(row_key_B, B)
+    sampling_B = per_row(sampling_B, B, V)
     if history_BS is None and is_full(sampling_B):
         sizes_B = sampling_B.no_repeat_ngram_size
         if traced(sizes_B) or np.any(np.asarray(sizes_B)):
@@ -223,7 +225,8 @@ def _check_capacity(impl: str | None, cache: KVCache, more_B: Any) -> None:
 
 def prompt_chunk(cache: KVCache) -> int:
     """Tokens of a prompt to read at a time: by the device where it is known, at most what the cache takes."""
-    length_B, platform = cache.length_B, jax.default_backend()  # of shapes
+    length_B = cache.length_B
+    platform = jax.default_backend()  # of shapes
     if traced(length_B):
         platform = "unknown"
     elif isinstance(length_B, jax.Array):
@@ -242,7 +245,8 @@ def _decode_loop(  # noqa: PLR0913  what `decode_loop` was given, checked
     params, config, logits_BV, cache, key_B, sampling_B, eos_E, limit, seen_BV, history_BS, size, impl
 ):
     B = len(logits_BV)
-    eos_BE, limit_B = jnp.broadcast_to(eos_E, (B, len(eos_E))), jnp.full(B, limit)
+    eos_BE = jnp.broadcast_to(eos_E, (B, len(eos_E)))
+    limit_B = jnp.full(B, limit)
     context = start(sampling_B, cache.length_B, eos_BE, seen_BV, history_BS)
     state = new_state(key_B, sampling_B, limit_B, context, size)
     return advance(params, config, choose_and_note(logits_BV, state, impl), cache, size, impl)

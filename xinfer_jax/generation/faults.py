@@ -39,7 +39,8 @@ def check_cache(call: Call, cache: KVCache | None) -> None:
 
 def _check_allowed(call: Call, row: int, ids: list[int]) -> None:
     """Where settings forbid every token, one that they forbid is chosen."""
-    prompt, settings = row // call.answers, call.sampling_B
+    prompt = row // call.answers
+    settings = call.sampling_B
     wrong = np.flatnonzero(np.asarray(settings.logit_bias)[prompt, ids] == -np.inf).tolist()
     wrong += [i for i, token in enumerate(ids[: settings.min_new_tokens[prompt]]) if token in call.ending]
     wrong += _repeats(call.prompts[prompt], ids, int(settings.no_repeat_ngram_size[prompt]))
@@ -56,14 +57,16 @@ def _repeats(prompt: Sequence[int], ids: Sequence[int], size: int) -> list[int]:
     """The ids that complete a sequence of so many tokens that is there already. Sequences are named by
     numbers, each from two shorter ones, so that the time hardly grows with their size.
     """
-    row, width = np.array([*prompt, *ids], np.int64), 1
+    row = np.array([*prompt, *ids], np.int64)
+    width = 1
     if not 0 < size <= len(row):
         return []
     name_S = row
     while width < size:
         step = min(width, size - width)
         pair_S = name_S[:-step] * (name_S.max() + 1) + name_S[step:]
-        name_S, width = np.unique(pair_S, return_inverse=True)[1], width + step
+        name_S = np.unique(pair_S, return_inverse=True)[1]
+        width = width + step
     repeats = np.ones(len(name_S), bool)
     repeats[np.unique(name_S, return_index=True)[1]] = False  # the first of each
     last = np.flatnonzero(repeats) + size - 1 - len(prompt)
@@ -74,7 +77,8 @@ def _bad_words(
     prompt: Sequence[int], ids: Sequence[int], words_WL: np.ndarray, ending: Sequence[int]
 ) -> list[int]:
     """The ids that complete a sequence that must not occur."""
-    row, by_last = [*prompt, *ids], dict[int, list[list[int]]]()
+    row = [*prompt, *ids]
+    by_last = dict[int, list[list[int]]]()
     for word_L in words_WL[words_WL[:, -1] >= 0]:
         word = word_L[word_L >= 0].tolist()
         if len(word) > 1 or word[0] not in ending:

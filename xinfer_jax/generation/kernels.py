@@ -44,7 +44,8 @@ def kernels_used(
     """
     check_impl(impl)
     capacity = capacity or chosen_capacity(config, 1, GenerateOptions.max_new_tokens)
-    dtype, leaf = activation_dtype(params), head(params)
+    dtype = activation_dtype(params)
+    leaf = head(params)
     query = jax.ShapeDtypeStruct((rows, 1, config.num_attention_heads, config.head_dim), dtype)
     held = kv_dtype if kv_dtype in KV_BITS else resolve_dtype(kv_dtype or cache_dtype(params))
     layers = jax.eval_shape(lambda: empty_layers(config, rows, capacity, held))

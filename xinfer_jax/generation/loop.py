@@ -115,7 +115,8 @@ def advance(
     """`until_ended` by a token of each active row at a time."""
 
     def step(state, cache):
-        token_BT, num_tokens_B = state.token_B[:, None], state.active_B.astype(jnp.int32)
+        token_BT = state.token_B[:, None]
+        num_tokens_B = state.active_B.astype(jnp.int32)
         hidden_BTD, cache = hidden_states(params, config, token_BT, cache, num_tokens_B, impl=impl)
         return choose_behind(params, config, hidden_BTD[:, 0], state, impl), cache
 

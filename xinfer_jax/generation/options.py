@@ -155,7 +155,8 @@ class Call:
     @property
     def rows(self) -> int:
         """Rows that answer: a power of two likewise."""
-        prompts, answers = len(self.prompts), self.answers
+        prompts = len(self.prompts)
+        answers = self.answers
         return self.prompt_rows if answers == 1 else power_of_two(prompts * answers)
 
     @property
@@ -200,7 +201,8 @@ def checked(
     check_params(params, config)
     options = _plain(config, asked(options))
     prompts = check_prompts(config, prompts)
-    shortest, longest = min(map(len, prompts)), max(map(len, prompts))
+    shortest = min(map(len, prompts))
+    longest = max(map(len, prompts))
     _check_together(config, options)
     sampling_B = per_row(options.sampling, len(prompts), config.vocab_size)
     _check_prefix(options, prompts)
@@ -267,7 +269,9 @@ def _check_prefix(options: GenerateOptions, prompts: list[list[int]]) -> None:
             f"prefix must be the out.prefix of an earlier call, or from load_prefix, got {shown(prefix)}"
         )
     prefix.shared(prompts)
-    capacity, dtype, held = options.capacity, options.cache_dtype, prefix.cache
+    capacity = options.capacity
+    dtype = options.cache_dtype
+    held = prefix.cache
     if capacity not in (None, held.capacity):
         raise InputError(f"capacity={capacity}, but the prefix has a cache of {held.capacity}: leave it out")
     named = dtype if dtype in (None, *KV_BITS) else np.dtype(resolve_dtype(dtype)).name  # as `KVCache.dtype`
@@ -277,7 +281,8 @@ def _check_prefix(options: GenerateOptions, prompts: list[list[int]]) -> None:
 
 def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -> None:
     """Prompt and answer must fit the model and the cache."""
-    new, held = options.max_new_tokens, options.prefix.cache.capacity if options.prefix else None
+    new = options.max_new_tokens
+    held = options.prefix.cache.capacity if options.prefix else None
     limits = (
         (config.context_length, "the model's context limit", "shorten the prompt or generate fewer tokens"),
         (options.capacity, "the capacity", "raise capacity or shorten the prompt"),
@@ -302,7 +307,10 @@ def _checked_draft(call: Call) -> Any:
     """The draft; a model's longrope has the factors of the longest sequence, also where they would change on
     the way: it only guesses, so the tokens are the model's own all the same.
     """
-    draft, config, longest, new = call.options.draft, call.config, call.longest, call.options.max_new_tokens
+    draft = call.options.draft
+    config = call.config
+    longest = call.longest
+    new = call.options.max_new_tokens
     if isinstance(draft, str) and draft == "lookup":
         return draft
     if callable(draft):
@@ -311,7 +319,8 @@ def _checked_draft(call: Call) -> Any:
     if not (hasattr(draft, "params") and isinstance(getattr(draft, "config", None), ModelConfig)):
         kinds = "a model from load_model, or 'lookup', or a function"
         raise InputError(f"draft must be {kinds}, got {shown(draft)}")
-    own, limit = draft.config.vocab_size, draft.config.context_length
+    own = draft.config.vocab_size
+    limit = draft.config.context_length
     if own != config.vocab_size:
         raise InputError(f"the draft's vocabulary of {own} is not the model's of {config.vocab_size}")
     check_width(draft.config.head_dim, call.options.cache_dtype)

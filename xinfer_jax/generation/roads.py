@@ -45,18 +45,22 @@ _AT_ONCE = 8
 # Tokens of all rows that are read at a time, and of a row at least. Buffers beyond 32 MiB come from the
 # system anew for each program: 512 tokens took half again as long as all layers at once, in int8; 256 do not.
 # A prompt of several chunks is cut into equal ones, a multiple of the step each: 300 tokens are two of 160.
-_CHUNK, _STEP, _LEAST = 256, 32, 16
+_CHUNK = 256
+_STEP = 32
+_LEAST = 16
 
 
 class _Road:
     def __init__(self, do: Do, impl: str | None):
-        self._do, self._impl = do, impl
+        self._do = do
+        self._impl = impl
 
 
 class Whole(_Road):
     """One program reads, one decodes."""
 
-    name, about = "whole", "the model is one program, with its loop on the device"
+    name = "whole"
+    about = "the model is one program, with its loop on the device"
 
     @staticmethod
     def at_once(longest: int, rows: int) -> int:
@@ -96,7 +100,8 @@ class Whole(_Road):
 class Layered(_Road):
     """The same from the host, prompts a layer at a time: what is compiled does not grow with the layers."""
 
-    name, about = "layer by layer", "programs for one or a few layers, called from the host"
+    name = "layer by layer"
+    about = "programs for one or a few layers, called from the host"
 
     @staticmethod
     def at_once(longest: int, rows: int) -> int:
@@ -150,7 +155,8 @@ class Layered(_Road):
         return state, cache
 
     def speculate(self, model: _Model, draft_params: Any, who: Guessing, rows: Any, steps: int) -> Any:
-        (state, cache, draft), goes_on = rows, True
+        (state, cache, draft) = rows
+        goes_on = True
         for _ in range(steps):
             if not self._do.holds(goes_on):
                 break
@@ -178,20 +184,26 @@ class Layered(_Road):
             logits_BTV, cache = self.through(model, ask, asked, cache)
             args = logits_BTV, state, context, guess_BT, np.int32(i), self._impl
             guess_BT, token_B, context = self._do(_GUESS, *args)
-            ask, asked = one_token, (token_B,)
+            ask = one_token
+            asked = (token_B,)
         return guess_BT, cache
 
     def through(self, model: _Model, ask: Callable, asked: tuple, cache: KVCache | None) -> Any:
         """Of what `ask` gives (below) logits [B, T, V], or [B, T, D] behind the last layer where prompts are
         read; and the cache with it appended.
         """
-        (params, config), prompt = model, ask is _given
+        (params, config) = model
+        prompt = ask is _given
         lengths, capacity = (None, None) if cache is None else (without_layers(cache), cache.capacity)
         x_BTD, place, lengths = self._do(_ENTER, *_ends(model), ask, asked, lengths, capacity)
         held = (None,) * config.num_hidden_layers if cache is None else cache.layers
-        layers, logits_BTV, end = (), None, None if prompt else _ends(model)[0]
+        layers = ()
+        logits_BTV = None
+        end = None if prompt else _ends(model)[0]
         for at in _groups(config, 1 if prompt else _AT_ONCE):
-            some, kinds, at_end = params["layers"][at], layer_kinds(config)[at], at.stop >= len(held)
+            some = params["layers"][at]
+            kinds = layer_kinds(config)[at]
+            at_end = at.stop >= len(held)
             args = some, end, np.bool_(at_end), config, kinds, x_BTD, place, held[at], self._impl
             x_BTD, logits_BTV, keys = self._do(_LAYERS, *args)
             layers += keys
@@ -206,7 +218,8 @@ def _groups(config: ModelConfig, most: int) -> tuple[slice, ...]:
     """Layers that are one program, so many at most: whole periods of their kinds, all as many if they can be,
     so that there are few programs.
     """
-    L, kinds = config.num_hidden_layers, layer_kinds(config)
+    L = config.num_hidden_layers
+    kinds = layer_kinds(config)
     alike = [*zip(kinds, config.layer_experts or (False,) * L, strict=True)]
     period = next(p for p in range(1, L + 1) if all(alike[i] == alike[i % p] for i in range(L)))
     sizes = range(period, most + 1, period)

@@ -29,9 +29,11 @@ class Rows:
 
     def __init__(self, call: Call, decodes_whole: bool, do: Do = NOW):
         check_room(call, call.rows)
-        self.call, self.decodes_whole = call, decodes_whole
+        self.call = call
+        self.decodes_whole = decodes_whole
         self._go_by(do)
-        self._prompt_R, prefix = prompts_of_rows(call), call.options.prefix
+        self._prompt_R = prompts_of_rows(call)
+        prefix = call.options.prefix
         self.held_B = np.zeros(call.prompt_rows, np.int32)  # tokens of each prompt that are not read again
         self.cache: KVCache | None = None
         if prefix:
@@ -48,7 +50,8 @@ class Rows:
         self._guesser = _guesser(call.options)
 
     def _go_by(self, do: Do) -> None:
-        self._do, impl = do, self.call.options.impl
+        self._do = do
+        impl = self.call.options.impl
         self._reading = road(self.call.params)(do, impl)
         self._decoding = Whole(do, impl) if self.decodes_whole else self._reading
 
@@ -62,7 +65,8 @@ class Rows:
     @property
     def kind(self) -> Any:
         """What decides on the programs: rows of one kind run the same."""
-        call, options = self.call, self.call.options
+        call = self.call
+        options = self.call.options
         arrays = call.params, self._guesser[0], self.state, self.cache, self._to_read
         # A draft model reads the whole prompt, whatever a prefix holds.
         longest = call.longest, int(self._to_read[1].max())
@@ -72,7 +76,8 @@ class Rows:
 
     def read(self) -> jax.Array:
         """What `choose` takes, of the rows that answer."""
-        call, model = self.call, (self.call.params, self.call.config)
+        call = self.call
+        model = (self.call.params, self.call.config)
         donate = call.options.prefix is None
         behind, self.cache = self._reading.read(model, self._to_read, self.cache, donate)
         draft_cache = self._read_for_draft()
@@ -88,7 +93,8 @@ class Rows:
 
     def _read_for_draft(self) -> KVCache | None:
         """The draft model's cache, which holds the prompts; None where no model guesses."""
-        call, model = self.call, self._guesser
+        call = self.call
+        model = self._guesser
         if not isinstance(config := model[1], ModelConfig):
             return None
         capacity = min(call.capacity, config.context_length)  # guesses beyond are dropped
@@ -102,7 +108,8 @@ class Rows:
 
     def advance(self, steps: int, chosen: Chosen | None = None) -> None:
         """Takes so many steps, or fewer where all rows end; without a cache one, behind what was chosen."""
-        call, model = self.call, (self.call.params, self.call.config)
+        call = self.call
+        model = (self.call.params, self.call.config)
         if self.cache is None:
             prompts = [call.prompts[i] for i in self._prompt_R]
             answers = chosen.rows() if chosen else [[0]] * len(prompts)

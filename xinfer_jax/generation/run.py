@@ -29,12 +29,14 @@ class Run:
             call: from `checked`.
             decodes_whole: on the device, in one loop, on whatever road the prompts are read.
         """
-        self._call, prompts = call, call.prompts
+        self._call = call
+        prompts = call.prompts
         self.chosen: Chosen
         with Stopwatch() as setup:
             self._rows = Rows(call, decodes_whole)
         self._asked = [row for row in prompts for _ in range(call.answers)]
-        read, reused = sum(map(len, prompts)), int(self._rows.held_B.sum())
+        read = sum(map(len, prompts))
+        reused = int(self._rows.held_B.sum())
         self.stats = GenerateStats(len(self._asked), read, tree_bytes(call.params), 0, reused)
         with Stopwatch() as compiling:
             self._ahead, programs = prepare(self._rows)
@@ -80,7 +82,8 @@ class Run:
 
     def ids(self, step: int) -> list[int | None]:
         """What the rows chose at a step; None of a row that had ended, or ends there."""
-        column, ends = self.chosen.tokens_BT[:, step].tolist(), self._call.ending
+        column = self.chosen.tokens_BT[:, step].tolist()
+        ends = self._call.ending
         rows = zip(column, self.chosen.length_B, strict=True)
         return [token if step < n and token not in ends else None for token, n in rows]
 
@@ -91,13 +94,17 @@ class Run:
             told: a caller's word to stop came after so many tokens a row: what was chosen ahead of it does
                 not count.
         """
-        call, options, stats = self._call, self._call.options, self.stats
+        call = self._call
+        options = self._call.options
+        stats = self.stats
         check_cache(call, self._rows.cache)
         tokens_RT, logprobs_RT, length_R, finished_R = self.chosen
         if told is not None:
-            finished_R, length_R = finished_R & (length_R <= told), np.minimum(length_R, told)
+            finished_R = finished_R & (length_R <= told)
+            length_R = np.minimum(length_R, told)
         rows = self.chosen._replace(length_B=length_R).rows()
-        stats.generated_tokens, stats.peak_bytes = int(length_R.sum()), peak_bytes()
+        stats.generated_tokens = int(length_R.sum())
+        stats.peak_bytes = peak_bytes()
         if (draft := self._rows.draft) is not None:
             passes_R, accepted_R = (np.asarray(x)[: len(rows)] for x in (draft.passes_B, draft.accepted_B))
             stats.passes = passes_R.tolist()

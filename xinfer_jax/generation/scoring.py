@@ -86,7 +86,8 @@ def score_completions(
     Raises:
         InputError: lists that do not fit together, the vocabulary or the model's context.
     """
-    prompts, completions = check_prompts(config, prompts), check_prompts(config, completions, "completion")
+    prompts = check_prompts(config, prompts)
+    completions = check_prompts(config, completions, "completion")
     if len(prompts) != len(completions):
         raise InputError(
             f"{len(prompts)} prompts for {len(completions)} completions: give one prompt per completion"
@@ -99,7 +100,8 @@ def score_completions(
             f"prompt + completion of {longest} tokens exceed the model's context limit"
             f" {config.context_length}: shorten them"
         )
-    size, found = min(batch_size, power_of_two(len(rows))), []
+    size = min(batch_size, power_of_two(len(rows)))
+    found = []
     for at in range(0, len(rows), size):
         batch = rows[at : at + size]
         tokens_BT, num_tokens_B = padded(batch, config.context_length, size)  # full: one program

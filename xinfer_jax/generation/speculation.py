@@ -76,7 +76,8 @@ def speculate(  # noqa: PLR0913  `advance`, and who guesses
 
     def step(state, cache, draft):
         guess_BT, draft_cache = _guess(draft_params, guessing, state, draft.cache, impl)
-        overflow_B, (tokens_BT, num_tokens_B) = cache.overflow_B, to_check(state.turn, guess_BT)
+        overflow_B = cache.overflow_B
+        (tokens_BT, num_tokens_B) = to_check(state.turn, guess_BT)
         hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B, impl=impl)
         checked, draft = check(unembed(params, config, hidden_BTD), state, guess_BT, draft, impl)
         # What a guess writes past the capacity is dropped, and its logits are behind the last token.
@@ -96,7 +97,9 @@ def check(
     logits_BTV: jax.Array, state: DecodeState, guess_BT: jax.Array, draft: Speculation, impl: str | None
 ) -> tuple[DecodeState, Speculation]:
     """Chooses the model's own tokens as far as the guesses were right, and one more."""
-    active_B, before_B, count = state.active_B, state.length_B, guess_BT.shape[1]
+    active_B = state.active_B
+    before_B = state.length_B
+    count = guess_BT.shape[1]
     right_B = active_B
     for i in range(count + 1):  # the token behind the first i guesses, which were right
         state = choose_and_note(logits_BTV[:, i], state, impl, right_B)
@@ -110,7 +113,8 @@ SPECULATE = program(speculate, "guessing", donates=("state", "cache", "draft"))
 
 def _guess(params: Params | None, guessing: Guessing, state: DecodeState, cache: Any, impl: str | None):
     """The guesses [B, count], and the draft model's cache."""
-    (guesser, count), history_BS = guessing, state.context.history_BS
+    (guesser, count) = guessing
+    history_BS = state.context.history_BS
     if not isinstance(guesser, ModelConfig):
         return ask_function(guesser, count, history_BS, state.position_B), None
 
@@ -183,7 +187,8 @@ def look_up(history_BS: jax.Array, length_B: jax.Array, count: int) -> jax.Array
     Returns:
         int32 [B, count].
     """
-    slot_S, length_B1 = jnp.arange(history_BS.shape[1]), length_B[:, None]
+    slot_S = jnp.arange(history_BS.shape[1])
+    length_B1 = length_B[:, None]
 
     def grow(k, carry):
         same_BS, run_BS = carry

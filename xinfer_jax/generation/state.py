@@ -68,7 +68,8 @@ def new_state(
     key_B: jax.Array, sampling_B: SamplingConfig, limit_B: Any, context: Context, size: int
 ) -> DecodeState:
     """Rows that have chosen nothing yet, with room for `size` tokens each."""
-    zeros_B, zeros_BT = np.zeros(len(limit_B), np.int32), np.zeros((len(limit_B), size), np.int32)
+    zeros_B = np.zeros(len(limit_B), np.int32)
+    zeros_BT = np.zeros((len(limit_B), size), np.int32)
     logprobs_BT = zeros_BT.astype(np.float32)
     return DecodeState(zeros_B, key_B, sampling_B, limit_B, zeros_B > 0, context, zeros_BT, logprobs_BT)
 
@@ -105,7 +106,9 @@ def choose_and_note(
 
 def note(state: DecodeState, token_B: jax.Array, logprob_B: jax.Array, among_B: Any = True) -> DecodeState:
     """The state with each active row's next token; rows that ended, or are not `among` them, stay."""
-    active_B, row_B, column_B = state.active_B & among_B, jnp.arange(len(token_B)), _column(state, among_B)
+    active_B = state.active_B & among_B
+    row_B = jnp.arange(len(token_B))
+    column_B = _column(state, among_B)
     ends_B = jnp.any(token_B[:, None] == state.context.eos_BE, -1)
     return dataclasses.replace(
         state,

@@ -78,7 +78,9 @@ class Stream(Iterator[list[int | None]]):
 
     def __init__(self, call: Call):
         """call: from `checked`; nothing runs before the first ids are asked for."""
-        self._call, self._given, self._told = call, 0, False
+        self._call = call
+        self._given = 0
+        self._told = False
         self._output: GenerateOutput | None = None
         self._error: BaseException | None = None
         self._ids: Any = self._steps()
@@ -128,7 +130,8 @@ class Stream(Iterator[list[int | None]]):
             for step in range(self._given, run.steps):
                 if self._told:
                     break
-                ids, self._given = run.ids(step), step + 1
+                ids = run.ids(step)
+                self._given = step + 1
                 if any(token is not None for token in ids):
                     yield ids
             if self._told or not run.active_R.any():

@@ -78,9 +78,11 @@ def attention(  # noqa: PLR0913
     """
     kernel = "decode_attention" if q_BTNH.shape[1] == 1 and start_B is not None else "prefill_attention"
     chosen = attention_impl(kernel, impl, q_BTNH, keys).impl
-    static, length_B = start_B is None, keys.held(length_B)
+    static = start_B is None
+    length_B = keys.held(length_B)
     start_B = jnp.zeros(len(q_BTNH), jnp.int32) if static else start_B
-    rule, arrays = _Rule(scale, soft_cap), (q_BTNH, keys, start_B, length_B)
+    rule = _Rule(scale, soft_cap)
+    arrays = (q_BTNH, keys, start_B, length_B)
     if chosen == "xla":
         return _blocked(*arrays, rule, static)
     return _by_kernel(_Kernel(kernel, chosen, impl is None), rule, *arrays)
@@ -199,7 +201,8 @@ def _query_block(q_BKTGH, keys: Contiguous, start_B, length_B, rule: _Rule, stat
 
 def _visible(block: Block, query_BT, window: int | None):
     """Bool [B, T, S]: which keys of a block each query sees: the last up to its own that the window has."""
-    key_B1S, query_BT1 = block.position_BS[:, None], query_BT[..., None]
+    key_B1S = block.position_BS[:, None]
+    query_BT1 = query_BT[..., None]
     visible_BTS = block.valid_BS[:, None] & (key_B1S <= query_BT1)
     return visible_BTS if window is None else visible_BTS & (key_B1S > query_BT1 - window)
 

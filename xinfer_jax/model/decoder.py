@@ -206,7 +206,8 @@ def _check_mesh(*trees: Any) -> None:
     if mesh_of(trees[0]) is not None:
         check_context()
     for leaf in jax.tree.leaves(trees):
-        spec, mesh = jax.typeof(leaf).sharding.spec, jax.typeof(leaf).sharding.mesh
+        spec = jax.typeof(leaf).sharding.spec
+        mesh = jax.typeof(leaf).sharding.mesh
         if any(axis is not None for axis in spec) and AxisType.Explicit in mesh.axis_types:
             raise InputError(
                 f"an array is divided as {spec} over a mesh with Explicit axes: make the mesh with"
@@ -231,7 +232,9 @@ def _embed(params: Params, config: ModelConfig, token: jax.Array) -> jax.Array:
     """[..., D] of ids [...]. Over a mesh each device has some rows, and all add up what they have; or has
     all rows.
     """
-    leaf, dtype, scale = params["embed"], activation_dtype(params), config.embed_scale
+    leaf = params["embed"]
+    dtype = activation_dtype(params)
+    scale = config.embed_scale
     if (mesh := _mesh(leaf, config)) is None:
         return embed(token, leaf, dtype, scale)
     specs, divided = _of_vocabulary(leaf, config, mesh)
@@ -266,7 +269,8 @@ def unembed(params: Params, config: ModelConfig, hidden: AnyArray) -> jax.Array:
         raise InputError(
             f"hidden states must be an array [..., {config.hidden_size}], got {np.shape(hidden)}"
         )
-    leaf, hidden = head(params), jnp.asarray(hidden)
+    leaf = head(params)
+    hidden = jnp.asarray(hidden)
     if (mesh := _mesh(leaf, config)) is None:
         return _unembed(leaf, hidden, config)
     specs, divided = _of_vocabulary(leaf, config, mesh)
@@ -332,18 +336,22 @@ def attend(  # noqa: PLR0913  as `through_layer`
     over: str | None = None,
 ) -> tuple[jax.Array, Contiguous | None]:
     """What attention adds to a layer's input, [B, T, D], and its keys and values with the new ones."""
-    (B, T, _), angles, num_tokens_B = x_BTD.shape, place.angles, place.num_tokens_B
+    (B, T, _) = x_BTD.shape
+    angles = place.angles
+    num_tokens_B = place.num_tokens_B
     start_B: Any = place.start_B  # there where keys are
     layer, added = _without_bias(layer, config, kind, keys)
     q_BTNH, k_BTKH, v_BTKH = _heads(layer, config, x_BTD, over)
     if kind.rope is not None:
         q_BTNH, k_BTKH = (rotate(x_BTNH, *angles[kind.rope]) for x_BTNH in (q_BTNH, k_BTKH))
     if keys is None:
-        seen, length_B = fresh(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2)), num_tokens_B
+        seen = fresh(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2))
+        length_B = num_tokens_B
     else:
         seen = keys = keys.append(k_BTKH, v_BTKH, start_B, num_tokens_B)
         length_B = jnp.where(num_tokens_B > 0, start_B + num_tokens_B, 0)  # no query: nothing to read
-    scale, cap = (config.query_pre_attn_scalar or config.head_dim) ** -0.5, config.attn_logit_softcapping
+    scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
+    cap = config.attn_logit_softcapping
     # The model's own window: a cache that keeps every token may have been made without one.
     windowed = dataclasses.replace(seen, window=kind.window, added=added)
     out_BTNH = attention(
@@ -357,7 +365,8 @@ def _without_bias(layer: Params, config: ModelConfig, kind: LayerKind, keys: Any
     """The layer as keys are made that are kept rounded, and what is added when they are read: a large bias
     would cost them their bits. Both as they were where that cannot be told apart.
     """
-    leaf, rope = layer["k"], kind.rope
+    leaf = layer["k"]
+    rope = kind.rope
     if keys is None or rope is None or not isinstance(keys.k, QuantizedKV):
         return layer, None
     if "bias" not in leaf or "k_norm" in layer or not turns_by_position(config, rope):

@@ -30,7 +30,8 @@ def mixture_of_experts(
     weight_MU, expert_MU = lax.top_k(probability_MX, config.num_experts_per_tok)  # U: those it uses
     if config.norm_topk_prob:
         weight_MU = weight_MU / weight_MU.sum(-1, keepdims=True)
-    mixed, experts = _by_choice if expert_MU.size < config.num_experts else _by_expert, layer["experts"]
+    mixed = _by_choice if expert_MU.size < config.num_experts else _by_expert
+    experts = layer["experts"]
     if over is not None:  # numbered from a device's first
         expert_MU = expert_MU - lax.axis_index(over) * len(experts["gate"]["weight"])
     out_MD = mixed(x_MD, weight_MU, expert_MU, experts, config)

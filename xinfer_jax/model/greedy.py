@@ -39,7 +39,8 @@ def greedy(
     params: Params, config: ModelConfig, hidden_BD: jax.Array, impl: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Where `fuses_head`: the likeliest tokens, int32 [B], and their log-probabilities, float32 [B]."""
-    weight, cap = head(params)["weight"], config.final_logit_softcapping
+    weight = head(params)["weight"]
+    cap = config.final_logit_softcapping
     hidden_BD = to_head(hidden_BD, config)
     chosen = selected("lm_head_argmax", impl, hidden_BD, weight).impl
 

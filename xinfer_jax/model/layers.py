@@ -145,7 +145,8 @@ def _angles(
     rope: RopeConfig, config: ModelConfig, position_BT: jax.Array, length_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     width = int(config.head_dim * rope.partial_rotary_factor)
-    inverse, scale = _inverse_frequencies(rope, width), _scale(rope)
+    inverse = _inverse_frequencies(rope, width)
+    scale = _scale(rope)
     if rope.switches_at is not None:
         long = _inverse_frequencies(dataclasses.replace(rope, short_factor=rope.long_factor), width)
         inverse = jnp.where((length_B > rope.switches_at)[:, None, None], long, inverse)  # [B, 1, P]
@@ -163,7 +164,8 @@ def rotate(x_BTNH: jax.Array, cos_BTP: jax.Array, sin_BTP: jax.Array) -> jax.Arr
     """Rotates each pair (i, i + P) of every head, as Hugging Face has them, by its angle; the rest stays."""
     P = cos_BTP.shape[-1]
     a, b, rest = jnp.split(x_BTNH.astype(jnp.float32), (P, 2 * P), axis=-1)
-    cos, sin = cos_BTP[:, :, None], sin_BTP[:, :, None]
+    cos = cos_BTP[:, :, None]
+    sin = sin_BTP[:, :, None]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x_BTNH.dtype)
 
 
@@ -179,7 +181,8 @@ def turned(config: ModelConfig, rope: int, bias_KH: jax.Array, capacity: int) ->
     near_1TKH = rotate(bias_1TKH, *angles(jnp.arange(_STRIDE)))
     cos, sin = angles(_STRIDE * jnp.arange(capacity // _STRIDE + 1))
     across_1TKH = rotate(near_1TKH, *(jnp.full((1, _STRIDE, cos.shape[-1]), x) for x in (0.0, 1.0)))
-    scale, stays = cos[0, 0, 0], ((0, 0), (0, bias_KH.shape[-1] - 2 * cos.shape[-1]))  # cos 0 is 1
+    scale = cos[0, 0, 0]
+    stays = ((0, 0), (0, bias_KH.shape[-1] - 2 * cos.shape[-1]))  # cos 0 is 1
     cos_TH, sin_TH = (
         jnp.pad(jnp.tile(x[0] / scale, 2), stays, constant_values=rest) for x, rest in ((cos, 1), (sin, 0))
     )
@@ -189,7 +192,8 @@ def turned(config: ModelConfig, rope: int, bias_KH: jax.Array, capacity: int) ->
 
 def _turned(near_KTH, across_KTH, cos_TH, sin_TH, position_BS):
     def one(position_S: jax.Array) -> jax.Array:
-        far_S, near_S = position_S // _STRIDE, position_S % _STRIDE
+        far_S = position_S // _STRIDE
+        near_S = position_S % _STRIDE
         return near_KTH[:, near_S] * cos_TH[far_S] + across_KTH[:, near_S] * sin_TH[far_S]
 
     return jax.vmap(one)(position_BS)
@@ -233,10 +237,13 @@ def _yarn_frequencies(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
         ratio = rope.original_max_position_embeddings / (turns * 2 * math.pi)
         return width * math.log(ratio) / (2 * math.log(rope.rope_theta))
 
-    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    low = pair_with(rope.beta_fast)
+    high = pair_with(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, width - 1)
     ramp = np.clip((np.arange(len(inverse), dtype=np.float32) - low) / ((high - low) or 0.001), 0, 1)
     return (inverse / rope.factor * ramp + inverse * (1 - ramp)).astype(np.float32)
 

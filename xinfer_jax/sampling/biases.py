@@ -15,7 +15,8 @@ import numpy as np
 from ..checks import numbers, token_ids, traced
 from ..errors import InputError, shown
 
-MOST_BAD_WORDS, LONGEST_BAD_WORD = 64, 8  # sequences of a row that it must not hold, and tokens of each
+MOST_BAD_WORDS = 64
+LONGEST_BAD_WORD = 8  # sequences of a row that it must not hold, and tokens of each
 _MOST = 1e30  # of a bias: the penalties that come after it leave float32 then
 
 
@@ -55,7 +56,8 @@ def check_bad_words(words: Any, vocab_size: int | None = None) -> list[list[int]
     if not isinstance(words, list | tuple):
         raise InputError(f"bad_words_ids must be a list of lists of token ids, got {shown(words)}")
     found = dict.fromkeys(tuple(token_ids("bad_words_ids", ids, vocab_size)) for ids in words)
-    most, longest = MOST_BAD_WORDS, LONGEST_BAD_WORD
+    most = MOST_BAD_WORDS
+    longest = LONGEST_BAD_WORD
     if len(found) > most:
         raise InputError(
             f"bad_words_ids: {len(found)} sequences are more than the {most} of a row: give fewer"

@@ -63,10 +63,12 @@ def _sampled(kept_BV, key_B, sampling_B, position_B):
     few_BA, index_BA = top_k(kept_BV, min(_FEW, kept_BV.shape[1]))
     # By max and min, not as the first and the last: given those XLA takes the search for a sort of the
     # vocabulary.
-    largest_B1, greedy_B = jnp.max(few_BA, -1, keepdims=True), sampling_B.temperature <= 0
+    largest_B1 = jnp.max(few_BA, -1, keepdims=True)
+    greedy_B = sampling_B.temperature <= 0
     scaled_BA = _scaled(few_BA, sampling_B, largest_B1)
     k_B = jnp.where(greedy_B, 1, sampling_B.top_k)
-    last_B, at_B1 = jnp.min(scaled_BA, -1), jnp.clip(k_B - 1, 0, few_BA.shape[1] - 1)[:, None]
+    last_B = jnp.min(scaled_BA, -1)
+    at_B1 = jnp.clip(k_B - 1, 0, few_BA.shape[1] - 1)[:, None]
     above_B = jnp.take_along_axis(scaled_BA, at_B1, 1)[:, 0] > last_B  # no tie of the last that counts
     few_B = (k_B > 0) & (k_B <= few_BA.shape[1]) & (above_B | (last_B == -jnp.inf))
     few_B &= jnp.isfinite(largest_B1[:, 0])
@@ -106,7 +108,8 @@ def takes_likeliest(sampling_B: SamplingConfig) -> jax.Array:
 
 def process(logits_BV: jax.Array, sampling_B: SamplingConfig, context: Context) -> jax.Array:
     """The processors that hold for greedy rows too: biases, penalties, forbidden tokens."""
-    s, c = sampling_B, context
+    s = sampling_B
+    c = context
     if is_full(s):
         logits_BV = logits_BV + s.logit_bias
     logits_BV = processors.repetition_penalty(logits_BV, s.repetition_penalty, c.seen_BV)
@@ -146,7 +149,8 @@ def warp(
     which leave `fewest` tokens of each row at least: the rest becomes -inf. Rows at temperature 0 stay as
     they are.
     """
-    s, scaled_BV = sampling_B, _scaled(logits_BV, sampling_B, zero_B1)
+    s = sampling_B
+    scaled_BV = _scaled(logits_BV, sampling_B, zero_B1)
     k_B = jnp.where(s.top_k > 0, jnp.maximum(s.top_k, fewest), 0)
     kept_BV = processors.top_k_top_p(scaled_BV, k_B, s.top_p)
     if is_full(s):
@@ -268,7 +272,8 @@ def _bits_at(key: jax.Array, size: int, index_A: jax.Array) -> jax.Array:
     """`jax.random.bits(key, (size,))[index_A]`, of which the others are not made. Threefry makes two words of
     two: by jax's setting of 0 and the index, or of indices half the size apart, filled up with 0.
     """
-    index_A, half = index_A.astype(jnp.uint32), -(-size // 2)
+    index_A = index_A.astype(jnp.uint32)
+    half = -(-size // 2)
     folded = jax.threefry_partitionable.value
     first_A = jnp.zeros_like(index_A) if folded else index_A % half
     second_A = index_A if folded else jnp.where(first_A + half < size, first_A + half, 0)

@@ -26,7 +26,9 @@ class Context:
 
     def advance(self, token_B: jax.Array, active_B: jax.Array) -> "Context":
         """With the token that each active row chose; the others stay as they are."""
-        row_B, one_B, history_BS = jnp.arange(len(token_B)), active_B.astype(jnp.int32), self.history_BS
+        row_B = jnp.arange(len(token_B))
+        one_B = active_B.astype(jnp.int32)
+        history_BS = self.history_BS
         if history_BS is not None:
             at_B = jnp.where(active_B, self.position_B, history_BS.shape[1])
             history_BS = jnp.asarray(history_BS).at[row_B, at_B].set(token_B, mode="drop")
@@ -57,7 +59,8 @@ def start(
         seen_BV: bool, which tokens the prompts hold.
         history_BS: int32, the prompts' tokens in order, with room for those to come.
     """
-    (B, V), full = seen_BV.shape, is_full(sampling_B)
+    (B, V) = seen_BV.shape
+    full = is_full(sampling_B)
     xp: Any = jnp if traced(position_B) else np  # on the host nothing is compiled
     return Context(
         position_B,

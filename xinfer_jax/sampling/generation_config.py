@@ -39,17 +39,20 @@ def check_generation_config(settings: Mapping[str, Any], vocab_size: int | None 
             refuse_unless(is_number and abs(value) < 1e30, name, "a number", value)
     drawn = settings.get("do_sample")
     refuse_unless(drawn in (None, True, False), "do_sample", "true or false", drawn)
-    ids, limit = settings.get("suppress_tokens"), vocab_size or 2**31
+    ids = settings.get("suppress_tokens")
+    limit = vocab_size or 2**31
     form = "a list of token ids" + (f" below {vocab_size}" if vocab_size else "")
     refuse_unless(isinstance(ids, list | None), "suppress_tokens", form, ids)
-    words, form = settings.get("bad_words_ids"), f"a list of lists of token ids below {limit}"
+    words = settings.get("bad_words_ids")
+    form = f"a list of lists of token ids below {limit}"
     fits = isinstance(words, list | None) and all(isinstance(word, list) for word in words or ())
     good = lambda token: type(token) is int and 0 <= token < limit  # noqa: E731
     refuse_unless(fits and all(good(t) for word in words or () for t in word), "bad_words_ids", form, words)
     form = "a list of token ids" + (f" below {vocab_size}" if vocab_size else "")
     for token in ids or ():
         refuse_unless(type(token) is int and 0 <= token < limit, "suppress_tokens", form, token)
-    ends, form = settings.get("eos_token_id"), "a token id or a list of them"
+    ends = settings.get("eos_token_id")
+    form = "a token id or a list of them"
     for token in ends if isinstance(ends, list) else [ends]:
         refuse_unless(token is None or type(token) is int, "eos_token_id", form, token)
 

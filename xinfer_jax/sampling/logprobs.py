@@ -51,7 +51,8 @@ def no_alternatives(rows: int, size: int, count: int, vocab_size: int, logits: b
     def zeros(*after: int) -> np.ndarray:
         return np.zeros((rows, size, *after), np.float32)
 
-    ids, numbers = np.zeros((rows, size, count), np.int32), zeros(count)
+    ids = np.zeros((rows, size, count), np.int32)
+    numbers = zeros(count)
     return Alternatives(ids, numbers, ids, numbers, zeros(), zeros(vocab_size) if logits else None)
 
 
@@ -60,7 +61,8 @@ def note_alternatives(
 ) -> Alternatives:
     """Notes each row's token in its column, if there is one; processed: the logits that it was drawn from."""
     if old.asked_B is not None:  # finding the likeliest takes a while
-        asked_B, old = old.asked_B, dataclasses.replace(old, asked_B=None)
+        asked_B = old.asked_B
+        old = dataclasses.replace(old, asked_B=None)
         wanted = jnp.any(asked_B & (column_B < old.processed_BT.shape[1]))
         args = old, column_B, logits_BV, processed_BV, token_B
         noted = lax.cond(wanted, note_alternatives, lambda old, *_: old, *args)
@@ -69,7 +71,8 @@ def note_alternatives(
     def put(array: jax.Array, new: jax.Array) -> jax.Array:
         return jnp.asarray(array).at[jnp.arange(len(token_B)), column_B].set(new, mode="drop")
 
-    count, after_BV = old.id_BTA.shape[-1], jax.nn.log_softmax(processed_BV)
+    count = old.id_BTA.shape[-1]
+    after_BV = jax.nn.log_softmax(processed_BV)
     logprob_BA, id_BA = top_k(jax.nn.log_softmax(logits_BV), count)
     processed_BA, processed_id_BA = top_k(after_BV, count)
     chosen_B = jnp.take_along_axis(after_BV, token_B[:, None], 1)[:, 0]

@@ -57,7 +57,9 @@ def bad_words(
         length_B: int32, how many they are.
         eos_BE: int32, ids that end the row.
     """
-    (B, V), before_BWL, token_BW = logits_BV.shape, words_BWL[..., :-1], words_BWL[..., -1]
+    (B, V) = logits_BV.shape
+    before_BWL = words_BWL[..., :-1]
+    token_BW = words_BWL[..., -1]
     single_BW = jnp.all(before_BWL < 0, -1)
     ends_BW = single_BW & jnp.any(token_BW[..., None] == eos_BE[:, None], -1)
     same_BW = single_BW & ~ends_BW
@@ -76,7 +78,8 @@ def min_new_tokens(
     logits_BV: jax.Array, least_B: jax.Array, chosen_B: jax.Array, eos_BE: jax.Array
 ) -> jax.Array:
     """Forbids ids that end a row while it has chosen fewer tokens than asked for; ids below 0 are none."""
-    (B, V), at_BE = logits_BV.shape, jnp.where(eos_BE < 0, logits_BV.shape[1], eos_BE)
+    (B, V) = logits_BV.shape
+    at_BE = jnp.where(eos_BE < 0, logits_BV.shape[1], eos_BE)
     end_BV = jnp.zeros((B, V), bool).at[jnp.arange(B)[:, None], at_BE].set(True, mode="drop")
     return jnp.where(end_BV & (chosen_B < least_B)[:, None], -jnp.inf, logits_BV)
 

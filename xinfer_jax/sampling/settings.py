@@ -93,10 +93,12 @@ class SamplingConfig:
 
 def check_min_tokens(sampling: SamplingConfig, ending: Sequence[int]) -> None:
     """Raises InputError where only ids that end an answer (`ending`) are allowed, and not before so many."""
-    least, allowed = sampling.min_new_tokens, sampling.allowed_token_ids
+    least = sampling.min_new_tokens
+    allowed = sampling.allowed_token_ids
     if allowed is None or traced(allowed) or traced(least) or not np.any(np.asarray(least) > 0):
         return
-    others, bias = sampling.forbidden_token_ids, sampling.logit_bias
+    others = sampling.forbidden_token_ids
+    bias = sampling.logit_bias
     banned = {*ending, *(() if others is None or traced(others) else map(int, others))}
     if isinstance(bias, Mapping) and not traced(bias):
         banned |= {int(i) for i, value in bias.items() if value == -np.inf}
@@ -176,7 +178,8 @@ def per_row(
     named = any(part is not None for parts in [*ids, words] for part in parts)
     if not full and not named and all(_is_off(values[name], off) for name, off in _OFF.items()):
         return SamplingConfig(**values | dict.fromkeys(_OFF))
-    bias_BV, words_BWL = bias_rows(ids, batch, vocab_size), bad_word_rows(words, batch, vocab_size)
+    bias_BV = bias_rows(ids, batch, vocab_size)
+    words_BWL = bad_word_rows(words, batch, vocab_size)
     return SamplingConfig(**values, logit_bias=bias_BV, bad_words_ids=words_BWL)
 
 

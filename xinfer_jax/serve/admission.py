@@ -19,7 +19,9 @@ class Refused(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        self.status = status
+        self.param = param
+        self.code = code
 
     def response(self) -> Response:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
@@ -34,7 +36,8 @@ class Admission:
     """Counts of one server, by client. Any thread may ask."""
 
     def __init__(self, settings: Settings):
-        self._settings, self._lock = settings, threading.Lock()
+        self._settings = settings
+        self._lock = threading.Lock()
         self.rows = 0  # of the engine, once it is there
         self.used = {unit: Counter[str]() for unit in ("answers", "tokens", "bytes")}
 
@@ -64,7 +67,8 @@ class Admission:
             ticket.held |= wanted
 
     def _check(self, unit: str, client: str, count: int, more: int) -> None:
-        settings, used = self._settings, self.used[unit]
+        settings = self._settings
+        used = self.used[unit]
         bodies = _BODIES * settings.max_body_bytes
         tokens = settings.max_waiting_tokens_per_client, settings.max_waiting_tokens
         own, whole, flag = dict(
@@ -96,7 +100,9 @@ class Ticket:
     """
 
     def __init__(self, admission: Admission, client: str):
-        self._admission, self.client, self.left = admission, client, False
+        self._admission = admission
+        self.client = client
+        self.left = False
         self.held = dict.fromkeys(admission.used, 0)
 
     def hold(self, **wanted: int) -> None:

@@ -33,7 +33,8 @@ _OPEN = {"/", "/health", "/metrics"}  # without a key
 
 def make_server(service: Service) -> Server:
     """What serves a service."""
-    at, texts = _Addresses(service), Texts(service)
+    at = _Addresses(service)
+    texts = Texts(service)
     routes = [
         Route("/v1/completions", partial(service.answer, kind="completion"), methods=["POST"]),
         Route("/v1/chat/completions", partial(service.answer, kind="chat"), methods=["POST"]),
@@ -76,7 +77,8 @@ class _Addresses:
         return JSONResponse(dict(object="list", data=[self._described()]))
 
     async def model(self, call: Call) -> Response:
-        asked, settings = call.path_params["name"], self._service.settings
+        asked = call.path_params["name"]
+        settings = self._service.settings
         if asked not in (settings.name, settings.model):
             why = f"the model {shown(asked)} is not served here, {settings.name!r} is"
             raise Refused(404, why, "model", "model_not_found")
@@ -117,13 +119,15 @@ class _Gate:
     """Names each request; turns away who may not ask, or asks under another name than ours."""
 
     def __init__(self, app: ASGIApp, service: Service):
-        self._app, self._service = app, service
+        self._app = app
+        self._service = service
         self._proxies = networks(service.settings.trusted_proxies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        call, settings = Call(scope), self._service.settings
+        call = Call(scope)
+        settings = self._service.settings
         given = call.headers.get("x-request-id", "")
         name = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex[:16]
         scope.setdefault("state", {}).update(request_id=name, received=time.monotonic())
@@ -133,7 +137,8 @@ class _Gate:
                 message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
             await send(message)
 
-        host, refused = call.headers.get("host", ""), None
+        host = call.headers.get("host", "")
+        refused = None
         if settings.host in LOCAL and not _LOCAL_NAME.fullmatch(host):
             refused = Refused(403, f"{shown(host)} is not a name of this server")
         elif scope["path"] not in _OPEN and not self._service.allowed(call):

@@ -17,7 +17,8 @@ _SLICE = 2**18
 _QUOTE, _COMMA, _COLON, _LIST_NAME = (ord(c) for c in '",:\x01')
 _TEXT_OR_LIST = (b'"', b"[", b"\x01")  # the beginning of one
 _STEPS = np.zeros(256, np.int8)
-_STEPS[[ord("["), ord("{")]], _STEPS[[ord("]"), ord("}")]] = 1, -1
+_STEPS[[ord("["), ord("{")]] = 1
+_STEPS[[ord("]"), ord("}")]] = -1
 
 
 def parse_body(data: bytes, room: int, most: int, list_name: str | None = "prompt") -> dict[str, Any]:
@@ -103,7 +104,8 @@ def measure(data: bytes, list_name: str | None = "prompt") -> tuple[int, int, in
             stop = first + int(outside_N[0]) if outside_N.size else None
             prompts += int((comma_N[first:stop] & (depth_N[first:stop] == 2)).sum())
             counting = not outside_N.size
-        depth, inside = int(depth_N[-1]), bool(inside_N[-1])
+        depth = int(depth_N[-1])
+        inside = bool(inside_N[-1])
     return levels, commas + containers + 1, containers, prompts
 
 

@@ -93,7 +93,8 @@ def _run(argv: Sequence[str]) -> int:
     PROGRAM.parse(argv)
     sys.setswitchinterval(_SWITCH_SECONDS)
     flags = PROGRAM.values
-    host, keys = flags.host or LOCAL[0], _keys(flags.api_key_file)
+    host = flags.host or LOCAL[0]
+    keys = _keys(flags.api_key_file)
     most_connections, most_per_address = _connection_limits(flags)
     networks(flags.trusted_proxy)
     if host not in LOCAL and not keys:
@@ -246,7 +247,8 @@ def _raise_file_limit(wanted: int) -> int:
 
 def _keys(path: str | None) -> tuple[bytes, ...]:
     """Keys of a file, or of the environment: one a line."""
-    text, source = os.environ.get(_KEY, ""), f"${_KEY}"
+    text = os.environ.get(_KEY, "")
+    source = f"${_KEY}"
     if path:
         source = f"--api_key_file={path}"
         try:

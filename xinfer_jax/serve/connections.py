@@ -38,7 +38,8 @@ class Connections:
     """
 
     def __init__(self, settings: Settings):
-        self._most, self._most_of_address = settings.max_connections, settings.max_connections_per_address
+        self._most = settings.max_connections
+        self._most_of_address = settings.max_connections_per_address
         self._proxies = networks(settings.trusted_proxies)
         self._total = 0
         self._open = Counter[str]()
@@ -99,8 +100,10 @@ class Connection(H11Protocol):
 
     def __init__(self, connections: Connections, address: str, stall_seconds: float, **more: Any):
         super().__init__(**more)
-        self.address, self.aborted = address, False
-        self._connections, self._stall_seconds = connections, stall_seconds
+        self.address = address
+        self.aborted = False
+        self._connections = connections
+        self._stall_seconds = stall_seconds
         self._unread = 0  # bytes, when the client's progress was last looked at
         self._stall_task: asyncio.TimerHandle | None = None
         connections.waits(self, True)
@@ -176,7 +179,8 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, settings: Settings, say: Callable[[str], None]):
         super().__init__(config)
-        self._settings, self._say = settings, say
+        self._settings = settings
+        self._say = say
         self._said = dict[str, float]()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -208,7 +212,9 @@ class _Listener:
     """
 
     def __init__(self, listening: socket.socket, connections: Connections, server: Server):
-        self._socket, self._connections, self._server = listening, connections, server
+        self._socket = listening
+        self._connections = connections
+        self._server = server
         self._loop = asyncio.get_running_loop()
         self._opening = set[asyncio.Task[None]]()
         self._retry: asyncio.TimerHandle | None = None

@@ -49,7 +49,8 @@ def read_inputs(model: Model, body: Mapping[str, Any], room: int) -> Inputs:
         raise BodyError(name, f"{shown(name)} is not a field of /v1/embeddings: leave it out")
     if "dimensions" in given:
         raise BodyError("dimensions", "dimensions is not served here: leave it out for the whole vectors")
-    form, pooling = given.get("encoding_format", "float"), given.get("pooling", "mean")
+    form = given.get("encoding_format", "float")
+    pooling = given.get("pooling", "mean")
     for name, value, known in (
         ("encoding_format", form, ("float", "base64")),
         ("pooling", pooling, POOLINGS),
@@ -90,9 +91,12 @@ def _ids(model: Model, text: Any, room: int) -> list[int]:
 
 async def embedded(model: Model, inputs: Inputs, offload: Offload, client: str, name: str) -> bytes:
     """The response. Batches of all clients take turns, one at a time."""
-    vectors, at, widths = list[bytes](), 0, [bucket(len(ids)) for ids in inputs.texts]
+    vectors = list[bytes]()
+    at = 0
+    widths = [bucket(len(ids)) for ids in inputs.texts]
     while at < len(widths):
-        end, tokens = at + 1, widths[at]
+        end = at + 1
+        tokens = widths[at]
         while end < len(widths) and tokens + widths[end] <= _BATCH_TOKENS:
             tokens += widths[end]
             end += 1

@@ -57,7 +57,8 @@ def encoded_response(
                 out, tokens=[tokens], logprobs=[[]], finish_reason=[out.finish_reason[j]], alternatives=None
             )
             (choice,) = response(of_one, [one], [[]], tokenizer, opened)["choices"]
-            choice["index"], ready = len(choices), {}
+            choice["index"] = len(choices)
+            ready = {}
             if asked.logprobs is not None:
                 chosen = out.alternatives[j] if out.alternatives is not None and asked.max_tokens else []
                 known = [*echoed(prompt, of_prompt), *chosen] if asked.echo else chosen

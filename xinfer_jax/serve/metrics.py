@@ -18,7 +18,8 @@ class Metrics:
     """Of one model."""
 
     def __init__(self, name: str):
-        self._labels, self._registry = dict(model_name=name), CollectorRegistry()
+        self._labels = dict(model_name=name)
+        self._registry = CollectorRegistry()
         kind: Any = ["model_name"]
 
         def histogram(name: str, about: str, buckets: Any) -> Any:
@@ -42,7 +43,8 @@ class Metrics:
 
     def collect(self) -> Iterator[Any]:
         """What the engine says of itself."""
-        stats, labels = self._watched.stats, [self._labels["model_name"]]
+        stats = self._watched.stats
+        labels = [self._labels["model_name"]]
         pages = max(1, stats.pages_used + stats.pages_cached + stats.pages_free)
         gauges = dict(
             num_requests_running=stats.running + stats.reading, num_requests_waiting=stats.waiting,
@@ -61,7 +63,8 @@ class Metrics:
 
     def ended(self, request: Request) -> None:
         """Counts a request that is over."""
-        times, tokens = request.times, [len(answer.logprobs) for answer in request.answers]
+        times = request.times
+        tokens = [len(answer.logprobs) for answer in request.answers]
         for answer in request.answers:
             reason = {"eos": "stop"}.get(answer.finish_reason or "", answer.finish_reason or "abort")
             self._success.labels(**self._labels, finished_reason=reason).inc()

@@ -8,7 +8,8 @@ from pathlib import Path
 def _whole() -> tuple[str, dict[str, str]]:
     """The page with its style and script inside, and its headers, which name both by hash."""
     here = Path(__file__).parent
-    page, allowed = (here / "page.html").read_text(encoding="utf-8"), []
+    page = (here / "page.html").read_text(encoding="utf-8")
+    allowed = []
     for tag, names in (("style", ["page.css"]), ("script", ["markdown.js", "client.js", "page.js"])):
         inside = "\n" + "".join((here / name).read_text(encoding="utf-8") for name in names)
         page = page.replace(f"<{tag}></{tag}>", f"<{tag}>{inside}</{tag}>")

@@ -52,17 +52,25 @@ class Service:
 
     def __init__(self, settings: Settings, say: Callable[[str], None]):
         """say: takes the lines of the log."""
-        self.settings, self.say, self.broken, self.closing = settings, say, "", False
+        self.settings = settings
+        self.say = say
+        self.broken = ""
+        self.closing = False
         self.model: Model | None = None
         self.engine: AnyEngine | None = None
-        self.metrics, self.admission, self.offload = Metrics(settings.name), Admission(settings), Offload()
-        self._numbers, self._defaults = itertools.count(1), GenerateOptions()
+        self.metrics = Metrics(settings.name)
+        self.admission = Admission(settings)
+        self.offload = Offload()
+        self._numbers = itertools.count(1)
+        self._defaults = GenerateOptions()
 
     def start(self, model: Model, defaults: GenerateOptions) -> None:
         """Takes the model, and warms up: `ready` afterwards."""
         if model.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: it cannot be served")
-        self.model, self.tokenizer, self._defaults = model, model.tokenizer, defaults
+        self.model = model
+        self.tokenizer = model.tokenizer
+        self._defaults = defaults
         self.engine = engine_of(model, **self.settings.shape).__enter__()
         self.admission.rows = self.engine.rows
         self.metrics.watch(self.engine)
@@ -139,7 +147,8 @@ class Service:
         whether the prompt has begun a thought. In a thread.
         """
         assert self.engine is not None
-        ticket, settings = under_way.ticket, self.settings
+        ticket = under_way.ticket
+        settings = self.settings
         body = self.parse(data)
         asked, streamed, with_usage = self._read(kind, body, ticket)
         if asked.seed is None:
@@ -242,7 +251,8 @@ class Service:
                 raise ClientDisconnect
             return prompt_ids(self.tokenizer, prompt, limit, **how)
 
-        escape, room = self.settings.escape, self.engine.room
+        escape = self.settings.escape
+        room = self.engine.room
         asked = read_body(self.model, kind, body, self._defaults, room, escape, encode)
         if asked.unknown:
             self.say(one_line(f"unknown fields: {', '.join(asked.unknown)}"))
@@ -252,7 +262,8 @@ class Service:
 
     def check_model(self, body: dict[str, Any]) -> None:
         """Raises Refused where the body asks for another model."""
-        settings, wanted = self.settings, body.get("model") or self.settings.name
+        settings = self.settings
+        wanted = body.get("model") or self.settings.name
         if wanted not in (settings.name, settings.model):
             message = f"the model {shown(wanted)} is not served here, {settings.name!r} is"
             raise Refused(404, message, "model", "model_not_found")

@@ -31,8 +31,12 @@ class Delta:
 
     def __init__(self, index: int, answer: Answer, asked: Asked, tokenizer: Tokenizer, opened: bool):
         """opened: the prompt has begun a thought that the answer goes on with."""
-        self._index, self._answer, self._asked, self._tokenizer = index, answer, asked, tokenizer
-        self._said, self._thoughts = said_of(tokenizer, asked), Thoughts(opened)
+        self._index = index
+        self._answer = answer
+        self._asked = asked
+        self._tokenizer = tokenizer
+        self._said = said_of(tokenizer, asked)
+        self._thoughts = Thoughts(opened)
         self._texts = TokenTexts(tokenizer, asked.skip_special_tokens)
         self._given = self._noted = 0
         self._echo = asked.echo  # the prompt's text is still to be given
@@ -51,12 +55,14 @@ class Delta:
 
     def choice(self) -> tuple[dict[str, Any] | None, bool]:
         """The choice of the next chunk, None where nothing is new; whether there is more at once."""
-        answer, asked = self._answer, self._asked
+        answer = self._answer
+        asked = self._asked
         over = answer.finish_reason is not None  # looked at first: what is true of it is true of the ids
         new = answer.tokens[self._given : self._given + _SLICE]
         self._given += len(new)
         known = len(answer.alternatives) if over else self._given
-        shown_now, piece = self._echoed(), ""
+        shown_now = self._echoed()
+        piece = ""
         if not shown_now and asked.max_tokens:
             shown_now = list[Any](answer.alternatives[self._noted : min(known, self._noted + _SLICE)])
             self._noted += len(shown_now)
@@ -65,7 +71,8 @@ class Delta:
         self.ended = ended = over and self._given >= len(answer.tokens) and all_shown
         new = new if asked.max_tokens else []
         if self._echo:
-            self._echo, special = False, asked.skip_special_tokens
+            self._echo = False
+            special = asked.skip_special_tokens
             piece = prompt_text(self._tokenizer, answer.request.ids, new, special)
         piece += "".join(map(self._said.push, new)) + (self._said.finish() if ended else "")
         more = not ended and (len(new) == _SLICE or over or not all_shown)
@@ -147,7 +154,8 @@ class _Sent(Response):
 
     def __init__(self, closed: Callable[[], None], stall: float, **more: Any):
         super().__init__(None, **more)
-        self._closed, self._stall = closed, stall
+        self._closed = closed
+        self._stall = stall
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -219,7 +227,8 @@ async def before_leaving(work: Coroutine[Any, Any, _Result], receive: Receive) -
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(gone())
     tasks: list[asyncio.Future[Any]] = [working, leaving]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -77,7 +77,8 @@ class Texts:
     def _ids_of(self, model: Model, body: dict[str, Any]) -> bytes:
         assert model.tokenizer is not None
         _check_fields("/tokenize", body, _OF_A_PROMPT)
-        chat, escape = "messages" in body, self._service.settings.escape
+        chat = "messages" in body
+        escape = self._service.settings.escape
         if not chat and not isinstance(body.get("prompt"), str):
             raise Refused(400, "a prompt is needed, a text, or messages", "prompt")
         limit = model.config.context_length if chat else 2**31  # a text may be as long as a body
@@ -97,7 +98,8 @@ class Texts:
         return encoded_object(dict(prompt=model.tokenizer.decode(ids, False)))
 
     async def _embedded(self, ticket: Ticket, data: list[bytes]) -> bytes:
-        service, model = self._service, self._model
+        service = self._service
+        model = self._model
 
         def read() -> Inputs:
             body = service.parse(data, "input")

@@ -15,7 +15,8 @@ class Thoughts:
 
     def push(self, piece: str, ended: bool) -> tuple[str, str]:
         """New thoughts and new content. ended: this is the last piece."""
-        text, self._held = self._held + piece, ""
+        text = self._held + piece
+        self._held = ""
         thought = ""
         if self._state == "begin":
             text = self._begin(text, ended)

@@ -31,15 +31,21 @@ class UnderWay:
     """
 
     def __init__(self, server: _Server, name: str, ticket: Ticket, number: int, received: float):
-        self._server, self.name, self.ticket, self.number = server, name, ticket, number
-        self.received, self._over, self._lock = received, False, threading.Lock()
+        self._server = server
+        self.name = name
+        self.ticket = ticket
+        self.number = number
+        self.received = received
+        self._over = False
+        self._lock = threading.Lock()
         self.asked: Asked | None = None
         self.requests: list[Request] = []
 
     def begin(self, asked: Asked, requests: list[Request]) -> None:
         """The engine has it, in a thread; where the client has gone meanwhile it is cancelled."""
         with self._lock:
-            self.asked, self.requests = asked, requests
+            self.asked = asked
+            self.requests = requests
             over = self._over
         if over:
             self._end(asked, requests)
@@ -47,8 +53,10 @@ class UnderWay:
     def end(self) -> None:
         """It is over; once is enough."""
         with self._lock:
-            over, self._over = self._over, True
-            asked, requests = self.asked, self.requests
+            over = self._over
+            self._over = True
+            asked = self.asked
+            requests = self.requests
         if not over:
             self._end(asked, requests)
 

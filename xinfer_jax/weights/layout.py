@@ -77,7 +77,8 @@ def _check_heads(config: ModelConfig, mesh: Any) -> None:
 @lru_cache(maxsize=64)
 def divides(config: ModelConfig, devices: int) -> bool:
     """Whether so many devices divide every size that is to lie over them, but for the vocabulary."""
-    mesh, specs = AbstractMesh((devices,), (MODEL,)), param_specs(config)
+    mesh = AbstractMesh((devices,), (MODEL,))
+    specs = param_specs(config)
     try:
         _check_heads(config, mesh)
         specs_of(specs, specs, mesh, RULES)
@@ -132,7 +133,8 @@ def _leaf(known: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str, str | None
     if mesh and rules[inputs or "embed"] and len(leaf.values) * leaf.group != leaf.inputs:
         raise InputError(f"{known.hf_name}: groups of {leaf.group} do not divide its {leaf.inputs} inputs")
     if isinstance(leaf, TernaryWeight):
-        values, scale = of(leaf.values, inputs, None, outputs), of(leaf.scale, outputs)
+        values = of(leaf.values, inputs, None, outputs)
+        scale = of(leaf.scale, outputs)
         return dataclasses.replace(leaf, values=values, scale=scale)
     return dataclasses.replace(
         leaf,

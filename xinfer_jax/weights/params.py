@@ -51,7 +51,8 @@ class ParamSpec:
 
 def param_specs(config: ModelConfig) -> Params:
     """The parameter tree of `config` with a `ParamSpec` at every leaf."""
-    d, v = config.hidden_size, config.vocab_size
+    d = config.hidden_size
+    v = config.vocab_size
     tree = {
         "embed": _linear("model.embed_tokens", (v, "vocab"), (d, "embed")),
         "layers": tuple(_layer(config, i) for i in range(config.num_hidden_layers)),
@@ -63,9 +64,13 @@ def param_specs(config: ModelConfig) -> Params:
 
 
 def _layer(config: ModelConfig, index: int) -> Params:
-    prefix, h, d = f"model.layers.{index}", config.head_dim, (config.hidden_size, "embed")
-    heads, kv_heads = config.num_attention_heads * h, config.num_key_value_heads * h
-    n, k = (heads, "heads"), (kv_heads, "kv_heads")
+    prefix = f"model.layers.{index}"
+    h = config.head_dim
+    d = (config.hidden_size, "embed")
+    heads = config.num_attention_heads * h
+    kv_heads = config.num_key_value_heads * h
+    n = (heads, "heads")
+    k = (kv_heads, "kv_heads")
     attn = f"{prefix}.self_attn"
     fused = (f"{attn}.qkv_proj.weight", heads + 2 * kv_heads) if config.fused_projections else None
     tree: Params = {
@@ -94,7 +99,9 @@ def _layer(config: ModelConfig, index: int) -> Params:
 
 
 def _mlp(config: ModelConfig, prefix: str) -> Params:
-    d, f, bias = (config.hidden_size, "embed"), (config.intermediate_size, "mlp"), config.mlp_bias
+    d = (config.hidden_size, "embed")
+    f = (config.intermediate_size, "mlp")
+    bias = config.mlp_bias
     fused = (f"{prefix}.gate_up_proj.weight", 2 * f[0]) if config.fused_projections else None
     return {
         "gate": _linear(f"{prefix}.gate_proj", f, d, bias, fused, 0),
@@ -105,10 +112,13 @@ def _mlp(config: ModelConfig, prefix: str) -> Params:
 
 def _experts(config: ModelConfig, prefix: str) -> Params:
     """Checkpoints have a tensor for each expert; some have stacks, as transformers 5 has in memory."""
-    experts, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    experts = config.num_experts
+    d = config.hidden_size
+    f = config.moe_intermediate_size
 
     def stack(name: str, shape: tuple[int, int], fused_name: str, first_row: int, fused_rows: int) -> Params:
-        each, together = f"{prefix}.experts.{{}}.{name}.weight", f"{prefix}.experts.{fused_name}"
+        each = f"{prefix}.experts.{{}}.{name}.weight"
+        together = f"{prefix}.experts.{fused_name}"
         axes = ("experts", *(("embed", None) if name == "down_proj" else (None, "embed")))
         return {"weight": ParamSpec((experts, *shape), axes, each, together, first_row, fused_rows)}
 
@@ -125,7 +135,8 @@ def _linear(
 ) -> Params:
     """fused: a tensor that may hold it from that row on, and how many rows that has."""
     held = (fused[0], row, fused[1]) if fused else ()
-    (rows, of_rows), (columns, of_columns) = outputs, inputs
+    (rows, of_rows) = outputs
+    (columns, of_columns) = inputs
     leaf: Params = {"weight": ParamSpec((rows, columns), (of_rows, of_columns), f"{name}.weight", *held)}
     return leaf | ({"bias": ParamSpec((rows,), (of_rows,), f"{name}.bias")} if bias else {})
 

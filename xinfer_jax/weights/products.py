@@ -14,7 +14,8 @@ import kernels_pallas
 from .processor import multiplies, multiplies_int8_fast
 
 _FEW_ROWS = 64  # up to this many rows a product may be faster with the matrix in front
-_FEW_INT8_ROWS, _FEW_OUTPUTS = 8, 8192  # the same in int8
+_FEW_INT8_ROWS = 8
+_FEW_OUTPUTS = 8192  # the same in int8
 _LEAST = 1e-5  # of a row's largest number: what it is divided by
 _ROWS_TO_WIDEN = 32  # from more on, int8 is widened to float32 where the processor has no product of it
 _TILE_BYTES = 8 << 20  # of a narrow matrix that are float32 at one time
@@ -79,7 +80,9 @@ def widens_int8(rows: int) -> bool:
 
 def _bfloat16_product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
     """XLA's bfloat16 product is fast from two rows on; alone, one row takes ten times as long."""
-    rows, (outputs, inputs), has = len(x_MI), matrix_OI.shape, multiplies()
+    rows = len(x_MI)
+    (outputs, inputs) = matrix_OI.shape
+    has = multiplies()
     if rows > _FEW_ROWS and "bfloat16" not in has:
         return widened_product(x_MI, matrix_OI)
     front = "amx" in has or (outputs < inputs if "bfloat16" in has else rows > 1)

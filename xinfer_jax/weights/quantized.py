@@ -28,7 +28,8 @@ from .ternary import TernaryWeight, ternary_leaf, ternary_product, widened
 _METHOD_BITS = dict(int8=8, int4=4, ternary=2)
 METHODS = ("int8", "int4")  # of any model; "ternary" is for those trained with such weights
 GROUP = 64  # inputs that share a scale in int4
-_SMALL, _SMALL_GROUP = 64, {8: 8, 4: 32}  # a side of so many at most: more scales (the room says why)
+_SMALL = 64
+_SMALL_GROUP = {8: 8, 4: 32}  # a side of so many at most: more scales (the room says why)
 _STRETCHES = np.linspace(1, 1.1, 11)  # of the least step that leaves nothing out, for int8 in groups
 _RUN = 16  # bytes that one sum adds up: 8 are 15% slower, and of 32 LLVM unrolls none: a tenth of the speed
 _ROW_BY_ROW = 8  # up to so many rows of int4 are faster one by one: two 4 times, eight by a fifth
@@ -150,7 +151,8 @@ def group_for(shape: tuple[int, ...], name: str, quantize: str, parts: int) -> i
     """`group_size` of a matrix; or less where its inputs are divided into so many parts, so that each has
     whole groups.
     """
-    bits, inputs = _bits(name, quantize), shape[1]
+    bits = _bits(name, quantize)
+    inputs = shape[1]
     J = group_size(shape, bits)
     while parts > 1 and J < inputs and inputs // parts % J and J > 2:
         J //= 2
@@ -180,7 +182,9 @@ def quantize_matrix(matrix_OI: Any, bits: int = 8, group: int | None = None) -> 
 
 
 def _form(shape: tuple[int, ...], bits: int, group: int | None = None) -> QuantizedWeight:
-    (outputs, inputs), J, form = shape, group or group_size(shape, bits), jax.ShapeDtypeStruct
+    (outputs, inputs) = shape
+    J = group or group_size(shape, bits)
+    form = jax.ShapeDtypeStruct
     if bits == 8 and J >= inputs:
         return Int8Weight(form(shape, np.int8), form((outputs,), np.float32))
     return grouped_form(shape, bits, J)
@@ -190,8 +194,10 @@ def grouped_form(
     shape: tuple[int, ...], bits: int, J: int, scale: Any = np.float16, ordered: bool = False
 ) -> GroupedWeight:
     """Shapes and types of a matrix [O, I] in groups of J; scale: that type; ordered: with an order."""
-    (outputs, inputs), form = shape, jax.ShapeDtypeStruct
-    Q, (Y, kind) = -(-inputs // J), (J, np.int8) if bits == 8 else (J // 2, np.uint8)
+    (outputs, inputs) = shape
+    form = jax.ShapeDtypeStruct
+    Q = -(-inputs // J)
+    (Y, kind) = (J, np.int8) if bits == 8 else (J // 2, np.uint8)
     return GroupedWeight(
         form((Q, Y, outputs), kind),
         form((Q, outputs), scale),
@@ -239,7 +245,8 @@ def nearest(block_OQJ: Any, bits: int, xp: Any = np) -> tuple[Any, Any, Any]:
     if bits == 8:
         step_OQ = finest_step(block_OQJ, xp)
         return xp.clip(xp.rint(block_OQJ / step_OQ[..., None]), -127, 127), step_OQ, xp.zeros_like(step_OQ)
-    low_OQ, high_OQ = xp.minimum(block_OQJ.min(-1), 0), xp.maximum(block_OQJ.max(-1), 0)
+    low_OQ = xp.minimum(block_OQJ.min(-1), 0)
+    high_OQ = xp.maximum(block_OQJ.max(-1), 0)
     step_OQ = float16_step((high_OQ - low_OQ) / 15, xp)
     zero_OQ = xp.clip(xp.rint(-low_OQ / step_OQ), 0, 15)
     return xp.clip(xp.rint(block_OQJ / step_OQ[..., None]) + zero_OQ[..., None], 0, 15), step_OQ, zero_OQ
@@ -269,7 +276,8 @@ def dequantize(weight: QuantizedWeight) -> jax.Array:
     """The matrix, float32 [O, I]."""
     if isinstance(weight, TernaryWeight):
         return widened(weight)
-    values, scale = weight.values, weight.scale.astype(jnp.float32)
+    values = weight.values
+    scale = weight.scale.astype(jnp.float32)
     if isinstance(weight, Int8Weight):
         return values.astype(jnp.float32) * scale[:, None]
     levels_QJO = values.astype(jnp.int32)
@@ -308,7 +316,8 @@ def quantized_product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
 
 @quantized_product.defjvp
 def _quantized_product_jvp(primals, tangents):
-    (x, weight), (x_dot, weight_dot) = primals, tangents
+    (x, weight) = primals
+    (x_dot, weight_dot) = tangents
 
     def plain(x: jax.Array, scale: jax.Array) -> jax.Array:
         return x.astype(jnp.float32) @ dequantize(dataclasses.replace(weight, scale=scale)).T
@@ -345,7 +354,8 @@ def _int8_product(x_MI: jax.Array, weight: Int8Weight) -> jax.Array:
 def _grouped_product(x_MI: jax.Array, weight: GroupedWeight) -> jax.Array:
     x_MI = x_MI.astype(jnp.float32)
     if weight.order is not None:
-        x_MI, weight = x_MI[:, weight.order], dataclasses.replace(weight, order=None)
+        x_MI = x_MI[:, weight.order]
+        weight = dataclasses.replace(weight, order=None)
     if len(x_MI) == 1:
         return _row(x_MI[0], weight)[None]
     if len(x_MI) <= _ROW_BY_ROW:
@@ -361,7 +371,8 @@ def _grouped_product(x_MI: jax.Array, weight: GroupedWeight) -> jax.Array:
 def _row(x_I: jax.Array, weight: GroupedWeight) -> jax.Array:
     """[O]. A group is C runs of `run` bytes, and a byte has `halves` inputs."""
     Q, Y, outputs = weight.values.shape
-    halves, run = weight.group // Y, math.gcd(Y, _RUN)
+    halves = weight.group // Y
+    run = math.gcd(Y, _RUN)
     parts = in_groups(x_I[None], weight.group, jnp).reshape(Q, halves, -1, run).swapaxes(1, 2)
     # What levels and, last, zero points are multiplied by. A dot, or what made x would be computed for every
     # output: XLA takes such steps into the loop, and LLVM would unroll it no more.

@@ -45,7 +45,8 @@ def restored(x: jax.Array, width: int) -> jax.Array:
 
 
 def _mixed(x_RW: jax.Array) -> jax.Array:
-    x, below = x_RW, x_RW.shape[1]
+    x = x_RW
+    below = x_RW.shape[1]
     for matrix_NN in _factors(below, _BLOCK):
         N = len(matrix_NN)
         below //= N
@@ -65,7 +66,8 @@ def inner_block(config: ModelConfig) -> int:
 def _factors(width: int, most: int) -> tuple[np.ndarray, ...]:
     """Symmetric orthogonal matrices, float32, whose Kronecker product has that width."""
     power = width & -width
-    m, factors = width // power, []
+    m = width // power
+    factors = []
     if m > 1:
         turns = np.outer(np.arange(m), np.arange(m)) % m * (2 * np.pi / m)
         factors.append(((np.cos(turns) + np.sin(turns)) / np.sqrt(m)).astype(np.float32))
@@ -120,7 +122,10 @@ class _Columns:
     """A matrix [O, I], its columns times gains and then turned; gives rows."""
 
     def __init__(self, matrix_OI: Any, width: int, gain_I: np.ndarray | None):
-        self._matrix_OI, self._width, self._gain_I, self.shape = matrix_OI, width, gain_I, matrix_OI.shape
+        self._matrix_OI = matrix_OI
+        self._width = width
+        self._gain_I = gain_I
+        self.shape = matrix_OI.shape
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         x_RI = self._matrix_OI[rows].astype(np.float32)
@@ -142,7 +147,8 @@ def _along_outputs(tensor: np.ndarray, width: int) -> np.ndarray:
 
 def _on_host(x_RI: np.ndarray, width: int) -> np.ndarray:
     """`rotated` of float32, in products so small that BLAS starts no threads beside ours."""
-    x, below = x_RI.reshape(-1, width) * _signs(width), width
+    x = x_RI.reshape(-1, width) * _signs(width)
+    below = width
     for matrix_NN in _factors(width, _ON_HOST):
         N = len(matrix_NN)
         below //= N
@@ -166,8 +172,11 @@ def turns(config: ModelConfig) -> dict[str, Turn]:
         InputError: as `check_gains`.
     """
     check_gains(config, "rotations, which int8 activations need,")
-    d, h = config.hidden_size, config.head_dim
-    attn, mlp, inside = (0, d, "attn_norm"), (0, d, "mlp_norm"), inner_block(config)
+    d = config.hidden_size
+    h = config.head_dim
+    attn = (0, d, "attn_norm")
+    mlp = (0, d, "mlp_norm")
+    inside = inner_block(config)
     ways = dict(q=attn, k=attn, v=(h, d, "attn_norm"), o=(d, h, ""), gate=mlp, up=mlp, down=(d, inside, ""))
     found = {"model.embed_tokens.weight": Turn(0, d), "lm_head.weight": Turn(0, d)}
     for layer in param_specs(config)["layers"]:
@@ -188,7 +197,8 @@ def rotated_params(params: Params, config: ModelConfig) -> tuple[Params, ModelCo
     Raises:
         InputError: as `turns`.
     """
-    known, specs = turns(config), param_specs(config)
+    known = turns(config)
+    specs = param_specs(config)
     leaves = jax.tree.leaves(params)
     by_name = {spec.hf_name: leaf for spec, leaf in zip(jax.tree.leaves(specs), leaves, strict=True)}
 

@@ -56,7 +56,8 @@ class TernaryWeight(Brief):
 
 def ternary_form(shape: tuple[int, ...]) -> TernaryWeight:
     """Shapes and types of a matrix [O, I], `jax.ShapeDtypeStruct` in the leaf."""
-    (outputs, inputs), words = shape, -(-shape[1] // _WORD)
+    (outputs, inputs) = shape
+    words = -(-shape[1] // _WORD)
     form: Any = jax.ShapeDtypeStruct
     return TernaryWeight(form((words, 2, outputs), np.int32), form((outputs,), np.float32), inputs)
 
@@ -93,7 +94,8 @@ def _magnitude(block_OI: np.ndarray) -> float:
 
 def packed(levels: Any, shape: tuple[int, ...], scale: np.float32) -> TernaryWeight:
     """The leaf, NumPy arrays in it, of a matrix [O, I]. levels: gives outputs of a slice, of -1, 0 and 1."""
-    weight, (outputs, inputs) = jax.tree.map(aligned, ternary_form(shape)), shape
+    weight = jax.tree.map(aligned, ternary_form(shape))
+    (outputs, inputs) = shape
     weight.scale[:] = scale
 
     def fill(at: slice) -> None:
