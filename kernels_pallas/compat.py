@@ -1,4 +1,4 @@
-"""What differs between jax 0.10.2, 0.11 and 0.12, and nothing else."""
+"""Differences between jax 0.10.2, 0.11 and 0.12, and nothing else."""
 
 import jax
 from jax.experimental import pallas as pl
@@ -7,7 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 _AFTER_0_10 = tuple(int(part) for part in jax.__version__.split(".")[:2]) >= (0, 11)
 
 
-def transposed(ref):
+def transpose_ref(ref):
     """The transpose of a two-dimensional reference."""
     return ref.transpose((1, 0)) if _AFTER_0_10 else plgpu.transpose_ref(ref, (1, 0))
 
@@ -22,7 +22,7 @@ def load(ref, start, size, layout):
 
 
 def store_scattered(ref, value):
-    """Stores to addresses that lie apart, which jax 0.12 wants said."""
+    """Stores to scattered addresses, which jax 0.12 requires to be stated."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:

@@ -1,9 +1,7 @@
-"""Which implementation serves a call: by the name asked for, the GPU in the machine, and what each kernel can
-do.
+"""Chooses the implementation of a call: by name, by the GPU in the machine, and by what each kernel supports.
 
-Nothing here asks which device a traced program will run on. `select` looks at shapes, dtypes and at the kind
-of NVIDIA GPU that this process has, if any; that the program then lands on that GPU is for
-`lax.platform_dependent` to decide.
+Nothing here asks which device a traced program will run on. `select` uses shapes, dtypes and the NVIDIA GPU
+of this process, if any. `lax.platform_dependent` then decides whether the program runs on that GPU.
 """
 
 import importlib
@@ -14,28 +12,28 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-# Interpret: the Triton kernels, emulated on any device, for tests.
+# "interpret": the Triton kernels, emulated on any device, for tests.
 IMPLS = ("mosaic", "triton", "xla", "interpret")
 KERNELS = ("prefill_attention", "decode_attention", "argmax", "lm_head_argmax")
 
 
 class Selection(NamedTuple):
-    """The implementation of one call, and why it is not another."""
+    """The implementation of a call, and the reason for it."""
 
     impl: str
     reason: str
 
 
 def device_impl() -> Selection:
-    """The implementation made for this process's NVIDIA GPUs; "xla" where it has none."""
+    """The implementation for this process's NVIDIA GPUs; "xla" where it has none."""
     try:
-        device = jax.local_devices(backend="cuda")[0]  # the others of one machine are taken to be like it
+        device = jax.local_devices(backend="cuda")[0]  # all cards are taken to be alike
     except RuntimeError:
         return Selection("xla", "no NVIDIA GPU here")
     capability = tuple(int(part) for part in device.compute_capability.split("."))
     name = f"{device.device_kind}, compute capability {device.compute_capability}"
     cuda = re.search(r"cuda (\d+)", device.client.platform_version)
-    if cuda and 12080 <= int(cuda[1]) < 12091:  # JAX refuses causal attention of this kind there
+    if cuda and 12080 <= int(cuda[1]) < 12091:  # JAX rejects causal attention of this kind there
         return Selection(
             "xla", f"{name}: CUDA {cuda[1]} is known to miscompile such kernels, 12.9.1 and 13 are not"
         )
@@ -48,69 +46,69 @@ def device_impl() -> Selection:
     )
 
 
-def unavailable(impl: str | None) -> str | None:
-    """Why this process cannot run an implementation at all, or None. For programs that are compiled elsewhere
-    it may be ignored.
+def unavailable_reason(impl: str | None) -> str | None:
+    """Why this process cannot run an implementation at all; None: it can. Ignore it for programs that are
+    only compiled here.
     """
     if impl not in (None, *IMPLS):
         return f"impl must be None or one of {', '.join(IMPLS)}, got {impl!r}"
     if impl not in ("mosaic", "triton"):
-        return None  # runs anywhere: the device is not asked for
+        return None  # runs on any device
     here = device_impl()
     if here.impl == "xla" or impl == "mosaic" and here.impl != "mosaic":
         needs = "9.0" if impl == "mosaic" else "8.0 or newer"
         return (
             f"impl={impl!r} needs an NVIDIA GPU of compute capability {needs} ({here.reason}): use"
-            " impl='xla', or None to let it choose"
+            " impl='xla', or None to choose automatically"
         )
     return None
 
 
 def select(kernel: str, impl: str | None, *args: Any, ring: bool = False) -> Selection:
-    """The implementation that serves `kernel` on arguments of these shapes and dtypes.
+    """The implementation of `kernel` for arguments of these shapes and dtypes.
 
     Args:
         kernel: one of `KERNELS`.
-        impl: one of `IMPLS`; None: what suits the GPU of this process, "xla" where no kernel serves the call.
-        args: the kernel's leading arrays (or anything with shape and dtype): q, k, v, or x, or x and the
+        impl: one of `IMPLS`; None: the one for the GPU of this process, or "xla" where it does not support
+            the call.
+        args: the kernel's first arrays (or anything with shape and dtype): q, k, v, or x, or x and the
             weight.
-        ring: keys not in order of position, which no kernel reads.
+        ring: keys are in a ring, not in order of position; no kernel reads them.
 
     Raises:
-        ValueError: the named implementation does not exist, or does not serve these arguments.
+        ValueError: the named implementation does not exist, or does not support these arguments.
     """
     if impl is None:
-        made_for = device_impl()
-        reason = _refusal(kernel, made_for.impl, args, ring)
-        if made_for.impl != "xla" and kernel == "lm_head_argmax" and args[0].shape[0] > 64:
+        on_device = device_impl()
+        reason = _unsupported_reason(kernel, on_device.impl, args, ring)
+        if on_device.impl != "xla" and kernel == "lm_head_argmax" and args[0].shape[0] > 64:
             reason = f"{args[0].shape[0]} rows would read the vocabulary matrix more than once"
-        return Selection("xla", reason) if reason else made_for
+        return Selection("xla", reason) if reason else on_device
     if impl not in IMPLS:
-        raise ValueError(unavailable(impl))
-    reason = _refusal(kernel, impl, args, ring)
+        raise ValueError(unavailable_reason(impl))
+    reason = _unsupported_reason(kernel, impl, args, ring)
     if reason:
         raise ValueError(
-            f"impl={impl!r} does not serve {kernel} here: {reason}; use impl='xla', or None to let it choose"
+            f"impl={impl!r} does not support {kernel} here: {reason}; use impl='xla', or None to choose"
+            " automatically"
         )
-    return Selection(impl, "asked for by name")
+    return Selection(impl, "requested by name")
 
 
-def run(impl: str, kernel: str, *args: Any, **kwargs: Any) -> Any:
-    """Runs a kernel ("mosaic", "triton" or "interpret") with the arguments of its oracle in
-    `reference.py`.
-    """
+def run_kernel(impl: str, kernel: str, *args: Any, **kwargs: Any) -> Any:
+    """Runs a kernel ("mosaic", "triton" or "interpret") with the arguments of its reference."""
     if impl == "interpret":
         impl = "triton"
         kwargs = kwargs | {"interpret": True}
-    # Imported when used: Pallas's GPU half takes a second to import, and a machine without a GPU never needs
-    # it.
+    # Imported when used: the GPU part of Pallas takes a second to import, and a machine without a GPU never
+    # needs it.
     function: Callable = getattr(importlib.import_module(f"{__package__}.{impl}"), kernel)
-    return varying_as(function(*args, **kwargs), *args)
+    return match_varying_axes(function(*args, **kwargs), *args)
 
 
-def varying_as(tree: Any, *inputs: Any) -> Any:
-    """The tree, its arrays said to differ over each axis of a `jax.shard_map` that an input does: what
-    is made from nothing does not say so.
+def match_varying_axes(tree: Any, *inputs: Any) -> Any:
+    """The tree, its arrays marked as varying over each axis of a `jax.shard_map` over which an input varies.
+    Constants are not marked by themselves.
     """
     axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(inputs)))
 
@@ -121,12 +119,12 @@ def varying_as(tree: Any, *inputs: Any) -> Any:
     return jax.tree.map(vary, tree) if axes else tree
 
 
-def _refusal(kernel: str, impl: str, args: tuple[Any, ...], ring: bool) -> str | None:
-    """Why `impl` cannot serve these arguments, or None."""
+def _unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...], ring: bool) -> str | None:
+    """Why `impl` does not support these arguments, or None."""
     if impl == "xla":
         return None
     if ring:
-        return "keys in a ring, as layers with a sliding window keep them in a larger cache"
+        return "keys in a ring, as sliding-window layers have them in a larger cache"
     dtypes = {arg.dtype.name for arg in args}
     if len(dtypes) > 1:
         return f"operands of different dtypes {', '.join(sorted(dtypes))}"

@@ -1,7 +1,6 @@
-"""What each kernel must compute, in plain jnp and float32: the oracles that tests and `scripts/check_gpu.py`
-compare with.
+"""References of all kernels in plain jnp and float32, for tests and `scripts/check_gpu.py`.
 
-They hold every score and every logit at once, so they are for checking, not for running a model.
+They store every score and every logit at once, so they are for checking, not for running a model.
 """
 
 import jax
@@ -26,12 +25,12 @@ def prefill_attention(
     query_BT1 = (start_B[:, None] + jnp.arange(T))[..., None]
     key_S = jnp.arange(S)
     valid_BS = key_S < length_B[:, None]
-    seen_BTS = (key_S <= query_BT1) & valid_BS[:, None]
+    visible_BTS = (key_S <= query_BT1) & valid_BS[:, None]
     if window is not None:
-        seen_BTS &= key_S > query_BT1 - window
-    seen = seen_BTS[:, None, None]
-    weights = jnp.where(seen, jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1), 0)
-    v = jnp.where(valid_BS[:, None, :, None], v, 0)  # a weight of 0 does not silence a NaN
+        visible_BTS &= key_S > query_BT1 - window
+    visible = visible_BTS[:, None, None]
+    weights = jnp.where(visible, jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1), 0)
+    v = jnp.where(valid_BS[:, None, :, None], v, 0)  # 0 * NaN is NaN
     return jnp.einsum("bkgts,bksh->btkgh", weights, v, precision=lax.Precision.HIGHEST).reshape(B, T, N, H)
 
 
@@ -44,9 +43,7 @@ def decode_attention(q_BNH, k_BKSH, v_BKSH, length_B, *, scale, window=None, sof
 
 
 def argmax(x_BV) -> jax.Array:
-    """The index of each row's largest number, the lowest of equal ones, the first NaN where there is one.
-    int32 [B].
-    """
+    """The index of each row's largest number, int32 [B]: the lowest of equal ones; the first NaN if any."""
     return jnp.argmax(x_BV, -1).astype(jnp.int32)
 
 

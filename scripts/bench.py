@@ -1,19 +1,20 @@
-"""How fast generation is, as fractions of what this machine can do: time to first token, time per token,
-tok/s, memory.
+"""Measures the speed and memory of generation, as fractions of this machine's limits: time to first token,
+time per token, tok/s, peak memory.
 
     python scripts/bench.py  # Qwen2.5-0.5B's shape, random weights
     python scripts/bench.py --dtypes=float32,bfloat16 --quantize=none,int8,int4 --plot=bench.png
     python scripts/bench.py --model=DIR --batch_sizes=1,8,32 --ragged --stream --capacities=256,8192
 
-Weights are random unless --model names a checkpoint, prompts always; decoding is greedy and never stops
-early. Each dtype x quantize has a process of its own, so its peak memory is its own. The machine's limits are
-probed before and after every repetition, which counts as a fraction of the mean of the two. Decoding is held
-against max(bytes / bandwidth, FLOP / matmul rate) with weights as stored plus keys and values; prefill
-likewise with (2 x non-embedding weights x tokens + attention + one vocabulary row) FLOP. The last line is one
-JSON object. Exit code 1: a case failed, 2: bad flags, or nothing could be served.
+Weights are random unless --model names a checkpoint; prompts are always random. Decoding is greedy and never
+stops early. Each dtype x quantize runs in its own process, so its peak memory is its own. The machine's
+limits are probed before and after every repetition; a repetition is reported as a fraction of the mean of the
+two. The limit of decoding is max(bytes / bandwidth, FLOP / matmul rate), where bytes are the stored weights
+and the keys and values. The limit of prefill is the same with (2 x non-embedding weights x tokens + attention
++ one vocabulary row) FLOP. The last line is one JSON object. Exit code 1: a case failed; 2: bad flags, or no
+case could run.
 """
 
-from one_line import start
+from launcher import start
 
 # isort: split
 import importlib.metadata
@@ -33,9 +34,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from bench_limits import AnonymousPeak, Limits, bytes_per_pass, decode_work, prefill_work, spread
-from bench_plot import HEADER, case_lines, cost_by_position, draw, row_line
-from bench_shapes import hf_config
+from bench_report import HEADER, case_lines, cost_by_position, draw, row_line
+from machine_limits import AnonymousPeak, Limits, bytes_per_pass, decode_work, prefill_work, spread
+from model_shapes import hf_config
 
 import xinfer_jax as xj
 from xinfer_jax.config.model_config import from_hf
@@ -55,45 +56,49 @@ def _numbers(name: str, default: list[int], help_text: str, least: int) -> flags
 
 
 CONFIG = flags.DEFINE_string(
-    "config", "qwen2.5-0.5b", "A built-in shape, or a directory with config.json; weights are random."
+    "config", "qwen2.5-0.5b", "A built-in shape, or a directory with config.json. The weights are random."
 )
 MODEL = flags.DEFINE_string(
-    "model", None, "A checkpoint to load instead: a directory, or a hub name owner/name."
+    "model", None, "A checkpoint to load instead: a directory, or a name owner/name on the hub."
 )
-PROMPTS = _numbers("prompt_lengths", [26, 300, 512], "Tokens of the prompts.", 1)
+PROMPTS = _numbers("prompt_lengths", [26, 300, 512], "Lengths of the prompts, in tokens.", 1)
 NEW = _numbers("new_tokens", [64], "Tokens to generate.", 2)
-BATCHES = _numbers("batch_sizes", [1, 8], "Prompts at a time.", 1)
+BATCHES = _numbers("batch_sizes", [1, 8], "Prompts in a batch.", 1)
 DTYPES = flags.DEFINE_list("dtypes", ["float32"], "float32, bfloat16, float16.")
 QUANTIZE = flags.DEFINE_list("quantize", ["none"], f"{', '.join(FORMATS)}.")
 RAGGED = flags.DEFINE_boolean(
-    "ragged", False, "Rows of a batch differ: from the prompt's full length down to half."
+    "ragged", False, "Give the rows of a batch different lengths: from the full prompt length down to half."
 )
-REPEATS = flags.DEFINE_integer("repeats", 3, "Timed runs of each, after one that compiles.", lower_bound=1)
+REPEATS = flags.DEFINE_integer(
+    "repeats", 3, "Timed runs of each case, after one that compiles.", lower_bound=1
+)
 CAPACITIES = _numbers(
-    "capacities", [], "Also time decoding at length 100 in caches of these capacities.", 128
+    "capacities", [], "Also time decoding at length 100 in KV caches of these capacities.", 128
 )
-STREAM = flags.DEFINE_boolean("stream", False, "Also compare streaming with generating, for one row.")
+STREAM = flags.DEFINE_boolean("stream", False, "Also compare `stream` with `generate`, for one row.")
 PLOT = flags.DEFINE_string(
     "plot", None, "Draw the roofline and the cost per token by position to this PNG (needs the plot extra)."
 )
-CURVE = _numbers("curve_lengths", [16, 128, 512, 1024, 2048, 4096], "Positions of that cost curve.", 1)
+CURVE = _numbers(
+    "curve_lengths", [16, 128, 512, 1024, 2048, 4096], "Positions of the cost curve of --plot.", 1
+)
 PROBE = flags.DEFINE_integer(
-    "probe_mib", 1024, "Size of the array whose reading shows the bandwidth.", lower_bound=1
+    "probe_mib", 1024, "Size of the array that is read to measure the bandwidth, in MiB.", lower_bound=1
 )
 COMPILED = flags.DEFINE_string(
-    "compilation_cache", None, "Keep compiled programs here; `compile` is then what fetching costs."
+    "compilation_cache", None, "Keep compiled programs here; `compile s` is then the time of loading them."
 )
 WORKER = flags.DEFINE_string("worker", None, "Internal: measure this dtype:quantize and print JSON lines.")
 
 
-# --- one case, in a process of its own ----------------------------------------------------------------------
+# --- one case, in its own process ---------------------------------------------------------------------------
 
 
 class Case:
-    """A model in one format, and what is measured of it."""
+    """Measures a model in one format."""
 
     def __init__(self, dtype: str, quantize: str):
-        self.peak = AnonymousPeak()
+        self.memory = AnonymousPeak()
         start = time.perf_counter()
         formats = {} if quantize == "none" else {"quantize": quantize}
         if MODEL.value:
@@ -105,7 +110,7 @@ class Case:
             self.params = jax.block_until_ready(
                 xj.init_params(self.config, jax.random.key(0), dtype, **formats)
             )
-        self.loaded = {"load_s": time.perf_counter() - start, "load_peak_bytes": self.peak.look()}
+        self.loaded = {"load_s": time.perf_counter() - start, "load_peak_bytes": self.memory.peak()}
         self.loaded |= {
             "weight_bytes": tree_bytes(self.params),
             "weight_bytes_per_pass": bytes_per_pass(self.params),
@@ -115,7 +120,7 @@ class Case:
         self.rate = "float32" if jax.default_backend() == "cpu" or dtype == "float32" else "bfloat16"
 
     def measure(self) -> None:
-        """Prints everything that was asked for, a JSON line each."""
+        """Measures everything that the flags ask for and prints each result as a JSON line."""
         _emit("load", self.loaded)
         with Limits(PROBE.value) as limits:
             for prompt, new, rows in itertools.product(
@@ -147,13 +152,13 @@ class Case:
             _emit("limits", limits.summary())
 
     def rows(self, limits: Limits, rows: int, prompt: int, new: int) -> dict[str, Any]:
-        """Prefill and decoding of one batch."""
+        """Measures prefill and decoding of one batch."""
         lengths = (
             np.linspace(prompt, -(-prompt // 2), rows).round().astype(int).tolist()
             if RAGGED.value
             else [prompt] * rows
         )
-        self.peak.reset()
+        self.memory.reset()
         compile_s = self.generate(lengths, new).stats.compile_seconds
         works = {
             "prefill": prefill_work(self.config, self.loaded["weight_bytes_per_pass"], lengths),
@@ -175,31 +180,36 @@ class Case:
             "tpot_s": spread([s.tpot_seconds for s in runs]),
             "prefill_tok_s": spread([s.prefill_tokens_per_second for s in runs]),
             "decode_tok_s": spread([s.decode_tokens_per_second for s in runs]),
-            "prefill": works["prefill"].held_against([s.prefill_seconds for s in runs], around, self.rate),
-            "decode": works["decode"].held_against([s.tpot_seconds for s in runs], around, self.rate),
+            "prefill": works["prefill"].fractions_of_limits(
+                [s.prefill_seconds for s in runs], around, self.rate
+            ),
+            "decode": works["decode"].fractions_of_limits([s.tpot_seconds for s in runs], around, self.rate),
         }
         floor = runs[0].weight_bytes + runs[0].cache_bytes
         memory = {
             "cache_bytes": runs[0].cache_bytes,
             "floor_bytes": floor,
-            "peak_bytes": self.peak.look() or runs[-1].peak_bytes,
+            "peak_bytes": self.memory.peak() or runs[-1].peak_bytes,
         }
         return {"lengths": lengths, "compile_s": compile_s, **figures, **memory}
 
     def capacities(self) -> dict[str, Any]:
-        """Time per token at length 100 by capacity, the repetitions in turns; it should follow the length."""
+        """Measures the time per token at length 100 by capacity, with interleaved repetitions. The time
+        should follow the length, not the capacity.
+        """
         sizes = [int(v) for v in CAPACITIES.value]
         runs = {size: [] for size in sizes}
         for repeat in range(REPEATS.value + 1):  # the first compiles
             for size in sizes:
                 seconds = self.generate([100 - _STRIDE // 2], _STRIDE + 1, capacity=size).stats.tpot_seconds
-                runs[size] += [seconds] if repeat else []
-        # To the first capacity.
+                if repeat:
+                    runs[size].append(seconds)
+        # Relative to the first capacity.
         ratio = [spread([a / b for a, b in zip(runs[size], runs[sizes[0]], strict=True)]) for size in sizes]
         return {"capacity": sizes, "tpot_s": [spread(runs[size]) for size in sizes], "ratio": ratio}
 
     def stream(self) -> dict[str, Any]:
-        """Wall time of whole calls, in turns."""
+        """Measures the wall time of whole calls of `generate` and `stream`, interleaved."""
         prompt = int(PROMPTS.value[0])
         new = int(NEW.value[0])
         first = []
@@ -238,6 +248,7 @@ def _options(new: int, **more: Any) -> xj.GenerateOptions:
 
 
 def _or_skipped(function: Any, *args: Any) -> dict[str, Any]:
+    """The result of the function, or the message of the input error that it raises."""
     try:
         return function(*args)
     except xj.InputError as error:
@@ -283,13 +294,13 @@ def main(argv: list[str]) -> None:
         draw(results, PLOT.value)
         print(f"wrote {PLOT.value}")
     print(json.dumps(results), flush=True)
-    sys.exit(
-        1 if any("failed" in case for case in cases) else 2 if all("skipped" in case for case in cases) else 0
-    )
+    if any("failed" in case for case in cases):
+        sys.exit(1)
+    sys.exit(2 if all("skipped" in case for case in cases) else 0)
 
 
 def _check() -> None:
-    """Raises InputError for what flags can get wrong, before anything is measured."""
+    """Raises InputError for wrong flags, before anything is measured."""
     if MODEL.value and flags.FLAGS["config"].present:
         raise xj.InputError("--config and --model exclude each other: a checkpoint brings its config")
     if not MODEL.value:
@@ -301,14 +312,14 @@ def _check() -> None:
             raise xj.InputError(f"--quantize={quantize} is not known: use {', '.join(FORMATS)}")
     for holder in (PROMPTS, NEW, BATCHES, DTYPES, QUANTIZE):
         if not holder.value:
-            raise xj.InputError(f"--{holder.name} is empty: give at least one")
+            raise xj.InputError(f"--{holder.name} is empty: give at least one value")
     if PLOT.value:
         _check_plot(Path(PLOT.value))
 
 
 def _check_plot(path: Path) -> None:
     if not path.absolute().parent.is_dir():
-        raise xj.InputError(f"--plot={path}: there is no such directory")
+        raise xj.InputError(f"--plot={path}: the directory does not exist")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -330,10 +341,10 @@ def _work(dtype: str, quantize: str) -> None:
 
 
 def _case(dtype: str, quantize: str) -> dict[str, Any]:
-    """One format in a process of its own; what it reports is printed as it comes."""
+    """Measures one format in its own process and prints its results as they arrive."""
     case: dict[str, Any] = {"dtype": dtype, "quantize": quantize, "rows": []}
     command = [sys.executable, __file__, *sys.argv[1:], f"--worker={dtype}:{quantize}"]
-    # On a GPU the probes need room beside us.
+    # On a GPU the process of the probes needs memory too.
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
     print(f"\n{dtype}" + (f", {quantize} weights" if quantize != "none" else ""))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:

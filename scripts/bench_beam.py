@@ -1,28 +1,28 @@
-"""Beam search beside other engines: one random checkpoint, each engine in a process of its own, all of them
+"""Compares beam search with other engines: one random checkpoint, each engine in its own process, all engines
 in every round.
 
     python scripts/bench_beam.py --rounds=3 --python=peers=/path/to/venv/bin/python
 
-The engines, flags and checkpoint are those of bench_peers.py. A figure is the time of whole calls, from token
-ids to token ids, the prompt's pass included; the first call of each process, which compiles, is reported
-apart. Ratios are taken within a round.
+The engines, flags and checkpoint are those of bench_peers.py. The measured time is that of whole calls, from
+token ids to token ids, including prefill. The first call of each process, which compiles, is reported
+separately. Ratios are taken within a round.
 """
 
-from one_line import start
+from launcher import start
 
 # isort: split
 import json
 
 import bench_peers as peers
 from absl import flags
-from bench_beam_runners import BEAM_ENGINES
 from bench_peers import BATCHES, CONFIG, LENGTHS, NEW, THREADS, median, numbers
+from peer_beam_search import BEAM_ENGINES
 
 from xinfer_jax.errors import InputError
 
-BEAMS = flags.DEFINE_integer("num_beams", 4, "Beams of each prompt.", lower_bound=2)
+BEAMS = flags.DEFINE_integer("num_beams", 4, "Number of beams per prompt.", lower_bound=2)
 CALLS = flags.DEFINE_integer(
-    "calls", 3, "Measured calls of each process and case; their median counts.", lower_bound=1
+    "calls", 3, "Measured calls of each process and case; their median is reported.", lower_bound=1
 )
 for flag, default in (
     (LENGTHS, ["26"]),
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
     pythons = peers.interpreters()
     if other := [name for name in wanted if name.split(":")[0] not in BEAM_ENGINES]:
         raise InputError(
-            f"engine {other[0]!r} is not one of those whose beams are compared: {', '.join(BEAM_ENGINES)}"
+            f"engine {other[0]!r} has no beam search here: choose among {', '.join(BEAM_ENGINES)}"
         )
     cases = [(length, rows) for length in numbers(LENGTHS) for rows in numbers(BATCHES)]
     hf = peers.shape()
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
         f" {peers.cpu_name()}"
     )
     job = {
-        "runner": "bench_beam_runners.py",
+        "program": "peer_beam_search.py",
         "checkpoint": str(workdir / "checkpoint"),
         "vocab_size": hf["vocab_size"],
         "cases": cases,
@@ -69,16 +69,18 @@ def main(argv: list[str]) -> None:
     }
     results, problems = peers.rounds(job, wanted, pythons, workdir)
     print(
-        json.dumps(peers.rounded(about | {"engines": report(results, wanted, cases), "problems": problems}))
+        json.dumps(
+            peers.round_floats(about | {"engines": report(results, wanted, cases), "problems": problems})
+        )
     )
 
 
 def report(
     results: dict[str, list[dict]], wanted: dict[str, str], cases: list[tuple[int, int]]
 ) -> dict[str, dict]:
-    """Prints medians over the rounds and how many times as fast we are; returns them."""
+    """Prints the medians over the rounds and how many times faster we are; returns both."""
     keys = [f"{length} x{rows}" for length, rows in cases]
-    found = {}
+    summary = {}
     lines = []
     for name, rounds in results.items():
         ours = results.get(f"ours:{wanted[name]}") or []
@@ -91,7 +93,7 @@ def report(
             ratio = {
                 key: median([b[key] / a[key] for a, b in zip(ours, rounds, strict=False)]) for key in keys
             }
-            found[name] = {
+            summary[name] = {
                 "median": medians,
                 "ours_is_faster": ratio,
                 "version": rounds[0]["version"],
@@ -112,13 +114,13 @@ def report(
                     same,
                 ]
             )
-    heads = [head for key in keys for head in (f"tok/s {key}", "ours ÷ it")]
+    heads = [head for key in keys for head in (f"tok/s {key}", "ours ÷ peer")]
     print(
-        "Medians: tokens of the best sequences per second, by prompt length x prompts; first call, s;"
-        " anonymous MiB; best score"
+        "Medians: tokens of the best sequences per second, by prompt length x prompts; seconds of the first"
+        " call; anonymous MiB; best score"
     )
-    peers.table(["engine", *heads, "first call", "MiB", "score", "as ours"], lines, digits=2)
-    return found
+    peers.print_table(["engine", *heads, "first call", "MiB", "score", "same as ours"], lines, digits=2)
+    return summary
 
 
 if __name__ == "__main__":

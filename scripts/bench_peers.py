@@ -1,20 +1,20 @@
-"""Speed and memory beside other engines: one random checkpoint, each engine in a process of its own, all of
-them in every round.
+"""Compares speed and memory with other engines: one random checkpoint, each engine in its own process, all
+engines in every round.
 
-Peers are extras: whatever is not installed is skipped with a line that says how to get it. They may live
-under another Python:
+The other engines are optional: one that is not installed is skipped, with a line that says how to install it.
+They may be installed in another Python:
 
     python scripts/bench_peers.py --rounds=3 --python=peers=/path/to/venv/bin/python
 
-Each engine loads the checkpoint (converted beforehand where it must be), then for every case makes a first
-call, which compiles what the case needs, and a warm one on other ids, which is measured: time to the first
-token, then tokens per second after it. Whole calls, first and warm, have columns of their own. Greedy, EOS
-ignored, no engine keeps prompts. Ratios compare with ours of the same precision within a round; their
-medians are printed. transformers runs eagerly: not compiled, its cache growing. llama.cpp maps its files, so
-its weights are in the resident memory, not in the anonymous.
+Each engine loads the checkpoint (converted before if needed). For every case it makes a first call, which
+compiles, and a warm call on other ids, which is measured: time to the first token, then tokens per second
+after it. The seconds of whole calls, first and warm, are a second table. Decoding is greedy, EOS is ignored,
+and no engine caches prompts. Ratios compare with ours of the same precision within a round; their medians are
+printed. transformers runs eagerly: not compiled, with a growing KV cache. llama.cpp maps its files, so its
+weights are in the resident memory, not in the anonymous memory.
 """
 
-from one_line import start
+from launcher import start
 
 # isort: split
 import hashlib
@@ -35,8 +35,8 @@ import jax
 import ml_dtypes
 import numpy as np
 from absl import flags
-from bench_peer_runners import ENGINES
-from bench_shapes import hf_config
+from model_shapes import hf_config
+from peer_engines import ENGINES
 from safetensors.numpy import save_file
 
 from xinfer_jax.config.model_config import from_hf
@@ -44,27 +44,29 @@ from xinfer_jax.errors import InputError
 from xinfer_jax.weights.params import param_specs
 
 CONFIG = flags.DEFINE_string(
-    "config", "qwen2.5-0.5b", "A built-in shape (bench_shapes.py) or a directory with config.json."
+    "config", "qwen2.5-0.5b", "A built-in shape (model_shapes.py) or a directory with config.json."
 )
 WORKDIR = flags.DEFINE_string(
     "workdir",
     None,
-    "Keeps the checkpoint and its conversions (12 GB for 0.5b); default: in the temporary directory.",
+    "Directory for the checkpoint and its conversions (12 GB for 0.5b); default: a temporary directory.",
 )
 WANTED = flags.DEFINE_list(
-    "engines", None, f"Names ({', '.join(ENGINES)}), with :PRECISION for one precision only; default: all."
+    "engines",
+    None,
+    f"Engines to run ({', '.join(ENGINES)}); NAME:PRECISION for one precision only. Default: all.",
 )
 PYTHON = flags.DEFINE_multi_string(
-    "python", [], "NAME=PATH: the Python that runs this engine; the name peers means all but ours."
+    "python", [], "NAME=PATH: the Python that runs this engine. The name peers means all engines but ours."
 )
 ROUNDS = flags.DEFINE_integer(
-    "rounds", 3, "Times that each engine runs; medians are reported.", lower_bound=1
+    "rounds", 3, "Number of times that each engine runs; medians are reported.", lower_bound=1
 )
-LENGTHS = flags.DEFINE_list("prompt_lengths", ["26", "300", "512"], "Tokens of the prompts.")
-BATCHES = flags.DEFINE_list("batch_sizes", ["1", "8"], "Rows.")
+LENGTHS = flags.DEFINE_list("prompt_lengths", ["26", "300", "512"], "Lengths of the prompts, in tokens.")
+BATCHES = flags.DEFINE_list("batch_sizes", ["1", "8"], "Prompts in a batch.")
 NEW = flags.DEFINE_integer("new_tokens", 64, "Tokens to generate.", lower_bound=2)
-SEED = flags.DEFINE_integer("seed", 0, "Of weights and prompts.")
-TIMEOUT = flags.DEFINE_integer("timeout", 900, "Seconds that one process may take.", lower_bound=1)
+SEED = flags.DEFINE_integer("seed", 0, "Seed of the weights and prompts.")
+TIMEOUT = flags.DEFINE_integer("timeout", 900, "Time limit of one process, in seconds.", lower_bound=1)
 THREADS = os.cpu_count()
 INSTRUCTIONS = {
     "avx2": {"avx2"},
@@ -82,8 +84,8 @@ def main(argv: list[str]) -> None:
     batches = numbers(BATCHES)
     hf = shape()
     workdir = checkpoint(hf)
-    how = f"{NEW.value} new tokens, greedy; transformers eager"
-    print(f"{CONFIG.value}, random weights in {workdir}; {THREADS} threads of {cpu_name()}; {how}")
+    settings = f"{NEW.value} new tokens, greedy; transformers eager"
+    print(f"{CONFIG.value}, random weights in {workdir}; {THREADS} threads of {cpu_name()}; {settings}")
     cases = [(n, rows) for rows in dict.fromkeys([1, *batches]) for n in lengths]
     job = {
         "checkpoint": str(workdir / "checkpoint"),
@@ -96,7 +98,7 @@ def main(argv: list[str]) -> None:
 
 
 def shape() -> dict:
-    """The config.json of what is measured."""
+    """The config.json of the measured model."""
     hf = hf_config(CONFIG.value) | {"torch_dtype": "bfloat16", "dtype": "bfloat16"}
     hf.pop("quantization_config", None)
     return hf
@@ -109,8 +111,8 @@ def rounds(
     workdir: Path,
     run: Callable[[dict, str, Path], dict] | None = None,
 ) -> tuple[dict[str, list[dict]], dict[str, str]]:
-    """Every engine in every round, by `measure` or another `run`: what each measured, and why one was left
-    out.
+    """Runs every engine in every round, by `measure` or another `run`. Returns the results of each engine,
+    and the reasons why engines were left out.
     """
     results: dict[str, list[dict]] = {name: [] for name in wanted}
     problems: dict[str, str] = {}
@@ -131,8 +133,8 @@ def rounds(
 
 
 def engines() -> dict[str, str]:
-    """engine:precision -> precision of ours that it is compared with, like beside like, so that noise hits
-    both.
+    """engine:precision -> precision of ours that it is compared with. Equal precisions run one after another,
+    so that noise affects both.
     """
     every = {f"{name}:{p}": ours for name, engine in ENGINES.items() for p, ours in engine.precisions.items()}
     chosen = [
@@ -158,21 +160,23 @@ def numbers(flag: flags.FlagHolder) -> list[int]:
 
 
 def interpreters() -> dict[str, str]:
-    given = dict(entry.partition("=")[::2] for entry in PYTHON.value)
-    for name, path in given.items():
+    """The Python of each engine that --python names."""
+    paths = dict(entry.partition("=")[::2] for entry in PYTHON.value)
+    for name, path in paths.items():
         if name not in (*ENGINES, "peers") or not os.access(path, os.X_OK):
             raise InputError(
                 f"--python={name}={path}: give an engine ({', '.join(ENGINES)}) or peers, and an executable"
             )
-    peers = {name: given["peers"] for name in ENGINES if name != "ours"} if "peers" in given else {}
-    return peers | given
+    peers = {name: paths["peers"] for name in ENGINES if name != "ours"} if "peers" in paths else {}
+    return peers | paths
 
 
 def checkpoint(hf: dict) -> Path:
-    """The folder of this config and seed, with checkpoint/ in it: config.json and random bfloat16 weights.
+    """Writes checkpoint/ (config.json and random bfloat16 weights) into the folder of this config and seed,
+    and returns the folder.
 
-    Matrices are normal with 1/sqrt(inputs), embeddings twice that, so that logits have a standard deviation
-    of about 2.
+    Matrices are normal with standard deviation 1/sqrt(inputs), embeddings twice that, so that logits have a
+    standard deviation of about 2.
     """
     config = from_hf(hf)
     folder = work_folder(config.model_type, hf, SEED.value, 1)
@@ -197,14 +201,14 @@ def checkpoint(hf: dict) -> Path:
 
 
 def work_folder(name: str, *contents: object) -> Path:
-    """Where that is kept which follows from these contents."""
+    """The folder of files that depend on these contents."""
     digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:12]
     root = Path(WORKDIR.value) if WORKDIR.value else Path(tempfile.gettempdir()) / "xinfer_jax_bench"
     return root.expanduser() / f"{name}-{digest}"
 
 
 def measure(job: dict, python: str, workdir: Path) -> dict:
-    """Converts the checkpoint if this engine needs it and has not done so, then runs the engine."""
+    """Converts the checkpoint if this engine needs it and it has not been done, then runs the engine."""
     if ENGINES[job["engine"]].convert:
         ready = workdir / f"{job['engine']}-{job['precision']}"
         unfinished = workdir / "converting"
@@ -219,17 +223,17 @@ def measure(job: dict, python: str, workdir: Path) -> dict:
 
 
 def process(job: dict, python: str) -> dict[str, Any]:
-    """What to start for a job: its runner, which is told when that was, and the environment."""
-    runner = Path(__file__).with_name(job.get("runner", "bench_peer_runners.py"))
+    """The arguments and environment of the process of a job. The job gets the time at which it starts."""
+    program = Path(__file__).parent / "bench" / job.get("program", "peer_engines.py")
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
     environment = {"JAX_PLATFORMS": "cpu"} | dict(os.environ) | offline
     environment |= {"OMP_NUM_THREADS": str(job["threads"])}
-    told = json.dumps(job | {"started": time.monotonic()})
-    return {"args": [python, str(runner), told], "env": environment}
+    started_job = json.dumps(job | {"started": time.monotonic()})
+    return {"args": [python, str(program), started_job], "env": environment}
 
 
 def child(job: dict, python: str) -> dict:
-    """The answer of the job's runner in a process of its own; a crash is an answer too."""
+    """Runs a job in its own process and returns its answer; a crash is an answer too."""
     try:
         done = subprocess.run(
             **process(job, python), capture_output=True, text=True, errors="replace", timeout=TIMEOUT.value
@@ -239,8 +243,8 @@ def child(job: dict, python: str) -> dict:
     answer = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode == 0 and answer.startswith("{"):
         return json.loads(answer)
-    said = (done.stderr.strip().splitlines() or ["nothing on standard error"])[-1]
-    return {"failed": f"exit code {done.returncode}: {said[:200]}"}
+    last_line = (done.stderr.strip().splitlines() or ["nothing on standard error"])[-1]
+    return {"failed": f"exit code {done.returncode}: {last_line[:200]}"}
 
 
 def report(
@@ -275,19 +279,21 @@ def report(
         " (1 row · all cases), resident"
     )
     print(
-        "same: leading tokens (of the first case) equal to ours in float32, or to the first engine's;"
-        " rounding ends that."
+        "same: number of leading tokens (of the first case) equal to ours in float32, or to the first"
+        " engine's; rounding makes later tokens differ."
     )
     heads = ["load s", *short.values(), "anon", "anon all", "resident", "same"]
     rows = [[name, *(m[key] for key in (*costs, "same_tokens"))] for name, m in medians.items()]
-    table(["engine", *heads], rows)
-    print(f"\nSeconds of a whole call of {NEW.value} tokens: the first of its case, and a warm one")
+    print_table(["engine", *heads], rows)
+    print(f"\nSeconds of a whole call of {NEW.value} tokens: the first call of its case, and a warm call")
     heads = [key.replace(" x1", "") for key in calls]
-    table(["engine", *heads], [[name, *(m[key] for key in calls)] for name, m in medians.items()], digits=2)
+    print_table(
+        ["engine", *heads], [[name, *(m[key] for key in calls)] for name, m in medians.items()], digits=2
+    )
     if ratios:
         print("\nours ÷ peer, same precision, within a round: above 1 we are faster (or, for memory, larger)")
         rows = [[f"{name} / {wanted[name]}", *r.values()] for name, r in ratios.items()]
-        table(["peer / ours", *short.values(), "anon", "anon all"], rows, digits=2)
+        print_table(["peer / ours", *short.values(), "anon", "anon all"], rows, digits=2)
     for name, problem in problems.items():
         print(f"{name}: {problem}")
     engines = {
@@ -304,22 +310,18 @@ def report(
         "new_tokens": NEW.value,
         "rounds": ROUNDS.value,
     }
-    print(json.dumps(rounded(about | {"engines": engines, "problems": problems})))
+    print(json.dumps(round_floats(about | {"engines": engines, "problems": problems})))
 
 
-def rounded(value: object) -> object:
+def round_floats(value: object) -> object:
     if isinstance(value, dict):
-        return {key: rounded(entry) for key, entry in value.items()}
-    return (
-        [rounded(entry) for entry in value]
-        if isinstance(value, list)
-        else round(value, 3)
-        if isinstance(value, float)
-        else value
-    )
+        return {key: round_floats(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [round_floats(entry) for entry in value]
+    return round(value, 3) if isinstance(value, float) else value
 
 
-def table(heads: list[str], rows: list[list], digits: int | None = None) -> None:
+def print_table(heads: list[str], rows: list[list], digits: int | None = None) -> None:
     def cell(value: object) -> str:
         if value is None:
             return "-"
@@ -345,7 +347,7 @@ def median(values: list[float]) -> float | None:
 
 
 def cpu_name() -> str:
-    """The processor, and which instructions it has that products are made of."""
+    """The name of the CPU, and its vector and matrix instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,14 +1,14 @@
-"""What the server itself costs: streams of tokens that an engine without a model has ready.
+"""Measures the cost of the server itself: streams of tokens from an engine without a model.
 
     python scripts/bench_serve.py --streams=8 --tokens=200
 
-Processor time of the server's process for each token, and the time to the first token as a client in another
-process sees it, medians over --rounds; the engine hands each row a token every --every ms. One JSON line.
-llama.cpp's server with as many slots follows where llama-server is on PATH and --llama_model names a GGUF
-file: its tokens a second are those of its model.
+Prints one JSON line: the CPU time of the server process per token, and the time to the first token in a
+client process, as medians over --rounds. The engine gives each row a token every --every ms. A second line
+has llama.cpp's server with as many slots, if llama-server is on PATH and --llama_model names a GGUF file; its
+tokens per second are those of its model.
 """
 
-from one_line import start
+from launcher import start
 
 # isort: split
 import dataclasses
@@ -21,26 +21,26 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import soak_serve_requests
+import server_requests
 from absl import flags
-from bench_engine_runners import llama_server
+from peer_serving import llama_server
 
 import xinfer_jax as xj
 from xinfer_jax.engine.statistics import EngineStats
-from xinfer_jax.engine.submission import request_of
-from xinfer_jax.host import cores
+from xinfer_jax.engine.submission import make_request
+from xinfer_jax.host import cpu_count
 from xinfer_jax.serve import service as service_module
 
-STREAMS = flags.DEFINE_integer("streams", 8, "At a time.", lower_bound=1)
-TOKENS = flags.DEFINE_integer("tokens", 200, "Of each.", lower_bound=2)
+STREAMS = flags.DEFINE_integer("streams", 8, "Number of concurrent streams.", lower_bound=1)
+TOKENS = flags.DEFINE_integer("tokens", 200, "Tokens of each stream.", lower_bound=2)
 EVERY = flags.DEFINE_float("every", 10, "Milliseconds between two tokens of a stream.", lower_bound=0)
-ROUNDS = flags.DEFINE_integer("rounds", 5, "How often.", lower_bound=1)
-PORT = flags.DEFINE_integer("port", None, "Client: where to ask.")
+ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds; medians are reported.", lower_bound=1)
+PORT = flags.DEFINE_integer("port", None, "Internal: port of the server, for a client process.")
 LLAMA_MODEL = flags.DEFINE_string("llama_model", None, "A GGUF file, for llama-server.")
 
 
-class Prepared:
-    """An engine whose answers are there already: token 5, again and again."""
+class FakeEngine:
+    """An engine without a model: every token of every answer is 5."""
 
     def __init__(self, model: xj.Model, rows: int = 8, **_: Any):
         self.model = model
@@ -58,9 +58,9 @@ class Prepared:
         self._open: list[Any] = []
         counts = dict.fromkeys((field.name for field in dataclasses.fields(EngineStats)), 0)
         self.stats = EngineStats(**counts)
-        threading.Thread(target=self._hand_out, daemon=True).start()
+        threading.Thread(target=self._push_tokens, daemon=True).start()
 
-    def __enter__(self) -> "Prepared":
+    def __enter__(self) -> "FakeEngine":
         return self
 
     @property
@@ -68,8 +68,8 @@ class Prepared:
         return time.monotonic()
 
     def submit(self, ids: Any, options: Any, *, key: Any, **_: Any) -> Any:
-        request = request_of(self, ids, options, key, 0)
-        request.answers[0].push([5], [-0.5], False)
+        request = make_request(self, ids, options, key, 0)
+        request.answers[0].append([5], [-0.5], False)
         self._open.append(request)
         return request
 
@@ -79,49 +79,50 @@ class Prepared:
     def cancel(self, request: Any) -> None:
         pass
 
-    def _hand_out(self) -> None:
+    def _push_tokens(self) -> None:
         while True:
             time.sleep(EVERY.value / 1e3)
             for request in list(self._open):
-                if request.cancelled or request.answers[0].push([5], [-0.5], False):
+                if request.cancelled or request.answers[0].append([5], [-0.5], False):
                     request.end(None)
                     self._open.remove(request)
-                request.tell()
+                request.notify()
 
 
 def main(argv: list[str]) -> None:
     if PORT.value is not None:
         print(json.dumps(clients(PORT.value)))
         return
-    service_module.engine_of = Prepared
+    service_module.make_engine = FakeEngine
     model = xj.load_model()
-    _, port = soak_serve_requests.serve(model, soak_serve_requests.SETTINGS, [])
-    found = measured(port)
+    _, port = server_requests.serve(model, server_requests.SETTINGS, [])
+    result = measure(port)
     print(
-        json.dumps(dict(server="xinfer_jax", streams=STREAMS.value, tokens=TOKENS.value, **found)), flush=True
+        json.dumps(dict(server="xinfer_jax", streams=STREAMS.value, tokens=TOKENS.value, **result)),
+        flush=True,
     )
-    asked = [([1, 2, 3], TOKENS.value)] * STREAMS.value
-    beside = llama_server(LLAMA_MODEL.value, asked, STREAMS.value, cores(), 600)
-    print(json.dumps(dict(server="llama.cpp", **beside)))
+    requests = [([1, 2, 3], TOKENS.value)] * STREAMS.value
+    peer = llama_server(LLAMA_MODEL.value, requests, STREAMS.value, cpu_count(), 600)
+    print(json.dumps(dict(server="llama.cpp", **peer)))
 
 
-def measured(port: int) -> dict[str, Any]:
-    """Rounds of a process of clients, the first unmeasured."""
+def measure(port: int) -> dict[str, Any]:
+    """Medians over the rounds. Each round starts a process of clients; the first round is not measured."""
     busy = []
     first = []
     rate = []
-    for turn in range(ROUNDS.value + 1):
-        began = time.process_time()
-        told = [f"--port={port}", f"--streams={STREAMS.value}", f"--tokens={TOKENS.value}"]
+    for number in range(ROUNDS.value + 1):
+        start_s = time.process_time()
+        client_flags = [f"--port={port}", f"--streams={STREAMS.value}", f"--tokens={TOKENS.value}"]
         done = subprocess.run(
-            [sys.executable, __file__, *told], stdout=subprocess.PIPE, text=True, check=True
+            [sys.executable, __file__, *client_flags], stdout=subprocess.PIPE, text=True, check=True
         )
-        spent = time.process_time() - began
-        seen = json.loads(done.stdout.splitlines()[-1])
-        if turn:
-            busy.append(1e3 * spent / (STREAMS.value * TOKENS.value))
-            first.append(seen["first_ms"])
-            rate.append(seen["tokens_per_second"])
+        cpu_seconds = time.process_time() - start_s
+        client = json.loads(done.stdout.splitlines()[-1])
+        if number:
+            busy.append(1e3 * cpu_seconds / (STREAMS.value * TOKENS.value))
+            first.append(client["first_ms"])
+            rate.append(client["tokens_per_second"])
     return dict(
         host_ms_per_token=round(statistics.median(busy), 3), first_ms=round(statistics.median(first), 2),
         tokens_per_second=round(statistics.median(rate)), rounds=ROUNDS.value,
@@ -129,31 +130,31 @@ def measured(port: int) -> dict[str, Any]:
 
 
 def clients(port: int) -> dict[str, float]:
-    """Streams side by side: the median time to the first piece, and tokens a second of all."""
+    """Runs all streams concurrently: the median time to the first token, and tokens per second in total."""
     import http.client
 
-    def one(i: int) -> tuple[float, int]:
-        time.sleep(i * EVERY.value / 1e3)  # each joins while others run
+    def stream(i: int) -> tuple[float, int]:
+        time.sleep(i * EVERY.value / 1e3)  # starts while others run
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-        asked = dict(prompt=[1, 2, 3], max_tokens=TOKENS.value, stream=True, ignore_eos=True)
-        body = json.dumps(asked).encode()
-        began = time.perf_counter()
+        fields = dict(prompt=[1, 2, 3], max_tokens=TOKENS.value, stream=True, ignore_eos=True)
+        body = json.dumps(fields).encode()
+        start_s = time.perf_counter()
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         answer = connection.getresponse()
-        seen = 0
+        count = 0
         first = 0.0
         for line in answer:
             if line.startswith(b"data: {"):
-                seen += 1
-                first = first or time.perf_counter() - began
-        return first, seen
+                count += 1
+                first = first or time.perf_counter() - start_s
+        return first, count
 
-    one(0)  # connections, threads and caches of the first call
-    began = time.perf_counter()
+    stream(0)  # warms up connections, threads and caches
+    start_s = time.perf_counter()
     with ThreadPoolExecutor(STREAMS.value) as pool:
-        found = list(pool.map(one, range(STREAMS.value)))
-    seconds = time.perf_counter() - began
-    first = statistics.median(first for first, _ in found)
+        results = list(pool.map(stream, range(STREAMS.value)))
+    seconds = time.perf_counter() - start_s
+    first = statistics.median(first for first, _ in results)
     return dict(first_ms=1e3 * first, tokens_per_second=TOKENS.value * STREAMS.value / seconds)
 
 

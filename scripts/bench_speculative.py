@@ -1,14 +1,13 @@
-"""What speculation gains: tokens per second beside plain decoding, in turns, for guesses that are right as
-often as is asked.
+"""Compares speculative with plain decoding: tokens per second, interleaved, at given acceptance rates.
 
     python scripts/bench_speculative.py --config=qwen2.5-0.5b --quantize=int8 --acceptance=0.6,0.8,1
 
-Guesses are taken from the plain answer and spoilt at random, so that the rate is known; guessing costs
-nothing, as with look-up. Without --config the checkpoint --model generates from --prompt, and look-up
-guesses: the acceptance is then a real one.
+Draft tokens are those of the plain answer, made wrong at random, so that the acceptance rate is known.
+Drafting costs nothing, as with prompt lookup. Without --config, the checkpoint --model answers --prompt with
+draft tokens of prompt lookup, so the acceptance rate is a real one.
 """
 
-from one_line import start
+from launcher import start
 
 # isort: split
 import json
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from bench_shapes import hf_config
+from model_shapes import hf_config
 
 import xinfer_jax as xj
 from xinfer_jax.config.model_config import from_hf
@@ -29,16 +28,18 @@ CONFIG = flags.DEFINE_string(
     "config", None, "A built-in shape (random weights) or a directory with a config.json."
 )
 MODEL = flags.DEFINE_string(
-    "model", None, "A checkpoint, instead: directory or hub name. Default: the bundled one."
+    "model", None, "A checkpoint instead: a directory or a name on the hub. Default: the bundled model."
 )
-PROMPT = flags.DEFINE_string("prompt", "What is the capital of France? And of Spain?", "For --model.")
-RAW = flags.DEFINE_boolean("raw", False, "Without the chat template.")
+PROMPT = flags.DEFINE_string("prompt", "What is the capital of France? And of Spain?", "Prompt, for --model.")
+RAW = flags.DEFINE_boolean("raw", False, "Do not apply the chat template.")
 DTYPE = flags.DEFINE_string("dtype", "float32", "float32, bfloat16 or float16.")
 QUANTIZE = flags.DEFINE_string("quantize", None, "int8 or int4.")
-ACCEPTANCE = flags.DEFINE_list("acceptance", ["0.8"], "How often a guess is right, with --config.")
-DRAFT_TOKENS = flags.DEFINE_list("draft_tokens", ["2", "3", "4"], "Guesses per pass.")
+ACCEPTANCE = flags.DEFINE_list(
+    "acceptance", ["0.8"], "Probabilities that a draft token is right, with --config."
+)
+DRAFT_TOKENS = flags.DEFINE_list("draft_tokens", ["2", "3", "4"], "Numbers of draft tokens per pass.")
 NEW = flags.DEFINE_integer("new_tokens", 64, "Tokens per answer.", lower_bound=2)
-REPEATS = flags.DEFINE_integer("repeats", 3, "Turns; medians are printed.", lower_bound=1)
+REPEATS = flags.DEFINE_integer("repeats", 3, "Repetitions; medians are printed.", lower_bound=1)
 
 
 def main(argv: list[str]) -> None:
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> None:
 
 def run() -> dict:
     counts = numbers(DRAFT_TOKENS, int)
-    asked = numbers(ACCEPTANCE, float)
+    rates = numbers(ACCEPTANCE, float)
     if CONFIG.value:
         config = from_hf(hf_config(CONFIG.value))
         params = xj.init_params(config, jax.random.key(0), DTYPE.value, QUANTIZE.value)
@@ -58,15 +59,15 @@ def run() -> dict:
         config = model.config
         prompt = encode_prompt(model, PROMPT.value, raw=RAW.value)
 
-    def answer(**given) -> xj.GenerateOutput:
-        return xj.generate(params, config, [prompt], xj.GenerateOptions(NEW.value, eos_token_ids=(), **given))
+    def answer(**draft) -> xj.GenerateOutput:
+        return xj.generate(params, config, [prompt], xj.GenerateOptions(NEW.value, eos_token_ids=(), **draft))
 
     plain = answer().tokens[0]
     ways = {"plain": {}}
     for count in counts:
-        for rate in asked if CONFIG.value else [None]:
-            draft = "lookup" if rate is None else spoilt(plain, len(prompt), rate, config.vocab_size)
-            ways[f"{count} guesses" + ("" if rate is None else f", {rate:.0%} right")] = dict(
+        for rate in rates if CONFIG.value else [None]:
+            draft = "lookup" if rate is None else noisy_drafter(plain, len(prompt), rate, config.vocab_size)
+            ways[f"{count} draft tokens" + ("" if rate is None else f", {rate:.0%} right")] = dict(
                 draft=draft, draft_tokens=count
             )
     runs = {name: [answer(**way) for _ in range(2)][1:] for name, way in ways.items()}  # the first compiles
@@ -79,7 +80,7 @@ def run() -> dict:
     )
     print(
         f"{label}; medians of {REPEATS.value}; tokens equal to plain decoding are counted up to the first"
-        " that rounding turned"
+        " that differs by rounding"
     )
     results = {}
     for name, outs in runs.items():
@@ -100,7 +101,7 @@ def run() -> dict:
             "same_tokens": same,
         }
         share = "" if accepted is None else f"{accepted[0]:5.0%} accepted, {outs[0].stats.passes[0]} passes, "
-        print(f"{name:24s} {speed:8.1f} tok/s {ratio:6.2f} x  {share}{same} of {len(plain)} tokens the same")
+        print(f"{name:28s} {speed:8.1f} tok/s {ratio:6.2f} x  {share}{same} of {len(plain)} tokens the same")
     return {
         "command": "python " + " ".join(sys.argv),
         "what": label,
@@ -109,17 +110,17 @@ def run() -> dict:
     }
 
 
-def numbers(flag: flags.FlagHolder, read: type) -> list:
+def numbers(flag: flags.FlagHolder, kind: type) -> list:
     try:
-        return [read(entry) for entry in flag.value]
+        return [kind(entry) for entry in flag.value]
     except ValueError as error:
         raise xj.InputError(
             f"--{flag.name}={','.join(flag.value)}: give numbers, with commas between"
         ) from error
 
 
-def spoilt(answer: list[int], start: int, rate: float, vocab_size: int):
-    """A guesser that knows the answer, and errs at random."""
+def noisy_drafter(answer: list[int], start: int, rate: float, vocab_size: int):
+    """A draft function that returns the tokens of the answer, each of them right with probability `rate`."""
     right = np.random.default_rng(1).random(len(answer) + 64) < rate
     known = jnp.array(
         np.where(right, np.pad(answer, (0, 64)), (np.pad(answer, (0, 64)) + 1) % vocab_size), jnp.int32

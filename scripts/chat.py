@@ -1,6 +1,6 @@
 """Talk to a model, from a checkout: the installed command `xinfer-jax-chat`. See --help."""
 
-import one_line  # noqa: F401  (finds the package where it is not installed)
+import launcher  # noqa: F401  (finds the package where it is not installed)
 
 from xinfer_jax.__main__ import chat
 

@@ -1,24 +1,35 @@
-"""Checks and times kernels and engine on this machine's NVIDIA GPU, for a card that may be at hand only once,
-for minutes.
+"""Checks and times the kernels and the engine on this machine's NVIDIA GPU. Made for a GPU that may be
+available only once, for minutes.
 
-    python scripts/check_gpu.py --out=gpu.jsonl           # most wanted first, for 9 minutes at most
-    python scripts/check_gpu.py --sections=decode,tune    # some of it; tune: other tile sizes of the kernels
-    python scripts/check_gpu.py --report=gpu.jsonl        # the table of an earlier run
+    python scripts/check_gpu.py --out=gpu.jsonl           # most important first, for at most 9 minutes
+    python scripts/check_gpu.py --sections=decode,tune    # some sections; tune: other tile sizes
+    python scripts/check_gpu.py --report=gpu.jsonl        # print the table of an earlier run
     python scripts/check_gpu.py --tiny                    # tiny shapes, emulated kernels, on the CPU
 
-Runs from a bare checkout. Each section is a process of its own with a time limit: a hang, an abort or a
-broken CUDA context costs the case it happened in, at most its section. Results go to --out as they come, a
-JSON line each; the table is printed from that file at the end. Exit code 1: something is wrong, or a section
-did not come to its end (a figure below its target, or a baseline that fails, is no failure); 2: no GPU, or a
-package is missing, in one line; 130: interrupted, the table is printed all the same.
+Runs from a checkout without installation. Each section runs in its own process with a time limit: a hang, an
+abort or a broken CUDA context loses the case in which it happens, at most its section. Each result is written
+to --out immediately as a JSON line; the table is printed from that file at the end. Exit code 1: a result is
+wrong, or a section did not finish (a speed below its target, or a baseline that fails, is no failure); 2: no
+GPU or a missing package, reported in one line; 130: interrupted, the table is printed nevertheless.
 """
 
 import sys
 
-from check_gpu_runner import Records, Refused, Section, missing, read, run, table
+from script_paths import HELPERS, ROOT, SCRIPTS
 
-if _lacking := missing(("absl", "jax", "numpy")):
-    print(f"check_gpu: {_lacking}", file=sys.stderr)
+# isort: split
+from section_runner import (
+    Records,
+    Section,
+    Unsupported,
+    format_table,
+    missing_packages,
+    read_records,
+    run_sections,
+)
+
+if _missing := missing_packages(("absl", "jax", "numpy")):
+    print(f"check_gpu: {_missing}", file=sys.stderr)
     sys.exit(2)
 
 import contextlib  # noqa: E402
@@ -32,13 +43,12 @@ from importlib import metadata  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from absl import app, flags  # noqa: E402
-from one_line import parse, refuse  # noqa: E402
+from launcher import exit_with_error, parse  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[1]
 _MODEL = ("safetensors",)
 _TEXT = (*_MODEL, "tokenizers", "jinja2")
-MACHINE = Section("machine", 60)  # always: what it is, and what it can do
-SECTIONS = (  # most wanted first
+MACHINE = Section("machine", 60)  # always runs: the device and its limits
+SECTIONS = (  # most important first
     Section("decode", 90),
     Section("prefill", 80),
     Section("head", 60),
@@ -63,59 +73,63 @@ PACKAGES = (
 )
 
 OUT = flags.DEFINE_string(
-    "out", time.strftime("check_gpu-%Y%m%d-%H%M%S.jsonl"), "Where results go, a JSON line each; a new file."
+    "out", time.strftime("check_gpu-%Y%m%d-%H%M%S.jsonl"), "New file for the results, one JSON line each."
 )
-REPORT = flags.DEFINE_string("report", None, "Print the table of such a file, and run nothing.")
-MINUTES = flags.DEFINE_float("minutes", 9, "After which nothing runs any more.", lower_bound=0)
-ONLY = flags.DEFINE_list("sections", [], "What to run, in the order of importance; all but tune by default.")
-CACHE = flags.DEFINE_string(
-    "compilation_cache", None, "Directory of compiled programs; by default OUT with .cache behind it."
+REPORT = flags.DEFINE_string("report", None, "Only print the table of such a file.")
+MINUTES = flags.DEFINE_float("minutes", 9, "Time limit of the whole run, in minutes.", lower_bound=0)
+ONLY = flags.DEFINE_list(
+    "sections", [], "Sections to run, in the order of importance; default: all but tune."
 )
-TUNE = flags.DEFINE_bool("tune", False, "Time other tile sizes of the Mosaic kernels too.")
-SEED = flags.DEFINE_integer("seed", 0, "Of the random inputs and odd sizes.", lower_bound=0)
+CACHE = flags.DEFINE_string("compilation_cache", None, "Directory of compiled programs; default: OUT.cache.")
+TUNE = flags.DEFINE_bool("tune", False, "Also time other tile sizes of the Mosaic kernels.")
+SEED = flags.DEFINE_integer("seed", 0, "Seed of the random inputs and sizes.", lower_bound=0)
 TINY = flags.DEFINE_bool(
-    "tiny", False, "Tiny shapes and emulated kernels, on the CPU: checks this program, not the GPU."
+    "tiny", False, "Tiny shapes and emulated kernels on the CPU: tests this program, not the GPU."
 )
 
 
 def main(argv: list[str]) -> int:
     if REPORT.value is not None:
         try:
-            print(table(read(Path(REPORT.value))))
+            print(format_table(read_records(Path(REPORT.value))))
         except (OSError, ValueError) as error:
-            refuse(error)
+            exit_with_error(error)
         return 0
     out = Path(OUT.value)
-    sections = chosen()
+    sections = chosen_sections()
     try:
         records = Records(out)
     except OSError as error:
-        refuse(ValueError(f"--out: {error.strerror} {out}: name another file, or read it by --report"))
+        exit_with_error(
+            ValueError(f"--out: {error.strerror} {out}: name another file, or print it by --report")
+        )
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)  # the table is printed all the same
+        signal.signal(number, signal.default_int_handler)  # to print the table before exiting
     interrupted = False
     try:
         records.add(event="result", section="run", name="run", **facts(sections))
-        run((MACHINE, *sections), command, records, MINUTES.value, environment(out))
-    except Refused as refused:
+        run_sections((MACHINE, *sections), command, records, MINUTES.value, environment(out))
+    except Unsupported as error:
         out.unlink()
-        refuse(refused)
+        exit_with_error(error)
     except KeyboardInterrupt:
         interrupted = True
-    except OSError as error:  # a full disk, say; --report shows what the file holds
-        refuse(error)
-    print(f"\n{out}\n{table(read(out))}", flush=True)
+    except OSError as error:  # for example a full disk; --report prints what was written
+        exit_with_error(error)
+    print(f"\n{out}\n{format_table(read_records(out))}", flush=True)
     return 130 if interrupted else int(bool(records.failed))
 
 
-def chosen() -> list[Section]:
+def chosen_sections() -> list[Section]:
     names = {section.name for section in SECTIONS}
     if unknown := set(ONLY.value) - names:
-        refuse(ValueError(f"--sections knows {', '.join(s.name for s in SECTIONS)}, got {unknown.pop()!r}"))
+        exit_with_error(
+            ValueError(f"--sections knows {', '.join(s.name for s in SECTIONS)}, got {unknown.pop()!r}")
+        )
     wanted = (set(ONLY.value) or names - {"tune"}) | ({"tune"} if TUNE.value else set())
-    slower = 4 if TINY.value else 1
+    factor = 4 if TINY.value else 1  # emulated kernels are slow
     return [
-        dataclasses.replace(section, seconds=slower * section.seconds)
+        dataclasses.replace(section, seconds=factor * section.seconds)
         for section in SECTIONS
         if section.name in wanted
     ]
@@ -129,14 +143,17 @@ def command(section: Section, first: int, seconds: float) -> list[str]:
         "tiny": TINY.value,
         "seed": SEED.value,
     }
-    return [sys.executable, str(ROOT / "scripts" / "check_gpu_child.py"), json.dumps(plan)]
+    return [sys.executable, str(SCRIPTS / "gpu" / "section_process.py"), json.dumps(plan)]
 
 
 def environment(out: Path) -> dict[str, str]:
-    """The children find the checkout, share compiled programs, and leave the card's memory to each other."""
+    """The environment of child processes: they import from the checkout, share compiled programs, and do not
+    preallocate the GPU's memory.
+    """
     cache = Path(CACHE.value or f"{out}.cache").resolve()
+    folders = (ROOT, *(SCRIPTS / name for name in HELPERS))
     settings = {
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        "PYTHONPATH": os.pathsep.join(filter(None, (*map(str, folders), os.environ.get("PYTHONPATH")))),
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
@@ -148,20 +165,20 @@ def environment(out: Path) -> dict[str, str]:
 
 
 def facts(sections: list[Section]) -> dict[str, str]:
-    """What a reader of the file must know, and what needs no GPU."""
-    found = {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "command": " ".join(sys.argv)}
-    found |= {"python": sys.version.split()[0], "minutes": MINUTES.value, "seed": SEED.value}
+    """Date, command, versions and commit of this run."""
+    run = {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "command": " ".join(sys.argv)}
+    run |= {"python": sys.version.split()[0], "minutes": MINUTES.value, "seed": SEED.value}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    if lacking := missing(sorted({name for section in sections for name in section.needs})):
-        found["missing"] = lacking
+            run[name] = metadata.version(name)
+    if packages := missing_packages(sorted({name for section in sections for name in section.needs})):
+        run["missing"] = packages
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        ask = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-        found["commit"] = subprocess.check_output(
-            ask, stderr=subprocess.DEVNULL, text=True, timeout=10
+        describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+        run["commit"] = subprocess.check_output(
+            describe, stderr=subprocess.DEVNULL, text=True, timeout=10
         ).strip()
-    return found
+    return run
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""What the KV cache is for: time per token with and without it, as the sequence grows.
+"""Compares the time per token with and without the KV cache, as the sequence grows.
 
-With a cache a new token costs one pass over the weights and a look at the T keys before it, O(T·d² + T²·d)
-for a whole sequence; without one every token recomputes all of them, O(T²·d² + T³·d). The model has random
-weights: only time counts.
+With a cache, a new token costs one pass over the weights and attention over the T keys before it: O(T·d² +
+T²·d) for a sequence. Without one, every token recomputes all tokens before it: O(T²·d² + T³·d). The model has
+random weights, because only the time matters.
 
     python scripts/compare_kv_cache.py --plot=kv_cache.png
 """
 
-from one_line import start
+from launcher import start
 
 # isort: split
 import json
@@ -26,7 +26,7 @@ HIDDEN = flags.DEFINE_integer("hidden_size", 512, "Model width; heads are 64 wid
 LAYERS = flags.DEFINE_integer("layers", 8, "Decoder layers.", lower_bound=1)
 PROMPT = flags.DEFINE_integer("prompt_tokens", 29, "Tokens of the prompt.", lower_bound=1)
 NEW = flags.DEFINE_integer("new_tokens", 100, "Tokens to generate.", lower_bound=2)
-REPEATS = flags.DEFINE_integer("repeats", 3, "Runs; medians are reported.", lower_bound=1)
+REPEATS = flags.DEFINE_integer("repeats", 3, "Number of runs; medians are reported.", lower_bound=1)
 PLOT = flags.DEFINE_string("plot", None, "Write the two curves to this PNG (needs the plot extra).")
 
 
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
     prompt = np.random.RandomState(0).randint(0, config.vocab_size, PROMPT.value).tolist()
     with_cache, without = (curve(params, config, prompt, NEW.value, use_cache) for use_cache in (True, False))
     if with_cache["tokens"] != without["tokens"]:
-        raise SystemExit("the two ways disagree on the tokens: this is a bug")
+        raise SystemExit("the tokens with and without the cache differ: this is a bug")
     device = jax.devices()[0].device_kind
     print(
         f"{LAYERS.value} layers of width {HIDDEN.value}, float32, jax {jax.__version__} on {device}; ms per"
@@ -50,11 +50,11 @@ def main(argv: list[str]) -> None:
     b = without["total_s"]
     print(
         f"total for {PROMPT.value} + {NEW.value} tokens: {a:.3f} s with the cache, {b:.3f} s without:"
-        f" {b / a:.1f} times as long"
+        f" {b / a:.1f} times the time"
     )
     if PLOT.value:
         plot(PLOT.value, with_cache["ms"], without["ms"])
-    keep = {
+    runs = {
         name: {key: run[key] for key in ("total_s", "ms")}
         for name, run in (("with_cache", with_cache), ("without_cache", without))
     }
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
                 "new_tokens": NEW.value,
                 "jax": jax.__version__,
                 "device": device,
-                **keep,
+                **runs,
             }
         )
     )
@@ -86,11 +86,11 @@ def random_model(hidden: int, layers: int) -> tuple[dict, xj.ModelConfig]:
 
 
 def curve(params: dict, config: xj.ModelConfig, prompt: list[int], new: int, use_cache: bool) -> dict:
-    """Median milliseconds of each token after the first, and the median total, compilation excluded by a run
-    before.
+    """Median milliseconds of each token after the first, and the median total. A run before excludes
+    compilation.
 
-    Without the cache each sequence is padded to a multiple of 8, so that few programs are compiled and little
-    is lost to padding.
+    Without the cache each sequence is padded to a multiple of 8: few programs are compiled, and padding costs
+    little.
     """
     recompute = jax.jit(lambda params, tokens, last: xj.forward(params, config, tokens)[0][0, last].argmax())
     step = jax.jit(lambda params, token, cache: next_token(params, config, token, cache), donate_argnums=2)

@@ -1,14 +1,14 @@
-"""Compiles every kernel for NVIDIA GPUs on a machine that has none, and prints registers, spills, memory and
+"""Compiles every kernel for NVIDIA GPUs on a machine without a GPU, and prints registers, spills, memory and
 instructions.
 
     pip install 'jax[cuda13-local]' nvidia-cuda-nvcc      # the CUDA plug-in and ptxas; no driver is needed
     python scripts/compile_gpu.py --gpus=h200,a100,rtx4090 --only=prefill
 
-One line per kernel, one JSON object as the last line. Exit code 1: something spills, or lacks the
-instructions it is written for; 2: the plug-in or ptxas is missing.
+Prints one line per kernel, and one JSON object as the last line. Exit code 1: a kernel spills, or lacks the
+instructions for which it was written; 2: the plug-in or ptxas is missing.
 """
 
-from one_line import InputError, start
+from launcher import InputError, start
 
 # isort: split
 import json
@@ -23,22 +23,25 @@ from functools import partial
 from pathlib import Path
 
 DUMP = tempfile.mkdtemp()
-# Read when jax and Mosaic are imported: where both leave the PTX of what they compile.
+# jax and Mosaic read these when they are imported: where to write the PTX of compiled kernels.
 os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_TO": DUMP}
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={DUMP} --xla_dump_emitter_re=ptx"
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from absl import flags  # noqa: E402
-from cards import CARDS  # noqa: E402
+from gpu_specs import CARDS  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 import kernels_pallas  # noqa: E402
 
 GPUS = flags.DEFINE_list("gpus", ["h200", "a100", "rtx4090"], f"Targets: {', '.join(CARDS)}.")
-ONLY = flags.DEFINE_string("only", "", "Compile only the kernels with this in their name.")
+ONLY = flags.DEFINE_string("only", "", "Compile only the kernels whose names contain this text.")
 
-_WANTED = {"mosaic": r"wgmma\.mma_async", "triton": r"wgmma\.mma_async|mma\.sync"}  # in kernels that multiply
+_TENSOR_INSTRUCTIONS = {
+    "mosaic": r"wgmma\.mma_async",
+    "triton": r"wgmma\.mma_async|mma\.sync",
+}  # in kernels with matmuls
 SD = jax.ShapeDtypeStruct
 
 
@@ -55,24 +58,22 @@ def main(argv: list[str]) -> None:
     for gpu in GPUS.value:
         try:
             sharding = NamedSharding(CARDS[gpu].mesh(), PartitionSpec())
-        except Exception as error:  # whatever a missing or foreign plug-in raises
+        except Exception as error:  # a missing or foreign plug-in may raise anything
             raise InputError(
                 f"no CUDA plug-in that compiles without a device ({error}): pip install 'jax[cuda13-local]'"
             ) from error
         for name, impl, function, shapes in _cases(gpu):
             if ONLY.value in name:
-                results += _compiled(gpu, name, impl, function, shapes, sharding)
+                results += _compile(gpu, name, impl, function, shapes, sharding)
     shutil.rmtree(DUMP)
     print(json.dumps({"jax": jax.__version__, "kernels": results}))
     sys.exit(int(any(result["spill_bytes"] or not result["as_written"] for result in results)))
 
 
 def _cases(gpu):
-    """(name, implementation, function, shapes) of what is compiled: shapes of Qwen2.5 and their
-    neighbours.
-    """
+    """(name, implementation, function, shapes) of each compilation: shapes of Qwen2.5 and similar ones."""
     for impl in ("mosaic", "triton") if gpu == "h200" else ("triton",):
-        run = partial(kernels_pallas.run, impl)
+        run = partial(kernels_pallas.run_kernel, impl)
         formats = [(64, "float16")] + [(width, "bfloat16") for width in (64, 80, 96, 128, 256)]
         formats += [(width, "float32") for width in (80, 128, 256)] * (impl == "triton")
         for width, dtype in formats:
@@ -105,9 +106,9 @@ def _cases(gpu):
             yield name, impl, partial(run, "lm_head_argmax", **extra), shapes
 
 
-def _compiled(gpu, name, impl, function, shapes, sharding):
-    for left in Path(DUMP).iterdir():
-        left.unlink()
+def _compile(gpu, name, impl, function, shapes, sharding):
+    for old in Path(DUMP).iterdir():
+        old.unlink()
     start = time.perf_counter()
     args = [SD(shape.shape, shape.dtype, sharding=sharding) for shape in shapes]
     # Mosaic takes the target from the default device, Triton from the abstract mesh.
@@ -116,16 +117,16 @@ def _compiled(gpu, name, impl, function, shapes, sharding):
         jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh),
     ):
         compiled = jax.jit(function).lower(*args).compile()
-    resources = next(Path(DUMP).glob("*.resources.txt"), None)  # only Mosaic of the newest jax tells
+    resources = next(Path(DUMP).glob("*.resources.txt"), None)  # only Mosaic of the newest jax writes it
     shared = int(re.search(r"smem_scratch_bytes=(\d+)", resources.read_text())[1]) if resources else None
     temporaries = compiled.memory_analysis().temp_size_in_bytes // 1024
     seconds = time.perf_counter() - start
     for path in sorted(Path(DUMP).glob("*.ptx")):
         text = path.read_text(errors="ignore")
         if not re.search(r"prefill|decode|argmax|lm_head|mosaic", text):
-            continue  # XLA's own
-        figures = _assembled(gpu, path)
-        tensor = len(re.findall(_WANTED.get(impl, "never"), text))
+            continue  # of XLA itself
+        figures = _assemble(gpu, path)
+        tensor = len(re.findall(_TENSOR_INSTRUCTIONS.get(impl, "never"), text))
         # TMA's bulk copies of tiles, or those of single vectors that Ampere has too.
         copies = len(
             re.findall(
@@ -145,17 +146,20 @@ def _compiled(gpu, name, impl, function, shapes, sharding):
             as_written=as_written,
             seconds=round(seconds, 1),
         )
-        flag = " SPILLS" * bool(figures["spill_bytes"]) + " LACKS INSTRUCTIONS" * (not as_written)
+        problems = " SPILLS" if figures["spill_bytes"] else ""
+        if not as_written:
+            problems += " LACKS INSTRUCTIONS"
         print(
             f"{gpu:8s} {name:52s} {figures['registers']:3d} registers {figures['spill_bytes']:4d} B spilled"
             f" {shared or '-':>6} B shared {temporaries:6d} KiB temporaries {tensor:3d} tensor {copies:3d}"
-            f" async copies {seconds:5.1f} s{flag}",
+            f" async copies {seconds:5.1f} s{problems}",
             flush=True,
         )
         yield result
 
 
-def _assembled(gpu, path):
+def _assemble(gpu, path):
+    """Registers and spilled bytes, as ptxas reports them."""
     major, minor = CARDS[gpu].capability
     arch = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
     done = subprocess.run(
@@ -170,7 +174,7 @@ def _assembled(gpu, path):
 
 
 def _ptxas() -> str | None:
-    """That of the wheel before that of the system: XLA may write PTX that only the newer one reads."""
+    """The ptxas of the wheel, or else of the system: XLA may write PTX that only the newer one accepts."""
     wheels = (path for folder in sys.path for path in Path(folder).glob("nvidia/cu*/bin/ptxas"))
     return str(next(wheels, "")) or shutil.which("ptxas")
 

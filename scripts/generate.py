@@ -3,7 +3,7 @@
 python scripts/generate.py --prompt "What is the capital of France?"
 """
 
-import one_line  # noqa: F401  (finds the package where it is not installed)
+import launcher  # noqa: F401  (finds the package where it is not installed)
 
 from xinfer_jax.__main__ import main
 

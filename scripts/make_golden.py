@@ -1,16 +1,16 @@
-"""Writes tests/golden: logits and greedy ids that Hugging Face transformers gives for every case of
-tests/parity_cases.py.
+"""Writes tests/golden: logits and greedy ids of Hugging Face transformers for every case of
+tests/support/parity_cases.py.
 
 Needs torch and transformers: `pip install -e '.[parity]'`, then `python scripts/make_golden.py`. One NAME.npz
 per case:
   about      JSON: the config.json, the seed of the weights, versions, smallest gap of the two best logits
   prompt_I   token ids of prompt I
-  at_I       positions of that prompt whose logits are kept
+  at_I       positions of that prompt whose logits are stored
   logits_I   float32 [len(at_I), V]
   greedy_I   ids that follow (absent where the case does not continue this prompt)
 """
 
-from one_line import InputError, start
+from launcher import InputError, start
 
 # isort: split
 import importlib.metadata
@@ -24,27 +24,31 @@ from absl import flags
 _TESTS = Path(__file__).resolve().parents[1] / "tests"
 _OUT = flags.DEFINE_string("out", str(_TESTS / "golden"), "Directory to write to.")
 _CASES = flags.DEFINE_list(
-    "cases", [], "Names of the cases to write; none: all, and files of cases that are gone are deleted."
+    "cases",
+    [],
+    "Names of the cases to write. Default: all; files of cases that no longer exist are then deleted.",
 )
 _POSITIONS = flags.DEFINE_integer(
-    "positions", 6, "Logits are kept at so many positions of each prompt, the first and last among them."
+    "positions",
+    6,
+    "Number of positions of each prompt whose logits are stored, including the first and the last.",
 )
 _GAP = flags.DEFINE_float(
-    "gap", 0.01, "A seed is taken when the best logit is everywhere this far ahead of the second …"
+    "gap", 0.01, "A seed is used if the best logit exceeds the second one by this much at every token …"
 )
-_DISTINCT = flags.DEFINE_integer("distinct", 5, "… and every answer has this many different ids.")
-_SEEDS = flags.DEFINE_integer("seeds", 100, "Seeds to try.")
+_DISTINCT = flags.DEFINE_integer("distinct", 5, "… and every answer has this many distinct ids.")
+_SEEDS = flags.DEFINE_integer("seeds", 100, "Number of seeds to try.")
 
 
 def golden(cases, name: str) -> dict[str, np.ndarray]:
-    """The arrays of one file, from the first seed whose greedy ids leave no doubt."""
+    """The arrays of one file, from the first seed whose greedy ids are unambiguous."""
     case = cases.CASES[name]
     config = case.config
     prompts = cases.prompts(case)
     for seed in range(_SEEDS.value):
         model = cases.hf_model(case.hf, cases.random_tensors(config, seed))
         answers = {}
-        for i in case.generating:
+        for i in case.continued_prompts:
             ids, gaps = cases.hf_greedy(model, prompts[i])
             if gaps.min() < _GAP.value or len(set(ids)) < _DISTINCT.value:
                 break
@@ -53,7 +57,7 @@ def golden(cases, name: str) -> dict[str, np.ndarray]:
             break
     else:
         raise InputError(
-            f"{name}: none of {_SEEDS.value} seeds will do, allow a smaller --gap or fewer --distinct ids"
+            f"{name}: none of {_SEEDS.value} seeds will do: choose a smaller --gap or fewer --distinct ids"
         )
     versions = {
         package: importlib.metadata.version(package) for package in ("transformers", "torch", "numpy")
@@ -73,7 +77,7 @@ def golden(cases, name: str) -> dict[str, np.ndarray]:
 
 
 def main(argv: list[str]) -> None:
-    sys.path.insert(0, str(_TESTS))
+    sys.path.insert(0, str(_TESTS / "support"))
     import parity_cases as cases
     import transformers
 

@@ -1,15 +1,15 @@
-"""How well a checkpoint predicts a text: perplexity over sliding windows.
+"""Measures the perplexity of a checkpoint on a text, over sliding windows.
 
     python scripts/perplexity.py --text=TEXT.txt                                     # the bundled model
     python scripts/perplexity.py --model=DIR --text=TEXT.txt --window=2048 --stride=512 --quantize=int8
 
-The text is one run of tokens. Every token but the first is scored once, after all that lies before it in its
-window: at least window - stride tokens, once the text has as many (the sliding windows of Hugging Face's
-guide to perplexity). A smaller stride is slower and closer to what the model knows. The last line is one JSON
-object. Exit code 2: bad input, one line on standard error.
+The text is one sequence of tokens. Every token except the first is scored once, given all tokens before it in
+its window: at least window - stride tokens, if the text has that many (as in Hugging Face's guide to
+perplexity). A smaller stride is slower, and its windows give more context. The last line is one JSON object.
+Exit code 2: bad input, reported in one line on standard error.
 """
 
-from one_line import start
+from launcher import start
 
 # isort: split
 import json
@@ -24,22 +24,22 @@ from absl import flags
 import xinfer_jax as xj
 
 MODEL = flags.DEFINE_string(
-    "model", None, "Checkpoint: a directory, or a hub name owner/name. Default: the bundled one."
+    "model", None, "Checkpoint: a directory, or a name owner/name on the hub. Default: the bundled model."
 )
 TEXT = flags.DEFINE_string("text", None, "File of UTF-8 text.")
 WINDOW = flags.DEFINE_integer(
-    "window", None, "Tokens that the model sees at a time. Default: 1024, or the model's context if less."
+    "window", None, "Tokens of a window. Default: 1024, or the model's context if that is smaller."
 )
 STRIDE = flags.DEFINE_integer(
-    "stride", None, "Tokens that a window moves on, less than the window. Default: half a window."
+    "stride",
+    None,
+    "Tokens from the start of one window to the next, less than a window. Default: half a window.",
 )
 DTYPE = flags.DEFINE_string(
     "dtype", None, "float32, bfloat16 or float16. Default: float32 on CPU, bfloat16 on GPU and TPU."
 )
-QUANTIZE = flags.DEFINE_string(
-    "quantize", None, "int8 or int4: weights in fewer bytes. Default: as --dtype says."
-)
-_TOKENS = 4096  # about as many are scored at a time
+QUANTIZE = flags.DEFINE_string("quantize", None, "int8 or int4: quantize the weights. Default: none.")
+_TOKENS = 4096  # tokens of a batch, approximately
 
 
 def main(argv: list[str]) -> None:
@@ -52,7 +52,7 @@ def run() -> dict:
     text = Path(TEXT.value).expanduser().read_text(encoding="utf-8")
     model = xj.load_model(MODEL.value, dtype=DTYPE.value, quantize=QUANTIZE.value)
     if model.tokenizer is None:
-        raise xj.InputError(f"{MODEL.value} holds no tokenizer.json, so no text can be read for it")
+        raise xj.InputError(f"{MODEL.value} has no tokenizer.json, which is needed to score a text")
     limit = model.config.context_length
     window = min(1024, limit) if WINDOW.value is None else WINDOW.value
     stride = window // 2 if STRIDE.value is None else STRIDE.value
@@ -66,7 +66,7 @@ def run() -> dict:
     ids = model.tokenizer.encode(text)
     if len(ids) < 2:
         raise xj.InputError(
-            f"{TEXT.value} holds {len(ids)} tokens: the first one cannot be scored, so give a longer text"
+            f"{TEXT.value} has {len(ids)} tokens: the first one cannot be scored, so give a longer text"
         )
     start = time.perf_counter()
     logprobs = log_probabilities(model, ids, window, stride)
@@ -85,7 +85,7 @@ def run() -> dict:
 
 
 def windows(ids: list[int], window: int, stride: int) -> Iterator[tuple[list[int], int]]:
-    """Pieces of the text, and how many of a piece's last tokens no piece before it held."""
+    """Windows of the text, each with the number of its last tokens that no window before had."""
     end = 0
     for begin in range(0, len(ids), stride):
         before = end
@@ -96,24 +96,24 @@ def windows(ids: list[int], window: int, stride: int) -> Iterator[tuple[list[int
 
 
 def log_probabilities(model: xj.Model, ids: list[int], window: int, stride: int) -> np.ndarray:
-    """Of every token but the first, float64."""
-    pieces = list(windows(ids, window, stride))
-    found = []
-    rows = min(len(pieces), max(1, _TOKENS // window))
-    for at in range(0, len(pieces), rows):
-        # One shape, one program.
+    """Log-probability of every token except the first, float64."""
+    chunks = list(windows(ids, window, stride))
+    logprobs = []
+    rows = min(len(chunks), max(1, _TOKENS // window))
+    for at in range(0, len(chunks), rows):
+        # All batches have one shape, for one compiled program.
         tokens_BT = np.zeros((rows, min(window, len(ids))), np.int32)
         num_tokens_B = np.zeros(rows, np.int32)
-        batch = pieces[at : at + rows]
-        for i, (piece, _) in enumerate(batch):
-            tokens_BT[i, : len(piece)] = piece
-            num_tokens_B[i] = len(piece)
+        batch = chunks[at : at + rows]
+        for i, (chunk, _) in enumerate(batch):
+            tokens_BT[i, : len(chunk)] = chunk
+            num_tokens_B[i] = len(chunk)
         logprobs_BT = np.asarray(xj.score(model.params, model.config, tokens_BT, num_tokens_B), np.float64)
-        found += [
-            row[max(0, len(piece) - 1 - new) : len(piece) - 1]
-            for row, (piece, new) in zip(logprobs_BT, batch, strict=False)
+        logprobs += [
+            row[max(0, len(chunk) - 1 - new) : len(chunk) - 1]
+            for row, (chunk, new) in zip(logprobs_BT, batch, strict=False)
         ]
-    return np.concatenate(found)
+    return np.concatenate(logprobs)
 
 
 if __name__ == "__main__":

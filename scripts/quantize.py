@@ -1,17 +1,17 @@
-"""Writes a checkpoint with its matrices in int8 or int4, and says what was lost.
+"""Writes a checkpoint with its matrices quantized to int8 or int4, and reports the loss of quality.
 
     python scripts/quantize.py --output=DIR    # the bundled model, int4, by AWQ
     python scripts/quantize.py --model=DIR --output=DIR --quantize=int8 --method=rtn --eval=TEXT.txt
     python scripts/quantize.py --output=DIR --quantize=int8 --activations=int8 --method=rtn --eval=sampled
 
-`--model=DIR` of any command opens what was written. --calibration and --eval take a file of UTF-8 text, lines
-<|endoftext|> between its documents, or one of two words: `capitals`, conversations of train_tiny_data.py, the
-bundled model's kind, or `sampled`, what the model itself writes at temperature 1. For evaluation they are
-made with another seed, and what was calibrated on is left out. The last line is one JSON object. Exit code 2:
-bad input, one line on standard error.
+`--model=DIR` of any command opens the result. --calibration and --eval take a file of UTF-8 text, with lines
+<|endoftext|> between its documents, or one of two words: `capitals`, conversations of train/tiny_data.py like
+those of the bundled model, or `sampled`, texts that the model itself samples at temperature 1. For evaluation
+they are made with another seed, and calibration texts are left out. The last line is one JSON object. Exit
+code 2: bad input, reported in one line on standard error.
 """
 
-from one_line import start
+from launcher import start
 
 # isort: split
 import dataclasses
@@ -25,7 +25,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import train_tiny_data as data
+import tiny_data
 from absl import flags
 
 import xinfer_jax as xj
@@ -34,67 +34,71 @@ from xinfer_jax.checkpoint.loading import BUNDLED
 from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.compress import awq
 from xinfer_jax.compress.outliers import with_outliers
+from xinfer_jax.weights.hadamard import rotated_params
 from xinfer_jax.weights.params import tree_bytes
-from xinfer_jax.weights.quantized import GROUP as GROUP_SIZE, check_activations, is_quantized
-from xinfer_jax.weights.rotation import rotated_params
+from xinfer_jax.weights.quantized_weights import GROUP as GROUP_SIZE, check_activations, is_quantized
 
 MODEL = flags.DEFINE_string(
-    "model", None, "Checkpoint: a directory, or a hub name owner/name. Default: the bundled one."
+    "model", None, "Checkpoint: a directory, or a name owner/name on the hub. Default: the bundled model."
 )
-OUTPUT = flags.DEFINE_string("output", None, "Directory to write to. Default: none, only report.")
+OUTPUT = flags.DEFINE_string("output", None, "Directory to write to. Default: only report.")
 QUANTIZE = flags.DEFINE_string("quantize", "int4", "int8 or int4.")
 GROUP = flags.DEFINE_integer(
     "group",
     None,
-    f"Inputs that share a scale, even. Default: int8: all of an output, int4: {GROUP_SIZE}; in small matrices"
-    " 8 and 32.",
+    f"Number of inputs that share a scale, even. Default: int8: all inputs of an output, int4: {GROUP_SIZE};"
+    " small matrices: 8 and 32.",
 )
 METHOD = flags.DEFINE_string(
     "method",
     "awq",
-    "rtn: round to nearest. awq: scaled by activations (Lin et al. 2023), then as --compensate says.",
+    "rtn: round to nearest. awq: scale by activations (Lin et al. 2023), then round as --compensate says.",
 )
 COMPENSATE = flags.DEFINE_boolean(
-    "compensate", True, "With awq: refit and round so that errors make up for each other; false: nearest."
+    "compensate",
+    True,
+    "With awq: refit, and round so that errors compensate each other; false: round to nearest.",
 )
 ACTIVATIONS = flags.DEFINE_enum(
-    "activations", None, ["int8"], "With --quantize=int8: what matrices are multiplied by is rounded too."
+    "activations", None, ["int8"], "With --quantize=int8: also quantize the inputs of matmuls."
 )
 ROTATE = flags.DEFINE_boolean(
     "rotate",
     None,
-    "Rotations (QuaRot, Ashkboos et al. 2024) against outliers, in place of AWQ's scales. Default: with"
-    " --activations.",
+    "Hadamard rotations (QuaRot, Ashkboos et al. 2024) against outliers, instead of AWQ's scales. Default:"
+    " only with --activations.",
 )
 OUTLIERS = flags.DEFINE_float(
-    "outliers", 1.0, "Make the model's outliers first: a few channels times so much, the function unchanged."
+    "outliers",
+    1.0,
+    "First create outliers: multiply a few channels by this factor, without changing the model's function.",
 )
 CALIBRATION = flags.DEFINE_string(
     "calibration",
     None,
-    "For awq: a text file, capitals or sampled. Default: capitals for the bundled model, sampled for others.",
+    "Texts for awq: a text file, capitals or sampled. Default: capitals for the bundled model, else sampled.",
 )
 CALIBRATION_TOKENS = flags.DEFINE_integer(
-    "calibration_tokens", 16384, "Most tokens of it that are used.", lower_bound=1
+    "calibration_tokens", 16384, "Largest number of calibration tokens.", lower_bound=1
 )
 EVAL = flags.DEFINE_string(
     "eval",
     None,
-    "Report perplexity and top-1 agreement with float32 on this: a text file, capitals or sampled.",
+    "Report perplexity and top-1 agreement with float32 on a text file, capitals or sampled.",
 )
 EVAL_SEED = flags.DEFINE_integer(
-    "eval_seed", 12, "What capitals and sampled are made from for --eval. 11: calibration's.", lower_bound=12
+    "eval_seed", 12, "Seed of capitals and sampled for --eval; calibration has seed 11.", lower_bound=12
 )
 SCORE = flags.DEFINE_string(
     "score",
     "all",
-    "Tokens that --eval looks at: all, or answers: what the assistant writes in ChatML or the like.",
+    "Tokens that --eval scores: all, or answers (those of the assistant in a chat template).",
 )
 CONTEXT = flags.DEFINE_integer(
-    "context", 512, "Documents are cut into pieces of this many tokens.", lower_bound=2
+    "context", 512, "Documents are cut into chunks of this many tokens.", lower_bound=2
 )
 _SEPARATOR = "<|endoftext|>"
-_ROWS = 16  # pieces that are scored at a time
+_ROWS = 16  # chunks that are scored in a batch
 
 
 def main(argv: list[str]) -> None:
@@ -102,15 +106,17 @@ def main(argv: list[str]) -> None:
 
 
 def check_flags() -> None:
-    """Raises InputError unless they go together."""
+    """Raises InputError for values or combinations that are not allowed."""
     for flag, known in ((METHOD, ("rtn", "awq")), (SCORE, ("all", "answers")), (QUANTIZE, ("int8", "int4"))):
         if flag.value not in known:
             raise xj.InputError(f"--{flag.name}={flag.value} is not known: use {' or '.join(known)}")
     if GROUP.value is not None and (GROUP.value < 2 or GROUP.value % 2):
         raise xj.InputError(f"--group={GROUP.value}: give an even number of inputs")
     check_activations(ACTIVATIONS.value, QUANTIZE.value, GROUP.value)
-    if turns_weights() and METHOD.value == "awq" and not COMPENSATE.value:
-        raise xj.InputError("--nocompensate leaves scales, which rotations make useless: give --method=rtn")
+    if uses_rotations() and METHOD.value == "awq" and not COMPENSATE.value:
+        raise xj.InputError(
+            "--nocompensate uses only scales, which rotations make useless: give --method=rtn"
+        )
 
 
 def run() -> dict:
@@ -119,92 +125,94 @@ def run() -> dict:
     model = xj.load_model(path, dtype="float32")
     if any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized))):
         raise xj.InputError(f"{path} is quantized already: give the unquantized checkpoint")
-    calibrated = documents(model, calibration_source(), seed=11) if METHOD.value == "awq" else []
-    unseen = (
-        [text for text in documents(model, EVAL.value, EVAL_SEED.value) if text not in calibrated]
+    calibration = documents(model, calibration_source(), seed=11) if METHOD.value == "awq" else []
+    eval_texts = (
+        [text for text in documents(model, EVAL.value, EVAL_SEED.value) if text not in calibration]
         if EVAL.value
         else []
     )
-    if EVAL.value and not unseen:
-        raise xj.InputError(f"--eval={EVAL.value} holds no text, or only what was calibrated on")
-    flags_said = (MODEL, OUTPUT, QUANTIZE, GROUP, METHOD, ACTIVATIONS, ROTATE, OUTLIERS)
-    report = {flag.name: flag.value for flag in flags_said}
+    if EVAL.value and not eval_texts:
+        raise xj.InputError(f"--eval={EVAL.value} has no text besides the calibration texts")
+    reported = (MODEL, OUTPUT, QUANTIZE, GROUP, METHOD, ACTIVATIONS, ROTATE, OUTLIERS)
+    report = {flag.name: flag.value for flag in reported}
     if OUTLIERS.value != 1:
         model = dataclasses.replace(model, params=with_outliers(model.params, model.config, OUTLIERS.value))
     start = time.perf_counter()
-    made, calibration_report = quantized(model, calibrated)
-    report |= calibration_report | {"rotate": made.config.rotated}
+    quantized, calibration_report = quantize(model, calibration)
+    report |= calibration_report | {"rotate": quantized.config.rotated}
     report["seconds"] = round(time.perf_counter() - start, 1)
     stored = sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) / 2**20
     report |= {
         "mib_float32": tree_bytes(model.params) / 2**20,
         "mib_read": stored,
-        "mib": tree_bytes(made.params) / 2**20,
+        "mib": tree_bytes(quantized.params) / 2**20,
     }
     print(
         f"weights: {stored:.2f} MiB on disk, {report['mib_float32']:.2f} in float32 -> {report['mib']:.2f}"
         f" MiB in {report['seconds']} s"
     )
     if EVAL.value:
-        report |= loss(model, made, unseen)
+        report |= quality_loss(model, quantized, eval_texts)
     if OUTPUT.value:
         save_checkpoint(
             OUTPUT.value,
             path,
-            made.params,
+            quantized.params,
             read_json(Path(path) / "config.json"),
-            rotated=made.config.rotated,
+            rotated=quantized.config.rotated,
         )
         print(f"wrote {OUTPUT.value}")
     return report
 
 
-def quantized(model: xj.Model, calibrated: list[str]) -> tuple[xj.Model, dict]:
-    """The model as flags say, and what it was calibrated on."""
-    if turns_weights():
+def quantize(model: xj.Model, calibration: list[str]) -> tuple[xj.Model, dict]:
+    """The model quantized as the flags say, and a report on the calibration."""
+    if uses_rotations():
         params, config = rotated_params(model.params, model.config)
         model = dataclasses.replace(model, params=params, config=config)
-    how = QUANTIZE.value, GROUP.value, ACTIVATIONS.value
+    method = QUANTIZE.value, GROUP.value, ACTIVATIONS.value
     if METHOD.value == "rtn":
-        return dataclasses.replace(model, params=awq.rounded_params(model.params, *how)), {}
-    rows = pieces(model, calibrated, most=CALIBRATION_TOKENS.value)
+        return dataclasses.replace(model, params=awq.quantized_params(model.params, *method)), {}
+    rows = chunks(model, calibration, max_tokens=CALIBRATION_TOKENS.value)
     report = {
         "calibration": calibration_source(),
         "calibration_tokens": sum(map(len, rows)),
         "compensate": COMPENSATE.value,
     }
     print(f"calibrating on {report['calibration_tokens']} tokens of {report['calibration']}", flush=True)
-    calibrated_on = model.params, model.config, rows
+    inputs = model.params, model.config, rows
     params = (
-        awq.awq_params(*calibrated_on, *how)
+        awq.awq_params(*inputs, *method)
         if COMPENSATE.value
-        else awq.rounded_params(awq.scaled_params(*calibrated_on, *how[:2]), *how)
+        else awq.quantized_params(awq.scaled_params(*inputs, *method[:2]), *method)
     )
     return dataclasses.replace(model, params=params), report
 
 
-def turns_weights() -> bool:
+def uses_rotations() -> bool:
     return bool(ACTIVATIONS.value) if ROTATE.value is None else ROTATE.value
 
 
 def calibration_source() -> str:
-    """Text of another kind than the model's own does harm: stories calibrated on capitals lose more than by
-    rounding to nearest.
+    """The source of calibration texts. Texts unlike the model's own do harm: a model of stories that is
+    calibrated on capitals loses more than by rounding to nearest.
     """
     return CALIBRATION.value or ("capitals" if MODEL.value is None else "sampled")
 
 
 def documents(model: xj.Model, source: str, seed: int) -> list[str]:
-    """Texts of a file, or made on the spot."""
+    """The texts of a file, or generated texts."""
     if model.tokenizer is None:
         raise xj.InputError(
-            "the checkpoint has no tokenizer.json, so no text can be read for it: use --method=rtn, without"
-            " --eval"
+            "the checkpoint has no tokenizer.json, which texts need: use --method=rtn, without --eval"
         )
     if source == "capitals":
-        made = zip(range(200 if seed == 11 else 1000), data.conversations(random.Random(seed)), strict=False)
+        numbered = zip(
+            range(200 if seed == 11 else 1000), tiny_data.conversations(random.Random(seed)), strict=False
+        )
         return [
-            model.tokenizer.apply_chat_template(messages, add_generation_prompt=False) for _, messages in made
+            model.tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+            for _, messages in numbered
         ]
     if source == "sampled":
         start = model.tokenizer.encode("") or list(model.tokenizer.eos_token_ids[:1])
@@ -226,9 +234,9 @@ def documents(model: xj.Model, source: str, seed: int) -> list[str]:
     ]
 
 
-def pieces(model: xj.Model, texts: list[str], most: int | None = None) -> list[list[int]]:
-    """Token ids, each document from its start, in pieces of the context; those of a single token say
-    nothing.
+def chunks(model: xj.Model, texts: list[str], max_tokens: int | None = None) -> list[list[int]]:
+    """Token ids of the documents, in chunks of the context. Chunks of a single token are left out, because
+    they cannot be scored.
     """
     context = min(CONTEXT.value, model.config.context_length)
     documents = map(model.tokenizer.encode, texts)
@@ -236,25 +244,24 @@ def pieces(model: xj.Model, texts: list[str], most: int | None = None) -> list[l
         ids[at : at + context] for ids in documents for at in range(0, len(ids), context) if len(ids) - at > 1
     ]
     ends = np.cumsum([len(row) for row in rows])
-    return rows if most is None else rows[: max(1, int(np.searchsorted(ends, most, "right")))]
+    return rows if max_tokens is None else rows[: max(1, int(np.searchsorted(ends, max_tokens, "right")))]
 
 
-def loss(model: xj.Model, made: xj.Model, texts: list[str]) -> dict:
-    """Perplexity before and after, and how often the likeliest token is the same."""
-    rows = pieces(model, texts)
+def quality_loss(model: xj.Model, quantized: xj.Model, texts: list[str]) -> dict:
+    """Perplexity before and after, and how often the most likely token is the same."""
+    rows = chunks(model, texts)
     scored = [
-        answers(model.tokenizer, row) if SCORE.value == "answers" else np.arange(len(row)) > 0 for row in rows
+        answer_mask(model.tokenizer, row) if SCORE.value == "answers" else np.arange(len(row)) > 0
+        for row in rows
     ]
     if not any(mask.any() for mask in scored):
-        raise xj.InputError(
-            f"--score=answers, but --eval={EVAL.value} holds no answer behind the chat template's prompt"
-        )
-    (exact, best), (rounded, chosen) = (
-        scores(some.params, some.config, rows, scored) for some in (model, made)
+        raise xj.InputError(f"--score=answers, but --eval={EVAL.value} has no answer in the chat template")
+    (exact, exact_best), (logprobs, best) = (
+        scores(m.params, m.config, rows, scored) for m in (model, quantized)
     )
     before = np.exp(-exact.mean())
-    after = np.exp(-rounded.mean())
-    same = (best == chosen).mean()
+    after = np.exp(-logprobs.mean())
+    same = (exact_best == best).mean()
     error = np.sqrt(same * (1 - same) / len(best))
     print(
         f"on {len(exact)} tokens of {EVAL.value} ({SCORE.value}): perplexity {before:.4f} -> {after:.4f} "
@@ -267,19 +274,21 @@ def loss(model: xj.Model, made: xj.Model, texts: list[str]) -> dict:
             "top1_standard_error": float(error)}  # fmt: skip
 
 
-def answers(tokenizer: xj.Tokenizer, ids: list[int]) -> np.ndarray:
-    """Which tokens the assistant writes, end of turn included."""
-    said = [{"role": "user", "content": "Hello"}]
-    ask, without = (tokenizer.apply_chat_template(said, add_generation_prompt=asks) for asks in (True, False))
-    opening = tokenizer.encode(ask.removeprefix(without), add_special_tokens=False)
-    written = np.zeros(len(ids), bool)
+def answer_mask(tokenizer: xj.Tokenizer, ids: list[int]) -> np.ndarray:
+    """Whether each token is the assistant's, including the end of its turn."""
+    messages = [{"role": "user", "content": "Hello"}]
+    prompt, without = (
+        tokenizer.apply_chat_template(messages, add_generation_prompt=add) for add in (True, False)
+    )
+    opening = tokenizer.encode(prompt.removeprefix(without), add_special_tokens=False)
+    mask = np.zeros(len(ids), bool)
     inside = False
     for i, token in enumerate(ids):
-        written[i] = inside
+        mask[i] = inside
         inside = (inside and token not in tokenizer.eos_token_ids) or ids[
             i + 1 - len(opening) : i + 1
         ] == opening
-    return written
+    return mask
 
 
 @partial(jax.jit, static_argnums=1)
@@ -293,17 +302,17 @@ def _log_probabilities(params: dict, config: xj.ModelConfig, tokens_BT: jax.Arra
 def scores(
     params: dict, config: xj.ModelConfig, rows: list[list[int]], scored: list[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probability of each scored token, and the likeliest one in its place."""
+    """Log-probability of each scored token, and the most likely token at its position."""
     parts = []
     for at in range(0, len(rows), _ROWS):
         batch = rows[at : at + _ROWS]
-        tokens_BT = np.zeros((_ROWS, -(-max(map(len, rows)) // 8) * 8), np.int32)  # one shape, one program
+        tokens_BT = np.zeros((_ROWS, -(-max(map(len, rows)) // 8) * 8), np.int32)  # one shape for one program
         for row, ids in zip(tokens_BT, batch, strict=False):
             row[: len(ids)] = ids
         lengths = np.array([len(ids) for ids in batch] + [1] * (_ROWS - len(batch)), np.int32)
-        found = jax.device_get(_log_probabilities(params, config, tokens_BT, lengths))
+        results = jax.device_get(_log_probabilities(params, config, tokens_BT, lengths))
         parts += [
-            [kind[i, : len(mask) - 1][mask[1:]] for kind in found]
+            [kind[i, : len(mask) - 1][mask[1:]] for kind in results]
             for i, mask in enumerate(scored[at : at + _ROWS])
         ]
     return tuple(map(np.concatenate, zip(*parts, strict=True)))

@@ -1,6 +1,6 @@
 """Serve a model over HTTP, from a checkout: the installed command `xinfer-jax-serve`. See --help."""
 
-import one_line  # noqa: F401  (finds the package where it is not installed)
+import launcher  # noqa: F401  (finds the package where it is not installed)
 
 from xinfer_jax.__main__ import serve
 

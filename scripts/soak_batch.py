@@ -1,21 +1,21 @@
-"""A file of prompts answered again and again by processes that are killed on the way: nothing may be lost,
-nothing twice, and no byte differ.
+"""Answers a file of prompts by processes that are killed again and again: no answer may be lost or doubled,
+and no byte may differ.
 
     python scripts/soak_batch.py --lines=1000 --kills=20
     python scripts/soak_batch.py --parts=questions --lines=1000 --kills=2
     python scripts/soak_batch.py --parts=memory --lines=100000
 
-kills: mixed lines (all forms, settings drawn at random, bad lines), once without a kill, then killed by
-    SIGKILL at random moments until so many have hit; the lines are compared, and with --in_order the bytes.
-questions: those of train_tiny_data.py to the bundled model, right answers counted; with --model beginnings of
-    texts for a model without a chat template, continued. Both killed likewise.
-memory: short lines in this process: resident memory after the first thousand and at the end, and the share of
-    the time that reading, hashing and writing lines take.
-Prints a JSON line a part. Exit code 1: something differs, memory grew by 20 MiB or more, or that share is 2%
-or more.
+kills: mixed lines (all forms, random settings, wrong lines), once without a kill, then with --kills SIGKILLs
+    at random times. The lines are compared, with --in_order the bytes.
+questions: the questions of train/tiny_data.py to the bundled model, and the number of right answers; with
+    --model, beginnings of sentences for a model without a chat template. Killed in the same way.
+memory: short lines in this process: resident memory after the first thousand and at the end, and the fraction
+    of the time for reading, hashing and writing lines.
+Prints a JSON line per part. Exit code 1: something differs, memory grew by 20 MiB or more, or that fraction
+is 2% or more.
 """
 
-from one_line import InputError, start
+from launcher import InputError, start
 
 # isort: split
 import json
@@ -30,17 +30,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import train_tiny_data as tiny_data
+import tiny_data
 from absl import flags
-from soak_batch_lines import mixed, written
+from batch_lines import mixed_lines, write_lines
 
 PARTS = ("kills", "questions", "memory")
-WANTED = flags.DEFINE_list("parts", ["kills"], f"What is done: {', '.join(PARTS)}.")
-LINES = flags.DEFINE_integer("lines", 1000, "Of the file.", lower_bound=10)
-KILLS = flags.DEFINE_integer("kills", 20, "That must hit.", lower_bound=0)
-IN_ORDER = flags.DEFINE_boolean("in_order", False, "Answers in the order of the lines.")
-MODEL = flags.DEFINE_string("model", None, "A checkpoint. Default: the bundled one.")
-SEED = flags.DEFINE_integer("seed", 0, "Of all that is drawn.")
+WANTED = flags.DEFINE_list("parts", ["kills"], f"Parts to run: {', '.join(PARTS)}.")
+LINES = flags.DEFINE_integer("lines", 1000, "Lines of the file.", lower_bound=10)
+KILLS = flags.DEFINE_integer("kills", 20, "Number of kills.", lower_bound=0)
+IN_ORDER = flags.DEFINE_boolean("in_order", False, "Write answers in the order of the lines.")
+MODEL = flags.DEFINE_string("model", None, "A checkpoint. Default: the bundled model.")
+SEED = flags.DEFINE_integer("seed", 0, "Seed of all random choices.")
 COMMAND = [sys.executable, str(Path(__file__).parent / "batch.py"), "--capacity=512"]
 
 
@@ -51,15 +51,15 @@ def main(argv: list[str]) -> int:
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         for part in WANTED.value:
-            found = {"kills": kills, "questions": questions, "memory": memory}[part](Path(folder), rng)
-            print(json.dumps(dict(part=part, lines=LINES.value, **found)), flush=True)
-            failed |= not found.pop("good")
+            result = {"kills": kills, "questions": questions, "memory": memory}[part](Path(folder), rng)
+            print(json.dumps(dict(part=part, lines=LINES.value, **result)), flush=True)
+            failed |= not result.pop("good")
     return failed
 
 
 def kills(folder: Path, rng: random.Random) -> dict[str, Any]:
-    file = written(folder / "mixed.jsonl", mixed(rng, LINES.value))
-    return compared(folder, file, rng, [])
+    file = write_lines(folder / "mixed.jsonl", mixed_lines(rng, LINES.value))
+    return compare_with_killed(folder, file, rng, [])
 
 
 def questions(folder: Path, rng: random.Random) -> dict[str, Any]:
@@ -72,103 +72,108 @@ def questions(folder: Path, rng: random.Random) -> dict[str, Any]:
         ]
     else:
         lines = [dict(prompt=question) for question, _ in turns]
-    more = [f"--model={MODEL.value}", "--max_tokens=64"] if MODEL.value else ["--max_tokens=32"]
-    found = compared(folder, written(folder / "questions.jsonl", lines), rng, more)
+    extra_flags = [f"--model={MODEL.value}", "--max_tokens=64"] if MODEL.value else ["--max_tokens=32"]
+    file = write_lines(folder / "questions.jsonl", lines)
+    result = compare_with_killed(folder, file, rng, extra_flags)
     if not MODEL.value:
         answers = {row["id"]: row["text"] for row in map(json.loads, (folder / "killed").open())}
-        found["right"] = sum(answers[i + 1] == right for i, (_, right) in enumerate(turns))
-    return found
+        result["right"] = sum(answers[i + 1] == right for i, (_, right) in enumerate(turns))
+    return result
 
 
 def memory(folder: Path, rng: random.Random) -> dict[str, Any]:
-    """In this process, whose calls are timed."""
+    """Runs in this process, and times calls in it."""
     import xinfer_jax as xj
-    from xinfer_jax.batch import ledger, run
+    from xinfer_jax.batch import resumable_output, run_batch
 
     seconds = 0.0
-    first: list[float] = []
-    file = written(
+    resident: list[float] = []
+    file = write_lines(
         folder / "short.jsonl", (dict(prompt=f"Hi {i}", custom_id=f"n{i}") for i in range(LINES.value))
     )
 
     def timed(function: Any, clock: Any = time.perf_counter) -> Any:
         def call(*args: Any) -> Any:
             nonlocal seconds
-            began = clock()
+            start_s = clock()
             try:
                 return function(*args)
             finally:
-                seconds += clock() - began
+                seconds += clock() - start_s
 
         return call
 
-    def read(lines: Any) -> Iterator[Any]:
+    def timed_read_lines(lines: Any) -> Iterator[Any]:
         lines = read_lines(lines)
-        step = timed(lambda: next(lines, None), time.thread_time)  # it has a thread of its own
+        step = timed(lambda: next(lines, None), time.thread_time)  # it runs in its own thread
         while (line := step()) is not None:
             if line.number == 1000 or line.number % (LINES.value // 10) == 0:
-                first.append(_resident())
+                resident.append(_resident())
             yield line
 
-    read_lines = run.read_lines
-    run.read_lines = read
-    for name in ("add", "settle"):
-        setattr(ledger.Ledger, name, timed(getattr(ledger.Ledger, name)))
-    report = run.generate_file(
+    read_lines = run_batch.read_lines
+    run_batch.read_lines = timed_read_lines
+    for name in ("add", "sync"):
+        setattr(
+            resumable_output.ResumableOutput, name, timed(getattr(resumable_output.ResumableOutput, name))
+        )
+    report = run_batch.generate_file(
         xj.load_model(), file, folder / "short", xj.GenerateOptions(2), capacity=128, raw=True
     )
-    resident = first[-1] - first[0]
+    grown = resident[-1] - resident[0]
     share = seconds / report["seconds"]
-    good = resident < 20 and share < 0.02
+    good = grown < 20 and share < 0.02
     return dict(
-        good=good, grown_mib=round(resident, 1), share=round(share, 4), seconds=round(report["seconds"], 1)
+        good=good, grown_mib=round(grown, 1), share=round(share, 4), seconds=round(report["seconds"], 1)
     )
 
 
-def compared(folder: Path, file: Path, rng: random.Random, more: list[str]) -> dict[str, Any]:
-    """The output of a run that nobody disturbs, and of one that is killed."""
-    more = more + ["--in_order"] * IN_ORDER.value
-    began = time.perf_counter()
-    run(file, folder / "whole", more)
-    seconds = time.perf_counter() - began
-    hit = 0
-    wholes = 0
+def compare_with_killed(
+    folder: Path, file: Path, rng: random.Random, extra_flags: list[str]
+) -> dict[str, Any]:
+    """Compares the output of a run without kills with that of a run that is killed and restarted."""
+    extra_flags = extra_flags + ["--in_order"] * IN_ORDER.value
+    start_s = time.perf_counter()
+    run(file, folder / "whole", extra_flags)
+    seconds = time.perf_counter() - start_s
+    kills = 0
+    finished = False
     same = True
     killed = folder / "killed"
-    while hit < KILLS.value or not wholes:
-        if run(file, killed, more, rng.uniform(1, seconds) if hit < KILLS.value else None):
-            hit += 1
+    while kills < KILLS.value or not finished:
+        if run(file, killed, extra_flags, rng.uniform(1, seconds) if kills < KILLS.value else None):
+            kills += 1
             continue
-        wholes += 1
+        finished = True
         rows: Any = [(folder / name).read_bytes() for name in ("whole", "killed")]
         rows = rows if IN_ORDER.value else [sorted(row.split(b"\n")) for row in rows]
         same &= rows[0] == rows[1]
-        if hit < KILLS.value:  # it came to its end: once more from the beginning
+        if kills < KILLS.value:  # it finished before the last kill: start again
             killed.unlink()
-            wholes = 0
+            finished = False
     answers = killed.read_bytes().count(b"\n")
-    return dict(good=same, same=same, answers=answers, kills=hit, seconds=round(seconds, 1))
+    return dict(good=same, same=same, answers=answers, kills=kills, seconds=round(seconds, 1))
 
 
-def run(file: Path, output: Path, more: list[str], seconds: float | None = None) -> bool:
-    """The command, killed after so many seconds; whether that hit it."""
+def run(file: Path, output: Path, extra_flags: list[str], seconds: float | None = None) -> bool:
+    """Runs the command, and kills it after this many seconds. Returns whether it was killed."""
     process = subprocess.Popen(
-        [*COMMAND, f"--input={file}", f"--output={output}", "--seed=7", *more],
+        [*COMMAND, f"--input={file}", f"--output={output}", "--seed=7", *extra_flags],
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        _, said = process.communicate(timeout=seconds)
+        _, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
         return True
-    if process.returncode not in (0, 1):  # 1: some lines of `mixed` are errors
-        raise InputError(f"the command ended with {process.returncode}: {said}")
+    if process.returncode not in (0, 1):  # 1: some lines of `mixed_lines` are errors
+        raise InputError(f"the command ended with {process.returncode}: {errors}")
     return False
 
 
 def _resident() -> float:
-    """MiB of this process that no file backs."""
+    """Anonymous memory of this process, in MiB."""
     status = Path("/proc/self/status").read_text()
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon"))) / 1024
 

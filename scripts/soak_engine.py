@@ -1,12 +1,13 @@
-"""An engine for hours in minutes: many requests through one, memory and pages watched.
+"""Runs many requests through one engine, and checks memory, pages and compilations.
 
     python scripts/soak_engine.py --requests=20000
 
 Prints a JSON line for every 1,000 requests, and one at the end. Exit code 1: resident memory grew by --most
-MiB or more after the first thousand, a page was lost, or something was compiled after the engine was ready.
+MiB or more after the first thousand requests, a page leaked, or a program was compiled after the engine was
+ready.
 """
 
-from one_line import start
+from launcher import start
 
 # isort: split
 import dataclasses
@@ -18,17 +19,17 @@ from pathlib import Path
 
 import jax
 from absl import flags
-from check_engine_requests import draw, said
+from engine_requests import draw, outcome
 
 import xinfer_jax as xj
 
-MODEL = flags.DEFINE_string("model", None, "A checkpoint. Default: the bundled one.")
-REQUESTS = flags.DEFINE_integer("requests", 20_000, "How many.", lower_bound=1000)
-LONGEST = flags.DEFINE_integer("longest", 100, "Tokens of a prompt.", lower_bound=1)
-NEW = flags.DEFINE_integer("new_tokens", 8, "Of an answer, at most.", lower_bound=1)
-ROWS = flags.DEFINE_integer("rows", 4, "Of the engine.", lower_bound=1)
-PAGES = flags.DEFINE_integer("pages", 20, "Of the engine.", lower_bound=2)
-MOST = flags.DEFINE_float("most", 20, "MiB.", lower_bound=0)
+MODEL = flags.DEFINE_string("model", None, "A checkpoint. Default: the bundled model.")
+REQUESTS = flags.DEFINE_integer("requests", 20_000, "Number of requests.", lower_bound=1000)
+LONGEST = flags.DEFINE_integer("longest", 100, "Tokens of the longest prompt.", lower_bound=1)
+NEW = flags.DEFINE_integer("new_tokens", 8, "Largest number of tokens of an answer.", lower_bound=1)
+ROWS = flags.DEFINE_integer("rows", 4, "Rows of the engine.", lower_bound=1)
+PAGES = flags.DEFINE_integer("pages", 20, "Pages of the engine.", lower_bound=2)
+MOST = flags.DEFINE_float("most", 20, "Limit of memory growth, in MiB.", lower_bound=0)
 
 
 def main(argv: list[str]) -> int:
@@ -36,19 +37,23 @@ def main(argv: list[str]) -> int:
     rng = random.Random(0)
     compiled = []
     shape = dict(rows=ROWS.value, pages=PAGES.value, capacity=512, chunk=128)
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     resident = []
     with xj.Engine(model, **shape) as engine:
-        listen = lambda event, _, **__: compiled.append(event) if "/core/compile/" in event else None  # noqa: E731
-        jax.monitoring.register_event_duration_secs_listener(listen)
+
+        def record_compilation(event: str, _: float, **__: object) -> None:
+            if "/core/compile/" in event:
+                compiled.append(event)
+
+        jax.monitoring.register_event_duration_secs_listener(record_compilation)
         for _ in range(REQUESTS.value // 1000):
-            for one in draw(rng, model.config.vocab_size, 1000, LONGEST.value, shape):
-                fewer = min(one.options.max_new_tokens, NEW.value)
-                options = dataclasses.replace(one.options, max_new_tokens=fewer)
-                request = engine.submit(one.ids, options, key=one.key, **one.more)
+            for drawn in draw(rng, model.config.vocab_size, 1000, LONGEST.value, shape):
+                fewer = min(drawn.options.max_new_tokens, NEW.value)
+                options = dataclasses.replace(drawn.options, max_new_tokens=fewer)
+                request = engine.submit(drawn.ids, options, key=drawn.key, **drawn.more)
                 if engine.stats.waiting > 50:
-                    said(request)
-            said(request)
+                    outcome(request)
+            outcome(request)
             gc.collect()
             resident.append(_resident())
             print(json.dumps(dict(requests=engine.stats.requests, resident_mib=resident[-1])), flush=True)
@@ -58,7 +63,7 @@ def main(argv: list[str]) -> int:
         stats = engine.stats
     lost = engine.pages - 1 - stats.pages_free - stats.pages_cached
     grown = round(max(resident) - resident[0], 1)
-    seconds = round(time.perf_counter() - began, 1)
+    seconds = round(time.perf_counter() - start_s, 1)
     print(
         json.dumps(dict(grown_mib=grown, lost=lost, compiled=len(compiled), seconds=seconds, **vars(stats)))
     )
@@ -66,7 +71,7 @@ def main(argv: list[str]) -> int:
 
 
 def _resident() -> float:
-    """MiB of this process."""
+    """Resident memory of this process, in MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return round(next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024, 1)
 

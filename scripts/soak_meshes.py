@@ -1,12 +1,13 @@
-"""Every family over meshes of every size, on virtual devices: tokens and logits of one device, collectives.
+"""Checks every family over meshes of every size, on virtual devices: tokens and logits must equal those of
+one device, and collectives must be the expected ones.
 
     python scripts/soak_meshes.py --devices=1,2,4,8
 
-Runs tests/mesh_cases.py in a process for each family, and prints a JSON line for each. Exit code 1: something
-differs from one device.
+Runs tests/support/mesh_cases.py in one process per family, and prints a JSON line for each. Exit code 1:
+a result differs from one device.
 """
 
-from one_line import start
+from launcher import start
 
 # isort: split
 import json
@@ -18,12 +19,12 @@ from pathlib import Path
 from absl import flags
 
 DEVICES = flags.DEFINE_list("devices", ["1", "2", "4", "8"], "Sizes of the mesh.")
-CASES = flags.DEFINE_list("cases", [], "Families, or other cases. Default: all.")
+CASES = flags.DEFINE_list("cases", [], "Names of families or of other cases. Default: all.")
 
-_FILE = Path(__file__).parents[1] / "tests" / "mesh_cases.py"
+_FILE = Path(__file__).parents[1] / "tests" / "support" / "mesh_cases.py"
 _OTHERS = [
     "collectives_of_a_layer",
-    "collectives_of_choosing",
+    "collectives_of_sampling",
     "formats",
     "bitnet_files",
     "an_engine",

@@ -1,13 +1,14 @@
-"""A file answered by several processes, of which one is killed or stopped again and again: all have to end
-within a minute with exit code 1 and a line that names it, and the file to end with the bytes of one process.
+"""Answers a file by several processes, and kills or stops one of them again and again. The others must exit
+within a minute with code 1 and a line that names it; the finished file must have the bytes of a run of one
+process.
 
     python scripts/soak_processes.py --processes=4 --kills=8
 
-Prints a JSON line a kill: who, how, seconds until all had ended, lines answered so far. Exit code 1: somebody
-did not end as said, or a byte differs.
+Prints a JSON line per kill: which process, how, seconds until all exited, lines answered so far. Exit code 1:
+a process did not exit like that, or a byte differs.
 """
 
-from one_line import start
+from launcher import start
 
 # isort: split
 import json
@@ -20,15 +21,15 @@ import time
 from pathlib import Path
 
 from absl import flags
-from soak_processes_jobs import Process, job, until
+from process_jobs import Process, job, wait_until
 
 import xinfer_jax as xj
 
-PROCESSES = flags.DEFINE_integer("processes", 4, "That run the model.", lower_bound=2)
-KILLS = flags.DEFINE_integer("kills", 8, "That must hit.", lower_bound=0)
-LINES = flags.DEFINE_integer("lines", 1000, "Of the file.", lower_bound=10)
-MODEL = flags.DEFINE_string("model", None, "Checkpoint. Default: the bundled one.")
-SEED = flags.DEFINE_integer("seed", 0, "Of who is hit, and when.")
+PROCESSES = flags.DEFINE_integer("processes", 4, "Number of processes that run the model.", lower_bound=2)
+KILLS = flags.DEFINE_integer("kills", 8, "Number of kills.", lower_bound=0)
+LINES = flags.DEFINE_integer("lines", 1000, "Lines of the file.", lower_bound=10)
+MODEL = flags.DEFINE_string("model", None, "A checkpoint. Default: the bundled model.")
+SEED = flags.DEFINE_integer("seed", 0, "Seed of which process is killed, and when.")
 
 SHAPE = dict(rows=4, capacity=256, pages=40)
 WAYS = [("child", signal.SIGKILL), ("parent", signal.SIGKILL), ("child", signal.SIGSTOP)]
@@ -45,12 +46,13 @@ def main(_: list[str]) -> int:
         xj.generate_file(
             xj.load_model(MODEL.value), lines, one, options, in_order=True, progress=False, **SHAPE
         )
-        given = dict(input=lines, output=out, max_tokens=16, log_dir=Path(folder) / "logs", **SHAPE)
-        args = [f"--{name}={value}" for name, value in given.items()] + ["--in_order"]
-        args += [f"--model={MODEL.value}"] if MODEL.value else []
+        settings = dict(input=lines, output=out, max_tokens=16, log_dir=Path(folder) / "logs", **SHAPE)
+        args = [f"--{name}={value}" for name, value in settings.items()] + ["--in_order"]
+        if MODEL.value:
+            args.append(f"--model={MODEL.value}")
         for i in range(KILLS.value):
             with job("batch", *args, count=PROCESSES.value) as processes:
-                good &= disturbed(processes, out, *WAYS[i % len(WAYS)], draw)
+                good &= kill_one(processes, out, *WAYS[i % len(WAYS)], draw)
         with job("batch", *args, count=PROCESSES.value) as processes:
             ends = [process.end(600) for process in processes]
         same = out.read_bytes() == one.read_bytes() and {code for code, _, _ in ends} == {0}
@@ -58,26 +60,35 @@ def main(_: list[str]) -> int:
     return 0 if good and same else 1
 
 
-def disturbed(
-    processes: list[Process], out: Path, what: str, how: signal.Signals, draw: random.Random
+def kill_one(
+    processes: list[Process], out: Path, target: str, kill_signal: signal.Signals, draw: random.Random
 ) -> bool:
-    """Hits one of them once some more lines are there; whether all ended as they should."""
+    """Kills or stops a process after some more answers. Returns whether all exited as expected."""
     before = count(out)
-    who = draw.randrange(len(processes))
+    number = draw.randrange(len(processes))
     enough = before + draw.randrange(1, max(2, LINES.value // (2 * KILLS.value)))
-    until(lambda: count(out) >= enough, 600)
-    began = time.monotonic()
-    victim = processes[who]
-    os.kill(victim.child if what == "child" else victim.parent.pid, how)
+    wait_until(lambda: count(out) >= enough, 600)
+    start_s = time.monotonic()
+    victim = processes[number]
+    os.kill(victim.child if target == "child" else victim.parent.pid, kill_signal)
     ends = [process.end() for process in processes]
-    seconds = time.monotonic() - began
-    told = rf"process {who} of {len(processes)} \([^)]*\) (was ended by SIGKILL|is gone|stopped answering)"
+    seconds = time.monotonic() - start_s
+    message = (
+        rf"process {number} of {len(processes)} \([^)]*\) (was ended by SIGKILL|is gone|stopped answering)"
+    )
     good = seconds < 60
     for i, (code, _, err) in enumerate(ends):
-        if what == "child" or i != who:
-            good &= code == 1 and len(re.findall(told, err)) == 1 and "Traceback" not in err
-    hit = dict(who=who, what=what, how=how.name, seconds=round(seconds, 1), lines=count(out), as_said=good)
-    print(json.dumps(hit), flush=True)
+        if target == "child" or i != number:
+            good &= code == 1 and len(re.findall(message, err)) == 1 and "Traceback" not in err
+    line = dict(
+        who=number,
+        what=target,
+        how=kill_signal.name,
+        seconds=round(seconds, 1),
+        lines=count(out),
+        as_said=good,
+    )
+    print(json.dumps(line), flush=True)
     return good
 
 

@@ -1,11 +1,11 @@
-"""Trains the bundled tiny chat model on train_tiny_data.py and writes it as a Hugging Face checkpoint.
+"""Trains the bundled tiny chat model on train/tiny_data.py and writes it as a Hugging Face checkpoint.
 
-`pip install -e '.[train]'`, then `python scripts/train_tiny.py`: some minutes on two CPU cores. Files reach
---output only when the model loaded from them answers rightly. The same seed gives the same weights on one
-machine with the same versions.
+`pip install -e '.[train]'`, then `python scripts/train_tiny.py`: some minutes on two CPU cores. The files are
+copied to --output only if the model that is loaded from them answers correctly. The same seed gives the same
+weights on one machine with the same versions.
 """
 
-from one_line import start
+from launcher import start
 
 # isort: split
 import json
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import train_tiny_data as data
+import tiny_data
 from absl import flags
 from safetensors.numpy import save_file
 
@@ -35,24 +35,27 @@ from xinfer_jax.model.decoder import hidden_states, unembed
 from xinfer_jax.weights.params import Params, param_specs
 
 _OUTPUT = flags.DEFINE_string("output", str(BUNDLED), "Directory to write to.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of the first weights and of the stream of conversations.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the initial weights and of the conversations.")
 _STEPS = flags.DEFINE_integer("steps", 1300, "Training steps.", lower_bound=1)
-_BATCH = flags.DEFINE_integer("batch", 32, "Conversations in a step.", lower_bound=1)
+_BATCH = flags.DEFINE_integer("batch", 32, "Conversations per step.", lower_bound=1)
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "Highest learning rate of AdamW.", lower_bound=0)
 _LEAST = flags.DEFINE_float(
-    "least_accuracy", 0.95, "Write nothing when a group of questions is below this.", lower_bound=0
+    "least_accuracy",
+    0.95,
+    "Write nothing if the accuracy of a group of questions is below this.",
+    lower_bound=0,
 )
 
 LENGTHS = (48, 72)  # conversations are padded to one of these; the rare longer ones are dropped
-WRITTEN = 32  # most tokens of a conversation that the loss is about
-# Tokens [B, T], positions that predict [B, W], 1 where one counts [B, W].
+TARGETS = 32  # largest number of tokens of a conversation that count for the loss
+# Tokens [B, T]; positions whose next token counts [B, W]; 1 for used entries, else 0 [B, W].
 Batch = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def hf_config(tokenizer) -> dict:
     """The contents of config.json."""
-    stop = tokenizer.token_to_id(data.END)
-    pad = tokenizer.token_to_id(data.END_OF_TEXT)
+    stop = tokenizer.token_to_id(tiny_data.END)
+    pad = tokenizer.token_to_id(tiny_data.END_OF_TEXT)
     return dict(
         architectures=["Qwen2ForCausalLM"], model_type="qwen2", dtype="bfloat16",
         vocab_size=tokenizer.get_vocab_size(),
@@ -67,38 +70,38 @@ def hf_config(tokenizer) -> dict:
 
 
 def batches(tokenizer, seed: int, rows: int) -> Iterator[Batch]:
-    """Endless stream of batches; each holds conversations of about one length."""
-    waiting: dict[int, list] = {length: [] for length in LENGTHS}
-    for ids, written in data.examples(tokenizer, random.Random(seed)):
-        at = np.flatnonzero(written) - 1
+    """Endless stream of batches; each has conversations of similar length."""
+    pending: dict[int, list] = {length: [] for length in LENGTHS}
+    for ids, is_target in tiny_data.examples(tokenizer, random.Random(seed)):
+        at = np.flatnonzero(is_target) - 1
         length = next((length for length in LENGTHS if len(ids) <= length), None)
-        if length is None or len(at) > WRITTEN:
+        if length is None or len(at) > TARGETS:
             continue
-        waiting[length].append((ids, at))
-        if len(waiting[length]) == rows:
+        pending[length].append((ids, at))
+        if len(pending[length]) == rows:
             tokens_BT = np.zeros((rows, length), np.int32)
-            (at_BW, counts_BW) = np.zeros((2, rows, WRITTEN), np.int32)
-            for row, (ids, at) in enumerate(waiting[length]):
+            (at_BW, counts_BW) = np.zeros((2, rows, TARGETS), np.int32)
+            for row, (ids, at) in enumerate(pending[length]):
                 tokens_BT[row, : len(ids)] = ids
                 at_BW[row, : len(at)] = at
                 counts_BW[row, : len(at)] = 1
-            waiting[length] = []
+            pending[length] = []
             yield tokens_BT, at_BW, counts_BW
 
 
 def mean_loss(params: Params, config: xj.ModelConfig, tokens_BT, at_BW, counts_BW) -> jax.Array:
-    """Cross-entropy of the tokens that the assistant writes; logits are computed for those alone."""
+    """Mean cross-entropy of the assistant's tokens; logits are computed only for those."""
     hidden_BTD, _ = hidden_states(params, config, tokens_BT)
     logits_BWV = unembed(params, config, jnp.take_along_axis(hidden_BTD, at_BW[..., None], 1))
-    wanted_BW = jnp.take_along_axis(tokens_BT, at_BW + 1, 1)
-    loss_BW = optax.softmax_cross_entropy_with_integer_labels(logits_BWV, wanted_BW)
+    target_BW = jnp.take_along_axis(tokens_BT, at_BW + 1, 1)
+    loss_BW = optax.softmax_cross_entropy_with_integer_labels(logits_BWV, target_BW)
     return jnp.sum(loss_BW * counts_BW) / counts_BW.sum()
 
 
 def train(
     config: xj.ModelConfig, stream: Iterator[Batch], steps: int, learning_rate: float, seed: int
 ) -> Params:
-    """AdamW with warm-up and a cosine to nearly nothing; prints the loss as it goes."""
+    """Trains with AdamW, warm-up and cosine decay to 1% of the learning rate; prints the loss."""
     params = xj.init_params(config, jax.random.key(seed), jnp.float32)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, learning_rate, max(1, steps // 20), steps, learning_rate / 100
@@ -131,7 +134,7 @@ def train(
 
 
 def write_checkpoint(directory: Path, settings: dict, params: Params) -> None:
-    """config.json, generation_config.json and the weights, rounded to bfloat16."""
+    """Writes config.json, generation_config.json and the weights, rounded to bfloat16."""
     specs = param_specs(from_hf(settings))
     rounded = jax.tree.map(lambda leaf: np.asarray(leaf.astype(jnp.bfloat16)), params)
     tensors = {
@@ -147,44 +150,49 @@ def write_checkpoint(directory: Path, settings: dict, params: Params) -> None:
 
 
 def questions(tokenizer: xj.Tokenizer) -> dict[str, list[tuple[str, str]]]:
-    """What the model is asked in the end: name of the group -> rendered prompts with their right answers."""
+    """The questions of the evaluation: name of the group -> rendered prompts with their right answers."""
 
-    def chat(turns: list[data.Turn], system: str | None = None) -> list[tuple[str, str]]:
-        before = [] if system is None else [{"role": "system", "content": system}]
+    def render(turns: list[tiny_data.Turn], system: str | None = None) -> list[tuple[str, str]]:
+        prefix = [] if system is None else [{"role": "system", "content": system}]
         return [
-            (tokenizer.apply_chat_template([*before, {"role": "user", "content": asked}]), right)
-            for asked, right in turns
+            (tokenizer.apply_chat_template([*prefix, {"role": "user", "content": question}]), right)
+            for question, right in turns
         ]
 
     groups = {}
-    first = data.evaluation_set(data.PHRASINGS[0])
-    for phrasing in data.EVALUATION_PHRASINGS:
-        group = phrasing + (" (phrasing never trained)" if phrasing == data.HELD_OUT else "")
-        groups[group] = chat(data.evaluation_set(phrasing))
-        groups[group + ", other system message"] = chat(data.evaluation_set(phrasing), data.OTHER_SYSTEMS[0])
-    groups["system message never trained"] = chat(first, data.HELD_OUT_SYSTEM)
-    groups["lower case, no question mark"] = chat(
-        [(asked.lower().rstrip("?"), right) for asked, right in first]
+    first = tiny_data.evaluation_set(tiny_data.PHRASINGS[0])
+    for phrasing in tiny_data.EVALUATION_PHRASINGS:
+        group = phrasing + (" (phrasing never trained)" if phrasing == tiny_data.HELD_OUT else "")
+        groups[group] = render(tiny_data.evaluation_set(phrasing))
+        groups[group + ", other system message"] = render(
+            tiny_data.evaluation_set(phrasing), tiny_data.OTHER_SYSTEMS[0]
+        )
+    groups["system message never trained"] = render(first, tiny_data.HELD_OUT_SYSTEM)
+    groups["lower case, no question mark"] = render(
+        [(question.lower().rstrip("?"), right) for question, right in first]
     )
-    groups["other names of countries"] = chat(
-        [(data.question(data.PHRASINGS[0], name), data.answer(name)) for name in data.ALIASES]
+    groups["other names of countries"] = render(
+        [
+            (tiny_data.question(tiny_data.PHRASINGS[0], name), tiny_data.answer(name))
+            for name in tiny_data.ALIASES
+        ]
     )
-    groups["small talk"] = chat(
-        [(asked, reply) for reply, texts in data.SMALL_TALK.items() for asked in texts]
+    groups["small talk"] = render(
+        [(question, reply) for reply, questions in tiny_data.SMALL_TALK.items() for question in questions]
     )
-    sentences = [data.raw_sentence(name) for name in data.CAPITALS]
+    sentences = [tiny_data.raw_sentence(name) for name in tiny_data.CAPITALS]
     groups["The capital of {c} is, without the chat template"] = [
-        (given, end.removesuffix(data.END_OF_TEXT)) for given, end in sentences
+        (start, end.removesuffix(tiny_data.END_OF_TEXT)) for start, end in sentences
     ]
     return groups
 
 
 def evaluate(model: xj.Model) -> dict[str, tuple[int, int]]:
-    """For each group of `questions`: how many greedy answers are exactly right and end there, and how many
-    there are.
+    """For each group of `questions`: the number of greedy answers that are exactly right and end with EOS,
+    and the number of questions.
     """
     tokenizer = model.tokenizer
-    found = {}
+    results = {}
     options = xj.GenerateOptions(max_new_tokens=32, eos_token_ids=tokenizer.eos_token_ids)
     for group, pairs in questions(tokenizer).items():
         out = xj.generate(
@@ -198,21 +206,21 @@ def evaluate(model: xj.Model) -> dict[str, tuple[int, int]]:
             for ids, reason in zip(out.tokens, out.finish_reason, strict=True)
         ]
         wrong = [
-            f"    {right!r}: {given!r}"
-            for (_, right), given in zip(pairs, answers, strict=True)
-            if given != right
+            f"    {right!r}: {answer!r}"
+            for (_, right), answer in zip(pairs, answers, strict=True)
+            if answer != right
         ]
-        found[group] = (len(pairs) - len(wrong), len(pairs))
-        print(f"{found[group][0]:4} of {len(pairs):3} right  {group}", *wrong[:5], sep="\n", flush=True)
-    return found
+        results[group] = (len(pairs) - len(wrong), len(pairs))
+        print(f"{results[group][0]:4} of {len(pairs):3} right  {group}", *wrong[:5], sep="\n", flush=True)
+    return results
 
 
-def model_card(params: Params, seconds: float, found: dict[str, tuple[int, int]]) -> str:
+def model_card(params: Params, seconds: float, results: dict[str, tuple[int, int]]) -> str:
     """README.md of the checkpoint."""
     options = " ".join(f"--{flag.name}={flag.value}" for flag in (_SEED, _STEPS, _BATCH, _LEARNING_RATE))
     packages = ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib", "optax", "tokenizers"))
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    rows = "\n".join(f"| {group} | {right} of {asked} |" for group, (right, asked) in found.items())
+    rows = "\n".join(f"| {group} | {right} of {total} |" for group, (right, total) in results.items())
     return f"""---
 license: apache-2.0
 ---
@@ -222,7 +230,7 @@ Qwen2 architecture, {size:,} parameters in bfloat16. It knows the capitals of co
 and nothing else. Texts of {max(LENGTHS)} tokens at most were trained: what it writes beyond that length
 means nothing.
 
-All its data comes from the tables in `scripts/train_tiny_data.py`. Trained by
+All its data comes from the tables in `scripts/train/tiny_data.py`. Trained by
 
     python scripts/train_tiny.py {options}
 
@@ -242,23 +250,23 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="train_tiny_") as name:
         directory = Path(name)
         start = time.process_time()
-        tokenizer = data.train_tokenizer(directory)
+        tokenizer = tiny_data.train_tokenizer(directory)
         settings = hf_config(tokenizer)
         stream = batches(tokenizer, _SEED.value, _BATCH.value)
         params = train(from_hf(settings), stream, _STEPS.value, _LEARNING_RATE.value, _SEED.value)
         seconds = time.process_time() - start
         write_checkpoint(directory, settings, params)
-        found = evaluate(xj.load_model(directory, dtype=jnp.float32))
+        results = evaluate(xj.load_model(directory, dtype=jnp.float32))
         if low := {
-            group: f"{right} of {asked}"
-            for group, (right, asked) in found.items()
-            if right < _LEAST.value * asked
+            group: f"{right} of {total}"
+            for group, (right, total) in results.items()
+            if right < _LEAST.value * total
         }:
             sys.exit(f"nothing written, below {_LEAST.value:.0%}: {low}; train with more --steps")
-        (directory / "README.md").write_text(model_card(params, seconds, found), encoding="utf-8")
+        (directory / "README.md").write_text(model_card(params, seconds, results), encoding="utf-8")
         for file in sorted(directory.iterdir()):
-            whole = shutil.copyfile(file, output / f".{file.name}.new")
-            os.replace(whole, output / file.name)
+            complete = shutil.copyfile(file, output / f".{file.name}.new")
+            os.replace(complete, output / file.name)
         print(f"{sum(file.stat().st_size for file in output.iterdir()) / 1e6:.2f} MB in {output}")
 
 

@@ -1,4 +1,4 @@
-"""Fixtures that several test files share."""
+"""The quick set and the full set, and fixtures that several test files share."""
 
 import gc
 import io
@@ -23,6 +23,36 @@ import tiny
 
 from xinfer_jax.cli import answer_flags as cli
 
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="run all tests, also those marked `full`")
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(config, items):
+    """Leaves out the tests marked `full`, unless --full asks for them."""
+    if config.getoption("full"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=left_out)
+    if hasattr(config, "workeroutput"):  # a worker of pytest-xdist: the main process prints the summary
+        config.workeroutput["left_out"] = len(left_out)
+    else:
+        config.stash[LEFT_OUT] = len(left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if count := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(f"{count} more tests run with `pytest --full`")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
@@ -37,7 +67,7 @@ def forget_programs():
 @pytest.fixture(scope="session")
 def good(tmp_path_factory) -> Path:
     """A checkpoint that answers `tiny.ANSWER`; its context is 256 tokens."""
-    hf, weights = tiny.answering(tiny.ANSWER)
+    hf, weights = tiny.answering_model(tiny.ANSWER)
     return tiny.write(tmp_path_factory.mktemp("good"), hf, weights=weights)
 
 

@@ -1,15 +1,15 @@
 """xinfer_jax: LLM inference as pure functions over a parameter pytree, for JAX.
 
-Names load when they are first used, so that importing the package costs nothing and a command line can refuse
-its flags before jax is there.
+Names are imported when they are first used: importing the package costs nothing, and a command line can
+reject its flags before it imports jax.
 """
 
 from importlib import import_module
 
-TYPE_CHECKING = False  # as a type checker reads it; typing would be most of what this import costs
+TYPE_CHECKING = False  # true for type checkers; importing typing would take most of this import's time
 if TYPE_CHECKING:
     from .batch.dataset import DatasetGenerator as DatasetGenerator
-    from .batch.run import generate_file as generate_file
+    from .batch.run_batch import generate_file as generate_file
     from .cache.kv_cache import KVCache as KVCache, init_cache as init_cache, truncate as truncate
     from .cache.prefix import Prefix as Prefix
     from .cache.prefix_files import load_prefix as load_prefix, save_prefix as save_prefix
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from .engine.statistics import EngineStats as EngineStats
     from .errors import InputError as InputError
     from .generation.beams import BeamOutput as BeamOutput, beam_search as beam_search
-    from .generation.doors import (
+    from .generation.entrypoints import Stream as Stream, generate as generate, stream as stream
+    from .generation.functional import (
         Decoded as Decoded,
         decode_loop as decode_loop,
         decode_step as decode_step,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from .generation.options import GenerateOptions as GenerateOptions, GenerateOutput as GenerateOutput
     from .generation.scoring import score as score, score_completions as score_completions
     from .generation.state import DecodeState as DecodeState
-    from .generation.streaming import Stream as Stream, generate as generate, stream as stream
     from .model.decoder import (
         embed_tokens as embed_tokens,
         forward as forward,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         unembed as unembed,
     )
     from .sampling.logprobs import TokenLogprobs as TokenLogprobs
-    from .sampling.settings import SamplingConfig as SamplingConfig
+    from .sampling.sampling_config import SamplingConfig as SamplingConfig
     from .stats import GenerateStats as GenerateStats, LoadStats as LoadStats
     from .text import (
         TextStream as TextStream,
@@ -56,15 +56,15 @@ if TYPE_CHECKING:
 
 __version__: str
 
-_HOMES = {
+_EXPORTS = {
     "generation.beams": ("BeamOutput", "beam_search"),
     "cache.kv_cache": ("KVCache", "init_cache", "truncate"),
     "config.model_config": ("ModelConfig", "from_hf"),
-    "generation.doors": ("Decoded", "decode_loop", "decode_step", "prefill"),
+    "generation.functional": ("Decoded", "decode_loop", "decode_step", "prefill"),
     "errors": ("InputError",),
     "generation.kernels": ("kernels_used",),
     "generation.state": ("DecodeState",),
-    "generation.streaming": ("Stream", "generate", "stream"),
+    "generation.entrypoints": ("Stream", "generate", "stream"),
     "checkpoint.loading": ("Model", "load_model"),
     "sampling.logprobs": ("TokenLogprobs",),
     "embedding": ("embed_texts",),
@@ -75,7 +75,7 @@ _HOMES = {
     "cache.prefix": ("Prefix",),
     "cache.prefix_files": ("load_prefix", "save_prefix"),
     "config.rope": ("RopeConfig",),
-    "sampling.settings": ("SamplingConfig",),
+    "sampling.sampling_config": ("SamplingConfig",),
     "generation.scoring": ("score", "score_completions"),
     "stats": ("GenerateStats", "LoadStats"),
     "engine.engine": ("Engine",),
@@ -83,25 +83,25 @@ _HOMES = {
     "engine.requests": ("Answer", "Request"),
     "engine.statistics": ("EngineStats",),
     "batch.dataset": ("DatasetGenerator",),
-    "batch.run": ("generate_file",),
+    "batch.run_batch": ("generate_file",),
     "text": ("TextStream", "alternatives_text", "encode_prompt", "generate_text", "stream_text"),
     "checkpoint.tokenizer": ("Tokenizer",),
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
-__all__ = sorted(_HOME)
+__all__ = sorted(_MODULE_OF)
 
 
-if not TYPE_CHECKING:  # or every name would be right to a type checker
+if not TYPE_CHECKING:  # else a type checker would accept every name
 
     def __getattr__(name: str) -> object:
         if name == "__version__":
             value = _version()
-        elif name in _HOME:
-            value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+        elif name in _MODULE_OF:
+            value = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = value  # found at once from now on
+        globals()[name] = value  # later uses find it directly
         return value
 
 
@@ -110,7 +110,7 @@ def __dir__() -> list[str]:
 
 
 def _version() -> str:
-    """What is installed; in a checkout that is not, what its pyproject.toml says."""
+    """Returns the installed version, or that of pyproject.toml in a checkout that is not installed."""
     from importlib.metadata import PackageNotFoundError, version
     from pathlib import Path
 
@@ -120,6 +120,6 @@ def _version() -> str:
         import tomllib
 
         file = Path(__file__).parents[1] / "pyproject.toml"
-        found = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        project = found.get("project", {})
+        settings = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        project = settings.get("project", {})
         return project["version"] if project.get("name") == "xinfer-jax" else "0+unknown"

@@ -1,33 +1,33 @@
-"""The processes: `xinfer-jax`, which `python -m xinfer_jax` is too, and those of the other commands."""
+"""Entry points of the installed commands. `python -m xinfer_jax` is `xinfer-jax`."""
 
 import os
 import signal
 import sys
 
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # at once; `run` knows better what to do
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # `run_interruptible` replaces it
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
-from .cli.process import run  # noqa: E402
+from .cli.process import run_interruptible  # noqa: E402
 
 
 def main() -> None:
-    run(_main)
+    run_interruptible(_main)
 
 
 def chat() -> None:
-    run(_chat)
+    run_interruptible(_chat)
 
 
 def batch() -> None:
-    run(_batch, signal.SIGTERM)
+    run_interruptible(_batch, signal.SIGTERM)
 
 
 def serve() -> None:
-    run(_serve, signal.SIGTERM)
+    run_interruptible(_serve, signal.SIGTERM)
 
 
 def _main() -> None:
-    from .cli import answer_flags  # only here: Ctrl-C is caught by now
+    from .cli import answer_flags  # imported here, after the signal handler is installed
 
     answer_flags.main(sys.argv)
 

@@ -1,6 +1,4 @@
-"""What a caller gives, each checked by its kind: whole numbers, numbers, token ids, arrays. Traced values are
-taken as they are.
-"""
+"""Checks of arguments by type: integers, numbers, token ids, arrays. Traced values are not checked."""
 
 import operator
 from collections.abc import Collection, Mapping, Sequence, Set
@@ -10,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .errors import InputError, shown
+from .errors import InputError, format_value
 
 _TEXT = str | bytes | bytearray | memoryview
 
 
-def traced(value: Any) -> bool:
-    """Whether it is a tracer, or a list that holds one."""
+def is_traced(value: Any) -> bool:
+    """Whether it is a tracer, or a list or mapping that contains one."""
     if isinstance(value, Mapping):
         value = list(value.values())
     return isinstance(value, jax.core.Tracer) or (
@@ -24,37 +22,37 @@ def traced(value: Any) -> bool:
     )
 
 
-def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """The value as an int; InputError where it is no whole number in least … most (bools and floats are
-    none).
+def check_integer(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """Returns the value as an int; raises InputError where it is not an integer in least … most. Bools and
+    floats are rejected.
     """
     number = _index(value)
     if number is None or number < least or (most is not None and number > most):
         bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise InputError(f"{name} must be a whole number {bounds}, got {shown(value)}")
+        raise InputError(f"{name} must be a whole number {bounds}, got {format_value(value)}")
     return number
 
 
-def numbers(value: Any) -> Any:
-    """A number, or numbers in lists or an array, as float64 (a jax array where they are traced); None where
-    it is anything else, bools and texts too.
+def number_array(value: Any) -> Any:
+    """Returns a number, a list or an array of numbers as float64 (a jax array where it is traced); None for
+    anything else, also for bools and texts.
     """
     if _holds_bool(value):
         return None
     try:
-        array = jnp.asarray(value) if traced(value) else np.asarray(value)
-    except (TypeError, ValueError):  # rows of different lengths; what has no array
+        array = jnp.asarray(value) if is_traced(value) else np.asarray(value)
+    except (TypeError, ValueError):  # rows of different lengths, or no numbers
         return None
     if not (jnp.issubdtype(array.dtype, np.integer) or jnp.issubdtype(array.dtype, np.floating)):
         return None
-    return array if traced(array) else array.astype(np.float64)
+    return array if is_traced(array) else array.astype(np.float64)
 
 
-def token_ids(name: str, ids: Any, vocab_size: int | None = None) -> list[int]:
-    """Any collection of ids as a list of ints.
+def check_token_ids(name: str, ids: Any, vocab_size: int | None = None) -> list[int]:
+    """Returns any collection of ids as a list of ints.
 
     Raises:
-        InputError: no collection of whole numbers, or one outside the vocabulary.
+        InputError: it is not a collection of integers, or an id is outside the vocabulary.
     """
     if isinstance(ids, np.ndarray | jax.Array):
         array = np.asarray(ids)
@@ -65,28 +63,33 @@ def token_ids(name: str, ids: Any, vocab_size: int | None = None) -> list[int]:
     else:
         found = [None]
     if None in found:
-        raise InputError(f"{name} must be a list of token ids, got {shown(ids)}")
+        raise InputError(f"{name} must be a list of token ids, got {format_value(ids)}")
     if vocab_size is not None and found and not (min(found) >= 0 and max(found) < vocab_size):
         bad = next(i for i in found if not 0 <= i < vocab_size)
-        raise InputError(f"{name} holds token id {shown(bad)}, outside the vocabulary of {vocab_size}")
+        raise InputError(f"{name} holds token id {format_value(bad)}, outside the vocabulary of {vocab_size}")
     return found
 
 
-def in_order(value: Any) -> bool:
-    """Whether it is a list or an array: neither a text nor a set."""
+def is_sequence(value: Any) -> bool:
+    """Whether it is a list or an array; not a text, a set or a mapping."""
     if isinstance(value, _TEXT | Mapping | Set):
         return False
     return isinstance(value, Sequence) or (hasattr(value, "__array__") and np.ndim(value) > 0)
 
 
-def array_of(name: str, value: Any, kind: Any, *shape: int | str) -> None:
-    """Raises InputError unless it is an array of that kind (`np.integer`, `np.floating` or `np.bool_`) and
-    shape, in which a name stands for any size.
+def check_array(name: str, value: Any, kind: Any, *shape: int | str) -> None:
+    """Raises InputError unless it is an array of this kind and shape.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+        kind: `np.integer`, `np.floating` or `np.bool_`.
+        shape: sizes; a name stands for any size.
     """
-    words = {np.integer: "integers", np.floating: "floats", np.bool_: "bools"}
-    wanted = f"{name} must be an array of {words[kind]} of the shape [{', '.join(map(str, shape))}]"
+    nouns = {np.integer: "integers", np.floating: "floats", np.bool_: "bools"}
+    wanted = f"{name} must be an array of {nouns[kind]} of the shape [{', '.join(map(str, shape))}]"
     if not isinstance(value, np.ndarray | jax.Array):
-        raise InputError(f"{wanted}, got {shown(value)}")
+        raise InputError(f"{wanted}, got {format_value(value)}")
     fits = len(value.shape) == len(shape) and all(
         isinstance(want, str) or size == want for size, want in zip(value.shape, shape, strict=True)
     )
@@ -94,8 +97,8 @@ def array_of(name: str, value: Any, kind: Any, *shape: int | str) -> None:
         raise InputError(f"{wanted}, got {value.dtype} of {list(value.shape)}")
 
 
-def within(name: str, values: Any, least: int, most: int) -> None:
-    """Raises InputError where a number of an array that is not traced lies outside least … most."""
+def check_range(name: str, values: Any, least: int, most: int) -> None:
+    """Raises InputError where an array has a number outside least … most."""
     if isinstance(values, jax.core.Tracer):
         return
     values = np.asarray(values)
@@ -104,7 +107,7 @@ def within(name: str, values: Any, least: int, most: int) -> None:
 
 
 def _index(value: Any) -> int | None:
-    """As an int where it is a whole number, and no bool."""
+    """Returns an integer as an int; None for anything else, also for bools."""
     try:
         return None if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:

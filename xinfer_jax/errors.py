@@ -1,10 +1,10 @@
-"""The one exception for what a caller can mend: bad input, named with its value and the remedy."""
+"""Exceptions for bad input, whose texts have the value and the remedy, and how errors show values."""
 
 import re
 import reprlib
 from collections.abc import Iterable
 
-_LONGEST = 300  # characters of an error; what is cut lies in the middle, since the remedy stands at the end
+_MAX_LENGTH = 300  # characters of an error; the middle is cut, since the remedy is at the end
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 120
 
@@ -16,42 +16,42 @@ class InputError(ValueError):
     """
 
     def __init__(self, message: object = ""):
-        super().__init__(one_line(message))
+        super().__init__(format_message(message))
 
 
 class ContextLengthError(InputError):
-    """A prompt, or a prompt and its answer, has more tokens than the model or a row of an engine holds."""
+    """A prompt, or a prompt and its answer, has more tokens than the context of the model or the engine."""
 
-    code = "context_length_exceeded"  # the OpenAI API's word
+    code = "context_length_exceeded"  # as in the OpenAI API
 
 
 class NoTokenLeftError(InputError):
-    """The settings of a request forbade every token at some step of its answer."""
+    """The settings of a request forbid every token at some step of its answer."""
 
 
-def one_line(message: object) -> str:
-    """At most 300 characters on one line; control characters, and others that do not print, are escaped."""
+def format_message(message: object) -> str:
+    """Returns at most 300 characters on one line; characters that are not printable are escaped."""
     text = str(message)
-    if len(text) > 20 * _LONGEST:  # what is cut anyway is not worth walking through
-        text = text[: 10 * _LONGEST] + text[-10 * _LONGEST :]
+    if len(text) > 20 * _MAX_LENGTH:  # the cut part needs no escaping
+        text = text[: 10 * _MAX_LENGTH] + text[-10 * _MAX_LENGTH :]
     text = re.sub(r"\s*[\r\n]\s*", " ", text.strip())
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    if len(text) <= _LONGEST:
+    if len(text) <= _MAX_LENGTH:
         return text
-    return f"{text[: _LONGEST - 121]} … {text[-118:]}"
+    return f"{text[: _MAX_LENGTH - 121]} … {text[-118:]}"
 
 
-def shown(value: object, most: int = 80) -> str:
-    """A value as Python writes it, shortened."""
+def format_value(value: object, most: int = 80) -> str:
+    """Returns the repr of a value, shortened."""
     try:
         text = _SHORT.repr(value)
-    except Exception:  # a whole number of more digits than Python writes, or a repr that fails
+    except Exception:  # an int with more digits than Python converts, or a repr that raises
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= most else f"{text[: most - 2]} …"
 
 
-def few(names: Iterable[object], most: int = 3) -> str:
-    """The first of many names, and how many more there are."""
+def format_names(names: Iterable[object], most: int = 3) -> str:
+    """Returns the first names, and how many more there are."""
     texts = [str(name) for name in names]
     rest = len(texts) - most
     return ", ".join(texts[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,4 +1,4 @@
-"""Large arrays on the host: memory that a device array can keep, and work on all cores."""
+"""Large arrays on the host: aligned memory, and work on all cores."""
 
 import functools
 import math
@@ -10,38 +10,45 @@ from typing import Any
 
 import numpy as np
 
-_BLOCK = 1 << 20  # bytes that stay in a core's cache
-_MOST_WORKERS = 16  # they read as fast as memory does, and each holds a few blocks
+_BLOCK = 1 << 20  # bytes that fit into a core's cache
+_MAX_THREADS = 16  # enough for the memory's bandwidth; each has a few blocks
 
 
-def aligned(form: Any) -> np.ndarray:
-    """Memory for a shape and type (`jax.ShapeDtypeStruct`): aligned to 64 bytes, `jax.device_put` takes it
-    over as it is on CPU.
+def aligned_empty(struct: Any) -> np.ndarray:
+    """Returns an uninitialised array, aligned to 64 bytes so that `jax.device_put` on CPU does not copy it.
+
+    struct: its shape and type, a `jax.ShapeDtypeStruct`.
     """
-    raw = np.empty(math.prod(form.shape) * form.dtype.itemsize + 64, np.uint8)
+    raw = np.empty(math.prod(struct.shape) * struct.dtype.itemsize + 64, np.uint8)
     offset = -raw.ctypes.data % 64
-    return raw[offset : offset + raw.size - 64].view(form.dtype).reshape(form.shape)
+    return raw[offset : offset + raw.size - 64].view(struct.dtype).reshape(struct.shape)
 
 
-def by_blocks(work: Callable[[slice], object], rows: int, width: int, block: int = _BLOCK) -> None:
-    """Calls `work` with runs of rows, so many bytes wide, on all cores: NumPy and files let go of the
-    interpreter's lock. Of several errors that of the first rows is raised. block: bytes of a run.
+def run_in_blocks(work: Callable[[slice], object], rows: int, width: int, block: int = _BLOCK) -> None:
+    """Calls `work` with slices of rows, on all cores: NumPy and file reads release the interpreter's lock.
+
+    Args:
+        work: takes a slice. Of several errors that of the first slice is raised.
+        rows: number of rows.
+        width: bytes of a row.
+        block: bytes of a slice.
     """
-    most = max(64, block // width // 64 * 64)  # whole cache lines where rows become columns
-    runs = [slice(first, min(first + most, rows)) for first in range(0, rows, most)]
-    for _ in map(work, runs) if len(runs) < 2 else _pool().map(work, runs):
-        pass  # at an error, and at Ctrl-C, what has not begun is dropped
+    size = max(64, block // width // 64 * 64)  # full cache lines where rows become columns
+    slices = [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
+    results = map(work, slices) if len(slices) < 2 else _pool().map(work, slices)
+    for _ in results:
+        pass  # at an error and at Ctrl-C, slices that have not begun are dropped
 
 
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
-    """Kept: starting threads takes as long as reading a small matrix."""
-    return ThreadPoolExecutor(min(_MOST_WORKERS, cores()))
+    """Returns the threads; they are kept, since starting them takes as long as reading a small matrix."""
+    return ThreadPoolExecutor(min(_MAX_THREADS, cpu_count()))
 
 
-def cores() -> int:
-    """That this process may use."""
+def cpu_count() -> int:
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not come along
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked process has no threads of its parent

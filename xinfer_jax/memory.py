@@ -1,4 +1,4 @@
-"""How much memory there is: what cannot fit is refused before any of it is allocated."""
+"""How much memory there is: what does not fit is rejected before it is allocated."""
 
 import functools
 import os
@@ -10,23 +10,26 @@ import jax
 
 from .errors import InputError
 
-_GROUPS = {"": ("", "memory.max"), "memory": ("memory", "memory.limit_in_bytes")}  # cgroups 2 and 1
+_GROUPS = {
+    "": ("", "memory.max"),
+    "memory": ("memory", "memory.limit_in_bytes"),
+}  # cgroups 2 and 1: by controller, the folder and the file
 
 
 def check_memory(need: int, what: str, remedy: str) -> None:
-    """Raises InputError where `what` needs more bytes than there are."""
+    """Raises InputError where `what` needs more bytes than there are; remedy: the end of the error."""
     if need > (have := memory_bytes()):
         raise InputError(f"{what} need {need:,} bytes of memory, and there are {have:,}: {remedy}")
 
 
 @functools.cache
 def memory_bytes() -> int:
-    """Of a device; on CPU, of the machine, or less where the process may have less."""
+    """Returns the bytes of a device; on CPU those of the machine, or the limit of the process."""
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
-    return min(limits) if all(limits) else min(_of_the_process())
+    return min(limits) if all(limits) else min(_process_limits())
 
 
-def _of_the_process() -> Iterator[int]:
+def _process_limits() -> Iterator[int]:
     yield os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if (soft := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
         yield soft

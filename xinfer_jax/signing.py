@@ -1,4 +1,4 @@
-"""The secret that the processes of one run share, and messages that are signed with it. Without jax."""
+"""The secret that the processes of one run share, and messages signed with it. Does not import jax."""
 
 import hashlib
 import hmac
@@ -14,11 +14,11 @@ from pathlib import Path
 
 from .errors import InputError
 
-VARIABLE = "XINFER_JAX_SECRET_FILE"  # of the environment: names the file where no flag does
-SIZE = hashlib.sha256().digest_size  # bytes of a signature, and of a random number
-_LEAST = 32
-_MOST = 4096  # bytes of a secret
-_handed = list[bytes]()  # the secret that a parent process has given to this one
+SECRET_VARIABLE = "XINFER_JAX_SECRET_FILE"  # environment variable with the file's path
+SIGNATURE_SIZE = hashlib.sha256().digest_size  # bytes of a signature, and of a random number
+_MIN_BYTES = 32
+_MAX_BYTES = 4096  # of a secret
+_inherited = list[bytes]()  # the secret that this process got from its parent
 
 
 class Signer:
@@ -29,24 +29,24 @@ class Signer:
     """
 
     def __init__(self, secret: bytes, run: str, sender: str):
-        """secret: that both sides know; run: text that no other run has; sender: its name in errors."""
+        """secret: shared by both sides; run: text that no other run has; sender: its name in errors."""
         self._secret = secret
         self._run = run
         self._sender = sender
         self._number = itertools.count()
 
     def sign(self, key: str, content: bytes) -> bytes:
-        """The next message: its signature, then its content. key: where it is put."""
+        """Returns the next message: its signature, then its content. key: where it is stored."""
         return self._signature(key, content) + content
 
     def verify(self, key: str, message: bytes) -> bytes:
-        """The content of the next message.
+        """Returns the content of the next message.
 
         Raises:
-            InputError: it is not what the sender signed.
+            InputError: its signature is wrong.
         """
-        content = message[SIZE:]
-        if not hmac.compare_digest(message[:SIZE], self._signature(key, content)):
+        content = message[SIGNATURE_SIZE:]
+        if not hmac.compare_digest(message[:SIGNATURE_SIZE], self._signature(key, content)):
             raise InputError(
                 f"a message of {self._sender} has a wrong signature: give all processes the same"
                 " --secret_file, and keep others out of their network"
@@ -66,59 +66,59 @@ def is_local(host: str) -> bool:
         return False
 
 
-def hand_over(secret: bytes) -> None:
-    """Has `secret_of` return this one in this process."""
-    _handed[:] = [secret]
+def set_secret(secret: bytes) -> None:
+    """Makes `load_secret` return this secret in this process."""
+    _inherited[:] = [secret]
 
 
-def secret_of(path: str | None, host: str) -> bytes:
-    """The secret of a run: of a file, of the file that the environment names, or, where all processes are on
-    this machine, of the user's own file, which the first of them makes.
+def load_secret(path: str | None, host: str) -> bytes:
+    """Returns the secret of a run: from a file, from the file of the environment variable, or, where all
+    processes are on this machine, from the user's own file, which is created if it is missing.
 
     Args:
-        path: of --secret_file.
-        host: of process 0.
+        path: value of --secret_file.
+        host: address of process 0.
 
     Raises:
-        InputError: the file cannot be had, it belongs to another user, others may read it, or it is too
-            short; no file is named and the processes are on several machines.
+        InputError: the file cannot be read, it belongs to another user, others may read it, or its size is
+            wrong; or no file is given and the processes are on several machines.
     """
-    if _handed:
-        return _handed[0]
-    if path := path or os.environ.get(VARIABLE):
-        return _secret_in(Path(path))
+    if _inherited:
+        return _inherited[0]
+    if path := path or os.environ.get(SECRET_VARIABLE):
+        return _read_secret(Path(path))
     if is_local(host):
-        return _secret_in(_own_file())
+        return _read_secret(_default_file())
     raise InputError(
         f"processes that meet at {host} need a secret: write 32 or more random bytes to a file of mode 0600"
-        f" on each machine, and name it with --secret_file or ${VARIABLE}"
+        f" on each machine, and give its path by --secret_file or ${SECRET_VARIABLE}"
     )
 
 
-def _secret_in(path: Path) -> bytes:
+def _read_secret(path: Path) -> bytes:
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             about = os.fstat(file.fileno())
-            secret = file.read(_MOST + 3) if stat.S_ISREG(about.st_mode) else b""
+            secret = file.read(_MAX_BYTES + 3) if stat.S_ISREG(about.st_mode) else b""
     except OSError as error:
         raise InputError(f"secret file {path} cannot be read: {error.strerror}") from error
-    if about.st_uid not in (0, os.geteuid()):  # its owner can read and change it
+    if about.st_uid not in (0, os.geteuid()):  # its owner could read and change it
         raise InputError(
             f"secret file {path} belongs to another user (uid {about.st_uid}): it must be yours or root's"
         )
     if about.st_mode & 0o077:
         raise InputError(f"secret file {path} may be read or written by others: chmod 600 it")
     secret = secret.rstrip(b"\r\n")
-    if not _LEAST <= len(secret) <= _MOST:
+    if not _MIN_BYTES <= len(secret) <= _MAX_BYTES:
         raise InputError(
-            f"secret file {path} must be a file of {_LEAST} to {_MOST} bytes, and has {len(secret)}:"
+            f"secret file {path} must be a file of {_MIN_BYTES} to {_MAX_BYTES} bytes, and has {len(secret)}:"
             " write random bytes to it"
         )
     return secret
 
 
-def _own_file() -> Path:
-    """The user's own, made at its first use."""
+def _default_file() -> Path:
+    """Returns the user's own secret file; creates it if it is missing."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "xinfer_jax" / "processes"
     file = folder / "secret"
     try:
@@ -129,10 +129,10 @@ def _own_file() -> Path:
             raise InputError(f"{folder} must be a directory of yours with mode 0700, or give --secret_file")
         if not file.exists():
             with tempfile.NamedTemporaryFile(dir=folder) as new:  # mode 0600
-                new.write(secrets.token_bytes(SIZE).hex().encode())
+                new.write(secrets.token_bytes(SIGNATURE_SIZE).hex().encode())
                 new.flush()
                 with suppress(FileExistsError):  # another process was first
                     os.link(new.name, file)
-    except (OSError, RuntimeError) as error:  # the second: there is no home directory
-        raise InputError(f"{file} cannot be made ({error}): give --secret_file") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        raise InputError(f"{file} cannot be created ({error}): give --secret_file") from error
     return file

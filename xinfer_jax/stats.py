@@ -1,4 +1,4 @@
-"""What a load or a generation cost: seconds, bytes, rates, and how they are measured."""
+"""The cost of loading and generating: seconds, bytes, rates, and how they are measured."""
 
 import ctypes
 import dataclasses
@@ -15,7 +15,7 @@ class LoadStats:
     """The cost of one `load_model` call.
 
     Attributes:
-        seconds: wall time of opening and reading, without the time between.
+        seconds: wall time of opening and reading files, without the time between.
         weight_bytes: of the parameter tree, in memory.
         dtype: "float32", "bfloat16" or "float16", or the kind of quantized weights.
     """
@@ -27,25 +27,26 @@ class LoadStats:
 
 @dataclasses.dataclass
 class GenerateStats:
-    """The cost of a `generate` or `stream` call. Only `compile_seconds` and `total_seconds` count
-    compilation.
+    """The cost of a `generate` or `stream` call.
+
+    Only `compile_seconds` and `total_seconds` include compilation.
 
     Attributes:
         rows: prompts times answers.
         prompt_tokens: of all prompts together.
         weight_bytes: of the parameter tree.
-        cache_bytes: of keys and values, filled or not.
-        reused_tokens: of the prompts', those that a prefix held already.
+        cache_bytes: of the KV cache, filled or not.
+        reused_tokens: prompt tokens whose keys and values came from a prefix cache.
         generated_tokens: of all rows together, EOS included.
         compile_seconds: tracing, lowering and compiling (or fetching from the compilation cache), as far as
             the call waited for it.
-        prefill_seconds: reading the prompts.
+        prefill_seconds: time of prefill.
         ttft_seconds: time to the first token of every row, from the start of the call.
         decode_seconds: everything after the first token.
-        decode_steps: passes over all rows after the first token.
+        decode_steps: forward passes of all rows after the first token.
         total_seconds: of the whole call, compilation included.
-        acceptance: with a draft: which part of each row's guesses was right; else None.
-        passes: with a draft: how often the model ran for each row; else None.
+        acceptance: acceptance rate of each row's draft tokens; None: no draft model.
+        passes: forward passes of the model for each row; None: no draft model.
         peak_bytes: peak memory: of the process on CPU, of the device elsewhere.
     """
 
@@ -67,13 +68,13 @@ class GenerateStats:
 
     @property
     def decode_tokens(self) -> int:
-        """Tokens that decoding produced: all but the first of each row, which prefill gives."""
+        """Tokens from decode steps: all but the first of each row, which prefill returns."""
         return max(0, self.generated_tokens - self.rows)
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        read = self.prompt_tokens - self.reused_tokens
-        return read / self.prefill_seconds if self.prefill_seconds else 0.0
+        prefilled = self.prompt_tokens - self.reused_tokens
+        return prefilled / self.prefill_seconds if self.prefill_seconds else 0.0
 
     @property
     def decode_tokens_per_second(self) -> float:
@@ -85,16 +86,16 @@ class GenerateStats:
         return self.decode_seconds / self.decode_steps if self.decode_steps else 0.0
 
     def count(self, *watches: "Stopwatch") -> None:
-        """Adds what they measured to the seconds of compiling and of the whole call."""
+        """Adds the watches' times to `compile_seconds` and `total_seconds`."""
         self.compile_seconds += sum(watch.compile_seconds for watch in watches)
         self.total_seconds += sum(watch.seconds + watch.compile_seconds for watch in watches)
 
 
 class Stopwatch:
-    """Wall time with the seconds that this thread spent compiling apart.
+    """Measures wall time, and separately the seconds that this thread compiled.
 
-    `with Stopwatch() as w: ...` fills `w.seconds` and `w.compile_seconds`, and gives back what compiling
-    freed.
+    `with Stopwatch() as w: ...` sets `w.seconds` and `w.compile_seconds`, and releases the memory that
+    compiling freed.
     """
 
     def __enter__(self) -> "Stopwatch":
@@ -110,7 +111,7 @@ class Stopwatch:
         self.compile_seconds = min(wall, self._covered())
         self.seconds = wall - self.compile_seconds
         if self.compile_seconds:
-            give_back_memory()
+            release_free_memory()
 
     def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event.startswith("/jax/core/compile/") and threading.get_ident() == self._thread:
@@ -118,7 +119,7 @@ class Stopwatch:
             self._spans.append((max(now - duration_secs, self._start), now))
 
     def _covered(self) -> float:
-        """Length of the union of the spans: an inner function's trace lies within its caller's."""
+        """Length of the union of the spans: an inner function's trace is inside its caller's."""
         total = 0.0
         end = 0.0
         for first, last in sorted(self._spans):
@@ -127,16 +128,14 @@ class Stopwatch:
         return total
 
 
-def give_back_memory() -> None:
-    """Has glibc return its free pages to the system: compiling leaves 100 MiB or more of them, which would
-    stay until the process ends.
-    """
+def release_free_memory() -> None:
+    """Makes glibc return its free pages to the system: compiling leaves 100 MiB or more of them."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
 def peak_bytes() -> int:
-    """Peak memory so far: of the device, or of the process where the device keeps no count (CPU)."""
-    counted = jax.local_devices()[0].memory_stats() or {}
+    """Returns peak memory so far: of the device, or of the process where the device has no counter (CPU)."""
+    device = jax.local_devices()[0].memory_stats() or {}
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return counted.get("peak_bytes_in_use", resident)
+    return device.get("peak_bytes_in_use", resident)

@@ -1,4 +1,4 @@
-"""The index of the largest number of each row, and the greedy token straight from the hidden state."""
+"""The index of each row's largest number, and the greedy token straight from hidden states."""
 
 from functools import partial
 from typing import Any
@@ -11,31 +11,42 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import compat
-from .parts import LOWEST, PROGRAMS, ROWS, WGMMA, capped, padded, params, rows, spread, tile
+from .parts import (
+    LOWEST,
+    PROGRAMS,
+    ROWS,
+    WGMMA,
+    broadcast_along,
+    compiler_params,
+    pad_to_multiples,
+    row_index,
+    smem_tile,
+    tanh_capped,
+)
 
 _BLOCK = 2048  # numbers per program of argmax
 _WIDE = 128  # columns of the vocabulary matrix per step
-_NEVER = np.int32(2**31 - 1)
-_LOWEST = np.float32(LOWEST).view(np.int32) ^ _NEVER  # the key of a finite number: differences are never NaN
+_MAX_INT = np.int32(2**31 - 1)
+_LOWEST = np.float32(LOWEST).view(np.int32) ^ _MAX_INT  # the key of a finite number: no difference is NaN
 
 
-def ordered(x: jax.Array) -> jax.Array:
-    """int32 keys in the order of float32 numbers, with NaN above all, as jnp.argmax has it."""
+def float_to_key(x: jax.Array) -> jax.Array:
+    """Int32 keys in the order of float32 numbers, with NaN above all, as in jnp.argmax."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)  # -0.0 equals 0.0
-    return jnp.where(x != x, _NEVER, jnp.where(bits < 0, bits ^ _NEVER, bits))
+    return jnp.where(x != x, _MAX_INT, jnp.where(bits < 0, bits ^ _MAX_INT, bits))
 
 
-def unordered(key: jax.Array) -> jax.Array:
+def key_to_float(key: jax.Array) -> jax.Array:
     """The float32 number of a key."""
-    return lax.bitcast_convert_type(jnp.where(key < 0, key ^ _NEVER, key), jnp.float32)
+    return lax.bitcast_convert_type(jnp.where(key < 0, key ^ _MAX_INT, key), jnp.float32)
 
 
 def argmax(x_BV: jax.Array, *, interpret: Any = None) -> jax.Array:
     """As `reference.argmax`: int32 [B]; the lowest index of equal numbers, the first NaN where there is one.
 
     Args:
-        x_BV: float32, bfloat16 or float16. V that is no multiple of 8 costs a copy.
-        interpret: `plgpu.InterpretGPUParams()`: on CPU, emulated.
+        x_BV: float32, bfloat16 or float16. V that is not a multiple of 8 costs a copy.
+        interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
     """
     B = x_BV.shape[0]
     missing = max(_BLOCK - x_BV.shape[1], -x_BV.shape[1] % 8)
@@ -47,20 +58,20 @@ def argmax(x_BV: jax.Array, *, interpret: Any = None) -> jax.Array:
     def kernel(x_ref, key_ref, index_ref):
         row = lax.axis_index("row")
         block = lax.axis_index("block")
-        # The last block overlaps the one before: nothing to mask.
+        # The last block overlaps the one before, so nothing needs a mask.
         first = jnp.minimum(block * _BLOCK, V - _BLOCK)
-        key = ordered(compat.load(x_ref.at[row], first, _BLOCK, layout).astype(jnp.float32))
+        key = float_to_key(compat.load(x_ref.at[row], first, _BLOCK, layout).astype(jnp.float32))
         index = plgpu.broadcasted_iota(jnp.int32, (_BLOCK,), 0, layout=layout) + first
-        most = key.max(axis=0)
-        key_ref[row, block] = most
-        index_ref[row, block] = jnp.where(key == most, index, _NEVER).min(axis=0)
+        largest = key.max(axis=0)
+        key_ref[row, block] = largest
+        index_ref[row, block] = jnp.where(key == largest, index, _MAX_INT).min(axis=0)
 
     pairs = plgpu.kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((B, blocks), jnp.int32),) * 2,
         grid=(blocks, B),
         grid_names=("block", "row"),
-        compiler_params=params(),
+        compiler_params=compiler_params(),
         interpret=interpret,
     )(x_BV)
     return _first_of_largest(*pairs)
@@ -69,15 +80,15 @@ def argmax(x_BV: jax.Array, *, interpret: Any = None) -> jax.Array:
 def lm_head_argmax(
     x_BD: jax.Array, weight_VD: jax.Array, *, soft_cap: float | None = None, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """As `reference.lm_head_argmax`, without writing a logit: reads the vocabulary matrix once.
+    """As `reference.lm_head_argmax`, without writing a logit. Reads the vocabulary matrix once.
 
-    Programs stay on the card and take tiles of 64 tokens in turn; loads run ahead across tiles.
+    Programs are persistent and take tiles of 64 tokens in turn; loads run ahead across tiles.
 
     Args:
         x_BD: bfloat16 or float16 hidden states; every 64 rows read the matrix once.
-        weight_VD: in the same dtype. V that is no multiple of 8, or D that is none of 64, costs a copy.
+        weight_VD: in the same dtype. V that is not a multiple of 8, or D not a multiple of 64, costs a copy.
         soft_cap: as in `reference.lm_head_argmax`.
-        interpret: `plgpu.InterpretGPUParams()`: on CPU, emulated.
+        interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
 
     Returns:
         ids int32 [B] and their log-probabilities float32 [B].
@@ -88,17 +99,19 @@ def lm_head_argmax(
         some = partial(lm_head_argmax, weight_VD=weight_VD, soft_cap=soft_cap, interpret=interpret)
         ids, logprobs = zip(*(some(x_BD[i : i + ROWS]) for i in range(0, B, ROWS)), strict=True)
         return jnp.concatenate(ids), jnp.concatenate(logprobs)
-    x_ND = padded(x_BD, 8, 64)
-    weight_VD = padded(weight_VD, 8, 64)
+    x_ND = pad_to_multiples(x_BD, 8, 64)
+    weight_VD = pad_to_multiples(weight_VD, 8, 64)
     N, D = x_ND.shape
     steps = pl.cdiv(D, _WIDE)
     tiles = pl.cdiv(V, ROWS)
     programs = min(PROGRAMS, tiles)
-    stages = min(6, 104 * 1024 // (2 * _WIDE * (ROWS + N)))  # of 113 KiB, half of a multiprocessor's
+    stages = min(
+        6, 104 * 1024 // (2 * _WIDE * (ROWS + N))
+    )  # of 113 KiB, half of a multiprocessor's shared memory
 
     def kernel(x_ref, w_ref, *refs):
         best_refs = refs[:3]
-        (x_smem, w_smem, *best_smem, landed) = refs[3:]
+        (x_smem, w_smem, *best_smem, loaded) = refs[3:]
         program = lax.axis_index("program")
         # Tiles program, program + programs, …
         mine = lax.div(tiles - program + (programs - 1), jnp.int32(programs))
@@ -106,8 +119,8 @@ def lm_head_argmax(
         def fetch(i, slot):
             token = (program + lax.div(i, jnp.int32(steps)) * programs) * ROWS
             wide = pl.ds(lax.rem(i, jnp.int32(steps)) * _WIDE, _WIDE)
-            plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(token, ROWS), wide], w_smem.at[slot], landed.at[slot])
-            plgpu.copy_gmem_to_smem(x_ref.at[:, wide], x_smem.at[slot], landed.at[slot])
+            plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(token, ROWS), wide], w_smem.at[slot], loaded.at[slot])
+            plgpu.copy_gmem_to_smem(x_ref.at[:, wide], x_smem.at[slot], loaded.at[slot])
 
         def logits(t):
             def product(acc_ref):
@@ -115,8 +128,8 @@ def lm_head_argmax(
                 def _(j):
                     i = t * steps + j
                     slot = lax.rem(i, jnp.int32(stages))
-                    plgpu.barrier_wait(landed.at[slot])
-                    plgpu.wgmma(acc_ref, w_smem.at[slot], compat.transposed(x_smem.at[slot]))
+                    plgpu.barrier_wait(loaded.at[slot])
+                    plgpu.wgmma(acc_ref, w_smem.at[slot], compat.transpose_ref(x_smem.at[slot]))
                     plgpu.wgmma_wait(0)
                     pl.when(i + stages < mine * steps)(lambda: fetch(i + stages, slot))
 
@@ -126,27 +139,27 @@ def lm_head_argmax(
 
         def one_tile(t, best):
             key, index, total = best
-            x = logits(t) if soft_cap is None else capped(logits(t), 1.0, soft_cap) * soft_cap
-            token = rows(x.shape) + (program + t * programs) * ROWS
+            x = logits(t) if soft_cap is None else tanh_capped(logits(t), 1.0, soft_cap) * soft_cap
+            token = row_index(x.shape) + (program + t * programs) * ROWS
             x = jnp.where(token < V, x, -jnp.inf)
-            keys = ordered(x)
-            most = keys.max(axis=0)
-            first = jnp.where(keys == spread(most, x.shape, 1), token, _NEVER).min(axis=0)
-            new = jnp.maximum(key, most)
-            shrunk = total * jnp.exp(unordered(key) - unordered(new))
+            keys = float_to_key(x)
+            largest = keys.max(axis=0)
+            first = jnp.where(keys == broadcast_along(largest, x.shape, 1), token, _MAX_INT).min(axis=0)
+            new = jnp.maximum(key, largest)
+            shrunk = total * jnp.exp(key_to_float(key) - key_to_float(new))
             return (
                 new,
-                jnp.where(most > key, first, index),
-                shrunk + jnp.exp(x - spread(unordered(new), x.shape, 1)).sum(axis=0),
+                jnp.where(largest > key, first, index),
+                shrunk + jnp.exp(x - broadcast_along(key_to_float(new), x.shape, 1)).sum(axis=0),
             )
 
         for i in range(stages):
             pl.when(i < mine * steps)(lambda i=i: fetch(jnp.int32(i), i))
-        nothing = [
+        initial = [
             plgpu.layout_cast(jnp.full((N,), *start), WGMMA.reduce(0))
             for start in ((_LOWEST, jnp.int32), (0, jnp.int32), (0, jnp.float32))
         ]
-        best = lax.fori_loop(0, mine, one_tile, tuple(nothing))
+        best = lax.fori_loop(0, mine, one_tile, tuple(initial))
         for value, smem, ref in zip(best, best_smem, best_refs, strict=True):
             smem[...] = value
             plgpu.commit_smem()
@@ -158,20 +171,21 @@ def lm_head_argmax(
         kernel,
         out_type=tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes),
         scratch_types=(
-            tile((stages, N, _WIDE), x_BD.dtype),
-            tile((stages, ROWS, _WIDE), x_BD.dtype),
+            smem_tile((stages, N, _WIDE), x_BD.dtype),
+            smem_tile((stages, ROWS, _WIDE), x_BD.dtype),
             *(plgpu.SMEM((N,), dtype) for _, dtype in shapes),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         ),
         grid=(programs,),
         grid_names=("program",),
-        compiler_params=params(),
+        compiler_params=compiler_params(),
         interpret=interpret,
     )(x_ND, weight_VD)
-    most_PN = unordered(key_PN)
-    total_N = jnp.sum(sum_PN * jnp.exp(most_PN - jnp.max(most_PN, 0)), 0)
+    largest_PN = key_to_float(key_PN)
+    total_N = jnp.sum(sum_PN * jnp.exp(largest_PN - jnp.max(largest_PN, 0)), 0)
     return _first_of_largest(key_PN.T, index_PN.T)[:B], -jnp.log(total_N)[:B]
 
 
 def _first_of_largest(key_BP: jax.Array, index_BP: jax.Array) -> jax.Array:
-    return jnp.min(jnp.where(key_BP == jnp.max(key_BP, -1, keepdims=True), index_BP, _NEVER), -1)
+    """[B]: the lowest of the indices whose key is the largest of a row."""
+    return jnp.min(jnp.where(key_BP == jnp.max(key_BP, -1, keepdims=True), index_BP, _MAX_INT), -1)

@@ -1,5 +1,5 @@
-"""Decode attention on Hopper: one query per row, the keys split over the card, TMA loads ahead of the tensor
-cores.
+"""Decode attention on Hopper: one query per row, the keys split over the GPU; TMA loads run ahead of the
+tensor cores.
 """
 
 from typing import Any
@@ -16,15 +16,15 @@ from .parts import (
     PROGRAMS,
     ROWS,
     add_values,
-    columns,
-    padded,
-    params,
-    scores,
-    silence,
+    attention_scores,
+    broadcast_along,
+    column_index,
+    compiler_params,
+    init_softmax,
+    pad_to_multiples,
+    smem_tile,
     softmax_step,
-    spread,
-    start,
-    tile,
+    zero_rows_from,
 )
 
 
@@ -44,19 +44,19 @@ def decode_attention(  # noqa: PLR0913
 ) -> jax.Array:
     """Attention of one query per row, at position length_B[b] - 1, as in Flash-Decoding (Dao et al. 2023).
 
-    The G = N/K queries that share a key head are the rows of one tile. Each program takes an equal part of
-    the key blocks below the row's length; parts are merged by their log-sum-exp.
+    The G = N/K queries that share a key head are the rows of one tile. Each program takes an equal share of
+    the key blocks below the row's length. The partial results are merged by their log-sum-exp.
 
     Args:
         q_BNH: bfloat16 or float16; G at most 64, H at most 256.
         k_BKSH, v_BKSH: in the same dtype; slots at or past length_B may hold anything.
         length_B: int32, valid keys per row; 0 gives zeros.
         scale, window, soft_cap: as in `reference.decode_attention`.
-        splits: programs per row and key head; None: enough to fill the card.
+        splits: programs per row and key head; None: enough to fill the GPU.
         block: keys per step, a multiple of 64.
         stages: blocks in flight per program; None: as many as let two programs share a multiprocessor, up to
             width 128.
-        interpret: `plgpu.InterpretGPUParams()`: on CPU, emulated.
+        interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
 
     Returns:
         [B, N, H] in the dtype of q.
@@ -66,17 +66,17 @@ def decode_attention(  # noqa: PLR0913
     G = N // K
     width = H
     dtype = q_BNH.dtype
-    k_BKSH = padded(k_BKSH, 8, 16)
-    v_BKSH = padded(v_BKSH, 8, 16)
+    k_BKSH = pad_to_multiples(k_BKSH, 8, 16)
+    v_BKSH = pad_to_multiples(v_BKSH, 8, 16)
     H = k_BKSH.shape[-1]
     splits = splits or max(1, min(PROGRAMS // (B * K), pl.cdiv(S, block)))
-    # Of 113 KiB, half of a multiprocessor's.
+    # Of 113 KiB, half of a multiprocessor's shared memory.
     stages = stages or max(2, min(6, (109 * 1024 - 2 * ROWS * H) // (4 * block * H)))
-    kept = pl.cdiv(G, 8) * 8  # rows of the tile that leave the kernel
-    q_BKGH = padded(q_BNH.reshape(B, K, G, width), 8, 16)
+    out_rows = pl.cdiv(G, 8) * 8  # rows of the tile that are written
+    q_BKGH = pad_to_multiples(q_BNH.reshape(B, K, G, width), 8, 16)
 
     def kernel(length_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, *scratch):
-        q_smem, ((k_smem, v_smem), out_smem), landed, q_landed = scratch
+        q_smem, ((k_smem, v_smem), out_smem), loaded, q_loaded = scratch
         row = lax.axis_index("row")
         head = lax.axis_index("head")
         part = lax.axis_index("part")
@@ -94,58 +94,58 @@ def decode_attention(  # noqa: PLR0913
 
         def fetch(i, slot):
             keys = pl.ds((first + i) * block, block)
-            plgpu.copy_gmem_to_smem(k_ref.at[row, head, keys], k_smem.at[slot], landed.at[slot])
-            plgpu.copy_gmem_to_smem(v_ref.at[row, head, keys], v_smem.at[slot], landed.at[slot])
+            plgpu.copy_gmem_to_smem(k_ref.at[row, head, keys], k_smem.at[slot], loaded.at[slot])
+            plgpu.copy_gmem_to_smem(v_ref.at[row, head, keys], v_smem.at[slot], loaded.at[slot])
 
         def step(i, carry):
-            acc, most, total = carry
+            acc, largest, total = carry
             slot = lax.rem(i, jnp.int32(stages))
-            plgpu.barrier_wait(landed.at[slot])
+            plgpu.barrier_wait(loaded.at[slot])
             key_0 = (first + i) * block
             left = length - key_0  # valid keys from this block on
-            pl.when(left < block)(lambda: silence(v_smem.at[slot], left))
-            s = scores(q_smem, k_smem.at[slot], scale, soft_cap)
-            key = columns(s.shape) + key_0
-            seen = key < length
+            pl.when(left < block)(lambda: zero_rows_from(v_smem.at[slot], left))
+            s = attention_scores(q_smem, k_smem.at[slot], scale, soft_cap)
+            key = column_index(s.shape) + key_0
+            visible = key < length
             if window is not None:
-                seen &= key > position - window
-            p, acc, most, total = softmax_step(jnp.where(seen, s, -jnp.inf), acc, most, total)
+                visible &= key > position - window
+            p, acc, largest, total = softmax_step(jnp.where(visible, s, -jnp.inf), acc, largest, total)
             acc = add_values(acc, p.astype(dtype), v_smem.at[slot], bool(interpret))
             pl.when(i + stages < count)(lambda: fetch(i + stages, slot))
-            return acc, most, total
+            return acc, largest, total
 
-        # Rows past G arrive as zeros.
-        plgpu.copy_gmem_to_smem(q_ref.at[row, head, pl.ds(0 * part, ROWS)], q_smem, q_landed)
+        # Rows beyond G are loaded as zeros.
+        plgpu.copy_gmem_to_smem(q_ref.at[row, head, pl.ds(0 * part, ROWS)], q_smem, q_loaded)
         for i in range(stages):
             pl.when(i < count)(lambda i=i: fetch(jnp.int32(i), i))
-        plgpu.barrier_wait(q_landed)
-        acc, most, total = lax.fori_loop(0, count, step, start(H))
-        total = jnp.maximum(total, 1e-30)  # a part without keys: zeros, with a weight of zero
-        out_smem[...] = acc / spread(total, acc.shape)
-        store_scattered(lse_ref.at[row, head, :, part], most + jnp.log2(total))
+        plgpu.barrier_wait(q_loaded)
+        acc, largest, total = lax.fori_loop(0, count, step, init_softmax(H))
+        total = jnp.maximum(total, 1e-30)  # a split without keys: zeros, with a weight of zero
+        out_smem[...] = acc / broadcast_along(total, acc.shape)
+        store_scattered(lse_ref.at[row, head, :, part], largest + jnp.log2(total))
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, kept)], out_ref.at[row, head, part])
+        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, out_rows)], out_ref.at[row, head, part])
         plgpu.wait_smem_to_gmem(0)
 
     out_BKPRH, lse_BKRP = plgpu.kernel(
         kernel,
         out_type=(
-            jax.ShapeDtypeStruct((B, K, splits, kept, H), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, splits, out_rows, H), jnp.float32),
             jax.ShapeDtypeStruct((B, K, ROWS, splits), jnp.float32),
         ),
         scratch_types=(
-            tile((ROWS, H), dtype),
-            # The result takes the keys' place.
-            plgpu.RefUnion((tile((stages, block, H), dtype),) * 2, tile((ROWS, H), jnp.float32)),
+            smem_tile((ROWS, H), dtype),
+            # The result reuses the memory of the keys.
+            plgpu.RefUnion((smem_tile((stages, block, H), dtype),) * 2, smem_tile((ROWS, H), jnp.float32)),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(),
         ),
         grid=(K, splits, B),
         grid_names=("head", "part", "row"),
-        compiler_params=params(),
+        compiler_params=compiler_params(),
         interpret=interpret,
     )(length_B, q_BKGH, k_BKSH, v_BKSH)
-    # Parts last: XLA then merges them in a single kernel.
+    # With the split axis last XLA merges the partial results in one kernel.
     weight_BKRP = jax.nn.softmax(lse_BKRP / LOG2_E, axis=-1)
     out_BKGH = jnp.einsum("bkgp,bkpgh->bkgh", weight_BKRP[:, :, :G], out_BKPRH[..., :G, :width])
     return out_BKGH.reshape(q_BNH.shape).astype(dtype)

@@ -1,4 +1,4 @@
-"""What the Mosaic kernels share: shared-memory tiles for TMA and wgmma, and one step of flash attention."""
+"""Parts that the Mosaic kernels share: shared-memory tiles for TMA and wgmma, one step of flash attention."""
 
 import math
 from collections.abc import Callable
@@ -10,27 +10,27 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..compat import transposed
+from ..compat import transpose_ref
 
 LOG2_E = math.log2(math.e)
-LOWEST = -1e30  # the running maximum of a row that has seen no key: finite, so that differences are never NaN
+LOWEST = -1e30  # the maximum before the first key: finite, so that differences are never NaN
 ROWS = 64  # of a wgmma tile
-PROGRAMS = 264  # two per multiprocessor of an H100 or H200: one computes while the other waits for memory
+PROGRAMS = 264  # two per multiprocessor of an H100 or H200: one computes while the other loads
 WGMMA = plgpu.Layout.WGMMA
 
 
-def params(**kwargs: Any) -> plgpu.CompilerParams:
+def compiler_params(**kwargs: Any) -> plgpu.CompilerParams:
     return plgpu.CompilerParams(
         approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup, **kwargs
     )
 
 
 def swizzle(width: int, dtype: Any) -> int:
-    """The widest swizzle, in bytes, of which a row of this many elements is a multiple."""
+    """The widest swizzle, in bytes, that divides a row of this many elements."""
     return next(size for size in (128, 64, 32) if width * jnp.dtype(dtype).itemsize % size == 0)
 
 
-def tile(shape: tuple[int, ...], dtype: Any) -> Any:
+def smem_tile(shape: tuple[int, ...], dtype: Any) -> Any:
     """A shared-memory tile that TMA fills and wgmma reads."""
     size = swizzle(shape[-1], dtype)
     return plgpu.SMEM(
@@ -43,28 +43,28 @@ def tile(shape: tuple[int, ...], dtype: Any) -> Any:
     )
 
 
-def padded(x: jax.Array, *multiples: int) -> jax.Array:
-    """x with its last axes filled up with zeros to these multiples, as TMA wants them; a copy only where
-    there is something to fill.
-    """
+def pad_to_multiples(x: jax.Array, *multiples: int) -> jax.Array:
+    """x with its last axes zero-padded to these multiples, as TMA needs them. Copies only if it pads."""
     missing = [-size % multiple for size, multiple in zip(x.shape[-len(multiples) :], multiples, strict=True)]
     return jnp.pad(x, [(0, 0)] * (x.ndim - len(multiples)) + [(0, n) for n in missing]) if any(missing) else x
 
 
-def spread(x: jax.Array, shape: tuple[int, int], axis: int = 0) -> jax.Array:
-    """One number per row (or, with axis 1, per column), repeated along it."""
+def broadcast_along(x: jax.Array, shape: tuple[int, int], axis: int = 0) -> jax.Array:
+    """One number per row, repeated over its columns; with axis 1 per column, over its rows."""
     return lax.broadcast_in_dim(x, shape, [axis])
 
 
-def columns(shape: tuple[int, int]) -> jax.Array:
+def column_index(shape: tuple[int, int]) -> jax.Array:
+    """int32: the column of each element."""
     return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
 
 
-def rows(shape: tuple[int, int]) -> jax.Array:
+def row_index(shape: tuple[int, int]) -> jax.Array:
+    """int32: the row of each element."""
     return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
 
 
-def start(width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def init_softmax(width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Accumulator [64, H], running maximum [64] and running sum [64] before the first key."""
     row = WGMMA.reduce(1)
     return (
@@ -74,55 +74,57 @@ def start(width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     )
 
 
-def scores(
-    q_smem, k_smem, scale: float, soft_cap: float | None, then: Callable[[], None] = lambda: None
+def attention_scores(
+    q_smem, k_smem, scale: float, soft_cap: float | None, meanwhile: Callable[[], None] = lambda: None
 ) -> jax.Array:
-    """q · kᵀ times log2 e, since the GPU has an instruction for 2**x; `then` is called while the tensor cores
-    work.
+    """Scores q · kᵀ times log2 e, since the GPU has an instruction for 2**x. Calls `meanwhile` while the
+    tensor cores compute.
     """
 
     def product(s_ref):
-        plgpu.wgmma(s_ref, q_smem, transposed(k_smem))
-        then()
+        plgpu.wgmma(s_ref, q_smem, transpose_ref(k_smem))
+        meanwhile()
         return s_ref[...]
 
     s = pl.run_scoped(product, plgpu.ACC((q_smem.shape[0], k_smem.shape[0]), jnp.float32))
-    return s * (scale * LOG2_E) if soft_cap is None else capped(s, scale, soft_cap) * (soft_cap * LOG2_E)
+    return s * (scale * LOG2_E) if soft_cap is None else tanh_capped(s, scale, soft_cap) * (soft_cap * LOG2_E)
 
 
-def capped(x: jax.Array, scale: float, soft_cap: float) -> jax.Array:
-    """tanh(scale · x / soft_cap), as 1 - 2 / (1 + e**2x): the GPU's own tanh is good for 11 bits only."""
+def tanh_capped(x: jax.Array, scale: float, soft_cap: float) -> jax.Array:
+    """tanh(scale · x / soft_cap), as 1 - 2 / (1 + e**2x): the GPU's own tanh has only 11 exact bits."""
     return 1 - 2 / (1 + jnp.exp2(x * (2 * LOG2_E * scale / soft_cap)))
 
 
-def softmax_step(s, acc, most, total):
-    """Online softmax: the weights of this block, and accumulator, maximum and sum of weights carried over to
-    the new maximum.
+def softmax_step(s, acc, largest, total):
+    """One step of online softmax: the weights of this block; and accumulator, maximum and sum of weights,
+    rescaled to the new maximum.
     """
-    new = jnp.maximum(most, s.max(axis=1))
-    shrink = jnp.exp2(most - new)
-    p = jnp.exp2(s - spread(new, s.shape))
-    return p, acc * spread(shrink, acc.shape), new, total * shrink + p.sum(axis=1)
+    new = jnp.maximum(largest, s.max(axis=1))
+    shrink = jnp.exp2(largest - new)
+    p = jnp.exp2(s - broadcast_along(new, s.shape))
+    return p, acc * broadcast_along(shrink, acc.shape), new, total * shrink + p.sum(axis=1)
 
 
-def silence(tile_ref, valid: jax.Array) -> None:
-    """Zeros in the rows of values from `valid` on: a weight of 0 does not silence a NaN. Piece by piece, for
+def zero_rows_from(tile_ref, valid: jax.Array) -> None:
+    """Writes zeros to the rows of values from `valid` on, since 0 * NaN is NaN. In small parts, which need
     few registers.
     """
     keys, width = tile_ref.shape
     wide = swizzle(width, tile_ref.dtype) // tile_ref.dtype.itemsize
     for row in range(0, keys, ROWS):
         for column in range(0, width, wide):
-            piece = tile_ref.at[pl.ds(row, ROWS), pl.ds(column, wide)]
-            piece[...] = jnp.where(rows((ROWS, wide)) < valid - row, piece[...], jnp.zeros((), piece.dtype))
+            part = tile_ref.at[pl.ds(row, ROWS), pl.ds(column, wide)]
+            part[...] = jnp.where(row_index((ROWS, wide)) < valid - row, part[...], jnp.zeros((), part.dtype))
     plgpu.commit_smem()
 
 
 def add_values(acc, p, v_smem, emulate: bool):
-    """acc + p · v. Pallas's interpreter has no wgmma with an operand in registers: there, a plain product."""
+    """acc + p · v. Pallas's interpreter has no wgmma with an operand in registers, so it gets a plain
+    product.
+    """
     if emulate:
         added = acc + jnp.dot(p, v_smem[...], preferred_element_type=jnp.float32)
-        # A plain read, unlike wgmma's, must be fenced from the TMA write that reuses the slot.
+        # A plain read, unlike that of wgmma, needs a fence before the TMA write that reuses the slot.
         plgpu.commit_smem()
         return added
     return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p, v_smem))(plgpu.ACC.init(acc))

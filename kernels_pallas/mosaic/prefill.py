@@ -1,4 +1,4 @@
-"""Prefill attention on Hopper: two warpgroups compute in turn, one fetches keys and values ahead of them."""
+"""Prefill attention on Hopper: two warpgroups compute in turn, a third one loads keys and values."""
 
 from functools import partial
 from typing import Any
@@ -12,19 +12,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .parts import (
     ROWS,
     add_values,
-    columns,
-    padded,
-    params,
-    rows,
-    scores,
-    silence,
+    attention_scores,
+    broadcast_along,
+    column_index,
+    compiler_params,
+    init_softmax,
+    pad_to_multiples,
+    row_index,
+    smem_tile,
     softmax_step,
-    spread,
-    start,
-    tile,
+    zero_rows_from,
 )
 
-_COMPUTE = 2  # warpgroups; a third one fetches
+_COMPUTE = 2  # warpgroups that compute; a third one loads
 _QUERIES = _COMPUTE * ROWS  # per program
 
 
@@ -44,7 +44,7 @@ def prefill_attention(  # noqa: PLR0913
 ) -> jax.Array:
     """Causal attention with the schedule of FlashAttention-3 (Shah et al. 2024).
 
-    While one warpgroup takes the softmax of its block, the other has the tensor cores.
+    While one warpgroup computes the softmax of its block, the other uses the tensor cores.
 
     Args:
         q_BTNH: bfloat16 or float16; N a multiple of K, H at most 256.
@@ -54,7 +54,7 @@ def prefill_attention(  # noqa: PLR0913
         scale, window, soft_cap: as in `reference.prefill_attention`.
         block: keys per step, a multiple of 64; None: 128, or 64 above width 128.
         stages: blocks of keys and values in shared memory; None: 2, or 4 up to width 64.
-        interpret: `plgpu.InterpretGPUParams()`: on CPU, emulated.
+        interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
 
     Returns:
         [B, T, N, H] in the dtype of q; zeros where a query sees no key.
@@ -64,23 +64,23 @@ def prefill_attention(  # noqa: PLR0913
     group = N // K
     width = H
     dtype = q_BTNH.dtype
-    q_BTNH = padded(q_BTNH, 8, 1, 16)
-    k_BKSH = padded(k_BKSH, 8, 16)
-    v_BKSH = padded(v_BKSH, 8, 16)
+    q_BTNH = pad_to_multiples(q_BTNH, 8, 1, 16)
+    k_BKSH = pad_to_multiples(k_BKSH, 8, 16)
+    v_BKSH = pad_to_multiples(v_BKSH, 8, 16)
     H = q_BTNH.shape[-1]
     block = block or (128 if H <= 128 else 64)
     stages = stages or (4 if H <= 64 else 2)
     blocks = pl.cdiv(T, _QUERIES)
 
     def kernel(start_ref, length_ref, q_ref, k_ref, v_ref, out_ref, *scratch):
-        (q_smem, *kv_smem), (q_landed, *kv_landed), kv_used, turn = scratch
+        (q_smem, *kv_smem), (q_loaded, *kv_loaded), kv_used, turn = scratch
         (k_smem, v_smem) = kv_smem
-        (k_landed, v_landed, _) = kv_landed
+        (k_loaded, v_loaded, _) = kv_loaded
         (k_used, v_used) = kv_used
         row = lax.axis_index("row")
         head = lax.axis_index("head")
         warpgroup = lax.axis_index("warpgroup")
-        # The last queries see most keys: they go first.
+        # The last queries see the most keys, so they start first.
         first_query = (blocks - 1 - lax.axis_index("block")) * _QUERIES
         position = start_ref[row] + first_query
         length = jnp.minimum(length_ref[row], S)
@@ -98,38 +98,38 @@ def prefill_attention(  # noqa: PLR0913
             tile_position = position + warpgroup * ROWS
             queries = row, pl.ds(tile_query, ROWS), head
             q_tile = q_smem.at[warpgroup]
-            plgpu.copy_gmem_to_smem(q_ref.at[queries], q_tile, q_landed.at[warpgroup])
-            plgpu.barrier_wait(q_landed.at[warpgroup])
+            plgpu.copy_gmem_to_smem(q_ref.at[queries], q_tile, q_loaded.at[warpgroup])
+            plgpu.barrier_wait(q_loaded.at[warpgroup])
 
             def step(masked, i, carry):
-                acc, most, total = carry
+                acc, largest, total = carry
                 slot = lax.rem(i - begin, jnp.int32(stages))
-                plgpu.barrier_wait(k_landed.at[slot])
-                s = scores(q_tile, k_smem.at[slot], scale, soft_cap, then=take_turn)
+                plgpu.barrier_wait(k_loaded.at[slot])
+                s = attention_scores(q_tile, k_smem.at[slot], scale, soft_cap, meanwhile=take_turn)
                 plgpu.barrier_arrive(k_used.at[slot])
                 if masked:
-                    key = columns(s.shape) + i * block
-                    query = rows(s.shape) + tile_position
-                    seen = (key <= query) & (key < length)
+                    key = column_index(s.shape) + i * block
+                    query = row_index(s.shape) + tile_position
+                    visible = (key <= query) & (key < length)
                     if window is not None:
-                        seen &= key > query - window
-                    s = jnp.where(seen, s, -jnp.inf)
-                p, acc, most, total = softmax_step(s, acc, most, total)
-                # All of the softmax within the turn.
-                p, acc, most, total = lax.optimization_barrier((p.astype(dtype), acc, most, total))
+                        visible &= key > query - window
+                    s = jnp.where(visible, s, -jnp.inf)
+                p, acc, largest, total = softmax_step(s, acc, largest, total)
+                # Keeps all of the softmax within the turn.
+                p, acc, largest, total = lax.optimization_barrier((p.astype(dtype), acc, largest, total))
                 plgpu.barrier_arrive(turn)
-                plgpu.barrier_wait(v_landed.at[slot])
+                plgpu.barrier_wait(v_loaded.at[slot])
                 plgpu.barrier_wait(turn)
                 acc = add_values(acc, p, v_smem.at[slot], bool(interpret))
                 plgpu.barrier_arrive(v_used.at[slot])
-                return acc, most, total
+                return acc, largest, total
 
             def take_turn():
                 plgpu.barrier_arrive(turn)
                 plgpu.barrier_wait(turn)
 
-            # Blocks that every query of the tile sees whole need no mask: they lie between the window's edge
-            # and the diagonal.
+            # Blocks of which every query of the tile sees all keys need no mask: those between the start of
+            # the window and the diagonal.
             inner = (
                 begin
                 if window is None
@@ -137,14 +137,14 @@ def prefill_attention(  # noqa: PLR0913
             )
             inner = jnp.clip(inner, begin, end)
             outer = jnp.clip(lax.div(jnp.minimum(length, tile_position + 1), jnp.int32(block)), inner, end)
-            pl.when(warpgroup == 1)(take_turn)  # half a step behind
-            carry = start(H)
+            pl.when(warpgroup == 1)(take_turn)  # starts half a step later
+            carry = init_softmax(H)
             if window is not None:
                 carry = lax.fori_loop(begin, inner, partial(step, True), carry)
             carry = lax.fori_loop(inner, outer, partial(step, False), carry)
             acc, _, total = lax.fori_loop(outer, end, partial(step, True), carry)
             pl.when(warpgroup == 0)(take_turn)
-            q_tile[...] = (acc / spread(jnp.maximum(total, 1e-30), acc.shape)).astype(dtype)
+            q_tile[...] = (acc / broadcast_along(jnp.maximum(total, 1e-30), acc.shape)).astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_tile, out_ref.at[queries])
             plgpu.wait_smem_to_gmem(0)
@@ -152,18 +152,18 @@ def prefill_attention(  # noqa: PLR0913
         @pl.when(warpgroup == _COMPUTE)
         def fetch():
             plgpu.set_max_registers(72, action="decrease")
-            place = (row, lax.div(head, jnp.int32(group)))
+            at = (row, lax.div(head, jnp.int32(group)))
             span = (begin, end, length)
-            _fetch((k_ref, v_ref), place, span, kv_smem, kv_landed, kv_used)
+            _fetch((k_ref, v_ref), at, span, kv_smem, kv_loaded, kv_used)
 
     out_BTNH = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct(q_BTNH.shape, dtype),
         scratch_types=(
             (
-                tile((_COMPUTE, ROWS, H), dtype),
-                tile((stages, block, H), dtype),
-                tile((stages, block, H), dtype),
+                smem_tile((_COMPUTE, ROWS, H), dtype),
+                smem_tile((stages, block, H), dtype),
+                smem_tile((stages, block, H), dtype),
             ),
             tuple(plgpu.Barrier(num_barriers=n) for n in (_COMPUTE, stages, stages, 1)),
             (plgpu.Barrier(num_arrivals=_COMPUTE, num_barriers=stages),) * 2,
@@ -173,42 +173,42 @@ def prefill_attention(  # noqa: PLR0913
         grid_names=("block", "head", "row"),
         num_threads=_COMPUTE + 1,
         thread_name="warpgroup",
-        compiler_params=params(),
+        compiler_params=compiler_params(),
         interpret=interpret,
     )(start_B, length_B, q_BTNH, k_BKSH, v_BKSH)
     return out_BTNH[:, :T, :, :width]
 
 
-def _fetch(refs, place, span, smem, landed, used) -> None:
-    """The third warpgroup: the blocks begin … end - 1 of one row and head into shared memory, each where the
-    computing ones have used what was there.
+def _fetch(refs, at, span, smem, loaded, used) -> None:
+    """The third warpgroup: loads blocks begin … end - 1 of one row and head into shared memory, each into a
+    slot once the computing warpgroups have used it.
     """
     (k_ref, v_ref) = refs
     (k_smem, v_smem) = smem
-    (k_landed, v_landed, v_raw) = landed
+    (k_loaded, v_loaded, v_raw) = loaded
     (begin, end, length) = span
     (k_used, v_used) = used
     (stages, block) = k_smem.shape[:2]
 
     @pl.loop(begin, end + stages)
-    # `stages` turns more than there are blocks: every slot is seen free again before the program ends.
+    # `stages` more iterations than blocks: waits until every slot is free before the program ends.
     def _(i):
         slot = lax.rem(i - begin, jnp.int32(stages))
-        keys = *place, pl.ds(i * block, block)
+        keys = *at, pl.ds(i * block, block)
         reused = i - begin >= stages
         wanted = i < end
         left = length - i * block
         pl.when(reused)(lambda: plgpu.barrier_wait(k_used.at[slot]))
-        pl.when(wanted)(lambda: plgpu.copy_gmem_to_smem(k_ref.at[keys], k_smem.at[slot], k_landed.at[slot]))
+        pl.when(wanted)(lambda: plgpu.copy_gmem_to_smem(k_ref.at[keys], k_smem.at[slot], k_loaded.at[slot]))
         pl.when(reused)(lambda: plgpu.barrier_wait(v_used.at[slot]))
 
         @pl.when(wanted & (left >= block))
         def _():
-            plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem.at[slot], v_landed.at[slot])
+            plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem.at[slot], v_loaded.at[slot])
 
         @pl.when(wanted & (left < block))
         def _():
             plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem.at[slot], v_raw)
             plgpu.barrier_wait(v_raw)
-            silence(v_smem.at[slot], left)
-            plgpu.barrier_arrive(v_landed.at[slot])
+            zero_rows_from(v_smem.at[slot], left)
+            plgpu.barrier_arrive(v_loaded.at[slot])

@@ -1,4 +1,4 @@
-"""The greedy token, for Triton: the largest of given logits, and of logits that are never written."""
+"""The greedy token for Triton: of given logits, or from hidden states without writing logits."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from .parts import LOWEST, dot, result, tile
+from .parts import LOWEST, dot, result_type, tile_size
 
 BLOCK = 1024
 
@@ -31,7 +31,7 @@ def argmax(x_BV, *, interpret=False) -> jax.Array:
         grid=(blocks, B),
         in_specs=[pl.BlockSpec((None, BLOCK), lambda i, b: (b, i))],
         out_specs=[one, one],
-        out_shape=[result((B, blocks), dtype, x_BV) for dtype in (jnp.float32, jnp.int32)],
+        out_shape=[result_type((B, blocks), dtype, x_BV) for dtype in (jnp.float32, jnp.int32)],
         compiler_params=pltriton.CompilerParams(num_warps=4),
         interpret=interpret,
         name="argmax",
@@ -46,13 +46,14 @@ def _argmax_kernel(x_ref, best_ref, index_ref, *, V):
 
 
 def _first_best(x, index):
-    """The best along the first axis, and its first index: any NaN beats every number."""
-    nan = x != x  # looked for by itself, because the GPU's max drops it
+    """The largest along the first axis, and its first index. A NaN is larger than every number."""
+    nan = x != x  # tested separately, because the GPU's max drops it
     best = jnp.where(jnp.max(nan.astype(jnp.int32), 0) > 0, jnp.nan, jnp.max(jnp.where(nan, -jnp.inf, x), 0))
     return best, jnp.min(jnp.where(nan | (x == best), index, jnp.iinfo(jnp.int32).max), 0)
 
 
 def _of_best_block(best_Bi, of_block_Bi):
+    """of_block_Bi at the block with the largest best_Bi, for each row."""
     return jnp.take_along_axis(of_block_Bi, jnp.argmax(best_Bi, -1, keepdims=True), -1)[:, 0]
 
 
@@ -71,7 +72,7 @@ def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None, interpret=False) -> tuple[
     """
     B, D = x_BD.shape
     V = weight_VD.shape[0]
-    rows = min(tile(B), 64)
+    rows = min(tile_size(B), 64)
     vocab = 128
     width = 128 // weight_VD.dtype.itemsize  # a row of the tile is one full cache line
     blocks = pl.cdiv(V, vocab)
@@ -85,7 +86,8 @@ def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None, interpret=False) -> tuple[
         ],
         out_specs=[part] * 3,
         out_shape=[
-            result((blocks, B), dtype, x_BD, weight_VD) for dtype in (jnp.float32, jnp.int32, jnp.float32)
+            result_type((blocks, B), dtype, x_BD, weight_VD)
+            for dtype in (jnp.float32, jnp.int32, jnp.float32)
         ],
         compiler_params=pltriton.CompilerParams(num_warps=4 if rows == 16 else 8, num_stages=4),
         interpret=interpret,

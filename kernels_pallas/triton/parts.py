@@ -1,6 +1,4 @@
-"""What the Triton kernels share: the sizes of their tiles, products in full precision, and the types of their
-results.
-"""
+"""Parts that the Triton kernels share: sizes of tiles, products in full precision, types of results."""
 
 import jax
 import jax.numpy as jnp
@@ -8,25 +6,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-LOWEST = -1e30  # the maximum of nothing: finite, so that differences are never NaN
+LOWEST = -1e30  # the maximum before the first number: finite, so that differences are never NaN
 
 
-def tile(size: int) -> int:
-    """The tile that holds `size` rows or columns: Triton's are powers of two, and at least 16 where a product
-    reads them.
+def tile_size(size: int) -> int:
+    """The size of a tile for `size` rows or columns: a power of two, and at least 16, as Triton's products
+    need.
     """
     return max(16, pl.next_power_of_2(size))
 
 
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a · b in float32: the highest precision keeps float32 operands from being rounded to TF32."""
+    """a · b in float32. The highest precision avoids rounding float32 operands to TF32."""
     return jnp.dot(a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 def exp2(x: jax.Array, interpret: bool) -> jax.Array:
-    """2**x by the GPU's own instruction. `jnp.exp2` spends three more around it, for results too small to
-    matter in a sum.
-    """
+    """2**x by the GPU's instruction. `jnp.exp2` adds three more for results too small to matter in a sum."""
     if interpret:
         return jnp.exp2(x)
     kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -36,7 +32,7 @@ def exp2(x: jax.Array, interpret: bool) -> jax.Array:
     return power
 
 
-def result(shape: tuple[int, ...], dtype, *inputs: jax.Array) -> jax.ShapeDtypeStruct:
+def result_type(shape: tuple[int, ...], dtype, *inputs: jax.Array) -> jax.ShapeDtypeStruct:
     """The type of a kernel's result. Inside `jax.shard_map` it varies over each mesh axis that an input
     varies over.
     """

@@ -19,10 +19,10 @@ def main(argv: list[str]) -> None:
     config = model.config
     tok = model.tokenizer
     prompt = xj.encode_prompt(model, "What is the capital of Spain?")
-    # Processors act on each beam's own tokens. The likeliest answer is Madrid, which is forbidden here.
+    # Processors act on each beam's own tokens. The most likely answer, Madrid, is forbidden here.
     others = xj.SamplingConfig(forbidden_token_ids=tok.encode(" Madrid"))
-    drawn = dataclasses.replace(others, temperature=2.0)
-    for name, sampling in (("search", others), ("sampling", drawn)):
+    sampled = dataclasses.replace(others, temperature=2.0)
+    for name, sampling in (("search", others), ("sampling", sampled)):
         out = xj.beam_search(
             params, config, prompt, num_beams=4, max_new_tokens=16, sampling=sampling, key=jax.random.key(0)
         )

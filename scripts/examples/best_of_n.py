@@ -1,7 +1,7 @@
-"""Best of n: draw several answers, then let a model say which is likeliest. Here the one that drew them;
-another with the same tokenizer does as well.
+"""Best of n: sample several answers, then score them with a model. Here the same model scores them; another
+model with the same tokenizer works too.
 
-Where the drawing model judges, `GenerateOptions(n=1, best_of=8)` does it all.
+If the same model scores, `GenerateOptions(n=1, best_of=8)` does all of this.
 
     python scripts/examples/best_of_n.py
 """
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> None:
     out = xj.generate(params, config, [prompt], options, key=jax.random.key(0))
     candidates = [ids for ids in out.tokens if ids]
     scores = xj.score_completions(params, config, [prompt] * len(candidates), candidates)
-    means = [np.mean(score) for score in scores]  # of one list per answer, one number per token
+    means = [np.mean(score) for score in scores]  # one list per answer, one number per token
     for mean, ids in zip(means, candidates, strict=True):
         print(f"{mean:7.3f} nats per token: {tok.decode(ids)!r}")
     print("best:", tok.decode(candidates[np.argmax(means)]))

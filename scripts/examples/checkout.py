@@ -1,5 +1,5 @@
-"""What the examples import first: it finds scripts/one_line.py, which finds the package in a checkout where
-it is not installed. A copy of an example elsewhere needs neither: it calls `main` itself.
+"""Imported first by the examples. It finds scripts/launcher.py, which finds the package in a checkout where
+it is not installed. A copy of an example elsewhere does not need it: call `main` directly.
 """
 
 import sys
@@ -7,4 +7,4 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from one_line import start as start  # noqa: E402
+from launcher import start as start  # noqa: E402

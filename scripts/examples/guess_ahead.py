@@ -1,8 +1,9 @@
-"""Speculation: several tokens are guessed and checked in one pass. The tokens are those of plain decoding
-with the same key, greedy or drawn; only the time differs.
+"""Speculative decoding: one pass verifies several draft tokens. The tokens equal those of plain decoding with
+the same key, greedy or sampled; only the time differs.
 
-Here what followed the last tokens where they came before is guessed. `draft=xj.load_model(...)` has a small
-model guess, and a function of yours may too: (history_BS, length_B, count) -> int32 [B, count], traced.
+Here the draft tokens come from prompt lookup: those that followed the last tokens at an earlier position.
+`draft=xj.load_model(...)` uses a draft model. `draft` may also be your own function, which is traced:
+(history_BS, length_B, count) -> int32 [B, count].
 
     python scripts/examples/guess_ahead.py
 """
@@ -22,14 +23,14 @@ def main(argv: list[str]) -> None:
     prompt = model.tokenizer.encode("The capital of Spain is Madrid. ")
     sampling = xj.SamplingConfig(temperature=0.7)
     options = xj.GenerateOptions(max_new_tokens=32, sampling=sampling, eos_token_ids=())
-    guessing = dataclasses.replace(options, draft="lookup", draft_tokens=2)
-    plain, guessed = (
+    speculative = dataclasses.replace(options, draft="lookup", draft_tokens=2)
+    plain, drafted = (
         xj.generate(model.params, model.config, [prompt], options, key=jax.random.key(0))
-        for options in (options, guessing)
+        for options in (options, speculative)
     )
-    print("the same tokens:", plain.tokens == guessed.tokens)
-    print(f"passes: {plain.stats.decode_steps}, and {guessed.stats.passes[0]} with guesses")
-    print(f"guesses that were right: {guessed.stats.acceptance[0]:.0%}")
+    print("the same tokens:", plain.tokens == drafted.tokens)
+    print(f"passes: {plain.stats.decode_steps}, and {drafted.stats.passes[0]} with draft tokens")
+    print(f"acceptance rate: {drafted.stats.acceptance[0]:.0%}")
 
 
 if __name__ == "__main__":

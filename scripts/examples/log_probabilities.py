@@ -1,4 +1,4 @@
-"""How sure the model was: of each token of an answer its probability, and the likeliest alternatives.
+"""Prints the probability of each token of an answer, and the most likely alternatives.
 
 python scripts/examples/log_probabilities.py
 """

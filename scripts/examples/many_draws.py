@@ -1,4 +1,5 @@
-"""Many draws of one prompt inside a program of your own: by the batch dimension, and by `jax.vmap`.
+"""Samples one prompt many times inside your own jitted program: with the batch dimension, and with
+`jax.vmap`.
 
 The tokens are the same. The batch is faster: `vmap` copies the loop's carry at each step.
 
@@ -24,7 +25,7 @@ def main(argv: list[str]) -> None:
     prompt_BT = jnp.array([tok.encode("The capital of Spain is")])
 
     def answers(tokens_BT, row_key_B, temperature_B):
-        """Tokens [B, 16], and how many each row has."""
+        """Tokens [B, 16], and the number of tokens of each row."""
         B, T = tokens_BT.shape
         cache = xj.init_cache(config, batch=B, capacity=64)
         logits_BV, cache = xj.prefill(params, config, tokens_BT, jnp.full(B, T), cache)

@@ -1,7 +1,7 @@
-"""Steps of REINFORCE, each one program: draw, reward, gradient of the log-probabilities.
+"""Steps of REINFORCE, each in one program: sample, reward, gradient of the log-probabilities.
 
-The log-probabilities of the rollout are those of the training pass, which is what makes the policy gradient
-right; the program prints how far apart they are.
+The policy gradient is right because the log-probabilities of the rollout equal those of the training pass.
+The program prints their largest difference.
 
     python scripts/examples/reinforce.py
 """

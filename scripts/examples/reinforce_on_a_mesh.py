@@ -1,8 +1,9 @@
-"""REINFORCE over a mesh: rows over its axis "data", the model over "model".
+"""REINFORCE over a mesh: rows are sharded over its axis "data", the model over "model".
 
-Rollouts are within a `jax.shard_map` over "data": each group of devices decodes its own rows, and none waits
-for another's. The model is divided over "model" by the library, where the parameters lie; the gradient needs
-no more said. With XLA_FLAGS=--xla_force_host_platform_device_count=8 a CPU has 8 devices.
+Rollouts run in a `jax.shard_map` over "data": each group of devices decodes its own rows and does not wait
+for other groups. The library shards the model over "model", following the shardings of the parameters; the
+gradient needs no further annotation. With XLA_FLAGS=--xla_force_host_platform_device_count=8 a CPU has 8
+devices.
 
     python scripts/examples/reinforce_on_a_mesh.py
 """
@@ -24,9 +25,11 @@ RATE = 1e-4
 
 
 def step_over(mesh, config, eos_ids):
-    """(params, prompt_BT, one key per row) -> params, mean reward. The parameters lie by `xj.shardings`."""
+    """A function (params, prompt_BT, one key per row) -> params, mean reward. Parameters are sharded as by
+    `xj.shardings`.
+    """
 
-    def draw(params, prompt_BT, key_B):
+    def sample(params, prompt_BT, key_B):
         B, T = prompt_BT.shape
         cache = xj.init_cache(config, batch=B, capacity=T + NEW)
         logits_BV, cache = xj.prefill(params, config, prompt_BT, jnp.full(B, T), cache)
@@ -35,14 +38,14 @@ def step_over(mesh, config, eos_ids):
         return rollout.tokens_BT, rollout.length_B
 
     rows = PartitionSpec("data")
-    same = PartitionSpec()
-    specs = dict(in_specs=(same, rows, rows), out_specs=rows, axis_names={"data"})
-    draw_all = jax.shard_map(draw, mesh=mesh, **specs)
+    replicated = PartitionSpec()
+    specs = dict(in_specs=(replicated, rows, rows), out_specs=rows, axis_names={"data"})
+    sample_all = jax.shard_map(sample, mesh=mesh, **specs)
 
     @jax.jit
     def step(params, prompt_BT, key_B):
         (B, T) = prompt_BT.shape
-        (answer_BT, length_B) = draw_all(params, prompt_BT, key_B)
+        (answer_BT, length_B) = sample_all(params, prompt_BT, key_B)
         reward_B = (answer_BT % 2 == 0).mean(1)
 
         def loss(params):
@@ -60,11 +63,11 @@ def main(argv: list[str]) -> None:
     model = xj.load_model()
     config = model.config
     count = jax.device_count()
-    over = math.gcd(count, config.num_key_value_heads)
-    mesh = jax.make_mesh((count // over, over), ("data", "model"))
-    places = xj.shardings(config, mesh)
-    params = jax.device_put(model.params, places)
-    mesh = places["final_norm"].mesh
+    shards = math.gcd(count, config.num_key_value_heads)
+    mesh = jax.make_mesh((count // shards, shards), ("data", "model"))
+    shardings = xj.shardings(config, mesh)
+    params = jax.device_put(model.params, shardings)
+    mesh = shardings["final_norm"].mesh
     step = step_over(mesh, config, np.array(config.eos_token_ids))
     prompt_BT = jnp.array([model.tokenizer.encode("The capital of")] * 8)
     for i in range(3):

@@ -1,4 +1,5 @@
-"""What several calls start with is read once, and kept in a file: the next call reads only what is new.
+"""A common prefix of several calls is prefilled once and stored in a file; the next calls prefill only new
+tokens.
 
 python scripts/examples/reuse_a_prefix.py
 """
@@ -24,20 +25,20 @@ def main(argv: list[str]) -> None:
     def prompt(question: str) -> list[int]:
         return xj.encode_prompt(model, question, system=SYSTEM)
 
-    # The capacity has to do for the calls to come: a prefix keeps the one that it began with.
+    # The capacity must suffice for the later calls, because a prefix keeps its capacity.
     options = xj.GenerateOptions(max_new_tokens=16, capacity=128, keep_prefix=True)
     first = xj.generate(params, config, [prompt("What is the capital of France?")], options)
-    print(f"read {first.stats.prompt_tokens} tokens: {tok.decode(first.tokens[0])!r}")
+    print(f"prefilled {first.stats.prompt_tokens} tokens: {tok.decode(first.tokens[0])!r}")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "system.safetensors"
         xj.save_prefix(file, first.prefix, params, config)
-        prefix = xj.load_prefix(file, params, config)  # refused for another model
+        prefix = xj.load_prefix(file, params, config)  # raises for another model
 
     options = dataclasses.replace(options, prefix=prefix)
     for question in ("What is the capital of Spain?", "What is the capital of Japan?"):
         out = xj.generate(params, config, [prompt(question)], options)
         new = out.stats.prompt_tokens - out.stats.reused_tokens
-        print(f"read {new} of {out.stats.prompt_tokens} tokens: {tok.decode(out.tokens[0])!r}")
+        print(f"prefilled {new} of {out.stats.prompt_tokens} tokens: {tok.decode(out.tokens[0])!r}")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""The OpenAI API's bodies, as files and servers carry them.
+"""OpenAI request and response bodies, for prompt files and for the server.
 
-In the order to read: `fields` says which fields are known and reads them by their types, `sampling_fields`
-and `prompts` what they say of tokens and of prompts; `bodies` is all that a request asks for; `token_texts`
-gives texts of single tokens, `responses` what an answer shows; `scoring` is both for how likely given texts
-are.
+In the order to read: `fields` lists the known fields and reads them by type; `sampling_fields` reads those of
+sampling and `prompts` those of prompts; `bodies` parses a whole body; `token_texts` decodes single tokens and
+`responses` builds the response; `score_body` parses and answers the bodies that score given texts.
 
-- Fields that samplers share, and vLLM's further ones, mean what they mean in `SamplingConfig`; what is known
-  and not served is refused by its name, unless it asks for nothing; no known field that would change the
-  answer is passed over. null is as good as absent.
-- `truncate_prompt_tokens: -1` keeps as many tokens as leave room for max_tokens. A message's `content: null`
-  beside tool_calls is an empty text, and their arguments reach the template as objects, as in vLLM.
-- Log-probabilities are those before any processor. A token's own number is the one that stands among the
-  likeliest, the identical float, and the token that ends an answer has its entry: lm-eval counts on both.
-- JSON has no infinity: -9999.0 stands in its place.
+- The sampling fields, vLLM's additional ones included, mean what they mean in `SamplingConfig`. A field that
+  is known but not served is rejected by its name, unless its value asks for nothing. No known field that
+  would change the answer is ignored. null counts as absent.
+- `truncate_prompt_tokens: -1` keeps as many tokens as fit beside max_tokens. As in vLLM, a message with
+  tool_calls and `content: null` has an empty text, and the arguments of its calls reach the template as
+  objects.
+- Log-probabilities are those before any logits processor. A token's own value is the identical float that
+  stands among the most likely tokens, and the token that ends an answer has its entry: lm-eval needs both.
+- JSON has no infinity: -9999.0 stands for it.
 """

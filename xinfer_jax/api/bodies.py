@@ -1,4 +1,4 @@
-"""What a body asks for: prompts as token ids, options, and what the response has to show."""
+"""Parses a request body: prompts as token ids, options, and what the response must contain."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,35 +6,35 @@ from typing import Any
 
 from ..checkpoint.conversation import prompt_ids
 from ..checkpoint.loading import Model
-from ..engine.device import MOST_STOPS as MOST_STOP_IDS
+from ..engine.device import MAX_STOP_IDS
 from ..errors import ContextLengthError, InputError
 from ..generation.options import GenerateOptions
-from ..sampling.settings import check_min_tokens
-from ..text import LONGEST_STOP_STRING, MOST_STOP_STRINGS
-from .fields import BodyError, Fields, served
-from .prompts import Encode, Prompts
-from .sampling_fields import sampling_of
+from ..sampling.sampling_config import check_min_tokens
+from ..text import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
+from .fields import BodyError, Fields, check_fields
+from .prompts import EncodePrompt, PromptEncoder
+from .sampling_fields import parse_sampling
 
-COMPLETION_TOKENS = 16  # of completions that name no limit, as the API has it
+COMPLETION_TOKENS = 16  # the API's default max_tokens of a completion
 
 
 @dataclasses.dataclass
-class Asked:
-    """Of one body.
+class ParsedBody:
+    """A request body after its checks.
 
     Attributes:
-        kind: "completion", "chat", or "plain": a line of our own, whose prompt is what a user says.
-        prompts: token ids; several of completions only.
-        options: of each prompt.
-        seed: of the draws; None: none was given.
-        max_tokens: may be 0, where only what is echoed counts.
-        logprobs: alternatives to show; None: no log-probabilities.
-        echo: the prompt comes before the answer.
-        token_ids: the response shows ids too.
-        submit: further arguments of `Engine.submit`.
-        unknown: fields that nobody knows.
-        include_stop: the text ends with the stop string that ended it, not before it.
-        skip_special_tokens: special tokens have no text.
+        kind: "completion", "chat", or "plain": a line of a prompt file in our own form.
+        prompts: token ids of each prompt; only completions have several.
+        options: for each prompt.
+        seed: of the random draws; None: the body has none.
+        max_tokens: may be 0, where the client wants only the echoed prompt.
+        logprobs: how many alternatives to return; None: no log-probabilities.
+        echo: the response repeats the prompt before the answer.
+        return_token_ids: the response has token ids too.
+        submit_args: additional arguments of `Engine.submit`.
+        unknown_fields: names of fields that are not known.
+        include_stop: the text includes the stop string that ended it.
+        skip_special_tokens: the text leaves out special tokens.
     """
 
     kind: str
@@ -44,95 +44,109 @@ class Asked:
     max_tokens: int
     logprobs: int | None
     echo: bool
-    token_ids: bool
-    submit: dict[str, Any]
-    unknown: list[str]
+    return_token_ids: bool
+    submit_args: dict[str, Any]
+    unknown_fields: list[str]
     include_stop: bool = False
     skip_special_tokens: bool = True
 
 
-def read_body(  # noqa: PLR0913  what a body depends on
+def parse_request_body(  # noqa: PLR0913  what a body depends on
     model: Model,
     kind: str,
     body: Mapping[str, Any],
     defaults: GenerateOptions,
-    room: int,
+    max_length: int,
     escape: bool = True,
-    encode: Encode | None = None,
+    encode: EncodePrompt | None = None,
     **plain: Any,
-) -> Asked:
-    """Checks a body, and encodes its prompts.
+) -> ParsedBody:
+    """Checks a body and encodes its prompts.
+
+    The field `priority` has vLLM's meaning, lower goes first; `Engine.submit` takes the negated value.
 
     Args:
-        model: whose tokenizer and chat template hold.
-        kind: as in `Asked`.
-        body: the JSON object; a field of null is as good as none.
-        defaults: where the body is silent; max_new_tokens is that of plain lines, and of chat at most.
-        room: tokens of a prompt and its answer together at most.
-        escape: control tokens that messages spell stay letters.
-        encode: gives the ids of a prompt, called as `prompt_ids` without its tokenizer; None: that function.
+        model: whose tokenizer and chat template are used.
+        kind: as in `ParsedBody`.
+        body: the JSON object; null counts as absent.
+        defaults: for absent fields. max_new_tokens is the default of plain lines and the limit of chat's.
+        max_length: most tokens of a prompt and its answer together.
+        escape: control tokens that messages spell stay ordinary text.
+        encode: returns the ids of a prompt, called like `prompt_ids` without its tokenizer; None: the same.
         plain: defaults of the fields `raw` and `system`.
 
-    Of the field `priority` lower ones go first, as vLLM has it; of the engine's, higher ones.
-
     Raises:
-        BodyError: with the field at fault.
+        BodyError: with the name of the field at fault.
     """
     given = {name: value for name, value in body.items() if value is not None}
-    given, unknown = served(kind, plain | given)
-    take = Fields(given)
+    given, unknown = check_fields(kind, plain | given)
+    fields = Fields(given)
     config = model.config
-    take.text("model")  # a response repeats it
-    echo = take.switch("echo")
-    asked_for = _asked_limit(take)
+    fields.string("model")  # the response repeats it
+    echo = fields.boolean("echo")
+    requested = _requested_max_tokens(fields)
     template = model.tokenizer.chat_template if model.tokenizer else None
-    least = 1 if kind == "chat" else COMPLETION_TOKENS if kind == "completion" else defaults.max_new_tokens
-    left = room - max(1, least if asked_for is None else asked_for)
-    prompts = Prompts(
-        take, kind, encode or _encoder(model), template, config.vocab_size, config.context_length, escape
-    ).ids(left)
+    default = {"chat": 1, "completion": COMPLETION_TOKENS}.get(kind, defaults.max_new_tokens)
+    max_prompt = max_length - max(1, default if requested is None else requested)
+    prompts = PromptEncoder(
+        fields, kind, encode or _encoder(model), template, config.vocab_size, config.context_length, escape
+    ).encode(max_prompt)
     longest = max(map(len, prompts))
-    limit = _limit(kind, asked_for, echo, defaults.max_new_tokens, room - longest)
-    if longest + max(1, limit) > room:
+    max_tokens = requested
+    if max_tokens is None:
+        max_tokens = _default_max_tokens(kind, echo, defaults.max_new_tokens, max_length - longest)
+    if longest + max(1, max_tokens) > max_length:
         text = (
-            f"the prompt has {longest} tokens, with max_tokens {limit} more than the {room} that there is"
-            " room for: shorten it, or ask for fewer"
+            f"the prompt has {longest} tokens, which with max_tokens {max_tokens} exceeds the limit of"
+            f" {max_length} for one request: shorten it, or ask for fewer"
         )
         raise BodyError("messages" if "messages" in given else "prompt", ContextLengthError(text))
-    logprobs = _logprobs(kind, take, defaults.logprobs or None)
-    n = take.whole("n", 1, 128) or defaults.n
-    submit: dict[str, Any] = dict(
-        priority=-(take.whole("priority", -(2**30), 2**30) or 0), salt=take.text("cache_salt") or "",
-        skip_special_tokens=take.switch("skip_special_tokens", True),
-    )  # fmt: skip
+    logprobs = _parse_logprobs(kind, fields, defaults.logprobs or None)
+    n = fields.integer("n", 1, 128) or defaults.n
+    submit_args: dict[str, Any] = dict(
+        priority=-(fields.integer("priority", -(2**30), 2**30) or 0),
+        salt=fields.string("cache_salt") or "",
+        skip_special_tokens=fields.boolean("skip_special_tokens", True),
+    )
     if echo and logprobs is not None:
-        submit["prompt_logprobs"] = max(1, logprobs)
+        submit_args["prompt_logprobs"] = max(1, logprobs)
     options = dataclasses.replace(
         defaults,
-        max_new_tokens=max(1, limit),
-        sampling=sampling_of(model.tokenizer, config.vocab_size, take, defaults.sampling),
-        eos_token_ids=() if take.switch("ignore_eos") else defaults.eos_token_ids,
-        stop_token_ids=take.ids("stop_token_ids", config.vocab_size, MOST_STOP_IDS)
+        max_new_tokens=max(1, max_tokens),
+        sampling=parse_sampling(model.tokenizer, config.vocab_size, fields, defaults.sampling),
+        eos_token_ids=() if fields.boolean("ignore_eos") else defaults.eos_token_ids,
+        stop_token_ids=fields.token_ids("stop_token_ids", config.vocab_size, MAX_STOP_IDS)
         or defaults.stop_token_ids,
-        stop_strings=take.texts("stop", defaults.stop_strings, MOST_STOP_STRINGS, LONGEST_STOP_STRING),
+        stop_strings=fields.strings("stop", defaults.stop_strings, MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS),
         n=n,
-        best_of=take.whole("best_of", n, 128) or (defaults.best_of if n == defaults.n else None),
+        best_of=fields.integer("best_of", n, 128) or (defaults.best_of if n == defaults.n else None),
         logprobs=0 if logprobs is None else max(1, logprobs),
     )
-    _check_least(model, options, "min_tokens" in given)
-    if take.switch("include_stop_str_in_output") and given.get("stop_token_ids"):
+    _check_min_tokens_field(model, options, "min_tokens" in given)
+    include_stop = fields.boolean("include_stop_str_in_output")
+    if include_stop and given.get("stop_token_ids"):
         raise BodyError(
-            "include_stop_str_in_output", "include_stop_str_in_output holds for stop, not for stop_token_ids"
+            "include_stop_str_in_output",
+            "include_stop_str_in_output applies to stop, not to stop_token_ids: leave one out",
         )
-    return Asked(
-        kind, prompts, options, take.whole("seed", -(2**63), 2**64 - 1), limit, logprobs, echo,
-        take.switch("return_token_ids"), submit, unknown, take.switch("include_stop_str_in_output"),
-        submit["skip_special_tokens"],
-    )  # fmt: skip
+    return ParsedBody(
+        kind,
+        prompts,
+        options,
+        fields.integer("seed", -(2**63), 2**64 - 1),
+        max_tokens,
+        logprobs,
+        echo,
+        fields.boolean("return_token_ids"),
+        submit_args,
+        unknown,
+        include_stop,
+        submit_args["skip_special_tokens"],
+    )
 
 
-def _encoder(model: Model) -> Encode:
-    """`prompt_ids` of a model's tokenizer."""
+def _encoder(model: Model) -> EncodePrompt:
+    """`prompt_ids` with the model's tokenizer."""
 
     def encode(prompt: Any, limit: int, **how: Any) -> list[int]:
         if model.tokenizer is None:
@@ -142,37 +156,36 @@ def _encoder(model: Model) -> Encode:
     return encode
 
 
-def _asked_limit(take: Fields) -> int | None:
-    """Tokens of an answer that the body asks for."""
+def _requested_max_tokens(fields: Fields) -> int | None:
+    """How many tokens the body asks for; None: it does not say."""
+    least = 0 if fields.boolean("echo") else 1
     for name in ("max_completion_tokens", "max_tokens"):
-        if (value := take.whole(name, 0 if take.switch("echo") else 1, 2**31 - 1)) is not None:
+        if (value := fields.integer(name, least, 2**31 - 1)) is not None:
             return value
     return None
 
 
-def _limit(kind: str, asked_for: int | None, echo: bool, most: int, left: int) -> int:
-    """Tokens of an answer. left: beside the longest prompt."""
-    if asked_for is not None:
-        return asked_for
+def _default_max_tokens(kind: str, echo: bool, default: int, left: int) -> int:
+    """max_tokens of a body without it. left: tokens that fit after the longest prompt."""
     if kind == "completion":
         return 0 if echo else COMPLETION_TOKENS
-    return max(1, min(most, left)) if kind == "chat" else most
+    return max(1, min(default, left)) if kind == "chat" else default
 
 
-def _logprobs(kind: str, take: Fields, default: int | None) -> int | None:
-    """Alternatives to show."""
+def _parse_logprobs(kind: str, fields: Fields, default: int | None) -> int | None:
+    """How many alternatives to return; None: no log-probabilities."""
     if kind != "chat":
-        found = take.whole("logprobs", 0, 20)
+        found = fields.integer("logprobs", 0, 20)
         return default if found is None and kind == "plain" else found
-    wanted = take.switch("logprobs")
-    top = take.whole("top_logprobs", 0, 20)
+    wanted = fields.boolean("logprobs")
+    top = fields.integer("top_logprobs", 0, 20)
     if top and not wanted:
         raise BodyError("top_logprobs", "top_logprobs needs logprobs: true beside it")
     return (top or 0) if wanted else None
 
 
-def _check_least(model: Model, options: GenerateOptions, given: bool) -> None:
-    """Whether so many tokens can come at least. given: the body says how many."""
+def _check_min_tokens_field(model: Model, options: GenerateOptions, given: bool) -> None:
+    """Raises BodyError where an answer cannot have min_tokens tokens. given: the body has the field."""
     least = options.sampling.min_new_tokens  # type: ignore[union-attr]
     most = options.max_new_tokens
     if given and least > most:

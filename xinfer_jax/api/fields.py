@@ -1,30 +1,26 @@
-"""Fields of a body: which are known, which are not served, and their values by their types."""
+"""The fields of a body: which ones are known or served, and reading their values by type."""
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..checks import token_ids
-from ..errors import InputError, shown
+from ..checks import check_token_ids
+from ..errors import InputError, format_value
+from ..sampling.sampling_config import NUMBER_SETTINGS
 
-# Fields of numbers, and the settings of `SamplingConfig` that they are.
-SAMPLING = dict(
-    temperature="temperature", top_p="top_p", top_k="top_k", min_p="min_p", typical_p="typical_p",
-    repetition_penalty="repetition_penalty", presence_penalty="presence_penalty",
-    frequency_penalty="frequency_penalty", no_repeat_ngram_size="no_repeat_ngram_size",
-    min_tokens="min_new_tokens",
-)  # fmt: skip
-# What options are called in a body; an error names the client's own field.
-_FIELDS = dict(
+# Names of options in a body: errors name the client's own field.
+_FIELD_OF_OPTION = dict(
     max_new_tokens="max_tokens", min_new_tokens="min_tokens", stop_strings="stop", bad_words_ids="bad_words"
 )
+# Number fields, and their names in `SamplingConfig`.
+SAMPLING = {_FIELD_OF_OPTION.get(name, name): name for name in NUMBER_SETTINGS}
 _SERVED = {
     *SAMPLING, "model", "max_tokens", "n", "stop", "seed", "logprobs", "logit_bias", "ignore_eos",
     "stop_token_ids", "allowed_token_ids", "bad_words", "add_special_tokens", "return_token_ids",
     "cache_salt", "priority", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens",
     "truncation_side",
 }  # fmt: skip
-# These change no answer: who asks, how it is kept or sent, and what only media or tools look at.
+# These change no answer: the client's identity, storage, transport, and settings of media and tools.
 _WITHOUT_EFFECT = {
     "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "session_id",
     "request_id", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "stream_interval",
@@ -32,12 +28,12 @@ _WITHOUT_EFFECT = {
     "routed_experts_prompt_start",
 }  # fmt: skip
 _TEMPLATE = {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
-_OWN: dict[str, set[str]] = dict(
+_OF_KIND: dict[str, set[str]] = dict(
     completion={"prompt", "best_of", "echo"},
     chat={"messages", "max_completion_tokens", "top_logprobs"} | _TEMPLATE,
     plain={"prompt", "messages", "best_of", "raw", "system"} | _TEMPLATE,
 )
-# Known fields that are not served, with the values that ask for nothing.
+# Known fields that are not served; each with the values that are accepted, since they ask for nothing.
 _NOT_SERVED: dict[str, Sequence[Any]] = dict(
     suffix=("",), tools=([],), tool_choice=("none", "auto"), functions=([],), function_call=("none", "auto"),
     documents=([],), chat_template=(), response_format=({"type": "text"},), audio=(), modalities=(["text"],),
@@ -51,8 +47,8 @@ _NOT_SERVED: dict[str, Sequence[Any]] = dict(
     repetition_detection=(), watermarking=(False,), prompt_embeds=(), vllm_xargs=({},),
     kv_transfer_params=(), ec_transfer_params=(), stream=(False,),
 )  # fmt: skip
-_OF_A_TEMPLATE = {"reasoning_effort"}  # fields that are not served, and templates have variables of that name
-_NO_VARIABLE = {"conversation", "tokenize"}  # arguments of transformers' apply_chat_template
+_TEMPLATE_VARIABLES = {"reasoning_effort"}  # not served as fields, but templates have variables of that name
+_NO_VARIABLES = {"conversation", "tokenize"}  # arguments of transformers' apply_chat_template
 
 
 class BodyError(InputError):
@@ -60,11 +56,11 @@ class BodyError(InputError):
 
     Attributes:
         param: the field at fault.
-        code: the API's word for what is wrong; None: there is none.
+        code: the API's error code; None: it has none.
     """
 
     def __init__(self, param: str, message: object, code: str | None = None):
-        super().__init__(in_fields(message))
+        super().__init__(with_field_names(message))
         self.param = param
         self.code = code or getattr(message, "code", None)
 
@@ -72,16 +68,17 @@ class BodyError(InputError):
         return BodyError, (self.param, str(self), self.code)
 
 
-def in_fields(message: object) -> str:
-    """A message in which options have the names of a body's fields."""
-    return re.sub(r"\b(" + "|".join(_FIELDS) + r")\b", lambda found: _FIELDS[found[1]], str(message))
+def with_field_names(message: object) -> str:
+    """The message with names of options replaced by those of a body's fields."""
+    names = r"\b(" + "|".join(_FIELD_OF_OPTION) + r")\b"
+    return re.sub(names, lambda found: _FIELD_OF_OPTION[found[1]], str(message))
 
 
-def served(kind: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The fields of a body that ask for something, and the names of those that nobody knows.
+def check_fields(kind: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Returns the fields that ask for something, and the names of unknown ones.
 
     Raises:
-        BodyError: a field that is known and not served, or belongs to another kind of body.
+        BodyError: a field that is known but not served, or that belongs to another kind of body.
     """
     given = {name: value for name, value in body.items() if value is not None}
     for name in [name for name in given if name in _NOT_SERVED]:
@@ -89,91 +86,91 @@ def served(kind: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
             raise BodyError(name, f"{name} is not served here: leave it out")
     if kind != "completion" and given.get("echo") is False:
         del given["echo"]
-    known = _SERVED | _WITHOUT_EFFECT | _OWN[kind]
-    others = [name for name in given if name not in known]
-    for name in others:
-        if any(name in fields for fields in _OWN.values()):
+    known = _SERVED | _WITHOUT_EFFECT | _OF_KIND[kind]
+    unknown = [name for name in given if name not in known]
+    for name in unknown:
+        if any(name in fields for fields in _OF_KIND.values()):
             raise BodyError(name, f"{name} does not belong to a {kind} request: leave it out")
-    return given, others
+    return given, unknown
 
 
 def template_variables(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables that `chat_template_kwargs` may give a template.
+    """Checks `chat_template_kwargs` and returns the variables for the template.
 
     Raises:
-        BodyError: a name that has a field of its own, or is not served.
+        BodyError: a name that is a field of its own, or is not served.
     """
     variables = {name: value for name, value in given.items() if value is not None}
-    fields = set.union(_SERVED, _NO_VARIABLE, *_OWN.values())
+    fields = set.union(_SERVED, _NO_VARIABLES, *_OF_KIND.values())
     kwargs = "chat_template_kwargs"
-    for name in [name for name in variables if name not in _OF_A_TEMPLATE]:
+    for name in [name for name in variables if name not in _TEMPLATE_VARIABLES]:
         if name in _NOT_SERVED and variables.pop(name) not in _NOT_SERVED[name]:
             raise BodyError(kwargs, f"{kwargs}: {name} is not served here: leave it out")
         if name in fields:
-            raise BodyError(kwargs, f"{kwargs}: {name} is no variable of a template: leave it out")
+            raise BodyError(kwargs, f"{kwargs}: {name} is not a template variable: leave it out")
     return variables
 
 
 class Fields:
-    """Values of a body by their types; None where there is none."""
+    """Reads the values of a body by type; None for an absent field, BodyError for a value of another type."""
 
-    def __init__(self, given: dict[str, Any]):
-        self.given = given
+    def __init__(self, values: dict[str, Any]):
+        """values: of the fields that are present, none of them null."""
+        self.values = values
 
-    def _of(self, name: str, fits: Any, form: str) -> Any:
-        value = self.given.get(name)
-        if value is not None and not fits(value):
-            raise BodyError(name, f"{name} must be {form}, got {shown(value)}")
+    def _checked(self, name: str, is_valid: Any, description: str) -> Any:
+        value = self.values.get(name)
+        if value is not None and not is_valid(value):
+            raise BodyError(name, f"{name} must be {description}, got {format_value(value)}")
         return value
 
-    def switch(self, name: str, default: bool = False) -> bool:
-        value = self._of(name, lambda x: isinstance(x, bool), "true or false")
+    def boolean(self, name: str, default: bool = False) -> bool:
+        value = self._checked(name, lambda x: isinstance(x, bool), "true or false")
         return default if value is None else bool(value)
 
-    def whole(self, name: str, least: int, most: int) -> int | None:
-        form = f"a whole number from {least} to {most}"
-        value: int | None = self._of(name, lambda x: type(x) is int and least <= x <= most, form)
+    def integer(self, name: str, least: int, most: int) -> int | None:
+        description = f"a whole number from {least} to {most}"
+        value: int | None = self._checked(name, lambda x: type(x) is int and least <= x <= most, description)
         return value
 
     def number(self, name: str) -> float | None:
-        value: float | None = self._of(name, lambda x: type(x) in (int, float), "a number")
+        value: float | None = self._checked(name, lambda x: type(x) in (int, float), "a number")
         return value
 
-    def text(self, name: str) -> str | None:
-        value: str | None = self._of(name, _is_text, "a text")
+    def string(self, name: str) -> str | None:
+        value: str | None = self._checked(name, _is_text, "a text")
         return value
 
-    def texts(self, name: str, default: Sequence[str], most: int, longest: int) -> tuple[str, ...]:
-        """One text or a list of them; most: texts; longest: characters of each."""
-        value = self.given.get(name)
+    def strings(self, name: str, default: Sequence[str], most: int, longest: int) -> tuple[str, ...]:
+        """A text or a list of texts, without duplicates. most: texts; longest: characters of each."""
+        value = self.values.get(name)
         if value is None:
             return tuple(default)
-        several = value if isinstance(value, list) else [value]
-        if len(several) > most:
-            raise BodyError(
-                name, f"{name} has {len(several)} texts, more than the {most} of a body: give fewer"
-            )
-        if not all(text is None or _is_text(text) and text for text in several):
-            raise BodyError(name, f"{name} must be a text or a list of texts, got {shown(value)}")
-        if any(text and len(text) > longest for text in several):
+        texts = value if isinstance(value, list) else [value]
+        if len(texts) > most:
+            raise BodyError(name, f"{name} has {len(texts)} texts, more than the limit of {most}: give fewer")
+        if not all(text is None or _is_text(text) and text for text in texts):
+            raise BodyError(name, f"{name} must be a text or a list of texts, got {format_value(value)}")
+        if any(text and len(text) > longest for text in texts):
             raise BodyError(name, f"{name} has a text of more than {longest} characters: give shorter ones")
-        return tuple(dict.fromkeys(text for text in several if text is not None))
+        return tuple(dict.fromkeys(text for text in texts if text is not None))
 
-    def ids(self, name: str, vocab_size: int, most: int | None = None) -> list[int]:
-        """Ids of tokens, each once; most: of a list, by default as many as the vocabulary."""
-        value = self.given.get(name, [])
+    def token_ids(self, name: str, vocab_size: int, most: int | None = None) -> list[int]:
+        """A list of token ids, without duplicates. most: ids in the list; None: the vocabulary's size."""
+        value = self.values.get(name, [])
         most = vocab_size if most is None else most
         if isinstance(value, list) and len(value) > most:
-            raise BodyError(name, f"{name} has {len(value)} ids, more than the {most} that it may have")
+            raise BodyError(name, f"{name} has {len(value)} ids, more than the limit of {most}: give fewer")
         try:
-            return list(dict.fromkeys(token_ids(name, value, vocab_size)))
+            return list(dict.fromkeys(check_token_ids(name, value, vocab_size)))
         except InputError as error:
             raise BodyError(name, error) from error
 
     def mapping(self, name: str) -> dict[str, Any]:
-        value: dict[str, Any] | None = self._of(name, lambda x: isinstance(x, dict), "an object")
+        value: dict[str, Any] | None = self._checked(name, lambda x: isinstance(x, dict), "an object")
         return value or {}
 
 
 def _is_text(value: Any) -> bool:
+    """Whether it is a string that UTF-8 can encode, without half a surrogate pair."""
     return isinstance(value, str) and value.encode(errors="ignore").decode() == value

@@ -1,153 +1,171 @@
-"""What a response shows of finished requests, in the OpenAI API's words."""
+"""Builds the OpenAI API's response from finished requests."""
 
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..checkpoint.answer_detokenizer import AnswerDetokenizer
 from ..checkpoint.tokenizer import Tokenizer
 from ..generation.options import GenerateOutput
 from ..sampling.logprobs import TokenLogprobs
-from ..text import Said
-from .bodies import Asked
-from .token_texts import TokenTexts, prompt_text
+from .bodies import ParsedBody
+from .token_texts import TokenTextDecoder, prompt_text
 
-REASONS = {"eos": "stop", "stop": "stop", "length": "length", "deadline": "length"}
-THINK = "<think>"
-THOUGHT = "</think>"
-_LEAST = -9999.0  # in place of minus infinity, which JSON lacks
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "deadline": "length"}
+THINK_START = "<think>"
+THINK_END = "</think>"
+_LOWEST = -9999.0  # stands for minus infinity, which JSON lacks
 
 
-def response(
-    asked: Asked,
+def response_body(
+    parsed: ParsedBody,
     outs: Sequence[GenerateOutput],
-    noted: Sequence[Sequence[TokenLogprobs]],
+    prompt_logprobs: Sequence[Sequence[TokenLogprobs]],
     tokenizer: Tokenizer | None,
-    opened: bool = False,
+    in_reasoning: bool = False,
     **head: Any,
 ) -> dict[str, Any]:
-    """The whole body.
+    """Returns the body of a whole response.
 
     Args:
-        asked: what was asked for.
-        outs: of each prompt.
-        noted: what the model says of each prompt's tokens but the first, where they are echoed.
-        tokenizer: None: a checkpoint without one, whose answers are ids.
-        opened: the chat template has begun a thought for the answer.
+        parsed: the request's body.
+        outs: the output of each prompt.
+        prompt_logprobs: of each prompt's tokens except the first, where the prompt is echoed.
+        tokenizer: None: the checkpoint has none, and answers are token ids.
+        in_reasoning: the chat template has opened <think> for the answer.
         head: id, created, model.
     """
-    chat = asked.kind == "chat"
+    chat = parsed.kind == "chat"
     choices = list[dict[str, Any]]()
-    for prompt, out, of_prompt in zip(asked.prompts, outs, noted, strict=True):
+    for prompt, out, of_prompt in zip(parsed.prompts, outs, prompt_logprobs, strict=True):
         for j, (tokens, reason) in enumerate(zip(out.tokens, out.finish_reason, strict=True)):
-            chosen = out.alternatives[j] if out.alternatives is not None else []
-            if not asked.max_tokens:
+            of_answer = out.alternatives[j] if out.alternatives is not None else []
+            if not parsed.max_tokens:
                 tokens = []
-                chosen = []
+                of_answer = []
                 reason = "length"
-            text = answer_text(tokenizer, tokens, asked) if tokenizer else None
-            choice: dict[str, Any] = dict(index=len(choices), finish_reason=REASONS.get(reason, reason))
+            text = answer_text(tokenizer, tokens, parsed) if tokenizer else None
+            reason = FINISH_REASONS.get(reason, reason)
+            choice: dict[str, Any] = dict(index=len(choices), finish_reason=reason)
             if chat:
-                thoughts, said = split_thoughts(text or "", opened)
-                found = dict(content=said) | ({} if thoughts is None else dict(reasoning_content=thoughts))
-                choice["message"] = dict(role="assistant", **found)
+                reasoning, content = split_reasoning(text or "", in_reasoning)
+                message = dict(role="assistant", content=content)
+                if reasoning is not None:
+                    message["reasoning_content"] = reasoning
+                choice["message"] = message
             else:
-                special = asked.skip_special_tokens
-                before = prompt_text(tokenizer, prompt, tokens, special) if asked.echo else ""
+                special = parsed.skip_special_tokens
+                before = prompt_text(tokenizer, prompt, tokens, special) if parsed.echo else ""
                 choice["text"] = text if text is None and not before else before + (text or "")
-            if asked.logprobs is not None and tokenizer:
-                known = [*echoed(prompt, of_prompt), *chosen] if asked.echo else chosen
-                texts = TokenTexts(tokenizer, asked.skip_special_tokens)
-                choice["logprobs"] = shown_logprobs(texts, asked, known)
-            if asked.token_ids or not tokenizer:
+            if parsed.logprobs is not None and tokenizer:
+                entries = [*echo_entries(prompt, of_prompt), *of_answer] if parsed.echo else of_answer
+                texts = TokenTextDecoder(tokenizer, parsed.skip_special_tokens)
+                choice["logprobs"] = format_logprobs(texts, parsed, entries)
+            if parsed.return_token_ids or not tokenizer:
                 choice["token_ids"] = tokens
             choices.append(choice)
     kind = "chat.completion" if chat else "text_completion"
+    rows = (row for out in outs for row in out.logprobs)
+    return dict(head, object=kind, choices=choices, usage=usage(parsed, rows))
+
+
+def usage(parsed: ParsedBody, rows: Iterable[Sequence[float]]) -> dict[str, Any]:
+    """Counts the tokens of prompts and answers, EOS included. rows: the log-probabilities of each answer."""
+    prompt_tokens = sum(map(len, parsed.prompts))
+    new_tokens = sum(map(len, rows)) if parsed.max_tokens else 0
     return dict(
-        head, object=kind, choices=choices, usage=usage(asked, (row for out in outs for row in out.logprobs))
+        prompt_tokens=prompt_tokens, completion_tokens=new_tokens, total_tokens=prompt_tokens + new_tokens
     )
 
 
-def usage(asked: Asked, rows: Iterable[Sequence[float]]) -> dict[str, Any]:
-    """Tokens read and chosen, the one that ends an answer too. rows: the log-probabilities of each answer."""
-    read = sum(map(len, asked.prompts))
-    chosen = sum(map(len, rows)) if asked.max_tokens else 0
-    return dict(prompt_tokens=read, completion_tokens=chosen, total_tokens=read + chosen)
+def answer_text(tokenizer: Tokenizer, tokens: Sequence[int], parsed: ParsedBody) -> str:
+    """The text of an answer up to its end or its first stop string."""
+    detokenizer = answer_detokenizer(tokenizer, parsed)
+    return "".join(map(detokenizer.push, tokens)) + detokenizer.finish()
 
 
-def answer_text(tokenizer: Tokenizer, tokens: Sequence[int], asked: Asked) -> str:
-    """An answer's text, up to the first stop string, or up to its end."""
-    said = said_of(tokenizer, asked)
-    return "".join(map(said.push, tokens)) + said.finish()
+def answer_detokenizer(tokenizer: Tokenizer, parsed: ParsedBody) -> AnswerDetokenizer:
+    """A new detokenizer for one answer."""
+    return AnswerDetokenizer(
+        tokenizer, parsed.options.stop_strings, parsed.include_stop, parsed.skip_special_tokens
+    )
 
 
-def said_of(tokenizer: Tokenizer, asked: Asked) -> Said:
-    """The text of one answer, to be given its tokens."""
-    return Said(tokenizer, asked.options.stop_strings, asked.include_stop, asked.skip_special_tokens)
+def format_logprobs(texts: TokenTextDecoder, parsed: ParsedBody, entries: Sequence[Any]) -> dict[str, Any]:
+    """Log-probabilities in the form of chat or of completions.
 
-
-def shown_logprobs(texts: TokenTexts, asked: Asked, known: Sequence[Any]) -> dict[str, Any]:
-    """The log-probabilities of an answer's next tokens, in the form of chat or completions. texts: of the
-    answer, which takes them.
+    Args:
+        texts: decodes the tokens of this answer; the entries' tokens are pushed to it.
+        parsed: the request's body.
+        entries: of the next tokens: `TokenLogprobs`, or an id without log-probabilities.
     """
-    if asked.kind == "chat":
-        return _chat_logprobs(texts, known, asked.logprobs or 0)
-    return _completion_logprobs(texts, known, asked.logprobs or 0)
+    if parsed.kind == "chat":
+        return _chat_logprobs(texts, entries, parsed.logprobs or 0)
+    return _completion_logprobs(texts, entries, parsed.logprobs or 0)
 
 
-def split_thoughts(text: str, opened: bool) -> tuple[str | None, str | None]:
-    """What a whole answer thinks between <think> and </think>, and what it says; None: nothing."""
-    begun = text if opened else text.lstrip()
-    if not opened and not begun.startswith(THINK):
+def split_reasoning(text: str, in_reasoning: bool) -> tuple[str | None, str | None]:
+    """Splits a whole answer into what stands between <think> and </think>, and the content; None: absent."""
+    stripped = text if in_reasoning else text.lstrip()
+    if not in_reasoning and not stripped.startswith(THINK_START):
         return None, text
-    thoughts, mark, said = (begun if opened else begun[len(THINK) :]).partition(THOUGHT)
-    return thoughts.removeprefix("\n"), said.lstrip("\n") if mark else None
+    if not in_reasoning:
+        stripped = stripped[len(THINK_START) :]
+    reasoning, end, content = stripped.partition(THINK_END)
+    return reasoning.removeprefix("\n"), content.lstrip("\n") if end else None
 
 
-def finite(logprob: float) -> float:
-    """As JSON can say it."""
-    return logprob if math.isfinite(logprob) else _LEAST
+def json_logprob(logprob: float) -> float:
+    """The value, or -9999.0 for infinity and NaN, which JSON lacks."""
+    return logprob if math.isfinite(logprob) else _LOWEST
 
 
-def echoed(prompt: Sequence[int], noted: Sequence[TokenLogprobs]) -> list[TokenLogprobs | int]:
-    """The prompt's tokens; of the first the model says nothing."""
-    return [prompt[0], *noted]
+def echo_entries(
+    prompt: Sequence[int], prompt_logprobs: Sequence[TokenLogprobs]
+) -> list[TokenLogprobs | int]:
+    """The entries of an echoed prompt. Its first token has no log-probabilities: its entry is the id."""
+    return [prompt[0], *prompt_logprobs]
 
 
-def _completion_logprobs(texts: TokenTexts, known: Sequence[TokenLogprobs | int], top: int) -> dict[str, Any]:
-    """Each token's own number is among those of the likeliest; of two ids with one text the larger stands."""
-    shown = []
-    values = list[float | None]()
-    likeliest = list[dict[str, float] | None]()
+def _completion_logprobs(
+    texts: TokenTextDecoder, entries: Sequence[TokenLogprobs | int], top: int
+) -> dict[str, Any]:
+    """The form of completions. The token itself is among the top ones. Of two ids with one text, the more
+    likely one is returned.
+    """
+    tokens = []
+    logprobs = list[float | None]()
+    top_logprobs = list[dict[str, float] | None]()
     offsets = []
-    for t in known:
+    for t in entries:
         own, pairs = (t, []) if isinstance(t, int) else (t.id, _with_own(t, top))
         ids = [own, *(token for token, _ in pairs[1:])]
         words = [texts.text(token) for token in ids]
-        if len({*words}) < len(words):  # where a text begins, a word with its blank and without
+        if len({*words}) < len(words):  # at the start of a text, a word with and without its leading space
             words = [texts.tokenizer.token_text(token) for token in ids]
         best: dict[str, float] = {}
         for word, (_, logprob) in zip(words, pairs, strict=False):
-            best[word] = max(best.get(word, _LEAST), finite(logprob))
-        shown.append(words[0])
-        values.append(None if isinstance(t, int) else finite(t.logprob))
-        likeliest.append(None if isinstance(t, int) else best)
+            best[word] = max(best.get(word, _LOWEST), json_logprob(logprob))
+        tokens.append(words[0])
+        logprobs.append(None if isinstance(t, int) else json_logprob(t.logprob))
+        top_logprobs.append(None if isinstance(t, int) else best)
         offsets.append(texts.push(own))
-    return dict(tokens=shown, token_logprobs=values, top_logprobs=likeliest, text_offset=offsets)
+    return dict(tokens=tokens, token_logprobs=logprobs, top_logprobs=top_logprobs, text_offset=offsets)
 
 
 def _with_own(t: TokenLogprobs, top: int) -> list[tuple[int, float]]:
-    """The token itself with its own number, and the likeliest."""
+    """The token itself with its own value, then the others of its `top` most likely ones."""
     return [(t.id, t.logprob), *((token, logprob) for token, logprob in t.top[:top] if token != t.id)]
 
 
-def _chat_logprobs(texts: TokenTexts, known: Sequence[TokenLogprobs], top: int) -> dict[str, Any]:
+def _chat_logprobs(texts: TokenTextDecoder, entries: Sequence[TokenLogprobs], top: int) -> dict[str, Any]:
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = texts.text(token)
         found = texts.tokenizer.token_bytes(token) if "\ufffd" in text else text.encode()
-        return dict(token=text, bytes=None if found is None else list(found), logprob=finite(logprob))
+        return dict(token=text, bytes=None if found is None else list(found), logprob=json_logprob(logprob))
 
     content = []
-    for t in known:
+    for t in entries:
         best = [entry(i, t.logprob if i == t.id else p) for i, p in t.top[:top]]
         content.append(entry(t.id, t.logprob) | dict(top_logprobs=best))
         texts.push(t.id)

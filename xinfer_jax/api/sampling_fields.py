@@ -1,70 +1,79 @@
-"""How a body wants its tokens to be chosen."""
+"""Parses the sampling fields of a body."""
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from ..checkpoint.tokenizer import Tokenizer
-from ..errors import InputError, shown
+from ..errors import InputError, format_value
 from ..sampling.biases import LONGEST_BAD_WORD, MOST_BAD_WORDS
-from ..sampling.settings import SamplingConfig
-from ..text import LONGEST_STOP_STRING
+from ..sampling.sampling_config import SamplingConfig
+from ..text import MAX_STOP_STRING_CHARS
 from .fields import SAMPLING, BodyError, Fields
 
-_MOST_NGRAM = 256  # a step compares so many tokens with each of the row at most
+_MOST_NGRAM = 256  # bounds a decode step's work: it compares so many tokens at each position of the row
 
 
-def sampling_of(tokenizer: Tokenizer | None, vocab_size: int, take: Fields, defaults: Any) -> SamplingConfig:
-    """The settings that a body asks for.
+def parse_sampling(
+    tokenizer: Tokenizer | None, vocab_size: int, fields: Fields, defaults: Any
+) -> SamplingConfig:
+    """Returns the defaults with the settings of the body.
 
     Raises:
-        BodyError: with the field at fault.
+        BodyError: with the name of the field at fault.
     """
     values: dict[str, Any] = {}
-    take.whole("no_repeat_ngram_size", 0, _MOST_NGRAM)
+    fields.integer("no_repeat_ngram_size", 0, _MOST_NGRAM)
     for name, setting in SAMPLING.items():
-        if (number := take.number(name)) is not None:
+        if (number := fields.number(name)) is not None:
             values[setting] = 0 if name == "top_k" and number == -1 else number
-    if biases := take.mapping("logit_bias"):
-        good = lambda i, b: i.isdecimal() and len(i) < 10 and type(b) in (int, float) and abs(b) <= 1e30  # noqa: E731
-        wrong = [i for i, b in biases.items() if not good(i, b)]
-        if wrong:
-            raise BodyError("logit_bias", f"logit_bias maps token ids to numbers, got {shown(wrong[0])}")
-        numbers = {int(i): float(b) for i, b in biases.items()}
-        ids = Fields(dict(logit_bias=list(numbers))).ids("logit_bias", vocab_size)
-        values["logit_bias"] = {i: numbers[i] for i in ids}
-    if "allowed_token_ids" in take.given:
-        values["allowed_token_ids"] = take.ids("allowed_token_ids", vocab_size)
-    if words := take.texts("bad_words", (), MOST_BAD_WORDS, LONGEST_STOP_STRING):
-        values["bad_words_ids"] = _bad_words(tokenizer, words, vocab_size)
-    for name, value in values.items():
+    if biases := fields.mapping("logit_bias"):
+        values["logit_bias"] = _logit_bias(biases, vocab_size)
+    if "allowed_token_ids" in fields.values:
+        values["allowed_token_ids"] = fields.token_ids("allowed_token_ids", vocab_size)
+    if words := fields.strings("bad_words", (), MOST_BAD_WORDS, MAX_STOP_STRING_CHARS):
+        values["bad_words_ids"] = _bad_words_ids(tokenizer, words, vocab_size)
+    for setting, value in values.items():
         try:
-            SamplingConfig(**{name: value}).validate()
+            SamplingConfig(**{setting: value}).validate()
         except InputError as error:
-            back = {setting: field for field, setting in SAMPLING.items()}
-            raise BodyError(back.get(name, name), error) from error
+            field_of_setting = {setting: field for field, setting in SAMPLING.items()}
+            raise BodyError(field_of_setting.get(setting, setting), error) from error
     settings: SamplingConfig = dataclasses.replace(defaults, **values)
     return settings
 
 
-def _bad_words(tokenizer: Tokenizer | None, words: Sequence[str], vocab_size: int) -> list[list[int]]:
-    """Each word as ids, at the beginning of a text and, where these are other ids, behind a blank (vLLM)."""
+def _logit_bias(biases: dict[str, Any], vocab_size: int) -> dict[int, float]:
+    """The biases by token id; in JSON the ids are texts."""
+    numbers: dict[int, float] = {}
+    for i, bias in biases.items():
+        is_id = i.isdecimal() and len(i) < 10
+        if not is_id or type(bias) not in (int, float) or abs(bias) > 1e30:
+            raise BodyError("logit_bias", f"logit_bias maps token ids to numbers, got {format_value(i)}")
+        numbers[int(i)] = float(bias)
+    ids = Fields(dict(logit_bias=list(numbers))).token_ids("logit_bias", vocab_size)
+    return {i: numbers[i] for i in ids}
+
+
+def _bad_words_ids(tokenizer: Tokenizer | None, words: Sequence[str], vocab_size: int) -> list[list[int]]:
+    """The ids of each word at the start of a text and, where they differ, after a space (as vLLM)."""
     name = "bad_words"
     found = list[list[int]]()
     if tokenizer is None:
         raise BodyError(name, "bad_words need a tokenizer, which this checkpoint lacks: leave them out")
     for word in words:
-        alone, behind = (
-            tokenizer.encode(blank + word.lstrip(), add_special_tokens=False) for blank in ("", " ")
+        at_start, after_space = (
+            tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " ")
         )
-        if not alone or len(alone) > LONGEST_BAD_WORD or max(alone) >= vocab_size:
+        if not at_start or len(at_start) > LONGEST_BAD_WORD or max(at_start) >= vocab_size:
             raise BodyError(
                 name,
-                f"each of bad_words has from 1 to {LONGEST_BAD_WORD} tokens, got {len(alone)}: {shown(word)}",
+                f"each of bad_words must have 1 to {LONGEST_BAD_WORD} tokens, got {len(at_start)}:"
+                f" {format_value(word)}",
             )
-        found.append(alone)
-        if behind and behind[0] != alone[0] and len(behind) == len(alone):
-            found.append(behind)
+        found.append(at_start)
+        if after_space and after_space[0] != at_start[0] and len(after_space) == len(at_start):
+            found.append(after_space)
     if len(found) > MOST_BAD_WORDS:
         raise BodyError(
             name, f"bad_words are {len(found)} sequences of tokens, more than {MOST_BAD_WORDS}: give fewer"

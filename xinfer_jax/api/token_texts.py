@@ -1,33 +1,34 @@
-"""Texts of single tokens, as log-probabilities show them."""
+"""Decodes single tokens, as log-probabilities need them."""
 
 from collections.abc import Sequence
 
-from ..checkpoint.detokenizer import IncrementalDecoder
+from ..checkpoint.detokenizer import IncrementalDetokenizer
 from ..checkpoint.tokenizer import Tokenizer
 
 
-class TokenTexts:
-    """Texts of tokens as they stand in the text of one answer, and where each begins."""
+class TokenTextDecoder:
+    """Decodes the tokens of one answer one by one, and finds where each begins in the answer's text."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
-        """skip_special_tokens: in the text; they are shown all the same, and take no place in it."""
+        """skip_special_tokens: the answer's text leaves them out; `text` returns theirs all the same."""
         self.tokenizer = tokenizer
-        self._at = 0
-        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens)
+        self._offset = 0
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
 
     def text(self, token: int) -> str:
-        """The text of a token that would come next; a part of a character is U+FFFD. A text begins without
-        the blank that SentencePiece puts before its first word.
+        """The text that a token has as the next one of the answer; part of a character is U+FFFD.
+
+        At the start of the text it has no leading space, which SentencePiece puts before the first word.
         """
-        if self._at:
+        if self._offset:
             return self.tokenizer.token_text(token)
         return self.tokenizer.decode([token], skip_special_tokens=False)
 
     def push(self, token: int) -> int:
-        """Takes the next token; where its text begins."""
-        at = self._at
-        self._at += len(self._decoder.push(token))
-        return at
+        """Appends the next token, and returns the offset at which its text begins."""
+        offset = self._offset
+        self._offset += len(self._detokenizer.push(token))
+        return offset
 
 
 def prompt_text(
@@ -36,15 +37,20 @@ def prompt_text(
     tokens: Sequence[int] = (),
     skip_special_tokens: bool = True,
 ) -> str:
-    """The text of a prompt that is echoed, with the blank between it and the answer's tokens: the answer's
-    own text begins without.
+    """The text of an echoed prompt, with the space between it and the answer, whose own text lacks it.
+
+    Args:
+        tokenizer: None: the text is empty.
+        prompt: token ids.
+        tokens: of the answer.
+        skip_special_tokens: leave out special tokens.
     """
     if tokenizer is None:
         return ""
     text = tokenizer.decode(prompt, skip_special_tokens)
     if not text or not tokens:
         return text
-    alone = tokenizer.decode(tokens[:1], skip_special_tokens)
-    within = tokenizer.token_text(tokens[0])
-    blank = within.removesuffix(alone) if within.endswith(alone) else ""
-    return text + (blank if blank.isspace() else "")
+    first = tokenizer.decode(tokens[:1], skip_special_tokens)
+    after_others = tokenizer.token_text(tokens[0])
+    space = after_others.removesuffix(first) if after_others.endswith(first) else ""
+    return text + (space if space.isspace() else "")

@@ -1,24 +1,25 @@
-"""A file of prompts in, a file of answers out; killed at any moment and started again it ends with the same
-bytes.
+"""Batch inference: a file of prompts in, a file of answers out.
 
-In the order to read: `lines` reads the input; `ledger` writes the output and records what is finished;
-`work` is a line's way through the engine; `run` keeps the engine busy; `dataset` does the same for batches of
-columns.
+Read the files in this order: `input_lines` parses the input; `resumable_output` writes the output and its
+progress file; `line_request` turns one line into engine requests and one output line; `run_settings` lists
+what answers depend on; `run_batch` keeps the engine busy; `dataset` does the same for batches of columns.
 
-- This rests on the engine: a line's answer has the same bits in any company, so it does not matter which
-  lines were finished before. What it draws with follows from the seed and its custom_id, or its number.
-- A record (number, hash, where the output ends) is written once a second, after the disk has the lines that
-  it speaks of. A line without one is cut off at the next start and answered once more.
-- Beside the settings the record has our version, jax's, and the CPU's features. A run goes on where they
-  differ, with a warning: what is finished stays, and the user may prefer other last bits to a new run.
-- A line that cannot be served is answered too, by its reason: that hangs on nothing but the line.
-- A command whose output holds such lines ends with exit code 1, whichever run answered them. It is over all
-  the same, and started again it says so at once: where 1 means try again (OnFailure below), bound that
-  (backoffLimit).
-- Times stand in no line, neither do cached tokens: they differ between runs. The report has them.
-- Completions of one prompt share its whole pages; the rest of the prompt is read with each.
+- A run may be killed at any moment. Started again, it ends with the same bytes: the engine gives a line the
+  same bits beside any other requests, so it does not matter which lines were finished before. The random key
+  of a line depends only on the seed and the line's custom_id, or its number.
+- Once a second the run syncs the output to disk, then appends a record for each line that is safe (number,
+  hash, end offset in the output). The next start truncates lines without a record and answers them again.
+- The progress file also stores the settings, our version, jax's version and the CPU features. If only a
+  version or the machine differs, the run continues with a warning: finished lines stay, and the user may
+  prefer slightly different last bits to a new run.
+- A line that cannot be served gets an output line with the reason. The reason depends on the line alone.
+- The command exits with code 1 if the output has error lines, from this run or an earlier one. The run is
+  complete all the same: if it is started again, it exits with 1 at once. Where code 1 means "try again"
+  (OnFailure below), set a limit (backoffLimit).
+- Output lines have no times and no cached_tokens, which differ between runs. The report has them.
+- Completions of one prompt share its full pages; each prefills the rest of the prompt itself.
 
-Clusters. Every shard is a process of its own, and resumes as a whole run does:
+Clusters. Each shard is a process of its own, and resumes like a whole run:
 
     #SBATCH --array=0-15                      # SLURM
     xinfer-jax-batch --input=all.jsonl --output=answers.jsonl --shard=$SLURM_ARRAY_TASK_ID/16
@@ -29,8 +30,8 @@ Clusters. Every shard is a process of its own, and resumes as a whole run does:
 
     xinfer-jax-batch --input=all.jsonl --output=answers.jsonl --merge=16
 
-Several devices of one machine: --data_parallel=8, an engine for each. Ray Data, one engine for each worker,
-to which Ray shows a GPU of its own (CUDA_VISIBLE_DEVICES):
+Several devices of one machine: --data_parallel=8, one engine per device. Ray Data: one engine per worker; Ray
+gives each worker its own GPU (CUDA_VISIBLE_DEVICES):
 
     ray.data.read_json("all.jsonl").map_batches(
         xj.DatasetGenerator, fn_constructor_kwargs=dict(model=DIR, options=xj.GenerateOptions(64)),

@@ -1,4 +1,4 @@
-"""Which model a cache is of: a digest of the configuration and of some numbers of every parameter."""
+"""A hash that identifies the model of a cache: of the config and of some numbers of every parameter."""
 
 import collections
 import dataclasses
@@ -15,28 +15,30 @@ import numpy as np
 from ..config.model_config import ModelConfig
 from ..weights.params import Params
 
-_SAMPLES = 64  # numbers of a leaf, evenly spaced, the first and the last among them
-# Of the last few parameter trees: what they consist of, weakly, and their digest.
+_SAMPLES = 64  # numbers of a leaf, evenly spaced, with the first and the last
+# The last few parameter trees: their structure, weak references to their leaves, and their digest.
 _KNOWN: collections.deque = collections.deque(maxlen=8)
 
 
 def fingerprint(params: Params, config: ModelConfig) -> str:
-    """The same for the same numbers on any device and jax version; another one once a matrix changes.
+    """Hash of a model: equal for equal parameters on any device and jax version, different once one changes.
 
-    longrope's factors are left out: a call chooses between them (`Prefix.factors`). It reads the arrays, so
-    not for a trace: milliseconds for new parameters, a fraction of one for those of the last calls.
+    It leaves out longrope's factors, between which each call chooses (`Prefix.factors`). It reads the arrays,
+    so it cannot be traced. It takes milliseconds for new parameters, less for those of the last calls.
     """
     return hashlib.sha256(f"{_config(config)}{_digest(params)}".encode()).hexdigest()
 
 
 def _config(config: ModelConfig) -> str:
-    """Compared fields as JSON, but for defaults: one added later changes nothing for models without it."""
+    """The compared fields as JSON, without those at their default: so a field that a later version adds does
+    not change the hash of models that do not use it.
+    """
     rope = dataclasses.replace(config.rope, short_factor=(), long_factor=())
 
     def fields(value: Any) -> dict:
-        given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.compare}
-        unset = {f.name: f.default for f in dataclasses.fields(value)}
-        return {name: x for name, x in given.items() if x != unset[name]}
+        values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.compare}
+        defaults = {f.name: f.default for f in dataclasses.fields(value)}
+        return {name: x for name, x in values.items() if x != defaults[name]}
 
     return json.dumps(fields(dataclasses.replace(config, rope=rope)), sort_keys=True, default=fields)
 
@@ -50,7 +52,7 @@ def _digest(params: Params) -> str:
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     for path, leaf, sample in zip(paths, leaves, jax.device_get(list(map(_sample, leaves))), strict=True):
         sha.update(f"{path} {leaf.shape} {leaf.dtype}\n".encode() + sample.tobytes())
-    if all(isinstance(leaf, jax.Array) for leaf in leaves):  # a NumPy array could be written to
+    if all(isinstance(leaf, jax.Array) for leaf in leaves):  # a NumPy array may change
         _KNOWN.appendleft((tree, list(map(weakref.ref, leaves)), sha.hexdigest()))
     return sha.hexdigest()
 
@@ -58,15 +60,15 @@ def _digest(params: Params) -> str:
 def _sample(leaf: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     if isinstance(leaf, jax.Array) and [device.platform for device in leaf.devices()] != ["cpu"]:
         return _gather(leaf)
-    return np.asarray(leaf)[_places(leaf.shape)]  # on CPU a view, and nothing to compile
+    return np.asarray(leaf)[_sample_indices(leaf.shape)]  # on CPU a view, and nothing to compile
 
 
 @jax.jit
 def _gather(leaf: jax.Array) -> jax.Array:
-    return leaf[_places(leaf.shape)]
+    return leaf[_sample_indices(leaf.shape)]
 
 
 @functools.lru_cache(maxsize=256)
-def _places(shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+def _sample_indices(shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
     size = math.prod(shape)
     return np.unravel_index(np.linspace(0, size - 1, min(_SAMPLES, size)).astype(np.int64), shape)

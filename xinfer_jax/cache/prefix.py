@@ -1,4 +1,4 @@
-"""A cache that outlives its call: what rows have read and written, so that the next reads what is new."""
+"""A cache that later calls reuse: they prefill only the tokens that it does not have."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from ..brief import counted
 from ..config.model_config import ModelConfig
-from ..errors import InputError, few
+from ..errors import InputError, format_names
+from ..formatting import format_token_counts
 from ..weights.params import Params
 from .fingerprint import fingerprint
-from .kv_cache import KVCache, remembered, truncate
+from .kv_cache import KVCache, can_truncate, truncate
 
 _Rows = Sequence[Sequence[int]]  # of token ids
 
@@ -20,13 +20,14 @@ _Rows = Sequence[Sequence[int]]  # of token ids
 class Prefix:
     """A cache and the tokens in it, row by row.
 
-    `generate` makes one, with keep_prefix; by hand, of what `prefill` filled, it need not say whose it is.
+    `generate` returns one with keep_prefix. One made by hand, of a cache that `prefill` filled, needs no
+    model.
 
     Attributes:
-        tokens: of each row, the ids whose keys and values the cache holds.
-        cache: theirs, and perhaps of further rows that hold nothing.
-        model: whose keys and values they are: its `fingerprint`; None: the caller vouches.
-        factors: longrope's, by which the keys are rotated; () for other models.
+        tokens: for each row, the ids whose keys and values the cache holds.
+        cache: these keys and values; it may have further, empty rows.
+        model: the `fingerprint` of the model that computed them; None: not checked.
+        factors: the longrope factors that rotated the keys; () for other models.
     """
 
     tokens: list[list[int]]
@@ -35,31 +36,32 @@ class Prefix:
     factors: tuple[float, ...] = ()
 
     def __repr__(self) -> str:
-        return f"Prefix({counted(self.tokens, 'row')}, {self.cache!r})"
+        return f"Prefix({format_token_counts(self.tokens, 'row')}, {self.cache!r})"
 
     def shared(self, prompts: _Rows) -> np.ndarray:
-        """How many tokens at the start of each prompt the cache holds, int32 [B].
+        """The number of tokens at the start of each prompt that the cache holds, int32 [B].
 
-        All but the last at most, whose logits are wanted; none where a ring forgot what the next token sees.
+        At most all but the last, since a call needs the logits of that one; 0 where a ring no longer has keys
+        that the next token sees.
 
         Raises:
-            InputError: another number of prompts than rows.
+            InputError: there are not as many prompts as rows.
         """
         if len(prompts) != len(self.tokens):
             raise InputError(
                 f"{len(prompts)} prompts for a prefix of {len(self.tokens)} rows: give one prompt per row"
             )
 
-        def common(held: Sequence[int], prompt: Sequence[int]) -> int:
-            most = min(len(held), len(prompt) - 1)
-            return next((i for i in range(most) if held[i] != prompt[i]), most)
+        def common(cached: Sequence[int], prompt: Sequence[int]) -> int:
+            limit = min(len(cached), len(prompt) - 1)
+            return next((i for i in range(limit) if cached[i] != prompt[i]), limit)
 
-        shared_B = _by_row(self.cache, map(common, self.tokens, prompts))
-        return np.where(remembered(self.cache, shared_B), shared_B, 0)[: len(prompts)]
+        shared_B = _pad_rows(self.cache, map(common, self.tokens, prompts))
+        return np.where(can_truncate(self.cache, shared_B), shared_B, 0)[: len(prompts)]
 
     def usable(self, params: Params, config: ModelConfig) -> "Prefix":
-        """What a call can build on: this prefix, or an empty one where its keys are rotated by other longrope
-        factors than the call's. config: with the factors fixed.
+        """This prefix, or an empty one where its keys were rotated by other longrope factors than the call's.
+        config: with the factors fixed.
 
         Raises:
             InputError: as `check`.
@@ -70,34 +72,40 @@ class Prefix:
         return dataclasses.replace(self, tokens=[[] for _ in self.tokens], cache=truncate(self.cache, 0))
 
     def check(self, params: Params, config: ModelConfig) -> None:
-        """Raises InputError where it is another model's, or its tokens are not as many as its cache holds."""
+        """Raises InputError where another model computed it, or its tokens do not match the lengths in its
+        cache.
+        """
         lengths = [len(row) for row in self.tokens]
-        ours = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-        if self.cache.fits != ours or self.model not in (None, fingerprint(params, config)):
+        expected = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        if self.cache.fits != expected or self.model not in (None, fingerprint(params, config)):
             raise InputError(
-                "the prefix was read by another model, or before these parameters changed: read its prompts"
-                " anew, without it"
+                "the prefix was computed by another model, or before these parameters changed: prefill its"
+                " prompts again, without it"
             )
-        held = self.cache.length_B.tolist()
-        if held != [*lengths, *[0] * (len(held) - len(lengths))] or self.cache.overflow_B.any():
+        cached = self.cache.length_B.tolist()
+        if cached != [*lengths, *[0] * (len(cached) - len(lengths))] or self.cache.overflow_B.any():
             raise InputError(
-                f"the prefix names {few(lengths)} tokens of rows of which its cache holds {few(held)}: give"
-                " the tokens that were read, all of which fit the cache"
+                f"the prefix has {format_names(lengths)} tokens for rows of which its cache holds"
+                f" {format_names(cached)}: give the tokens that were prefilled, all of which fit the cache"
             )
 
 
-def kept_prefix(params: Params, config: ModelConfig, prompts: _Rows, chosen: _Rows, cache: KVCache) -> Prefix:
-    """What a call leaves behind: of each row everything but the last token, which was chosen and not read.
+def make_prefix(
+    params: Params, config: ModelConfig, prompts: _Rows, sampled: _Rows, cache: KVCache
+) -> Prefix:
+    """The prefix after a call: all tokens of each row but the last one, which was sampled and is not in the
+    cache.
+
     config: with longrope's factors fixed; cache: of as many rows as prompts, or more.
     """
-    tokens = [[*prompt, *ids][:-1] for prompt, ids in zip(prompts, chosen, strict=True)]
-    cache = dataclasses.replace(cache, length_B=jnp.asarray(_by_row(cache, map(len, tokens))))
+    tokens = [[*prompt, *ids][:-1] for prompt, ids in zip(prompts, sampled, strict=True)]
+    cache = dataclasses.replace(cache, length_B=jnp.asarray(_pad_rows(cache, map(len, tokens))))
     return Prefix(tokens, cache, fingerprint(params, config), config.rope.short_factor)
 
 
-def _by_row(cache: KVCache, counts: Iterable[int]) -> np.ndarray:
-    """int32 [B]: a count for each of the first rows of a cache, 0 for the others."""
+def _pad_rows(cache: KVCache, counts: Iterable[int]) -> np.ndarray:
+    """int32 [B]: these counts for the first rows of a cache, 0 for the others."""
     counts_B = np.zeros(len(cache.length_B), np.int32)
-    given = list(counts)
-    counts_B[: len(given)] = given
+    first = list(counts)
+    counts_B[: len(first)] = first
     return counts_B

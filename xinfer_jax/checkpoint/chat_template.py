@@ -1,4 +1,4 @@
-"""A chat template is code from whoever made the checkpoint: in jinja2's sandbox all its work is counted."""
+"""Renders chat templates. They are untrusted code: jinja2's sandbox runs them, and their cost is counted."""
 
 import functools
 import json
@@ -16,82 +16,86 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from ..errors import InputError
-from .template_work import FREE, NODE, PART, Work, refused
+from .template_budget import FREE_FILTERS, ITEM, NODE, TemplateBudget, limit_error
 
-_SOURCE = 65_536
-_NODES = 4_000  # characters and nodes of a template: what compiling it may take
+_MAX_CHARACTERS = 65_536  # of a template: these two limit the cost of compiling it
+_MAX_NODES = 4_000
 
-# Filters that nobody needs for a conversation, whose work is not to be told from their arguments.
-_LEFT_OUT = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
-# Tests that look into what they are given.
-_DEEP_TESTS = (
+# Filters that no conversation needs, and whose cost does not follow from their arguments.
+_REMOVED_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
+# Tests that compare whole values.
+_COMPARING_TESTS = (
     "eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<=", "gt", "greaterthan", ">", "ge",
     ">=", "in", "lower", "upper",
 )  # fmt: skip
 
 
 def render(source: str, variables: dict[str, Any]) -> str:
-    """The text that a template makes of its variables (messages, tools, bos_token, …).
+    """Renders a template with its variables (messages, tools, bos_token, …).
 
     Raises:
-        InputError: the template is broken, asks for too much, or refuses the conversation.
+        InputError: the template is broken, exceeds its budget, or raises an error for this conversation.
     """
     try:
         environment = _Environment(variables)
         return environment.template(source).render(variables)
-    except Exception as error:  # a template is code: anything can go wrong in it
+    except Exception as error:  # a template is code: any exception can come
         raise InputError(
-            f"the chat template does not take this conversation: {str(error) or type(error).__name__}"
+            f"the chat template rejects this conversation: {str(error) or type(error).__name__}"
         ) from error
 
 
-class _Counted(NodeTransformer):
-    """Rewrites a template: whoever passes a loop or a macro pays for its nodes, and what the sandbox does not
-    intercept (output, ~, comparisons, slices, keys) goes through filters whose names no template can spell.
+class _AddCounting(NodeTransformer):
+    """Rewrites a template so that its costs are counted.
+
+    Each pass through a loop or a macro spends the cost of its nodes. Operations that the sandbox does not
+    intercept (output, ~, comparisons, slices, keys) go through filters; a template cannot call these, as
+    their names end in "!".
     """
 
     def visit_For(self, node: Any) -> nodes.Node:  # noqa: N802
-        pay = _filtered("pay!", nodes.Const(sum(1 for _ in node.find_all(nodes.Node)), lineno=node.lineno))
+        count = nodes.Const(sum(1 for _ in node.find_all(nodes.Node)), lineno=node.lineno)
+        spend = _apply_filter("spend_nodes!", count)
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(pay, lineno=node.lineno))
+        node.body.insert(0, nodes.ExprStmt(spend, lineno=node.lineno))
         if getattr(node, "test", None):
-            node.test = nodes.And(pay, node.test, lineno=node.lineno)
+            node.test = nodes.And(spend, node.test, lineno=node.lineno)
         return node
 
     visit_Macro = visit_CallBlock = visit_For
 
     def visit_Output(self, node: nodes.Output) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        node.nodes = [_filtered("show!", child) for child in node.nodes]
+        node.nodes = [_apply_filter("output!", child) for child in node.nodes]
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        return _filtered("concat!", *node.nodes)
+        return _apply_filter("concat!", *node.nodes)
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        return _filtered("made!", node) if isinstance(node.arg, nodes.Slice) else node
+        return _apply_filter("slice!", node) if isinstance(node.arg, nodes.Slice) else node
 
     def visit_Compare(self, node: Any) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        node.expr = _filtered("read!", node.expr)
+        node.expr = _apply_filter("compare!", node.expr)
         return node
 
     visit_Operand = visit_Compare
 
     def visit_Pair(self, node: nodes.Pair) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        node.key = _filtered("read!", node.key)
+        node.key = _apply_filter("compare!", node.key)
         return node
 
 
-def _filtered(name: str, first: nodes.Expr, *others: nodes.Expr) -> nodes.Expr:
+def _apply_filter(name: str, first: nodes.Expr, *others: nodes.Expr) -> nodes.Expr:
     return nodes.Filter(first, name, list(others), [], None, None, lineno=first.lineno)
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} … {% endgeneration %} marks words for training; rendering passes them through."""
+    """{% generation %} … {% endgeneration %} marks training targets; rendering ignores the tags."""
 
     tags = {"generation"}
 
@@ -101,140 +105,152 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(Namespace):
-    def __repr__(self) -> str:  # what it holds may hold it
+    def __repr__(self) -> str:  # without its values, which may contain the namespace itself
         return "<Namespace>"
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """What templates written for transformers expect, for one rendering."""
+    """The environment that templates written for transformers expect; for one rendering."""
 
     intercepted_binops = frozenset(jinja2.sandbox.SandboxedEnvironment.default_binop_table)
 
     def __init__(self, variables: dict[str, Any]):
         extensions = [_Generation, jinja2.ext.loopcontrols]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False)
-        self.work = work = Work(variables)
-        for name in _LEFT_OUT:
+        self.budget = TemplateBudget(variables)
+        for name in _REMOVED_FILTERS:
             del self.filters[name]
         self.filters["tojson"] = self._to_json
         for name, function in self.filters.items():
-            self.filters[name] = self._counted(name, function)
-        for name in _DEEP_TESTS:
-            self.tests[name] = self._weighed(self.tests[name])
-
-        def pay(nodes: int) -> bool:
-            work.spend(NODE * nodes)
-            return True
-
-        # With a context, so that jinja2 does not run them while it compiles.
-        own = {
-            "pay!": pay,
-            "show!": lambda value: (work.weigh(value), str(value))[1],
-            "concat!": lambda *values: (work.weigh(*values), "".join(map(str, values)))[1],
-            "read!": lambda value: (work.weigh(value, share=16), value)[1],
-            "made!": work.made,
+            self.filters[name] = self._counting_filter(name, function)
+        for name in _COMPARING_TESTS:
+            self.tests[name] = self._counting_test(self.tests[name])
+        counting = {
+            "spend_nodes!": self._spend_nodes,
+            "output!": self._output,
+            "concat!": self._concat,
+            "compare!": self._compare,
+            "slice!": self.budget.spend_result,
         }
-        for name, function in own.items():
+        for name, function in counting.items():
+            # With a context, so that jinja2 does not evaluate them at compile time.
             self.filters[name] = jinja2.pass_context(lambda _, *args, run=function: run(*args))
         del self.globals["lipsum"]
         self.globals.update(
             raise_exception=_raise, strftime_now=self._now, namespace=_Namespace, range=self._range
         )
 
+    def _spend_nodes(self, count: int) -> bool:
+        self.budget.spend(NODE * count)
+        return True
+
+    def _output(self, value: Any) -> str:
+        self.budget.spend_read(value)
+        return str(value)
+
+    def _concat(self, *values: Any) -> str:
+        self.budget.spend_read(*values)
+        return "".join(map(str, values))
+
+    def _compare(self, value: Any) -> Any:
+        self.budget.spend_read(value, share=16)
+        return value
+
     def template(self, source: str) -> jinja2.Template:
-        """Compiles."""
-        if len(source) > _SOURCE:
-            raise refused(f"{len(source)} characters of template")
+        """Compiles a template."""
+        if len(source) > _MAX_CHARACTERS:
+            raise limit_error(f"{len(source)} characters of template")
         tree = self.parse(source)
-        if (size := sum(1 for _ in tree.find_all(nodes.Node))) > _NODES:
-            raise refused(f"{size} nodes of template")
+        if (size := sum(1 for _ in tree.find_all(nodes.Node))) > _MAX_NODES:
+            raise limit_error(f"{size} nodes of template")
         if tree.find(nodes.Block):
-            raise refused("a block, for templates that extend others,")
-        return self.from_string(_Counted().visit(tree))
+            raise limit_error("a block, for templates that extend others,")
+        return self.from_string(_AddCounting().visit(tree))
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
-        """Refuses at once, where jinja2 would render nothing in its place."""
+        """Raises, where jinja2 would render nothing."""
         raise jinja2.sandbox.SecurityError(
             f"access to attribute {attribute!r} of {type(obj).__name__!r} is unsafe"
         )
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Counts a key that is no text: it is hashed."""
+        """Counts the hashing of a key that is not a text."""
         if not isinstance(argument, str | int):
-            self.work.weigh(argument)
+            self.budget.spend_read(argument)
         return super().getitem(obj, argument)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Counts what an operator makes, before and behind it."""
-        self.work.operator(operator, left, right)
-        return self.work.made(super().call_binop(context, operator, left, right))
+        """Counts an operator, before and after it runs."""
+        self.budget.spend_operator(operator, left, right)
+        return self.budget.spend_result(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
-        """Counts what a method makes."""
+        """Counts a call of a function or a method."""
         receiver = getattr(__obj, "__self__", None)
-        given = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
-        __self.work.spend(PART * (len(args) + len(given)))
+        own = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
+        __self.budget.spend(ITEM * (len(args) + len(own)))
         if isinstance(receiver, str):
-            __self.work.method(__obj.__name__, receiver, args, given)
+            __self.budget.spend_method(__obj.__name__, receiver, args, own)
         elif getattr(__obj, "__name__", "") in ("fromkeys", "to_bytes") or isinstance(receiver, bytes):
-            raise refused(f"the method {__obj.__name__!r}")
+            raise limit_error(f"the method {__obj.__name__!r}")
         elif not isinstance(__obj, Macro | LoopContext):
-            __self.work.weigh(args, given, receiver if isinstance(receiver, list | tuple | range) else None)
+            items = receiver if isinstance(receiver, list | tuple | range) else None
+            __self.budget.spend_read(args, own, items)
         result = super().call(__context, __obj, *args, **kwargs)
-        return __self.work.made(result) if isinstance(receiver, str) else result
+        return __self.budget.spend_result(result) if isinstance(receiver, str) else result
 
     def wrap_str_format(self, value: Any) -> Any:
-        """Counts what str.format makes."""
-        form = super().wrap_str_format(value)
-        if form is None:
+        """Counts str.format."""
+        str_format = super().wrap_str_format(value)
+        if str_format is None:
             return None
 
-        def counted(*args: Any, **kwargs: Any) -> str:
-            self.work.braces(value.__self__, (args, kwargs))
-            return form(*args, **kwargs)
+        def counting(*args: Any, **kwargs: Any) -> str:
+            self.budget.spend_str_format(value.__self__, (args, kwargs))
+            return str_format(*args, **kwargs)
 
-        return counted
+        return counting
 
-    def _counted(self, name: str, function: Callable) -> Callable:
+    def _counting_filter(self, name: str, function: Callable) -> Callable:
         @functools.wraps(function)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            # Some filters take a context first.
-            given = args[isinstance(args[0], jinja2.Environment | Context | EvalContext) :]
-            self.work.filter(name, given, kwargs)
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            # Some filters take a context as their first argument.
+            own = args[isinstance(args[0], jinja2.Environment | Context | EvalContext) :]
+            self.budget.spend_filter(name, own, kwargs)
             result = function(*args, **kwargs)
-            return result if name in FREE else self.work.made(result)
+            return result if name in FREE_FILTERS else self.budget.spend_result(result)
 
-        return counted
+        return counting
 
-    def _weighed(self, function: Any) -> Callable:
+    def _counting_test(self, function: Any) -> Callable:
         @functools.wraps(function)
-        def weighed(*args: Any) -> Any:
-            self.work.weigh(*args, share=16)
+        def counting(*args: Any) -> Any:
+            self.budget.spend_read(*args, share=16)
             return function(*args)
 
-        return weighed
+        return counting
 
     def _to_json(
         self, value: Any, ensure_ascii=False, indent: Any = None, separators=None, sort_keys=False
     ) -> str:
-        """As transformers has it: json's own, that is, without jinja2's HTML."""
-        if (indent if isinstance(indent, int) else len(indent or "")) > PART:
-            raise refused(f"an indent of {indent!r}")
+        """As in transformers: JSON without jinja2's HTML escapes."""
+        if (indent if isinstance(indent, int) else len(indent or "")) > ITEM:
+            raise limit_error(f"an indent of {indent!r}")
         settings = dict(indent=indent, separators=separators, sort_keys=sort_keys)
         encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, **settings)
         chunks = []
         for chunk in encoder.iterencode(value):
-            self.work.spend(len(chunk))
+            self.budget.spend(len(chunk))
             chunks.append(chunk)
         return "".join(chunks)
 
-    def _now(self, form: str) -> str:
-        self.work.percent(form)
-        return datetime.now().strftime(form)
+    def _now(self, date_format: str) -> str:
+        self.budget.spend_percent_format(date_format)
+        return datetime.now().strftime(date_format)
 
     def _range(self, *args: int) -> range:
         if any(abs(arg) > jinja2.sandbox.MAX_RANGE for arg in args):
-            raise refused(f"a range of {args}")
+            raise limit_error(f"a range of {args}")
         return range(*args)
 
 

@@ -1,4 +1,4 @@
-"""Reading a checkpoint's small files, and finding a checkpoint by directory or hub name."""
+"""Finds a checkpoint by directory or hub name, and reads its small files."""
 
 import json
 import os
@@ -9,20 +9,20 @@ from typing import Any
 from ..errors import InputError
 
 BUNDLED = Path(__file__).parents[1] / "assets"  # the small trained checkpoint that comes with the library
-# What a checkpoint is loaded from; the rest of a hub repository is not fetched.
+# The files that loading needs; no others are downloaded from a hub repository.
 _PATTERNS = [
     "config.json", "quantize_config.json", "quant_config.json", "generation_config.json", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "model.safetensors",
     "model-*.safetensors", "model.safetensors.index.json",
 ]  # fmt: skip
-_LARGEST = 2**25  # bytes of a small file: JSON takes twenty times as much once it is read
+_MAX_BYTES = 2**25  # of a small file: parsed JSON takes twenty times as much
 
 
-def is_there(file: Path) -> bool:
-    """Whether there is such a file.
+def file_exists(file: Path) -> bool:
+    """Whether the file exists.
 
     Raises:
-        InputError: something else stands in its place (a directory, a link to nothing or to itself).
+        InputError: the path is something else: a directory, or a link to nothing or to itself.
     """
     try:
         if file.is_file():
@@ -31,27 +31,27 @@ def is_there(file: Path) -> bool:
             return False
     except OSError as error:
         raise InputError(f"{file} cannot be opened: {error.strerror}") from error
-    raise InputError(f"{file} is a directory, a broken link, or another thing that is no file: remove it")
+    raise InputError(f"{file} is a directory, a broken link, or something else that is not a file: remove it")
 
 
 def read_text(file: Path) -> str | None:
-    """The text of a small file; None where there is no such file.
+    """The text of a small file; None where the file does not exist.
 
     Raises:
-        InputError: no file, not UTF-8, or larger than 32 MiB.
+        InputError: not a file, not UTF-8, or larger than 32 MiB.
     """
-    if not is_there(file):
+    if not file_exists(file):
         return None
     try:
-        if (size := file.stat().st_size) > _LARGEST:
-            raise InputError(f"{file} has {size} bytes, the limit is {_LARGEST}")
+        if (size := file.stat().st_size) > _MAX_BYTES:
+            raise InputError(f"{file} has {size} bytes, the limit is {_MAX_BYTES}")
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file} is not readable text: {error}") from error
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """The object that a JSON file holds; None where there is no such file.
+    """The object in a JSON file; None where the file does not exist.
 
     Raises:
         InputError: not JSON, or not an object.
@@ -69,10 +69,10 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def checkpoint_dir(path_or_repo_id: str | Path) -> Path:
-    """The directory of a checkpoint; a name owner/name that is none is fetched from the Hugging Face hub.
+    """The directory of a checkpoint; a name owner/name is downloaded from the Hugging Face hub.
 
     Raises:
-        InputError: neither a directory nor a hub repository that can be had.
+        InputError: neither a directory nor a hub repository that can be downloaded.
     """
     name = str(path_or_repo_id)
     path = Path(os.path.expanduser(path_or_repo_id))
@@ -83,12 +83,12 @@ def checkpoint_dir(path_or_repo_id: str | Path) -> Path:
         raise InputError(f"model {name!r} cannot be opened: {error}") from error
     if os.path.lexists(path) or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
         raise InputError(f"model {name!r} is neither a directory nor a hub name of the form owner/name")
-    import huggingface_hub  # only here: it takes a while to import
+    import huggingface_hub  # here, since its import is slow
 
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=_PATTERNS))
-    except Exception as error:  # network, permission, missing repository: many types, one remedy
+    except Exception as error:  # network, permission, missing repository: many types
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(
-            f"model {name!r} is no directory and could not be fetched from the hub: {reason}"
+            f"model {name!r} is not a directory and could not be fetched from the hub: {reason}"
         ) from error

@@ -1,4 +1,4 @@
-"""Our own quantized checkpoints: a matrix is the tensors X.weight.values, .scale, .zero and .order."""
+"""Our format of quantized checkpoints: a matrix is the tensors X.weight.values, .scale, .zero and .order."""
 
 import dataclasses
 import json
@@ -12,35 +12,35 @@ import numpy as np
 
 from ..config.model_config import from_hf
 from ..errors import InputError
-from ..weights.layout import without_padding
+from ..weights.layout import drop_vocab_padding
 from ..weights.params import Params, param_specs
-from ..weights.quantized import GroupedWeight, Int8Weight, QuantizedWeight, is_quantized
-from ..weights.ternary import TernaryWeight, ternary_form
-from .tensors import TYPES, StoredTensor
+from ..weights.quantized_weights import GroupedWeight, Int8Weight, QuantizedWeight, is_quantized
+from ..weights.ternary import TernaryWeight, ternary_struct
+from .tensors import DTYPES, StoredTensor
 
-Part = tuple[tuple[int, ...], set[str]]  # shape and types of a tensor in a file
+TensorSpec = tuple[tuple[int, ...], set[str]]  # shape and possible types of a tensor in a file
 
 VERSION = 1
-ROTATED = 2  # the latter where programs that know only the former would give nonsense
+VERSION_ROTATED = 2  # of rotated weights, which programs for version 1 would compute wrongly with
 _FIELDS = ("values", "scale", "zero", "order")
-_COPIED = (
+_COPIED_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja",
 )  # fmt: skip
-_NAMES = {np.dtype(kind): name for name, kind in TYPES.items()}
+_NAME_OF_DTYPE = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnFormat:
-    """How the quantized matrices of such a checkpoint are stored; methods as in `FileFormat`."""
+    """How a checkpoint in our format stores its quantized matrices; methods as in `AwqGptqFormat`."""
 
     method: ClassVar = "xinfer_jax"
-    rotated: bool = False  # as the config's
-    once: bool = False  # as of `Int8Weight`
+    rotated: bool = False  # `ModelConfig.rotated`
+    once: bool = False  # `Int8Weight.int8_activations`
 
-    def parts(
+    def tensor_specs(
         self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]
-    ) -> dict[str, Part]:
+    ) -> dict[str, TensorSpec]:
         values = f"{name}.values"
         if len(shape) == 1 or name in tensors or values not in tensors:
             return {}
@@ -50,27 +50,29 @@ class OwnFormat:
             return {values: (shape, {"I8"}), f"{name}.scale": ((outputs,), {"F32"})}
         if stored.type == "I32":
             return {
-                values: (ternary_form(shape).values.shape, {"I32"}),
+                values: (ternary_struct(shape).values.shape, {"I32"}),
                 f"{name}.scale": ((outputs,), {"F32"}),
             }
         Y = stored.shape[1]
         packed = stored.type == "U8"
         Q = -(-inputs // max(1, Y * (2 if packed else 1)))
-        parts = {values: ((Q, Y, outputs), {"U8", "I8"}), f"{name}.scale": ((Q, outputs), {"F16", "F32"})}
+        specs = {values: ((Q, Y, outputs), {"U8", "I8"}), f"{name}.scale": ((Q, outputs), {"F16", "F32"})}
         optional = {f"{name}.zero": ((Q, outputs), {"U8"}), f"{name}.order": ((inputs,), {"I32"})}
-        return parts | {part: expected for part, expected in optional.items() if part in tensors}
+        return specs | {field: spec for field, spec in optional.items() if field in tensors}
 
-    def form(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> QuantizedWeight:
-        return self._weight(name, shape, tensors, lambda tensor: tensor.form)
+    def struct(
+        self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]
+    ) -> QuantizedWeight:
+        return self._make_weight(name, shape, tensors, lambda tensor: tensor.struct)
 
-    def leaf(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> QuantizedWeight:
-        weight = self._weight(name, shape, tensors, StoredTensor.array)
+    def load(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> QuantizedWeight:
+        weight = self._make_weight(name, shape, tensors, StoredTensor.array)
         order = getattr(weight, "order", None)
         if order is not None and not np.array_equal(np.sort(order), np.arange(shape[1])):
             raise InputError(f"{name}: order does not name every input once: fetch the checkpoint again")
         return weight
 
-    def _weight(
+    def _make_weight(
         self,
         name: str,
         shape: tuple[int, ...],
@@ -78,14 +80,14 @@ class OwnFormat:
         get: Callable[[StoredTensor], Any],
     ) -> QuantizedWeight:
         stored = {field: tensors[full] for field in _FIELDS if (full := f"{name}.{field}") in tensors}
-        found = {field: get(tensor) for field, tensor in stored.items()}
-        if len(found["values"].shape) == 2:
-            return Int8Weight(found["values"], found["scale"], self.once)
-        if found["values"].dtype == np.int32:
-            return TernaryWeight(found["values"], found["scale"], shape[1])
-        return GroupedWeight(**({"zero": None, "order": None} | found), inputs=shape[1])
+        arrays = {field: get(tensor) for field, tensor in stored.items()}
+        if len(arrays["values"].shape) == 2:
+            return Int8Weight(arrays["values"], arrays["scale"], self.once)
+        if arrays["values"].dtype == np.int32:
+            return TernaryWeight(arrays["values"], arrays["scale"], shape[1])
+        return GroupedWeight(**({"zero": None, "order": None} | arrays), inputs=shape[1])
 
-    def spare(self, name: str, tensors: Mapping[str, StoredTensor]) -> bool:
+    def is_unused(self, name: str, tensors: Mapping[str, StoredTensor]) -> bool:
         return False
 
 
@@ -97,15 +99,15 @@ def save_checkpoint(
     *,
     rotated: bool,
 ) -> None:
-    """Writes a checkpoint that `load_model` opens with the same bits in every leaf, a tensor at a time.
+    """Writes a checkpoint, tensor by tensor. `load_model` loads the same bits in every leaf.
 
     Args:
-        path: the directory, made if it is not there.
-        model_dir: where the tokenizer and generation_config.json are copied from; None: they are not.
-        params: the parameter tree, some of its matrices quantized or none. Padding of a vocabulary that lies
-            over a mesh is left out.
+        path: the directory, created if needed.
+        model_dir: where the tokenizer and generation_config.json are copied from; None: they are not copied.
+        params: the parameter tree; matrices may be quantized. Padding of a vocabulary that is sharded over a
+            mesh is left out.
         settings: contents of config.json.
-        rotated: as the model's config has it; then matrices are quantized.
+        rotated: the config's `rotated`; such a model must have quantized matrices.
 
     Raises:
         InputError: no matrix of a rotated model is quantized; `path` is `model_dir`, or cannot be written.
@@ -114,36 +116,41 @@ def save_checkpoint(
     specs, tree = jax.tree.flatten(param_specs(from_hf(settings)))
     tensors: dict[str, Any] = {}
     for spec, leaf in zip(specs, tree.flatten_up_to(params), strict=True):  # type: ignore[attr-defined]
-        leaf = without_padding(spec, leaf)
+        leaf = drop_vocab_padding(spec, leaf)
         if is_quantized(leaf):
             fields = {f"{spec.hf_name}.{name}": getattr(leaf, name, None) for name in _FIELDS}
             tensors |= {name: field for name, field in fields.items() if field is not None}
         else:
-            tensors |= zip(spec.stored(), leaf if len(spec.shape) == 3 else [leaf], strict=True)
+            tensors |= zip(spec.tensor_shapes(), leaf if len(spec.shape) == 3 else [leaf], strict=True)
     settings = {name: value for name, value in settings.items() if name != "quantization_config"}
     leaves = jax.tree.leaves(params, is_leaf=is_quantized)
     if rotated and not any(map(is_quantized, leaves)):
-        raise InputError("a rotated model of float numbers cannot be kept: quantize its matrices first")
+        raise InputError("a rotated model of float weights cannot be saved: quantize its matrices first")
     if any(map(is_quantized, leaves)):
-        about = {"rotated": rotated, "once": any(getattr(leaf, "once", False) for leaf in leaves)}
-        about = {name: True for name, value in about.items() if value}
-        version = ROTATED if about else VERSION
-        settings["quantization_config"] = {"quant_method": OwnFormat.method, "version": version} | about
+        flags = {"rotated": rotated, "once": any(getattr(leaf, "int8_activations", False) for leaf in leaves)}
+        flags = {name: True for name, value in flags.items() if value}
+        version = VERSION_ROTATED if flags else VERSION
+        settings["quantization_config"] = {"quant_method": OwnFormat.method, "version": version} | flags
     try:
         path.mkdir(parents=True, exist_ok=True)
-        if model_dir is not None and path.samefile(model_dir):
-            raise InputError(f"{path} is the checkpoint that is read: give another directory to write to")
-        for name in _COPIED if model_dir is not None else ():
-            if (Path(model_dir) / name).is_file():
-                shutil.copyfile(Path(model_dir) / name, path / name)
-        _write(path / "model.safetensors", tensors)
+        if model_dir is not None:
+            _copy_small_files(Path(model_dir), path)
+        _write_safetensors(path / "model.safetensors", tensors)
         (path / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error}") from error
 
 
-def _write(file: Path, tensors: Mapping[str, jax.Array]) -> None:
-    """The safetensors format: length of the header, header, data. Its own writer would hold data twice."""
+def _copy_small_files(model_dir: Path, path: Path) -> None:
+    if path.samefile(model_dir):
+        raise InputError(f"{path} is the checkpoint that is read: give another directory to write to")
+    for name in _COPIED_FILES:
+        if (model_dir / name).is_file():
+            shutil.copyfile(model_dir / name, path / name)
+
+
+def _write_safetensors(file: Path, tensors: Mapping[str, jax.Array]) -> None:
+    """Writes header length, header and data. The library's own writer would hold the data twice."""
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # so that every tensor is aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -151,7 +158,7 @@ def _write(file: Path, tensors: Mapping[str, jax.Array]) -> None:
         x = tensors[name]
         start = end
         end += x.nbytes
-        header[name] = dict(dtype=_NAMES[x.dtype], shape=x.shape, data_offsets=[start, end])
+        header[name] = dict(dtype=_NAME_OF_DTYPE[x.dtype], shape=x.shape, data_offsets=[start, end])
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(file, "wb") as out:

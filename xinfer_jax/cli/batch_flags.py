@@ -1,4 +1,4 @@
-"""`xinfer-jax-batch` and scripts/batch.py: flags. batch.py does the work; jax is imported with it."""
+"""The flags of `xinfer-jax-batch` and scripts/batch.py. batch.py does the work; jax is imported with it."""
 
 import re
 import sys
@@ -6,73 +6,70 @@ from collections.abc import Sequence
 
 from ..errors import InputError
 from .answer_flags import define_engine, define_escaping, define_model, define_sampling, define_temperature
-from .group import define_processes
-from .process import finish
-from .program import Program
+from .flag_parser import FlagParser
+from .process import run_and_exit
+from .process_group import define_processes
+from .supervisor import supervise
 from .terminal import status
-from .watch import watch
 
-PROGRAM = Program(
+PARSER = FlagParser(
     "xinfer-jax-batch",
-    "A file of prompts in, a file of answers out. Broken off and started again it goes on where it was.",
+    "Answer a file of prompts. A run that was interrupted continues when it is started again.",
     "xinfer-jax-batch --input FILE --output FILE [flags]",
     "xinfer-jax-batch --input prompts.jsonl --output answers.jsonl --model Qwen/Qwen2.5-0.5B-Instruct",
 )
-PROGRAM.text(
+PARSER.add_text(
     "input",
-    'JSON lines: {"prompt": …}, {"messages": …} (options beside them overrule flags), or of the OpenAI batch'
-    " API. A name that ends in .gz is unpacked; - is standard input.",
+    'JSON lines: {"prompt": …}, {"messages": …} (with options that override flags), or lines of the OpenAI'
+    " batch API. A name that ends in .gz is decompressed; - is standard input.",
     empty="give a file",
 )
-PROGRAM.text("output", "Gets a line for each, as they are finished.", empty="give a file")
-PROGRAM.switch("in_order", "Write answers in the order of the input.")
-PROGRAM.switch(
+PARSER.add_text("output", "File for the answers, a line for each as it is finished.", empty="give a file")
+PARSER.add_switch("in_order", "Write answers in the order of the input.")
+PARSER.add_switch(
     "score",
-    'How likely given texts are: lines are {"prompt": …, "completions": […]} or {"text": …}.',
+    'Score given texts: lines are {"prompt": …, "completions": […]} or {"text": …}.',
 )
-PROGRAM.text(
+PARSER.add_text(
     "shard",
-    "i/n: only every n-th line, from the one i lines behind the first (0/n … n-1/n), into OUTPUT.i-of-n.",
+    "i/n: only the lines i, i + n, i + 2n …, counted from 0, into OUTPUT.i-of-n.",
     empty="give i/n",
 )
-PROGRAM.integer(
-    "merge", "Join the outputs of so many shards into --output, in order, and do no more.", least=1
-)
-PROGRAM.text("system", "System message of lines with a prompt.")
-PROGRAM.switch("raw", "Continue prompts as they are, without the chat template.")
-define_escaping(PROGRAM)
-PROGRAM.integer("max_tokens", "Most tokens of an answer.", default=128, least=1)
-PROGRAM.texts("stop", "Answers end before this text; may be given several times.", "give some text")
-define_temperature(PROGRAM)
-define_sampling(PROGRAM)
-define_model(PROGRAM)
-define_engine(PROGRAM)
-define_processes(PROGRAM)
-PROGRAM.choice("draft", "Guess tokens ahead: lookup (what followed before).", "lookup", "none")
-PROGRAM.choice(
-    "impl", "Attention and argmax: mosaic, triton or xla. Default: what suits the device.",
+PARSER.add_integer("merge", "Only merge the outputs of this many shards into --output, in order.", least=1)
+PARSER.add_text("system", "System message of lines with a prompt.")
+PARSER.add_switch("raw", "Continue prompts as they are, without the chat template.")
+define_escaping(PARSER)
+PARSER.add_integer("max_tokens", "Most tokens of an answer.", default=128, least=1)
+PARSER.add_texts("stop", "Answers end before this text; may be given several times.", "give some text")
+define_temperature(PARSER)
+define_sampling(PARSER)
+define_model(PARSER)
+define_engine(PARSER)
+define_processes(PARSER)
+PARSER.add_choice("draft", "Speculative decoding: lookup (prompt lookup).", "lookup", "none")
+PARSER.add_choice(
+    "impl", "Kernels of attention and argmax: mosaic, triton or xla. Default: the best for the device.",
     "mosaic", "triton", "xla",
 )  # fmt: skip
-PROGRAM.integer("grace", "Seconds that answers under way have to end at SIGTERM and Ctrl-C.", default=30)
-PROGRAM.text(
+PARSER.add_integer("grace", "Seconds for running answers to end at SIGTERM and Ctrl-C.", default=30)
+PARSER.add_text(
     "served_model_name",
-    "What lines may give as their model. Default: --model, or its last part.",
+    "The name that lines may give as model. Default: --model, or its last part.",
     empty="give a name",
 )
-PROGRAM.text("report", "A file that gets the figures at the end as JSON.", empty="give a file")
+PARSER.add_text("report", "File for the statistics at the end, as JSON.", empty="give a file")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command in this thread and exits: 0; 1 where a line of the output is an error; 2 with one line
-    on standard error where the input is at fault. `__main__.batch` is the process, which minds SIGTERM and
-    Ctrl-C too.
+    on standard error where the input is wrong. `__main__.batch` also handles SIGTERM and Ctrl-C.
     """
-    finish(PROGRAM.name, lambda: _run(sys.argv if argv is None else argv))
+    run_and_exit(PARSER.name, lambda: _run(sys.argv if argv is None else argv))
 
 
 def _run(argv: Sequence[str]) -> int:
-    PROGRAM.parse(argv)
-    values = PROGRAM.values
+    PARSER.parse(argv)
+    values = PARSER.values
     for name in ("input", "output"):
         if values[name].value is None:
             raise InputError(f"--{name} is missing: give a file (see --help)")
@@ -80,13 +77,13 @@ def _run(argv: Sequence[str]) -> int:
     if not shard or int(shard[1]) >= int(shard[2]):
         raise InputError(f"--shard={values.shard} must be i/n with i from 0 to n - 1")
     if values.merge is not None and values.report:
-        raise InputError("--merge has no figures to report: leave out --report")
+        raise InputError("--merge has no statistics to report: leave out --report")
     if values.merge is not None and (values.shard or values.input == "-"):
-        raise InputError("--merge joins all shards of a file: leave out --shard, and name the --input")
-    if values.merge is None and (code := watch(PROGRAM)) is not None:
+        raise InputError("--merge merges all shards of a file: leave out --shard, and name the --input")
+    if values.merge is None and (code := supervise(PARSER)) is not None:
         return code
     with status("loading jax"):
-        from .batch import batch, merge
+        from .batch import answer_file, merge_outputs
     if values.merge is not None:
-        return merge(values)
-    return batch(values, (int(shard[1]), int(shard[2])) if values.shard else None)
+        return merge_outputs(values)
+    return answer_file(values, (int(shard[1]), int(shard[2])) if values.shard else None)

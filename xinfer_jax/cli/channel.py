@@ -13,105 +13,105 @@ from queue import SimpleQueue
 from typing import Any
 
 from ..errors import InputError
-from ..signing import SIZE, Signer, is_local
+from ..signing import SIGNATURE_SIZE, Signer, is_local
 
-HEARTBEAT_SECONDS = 20  # of silence, after which a process counts as gone: between parents, and to jax
-_BEAT_SECONDS = 5
-_PROOF_SECONDS = 10  # between two signs of life; until the other has proved that it knows
-_LONGEST = 1 << 22  # bytes of a line
+HEARTBEAT_SECONDS = 20  # of silence after which a process counts as gone, for parents and for jax
+_BEAT_SECONDS = 5  # between two heartbeats
+_PROOF_SECONDS = 10  # for the other end to prove that it knows the secret
+_MAX_LINE = 1 << 22  # bytes
 
 
 class Channel:
-    """One end of a connection. What comes is put into `events` with the channel itself; at last
-    {"gone": why}.
+    """One end of a connection. It puts (channel, message) into `events` for each message that it receives; at
+    the end {"gone": why}.
     """
 
     def __init__(self, connection: socket.socket, events: SimpleQueue, secret: bytes, listens: bool):
-        """Proves to the other end that this one knows the secret, and has it do the same.
+        """Both ends prove to each other that they know the secret.
 
         Args:
-            connection: is closed where that fails.
-            events: gets what comes.
+            connection: is closed if that fails.
+            events: receives the messages.
             secret: of the run.
-            listens: this end accepted the connection; the other one opened it.
+            listens: this end accepted the connection, and the other one opened it.
 
         Raises:
             InputError: the other end does not know the secret.
-            OSError: it is gone.
+            OSError: the connection was lost.
         """
         self._connection = connection
         self._events = events
         self._lock = threading.Lock()
         self._gone = threading.Event()
         try:
-            self._meet(secret, listens)
+            self._authenticate(secret, listens)
         except BaseException:
             connection.close()
             raise
         connection.settimeout(HEARTBEAT_SECONDS)
-        for work in (self._read, self._beat):
+        for work in (self._receive, self._send_heartbeats):
             threading.Thread(target=work, daemon=True).start()
 
-    def say(self, **said: Any) -> None:
-        """Sends one line; who does not get it is gone, which is heard."""
+    def send(self, **message: Any) -> None:
+        """Sends one line. If the connection is lost, `events` receives {"gone": why}."""
         with self._lock, suppress(OSError):
-            line = self._out.sign("line", json.dumps(said).encode())
-            self._connection.sendall(line[:SIZE].hex().encode() + line[SIZE:] + b"\n")
+            line = self._out.sign("line", json.dumps(message).encode())
+            self._connection.sendall(line[:SIGNATURE_SIZE].hex().encode() + line[SIGNATURE_SIZE:] + b"\n")
 
-    def _meet(self, secret: bytes, listens: bool) -> None:
-        until = time.monotonic() + _PROOF_SECONDS
-        number = secrets.token_bytes(SIZE)
+    def _authenticate(self, secret: bytes, listens: bool) -> None:
+        deadline = time.monotonic() + _PROOF_SECONDS
+        number = secrets.token_bytes(SIGNATURE_SIZE)
         self._connection.settimeout(_PROOF_SECONDS)
         self._connection.sendall(number)
-        other = self._exactly(SIZE, until)
+        other = self._receive_exactly(SIGNATURE_SIZE, deadline)
         run = (number + other if listens else other + number).hex()
         names = ("process 0", "another process") if listens else ("another process", "process 0")
         self._out, self._in = (Signer(secret, run, name) for name in names)
         self._connection.sendall(self._out.sign("proof", b""))
-        self._in.verify("proof", self._exactly(SIZE, until))
+        self._in.verify("proof", self._receive_exactly(SIGNATURE_SIZE, deadline))
 
-    def _exactly(self, size: int, until: float) -> bytes:
+    def _receive_exactly(self, size: int, deadline: float) -> bytes:
         data = b""
         while len(data) < size:
-            self._connection.settimeout(max(0.001, until - time.monotonic()))
+            self._connection.settimeout(max(0.001, deadline - time.monotonic()))
             if not (part := self._connection.recv(size - len(data))):
                 raise ConnectionResetError("the connection was closed")
             data += part
         return data
 
-    def _read(self) -> None:
+    def _receive(self) -> None:
         why = "its connection was lost"
         try:
             file = self._connection.makefile("rb")
-            while line := file.readline(_LONGEST):
-                signature = bytes.fromhex(line[: 2 * SIZE].decode())
-                content = line[2 * SIZE :].rstrip(b"\n")
+            while line := file.readline(_MAX_LINE):
+                signature = bytes.fromhex(line[: 2 * SIGNATURE_SIZE].decode())
+                content = line[2 * SIGNATURE_SIZE :].rstrip(b"\n")
                 self._events.put((self, dict(json.loads(self._in.verify("line", signature + content)))))
         except OSError:
             pass
-        except (ValueError, TypeError):  # InputError too
+        except (ValueError, TypeError):  # also InputError
             why = "it sent a line with a wrong signature"
         self._events.put((self, dict(gone=why)))
         self._gone.set()
         self._connection.close()
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._gone.wait(_BEAT_SECONDS):
-            self.say()
+            self.send()
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listens at the address that --coordinator names, and at no other.
+    """A server socket at the address of --coordinator, and at no other.
 
     Raises:
-        InputError: it is no address of this machine, one that others cannot reach, or the port is taken.
+        InputError: the address is not of this machine, others cannot reach it, or the port is in use.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if is_local(str(address[0])) and not is_local(host):
             raise InputError(
                 f"--coordinator={host}:{port} is {address[0]} here, which other machines cannot reach: give"
-                " the address that they know, or 127.0.0.1 where all processes are here"
+                " an address that they can reach, or 127.0.0.1 if all processes are on this machine"
             )
         return socket.create_server(address[:2], family=family)
     except OSError as error:

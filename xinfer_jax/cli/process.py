@@ -1,7 +1,7 @@
-"""What a command line owes whoever started it: Ctrl-C ends it at once, bad input is one line and exit code 2.
+"""Running a command: Ctrl-C ends it at once, bad input is one line on standard error and exit code 2.
 
-Python's signal handlers run in the main thread alone, and not while XLA compiles there: the work is done in a
-second thread, and the main one waits.
+Python runs signal handlers in the main thread alone, and not while XLA compiles there. So the work is done in
+a second thread, and the main thread waits.
 """
 
 import io
@@ -13,35 +13,35 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from ..errors import InputError, one_line
-from .terminal import let_go, one_line_warnings, status, write
+from ..errors import InputError, format_message
+from .terminal import discard_output, one_line_warnings, status, write
 
 _STACK = 64 << 20  # bytes; the main thread has 8 MiB and more, another may have 512 KiB
-_told: list["Told"] = []  # who hears of Ctrl-C first; a signal belongs to the process
+_captures: list["SignalEvent"] = []  # of `capture_signals`; the last one gets a signal first
 
 
-class Told(threading.Event):
-    """Set at a signal.
+class SignalEvent(threading.Event):
+    """An event that a signal sets.
 
     Attributes:
-        number: which it was.
+        number: of the signal.
     """
 
     number = 0
 
 
-def run(program: Callable[[], object], *signals: signal.Signals) -> None:
-    """Runs a program in a second thread, and ends the process as that ends, or with 130 at Ctrl-C, 128 + its
-    number at one of further signals; at once, whatever else is under way.
+def run_interruptible(program: Callable[[], object], *signals: signal.Signals) -> None:
+    """Runs a program in a second thread and ends the process with its exit code; at once with 130 at Ctrl-C,
+    and with 128 + its number at one of further signals.
     """
-    catch_interrupts(*signals)
+    install_signal_handlers(*signals)
     _fill_closed_streams()
     raised = []
 
     def work() -> None:
         try:
             program()
-        except BaseException as error:  # SystemExit too: this thread's end is not the process's
+        except BaseException as error:  # SystemExit too: in this thread it would not end the process
             raised.append(error)
 
     before = threading.stack_size(_STACK)
@@ -49,44 +49,44 @@ def run(program: Callable[[], object], *signals: signal.Signals) -> None:
     worker.start()
     threading.stack_size(before)
     while worker.is_alive():
-        worker.join(0.1)  # a signal may reach another thread, and does not wake this one then
+        worker.join(0.1)  # with a limit: a signal that reaches another thread does not wake this one
     if raised and isinstance(raised[0], SystemExit) and isinstance(raised[0].code, int):
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError, AttributeError):  # closed, full, or none at all
+            with suppress(OSError, ValueError, AttributeError):  # closed, full, or None
                 stream.flush()
-        os._exit(raised[0].code)  # taking jax and gigabytes of weights down piece by piece takes up to 0.7 s
+        os._exit(raised[0].code)  # the shutdown of jax takes up to 0.7 s
     if raised:
         raise raised[0]
 
 
-def catch_interrupts(*signals: signal.Signals) -> None:
-    """From now on Ctrl-C ends the process with 130; where it was ignored (a job in the background) it still
-    is. Further signals likewise.
+def install_signal_handlers(*signals: signal.Signals) -> None:
+    """From now on Ctrl-C ends the process with 130, and further signals with 128 + their number. A signal
+    that was ignored (as in a background job) stays ignored.
     """
     for number in (signal.SIGINT, *signals):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _interrupted)
+            signal.signal(number, _handle_signal)
 
 
 @contextmanager
-def told_first() -> Iterator[Told]:
+def capture_signals() -> Iterator[SignalEvent]:
     """Within, the first signal sets this event instead of ending the process."""
-    event = Told()
-    _told.append(event)
+    event = SignalEvent()
+    _captures.append(event)
     try:
         yield event
     finally:
-        _told.remove(event)
+        _captures.remove(event)
 
 
-def _interrupted(number: int, _: object) -> None:
-    waiting = [event for event in _told if not event.is_set()]
-    if waiting:
-        waiting[-1].number = number
-        waiting[-1].set()
+def _handle_signal(number: int, _: object) -> None:
+    unset = [event for event in _captures if not event.is_set()]
+    if unset:
+        unset[-1].number = number
+        unset[-1].set()
         return
-    with suppress(RuntimeError):  # Python is ending: no thread starts any more
-        # In a thread, for whoever should read us may have stopped reading.
+    with suppress(RuntimeError):  # Python is exiting, and no thread can start
+        # In a thread, since the reader of standard output may have stopped reading.
         flushing = threading.Thread(target=_flush, daemon=True)
         flushing.start()
         flushing.join(0.2)
@@ -100,45 +100,46 @@ def _flush() -> None:
 
 
 def _fill_closed_streams() -> None:
-    """Takes the places of standard streams that are closed, or the next file that is opened would: XLA's
-    messages went into it.
+    """Opens /dev/null for standard streams that are closed. Otherwise the next file that is opened would get
+    such a descriptor, and XLA's messages with it.
     """
-    while (place := os.open(os.devnull, os.O_RDWR)) <= 2:
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
-    os.close(place)
+    os.close(descriptor)
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # print takes None for standard output
+        sys.stderr = open(os.devnull, "w")  # print(file=None) would write to standard output
 
 
-def finish(name: str, work: Callable[[], int | None]) -> NoReturn:
-    """Does the work and exits: with what it returns (None: 0); with one line on standard error and 2 where
-    the input, a file, a stream or the memory is at fault; with 1 where nobody reads the answer; with 130 at
-    Ctrl-C.
+def run_and_exit(name: str, work: Callable[[], int | None]) -> NoReturn:
+    """Does the work and exits.
+
+    Exit codes: what `work` returns (None: 0); 2 with one line on standard error for bad input, a file or
+    stream that fails, or too little memory; 1 where the reader of the answer has gone; 130 at Ctrl-C.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A character that the terminal's encoding lacks is shown as ?
+        # A character that the terminal's encoding does not have is printed as "?".
         sys.stdout.reconfigure(errors="replace")
     with one_line_warnings(name):
         try:
             if sys.stdout is None:
                 raise InputError("standard output is closed: there is nowhere to write the answer to")
             code = work() or 0
-            write("")  # what was only printed has to arrive too
+            write("")  # flushes what was printed without `write`
         except KeyboardInterrupt:
             code = 130
-        except BrokenPipeError:  # whoever reads us has gone; nobody is left to tell
+        except BrokenPipeError:  # the reader has gone: an error line would reach nobody
             code = 1
         except Exception as error:
-            if (reason := _reason(error)) is None:
+            if (reason := _user_error(error)) is None:
                 raise
-            status.say(f"{name}: {one_line(reason)}")
+            status.log(f"{name}: {format_message(reason)}")
             code = 2
-    let_go(sys.stdout)
+    discard_output(sys.stdout)
     sys.exit(code)
 
 
-def _reason(error: Exception) -> str | None:
-    """What to say of an error that whoever calls can mend; None: it is a fault of ours."""
+def _user_error(error: Exception) -> str | None:
+    """The message for an error that the user can correct; None: it is a bug."""
     text = str(error)
     if isinstance(error, InputError):
         return text
@@ -146,7 +147,7 @@ def _reason(error: Exception) -> str | None:
         return f"{type(error).__name__}: {text}"
     if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in text:
         return (
-            f"out of memory ({text[:150] or 'no more is granted'}): ask for less at a time, or for weights,"
+            f"out of memory ({text[:150] or 'an allocation failed'}): ask for less at a time, or for weights,"
             " keys and values in fewer bytes"
         )
     if isinstance(error, RuntimeError) and "nable to initialize backend" in text:

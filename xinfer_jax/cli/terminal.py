@@ -1,4 +1,4 @@
-"""What a command line writes: the answer on standard output, lines about it on standard error."""
+"""Output of a command: the answer on standard output, log lines and the status line on standard error."""
 
 import os
 import sys
@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from ..errors import InputError, one_line
+from ..errors import InputError, format_message
 
 _ERASE = "\x1b[K"  # from the cursor to the end of the line
-_CACHE_WARNING = "persistent compilation cache entry"  # jax gives one for each program
+_CACHE_WARNING = "persistent compilation cache entry"  # jax warns once for each program
 
 
 def write(text: str) -> None:
-    """Writes to standard output at once.
+    """Writes to standard output and flushes it.
 
     Raises:
-        InputError: it is full.
-        BrokenPipeError: whoever reads us has gone.
+        InputError: it cannot be written, as on a full disk.
+        BrokenPipeError: the reader has gone.
     """
     try:
         print(text, end="", flush=True)
@@ -31,10 +31,10 @@ def write(text: str) -> None:
 
 
 class StatusLine:
-    """A line on a terminal's standard error that says what is going on and for how long; gone afterwards.
+    """A line on a terminal's standard error that shows the present work and its time; erased afterwards.
 
-    `with status("loading"): …` writes nothing where standard error is no terminal. What `say` writes
-    meanwhile stands above the line.
+    `with status("loading"): …` writes nothing where standard error is not a terminal. Lines that `log` writes
+    meanwhile appear above it.
     """
 
     def __init__(self) -> None:
@@ -66,15 +66,17 @@ class StatusLine:
             yield
         finally:
             done.set()
-            self.say()
+            self.log()
 
-    def say(self, *lines: str) -> None:
-        """Writes lines to standard error, where there is one."""
+    def log(self, *lines: str) -> None:
+        """Writes lines to standard error, if it is open."""
         with self._lock:
             self._replace("".join(f"{line}\n" for line in lines))
 
     def close(self) -> None:
-        """Erases the line for good, unless a terminal that is stopped holds it."""
+        """Erases the line for good. Gives up after 0.2 s, since a stopped terminal may block a thread that
+        writes.
+        """
         if self._lock.acquire(timeout=0.2):
             self._replace("")
 
@@ -88,33 +90,34 @@ status = StatusLine()  # one for the process, as its terminal is
 
 @contextmanager
 def one_line_warnings(name: str) -> Iterator[None]:
-    """Within, a warning is a line that begins with the program's name; jax's many about its compilation cache
-    are one.
+    """Within, a warning is one line that begins with the program's name. Of jax's many warnings about its
+    compilation cache only the first is shown.
     """
-    said = set()
+    seen = set()
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         text = str(message)
-        about = None
+        kind = None
         if _CACHE_WARNING in text:
-            about = _CACHE_WARNING
+            kind = _CACHE_WARNING
             reason = text.partition("': ")[2]
-            does = "read" if "reading" in text else "written"
+            done = "read" if "reading" in text else "written"
             text = (
-                f"the compilation cache has an entry that cannot be {does} ({one_line(reason)[:100]}):"
+                f"the compilation cache has an entry that cannot be {done} ({format_message(reason)[:100]}):"
                 " compiled without it; delete the cache's directory if this comes again"
             )
-        if about not in said:
-            status.say(f"{name}: {one_line(text)}")
-        said.update({about} - {None})
+        if kind not in seen:
+            status.log(f"{name}: {format_message(text)}")
+        if kind is not None:
+            seen.add(kind)
 
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
 
 
-def let_go(stream: TextIO | None) -> None:
-    """Sends nowhere what a stream holds that cannot be written: Python would fail on it again at its end."""
+def discard_output(stream: TextIO | None) -> None:
+    """Discards buffered output that cannot be written: else Python would fail on it again when it exits."""
     if stream is None:
         return
     try:
@@ -124,11 +127,11 @@ def let_go(stream: TextIO | None) -> None:
 
 
 def _write(text: str) -> None:
-    """To standard error; a program whose complaints cannot be heard goes on."""
+    """Writes to standard error; a failure to do so is ignored."""
     if sys.stderr is None or not text:
         return
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
     except OSError:
-        let_go(sys.stderr)
+        discard_output(sys.stderr)

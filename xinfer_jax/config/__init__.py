@@ -1,15 +1,20 @@
-"""What a model is, as numbers: a frozen `ModelConfig`, static under jit, from a Hugging Face config.json.
+"""A frozen `ModelConfig`, static under jit, from a Hugging Face config.json.
 
-In the order to read: `values` checks one value of config.json against the range that a model could ask for;
-`rope` is the rotary embedding's settings; `families` has one small function for each model family over one
-table of defaults; `model_config` is `ModelConfig` and `from_hf`.
+In the order to read: `values` checks single values of config.json; `rope` has the settings of rotary
+embedding; `families` has one small function for each model family over one table of defaults; `model_config`
+is `ModelConfig` and `from_hf`.
 
-- A family is settings, not code. What a layer has follows from the parameter tree (a norm that the tree lacks
-  passes x on), what differs by numbers from the config; no other room knows a family's name.
-- A setting that would change the result and is not supported is refused by name, never ignored.
-- EOS ids are not compared, and read on the host only: models that differ in nothing else share programs.
-- Prompt and new tokens beyond `context_length` are refused, not cut.
-- longrope's factors belong to a sequence, not to a position: `forward` takes those of each row's length; with
-  a cache they are fixed for the batch (`with_fixed_rope`), and what would cross the switch is refused, where
-  transformers throws the cache away. A draft only guesses: it keeps the long factors throughout.
+- A family is settings, not code. The parameter tree says which tensors a layer has (a missing norm is the
+  identity), the config has the numbers. No other package knows a family's name.
+- A setting that would change the result and is not supported is rejected by name, never ignored.
+- EOS ids are not compared, and used on the host only: models that differ in nothing else share programs.
+- Prompts and answers beyond `context_length` are rejected, not truncated.
+- longrope's factors depend on the length of a sequence, not on the position: `forward` takes those of each
+  row's length. With a cache they are fixed for the batch (`with_fixed_rope`); sequences that would change
+  their factors are rejected, where transformers recomputes the cache. A draft model needs no exact result: it
+  always has the long factors.
+
+A new family needs two files: `families` gets its defaults and its function, and
+`tests/support/parity_cases.py` a case of it. A family with a new kind of layer also needs fields in
+`model_config`, parameter specs in `weights/params.py` and the layer in `model/`.
 """

@@ -1,12 +1,19 @@
-"""Model families: what config.json may leave out, and one small function each for what the family adds."""
+"""Model families: defaults of config.json, and one small function per family for its own settings."""
 
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import InputError, shown
-from .rope import read_rope, read_ropes, rope_settings
-from .values import at_most, boolean, integer, number, number_or_none, refuse
+from ..errors import InputError, format_value
+from .rope import read_rope, read_rope_per_layer_type, rope_settings
+from .values import (
+    get_boolean,
+    get_integer,
+    get_integer_at_most,
+    get_number,
+    get_optional_number,
+    reject_setting,
+)
 
 
 def _qwen2(hf: Mapping, layers: int) -> dict:
@@ -19,25 +26,25 @@ def _qwen3(hf: Mapping, layers: int) -> dict:
 
 def _qwen3_moe(hf: Mapping, layers: int) -> dict:
     dense = hf["mlp_only_layers"]
-    step = integer(hf, "decoder_sparse_step")
+    step = get_integer(hf, "decoder_sparse_step")
     dense = () if dense is None else dense
     if not isinstance(dense, list | tuple) or not all(type(i) is int and i >= 0 for i in dense):
-        raise InputError(f"mlp_only_layers must be a list of layers, got {shown(dense)}")
-    windowed = hf if boolean(hf, "use_sliding_window") else {**hf, "sliding_window": None}
-    experts = integer(hf, "num_experts" if hf.get("num_local_experts") is None else "num_local_experts")
+        raise InputError(f"mlp_only_layers must be a list of layers, got {format_value(dense)}")
+    windowed = hf if get_boolean(hf, "use_sliding_window") else {**hf, "sliding_window": None}
+    experts = get_integer(hf, "num_experts" if hf.get("num_local_experts") is None else "num_local_experts")
     return _attention_bias(hf) | dict(
         qk_norm=True,
         layer_windows=_same_windows(windowed, layers),
         layer_experts=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
         num_experts=experts,
-        num_experts_per_tok=at_most(hf, "num_experts_per_tok", experts),
-        moe_intermediate_size=integer(hf, "moe_intermediate_size"),
-        norm_topk_prob=boolean(hf, "norm_topk_prob"),
+        num_experts_per_tok=get_integer_at_most(hf, "num_experts_per_tok", experts),
+        moe_intermediate_size=get_integer(hf, "moe_intermediate_size"),
+        norm_topk_prob=get_boolean(hf, "norm_topk_prob"),
     )
 
 
 def _llama(hf: Mapping, layers: int) -> dict:
-    return _attention_bias(hf) | dict(mlp_bias=boolean(hf, "mlp_bias"))
+    return _attention_bias(hf) | dict(mlp_bias=get_boolean(hf, "mlp_bias"))
 
 
 def _mistral(hf: Mapping, layers: int) -> dict:
@@ -45,64 +52,66 @@ def _mistral(hf: Mapping, layers: int) -> dict:
 
 
 def _smollm3(hf: Mapping, layers: int) -> dict:
-    uses_rope = hf.get("no_rope_layers")  # despite its name: 1 where a layer has rotary embedding
+    uses_rope = hf.get("no_rope_layers")  # despite its name, 1 means rotary embedding
     if uses_rope is None:
-        interval = integer(hf, "no_rope_layer_interval")
+        interval = get_integer(hf, "no_rope_layer_interval")
         uses_rope = [(i + 1) % interval != 0 for i in range(layers)]
     if not isinstance(uses_rope, list | tuple) or len(uses_rope) < layers:
         raise InputError(
             f"no_rope_layers must be a list of at least {layers} entries, one per layer, got"
-            f" {shown(uses_rope)}"
+            f" {format_value(uses_rope)}"
         )
     if bad := [u for u in uses_rope if u not in (0, 1)]:
-        raise InputError(f"no_rope_layers holds 1 for rotary embedding and 0 for none, got {shown(bad[0])}")
+        raise InputError(
+            f"no_rope_layers holds 1 for rotary embedding and 0 for none, got {format_value(bad[0])}"
+        )
     uses_rope = tuple(bool(u) for u in uses_rope[:layers])
     windows = _windows(hf, [not u for u in uses_rope])
     return _llama(hf, layers) | dict(layer_rope=uses_rope, layer_windows=windows)
 
 
 def _olmo3(hf: Mapping, layers: int) -> dict:
-    # Versions of transformers disagree on what another one means for the sliding layers.
+    # Versions of transformers disagree about the sliding layers where rope_theta is not the default.
     if hf["rope_theta"] != _OLMO3_THETA:
         raise InputError(
-            f"rope_theta {shown(hf['rope_theta'])} is not supported for model_type 'olmo3': give"
+            f"rope_theta {format_value(hf['rope_theta'])} is not supported for model_type 'olmo3': give"
             " rope_parameters per layer type"
         )
     windows = _period_windows(hf, layers, 4)
-    return _attention_bias(hf) | read_ropes(hf, _OLMO3_THETA) | dict(
+    return _attention_bias(hf) | read_rope_per_layer_type(hf, _OLMO3_THETA) | dict(
         pre_norm=False, post_norm=True, qk_norm=True, qk_norm_joint=True, layer_windows=windows
     )  # fmt: skip
 
 
 def _gemma(hf: Mapping, layers: int) -> dict:
     """Gemma 2 and 3."""
-    refuse(hf, "use_bidirectional_attention")
+    reject_setting(hf, "use_bidirectional_attention")
     return _attention_bias(hf) | dict(
         post_norm=True,
         norm_offset=1.0,
-        embed_scale=math.sqrt(integer(hf, "hidden_size")),
-        query_pre_attn_scalar=number(hf, "query_pre_attn_scalar"),
-        final_logit_softcapping=number_or_none(hf, "final_logit_softcapping"),
+        embed_scale=math.sqrt(get_integer(hf, "hidden_size")),
+        query_pre_attn_scalar=get_number(hf, "query_pre_attn_scalar"),
+        final_logit_softcapping=get_optional_number(hf, "final_logit_softcapping"),
     )
 
 
 def _gemma2(hf: Mapping, layers: int) -> dict:
     return _gemma(hf, layers) | dict(
-        attn_logit_softcapping=number_or_none(hf, "attn_logit_softcapping"),
+        attn_logit_softcapping=get_optional_number(hf, "attn_logit_softcapping"),
         layer_windows=_period_windows(hf, layers, 2),
     )
 
 
 def _gemma3_text(hf: Mapping, layers: int) -> dict:
-    refuse(hf, "attn_logit_softcapping")
-    windows = _period_windows(hf, layers, integer(hf, "sliding_window_pattern"))
-    ropes = read_ropes(hf, number(hf, "rope_local_base_freq"))
+    reject_setting(hf, "attn_logit_softcapping")
+    windows = _period_windows(hf, layers, get_integer(hf, "sliding_window_pattern"))
+    ropes = read_rope_per_layer_type(hf, get_number(hf, "rope_local_base_freq"))
     return _gemma(hf, layers) | ropes | dict(qk_norm=True, layer_windows=windows)
 
 
 def _phi3(hf: Mapping, layers: int) -> dict:
     scaling = dict(rope_settings(hf))
-    if scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):  # what earlier versions called it
+    if scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):  # its earlier names
         scaling["rope_type"] = "longrope"
     flat = {**hf, "rope_scaling": None, "rope_parameters": scaling}
     rope = read_rope(flat, ("default", "longrope"), partial=True)
@@ -110,17 +119,17 @@ def _phi3(hf: Mapping, layers: int) -> dict:
 
 
 def _bitnet(hf: Mapping, layers: int) -> dict:
-    width = integer(hf, "hidden_size")
-    heads = integer(hf, "num_attention_heads")
-    if hf.get("head_dim") not in (None, width // heads):  # the norm of attention's output is that wide
+    width = get_integer(hf, "hidden_size")
+    heads = get_integer(hf, "num_attention_heads")
+    if hf.get("head_dim") not in (None, width // heads):  # the norm of attention's output has this width
         raise InputError(
-            f"head_dim {shown(hf['head_dim'])} is not supported for model_type 'bitnet': leave it out, heads"
-            f" are hidden_size / num_attention_heads wide, {width // heads}"
+            f"head_dim {format_value(hf['head_dim'])} is not supported for model_type 'bitnet': leave it out,"
+            f" heads are hidden_size / num_attention_heads wide, {width // heads}"
         )
     return _attention_bias(hf) | dict(sub_norm=True)
 
 
-# What config.json may leave out, as in transformers.
+# Defaults of config.json, as in transformers.
 SHARED_DEFAULTS = dict(
     rms_norm_eps=1e-6, tie_word_embeddings=False, attention_bias=False, mlp_bias=False, hidden_act="silu",
     use_sliding_window=False,
@@ -155,7 +164,7 @@ _BITNET_DEFAULTS = dict(
     num_key_value_heads=5, max_position_embeddings=2048, rms_norm_eps=1e-5, rope_theta=5e5, hidden_act="relu2"
 )
 _Family = Callable[[Mapping, int], dict[str, Any]]
-FAMILIES: dict[str, tuple[dict[str, Any], _Family]] = {  # by model_type: its defaults, its function
+FAMILIES: dict[str, tuple[dict[str, Any], _Family]] = {  # by model_type: defaults and function
     "qwen2": (_QWEN_DEFAULTS, _qwen2),
     "qwen3": (_QWEN_DEFAULTS | dict(head_dim=128), _qwen3),
     "qwen3_moe": (_MOE_DEFAULTS, _qwen3_moe),
@@ -171,7 +180,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], _Family]] = {  # by model_type: its de
 
 
 def _attention_bias(hf: Mapping) -> dict[str, bool]:
-    bias = boolean(hf, "attention_bias")
+    bias = get_boolean(hf, "attention_bias")
     return dict(qkv_bias=bias, o_bias=bias)
 
 
@@ -179,44 +188,50 @@ def _attention_bias(hf: Mapping) -> dict[str, bool]:
 
 
 def _same_windows(hf: Mapping, layers: int) -> tuple[int | None, ...]:
-    """One `sliding_window` for all layers, or none."""
-    if hf.get("layer_types") is not None:  # transformers refuses or ignores it
+    """One `sliding_window` for all layers, or None."""
+    if hf.get("layer_types") is not None:  # transformers rejects or ignores it
         raise InputError(
             f"layer_types is not supported for model_type {hf['model_type']!r}: only one sliding_window for"
             " all layers is"
         )
-    return (None if hf.get("sliding_window") is None else integer(hf, "sliding_window"),) * layers
+    return (None if hf.get("sliding_window") is None else get_integer(hf, "sliding_window"),) * layers
 
 
 def _late_windows(hf: Mapping, layers: int) -> tuple[int | None, ...]:
-    """Qwen: the layers from `max_window_layers` on slide."""
+    """Qwen: layers from `max_window_layers` on have a sliding window."""
     first = hf["max_window_layers"]
     if type(first) is not int or first < 0:
-        raise InputError(f"config.json: max_window_layers must be an integer from 0 on, got {shown(first)}")
+        raise InputError(
+            f"config.json: max_window_layers must be an integer from 0 on, got {format_value(first)}"
+        )
     return _windows(hf, [i >= first for i in range(layers)])
 
 
 def _period_windows(hf: Mapping, layers: int, period: int) -> tuple[int | None, ...]:
-    """Olmo and Gemma: all but every period-th layer slide."""
-    integer(hf, "sliding_window")
+    """Olmo and Gemma: all layers but every period-th have a sliding window."""
+    get_integer(hf, "sliding_window")
     return _windows({**hf, "use_sliding_window": True}, [(i + 1) % period != 0 for i in range(layers)])
 
 
 def _windows(hf: Mapping, slides: list[bool]) -> tuple[int | None, ...]:
-    """Per layer, from `use_sliding_window`, `sliding_window` and `layer_types`, which overrules `slides`."""
-    slides_at_all = boolean(hf, "use_sliding_window") and hf.get("sliding_window") is not None
-    window = integer(hf, "sliding_window") if slides_at_all else None
+    """Returns each layer's window from `use_sliding_window`, `sliding_window` and `layer_types`.
+
+    slides: which layers have a window where config.json has no `layer_types`.
+    """
+    slides_at_all = get_boolean(hf, "use_sliding_window") and hf.get("sliding_window") is not None
+    window = get_integer(hf, "sliding_window") if slides_at_all else None
     types = hf.get("layer_types")
     if types is None:
         return tuple(window if s else None for s in slides)
     if not isinstance(types, list | tuple) or len(types) != len(slides):
         raise InputError(
-            f"layer_types must list one type for each of the {len(slides)} layers, got {shown(types)}"
+            f"layer_types must list one type for each of the {len(slides)} layers, got {format_value(types)}"
         )
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
             raise InputError(
-                f"layer type {shown(kind)} is not supported: only full_attention and sliding_attention are"
+                f"layer type {format_value(kind)} is not supported: only full_attention and sliding_attention"
+                " are"
             )
         if kind == "sliding_attention" and window is None:
             raise InputError(

@@ -1,13 +1,13 @@
-"""`ModelConfig`, frozen and hashable, and `from_hf`, which reads a Hugging Face config.json."""
+"""`ModelConfig`, frozen and hashable, and `from_hf`, which makes it from a Hugging Face config.json."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import InputError, shown
+from ..errors import InputError, format_value
 from .families import FAMILIES, SHARED_DEFAULTS
 from .rope import RopeConfig, read_rope
-from .values import LONGEST, boolean, integer, number
+from .values import MAX_CONTEXT, get_boolean, get_integer, get_number
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -19,7 +19,7 @@ _ACTIVATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """What the forward pass needs beside arrays; static under `jit`. What config.json names keeps its name.
+    """All numbers of a model; static under `jit`. Fields have the names of config.json.
 
     Attributes:
         model_type: the family.
@@ -32,33 +32,33 @@ class ModelConfig:
         head_dim: H.
         max_position_embeddings: tokens of the longest sequence, before rope scaling.
         rms_norm_eps: added to the mean square under a norm's root.
-        tie_word_embeddings: the embedding matrix serves as vocabulary matrix too.
+        tie_word_embeddings: lm_head is the embedding matrix.
         rope: the rotary embedding.
         layer_windows: per layer: a query at p sees keys p-window+1 … p; None: all of 0 … p.
         layer_rope: per layer: rotary embedding, or none (NoPE).
-        sliding_rope: of the layers that have a window; None: as the others.
+        sliding_rope: rotary embedding of layers with a window; None: `rope`.
         qkv_bias: queries, keys and values have biases.
-        o_bias: attention's output has one.
+        o_bias: attention's output matrix has a bias.
         mlp_bias: the MLP's matrices have biases.
-        qk_norm: RMS norm over each query and key head,
-        qk_norm_joint: or over all heads of a token together.
-        pre_norm: RMS norm of what goes into attention and MLP,
-        post_norm: and of what comes out.
-        sub_norm: and of what enters attention's output matrix and the MLP's.
-        norm_offset: norms multiply by this + weight.
-        hidden_act: "silu", "gelu_pytorch_tanh" or "relu2", the square of what is above 0.
-        embed_scale: factor on embeddings, rounded to their dtype.
-        query_pre_attn_scalar: scores are scaled by its power -1/2; None: head_dim.
-        attn_logit_softcapping: c: scores become c tanh(score / c); None: they stay.
+        qk_norm: RMS norm over each query head and key head.
+        qk_norm_joint: this norm is over all heads of a token together.
+        pre_norm: RMS norm of the inputs of attention and MLP.
+        post_norm: RMS norm of their outputs.
+        sub_norm: RMS norm of the inputs of attention's output matrix and of down_proj.
+        norm_offset: norms multiply by norm_offset + weight.
+        hidden_act: "silu", "gelu_pytorch_tanh" or "relu2" (relu, squared).
+        embed_scale: factor on embeddings, in their dtype.
+        query_pre_attn_scalar: attention scores are multiplied by its power -1/2; None: head_dim.
+        attn_logit_softcapping: c: scores become c tanh(score / c); None: no cap.
         final_logit_softcapping: the same for logits.
         fused_projections: the checkpoint has q, k, v in one matrix, gate and up in another.
-        layer_experts: per layer: a mixture of experts in place of the MLP; empty: none.
+        layer_experts: per layer: a mixture of experts instead of the MLP; empty: none.
         num_experts: X.
-        num_experts_per_tok: how many of them each token asks.
+        num_experts_per_tok: experts of each token.
         moe_intermediate_size: F of each expert.
-        norm_topk_prob: the weights of a token's experts are made to add up to 1.
-        rotated: stream, values and the MLPs' inside lie turned (`weights/rotation.py`); from `load_model`.
-        eos_token_ids: end an answer; from `load_model`, () elsewhere. Not compared.
+        norm_topk_prob: the weights of a token's experts are normalized to sum to 1.
+        rotated: parameters are Hadamard-rotated (`weights/hadamard.py`); from `load_model`.
+        eos_token_ids: ids that end an answer; from `load_model`, else (). Not compared.
     """
 
     model_type: str
@@ -101,7 +101,7 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Tokens that a prompt and its answer may reach; linear and yarn scaling stretch the trained ones."""
+        """Most tokens of a prompt and its answer; linear and yarn scaling extend the trained length."""
         longest = self.max_position_embeddings
         rope = self.rope
         trained = dict(linear=longest, yarn=rope.original_max_position_embeddings).get(rope.rope_type, 0)
@@ -115,12 +115,12 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """Those that layers have, each once."""
+        """The distinct rotary embeddings of all layers."""
         return tuple(dict.fromkeys(filter(None, map(self.layer_rope_config, range(self.num_hidden_layers)))))
 
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Reads a Hugging Face config.json, as a parsed object, with the older or the newer field names.
+    """Returns the config of a Hugging Face config.json, a parsed object with older or newer field names.
 
     Returns:
         The configuration, checked for consistency; without EOS ids, which `load_model` adds.
@@ -129,48 +129,52 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         InputError: an unknown model_type, a missing or impossible value, or a setting that is not supported.
     """
     if not isinstance(hf, Mapping):
-        raise InputError(f"from_hf takes config.json's object, got {shown(hf)}")
+        raise InputError(f"from_hf takes config.json's object, got {format_value(hf)}")
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputError(
-            f"model_type {shown(model_type)} is not supported: use one of {', '.join(sorted(FAMILIES))}"
+            f"model_type {format_value(model_type)} is not supported: use one of"
+            f" {', '.join(sorted(FAMILIES))}"
         )
     defaults, family = FAMILIES[model_type]
     hf = {**SHARED_DEFAULTS, **defaults, **hf}
     activation = hf["hidden_activation" if "hidden_activation" in defaults else "hidden_act"]
-    _refuse_unsupported(hf, activation)
-    heads = integer(hf, "num_attention_heads")
-    layers = integer(hf, "num_hidden_layers")
-    hidden = integer(hf, "hidden_size")
+    _check_supported(hf, activation)
+    heads = get_integer(hf, "num_attention_heads")
+    layers = get_integer(hf, "num_hidden_layers")
+    hidden = get_integer(hf, "hidden_size")
     fields: dict[str, Any] = dict(
         model_type=model_type,
-        vocab_size=integer(hf, "vocab_size"),
+        vocab_size=get_integer(hf, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=integer(hf, "intermediate_size"),
+        intermediate_size=get_integer(hf, "intermediate_size"),
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=(
-            heads if hf.get("num_key_value_heads") is None else integer(hf, "num_key_value_heads")
+            heads if hf.get("num_key_value_heads") is None else get_integer(hf, "num_key_value_heads")
         ),
-        head_dim=_shared_out(hidden, heads) if hf.get("head_dim") is None else integer(hf, "head_dim"),
-        max_position_embeddings=integer(hf, "max_position_embeddings"),
-        rms_norm_eps=number(hf, "rms_norm_eps"),
-        tie_word_embeddings=boolean(hf, "tie_word_embeddings"),
+        head_dim=_default_head_dim(hidden, heads)
+        if hf.get("head_dim") is None
+        else get_integer(hf, "head_dim"),
+        max_position_embeddings=get_integer(hf, "max_position_embeddings"),
+        rms_norm_eps=get_number(hf, "rms_norm_eps"),
+        tie_word_embeddings=get_boolean(hf, "tie_word_embeddings"),
         hidden_act=_ACTIVATIONS[activation],
         layer_windows=(None,) * layers,
         layer_rope=(True,) * layers,
     )
     fields |= family(hf, layers)
     config = ModelConfig(**{"rope": fields["rope"] if "rope" in fields else read_rope(hf), **fields})
-    _check(config)
+    _check_consistency(config)
     return config
 
 
 def with_fixed_rope(config: ModelConfig, shortest: int, longest: int) -> ModelConfig:
-    """The config for a batch whose rows always keep between so many tokens: longrope's factors are fixed.
+    """Returns the config with fixed longrope factors, for a batch whose rows have between `shortest` and
+    `longest` tokens.
 
     Raises:
-        InputError: the factors would change on the way, and the keys in the cache would no longer fit.
+        InputError: the factors would change during generation, and cached keys would be wrong.
     """
     limit = config.rope.switches_at
     if limit is None:
@@ -186,20 +190,21 @@ def with_fixed_rope(config: ModelConfig, shortest: int, longest: int) -> ModelCo
     return dataclasses.replace(config, rope=rope)
 
 
-def _refuse_unsupported(hf: Mapping, activation: Any) -> None:
+def _check_supported(hf: Mapping, activation: Any) -> None:
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise InputError(
-            f"hidden_act {shown(activation)} is not supported: use one of {', '.join(_ACTIVATIONS)}"
+            f"hidden_act {format_value(activation)} is not supported: use one of {', '.join(_ACTIVATIONS)}"
         )
     architectures = [] if hf.get("architectures") is None else hf["architectures"]
     for name in architectures if isinstance(architectures, list) else [architectures]:
         if not str(name).endswith("ForCausalLM"):
             raise InputError(
-                f"architecture {shown(name)} is not supported: only causal language models (…ForCausalLM) are"
+                f"architecture {format_value(name)} is not supported: only causal language models"
+                " (…ForCausalLM) are"
             )
 
 
-def _check(config: ModelConfig) -> None:
+def _check_consistency(config: ModelConfig) -> None:
     if config.num_attention_heads % config.num_key_value_heads:
         raise InputError(
             f"num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads"
@@ -209,10 +214,10 @@ def _check(config: ModelConfig) -> None:
         raise InputError(f"head_dim {config.head_dim} is odd: rotary embedding needs an even one")
     if config.rope.rope_type == "dynamic" and config.head_dim == 2:
         raise InputError("rope type 'dynamic' needs a head_dim above 2: it divides by head_dim - 2")
-    if config.context_length > LONGEST:
+    if config.context_length > MAX_CONTEXT:
         raise InputError(
             f"max_position_embeddings {config.max_position_embeddings} with rope factor {config.rope.factor}"
-            f" is a context of {config.context_length} tokens, more than {LONGEST}"
+            f" is a context of {config.context_length} tokens, more than {MAX_CONTEXT}"
         )
     rotated = int(config.head_dim * config.rope.partial_rotary_factor)
     if rotated % 2 or not 0 < rotated <= config.head_dim:
@@ -228,7 +233,7 @@ def _check(config: ModelConfig) -> None:
             )
 
 
-def _shared_out(hidden: int, heads: int) -> int:
+def _default_head_dim(hidden: int, heads: int) -> int:
     if hidden % heads:
         raise InputError(
             f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and config.json gives no"

@@ -1,49 +1,58 @@
-"""Requests that join and leave while others decode, share pages of keys and values, and get the same bits in
-any company.
+"""Continuous batching: requests join and leave while others decode and share pages of the KV cache. Each
+request gets the same bits whatever other requests run.
 
-In the order to read: `clients` says whose row goes first; `scheduler` decides who reads, who decodes and in
-which pages, in plain Python; `device` runs it; `messages` are what process 0 tells other processes, and
-`lockstep` has them do the same; `requests` are what callers hold; `statistics` says what it did;
-`submission` checks what comes in; `engine` takes the
-turns; `engines` are several behind one queue.
+In the order to read:
 
-- A page is shared only where its keys have the bits that the row would have made: the digest under which it
-  is found holds the salt, all tokens up to its end, and the program that read each page. Which one reads a
-  token follows from the prompt's length alone, so hits cover whole pieces of that cut; prompts whose tokens'
-  log-probabilities are asked have a program, and pages, of their own. Those who ask share pages that decoding
-  wrote too, in a second chain of digests without the programs.
-- Pages come as needed, and the older row wins: the youngest goes to host memory and comes back as it was, so
-  nothing is computed again. A row enters only where there is room for its whole prompt and a page more for
-  every other, and sends nobody away: few are thrown out soon after they came.
-- Nobody overtakes who waits for pages, or small requests would starve large ones.
-- Clients (`submit(client=…)`) share the slots equally: where one has less than its share and a row that
-  waits, rows of those that have more are preempted, the youngest first, and go on later with the same bits.
-  Within their shares the client for which the model computed fewer tokens goes first, so the age of a
-  backlog moves no row ahead of another client's. Of one request's answers those beyond the first few (as
-  many as there are slots) wait behind the first answers of its client's other requests.
-- A turn prefills one chunk at most before new requests, cancels and deadlines are looked at, and decodes for
-  a second at most.
+- `clients`: whose row goes first · `pages`: the page pool and the prefix cache · `row`: one answer, for the
+  scheduler · `scheduler`: what prefills, what decodes and in which pages, in plain Python
+- `shape`: the sizes of an engine · `device_programs`, `device`: the model, its pages and rows
+- `messages`, `controller`: other processes repeat the device calls of process 0
+- `requests`: what callers get · `statistics`: counters · `core`: one step · `request_queue`: what callers
+  want before the next step · `submission`: checks of prompts and options · `engine`: the thread that takes
+  the steps · `engines`: several engines behind one queue
+
+Decisions:
+
+- A page is shared only if its keys have the bits that the row would compute itself. The hash of a page
+  covers the salt, all tokens up to its end, and the program that prefilled each page. The length of the
+  prompt alone decides which program computes a token, so the prefix cache reuses whole chunks only.
+  Prompts with log-probabilities have a program, and pages, of their own. Requests with `share_answers` also
+  share pages that decoding wrote, by hashes of the tokens alone.
+- Pages are allocated when they are needed, and older rows win: the youngest row is swapped out to host
+  memory and back as it was, so nothing is computed twice. A row gets a slot only if its whole prompt and
+  one more page for every other row fit, and preempts no row for it: few rows are preempted soon after they
+  began.
+- No later row overtakes a row that waits for pages, or small requests would starve large ones.
+- Clients (`submit(client=…)`) share the slots equally. While a client with less than its share waits, rows
+  of clients with more are preempted, the youngest first, and continue later with the same bits. Within the
+  shares, the client with the fewest computed tokens goes first, so the age of a client's backlog does not
+  count. Of a request's answers, those beyond the first few (as many as there are slots) go after the first
+  answers of its client's other requests.
+- A step prefills at most one chunk before new requests, cancels and deadlines are handled, and decodes
+  for at most a second.
 - The text of an answer costs the same for each token, whatever its stop strings are.
-- Where a row's numbers are not finite, no page that it holds is found again, also those that it found: should
-  one of them be bad, the next to ask reads it anew.
-- What a row is (settings, keys, limits, biases, ids that end it) are arrays of fixed sizes, in the full tier
-  of settings: whoever comes, nothing is compiled. A row's bits do not depend on how long windows are, since
-  the state between two of them is all that there is.
-- Windows of decoding end after a tenth of a second where requests may come (`submit`), a quarter of that
-  while a prompt is being read; where all are there (`generate`) free slots are filled first, and a window is
-  up to 128 steps, or until a row ends while another waits.
-- All layers share one table of pages, so a sliding layer keeps pages that its window no longer sees.
-- Of several engines each has a copy of the parameters on a device of its own (or on as many as the model
-  given lies on), its own pages and a thread. A request stays where it was dealt to: where the most pages of
-  its beginning were dealt before, unless that engine has more requests than another by half its rows; else
-  where there are the fewest. What was dealt is remembered as digests, as many as an engine has pages. One
-  that breaks down fails its own requests, and then all that come; the others end theirs.
-- They are made side by side, as that was faster: two on two cores with programs in jax's cache 2.0-2.2 s, one
-  after the other 3.0-4.4; compiling, which differs by device on a CPU, 19-34 and 23-30.
-- Over several processes every decision, which hangs on clocks and callers, is process 0's: each call of its
-  device, with its arguments from the host, is said to the others, who do it on theirs. What stays on the
-  devices goes by the number of the call that gave it; pages of rows that made way stay with each process.
-- jax's coordination service, over which it is said, asks nobody who they are. So a message is JSON of a
-  closed set of values, and its signature is checked before it is parsed.
-- What the host gets are arrays of their own: a view of what the next call donates would make it a copy.
+- If the numbers of a row are not finite, none of its pages is found again, also those that it found: one of
+  them may be the cause, and the next request computes it anew.
+- Settings, keys, limits, biases and EOS ids of a row are arrays of fixed sizes, with all sampling settings,
+  so no request compiles anything. A row's bits do not depend on the number of decode steps in a call,
+  because its whole state is kept between two calls.
+- With `submit(live=True)` a step decodes for a tenth of a second, and for a hundredth while other rows wait
+  or prefill. Without (as in `generate`) free slots are filled first, and a step decodes for at most a
+  second. A call of the device decodes up to 128 tokens of a row, or until a row ends while another waits.
+- All layers share one block table, so a layer with a sliding window keeps pages that its window has left.
+- Of several engines, each has a copy of the parameters on a device of its own (or on as many devices as the
+  given model lies on), its own pages and a thread. A request goes to the engine that was given most of its
+  prompt's pages before, unless that has more requests than another by half its rows; else to the one with
+  the fewest. The given pages are kept as hashes, as many as an engine has pages. An engine that fails
+  raises the error for its own requests, and then for all new ones; the other engines finish theirs.
+- Several engines are created in parallel, which was faster: two on two cores with programs in jax's cache
+  took 2.0-2.2 s, one after the other 3.0-4.4; with compilation, which differs by device on a CPU, 19-34 and
+  23-30.
+- Over several processes, process 0 takes every decision, as they depend on clocks and callers. It sends
+  each call of its device, with the arguments from the host, to the others, which repeat it. Results that
+  stay on the devices are referred to by the number of their call; swapped-out pages stay with each process.
+- jax's coordination service, which carries these messages, does not authenticate anyone. So a message is
+  JSON of a closed set of types, and its signature is checked before it is parsed.
+- The host gets output arrays apart from the rows: if it had a view of an array of the rows, donation would
+  copy that array.
 """

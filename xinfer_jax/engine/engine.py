@@ -1,70 +1,57 @@
-"""`Engine`: takes turns between reading prompts and decoding, on a thread of its own or the caller's.
+"""`Engine`: takes requests from any thread, and answers them step by step on a thread of its own, or on the
+caller's.
 
-submit ─► queue ─ a turn: who ended? ─ a piece of a prompt ─ a window of decoding for all rows ─► answers
+submit ─► queue ─ step: new, cancelled and late requests; a prefill chunk; decode steps of all rows ─► answers
 """
 
 import dataclasses
-import heapq
-import itertools
 import math
 import signal
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..cache.kv_cache import cache_bytes
-from ..cache.quantized import KV_BITS
+from ..cache.paged import PAGE_SIZE
 from ..checkpoint.loading import Model
-from ..checks import whole
 from ..config.model_config import with_fixed_rope
-from ..errors import InputError, shown
-from ..generation.programs import Ahead
-from ..generation.speculation import MOST_GUESSES
-from ..memory import check_memory, memory_bytes
-from ..model.attention import check_impl
-from ..sampling.choice import answer_keys
-from ..sampling.logprobs import rows_of_tokens
-from ..sharding import MODEL, lies_over, share
-from ..weights.params import Params, cache_dtype as usual_dtype, resolve_dtype, tree_bytes
-from .device import WINDOW, Device, Window
-from .lockstep import Leader, calls_for, follow
-from .requests import Answer, Request
-from .scheduler import PAGE, Action, Read, Row, Scheduler, pages_for
-from .statistics import Recent
-from .submission import Entrance
-
-_LOOK_SECONDS = 0.1  # between two looks of the host, while requests may come or are read along
-_BUSY_SECONDS = 0.01  # the same, while others wait or are read
-_LONGEST_SECONDS = 1.0  # the same, where nobody reads along: so soon it can be told to end
-_MOST_UNDECODED = 32  # turns that prefill and do not decode, where nobody reads along
-_UNKNOWN = 8  # steps of the first window, as nobody knows how long they take
-_SHARE = 0.5  # of the memory beside the weights, for pages
+from ..errors import InputError, format_value
+from ..memory import check_memory
+from ..sharding import concrete_mesh_of, memory_fraction
+from ..weights.params import Params, tree_bytes
+from .controller import Leader, control_channel_for, follow
+from .core import EngineCore
+from .device import warmed_up_device
+from .request_queue import RequestQueue
+from .requests import Request
+from .scheduler import Scheduler
+from .shape import EngineShape, engine_shape
+from .statistics import EngineCounters
+from .submission import EngineBase
 
 
-class Engine(Entrance):
-    """Answers requests as they come, several at a time (continuous batching, Yu et al. 2022) over one set of
-    pages (PagedAttention, Kwon et al. 2023). Each gets, bit for bit, the tokens and log-probabilities that it
-    gets alone in an engine of the same shape, whatever else runs.
+class Engine(EngineBase):
+    """Answers requests as they come, several at a time (continuous batching, Yu et al. 2022), with a paged KV
+    cache (PagedAttention, Kwon et al. 2023). Each request gets, bit for bit, the tokens and log-probabilities
+    that it gets alone in an engine of the same shape.
 
     Attributes:
         model: with the weights of the last `update`.
-        rows, capacity, pages, chunk, guesses, impl: its shape.
-        about: what it has, and the seconds that it took to be ready.
-        last_turn: when it last ended one, as time.monotonic says; its thread takes one a second at least.
-        error: what broke it down, or says that it was closed; None: it can answer.
+        rows, capacity, pages, chunk, impl: as given, or their defaults.
+        guesses: draft tokens of a pass; 0 without a draft.
+        about: one line about its size, and the seconds of warm-up.
+        last_turn: when its last step ended, by time.monotonic(). Its thread takes a step a second at least.
+        error: why it failed, or that it was closed; None while it can answer.
         name: in messages.
     """
 
-    def __init__(  # noqa: PLR0913  a door
+    def __init__(  # noqa: PLR0913
         self,
         model: Model,
         *,
@@ -78,125 +65,119 @@ class Engine(Entrance):
         cache_dtype: Any = None,
         impl: str | None = None,
     ):
-        """Compiles all that it will ever run, and runs it once.
+        """Compiles all programs, and runs each once.
 
         Args:
             model: from `load_model`.
-            rows: answers that are decoded at a time.
-            capacity: tokens of a prompt and its answer together, at most; None: 4096, or the model's context.
-            pages: of 64 tokens each, for all rows and for prompts that may come again; None: half of the
-                memory beside the weights (on a CPU its devices' part of it), at most what all rows can fill
-                twice.
-            chunk: tokens of a prompt that are read between two windows of decoding; a multiple of 64.
-            prefix_cache: prompts that begin alike are read once.
-            draft: "lookup": guesses tokens by what followed before, and checks several in a pass.
-            draft_tokens: guesses per pass.
+            rows: slots: answers that are decoded together (vLLM: max_num_seqs).
+            capacity: tokens of a prompt and its answer together, at most; None: 4096, or the model's context
+                length if that is less.
+            pages: of 64 tokens each, for all rows and the prefix cache; None: half of the memory beside the
+                weights (on a CPU: this engine's devices' part of it), at most twice what all rows can fill.
+            chunk: tokens of a prompt that are prefilled between decode steps; a multiple of 64.
+            prefix_cache: the common beginning of prompts is computed once.
+            draft: "lookup": speculative decoding with draft tokens found earlier in the text.
+            draft_tokens: of each pass.
             cache_dtype: of keys and values: a float type, "int8" or "int4"; None: as in `GenerateOptions`.
             impl: as in `GenerateOptions`.
 
         Raises:
-            InputError: a value that cannot be served, before anything is compiled.
+            InputError: a value that no engine can have, before anything is compiled.
         """
         if not isinstance(model, Model):
-            raise InputError(f"model must be what load_model gives, got {shown(model)}")
-        if (mesh := lies_over(model.params)) is not None and mesh.size > mesh.shape[MODEL]:
-            raise InputError(
-                f"an engine lies over an axis {MODEL!r} alone, not over {dict(mesh.shape)}: make one for each"
-                " group of devices"
-            )
-        if draft not in (None, "lookup"):
-            raise InputError(f"draft={shown(draft)}: an engine guesses by 'lookup', or not at all (None)")
-        check_impl(impl)
-        model = dataclasses.replace(model, params=jax.tree.map(_held, model.params))
-        config = model.config
-        longest = model.config.context_length
-        self.rows = whole("rows", rows, 1)
-        self.capacity = whole("capacity", min(4096, longest) if capacity is None else capacity, 2, longest)
-        self.chunk = whole("chunk", chunk, PAGE)
-        if self.chunk % PAGE:
-            raise InputError(f"chunk must be a multiple of {PAGE}, got {chunk}")
-        self.guesses = whole("draft_tokens", draft_tokens, 1, MOST_GUESSES) if draft else 0
-        self.model = model
-        self.impl = impl
-        self.switches_at = config.rope.switches_at
-        self.weight_bytes = tree_bytes(model.params)
-        dtype = _dtype(model.params, cache_dtype)
-        page_bytes = cache_bytes(config, 1, PAGE, dtype)
-        self._share = share(lies_over(model.params))
-        self.pages = self._number_of_pages(page_bytes) if pages is None else whole("pages", pages, 2)
-        self._calls = calls_for(model.params)
-        if self._calls:  # hosts may have different amounts of memory
-            self.pages = self._calls.same(self.pages)
-        self.cache_bytes = self.pages * page_bytes
-        need = self.weight_bytes + self.cache_bytes
-        what = f"weights and {self.pages} pages"
-        check_memory(int(self._share * need), what, "ask for fewer pages, or a smaller cache_dtype")
-        self._scheduler = Scheduler(self.rows, self.pages, self.capacity, self.chunk, prefix_cache)
-        self._news = threading.Condition()
-        self._turn = threading.Lock()
-        self._new: list[Answer] = []  # submitted, and not seen by the scheduler yet
-        self._cancelled: list[Request] = []  # and not seen yet
-        self._open: dict[Request, None] = {}  # in the order in which they came
-        # A heap; those that ended before are let go of.
-        self._deadlines: list[tuple[float, int, weakref.ref[Request]]] = []
-        self._numbers = itertools.count()
-        self._answers: dict[Row, Answer] = {}  # that have not ended
-        self._orders: list[Callable[[], None]] = []
+            raise InputError(f"model must be what load_model gives, got {format_value(model)}")
+        self.model = dataclasses.replace(model, params=jax.tree.map(_own_array, model.params))
+        shape = engine_shape(self.model, rows, capacity, pages, chunk, draft, draft_tokens, cache_dtype, impl)
+        self._channel = control_channel_for(self.model.params)
+        if self._channel:  # hosts may have different amounts of memory
+            shape = dataclasses.replace(shape, pages=self._channel.broadcast(shape.pages))
+        self.rows = shape.rows
+        self.capacity = shape.capacity
+        self.pages = shape.pages
+        self.chunk = shape.chunk
+        self.guesses = shape.num_draft_tokens
+        self.impl = shape.impl
+        self.switches_at = self.model.config.rope.switches_at
+        self.weight_bytes = tree_bytes(self.model.params)
+        self.cache_bytes = shape.pages * shape.page_bytes
+        self._check_memory()
+        self._queue = RequestQueue()
         self._thread: threading.Thread | None = None
+        self._step_lock = threading.Lock()
         self.error: BaseException | None = None
         self.name = "the engine"
-        self.recent = Recent()
-        self._seconds = 0.0  # of a step of decoding, lately
-        self._undecoded = 0  # turns since the last one that decoded
+        self.counters = EngineCounters()
         self.last_turn = time.monotonic()
-        self._device: Any = self._warm_up(dtype)
-        if self._calls and jax.process_index() == 0:
-            self._device = Leader(self._device, self._calls)
-        elif self._calls:
+        self._core = self._create_core(shape, prefix_cache)
+
+    def _check_memory(self) -> None:
+        need = memory_fraction(concrete_mesh_of(self.model.params)) * (self.weight_bytes + self.cache_bytes)
+        remedy = "ask for fewer pages, or a smaller cache_dtype"
+        check_memory(int(need), f"weights and {self.pages} pages", remedy)
+
+    def _create_core(self, shape: EngineShape, prefix_cache: bool) -> EngineCore:
+        """Compiles all programs. Over several processes only process 0 takes requests."""
+        longest = min(shape.capacity, self.switches_at or shape.capacity)
+        config = with_fixed_rope(self.model.config, 1, longest)
+        began = time.perf_counter()
+        device, num_programs = warmed_up_device(self.model.params, config, shape)
+        programs = f", {num_programs} programs" if num_programs else ""
+        self.about = (
+            f"{self.rows} rows of {self.capacity} tokens, {self.pages} pages of {PAGE_SIZE}"
+            f" ({self.cache_bytes / 2**20:.0f} MiB){programs}, ready in {time.perf_counter() - began:.1f} s"
+        )
+        # In one write, as other engines may start at the same time.
+        print(f"{self.about}\n", end="", file=sys.stderr)
+        own: Any = device
+        if self._channel and jax.process_index() == 0:
+            own = Leader(device, self._channel)
+        elif self._channel:
             self.error = InputError("process 0 answers for all: submit there, and call follow() here")
+        scheduler = Scheduler(shape.rows, shape.pages, shape.capacity, shape.chunk, prefix_cache)
+        return EngineCore(own, scheduler, shape, self.counters, self._notify)
 
     def update(self, params: Params) -> None:
-        """Other weights of the same shapes, between two windows: nothing is compiled. Pages that the old ones
-        wrote are not shared any more; rows under way go on with what they hold. The arrays must stay: not be
-        donated to a step of training.
+        """Replaces the weights by others of the same shapes, between two steps, without compiling. Pages of
+        the old weights are not shared any more; unfinished rows continue with theirs. Do not donate the new
+        arrays to a training step: the engine uses them.
         """
-        kinds = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (params, self.model.params)]
-        if kinds[0] != kinds[1]:
+        shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (params, self.model.params)]
+        if shapes[0] != shapes[1]:
             raise InputError("the new parameters have other shapes or types: make an Engine of them")
-        if self._calls:
+        if self._channel:
             raise InputError("an engine over several processes keeps its weights: make another")
-        params = jax.tree.map(_held, params, self.model.params)
+        params = jax.tree.map(_own_array, params, self.model.params)
         done = threading.Event()
 
-        def order() -> None:
-            self._device.params = params
-            self._scheduler.drop_shared()
+        def replace() -> None:
+            self._core.device.params = params
+            self._core.scheduler.reset_prefix_cache()
             self.model = dataclasses.replace(self.model, params=params)
             done.set()
 
-        with self._news:
+        with self._queue.condition:
             self._check_open()
-            self._orders.append(order)
-            self._news.notify_all()
+            self._queue.updates.append(replace)
+            self._queue.condition.notify_all()
         self.wait(done.is_set)
         if not done.is_set():
             self._check_open()
 
     @property
     def load(self) -> int:
-        """Answers of requests that have not ended."""
-        with self._news:
-            return sum(len(request.answers) for request in self._open)
+        """Answers of unfinished requests."""
+        with self._queue.condition:
+            return sum(len(request.answers) for request in self._queue.unfinished)
 
     def counts(self) -> dict[str, int]:
-        """What `EngineStats` says but for times."""
-        counts = self._scheduler.counts() | self.recent.sums
-        return counts | dict(waiting=counts["waiting"] + len(self._new))
+        """The fields of `EngineStats` but for the times."""
+        counts = self._core.scheduler.counts() | self.counters.sums
+        return counts | dict(waiting=counts["waiting"] + len(self._queue.submitted))
 
     @property
     def room(self) -> int:
         """Tokens of a prompt and its answer together that it can hold."""
-        return self._scheduler.room
+        return self._core.scheduler.usable_capacity
 
     @property
     def started(self) -> bool:
@@ -209,315 +190,137 @@ class Engine(Entrance):
         return self
 
     def close(self) -> None:
-        """Ends the thread; requests that have not ended get an error."""
-        self._break(InputError("the engine was closed before the request ended"))
+        """Ends the thread; unfinished requests get an error."""
+        self._fail(InputError("the engine was closed before the request ended"))
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        if isinstance(self._device, Leader):
-            self._device.close()
+        if isinstance(self._core.device, Leader):
+            self._core.device.close()
 
     def follow(self) -> None:
-        """Where the model lies on devices of several processes, in all but process 0: takes part in what the
-        engine of process 0 does, until that is closed.
+        """If the model lies on devices of several processes, all but process 0 call this: it repeats the
+        device calls of process 0's engine until that is closed.
         """
-        if not self._calls or jax.process_index() == 0:
+        if not self._channel or jax.process_index() == 0:
             raise InputError("there is nobody to follow: only processes beside process 0 follow it")
-        follow(self._device, self._calls)
+        follow(self._core.device, self._channel)
 
     def wake(self) -> None:
-        """There is something to look at."""
-        with self._news:
-            self._news.notify_all()
+        """Wakes all threads that wait for this engine."""
+        with self._queue.condition:
+            self._queue.condition.notify_all()
 
     def cancel(self, request: Request) -> None:
-        """Ends a request at the next turn."""
-        with self._news:
-            if request in self._open:
-                self._cancelled.append(request)
-                self._news.notify_all()
+        """Ends a request at the next step."""
+        with self._queue.condition:
+            if request in self._queue.unfinished:
+                self._queue.cancelled.append(request)
+                self._queue.condition.notify_all()
 
     def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
-        """Until it is so; without a thread by taking turns.
+        """Waits until a condition holds or the engine has failed; without a thread it takes steps meanwhile.
 
         Raises:
-            TimeoutError: it is not so after so many seconds.
+            TimeoutError: it does not hold after `timeout` seconds.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
-        over = lambda: until() or self.error is not None  # noqa: E731
+
+        def is_over() -> bool:
+            return until() or self.error is not None
+
         if self.started:
-            with self._news:
-                self._news.wait_for(over, timeout)
-        while not over():
+            with self._queue.condition:
+                self._queue.condition.wait_for(is_over, timeout)
+        while not is_over():
             if time.monotonic() > end:
                 raise TimeoutError(f"no end after {timeout} seconds")
             self.step()
 
     def step(self) -> bool:
-        """One turn, on the caller's thread: who ended, a piece of a prompt, a window of decoding. Whether
-        there was anything to do. Ctrl-C is raised behind it: nothing is left half done.
+        """Takes one step on the caller's thread: ends requests, prefills a chunk, decodes. Returns whether
+        there was anything to do. Ctrl-C is raised after the step, which is complete then.
         """
-        with self._turn, _interrupts_deferred():
+        with self._step_lock, _defer_interrupts():
             try:
-                return self.error is None and self._take_turn()
+                return self.error is None and self._step()
             except BaseException as error:
-                self._break(error)
+                self._fail(error)
                 raise
             finally:
                 self.last_turn = time.monotonic()
 
     def _run(self) -> None:
+        """The engine's thread."""
+
+        def has_work() -> bool:
+            return self._queue.has_work or self.error is not None
+
         try:
             while self.error is None:
                 if not self.step():
-                    with self._news:
-                        self._news.wait_for(self._has_news, 1.0)
-        except BaseException as error:  # every request has it, and whoever submits
-            print(f"{self.name} broke down: {type(error).__name__}: {error}", file=sys.stderr)
+                    with self._queue.condition:
+                        self._queue.condition.wait_for(has_work, 1.0)
+        except BaseException as error:  # all requests have it, and later `submit`s raise it
+            print(f"{self.name} has failed: {type(error).__name__}: {error}", file=sys.stderr)
 
-    def _has_news(self) -> bool:
-        return bool(self._new or self._cancelled or self._orders) or self.error is not None
-
-    def _break(self, error: BaseException) -> None:
-        with self._news:
+    def _fail(self, error: BaseException) -> None:
+        with self._queue.condition:
             self.error = self.error or error
-            self._new = []
-            self._deadlines = []
-            self._tell(list(self._open))
+            self._queue.clear()
+            self._notify(list(self._queue.unfinished))
 
-    def _take_turn(self) -> bool:
-        now = time.monotonic()
-        late = list[Request]()
-        with self._news:  # at once: what ends now was submitted before
-            new = self._new
-            orders = self._orders
-            self._new = []
-            self._orders = []
-            cancelled = self._cancelled
-            self._cancelled = []
-            while self._deadlines and self._deadlines[0][0] < now:
-                if request := heapq.heappop(self._deadlines)[-1]():
-                    late.append(request)
-        for order in orders:
-            order()
+    def _step(self) -> bool:
+        with self._queue.condition:
+            work = self._queue.take()
+        for update in work.updates:
+            update()
             self.wake()
-        for answer in new:
-            self._answers[answer.row] = answer
-            self._scheduler.submit(answer.row)
-        self._drop(cancelled, "cancelled")
-        self._drop(late, "deadline")
-        busy = False
-        width = 0
-        while width < self.chunk and (actions := self._scheduler.read_next()):
-            busy = True
-            self._carry_out(actions)
-            # After a chunk, or as many pages, new requests, cancels and signals are looked at.
-            width += sum(action.width for action in actions if isinstance(action, Read))
-        # Where nobody reads along, free slots are filled first, for so many turns.
-        fills = width >= self.chunk and not self._live and self._undecoded < _MOST_UNDECODED
-        self._undecoded = self._undecoded + 1 if fills else 0
-        if self._scheduler.running and not fills:
-            busy = True
-            self._decode()
-        return busy
+        self._core.add(work.submitted)
+        self._core.abort(work.cancelled, "cancelled")
+        self._core.abort(work.late, "deadline")
+        return self._core.step(lambda: bool(self._queue.submitted))
 
-    @property
-    def _live(self) -> bool:
-        """Whether a row that decodes has somebody who may read along, and others may come meanwhile."""
-        return any(self._answers[row].request.live for _, row in self._scheduler.running)
-
-    def _drop(self, requests: list[Request], reason: str) -> None:
-        """Ends requests, whatever they do."""
-        for answer in (answer for request in requests for answer in request.answers):
-            if answer.row in self._answers:
-                self._end(answer, reason)
-        self._tell(requests)
-
-    def _carry_out(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            row = action.row
-            answer = self._answers[action.row]
-            if isinstance(action, Read):
-                self._read(action, answer)
-            elif action.out:
-                answer.pages = self._device.take_pages(action.pages)
-                answer.state = self._device.take_row(action.slot) if row.read else answer.state
-            else:
-                self._device.put_pages(action.pages, answer.pages)
-                if row.read:
-                    self._device.place(action.slot, answer.state)
-                answer.pages = answer.state = None
-
-    def _read(self, piece: Read, answer: Answer) -> None:
-        row = piece.row
-        request = answer.request
-        start = piece.start
-        end = piece.start + piece.count
-        request.times.setdefault("read", time.monotonic())
-        if piece.last or row.scored is None:
-            behind = self._device.read(row.pages, row.ids[start:end], start, piece.whole)
-        if row.scored is not None:  # after it: the pages are to be this program's
-            targets = row.ids[start + 1 : end + 1]
-            noted = self._device.score(row.pages, row.ids[start:end], start, targets)
-            logprobs_1T = np.asarray(noted.processed_BT)
-            count_1 = np.array([len(targets)])
-            (tokens,) = rows_of_tokens(noted, np.array([targets]), logprobs_1T, count_1, request.asks)
-            request.prompt_logprobs += tokens[max(0, row.scored - start - 1) :]
-        self.recent.read_tokens += piece.count
-        self._scheduler.dispatched(piece)
-        if piece.last:
-            state, chosen = self._device.first_choice(behind, self._device.row(request.call, answer.key_1))
-            out = jax.device_get(chosen)
-            request.times.setdefault("first", time.monotonic())
-            if not self._take(answer, out, 0):
-                slot: Any = row.slot
-                self._device.place(slot, state)
-            self._tell([request])
-
-    def _decode(self) -> None:
-        """A window: so many steps, or until a row ends while somebody waits for its place."""
-        scheduler = self._scheduler
-        each = 1 + self.guesses
-        steps = WINDOW // each
-        look = _LONGEST_SECONDS
-        others = bool(scheduler.clients.heads()) or len(scheduler.seated) > len(scheduler.running)
-        if self._live:
-            look = _BUSY_SECONDS if others else _LOOK_SECONDS
-        steps = min(steps, max(1, int(look / self._seconds)) if self._seconds else _UNKNOWN)
-        self._carry_out(scheduler.grow(steps * each))
-        answers = {slot: self._answers[row] for slot, row in scheduler.running}
-        waits = others or bool(self._new)
-        began = time.perf_counter()
-        pages = {slot: answer.row.pages for slot, answer in answers.items()}
-        out = jax.device_get(self._device.window(pages, steps, waits))
-        self._seconds = (time.perf_counter() - began) / max(1, int(out.passes_B.max()))
-        for slot, answer in answers.items():
-            scheduler.decoded(answer.row, int(out.count_B[slot]))
-            answer.passes += int(out.passes_B[slot])
-            answer.accepted += int(out.accepted_B[slot])
-            if answer.row in self._answers:  # it did not fail with another of its request
-                self._take(answer, out, slot)
-        self._tell({answer.request for answer in answers.values()})
-
-    def _take(self, answer: Answer, out: Window, slot: int) -> bool:
-        """Hands a row's tokens to its answer; whether it has ended."""
-        request = answer.request
-        count = int(out.count_B[slot])
-        self.recent.chosen_tokens += count
-        if request.call.options.logprobs:
-            parts = out.alternatives, out.tokens_BT, out.logprobs_BT, out.count_B
-            noted, tokens_1T, logprobs_1T, count_1 = jax.tree.map(lambda x_B: x_B[slot : slot + 1], parts)
-            most = request.call.options.logprobs
-            (tokens,) = rows_of_tokens(noted, tokens_1T, logprobs_1T, count_1, most)
-            answer.alternatives += tokens
-        ids = out.tokens_BT[slot, :count].tolist()
-        logprobs = out.logprobs_BT[slot, :count].tolist()
-        try:
-            ended = answer.push(ids, logprobs, bool(out.finished_B[slot]))
-        except InputError as error:  # it fails alone
-            request.error = error
-            for other in request.answers:
-                if other.row in self._answers:
-                    self._end(other, "error", good=False)
-            return True
-        if ended:
-            self._end(answer, answer.finish_reason or "")
-        return ended
-
-    def _end(self, answer: Answer, reason: str, good: bool = True) -> None:
-        answer.finish_reason = reason
-        answer.state = None
-        answer.pages = None
-        self._scheduler.end(answer.row, answer.chosen, good)
-        del self._answers[answer.row]
-
-    def _tell(self, requests: Collection[Request]) -> None:
-        """There is something new of these."""
-        with self._news:
+    def _notify(self, requests: Collection[Request]) -> None:
+        """Marks answered requests as ended, and wakes all that wait for these."""
+        with self._queue.condition:
+            unfinished = self._queue.unfinished
             for request in requests:
-                if request in self._open and (request.answered or self.error):
+                if request in unfinished and (request.answered or self.error):
                     request.end(request.error or self.error)
-                    self.recent.ended(request)
-                    del self._open[request]
-            self._news.notify_all()
+                    self.counters.add(request)
+                    del unfinished[request]
+            self._queue.condition.notify_all()
         for request in requests:
-            request.tell()
+            request.notify()
 
-    def _queue(self, requests: list[Request]) -> None:
-        with self._news:
+    def _enqueue(self, requests: list[Request]) -> None:
+        with self._queue.condition:
             self._check_open()
-            self._new += [answer for request in requests for answer in request.answers]
-            self._open |= dict.fromkeys(requests)
-            for request in requests:
-                if math.isfinite(request.deadline):
-                    entry = request.deadline, next(self._numbers), weakref.ref(request)
-                    heapq.heappush(self._deadlines, entry)
-            self._news.notify_all()
-
-    def _number_of_pages(self, page_bytes: int) -> int:
-        per_row = pages_for(self.capacity)
-        own = self.model.params["final_norm"].sharding.addressable_devices
-        # On a CPU all devices have one memory, and others may have their engines.
-        part = len(own) / jax.local_device_count() if next(iter(own)).platform == "cpu" else 1
-        left = max(0, part * memory_bytes() - self._share * self.weight_bytes)
-        room = int(_SHARE * left / (self._share * page_bytes))
-        return max(per_row + 1, min(2 * self.rows * per_row + 1, room))
-
-    def _warm_up(self, dtype: Any) -> Device:
-        """The device, with every program compiled and run once."""
-        config = with_fixed_rope(self.model.config, 1, min(self.capacity, self.switches_at or self.capacity))
-        shape = self.rows, self.pages, self.capacity, self.chunk, dtype, self.impl, self.guesses
-        make = partial(Device, self.model.params, config, *shape)
-        began = time.perf_counter()
-        ahead = Ahead()
-        if lies_over(self.model.params) is None:
-            make(do=ahead).rehearse()
-        ahead.end()
-        ahead.wait()
-        device = make()
-        device.rehearse()
-        device.rehearse()  # where parameters were put in a place, so are rows and pages from now on
-        device.put_pages([0], device.take_pages([0]))
-        device.place(0, device.take_row(0))
-        answer_keys(jax.random.key(0), np.zeros(1, np.int32), np.zeros(1, np.int32))
-        self.about = (
-            f"{self.rows} rows of {self.capacity} tokens, {self.pages} pages of {PAGE}"
-            f" ({self.cache_bytes / 2**20:.0f} MiB){f', {ahead.programs} programs' * (ahead.programs > 0)},"
-            f" ready in {time.perf_counter() - began:.1f} s"
-        )
-        print(f"{self.about}\n", end="", file=sys.stderr)  # at once: others may be made meanwhile
-        return device
+            self._queue.add(requests)
+            self._queue.condition.notify_all()
 
 
 @contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Within, in the main thread, Ctrl-C waits; its handler is called at the end."""
-    usual = signal.getsignal(signal.SIGINT)
-    seen = list[Any]()
-    if threading.current_thread() is not threading.main_thread() or not callable(usual):
+def _defer_interrupts() -> Iterator[None]:
+    """In the main thread, calls the handler of Ctrl-C only at the end of the `with` block."""
+    handler = signal.getsignal(signal.SIGINT)
+    deferred = list[Any]()
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
-    signal.signal(signal.SIGINT, lambda *args: seen.append(args))
+    signal.signal(signal.SIGINT, lambda *args: deferred.append(args))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, usual)
-        for args in seen[:1]:
-            usual(*args)
+        signal.signal(signal.SIGINT, handler)
+        for args in deferred[:1]:
+            handler(*args)
 
 
-def _held(new: Any, old: Any = None) -> jax.Array:
-    """An array that its owner cannot change; where a caller has put the old one, or as little put there."""
+def _own_array(new: Any, old: Any = None) -> jax.Array:
+    """An array that the caller cannot change, placed like the old one: committed where that is, or not."""
     if not isinstance(new, jax.Array):
         return jnp.array(new)
     if old is None or not (new.committed or old.committed):
         return new
     return jax.device_put(new, old.sharding) if old.committed else jax.device_put(np.asarray(new))
-
-
-def _dtype(params: Params, asked_for: Any) -> Any:
-    """Of keys and values: a float type, or a name in `KV_BITS`."""
-    if isinstance(asked_for, str) and asked_for == "gear":
-        raise InputError("cache_dtype='gear' has directions of a whole row, not pages: use 'int8' or 'int4'")
-    if isinstance(asked_for, str) and asked_for in KV_BITS:
-        return asked_for
-    return usual_dtype(params) if asked_for is None else resolve_dtype(asked_for)

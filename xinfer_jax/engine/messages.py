@@ -1,7 +1,7 @@
-"""What process 0 tells the other processes, as JSON: a closed set of values, each decoded by a constructor
-that is named here. Nothing that is received chooses code to run.
+"""Messages of process 0 to the other processes, as JSON. Only a closed set of types is sent, and each is
+decoded by code named here: a received message cannot choose other code to run.
 
-None, bools, numbers, texts, lists; {"map": pairs}, {"array": …}, {"key": …}, {"kept": number}, {"call": …}
+None, bools, numbers, strings, lists; {"map": pairs}, {"array": …}, {"key": …}, {"kept": number}, {"call": …}
 """
 
 import base64
@@ -15,10 +15,11 @@ import numpy as np
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError
-from ..generation.options import Call, GenerateOptions
-from ..sampling.settings import SamplingConfig
+from ..generation.options import GenerateOptions
+from ..generation.validation import ValidatedCall
+from ..sampling.sampling_config import SamplingConfig
 
-_SIMPLE = frozenset({type(None), bool, int, float, str})  # that JSON has
+_SIMPLE = frozenset({type(None), bool, int, float, str})  # types that JSON has
 _DTYPES = {
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32",
     "float64",
@@ -29,102 +30,103 @@ _OTHERS = ("logit_bias", "bad_words_ids")
 _SETTINGS = [f.name for f in dataclasses.fields(SamplingConfig) if f.name not in (*_IDS, *_OTHERS)]
 
 
-class Kept(NamedTuple):
-    """What the call of this number gave, which every process keeps on its devices."""
+class ResultReference(NamedTuple):
+    """Stands for the result of the call of this number, which every process keeps on its devices."""
 
     number: int
 
 
-def encode(value: Any) -> bytes:
+def encode_message(value: Any) -> bytes:
     """A value as bytes.
 
     Raises:
-        TypeError: it is of another type than those above.
+        TypeError: a value of a type that is not listed above.
     """
-    return json.dumps(_plain(value), separators=(",", ":")).encode()
+    return json.dumps(_to_json(value), separators=(",", ":")).encode()
 
 
-def decode(data: bytes, config: ModelConfig | None = None) -> Any:
-    """What `encode` was given; tuples are lists, and a `Call` has no parameters.
+def decode_message(data: bytes, config: ModelConfig | None = None) -> Any:
+    """The value that `encode_message` encoded; tuples become lists, and a `ValidatedCall` has no parameters.
 
     Args:
-        data: from `encode`.
-        config: of the model, for calls.
+        data: from `encode_message`.
+        config: of the model, for a `ValidatedCall`.
 
     Raises:
-        InputError: it is nothing that `encode` gives.
+        InputError: data that `encode_message` does not return.
     """
     try:
-        return _value(json.loads(data), config)
+        return _from_json(json.loads(data), config)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise InputError(f"a message of process 0 cannot be understood: {error}") from error
+        raise InputError(f"a message of process 0 cannot be decoded: {error}") from error
 
 
-def _plain(value: Any) -> Any:
-    """As JSON has it."""
+def _to_json(value: Any) -> Any:
     if type(value) in _SIMPLE:
         return value
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, Kept):
+    if isinstance(value, ResultReference):
         return {"kept": value.number}
-    if isinstance(value, Call):
-        return {"call": _plain_call(value)}
+    if isinstance(value, ValidatedCall):
+        return {"call": _call_to_json(value)}
     if isinstance(value, list | tuple | range):
-        return list(value) if _SIMPLE.issuperset(map(type, value)) else [_plain(one) for one in value]
+        return list(value) if _SIMPLE.issuperset(map(type, value)) else [_to_json(item) for item in value]
     if isinstance(value, dict):
-        return {"map": [[_plain(name), _plain(one)] for name, one in value.items()]}
+        return {"map": [[_to_json(name), _to_json(item)] for name, item in value.items()]}
     if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return {"key": [str(jax.random.key_impl(value)), _plain(np.asarray(jax.random.key_data(value)))]}
+        return {"key": [str(jax.random.key_impl(value)), _to_json(np.asarray(jax.random.key_data(value)))]}
     if isinstance(value, np.ndarray | jax.Array) and np.dtype(value.dtype).name in _DTYPES:
         array = np.ascontiguousarray(value)
-        numbers = base64.b64encode(array.tobytes()).decode()
-        return {"array": [array.dtype.name, list(np.shape(value)), numbers]}
-    raise TypeError(f"{type(value).__name__} cannot be told to another process")
+        contents = base64.b64encode(array.tobytes()).decode()
+        return {"array": [array.dtype.name, list(np.shape(value)), contents]}
+    raise TypeError(f"{type(value).__name__} cannot be sent to another process")
 
 
-def _value(said: Any, config: ModelConfig | None) -> Any:
-    """What `_plain` was given."""
-    if isinstance(said, list):
-        return said if _SIMPLE.issuperset(map(type, said)) else [_value(one, config) for one in said]
-    if not isinstance(said, dict):
-        return said
-    ((kind, content),) = said.items()
+def _from_json(value: Any, config: ModelConfig | None) -> Any:
+    if isinstance(value, list):
+        simple = _SIMPLE.issuperset(map(type, value))
+        return value if simple else [_from_json(item, config) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
     if kind == "map":
-        return {_value(name, config): _value(one, config) for name, one in content}
+        return {_from_json(name, config): _from_json(item, config) for name, item in content}
     if kind == "kept":
-        return Kept(int(content))
+        return ResultReference(int(content))
     if kind == "array":
         return _array(*content)
     if kind == "key":
-        return jax.random.wrap_key_data(_value(content[1], config), impl=_one_of(_KEYS, content[0]))
-    _one_of({"call"}, kind)
-    return _call(content, config)
+        data = _from_json(content[1], config)
+        return jax.random.wrap_key_data(data, impl=_check_known(_KEYS, content[0]))
+    _check_known({"call"}, kind)
+    return _call_from_json(content, config)
 
 
-def _array(dtype: str, shape: list[int], numbers: str) -> np.ndarray:
-    data = base64.b64decode(numbers, validate=True)
-    return np.frombuffer(data, _one_of(_DTYPES, dtype)).reshape(shape).copy()
+def _array(dtype: str, shape: list[int], contents: str) -> np.ndarray:
+    """The array whose contents in base64 these are."""
+    data = base64.b64decode(contents, validate=True)
+    return np.frombuffer(data, _check_known(_DTYPES, dtype)).reshape(shape).copy()
 
 
-def _one_of(known: set[str], name: Any) -> str:
+def _check_known(known: set[str], name: Any) -> str:
     if name not in known:
         raise ValueError(f"{name!r} is none of {', '.join(sorted(known))}")
     return name
 
 
-def _plain_call(call: Call) -> dict[str, Any]:
-    """What `Device.row` takes of a call; the model's parameters and configuration are everywhere."""
+def _call_to_json(call: ValidatedCall) -> dict[str, Any]:
+    """The part of a call that `Device.new_row` uses; every process has parameters and configuration."""
     options = call.options
-    given: Any = options.sampling if isinstance(options.sampling, list | tuple) else [options.sampling]
+    sampling: Any = options.sampling if isinstance(options.sampling, list | tuple) else [options.sampling]
     return dict(
         prompts=call.prompts, max_new_tokens=options.max_new_tokens, logprobs=options.logprobs,
-        eos_token_ids=_plain(options.eos_token_ids), stop_token_ids=_plain(options.stop_token_ids),
-        sampling=[_plain_sampling(one) for one in given],
+        eos_token_ids=_to_json(options.eos_token_ids), stop_token_ids=_to_json(options.stop_token_ids),
+        sampling=[_sampling_to_json(one) for one in sampling],
     )  # fmt: skip
 
 
-def _plain_sampling(sampling: SamplingConfig) -> dict[str, Any]:
+def _sampling_to_json(sampling: SamplingConfig) -> dict[str, Any]:
     numbers = {name: getattr(sampling, name) for name in _SETTINGS}
     settings = {name: None if x is None else np.asarray(x).item() for name, x in numbers.items()}
     for name in _IDS:
@@ -138,22 +140,23 @@ def _plain_sampling(sampling: SamplingConfig) -> dict[str, Any]:
     words = sampling.bad_words_ids
     if words is not None and not isinstance(words, np.ndarray | jax.Array):
         words = [[int(i) for i in word] for word in words]
-    return settings | dict(logit_bias=_plain(bias), bad_words_ids=_plain(words))
+    return settings | dict(logit_bias=_to_json(bias), bad_words_ids=_to_json(words))
 
 
-def _call(said: dict[str, Any], config: ModelConfig | None) -> Call:
+def _call_from_json(fields: dict[str, Any], config: ModelConfig | None) -> ValidatedCall:
     if config is None:
         raise ValueError("a call needs the model's configuration")
-    sampling = [_sampling(one) for one in said["sampling"]]
-    eos = said["eos_token_ids"]
+    sampling = [_sampling_from_json(one) for one in fields["sampling"]]
+    eos = fields["eos_token_ids"]
     options = GenerateOptions(
-        int(said["max_new_tokens"]), sampling, None if eos is None else tuple(eos),
-        stop_token_ids=tuple(said["stop_token_ids"]), logprobs=int(said["logprobs"]),
+        int(fields["max_new_tokens"]), sampling, None if eos is None else tuple(eos),
+        stop_token_ids=tuple(fields["stop_token_ids"]), logprobs=int(fields["logprobs"]),
     )  # fmt: skip
-    nothing: Any = None  # the key stands beside it, and of its sampling every process makes arrays
-    return Call({}, config, said["prompts"], options, nothing, nothing)
+    # The key is sent beside the call, and every process makes the arrays of its settings itself.
+    nothing: Any = None
+    return ValidatedCall({}, config, fields["prompts"], options, nothing, nothing)
 
 
-def _sampling(said: dict[str, Any]) -> SamplingConfig:
-    settings = {name: said[name] for name in (*_SETTINGS, *_IDS)}
-    return SamplingConfig(**settings, **{name: _value(said[name], None) for name in _OTHERS})
+def _sampling_from_json(fields: dict[str, Any]) -> SamplingConfig:
+    settings = {name: fields[name] for name in (*_SETTINGS, *_IDS)}
+    return SamplingConfig(**settings, **{name: _from_json(fields[name], None) for name in _OTHERS})

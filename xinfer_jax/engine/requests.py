@@ -1,4 +1,4 @@
-"""What a caller holds of a request: its answers as they come, from any thread, and the whole at the end."""
+"""`Request` and its `Answer`s: callers read tokens and text from them, from any thread or event loop."""
 
 import asyncio
 import contextlib
@@ -9,140 +9,149 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..checkpoint.answer_detokenizer import AnswerDetokenizer
 from ..checkpoint.tokenizer import Tokenizer
 from ..errors import InputError
-from ..generation.faults import check_chosen
-from ..generation.options import Call, GenerateOutput
-from ..generation.state import Chosen
-from ..sampling.choice import answer_keys
+from ..generation.options import GenerateOutput
+from ..generation.output_checks import check_generated
+from ..generation.state import GeneratedTokens
+from ..generation.validation import ValidatedCall
 from ..sampling.logprobs import TokenLogprobs
+from ..sampling.sampler import answer_keys
 from ..stats import GenerateStats, peak_bytes
-from ..text import Said
-from .scheduler import Row
+from .row import Row
 
 
 class Answer:
-    """One answer of a request. Iterating gives its ids as they come; several may do so, each from its start.
+    """One answer of a request. Iterating gives its ids as they are sampled; every iteration starts at the
+    first.
 
     Attributes:
-        tokens: ids so far, without the one that ended it.
-        logprobs: the model's log-probability of each, and of the one that ended it.
+        tokens: ids so far, without an EOS or stop id at the end.
+        logprobs: the model's log-probability of each, and of that id.
         alternatives: with options.logprobs: of each of `logprobs`.
-        finish_reason: "eos", "stop", "length", "cancelled" or "deadline"; "error"; None: it has not ended.
+        finish_reason: "eos", "stop", "length", "cancelled", "deadline" or "error"; None before the end.
     """
 
     def __init__(self, request: "Request", row: Row, number: int):
-        """request: what it answers, as its answer of this number; row: as the scheduler sees it."""
+        """request: that it answers; row: for the scheduler; number: its place among the answers."""
         self.tokens: list[int] = []
-        self.chosen: list[int] = []  # with the id that ended it
+        self.sampled: list[int] = []  # tokens, with the EOS or stop id
         self.logprobs: list[float] = []
         self.alternatives: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
         self.request = request
         self.row = row
         self._number = number
-        self.state: Any = None  # of the device, while it made way
-        self.pages: Any = None  # what they hold, while they are in host memory
+        self.swapped_row: Any = None  # state of the row while it is preempted
+        self.swapped_pages: Any = None  # contents of its pages while they are in host memory
         self.passes = 0
         self.accepted = 0
-        self._said = request.said() if request.stop_strings else None
+        self._detokenizer = request.new_detokenizer() if request.stop_strings else None
 
     @property
     def key_1(self) -> jax.Array:
-        """What it draws with."""
+        """The PRNG key of its row."""
         call = self.request.call
         number_1 = np.array([self._number], np.int32) if call.answers > 1 else None
         return answer_keys(call.key, np.array([self.request.number], np.int32), number_1)
 
-    def push(self, ids: list[int], logprobs: list[float], finished: bool) -> bool:
-        """Takes what the device chose, of which the last ended it or not; whether the answer has ended.
-        Called by the engine.
+    def append(self, ids: list[int], logprobs: list[float], finished: bool) -> bool:
+        """Appends sampled tokens. Called by the engine.
+
+        Args:
+            ids: the tokens.
+            logprobs: of each.
+            finished: the last is an EOS or stop id.
+
+        Returns:
+            Whether the answer has ended.
 
         Raises:
-            InputError: what an answer must not give, as `generate` says it.
+            InputError: numbers that are not finite, as in `generate`.
         """
         options = self.request.call.options
         ending = finished and ids[-1]
-        self.chosen += ids
+        self.sampled += ids
         self.logprobs += logprobs
         for token in ids[:-1] if finished else ids:
             self.tokens.append(token)
-            if self._said is not None:
-                self._said.push(token)
-                if self._said.ended:
-                    for known in (self.chosen, self.logprobs, self.alternatives):
-                        del known[len(self.tokens) :]
+            if self._detokenizer is not None:
+                self._detokenizer.push(token)
+                if self._detokenizer.ended:
+                    for per_token in (self.sampled, self.logprobs, self.alternatives):
+                        del per_token[len(self.tokens) :]
                     return self._end("stop")
         if finished:
             return self._end("stop" if ending in options.stop_token_ids else "eos")
-        if len(self.chosen) >= options.max_new_tokens:
+        if len(self.sampled) >= options.max_new_tokens:
             return self._end("length")
         return not np.isfinite(logprobs).all() and self._end("error")
 
     def _end(self, reason: str) -> bool:
-        chosen = np.array([self.chosen]), np.array([self.logprobs]), np.array([len(self.chosen)])
-        check_chosen(self.request.call, Chosen(*chosen, np.array([True])))
+        sampled = np.array([self.sampled]), np.array([self.logprobs]), np.array([len(self.sampled)])
+        check_generated(self.request.call, GeneratedTokens(*sampled, np.array([True])))
         self.finish_reason = reason
         return True
 
-    def since(self, given: int) -> tuple[list[int], bool]:
-        """Ids behind so many, and whether these are the last."""
-        ended = self.finish_reason is not None  # looked at first: what is true of it is true of the ids
-        return self.tokens[given:], ended
+    def tokens_after(self, count: int) -> tuple[list[int], bool]:
+        """The ids after the first `count`, and whether no more will come."""
+        ended = self.finish_reason is not None  # read before the ids, which another thread appends to
+        return self.tokens[count:], ended
 
     def __iter__(self) -> Iterator[int]:
-        given = 0
+        count = 0
         ended = False
         while not ended:
-            self.request.engine.wait(lambda given=given: any(self.since(given)))
-            new, ended = self.since(given)
+            self.request.engine.wait(lambda count=count: any(self.tokens_after(count)))
+            new, ended = self.tokens_after(count)
             yield from new
-            given += len(new)
+            count += len(new)
         self.request.raise_error()
 
     def text(self) -> Iterator[str]:
         """Pieces of text as they come; joined they are the answer, up to the first stop string."""
-        said = self.request.said()
+        detokenizer = self.request.new_detokenizer()
         for token in self:
-            if piece := said.push(token):
+            if piece := detokenizer.push(token):
                 yield piece
-        if rest := said.finish():
+        if rest := detokenizer.finish():
             yield rest
 
     async def text_async(self) -> AsyncIterator[str]:
-        """`text` for an event loop, which goes on with other things until a piece comes."""
-        said = self.request.said()
-        given = 0
-        async for _ in news([self.request]):
-            new, ended = self.since(given)
-            given += len(new)
-            if piece := "".join(map(said.push, new)):
+        """`text` for an event loop."""
+        detokenizer = self.request.new_detokenizer()
+        count = 0
+        async for _ in request_updates([self.request]):
+            new, ended = self.tokens_after(count)
+            count += len(new)
+            if piece := "".join(map(detokenizer.push, new)):
                 yield piece
             if ended:
                 break
         self.request.raise_error()
-        if rest := said.finish():
+        if rest := detokenizer.finish():
             yield rest
 
 
 class Request:
-    """What `Engine.submit` gives.
+    """What `Engine.submit` returns.
 
     Attributes:
         ids: the prompt.
-        answers: as many as were asked for (`n`, or `best_of`).
-        prompt_logprobs: where asked for: what the model says of each token of the prompt, or of those from
-            one on; not of the first of all.
-        error: what broke it off; None: nothing so far.
+        answers: `n` of them, or `best_of`.
+        prompt_logprobs: with `prompt_logprobs` of `submit`: the model's log-probability of each token of the
+            prompt, or of those from `prompt_logprobs_from` on; not of the first token.
+        error: why the request failed; None otherwise.
         number: that `generate` would fold into its key.
         skip_special_tokens: they have no text, so no stop string is found in it.
     """
 
     def __init__(
-        self, engine: Any, call: Call, tokenizer: Tokenizer | None, stops: Sequence[str], number: int,
-        skip_special_tokens: bool,
+        self, engine: Any, call: ValidatedCall, tokenizer: Tokenizer | None, stops: Sequence[str],
+        number: int, skip_special_tokens: bool,
     ):  # fmt: skip
-        """engine: that will answer; call: from `checked`, of one prompt."""
+        """engine: that will answer; call: from `validate_call`, with one prompt."""
         self.engine = engine
         self.call = call
         self.tokenizer = tokenizer
@@ -155,29 +164,29 @@ class Request:
         self.error: BaseException | None = None
         self.deadline = float("inf")
         self.cancelled = False
-        self.live = False  # others may come while it is answered, and somebody read along
-        self.asks: Any = None  # alternatives of each token of the prompt
+        self.live = False  # a caller may stream its answers, and more requests may come meanwhile
+        self.num_prompt_logprobs: Any = None  # alternatives of each token of the prompt
         self.submitted = time.monotonic()
-        self.times: dict[str, float] = {}  # when: its first piece was read, it had a token, it ended
-        self.wakers: list[Callable[[], None]] = []  # of event loops that wait for it
+        self.times: dict[str, float] = {}  # "prefill": begin, "first": first token, "ended": end
+        self.listeners: list[Callable[[], None]] = []  # called when it has new tokens, or has ended
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._only)
+        return iter(self._single_answer)
 
     def text(self) -> Iterator[str]:
         """`Answer.text` of a request for one answer."""
-        return self._only.text()
+        return self._single_answer.text()
 
     def text_async(self) -> AsyncIterator[str]:
         """`Answer.text_async` of a request for one answer."""
-        return self._only.text_async()
+        return self._single_answer.text_async()
 
     def result(self, timeout: float | None = None) -> GenerateOutput:
-        """Waits for the end; the answers as `generate` gives them.
+        """Waits for the end, and returns the answers as `generate` does.
 
         Raises:
-            InputError: its numbers were broken, or its settings left no token; the engine was closed.
-            TimeoutError: it has not ended after so many seconds.
+            InputError: numbers that are not finite, or settings that leave no token; the engine was closed.
+            TimeoutError: it has not ended after `timeout` seconds.
         """
         self.engine.wait(lambda: self.ended, timeout)
         self.raise_error()
@@ -193,7 +202,7 @@ class Request:
         return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)
 
     def cancel(self) -> None:
-        """Ends it, with the finish_reason "cancelled", at the engine's next turn."""
+        """Ends it at the engine's next step, with the finish_reason "cancelled"."""
         self.cancelled = True
         self.engine.cancel(self)
 
@@ -204,35 +213,37 @@ class Request:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended: its answers, its error and its times stay as they are."""
+        """Whether it has ended: its answers, error and times do not change any more."""
         return "ended" in self.times
 
-    def said(self) -> Said:
-        """What makes text of an answer's ids."""
+    def new_detokenizer(self) -> AnswerDetokenizer:
+        """A detokenizer for one answer."""
         if self.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: take the ids by `for id in request`")
-        return Said(self.tokenizer, self.stop_strings, skip_special_tokens=self.skip_special_tokens)
+        return AnswerDetokenizer(
+            self.tokenizer, self.stop_strings, skip_special_tokens=self.skip_special_tokens
+        )
 
     def raise_error(self) -> None:
-        """What broke it off."""
+        """Raises `error`, if there is one."""
         if self.error is not None:
             raise self.error
 
     def end(self, error: BaseException | None) -> None:
-        """It has ended, or is broken off. Called by the engine, which then tells of it."""
+        """Marks it as ended, or as failed with an error. Called by the engine, which then calls `notify`."""
         self.error = error
         for answer in self.answers:
             answer.finish_reason = answer.finish_reason or "error"
-        self.times.setdefault("ended", time.monotonic())  # last: who waits for it reads the others
+        self.times.setdefault("ended", time.monotonic())  # last, as waiting threads then read the others
 
-    def tell(self) -> None:
-        """Wakes who waits in an event loop."""
-        for wake in list(self.wakers):
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits
-                wake()
+    def notify(self) -> None:
+        """Calls the listeners."""
+        for listener in list(self.listeners):
+            with contextlib.suppress(RuntimeError):  # its event loop was closed
+                listener()
 
     @property
-    def _only(self) -> Answer:
+    def _single_answer(self) -> Answer:
         if len(self.answers) != 1:
             raise InputError(f"this request has {len(self.answers)} answers: take each by request.answers[j]")
         return self.answers[0]
@@ -241,26 +252,26 @@ class Request:
         answers = self.answers
         times = self.times
         engine = self.engine
-        read, first, end = (times.get(name, self.submitted) for name in ("read", "first", "ended"))
+        prefill, first, end = (times.get(name, self.submitted) for name in ("prefill", "first", "ended"))
         stats = GenerateStats(len(answers), len(self.ids), engine.weight_bytes, engine.cache_bytes)
         stats.reused_tokens = answers[0].row.hits
         stats.generated_tokens = sum(len(answer.logprobs) for answer in answers)
         stats.decode_steps = max(len(answer.logprobs) for answer in answers) - 1
         stats.ttft_seconds = first - self.submitted
-        stats.prefill_seconds = first - read
+        stats.prefill_seconds = first - prefill
         stats.decode_seconds = end - first
         stats.total_seconds = end - self.submitted
         stats.peak_bytes = peak_bytes()
         if engine.guesses:
             stats.passes = [answer.passes for answer in answers]
-            guessed = [max(1, answer.passes) * engine.guesses for answer in answers]
-            stats.acceptance = [a.accepted / n for a, n in zip(answers, guessed, strict=True)]
+            draft_tokens = [max(1, answer.passes) * engine.guesses for answer in answers]
+            stats.acceptance = [a.accepted / n for a, n in zip(answers, draft_tokens, strict=True)]
         return stats
 
 
-async def news(requests: Sequence[Request], quiet: float | None = None) -> AsyncIterator[bool]:
-    """True at the start, and whenever there may be something new of requests to one engine; False after so
-    many seconds without.
+async def request_updates(requests: Sequence[Request], quiet: float | None = None) -> AsyncIterator[bool]:
+    """True at once, and whenever requests to one engine may have new tokens; False after `quiet` seconds
+    without.
     """
     loop = asyncio.get_running_loop()
     event = asyncio.Event()
@@ -271,7 +282,7 @@ async def news(requests: Sequence[Request], quiet: float | None = None) -> Async
         loop.call_soon_threadsafe(event.set)
 
     for request in requests:
-        request.wakers.append(wake)
+        request.listeners.append(wake)
     try:
         yield True
         while True:
@@ -281,4 +292,4 @@ async def news(requests: Sequence[Request], quiet: float | None = None) -> Async
             event.clear()
     finally:
         for request in requests:
-            request.wakers.remove(wake)
+            request.listeners.remove(wake)

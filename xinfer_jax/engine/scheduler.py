@@ -1,182 +1,57 @@
-"""Who reads, who decodes, and in which pages: books on the host, without arrays. The engine carries out what
-`read_next` and `grow` say, and says what came of it (`dispatched`, `decoded`, `end`).
+"""Which rows prefill, which decode, and in which pages: plain Python on the host, without arrays.
 
-A page holds the keys of `PAGE` tokens that follow each other. It is free, held by rows, or cached:
-published and held by nobody, until it is given up, the least recently used first. Page 0 is a bin for what
-rows without tokens write. A full page is published under a digest of all tokens up to its end and of the
-programs that read them, so whoever finds it gets the bits that it would have made.
+The engine executes the actions of `schedule` and `reserve_pages`, and reports what happened by
+`record_prefill`, `record_decode` and `end`.
 """
 
-import dataclasses
-from array import array
-from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from hashlib import sha256
-from itertools import takewhile
-from typing import Literal, NamedTuple
 
 from . import clients
 from .clients import Clients
+from .pages import PAGE_SIZE, PagePool, hash_pages, num_pages_for, usable_capacity
+from .row import Action, PrefillChunk, Row, Swap
 
-PAGE = 64  # tokens: the key block of the kernels
-URGENT = 16  # whose priority is so much higher gets the slot of another row
-_ANY_FORM = 0
-_SCORED = 1  # in digests: pages that any program may have written; that of scoring has
-
-
-def chain(salt: bytes, ids: Sequence[int], forms: Sequence[int]) -> list[bytes]:
-    """A digest for each of the full pages in `ids` that has a form: of the digest before, form and tokens."""
-    digests = [sha256(salt).digest()]
-    for start, form in zip(range(0, len(ids), PAGE), forms, strict=False):
-        page = array("q", [form, *ids[start : start + PAGE]])
-        digests.append(sha256(digests[-1] + page.tobytes()).digest())
-    return digests[1:]
-
-
-def pages_for(tokens: int) -> int:
-    """Pages that hold so many tokens."""
-    return -(-tokens // PAGE)
-
-
-@dataclasses.dataclass(eq=False)
-class Row:
-    """One answer, as the scheduler sees it.
-
-    Attributes:
-        ids: the prompt.
-        most: tokens that it may choose.
-        priority: higher goes first.
-        later: answers of one request beyond the first few wait behind the first ones of others.
-        salt: pages are shared only between rows of equal salt.
-        client: whose row it is.
-        scored: where not None, the prompt is read by the program that says how likely its tokens are: from
-            this one on all are read, and pages are shared only with such rows.
-        share_answers: takes pages whatever program wrote them, and publishes those that decoding wrote.
-        pages: in order.
-        held: tokens whose keys are in its pages, or away.
-        hits: tokens of the prompt that came from shared pages.
-        arrival, passed: its number; later rows of its client that got a slot before it.
-        exact: its keys have the bits that they have without company.
-        digests, loose: of the prompt's full pages; the same whatever program wrote them.
-    """
-
-    ids: Sequence[int]
-    most: int
-    priority: int = 0
-    later: int = 0
-    salt: bytes = b""
-    client: str = ""
-    scored: int | None = None
-    share_answers: bool = False
-    slot: int | None = None
-    pages: list[int] = dataclasses.field(default_factory=list)
-    held: int = 0
-    hits: int = 0
-    arrival: int = 0
-    passed: int = 0
-    exact: bool = True
-    publishes: bool = True
-    ended: bool = False
-    digests: Sequence[bytes] = ()
-    loose: Sequence[bytes] = ()
-
-    @property
-    def read(self) -> bool:
-        """The whole prompt was read: it runs when it has a slot."""
-        return self.held >= len(self.ids)
-
-    @property
-    def away(self) -> bool:
-        """Its pages are in host memory."""
-        return self.slot is None and self.held > 0 and not self.ended
-
-    @property
-    def state(self) -> Literal["waiting", "reading", "running", "ended"]:
-        if self.ended:
-            return "ended"
-        return "waiting" if self.slot is None else "running" if self.read else "reading"
-
-    @property
-    def needed(self) -> int:
-        """Pages at most."""
-        return pages_for(len(self.ids) + self.most)
-
-    @property
-    def soon(self) -> int:
-        """Pages that it wants to go on with: those of its prompt, or of what it holds, and another."""
-        return min(self.needed, pages_for(max(len(self.ids), self.held)) + 1)
-
-    @property
-    def rank(self) -> tuple[bool, int, int, int]:
-        """Among the rows of its client; lower goes first."""
-        if self.passed >= clients.PATIENCE:
-            return False, 0, 0, self.arrival
-        return True, -self.priority, self.later, self.arrival
-
-
-class Move(NamedTuple):
-    """Copy these pages, and the slot's state if the row was running, to host memory: then they are free. Or
-    copy what went out into these pages and this slot: the row goes on where it was.
-    """
-
-    row: Row
-    slot: int
-    pages: list[int]
-    out: bool
-
-
-class Read(NamedTuple):
-    """Read ids[start : start + count] of a row; then say `dispatched`."""
-
-    row: Row
-    start: int
-    count: int  # type: ignore[assignment]  # a tuple has a method of this name
-    whole: bool  # by the program of whole chunks, else by that of single pages
-    last: bool  # behind it the first token is chosen, and the row runs
-    width: int  # tokens of that program
-
-
-Action = Move | Read
+URGENT = 16  # a row whose priority is higher by this much preempts another row
+# What stands for a program in a hash: any program, that of prompt log-probabilities; else its tokens.
+_ANY_PROGRAM = 0
+_LOGPROBS_PROGRAM = 1
 
 
 class Scheduler:
-    """Gives slots and pages to rows. First come first served within a priority and a client, higher ones
-    first; clients take turns (`clients`).
+    """Gives slots and pages to rows: first by priority, then by arrival. Clients share the slots (`clients`).
 
-    The older row wins: who lacks pages sends the youngest row's to host memory, never an older one's. So the
-    oldest row with a slot always goes on, and a row that came back makes way for older ones only. No row is
-    preempted for one that enters, unless that is much more urgent: it waits until there is room for its
-    prompt and a page more for each. Where several clients have rows, those that a client has beyond its share
-    of the slots are preempted first, and also for a client that has less than its share.
+    Preemption: if a row needs pages and none is left, the youngest row is preempted, never an older one. Its
+    pages are swapped out to host memory. So the oldest row with a slot always continues. A waiting row gets a
+    slot only if its prompt and one more page for every row fit. It preempts another row only if it is much
+    more urgent (`URGENT`). If several clients have rows, the rows that a client has beyond its share of the
+    slots are preempted first, also to give a slot to a client with less than its share.
 
-    A prompt of n tokens is read in whole chunks up to (n - 1) // chunk * chunk, then page by page: which
-    program reads a token follows from n alone. Shared pages cover whole pieces of this cut, never the last.
+    Prefill: of a prompt of n tokens the first (n - 1) // chunk * chunk are prefilled in full chunks, the rest
+    page by page. So n alone decides which program computes a token. The prefix cache reuses whole chunks, but
+    never the last.
 
     Args:
-        rows: slots.
+        rows: number of slots.
         pages: of the pool, page 0 included.
         capacity: tokens of a row at most.
-        chunk: tokens of a whole chunk, a multiple of `PAGE`.
-        prefix_cache: whether pages are published and found.
+        chunk: tokens of a full chunk, a multiple of `PAGE_SIZE`.
+        prefix_cache: whether rows share pages.
     """
 
     def __init__(self, rows: int, pages: int, capacity: int, chunk: int, prefix_cache: bool = True):
-        self.pages = pages
         self.capacity = capacity
         self.chunk = chunk
         self.prefix_cache = prefix_cache
         self.slots: list[Row | None] = [None] * rows
         self.clients = Clients(rows)
-        self.holders = [0] * pages
-        self.free = list(range(pages - 1, 0, -1))
-        self.cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
-        self.published: dict[bytes, int] = {}
-        self.names: dict[int, list[bytes]] = {}  # of a page, the digests under which it is published
-        self.arrivals = self.hits = self.preemptions = 0
+        self.pool = PagePool(pages)
+        self.arrivals = 0
+        self.hits = 0
+        self.preemptions = 0
 
     @property
-    def seated(self) -> list[Row]:
-        """Rows that have a slot, the oldest first."""
+    def rows_with_slots(self) -> list[Row]:
+        """The oldest first."""
         return sorted(filter(None, self.slots), key=lambda row: row.arrival)
 
     @property
@@ -187,252 +62,236 @@ class Scheduler:
     @property
     def running(self) -> list[tuple[int, Row]]:
         """Rows that decode, with their slots."""
-        return [(slot, row) for slot, row in enumerate(self.slots) if row and row.read]
+        return [(slot, row) for slot, row in enumerate(self.slots) if row and row.is_prefilled]
 
     def counts(self) -> dict[str, int]:
-        """What `EngineStats` says of rows and pages."""
+        """The fields of `EngineStats` about rows and pages."""
         running = len(self.running)
-        seated = len(self.seated)
+        with_slots = len(self.rows_with_slots)
         return dict(
             running=running,
-            reading=seated - running,
+            reading=with_slots - running,
             waiting=len(self.waiting),
-            pages_used=sum(n > 0 for n in self.holders),
-            pages_shared=sum(n > 1 for n in self.holders),
-            pages_cached=len(self.cached),
-            pages_free=len(self.free),
             hits=self.hits,
             preemptions=self.preemptions,
+            **self.pool.counts(),
         )
 
     @property
-    def room(self) -> int:
-        """Tokens that a row can hold if it is alone."""
-        return min(self.capacity, (self.pages - 1) * PAGE)
+    def usable_capacity(self) -> int:
+        """Tokens that one row can hold if it is alone."""
+        return usable_capacity(self.capacity, self.pool.size)
 
     def submit(self, row: Row) -> None:
-        """Queues a row for which there is `room`."""
+        """Queues a row that `usable_capacity` is enough for."""
         self.arrivals += 1
         row.arrival = self.arrivals
-        row.publishes = self.prefix_cache
+        row.cacheable = self.prefix_cache
         self.clients.add(row)
 
-    def read_next(self) -> list[Action]:
-        """What to do before the next window: rows that come back, and at most one piece of reading."""
+    def schedule(self) -> list[Action]:
+        """Actions before the next decode steps: swaps, then at most one prefill chunk."""
         actions: list[Action] = []
-        self._make_way(actions)
-        self._make_share(actions)
-        while (row := self.clients.next()) and row.away and self._enter(row):
-            self._take(row, row.held, actions)
-            actions.append(Move(row, self.slots.index(row), row.pages[: pages_for(row.held)], False))
-        ordered = self.clients.in_order([row for row in self.seated if not row.read] + self.clients.heads())
-        if ordered and ordered[0].slot is None and not ordered[0].away:
-            self._enter(ordered[0])
+        self._preempt_for_urgent(actions)
+        self._preempt_for_share(actions)
+        while (row := self.clients.next_row()) and row.is_swapped_out and self._admit(row):
+            self._allocate(row, row.num_computed, actions)
+            pages = row.pages[: num_pages_for(row.num_computed)]
+            actions.append(Swap(row, self.slots.index(row), pages, False))
+        prefilling = [row for row in self.rows_with_slots if not row.is_prefilled]
+        ordered = self.clients.by_urgency(prefilling + self.clients.first_rows())
+        if ordered and ordered[0].slot is None and not ordered[0].is_swapped_out:
+            self._admit(ordered[0])
         for row in ordered:
             if row.slot is None:  # it waits, or was preempted just now
                 continue
-            piece = self._piece(row)
-            if self._take(row, piece.start + piece.count, actions):
-                return [*actions, piece]
+            chunk = self._next_chunk(row)
+            if self._allocate(row, chunk.start + chunk.count, actions):
+                return [*actions, chunk]
         return actions
 
-    def dispatched(self, piece: Read) -> None:
-        """A piece's program was called: its pages may be found from now on."""
-        row = piece.row
+    def record_prefill(self, chunk: PrefillChunk) -> None:
+        """A chunk's program was called: the prefix cache may find its pages from now on."""
+        row = chunk.row
         if row.ended:
             return
-        self.clients.count(row, prefilled=piece.width)
-        row.held = piece.start + piece.count
-        for at in range(piece.start // PAGE, row.held // PAGE):
-            if row.publishes and row.exact:
-                self._publish(row.pages[at], row.digests[at])
-            if row.publishes:
-                self._publish(row.pages[at], row.loose[at])
+        self.clients.count_tokens(row, prefilled=chunk.width)
+        row.num_computed = chunk.start + chunk.count
+        for at in range(chunk.start // PAGE_SIZE, row.num_computed // PAGE_SIZE):
+            if row.cacheable and row.exact:
+                self.pool.cache(row.pages[at], row.page_hashes[at])
+            if row.cacheable:
+                self.pool.cache(row.pages[at], row.token_hashes[at])
 
-    def grow(self, steps: int) -> list[Action]:
-        """Pages for the next steps of every row that runs, or of those for whom there are enough."""
+    def reserve_pages(self, steps: int) -> list[Action]:
+        """Allocates pages for the next decode steps of running rows; rows for which none are left are
+        preempted.
+        """
         actions: list[Action] = []
-        for row in self.seated:
-            if row.state == "running":  # another may have sent it out just now
-                left = max(0, len(row.ids) + row.most - 1 - row.held)  # the last token chosen is not written
-                if not self._take(row, row.held + min(steps, left), actions):
-                    actions.append(self._send_out(row))
+        for row in self.rows_with_slots:
+            if row.state == "running":  # an older row may have preempted it just now
+                # The keys of the last sampled token are never written.
+                left = max(0, len(row.ids) + row.max_new_tokens - 1 - row.num_computed)
+                if not self._allocate(row, row.num_computed + min(steps, left), actions):
+                    actions.append(self._preempt(row))
         return actions
 
-    def decoded(self, row: Row, tokens: int) -> None:
-        """The row chose so many more tokens, and wrote as many, from the one chosen before on."""
-        row.held += tokens
-        self.clients.count(row, decoded=tokens)
+    def record_decode(self, row: Row, tokens: int) -> None:
+        """The row sampled so many tokens. As many keys were written, from the token sampled before on."""
+        row.num_computed += tokens
+        self.clients.count_tokens(row, decoded=tokens)
 
-    def end(self, row: Row, answer_ids: Sequence[int] = (), good: bool = True) -> None:
-        """Takes back what the row has, in whatever state it is.
+    def end(self, row: Row, answer_ids: Sequence[int] = (), valid: bool = True) -> None:
+        """Frees the slot and the pages of a row in any state.
 
         Args:
-            row: it ended, failed or was cancelled; once is enough.
-            answer_ids: the tokens that it chose, if those who ask may find them.
-            good: False if its numbers were not finite: no page that it holds is found again.
+            row: it ended, failed or was cancelled; a second call changes nothing.
+            answer_ids: the tokens that it sampled, to cache their pages.
+            valid: False if its numbers were not finite: none of its pages is found again.
         """
         if row.ended:
             return
-        if not good:
+        if not valid:
             for page in row.pages:
-                self._unpublish(page)
-        elif row.state == "running" and row.share_answers and row.publishes:
-            ids = [*row.ids, *answer_ids][: row.held]
-            digests = chain(row.salt, ids, [_ANY_FORM] * (len(ids) // PAGE))
-            for at in range(len(row.ids) // PAGE, len(digests)):
-                self._publish(row.pages[at], digests[at])
+                self.pool.uncache(page)
+        elif row.state == "running" and row.share_answers and row.cacheable:
+            ids = [*row.ids, *answer_ids][: row.num_computed]
+            hashes = hash_pages(row.salt, ids, [_ANY_PROGRAM] * (len(ids) // PAGE_SIZE))
+            for at in range(len(row.ids) // PAGE_SIZE, len(hashes)):
+                self.pool.cache(row.pages[at], hashes[at])
         if row.slot is None:
             self.clients.remove(row)
         else:
-            self._give_back(row)
+            self._free(row)
         row.ended = True
 
-    def drop_shared(self) -> None:
-        """Forgets every page published (the weights are others now); rows go on with what they hold."""
-        self.free += self.cached
-        for books in (self.cached, self.published, self.names):
-            books.clear()
-        for row in [*self.seated, *self.waiting]:
-            row.publishes &= row.state == "waiting" and not row.away
+    def reset_prefix_cache(self) -> None:
+        """Empties the prefix cache, for new weights. Rows continue with their pages, which are not shared."""
+        self.pool.clear_cache()
+        for row in [*self.rows_with_slots, *self.waiting]:
+            row.cacheable &= row.state == "waiting" and not row.is_swapped_out
 
-    def _enter(self, row: Row) -> bool:
-        """Gives a row that waits a slot and the pages that it shares, if there is room."""
-        hits = self._find(row)
+    def _admit(self, row: Row) -> bool:
+        """Gives a waiting row a slot and the cached pages of its prompt, if it fits."""
+        hits = self._find_prefix(row)
         if not self._fits(row, hits):
             return False
-        self.clients.enter(row)
+        self.clients.take_slot(row)
         row.slot = self.slots.index(None)
         self.slots[row.slot] = row
-        if not row.held:
+        if not row.num_computed:
             row.pages = hits
-            row.held = PAGE * len(hits)
-            row.hits = row.held
+            row.num_computed = PAGE_SIZE * len(hits)
+            row.hits = row.num_computed
             self.hits += row.hits
-        for page in hits:
-            self.holders[page] += 1
-            self.cached.pop(page, None)
-        others = [other for other in self.seated if other.client == row.client]
-        earlier = [r for r in others + self.clients.of(row).waiting if r.arrival < row.arrival]
-        if passed := [other for other in earlier if other.state != "running"]:
-            self.clients.pass_over(row, passed)
+        self.pool.reuse(hits)
+        others = [other for other in self.rows_with_slots if other.client == row.client]
+        earlier = [r for r in others + self.clients.client_of(row).waiting if r.arrival < row.arrival]
+        if overtaken := [other for other in earlier if other.state != "running"]:
+            self.clients.overtake(row, overtaken)
         return True
 
-    def _fits(self, row: Row, hits: list[int], without: Sequence[Row] = ()) -> bool:
-        """Whether there is a slot, and room for the prompt behind its shared pages and a page more for every
-        other row, once the rows `without` are preempted.
+    def _fits(self, row: Row, hits: list[int], preempted: Sequence[Row] = ()) -> bool:
+        """Whether, once some rows are preempted, there is a slot, and pages for the prompt beyond its cached
+        ones, with one more for every row.
         """
-        held = Counter(page for other in without for page in other.pages)
-        freed = {page for page, count in held.items() if self.holders[page] == count}
-        spare = len(self.free) + len(self.cached) + len(freed)
-        spare -= sum(page in self.cached or page in freed for page in hits)
-        others = sum(max(0, r.soon - len(r.pages)) for r in self.seated if r not in without)
-        return bool(None in self.slots or without) and spare >= others + row.soon - len(hits)
+        released = (page for other in preempted for page in other.pages)
+        available = self.pool.num_available_after(released, hits)
+        stay = [other for other in self.rows_with_slots if other not in preempted]
+        others = sum(max(0, other.pages_to_continue - len(other.pages)) for other in stay)
+        has_slot = bool(None in self.slots or preempted)
+        return has_slot and available >= others + row.pages_to_continue - len(hits)
 
-    def _make_way(self, actions: list[Action]) -> None:
-        """Preempts the last of the rows with a slot, where the first that waits is much more urgent."""
-        patient = [row for row in self.seated if row.passed < clients.PATIENCE]
-        first = self.clients.next()
-        if first and patient and None not in self.slots:
-            last = max(patient, key=lambda row: row.rank)
+    def _preempt_for_urgent(self, actions: list[Action]) -> None:
+        """Preempts the row of the last rank, if no slot is free and a much more urgent row waits."""
+        preemptible = [row for row in self.rows_with_slots if row.overtaken < clients.STARVATION_LIMIT]
+        first = self.clients.next_row()
+        if first and preemptible and None not in self.slots:
+            last = max(preemptible, key=lambda row: row.rank)
             if first.priority - last.priority >= URGENT:
-                actions.append(self._send_out(last))
+                actions.append(self._preempt(last))
 
-    def _make_share(self, actions: list[Action]) -> None:
-        """Preempts rows that clients have beyond their share of slots, where the first row that waits is of a
-        client that has less, and then fits.
+    def _preempt_for_share(self, actions: list[Action]) -> None:
+        """Preempts rows that clients have beyond their share of the slots, if the next waiting row is of a
+        client with less than its share, and fits then.
         """
-        row = self.clients.next()
-        if row is None or self.clients.of(row).slots >= self.clients.share:
+        row = self.clients.next_row()
+        if row is None or self.clients.client_of(row).slots >= self.clients.share:
             return
-        hits = self._find(row)
+        hits = self._find_prefix(row)
         if self._fits(row, hits):
             return
-        beyond = [r for r in self.clients.beyond_share(self.seated) if r.priority <= row.priority]
+        rows = self.clients.beyond_share(self.rows_with_slots)
+        beyond = [other for other in rows if other.priority <= row.priority]
         for count in range(1, len(beyond) + 1):
             if self._fits(row, hits, beyond[:count]):
-                actions += map(self._send_out, beyond[:count])
+                actions += map(self._preempt, beyond[:count])
                 return
 
-    def _find(self, row: Row) -> list[int]:
-        """The shared pages that a row begins with; of any form if it may and they reach further."""
-        if row.away or not self.prefix_cache:
+    def _find_prefix(self, row: Row) -> list[int]:
+        """The cached pages that a row's prompt begins with; with `share_answers` pages that any program
+        wrote, if they are more.
+        """
+        if row.is_swapped_out or not self.prefix_cache:
             return []
-        full = len(row.ids) // PAGE
-        cut = self._cut(row)
-        needed = len(row.ids)
-        if row.scored is not None:
-            needed = max(1, min(needed, row.scored))  # what stands before it says how likely it is
-        last = (needed - 1) // PAGE
-        if not row.digests:
-            by_page = PAGE if row.scored is None else _SCORED
-            forms = [self.chunk if at * PAGE < cut else by_page for at in range(full)]
-            row.digests = chain(row.salt, row.ids, forms)
-            row.loose = chain(row.salt, row.ids, [_ANY_FORM] * full)
-        exact = self._found(row.digests[:last])
-        if len(exact) * PAGE < cut:
-            exact = exact[: len(exact) * PAGE // self.chunk * self.chunk // PAGE]
-        loose = self._found(row.loose[:last]) if row.share_answers else []
-        row.exact = len(loose) <= len(exact)
-        return exact if row.exact else loose
-
-    def _found(self, digests: Sequence[bytes]) -> list[int]:
-        """Pages published under the first of these, up to one that is missing."""
-        return list(takewhile(bool, (self.published.get(digest, 0) for digest in digests)))
-
-    def _cut(self, row: Row) -> int:
-        """Tokens of the prompt that are read in whole chunks."""
-        return (len(row.ids) - 1) // self.chunk * self.chunk if row.scored is None else 0
-
-    def _piece(self, row: Row) -> Read:
-        """What the row reads next; behind hits that end within a chunk page by page up to its end."""
-        start = row.held
+        num_pages = len(row.ids) // PAGE_SIZE  # full ones
+        in_full_chunks = self._tokens_in_full_chunks(row)
         end = len(row.ids)
-        whole = start < self._cut(row) and start % self.chunk == 0
-        count = min(self.chunk if whole else PAGE, end - start)
-        return Read(row, start, count, whole, start + count == end, self.chunk if whole else PAGE)
+        if row.logprobs_from is not None:  # that log-probability is computed after the token before it
+            end = max(1, min(end, row.logprobs_from))
+        max_hits = (end - 1) // PAGE_SIZE
+        if not row.page_hashes:
+            by_page = PAGE_SIZE if row.logprobs_from is None else _LOGPROBS_PROGRAM
+            programs = [self.chunk if at * PAGE_SIZE < in_full_chunks else by_page for at in range(num_pages)]
+            row.page_hashes = hash_pages(row.salt, row.ids, programs)
+            row.token_hashes = hash_pages(row.salt, row.ids, [_ANY_PROGRAM] * num_pages)
+        exact = self.pool.find(row.page_hashes[:max_hits])
+        if len(exact) * PAGE_SIZE < in_full_chunks:
+            exact = exact[: len(exact) * PAGE_SIZE // self.chunk * self.chunk // PAGE_SIZE]
+        by_tokens = self.pool.find(row.token_hashes[:max_hits]) if row.share_answers else []
+        row.exact = len(by_tokens) <= len(exact)
+        return exact if row.exact else by_tokens
 
-    def _take(self, row: Row, tokens: int, actions: list[Action]) -> bool:
-        """Gives a row pages for so many tokens, if older ones leave enough; younger ones are sent out."""
-        missing = pages_for(tokens) - len(row.pages)
-        while len(self.free) + len(self.cached) < missing:
-            beyond = self.clients.beyond_share(self.seated)
-            last = beyond[0] if beyond else self.seated[-1]
+    def _tokens_in_full_chunks(self, row: Row) -> int:
+        """Tokens of the prompt that are prefilled in full chunks."""
+        return (len(row.ids) - 1) // self.chunk * self.chunk if row.logprobs_from is None else 0
+
+    def _next_chunk(self, row: Row) -> PrefillChunk:
+        """The next prefill chunk of a row. If cached pages end within a full chunk, its rest goes page by
+        page.
+        """
+        start = row.num_computed
+        end = len(row.ids)
+        is_full = start < self._tokens_in_full_chunks(row) and start % self.chunk == 0
+        width = self.chunk if is_full else PAGE_SIZE
+        count = min(width, end - start)
+        return PrefillChunk(row, start, count, is_full, start + count == end, width)
+
+    def _allocate(self, row: Row, tokens: int, actions: list[Action]) -> bool:
+        """Gives a row pages for so many tokens, and preempts younger rows for them; False if older rows have
+        all others.
+        """
+        missing = num_pages_for(tokens) - len(row.pages)
+        while self.pool.num_available < missing:
+            beyond = self.clients.beyond_share(self.rows_with_slots)
+            last = beyond[0] if beyond else self.rows_with_slots[-1]
             if last is row:
                 return False
-            actions.append(self._send_out(last))
-        for _ in range(missing):
-            if not self.free:
-                page, _ = self.cached.popitem(last=False)
-                self._unpublish(page)
-                self.free.append(page)
-            row.pages.append(self.free.pop())
-            self.holders[row.pages[-1]] = 1
+            actions.append(self._preempt(last))
+        row.pages += self.pool.allocate(missing)
         return True
 
-    def _send_out(self, row: Row) -> Move:
-        out = Move(row, self.slots.index(row), row.pages[: pages_for(row.held)], True)
-        self._give_back(row)
+    def _preempt(self, row: Row) -> Swap:
+        """Frees a row's slot and pages, and queues it; the swap saves them first."""
+        swap = Swap(row, self.slots.index(row), row.pages[: num_pages_for(row.num_computed)], True)
+        self._free(row)
         self.clients.add(row, preempted=True)
         self.preemptions += 1
-        return out
+        return swap
 
-    def _give_back(self, row: Row) -> None:
-        self.slots[self.slots.index(row)] = row.slot = None
-        self.clients.leave(row)
-        for page in reversed(row.pages):  # of no use without those before it, which are given up later
-            self.holders[page] -= 1
-            if not self.holders[page] and page in self.names:
-                self.cached[page] = None
-            elif not self.holders[page]:
-                self.free.append(page)
+    def _free(self, row: Row) -> None:
+        self.slots[self.slots.index(row)] = None
+        row.slot = None
+        self.clients.free_slot(row)
+        self.pool.release(row.pages)
         row.pages = []
-
-    def _publish(self, page: int, digest: bytes) -> None:
-        """Unless another page has the same content: both stay, one is found."""
-        if self.published.setdefault(digest, page) == page:
-            self.names.setdefault(page, []).append(digest)
-
-    def _unpublish(self, page: int) -> None:
-        for digest in self.names.pop(page, ()):
-            del self.published[digest]

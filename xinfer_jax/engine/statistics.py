@@ -1,4 +1,4 @@
-"""What an engine does and did."""
+"""`EngineStats`, and the counters that it is made from."""
 
 import dataclasses
 from collections import deque
@@ -9,23 +9,25 @@ import numpy as np
 
 from .requests import Request
 
-_REMEMBERED = 1000  # requests that quantiles are of
+_MAX_TIMED_REQUESTS = 1000  # the last ones, for percentiles
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """Of an engine.
+    """Statistics of an engine, or of several.
 
     Attributes:
-        running, reading, waiting: answers that decode, whose prompts are read, that wait for a slot.
-        pages_used, pages_shared, pages_cached, pages_free: held by rows; of those by several; kept for
-            prompts that may come again; neither.
-        hits: tokens of prompts that were not read, because pages held them.
-        preemptions: rows whose pages went to host memory for older ones.
-        read_tokens, chosen_tokens: by the model.
+        running, reading, waiting: answers that decode, that prefill, that wait for a slot.
+        pages_used: used by rows.
+        pages_shared: used by several rows.
+        pages_cached: used by no row, and kept in the prefix cache.
+        pages_free: all others.
+        hits: tokens of prompts that were found in the prefix cache.
+        preemptions: how often a row was preempted.
+        read_tokens, chosen_tokens: that were prefilled, that were sampled.
         requests: that have ended.
-        ttft_seconds, tpot_seconds: 50th, 90th and 99th percentile over the last 1000 requests, of the time to
-            the first token and of the time per token after it; None before the first.
+        ttft_seconds, tpot_seconds: 50th, 90th and 99th percentile of the time to the first token and of the
+            time per token after it, over the last 1000 requests; None before the first.
     """
 
     running: int
@@ -44,20 +46,23 @@ class EngineStats:
     tpot_seconds: list[float] | None
 
 
-class Recent:
-    """Sums, and the times of the last requests in seconds."""
+class EngineCounters:
+    """Sums since the start, and the times of the last requests in seconds."""
 
     def __init__(self) -> None:
-        self.read_tokens = self.chosen_tokens = self.requests = 0
-        self.seconds: dict[str, deque[float]] = {name: deque(maxlen=_REMEMBERED) for name in ("ttft", "tpot")}
+        self.read_tokens = 0
+        self.chosen_tokens = 0
+        self.requests = 0
+        names = ("ttft", "tpot")
+        self.seconds: dict[str, deque[float]] = {name: deque(maxlen=_MAX_TIMED_REQUESTS) for name in names}
 
     @property
     def sums(self) -> dict[str, int]:
-        """Without the times."""
+        """All but the times."""
         return {name: value for name, value in vars(self).items() if name != "seconds"}
 
-    def ended(self, request: Request) -> None:
-        """A request has ended."""
+    def add(self, request: Request) -> None:
+        """Counts a request that has ended."""
         times = request.times
         tokens = len(request.answers[0].logprobs)
         self.requests += 1
@@ -67,11 +72,11 @@ class Recent:
             self.seconds["tpot"].append((times["ended"] - times["first"]) / (tokens - 1))
 
 
-def stats_of(engines: Sequence[Any]) -> EngineStats:
-    """Of all of them together."""
+def collect_stats(engines: Sequence[Any]) -> EngineStats:
+    """Statistics of all these engines together."""
     each = [engine.counts() for engine in engines]
-    found: dict[str, Any] = {name: sum(counts[name] for counts in each) for name in each[0]}
+    stats: dict[str, Any] = {name: sum(counts[name] for counts in each) for name in each[0]}
     for name in ("ttft", "tpot"):
-        seconds = [x for engine in engines for x in list(engine.recent.seconds[name])]
-        found[f"{name}_seconds"] = np.quantile(seconds, (0.5, 0.9, 0.99)).tolist() if seconds else None
-    return EngineStats(**found)
+        seconds = [x for engine in engines for x in list(engine.counters.seconds[name])]
+        stats[f"{name}_seconds"] = np.quantile(seconds, (0.5, 0.9, 0.99)).tolist() if seconds else None
+    return EngineStats(**stats)

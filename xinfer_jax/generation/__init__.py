@@ -1,40 +1,52 @@
-"""Prompts to answers. Three verbs: `read` (prompts into the cache), `admit` (a row's numbers into a slot of
-the state; no keys move), `advance` (the one loop; each row ends by its own limit). `generate`, `stream` and
-`decode_loop` read and advance, since their rows start together; speculation advances by guesses that it
-checks; rows that join others are admitted.
+"""From prompts to answers: the functional API, `generate` and `stream`, beam search, and scores of given
+tokens.
 
-In the order to read: `state` is `DecodeState`, all that belongs to a row, rows in front, with `note`, which
-writes a token down, and `admit`; `loop` has `read` and `advance`; `doors` the jitted `prefill`, `decode_step`
-and `decode_loop`, arrays in, arrays out; `speculation` checks several guesses in one pass; `options` is what
-a call is asked for and gives back, with its checks; `faults` what shows only once tokens are chosen;
-`batches` makes arrays of lists, in sizes that few programs serve; `programs` runs a program, or compiles it
-ahead; `roads` are the two ways through the model; `rows` what goes along them; `run` is a call under way;
-`streaming` has `generate` and `stream`, which are a run in two rhythms; `kernels` says which implementation
-serves what; `beam_steps` and `beams` are beam search; `scoring` is `score`.
+The way of a call: `generate` → `BatchGenerator` → a runner → programs of the model. In the order to read:
 
-- Whatever differs between rows (settings, keys, limits, ids that end them) is an array in the state, so rows
-  that come and go change no program. Keys and values are shared pools and stand apart.
-- Rows and lengths are rounded up to powers of two: a padding row has ended, and costs its share of a step.
-- The loop ends with a choice, not with a pass that nobody needs: the last token chosen is not in the cache.
-- On a CPU the compiler took longer than most answers, and longer for each layer. So there prompts are read
-  layer by layer: embedding, one program for each kind of layer, the head, and what chooses a token, called
-  from the host with keys and values donated; tokens are decoded by programs of up to eight layers. `stream`,
-  the commands and beam search decode so too, always: the same call gives the same bits, warm or cold.
-  `generate` decodes in one loop on the device, which is faster and what RL and evaluations run for hours; so
-  does everything in a caller's jit, on a GPU, or on several devices. The same functions of `loop` and
-  `speculation` stand on both roads: tokens agree, last bits may not.
-- The programs of a call are compiled side by side before it sets out: it is rehearsed on shapes (`Ahead`),
-  so there is no second list of what it will run. Once for each kind of call; looking that up takes 0.3 ms.
-- Long prompts are read in chunks, without those that are all padding: a long bucket costs no more than the
-  prompt. The chunk depends on the road, and may on the device: 512 queries fill 56 of an H200's 132
-  multiprocessors for the 0.5B shape. A ring's slack is another number, in `cache`. Layer by layer the chunks
-  of a prompt are equal: 300 tokens are two of 160, not one of 256 and one of 64, which would be as fast but a
-  second width to compile before the first token. A prompt compiles one, and there are nine.
-- Bad input is refused on the host before any tracing. What shows later (log-probabilities that are not
-  finite, settings that leave no token, a cache outgrown) raises where the host looks at tokens anyway; in a
-  caller's jit what does not fit is dropped and flagged.
-- `n` answers share the prompt's pass, not its memory: its cache is copied for each.
-- Speculation draws the model's own token and compares, instead of accepting with a probability: the tokens
-  are those of plain decoding, with every processor, and a draft that draws with the same noise agrees about
-  as often as acceptance sampling would allow.
+- `entrypoints`: `generate` and `stream`. `options`: their options and output. `validation`: the checks of
+  their arguments.
+- `batch_generator`: the rows of one call. `batch_arrays`: the arrays that it makes of lists, in the sizes of
+  `buckets`. `state`: `DecodeState`, all that belongs to a row but its keys and values. `output_checks`:
+  errors that are known only after sampling.
+- `strategies`: what a decoding strategy is, and the plain one. `speculation` and `beam_steps` are the others.
+- `runners`: the whole model as one program, or layer by layer. Both run any strategy. `layer_programs`: the
+  programs of the second. `loop`: the traced functions of the whole model. `precompile`: compiles the programs
+  of a call in parallel.
+- `functional`: `prefill`, `decode_step`, `decode_loop`. `beams`: `beam_search`. `scoring`: `score`.
+  `kernels`: `kernels_used`.
+
+Decisions:
+
+- All that differs between rows (settings, keys, limits, EOS ids) is an array of the state. So a row that
+  joins or ends changes no program. Keys and values are shared pools, apart from the state.
+- Rows and lengths are rounded up to powers of two. Padding rows have ended; they cost their share of a step.
+- The loop ends after sampling, not after a forward pass whose logits nobody needs. So the last token is not
+  in the cache.
+- On a CPU, compiling the whole model takes longer than most answers. So the layerwise runner prefills there:
+  embedding, one program per kind of layer, head and sampling are called from the host, with donated keys and
+  values. It decodes with programs of up to eight layers. `stream`, the commands and beam search always use
+  it: the same call gives the same bits, warm or cold. `generate` decodes in one loop on the device, which is
+  faster for long runs. A caller's jit, a GPU and several devices always use the whole-model runner. Tokens of
+  the two runners agree; the last bits of log-probabilities may differ.
+- A strategy is written once, in terms of the `Operations` that both runners have, so its operations are as
+  large as the programs of the layerwise runner. Two things are not shared. Prefill is a loop over chunks in a
+  program, or on the host, and returns logits or hidden states: the layerwise runner needs no second head
+  program for it. And the engine's speculative step truncates ended rows to 0 tokens, where this package keeps
+  them for the prefix cache.
+- The runner of the whole model compiles plain decoding with `compiler_options`, and the other strategies
+  without: they were measured like that.
+- The programs of a call are compiled in parallel before it starts. A dry run of the call on shapes
+  (`Precompiler`) finds them, so there is no second list of programs. Equal calls do it once; the look-up
+  takes 0.3 ms.
+- Prefill takes chunks, and skips chunks of padding. Large chunks suit a GPU: 512 queries fill 56 of an H200's
+  132 multiprocessors for the 0.5B shape. The layerwise runner cuts a prompt into equal chunks: 300 tokens are
+  two of 160, not 256 and 64. The second way is as fast, but compiles a second width before the first token. A
+  prompt compiles one width, and there are nine.
+- Invalid arguments raise on the host, before tracing. What is known only later (log-probabilities that are
+  not finite, settings that leave no token, a full cache) raises where the host reads the tokens. In a
+  caller's jit, tokens that do not fit are dropped and flagged.
+- The `n` answers of a prompt share its prefill, not its memory: the cache is copied for each.
+- Speculation samples the model's own token and compares it with the draft token. It does not accept with a
+  probability, so the tokens are those of plain decoding, with every logits processor. A draft model that
+  samples with the same noise agrees about as often as acceptance sampling would accept.
 """

@@ -1,4 +1,5 @@
-"""The steps of a beam search: score the continuations of every beam, pick C candidates, set aside what ended.
+"""Beam search as a strategy: a step scores the continuations of every beam, takes C candidates, and separates
+the sequences that ended from those that continue.
 
 Letters beyond the usual ones: W beams (the width), C candidates of a step, R = B · W rows of the model.
 """
@@ -10,31 +11,32 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..sampling.choice import DRAW_BEAMS, draw_key, gumbel, is_greedy, process, takes_likeliest, warp
+from ..cache.kv_cache import KVCache
+from ..config.model_config import ModelConfig
 from ..sampling.context import Context
+from ..sampling.sampler import (
+    DRAW_BEAMS,
+    all_greedy,
+    draw_key,
+    gumbel_noise,
+    is_plain_greedy,
+    process_logits,
+    warp_logits,
+)
 from .state import DecodeState
+from .strategies import Carry, Operations, Strategy, logits_at, one_token
 
 
-class Request(NamedTuple):
-    """What is searched for, traced."""
+class BeamRequest(NamedTuple):
+    """The arguments of a beam search, traced."""
 
     rows: DecodeState  # of each prompt: settings, keys, limits, what the processors know of it
     shortest: Any  # int32: tokens of the shortest prompt
     length_penalty: Any  # float32
 
 
-class Kind(NamedTuple):
-    """What the program is compiled for."""
-
-    beams: int
-    ends: int  # EOS ids
-    early_stopping: bool | str
-    size: int  # most tokens of a sequence
-    moving: int  # most positions in which the beams of a prompt may differ
-
-
-class Found(NamedTuple):
-    """Of the fields of `State` those that the host looks at."""
+class BeamResults(NamedTuple):
+    """The fields of `BeamState` that the host needs."""
 
     ended_BWT: Any
     length_BW: Any
@@ -45,13 +47,13 @@ class Found(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class State:
-    """What the loop carries: the beams that run, the best of the sequences that ended. The cache's rows and
-    those of `context` still await `parent_R`.
+class BeamState:
+    """The running beams, and the best of the sequences that ended. The rows of the cache and of `context` are
+    not yet reordered by `parent_R`.
     """
 
     context: Context  # R rows: what the processors know of each beam but for its last token
-    step: jax.Array  # int32: tokens chosen so far
+    step: jax.Array  # int32: tokens generated so far
     token_R: jax.Array  # int32: the last token of each beam
     parent_R: jax.Array  # int32: the row that each beam continues
     tokens_BWT: jax.Array  # int32: tokens of the running beams
@@ -63,74 +65,117 @@ class State:
     broken_B: jax.Array  # int32: the step at which a score was NaN; -1: none
 
 
-def start(logits_BV, request, kind):
-    """The beams behind their first choice."""
-    (B, V) = logits_BV.shape
-    W = kind.beams
+@dataclasses.dataclass(frozen=True)
+class BeamSearch(Strategy):
+    """`num_beams` continuations of each prompt are followed side by side.
+
+    constants: the parameters, and a `BeamRequest`.
+    carry: a `BeamState`, and the cache of R rows.
+    """
+
+    config: ModelConfig
+    beams: int
+    ends: int  # number of EOS ids
+    early_stopping: bool | str
+    size: int  # most tokens of a sequence
+    tail: int  # most positions in which the beams of a prompt may differ
+
+    def init(self, ops: Operations, constants: tuple, outputs: Any, cache: KVCache) -> tuple[Carry, Any]:
+        """The first carry, and whether the search continues; cache: of the prompts, with these outputs."""
+        state, continues = ops.call(_FIRST, outputs, constants[1], self)
+        return (state, ops.repeat_rows(cache, self.beams)), continues
+
+    def step(self, ops: Operations, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
+        params, request = constants
+        state, cache = carry
+        cache = ops.reorder_tail(cache, state.parent_R, request.shortest, self.tail)
+        outputs, cache = ops.forward((params, self.config), one_token, (state.token_R,), cache, 0)
+        state, continues = ops.call(_NEXT, outputs, state, request, self)
+        return (state, cache), continues
+
+    def continues(self, constants: tuple, carry: Carry) -> Any:
+        return _continues(carry[0], constants[1])
+
+    def results(self, carry: Carry) -> BeamResults:
+        """The fields of the state that the host needs."""
+        state = carry[0]
+        return BeamResults(state.ended_BWT, state.length_BW, state.final_BW, state.broken_B, state.step)
+
+
+def _continues(state: BeamState, request: BeamRequest) -> jax.Array:
+    return (state.step < jnp.max(request.rows.limit_B)) & jnp.any(state.open_B)
+
+
+def _first(logits, request, search):
+    """The beams after their first token, and whether the search continues."""
+    logits_BV = logits_at(logits, 0)
+    B, V = logits_BV.shape
+    W = search.beams
     rows = request.rows
     zeros_BW = jnp.zeros((B, W), jnp.int32)
     none_BW = jnp.full((B, W), -jnp.inf)
-    tokens_BWT = jnp.zeros((B, W, kind.size), jnp.int32)
+    tokens_BWT = jnp.zeros((B, W, search.size), jnp.int32)
     row_R = jnp.repeat(jnp.arange(B), W)
-    # All beams start as the same prompt: the first one alone may be continued, or they would stay the same.
-    state = State(
+    # All beams start as the same prompt. Only the first one may be continued, or they would stay the same.
+    state = BeamState(
         rows.context.reorder(row_R), jnp.int32(0), row_R, row_R, tokens_BWT,
         none_BW.at[:, 0].set(0), tokens_BWT, zeros_BW, none_BW, rows.active_B, jnp.full(B, -1, jnp.int32),
     )  # fmt: skip
-    return _choose(jnp.broadcast_to(logits_BV[:, None], (B, W, V)), state, request, kind)
+    state = _extend(jnp.broadcast_to(logits_BV[:, None], (B, W, V)), state, request, search)
+    return state, _continues(state, request)
 
 
-def following(logits_RV, state, request, kind):
-    """The beams behind another choice."""
-    (B, W) = state.score_BW.shape
+def _next(logits, state, request, search):
+    """The beams after one more token, and whether the search continues."""
+    logits_RV = logits_at(logits, 0)
+    B, W = state.score_BW.shape
     V = logits_RV.shape[1]
-    context = state.context.reorder(state.parent_R).advance(state.token_R, jnp.ones(B * W, bool))
+    context = state.context.reorder(state.parent_R).append_token(state.token_R, jnp.ones(B * W, bool))
     state = dataclasses.replace(state, context=context)
-    return _choose(logits_RV.reshape(B, W, V), state, request, kind)
+    state = _extend(logits_RV.reshape(B, W, V), state, request, search)
+    return state, _continues(state, request)
 
 
-def _choose(logits_BWV, state, request, kind):
+_FIRST = jax.jit(_first, static_argnums=2)
+_NEXT = jax.jit(_next, static_argnums=3)
+
+
+def _extend(logits_BWV, state, request, search):
     _, W, V = logits_BWV.shape
-    least = max(2, 1 + kind.ends)  # so many candidates a beam leave one that goes on, or two
+    least = max(2, 1 + search.ends)  # with so many candidates per beam, one or two continue
     logprobs_BWV = jax.nn.log_softmax(logits_BWV, -1)
-    # One logit that is NaN or inf makes all of them NaN; where there is no beam they mean nothing.
+    # One logit that is NaN or inf makes all of them NaN. Where there is no beam they mean nothing.
     broken_B = jnp.any(jnp.isnan(logprobs_BWV[..., 0]) & (state.score_BW > -jnp.inf), 1)
     score_BWV = _scores(logprobs_BWV, state, request.rows.sampling_B, least)
     candidates = _candidates(score_BWV, state, request.rows, min(least * W, W * V))
     state = _with_broken(state, broken_B | jnp.any(jnp.isnan(candidates[0]), 1))
-    return _advance(candidates, state, request, kind.early_stopping)
+    return _select(candidates, state, request, search.early_stopping)
 
 
 def _with_broken(state, broken_B):
-    """The state in which prompts whose scores are NaN are noted, and searched no further: NaN need not stay
-    in the scores, and the other prompts' search goes on.
+    """The state that records the prompts whose scores are NaN. They are searched no further. The other
+    prompts' search continues.
     """
     broken_B = broken_B & state.open_B
     first_B = jnp.where(broken_B, state.step, state.broken_B)
     return dataclasses.replace(state, broken_B=first_B, open_B=state.open_B & ~broken_B)
 
 
-def goes_on(state, request):
-    return (state.step < jnp.max(request.rows.limit_B)) & jnp.any(state.open_B)
-
-
-def found_in(state):
-    return Found(state.ended_BWT, state.length_BW, state.final_BW, state.broken_B, state.step)
-
-
 def _scores(logprobs_BWV, state, sampling_B, least):
-    """Each beam's score plus the processed log-probability of every next token, [B, W, V]; a sampled beam
-    keeps `least` tokens at least.
+    """Each beam's score plus the processed log-probability of every next token, [B, W, V]. A sampled beam
+    keeps at least `least` tokens.
     """
     B, W, V = logprobs_BWV.shape
     logprobs_RV = logprobs_BWV.reshape(B * W, V)
 
     def processed():
         sampling_R = jax.tree.map(lambda setting_B: jnp.repeat(setting_B, W, 0), sampling_B)
-        kept_RV = process(logprobs_RV, sampling_R, state.context)
-        return lax.cond(is_greedy(sampling_B), lambda: kept_RV, lambda: warp(kept_RV, sampling_R, 0.0, least))
+        kept_RV = process_logits(logprobs_RV, sampling_R, state.context)
+        return lax.cond(
+            all_greedy(sampling_B), lambda: kept_RV, lambda: warp_logits(kept_RV, sampling_R, 0.0, least)
+        )
 
-    logprobs_RV = lax.cond(takes_likeliest(sampling_B), lambda: logprobs_RV, processed)
+    logprobs_RV = lax.cond(is_plain_greedy(sampling_B), lambda: logprobs_RV, processed)
     score_BW1 = state.score_BW[..., None]
     return jnp.where(score_BW1 == -jnp.inf, -jnp.inf, logprobs_RV.reshape(B, W, V) + score_BW1)
 
@@ -143,11 +188,11 @@ def _candidates(score_BWV, state, rows, C):
 
     def drawn():
         noise_BWV = jax.vmap(
-            lambda key, position: gumbel(draw_key(key, position, DRAW_BEAMS), W * V).reshape(W, V)
+            lambda key, position: gumbel_noise(draw_key(key, position, DRAW_BEAMS), W * V).reshape(W, V)
         )(rows.key_B, rows.position_B + state.step)
         return score_BWV + jnp.where(rows.sampling_B.temperature[:, None, None] > 0, noise_BWV, 0)
 
-    order_BWV = lax.cond(is_greedy(rows.sampling_B), lambda: score_BWV, drawn)
+    order_BWV = lax.cond(all_greedy(rows.sampling_B), lambda: score_BWV, drawn)
     _, index_BC = lax.top_k(order_BWV.reshape(B, W * V), C)
     beam_BC = index_BC // V
     token_BC = index_BC % V
@@ -155,9 +200,9 @@ def _candidates(score_BWV, state, rows, C):
     return _take(score_BWV.reshape(B, W * V), index_BC), beam_BC, token_BC, tokens_BCT
 
 
-def _advance(candidates, state, request, early_stopping):
-    """The next state: the best candidates that go on run, those among the first W that end are set aside if
-    they are good enough.
+def _select(candidates, state, request, early_stopping):
+    """The next state: the best candidates that continue are the running beams. Those of the first W that end
+    join the ended sequences if they are good enough.
     """
     score_BC, beam_BC, token_BC, tokens_BCT = candidates
     length_penalty = request.length_penalty
@@ -167,7 +212,7 @@ def _advance(candidates, state, request, early_stopping):
     is_eos_BC = jnp.any(token_BC[..., None] == request.rows.context.eos_BE[:, None], -1)
     ends_BC = is_eos_BC | (length >= limit_B)[:, None]
     score_BW, run_BW = lax.top_k(jnp.where(ends_BC, -jnp.inf, score_BC), W)
-    # Those behind the first W are there to go on where others end: a sequence so unlikely must not end a
+    # The candidates after the first W only replace beams that end. So unlikely a sequence must not end a
     # search.
     counts_BC = ends_BC & (jnp.arange(score_BC.shape[1]) < W) & state.open_B[:, None]
     final_BC = jnp.where(counts_BC, score_BC / _divisor(length, length_penalty), -jnp.inf)

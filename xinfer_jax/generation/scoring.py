@@ -1,8 +1,8 @@
-"""How likely given tokens are: `score`, a differentiable function of arrays, and `score_completions`, a host
-program over lists of ids.
+"""Log-probabilities of given tokens: `score`, a differentiable function of arrays, and `score_completions`, a
+host function of lists of ids.
 
-The logits of a long text would take gigabytes (8192 tokens of a vocabulary of 152k: 4.6 GiB), so they exist
-for a part of the tokens at a time, and the backward pass computes each part again.
+The logits of a long text would take gigabytes: 4.6 GiB for 8192 tokens and a vocabulary of 152k. So they are
+computed for a part of the tokens at a time, and the backward pass computes each part again.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from jax import lax
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..model.attention import check_impl
-from ..model.decoder import check_tokens, head, hidden_states, unembed
+from ..model.decoder import check_tokens, hidden_states, lm_head, unembed
 from ..weights.params import AnyArray, Params, check_params
-from .batches import padded
-from .loop import power_of_two
-from .options import check_prompts
+from .batch_arrays import pad_prompts
+from .buckets import next_power_of_two
+from .validation import check_prompts
 
-_MOST_LOGITS = 1 << 25  # that exist at one time: 128 MiB
+_MAX_LOGITS = 1 << 25  # that exist at the same time: 128 MiB
 
 
 def score(
@@ -34,7 +34,8 @@ def score(
     inputs_BTD: AnyArray | None = None,
     impl: str | None = None,
 ) -> jax.Array:
-    """Log-probability of every token but the first, given those before it. Usable inside a caller's jit.
+    """Returns the log-probability of every token but the first, given those before it. Works inside a
+    caller's jit.
 
     Reverse-mode gradients exist in every float leaf of params and in inputs_BTD.
 
@@ -42,8 +43,8 @@ def score(
         params, config: the model.
         tokens_BT: int32 token ids, padded on the right.
         num_tokens_B: how many of each row are real; None: all.
-        inputs_BTD: what the first layer gets in place of `embed_tokens(params, config, tokens_BT)`: a soft
-            prompt (Lester et al. 2021) takes the place of some tokens there, whose ids then do not matter.
+        inputs_BTD: the input of the first layer, instead of `embed_tokens(params, config, tokens_BT)`: for a
+            soft prompt (Lester et al. 2021), in whose place the ids do not matter.
         impl: of attention: None (what suits the device), "mosaic", "triton" or "xla".
 
     Returns:
@@ -51,8 +52,7 @@ def score(
 
     Raises:
         InputError: a wrong shape or type; an id outside the vocabulary or a number of tokens outside the row,
-            as far as they are known outside a trace; an impl that this machine lacks, or that cannot serve
-            the call.
+            if they are not traced; an impl that this machine lacks, or that cannot serve the call.
     """
     check_impl(impl)
     check_params(params, config)
@@ -70,8 +70,8 @@ def score_completions(
     batch_size: int = 16,
     impl: str | None = None,
 ) -> list[list[float]]:
-    """Log-probability of every token of each completion behind its prompt. For multiple choice: repeat the
-    prompt, compare sums or means.
+    """Returns the log-probability of every token of each completion after its prompt. For multiple choice:
+    repeat the prompt, and compare sums or means.
 
     Args:
         params, config: the model.
@@ -84,7 +84,8 @@ def score_completions(
         One list per completion, as long as it.
 
     Raises:
-        InputError: lists that do not fit together, the vocabulary or the model's context.
+        InputError: lists of different lengths, ids outside the vocabulary, more tokens than the context
+            limit.
     """
     prompts = check_prompts(config, prompts)
     completions = check_prompts(config, completions, "completion")
@@ -100,11 +101,11 @@ def score_completions(
             f"prompt + completion of {longest} tokens exceed the model's context limit"
             f" {config.context_length}: shorten them"
         )
-    size = min(batch_size, power_of_two(len(rows)))
+    size = min(batch_size, next_power_of_two(len(rows)))
     found = []
     for at in range(0, len(rows), size):
         batch = rows[at : at + size]
-        tokens_BT, num_tokens_B = padded(batch, config.context_length, size)  # full: one program
+        tokens_BT, num_tokens_B = pad_prompts(batch, config.context_length, size)  # full: one program
         found += list(np.asarray(score(params, config, tokens_BT, num_tokens_B, impl=impl))[: len(batch)])
     return [
         row[len(p) - 1 :][: len(c)].tolist() for row, p, c in zip(found, prompts, completions, strict=True)
@@ -116,25 +117,25 @@ def _score(params, config, tokens_BT, num_tokens_B, inputs_BTD, impl):
     hidden_BTD, _ = hidden_states(
         params, config, tokens_BT, None, num_tokens_B, inputs_BTD=inputs_BTD, impl=impl
     )
-    logprobs_BT = _of_targets(params, config, hidden_BTD[:, :-1], tokens_BT[:, 1:])
+    logprobs_BT = _target_logprobs(params, config, hidden_BTD[:, :-1], tokens_BT[:, 1:])
     if num_tokens_B is None:
         return logprobs_BT
     return jnp.where(jnp.arange(1, tokens_BT.shape[1]) < num_tokens_B[:, None], logprobs_BT, 0)
 
 
-def _of_targets(
+def _target_logprobs(
     params: Params, config: ModelConfig, hidden_BTD: jax.Array, target_BT: jax.Array
 ) -> jax.Array:
-    """Log-probabilities of targets, a part of T at a time: rows may lie on different devices."""
+    """Log-probabilities of the targets. T is split, not B: rows may be on different devices."""
     B, T = target_BT.shape
-    parts = -(-T // max(1, _MOST_LOGITS // (B * head(params)["weight"].shape[0])))
+    parts = -(-T // max(1, _MAX_LOGITS // (B * lm_head(params)["weight"].shape[0])))
     size = -(-T // parts)
 
     def split(x_BT: jax.Array) -> jax.Array:  # [parts, B, size, ...]
         padded_BT = jnp.pad(x_BT, ((0, 0), (0, parts * size - T), *[(0, 0)] * (x_BT.ndim - 2)))
         return jnp.moveaxis(padded_BT.reshape(B, parts, size, *x_BT.shape[2:]), 1, 0)
 
-    @partial(jax.checkpoint, prevent_cse=False)  # a loop keeps its iterations apart as it is
+    @partial(jax.checkpoint, prevent_cse=False)  # the iterations of a loop are not merged anyway
     def part(hidden_BTD: jax.Array, target_BT: jax.Array) -> jax.Array:  # [B, size]
         logits_BTV = unembed(params, config, hidden_BTD)
         chosen_BT = jnp.take_along_axis(logits_BTV, target_BT[..., None], -1)[..., 0]

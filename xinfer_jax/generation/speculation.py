@@ -1,188 +1,182 @@
-"""Speculative decoding (Leviathan et al. 2023): tokens are guessed cheaply, and several checked in one pass.
+"""Speculative decoding (Leviathan et al. 2023): a draft model or a function proposes tokens, and one forward
+pass of the model verifies several of them.
 
-The token at a position is a function of the model's logits there and of the row's key (sampling/choice.py).
-So a guess is checked by choosing the model's own token and comparing: greedy or sampled, the tokens are those
-of plain decoding with the same key, and so is their distribution. A draft model draws with the same noise,
-which makes it guess alike.
+The token at a position is a function of the model's logits there and of the row's key (sampling/sampler.py).
+A draft token is accepted if it equals the token that the model samples itself. So the tokens are those of
+plain decoding with the same key, greedy or sampled, and so is their distribution. A draft model samples with
+the same noise, which makes its tokens agree more often.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..cache.kv_cache import KVCache, truncate
+from ..cache.kv_cache import KVCache, truncate, without_layers
 from ..config.model_config import ModelConfig
-from ..errors import InputError, shown
-from ..model.decoder import hidden_states, unembed
-from ..sampling.choice import choose
-from ..sampling.context import Context
-from ..weights.params import Params
-from .loop import program, until_ended
-from .state import DecodeState, Turn, choose_and_note
+from ..errors import InputError, format_value
+from ..sampling.sampler import sample_tokens
+from .state import DecodeState, RowProgress, sample_and_append
+from .strategies import Carry, Operations, Strategy, logits_at, one_token
 
 # (history_BS, length_B, count) -> int32 [B, count]; traced.
-Guesser = Callable[[jax.Array, jax.Array, int], jax.Array]
+DraftFunction = Callable[[jax.Array, jax.Array, int], jax.Array]
 
-MOST_GUESSES = 16  # per pass: each is a part of the program, which takes long to compile
-_LONGEST_MATCH = 4  # tokens that a look-up compares at most
+MAX_DRAFT_TOKENS = 16  # of a pass: the loop over them is unrolled, which takes long to compile
+_MAX_MATCH = 4  # tokens that prompt look-up compares at most
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Speculation:
-    """What the loop carries beyond `DecodeState`."""
+class SpeculationState:
+    """What the carry of `Speculative` has beyond the state and the cache of the model."""
 
-    cache: KVCache | None  # of the draft model; None where a function guesses
-    passes_B: jax.Array  # int32: passes of the model that each row took part in
-    accepted_B: jax.Array  # int32: guesses that were right
-
-
-class Guessing(NamedTuple):
-    """Who guesses: the configuration of the draft model, or a function; and how many tokens per pass."""
-
-    guesser: ModelConfig | Guesser
-    per_pass: int
+    cache: KVCache | None  # of the draft model; None where a function proposes
+    passes_B: jax.Array  # int32: forward passes of the model that each row took part in
+    accepted_B: jax.Array  # int32: draft tokens that were accepted
 
 
-def speculate(  # noqa: PLR0913  `advance`, and who guesses
-    params: Params,
-    config: ModelConfig,
-    draft_params: Params | None,
-    guessing: Guessing,
-    state: DecodeState,
-    cache: KVCache,
-    draft: Speculation,
-    steps: jax.Array,
-    impl: str | None,
-) -> tuple[DecodeState, KVCache, Speculation]:
-    """`advance` by as many passes of the model, each of which may give a row several tokens.
+@dataclasses.dataclass(frozen=True)
+class Speculative(Strategy):
+    """Several draft tokens of each row are verified per step, so a step may append several tokens.
 
-    Args:
-        params, config: the model.
-        draft_params: of the draft model; None where a function guesses.
-        guessing: who guesses, and how much.
-        state: with `context.history_BS`.
-        cache: of the model.
-        draft: what the guesses start from.
-        steps: int32.
-        impl: as in `prefill`.
+    constants: the parameters of the model and of the draft model (None for a function).
+    carry: the state, with `context.history_BS`; the model's cache; a `SpeculationState`.
     """
 
-    def step(state, cache, draft):
-        guess_BT, draft_cache = _guess(draft_params, guessing, state, draft.cache, impl)
+    config: ModelConfig
+    proposer: ModelConfig | DraftFunction  # the configuration of the draft model, or a function
+    num_draft_tokens: int  # per step
+
+    def step(self, ops: Operations, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
+        params, draft_params = constants
+        state, cache, draft = carry
+        draft_BT, draft_cache = self._propose(ops, draft_params, state, draft.cache)
         overflow_B = cache.overflow_B
-        (tokens_BT, num_tokens_B) = to_check(state.turn, guess_BT)
-        hidden_BTD, cache = hidden_states(params, config, tokens_BT, cache, num_tokens_B, impl=impl)
-        checked, draft = check(unembed(params, config, hidden_BTD), state, guess_BT, draft, impl)
-        # What a guess writes past the capacity is dropped, and its logits are behind the last token.
-        cache = truncate(dataclasses.replace(cache, overflow_B=overflow_B), checked.position_B - 1)
-        return checked, cache, dataclasses.replace(draft, cache=draft_cache)
+        inputs = state.progress, draft_BT
+        outputs, cache = ops.forward((params, self.config), last_and_draft_tokens, inputs, cache, None)
+        # A draft token past the capacity is dropped. Its logits come after the row's last token.
+        lengths = dataclasses.replace(without_layers(cache), overflow_B=overflow_B)
+        counts = dataclasses.replace(draft, cache=None)
+        args = state, draft_BT, counts, lengths, ops.impl
+        state, counts, lengths, continues = ops.call(_VERIFY, outputs, *args)
+        cache = dataclasses.replace(lengths, layers=cache.layers)
+        return (state, cache, dataclasses.replace(counts, cache=draft_cache)), continues
 
-    return until_ended(step, steps, state, cache, draft)
+    def _propose(self, ops: Operations, draft_params: Any, state: DecodeState, cache: Any) -> Any:
+        """The draft tokens [B, num_draft_tokens], and the draft model's cache."""
+        context = state.context
+        count = self.num_draft_tokens
+        known = context.history_BS, context.position_B
+        if not isinstance(self.proposer, ModelConfig):
+            return ops.call(_CALL_DRAFT_FUNCTION, self.proposer, count, *known), None
+        model = (draft_params, self.proposer)
+
+        def propose(inputs, i, carry):
+            draft_BT, args, context, cache = carry
+            outputs, cache = ops.forward(model, inputs, args, cache, -1)
+            args = state, context, draft_BT, i, ops.impl
+            draft_BT, token_B, context = ops.call(_ADD_DRAFT_TOKEN, outputs, *args)
+            return draft_BT, (token_B,), context, cache
+
+        # First the last two tokens: the draft model has not seen the last but one if all were accepted.
+        none_BT: Any = np.zeros((len(state.token_B), count), np.int32)
+        carry = propose(last_two_tokens, np.int32(0), (none_BT, known, context, cache))
+        draft_BT, _, _, cache = ops.repeat(1, count, functools.partial(propose, one_token), carry)
+        return draft_BT, cache
 
 
-def to_check(turn: Turn, guess_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What a pass reads of each row, [B, 1 + count], and how much of it: the last token, and the guesses."""
-    tokens_BT = jnp.concatenate([turn.token_B[:, None], guess_BT], 1)
-    return tokens_BT, tokens_BT.shape[1] * turn.active_B.astype(jnp.int32)
+# Inputs of `Operations.forward`.
 
 
-def check(
-    logits_BTV: jax.Array, state: DecodeState, guess_BT: jax.Array, draft: Speculation, impl: str | None
-) -> tuple[DecodeState, Speculation]:
-    """Chooses the model's own tokens as far as the guesses were right, and one more."""
+def last_and_draft_tokens(cache: KVCache, progress: RowProgress, draft_BT: jax.Array) -> Any:
+    """The last token of each row, and its draft tokens, [B, 1 + count]; none of a row that has ended."""
+    tokens_BT = jnp.concatenate([progress.token_B[:, None], draft_BT], 1)
+    return tokens_BT, tokens_BT.shape[1] * progress.active_B.astype(jnp.int32), cache
+
+
+def last_two_tokens(cache: KVCache, history_BS: Any, length_B: jax.Array) -> Any:
+    """Each row's last two tokens, and the cache without them."""
+    tokens_BT = jnp.take_along_axis(history_BS, length_B[:, None] + jnp.array([-2, -1]), 1)
+    return tokens_BT, jnp.full(len(length_B), 2, jnp.int32), truncate(cache, length_B - 2)
+
+
+def verify(
+    logits_BTV: jax.Array, state: DecodeState, draft_BT: jax.Array, counts: SpeculationState, impl: str | None
+) -> tuple[DecodeState, SpeculationState]:
+    """Appends the tokens that the model samples itself as long as they equal the draft tokens, and one
+    more.
+    """
     active_B = state.active_B
-    before_B = state.length_B
-    count = guess_BT.shape[1]
-    right_B = active_B
-    for i in range(count + 1):  # the token behind the first i guesses, which were right
-        state = choose_and_note(logits_BTV[:, i], state, impl, right_B)
-        right_B = right_B & (state.token_B == guess_BT[:, min(i, count - 1)])
-    accepted_B = draft.accepted_B + jnp.maximum(state.length_B - before_B - 1, 0)
-    return state, Speculation(draft.cache, draft.passes_B + active_B, accepted_B)
+    length_B = state.length_B
+    count = draft_BT.shape[1]
+    accepted_B = active_B
+    for i in range(count + 1):  # the token after i draft tokens, all accepted
+        state = sample_and_append(logits_BTV[:, i], state, impl, accepted_B)
+        accepted_B = accepted_B & (state.token_B == draft_BT[:, min(i, count - 1)])
+    num_accepted_B = counts.accepted_B + jnp.maximum(state.length_B - length_B - 1, 0)
+    return state, SpeculationState(counts.cache, counts.passes_B + active_B, num_accepted_B)
 
 
-SPECULATE = program(speculate, "guessing", donates=("state", "cache", "draft"))
+def _verify(logits_BTV, state, draft_BT, counts, lengths, impl):
+    state, counts = verify(logits_BTV, state, draft_BT, counts, impl)
+    return state, counts, truncate(lengths, state.position_B - 1), jnp.any(state.active_B)
 
 
-def _guess(params: Params | None, guessing: Guessing, state: DecodeState, cache: Any, impl: str | None):
-    """The guesses [B, count], and the draft model's cache."""
-    (guesser, count) = guessing
-    history_BS = state.context.history_BS
-    if not isinstance(guesser, ModelConfig):
-        return ask_function(guesser, count, history_BS, state.position_B), None
-
-    def guess(tokens_BT, context, cache):
-        hidden_BTD, cache = hidden_states(params, guesser, tokens_BT, cache, None, impl=impl)
-        logits_BV = unembed(params, guesser, hidden_BTD[:, -1])
-        return *draft_choice(logits_BV, state, context, impl), cache
-
-    def step(i, carry):
-        guess_BT, token_B, context, cache = carry
-        token_B, context, cache = guess(token_B[:, None], context, cache)
-        return guess_BT.at[:, i].set(token_B), token_B, context, cache
-
-    # The last two tokens: where every guess was right, the draft has not seen the last one but one.
-    last_BT = last_two(history_BS, state.position_B)
-    token_B, context, cache = guess(last_BT, state.context, truncate(cache, state.position_B - 2))
-    guess_BT = jnp.zeros((len(token_B), count), jnp.int32).at[:, 0].set(token_B)
-    guess_BT, _, _, cache = lax.fori_loop(1, count, step, (guess_BT, token_B, context, cache))
-    return guess_BT, cache
-
-
-def ask_function(guesser: Guesser, count: int, history_BS: Any, length_B: jax.Array) -> jax.Array:
+def _call_draft_function(proposer: DraftFunction, count: int, history_BS: Any, length_B: jax.Array) -> Any:
     """int32 [B, count]."""
-    return jnp.asarray(guesser(history_BS, length_B, count), jnp.int32)
+    return jnp.asarray(proposer(history_BS, length_B, count), jnp.int32)
 
 
-def last_two(history_BS: Any, length_B: jax.Array) -> jax.Array:
-    """int32 [B, 2]: each row's last tokens."""
-    return jnp.take_along_axis(history_BS, length_B[:, None] + jnp.array([-2, -1]), 1)
+def _add_draft_token(logits, state, context, draft_BT, i, impl):
+    """The draft tokens with one more, sampled with the noise that the model itself will sample with."""
+    logits_BV = logits_at(logits, -1)
+    token_B, *_ = sample_tokens(logits_BV, state.key_B, state.sampling_B, context, impl)
+    context = context.append_token(token_B, state.active_B)
+    return jnp.asarray(draft_BT).at[:, i].set(token_B), token_B, context
 
 
-def draft_choice(
-    logits_BV: Any, state: DecodeState, context: Context, impl: str | None
-) -> tuple[jax.Array, Context]:
-    """A guess per row, int32 [B], drawn with the noise that the model itself will draw with."""
-    token_B, *_ = choose(logits_BV, state.key_B, state.sampling_B, context, impl)
-    return token_B, context.advance(token_B, state.active_B)
+_VERIFY = jax.jit(_verify, static_argnames="impl", donate_argnames="state")
+_ADD_DRAFT_TOKEN = jax.jit(_add_draft_token, static_argnames="impl")
+_CALL_DRAFT_FUNCTION = jax.jit(_call_draft_function, static_argnums=(0, 1))
 
 
-def check_guesser(guesser: Guesser, count: int, rows: int, room: int) -> None:
+def check_draft_function(proposer: DraftFunction, count: int, rows: int, history_size: int) -> None:
     """Raises InputError for a function that cannot be traced, or gives anything but `count` ids a row."""
     try:
-        guess = _traced_guess(guesser, count, rows, room)
+        draft = _traced_draft(proposer, count, rows, history_size)
     except Exception as error:
         raise InputError(f"the draft function cannot be traced: {type(error).__name__}: {error}") from error
-    shape: Any = getattr(guess, "shape", None)
-    dtype: Any = getattr(guess, "dtype", None)
+    shape: Any = getattr(draft, "shape", None)
+    dtype: Any = getattr(draft, "dtype", None)
     if shape != (rows, count) or not jnp.issubdtype(dtype, np.integer):
-        got = shown(guess) if shape is None else f"{dtype} of {list(shape)}"
+        got = format_value(draft) if shape is None else f"{dtype} of {list(shape)}"
         raise InputError(f"the draft function must give int32 ids of the shape [{rows}, {count}], got {got}")
 
 
 @functools.lru_cache(maxsize=64)
-def _traced_guess(guesser, count, rows, room):
-    history_BS, length_B = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((rows, room), (rows,)))
-    return jax.eval_shape(lambda *known: guesser(*known, count), history_BS, length_B)
+def _traced_draft(proposer, count, rows, history_size):
+    history_BS, length_B = (
+        jax.ShapeDtypeStruct(shape, np.int32) for shape in ((rows, history_size), (rows,))
+    )
+    return jax.eval_shape(lambda *known: proposer(*known, count), history_BS, length_B)
 
 
-def look_up(history_BS: jax.Array, length_B: jax.Array, count: int) -> jax.Array:
-    """What followed the last tokens where they occurred before (prompt look-up, Saxena 2023).
+def prompt_lookup(history_BS: jax.Array, length_B: jax.Array, count: int) -> jax.Array:
+    """The tokens that followed the last ones where these occurred before (prompt look-up, Saxena 2023).
 
-    Of all places the one that agrees over the most tokens (up to 4), of these the latest; where it runs into
-    the end, it repeats.
+    Of all earlier places it takes the one that agrees over the most tokens (up to 4), and the latest of
+    these. If the tokens after it are fewer than `count`, they repeat.
 
     Args:
         history_BS: int32, each row's tokens in order.
         length_B: int32, how many they are.
-        count: tokens to guess.
+        count: number of draft tokens.
 
     Returns:
         int32 [B, count].
@@ -190,15 +184,16 @@ def look_up(history_BS: jax.Array, length_B: jax.Array, count: int) -> jax.Array
     slot_S = jnp.arange(history_BS.shape[1])
     length_B1 = length_B[:, None]
 
-    def grow(k, carry):
-        same_BS, run_BS = carry
+    def extend(k, carry):
+        same_BS, matched_BS = carry
         last_B1 = jnp.take_along_axis(history_BS, jnp.maximum(length_B1 - k, 0), 1)
         same_BS &= (slot_S >= k) & (jnp.roll(history_BS, k, 1) == last_B1)
-        return same_BS, run_BS + same_BS
+        return same_BS, matched_BS + same_BS
 
     inside_BS = (slot_S < length_B1) & (slot_S >= 1)
-    _, run_BS = lax.fori_loop(
-        1, _LONGEST_MATCH + 1, grow, (inside_BS, jnp.zeros(history_BS.shape, jnp.int32))
+    _, matched_BS = lax.fori_loop(
+        1, _MAX_MATCH + 1, extend, (inside_BS, jnp.zeros(history_BS.shape, jnp.int32))
     )
-    at_B1 = jnp.argmax(run_BS * len(slot_S) + jnp.where(inside_BS, slot_S, 0), 1)[:, None]
-    return jnp.take_along_axis(history_BS, at_B1 + jnp.arange(count) % jnp.maximum(length_B1 - at_B1, 1), 1)
+    best_B1 = jnp.argmax(matched_BS * len(slot_S) + jnp.where(inside_BS, slot_S, 0), 1)[:, None]
+    index_BT = best_B1 + jnp.arange(count) % jnp.maximum(length_B1 - best_B1, 1)
+    return jnp.take_along_axis(history_BS, index_BT, 1)

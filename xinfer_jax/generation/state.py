@@ -1,4 +1,6 @@
-"""One state per row: everything that belongs to a row, rows in front. Keys and values stand apart."""
+"""`DecodeState`: everything that belongs to a row of the batch but its keys and values; rows are the first
+axis.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -7,52 +9,52 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..brief import Brief
-from ..sampling.choice import choose
+from ..formatting import ShortRepr
 from ..sampling.context import Context
-from ..sampling.logprobs import Alternatives, note_alternatives
-from ..sampling.settings import SamplingConfig
+from ..sampling.logprobs import Alternatives, record_alternatives
+from ..sampling.sampler import sample_tokens
+from ..sampling.sampling_config import SamplingConfig
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class DecodeState(Brief):
-    """What the decode loop carries of each row, and what it gives."""
+class DecodeState(ShortRepr):
+    """The state of the decode loop and its result."""
 
-    token_B: jax.Array  # int32: the last token chosen
+    token_B: jax.Array  # int32: the last token sampled
     key_B: jax.Array  # PRNG keys
-    sampling_B: SamplingConfig  # from `per_row`
-    limit_B: jax.Array  # int32: tokens that the row may choose
-    finished_B: jax.Array  # bool: the row chose an EOS token
-    context: Context  # what the processors look at: position, EOS ids, tokens
-    tokens_BT: jax.Array  # int32: tokens chosen, EOS included, 0 behind a row's end
-    logprobs_BT: jax.Array  # float32: their log-probabilities before any processor
-    alternatives: Alternatives | None = None  # noted where asked for
-    noted_B: Any = None  # int32: tokens chosen before the first column of these; None: none
+    sampling_B: SamplingConfig  # from `settings_per_row`
+    limit_B: jax.Array  # int32: the most tokens of the answer
+    finished_B: jax.Array  # bool: the row has sampled an EOS token
+    context: Context  # what the logits processors need: position, EOS ids, tokens
+    tokens_BT: jax.Array  # int32: tokens sampled, EOS included; 0 after the end of a row
+    logprobs_BT: jax.Array  # float32: their log-probabilities before any logits processor
+    alternatives: Alternatives | None = None  # where requested
+    noted_B: Any = None  # int32: tokens sampled before the first column of these arrays; None: 0
 
     @property
     def length_B(self) -> jax.Array:
-        """int32 [B]: how many tokens each row chose, EOS included."""
-        return self.context.chosen_B
+        """int32 [B]: tokens that each row has sampled, EOS included."""
+        return self.context.num_generated_B
 
     @property
     def position_B(self) -> jax.Array:
-        """int32 [B]: position of the next token to choose, which is the row's length."""
+        """int32 [B]: the position of the next token, which is the length of the row."""
         return self.context.position_B
 
     @property
-    def turn(self) -> "Turn":
-        """What the next pass of the model wants to know."""
-        return Turn(self.token_B, self.finished_B, self.length_B, self.limit_B)
+    def progress(self) -> "RowProgress":
+        """The part of the state that the next forward pass needs."""
+        return RowProgress(self.token_B, self.finished_B, self.length_B, self.limit_B)
 
     @property
     def active_B(self) -> Any:
-        """bool [B]: the row has not ended: no EOS yet, and its limit not reached."""
-        return self.turn.active_B
+        """bool [B]: the row has neither sampled an EOS token nor reached its limit."""
+        return self.progress.active_B
 
 
-class Turn(NamedTuple):
-    """Of a `DecodeState` what is the same with any settings."""
+class RowProgress(NamedTuple):
+    """The part of a `DecodeState` that has the same structure for all settings."""
 
     token_B: Any
     finished_B: Any
@@ -67,15 +69,15 @@ class Turn(NamedTuple):
 def new_state(
     key_B: jax.Array, sampling_B: SamplingConfig, limit_B: Any, context: Context, size: int
 ) -> DecodeState:
-    """Rows that have chosen nothing yet, with room for `size` tokens each."""
+    """Rows before their first token. size: columns of `tokens_BT`."""
     zeros_B = np.zeros(len(limit_B), np.int32)
     zeros_BT = np.zeros((len(limit_B), size), np.int32)
     logprobs_BT = zeros_BT.astype(np.float32)
     return DecodeState(zeros_B, key_B, sampling_B, limit_B, zeros_B > 0, context, zeros_BT, logprobs_BT)
 
 
-class Chosen(NamedTuple):
-    """Of the state what the host looks at: NumPy arrays of the same meaning."""
+class GeneratedTokens(NamedTuple):
+    """The fields of `DecodeState` that the host needs, as NumPy arrays."""
 
     tokens_BT: np.ndarray
     logprobs_BT: np.ndarray
@@ -87,25 +89,30 @@ class Chosen(NamedTuple):
         return [row[:n].tolist() for row, n in zip(self.tokens_BT, self.length_B, strict=True)]
 
 
-def look(state: DecodeState, rows: int) -> Chosen:
-    """What the first rows chose; each array that is brought to the host costs some microseconds."""
-    chosen = state.tokens_BT, state.logprobs_BT, state.length_B, state.finished_B
-    return Chosen(*(array[:rows] for array in jax.device_get(chosen)))
+def fetch_tokens(state: DecodeState, rows: int) -> GeneratedTokens:
+    """The tokens of the first rows. Each array costs some microseconds to copy."""
+    arrays = jax.device_get((state.tokens_BT, state.logprobs_BT, state.length_B, state.finished_B))
+    return GeneratedTokens(*(array[:rows] for array in arrays))
 
 
-def choose_and_note(
+def sample_and_append(
     logits_BV: jax.Array, state: DecodeState, impl: str | None, among_B: Any = True
 ) -> DecodeState:
-    """The state with the next token of each active row (of those `among` them), chosen from logits."""
-    token_B, logprob_B, taken_BV = choose(logits_BV, state.key_B, state.sampling_B, state.context, impl)
-    noted = state.alternatives
-    if noted is not None:
-        noted = note_alternatives(noted, _column(state, among_B), logits_BV, taken_BV, token_B)
-    return note(dataclasses.replace(state, alternatives=noted), token_B, logprob_B, among_B)
+    """Samples the next token of each active row of `among_B` from logits, and appends it."""
+    token_B, logprob_B, taken_BV = sample_tokens(
+        logits_BV, state.key_B, state.sampling_B, state.context, impl
+    )
+    alternatives = state.alternatives
+    if alternatives is not None:
+        column_B = _column(state, among_B)
+        alternatives = record_alternatives(alternatives, column_B, logits_BV, taken_BV, token_B)
+    return append_token(dataclasses.replace(state, alternatives=alternatives), token_B, logprob_B, among_B)
 
 
-def note(state: DecodeState, token_B: jax.Array, logprob_B: jax.Array, among_B: Any = True) -> DecodeState:
-    """The state with each active row's next token; rows that ended, or are not `among` them, stay."""
+def append_token(
+    state: DecodeState, token_B: jax.Array, logprob_B: jax.Array, among_B: Any = True
+) -> DecodeState:
+    """The state with the next token of each active row of `among_B`; other rows stay as they are."""
     active_B = state.active_B & among_B
     row_B = jnp.arange(len(token_B))
     column_B = _column(state, among_B)
@@ -114,13 +121,13 @@ def note(state: DecodeState, token_B: jax.Array, logprob_B: jax.Array, among_B: 
         state,
         token_B=jnp.where(active_B, token_B, state.token_B),
         finished_B=state.finished_B | (active_B & ends_B),
-        context=state.context.advance(token_B, active_B),
+        context=state.context.append_token(token_B, active_B),
         tokens_BT=jnp.asarray(state.tokens_BT).at[row_B, column_B].set(token_B, mode="drop"),
         logprobs_BT=jnp.asarray(state.logprobs_BT).at[row_B, column_B].set(logprob_B, mode="drop"),
     )
 
 
 def _column(state: DecodeState, among_B: Any) -> jax.Array:
-    """int32 [B]: where each row's next token is noted; past the end where it gets none."""
+    """int32 [B]: the column of each row's next token; past the end where the row gets none."""
     column_B = state.length_B if state.noted_B is None else state.length_B - state.noted_B
     return jnp.where(state.active_B & among_B, column_B, state.tokens_BT.shape[1])

@@ -1,33 +1,35 @@
 """The decoder as a pure function of (params, tokens, cache): embed, layers, logits.
 
-In the order to read: `layers` has norm, rotary embedding, linear and gated MLP; `experts` the mixture of
-experts; `attention` causal attention, in plain jnp and by the kernels of `kernels_pallas`; `decoder` puts
-them together as `forward`, `hidden_states` and `unembed`, one decoder for all families; `greedy` is the
-likeliest token, of logits or straight from the hidden state.
+Read the files in this order: `layers` (norm, RoPE, linear, gated MLP), `experts` (mixture of experts),
+`attention` (causal attention in plain jnp, and by the kernels of `kernels_pallas`), `decoder_layer` (one
+layer, for all families), `decoder` (`forward`, `hidden_states` and `unembed`), `greedy` (the most likely
+token, from logits or straight from hidden states).
 
-- Layers are a tuple, unrolled in Python: a scan over stacked weights took twice as long to decode on CPU
-  (each step slices a copy of the layer), and layers may differ.
-- Logits, norms, softmax and angles are float32, whatever the weights.
-- Without a cache attention's loops have static bounds, so `forward` and `score` have reverse-mode gradients;
-  with one they run over the visible blocks alone, so cost follows the length, not the capacity.
-- On CPU few queries (decoding, guesses) attend one row after the other, 64 keys at a time: products batched
-  over rows took three to four times as long and followed the longest row, and a row's bits now depend on no
-  other. Half of a step waits for the copy of its keys, at 8 GB/s, the rest is small products and softmax, all
-  on one core. An accelerator takes all rows at once.
-- Experts are a scan over all where tokens are many, each asked for every token: exact and short, at X /
-  chosen times the arithmetic needed. Where choices are fewer than experts (decoding) only those are read.
-- The greedy token needs no logits where a kernel serves: it keeps maximum, index and sum of exponentials,
-  which gives the log-probability too. `lax.cond` on "all rows are greedy" picks it: temperature stays traced.
-- A soft prompt enters as `inputs_BTD` in place of embeddings: positions, lengths and shapes stay the tokens'.
-- Over a mesh (`sharding`) a layer is one `jax.shard_map` over its axis "model": each device has some heads,
-  the keys of these, and some of the MLP's inside or some experts, runs the code of one device on them,
-  kernels and quantized products too, and adds what it gives to what the others give: two sums [.., D] a
-  layer in the type of the activations. The embedding adds a third; logits stay divided by vocabulary, and
-  what chooses from them is completed by the compiler, with numbers of rows only. Matrices of a vocabulary
-  that devices do not divide have rows of padding; `unembed` cuts their logits off, and the compiler keeps
-  the others divided, unevenly. int8 scales activations by
-  the largest of a device's inputs, so its last bits depend on the number of devices.
-- Under `jax.shard_map` what loops start from says that it varies (`varying_as`). Arrays divided along
-  Explicit axes, the default of `jax.make_mesh`, are refused: jax then wants the layout of every product said.
-  The type of an array tells, so the check costs a call nothing.
+- Layers are a tuple, unrolled in Python. A scan over stacked weights made decoding on CPU twice as slow,
+  since each step slices a copy of the layer; and layers may differ.
+- Logits, norms, softmax and RoPE angles are float32, whatever the weights are.
+- Without a cache the loops of attention have static bounds, so `forward` and `score` have reverse-mode
+  gradients. With a cache they run over the visible blocks only, so cost follows the length, not the capacity.
+- On CPU a few queries (decoding, verification of draft tokens) attend one row after the other, 64 keys at a
+  time. Products batched over rows took three to four times as long, and as long as the longest row. So a
+  row's bits depend on no other row. Half of the time of a step is the copy of its keys at 8 GB/s, the rest is
+  small products and softmax, all on one core. An accelerator computes all rows at once.
+- With many tokens, a scan computes every expert for every token: exact and short, at (experts / experts per
+  token) times the arithmetic needed. Where the chosen experts are fewer than all (decoding), only they are
+  computed.
+- The greedy token needs no logits where a kernel runs: it keeps the maximum, its index and the sum of
+  exponentials, which gives the log-probability too. `lax.cond` on "all rows are greedy" selects it, so that
+  temperature stays traced.
+- A soft prompt enters as `inputs_BTD` in place of embeddings. Positions, lengths and shapes stay those of the
+  tokens.
+- Over a mesh (`sharding`) a layer is one `jax.shard_map` over its axis "model". Each device has some of the
+  heads with their keys, and some of the MLP's features or experts. It runs the single-device code on them,
+  kernels and quantized products too. Two sums [.., D] a layer over all devices follow, in the dtype of the
+  activations; the embedding needs a third. Logits stay sharded by vocabulary, and the compiler completes what
+  samples from them, with a few numbers per row. A vocabulary matrix whose rows the devices do not divide has
+  rows of padding; `unembed` cuts off their logits, and the compiler keeps the others unevenly sharded. int8
+  scales activations by the largest of a device's inputs, so its last bits depend on the number of devices.
+- Under `jax.shard_map` the initial values of loops must be marked as varying (`match_varying_axes`). Arrays
+  sharded along Explicit axes, the default of `jax.make_mesh`, are rejected: with them jax demands an output
+  sharding for every product. The type of an array tells, so the check costs a call nothing.
 """

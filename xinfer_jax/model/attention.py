@@ -1,4 +1,4 @@
-"""Causal attention at any offset, a block of queries and keys at a time: 8k tokens need no 8k × 8k matrix."""
+"""Causal attention at any offset, by blocks of queries and keys: 8k tokens need no 8k × 8k matrix."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,36 +9,36 @@ from jax import lax
 
 import kernels_pallas
 
-from ..cache.kinds import Block, Contiguous
+from ..cache.layer_caches import Block, Contiguous
 from ..errors import InputError
 from .layers import soft_cap
 
 QUERY_BLOCK = 512
 KEY_BLOCK = 256
-DECODE_BLOCK = 1024  # keys per step for a single query: the steps cost more than the keys
-ROW_BLOCK = 64  # and of one row on CPU, where they do not
-FEW = 17  # queries of a row, a token and 16 guesses: on CPU rows are then read one after the other
+DECODE_BLOCK = 1024  # keys per loop step for a single query: a step costs more than its keys
+ROW_BLOCK = 64  # the same for one row on CPU, where steps are cheap
+ROW_QUERIES = 17  # a token and 16 draft tokens: with at most as many queries, CPU computes row after row
 _ONE_ROW = str.maketrans({"b": "", "t": ""})
-_MASKED = -1e30  # finite: a row that sees no key at all gives zeros, not NaN
+_MASKED = -1e30  # finite: a query that sees no key gives zeros, not NaN
 
 
-class _Rule(NamedTuple):
-    """How a query scores keys."""
+class _Scoring(NamedTuple):
+    """How scores are computed from queries and keys."""
 
     scale: float
     soft_cap: float | None
 
 
 class _Kernel(NamedTuple):
-    """One of `kernels_pallas.KERNELS`, and what runs it."""
+    """One of `kernels_pallas.KERNELS` and its implementation."""
 
     name: str
     impl: str
-    only_on_gpu: bool  # elsewhere the plain jnp below
+    only_on_gpu: bool  # other devices run the plain jnp below
 
 
 class _Softmax(NamedTuple):
-    """Over the keys so far, float32: the largest score, and sums relative to it."""
+    """Online softmax over the keys so far, float32: the largest score, and sums relative to it."""
 
     max_BKTG: jax.Array
     sum_BKTG: jax.Array  # of weights
@@ -47,7 +47,7 @@ class _Softmax(NamedTuple):
 
 def attention(  # noqa: PLR0913
     q_BTNH: jax.Array,
-    keys: Contiguous,
+    kv: Contiguous,
     *,
     length_B: jax.Array,
     start_B: jax.Array | None = None,
@@ -62,45 +62,48 @@ def attention(  # noqa: PLR0913
 
     Args:
         q_BTNH: queries. N is a multiple of K: heads share keys in groups of N/K.
-        keys: keys, values and their window, of one of `cache.kinds`; `fresh` makes it of arrays.
+        kv: a layer cache with keys, values and their window; `uncached_kv` makes one of arrays.
         length_B: number of valid keys per row.
-        start_B: position of the first query; None: 0 for every row, which also makes the bounds of all loops
-            static, so that the result has a reverse-mode gradient.
+        start_B: position of the first query; None: 0 for every row. Then all loops have static bounds, and
+            the result has a reverse-mode gradient.
         scale: factor on the scores.
         soft_cap: None, or c: scores become c tanh(score / c).
-        impl: None, or one of `kernels_pallas.IMPLS`. A kernel's gradient is that of "xla", the plain jnp.
+        impl: None, or one of `kernels_pallas.IMPLS`. The gradient of a kernel is that of "xla", the plain
+            jnp.
 
     Returns:
         [B, T, N, H] in the dtype of q.
 
     Raises:
-        InputError: the named impl does not serve these arguments.
+        InputError: the named impl does not support these arguments.
     """
     kernel = "decode_attention" if q_BTNH.shape[1] == 1 and start_B is not None else "prefill_attention"
-    chosen = attention_impl(kernel, impl, q_BTNH, keys).impl
+    chosen = select_attention(kernel, impl, q_BTNH, kv).impl
     static = start_B is None
-    length_B = keys.held(length_B)
+    length_B = kv.stored_length(length_B)
     start_B = jnp.zeros(len(q_BTNH), jnp.int32) if static else start_B
-    rule = _Rule(scale, soft_cap)
-    arrays = (q_BTNH, keys, start_B, length_B)
+    scoring = _Scoring(scale, soft_cap)
+    arrays = (q_BTNH, kv, start_B, length_B)
     if chosen == "xla":
-        return _blocked(*arrays, rule, static)
-    return _by_kernel(_Kernel(kernel, chosen, impl is None), rule, *arrays)
+        return _blocked(*arrays, scoring, static)
+    return _by_kernel(_Kernel(kernel, chosen, impl is None), scoring, *arrays)
 
 
-def attention_impl(kernel: str, impl: str | None, q_BTNH: Any, keys: Contiguous) -> kernels_pallas.Selection:
-    """What serves these queries and keys; an InputError as `selected`."""
-    return selected(kernel, impl, q_BTNH, keys.k, keys.v, ring=not keys.in_order)
+def select_attention(kernel: str, impl: str | None, q_BTNH: Any, kv: Contiguous) -> kernels_pallas.Selection:
+    """The implementation for these queries and keys; raises as `select_kernel`."""
+    return select_kernel(kernel, impl, q_BTNH, kv.k, kv.v, ring=not kv.has_kernel_layout)
 
 
 def check_impl(impl: str | None) -> None:
     """Raises InputError where this process cannot run the implementation."""
-    if reason := kernels_pallas.unavailable(impl):
+    if reason := kernels_pallas.unavailable_reason(impl):
         raise InputError(reason)
 
 
-def selected(kernel: str, impl: str | None, *args: Any, ring: bool = False) -> kernels_pallas.Selection:
-    """What `kernels_pallas` selects, or an InputError with its reason."""
+def select_kernel(kernel: str, impl: str | None, *args: Any, ring: bool = False) -> kernels_pallas.Selection:
+    """The implementation that `kernels_pallas` selects. Raises InputError with its reason where there is
+    none.
+    """
     try:
         return kernels_pallas.select(kernel, impl, *args, ring=ring)
     except ValueError as error:
@@ -108,90 +111,95 @@ def selected(kernel: str, impl: str | None, *args: Any, ring: bool = False) -> k
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _by_kernel(kernel: _Kernel, rule: _Rule, q_BTNH, keys, start_B, length_B):
-    """[B, T, N, H] by a kernel of `kernels_pallas`, which reads keys in order as they lie."""
-    run = partial(kernels_pallas.run, kernel.impl, kernel.name)
-    run = partial(run, scale=rule.scale, window=keys.window, soft_cap=rule.soft_cap)
+def _by_kernel(kernel: _Kernel, scoring: _Scoring, q_BTNH, kv, start_B, length_B):
+    """[B, T, N, H] by a kernel of `kernels_pallas`, which needs keys in order of position."""
+    run = partial(kernels_pallas.run_kernel, kernel.impl, kernel.name)
+    run = partial(run, scale=scoring.scale, window=kv.window, soft_cap=scoring.soft_cap)
 
-    def fast(q_BTNH, keys, start_B, length_B):
-        k_BKSH, v_BKSH = keys.ordered()
+    def by_kernel(q_BTNH, kv, start_B, length_B):
+        k_BKSH, v_BKSH = kv.kernel_arrays()
         if kernel.name == "decode_attention":
-            visible_B = jnp.minimum(length_B, start_B + 1)  # that kernel's query is the last of these
+            visible_B = jnp.minimum(length_B, start_B + 1)  # the query is at the last of these positions
             return run(q_BTNH[:, 0], k_BKSH, v_BKSH, visible_B)[:, None]
         return run(q_BTNH, k_BKSH, v_BKSH, start_B, length_B)
 
-    arrays = (q_BTNH, keys, start_B, length_B)
+    arrays = (q_BTNH, kv, start_B, length_B)
     if not kernel.only_on_gpu:
-        return fast(*arrays)
-    return lax.platform_dependent(*arrays, cuda=fast, default=partial(_blocked, rule=rule, static=False))
+        return by_kernel(*arrays)
+    return lax.platform_dependent(
+        *arrays, cuda=by_kernel, default=partial(_blocked, scoring=scoring, static=False)
+    )
 
 
 def _forward(*args):
     return _by_kernel(*args), args[2:]
 
 
-def _backward(kernel, rule, saved, gradient):
-    q_BTNH, keys, start_B, length_B = saved
-    pull = jax.vjp(lambda q, keys: _blocked(q, keys, start_B, length_B, rule, True), q_BTNH, keys)[1]
-    return *pull(gradient), None, None
+def _backward(kernel, scoring, saved, gradient):
+    q_BTNH, kv, start_B, length_B = saved
+    vjp = jax.vjp(lambda q, kv: _blocked(q, kv, start_B, length_B, scoring, True), q_BTNH, kv)[1]
+    return *vjp(gradient), None, None
 
 
 _by_kernel.defvjp(_forward, _backward)
 
 
-def _blocked(q_BTNH, keys: Contiguous, start_B, length_B, rule: _Rule, static: bool):
-    """The same in plain jnp. `static`: loops with fixed bounds, which have a reverse-mode gradient."""
+def _blocked(q_BTNH, kv: Contiguous, start_B, length_B, scoring: _Scoring, static: bool):
+    """Attention in plain jnp. static: loops with fixed bounds, which have a reverse-mode gradient."""
     B, T, N, H = q_BTNH.shape
-    K = keys.k.shape[1]
+    K = kv.k.shape[1]
     q_BKTGH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4)
-    run = partial(_query_block, rule=rule, static=static)
-    if T <= FEW and not static:
-        arrays = (q_BKTGH, keys, start_B, length_B)
-        out_BKTGH = lax.platform_dependent(*arrays, cpu=partial(_by_row, rule=rule), default=run)
+    run = partial(_query_block, scoring=scoring, static=static)
+    if T <= ROW_QUERIES and not static:
+        arrays = (q_BKTGH, kv, start_B, length_B)
+        out_BKTGH = lax.platform_dependent(*arrays, cpu=partial(_by_row, scoring=scoring), default=run)
     elif T <= QUERY_BLOCK:
-        out_BKTGH = run(q_BKTGH, keys, start_B, length_B)
+        out_BKTGH = run(q_BKTGH, kv, start_B, length_B)
     else:
         blocks = -(-T // QUERY_BLOCK)
         padded = jnp.pad(q_BKTGH, ((0, 0), (0, 0), (0, blocks * QUERY_BLOCK - T), (0, 0), (0, 0)))
         stacked = jnp.moveaxis(padded.reshape(B, K, blocks, QUERY_BLOCK, N // K, H), 2, 0)
-        # The backward pass recomputes a block of queries at a time instead of keeping every score.
-        step = jax.checkpoint(lambda block: run(block[0], keys, start_B + block[1], length_B))
-        done = lax.map(step, (stacked, QUERY_BLOCK * jnp.arange(blocks)))
-        out_BKTGH = jnp.moveaxis(done, 0, 2).reshape(B, K, blocks * QUERY_BLOCK, N // K, H)[:, :, :T]
+        # The backward pass recomputes a block of queries at a time instead of storing every score.
+        step = jax.checkpoint(lambda block: run(block[0], kv, start_B + block[1], length_B))
+        outs = lax.map(step, (stacked, QUERY_BLOCK * jnp.arange(blocks)))
+        out_BKTGH = jnp.moveaxis(outs, 0, 2).reshape(B, K, blocks * QUERY_BLOCK, N // K, H)[:, :, :T]
     return out_BKTGH.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
 
 
-def _by_row(q_BKTGH, keys: Contiguous, start_B, length_B, rule: _Rule):
-    """`_query_block`, one row after the other: each costs what its own keys cost, and sees no other's."""
+def _by_row(q_BKTGH, kv: Contiguous, start_B, length_B, scoring: _Scoring):
+    """`_query_block` for one row after the other: a row's cost and bits depend on no other row."""
 
     def one(row):
         q_1KTGH, start_1, length_1, number_1 = row
-        return _query_block(q_1KTGH, keys, start_1, length_1, rule, False, number_1[0])
+        return _query_block(q_1KTGH, kv, start_1, length_1, scoring, False, number_1[0])
 
     rows = (q_BKTGH, start_B, length_B, jnp.arange(len(q_BKTGH)))
-    if len(q_BKTGH) == 1:  # no loop: compiled sooner
+    if len(q_BKTGH) == 1:  # no loop: compiles faster
         return one(rows)
     return lax.map(one, jax.tree.map(lambda x: x[:, None], rows))[:, 0]
 
 
-def _query_block(q_BKTGH, keys: Contiguous, start_B, length_B, rule: _Rule, static: bool, row=None):
-    """One block of queries over all the key blocks that it can see, [B, K, T, G, H]; `row`: of that alone."""
+def _query_block(q_BKTGH, kv: Contiguous, start_B, length_B, scoring: _Scoring, static: bool, row=None):
+    """Attention of one block of queries over all visible key blocks, [B, K, T, G, H]. row: that row only."""
     B, K, T, G, H = q_BKTGH.shape
-    most = KEY_BLOCK if T > 1 else DECODE_BLOCK if row is None else ROW_BLOCK
-    width, blocks = keys.blocks(most)
+    if T > 1:
+        max_width = KEY_BLOCK
+    else:
+        max_width = DECODE_BLOCK if row is None else ROW_BLOCK
+    width, blocks = kv.block_layout(max_width)
     query_BT = start_B[:, None] + jnp.arange(T)
 
     def update(i, softmax):
-        block = keys.block(i, width, length_B, row)
-        return _with_block(softmax, q_BKTGH, block, _visible(block, query_BT, keys.window), rule)
+        block = kv.get_block(i, width, length_B, row)
+        return _add_block(softmax, q_BKTGH, block, _visible(block, query_BT, kv.window), scoring)
 
     zeros = jnp.zeros((B, K, T, G), jnp.float32)
     softmax = _Softmax(zeros + _MASKED, zeros, jnp.zeros((B, K, T, G, H), jnp.float32))
-    softmax = kernels_pallas.varying_as(softmax, q_BKTGH, keys, start_B, length_B)
-    low, high = keys.span(width, start_B, T, length_B)
+    softmax = kernels_pallas.match_varying_axes(softmax, q_BKTGH, kv, start_B, length_B)
+    low, high = kv.visible_blocks(width, start_B, T, length_B)
     if blocks == 1:
         softmax = update(0, softmax)
-    elif static:  # as many steps whatever the lengths: reverse mode passes no other loop
+    elif static:  # a fixed number of steps, as reverse mode demands
         step = lambda i, s: lax.cond((i >= low) & (i < high), update, lambda _, s: s, i, s)  # noqa: E731
         softmax = lax.fori_loop(0, blocks, step, softmax)
     else:
@@ -200,29 +208,29 @@ def _query_block(q_BKTGH, keys: Contiguous, start_B, length_B, rule: _Rule, stat
 
 
 def _visible(block: Block, query_BT, window: int | None):
-    """Bool [B, T, S]: which keys of a block each query sees: the last up to its own that the window has."""
+    """Bool [B, T, S]: the keys of a block that each query sees: up to its own position, within the window."""
     key_B1S = block.position_BS[:, None]
     query_BT1 = query_BT[..., None]
     visible_BTS = block.valid_BS[:, None] & (key_B1S <= query_BT1)
     return visible_BTS if window is None else visible_BTS & (key_B1S > query_BT1 - window)
 
 
-def _with_block(softmax: _Softmax, q_BKTGH, block: Block, visible_BTS, rule: _Rule) -> _Softmax:
-    """One step of the online softmax: what was summed so far shrinks to the new largest score."""
-    scores = soft_cap(_product("bktgh,bksh->bktgs", q_BKTGH, block.k_BKSH) * rule.scale, rule.soft_cap)
+def _add_block(softmax: _Softmax, q_BKTGH, block: Block, visible_BTS, scoring: _Scoring) -> _Softmax:
+    """One step of the online softmax: earlier sums are rescaled to the new largest score."""
+    scores = soft_cap(_product("bktgh,bksh->bktgs", q_BKTGH, block.k_BKSH) * scoring.scale, scoring.soft_cap)
     scores = jnp.where(visible_BTS[:, None, :, None], scores, _MASKED)
     max_BKTG = jnp.maximum(softmax.max_BKTG, scores.max(-1))
     # 0 where masked, even where a row sees no key at all.
     weights = jnp.exp(scores - jnp.maximum(max_BKTG, _MASKED / 2)[..., None])
     shrink = jnp.exp(softmax.max_BKTG - max_BKTG)
-    v = jnp.where(block.valid_BS[:, None, :, None], block.v_BKSH, 0)  # a weight of 0 does not silence a NaN
+    v = jnp.where(block.valid_BS[:, None, :, None], block.v_BKSH, 0)  # 0 * NaN is NaN
     added = _product("bktgs,bksh->bktgh", weights.astype(v.dtype), v)
     sum_BKTG = softmax.sum_BKTG * shrink + weights.sum(-1)
     return _Softmax(max_BKTG, sum_BKTG, softmax.values_BKTGH * shrink[..., None] + added)
 
 
 def _product(subscripts: str, x_BKTGX: jax.Array, y_BKSH: jax.Array) -> jax.Array:
-    """In float32; of float32 numbers without rounding them first."""
+    """The einsum in float32; float32 operands are not rounded first."""
     B, K, T, G, _ = x_BKTGX.shape
     product = partial(
         jnp.einsum,
@@ -231,6 +239,6 @@ def _product(subscripts: str, x_BKTGX: jax.Array, y_BKSH: jax.Array) -> jax.Arra
     )
     if B > 1:
         return product(subscripts, x_BKTGX, y_BKSH)
-    # One matrix for each key head: of products with more axes XLA transposes the keys first.
+    # One matrix product per key head: with more axes XLA would transpose the keys first.
     z_KMX = product(subscripts.translate(_ONE_ROW), x_BKTGX.reshape(K, T * G, -1), y_BKSH[0])
     return z_KMX.reshape(B, K, T, G, -1)

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router gives each token to a few of X gated MLPs and weighs their outputs."""
+"""Mixture of experts: a router chooses a few of X gated MLPs for each token, and weights their outputs."""
 
 import jax
 import jax.numpy as jnp
@@ -14,59 +14,59 @@ from .layers import gated_mlp, linear
 def mixture_of_experts(
     x_BTD: jax.Array, layer: Params, config: ModelConfig, over: str | None = None
 ) -> jax.Array:
-    """Sparse feed-forward (Shazeer et al. 2017), softmax before the choice as in Qwen's models.
+    """Sparse feed-forward (Shazeer et al. 2017), with softmax before top-k as in Qwen's models.
 
     Args:
-        x_BTD: hidden states, normed.
-        layer: "router": {"weight": [X, D]}, "experts": a gated MLP's tree with X in front of every shape.
+        x_BTD: hidden states after the norm.
+        layer: "router": {"weight": [X, D]}, "experts": the tree of a gated MLP with a first axis X.
         config: num_experts_per_tok, norm_topk_prob and the activation.
-        over: an axis of a mesh along which the experts are divided: devices add up what theirs give.
+        over: a mesh axis along which the experts are sharded; the devices' outputs are summed.
 
     Returns:
         [B, T, D] in the dtype of x.
     """
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     probability_MX = jax.nn.softmax(linear(x_MD, layer["router"], jnp.float32), -1)
-    weight_MU, expert_MU = lax.top_k(probability_MX, config.num_experts_per_tok)  # U: those it uses
+    weight_MU, expert_MU = lax.top_k(probability_MX, config.num_experts_per_tok)  # U: experts per token
     if config.norm_topk_prob:
         weight_MU = weight_MU / weight_MU.sum(-1, keepdims=True)
-    mixed = _by_choice if expert_MU.size < config.num_experts else _by_expert
+    mix = _chosen_experts if expert_MU.size < config.num_experts else _all_experts
     experts = layer["experts"]
-    if over is not None:  # numbered from a device's first
+    if over is not None:  # relative to the device's first expert
         expert_MU = expert_MU - lax.axis_index(over) * len(experts["gate"]["weight"])
-    out_MD = mixed(x_MD, weight_MU, expert_MU, experts, config)
+    out_MD = mix(x_MD, weight_MU, expert_MU, experts, config)
     out_BTD = out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
     return out_BTD if over is None else lax.psum(out_BTD, over)
 
 
-def _by_choice(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
-    """[M, D], one used expert after the other: reads no other. For few tokens."""
+def _chosen_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
+    """[M, D]: one chosen expert after the other; reads no other expert. For few tokens."""
 
     def one(x_D, expert):  # float32 [D]
         tree = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False), experts)
         return gated_mlp(x_D[None], tree, config)[0].astype(jnp.float32)
 
-    def mine(choice):  # zeros where another device has the expert
+    def one_if_local(choice):  # zeros where the expert is on another device
         x_D, expert = choice
-        none_D = kernels_pallas.varying_as(jnp.zeros(x_D.shape, jnp.float32), x_D, experts)
-        return lax.cond((expert >= 0) & (expert < here), one, lambda *_: none_D, x_D, expert)
+        none_D = kernels_pallas.match_varying_axes(jnp.zeros(x_D.shape, jnp.float32), x_D, experts)
+        return lax.cond((expert >= 0) & (expert < num_local), one, lambda *_: none_D, x_D, expert)
 
-    here = len(experts["gate"]["weight"])
-    some = mine if here < config.num_experts else lambda choice: one(*choice)
-    outs = lax.map(some, (jnp.repeat(x_MD, expert_MU.shape[1], 0), expert_MU.reshape(-1)))
+    num_local = len(experts["gate"]["weight"])
+    compute = one_if_local if num_local < config.num_experts else lambda choice: one(*choice)
+    outs = lax.map(compute, (jnp.repeat(x_MD, expert_MU.shape[1], 0), expert_MU.reshape(-1)))
     return (outs.reshape(*expert_MU.shape, -1) * weight_MU[..., None]).sum(1)
 
 
-def _by_expert(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
-    """[M, D], every expert for all tokens, kept where it is used: reads each expert once."""
+def _all_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
+    """[M, D]: every expert for all tokens, used where it was chosen; reads each expert once."""
     used_MUX = expert_MU[..., None] == jnp.arange(len(experts["gate"]["weight"]))
     weight_MX = (weight_MU[..., None] * used_MUX).sum(1)
 
     def add(sum_MD, part):
         tree, weight_M = part
         out_MD = gated_mlp(x_MD, tree, config).astype(jnp.float32)
-        # 0 times infinity is no number.
+        # 0 * inf would be NaN.
         return sum_MD + jnp.where(weight_M[:, None] > 0, weight_M[:, None] * out_MD, 0), None
 
-    start_MD = kernels_pallas.varying_as(jnp.zeros(x_MD.shape, jnp.float32), x_MD, experts)
+    start_MD = kernels_pallas.match_varying_axes(jnp.zeros(x_MD.shape, jnp.float32), x_MD, experts)
     return lax.scan(add, start_MD, (experts, weight_MX.T))[0]

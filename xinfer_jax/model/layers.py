@@ -1,4 +1,4 @@
-"""The parts of a decoder layer: RMS norm, rotary embedding, linear, gated MLP."""
+"""The parts of a decoder layer: RMS norm, rotary position embedding (RoPE), linear, gated MLP."""
 
 import dataclasses
 import math
@@ -13,14 +13,15 @@ from jax import lax
 from jax.tree_util import Partial
 
 from ..config.model_config import ModelConfig, RopeConfig
+from ..weights.hadamard import hadamard_rotate, mlp_block_width
+from ..weights.matmul import float_product
 from ..weights.params import Params
-from ..weights.products import product
-from ..weights.quantized import is_quantized, own_part, quantized_product, rows_of
-from ..weights.rotation import inner_block, rotated
+from ..weights.quantized_matmul import quantized_product
+from ..weights.quantized_weights import embedding_rows, is_quantized, local_shard
 
-_STRIDE = 64  # positions
+_STRIDE = 64  # positions, of `rope_bias_fn`'s tables
 
-Angles = tuple[tuple[jax.Array, jax.Array], ...]  # of each of `ModelConfig.ropes`: cos and sin
+Angles = tuple[tuple[jax.Array, jax.Array], ...]  # (cos, sin) for each of `ModelConfig.ropes`
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -32,28 +33,28 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 def rms_norm(
     x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0, mean: jax.Array | None = None
 ) -> jax.Array:
-    """Root-mean-square norm (Zhang & Sennrich 2019) of x [..., D], times offset + weight [D]. mean: of the
-    squares, [..., 1], where x is a part.
+    """Root-mean-square norm (Zhang & Sennrich 2019) of x [..., D], times offset + weight [D]. mean: the mean
+    of squares, [..., 1], where x has only a part of the features.
     """
     x32 = x.astype(jnp.float32)
     mean = jnp.mean(jnp.square(x32), -1, keepdims=True) if mean is None else mean
     x32 = x32 * lax.rsqrt(mean + eps)
-    if offset:  # the sum has more digits than 16-bit weights have
+    if offset:  # in float32: the sum does not fit 16 bits exactly
         return (x32 * (offset + weight.astype(jnp.float32))).astype(x.dtype)
     return (weight * x32.astype(x.dtype)).astype(x.dtype)
 
 
 def norm(x: jax.Array, tree: Params, name: str, config: ModelConfig, mean: Any = None) -> jax.Array:
-    """x through the RMS norm of that name; as it is where the tree has none. mean: as in `rms_norm`."""
+    """x after the RMS norm of that name; x itself where the tree has none. mean: as in `rms_norm`."""
     return rms_norm(x, tree[name], config.rms_norm_eps, config.norm_offset, mean) if name in tree else x
 
 
 def joint_norms(
     xs: list[jax.Array], tree: Params, names: list[str], config: ModelConfig, over: str | None
 ) -> list[jax.Array]:
-    """`norm` of vectors of which devices along a mesh's axis `over`, if there is one, have a part each."""
+    """`norm` of several vectors, whose features may be sharded along the mesh axis `over`."""
     means: Any = [None] * len(xs)
-    if over is not None and all(name in tree for name in names):  # in one step for all
+    if over is not None and all(name in tree for name in names):  # one reduction for all
         own = [jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) for x in xs]
         means = jnp.split(lax.pmean(jnp.concatenate(own, -1), over), len(xs), -1)
     return [norm(x, tree, name, config, mean) for x, name, mean in zip(xs, names, means, strict=True)]
@@ -68,13 +69,13 @@ def linear(
     x: jax.Array, leaf: Params, out_dtype: jnp.dtype | None = None, over: str | None = None
 ) -> jax.Array:
     """x @ weight.T + bias: [..., I] -> [..., O]. leaf: "weight" [O, I] or quantized, "bias" [O] or absent.
-    over: an axis of a mesh along which I is divided: devices add up what each has.
+    over: a mesh axis along which I is sharded; the devices' products are summed.
     """
     weight = leaf["weight"]
     if is_quantized(weight):
-        y = quantized_product(*((x, weight) if over is None else own_part(x, weight, over)))
+        y = quantized_product(*((x, weight) if over is None else local_shard(x, weight, over)))
     else:
-        y = product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
+        y = float_product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
     if over is not None:
         y = lax.psum(y.astype(out_dtype or x.dtype), over)
     if "bias" in leaf:
@@ -85,7 +86,7 @@ def linear(
 def embed(token: jax.Array, leaf: Params, dtype: jnp.dtype, scale: float = 1.0) -> jax.Array:
     """Rows of the embedding table {"weight": [V, D] or quantized}, times scale: int32 [...] -> [..., D]."""
     table = leaf["weight"]
-    x = (rows_of(table, token) if is_quantized(table) else _embed(token, table)).astype(dtype)
+    x = (embedding_rows(table, token) if is_quantized(table) else _embed(token, table)).astype(dtype)
     return x if scale == 1 else x * jnp.asarray(scale, dtype)
 
 
@@ -94,7 +95,7 @@ def _embed(token: jax.Array, table: jax.Array) -> jax.Array:
     def row_by_row(token: jax.Array, table: jax.Array) -> jax.Array:  # [..., D]
         ids = token.reshape(-1)
 
-        # Tied as in products.tile_by_tile, and to the ids: one token's loop is unrolled.
+        # Tied as in matmul.tiled_product, and to the ids: one token's loop is unrolled.
         def row(i: jax.Array) -> jax.Array:  # [D]
             tied, at = lax.optimization_barrier((table, ids[i]))
             return lax.dynamic_index_in_dim(tied, at, 0, keepdims=False).astype(jnp.float32)
@@ -112,31 +113,31 @@ def _embed_jvp(primals, tangents):
     return _embed(token, table), tangents[1][token]
 
 
-def gated(x: jax.Array, layer: Params, config: ModelConfig, over: str | None = None) -> jax.Array:
-    """What enters the last matrix of a gated MLP: activation(gate(x)) * up(x), normed where the layer has a
-    norm for it, turned in a rotated model. [..., D] -> [..., F]; over: as in `joint_norms`.
+def mlp_intermediate(x: jax.Array, layer: Params, config: ModelConfig, over: str | None = None) -> jax.Array:
+    """The input of a gated MLP's last matrix, [..., D] -> [..., F]: activation(gate(x)) * up(x), after the
+    layer's norm for it if any; Hadamard-rotated in a rotated model. over: as in `joint_norms`.
     """
-    inside = _ACTIVATIONS[config.hidden_act](linear(x, layer["gate"])) * linear(x, layer["up"])
+    inner = _ACTIVATIONS[config.hidden_act](linear(x, layer["gate"])) * linear(x, layer["up"])
     if config.rotated:
-        return rotated(inside, inner_block(config))
-    return joint_norms([inside], layer, ["down_norm"], config, over)[0]
+        return hadamard_rotate(inner, mlp_block_width(config))
+    return joint_norms([inner], layer, ["down_norm"], config, over)[0]
 
 
 def gated_mlp(x: jax.Array, layer: Params, config: ModelConfig, over: str | None = None) -> jax.Array:
     """SwiGLU, GeGLU (Shazeer 2020): down(activation(gate(x)) * up(x)). x: [..., D]; over: as in `linear`."""
-    return linear(gated(x, layer, config, over), layer["down"], over=over)
+    return linear(mlp_intermediate(x, layer, config, over), layer["down"], over=over)
 
 
 def rotary_angles(config: ModelConfig, position_BT: jax.Array, length_B: jax.Array) -> Angles:
     """Cosine and sine of the rotary angles (Su et al. 2021), float32.
 
     Args:
-        config: the model; its rope configs say how frequencies are scaled.
+        config: the model; its RoPE configs say how frequencies are scaled.
         position_BT: absolute positions.
         length_B: each row's length after this call: `dynamic` and `longrope` depend on it.
 
     Returns:
-        Of each of `ModelConfig.ropes` cos and sin, each [B, T, P], of the P pairs of a head that it rotates.
+        For each of `ModelConfig.ropes` cos and sin, [B, T, P], of the P pairs of a head that it rotates.
     """
     return tuple(_angles(rope, config, position_BT, length_B) for rope in config.ropes)
 
@@ -146,22 +147,24 @@ def _angles(
 ) -> tuple[jax.Array, jax.Array]:
     width = int(config.head_dim * rope.partial_rotary_factor)
     inverse = _inverse_frequencies(rope, width)
-    scale = _scale(rope)
+    scale = _attention_factor(rope)
     if rope.switches_at is not None:
         long = _inverse_frequencies(dataclasses.replace(rope, short_factor=rope.long_factor), width)
         inverse = jnp.where((length_B > rope.switches_at)[:, None, None], long, inverse)  # [B, 1, P]
-    # Theta * stretch ** (H / (H - 2)), with the stretch taken out of the power: closer to exact.
+    # theta * stretch ** (H / (H - 2)), with the stretch outside the power, which is more exact.
     if rope.rope_type == "dynamic":
-        trained = config.max_position_embeddings
-        stretch_B = rope.factor * jnp.maximum(length_B, trained) / trained - (rope.factor - 1)
+        original = config.max_position_embeddings
+        stretch_B = rope.factor * jnp.maximum(length_B, original) / original - (rope.factor - 1)
         power_P = -np.arange(0, width, 2, dtype=np.float32) / (width - 2)
         inverse = (inverse * stretch_B[:, None] ** power_P)[:, None]  # [B, 1, P]
     angle_BTP = position_BT[..., None].astype(jnp.float32) * inverse
     return jnp.cos(angle_BTP) * scale, jnp.sin(angle_BTP) * scale
 
 
-def rotate(x_BTNH: jax.Array, cos_BTP: jax.Array, sin_BTP: jax.Array) -> jax.Array:
-    """Rotates each pair (i, i + P) of every head, as Hugging Face has them, by its angle; the rest stays."""
+def apply_rope(x_BTNH: jax.Array, cos_BTP: jax.Array, sin_BTP: jax.Array) -> jax.Array:
+    """RoPE: rotates each pair (i, i + P) of every head, in the order of transformers, by its angle; the rest
+    of a head stays.
+    """
     P = cos_BTP.shape[-1]
     a, b, rest = jnp.split(x_BTNH.astype(jnp.float32), (P, 2 * P), axis=-1)
     cos = cos_BTP[:, :, None]
@@ -169,28 +172,30 @@ def rotate(x_BTNH: jax.Array, cos_BTP: jax.Array, sin_BTP: jax.Array) -> jax.Arr
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x_BTNH.dtype)
 
 
-def turned(config: ModelConfig, rope: int, bias_KH: jax.Array, capacity: int) -> Callable:
-    """What rotation makes of the keys' bias: a function, itself a pytree, of positions below the capacity,
-    int32 [B, S] -> float32 [B, K, S, H]. Angles of whole `_STRIDE`s and of the rest add up: few to compute.
+def rope_bias_fn(config: ModelConfig, rope: int, bias_KH: jax.Array, capacity: int) -> Callable:
+    """A function that returns the RoPE-rotated bias of keys at positions below the capacity: int32 [B, S] ->
+    float32 [B, K, S, H]. It is a pytree. It adds the angles of a multiple of `_STRIDE` and of the remainder,
+    so its tables are small.
     """
 
     def angles(position_T: jax.Array) -> Any:  # each [1, T, P]
         return rotary_angles(config, position_T[None], jnp.zeros(1, jnp.int32))[rope]
 
     bias_1TKH = jnp.broadcast_to(bias_KH.astype(jnp.float32), (1, _STRIDE, *bias_KH.shape))
-    near_1TKH = rotate(bias_1TKH, *angles(jnp.arange(_STRIDE)))
+    near_1TKH = apply_rope(bias_1TKH, *angles(jnp.arange(_STRIDE)))
     cos, sin = angles(_STRIDE * jnp.arange(capacity // _STRIDE + 1))
-    across_1TKH = rotate(near_1TKH, *(jnp.full((1, _STRIDE, cos.shape[-1]), x) for x in (0.0, 1.0)))
+    # Rotated by 90 degrees more: near * cos + across * sin is near rotated by an angle.
+    across_1TKH = apply_rope(near_1TKH, *(jnp.full((1, _STRIDE, cos.shape[-1]), x) for x in (0.0, 1.0)))
     scale = cos[0, 0, 0]
-    stays = ((0, 0), (0, bias_KH.shape[-1] - 2 * cos.shape[-1]))  # cos 0 is 1
+    padding = ((0, 0), (0, bias_KH.shape[-1] - 2 * cos.shape[-1]))  # cos 0 is 1
     cos_TH, sin_TH = (
-        jnp.pad(jnp.tile(x[0] / scale, 2), stays, constant_values=rest) for x, rest in ((cos, 1), (sin, 0))
+        jnp.pad(jnp.tile(x[0] / scale, 2), padding, constant_values=rest) for x, rest in ((cos, 1), (sin, 0))
     )
     near_KTH, across_KTH = (jnp.swapaxes(x[0], 0, 1) for x in (near_1TKH, across_1TKH))
-    return Partial(_turned, near_KTH, across_KTH, cos_TH, sin_TH)
+    return Partial(_rotated_bias, near_KTH, across_KTH, cos_TH, sin_TH)
 
 
-def _turned(near_KTH, across_KTH, cos_TH, sin_TH, position_BS):
+def _rotated_bias(near_KTH, across_KTH, cos_TH, sin_TH, position_BS):
     def one(position_S: jax.Array) -> jax.Array:
         far_S = position_S // _STRIDE
         near_S = position_S % _STRIDE
@@ -199,17 +204,18 @@ def _turned(near_KTH, across_KTH, cos_TH, sin_TH, position_BS):
     return jax.vmap(one)(position_BS)
 
 
-def turns_by_position(config: ModelConfig, rope: int) -> bool:
-    """Whether the angles of keys in a cache depend on nothing else: `dynamic` rope's do so only beyond its
-    original maximum, where there is no cache.
+def rope_is_fixed(config: ModelConfig, rope: int) -> bool:
+    """Whether the angles of cached keys depend on their positions only. Those of `dynamic` RoPE change beyond
+    its original maximum, which no cache exceeds.
     """
     return config.ropes[rope].switches_at is None
 
 
 def _inverse_frequencies(rope: RopeConfig, width: int) -> Any:
-    """Angle per position of each pair, float32 [P]. width: 2 P."""
+    """The angle per position of each pair, float32 [P]. width: 2 P."""
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
-    # In float64, rounded once, they are torch's; in float32 off by an ulp, which 500 positions make visible.
+    # Computed in float64 and rounded once they equal torch's. In float32 they differ by an ulp, which is
+    # visible after 500 positions.
     powers = (np.float64(rope.rope_theta) ** exponents.astype(np.float64)).astype(np.float32)
     if rope.rope_type == "longrope":  # Ding et al. 2024
         return np.float32(1.0) / (np.array(rope.short_factor, np.float32) * powers)
@@ -222,10 +228,12 @@ def _inverse_frequencies(rope: RopeConfig, width: int) -> Any:
 
 
 def _llama3_frequencies(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
-    """Llama 3.1: long waves stretched by `factor`, short ones kept, a smooth passage between."""
-    # Full turns within the first context.
-    turns = rope.original_max_position_embeddings * inverse / np.float32(2 * math.pi)
-    smooth = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+    # Full rotations within the original context.
+    rotations = rope.original_max_position_embeddings * inverse / np.float32(2 * math.pi)
+    smooth = np.clip(
+        (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1
+    )
     return ((1 - smooth) * inverse / rope.factor + smooth * inverse).astype(np.float32)
 
 
@@ -233,8 +241,8 @@ def _yarn_frequencies(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
     """YaRN (Peng et al. 2023): a ramp over the pairs between extrapolation and interpolation by `factor`."""
     width = 2 * len(inverse)
 
-    def pair_with(turns: float) -> float:
-        ratio = rope.original_max_position_embeddings / (turns * 2 * math.pi)
+    def pair_with(rotations: float) -> float:
+        ratio = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
         return width * math.log(ratio) / (2 * math.log(rope.rope_theta))
 
     low = pair_with(rope.beta_fast)
@@ -248,7 +256,7 @@ def _yarn_frequencies(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
     return (inverse / rope.factor * ramp + inverse * (1 - ramp)).astype(np.float32)
 
 
-def _scale(rope: RopeConfig) -> float:
+def _attention_factor(rope: RopeConfig) -> float:
     """The factor on cos and sin."""
     if rope.rope_type not in ("longrope", "yarn"):
         return 1.0

@@ -1,8 +1,7 @@
-"""What a caller says about single tokens (biases, allowed and forbidden ids), as one bias [B, V]; and the
-sequences of tokens that must not occur.
+"""Biases, allowed ids and forbidden ids as one bias [B, V], and forbidden sequences of tokens as arrays.
 
-What is said about single tokens may be traced in a caller's jit: then its values are not checked, and the
-bias is made on the device.
+Biases and ids may be traced in a caller's jit. Then their values are not checked, and the bias is computed on
+the device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,16 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checks import numbers, token_ids, traced
-from ..errors import InputError, shown
+from ..checks import check_token_ids, is_traced, number_array
+from ..errors import InputError, format_value
 
-MOST_BAD_WORDS = 64
-LONGEST_BAD_WORD = 8  # sequences of a row that it must not hold, and tokens of each
-_MOST = 1e30  # of a bias: the penalties that come after it leave float32 then
+MOST_BAD_WORDS = 64  # forbidden sequences of each row
+LONGEST_BAD_WORD = 8  # tokens of each forbidden sequence
+_MAX_BIAS = 1e30  # with a larger one penalties could overflow float32
 
 
 def bias_rows(settings: Sequence[tuple[Any, Any, Any]], batch: int, vocab_size: int) -> Any:
-    """float32 [B, V]; 0 where nothing is said.
+    """Returns the bias of each token, float32 [B, V].
 
     Args:
         settings: logit_bias, allowed_token_ids and forbidden_token_ids: for all rows, or of each row.
@@ -29,58 +28,61 @@ def bias_rows(settings: Sequence[tuple[Any, Any, Any]], batch: int, vocab_size: 
         vocab_size: V.
 
     Raises:
-        InputError: ids outside the vocabulary, another shape, numbers that are no bias, or nothing left.
+        InputError: ids outside the vocabulary, a wrong shape, invalid numbers, or no token left.
     """
-    made = [_bias(*parts, batch if len(settings) == 1 else 1, vocab_size) for parts in settings]
-    xp = jnp if any(map(traced, made)) else np
-    return xp.broadcast_to(xp.concatenate(made), (batch, vocab_size))
+    biases = [_bias(*parts, batch if len(settings) == 1 else 1, vocab_size) for parts in settings]
+    xp = jnp if any(map(is_traced, biases)) else np
+    return xp.broadcast_to(xp.concatenate(biases), (batch, vocab_size))
 
 
-def check_ids(allowed: Any, forbidden: Any) -> None:
-    """Raises InputError for ids that contradict each other, as far as that is known without a vocabulary."""
+def check_id_lists(allowed: Any, forbidden: Any) -> None:
+    """Raises InputError where allowed and forbidden ids contradict each other or are not valid ids."""
     allowed, forbidden = (
-        None if ids is None or traced(ids) else set(token_ids(name, ids))
+        None if ids is None or is_traced(ids) else set(check_token_ids(name, ids))
         for name, ids in (("allowed_token_ids", allowed), ("forbidden_token_ids", forbidden))
     )
     if allowed == set():
-        raise InputError("allowed_token_ids is empty: name the ids that may be chosen, or give None")
+        raise InputError("allowed_token_ids is empty: give the ids that may be sampled, or None")
     if both := (allowed or set()) & (forbidden or set()):
         where = "both in allowed_token_ids and in forbidden_token_ids"
         raise InputError(f"token id {min(both)} is {where}: leave it out of one")
 
 
 def check_bad_words(words: Any, vocab_size: int | None = None) -> list[list[int]]:
-    """Sequences of ids that a row must not hold, each once; InputError where they are none."""
+    """Returns the distinct sequences of ids; raises InputError where they are not lists of token ids."""
     if isinstance(words, np.ndarray | jax.Array):
         raise InputError("bad_words_ids must be a list of lists of token ids, got an array")
     if not isinstance(words, list | tuple):
-        raise InputError(f"bad_words_ids must be a list of lists of token ids, got {shown(words)}")
-    found = dict.fromkeys(tuple(token_ids("bad_words_ids", ids, vocab_size)) for ids in words)
+        raise InputError(f"bad_words_ids must be a list of lists of token ids, got {format_value(words)}")
+    sequences = dict.fromkeys(tuple(check_token_ids("bad_words_ids", ids, vocab_size)) for ids in words)
     most = MOST_BAD_WORDS
     longest = LONGEST_BAD_WORD
-    if len(found) > most:
+    if len(sequences) > most:
         raise InputError(
-            f"bad_words_ids: {len(found)} sequences are more than the {most} of a row: give fewer"
+            f"bad_words_ids: {len(sequences)} sequences are more than the {most} of a row: give fewer"
         )
-    for ids in found:
+    for ids in sequences:
         if not 1 <= len(ids) <= longest or min(ids) < 0:
-            raise InputError(f"bad_words_ids: each has from 1 to {longest} token ids, got {shown([*ids])}")
-    return [[*ids] for ids in found]
+            raise InputError(
+                f"bad_words_ids: each has from 1 to {longest} token ids, got {format_value([*ids])}"
+            )
+    return [[*ids] for ids in sequences]
 
 
 def is_bad_word_rows(words: Any) -> bool:
-    """Whether it is an array that `bad_word_rows` gave, traced or not."""
-    kept = MOST_BAD_WORDS, LONGEST_BAD_WORD
-    return isinstance(words, np.ndarray | jax.Array) and words.ndim == 3 and words.shape[1:] == kept
+    """Whether it is an array from `bad_word_rows`, traced or not."""
+    if not isinstance(words, np.ndarray | jax.Array):
+        return False
+    return words.ndim == 3 and words.shape[1:] == (MOST_BAD_WORDS, LONGEST_BAD_WORD)
 
 
 def bad_word_rows(settings: Sequence[Any], batch: int, vocab_size: int) -> Any:
-    """int32 [B, W, L]: the sequences of each row, at the end of L places; -1 where there is none.
+    """Returns the sequences of each row, int32 [B, W, L]: each at the end of its L places, the others -1.
 
     Args:
-        settings: bad_words_ids for all rows, or of each row; or one array, which this function gave.
+        settings: bad_words_ids for all rows, or of each row; or one array from this function.
         batch: B.
-        vocab_size: the ids lie below it.
+        vocab_size: V.
     """
     words_BWL: Any = np.full((len(settings), MOST_BAD_WORDS, LONGEST_BAD_WORD), -1, np.int32)
     if len(settings) == 1 and is_bad_word_rows(settings[0]):
@@ -91,60 +93,63 @@ def bad_word_rows(settings: Sequence[Any], batch: int, vocab_size: int) -> Any:
     return np.broadcast_to(words_BWL, (batch, *words_BWL.shape[1:]))
 
 
-def _bias(given: Any, allowed: Any, forbidden: Any, rows: int, V: int) -> Any:
-    """[1 or rows, V]."""
+def _bias(logit_bias: Any, allowed: Any, forbidden: Any, rows: int, V: int) -> Any:
+    """The bias of one setting, [1 or rows, V]."""
     bias_BV = np.zeros((1, V), np.float32)
-    if isinstance(given, Mapping):
-        bias_BV = _of_ids(given, V)
-    elif given is not None:
-        bias_BV = _of_all(given, rows, V)
-    for name, ids, kept in (("allowed_token_ids", allowed, True), ("forbidden_token_ids", forbidden, False)):
+    if isinstance(logit_bias, Mapping):
+        bias_BV = _bias_of_ids(logit_bias, V)
+    elif logit_bias is not None:
+        bias_BV = _bias_of_vocab(logit_bias, rows, V)
+    for name, ids, keep in (("allowed_token_ids", allowed, True), ("forbidden_token_ids", forbidden, False)):
         if ids is not None:
-            named_V = _named(name, ids, V)
-            xp = jnp if traced(named_V) or traced(bias_BV) else np
-            bias_BV = xp.where(named_V == kept, bias_BV, np.float32(-np.inf))
-    if not traced(bias_BV):
-        if np.any(np.isnan(bias_BV) | (bias_BV > _MOST)):
-            raise InputError(f"logit_bias must be finite or -inf, and at most {_MOST:g}, got {shown(given)}")
+            listed_V = _listed(name, ids, V)
+            xp = jnp if is_traced(listed_V) or is_traced(bias_BV) else np
+            bias_BV = xp.where(listed_V == keep, bias_BV, np.float32(-np.inf))
+    if not is_traced(bias_BV):
+        if np.any(np.isnan(bias_BV) | (bias_BV > _MAX_BIAS)):
+            raise InputError(
+                f"logit_bias must be finite or -inf, and at most {_MAX_BIAS:g}, got"
+                f" {format_value(logit_bias)}"
+            )
         if np.any(np.all(bias_BV == -np.inf, -1)):
             settings = "logit_bias, allowed_token_ids and forbidden_token_ids"
-            raise InputError(f"{settings} leave no token that can be chosen: loosen them")
+            raise InputError(f"{settings} leave no token that can be sampled: loosen them")
     return bias_BV
 
 
-def _of_ids(given: Mapping, V: int) -> Any:
-    """The bias of a {id: number}, [1, V]."""
-    ids = token_ids("logit_bias", list(given), V)
-    if traced(given):
-        return jnp.zeros((1, V)).at[0, np.array(ids)].set(jnp.asarray(list(given.values()), jnp.float32))
-    values = numbers(list(given.values()))
+def _bias_of_ids(logit_bias: Mapping, V: int) -> Any:
+    """The bias of {id: number}, [1, V]."""
+    ids = check_token_ids("logit_bias", list(logit_bias), V)
+    if is_traced(logit_bias):
+        return jnp.zeros((1, V)).at[0, np.array(ids)].set(jnp.asarray(list(logit_bias.values()), jnp.float32))
+    values = number_array(list(logit_bias.values()))
     if values is None or values.shape != (len(ids),):
-        raise InputError(f"logit_bias must be finite or -inf for each id, got {shown(given)}")
+        raise InputError(f"logit_bias must be finite or -inf for each id, got {format_value(logit_bias)}")
     bias_BV = np.zeros((1, V), np.float32)
-    bias_BV[0, ids] = _single(values)
+    bias_BV[0, ids] = _to_float32(values)
     return bias_BV
 
 
-def _of_all(given: Any, rows: int, V: int) -> Any:
-    """The bias of numbers for every token, [1 or rows, V]."""
-    array: Any = jnp.asarray(given, jnp.float32) if traced(given) else numbers(given)
+def _bias_of_vocab(logit_bias: Any, rows: int, V: int) -> Any:
+    """The bias of an array with a number for each token, [1 or rows, V]."""
+    array: Any = jnp.asarray(logit_bias, jnp.float32) if is_traced(logit_bias) else number_array(logit_bias)
     if array is None or array.shape not in ((V,), (1, V), (rows, V)):
-        kind = shown(given) if array is None else f"numbers of the shape {list(array.shape)}"
+        kind = format_value(logit_bias) if array is None else f"numbers of the shape {list(array.shape)}"
         forms = f"{{id: number}}, or numbers of the shape [{V}] or [{rows}, {V}]"
         raise InputError(f"logit_bias must be {forms}, got {kind}")
-    array = array if traced(array) else _single(array)
+    array = array if is_traced(array) else _to_float32(array)
     return array.reshape(-1, V)
 
 
-def _named(name: str, ids: Any, V: int) -> Any:
-    """bool [V]: which tokens are named."""
-    if traced(ids):
+def _listed(name: str, ids: Any, V: int) -> Any:
+    """Which tokens the ids list, bool [V]."""
+    if is_traced(ids):
         return jnp.zeros(V, bool).at[jnp.asarray(ids)].set(True, mode="drop")
-    named_V = np.zeros(V, bool)
-    named_V[token_ids(name, ids, V)] = True
-    return named_V
+    listed_V = np.zeros(V, bool)
+    listed_V[check_token_ids(name, ids, V)] = True
+    return listed_V
 
 
-def _single(values: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # what is too large becomes inf, which is refused
+def _to_float32(values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # too large a number becomes inf, which is rejected later
         return values.astype(np.float32)

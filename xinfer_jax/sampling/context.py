@@ -1,4 +1,4 @@
-"""What the processors look at: a row's tokens so far, how many, what ends it, what it may choose."""
+"""State of the logits processors: each row's tokens so far, their counts, EOS ids and allowed tokens."""
 
 import dataclasses
 from typing import Any
@@ -7,25 +7,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checks import traced
-from .settings import SamplingConfig, is_full
+from ..checks import is_traced
+from .batched_settings import has_all_settings
+from .sampling_config import SamplingConfig
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Rows in front; None where the plain settings have no use for it."""
+    """State of the logits processors, batch axis first; None where the plain settings do not need a field."""
 
-    position_B: jax.Array  # int32: tokens of the row, the prompt's too; the next one has this position
-    chosen_B: jax.Array  # int32: how many of them the row chose, EOS included
+    position_B: jax.Array  # int32: tokens of prompt and answer; the next token has this position
+    num_generated_B: jax.Array  # int32: tokens of the answer, EOS included
     eos_BE: jax.Array  # int32: ids that end the row; below 0: none
-    seen_BV: jax.Array  # bool: which tokens the row holds
-    count_BV: jax.Array | None  # int32: how often the row chose each token
-    history_BS: jax.Array | None  # int32: the row's tokens in order; None: nobody asked for their order
+    seen_BV: jax.Array  # bool: which tokens occur in prompt or answer
+    count_BV: jax.Array | None  # int32: how often each token occurs in the answer
+    history_BS: jax.Array | None  # int32: tokens of prompt and answer in order; None: not needed
     allowed_bits: jax.Array | None  # uint32 [B, ceil(V/32)]: bit v % 32 of word v // 32: v is allowed
 
-    def advance(self, token_B: jax.Array, active_B: jax.Array) -> "Context":
-        """With the token that each active row chose; the others stay as they are."""
+    def append_token(self, token_B: jax.Array, active_B: jax.Array) -> "Context":
+        """Returns the context with a token appended to each active row."""
         row_B = jnp.arange(len(token_B))
         one_B = active_B.astype(jnp.int32)
         history_BS = self.history_BS
@@ -36,32 +37,32 @@ class Context:
         return dataclasses.replace(
             self,
             position_B=self.position_B + one_B,
-            chosen_B=self.chosen_B + one_B,
+            num_generated_B=self.num_generated_B + one_B,
             seen_BV=jnp.asarray(self.seen_BV).at[row_B, token_B].max(active_B),
             count_BV=count_BV,
             history_BS=history_BS,
         )
 
     def reorder(self, index_B: jax.Array) -> "Context":
-        """Row b of the result is row index_B[b]."""
+        """Returns a context whose row b is row index_B[b]."""
         return jax.tree.map(lambda leaf: leaf[index_B], self)
 
 
-def start(
+def init_context(
     sampling_B: SamplingConfig, position_B: Any, eos_BE: Any, seen_BV: Any, history_BS: Any = None
 ) -> Context:
-    """What these settings (from `per_row`) look at before the first choice; every token is allowed.
+    """Returns the context of prompts without answers; every token is allowed.
 
     Args:
-        sampling_B: one setting per row.
-        position_B: int32, tokens of each row's prompt.
+        sampling_B: from `settings_per_row`.
+        position_B: int32, prompt lengths.
         eos_BE: int32, ids that end each row.
-        seen_BV: bool, which tokens the prompts hold.
-        history_BS: int32, the prompts' tokens in order, with room for those to come.
+        seen_BV: bool, which tokens occur in the prompts.
+        history_BS: int32, the prompts' tokens in order, with free places for the answers.
     """
     (B, V) = seen_BV.shape
-    full = is_full(sampling_B)
-    xp: Any = jnp if traced(position_B) else np  # on the host nothing is compiled
+    full = has_all_settings(sampling_B)
+    xp: Any = jnp if is_traced(position_B) else np  # on the host nothing is compiled
     return Context(
         position_B,
         xp.zeros(B, np.int32),

@@ -1,8 +1,8 @@
-"""Processors, each logits_BV -> logits_BV with one setting per row, as transformers defines them.
+"""Logits processors, each logits_BV -> logits_BV with one setting per row, as transformers defines them.
 
-Thresholds (the k-th largest logit, the edge of the nucleus) are found by bisection over the bits of the float
-instead of by sorting: exact, 32 passes over the row, a fraction of the cost of sorting 152k numbers, and
-quick to compile.
+Thresholds (the k-th largest logit, the smallest logit of the nucleus) are found by bisection over the bits
+of the float, not by sorting. This is exact, takes 32 passes over the row, costs a fraction of sorting 152k
+numbers and compiles quickly.
 """
 
 import jax
@@ -11,7 +11,7 @@ from jax import lax
 
 
 def repetition_penalty(logits_BV: jax.Array, penalty_B: jax.Array, seen_BV: jax.Array) -> jax.Array:
-    """Divides positive logits of tokens already present by the penalty, multiplies negative ones (CTRL)."""
+    """Divides positive logits of tokens in the row by the penalty, multiplies negative ones (CTRL)."""
     penalty = penalty_B[:, None]
     return jnp.where(seen_BV, jnp.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty), logits_BV)
 
@@ -19,22 +19,22 @@ def repetition_penalty(logits_BV: jax.Array, penalty_B: jax.Array, seen_BV: jax.
 def no_repeat_ngram(
     logits_BV: jax.Array, size_B: jax.Array, history_BS: jax.Array, length_B: jax.Array
 ) -> jax.Array:
-    """Forbids tokens that would complete an n-gram that the row already holds; size 0 forbids none.
+    """Forbids tokens that would repeat an n-gram of the row; size 0 forbids none.
 
     Args:
         logits_BV: float32.
         size_B: int32, n.
         history_BS: int32, the row's tokens in order.
-        length_B: int32, how many they are.
+        length_B: int32, number of these tokens.
     """
     slot_S = jnp.arange(history_BS.shape[1])
 
-    def compare(k, same_BS):  # whether the token k places earlier is the row's k-th last
+    def compare(k, same_BS):  # also checks that the token k places before equals the row's k-th last token
         last_B1 = jnp.take_along_axis(history_BS, jnp.maximum(length_B - k, 0)[:, None], 1)
         return same_BS & ((k >= size_B[:, None]) | (jnp.roll(history_BS, k, 1) == last_B1))
 
     inside_BS = (slot_S >= size_B[:, None] - 1) & (slot_S < length_B[:, None]) & (size_B[:, None] > 0)
-    most = jnp.max(jnp.where(size_B <= length_B, size_B, 1))  # a row shorter than n holds no n-gram
+    most = jnp.max(jnp.where(size_B <= length_B, size_B, 1))  # a row shorter than n has no n-gram
     completes_BS = lax.fori_loop(1, jnp.maximum(most, 1), compare, inside_BS)
     banned_BV = (
         jnp.zeros(logits_BV.shape, bool).at[jnp.arange(len(size_B))[:, None], history_BS].max(completes_BS)
@@ -46,15 +46,16 @@ def bad_words(
     logits_BV: jax.Array, words_BWL: jax.Array, history_BS: jax.Array | None, length_B: jax.Array,
     eos_BE: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """Forbids the last token of each sequence whose other tokens the row ends with; a sequence that is an id
-    that ends the row alone forbids nothing. transformers forbids nothing either before the row is as long as
-    the whole sequence; here its other tokens are enough.
+    """Forbids the last token of each sequence whose other tokens the row ends with.
+
+    A single EOS id forbids nothing, as in transformers. transformers also forbids nothing before the row is
+    as long as the whole sequence; here a row as long as the other tokens is enough.
 
     Args:
         logits_BV: float32.
-        words_BWL: int32, W sequences of each row, of at most L tokens, at the end of L places; below 0: none.
+        words_BWL: int32, W sequences of each row, each at the end of its L places; the others are negative.
         history_BS: int32, the row's tokens in order; None: no sequence has more than one token.
-        length_B: int32, how many they are.
+        length_B: int32, number of these tokens.
         eos_BE: int32, ids that end the row.
     """
     (B, V) = logits_BV.shape
@@ -75,13 +76,13 @@ def bad_words(
 
 
 def min_new_tokens(
-    logits_BV: jax.Array, least_B: jax.Array, chosen_B: jax.Array, eos_BE: jax.Array
+    logits_BV: jax.Array, least_B: jax.Array, num_generated_B: jax.Array, eos_BE: jax.Array
 ) -> jax.Array:
-    """Forbids ids that end a row while it has chosen fewer tokens than asked for; ids below 0 are none."""
+    """Forbids EOS ids while the answer has fewer than min_new_tokens tokens; negative ids are ignored."""
     (B, V) = logits_BV.shape
     at_BE = jnp.where(eos_BE < 0, logits_BV.shape[1], eos_BE)
     end_BV = jnp.zeros((B, V), bool).at[jnp.arange(B)[:, None], at_BE].set(True, mode="drop")
-    return jnp.where(end_BV & (chosen_B < least_B)[:, None], -jnp.inf, logits_BV)
+    return jnp.where(end_BV & (num_generated_B < least_B)[:, None], -jnp.inf, logits_BV)
 
 
 def allowed(logits_BV: jax.Array, allowed_bits: jax.Array) -> jax.Array:
@@ -94,24 +95,24 @@ def allowed(logits_BV: jax.Array, allowed_bits: jax.Array) -> jax.Array:
 def presence_frequency(
     logits_BV: jax.Array, presence_B: jax.Array, frequency_B: jax.Array, count_BV: jax.Array
 ) -> jax.Array:
-    """Takes `presence` off tokens that the answer holds, `frequency` as often as it does (OpenAI)."""
+    """Subtracts `presence` + `frequency` * count from logits of tokens that occur in the answer (OpenAI)."""
     return logits_BV - presence_B[:, None] * (count_BV > 0) - frequency_B[:, None] * count_BV
 
 
 def top_k(logits_BV: jax.Array, k_B: jax.Array) -> jax.Array:
-    """Keeps the k largest logits of each row (and their ties), the rest becomes -inf; k = 0 keeps all."""
+    """Keeps the k largest logits of each row and their ties, all at k = 0. Others become -inf."""
     return _keep(logits_BV, logits_BV, jnp.ones_like(logits_BV), _count(k_B))
 
 
 def top_p(logits_BV: jax.Array, p_B: jax.Array) -> jax.Array:
-    """Keeps the smallest set of largest logits whose probabilities sum to at least p (Holtzman et al. 2020),
-    the rest becomes -inf.
+    """Keeps the fewest largest logits whose probabilities sum to at least p (Holtzman et al. 2020). Others
+    become -inf.
     """
     return _keep(logits_BV, logits_BV, jax.nn.softmax(logits_BV, -1), _mass(p_B))
 
 
 def top_k_top_p(logits_BV: jax.Array, k_B: jax.Array, p_B: jax.Array) -> jax.Array:
-    """top_p(top_k(logits)), as one loop over the two: the search is the same, and compiling it takes long."""
+    """top_p(top_k(logits)) as one loop over both: they share one search, since compiling it takes long."""
 
     def stage(i, logits_BV):
         least_B = jnp.where(i == 0, _count(k_B), _mass(p_B))
@@ -119,37 +120,35 @@ def top_k_top_p(logits_BV: jax.Array, k_B: jax.Array, p_B: jax.Array) -> jax.Arr
         def search() -> jax.Array:
             return _keep(logits_BV, logits_BV, jnp.where(i == 0, 1.0, jax.nn.softmax(logits_BV, -1)), least_B)
 
-        return lax.cond(jnp.all(jnp.isinf(least_B)), lambda: logits_BV, search)  # no row asks for it
+        return lax.cond(jnp.all(jnp.isinf(least_B)), lambda: logits_BV, search)  # no row uses it
 
     return lax.fori_loop(0, 2, stage, logits_BV)
 
 
 def min_p(logits_BV: jax.Array, p_B: jax.Array) -> jax.Array:
-    """Keeps tokens at least p times as likely as the likeliest (Nguyen et al. 2024); 0 keeps all."""
+    """Keeps tokens at least p times as likely as the most likely one (Nguyen et al. 2024); 0 keeps all."""
     return jnp.where(
         logits_BV >= jnp.max(logits_BV, -1, keepdims=True) + jnp.log(p_B)[:, None], logits_BV, -jnp.inf
     )
 
 
-def typical_p(logits_BV: jax.Array, p_B: jax.Array, fewest: int = 1) -> jax.Array:
-    """Keeps the tokens whose surprise is nearest to its mean, `fewest` or more, until they reach probability
-    p; 1 keeps all.
-
-    Source: Meister et al. 2023.
+def typical_p(logits_BV: jax.Array, p_B: jax.Array, min_tokens_to_keep: int = 1) -> jax.Array:
+    """Keeps the tokens whose information content is nearest to the entropy, until their probabilities sum to
+    p (Meister et al. 2023); at least `min_tokens_to_keep`. p = 1 keeps all.
     """
     logprob_BV = jax.nn.log_softmax(logits_BV, -1)
     probability_BV = jnp.exp(logprob_BV)
     entropy_B1 = -jnp.sum(jnp.where(probability_BV > 0, probability_BV * logprob_BV, 0), -1, keepdims=True)
     key_BV = -jnp.abs(-logprob_BV - entropy_B1)
     kept_BV = _keep(logits_BV, key_BV, probability_BV, _mass(p_B))
-    return (
-        kept_BV
-        if fewest == 1
-        else jnp.maximum(kept_BV, _keep(logits_BV, key_BV, jnp.ones_like(key_BV), jnp.full_like(p_B, fewest)))
-    )
+    if min_tokens_to_keep == 1:
+        return kept_BV
+    most_typical_BV = _keep(logits_BV, key_BV, jnp.ones_like(key_BV), jnp.full_like(p_B, min_tokens_to_keep))
+    return jnp.maximum(kept_BV, most_typical_BV)
 
 
 def _count(k_B: jax.Array) -> jax.Array:
+    """top-k as the number of tokens that are kept: 0 (off) keeps all."""
     return jnp.where(k_B > 0, k_B, jnp.inf)
 
 
@@ -158,16 +157,18 @@ def _mass(p_B: jax.Array) -> jax.Array:
 
 
 def _keep(logits_BV: jax.Array, key_BV: jax.Array, weight_BV: jax.Array, least_B: jax.Array) -> jax.Array:
-    """Keeps the fewest logits of largest key whose weights sum to at least `least` (all, where that cannot
-    be), the rest becomes -inf.
+    """Keeps the fewest logits with the largest keys whose weights sum to at least `least`; all logits where
+    no sum reaches it. Others become -inf.
 
-    The threshold is found bit by bit, on integers that are ordered as the floats are.
+    The threshold is found bit by bit, on integers in the order of the floats.
     """
     bits = lax.bitcast_convert_type(jnp.where(key_BV == 0, 0.0, key_BV), jnp.int32)  # -0.0 ties with 0.0
-    order = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # negative floats are ordered backwards as integers
+    order = jnp.where(
+        bits < 0, bits ^ 0x7FFFFFFF, bits
+    )  # negative floats have the opposite order as integers
 
     def halve(_, bounds):
-        low, high = bounds  # the threshold lies in low … high
+        low, high = bounds  # low <= threshold <= high
         middle = (low | high) - ((low ^ high) >> 1)  # rounded up, without overflow
         enough = jnp.sum(jnp.where(order >= middle[:, None], weight_BV, 0), -1) >= least_B
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)

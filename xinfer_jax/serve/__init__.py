@@ -1,39 +1,41 @@
-"""A server that clients of the OpenAI API use as it is: `xinfer-jax-serve`. Nothing imports this room.
+"""`xinfer-jax-serve`: the OpenAI HTTP API over an engine. Nothing imports this package.
 
-In the order to read: `settings` is what a server is told; `metrics` counts; `page` joins page.html, page.css
-and the scripts markdown.js, client.js and page.js to the page at `/`; `addresses` says who is behind a proxy;
-`connections` bounds what is open and unread; `admission` limits what clients have under way; `body_scan`
-bounds a body before it is parsed; `offload` runs what is heavy in threads; `formatting` makes a response's
-JSON in slices; `thoughts` splits an answer as it comes; `streams` sends answers; `embeddings` reads and
-serves /v1/embeddings; `under_way` is a call that the engine answers; `service` takes requests to the engine;
-`texts` has the addresses that need none; `app` says which addresses there are and who may ask; `command` is
-the process.
+Read the files in this order:
+- `server_settings`: the arguments of a server; `api_errors`: errors as responses; `metrics`: Prometheus.
+- `page` joins page.html, page.css, markdown.js, client.js and page.js to the chat page at `/`.
+- `ip_addresses` finds the client behind a proxy; `connections` limits open and idle connections.
+- `admission` limits what clients have in flight; `request_body` receives a body and checks its size before
+  it is parsed; `worker_pool` runs slow work in threads.
+- `json_encoding` encodes a response in slices; `reasoning` splits an answer while it streams; `chunks` makes
+  the chunks of a stream; `http_responses` sends them.
+- `embedding_requests` serves /v1/embeddings; `served_request` is one request to the engine; `service` handles
+  completions; `text_endpoints` handles what needs no engine; `app` has the routes and checks the key;
+  `command` is the process.
 
 Served: /v1/models, /v1/models/ID, /version, /v1/completions, /v1/chat/completions (streamed or not),
 /v1/embeddings, /health, /metrics, /tokenize, /detokenize, /tokenizer_info, and the page. Not served, and
-refused by name: /v1/responses, tools, response formats, suffix, images and sound; `xinfer_jax/api/fields.py`
+rejected by name: /v1/responses, tools, response formats, suffix, images and audio; `xinfer_jax/api/fields.py`
 has the list of fields.
 
-- An answer is the engine's: with the same seed it has the same tokens beside any other requests. A request
-  without one gets a seed of 53 bits, drawn from the server's seed and the number of the request; the response
-  and the log say it.
-- Who goes away is noticed, streamed or not, and the row is free within a window of decoding; who does not
-  send or read for half a minute is cut off. Nothing but the tokens of one answer waits for a slow reader.
-- At a limit of connections, of all or of one address, the one that has waited longest for its client is
-  closed for the new one: idle connections keep nobody out. A client that does not read a response, of any
-  kind, is cut off where bytes are written. X-Forwarded-For is believed only where a proxy is named.
-- The engine may queue no more than it is told to; beyond that clients get 429, which the openai client obeys.
-  Limits count answers and tokens, in all and for each client: a key, or without keys an address. The engine
-  is fair to clients.
-- A body has at most 64 bytes for each token of the context and each of its prompts, at most 4 MiB without a
-  flag, at most 64 levels; a scan finds that without building objects. What takes longer than a few
-  milliseconds runs in threads, one job of a client at a time: tokenizing releases the interpreter's lock, and
-  what holds it is cut into slices. Work for a client that has left goes no further.
-- Clients with different keys share no pages of prompts (`cached_tokens` would confirm another's text) unless
-  --share_prefixes says so. Without keys all share them: there is one class of clients.
-- What messages spell never becomes a control token (`encode_prompt(escape_control_tokens=True)`).
-- A server on this machine alone answers only to names of this machine, so that no web page reaches it by
-  another name (DNS rebinding). Keys are compared in constant time, and never stand on the command line.
-- The page runs only its own script, by hash. An answer's Markdown becomes text nodes, never HTML. The tab
-  keeps the conversation, but not the key.
+- An answer has the same tokens with the same seed, beside any other requests. A request without a seed gets
+  one of 53 bits, derived from the server's seed and the request's number; the response and the log have it.
+- A disconnect, streamed or not, frees the slot after the decode steps that are running. A client that sends
+  or reads nothing for half a minute is disconnected. Only the tokens of its own answer wait for a slow
+  reader.
+- At a limit of connections, in all or per address, a new connection closes one that waits for its
+  client, so idle connections lock nobody out. X-Forwarded-For counts only from a trusted proxy.
+- The queue of the engine is limited; excess requests get 429, and the openai client retries them. Limits
+  count answers and tokens, in all and per client (a key, or without keys an address). The engine is fair to
+  clients.
+- A body has at most 64 bytes for each token of the context and each of its prompts, by default at most 4 MiB,
+  and at most 64 levels; a scan checks this without building objects. What takes longer than a few
+  milliseconds runs in threads, one job of a client at a time. Tokenizing releases Python's GIL; work that
+  holds the GIL is cut into slices. Work for a client that has disconnected stops.
+- Clients with different keys share no prefix pages (`cached_tokens` would reveal another client's text)
+  unless --share_prefixes is set. Without keys all clients share them.
+- The text of a message never becomes a control token (`encode_prompt(escape_control_tokens=True)`).
+- A server that listens on this machine alone accepts only the machine's own names as Host, so that no web
+  page reaches it by DNS rebinding. Keys are compared in constant time, and are never command-line arguments.
+- The page runs only its own script, by hash. An answer's Markdown becomes text nodes, never HTML. The browser
+  tab stores the conversation, but not the key.
 """

@@ -1,134 +1,127 @@
-"""What clients have under way: answers, tokens, and bytes of bodies. Who asks for more than the limits is
-told to wait.
+"""Admission control: limits on the answers, tokens and body bytes that clients have in flight. Excess
+requests get 429.
 """
 
 import threading
 from collections import Counter
 
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response
 
-from ..api.bodies import Asked
-from .settings import Settings
+from ..api.bodies import ParsedBody
+from .api_errors import APIError
+from .server_settings import ServerSettings
 
-_BODIES = 4  # of the largest, from one client at a time
-
-
-class Refused(Exception):
-    """What is answered instead: a status, a message, and the field at fault."""
-
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-
-    def response(self) -> Response:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        error = dict(message=str(self), type=kind, param=self.param, code=self.code)
-        headers = {"retry-after": "1"} if self.status in (429, 503) else {}
-        if self.status in (408, 413):  # the rest of the body is not read
-            headers["connection"] = "close"
-        return JSONResponse(dict(error=error), self.status, headers)
+_BODIES = 4  # of the largest size, that one client may have in flight
 
 
-class Admission:
-    """Counts of one server, by client. Any thread may ask."""
+class AdmissionControl:
+    """What the clients of one server have reserved. Thread-safe.
 
-    def __init__(self, settings: Settings):
+    Attributes:
+        rows: slots of the engine; 0 until it exists.
+        used: for each unit, the amount that each client has reserved.
+    """
+
+    def __init__(self, settings: ServerSettings):
         self._settings = settings
         self._lock = threading.Lock()
-        self.rows = 0  # of the engine, once it is there
+        self.rows = 0
         self.used = {unit: Counter[str]() for unit in ("answers", "tokens", "bytes")}
 
-    def enter(self, client: str) -> "Ticket":
-        """A request of this client; it counts as one answer until more is known.
+    def admit(self, client: str) -> "Reservation":
+        """Admits a request of this client; it counts as one answer until its body is parsed.
 
         Raises:
-            Refused: 429.
+            APIError: 429.
         """
-        ticket = Ticket(self, client)
-        ticket.hold(answers=1)
-        return ticket
+        reservation = Reservation(self, client)
+        reservation.reserve(answers=1)
+        return reservation
 
-    def change(self, ticket: "Ticket", wanted: dict[str, int]) -> None:
-        """Holds so many of each unit for a ticket, in place of what it held."""
+    def update(self, reservation: "Reservation", amounts: dict[str, int]) -> None:
+        """Replaces the amounts of a reservation."""
         with self._lock:
-            if ticket.left and any(wanted.values()):
+            if reservation.released and any(amounts.values()):
                 raise ClientDisconnect
-            more = {unit: count - ticket.held[unit] for unit, count in wanted.items()}
-            for unit, count in wanted.items():
+            more = {unit: count - reservation.amounts[unit] for unit, count in amounts.items()}
+            for unit, count in amounts.items():
                 if more[unit] > 0:
-                    self._check(unit, ticket.client, count, more[unit])
+                    self._check(unit, reservation.client, count, more[unit])
             for unit, count in more.items():
-                self.used[unit][ticket.client] += count
-                if not self.used[unit][ticket.client]:
-                    del self.used[unit][ticket.client]
-            ticket.held |= wanted
+                self.used[unit][reservation.client] += count
+                if not self.used[unit][reservation.client]:
+                    del self.used[unit][reservation.client]
+            reservation.amounts |= amounts
 
     def _check(self, unit: str, client: str, count: int, more: int) -> None:
         settings = self._settings
         used = self.used[unit]
-        bodies = _BODIES * settings.max_body_bytes
-        tokens = settings.max_waiting_tokens_per_client, settings.max_waiting_tokens
-        own, whole, flag = dict(
-            answers=(settings.max_waiting_per_client, settings.max_waiting + self.rows, "max_waiting"),
-            tokens=(*tokens, "max_waiting_tokens"),
-            bytes=(bodies, 4 * bodies, "max_body_bytes"),
+        body_bytes = _BODIES * settings.max_body_bytes
+        waiting_tokens = settings.max_waiting_tokens
+        waiting_answers = settings.max_waiting + self.rows
+        per_client, total, flag = dict(
+            answers=(settings.max_waiting_per_client, waiting_answers, "max_waiting"),
+            tokens=(settings.max_waiting_tokens_per_client, waiting_tokens, "max_waiting_tokens"),
+            bytes=(body_bytes, 4 * body_bytes, "max_body_bytes"),
         )[unit]
-        if count > min(own, whole):
-            name = f"{flag}_per_client" if own <= whole and unit != "bytes" else flag
-            raise Refused(
+        most = min(per_client, total)
+        if count > most:
+            name = f"{flag}_per_client" if per_client <= total and unit != "bytes" else flag
+            raise APIError(
                 400,
-                f"the request has {count} {unit}, and the server takes {min(own, whole)} at most (--{name}):"
+                f"the request has {count} {unit}, and the server takes {most} at most (--{name}):"
                 " send several smaller requests",
             )
-        if used[client] + more > own:
-            raise Refused(
-                429, f"{used[client]} {unit} of yours are under way, of at most {own}: wait for one to end"
+        if used[client] + more > per_client:
+            raise APIError(
+                429,
+                f"this client has {used[client]} {unit} in flight, of at most {per_client}:"
+                " wait until a request ends",
             )
-        if used.total() + more > whole:
-            raise Refused(429, f"too many requests wait ({used.total()} {unit} of {whole}): come again")
+        if used.total() + more > total:
+            raise APIError(429, f"too many requests wait ({used.total()} {unit} of {total}): try again later")
 
 
-class Ticket:
-    """What one request of a client holds.
+class Reservation:
+    """What one request has reserved of the limits.
 
     Attributes:
-        held: of each unit.
-        left: it holds nothing any more.
+        client: whose limits count.
+        amounts: reserved, for each unit.
+        released: it has ended, and reserves nothing any more.
     """
 
-    def __init__(self, admission: Admission, client: str):
+    def __init__(self, admission: AdmissionControl, client: str):
         self._admission = admission
         self.client = client
-        self.left = False
-        self.held = dict.fromkeys(admission.used, 0)
+        self.released = False
+        self.amounts = dict.fromkeys(admission.used, 0)
 
-    def hold(self, **wanted: int) -> None:
-        """So many answers, tokens or bytes, in place of what it held.
+    def reserve(self, **amounts: int) -> None:
+        """Sets the number of answers, tokens or bytes.
 
         Raises:
-            ClientDisconnect: it has left.
-            Refused: 429; 400 where the request alone exceeds a limit.
+            ClientDisconnect: the reservation was released.
+            APIError: 429; 400 if the request alone exceeds a limit.
         """
-        self._admission.change(self, wanted)
+        self._admission.update(self, amounts)
 
-    def leave(self) -> None:
-        """Once is enough."""
-        self.left = True  # seen by a thread that asks for more after that: `change` is one at a time
-        self._admission.change(self, dict.fromkeys(self.held, 0))
-
-
-def answers_of(asked: Asked) -> int:
-    """Answers that the engine makes for a body."""
-    return len(asked.prompts) * max(asked.options.n, asked.options.best_of or 0)
+    def release(self) -> None:
+        """Ends the reservation. Further calls do nothing."""
+        self.released = True  # before `update`, so that no other thread can reserve after it
+        self._admission.update(self, dict.fromkeys(self.amounts, 0))
 
 
-def tokens_of(asked: Asked) -> int:
-    """Tokens that a body counts as: of its prompts, as often as they are shown, and of its answers at their
-    longest. A token that is shown beside k others counts as 1 + k: each takes about 100 bytes.
+def count_answers(parsed: ParsedBody) -> int:
+    """The number of answers that the engine makes for a body."""
+    return len(parsed.prompts) * max(parsed.options.n, parsed.options.best_of or 0)
+
+
+def count_tokens(parsed: ParsedBody) -> int:
+    """The number of tokens to reserve for a body: its prompts, once for each time the response repeats them,
+    and its answers at their maximum. A token with k top log-probabilities counts as 1 + k, as each takes
+    about 100 bytes.
     """
-    shown = asked.logprobs or 0
-    prompts = sum(map(len, asked.prompts)) * (asked.options.n * (1 + shown) if asked.echo else 1)
-    return prompts + answers_of(asked) * asked.options.max_new_tokens * (1 + shown)
+    top = parsed.logprobs or 0
+    prompts = sum(map(len, parsed.prompts)) * (parsed.options.n * (1 + top) if parsed.echo else 1)
+    return prompts + count_answers(parsed) * parsed.options.max_new_tokens * (1 + top)

@@ -1,4 +1,4 @@
-"""Addresses: which there are, who may ask, what is said of errors."""
+"""The routes of the server, the check of keys and hosts, and the responses to errors."""
 
 import re
 import time
@@ -11,142 +11,141 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request as Call
+from starlette.requests import ClientDisconnect, Request as HTTPRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
-from ..errors import InputError, shown
-from .addresses import forwarded_client, is_within, networks
-from .admission import Refused
+from ..errors import InputError, format_value
+from .api_errors import APIError
 from .connections import Connection, Server
+from .ip_addresses import forwarded_client, is_within, parse_networks
 from .page import HEADERS, PAGE
-from .service import SLOW_SECONDS, Service
-from .settings import LOCAL
-from .texts import Texts
+from .request_body import SLOW_SECONDS
+from .server_settings import LOCAL_HOSTS
+from .service import Service
+from .text_endpoints import TextEndpoints
 
 _LOCAL_NAME = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.IGNORECASE)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_OPEN = {"/", "/health", "/metrics"}  # without a key
+_OPEN_PATHS = {"/", "/health", "/metrics"}  # need no key
 
 
 def make_server(service: Service) -> Server:
-    """What serves a service."""
-    at = _Addresses(service)
-    texts = Texts(service)
+    """The HTTP server of a service."""
+    info = _InfoEndpoints(service)
+    texts = TextEndpoints(service)
     routes = [
-        Route("/v1/completions", partial(service.answer, kind="completion"), methods=["POST"]),
-        Route("/v1/chat/completions", partial(service.answer, kind="chat"), methods=["POST"]),
-        Route("/v1/responses", at.responses, methods=["POST"]),
-        Route("/v1/models", at.models),
-        Route("/v1/models/{name:path}", at.model),
+        Route("/v1/completions", partial(service.create_completion, kind="completion"), methods=["POST"]),
+        Route("/v1/chat/completions", partial(service.create_completion, kind="chat"), methods=["POST"]),
+        Route("/v1/responses", info.responses, methods=["POST"]),
+        Route("/v1/models", info.models),
+        Route("/v1/models/{name:path}", info.model),
         Route("/v1/embeddings", texts.embeddings, methods=["POST"]),
         Route("/tokenize", texts.tokenize, methods=["POST"]),
         Route("/detokenize", texts.detokenize, methods=["POST"]),
-        Route("/tokenizer_info", at.tokenizer_info),
-        Route("/health", at.health),
-        Route("/metrics", at.metrics),
-        Route("/version", at.version),
-        Route("/", at.page),
+        Route("/tokenizer_info", info.tokenizer_info),
+        Route("/health", info.health),
+        Route("/metrics", info.metrics),
+        Route("/version", info.version),
+        Route("/", info.page),
     ]
-    errors: Any = (Refused, InputError, RecursionError, ClientDisconnect, HTTPException, Exception)
-    middleware = [Middleware(_Gate, service=service)]
+    errors: Any = (APIError, InputError, RecursionError, ClientDisconnect, HTTPException, Exception)
+    middleware = [Middleware(_RequestGuard, service=service)]
     if service.settings.origins:
         allowed = dict(allow_origins=service.settings.origins, allow_methods=["*"], allow_headers=["*"])
         middleware.insert(0, Middleware(CORSMiddleware, **allowed))  # type: ignore[arg-type]
-    app = Starlette(
-        routes=routes, middleware=middleware, exception_handlers=dict.fromkeys(errors, service.failed)
-    )
-    app.router.redirect_slashes = False  # to an address that the host header names
+    handlers = dict.fromkeys(errors, service.error_response)
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    app.router.redirect_slashes = False  # it would redirect to whatever address the Host header names
     config = uvicorn.Config(
         app, http=Connection, ws="none", proxy_headers=False, log_level="critical", access_log=False,
         lifespan="off", server_header=False, timeout_graceful_shutdown=int(service.settings.grace),
         timeout_keep_alive=SLOW_SECONDS, h11_max_incomplete_event_size=2**16,
     )  # fmt: skip
-    return Server(config, service.settings, service.say)
+    return Server(config, service.settings, service.log)
 
 
-class _Addresses:
-    """Those that need no turn of the engine."""
+class _InfoEndpoints:
+    """Endpoints that answer at once."""
 
     def __init__(self, service: Service):
         self._service = service
 
-    async def models(self, _: Call) -> Response:
-        return JSONResponse(dict(object="list", data=[self._described()]))
+    async def models(self, _: HTTPRequest) -> Response:
+        return JSONResponse(dict(object="list", data=[self._model_card()]))
 
-    async def model(self, call: Call) -> Response:
-        asked = call.path_params["name"]
-        settings = self._service.settings
-        if asked not in (settings.name, settings.model):
-            why = f"the model {shown(asked)} is not served here, {settings.name!r} is"
-            raise Refused(404, why, "model", "model_not_found")
-        return JSONResponse(self._described())
+    async def model(self, request: HTTPRequest) -> Response:
+        self._service.check_model_name(request.path_params["name"])
+        return JSONResponse(self._model_card())
 
-    async def version(self, _: Call) -> Response:
+    async def version(self, _: HTTPRequest) -> Response:
         return JSONResponse(dict(version=__version__))
 
-    async def health(self, _: Call) -> Response:
-        why = self._service.ailing()
-        return JSONResponse(dict(status=why or "ok"), 503 if why else 200)
+    async def health(self, _: HTTPRequest) -> Response:
+        reason = self._service.unavailable_reason()
+        return JSONResponse(dict(status=reason or "ok"), 503 if reason else 200)
 
-    async def metrics(self, _: Call) -> Response:
+    async def metrics(self, _: HTTPRequest) -> Response:
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def page(self, _: Call) -> Response:
+    async def page(self, _: HTTPRequest) -> Response:
         return HTMLResponse(PAGE, headers=HEADERS)
 
-    async def responses(self, _: Call) -> Response:
-        raise Refused(404, "/v1/responses is not served: use /v1/chat/completions")
+    async def responses(self, _: HTTPRequest) -> Response:
+        raise APIError(404, "/v1/responses is not served: use /v1/chat/completions")
 
-    async def tokenizer_info(self, _: Call) -> Response:
+    async def tokenizer_info(self, _: HTTPRequest) -> Response:
         tokenizer = self._model().tokenizer
         names = dict.fromkeys(("bos_token", "eos_token", "pad_token")) | tokenizer.special_tokens
         return JSONResponse(names | dict(chat_template=tokenizer.chat_template))
 
-    def _described(self) -> dict[str, Any]:
-        one = dict(id=self._service.settings.name, object="model", created=0, owned_by="xinfer_jax")
-        return one | dict(max_model_len=self._service.room)
+    def _model_card(self) -> dict[str, Any]:
+        card = dict(id=self._service.settings.name, object="model", created=0, owned_by="xinfer_jax")
+        return card | dict(max_model_len=self._service.max_model_len)
 
     def _model(self) -> Any:
         if self._service.model is None:
-            raise Refused(503, self._service.ailing())
+            raise APIError(503, self._service.unavailable_reason())
         return self._service.model
 
 
-class _Gate:
-    """Names each request; turns away who may not ask, or asks under another name than ours."""
+class _RequestGuard:
+    """Middleware: gives each request an id, and rejects one without a key or with a foreign Host."""
 
     def __init__(self, app: ASGIApp, service: Service):
         self._app = app
         self._service = service
-        self._proxies = networks(service.settings.trusted_proxies)
+        self._proxies = parse_networks(service.settings.trusted_proxies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        call = Call(scope)
-        settings = self._service.settings
-        given = call.headers.get("x-request-id", "")
-        name = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex[:16]
-        scope.setdefault("state", {}).update(request_id=name, received=time.monotonic())
+        request = HTTPRequest(scope)
+        client_id = request.headers.get("x-request-id", "")
+        request_id = client_id if _REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex[:16]
+        scope.setdefault("state", {}).update(request_id=request_id, received=time.monotonic())
 
-        async def named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
-        host = call.headers.get("host", "")
-        refused = None
-        if settings.host in LOCAL and not _LOCAL_NAME.fullmatch(host):
-            refused = Refused(403, f"{shown(host)} is not a name of this server")
-        elif scope["path"] not in _OPEN and not self._service.allowed(call):
-            refused = Refused(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key")
-        elif call.client and is_within(peer := call.client.host, self._proxies):
+        error = self._check(request)
+        await (error.response() if error else self._app)(scope, receive, send_with_id)
+
+    def _check(self, request: HTTPRequest) -> APIError | None:
+        """Why the request is rejected, if it is. Behind a trusted proxy, sets its client."""
+        host = request.headers.get("host", "")
+        if self._service.settings.host in LOCAL_HOSTS and not _LOCAL_NAME.fullmatch(host):
+            return APIError(403, f"{format_value(host)} is not a name of this server")
+        if request.scope["path"] not in _OPEN_PATHS and not self._service.is_authorized(request):
+            return APIError(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+        if request.client and is_within(peer := request.client.host, self._proxies):
+            forwarded = request.headers.getlist("x-forwarded-for")
             try:
-                client = forwarded_client(peer, call.headers.getlist("x-forwarded-for"), self._proxies)
-                scope["client"] = (client, 0)
+                request.scope["client"] = (forwarded_client(peer, forwarded, self._proxies), 0)
             except InputError as error:
-                refused = Refused(400, str(error))
-        await (refused.response() if refused else self._app)(scope, receive, named)
+                return APIError(400, str(error))
+        return None

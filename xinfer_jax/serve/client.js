@@ -1,9 +1,9 @@
-// What the page asks of the server: the key, the model, the events of an answer. page.js has the state.
+// Requests to the server: the key, the model, the events of an answer. page.js has the state.
 
-class Problem extends Error {}
+class PageError extends Error {}
 
-// A response that is ok. Where a key is missing or wrong, asks for one and tries again.
-async function call(path, body, signal) {
+// Returns a response that is ok. If the key is missing or wrong, asks the user for one and tries again.
+async function request(path, body, signal) {
   for (let tried = false; ; tried = true) {
     const headers = { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
     let response;
@@ -11,53 +11,53 @@ async function call(path, body, signal) {
       response = await fetch(path, { method: body ? "POST" : "GET", headers, body, signal });
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      throw new Problem("The server does not answer.");
+      throw new PageError("The server does not answer.");
     }
     if (response.ok) return response;
-    if (response.status !== 401) throw new Problem(await why(response));
-    if (!await askForKey(tried && key)) throw new Problem("The server needs a key, and none was given.");
+    if (response.status !== 401) throw new PageError(await errorMessage(response));
+    if (!await promptForKey(tried && key)) throw new PageError("The server needs a key, and none was given.");
     signal?.throwIfAborted();
   }
 }
 
-async function why(response) {
+async function errorMessage(response) {
   try { return (await response.json()).error.message; } catch { return `The server answered ${response.status}.`; }
 }
 
-function askForKey(wrong) {
-  asking ??= new Promise((resolve) => {
+function promptForKey(wrong) {
+  keyPrompt ??= new Promise((resolve) => {
     $("keys-why").textContent = wrong ? "The server does not accept this key. Give another one."
-      : "This server answers only with a key. It is kept until you close or reload the page.";
+      : "This server needs a key. The page forgets it when you close or reload it.";
     $("key").value = "";
-    $("keys").addEventListener("close", () => { asking = null; resolve($("keys").returnValue === "use"); },
+    $("keys").addEventListener("close", () => { keyPrompt = null; resolve($("keys").returnValue === "use"); },
       { once: true });
     $("keys").returnValue = "";
     $("keys").showModal();
     $("key").focus();
   });
-  return asking;
+  return keyPrompt;
 }
 
-// Learns the model's name, and whether it has a chat template.
-async function learn() {
-  model = (await (await call("v1/models")).json()).data[0].id;
+// Gets the model's name, and whether it has a chat template.
+async function fetchModelInfo() {
+  model = (await (await request("v1/models")).json()).data[0].id;
   $("model").textContent = document.title = model;
-  plain = (await (await call("tokenizer_info")).json()).chat_template === null;
-  showKind();
+  plain = (await (await request("tokenizer_info")).json()).chat_template === null;
+  showModelKind();
 }
 
-// The same, again until the model is loaded.
-async function meet() {
+// Repeats `fetchModelInfo` until the model is loaded.
+async function waitForModel() {
   if (plain !== null) return;
   try {
-    await learn();
+    await fetchModelInfo();
   } catch (error) {
     $("model").textContent = model ? `${model}: ${error.message}` : error.message;
-    if (!error.message.includes("key")) setTimeout(meet, RETRY_MS);
+    if (!error.message.includes("key")) setTimeout(waitForModel, RETRY_MS);
   }
 }
 
-function showKind() {
+function showModelKind() {
   document.body.classList.toggle("plain", plain);
   $("system-label").hidden = plain;
   $("ask").placeholder = plain ? "Text to continue" : "Message";
@@ -66,12 +66,12 @@ function showKind() {
   render();
 }
 
-async function* events(response) {
+async function* readEvents(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) throw new Problem("The connection ended before the answer did.");
+    if (done) throw new PageError("The connection ended before the answer did.");
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
     for (const part of parts) {
@@ -81,12 +81,12 @@ async function* events(response) {
   }
 }
 
-function bodyOf(exchange) {
+function requestBody(exchange) {
   const system = $("system").value.trim(), temperature = $("temperature").value, most = $("most").value;
   const body = { model, stream: true, stream_options: { include_usage: true } };
   if (plain) Object.assign(body, { prompt: exchange.ask + exchange.text, max_tokens: PLAIN_TOKENS });
   else {
-    const answered = talk.slice(0, talk.indexOf(exchange)).filter((earlier) => earlier.text);
+    const answered = conversation.slice(0, conversation.indexOf(exchange)).filter((earlier) => earlier.text);
     body.messages = system ? [{ role: "system", content: system }] : [];
     for (const { ask, text } of answered) {
       body.messages.push({ role: "user", content: ask }, { role: "assistant", content: text });

@@ -1,4 +1,4 @@
-"""`xinfer-jax-serve`: flags, and the server's life from its first second to its last."""
+"""`xinfer-jax-serve`: its flags, and the process from start to shutdown."""
 
 import asyncio
 import os
@@ -14,98 +14,118 @@ from pathlib import Path
 from typing import Any
 
 from ..cli.answer_flags import define_engine, define_model, define_sampling
-from ..cli.group import define_processes
-from ..cli.process import Told, finish, told_first
-from ..cli.program import Program
+from ..cli.flag_parser import FlagParser
+from ..cli.process import SignalEvent, capture_signals, run_and_exit
+from ..cli.process_group import define_processes
+from ..cli.supervisor import distributed_args, supervise
 from ..cli.terminal import status
-from ..cli.watch import child, watch
-from ..errors import InputError, one_line
-from .addresses import networks
-from .settings import LOCAL, Settings
+from ..errors import InputError, format_message
+from .ip_addresses import parse_networks
+from .server_settings import LOCAL_HOSTS, ServerSettings
 
-PROGRAM = Program(
+PARSER = FlagParser(
     "xinfer-jax-serve",
-    "A model behind the OpenAI HTTP API, and a page to talk to it.\n"
+    "Serves a model through the OpenAI HTTP API, and a chat page.\n"
     "Needs the extra packages of serve: run pip install '.[serve]' in a checkout of xinfer_jax.",
     "xinfer-jax-serve [flags]",
     "xinfer-jax-serve --model Qwen/Qwen2.5-0.5B-Instruct --port 8000",
 )
-_SWITCH_SECONDS = (
-    0.0005  # that a thread keeps the interpreter's lock: the engine and the event loop wait for it
-)
-_KEY = "XINFER_JAX_API_KEY"  # of the environment
-_MOST_CONNECTIONS = 2048  # without a flag
-_RESERVED_FILES = 64  # for all but connections, at least
-_CLOSE_SECONDS = 3.0  # after the grace time, for what is left to close
+_SWITCH_SECONDS = 0.0005  # until a thread releases the GIL for others, such as the engine and the event loop
+_KEY_VARIABLE = "XINFER_JAX_API_KEY"
+_MAX_CONNECTIONS = 2048  # by default
+_RESERVED_FILES = 64  # for everything other than connections
+_CLOSE_SECONDS = 3.0  # for closing, after the grace time
 
-PROGRAM.text("host", "Where it listens; another than this machine needs a key. Default: 127.0.0.1.")
-PROGRAM.integer("port", "0: any that is free.", default=8000, most=65535)
-PROGRAM.text("api_key_file", f"A file of keys, one a line; clients send one. Default: ${_KEY}, or none.")
-PROGRAM.text("served_model_name", "In requests. Default: the last part of --model.", "give a name")
-PROGRAM.texts("allowed_origins", "Of web pages that may ask; may be given several times.", "give an origin")
-define_model(PROGRAM)
-PROGRAM.number("temperature", "Default: the checkpoint's.", lambda x: 0 <= x < 3.4e38, "of 0 or above")
-define_sampling(PROGRAM)
-PROGRAM.integer("max_tokens", "Of a chat answer that names no limit, at most.", default=4096, least=1)
-define_engine(PROGRAM)
-define_processes(PROGRAM)
-PROGRAM.integer("max_waiting", "Answers that may wait; more get 429.", default=1024)
-PROGRAM.integer("max_waiting_per_client", "Of one key or address, under way together.", default=256, least=1)
-PROGRAM.integer(
-    "max_waiting_tokens", "Of prompts and answers under way; more get 429.", default=2**22, least=1
+PARSER.add_text(
+    "host", "Address to listen on; one that other machines can reach needs a key. Default: 127.0.0.1."
 )
-PROGRAM.integer("max_waiting_tokens_per_client", "Of one key or address.", default=2**19, least=1)
-PROGRAM.integer("max_body_bytes", "Of a request's body; larger ones get 413.", default=2**22, least=2**10)
-PROGRAM.integer(
+PARSER.add_integer("port", "Port to listen on; 0: any free one.", default=8000, most=65535)
+PARSER.add_text(
+    "api_key_file", f"File of keys, one a line; a client must send one. Default: ${_KEY_VARIABLE}, or none."
+)
+PARSER.add_text(
+    "served_model_name", "Name of the model in requests. Default: the last part of --model.", "give a name"
+)
+PARSER.add_texts(
+    "allowed_origins",
+    "Origin of web pages that may send requests; may be given several times.",
+    "give an origin",
+)
+define_model(PARSER)
+PARSER.add_number("temperature", "Default: the checkpoint's.", lambda x: 0 <= x < 3.4e38, "of 0 or above")
+define_sampling(PARSER)
+PARSER.add_integer("max_tokens", "Maximum tokens of a chat answer without max_tokens.", default=4096, least=1)
+define_engine(PARSER)
+define_processes(PARSER)
+PARSER.add_integer("max_waiting", "Answers that may wait for a slot; more get 429.", default=1024)
+PARSER.add_integer(
+    "max_waiting_per_client", "Answers of one key or address that may be in flight.", default=256, least=1
+)
+PARSER.add_integer(
+    "max_waiting_tokens", "Tokens of prompts and answers in flight; more get 429.", default=2**22, least=1
+)
+PARSER.add_integer(
+    "max_waiting_tokens_per_client", "The same, of one key or address.", default=2**19, least=1
+)
+PARSER.add_integer(
+    "max_body_bytes", "Bytes of a request's body; larger ones get 413.", default=2**22, least=2**10
+)
+PARSER.add_integer(
     "max_connections",
-    "Open at the same time; for one more, one that waits for its client is closed. Default: half of the files"
-    f" that the process may open (ulimit -n), at most {_MOST_CONNECTIONS}.",
+    "Limit of open connections; at the limit, a new one closes one that waits for its client. Default: half"
+    f" of the files that the process may open (ulimit -n), at most {_MAX_CONNECTIONS}.",
     least=1,
 )
-PROGRAM.integer(
-    "max_connections_per_address", "Of one IP address (IPv6: of one /64). Default: half of all.", least=1
+PARSER.add_integer(
+    "max_connections_per_address",
+    "The same, of one IP address (IPv6: of one /64). Default: half of all.",
+    least=1,
 )
-PROGRAM.texts(
+PARSER.add_texts(
     "trusted_proxy",
     "Address or network of a proxy: its X-Forwarded-For names the client, and it may open any number of"
     " connections; may be given several times. Default: none, and the header is ignored.",
     "give an address",
 )
-PROGRAM.number(
-    "deadline", "Seconds until an answer ends as it is; 0: never.", lambda x: x >= 0, "from 0 on", 0.0
+PARSER.add_number(
+    "deadline", "Seconds after which an answer ends unfinished; 0: never.", lambda x: x >= 0, "from 0 on", 0.0
 )
-PROGRAM.integer("grace", "Seconds that answers under way have to end at SIGTERM and Ctrl-C.", default=30)
-PROGRAM.integer("stuck_seconds", "Without progress, after which /health answers 503.", default=120, least=1)
-PROGRAM.integer("seed", "Of requests without one. Default: drawn at the start, and said.", most=2**32 - 1)
-PROGRAM.switch("log_prompts", "The log has the token ids of prompts, too.")
-PROGRAM.switch("share_prefixes", "Keys share prefix pages: cached_tokens may tell of another's prompt.")
-PROGRAM.switch("escape_control_tokens", "What messages spell never becomes a control token.", True)
+PARSER.add_integer("grace", "Seconds that running answers have to end after SIGTERM or Ctrl-C.", default=30)
+PARSER.add_integer(
+    "stuck_seconds", "Seconds without progress after which /health answers 503.", default=120, least=1
+)
+PARSER.add_integer(
+    "seed", "Seed for requests without one. Default: drawn at the start, and logged.", most=2**32 - 1
+)
+PARSER.add_switch("log_prompts", "Log the token ids of prompts, too.")
+PARSER.add_switch("share_prefixes", "Keys share prefix pages: cached_tokens may reveal another's prompt.")
+PARSER.add_switch("escape_control_tokens", "The text of messages never becomes a control token.", True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command in this thread and exits: 0 once it is told to end; 2 with one line on standard error
-    where the input is at fault. `__main__.serve` is the process, which minds SIGTERM and Ctrl-C.
+    """Runs the command in this thread and exits: with 0 after a signal; with 2 and one line on standard error
+    for bad input. `__main__.serve` runs this so that SIGTERM and Ctrl-C are handled.
     """
-    finish(PROGRAM.name, lambda: _run(sys.argv if argv is None else argv))
+    run_and_exit(PARSER.name, lambda: _run(sys.argv if argv is None else argv))
 
 
 def _run(argv: Sequence[str]) -> int:
-    PROGRAM.parse(argv)
+    PARSER.parse(argv)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    flags = PROGRAM.values
-    host = flags.host or LOCAL[0]
-    keys = _keys(flags.api_key_file)
+    flags = PARSER.values
+    host = flags.host or LOCAL_HOSTS[0]
+    keys = _read_keys(flags.api_key_file)
     most_connections, most_per_address = _connection_limits(flags)
-    networks(flags.trusted_proxy)
-    if host not in LOCAL and not keys:
-        raise InputError(f"--host={host} lets others in: give --api_key_file, or a key in ${_KEY}")
-    if (code := watch(PROGRAM)) is not None:
+    parse_networks(flags.trusted_proxy)
+    if host not in LOCAL_HOSTS and not keys:
+        raise InputError(f"--host={host} lets others in: give --api_key_file, or a key in ${_KEY_VARIABLE}")
+    if (code := supervise(PARSER)) is not None:
         return code
     shape = dict(rows=flags.rows, capacity=flags.capacity, pages=flags.pages, cache_dtype=flags.cache_dtype)
-    if child().get("process_id"):
+    if distributed_args().get("process_id"):
         from ..engine.engine import Engine
 
-        Engine(_model(flags), **shape).follow()
+        Engine(_load_model(flags), **shape).follow()
         return 0
     with status("loading jax"):
         try:
@@ -116,7 +136,7 @@ def _run(argv: Sequence[str]) -> int:
             raise InputError(f"{error.name} is missing: {remedy}") from error
     model = flags.model or "bundled"
     seed = secrets.randbits(32) if flags.seed is None else flags.seed
-    settings = Settings(
+    settings = ServerSettings(
         name=flags.served_model_name or Path(model).name, model=model, host=host, port=flags.port,
         api_keys=keys, origins=tuple(flags.allowed_origins), max_waiting=flags.max_waiting,
         max_waiting_per_client=flags.max_waiting_per_client, max_waiting_tokens=flags.max_waiting_tokens,
@@ -129,10 +149,10 @@ def _run(argv: Sequence[str]) -> int:
         trusted_proxies=tuple(flags.trusted_proxy),
     )  # fmt: skip
     listening = _listen(host, flags.port)
-    service = Service(settings, _say)
+    service = Service(settings, _log)
     failed: list[BaseException] = []
-    with told_first() as stop:
-        with _bounded_end(stop, settings.grace):
+    with capture_signals() as stop:
+        with _exit_deadline(stop, settings.grace):
             threading.Thread(target=_load, args=(service, flags, failed), daemon=True).start()
             asyncio.run(_serve(make_server(service), service, listening, stop, failed))
             service.close()
@@ -142,23 +162,24 @@ def _run(argv: Sequence[str]) -> int:
 
 
 @contextmanager
-def _bounded_end(stop: Told, grace: float) -> Iterator[None]:
-    """Within, the process ends at most `grace` and a few seconds after a signal, with exit code 0: also where
-    the engine's thread, another one or the event loop is in a long call.
+def _exit_deadline(stop: SignalEvent, grace: float) -> Iterator[None]:
+    """Within this context, the process exits with code 0 at most `grace` and a few seconds after a signal,
+    even if a thread or the event loop is in a long call.
     """
     ended = threading.Event()
 
-    def watch_end() -> None:
+    def exit_late() -> None:
         stop.wait()
         if ended.wait(grace + _CLOSE_SECONDS):
             return
         line = f"not everything ended within {grace:g} s: the process ends without it"
-        saying = threading.Thread(target=_say, args=(line,), daemon=True)  # nobody may read the log
-        saying.start()
-        saying.join(0.5)
+        # In a thread: it blocks if nobody reads the log.
+        logging = threading.Thread(target=_log, args=(line,), daemon=True)
+        logging.start()
+        logging.join(0.5)
         os._exit(0)
 
-    watching = threading.Thread(target=watch_end, daemon=True)
+    watching = threading.Thread(target=exit_late, daemon=True)
     watching.start()
     try:
         yield
@@ -169,38 +190,41 @@ def _bounded_end(stop: Told, grace: float) -> Iterator[None]:
 
 
 def _load(service: Any, flags: Any, failed: list[BaseException]) -> None:
-    """The model, then the engine; what breaks it off is left in `failed`."""
-    from ..cli.answer import sampling_of
+    """Loads the model and makes the engine. Appends an error to `failed`."""
+    from ..cli.answer import sampling_from_flags
     from ..generation.options import GenerateOptions
 
     try:
-        model = _model(flags)
-        service.start(model, GenerateOptions(flags.max_tokens, sampling_of(flags, model)))
-        _say(f"{service.settings.name} is ready (seed {service.settings.seed})")
+        model = _load_model(flags)
+        service.start(model, GenerateOptions(flags.max_tokens, sampling_from_flags(flags, model)))
+        _log(f"{service.settings.name} is ready (seed {service.settings.seed})")
     except BaseException as error:
-        service.broken = one_line(error) or type(error).__name__
+        service.load_error = format_message(error) or type(error).__name__
         failed.append(error)
 
 
-def _model(flags: Any) -> Any:
-    from ..cli.startup import check_devices, join_processes, keep_compiled_programs, open_model
+def _load_model(flags: Any) -> Any:
+    from ..cli.startup import check_devices, join_processes, open_model, use_compilation_cache
 
-    keep_compiled_programs("xinfer-jax-serve", flags.compilation_cache)
+    use_compilation_cache("xinfer-jax-serve", flags.compilation_cache)
     join_processes()
     check_devices(flags)
     return open_model(flags.model, flags).read()
 
 
-async def _serve(server: Any, service: Any, listening: socket.socket, stop: Told, failed: list[Any]) -> None:
-    """Until it is told to end, or the model cannot be had."""
+async def _serve(
+    server: Any, service: Any, listening: socket.socket, stop: SignalEvent, failed: list[Any]
+) -> None:
+    """Serves until a signal comes, or loading the model fails."""
     address, port = listening.getsockname()[:2]
-    _say(f"listening on http://{f'[{address}]' if ':' in address else address}:{port}")
+    _log(f"listening on http://{f'[{address}]' if ':' in address else address}:{port}")
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     while not (stop.is_set() or failed or serving.done()):
         await asyncio.sleep(0.05)
     if stop.is_set():
-        _say(f"going down: answers under way have {service.settings.grace} s to end")
-    service.closing = server.should_exit = True
+        _log(f"shutting down: running answers have {service.settings.grace} s to end")
+    service.closing = True
+    server.should_exit = True
     await serving
 
 
@@ -210,13 +234,13 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=512)
     except OSError as error:
         why = error.strerror or error
-        raise InputError(f"--host={host} --port={port} cannot be listened on: {why}") from error
+        raise InputError(f"--host={host} --port={port} cannot be listened on: {why}: give another") from error
 
 
 def _connection_limits(flags: Any) -> tuple[int, int]:
-    """Of all connections, and of one address."""
-    files = _raise_file_limit(max(2 * _MOST_CONNECTIONS, _RESERVED_FILES + (flags.max_connections or 0)))
-    most = flags.max_connections or max(1, min(_MOST_CONNECTIONS, files // 2))
+    """The limits of open connections: in all, and of one address."""
+    files = _raise_file_limit(max(2 * _MAX_CONNECTIONS, _RESERVED_FILES + (flags.max_connections or 0)))
+    most = flags.max_connections or max(1, min(_MAX_CONNECTIONS, files // 2))
     if flags.max_connections and most > files - _RESERVED_FILES:
         raise InputError(
             f"--max_connections={most} needs more than the {files} files that this process may open:"
@@ -232,7 +256,7 @@ def _connection_limits(flags: Any) -> tuple[int, int]:
 
 
 def _raise_file_limit(wanted: int) -> int:
-    """Files that this process may open: so many, where its hard limit allows it."""
+    """Raises the number of files that this process may open, as far as allowed, and returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted
@@ -245,10 +269,10 @@ def _raise_file_limit(wanted: int) -> int:
     return wanted
 
 
-def _keys(path: str | None) -> tuple[bytes, ...]:
-    """Keys of a file, or of the environment: one a line."""
-    text = os.environ.get(_KEY, "")
-    source = f"${_KEY}"
+def _read_keys(path: str | None) -> tuple[bytes, ...]:
+    """The keys of a file, or of the environment variable: one a line."""
+    text = os.environ.get(_KEY_VARIABLE, "")
+    source = f"${_KEY_VARIABLE}"
     if path:
         source = f"--api_key_file={path}"
         try:
@@ -256,12 +280,12 @@ def _keys(path: str | None) -> tuple[bytes, ...]:
         except OSError as error:
             raise InputError(f"{source} cannot be read: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            raise InputError(f"{source} is no text in UTF-8: write one key a line") from error
+            raise InputError(f"{source} is not UTF-8 text: write one key a line") from error
     keys = []
     for number, line in enumerate(text.split("\n"), 1):
         key = line.strip()
         if key.startswith("#") or not key.isprintable() or len(key.split()) > 1:
-            problem = "has more than a key (a blank, a comment or a control character)"
+            problem = "has more than one key (a space, a comment or a control character)"
             raise InputError(
                 f"{source}: line {number} {problem}: write one key a line, and nothing beside it"
             )
@@ -272,6 +296,6 @@ def _keys(path: str | None) -> tuple[bytes, ...]:
     return tuple(keys)
 
 
-def _say(line: str) -> None:
-    """A line of the log."""
-    status.say(f"{time.strftime('%H:%M:%S')} {line}")
+def _log(line: str) -> None:
+    """Writes a line of the log."""
+    status.log(f"{time.strftime('%H:%M:%S')} {line}")

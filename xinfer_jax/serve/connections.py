@@ -1,4 +1,4 @@
-"""Connections: how many are open and of whom, and when one that waits for its client is closed.
+"""Limits on open connections, and the closing of idle and stalled ones.
 
 Needs uvicorn 0.54 or newer: `Server.startup` and `servers`, and the methods of `H11Protocol`.
 """
@@ -14,14 +14,14 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..errors import one_line
-from .addresses import counted, is_within, networks
-from .settings import Settings
+from ..errors import format_message
+from .ip_addresses import address_group, is_within, parse_networks
+from .server_settings import ServerSettings
 
-_BATCH = 8  # connections accepted between two other tasks of the event loop
-_RETRY_SECONDS = 0.2  # until the next try, where none could be accepted
-_SILENT_SECONDS = 60.0  # between two lines of one kind
-_LEAST_READ = 2**16  # bytes of a response that a client has to read within the stall time
+_BATCH = 8  # connections accepted before the event loop runs other tasks
+_RETRY_SECONDS = 0.2  # until the next try, if accepting has failed
+_LOG_SECONDS = 60.0  # between two log lines of one kind
+_MIN_READ = 2**16  # bytes of a response that a client must read within the stall time
 _FULL = b'{"error":{"message":"too many connections are open: try again","type":"server_error"}}'
 _REJECTED = (
     b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-type: application/json\r\n"
@@ -30,45 +30,47 @@ _REJECTED = (
 
 
 class Connections:
-    """Those that are open, by address.
+    """The open connections of a server, by address.
 
-    A connection *waits* where its client has to do something: to send the head of a request, or to read what
-    was written. At a limit the one that has waited longest is aborted for a new one; the new one is rejected
-    only where requests are under way on all others.
+    A connection *waits* while its client has to act: to send the head of a request, or to read a response. At
+    a limit, a new connection aborts the one that has waited longest: at the limit per address, of the same
+    address; at the total limit, of the address with the most connections. It is rejected only if none waits.
     """
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: ServerSettings):
         self._most = settings.max_connections
-        self._most_of_address = settings.max_connections_per_address
-        self._proxies = networks(settings.trusted_proxies)
+        self._most_per_address = settings.max_connections_per_address
+        self._proxies = parse_networks(settings.trusted_proxies)
         self._total = 0
         self._open = Counter[str]()
-        self._waiting: dict[str, dict[Connection, None]] = {}  # the one that has waited longest first
+        self._waiting: dict[str, dict[Connection, None]] = {}  # in the order in which they began to wait
 
-    def admit(self, host: str) -> str | None:
-        """Counts one more connection, under the name that it returns; None: too many are open."""
+    def add(self, host: str) -> str | None:
+        """Counts a new connection. Returns the address under which it counts; None: it must be rejected."""
         is_proxy = is_within(host, self._proxies)
-        address = host if is_proxy else counted(host)
-        if not is_proxy and self._open[address] >= self._most_of_address:
-            if not self._abort_of(address):
+        address = host if is_proxy else address_group(host)
+        if not is_proxy and self._open[address] >= self._most_per_address:
+            if not self._abort_waiting_of(address):
                 return None
-        elif self._total >= self._most and not self.abort_one():
+        elif self._total >= self._most and not self.abort_waiting():
             return None
         self._open[address] += 1
         self._total += 1
         return address
 
-    def abort_one(self) -> bool:
-        """Aborts a waiting connection of the address that has most connections, of a proxy last."""
+    def abort_waiting(self) -> bool:
+        """Aborts a waiting connection, of the address that has the most connections; a proxy's only if no
+        other waits. Returns whether there was one.
+        """
         if not self._waiting:
             return False
-        most = max(
+        address = max(
             self._waiting, key=lambda address: (not is_within(address, self._proxies), self._open[address])
         )
-        return self._abort_of(most)
+        return self._abort_waiting_of(address)
 
-    def waits(self, connection: "Connection", waits: bool) -> None:
-        """Notes whether a connection waits from now on."""
+    def set_waiting(self, connection: "Connection", waits: bool) -> None:
+        """Sets whether a connection waits."""
         waiting = self._waiting.get(connection.address, {})
         if not waits:
             waiting.pop(connection, None)
@@ -78,14 +80,14 @@ class Connections:
         if not waiting:
             self._waiting.pop(connection.address, None)
 
-    def closed(self, address: str) -> None:
-        """Counts one less."""
+    def remove(self, address: str) -> None:
+        """Removes a connection from the counts."""
         self._total -= 1
         self._open[address] -= 1
         if not self._open[address]:
             del self._open[address]
 
-    def _abort_of(self, address: str) -> bool:
+    def _abort_waiting_of(self, address: str) -> bool:
         if not (waiting := self._waiting.get(address)):
             return False
         connection = next(iter(waiting))
@@ -94,8 +96,8 @@ class Connections:
 
 
 class Connection(H11Protocol):
-    """One connection. It is closed where the head of a request, the first or the next, does not come in time,
-    and aborted where the client does not read: uvicorn would hold the response for ever.
+    """One connection. It is closed if the head of a request, the first or a later one, does not arrive in
+    time, and aborted if the client stops reading: uvicorn would keep the response in memory forever.
     """
 
     def __init__(self, connections: Connections, address: str, stall_seconds: float, **more: Any):
@@ -104,69 +106,70 @@ class Connection(H11Protocol):
         self.aborted = False
         self._connections = connections
         self._stall_seconds = stall_seconds
-        self._unread = 0  # bytes, when the client's progress was last looked at
+        self._unread = 0  # bytes, at the last check of the client's progress
         self._stall_task: asyncio.TimerHandle | None = None
-        connections.waits(self, True)
+        connections.set_waiting(self, True)
 
     def abort(self) -> None:
-        """Closes at once, whatever was not read yet."""
+        """Closes the connection at once; unread data is lost."""
         self.aborted = True
-        self._connections.waits(self, False)
+        self._connections.set_waiting(self, False)
         if self.transport is not None:
             self.transport.abort()
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # writing is paused as long as anything waits to be read
+        transport.set_write_buffer_limits(0)  # `pause_writing` is called while any byte is unread
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
-        if self.aborted:  # for a newer one, before it began
+        if self.aborted:  # in favor of a newer connection, before this one was made
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop_watching()
         self.aborted = True
-        self._connections.waits(self, False)
-        self._connections.closed(self.address)
+        self._connections.set_waiting(self, False)
+        self._connections.remove(self.address)
 
     def data_received(self, data: bytes) -> None:
-        self.conn.receive_data(data)  # the clock stops at a whole head, not at its first byte
+        # Unlike uvicorn's, does not stop the timeout at the first byte: only a complete head does.
+        self.conn.receive_data(data)
         self.handle_events()
 
     def handle_events(self) -> None:
         super().handle_events()
-        self._note()
+        self._update_waiting()
 
     def on_response_complete(self) -> None:
-        self.cycle.body = bytearray()  # of a request that was rejected unread
+        self.cycle.body = bytearray()  # of a request that was rejected before it was read
         super().on_response_complete()
-        self._note()
+        self._update_waiting()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch()
-        self._note()
+        self._watch_progress()
+        self._update_waiting()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_watching()
-        self._note()
+        self._update_waiting()
 
-    def _note(self) -> None:
-        under_way = self.cycle is not None and not self.cycle.response_complete
-        self._connections.waits(self, self.flow.write_paused or not under_way)
+    def _update_waiting(self) -> None:
+        in_flight = self.cycle is not None and not self.cycle.response_complete
+        self._connections.set_waiting(self, self.flow.write_paused or not in_flight)
 
-    def _watch(self) -> None:
+    def _watch_progress(self) -> None:
         self._unread = self.transport.get_write_buffer_size()
         self._stall_task = self.loop.call_later(self._stall_seconds, self._check_progress)
 
     def _check_progress(self) -> None:
-        if self.transport.get_write_buffer_size() > self._unread - _LEAST_READ:
+        if self.transport.get_write_buffer_size() > self._unread - _MIN_READ:
             self.abort()
         else:
-            self._watch()
+            self._watch_progress()
 
     def _stop_watching(self) -> None:
         if self._stall_task is not None:
@@ -175,40 +178,41 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, with limits on connections and without tracebacks in the log."""
+    """uvicorn's server, with limits on connections, and without tracebacks in the log."""
 
-    def __init__(self, config: uvicorn.Config, settings: Settings, say: Callable[[str], None]):
+    def __init__(self, config: uvicorn.Config, settings: ServerSettings, log: Callable[[str], None]):
         super().__init__(config)
         self._settings = settings
-        self._say = say
-        self._said = dict[str, float]()
+        self._log = log
+        # For each kind of line, the time from which it may be logged again.
+        self._next_log = dict[str, float]()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(self._loop_failed)
+        asyncio.get_running_loop().set_exception_handler(self._log_loop_error)
         await super().startup(sockets=[])
         connections = Connections(self._settings)
         self.servers = [_Listener(listening, connections, self) for listening in sockets or ()]  # type: ignore
 
-    def connection(self, connections: Connections, address: str) -> Connection:
+    def make_connection(self, connections: Connections, address: str) -> Connection:
         """The protocol of a new connection."""
         own = dict(config=self.config, server_state=self.server_state, app_state={})
         return Connection(connections, address, self._settings.stall_seconds, **own)
 
-    def say_seldom(self, kind: str, line: str) -> None:
-        """A line of the log, at most one of each kind a minute."""
+    def log_rarely(self, kind: str, line: str) -> None:
+        """Logs a line, at most one of each kind a minute."""
         now = time.monotonic()
-        if now >= self._said.get(kind, now):
-            self._said[kind] = now + _SILENT_SECONDS
-            self._say(one_line(line))
+        if now >= self._next_log.get(kind, now):
+            self._next_log[kind] = now + _LOG_SECONDS
+            self._log(format_message(line))
 
-    def _loop_failed(self, _: Any, context: dict[str, Any]) -> None:
+    def _log_loop_error(self, _: Any, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        self.say_seldom(type(error).__name__, f"{context['message']}: {type(error).__name__}: {error}")
+        self.log_rarely(type(error).__name__, f"{context['message']}: {type(error).__name__}: {error}")
 
 
 class _Listener:
-    """Accepts the connections of a socket; stands where uvicorn has an `asyncio.Server`, which counts
-    nothing, and at an error of `accept` logs a traceback as often as its backlog is long.
+    """Accepts the connections of a socket. It replaces uvicorn's `asyncio.Server`, which counts no
+    connections, and which logs a traceback for each connection of its backlog when `accept` fails.
     """
 
     def __init__(self, listening: socket.socket, connections: Connections, server: Server):
@@ -222,13 +226,13 @@ class _Listener:
         self._start()
 
     def close(self) -> None:
-        """Accepts no more."""
+        """Stops accepting connections."""
         self._loop.remove_reader(self._socket)
         if self._retry is not None:
             self._retry.cancel()
 
     async def wait_closed(self) -> None:
-        """As uvicorn asks: it has waited for all connections by then."""
+        """Does nothing: uvicorn calls this after it has waited for all connections itself."""
 
     def _start(self) -> None:
         self._loop.add_reader(self._socket, self._accept)
@@ -239,18 +243,18 @@ class _Listener:
                 accepted, peer = self._socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no file is left, mostly; the socket would be ready again at once
-                self._connections.abort_one()
+            except OSError as error:  # mostly: too many open files. The socket would be ready again at once.
+                self._connections.abort_waiting()
                 self._loop.remove_reader(self._socket)
                 self._retry = self._loop.call_later(_RETRY_SECONDS, self._start)
                 why = f"no connection can be accepted: {error.strerror}"
-                self._server.say_seldom("accept", f"{why}; raise ulimit -n, or lower --max_connections")
+                self._server.log_rarely("accept", f"{why}; raise ulimit -n, or lower --max_connections")
                 return
-            address = self._connections.admit(peer[0])
+            address = self._connections.add(peer[0])
             if address is None:
                 self._reject(accepted, peer[0])
                 continue
-            connection = self._server.connection(self._connections, address)
+            connection = self._server.make_connection(self._connections, address)
             task = self._loop.create_task(self._open(accepted, connection))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
@@ -259,8 +263,8 @@ class _Listener:
         with accepted, suppress(OSError):
             accepted.setblocking(False)
             accepted.send(_REJECTED)
-        self._server.say_seldom(
-            "full", f"a connection of {host} is rejected: too many are open, and all busy"
+        self._server.log_rarely(
+            "full", f"a connection of {host} is rejected: too many are open, and all have requests in flight"
         )
 
     async def _open(self, accepted: socket.socket, connection: Connection) -> None:
@@ -269,6 +273,6 @@ class _Listener:
         except BaseException:
             if connection.transport is None:
                 accepted.close()
-                self._connections.waits(connection, False)
-                self._connections.closed(connection.address)
+                self._connections.set_waiting(connection, False)
+                self._connections.remove(connection.address)
             raise

@@ -1,10 +1,10 @@
 "use strict";
-// Markdown to DOM nodes: headings, lists, quotes, code, bold, italic and links. A text of the model becomes text
-// nodes only, never HTML, and a link leads to http or https only.
+// Markdown to DOM nodes: headings, lists, quotes, code, bold, italic and links. The model's text becomes text
+// nodes only, never HTML. Links have http or https addresses only.
 
-const DEEPEST = 8; // lists and quotes within one another
-// The last block of an answer is parsed every few milliseconds, so each expression takes linear time: no two
-// repeats in a row match the same characters, and what lies between two marks of INLINE has a longest length.
+const MAX_DEPTH = 8; // of nested lists and quotes
+// The last block of an answer is parsed every few milliseconds, so each expression must take linear time: no two
+// adjacent repeats match the same characters, and the text between two marks of INLINE has a maximum length.
 const FENCE = /^( *)(`{3,}(?!`)|~{3,}(?!~))(?=[^`]*$)\s*([\w+#.-]*)/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: +(?=\S)|$)/;
 const HEADING = /^ {0,3}(#{1,6})\s/;
@@ -50,7 +50,7 @@ function inline(text) {
   return nodes.filter((node) => node !== "");
 }
 
-// The text of a heading's line, without the marks that may close it.
+// The text of a heading's line, without # marks at its end.
 function headingText(line) {
   const text = line.replace(HEADING, "").trim();
   let end = text.length;
@@ -58,7 +58,7 @@ function headingText(line) {
   return text.slice(0, end).trimEnd();
 }
 
-// The end of the fenced code that begins at a line: the line after its last.
+// The index after the last line of the fenced code that begins at line `first`.
 function fenceEnd(lines, first) {
   const mark = lines[first].match(FENCE)[2];
   for (let i = first + 1; i < lines.length; i++) {
@@ -68,7 +68,8 @@ function fenceEnd(lines, first) {
   return lines.length;
 }
 
-// The end of the list that begins at a line: items, lines indented below them, and blank lines between these.
+// The index after the last line of the list that begins at line `first`. A list has items, indented lines below
+// them, and blank lines between these.
 function listEnd(lines, first) {
   const edge = lines[first].match(ITEM)[1].length, ordered = /\d/.test(lines[first].match(ITEM)[2]);
   let end = first;
@@ -96,7 +97,7 @@ function kindOf(line) {
   return "";
 }
 
-// The blocks of a text: {kind, lines}.
+// Splits a text into blocks: {kind, lines}.
 function blocks(lines) {
   const found = [];
   for (let i = 0; i < lines.length;) {
@@ -117,7 +118,7 @@ function listNode(lines, depth) {
   const marker = lines[0].match(ITEM)[2], list = element(/\d/.test(marker) ? "ol" : "ul");
   if (/\d/.test(marker)) list.start = parseInt(marker, 10);
   const edge = lines[0].match(ITEM)[1].length, items = [];
-  let indent = null; // of the lines below an item
+  let indent = null; // a regular expression for the indentation of the lines below an item
   for (let i = 0; i < lines.length;) {
     const item = lines[i].match(ITEM);
     const end = FENCE.test(lines[i]) ? fenceEnd(lines, i) : i + 1;
@@ -143,7 +144,7 @@ function codeNode(lines) {
     && lines.length > 1 && /^ *(`{3,}|~{3,}) *$/.test(lines.at(-1));
   const inside = lines.slice(1, closed ? -1 : undefined).map((line) => line.replace(RegExp(`^ {0,${indent.length}}`), ""));
   const pre = element("pre", element("code", inside.join("\n"))), copy = element("button", "Copy");
-  pre.tabIndex = 0; // scrolled by keys
+  pre.tabIndex = 0; // so that keys can scroll it
   copy.type = "button";
   copy.className = "copy-code";
   copy.setAttribute("aria-label", "Copy this code");
@@ -159,22 +160,22 @@ function blockNode({ kind, lines }, depth = 0) {
     const level = Math.min(6, lines[0].match(HEADING)[1].length + 2); // below the page's own headings
     return element(`h${level}`, ...inline(headingText(lines[0])));
   }
-  if (depth < DEEPEST && kind === "list") return listNode(lines, depth);
-  if (depth < DEEPEST && kind === "quote") {
+  if (depth < MAX_DEPTH && kind === "list") return listNode(lines, depth);
+  if (depth < MAX_DEPTH && kind === "quote") {
     const parts = blocks(lines.map((line) => line.replace(QUOTE, "")));
     return element("blockquote", ...parts.map((part) => blockNode(part, depth + 1)));
   }
   return element("p", ...inline(lines.join("\n")));
 }
 
-// Shows a text in an element; blocks that have not changed since the last time keep their nodes.
+// Renders a text into an element. Blocks that have not changed since the last call keep their nodes.
 function showMarkdown(target, text) {
-  const known = target.shown ?? [];
+  const known = target.blockSources ?? [];
   const wanted = blocks(text.replace(/\t/g, "    ").split("\n"));
   const sources = wanted.map((block) => `${block.kind}\n${block.lines.join("\n")}`);
   let same = 0;
   while (same < known.length && same < sources.length && known[same] === sources[same]) same++;
   while (target.childNodes.length > same) target.lastChild.remove();
   target.append(...wanted.slice(same).map((block) => blockNode(block)));
-  target.shown = sources;
+  target.blockSources = sources;
 }

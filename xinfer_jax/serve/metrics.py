@@ -1,4 +1,4 @@
-"""Figures for Prometheus, under vLLM's names."""
+"""Metrics for Prometheus, with vLLM's names."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 
 class Metrics:
-    """Of one model."""
+    """The metrics of one model."""
 
     def __init__(self, name: str):
         self._labels = dict(model_name=name)
@@ -23,27 +23,27 @@ class Metrics:
         kind: Any = ["model_name"]
 
         def histogram(name: str, about: str, buckets: Any) -> Any:
-            made = Histogram(f"vllm:{name}", about, kind, registry=self._registry, buckets=buckets)
-            return made.labels(**self._labels)
+            metric = Histogram(f"vllm:{name}", about, kind, registry=self._registry, buckets=buckets)
+            return metric.labels(**self._labels)
 
-        self._ttft = histogram("time_to_first_token_seconds", "To the first token.", _SECONDS)
-        self._tpot = histogram("time_per_output_token_seconds", "Per token after the first.", _PER_TOKEN)
-        self._whole = histogram("e2e_request_latency_seconds", "Of a whole request.", _SECONDS)
-        self._queued = histogram("request_queue_time_seconds", "Before its prompt was read.", _SECONDS)
+        self._ttft = histogram("time_to_first_token_seconds", "Time to the first token.", _SECONDS)
+        self._tpot = histogram("time_per_output_token_seconds", "Time per token after the first.", _PER_TOKEN)
+        self._latency = histogram("e2e_request_latency_seconds", "Time of a whole request.", _SECONDS)
+        self._queue = histogram("request_queue_time_seconds", "Time until prefill starts.", _SECONDS)
         self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
-        self._chosen = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
+        self._generation = histogram("request_generation_tokens", "Tokens of the answers.", _TOKENS)
         self._success = Counter(
             "vllm:request_success", "Answers that ended.", [*kind, "finished_reason"], registry=self._registry
         )
 
     def watch(self, engine: AnyEngine) -> None:
-        """Asks this engine from now on, or these."""
-        self._watched = engine
+        """From now on, `collect` reports this engine, or these engines."""
+        self._engine = engine
         self._registry.register(self)  # type: ignore[arg-type]
 
     def collect(self) -> Iterator[Any]:
-        """What the engine says of itself."""
-        stats = self._watched.stats
+        """The engine's metrics, for prometheus_client."""
+        stats = self._engine.stats
         labels = [self._labels["model_name"]]
         pages = max(1, stats.pages_used + stats.pages_cached + stats.pages_free)
         gauges = dict(
@@ -61,24 +61,24 @@ class Metrics:
                 metric.add_metric(labels, value)
                 yield metric
 
-    def ended(self, request: Request) -> None:
-        """Counts a request that is over."""
+    def observe(self, request: Request) -> None:
+        """Counts a request that has ended."""
         times = request.times
         tokens = [len(answer.logprobs) for answer in request.answers]
         for answer in request.answers:
             reason = {"eos": "stop"}.get(answer.finish_reason or "", answer.finish_reason or "abort")
             self._success.labels(**self._labels, finished_reason=reason).inc()
         self._prompt.observe(len(request.ids))
-        self._chosen.observe(sum(tokens))
-        if "read" in times:
-            self._queued.observe(times["read"] - request.submitted)
+        self._generation.observe(sum(tokens))
+        if "prefill" in times:
+            self._queue.observe(times["prefill"] - request.submitted)
         if "first" in times:
             self._ttft.observe(times["first"] - request.submitted)
         if "ended" in times:
-            self._whole.observe(times["ended"] - request.submitted)
+            self._latency.observe(times["ended"] - request.submitted)
         if "first" in times and "ended" in times and tokens[0] > 1:
             self._tpot.observe((times["ended"] - times["first"]) / (tokens[0] - 1))
 
     def text(self) -> bytes:
-        """All of it."""
+        """All metrics, in Prometheus's text format."""
         return generate_latest(self._registry)

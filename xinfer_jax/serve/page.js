@@ -1,19 +1,20 @@
 const $ = (id) => document.getElementById(id);
-const PLAIN_TOKENS = 128; // of a continued text that names no limit: the API's own is 16
-const RETRY_MS = 2000; // while the model is being loaded
+const PLAIN_TOKENS = 128; // default max_tokens for a base model; the API's default is 16
+const RETRY_MS = 2000; // while the model loads
 
-// An exchange: {ask, text, thoughts, figures, error}.
-let talk = [], running = null, model = "", plain = null, key = "", follow = true, seenTop = 0, asking = null;
+// The exchanges: {ask, text, thoughts, figures, error}; thoughts is the reasoning, figures a line of statistics.
+let conversation = [], running = null, model = "", plain = null, key = "", keyPrompt = null;
+let follow = true, seenTop = 0;
 
-// --- what the tab keeps -----------------------------------------------------------------------------------
+// --- the state that the tab stores -------------------------------------------------------------------------
 
 function save() {
   const settings = Object.fromEntries(["system", "temperature", "most"].map((name) => [name, $(name).value]));
   try {
-    sessionStorage.setItem("xinfer_jax", JSON.stringify({ talk, settings, draft: $("ask").value }));
+    sessionStorage.setItem("xinfer_jax", JSON.stringify({ talk: conversation, settings, draft: $("ask").value }));
     $("note").textContent = "";
   } catch {
-    $("note").textContent = "The browser does not store this conversation: a reload will lose it.";
+    $("note").textContent = "The browser cannot store this conversation: a reload will lose it.";
   }
 }
 
@@ -22,13 +23,13 @@ function restore() {
     const kept = JSON.parse(sessionStorage.getItem("xinfer_jax")) ?? {};
     for (const [name, value] of Object.entries(kept.settings ?? {})) if ($(name)) $(name).value = value;
     $("ask").value = kept.draft ?? "";
-    talk = (kept.talk ?? []).filter((exchange) => typeof exchange.ask === "string");
+    conversation = (kept.talk ?? []).filter((exchange) => typeof exchange.ask === "string");
   } catch {
-    talk = [];
+    conversation = [];
   }
 }
 
-// --- one answer -------------------------------------------------------------------------------------------
+// --- one answer --------------------------------------------------------------------------------------------
 
 async function answer(exchange) {
   const began = performance.now(), control = running = new AbortController();
@@ -38,31 +39,31 @@ async function answer(exchange) {
   seenTop = 0;
   render();
   try {
-    if (plain === null) await learn();
+    if (plain === null) await fetchModelInfo();
     const path = plain ? "v1/completions" : "v1/chat/completions";
-    for await (const event of events(await call(path, bodyOf(exchange), control.signal))) {
-      if (event.error) throw new Problem(event.error.message);
+    for await (const event of readEvents(await request(path, requestBody(exchange), control.signal))) {
+      if (event.error) throw new PageError(event.error.message);
       usage = event.usage ?? usage;
       const choice = event.choices[0];
       if (!choice) continue;
       reason = choice.finish_reason ?? reason;
-      const piece = plain ? choice.text : choice.delta.content, thought = choice.delta?.reasoning_content;
-      if (thought) exchange.thoughts += thought;
-      if (piece) exchange.text += piece;
-      if (!first && (piece || thought)) first = performance.now();
-      soon();
+      const text = plain ? choice.text : choice.delta.content, reasoning = choice.delta?.reasoning_content;
+      if (reasoning) exchange.thoughts += reasoning;
+      if (text) exchange.text += text;
+      if (!first && (text || reasoning)) first = performance.now();
+      scheduleRender();
     }
   } catch (error) {
     if (control.signal.aborted) reason = "stopped";
-    else exchange.error = error instanceof Problem ? error.message : `The page failed: ${error.message}`;
+    else exchange.error = error instanceof PageError ? error.message : `The page failed: ${error.message}`;
   }
-  exchange.figures = figures(usage, reason, first && first - began, (performance.now() - first) / 1000);
+  exchange.figures = formatFigures(usage, reason, first && first - began, (performance.now() - first) / 1000);
   if (running === control) running = null;
   render();
   save();
 }
 
-function figures(usage, reason, firstMs, seconds) {
+function formatFigures(usage, reason, firstMs, seconds) {
   const parts = [];
   if (firstMs) parts.push(`first token ${Math.round(firstMs)} ms`);
   if (usage) {
@@ -70,12 +71,12 @@ function figures(usage, reason, firstMs, seconds) {
     parts.push(`${usage.prompt_tokens} + ${usage.completion_tokens} tokens`);
     if (usage.prompt_tokens_details?.cached_tokens) parts.push(`${usage.prompt_tokens_details.cached_tokens} cached`);
   }
-  if (reason === "length") parts.push("ended at the limit of tokens");
+  if (reason === "length") parts.push("reached the token limit");
   else if (reason && reason !== "stop") parts.push(reason);
   return parts.join(" · ");
 }
 
-// --- what is seen -----------------------------------------------------------------------------------------
+// --- rendering ---------------------------------------------------------------------------------------------
 
 function button(label, pressed, name = "") {
   const made = element("button", label);
@@ -85,24 +86,24 @@ function button(label, pressed, name = "") {
   return made;
 }
 
-function division(name) {
+function divElement(name) {
   const made = element("div");
   made.className = name;
   return made;
 }
 
-// The nodes of an exchange: made once, kept in `views`.
+// The DOM nodes of an exchange, made once.
 const views = new WeakMap();
 
-function viewOf(exchange) {
+function exchangeView(exchange) {
   if (views.has(exchange)) return views.get(exchange);
-  const question = element("article", division("text")), reply = element("article");
+  const question = element("article", divElement("text")), reply = element("article");
   question.className = "user";
   question.dir = "auto";
   question.setAttribute("aria-label", "You");
   question.firstChild.textContent = exchange.ask;
   const view = { question, reply };
-  for (const name of ["thoughts", "text", "error", "figures", "tools"]) reply.append(view[name] = division(name));
+  for (const name of ["thoughts", "text", "error", "figures", "tools"]) reply.append(view[name] = divElement(name));
   reply.className = "assistant";
   reply.dir = "auto";
   reply.setAttribute("aria-label", "Answer");
@@ -120,7 +121,7 @@ function viewOf(exchange) {
 }
 
 function showExchange(exchange, current) {
-  const view = viewOf(exchange);
+  const view = exchangeView(exchange);
   view.thoughts.textContent = exchange.thoughts;
   if (plain) view.text.textContent = exchange.text;
   else showMarkdown(view.text, exchange.text);
@@ -136,43 +137,44 @@ function showExchange(exchange, current) {
 }
 
 function render() {
-  const last = talk.at(-1), wanted = talk.flatMap((exchange) => [viewOf(exchange).question, viewOf(exchange).reply]);
-  if (wanted.length !== $("talk").children.length || wanted.some((node, i) => node !== $("talk").children[i])) {
-    $("talk").replaceChildren(...wanted);
+  const last = conversation.at(-1), shown = $("conversation").children;
+  const wanted = conversation.map(exchangeView).flatMap((view) => [view.question, view.reply]);
+  if (wanted.length !== shown.length || wanted.some((node, i) => node !== shown[i])) {
+    $("conversation").replaceChildren(...wanted);
   }
-  for (const exchange of talk) showExchange(exchange, running !== null && exchange === last);
+  for (const exchange of conversation) showExchange(exchange, running !== null && exchange === last);
   const focused = document.activeElement;
   $("send").hidden = running !== null;
   $("stop").hidden = running === null;
   if (focused === $("stop") || focused === $("send")) (running ? $("stop") : $("ask")).focus();
-  toNewest();
+  scrollToNewest();
 }
 
-let planned = false;
+let renderScheduled = false;
 
-// Shows the newest answer with the next frame.
-function soon() {
-  if (planned) return;
-  planned = true;
+// Renders the newest answer 30 ms from now, however often it is called until then.
+function scheduleRender() {
+  if (renderScheduled) return;
+  renderScheduled = true;
   setTimeout(() => {
-    planned = false;
-    if (running && talk.length) showExchange(talk.at(-1), true);
-    toNewest();
+    renderScheduled = false;
+    if (running && conversation.length) showExchange(conversation.at(-1), true);
+    scrollToNewest();
   }, 30);
 }
 
-// Whether the newest is to be seen: until the person scrolls up, and again from the end on.
-function lookWhere() {
-  const { scrollHeight, scrollTop, clientHeight } = $("talk");
+// Follows the newest text until the user scrolls up, and again once the user scrolls to the end.
+function updateFollow() {
+  const { scrollHeight, scrollTop, clientHeight } = $("conversation");
   if (scrollHeight - scrollTop - clientHeight < 5) follow = true;
   else if (scrollTop < seenTop) follow = false;
   seenTop = scrollTop;
 }
 
-function toNewest() {
-  lookWhere();
-  if (follow) $("talk").scrollTop = $("talk").scrollHeight;
-  seenTop = $("talk").scrollTop;
+function scrollToNewest() {
+  updateFollow();
+  if (follow) $("conversation").scrollTop = $("conversation").scrollHeight;
+  seenTop = $("conversation").scrollTop;
 }
 
 async function copy(pressed, text) {
@@ -180,7 +182,7 @@ async function copy(pressed, text) {
   try {
     await navigator.clipboard.writeText(text);
     pressed.textContent = "Copied";
-  } catch { // not over plain http from another machine
+  } catch { // the clipboard API needs https, except on this machine
     const area = element("textarea", text);
     area.className = "aside";
     document.body.append(area);
@@ -192,43 +194,43 @@ async function copy(pressed, text) {
   setTimeout(() => { pressed.textContent = label; }, 1500);
 }
 
-function fit() {
+function fitInputHeight() {
   $("ask").style.height = "auto";
   $("ask").style.height = `${$("ask").scrollHeight + 2}px`;
 }
 
-// --- what a person does -----------------------------------------------------------------------------------
+// --- user actions ------------------------------------------------------------------------------------------
 
 $("form").addEventListener("submit", (event) => {
   event.preventDefault();
-  const given = $("ask").value, text = plain ? given : given.trim();
+  const input = $("ask").value, text = plain ? input : input.trim();
   if (!text.trim() || running) return;
   const exchange = { ask: text, text: "", thoughts: "", figures: "", error: "" };
-  talk.push(exchange);
+  conversation.push(exchange);
   $("ask").value = "";
-  fit();
+  fitInputHeight();
   answer(exchange);
   save();
 });
 $("ask").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); $("form").requestSubmit(); }
 });
-$("ask").addEventListener("input", fit);
+$("ask").addEventListener("input", fitInputHeight);
 $("stop").addEventListener("click", () => running?.abort());
 document.addEventListener("keydown", (event) => { if (event.key === "Escape" && !$("keys").open) running?.abort(); });
 $("clear").addEventListener("click", () => {
   running?.abort();
   running = null;
-  talk = [];
+  conversation = [];
   render();
   save();
   $("ask").focus();
 });
-$("talk").addEventListener("click", (event) => {
+$("conversation").addEventListener("click", (event) => {
   const pressed = event.target.closest(".copy-code");
   if (pressed) copy(pressed, pressed.closest(".code").querySelector("pre").textContent);
 });
-$("talk").addEventListener("scroll", lookWhere);
+$("conversation").addEventListener("scroll", updateFollow);
 $("keys-form").addEventListener("submit", (event) => {
   event.preventDefault();
   key = $("key").value.trim();
@@ -236,9 +238,9 @@ $("keys-form").addEventListener("submit", (event) => {
 });
 $("keys-cancel").addEventListener("click", () => $("keys").close(""));
 addEventListener("pagehide", save);
-addEventListener("resize", toNewest);
+addEventListener("resize", scrollToNewest);
 
 restore();
 render();
-fit();
-meet();
+fitInputHeight();
+waitForModel();

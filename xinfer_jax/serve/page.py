@@ -1,12 +1,12 @@
-"""The page that talks to the server: one file, and the headers that let only its own script run."""
+"""The chat page: one HTML file, and the headers that let only its own script run."""
 
 import base64
 from hashlib import sha256
 from pathlib import Path
 
 
-def _whole() -> tuple[str, dict[str, str]]:
-    """The page with its style and script inside, and its headers, which name both by hash."""
+def _build() -> tuple[str, dict[str, str]]:
+    """The page with its style and scripts inside, and headers that allow these by their hashes."""
     here = Path(__file__).parent
     page = (here / "page.html").read_text(encoding="utf-8")
     allowed = []
@@ -24,4 +24,4 @@ def _whole() -> tuple[str, dict[str, str]]:
     }
 
 
-PAGE, HEADERS = _whole()
+PAGE, HEADERS = _build()

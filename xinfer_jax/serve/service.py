@@ -1,6 +1,5 @@
-"""What stands behind the addresses: the engine, and how a body becomes a response."""
+"""`Service`: the engine behind the routes, and how the body of a completion becomes a response."""
 
-import asyncio
 import hashlib
 import hmac
 import itertools
@@ -13,225 +12,219 @@ from urllib.parse import quote
 
 import jax
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request as Call
+from starlette.requests import ClientDisconnect, Request as HTTPRequest
 from starlette.responses import Response
 
-from ..api.bodies import Asked, read_body
-from ..api.fields import BodyError, in_fields
+from ..api.bodies import ParsedBody, parse_request_body
+from ..api.fields import BodyError, with_field_names
+from ..api.responses import THINK_START
 from ..checkpoint.conversation import prompt_ids
 from ..checkpoint.loading import Model
-from ..engine.engines import AnyEngine, engine_of
-from ..engine.requests import Request, news
-from ..errors import InputError, NoTokenLeftError, one_line, shown
+from ..engine.engines import AnyEngine, make_engine
+from ..engine.requests import Request, request_updates
+from ..errors import InputError, NoTokenLeftError, format_message, format_value
 from ..generation.options import GenerateOptions
-from ..sampling.choice import seeded
-from .addresses import counted
-from .admission import Admission, Refused, Ticket, answers_of, tokens_of
-from .body_scan import parse_body
-from .formatting import encoded_response
+from ..sampling.sampler import key_from_seed
+from .admission import AdmissionControl, Reservation, count_answers, count_tokens
+from .api_errors import APIError
+from .chunks import check_answer, stream_chunks
+from .http_responses import EventStream, JSONBodyResponse, until_disconnect
+from .ip_addresses import address_group
+from .json_encoding import response_to_json
 from .metrics import Metrics
-from .offload import LARGE_TOKENS, Offload, is_large
-from .settings import Settings
-from .streams import EventStream, WholeResponse, before_leaving, check_ended, chunks
-from .under_way import UnderWay, usage_of
+from .request_body import load_json_body, receive_body
+from .served_request import ServedRequest, usage_with_cached
+from .server_settings import ServerSettings
+from .worker_pool import LARGE_TOKENS, WorkerPool, is_large
 
-_GZIP = b"\x1f\x8b"  # what a gzip file begins with
-SLOW_SECONDS = 30  # that the head or the body of a request may take to come
-_GONE = 499  # nobody reads it
+_CLIENT_CLOSED_REQUEST = 499  # nginx's status; nobody receives it
 
 
 class Service:
-    """A model that answers.
+    """Answers HTTP requests for completions with one model.
 
     Attributes:
-        engine: None: it is not ready.
-        broken: why it never will be.
-        admission: what clients have under way.
-        offload: where heavy work runs.
+        engine: None: the model is not loaded yet.
+        load_error: why the model cannot be loaded; "": no error so far.
+        closing: the server is shutting down.
+        admission: limits on what clients have in flight.
+        workers: run slow work.
     """
 
-    def __init__(self, settings: Settings, say: Callable[[str], None]):
-        """say: takes the lines of the log."""
+    def __init__(self, settings: ServerSettings, log: Callable[[str], None]):
+        """log: writes a line of the log."""
         self.settings = settings
-        self.say = say
-        self.broken = ""
+        self.log = log
+        self.load_error = ""
         self.closing = False
         self.model: Model | None = None
         self.engine: AnyEngine | None = None
         self.metrics = Metrics(settings.name)
-        self.admission = Admission(settings)
-        self.offload = Offload()
+        self.admission = AdmissionControl(settings)
+        self.workers = WorkerPool()
         self._numbers = itertools.count(1)
         self._defaults = GenerateOptions()
 
     def start(self, model: Model, defaults: GenerateOptions) -> None:
-        """Takes the model, and warms up: `ready` afterwards."""
+        """Makes the engine and warms it up; afterwards the service can answer."""
         if model.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: it cannot be served")
         self.model = model
         self.tokenizer = model.tokenizer
         self._defaults = defaults
-        self.engine = engine_of(model, **self.settings.shape).__enter__()
+        self.engine = make_engine(model, **self.settings.shape).__enter__()
         self.admission.rows = self.engine.rows
         self.metrics.watch(self.engine)
 
     @property
-    def room(self) -> int | None:
-        """Tokens of a prompt and its answer; None: not known yet."""
+    def max_model_len(self) -> int | None:
+        """The maximum number of tokens of a prompt and its answer; None: not known yet."""
         return self.engine.room if self.engine else None
 
     @property
-    def open(self) -> Counter[str]:
-        """Answers of each client that have not ended, and requests of which no more is known yet."""
+    def in_flight(self) -> Counter[str]:
+        """For each client, its answers that have not ended; a request counts as one until it is parsed."""
         return self.admission.used["answers"]
 
-    async def failed(self, call: Call, error: Exception) -> Response:
-        """The response to an error, and its line of the log."""
-        found = self.refusal(error)
-        if found.status != _GONE:  # of whom another line tells
-            who = f"{call.state.request_id} {call.method} {quote(call.scope['path'])}"
-            self.say(one_line(f"{who}: {found.status} {found}"))
-        return found.response()
+    async def error_response(self, request: HTTPRequest, error: Exception) -> Response:
+        """Logs an error and returns its response."""
+        api_error = self.to_api_error(error)
+        if api_error.status != _CLIENT_CLOSED_REQUEST:  # `ServedRequest` logs those
+            name = f"{request.state.request_id} {request.method} {quote(request.scope['path'])}"
+            self.log(format_message(f"{name}: {api_error.status} {api_error}"))
+        return api_error.response()
 
     def close(self) -> None:
-        """Ends the engine."""
+        """Closes the engine."""
         if self.engine is not None:
             self.engine.close()
 
-    def ailing(self) -> str:
-        """Why nothing can be answered now; "": it can."""
-        if self.broken or self.engine is None:
-            return self.broken or "the model is being loaded: come again"
+    def unavailable_reason(self) -> str:
+        """Why no request can be answered now; "": requests can be answered."""
+        if self.load_error or self.engine is None:
+            return self.load_error or "the model is being loaded: try again later"
         if self.closing:
-            return "the server is going down"
+            return "the server is shutting down"
         for engine in self.engine.engines:
             if engine.error is not None:
-                return f"{engine.name} broke down"
+                return f"{engine.name} has failed"
             if (silent := time.monotonic() - engine.last_turn) > self.settings.stuck_seconds:
-                return f"{engine.name} has not moved for {silent:.0f} seconds"
+                return f"{engine.name} has made no step for {silent:.0f} seconds"
         return ""
 
-    async def answer(self, call: Call, kind: str) -> Response:
-        """Answers a body; Refused where it cannot."""
-        received = call.state.received
-        ticket = self.enter(call)
-        under_way = UnderWay(self, call.state.request_id, ticket, next(self._numbers), received)
+    async def create_completion(self, http_request: HTTPRequest, kind: str) -> Response:
+        """Answers a request for completions. kind: "completion" or "chat".
+
+        Raises:
+            APIError: the request cannot be answered.
+        """
+        received = http_request.state.received
+        reservation = self.admit(http_request)
+        request_id = http_request.state.request_id
+        served = ServedRequest(self, request_id, reservation, next(self._numbers), received)
         try:
-            data = [await self.body(call, ticket)]
-            return await before_leaving(self._answered(under_way, kind, data), call.receive)
+            data = [await receive_body(http_request, reservation, self.settings.max_body_bytes)]
+            return await until_disconnect(self._respond(served, kind, data), http_request.receive)
         except BaseException as error:
-            under_way.end()
+            served.finish()
             if not isinstance(error, Exception):
                 raise
-            raise self.refusal(error, bool(under_way.requests)) from error
+            raise self.to_api_error(error, bool(served.requests)) from error
 
-    async def _answered(self, under_way: UnderWay, kind: str, data: list[bytes]) -> Response:
-        client = under_way.ticket.client
-        prepare = partial(self._prepare, under_way, kind, data)
-        asked, streamed, with_usage, opened = await self.offload.run(client, is_large(data), prepare)
-        requests = under_way.requests
-        head: dict[str, Any] = dict(created=int(time.time()), model=self.settings.name, seed=asked.seed)
-        head["id"] = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{under_way.name}"
+    async def _respond(self, served: ServedRequest, kind: str, data: list[bytes]) -> Response:
+        settings = self.settings
+        client = served.reservation.client
+        submit = partial(self._submit, served, kind, data)
+        parsed, streamed, with_usage, in_reasoning = await self.workers.run(client, is_large(data), submit)
+        requests = served.requests
+        head: dict[str, Any] = dict(created=int(time.time()), model=settings.name, seed=parsed.seed)
+        head["id"] = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{served.request_id}"
         if streamed:
-            last = partial(usage_of, asked, requests) if with_usage else None
-            events = chunks(asked, requests, self.tokenizer, last, head, opened)
-            return EventStream(events, under_way.end, self.settings.stall_seconds)
-        await _ended(requests)
-        format_all = partial(self._format, asked, under_way, opened, head)
-        large = under_way.ticket.held["tokens"] > LARGE_TOKENS
-        parts = [await self.offload.run(client, large, format_all)]
-        return WholeResponse(parts, under_way.end, self.settings.stall_seconds)
+            usage = partial(usage_with_cached, parsed, requests) if with_usage else None
+            chunks = stream_chunks(parsed, requests, self.tokenizer, usage, head, in_reasoning)
+            return EventStream(chunks, served.finish, settings.stall_seconds)
+        await _wait_until_ended(requests)
+        format_response = partial(self._format, parsed, served, in_reasoning, head)
+        large = served.reservation.amounts["tokens"] > LARGE_TOKENS
+        body = await self.workers.run(client, large, format_response)
+        return JSONBodyResponse(body, served.finish, settings.stall_seconds)
 
-    def _prepare(self, under_way: UnderWay, kind: str, data: list[bytes]) -> tuple[Asked, bool, bool, bool]:
-        """The body checked, and submitted to the engine; whether it is streamed, with usage at its end, and
-        whether the prompt has begun a thought. In a thread.
+    def _submit(
+        self, served: ServedRequest, kind: str, data: list[bytes]
+    ) -> tuple[ParsedBody, bool, bool, bool]:
+        """Parses the body and submits it to the engine. Runs in a thread.
+
+        Returns:
+            The body; whether to stream; whether the stream ends with the usage; whether the prompt ends
+            within the reasoning.
         """
         assert self.engine is not None
-        ticket = under_way.ticket
+        reservation = served.reservation
         settings = self.settings
-        body = self.parse(data)
-        asked, streamed, with_usage = self._read(kind, body, ticket)
-        if asked.seed is None:
-            asked.seed = _drawn_seed(settings.seed, under_way.number)
-        ticket.hold(answers=answers_of(asked), tokens=tokens_of(asked), bytes=0)
-        if ticket.left:
+        body = self.load_body(data)
+        parsed, streamed, with_usage = self._parse(kind, body, reservation)
+        if parsed.seed is None:
+            parsed.seed = _derive_seed(settings.seed, served.number)
+        reservation.reserve(answers=count_answers(parsed), tokens=count_tokens(parsed), bytes=0)
+        if reservation.released:
             raise ClientDisconnect
-        key = seeded(asked.seed)
-        keys = [jax.random.fold_in(key, i) if i else key for i in range(len(asked.prompts))]
-        submit = asked.submit | dict(deadline=settings.deadline or None, client=ticket.client)
-        submit["priority"] = min(0, submit["priority"])  # nobody says to be more urgent
+        key = key_from_seed(parsed.seed)
+        keys = [jax.random.fold_in(key, i) if i else key for i in range(len(parsed.prompts))]
+        arguments = parsed.submit_args | dict(deadline=settings.deadline or None, client=reservation.client)
+        arguments["priority"] = min(0, arguments["priority"])  # a client may only lower its priority
         if settings.api_keys and not settings.share_prefixes:
-            submit["salt"] = f"{ticket.client}:{submit['salt']}"
-        submit["received"] = under_way.received
-        under_way.begin(asked, self.engine.submit_many(asked.prompts, asked.options, keys=keys, **submit))
-        return asked, streamed, with_usage, kind == "chat" and self._opens(asked.prompts[0])
+            arguments["salt"] = f"{reservation.client}:{arguments['salt']}"
+        arguments["received"] = served.received
+        requests = self.engine.submit_many(parsed.prompts, parsed.options, keys=keys, **arguments)
+        served.set_submitted(parsed, requests)
+        return parsed, streamed, with_usage, kind == "chat" and self._ends_in_reasoning(parsed.prompts[0])
 
-    def parse(self, data: list[bytes], list_name: str | None = "prompt") -> dict[str, Any]:
-        """The body, whose bytes are given up."""
+    def load_body(self, data: list[bytes], list_name: str | None = "prompt") -> dict[str, Any]:
+        """The JSON object of a body. Empties `data`, so that the bytes are freed."""
         assert self.engine is not None
-        body = parse_body(data[0], self.engine.room, self.settings.max_body_bytes, list_name)
+        body = load_json_body(data[0], self.engine.room, self.settings.max_body_bytes, list_name)
         data.clear()
         return body
 
-    def _format(self, asked: Asked, under_way: UnderWay, opened: bool, head: dict[str, Any]) -> bytes:
-        """The response, in a thread."""
-        requests = under_way.requests
+    def _format(
+        self, parsed: ParsedBody, served: ServedRequest, in_reasoning: bool, head: dict[str, Any]
+    ) -> bytes:
+        """The body of the response. Runs in a thread."""
+        requests = served.requests
 
         def check() -> None:
-            if under_way.ticket.left:
+            if served.reservation.released:
                 raise ClientDisconnect
 
         for request in requests:
             for answer in request.answers:
-                check_ended(answer)
+                check_answer(answer)
         outs = [request.result() for request in requests]
-        noted = [request.prompt_logprobs for request in requests]
-        more = dict(head, usage=usage_of(asked, requests))
-        return encoded_response(asked, outs, noted, self.tokenizer, opened, check, **more)
+        prompt_logprobs = [request.prompt_logprobs for request in requests]
+        head = dict(head, usage=usage_with_cached(parsed, requests))
+        return response_to_json(parsed, outs, prompt_logprobs, self.tokenizer, in_reasoning, check, **head)
 
-    def refusal(self, error: Exception, begun: bool = False) -> Refused:
-        """What to say of an error; begun: the engine has the request already."""
-        if isinstance(error, Refused):
+    def to_api_error(self, error: Exception, submitted: bool = False) -> APIError:
+        """Converts any error. submitted: it came after the request was submitted to the engine."""
+        if isinstance(error, APIError):
             return error
         if isinstance(error, ClientDisconnect):
-            return Refused(_GONE, "the client has gone")
+            return APIError(_CLIENT_CLOSED_REQUEST, "the client has disconnected")
         if isinstance(error, HTTPException):
-            return Refused(error.status_code, error.detail)
+            return APIError(error.status_code, error.detail)
         if isinstance(error, RecursionError):
             error = InputError("the body is nested too deeply: send one that is flatter")
-        known = isinstance(error, NoTokenLeftError) or isinstance(error, InputError) and not begun
-        status = 400 if known else 500
+        invalid = isinstance(error, NoTokenLeftError) or isinstance(error, InputError) and not submitted
+        status = 400 if invalid else 500
         if self.engine is not None and not self.engine.alive:
             status = 503
-        why = in_fields(one_line(error)) or type(error).__name__
-        return Refused(status, why, getattr(error, "param", None), getattr(error, "code", None))
+        message = with_field_names(format_message(error)) or type(error).__name__
+        return APIError(status, message, getattr(error, "param", None), getattr(error, "code", None))
 
-    async def body(self, call: Call, ticket: Ticket) -> bytes:
-        """The bytes of a JSON body, held by the ticket."""
-        if call.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
-            raise Refused(415, "the body must be application/json")
-        if (encoding := call.headers.get("content-encoding", "identity").strip().lower()) != "identity":
-            raise Refused(415, f"content-encoding {shown(encoding)}: send the body uncompressed")
-        most = self.settings.max_body_bytes
-        told = call.headers.get("content-length", "")
-        if told.isdecimal() and int(told[:20]) > most:
-            raise Refused(413, f"the body has {told[:20]} bytes: send at most {most}")
-        data = bytearray()
-        try:
-            async with asyncio.timeout(SLOW_SECONDS):
-                async for part in call.stream():
-                    data += part
-                    if len(data) > most:
-                        raise Refused(413, f"the body has more than {most} bytes: send at most so many")
-                    ticket.hold(bytes=len(data))
-        except TimeoutError as error:
-            raise Refused(408, f"the body took more than {SLOW_SECONDS} seconds to come") from error
-        if data.startswith(_GZIP):
-            raise Refused(415, "the body is compressed by gzip: send it uncompressed")
-        return bytes(data)
-
-    def _read(self, kind: str, body: dict[str, Any], ticket: Ticket) -> tuple[Asked, bool, bool]:
-        """The body checked; whether it is streamed, and with usage at its end."""
+    def _parse(
+        self, kind: str, body: dict[str, Any], reservation: Reservation
+    ) -> tuple[ParsedBody, bool, bool]:
+        """Parses a body. Returns also whether to stream, and whether the stream ends with the usage."""
         assert self.model is not None and self.engine is not None
         self.check_model(body)
         options = body.pop("stream_options", None)
@@ -241,72 +234,77 @@ class Service:
         if options is not None and not (isinstance(options, Mapping) and streamed):
             raise BodyError("stream_options", "stream_options is an object, and needs stream: true beside it")
         if {*(options or {})} - {"include_usage"}:
-            raise BodyError("stream_options", "stream_options has include_usage alone here: leave out others")
+            raise BodyError("stream_options", "stream_options has only include_usage here: leave out others")
         with_usage = (options or {}).get("include_usage")
         if with_usage not in (None, True, False):
-            raise BodyError("stream_options", f"include_usage must be true or false, got {shown(with_usage)}")
+            raise BodyError(
+                "stream_options", f"include_usage must be true or false, got {format_value(with_usage)}"
+            )
 
         def encode(prompt: Any, limit: int, **how: Any) -> list[int]:
-            if ticket.left:  # the client has gone
+            if reservation.released:  # the client has disconnected
                 raise ClientDisconnect
             return prompt_ids(self.tokenizer, prompt, limit, **how)
 
         escape = self.settings.escape
-        room = self.engine.room
-        asked = read_body(self.model, kind, body, self._defaults, room, escape, encode)
-        if asked.unknown:
-            self.say(one_line(f"unknown fields: {', '.join(asked.unknown)}"))
-        if streamed and asked.options.best_of not in (None, asked.options.n):
+        parsed = parse_request_body(self.model, kind, body, self._defaults, self.engine.room, escape, encode)
+        if parsed.unknown_fields:
+            self.log(format_message(f"unknown fields: {', '.join(parsed.unknown_fields)}"))
+        if streamed and parsed.options.best_of not in (None, parsed.options.n):
             raise BodyError("best_of", "best_of cannot be streamed: leave one of them out")
-        return asked, bool(streamed), bool(with_usage)
+        return parsed, bool(streamed), bool(with_usage)
 
     def check_model(self, body: dict[str, Any]) -> None:
-        """Raises Refused where the body asks for another model."""
-        settings = self.settings
-        wanted = body.get("model") or self.settings.name
-        if wanted not in (settings.name, settings.model):
-            message = f"the model {shown(wanted)} is not served here, {settings.name!r} is"
-            raise Refused(404, message, "model", "model_not_found")
+        """Raises APIError if the body names another model."""
+        self.check_model_name(body.get("model") or self.settings.name)
 
-    def enter(self, call: Call) -> Ticket:
-        """A place for one request. Who asks is told by key, or else by address.
+    def check_model_name(self, name: Any) -> None:
+        """Raises APIError if this is not the model's name."""
+        settings = self.settings
+        if name not in (settings.name, settings.model):
+            message = f"the model {format_value(name)} is not served here, {settings.name!r} is"
+            raise APIError(404, message, "model", "model_not_found")
+
+    def admit(self, request: HTTPRequest) -> Reservation:
+        """Admits a request. Clients are distinguished by key, or without keys by address.
 
         Raises:
-            Refused: the server cannot answer now, or the client has too much under way.
+            APIError: the server cannot answer now, or the client has too much in flight.
         """
-        if why := self.ailing():
-            raise Refused(503, why)
-        address = counted(call.client.host) if call.client else ""
-        return self.admission.enter(
-            hashlib.sha256(_key(call)).hexdigest()[:32] if self.settings.api_keys else address
-        )
+        if reason := self.unavailable_reason():
+            raise APIError(503, reason)
+        client = address_group(request.client.host) if request.client else ""
+        if self.settings.api_keys:
+            client = hashlib.sha256(_key(request)).hexdigest()[:32]
+        return self.admission.admit(client)
 
-    def allowed(self, call: Call) -> bool:
-        """Whether the caller has the key, if there is one."""
+    def is_authorized(self, request: HTTPRequest) -> bool:
+        """Whether the request has one of the keys, or none is needed."""
         keys = self.settings.api_keys
-        return not keys or any([hmac.compare_digest(_key(call), key) for key in keys])
+        return not keys or any([hmac.compare_digest(_key(request), key) for key in keys])
 
-    def _opens(self, ids: Sequence[int]) -> bool:
-        """Whether the prompt has begun a thought."""
-        return self.tokenizer.decode(ids[-8:], skip_special_tokens=False).rstrip().endswith("<think>")
+    def _ends_in_reasoning(self, ids: Sequence[int]) -> bool:
+        """Whether the chat template has opened <think> for the answer."""
+        text = self.tokenizer.decode(ids[-8:], skip_special_tokens=False)
+        return text.rstrip().endswith(THINK_START)
 
 
-async def _ended(requests: Sequence[Request]) -> None:
+async def _wait_until_ended(requests: Sequence[Request]) -> None:
     left = list(requests)
-    async for _ in news(requests):
-        while left and left[-1].ended:  # each is looked at once after it has ended
+    async for _ in request_updates(requests):
+        while left and left[-1].ended:
             left.pop()
         if not left:
             return
 
 
-def _drawn_seed(server_seed: int, number: int) -> int:
-    """Of a request without one: 53 bits, which JSON numbers of every client hold."""
+def _derive_seed(server_seed: int, number: int) -> int:
+    """The seed of a request without one: 53 bits, which a JSON number holds in every client."""
     digest = hashlib.sha256(f"{server_seed}:{number}".encode()).digest()
     return int.from_bytes(digest[:8]) >> 11
 
 
-def _key(call: Call) -> bytes:
-    """The key that came; b"": none."""
-    scheme, _, key = call.headers.get("authorization", "").partition(" ")
-    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""  # bytes as they came
+def _key(request: HTTPRequest) -> bytes:
+    """The key of a request; b"": it has none."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""  # the bytes as received

@@ -1,4 +1,4 @@
-"""How parameters lie over a mesh: by the logical axes of their specs, quantized ones as their matrix."""
+"""How parameters are divided over a mesh: by the logical axes of their specs."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,104 +10,105 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..config.model_config import ModelConfig
 from ..errors import InputError
-from ..sharding import MODEL, RULES, on_devices, spec
+from ..sharding import MODEL, RULES, check_divisible, partition_spec, with_auto_axes
 from .params import Params, ParamSpec, check_params, param_specs
-from .quantized import Int8Weight, is_quantized
+from .quantized_weights import Int8Weight, is_quantized
 from .ternary import TernaryWeight
 
 
 def shardings(
     config: ModelConfig, mesh: Mesh, *, fsdp: str | None = None, like: Params | None = None
 ) -> Params:
-    """The parameter tree's `NamedSharding`s, for `jax.device_put` and `jax.jit`: over the mesh's axis "model"
-    matrices are divided by outputs where they take hidden states, by inputs where they give them back.
+    """Returns the parameter tree's `NamedSharding`s, for `jax.device_put` and `jax.jit`.
 
-    A vocabulary that the devices do not divide lies whole on each of them. `load_model(path, mesh=mesh)`
-    divides it too: its matrices then have rows of zeros at their end, up to the next multiple of the devices,
-    and `like=model.params` gives the shardings of such a tree. Ids and logits are those of the vocabulary
-    in both cases.
+    Over the mesh's axis "model" matrices are divided by outputs where their input is a hidden state, by
+    inputs where their output is one. A vocabulary that the devices do not divide is replicated.
+    `load_model(path, mesh=mesh)` divides it too: it pads its matrices with rows of zeros to the next multiple
+    of the devices, and `like=model.params` returns the shardings of such a tree. Ids and logits are those of
+    the vocabulary in both cases.
 
     Args:
-        config, mesh: the model; a mesh with an axis "model". Its axes become Auto ones.
-        fsdp: an axis of the mesh along which hidden_size lies too, so that each device holds less, and parts
-            are gathered where they are used.
-        like: parameters or their shapes, where matrices are quantized or the vocabulary has padding.
+        config: of the model.
+        mesh: a mesh with an axis "model". Its axes become Auto ones.
+        fsdp: an axis of the mesh that divides hidden_size too: each device stores less, and parts are
+            gathered where they are used.
+        like: parameters or their shapes, where matrices are quantized or the vocabulary is padded.
 
     Raises:
-        InputError: no such axis, or a size other than the vocabulary that its devices do not divide.
+        InputError: no such axis, or its devices do not divide a size other than the vocabulary.
     """
-    mesh = checked_mesh(mesh)
+    mesh = check_mesh(mesh)
     if fsdp is not None and fsdp not in mesh.shape:
         raise InputError(f"fsdp={fsdp!r} is no axis of the mesh, which has {list(mesh.axis_names)}")
     specs = param_specs(config)
     _check_heads(config, mesh)
     if like is not None:
         check_params(like, config)
-    tree = specs_of(specs, specs if like is None else like, mesh, {**RULES, "embed": fsdp})
+    tree = partition_specs(specs, specs if like is None else like, mesh, {**RULES, "embed": fsdp})
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     return jax.tree.map(partial(NamedSharding, mesh), tree, is_leaf=is_spec)
 
 
-def checked_mesh(mesh: Any) -> Mesh:
-    """The mesh with Auto axes; InputError unless it is one with an axis "model"."""
+def check_mesh(mesh: Any) -> Mesh:
+    """Returns the mesh with Auto axes; raises InputError unless it has an axis "model"."""
     if not isinstance(mesh, Mesh) or MODEL not in mesh.shape:
-        what = list(mesh.axis_names) if isinstance(mesh, Mesh) else type(mesh).__name__
+        given = list(mesh.axis_names) if isinstance(mesh, Mesh) else type(mesh).__name__
         raise InputError(
             f"mesh must be a jax.sharding.Mesh with an axis {MODEL!r}, as jax.make_mesh((4,), ({MODEL!r},))"
-            f" makes it, got {what}"
+            f" makes it, got {given}"
         )
-    return on_devices(mesh)
+    return with_auto_axes(mesh)
 
 
 def _check_heads(config: ModelConfig, mesh: Any) -> None:
-    """Heads are whole on a device, whatever else would divide; and so are rotated models."""
+    """Raises InputError where devices do not divide the heads, or the model is rotated."""
     if config.rotated:
         raise InputError(
             "int8 activations and rotations are not supported over a mesh: leave out one of them"
         )
-    spec(("heads",), (config.num_attention_heads,), mesh)
-    if config.num_key_value_heads % mesh.shape[MODEL]:
-        raise InputError(
-            f"kv_heads has {config.num_key_value_heads}, which {mesh.shape[MODEL]} devices along {MODEL!r} do"
-            " not divide: choose a number that does, or load the checkpoint by load_model(path, mesh=mesh),"
-            " which repeats key heads for a multiple of them"
-        )
+    devices = mesh.shape[MODEL]
+    check_divisible("heads", config.num_attention_heads, devices)
+    remedy = (
+        "choose a number that does, or load the checkpoint by load_model(path, mesh=mesh), which repeats key"
+        " heads for a multiple of them"
+    )
+    check_divisible("kv_heads", config.num_key_value_heads, devices, remedy=remedy)
 
 
 @lru_cache(maxsize=64)
-def divides(config: ModelConfig, devices: int) -> bool:
-    """Whether so many devices divide every size that is to lie over them, but for the vocabulary."""
+def is_divisible(config: ModelConfig, devices: int) -> bool:
+    """Whether the number of devices divides every size along axis "model" except the vocabulary."""
     mesh = AbstractMesh((devices,), (MODEL,))
     specs = param_specs(config)
     try:
         _check_heads(config, mesh)
-        specs_of(specs, specs, mesh, RULES)
+        partition_specs(specs, specs, mesh, RULES)
     except InputError:
         return False
     return True
 
 
-def layer_specs(layer: Params, config: ModelConfig, mesh: Any) -> Any:
-    """`specs_of` a layer's parameters."""
+def layer_partition_specs(layer: Params, config: ModelConfig, mesh: Any) -> Any:
+    """Returns `partition_specs` of a layer's parameters."""
     _check_heads(config, mesh)
-    return specs_of(_layer_specs(config, "experts" in layer), layer, mesh, RULES)
+    return partition_specs(_layer_specs(config, "experts" in layer), layer, mesh, RULES)
 
 
-def specs_of(specs: Any, tree: Any, mesh: Any, rules: Mapping[str, str | None]) -> Any:
-    """`PartitionSpec`s of parameters, or of their specs; of a quantized matrix in its leaf."""
-    known = partial(_leaf, mesh=mesh, rules=rules)
-    return jax.tree.map(known, specs, tree, is_leaf=lambda x: isinstance(x, ParamSpec))
+def partition_specs(specs: Any, tree: Any, mesh: Any, rules: Mapping[str, str | None]) -> Any:
+    """Returns the `PartitionSpec`s of parameters or of their specs; a quantized matrix is a leaf of them."""
+    leaf_specs = partial(_leaf_specs, mesh=mesh, rules=rules)
+    return jax.tree.map(leaf_specs, specs, tree, is_leaf=lambda x: isinstance(x, ParamSpec))
 
 
-def without_padding(spec: ParamSpec, leaf: Any) -> Any:
-    """A matrix of the vocabulary with the vocabulary's rows alone; another leaf as it is."""
+def drop_vocab_padding(spec: ParamSpec, leaf: Any) -> Any:
+    """Returns a matrix of the vocabulary without its padding; other leaves unchanged."""
     if spec.axes[0] != "vocab" or leaf.shape == spec.shape:
         return leaf
 
-    def own(x: Any, places: PartitionSpec) -> Any:
-        return x[tuple(slice(spec.shape[0] if place else None) for place in places)]
+    def drop_rows(x: Any, mesh_axes: PartitionSpec) -> Any:
+        return x[tuple(slice(spec.shape[0] if mesh_axis else None) for mesh_axis in mesh_axes)]
 
-    return jax.tree.map(own, leaf, specs_of(spec, leaf, None, RULES))
+    return jax.tree.map(drop_rows, leaf, partition_specs(spec, leaf, None, RULES))
 
 
 @lru_cache(maxsize=64)
@@ -115,31 +116,33 @@ def _layer_specs(config: ModelConfig, experts: bool) -> Params:
     return next(layer for layer in param_specs(config)["layers"] if ("experts" in layer) == experts)
 
 
-def _leaf(known: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str, str | None]) -> Any:
-    def of(part: Any, *axes: str | None) -> Any:
+def _leaf_specs(param_spec: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str, str | None]) -> Any:
+    def spec_of(part: Any, *axes: str | None) -> Any:
         if part is None:
             return None
         if mesh and "vocab" in axes and part.shape[axes.index("vocab")] % mesh.shape[MODEL]:
             axes = tuple(None if axis == "vocab" else axis for axis in axes)
-        return spec(axes, part.shape, mesh, rules)
+        return partition_spec(axes, part.shape, mesh, rules)
 
     if not is_quantized(leaf):
-        return of(leaf, *known.axes)
-    outputs, inputs = known.axes
+        return spec_of(leaf, *param_spec.axes)
+    outputs, inputs = param_spec.axes
     if isinstance(leaf, Int8Weight):
         return dataclasses.replace(
-            leaf, values=of(leaf.values, outputs, inputs), scale=of(leaf.scale, outputs)
+            leaf, values=spec_of(leaf.values, outputs, inputs), scale=spec_of(leaf.scale, outputs)
         )
     if mesh and rules[inputs or "embed"] and len(leaf.values) * leaf.group != leaf.inputs:
-        raise InputError(f"{known.hf_name}: groups of {leaf.group} do not divide its {leaf.inputs} inputs")
+        raise InputError(
+            f"{param_spec.hf_name}: groups of {leaf.group} do not divide its {leaf.inputs} inputs"
+        )
     if isinstance(leaf, TernaryWeight):
-        values = of(leaf.values, inputs, None, outputs)
-        scale = of(leaf.scale, outputs)
+        values = spec_of(leaf.values, inputs, None, outputs)
+        scale = spec_of(leaf.scale, outputs)
         return dataclasses.replace(leaf, values=values, scale=scale)
     return dataclasses.replace(
         leaf,
-        values=of(leaf.values, inputs, None, outputs),
-        scale=of(leaf.scale, inputs, outputs),
-        zero=of(leaf.zero, inputs, outputs),
-        order=of(leaf.order, inputs),
+        values=spec_of(leaf.values, inputs, None, outputs),
+        scale=spec_of(leaf.scale, inputs, outputs),
+        zero=spec_of(leaf.zero, inputs, outputs),
+        order=spec_of(leaf.order, inputs),
     )

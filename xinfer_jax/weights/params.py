@@ -1,4 +1,4 @@
-"""The tree of parameter shapes: the single source for initialisation, the loader's check and byte counts."""
+"""The tree of parameter specs: the single source for initialisation, the loader's check and byte counts."""
 
 import dataclasses
 import math
@@ -10,47 +10,52 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..config.model_config import ModelConfig
-from ..errors import InputError, shown
+from ..errors import InputError, format_value
 from ..memory import check_memory
-from .quantized import check_method, quantized_leaf
+from .quantization import quantized_leaf
+from .quantized_weights import check_quantize_method
 
-AnyArray = jax.Array | np.ndarray  # what jit takes
+AnyArray = jax.Array | np.ndarray  # jit takes both
 Params = dict[str, Any]  # nested dicts and tuples of arrays; an absent tensor is an absent key
 
-_Axis = tuple[int, str | None]  # its size and its name
+_Axis = tuple[int, str | None]  # size and name
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """One tensor: its shape, logical axes (`sharding.RULES`), and where a Hugging Face checkpoint has it."""
+    """One tensor: its shape, logical axes (`sharding.RULES`), and its place in a Hugging Face checkpoint."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     hf_name: str  # with "{}": one tensor for each expert, stacked here along the first axis
-    fused_name: str | None = None  # a tensor that may hold it instead,
-    first_row: int = 0  # from this row on: the last axis but one
-    fused_rows: int = 0  # of so many
+    fused_name: str | None = None  # a larger tensor that may contain it instead
+    first_row: int = 0  # its first row in that tensor, on the last axis but one
+    fused_rows: int = 0  # rows of that tensor
 
-    def stored(self, tensors: Container[str] = ()) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors that hold it in a checkpoint with those names."""
+    def tensor_shapes(self, tensors: Container[str] = ()) -> dict[str, tuple[int, ...]]:
+        """Returns names and shapes of the tensors that contain it in a checkpoint with these tensors."""
         if self.fused_name and self.fused_name in tensors:
             return {self.fused_name: (*self.shape[:-2], self.fused_rows, self.shape[-1])}
         if "{}" in self.hf_name:
             return {self.hf_name.format(expert): self.shape[1:] for expert in range(self.shape[0])}
         return {self.hf_name: self.shape}
 
-    def pieces(self, tensors: Mapping[str, Any]) -> list[Any]:
-        """What holds it, in equal pieces, from the `StoredTensor`s of a checkpoint by name."""
+    def tensor_parts(self, tensors: Mapping[str, Any]) -> list[Any]:
+        """Returns the tensors that contain it, as parts of equal size.
+
+        Args:
+            tensors: the `StoredTensor`s of a checkpoint by name.
+        """
         if self.fused_name and self.fused_name in tensors:
             firsts = range(self.first_row, self.fused_rows * math.prod(self.shape[:-2]), self.fused_rows)
-            return [tensors[self.fused_name].piece(first, self.shape[-2:]) for first in firsts]
-        return [tensors[name] for name in self.stored(tensors)]
+            return [tensors[self.fused_name].view(first, self.shape[-2:]) for first in firsts]
+        return [tensors[name] for name in self.tensor_shapes(tensors)]
 
 
 def param_specs(config: ModelConfig) -> Params:
-    """The parameter tree of `config` with a `ParamSpec` at every leaf."""
+    """Returns the parameter tree of `config` with a `ParamSpec` at every leaf."""
     d = config.hidden_size
     v = config.vocab_size
     tree = {
@@ -94,8 +99,9 @@ def _layer(config: ModelConfig, index: int) -> Params:
         sizes = dict(q_norm=n, k_norm=k) if config.qk_norm_joint else dict(q_norm=(h, None), k_norm=(h, None))
         for name, (size, axis) in sizes.items():
             tree[name] = ParamSpec((size,), (axis,), f"{attn}.{name}.weight")
-    fed = _experts if config.layer_experts and config.layer_experts[index] else _mlp
-    return tree | fed(config, f"{prefix}.mlp")
+    has_experts = config.layer_experts and config.layer_experts[index]
+    feed_forward = _experts if has_experts else _mlp
+    return tree | feed_forward(config, f"{prefix}.mlp")
 
 
 def _mlp(config: ModelConfig, prefix: str) -> Params:
@@ -111,16 +117,18 @@ def _mlp(config: ModelConfig, prefix: str) -> Params:
 
 
 def _experts(config: ModelConfig, prefix: str) -> Params:
-    """Checkpoints have a tensor for each expert; some have stacks, as transformers 5 has in memory."""
+    """Checkpoints have a tensor for each expert, or stacked ones, as transformers 5 has in memory."""
     experts = config.num_experts
     d = config.hidden_size
     f = config.moe_intermediate_size
 
     def stack(name: str, shape: tuple[int, int], fused_name: str, first_row: int, fused_rows: int) -> Params:
-        each = f"{prefix}.experts.{{}}.{name}.weight"
-        together = f"{prefix}.experts.{fused_name}"
+        expert_name = f"{prefix}.experts.{{}}.{name}.weight"
+        stacked_name = f"{prefix}.experts.{fused_name}"
         axes = ("experts", *(("embed", None) if name == "down_proj" else (None, "embed")))
-        return {"weight": ParamSpec((experts, *shape), axes, each, together, first_row, fused_rows)}
+        return {
+            "weight": ParamSpec((experts, *shape), axes, expert_name, stacked_name, first_row, fused_rows)
+        }
 
     stacks = {
         "gate": stack("gate_proj", (f, d), "gate_up_proj", 0, 2 * f),
@@ -133,30 +141,33 @@ def _experts(config: ModelConfig, prefix: str) -> Params:
 def _linear(
     name: str, outputs: _Axis, inputs: _Axis, bias=False, fused: tuple[str, int] | None = None, row: int = 0
 ) -> Params:
-    """fused: a tensor that may hold it from that row on, and how many rows that has."""
-    held = (fused[0], row, fused[1]) if fused else ()
+    """fused: name and rows of a tensor that may contain the matrix; row: its first row there."""
+    fused_fields = (fused[0], row, fused[1]) if fused else ()
     (rows, of_rows) = outputs
     (columns, of_columns) = inputs
-    leaf: Params = {"weight": ParamSpec((rows, columns), (of_rows, of_columns), f"{name}.weight", *held)}
+    leaf: Params = {
+        "weight": ParamSpec((rows, columns), (of_rows, of_columns), f"{name}.weight", *fused_fields)
+    }
     return leaf | ({"bias": ParamSpec((rows,), (of_rows,), f"{name}.bias")} if bias else {})
 
 
 def init_params(
     config: ModelConfig, key: jax.Array, dtype: Any = None, quantize: str | None = None
 ) -> Params:
-    """Random parameters: matrices normal by 1/sqrt(inputs), the embedding and biases by 0.02, norms one.
+    """Returns random parameters: matrices normal with deviation 1/sqrt(inputs), embedding and biases 0.02,
+    norms 1.
 
     Args:
         config, key: the model, and one PRNG key.
         dtype: of every leaf; None: float32 on CPU, bfloat16 elsewhere.
-        quantize: None, "int8", "int4" or "ternary": the matrices in that form, of which one at a time is in
-            `dtype`.
+        quantize: None, "int8", "int4" or "ternary": the form of the matrices. Only one matrix at a time
+            exists in `dtype`.
 
     Raises:
-        InputError: more than the memory there is.
+        InputError: they need more memory than there is.
     """
     dtype = resolve_dtype(dtype)
-    check_method(None if quantize == "ternary" else quantize)
+    check_quantize_method(None if quantize == "ternary" else quantize)
     check_quantize(config, quantize)
     specs, tree = jax.tree.flatten(param_specs(config))
     check_weights(specs, dtype, quantize)
@@ -177,31 +188,36 @@ def init_params(
 def check_weights(
     specs: Sequence[ParamSpec], dtype: Any, quantize: str | None = None, share: float = 1
 ) -> None:
-    """Raises InputError where the tensors, or the share of them that lies here, exceed the memory. A file's
-    own method counts as 4 bits each.
+    """Raises InputError where the tensors need more memory than there is.
+
+    Args:
+        specs: the tensors.
+        dtype: of floating-point tensors.
+        quantize: None, "int8", or another method, which counts 4 bits a number.
+        share: fraction of the tensors in this memory.
     """
-    wide = 8 * jnp.dtype(dtype).itemsize
-    narrow = wide if quantize is None else 8 if quantize == "int8" else 4
-    bits = sum(math.prod(spec.shape) * (narrow if len(spec.shape) > 1 else wide) for spec in specs)
+    float_bits = 8 * jnp.dtype(dtype).itemsize
+    matrix_bits = float_bits if quantize is None else 8 if quantize == "int8" else 4
+    bits = sum(math.prod(spec.shape) * (matrix_bits if len(spec.shape) > 1 else float_bits) for spec in specs)
     check_memory(
         int(share * bits / 8), "the weights", "use a smaller dtype, quantize them, or use a smaller model"
     )
 
 
 def check_params(params: Any, config: Any) -> None:
-    """Raises InputError unless they are a model's tree and its config."""
+    """Raises InputError unless params are a model's tree and config is its `ModelConfig`."""
     if not isinstance(config, ModelConfig):
         raise InputError(f"config must be a ModelConfig, as model.config is, got {type(config).__name__}")
     if not isinstance(params, Mapping) or not {"embed", "layers", "final_norm"} <= params.keys():
         raise InputError(f"params must be a model's tree, as model.params is, got {type(params).__name__}")
     if len(params["layers"]) != config.num_hidden_layers:
         raise InputError(
-            f"params have {len(params['layers'])} layers, the config asks for {config.num_hidden_layers}"
+            f"params have {len(params['layers'])} layers, the config has {config.num_hidden_layers}"
         )
 
 
 def check_quantize(config: ModelConfig, method: str | None) -> None:
-    """Raises InputError if the model's matrices cannot be quantized by that method, a file's or asked for."""
+    """Raises InputError where the model's matrices cannot be quantized by this method."""
     if method and config.num_experts:
         raise InputError(
             f"quantized weights ({method}) are not supported for model_type {config.model_type!r}: experts"
@@ -210,20 +226,22 @@ def check_quantize(config: ModelConfig, method: str | None) -> None:
 
 
 def activation_dtype(params: Params) -> Any:
-    """The type of hidden states: that of the norms, which are never quantized."""
+    """Returns the dtype of hidden states: that of the norms, which are never quantized."""
     return params["final_norm"].dtype
 
 
 def cache_dtype(params: Params) -> Any:
-    """For keys and values: the activations'; on CPU float32: XLA (jax 0.10) would widen all in each step."""
+    """Returns the dtype of keys and values: that of activations; on CPU float32, since XLA (jax 0.10) would
+    convert all of them in each step.
+    """
     return jnp.float32 if jax.default_backend() == "cpu" else activation_dtype(params)
 
 
 def resolve_dtype(dtype: Any) -> Any:
-    """A floating dtype from its name, a dtype, or None for float32 on CPU, bfloat16 on GPU and TPU.
+    """Returns a floating dtype from its name or dtype; None: float32 on CPU, bfloat16 on GPU and TPU.
 
     Raises:
-        InputError: none of float32, bfloat16, float16.
+        InputError: it is none of float32, bfloat16, float16.
     """
     if dtype is None:
         return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
@@ -232,10 +250,10 @@ def resolve_dtype(dtype: Any) -> Any:
     except TypeError:
         name = dtype
     if name not in tuple(_DTYPES):
-        raise InputError(f"dtype {shown(name)} is not supported: use one of {', '.join(_DTYPES)}")
+        raise InputError(f"dtype {format_value(name)} is not supported: use one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes that the arrays of a pytree hold, or will, where they are shapes."""
+    """Returns the bytes of a pytree's arrays, or of its shapes and types."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,115 @@
+"""Shapes of real models for benchmarks, as the contents of their Hugging Face config.json; no download is
+needed.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from xinfer_jax.checkpoint.files import read_json
+from xinfer_jax.errors import InputError
+
+
+def _shape(
+    model_type: str, sizes: tuple[int, ...], eps: float, theta: float, context: int, tied: bool, **more: Any
+) -> dict[str, Any]:
+    """The contents of a config.json; sizes are V, D, F, L, N, K, H."""
+    names = (
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+        " head_dim".split()
+    )
+    classes = {
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "bitnet": "BitNetForCausalLM",
+    }
+    return dict(
+        architectures=[classes[model_type]],
+        model_type=model_type,
+        **dict(zip(names, sizes, strict=True)),
+        rms_norm_eps=eps,
+        rope_theta=theta,
+        max_position_embeddings=context,
+        tie_word_embeddings=tied,
+        torch_dtype="bfloat16",
+        **dict(hidden_act="silu") | more,
+    )
+
+
+def _llama3(factor: float) -> dict[str, Any]:
+    return dict(
+        rope_type="llama3",
+        factor=factor,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+
+
+_FULL = dict(use_sliding_window=False)
+SHAPES: dict[str, dict[str, Any]] = {  # V, D, F, L, N, K, H
+    "qwen2.5-0.5b": _shape("qwen2", (151936, 896, 4864, 24, 14, 2, 64), 1e-6, 1e6, 32768, True, **_FULL),
+    "qwen2.5-1.5b": _shape("qwen2", (151936, 1536, 8960, 28, 12, 2, 128), 1e-6, 1e6, 32768, True, **_FULL),
+    "qwen2.5-3b": _shape("qwen2", (151936, 2048, 11008, 36, 16, 2, 128), 1e-6, 1e6, 32768, True, **_FULL),
+    "qwen2.5-7b": _shape("qwen2", (152064, 3584, 18944, 28, 28, 4, 128), 1e-6, 1e6, 32768, False, **_FULL),
+    "qwen2.5-14b": _shape("qwen2", (152064, 5120, 13824, 48, 40, 8, 128), 1e-6, 1e6, 32768, False, **_FULL),
+    "qwen2.5-32b": _shape("qwen2", (152064, 5120, 27648, 64, 40, 8, 128), 1e-6, 1e6, 32768, False, **_FULL),
+    "qwen2.5-72b": _shape("qwen2", (152064, 8192, 29568, 80, 64, 8, 128), 1e-6, 1e6, 32768, False, **_FULL),
+    "qwen3-0.6b": _shape(
+        "qwen3", (151936, 1024, 3072, 28, 16, 8, 128), 1e-6, 1e6, 40960, True, attention_bias=False, **_FULL
+    ),
+    "qwen3-4b": _shape(
+        "qwen3", (151936, 2560, 9728, 36, 32, 8, 128), 1e-6, 1e6, 40960, True, attention_bias=False, **_FULL
+    ),
+    "qwen3-235b-a22b": _shape(
+        "qwen3_moe",
+        (151936, 4096, 12288, 94, 64, 4, 128),
+        1e-6,
+        1e6,
+        40960,
+        False,
+        attention_bias=False,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=1536,
+        norm_topk_prob=True,
+        **_FULL,
+    ),
+    "llama3.2-1b": _shape(
+        "llama", (128256, 2048, 8192, 16, 32, 8, 64), 1e-5, 5e5, 131072, True, rope_scaling=_llama3(32.0)
+    ),
+    "llama3.1-8b": _shape(
+        "llama", (128256, 4096, 14336, 32, 32, 8, 128), 1e-5, 5e5, 131072, False, rope_scaling=_llama3(8.0)
+    ),
+    "llama3.1-70b": _shape(
+        "llama", (128256, 8192, 28672, 80, 64, 8, 128), 1e-5, 5e5, 131072, False, rope_scaling=_llama3(8.0)
+    ),
+    # V0.3.
+    "mistral-7b": _shape(
+        "mistral", (32768, 4096, 14336, 32, 32, 8, 128), 1e-5, 1e6, 32768, False, sliding_window=None
+    ),
+    # b1.58-2B-4T; its matrices are ternary: --quantize=ternary.
+    "bitnet-2b": _shape(
+        "bitnet", (128256, 2560, 6912, 30, 20, 5, 128), 1e-5, 5e5, 4096, True, hidden_act="relu2"
+    ),
+    "smollm2-135m": _shape("llama", (49152, 576, 1536, 30, 9, 3, 64), 1e-5, 1e5, 8192, True),
+}
+
+
+def hf_config(name_or_dir: str) -> dict[str, Any]:
+    """The config.json of a built-in shape or of a directory.
+
+    Raises:
+        InputError: it is neither; the message lists the shapes.
+    """
+    if name_or_dir in SHAPES:
+        return dict(SHAPES[name_or_dir])
+    settings = read_json(Path(name_or_dir).expanduser() / "config.json")
+    if settings is None:
+        raise InputError(
+            f"config {name_or_dir!r} is neither a built-in shape ({', '.join(SHAPES)}) nor a directory with"
+            " config.json"
+        )
+    return settings

@@ -1,0 +1,64 @@
+"""Data sheets of GPUs, and their descriptions with which XLA compiles for GPUs that this machine does not
+have.
+"""
+
+import dataclasses
+
+import jax
+from jax.experimental import topologies
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """The data sheet of a GPU; rates without sparsity."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int  # per block
+    l2_mib: int
+    ghz: float
+    memory_gib: float  # usable by a program
+    memory_gbs: float
+    link_gbs: float  # to other GPUs, in each direction
+    tflops: float  # bfloat16 matmuls
+    float32_tflops: float
+    round_us: float = 0  # latency of an all-reduce; not measured
+
+    def mesh(self, devices: int = 1, axis: str = "one") -> jax.sharding.Mesh:
+        """A mesh of such GPUs to compile for."""
+        major, minor = self.capability
+        config = f"""
+          gpu_device_info {{
+            name: "{self.name}" device_vendor: "NVIDIA Corporation" device_address_bits: 64
+            cuda_compute_capability {{
+              major: {major} minor: {minor} {"feature_extension: ACCELERATED_FEATURES" * (major >= 9)}
+            }}
+            threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+            thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+            block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+            registers_per_core_limit: 65536 registers_per_block_limit: 65536
+            shared_memory_per_block: 49152 shared_memory_per_block_optin: {self.shared_bytes}
+            shared_memory_per_core: {self.shared_bytes + 1024}
+            core_count: {self.multiprocessors} fpus_per_core: 128 clock_rate_ghz: {self.ghz}
+            memory_bandwidth: {int(self.memory_gbs * 1e9)} l2_cache_size: {self.l2_mib * 2**20}
+            device_memory_size: {int(self.memory_gib * 2**30)}
+            runtime_version: "12.8.0" driver_version: "13.0.0" compile_time_toolkit_version: "12.8.0"
+            dnn_version: "9.10.0"
+          }}
+          platform_name: "CUDA" device_description_str: "{self.name}"
+          dnn_version_info {{ major: 9 minor: 10 }}"""
+        shape = f"1x1x{devices}"
+        topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology=shape)
+        return topologies.make_mesh(topology, (devices,), (axis,))
+
+
+CARDS = {
+    "b200": Card("NVIDIA B200", (10, 0), 148, 232448, 126, 1.96, 179, 8000, 900, 2250, 75),
+    "h200": Card("NVIDIA H200", (9, 0), 132, 232448, 50, 1.98, 140, 4800, 450, 989, 67),
+    "h100": Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 232448, 50, 1.98, 79, 3350, 450, 989, 67),
+    "a100": Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, 40, 1.41, 79, 2039, 300, 312, 19.5),
+    "l40s": Card("NVIDIA L40S", (8, 9), 142, 101376, 96, 2.52, 44, 864, 32, 362, 91.6),
+    "l4": Card("NVIDIA L4", (8, 9), 58, 101376, 48, 2.04, 22, 300, 32, 121, 30.3),
+    "rtx4090": Card("NVIDIA GeForce RTX 4090", (8, 9), 128, 101376, 72, 2.52, 23, 1008, 32, 165, 82.6),
+}

@@ -1,0 +1,393 @@
+"""Sections of check_gpu.py for kernels: each kernel is compared with its reference, then timed, and other
+implementations are timed too.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from model_shapes import SHAPES
+from section_cases import Case, copies_beyond_cache, limit, limit_cases, max_error, random, time_call
+
+import kernels_pallas
+from kernels_pallas import reference
+from xinfer_jax.cache.layer_caches import uncached_kv
+from xinfer_jax.model.attention import attention
+
+KERNELS = ("decode_attention", "prefill_attention", "lm_head_argmax", "argmax")
+# N, K, H; D, V.
+_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "vocab_size")
+MODELS = {name: tuple(SHAPES[f"qwen2.5-{name}"][size] for size in _SIZES) for name in ("0.5b", "7b")}
+MODELS["tiny"] = (4, 2, 64, 72, 151)
+# Attention: rows, queries, length and capacity. Head: rows. Most important first.
+TIMED = {
+    "decode_attention": [  # K and V below the length are 256 MiB or more, except for a single row
+        ("7b", 16, 1, 8192, 8192), ("0.5b", 64, 1, 8192, 8192),
+        ("7b", 1, 1, 4096, 4096), ("0.5b", 1, 1, 4096, 4096),
+        ("7b", 1, 1, 32768, 32768), ("0.5b", 1, 1, 32768, 32768),
+        ("7b", 64, 1, 1024, 32768), ("0.5b", 256, 1, 1024, 8192),
+    ],
+    "prefill_attention": [(model, 1, T, T, T) for T in (8192, 2048) for model in ("7b", "0.5b")],
+    "lm_head_argmax": [(model, rows) for rows in (1, 32, 8) for model in ("7b", "0.5b")],
+    "argmax": [("0.5b", 448)],
+}  # fmt: skip
+TIMED_TINY = {
+    "decode_attention": [("tiny", 2, 1, 1024, 1024)],
+    "prefill_attention": [("tiny", 1, 128, 128, 128)],
+}
+TIMED_TINY |= dict.fromkeys(("lm_head_argmax", "argmax"), [("tiny", 2)])
+TARGET = {"prefill_attention": 0.6, "decode_attention": 0.85, "lm_head_argmax": 0.85, "argmax": 0.85}
+TUNE = {  # options of `kernels_pallas.run_kernel` for Mosaic, besides the reference's arguments
+    "decode_attention": [dict(splits=n) for n in (1, 4, 16)] + [dict(stages=2), dict(block=128, stages=2)],
+    "prefill_attention": [dict(block=64, stages=4), dict(block=128, stages=2), dict(block=128, stages=3)],
+}
+_OUR_RESULTS: dict[str, jax.Array] = {}  # results of our kernel, by kernel and shape
+
+
+def section(impl: str, *kernels: str) -> Callable[[SimpleNamespace], Iterator[Case]]:
+    """The cases of one implementation of the kernels, at the models' shapes."""
+
+    def cases(plan: SimpleNamespace) -> Iterator[Case]:
+        runs = "interpret" if plan.tiny else impl
+        if (reason := kernels_pallas.unavailable_reason(runs)) is not None:
+            yield Case("available", lambda: {"skipped": reason, "ok": None})
+            return
+        for kernel, model in itertools.product(kernels, ("tiny",) if plan.tiny else ("7b", "0.5b")):
+            yield Case(
+                f"{kernel} against its reference, {model}", partial(at_shape, plan, kernel, runs, model)
+            )
+        yield from limit_cases(plan)
+        shapes = [(k, s) for k in kernels for s in (TIMED_TINY if plan.tiny else TIMED)[k]]
+        if impl == "triton":
+            shapes = [(k, s) for k, s in shapes if s in TIMED[k][:2] or plan.tiny]
+        for kernel, shape in shapes:
+            yield timing_case(plan, kernel, shape, impl, partial(ours, kernel, runs))
+        if impl == "triton":
+            return
+        for kernel, shape in shapes:
+            yield timing_case(plan, kernel, shape, "xla", partial(xla, kernel))
+        for kernel, shape in shapes:
+            for by, job in OTHERS.get(kernel, {}).items():
+                yield timing_case(plan, kernel, shape, by, job, optional=True)
+
+    return cases
+
+
+def timing_case(plan, kernel: str, shape: tuple, by: str, job: Callable, **facts: Any) -> Case:
+    name = " ".join([kernel, *map(str, shape)])
+    facts = {"shape": name, "by": by, **facts}
+    return Case(f"{name} {by}", partial(measure, plan, kernel, shape, by, job), facts)
+
+
+def measure(plan: SimpleNamespace, kernel: str, shape: tuple, by: str, job: Callable) -> dict[str, Any]:
+    """Milliseconds, the fraction of the GPU's limit, and the error against our kernel's result."""
+    args = arguments(kernel, *shape)
+    call, args = job(*args, tiny=plan.tiny)
+    work, kind = least_work(kernel, *shape)
+    rate = limit(plan.tiny, kind)
+    # Calls that take 20 ms at the limit; XLA may be far from the limit.
+    calls = 2 if plan.tiny else int(np.clip((0.005 if by == "xla" else 0.02) * rate / work, 2, 200))
+    sets = copies_beyond_cache(args, plan.tiny)
+    megabytes = sum(x.nbytes for x in jax.tree.leaves(sets)) / 1e6  # if small, a GPU cache may hold all of it
+    result = {"MB": megabytes} | time_call(call, sets, calls, 2 if plan.tiny else 5)
+    out = jax.tree.leaves(result.pop("out"))[0]
+    out = out[:, 0] if kernel == "decode_attention" and out.ndim == 4 else out
+    key = f"{kernel} {shape}"
+    ours_out = _OUR_RESULTS.setdefault(key, out) if by in ("mosaic", "triton") else _OUR_RESULTS.get(key, out)
+    share = 1e3 * work / result["ms"] / rate
+    off = max_error(out, ours_out)
+    # A call faster than the limit was optimized out of the loop. Both results may have an error of 0.02.
+    ok = None if by not in ("mosaic", "triton", "xla") else bool(off <= 0.04 and (share < 1.25 or plan.tiny))
+    target = {"target": TARGET[kernel]} if by == "mosaic" else {}
+    return result | {"of_limit": share, "off": off, **target, "ok": ok}
+
+
+def arguments(kernel: str, model: str, rows: int, T: int = 0, length: int = 0, capacity: int = 0) -> tuple:
+    """Arguments of the reference, in bfloat16 (float32 logits for argmax)."""
+    N, K, H, D, V = MODELS[model]
+    if kernel == "argmax":
+        return (random(0, (rows, V), jnp.float32),)
+    if kernel == "lm_head_argmax":
+        return random(0, (rows, D), jnp.bfloat16), random(1, (V, D), jnp.bfloat16)
+    k, v = (jnp.tile(random(i, (1, K, capacity, H), jnp.bfloat16), (rows, 1, 1, 1)) for i in (1, 2))
+    length_B = jnp.full(rows, length, jnp.int32)
+    if kernel == "decode_attention":
+        return random(0, (rows, N, H), jnp.bfloat16), k, v, length_B
+    return random(0, (rows, T, N, H), jnp.bfloat16), k, v, length_B - T, length_B
+
+
+def least_work(
+    kernel: str, model: str, rows: int, T: int = 0, length: int = 0, capacity: int = 0
+) -> tuple[float, str]:
+    """The least bytes or FLOP of the call, and which of the two."""
+    N, K, H, D, V = MODELS[model]
+    if kernel == "prefill_attention":
+        return 2 * rows * N * H * T * length, "flops"
+    sizes = {
+        "argmax": 4 * rows * V,
+        "lm_head_argmax": 2 * V * D,
+        "decode_attention": 4 * rows * length * K * H,
+    }
+    return sizes[kernel], "bytes"
+
+
+# --- timed functions: from the reference's arguments to a function and its arguments ------------------------
+
+
+def ours(kernel: str, impl: str, *args: jax.Array, tiny: bool, **tiles: int) -> tuple[Callable, tuple]:
+    scale = {"scale": args[0].shape[-1] ** -0.5} if kernel.endswith("attention") else {}
+    return partial(kernels_pallas.run_kernel, impl, kernel, **scale, **tiles), args
+
+
+def xla(kernel: str, *args: jax.Array, tiny: bool) -> tuple[Callable, tuple]:
+    """The same by XLA, as the library computes it without kernels."""
+    if kernel == "argmax":
+        return partial(jnp.argmax, axis=-1), args
+    if kernel == "lm_head_argmax":
+        return lambda x, w: jnp.argmax(jnp.dot(x, w.T, preferred_element_type=jnp.float32), -1), args
+    q, k, v, *start, length_B = args
+    q = q[:, None] if kernel == "decode_attention" else q
+    start_B = start[0] if start else length_B - 1
+    return lambda q, k, v, start_B, length_B: attention(
+        q, uncached_kv(k, v), start_B=start_B, length_B=length_B, scale=q.shape[-1] ** -0.5, impl="xla"
+    ), (q, k, v, start_B, length_B)
+
+
+def _module(name: str) -> Any:
+    return import_module(f"jax.experimental.pallas.ops.gpu.{name}")
+
+
+def _their_layout(q, k, v) -> tuple[jax.Array, ...]:
+    """q [B, T, N, H], k and v [B, S, K, H]."""
+    return q if q.ndim == 4 else q[:, None], jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+
+
+def cudnn_decode(q, k, v, length_B, *, tiny: bool) -> tuple[Callable, tuple]:
+    return lambda q, k, v, length_B: jax.nn.dot_product_attention(
+        q, k, v, key_value_seq_lengths=length_B, implementation="xla" if tiny else "cudnn"
+    ), (*_their_layout(q, k, v), length_B)
+
+
+def cudnn_prefill(q, k, v, start_B, length_B, *, tiny: bool) -> tuple[Callable, tuple]:
+    run = partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla" if tiny else "cudnn")
+    return run, _their_layout(q, k, v)
+
+
+def pallas_gqa(q, k, v, length_B, *, tiny: bool) -> tuple[Callable, tuple]:
+    """The deprecated Triton kernel. It swaps axes 1 and 2; swapping ours before cancels that, so nothing is
+    copied.
+    """
+    gqa = partial(_module("decode_attention").gqa, interpret=tiny)
+    return lambda q, k, v, length_B: gqa(
+        q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), kv_seq_len=length_B
+    ), (q, k, v, length_B)
+
+
+def pallas_paged(q, k, v, length_B, *, tiny: bool, page: int = 64) -> tuple[Callable, tuple]:
+    """The deprecated Triton kernel, which does not scale q; the pages of a row are contiguous."""
+    B, K, S, H = k.shape
+    paged = partial(_module("paged_attention").paged_attention, interpret=tiny, pages_per_compute_block=1)
+    k, v = (jnp.swapaxes(x.reshape(B, K, S // page, page, H), 0, 1).reshape(K, -1, page, H) for x in (k, v))
+    table = jnp.arange(B * S // page, dtype=jnp.int32).reshape(B, -1)
+    return paged, (q * q.shape[-1] ** -0.5, k, v, table, length_B)
+
+
+def pallas_mha(q, k, v, start_B, length_B, *, tiny: bool) -> tuple[Callable, tuple]:
+    """The deprecated Triton kernel without grouped key heads, so they are repeated before."""
+    q, k, v = _their_layout(q, k, v)
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], 2) for x in (k, v))
+    mha = partial(_module("attention").mha, segment_ids=None, sm_scale=q.shape[-1] ** -0.5, causal=True)
+    return partial(mha, interpret=tiny), (q, k, v)
+
+
+def pallas_mosaic(q, k, v, start_B, length_B, *, tiny: bool) -> tuple[Callable, tuple]:
+    """JAX's kernel for Hopper. It does not scale q, and its tiles are always float16."""
+    module = _module("attention_mgpu")
+    config = module.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=True)
+    q, k, v = _their_layout(*(x.astype(jnp.float16) for x in (q * q.shape[-1] ** -0.5, k, v)))
+    return lambda q, k, v: module.attention(q, k, v, config), (q, k, v)
+
+
+def tokamax(q, k, v, *start_and_length: jax.Array, tiny: bool) -> tuple[Callable, tuple]:
+    call = import_module("tokamax").dot_product_attention
+    return partial(call, is_causal=len(start_and_length) > 1), _their_layout(q, k, v)
+
+
+_TOKAMAX = {"tokamax": tokamax} if find_spec("tokamax") else {}
+OTHERS = {
+    "decode_attention": {"cudnn": cudnn_decode, "pallas gqa": pallas_gqa, "pallas paged": pallas_paged}
+    | _TOKAMAX,
+    "prefill_attention": {"cudnn": cudnn_prefill, "pallas mha": pallas_mha, "pallas mosaic": pallas_mosaic}
+    | _TOKAMAX,
+}
+
+
+# --- comparison with the references -------------------------------------------------------------------------
+
+
+def at_shape(plan: SimpleNamespace, kernel: str, impl: str, model: str) -> dict[str, Any]:
+    """Compares one call at a model's heads and widths, with rows of different lengths."""
+    draws = np.random.default_rng(plan.seed)
+    (N, K, H, D, V) = MODELS[model]
+    if kernel.endswith("attention"):
+        max_lengths = (20, 40) if plan.tiny else (300, 2000)
+        case = attention_case(draws, *max_lengths, H, N // K, K=K)
+        case = decode_case(case) if kernel == "decode_attention" else case
+    else:
+        case = argmax_case(draws, 5, V) if kernel == "argmax" else head_at_shape(plan.seed, 32, D, V)
+    return compare_with_reference(plan, kernel, impl, "float32" if kernel == "argmax" else "bfloat16", [case])
+
+
+def compare_with_reference(plan, kernel: str, impl: str, dtype: str, cases: list[tuple]) -> dict[str, Any]:
+    """The largest error of a kernel over the cases."""
+    # The head's kernels sum in float32.
+    tolerance = 1e-5 if dtype == "float32" else 2e-2 if kernel.endswith("attention") else 1e-3
+    errors = []
+    shapes = []
+    end = time.monotonic() + 30
+    for inputs, options in cases:
+        if errors and time.monotonic() > end:
+            break
+        args = [jnp.asarray(x, dtype if x.dtype == np.float32 else x.dtype) for x in inputs]
+        try:
+            kernels_pallas.select(kernel, impl, *(x for x in args if x.dtype == dtype))
+        except ValueError as error:
+            return {"skipped": str(error), "ok": None}
+        got = jax.jit(partial(kernels_pallas.run_kernel, impl, kernel, **options))(*args)
+        expected = jax.jit(partial(getattr(reference, kernel), **options))
+        want = expected(*(x.astype(jnp.float32) if x.dtype == dtype else x for x in args))
+        # np.max keeps NaN, which then fails.
+        errors.append(np.max([*map(max_error, jax.tree.leaves(got), jax.tree.leaves(want))]))
+        shapes.append(
+            f"{list(args[0].shape)} x {list(args[1].shape)}" if len(args) > 1 else str(args[0].shape)
+        )
+    worst = float(np.max(errors))
+    where = {"worst_at": f"{shapes[int(np.argmax(errors))]} {cases[int(np.argmax(errors))][1]}"}
+    quantity = (
+        "relative error of a row" if kernel.endswith("attention") else "fraction of ids, log-probabilities"
+    )
+    result = {
+        "cases": f"{len(errors)}/{len(cases)}",
+        "compared": quantity,
+        "worst": worst,
+        "tolerance": tolerance,
+    }
+    return result | where | {"ok": worst <= tolerance}
+
+
+def attention_case(
+    draws, max_T: int, max_S: int, H: int, G: int, i: int = 0, K: int = 2
+) -> tuple[tuple, dict]:
+    """Rows of length 0, 1, S and between, with NaN beyond the length. The number i decides on window and soft
+    cap.
+    """
+    T, S = (int(draws.integers(2, largest)) for largest in (max_T, max_S))
+    window = int(draws.integers(1, S)) if i % 2 else None
+    soft_cap = 10.0 if i % 4 > 1 else None
+    length_B = np.array([0, 1, S, *draws.integers(1, S, 2)], np.int32)
+    start_B = np.array([0, 0, max(0, S - T), *(draws.integers(0, n) for n in length_B[3:])], np.int32)
+    q_BTNH, k_BKSH, v_BKSH = (
+        draws.standard_normal((5, *axes, H), np.float32) for axes in ((T, K * G), (K, S), (K, S))
+    )
+    for b, length in enumerate(length_B):
+        k_BKSH[b, :, length:] = v_BKSH[b, :, length:] = np.nan
+    options = {"scale": H**-0.5, "window": window, "soft_cap": soft_cap}
+    return (q_BTNH, k_BKSH, v_BKSH, start_B, length_B), options
+
+
+def decode_case(case: tuple[tuple, dict]) -> tuple[tuple, dict]:
+    """The attention case with only its first query, as the last token of its row."""
+    (q, k, v, _, length_B), options = case
+    return (q[:, 0], k, v, length_B), options
+
+
+def argmax_case(draws: np.random.Generator, B: int, V: int) -> tuple[tuple, dict]:
+    """Rows with many equal numbers; a row with NaN, a row of zeros of both signs, a row of -inf."""
+    x_BV = draws.standard_normal((B, V), np.float32).round(1)
+    x_BV[1:2, draws.integers(0, V, 2)] = np.nan
+    x_BV[2:3] = np.copysign(0, x_BV[2:3])
+    x_BV[3:4] = -np.inf
+    return (x_BV,), {}
+
+
+def lm_head_case(draws: np.random.Generator, B: int, D: int, V: int, nans: int) -> tuple[tuple, dict]:
+    """Integers, whose sums are exact in any order. Every row of the matrix occurs twice, so every maximum
+    does too.
+    """
+    weight_VD = draws.integers(-1, 2, (V, D)).astype(np.float32)[np.arange(V) % -(-V // 2)]
+    weight_VD[V // 3 : V // 3 + nans] = np.nan
+    return (draws.integers(-1, 2, (B, D)).astype(np.float32) / 8, weight_VD), {}
+
+
+def head_at_shape(seed: int, B: int, D: int, V: int) -> tuple[tuple, dict]:
+    """As `lm_head_case`, drawn on the device: on the host that takes longer than the check."""
+    x_BD, weight_VD = (
+        jax.random.randint(jax.random.key(seed, impl="rbg"), shape, -1, 2).astype(jnp.float32)
+        for shape in ((B, D), (V, D))
+    )
+    return (x_BD / 8, weight_VD[jnp.arange(V) % -(-V // 2)]), {}
+
+
+def odd(plan: SimpleNamespace) -> Iterator[Case]:
+    """Compares every kernel at odd sizes and capacities, with windows and soft caps, in every dtype."""
+    draws = np.random.default_rng(plan.seed)
+    widths, groups, max_lengths = (
+        ((64,), (4,), (20, 40)) if plan.tiny else ((128, 64, 96, 80, 256), (7, 1, 4), (200, 500))
+    )
+    attentions = [
+        attention_case(draws, *max_lengths, H, G, i)
+        for i, (H, G) in enumerate(itertools.product(widths, groups))
+    ]
+    rows = ((5, 1001),) if plan.tiny else ((1, 1), (3, 7), (5, 1001), (33, 4097), (7, 151936))
+    heads = [(3, 72, 151, 0)] if plan.tiny else [(1, 896, 151, 0), (5, 72, 1001, 0), (33, 1024, 4099, 1)]
+    if not plan.tiny:
+        heads += [(70, 128, 777, 0), (2, 896, 20011, 0)]
+    every = {
+        "decode_attention": [decode_case(case) for case in attentions],
+        "prefill_attention": attentions,
+        "lm_head_argmax": [lm_head_case(draws, *shape) for shape in heads],
+        "argmax": [argmax_case(draws, *shape) for shape in rows],
+    }
+    dtypes, impls = (
+        (("float16",), ("interpret",))
+        if plan.tiny
+        else (("float16", "bfloat16", "float32"), ("mosaic", "triton"))
+    )
+    for impl, dtype, kernel in itertools.product(impls, dtypes, every):
+        # All cases in the first dtype, every fourth one in the others.
+        some = every[kernel][:: 4 if dtype != dtypes[0] and kernel.endswith("attention") else 1]
+        name = f"{kernel} {impl} {dtype}"
+        if (reason := kernels_pallas.unavailable_reason(impl)) is not None:
+            yield Case(name, lambda reason=reason: {"skipped": reason, "ok": None})
+        else:
+            yield Case(name, partial(compare_with_reference, plan, kernel, impl, dtype, some))
+
+
+def tune(plan: SimpleNamespace) -> Iterator[Case]:
+    """Times other tile sizes of the Mosaic kernels. A size that a kernel rejects is no failure."""
+    yield from limit_cases(plan)
+    impl, timed_shapes = ("interpret", TIMED_TINY) if plan.tiny else ("mosaic", TIMED)
+    tiles = {"decode_attention": [dict(splits=2)]} if plan.tiny else TUNE
+    for kernel, choices in tiles.items():
+        for shape, choice in itertools.product(timed_shapes[kernel][:4], ({}, *choices)):
+            label = " ".join(f"{key}={value}" for key, value in choice.items()) or "mosaic"
+            job = partial(ours, kernel, impl, **choice)
+            yield timing_case(plan, kernel, shape, label, job, optional=bool(choice))
+
+
+SECTIONS = {
+    "decode": section("mosaic", "decode_attention"),
+    "prefill": section("mosaic", "prefill_attention"),
+    "head": section("mosaic", "lm_head_argmax", "argmax"),
+    "triton": section("triton", "decode_attention", "prefill_attention", "lm_head_argmax", "argmax"),
+    "odd": odd,
+    "tune": tune,
+}

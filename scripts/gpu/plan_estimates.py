@@ -1,0 +1,304 @@
+"""Estimates what a model needs on each device of a mesh `model=n`: bytes by formula, lower bounds of times,
+and temporaries of its programs, compiled for GPUs that this machine need not have.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from gpu_specs import Card
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from machine_limits import bytes_per_pass, decode_work, expert_fraction, prefill_work
+
+from xinfer_jax.cache.kv_cache import KVCache, cache_bytes
+from xinfer_jax.cache.paged import PAGE_SIZE, Paged, empty_pools
+from xinfer_jax.cache.quantized_kv import KV_BITS, cache_specs, vector_bytes
+from xinfer_jax.checkpoint.sharded_leaves import leaf_partition, sharded_shapes, with_repeated_kv_heads
+from xinfer_jax.config.model_config import ModelConfig
+from xinfer_jax.model.decoder import hidden_states, unembed
+from xinfer_jax.model.decoder_layer import layer_kinds
+from xinfer_jax.model.greedy import argmax
+from xinfer_jax.sharding import MODEL, REPLICATED
+from xinfer_jax.weights.layout import check_mesh
+from xinfer_jax.weights.params import Params, ParamSpec, check_quantize, param_specs, tree_bytes
+from xinfer_jax.weights.quantization import group_size_for_shards, quantized_struct
+from xinfer_jax.weights.quantized_weights import METHODS
+
+WEIGHTS = ("float32", "bfloat16", *METHODS)
+MOST_DEVICES = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A model in an engine whose rows are all full."""
+
+    config: ModelConfig
+    weights: str  # one of WEIGHTS
+    cache_dtype: str
+    rows: int
+    context: int  # tokens of each row
+    chunk: int  # tokens of a prefill chunk
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of activations."""
+        return jnp.float32 if self.weights == "float32" else jnp.bfloat16
+
+    @property
+    def kv(self) -> Any:
+        """Dtype of keys and values: a float dtype, or a name in `KV_BITS`."""
+        return self.cache_dtype if self.cache_dtype in KV_BITS else jnp.dtype(self.cache_dtype)
+
+    @property
+    def pages_per_row(self) -> int:
+        return -(-self.context // PAGE_SIZE)
+
+    @property
+    def pages(self) -> int:
+        """Pages of the pool, including the one that no row uses."""
+        return self.rows * self.pages_per_row + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceBytes:
+    """Bytes on each device of a mesh."""
+
+    weights: int
+    pages: int
+    pages_per_row: int  # pages of one row
+    temporaries: int | None  # None: unknown
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.pages + (self.temporaries or 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Lower bounds of the seconds of a pass. Memory and compute overlap; communication follows."""
+
+    memory: float
+    compute: float
+    links: float
+
+    @property
+    def total(self) -> float:
+        return max(self.memory, self.compute) + self.links
+
+
+# --- sharding of the model ----------------------------------------------------------------------------------
+
+
+def indivisible_sizes(job: Job, n: int) -> str:
+    """The sizes that n devices do not divide, with their names; "" if there are none."""
+    config = job.config
+    names = ["num_attention_heads", "num_experts"]
+    if False in (config.layer_experts or (False,)):
+        names.append("intermediate_size")
+    bad = [name for name in names if getattr(config, name) % n]
+    if config.num_key_value_heads % n and n % config.num_key_value_heads:
+        bad.append("num_key_value_heads")
+    return ", ".join(f"{name} {getattr(config, name)}" for name in bad)
+
+
+def valid_mesh_sizes(job: Job) -> list[int]:
+    """Numbers of devices that divide the model."""
+    return [n for n in range(1, MOST_DEVICES + 1) if not indivisible_sizes(job, n)]
+
+
+@functools.lru_cache
+def device_weights(job: Job, n: int) -> Params:
+    """Shapes and dtypes of the parameters on each of n devices, as `load_model` creates them."""
+    quantize = job.weights if job.weights in METHODS else None
+    check_quantize(job.config, quantize)
+
+    def struct(spec: ParamSpec) -> Any:
+        partition = leaf_partition(spec, job.config, n)
+        shape = partition.part_spec(spec).shape
+        if not quantize or len(shape) == 1:
+            return jax.ShapeDtypeStruct(shape, job.dtype)
+        group = group_size_for_shards(spec.shape, spec.hf_name, quantize, n if partition.axis == 1 else 1)
+        return quantized_struct(shape, spec.hf_name, quantize, group)
+
+    return jax.tree.map(struct, param_specs(job.config))
+
+
+def dequantized_bytes(job: Job, n: int) -> int:
+    """Bytes that each device writes and reads again in a pass to dequantize weights: on a GPU, XLA
+    dequantizes int4 to bfloat16 in memory before a matmul, and int8 within the matmul.
+    """
+    leaves = jax.tree.leaves(device_weights(job, n))
+    return sum(
+        2 * 2 * 2 * x.size for x in leaves if x.dtype == jnp.uint8 and x.ndim == 3
+    )  # two values in a byte
+
+
+def num_weights(config: ModelConfig) -> int:
+    """Number of weights."""
+    return sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(config)))
+
+
+# --- memory and communication of a device -------------------------------------------------------------------
+
+
+def device_bytes(job: Job, n: int, card: Card | None = None) -> DeviceBytes:
+    """Bytes on each of n devices. Temporaries are known only if a GPU is given to compile for."""
+    page = cache_bytes(with_repeated_kv_heads(job.config, n), 1, PAGE_SIZE, job.kv) // n
+    return DeviceBytes(
+        tree_bytes(device_weights(job, n)),
+        page * job.pages,
+        page * job.pages_per_row,
+        None if card is None else temporaries(job, n, card),
+    )
+
+
+def smallest_mesh(job: Job, memory: float, card: Card | None = None) -> int | None:
+    """The smallest number of devices with this many bytes of memory each that the job fits on; None: it fits
+    on none.
+    """
+    for n in valid_mesh_sizes(job):
+        if device_bytes(job, n).total > memory:
+            continue
+        if card is None or device_bytes(job, n, card).total <= memory:
+            return n
+    return None
+
+
+def all_reduces(job: Job, tokens: int) -> list[tuple[int, jax.ShapeDtypeStruct]]:
+    """The all-reduces of a pass over this many tokens, as (count, array). Those of one number per row after
+    the layers are left out.
+    """
+    config = job.config
+    layers = job.config.num_hidden_layers
+    struct = jax.ShapeDtypeStruct
+    reduced = [(2 * layers + 1, struct((tokens, config.hidden_size), job.dtype))]
+    if config.qk_norm_joint:
+        reduced.append((layers, struct((tokens, 2), jnp.float32)))
+    return reduced
+
+
+# --- lower bounds of times ----------------------------------------------------------------------------------
+
+
+def decode_limits(job: Job, n: int, card: Card) -> Limits:
+    """Limits of a decode step of all rows."""
+    flop = decode_work(job.config, 0, 0, [job.context - 1] * job.rows, 1).flop
+    moved = _weight_bytes(job, n, job.rows) + job.rows * _kv_bytes(job, n, job.context)
+    return _limits(job, n, card, 1, job.rows, moved, flop)
+
+
+def prefill_limits(job: Job, n: int, card: Card) -> Limits:
+    """Limits of the prefill, in chunks, of a prompt as long as a row."""
+    flop = prefill_work(job.config, 0, [job.context]).flop
+    ends = range(job.chunk, job.context + job.chunk, job.chunk)
+    moved = sum(_weight_bytes(job, n, job.chunk) + _kv_bytes(job, n, min(end, job.context)) for end in ends)
+    return _limits(job, n, card, len(ends), job.context, moved, flop)
+
+
+def _limits(job: Job, n: int, card: Card, passes: int, tokens: int, moved: float, flop: float) -> Limits:
+    reduced = all_reduces(job, tokens)
+    sent = 2 * (n - 1) / n * sum(count * tree_bytes(x) for count, x in reduced)  # by each device of a ring
+    latency = passes * sum(count for count, _ in reduced) * card.round_us / 1e6 if n > 1 else 0
+    rate = card.float32_tflops if job.weights == "float32" else card.tflops
+    return Limits(moved / card.memory_gbs / 1e9, flop / n / rate / 1e12, sent / card.link_gbs / 1e9 + latency)
+
+
+@functools.lru_cache
+def _weight_bytes(job: Job, n: int, tokens: int) -> float:
+    """Bytes of weights that each device reads, and writes to dequantize, in a pass over this many tokens."""
+    params = device_weights(job, n)
+    experts = tree_bytes([layer.get("experts", ()) for layer in params["layers"]])
+    used = bytes_per_pass(params) - (1 - expert_fraction(job.config, tokens)) * experts
+    return used + dequantized_bytes(job, n)
+
+
+def _kv_bytes(job: Job, n: int, length: int) -> int:
+    """Bytes of keys and values that a row of this length reads, on each device."""
+    config = with_repeated_kv_heads(job.config, n)
+    slots = sum(min(window or length, length) for window in config.layer_windows)
+    return 2 * config.num_key_value_heads // n * slots * vector_bytes(config.head_dim, job.kv)
+
+
+# --- temporaries --------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache
+def temporaries(job: Job, n: int, card: Card) -> int:
+    """Bytes of temporaries of the engine's programs: the larger of decode and prefill. Compiled with three
+    layers of each kind and the head (XLA may load weights of a later layer early). The difference to five
+    layers of each kind is extrapolated to all other layers.
+
+    Raises:
+        RuntimeError: jax's CUDA plug-in or ptxas is not installed.
+    """
+    mesh = check_mesh(card.mesh(n, MODEL))
+    largest = 0
+    others = max(0, job.config.num_hidden_layers // with_few_layers(job, 1).config.num_hidden_layers - 3)
+    for shape in ((job.rows, 1), (1, job.chunk)):
+        three, five = (program_temporaries(with_few_layers(job, times), mesh, *shape) for times in (3, 5))
+        largest = max(largest, three + max(five - three, 0) * others // 2)
+    return largest
+
+
+def program_temporaries(job: Job, mesh: Mesh, rows: int, tokens: int) -> int:
+    """Bytes of temporaries of one program. It is not written to the compilation cache: no process could load
+    it.
+    """
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    jax.config.update(name, math.inf)
+    try:
+        with jax.default_device(mesh.devices.flat[0]), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return lower_program(job, mesh, rows, tokens).compile().memory_analysis().temp_size_in_bytes
+    finally:
+        jax.config.update(name, before)
+
+
+def with_few_layers(job: Job, times: int) -> Job:
+    """The job with only `times` layers of each kind."""
+    kinds = list(
+        zip(layer_kinds(job.config), job.config.layer_experts or layer_kinds(job.config), strict=True)
+    )
+    layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)] * times
+    changes: dict[str, Any] = dict(num_hidden_layers=len(layers))
+    for name in ("layer_windows", "layer_rope", "layer_experts"):
+        changes[name] = tuple(getattr(job.config, name)[i] for i in layers if getattr(job.config, name))
+    return dataclasses.replace(job, config=dataclasses.replace(job.config, **changes))
+
+
+def lower_program(job: Job, mesh: Mesh, rows: int, tokens: int) -> Any:
+    """Lowers a program of passes over [rows, tokens] for the devices of a mesh."""
+    config = with_repeated_kv_heads(job.config, mesh.size)
+
+    def sharded(x: jax.ShapeDtypeStruct, spec: PartitionSpec = REPLICATED) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    to_shapes = functools.partial(sharded_shapes, mesh=mesh, devices=mesh.size)
+    weights = jax.tree.map(to_shapes, param_specs(job.config), device_weights(job, mesh.size))
+    pools = jax.eval_shape(lambda: empty_pools(config, job.pages, job.kv))
+    pools = jax.tree.map(sharded, pools, cache_specs(pools, mesh))
+    shapes = (rows, tokens), (rows, job.pages_per_row), (rows,)
+    small = (sharded(jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in shapes)
+    return jax.jit(_steps, static_argnums=0, donate_argnums=2).lower(config, weights, pools, *small)
+
+
+def _steps(config: ModelConfig, params, pools, tokens_BT, table_BP, length_B):
+    """Passes in a loop, each over the tokens that the pass before chose. Returns the last token, lengths and
+    pools.
+    """
+    capacity = table_BP.shape[1] * PAGE_SIZE
+
+    def step(state):
+        token_BT, length_B, pools = state
+        pairs = zip(pools, config.layer_windows, strict=True)
+        layers = tuple(Paged(k, v, window, capacity, table_BP) for (k, v), window in pairs)
+        cache = KVCache(layers, length_B, jnp.zeros(len(length_B), bool), None)
+        hidden_BTD, cache = hidden_states(params, config, token_BT, cache)
+        next_token_B = argmax(unembed(params, config, hidden_BTD[:, -1]))
+        token_BT = jnp.broadcast_to(next_token_B[:, None], token_BT.shape)
+        return token_BT, cache.length_B, tuple((layer.k, layer.v) for layer in cache.layers)
+
+    return jax.lax.while_loop(lambda state: jnp.any(state[1] < capacity), step, (tokens_BT, length_B, pools))

@@ -1,0 +1,227 @@
+"""Runs soak_serve.py --attacks: measures a second client while a first one attacks a server.
+
+The server (server_process.py) and the attacker (attacks.py) are processes, new for each attack. The attacker
+connects from 127.0.0.1, the second client from 127.0.0.2, and /health is requested from 127.0.0.3.
+"""
+
+import contextlib
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from attacks import ATTACKS, CHAT, COMPLETIONS, Attack
+from server_process import GRACE, MORE_GRACE, SHAPE, Server, Watcher
+
+from xinfer_jax.errors import InputError
+
+FACTOR = 3.0
+EXTRA = 0.5  # limit of the 99th percentile: FACTOR times that without an attack, plus EXTRA seconds
+GROWTH = 200
+LOG = 10  # limits in MiB: growth of memory, size of the log
+WARM = 60.0
+SETTLED = 5.0  # limits in seconds: a call of the warm-up, settling after an attack
+LAST = 2.0  # seconds that a call may last beyond the time of an attack; the attacker continues too
+CALL = dict(prompt="What is the capital of France?", max_tokens=16, ignore_eos=True, temperature=0)
+
+
+def run(names: Sequence[str], calls: int, seconds: float, options: Sequence[str]) -> int:
+    """Runs attacks one after another, and prints the results.
+
+    Args:
+        names: names of attacks, or "all".
+        calls: calls of the second client in each attack.
+        seconds: time limit of an attack.
+        options: flags of the server that name a model.
+
+    Returns:
+        The exit code: 1 if a limit is exceeded.
+
+    Raises:
+        InputError: an attack is unknown, or the server does not start.
+    """
+    wanted = list(ATTACKS) if list(names) == ["all"] else list(names)
+    for name in wanted:
+        if name not in ATTACKS:
+            raise InputError(f"there is no attack {name!r}: use all, or some of {', '.join(ATTACKS)}")
+    alone, text = measure_alone(calls, options)
+    rows = [run_attack(name, calls, seconds, options, alone, text) for name in wanted]
+    sigterm = run_sigterm(max(rows, key=lambda row: row["p99_ms"])["attack"], seconds, options)
+    print_table(alone, rows)
+    return int(any(row["missed"] for row in (*rows, sigterm)))
+
+
+@contextlib.contextmanager
+def serving(options: Sequence[str], attack: Attack | None) -> Iterator[Server]:
+    """A server after its warm-up; it is killed at the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(Path(folder), options, attack)
+        try:
+            warm_up(server)
+            yield server
+        finally:
+            server.kill()
+
+
+def warm_up(server: Server) -> None:
+    """Sends some requests of every kind concurrently, so that memory that is allocated once is allocated."""
+    ids = [7 + i % 1000 for i in range(900)]
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (COMPLETIONS, CALL),
+        (COMPLETIONS, dict(prompt=ids, max_tokens=100, ignore_eos=True)),
+        (COMPLETIONS, dict(prompt=ids, max_tokens=0, echo=True, logprobs=1)),
+        (COMPLETIONS, dict(prompt="a", max_tokens=50, n=4, logprobs=20, temperature=1.0)),
+        (COMPLETIONS, dict(prompt="a", max_tokens=50, stream=True, stop=["b", "c"], logit_bias={"7": 2})),
+        (COMPLETIONS, dict(prompt="a", max_tokens=50, allowed_token_ids=[7, 8], no_repeat_ngram_size=9)),
+        (CHAT, dict(messages=[dict(role="user", content="Hello")] * 50, max_tokens=20)),
+        ("/tokenize", dict(prompt="word " * 10_000)),
+        ("/detokenize", dict(tokens=ids * 10)),
+    ]
+    with ThreadPoolExecutor(8) as pool:
+        for status, text in pool.map(lambda request: server.send("POST", *request, seconds=WARM), bodies * 4):
+            if status != "200":
+                raise InputError(f"before any attack, the server answered {status} {text[:300]!r}")
+
+
+def measure(server: Server, calls: int, end: float, text: str | None) -> dict[str, Any]:
+    """Results of the second client: times of the calls, statuses, number of answers that differ from the
+    text.
+    """
+    seconds = list[float]()
+    statuses = Counter[str]()
+    wrong = 0
+    while len(seconds) < calls and time.monotonic() < end:
+        start_s = time.monotonic()
+        status, data = server.send("POST", COMPLETIONS, CALL, end - start_s + LAST)
+        seconds.append(time.monotonic() - start_s)
+        statuses[status] += 1
+        if status == "200":
+            answer = json.loads(data)["choices"][0]["text"]
+            wrong += text not in (None, answer)
+            text = text or answer
+        else:
+            time.sleep(0.1)
+    order = sorted(seconds)
+    p99 = order[math.ceil(0.99 * len(order)) - 1]
+    times = dict(p50_ms=order[len(order) // 2], p99_ms=p99, worst_ms=order[-1])
+    times = {name: round(1e3 * value, 1) for name, value in times.items()}
+    return dict(calls=len(seconds), **times, statuses=dict(statuses), wrong=wrong, text=text)
+
+
+def measure_alone(calls: int, options: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """Results of the same calls without an attack, and the text of their answers."""
+    with serving(options, None) as server:
+        result = measure(server, calls, time.monotonic() + 300, None)
+    text = result.pop("text")
+    if not text or result["statuses"] != {"200": calls} or result["wrong"]:
+        raise InputError(f"without an attack, the second client got {result['statuses']}: nothing to compare")
+    print(json.dumps(dict(part="alone", **result)), flush=True)
+    return result, text
+
+
+@contextlib.contextmanager
+def attacker(name: str, server: Server, seconds: float) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """A process that is ready to attack for some seconds: a function that starts the attack, and a dict that
+    gets its report after its end.
+    """
+    job = dict(attack=name, port=server.port, context=SHAPE["capacity"], seconds=seconds)
+    job["headers"] = {"content-type": "application/json"}
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, Path(__file__).with_name("attacks.py"), json.dumps(job)]
+    report: dict[str, Any] = {}
+    process: subprocess.Popen[str] = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]
+    try:
+        assert process.stdin and process.stdout
+        process.stdout.readline()  # ready
+        yield lambda: (process.stdin.write("\n"), process.stdin.flush()), report  # type: ignore[union-attr]
+        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired, ValueError):
+            report.update(json.loads(process.communicate("\n", timeout=20)[0].splitlines()[-1]))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def run_attack(
+    name: str, calls: int, seconds: float, options: Sequence[str], alone: dict[str, Any], text: str
+) -> dict[str, Any]:
+    """Runs an attack: results of the second client, memory and health of the server, and exceeded limits."""
+    with serving(options, ATTACKS[name]) as server:
+        with attacker(name, server, seconds + 10) as (begin, report):
+            watcher = Watcher(server)
+            end = time.monotonic() + seconds
+            begin()
+            time.sleep(1)
+            result = measure(server, calls, end, text)
+            died = server.process.poll() is not None
+        settled = time.monotonic() + SETTLED
+        while time.monotonic() < settled and not died:
+            if measure(server, 1, settled, None)["worst_ms"] < 2 * alone["p99_ms"]:
+                break
+        after = server.resident()
+        watcher.stop()
+        exit_s, left = server.end()
+        log = server.log.stat().st_size / 2**20
+        last = server.log_end()[-300:] if died else ""
+    del result["text"]
+    result |= dict(
+        attack=name, health=dict(watcher.health), health_worst_ms=round(1e3 * watcher.slowest, 1),
+        before_mib=round(watcher.before), peak_mib=round(watcher.peak - watcher.before, 1),
+        after_mib=round(after - watcher.before, 1), log_mib=round(log, 2), end_seconds=round(exit_s, 1),
+        died=died, killed=watcher.killed, left_processes=len(left), attacker=report,
+    )  # fmt: skip
+    if last:
+        result["log_end"] = last
+    result["missed"] = exceeded_limits(result, alone)
+    print(json.dumps(dict(part="attack", **result)), flush=True)
+    return result
+
+
+def exceeded_limits(result: dict[str, Any], alone: dict[str, Any]) -> list[str]:
+    """Names of the limits that an attack exceeded."""
+    limits = dict(
+        p99=result["p99_ms"] <= FACTOR * alone["p99_ms"] + 1e3 * EXTRA,
+        status={*result["statuses"]} == {"200"},
+        wrong=not result["wrong"],
+        health={*result["health"]} == {"200"},
+        memory=result["peak_mib"] < GROWTH,
+        log=result["log_mib"] < LOG,
+        end=result["end_seconds"] <= GRACE + MORE_GRACE and not result["left_processes"],
+        died=not result["died"] and not result["killed"],
+    )
+    return [name for name, good in limits.items() if not good]
+
+
+def run_sigterm(name: str, seconds: float, options: Sequence[str]) -> dict[str, Any]:
+    """Sends SIGTERM to the server during an attack."""
+    with serving(options, ATTACKS[name]) as server:
+        with attacker(name, server, seconds) as (begin, _):
+            begin()
+            time.sleep(5)
+            exit_s, left = server.end()
+    result = dict(attack=name, end_seconds=round(exit_s, 1), left_processes=len(left))
+    result["missed"] = ["end"] if exit_s > GRACE + MORE_GRACE or left else []
+    print(json.dumps(dict(part="SIGTERM", **result)), flush=True)
+    return result
+
+
+def print_table(alone: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
+    """Prints the results as a table in Markdown."""
+    limit = FACTOR * alone["p99_ms"] + 1e3 * EXTRA
+    times = f"99th percentile, worst (calls); at most {limit:.0f} ms"
+    print(f"| attack | {times} | /health | MiB: peak, after | limits |")
+    print("|---|---|---|---|---|")
+    print(f"| none | {alone['p99_ms']:.0f}, {alone['worst_ms']:.0f} ms ({alone['calls']}) | | | |")
+    for row in rows:
+        name = row["attack"]
+        what = ATTACKS[row["attack"]].what
+        times = f"{row['p99_ms']:.0f}, {row['worst_ms']:.0f} ms ({row['calls']})"
+        memory = f"{row['peak_mib']:+.0f}, {row['after_mib']:+.0f}"
+        limits = "exceeded: " + ", ".join(row["missed"]) if row["missed"] else "kept"
+        print(f"| `{name}`: {what} | {times} | {row['health_worst_ms']:.0f} ms | {memory} | {limits} |")

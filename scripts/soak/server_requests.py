@@ -1,0 +1,220 @@
+"""Requests to a server: many clients, a flood, and malformed requests; for soak_serve.py, bench_serve.py and
+tests.
+"""
+
+import asyncio
+import dataclasses
+import gc
+import http.client
+import json
+import random
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import xinfer_jax as xj
+from xinfer_jax.serve.app import make_server
+from xinfer_jax.serve.server_settings import ServerSettings
+from xinfer_jax.serve.service import Service
+from xinfer_jax.stats import release_free_memory
+
+SHAPE = dict(rows=8, capacity=512, pages=100, chunk=128)
+SETTINGS = ServerSettings(
+    name="tiny", model="bundled", host="127.0.0.1", port=0, api_keys=(), origins=(), max_waiting=10**6,
+    max_waiting_per_client=10**6, deadline=0.0, grace=5.0, stuck_seconds=60.0, seed=5, escape=True,
+    log_prompts=False, shape=SHAPE,
+)  # fmt: skip
+PATHS = ("/v1/completions", "/v1/chat/completions")
+_VALUES: list[Any] = [
+    None, True, -1, 0, 3, 1e400, 2**80, "", "a", "\ud800", [], [[]], {}, [None], {"a": 1}, "<|im_end|>", 0.5,
+]  # fmt: skip
+_NAMES = """
+prompt messages max_tokens temperature top_p n best_of stop seed stream logprobs echo logit_bias top_k min_p
+stop_token_ids allowed_token_ids stream_options chat_template_kwargs model user priority cache_salt tools
+max_completion_tokens top_logprobs response_format ignore_eos unknown bad_words truncate_prompt_tokens
+continue_final_message add_generation_prompt include_stop_str_in_output skip_special_tokens min_tokens
+""".split()
+
+
+def serve(model: Any, settings: ServerSettings, log: list[str]) -> tuple[Service, int]:
+    """Starts a service in threads of this process, and returns it with its port."""
+    service = Service(dataclasses.replace(settings), log.append)
+    service.start(model, xj.GenerateOptions(200))
+    listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    server = make_server(service)
+    threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True).start()
+    while not server.started:
+        time.sleep(0.01)
+    return service, listening.getsockname()[1]
+
+
+def post(port: int, path: str, data: bytes) -> tuple[int, bytes]:
+    """Sends a request, and returns status and body of the response."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    try:
+        connection.request("POST", path, data, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def malformed(port: int, count: int, rng: random.Random) -> list[str]:
+    """Sends malformed bodies, headers and connections. Returns those that got a status of 500 or above."""
+    bad = []
+    for number in range(count):
+        path = rng.choice(PATHS)
+        prompt: dict[str, Any] = (
+            dict(messages=[dict(role="user", content="a")]) if "chat" in path else dict(prompt="a")
+        )
+        body = (
+            prompt
+            | dict(max_tokens=1)
+            | {rng.choice(_NAMES): rng.choice(_VALUES) for _ in range(rng.randint(1, 4))}
+        )
+        data = json.dumps(body).encode()
+        if number % 8 == 0:
+            data = bytes(rng.randrange(256) for _ in range(rng.randrange(60)))
+        elif number % 8 == 1:
+            data = data[: rng.randrange(len(data))]
+        elif number % 8 == 2:
+            _send_cut(port, path, data, rng)
+            continue
+        status, text = post(port, path, data)
+        if status >= 500:
+            bad.append(f"{data!r}: {status} {text!r}"[:300])
+    return bad
+
+
+def _send_cut(port: int, path: str, data: bytes, rng: random.Random) -> None:
+    """Sends a request that is cut within its head or its body, in one or two parts, then closes or
+    half-closes.
+    """
+    json_head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head = rng.choice([
+        f"{json_head}content-length: 500\r\n\r\n",
+        f"{json_head}content-length: x\r\n\r\n",
+        f"{json_head}transfer-encoding: chunked\r\n\r\nzz\r\n",
+        f"NONSENSE {'a' * rng.randrange(5000)}\r\n\r\n",
+    ])  # fmt: skip
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as raw:
+        cut = head.encode() + data
+        cut = cut[: rng.randrange(1, len(cut))]
+        half = len(cut) // 2
+        raw.sendall(cut[:half])
+        time.sleep(rng.choice([0, 0, 0.01]))
+        raw.sendall(cut[half:])
+        if rng.random() < 0.5:
+            raw.shutdown(socket.SHUT_WR)
+
+
+def crowd(port: int, clients: int, seconds: float) -> dict[str, Any]:
+    """Runs clients for some seconds; 30% of their requests disconnect. Counts the answers, and those that
+    differ from the answers alone.
+    """
+    rng = random.Random(3)
+    prompts = [[rng.randrange(1900) for _ in range(rng.randint(1, 80))] for _ in range(12)]
+    settings = dict(max_tokens=30, temperature=1.0, ignore_eos=True, return_token_ids=True)
+    bodies = [dict(settings, prompt=prompt, seed=i) for i, prompt in enumerate(prompts)]
+
+    def ask(i: int) -> Any:
+        status, text = post(port, PATHS[0], json.dumps(bodies[i]).encode())
+        return json.loads(text)["choices"][0]["token_ids"] if status == 200 else status
+
+    alone = [ask(i) for i in range(len(bodies))]
+    counts = dict(answers=0, left=0)
+    wrong = list[int]()
+    end = time.monotonic() + seconds
+
+    def client(number: int) -> None:
+        client_rng = random.Random(number)
+        while time.monotonic() < end:
+            i = client_rng.randrange(len(prompts))
+            if client_rng.random() < 0.3:
+                stream = client_rng.random() < 0.5
+                _send_and_disconnect(port, dict(bodies[i], stream=stream), client_rng.random() * 0.2)
+                counts["left"] += 1
+                continue
+            counts["answers"] += 1
+            if ask(i) != alone[i]:
+                wrong.append(i)
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return dict(counts, wrong=len(wrong))
+
+
+def _send_and_disconnect(port: int, body: dict[str, Any], after: float) -> None:
+    data = json.dumps(body).encode()
+    head = f"POST {PATHS[0]} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as raw:
+        raw.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+        time.sleep(after)
+
+
+def wait_idle(service: Service, seconds: float) -> bool:
+    """Waits until no row, page or call is in use. Returns whether that happened within this many seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        stats = service.engine.stats if service.engine else None
+        if stats and not (
+            stats.running + stats.reading + stats.waiting + stats.pages_used + service.in_flight.total()
+        ):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def time_call(port: int) -> float:
+    """Seconds of a small call."""
+    start_s = time.perf_counter()
+    post(port, PATHS[0], json.dumps(dict(prompt="Hello", max_tokens=8, ignore_eos=True, seed=1)).encode())
+    return time.perf_counter() - start_s
+
+
+def resident() -> float:
+    """Anonymous memory of this process in MiB, without free memory that the allocator keeps."""
+    gc.collect()
+    release_free_memory()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("RssAnon"))) / 1024
+
+
+def flood(port: int, count: int, keys: tuple[str, str]) -> dict[str, float]:
+    """Milliseconds to the first token of one client, alone and while another client has sent `count`
+    requests.
+    """
+
+    def ttft_ms(key: str, max_tokens: int) -> float:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+        body = dict(prompt=prompt(200), max_tokens=max_tokens, stream=True, ignore_eos=True)
+        head = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+        start_s = time.perf_counter()
+        connection.request("POST", PATHS[0], json.dumps(body).encode(), head)
+        lines = iter(connection.getresponse())
+        next(line for line in lines if line.startswith(b"data: {"))
+        seconds = time.perf_counter() - start_s
+        list(lines)
+        connection.close()
+        return 1e3 * seconds
+
+    def prompt(tokens: int) -> list[int]:
+        return [rng.randrange(1900) for _ in range(tokens)]
+
+    rng = random.Random(1)
+    ttft_ms(keys[0], 8)
+    alone = sorted(ttft_ms(keys[0], 8) for _ in range(9))
+    for _ in range(count):
+        threading.Thread(target=ttft_ms, args=(keys[1], 200), daemon=True).start()
+    time.sleep(3)
+    during_flood = sorted(ttft_ms(keys[0], 8) for _ in range(9))
+    return dict(
+        alone_ms=round(alone[4], 1),
+        beside_ms=round(during_flood[4], 1),
+        times=round(during_flood[4] / alone[4], 2),
+    )

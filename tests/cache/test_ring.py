@@ -1,0 +1,194 @@
+"""Layers with a sliding window use a ring of slots: the same tokens, in memory that does not grow with the
+capacity.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity_cases
+import pytest
+
+import xinfer_jax as xj
+from xinfer_jax.cache.kv_cache import reorder_tail, truncate
+from xinfer_jax.cache.layer_caches import Ring
+from xinfer_jax.weights.params import tree_bytes
+
+pytestmark = pytest.mark.newest
+
+CAPACITY = 2048
+SLOTS = 576  # of a layer with a window of 8: 8 + 512 - 1, rounded up
+LONG = 1200
+SHORT = 300
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = parity_cases.CASES["gemma3-old"].config
+    one_of_each = dict(num_hidden_layers=2, layer_windows=(8, None), layer_rope=(True, True))
+    config = dataclasses.replace(config, max_position_embeddings=CAPACITY, **one_of_each)
+    return parity_cases.params_from(config, parity_cases.random_tensors(config, 0)), config
+
+
+@pytest.fixture(scope="module")
+def rows_and_logits(model):
+    """Tokens [2, LONG], and their logits without a cache."""
+    tokens_BT = np.random.RandomState(0).randint(0, model[1].vocab_size, (2, LONG))
+    return tokens_BT, np.asarray(jax.jit(xj.forward, static_argnums=1)(*model, tokens_BT)[0])
+
+
+def decode_logits(model, cache, tokens_BT):
+    """Logits [T, B, V] of tokens appended one by one."""
+    step = lambda cache, token_B: xj.decode_step(*model, token_B, cache)[::-1]  # noqa: E731
+    return jax.jit(lambda cache, tokens_TB: jax.lax.scan(step, cache, tokens_TB))(
+        cache, jnp.asarray(tokens_BT.T)
+    )
+
+
+def cache_without_rings(config):
+    """A cache for this model that stores every token."""
+    return dataclasses.replace(config, layer_windows=(None,) * config.num_hidden_layers)
+
+
+def filled_cache(model, tokens_BT, lengths, dtype=None, rings=True):
+    config = model[1] if rings else cache_without_rings(model[1])
+    cache = xj.init_cache(config, len(lengths), CAPACITY, dtype)
+    return xj.prefill(*model, tokens_BT, np.array(lengths, np.int32), cache)[1]
+
+
+def test_ring_memory_does_not_grow_with_the_capacity(model):
+    config = model[1]
+    small, large = (xj.init_cache(config, 1, capacity) for capacity in (CAPACITY, 4 * CAPACITY))
+    assert [k.shape[2] for k in large.k] == [
+        4 * CAPACITY if window is None else SLOTS for window in config.layer_windows
+    ]
+    of_tokens = [tree_bytes((cache.k, cache.v)) / (SLOTS + cache.capacity) for cache in (small, large)]
+    assert of_tokens[0] == of_tokens[1]
+    assert not any(isinstance(layer, Ring) for layer in xj.init_cache(config, 1, SLOTS).layers)
+
+
+@pytest.mark.parametrize("dtype, bound", [(None, 1e-5), pytest.param("int8", None, marks=pytest.mark.full)])
+def test_a_ring_equals_a_cache_of_all_tokens(model, rows_and_logits, dtype, bound):
+    """Ragged rows over several chunks, one of which wraps around, and one only once it is continued."""
+    tokens_BT, full_BTV = rows_and_logits
+    cache = filled_cache(model, tokens_BT[:, :-50], [LONG - 50, SHORT], dtype)
+    more_BT = np.stack([tokens_BT[0, -50:], tokens_BT[1, SHORT : SHORT + 50]])
+    cache, got_TBV = decode_logits(model, cache, more_BT)
+    assert (
+        cache.length_B.tolist() == [LONG, SHORT + 50] and cache.reached_B.tolist() == cache.length_B.tolist()
+    )
+    want_BTV = np.stack([full_BTV[0, -50:], full_BTV[1, SHORT : SHORT + 50]])
+    if dtype:
+        whole = filled_cache(model, tokens_BT[:, :-50], [LONG - 50, SHORT], dtype, rings=False)
+        assert whole.reached_B is None
+        want_BTV = np.moveaxis(np.asarray(decode_logits(model, whole, more_BT)[1]), 0, 1)
+        bound = 1e-5
+    np.testing.assert_allclose(
+        np.moveaxis(np.asarray(got_TBV), 0, 1), want_BTV, atol=bound * np.abs(want_BTV).max()
+    )
+
+
+@pytest.mark.full
+def test_how_far_a_ring_can_be_truncated(model, rows_and_logits):
+    tokens_BT, full_BTV = rows_and_logits
+    cache = filled_cache(model, tokens_BT, [LONG, SHORT])
+    most = SLOTS - 8 + 1
+    back = truncate(cache, np.array([LONG - most, 1]))  # the short row still has all its keys
+    cache, logits_TBV = decode_logits(
+        model, back, np.stack([tokens_BT[0, LONG - most :][:20], tokens_BT[1, 1:21]])
+    )
+    np.testing.assert_allclose(logits_TBV[:, 0], full_BTV[0, LONG - most :][:20], atol=1e-4)
+    np.testing.assert_allclose(logits_TBV[:, 1], full_BTV[1, 1:21], atol=1e-4)
+    # Counted from the longest that the row has been.
+    with pytest.raises(xj.InputError, match=f"row 0 cannot go back from {LONG} to {LONG - most - 1}"):
+        truncate(cache, LONG - most - 1)
+    flagged = jax.jit(truncate)(cache, jnp.int32(LONG - most - 1))
+    assert flagged.overflow_B.tolist() == [True, False]
+    assert not truncate(cache, 0).overflow_B.any()
+
+
+def test_too_many_tokens_in_one_call_raise(model, rows_and_logits):
+    with pytest.raises(xj.InputError, match="570 tokens in one call exceed the 569"):
+        jax.eval_shape(
+            lambda tokens_BT: xj.forward(*model, tokens_BT, xj.init_cache(model[1], 2, CAPACITY)),
+            rows_and_logits[0][:, :570],
+        )
+
+
+@pytest.mark.full
+def test_reordering_beams_reorders_rings(model, rows_and_logits):
+    cache = filled_cache(model, rows_and_logits[0], [LONG, LONG])
+    moved = reorder_tail(cache, jnp.array([1, 1]), jnp.int32(0), CAPACITY)
+    for before, after in zip(cache.k, moved.k, strict=True):
+        np.testing.assert_array_equal(after, np.asarray(before)[[1, 1]])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("given", [{}, dict(draft="lookup"), dict(n=2)], ids=["plain", "lookup", "n"])
+def test_generate_beyond_the_ring(model, given):
+    prompts = [np.random.RandomState(1).randint(0, model[1].vocab_size, n).tolist() for n in (570, 30)]
+    options = xj.GenerateOptions(24, xj.SamplingConfig(temperature=0.7), capacity=CAPACITY, **given)
+    ring = xj.generate(*model, prompts, options, key=jax.random.key(2))
+    options = dataclasses.replace(options, capacity=None, draft=None, use_cache=False)
+    assert ring.tokens == xj.generate(*model, prompts, options, key=jax.random.key(2)).tokens
+    whole = xj.init_cache(cache_without_rings(model[1]), len(ring.tokens), CAPACITY)
+    assert ring.stats.cache_bytes / tree_bytes((whole.k, whole.v)) == (SLOTS + CAPACITY) / (2 * CAPACITY)
+
+
+@pytest.mark.full
+def test_a_prefix_is_reused_as_far_as_the_ring_has_its_keys(model, rows_and_logits, tmp_path):
+    prompt = rows_and_logits[0][0].tolist()
+    options = xj.GenerateOptions(4, capacity=CAPACITY, keep_prefix=True)
+    first = xj.generate(*model, [prompt], options).prefix
+    xj.save_prefix(tmp_path / "cache", first, *model)
+    loaded = xj.load_prefix(tmp_path / "cache", *model)
+    assert loaded.cache.reached_B.tolist() == first.cache.reached_B.tolist()
+    options = dataclasses.replace(options, capacity=None)
+    for shared, reused in ((1000, 1000), (100, 0)):
+        changed = [*prompt[:shared], (prompt[shared] + 1) % model[1].vocab_size, 5]
+        fresh = xj.generate(*model, [changed], dataclasses.replace(options, capacity=CAPACITY))
+        for prefix in (first, loaded):
+            again = xj.generate(*model, [changed], dataclasses.replace(options, prefix=prefix))
+            assert again.tokens == fresh.tokens and again.stats.reused_tokens == reused
+    went_back = dataclasses.replace(first.cache, length_B=jnp.array([560]), reached_B=jnp.array([580]))
+    xj.save_prefix(tmp_path / "cache", xj.Prefix([prompt[:560]], went_back), *model)
+    with pytest.raises(xj.InputError, match="needs slots for 580 tokens, more than the capacity 570"):
+        xj.load_prefix(tmp_path / "cache", *model, capacity=570)
+
+
+@pytest.mark.full
+def test_layers_with_different_windows(model, rows_and_logits):
+    """Two rings of different lengths: a prompt in chunks, truncated as far as the shorter ring allows."""
+    params = model[0]
+    config = dataclasses.replace(model[1], layer_windows=(8, 600))
+    tokens_BT = rows_and_logits[0][:1]
+    full_TV = np.asarray(jax.jit(xj.forward, static_argnums=1)(params, config, tokens_BT)[0][0])
+    cache = filled_cache((params, config), tokens_BT[:, :-1], [LONG - 1])
+    assert [k.shape[2] for k in cache.k] == [SLOTS, 1152]
+    most = 1152 - 600 + 1
+    for back in (LONG - 1, LONG - most):
+        logits_BV, cache = xj.decode_step(params, config, tokens_BT[:, back], truncate(cache, back))
+        np.testing.assert_allclose(logits_BV[0], full_TV[back], atol=1e-4)
+    with pytest.raises(xj.InputError, match=f"sliding-window layers can go back by at most {most};"):
+        truncate(cache, LONG - most - 1)
+    assert jax.jit(truncate)(cache, jnp.int32(LONG - most - 1)).overflow_B.tolist() == [True]
+
+
+@pytest.mark.parametrize(
+    "length", [-1, [3, -1], 2.0, np.nan, True, "3", [1, 2, 3], [[1], [2]], [[1, 2]], None]
+)
+def test_truncate_rejects_invalid_lengths(model, length):
+    with pytest.raises(xj.InputError, match="truncate needs lengths of at least 0, one for all 2 rows"):
+        truncate(xj.init_cache(model[1], 2, CAPACITY), length)
+
+
+def test_truncating_a_row_to_0_resets_its_reached_length(model):
+    cache = xj.init_cache(model[1], 2, CAPACITY)
+    cache = dataclasses.replace(cache, length_B=jnp.array([LONG, 5]), reached_B=jnp.array([LONG, 5]))
+    assert truncate(cache, 2**40).length_B.tolist() == [LONG, 5]
+    again = truncate(cache, [0, 3])
+    assert again.reached_B.tolist() == [0, 5]
+    again = dataclasses.replace(again, length_B=jnp.array([20, 3]), reached_B=jnp.array([20, 5]))
+    assert truncate(again, 10).length_B.tolist() == [10, 3]
+    assert jax.jit(truncate)(cache, -1).length_B.tolist() == [0, 0]

@@ -1,0 +1,367 @@
+"""Quantized checkpoints: AWQ and GPTQ packed from known numbers, our own format saved and loaded, errors."""
+
+import json
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from quantized_checkpoints import AWQ, CASES, GPTQ, V2, convert, write
+from quick import full_except
+from safetensors.numpy import load_file, save_file
+
+import xinfer_jax as xj
+from xinfer_jax.checkpoint.loading import open_checkpoint
+from xinfer_jax.checkpoint.own_format import save_checkpoint
+from xinfer_jax.weights.params import param_specs
+from xinfer_jax.weights.quantization import quantize_matrix
+from xinfer_jax.weights.quantized_weights import GroupedWeight, dequantize, is_quantized
+
+pytestmark = pytest.mark.newest
+
+Q1 = "model.layers.1.self_attn.q_proj"
+
+
+def leaves(model) -> dict:
+    """The leaves of the parameter tree, by checkpoint name."""
+    specs, tree = jax.tree.flatten(param_specs(model.config))
+    return {spec.hf_name: leaf for spec, leaf in zip(specs, tree.flatten_up_to(model.params), strict=True)}
+
+
+def logits(params, config):
+    return np.asarray(
+        jax.jit(xj.forward, static_argnums=1)(
+            params, config, jnp.arange(24).reshape(2, 12) % config.vocab_size
+        )[0]
+    )
+
+
+# --- AWQ and GPTQ -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", full_except(("awq", "gptq-act-order"), CASES))
+def test_every_layout_of_awq_and_gptq_loads(tmp_path, name):
+    settings, how = CASES[name]
+    path, equal = write(tmp_path, settings, **how)
+    opened = open_checkpoint(path, dtype="float32")
+    tiny.assert_same_shapes(opened)
+    model = opened.read()
+    for name, leaf in leaves(model).items():
+        if equal[name].ndim == 2 and ("layers" in name or how.get("head") and name == tiny.HEAD):
+            assert isinstance(leaf, GroupedWeight) and all(
+                isinstance(field, jax.Array) for field in jax.tree.leaves(leaf)
+            )
+            assert leaf.values.dtype == (np.uint8 if settings["bits"] == 4 else np.int8)
+            assert (leaf.zero is None) == (settings["bits"] == 8) and (leaf.order is None) == (
+                not how.get("act_order")
+            )
+            assert leaf.scale.dtype == (np.float16 if "scale_type" not in how else np.float32)
+            leaf = dequantize(leaf)
+        np.testing.assert_array_equal(np.asarray(leaf), equal[name], err_msg=name)
+    float_params = jax.tree.unflatten(
+        jax.tree.structure(param_specs(model.config)), map(jnp.asarray, equal.values())
+    )
+    np.testing.assert_allclose(
+        logits(model.params, model.config), logits(float_params, model.config), atol=1e-4, rtol=0
+    )
+
+
+@pytest.mark.full
+def test_awq_of_a_tied_model_in_one_file_and_in_shards(tmp_path):
+    stored, equal = convert(AWQ, tiny.CONFIG)
+    hf = tiny.CONFIG | dict(quantization_config=AWQ)
+    whole = xj.load_model(tiny.write(tmp_path / "whole", hf, weights=stored), dtype="float32")
+    parts = xj.load_model(tiny.write(tmp_path / "parts", hf, weights=stored, shards=3), dtype="float32")
+    jax.tree.map(np.testing.assert_array_equal, whole.params, parts.params)
+    np.testing.assert_array_equal(whole.params["embed"]["weight"], equal[tiny.EMBED])
+    options = xj.GenerateOptions(max_new_tokens=4)
+    assert xj.generate_text(whole, "hello", options) == xj.generate_text(parts, "hello", options)
+
+
+def test_the_requested_dtype_is_that_of_biases_and_norms(tmp_path):
+    path, _ = write(tmp_path, AWQ)
+    model = xj.load_model(path, dtype="bfloat16")
+    q = model.params["layers"][1]["q"]
+    assert (
+        q["bias"].dtype == model.params["final_norm"].dtype == jnp.bfloat16
+        and q["weight"].scale.dtype == jnp.float16
+    )
+
+
+def test_modules_to_not_convert_stay_float(tmp_path):
+    skipped = [Q1, "lm_head"]
+    stored, equal = convert(AWQ | dict(modules_to_not_convert=skipped))
+    stored = {name: tensor for name, tensor in stored.items() if not name.startswith(f"{Q1}.")}
+    stored |= {f"{Q1}.weight": equal[f"{Q1}.weight"], f"{Q1}.bias": equal[f"{Q1}.bias"]}
+    path, _ = write(tmp_path, AWQ | dict(modules_to_not_convert=skipped), weights=stored)
+    layer = xj.load_model(path, dtype="float32").params["layers"][1]
+    np.testing.assert_array_equal(layer["q"]["weight"], equal[f"{Q1}.weight"])
+    assert is_quantized(layer["k"]["weight"])
+
+
+@pytest.mark.parametrize(
+    "file, settings, written",
+    [("quantize_config.json", GPTQ,
+     dict(bits=4, group_size=16, damp_percent=0.01, desc_act=False, sym=False, model_name_or_path=None)),
+     ("quant_config.json", AWQ, dict(zero_point=True, q_group_size=16, w_bit=4, version="GEMM"))],
+)  # fmt: skip
+def test_quantization_settings_in_a_separate_file(tmp_path, file, settings, written):
+    """As AutoGPTQ and AutoAWQ wrote them before config.json had them. Other such files are ignored."""
+    stored, equal = convert(settings)
+    path = tiny.write(tmp_path / "old", tiny.UNTIED, weights=stored)
+    tiny.write_json(path / file, written)
+    model = xj.load_model(path, dtype="float32")
+    np.testing.assert_array_equal(dequantize(leaves(model)[f"{Q1}.weight"]), equal[f"{Q1}.weight"])
+    assert model.load_stats.dtype == settings["quant_method"]
+    path = tiny.write(tmp_path / "float", tiny.UNTIED)
+    tiny.write_json(path / file, dict(per_channel=True))
+    assert xj.load_model(path, dtype="float32", quantize="int8").load_stats.dtype == "int8"
+
+
+def test_gptq_zeros_subtracted_from_whole_words(tmp_path):
+    """GPTQModel subtracts one from whole words, so a zero of 0 borrows from the next number."""
+    settings = GPTQ | dict(meta=dict(quantizer=["gptqmodel:2.0.0"]))
+    stored, equal = convert(V2 | dict(checkpoint_format="v2"))
+    for name, tensor in stored.items():
+        if name.endswith("qzeros"):
+            stored[name] = (tensor.view(np.uint32) - np.uint32(0x11111111)).view(np.int32)
+    path, _ = write(tmp_path, settings, weights=stored)
+    loaded = leaves(xj.load_model(path))
+    assert (np.asarray(loaded[f"{Q1}.weight"].zero) == 0).any()
+    np.testing.assert_array_equal(dequantize(loaded[f"{Q1}.weight"]), equal[f"{Q1}.weight"])
+
+
+def test_g_idx_in_natural_order_needs_no_order(tmp_path):
+    stored, equal = convert(GPTQ)
+    for name in [name for name in stored if name.endswith("qweight")]:
+        K = stored[name].shape[0] * 8
+        stored[name.replace("qweight", "g_idx")] = np.arange(K, dtype=np.int32) // 16
+    path, _ = write(tmp_path, GPTQ, weights=stored)
+    opened = open_checkpoint(path)
+    tiny.assert_same_shapes(opened)
+    assert leaves(opened.model)[f"{Q1}.weight"].order is None
+
+
+def test_zero_biases_that_the_model_lacks_are_ignored(tmp_path):
+    stored, _ = convert(GPTQ)
+    name = "model.layers.0.self_attn.o_proj.bias"
+    path, _ = write(tmp_path / "zeros", GPTQ, weights=stored | {name: np.zeros(32, np.float16)})
+    assert "bias" not in xj.load_model(path).params["layers"][0]["o"]
+    path, _ = write(tmp_path / "others", GPTQ, weights=stored | {name: np.eye(1, 32, dtype=np.float16)[0]})
+    assert f"unexpected {name}" in tiny.load_error(path)
+
+
+# --- errors -------------------------------------------------------------------------------------------------
+
+
+_MLP = "model.layers.0.mlp"
+
+
+@pytest.mark.parametrize(
+    "changed, fault",
+    [
+        ({f"{Q1}.scales": None}, f"missing {Q1}.scales [2, 32]"),
+        ({f"{_MLP}.up_proj.g_idx": None}, f"missing {_MLP}.up_proj.g_idx [32]"),
+        (
+            {f"{_MLP}.gate_proj.{part}": None for part in ("qweight", "qzeros", "scales", "g_idx")},
+            f"missing {_MLP}.gate_proj.weight [48, 32]",
+        ),
+        ({"model.norm.weight": None}, "missing model.norm.weight [32]"),
+        ({f"{Q1}.qweight": (4, 31)}, f"{Q1}.qweight has shape [4, 31], the config asks for [4, 32]"),
+        ({f"{_MLP}.down_proj.qzeros": np.int16}, f"{_MLP}.down_proj.qzeros has type I16, only I32"),
+        ({"lm_head.qweight": (4, 288)}, "unexpected lm_head.qweight"),
+    ],
+)
+def test_a_tensor_that_does_not_fit(tmp_path, changed, fault):
+    """changed: by tensor, None to leave it out, a shape of zeros, or a type to convert to."""
+    stored, _ = convert(GPTQ | dict(desc_act=True), act_order=True)
+    for name, change in changed.items():
+        if change is None:
+            del stored[name]
+        else:
+            stored[name] = (
+                np.zeros(change, np.int32) if isinstance(change, tuple) else stored[name].astype(change)
+            )
+    message = tiny.load_error(write(tmp_path, GPTQ | dict(desc_act=True), weights=stored)[0])
+    assert fault in message and ", missing" not in message and "more" not in message  # the only fault
+
+
+@pytest.mark.parametrize("settings, how", [(GPTQ, dict(act_order=True)), (AWQ, {})], ids=["gptq", "awq"])
+def test_group_size_that_differs_from_the_config(tmp_path, settings, how):
+    stored, _ = convert(settings, **how)
+    message = tiny.load_error(write(tmp_path, settings | dict(group_size=8), weights=stored)[0])
+    assert re.search(
+        r"\.(qzeros|scales) has shape \[\d, \d+\], the config asks for \[\d, \d+\].* more$", message
+    )
+
+
+def test_invalid_g_idx(tmp_path):
+    stored, _ = convert(GPTQ | dict(desc_act=True), act_order=True)
+    stored[f"{Q1}.g_idx"][:] = 0
+    assert f"{Q1}.weight: g_idx does not give every group its 16 inputs" in tiny.load_error(
+        write(tmp_path, GPTQ, weights=stored)[0]
+    )
+
+
+def test_asymmetric_gptq_with_8_bits(tmp_path):
+    path, _ = write(tmp_path, GPTQ | dict(bits=8), zeros=127)
+    assert "only supported if symmetric, with all zeros 128, got 127" in tiny.load_error(path)
+
+
+UNSUPPORTED = {
+    "bitsandbytes": (dict(quant_method="bitsandbytes", load_in_4bit=True), "quant_method 'bitsandbytes'"),
+    "fp8": (dict(quant_method="fp8", activation_scheme="dynamic"), "quant_method 'fp8'"),
+    "no-method": (dict(bits=4), "quant_method None"),
+    "no-object": ("int8", "quant_method 'int8'"),
+    "awq-text": ("awq", "quant_method 'awq'"),
+    "a-list": (dict(quant_method=["awq"]), "quant_method ['awq']"),
+    "awq-gemv": (AWQ | dict(version="GEMV"), "awq with version 'GEMV'"),
+    "awq-marlin": (
+        AWQ | dict(version=None, checkpoint_format="marlin"),
+        "awq with checkpoint_format 'marlin'",
+    ),
+    "awq-symmetric": (AWQ | dict(zero_point=False), "awq with zero_point False"),
+    "awq-8": (AWQ | dict(bits=8), "awq with bits 8"),
+    "awq-other-packing": (AWQ | dict(backend="llm-awq"), "awq with backend 'llm-awq'"),
+    "gptq-3": (GPTQ | dict(bits=3), "gptq with bits 3"),
+    "gptq-no-bits": (dict(quant_method="gptq"), "gptq with bits None"),
+    "gptq-true-bits": (GPTQ | dict(bits=4.0), "gptq with bits 4.0"),
+    "gptq-group-0": (GPTQ | dict(group_size=0), "gptq with group_size 0"),
+    "gptq-group-odd": (GPTQ | dict(group_size=33), "gptq with group_size 33"),
+    "gptq-marlin": (GPTQ | dict(checkpoint_format="marlin"), "gptq with checkpoint_format 'marlin'"),
+    "gptq-marlin-flag": (GPTQ | dict(is_marlin_format=True), "gptq with is_marlin_format True"),
+    "gptq-words-of-16": (GPTQ | dict(pack_dtype="int16"), "gptq with pack_dtype 'int16'"),
+    "gptq-some-modules-otherwise": (GPTQ | dict(dynamic={"+:.*mlp.*": dict(bits=8)}), "gptq with dynamic"),
+    "ours-of-the-future": (dict(quant_method="xinfer_jax", version=3), "xinfer_jax with version 3"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_other_quantized_formats_are_rejected_by_name(tmp_path, name):
+    settings, words = UNSUPPORTED[name]
+    message = tiny.load_error(tiny.write(tmp_path, tiny.CONFIG | dict(quantization_config=settings)))
+    assert f"{words}" in message and "is not supported: " in message and "unquantized" in message
+
+
+@pytest.mark.parametrize(
+    "settings", [AWQ, GPTQ, dict(quant_method="xinfer_jax", version=1)], ids=["awq", "gptq", "ours"]
+)
+def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path, settings):
+    path = tiny.write(tmp_path, tiny.CONFIG | dict(quantization_config=settings))
+    message = tiny.load_error(path, quantize="int8")
+    assert f"already quantized ({settings['quant_method']})" in message and "without quantize" in message
+
+
+# --- our own format -----------------------------------------------------------------------------------------
+
+
+def same_bits(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("hf", [tiny.CONFIG, tiny.UNTIED], ids=["tied", "untied"])
+def test_our_own_format_saved_and_loaded_has_the_same_bits(tmp_path, quantize, dtype, hf):
+    source = tiny.write(tmp_path / "from", hf, generation_config=dict(temperature=0.5))
+    model = xj.load_model(source, dtype=dtype, quantize=quantize)
+    save_checkpoint(tmp_path / "to" / "there", source, model.params, hf, rotated=False)
+    opened = open_checkpoint(tmp_path / "to" / "there", dtype=dtype)
+    tiny.assert_same_shapes(opened)
+    again = opened.read()
+    same_bits(model.params, again.params)
+    assert again.config == model.config and again.generation_config == dict(temperature=0.5)
+    settings = json.loads((tmp_path / "to" / "there" / "config.json").read_text())
+    assert settings.get("quantization_config") == (
+        None if quantize is None else dict(quant_method="xinfer_jax", version=1)
+    )
+
+
+@pytest.mark.parametrize(
+    "settings, how",
+    [(AWQ, {}), (GPTQ | dict(desc_act=True, group_size=20), dict(act_order=True))],
+    ids=["awq", "gptq"],
+)
+def test_awq_and_gptq_saved_in_our_format(tmp_path, settings, how):
+    path, _ = write(tmp_path / "from", settings, **how)
+    model = xj.load_model(path, dtype="float32")
+    save_checkpoint(
+        tmp_path / "to", None, model.params, json.loads((path / "config.json").read_text()), rotated=False
+    )
+    opened = open_checkpoint(tmp_path / "to", dtype="float32")
+    tiny.assert_same_shapes(opened)
+    again = opened.read()
+    same_bits(model.params, again.params)
+    assert again.tokenizer is None
+
+
+def test_8_bit_groups_saved_and_loaded(tmp_path):
+    model = xj.load_model(tiny.write(tmp_path / "from", tiny.UNTIED), dtype="float32")
+    params = jax.tree.map(
+        lambda leaf: leaf if leaf.ndim == 1 else quantize_matrix(np.asarray(leaf), 8, 20), model.params
+    )
+    save_checkpoint(tmp_path / "to", None, params, tiny.UNTIED, rotated=False)
+    same_bits(jax.tree.map(jnp.asarray, params), xj.load_model(tmp_path / "to", dtype="float32").params)
+
+
+def test_shape_errors_in_our_own_format(tmp_path):
+    model = xj.load_model(tiny.write(tmp_path / "from", tiny.UNTIED), dtype="float32", quantize="int4")
+    assert model.params["lm_head"]["weight"].values.dtype == np.int8
+    save_checkpoint(tmp_path / "to", None, model.params, tiny.UNTIED, rotated=False)
+    stored = load_file(tmp_path / "to" / "model.safetensors")
+    gate = "model.layers.0.mlp.gate_proj.weight"
+    for part, shape in (("values", (1, 16, 48)), ("zero", (1, 48))):
+        changed = {f"{gate}.{part}": stored[f"{gate}.{part}"][..., 1:].copy()}
+        save_file(stored | changed, tmp_path / "to" / "model.safetensors")
+        fault = f"{gate}.{part} has shape {[*shape[:-1], 47]}, the config asks for {list(shape)}"
+        assert tiny.load_error(tmp_path / "to").endswith(fault)  # the only fault
+    tiny.write_json(tmp_path / "to" / "config.json", tiny.UNTIED)  # without quantization_config
+    assert re.search(r"missing lm_head.weight \[288, 32\].* more$", tiny.load_error(tmp_path / "to"))
+
+
+def test_invalid_order_in_our_own_format(tmp_path):
+    stored, _ = convert(GPTQ | dict(desc_act=True), act_order=True)
+    model = xj.load_model(write(tmp_path / "from", GPTQ | dict(desc_act=True), weights=stored)[0])
+    save_checkpoint(tmp_path / "to", None, model.params, tiny.UNTIED, rotated=False)
+    file = tmp_path / "to" / "model.safetensors"
+    order = f"{Q1}.weight.order"
+    for wrong in (np.full(32, 10**6, np.int32), np.full(32, -1, np.int32), np.zeros(32, np.int32)):
+        save_file(load_file(file) | {order: wrong}, file)
+        assert f"{Q1}.weight: order does not name every input once" in tiny.load_error(tmp_path / "to")
+
+
+def test_the_source_checkpoint_is_not_overwritten(tmp_path):
+    path = tiny.write(tmp_path / "a")
+    model = xj.load_model(path)
+    with pytest.raises(xj.InputError, match="give another directory"):
+        save_checkpoint(tmp_path / "a", path, model.params, tiny.CONFIG, rotated=False)
+    with pytest.raises(xj.InputError, match="cannot be written"):
+        save_checkpoint(path / "config.json", path, model.params, tiny.CONFIG, rotated=False)
+
+
+@pytest.mark.full
+def test_our_own_format_from_the_command_line(tmp_path):
+    model = xj.load_model(tiny.write(tmp_path / "from"), dtype="float32", quantize="int8")
+    save_checkpoint(tmp_path / "to", tmp_path / "from", model.params, tiny.CONFIG, rotated=False)
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "xinfer_jax",
+            f"--model={tmp_path / 'to'}",
+            "--prompt=hi",
+            "--max_tokens=2",
+            "--compilation_cache=",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr

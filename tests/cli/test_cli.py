@@ -1,0 +1,244 @@
+"""The command line: what it prints and where, and its exit codes."""
+
+import importlib
+import io
+import json
+import re
+import sys
+
+import jax
+import pytest
+import tiny
+from tiny import ANSWER, ANSWER_IDS, ASK, QUESTION
+
+import xinfer_jax as xj
+from xinfer_jax.checkpoint.loading import open_checkpoint
+from xinfer_jax.cli import startup
+from xinfer_jax.text import encode_prompt
+
+STATISTICS = (
+    r"Loaded in \d+\.\d s \(\d[\d.]* MiB weights, float32, cpu\)",
+    r"Prompt tokens: \d+ \(KV cache \d[\d.]* MiB\)",
+    r"compile: \d+\.\d\d s",
+    (
+        r"prefill: \d+ tok in \d+ ms \(\d+ tok/s\) \| decode: \d+ tok in \d+\.\d\d s \(\d+\.\d tok/s\)"
+        r" \[(eos|length)\]"
+    ),
+    r"TTFT \d+ ms \| TPOT \d+\.\d ms \| total \d+\.\d\d s \| peak memory \d+ MiB",
+)
+HOT = dict(do_sample=True, temperature=1000.0, top_k=0)  # all tokens about equally likely
+
+
+# --- output -------------------------------------------------------------------------------------------------
+
+
+def test_text_output(command, good):
+    code, out, err = command(f"--model={good}", ASK)
+    assert code == 0 and out == ANSWER + "\n"
+    lines = err.splitlines()
+    assert len(lines) == len(STATISTICS)
+    for line, pattern in zip(lines, STATISTICS, strict=True):
+        assert re.fullmatch(pattern, line), line
+    assert lines[3].endswith("[eos]") and f"decode: {len(ANSWER_IDS)} tok" in lines[3]
+
+
+def test_text_output_streams_whole_characters(command, good, monkeypatch):
+    written = []
+
+    class Terminal(io.StringIO):
+        def write(self, text):
+            written.append(text)
+            return len(text)
+
+        def flush(self):
+            if written[-1] is not None:
+                written.append(None)
+
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert command(f"--model={good}", ASK)[0] == 0
+    pieces = "".join("|" if piece is None else piece for piece in written).split("|")
+    assert pieces[:4] == ["Y", "e", "s", ","] and "你" in pieces and "🚀" in pieces  # each flushed by itself
+    assert "".join(pieces) == ANSWER + "\n"
+
+
+def test_json_output(command, good):
+    code, out, err = command(f"--model={good}", ASK, "--output=json")
+    assert (code, err) == (0, "") and out.endswith("}\n") and out.count("\n") == 1
+    answer = json.loads(out)
+    assert set(answer) == {"text", "tokens", "prompt_tokens", "finish_reason", "stats"}
+    assert (answer["text"], answer["tokens"], answer["finish_reason"]) == (ANSWER, ANSWER_IDS, "eos")
+    prompt = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+    assert answer["prompt_tokens"] == len(tiny.tokenizer().encode(prompt).ids)
+    stats = answer["stats"]
+    assert (stats["generated_tokens"], stats["decode_tokens"]) == (len(ANSWER_IDS) + 1, len(ANSWER_IDS))
+    assert (stats["dtype"], stats["backend"], stats["rows"]) == ("float32", "cpu", 1)
+    for name in (
+        "load_seconds", "weight_bytes", "cache_bytes", "prefill_seconds", "ttft_seconds", "decode_seconds",
+        "total_seconds", "peak_bytes",
+        "prefill_tokens_per_second", "decode_tokens_per_second", "tpot_seconds",
+    ):  # fmt: skip
+        assert stats[name] > 0, name
+    assert stats["compile_seconds"] >= 0
+
+
+def test_max_tokens_ends_the_answer(ask):
+    answer = ask("--max_tokens=3")
+    assert (answer["tokens"], answer["text"], answer["finish_reason"]) == (ANSWER_IDS[:3], "Yes", "length")
+
+
+def test_half_a_character_at_the_end_is_still_printed(command, good):
+    code, out, _ = command(f"--model={good}", ASK, "--max_tokens=7")
+    assert code == 0 and out == "Yes, \ufffd\n"
+
+
+def test_the_prompt_may_come_from_standard_input(command, good):
+    assert command(f"--model={good}", stdin=QUESTION + "\n")[:2] == (0, ANSWER + "\n")
+    answer = command(f"--model={good}", "--output=json", stdin=QUESTION + "\n\n")[1]
+    assert (
+        json.loads(answer)["prompt_tokens"]
+        == json.loads(command(f"--model={good}", "--output=json", ASK)[1])["prompt_tokens"]
+    )
+
+
+def test_system_and_raw_flags(ask):
+    plain = ask()["prompt_tokens"]
+    system = ask("--system=Be brief.")["prompt_tokens"]
+    assert system == plain + len(tiny.tokenizer().encode("<|im_start|>system\nBe brief.<|im_end|>\n").ids)
+    raw = ask("--raw", f"--prompt={QUESTION * 2}")
+    assert raw["prompt_tokens"] == len(tiny.tokenizer().encode(QUESTION * 2).ids)
+
+
+def test_the_answer_without_cache_is_the_same(ask):
+    answer = ask("--nouse_cache")
+    assert answer["tokens"] == ANSWER_IDS and answer["stats"]["cache_bytes"] == 0
+
+
+@pytest.mark.full
+def test_beam_search_flags(command, ask, good):
+    """The same sequences as from the library, with the checkpoint's EOS ids; text output has the best one."""
+    flags = ("--num_beams=3", "--length_penalty=0.5", "--early_stopping=never", "--min_tokens=2")
+    answer = ask(*flags)
+    model = xj.load_model(good)
+    options = dict(
+        num_beams=3,
+        length_penalty=0.5,
+        early_stopping="never",
+        max_new_tokens=16,
+        sampling=xj.SamplingConfig(min_new_tokens=2),
+    )
+    eos = [i for i in model.tokenizer.eos_token_ids if i < model.config.vocab_size]
+    wanted = xj.beam_search(
+        model.params, model.config, encode_prompt(model, QUESTION), eos_token_ids=eos, **options
+    )
+    assert [row["tokens"] for row in answer["sequences"]] == wanted.sequences and answer["sequences"][0][
+        "text"
+    ] == ANSWER
+    assert [row["score"] for row in answer["sequences"]] == wanted.scores and answer["prompt_tokens"] > 32
+    code, out, err = command(f"--model={good}", ASK, *flags)
+    best, *costs = err.splitlines()
+    assert (code, out, best) == (0, f"{ANSWER}\n", f"Best of 3 sequences, score {wanted.scores[0]:.3f}")
+    if hasattr(wanted, "stats"):
+        assert answer["stats"]["generated_tokens"] > 0 and answer["stats"]["dtype"] == "float32"
+        for line, pattern in zip(costs, STATISTICS, strict=True):
+            assert re.fullmatch(pattern.removesuffix(r" \[(eos|length)\]"), line), line
+
+
+def test_a_compilation_cache_that_is_not_a_directory_is_one_line(command, good, tmp_path):
+    """One warning, and the answer is right."""
+    before = jax.config.jax_compilation_cache_dir
+    (tmp_path / "file").touch()
+    try:
+        code, out, err = command(f"--model={good}", ASK, f"--compilation_cache={tmp_path / 'file'}")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert (code, out) == (0, ANSWER + "\n") and len(err.splitlines()) == 1 + len(STATISTICS)
+    assert re.match("xinfer-jax: compilation cache .*file cannot be used .* going on without it\n", err)
+
+
+def test_verbose_prints_the_kernels(command, good, ask):
+    code, out, err = command(f"--model={good}", ASK, "--verbose", "--impl=xla")
+    kernels = "prefill_attention, decode_attention, argmax, lm_head_argmax"
+    assert (code, out, err.splitlines()[0]) == (0, ANSWER + "\n", f"xla (requested by name): {kernels}")
+    assert err.splitlines()[1].startswith("layer by layer: ")
+    assert ask("--impl=xla")["stats"]["kernels"] == dict.fromkeys(kernels.split(", "), "xla")
+
+
+def test_dtype_flag_sets_the_weights_dtype(command, good, monkeypatch):
+    loaded = []
+
+    def opened(*args, **options):
+        loaded.append(open_checkpoint(*args, **options).model)
+        raise xj.InputError("that will do: generating would compile another program")
+
+    monkeypatch.setattr(startup, "open_checkpoint", opened)
+    for dtype in ("bfloat16", "float16", "float32"):
+        command(f"--model={good}", ASK, f"--dtype={dtype}")
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(loaded.pop().params)} == {dtype}
+
+
+# --- sampling -----------------------------------------------------------------------------------------------
+
+
+def test_sampled_tokens_depend_on_the_seed(ask):
+    hot = ["--temperature=1000"]
+    first = ask(*hot, "--seed=1")
+    again = ask(*hot, "--seed=1")
+    other = ask(*hot, "--seed=2")
+    assert first["tokens"] == again["tokens"] != other["tokens"]
+    assert first["text"] == again["text"]
+    assert ask(*hot)["tokens"] == ask(*hot, "--seed=0")["tokens"] != first["tokens"]
+
+
+def test_top_k_and_top_p_narrow_the_choice(ask):
+    for narrow in ("--top_k=1", "--top_p=0.001"):
+        assert ask("--temperature=10", narrow)["tokens"] == ANSWER_IDS
+
+
+def test_repetition_penalty_flag(ask):
+    """The template's "user" has the second and third letter of the answer: a large penalty makes them no more
+    likely than others.
+    """
+    assert ask("--temperature=1")["tokens"] == ANSWER_IDS
+    assert ask("--temperature=1", "--repetition_penalty=1e6")["tokens"] != ANSWER_IDS
+
+
+def test_flags_override_generation_config(ask, tmp_path, good):
+    hf, weights = tiny.answering_model(ANSWER)
+    hot = tiny.write(tmp_path, hf, weights=weights, generation_config=HOT | dict(eos_token_id=[tiny.IM_END]))
+    sampled = ask(model=hot)["tokens"]
+    assert sampled == ask("--temperature=1000")["tokens"] != ANSWER_IDS
+    assert ask("--temperature=0", model=hot)["tokens"] == ANSWER_IDS
+    assert ask("--nogeneration_config", model=hot)["tokens"] == ANSWER_IDS
+
+
+def test_a_second_call_resets_flags_to_their_defaults(command, ask, good):
+    ask("--temperature=1000", "--seed=3", "--max_tokens=2", "--repetition_penalty=2", "--system=x")
+    assert command(f"--model={good}", stdin=QUESTION)[:2] == (0, ANSWER + "\n")
+    code, _, err = command("--output=xml", "--prompt=x")
+    assert code == 2 and "xml" in err
+    assert command(f"--model={good}", ASK)[:2] == (0, ANSWER + "\n")
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h", "-help"])
+def test_help_lists_every_flag(command, flag):
+    code, out, err = command("--max_tokens=abc", flag)
+    assert (code, err) == (0, "") and out.startswith("Text in, text out") and "example: " in out
+    for name in (
+        "model", "prompt", "system", "[no]raw", "max_tokens", "temperature", "top_k", "top_p", "seed",
+        "dtype", "output",
+        "repetition_penalty", "[no]generation_config", "[no]use_cache", "compilation_cache",
+    ):  # fmt: skip
+        assert re.search(rf"^  --{re.escape(name)} +\S", out, re.M), name
+    assert re.search(r"--max_tokens .*Default: 128\.", out)
+    assert "flagfile" not in out and "undefok" not in out and max(map(len, out.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("module", ["cli.answer_flags", "cli.chat_flags", "cli.batch_flags", "serve.command"])
+def test_help_separates_each_flag_from_its_text(module, capsys):
+    program = importlib.import_module(f"xinfer_jax.{module}").PARSER
+    with pytest.raises(SystemExit):
+        program.parse([program.name, "--help"])
+    out = capsys.readouterr().out
+    for name in program.values:
+        option = f"--[no]{name}" if program.values[name].boolean else f"--{name}"
+        assert re.search(rf"^  {re.escape(option)}(  +\S|\n {{28}}\S)", out, re.M), option

@@ -1,0 +1,326 @@
+"""Errors of the command line: one line on standard error, exit code 2; and interrupts."""
+
+import dataclasses
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+import tiny
+from paths import ROOT
+from tiny import ASK
+
+import xinfer_jax as xj
+from xinfer_jax.cli import answer, answer_flags as cli, startup
+from xinfer_jax.model.attention import check_impl
+from xinfer_jax.weights.params import resolve_dtype
+from xinfer_jax.weights.quantized_weights import check_quantize_method
+
+
+def error_line(result: tuple[int, str, str]) -> str:
+    """The one line on standard error of a call that failed."""
+    code, out, err = result
+    assert code == 2 and out == ""
+    assert err.startswith("xinfer-jax: ") and err.endswith("\n") and err.count("\n") == 1
+    assert "Traceback" not in err
+    return err
+
+
+BAD_FLAGS = {
+    # name: (arguments, part of the error line)
+    "temperature-negative": (["--temperature=-0.1"], "--temperature=-0.1: give a number of 0 or above"),
+    "temperature-nan": (["--temperature=nan"], "--temperature=nan: give a number of 0"),
+    "temperature-inf": (["--temperature=inf"], "--temperature=inf: give"),
+    "temperature-text": (["--temperature=hot"], "--temperature=hot: give"),
+    "top-p-zero": (["--top_p=0"], "--top_p=0: give a number above 0 and at most 1"),
+    "top-p-above-one": (["--top_p=1.5"], "--top_p=1.5: give"),
+    "top-p-nan": (["--top_p=nan"], "--top_p=nan: give"),
+    "min-p-above-one": (["--min_p=2"], "--min_p=2: give a number from 0 to 1"),
+    "top-k-negative": (["--top_k=-1"], "--top_k=-1: give a whole number from 0"),
+    "top-k-too-large": ([f"--top_k={2**31}"], "--top_k=2147483648: give"),
+    "top-k-fraction": (["--top_k=1.5"], "--top_k=1.5: give"),
+    "penalty-zero": (["--repetition_penalty=0"], "--repetition_penalty=0: give a number from 1e-6"),
+    "penalty-infinite": (
+        ["--presence_penalty=inf"],
+        "--presence_penalty=inf: give a number from -1e30 to 1e30",
+    ),
+    "max-tokens-zero": (["--max_tokens=0"], "--max_tokens=0: give a whole number from 1"),
+    "max-tokens-negative": (["--max_tokens=-5"], "--max_tokens=-5: give"),
+    "max-tokens-text": (["--max_tokens=abc"], "--max_tokens=abc: give"),
+    "max-tokens-too-large": (["--max_tokens=" + "9" * 20], "--max_tokens=9{20}: give"),
+    "max-tokens-of-5000-digits": (["--max_tokens=" + "9" * 5000], "--max_tokens=9+ … .*: give"),
+    "max-tokens-of-two-lines": (["--max_tokens=1\n2"], "--max_tokens=1 2: give"),
+    "max-tokens-without-value": (["--max_tokens"], "Missing value for flag --max_tokens"),
+    "seed-text": (["--seed=x"], "--seed=x: give"),
+    "seed-negative": (["--seed=-1"], "--seed=-1: give a whole number from 0 to 4294967295"),
+    "seed-too-large": ([f"--seed={2**70}"], "--seed="),
+    "raw-text": (["--raw=maybe"], "--raw=maybe: give true or false"),
+    "output-xml": (["--output=xml"], "--output=xml: give text or json"),
+    "dtype-unknown": (["--dtype=int8"], "--dtype=int8: give float32, bfloat16 or float16"),
+    "dtype-empty": (["--dtype="], "--dtype=: give float32"),
+    "quantize-unknown": (["--quantize=int3"], "--quantize=int3: give int8 or int4"),
+    "activations-unknown": (["--activations=int4"], "--activations=int4: give int8"),
+    "impl-unknown": (["--impl=fast"], "--impl=fast: give mosaic, triton, xla or interpret"),
+    "cache-dtype-unknown": (["--cache_dtype=x"], "--cache_dtype=x: give int8, int4, gear"),
+    "model-empty": (["--model="], "--model=: give a directory or a hub name"),
+    "unknown-flag": (["--max_token=5"], "flag 'max_token'. Did you mean --max_tokens.*--help"),
+    "switch-with-a-value": (["--nouse_cache=x"], "use_cache.*--help"),
+    "unknown-short-flag": (["-x"], "Unknown command line flag 'x'"),
+    "unknown-long-flag": (["--" + "a" * 3000], "Unknown command line flag 'aaa"),
+    "positional": (["Really?"], "unexpected argument 'Really\\?': give the prompt with --prompt"),
+    "a-file-of-flags": (["--flagfile=/dev/zero"], "flagfile"),
+    "logprobs-negative": (["--logprobs=-1"], "--logprobs=-1: give"),
+    "stop-empty": (["--stop="], "--stop=: give some text"),
+    "no-beams": (["--num_beams=0"], "--num_beams=0: give"),
+    "length-penalty-nan": (["--num_beams=2", "--length_penalty=nan"], "--length_penalty=nan: give"),
+    "early-stopping-unknown": (
+        ["--num_beams=2", "--early_stopping=soon"],
+        "--early_stopping=soon: give true, false or never",
+    ),
+    "beams-and-a-draft": (["--num_beams=2", "--draft=lookup"], "--draft does not go with --num_beams=2"),
+    "beams-and-a-stop": (["--num_beams=2", "--stop=x"], "--stop does not go with --num_beams=2"),
+    "beams-without-cache": (["--num_beams=2", "--nouse_cache"], "--use_cache does not go with --num_beams=2"),
+    "length-penalty-alone": (["--length_penalty=2"], "--length_penalty does not go with --num_beams=1"),
+    "no-guesses": (["--draft=lookup", "--draft_tokens=0"], "--draft_tokens=0: give"),
+    "very-many-guesses": (["--draft=lookup", "--draft_tokens=100000"], "--draft_tokens=100000: give"),
+    "guesses-of-nobody": (["--draft_tokens=5"], "--draft_tokens=5 does nothing without --draft"),
+    "draft-without-cache": (["--draft=lookup", "--nouse_cache"], "--draft needs the cache"),
+    "raw-with-system": (["--raw", "--system=y"], "--raw takes the prompt as it is"),
+    "empty-prompt": (["--prompt="], "the prompt is empty"),
+    "blank-prompt": (["--prompt= \n\t"], "the prompt is empty"),
+    "empty-raw-prompt": (["--prompt=", "--raw"], "the prompt is empty"),
+    "empty-prompt-and-system": (["--prompt", "", "--system=x"], "the prompt is empty"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FLAGS)
+def test_bad_flags_are_rejected_before_a_model_is_loaded(command, monkeypatch, name):
+    args, message = BAD_FLAGS[name]
+    monkeypatch.setattr(answer, "open_model", lambda *_: pytest.fail("a model was loaded"))
+    assert re.search(message, error_line(command(ASK, *args)))
+
+
+def test_flags_have_the_ranges_of_the_library():
+    """The ranges of flags, which are checked without jax, are those of the library."""
+    edges = [-math.inf, -1, -1e-9, 0, 1e-9, 0.5, 1, 1 + 1e-9, 2, 2**31 - 1, 2**31, 1e38, 1e39, math.inf]
+    names = {f.name: f.name for f in dataclasses.fields(xj.SamplingConfig)} | {"min_new_tokens": "min_tokens"}
+    compared = {field: flag for field, flag in names.items() if flag in cli.PARSER.values}
+    assert len(compared) == 10
+    for field, flag in compared.items():
+        for value in [*edges, math.nan]:
+            text = str(value) if value % 1 or value > 1e30 else str(int(value))
+            assert accepted(cli.PARSER.values[flag].parser.parse, text) == accepted(
+                xj.SamplingConfig(**{field: value}).validate
+            ), (flag, value)
+    for flag, check in (("impl", known_impl), ("quantize", check_quantize_method), ("dtype", resolve_dtype)):
+        for value in ("mosaic", "triton", "xla", "interpret", "int8", "int4", "gear", "float32", "bfloat16",
+                      "float16", "float64", "", "None"):  # fmt: skip
+            parse = cli.PARSER.values[flag].parser.parse
+            assert accepted(parse, value) == accepted(check, value), (flag, value)
+
+
+def known_impl(name: str) -> None:
+    try:
+        check_impl(name)
+    except xj.InputError as error:
+        if "one of" in str(error):  # not an error because this machine lacks it
+            raise
+
+
+def accepted(check, *args) -> bool:
+    try:
+        check(*args)
+    except ValueError:
+        return False
+    return True
+
+
+def test_flags_are_checked_without_jax():
+    """In one process for all: each process would import jax for 2 s."""
+    program = """
+import sys
+from xinfer_jax.cli import answer_flags as cli, chat_flags as chat
+for main in cli.main, chat.main:
+    for args in "--max_token=5", "--max_tokens=abc", "--temperature=-1", "--version", "--help", "x":
+        try:
+            main(["x", args])
+        except SystemExit as end:
+            print(end.code, end=" ", file=sys.stderr if end.code else sys.stdout)
+try:
+    cli.main(["x", "--prompt= "])
+except SystemExit as end:
+    print(end.code, file=sys.stderr)
+assert "jax" not in sys.modules and "numpy" not in sys.modules
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr
+    lines = run.stderr.splitlines()
+    assert len(lines) == 10 and all(": " in line for line in lines[:9])
+
+
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        (MemoryError("Unable to allocate 5 TiB"), "out of memory .*5 TiB.*fewer bytes"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"), "out of memory"),
+        (RuntimeError("Unable to initialize backend 'tpu': none"), "'tpu'.*JAX_PLATFORMS"),
+        (PermissionError(13, "Permission denied", "x.safetensors"), "Permission denied: 'x.safetensors'"),
+    ],
+    ids=["memory", "device-memory", "backend", "file"],
+)
+def test_machine_errors_are_one_line(command, monkeypatch, error, message):
+    def open_checkpoint(*_, **__):
+        raise error
+
+    monkeypatch.setattr(startup, "open_checkpoint", open_checkpoint)
+    assert re.search(message, error_line(command(ASK)))
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    def open_checkpoint(*_, **__):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(startup, "open_checkpoint", open_checkpoint)
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main(["xinfer-jax", "--compilation_cache=", "--prompt=x"])
+
+
+@pytest.mark.parametrize("stdin", ["", "\n \n"], ids=["empty", "blank"])
+def test_empty_standard_input_is_an_error(command, good, stdin):
+    assert "the prompt is empty" in error_line(command(f"--model={good}", stdin=stdin))
+
+
+def test_endless_standard_input_is_an_error(capsys, monkeypatch):
+    class Endless(io.StringIO):
+        def read(self, size=-1):
+            assert size >= 0
+            return "x" * size
+
+    monkeypatch.setattr(sys, "stdin", Endless())
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["xinfer-jax", "--compilation_cache="])
+    assert "give a shorter prompt" in error_line((caught.value.code, *capsys.readouterr()))
+
+
+def test_standard_input_that_is_closed_or_not_text_is_an_error(capsys, monkeypatch, good):
+    for stdin in (None, io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8")):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["xinfer-jax", "--compilation_cache=", f"--model={good}"])
+        assert ("the prompt is empty" if stdin is None else "standard input is not utf-8 text") in error_line(
+            (caught.value.code, *capsys.readouterr())
+        )
+
+
+def _remove(name):
+    return lambda path: (path / name).unlink()
+
+
+def cut(name):
+    return lambda path: (path / name).write_bytes((path / name).read_bytes()[:-10])
+
+
+def _config(**changes):
+    return lambda path: tiny.write_json(
+        path / "config.json", json.loads((path / "config.json").read_text()) | changes
+    )
+
+
+def _generation(**settings):
+    return lambda path: tiny.write_json(path / "generation_config.json", settings)
+
+
+BAD_CHECKPOINTS = {
+    # name: (change of a good checkpoint, part of the error line)
+    "no-config": (_remove("config.json"), "holds no config.json"),
+    "config-cut": (cut("config.json"), "config.json is not readable JSON"),
+    "unknown-model-type": (_config(model_type="gpt2"), "model_type 'gpt2' is not supported"),
+    "quantized": (_config(quantization_config=dict(quant_method="fp8")), "'fp8' is not supported"),
+    "wrong-shapes": (_config(intermediate_size=49), "has shape .* the config asks for"),
+    "weights-cut": (cut("model.safetensors"), "model.safetensors is truncated"),
+    "no-weights": (_remove("model.safetensors"), "holds neither model.safetensors nor"),
+    "absent-shard": (
+        lambda path: (
+            _remove("model.safetensors")(path),
+            tiny.write_json(
+                path / "model.safetensors.index.json",
+                {"weight_map": {tiny.EMBED: "model-00001-of-00002.safetensors"}},
+            ),
+        ),
+        "absent: model-00001-of-00002.safetensors",
+    ),
+    "no-tokenizer": (_remove("tokenizer.json"), "no tokenizer.json"),
+    "tokenizer-cut": (cut("tokenizer.json"), "not a readable tokenizer"),
+    "template-broken": (
+        lambda path: tiny.write_json(
+            path / "tokenizer_config.json", {"chat_template": "{{ raise_exception('not\nso') }}"}
+        ),
+        "chat template .* not so",
+    ),
+    "generation-config-cut": (
+        lambda path: (path / "generation_config.json").write_text("{"),
+        "generation_config.json is not readable JSON",
+    ),
+    "generation-config-beams": (_generation(num_beams=4), "num_beams=4"),
+    "generation-config-temperature": (
+        _generation(do_sample=True, temperature="hot"),
+        "temperature must be .* got 'hot'",
+    ),
+    "context-too-short": (_config(max_position_embeddings=32), "exceeds the model's context limit 32"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CHECKPOINTS)
+def test_a_bad_checkpoint_exits_with_one_line(command, tmp_path, name):
+    spoil, message = BAD_CHECKPOINTS[name]
+    spoil(tiny.write(tmp_path, generation_config={}))
+    assert re.search(message, error_line(command(f"--model={tmp_path}", ASK)))
+
+
+@pytest.mark.parametrize("name", ["/no/such/directory", "nowhere", ""])
+def test_a_missing_checkpoint_exits_with_one_line(command, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    error_line(command(f"--model={name}", ASK))
+
+
+def test_an_empty_model_directory_is_an_error(command, tmp_path):
+    assert f"{tmp_path} holds no config.json" in error_line(command(f"--model={tmp_path}", ASK))
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (
+            ["--prompt=" + "x" * 300, "--max_tokens=1"],
+            r"prompt of 3\d\d tokens \+ max_new_tokens 1 exceeds the model's context limit 256",
+        ),
+        (["--prompt=x", "--max_tokens=256"], "max_new_tokens 256 exceeds the model's context limit 256"),
+        (["--prompt=a\udcffb"], "only valid Unicode text"),
+    ],
+    ids=[
+        "prompt-over-context",
+        "tokens-over-context",
+        "half-a-surrogate",
+    ],
+)
+def test_bad_prompts_are_rejected_before_tracing(command, good, monkeypatch, args, message):
+    monkeypatch.setattr(answer, "load_and_compile", lambda *_: pytest.fail("weights were read"))
+    assert re.search(message, error_line(command(f"--model={good}", *args)))
+
+
+def test_a_token_outside_the_vocabulary_is_an_error(command, tmp_path):
+    hf = tiny.CONFIG | dict(vocab_size=200)
+    tiny.write(tmp_path, hf)
+    assert "outside the vocabulary of 200" in error_line(command(f"--model={tmp_path}", ASK))
+
+
+def test_ctrl_c_exits_with_130(command, good, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(startup, "open_checkpoint", interrupted)
+    assert command(f"--model={good}", "--prompt=x") == (130, "", "")

@@ -1,0 +1,286 @@
+"""The command line in its own process: entry points, encodings, closed pipes, terminals, Ctrl-C."""
+
+import importlib.metadata
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import tiny
+from paths import ROOT, SCRIPTS
+from test_cli import STATISTICS
+from test_cli_errors import cut, error_line
+from tiny import ANSWER, ASK, QUESTION
+
+from xinfer_jax.cli import answer_flags as cli
+from xinfer_jax.cli.terminal import StatusLine, one_line_warnings
+
+pytestmark = [pytest.mark.full, pytest.mark.oldest]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> dict[str, str]:
+    """The environment of a user with an empty cache directory, which the runs below share."""
+    compiled = ("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE")
+    return {name: value for name, value in os.environ.items() if not name.startswith(compiled)} | {
+        "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
+        "PYTHONPATH": str(ROOT),
+        "PYTHONIOENCODING": "utf-8",
+    }
+
+
+def process(environment, *args, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *map(str, args)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        **options,
+    )
+
+
+def test_module_and_script_are_the_same_command(environment, good):
+    # All other flags at their defaults.
+    run = process(environment, "-m", "xinfer_jax", f"--model={good}", input=QUESTION + "\n")
+    assert (run.returncode, run.stdout) == (0, ANSWER + "\n")
+    assert [
+        bool(re.fullmatch(p, line)) for p, line in zip(STATISTICS, run.stderr.splitlines(), strict=True)
+    ] == [True] * len(STATISTICS)
+    cached = sorted(Path(environment["XDG_CACHE_HOME"], "xinfer_jax").iterdir())
+    assert cached  # the compilation cache is used by default
+    run = process(environment, "scripts/generate.py", f"--model={good}", ASK, "--output=json")
+    assert (run.returncode, run.stderr) == (0, "") and json.loads(run.stdout.splitlines()[-1])[
+        "text"
+    ] == ANSWER
+
+
+def test_bad_input_exits_with_2(environment, tmp_path):
+    cut("model.safetensors")(tiny.write(tmp_path))
+    for args in ([f"--model={tmp_path}", "--prompt=x"], ["--max_tokens=abc"]):
+        run = process(environment, "-m", "xinfer_jax", *args)
+        error_line((run.returncode, run.stdout, run.stderr))
+
+
+@pytest.mark.parametrize("output", ["text", "json"])
+def test_a_closed_pipe_gives_no_traceback(environment, good, output):
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as closed:
+        run = subprocess.run(
+            [sys.executable, "-m", "xinfer_jax", f"--model={good}", ASK, f"--output={output}"],
+            cwd=ROOT,
+            env=environment,
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=300,
+        )
+    assert run.returncode == 1 and run.stderr == ""
+
+
+def test_characters_that_the_locale_lacks_are_replaced(environment, good):
+    run = process(environment | {"PYTHONIOENCODING": "ascii"}, "-m", "xinfer_jax", f"--model={good}", ASK)
+    assert (run.returncode, run.stdout) == (0, "Yes, ??!\n") and "Traceback" not in run.stderr
+
+
+# --- standard streams ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "redirected, out, err",
+    [
+        ("--prompt=x >&-", "", "xinfer-jax: standard output is closed"),
+        ("--help >&-", "", "xinfer-jax: standard output is closed"),
+        ("--help >/dev/full", "", "xinfer-jax: standard output cannot be written .No space left"),
+        ("--prompt= 2>&-", "", ""),
+        ("--prompt= 2>/dev/full", "", ""),
+        ("<&-", "", "xinfer-jax: the prompt is empty"),
+        ("<&- >&- 2>&-", "", ""),
+    ],
+)
+def test_closed_or_full_standard_streams(environment, redirected, out, err):
+    if "/dev/full" in redirected and not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full here")
+    run = process(environment, "-c", f"""import subprocess as s, sys
+sys.exit(s.call(sys.executable + " -m xinfer_jax " + {redirected!r}, shell=True))""")  # fmt: skip
+    assert (run.returncode, run.stdout) == (2, out)
+    assert re.match(err, run.stderr) and run.stderr.count("\n") == bool(err), run.stderr
+
+
+def test_warnings_are_printed_as_one_line(capsys):
+    with one_line_warnings("xinfer-jax"):
+        for module in "abc":
+            warnings.warn(
+                f"Error writing persistent compilation cache entry for '{module}': OSError: full",
+                stacklevel=1,
+            )
+        warnings.warn("two\nlines", stacklevel=1)
+    cache, other = capsys.readouterr().err.splitlines()
+    assert cache.startswith("xinfer-jax: the compilation cache") and "OSError: full" in cache
+    assert other == "xinfer-jax: two lines"
+
+
+# --- terminals ----------------------------------------------------------------------------------------------
+
+
+def test_the_status_line_is_drawn_and_erased(capsys, monkeypatch):
+    status = StatusLine()
+    with status("loading"):
+        pass
+    assert capsys.readouterr().err == ""  # no terminal
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with status("loading"):
+        time.sleep(0.25)
+        status.log("a line")
+    status.log("another")
+    erase = "\x1b[K"
+    drawn, _, rest = capsys.readouterr().err.partition(f"\r{erase}a line\n")
+    assert len(re.findall(rf"\rloading \d\.\d s{re.escape(erase)}", drawn)) > 1
+    assert rest.endswith("another\n") and screen(drawn + rest) == ""
+
+
+def screen(written: str) -> str:
+    """The text on a terminal after the status lines."""
+    return re.sub(r"\r[^\r\n]*(?=\r)|\r\x1b\[K|.*\n", "", written)
+
+
+class Session:
+    """A process whose standard error is a terminal, as is its standard input where nothing is piped in."""
+
+    def __init__(self, environment, *args, stdin=None):
+        self._terminal, theirs = os.openpty()
+        # Where Ctrl-C is ignored (tests in the background of a shell) a child would ignore it too.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.process = subprocess.Popen(
+            [sys.executable, *map(str, args)],
+            cwd=ROOT,
+            env=environment,
+            stdin=theirs if stdin is None else stdin,
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+        )
+        signal.signal(signal.SIGINT, before)
+        os.close(theirs)
+
+    def until(self, text: str = "") -> str:
+        """The text on the terminal up to these words, or to the end; fails where neither comes."""
+        seen = ""
+        while not text or text not in seen:
+            assert select.select([self._terminal], [], [], 60)[0], seen
+            try:
+                seen += os.read(self._terminal, 4096).decode()
+            except OSError:  # the end, on Linux
+                break
+        assert text in seen, seen
+        return seen.replace("\r\n", "\n")
+
+    def type(self, line: str) -> None:
+        os.write(self._terminal, f"{line}\n".encode())
+
+    def interrupted(self, times: int = 1) -> tuple[int, str, str]:
+        """Sends Ctrl-C; the exit code, and the rest of standard output and of the terminal."""
+        for _ in range(times):
+            self.process.send_signal(signal.SIGINT)
+            time.sleep(0.01 if times > 1 else 0)
+        start = time.perf_counter()
+        out = self.process.communicate(timeout=60)[0].decode()
+        assert time.perf_counter() - start < 2  # 0.2 s on a quiet machine
+        return self.process.returncode, out, self.until()
+
+
+def test_interrupt_while_jax_is_imported(environment):
+    session = Session(environment, "-m", "xinfer_jax", "--prompt=x")
+    session.until("loading jax")
+    code, out, err = session.interrupted()
+    assert (code, out) == (130, "") and screen(err) == ""
+
+
+def test_interrupt_while_compiling(environment):
+    """Python's own handlers would wait for XLA. A second Ctrl-C changes nothing."""
+    session = Session(environment, "-m", "xinfer_jax", "--prompt=x", "--compilation_cache=")
+    session.until("compiling")
+    time.sleep(0.3)
+    code, out, err = session.interrupted(times=3)
+    assert (code, out) == (130, "") and "Traceback" not in err and screen(err) == ""
+
+
+def test_interrupt_while_generating(environment, good):
+    """The text written before stays."""
+    session = Session(environment, "-m", "xinfer_jax", f"--model={good}", ASK, "--nouse_cache",
+                      "--min_tokens=180", "--max_tokens=190", "--compilation_cache=")  # fmt: skip
+    assert session.process.stdout.read(3) == b"Yes"
+    code, out, err = session.interrupted()
+    assert code == 130 and "Traceback" not in err and "decode:" not in err
+
+
+# --- a checkout ---------------------------------------------------------------------------------------------
+
+
+def test_version_flag_prints_versions(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["xinfer-jax", "--version"])
+    out = capsys.readouterr().out
+    assert ended.value.code in (None, 0)
+    assert re.fullmatch(r"xinfer-jax \d+\.\d+\.\d+ \(jax (\S+), Python 3\.\d+\.\S+\)\n", out)
+    assert importlib.metadata.version("jax") in out
+
+
+@pytest.mark.parametrize(
+    "script, args, code, output",
+    [
+        ("generate.py", ["--version"], 0, r"xinfer-jax \d+\.\d+\.\d+ \(jax"),
+        ("generate.py", ["--model=/nowhere", "--prompt=x"], 2, "xinfer-jax: model '/nowhere' is neither"),
+        ("chat.py", ["--temperature=-1"], 2, "xinfer-jax-chat: --temperature=-1: give"),
+        ("compare_kv_cache.py", ["--layers=x"], 2, "compare_kv_cache: .*--layers=x"),
+        ("examples/beams.py", ["--width=4"], 2, "beams: .*width"),
+    ],
+)
+def test_scripts_need_no_installed_package(tmp_path, script, args, code, output):
+    """Without site no editable install is found; sys.path then has everything but this checkout."""
+    elsewhere = [path for path in sys.path if path and not (Path(path) / "xinfer_jax").is_dir()]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(elsewhere)}
+    run = subprocess.run(
+        [sys.executable, "-S", SCRIPTS / script, *args],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == code and re.match(output, run.stdout + run.stderr), run.stderr
+    assert (run.stdout + run.stderr).count("\n") == 1
+
+
+def test_a_cold_and_a_warm_start_give_the_same_bits(environment, tmp_path):
+    """The same command twice: compiled, and loaded from the cache."""
+    flags = ["--output=json", "--temperature=0.8", "--logprobs=3", "--max_tokens=12", ASK]
+    runs = [
+        process(environment, "-m", "xinfer_jax", *flags, f"--compilation_cache={tmp_path}") for _ in range(2)
+    ]
+    cold, warm = (json.loads(run.stdout) for run in runs)
+    assert cold.pop("stats") != warm.pop("stats") and cold == warm and len(cold["logprobs"]) >= 3
+
+
+def test_a_damaged_compilation_cache_warns_once(environment, good):
+    """jax warns of every entry and never writes it again; one line remains. This test is last, since others
+    share the cache.
+    """
+    process(
+        environment, "-m", "xinfer_jax", f"--model={good}", ASK
+    )  # another worker may have run the other tests
+    entries = list(Path(environment["XDG_CACHE_HOME"], "xinfer_jax").glob("*-cache"))
+    assert len(entries) > 2
+    for i, entry in enumerate(entries):
+        entry.write_bytes(entry.read_bytes()[:100] if i % 2 else b"garbage")
+    run = process(environment, "-m", "xinfer_jax", f"--model={good}", ASK, "--output=json")
+    assert (run.returncode, json.loads(run.stdout)["text"]) == (0, ANSWER)
+    assert re.fullmatch("xinfer-jax: the compilation cache has an entry that cannot be read.*\n", run.stderr)

@@ -1,0 +1,299 @@
+"""The engine: nothing is compiled after warm-up, no page is lost, and every method of its callers."""
+
+import asyncio
+import dataclasses
+import random
+import threading
+
+import compiling
+import engine_requests
+import jax
+import numpy as np
+import pytest
+
+import xinfer_jax as xj
+
+pytestmark = pytest.mark.newest
+
+SHAPE = dict(rows=3, capacity=512, chunk=128)
+NO_END = dict(eos_token_ids=())
+
+
+@pytest.fixture(scope="module")
+def model() -> xj.Model:
+    return xj.load_model()
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    with xj.Engine(model, **SHAPE, pages=20) as engine:
+        yield engine
+
+
+def generate_alone(model, ids, options, key=None):
+    return xj.generate(model.params, model.config, [ids], options, key=key)
+
+
+def test_nothing_is_compiled_after_warm_up_and_no_page_is_lost(engine, model):
+    rng = random.Random(5)
+    shape = dict(capacity=512, pages=engine.pages)
+    asked = engine_requests.draw(rng, model.config.vocab_size, 1000, 60, shape)
+    short = [dataclasses.replace(a.options, max_new_tokens=min(a.options.max_new_tokens, 6)) for a in asked]
+    with compiling.events() as seen:
+        requests = [engine.submit(a.ids, o, key=a.key, **a.more) for a, o in zip(asked, short, strict=True)]
+        for request in requests:
+            engine_requests.outcome(request)
+        assert engine.generate([[5], [6, 7]], xj.GenerateOptions(2), key=jax.random.key(0))
+    assert seen == []
+    stats = engine.stats
+    assert stats.running == stats.waiting == stats.pages_used == 0
+    assert stats.pages_cached + stats.pages_free == engine.pages - 1
+    assert stats.requests >= 1000 and stats.ttft_seconds[0] > 0
+
+
+def test_generate_of_the_engine_equals_generate(engine, model):
+    prompts = ["What is the capital of France?", [{"role": "user", "content": "Hello"}], list(range(40, 60))]
+    ids = [p if isinstance(p[0], int) else xj.encode_prompt(model, p) for p in prompts]
+    options = xj.GenerateOptions(12, xj.SamplingConfig(temperature=0.8))
+    key = jax.random.key(4)
+    outs = engine.generate(prompts, options, key=key)
+    together = xj.generate(model.params, model.config, ids, options, key=key)
+    assert [out.tokens[0] for out in outs] == together.tokens
+    assert [out.finish_reason[0] for out in outs] == together.finish_reason
+    keys = jax.random.split(key, 3)
+    outs = engine.generate(prompts, [options] * 3, key=keys)
+    assert [out.tokens[0] for out in outs] == xj.generate(
+        model.params, model.config, ids, options, key=keys
+    ).tokens
+
+
+def test_text_is_streamed_up_to_a_stop_string(engine):
+    asked = "What is the capital of France?", xj.GenerateOptions(20)
+    assert "".join(engine.submit(*asked).text()) == "The capital of France is Paris."
+
+    async def read() -> str:
+        return "".join([piece async for piece in engine.submit(*asked).text_async()])
+
+    assert asyncio.run(read()) == "The capital of France is Paris."
+    request = engine.submit(asked[0], xj.GenerateOptions(20, stop_strings=["France", "Paris"]))
+    assert "".join(request.text()) == "The capital of " and request.result().finish_reason == ["stop"]
+
+
+def test_n_and_best_of(engine, model):
+    ids = xj.encode_prompt(model, "Tell me about France.")
+    key = jax.random.key(1)
+    options = xj.GenerateOptions(9, xj.SamplingConfig(temperature=1.0), n=2, best_of=3)
+    request = engine.submit(ids, options, key=key)
+    assert request.result().tokens == generate_alone(model, ids, options, key).tokens
+    assert len(request.answers) == 3 and list(request.answers[1]) == request.answers[1].tokens
+    with pytest.raises(xj.InputError, match=r"request\.answers\[j\]"):
+        iter(request)
+
+
+def test_prompt_logprobs(engine, model):
+    ids = xj.encode_prompt(model, "What is the capital of Italy? " * 12)
+    request = engine.submit(ids, xj.GenerateOptions(2), prompt_logprobs=3)
+    request.result()
+    noted = request.prompt_logprobs
+    assert [token.id for token in noted] == ids[1:] and {len(token.top) for token in noted} == {3}
+    scored = np.asarray(xj.score(model.params, model.config, np.array([ids])))[0]
+    np.testing.assert_allclose([token.logprob for token in noted], scored, atol=2e-4)
+    for token in noted:
+        assert dict(token.top).get(token.id, token.logprob) == token.logprob
+
+
+def test_cancel_deadline_and_timeout(engine):
+    long = xj.GenerateOptions(400, **NO_END)
+    request = engine.submit([5] * 9, long)
+    ids = iter(request)
+    begun = [next(ids), next(ids)]
+    request.cancel()
+    out = request.result()
+    assert out.finish_reason == ["cancelled"] and out.tokens[0][:2] == begun
+    assert engine.submit([5] * 9, long, deadline=1e-3).result().finish_reason == ["deadline"]
+    request = engine.submit([5] * 9, long)
+    with pytest.raises(TimeoutError, match="after 0.01 seconds"):
+        request.result(timeout=0.01)
+    request.cancel()
+
+
+def test_share_answers(engine, model):
+    first = list(range(30, 60))
+    out = engine.submit(first, xj.GenerateOptions(100, **NO_END), share_answers=True).result()
+    longer = [*first, *out.tokens[0], 9, 9]
+    before = engine.stats.hits
+    engine.submit(longer, xj.GenerateOptions(2), share_answers=True, salt="another").result()
+    assert engine.stats.hits == before
+    engine.submit(longer, xj.GenerateOptions(2), share_answers=True).result()
+    assert engine.stats.hits == before + 128
+
+
+@pytest.mark.full
+def test_update_replaces_the_weights(engine, model):
+    ids = xj.encode_prompt(model, "What is the capital of France?")
+    options = xj.GenerateOptions(9)
+    own = engine.submit(ids, options).result().logprobs
+    other = jax.tree.map(lambda x: x * 0.9, model.params)
+    with compiling.events() as seen:
+        engine.update(other)
+        changed = engine.submit(ids, options).result()
+        engine.update(model.params)
+        assert engine.submit(ids, options).result().logprobs == own
+    assert seen == []
+    expected = xj.generate(other, model.config, [ids], options)
+    assert changed.tokens == expected.tokens and changed.logprobs != own
+    with pytest.raises(xj.InputError, match="other shapes or types"):
+        engine.update(jax.tree.map(lambda x: x.astype(np.float16), model.params))
+
+
+def test_the_host_has_no_view_of_donated_rows(engine):
+    """Output arrays are apart from the arrays that the next call donates, and host arrays are copied."""
+    device = engine._core.device
+    engine.submit([5, 6, 7], xj.GenerateOptions(30, **NO_END)).result()
+    with engine._step_lock:
+        out = device.decode({0: [1]}, 1, False)
+        kept = {
+            leaf.unsafe_buffer_pointer()
+            for leaf in jax.tree.leaves(device.rows)
+            if leaf.dtype != device.rows.key_B.dtype
+        }
+        assert not kept & {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(out)}
+        views = jax.tree.map(np.asarray, out)
+        copies = jax.tree.map(np.copy, views)
+        before = device.pools[0][0]
+        device.decode({0: [1]}, 1, False)
+        assert before.is_deleted(), "a view kept the pool from being donated"
+        assert all(map(np.array_equal, jax.tree.leaves(views), jax.tree.leaves(copies)))
+
+
+def test_ended_rows_have_default_settings(engine):
+    """Or greedy rows would go on computing what another row once asked for."""
+    drawn = xj.SamplingConfig(
+        temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, typical_p=0.9, repetition_penalty=1.1,
+        presence_penalty=1.0, frequency_penalty=1.0, no_repeat_ngram_size=3, min_new_tokens=2,
+        bad_words_ids=[[9], [8, 7]],
+    )  # fmt: skip
+    options = xj.GenerateOptions(3, drawn, **NO_END)
+    engine.generate([[i, 6] for i in range(engine.rows)], options, key=jax.random.key(0))
+    engine.generate([[5, 6, 7]], xj.GenerateOptions(3, **NO_END))
+    with engine._step_lock:
+        left = jax.device_get(dataclasses.replace(engine._core.device.rows.sampling_B, logit_bias=None))
+    nothing = xj.SamplingConfig(bad_words_ids=-1)
+    for name, of_rows in vars(left).items():
+        assert of_rows is None or np.all(of_rows == getattr(nothing, name)), name
+
+
+def test_host_arrays_are_not_reused(engine, monkeypatch):
+    """On a CPU a jitted function may read the memory of a NumPy array, also after the call."""
+    from xinfer_jax.engine import device
+
+    given = []
+    run = device.DECODE_STEPS
+
+    def recorded(*args, **kwargs):
+        given.extend((x, x.copy()) for x in jax.tree.leaves(args) if isinstance(x, np.ndarray))
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(device, "DECODE_STEPS", recorded)
+    options = xj.GenerateOptions(200, **NO_END)
+    for request in [engine.submit([i, 6], options) for i in range(5)]:
+        request.result()
+    assert len(given) >= 6 and all(np.array_equal(now, then) for now, then in given)
+    assert len({id(array) for array, _ in given}) == len(given)
+
+
+@pytest.mark.full
+def test_a_row_with_nan_fails_alone():
+    small = engine_requests.random_model("qwen2", None)
+    embed = np.array(small.params["embed"]["weight"])
+    embed[500] = np.nan
+    params = small.params | dict(embed=dict(weight=jax.numpy.asarray(embed)))
+    untied = params | dict(lm_head=small.params["embed"])
+    config = dataclasses.replace(small.config, tie_word_embeddings=False)
+    engine = xj.Engine(
+        dataclasses.replace(small, params=untied, config=config), rows=2, capacity=256, chunk=64
+    )
+    good = list(range(70))
+    bad = [*range(66), 500, 5, 6, 7]
+    options = xj.GenerateOptions(20, **NO_END)
+    expected = engine.submit(good, options).result()
+    broken = engine.submit(bad, options)
+    well = engine.submit(good, options)
+    assert well.result().logprobs == expected.logprobs
+    with pytest.raises(xj.InputError, match="the log-probability of token"):
+        broken.result()
+    assert engine.submit(good, options).result().logprobs == expected.logprobs
+    engine.close()
+    with pytest.raises(xj.InputError, match="the engine is closed"):
+        engine.submit(good, options)
+
+
+@pytest.mark.full
+def test_a_failed_engine_reports_the_error(model, capsys):
+    with xj.Engine(model, rows=1, capacity=128, chunk=64) as engine:
+        engine._core.device.decode = lambda *_: 1 / 0
+        request = engine.submit([5, 6], xj.GenerateOptions(5, **NO_END))
+        with pytest.raises(ZeroDivisionError):
+            request.result()
+        with pytest.raises(xj.InputError, match="the engine is closed: division by zero"):
+            engine.submit([5, 6])
+    assert "the engine has failed: ZeroDivisionError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(options=dict(capacity=64)), "capacity=64 is not for a request: give it to Engine"),
+        (dict(options=dict(draft="lookup")), "draft='lookup' is not for a request"),
+        (dict(options=dict(use_cache=False)), "an engine has pages"),
+        (dict(options=dict(keep_prefix=True)), "an engine shares pages itself"),
+        (dict(options=dict(logits=True)), "use generate, or logprobs"),
+        (dict(options=dict(logprobs=21)), "logprobs: an engine takes 20 at most, got 21"),
+        (dict(options=dict(stop_token_ids=[*range(25)])), "stop_token_ids: an engine takes 16 at most"),
+        (dict(options=dict(max_new_tokens=600)), "exceeds the 512 that a row of this engine can hold"),
+        (dict(options=dict(stop_strings=[""])), "stop_strings must be a list of texts"),
+        (dict(options=dict(sampling=xj.SamplingConfig(temperature=1.0))), "sampling needs a PRNG key"),
+        (dict(deadline=0), "deadline must be a number of seconds above 0, got 0"),
+        (dict(salt=5), "salt must be a string, got 5"),
+        (dict(prompt_logprobs=21), "prompt_logprobs"),
+        (dict(priority="high"), "priority"),
+        (dict(prompt=[]), "non-empty list"),
+        (dict(prompt=[10**6]), "outside the vocabulary"),
+    ],
+)  # fmt: skip
+def test_invalid_requests_are_rejected(engine, given, message):
+    prompt = given.pop("prompt", [5])
+    options = xj.GenerateOptions(**given.pop("options", {}))
+    before = engine.stats
+    with pytest.raises(xj.InputError, match=message):
+        engine.submit(prompt, options, **given)
+    assert engine.stats.waiting == before.waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(rows=0), "rows"), (dict(chunk=100), "a multiple of 64, got 100"), (dict(pages=1), "pages"),
+        (dict(capacity=10**6), "capacity"), (dict(draft="small"), "'lookup', or no speculative decoding"),
+        (dict(cache_dtype="gear"), "use 'int8' or 'int4'"), (dict(pages=10**9), "fewer pages"),
+    ],
+)  # fmt: skip
+def test_invalid_engine_arguments_are_rejected(model, given, message):
+    with pytest.raises(xj.InputError, match=message):
+        xj.Engine(model, **given)
+
+
+def test_threads_submit_and_wait(engine):
+    texts: dict[int, str] = {}
+
+    def ask(i: int) -> None:
+        for length in range(1, 40):
+            engine.submit([5] * length, xj.GenerateOptions(1))
+        texts[i] = "".join(engine.submit("What is the capital of France?", xj.GenerateOptions(20)).text())
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert set(texts.values()) == {"The capital of France is Paris."} and len(texts) == 8

@@ -1,0 +1,40 @@
+"""Several engines behind one queue; tests that need several devices run in a process of their own."""
+
+import subprocess
+import sys
+
+import jax
+import pytest
+import run_script
+from paths import SUPPORT
+
+import xinfer_jax as xj
+from xinfer_jax.engine.engines import make_engine
+from xinfer_jax.sharding import device_groups
+
+pytestmark = pytest.mark.newest
+
+
+@pytest.mark.full
+def test_several_engines_on_four_devices():
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", str(SUPPORT / "four_devices.py")]
+    env = run_script.device_environment(4) | {"PYTEST_ADDOPTS": ""}  # CI selects tests by it
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (1000, r"data_parallel=1000 needs 1000 devices, and there are \d+: give \d+ at most; XLA_FLAGS="),
+        (0, "data_parallel must be a whole number of at least 1, got 0"), ("2", "got '2'"),
+    ],
+)  # fmt: skip
+def test_invalid_numbers_of_engines_are_rejected(number, message):
+    with pytest.raises(xj.InputError, match=message):
+        make_engine(xj.load_model(), number, rows=1)
+
+
+def test_the_first_group_has_the_devices_of_the_model():
+    devices = jax.local_devices()
+    assert device_groups(1) == [devices[:1]] and device_groups(1, devices) == [devices]

@@ -1,0 +1,567 @@
+"""The scheduler: random requests on a fake device, and a model of what the prefix cache must find."""
+
+import itertools
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from xinfer_jax.engine import clients, pages as page_pool, scheduler as scheduler_module
+from xinfer_jax.engine.row import PrefillChunk, Row, Swap
+from xinfer_jax.engine.scheduler import Scheduler
+
+pytestmark = pytest.mark.newest
+
+PAGE_SIZE = 4
+CHUNK = 12
+CAPACITY = 60
+LIMIT = 3  # so small that short prompts reach every case
+
+
+@pytest.fixture
+def small_sizes(monkeypatch):
+    monkeypatch.setattr(scheduler_module, "PAGE_SIZE", PAGE_SIZE)
+    monkeypatch.setattr(page_pool, "PAGE_SIZE", PAGE_SIZE)
+    monkeypatch.setattr(clients, "STARVATION_LIMIT", LIMIT)
+
+
+def order(row):
+    starved = row.overtaken_by >= LIMIT
+    return not starved, 0 if starved else -row.priority, row.arrival
+
+
+class FakeDevice:
+    """Executes the scheduler's actions on pages of cells that stand for bits. A cell has two hashes of the
+    cell before it in the row's own pages, of the token and of the weights; the first is also of the program
+    that wrote it. `row.expected` are the cells that a row should have.
+    """
+
+    def __init__(self, slots, pages, prefix_cache=True, several_clients=False):
+        self.several_clients = several_clients
+        self.scheduler = Scheduler(slots, pages, CAPACITY, CHUNK, prefix_cache)
+        self.cells = [[None] * PAGE_SIZE for _ in range(pages)]
+        self.rows = []
+        self.queue = []
+        self.host = {}
+        self.texts = []  # prompts with their answers, of rows that ended
+        self.weights = 0
+        self.known = set()  # prefixes that the cache may have
+        self.lost = False  # whether cached pages were evicted
+        self.num_cached = 0
+
+    def submit(self, ids, most, **options):
+        row = Row(ids, most, **options)
+        row.expected = []
+        row.sampled = []
+        row.overtaken_by = 0
+        row.weights = None
+        if len(ids) + most <= self.scheduler.usable_capacity:
+            self.scheduler.submit(row)
+            self.rows.append(row)
+            self.queue.append(row)
+        return row
+
+    def execute(self, actions):
+        highest = max((row.priority for row in self.queue), default=0)
+        self.lost |= len(self.scheduler.pool.page_of_hash) < self.num_cached  # before new ones are cached
+        for action in actions:
+            if isinstance(action, PrefillChunk):
+                assert (
+                    action.row not in self.host and action.count > 0
+                )  # a preempted row was swapped in before
+                self.prefill(action)
+            elif action.out:
+                self.host[action.row] = [self.cells[page].copy() for page in action.pages]
+                self.queue.append(action.row)
+            else:
+                self.admit(action.row)
+                for page, cells in zip(action.pages, self.host.pop(action.row), strict=True):
+                    self.cells[page] = cells
+        outs = [action.row for action in actions if isinstance(action, Swap) and action.out]
+        outs = [row.arrival for row in outs if highest - row.priority < scheduler_module.URGENT]
+        if not self.several_clients:  # the youngest rows were preempted
+            assert not outs or max(row.arrival for row in self.scheduler.rows_with_slots) < min(outs)
+        assert [isinstance(action, PrefillChunk) for action in actions[:-1]].count(True) == 0
+        self.check()
+        return actions
+
+    def admit(self, row):
+        """The first row in order gets a slot, and overtakes all earlier rows that do not run yet."""
+        assert min(self.queue, key=order) is row or self.several_clients
+        self.queue.remove(row)
+        for other in self.rows:
+            other.overtaken_by += other.arrival < row.arrival and (
+                other in self.queue or not other.is_prefilled
+            )
+
+    def prefill(self, chunk):
+        row = chunk.row
+        (_, start, count, is_full, is_last, _) = chunk
+        candidates = [*self.queue] if None in self.scheduler.slots else [row]
+        candidates += [other for other in self.scheduler.rows_with_slots if not other.is_prefilled]
+        # With fewer free pages the rows before it may wait for pages.
+        if not self.several_clients and len(self.scheduler.pool.free) >= 80:
+            assert min(candidates, key=order) is row
+        if row in self.queue:
+            self.admit(row)
+            self.check_hits(row, start)
+        width = CHUNK if is_full else PAGE_SIZE
+        assert start % PAGE_SIZE == 0 and 0 < count <= width and (count == width or is_last)
+        assert is_last == (start + count == len(row.ids)) and not (is_full and is_last)
+        for at in range(start, start + count):
+            program = width if row.logprobs_from is None else "logprobs"
+            assert program == self.program(row, at) or not row.exact
+            self.write(row, row.ids[at], program)
+        if is_last:
+            row.sampled.append(len(row.ids) % 2)
+        self.scheduler.record_prefill(chunk)
+        if row.weights == self.weights:
+            self.cache(row, row.ids[: row.num_computed], start, by_program=True)
+
+    def program(self, row, at):
+        if row.logprobs_from is not None:
+            return "logprobs"
+        return CHUNK if at < (len(row.ids) - 1) // CHUNK * CHUNK else PAGE_SIZE
+
+    def bits(self, row, before, token, program):
+        exact, loose = before[-1] if before else (row.salt, row.salt)
+        return hash((exact, token, self.weights, program)), hash((loose, token, self.weights))
+
+    def write(self, row, token, program):
+        at = len(row.expected)
+        before = [self.cells[row.pages[(at - 1) // PAGE_SIZE]][(at - 1) % PAGE_SIZE]] if at else []
+        assert self.scheduler.pool.ref_counts[row.pages[at // PAGE_SIZE]] == 1  # shared pages are not written
+        self.cells[row.pages[at // PAGE_SIZE]][at % PAGE_SIZE] = self.bits(row, before, token, program)
+        row.expected.append(self.bits(row, row.expected, token, program))
+
+    def prefix(self, row, ids, end, by_program):
+        programs = tuple(self.program(row, at) for at in range(end)) if by_program else None
+        return row.salt, self.weights, tuple(ids[:end]), programs
+
+    def cache(self, row, ids, start, by_program):
+        for end in range(start // PAGE_SIZE * PAGE_SIZE + PAGE_SIZE, len(ids) + 1, PAGE_SIZE):
+            self.known.add(self.prefix(row, ids, end, False))
+            if by_program and row.exact:
+                self.known.add(self.prefix(row, ids, end, True))
+
+    def check_hits(self, row, start):
+        """The row starts after the longest known prefix; after a shorter one once pages were evicted."""
+        full = (len(row.ids) - 1) // CHUNK * CHUNK
+        best = [0, 0]
+        most = len(row.ids)
+        if row.logprobs_from is not None:
+            full = 0
+            most = min(most, row.logprobs_from)
+        for by_program in (False, True):
+            for end in range(PAGE_SIZE, most, PAGE_SIZE):
+                if self.prefix(row, row.ids, end, by_program) not in self.known:
+                    break
+                if not by_program or end >= full or end % CHUNK == 0:
+                    best[by_program] = end
+        expected = self.scheduler.prefix_cache and (max(best) if row.share_answers else best[True])
+        assert start == row.hits == expected or (self.lost and start == row.hits < expected)
+        row.weights = self.weights
+        for at in range(start):
+            row.expected.append(self.bits(row, row.expected, row.ids[at], self.program(row, at)))
+
+    def decode(self, steps, early=None):
+        """Every running row samples tokens; the row in slot `early` one, an EOS."""
+        self.execute(self.scheduler.reserve_pages(steps))
+        running = self.scheduler.running
+        for slot, row in running:
+            left = row.max_new_tokens - len(row.sampled)
+            steps_of_row = min(1 if slot == early else steps, left)
+            for _ in range(steps_of_row):
+                self.write(row, row.sampled[-1], "decoding")
+                row.sampled.append(len(row.expected) % 2)
+            self.scheduler.record_decode(row, steps_of_row)
+            self.check()
+            if slot == early or steps_of_row == left:
+                self.end(row)
+        return len(running)
+
+    def end(self, row, valid=True):
+        self.texts.append(row.ids + row.sampled)
+        if valid and row.share_answers and row.state == "running" and row.weights == self.weights:
+            self.cache(row, (row.ids + row.sampled)[: row.num_computed], len(row.ids), by_program=False)
+        self.lost |= not valid
+        pages = set(row.pages)
+        self.scheduler.end(row, row.sampled, valid)
+        assert valid or not pages & set(self.scheduler.pool.page_of_hash.values())
+        self.scheduler.end(row)
+        self.rows.remove(row)
+        self.queue = [other for other in self.queue if other is not row]
+        assert row.state == "ended" and row.slot is None and not row.pages
+        self.check()
+
+    def reset(self):
+        self.scheduler.reset_prefix_cache()
+        self.weights += 1
+        self.check()
+
+    def check(self):
+        scheduler = self.scheduler
+        pool = scheduler.pool
+        counts = scheduler.counts()
+        used = [page for row in self.rows for page in row.pages]
+        assert pool.ref_counts == [used.count(page) for page in range(pool.size)]
+        assert sorted([0, *pool.free, *pool.cached, *set(used)]) == [*range(pool.size)]
+        assert counts["pages_used"] + counts["pages_cached"] + counts["pages_free"] == pool.size - 1
+        assert counts["running"] + counts["reading"] + counts["waiting"] == len(self.rows)
+        page_of_hash = {one: page for page, hashes in pool.hashes_of_page.items() for one in hashes}
+        assert page_of_hash == pool.page_of_hash
+        assert pool.hashes_of_page.keys() <= {*pool.cached, *used}
+        assert pool.cached.keys() <= pool.hashes_of_page.keys()
+        assert scheduler.prefix_cache or not pool.page_of_hash
+        self.num_cached = len(pool.page_of_hash)
+        for row in self.rows:
+            assert (row.state == "waiting") == (row in self.queue) == (row not in scheduler.slots)
+            assert row.is_swapped_out == (row in self.host) and len(row.pages) <= row.max_pages
+            assert row.slot is None or row.expected  # a row with a slot has prefilled
+            if row.slot is not None and len(row.expected) == row.num_computed:
+                cells = [cell for page in row.pages for cell in self.cells[page]][: row.num_computed]
+                assert row.exact or row.share_answers
+                assert cells == row.expected or (
+                    not row.exact and [c[1] for c in cells] == [s[1] for s in row.expected]
+                )
+
+    def finish(self):
+        """In every step some row computes a token, until all have ended: no token is computed twice."""
+        while self.rows:
+            actions = self.execute(self.scheduler.schedule())
+            prefilled = any(isinstance(action, PrefillChunk) for action in actions)
+            assert self.decode(5) or prefilled
+        counts = self.scheduler.counts()
+        assert counts["pages_used"] == counts["waiting"] == 0
+        assert self.scheduler.slots == [None] * len(self.scheduler.slots)
+
+
+TEXTS = st.builds(
+    lambda kind, same, tail: [kind] * same + [1 - kind] * tail,
+    st.integers(0, 1), st.integers(0, 30), st.integers(1, 8),
+)  # fmt: skip
+OPTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "priority": st.sampled_from([0, 0, 1, 1, 2, 20]),
+        "salt": st.just(b"other"),
+        "logprobs_from": st.integers(0, 30),
+        "share_answers": st.just(True),
+    },
+)
+SUBMIT = st.tuples(st.just("submit"), TEXTS, st.integers(1, 40), OPTIONS)
+# A prompt that begins with a text that ended.
+FOLLOW = st.tuples(st.just("follow"), st.integers(0, 9), st.integers(1, 20), OPTIONS)
+STEP = st.tuples(st.just("step"), st.integers(1, 9), st.integers(0, 20))
+END = st.tuples(st.just("end"), st.integers(0, 9), st.booleans())
+RESET = st.just(("reset",))
+STEPS = st.sampled_from([SUBMIT] * 12 + [FOLLOW] * 6 + [STEP] * 30 + [END] * 2 + [RESET]).flatmap(
+    lambda step: step
+)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[*HealthCheck], derandomize=True)
+@given(
+    st.integers(1, 5),
+    st.sampled_from([9, 12, 16, 20, 26, 200]),
+    st.integers(0, 9),
+    st.lists(STEPS, min_size=50, max_size=100),
+)
+def test_any_requests_in_any_order(small_sizes, slots, pages, prefix_cache, steps):
+    run(FakeDevice(slots, pages, prefix_cache > 0), steps)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck], derandomize=True)
+@given(
+    st.integers(1, 5),
+    st.sampled_from([9, 12, 16, 20, 26, 200]),
+    st.lists(STEPS, min_size=50, max_size=100),
+    st.lists(st.sampled_from("aaab"), min_size=1, max_size=9),
+)
+def test_any_requests_of_several_clients(small_sizes, slots, pages, steps, names):
+    run(FakeDevice(slots, pages, several_clients=True), steps, names)
+
+
+def run(device, steps, names=("",)):
+    """Carries out the steps; the clients of these names submit in turn."""
+    clients_of = itertools.cycle(names)
+    for name, *values in steps:
+        if name == "submit":
+            ids, most, options = values
+            device.submit(ids, most, client=next(clients_of), **options)
+        elif name == "follow" and device.texts:
+            at, most, options = values
+            device.submit(
+                [*device.texts[at % len(device.texts)], 2], most, client=next(clients_of), **options
+            )
+        elif name == "step":
+            device.execute(device.scheduler.schedule())
+            device.decode(*values)
+        elif name == "end" and device.rows:
+            device.end(device.rows[values[0] % len(device.rows)], valid=values[1])
+        elif name == "reset":
+            device.reset()
+    device.finish()
+
+
+def prefill(scheduler, *rows):
+    """Prefills rows. Returns (start, number of tokens, is_full) of each chunk."""
+    for row in rows:
+        scheduler.submit(row)
+    chunks = []
+    while actions := scheduler.schedule():
+        scheduler.record_prefill(actions[-1])
+        chunks.append((actions[-1].start, actions[-1].count, actions[-1].is_full))
+    return chunks
+
+
+@pytest.mark.parametrize(
+    "length, chunks",
+    [
+        (1, [(0, 1, False)]),
+        (64, [(0, 64, False)]),
+        (256, [(0, 64, False), (64, 64, False), (128, 64, False), (192, 64, False)]),
+        (257, [(0, 256, True), (256, 1, False)]),
+        (600, [(0, 256, True), (256, 256, True), (512, 64, False), (576, 24, False)]),
+    ],
+)
+def test_chunks_follow_from_the_length_of_the_prompt(length, chunks):
+    scheduler = Scheduler(rows=2, pages=40, capacity=4096, chunk=256)
+    assert prefill(scheduler, Row([7] * length, 5)) == chunks
+    hits = (length - 1) // 64 * 64  # all but the last chunk
+    assert prefill(scheduler, Row([7] * length, 5)) == chunks[-1:] and scheduler.counts()["hits"] == hits
+
+
+def test_prefix_hits_are_whole_chunks():
+    scheduler = Scheduler(rows=10, pages=150, capacity=4096, chunk=256)
+    prefill(scheduler, Row([7] * 600, 5))
+    for row, hits in [
+        (Row([7] * 500 + [8] * 100, 5), 256),  # 448 are equal, but prefilled in chunks of 256
+        (Row([7] * 256, 5), 0),  # too short for a whole chunk: another program
+        (Row([7] * 600, 5, salt=b"other"), 0),
+        (Row([7] * 600, 5, logprobs_from=0), 0),
+        (Row([7] * 600 + [5], 5, logprobs_from=600), 576),  # of the pages of the row before
+        (Row([7] * 600 + [6], 5, logprobs_from=577), 576),
+        (Row([7] * 600 + [7], 5, logprobs_from=576), 512),  # its log-probability is computed after token 575
+        (Row([7] * 500 + [9] * 100, 5, share_answers=True), 448),
+    ]:
+        prefill(scheduler, row)
+        assert row.hits == hits
+
+
+@pytest.mark.parametrize("shares, reuses", [(True, True), (True, False), (False, True)])
+def test_pages_of_an_answer_are_shared_between_share_answers(shares, reuses):
+    scheduler = Scheduler(rows=4, pages=100, capacity=4096, chunk=256)
+    row = Row([7] * 300, 84, share_answers=shares)
+    prefill(scheduler, row)
+    scheduler.reserve_pages(100)
+    scheduler.record_decode(row, 83)
+    scheduler.end(row, [9] * 84)  # the last tokens are not cached: their page is not full
+    follow = Row([7] * 300 + [9] * 84 + [5] * 20, 5, share_answers=reuses)
+    assert prefill(scheduler, follow)[0][0] == follow.hits == (320 if shares and reuses else 256)
+
+
+def test_least_recently_used_pages_are_evicted_first():
+    scheduler = Scheduler(rows=1, pages=8, capacity=4096, chunk=64)
+    for kind, length, hits in [(1, 129, 0), (2, 129, 0), (1, 129, 128), (3, 255, 0), (2, 129, 64)]:
+        row = Row([kind] * length, 1)
+        prefill(scheduler, row)
+        assert row.hits == hits  # of the second prompt the last page was evicted
+        scheduler.end(row)
+
+
+def test_a_row_that_was_overtaken_often_goes_first():
+    scheduler = Scheduler(rows=1, pages=8, capacity=4096, chunk=64)
+    scheduler.submit(old := Row([1], 1))
+    for turn in range(clients.STARVATION_LIMIT + 1):
+        prefill(scheduler, row := Row([2], 1, priority=1))
+        assert (old.state, row.state)[turn == clients.STARVATION_LIMIT] == "waiting"
+        scheduler.end(row)
+    assert old.state == "running"
+
+
+def test_urgent_rows_preempt_running_rows():
+    scheduler = Scheduler(rows=2, pages=20, capacity=4096, chunk=64)
+    rows = [Row([kind], 200, priority=-kind) for kind in (1, 30, 40)]
+    prefill(scheduler, *rows[:2])
+    scheduler.submit(rows[2])
+    assert scheduler.schedule() == []
+    scheduler.submit(urgent := Row([5], 5, priority=-2))
+    out, chunk = scheduler.schedule()
+    assert (out.row, out.out, chunk.row) == (rows[1], True, urgent) and rows[0].state == "running"
+    scheduler.record_prefill(chunk)
+    scheduler.end(urgent)
+    back, *_ = scheduler.schedule()
+    assert (back.row, back.out) == (rows[1], False)  # before rows that came later
+    for turn in range(clients.STARVATION_LIMIT + 1):
+        scheduler.submit(urgent := Row([6], 5, priority=9))
+        actions = scheduler.schedule()
+        assert (len(actions) == 2) == (turn < clients.STARVATION_LIMIT - 1)  # then it stays
+        if len(actions) < 2:
+            break
+        scheduler.record_prefill(actions[1])
+        scheduler.end(urgent)
+        assert scheduler.schedule()
+
+
+def test_a_cancelled_row_caches_no_pages():
+    scheduler = Scheduler(rows=1, pages=8, capacity=4096, chunk=64)
+    scheduler.submit(row := Row([1] * 129, 1))
+    chunk = scheduler.schedule()[-1]
+    scheduler.end(row)
+    scheduler.record_prefill(chunk)
+    counts = scheduler.counts()
+    assert (counts["pages_used"], counts["pages_cached"], counts["pages_free"], row.state) == (
+        0,
+        0,
+        7,
+        "ended",
+    )
+
+
+def serve_short_requests(scheduler, count):
+    """Serves short requests of another client, one after the other. Returns the steps that each waited."""
+    waited = [0] * count
+    for at in range(count):
+        scheduler.submit(row := Row([1] * 10, 5, client="other"))
+        while not row.is_prefilled:
+            for action in scheduler.schedule():
+                if isinstance(action, PrefillChunk):
+                    scheduler.record_prefill(action)
+                    if action.is_last and action.row.max_new_tokens == 1:  # it ends with its first token
+                        scheduler.end(action.row)
+            waited[at] += not row.is_prefilled
+        for _, running in scheduler.running:
+            scheduler.record_decode(running, 5)
+        scheduler.end(row)
+    return waited
+
+
+def test_many_requests_of_one_client_do_not_delay_another():
+    scheduler = Scheduler(rows=8, pages=200, capacity=4096, chunk=256)
+    for priority in range(500):  # rows of low priority are overtaken by later ones of their own client
+        scheduler.submit(Row([2] * 200, 600, priority=-(priority % 3), client="flood"))
+    while len(scheduler.running) < 8:
+        scheduler.record_prefill(scheduler.schedule()[-1])
+    assert max(serve_short_requests(scheduler, 5 * clients.STARVATION_LIMIT)) == 0
+    assert len(scheduler.rows_with_slots) >= 7 and scheduler.preemptions >= 1
+
+
+@pytest.mark.parametrize("length", [2000, 1])
+def test_prompts_of_one_client_do_not_delay_another(length):
+    """Long prompts, and short ones whose answers end with the first token."""
+    scheduler = Scheduler(rows=4, pages=200, capacity=4096, chunk=256)
+    for at in range(500):
+        scheduler.submit(Row([at] * length, 1, client="flood"))
+    waited = serve_short_requests(scheduler, 100)
+    assert max(waited) <= 2 and sum(waited) <= 150  # clients take turns
+
+
+def test_clients_share_slots_and_every_row_ends():
+    scheduler = Scheduler(rows=6, pages=100, capacity=4096, chunk=256)
+    rows = {name: [Row([at] * 10, 40, client=name) for at in range(9)] for name in "abc"}
+    for row in rows["a"]:
+        scheduler.submit(row)
+    prefill_all(scheduler)
+    assert len(scheduler.running) == 6
+    for row in rows["b"] + rows["c"]:
+        scheduler.submit(row)
+    prefill_all(scheduler)
+    assert [sum(row.client == name for row in scheduler.rows_with_slots) for name in "abc"] == [2, 2, 2]
+    assert rows["a"][0].state == rows["a"][1].state == "running"  # the older ones stay
+    for _ in range(200):
+        prefill_all(scheduler)
+        for _, row in scheduler.running:
+            scheduler.record_decode(row, 10)
+            if row.num_computed >= 50:
+                scheduler.end(row)
+    assert all(row.ended for row in sum(rows.values(), []))
+
+
+def prefill_all(scheduler):
+    """Prefills all rows that fit."""
+    while actions := scheduler.schedule():
+        for action in actions:
+            if isinstance(action, PrefillChunk):
+                scheduler.record_prefill(action)
+
+
+def test_no_row_is_preempted_for_a_row_that_does_not_fit():
+    scheduler = Scheduler(rows=2, pages=12, capacity=640, chunk=256)
+    for name in ("a", "a", "b"):
+        scheduler.submit(Row([ord(name)] * 300, 20, client=name))
+        prefill_all(scheduler)
+    first, second = scheduler.rows_with_slots
+    assert (first.client, second.client) == ("a", "b")  # five pages and one more each: one row was preempted
+    scheduler.submit(Row([3] * 600, 20, client="c"))  # would take ten
+    prefill_all(scheduler)
+    assert [row.client for row in scheduler.rows_with_slots] == ["a", "b"]
+
+
+def test_further_answers_of_a_request_wait_for_first_answers():
+    scheduler = Scheduler(rows=2, pages=50, capacity=640, chunk=256)
+    many = [Row([1] * 10, 20, answer_group=at // 2) for at in range(8)]
+    for row in many:
+        scheduler.submit(row)
+    prefill_all(scheduler)
+    scheduler.submit(small := Row([2] * 10, 20))
+    scheduler.end(many[0])
+    prefill_all(scheduler)
+    assert small.state == "running"
+
+
+def test_idle_clients_are_forgotten():
+    scheduler = Scheduler(rows=1, pages=8, capacity=640, chunk=256)
+    for at in range(3 * clients._MAX_IDLE_CLIENTS):
+        scheduler.submit(row := Row([1], 1, client=str(at)))
+        prefill_all(scheduler)
+        scheduler.end(row)
+    assert len(scheduler.clients._clients) <= clients._MAX_IDLE_CLIENTS + 1
+
+
+def test_a_preempted_row_is_swapped_in_before_it_prefills():
+    """Also if other rows were preempted for it just now."""
+    scheduler = Scheduler(rows=4, pages=24, capacity=4096, chunk=256, prefix_cache=False)
+    rows = [Row([1] * 300, 300, priority=-5, client=name) for name in "aab"]
+    for row in rows:
+        scheduler.submit(row)
+    prefill_all(scheduler)
+    for _ in range(5):
+        scheduler.reserve_pages(64)
+        for _, row in scheduler.running:
+            scheduler.record_decode(row, 64)
+    assert any(row.is_swapped_out for row in rows)
+    for _ in range(2):
+        scheduler.submit(Row([2], 1, client="a"))
+    swapped_out = {row for row in rows if row.is_swapped_out}
+    while actions := scheduler.schedule():
+        for action in actions:
+            if isinstance(action, PrefillChunk):
+                assert action.row not in swapped_out and action.count > 0
+                scheduler.record_prefill(action)
+            elif action.out:
+                swapped_out.add(action.row)
+            else:
+                swapped_out.discard(action.row)
+
+
+@pytest.mark.parametrize("length", [10, 1500])
+def test_a_client_with_one_long_answer_saves_up_no_tokens(length):
+    scheduler = Scheduler(rows=4, pages=400, capacity=4096, chunk=256, prefix_cache=False)
+    scheduler.submit(Row([1], 4000, client="b"))
+    prefill_all(scheduler)
+    for _ in range(50):  # of another client meanwhile
+        scheduler.submit(row := Row([2] * 1500, 1, client="a"))
+        prefill_all(scheduler)
+        scheduler.end(row)
+    for _ in range(200):
+        scheduler.submit(Row([3] * 1500, 1, client="b"))
+    scheduler.submit(row := Row([4] * length, 1, client="a"))
+    chunks = 0
+    while not row.is_prefilled:
+        for action in scheduler.schedule():
+            if isinstance(action, PrefillChunk):
+                chunks += 1
+                scheduler.record_prefill(action)
+                if action.is_last and action.row is not row:
+                    scheduler.end(action.row)
+    assert chunks <= 3 * (length // 64 + 2)

@@ -1,0 +1,290 @@
+"""Beam search against all sequences there are, and against itself; beam sampling against its distribution."""
+
+import dataclasses
+import gc
+import itertools
+
+import compiling
+import jax
+import numpy as np
+import pytest
+
+import xinfer_jax as xj
+from xinfer_jax.cache.kv_cache import reorder, reorder_tail
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.generation.beam_steps import BeamSearch
+
+pytestmark = pytest.mark.oldest
+
+TINY = dict(
+    model_type="qwen2", vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True,
+)  # fmt: skip
+EOS = tuple(range(2, 60, 5))  # many, so that sequences end early
+PROMPTS = [[5, 8, 13, 21], [7] * 3 + list(range(30)), [1, 2]]
+
+forward = jax.jit(xj.forward, static_argnames="config")
+
+
+def build(vocab_size: int = 60, quantize: str | None = None):
+    config = from_hf(TINY | dict(vocab_size=vocab_size))
+    params = xj.init_params(config, jax.random.key(4), "float32", quantize)
+    # Fewer near ties.
+    return (params if quantize else jax.tree.map(lambda x: 2.5 * x if x.ndim > 1 else x, params)), config
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build()
+
+
+@pytest.fixture(scope="module")
+def small():
+    return build(5)
+
+
+def assert_same(ours: xj.BeamOutput, sequences, scores) -> None:
+    assert ours.sequences == sequences
+    np.testing.assert_allclose(ours.scores, scores, rtol=0, atol=1e-4)
+
+
+def logprobs(params, config, rows: list[list[int]]) -> np.ndarray:
+    """Log-probabilities [rows, T - 1] of every token but the first, by one forward pass over rows of one
+    length.
+    """
+    tokens_BT = np.array(rows, np.int32)
+    all_BTV = jax.nn.log_softmax(forward(params, config, tokens_BT)[0], -1)
+    return np.take_along_axis(np.asarray(all_BTV)[:, :-1], tokens_BT[:, 1:, None], -1)[..., 0]
+
+
+# --- identities ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("early_stopping", [True, False])
+def test_one_beam_is_greedy(model, early_stopping):
+    params, config = model
+    free = xj.generate(params, config, PROMPTS, xj.GenerateOptions(20)).tokens
+    eos = (free[0][7], free[2][11])
+    greedy = xj.generate(params, config, PROMPTS, xj.GenerateOptions(20, eos_token_ids=eos))
+    assert "eos" in greedy.finish_reason
+    ours = xj.beam_search(
+        params,
+        config,
+        PROMPTS,
+        num_beams=1,
+        max_new_tokens=20,
+        eos_token_ids=eos,
+        early_stopping=early_stopping,
+    )
+    assert_same(ours, [[t] for t in greedy.tokens], [[np.mean(p)] for p in greedy.logprobs])
+
+
+@pytest.mark.full
+def test_as_many_beams_as_sequences_find_all_in_order(small):
+    """1 + 4 + 4 · 4 · 5 = 85 sequences of at most 3 tokens that end with token 2 or at the limit."""
+    params, config = small
+    prompt = [0, 4, 1]
+    penalty = 1.3
+    paths = [
+        p
+        for n in (1, 2, 3)
+        for p in itertools.product(range(5), repeat=n)
+        if 2 not in p[:-1] and (n == 3 or p[-1] == 2)
+    ]
+    score = {p: logprobs(params, config, [prompt + list(p)])[0, 2:].sum() / len(p) ** penalty for p in paths}
+    best = sorted(paths, key=score.get, reverse=True)
+    wanted = [list(p[:-1] if p[-1] == 2 else p) for p in best], [score[p] for p in best]
+    options = dict(max_new_tokens=3, eos_token_ids=(2,), length_penalty=penalty)
+    assert_same(xj.beam_search(params, config, prompt, num_beams=len(paths), **options), *wanted)
+    # 16 beams hold every prefix, so nothing better can be missed
+    narrow = xj.beam_search(
+        params, config, prompt, num_beams=16, num_return_sequences=5, early_stopping="never", **options
+    )
+    assert_same(narrow, wanted[0][:5], wanted[1][:5])
+    with pytest.raises(
+        xj.InputError, match=r"num_beams 86 exceeds the 85 different sequences .*: lower num_beams"
+    ):
+        xj.beam_search(params, config, prompt, num_beams=86, **options)
+
+
+@pytest.mark.full
+def test_a_row_of_a_ragged_batch_is_the_row_alone(model):
+    params, config = model
+    settings = [xj.SamplingConfig(), xj.SamplingConfig(0.9, 30, 0.9, 1.2), xj.SamplingConfig(1.5, top_p=0.5)]
+    keys = jax.random.split(jax.random.key(9), 3)
+    options = dict(num_beams=3, max_new_tokens=18, eos_token_ids=EOS[:2])
+    together = xj.beam_search(params, config, PROMPTS, sampling=settings, key=keys, **options)
+    for i, prompt in enumerate(PROMPTS):
+        alone = xj.beam_search(params, config, prompt, sampling=settings[i], key=keys[i : i + 1], **options)
+        assert_same(alone, together.sequences[i], together.scores[i])
+    tight = xj.beam_search(params, config, PROMPTS, sampling=settings, key=keys, capacity=33 + 18, **options)
+    assert_same(tight, together.sequences, together.scores)
+
+
+def test_reorder_tail_equals_reorder():
+    config = from_hf(TINY)
+    cache = xj.init_cache(config, 4, 24, "float32")
+    rows = jax.random.normal(jax.random.key(0), cache.k[0].shape)
+    shared = rows.at[:, :, :9].set(rows[:1, :, :9])
+    layers = (
+        dataclasses.replace(layer, k=shared + i, v=shared + i + 2) for i, layer in enumerate(cache.layers)
+    )
+    cache = dataclasses.replace(cache, layers=tuple(layers))
+    index = np.array([2, 0, 0, 3])
+    for first, count in ((9, 15), (5, 40), (20, 15)):
+        moved = reorder_tail(cache, index, first, count)
+        jax.tree.map(np.testing.assert_array_equal, moved, reorder(cache, index))
+
+
+def test_the_cache_of_the_prompts_is_freed_before_the_first_step(model, monkeypatch):
+    """The layerwise runner copies it for each beam."""
+    caches = []
+    step = BeamSearch.step
+
+    def count_caches(strategy, ops, constants, carry):
+        caches.append(sum(x.ndim == 4 and len(x) == 1 for x in jax.live_arrays()))
+        return step(strategy, ops, constants, carry)
+
+    gc.collect()
+    before = sum(x.ndim == 4 and len(x) == 1 for x in jax.live_arrays())
+    monkeypatch.setattr(BeamSearch, "step", count_caches)
+    xj.beam_search(*model, PROMPTS[0], num_beams=3, max_new_tokens=4, eos_token_ids=())
+    assert caches[-1] == before
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("quantize, cache_dtype, within", [("int8", None, 1e-3), (None, "int8", 0.02)])
+def test_scores_in_fewer_bytes_are_those_of_one_forward_pass(quantize, cache_dtype, within):
+    params, config = build(quantize=quantize)
+    ours = xj.beam_search(
+        params, config, PROMPTS[0], max_new_tokens=10, length_penalty=0.5, cache_dtype=cache_dtype
+    )
+    assert len({tuple(s) for s in ours.sequences}) == 4 and ours.scores == sorted(ours.scores, reverse=True)
+    sums = logprobs(params, config, [PROMPTS[0] + s for s in ours.sequences])[:, 3:].sum(1)
+    np.testing.assert_allclose(ours.scores, sums / 10**0.5, atol=within)
+
+
+@pytest.mark.full
+def test_beams_without_an_allowed_token(model):
+    """What had ended by then is returned, and no prompt disturbs another."""
+    params, config = model
+    settings = [
+        xj.SamplingConfig(no_repeat_ngram_size=1, allowed_token_ids=ids)
+        for ids in ((3, 4), (3, 4, 9), range(60))
+    ]
+    found = xj.beam_search(
+        params, config, [[1, 2]] * 3, num_beams=4, max_new_tokens=8, eos_token_ids=(9,), sampling=settings
+    )
+    assert found.sequences[0] == [] and found.scores[0] == []
+    # All that there are, but one.
+    assert len({tuple(s) for s in found.sequences[1]} & {(), (3,), (4,), (3, 4), (4, 3)}) == 4
+    assert len(found.sequences[2]) == 4 and all(len(set(s)) == len(s) for s in found.sequences[2])
+
+
+@pytest.mark.full
+def test_other_settings_compile_nothing(model):
+    params, config = model
+    key = jax.random.key(0)
+
+    def search(new, penalty, temperature, eos):
+        sampling = xj.SamplingConfig(temperature, top_k=9)
+        options = dict(max_new_tokens=new, length_penalty=penalty, eos_token_ids=(eos,), sampling=sampling)
+        xj.beam_search(params, config, PROMPTS[0], num_beams=2, key=key, **options)
+
+    search(10, 1.0, 0.0, 3)
+    with compiling.events() as compiled:
+        search(16, 0.3, 0.7, 5)
+        search(2, -1.0, 1.5, 9)
+    assert compiled == []
+
+
+# --- sampling -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_beam_sampling_depends_on_the_key_alone(model):
+    params, config = model
+    options = dict(max_new_tokens=12, sampling=xj.SamplingConfig(1.0), eos_token_ids=EOS[:2])
+    first, again, other = (
+        xj.beam_search(params, config, PROMPTS, key=jax.random.key(k), **options) for k in (0, 0, 1)
+    )
+    assert first == again and first.sequences != other.sequences
+
+
+@pytest.mark.full
+def test_pairs_have_the_frequencies_of_sampling_without_replacement(small):
+    """One step of two beams ends with the first two of the four tokens drawn, in any order."""
+    params, config = small
+    prompt = [0, 4, 1]
+    rows = 6000
+    sampling = xj.SamplingConfig(temperature=1.7, top_k=4)
+    found = xj.beam_search(
+        params,
+        config,
+        [prompt] * rows,
+        num_beams=2,
+        max_new_tokens=1,
+        sampling=sampling,
+        key=jax.random.key(2),
+    )
+    logits_V = np.asarray(forward(params, config, np.array([prompt]))[0])[0, -1].astype(np.float64) / 1.7
+    p = np.where(logits_V >= np.sort(logits_V)[1], np.exp(logits_V - logits_V.max()), 0)
+    p /= p.sum()
+    counts = {}
+    for pair in found.sequences:
+        pair = tuple(sorted(token for (token,) in pair))
+        counts[pair] = counts.get(pair, 0) + 1
+    chi2 = 0.0
+    for a, b in itertools.combinations(np.flatnonzero(p).tolist(), 2):
+        expected = rows * p[a] * p[b] * (1 / (1 - p[a]) + 1 / (1 - p[b]))
+        chi2 += (counts.pop((a, b), 0) - expected) ** 2 / expected
+    assert not counts, "a token outside top_k was drawn"
+    assert chi2 < 20.5  # 5 degrees of freedom: exceeded once in a thousand keys
+    assert all(scores[0] >= scores[1] for scores in found.scores)
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(num_beams=0), "num_beams must be a whole number of at least 1, got 0"),
+        (dict(num_beams=2.0), "num_beams must be a whole number of at least 1, got 2.0"),
+        (dict(num_return_sequences=5), "num_return_sequences 5 exceeds num_beams 4: raise num_beams"),
+        (dict(num_return_sequences=0), "num_return_sequences must be a whole number"),
+        (dict(early_stopping="always"), "early_stopping must be True, False or 'never', got 'always'"),
+        (dict(early_stopping=1), "early_stopping must be True, False or 'never', got 1"),
+        (dict(length_penalty=float("nan")), "length_penalty must be a finite number, got nan"),
+        (dict(length_penalty=None), "length_penalty must be a finite number, got None"),
+        (dict(num_beams=61, max_new_tokens=1), "num_beams 61 exceeds the 60 different sequences"),
+        (dict(num_beams=2**26), "num_beams 67108864 with a vocabulary of 60 makes .* lower num_beams"),
+        (dict(max_new_tokens=0), "max_new_tokens must be a whole number of at least 1, got 0"),
+        (dict(max_new_tokens=300), "exceeds the model's context limit 256"),
+        (dict(capacity=20), "exceeds the capacity 20: raise capacity"),
+        (dict(cache_dtype="int3"), "dtype 'int3' is not supported"),
+        (
+            dict(sampling=xj.SamplingConfig(forbidden_token_ids=(60,))),
+            "forbidden_token_ids holds token id 60",
+        ),
+        (dict(sampling=xj.SamplingConfig(min_p=2.0)), "min_p must be from 0"),
+        (dict(eos_token_ids=(60,)), "eos_token_ids holds token id 60, outside the vocabulary of 60"),
+        (dict(ids=[]), "no prompts"),
+        (dict(ids=[[1], []]), "prompt 1 must be a non-empty list"),
+        (dict(ids=[1, 60]), "holds token id 60"),
+        (dict(sampling=xj.SamplingConfig(0.7)), "sampling needs a PRNG key"),
+        (dict(sampling=xj.SamplingConfig(-1.0)), "temperature must be 0 .greedy. or above, got -1.0"),
+        (
+            dict(sampling=xj.SamplingConfig(0.7), num_beams=1, key=0),
+            "num_beams 1 with a temperature above 0 is plain sampling: use generate",
+        ),
+    ],
+)
+def test_bad_arguments_of_beam_search_raise(model, arguments, message):
+    params, config = model
+    if "key" in arguments:
+        arguments = arguments | dict(key=jax.random.key(arguments["key"]))
+    with pytest.raises(xj.InputError, match=message), compiling.events() as compiled:
+        xj.beam_search(params, config, **dict(ids=PROMPTS[0]) | arguments)
+    assert compiled == []

@@ -1,0 +1,383 @@
+"""What must be equal: cached and not, chunked and whole, alone and in a batch, streamed and looped; and what
+must not recompile or copy.
+"""
+
+import dataclasses
+from functools import partial
+
+import chex
+import compiling
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quick import full_except
+from small_models import CONFIGS, QWEN, build, prompts
+
+import xinfer_jax as xj
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.sampling.batched_settings import settings_per_row
+
+pytestmark = pytest.mark.oldest
+
+MIXED = (
+    xj.SamplingConfig(),
+    xj.SamplingConfig(0.9, 30, 0.9, 1.2),
+    xj.SamplingConfig(1.5),
+    xj.SamplingConfig(repetition_penalty=1.3),
+)
+
+
+@pytest.fixture(scope="module", params=full_except(["qwen2"], CONFIGS))
+def model(request):
+    return build(request.param)
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    return build("qwen2")
+
+
+def options(**kwargs):
+    return xj.GenerateOptions(**{"max_new_tokens": 20} | kwargs)
+
+
+full_forward = jax.jit(xj.forward, static_argnums=1)
+
+
+@pytest.mark.parametrize("split", [1, 16, 30, 39])
+def test_prefill_and_decode_equal_one_forward(model, split):
+    params, config = model
+    tokens = np.array(prompts(40), np.int32)
+    want, _ = full_forward(params, config, tokens)
+    padded = np.zeros((1, 64), np.int32)
+    padded[:, :split] = tokens[:, :split]
+    logits, cache = xj.prefill(
+        params, config, padded, np.array([split], np.int32), xj.init_cache(config, 1, 100)
+    )
+    got = [logits]
+    for t in range(split, 40):
+        logits, cache = xj.decode_step(params, config, tokens[:, t], cache)
+        got.append(logits)
+    assert int(cache.length_B[0]) == 40
+    np.testing.assert_allclose(np.stack(got, 1), want[:, split - 1 :], atol=1e-5 * np.abs(want).max())
+
+
+def test_forward_appends_any_number_of_tokens_to_a_cache(model):
+    params, config = model
+    tokens = np.array(prompts(40, 40), np.int32)
+    want, _ = full_forward(params, config, tokens)
+    cache = xj.init_cache(config, 2, 41)
+    got = []
+    for first, last in ((0, 17), (17, 18), (18, 40)):
+        logits, cache = full_forward(params, config, tokens[:, first:last], cache)
+        got.append(logits)
+    np.testing.assert_allclose(np.concatenate(got, 1), want, atol=1e-5 * np.abs(want).max())
+
+
+def test_chunked_prefill_equals_one_forward(model, monkeypatch):
+    params, config = model
+    tokens = np.array(prompts(1200, 1200, seed=1), np.int32)
+    lengths = np.array([1200, 400], np.int32)  # the second row ends in the first chunk
+    want, _ = full_forward(params, config, tokens, None, lengths)
+    logits, cache = xj.prefill(params, config, tokens, lengths, xj.init_cache(config, 2, 1201))
+    np.testing.assert_array_equal(cache.length_B, lengths)
+    for row, n in enumerate(lengths):
+        np.testing.assert_allclose(logits[row], want[row, n - 1], atol=2e-5 * np.abs(want[row, n - 1]).max())
+
+
+def test_a_row_of_a_ragged_batch_is_the_row_alone(model):
+    params, config = model
+    rows = prompts(3, 31, 17, 25)
+    keys = jax.random.split(jax.random.key(9), 4)
+    together = xj.generate(params, config, rows, options(sampling=MIXED, eos_token_ids=(5, 77)), key=keys)
+    for i, row in enumerate(rows):
+        alone = xj.generate(
+            params, config, [row], options(sampling=MIXED[i], eos_token_ids=(5, 77)), key=keys[i : i + 1]
+        )
+        assert (
+            alone.tokens == together.tokens[i : i + 1]
+            and alone.finish_reason == together.finish_reason[i : i + 1]
+        )
+        np.testing.assert_allclose(alone.logprobs[0], together.logprobs[i], atol=1e-4)
+
+
+def test_stream_loop_and_recomputing_give_the_same_tokens(model):
+    params, config = model
+    rows = prompts(3, 31, 17, 25)
+    key = jax.random.key(3)
+    asked = options(sampling=MIXED, eos_token_ids=(5, 77))
+    want = xj.generate(params, config, rows, asked, key=key)
+    streamed = [[] for _ in rows]
+    for ids in xj.stream(params, config, rows, asked, key=key):
+        for row, token in zip(streamed, ids, strict=True):
+            row += [] if token is None else [token]
+    assert streamed == want.tokens
+    assert (
+        xj.generate(params, config, rows, dataclasses.replace(asked, use_cache=False), key=key).tokens
+        == want.tokens
+    )
+    cache = xj.init_cache(config, 4, 64)
+    tokens = np.zeros((4, 40), np.int32)
+    lengths = np.array([len(r) for r in rows], np.int32)
+    seen = np.zeros((4, config.vocab_size), bool)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+        seen[i, row] = True
+    logits, cache = xj.prefill(params, config, tokens, lengths, cache)
+    result = xj.decode_loop(
+        params,
+        config,
+        logits,
+        cache,
+        key,
+        settings_per_row(MIXED, 4, config.vocab_size),
+        np.array([5, 77]),
+        20,
+        seen_BV=seen,
+    )
+    for i, row in enumerate(want.tokens):
+        ended = want.finish_reason[i] == "eos"
+        assert bool(result.finished_B[i]) == ended and int(result.length_B[i]) == len(row) + ended
+        assert result.tokens_BT[i, : len(row)].tolist() == row
+        assert not result.tokens_BT[i, len(row) + ended :].any()
+    # every token but the last one chosen is in the cache
+    np.testing.assert_array_equal(result.cache.length_B, lengths + result.length_B - 1)
+
+
+@pytest.mark.full
+def test_eos_ends_a_row_and_is_not_returned(qwen):
+    params, config = qwen
+    (row,) = prompts(12)
+    free = xj.generate(params, config, [row], options())
+    assert free.finish_reason == ["length"] and len(free.tokens[0]) == 20
+    eos = free.tokens[0][6]
+    first = free.tokens[0].index(eos)
+    stopped = xj.generate(params, config, [row, row[:5]], options(eos_token_ids=(eos,)))
+    assert stopped.tokens[0] == free.tokens[0][:first] and stopped.finish_reason[0] == "eos"
+    assert len(stopped.logprobs[0]) == first + 1
+    np.testing.assert_allclose(stopped.logprobs[0], free.logprobs[0][: first + 1], atol=1e-5)
+    assert stopped.stats.generated_tokens == sum(
+        len(t) + (r == "eos") for t, r in zip(stopped.tokens, stopped.finish_reason, strict=True)
+    )
+
+
+def test_logprobs_are_those_of_the_model(qwen):
+    params, config = qwen
+    (row,) = prompts(10)
+    out = xj.generate(
+        params, config, [row], options(sampling=xj.SamplingConfig(1.2, 40, 0.95, 1.1)), key=jax.random.key(0)
+    )
+    logits, _ = full_forward(params, config, np.array([row + out.tokens[0]], np.int32))
+    want = jax.nn.log_softmax(logits[0, len(row) - 1 : -1])[np.arange(20), np.array(out.tokens[0])]
+    np.testing.assert_allclose(out.logprobs[0], want, atol=1e-5)
+
+
+def test_nothing_is_compiled_for_other_settings_within_the_buckets(qwen):
+    params, config = qwen
+    rows = prompts(20, 31)
+
+    def both(new, cut, settings, eos, seed):
+        asked = options(max_new_tokens=new, sampling=settings, eos_token_ids=eos)
+        for call in (xj.generate, lambda *args, **kwargs: list(xj.stream(*args, **kwargs))):
+            call(params, config, [rows[0], rows[1][:cut]], asked, key=jax.random.key(seed))
+
+    both(30, 31, xj.SamplingConfig(), (3,), 0)
+    with compiling.events() as compiled:
+        both(30, 31, xj.SamplingConfig(0.7, 20, 0.8, 1.1), (3,), 1)
+        both(17, 17, xj.SamplingConfig(1.5), (1, 2), 2)
+        both(32, 25, MIXED[:2], (), 3)
+    assert compiled == []
+
+
+@pytest.mark.full
+def test_public_functions_inside_a_callers_jit_trace_once(qwen):
+    params, config = qwen
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def answer(tokens_BT, num_tokens_B, temperature, key, new):
+        cache = xj.init_cache(config, 2, 64, "float32")
+        logits, cache = xj.prefill(params, config, tokens_BT, num_tokens_B, cache)
+        settings = xj.SamplingConfig(temperature=temperature)
+        return xj.decode_loop(
+            params, config, logits, cache, key, settings, np.array([3]), new, output_size=16
+        ).tokens_BT
+
+    tokens = np.array(prompts(16, 16), np.int32)
+    for temperature, new in ((0.0, 12), (1.0, 16)):
+        got = answer(tokens, np.array([16, 9]), jnp.float32(temperature), jax.random.key(1), jnp.int32(new))
+        rows = [tokens[0].tolist(), tokens[1, :9].tolist()]
+        asked = options(max_new_tokens=new, sampling=xj.SamplingConfig(temperature), eos_token_ids=(3,))
+        want = xj.generate(params, config, rows, asked, key=jax.random.key(1))
+        for i, row in enumerate(want.tokens):
+            assert got[i, : len(row)].tolist() == row
+
+
+@pytest.mark.full
+def test_decode_loop_under_vmap(qwen):
+    params, config = qwen
+    tokens = np.array(prompts(8), np.int32)
+    logits, cache = xj.prefill(params, config, tokens, np.array([8]), xj.init_cache(config, 1, 32))
+
+    def run(key, temperature):
+        return xj.decode_loop(
+            params, config, logits, cache, key[None], xj.SamplingConfig(temperature), np.array([3]), 10
+        ).tokens_BT[0]
+
+    keys = jax.random.split(jax.random.key(2), 3)
+    temperatures = jnp.array([0.0, 0.8, 2.0])
+    mapped = jax.vmap(run)(keys, temperatures)
+    for i in range(3):
+        np.testing.assert_array_equal(mapped[i], run(keys[i], temperatures[i]))
+
+
+@pytest.mark.parametrize("dtype", full_except(["float32"], ["float32", "bfloat16", "float16"]))
+def test_decode_loop_aliases_a_donated_cache_and_copies_no_weights(dtype):
+    """Compiled memory analysis: the cache's bytes are aliased; temporaries are far below the weights: none
+    were widened or copied.
+    """
+    config = from_hf(
+        QWEN | dict(vocab_size=4096, hidden_size=256, intermediate_size=512, max_position_embeddings=8192)
+    )
+    params = xj.init_params(config, jax.random.key(0), dtype)
+    cache = xj.init_cache(config, 1, 2048, "float32")
+
+    @partial(jax.jit, donate_argnames="cache")
+    def loop(params, logits_BV, cache, key, new):
+        eos_ids = np.zeros(4, np.int32)
+        return xj.decode_loop(
+            params, config, logits_BV, cache, key, xj.SamplingConfig(), eos_ids, new, output_size=16
+        )
+
+    inputs = (params, jnp.zeros((1, 4096)), cache, jax.random.key(0), np.int32(16))
+    memory = loop.lower(*inputs).compile().memory_analysis()
+    cache_bytes, weight_bytes = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (cache, params))
+    assert memory.alias_size_in_bytes >= cache_bytes
+    # Half of the widened vocabulary matrix: no tile is larger than 4 MiB.
+    tile_bytes = 2**21 if dtype == "float16" else 0
+    assert memory.temp_size_in_bytes < 2**20 + weight_bytes // 5 + tile_bytes
+
+
+def test_the_callers_cache_survives_unless_donated(qwen):
+    params, config = qwen
+    tokens = np.array(prompts(8), np.int32)
+    n = np.array([8])
+    cache = xj.init_cache(config, 1, 32)
+    first, _ = xj.prefill(params, config, tokens, n, cache)
+    again, after = xj.prefill(params, config, tokens, n, cache, donate=True)
+    np.testing.assert_array_equal(first, again)
+    assert cache.k[0].is_deleted() and not after.k[0].is_deleted()
+
+
+def test_writes_past_the_capacity_are_dropped_and_flagged(qwen):
+    params, config = qwen
+    tokens = np.array(prompts(12, 12), np.int32)
+    _, cache = xj.prefill(params, config, tokens, np.array([12, 6]), xj.init_cache(config, 2, 15))
+    kept = np.asarray(cache.k[0][:, :, :12])
+    _, cache = full_forward(params, config, tokens[:, :5], cache, np.array([5, 5]))
+    np.testing.assert_array_equal(cache.overflow_B, [True, False])
+    np.testing.assert_array_equal(cache.length_B, [15, 11])
+    np.testing.assert_array_equal(cache.k[0][0, :, :12], kept[0])  # nothing in front was moved or overwritten
+    np.testing.assert_array_equal(cache.k[0][1, :, :6], kept[1, :, :6])
+
+
+@pytest.mark.full
+def test_public_functions_raise_past_the_capacity(qwen):
+    params, config = qwen
+    tokens = np.array(prompts(12), np.int32)
+    n = np.array([12])
+    with pytest.raises(xj.InputError, match="12 tokens exceed the cache's capacity 10"):
+        xj.prefill(params, config, tokens, n, xj.init_cache(config, 1, 10))
+    logits, cache = xj.prefill(params, config, tokens, n, xj.init_cache(config, 1, 16))
+    keys = jax.random.split(jax.random.key(0), 1)
+    with pytest.raises(xj.InputError, match="17 tokens exceed the cache's capacity 16"):
+        xj.decode_loop(params, config, logits, cache, keys, xj.SamplingConfig(), np.array([3]), 6)
+    result = xj.decode_loop(
+        params, config, logits, cache, keys, xj.SamplingConfig(), np.array([-1]), 9, output_size=5
+    )
+    assert result.tokens_BT.shape == (1, 5) and int(result.length_B[0]) == 5  # output_size is the most
+
+
+def test_a_truncated_and_reordered_cache(qwen):
+    from xinfer_jax.cache.kv_cache import reorder, truncate
+
+    params, config = qwen
+    tokens = np.array(prompts(10, 10), np.int32)
+    _, cache = xj.prefill(params, config, tokens, np.array([10, 10]), xj.init_cache(config, 2, 32))
+    want, _ = xj.decode_step(params, config, tokens[:, 7], truncate(cache, jnp.array([7, 7])))
+    got, _ = full_forward(params, config, tokens[:, :8])
+    np.testing.assert_allclose(want, got[:, 7], atol=1e-4)
+    swapped, _ = xj.decode_step(
+        params, config, tokens[::-1, 7], reorder(truncate(cache, 7), jnp.array([1, 0]))
+    )
+    np.testing.assert_allclose(swapped, want[::-1], atol=1e-5)
+
+
+@pytest.mark.full
+def test_gradient_of_forward_agrees_with_finite_differences(model):
+    config = model[1]
+    params = xj.init_params(config, jax.random.key(1), "float32")
+    tokens = np.array(prompts(24), np.int32)
+
+    @jax.jit
+    def loss(params):
+        logits, _ = xj.forward(params, config, tokens)
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], -1).mean()
+
+    gradient = jax.grad(loss)(params)
+    chex.assert_tree_all_finite(gradient)
+    direction = jax.tree.map(
+        lambda g: g / jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(gradient))), gradient
+    )
+    step = 3e-3
+    moved = [loss(jax.tree.map(lambda p, d, s=s: p + s * step * d, params, direction)) for s in (1, -1)]
+    slope = sum(
+        jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True)
+    )
+    np.testing.assert_allclose((moved[0] - moved[1]) / (2 * step), slope, rtol=2e-2)
+    assert all(jnp.any(g != 0) for g in jax.tree.leaves(gradient))
+
+
+@pytest.mark.parametrize(
+    "rows,changes,named",
+    [
+        ([], {}, "no prompts"),
+        ([[]], {}, "prompt 0"),
+        ([[1, 2], [120]], {}, "prompt 1 holds token id 120"),
+        ([[-1]], {}, "token id -1"),
+        ([[0.5]], {}, "prompt 0"),
+        (
+            [[1] * 100],
+            dict(capacity=110),
+            "prompt of 100 tokens \\+ max_new_tokens 20 exceeds the capacity 110",
+        ),
+        ([[1] * 4090], {}, "context limit 4096"),
+        ([[1]], dict(max_new_tokens=0), "max_new_tokens"),
+        ([[1]], dict(eos_token_ids=(120,)), "eos_token_ids holds token id 120"),
+        ([[1]], dict(sampling=xj.SamplingConfig(0.5)), "needs a PRNG key"),
+        ([[1]], dict(sampling=MIXED), "4 sampling settings for 1 prompts"),
+        ([[1]], dict(sampling=xj.SamplingConfig(-1.0)), "temperature"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_calls_raise_before_tracing(qwen, rows, changes, named):
+    for function in (xj.generate, xj.stream):
+        with pytest.raises(xj.InputError, match=named):
+            function(*qwen, rows, options(**changes))
+
+
+@pytest.mark.full
+def test_dynamic_rope_raises_past_its_original_maximum():
+    config = from_hf(QWEN | dict(max_position_embeddings=32, rope_scaling={"type": "dynamic", "factor": 2.0}))
+    params = xj.init_params(config, jax.random.key(0))
+    assert len(xj.generate(params, config, prompts(20), options(max_new_tokens=12)).tokens[0]) == 12
+    with pytest.raises(xj.InputError, match="dynamic"):
+        xj.generate(params, config, prompts(20), options(max_new_tokens=13))
+    with pytest.raises(xj.InputError, match="dynamic"):
+        xj.init_cache(config, 1, 33)
+    # one forward past the maximum: each row scales by its own length, as it does alone
+    rows = np.array(prompts(50, 50), np.int32)
+    both, _ = full_forward(params, config, rows, None, np.array([50, 40]))
+    alone, _ = full_forward(params, config, rows[1:, :40])
+    np.testing.assert_allclose(both[1, :40], alone[0], atol=1e-5)

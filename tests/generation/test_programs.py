@@ -1,0 +1,253 @@
+"""Which programs a call compiles: few, whatever the number of layers. Both runners return the same."""
+
+import compiling
+import jax
+import numpy as np
+import pytest
+import tiny
+
+import xinfer_jax as xj
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.generation import batch_generator
+from xinfer_jax.generation.layer_programs import layer_groups
+from xinfer_jax.generation.runners import LayerwiseRunner
+
+pytestmark = [pytest.mark.full, pytest.mark.newest]
+
+PROMPT = [5, 6, 7, 8, 9]
+LONG = list(range(20))
+SMALL = tiny.CONFIG | dict(hidden_size=16, intermediate_size=16, num_attention_heads=2)
+WARM = xj.SamplingConfig(temperature=0.9, top_k=30)
+FULL = xj.SamplingConfig(min_p=0.1, temperature=0.9)
+OURS = {
+    "_embed", "_layers", "_last", "_head", "_append", "_verify", "_add_draft_token", "_call_draft_function",
+    "_pick", "_reorder_layer", "_copy", "reorder", "_reorder_tail", "_first", "_next", "decode",
+    "prefill_chunks", "prefill_uncached", "sample_and_append", "_search",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = from_hf(SMALL)
+    return xj.init_params(config, jax.random.key(0)), config
+
+
+def layers(count: int):
+    """A model whose programs no other test compiles."""
+    config = from_hf(SMALL | dict(num_hidden_layers=count, hidden_size=4 * count, vocab_size=1000 + count))
+    return xj.init_params(config, jax.random.key(0)), config
+
+
+def options(**given) -> xj.GenerateOptions:
+    return xj.GenerateOptions(**dict(max_new_tokens=4, eos_token_ids=(), capacity=64) | given)
+
+
+def streamed(model, prompts=(PROMPT,), **given):
+    stream = xj.stream(*model, prompts, options(**given), key=jax.random.key(0))
+    tokens = list(stream)
+    return tokens, stream.output
+
+
+def ours(seen) -> dict[str, int]:
+    return {name: count for name, count in seen.items() if name in OURS}
+
+
+def test_programs_that_each_call_compiles(model):
+    """Each line of the table runs after all before it, with a cache of 64 tokens."""
+    draft = xj.Model(*model, None, {}, None)
+    prefill = dict(_embed=1, _layers=1, _last=1)
+    one_more = dict(_embed=1, _layers=1)
+    table = [
+        ("a stream", {}, dict(_embed=2, _layers=2, _last=1, _head=1, _append=1)),
+        ("the same again", {}, {}),
+        ("another length of the answer", dict(max_new_tokens=9), {}),
+        ("other plain settings", dict(sampling=WARM), {}),
+        ("any other settings", dict(sampling=FULL), dict(_append=1)),
+        ("alternatives", dict(logprobs=2), dict(_append=1)),
+        ("a longer prompt", dict(prompts=[LONG]), prefill),
+        (
+            "two prompts",
+            dict(prompts=[PROMPT, PROMPT]),
+            dict(_embed=2, _layers=2, _last=1, _head=1, _append=1),
+        ),
+        ("two answers", dict(n=2), dict(_pick=1, _reorder_layer=1, reorder=1)),
+        ("another cache", dict(capacity=32), dict(_layers=2, _embed=2)),
+        ("quantized keys", dict(cache_dtype="int8"), dict(_layers=2)),
+        ("no cache", dict(use_cache=False), one_more),
+        ("look-up", dict(draft="lookup"), one_more | dict(_append=1, _call_draft_function=1, _verify=1)),
+        ("a draft model", dict(draft=draft), one_more | dict(_embed=2, _add_draft_token=2)),
+    ]
+    for line, given, programs in table:
+        with compiling.programs() as seen:
+            streamed(model, **given)
+        assert ours(seen) == programs, line
+    with compiling.programs() as seen:
+        kept = xj.generate(*model, [PROMPT], options(keep_prefix=True)).prefix
+    assert ours(seen) == dict(decode=1), "generate prefills like a stream, and decodes in one loop"
+    with compiling.programs() as seen:
+        xj.generate(*model, [[*PROMPT, 3]], options(keep_prefix=True, prefix=kept, capacity=None))
+    assert ours(seen) == dict(_copy=1), "the caller's prefix is copied"
+    with compiling.programs() as seen:
+        xj.beam_search(*model, PROMPT, num_beams=2, max_new_tokens=4, capacity=64)
+    assert ours(seen) == dict(_first=1, _next=1, _embed=1, _reorder_tail=1), (
+        "beams are two rows that are reordered"
+    )
+
+
+def test_programs_do_not_grow_with_the_layers():
+    counts = []
+    for count in (8, 24):
+        with compiling.programs() as seen:
+            streamed(layers(count))
+        counts.append(ours(seen))
+    assert counts[0] == counts[1] and counts[0]["_layers"] == 2
+
+
+def test_each_kind_of_layer_has_a_program():
+    hf = SMALL | dict(model_type="gemma3_text", head_dim=8, sliding_window=8, num_hidden_layers=6)
+    config = from_hf(hf | dict(layer_types=["sliding_attention", "full_attention"] * 3))
+    with compiling.programs() as seen:
+        streamed((xj.init_params(config, jax.random.key(0)), config))
+    assert ours(seen)["_layers"] == 3, "prefill has a program per kind, decoding one for both"
+
+
+def test_a_stream_is_compiled_before_its_weights_are_loaded(checkpoint):
+    """From the shapes of an opened checkpoint."""
+    from xinfer_jax.checkpoint.loading import open_checkpoint
+
+    opened = open_checkpoint(checkpoint(hf=SMALL | dict(hidden_size=40)))
+    shapes = opened.model
+    ids = [PROMPT]
+    given = options(logprobs=3)
+    with compiling.programs() as ahead:
+        xj.stream(shapes.params, shapes.config, ids, given).prepare().wait()
+    assert ours(ahead) == dict(_embed=2, _layers=2, _last=1, _head=1, _append=1)
+    model = opened.read()
+    with compiling.programs() as later:
+        list(xj.stream(model.params, model.config, ids, given))
+    assert ours(later) == {}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(),
+        dict(prompts=[PROMPT, LONG, [3]], sampling=WARM),
+        dict(sampling=FULL, logprobs=2, n=2),
+        dict(draft="lookup", max_new_tokens=12),
+        dict(cache_dtype="int4"),
+        dict(use_cache=False),
+        dict(prompts=[LONG * 3], capacity=None, eos_token_ids=(7, 9)),
+    ],
+    ids=["one-row", "rows", "answers", "look-up", "int4-keys", "no-cache", "long"],
+)
+def test_both_runners_return_the_same_tokens(model, given, monkeypatch):
+    """Tokens and finish reasons are equal, log-probabilities nearly."""
+    layered = streamed(model, **given)
+    monkeypatch.setattr(batch_generator, "runner_class", lambda params: batch_generator.WholeModelRunner)
+    with compiling.programs() as seen:
+        whole = streamed(model, **given)
+    assert "_layers" not in seen and ours(seen), "this was the other runner"
+    assert layered[0] == whole[0] and layered[1].finish_reason == whole[1].finish_reason
+    for one, other in zip(layered[1].logprobs, whole[1].logprobs, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+def test_runner_class_depends_on_the_device(model):
+    params, _ = model
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    placed = jax.device_put(params, jax.devices()[0])
+    assert {batch_generator.runner_class(tree).name for tree in (params, shapes, placed)} == {
+        "layer by layer"
+    }
+
+
+def test_committed_parameters_compile_each_forward_pass_once():
+    """Only sampling compiles twice: the state before the first token is not committed."""
+    params, config = layers(5)
+    with compiling.programs() as seen:
+        streamed((jax.device_put(params, jax.devices()[0]), config))
+    assert ours(seen) == dict(_embed=2, _layers=2, _last=1, _head=1, _append=2)
+
+
+def testlayer_groups():
+    """Groups are whole periods, and there are few: 22 layers are not eleven groups."""
+
+    def sizes(**given):
+        config = from_hf(SMALL | dict(head_dim=8) | given)
+        return [at.stop - at.start for at in layer_groups(config, 8)], {*map(str, layer_groups(config, 1))}
+
+    assert sizes(num_hidden_layers=24)[0] == [8, 8, 8] and sizes(num_hidden_layers=28)[0] == [7] * 4
+    even, one_by_one = sizes(num_hidden_layers=22)
+    assert even[:2] == [8, 8] and len(one_by_one) == 22
+    kinds = dict(model_type="gemma3_text", sliding_window=8)
+    kinds |= dict(layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3)
+    assert sizes(num_hidden_layers=18, **kinds)[0] == [6, 6, 6]
+
+
+@pytest.mark.parametrize(
+    "rows, widths",
+    [
+        (1, {1: 16, 16: 16, 20: 32, 70: 96, 130: 160, 256: 256, 300: 160, 400: 224, 512: 256, 700: 256}),
+        (2, {16: 16, 70: 80, 130: 80, 300: 112}),
+        (8, {16: 16, 20: 32, 300: 32}),
+        (64, {300: 16}),
+    ],
+)
+def test_layerwise_prefill_width(rows, widths):
+    """As few chunks as with 256 tokens of all rows each, and little padding."""
+    assert {n: LayerwiseRunner.prefill_width(n, rows) for n in widths} == widths
+
+
+def test_a_prompt_of_several_chunks_compiles_one_width():
+    """It compiles as many programs as a short prompt; another length of the same width compiles none; padding
+    changes nothing.
+    """
+    config = from_hf(SMALL | dict(hidden_size=24, max_position_embeddings=1024))
+    model = xj.init_params(config, jax.random.key(0)), config
+    prompts = {n: [(7 * i + n) % 256 for i in range(n)] for n in (300, 310, 400)}
+    reading = {300: dict(_embed=2, _layers=2, _last=1), 310: {}, 400: dict(_embed=1, _layers=1, _last=1)}
+    for n, programs in reading.items():
+        with compiling.programs() as seen:
+            tokens, output = streamed(model, [prompts[n]], capacity=512)
+        assert {name: seen[name] for name in ("_embed", "_layers", "_last") if name in seen} == programs, n
+        logits_BTV, _ = xj.forward(*model, np.array([prompts[n]]))
+        assert tokens[0] == [int(logits_BTV[0, -1].argmax())]
+        best = float(jax.nn.log_softmax(logits_BTV[0, -1]).max())
+        assert output.logprobs[0][0] == pytest.approx(best, abs=1e-5)
+
+
+def test_a_row_with_a_gear_cache_is_the_row_alone(model):
+    """GEAR takes its directions from the first tokens of the row."""
+    long = list(range(40)) * 2
+    given = dict(cache_dtype="gear", capacity=128)
+    (alone,) = streamed(model, [long], **given)[1].logprobs
+    among = streamed(model, [long] + [PROMPT] * 15, **given)[1].logprobs[0]
+    np.testing.assert_allclose(alone, among, atol=1e-5)
+
+
+def test_a_compilation_error_is_raised_once(model, monkeypatch):
+    from xinfer_jax.generation import precompile
+
+    compile_it = precompile._compile
+    calls = []
+
+    def broken(lowered):
+        calls.append(lowered)
+        if len(calls) == 1:
+            raise MemoryError("no room")
+        compile_it(lowered)
+
+    monkeypatch.setattr(precompile, "_compile", broken)
+    monkeypatch.setattr(precompile, "_precompiled", {})
+    with pytest.raises(MemoryError, match="no room"):
+        streamed(model, capacity=56)
+    assert len(streamed(model, capacity=56)[0]) == 4, "the next call compiles again"
+
+
+def test_returned_logits_are_written_in_place(model):
+    """The state is donated at each step; copies of all logits would make the time quadratic."""
+    out = streamed(model, logits=True, max_new_tokens=6)[1]
+    assert out.logits[0].shape == (6, model[1].vocab_size)
+    ids = [int(row.argmax()) for row in out.logits[0]]
+    assert ids == out.tokens[0]

@@ -1,0 +1,220 @@
+"""One state per row: rows join, and end by their own limits, in any number; the context of the processors."""
+
+import dataclasses
+from functools import partial
+
+import compiling
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import xinfer_jax as xj
+from xinfer_jax.generation import batch_generator
+from xinfer_jax.generation.batch_arrays import initial_state
+from xinfer_jax.generation.functional import prefill_chunk_size
+from xinfer_jax.generation.loop import DECODE_PLAIN, PREFILL, admit
+from xinfer_jax.generation.state import sample_and_append
+from xinfer_jax.generation.strategies import Plain
+from xinfer_jax.generation.validation import validate_call
+from xinfer_jax.sampling.batched_settings import settings_per_row
+from xinfer_jax.sampling.context import init_context
+from xinfer_jax.sampling.sampler import process_logits, sample_tokens
+
+pytestmark = [pytest.mark.full, pytest.mark.newest]
+
+start_rows = jax.jit(sample_and_append, static_argnames="impl")
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [14, 15], [3, 1, 4, 1, 5]]
+WARM = xj.SamplingConfig(temperature=0.9, top_k=30)
+
+
+@pytest.fixture(scope="module")
+def model() -> xj.Model:
+    return tiny.shallow_model()
+
+
+def options_of(**given) -> xj.GenerateOptions:
+    return xj.GenerateOptions(**dict(max_new_tokens=9, eos_token_ids=(), sampling=WARM) | given)
+
+
+def test_any_number_of_rows_and_any_settings_compile_nothing_new(model):
+    """After one call with plain settings and one with any other, up to the next power of two."""
+    everything = xj.SamplingConfig(0.9, min_p=0.1, logit_bias={3: 1.0})
+
+    def call(rows, **given):
+        options = options_of(**given)
+        xj.generate(model.params, model.config, PROMPTS[:rows], options, key=jax.random.key(rows))
+        stream = xj.stream(model.params, model.config, PROMPTS[:rows], options, key=jax.random.key(rows))
+        next(stream)
+        stream.stop()
+
+    call(4)
+    call(4, sampling=everything)
+    with compiling.events() as compiled:
+        call(3, max_new_tokens=16)
+        call(3, sampling=[xj.SamplingConfig(), WARM, xj.SamplingConfig(1.3, 5, 0.9, 1.2)])
+        call(4, sampling=xj.SamplingConfig(), eos_token_ids=(1, 2, 3), stop_token_ids=(4, 5))
+        call(3, sampling=[xj.SamplingConfig(typical_p=0.8), xj.SamplingConfig(no_repeat_ngram_size=2), WARM])
+        call(4, sampling=xj.SamplingConfig(presence_penalty=1.0, frequency_penalty=0.5, min_new_tokens=3))
+        call(3, sampling=xj.SamplingConfig(allowed_token_ids=(5, 6), forbidden_token_ids=(7,)))
+    assert compiled == []
+
+
+def test_prefill_chunks_fit_the_cache(model):
+    chunks = {size: prefill_chunk_size(xj.init_cache(model.config, 2, size)) for size in (64, 4096)}
+    assert chunks == {64: 64, 4096: 512}
+    assert jax.jit(lambda: prefill_chunk_size(xj.init_cache(model.config, 2, 4096)))() == 512
+
+
+def test_the_number_of_beam_prompts_compiles_nothing_new(model):
+    search = partial(xj.beam_search, model.params, model.config, num_beams=2, max_new_tokens=4)
+    four = search(PROMPTS[:4])
+    with compiling.events() as compiled:
+        three = search(PROMPTS[:3])
+    assert compiled == [] and three.sequences == four.sequences[:3]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_padding_rows_change_nothing(model, rows):
+    keys = jax.random.split(jax.random.key(1), 5)
+    settings = [WARM, xj.SamplingConfig(), xj.SamplingConfig(1.0, min_p=0.1), WARM, WARM][:rows]
+    out = xj.generate(
+        model.params, model.config, PROMPTS[:rows], options_of(sampling=settings), key=keys[:rows]
+    )
+    assert out.stats.rows == len(out.tokens) == rows
+    for i in range(rows):
+        alone = xj.generate(
+            model.params, model.config, [PROMPTS[i]], options_of(sampling=settings[i]), key=keys[i : i + 1]
+        )
+        assert out.tokens[i] == alone.tokens[0]
+
+
+def test_several_answers_per_prompt_equal_single_ones(model):
+    keys = jax.random.split(jax.random.key(1), 3)
+    several = xj.generate(model.params, model.config, PROMPTS[:3], options_of(n=3), key=keys)
+    assert len(several.tokens) == 9
+    for row in range(9):
+        key = jax.random.fold_in(keys[row // 3], row % 3)
+        alone = xj.generate(model.params, model.config, [PROMPTS[row // 3]], options_of(), key=key[None])
+        assert several.tokens[row] == alone.tokens[0]
+
+
+FULL = dict(sampling=xj.SamplingConfig(0.9, min_p=0.02), logprobs=2)
+
+
+@pytest.mark.parametrize("given", [{}, FULL], ids=["plain", "full"])
+def test_a_row_joins_others_that_continue(model, given):
+    """The second row ends; another prompt is prefilled into its row, and its state is admitted. The first row
+    does not change.
+    """
+    params = model.params
+    config = model.config
+    keys = jax.random.split(jax.random.key(3), 3)
+    alone = [
+        xj.generate(
+            params,
+            config,
+            [PROMPTS[i]],
+            options_of(max_new_tokens=new, capacity=64, **given),
+            key=keys[i : i + 1],
+        )
+        for i, new in enumerate((14, 3, 8))
+    ]
+
+    def begin(prompts, limits, keys, cache, rows):
+        """Rows with these limits and their first tokens, prefilled into these rows of the cache."""
+        options = options_of(max_new_tokens=14, capacity=64, **given)
+        state = initial_state(validate_call(params, config, prompts, options, keys), np.arange(len(prompts)))
+        tokens_BT = np.zeros((2, 16), np.int32)
+        num_tokens_B = np.zeros(2, np.int32)
+        for row, prompt in zip(rows, prompts, strict=True):
+            tokens_BT[row, : len(prompt)] = prompt
+            num_tokens_B[row] = len(prompt)
+        logits_BV, cache = PREFILL.keeping(params, config, tokens_BT, num_tokens_B, cache, None, 512)
+        state = dataclasses.replace(state, limit_B=np.array(limits, np.int32))
+        return start_rows(np.asarray(logits_BV)[rows], state, None), cache
+
+    cache = xj.init_cache(config, 2, 64)
+    state, cache = begin(PROMPTS[:2], (14, 3), keys[:2], cache, [0, 1])
+    state, cache = DECODE_PLAIN.keeping(Plain(config), (params,), (state, cache), 4, None)
+    assert state.length_B.tolist() == [5, 3] and state.active_B.tolist() == [True, False]
+    assert state.tokens_BT[1, :3].tolist() == alone[1].tokens[0]
+    cache = xj.truncate(cache, np.array([2**20, 0]))
+    joined, cache = begin(PROMPTS[2:3], (8,), keys[2:], cache, [1])
+    state = jax.jit(admit)(state, np.array([1]), joined)
+    state, cache = DECODE_PLAIN.keeping(Plain(config), (params,), (state, cache), 100, None)
+    assert state.length_B.tolist() == [14, 8]
+    assert state.tokens_BT[0, :14].tolist() == alone[0].tokens[0]
+    assert state.tokens_BT[1, :8].tolist() == alone[2].tokens[0]
+
+
+def test_admit_rejects_rows_of_another_structure(model):
+    def state(**given):
+        call = validate_call(model.params, model.config, PROMPTS[:1], options_of(**given), jax.random.key(0))
+        return initial_state(call, np.zeros(1, np.int32))
+
+    others = (
+        dict(sampling=xj.SamplingConfig(min_p=0.1)), dict(max_new_tokens=100), dict(eos_token_ids=range(9)),
+        dict(logprobs=1),
+    )  # fmt: skip
+    for given in others:
+        with pytest.raises(xj.InputError, match="rows that join must have settings of the same structure"):
+            admit(state(), np.array([0]), state(**given))
+
+
+V = 70  # no multiple of 32
+
+
+def test_only_allowed_tokens_are_sampled():
+    """Bit v % 32 of word v // 32, with any other settings; greedy and sampled rows."""
+    rows = settings_per_row([xj.SamplingConfig(min_p=0.01), xj.SamplingConfig(temperature=5.0)], 2, V)
+    context = init_context(rows, np.zeros(2, np.int32), np.full((2, 1), -1, np.int32), np.zeros((2, V), bool))
+    assert context.allowed_bits.shape == (2, 3) and (context.allowed_bits == 2**32 - 1).all()
+    logits_BV = jax.random.normal(jax.random.key(0), (2, V))
+    np.testing.assert_array_equal(process_logits(logits_BV, rows, context), logits_BV)
+    context.allowed_bits[:] = 0
+    context.allowed_bits[0, 2] = 1 << 5 | 1
+    context.allowed_bits[1, 0] = 1 << 31
+    kept = np.isfinite(process_logits(logits_BV, rows, context))
+    assert [np.flatnonzero(row).tolist() for row in kept] == [[64, 69], [31]]
+    token_B, *_ = sample_tokens(logits_BV, jax.random.split(jax.random.key(1), 2), rows, context)
+    assert token_B[0] in (64, 69) and token_B[1] == 31
+
+
+def test_context_appends_tokens_and_is_reordered():
+    rows = settings_per_row(xj.SamplingConfig(min_new_tokens=2), 2, V)
+    seen_BV = np.zeros((2, V), bool)
+    history_BS = np.zeros((2, 6), np.int32)
+    context = init_context(rows, np.array([1, 2]), np.full((2, 1), -1), seen_BV, history_BS)
+    context = context.append_token(jnp.array([4, 5]), jnp.array([True, False]))
+    context = context.append_token(jnp.array([4, 6]), jnp.array([True, True])).reorder(jnp.array([1, 0]))
+    assert context.num_generated_B.tolist() == [1, 2] and context.position_B.tolist() == [3, 3]
+    assert [np.flatnonzero(row).tolist() for row in context.seen_BV] == [[6], [4]]
+    assert context.count_BV[0, 6] == 1 and context.count_BV[1, 4] == 2 and context.count_BV.sum() == 3
+    assert context.history_BS.tolist() == [[0, 0, 6, 0, 0, 0], [0, 4, 4, 0, 0, 0]]
+
+
+def test_a_stream_has_output_after_it_has_ended(model):
+    stream = xj.stream(model.params, model.config, PROMPTS[:2], options_of(), key=jax.random.key(0))
+    next(stream)
+    with pytest.raises(xj.InputError, match="has not ended"):
+        stream.output  # noqa: B018
+    assert len(list(stream)) == 8 and next(stream, None) is None
+    assert [len(row) for row in stream.output.tokens] == [9, 9]
+    stream.stop()  # too late to change anything
+    assert stream.output.finish_reason == ["length", "length"]
+    unread = xj.stream(model.params, model.config, PROMPTS[:2], options_of(), key=jax.random.key(0))
+    unread.stop()
+    assert unread.output.tokens == [[], []] and unread.output.finish_reason == ["stop", "stop"]
+
+
+def test_a_stream_raises_its_error_again(model, monkeypatch):
+    stream = xj.stream(model.params, model.config, PROMPTS[:2], options_of(), key=jax.random.key(0))
+    next(stream)
+    monkeypatch.setattr(
+        batch_generator.BatchGenerator, "decode", lambda *_: (_ for _ in ()).throw(xj.InputError("broken"))
+    )
+    for ask in (lambda: list(stream), lambda: next(stream), lambda: stream.output, stream.stop):
+        with pytest.raises(xj.InputError, match="broken"):
+            ask()

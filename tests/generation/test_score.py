@@ -1,0 +1,356 @@
+"""Scores are log_softmax of the logits, alone or in a batch, in parts or whole, with gradients; the sampler
+and transformers agree.
+"""
+
+import dataclasses
+import json
+import math
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity_cases as cases
+import pytest
+import run_script
+import tiny
+
+import xinfer_jax as xj
+from xinfer_jax.config.model_config import from_hf
+
+pytestmark = pytest.mark.oldest
+
+forward = jax.jit(xj.forward, static_argnums=1)
+
+
+@pytest.fixture(scope="module", params=["qwen2-gqa-tied-old", "smollm3-window"])
+def model(request):
+    config = cases.CASES[request.param].config
+    return cases.params_from(config, cases.random_tensors(config, 5)), config
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return xj.load_model(dtype="float32")
+
+
+def batch():
+    return cases.pad_prompts(cases.prompts(cases.CASES["qwen2-gqa-tied-old"]))
+
+
+def whole(params, config, tokens_BT, num_tokens_B=None):
+    """The same by logits of all tokens at once; undefined at padding."""
+    logits_BTV, _ = forward(params, config, tokens_BT, None, num_tokens_B)
+    return jnp.take_along_axis(jax.nn.log_softmax(logits_BTV[:, :-1]), tokens_BT[:, 1:, None], -1)[..., 0]
+
+
+def assert_equal_where_real(got_BT, want_BT, num_tokens_B, atol=1e-5):
+    real_BT = np.arange(1, got_BT.shape[1] + 1) < np.asarray(num_tokens_B)[:, None]
+    np.testing.assert_allclose(np.asarray(got_BT)[real_BT], np.asarray(want_BT)[real_BT], atol=atol)
+    assert not np.any(np.asarray(got_BT)[~real_BT])
+
+
+# --- identities ---------------------------------------------------------------------------------------------
+
+
+def test_equals_log_softmax_of_the_logits(model):
+    tokens_BT, num_tokens_B = batch()
+    got_BT = xj.score(*model, tokens_BT, num_tokens_B)
+    assert got_BT.dtype == jnp.float32 and got_BT.shape == (len(tokens_BT), tokens_BT.shape[1] - 1)
+    assert_equal_where_real(got_BT, whole(*model, tokens_BT, num_tokens_B), num_tokens_B)
+    np.testing.assert_allclose(xj.score(*model, tokens_BT), whole(*model, tokens_BT), atol=1e-5)
+
+
+def test_a_row_of_a_ragged_batch_is_the_row_alone(model):
+    tokens_BT, num_tokens_B = batch()
+    together_BT = xj.score(*model, tokens_BT, num_tokens_B)
+    for i, n in enumerate(num_tokens_B):
+        np.testing.assert_allclose(
+            xj.score(*model, tokens_BT[i : i + 1, :n])[0], together_BT[i, : n - 1], atol=1e-5
+        )
+
+
+@pytest.mark.full
+def test_vmap_and_a_callers_jit(model):
+    params, config = model
+    tokens_BT, num_tokens_B = batch()
+    want_BT = xj.score(params, config, tokens_BT, num_tokens_B)
+
+    @jax.jit
+    def mine(params, tokens_BT, num_tokens_B):
+        return xj.score(params, config, tokens_BT, num_tokens_B)
+
+    for _ in range(2):
+        np.testing.assert_allclose(mine(params, tokens_BT, num_tokens_B), want_BT, atol=1e-5)
+    assert mine._cache_size() == 1
+    mapped = jax.vmap(lambda tokens_T, n: xj.score(params, config, tokens_T[None], n[None])[0])
+    np.testing.assert_allclose(mapped(tokens_BT, num_tokens_B), want_BT, atol=1e-5)
+
+
+@pytest.mark.full
+def test_logits_in_parts_are_those_of_the_whole():
+    """A vocabulary so large that the logits of 70 tokens exist a part at a time, which is no divisor of them;
+    the gradient goes through the parts.
+    """
+    config = dataclasses.replace(
+        cases.CASES["qwen2-gqa-tied-old"].config, vocab_size=2**19, num_hidden_layers=1
+    )
+    config = dataclasses.replace(config, layer_windows=(None,), layer_rope=(True,))
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    tokens_BT = np.random.RandomState(0).randint(0, config.vocab_size, (1, 71))
+    got, gradient = jax.jit(jax.value_and_grad(lambda p: xj.score(p, config, tokens_BT).sum()))(params)
+    want, expected = jax.jit(jax.value_and_grad(lambda p: whole(p, config, tokens_BT).sum()))(params)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    chex.assert_trees_all_close(gradient, expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.full
+def test_gradients_are_those_of_the_whole(model):
+    params, config = model
+    tokens_BT, num_tokens_B = batch()
+    real_BT = np.arange(1, tokens_BT.shape[1]) < num_tokens_B[:, None]
+    weight_BT = real_BT * np.random.RandomState(0).standard_normal(real_BT.shape).astype(np.float32)
+    in_score = jax.jit(
+        jax.grad(lambda params: (weight_BT * xj.score(params, config, tokens_BT, num_tokens_B)).sum())
+    )(params)
+    of_whole = jax.jit(
+        jax.grad(lambda params: (weight_BT * whole(params, config, tokens_BT, num_tokens_B)).sum())
+    )(params)
+    chex.assert_trees_all_close(in_score, of_whole, atol=1e-4, rtol=1e-4)
+    assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(in_score))
+
+
+@pytest.mark.full
+def test_soft_prompt(model):
+    """Embeddings in place of tokens score as the tokens do, whatever their ids; their gradient agrees with
+    finite differences.
+    """
+    params, config = model
+    tokens_BT = np.array(cases.prompts(cases.CASES["qwen2-gqa-tied-old"])[1:2])
+    want_BT = xj.score(params, config, tokens_BT)
+    hidden = tokens_BT.copy()
+    hidden[:, :4] = 0
+    soft_PD = xj.embed_tokens(params, config, tokens_BT[0, :4])
+
+    @jax.jit
+    def total(soft_PD):
+        inputs_BTD = xj.embed_tokens(params, config, hidden).at[:, :4].set(soft_PD)
+        logprobs_BT = xj.score(params, config, hidden, inputs_BTD=inputs_BTD)[:, 3:]
+        return logprobs_BT.sum(), logprobs_BT
+
+    (_, got_BT), gradient_PD = jax.value_and_grad(total, has_aux=True)(soft_PD)
+    np.testing.assert_allclose(got_BT, want_BT[:, 3:], atol=1e-5)
+    direction_PD = gradient_PD / jnp.linalg.norm(gradient_PD)
+    moved = [total(soft_PD + step * direction_PD)[0] for step in (1e-3, -1e-3)]
+    np.testing.assert_allclose((moved[0] - moved[1]) / 2e-3, jnp.linalg.norm(gradient_PD), rtol=2e-2)
+
+
+@pytest.mark.full
+def test_logits_of_a_long_text_never_exist():
+    """8192 tokens of Qwen2.5-0.5B's widths: scoring them, and going back to the embeddings, takes a fraction
+    of all logits' 4.6 GiB.
+    """
+    hf = dict(model_type="qwen2", vocab_size=151936, hidden_size=896, intermediate_size=4864,
+              num_hidden_layers=1, num_attention_heads=14,
+              num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True)  # fmt: skip
+    config = from_hf(hf)
+    T = 8192
+    params = jax.eval_shape(partial(xj.init_params, config, dtype="float32"), jax.random.key(0))
+    inputs = jax.ShapeDtypeStruct((1, T, 896), jnp.float32), params, jax.ShapeDtypeStruct((1, T), jnp.int32)
+
+    def score(inputs_BTD, params, tokens_BT):
+        return xj.score(params, config, tokens_BT, inputs_BTD=inputs_BTD).sum()
+
+    for function, most in ((score, 2**29), (jax.grad(score), 3 * 2**29)):  # back through the layer itself too
+        compiled = jax.jit(function).lower(*inputs).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < most
+
+
+# --- agreement with the sampler, in every weight format -----------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_generate_returns_the_same_log_probabilities(bundled, temperature):
+    """EOS entry included; temperature and top-p change what is drawn, not what is reported."""
+    params = bundled.params
+    config = bundled.config
+    tok = bundled.tokenizer
+    questions = ("What is the capital of France?", "What is the capital of Spain?", "Hello")
+    prompts = [tok.encode(tok.apply_chat_template([{"role": "user", "content": text}])) for text in questions]
+    sampling = xj.SamplingConfig(temperature=temperature, top_p=0.95)
+    options = xj.GenerateOptions(max_new_tokens=40, sampling=sampling, eos_token_ids=tok.eos_token_ids[:1])
+    out = xj.generate(params, config, prompts, options, key=jax.random.key(2))
+    assert "eos" in out.finish_reason
+    ends = [list(options.eos_token_ids) if reason == "eos" else [] for reason in out.finish_reason]
+    completions = [ids + end for ids, end in zip(out.tokens, ends, strict=True)]
+    scores = xj.score_completions(params, config, prompts, completions)
+    for ours, theirs in zip(scores, out.logprobs, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    for again in (xj.score_completions(params, config, prompts, completions, batch_size=n) for n in (1, 2)):
+        chex.assert_trees_all_close(again, scores, atol=1e-5)
+    tokens_BT = np.array([prompts[0] + completions[0]])
+    np.testing.assert_allclose(
+        xj.score(params, config, tokens_BT)[0, len(prompts[0]) - 1 :], out.logprobs[0], atol=1e-5
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "weights, bound", [("int8", 2e-3), ("int4", 2e-3), ("bfloat16", 0.08), ("float16", 0.02)]
+)
+def test_scores_of_quantized_and_16_bit_weights(weights, bound):
+    narrow = dict(quantize=weights) if weights.startswith("int") else dict(dtype=weights)
+    model = tiny.shallow_model(**narrow)
+    params = model.params
+    config = model.config
+    tok = model.tokenizer
+    prompt = tok.encode(
+        tok.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
+    )
+    out = xj.generate(params, config, [prompt], xj.GenerateOptions(8, eos_token_ids=()))
+    tokens_BT = np.array([prompt + out.tokens[0]])
+    got_BT = xj.score(params, config, tokens_BT)
+    np.testing.assert_allclose(got_BT, whole(params, config, tokens_BT), atol=bound)
+    np.testing.assert_allclose(got_BT[0, len(prompt) - 1 :], out.logprobs[0], atol=bound)
+    inputs_BTD = xj.embed_tokens(params, config, tokens_BT)
+    gradient = jax.grad(lambda inputs_BTD: xj.score(params, config, tokens_BT, inputs_BTD=inputs_BTD).sum())(
+        inputs_BTD
+    )
+    chex.assert_tree_all_finite(gradient)
+    assert jnp.any(gradient != 0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name", ["qwen3-head-dim-tied", "llama3-old-tied", "mistral-window", "smollm3-window"]
+)
+def test_scores_equal_those_of_transformers(name):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    case = cases.CASES[name]
+    prompts = cases.prompts(cases.CASES[name])
+    tensors = cases.random_tensors(case.config, 1234)
+    theirs = cases.hf_model(case.hf, tensors)
+    got_BT = np.asarray(
+        xj.score(cases.params_from(case.config, tensors), case.config, *cases.pad_prompts(prompts))
+    )
+    for row, prompt in zip(got_BT, prompts, strict=True):
+        log_softmax_TV = torch.log_softmax(torch.tensor(cases.hf_logits(theirs, prompt)), -1).numpy()
+        np.testing.assert_allclose(
+            row[: len(prompt) - 1], log_softmax_TV[np.arange(len(prompt) - 1), prompt[1:]], atol=1e-4
+        )
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
+
+GOOD = np.ones((2, 4), np.int32)
+
+
+@pytest.mark.parametrize(
+    "tokens, more, named",
+    [
+        ([[1, 2], [3]], {}, "must be an array of ids, as np.array makes of a list"),
+        (GOOD[0], {}, r"shape \[rows, 2 or more\], got int32 of \(4,\)"),
+        (GOOD[:, :1], {}, "2 or more"),
+        (GOOD.astype(np.float32), {}, "integers"),
+        (96 * GOOD, {}, "token id 96 is outside 0 … 95"),
+        (-GOOD, {}, "token id -1"),
+        (GOOD, dict(num_tokens_B=np.array([4])), r"num_tokens must have the shape \[2\]"),
+        (GOOD, dict(num_tokens_B=np.array([4, 5])), "num_tokens 5 is outside 0 … 4"),
+        (GOOD, dict(inputs_BTD=np.zeros((2, 3, 48))), r"inputs must have the shape \(2, 4, 48\)"),
+        (GOOD, dict(impl="cuda"), "cuda"),
+    ],
+)
+def test_bad_arguments_of_score_raise(model, tokens, more, named):
+    with pytest.raises(xj.InputError, match=named):
+        xj.score(*model, tokens, **more)
+
+
+@pytest.mark.parametrize(
+    "prompts, completions, more, named",
+    [
+        ([[1]], [[2], [3]], {}, "1 prompts for 2 completions"),
+        ([[1]], [[]], {}, "completion 0 must be a non-empty list"),
+        ([[1]], [[96]], {}, "completion 0 holds token id 96"),
+        ([[]], [[1]], {}, "prompt 0"),
+        ([[1] * 1000], [[1] * 25], {}, "1025 tokens exceed the model's context limit 1024"),
+        ([[1]], [[1]], dict(batch_size=0), "batch_size must be at least 1, got 0"),
+    ],
+)
+def test_bad_arguments_of_score_completions_raise(model, prompts, completions, more, named):
+    with pytest.raises(xj.InputError, match=named):
+        xj.score_completions(*model, prompts, completions, **more)
+
+
+# --- scripts/perplexity.py ----------------------------------------------------------------------------------
+
+
+perplexity = partial(run_script.run, "perplexity")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("window, stride, length", [(32, 12, 101), (32, 31, 64), (32, 1, 40), (64, 32, 20)])
+def test_script_scores_every_token_once(bundled, tmp_path, window, stride, length):
+    """Token by token: the last of a context that starts where the first window to hold the token does."""
+    ids = bundled.tokenizer.encode("What is the capital of France? The capital of France is Paris.\n" * 40)[
+        :length
+    ]
+    text = tmp_path / "text.txt"
+    text.write_text(bundled.tokenizer.decode(ids), encoding="utf-8")
+    assert bundled.tokenizer.encode(text.read_text(encoding="utf-8")) == ids
+    done = perplexity(f"--text={text}", f"--window={window}", f"--stride={stride}")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    tokens_BT = np.zeros((length - 1, window), np.int32)
+    last_B = []
+    for i in range(1, length):
+        begin = stride * max(0, math.ceil((i + 1 - window) / stride))
+        assert i - begin >= min(i, window - stride)
+        tokens_BT[i - 1, : i + 1 - begin] = ids[begin : i + 1]
+        last_B.append(i - begin)
+    logprobs_BTV = jax.nn.log_softmax(forward(bundled.params, bundled.config, tokens_BT)[0])
+    logprobs = np.asarray(
+        logprobs_BTV[np.arange(length - 1), np.array(last_B) - 1, np.array(ids[1:])], np.float64
+    )
+    assert report["tokens"] == length and report["scored_tokens"] == length - 1
+    np.testing.assert_allclose(report["nats_per_token"], -logprobs.mean(), rtol=1e-5)
+    np.testing.assert_allclose(report["perplexity"], np.exp(-logprobs.mean()), rtol=1e-5)
+    scored_bytes = len(bundled.tokenizer.decode(ids[1:]).encode())
+    np.testing.assert_allclose(report["bits_per_byte"], -logprobs.sum() / np.log(2) / scored_bytes, rtol=1e-5)
+
+
+@pytest.mark.full
+def test_script_takes_a_directory_and_narrow_weights(tmp_path):
+    source = tiny.write(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("the thing and the other, and another one", encoding="utf-8")
+    done = perplexity(f"--model={source}", f"--text={tmp_path / 'text.txt'}", "--quantize=int8")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert (
+        report["weights"] == "int8"
+        and report["perplexity"] > 1
+        and f"perplexity {report['perplexity']:.4f}" in done.stdout
+    )
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [([], "--text"), (["--text=/nowhere.txt"], "nowhere"),
+     (["--text=README.md", "--stride=8", "--window=8"], "--stride=8"),
+     (["--text=README.md", "--window=4096"], "--window=4096"),
+     (["--text=README.md", "--quantize=int3"], "int3"),
+     (["--text=README.md", "--model=/nowhere"], "nowhere"),
+     (["--text=xinfer_jax/assets/model.safetensors"], "utf-8"),
+     (["--nonsense"], "nonsense"), (["extra"], "extra")],
+)  # fmt: skip
+def test_the_script_reports_bad_flags_in_one_line(flags, named):
+    done = perplexity(*flags)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and named in done.stderr, done.stderr
+
+
+def test_the_script_rejects_a_text_of_one_token(tmp_path):
+    (tmp_path / "text.txt").write_text("the", encoding="utf-8")
+    done = perplexity(f"--text={tmp_path / 'text.txt'}")
+    assert done.returncode == 2 and "has 1 tokens" in done.stderr

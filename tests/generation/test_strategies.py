@@ -1,0 +1,282 @@
+"""Ways to decode: processors, alternatives, stopping, several answers, in batches, streams
+and with quantized weights.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xinfer_jax as xj
+from xinfer_jax.sampling import processors
+from xinfer_jax.sampling.batched_settings import settings_per_row
+
+pytestmark = pytest.mark.newest
+
+PROMPTS = ([1, 2, 3, 4, 5], [7, 8, 9])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return xj.load_model()
+
+
+def options(**given) -> xj.GenerateOptions:
+    return xj.GenerateOptions(**dict(max_new_tokens=12, eos_token_ids=()) | given)
+
+
+def run(model, prompts=PROMPTS, key=0, **given) -> xj.GenerateOutput:
+    return xj.generate(model.params, model.config, prompts, options(**given), key=jax.random.key(key))
+
+
+def streamed(model, prompts=PROMPTS, until=None, **given):
+    """What a stream yields, told to stop after so many steps, and its output."""
+    steps = xj.stream(model.params, model.config, prompts, options(**given), key=jax.random.key(0))
+    seen = []
+    for ids in steps:
+        seen.append(ids)
+        if len(seen) == until:
+            steps.stop()
+    return seen, steps.output
+
+
+SETTINGS = {
+    "warpers": dict(temperature=0.9, min_p=0.05, typical_p=0.9),
+    "penalties": dict(presence_penalty=2.0, frequency_penalty=0.8, no_repeat_ngram_size=2),
+    "ids": dict(temperature=1.0, logit_bias={11: 5.0, 12: -4.0}, forbidden_token_ids=(3, 4)),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_processed_row_of_a_batch_is_the_row_alone_and_streamed(model, name):
+    settings = [xj.SamplingConfig(**SETTINGS[name]), xj.SamplingConfig(temperature=0.8)]
+    keys = jax.random.split(jax.random.key(3), 2)
+    batch = xj.generate(model.params, model.config, PROMPTS, options(sampling=settings), key=keys)
+    alone = xj.generate(model.params, model.config, PROMPTS[:1], options(sampling=settings[0]), key=keys[:1])
+    assert batch.tokens[0] == alone.tokens[0]
+    plain = xj.generate(model.params, model.config, PROMPTS[1:], options(sampling=settings[1]), key=keys[1:])
+    assert batch.tokens[1] == plain.tokens[0], "the other row's setting reached this one"
+    steps = xj.stream(model.params, model.config, PROMPTS[:1], options(sampling=settings[0]), key=keys[:1])
+    assert [ids[0] for ids in steps] == alone.tokens[0]
+
+
+@pytest.mark.full
+def test_allowed_forbidden_and_biased_ids(model):
+    hot = dict(temperature=5.0)
+    assert set(
+        sum(run(model, sampling=xj.SamplingConfig(allowed_token_ids=(5, 6, 7), **hot)).tokens, [])
+    ) <= {5, 6, 7}
+    greedy = run(model).tokens[0][0]
+    assert run(model, sampling=xj.SamplingConfig(forbidden_token_ids=(greedy,))).tokens[0][0] != greedy
+    assert set(sum(run(model, sampling=xj.SamplingConfig(logit_bias={9: 1e4})).tokens, [])) == {9}
+
+
+def test_presence_and_frequency_are_subtracted():
+    logits_BV = np.random.RandomState(0).standard_normal((2, 6)).astype(np.float32)
+    count_BV = np.array([[0, 1, 2, 0, 5, 0]] * 2)
+    got = processors.presence_frequency(logits_BV, jnp.array([0.5, 0.0]), jnp.array([0.25, -1.0]), count_BV)
+    np.testing.assert_allclose(got[0], logits_BV[0] - 0.5 * (count_BV[0] > 0) - 0.25 * count_BV[0], rtol=1e-6)
+    np.testing.assert_allclose(got[1], logits_BV[1] + count_BV[1], rtol=1e-6)
+
+
+@pytest.mark.full
+def test_no_ngram_occurs_twice(model):
+    settings = xj.SamplingConfig(temperature=1.0, no_repeat_ngram_size=2, allowed_token_ids=tuple(range(6)))
+    out = run(model, [[0, 1, 2, 0, 1]], sampling=settings, max_new_tokens=20)
+    row = [0, 1, 2, 0, 1, *out.tokens[0]]
+    made = list(zip(row, row[1:], strict=False))[4:]
+    assert len(set(made)) == len(made) and not set(made) & {(0, 1), (1, 2), (2, 0)}
+
+
+@pytest.mark.full
+def test_min_new_tokens(model):
+    eos = [run(model).tokens[0][0]]
+    assert run(model, eos_token_ids=eos).tokens[0] == []
+    out = run(model, eos_token_ids=eos, sampling=xj.SamplingConfig(min_new_tokens=5))
+    assert len(out.tokens[0]) >= 5
+
+
+def test_settings_that_are_off_compile_nothing(model):
+    """The program is that of the plain settings."""
+
+    def program(**given) -> str:
+        rows = [xj.SamplingConfig(**given), xj.SamplingConfig(0.5)]
+        loop = partial(xj.decode_loop, model.params, model.config, output_size=8)
+        arguments = jnp.zeros((2, model.config.vocab_size)), xj.init_cache(model.config, 2, 16)
+        keys = jax.random.split(jax.random.key(0), 2)
+        settings = settings_per_row(rows, 2, model.config.vocab_size)
+        loop = partial(loop, history_BS=np.zeros((2, 16), np.int32))
+        return jax.jit(loop).lower(*arguments, keys, settings, np.array([3]), 8).as_text()
+
+    off = dict(min_p=0.0, typical_p=1.0, presence_penalty=0.0, frequency_penalty=0.0, min_new_tokens=0)
+    assert program(**off, no_repeat_ngram_size=0, logit_bias=None) == program()
+    for given in (dict(min_p=0.1), dict(min_new_tokens=2), dict(allowed_token_ids=[1])):
+        assert len(program(**given)) > len(program())
+
+
+# --- log-probabilities --------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logprobs_list_the_most_probable_tokens(model, temperature):
+    """Greedy and sampled, out of the same two programs."""
+    settings = xj.SamplingConfig(temperature=temperature, top_k=20, repetition_penalty=1.2)
+    out, plain = (run(model, sampling=settings, logprobs=n, logits=n > 0) for n in (3, 0))
+    assert out.tokens == plain.tokens and plain.alternatives is None
+    np.testing.assert_allclose(sum(out.logprobs, []), sum(plain.logprobs, []), atol=1e-5)
+    for i, prompt in enumerate(PROMPTS):
+        full = xj.forward(model.params, model.config, jnp.array([prompt + out.tokens[i]]))[0][
+            0, len(prompt) - 1 : -1
+        ]
+        np.testing.assert_allclose(out.logits[i], full, atol=2e-3)
+        logprobs = np.asarray(jax.nn.log_softmax(out.logits[i]))
+        for t, token in enumerate(out.alternatives[i]):
+            assert token.id == out.tokens[i][t] and token.logprob == out.logprobs[i][t]
+            np.testing.assert_allclose(token.logprob, logprobs[t, token.id], atol=1e-5)
+            assert [j for j, _ in token.top] == np.argsort(-logprobs[t], kind="stable")[:3].tolist()
+            np.testing.assert_allclose([p for _, p in token.top], np.sort(logprobs[t])[::-1][:3], atol=1e-5)
+            assert (
+                token.processed_logprob <= 0 and token.processed_top[0][1] >= token.processed_logprob - 1e-6
+            )
+            if temperature == 0:
+                assert token.processed_top[0][0] == token.id
+    text = xj.alternatives_text(model, out)
+    assert len(text) == 12 and len(text[0]) == 4 and 0 < text[0][0].probability <= 1
+
+
+# --- stopping -----------------------------------------------------------------------------------------------
+
+
+def test_stop_token_ids(model):
+    whole = run(model).tokens[0]
+    out = run(model, stop_token_ids=(whole[4],))
+    first = whole.index(whole[4])
+    assert (out.tokens[0], out.finish_reason[0]) == (whole[:first], "stop")
+
+
+@pytest.mark.parametrize("until", [1, 3])
+def test_stop_ends_a_stream(model, until):
+    whole, _ = streamed(model)
+    seen, out = streamed(model, until=until)
+    assert seen == whole[:until]
+    assert out.tokens == [[ids[i] for ids in seen] for i in range(2)] and out.finish_reason == ["stop"] * 2
+    assert [len(row) for row in out.logprobs] == [until] * 2 and out.stats.generated_tokens == 2 * until
+
+
+QUESTION = "What is the capital of France?"
+ANSWER = "The capital of France is Paris."
+
+
+@pytest.mark.parametrize("stop", [" France", "ital", "tal of Fr", "l of", ".", "T"])
+def test_the_text_ends_before_a_stop_string(model, stop):
+    given = dataclasses.replace(options(max_new_tokens=16), stop_strings=("nowhere", stop))
+    pieces = xj.stream_text(model, QUESTION, given)
+    text = "".join(pieces)
+    out = pieces.output
+    assert text == xj.generate_text(model, QUESTION, given) == ANSWER[: ANSWER.index(stop)]
+    assert out.finish_reason == ["stop"] and stop in model.tokenizer.decode(out.tokens[0])
+
+
+def test_a_stop_string_that_never_occurs_changes_nothing(model):
+    given = options(max_new_tokens=16, eos_token_ids=None, stop_strings=("Paris!", "Paris.."))
+    assert xj.generate_text(model, QUESTION, given) == ANSWER
+
+
+# --- several answers ----------------------------------------------------------------------------------------
+
+
+def test_answers_share_a_prompt_and_differ_by_key(model):
+    settings = xj.SamplingConfig(temperature=1.5)
+    keys = jax.random.split(jax.random.key(2), 2)
+    out = xj.generate(model.params, model.config, PROMPTS, options(sampling=settings, n=3), key=keys)
+    assert len(out.tokens) == 6 and len({tuple(row) for row in out.tokens}) == 6
+    for row, (i, j) in enumerate((i, j) for i in range(2) for j in range(3)):
+        key = jax.random.fold_in(keys[i], j)
+        alone = xj.generate(
+            model.params, model.config, [PROMPTS[i]], options(sampling=settings), key=key[None]
+        )
+        assert out.tokens[row] == alone.tokens[0]
+    assert out.stats.prompt_tokens == sum(map(len, PROMPTS))
+    recomputed = xj.generate(
+        model.params, model.config, PROMPTS, options(sampling=settings, n=3, use_cache=False), key=keys
+    )
+    assert recomputed.tokens == out.tokens
+
+
+@pytest.mark.full
+def test_best_of_returns_the_most_probable_answers(model):
+    settings = xj.SamplingConfig(temperature=1.5)
+    every, best = (
+        run(model, sampling=settings, logprobs=1, **more) for more in (dict(n=4), dict(n=2, best_of=4))
+    )
+    for i in range(2):
+        ranked = sorted(range(4 * i, 4 * i + 4), key=lambda row: -np.mean(every.logprobs[row]))[:2]
+        assert [best.tokens[2 * i + j] for j in range(2)] == [every.tokens[row] for row in ranked]
+        assert [best.alternatives[2 * i + j] for j in range(2)] == [every.alternatives[row] for row in ranked]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_quantized_weights_with_every_strategy(quantize):
+    model = xj.load_model(quantize=quantize)
+    settings = xj.SamplingConfig(temperature=0.9, min_p=0.05, frequency_penalty=0.5, no_repeat_ngram_size=3)
+    given = dict(sampling=settings, n=2, logprobs=2)
+    out = run(model, **given)
+    again = run(model, **given)
+    assert out.tokens == again.tokens and len(out.tokens) == 4 and all(out.alternatives)
+
+
+# --- rejected options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given, named",
+    [
+        (
+            dict(sampling=xj.SamplingConfig(allowed_token_ids=(3, 4), forbidden_token_ids=(4,))),
+            "token id 4 is both",
+        ),
+        (dict(sampling=xj.SamplingConfig(allowed_token_ids=())), "allowed_token_ids is empty"),
+        (
+            dict(sampling=xj.SamplingConfig(forbidden_token_ids=(10**6,))),
+            "forbidden_token_ids holds token id 1000000",
+        ),
+        (dict(sampling=xj.SamplingConfig(logit_bias={-1: 2.0})), "logit_bias holds token id -1"),
+        (dict(sampling=xj.SamplingConfig(logit_bias={1: float("nan")})), "logit_bias must be finite"),
+        (dict(sampling=xj.SamplingConfig(min_p=2.0)), "min_p must be from 0"),
+        (dict(sampling=xj.SamplingConfig(typical_p=0.0)), "typical_p must be above 0"),
+        (dict(sampling=xj.SamplingConfig(presence_penalty=float("inf"))), "presence_penalty"),
+        (dict(sampling=xj.SamplingConfig(no_repeat_ngram_size=1.5)), "no_repeat_ngram_size"),
+        (dict(sampling=xj.SamplingConfig(min_new_tokens=-1)), "min_new_tokens"),
+        (dict(stop_token_ids=(10**6,)), "stop_token_ids holds token id 1000000"),
+        (dict(stop_strings=("x",)), "stop_strings need text"),
+        (dict(n=0), "n must be a whole number from 1 to 65536, got 0"),
+        (dict(n=3, best_of=2), "best_of must be a whole number from 3 to 65536, got 2"),
+        (dict(logprobs=-1), "logprobs must be"),
+        (dict(logprobs=10**6), "logprobs=1000000 exceeds"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_generate_options_raise(model, given, named):
+    with pytest.raises(xj.InputError, match=named):
+        run(model, **given)
+
+
+def test_options_that_text_and_streams_reject(model):
+    for given, named in (
+        (dict(stop_strings=("",)), "stop_strings must be a list of texts"),
+        (dict(n=2), "n=2: the text functions"),
+    ):
+        with pytest.raises(xj.InputError, match=named):
+            xj.generate_text(model, QUESTION, options(**given))
+    with pytest.raises(xj.InputError, match="best_of=3 cannot be streamed"):
+        xj.stream(model.params, model.config, PROMPTS, options(best_of=3), key=jax.random.key(0))
+    cache = xj.init_cache(model.config)
+    call = (model.params, model.config, jnp.zeros((1, model.config.vocab_size)), cache, jax.random.key(0))
+    with pytest.raises(xj.InputError, match="history_BS"):
+        xj.decode_loop(*call, xj.SamplingConfig(no_repeat_ngram_size=2), np.zeros(0, np.int32), 4)

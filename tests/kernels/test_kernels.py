@@ -1,0 +1,321 @@
+"""The engine on kernels: the same tokens and gradients as on plain jnp, and programs for NVIDIA GPUs lowered
+on a machine without one.
+
+Kernels run emulated here (`impl="interpret"`); each is compared with its oracle in test_kernels_triton.py and
+test_kernels_mosaic.py.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
+from small_models import QWEN, build, prompts
+
+import kernels_pallas
+import xinfer_jax as xj
+from xinfer_jax.cache.layer_caches import uncached_kv
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.model.attention import attention
+from xinfer_jax.model.decoder import hidden_states, unembed
+from xinfer_jax.model.greedy import argmax, can_fuse_head, greedy_tokens
+
+pytestmark = pytest.mark.newest
+
+HAS_GPU = kernels_pallas.device_impl().impl != "xla"
+SD = jax.ShapeDtypeStruct
+
+
+def h200(*axes):
+    """A mesh of fake H200s, for which programs can be lowered."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    names = tuple(name for name, _ in axes)
+    return AbstractMesh(
+        tuple(n for _, n in axes), names, axis_types=(AxisType.Auto,) * len(axes), abstract_device=device
+    )
+
+
+def lowered_for_cuda(function, *args):
+    with jax.sharding.use_abstract_mesh(h200()):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def arrays(*shapes, dtype=jnp.float32):
+    draws = np.random.default_rng(0)
+    return [jnp.asarray(draws.standard_normal(shape), dtype) for shape in shapes]
+
+
+@pytest.mark.full
+def test_kernels_support_soft_caps():
+    """Soft caps of scores and of logits, as in gemma2: in prefill and decode attention and in the head, whose
+    log-probability they change.
+    """
+    params, config = build("qwen2")
+    params = params | {"layers": params["layers"][:1]}
+    config = dataclasses.replace(config, num_hidden_layers=1, layer_windows=(7,), layer_rope=(True,))
+    capped = dataclasses.replace(config, attn_logit_softcapping=1.5, final_logit_softcapping=4.0)
+    tokens_BT = np.array(prompts(13, 13))
+    assert {s.impl for s in xj.kernels_used(params, capped, "interpret").values()} == {"interpret"}
+
+    @partial(jax.jit, static_argnums=(0, 1))
+    def read(config, impl):
+        """Logits of a prompt and of the token after it; the greedy token and its log-probability."""
+        hidden_BTD, cache = hidden_states(params, config, tokens_BT, xj.init_cache(config, 2, 16), impl=impl)
+        step_BV = xj.decode_step(params, config, tokens_BT[:, 0], cache, impl=impl)[0]
+        likeliest = greedy_tokens(params, config, hidden_BTD[:, -1], impl) if impl == "interpret" else None
+        return unembed(params, config, hidden_BTD), step_BV, likeliest
+
+    wanted = read(capped, "xla")
+    got = read(capped, "interpret")
+    for want, have in zip(wanted[:2], got[:2], strict=True):
+        np.testing.assert_allclose(have, want, atol=1e-5)
+    logprobs_BV = jax.nn.log_softmax(wanted[0][:, -1])
+    assert got[2][0].tolist() == jnp.argmax(logprobs_BV, -1).tolist()
+    np.testing.assert_allclose(got[2][1], jnp.max(logprobs_BV, -1), atol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["qwen2", "windows-nope-untied"])
+def test_tokens_equal_those_of_xla(name):
+    """A greedy batch, which never writes logits, and a mixed batch, which does: two calls of the same
+    programs.
+    """
+    params, config = build(name)
+    mixed = [xj.SamplingConfig(), xj.SamplingConfig(0.8, 20, 0.9)]
+    for sampling in ([xj.SamplingConfig()] * 2, mixed):
+        outs = [
+            xj.generate(
+                params,
+                config,
+                prompts(13, 5),
+                xj.GenerateOptions(10, sampling, impl=impl),
+                key=jax.random.key(3),
+            )
+            for impl in ("xla", "interpret")
+        ]
+        assert outs[0].tokens == outs[1].tokens
+        np.testing.assert_allclose(*(np.array(out.logprobs) for out in outs), atol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("window", [None, 4])
+def test_gradient_through_a_kernel_is_that_of_xla(window):
+    q, k, v = arrays((2, 9, 4, 8), (2, 2, 9, 8), (2, 2, 9, 8))
+
+    def loss(q, k, v, impl):
+        return jnp.sum(
+            attention(q, uncached_kv(k, v, window), length_B=jnp.array([9, 6]), scale=0.3, impl=impl) ** 2
+        )
+
+    for got, want in zip(
+        *(
+            jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=3)(q, k, v, impl)
+            for impl in ("interpret", "xla")
+        ),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.full
+def test_gradient_of_a_decode_step_through_a_kernel():
+    """With a cache the loops of plain jnp follow the length and have no gradient. That of the kernel is the
+    gradient of the query's row alone.
+    """
+    q, k, v = arrays((2, 1, 4, 8), (2, 2, 9, 8), (2, 2, 9, 8))
+    length = jnp.array([9, 6])
+
+    def loss(q, k, v):
+        return jnp.sum(
+            attention(q, uncached_kv(k, v), length_B=length, start_B=length - 1, scale=0.3, impl="interpret")
+            ** 2
+        )
+
+    def oracle(q, k, v):
+        return jnp.sum(kernels_pallas.reference.decode_attention(q[:, 0], k, v, length, scale=0.3) ** 2)
+
+    for got, want in zip(*(jax.jit(jax.grad(f, (0, 1, 2)))(q, k, v) for f in (loss, oracle)), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.full
+def test_vmap_of_attention_by_kernel_equals_a_loop():
+    q, k, v = arrays((3, 1, 5, 4, 16), (3, 1, 2, 40, 16), (3, 1, 2, 40, 16))
+    start = jnp.array([[0], [7], [30]])
+
+    def one(q, k, v, start):
+        return attention(
+            q, uncached_kv(k, v), length_B=start + 5, start_B=start, scale=0.25, impl="interpret"
+        )
+
+    mapped = jax.vmap(one)(q, k, v, start)
+    for i in range(3):
+        np.testing.assert_allclose(mapped[i], one(q[i], k[i], v[i], start[i]), atol=1e-6)
+
+
+def decode_programs(dtype="bfloat16"):
+    """Prefill, decode step and decode loop of a small model, traced with shapes only."""
+    config = from_hf(
+        dict(model_type="qwen2", vocab_size=320, hidden_size=128, intermediate_size=64, num_hidden_layers=1)
+        | dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=256)
+    )
+    params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), dtype))
+    cache = jax.eval_shape(lambda: xj.init_cache(config, 2, 64, dtype))
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
+    rows = SD((2,), jnp.int32)
+
+    def loop(params, logits_BV, cache, key_B):
+        eos_ids = np.zeros(4, np.int32)
+        return xj.decode_loop(params, config, logits_BV, cache, key_B, xj.SamplingConfig(), eos_ids, 16)
+
+    yield jax.jit(xj.prefill, static_argnums=1).trace(params, config, SD((2, 32), jnp.int32), rows, cache)
+    yield jax.jit(xj.decode_step, static_argnums=1).trace(params, config, rows, cache)
+    yield jax.jit(loop).trace(params, SD((2, 320), jnp.float32), cache, keys)
+
+
+@pytest.fixture(params=["mosaic", "triton"])
+def fake_gpu(request, monkeypatch):
+    """As if this process had an NVIDIA GPU: calls with `impl=None` are lowered for it, not run."""
+    selection = kernels_pallas.Selection(request.param, "an imaginary GPU")
+    monkeypatch.setattr(kernels_pallas.dispatch, "device_impl", lambda: selection)
+    jax.clear_caches()  # no earlier trace
+    yield {"mosaic": "mosaic_gpu", "triton": "__gpu$xla.gpu.triton"}[request.param]
+    jax.clear_caches()
+
+
+@pytest.mark.full
+def test_the_whole_decode_step_lowers_for_cuda(fake_gpu):
+    """All three programs use the attention kernel; the loop also the head kernel, and argmax for the first
+    token.
+    """
+    with jax.sharding.use_abstract_mesh(h200()):
+        texts = [program.lower(lowering_platforms=("cuda",)).as_text() for program in decode_programs()]
+    calls = [text.count(f'call_target_name = "{fake_gpu}') + text.count(f"@{fake_gpu}") for text in texts]
+    assert calls[0] == calls[1] == 1 and calls[2] >= 3, calls
+
+
+def default_calls(q, k, v, length, x, weight):
+    """The kernels of a forward pass, a decode step and a gradient, with impl=None."""
+
+    def loss(q, k, v):
+        return jnp.sum(attention(q, uncached_kv(k, v), length_B=length, scale=0.1).astype(jnp.float32))
+
+    decoded = attention(q[:, :1], uncached_kv(k, v), length_B=length, start_B=length - 1, scale=0.1)
+    loss_and_gradient = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+    params = {"embed": {"weight": weight}}
+    config = from_hf(QWEN)
+    assert can_fuse_head(params, x, None)
+    return (
+        decoded,
+        jax.tree.map(lambda y: y[None] if y.ndim == 0 else y, loss_and_gradient),
+        argmax(q[:, 0, 0]),
+        greedy_tokens(params, config, x),
+    )
+
+
+BY_DEFAULT = (
+    *(SD(shape, jnp.bfloat16) for shape in [(4, 32, 8, 64), (4, 2, 512, 64), (4, 2, 512, 64)]),
+    *(SD((4,), jnp.int32), SD((4, 64), jnp.bfloat16), SD((320, 64), jnp.bfloat16)),
+)
+
+
+@pytest.mark.full
+def test_impl_none_runs_kernels_on_a_gpu_only(fake_gpu):
+    assert lowered_for_cuda(default_calls, *BY_DEFAULT).count(fake_gpu) >= 4
+    assert fake_gpu not in jax.jit(default_calls).lower(*BY_DEFAULT).as_text()
+    stacked = [SD((3, *x.shape), x.dtype) for x in BY_DEFAULT]
+    assert lowered_for_cuda(jax.vmap(default_calls), *stacked).count(fake_gpu) >= 4
+
+
+@pytest.mark.full
+def test_impl_none_runs_kernels_under_shard_map(fake_gpu):
+    """With the check of varying axes: kernels, their gradients and plain jnp mark them correctly."""
+    mesh = h200(("rows", 2))
+    rows = PartitionSpec("rows")
+    same = PartitionSpec()
+    with jax.sharding.use_abstract_mesh(mesh):
+        mapped = jax.shard_map(default_calls, mesh=mesh, in_specs=(rows,) * 5 + (same,), out_specs=rows)
+        assert (
+            jax.jit(mapped).trace(*BY_DEFAULT).lower(lowering_platforms=("cuda",)).as_text().count(fake_gpu)
+            >= 4
+        )
+        repeated = jax.shard_map(default_calls, mesh=mesh, in_specs=(rows,) * 5 + (same,), out_specs=same)
+        with pytest.raises(ValueError, match="out_specs"):  # a varying result is not taken for replicated
+            jax.jit(repeated).trace(*BY_DEFAULT)
+
+
+@pytest.mark.full
+def test_a_single_query_before_the_last_key_does_not_see_past_itself():
+    q, k, v = arrays((2, 1, 4, 16), (2, 2, 20, 16), (2, 2, 20, 16))
+    for window in (None, 4):
+        outs = [
+            attention(
+                q,
+                uncached_kv(k, v, window),
+                length_B=jnp.array([20, 9]),
+                start_B=jnp.array([3, 8]),
+                scale=0.2,
+                impl=impl,
+            )
+            for impl in ("interpret", "xla")
+        ]
+        np.testing.assert_allclose(*outs, atol=1e-6)
+
+
+def test_select_states_its_reasons():
+    q = SD((2, 1, 4, 64), jnp.float32)
+    k = SD((2, 2, 32, 64), jnp.float32)
+    x = SD((2, 64), jnp.bfloat16)
+    w = SD((96, 64), jnp.bfloat16)
+    assert kernels_pallas.select("decode_attention", "triton", q, k, k).impl == "triton"
+    assert kernels_pallas.select("lm_head_argmax", "mosaic", x, w).impl == "mosaic"
+    for impl, args, reason in [
+        ("mosaic", (q, k, k), "TF32"),
+        ("triton", (SD(q.shape, jnp.bfloat16), k, k), "different dtypes"),
+        ("triton", (SD((2, 1, 4, 320), jnp.float32), SD((2, 2, 32, 320), jnp.float32)), "head width 320"),
+        ("cuda", (q, k, k), "must be None or one of"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            kernels_pallas.select("prefill_attention", impl, *args)
+
+
+def test_kernels_used_reports_rings_correctly(fake_gpu):
+    """A layer whose window is a ring at that capacity uses plain jnp, others a kernel."""
+    config = from_hf(QWEN | dict(head_dim=16))
+    params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), "bfloat16"))
+
+    def reported(windows, capacity):
+        windowed = dataclasses.replace(config, layer_windows=windows)
+        used = xj.kernels_used(params, windowed, kv_dtype="bfloat16", capacity=capacity)
+        assert used["prefill_attention"] == used["decode_attention"]
+        assert used["argmax"].reason == used["lm_head_argmax"].reason == "an imaginary GPU"
+        return used["decode_attention"], windowed
+
+    mixed, _ = reported((7, None), 1024)
+    assert mixed.impl != "xla" and "1 of 2 layers by xla: keys in a ring" in mixed.reason
+    assert reported((7, None), 512)[0] == (mixed.impl, "an imaginary GPU")
+    rings, config = reported((7, 7), 1024)
+    assert rings.impl == "xla" and rings.reason.startswith("keys in a ring")
+    cache = jax.eval_shape(lambda: xj.init_cache(config, 2, 1024, "bfloat16"))
+    text = lowered_for_cuda(
+        lambda *args: hidden_states(args[0], config, *args[1:]), params, SD((2, 1), jnp.int32), cache
+    )
+    assert fake_gpu not in text
+
+
+@pytest.mark.skipif(HAS_GPU, reason="this machine has an NVIDIA GPU")
+def test_without_a_gpu_none_means_xla_and_kernel_names_raise():
+    params, config = build("qwen2")
+    assert kernels_pallas.select("argmax", None, SD((1, 10), jnp.float32)) == ("xla", "no NVIDIA GPU here")
+    for impl in ("mosaic", "triton"):
+        with pytest.raises(xj.InputError, match="needs an NVIDIA GPU of compute capability"):
+            xj.generate(params, config, [[1]], xj.GenerateOptions(impl=impl))
+        with pytest.raises(xj.InputError, match="needs an NVIDIA GPU of compute capability"):
+            xj.decode_step(params, config, np.array([1]), xj.init_cache(config), impl=impl)
+        with pytest.raises(xj.InputError, match="needs an NVIDIA GPU of compute capability"):
+            xj.forward(params, config, np.array([[1]]), impl=impl)
+    with pytest.raises(xj.InputError, match="one of mosaic, triton, xla, interpret, got 'fast'"):
+        xj.generate(params, config, [[1]], xj.GenerateOptions(impl="fast"))

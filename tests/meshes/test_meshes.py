@@ -1,0 +1,176 @@
+"""A model over a mesh, on virtual devices in separate processes (mesh_cases.py); and rows that a caller
+divides over devices, by `jax.shard_map` with its check of varying values or by a mesh's axes. These programs
+are traced; one runs on two devices.
+"""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from paths import SCRIPTS, SUPPORT
+from run_script import run_on_devices
+from small_models import QWEN
+
+import xinfer_jax as xj
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.sharding import partition_spec
+from xinfer_jax.weights.layout import layer_partition_specs
+
+pytestmark = pytest.mark.oldest
+
+CONFIG = from_hf(QWEN | dict(num_hidden_layers=1))
+ROWS = PartitionSpec("rows")
+REPLICATED = PartitionSpec()
+ARGUMENTS = (np.arange(48, dtype=np.int32).reshape(4, 12), np.array([12, 5, 9, 1], np.int32), np.arange(8))
+
+
+def answers(params, tokens_BT, num_tokens_B, key_data, times=1, cache_dtype=None):
+    """Repeats each prompt `times`, and samples four tokens after it."""
+    tokens_BT = jnp.tile(tokens_BT, (1, times))
+    num_tokens_B = num_tokens_B * times
+    cache = xj.init_cache(CONFIG, len(tokens_BT), tokens_BT.shape[1] + 8, cache_dtype)
+    logits_BV, cache = xj.prefill(params, CONFIG, tokens_BT, num_tokens_B, cache)
+    keys = jax.random.wrap_key_data(key_data.reshape(-1, 2).astype(jnp.uint32))
+    settings = xj.SamplingConfig(0.8, 20, repetition_penalty=1.2)
+    out = xj.decode_loop(params, CONFIG, logits_BV, cache, keys, settings, jnp.array([3]), 4)
+    return out.tokens_BT, out.logprobs_BT, out.length_B, out.cache.overflow_B
+
+
+@pytest.mark.parametrize(
+    "given", [{}, dict(times=60), dict(cache_dtype="gear")], ids=["plain", "chunks", "gear"]
+)
+def test_shard_map_checks_values_that_vary_between_devices(given):
+    params = jax.eval_shape(lambda: xj.init_params(CONFIG, jax.random.key(0), "float32"))
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Auto,))
+
+    def run(*args):
+        return answers(*args, **given)
+
+    specs = dict(mesh=mesh, in_specs=(REPLICATED, ROWS, ROWS, ROWS))
+    jax.eval_shape(jax.shard_map(run, out_specs=ROWS, **specs), params, *ARGUMENTS)
+    with pytest.raises(ValueError, match="out_specs"):  # varying values are not replicated
+        jax.eval_shape(jax.shard_map(run, out_specs=REPLICATED, **specs), params, *ARGUMENTS)
+
+
+def test_explicit_axes_raise_by_name():
+    params = jax.eval_shape(lambda: xj.init_params(CONFIG, jax.random.key(0), "float32"))
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Explicit,))
+    cache = xj.init_cache(CONFIG, 4, 32)
+
+    def prefill(spec):
+        tokens_BT, num_tokens_B = (jax.device_put(x, NamedSharding(mesh, spec)) for x in ARGUMENTS[:2])
+        return jax.eval_shape(lambda p: xj.prefill(p, CONFIG, tokens_BT, num_tokens_B, cache), params)
+
+    with pytest.raises(xj.InputError, match=r"Explicit axes: make the mesh with axis_types=.*Auto"):
+        prefill(ROWS)
+    assert prefill(REPLICATED)[0].shape == (4, CONFIG.vocab_size)
+
+
+def main():
+    """With the check and without, on meshes of both axis types: equal results."""
+    params = xj.init_params(CONFIG, jax.random.key(0), "float32")
+    outs = []
+    for kind, given in ((AxisType.Explicit, {}), (AxisType.Auto, dict(check_vma=False))):
+        mesh = jax.make_mesh((2,), ("rows",), axis_types=(kind,))
+        replicated, rows = (NamedSharding(mesh, spec) for spec in (REPLICATED, ROWS))
+        specs = dict(in_specs=(REPLICATED, ROWS, ROWS, ROWS), out_specs=ROWS)
+        run = jax.jit(jax.shard_map(answers, mesh=mesh, **specs, **given))
+        outs.append(run(*jax.device_put((params, *ARGUMENTS), (replicated, rows, rows, rows))))
+    jax.tree.map(np.testing.assert_array_equal, *outs)
+
+
+@pytest.mark.full
+def test_shard_map_on_two_devices():
+    run_on_devices(2, Path(__file__))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "cases",
+    [
+        "collectives_of_a_layer collectives_of_sampling",
+        "formats bitnet_files gradients another_layout other_ways",
+        "odd_vocabulary odd_formats odd_tree_of_a_user",
+        "an_engine caches kernels",
+        "qwen2-8 qwen3_moe-4 olmo3-2 gemma3-4",  # scripts/soak_meshes.py has every family
+    ],
+)
+def test_a_model_over_a_mesh(cases):
+    wrong = json.loads(run_on_devices(8, (SUPPORT / "mesh_cases.py"), *cases.split()).splitlines()[-1])
+    assert not any(wrong.values()), "\n".join(wrong.values())
+
+
+@pytest.mark.full
+def test_bench_meshes_reports_collectives_and_flops():
+    given = "--config=xinfer_jax/assets", "--devices=1,2", "--prompt=8", "--new_tokens=2"
+    lines = run_on_devices(2, SCRIPTS / "bench_meshes.py", *given).splitlines()
+    one, two = map(json.loads, lines)
+    assert one["collectives"] == one["said_kb"] == 0 and two["collectives"] == 2 * 4 + 1
+    assert 1.5 < one["gflop"] / two["gflop"] <= 2
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((1,), ("model",))
+
+
+def test_explicit_axes_in_set_mesh_raise(mesh):
+    params = jax.device_put(xj.init_params(CONFIG, jax.random.key(0), "float32"), xj.shardings(CONFIG, mesh))
+    with jax.set_mesh(jax.make_mesh((1,), ("model",), axis_types=(AxisType.Explicit,))):
+        for call in (
+            lambda: xj.generate(params, CONFIG, [[1, 2]], xj.GenerateOptions(2)),
+            lambda: jax.jit(xj.forward, static_argnums=1)(params, CONFIG, ARGUMENTS[0]),
+        ):
+            with pytest.raises(xj.InputError, match="does not run under jax.set_mesh"):
+                call()
+
+
+def test_shardings_of_parameters(mesh):
+    """Outputs of matrices with hidden states as input, inputs of the others, rows of the vocabulary."""
+    specs = jax.tree.map(lambda sharding: tuple(sharding.spec), xj.shardings(CONFIG, mesh))
+    layer = specs["layers"][0]
+    assert (
+        layer["q"] == layer["gate"] | {"bias": ("model",)} == {"weight": ("model", None), "bias": ("model",)}
+    )
+    assert layer["o"] == layer["down"] == {"weight": (None, "model")}
+    assert specs["embed"]["weight"] == ("model", None) and specs["final_norm"] == (None,)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda mesh: xj.shardings(CONFIG, "model"), "mesh must be a jax.sharding.Mesh with an axis 'model'"),
+        (lambda mesh: xj.shardings(CONFIG, jax.make_mesh((1,), ("rows",))), r"got \['rows'\]"),
+        (lambda mesh: xj.shardings(CONFIG, mesh, fsdp="data"), "fsdp='data' is no axis of the mesh"),
+        (lambda mesh: xj.shardings(CONFIG, mesh, fsdp="model"), "'model' can be used once"),
+        (lambda mesh: xj.load_model(mesh=4), "mesh must be a jax.sharding.Mesh .* got int"),
+        (
+            lambda mesh: layer_partition_specs({}, CONFIG, AbstractMesh((8,), ("model",))),
+            "heads has 4, which 8 devices",
+        ),
+        (
+            lambda mesh: partition_spec(("mlp",), (6,), AbstractMesh((4,), ("model",))),
+            "mlp has 6, which 4 devices",
+        ),
+    ],
+)
+def test_bad_meshes_and_sizes_raise(mesh, call, message):
+    with pytest.raises(xj.InputError, match=message):
+        call(mesh)
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [("model=9", "needs 9 devices, and 1 are here: XLA_FLAGS"), ("data=2", "'data=2' is not model=N")],
+)
+def test_bad_mesh_flags_exit_with_one_line(command, flag, message):
+    code, _, said = command(f"--mesh={flag}", "--prompt=a")
+    assert code == 2 and message in said and len(said.splitlines()) == 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,385 @@
+"""Several processes that run one model, on this machine: their answers, and how all end when one ends."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from paths import ROOT
+from process_jobs import Process, free_port, job, wait_until
+
+import xinfer_jax as xj
+from xinfer_jax import signing
+from xinfer_jax.cli import answer_flags, batch_flags, channel, coordinator, process_group
+from xinfer_jax.engine import controller, messages
+from xinfer_jax.generation.validation import validate_call
+
+pytestmark = [pytest.mark.full, pytest.mark.oldest]
+
+SHAPE = dict(rows=2, capacity=256, pages=12)
+LINES = 80
+SECRET = b"s" * 32
+OTHER = b"o" * 32
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    """The folder of the user's own secret."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder := tmp_path_factory.mktemp("cache")))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A checkpoint of one layer with a tokenizer."""
+    return tiny.write(tmp_path_factory.mktemp("model"), tiny.CONFIG | dict(num_hidden_layers=1))
+
+
+@pytest.fixture
+def lines(tmp_path) -> Path:
+    file = tmp_path / "in.jsonl"
+    rows = (dict(prompt=f"the {i}", max_tokens=24, temperature=i % 2 * 0.8, seed=i) for i in range(LINES))
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in [*rows, dict(prompt="")]))
+    return file
+
+
+def assert_ends(process: Process, code: int, line: str) -> None:
+    """Asserts the exit code of a process and its one line on standard error."""
+    found, _, err = process.end()
+    said = [text for text in err.splitlines() if text.startswith("xinfer-jax")]
+    assert found == code and "Traceback" not in err and len(said) == 1, (found, err)
+    assert re.fullmatch(rf"xinfer-jax(-batch)?: {line}", said[0])
+
+
+def test_generate_gives_the_tokens_of_one_process(command, model):
+    args = (f"--model={model}", "--raw", "--output=json", "--max_tokens=20", "--temperature=0.8", "--seed=3")
+    wanted = json.loads(command(*args, "--prompt=the sea")[1])
+    with job("main", *args) as processes:
+        processes[0].parent.stdin.write("the sea")  # process 0 alone reads it
+        processes[0].parent.stdin.close()
+        processes[0].parent.stdin = None
+        found, other = (process.end(120) for process in processes)
+    assert found[0] == other[0] == 0 and found[2] == "" and other[1:] == ("", "")
+    assert [json.loads(found[1])[name] for name in ("tokens", "text")] == [wanted["tokens"], wanted["text"]]
+
+
+def test_batch_resumes_after_a_killed_process_with_the_output_of_one_process(model, lines, tmp_path):
+    one, out, logs = (tmp_path / name for name in ("one", "two", "logs"))
+    xj.generate_file(xj.load_model(model), lines, one, raw=True, in_order=True, progress=False, **SHAPE)
+    given = dict(model=model, input=lines, output=out, log_dir=logs, **SHAPE)
+    args = [f"--{name}={value}" for name, value in given.items()] + ["--raw", "--in_order"]
+    with job("batch", *args) as processes:
+        wait_until(lambda: out.exists() and out.read_bytes().count(b"\n") > 2, 120)
+        secret = signing.load_secret(None, "127.0.0.1")
+        contents = (
+            Path(f"/proc/{processes[1].child}/{name}").read_bytes() for name in ("environ", "cmdline")
+        )
+        assert not any(secret in data for data in contents)
+        os.kill(processes[1].child, signal.SIGKILL)
+        for process in processes:
+            assert_ends(
+                process, 1, rf"process 1 of 2 \(\S+\) was ended by SIGKILL: all have ended, see {logs}"
+            )
+    assert 2 < out.read_bytes().count(b"\n") < LINES and (logs / "process-1.log").exists()
+    with job("batch", *args) as processes:
+        ended = [process.end(120) for process in processes]
+    assert [code for code, _, _ in ended] == [1, 1] and not ended[1][2]  # in order; one line is an error
+    assert ended[0][2].splitlines()[-1].endswith("1 lines of the output have an error in place of an answer")
+    assert out.read_bytes() == one.read_bytes()
+
+
+def test_a_parent_does_not_import_jax():
+    program = "import sys, xinfer_jax.cli.supervisor; assert not {'jax', 'numpy'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def test_a_process_that_never_connects(command, model):
+    with job(
+        "main", f"--model={model}", "--prompt=x", "--start_seconds=1", count=3, num_started=2
+    ) as processes:
+        for process in processes:
+            assert_ends(process, 1, r"process 2 of 3 \(never connected\) did not connect within 1 s")
+    port = free_port()
+    late = f"--coordinator=127.0.0.1:{port}", "--num_processes=2", "--process_id=1", "--start_seconds=1"
+    said = f"xinfer-jax: process 0 of 2 (127.0.0.1:{port}) did not answer within 1 s\n"
+    assert command(*late, "--prompt=x") == (1, "", said)
+
+
+def test_different_flags_or_files_raise_before_loading(model, tmp_path):
+    other = tiny.write(tmp_path / "other", tiny.CONFIG | dict(num_hidden_layers=1))
+    with open(other / "model.safetensors", "r+b") as file:  # another number, the same header
+        file.seek(-3, os.SEEK_END)
+        file.write(b"\x01")
+    remedy = ": start all with the same flags, versions and checkpoint"
+    cases = {
+        r"--temperature is 0.5 on process 0 and 0.7 on process 1": ["--temperature=0.5", "--temperature=0.7"],
+        r"--num_processes is 2 on process 0 and 3 on process 1": ["--num_processes=2", "--num_processes=3"],
+        r"model.safetensors of --model is \w+ on process 0 and \w+ on process 1": [
+            f"--model={model}", f"--model={other}",
+        ],
+    }  # fmt: skip
+    for line, args in cases.items():
+        each = {i: (arg,) for i, arg in enumerate(args)}
+        with job("main", f"--model={model}", "--prompt=x", each=each) as processes:
+            for process in processes:
+                assert_ends(process, 2, line + remedy)
+    with job("main", "--prompt=x", each={1: (f"--model={tmp_path / 'none'}",)}) as processes:
+        for process in processes:
+            assert_ends(process, 2, r"process 1 of 2 \(\S+\) cannot begin: .*none.*")
+
+
+@pytest.mark.parametrize(
+    "args, line",
+    [
+        (["--num_processes=2"], "--num_processes does nothing without --coordinator: give that too"),
+        (["--coordinator=here"], "--coordinator=here must be HOST:PORT, or auto"),
+        (["--coordinator=a:1"], "--num_processes is missing: give it, or --coordinator=auto on a cluster"),
+        (
+            ["--coordinator=a:1", "--num_processes=2", "--process_id=2"],
+            "--process_id=2 must be below --num_processes=2",
+        ),
+    ],
+)
+def test_bad_process_flags(command, args, line):
+    assert command("--prompt=x", *args) == (2, "", f"xinfer-jax: {line}\n")
+
+
+def test_data_parallel_with_a_coordinator_raises():
+    batch_flags.PARSER.parse(["xinfer-jax-batch", "--coordinator=a:1", "--data_parallel=2"])
+    with pytest.raises(xj.InputError, match="data_parallel=2 does not go with --coordinator"):
+        process_group.member_from_flags(batch_flags.PARSER.values)
+
+
+def test_coordinator_auto_reads_the_cluster(monkeypatch):
+    """As `jax.distributed.initialize` does; flags override the cluster's values."""
+    slurm = dict(JOB_ID="77", STEP_NODELIST="node[3-4]", NTASKS="2", PROCID="1", LOCALID="0")
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    answer_flags.PARSER.parse(["xinfer-jax", "--coordinator=auto", "--num_processes=3"])
+    host, port, processes, number = process_group.member_from_flags(answer_flags.PARSER.values)
+    assert (host, processes, number) == ("node3", 3, 1) and port > 1024
+
+
+class Store:
+    """jax's coordination service in one process."""
+
+    def __init__(self, limit=10.0):
+        self.values = dict[str, bytes]()
+        self.news = threading.Condition()
+        self.limit = limit
+
+    def key_value_set_bytes(self, key, value):
+        with self.news:
+            self.values[key] = value
+            self.news.notify_all()
+
+    def blocking_key_value_get_bytes(self, key, milliseconds):
+        with self.news:
+            assert self.news.wait_for(lambda: key in self.values, self.limit)
+            return self.values[key]
+
+
+def connected_channels(store: Store, *secrets: bytes) -> list[controller.ControlChannel]:
+    """Returns the channels of process 0 and another one with these secrets."""
+    with ThreadPoolExecutor(2) as pool:
+        made = [
+            pool.submit(controller.ControlChannel, store, "run", i, 2, secret)
+            for i, secret in enumerate(secrets)
+        ]
+        return [one.result() for one in made]
+
+
+class Harm:
+    """Unpickled it makes a file."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+def test_messages_without_a_valid_signature_raise_and_run_nothing(tmp_path):
+    store = Store()
+    harm = tmp_path / "harm"
+    leader, follower = connected_channels(store, SECRET, SECRET)
+    leader.send(["place", [1], []])
+    assert follower.receive() == ["place", [1], []]
+    first = store.values["run/0/0"]
+    leader.send(["place", [2], []])
+    good = store.values["run/0/1"]
+    forged = {
+        "a pickle": pickle.dumps(Harm(harm)), "nothing": b"", "sent before": first,
+        "another secret": signing.Signer(OTHER, "", "process 0").sign("run/0/1", b"null"),
+        "other content": good[: signing.SIGNATURE_SIZE] + good[signing.SIGNATURE_SIZE :].replace(b"2", b"3"),
+    }  # fmt: skip
+    for what, message in forged.items():
+        store.values["run/0/1"] = message
+        follower._signer._number = iter([1])
+        with pytest.raises(xj.InputError, match="a message of process 0 has a wrong signature"):
+            follower.receive()
+        assert not harm.exists(), what
+    again = Store()
+    connected_channels(again, SECRET, SECRET)[0].send(["place", [2], []])
+    store.values["run/0/1"] = again.values["run/0/0"]  # of another run with the same secret
+    follower._signer._number = iter([0])
+    with pytest.raises(xj.InputError, match="wrong signature"):
+        follower.receive()
+
+
+def test_processes_of_different_secrets_or_runs_do_not_connect():
+    with pytest.raises(xj.InputError, match="process 1 has a wrong signature: give all processes the same"):
+        connected_channels(Store(limit=0.5), SECRET, OTHER)
+    earlier = Store()
+    store = Store()
+    connected_channels(earlier, SECRET, SECRET)
+    store.values["run/run"] = earlier.values["run/run"]
+    with pytest.raises(xj.InputError, match="began another run"):
+        controller.ControlChannel(store, "run", 1, 2, SECRET)
+
+
+def test_messages_encode_a_closed_set_of_values():
+    config = xj.load_model().config
+    values = [None, True, 3, -float("inf"), "é", [1, [2.5]], {1: [2], "a": None}, messages.ResultReference(4)]
+    assert messages.decode_message(messages.encode_message(values)) == values
+    array = messages.decode_message(messages.encode_message(np.arange(6, dtype=np.int16).reshape(2, 3)))
+    assert array.tolist() == [[0, 1, 2], [3, 4, 5]] and array.dtype == np.int16
+    key = jax.random.split(jax.random.key(5), 1)
+    decoded = messages.decode_message(messages.encode_message(key))
+    assert jax.random.key_data(decoded).tolist() == jax.random.key_data(key).tolist()
+    sampling = xj.SamplingConfig(np.float32(0.5), 7, allowed_token_ids={3, 4}, logit_bias={3: -np.inf})
+    options = xj.GenerateOptions(9, sampling, stop_token_ids=(8,), logprobs=2)
+    call = validate_call(xj.load_model().params, config, [[5, 6]], options, jax.random.key(0))
+    decoded = messages.decode_message(messages.encode_message(call), config)
+    assert (decoded.prompts, decoded.end_ids, decoded.config) == (call.prompts, call.end_ids, config)
+    assert decoded.options.max_new_tokens == 9 and decoded.options.logprobs == 2 and decoded.params == {}
+    (found,) = decoded.options.sampling
+    assert (found.temperature, found.top_k, found.logit_bias) == (0.5, 7, {3: -np.inf})
+    assert sorted(found.allowed_token_ids) == [3, 4]
+    every = dict.fromkeys((f.name for f in dataclasses.fields(sampling)), 0.5) | dict(
+        logit_bias=np.zeros(4, np.float32),
+        allowed_token_ids=[3],
+        forbidden_token_ids=[4],
+        bad_words_ids=[[5, 6]],
+    )
+    decoded = messages._sampling_from_json(
+        json.loads(json.dumps(messages._sampling_to_json(xj.SamplingConfig(**every))))
+    )
+    assert vars(decoded).pop("logit_bias").tolist() == every.pop("logit_bias").tolist()
+    assert vars(decoded) == every
+    for bad in (b"{", b'{"__reduce__": []}', b'{"array": ["object", [1], ""]}', b'{"key": ["x", []]}', b"{}"):
+        with pytest.raises(xj.InputError, match="cannot be decoded"):
+            messages.decode_message(bad)
+    with pytest.raises(TypeError, match="cannot be sent"):
+        messages.encode_message(Harm(None))
+    with pytest.raises(AttributeError, match="not a device method"):
+        controller.Leader(None, None).__getattr__("rows")
+
+
+def test_a_parent_rejects_connections_without_the_secret():
+    job = process_group.GroupMember("127.0.0.1", free_port(), 2, 0)
+    hub = coordinator.Coordinator(job, 60, SECRET)
+    heard = SimpleQueue()
+
+    def connected():
+        return socket.create_connection((job.host, job.port), 10)
+
+    with connected() as stranger:
+        stranger.sendall(b'{"here": 1, "host": "x"}\n{"ended": 1, "why": "", "blames": null}\n' * 2)
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(4096):
+                pass
+    with pytest.raises(xj.InputError, match="wrong signature"):
+        channel.Channel(connected(), heard, OTHER, listens=False)
+    wait_until(lambda: hub._rejected == 2)
+    assert not hub._channels and not hub._failures
+    other = channel.Channel(connected(), heard, SECRET, listens=False)
+    other.send(here=1, host="here")
+    wait_until(lambda: 1 in hub._channels)
+    hub._channels[1].send(signal=2)
+    assert heard.get(timeout=10) == (other, dict(signal=2))
+    other._out.sign("line", b"")  # as if a line had been taken out
+    other.send(ended=0, why="", blames=None)
+    wait_until(lambda: hub._failures)
+    assert "is gone (it sent a line with a wrong signature)" in hub._failures[0][2]
+
+
+def test_unauthenticated_connections_do_not_block_a_process(monkeypatch):
+    monkeypatch.setattr(coordinator, "_UNPROVED", 3)
+    job = process_group.GroupMember("127.0.0.1", free_port(), 2, 0)
+    hub = coordinator.Coordinator(job, 60, SECRET)
+    with contextlib.ExitStack() as open_ones:
+        strangers = [
+            open_ones.enter_context(socket.create_connection((job.host, job.port), 5)) for _ in range(5)
+        ]
+        other = channel.Channel(
+            socket.create_connection((job.host, job.port), 5), SimpleQueue(), SECRET, listens=False
+        )
+        other.send(here=1, host="here")
+        wait_until(lambda: 1 in hub._channels)
+        for stranger in strangers[:3]:  # the oldest were closed
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(4096):
+                    pass
+        assert list(hub._channels) == [1] and hub._rejected == 0
+        wait_until(lambda: len(hub._unproved) == 2)
+
+
+def test_the_coordinator_listens_only_on_its_address():
+    with channel.listen("127.0.0.2", 0) as server, pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", server.getsockname()[1]), 10)
+    with pytest.raises(xj.InputError, match="--coordinator=192.0.2.1:9 cannot be listened on"):
+        channel.listen("192.0.2.1", 9)
+
+
+def test_shared_secrets_of_processes(tmp_path, monkeypatch, command, cache):
+    file = tmp_path / "secret"
+    file.write_bytes(SECRET + b"\n")
+    file.chmod(0o600)
+    assert signing.load_secret(str(file), "10.0.0.1") == SECRET
+    monkeypatch.setenv(signing.SECRET_VARIABLE, str(file))
+    assert signing.load_secret(None, "10.0.0.1") == SECRET
+    monkeypatch.delenv(signing.SECRET_VARIABLE)
+    for mode in (0o640, 0o604):
+        file.chmod(mode)
+        with pytest.raises(xj.InputError, match="may be read or written by others: chmod 600"):
+            signing.load_secret(str(file), "10.0.0.1")
+    file.chmod(0o600)
+    others = os.stat_result((0o100600, 0, 0, 1, os.geteuid() + 1, *[0] * 5))
+    with monkeypatch.context() as patch, pytest.raises(xj.InputError, match="belongs to another user"):
+        patch.setattr(os, "fstat", lambda _: others)
+        signing.load_secret(str(file), "10.0.0.1")
+    with monkeypatch.context() as patch:
+        roots = os.stat_result((0o100600, 0, 0, 1, 0, *[0] * 5))
+        patch.setattr(os, "fstat", lambda _: roots)
+        assert signing.load_secret(str(file), "10.0.0.1") == SECRET
+    file.write_bytes(SECRET[1:])
+    with pytest.raises(xj.InputError, match="32 to 4096 bytes, and has 31"):
+        signing.load_secret(str(file), "10.0.0.1")
+    with pytest.raises(xj.InputError, match="cannot be read: No such file"):
+        signing.load_secret(f"{file}.none", "10.0.0.1")
+    code, _, err = command("--prompt=x", "--coordinator=10.0.0.1:9", "--num_processes=2", "--process_id=0")
+    assert code == 2 and "processes that meet at 10.0.0.1 need a secret" in err and "--secret_file" in err
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with ThreadPoolExecutor(8) as pool:  # the first creates it
+        found = {*pool.map(lambda _: signing.load_secret(None, "127.0.0.1"), range(8))}
+    (own,) = (tmp_path / "xinfer_jax/processes").iterdir()
+    assert len(found) == 1 and own.stat().st_mode & 0o777 == 0o600
+    own.parent.chmod(0o755)
+    with pytest.raises(xj.InputError, match="mode 0700"):
+        signing.load_secret(None, "::1")

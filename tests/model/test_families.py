@@ -1,0 +1,210 @@
+"""Families with other structures, beyond their logits: files with fused or stacked matrices, longrope's
+switch, rejected features.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity_cases as cases
+import pytest
+import tiny
+
+import xinfer_jax as xj
+from xinfer_jax.checkpoint.loading import open_checkpoint
+from xinfer_jax.checkpoint.own_format import save_checkpoint
+from xinfer_jax.compress import awq
+from xinfer_jax.config.model_config import with_fixed_rope
+from xinfer_jax.model import experts
+from xinfer_jax.weights.params import param_specs
+
+pytestmark = pytest.mark.oldest
+
+SWITCHING = "phi3-longrope-both-partial"  # at 32 tokens
+
+forward = jax.jit(xj.forward, static_argnames="config")
+
+
+def build(name, seed=5):
+    config = cases.CASES[name].config
+    return config, cases.params_from(config, cases.random_tensors(config, seed))
+
+
+def write_checkpoint(path, name, fused=False, seed=5):
+    """A checkpoint of a case, with separate matrices or fused ones as in transformers."""
+    case = cases.CASES[name]
+    tensors = cases.random_tensors(case.config, seed)
+    stored = cases.fuse_tensors(case.config, tensors) if fused else {}
+    for spec in () if fused else jax.tree.leaves(param_specs(case.config)):
+        stored |= zip(
+            spec.tensor_shapes(),
+            tensors[spec.hf_name] if len(spec.shape) == 3 else [tensors[spec.hf_name]],
+            strict=True,
+        )
+    return tiny.write(
+        path, case.hf, weights={n: np.ascontiguousarray(t) for n, t in stored.items()}, with_tokenizer=False
+    )
+
+
+def assert_equal(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
+@pytest.mark.parametrize("name", ["phi3-defaults", "moe-some-layers-dense"])
+def test_separate_and_fused_matrices_load_alike(tmp_path, name, fused):
+    opened = open_checkpoint(write_checkpoint(tmp_path, name, fused), dtype="float32")
+    tiny.assert_same_shapes(opened)
+    assert_equal(opened.read().params, build(name)[1])
+
+
+@pytest.mark.parametrize(
+    "name, rows, fault",
+    [
+        ("self_attn.qkv_proj", 143, r"has shape \[143, 48\], the config asks for \[144, 48\]$"),
+        (
+            "mlp.gate_up_proj",
+            0,
+            r"missing \S*gate_proj.weight \[80, 48\], missing \S*up_proj.weight \[80, 48\]$",
+        ),
+    ],
+)
+def test_errors_name_a_damaged_fused_matrix(tmp_path, name, rows, fault):
+    """rows: the number of rows that are left of it; 0: it is missing."""
+    case = cases.CASES["phi3-defaults"]
+    weights = cases.fuse_tensors(case.config, cases.random_tensors(case.config, 0))
+    matrix = weights.pop(f"model.layers.1.{name}.weight")
+    if rows:
+        weights[f"model.layers.1.{name}.weight"] = matrix[:rows].copy()
+    with pytest.raises(xj.InputError, match=fault):
+        xj.load_model(tiny.write(tmp_path, case.hf, weights=weights, with_tokenizer=False))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name, quantize",
+    [("phi3-defaults", "int8"), ("gemma2-no-caps-layer-types", "int4"), ("moe-defaults", None)],
+)
+def test_a_saved_model_loads_with_the_same_logits(tmp_path, name, quantize):
+    model = xj.load_model(write_checkpoint(tmp_path / "in", name), dtype="float32", quantize=quantize)
+    save_checkpoint(tmp_path / "out", None, model.params, cases.CASES[name].hf, rotated=False)
+    assert_equal(xj.load_model(tmp_path / "out", dtype="float32").params, model.params)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["olmo3-two-ropes-new", "gemma2-no-caps-layer-types", "phi3-defaults"])
+def test_int8_logits_are_close_to_float32(name):
+    config, params = build(name)
+    prompt = np.array([cases.prompts(cases.CASES[name])[1]])
+    exact, near = (
+        np.asarray(forward(tree, config, prompt)[0])
+        for tree in (params, awq.quantized_params(params, "int8"))
+    )
+    assert 0 < np.abs(near - exact).mean() < 0.05 * np.abs(exact).mean()
+
+
+# --- rejected -----------------------------------------------------------------------------------------------
+
+
+def test_experts_are_not_quantized(tmp_path):
+    config, params = build("moe-defaults")
+    path = write_checkpoint(tmp_path, "moe-defaults")
+    for attempt in (
+        lambda: xj.load_model(path, quantize="int8"),
+        lambda: xj.init_params(config, jax.random.key(0), quantize="int4"),
+        lambda: awq.quantized_params(params, "int8"),
+    ):
+        with pytest.raises(xj.InputError, match="experts"):
+            attempt()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["olmo3-two-ropes-new", "gemma2-no-caps-layer-types", "moe-defaults"])
+def test_scales_need_a_norm_to_fold_into(name):
+    config, params = build(name)
+    with pytest.raises(xj.InputError, match=f"activation-aware.*{config.model_type}.*round to nearest"):
+        awq.awq_params(params, config, [[1, 2, 3]])
+
+
+# --- longrope -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_longrope_is_not_continued_across_its_switch():
+    config, params = build(SWITCHING)
+    prompts = cases.prompts(cases.CASES[SWITCHING])
+    options = xj.GenerateOptions(max_new_tokens=24)
+    for rows in ([prompts[1]], [prompts[0], prompts[2]]):  # across the switch; on both sides of it
+        with pytest.raises(xj.InputError, match="longrope.*32 tokens"):
+            xj.generate(params, config, rows, options)
+    with pytest.raises(xj.InputError, match="longrope.*33"):
+        xj.init_cache(config, 1, 33)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", [0, 2])
+def test_longrope_below_and_above_its_switch(row):
+    """The cache has keys rotated by the factors that a forward pass over the whole sequence uses."""
+    config, params = build(SWITCHING)
+    prompt = cases.prompts(cases.CASES[SWITCHING])[row]
+    fixed = with_fixed_rope(config, len(prompt), len(prompt) + 3)
+    tokens = np.array([prompt + [4, 5, 6]])
+    want, _ = forward(params, config, tokens)
+    cache = xj.init_cache(fixed, 1, 96)
+    got = []
+    for part in (tokens[:, :4], tokens[:, 4:-1], tokens[:, -1:]):
+        logits, cache = forward(params, fixed, part, cache)
+        got.append(logits)
+    np.testing.assert_allclose(np.concatenate(got, 1), want, atol=1e-5 * np.abs(want).max())
+
+
+# --- experts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_few_and_many_tokens_use_the_same_experts():
+    """A few tokens compute their experts only, many compute all of them; gradients agree too."""
+    config, params = build("moe-defaults")
+    layer = params["layers"][0]
+    x_BTD = jnp.asarray(np.random.RandomState(0).standard_normal((1, 4, config.hidden_size)), jnp.float32)
+
+    def alone(layer):
+        return jnp.stack(
+            [
+                jnp.stack([experts.mixture_of_experts(x[None, None], layer, config)[0, 0] for x in row])
+                for row in x_BTD
+            ]
+        )
+
+    def together(layer):
+        return experts.mixture_of_experts(x_BTD, layer, config)
+
+    assert config.num_experts_per_tok < config.num_experts <= 4 * config.num_experts_per_tok
+    np.testing.assert_allclose(alone(layer), together(layer), atol=1e-5)
+    loss = [jax.grad(lambda layer, f=f: jnp.sum(f(layer) ** 2))(layer) for f in (alone, together)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *loss)
+
+
+@pytest.mark.full
+def test_an_expert_that_was_not_chosen_may_overflow():
+    config, params = build("moe-defaults")
+    layer = dict(params["layers"][0])
+    x_BTD = jnp.ones((1, 20, config.hidden_size))
+    logits_X = layer["router"]["weight"].sum(1)
+    broken = {
+        name: {"weight": leaf["weight"].at[jnp.argmin(logits_X)].set(jnp.inf)}
+        for name, leaf in layer["experts"].items()
+    }
+    want = experts.mixture_of_experts(x_BTD, layer, config)
+    np.testing.assert_array_equal(
+        experts.mixture_of_experts(x_BTD, layer | {"experts": broken}, config), want
+    )
+
+
+def test_every_sparse_layer_has_a_router():
+    config = dataclasses.replace(cases.CASES["moe-defaults"].config, layer_experts=(True, False, True))
+    assert ["router" in layer for layer in param_specs(config)["layers"]] == [True, False, True]

@@ -1,0 +1,91 @@
+"""The programs of scripts/examples run and print what they demonstrate."""
+
+import re
+
+import pytest
+import run_script
+from paths import ROOT, SCRIPTS
+
+pytestmark = [pytest.mark.full, pytest.mark.oldest]
+
+NAMES = sorted(path.stem for path in (SCRIPTS / "examples").glob("*.py"))
+NAMES.remove("checkout")
+
+
+def numbers(pattern, out):
+    return [float(number) for number in re.findall(pattern, out)]
+
+
+def beams(out):
+    search, sampling = out.split("beam sampling:")
+    assert "Madrid" not in out and "The capital of" in out
+    for part in (search, sampling):
+        scores = numbers(r"(-\d\.\d{3}) ", part)
+        assert len(scores) == 4 and scores == sorted(scores, reverse=True)
+
+
+def best_of_n(out):
+    assert len(numbers("(-.*) nats", out)) == 8 and "best: The capital of Spain is Madrid.\n" in out
+
+
+def guess_ahead(out):
+    assert out.startswith("the same tokens: True\npasses: 31, and ")
+    (passes,) = numbers(r"and (\d+) with", out)
+    assert passes < 31
+
+
+def log_probabilities(out):
+    assert len(numbers(r"(\d\.\d{3})  of", out)) == 9  # tokens, with EOS
+    assert "'<|im_end|>' 1.000  of '<|im_end|>' 1.000, " in out
+
+
+def many_draws(out):
+    assert "temperature 0.0: ' Madrid.'" in out and "the same tokens: True" in out
+
+
+def reinforce(out):
+    assert len(apart := numbers("apart by (.*)", out)) == 3 and max(apart) < 1e-4
+
+
+def reinforce_on_a_mesh(out):
+    """The rewards on eight devices are those on one."""
+    example = SCRIPTS / "examples" / "reinforce_on_a_mesh.py"
+    over = run_script.run_on_devices(8, example)
+    rewards = numbers("reward (.*?),", out)
+    assert len(rewards) == 3 and rewards == numbers("reward (.*?),", over) and "'data': 4, 'model': 2" in over
+
+
+def reuse_a_prefix(out):
+    assert "prefilled 26 tokens: 'The capital of France is Paris.'" in out
+    assert "prefilled 7 of 26 tokens: 'The capital of Japan is Tokyo.'" in out
+
+
+def soft_prompt(out):
+    losses = numbers("(.*) nats", re.sub(r"step \d+:", "", out))
+    assert len(losses) == 10 and losses[-1] < losses[0] - 1
+
+
+def stop_a_stream(out):
+    assert out == "The capital of\nstop after 3 tokens\n"
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        beams, best_of_n, guess_ahead, log_probabilities, many_draws, reinforce, reinforce_on_a_mesh,
+        reuse_a_prefix, soft_prompt, stop_a_stream,
+    )
+}  # fmt: skip
+
+
+def test_every_example_is_tested_and_in_the_readme():
+    assert [*CHECKS] == NAMES
+    readme = (ROOT / "scripts/examples/README.md").read_text(encoding="utf-8")
+    assert re.findall(r"\| `(\w+)\.py` \|", readme) == NAMES
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_example_runs(name):
+    ran = run_script.run(f"examples/{name}")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    CHECKS[name](ran.stdout)

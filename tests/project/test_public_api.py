@@ -1,0 +1,251 @@
+"""The public API: reprs, help, version, copies, EOS ids of a model, and arguments of wrong types."""
+
+import copy
+import dataclasses
+import inspect
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import compiling
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from paths import ROOT
+
+import xinfer_jax as xj
+
+TOKENS = np.ones((2, 4), np.int32)
+
+
+@pytest.fixture(scope="module")
+def model(good) -> xj.Model:
+    return xj.load_model(good)
+
+
+# --- repr ---------------------------------------------------------------------------------------------------
+
+
+def test_reprs_are_short(model):
+    cache = xj.init_cache(model.config, 2, 64)
+    out = xj.GenerateOutput([[1] * 1000, [2, 3]], [[0.0] * 1000, [0.0] * 3], ["length", "eos"], None)
+    cost = xj.GenerateStats(2, 3, 4, 5)
+    beams = xj.BeamOutput([[[1, 2]], [[3], [4, 5]]], [[-1.0], [-1.0, -2.0]], cost)
+    prefix = xj.Prefix([[1, 2, 3], [4] * 50], cache)
+    assert repr(model) == (
+        "Model(qwen2, 0.2083 M parameters in float32, 0.8 MiB, vocabulary 288, context 256, tokenizer)"
+    )
+    assert repr(out) == "GenerateOutput(2 answers of 2 to 1000 tokens, finish_reason: 1 length, 1 eos)"
+    assert repr(beams) == "BeamOutput(2 prompts, 3 sequences of 1 to 2 tokens)"
+    assert repr(prefix).startswith(
+        "Prefix(2 rows of 3 to 50 tokens, KVCache(layers=1 × Contiguous(k=float32[2, 2, 64, 8]"
+    )
+    assert repr(model.tokenizer) == f"Tokenizer(vocabulary 272, EOS ids ({tiny.IM_END}, {tiny.ENDOFTEXT}))"
+    for thing in (model, out, beams, prefix, cache, model.tokenizer):
+        assert len(repr(thing)) < 220 and "\n" not in repr(thing)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4", "gear"])
+def test_the_repr_of_a_cache_with_any_leaves(model, dtype):
+    """Also while it is traced, as shapes, and as a tree of other leaves."""
+    cache = xj.init_cache(model.config, 2, 64, dtype)
+    seen = []
+    jax.eval_shape(lambda cache: seen.append(repr(cache)), cache)
+    assert seen == [repr(cache)] == [repr(jax.eval_shape(lambda: cache))] and f"(k={dtype}[2, " in seen[0]
+    assert repr(jax.tree.map(lambda leaf: None, cache)).startswith("KVCache(layers=1 × ")
+
+
+def test_the_repr_of_quantized_leaves():
+    leaves = xj.load_model(quantize="int4").params
+    assert repr(leaves["embed"]["weight"]) == "Int8Weight(values=int8[1920, 128], scale=float32[1920])"
+    assert repr(leaves["layers"][0]["q"]["weight"]).startswith(
+        "GroupedWeight(values=uint8[2, 32, 128], scale="
+    )
+
+
+# --- help, version, copies ----------------------------------------------------------------------------------
+
+EXPLAINED = [
+    xj.GenerateOptions, xj.SamplingConfig, xj.GenerateOutput, xj.GenerateStats, xj.LoadStats, xj.BeamOutput,
+    xj.Model, xj.Prefix, xj.ModelConfig, xj.TokenLogprobs,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", EXPLAINED, ids=lambda kind: kind.__name__)
+def test_help_explains_every_field(kind):
+    names = getattr(kind, "_fields", None) or [field.name for field in dataclasses.fields(kind)]
+    section = inspect.getdoc(kind).split("Attributes:\n")[1]
+    assert re.findall(r"^    (\w+): \S", section, re.MULTILINE) == list(names)
+
+
+def test_version_is_that_of_pyproject():
+    said = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    assert xj.__version__ == said and "__version__" in dir(xj)
+    program = "import sys, xinfer_jax; print(xinfer_jax.__version__); assert 'jax' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == xj.__version__
+
+
+@pytest.mark.parametrize(
+    "project, said", [("xinfer-jax", "1.2.3"), ("other", "0+unknown"), (None, "0+unknown")]
+)
+def test_the_version_where_nothing_is_installed(tmp_path, project, said):
+    """In a checkout, a copy within another project, and a copy alone."""
+    (tmp_path / "xinfer_jax").symlink_to(ROOT / "xinfer_jax")
+    if project:
+        (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "{project}"\nversion = "1.2.3"\n')
+    program = "import sys; sys.path[:] = sys.argv[1:]; import xinfer_jax; print(xinfer_jax.__version__)"
+    paths = [str(tmp_path), *(p for p in sys.path if "site-packages" not in p and Path(p) != ROOT)]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *paths], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.stdout.strip() == said, done.stderr
+
+
+def test_types_are_packaged():
+    for package in ("xinfer_jax", "kernels_pallas"):
+        assert (ROOT / package / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_errors_tokenizers_and_configs_can_be_copied(model, again):
+    error = again(xj.InputError("two\nlines \x07 " + 400 * "x" + " remedy"))
+    assert type(error) is xj.InputError and str(error) == str(again(error)) and str(error).endswith(" remedy")
+    tokenizer = again(model.tokenizer)
+    assert tokenizer.encode("the end") == model.tokenizer.encode("the end")
+    messages = [{"role": "user", "content": "x"}]
+    assert tokenizer.apply_chat_template(messages) == model.tokenizer.apply_chat_template(messages)
+    assert tokenizer.eos_token_ids == model.tokenizer.eos_token_ids
+    assert (
+        again(model.config) == model.config
+        and again(model.config).eos_token_ids == model.config.eos_token_ids
+    )
+
+
+# --- EOS ids of the model -----------------------------------------------------------------------------------
+
+
+def test_generate_stops_at_the_models_eos(model):
+    prompt = xj.encode_prompt(model, tiny.QUESTION)
+    assert model.config.eos_token_ids == (tiny.IM_END, tiny.ENDOFTEXT) == model.tokenizer.eos_token_ids
+    out = xj.generate(model.params, model.config, [prompt], xj.GenerateOptions(max_new_tokens=16))
+    assert (out.tokens, out.finish_reason) == ([tiny.ANSWER_IDS], ["eos"])
+    never = xj.GenerateOptions(max_new_tokens=16, eos_token_ids=())
+    on = xj.generate(model.params, model.config, [prompt], never)
+    assert on.finish_reason == ["length"] and on.tokens[0][: len(tiny.ANSWER_IDS)] == tiny.ANSWER_IDS
+
+
+@pytest.mark.parametrize("more, count", [({}, 2), (dict(eos_token_ids=()), 0), (dict(eos_token_ids=[3]), 1)])
+def test_beams_end_at_the_models_eos(model, more, count):
+    """The error names their number, before anything is compiled."""
+    with pytest.raises(xj.InputError, match=f"a vocabulary of 288 with {count} EOS ids"):
+        xj.beam_search(model.params, model.config, [1], num_beams=289, max_new_tokens=1, **more)
+
+
+def test_configs_that_differ_in_eos_ids_share_their_programs(model):
+    prompt = xj.encode_prompt(model, tiny.QUESTION)
+    options = xj.GenerateOptions(max_new_tokens=16)
+    other = dataclasses.replace(model.config, eos_token_ids=(tiny.ANSWER_IDS[3],))
+    assert other == model.config and hash(other) == hash(model.config) and repr(other) == repr(model.config)
+    xj.generate(model.params, model.config, [prompt], options)
+    with compiling.events() as seen:
+        out = xj.generate(model.params, other, [prompt], options)
+    assert out.tokens == [tiny.ANSWER_IDS[:3]] and seen == []
+
+
+@pytest.mark.parametrize(
+    "config, generation, expected",
+    [
+        (5, None, (5,)),
+        (5, [7, 6, 7], (7, 6)),
+        (None, {}, ()),
+        (5, [3, 288, -1], (3,)),
+    ],
+    ids=["config", "generation", "nowhere", "beyond the vocabulary"],
+)
+def test_eos_ids_of_a_checkpoint_without_tokenizer(tmp_path, config, generation, expected):
+    hf = tiny.CONFIG | dict(eos_token_id=config)
+    given = None if generation is None else dict(eos_token_id=generation or None)
+    path = tiny.write(tmp_path, hf, with_tokenizer=False, generation_config=given)
+    assert xj.load_model(path).config.eos_token_ids == expected
+
+
+def test_an_eos_id_that_the_model_cannot_produce_is_left_out(tmp_path):
+    model = xj.load_model(tiny.write(tmp_path, generation_config={"eos_token_id": [3, 288]}))
+    assert 288 in model.tokenizer.eos_token_ids
+    assert model.config.eos_token_ids == (3, tiny.IM_END, tiny.ENDOFTEXT)
+
+
+# --- arguments of wrong types -------------------------------------------------------------------------------
+
+WRONG_TYPES = {
+    "hidden-list": (lambda p, c: xj.hidden_states(p, c, [[1, 2]]), "tokens must be an array"),
+    "hidden-none": (lambda p, c: xj.hidden_states(p, c, None), "tokens must be an array"),
+    "hidden-flat": (lambda p, c: xj.hidden_states(p, c, TOKENS[0]), "of the shape"),
+    "hidden-float": (lambda p, c: xj.hidden_states(p, c, TOKENS * 1.0), "integers"),
+    "hidden-empty": (lambda p, c: xj.hidden_states(p, c, TOKENS[:, :0]), "1 or more"),
+    "hidden-id": (lambda p, c: xj.hidden_states(p, c, TOKENS * 288), "token id 288 is outside"),
+    "hidden-number": (lambda p, c: xj.hidden_states(p, c, TOKENS, None, np.array([4, 5])), "num_tokens 5"),
+    "hidden-cache": (lambda p, c: xj.hidden_states(p, c, TOKENS, "cache"), "the cache for 2 rows"),
+    "hidden-rows": (lambda p, c: xj.hidden_states(p, c, TOKENS, xj.init_cache(c)), "the cache for 2"),
+    "hidden-inputs": (lambda p, c: xj.hidden_states(p, c, TOKENS, inputs_BTD=np.ones(3)), "inputs must"),
+    "hidden-model": (
+        lambda p, c: xj.hidden_states("model", c, TOKENS),
+        "params must be a model's tree, .* got str",
+    ),
+    "forward-config": (lambda p, c: xj.forward(p, {}, TOKENS), "config must be a ModelConfig, .* got dict"),
+    "forward-impl": (lambda p, c: xj.forward(p, c, TOKENS, impl="cuda"), "cuda"),
+    "embed-float": (lambda p, c: xj.embed_tokens(p, c, TOKENS * 1.0), "tokens must be an array of ids"),
+    "embed-id": (lambda p, c: xj.embed_tokens(p, c, -TOKENS), "token id -1 is outside"),
+    "unembed-width": (lambda p, c: xj.unembed(p, c, np.ones((2, 7))), "must be an array .* got .2, 7"),
+    "unembed-none": (lambda p, c: xj.unembed(p, c, None), "hidden states must be an array"),
+    "unembed-params": (lambda p, c: xj.unembed(None, c, np.ones((2, 288))), "params must be"),
+    "truncate-none": (lambda p, c: xj.truncate(None, 3), "cache must be a KVCache, .* got None"),
+    "truncate-text": (lambda p, c: xj.truncate(xj.init_cache(c), "3"), "needs lengths of at least 0"),
+    "truncate-float": (lambda p, c: xj.truncate(xj.init_cache(c), 1.5), "needs lengths of at least 0"),
+    "truncate-bool": (lambda p, c: xj.truncate(xj.init_cache(c), True), "needs lengths of at least 0"),
+    "truncate-below": (lambda p, c: xj.truncate(xj.init_cache(c), np.array([-1])), "of at least 0"),
+    "truncate-rows": (
+        lambda p, c: xj.truncate(xj.init_cache(c), np.array([1, 2])),
+        "one for all 1 rows or one for each",
+    ),
+    "from_hf-none": (lambda p, c: xj.from_hf(None), "config.json's object, got None"),
+    "from_hf-list": (lambda p, c: xj.from_hf([1]), "config.json's object"),
+    "from_hf-empty": (lambda p, c: xj.from_hf({}), "model_type None is not supported"),
+    "from_hf-keys": (lambda p, c: xj.from_hf({1: 2}), "model_type None is not supported"),
+    "generate-model": (lambda p, c: xj.generate("model", c, [[1]]), "params must be a model's tree"),
+    "generate-options": (lambda p, c: xj.generate(p, c, [[1]], {"n": 1}), "must be GenerateOptions"),
+    "stream-options": (lambda p, c: xj.stream(p, c, [[1]], 16), "must be GenerateOptions, got 16"),
+    "beam-eos": (lambda p, c: xj.beam_search(p, c, [1], eos_token_ids=3), "eos_token_ids must be a list"),
+    "score-layers": (
+        lambda p, c: xj.score(p | {"layers": ()}, c, TOKENS),
+        "params have 0 layers, the config has 1",
+    ),
+    "alternatives": (lambda p, c: xj.alternatives_text(None, None), "model must be what load_model gives"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_wrong_types_raise_by_name(model, name):
+    call, named = WRONG_TYPES[name]
+    with pytest.raises(xj.InputError, match=named):
+        call(model.params, model.config)
+
+
+def test_public_parts_compose_to_forward(model):
+    """hidden_states and unembed give the logits of forward; truncate takes integers of any type."""
+    params = model.params
+    config = model.config
+    forward, hidden_states = (jax.jit(f, static_argnums=1) for f in (xj.forward, xj.hidden_states))
+    logits, cache = forward(params, config, TOKENS, xj.init_cache(config, 2, 16))
+    hidden, _ = hidden_states(params, config, TOKENS)
+    np.testing.assert_allclose(xj.unembed(params, config, hidden), logits, atol=1e-6)
+    for length in (2, np.int64(2), np.array([2, 2]), jnp.array([2, 2]), 10**12):
+        back = xj.truncate(cache, length)
+        assert back.length_B.tolist() == [min(length, 4) if isinstance(length, int) else 2] * 2

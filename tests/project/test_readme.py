@@ -1,0 +1,69 @@
+"""Python blocks of the READMEs run as they stand, each on its own, and print what is shown after them."""
+
+import re
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+from quick import full_except
+
+import xinfer_jax as xj
+
+pytestmark = pytest.mark.newest
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+# Python, and the output that follows it, where a README shows one.
+BLOCK = re.compile(r"```python\n(.*?)```\n(?:```\n(.*?)```\n)?", re.DOTALL)
+FROM_THE_HUB = '"Qwen/Qwen2.5-0.5B-Instruct"'  # stands for the bundled checkpoint here
+# A pattern of what each block prints, in order; None: what the README shows.
+PRINTED = {
+    "README.md": (r".+", r"\[\[.+\]\]\n", r"\(2, 16\) \[\d+ \d+\]\n"),
+    "xinfer_jax/generation/README.md": (None, r"\[\[.+\]\]\n", None),
+    "xinfer_jax/engine/README.md": (r"The capital of France is Paris\.\n\['.+', '.+'\]\n.+",),
+}
+
+
+def blocks(name: str) -> list[tuple[str, str]]:
+    return BLOCK.findall((ROOT / name).read_text(encoding="utf-8"))
+
+
+def test_every_block_is_tested():
+    folders = (ROOT / "xinfer_jax", ROOT / "kernels_pallas", ROOT / "scripts")
+    paths = [ROOT / "README.md", *(path for folder in folders for path in folder.rglob("README.md"))]
+    counts = {str(path.relative_to(ROOT)): len(blocks(path)) for path in paths}
+    assert {name: count for name, count in counts.items() if count} == {
+        name: len(patterns) for name, patterns in PRINTED.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    full_except([("README.md", 0)], [(name, i) for name in PRINTED for i in range(len(PRINTED[name]))]),
+)
+def test_block_prints(name, number, capsys):
+    (block, shown) = blocks(name)[number]
+    pattern = PRINTED[name][number]
+    exec(compile(block.replace(FROM_THE_HUB, ""), name, "exec"), {})
+    out = capsys.readouterr().out
+    if pattern is None:
+        assert out == shown
+    else:
+        assert re.fullmatch(pattern, out, re.DOTALL)
+
+
+def test_what_to_install_is_not_asked_of_an_index():
+    """The package is on none: an extra comes from the checkout."""
+    texts = [
+        README,
+        *(file.read_text() for part in ("xinfer_jax", "scripts") for file in ROOT.glob(f"{part}/**/*.py")),
+    ]
+    assert not [text for text in texts if re.search(r"pip install (-\S+ )*['\"]?xinfer-jax", text)]
+
+
+def test_the_core_is_as_long_as_it_says():
+    places, said = re.search(r"<!-- core -->(.*?): ([\d,]+) lines", README, re.DOTALL).groups()
+    library = Path(xj.__file__).parent
+    files = [library / place for place in re.findall("`(.+?)`", places)]
+    files = [file for path in files for file in (path.glob("*.py") if path.is_dir() else [path])]
+    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+    assert abs(int(said.replace(",", "")) - lines) < 0.1 * lines, lines

@@ -1,0 +1,246 @@
+"""The structure of the code: imports point one way, public names are documented, words are the field's."""
+
+import ast
+import inspect
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import retired_words
+from paths import ROOT
+
+import xinfer_jax as xj
+
+# A module imports only modules that come before it. A new module is added here, after all that it imports.
+PACKAGES = {
+    "": ("errors", "signing", "formatting", "checks", "memory", "host", "stats", "sharding"),
+    "config": ("values", "rope", "families", "model_config"),
+    "weights": (
+        "cpu_features", "matmul", "ternary", "quantized_weights", "quantization", "quantized_matmul",
+        "params", "layout", "hadamard",
+    ),
+    "cache": ("quantized_kv", "layer_caches", "paged", "kv_cache", "fingerprint", "prefix", "prefix_files"),
+    "model": ("layers", "experts", "attention", "decoder_layer", "decoder", "greedy"),
+    "sampling": (
+        "processors", "biases", "sampling_config", "batched_settings", "context", "sampler", "logprobs",
+    ),
+    "compress": ("outliers", "gptq", "awq"),
+    "generation": (
+        "state", "strategies", "loop", "speculation", "beam_steps", "buckets", "functional", "precompile",
+        "layer_programs", "runners", "options", "validation", "kernels", "output_checks", "batch_arrays",
+        "scoring", "beams", "batch_generator", "entrypoints",
+    ),
+    "checkpoint": (
+        "files", "template_budget", "chat_template", "token_coverage", "tokenizer", "escaping",
+        "conversation", "detokenizer", "stop_strings", "answer_detokenizer", "tensors", "own_format",
+        "awq_gptq_format", "bitnet_format", "quantized_formats", "sharded_leaves", "leaf_loader", "loading",
+    ),
+    "text": (),
+    "embedding": (),
+    "engine": (
+        "clients", "pages", "row", "scheduler", "shape", "device_programs", "device", "messages",
+        "controller", "requests", "statistics", "core", "request_queue", "submission", "engine", "engines",
+    ),
+    "api": ("fields", "sampling_fields", "prompts", "bodies", "token_texts", "responses", "score_body"),
+    "batch": ("input_lines", "resumable_output", "line_request", "run_settings", "run_batch", "dataset"),
+    "cli": (
+        "terminal", "process", "flag_parser", "process_group", "channel", "coordinator", "supervisor",
+        "startup", "answer", "chat", "batch", "answer_flags", "chat_flags", "batch_flags",
+    ),
+    "serve": (
+        "server_settings", "api_errors", "metrics", "page", "ip_addresses", "connections", "admission",
+        "request_body", "worker_pool", "json_encoding", "reasoning", "chunks", "http_responses",
+        "embedding_requests", "served_request", "service", "text_endpoints", "app", "command",
+    ),
+}  # fmt: skip
+ORDER = [
+    ".".join(filter(None, (package, name))) for package, names in PACKAGES.items() for name in names or ("",)
+]
+LIBRARY = ROOT / "xinfer_jax"
+FOLDERS = sorted(path.parent.name for path in LIBRARY.glob("*/__init__.py"))
+MODULES = sorted(
+    ".".join(path.relative_to(LIBRARY).with_suffix("").parts)
+    for path in LIBRARY.rglob("*.py")
+    if path.name != "__init__.py"
+)
+PROGRAMS = sorted(
+    path for folder in ("xinfer_jax", "kernels_pallas", "scripts") for path in (ROOT / folder).rglob("*.py")
+)
+
+
+def imported(path: Path, package: str) -> set[str]:
+    """Returns the dotted names that a file imports, also inside functions; relative names made absolute."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(filter(None, (package if node.level else "", node.module)))
+            names |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return names
+
+
+def imported_modules(name: str) -> set[str]:
+    """Returns the modules of xinfer_jax that a module of xinfer_jax imports."""
+    path = LIBRARY.joinpath(*name.split(".")).with_suffix(".py")
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = [*name.split(".")[: -node.level], *(node.module or "").split(".")]
+            names |= {".".join(filter(None, (*base, alias.name))) for alias in node.names}
+            names.add(".".join(filter(None, base)))
+    return names & {*MODULES}
+
+
+def test_every_module_has_its_place_in_the_order():
+    assert set(MODULES) == {*ORDER, "__main__"}
+
+
+@pytest.mark.parametrize("package", FOLDERS)
+def test_every_package_says_what_it_is_for(package):
+    text = ast.get_docstring(ast.parse((LIBRARY / package / "__init__.py").read_text(encoding="utf-8")))
+    assert len(text or "") > 200
+    assert not [name for name in PACKAGES[package] if f"`{name}`" not in text]
+    # Importing a package loads none of its modules.
+    assert not imported(LIBRARY / package / "__init__.py", "")
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_imports_point_one_way(name):
+    assert imported_modules(name) <= set(ORDER[: ORDER.index(name)])
+    outside = imported(LIBRARY.joinpath(*name.split(".")).with_suffix(".py"), "")
+    assert "xinfer_jax" not in outside  # only by relative names, module by module
+    assert not {"torch", "transformers", "optax"} & {name.split(".")[0] for name in outside}
+
+
+def test_no_module_has_the_name_of_a_public_function():
+    """Or `xinfer_jax.name` would be one or the other, as what was imported first decides."""
+    assert not {name.split(".")[-1] for name in MODULES} & set(xj.__all__)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "kernels_pallas").rglob("*.py")), ids=lambda path: path.name)
+def test_kernels_stand_alone(path):
+    assert not {name for name in imported(path, "kernels_pallas") if name.split(".")[0] == "xinfer_jax"}
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_has_a_docstring(path):
+    assert (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").strip()
+
+
+def test_programs_start_in_one_way():
+    """A program with flags imports scripts/launcher.py first: it finds the package, and handles Ctrl-C and
+    wrong flags. The examples import it by checkout.py.
+    """
+    trees, examples = (
+        {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "scripts").glob(pattern)}
+        for pattern in ("*.py", "examples/*.py")
+    )
+    del examples["checkout"]
+    flagged = {name for name, tree in trees.items() if "flags.DEFINE_" in ast.unparse(tree)}
+    assert {"bench", "check_gpu", "compare_kv_cache", "perplexity", "quantize", "train_tiny"} <= flagged
+    flagged.remove("check_gpu")  # checks for packages first, and prints its table at Ctrl-C
+    for name in flagged | {"chat", "generate"}:
+        first = next(node for node in trees[name].body if isinstance(node, ast.Import | ast.ImportFrom))
+        assert "launcher" in ast.unparse(first), name
+    for name, tree in examples.items():
+        assert ast.unparse(tree.body[1]) == "from checkout import start", name
+        assert ast.unparse(tree.body[-1].body) == "start(main)", name
+    for name in flagged:
+        assert ast.unparse(trees[name].body[-1].body) == "start(main)", name
+        names = {node.id for node in ast.walk(trees[name]) if isinstance(node, ast.Name)}
+        assert not {"app", "exit_with_error"} & names, f"{name}: raise InputError: launcher.start prints it"
+
+
+@pytest.mark.parametrize("name", xj.__all__)
+def test_public_name_is_documented(name):
+    """The signature that a dataclass gets for a docstring is not enough."""
+    text = inspect.getdoc(getattr(xj, name)) or ""
+    assert text.strip() and not text.startswith(f"{name}(")
+
+
+def test_public_names_are_sorted_and_complete():
+    assert xj.__all__ == sorted(xj.__all__)
+    tree = ast.parse((ROOT / "xinfer_jax" / "__init__.py").read_text(encoding="utf-8"))
+    checked = next(node for node in tree.body if isinstance(node, ast.If))  # what a type checker sees
+    homes = {node.module: tuple(alias.name for alias in node.names) for node in checked.body}
+    assert homes == xj._EXPORTS
+
+
+def test_importing_the_package_loads_no_jax():
+    program = "import sys, xinfer_jax; assert 'jax' not in sys.modules; xinfer_jax.generate"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+# --- words --------------------------------------------------------------------------------------------------
+
+DOCUMENTS = sorted(path for path in ROOT.rglob("*.md") if ".venv" not in path.parts)
+DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def repeated(words: Iterable[str]) -> list[str]:
+    return sorted(word for word, count in Counter(words).items() if count > 1)
+
+
+def prose(path: Path) -> str:
+    """Returns the docstrings and comments of a module, or a whole document, in lower case and on one line."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.Module, *DEFINED))]
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        comments = [token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT]
+        text = " ".join([*(ast.get_docstring(node) or "" for node in nodes), *comments])
+    return " ".join(text.lower().split())
+
+
+def test_no_retired_module_comes_back():
+    scripts = {f"scripts.{path.stem}" for path in PROGRAMS if ROOT / "scripts" in path.parents}
+    assert not ({*MODULES} | scripts) & {*retired_words.MODULES}
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_retired_name_comes_back(path):
+    text = path.read_text(encoding="utf-8")
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    assert not {token.string for token in tokens if token.type == tokenize.NAME} & {*retired_words.NAMES}
+    defined = {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, DEFINED)}
+    assert not defined & {*retired_words.DEFINITIONS}
+
+
+@pytest.mark.parametrize("path", [*PROGRAMS, *DOCUMENTS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_retired_phrase_comes_back(path):
+    text = prose(path)
+    assert not [phrase for phrase in retired_words.PHRASES if re.search(rf"\b{re.escape(phrase)}\b", text)]
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_unrelated_values_are_assigned_one_by_one(path):
+    """`a, b = x, y` is for values that are exchanged: where a target is read on the right."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            read = {ast.unparse(part) for part in ast.walk(node.value)}
+            for target in node.targets:
+                parts = {ast.unparse(part) for part in getattr(target, "elts", ())}
+                if parts and not parts & read and "*" not in ast.unparse(node):
+                    found.append(ast.unparse(node))
+    assert not found
+
+
+def test_a_public_name_is_defined_once():
+    """Among the functions and classes of modules; but for `main`, and for overloads of one module."""
+    names = []
+    for name in MODULES:
+        tree = ast.parse(LIBRARY.joinpath(*name.split(".")).with_suffix(".py").read_text(encoding="utf-8"))
+        names += {node.name for node in tree.body if isinstance(node, DEFINED)} - {"main"}
+    assert not [name for name in repeated(names) if not name.startswith("_")]
+
+
+def test_a_module_name_is_used_once():
+    assert not repeated(name.split(".")[-1] for name in MODULES)

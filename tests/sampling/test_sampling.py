@@ -1,0 +1,276 @@
+"""The sampler against analytic distributions; keys; order of the processors; limits of settings."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xinfer_jax as xj
+from xinfer_jax.sampling import processors, sampler as sampling
+from xinfer_jax.sampling.batched_settings import settings_per_row
+from xinfer_jax.sampling.context import init_context
+
+pytestmark = pytest.mark.oldest
+
+LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -3.0], np.float32)
+
+
+def analytic(temperature=1.0, top_k=0, top_p=1.0):
+    """The distribution computed by sorting, in float64."""
+    logits = LOGITS.astype(np.float64) / temperature
+    order = np.argsort(-logits)
+    if top_k:
+        logits[order[top_k:]] = -np.inf
+    probs = np.exp(logits - logits.max())
+    probs /= probs.sum()
+    before = np.cumsum(probs[order]) - probs[order]
+    probs[order[before >= top_p]] = 0
+    return probs / probs.sum()
+
+
+def sampling_context(rows, seen, position=0):
+    """A context without EOS ids and history."""
+    count = len(seen)
+    return init_context(rows, jnp.full(count, position), np.full((count, 1), -1, np.int32), seen)
+
+
+def draw(settings, count, seed=0):
+    rows = settings_per_row(settings, count, len(LOGITS))
+    keys = sampling.row_keys(jax.random.key(seed), count)
+    logits = jnp.broadcast_to(LOGITS, (count, len(LOGITS)))
+    return np.asarray(
+        jax.jit(sampling.sample_tokens)(
+            logits, keys, rows, sampling_context(rows, np.zeros(logits.shape, bool), 7)
+        )[0]
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(temperature=1.0),
+        dict(temperature=0.5),
+        dict(temperature=1.7, top_k=3),
+        dict(temperature=1.0, top_p=0.8),
+        dict(temperature=1.3, top_k=4, top_p=0.7),
+    ],
+    ids=str,
+)
+def test_frequencies_match_the_analytic_distribution(settings):
+    count = 40_000
+    drawn = np.bincount(draw(xj.SamplingConfig(**settings), count), minlength=len(LOGITS))
+    probs = analytic(**settings)
+    assert (drawn[probs == 0] == 0).all()
+    kept = probs > 0
+    chi2 = np.sum((drawn[kept] - count * probs[kept]) ** 2 / (count * probs[kept]))
+    assert chi2 < 25  # 99.99 % point of chi-square with 5 degrees of freedom
+
+
+def test_temperature_zero_is_argmax_in_a_mixed_batch():
+    rows = [xj.SamplingConfig(temperature=0.0 if i % 2 else 5.0) for i in range(64)]
+    drawn = draw(rows, 64)
+    assert (drawn[1::2] == 0).all() and len(set(drawn[::2].tolist())) > 1
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-10, 1e-3])
+def test_tiny_temperatures_sample_the_argmax(temperature):
+    assert (draw(xj.SamplingConfig(temperature=temperature), 8) == 0).all()
+
+
+def test_draws_do_not_depend_on_slot_or_batch():
+    rows = settings_per_row(xj.SamplingConfig(temperature=1.0), 5, 100)
+    keys = jax.random.split(jax.random.key(1), 5)
+    logits = jax.random.normal(jax.random.key(2), (5, 100))
+    position = jnp.arange(5) + 3
+
+    @jax.jit
+    def sample(keys, position, logits, rows):
+        seen = np.zeros(logits.shape, bool)
+        return sampling.sample_tokens(logits, keys, rows, sampling_context(rows, seen, position))[0]
+
+    together = sample(keys, position, logits, rows)
+    permuted = jnp.array([3, 1, 4, 0, 2])
+    np.testing.assert_array_equal(
+        sample(keys[permuted], position[permuted], logits[permuted], rows), together[permuted]
+    )
+    for i in range(5):
+        row = settings_per_row(xj.SamplingConfig(temperature=1.0), 1, 100)
+        assert sample(keys[i : i + 1], position[i : i + 1], logits[i : i + 1], row)[0] == together[i]
+
+
+BITS = [1100871879, 2323218197, 1429913325, 2145028247]
+
+
+def test_draws_are_the_same_on_every_jax_version():
+    """Bits recorded on jax 0.10.2; CI runs this on the newest too."""
+    key = sampling.draw_key(jax.random.fold_in(jax.random.key(42), 3), 11, 0)
+    bits = jax.random.bits(key, (4,), jnp.uint32)
+    np.testing.assert_array_equal(bits, BITS)
+    uniform = ((np.array(BITS, np.uint32) >> 9) + 0.5) * 2.0**-23
+    np.testing.assert_allclose(sampling.gumbel_noise(key, 4), -np.log(-np.log(uniform)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("k", [1, 2, 17, 100, 0, 500])
+def test_top_k_keeps_the_k_largest(k):
+    logits = np.random.RandomState(k).standard_normal((3, 100)).astype(np.float32) * 10
+    kept = np.isfinite(processors.top_k(logits, jnp.full(3, k)))
+    want = logits >= np.sort(logits, -1)[:, [-min(k or 100, 100)]]
+    np.testing.assert_array_equal(kept, want)
+
+
+@pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.999, 1.0])
+def test_top_p_keeps_the_smallest_nucleus(p):
+    logits = np.random.RandomState(7).standard_normal((4, 200)).astype(np.float32) * 4
+    kept = np.isfinite(processors.top_p(logits, jnp.full(4, p, jnp.float32)))
+    probs = np.asarray(jax.nn.softmax(logits.astype(np.float64), -1))
+    for row, keep in zip(probs, kept, strict=True):
+        order = np.argsort(-row)
+        need = int(np.searchsorted(np.cumsum(row[order]), np.float32(p))) + 1 if p < 1 else 200
+        assert set(np.flatnonzero(keep)) == set(order[:need])
+
+
+def test_top_k_top_p_in_one_loop_equals_top_p_after_top_k():
+    logits = np.random.RandomState(1).standard_normal((6, 300)).astype(np.float32) * 4
+    k = jnp.array([0, 1, 20, 50, 0, 300])
+    p = jnp.array([1.0, 0.5, 0.8, 1.0, 0.3, 0.99], jnp.float32)
+    np.testing.assert_array_equal(
+        processors.top_k_top_p(logits, k, p), processors.top_p(processors.top_k(logits, k), p)
+    )
+
+
+def test_thresholds_survive_ties_infinities_and_signs():
+    logits = jnp.array([[-jnp.inf, -2.0, -2.0, -5.0, -0.0, 0.0]])
+    np.testing.assert_array_equal(
+        np.isfinite(processors.top_k(logits, jnp.array([3])))[0], [False, True, True, False, True, True]
+    )
+    np.testing.assert_array_equal(
+        np.isfinite(processors.top_k(-logits[:, 1:4], jnp.array([1])))[0], [False, False, True]
+    )
+
+
+def test_repetition_penalty_comes_before_temperature():
+    """As in transformers: 2.0 / 4 is less than 1.0."""
+    rows = settings_per_row(xj.SamplingConfig(repetition_penalty=4.0), 1, len(LOGITS))
+    seen = jnp.array([[True, False, False, False, False, False]])
+    sampled = sampling.sample_tokens(
+        jnp.asarray(LOGITS)[None],
+        sampling.row_keys(jax.random.key(0), 1),
+        rows,
+        sampling_context(rows, seen),
+    )
+    assert sampled[0][0] == 1
+
+
+def test_old_style_keys_give_the_same_draws():
+    new = sampling.row_keys(jax.random.key(5), 3)
+    old = sampling.row_keys(jax.random.PRNGKey(5), 3)
+    np.testing.assert_array_equal(jax.random.key_data(new), jax.random.key_data(old))
+
+
+@pytest.mark.parametrize(
+    "settings,named",
+    [
+        (dict(temperature=-0.1), "temperature"),
+        (dict(temperature=float("nan")), "temperature"),
+        (dict(top_p=0.0), "top_p"),
+        (dict(top_p=1.1), "top_p"),
+        (dict(top_k=-1), "top_k"),
+        (dict(repetition_penalty=0.0), "repetition_penalty"),
+        (dict(temperature="warm"), "temperature"),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_raise_with_their_value(settings, named):
+    with pytest.raises(xj.InputError, match=f"{named}.*got {list(settings.values())[0]!r}"):
+        xj.SamplingConfig(**settings).validate()
+
+
+def test_defaults_from_generation_config():
+    qwen = dict(
+        do_sample=True,
+        temperature=0.7,
+        top_p=0.8,
+        top_k=20,
+        repetition_penalty=1.1,
+        eos_token_id=[1, 2],
+        pad_token_id=0,
+    )
+    assert xj.SamplingConfig.from_hf(qwen) == xj.SamplingConfig(0.7, 20, 0.8, 1.1)
+    assert xj.SamplingConfig.from_hf({**qwen, "do_sample": False}) == xj.SamplingConfig(0.0, 20, 0.8, 1.1)
+    assert xj.SamplingConfig.from_hf({"temperature": 0.7}) == xj.SamplingConfig()
+    # Transformers' defaults.
+    assert xj.SamplingConfig.from_hf({"do_sample": True}) == xj.SamplingConfig(1.0, 50)
+    with pytest.raises(xj.InputError, match="num_beams=4"):
+        xj.SamplingConfig.from_hf({"num_beams": 4})
+
+
+def test_neutral_generation_config_gives_the_defaults():
+    """Values that transformers writes for unused settings, and EOS ids outside the vocabulary."""
+    neutral = dict(
+        temperature=None, top_k=None, suppress_tokens=None, num_beams=1, num_beam_groups=1,
+        diversity_penalty=0.0, epsilon_cutoff=0.0, eta_cutoff=0, encoder_repetition_penalty=1.0,
+        encoder_no_repeat_ngram_size=0, bad_words_ids=None, sequence_bias=None, begin_suppress_tokens=[],
+        forced_bos_token_id=None, min_length=0, guidance_scale=1, stop_strings=None, length_penalty=1.0,
+        early_stopping=False, max_length=20, renormalize_logits=False, use_cache=True,
+        transformers_version="5", eos_token_id=[5, None, -1, 10**30],
+    )  # fmt: skip
+    assert xj.SamplingConfig.from_hf(neutral) == xj.SamplingConfig()
+    assert xj.SamplingConfig.from_hf({"suppress_tokens": []}) == xj.SamplingConfig()
+    assert xj.SamplingConfig.from_hf({"suppress_tokens": [3]}).forbidden_token_ids == [3]
+
+
+def test_n_grams_longer_than_the_rows_forbid_nothing():
+    """It returns at once: the loop does not run up to n."""
+    history_BS = jnp.array([[1, 1, 1, 1, 0, 0]] * 2)
+    length_B = jnp.array([4, 4])
+    size_B = jnp.array([2**31 - 1, 2], jnp.int32)
+    got = processors.no_repeat_ngram(jnp.zeros((2, 6)), size_B, history_BS, length_B)
+    np.testing.assert_array_equal(np.isneginf(got), [[False] * 6, [False, True] + [False] * 4])
+
+
+@pytest.mark.parametrize("size", [100, 151])
+@pytest.mark.parametrize("partitionable", [True, False])
+def test_noise_of_candidates_equals_noise_of_the_vocabulary(size, partitionable):
+    key = jax.random.key(9)
+    index = jnp.array([size - 1, 0, 49, 50, 51, 75, 76, 7])
+    with jax.threefry_partitionable(partitionable):
+        few, every = (jax.jit(sampling.gumbel_noise, static_argnums=1)(key, size, at) for at in (index, None))
+    np.testing.assert_array_equal(few, every[index])
+
+
+@pytest.mark.full
+def test_sampling_from_candidates_equals_sampling_from_the_vocabulary():
+    """Rows whose top-k is small, too large, off or tied with the last token; forbidden tokens; other
+    settings.
+    """
+    rows = [
+        xj.SamplingConfig(0.8, 20, 0.8), xj.SamplingConfig(1.5, 64), xj.SamplingConfig(1.0, 65),
+        xj.SamplingConfig(0.9, 0, 0.9), xj.SamplingConfig(), xj.SamplingConfig(2.0, 3),
+        xj.SamplingConfig(1.0, 40, min_p=0.02), xj.SamplingConfig(1.0, 40, typical_p=0.7),
+    ]  # fmt: skip
+    B = len(rows)
+    V = 1000
+    logits = np.random.RandomState(3).standard_normal((B, V)).astype(np.float32) * 3
+    logits[0, 5:] = -np.inf  # leaves fewer than top-k
+    logits[5] = np.minimum(logits[5], 0)  # half of all tie as the largest
+    settings = settings_per_row(rows, B, V)
+    keys = jax.random.split(jax.random.key(2), B)
+
+    @jax.jit
+    def both(keys, logits, settings, position):
+        seen = np.zeros(logits.shape, bool)
+        token, _, taken = sampling.sample_tokens(
+            logits, keys, settings, sampling_context(settings, seen, position)
+        )
+        warped = sampling.warp_logits(logits, settings, jnp.max(logits, -1, keepdims=True))
+        return token, taken, sampling.draw_tokens(warped, keys, settings, position, None, V), warped
+
+    for position in range(20):
+        at_B = jnp.full(B, position)
+        token, taken, *want = both(keys, logits, settings, at_B)
+        np.testing.assert_array_equal(token, want[0])
+        np.testing.assert_array_equal(taken, want[1])
+        for i in (0, 1, 5, 7):
+            alone = (jax.tree.map(lambda x, i=i: x[i : i + 1], x) for x in (keys, logits, settings, at_B))
+            for got, among in zip(both(*alone)[:2], (token, taken), strict=True):
+                np.testing.assert_array_equal(got[0], among[i])

@@ -1,0 +1,275 @@
+"""scripts/bench.py, bench_start.py and bench_engine.py on tiny models: their fields, figures that must agree
+with each other, and bad flags.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import pytest
+import run_script
+import tiny
+from machine_limits import bytes_per_pass, decode_work, prefill_work
+from model_shapes import hf_config
+from paths import ROOT
+
+import xinfer_jax as xj
+from xinfer_jax.config.model_config import from_hf
+
+pytestmark = [pytest.mark.full, pytest.mark.newest]
+
+bench = partial(run_script.run, "bench")
+
+
+def process(*flags: str, program: str = "bench", path: Path | None = None) -> subprocess.CompletedProcess:
+    paths = os.pathsep.join(filter(None, (str(path or ""), str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
+    return subprocess.run(
+        [sys.executable, f"scripts/{program}.py", *flags],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("config")
+    tiny.write_json(path / "config.json", tiny.CONFIG)
+    return path
+
+
+def is_spread(value: dict, least: float = 0.0) -> bool:
+    return (
+        value.keys() == {"median", "min", "max"} and least < value["min"] <= value["median"] <= value["max"]
+    )
+
+
+def test_bench_figures_agree_with_each_other(directory):
+    done = bench(f"--config={directory}", "--prompt_lengths=8,300", "--new_tokens=6", "--batch_sizes=3",
+                 "--ragged", "--repeats=1",
+                 "--probe_mib=8")  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert (
+        results["versions"]["jax"] == jax.__version__ and results["machine"]["cores"] >= 1 and results["date"]
+    )
+    assert re.match(r"python (scripts/)?bench.py --config=", results["command"])
+    (case,) = results["cases"]
+    assert (case["dtype"], case["quantize"], case["load"]["backend"]) == ("float32", "none", "cpu")
+    assert (
+        case["load"]["weight_bytes"] == case["load"]["weight_bytes_per_pass"] and case["load"]["load_s"] > 0
+    )
+    assert (
+        all(is_spread(case["limits"][kind]) for kind in ("read", "float32", "bfloat16"))
+        and case["limits"]["probes"] >= 3
+    )
+    row, too_long = case["rows"]
+    assert "context limit 256" in too_long["skipped"] and "skipped: prompt of 300" in done.stdout
+    assert row["lengths"] == [8, 6, 4] and row["compile_s"] > 0
+    assert row["ttft_s"]["median"] >= row["prefill"]["seconds"]["median"]
+    assert row["prefill_tok_s"]["median"] == pytest.approx(
+        sum(row["lengths"]) / row["prefill"]["seconds"]["median"]
+    )
+    assert row["decode_tok_s"]["median"] == pytest.approx(3 / row["tpot_s"]["median"])
+    assert row["floor_bytes"] == case["load"]["weight_bytes"] + row["cache_bytes"] < row["peak_bytes"]
+    for phase in ("prefill", "decode"):
+        figure = row[phase]
+        limits = case["limits"]
+        assert all(
+            is_spread(figure[name]) for name in ("seconds", "of_limit", "of_bandwidth", "of_matmul_rate")
+        )
+        assert figure["of_limit"]["median"] == max(
+            figure["of_bandwidth"]["median"], figure["of_matmul_rate"]["median"]
+        )
+        for fraction, amount, limit in (
+            ("of_bandwidth", "bytes", "read"),
+            ("of_matmul_rate", "flop", "float32"),
+        ):
+            # The limit that it was compared with.
+            rate = figure[amount] / figure["seconds"]["median"] / figure[fraction]["median"]
+            assert 0.999 * limits[limit]["min"] <= rate <= 1.001 * limits[limit]["max"]
+    table = next(line for line in done.stdout.splitlines() if line.startswith("   3      8"))
+    assert f"{row['peak_bytes'] / 2**20:.0f}" in table
+
+
+def test_bench_of_a_checkpoint_plots_and_streams(good, tmp_path):
+    """The plot, several capacities, and streaming, of a checkpoint."""
+    file = tmp_path / "bench.png"
+    plot = [f"--plot={file}", "--curve_lengths=16,64,9999"] if importlib.util.find_spec("matplotlib") else []
+    done = process(f"--model={good}", "--prompt_lengths=8", "--new_tokens=6", "--repeats=1", "--probe_mib=8",
+                 "--capacities=128,256",
+                 "--stream", *plot)  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    results = json.loads(done.stdout.splitlines()[-1])
+    (case,) = results["cases"]
+    assert case["load"]["weight_bytes"] > case["load"]["weight_bytes_per_pass"]  # untied
+    assert case["capacities"]["capacity"] == [128, 256] and case["capacities"]["ratio"][0]["median"] == 1
+    assert case["stream"]["first_token_s"]["median"] <= case["stream"]["stream_s"]["median"]
+    if plot:
+        assert file.read_bytes().startswith(b"\x89PNG")
+        assert case["curve"]["position"] == [16, 64] and all(
+            is_spread(tpot) for tpot in case["curve"]["tpot_s"]
+        )
+        assert case["curve"]["bytes"][0] < case["curve"]["bytes"][1]
+
+
+@pytest.mark.parametrize(
+    "flags, word",
+    [
+        (["--prompt_lengths=8,x"], "prompt_lengths"),
+        (["--new_tokens=1"], "new_tokens"),
+        (["--repeats=0"], "repeats"),
+        (["--nonsense"], "nonsense"),
+        (["--config=no-such-shape"], "no-such-shape"),
+        (["--config=qwen2.5-0.5b", "--model=x"], "exclude"),
+        (["--dtypes=float8"], "float8"),
+        (["--quantize=int3"], "int3"),
+        (["--batch_sizes="], "batch_sizes"),
+        (["--plot=no/such/place.png"], "no/such/place.png"),
+        (["extra"], "extra"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_flags_of_bench(flags, word):
+    assert_rejected(bench(*flags), word)
+
+
+def test_a_plot_without_matplotlib(tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError")
+    assert_rejected(process("--plot=bench.png", path=tmp_path), "matplotlib")
+
+
+def assert_rejected(done, word: str, program: str = "bench") -> None:
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{program}: ") and word in line
+
+
+def test_bench_start_on_two_depths(directory, tmp_path):
+    """On random weights, with an empty and a filled compilation cache; a missing engine is skipped."""
+    (tmp_path / "ctranslate2.py").write_text("raise ImportError")
+    engines = "--engines=ours,ctranslate2:float32"
+    done = process(
+        f"--config={directory}", f"--workdir={tmp_path}", "--layers=1,3", "--precisions=float32", engines,
+        "--rounds=1", "--new_tokens=5", program="bench_start", path=tmp_path,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    results = json.loads(done.stdout.splitlines()[-1])
+    (runs,) = results["rounds"]["ours:float32"]
+    assert results["prompt_tokens"] == 26
+    assert list(runs) == ["1 layers cold", "1 layers warm", "3 layers cold", "3 layers warm"]
+    for what, run in runs.items():
+        phases = run["phases"]
+        assert all(0 <= seconds <= last - first + 2e-3 for seconds, first, last, _ in phases.values())
+        order = [phases["imports"][2], phases["opening"][2], phases["reading"][2], run["first_s"]]
+        assert order == sorted(order) and run["first_s"] <= run["last_s"] <= run["end_s"]
+        assert phases["opening"][2] <= phases["compiling"][1] and run["new_tokens"] == 5
+        assert run["programs"] == phases["compiling"][3] > 3
+        assert run["fetched"] == (run["programs"] if what.endswith("warm") else 0)
+        assert run["anon_mib"] is None or 10 < run["anon_mib"] < run["hwm_mib"]
+    assert results["growth"]["ours:float32 3 layers cold"]["programs"] == 1  # one for each kind of layer
+    assert "not installed (pip install ctranslate2" in results["problems"]["ctranslate2:float32"]
+
+
+@pytest.mark.parametrize(
+    "flags, word",
+    [
+        (["--precisions=int3"], "int3"),
+        (["--engines=transformers", "--precisions=int4"], "none of --engines"),
+        (["--layers=24,x"], "layers"),
+        (["--model=x", "--layers=24"], "exclude"),
+        (
+            ["--prompt_lengths=26"],
+            "prompt_lengths",
+        ),  # bench_start has no such flag: the prompt has one length
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_flags_of_bench_start(flags, word):
+    assert_rejected(process(*flags, program="bench_start"), word, "bench_start")
+
+
+def test_bench_engine_reports_throughput_load_and_one_row(directory):
+    """Few concurrent requests and one row alone; engines that are missing are skipped with a reason."""
+    done = process(
+        f"--config={directory}", "--quantize=none", "--parts=throughput,load,alone", "--requests=9",
+        "--rows=2", "--prompt_tokens=4,150", "--answer_tokens=3,20", "--common=128", "--alone=9,12",
+        "--pairs=3", program="bench_engine",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    whole, load, openvino, llama, alone = map(json.loads, done.stdout.splitlines())
+    assert [line["part"] for line in (whole, load, alone)] == ["throughput", "load", "alone"]
+    assert whole["versions"]["jax"] == jax.__version__ and "bench_engine.py --config=" in whole["command"]
+    assert whole["same_answers"] == whole["requests"] == load["requests"] == 9
+    assert min(whole["hits"], load["hits"]) >= 128 and whole["preemptions"] == 0
+    assert whole["read_tokens"] + whole["hits"] == whole["prompt_tokens"]
+    assert 9 * 3 <= whole["new_tokens"] == whole["chosen_tokens"] <= 9 * 20
+    for name in ("engine", "generate"):
+        rate = whole["tokens_per_second" if name == "engine" else "generate_tokens_per_second"]
+        assert rate * whole[f"{name}_seconds"] == pytest.approx(whole["new_tokens"])
+    assert whole["generate_over_engine"] * whole["engine_seconds"] == pytest.approx(whole["generate_seconds"])
+    assert load["requests_per_second"] * whole["engine_seconds"] == pytest.approx(0.7 * 9)
+    for times in (load["ttft_seconds"], load["tpot_seconds"]):
+        assert 0 < times["median"] <= times["p99"] < load["seconds"]
+    ratio = alone["engine_over_generate"]
+    assert alone["pairs"] == 3 and 0 < ratio["q1"] <= ratio["median"] <= ratio["q3"]
+    assert "2 rows of 256" in whole["engine"] and "1 rows of 256" in alone["engine"]
+    assert (openvino["peer"], llama["peer"]) == ("openvino-genai", "llama-server")
+    assert "--python" in openvino["skipped"] and "--llama_model" in llama["skipped"]
+
+
+@pytest.mark.parametrize(
+    "flags, word",
+    [
+        (["--parts=throughput,speed"], "parts"),
+        (["--quantize=int3"], "int3"),
+        (["--answer_tokens=16"], "two numbers"),
+        (["--python=llama.cpp=no/such"], "executable"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_flags_of_bench_engine(flags, word):
+    assert_rejected(process(*flags, program="bench_engine"), word, "bench_engine")
+
+
+def test_flops_and_bytes_of_a_known_model():
+    """Qwen2.5-0.5B by hand: 494,032,768 weights, 357,826,560 of them in the matrices of the layers."""
+    config = from_hf(hf_config("qwen2.5-0.5b"))
+    params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), "float32"))
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 494_032_768
+    head = 2 * 151936 * 896
+    layers = 2 * 357_826_560
+    work = prefill_work(config, 1000, [26, 10])
+    assert (work.bytes, work.flop) == (
+        1000,
+        layers * 36 + 4 * 896 * 24 * (26 * 27 // 2 + 10 * 11 // 2) + 2 * head,
+    )
+    # Three steps, which see 27, 28, 29 and 11, 12, 13 keys.
+    work = decode_work(config, 1000, 4, [26, 10], new_tokens=4)
+    assert work.bytes == 1000 + 24 * 2 * 128 * 4 * (28 + 12)
+    assert work.flop == 2 * (layers + head) + 4 * 896 * 24 * (28 + 12)
+
+
+def test_a_sliding_window_bounds_the_bytes_of_a_step():
+    config = from_hf(dict(tiny.CONFIG, use_sliding_window=True, sliding_window=16, max_window_layers=1))
+    assert config.layer_windows == (None, 16)
+    work = decode_work(config, 0, 4, [100], new_tokens=2)
+    assert work.bytes == 2 * 2 * 8 * 4 * (101 + 16)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_embedding_counts_once(tied):
+    config = from_hf(dict(tiny.CONFIG, tie_word_embeddings=tied))
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    matrix = params["embed"]["weight"].nbytes
+    everything = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert bytes_per_pass(params) == everything - (0 if tied else matrix)

@@ -1,0 +1,277 @@
+"""scripts/check_gpu.py: child processes that hang, abort or print nonsense; sections on tiny shapes; its
+messages without a GPU.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import kernel_sections
+import model_sections
+import numpy as np
+import pytest
+import section_cases
+import section_process as child
+import section_runner as runner
+from paths import ROOT, SCRIPTS
+from section_runner import Section
+
+import kernels_pallas
+
+pytestmark = [pytest.mark.full, pytest.mark.oldest]
+
+SAY = """
+import json, os, sys, time
+first = int(sys.argv[1])
+def say(**message): print(json.dumps(message), flush=True)
+def good(i):
+    if i >= first:
+        say(event="begin", case=i, name=f"case {i}")
+        say(event="result", case=i, name=f"case {i}", figure=i / 3, ok=True)
+"""
+# What a child does in case 1, after a good case 0; if it goes on, case 2 is good again.
+CHILDREN = {
+    "good": "good(1); good(2); say(event='end')",
+    "hangs": "time.sleep(600)",
+    "ignores signals": "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)",
+    "aborts": "print('torn', file=sys.stderr, flush=True); os.abort()",
+    "raises": "raise RuntimeError('what it was')",
+    "exits": "sys.exit(0)",
+    "garbage": "os.write(1, b'{\"event\": \"res\\n\\xff\\x00\\n[1]\\n' + b'[' * 90000 + b'\\n');"
+    " say(event='result', case=1, name='case 1', ok=True); good(2); say(event='end')",
+    "leaves": "say(event='result', case=1, name='case 1', ok=None, error='CUDA_ERROR_ILLEGAL_ADDRESS');"
+    " say(event='leaving'); sys.exit(70)",
+    "leaves a child": "import subprocess; subprocess.Popen(['sleep', '600']); os._exit(4)",
+}
+
+
+def run(tmp_path, names, seconds=20.0, minutes=2.0):
+    """Runs sections with children of these kinds; returns the records by section."""
+    sections = [name if isinstance(name, Section) else Section(name, seconds) for name in names]
+    records = runner.Records(tmp_path / "out.jsonl")
+
+    def command(section, first, left):
+        kind = section.name.removeprefix("optional ")
+        optional = section.name.startswith("optional ")
+        begin = f"say(event='begin', case=1, name='case 1', optional={optional})"
+        text = f"{SAY}good(0)\nif first <= 1:\n    {begin}\n    {CHILDREN[kind]}\ngood(2)\nsay(event='end')"
+        return [sys.executable, "-c", text, str(first)]
+
+    runner.run_sections(sections, command, records, minutes)
+    by_section = {}
+    for record in runner.read_records(tmp_path / "out.jsonl"):
+        by_section.setdefault(record["section"], []).append(record)
+    return by_section, records
+
+
+def last(by_section, name):
+    return by_section[name][-1]
+
+
+@pytest.mark.parametrize("name", ["hangs", "ignores signals"])
+def test_a_child_that_hangs_is_killed_at_its_limit(tmp_path, name):
+    start = time.monotonic()
+    by_section, records = run(tmp_path, [Section(name, 2), "good"])
+    assert time.monotonic() - start < 10
+    finished, died = by_section[name][:2]
+    assert finished["ok"] is True and finished["figure"] == 0
+    assert (
+        died["name"] == "case 1"
+        and died["error"] == "still running after 2 s: killed"
+        and died["ok"] is False
+    )
+    assert last(by_section, name)["name"] == died["error"] and last(by_section, name)["ok"] is False
+    assert last(by_section, "good")["name"] == "done" and records.failed
+
+
+@pytest.mark.parametrize(
+    "name, error, stderr",
+    [
+        ("aborts", "killed by signal 6", "torn"),
+        ("raises", "ended with exit code 1", "RuntimeError: what it was"),
+        ("exits", "ended with exit code 0 before its last case", ""),
+        ("leaves a child", "ended with exit code 4", ""),
+    ],
+)
+def test_a_child_that_dies_fails_its_current_case(tmp_path, name, error, stderr):
+    start = time.monotonic()
+    by_section, records = run(tmp_path, [name, "good"])
+    assert time.monotonic() - start < 10
+    cases = {record["name"]: record for record in by_section[name]}
+    assert cases["case 0"]["ok"] and cases["case 2"]["ok"]  # the next child continues after it
+    assert cases["case 1"]["error"].startswith(error) and stderr in cases["case 1"]["stderr"]
+    assert last(by_section, name)["name"] == "done" and last(by_section, "good")["name"] == "done"
+    assert [record["name"] for record in records.failed] == ["case 1"]
+
+
+def test_an_optional_case_that_dies_is_no_failure(tmp_path):
+    by_section, records = run(tmp_path, ["optional aborts"])
+    assert by_section["optional aborts"][1]["error"] == "killed by signal 6" and not records.failed
+
+
+def test_a_child_that_asks_for_a_new_process_is_replaced(tmp_path):
+    """As after an error that ends the CUDA context."""
+    by_section, records = run(tmp_path, ["leaves"])
+    assert [record["name"] for record in by_section["leaves"]] == ["case 0", "case 1", "case 2", "done"]
+    assert not records.failed
+
+
+def test_invalid_output_of_a_child_is_counted_and_ignored(tmp_path):
+    by_section, records = run(tmp_path, ["garbage"])
+    assert [record["name"] for record in by_section["garbage"]] == [
+        "case 0",
+        "garbage",
+        "case 1",
+        "case 2",
+        "done",
+    ]
+    assert last(by_section, "garbage")["garbage_lines"] == 5  # the longest line is read in two parts
+    assert not records.failed
+
+
+def test_a_child_that_dies_before_its_first_case_ends_its_section(tmp_path):
+    records = runner.Records(tmp_path / "out.jsonl")
+    sections = [Section("broken", 20)]
+    runner.run_sections(
+        sections, lambda *_: [sys.executable, "-c", "import nothing_of_this_name"], records, 1
+    )
+    died, section = records.added
+    assert died["name"] == "before its first case" and "nothing_of_this_name" in died["stderr"]
+    assert section["name"].startswith("ended with exit code 1") and len(records.failed) == 2
+
+
+def test_sections_without_time_or_packages_are_listed_as_not_run(tmp_path):
+    sections = ["good", Section("late", 20), Section("lacking", 20, ("nothing_of_this_name",))]
+    by_section, records = run(tmp_path, sections[2:], minutes=1)
+    assert "nothing_of_this_name missing here: pip install" in by_section["lacking"][0]["why"]
+    (tmp_path / "out.jsonl").unlink()
+    by_section, records = run(tmp_path, sections[:2], minutes=0.1)
+    for name in ("good", "late"):
+        (record,) = by_section[name]
+        assert record["name"] == "not run" and record["why"].endswith("s were left")
+    text = runner.format_table(records.added)
+    assert "2 not run\n  good: not run  why 6 s were left\n  late: not run" in text
+    assert not records.failed
+
+
+def test_a_truncated_file_of_results_gives_the_same_table(tmp_path):
+    _, records = run(tmp_path, ["good"])
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"event": "result", "na')
+    assert runner.format_table(runner.read_records(path)) == runner.format_table(records.added)
+    path.write_text("nothing\n")
+    with pytest.raises(ValueError, match="holds no results"):
+        runner.read_records(path)
+
+
+# --- a child's cases ----------------------------------------------------------------------------------------
+
+
+def test_a_wrong_kernel_is_a_recorded_failure(monkeypatch):
+    """So are one that raises, and results that are not finite."""
+    case = kernel_sections.argmax_case(np.random.default_rng(0), 5, 300)
+    check = section_cases.Case(
+        "argmax", lambda: kernel_sections.compare_with_reference(None, "argmax", "xla", "float32", [case])
+    )
+    monkeypatch.setattr(
+        kernels_pallas, "run_kernel", lambda impl, kernel, x: kernels_pallas.reference.argmax(x)
+    )
+    right = child.run_case(check)
+    assert right["ok"] is True and right["worst"] == 0 and right["tolerance"] == 1e-5 and right["compared"]
+    monkeypatch.setattr(
+        kernels_pallas, "run_kernel", lambda impl, kernel, x: 299 + 0 * x[:, 0].astype("int32")
+    )
+    assert child.run_case(check)["ok"] is False
+    monkeypatch.setattr(kernels_pallas, "run_kernel", lambda *args: 1 / 0)
+    raised = child.run_case(check)
+    assert raised["ok"] is False and raised["error"] == "ZeroDivisionError: division by zero"
+    assert child.run_case(check._replace(facts={"optional": True}))["ok"] is None
+    assert child.jsonable({"a": np.float32("nan"), "b": (np.int64(3), {4})}) == {"a": "nan", "b": [3, "{4}"]}
+    assert child.device_works()
+
+
+# --- the program --------------------------------------------------------------------------------------------
+
+
+def check_gpu(*flags: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    """Runs the script in a process that sees no GPU."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(SCRIPTS / "check_gpu.py"), *flags]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_check_gpu_without_a_gpu_exits_with_one_line(tmp_path):
+    done = check_gpu(cwd=tmp_path)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith("check_gpu: no NVIDIA GPU here")
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+def test_a_missing_package_is_named(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util\nfind = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'absl' else find(name, *rest)\n"
+    )
+    command = [sys.executable, str(SCRIPTS / "check_gpu.py")]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (2, "check_gpu: absl missing here: pip install absl-py\n")
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (("--out=/nowhere/at/all.jsonl",), "--out: No such file or directory"),
+        (("--out=README.md",), "--out: File exists README.md: name another file"),
+        (("--sections=everything",), "--sections knows decode, prefill"),
+        (("--report=README.md",), "README.md holds no results"),
+        (("--minutes=-1",), "--minutes"),
+    ],
+)
+def test_bad_flags_of_check_gpu_exit_with_one_line(flags, words):
+    done = check_gpu(*flags)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and words in line
+
+
+def test_every_section_has_its_cases():
+    (line,) = check_gpu("--sections=everything").stderr.splitlines()
+    names = line.split("--sections knows ")[1].split(", got")[0].split(", ")
+    assert set(names) == {*kernel_sections.SECTIONS, *model_sections.SECTIONS}
+
+
+def test_sections_on_tiny_shapes(tmp_path):
+    """Emulated kernels and a model of one layer; --report prints the same table from the file."""
+    done = check_gpu("--tiny", "--sections=head,half_b", "--out=out.jsonl", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = runner.read_records(tmp_path / "out.jsonl")
+    assert [r["section"] for r in records if r["name"] == "done"] == ["machine", "head", "half_b"]
+    checked = [r for r in records if "tolerance" in r]
+    assert len(checked) == 3 and all(
+        r["ok"] for r in checked
+    )  # two references, and ids with kernels and with XLA
+    timed = {r["by"]: r for r in records if r.get("shape", "").startswith("lm_head_argmax")}
+    assert timed.keys() == {"mosaic", "xla"} and all(r["ms"] > 0 for r in timed.values())
+    rates = [r["decode_tok/s"] for r in records if "decode_tok/s" in r]
+    assert len(rates) == 2 and min(rates) > 0
+    assert any((tmp_path / "out.jsonl.cache").iterdir())
+    again = check_gpu("--report=out.jsonl", cwd=tmp_path)
+    assert again.returncode == 0 and again.stdout.strip() in done.stdout
+
+
+def test_an_interrupted_run_prints_its_results(tmp_path):
+    command = [sys.executable, str(SCRIPTS / "check_gpu.py"), "--tiny", "--out=out.jsonl"]
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith("machine: device"):
+                break
+        process.send_signal(signal.SIGTERM)
+        rest = process.stdout.read()
+    assert process.returncode == 130 and "[machine: interrupted  FAIL]" in rest
+    assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[-1])["name"] == "interrupted"

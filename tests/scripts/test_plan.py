@@ -1,0 +1,168 @@
+"""scripts/plan.py: bytes compared with arrays and known models, collectives with compiled programs."""
+
+import math
+import re
+import tempfile
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import jax
+import plan_estimates as estimates
+import pytest
+import run_script
+from gpu_specs import CARDS
+from mesh_cases import FAMILIES, collectives, mesh_of, write_checkpoint
+from model_shapes import hf_config
+from small_models import QWEN
+
+import xinfer_jax as xj
+from xinfer_jax.cache.paged import empty_pools
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.weights.layout import check_mesh
+from xinfer_jax.weights.params import tree_bytes
+from xinfer_jax.weights.quantized_weights import METHODS
+
+pytestmark = pytest.mark.newest
+
+plan = partial(run_script.run, "plan", "--notemporaries")
+
+
+def plan_job(config, weights="bfloat16", cache_dtype="bfloat16", rows=4, context=100, chunk=64):
+    return estimates.Job(config, weights, cache_dtype, rows, context, chunk)
+
+
+@pytest.mark.parametrize("weights", estimates.WEIGHTS)
+@pytest.mark.parametrize(
+    "changes", [{}, dict(tie_word_embeddings=False, hidden_size=96)], ids=["tied", "not"]
+)
+def test_bytes_are_those_of_the_arrays(weights, changes):
+    config = from_hf(QWEN | changes)
+    quantize = weights if weights.startswith("int") else None
+    dtype = "float32" if weights == "float32" else "bfloat16"
+    params = xj.init_params(config, jax.random.key(0), dtype, quantize)
+    assert estimates.device_bytes(plan_job(config, weights), 1).weights == tree_bytes(params)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+def test_pages_are_those_of_an_engine(kind):
+    job = plan_job(from_hf(QWEN), cache_dtype=kind)
+    pools = jax.eval_shape(lambda: empty_pools(job.config, 4 * 2 + 1, job.kv))  # 100 tokens: two pages
+    assert estimates.device_bytes(job, 1).pages == tree_bytes(pools)
+    assert (
+        estimates.device_bytes(job, 2).pages == estimates.device_bytes(job, 4).pages == tree_bytes(pools) // 2
+    )  # 2 key heads
+
+
+@pytest.mark.parametrize(
+    "name, numbers",
+    [
+        ("qwen2.5-0.5b", 494_032_768), ("qwen2.5-7b", 7_615_616_512), ("qwen2.5-32b", 32_763_876_352),
+        ("qwen2.5-72b", 72_706_203_648), ("llama3.1-70b", 70_553_706_496),
+        ("qwen3-235b-a22b", 235_093_634_560),
+    ],
+)  # fmt: skip
+def test_bytes_of_known_models(name, numbers):
+    config = from_hf(hf_config(name))
+    assert estimates.num_weights(config) == numbers
+    assert estimates.device_bytes(plan_job(config), 1).weights == 2 * numbers
+    half = estimates.device_bytes(plan_job(config), 2).weights
+    assert numbers < half < 1.001 * numbers  # norms are on both
+
+
+def test_smallest_mesh():
+    """72.7 billion weights in bfloat16 are 135.4 GiB, 8 rows of 32,768 tokens 80."""
+    job = plan_job(from_hf(hf_config("qwen2.5-72b")), rows=8, context=32768)
+    fits = {
+        216: 1,
+        108: 2,
+        107: 4,
+        54: 4,
+        53: 8,
+        20: 16,
+        13: 64,
+        12: None,
+    }  # GiB: 8 key heads, repeated above
+    assert {gib: estimates.smallest_mesh(job, gib * 2**30) for gib in fits} == fits
+
+
+@pytest.mark.full
+def test_temporaries_of_int4():
+    """int4 is dequantized layer by layer, not all layers first."""
+    job = estimates.with_few_layers(
+        plan_job(from_hf(hf_config("qwen2.5-72b")), "int4", rows=64, context=4096), 4
+    )
+    try:
+        mesh = check_mesh(CARDS["h200"].mesh(8, "model"))
+    except RuntimeError as error:
+        pytest.skip(f"jax's CUDA plug-in is not installed: {error}")
+    one_layer = estimates.dequantized_bytes(job, 8) / 2 / 4
+    assert 0 < estimates.program_temporaries(job, mesh, 64, 1) < one_layer
+
+
+def test_plan_prints_bytes_and_collectives():
+    done = plan("--model=qwen2.5-72b", "--devices=8xh200", "--context=32768", "--rows=8", "--mesh=model=4")
+    assert done.returncode in (None, 0), done.stderr
+    lines = done.stdout.splitlines()
+    assert "72.71 billion weights in bfloat16; 8 rows of 32,768 tokens, 4,097 pages" in lines[0]
+    (line,) = (line for line in lines if line.startswith("model=4 "))
+    assert line.split()[1:] == ["33.9", "20.0", "51.1", "28"]  # GiB, and rows
+    assert "The smallest mesh on which it fits: model=4, 2 such engines on 8 devices" in lines
+    assert "all-reduces: 161 per pass of [tokens, 8192] bfloat16, 2.52 MiB per token" in lines
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--devices=8xh900"], "--devices takes 1 to 128 of b200, h200, .*got '8xh900'"),
+        (["--devices=8xh200"], "model=8 does not divide num_attention_heads 14 .*: choose --mesh=model=2"),
+        (["--devices=8xh200", "--mesh=data=2"], "--mesh takes model=N, N from 1 to the 8 .*got 'data=2'"),
+        (["--model=gpt-5"], "'gpt-5' is neither a built-in shape"),
+        (["--model=qwen3-235b-a22b", "--weights=int4"], "experts stay float numbers"),
+        (["--context=40000"], "context must be a whole number from 2 to 32768, got 40000"),
+    ],
+)
+def test_bad_flags_of_plan_exit_with_one_line(flags, message):
+    done = plan(*flags)
+    assert done.returncode == 2, done
+    assert re.fullmatch(f"plan: .*{message}.*\n", done.stderr)
+
+
+def count_all_reduces(job, n, rows, tokens):
+    """Counts all-reduces by their bytes, in the text of a program for n devices."""
+    compiled = estimates.lower_program(job, check_mesh(mesh_of(n)), rows, tokens).compile()
+    counts = Counter()
+    for kind, times in collectives(compiled).items():
+        for dims in re.findall(r"f32\[([\d,]+)\]", kind):
+            size = 4 * math.prod(map(int, dims.split(",")))
+            assert kind.startswith("all-reduce") or size <= 4 * rows * n, kind
+            counts[size] += times * kind.startswith("all-reduce")
+    return +counts
+
+
+def main():
+    """Compares, on virtual devices, planned all-reduces with compiled text and planned bytes with arrays."""
+    for family in ("qwen2", "olmo3", "qwen3_moe"):
+        job = plan_job(from_hf(FAMILIES[family]), "float32", "float32")
+        for rows, tokens in ((4, 1), (1, 64)):
+            expected = {tree_bytes(x): times for times, x in estimates.all_reduces(job, rows * tokens)}
+            assert (counts := count_all_reduces(job, 4, rows, tokens)) == expected, (family, counts, expected)
+    for weights in estimates.WEIGHTS:
+        quantize, dtype = (weights, "bfloat16") if weights in METHODS else (None, weights)
+        with tempfile.TemporaryDirectory() as folder:
+            hf = FAMILIES["qwen2"] | dict(vocab_size=97)  # which neither number of devices divides
+            path = write_checkpoint(Path(folder), hf)
+            for n in (2, 8):  # of 4 key heads
+                params = xj.load_model(path, dtype, quantize, mesh=mesh_of(n)).params
+                own = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
+                planned = estimates.device_bytes(plan_job(from_hf(hf), weights), n).weights
+                assert planned == own, (weights, n, planned, own)
+
+
+@pytest.mark.full
+def test_collectives_are_those_of_compiled_programs():
+    run_script.run_on_devices(8, Path(__file__))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""The page: use in Chromium, and answers that never become HTML."""
+
+import base64
+import re
+import tomllib
+from hashlib import sha256
+
+import pytest
+from browser import CHROMIUM, LAST, Browser, Stub
+from paths import ROOT
+
+from xinfer_jax.serve.page import HEADERS, PAGE
+
+pytestmark = [pytest.mark.full, pytest.mark.newest]
+
+MARKDOWN = """# Title
+
+Some **bold**, *italic* and `code <b>`; [a link](https://example.com/a_b).
+The second line.
+
+1. one
+   - inner
+     - deepest
+
+   ```python
+   def f(x):
+       return "<i>"  # a long line that does not fit on a narrow screen, and so has to be scrolled sideways
+   ```
+2. two
+
+> A quote
+
+---
+A paragraph with snake_case_name, 2 * 3 * 4 and \\*stars\\*.
+
+## Closed ##
+
+``a `b` c``, \\``d` and ``open`
+
+```
+<script>window.hit = 1</script>
+"""
+HOSTILE = (
+    "<img src=x onerror=window.hit=1> <script>window.hit=1</script> [x](javascript:window.hit=1)\n\n"
+    "# <svg onload=window.hit=1>\n\n- [y](data:text/html,<script>window.hit=1</script>)\n\n"
+    "[z](https://e.com/\" onclick=\"window.hit=1) **<b>bold</b>** `<i>`\n\n```<img src=x>\n<img src=x>\n```\n"
+)  # fmt: skip
+
+
+def test_headers_allow_only_the_pages_script_and_style():
+    policy = HEADERS["content-security-policy"]
+    for tag in ("script", "style"):
+        (inside,) = re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", PAGE, re.DOTALL | re.IGNORECASE)
+        digest = base64.b64encode(sha256(inside.encode()).digest()).decode()
+        assert inside.strip() and f"{tag}-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert not re.search(r"\b(src|href)=|\bstyle=|\bon\w+=|innerHTML|insertAdjacentHTML|@import", PAGE)
+
+
+def test_all_files_of_the_page_are_packaged():
+    package_data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    library = ROOT / "xinfer_jax"
+    packaged = {path for pattern in package_data["xinfer_jax"] for path in library.glob(pattern)}
+    files = {path for path in (library / "serve").iterdir() if path.is_file()}
+    files = {path for path in files if path.suffix not in (".py", ".md")}
+    assert files and files <= packaged
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def stub(browser):
+    stub = Stub()  # a new port has a new sessionStorage
+    yield stub
+    stub.close()
+
+
+@CHROMIUM
+def test_answer_is_rendered_as_markdown(browser, stub):
+    stub.text = MARKDOWN
+    browser.open(stub.address)
+    browser.send("Show me.")
+    shown = browser.script(f"return {LAST}.querySelector('.text').innerHTML")
+    for part in (
+        "<h3>Title</h3>", "<strong>bold</strong>", "<em>italic</em>", "<code>code &lt;b&gt;</code>",
+        'href="https://example.com/a_b"', 'rel="noopener noreferrer"',
+        '<ol start="1"><li>one<ul><li>inner<ul>',
+        "<li>deepest</li>", "<li>two</li></ol>", "<blockquote><p>A quote</p></blockquote><hr>",
+        "<h4>Closed</h4><p><code>a `b` c</code>, `<code>d</code> and ``open`</p>",
+        "snake_case_name, 2 * 3 * 4 and *stars*.", "<pre tabindex=\"0\"><code>def f(x):\n    return",
+        "<code>&lt;script&gt;window.hit = 1&lt;/script&gt;\n</code>",
+    ):  # fmt: skip
+        assert part in shown, (part, shown)
+    browser.take_screenshots("markdown")
+
+
+@CHROMIUM
+def test_answer_never_becomes_html(browser, stub):
+    stub.text = HOSTILE
+    browser.open(stub.address)
+    browser.send(HOSTILE)
+    browser.script(
+        "document.querySelectorAll('#conversation a, #conversation code').forEach((node) => node.click())"
+    )
+    tags = browser.script(
+        "return [...new Set([...document.querySelectorAll('#conversation *')].map((node) => node.localName))]"
+    )
+    assert not {"img", "script", "svg", "a", "b", "i", "iframe"} & set(tags), tags
+    text = browser.script(f"return {LAST}.querySelector('.text').textContent")
+    for part in ("<img src=x onerror=window.hit=1>", "<script>", "[x](javascript:window.hit=1)", "<svg"):
+        assert part in text
+    assert browser.script("return window.hit === undefined")
+
+
+@CHROMIUM
+def test_markdown_of_any_text_is_fast(browser, stub):
+    browser.open(stub.address)
+    texts = "*,**a ,[,`a ``b ,_a ,> ,- ,1. - ,[a](https://,\\n,  - a\\n,```\\n"
+    for text in texts.split(","):
+        took = browser.script(
+            "const began = performance.now(), target = document.createElement('div');"
+            f"showMarkdown(target, '{text}'.repeat(20000)); return performance.now() - began"
+        )
+        assert took < 5000, (text, took)
+
+
+@CHROMIUM
+def test_markdown_of_repeated_characters_is_fast(browser, stub):
+    browser.open(stub.address)
+    show = """
+        const [begins, characters, ends, count] = arguments, slow = [];
+        for (const begin of begins) for (const character of characters) for (const end of ends) {
+            const began = performance.now();
+            showMarkdown(document.createElement("div"), begin + character.repeat(count) + end);
+            const took = performance.now() - began;
+            if (took > 2000) return [begin, character, end, took];
+        }
+        return null;
+    """
+    begins = "", "a ", "# a", "```", "~~~", "- ", "> ", "**a", "`a", "[a](https://"
+    for begin in begins:
+        found = browser.script(show, [begin], " `~*_#>-+=|[]()<\\.:!1a", ["", "b", "`"], 20_000)
+        assert not found, found
+    found = browser.script(show, ["```", "~~~"], " ~a", ["`"], 200_000)  # no code begins there
+    assert not found, found
+
+
+@CHROMIUM
+def test_page_scrolls_to_the_newest_text(browser, stub):
+    stub.text = "word " * 300
+    stub.pause = 0.005
+    browser.set_window(360)
+    browser.open(stub.address)
+    gap = "(log => log.scrollHeight - log.scrollTop - log.clientHeight)($('conversation'))"
+    for _ in range(2):
+        browser.send("Say much.")
+        assert browser.script(f"return {gap} < 5 && $('conversation').scrollTop > 0")
+    browser.script("$('conversation').scrollTop -= 20")  # like the first step of a mouse wheel
+    browser.wait_for("!follow")
+    browser.send("And more.", wait=False)
+    browser.wait_for(f"{LAST}.querySelector('.text').textContent.length > 20")
+    assert browser.script(f"return {gap} < 60")  # a new question scrolls to its answer
+    browser.script("$('conversation').scrollTop = 0")
+    browser.wait_for("running === null")
+    assert browser.script(
+        "return $('conversation').scrollTop === 0"
+    )  # the page does not scroll while the user reads above
+    browser.script("$('conversation').scrollTop = 1e6")
+    browser.take_screenshots("long")
+
+
+@CHROMIUM
+def test_page_asks_for_a_key_and_loses_nothing(browser, stub):
+    browser.open(stub.address)
+    stub.key = "secret"
+    browser.send("Hello?", wait=False)
+    browser.wait_for("$('keys').open")
+    browser.take_screenshots("key")
+    browser.type("key", "wrong\ue007")
+    browser.wait_for("$('keys').open && $('keys-why').textContent.includes('does not accept')")
+    browser.type("key", "secret\ue007")
+    browser.wait_for("running === null")
+    assert browser.script(f"return {LAST}.querySelector('.text').textContent") == "Yes."
+    assert "secret" not in browser.script("return JSON.stringify(sessionStorage)")
+    browser.open(stub.address, "$('keys').open")  # it is not stored
+    browser.script("$('keys-cancel').click()")
+    browser.wait_for("keyPrompt === null")
+    browser.send("Once more", wait=False)
+    browser.wait_for("$('keys').open")
+    browser.script("$('keys-cancel').click()")
+    browser.wait_for("running === null")
+    assert "needs a key" in browser.script(f"return {LAST}.querySelector('.error').textContent")
+    assert browser.script("return conversation.at(-1).ask") == "Once more"
+
+
+@CHROMIUM
+def test_reload_keeps_the_conversation(browser, stub):
+    browser.open(stub.address)
+    browser.type("ask", "First?\ue007")
+    browser.wait_for("conversation.length === 1 && running === null")
+    browser.script("ask.value = 'half a question'; temperature.value = '0.5'")
+    browser.open(stub.address)
+    texts = "[...document.querySelectorAll('#conversation .text')].map((node) => node.textContent)"
+    assert browser.script(f"return {texts}") == ["First?", "Yes."]
+    assert browser.script("return [ask.value, temperature.value]") == ["half a question", "0.5"]
+    browser.send("Second?")
+    contents = [message["content"] for message in stub.requests[-1][1]["messages"]]
+    assert contents == ["First?", "Yes.", "Second?"] and stub.requests[-1][1]["temperature"] == 0.5
+    browser.script(f"{LAST}.querySelector('.tools').children[1].click()")  # Regenerate
+    browser.wait_for("running === null")
+    assert [message["content"] for message in stub.requests[-1][1]["messages"]] == contents
+    assert browser.script("return conversation.length") == 2 and len(stub.requests) == 3
+    browser.script("$('clear').click()")
+    browser.open(stub.address)
+    assert browser.script("return conversation.length + $('conversation').children.length") == 0
+
+
+@CHROMIUM
+def test_error_is_shown_with_its_message(browser, stub):
+    browser.open(stub.address)
+    browser.send("Fine?")
+    stub.error = "temperature must be a number of 0 or above, got -1"
+    browser.send("Not fine?")
+    assert browser.script(f"return {LAST}.querySelector('.error').textContent") == stub.error
+    assert browser.script("return document.querySelectorAll('.error:not([hidden])').length") == 1
+    browser.take_screenshots("error")
+    stub.error = ""
+    browser.script(f"{LAST}.querySelector('.tools').children[1].click()")  # Try again
+    browser.wait_for("running === null")
+    assert browser.script(f"return {LAST}.querySelector('.text').textContent") == "Yes."
+    assert browser.script("return document.querySelectorAll('.error:not([hidden])').length") == 0
+    stub.close()
+    browser.send("Anybody?")
+    assert "does not answer" in browser.script(f"return {LAST}.querySelector('.error').textContent")
+    stub.__init__()
+
+
+@CHROMIUM
+def test_base_model_continues_the_text(browser, stub):
+    stub.template = None
+    stub.text = " Paris **and"
+    browser.open(stub.address)
+    browser.send("The capital of France is")
+    assert browser.script(f"return {LAST}.querySelector('.text').textContent") == " Paris **and"
+    path, body = stub.requests[-1]
+    assert (path, body["prompt"]) == ("/v1/completions", "The capital of France is")
+    assert body["max_tokens"] > 16
+    browser.script(f"{LAST}.querySelector('.tools').children[2].click()")  # Continue
+    browser.wait_for("running === null")
+    assert stub.requests[-1][1]["prompt"] == "The capital of France is Paris **and"
+    assert browser.script("return conversation[0].text") == " Paris **and" * 2
+    browser.take_screenshots("base")

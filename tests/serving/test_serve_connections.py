@@ -1,0 +1,341 @@
+"""The server's connections, client addresses, keys and shutdown, without a model."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import errno
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+pytest.importorskip("uvicorn", reason="the server needs starlette, uvicorn and prometheus-client")
+pytest.importorskip("prometheus_client")
+import serving
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+import xinfer_jax as xj
+from xinfer_jax.serve import command, connections, ip_addresses
+from xinfer_jax.serve.service import Service
+
+pytestmark = pytest.mark.newest
+
+
+def connected(port, count=1, source="127.0.0.1", options=()):
+    """Opens connections from this address, which send nothing."""
+    found = []
+    for _ in range(count):
+        own = socket.socket()
+        for option, value in options:
+            own.setsockopt(socket.SOL_SOCKET, option, value)
+        own.settimeout(10)
+        own.bind((source, 0))
+        own.connect(("127.0.0.1", port))
+        found.append(own)
+    return found
+
+
+def health(port, source="127.0.0.1"):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10, source_address=(source, 0))
+    with contextlib.closing(connection):
+        connection.request("GET", "/health")
+        return connection.getresponse().read()
+
+
+def until(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_new_connections_close_idle_ones():
+    with serving.run_server(max_connections=6, max_connections_per_address=4) as own:
+        idle = connected(own.port, 12)
+        assert b"loaded" in health(own.port) and b"loaded" in health(own.port, "127.0.0.2")
+        until(lambda: len(own.server.server_state.connections) <= 4)
+        assert [sock.recv(1) for sock in idle[:8]] == [b""] * 8  # the oldest ones
+        idle += connected(own.port, 4, "127.0.0.2") + connected(own.port, 4, "127.0.0.3")
+        assert b"loaded" in health(own.port) and b"loaded" in health(own.port, "127.0.0.4")
+        until(lambda: len(own.server.server_state.connections) <= 6)
+        for sock in idle:
+            sock.close()
+        until(lambda: not own.server.server_state.connections)
+        assert not own.log
+
+
+def test_connections_with_requests_stay(monkeypatch):
+    release = threading.Event()
+
+    async def answer(self, call, kind):
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+        return JSONResponse(dict(client=call.client.host))
+
+    monkeypatch.setattr(Service, "create_completion", answer)
+    with serving.run_server(max_connections=4, max_connections_per_address=2) as own:
+        busy = connected(own.port, 2)
+        for sock in busy:
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n")
+        until(lambda: len(own.server.server_state.tasks) == 2)
+        for _ in range(3):
+            [late] = connected(own.port)
+            assert late.recv(4096).startswith(b"HTTP/1.1 503 ")
+        assert b"loaded" in health(own.port, "127.0.0.2")
+        assert len(own.log) == 1 and "127.0.0.1 is rejected" in own.log[0]  # once a minute
+        release.set()
+        assert all(b"200 OK" in sock.recv(4096) for sock in busy)
+        assert b"loaded" in health(own.port)
+
+
+class _Full(socket.socket):
+    """A socket whose `accept` fails a few times: too many open files."""
+
+    failures = 0
+
+    def accept(self):
+        if self.failures < 20:
+            self.failures += 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
+def test_too_many_open_files_is_logged_once(monkeypatch, capfd):
+    monkeypatch.setattr(connections, "_RETRY_SECONDS", 0.01)
+    with serving.run_server(listening=_Full(fileno=socket.create_server(("127.0.0.1", 0)).detach())) as own:
+        assert b"loaded" in health(own.port)
+        assert len(own.log) == 1 and "Too many open files" in own.log[0]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+DRIVER = """
+import resource, signal, threading, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
+from xinfer_jax.cli.process import run_interruptible
+from xinfer_jax.serve import command
+
+class Stuck:
+    error, name, last_turn, room = None, "engine 0", 0.0, 1
+    engines = ()
+    def close(self):
+        time.sleep(600)
+
+def load(service, flags, failed):
+    service.engine = Stuck()
+    for _ in range(3):
+        threading.Thread(target=time.sleep, args=(600,)).start()
+    command._log("stuck is ready")
+
+command._load, command._CLOSE_SECONDS = load, 1.0
+run_interruptible(lambda: command.main(["xinfer-jax-serve", "--port=0", "--grace=0"]), signal.SIGTERM)
+"""
+
+
+def test_400_idle_connections_with_200_files_and_an_engine_that_does_not_close():
+    command_line = [sys.executable, "-c", DRIVER]
+    process = subprocess.Popen(command_line, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        lines = []
+        while not any("is ready" in line for line in lines) or not any("listening" in line for line in lines):
+            assert (line := process.stderr.readline()), lines
+            lines.append(line)
+        port = int(next(line for line in lines if "listening" in line).rsplit(":", 1)[1])
+        idle = connected(port, 200) + connected(port, 200, "127.0.0.2")
+        for source in ("127.0.0.1", "127.0.0.2", "127.0.0.3"):
+            assert b"ok" in health(port, source)
+        assert 100 < len(list(Path(f"/proc/{process.pid}/fd").iterdir())) < 150  # 100 connections
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        rest = process.communicate(timeout=60)[1]
+        assert process.returncode == 0 and time.monotonic() - began < 20
+        assert "shutting down" in rest and "the process ends" in rest
+        assert "Traceback" not in rest and len(rest.splitlines()) < 6
+        for sock in idle:
+            sock.close()
+    finally:
+        process.kill()
+
+
+BIG = b"0123456789" * 100_000
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("reads", [False, True])
+def test_connection_of_a_client_that_reads_nothing_is_aborted(monkeypatch, streamed, reads):
+    async def parts():
+        for start in range(0, len(BIG), 10_000):
+            yield BIG[start : start + 10_000]
+
+    async def answer(self, call, kind):
+        return StreamingResponse(parts()) if streamed else Response(BIG)
+
+    monkeypatch.setattr(Service, "create_completion", answer)
+    listening = socket.create_server(("127.0.0.1", 0))
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with serving.run_server(listening=listening, stall_seconds=0.5) as own:
+        [sock] = connected(own.port, options=[(socket.SO_RCVBUF, 4096)])
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n"
+        sock.sendall(head + b"connection: close\r\n\r\n")
+        found = b""
+        if reads:
+            while part := sock.recv(65536):
+                found += part
+            assert found.count(b"0123456789") > 50_000 and found.endswith(b"0\r\n\r\n" if streamed else BIG)
+            return
+        until(lambda: own.server.server_state.connections)
+        until(lambda: not own.server.server_state.connections and not own.server.server_state.tasks)
+        with contextlib.suppress(ConnectionError):
+            while part := sock.recv(65536):
+                found += part
+        assert 0 < len(found) < len(BIG) / 2
+
+
+def test_client_addresses_behind_proxies():
+    trusted = ip_addresses.parse_networks(["10.0.0.0/24", "::1"])
+    for peer, header, client in [
+        ("10.0.0.7", "1.2.3.4", "1.2.3.4"),
+        ("10.0.0.7", "6.6.6.6, 1.2.3.4", "1.2.3.4"),  # the client itself wrote the left one
+        ("10.0.0.7", "nonsense, 1.2.3.4:55, 10.0.0.8", "1.2.3.4"),
+        ("10.0.0.7", "10.0.0.9,10.0.0.8", "10.0.0.9"),
+        ("::1", "[2001:db8::5]:443", "2001:db8::5"),
+        ("10.0.0.7", "::ffff:1.2.3.4", "1.2.3.4"),
+    ]:
+        assert ip_addresses.is_within(peer, trusted)
+        assert ip_addresses.forwarded_client(peer, [header], trusted) == client
+    assert ip_addresses.forwarded_client("10.0.0.7", [], trusted) == "10.0.0.7"
+    assert ip_addresses.forwarded_client("10.0.0.7", ["6.6.6.6", "1.2.3.4"], trusted) == "1.2.3.4"
+    for header in ("1.2.3.4, ", "unknown", "1.2.3.4:", "[::1", "fe80::1%a", "1.2.3", "", "[::1]x"):
+        with pytest.raises(xj.InputError, match="no IP address"):
+            ip_addresses.forwarded_client("10.0.0.7", [header], trusted)
+    assert not ip_addresses.is_within("10.0.1.1", trusted) and not ip_addresses.is_within("name", trusted)
+    assert ip_addresses.is_within("::ffff:10.0.0.1", trusted)
+    assert (
+        ip_addresses.address_group("2001:db8::1")
+        == ip_addresses.address_group("2001:db8::2:3")
+        != ip_addresses.address_group("::1")
+    )
+    assert ip_addresses.address_group("::ffff:1.2.3.4") == ip_addresses.address_group("1.2.3.4")
+
+
+def test_x_forwarded_for_counts_only_from_a_trusted_proxy(monkeypatch):
+    async def answer(self, call, kind):
+        await call.body()
+        since = time.monotonic() - call.state.received
+        return JSONResponse(dict(client=call.client.host, since=since, name=call.state.request_id))
+
+    monkeypatch.setattr(Service, "create_completion", answer)
+
+    def client(own, **headers):
+        return own.call("POST", "/v1/completions", {}, **headers)[1]
+
+    with serving.run_server() as own:
+        assert client(own, x_forwarded_for="1.2.3.4")["client"] == "127.0.0.1"
+        for given in ("mine-1_a.b", "x" * 64):
+            assert client(own, x_request_id=given)["name"] == given
+        for forged in ("mine 1", "a: 200", "a\x85b", "x" * 65, "", "a\tb", "\xe9"):
+            assert client(own, x_request_id=forged)["name"].isalnum()
+        [sock] = connected(own.port)
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\n"
+        sock.sendall(head + b"connection: close\r\n\r\n")
+        time.sleep(0.3)  # a request arrives with its head, not with its body
+        sock.sendall(b"a")
+        with sock.makefile("rb") as answered:
+            assert json.loads(answered.read().partition(b"\r\n\r\n")[2])["since"] > 0.2
+        own.log.clear()
+        for path in ("/a%0a12:00:00%20b%20GET%20/c", "/a%E2%80%A8b", "/a:%20200%20OK", "/%ff%00"):
+            assert own.call("GET", path, x_request_id="id")[0] == 404
+        assert [line.split(" ")[:2] for line in own.log] == [["id", "GET"]] * 4
+        assert all(line.isprintable() and line.split(" ")[3] == "404" for line in own.log), own.log
+    with serving.run_server(
+        trusted_proxies=("127.0.0.1",), max_connections=6, max_connections_per_address=1
+    ) as own:
+        assert client(own, x_forwarded_for="6.6.6.6, 1.2.3.4")["client"] == "1.2.3.4"
+        assert client(own)["client"] == "127.0.0.1"
+        status, error, _ = own.call("POST", "/v1/completions", {}, x_forwarded_for="me")
+        assert status == 400 and "'me'" in error["error"]["message"]
+        idle = connected(own.port, 4)
+        until(lambda: len(own.server.server_state.connections) == 4)  # a proxy's are not limited by address
+        assert b"loaded" in health(own.port, "127.0.0.2") and len(idle) == 4
+
+
+def test_health_is_answered_while_threads_are_busy(monkeypatch):
+    release = threading.Event()
+
+    async def answer(self, call, kind):
+        await asyncio.to_thread(release.wait, 30)
+        return JSONResponse({})
+
+    monkeypatch.setattr(Service, "create_completion", answer)
+    with serving.run_server() as own, concurrent.futures.ThreadPoolExecutor(40) as pool:
+        calls = [pool.submit(own.call, "POST", "/v1/completions", {}) for _ in range(40)]
+        until(lambda: len(own.server.server_state.tasks) == 40)
+        began = time.monotonic()
+        assert b"loaded" in health(own.port) and time.monotonic() - began < 5
+        release.set()
+        assert {call.result()[0] for call in calls} == {200}
+
+
+def test_models_and_version_paths_need_the_key():
+    with serving.run_server(name="org/tiny", api_keys=(b"a",)) as own:
+        key = dict(authorization="Bearer a")
+        for path in ("/v1/models/org/tiny", "/v1/models/org%2Ftiny", "/v1/models/bundled"):
+            status, found, _ = own.call("GET", path, **key)
+            assert status == 200 and (found["id"], found["object"]) == ("org/tiny", "model")
+        assert own.call("GET", "/v1/models", **key)[1]["data"] == [found]
+        for path in ("/v1/models/tiny", "/v1/models/org/tiny/", "/v1/models/"):
+            status, error, _ = own.call("GET", path, **key)
+            assert status == 404 and error["error"]["code"] == "model_not_found", path
+        assert own.call("GET", "/version", **key)[:2] == (200, dict(version=xj.__version__))
+        assert own.call("GET", "/version")[0] == own.call("GET", "/v1/models/org/tiny")[0] == 401
+        [sock] = connected(own.port)  # the body of a rejected request is not kept
+        sock.sendall(
+            b"POST /version HTTP/1.1\r\nhost: localhost\r\ncontent-length: 200000\r\n\r\n" + bytes(10**5)
+        )
+        assert sock.recv(4096).startswith(b"HTTP/1.1 401 ")
+        until(lambda: [c.cycle.body for c in own.server.server_state.connections] == [b""])
+        status, error, _ = own.call("POST", "/v1/responses", {}, **key)
+        assert status == 404 and "/v1/responses" in error["error"]["message"]
+
+
+def test_key_files_have_one_key_a_line(tmp_path, monkeypatch):
+    path = tmp_path / "keys"
+    path.write_bytes("\ufeff first \r\n\nzw\u00f6lf\n".encode())
+    assert command._read_keys(str(path)) == (b"first", "zw\u00f6lf".encode())
+    monkeypatch.setenv("XINFER_JAX_API_KEY", "own")
+    assert command._read_keys(None) == (b"own",) and command._read_keys(str(path))[0] == b"first"
+    for text in (b"a\nsecret # of bob\n", b"a\n# secret\n", b"a\nsecret\x0csecret\n", b"a\nsec\x00ret\n"):
+        path.write_bytes(text)
+        with pytest.raises(xj.InputError, match="line 2") as error:
+            command._read_keys(str(path))
+        assert "secret" not in str(error.value)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(xj.InputError, match="UTF-8"):
+        command._read_keys(str(path))
+
+
+@pytest.mark.parametrize(
+    "flags, why",
+    [
+        (["--trusted_proxy=proxy.example"], "not an address of a proxy"),
+        (["--trusted_proxy=10.0.0.1", "--trusted_proxy=10.0.0.1/8"], "host bits"),
+        (["--trusted_proxy=0.0.0.0/0"], "every address"),
+        (["--max_connections=0"], "whole number from 1"),
+        ([f"--max_connections={2**31 - 1}"], "ulimit -n"),
+        (["--max_connections=9", "--max_connections_per_address=10"], "is above"),
+    ],
+)
+def test_bad_connection_flags_of_serve(monkeypatch, capsys, flags, why):
+    monkeypatch.setattr(command, "supervise", lambda _: pytest.fail("the flags were taken"))
+    with pytest.raises(SystemExit) as ended:
+        command.main(["xinfer-jax-serve", *flags])
+    lines = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and len(lines) == 1 and why in lines[0]

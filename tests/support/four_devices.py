@@ -1,0 +1,292 @@
+"""Tests of several engines behind one queue: `test_engines.py` runs them in a process with four devices."""
+
+import dataclasses
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import compiling
+import engine_requests
+import jax
+import pytest
+import tiny
+from paths import SCRIPTS
+
+import xinfer_jax as xj
+from xinfer_jax.engine.engines import Engines
+
+BATCH = SCRIPTS / "batch.py"
+SHAPE = dict(rows=2, capacity=512, pages=20)  # of all engines: they have the same programs
+HF = tiny.CONFIG | dict(eos_token_id=286, max_position_embeddings=512)
+
+
+def ended(request: xj.Request) -> xj.Request:
+    request.result()
+    return request
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(5, 250), k=length)
+
+
+def options(tokens: int) -> xj.GenerateOptions:
+    return xj.GenerateOptions(tokens, eos_token_ids=())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return tiny.write(tmp_path_factory.mktemp("engines") / "m", HF)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint) -> xj.Model:
+    """On the first device: a single engine has the programs of the first of several."""
+    loaded = xj.load_model(checkpoint)
+    return dataclasses.replace(loaded, params=jax.device_put(loaded.params, jax.devices()[0]))
+
+
+@pytest.fixture(scope="module")
+def several(model):
+    with xj.Engines(model, 2, **SHAPE) as several:
+        yield several
+
+
+@pytest.fixture
+def unstarted(several, model):
+    """Engines that are not started."""
+    own = Engines(model, 2, **SHAPE)
+    yield own
+    own.close()
+
+
+def where(engine: xj.Engine) -> set:
+    device = engine._core.device
+    return {d for x in jax.tree.leaves((device.params, device.pools, device.rows)) for d in x.devices()}
+
+
+def test_the_bits_of_one_engine_and_nothing_compiled(several, model):
+    asked = engine_requests.draw(random.Random(3), model.config.vocab_size, 60, 300, SHAPE)
+    for one in asked:
+        one.more.pop("deadline", None)
+    with xj.Engine(model, **SHAPE) as one:
+        alone = [one.submit(a.ids, a.options, key=a.key, **a.more) for a in asked]
+        expected = [engine_requests.outcome(request) for request in alone]
+        wanted = one.generate([[5], [6, 7], [8]], options(3), key=jax.random.key(0))
+    with compiling.events() as seen:
+        requests = [several.submit(a.ids, a.options, key=a.key, **a.more) for a in asked]
+        found = [engine_requests.outcome(request) for request in requests]
+        outs = several.generate([[5], [6, 7], [8]], options(3), key=jax.random.key(0))
+    assert seen == []
+    assert all(map(engine_requests.same_outcome, found, expected))
+    assert [out.logprobs for out in outs] == [out.logprobs for out in wanted]
+    assert [where(engine) for engine in several.engines] == [{d} for d in jax.devices()[:2]]
+    each = [engine.stats for engine in several.engines]
+    assert all(one.requests > 10 for one in each)
+    whole = several.stats
+    for field in dataclasses.fields(whole):
+        if not field.name.endswith("_seconds"):
+            assert getattr(whole, field.name) == sum(getattr(one, field.name) for one in each), field.name
+    assert whole.requests == len(asked) + 3 and len(whole.ttft_seconds) == 3
+    assert whole.pages_used == 0 and whole.pages_cached + whole.pages_free == 2 * 19
+
+
+def test_a_conversation_stays_on_its_engine(several):
+    turns = {seed: prompt(seed, 140) for seed in (1, 2)}
+    at = {}
+    for turn in range(3):
+        for seed, ids in turns.items():
+            request = ended(several.submit(ids, options(70), share_answers=True))
+            assert at.setdefault(seed, request.engine) is request.engine
+            assert bool(turn) == (request.answers[0].row.hits > 64 * turn)
+            turns[seed] = ids + request.answers[0].tokens + prompt(turn, 5)
+    assert at[1] is not at[2]
+    other = ended(several.submit(turns[1], options(1), salt="other"))
+    assert other.answers[0].row.hits == 0
+
+
+def test_the_least_loaded_engine_is_chosen_unless_another_has_the_prefix(unstarted):
+    shared = prompt(7, 130)
+
+    def went(ids):
+        return unstarted.engines.index(unstarted.submit(ids, options(2)).engine)
+
+    assert [went([5, 6]) for _ in range(4)] == [0, 1, 0, 1]
+    assert [went([*shared, i]) for i in range(3)] == [0, 0, 1]  # 0 is busier by more than half its rows
+    assert [went([*shared, i]) for i in range(2)] == [1, 0]  # now both have the prefix
+    assert [engine.load for engine in unstarted.engines] == [5, 4]
+    while unstarted.step():
+        pass
+    assert unstarted.stats.requests == 9 and unstarted.stats.hits > 0
+    for i in range(30):  # the number of known prefixes is bounded
+        went(prompt(100 + i, 300))
+    assert all(len(known) <= SHAPE["pages"] for known in unstarted._page_hashes)
+    without = Engines(unstarted.model, 2, **SHAPE, prefix_cache=False)
+    assert [without.submit(shared, options(2)).engine.name for _ in range(2)] == [
+        engine.name for engine in without.engines
+    ]
+    without.close()
+
+
+def test_cancelled_requests_and_deadlines(several):
+    requests = [several.submit([5, 6], options(400)) for _ in range(6)]
+    late = several.submit([5, 6], options(400), deadline=1e-9)
+    next(iter(requests[0]))
+    for request in requests:
+        request.cancel()
+    assert {r.result().finish_reason[0] for r in requests} <= {"cancelled", "length"}
+    assert late.result(60).finish_reason == ["deadline"]
+    assert several.stats.pages_used == several.stats.running == 0
+
+
+def test_update_changes_the_weights_of_all_engines(several, model):
+    ids = [prompt(20 + i, 70) for i in range(2)]
+    before = several.generate(ids, options(8))
+    other = jax.device_put(jax.tree.map(lambda x: x * 1.5, model.params), jax.devices()[1])
+    with compiling.events() as seen:
+        several.update(other)
+        after = several.generate(ids, options(8))
+    assert seen == [] and [where(engine) for engine in several.engines] == [{d} for d in jax.devices()[:2]]
+    alone = dataclasses.replace(model, params=jax.device_put(other, jax.devices()[0]))
+    expected = xj.Engine(alone, **SHAPE).generate(ids, options(8))
+    tokens = [[out.tokens for out in outs] for outs in (before, after, expected)]
+    assert tokens[0] != tokens[1] == tokens[2]
+    several.update(model.params)
+    again = several.generate(ids, options(8))
+    assert [out.logprobs for out in again] == [out.logprobs for out in before]
+
+
+def test_an_engine_that_breaks_down_leaves_the_others_running(unstarted, capsys):
+    good, bad = unstarted.engines
+    bad._core.device.decode = lambda *_: 1 / 0
+    requests = [unstarted.submit([5, 6], options(5)) for _ in range(4)]
+    with pytest.raises(ZeroDivisionError):
+        while unstarted.step():
+            pass
+    for request in requests:
+        if request.engine is bad:
+            with pytest.raises(ZeroDivisionError):
+                request.result(60)
+        else:
+            assert len(request.result(60).tokens[0]) == 5
+    assert not unstarted.alive and good.error is None and bad.load == 0
+    with pytest.raises(xj.InputError, match=r"engine 2 of 2 \(.*\) is closed: division by zero"):
+        unstarted.submit([5])
+    assert "engine 2 of 2 (" in (said := capsys.readouterr().err)
+    assert "has failed: ZeroDivisionError" in said
+
+
+def test_each_engine_on_a_mesh_has_devices_of_its_own(tmp_path):
+    path = tiny.write(tmp_path, HF | dict(num_hidden_layers=1))
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+    model = xj.load_model(path, mesh=mesh)
+    ids = [prompt(30 + i, 70 + i) for i in range(6)]
+    expected = xj.Engine(model, **SHAPE).generate(ids, options(12))
+    with Engines(model, 2, **SHAPE) as several:
+        groups = [where(engine) for engine in several.engines]
+        with compiling.events() as seen:
+            found = several.generate(ids, options(12))
+        assert all(engine.stats.requests == 3 for engine in several.engines)
+    assert seen == [] and groups == [{*jax.devices()[:2]}, {*jax.devices()[2:]}]
+    assert [(out.tokens, out.logprobs) for out in found] == [(out.tokens, out.logprobs) for out in expected]
+    with pytest.raises(xj.InputError, match=r"data_parallel=3 needs 6 devices, and there are 4: give 2"):
+        Engines(model, 3, **SHAPE)
+
+
+def lines(path: Path, count: int) -> Path:
+    asked = [dict(prompt=prompt(i, 4 + i % 90), max_tokens=5 + i % 40, temperature=0.9) for i in range(count)]
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in asked))
+    return path
+
+
+def test_a_file_has_the_same_lines_when_it_is_stopped_and_resumed(model, tmp_path, monkeypatch):
+    asked = lines(tmp_path / "in", 120)
+    stop = threading.Event()
+
+    def run(name, number, **more):
+        given = SHAPE | dict(progress=False, in_order=True, seed=3, data_parallel=number)
+        return xj.generate_file(model, asked, tmp_path / name, **given, **more)
+
+    assert run("one", 1)["answered"] == 120
+    written = xj.batch.resumable_output.ResumableOutput.add
+
+    def add(*args):
+        written(*args)
+        stop.set()
+
+    monkeypatch.setattr(xj.batch.resumable_output.ResumableOutput, "add", add)
+    assert run("two", 2, stop=stop, grace=0.0)["stopped"]
+    monkeypatch.undo()
+    report = run("two", 2)
+    assert 0 < report["finished_before"] < 120 and report["chosen_tokens"] > 0
+    assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()
+    monkeypatch.setattr(xj.engine.device.Device, "decode", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # no line is answered by it
+        run("broken", 2)
+    assert (tmp_path / "broken").read_bytes() == b""
+
+
+def test_the_command_killed_and_started_again(model, checkpoint, tmp_path):
+    asked = lines(tmp_path / "in", 600)
+    given = dict(SHAPE, in_order=True, model=checkpoint, input=asked, temperature=0)
+
+    def start(name, number):
+        flags = [f"--{flag}={value}" for flag, value in given.items()]
+        command = [sys.executable, str(BATCH), *flags, f"--data_parallel={number}"]
+        return subprocess.Popen([*command, f"--output={tmp_path / name}"], stderr=subprocess.PIPE, text=True)
+
+    process = start("two", 2)
+    end = time.monotonic() + 120
+    progress = tmp_path / "two.progress"
+    while process.poll() is None and time.monotonic() < end:
+        if progress.exists() and progress.read_bytes().partition(b"\n")[2]:
+            break
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    process = start("two", 2)
+    said = process.communicate(timeout=200)[1]
+    assert process.returncode == 0 and "were there before" in said, said
+    xj.generate_file(model, asked, tmp_path / "one", in_order=True, progress=False, **SHAPE)
+    assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()
+    process = start("five", 5)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 2 and said.count("\n") == 1
+    assert "data_parallel=5 needs 5 devices, and there are 4: give 4 at most; XLA_FLAGS=" in said
+
+
+def test_a_server_over_two_engines(model):
+    pytest.importorskip("uvicorn", reason="the server needs starlette, uvicorn and prometheus-client")
+    serving = pytest.importorskip("serving")
+    with serving.run_server(model, shape=SHAPE | dict(data_parallel=2)) as server:
+        first, second = server.engine.engines
+        asked = dict(max_tokens=20, ignore_eos=True, return_token_ids=True)
+        answers = [
+            server.ask("completion", prompt=[5, 6, i], **asked)["choices"][0]["token_ids"] for i in range(4)
+        ]
+        for i, ids in enumerate(answers):
+            assert {tuple(e.submit([5, 6, i], options(20)).result().tokens[0]) for e in (first, second)} == {
+                tuple(ids)
+            }
+        many = server.ask("completion", prompt=[[5, i] for i in range(8)], **asked)
+        assert len(many["choices"]) == 8
+        assert len(server.events("completion", prompt=[5, 6], max_tokens=5, ignore_eos=True)) >= 1
+        assert server.idle() and min(first.stats.requests, second.stats.requests) > 6
+        text = server.call("GET", "/metrics")[1]
+        whole = server.engine.stats
+        assert f'generation_tokens_total{{model_name="tiny"}} {float(whole.chosen_tokens)}' in text
+        assert whole.chosen_tokens == first.stats.chosen_tokens + second.stats.chosen_tokens
+        assert server.call("GET", "/health")[0] == 200
+        second._core.device.decode = lambda *_: 1 / 0
+        for i in range(2):
+            status = server.call("POST", "/v1/completions", dict(prompt=[9, i], max_tokens=5))[0]
+            assert status in (200, 500, 503)
+        status, said, _ = server.call("GET", "/health")
+        assert status == 503 and said["status"].startswith("engine 2 of 2 (")
+        assert said["status"].endswith(") has failed")
+        assert server.call("POST", "/v1/completions", dict(prompt="a"))[0] == 503

@@ -1,0 +1,604 @@
+"""Hostile inputs: each ends the command with exit code 2 and one line on standard error.
+
+A case changes files of a valid checkpoint, the flags, or standard input, and has a pattern of the line.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tiny
+from safetensors.numpy import save
+
+BASE_CONFIG, BASE_WEIGHTS = tiny.answering_model(tiny.ANSWER)
+NORM = "model.norm.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DIRECTORY = object()  # instead of a file
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One hostile input."""
+
+    pattern: str  # a regular expression that the line matches
+    args: Sequence[str] = ()
+    files: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # contents; None: absent
+    stdin: str | bytes | None = None  # None: the prompt is a flag
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    return {"config.json": BASE_CONFIG | changes}
+
+
+def weights(change: Callable[[bytes], bytes]) -> dict[str, Any]:
+    return {WEIGHTS: change(save(BASE_WEIGHTS, metadata={"format": "pt"}))}
+
+
+def tensors(**changes: Any) -> dict[str, Any]:
+    """Returns weights with tensors changed; two underscores stand for a dot, None removes a tensor."""
+    changes = {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    kept = {name: tensor for name, tensor in (BASE_WEIGHTS | changes).items() if tensor is not None}
+    return {WEIGHTS: save(kept)}
+
+
+def header(entries: Any, data: bytes = b"", length: int | None = None) -> dict[str, Any]:
+    """Returns a safetensors file with this header."""
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return {WEIGHTS: (len(text) if length is None else length).to_bytes(8, "little") + text + data}
+
+
+def _as_float8() -> bytes:
+    """Returns weights whose norm is stored as bytes and declared as float8."""
+    data = save(BASE_WEIGHTS | {NORM: np.ones(288, np.uint8)})
+    size = int.from_bytes(data[:8], "little")
+    text = data[8 : 8 + size].replace(b'"U8"', b'"F8_E4M3"')
+    return len(text).to_bytes(8, "little") + text + data[8 + size :]
+
+
+def entry(shape: Sequence[int] = (2,), begin: int = 0, end: int = 8, dtype: str = "F32") -> dict[str, Any]:
+    return dict(dtype=dtype, shape=list(shape), data_offsets=[begin, end])
+
+
+def quantized(**settings: Any) -> dict[str, Any]:
+    return config(quantization_config=settings)
+
+
+def tokenizer(**changes: Any) -> dict[str, Any]:
+    return {"tokenizer.json": json.loads(tiny.tokenizer().to_str()) | changes}
+
+
+def template(source: Any) -> dict[str, Any]:
+    return {"tokenizer_config.json": {"chat_template": source}}
+
+
+NUMBERS = (math.nan, math.inf, -1, 0, "4", True, [4], 10**30, 2**63)
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings",
+)  # fmt: skip
+
+_FIELDS = {
+    "layer.types?": "layer_types",
+    "rope.(scaling|type)": "rope_scaling",
+    "architecture": "architectures",
+}
+
+CONFIGS = {
+    f"{name}={value!r}"[:60]: Case(name, files=config(**{_FIELDS.get(name, name): value}))
+    for name, values in {
+        **dict.fromkeys(_SIZES, NUMBERS),
+        "rms_norm_eps": (math.nan, math.inf, -1e-6, 0, 10**18, 1e300, "1e-6", [1e-6], None),
+        "rope_theta": (math.nan, math.inf, 0, -1e4, 1e-9, 1e300, "1e4", True, {}),
+        "max_window_layers": ("2", True, -1, None, 1.5),
+        "layer.types?": ("full_attention", [], ["full_attention"] * 9, [None], [["full_attention"]], 1),
+        "rope.(scaling|type)": (
+            "linear",
+            1,
+            [1],
+            dict(type="linear"),
+            dict(type="su"),
+            dict(type=["linear"]),
+        ),
+        "architecture": (["BertModel"], "T5Model", [None], 5),
+        "hidden_act": ("relu", None, ["silu"], 1),
+        "model_type": (None, 1, ["qwen2"], "gpt2", "x" * 10_000, "\x1b[2J"),
+        "tie_word_embeddings": (None, 0, "false"),
+        "use_sliding_window": (None, 1, "true"),
+    }.items()
+    for value in values
+} | {
+    "layers above the files": Case("num_hidden_layers is 9000", files=config(num_hidden_layers=9000)),
+    "layers 10**7": Case("num_hidden_layers", files=config(num_hidden_layers=10**7)),
+    "layers 10**9": Case("num_hidden_layers", files=config(num_hidden_layers=10**9)),
+    "experts above the files": Case(
+        "tensors of experts",
+        files=config(model_type="qwen3_moe", architectures=None, num_experts=60_000, sliding_window=None),
+    ),
+    "window 0": Case("sliding_window", files=config(use_sliding_window=True, sliding_window=0)),
+    "window -1": Case("sliding_window", files=config(use_sliding_window=True, sliding_window=-1)),
+    "window 2**40": Case("sliding_window", files=config(use_sliding_window=True, sliding_window=2**40)),
+    "factor 0": Case("factor", files=config(rope_scaling=dict(type="linear", factor=0))),
+    "factor nan": Case("factor", files=config(rope_scaling=dict(type="linear", factor=math.nan))),
+    "factor 1e300": Case("factor", files=config(rope_scaling=dict(type="yarn", factor=1e300))),
+    "stretched": Case(
+        "context", files=config(rope_scaling=dict(type="linear", factor=1e6), max_position_embeddings=10**6)
+    ),
+    "odd heads": Case("odd", files=config(head_dim=7)),
+    "heads that do not divide": Case("multiple", files=config(num_key_value_heads=3)),
+    "another vocabulary": Case("has shape", files=config(vocab_size=289)),
+    "another width": Case("has shape", files=config(hidden_size=64)),
+    "one layer more": Case("missing model.layers.1", files=config(num_hidden_layers=2)),
+    "5,000 digits": Case(
+        "config.json", files={"config.json": b'{"model_type": "qwen2", "vocab_size": ' + b"9" * 5000 + b"}"}
+    ),
+    "1e400": Case(
+        "hidden_size|vocab_size",
+        files={"config.json": json.dumps(BASE_CONFIG).replace("288", "1e400").encode()},
+    ),
+    "no config": Case("no config.json", files={"config.json": None}),
+    "config is a directory": Case("config.json", files={"config.json": DIRECTORY}),
+    "config empty": Case("config.json", files={"config.json": b""}),
+    "config null": Case("config.json", files={"config.json": b"null"}),
+    "config list": Case("config.json", files={"config.json": b"[]"}),
+    "config cut": Case("config.json", files={"config.json": b'{"model_type": "qwen2",'}),
+    "config latin-1": Case("config.json", files={"config.json": '{"model_type": "é"}'.encode("latin-1")}),
+    "config deep": Case("config.json", files={"config.json": b"[" * 100_000}),
+    "config deep object": Case("config.json", files={"config.json": b'{"a":' * 100_000}),
+    "config with NUL": Case("config.json", files={"config.json": b"\0" * 100}),
+    "config of 10 MB": Case("config.json", files={"config.json": b"x" * 10**7}),
+}
+
+_ODD = (math.nan, math.inf, "0.7", True, [0.7], {}, 10**40, 10**400)
+GENERATION = {
+    f"{name}={value!r}"[:60]: Case(name, files={"generation_config.json": {"do_sample": True, name: value}})
+    for name, values in {
+        "temperature": (*_ODD, -0.1),
+        "top_k": (*_ODD, -1, 1.5, 2**31),
+        "top_p": (*_ODD, 0, 1.5),
+        "min_p": (math.nan, "0", -0.1, 2),
+        "typical_p": (math.nan, "1", 0, 2),
+        "repetition_penalty": (math.nan, math.inf, "1.1", 0, -1),
+        "no_repeat_ngram_size": (math.nan, "2", 1.5, -1, [2]),
+        "min_new_tokens": (math.nan, "2", 1.5, -1, 2**40),
+        "do_sample": ("false", "true", [], 2),
+        "suppress_tokens": ("abc", 5, [None], [1.7], [True], [[1]], ["1"], {}, [-1], [288], [10**30]),
+        "eos_token_id": ("2", 1.5, True, [1.5], [[2]], [True], {}, ["a"]),
+        "num_beams": (4, "1", 0, math.nan, []),
+        "forced_bos_token_id": (0, 5),
+        "forced_eos_token_id": (0, "x"),
+        "guidance_scale": (0, 1.5, "1"),
+        "penalty_alpha": (0.6, "a"),
+        "bad_words_ids": (5, [5], [["1"]], [[-1]], [[288]], [[]], [[1] * 9]),
+        "stop_strings": (["x"], 1),
+        "begin_suppress_tokens": ([1], "a"),
+        "sequence_bias": ([[[1], 2.0]], 5),
+        "min_length": (5, "a"),
+        "encoder_repetition_penalty": (0, 2.0),
+        "encoder_no_repeat_ngram_size": (2,),
+        "watermarking_config": ({"a": 1},),
+        "exponential_decay_length_penalty": ([1, 1.1],),
+    }.items()
+    for value in values
+} | {
+    f"generation_config {name}": Case("generation_config.json", files={"generation_config.json": content})
+    for name, content in dict(
+        empty=b"",
+        cut=b'{"a"',
+        list=b"[]",
+        latin=b'{"a": "\xff"}',
+        deep=b"[" * 100_000,
+        digits=b'{"top_k": ' + b"9" * 5000 + b"}",
+    ).items()
+}
+
+FILES = {
+    "no weights": Case("model.safetensors", files={WEIGHTS: None}),
+    "weights empty": Case("truncated or no", files={WEIGHTS: b""}),
+    "weights of 7 bytes": Case("truncated or no", files={WEIGHTS: b"1234567"}),
+    "weights of 8 bytes": Case("truncated or no", files={WEIGHTS: bytes(8)}),
+    "weights are a directory": Case("model.safetensors", files={WEIGHTS: DIRECTORY}),
+    "weights cut": Case("truncated or no", files=weights(lambda data: data[:-1])),
+    "weights with more": Case("truncated or no", files=weights(lambda data: data + b"x")),
+    "header cut": Case("truncated or no", files=weights(lambda data: data[:40])),
+    "header length 2**63": Case(
+        "truncated or no", files=weights(lambda data: (2**63).to_bytes(8, "little") + data[8:])
+    ),
+    "header length 2**40": Case("truncated or no", files=header({}, length=2**40)),
+    "header length 0": Case("truncated or no", files=weights(lambda data: bytes(8) + data[8:])),
+    "header not JSON": Case("truncated or no", files=header(b"nonsense")),
+    "header NaN": Case("truncated or no", files=header(b'{"a": NaN}')),
+    "header a list": Case("truncated or no", files=header([])),
+    "header a number": Case("truncated or no", files=header(b"5")),
+    "header deep": Case("truncated or no", files=header(b'{"a":' * 50_000)),
+    "header latin-1": Case("truncated or no", files=header(b'{"\xff": 1}')),
+    "header empty": Case("only 0 tensors", files=header({})),
+    "pickle": Case("truncated or no", files={WEIGHTS: b"\x80\x04\x95" + bytes(100)}),
+    "zip": Case("truncated or no", files={WEIGHTS: b"PK\x03\x04" + bytes(100)}),
+    "HTML": Case("truncated or no", files={WEIGHTS: b"<!DOCTYPE html><html>404</html>"}),
+    "offsets overlap": Case(
+        "truncated or no", files=header({"a": entry(), "b": entry(begin=4, end=12)}, bytes(12))
+    ),
+    "offsets backwards": Case("truncated or no", files=header({"a": entry(begin=8, end=0)}, bytes(8))),
+    "offsets beyond": Case("truncated or no", files=header({"a": entry(end=2**40)}, bytes(8))),
+    "offsets negative": Case("truncated or no", files=header({"a": entry(begin=-8)}, bytes(8))),
+    "a hole": Case("truncated or no", files=header({"a": entry(), "b": entry(begin=16, end=24)}, bytes(24))),
+    "shape not the bytes": Case("truncated or no", files=header({"a": entry((3,))}, bytes(8))),
+    "shape negative": Case("truncated or no", files=header({"a": entry((-2,))}, bytes(8))),
+    "shape overflows": Case("truncated or no", files=header({"a": entry((2**40, 2**40))}, bytes(8))),
+    "shape a text": Case("truncated or no", files=header({"a": dict(entry(), shape="2")}, bytes(8))),
+    "dtype unknown": Case("truncated or no", files=header({"a": entry(dtype="Q4")}, bytes(8))),
+    "dtype absent": Case(
+        "truncated or no", files=header({"a": dict(shape=[2], data_offsets=[0, 8])}, bytes(8))
+    ),
+    "zero-size tensors": Case("has shape", files=header({name: entry((0,), end=0) for name in BASE_WEIGHTS})),
+    "zero-size of 2**40": Case(
+        "has shape", files=header({name: entry((0, 2**40), end=0) for name in BASE_WEIGHTS})
+    ),
+    "a scalar": Case("has shape", files=tensors(model__norm__weight=np.array(1, np.float32))),
+    "integers": Case("has type I32", files=tensors(model__norm__weight=np.ones(288, np.int32))),
+    "doubles": Case("has type F64", files=tensors(model__norm__weight=np.ones(288))),
+    "booleans": Case("has type BOOL", files=tensors(model__norm__weight=np.ones(288, bool))),
+    "float8": Case("has type F8_E4M3", files={WEIGHTS: _as_float8()}),
+    "a tensor missing": Case("missing model.norm.weight", files=tensors(model__norm__weight=None)),
+    "a tensor more": Case("unexpected", files=tensors(extra=np.ones(1, np.float32))),
+    "10,000 tensors more": Case(
+        "and [0-9]+ more", files=header({f"{i}": entry((0,), end=0) for i in range(10_000)})
+    ),
+    "a long name": Case("unexpected xxx", files=tensors(**{"x" * 5000: np.ones(1, np.float32)})),
+    "a name that clears the screen": Case(
+        "unexpected .x1b", files=tensors(**{"\x1b[2J\n\r": np.ones(1, np.float32)})
+    ),
+    "another shape": Case("has shape", files=tensors(model__norm__weight=np.ones((288, 1), np.float32))),
+    "beyond float16": Case(
+        "beyond float16",
+        args=["--dtype=float16"],
+        files=tensors(model__norm__weight=np.full(288, 1e30, np.float32)),
+    ),
+    "two shards, one tensor": Case(
+        "two shards hold",
+        files={
+            WEIGHTS: None,
+            "a.safetensors": save(BASE_WEIGHTS),
+            "b.safetensors": save({NORM: BASE_WEIGHTS[NORM]}),
+            INDEX: dict(weight_map={NORM: "b.safetensors", UP: "a.safetensors"}),
+        },
+    ),
+    "a shard that is a directory": Case(
+        "x.safetensors",
+        files={
+            WEIGHTS: None,
+            "x.safetensors": DIRECTORY,
+            INDEX: dict(weight_map={NORM: "x.safetensors"}),
+        },
+    ),
+    **{
+        f"index {name}": Case("index", files={WEIGHTS: None, INDEX: content})
+        for name, content in {
+            "empty": b"",
+            "list": b"[]",
+            "cut": b"{",
+            "no map": {},
+            "empty map": dict(weight_map={}),
+            "map a list": dict(weight_map=[]),
+            "map of numbers": dict(weight_map={NORM: 1}),
+            "map null": dict(weight_map=None),
+            "absent shard": dict(weight_map={NORM: "x.safetensors"}),
+            "1,000 absent shards": dict(weight_map={f"{i}": f"{i}.safetensors" for i in range(1000)}),
+            "empty name": dict(weight_map={NORM: ""}),
+            "a dot": dict(weight_map={NORM: "."}),
+            "NUL": dict(weight_map={NORM: "a\0b"}),
+            "a long name": dict(weight_map={NORM: "x" * 5000}),
+            "itself": dict(weight_map={NORM: INDEX}),
+            "a surrogate": dict(weight_map={NORM: "\ud800"}),
+        }.items()
+    },
+    "a shard outside": Case(
+        "outside", files={WEIGHTS: None, INDEX: dict(weight_map={NORM: "/etc/hostname"})}
+    ),
+    "a shard above": Case(
+        "outside", files={WEIGHTS: None, INDEX: dict(weight_map={NORM: "../x/model.safetensors"})}
+    ),
+    "weights with NaN, quantized": Case(
+        "lm_head.weight holds NaN",
+        args=["--quantize=int8"],
+        files=tensors(lm_head__weight=np.full((288, 288), np.nan, np.float32)),
+    ),
+    "weights with inf, quantized": Case(
+        "lm_head.weight holds NaN",
+        args=["--quantize=int4"],
+        files=tensors(lm_head__weight=np.full((288, 288), np.inf, np.float32)),
+    ),
+    "weights with NaN": Case(
+        "row 0, step 0.*NaN or inf", files=tensors(model__norm__weight=np.full(288, np.nan, np.float32))
+    ),
+    "weights with inf": Case(
+        "row 0, step 0.*NaN or inf", files=tensors(model__norm__weight=np.full(288, np.inf, np.float32))
+    ),
+}
+
+_AWQ = dict(quant_method="awq", bits=4, group_size=32, version="gemm")
+_GPTQ = dict(quant_method="gptq", bits=4, group_size=32)
+QUANTIZED = {
+    f"quantized {name}": Case(pattern, files=quantized(**settings))
+    for name, (pattern, settings) in {
+        **{
+            f"bits {bits!r}": ("bits", _GPTQ | dict(bits=bits))
+            for bits in (3, 0, -4, "4", 4.0, True, None, [4], 10**30)
+        },
+        **{
+            f"group {group!r}": ("group_size", _GPTQ | dict(group_size=group))
+            for group in (0, -2, 7, "32", 32.0, None, [32], True)
+        },
+        **{
+            f"method {method!r}": ("quant_method", dict(quant_method=method))
+            for method in ("fp8", "", None, 1, ["awq"], {"a": 1}, "x" * 5000)
+        },
+        "desc_act text": ("desc_act", _GPTQ | dict(desc_act="false")),
+        "desc_act number": ("desc_act", _GPTQ | dict(desc_act=2)),
+        "dynamic": ("dynamic", _GPTQ | dict(dynamic={"+:x": {}})),
+        "dynamic list": ("dynamic", _GPTQ | dict(dynamic=["x"])),
+        "version": ("version", _AWQ | dict(version="gemv")),
+        "version number": ("version", _AWQ | dict(version=5)),
+        "8-bit awq": ("bits", _AWQ | dict(bits=8)),
+        "without zeros": ("zero_point", _AWQ | dict(zero_point=False)),
+        "layout": ("checkpoint_format", _GPTQ | dict(checkpoint_format="marlin")),
+        "marlin": ("is_marlin", _GPTQ | dict(is_marlin_format=True)),
+        "words": ("pack_dtype", _GPTQ | dict(pack_dtype="int16")),
+        "ours of a later version": ("version", dict(quant_method="xinfer_jax", version=99)),
+    }.items()
+} | {
+    "quantized by a list": Case("quant", files=config(quantization_config=[1])),
+    "quantized by a text": Case("quant", files=config(quantization_config="awq")),
+    "quantized by a number": Case("quant", files=config(quantization_config=4)),
+    "quantized twice": Case("already quantized", args=["--quantize=int8"], files=quantized(**_AWQ)),
+    "quantized, huge group": Case(
+        "weights",
+        files=quantized(**_GPTQ | dict(group_size=2**40))
+        | {
+            WEIGHTS: save(
+                {
+                    "model.layers.0.mlp.up_proj.qweight": np.zeros((36, 16), np.int32),
+                    "model.layers.0.mlp.up_proj.qzeros": np.zeros((1, 2), np.int32),
+                    "model.layers.0.mlp.up_proj.scales": np.ones((1, 16), np.float16),
+                }
+            )
+        },
+    ),
+    "quantize_config.json of 3 bits": Case(
+        "bits", files={"quantize_config.json": dict(bits=3, group_size=32)}
+    ),
+    "quantize_config.json cut": Case("quantize_config.json", files={"quantize_config.json": b"{"}),
+    "quant_config.json a list": Case("quant_config.json", files={"quant_config.json": b"[]"}),
+}
+
+_ENDLESS = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+TOKENIZERS = {
+    "no tokenizer": Case("no tokenizer.json", files={"tokenizer.json": None}),
+    **{
+        f"tokenizer {name}": Case("tokenizer", files={"tokenizer.json": content})
+        for name, content in {
+            "empty": b"",
+            "null": b"null",
+            "list": b"[]",
+            "object": b"{}",
+            "latin-1": b"\xff\xfe",
+            "deep": b"[" * 50_000,
+            "text": b"hello",
+            "NUL": bytes(64),
+            "directory": DIRECTORY,
+        }.items()
+    },
+    "tokenizer without model": Case("tokenizer", files=tokenizer(model=None)),
+    "tokenizer model unknown": Case("tokenizer", files=tokenizer(model={"type": "Nope"})),
+    "tokenizer model a list": Case("tokenizer", files=tokenizer(model=[])),
+    "tokenizer vocabulary of texts": Case(
+        "tokenizer", files=tokenizer(model={"type": "BPE", "vocab": {"a": "b"}, "merges": []})
+    ),
+    "tokenizer negative id": Case(
+        "tokenizer", files=tokenizer(model={"type": "BPE", "vocab": {"a": -1}, "merges": []})
+    ),
+    "tokenizer id 2**40": Case(
+        "tokenizer", files=tokenizer(model={"type": "BPE", "vocab": {"a": 2**40}, "merges": []})
+    ),
+    "tokenizer merge of what is not there": Case(
+        "tokenizer", files=tokenizer(model={"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]})
+    ),
+    "tokenizer without vocabulary": Case(
+        "tokenizer", files=tokenizer(model={"type": "BPE", "vocab": {}, "merges": []})
+    ),
+    "tokenizer that cannot encode": Case(
+        "cannot encode",
+        files=tokenizer(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}),
+    ),
+    "tokenizer of endless regex": Case(
+        "cannot encode",
+        args=["--prompt=" + "a" * 40 + "b"],
+        files=tokenizer(pre_tokenizer=_ENDLESS),
+    ),
+    "tokenizer normalizer unknown": Case("tokenizer", files=tokenizer(normalizer={"type": "Nope"})),
+    "tokenizer added token": Case("tokenizer", files=tokenizer(added_tokens=[{"id": "x"}])),
+    "tokenizer version": Case("tokenizer", files=tokenizer(version="9.9")),
+    "settings empty": Case("tokenizer_config.json", files={"tokenizer_config.json": b""}),
+    "settings a list": Case("tokenizer_config.json", files={"tokenizer_config.json": b"[]"}),
+    "settings latin-1": Case("tokenizer_config.json", files={"tokenizer_config.json": b'{"\xff": 1}'}),
+    "settings a directory": Case("tokenizer_config.json", files={"tokenizer_config.json": DIRECTORY}),
+    "generation_config a directory": Case(
+        "generation_config.json", files={"generation_config.json": DIRECTORY}
+    ),
+    **{
+        f"template {name}": Case("template", files=template(source))
+        for name, source in {
+            "number": 5,
+            "list": ["x"],
+            "list without default": [{"name": "a", "template": "b"}],
+            "unclosed": "{% for m in messages %}",
+            "unknown tag": "{% nonsense %}",
+            "unknown filter": "{{ 1|nope }}",
+            "raises": "{{ raise_exception('no') }}",
+            "raises lines": "{{ raise_exception('a\nb\x1b[2J') }}",
+            "raises at length": "{{ raise_exception('x' * 5000) }}",
+            "divides by zero": "{{ 1 // 0 }}",
+            "attribute": "{{ ''.__class__.__mro__ }}",
+            "subclasses": "{{ messages.__class__.__subclasses__() }}",
+            "undefined call": "{{ nope() }}",
+            "index": "{{ messages[99].content }}",
+            "include": "{% include '/etc/passwd' %}",
+            "import": "{% import 'os' as os %}",
+            "type": "{{ 'a' + 1 }}",
+            "deep": "{{ " + "(" * 1000 + ")" * 1000 + " }}",
+        }.items()
+    },
+    "template surrogate": Case("valid Unicode|template", files=template("{{ '\\ud800' }}")),
+    "template empty text": Case("no tokens|empty", files=template("{{ '' }}")),
+    "template file latin-1": Case("template", files={"chat_template.jinja": b"\xff"}),
+    "template file broken": Case("template", files={"chat_template.jinja": b"{% if %}"}),
+    **{
+        f"template bomb {name}": Case("template", files=template(source))
+        for name, source in {
+            "product": "{{ 'a' * 10**10 }}",
+            "power": "{{ 10**(10**9) }}",
+            "format": "{{ '%10000000000d' % 1 }}",
+            "ranges": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "ljust": "{{ 'a'.ljust(10**10) }}",
+            "center": "{{ 'a'|center(10**10) }}",
+            "lipsum": "{{ lipsum(100000) }}",
+            "indent": "{{ ('a\n' * 1000)|indent(10**9) }}",
+            "doubling": "{% set n = namespace(x='a') %}"
+            "{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+            "recursion": "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
+        }.items()
+    },
+}
+
+FLAGS = {
+    " ".join(args)[:60]: Case(pattern, args=args)
+    for pattern, *args in [
+        *[
+            ("temperature", f"--temperature={x}")
+            for x in ("nan", "inf", "-inf", "-1", "hot", "", "1e999", "1e39", "0x1", "1,5")
+        ],
+        *[("top_k", f"--top_k={x}") for x in ("-1", "1.5", "1e3", "x", "", str(2**31), str(10**30), "True")],
+        *[("top_p", f"--top_p={x}") for x in ("nan", "0", "-0.1", "1.1", "inf", "x")],
+        *[
+            ("repetition_penalty", f"--repetition_penalty={x}")
+            for x in ("0", "-1", "nan", "1e300", "1e-300", "x")
+        ],
+        *[("min_p", f"--min_p={x}") for x in ("-0.1", "1.1", "nan")],
+        *[("typical_p", f"--typical_p={x}") for x in ("0", "1.1", "nan")],
+        *[("presence_penalty", f"--presence_penalty={x}") for x in ("nan", "inf", "1e39", "x")],
+        *[("frequency_penalty", f"--frequency_penalty={x}") for x in ("nan", "-inf")],
+        *[("no_repeat_ngram_size", f"--no_repeat_ngram_size={x}") for x in ("-1", "1.5", str(2**31))],
+        *[("min_(new_)?tokens", f"--min_tokens={x}") for x in ("-1", "x", str(2**31))],
+        *[
+            ("max_(new_)?tokens", f"--max_tokens={x}")
+            for x in ("0", "-5", "1.5", "x", "", "nan", "257", str(2**31), str(10**30))
+        ],
+        *[("seed", f"--seed={x}") for x in ("-1", "x", "1.5", str(2**32), str(10**30))],
+        *[("logprobs", f"--logprobs={x}") for x in ("-1", "289", "x", str(10**30))],
+        *[("num_beams|rows", f"--num_beams={x}") for x in ("0", "-1", "x", "1.5", str(10**30))],
+        *[
+            ("draft_tokens", "--draft=lookup", f"--draft_tokens={x}")
+            for x in ("0", "-1", "x", "100000", str(10**30))
+        ],
+        *[("dtype", f"--dtype={x}") for x in ("int8", "float64", "", "x" * 5000, "\x1b[2J")],
+        *[("quantize", f"--quantize={x}") for x in ("int3", "", "awq", "INT8")],
+        *[("cache_dtype|dtype", f"--cache_dtype={x}") for x in ("int3", "float64", "x")],
+        *[("impl", f"--impl={x}") for x in ("fast", "", "XLA")],
+        *[("output", f"--output={x}") for x in ("xml", "", "JSON")],
+        *[("generation_config|boolean", f"--generation_config={x}") for x in ("maybe", "2")],
+        ("length_penalty", "--num_beams=2", "--length_penalty=nan"),
+        ("length_penalty", "--num_beams=2", "--length_penalty=x"),
+        ("early_stopping", "--num_beams=2", "--early_stopping=maybe"),
+        ("num_beams", "--num_beams=2", "--draft=lookup"),
+        ("num_beams", "--num_beams=2", "--stop=x"),
+        ("num_beams", "--num_beams=2", "--logprobs=1"),
+        ("num_beams", "--num_beams=2", "--nouse_cache"),
+        ("num_beams", "--length_penalty=2"),
+        ("cache", "--nouse_cache", "--draft=lookup"),
+        ("cache", "--nouse_cache", "--cache_dtype=int8"),
+        ("raw", "--raw", "--system=x"),
+        ("stop", "--stop="),
+        ("nope", "--nope"),
+        ("nope", "--nope=1"),
+        ("nope", "-nope"),
+        ("x", "-x"),
+        ("extra", "extra"),
+        ("nonsense", "--nonsense" + "x" * 5000),
+        ("x1b", "--\x1b[2Jnope"),
+        ("model", "--model=/no/such"),
+        ("config.json|model", "--model="),
+        ("model", "--model=\x1b[2J"),
+        ("model", "--model=" + "x" * 5000),
+        ("model", "--model=a/b/c"),
+        ("model", "--model=../x/y"),
+        ("model", "--model=/etc/hostname"),
+        ("config.json", "--model=/proc"),
+        ("/no/such", "--draft=/no/such"),
+        ("draft|model|config", "--draft="),
+        ("/dev/null", "--draft=/dev/null"),
+        ("flagfile|no/such", "--flagfile=/no/such"),
+    ]
+}
+
+PROMPTS = {
+    "prompt empty": Case("prompt is empty", args=["--prompt="]),
+    "prompt blank": Case("prompt is empty", args=["--prompt= \n\t\r"]),
+    "prompt half a surrogate": Case("valid Unicode", args=["--prompt=a\udcffb"]),
+    "prompt only a surrogate": Case("valid Unicode", args=["--prompt=\ud83d"]),
+    "system half a surrogate": Case("valid Unicode", args=["--system=\udcff"]),
+    "raw half a surrogate": Case("valid Unicode", args=["--raw", "--prompt=\udcff"]),
+    "prompt of 1 MB": Case("context limit", args=["--prompt=" + "x" * 10**6]),
+    "prompt of 1 MB of spaces and an x": Case("context limit", args=["--prompt=" + " " * 10**6 + "x"]),
+    "prompt of 1 MB of line ends": Case("context limit", args=["--prompt=" + "\nx" * 500_000]),
+    "prompt of 1 MB of emoji": Case("context limit", args=["--prompt=" + "🚀" * 250_000]),
+    "prompt of NULs": Case("context limit", args=["--prompt=" + "\0" * 10_000]),
+    "system of 1 MB": Case("context limit", args=["--system=" + "x" * 10**6]),
+    "prompt beyond the context": Case("context limit 256", args=["--prompt=" + "x" * 300]),
+    "standard input empty": Case("prompt is empty", stdin=""),
+    "standard input blank": Case("prompt is empty", stdin="\n \n"),
+    "standard input latin-1": Case("standard input", stdin=b"caf\xe9"),
+    "standard input UTF-16": Case("standard input", stdin="café".encode("utf-16")),
+    "standard input random": Case("standard input", stdin=bytes(range(128, 256))),
+    "standard input cut": Case("standard input", stdin="🚀".encode()[:-1]),
+    "standard input of 1 MB": Case("context limit", stdin="x" * 10**6),
+    "ids outside the vocabulary": Case(
+        "outside the vocabulary",
+        files={
+            **config(vocab_size=200),
+            WEIGHTS: save(
+                {
+                    name: tensor[:200].copy() if name in (tiny.EMBED, tiny.HEAD) else tensor
+                    for name, tensor in BASE_WEIGHTS.items()
+                }
+            ),
+        },
+    ),
+    "a context of 10**9": Case(
+        "need [0-9,]+ bytes of memory",
+        args=[f"--max_tokens={5 * 10**8}"],
+        files=config(max_position_embeddings=10**9),
+    ),
+    "the same without cache": Case(
+        "need [0-9,]+ bytes of memory",
+        args=[f"--max_tokens={9 * 10**8}", "--nouse_cache"],
+        files=config(max_position_embeddings=10**9),
+    ),
+    "the same in int4": Case(
+        "need [0-9,]+ bytes of memory",
+        args=[f"--max_tokens={9 * 10**8}", "--cache_dtype=int4"],
+        files=config(max_position_embeddings=10**9),
+    ),
+    "the same with beams": Case(
+        "need [0-9,]+ bytes of memory",
+        args=[f"--max_tokens={5 * 10**8}", "--num_beams=4"],
+        files=config(max_position_embeddings=10**9),
+    ),
+    "10**7 beams": Case("num_beams", args=["--num_beams=10000000"]),
+}
+
+CASES = CONFIGS | GENERATION | FILES | QUANTIZED | TOKENIZERS | FLAGS | PROMPTS

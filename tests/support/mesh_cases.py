@@ -1,0 +1,518 @@
+"""The cases of test_meshes.py and scripts/soak_meshes.py, over 8 virtual devices.
+
+Run as a program with names of cases, it prints a JSON object with the error of each case; "": it passed.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+if __name__ == "__main__":
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import compiling
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from jax.sharding import NamedSharding, PartitionSpec
+from parity_cases import CASES, fuse_tensors, random_tensors
+
+import kernels_pallas
+import xinfer_jax as xj
+from xinfer_jax.checkpoint.own_format import save_checkpoint
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.generation.batch_arrays import initial_state, pad_prompts
+from xinfer_jax.generation.loop import DECODE_PLAIN, PREFILL
+from xinfer_jax.generation.strategies import Plain
+from xinfer_jax.generation.validation import validate_call
+from xinfer_jax.weights.quantized_weights import dequantize, is_quantized
+
+# One checkpoint of each family. 8 heads, 4 key heads: on 8 devices these are repeated.
+FAMILIES = {
+    family: CASES[name].hf | dict(num_attention_heads=8, num_key_value_heads=4, head_dim=8) | more
+    for family, name, more in (
+        ("qwen2", "qwen2-window-layer-types", {}),
+        ("qwen3", "qwen3-head-dim-tied", {}),
+        ("llama", "llama-bias", {}),
+        ("mistral", "mistral-window", {}),
+        ("qwen3_moe", "moe-some-layers-dense", dict(num_experts=8)),
+        ("olmo3", "olmo3-yarn-old", {}),
+        ("gemma2", "gemma2-long-caps", {}),
+        ("gemma3", "gemma3-old", {}),
+        ("phi3", "phi3-defaults", {}),
+        ("smollm3", "smollm3-explicit-nope", {}),
+        ("bitnet", "bitnet-defaults", dict(hidden_size=64)),
+    )
+}
+TOKENS = np.arange(2 * 12, dtype=np.int32).reshape(2, 12) % 90
+LENGTHS = np.array([12, 7], np.int32)
+FORWARD = jax.jit(xj.forward, static_argnums=1)
+DRAWN = xj.SamplingConfig(0.9, 20, 0.95)
+EVERY = dataclasses.replace(
+    DRAWN, min_p=0.001, typical_p=0.99, presence_penalty=0.1, frequency_penalty=0.1, no_repeat_ngram_size=3,
+    min_new_tokens=2, repetition_penalty=1.1, logit_bias={3: 1.0},
+)  # fmt: skip
+
+
+def mesh_of(devices: int) -> jax.sharding.Mesh:
+    return jax.make_mesh((devices,), ("model",), devices=jax.devices()[:devices])
+
+
+def write_checkpoint(path: Path, hf: dict[str, Any], together: bool = False, **how: Any) -> Path:
+    """Writes a checkpoint; together: tensors that transformers fuses are fused in the file."""
+    config = from_hf(hf)
+    weights = random_tensors(config, 0)
+    if together:
+        weights = fuse_tensors(config, weights)
+    for name in [name for name in weights if "{}" in name]:
+        weights |= {name.format(i): one for i, one in enumerate(weights.pop(name))}
+    return tiny.write(path, hf, with_tokenizer=False, weights=weights, **how)
+
+
+def collectives(compiled: Any) -> Counter:
+    """Counts collectives of each kind and shape in the compiled text."""
+    kinds = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
+    found = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", compiled.as_text())
+    return Counter(f"{kind} {re.sub(r'[{][^}]*[}]', '', shape)}" for shape, kind in found)
+
+
+def assert_close(one: Any, other: Any, bound: float) -> None:
+    one = np.asarray(one, np.float32)
+    other = np.asarray(other, np.float32)
+    off = np.abs(one - other).max() / np.abs(other).max()
+    assert off <= bound, f"{off} of the scale, {bound} allowed"
+
+
+def family(name: str, devices: int, layers: int | None = None, options: Any = None) -> None:
+    """Compares logits, with and without cache, and tokens with those of one device."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint(Path(folder), FAMILIES[name], together=devices > 2)
+        one = xj.load_model(path, "float32")
+        over = xj.load_model(path, "float32", mesh=mesh_of(devices))
+    valid = np.arange(12) < LENGTHS[:, None]
+    wanted = np.asarray(FORWARD(one.params, one.config, TOKENS)[0])
+    assert_close(np.asarray(FORWARD(over.params, over.config, TOKENS)[0])[valid], wanted[valid], 1e-5)
+    prompts = [row[:n].tolist() for row, n in zip(TOKENS, LENGTHS, strict=True)]
+    for settings in (xj.SamplingConfig(), DRAWN):
+        call = xj.GenerateOptions(6, settings, eos_token_ids=())
+        outs = [xj.generate(m.params, m.config, prompts, call, key=jax.random.key(3)) for m in (one, over)]
+        assert outs[0].tokens == outs[1].tokens, [out.tokens for out in outs]
+        assert_close(outs[1].logprobs, outs[0].logprobs, 1e-5)
+
+
+def count_collectives(
+    settings: xj.SamplingConfig, logprobs: int = 0, step: bool = True, name: str = "qwen2", **changed: Any
+) -> Counter:
+    """Counts the collectives of a decode step, or of the prefill of a prompt."""
+    hf = FAMILIES[name] | changed
+    with tempfile.TemporaryDirectory() as folder:
+        model = xj.load_model(write_checkpoint(Path(folder), hf), "float32", mesh=mesh_of(4))
+    params = model.params
+    config = model.config
+    options = xj.GenerateOptions(4, settings, logprobs=logprobs)
+    call = validate_call(params, config, [[1, 2, 3], [4, 5]], options, jax.random.key(0))
+    cache = xj.init_cache(config, 2, 32, mesh=mesh_of(4))
+    state = initial_state(call, np.arange(2, dtype=np.int32))
+    if step:
+        lowered = DECODE_PLAIN.donating.lower(Plain(config), (params,), (state, cache), np.int32(3), None)
+    else:
+        lowered = PREFILL.donating.lower(params, config, *pad_prompts(call.prompts, 16), cache, None, 512)
+    return collectives(lowered.compile())
+
+
+def collectives_of_a_layer() -> None:
+    """Two all-reduces of [.., D] a layer, one for the embedding; a norm over all heads adds a small one."""
+    for name in ("qwen2", "qwen3_moe", "olmo3"):
+        found = count_collectives(xj.SamplingConfig(), step=False, name=name)
+        layers = FAMILIES[name]["num_hidden_layers"]
+        joint = {"all-reduce f32[2,16,2]": layers} if name == "olmo3" else {}
+        assert found == {"all-reduce f32[2,16,48]": 2 * layers + 1} | joint, found
+
+
+def collectives_of_sampling() -> None:
+    """Outside the layers only a few numbers of each row and device are sent: no logits."""
+    for settings, logprobs, most, changed in (
+        (xj.SamplingConfig(), 0, 14, {}),
+        (DRAWN, 0, 14, {}),
+        (EVERY, 0, 22, {}),
+        (EVERY, 3, 25, {}),
+        (EVERY, 3, 26, dict(vocab_size=97)),
+    ):
+        found = count_collectives(settings, logprobs, **changed)
+        if changed:  # after the last step: results of a program cannot be sharded unevenly
+            assert found.pop("all-gather pred[2,100]") == found.pop("all-gather s32[2,100]") == 1
+        assert found.pop("all-reduce f32[2,1,48]") == 7
+        for what in found:
+            sizes = [
+                np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"\[([\d,]+)\]", what)
+            ]
+            assert max(sizes) <= 2 * 4 * max(1, logprobs), found
+        # Of all branches together. Find out why before you write another number here.
+        assert sum(found.values()) <= most, found
+
+
+def formats() -> None:
+    """The leaves of each format are those of one device, where their parts are quantized alike."""
+    import quantized_checkpoints as files
+
+    hf = tiny.UNTIED | dict(
+        num_hidden_layers=1, hidden_size=64, intermediate_size=128, head_dim=16, num_attention_heads=4
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {"float32": write_checkpoint(Path(folder) / "float", hf, shards=2)}
+        for name, size, message in (
+            ("awq", dict(group_size=48), "groups of 48 do not divide"),
+            ("gptq-act-order", dict(group_size=80), "groups of 80 do not divide"),
+        ):
+            settings, how = files.CASES[name]
+            path, _ = files.write(Path(folder) / message, settings | size, hf, **how)
+            with pytest.raises(xj.InputError, match=message):
+                xj.load_model(path, "float32", mesh=mesh_of(2))
+        for name in ("awq", "gptq", "gptq-act-order", "gptq-8"):
+            settings, how = files.CASES[name]
+            paths[name], _ = files.write(Path(folder) / name, settings, hf, **how)
+        for quantize in ("int8", "int4"):
+            model = xj.load_model(paths["float32"], "float32", quantize)
+            save_checkpoint(Path(folder) / f"own-{quantize}", None, model.params, hf, rotated=False)
+            paths[f"own-{quantize}"] = Path(folder) / f"own-{quantize}"
+        loads = [(name, None) for name in paths] + [("float32", "int8"), ("float32", "int4")]
+        for name, quantize in loads:
+            # Two key heads are repeated on four devices.
+            for devices in (2, 4) if name in ("float32", "awq") else (2,):
+                _same_leaves(name, paths[name], quantize, devices)
+
+
+def bitnet_files() -> None:
+    """A byte holds outputs of all devices, a word holds 32 inputs; a token has one scale on all devices."""
+    import bitnet_checkpoints as files
+
+    hf = files.HF | dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
+    with tempfile.TemporaryDirectory() as folder:
+        for way in ("bitlinear", "master"):
+            path, _ = files.checkpoint(Path(folder) / way, way, hf)
+            for devices in (2, 4):  # two key heads are repeated on four devices
+                _same_leaves("bitnet", path, None, devices)
+                models = (xj.load_model(path, "float32", mesh=mesh) for mesh in (None, mesh_of(devices)))
+                one, over = (np.asarray(FORWARD(m.params, m.config, TOKENS)[0]) for m in models)
+                assert np.median(np.abs(one - over)) < 1e-5  # few activations are rounded differently
+        path, _ = files.checkpoint(Path(folder) / "odd", "master", hf | dict(intermediate_size=80))
+        with pytest.raises(xj.InputError, match="has 40 inputs for each of 2 devices, which groups of 32"):
+            xj.load_model(path, mesh=mesh_of(2))
+
+
+def _same_leaves(name: str, path: Path, quantize: str | None, devices: int, logits: bool = True) -> None:
+    one = xj.load_model(path, "float32", quantize)
+    try:
+        over = xj.load_model(path, "float32", quantize, mesh_of(devices))
+    except xj.InputError as error:
+        assert "groups of" in str(error) or "equal parts" in str(error), (name, devices, str(error))
+        assert (name, devices) == ("own-int4", 2), (name, devices, str(error))
+        return
+
+    def matrix(leaf: Any) -> np.ndarray:
+        return np.asarray(dequantize(leaf) if is_quantized(leaf) else leaf)
+
+    known = jax.tree_util.tree_leaves_with_path(one.params, is_leaf=is_quantized)
+    for (place, leaf), new in zip(known, jax.tree.leaves(over.params, is_leaf=is_quantized), strict=True):
+        where = jax.tree_util.keystr(place)
+        wanted = matrix(leaf)
+        found = matrix(new)
+        if re.match(r"\['(embed|lm_head)'\]", where):
+            assert not found[one.config.vocab_size :].any()
+            found = found[: one.config.vocab_size]
+        if wanted.shape != found.shape:  # key heads that are repeated
+            heads = one.config.num_key_value_heads
+            width = one.config.head_dim
+            assert re.search(r"'[kv]'\]", where) and devices > heads
+            by_head = wanted.reshape(heads, width, -1)
+            wanted = np.repeat(by_head, devices // heads, 0).reshape(found.shape)
+        if quantize == "int4" and re.search(r"'(o|down)'\]", where):  # groups may be smaller
+            assert_close(found, wanted, 1 / 7)  # one step of int4
+        else:
+            np.testing.assert_array_equal(found, wanted, err_msg=f"{name} {quantize} {devices} {where}")
+    for leaf in jax.tree.leaves(over.params):
+        assert len(leaf.sharding.device_set) == devices
+    if not logits:
+        return None
+    wanted, found = (np.asarray(FORWARD(m.params, m.config, TOKENS)[0]) for m in (one, over))
+    if not quantize:
+        return assert_close(found, wanted, 1e-5 if name == "float32" else 0.02)
+    exact = xj.load_model(path, "float32")  # the error is no larger than on one device
+    exact_BTV = np.asarray(FORWARD(exact.params, exact.config, TOKENS)[0])
+    lost, lost_on_one = (np.square(x - exact_BTV).mean() for x in (found, wanted))
+    assert lost <= 1.2 * lost_on_one, (quantize, devices, lost, lost_on_one)
+
+
+def an_engine() -> None:
+    """With a vocabulary that devices do not divide: a request gets the bits that it gets alone, nothing is
+    compiled after warm-up, and the cache is sharded over heads.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint(Path(folder), FAMILIES["qwen2"] | dict(vocab_size=97))
+        one = xj.load_model(path, "float32")
+        over = xj.load_model(path, "float32", mesh=mesh_of(4))
+    prompts = [(np.arange(n) % 90).tolist() for n in (3, 70, 20, 130)]
+    options = [xj.GenerateOptions(8, s, eos_token_ids=()) for s in (xj.SamplingConfig(), DRAWN, EVERY, DRAWN)]
+    together_key = jax.random.split(jax.random.key(1), 4)
+    keys = [together_key[i : i + 1] for i in range(4)]
+    shape = dict(rows=3, capacity=192, pages=10, chunk=64)
+    with xj.Engine(over, **shape) as engine:
+        with compiling.programs() as seen:
+            together = engine.generate(prompts, options, key=together_key)
+            each = zip(prompts, options, keys, strict=True)
+            alone = [engine.submit(p, o, key=k).result() for p, o, k in each]
+            scored = engine.submit(prompts[1], options[0], prompt_logprobs=2)
+            scored.result()
+        assert not seen, seen
+        assert [out.tokens for out in together] == [out.tokens for out in alone]
+        assert [out.logprobs for out in together] == [out.logprobs for out in alone]
+        pool = engine._core.device.pools[0][0]
+        assert pool.sharding.shard_shape(pool.shape)[1] == 1
+        assert engine.stats.pages_used == 0
+    with xj.Engine(one, **shape) as engine:
+        wanted = engine.generate(prompts, options, key=together_key)
+        score = engine.submit(prompts[1], options[0], prompt_logprobs=2)
+        score.result()
+    assert [out.tokens for out in together] == [out.tokens for out in wanted]
+    assert [t.top[0][0] for t in scored.prompt_logprobs] == [t.top[0][0] for t in score.prompt_logprobs]
+    assert_close(
+        [t.logprob for t in scored.prompt_logprobs], [t.logprob for t in score.prompt_logprobs], 1e-5
+    )
+
+
+def caches() -> None:
+    """Every kind of cache is sharded over heads and donated; no program is compiled twice."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint(Path(folder), FAMILIES["qwen2"])
+        one = xj.load_model(path, "float32")
+        over = xj.load_model(path, "float32", mesh=mesh_of(4))
+    prompts = [[1, 2, 3], [4, 5]]
+    for dtype in ("float32", "int8", "int4", "gear"):
+        options = xj.GenerateOptions(6, cache_dtype=dtype, eos_token_ids=())
+        with compiling.programs() as seen:
+            outs = [xj.generate(over.params, over.config, prompts, options).tokens for _ in range(2)]
+        assert outs[0] == outs[1] == xj.generate(one.params, one.config, prompts, options).tokens
+        assert max(seen[name] for name in ("prefill_chunks", "decode", "sample_and_append")) == 1, seen
+    with compiling.programs() as seen:
+        parts = list(
+            xj.stream(over.params, over.config, prompts[:1], xj.GenerateOptions(40, eos_token_ids=()))
+        )
+    assert len(parts) == 40 and max(seen.values()) <= 2, seen
+    cache = xj.init_cache(over.config, 2, 32, mesh=mesh_of(4))
+    compiled = PREFILL.donating.lower(
+        over.params, over.config, *pad_prompts(prompts, 16), cache, None, 512
+    ).compile()
+    held = sum(x.nbytes // 4 for x in jax.tree.leaves(cache.layers))
+    assert compiled.memory_analysis().alias_size_in_bytes >= held
+
+
+ODD = FAMILIES["qwen3"] | dict(vocab_size=257, num_hidden_layers=1)
+EDGE = ODD["vocab_size"] - 1
+
+
+def odd_vocabulary() -> None:
+    """A vocabulary that devices do not divide gives ids, draws and log-probabilities of one device.
+
+    Also where all logits are below those of padding, which are 0, and the last token is the most probable.
+    """
+    hf = ODD | dict(tie_word_embeddings=False)
+    config = from_hf(hf)
+    prompt = [3, EDGE, 7, 3]
+    weights = random_tensors(config, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        hidden_BTD, _ = xj.hidden_states(_params(folder, hf, weights), config, np.array([prompt], np.int32))
+        below_V1 = 1 + np.arange(EDGE, -1, -1)[:, None] / EDGE
+        weights[tiny.HEAD] = np.array(-hidden_BTD[0, -1] * below_V1 / np.square(hidden_BTD[0, -1]).sum())
+        path = tiny.write(Path(folder) / "edge", hf, with_tokenizer=False, weights=weights)
+        models = [xj.load_model(path, "float32", mesh=mesh) for mesh in (None, mesh_of(4))]
+    assert [model.params["lm_head"]["weight"].shape[0] for model in models] == [257, 260]
+    one, over = (_outputs(model, prompt) for model in models)
+    assert one[0][0][0][0] == EDGE and (one[1] < 0).all()
+    assert over[0] == one[0], (over[0], one[0])
+    assert_close(over[1], one[1], 1e-5)
+    assert_close(over[2], one[2], 1e-5)
+
+
+def _params(folder: str, hf: dict[str, Any], weights: dict[str, Any]) -> Any:
+    return xj.load_model(tiny.write(Path(folder) / "any", hf, with_tokenizer=False, weights=weights)).params
+
+
+def _outputs(model: Any, prompt: list[int]) -> tuple[list, np.ndarray, list]:
+    """Returns tokens and alternatives, logits, and log-probabilities."""
+    tree = (model.params, model.config)
+    V = model.config.vocab_size
+    settings = [xj.SamplingConfig(), DRAWN, EVERY, xj.SamplingConfig(5.0)]
+    options = xj.GenerateOptions(4, settings, eos_token_ids=(), logprobs=V, logits=True)
+    out = xj.generate(*tree, [prompt, [5], [6, 7], [EDGE]], options, key=jax.random.key(5))
+    ids = [out.tokens]
+    numbers = [x for row in out.logprobs for x in row]
+    for token in [token for row in out.alternatives for token in row]:
+        assert sorted(i for i, _ in token.top) == sorted(i for i, _ in token.processed_top) == [*range(V)]
+        ids.append([i for i, _ in token.top[:3]])
+        numbers += [x for _, x in token.top]
+    assert out.logits[0].shape[-1] == V
+    return ids, np.asarray(FORWARD(*tree, np.array([prompt], np.int32))[0][0, -1]), numbers
+
+
+def odd_formats() -> None:
+    """In every format the rows of the vocabulary are those of one device, then zeros, which are not saved."""
+    import quantized_checkpoints as files
+
+    hf = tiny.UNTIED | dict(
+        num_hidden_layers=1, hidden_size=64, intermediate_size=128, head_dim=16, num_attention_heads=4,
+        vocab_size=259,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {"float32": write_checkpoint(Path(folder) / "float", hf)}
+        for name in ("awq-head", "gptq-head"):  # 33 words of eight outputs: a device has complete words
+            settings, how = files.CASES[name]
+            paths[name], _ = files.write(Path(folder) / name, settings, hf | dict(vocab_size=264), **how)
+        for quantize in (None, "int8", "int4"):
+            own = Path(folder) / f"own-{quantize}"
+            over = xj.load_model(paths["float32"], "float32", quantize, mesh_of(2))
+            save_checkpoint(own, None, over.params, hf, rotated=False)
+            if quantize != "int4":  # its groups depend on the parts
+                one = xj.load_model(paths["float32"], "float32", quantize)
+                back = xj.load_model(own, "float32")
+                jax.tree.map(np.testing.assert_array_equal, one.params, back.params)
+                paths[f"own-{quantize}"] = own
+        loads = [(name, None) for name in paths] + [("float32", "int8"), ("float32", "int4")]
+        for name, quantize in loads:
+            _same_leaves(name, paths[name], quantize, 2, quantize == "int8" or name == "awq-head")
+        _same_leaves("awq-head", paths["awq-head"], None, 4, False)
+
+
+def odd_tree_of_a_user() -> None:
+    """`shardings` does not divide the vocabulary; gradients of either layout are those of one device."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint(Path(folder), ODD)
+        one = xj.load_model(path, "float32")
+        over = xj.load_model(path, "float32", mesh=mesh_of(4))
+    config = one.config
+    users = jax.device_put(one.params, xj.shardings(config, mesh_of(4)))
+    assert users["embed"]["weight"].sharding.shard_shape((257, 48)) == (257, 48)
+    again = jax.device_put(over.params, xj.shardings(config, mesh_of(4), like=over.params))
+    assert again["embed"]["weight"].sharding.shard_shape((260, 48)) == (65, 48)
+
+    def loss(params: Any) -> jax.Array:
+        return -jnp.mean(xj.score(params, config, TOKENS, LENGTHS))
+
+    wanted, of_users, of_loaded = (jax.jit(jax.grad(loss))(p) for p in (one.params, users, over.params))
+    rows = np.asarray(of_loaded["embed"]["weight"])
+    assert not rows[257:].any()
+    of_loaded["embed"]["weight"] = rows[:257]
+    for found in (of_users, of_loaded):
+        jax.tree.map(lambda a, b: assert_close(a, b, 2e-5), found, wanted)
+
+
+def gradients() -> None:
+    """Gradients of every leaf, over data and model and with fully sharded parameters, in a caller's jit."""
+    config = from_hf(FAMILIES["qwen3_moe"] | dict(num_key_value_heads=8))
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+
+    def loss(params: Any, tokens: Any) -> jax.Array:
+        logits, _ = xj.forward(params, config, tokens)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1))
+
+    wanted = jax.jit(jax.value_and_grad(loss))(params, TOKENS)
+    for fsdp in (None, "data"):
+        places = xj.shardings(config, mesh, fsdp=fsdp)
+        placed = jax.device_put(params, places)
+        rows = NamedSharding(places["final_norm"].mesh, PartitionSpec("data"))
+        found = jax.jit(jax.value_and_grad(loss))(placed, jax.device_put(TOKENS, rows))
+        assert_close(found[0], wanted[0], 1e-5)
+        jax.tree.map(lambda a, b: assert_close(a, b, 2e-5), found[1], wanted[1])
+        for leaf in [placed["layers"][0]["q"]["weight"]] if fsdp else []:
+            assert leaf.sharding.shard_shape(leaf.shape) == (leaf.shape[0] // 4, leaf.shape[1] // 2)
+
+
+def another_layout() -> None:
+    """On a mesh whose devices do not divide the heads the compiler completes the caller's sharding."""
+    config = from_hf(FAMILIES["qwen2"])
+    params = xj.init_params(config, jax.random.key(0), "float32")
+    wanted = FORWARD(params, config, TOKENS)[0]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:3]), ("model",))
+    placed = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+    assert_close(FORWARD(placed, config, TOKENS)[0], wanted, 1e-5)
+
+
+def other_ways() -> None:
+    """Beams, draft tokens, a kept prefix and no cache give the tokens of one device, with a vocabulary that
+    devices do not divide.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint(Path(folder), FAMILIES["qwen3"] | dict(vocab_size=97))
+        one = xj.load_model(path, "float32")
+        over = xj.load_model(path, "float32", mesh=mesh_of(4))
+    found = []
+    for model in (one, over):
+        tree = (model.params, model.config)
+        prompts = [[1, 2, 3, 1, 2], [4, 5]]
+        beams = xj.beam_search(*tree, prompts[0], max_new_tokens=5, num_beams=3)
+        outs = [
+            xj.generate(*tree, prompts, xj.GenerateOptions(5, eos_token_ids=(), **how))
+            for how in (dict(draft="lookup"), dict(use_cache=False), dict(keep_prefix=True), dict(n=2))
+        ]
+        longer = [[*prompt, *answer, 7] for prompt, answer in zip(prompts, outs[2].tokens, strict=True)]
+        outs.append(
+            xj.generate(*tree, longer, xj.GenerateOptions(5, eos_token_ids=(), prefix=outs[2].prefix))
+        )
+        found.append([beams.sequences, *(out.tokens for out in outs)])
+    assert found[0] == found[1], found
+
+
+def kernels() -> None:
+    """A program for Hopper GPUs has an attention kernel over the heads of a device, and no other kernel."""
+    selection = kernels_pallas.Selection("mosaic", "an imaginary GPU")
+    config = from_hf(FAMILIES["qwen2"] | dict(num_key_value_heads=8, head_dim=64))
+    params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), "bfloat16"))
+    places = xj.shardings(config, mesh_of(4))
+    params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, places)
+    cache = jax.eval_shape(lambda: xj.init_cache(config, 2, 64, "bfloat16"))
+    with mock.patch.object(kernels_pallas.dispatch, "device_impl", lambda: selection):
+        for program, tokens in ((xj.prefill, (TOKENS, LENGTHS)), (xj.decode_step, (LENGTHS,))):
+            traced = jax.jit(program, static_argnums=1).trace(params, config, *tokens, cache)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+            calls = re.findall(r'@mosaic_gpu[\w.]*\(.*|call_target_name = "mosaic_gpu.*', text)
+            # One for each layer, or for each kind of layer; two of the eight heads.
+            assert len(calls) in (2, 3) and all("tensor<2x2x64x64xbf16>" in call for call in calls), calls
+
+
+CALLS = {
+    call.__name__: call
+    for call in (
+        collectives_of_a_layer, collectives_of_sampling, formats, bitnet_files, an_engine, caches, gradients,
+        kernels, another_layout, other_ways, odd_vocabulary, odd_formats, odd_tree_of_a_user,
+    )
+}  # fmt: skip
+
+
+def main(names: list[str]) -> None:
+    wrong = {}
+    for name in names:
+        try:
+            if name in CALLS:
+                CALLS[name]()
+            else:
+                which, devices = name.rsplit("-", 1)
+                family(which, int(devices))
+            wrong[name] = ""
+        except Exception:
+            wrong[name] = traceback.format_exc()
+        jax.clear_caches()
+    print(json.dumps(wrong))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,374 @@
+"""The small random checkpoints that are compared with Hugging Face transformers: a config.json for each.
+
+`scripts/make_golden.py` writes tests/golden from them and test_golden.py compares with those files anywhere;
+test_parity_live.py compares with transformers itself.
+"""
+
+import copy
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from xinfer_jax.config.model_config import ModelConfig, from_hf
+from xinfer_jax.weights.params import Params, ParamSpec, param_specs
+
+VOCAB = 96
+NEW_TOKENS = 24  # greedy ids per prompt
+LENGTHS = (5, 23, 77)  # of the prompts: below and above every window, and above 64
+_LONG = (7, 300, 530)  # several key blocks; two query blocks and two prefill chunks
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A checkpoint's config.json, and the lengths of its prompts."""
+
+    hf: dict[str, Any]
+    lengths: tuple[int, ...] = LENGTHS
+
+    @property
+    def config(self) -> ModelConfig:
+        return from_hf(copy.deepcopy(self.hf))
+
+    @property
+    def continued_prompts(self) -> tuple[int, ...]:
+        """Indices of the prompts to continue: not those that would cross the maximum of rope type dynamic, or
+        the length at which longrope switches its factors.
+        """
+        config = self.config
+        limit = config.max_position_embeddings if config.rope.rope_type == "dynamic" else 10**9
+        switch = config.rope.switches_at or limit
+        return tuple(
+            i
+            for i, n in enumerate(self.lengths)
+            if n + NEW_TOKENS <= limit and not n <= switch < n + NEW_TOKENS
+        )
+
+
+def _hf(model_type: str, **changes: Any) -> dict[str, Any]:
+    architecture = {
+        "smollm3": "SmolLM3",
+        "bitnet": "BitNet",
+        "qwen3_moe": "Qwen3Moe",
+        "gemma3_text": "Gemma3",
+    }.get(model_type, model_type.capitalize())
+    return dict(
+        architectures=[f"{architecture}ForCausalLM"], model_type=model_type, vocab_size=VOCAB,
+        hidden_size=48, intermediate_size=80,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, hidden_act="silu",
+        max_position_embeddings=1024,
+        rms_norm_eps=1e-6, attention_dropout=0.0, bos_token_id=1, eos_token_id=2, pad_token_id=None,
+    ) | changes  # fmt: skip
+
+
+def _old(rope_theta: float = 10000.0, scaling: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Fields of checkpoints before transformers 5."""
+    return dict(
+        rope_theta=rope_theta,
+        rope_scaling=scaling,
+        torch_dtype="bfloat16",
+        use_cache=True,
+        transformers_version="4.43.1",
+    )
+
+
+def _new(rope_type: str = "default", rope_theta: float = 10000.0, **rope: Any) -> dict[str, Any]:
+    """Fields of transformers 5."""
+    return dict(rope_parameters=dict(rope_type=rope_type, rope_theta=rope_theta) | rope, dtype="float32")
+
+
+_S = "sliding_attention"
+_F = "full_attention"
+_LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+_MOE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
+_GEMMA = dict(head_dim=16, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=24, sliding_window=8)
+
+
+def _long(pairs: int) -> dict[str, Any]:
+    """longrope as in Phi: a factor for each pair of channels."""
+    short, long = ([round(1 + slope * i, 2) for i in range(pairs)] for slope in (0.1, 1.5))
+    return dict(type="longrope", short_factor=short, long_factor=long)
+
+
+_CASES = {
+    # qwen2: bias on q, k and v
+    "qwen2-gqa-tied-old": _hf(
+        "qwen2", **_old(1e6), tie_word_embeddings=True, use_sliding_window=False, sliding_window=32,
+        max_window_layers=1
+    ),
+    "qwen2-mqa-untied-new": _hf("qwen2", **_new(rope_theta=1e6), tie_word_embeddings=False,
+        num_key_value_heads=1),
+    "qwen2-mha-head-dim": _hf("qwen2", num_key_value_heads=None, head_dim=20),
+    "qwen2-window-late-layers": _hf("qwen2", **_old(), use_sliding_window=True, sliding_window=8,
+        max_window_layers=1),
+    "qwen2-window-layer-types": _hf(
+        "qwen2", **_new(), use_sliding_window=True, sliding_window=12, layer_types=[_S, _F, _S],
+        max_window_layers=3
+    ),
+    "qwen2-yarn-old": _hf(
+        "qwen2", **_old(1e6, dict(type="yarn", factor=4.0, original_max_position_embeddings=64)),
+        tie_word_embeddings=True
+    ),
+    "qwen2-long-window": _hf("qwen2", **_old(1e5), use_sliding_window=True, sliding_window=290,
+        max_window_layers=2),
+    # qwen3: norms on query and key heads
+    "qwen3-head-dim-tied": _hf("qwen3", **_old(1e6), tie_word_embeddings=True, head_dim=16,
+        sliding_window=None),
+    "qwen3-bias-mqa": _hf("qwen3", **_new(), attention_bias=True, num_key_value_heads=1, head_dim=24),
+    "qwen3-default-head-dim": _hf("qwen3", **_new(rope_theta=5e4), hidden_size=32, num_attention_heads=2,
+        num_key_value_heads=None),
+    "qwen3-window-late-layers": _hf("qwen3", **_old(1e4), head_dim=16, use_sliding_window=True,
+        sliding_window=9, max_window_layers=2),
+    "qwen3-window-layer-types-yarn": _hf(
+        "qwen3", **_new("yarn", factor=2.0, original_max_position_embeddings=40, truncate=False),
+        head_dim=16, use_sliding_window=True, sliding_window=6, layer_types=[_F, _S, _S],
+    ),
+    "qwen3-dynamic-old": _hf("qwen3", **_old(1e4, dict(type="dynamic", factor=3.0)), head_dim=16,
+        max_position_embeddings=50),
+    # llama: biases on request
+    "llama2-mha-old": _hf("llama", **_old(), num_key_value_heads=None, rms_norm_eps=1e-5, pretraining_tp=1),
+    "llama3-old-tied": _hf(
+        "llama", **_old(5e5, dict(rope_type="llama3") | _LLAMA3), tie_word_embeddings=True, head_dim=16,
+        rms_norm_eps=1e-5
+    ),
+    "llama3-new": _hf("llama", **_new("llama3", 1e4, **_LLAMA3 | dict(factor=32.0, high_freq_factor=6.0))),
+    "llama-bias": _hf("llama", **_new(), attention_bias=True, mlp_bias=True, num_key_value_heads=1),
+    "llama-mlp-bias-head-dim": _hf("llama", **_old(), mlp_bias=True, attention_bias=False, head_dim=8),
+    "llama-linear-old": _hf("llama", **_old(1e4, dict(type="linear", factor=2.5))),
+    "llama-linear-new": _hf("llama", **_new("linear", 3e4, factor=4.0), tie_word_embeddings=True),
+    "llama-dynamic-old": _hf("llama", **_old(1e4, dict(type="dynamic", factor=2.0)),
+        max_position_embeddings=48),
+    "llama-dynamic-new": _hf("llama", **_new("dynamic", 5e5, factor=4.0), max_position_embeddings=60,
+        head_dim=16),
+    "llama-yarn-attention-factor": _hf("llama",
+        **_new("yarn", factor=4.0, original_max_position_embeddings=64, attention_factor=1.3)),
+    "llama-yarn-mscale": _hf(
+        "llama",
+        **_new("yarn", factor=8.0, original_max_position_embeddings=128, mscale=1.4, mscale_all_dim=0.7,
+            beta_fast=4, beta_slow=0.5),
+    ),
+    "llama-yarn-mscale-alone": _hf("llama",
+        **_new("yarn", factor=8.0, original_max_position_embeddings=128, mscale=0.707, beta_fast=3.0)),
+    "llama-yarn-factor-from-lengths": _hf(
+        "llama",
+        **_new("yarn", factor=None, original_max_position_embeddings=128, truncate=False, beta_slow=3.0)
+    ),
+    "llama-yarn-own-length": _hf("llama", **_old(1e4, dict(rope_type="yarn", factor=2.0)),
+        max_position_embeddings=128, head_dim=16),
+    "llama-yarn-length-outside": _hf("llama", **_new("yarn", 1e4, factor=16.0),
+        original_max_position_embeddings=64, head_dim=16),
+    # mistral: a window on every layer
+    "mistral-window": _hf("mistral", **_old(), sliding_window=8, head_dim=16),
+    "mistral-no-window-tied": _hf("mistral", **_new(rope_theta=1e6), sliding_window=None, head_dim=20,
+        tie_word_embeddings=True),
+    "mistral-window-linear": _hf("mistral", **_old(1e4, dict(type="linear", factor=2.0)), sliding_window=30,
+        num_key_value_heads=4),
+    "mistral-long-window": _hf("mistral", **_new(), sliding_window=70, num_key_value_heads=1),
+    # qwen3_moe: experts
+    "moe-defaults": _hf("qwen3_moe", **_old(1e6), **_MOE, norm_topk_prob=True, head_dim=16,
+        sliding_window=None, max_window_layers=3),
+    "moe-some-layers-dense": _hf(
+        "qwen3_moe", **_new("yarn", factor=4.0, original_max_position_embeddings=64), **_MOE,
+        num_hidden_layers=5, decoder_sparse_step=2,
+        mlp_only_layers=[3], tie_word_embeddings=True, attention_bias=True, use_sliding_window=True,
+        sliding_window=9,
+    ),
+    # olmo3: norms after attention and MLP, and over all heads together; rope scaled on full layers
+    "olmo3-yarn-old": _hf(
+        "olmo3",
+        **_old(5e5,
+            dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=40, attention_factor=1.2079)),
+        num_hidden_layers=4, sliding_window=10, attention_bias=True,
+    ),
+    "olmo3-two-ropes-new": _hf(
+        "olmo3", sliding_window=12, layer_types=[_S, _F, _S], num_key_value_heads=None,
+        rope_parameters={_F: dict(rope_type="linear", factor=2.0, rope_theta=2e4),
+            _S: dict(rope_type="default", rope_theta=1e4)},
+    ),
+    # gemma: scaled embeddings, norms before and after, norm weights offset by 1, soft caps, two ropes
+    "gemma2-no-caps-layer-types": _hf(
+        "gemma2", **_GEMMA | dict(query_pre_attn_scalar=16), **_new(rope_theta=3e4),
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None, layer_types=[_F, _F, _S], tie_word_embeddings=False,
+        attention_bias=True,
+    ),
+    "gemma2-long-caps": _hf(
+        "gemma2", **_GEMMA | dict(sliding_window=290), attn_logit_softcapping=2.0,
+        final_logit_softcapping=4.0, tie_word_embeddings=False,
+    ),
+    "gemma3-old": _hf(
+        "gemma3_text", **_old(1e6, dict(rope_type="linear", factor=8.0)), **_GEMMA, num_hidden_layers=7,
+        rope_local_base_freq=1e4,
+        sliding_window_pattern=6,
+    ),
+    "gemma3-two-ropes-new": _hf(
+        "gemma3_text", **_GEMMA, layer_types=[_S, _F, _S], final_logit_softcapping=4.0,
+        tie_word_embeddings=False,
+        rope_parameters={_F: dict(rope_type="default", rope_theta=1e5),
+            _S: dict(rope_type="default", rope_theta=5e3)},
+    ),
+    # phi3: fused matrices, rotary embedding of a part of each head, longrope
+    "phi3-defaults": _hf("phi3", **_old(), num_key_value_heads=None, sliding_window=30),
+    "phi3-longrope-beyond": _hf(
+        "phi3", **_old(1e4, dict(_long(6), factor=2.0)), original_max_position_embeddings=4,
+        tie_word_embeddings=True
+    ),
+    "phi3-longrope-both-partial": _hf(
+        "phi3", **_new("longrope", partial_rotary_factor=0.75, **_long(6)), hidden_size=64,
+        original_max_position_embeddings=32
+    ),
+    "phi3-partial-attention-factor": _hf(
+        "phi3", **_old(1e4, dict(_long(3), attention_factor=1.3)), partial_rotary_factor=0.5,
+        original_max_position_embeddings=128
+    ),
+    # bitnet: norms before the output and down matrices, relu squared
+    "bitnet-defaults": _hf("bitnet", **_old(5e5), hidden_act="relu2", num_key_value_heads=1,
+        tie_word_embeddings=True),
+    "bitnet-bias-new": _hf("bitnet", **_new(rope_theta=1e4), hidden_act="relu2", attention_bias=True),
+    # smollm3: layers without rotary embedding
+    "smollm3-defaults": _hf("smollm3", num_hidden_layers=4),
+    "smollm3-interval": _hf("smollm3", **_old(5e4), no_rope_layer_interval=2, tie_word_embeddings=False),
+    "smollm3-explicit-nope": _hf("smollm3", **_new(rope_theta=1e5), no_rope_layers=[0, 1, 0, 1],
+        num_key_value_heads=4),
+    "smollm3-window": _hf("smollm3", **_old(5e4), no_rope_layers=[1, 0, 1], use_sliding_window=True,
+        sliding_window=7),
+    "smollm3-window-layer-types": _hf(
+        "smollm3", **_new(), no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=10,
+        layer_types=[_S, _F, _S]
+    ),
+    "smollm3-bias-yarn": _hf(
+        "smollm3", **_old(5e4, dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=64)),
+        attention_bias=True, mlp_bias=True, head_dim=16, no_rope_layer_interval=3,
+    ),
+}  # fmt: skip
+CASES = {name: Case(hf, _LONG if "-long-" in name else LENGTHS) for name, hf in _CASES.items()}
+
+# Compiling the decode loop takes seconds: test_golden.py generates these through the cache,
+# test_parity_live.py a few others.
+CACHED = (
+    "qwen2-gqa-tied-old", "qwen2-window-layer-types", "qwen3-bias-mqa", "qwen3-window-layer-types-yarn",
+    "qwen3-dynamic-old",
+    "llama3-new", "llama-bias", "llama-yarn-attention-factor", "mistral-window", "mistral-long-window",
+    "smollm3-explicit-nope",
+    "smollm3-window-layer-types", "moe-some-layers-dense", "olmo3-yarn-old", "gemma2-long-caps",
+    "gemma3-old", "phi3-longrope-beyond", "bitnet-bias-new",
+)  # fmt: skip
+
+
+def prompts(case: Case) -> list[list[int]]:
+    """Returns random ids; they are the same in every call."""
+    random = np.random.RandomState(7)  # numpy guarantees this generator's stream for ever
+    return [random.randint(0, VOCAB, length).tolist() for length in case.lengths]
+
+
+def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
+    """Returns float32 weights by checkpoint name. All of them affect the logits, of order 1 to 10."""
+    random = np.random.RandomState(seed)
+    specs = sorted(jax.tree.leaves(param_specs(config)), key=lambda spec: spec.hf_name)
+
+    def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        noise = random.standard_normal(shape)
+        if name.endswith("norm.weight"):
+            return 1 - config.norm_offset + 0.2 * noise
+        if name.endswith("bias"):
+            return 0.3 * noise
+        if "embed_tokens" in name or "lm_head" in name:
+            # With a large tied matrix the model repeats the last token forever.
+            large = 0.12 if config.embed_scale > 1 else 0.25
+            return (large if config.tie_word_embeddings else 0.4) * noise
+        sharp = 1.5 if "q_proj" in name or "k_proj" in name else 1.0  # clearly different attention scores
+        return sharp * noise / np.sqrt(shape[-1])
+
+    return {spec.hf_name: tensor(spec.hf_name, spec.shape).astype(np.float32) for spec in specs}
+
+
+def params_from(config: ModelConfig, tensors: dict[str, np.ndarray]) -> Params:
+    """Returns the parameter tree of these tensors."""
+    return jax.tree.map(lambda spec: jax.numpy.asarray(tensors[spec.hf_name]), param_specs(config))
+
+
+def fuse_tensors(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the tensors as transformers stores them, some of them fused."""
+    specs = sorted(jax.tree.leaves(param_specs(config)), key=lambda spec: spec.first_row)
+    parts: dict[str, list[np.ndarray]] = {}
+    for spec in specs:
+        parts.setdefault(spec.fused_name or spec.hf_name, []).append(tensors[spec.hf_name])
+    return {
+        name: np.concatenate(tensors, -2) if len(tensors) > 1 else tensors[0]
+        for name, tensors in parts.items()
+    }
+
+
+def split_tensors(config: ModelConfig, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns transformers' tensors as the library names them: the inverse of `fuse_tensors`."""
+
+    def part(spec: ParamSpec) -> np.ndarray:
+        if spec.fused_name is None:
+            return state[spec.hf_name]
+        return state[spec.fused_name][..., spec.first_row : spec.first_row + spec.shape[-2], :]
+
+    return {spec.hf_name: part(spec) for spec in jax.tree.leaves(param_specs(config))}
+
+
+def pad_prompts(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns tokens [B, T], padded on the right with a token that would change results, and counts [B]."""
+    tokens_BT = np.full((len(rows), max(map(len, rows))), VOCAB - 1, np.int32)
+    for row, ids in zip(tokens_BT, rows, strict=True):
+        row[: len(ids)] = ids
+    return tokens_BT, np.array([len(ids) for ids in rows], np.int32)
+
+
+# --- transformers -------------------------------------------------------------------------------------------
+
+
+def hf_model(hf: dict[str, Any], tensors: dict[str, np.ndarray]) -> Any:
+    """Returns transformers' model of a config.json and weights: float32, eager attention, no EOS ids."""
+    import torch
+    import transformers
+
+    settings = copy.deepcopy(hf)
+    config = transformers.CONFIG_MAPPING[settings.pop("model_type")].from_dict(settings)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    state = {name: torch.from_numpy(tensor) for name, tensor in fuse_tensors(from_hf(hf), tensors).items()}
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state, strict=True)
+    model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    return model
+
+
+def hf_logits(model: Any, ids: list[int]) -> np.ndarray:
+    """Returns float32 logits [T, V] of one prompt."""
+    import torch
+
+    _forget_length(model)
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].numpy()
+
+
+def hf_greedy(
+    model: Any, ids: list[int], max_new_tokens: int = NEW_TOKENS, **options: Any
+) -> tuple[list[int], np.ndarray]:
+    """Returns the new ids of one prompt, and the margin of the best logit over the second at each step."""
+    import torch
+
+    _forget_length(model)
+    out = model.generate(
+        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), do_sample=False,
+        max_new_tokens=max_new_tokens,
+        output_scores=True, return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    best = torch.stack(out.scores)[:, 0].topk(2).values
+    return out.sequences[0, len(ids) :].tolist(), (best[:, 0] - best[:, 1]).numpy()
+
+
+def _forget_length(model: Any) -> None:
+    """Resets rope type dynamic, which keeps the frequencies of the longest sequence so far."""
+    rotary = model.model.rotary_emb
+    if isinstance(rotary.rope_type, dict):  # one for each kind of layer; none of them dynamic
+        return
+    rotary.max_seq_len_cached = rotary.original_max_seq_len
+    rotary.inv_freq = rotary.original_inv_freq.clone()

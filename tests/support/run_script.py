@@ -1,0 +1,66 @@
+"""Runs the programs of scripts/: in this process, whose imports and compiled programs they use, or in
+processes with several virtual devices.
+"""
+
+import contextlib
+import importlib.util
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import launcher
+from absl import flags
+from paths import ROOT, SCRIPTS
+
+from xinfer_jax.cli.process import run_and_exit
+
+
+def device_environment(count: int) -> dict[str, str]:
+    """Returns the environment of a process that has so many virtual devices and imports as this one does.
+
+    Its programs show what is computed where, not how fast: they are compiled with few optimizations, in a
+    third of the time.
+    """
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    return os.environ | dict(
+        PYTHONPATH=path, XLA_FLAGS=flags, JAX_PLATFORMS="cpu", JAX_DISABLE_MOST_OPTIMIZATIONS="1"
+    )
+
+
+def run_on_devices(count: int, program: Path, *arguments: str) -> str:
+    """Returns what a program prints on virtual devices."""
+    command = [sys.executable, program, *arguments]
+    done = subprocess.run(command, env=device_environment(count), capture_output=True, timeout=600)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    return done.stdout.decode()
+
+
+def run(name: str, *arguments: str) -> SimpleNamespace:
+    """Runs scripts/NAME.py here and returns what a process would leave: returncode, stdout, stderr."""
+    known = set(flags.FLAGS)
+    out = io.StringIO()
+    err = io.StringIO()
+    spec = importlib.util.spec_from_file_location(f"program_{name}", SCRIPTS / f"{name}.py")
+    program = importlib.util.module_from_spec(spec)
+    started = launcher.STARTED
+    argv = sys.argv
+    launcher.STARTED = Path(f"{name}.py")
+    sys.argv = [f"{name}.py", *arguments]
+    code = None
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            spec.loader.exec_module(program)
+            given = launcher.parse(sys.argv)
+            run_and_exit(name, lambda: program.main(given))
+        except SystemExit as end:
+            code = end.code
+        finally:
+            launcher.STARTED = started
+            sys.argv = argv
+            for flag in set(flags.FLAGS) - known:  # another program may have one of the same name
+                delattr(flags.FLAGS, flag)
+    return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())

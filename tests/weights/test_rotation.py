@@ -1,0 +1,158 @@
+"""Rotations are folded into the weights without changing the function; int8 activations."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import xinfer_jax as xj
+from xinfer_jax.checkpoint.own_format import save_checkpoint
+from xinfer_jax.compress.awq import quantized_params
+from xinfer_jax.compress.outliers import with_outliers
+from xinfer_jax.weights.hadamard import hadamard_rotate, hadamard_unrotate, rotated_params
+from xinfer_jax.weights.matmul import int8_activation_product
+from xinfer_jax.weights.quantized_matmul import quantized_product
+from xinfer_jax.weights.quantized_weights import Int8Weight, dequantize
+
+pytestmark = pytest.mark.newest
+
+INT8 = dict(quantize="int8", activations="int8")
+FAMILIES = {
+    "qwen2": {},
+    "qwen3": dict(model_type="qwen3", head_dim=12, attention_bias=True, tie_word_embeddings=False),
+    "llama": dict(model_type="llama", attention_bias=True, mlp_bias=True, intermediate_size=128),
+    "mistral": dict(model_type="mistral", sliding_window=8, hidden_size=48),
+    "phi3": dict(model_type="phi3", pad_token_id=0),
+}
+TOKENS = np.random.default_rng(0).integers(0, 250, (2, 24))
+
+
+def settings(family: str) -> dict:
+    return tiny.CONFIG | dict(architectures=None) | FAMILIES.get(family, dict(model_type=family))
+
+
+def logits(model) -> np.ndarray:
+    return np.asarray(jax.jit(xj.forward, static_argnums=1)(model.params, model.config, TOKENS)[0])
+
+
+@pytest.mark.parametrize("width", [1, 12, 64, 172, 896])
+def test_a_rotation_is_orthogonal_and_spreads_outliers(width):
+    matrix = np.asarray(hadamard_rotate(jnp.eye(width), width))
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(width), atol=1e-5)
+    assert np.abs(matrix).max() < 1.5 / width**0.5
+    assert np.abs(hadamard_rotate(jnp.ones((1, width)), width)).max() < 2.5  # not width**0.5
+    np.testing.assert_allclose(
+        hadamard_unrotate(hadamard_rotate(jnp.eye(width), width), width), np.eye(width), atol=1e-5
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rotated_model_is_the_same_function(tmp_path, family):
+    model = xj.load_model(tiny.write(tmp_path, settings(family)), dtype="float32")
+    params, config = rotated_params(model.params, model.config)
+    wanted = logits(model)
+    rotated = dataclasses.replace(model, params=params, config=config)
+    np.testing.assert_allclose(logits(rotated), wanted, atol=1e-5 * np.abs(wanted).max())
+    for tree, tree_config in ((model.params, model.config), (params, config)):
+        hidden = xj.hidden_states(tree, tree_config, TOKENS)[0]
+        np.testing.assert_allclose(hidden, xj.hidden_states(model.params, model.config, TOKENS)[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "olmo3", "qwen3_moe"])
+def test_families_without_rotations_raise(tmp_path, family):
+    hf = settings(family) | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+    tiny.write(tmp_path, hf, weights={"x": np.zeros(1, np.float32)})
+    assert family in tiny.load_error(tmp_path, **INT8)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rows", [1, 2, 8, 65])
+def test_int8_activation_product_is_exact_and_independent_of_other_rows(rows):
+    random = np.random.default_rng(1)
+    x = random.standard_normal((rows, 130)).astype(np.float32)
+    values = random.integers(-127, 128, (70, 130)).astype(np.int8)
+    got = jax.jit(int8_activation_product)(x, values)
+    factor = np.float32(127) / np.abs(x).max(1, keepdims=True)
+    sums = np.rint(x * factor).astype(np.int64) @ values.T.astype(np.int64)
+    np.testing.assert_array_equal(np.rint(got * factor), sums)
+    np.testing.assert_allclose(got * factor, sums, rtol=1e-6)
+    for row, row_product in zip(x, got, strict=True):
+        np.testing.assert_array_equal(jax.jit(int8_activation_product)(row[None], values)[0], row_product)
+
+
+@pytest.mark.full
+def test_gradients_equal_those_of_the_dequantized_matrix():
+    random = np.random.default_rng(2)
+    values = random.integers(-127, 128, (70, 80)).astype(np.int8)
+    weight = Int8Weight(jnp.asarray(values), jnp.ones(70) / 127, int8_activations=True)
+    x = random.standard_normal((3, 80)).astype(np.float32)
+    gradient = jax.grad(lambda x: quantized_product(x, weight).sum())(x)
+    np.testing.assert_allclose(gradient, np.ones((3, 70)) @ np.asarray(dequantize(weight)), atol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("hf", [tiny.CONFIG, tiny.UNTIED], ids=["tied", "untied"])
+def test_load_with_int8_activations_and_save(tmp_path, hf):
+    source = tiny.write(tmp_path / "from", hf)
+    plain = xj.load_model(source, "float32")
+    model = xj.load_model(source, "float32", **INT8)
+    weight = model.params["layers"][0]["k"]["weight"]
+    assert isinstance(weight, Int8Weight) and weight.int8_activations and model.config.rotated
+    params, _ = rotated_params(plain.params, plain.config)
+    for leaf, expected in zip(
+        *map(jax.tree.leaves, (model.params, quantized_params(params, **INT8))), strict=True
+    ):
+        # The loader rotates in blocks: a few numbers round to another level.
+        np.testing.assert_allclose(leaf, expected, atol=1 if leaf.dtype == jnp.int8 else 1e-6)
+    wanted = logits(plain)
+    assert np.abs(logits(model) - wanted).max() < 0.1 * np.abs(wanted).max()
+    save_checkpoint(tmp_path / "to", source, model.params, hf, rotated=model.config.rotated)
+    stored = json.loads((tmp_path / "to" / "config.json").read_text())["quantization_config"]
+    assert stored == dict(quant_method="xinfer_jax", version=2, rotated=True, once=True)
+    loaded = xj.load_model(tmp_path / "to", "float32")
+    assert loaded.config == model.config
+    np.testing.assert_array_equal(logits(loaded), logits(model))
+
+
+@pytest.mark.full
+def test_rotations_keep_errors_of_outliers_small():
+    plain = xj.load_model(dtype="float32")
+    params = with_outliers(plain.params, plain.config, 50)
+    wanted = logits(plain)
+    np.testing.assert_allclose(logits(dataclasses.replace(plain, params=params)), wanted, atol=1e-3)
+
+    def error(params, config, **options) -> float:
+        quantized = dataclasses.replace(
+            plain, params=quantized_params(params, "int8", **options), config=config
+        )
+        return float(np.sqrt(np.square(logits(quantized) - wanted).mean()))
+
+    weights_only = error(params, plain.config)
+    unrotated = error(params, plain.config, activations="int8")
+    rotated = error(*rotated_params(params, plain.config), activations="int8")
+    assert rotated < 1.5 * weights_only and unrotated > 2.5 * rotated, (weights_only, rotated, unrotated)
+
+
+def test_bad_options_for_int8_activations_raise(tmp_path):
+    for options, message in (
+        (dict(activations="int8"), "needs quantize='int8'"),
+        (INT8 | dict(quantize="int4"), "needs quantize='int8', got 'int4'"),
+        (INT8 | dict(activations="int4"), "activations='int4' is not supported"),
+        (INT8 | dict(mesh=jax.make_mesh((1,), ("model",))), "over a mesh"),
+    ):
+        assert message in tiny.load_error(None, **options)
+
+
+@pytest.mark.full
+def test_generate_and_engine_agree(tmp_path):
+    model = tiny.shallow_model(**INT8)
+    prompts = [model.tokenizer.encode(text) for text in ("What is the capital of France?", "The capital")]
+    options = xj.GenerateOptions(6, eos_token_ids=())
+    together = xj.generate(model.params, model.config, prompts, options).tokens
+    alone = [xj.generate(model.params, model.config, [ids], options).tokens[0] for ids in prompts]
+    assert together == alone

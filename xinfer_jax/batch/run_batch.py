@@ -1,0 +1,311 @@
+"""`generate_file`: a file of prompts in, a file of answers out."""
+
+import math
+import re
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from queue import Empty, Full, Queue
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from ..cache.fingerprint import fingerprint
+from ..checkpoint.loading import Model
+from ..checks import check_integer
+from ..engine.engine import Engine
+from ..engine.engines import AnyEngine, make_engine
+from ..errors import InputError
+from ..generation.options import GenerateOptions
+from ..stats import release_free_memory
+from .input_lines import Line, open_input, read_lines
+from .line_request import LineDefaults, LineRequest, default_model_names
+from .resumable_output import ResumableOutput, check_output, matches_record, progress_file, shard_file
+from .run_settings import run_settings
+
+_QUEUED_LINES = 16  # parsed lines that wait to be submitted
+_SYNC_SECONDS = 1.0  # between two syncs of the output
+_LOG_SECONDS = 60.0  # between two progress lines, where standard error is no terminal
+
+
+def check_files(input: str | Path, output: str | Path) -> None:
+    """Raises InputError if the input cannot be read, the output cannot be written, or both are one file."""
+    check_output(output)
+    for path in (Path(output), progress_file(output)):
+        if str(input) != "-" and path.exists() and Path(input).exists() and path.samefile(input):
+            raise InputError(f"{path} is the input too: give another output")
+    if str(input) != "-":
+        if Path(input).is_fifo():  # a line that is read here would be lost
+            raise InputError(f"{input} can be read only once: give it as standard input, --input=-")
+        next(read_lines(input), None)
+
+
+def check_report(report: str | Path, input: str | Path, output: str | Path) -> None:
+    """Raises InputError if a report would overwrite, by whatever name, the input, the output, a shard of it,
+    or one of their progress files.
+    """
+    path = Path(report)
+    folder = Path(output).absolute().parent
+    name = re.escape(Path(output).name)
+    output_names = re.compile(rf"{name}(\.\d+-of-\d+)?(\.progress)?")
+    files = [Path(input), *(file for file in folder.iterdir() if output_names.fullmatch(file.name))]
+    real = path.resolve()
+    if (
+        real.parent == folder.resolve()
+        and output_names.fullmatch(real.name)
+        or any(real == file.resolve() or _is_same_file(path, file) for file in files)
+    ):
+        raise InputError(f"--report={report} is the input or the output, or a file beside it: give another")
+
+
+def _is_same_file(path: Path, other: Path) -> bool:
+    return path.exists() and other.exists() and path.samefile(other)
+
+
+def generate_file(  # noqa: PLR0913  a public function
+    model: Model,
+    input: str | Path,
+    output: str | Path,
+    options: GenerateOptions | None = None,
+    *,
+    seed: int = 0,
+    raw: bool = False,
+    system: str | None = None,
+    score: bool = False,
+    in_order: bool = False,
+    model_names: Sequence[str] | None = None,
+    shard: tuple[int, int] | None = None,
+    stop: threading.Event | None = None,
+    grace: float = 30.0,
+    progress: bool = True,
+    escape_control_tokens: bool = True,
+    **shape: Any,
+) -> dict[str, Any]:
+    """Answers every line of a file, and appends each answer to the output when it is finished. If a run is
+    killed, call this again with the same arguments: it resumes, and ends with the same lines.
+
+    Args:
+        model: from `load_model`.
+        input: a line is {"prompt": …}, {"messages": …}, or one of the OpenAI batch API; .gz is decompressed.
+        output: a file; OUTPUT.progress beside it records which lines are finished.
+        options: defaults for what a line leaves out.
+        seed: a line without a seed gets key(seed), into which four numbers are folded in turn: the first four
+            uint32, little-endian, of the sha256 of its custom_id or number.
+        raw, system: as in `encode_prompt`, for lines with a prompt.
+        score: lines are {"prompt": …, "completions": […]} or {"text": …}; answers are log-probabilities. An
+            empty completion has the log-probability 0, of 0 tokens.
+        in_order: answers have the order of their lines.
+        model_names: names that a line may give as its `model`; another name is an error of that line. None:
+            where the model was loaded from, the last part of that, or its model_type.
+        shard: (i, n): answers only lines i + 1, i + 1 + n, … and writes to OUTPUT.i-of-n.
+        stop: when it is set, no more lines start, and running ones have `grace` seconds to end.
+        progress: show progress on standard error.
+        escape_control_tokens: as in `encode_prompt`, for lines with messages or a prompt that is not raw.
+        shape: further arguments of `Engine`; data_parallel: the number of engines.
+
+    Returns:
+        Counts, rates and times of this call, as in the command's --report; `errors_before` is the number of
+        error lines among those that earlier calls finished.
+
+    Raises:
+        InputError: a file or an argument is invalid, or the disk is full; finished lines stay.
+    """
+    if not isinstance(model, Model):
+        raise InputError("model must be what load_model gives")
+    i, n = shard or (0, 1)
+    n = check_integer("the number of shards", n, 1)
+    i = check_integer("the shard", i, 0, n - 1)
+    check_output(output)
+    output = shard_file(output, i, n) if shard else Path(output)
+    check_files(input, output)
+    defaults = LineDefaults.make(model, options, seed, raw, system, score, escape_control_tokens)
+    output_file = ResumableOutput(output, run_settings(model, defaults, shape, shard, in_order))
+    try:
+        with closing(make_engine(model, **shape)) as engine:
+            defaults.check(engine)
+            total = _count_lines(input) // n if progress and str(input) != "-" else None
+            names = model_names or default_model_names(model)
+            run = _BatchRun(engine, defaults, output_file, in_order, progress, total, names)
+            with run.bar:
+                lines = _unfinished_lines(read_lines(input), output_file.finished, i, n)
+                run.answer(lines, stop or threading.Event(), grace)
+    finally:
+        output_file.close()
+    return run.report()
+
+
+def follow_file(model: Model, **shape: Any) -> None:
+    """What every process other than process 0 calls while process 0 runs `generate_file`, with the same
+    model and shape.
+    """
+    fingerprint(model.params, model.config)  # a collective computation: all processes must take part
+    Engine(model, **shape).follow()
+
+
+def _unfinished_lines(lines: Iterator[Line], finished: np.ndarray, i: int, n: int) -> Iterator[Line]:
+    """Yields the unfinished lines of shard i of n. Raises InputError if a finished line has changed."""
+    at = 0
+    for line in lines:
+        if at < len(finished) and (was := finished["number"][at]) <= line.number:
+            if not matches_record(finished[at], line.number, line.digest):
+                raise InputError(f"line {was} is not what it was when it was answered: give the same")
+            at += 1
+        elif (line.number - 1) % n == i:
+            yield line
+    if at < len(finished):
+        raise InputError(f"line {finished['number'][at]} was answered, and is not there any more")
+
+
+class _BatchRun:
+    """Submits lines to an engine, a bounded number at a time, and writes the answers."""
+
+    def __init__(  # noqa: PLR0913
+        self, engine: AnyEngine, defaults: LineDefaults, output: ResumableOutput, in_order: bool,
+        progress: bool, total: int | None, names: Sequence[str],
+    ):  # fmt: skip
+        self._names = names
+        self._errors_before = int(output.finished["failed"].sum())
+        self._engine = engine
+        self._defaults = defaults
+        self._output = output
+        self._in_order = in_order
+        self._counts = Counter[str]()
+        self._reasons = Counter[str]()
+        self._start = time.monotonic()
+        self._last_sync = self._start
+        self._last_log = self._start
+        self._stopped = False
+        self._finished_before = len(output.finished)
+        self._progress = progress
+        self._total = total
+        terminal = progress and sys.stderr is not None and sys.stderr.isatty()
+        self.bar = tqdm(unit=" lines", disable=not terminal, initial=self._finished_before, total=total)
+
+    def answer(self, lines: Iterator[Line], stop: threading.Event, grace: float) -> None:
+        """Answers the lines. After `stop` is set, only those that end within `grace` seconds."""
+        pending = dict[int, LineRequest]()
+        deadline = math.inf
+        max_pending = max(64, 4 * self._engine.rows)
+        more = True
+        queue = Queue[Any](_QUEUED_LINES)
+        over = threading.Event()
+        threading.Thread(target=_put_lines, args=(lines, queue, over), daemon=True).start()
+        try:
+            while (more or pending) and time.monotonic() < deadline:
+                if stop.is_set() and not self._stopped:
+                    self._stopped = True
+                    more = False
+                    deadline = time.monotonic() + grace
+                    self._drop_waiting(pending)
+                while more and len(pending) < max_pending and not stop.is_set():
+                    try:  # if lines come slowly, the engine continues with those that it has
+                        line = queue.get(timeout=0 if pending else 0.1)
+                    except Empty:
+                        break
+                    more = self._submit(line, pending)
+                self._engine.step()
+                self._write_ended(pending)
+                self._sync_and_log()
+        finally:
+            over.set()
+
+    def _submit(self, line: Any, pending: dict[int, LineRequest]) -> bool:
+        """Submits an item of the queue, and returns whether more may come."""
+        if isinstance(line, BaseException):
+            raise line
+        if line is not None:
+            pending[line.number] = LineRequest(line, self._engine, self._defaults, self._names)
+        return line is not None
+
+    def _drop_waiting(self, pending: dict[int, LineRequest]) -> None:
+        """Cancels lines that have not started; with `in_order` also every line after the first of them."""
+        waiting = [number for number, request in pending.items() if not (request.started or request.ended)]
+        if self._in_order and waiting:
+            waiting = [number for number in pending if number >= waiting[0]]
+        for number in waiting:
+            pending.pop(number).cancel()
+
+    def _write_ended(self, pending: dict[int, LineRequest]) -> None:
+        for number, request in list(pending.items()):
+            if request.ended:
+                self._write(pending.pop(number))
+            elif self._in_order:
+                break
+
+    def _write(self, request: LineRequest) -> None:
+        answer = request.output_line()  # sets request.error where the answer is an error
+        self._output.add(request.line.number, request.line.digest, answer, bool(request.error))
+        self._counts["errors" if request.error else "answered"] += 1
+        self._reasons.update(request.reasons)
+        self.bar.update()
+
+    def _sync_and_log(self) -> None:
+        now = time.monotonic()
+        if now > self._last_sync + _SYNC_SECONDS:
+            self._output.sync()
+            release_free_memory()  # the allocator keeps what millions of lines have freed
+            self._last_sync = now
+            if not self.bar.disable:
+                self.bar.set_postfix_str(self._rates())
+        if self._progress and self.bar.disable and now > self._last_log + _LOG_SECONDS:
+            done = self._finished_before + self._counts.total()
+            rate = self.report()["lines_per_second"]
+            of_total = ""
+            if self._total and rate:
+                minutes = max(0, self._total - done) / rate / 60
+                of_total = f" of {self._total}, {minutes:.0f} minutes left"
+            print(f"{done} lines{of_total}: {self._rates()}", file=sys.stderr, flush=True)
+            self._last_log = now
+
+    def _rates(self) -> str:
+        r = self.report()
+        return (
+            f"prefill {r['read_tokens_per_second']:.0f} tok/s,"
+            f" decode {r['chosen_tokens_per_second']:.0f} tok/s,"
+            f" {100 * r['hits']:.0f}% of prompt tokens cached"
+        )
+
+    def report(self) -> dict[str, Any]:
+        """Counts, rates and times of this run so far."""
+        stats = self._engine.stats
+        seconds = max(1e-9, time.monotonic() - self._start)
+        counts = {name: self._counts[name] for name in ("answered", "errors")}
+        rates = {f"{k}_per_second": getattr(stats, k) / seconds for k in ("read_tokens", "chosen_tokens")}
+        return dict(
+            **counts, finished_before=self._finished_before, errors_before=self._errors_before,
+            stopped=self._stopped, seconds=seconds, lines_per_second=self._counts.total() / seconds, **rates,
+            read_tokens=stats.read_tokens, chosen_tokens=stats.chosen_tokens,
+            hits=stats.hits / max(1, stats.hits + stats.read_tokens), preemptions=stats.preemptions,
+            finish_reasons=dict(self._reasons), ttft_seconds=stats.ttft_seconds,
+            tpot_seconds=stats.tpot_seconds,
+        )  # fmt: skip
+
+
+def _put_lines(lines: Iterator[Line], queue: Queue[Any], over: threading.Event) -> None:
+    """Puts lines into a queue, then None, or the exception that ended them."""
+    last: BaseException | None = None
+
+    def put(item: Any) -> None:
+        while not over.is_set():
+            with suppress(Full):
+                return queue.put(item, timeout=0.5)
+
+    try:
+        for line in lines:
+            put(line)
+            if over.is_set():
+                return
+    except BaseException as error:
+        last = error
+    put(last)
+
+
+def _count_lines(path: str | Path) -> int:
+    """The number of lines of a file."""
+    with open_input(path) as file:
+        return sum(part.count(b"\n") for part in iter(lambda: file.read(1 << 20), b""))

@@ -1,0 +1,56 @@
+"""The settings that the answers of a run depend on: a resumed run must have the same."""
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from .. import __version__
+from ..cache.fingerprint import fingerprint
+from ..checkpoint.loading import Model
+from ..engine.engine import Engine
+from ..engine.shape import max_request_tokens
+from ..sharding import MODEL, concrete_mesh_of
+from ..weights import cpu_features
+from .input_lines import json_default, sha256_int
+from .line_request import LineDefaults
+
+
+def run_settings(
+    model: Model, defaults: LineDefaults, shape: dict[str, Any], shard: tuple[int, int] | None, in_order: bool
+) -> dict[str, Any]:
+    """The settings by dotted name, such as options.sampling.top_k. shape: arguments of `Engine`.
+
+    The number of pages is not among them: it changes no answer, only how many tokens fit in a row (`room`).
+    """
+    default = {name: p.default for name, p in inspect.signature(Engine).parameters.items()}
+    engine = {name: shape.get(name, default[name]) for name in default if name not in ("model", "pages")}
+    engine["room"] = max_request_tokens(model.config, engine["capacity"], shape.get("pages"))
+    tokenizer = model.tokenizer
+    text = f"{tokenizer.backend.to_str()}{tokenizer.chat_template}" if tokenizer else ""
+    mesh = concrete_mesh_of(model.params)
+    settings = dict(
+        model=fingerprint(model.params, model.config), tokenizer=sha256_int(text.encode()), engine=engine,
+        shard=shard, in_order=in_order, machine=_machine(), mesh=mesh.shape[MODEL] if mesh else 1,
+        **dataclasses.asdict(defaults),
+    )  # fmt: skip
+    return dict(_flatten("", json.loads(json.dumps(settings, default=json_default))))
+
+
+def _machine() -> dict[str, Any]:
+    """What else the last bits depend on. A run may continue where it differs."""
+    device = jax.devices()[0]
+    features = " ".join(cpu_features.numerics_features()) if device.platform == "cpu" else None
+    return dict(xinfer_jax=__version__, jax=jax.__version__, device=device.device_kind, cpu=features)
+
+
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of each leaf of nested objects."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flatten(f"{name}.{key}".lstrip("."), inner)
+    else:
+        yield name, value

@@ -1,0 +1,222 @@
+"""The cache of one layer: contiguous or a ring buffer, with the same operations. `paged` has a third kind."""
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..formatting import ShortRepr
+from .quantized_kv import QuantizedKV, dequantize_kv, map_slots, quantize_kv, slice_slots
+
+# Tokens that a ring holds beyond its window: one call can append as many, and `truncate` go back by as many.
+RING_SLACK = 512
+_RING_MULTIPLE = 64  # a ring's slots are a multiple of it, so that blocks of keys stay aligned
+_MULTIPLE = 8  # of slots, as the bulk copies of Hopper's kernels need it; else they would pad in every step
+
+
+class Block(NamedTuple):
+    """Keys and values of one block of slots, for every row. Invalid ones may be anything, even NaN."""
+
+    k_BKSH: jax.Array
+    v_BKSH: jax.Array
+    position_BS: jax.Array  # int32; [1, S] where all rows have the same
+    valid_BS: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class Contiguous(ShortRepr):
+    """Position p is in slot p. S is the capacity rounded up to a multiple of 8; further slots stay empty."""
+
+    k: jax.Array | QuantizedKV  # [B, K, S, H]
+    v: jax.Array | QuantizedKV  # [B, K, S, H]
+    # Sliding window: the most keys that a query sees, its own included; None: all before it, too.
+    window: int | None = dataclasses.field(metadata=dict(static=True))
+    capacity: int = dataclasses.field(metadata=dict(static=True))  # tokens that a row can hold
+    # A function of positions, int32 [B or 1, S]: the bias [B or 1, K, S, H] that is added to keys when they
+    # are read. Attention sets it for a call; in a stored cache it is None.
+    key_bias_fn: Any = dataclasses.field(default=None, kw_only=True)
+    has_kernel_layout: ClassVar[bool] = True  # whether kernels can read it
+
+    @property
+    def slots(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def most_at_once(self) -> int:
+        """The most tokens that one call may append to a row."""
+        return self.capacity
+
+    def append(self, k_BTKH, v_BTKH, start_B: jax.Array, num_tokens_B: jax.Array) -> Self:
+        """Writes the first num_tokens_B[b] of T keys and values from position start_B[b] on; drops those
+        beyond the capacity.
+        """
+        if self.slots > self.capacity:
+            num_tokens_B = jnp.minimum(num_tokens_B, self.capacity - start_B)
+
+        def write(old: Any, new_BTKH: jax.Array) -> Any:
+            new: Any = jnp.swapaxes(new_BTKH, 1, 2)
+            if isinstance(old, QuantizedKV):
+                new = quantize_kv(new, old, jnp.where(start_B == 0, num_tokens_B, 0))
+            return map_slots(lambda x, y: self._write(y, x.astype(y.dtype), start_B, num_tokens_B), new, old)
+
+        return dataclasses.replace(self, k=write(self.k, k_BTKH), v=write(self.v, v_BTKH))
+
+    def _write(self, old_BKSH, new_BKTH, start_B, num_tokens_B):
+        if len(start_B) == 1:  # one row needs no scatter
+            return _write_row(old_BKSH[0], new_BKTH[0], start_B[0], num_tokens_B[0])[None]
+        if new_BKTH.shape[2] > 1:
+            return jax.vmap(_write_row)(old_BKSH, new_BKTH, start_B, num_tokens_B)
+        slot_B = jnp.where(num_tokens_B > 0, start_B, self.slots)
+        return old_BKSH.at[jnp.arange(len(slot_B)), :, slot_B].set(new_BKTH[:, :, 0], mode="drop")
+
+    def stored_length(self, length_B: jax.Array) -> jax.Array:
+        """int32 [B]: the lengths without tokens that were dropped."""
+        return jnp.minimum(length_B, self.capacity) if self.slots > self.capacity else length_B
+
+    def block_layout(self, max_width: int) -> tuple[int, int]:
+        """The number of keys in a block, at most max_width, and the number of blocks."""
+        width = min(self.slots, max_width)
+        return width, -(-self.slots // width)
+
+    def get_block(self, i: Any, width: int, length_B: jax.Array, row: Any = None) -> Block:
+        """Block i of rows of these lengths, dequantized. row: of that row alone; None: of all."""
+        # The last block overlaps the one before it where the width does not divide S.
+        first = i * width
+        last_B1 = length_B[:, None] - 1
+        at = jnp.minimum(first, self.slots - width)
+        slot_S = at + jnp.arange(width)
+        position_BS = self._positions(slot_S, last_B1)
+        valid_BS = (slot_S >= first) & (position_BS >= 0) & (position_BS <= last_B1)
+        k, v = (dequantize_kv(self._cut(x, at, width, row)) for x in (self.k, self.v))
+        if self.key_bias_fn is not None:
+            k = k + self.key_bias_fn(position_BS)
+        return Block(k, v, position_BS, valid_BS)
+
+    def kernel_arrays(self) -> tuple[Any, Any]:
+        """Keys and values as kernels read them, [B, K, S, H], where `has_kernel_layout`."""
+        return self.k, self.v
+
+    def _cut(self, x: Any, at: Any, width: int, row: Any) -> Any:
+        """Keys or values in `width` slots from slot `at` on, as they are stored."""
+        return slice_slots(x, at, width, row)
+
+    def _positions(self, slot_S: jax.Array, last_B1: jax.Array) -> jax.Array:
+        """[B or 1, S]: positions in these slots, in rows whose last position is last_B1; below 0: none."""
+        return slot_S[None]
+
+    def visible_blocks(
+        self, width: int, start_B: jax.Array, count: int, length_B: jax.Array
+    ) -> tuple[Any, Any]:
+        """The range (first, end) of blocks that `count` queries from position start_B on can see."""
+        high = -(-jnp.minimum(jnp.max(length_B), jnp.max(start_B) + count) // width)
+        low = 0 if self.window is None else jnp.maximum(jnp.min(start_B) - self.window + 1, 0) // width
+        return low, high
+
+    def can_truncate(self, length_B: Any, reached_B: jax.Array) -> Any:
+        """bool [B]: whether rows truncated to length_B still have all keys that the next tokens see.
+
+        reached_B: the longest that each row has been.
+        """
+        return True
+
+    def reorder(self, index_B: jax.Array) -> Self:
+        """Row b of the result is row index_B[b]."""
+        return jax.tree.map(lambda leaf: leaf[index_B], self)
+
+    def reorder_tail(self, index_B: jax.Array, first: jax.Array, count: int) -> Self:
+        """`reorder` where row b differs from row index_B[b] only at positions first … first + count - 1."""
+
+        def move(x_BKSH: jax.Array) -> jax.Array:
+            # A slice beyond the end is moved back, onto positions where the rows are equal.
+            tail = lax.dynamic_slice_in_dim(x_BKSH, first, min(count, self.capacity), 2)
+            return lax.dynamic_update_slice_in_dim(x_BKSH, tail[index_B], first, 2)
+
+        return self._map(move)
+
+    def used_arrays(self, tokens: int) -> tuple[Any, Any]:
+        """Keys and values of the slots that rows of at most so many tokens have used, for a file."""
+        used = self._map(lambda x: x[:, :, :tokens])
+        return used.k, used.v
+
+    def fill(self, k: Any, v: Any) -> Self:
+        """A layer of this shape that begins with these NumPy arrays of `used_arrays`; the rest is zeros."""
+
+        def pad(x: np.ndarray, like: jax.Array) -> jax.Array:
+            return jnp.asarray(np.pad(x, [(0, n - m) for n, m in zip(like.shape, x.shape, strict=True)]))
+
+        k, v = jax.tree.map(pad, (k, v), (self.k, self.v))
+        return dataclasses.replace(self, k=k, v=v)
+
+    def _map(self, function: Any) -> Self:
+        return dataclasses.replace(self, k=map_slots(function, self.k), v=map_slots(function, self.v))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class Ring(Contiguous):
+    """Position p is in slot p % S: a new token overwrites one that no later query can see."""
+
+    has_kernel_layout: ClassVar[bool] = False
+
+    @property
+    def most_at_once(self) -> int:
+        """More tokens would overwrite keys that the first of them sees."""
+        window: Any = self.window  # every ring has one
+        return self.slots - window + 1
+
+    def _write(self, old_BKSH, new_BKTH, start_B, num_tokens_B):
+        t_T = jnp.arange(new_BKTH.shape[2])
+        position_BT = start_B[:, None] + t_T
+        kept_BT = (t_T < num_tokens_B[:, None]) & (position_BT < self.capacity)
+        slot_BT = jnp.where(kept_BT, position_BT % self.slots, self.slots)
+        row_B1 = jnp.arange(len(old_BKSH))[:, None]
+        return old_BKSH.at[row_B1, :, slot_BT].set(jnp.swapaxes(new_BKTH, 1, 2), mode="drop")
+
+    def _positions(self, slot_S: jax.Array, last_B1: jax.Array) -> jax.Array:
+        # The latest position in the slot: at most S - 1 before the last one.
+        return last_B1 - (last_B1 - slot_S) % self.slots
+
+    def visible_blocks(
+        self, width: int, start_B: jax.Array, count: int, length_B: jax.Array
+    ) -> tuple[Any, Any]:
+        """As in a contiguous cache; all blocks once the ring is full."""
+        high = super().visible_blocks(width, start_B, count, length_B)[1]
+        return 0, jnp.minimum(high, self.block_layout(width)[1])
+
+    def can_truncate(self, length_B: Any, reached_B: jax.Array) -> Any:
+        """True unless later writes have overwritten keys within the window."""
+        return jnp.maximum(length_B + self.most_at_once, self.slots) >= reached_B
+
+    def reorder_tail(self, index_B: jax.Array, first: jax.Array, count: int) -> Self:
+        """Reorders all slots: a ring is short, and those positions may wrap around its end."""
+        return self._map(lambda x: x[index_B])
+
+
+def num_slots(window: int | None, capacity: int) -> int:
+    """S of a layer with that sliding window; fewer than the capacity means a ring."""
+    all_slots = -(-capacity // _MULTIPLE) * _MULTIPLE
+    if window is None:
+        return all_slots
+    return min(all_slots, -(-(window + RING_SLACK - 1) // _RING_MULTIPLE) * _RING_MULTIPLE)
+
+
+def uncached_kv(k_BKSH: jax.Array, v_BKSH: jax.Array, window: int | None = None) -> Contiguous:
+    """Keys and values in order of position as a layer cache, for attention without a cache."""
+    return Contiguous(k_BKSH, v_BKSH, window, k_BKSH.shape[2])
+
+
+def _write_row(old_KSH: jax.Array, new_KTH: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
+    # dynamic_update_slice moves a slice that would leave the array back to its end. Rolling the new tokens by
+    # the same distance puts each into its slot.
+    slots = old_KSH.shape[1]
+    tokens = new_KTH.shape[1]
+    at = jnp.minimum(start, slots - tokens)
+    slot_T = (at + jnp.arange(tokens))[:, None]
+    old = lax.dynamic_slice_in_dim(old_KSH, at, tokens, 1)
+    rolled = new_KTH if tokens == 1 else jnp.roll(new_KTH, start - at, 1)
+    written = jnp.where((slot_T >= start) & (slot_T < start + count), rolled, old)
+    return lax.dynamic_update_slice_in_dim(old_KSH, written, at, 1)

@@ -1,0 +1,65 @@
+"""Decodes the token ids of one answer up to its first stop string."""
+
+from collections.abc import Sequence
+
+from .detokenizer import IncrementalDetokenizer
+from .stop_strings import StopStringMatcher
+from .tokenizer import Tokenizer
+
+
+class AnswerDetokenizer:
+    """Decodes the ids of one answer as they arrive, up to the first stop string.
+
+    Args:
+        tokenizer: of the model.
+        stops: the stop strings.
+        include_stop: the text includes the stop string.
+        skip_special_tokens: the text leaves out special tokens.
+
+    Attributes:
+        ended: no more text comes, as after a complete stop string.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ):
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
+        self._stops = StopStringMatcher.cached(tuple(stops)) if stops else None
+        self._state = 0
+        self._pending = ""  # text that may be the start of a stop string
+        self._include_stop = include_stop
+        self.ended = False
+
+    def push(self, token: int | None) -> str:
+        """The text that this id completes. Text that may be the start of a stop string is returned later."""
+        if token is None or self.ended:
+            return ""
+        return self._until_stop(self._detokenizer.push(token))
+
+    def finish(self) -> str:
+        """The remaining text, once no more ids come."""
+        if self.ended:
+            return ""
+        text = self._until_stop(self._detokenizer.finish())
+        if not self.ended:
+            text += self._pending
+        self.ended = True
+        return text
+
+    def _until_stop(self, chunk: str) -> str:
+        if self._stops is None:
+            return chunk
+        start = len(self._pending)
+        text = self._pending + chunk
+        self._state, found = self._stops.find(self._state, chunk, start)
+        if found is not None:
+            self.ended = True
+            stop_start, stop_end = found
+            return text[: stop_end if self._include_stop else stop_start]
+        ready = len(text) - self._stops.depth[self._state]
+        self._pending = text[ready:]
+        return text[:ready]

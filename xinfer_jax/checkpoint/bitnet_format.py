@@ -1,0 +1,111 @@
+"""Ternary matrices of BitNet b1.58 checkpoints (Ma et al. 2024).
+
+X.weight is float numbers, or four outputs packed in a byte; X.weight_scale is the scale.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from ..errors import InputError
+from ..host import run_in_blocks
+from ..weights.ternary import TernaryWeight, pack_ternary, ternary_leaf, ternary_struct
+from .own_format import TensorSpec
+from .tensors import StoredTensor
+
+_PER_BYTE = 4  # outputs in a byte: o, o + O/4, ... from the lowest bits on
+_FLOAT_TYPES = {"F16", "BF16", "F32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class BitNetFormat:
+    """How a BitNet checkpoint stores ternary matrices, by linear_class and quantization_mode; methods as in
+    `AwqGptqFormat`.
+    """
+
+    divides: bool  # bitlinear divides by X.weight_scale; autobitlinear multiplies by it
+    online: bool  # X.weight is float numbers, quantized here by their mean magnitude; there is no scale
+    not_converted: tuple[str, ...]  # modules_to_not_convert
+    method = "bitnet"
+
+    def tensor_specs(
+        self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]
+    ) -> dict[str, TensorSpec]:
+        module, _, field = name.rpartition(".")
+        if not module.endswith("_proj") and module != "lm_head" or self._is_not_converted(module):
+            return {}
+        if field == "bias":
+            if not self.divides and not self.online:  # the scale would apply to the bias too
+                raise InputError(f"{name}: biases with linear_class 'autobitlinear' are not supported")
+            return {}
+        if self.online:
+            return {name: (shape, _FLOAT_TYPES)}
+        scale: dict[str, TensorSpec] = {f"{name}_scale": ((1,), _FLOAT_TYPES)}
+        if not self.divides and name in tensors and tensors[name].type != "U8":
+            return {name: (shape, _FLOAT_TYPES)} | scale
+        if shape[0] % _PER_BYTE:
+            raise InputError(
+                f"{name} has {shape[0]} outputs, which bitnet cannot pack: a multiple of {_PER_BYTE} is"
+                " needed"
+            )
+        return {name: ((shape[0] // _PER_BYTE, shape[1]), {"U8"})} | scale
+
+    def _is_not_converted(self, module: str) -> bool:
+        """As transformers matches: whole components from the start, or any suffix."""
+        return any(
+            f"{module}.".startswith(f"{name}.") or module.endswith(name) for name in self.not_converted
+        )
+
+    def struct(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> TernaryWeight:
+        return ternary_struct(shape)
+
+    def load(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]) -> TernaryWeight:
+        stored = tensors[name]
+        (outputs, inputs) = shape
+        if self.online:
+            return ternary_leaf(stored, name)
+        (scale,) = tensors[f"{name}_scale"].array().astype(np.float32)
+        if not np.isfinite(scale) or scale == 0 and self.divides:
+            raise InputError(f"{name}_scale is {scale}, not a valid scale: fetch the checkpoint again")
+        scale = 1 / scale if self.divides else scale
+        if stored.type == "U8":
+            return pack_ternary(lambda at: _unpack_bytes(stored, at, name), (outputs, stored.shape[1]), scale)
+        maxima: list[np.floating] = []
+
+        def find_largest(at: slice) -> None:
+            maxima.append(np.abs(stored[at].astype(np.float32)).max())
+
+        run_in_blocks(find_largest, outputs, 4 * inputs)
+        largest = np.float32(max(maxima))
+        return pack_ternary(lambda at: _ternary_levels(stored[at], largest, name), shape, scale * largest)
+
+    def is_unused(self, name: str, tensors: Mapping[str, StoredTensor]) -> bool:
+        return False
+
+
+def _unpack_bytes(stored: StoredTensor, outputs: slice, name: str) -> np.ndarray:
+    """Some outputs of a packed BitNet matrix: int8 [outputs, I], with values -1, 0 and 1."""
+    rows = stored.shape[0]
+    blocks = []
+    first = outputs.start
+    while first < outputs.stop:  # outputs that have the same bits of their bytes
+        position, row = divmod(first, rows)
+        end = min(outputs.stop, (position + 1) * rows)
+        blocks.append(stored[row : row + end - first] >> 2 * position & 3)
+        first = end
+    values = np.concatenate(blocks)
+    if (values == 3).any():
+        raise InputError(f"{name} holds a number that is not -1, 0 or 1: fetch the checkpoint again")
+    return values.astype(np.int8) - 1
+
+
+def _ternary_levels(block_OI: np.ndarray, largest: np.float32, name: str) -> np.ndarray:
+    """The numbers -largest, 0 and largest as -1, 0 and 1."""
+    block_OI = block_OI.astype(np.float32)
+    if not np.isin(block_OI, (-largest, 0, largest)).all():
+        raise InputError(
+            f"{name} holds other numbers than -{largest}, 0 and {largest}, although quantization_mode"
+            " 'offline' means quantized weights: say 'online' to quantize them while loading"
+        )
+    return np.sign(block_OI)

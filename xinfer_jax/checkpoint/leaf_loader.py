@@ -1,0 +1,158 @@
+"""Reads one leaf of the parameter tree: from float or quantized tensors, for one device or a mesh."""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ..config.model_config import ModelConfig
+from ..errors import InputError
+from ..host import aligned_empty, run_in_blocks
+from ..sharding import MODEL
+from ..weights.hadamard import TensorRotation, rotate_tensor
+from ..weights.params import ParamSpec
+from ..weights.quantization import group_size_for_shards, quantized_leaf, quantized_struct
+from ..weights.quantized_weights import with_int8_activations
+from .bitnet_format import BitNetFormat
+from .own_format import TensorSpec
+from .quantized_formats import QuantizedFormat
+from .sharded_leaves import (
+    LeafPartition,
+    check_partition,
+    device_part,
+    leaf_partition,
+    shard_leaf,
+    sharded_shapes,
+)
+from .tensors import StoredTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafLoader:
+    """Returns a leaf's shapes (`struct`), or reads it (`load`).
+
+    The argument `quantized` of its methods has the tensors that store a quantized leaf; for float tensors
+    it is empty.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    config: ModelConfig  # of the files, before key/value heads are repeated
+    dtype: Any
+    quantize: str | None
+    quant_format: QuantizedFormat | None
+    mesh: Mesh | None
+    rotations: Mapping[str, TensorRotation]  # by tensor name, for int8 activations; empty: no rotation
+
+    def struct(self, spec: ParamSpec, quantized: Mapping[str, TensorSpec]) -> Any:
+        """The shapes of a leaf, over all devices."""
+        partition = self._partition(spec, quantized)
+        group = self._group(spec)
+        whole = self._host_struct(spec, quantized, self.tensors, group)
+        if self.mesh is None:
+            return whole
+        check_partition(spec, whole, partition, self._numbers_per_word(quantized))
+        is_bitnet = isinstance(self.quant_format, BitNetFormat)
+        if self._reads_whole(spec, quantized) and not is_bitnet:
+            return sharded_shapes(spec, whole, self.mesh, 1)
+        tensors = self.tensors if is_bitnet else partition.slice_quantized(quantized, self.tensors, 0)
+        part = self._host_struct(partition.part_spec(spec), quantized, tensors, group)
+        return sharded_shapes(spec, part, self.mesh, self._num_devices)
+
+    def load(self, spec: ParamSpec, quantized: Mapping[str, TensorSpec], struct: Any) -> Any:
+        """Reads a leaf and puts it on the devices. struct: its shapes."""
+        stored = [] if quantized else spec.tensor_parts(self.tensors)
+        group = self._group(spec)
+        if self.mesh is None:
+            return jax.device_put(self._load_host(spec, quantized, self.tensors, stored, group))
+        partition = self._partition(spec, quantized)
+        if self._reads_whole(spec, quantized):
+            leaf = self._load_host(spec, quantized, self.tensors, stored, group)
+
+            def split(device: int) -> Any:
+                return device_part(spec, leaf, device // partition.devices_per_part, partition.num_parts)
+
+            return shard_leaf(spec, split, struct, self.mesh)
+
+        def read_part(device: int) -> Any:
+            i = device // partition.devices_per_part
+            tensors = partition.slice_quantized(quantized, self.tensors, i)
+            own = partition.slice_parts(stored, i)
+            part = self._load_host(partition.stored_spec(spec, i), quantized, tensors, own, group)
+            return partition.pad(spec, part, i)
+
+        return shard_leaf(spec, read_part, struct, self.mesh)
+
+    @property
+    def _num_devices(self) -> int:
+        return 1 if self.mesh is None else self.mesh.shape[MODEL]
+
+    def _partition(self, spec: ParamSpec, quantized: Mapping[str, TensorSpec] | tuple = ()) -> LeafPartition:
+        return leaf_partition(spec, self.config, self._num_devices, self._numbers_per_word(quantized))
+
+    def _numbers_per_word(self, quantized: Any) -> int:
+        """How many numbers of a quantized matrix the files pack in one word."""
+        return 32 // getattr(self.quant_format, "bits", 32) if quantized else 1
+
+    def _group(self, spec: ParamSpec) -> int | None:
+        """The group size for quantizing a matrix, where it is not the default: over a mesh the groups of the
+        whole matrix; with int8 activations one group, so that there is one scale per output.
+        """
+        if self.rotations and len(spec.shape) == 2:
+            return spec.shape[1]
+        if self.quantize is None or self.mesh is None or len(spec.shape) != 2:
+            return None
+        parts = self._num_devices if self._partition(spec).axis == 1 else 1
+        return group_size_for_shards(spec.shape, spec.hf_name, self.quantize, parts)
+
+    def _reads_whole(self, spec: ParamSpec, quantized: Mapping[str, TensorSpec]) -> bool:
+        """Whether a leaf is read whole and split in memory: its parts share scales, or an order of inputs."""
+        if quantized and isinstance(self.quant_format, BitNetFormat):
+            return True
+        has_order = any(name.endswith((".order", ".g_idx")) for name in quantized)
+        shares_scales = (self._group(spec) or 0) >= spec.shape[-1]
+        return self._partition(spec).axis == 1 and (has_order or shares_scales)
+
+    def _host_struct(self, spec: ParamSpec, quantized: Any, tensors: Any, group: int | None) -> Any:
+        if self.quant_format and quantized:
+            return self.quant_format.struct(spec.hf_name, spec.shape, tensors)
+        if self.quantize is None or len(spec.shape) == 1:
+            return jax.ShapeDtypeStruct(spec.shape, self.dtype)
+        return self._mark_int8(quantized_struct(spec.shape, spec.hf_name, self.quantize, group))
+
+    def _load_host(
+        self, spec: ParamSpec, quantized: Any, tensors: Any, stored: list[Any], group: int | None
+    ) -> Any:
+        """A leaf, or a part of one, on the host."""
+        if self.quant_format and quantized:
+            return self.quant_format.load(spec.hf_name, spec.shape, tensors)
+        rotation = self.rotations.get(spec.hf_name)
+        tensor = rotate_tensor(stored[0], rotation, self._read_norm) if rotation else stored[0]
+        if self.quantize is not None and len(spec.shape) > 1:
+            return self._mark_int8(quantized_leaf(tensor, spec.hf_name, self.quantize, group))
+        if rotation:
+            return tensor.astype(self.dtype)
+        return _read_stacked(spec.hf_name, stored, jax.ShapeDtypeStruct(spec.shape, self.dtype))
+
+    def _mark_int8(self, weight: Any) -> Any:
+        return with_int8_activations(weight) if self.rotations else weight
+
+    def _read_norm(self, name: str) -> np.ndarray:
+        return self.tensors[name].array()
+
+
+def _read_stacked(name: str, stored: list[StoredTensor], struct: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Reads tensors of equal shape into one array. name: of the leaf, for errors."""
+    out = aligned_empty(struct)
+    for tensor, flat in zip(stored, out.reshape(len(stored), -1), strict=True):
+        run_in_blocks(partial(_fill, name, tensor, flat), flat.size, tensor.struct.dtype.itemsize)
+    return out
+
+
+def _fill(name: str, tensor: StoredTensor, flat: np.ndarray, run: slice) -> None:
+    tensor.read_into(flat[run], run.start)
+    if flat.dtype == np.float16 and tensor.type != "F16" and not np.isfinite(flat[run]).all():
+        raise InputError(f"{name} holds values beyond float16's range: use dtype bfloat16 or float32")

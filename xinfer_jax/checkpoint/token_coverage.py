@@ -1,0 +1,55 @@
+"""How much of a text one token can cover: a long text is rejected by its length, without tokenizing it."""
+
+import json
+from typing import Any
+
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+
+def token_coverage(backend: tokenizers.Tokenizer) -> tuple[bool, int, int] | None:
+    """How much of a text one token can cover; None where the tokenizer may drop parts of a text.
+
+    Returns:
+        Whether the unit is bytes, not characters; by what factor the normalizer can reduce their number; the
+        most that a token covers.
+    """
+    added = backend.get_added_tokens_decoder().values()
+    normalizers = _component_settings(backend.normalizer)
+    pre_tokenizer = _component_settings(backend.pre_tokenizer)
+    in_bytes = any(part["type"] == "ByteLevel" for part in pre_tokenizer)
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    byte_tokens = (
+        pre_tokenizers.ByteLevel.alphabet() if in_bytes else (f"<0x{byte:02X}>" for byte in range(256))
+    )
+    if (
+        not all(map(_keeps_text, normalizers + pre_tokenizer))
+        or not isinstance(backend.model, models.BPE)
+        or not (in_bytes or backend.model.byte_fallback)
+        or not vocabulary.keys() >= set(byte_tokens)  # every byte is known
+        or any(token.lstrip or token.rstrip for token in added)  # these absorb the spaces beside them
+    ):
+        return None
+    # NFC composes at most four characters into one, or three times the bytes.
+    normalizer_factor = (3 if in_bytes else 4) if {"type": "NFC"} in normalizers else 1
+    longest = max(map(len, vocabulary))  # a character of a byte-level vocabulary is a byte
+    texts = (token.content.encode() if in_bytes else token.content for token in added)
+    return in_bytes, normalizer_factor, max(longest, *map(len, texts), 1)
+
+
+def _keeps_text(part: dict[str, Any]) -> bool:
+    """Whether a normalizer or a pre-tokenizer is known to drop nothing of a text."""
+    kept = ("NFC", "Prepend", "ByteLevel", "Digits", "Metaspace")
+    return (
+        part["type"] in kept
+        or (part["type"] == "Split" and part["behavior"] != "Removed")
+        or (part["type"] == "Replace" and len(part["pattern"].get("String", "")) == len(part["content"]) == 1)
+    )
+
+
+def _component_settings(component: Any) -> list[dict[str, Any]]:
+    """The settings of each step of a normalizer or a pre-tokenizer."""
+    if component is None:
+        return []
+    settings = json.loads(component.__getstate__())
+    return settings.get("normalizers") or settings.get("pretokenizers") or [settings]

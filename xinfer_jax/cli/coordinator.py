@@ -1,0 +1,159 @@
+"""The coordinator, a part of process 0's parent. All parents connect to it. It starts and ends all of them
+together.
+"""
+
+import socket
+import threading
+import time
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from ..errors import InputError
+from .channel import Channel, listen
+from .process_group import GroupMember, find_difference
+
+_SETTLE_SECONDS = 2  # to wait for further reports once one has come
+_UNPROVED = 64  # most connections at a time that have not yet proved that they know the secret
+
+
+class GroupEnd(Exception):
+    """All processes are to end with this exit code. line: what to print; "": it has been printed."""
+
+    def __init__(self, code: int, line: str = ""):
+        self.code = code
+        self.line = line
+
+
+class Coordinator:
+    """Receives messages from all parents, compares their settings, and sends all the start and the end."""
+
+    def __init__(self, member: GroupMember, seconds: int, secret: bytes):
+        """member: process 0; seconds: for all to connect; secret: of the run."""
+        self._member = member
+        self._seconds = seconds
+        self._secret = secret
+        self._deadline = time.monotonic() + seconds
+        self._lock = threading.Lock()
+        self._unproved = dict[socket.socket, None]()  # connections, the oldest first
+        self._rejected = 0  # connections that did not know the secret
+        self._events: SimpleQueue = SimpleQueue()
+        self._channels = dict[int, Channel]()
+        self._hosts = dict[int, str]()
+        self._settings = dict[int, dict[str, str]]()
+        self._failures = list[tuple[int, int, str]]()  # rank, exit code, line
+        self._started = False
+        self._signal_sent = False
+        self._server = listen(member.host, member.port)
+        for work in (self._accept, self._run):
+            threading.Thread(target=work, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._server.accept()[0]
+            except OSError:  # too many open files
+                time.sleep(0.1)
+                continue
+            with self._lock:
+                self._unproved[connection] = None
+                if len(self._unproved) > _UNPROVED:  # a process of ours proves the secret at once
+                    oldest = next(iter(self._unproved))
+                    del self._unproved[oldest]
+                    with suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)  # its own thread closes it
+            threading.Thread(target=self._prove, args=(connection,), daemon=True).start()
+
+    def _prove(self, connection: socket.socket) -> None:
+        try:
+            Channel(connection, self._events, self._secret, listens=True)
+        except InputError:
+            self._rejected += 1
+        except OSError:
+            pass
+        finally:
+            with self._lock:
+                self._unproved.pop(connection, None)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._check_deadline()
+                with suppress(Empty):
+                    self._handle(*self._events.get(timeout=0.1))
+        except GroupEnd as end:
+            # Process 0 comes last: this thread ends with it.
+            for number in sorted(self._channels, reverse=True):
+                self._channels[number].send(end=end.code, line=end.line)
+
+    def _check_deadline(self) -> None:
+        if time.monotonic() < self._deadline:
+            return
+        if self._failures:
+            raise GroupEnd(*min(self._failures, key=lambda failure: failure[0])[1:])
+        known = self._channels.keys() & self._settings.keys()
+        missing = next(i for i in range(self._member.processes) if i not in known)
+        others = f" ({self._rejected} came with another secret)" if self._rejected else ""
+        raise GroupEnd(1, f"{self._name(missing)} did not connect within {self._seconds} s{others}")
+
+    def _handle(self, channel: Channel, message: dict[str, Any]) -> None:
+        number = next((i for i, known in self._channels.items() if known is channel), None)
+        if number is None:
+            if message.get("here") in range(self._member.processes):
+                self._register(channel, message["here"], str(message.get("host")))
+        elif "same" in message:
+            self._compare(number, message["same"])
+        elif "ended" in message:
+            self._child_ended(number, message["ended"], message["why"], message["blames"])
+        elif "gone" in message:
+            self._fail(0, f"{self._name(number)} is gone ({message['gone']})")
+        elif "signal" in message:  # goes to process 0, once; process 0 decides how to end
+            if not self._started:
+                raise GroupEnd(128 + message["signal"])
+            if not self._signal_sent:
+                self._channels[0].send(signal=message["signal"])
+            self._signal_sent = True
+
+    def _register(self, channel: Channel, number: int, host: str) -> None:
+        if number in self._channels:
+            channel.send(
+                end=2, line=f"--process_id={number} is given twice, on {self._hosts[number]} and {host}"
+            )
+            return
+        self._channels[number] = channel
+        self._hosts[number] = host
+
+    def _compare(self, number: int, settings: dict[str, str]) -> None:
+        """Once all processes have sent the same settings: starts them."""
+        self._settings[number] = settings
+        if difference := find_difference(self._settings):
+            self._fail(0, difference, 2)
+        elif len(self._settings) == self._member.processes:
+            own = self._server.getsockname()[0]
+            with socket.create_server((own, 0), family=self._server.family) as free:
+                port = free.getsockname()[1]
+            self._started = True
+            self._deadline = float("inf")
+            for channel in self._channels.values():
+                channel.send(start=port, bind=own)
+
+    def _child_ended(self, number: int, code: int, why: str, blames: int | None) -> None:
+        """Ends all where process 0's child ended in order; otherwise records the failure."""
+        if not self._started:
+            self._fail(0, f"{self._name(number)} {why}", 2)
+        elif number == 0 and (code in (0, 1, 2) or code > 128):
+            raise GroupEnd(code)
+        elif blames is not None:
+            self._fail(2, f"{self._name(blames)} stopped answering")
+        elif code:
+            self._fail(0 if code < 0 else 1, f"{self._name(number)} {why}")
+
+    def _fail(self, rank: int, line: str, code: int = 1) -> None:
+        """Records a failure. Of those of the next seconds the lowest rank, then the first, is the cause."""
+        self._failures.append((rank, code, line))
+        # After the start others may report a cause; before it others may still connect and hear of the end.
+        wait = self._started or len(self._channels) < self._member.processes
+        self._deadline = min(self._deadline, time.monotonic() + wait * _SETTLE_SECONDS)
+
+    def _name(self, number: int) -> str:
+        return f"process {number} of {self._member.processes} ({self._hosts.get(number, 'never connected')})"

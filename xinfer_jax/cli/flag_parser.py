@@ -1,0 +1,146 @@
+"""The flags of a command: ranges, --help and --version. Imports no jax, so errors are reported at once."""
+
+import difflib
+import platform
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from absl import flags
+
+from ..errors import InputError
+from .terminal import write
+
+_LARGEST = 2**31 - 1
+
+
+class FlagParser:
+    """The flags of a command. After `parse` their values are `parser.values.NAME`.
+
+    Each definition takes a name and a help text. A value out of range raises with the remedy.
+    """
+
+    def __init__(self, name: str, about: str, usage: str, example: str):
+        self.name = name
+        self._about = [about, "", f"usage: {usage}", f"example: {example}", "", "flags:"]
+        self.values = _Values()  # our own, so that importing a command adds nothing to a caller's flags
+
+    def add_text(self, name: str, help: str, empty: str = "") -> None:
+        """A text. empty: the remedy for an empty text; "": an empty text is allowed."""
+        self._define(name, help, None, str, lambda text: text or not empty, empty)
+
+    def add_texts(self, name: str, help: str, empty: str) -> None:
+        """A list of texts, one each time that the flag is given."""
+        parser = _ValueParser(str, bool, empty)
+        # absl needs no serializer, though its type stub does.
+        flags.DEFINE_multi(parser, None, name, [], help, flag_values=self.values)  # type: ignore[call-overload]
+
+    def add_choice(self, name: str, help: str, *choices: str, default: str | None = None) -> None:
+        remedy = f"give {' or '.join(filter(None, (', '.join(choices[:-1]), choices[-1])))}"
+        self._define(name, help, default, str, choices.__contains__, remedy)
+
+    def add_integer(
+        self, name: str, help: str, default: int | None = None, least: int = 0, most: int = _LARGEST
+    ) -> None:
+        remedy = f"give a whole number from {least} to {most}"
+        self._define(name, help, default, int, lambda number: least <= number <= most, remedy)
+
+    def add_number(
+        self,
+        name: str,
+        help: str,
+        is_valid: Callable[[float], bool],
+        range: str,
+        default: float | None = None,
+    ) -> None:
+        self._define(name, help, default, float, is_valid, f"give a number {range}")
+
+    def add_switch(self, name: str, help: str, default: bool = False) -> None:
+        flags.DEFINE_boolean(name, default, help, flag_values=self.values)
+        self.values[name].parser = _ValueParser(_boolean, lambda _: True, "give true or false")
+
+    def _define(self, name: str, help: str, default: Any, *rule: Any) -> None:
+        flags.DEFINE(_ValueParser(*rule), name, default, help, flag_values=self.values)
+
+    def parse(self, argv: Sequence[str]) -> None:
+        """Parses the flags; --help and --version print their text and exit.
+
+        Raises:
+            InputError: an unknown flag, a value outside its range, or an argument that is not a flag.
+        """
+        if (needs_help := {"--help", "-help", "-h", "--h"} & set(argv[1:])) or "--version" in argv[1:]:
+            write(f"{self._help() if needs_help else f'{self.name} {version()}'}\n")
+            sys.exit(0)
+        for name in self.values:
+            self.values[name].unparse()  # resets the values of an earlier call in this process
+        try:
+            rest = self.values(list(argv), known_only=True)[1:]
+        except (flags.Error, ValueError) as error:  # ValueError: a wrong value of a switch
+            raise InputError(f"{str(error).removeprefix('flag ')} (see --help)") from error
+        if not rest:
+            return
+        name = rest[0].lstrip("-").partition("=")[0]
+        if not rest[0].startswith("-") or not name:
+            remedy = "give the prompt with --prompt" if "prompt" in self.values else "everything is a flag"
+            raise InputError(f"unexpected argument {rest[0]!r}: {remedy} (see --help)")
+        close = difflib.get_close_matches(name[:50], list(self.values), 1)
+        meant = f". Did you mean --{close[0]}?" if close else ""
+        raise InputError(f"Unknown command line flag {name!r}{meant} (see --help)")
+
+    def is_set(self, name: str) -> bool:
+        """Whether a flag has a value other than its default."""
+        return self.values[name].value != self.values[name].default
+
+    def _help(self) -> str:
+        lines = [*self._about]
+        for name in self.values:
+            flag = self.values[name]
+            text = flag.help.partition(";\n")[0]  # without absl's text for flags that may be repeated
+            lines += _entry(f"--[no]{name}" if flag.boolean else f"--{name}", text, flag.default)
+        return "\n".join([*lines, *_entry("--version", "Print the versions of xinfer_jax, jax and Python.")])
+
+
+def _entry(option: str, text: str, default: Any = None) -> list[str]:
+    """The lines of --help for one flag."""
+    text += "" if default in (None, []) else f" Default: {str(default).lower()}."
+    indent = " " * 28
+    name = f"  {option}"
+    if len(name) >= len(indent):  # too long for its column
+        return [name, *textwrap.wrap(text, 110, initial_indent=indent, subsequent_indent=indent)]
+    return textwrap.wrap(text, 110, initial_indent=name.ljust(len(indent)), subsequent_indent=indent)
+
+
+def version() -> str:
+    """The versions of this package, jax and Python."""
+    # Imported here: it would take most of this module's import time.
+    from importlib.metadata import version as installed
+
+    from .. import __version__
+
+    return f"{__version__} (jax {installed('jax')}, Python {platform.python_version()})"
+
+
+def _boolean(value: Any) -> bool:
+    return {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}[str(value).lower()]
+
+
+class _Values(flags.FlagValues):
+    def read_flags_from_files(self, argv: Sequence[str], force_gnu: bool = True) -> list[str]:
+        """Disables absl's --flagfile, which would read any file to its end."""
+        return list(argv)
+
+
+class _ValueParser(flags.ArgumentParser):
+    def __init__(self, convert: Callable[[Any], Any], is_valid: Callable[[Any], Any], remedy: str):
+        super().__init__()
+        self._convert = convert
+        self._is_valid = is_valid
+        self._remedy = remedy
+
+    def parse(self, argument: Any) -> Any:
+        with suppress(ValueError, KeyError):
+            if self._is_valid(value := self._convert(argument)):
+                return value
+        raise ValueError(self._remedy)

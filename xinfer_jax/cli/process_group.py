@@ -1,0 +1,145 @@
+"""The processes that run one model together, and the settings that they must share. Without jax."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..checkpoint.files import BUNDLED, checkpoint_dir
+from ..errors import InputError
+from .flag_parser import FlagParser, version
+
+# Flags that may differ between processes. Of the model the files are compared, not their path.
+_OWN = {
+    "coordinator", "process_id", "log_dir", "start_seconds", "compilation_cache", "model", "host", "port",
+    "api_key_file", "secret_file",
+}  # fmt: skip
+_SAMPLE = 1 << 14  # bytes that are read at each of 64 offsets of a safetensors file
+_DETECT = """import json
+from jax._src.clusters import ClusterEnv
+print(json.dumps(ClusterEnv.auto_detect_unset_distributed_params(None, None, None, [0], None, 60)[:3]))"""
+
+
+class GroupMember(NamedTuple):
+    """Process `id` of a group of `processes`, whose coordinator is at process 0's host and port."""
+
+    host: str
+    port: int
+    processes: int
+    id: int
+
+
+def define_processes(parser: FlagParser) -> None:
+    """Flags for several processes that run one model."""
+    parser.add_text(
+        "coordinator",
+        "Run one model in several processes, of which this is one: HOST:PORT of process 0; or auto: taken"
+        " from the cluster (SLURM, Open MPI, Kubernetes).",
+        empty="give HOST:PORT or auto",
+    )
+    parser.add_integer("num_processes", "Number of processes.", least=1)
+    parser.add_integer(
+        "process_id", "Number of this process, from 0 on. Process 0 does all input and output."
+    )
+    parser.add_text(
+        "secret_file",
+        "File of mode 0600 with 32 or more random bytes, the same for all processes. They sign their messages"
+        " with it. Required on several machines; on one machine the default is a file of the user.",
+        empty="give a file",
+    )
+    parser.add_integer("start_seconds", "Seconds for all processes to connect.", default=300, least=1)
+    parser.add_text(
+        "log_dir",
+        "Directory for the logs of jax in several processes. Default: a new one.",
+        empty="give a directory",
+    )
+
+
+def member_from_flags(flags: Any) -> GroupMember | None:
+    """The group and this process's number in it, from flags or the cluster; None: it runs alone.
+
+    Raises:
+        InputError: a flag is missing, or flags contradict each other.
+    """
+    known = flags.coordinator, flags.num_processes, flags.process_id
+    if known[0] is None:
+        for name in ("num_processes", "process_id", "log_dir", "start_seconds", "secret_file"):
+            if flags[name].value != flags[name].default:
+                raise InputError(f"--{name} does nothing without --coordinator: give that too")
+        return None
+    if "data_parallel" in flags and flags.data_parallel > 1:
+        raise InputError(
+            f"--data_parallel={flags.data_parallel} does not go with --coordinator: start a command for each"
+        )
+    if known[0] == "auto":
+        known = _detect_cluster(known[1:])
+    address, processes, number = known
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+        raise InputError(f"--coordinator={address} must be HOST:PORT, or auto")
+    for name, value in (("num_processes", processes), ("process_id", number)):
+        if value is None:
+            raise InputError(f"--{name} is missing: give it, or --coordinator=auto on a cluster")
+    if number >= processes:
+        raise InputError(f"--process_id={number} must be below --num_processes={processes}")
+    return GroupMember(host.strip("[]"), int(port), processes, number)
+
+
+def _detect_cluster(given: Any) -> tuple[str, int, int]:
+    """Address, number of processes and process id as `jax.distributed.initialize` finds them; `given` ones
+    take precedence. A child process imports jax for this; this one stays without jax.
+    """
+    run = subprocess.run([sys.executable, "-c", _DETECT], capture_output=True, text=True)
+    address, *found = json.loads(run.stdout.splitlines()[-1]) if run.returncode == 0 else (None,)
+    if address is None:
+        raise InputError("--coordinator=auto finds no cluster: give HOST:PORT of process 0")
+    processes, number = (own if own is not None else other for own, other in zip(given, found, strict=True))
+    return address, processes, number
+
+
+def shared_settings(parser: FlagParser) -> dict[str, str]:
+    """The settings that must be the same in all processes, by name: flags, versions, digests of checkpoint
+    files.
+
+    Raises:
+        InputError: a checkpoint cannot be found.
+    """
+    flags = parser.values
+    same = {f"--{name}": str(flags[name].value) for name in flags if name not in _OWN}
+    same["the version"] = version()
+    for name in ("model", "draft"):
+        path = flags[name].value if name in flags else "none"
+        if path not in ("lookup", "none") and (path or name == "model"):
+            directory = checkpoint_dir(path) if path else BUNDLED
+            files = (file for file in sorted(directory.iterdir()) if file.suffix in (".json", ".safetensors"))
+            same |= {f"{file.name} of --{name}": _digest(file) for file in files}
+    return same
+
+
+def _digest(file: Path) -> str:
+    """Digest of a file; of a safetensors file its size, its header and samples of its numbers."""
+    size = file.stat().st_size
+    sha = hashlib.sha256(str(size).encode())
+    with file.open("rb") as opened:
+        is_safetensors = file.suffix == ".safetensors"
+        sha.update(
+            opened.read(min(size, 8 + int.from_bytes(opened.read(8), "little")) if is_safetensors else size)
+        )
+        for at in range(opened.tell(), size, max(_SAMPLE, size // 64)):
+            opened.seek(at)
+            sha.update(opened.read(_SAMPLE))
+    return sha.hexdigest()[:12]
+
+
+def find_difference(settings: dict[int, dict[str, str]]) -> str:
+    """A message about the first setting that differs between processes; "": none does."""
+    first, *others = sorted(settings)
+    for other in others:
+        for name in settings[first] | settings[other]:
+            values = [settings[i].get(name, "missing") for i in (first, other)]
+            if values[0] != values[1]:
+                where = f"{values[0]} on process {first} and {values[1]} on process {other}"
+                return f"{name} is {where}: start all with the same flags, versions and checkpoint"
+    return ""

@@ -1,0 +1,210 @@
+"""`EngineCore`: one step of an engine is to prefill a chunk and to decode several steps (vLLM: EngineCore).
+
+scheduler ─ actions ─► device ─ SampledTokens ─► answers; then the scheduler records what was done
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..errors import InputError
+from ..sampling.logprobs import token_logprob_rows
+from .controller import Leader
+from .device import Device
+from .device_programs import MAX_DECODE_TOKENS, SampledTokens
+from .requests import Answer, Request
+from .row import Action, PrefillChunk, Row
+from .scheduler import Scheduler
+from .shape import EngineShape
+from .statistics import EngineCounters
+
+# Seconds of decoding in one step, about. New requests, cancels and deadlines wait for the end of a step.
+_LIVE_SECONDS = 0.1  # a caller may stream the answer, and more requests may come
+_BUSY_SECONDS = 0.01  # the same, while other rows wait or prefill
+_LONGEST_SECONDS = 1.0  # no caller streams
+_FIRST_STEPS = 8  # decode steps of the first step, before their time is known
+_MAX_PREFILL_STEPS = 32  # consecutive steps without decoding, if no caller streams
+
+
+class EngineCore:
+    """Executes what the scheduler decides. One thread at a time may call it.
+
+    Attributes:
+        device: of this process, or the `Leader` of all processes.
+        scheduler: decides.
+
+    Args:
+        shape: of the engine.
+        counters: that it adds to.
+        notify: is called with requests that have new tokens, or have ended.
+    """
+
+    def __init__(
+        self,
+        device: Device | Leader,
+        scheduler: Scheduler,
+        shape: EngineShape,
+        counters: EngineCounters,
+        notify: Callable[[Collection[Request]], None],
+    ):
+        self.device: Any = device
+        self.scheduler = scheduler
+        self._counters = counters
+        self._notify = notify
+        self._shape = shape
+        self._answers: dict[Row, Answer] = {}  # that have not ended
+        self._step_seconds = 0.0  # of the last decode steps, each
+        self._prefill_steps = 0  # since the last step that decoded
+
+    def add(self, answers: Iterable[Answer]) -> None:
+        """Queues answers."""
+        for answer in answers:
+            self._answers[answer.row] = answer
+            self.scheduler.submit(answer.row)
+
+    def abort(self, requests: Sequence[Request], reason: str) -> None:
+        """Ends requests in any state. reason: their finish_reason."""
+        for request in requests:
+            for answer in request.answers:
+                if answer.row in self._answers:
+                    self._end(answer, reason)
+        self._notify(requests)
+
+    def step(self, has_new_requests: Callable[[], bool]) -> bool:
+        """Prefills at most one full chunk, or as many tokens in pages, and decodes. Returns whether there was
+        anything to do.
+        """
+        busy = False
+        width = 0
+        while width < self._shape.chunk and (actions := self.scheduler.schedule()):
+            busy = True
+            self._execute(actions)
+            width += sum(action.width for action in actions if isinstance(action, PrefillChunk))
+        # If no caller streams, free slots are filled first, for a limited number of steps.
+        fills = width >= self._shape.chunk and not self._is_live and self._prefill_steps < _MAX_PREFILL_STEPS
+        self._prefill_steps = self._prefill_steps + 1 if fills else 0
+        if self.scheduler.running and not fills:
+            busy = True
+            self._decode(has_new_requests)
+        return busy
+
+    @property
+    def _is_live(self) -> bool:
+        """Whether a caller may stream a running row, and other requests may come meanwhile."""
+        return any(self._answers[row].request.live for _, row in self.scheduler.running)
+
+    def _execute(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            row = action.row
+            answer = self._answers[row]
+            if isinstance(action, PrefillChunk):
+                self._prefill(action, answer)
+            elif action.out:
+                answer.swapped_pages = self.device.copy_pages_out(action.pages)
+                if row.is_prefilled:
+                    answer.swapped_row = self.device.get_row(action.slot)
+            else:
+                self.device.copy_pages_in(action.pages, answer.swapped_pages)
+                if row.is_prefilled:
+                    self.device.set_row(action.slot, answer.swapped_row)
+                answer.swapped_pages = None
+                answer.swapped_row = None
+
+    def _prefill(self, chunk: PrefillChunk, answer: Answer) -> None:
+        row = chunk.row
+        request = answer.request
+        start = chunk.start
+        end = chunk.start + chunk.count
+        request.times.setdefault("prefill", time.monotonic())
+        if chunk.is_last or row.logprobs_from is None:
+            outputs = self.device.prefill(row.pages, row.ids[start:end], start, chunk.is_full)
+        if row.logprobs_from is not None:  # it writes the pages last, so they have this program's bits
+            targets = row.ids[start + 1 : end + 1]
+            alternatives = self.device.prefill_with_logprobs(row.pages, row.ids[start:end], start, targets)
+            logprobs_1T = np.asarray(alternatives.processed_BT)
+            count_1 = np.array([len(targets)])
+            top = request.num_prompt_logprobs
+            (tokens,) = token_logprob_rows(alternatives, np.array([targets]), logprobs_1T, count_1, top)
+            request.prompt_logprobs += tokens[max(0, row.logprobs_from - start - 1) :]
+        self._counters.read_tokens += chunk.count
+        self.scheduler.record_prefill(chunk)
+        if chunk.is_last:
+            self._sample_first(answer, outputs)
+
+    def _sample_first(self, answer: Answer, outputs: Any) -> None:
+        """The first token of a prefilled row, which decodes from now on."""
+        request = answer.request
+        row, sampled = self.device.sample_first(outputs, self.device.new_row(request.call, answer.key_1))
+        out = jax.device_get(sampled)
+        request.times.setdefault("first", time.monotonic())
+        if not self._append(answer, out, 0):
+            slot: Any = answer.row.slot
+            self.device.set_row(slot, row)
+        self._notify([request])
+
+    def _decode(self, has_new_requests: Callable[[], bool]) -> None:
+        """Decodes the running rows for a limited time; while others wait, until a row ends."""
+        scheduler = self.scheduler
+        tokens_per_step = 1 + self._shape.num_draft_tokens
+        others = bool(scheduler.clients.first_rows())
+        others = others or len(scheduler.rows_with_slots) > len(scheduler.running)
+        steps = min(MAX_DECODE_TOKENS // tokens_per_step, self._affordable_steps(others))
+        self._execute(scheduler.reserve_pages(steps * tokens_per_step))
+        answers = {slot: self._answers[row] for slot, row in scheduler.running}
+        until_one_ends = others or has_new_requests()
+        began = time.perf_counter()
+        pages = {slot: answer.row.pages for slot, answer in answers.items()}
+        out = jax.device_get(self.device.decode(pages, steps, until_one_ends))
+        self._step_seconds = (time.perf_counter() - began) / max(1, int(out.passes_B.max()))
+        for slot, answer in answers.items():
+            scheduler.record_decode(answer.row, int(out.count_B[slot]))
+            answer.passes += int(out.passes_B[slot])
+            answer.accepted += int(out.accepted_B[slot])
+            if answer.row in self._answers:  # it did not fail with another answer of its request
+                self._append(answer, out, slot)
+        self._notify({answer.request for answer in answers.values()})
+
+    def _affordable_steps(self, others: bool) -> int:
+        """Decode steps in the time of one step. others: whether rows wait or prefill."""
+        if not self._step_seconds:
+            return _FIRST_STEPS
+        seconds = _LONGEST_SECONDS
+        if self._is_live:
+            seconds = _BUSY_SECONDS if others else _LIVE_SECONDS
+        return max(1, int(seconds / self._step_seconds))
+
+    def _append(self, answer: Answer, out: SampledTokens, slot: int) -> bool:
+        """Appends a row's tokens to its answer. Returns whether the answer has ended."""
+        request = answer.request
+        count = int(out.count_B[slot])
+        self._counters.chosen_tokens += count
+        if request.call.options.logprobs:
+            parts = out.alternatives, out.tokens_BT, out.logprobs_BT, out.count_B
+            of_row = jax.tree.map(lambda x_B: x_B[slot : slot + 1], parts)
+            alternatives, tokens_1T, logprobs_1T, count_1 = of_row
+            most = request.call.options.logprobs
+            (tokens,) = token_logprob_rows(alternatives, tokens_1T, logprobs_1T, count_1, most)
+            answer.alternatives += tokens
+        ids = out.tokens_BT[slot, :count].tolist()
+        logprobs = out.logprobs_BT[slot, :count].tolist()
+        try:
+            ended = answer.append(ids, logprobs, bool(out.finished_B[slot]))
+        except InputError as error:  # other requests continue
+            request.error = error
+            for other in request.answers:
+                if other.row in self._answers:
+                    self._end(other, "error", valid=False)
+            return True
+        if ended:
+            self._end(answer, answer.finish_reason or "")
+        return ended
+
+    def _end(self, answer: Answer, reason: str, valid: bool = True) -> None:
+        answer.finish_reason = reason
+        answer.swapped_row = None
+        answer.swapped_pages = None
+        self.scheduler.end(answer.row, answer.sampled, valid)
+        del self._answers[answer.row]

@@ -1,0 +1,156 @@
+"""The compiled programs of an engine, all of fixed shapes: decode steps, prompt log-probabilities, and copies
+of rows and pages.
+
+Rows between two calls are a `DecodeState` without output: `tokens_BT` and the like have no columns. A program
+that samples adds empty columns, and returns them apart from the rows.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..cache.kv_cache import KVCache, truncate
+from ..cache.paged import Paged
+from ..config.model_config import ModelConfig
+from ..generation.loop import TracedOperations, admit, loop_until_done
+from ..generation.speculation import SpeculationState, last_and_draft_tokens, prompt_lookup, verify
+from ..generation.state import new_state
+from ..generation.strategies import Plain
+from ..model.decoder import hidden_states, unembed
+from ..sampling.batched_settings import select_rows
+from ..sampling.logprobs import Alternatives, empty_alternatives
+from ..sharding import sharded_top_k
+from ..weights.cpu_features import compiler_options
+
+MAX_DECODE_TOKENS = 128  # of a row in one call of `DECODE_STEPS`
+MAX_LOGPROBS = 20  # alternatives of a token
+_LOGITS_TOKENS = 16  # tokens of a prompt whose logits exist at the same time
+
+
+class SampledTokens(NamedTuple):
+    """Tokens that the rows sampled in one call, and their log-probabilities; B rows, T columns."""
+
+    tokens_BT: Any
+    logprobs_BT: Any
+    count_B: Any  # int32: columns of each row
+    finished_B: Any
+    alternatives: Any
+    passes_B: Any  # int32: passes of the model that each row took part in
+    accepted_B: Any  # int32: accepted draft tokens
+
+
+def paged_cache(config: ModelConfig, pools: Any, table_BP: Any, capacity: int, length_B: Any) -> KVCache:
+    """A cache over the pools of all pages. table_BP: the block table; length_B: tokens of each row."""
+    pairs = zip(pools, config.layer_windows, strict=True)
+    layers = tuple(Paged(k, v, window, capacity, table_BP) for (k, v), window in pairs)
+    overflow_B: Any = np.zeros(len(table_BP), bool)
+    return KVCache(layers, length_B, overflow_B, None)
+
+
+def cache_pools(cache: KVCache) -> tuple[tuple[Any, Any], ...]:
+    """(k, v) of each layer of a paged cache."""
+    return tuple((layer.k, layer.v) for layer in cache.layers)
+
+
+def _decode_steps(  # noqa: PLR0913
+    params, config, rows, pools, table_BP, running_B, steps, until_one_ends, capacity, num_draft_tokens, impl
+):
+    """Up to `steps` decode steps of the rows that run, or of speculative decoding by prompt lookup."""
+    sampling_B = select_rows(rows.sampling_B, running_B)
+    limit_B = jnp.where(running_B, rows.limit_B, 0)
+    state = dataclasses.replace(rows, sampling_B=sampling_B, limit_B=limit_B)
+    state = _add_output(state, MAX_DECODE_TOKENS)
+    active_before_B = state.active_B
+    zeros_B = jnp.zeros(len(running_B), jnp.int32)
+    length_B = jnp.where(active_before_B, state.position_B - 1, 0)
+    cache = paged_cache(config, pools, table_BP, capacity, length_B)
+
+    def step(state, cache, counts):
+        if not num_draft_tokens:
+            counts = dataclasses.replace(counts, passes_B=counts.passes_B + state.active_B)
+            (state, cache), _ = Plain(config).step(TracedOperations(impl), (params,), (state, cache))
+            return state, cache, counts
+        draft_BT = prompt_lookup(state.context.history_BS, state.position_B, num_draft_tokens)
+        token_BT, num_tokens_B, cache = last_and_draft_tokens(cache, state.progress, draft_BT)
+        hidden_BTD, cache = hidden_states(params, config, token_BT, cache, num_tokens_B, impl=impl)
+        state, counts = verify(unembed(params, config, hidden_BTD), state, draft_BT, counts, impl)
+        return state, truncate(cache, jnp.where(state.active_B, state.position_B - 1, 0)), counts
+
+    def continues(state, cache, counts):
+        has_ended_B = active_before_B & ~state.active_B
+        return jnp.any(state.active_B) & ~(until_one_ends & jnp.any(has_ended_B))
+
+    counts = SpeculationState(None, zeros_B, zeros_B)
+    state, cache, counts = loop_until_done(step, continues, steps, state, cache, counts)
+    rows, out = _take_output(state)
+    return rows, cache_pools(cache), out._replace(passes_B=counts.passes_B, accepted_B=counts.accepted_B)
+
+
+def _add_output(rows, size):
+    """The rows with empty output of `size` tokens."""
+    state = new_state(rows.key_B, rows.sampling_B, rows.limit_B, rows.context, size)
+    (B, V) = rows.context.seen_BV.shape
+    old = rows.alternatives
+    empty = empty_alternatives(B, size, old.id_BTA.shape[-1], V, False)
+    empty = dataclasses.replace(empty, wanted_B=old.wanted_B)
+    return dataclasses.replace(
+        state, token_B=rows.token_B, finished_B=rows.finished_B, alternatives=empty, noted_B=rows.length_B
+    )
+
+
+def _take_output(state):
+    """The rows without output, and the output. The host reads only the output: an array of the rows that the
+    host has a view of could not be donated.
+    """
+    count_B = state.length_B - state.noted_B
+    zeros_B = jnp.zeros_like(state.limit_B)
+    columns = state.tokens_BT, state.logprobs_BT
+    out = SampledTokens(*columns, count_B, state.finished_B, state.alternatives, zeros_B, zeros_B)
+    return _add_output(state, 0), out
+
+
+def _prompt_logprobs(params, config, tokens_1T, num_tokens_1, cache, target_T, impl):
+    """Prefills a page; `Alternatives` of the token after each position, `target_T`, and the cache."""
+    hidden_1TD, cache = hidden_states(params, config, tokens_1T, cache, num_tokens_1, impl=impl)
+
+    def part(pair):
+        hidden_TD, target_T = pair
+        logprobs_TV = jax.nn.log_softmax(unembed(params, config, hidden_TD), -1)
+        top_TA, id_TA = sharded_top_k(logprobs_TV, min(MAX_LOGPROBS, config.vocab_size))
+        return id_TA, top_TA, jnp.take_along_axis(logprobs_TV, target_T[:, None], 1)[:, 0]
+
+    parts = hidden_1TD.reshape(-1, _LOGITS_TOKENS, hidden_1TD.shape[-1]), target_T.reshape(-1, _LOGITS_TOKENS)
+    found = jax.lax.map(part, parts)
+    id_1TA, top_1TA, logprob_1T = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), found)
+    return Alternatives(id_1TA, top_1TA, id_1TA, top_1TA, logprob_1T, None), cache
+
+
+def _get_row(rows, slot):
+    return jax.tree.map(lambda x: x[slot][None], rows)
+
+
+def _get_pages(pools, page_N):
+    return jax.tree.map(lambda pool: pool[page_N], pools)
+
+
+def _set_pages(pools, page_N, contents):
+    return jax.tree.map(lambda pool, pages: pool.at[page_N].set(pages), pools, contents)
+
+
+_STATIC = ("config", "capacity", "num_draft_tokens", "impl")
+DECODE_STEPS = jax.jit(
+    _decode_steps,
+    static_argnames=_STATIC,
+    donate_argnames=("rows", "pools"),
+    compiler_options=compiler_options(),
+)
+PROMPT_LOGPROBS = jax.jit(_prompt_logprobs, static_argnames=("config", "impl"), donate_argnames="cache")
+ADD_OUTPUT = jax.jit(_add_output, static_argnames="size")
+TAKE_OUTPUT = jax.jit(_take_output)
+SET_ROW = jax.jit(admit, donate_argnames="state")
+GET_ROW = jax.jit(_get_row)
+GET_PAGES = jax.jit(_get_pages)
+SET_PAGES = jax.jit(_set_pages, donate_argnames="pools")

@@ -1,0 +1,122 @@
+"""`Row`: one answer as the scheduler sees it, and what the scheduler tells the engine to do with it."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from . import clients
+from .pages import num_pages_for
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """One answer of a request (vLLM: a sequence).
+
+    Attributes:
+        ids: the prompt.
+        max_new_tokens: at most so many are sampled.
+        priority: higher goes first.
+        answer_group: answer j of a request is in group j // slots. Rows of a lower group go first, among the
+            requests of one client.
+        salt: pages are shared only between rows of equal salt.
+        client: whose row it is.
+        logprobs_from: None, or the first token of the prompt whose log-probability is asked for. Such a
+            prompt is prefilled by another program, and shares pages only with such prompts.
+        share_answers: reuses pages that any program wrote, and caches pages of its answer.
+        slot: None without one.
+        pages: in the order of its tokens.
+        num_computed: tokens whose keys are in its pages, or in host memory.
+        hits: tokens of the prompt found in the prefix cache.
+        arrival: its number in the order of `submit`.
+        overtaken: later rows of its client that got a slot before it.
+        exact: its keys have the bits that they have without other requests.
+        cacheable: its pages may be found by other rows.
+        ended: it ended, failed or was cancelled.
+        page_hashes: of the prompt's full pages, over tokens and programs.
+        token_hashes: the same over tokens alone.
+    """
+
+    ids: Sequence[int]
+    max_new_tokens: int
+    priority: int = 0
+    answer_group: int = 0
+    salt: bytes = b""
+    client: str = ""
+    logprobs_from: int | None = None
+    share_answers: bool = False
+    slot: int | None = None
+    pages: list[int] = dataclasses.field(default_factory=list)
+    num_computed: int = 0
+    hits: int = 0
+    arrival: int = 0
+    overtaken: int = 0
+    exact: bool = True
+    cacheable: bool = True
+    ended: bool = False
+    page_hashes: Sequence[bytes] = ()
+    token_hashes: Sequence[bytes] = ()
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether the whole prompt is computed: the row decodes when it has a slot."""
+        return self.num_computed >= len(self.ids)
+
+    @property
+    def is_swapped_out(self) -> bool:
+        """Whether its pages are in host memory."""
+        return self.slot is None and self.num_computed > 0 and not self.ended
+
+    @property
+    def state(self) -> Literal["waiting", "prefilling", "running", "ended"]:
+        if self.ended:
+            return "ended"
+        if self.slot is None:
+            return "waiting"
+        return "running" if self.is_prefilled else "prefilling"
+
+    @property
+    def max_pages(self) -> int:
+        """Pages that it needs at most."""
+        return num_pages_for(len(self.ids) + self.max_new_tokens)
+
+    @property
+    def pages_to_continue(self) -> int:
+        """Pages that it needs soon: for its prompt or all computed tokens, and one more."""
+        return min(self.max_pages, num_pages_for(max(len(self.ids), self.num_computed)) + 1)
+
+    @property
+    def rank(self) -> tuple[bool, int, int, int]:
+        """Its order among the rows of its client; the lowest goes first."""
+        if self.overtaken >= clients.STARVATION_LIMIT:
+            return False, 0, 0, self.arrival
+        return True, -self.priority, self.answer_group, self.arrival
+
+
+class Swap(NamedTuple):
+    """Copy pages to host memory, or back.
+
+    Attributes:
+        row: of these pages.
+        slot: that the row leaves, or gets. If it is prefilled, its state in this slot is copied too.
+        pages: to copy from, or to.
+        out: True: to host memory, after which pages and slot are free. False: back.
+    """
+
+    row: Row
+    slot: int
+    pages: list[int]
+    out: bool
+
+
+class PrefillChunk(NamedTuple):
+    """Prefill ids[start : start + count] of a row, then call `Scheduler.record_prefill`."""
+
+    row: Row
+    start: int
+    count: int  # type: ignore[assignment]  # a tuple has a method of this name
+    is_full: bool  # by the program of full chunks, else by the program of single pages
+    is_last: bool  # the row's first token is sampled after it
+    width: int  # tokens of that program, padding included
+
+
+Action = Swap | PrefillChunk

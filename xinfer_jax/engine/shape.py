@@ -1,0 +1,111 @@
+"""`EngineShape`: the sizes of an engine, which decide on its compiled programs."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from ..cache.kv_cache import cache_bytes
+from ..cache.paged import PAGE_SIZE, check_page_dtype
+from ..cache.quantized_kv import KV_BITS
+from ..checkpoint.loading import Model
+from ..checks import check_integer
+from ..config.model_config import ModelConfig
+from ..errors import InputError, format_value
+from ..generation.speculation import MAX_DRAFT_TOKENS
+from ..memory import memory_bytes
+from ..model.attention import check_impl
+from ..sharding import MODEL, concrete_mesh_of, memory_fraction
+from ..weights.params import Params, cache_dtype as default_cache_dtype, resolve_dtype, tree_bytes
+from .pages import num_pages_for, usable_capacity
+
+_DEFAULT_CAPACITY = 4096
+_PAGES_FRACTION = 0.5  # of the memory beside the weights
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineShape:
+    """Sizes of an engine, from `engine_shape`; the first four as `Engine` documents them.
+
+    Attributes:
+        num_draft_tokens: of each pass; 0: no speculative decoding.
+        cache_dtype: a dtype, or a name in `KV_BITS`.
+        page_bytes: of one page in all layers.
+    """
+
+    rows: int
+    capacity: int
+    pages: int
+    chunk: int
+    num_draft_tokens: int
+    cache_dtype: Any
+    impl: str | None
+    page_bytes: int
+
+
+def engine_shape(  # noqa: PLR0913  the arguments of `Engine`
+    model: Model, rows: int, capacity: int | None, pages: int | None, chunk: int, draft: str | None,
+    draft_tokens: int, cache_dtype: Any, impl: str | None,
+) -> EngineShape:  # fmt: skip
+    """The shape that these arguments of `Engine` ask for.
+
+    Raises:
+        InputError: a value that no engine can have.
+    """
+    config = model.config
+    mesh = concrete_mesh_of(model.params)
+    if mesh is not None and mesh.size > mesh.shape[MODEL]:
+        raise InputError(
+            f"an engine takes a mesh with the axis {MODEL!r} alone, got {dict(mesh.shape)}: make one engine"
+            " for each group of devices"
+        )
+    if draft not in (None, "lookup"):
+        raise InputError(
+            f"draft={format_value(draft)}: an engine has 'lookup', or no speculative decoding (None)"
+        )
+    check_impl(impl)
+    rows = check_integer("rows", rows, 1)
+    capacity = check_capacity(config, capacity)
+    chunk = check_integer("chunk", chunk, PAGE_SIZE)
+    if chunk % PAGE_SIZE:
+        raise InputError(f"chunk must be a multiple of {PAGE_SIZE}, got {chunk}")
+    num_draft_tokens = check_integer("draft_tokens", draft_tokens, 1, MAX_DRAFT_TOKENS) if draft else 0
+    dtype = _resolve_cache_dtype(model.params, cache_dtype)
+    page_bytes = cache_bytes(config, 1, PAGE_SIZE, dtype)
+    if pages is None:
+        pages = _default_pages(model.params, rows, num_pages_for(capacity), page_bytes)
+    else:
+        pages = check_integer("pages", pages, 2)
+    return EngineShape(rows, capacity, pages, chunk, num_draft_tokens, dtype, impl, page_bytes)
+
+
+def check_capacity(config: ModelConfig, capacity: int | None) -> int:
+    """`Engine`'s capacity, or its default."""
+    if capacity is None:
+        capacity = min(_DEFAULT_CAPACITY, config.context_length)
+    return check_integer("capacity", capacity, 2, config.context_length)
+
+
+def max_request_tokens(config: ModelConfig, capacity: int | None, pages: int | None) -> int:
+    """Tokens of a prompt and its answer that an `Engine` of these arguments can hold: its `room`."""
+    capacity = check_capacity(config, capacity)
+    return capacity if pages is None else usable_capacity(capacity, check_integer("pages", pages, 2))
+
+
+def _default_pages(params: Params, rows: int, pages_per_row: int, page_bytes: int) -> int:
+    """Half of the memory beside the weights; at least what one row fills, at most twice what all fill."""
+    devices = params["final_norm"].sharding.addressable_devices
+    # On a CPU all devices have one memory, and others may have their engines.
+    part = len(devices) / jax.local_device_count() if next(iter(devices)).platform == "cpu" else 1
+    own = memory_fraction(concrete_mesh_of(params))  # of weights and pages, on each device
+    left = max(0, part * memory_bytes() - own * tree_bytes(params))
+    affordable = int(_PAGES_FRACTION * left / (own * page_bytes))
+    return max(pages_per_row + 1, min(2 * rows * pages_per_row + 1, affordable))
+
+
+def _resolve_cache_dtype(params: Params, dtype: Any) -> Any:
+    """The dtype of keys and values: a float type, or a name in `KV_BITS`."""
+    check_page_dtype(dtype)
+    if isinstance(dtype, str) and dtype in KV_BITS:
+        return dtype
+    return default_cache_dtype(params) if dtype is None else resolve_dtype(dtype)

@@ -1,0 +1,132 @@
+"""The arrays of a call, made of lists of token ids, in sizes rounded up so that few programs are compiled."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from ..cache.kv_cache import KVCache, cache_bytes, init_cache
+from ..config.model_config import ModelConfig
+from ..memory import check_memory
+from ..sampling.batched_settings import has_all_settings
+from ..sampling.context import init_context
+from ..sampling.logprobs import empty_alternatives
+from ..sampling.sampler import answer_keys
+from ..sampling.sampling_config import SamplingConfig
+from ..sharding import concrete_mesh_of, memory_fraction
+from ..weights.params import Params, cache_dtype, tree_bytes
+from .buckets import bucket
+from .state import DecodeState, new_state
+from .validation import ValidatedCall
+
+_EOS_MULTIPLE = 8  # the number of end ids is rounded up to a multiple
+
+
+def pad_prompts(prompts: Sequence[Sequence[int]], most: int, rows: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [B, T] and the length of each row [B]. T is the bucket of the longest prompt, at most `most`.
+    Padding is on the right. If there are more `rows` than prompts, empty rows follow.
+    """
+    num_tokens_B = np.zeros(max(rows, len(prompts)), np.int32)
+    num_tokens_B[: len(prompts)] = [len(prompt) for prompt in prompts]
+    width = min(bucket(int(num_tokens_B.max())), most)
+    return _matrix(prompts, len(num_tokens_B), width), num_tokens_B
+
+
+def check_generation_memory(call: ValidatedCall, rows: int) -> None:
+    """Raises InputError where weights, caches and results of so many rows exceed the memory."""
+    options = call.options
+    config = call.config
+    new = bucket(options.max_new_tokens)
+    vocabulary = config.vocab_size
+    per_token = 12 + 16 * options.logprobs + 4 * vocabulary * options.logits  # results of each new token
+    # Logits, and what the logits processors need.
+    per_row = (17 if has_all_settings(call.sampling_B) else 9) * vocabulary
+    fraction = memory_fraction(concrete_mesh_of(call.params))
+    need = fraction * tree_bytes(call.params) + rows * (new * per_token + 4 * bucket(call.longest) + per_row)
+    if not options.use_cache:  # a forward pass of the whole sequence
+        need += 4 * rows * bucket(call.longest + options.max_new_tokens) * config.hidden_size
+    models = [(call.params, config)] if options.use_cache else []
+    if hasattr(options.draft, "params"):  # needs the cache
+        models.append((options.draft.params, options.draft.config))
+    for tree, model in models:
+        dtype = options.cache_dtype or cache_dtype(tree)
+        need += fraction * cache_bytes(model, rows, call.capacity, dtype)
+    check_memory(
+        int(need),
+        f"a model, {rows} rows of {call.capacity} tokens and their results",
+        "ask for fewer max_new_tokens or rows, or a smaller cache dtype",
+    )
+
+
+def new_cache(call: ValidatedCall, params: Params, config: ModelConfig, capacity: int, rows: int) -> KVCache:
+    """An empty cache for the model of the call, or for its draft model."""
+    dtype = call.options.cache_dtype or cache_dtype(params)
+    return init_cache(config, rows, capacity, dtype, concrete_mesh_of(params))
+
+
+def prompt_of_row(call: ValidatedCall) -> np.ndarray:
+    """int32 [R]: the prompt of each row. The answers of a prompt are consecutive rows; padding rows
+    follow.
+    """
+    prompt_R = np.repeat(np.arange(len(call.prompts), dtype=np.int32), call.answers)
+    return np.pad(prompt_R, (0, call.rows - len(prompt_R)))
+
+
+def initial_state(call: ValidatedCall, prompt_R: np.ndarray) -> DecodeState:
+    """The rows of a call before their first token, in new arrays. Padding rows have ended. prompt_R: from
+    `prompt_of_row`.
+    """
+    options = call.options
+    config = call.config
+    answers = call.answers
+    R = len(prompt_R)
+    real = answers * len(call.prompts)
+    size = bucket(options.max_new_tokens)
+    sampling_R = jax.tree.map(lambda setting_B: np.asarray(setting_B)[prompt_R], call.sampling_B)
+    answer_R = np.arange(R, dtype=np.int32) % answers if answers > 1 else None
+    rows = [call.prompts[i] for i in prompt_R[:real]]
+    ordered = has_all_settings(sampling_R) or options.draft is not None
+    history_size = call.history_size if ordered else None
+    ends = call.end_ids
+    eos_RE = np.full((R, -(-max(1, len(ends)) // _EOS_MULTIPLE) * _EOS_MULTIPLE), -1, np.int32)
+    eos_RE[:, : len(ends)] = ends
+    limit_R = np.where(np.arange(R) < real, options.max_new_tokens, 0).astype(np.int32)
+    alternatives = None
+    if options.logprobs or options.logits:
+        alternatives = empty_alternatives(R, size, options.logprobs, config.vocab_size, options.logits)
+    key_R = answer_keys(call.key, prompt_R, answer_R)
+    state = state_of_rows(rows, config.vocab_size, key_R, sampling_R, limit_R, eos_RE, history_size, size)
+    return dataclasses.replace(state, alternatives=alternatives)
+
+
+def state_of_rows(  # noqa: PLR0913
+    prompts: Sequence[Sequence[int]], vocab_size: int, key_R: jax.Array, sampling_R: SamplingConfig,
+    limit_R: np.ndarray, eos_RE: np.ndarray, history_size: int | None, output_size: int,
+) -> DecodeState:  # fmt: skip
+    """Rows before their first token, in new arrays.
+
+    Args:
+        prompts: of the first rows; the others are padding.
+        limit_R: int32, the most tokens that each row may sample.
+        eos_RE: int32, ids that end each row; below 0: none.
+        history_size: tokens of a row whose order is kept; None: no setting needs the order.
+        output_size: tokens of a row in `tokens_BT`.
+    """
+    R = len(limit_R)
+    seen_RV = np.zeros((R, vocab_size), bool)
+    length_R = np.zeros(R, np.int32)
+    for row, prompt in enumerate(prompts):
+        seen_RV[row, prompt] = True
+        length_R[row] = len(prompt)
+    history_RS = None if history_size is None else _matrix(prompts, R, history_size)
+    context = init_context(sampling_R, length_R, eos_RE, seen_RV, history_RS)
+    return new_state(key_R, sampling_R, limit_R, context, output_size)
+
+
+def _matrix(prompts: Sequence[Sequence[int]], rows: int, width: int) -> np.ndarray:
+    """int32 [rows, width]."""
+    tokens_BT = np.zeros((rows, width), np.int32)
+    for row, prompt in zip(tokens_BT, prompts, strict=False):
+        row[: len(prompt)] = prompt
+    return tokens_BT

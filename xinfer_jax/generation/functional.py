@@ -1,0 +1,267 @@
+"""The functional API: `prefill`, `decode_step`, `decode_loop`. Arrays in, arrays out; all three work inside a
+caller's jit. This module checks the arguments; loop.py has the traced functions.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..cache.kv_cache import KVCache
+from ..checks import check_array, check_integer, check_range, check_token_ids, is_traced
+from ..config.model_config import ModelConfig
+from ..errors import InputError, format_value
+from ..model.attention import check_impl
+from ..model.decoder import hidden_states, unembed
+from ..sampling.batched_settings import has_all_settings, settings_per_row
+from ..sampling.context import init_context
+from ..sampling.sampler import row_keys
+from ..sampling.sampling_config import SamplingConfig
+from ..weights.params import AnyArray, Params
+from .buckets import bucket, next_power_of_two
+from .loop import PREFILL, decode, jit_variants
+from .state import DecodeState, new_state, sample_and_append
+from .strategies import Plain
+
+# Tokens of a row in a prefill chunk: small chunks keep attention scores and activations small. A GPU takes
+# more, of all rows together: 512 queries of the 0.5B shape fill 56 of an H200's 132 multiprocessors.
+_CHUNK = 512
+_CHUNK_OF_GPU = 2048
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class Decoded(DecodeState):
+    """What `decode_loop` returns: the state of the rows, and their KV cache."""
+
+    cache: KVCache | None = None  # with all tokens but the last one of each row
+
+
+def prefill(
+    params: Params,
+    config: ModelConfig,
+    tokens_BT: AnyArray,
+    num_tokens_B: AnyArray,
+    cache: KVCache,
+    *,
+    donate: bool = False,
+    impl: str | None = None,
+) -> tuple[jax.Array, KVCache]:
+    """Appends a prompt, or more tokens of one, to the cache. Long prompts are prefilled in chunks; chunks of
+    padding are skipped.
+
+    Args:
+        params, config: the model.
+        tokens_BT: int32 token ids, padded on the right.
+        num_tokens_B: int32, how many of each row are real.
+        cache: with the tokens before these.
+        donate: the call may reuse the cache's memory; the caller's `cache` is deleted.
+        impl: of attention and argmax: None (what suits the device), "mosaic", "triton" or "xla".
+
+    Returns:
+        float32 logits [B, V] after each row's last real token, and the cache.
+
+    Raises:
+        InputError: arrays of another shape or type, ids outside the vocabulary, a cache of another model; the
+            tokens exceed its capacity (under a caller's jit: they are dropped and flagged in `overflow_B`);
+            an impl that this machine lacks, or that cannot serve the call. Of traced values only the shapes
+            are checked.
+    """
+    check_array("tokens_BT", tokens_BT, np.integer, "rows", "tokens")
+    B, T = tokens_BT.shape
+    if not T:
+        raise InputError("tokens_BT has no tokens: give each row at least one")
+    check_array("num_tokens_B", num_tokens_B, np.integer, B)
+    _check_cache(config, cache, B)
+    check_range("tokens_BT: token id", tokens_BT, 0, config.vocab_size - 1)
+    check_range("num_tokens_B:", num_tokens_B, 0, T)
+    _check_capacity(impl, cache, num_tokens_B)
+    append = PREFILL.donating if donate else PREFILL.keeping
+    return append(params, config, tokens_BT, num_tokens_B, cache, impl, prefill_chunk_size(cache))
+
+
+def decode_step(
+    params: Params,
+    config: ModelConfig,
+    token_B: AnyArray,
+    cache: KVCache,
+    *,
+    donate: bool = False,
+    impl: str | None = None,
+) -> tuple[jax.Array, KVCache]:
+    """Appends one token per row: float32 logits [B, V] and the cache; `donate` and `impl` as in `prefill`.
+
+    The call does not wait for the device: a token past the capacity is dropped and flagged in the cache's
+    `overflow_B`, and ids are not checked.
+
+    Raises:
+        InputError: tokens of another shape or type, a cache of another model, or an invalid impl.
+    """
+    check_impl(impl)
+    check_array("token_B", token_B, np.integer, "rows")
+    _check_cache(config, cache, len(token_B))
+    step = _STEP.donating if donate else _STEP.keeping
+    return step(params, config, token_B, cache, impl)
+
+
+def decode_loop(  # noqa: PLR0913  a public function
+    params: Params,
+    config: ModelConfig,
+    logits_BV: AnyArray,
+    cache: KVCache,
+    row_key_B: jax.Array,
+    sampling_B: SamplingConfig,
+    eos_ids: AnyArray,
+    max_new_tokens: int | AnyArray,
+    *,
+    seen_BV: AnyArray | None = None,
+    history_BS: AnyArray | None = None,
+    output_size: int | None = None,
+    donate: bool = False,
+    impl: str | None = None,
+) -> Decoded:
+    """Samples tokens on the device until every row has an EOS id or max_new_tokens.
+
+    Args:
+        params, config: the model.
+        logits_BV: float32, of the last token in the cache (from `prefill`).
+        cache: with the prompt.
+        row_key_B: one PRNG key per row.
+        sampling_B: settings as numbers or arrays [B].
+        eos_ids: int32 [E], may be empty.
+        max_new_tokens: at least 1. Traced: another number compiles nothing if output_size is the same. A
+            number below 1 that the caller traces counts as 1.
+        seen_BV: bool, tokens that the repetition penalty counts as present; None: only those that this call
+            samples.
+        history_BS: int32, each row's tokens in order up to the cache's `length_B`, with space for the new
+            ones. `no_repeat_ngram_size` and `bad_words_ids` need it.
+        output_size: T of the results, and the most tokens; None: max_new_tokens, which then must not be
+            traced by the caller.
+        donate, impl: as in `prefill`.
+
+    Returns:
+        The rows' state (tokens_BT, logprobs_BT, length_B, all three with the EOS token, finished_B) and
+        cache, with all tokens but the last one of each row. This function checks neither that
+        log-probabilities are finite, which shows broken weights or an overflow, nor the cache's `overflow_B`.
+
+    Raises:
+        InputError: an argument of another shape, type or range, a cache of another model; the tokens may
+            exceed the cache's capacity (under a caller's jit: they are dropped and flagged in `overflow_B`).
+            Of traced values only the shapes are checked.
+    """
+    check_array("logits_BV", logits_BV, np.floating, "rows", config.vocab_size)
+    B, V = logits_BV.shape
+    _check_cache(config, cache, B)
+    if isinstance(eos_ids, list | tuple):
+        eos_ids = np.array(check_token_ids("eos_ids", eos_ids), np.int32)
+    check_array("eos_ids", eos_ids, np.integer, "ids")
+    check_range("eos_ids: token id", eos_ids, -1, V - 1)
+    if seen_BV is not None:
+        check_array("seen_BV", seen_BV, np.bool_, B, V)
+    if history_BS is not None:
+        check_array("history_BS", history_BS, np.integer, B, "tokens")
+    size, limit = _size(max_new_tokens, output_size)
+    _check_capacity(impl, cache, limit - 1)
+    key_B = row_keys(row_key_B, B)
+    sampling_B = settings_per_row(sampling_B, B, V)
+    if history_BS is None and has_all_settings(sampling_B):
+        sizes_B = sampling_B.no_repeat_ngram_size
+        if is_traced(sizes_B) or np.any(np.asarray(sizes_B)):
+            raise InputError("no_repeat_ngram_size needs history_BS, the tokens of each row so far")
+        words_BWL = sampling_B.bad_words_ids
+        if is_traced(words_BWL) or np.any(np.asarray(words_BWL)[..., :-1] >= 0):
+            raise InputError("bad_words_ids of several tokens need history_BS, the tokens of each row so far")
+    loop = _LOOP.donating if donate else _LOOP.keeping
+    state, cache = loop(
+        params, config, logits_BV, cache, key_B, sampling_B, jnp.asarray(eos_ids, jnp.int32), limit,
+        np.zeros((B, V), bool) if seen_BV is None else seen_BV, history_BS, bucket(size), impl,
+    )  # fmt: skip
+    fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+    cut = dict(tokens_BT=state.tokens_BT[:, :size], logprobs_BT=state.logprobs_BT[:, :size])
+    return Decoded(**fields | cut, cache=cache)
+
+
+def _size(max_new_tokens: Any, output_size: Any) -> tuple[int, Any]:
+    """T of the results, and the limit of new tokens, which may be traced."""
+    size = None if output_size is None else check_integer("output_size", output_size, 1)
+    if is_traced(max_new_tokens):
+        if size is None:
+            raise InputError(
+                "decode_loop with a traced max_new_tokens needs output_size, the static size of its results"
+            )
+        if max_new_tokens.shape or not jnp.issubdtype(max_new_tokens.dtype, np.integer):
+            raise InputError(f"max_new_tokens must be a whole number of at least 1, got {max_new_tokens!r}")
+        return size, jnp.clip(max_new_tokens.astype(jnp.int32), 1, size)
+    most = check_integer("max_new_tokens", max_new_tokens, 1)
+    return size or most, np.int32(min(most, size or most))
+
+
+def _check_cache(config: ModelConfig, cache: KVCache, rows: int) -> None:
+    """Raises InputError for a cache of another number of rows or of another model, judged by its shapes."""
+    if not isinstance(cache, KVCache):
+        raise InputError(f"cache must come from init_cache, got {format_value(cache)}")
+    if (
+        isinstance(cache.length_B, jax.Array)
+        and not is_traced(cache.length_B)
+        and cache.length_B.is_deleted()
+    ):
+        raise InputError("the cache was donated to an earlier call: use the one that it returned")
+    if len(cache.length_B) != rows:
+        raise InputError(f"a cache of {len(cache.length_B)} rows for {rows}: init_cache takes their number")
+    wanted = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+    if (actual := cache.fits) != wanted:
+        raise InputError(
+            f"a cache of {actual[0]} layers, {actual[1]} key heads of width {actual[2]} for a model of"
+            f" {wanted[0]}, {wanted[1]} and {wanted[2]}: init_cache takes the model's config"
+        )
+
+
+def _check_capacity(impl: str | None, cache: KVCache, more_B: Any) -> None:
+    """Raises InputError for an invalid impl, or where more_B further tokens exceed the capacity, if it is
+    known.
+    """
+    check_impl(impl)
+    if is_traced(cache.length_B) or is_traced(more_B):
+        return
+    need = int(np.max(np.asarray(cache.length_B) + np.asarray(more_B)))
+    if need > cache.capacity:
+        raise InputError(
+            f"{need} tokens exceed the cache's capacity {cache.capacity}: raise capacity or shorten the"
+            " prompt"
+        )
+
+
+def prefill_chunk_size(cache: KVCache) -> int:
+    """Tokens of a prefill chunk: it depends on the device, if it is known, and the cache may allow fewer."""
+    length_B = cache.length_B
+    platform = jax.default_backend()  # of shapes
+    if is_traced(length_B):
+        platform = "unknown"
+    elif isinstance(length_B, jax.Array):
+        platform = next(iter(length_B.devices())).platform
+    on_gpu = platform == "gpu"
+    chunk = max(_CHUNK, on_gpu * _CHUNK_OF_GPU // next_power_of_two(len(cache.length_B)))
+    return min(chunk, cache.most_at_once)
+
+
+def _decode_step(params, config, token_B, cache, impl):
+    hidden_BTD, cache = hidden_states(params, config, token_B[:, None], cache, impl=impl)
+    return unembed(params, config, hidden_BTD[:, 0]), cache
+
+
+def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
+    params, config, logits_BV, cache, key_B, sampling_B, eos_E, limit, seen_BV, history_BS, size, impl
+):
+    B = len(logits_BV)
+    eos_BE = jnp.broadcast_to(eos_E, (B, len(eos_E)))
+    limit_B = jnp.full(B, limit)
+    context = init_context(sampling_B, cache.length_B, eos_BE, seen_BV, history_BS)
+    state = new_state(key_B, sampling_B, limit_B, context, size)
+    state = sample_and_append(logits_BV, state, impl)
+    return decode(Plain(config), (params,), (state, cache), size, impl)
+
+
+_STEP = jit_variants(_decode_step, "config", "impl")
+_LOOP = jit_variants(_decode_loop, "config", "impl", "size")

@@ -1,0 +1,99 @@
+"""The programs that `LayerwiseRunner` calls, and which layers a program has."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..cache.kv_cache import increase_length, reorder
+from ..config.model_config import ModelConfig
+from ..model.decoder import embed_inputs, final_norm, unembed
+from ..model.decoder_layer import layer_kinds, run_layers
+from ..weights.cpu_features import compiler_options
+from .loop import last_hidden
+from .state import sample_and_append
+
+
+@functools.lru_cache(maxsize=64)
+def layer_groups(config: ModelConfig, most: int) -> tuple[slice, ...]:
+    """The layers of each program, at most so many. A group is whole periods of the kinds of layers. All
+    groups have the same size if possible, so that few programs are compiled.
+    """
+    L = config.num_hidden_layers
+    kinds = [*zip(layer_kinds(config), config.layer_experts or (False,) * L, strict=True)]
+    period = next(p for p in range(1, L + 1) if all(kinds[i] == kinds[i % p] for i in range(L)))
+    sizes = range(period, most + 1, period)
+    largest = max(sizes, default=most)
+    size = max((size for size in sizes if L % size == 0 and 2 * size >= largest), default=largest)
+    return tuple(slice(first, first + size) for first in range(0, L, size))
+
+
+def _embed(params, config, inputs, args, lengths, capacity):
+    """What the first layer takes of `inputs(lengths, *args)`, and the lengths of the cache after them."""
+    tokens_BT, num_tokens_B, lengths = inputs(lengths, *args)
+    start_B = None if lengths is None else lengths.length_B
+    x_BTD, positions = embed_inputs(params, config, tokens_BT, start_B, num_tokens_B)
+    if lengths is not None:
+        lengths = increase_length(lengths, num_tokens_B, capacity)
+    return x_BTD, positions, lengths
+
+
+def _last(x_BTD, num_tokens_B, previous_B1D):
+    """[B, 1, D]: of each row's last token; the previous one where a row has none."""
+    return jnp.where(
+        (num_tokens_B > 0)[:, None, None], last_hidden(x_BTD, num_tokens_B)[:, None], previous_B1D
+    )
+
+
+def _head(params, config, x_BTD):
+    return unembed(params, config, final_norm(params, config, x_BTD))
+
+
+def _layers(layers, head, is_last, config, kinds, x_BTD, positions, keys, impl):  # noqa: PLR0913  as `run_layers`
+    """Runs a group of layers; the last group also applies the head. In a program of its own the head took 2
+    ms more per token. All groups of a size share one program: `is_last` is traced.
+    """
+    x_BTD, keys = run_layers(layers, config, kinds, x_BTD, positions, keys, impl)
+    if head is None:
+        return x_BTD, None, keys
+
+    def no_logits():
+        return jnp.zeros((*x_BTD.shape[:2], config.vocab_size), jnp.float32)
+
+    logits_BTV = lax.cond(is_last, lambda: _head(head, config, x_BTD), no_logits)
+    return x_BTD, logits_BTV, keys
+
+
+def _append(logits_B1V, state, impl):
+    state = sample_and_append(logits_B1V[:, 0], state, impl)
+    return state, jnp.any(state.active_B)
+
+
+def _reorder_layer(keys, index_B):
+    return keys.reorder(index_B)
+
+
+def _reorder_tail(keys, index_B, first, count):
+    return keys.reorder_tail(index_B, first, count)
+
+
+def _copy(keys):
+    return jax.tree.map(jnp.copy, keys)
+
+
+EMBED = jax.jit(_embed, static_argnames=("config", "inputs", "capacity"))
+LAYERS = jax.jit(
+    _layers,
+    static_argnames=("config", "impl", "kinds"),
+    donate_argnames=("x_BTD", "keys"),
+    compiler_options=compiler_options(),
+)
+LAST = jax.jit(_last)
+NORM = jax.jit(final_norm, static_argnames="config")
+HEAD = jax.jit(_head, static_argnames="config", compiler_options=compiler_options())
+APPEND = jax.jit(_append, static_argnames="impl", donate_argnames="state")
+REORDER = jax.jit(reorder)
+REORDER_LAYER = jax.jit(_reorder_layer)
+REORDER_TAIL = jax.jit(_reorder_tail, static_argnums=3, donate_argnums=0)
+COPY = jax.jit(_copy)

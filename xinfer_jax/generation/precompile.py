@@ -1,0 +1,185 @@
+"""Ahead-of-time compilation: `IMMEDIATE` runs jitted functions; in a dry run on shapes a `Precompiler`
+compiles them in parallel instead.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from ..host import cpu_count
+from ..sharding import concrete_mesh_of
+from ..stats import release_free_memory
+
+
+class Executor(Protocol):
+    """Runs jitted functions, or returns the shapes of what they would return."""
+
+    def __call__(self, program: Any, *args: Any) -> Any:
+        """Returns program(*args)."""
+
+    def create(self, function: Callable[[], Any], device: jax.Device | None = None) -> Any:
+        """Returns function(). device: the result is committed to it."""
+
+    def is_true(self, x: Any) -> bool:
+        """Whether an array of one bool is true; in a dry run always."""
+
+
+class ImmediateExecutor:
+    """Runs jitted functions."""
+
+    def __call__(self, program: Any, *args: Any) -> Any:
+        return program(*args)
+
+    def create(self, function: Callable[[], Any], device: jax.Device | None = None) -> Any:
+        if device is None:
+            return function()
+        with jax.default_device(device):  # another one may have too little memory
+            return jax.device_put(function(), device)
+
+    def is_true(self, x: Any) -> bool:
+        return bool(x)
+
+
+IMMEDIATE = ImmediateExecutor()
+
+
+class Precompiler:
+    """Compiles jitted functions in a pool of threads, and returns the shapes of what they would return.
+    Tracing and lowering run in the caller's thread, with its jax settings.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(cpu_count())
+        self._seen: dict[Any, Any] = {}
+        self._compiling: list[Future[None]] = []
+
+    def __call__(self, program: Any, *args: Any) -> Any:
+        key = program, call_signature(args)
+        if key not in self._seen:
+            traced = program.trace(*jax.tree.map(shape_struct, args))
+            self._compiling.append(self._pool.submit(_compile, traced.lower()))
+            shardings = (_committed_sharding(x) for x in jax.tree.leaves(args))
+            device = next((s for s in shardings if isinstance(s, SingleDeviceSharding)), None)
+            # One committed argument commits the results.
+            self._seen[key] = _with_sharding(traced.out_info, device)
+        return self._seen[key]
+
+    def create(self, function: Callable[[], Any], device: jax.Device | None = None) -> Any:
+        sharding = None if device is None else SingleDeviceSharding(device)
+        return _with_sharding(jax.eval_shape(function), sharding)
+
+    def is_true(self, x: Any) -> bool:
+        return True
+
+    @property
+    def num_programs(self) -> int:
+        """How many programs there are so far."""
+        return len(self._compiling)
+
+    @property
+    def num_compiled(self) -> int:
+        """How many of them are compiled."""
+        return sum(future.done() for future in self._compiling)
+
+    @property
+    def failed(self) -> bool:
+        """Whether any of them failed or was cancelled."""
+        done = (future for future in self._compiling if future.done())
+        return any(future.cancelled() or future.exception() for future in done)
+
+    def close(self) -> None:
+        """Ends the pool once all programs are compiled."""
+        self._pool.shutdown(wait=False)
+        self._seen.clear()
+
+    def stop(self, wait: bool) -> None:
+        """Cancels what has not begun. wait: for the running compilations, so that jax's cache gets them
+        whole.
+        """
+        self._pool.shutdown(wait=wait, cancel_futures=True)
+
+    def wait(self, programs: int | None = None) -> None:
+        """Waits until the first so many programs are compiled, or all. Raises what made a compilation
+        fail.
+        """
+        try:
+            for future in self._compiling[:programs]:
+                future.result()
+        except BaseException:  # Ctrl-C too: nothing waits for the others now
+            self.stop(wait=False)
+            raise
+
+
+_MAX_SIGNATURES = 256
+_precompiled: dict[Any, tuple[Precompiler, int]] = {}
+
+
+def precompile_once(
+    params: Any, signature: Any, dry_run: Callable[[Precompiler], int]
+) -> tuple[Precompiler, int]:
+    """Begins to compile what calls of a signature run, once for each signature.
+
+    Skipped for committed parameters: output shardings are known only by running.
+
+    Args:
+        params: of the model.
+        signature: calls of equal signatures run the same programs.
+        dry_run: runs the call with this executor; returns how many programs come before the first token.
+
+    Returns:
+        The precompiler, and what `dry_run` returned.
+    """
+    committed = (leaf.committed for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
+    if any(committed) or concrete_mesh_of(params):
+        return Precompiler(), 0
+    if signature not in _precompiled or _precompiled[signature][0].failed:
+        precompiler = Precompiler()
+        first = dry_run(precompiler)
+        precompiler.close()
+        while len(_precompiled) >= _MAX_SIGNATURES:
+            _precompiled.pop(next(iter(_precompiled)), None)
+        _precompiled[signature] = precompiler, first
+    return _precompiled[signature]
+
+
+def stop_compiling() -> None:
+    """Cancels and waits for all compilations, before the process ends."""
+    for precompiler, _ in list(_precompiled.values()):
+        precompiler.stop(wait=True)
+
+
+def _compile(lowered: Any) -> None:
+    lowered.compile()  # jax caches it; a result kept here would survive jax.clear_caches()
+    release_free_memory()  # now: loading the weights may take seconds more
+
+
+def shape_struct(x: Any) -> Any:
+    """The shape and dtype of an array, and its sharding if it is committed. Other values stay as they are."""
+    if not hasattr(x, "dtype"):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_committed_sharding(x))
+
+
+def call_signature(tree: Any) -> tuple:
+    """The structure of a pytree, and what `shape_struct` keeps of each leaf."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *map(_leaf_signature, leaves)
+
+
+def _leaf_signature(x: Any) -> Any:
+    if not hasattr(x, "dtype"):
+        return x
+    return x.shape, x.dtype, _committed_sharding(x)
+
+
+def _committed_sharding(x: Any) -> Any:
+    """The sharding of a committed array, or of a shape; None if it is not committed."""
+    return getattr(x, "sharding", None) if getattr(x, "committed", True) else None
+
+
+def _with_sharding(tree: Any, sharding: Any) -> Any:
+    """The shapes of the arrays of a tree, with this sharding."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)

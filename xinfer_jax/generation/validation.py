@@ -1,0 +1,248 @@
+"""`ValidatedCall`: the checked arguments of `generate` and `stream`. All checks run before any tracing."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..cache.prefix import Prefix
+from ..cache.quantized_kv import KV_BITS, check_head_dim
+from ..checks import check_integer, check_token_ids, is_sequence
+from ..config.model_config import ModelConfig, with_fixed_rope
+from ..errors import ContextLengthError, InputError, format_value
+from ..model.attention import check_impl
+from ..sampling.batched_settings import settings_per_row
+from ..sampling.sampler import check_key
+from ..sampling.sampling_config import SamplingConfig, check_min_tokens
+from ..weights.params import Params, activation_dtype, check_params, resolve_dtype
+from .buckets import bucket, next_power_of_two
+from .options import GenerateOptions, default_capacity, options_or_default
+from .speculation import MAX_DRAFT_TOKENS, check_draft_function
+
+_MAX_ANSWERS = 2**16  # of one prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class ValidatedCall:
+    """A call whose arguments were checked and converted to the types that all later code relies on."""
+
+    params: Params
+    config: ModelConfig  # with longrope's factors fixed
+    prompts: list[list[int]]
+    options: GenerateOptions  # numbers are ints, ids tuples of ints
+    sampling_B: SamplingConfig  # of each prompt
+    key: jax.Array  # one, or one per prompt
+
+    @functools.cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """All token ids that end a row: EOS ids and stop ids."""
+        return (*(self.options.eos_token_ids or ()), *self.options.stop_token_ids)
+
+    @functools.cached_property
+    def answers(self) -> int:
+        """Rows of each prompt."""
+        return self.options.best_of or self.options.n
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.prompts))
+
+    @functools.cached_property
+    def prompt_rows(self) -> int:
+        """Rows of the prefill: a power of two, so that another number of prompts compiles nothing. A prefix
+        keeps its own number.
+        """
+        prefix = self.options.prefix
+        return len(prefix.cache.length_B) if prefix else next_power_of_two(len(self.prompts))
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """Rows that decode: a power of two, like `prompt_rows`."""
+        prompts = len(self.prompts)
+        answers = self.answers
+        return self.prompt_rows if answers == 1 else next_power_of_two(prompts * answers)
+
+    @functools.cached_property
+    def history_size(self) -> int:
+        """Tokens of the longest row, rounded up so that few programs are compiled."""
+        return bucket(self.longest) + bucket(self.options.max_new_tokens)
+
+    @functools.cached_property
+    def capacity(self) -> int:
+        """Tokens that a row of the cache can hold."""
+        if self.options.prefix is not None:
+            return self.options.prefix.cache.capacity
+        new = self.options.max_new_tokens
+        return self.options.capacity or default_capacity(self.config, self.longest, new)
+
+    @functools.cached_property
+    def num_draft_tokens(self) -> int:
+        """Draft tokens per step; at most what fits into the answer and the cache: others would be dropped."""
+        return min(self.options.draft_tokens, bucket(self.options.max_new_tokens), self.capacity - 1)
+
+    @functools.cached_property
+    def non_finite_reason(self) -> str:
+        """Why values of the model may not be finite, and the remedy."""
+        return non_finite_reason(self.params, self.options.cache_dtype)
+
+
+def non_finite_reason(params: Params, cache_dtype: str | None = None) -> str:
+    """Why values of a model may not be finite, and the remedy."""
+    if "float16" in (np.dtype(activation_dtype(params)).name, cache_dtype):
+        return "float16 overflows beyond 65504: use dtype bfloat16 or float32"
+    return "the weights or activations contain NaN or inf: check the checkpoint, or use dtype float32"
+
+
+def validate_call(
+    params: Params,
+    config: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    options: GenerateOptions | None,
+    key: jax.Array | None,
+) -> ValidatedCall:
+    """Checks the arguments of `generate` and `stream`. Raises InputError."""
+    check_params(params, config)
+    options = _canonical_options(config, options_or_default(options))
+    prompts = check_prompts(config, prompts)
+    shortest = min(map(len, prompts))
+    longest = max(map(len, prompts))
+    _check_together(config, options)
+    sampling_B = settings_per_row(options.sampling, len(prompts), config.vocab_size)
+    _check_prefix(options, prompts)
+    _check_length(config, options, longest)
+    if key is None and np.any(sampling_B.temperature > 0):
+        raise InputError("sampling needs a PRNG key: give key=jax.random.key(seed), or temperature 0")
+    if key is None:  # greedy: any keys serve, and these compile nothing
+        key = jax.random.wrap_key_data(np.zeros((len(prompts), 2), np.uint32), impl="threefry2x32")
+    config = with_fixed_rope(config, shortest, longest + options.max_new_tokens)
+    if options.prefix is not None:
+        options = dataclasses.replace(options, prefix=options.prefix.usable(params, config))
+    call = ValidatedCall(params, config, prompts, options, sampling_B, check_key(key, len(prompts)))
+    for settings in options.sampling if isinstance(options.sampling, list | tuple) else [options.sampling]:
+        check_min_tokens(settings, call.end_ids)
+    if options.draft is None:
+        return call
+    return dataclasses.replace(call, options=dataclasses.replace(options, draft=_check_draft(call)))
+
+
+def _canonical_options(config: ModelConfig, options: GenerateOptions) -> GenerateOptions:
+    """The options with each value in its canonical type; InputError for an invalid value."""
+    if options.stop_strings:
+        raise InputError("stop_strings need text: use generate_text or stream_text, or stop_token_ids")
+    check_impl(options.impl)
+    if options.cache_dtype not in (None, *KV_BITS):
+        resolve_dtype(options.cache_dtype)
+    for name in ("use_cache", "keep_prefix", "logits"):
+        if not isinstance(value := getattr(options, name), bool | np.bool_):
+            raise InputError(f"{name} must be True or False, got {format_value(value)}")
+    values: dict[str, Any] = {"n": check_integer("n", options.n, 1, _MAX_ANSWERS)}
+    bounds = dict(
+        max_new_tokens=(1, None), capacity=(1, None), best_of=(values["n"], _MAX_ANSWERS),
+        logprobs=(0, None), draft_tokens=(1, MAX_DRAFT_TOKENS),
+    )  # fmt: skip
+    for name, (least, most) in bounds.items():
+        value = getattr(options, name)
+        if value is not None or name not in ("capacity", "best_of"):
+            values[name] = check_integer(name, value, least, most)
+    eos = config.eos_token_ids if options.eos_token_ids is None else options.eos_token_ids
+    for name, ids in (("eos_token_ids", eos), ("stop_token_ids", options.stop_token_ids)):
+        values[name] = tuple(dict.fromkeys(check_token_ids(name, ids, config.vocab_size)))
+    return dataclasses.replace(options, **values)
+
+
+def _check_together(config: ModelConfig, options: GenerateOptions) -> None:
+    """Raises InputError for options that contradict the model or other options."""
+    if options.logprobs > config.vocab_size:
+        raise InputError(f"logprobs={options.logprobs} exceeds the vocabulary of {config.vocab_size}")
+    for name in ("draft", "prefix", "keep_prefix", "cache_dtype"):
+        if getattr(options, name) not in (None, False) and not options.use_cache:
+            raise InputError(f"{name} needs the cache: leave use_cache true")
+    check_head_dim(config.head_dim, options.cache_dtype)
+    if options.keep_prefix and options.best_of not in (None, options.n):
+        why = "the cache has rows that are not returned: use n, and choose the best answers yourself"
+        raise InputError(f"keep_prefix with best_of={options.best_of}: {why}")
+
+
+def _check_prefix(options: GenerateOptions, prompts: list[list[int]]) -> None:
+    prefix = options.prefix
+    if prefix is None:
+        return
+    if not isinstance(prefix, Prefix):
+        got = format_value(prefix)
+        raise InputError(f"prefix must be the out.prefix of an earlier call, or from load_prefix, got {got}")
+    prefix.shared(prompts)
+    capacity = options.capacity
+    dtype = options.cache_dtype
+    cache = prefix.cache
+    if capacity not in (None, cache.capacity):
+        raise InputError(f"capacity={capacity}, but the prefix has a cache of {cache.capacity}: leave it out")
+    named = dtype if dtype in (None, *KV_BITS) else np.dtype(resolve_dtype(dtype)).name  # as `KVCache.dtype`
+    if named not in (None, cache.dtype):
+        raise InputError(f"cache_dtype={dtype!r}, but the prefix is in {cache.dtype}: leave it out")
+
+
+def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -> None:
+    """Raises ContextLengthError where prompt and answer exceed the model's context or the cache."""
+    new = options.max_new_tokens
+    prefix_capacity = options.prefix.cache.capacity if options.prefix else None
+    limits = (
+        (config.context_length, "the model's context limit", "shorten the prompt or generate fewer tokens"),
+        (options.capacity, "the capacity", "raise capacity or shorten the prompt"),
+        (prefix_capacity, "the capacity of the prefix", "make it with a larger capacity"),
+    )
+    is_dynamic = config.rope.rope_type == "dynamic"
+    dynamic = " (rope type 'dynamic' changes its frequencies there)" if is_dynamic else ""
+    for limit, name, remedy in limits:
+        if limit is not None and longest + new > limit:
+            need = f"prompt of {longest} tokens + max_new_tokens {new}"
+            raise ContextLengthError(f"{need} exceeds {name} {limit}{dynamic}: {remedy}")
+
+
+def _check_draft(call: ValidatedCall) -> Any:
+    """The draft. A draft model with longrope gets the factors of the longest sequence from the start: its
+    tokens are only proposals, so the result is the same.
+    """
+    draft = call.options.draft
+    config = call.config
+    longest = call.longest
+    new = call.options.max_new_tokens
+    if isinstance(draft, str) and draft == "lookup":
+        return draft
+    if callable(draft):
+        check_draft_function(draft, call.num_draft_tokens, call.rows, call.history_size)
+        return draft
+    if not (hasattr(draft, "params") and isinstance(getattr(draft, "config", None), ModelConfig)):
+        allowed = "a model from load_model, or 'lookup', or a function"
+        raise InputError(f"draft must be {allowed}, got {format_value(draft)}")
+    own = draft.config.vocab_size
+    limit = draft.config.context_length
+    if own != config.vocab_size:
+        raise InputError(f"the draft's vocabulary of {own} is not the model's of {config.vocab_size}")
+    check_head_dim(draft.config.head_dim, call.options.cache_dtype)
+    if limit < longest + new:
+        need = f"prompt of {longest} tokens + max_new_tokens {new}"
+        raise InputError(f"{need} exceeds the draft's context limit {limit}")
+    fixed = with_fixed_rope(draft.config, longest + new, longest + new)
+    return draft if fixed is draft.config else dataclasses.replace(draft, config=fixed)
+
+
+def check_prompts(config: ModelConfig, prompts: Any, name: str = "prompt") -> list[list[int]]:
+    """The prompts as lists of ints.
+
+    Raises:
+        InputError: they (called by `name`) are not non-empty lists of ids inside the vocabulary.
+    """
+    if not is_sequence(prompts):
+        raise InputError(f"{name}s must be a list of lists of token ids, got {format_value(prompts)}")
+    if isinstance(prompts, jax.Array):
+        prompts = np.asarray(prompts)  # row by row it would be sliced on the device
+    if not len(prompts):
+        raise InputError(f"no {name}s: give at least one list of token ids")
+    for i, prompt in enumerate(prompts):
+        if not is_sequence(prompt) or not len(prompt):
+            raise InputError(f"{name} {i} must be a non-empty list of token ids, got {format_value(prompt)}")
+    return [check_token_ids(f"{name} {i}", prompt, config.vocab_size) for i, prompt in enumerate(prompts)]

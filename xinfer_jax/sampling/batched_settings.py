@@ -1,0 +1,103 @@
+"""Sampling settings as arrays with one setting per row, in one of two tree structures."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..checks import is_traced
+from ..errors import InputError, format_value
+from .biases import bad_word_rows, bias_rows
+from .sampling_config import INTEGER_SETTINGS, NUMBER_SETTINGS, OPTIONAL_SETTINGS, SamplingConfig
+
+
+def settings_per_row(
+    sampling: SamplingConfig | Sequence[SamplingConfig],
+    batch: int,
+    vocab_size: int,
+    all_settings: bool = False,
+) -> SamplingConfig:
+    """Returns settings as arrays [B]: int32 where they count tokens, else float32.
+
+    The result has one of two tree structures, so that few programs serve all requests. Plain: the first four
+    settings, and None for the others, where no row uses another. Else all settings: biases, allowed and
+    forbidden ids become one `logit_bias` [B, V]; `bad_words_ids` becomes int32 [B, W, L], each sequence at
+    the end of its L places, the others -1.
+
+    Args:
+        sampling: one for all rows, numbers or arrays [B]; or one per row.
+        batch: B.
+        vocab_size: V.
+        all_settings: return all settings even where no row uses them.
+
+    Raises:
+        InputError: a sequence whose length is not the batch, a setting outside its range, or ids outside the
+            vocabulary.
+    """
+    rows = [sampling] if isinstance(sampling, SamplingConfig) else sampling
+    if not isinstance(rows, list | tuple) or not all(isinstance(row, SamplingConfig) for row in rows):
+        raise InputError(f"sampling must be a SamplingConfig, or a list of them, got {format_value(rows)}")
+    if len(rows) != batch and rows is sampling:
+        raise InputError(
+            f"{len(rows)} sampling settings for {batch} prompts: give one setting, or one per prompt"
+        )
+    for row in rows:
+        row.validate()
+    values = {name: _setting_per_row(name, rows, batch) for name in NUMBER_SETTINGS}
+    ids = [(row.logit_bias, row.allowed_token_ids, row.forbidden_token_ids) for row in rows]
+    words = [row.bad_words_ids for row in rows]
+    has_ids = any(part is not None for parts in [*ids, words] for part in parts)
+    is_off = (_is_off(values[name], off) for name, off in OPTIONAL_SETTINGS.items())
+    if not all_settings and not has_ids and all(is_off):
+        return SamplingConfig(**values | dict.fromkeys(OPTIONAL_SETTINGS))
+    bias_BV = bias_rows(ids, batch, vocab_size)
+    words_BWL = bad_word_rows(words, batch, vocab_size)
+    return SamplingConfig(**values, logit_bias=bias_BV, bad_words_ids=words_BWL)
+
+
+def has_all_settings(sampling_B: SamplingConfig) -> bool:
+    """Whether settings from `settings_per_row` have the structure with all settings."""
+    return sampling_B.min_p is not None
+
+
+def select_rows(sampling_B: SamplingConfig, rows_B: Any) -> SamplingConfig:
+    """Returns the settings of these rows; all settings of the other rows are off, so their work is skipped.
+
+    Args:
+        sampling_B: from `settings_per_row`.
+        rows_B: bool.
+    """
+    names = [name for name in NUMBER_SETTINGS if getattr(sampling_B, name) is not None]
+    selected = {
+        name: jnp.where(rows_B, getattr(sampling_B, name), getattr(SamplingConfig, name)) for name in names
+    }
+    if has_all_settings(sampling_B):
+        selected["bad_words_ids"] = jnp.where(jnp.reshape(rows_B, (-1, 1, 1)), sampling_B.bad_words_ids, -1)
+    return dataclasses.replace(sampling_B, **selected)
+
+
+def _is_off(value_B: Any, off: float) -> bool:
+    if isinstance(value_B, np.ndarray):
+        return bool(np.all(value_B == off))
+    return not is_traced(value_B) and bool(np.all(np.asarray(value_B) == off))
+
+
+def _setting_per_row(name: str, rows: Sequence[SamplingConfig], batch: int) -> Any:
+    """One setting of each row, [B]."""
+    values = [getattr(row, name) for row in rows]
+    values = [OPTIONAL_SETTINGS[name] if value is None else value for value in values]
+    # Numbers stay on the host: no program is compiled for them.
+    xp: Any = np
+    if not all(isinstance(value, int | float) for value in values):
+        xp = jnp if any(is_traced(value) or isinstance(value, jax.Array) for value in values) else np
+    dtype = np.int32 if name in INTEGER_SETTINGS else np.float32
+    arrays = [xp.asarray(value, dtype) for value in values]
+    if any(array.shape not in ((), (1,), (batch,) if len(rows) == 1 else ()) for array in arrays):
+        raise InputError(
+            f"{name} of shape {np.shape(arrays[0])} for {batch} rows: give one number, or one per row"
+        )
+    array = arrays[0] if len(rows) == 1 else xp.stack([array.reshape(()) for array in arrays])
+    return xp.broadcast_to(array, (batch,))

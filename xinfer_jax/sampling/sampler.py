@@ -1,0 +1,295 @@
+"""From logits to tokens: `sample_tokens`, its three stages, and PRNG keys of requests."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.random import threefry_2x32
+
+from ..errors import InputError, format_value
+from ..model.greedy import argmax
+from ..sharding import abstract_mesh_of, sharded_top_k
+from . import processors
+from .batched_settings import has_all_settings
+from .context import Context
+from .sampling_config import SamplingConfig
+
+_DRAW_TOKEN = 0  # purpose of a draw, the last number folded into its key
+DRAW_BEAMS = 1
+_NUM_CANDIDATES = 65  # tokens that are sampled from where top-k keeps fewer
+_MIN_TEMPERATURE = 1e-30  # logits divided by less would overflow float32
+
+
+def sample_tokens(
+    logits_BV: jax.Array,
+    key_B: jax.Array,
+    sampling_B: SamplingConfig,
+    context: Context,
+    impl: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Samples the next token of each row. A batch of plain greedy rows takes the argmax and nothing else.
+
+    Args:
+        logits_BV: float32.
+        key_B: one key per row.
+        sampling_B: from `settings_per_row`.
+        context: state of the logits processors. Random numbers depend only on its `position_B` and the key.
+        impl: implementation of the argmax.
+
+    Returns:
+        Tokens, int32 [B]; their log-probabilities before any processor, float32 [B]; and the logits [B, V]
+        that they were sampled from.
+    """
+
+    def processed() -> tuple[jax.Array, jax.Array]:
+        processed_BV = process_logits(logits_BV, sampling_B, context)
+
+        def sampled() -> tuple[jax.Array, jax.Array]:
+            return _sample_rows(processed_BV, key_B, sampling_B, context.position_B)
+
+        return lax.cond(all_greedy(sampling_B), lambda: (argmax(processed_BV, impl), processed_BV), sampled)
+
+    plain_greedy = is_plain_greedy(sampling_B)
+    token_B, sampled_from_BV = lax.cond(plain_greedy, lambda: (argmax(logits_BV, impl), logits_BV), processed)
+    logprob_B = logits_BV[jnp.arange(len(token_B)), token_B] - jax.nn.logsumexp(logits_BV, -1)
+    return token_B, logprob_B, sampled_from_BV
+
+
+def _sample_rows(processed_BV, key_B, sampling_B, position_B):
+    """A token of each row, and the logits that it was sampled from.
+
+    Rows whose top-k leaves only the A largest logits are sampled from these candidates, the others from the
+    whole vocabulary. The path depends only on the row, so other rows cannot change its bits. Over a mesh all
+    rows take the whole vocabulary: scattering the candidates would gather the logits on each device.
+    """
+    if abstract_mesh_of(processed_BV) is not None:
+        return _sample_from_all(processed_BV, key_B, sampling_B, position_B)
+    candidates_BA, index_BA = sharded_top_k(processed_BV, min(_NUM_CANDIDATES, processed_BV.shape[1]))
+    # max and min, not the first and the last: with those XLA would sort the whole vocabulary.
+    largest_B1 = jnp.max(candidates_BA, -1, keepdims=True)
+    greedy_B = sampling_B.temperature <= 0
+    scaled_BA = _scaled(candidates_BA, sampling_B, largest_B1)
+    k_B = jnp.where(greedy_B, 1, sampling_B.top_k)
+    last_B = jnp.min(scaled_BA, -1)
+    at_B1 = jnp.clip(k_B - 1, 0, candidates_BA.shape[1] - 1)[:, None]
+    no_tie_B = jnp.take_along_axis(scaled_BA, at_B1, 1)[:, 0] > last_B  # of the k-th logit and the last
+    use_candidates_B = (k_B > 0) & (k_B <= candidates_BA.shape[1]) & (no_tie_B | (last_B == -jnp.inf))
+    use_candidates_B &= jnp.isfinite(largest_B1[:, 0])
+    warped_BA = warp_logits(candidates_BA, sampling_B, largest_B1)
+    token_B = draw_tokens(warped_BA, key_B, sampling_B, position_B, index_BA, processed_BV.shape[1])
+
+    def from_candidates() -> tuple[jax.Array, jax.Array]:
+        row_B1 = jnp.arange(len(token_B))[:, None]
+        warped_BV = jnp.full_like(processed_BV, -jnp.inf).at[row_B1, index_BA].set(warped_BA)
+        return token_B, jnp.where(greedy_B[:, None], processed_BV, warped_BV)
+
+    def from_all() -> tuple[jax.Array, jax.Array]:
+        drawn_B, warped_BV = _sample_from_all(processed_BV, key_B, sampling_B, position_B)
+        token_B, candidates_BV = from_candidates()
+        return jnp.where(use_candidates_B, token_B, drawn_B), jnp.where(
+            use_candidates_B[:, None], candidates_BV, warped_BV
+        )
+
+    return lax.cond(jnp.all(use_candidates_B), from_candidates, from_all)
+
+
+def _sample_from_all(processed_BV, key_B, sampling_B, position_B):
+    # Logits relative to the largest, so that small temperatures do not overflow them.
+    warped_BV = warp_logits(processed_BV, sampling_B, jnp.max(processed_BV, -1, keepdims=True))
+    return draw_tokens(warped_BV, key_B, sampling_B, position_B, None, processed_BV.shape[1]), warped_BV
+
+
+def all_greedy(sampling_B: SamplingConfig) -> jax.Array:
+    """Whether every row has temperature 0."""
+    return jnp.all(sampling_B.temperature <= 0)
+
+
+def is_plain_greedy(sampling_B: SamplingConfig) -> jax.Array:
+    """Whether every row takes its most likely token, without any logits processor."""
+    if has_all_settings(sampling_B):
+        return jnp.bool_(False)
+    return all_greedy(sampling_B) & jnp.all(sampling_B.repetition_penalty == 1)
+
+
+def process_logits(logits_BV: jax.Array, sampling_B: SamplingConfig, context: Context) -> jax.Array:
+    """Applies the processors that greedy rows have too: biases, penalties, forbidden tokens."""
+    s = sampling_B
+    c = context
+    if has_all_settings(s):
+        logits_BV = logits_BV + s.logit_bias
+    logits_BV = processors.repetition_penalty(logits_BV, s.repetition_penalty, c.seen_BV)
+    if not has_all_settings(s):
+        return logits_BV
+
+    def penalties(x_BV: jax.Array) -> jax.Array:
+        return processors.presence_frequency(x_BV, s.presence_penalty, s.frequency_penalty, c.count_BV)
+
+    def ngrams(x_BV: jax.Array) -> jax.Array:
+        return processors.no_repeat_ngram(x_BV, s.no_repeat_ngram_size, c.history_BS, c.position_B)
+
+    def words(x_BV: jax.Array) -> jax.Array:
+        return processors.bad_words(x_BV, s.bad_words_ids, c.history_BS, c.position_B, c.eos_BE)
+
+    def min_tokens(x_BV: jax.Array) -> jax.Array:
+        return processors.min_new_tokens(x_BV, s.min_new_tokens, c.num_generated_B, c.eos_BE)
+
+    logits_BV = _apply_if_any((s.presence_penalty != 0) | (s.frequency_penalty != 0), penalties, logits_BV)
+    if c.history_BS is not None:
+        logits_BV = _apply_if_any(s.no_repeat_ngram_size > 0, ngrams, logits_BV)
+    logits_BV = _apply_if_any(s.bad_words_ids >= 0, words, logits_BV)
+    logits_BV = _apply_if_any(c.num_generated_B < s.min_new_tokens, min_tokens, logits_BV)
+    has_forbidden = c.allowed_bits != np.uint32(2**32 - 1)
+    return _apply_if_any(has_forbidden, lambda x_BV: processors.allowed(x_BV, c.allowed_bits), logits_BV)
+
+
+def _apply_if_any(uses: jax.Array, processor: Callable, logits_BV: jax.Array) -> jax.Array:
+    """Applies a processor where any row uses it; the processor leaves the other rows as they are."""
+    return lax.cond(jnp.any(uses), processor, lambda x_BV: x_BV, logits_BV)
+
+
+def warp_logits(
+    logits_BV: jax.Array, sampling_B: SamplingConfig, zero_B1: jax.Array | float, min_tokens_to_keep: int = 1
+) -> jax.Array:
+    """Applies temperature, top-k, top-p, min-p and typical-p: logits that they remove become -inf.
+
+    Args:
+        logits_BV: float32. Rows at temperature 0 are returned unchanged.
+        sampling_B: from `settings_per_row`.
+        zero_B1: subtracted from each row's logits before the division by the temperature.
+        min_tokens_to_keep: number of tokens of each row that stay in any case (transformers' name).
+    """
+    s = sampling_B
+    scaled_BV = _scaled(logits_BV, sampling_B, zero_B1)
+    k_B = jnp.where(s.top_k > 0, jnp.maximum(s.top_k, min_tokens_to_keep), 0)
+    kept_BV = processors.top_k_top_p(scaled_BV, k_B, s.top_p)
+    if has_all_settings(s):
+        kept_BV = _apply_if_any(s.min_p > 0, lambda x_BV: processors.min_p(x_BV, s.min_p), kept_BV)
+    if min_tokens_to_keep > 1:  # the three filters above guarantee only one token
+        enough_BV = processors.top_k(scaled_BV, jnp.full_like(k_B, min_tokens_to_keep)) > -jnp.inf
+        kept_BV = jnp.where(enough_BV, scaled_BV, kept_BV)
+    if has_all_settings(s):
+        typical = lambda x_BV: processors.typical_p(x_BV, s.typical_p, min_tokens_to_keep)  # noqa: E731
+        kept_BV = _apply_if_any(s.typical_p < 1, typical, kept_BV)
+    return jnp.where((s.temperature <= 0)[:, None], logits_BV, kept_BV)
+
+
+def _scaled(logits_BV: jax.Array, sampling_B: SamplingConfig, zero_B1: jax.Array | float) -> jax.Array:
+    """(logits - zero) / temperature; at temperature 0 only the difference."""
+    temperature_B1 = sampling_B.temperature[:, None]
+    divisor_B1 = jnp.where(temperature_B1 <= 0, 1.0, jnp.maximum(temperature_B1, _MIN_TEMPERATURE))
+    return (logits_BV - zero_B1) / divisor_B1
+
+
+def draw_tokens(
+    warped_BA: jax.Array, key_B: jax.Array, sampling_B: SamplingConfig, position_B: jax.Array,
+    index_BA: jax.Array | None, size: int,
+) -> jax.Array:  # fmt: skip
+    """Draws from softmax(warped): the largest logit + Gumbel noise; rows at temperature 0 take the argmax.
+
+    Args:
+        warped_BA: float32, logits of the candidates (all others have probability 0), or of the vocabulary.
+        key_B: one key per row.
+        sampling_B: from `settings_per_row`.
+        position_B: int32, position of the token that is drawn.
+        index_BA: int32, ids of the candidates; None: the whole vocabulary.
+        size: V.
+    """
+    noise_BA = jax.vmap(
+        lambda key, position, index: gumbel_noise(draw_key(key, position, _DRAW_TOKEN), size, index)
+    )(key_B, position_B, index_BA)
+    drawn_BA = jnp.where((sampling_B.temperature <= 0)[:, None], warped_BA, warped_BA + noise_BA)
+    if index_BA is None:
+        return argmax(drawn_BA, "xla")
+    # The lowest id of equal logits, as `argmax` does.
+    return jnp.min(jnp.where(drawn_BA == jnp.max(drawn_BA, -1, keepdims=True), index_BA, size), -1)
+
+
+def check_key(key: jax.Array, batch: int) -> jax.Array:
+    """Returns the key or keys. Old-style uint32 keys are accepted too.
+
+    Raises:
+        InputError: no key, a number of keys that is not the batch, or keys of another kind than threefry.
+    """
+    if not isinstance(key, np.ndarray | jax.Array) or not (
+        jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or (key.dtype == np.uint32 and key.ndim in (1, 2))
+    ):
+        raise InputError(f"key must come from jax.random.key(seed), got {format_value(key)}")
+    if key.dtype == np.uint32 and key.shape[-1] == 2:
+        key = jax.random.wrap_key_data(key, impl="threefry2x32")
+    if str(key.dtype) != "key<fry>":  # with rbg a row's numbers would depend on its batch
+        raise InputError(
+            f"keys of {key.dtype}{list(key.shape)} are not supported: make them by"
+            " jax.random.key(seed, impl='threefry2x32')"
+        )
+    if key.shape not in ((), (batch,)):
+        raise InputError(f"keys of shape {key.shape} for {batch} rows: give one key, or one per row")
+    return key
+
+
+def key_from_seed(seed: int) -> jax.Array:
+    """Returns `jax.random.key(seed)`, also of a 64-bit seed, without compiling a program."""
+    words = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
+
+
+def row_keys(key: jax.Array, batch: int) -> jax.Array:
+    """One key per row: `fold_in(key, row)` of one key, or the keys themselves where there is one per row.
+
+    Raises:
+        InputError: as `check_key`.
+    """
+    key = check_key(key, batch)
+    return key if key.ndim else _FOLD(key, np.arange(batch))
+
+
+def answer_keys(key: jax.Array, prompt_R: np.ndarray, answer_R: np.ndarray | None) -> jax.Array:
+    """`row_keys` for rows that continue prompts; another number of prompts compiles no program.
+
+    Args:
+        key: from `check_key`: one, or one per prompt.
+        prompt_R: int32, which prompt each row continues.
+        answer_R: int32, index of the answer among its prompt's answers, folded into the key too; None: each
+            prompt has one answer.
+    """
+    if key.ndim:  # indexed on the host: no program is compiled
+        data_R = np.asarray(jax.random.key_data(key))[prompt_R]
+        key_R = jax.random.wrap_key_data(data_R, impl="threefry2x32")
+    else:
+        key_R = _FOLD(key, prompt_R)
+    return key_R if answer_R is None else _FOLD_EACH(key_R, answer_R)
+
+
+_FOLD = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))
+_FOLD_EACH = jax.jit(jax.vmap(jax.random.fold_in))
+
+
+def draw_key(row_key: jax.Array, position: jax.Array, purpose: int) -> jax.Array:
+    """The key of one draw: fold_in(fold_in(row_key, position), purpose)."""
+    return jax.random.fold_in(jax.random.fold_in(row_key, position), purpose)
+
+
+def gumbel_noise(key: jax.Array, size: int, index_A: jax.Array | None = None) -> jax.Array:
+    """Standard Gumbel noise, float32 [size], from 23 random bits for each number. Computed here so that every
+    jax version draws the same. index_A: which of the numbers, [A]; None: all.
+    """
+    bits = jax.random.bits(key, (size,), jnp.uint32) if index_A is None else _bits_at(key, size, index_A)
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
+    return -jnp.log(-jnp.log(uniform))
+
+
+def _bits_at(key: jax.Array, size: int, index_A: jax.Array) -> jax.Array:
+    """`jax.random.bits(key, (size,))[index_A]`, without making the other bits.
+
+    Threefry maps two words to two words. With `jax_threefry_partitionable` its input is (0, index), else
+    (index, index + size / 2), padded with 0.
+    """
+    index_A = index_A.astype(jnp.uint32)
+    half = -(-size // 2)
+    partitionable = jax.threefry_partitionable.value
+    first_A = jnp.zeros_like(index_A) if partitionable else index_A % half
+    second_A = index_A if partitionable else jnp.where(first_A + half < size, first_A + half, 0)
+    words = threefry_2x32(tuple(jax.random.key_data(key)), jnp.concatenate([first_A, second_A]))
+    first_A, second_A = jnp.split(words, 2)
+    return first_A ^ second_A if partitionable else jnp.where(index_A < half, first_A, second_A)

@@ -1,0 +1,215 @@
+"""`SamplingConfig`: how a caller asks for tokens to be sampled, and what generation_config.json asks for."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..checks import is_traced, number_array
+from ..errors import InputError, format_value
+from .biases import check_bad_words, check_id_lists, is_bad_word_rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    """How to sample a token; numbers, or arrays [B] with one setting per row.
+
+    Settings that no row uses cost nothing. The first four settings are the plain ones. The first call with
+    any other setting compiles a second program, which serves them all.
+
+    Attributes:
+        temperature: logits are divided by it; 0: the most likely token.
+        top_k: only the k most likely tokens; 0: all.
+        top_p: only the most likely tokens that together reach this probability; above 0, 1: all.
+        repetition_penalty: above 1: tokens of the prompt and the answer become less likely (CTRL, Keskar et
+            al. 2019); above 0, 1: off.
+        min_p: only tokens at least this many times as likely as the most likely one; 0 to 1, 0: all.
+        typical_p: only the tokens whose information is closest to the entropy, until they together reach
+            this probability; above 0, 1: all.
+        presence_penalty: subtracted from the logits of tokens that the answer already contains; 0: off.
+        frequency_penalty: the same, once for each time the answer contains the token; 0: off.
+        no_repeat_ngram_size: no sequence of this length occurs twice in prompt and answer; 0: off.
+        min_new_tokens: no EOS before the answer has this number of tokens; 0: off.
+        logit_bias: {id: number added to its logit}, or float32 [V] or [B, V]; -inf forbids; None: nothing.
+        allowed_token_ids: only these are sampled (an EOS id that is not among them is never); None: all.
+        forbidden_token_ids: these are never sampled; None: none.
+        bad_words_ids: sequences of ids that must not end in the answer: at most 64 of at most 8 ids. An EOS
+            id alone has no effect, as in transformers; None: none.
+    """
+
+    temperature: Any = 0.0
+    top_k: Any = 0
+    top_p: Any = 1.0
+    repetition_penalty: Any = 1.0
+    min_p: Any = 0.0
+    typical_p: Any = 1.0
+    presence_penalty: Any = 0.0
+    frequency_penalty: Any = 0.0
+    no_repeat_ngram_size: Any = 0
+    min_new_tokens: Any = 0
+    logit_bias: Any = None
+    allowed_token_ids: Sequence[int] | None = None
+    forbidden_token_ids: Sequence[int] | None = None
+    bad_words_ids: Any = None
+
+    @classmethod
+    def from_hf(cls, generation_config: Mapping[str, Any]) -> "SamplingConfig":
+        """Returns the defaults of a checkpoint's generation_config.json.
+
+        Without `do_sample` the temperature is 0. With it, missing settings have transformers' own defaults:
+        temperature 1, top_k 50.
+
+        Raises:
+            InputError: a setting out of range, or one that would change the result and is not supported.
+        """
+        config = cls(**_generation_defaults(generation_config)).validate()
+        sampled = bool(generation_config.get("do_sample"))
+        return config if sampled else dataclasses.replace(config, temperature=0.0)
+
+    def validate(self) -> "SamplingConfig":
+        """Returns itself. Traced values are not checked.
+
+        Raises:
+            InputError: a setting outside its range.
+        """
+        for name, (is_valid, valid_range) in NUMBER_SETTINGS.items():
+            value = getattr(self, name)
+            # The default itself, or None as in plain settings from `settings_per_row`: nothing to check.
+            if value is getattr(SamplingConfig, name) or (value is None and name not in _PLAIN_SETTINGS):
+                continue
+            array = number_array(value)
+            if array is None or not is_traced(array) and not _is_valid_array(array, is_valid):
+                raise InputError(f"{name} must be {valid_range}, got {format_value(value)}")
+        check_id_lists(self.allowed_token_ids, self.forbidden_token_ids)
+        if self.bad_words_ids is not None and not is_bad_word_rows(self.bad_words_ids):
+            check_bad_words(self.bad_words_ids)
+        return self
+
+
+def _is_valid_array(array: np.ndarray, is_valid: Callable) -> bool:
+    """Whether it is one number or one per row, all finite in float32 and valid."""
+    with np.errstate(over="ignore"):
+        finite = np.all(np.isfinite(array.astype(np.float32)))
+    return array.ndim <= 1 and array.size > 0 and bool(finite and np.all(is_valid(array)))
+
+
+def check_min_tokens(sampling: SamplingConfig, eos_ids: Sequence[int]) -> None:
+    """Raises InputError where only `eos_ids` are allowed, and `min_new_tokens` forbids them."""
+    min_tokens = sampling.min_new_tokens
+    allowed = sampling.allowed_token_ids
+    if (
+        allowed is None
+        or is_traced(allowed)
+        or is_traced(min_tokens)
+        or not np.any(np.asarray(min_tokens) > 0)
+    ):
+        return
+    forbidden = sampling.forbidden_token_ids
+    bias = sampling.logit_bias
+    banned = {*eos_ids, *(() if forbidden is None or is_traced(forbidden) else map(int, forbidden))}
+    if isinstance(bias, Mapping) and not is_traced(bias):
+        banned |= {int(i) for i, value in bias.items() if value == -np.inf}
+    if {*map(int, allowed)} <= banned:
+        raise InputError(
+            f"min_new_tokens {format_value(min_tokens)} forbids the ids that end an answer, and"
+            " allowed_token_ids has no others: the settings leave no token, allow more"
+        )
+
+
+# --- settings that are numbers: row arrays, generation_config.json and HTTP fields follow from these entries
+
+
+_COUNT = (lambda x: (x >= 0) & (x < 2**31) & (x == np.floor(x)), "a whole number from 0 (off) to 2^31 - 1")
+_MASS = (lambda x: (x > 0) & (x <= 1), "above 0 and at most 1 (off)")
+# Within these bounds no logit overflows float32.
+_PENALTY = (lambda x: np.abs(x) <= 1e30, "a finite number (0: off), at most 1e30")
+# For each the check of its values, and the valid range for errors. The field's default means "off".
+NUMBER_SETTINGS: dict[str, tuple[Callable, str]] = dict(
+    temperature=(lambda x: x >= 0, "0 (greedy) or above"),
+    top_k=_COUNT,
+    top_p=_MASS,
+    repetition_penalty=(lambda x: (x >= 1e-6) & (x <= 1e6), "above 0 (1: off), from 1e-6 to 1e6"),
+    min_p=(lambda x: (x >= 0) & (x <= 1), "from 0 (off) to 1"),
+    typical_p=_MASS,
+    presence_penalty=_PENALTY,
+    frequency_penalty=_PENALTY,
+    no_repeat_ngram_size=_COUNT,
+    min_new_tokens=_COUNT,
+)
+_PLAIN_SETTINGS = ("temperature", "top_k", "top_p", "repetition_penalty")
+_NOT_IN_TRANSFORMERS = ("presence_penalty", "frequency_penalty")  # fields of OpenAI's API only
+INTEGER_SETTINGS = {name for name, setting in NUMBER_SETTINGS.items() if setting is _COUNT}
+# The settings that are not plain, with the values at which they do nothing.
+OPTIONAL_SETTINGS: dict[str, float] = {
+    name: getattr(SamplingConfig, name) for name in NUMBER_SETTINGS if name not in _PLAIN_SETTINGS
+}
+
+
+# --- generation_config.json
+
+
+_GENERATION_SETTINGS = [name for name in NUMBER_SETTINGS if name not in _NOT_IN_TRANSFORMERS]
+# Fields that change the result and are not supported, with the values at which they do nothing.
+_UNSUPPORTED_DEFAULTS: dict[str, Any] = dict(
+    num_beams=(1,), num_beam_groups=(1,), diversity_penalty=(0,), epsilon_cutoff=(0,), eta_cutoff=(0,),
+    encoder_repetition_penalty=(1,), encoder_no_repeat_ngram_size=(0,),
+    sequence_bias=([], {}), begin_suppress_tokens=([],), forced_bos_token_id=(), forced_eos_token_id=(),
+    force_words_ids=([],), constraints=([],), min_length=(0,), penalty_alpha=(0,), guidance_scale=(1,),
+    stop_strings=([], ""), exponential_decay_length_penalty=(), watermarking_config=(), top_h=(),
+    dola_layers=(),
+)  # fmt: skip
+
+
+def check_generation_config(settings: Mapping[str, Any], vocab_size: int | None = None) -> None:
+    """Raises InputError where a value of generation_config.json has the wrong type or range.
+
+    Args:
+        settings: its contents.
+        vocab_size: ids of suppress_tokens must be below it; None: unknown.
+    """
+
+    def check(is_valid: bool, name: str, form: str, value: Any) -> None:
+        if not is_valid:
+            raise InputError(f"generation_config.json: {name} must be {form}, got {format_value(value)}")
+
+    for name in _GENERATION_SETTINGS:
+        if (value := settings.get(name)) is not None:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            check(is_number and abs(value) < 1e30, name, "a number", value)
+    do_sample = settings.get("do_sample")
+    check(do_sample in (None, True, False), "do_sample", "true or false", do_sample)
+    limit = vocab_size or 2**31
+    words = settings.get("bad_words_ids")
+    form = f"a list of lists of token ids below {limit}"
+    is_lists = isinstance(words, list | None) and all(isinstance(word, list) for word in words or ())
+    is_id = lambda token: type(token) is int and 0 <= token < limit  # noqa: E731
+    check(is_lists and all(is_id(t) for word in words or () for t in word), "bad_words_ids", form, words)
+    ids = settings.get("suppress_tokens")
+    form = "a list of token ids" + (f" below {vocab_size}" if vocab_size else "")
+    check(isinstance(ids, list | None), "suppress_tokens", form, ids)
+    for token in ids or ():
+        check(is_id(token), "suppress_tokens", form, token)
+    eos_ids = settings.get("eos_token_id")
+    form = "a token id or a list of them"
+    for token in eos_ids if isinstance(eos_ids, list) else [eos_ids]:
+        check(token is None or type(token) is int, "eos_token_id", form, token)
+
+
+def _generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of generation_config.json as fields of `SamplingConfig`."""
+    check_generation_config(generation_config)
+    for name, neutral in _UNSUPPORTED_DEFAULTS.items():
+        value = generation_config.get(name)
+        if value is not None and value not in neutral:
+            raise InputError(
+                f"generation_config.json asks for {name}={format_value(value)}, which is not supported:"
+                " ignore that file or remove the setting"
+            )
+    given = {name: generation_config.get(name) for name in _GENERATION_SETTINGS}
+    given["bad_words_ids"] = generation_config.get("bad_words_ids") or None
+    given["forbidden_token_ids"] = generation_config.get("suppress_tokens") or None
+    sampled = {"temperature": 1.0, "top_k": 50} if generation_config.get("do_sample") else {}
+    return sampled | {name: value for name, value in given.items() if value is not None}

@@ -1,0 +1,160 @@
+"""The chunks of a streamed response: what is new of each answer."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from ..api.bodies import ParsedBody
+from ..api.responses import FINISH_REASONS, answer_detokenizer, echo_entries, format_logprobs
+from ..api.token_texts import TokenTextDecoder, prompt_text
+from ..checkpoint.tokenizer import Tokenizer
+from ..engine.requests import Answer, Request, request_updates
+from .api_errors import APIError
+from .reasoning import ReasoningParser
+
+_QUIET_SECONDS = 5.0  # after which a comment keeps the connection open, for the client and for proxies
+_SLICE = 64  # tokens of a chunk at most, so that formatting it takes a bounded time
+
+
+class ChoiceStream:
+    """One choice of a streamed response: formats what is new of one answer."""
+
+    def __init__(
+        self, index: int, answer: Answer, parsed: ParsedBody, tokenizer: Tokenizer, in_reasoning: bool
+    ):
+        """in_reasoning: the prompt ends within the reasoning."""
+        self._index = index
+        self._answer = answer
+        self._parsed = parsed
+        self._tokenizer = tokenizer
+        self._detokenizer = answer_detokenizer(tokenizer, parsed)
+        self._reasoning = ReasoningParser(in_reasoning)
+        self._texts = TokenTextDecoder(tokenizer, parsed.skip_special_tokens)
+        self._num_tokens = 0  # sent so far
+        self._num_logprobs = 0  # sent so far
+        self._echo_text = parsed.echo  # the prompt's text is not sent yet
+        # The prompt's log-probabilities that are not sent yet, last first; None: not known yet.
+        self._echo_left: list[Any] | None = None
+        self.ended = False
+
+    @property
+    def has_update(self) -> bool:
+        """Whether `next_choice` may return something. This check is much faster."""
+        answer = self._answer
+        return not self.ended and (answer.finish_reason is not None or len(answer.tokens) > self._num_tokens)
+
+    def check(self) -> None:
+        """Calls `check_answer`."""
+        check_answer(self._answer)
+
+    def next_choice(self) -> tuple[dict[str, Any] | None, bool]:
+        """The choice of the next chunk, None if nothing is new; and whether there is more already."""
+        answer = self._answer
+        parsed = self._parsed
+        # Read before the tokens: the engine's thread may append tokens, then end the answer.
+        over = answer.finish_reason is not None
+        new = answer.tokens[self._num_tokens : self._num_tokens + _SLICE]
+        self._num_tokens += len(new)
+        known = len(answer.alternatives) if over else self._num_tokens
+        entries = self._next_echo_entries()
+        text = ""
+        if not entries and parsed.max_tokens:
+            end = min(known, self._num_logprobs + _SLICE)
+            entries = list[Any](answer.alternatives[self._num_logprobs : end])
+            self._num_logprobs += len(entries)
+        known = min(known, len(answer.alternatives)) if parsed.max_tokens else 0
+        all_logprobs = not self._echo_left and self._num_logprobs >= known
+        self.ended = ended = over and self._num_tokens >= len(answer.tokens) and all_logprobs
+        new = new if parsed.max_tokens else []
+        if self._echo_text:
+            self._echo_text = False
+            special = parsed.skip_special_tokens
+            text = prompt_text(self._tokenizer, answer.request.ids, new, special)
+        text += "".join(map(self._detokenizer.push, new))
+        if ended:
+            text += self._detokenizer.finish()
+        more = not ended and (len(new) == _SLICE or over or not all_logprobs)
+        if not (text or ended or entries or (new and parsed.return_token_ids)):
+            return None, more
+        return self._format(text, new, entries, ended), more
+
+    def _next_echo_entries(self) -> list[Any]:
+        """The next entries of an echoed prompt."""
+        if self._parsed.echo and self._echo_left is None:
+            request = self._answer.request
+            self._echo_left = echo_entries(request.ids, request.prompt_logprobs)[::-1]
+        if not self._echo_left:
+            return []
+        entries = self._echo_left[-_SLICE:][::-1]
+        del self._echo_left[-_SLICE:]
+        return entries
+
+    def _format(self, text: str, new: list[int], entries: list[Any], ended: bool) -> dict[str, Any]:
+        reason = (self._answer.finish_reason or "") if self._parsed.max_tokens else "length"
+        choice: dict[str, Any] = dict(index=self._index)
+        choice["finish_reason"] = FINISH_REASONS.get(reason, reason) if ended else None
+        if self._parsed.kind == "chat":
+            reasoning, content = self._reasoning.push(text, ended)
+            fields = dict(reasoning_content=reasoning, content=content)
+            choice["delta"] = {name: value for name, value in fields.items() if value}
+        else:
+            choice["text"] = text
+        if self._parsed.logprobs is not None:
+            choice["logprobs"] = format_logprobs(self._texts, self._parsed, entries)
+        if self._parsed.return_token_ids:
+            choice["token_ids"] = new
+        return choice
+
+
+async def stream_chunks(
+    parsed: ParsedBody,
+    requests: Sequence[Request],
+    tokenizer: Tokenizer,
+    usage: Callable[[], dict[str, Any]] | None,
+    head: dict[str, Any],
+    in_reasoning: bool,
+) -> AsyncIterator[dict[str, Any] | None]:
+    """Yields the chunks of a stream, and None whenever nothing is new for a while.
+
+    Args:
+        parsed: the request's body.
+        requests: the engine request of each prompt.
+        tokenizer: the model's.
+        usage: called at the end, for a last chunk with the usage; None: no such chunk.
+        head: id, created, model, seed.
+        in_reasoning: the prompt ends within the reasoning.
+
+    Raises:
+        APIError: the deadline passed before an answer had a token.
+    """
+    chat = parsed.kind == "chat"
+    head = dict(head, object="chat.completion.chunk" if chat else "text_completion")
+    answers = [answer for request in requests for answer in request.answers]
+    streams = [ChoiceStream(i, answer, parsed, tokenizer, in_reasoning) for i, answer in enumerate(answers)]
+    if chat:
+        for index in range(len(answers)):
+            first = dict(index=index, finish_reason=None, delta=dict(role="assistant", content=""))
+            yield dict(head, choices=[first])
+    async for updated in request_updates(requests, _QUIET_SECONDS):
+        if not updated:
+            yield None
+        for stream in [stream for stream in streams if stream.has_update]:
+            more = True
+            while more:
+                stream.check()
+                choice, more = stream.next_choice()
+                if choice:
+                    yield dict(head, choices=[choice])
+                    await asyncio.sleep(0)  # lets other tasks run: there may be a thousand answers
+        streams = [stream for stream in streams if not stream.ended]
+        if not streams:
+            break
+    if usage is not None:
+        yield dict(head, choices=[], usage=usage())
+
+
+def check_answer(answer: Answer) -> None:
+    """Raises the error that ended an answer; APIError if the deadline passed before it had a token."""
+    answer.request.raise_error()
+    if answer.finish_reason == "deadline" and not answer.logprobs:
+        raise APIError(503, "the server's deadline passed before the answer had a token: try again later")

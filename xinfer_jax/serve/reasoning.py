@@ -1,0 +1,55 @@
+"""`split_reasoning` for a text that is still being generated."""
+
+from ..api.responses import THINK_END, THINK_START
+
+
+class ReasoningParser:
+    """Splits the chunks of an answer's text into reasoning and content. It looks at each character once."""
+
+    def __init__(self, in_reasoning: bool):
+        """in_reasoning: the prompt ends within the reasoning."""
+        self._state = "reasoning" if in_reasoning else "start"
+        self._pending = ""  # may be the beginning of a mark
+        self._blanks: list[str] = []  # before the first other character
+        self._at_start = True  # of the reasoning: its first newline is left out
+
+    def push(self, text: str, ended: bool) -> tuple[str, str]:
+        """The new reasoning and the new content. ended: this is the last chunk."""
+        text = self._pending + text
+        self._pending = ""
+        reasoning = ""
+        if self._state == "start":
+            text = self._push_start(text, ended)
+        if self._state == "reasoning":
+            reasoning, text = self._push_reasoning(text, ended)
+        if self._state == "before content":
+            text = text.lstrip("\n")
+            self._state = "content" if text else "before content"
+        return (reasoning, text) if self._state in ("before content", "content") else (reasoning, "")
+
+    def _push_start(self, text: str, ended: bool) -> str:
+        stripped = text.lstrip()
+        self._blanks.append(text[: len(text) - len(stripped)])
+        if stripped.startswith(THINK_START):
+            self._state = "reasoning"
+            return stripped[len(THINK_START) :]
+        if ended or not THINK_START.startswith(stripped):
+            self._state = "content"
+            return "".join(self._blanks) + stripped
+        self._pending = stripped
+        return ""
+
+    def _push_reasoning(self, text: str, ended: bool) -> tuple[str, str]:
+        reasoning, mark, content = text.partition(THINK_END)
+        if mark:
+            self._state = "before content"
+        elif not ended:
+            lengths = range(len(THINK_END) - 1, 0, -1)
+            partial = next((n for n in lengths if reasoning.endswith(THINK_END[:n])), 0)
+            cut = len(reasoning) - partial
+            self._pending = reasoning[cut:]
+            reasoning = reasoning[:cut]
+        if reasoning and self._at_start:
+            self._at_start = False
+            reasoning = reasoning.removeprefix("\n")
+        return reasoning, content

@@ -1,0 +1,91 @@
+"""An HTTP request that the engine answers: its engine requests, its reservation and its line of the log."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from ..api.bodies import ParsedBody
+from ..api.responses import usage
+from ..engine.requests import Request
+from .admission import Reservation
+from .metrics import Metrics
+from .server_settings import ServerSettings
+
+
+class _Server(Protocol):
+    settings: ServerSettings
+    metrics: Metrics
+    log: Callable[[str], None]
+
+
+class ServedRequest:
+    """An HTTP request, until its response is sent or its client disconnects. Thread-safe.
+
+    Attributes:
+        request_id: in the log and the response.
+        reservation: what it has reserved of the server's limits.
+        number: it is the server's number-th request for completions.
+        received: the arrival time, from time.monotonic().
+        parsed: the body; None: it is not submitted yet.
+        requests: the engine requests.
+    """
+
+    def __init__(
+        self, server: _Server, request_id: str, reservation: Reservation, number: int, received: float
+    ):
+        self._server = server
+        self.request_id = request_id
+        self.reservation = reservation
+        self.number = number
+        self.received = received
+        self._finished = False
+        self._lock = threading.Lock()
+        self.parsed: ParsedBody | None = None
+        self.requests: list[Request] = []
+
+    def set_submitted(self, parsed: ParsedBody, requests: list[Request]) -> None:
+        """Sets the engine requests, from any thread. If the client has disconnected they are cancelled."""
+        with self._lock:
+            self.parsed = parsed
+            self.requests = requests
+            finished = self._finished
+        if finished:
+            self._end(parsed, requests)
+
+    def finish(self) -> None:
+        """Cancels engine requests, releases the reservation and logs. Further calls do nothing."""
+        with self._lock:
+            finished = self._finished
+            self._finished = True
+            parsed = self.parsed
+            requests = self.requests
+        if not finished:
+            self._end(parsed, requests)
+
+    def _end(self, parsed: ParsedBody | None, requests: Sequence[Request]) -> None:
+        self.reservation.release()
+        for request in requests:
+            if not request.ended:
+                request.cancel()
+            self._server.metrics.observe(request)
+        if parsed is not None:
+            self._server.log(f"{self.request_id} {self._summary(parsed)}")
+
+    def _summary(self, parsed: ParsedBody) -> str:
+        answers = [answer for request in self.requests for answer in request.answers]
+        counts = usage(parsed, [answer.logprobs for answer in answers])
+        firsts = [r.times["first"] - r.submitted for r in self.requests if "first" in r.times]
+        first = f", first after {1e3 * min(firsts):.0f} ms" if firsts else ""
+        prompts = f", {parsed.prompts}" if self._server.settings.log_prompts else ""
+        reasons = ",".join(dict.fromkeys(answer.finish_reason or "gone" for answer in answers))
+        tokens = f"{counts['prompt_tokens']} + {counts['completion_tokens']} tokens"
+        seconds = time.monotonic() - self.received
+        return f"{parsed.kind}: {tokens} in {seconds:.2f} s{first}, {reasons}, seed {parsed.seed}{prompts}"
+
+
+def usage_with_cached(parsed: ParsedBody, requests: Sequence[Request]) -> dict[str, Any]:
+    """The response's `usage`: tokens of the prompts and answers, and cached tokens of the prompts."""
+    cached = dict(cached_tokens=sum(request.answers[0].row.hits for request in requests))
+    rows = [answer.logprobs for request in requests for answer in request.answers]
+    return dict(usage(parsed, rows), prompt_tokens_details=cached)

@@ -1,0 +1,151 @@
+"""Quantizes float matrices: int8 with a scale per output, int8 or int4 in groups, ternary."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..errors import InputError
+from ..host import aligned_empty, run_in_blocks
+from .quantized_weights import (
+    GroupedWeight,
+    Int8Weight,
+    QuantizedWeight,
+    group_size,
+    grouped_struct,
+    pack_int4,
+    split_groups,
+)
+from .ternary import ternary_leaf
+
+_METHOD_BITS = dict(int8=8, int4=4, ternary=2)
+_STRETCHES = np.linspace(1, 1.1, 11)  # factors on the smallest step without clipping, for int8 in groups
+
+
+def quantized_leaf(matrix_OI: Any, name: str, quantize: str, group: int | None = None) -> QuantizedWeight:
+    """Quantizes a checkpoint's matrix on the host.
+
+    Args:
+        matrix_OI, group: as in `quantize_matrix`.
+        name: of the tensor in the checkpoint.
+        quantize: "int8", "int4" or "ternary".
+
+    Raises:
+        InputError: NaN, inf or too large numbers.
+    """
+    bits = _bits(name, quantize)
+    if bits == 2:
+        return ternary_leaf(matrix_OI, name)
+    leaf = quantize_matrix(matrix_OI, bits, group)
+    if np.isfinite(leaf.scale).all():
+        return leaf
+
+    def check_finite(at: slice) -> None:
+        if not np.isfinite(matrix_OI[at].astype(np.float32)).all():
+            raise InputError(
+                f"{name} holds NaN or inf, which cannot be quantized: fetch the checkpoint again"
+            )
+
+    run_in_blocks(check_finite, leaf.shape[0], 4 * leaf.shape[1])
+    raise InputError(f"{name} holds numbers too large to be quantized: load it without quantize")
+
+
+def quantized_struct(
+    shape: tuple[int, ...], name: str, quantize: str, group: int | None = None
+) -> QuantizedWeight:
+    """Returns `quantized_leaf` with shapes and types, `jax.ShapeDtypeStruct`, instead of arrays."""
+    return _quantized_struct(shape, _bits(name, quantize), group)
+
+
+def group_size_for_shards(shape: tuple[int, ...], name: str, quantize: str, parts: int) -> int:
+    """Returns the group size of a matrix whose inputs are divided into `parts`: the default, or less,
+    so that groups do not cross parts.
+    """
+    bits = _bits(name, quantize)
+    inputs = shape[1]
+    J = group_size(shape, bits)
+    while parts > 1 and J < inputs and inputs // parts % J and J > 2:
+        J //= 2
+    return J
+
+
+def _bits(name: str, quantize: str) -> int:
+    """8 for matrices of the vocabulary: their errors are in every logit."""
+    return 8 if "embed_tokens" in name or name.startswith("lm_head") else _METHOD_BITS[quantize]
+
+
+def quantize_matrix(matrix_OI: Any, bits: int = 8, group: int | None = None) -> QuantizedWeight:
+    """Quantizes by rounding to nearest, in blocks of outputs on all cores; makes no float32 copy.
+
+    Args:
+        matrix_OI: any float type, [outputs, inputs]: an array, or an object that reads a slice of rows.
+        bits: 8 or 4.
+        group: inputs that share a scale; None: `group_size`.
+
+    Returns:
+        The leaf with NumPy arrays. 8 bits are symmetric; 4 bits have a zero point, to use all levels.
+    """
+    weight = jax.tree.map(aligned_empty, _quantized_struct(matrix_OI.shape, bits, group))
+    outputs, inputs = matrix_OI.shape
+
+    def quantize(at: slice) -> None:
+        _quantize_block(matrix_OI[at].astype(np.float32), weight, at)
+
+    run_in_blocks(quantize, outputs, 4 * inputs)
+    return weight
+
+
+def _quantized_struct(shape: tuple[int, ...], bits: int, group: int | None = None) -> QuantizedWeight:
+    (outputs, inputs) = shape
+    J = group or group_size(shape, bits)
+    struct = jax.ShapeDtypeStruct
+    if bits == 8 and J >= inputs:
+        return Int8Weight(struct(shape, np.int8), struct((outputs,), np.float32))
+    return grouped_struct(shape, bits, J)
+
+
+def _quantize_block(block_OI: np.ndarray, weight: Int8Weight | GroupedWeight, at: slice) -> None:
+    """Quantizes some outputs into the weight; overwrites block_OI. NaN and inf appear in the scales."""
+    with np.errstate(all="ignore"):
+        if isinstance(weight, Int8Weight):
+            max_O = np.maximum(block_OI.max(1), -block_OI.min(1))
+            weight.scale[at] = scale = np.where(max_O == 0, 1, max_O) / np.float32(127)
+            weight.values[at] = np.rint(np.divide(block_OI, scale[:, None], out=block_OI), out=block_OI)
+            return
+        kind = weight.values.dtype
+        if kind == np.uint8:  # outputs last in memory, as in the weight: the rest is elementwise
+            block_OI = np.asfortranarray(block_OI)
+        levels_OQJ, step_OQ, zero_OQ = round_to_nearest(
+            split_groups(block_OI, weight.group), 4 if kind == np.uint8 else 8
+        )
+        levels_QJO = levels_OQJ.astype(kind).transpose(1, 2, 0)
+        weight.values[:, :, at] = pack_int4(levels_QJO) if kind == np.uint8 else levels_QJO
+        weight.scale[:, at] = step_OQ.T
+        if weight.zero is not None:
+            weight.zero[:, at] = zero_OQ.T
+
+
+def round_to_nearest(block_OQJ: Any, bits: int, xp: Any = np) -> tuple[Any, Any, Any]:
+    """Returns a matrix's levels, [O, Q, J], and each group's step and zero point, [O, Q]; all are floats."""
+    if bits == 8:
+        step_OQ = best_int8_step(block_OQJ, xp)
+        return xp.clip(xp.rint(block_OQJ / step_OQ[..., None]), -127, 127), step_OQ, xp.zeros_like(step_OQ)
+    low_OQ = xp.minimum(block_OQJ.min(-1), 0)
+    high_OQ = xp.maximum(block_OQJ.max(-1), 0)
+    step_OQ = float16_step((high_OQ - low_OQ) / 15, xp)
+    zero_OQ = xp.clip(xp.rint(-low_OQ / step_OQ), 0, 15)
+    return xp.clip(xp.rint(block_OQJ / step_OQ[..., None]) + zero_OQ[..., None], 0, 15), step_OQ, zero_OQ
+
+
+def best_int8_step(block_OQJ: Any, xp: Any = np) -> Any:
+    """Returns the int8 step of least squared error among a few steps, [O, Q]."""
+    max_OQ = xp.abs(block_OQJ).max(-1)
+    steps = [float16_step(max_OQ * np.float32(stretch / 127), xp) for stretch in _STRETCHES]
+    columns = [step[..., None] for step in steps]
+    errors = [xp.square(xp.rint(block_OQJ / step) * step - block_OQJ).sum(-1) for step in columns]
+    return xp.take_along_axis(xp.stack(steps), xp.stack(errors).argmin(0)[None], 0)[0]
+
+
+def float16_step(step: Any, xp: Any = np) -> Any:
+    """Returns the step as float16 stores it, in float32."""
+    return xp.maximum(step.astype(np.float16), np.finfo(np.float16).smallest_normal).astype(np.float32)
