@@ -24,7 +24,7 @@ NEW = 16
 RATE = 1e-4
 
 
-def step_over(mesh, config, eos_ids):
+def make_training_step(mesh, config, eos_ids):
     """A function (params, prompt_BT, one key per row) -> params, mean reward. Parameters are sharded as by
     `xj.shardings`.
     """
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> None:
     shardings = xj.shardings(config, mesh)
     params = jax.device_put(model.params, shardings)
     mesh = shardings["final_norm"].mesh
-    step = step_over(mesh, config, np.array(config.eos_token_ids))
+    step = make_training_step(mesh, config, np.array(config.eos_token_ids))
     prompt_BT = jnp.array([model.tokenizer.encode("The capital of")] * 8)
     for i in range(3):
         params, reward = step(params, prompt_BT, jax.random.split(jax.random.key(i), len(prompt_BT)))

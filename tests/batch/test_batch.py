@@ -408,9 +408,7 @@ def test_records_survive_a_full_disk_and_broken_ones_are_truncated(model, tmp_pa
     names = tmp_path / "out", tmp_path / "out.progress"
 
     def torn(to, data):
-        if len(data) % 33 == 0 and not bytes(data).endswith(
-            b"\n"
-        ):  # only half of a record fits
+        if len(data) % 33 == 0 and not bytes(data).endswith(b"\n"):  # only half of a record fits
             if not tears:
                 tears.append(real(to, bytes(data)[:10]))
                 return 10

@@ -90,7 +90,7 @@ def test_weights_do_not_depend_on_the_files_after_loading(tmp_path, dtype):
     )
 
 
-def test_path_with_a_tilde(checkpoint, monkeypatch):
+def test_a_tilde_in_the_path_is_expanded(checkpoint, monkeypatch):
     path = checkpoint()
     monkeypatch.setenv("HOME", str(path.parent))
     assert xj.load_model(f"~/{path.name}").config.vocab_size == tiny.CONFIG["vocab_size"]
@@ -134,7 +134,7 @@ def test_tied_matrix_under_both_names(tmp_path, shards):
     assert "lm_head.weight differs from model.embed_tokens.weight" in tiny.load_error(tmp_path / "differs")
 
 
-def test_tied_matrix_under_no_name(tmp_path):
+def test_a_tied_model_needs_its_embedding(tmp_path):
     tiny.write(tmp_path, weights={name: w for name, w in tiny.tensors().items() if name != tiny.EMBED})
     assert "missing model.embed_tokens.weight [288, 32]" in tiny.load_error(tmp_path)
 

@@ -165,7 +165,7 @@ def test_neither_a_directory_nor_a_hub_name(name, monkeypatch):
     assert f"model {name!r} is neither a directory nor a hub name" in tiny.load_error(name)
 
 
-def test_a_file_instead_of_a_directory(checkpoint):
+def test_a_file_instead_of_a_directory_is_rejected(checkpoint):
     assert "neither a directory nor" in tiny.load_error(checkpoint() / "model.safetensors")
 
 

@@ -107,7 +107,7 @@ def test_characters_that_the_locale_lacks_are_replaced(environment, good):
         ("<&- >&- 2>&-", "", ""),
     ],
 )
-def test_closed_or_full_standard_streams(environment, redirected, out, err):
+def test_closed_or_full_standard_streams_exit_with_one_line(environment, redirected, out, err):
     if "/dev/full" in redirected and not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full here")
     run = process(environment, "-c", f"""import subprocess as s, sys

@@ -60,7 +60,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_needs_too_much_memory(model, small, name):
+def test_a_call_that_needs_too_much_memory_raises(model, small, name):
     assert needed_bytes(lambda: CALLS[name](model)) > 2**34
 
 

@@ -78,7 +78,7 @@ def test_stories_last_logits(case):
 
 
 @pytest.mark.parametrize("case", cases(QWEN / "golden_tokenizer.json"))
-def test_qwen_tokenizer(case):
+def test_qwen_tokenizer_gives_the_golden_ids(case):
     assert qwen().encode(case["text"]) == case["ids"]
     assert qwen().decode(case["ids"], skip_special_tokens=False) == case["decode"]
     assert qwen().decode(case["ids"]) == case["decode_skip"]

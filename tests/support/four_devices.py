@@ -160,7 +160,7 @@ def test_update_changes_the_weights_of_all_engines(several, model):
     assert [out.logprobs for out in again] == [out.logprobs for out in before]
 
 
-def test_an_engine_that_breaks_down_leaves_the_others_running(unstarted, capsys):
+def test_an_engine_that_fails_leaves_the_others_running(unstarted, capsys):
     good, bad = unstarted.engines
     bad._core.device.decode = lambda *_: 1 / 0
     requests = [unstarted.submit([5, 6], options(5)) for _ in range(4)]

@@ -277,7 +277,7 @@ FILES = {
         },
     ),
     **{
-        f"index {name}": Case("index", files={WEIGHTS: None, INDEX: content})
+        f"index {name}": Case("index|is not a file|cannot be opened", files={WEIGHTS: None, INDEX: content})
         for name, content in {
             "empty": b"",
             "list": b"[]",

@@ -198,7 +198,7 @@ def test_no_product_dequantizes_the_whole_matrix(rows):
     assert compiled.memory_analysis().temp_size_in_bytes < 0.6 * 4 * 512 * 1024
 
 
-def test_a_product_with_inputs_in_another_order():
+def test_quantized_product_with_reordered_inputs():
     plain = jax.device_put(quantize_matrix(matrix(24, 128), 4, 32))
     order = np.random.default_rng(2).permutation(128).astype(np.int32)
     weight = dataclasses.replace(plain, order=jnp.asarray(order))

@@ -11,7 +11,7 @@ from ..sampling.sampling_config import SamplingConfig
 from ..text import MAX_STOP_STRING_CHARS
 from .fields import SAMPLING, BodyError, Fields
 
-_MOST_NGRAM = 256  # bounds a decode step's work: it compares so many tokens at each position of the row
+_MOST_NGRAM = 256  # bounds a decode step's work: it compares this many tokens at each position of a row
 
 
 def parse_sampling(

@@ -141,7 +141,7 @@ def cache_bytes(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> i
 
 
 def check_append(cache: KVCache, tokens: int) -> None:
-    """Raises InputError where one call cannot append so many tokens to a row."""
+    """Raises InputError where one call cannot append this number of tokens to a row."""
     if tokens > cache.capacity:
         raise InputError(
             f"{tokens} tokens in one call exceed the cache's capacity {cache.capacity}: raise capacity"

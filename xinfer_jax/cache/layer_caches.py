@@ -33,7 +33,7 @@ class Contiguous(ShortRepr):
 
     k: jax.Array | QuantizedKV  # [B, K, S, H]
     v: jax.Array | QuantizedKV  # [B, K, S, H]
-    # Sliding window: the most keys that a query sees, its own included; None: all before it, too.
+    # Sliding window: the most keys that a query sees, its own included; None: all up to its own.
     window: int | None = dataclasses.field(metadata=dict(static=True))
     capacity: int = dataclasses.field(metadata=dict(static=True))  # tokens that a row can hold
     # A function of positions, int32 [B or 1, S]: the bias [B or 1, K, S, H] that is added to keys when they
@@ -138,7 +138,7 @@ class Contiguous(ShortRepr):
         return self._map(move)
 
     def used_arrays(self, tokens: int) -> tuple[Any, Any]:
-        """Keys and values of the slots that rows of at most so many tokens have used, for a file."""
+        """Keys and values of the slots that rows of at most `tokens` tokens have used, for a file."""
         used = self._map(lambda x: x[:, :, :tokens])
         return used.k, used.v
 

@@ -39,7 +39,7 @@ def render(source: str, variables: dict[str, Any]) -> str:
     try:
         environment = _Environment(variables)
         return environment.template(source).render(variables)
-    except Exception as error:  # a template is code: any exception can come
+    except Exception as error:  # a template is code: any exception can occur
         raise InputError(
             f"the chat template rejects this conversation: {str(error) or type(error).__name__}"
         ) from error

@@ -132,7 +132,7 @@ class LeafPartition(NamedTuple):
 
 
 def leaf_partition(spec: ParamSpec, config: ModelConfig, devices: int, packed: int = 1) -> LeafPartition:
-    """How a leaf is split over so many devices.
+    """How a leaf is split over the devices of a mesh.
 
     Args:
         spec: of the whole leaf.

@@ -38,7 +38,7 @@ _BROKEN = 70  # exit code of a child that does not end in order
 _DEAD_PROCESS = re.compile(r"stopped sending heartbeats\):\s+(?:/job:\S*task:)?(\d+)")  # as jax names it
 _OTHER_FAILED = "JAX distributed service detected fatal errors"  # logged where a process ends after another
 _LOG_TAIL = 1 << 16  # bytes at the end of a child's log that are searched for these
-_child: dict[str, Any] = {}  # what the parent told this process; empty: it is no child
+_child: dict[str, Any] = {}  # settings from the parent; empty: this process is not a child
 
 
 def supervise(parser: FlagParser) -> int | None:

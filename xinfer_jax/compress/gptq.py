@@ -122,13 +122,13 @@ def _best_step_and_zero(block_OJ: jax.Array, weight_J: jax.Array) -> tuple[jax.A
     high_O = jnp.maximum(block_OJ.max(1), 0)
     shrinks = jnp.array([(low, high) for low in _SHRINKS for high in _SHRINKS])
 
-    def levels(shrink_2: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def step_and_zero(shrink_2: jax.Array) -> tuple[jax.Array, jax.Array]:
         step_O = float16_step((high_O * shrink_2[1] - low_O * shrink_2[0]) / 15, jnp)
         return step_O, jnp.clip(jnp.round(-low_O * shrink_2[0] / step_O), 0, 15)
 
     def error(shrink_2: jax.Array) -> jax.Array:
-        step_O1, zero_O1 = (a[:, None] for a in levels(shrink_2))
+        step_O1, zero_O1 = (a[:, None] for a in step_and_zero(shrink_2))
         quantized_OJ = (jnp.clip(jnp.round(block_OJ / step_O1) + zero_O1, 0, 15) - zero_O1) * step_O1
         return jnp.sum(jnp.square(quantized_OJ - block_OJ) * weight_J, 1)
 
-    return levels(shrinks[lax.map(error, shrinks).argmin(0)].T)
+    return step_and_zero(shrinks[lax.map(error, shrinks).argmin(0)].T)

@@ -15,9 +15,9 @@ from .layers import soft_cap
 
 QUERY_BLOCK = 512
 KEY_BLOCK = 256
-DECODE_BLOCK = 1024  # keys per loop step for a single query: a step costs more than its keys
+DECODE_BLOCK = 1024  # keys per loop step for a single query: the step itself costs more than its keys
 ROW_BLOCK = 64  # the same for one row on CPU, where steps are cheap
-ROW_QUERIES = 17  # a token and 16 draft tokens: with at most as many queries, CPU computes row after row
+ROW_QUERIES = 17  # a token and 16 draft tokens: up to this number of queries, CPU attends row by row
 _ONE_ROW = str.maketrans({"b": "", "t": ""})
 _MASKED = -1e30  # finite: a query that sees no key gives zeros, not NaN
 

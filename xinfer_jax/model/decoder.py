@@ -65,7 +65,8 @@ def hidden_states(
     inputs_BTD: AnyArray | None = None,
     impl: str | None = None,
 ) -> tuple[jax.Array, Any]:
-    """`forward` without its last step, `unembed`: hidden states after the final norm. Not jitted.
+    """`forward` without its last step, `unembed`: hidden states after the final norm. Not jitted;
+    differentiable as `forward` is.
 
     Args:
         params, config, tokens_BT, cache, num_tokens_B, impl: as in `forward`.

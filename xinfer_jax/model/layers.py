@@ -95,7 +95,8 @@ def _embed(token: jax.Array, table: jax.Array) -> jax.Array:
     def row_by_row(token: jax.Array, table: jax.Array) -> jax.Array:  # [..., D]
         ids = token.reshape(-1)
 
-        # Tied as in matmul.tiled_product, and to the ids: one token's loop is unrolled.
+        # The barrier keeps the conversion inside the loop, as in matmul.tiled_product. It includes the ids,
+        # since XLA unrolls the loop of a single token.
         def row(i: jax.Array) -> jax.Array:  # [D]
             tied, at = lax.optimization_barrier((table, ids[i]))
             return lax.dynamic_index_in_dim(tied, at, 0, keepdims=False).astype(jnp.float32)
@@ -214,7 +215,7 @@ def rope_is_fixed(config: ModelConfig, rope: int) -> bool:
 def _inverse_frequencies(rope: RopeConfig, width: int) -> Any:
     """The angle per position of each pair, float32 [P]. width: 2 P."""
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
-    # Computed in float64 and rounded once they equal torch's. In float32 they differ by an ulp, which is
+    # Computed in float64 and rounded once, they equal torch's. In float32 they differ by an ulp, which is
     # visible after 500 positions.
     powers = (np.float64(rope.rope_theta) ** exponents.astype(np.float64)).astype(np.float32)
     if rope.rope_type == "longrope":  # Ding et al. 2024

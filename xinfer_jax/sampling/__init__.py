@@ -19,8 +19,8 @@ arrays, the check of generation_config.json, the HTTP field and the value of the
   zeros). So one program serves a mixed batch, and another setting of the same structure compiles nothing.
   `vmap` turns a `cond` into both of its branches; the plain structure has few.
 - Where top-k leaves 64 tokens or fewer, only the 65 most likely tokens are sampled from and get noise: a
-  twentieth of the work. Where this is not possible for one row (ties with the last token, no top-k), all rows
-  are sampled from the whole vocabulary: slower, with the same tokens.
+  twentieth of the work. Where this is not possible for one row (ties with the last token, no top-k), the
+  whole vocabulary of all rows gets noise: slower, and the other rows keep their tokens.
 - Thresholds are found by bisection over a float's bits, not by sorting: exact, 2 ms instead of 45 ms for
   151,936 logits on 2 cores. Tokens that tie with the threshold are all kept (transformers keeps ties at
   top-k, not at top-p). Top-k and top-p share one search loop, since compiling it takes long.

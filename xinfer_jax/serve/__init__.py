@@ -29,8 +29,8 @@ has the list of fields.
   clients.
 - A body has at most 64 bytes for each token of the context and each of its prompts, by default at most 4 MiB,
   and at most 64 levels; a scan checks this without building objects. What takes longer than a few
-  milliseconds runs in threads, one job of a client at a time. Tokenizing releases Python's GIL; work that
-  holds the GIL is cut into slices. Work for a client that has disconnected stops.
+  milliseconds runs in threads, one small and one large job of a client at a time. Tokenizing releases
+  Python's GIL; work that holds the GIL is cut into slices. Work for a client that has disconnected stops.
 - Clients with different keys share no prefix pages (`cached_tokens` would reveal another client's text)
   unless --share_prefixes is set. Without keys all clients share them.
 - The text of a message never becomes a control token (`encode_prompt(escape_control_tokens=True)`).

@@ -20,8 +20,8 @@ def is_large(data: list[bytes]) -> bool:
 
 
 class WorkerPool:
-    """Runs the jobs of one server: one job of a client at a time, and few large ones of all clients. A small
-    job does not wait for a large one of the same client.
+    """Runs the jobs of one server: of a client one small and one large job at a time, of all clients few
+    large ones. So a small job does not wait for a large one.
     """
 
     def __init__(self) -> None:
@@ -30,8 +30,8 @@ class WorkerPool:
         self._exclusive = asyncio.Semaphore(1)
 
     async def run(self, client: str, large: bool, work: Callable[[], Any], exclusive: bool = False) -> Any:
-        """Returns what the work returns. If it is cancelled while it waits, the work never runs; a running
-        job counts against the limits until it ends, even if nobody waits for it.
+        """Returns what the work returns. If this call is cancelled while it waits, the work never runs; a
+        running job counts against the limits until it ends, even if nobody waits for it.
 
         exclusive: the job uses all cores; only one such job runs at a time.
         """

@@ -125,7 +125,7 @@ def rotate_tensor(tensor: Any, rotation: TensorRotation, norm: Callable[[str], n
 
 
 class _RotatedRows:
-    """A matrix [O, I] whose rows are multiplied by gains and rotated as they are read."""
+    """A matrix [O, I] whose rows are read, multiplied elementwise by gains [I], and rotated."""
 
     def __init__(self, matrix_OI: Any, width: int, gain_I: np.ndarray | None):
         self._matrix_OI = matrix_OI
