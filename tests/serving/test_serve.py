@@ -417,9 +417,9 @@ def test_bad_flags_of_serve(tmp_path, monkeypatch, capsys, flags, why):
 def test_page_in_a_browser(server, tmp_path, monkeypatch):
     """Asks a question, sees its answer stream, and stops an answer."""
     with contextlib.closing(Browser(tmp_path)) as browser:
-        browser.go(f"http://127.0.0.1:{server.port}/")
+        browser.open(f"http://127.0.0.1:{server.port}/")
         assert browser.script("return document.title") == "tiny"
-        browser.say("What is the capital of France?")
+        browser.send("What is the capital of France?")
         assert browser.script(f"return {LAST}.querySelector('.text').textContent") == (
             "The capital of France is Paris."
         )
@@ -428,11 +428,11 @@ def test_page_in_a_browser(server, tmp_path, monkeypatch):
         browser.script("temperature.value = '90'; most.value = '380'")
         endless = dataclasses.replace(server.service._defaults, eos_token_ids=())
         monkeypatch.setattr(server.service, "_defaults", endless)
-        browser.say("<img src=x onerror=alert(1)>", wait=False)
-        browser.until(f"{LAST}.querySelector('.text').textContent.length > 20")
+        browser.send("<img src=x onerror=alert(1)>", wait=False)
+        browser.wait_for(f"{LAST}.querySelector('.text').textContent.length > 20")
         assert not browser.script("return document.querySelector('img')")
         browser.script("$('stop').click()")
-        browser.until(f"{LAST}.querySelector('.figures').textContent.includes('stopped')")
+        browser.wait_for(f"{LAST}.querySelector('.figures').textContent.includes('stopped')")
         assert server.idle(3)
 
 
