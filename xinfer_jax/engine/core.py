@@ -181,12 +181,11 @@ class EngineCore:
         request = answer.request
         count = int(out.count_B[slot])
         self._counters.chosen_tokens += count
-        if request.call.options.logprobs:
+        if top := request.call.options.logprobs:
             parts = out.alternatives, out.tokens_BT, out.logprobs_BT, out.count_B
             of_row = jax.tree.map(lambda x_B: x_B[slot : slot + 1], parts)
             alternatives, tokens_1T, logprobs_1T, count_1 = of_row
-            most = request.call.options.logprobs
-            (tokens,) = token_logprob_rows(alternatives, tokens_1T, logprobs_1T, count_1, most)
+            (tokens,) = token_logprob_rows(alternatives, tokens_1T, logprobs_1T, count_1, top)
             answer.alternatives += tokens
         ids = out.tokens_BT[slot, :count].tolist()
         logprobs = out.logprobs_BT[slot, :count].tolist()

@@ -16,7 +16,7 @@ import numpy as np
 from ..cache.kv_cache import KVCache
 from ..cache.paged import PAGE_SIZE, empty_pools
 from ..config.model_config import ModelConfig
-from ..generation.batch_arrays import state_of_rows
+from ..generation.batch_arrays import state_of_rows, token_matrix
 from ..generation.options import GenerateOptions
 from ..generation.precompile import IMMEDIATE, Executor, Precompiler
 from ..generation.runners import runner_class
@@ -95,8 +95,7 @@ class Device:
         """Prefills at most a page, as `prefill`. Returns `Alternatives` of the token after each of ids, which
         are `targets`; no processor is applied.
         """
-        target_T = np.zeros(PAGE_SIZE, np.int32)
-        target_T[: len(targets)] = targets
+        (target_T,) = token_matrix([targets], 1, PAGE_SIZE)
         args = *self._padded(ids, PAGE_SIZE), self._cache(pages, start), target_T, self._shape.impl
         alternatives, cache = self._execute(PROMPT_LOGPROBS, *self._model, *args)
         self.pools = cache_pools(cache)
@@ -112,9 +111,7 @@ class Device:
         ended, or one has. With draft tokens a step may append several tokens.
         """
         shape = self._shape
-        table_BP = np.zeros((shape.rows, num_pages_for(shape.capacity)), np.int32)
-        for slot, of_row in pages.items():
-            table_BP[slot, : len(of_row)] = of_row
+        table_BP = self._block_table(pages, shape.rows)
         running_B = np.isin(np.arange(shape.rows), [*pages])
         args = self.rows, self.pools, table_BP, running_B, np.int32(steps), np.bool_(until_one_ends)
         static = shape.capacity, shape.num_draft_tokens, shape.impl
@@ -179,17 +176,21 @@ class Device:
 
     def _padded(self, ids: Sequence[int], width: int) -> tuple[np.ndarray, np.ndarray]:
         """int32 [1, width], and how many of them are real [1]."""
-        tokens_1T = np.zeros((1, width), np.int32)
-        tokens_1T[0, : len(ids)] = ids
-        return tokens_1T, np.array([len(ids)], np.int32)
+        return token_matrix([ids], 1, width), np.array([len(ids)], np.int32)
 
     def _cache(self, pages: list[int], length: int) -> KVCache:
         """The cache of one row that holds so many tokens."""
-        table_1P = np.zeros((1, num_pages_for(self._shape.capacity)), np.int32)
-        table_1P[0, : len(pages)] = pages
+        table_1P = self._block_table({0: pages}, 1)
         return paged_cache(
             self.config, self.pools, table_1P, self._shape.capacity, np.array([length], np.int32)
         )
+
+    def _block_table(self, pages: dict[int, list[int]], rows: int) -> np.ndarray:
+        """int32 [rows, pages of a full row]: the pages of each row, then page 0, which no row uses."""
+        table_BP = np.zeros((rows, num_pages_for(self._shape.capacity)), np.int32)
+        for row, of_row in pages.items():
+            table_BP[row, : len(of_row)] = of_row
+        return table_BP
 
 
 def warmed_up_device(params: Params, config: ModelConfig, shape: EngineShape) -> tuple[Device, int]:

@@ -30,7 +30,7 @@ def pad_prompts(prompts: Sequence[Sequence[int]], most: int, rows: int = 0) -> t
     num_tokens_B = np.zeros(max(rows, len(prompts)), np.int32)
     num_tokens_B[: len(prompts)] = [len(prompt) for prompt in prompts]
     width = min(bucket(int(num_tokens_B.max())), most)
-    return _matrix(prompts, len(num_tokens_B), width), num_tokens_B
+    return token_matrix(prompts, len(num_tokens_B), width), num_tokens_B
 
 
 def check_generation_memory(call: ValidatedCall, rows: int) -> None:
@@ -119,13 +119,13 @@ def state_of_rows(  # noqa: PLR0913
     for row, prompt in enumerate(prompts):
         seen_RV[row, prompt] = True
         length_R[row] = len(prompt)
-    history_RS = None if history_size is None else _matrix(prompts, R, history_size)
+    history_RS = None if history_size is None else token_matrix(prompts, R, history_size)
     context = init_context(sampling_R, length_R, eos_RE, seen_RV, history_RS)
     return new_state(key_R, sampling_R, limit_R, context, output_size)
 
 
-def _matrix(prompts: Sequence[Sequence[int]], rows: int, width: int) -> np.ndarray:
-    """int32 [rows, width]."""
+def token_matrix(prompts: Sequence[Sequence[int]], rows: int, width: int) -> np.ndarray:
+    """int32 [rows, width]: the ids of each prompt, then zeros. Further rows are zeros."""
     tokens_BT = np.zeros((rows, width), np.int32)
     for row, prompt in zip(tokens_BT, prompts, strict=False):
         row[: len(prompt)] = prompt

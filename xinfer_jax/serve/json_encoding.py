@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ..api.bodies import ParsedBody
@@ -26,6 +26,11 @@ def list_to_json(values: Sequence[Any], slice_length: int = _VALUES) -> bytes:
     """Encodes a list as JSON, `slice_length` values at a time."""
     starts = range(0, len(values), slice_length)
     parts = (to_json(values[at : at + slice_length])[1:-1] for at in starts)
+    return _join(parts)
+
+
+def _join(parts: Iterable[bytes]) -> bytes:
+    """A JSON list of parts, each one or several values that are JSON already."""
     return b"[%s]" % b",".join(parts)
 
 
@@ -72,7 +77,7 @@ def response_to_json(
             choices.append(object_to_json(choice, **encoded))
     empty = response_body(dataclasses.replace(parsed, prompts=[]), [], [], tokenizer, in_reasoning)
     del empty["choices"]
-    return object_to_json(empty | head, choices=b"[%s]" % b",".join(choices))
+    return object_to_json(empty | head, choices=_join(choices))
 
 
 def _logprobs_to_json(tokenizer: Tokenizer, parsed: ParsedBody, entries: Sequence[Any]) -> bytes:
@@ -81,7 +86,7 @@ def _logprobs_to_json(tokenizer: Tokenizer, parsed: ParsedBody, entries: Sequenc
     for i in range(0, len(entries), _SLICE):
         for name, values in format_logprobs(texts, parsed, entries[i : i + _SLICE]).items():
             lists[name].append(to_json(values)[1:-1])
-    return object_to_json({}, **{name: b"[%s]" % b",".join(parts) for name, parts in lists.items()})
+    return object_to_json({}, **{name: _join(parts) for name, parts in lists.items()})
 
 
 def embeddings_to_json(vectors: Iterator[bytes], model: str, tokens: int) -> bytes:
@@ -91,4 +96,4 @@ def embeddings_to_json(vectors: Iterator[bytes], model: str, tokens: int) -> byt
         for i, vector in enumerate(vectors)
     )
     head = dict(object="list", model=model, usage=dict(prompt_tokens=tokens, total_tokens=tokens))
-    return object_to_json(head, data=b"[%s]" % b",".join(data))
+    return object_to_json(head, data=_join(data))
