@@ -26,7 +26,7 @@ def model() -> xj.Model:
 
 @pytest.fixture(scope="module")
 def engine(model):
-    with xj.Engine(model, **SHAPE, pages=20) as engine:
+    with xj.Engine(model, **SHAPE, pages=20, warm_up=True) as engine:
         yield engine
 
 
@@ -39,13 +39,15 @@ def test_nothing_is_compiled_after_warm_up_and_no_page_is_lost(engine, model):
     shape = dict(capacity=512, pages=engine.pages)
     asked = engine_requests.draw(rng, model.config.vocab_size, 1000, 60, shape)
     short = [dataclasses.replace(a.options, max_new_tokens=min(a.options.max_new_tokens, 6)) for a in asked]
+    key = jax.random.key(0)
     with compiling.events() as seen:
         requests = [engine.submit(a.ids, o, key=a.key, **a.more) for a, o in zip(asked, short, strict=True)]
         for request in requests:
             engine_requests.outcome(request)
-        assert engine.generate([[5], [6, 7]], xj.GenerateOptions(2), key=jax.random.key(0))
+        assert engine.generate([[5], [6, 7]], xj.GenerateOptions(2), key=key)
     assert seen == []
     stats = engine.stats
+    assert stats.warming_up == stats.waiting_for_programs == 0 and stats.programs > 10
     assert stats.running == stats.waiting == stats.pages_used == 0
     assert stats.pages_cached + stats.pages_free == engine.pages - 1
     assert stats.requests >= 1000 and stats.ttft_seconds[0] > 0
@@ -151,55 +153,57 @@ def test_the_host_has_no_view_of_donated_rows(engine):
     device = engine._core.device
     engine.submit([5, 6, 7], xj.GenerateOptions(30, **NO_END)).result()
     with engine._step_lock:
-        out = device.decode({0: [1]}, 1, False)
+        out = device.decode({0: [1]}, 1, False, True, True)
         kept = {
             leaf.unsafe_buffer_pointer()
             for leaf in jax.tree.leaves(device.rows)
             if leaf.dtype != device.rows.key_B.dtype
         }
-        assert not kept & {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(out)}
+        assert not kept & {np.asarray(leaf).ctypes.data for leaf in jax.tree.leaves(out)}
         views = jax.tree.map(np.asarray, out)
         copies = jax.tree.map(np.copy, views)
         before = device.pools[0][0]
-        device.decode({0: [1]}, 1, False)
+        device.decode({0: [1]}, 1, False, True, True)
         assert before.is_deleted(), "a view kept the pool from being donated"
         assert all(map(np.array_equal, jax.tree.leaves(views), jax.tree.leaves(copies)))
 
 
-def test_ended_rows_have_default_settings(engine):
-    """Or greedy rows would go on computing what another row once asked for."""
-    drawn = xj.SamplingConfig(
-        temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, typical_p=0.9, repetition_penalty=1.1,
-        presence_penalty=1.0, frequency_penalty=1.0, no_repeat_ngram_size=3, min_new_tokens=2,
-        bad_words_ids=[[9], [8, 7]],
-    )  # fmt: skip
-    options = xj.GenerateOptions(3, drawn, **NO_END)
-    engine.generate([[i, 6] for i in range(engine.rows)], options, key=jax.random.key(0))
+def test_greedy_rows_run_no_sampler(engine, monkeypatch):
+    """Nor do they after rows that were sampled, though a slot keeps the settings of its last row."""
+    from xinfer_jax.engine.warm_up import WarmUp
+
+    ran = set()
+    run = WarmUp.__call__
+
+    def recorded(self, program, *args):
+        ran.add(program.__name__)
+        return run(self, program, *args)
+
+    drawn = xj.SamplingConfig(temperature=1.0, top_k=5, min_p=0.1, bad_words_ids=[[9], [8, 7]])
+    key = jax.random.key(0)
+    engine.generate([[i, 6] for i in range(engine.rows)], xj.GenerateOptions(3, drawn, **NO_END), key=key)
+    monkeypatch.setattr(WarmUp, "__call__", recorded)
     engine.generate([[5, 6, 7]], xj.GenerateOptions(3, **NO_END))
-    with engine._step_lock:
-        left = jax.device_get(dataclasses.replace(engine._core.device.rows.sampling_B, logit_bias=None))
-    nothing = xj.SamplingConfig(bad_words_ids=-1)
-    for name, of_rows in vars(left).items():
-        assert of_rows is None or np.all(of_rows == getattr(nothing, name)), name
+    assert "_most_likely" in ran and not ran & {"_sample", "_alternatives"}
+    engine.generate([[5, 6, 7]], xj.GenerateOptions(3, xj.SamplingConfig(repetition_penalty=1.2), **NO_END))
+    assert "_sample" in ran, "a penalty is a sampling setting"
 
 
-def test_host_arrays_are_not_reused(engine, monkeypatch):
+def test_host_arrays_are_not_changed(engine, monkeypatch):
     """On a CPU a jitted function may read the memory of a NumPy array, also after the call."""
-    from xinfer_jax.engine import device
+    from xinfer_jax.engine.warm_up import WarmUp
 
     given = []
-    run = device.DECODE_STEPS
 
-    def recorded(*args, **kwargs):
+    def recorded(self, program, *args):
         given.extend((x, x.copy()) for x in jax.tree.leaves(args) if isinstance(x, np.ndarray))
-        return run(*args, **kwargs)
+        return program(*args)
 
-    monkeypatch.setattr(device, "DECODE_STEPS", recorded)
+    monkeypatch.setattr(WarmUp, "__call__", recorded)
     options = xj.GenerateOptions(200, **NO_END)
     for request in [engine.submit([i, 6], options) for i in range(5)]:
         request.result()
     assert len(given) >= 6 and all(np.array_equal(now, then) for now, then in given)
-    assert len({id(array) for array, _ in given}) == len(given)
 
 
 @pytest.mark.full

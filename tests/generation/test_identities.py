@@ -183,7 +183,9 @@ def test_nothing_is_compiled_for_other_settings_within_the_buckets(qwen):
             call(params, config, [rows[0], rows[1][:cut]], asked, key=jax.random.key(seed))
 
     both(30, 31, xj.SamplingConfig(), (3,), 0)
+    both(30, 31, xj.SamplingConfig(1.0), (3,), 0)  # greedy rows compile no sampler
     with compiling.events() as compiled:
+        both(30, 31, xj.SamplingConfig(), (3,), 0)
         both(30, 31, xj.SamplingConfig(0.7, 20, 0.8, 1.1), (3,), 1)
         both(17, 17, xj.SamplingConfig(1.5), (1, 2), 2)
         both(32, 25, MIXED[:2], (), 3)

@@ -23,8 +23,8 @@ from .messages import ResultReference, decode_message, encode_message
 _BLOCK = 256  # calls that process 0 may be ahead of the others
 _WAIT = 600_000  # milliseconds until a blocked read of the store is repeated
 # Methods of `Device` that process 0 may call; results of the first set stay on the devices, for later calls.
-_RESULT_STAYS = {"new_row", "prefill", "sample_first", "copy_pages_out", "get_row"}
-_METHODS = _RESULT_STAYS | {"prefill_with_logprobs", "set_row", "decode", "copy_pages_in"}
+_RESULT_STAYS = {"new_row", "prefill", "copy_pages_out", "get_row"}
+_METHODS = _RESULT_STAYS | {"prefill_with_logprobs", "sample_first", "set_row", "decode", "copy_pages_in"}
 _numbers = itertools.count()
 
 
@@ -171,9 +171,9 @@ class Leader:
         out = getattr(self._device, name)(*own)
         if name not in _RESULT_STAYS:
             return out
-        result = _DeviceResult(number, out[0] if name == "sample_first" else out)
+        result = _DeviceResult(number, out)
         weakref.finalize(result, self._unused.append, number)
-        return (result, *out[1:]) if name == "sample_first" else result
+        return result
 
     def close(self) -> None:
         """Ends `follow` in the other processes; safe to call again."""
@@ -203,6 +203,6 @@ def follow(device: Device, channel: ControlChannel) -> None:
         own = (results[arg.number] if isinstance(arg, ResultReference) else arg for arg in args)
         out = getattr(device, name)(*own)
         if name in _RESULT_STAYS:
-            results[number] = out[0] if name == "sample_first" else out
+            results[number] = out
         for old in unused:
             del results[old]

@@ -137,12 +137,12 @@ class EngineCore:
     def _sample_first(self, answer: Answer, outputs: Any) -> None:
         """The first token of a prefilled row, which decodes from now on."""
         request = answer.request
-        row, sampled = self.device.sample_first(outputs, self.device.new_row(request.call, answer.key_1))
-        out = jax.device_get(sampled)
+        call = request.call
+        row = self.device.new_row(call, answer.key_1)
+        flags = call.greedy, call.options.logprobs > 0
+        out = jax.device_get(self.device.sample_first(answer.row.slot, outputs, row, *flags))
         request.times.setdefault("first", time.monotonic())
-        if not self._append(answer, out, 0):
-            slot: Any = answer.row.slot
-            self.device.set_row(slot, row)
+        self._append(answer, out, 0)
         self._notify([request])
 
     def _decode(self, has_new_requests: Callable[[], bool]) -> None:
@@ -157,7 +157,9 @@ class EngineCore:
         until_one_ends = others or has_new_requests()
         began = time.perf_counter()
         pages = {slot: answer.row.pages for slot, answer in answers.items()}
-        out = jax.device_get(self.device.decode(pages, steps, until_one_ends))
+        calls = [answer.request.call for answer in answers.values()]
+        flags = all(call.greedy for call in calls), any(call.options.logprobs for call in calls)
+        out = jax.device_get(self.device.decode(pages, steps, until_one_ends, *flags))
         self._step_seconds = (time.perf_counter() - began) / max(1, int(out.passes_B.max()))
         for slot, answer in answers.items():
             scheduler.record_decode(answer.row, int(out.count_B[slot]))

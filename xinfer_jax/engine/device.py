@@ -1,16 +1,16 @@
 """What an engine has on its device: parameters, pages and rows, and the programs that change them. No row
 affects another.
 
-prefill chunk ─ prefill ─► pages; the last chunk's outputs ─ sample_first ─► row ─ set_row ─► rows
+prefill chunk ─ prefill ─► pages; the last chunk's outputs, row ─ sample_first ─► rows, SampledTokens
 rows, pages ─ decode ─► rows, pages, SampledTokens
 """
 
 import dataclasses
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..cache.kv_cache import KVCache
@@ -18,13 +18,13 @@ from ..cache.paged import PAGE_SIZE, empty_pools
 from ..config.model_config import ModelConfig
 from ..generation.batch_arrays import state_of_rows, token_matrix
 from ..generation.options import GenerateOptions
-from ..generation.precompile import IMMEDIATE, Executor, Precompiler
+from ..generation.precompile import Executor
 from ..generation.runners import runner_class
 from ..generation.state import DecodeState
 from ..generation.validation import ValidatedCall, validate_call
 from ..sampling.batched_settings import settings_per_row
 from ..sampling.logprobs import empty_alternatives
-from ..sampling.sampler import answer_keys
+from ..sampling.sampler import FOLD_IN, FOLD_IN_EACH, key_from_seed
 from ..sharding import concrete_mesh_of
 from ..weights.params import Params
 from .device_programs import (
@@ -58,9 +58,7 @@ class Device:
         rows: the state of all slots, with all settings and without output.
     """
 
-    def __init__(
-        self, params: Params, config: ModelConfig, shape: EngineShape, execute: Executor = IMMEDIATE
-    ):
+    def __init__(self, params: Params, config: ModelConfig, shape: EngineShape, execute: Executor):
         self.config = config
         self.params = params
         self._shape = shape
@@ -73,7 +71,7 @@ class Device:
             lambda: empty_pools(config, shape.pages, shape.cache_dtype, mesh), self._device
         )
         row = self._new_row(*self._empty_call, limit=0)
-        self.rows: Any = self._put(jax.tree.map(lambda x: x[np.zeros(shape.rows, int)], row))
+        self.rows: Any = self._put(jax.tree.map(lambda x: _repeat(x, shape.rows), row))
 
     def new_row(self, call: ValidatedCall, key_1: Any) -> DecodeState:
         """A row before its first token."""
@@ -101,14 +99,29 @@ class Device:
         self.pools = cache_pools(cache)
         return alternatives
 
-    def sample_first(self, outputs: Any, row: DecodeState) -> tuple[DecodeState, SampledTokens]:
-        """Samples a row's first token."""
-        state = self._runner.sample(self._model, outputs, self._execute(ADD_OUTPUT, row, 1))
-        return self._execute(TAKE_OUTPUT, state)
+    def sample_first(
+        self, slot: int, outputs: Any, row: DecodeState, greedy: bool, with_alternatives: bool
+    ) -> SampledTokens:
+        """Puts a new row into a slot, and samples its first token; the result has this row only.
 
-    def decode(self, pages: dict[int, list[int]], steps: int, until_one_ends: bool) -> SampledTokens:
+        Args:
+            outputs: of the row's last `prefill`.
+            row: from `new_row`.
+            greedy: the row uses no sampling setting.
+            with_alternatives: it asks for alternatives.
+        """
+        state = self._runner.sample(self._model, outputs, self._execute(ADD_OUTPUT, row, 1))
+        row, out = self._execute(TAKE_OUTPUT, state)
+        self.set_row(slot, row)
+        return out
+
+    def decode(
+        self, pages: dict[int, list[int]], steps: int, until_one_ends: bool, greedy: bool,
+        with_alternatives: bool,
+    ) -> SampledTokens:  # fmt: skip
         """Decodes the rows in these slots, whose pages are given: up to `steps` steps, fewer if all rows have
-        ended, or one has. With draft tokens a step may append several tokens.
+        ended, or one has. With draft tokens a step may append several tokens. greedy, with_alternatives: as
+        in `sample_first`, of all these rows, of any of them.
         """
         shape = self._shape
         table_BP = self._block_table(pages, shape.rows)
@@ -135,17 +148,39 @@ class Device:
 
     def set_row(self, slot: int, row: DecodeState) -> None:
         """Puts a row into a slot."""
-        self.rows = self._execute(SET_ROW, self.rows, np.array([slot], np.int32), row)
+        self.rows = self._execute(SET_ROW, self.rows, np.int32(slot), row)
 
-    def run_programs(self) -> None:
-        """Runs every program once, but those that copy pages, on page 0."""
-        row = self.new_row(*self._empty_call)
-        pages = [0] * num_pages_for(self._shape.capacity)
-        self.prefill(pages, [0] * self._shape.chunk, 0, True)
-        self.prefill_with_logprobs(pages, [0], 0, [0])
-        row, _ = self.sample_first(self.prefill(pages, [0], 0, False), row)
-        self.set_row(0, row)
-        self.decode({0: pages}, 1, False)
+    def stages(self) -> list[Callable[[], Any]]:
+        """Calls that together run every program, the most likely first: the first one runs what a short
+        greedy request needs. For a device whose arrays are shapes.
+        """
+        return [self._run_short_request, self._run_full_chunk, self._run_rare_calls, self._run_logprobs]
+
+    def _run_short_request(self, greedy: bool = True) -> None:
+        call, key = self._empty_call
+        self._execute(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
+        outputs = self.prefill(self._all_pages, [0], 0, False)
+        self.sample_first(0, outputs, self.new_row(call, key), greedy, False)
+        self.decode({0: self._all_pages}, 1, False, greedy, False)
+
+    def _run_full_chunk(self) -> None:
+        self.prefill(self._all_pages, [0] * self._shape.chunk, 0, True)
+
+    def _run_rare_calls(self) -> None:
+        """What preempted rows need, and the keys of several answers."""
+        key_1 = self._execute(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
+        self._execute(FOLD_IN_EACH, key_1, np.zeros(1, np.int32))
+        page_N = np.zeros(_COPIED_PAGES, np.int32)
+        self.pools = self._execute(SET_PAGES, self.pools, page_N, self._execute(GET_PAGES, self.pools, page_N))
+        self.set_row(0, self.get_row(0))
+
+    def _run_logprobs(self) -> None:
+        self.prefill_with_logprobs(self._all_pages, [0], 0, [0])
+
+    @property
+    def _all_pages(self) -> list[int]:
+        """As many pages as a full row has: page 0, which no row uses."""
+        return [0] * num_pages_for(self._shape.capacity)
 
     @property
     def _model(self) -> tuple[Params, ModelConfig]:
@@ -193,23 +228,12 @@ class Device:
         return table_BP
 
 
-def warmed_up_device(params: Params, config: ModelConfig, shape: EngineShape) -> tuple[Device, int]:
-    """A device whose programs are all compiled and have run once, and how many were compiled side by side:
-    over a mesh none, as they compile when they first run.
-    """
-    create = partial(Device, params, config, shape)
-    precompiler = Precompiler()
-    if concrete_mesh_of(params) is None:
-        create(execute=precompiler).run_programs()
-    precompiler.close()
-    precompiler.wait()
-    device = create()
-    device.run_programs()
-    device.run_programs()  # with committed parameters, rows and pages are committed only after the first run
-    device.copy_pages_in([0], device.copy_pages_out([0]))
-    device.set_row(0, device.get_row(0))
-    answer_keys(jax.random.key(0), np.zeros(1, np.int32), np.zeros(1, np.int32))
-    return device, precompiler.num_programs
+def _repeat(x_1: Any, rows: int) -> Any:
+    """An array of one row, for so many rows; made on the host, where nothing is compiled."""
+    if not jnp.issubdtype(x_1.dtype, jax.dtypes.prng_key):
+        return np.repeat(x_1, rows, 0)
+    data_B = np.repeat(np.asarray(jax.random.key_data(x_1)), rows, 0)
+    return jax.random.wrap_key_data(data_B, impl="threefry2x32")
 
 
 class _Shards:

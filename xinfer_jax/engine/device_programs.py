@@ -15,13 +15,13 @@ import numpy as np
 from ..cache.kv_cache import KVCache, truncate
 from ..cache.paged import Paged
 from ..config.model_config import ModelConfig
-from ..generation.loop import TracedOperations, admit, loop_until_done
+from ..generation.loop import TracedOperations, loop_until_done
 from ..generation.speculation import SpeculationState, last_and_draft_tokens, prompt_lookup, verify
 from ..generation.state import new_state
 from ..generation.strategies import Plain
-from ..model.decoder import hidden_states, unembed
+from ..model.decoder import final_norm, hidden_states, unembed
 from ..sampling.batched_settings import select_rows
-from ..sampling.logprobs import Alternatives, empty_alternatives
+from ..sampling.logprobs import Alternatives, empty_alternatives, record_alternatives
 from ..sharding import sharded_top_k
 from ..weights.cpu_features import compiler_options
 
@@ -115,6 +115,11 @@ def _take_output(state):
 def _prompt_logprobs(params, config, tokens_1T, num_tokens_1, cache, target_T, impl):
     """Prefills a page; `Alternatives` of the token after each position, `target_T`, and the cache."""
     hidden_1TD, cache = hidden_states(params, config, tokens_1T, cache, num_tokens_1, impl=impl)
+    return _target_logprobs(params, config, hidden_1TD, target_T), cache
+
+
+def _target_logprobs(params, config, hidden_1TD, target_T):
+    """`Alternatives` of the token after each position, `target_T`."""
 
     def part(pair):
         hidden_TD, target_T = pair
@@ -125,7 +130,40 @@ def _prompt_logprobs(params, config, tokens_1T, num_tokens_1, cache, target_T, i
     parts = hidden_1TD.reshape(-1, _LOGITS_TOKENS, hidden_1TD.shape[-1]), target_T.reshape(-1, _LOGITS_TOKENS)
     found = jax.lax.map(part, parts)
     id_1TA, top_1TA, logprob_1T = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), found)
-    return Alternatives(id_1TA, top_1TA, id_1TA, top_1TA, logprob_1T, None), cache
+    return Alternatives(id_1TA, top_1TA, id_1TA, top_1TA, logprob_1T, None)
+
+
+def _repeated_logits(params, config, x_11D, rows):
+    """float32 [B, 1, V]: the logits of a hidden state before the last norm, the same for each of `rows`
+    rows.
+    """
+    logits_11V = unembed(params, config, final_norm(params, config, x_11D))
+    return jnp.broadcast_to(logits_11V, (rows, *logits_11V.shape[1:]))
+
+
+def _alternatives(logits_B1V, taken_BV, token_B):
+    """`Alternatives` of one token of each row; taken_BV: the logits that the tokens were sampled from; None:
+    these logits.
+    """
+    B, _, V = logits_B1V.shape
+    logits_BV = logits_B1V[:, 0]
+    empty = empty_alternatives(B, 1, min(MAX_LOGPROBS, V), V, False)
+    taken_BV = logits_BV if taken_BV is None else taken_BV
+    return record_alternatives(empty, np.zeros(B, np.int32), logits_BV, taken_BV, token_B)
+
+
+def running_token(lengths, progress, position_B, running_B):
+    """The inputs of `Operations.forward` for one step of the rows that run."""
+    active_B = progress.active_B & running_B
+    lengths = dataclasses.replace(lengths, length_B=jnp.where(active_B, position_B - 1, 0))
+    return progress.token_B[:, None], active_B.astype(jnp.int32), lengths
+
+
+def _set_row(rows, slot, row):
+    def put(all_rows, of_row):
+        return jax.lax.dynamic_update_slice_in_dim(jnp.asarray(all_rows), jnp.asarray(of_row), slot, 0)
+
+    return jax.tree.map(put, rows, row)
 
 
 def _get_row(rows, slot):
@@ -150,7 +188,12 @@ DECODE_STEPS = jax.jit(
 PROMPT_LOGPROBS = jax.jit(_prompt_logprobs, static_argnames=("config", "impl"), donate_argnames="cache")
 ADD_OUTPUT = jax.jit(_add_output, static_argnames="size")
 TAKE_OUTPUT = jax.jit(_take_output)
-SET_ROW = jax.jit(admit, donate_argnames="state")
+TARGET_LOGPROBS = jax.jit(_target_logprobs, static_argnames="config")
+REPEATED_LOGITS = jax.jit(
+    _repeated_logits, static_argnames=("config", "rows"), compiler_options=compiler_options()
+)
+ALTERNATIVES = jax.jit(_alternatives)
+SET_ROW = jax.jit(_set_row, donate_argnames="rows")
 GET_ROW = jax.jit(_get_row)
 GET_PAGES = jax.jit(_get_pages)
 SET_PAGES = jax.jit(_set_pages, donate_argnames="pools")

@@ -27,13 +27,13 @@ from ..sharding import concrete_mesh_of, memory_fraction
 from ..weights.params import Params, tree_bytes
 from .controller import Leader, control_channel_for, follow
 from .core import EngineCore
-from .device import warmed_up_device
 from .request_queue import RequestQueue
 from .requests import Request
 from .scheduler import Scheduler
 from .shape import EngineShape, engine_shape
 from .statistics import EngineCounters
 from .submission import EngineBase
+from .warm_up import create_device
 
 
 class Engine(EngineBase):
@@ -45,8 +45,7 @@ class Engine(EngineBase):
         model: with the weights of the last `update`.
         rows, capacity, pages, chunk, impl: as given, or their defaults.
         guesses: draft tokens of a pass; 0 without a draft.
-        about: one line about its size, and the seconds of warm-up.
-        last_turn: when its last step ended, by time.monotonic(). Its thread takes a step a second at least.
+        about: one line about its size, and the seconds until it was ready.
         error: why it failed, or that it was closed; None while it can answer.
         name: in messages.
     """
@@ -64,8 +63,10 @@ class Engine(EngineBase):
         draft_tokens: int = 3,
         cache_dtype: Any = None,
         impl: str | None = None,
+        warm_up: bool = False,
     ):
-        """Compiles all programs, and runs each once.
+        """Compiles the programs that a short greedy request needs. The others are compiled in the background,
+        and a request that needs one of them waits for it.
 
         Args:
             model: from `load_model`.
@@ -80,6 +81,7 @@ class Engine(EngineBase):
             draft_tokens: of each pass.
             cache_dtype: of keys and values: a float type, "int8" or "int4"; None: as in `GenerateOptions`.
             impl: as in `GenerateOptions`.
+            warm_up: compile all programs before returning, for measurements and long runs.
 
         Raises:
             InputError: a value that no engine can have, before anything is compiled.
@@ -107,24 +109,25 @@ class Engine(EngineBase):
         self.error: BaseException | None = None
         self.name = "the engine"
         self.counters = EngineCounters()
-        self.last_turn = time.monotonic()
-        self._core = self._create_core(shape, prefix_cache)
+        self._last_turn = time.monotonic()
+        self._core = self._create_core(shape, prefix_cache, warm_up)
 
     def _check_memory(self) -> None:
         need = memory_fraction(concrete_mesh_of(self.model.params)) * (self.weight_bytes + self.cache_bytes)
         remedy = "ask for fewer pages, or a smaller cache_dtype"
         check_memory(int(need), f"weights and {self.pages} pages", remedy)
 
-    def _create_core(self, shape: EngineShape, prefix_cache: bool) -> EngineCore:
-        """Compiles all programs. Over several processes only process 0 takes requests."""
+    def _create_core(self, shape: EngineShape, prefix_cache: bool, warm_up: bool) -> EngineCore:
+        """Compiles programs. Over several processes only process 0 takes requests."""
         longest = min(shape.capacity, self.switches_at or shape.capacity)
         config = with_fixed_rope(self.model.config, 1, longest)
         began = time.perf_counter()
-        device, num_programs = warmed_up_device(self.model.params, config, shape)
-        programs = f", {num_programs} programs" if num_programs else ""
+        is_busy = lambda: bool(self._queue.unfinished)  # noqa: E731
+        device, self._warm_up = create_device(self.model.params, config, shape, warm_up, is_busy)
+        rest = "" if self._warm_up.complete else "; further programs compile in the background"
         self.about = (
             f"{self.rows} rows of {self.capacity} tokens, {self.pages} pages of {PAGE_SIZE}"
-            f" ({self.cache_bytes / 2**20:.0f} MiB){programs}, ready in {time.perf_counter() - began:.1f} s"
+            f" ({self.cache_bytes / 2**20:.0f} MiB), ready in {time.perf_counter() - began:.1f} s{rest}"
         )
         # In one write, as other engines may start at the same time.
         print(f"{self.about}\n", end="", file=sys.stderr)
@@ -172,7 +175,20 @@ class Engine(EngineBase):
     def counts(self) -> dict[str, int]:
         """The fields of `EngineStats` but for the times."""
         counts = self._core.scheduler.counts() | self.counters.sums
-        return counts | dict(waiting=counts["waiting"] + len(self._queue.submitted))
+        warm_up = self._warm_up
+        return counts | dict(
+            waiting=counts["waiting"] + len(self._queue.submitted),
+            programs=warm_up.num_programs,
+            warming_up=int(not warm_up.complete),
+            waiting_for_programs=int(warm_up.is_waiting),
+        )
+
+    @property
+    def last_turn(self) -> float:
+        """When its last step ended, by time.monotonic(): now, while a step waits for a program that is being
+        compiled. Its thread takes a step a second at least.
+        """
+        return time.monotonic() if self._warm_up.is_waiting else self._last_turn
 
     @property
     def room(self) -> int:
@@ -191,6 +207,7 @@ class Engine(EngineBase):
 
     def close(self) -> None:
         """Ends the thread; unfinished requests get an error."""
+        self._warm_up.stop()
         self._fail(InputError("the engine was closed before the request ended"))
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -247,7 +264,7 @@ class Engine(EngineBase):
                 self._fail(error)
                 raise
             finally:
-                self.last_turn = time.monotonic()
+                self._last_turn = time.monotonic()
 
     def _run(self) -> None:
         """The engine's thread."""

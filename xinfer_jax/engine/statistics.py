@@ -26,6 +26,9 @@ class EngineStats:
         preemptions: how often a row was preempted.
         read_tokens, chosen_tokens: that were prefilled, that were sampled.
         requests: that have ended.
+        programs: that are compiled.
+        warming_up: engines that still compile programs in the background.
+        waiting_for_programs: engines of which a request waits for a program now.
         ttft_seconds, tpot_seconds: 50th, 90th and 99th percentile of the time to the first token and of the
             time per token after it, over the last 1000 requests; None before the first.
     """
@@ -42,6 +45,9 @@ class EngineStats:
     read_tokens: int
     chosen_tokens: int
     requests: int
+    programs: int
+    warming_up: int
+    waiting_for_programs: int
     ttft_seconds: list[float] | None
     tpot_seconds: list[float] | None
 

@@ -40,8 +40,8 @@ class BatchGenerator:
 
         Args:
             call: from `validate_call`.
-            decodes_whole: decode with the whole-model runner, in one loop on the device. The prompts are
-                prefilled by the runner of `runner_class`.
+            decodes_whole: decode with the whole-model runner, in one loop on the device. Otherwise, and for
+                the prompts, the runner of `runner_class` serves.
             executor: with a `Precompiler` the arrays are only shapes.
         """
         with Stopwatch() as self._setup:
@@ -85,7 +85,7 @@ class BatchGenerator:
     def _use(self, executor: Executor) -> None:
         impl = self._call.options.impl
         self._executor = executor
-        self._runner = runner_class(self._call.params)(executor, impl)
+        self._runner = runner_class(self._call.params)(executor, impl, self._call.greedy)
         self._decoder = WholeModelRunner(executor, impl) if self._decodes_whole else self._runner
 
     def precompile(self) -> tuple[Precompiler, int]:
@@ -113,7 +113,8 @@ class BatchGenerator:
         # A draft model prefills the whole prompt, even if the model has a prefix.
         longest = call.longest, int(self._tokens[1].max())
         widths = [self._runner.prefill_width(tokens, call.prompt_rows) for tokens in longest]
-        flags = self._decodes_whole, options.max_new_tokens > 1, options.prefix is None, options.impl
+        flags = self._decodes_whole, call.greedy, options.max_new_tokens > 1, options.prefix is None
+        flags += (options.impl,)
         return self._strategy, call.answers, *flags, *widths, call_signature(arrays)
 
     def start(self) -> None:

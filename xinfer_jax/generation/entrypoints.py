@@ -17,6 +17,8 @@ from .options import GenerateOptions, GenerateOutput
 from .precompile import Precompiler
 from .validation import ValidatedCall, validate_call
 
+# Up to so many rows x new tokens, the loop of the whole model cannot win back on a CPU what compiling it takes.
+_LOOP_TOKENS = 256
 _SYNC_SECONDS = 0.1  # between two copies of a stream's tokens to the host, which cost milliseconds each
 _MAX_STEPS = 32  # between two copies
 _COMMON_STEPS = 8  # with several processes: they measure different times, but must take the same steps
@@ -45,7 +47,7 @@ def generate(
         InputError: an invalid prompt, option or key; before anything is traced.
     """
     call = validate_call(params, config, prompts, options, key)
-    batch = BatchGenerator(call, decodes_whole=True)
+    batch = BatchGenerator(call, decodes_whole=call.rows * call.options.max_new_tokens > _LOOP_TOKENS)
     batch.start()
     while batch.active_R.any():
         batch.decode(call.options.max_new_tokens)

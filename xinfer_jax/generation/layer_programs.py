@@ -1,5 +1,6 @@
 """The programs that `LayerwiseRunner` calls, and which layers a program has."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,9 +11,12 @@ from ..cache.kv_cache import increase_length, reorder
 from ..config.model_config import ModelConfig
 from ..model.decoder import embed_inputs, final_norm, unembed
 from ..model.decoder_layer import layer_kinds, run_layers
+from ..model.greedy import argmax
+from ..sampling.batched_settings import select_rows
+from ..sampling.sampler import choose_tokens, token_logprobs
 from ..weights.cpu_features import compiler_options
 from .loop import last_hidden
-from .state import sample_and_append
+from .state import append_token, record_token
 
 
 @functools.lru_cache(maxsize=64)
@@ -65,9 +69,34 @@ def _layers(layers, head, is_last, config, kinds, x_BTD, positions, keys, impl):
     return x_BTD, logits_BTV, keys
 
 
-def _append(logits_B1V, state, impl):
-    state = sample_and_append(logits_B1V[:, 0], state, impl)
-    return state, jnp.any(state.active_B)
+def _most_likely(logits_B1V, impl):
+    return argmax(logits_B1V[:, 0], impl)
+
+
+def _sample(logits_B1V, state, among_B, impl):
+    """A token of each row, and the logits [B, V] that it was sampled from."""
+    sampling_B = state.sampling_B if among_B is None else select_rows(state.sampling_B, among_B)
+    return choose_tokens(logits_B1V[:, 0], state.key_B, sampling_B, state.context, impl)
+
+
+def _record(alternatives, logits_B1V, taken_BV, token_B, state, among_B):
+    """`record_token` of a state without alternatives; taken_BV: None: the logits."""
+    state = dataclasses.replace(state, alternatives=alternatives)
+    logits_BV = logits_B1V[:, 0]
+    taken_BV = logits_BV if taken_BV is None else taken_BV
+    among_B = True if among_B is None else among_B
+    return record_token(logits_BV, taken_BV, token_B, state, among_B).alternatives
+
+
+def _append(logits_B1V, token_B, state, among_B):
+    """The state with each row's token; the tokens' log-probabilities; which rows continue; and which have
+    sampled an EOS token. Greedy and sampled tokens share this program, so a log-probability has the same
+    bits beside any other rows.
+    """
+    among_B = True if among_B is None else among_B
+    logprob_B = token_logprobs(logits_B1V[:, 0], token_B)
+    state = append_token(state, token_B, logprob_B, among_B)
+    return state, logprob_B, state.active_B & among_B, state.finished_B & among_B
 
 
 def _reorder_layer(keys, index_B):
@@ -92,7 +121,10 @@ LAYERS = jax.jit(
 LAST = jax.jit(_last)
 NORM = jax.jit(final_norm, static_argnames="config")
 HEAD = jax.jit(_head, static_argnames="config", compiler_options=compiler_options())
-APPEND = jax.jit(_append, static_argnames="impl", donate_argnames="state")
+MOST_LIKELY = jax.jit(_most_likely, static_argnames="impl")
+SAMPLE = jax.jit(_sample, static_argnames="impl")
+RECORD = jax.jit(_record, donate_argnames="alternatives")
+APPEND = jax.jit(_append, donate_argnames="state")
 REORDER = jax.jit(reorder)
 REORDER_LAYER = jax.jit(_reorder_layer)
 REORDER_TAIL = jax.jit(_reorder_tail, static_argnums=3, donate_argnums=0)

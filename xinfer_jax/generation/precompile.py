@@ -2,11 +2,13 @@
 compiles them in parallel instead.
 """
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from ..host import cpu_count
@@ -24,7 +26,7 @@ class Executor(Protocol):
         """Returns function(). device: the result is committed to it."""
 
     def is_true(self, x: Any) -> bool:
-        """Whether an array of one bool is true; in a dry run always."""
+        """Whether any bool of an array is true; in a dry run always."""
 
 
 class ImmediateExecutor:
@@ -40,7 +42,7 @@ class ImmediateExecutor:
             return jax.device_put(function(), device)
 
     def is_true(self, x: Any) -> bool:
-        return bool(x)
+        return bool(np.any(x))
 
 
 IMMEDIATE = ImmediateExecutor()
@@ -48,24 +50,39 @@ IMMEDIATE = ImmediateExecutor()
 
 class Precompiler:
     """Compiles jitted functions in a pool of threads, and returns the shapes of what they would return.
-    Tracing and lowering run in the caller's thread, with its jax settings.
+    Tracing and lowering run in the caller's thread, with its jax settings. Several threads may call it.
     """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(cpu_count())
-        self._seen: dict[Any, Any] = {}
+        self._seen: dict[Any, tuple[Future[None], Any]] = {}
         self._compiling: list[Future[None]] = []
+        self._lock = threading.Lock()
 
     def __call__(self, program: Any, *args: Any) -> Any:
+        return self._begin(program, args)[1]
+
+    def wait_for(self, program: Any, *args: Any) -> None:
+        """Waits until the program that these arguments need is compiled; begins with it if nobody has."""
+        self._begin(program, args)[0].result()
+
+    def is_compiled(self, program: Any, *args: Any) -> bool:
+        """Whether `wait_for` need not wait."""
+        seen = self._seen.get((program, call_signature(args)))
+        return seen is not None and seen[0].done()
+
+    def _begin(self, program: Any, args: tuple) -> tuple[Future[None], Any]:
         key = program, call_signature(args)
-        if key not in self._seen:
-            traced = program.trace(*jax.tree.map(shape_struct, args))
-            self._compiling.append(self._pool.submit(_compile, traced.lower()))
-            shardings = (_committed_sharding(x) for x in jax.tree.leaves(args))
-            device = next((s for s in shardings if isinstance(s, SingleDeviceSharding)), None)
-            # One committed argument commits the results.
-            self._seen[key] = _with_sharding(traced.out_info, device)
-        return self._seen[key]
+        with self._lock:
+            if key not in self._seen:
+                traced = program.trace(*jax.tree.map(shape_struct, args))
+                future = self._pool.submit(_compile, traced.lower())
+                self._compiling.append(future)
+                shardings = (_committed_sharding(x) for x in jax.tree.leaves(args))
+                device = next((s for s in shardings if isinstance(s, SingleDeviceSharding)), None)
+                # One committed argument commits the results.
+                self._seen[key] = future, _with_sharding(traced.out_info, device)
+            return self._seen[key]
 
     def create(self, function: Callable[[], Any], device: jax.Device | None = None) -> Any:
         sharding = None if device is None else SingleDeviceSharding(device)

@@ -5,11 +5,12 @@ and layer by layer, with programs for one or a few layers that the host calls. B
 WholeModelRunner: tokens_BT ─ PREFILL ─► logits_BV ─ _SAMPLE ─► state ─ _DECODE, the loop ─► state
 LayerwiseRunner:  tokens_BT ─ EMBED ─ LAYERS, several times ─► x_BTD ─ LAST, HEAD ─► logits_B1V ─ APPEND
 ─► state ─ EMBED ─ LAYERS, several times, the last with the head ─► logits_B1V ─ APPEND ─► …
+Before APPEND, MOST_LIKELY or SAMPLE chooses the tokens.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,10 +28,13 @@ from .layer_programs import (
     HEAD,
     LAST,
     LAYERS,
+    MOST_LIKELY,
     NORM,
+    RECORD,
     REORDER,
     REORDER_LAYER,
     REORDER_TAIL,
+    SAMPLE,
     layer_groups,
 )
 from .loop import (
@@ -51,7 +55,7 @@ PaddedTokens = tuple[Any, Any]
 
 # Layers of a decode program. Threads sleep between programs: with one layer per program, the 24 layers of the
 # 0.5B shape in int8 took 7 ms more per token, of 34 ms. Eight per program take 3 ms more, and compile longer.
-_DECODE_LAYERS = 8
+_DECODE_LAYERS = 4
 # The system allocates buffers beyond 32 MiB anew for each program: in int8, chunks of 512 tokens took 1.5
 # times as long as one program of all layers; chunks of 256 tokens do not. A prompt of several chunks is cut
 # into equal ones: 300 tokens are two chunks of 160.
@@ -60,9 +64,21 @@ _STEP = 32  # tokens of all rows: the size of a chunk is a multiple
 _MIN_CHUNK = 16  # tokens of one row, for both
 
 
+class SampledStep(NamedTuple):
+    """What one step sampled; B rows."""
+
+    token_B: Any  # int32
+    taken_BV: Any  # the logits that the tokens were sampled from; None: those of the model
+    logprob_B: Any  # float32
+    continues_B: Any  # bool
+    finished_B: Any  # bool: the row has sampled an EOS token
+
+
 class _Runner:
-    def __init__(self, executor: Executor, impl: str | None):
+    def __init__(self, executor: Executor, impl: str | None, greedy: bool = False):
+        """greedy: no row uses a sampling setting; layer by layer, no sampler is compiled then."""
         self._executor = executor
+        self._greedy = greedy
         self.impl = impl
 
 
@@ -165,12 +181,18 @@ class LayerwiseRunner(_Runner):
 
     def hidden(self, model: ParamsAndConfig, tokens: PaddedTokens) -> jax.Array:
         """`hidden_states` of whole rows, [B, T, D], without a cache."""
-        x_BTD, _, _ = self._run_model(model, _prompt_chunk, tokens, None, prefills=True)
-        return self._executor(NORM, *_without_model_layers(model), x_BTD)
+        return self.prefill_hidden(model, tokens, None)[0]
+
+    def prefill_hidden(
+        self, model: ParamsAndConfig, tokens: PaddedTokens, cache: KVCache | None
+    ) -> tuple[jax.Array, Any]:
+        """`hidden_states` of one chunk of tokens, [B, T, D], and the cache with the tokens appended."""
+        x_BTD, _, cache = self._run_model(model, _prompt_chunk, tokens, cache, prefills=True)
+        return self._executor(NORM, *without_model_layers(model), x_BTD), cache
 
     def sample(self, model: ParamsAndConfig, outputs: Any, state: DecodeState) -> DecodeState:
         """The state with each row's next token; outputs: of `prefill`."""
-        return self._executor(APPEND, self._logits(model, outputs), state, self.impl)[0]
+        return self.append_sample(self.logits(model, outputs), state)[0]
 
     def reorder(self, cache: KVCache, prompt_R: np.ndarray) -> KVCache:
         """Row r of the result is row prompt_R[r]."""
@@ -180,25 +202,30 @@ class LayerwiseRunner(_Runner):
     def decode(
         self, strategy: Strategy, constants: tuple, carry: Carry, steps: int, continues: Any = True
     ) -> Carry:
-        """The carry after so many steps of the strategy, or fewer where all rows end."""
+        """The carry after so many steps of the strategy, or fewer where all rows end. continues: whether any
+        row does.
+        """
+        flags = [continues]
         for _ in range(steps):
-            if not self._executor.is_true(continues):
+            # The flag of the step before the last, if possible: the device never waits for the host.
+            if len(flags) > strategy.steps_ahead and not self._executor.is_true(flags.pop(0)):
                 break
             carry, continues = strategy.step(self, constants, carry)
+            flags.append(continues)
         return carry
 
     def search(self, strategy: Any, constants: tuple, outputs: Any, cache: KVCache, steps: int) -> Any:
         """The results of a strategy that runs from the outputs of `prefill` to its end, at most `steps`
         steps.
         """
-        logits_B1V = self._logits((constants[0], strategy.config), outputs)
+        logits_B1V = self.logits((constants[0], strategy.config), outputs)
         carry, continues = strategy.init(self, constants, logits_B1V, cache)
         del cache  # the strategy has copied it: its memory is freed before the steps
         return strategy.results(self.decode(strategy, constants, carry, steps - 1, continues))
 
-    def _logits(self, model: ParamsAndConfig, outputs: Any) -> jax.Array:
+    def logits(self, model: ParamsAndConfig, outputs: Any) -> jax.Array:
         """float32 [B, 1, V] of the outputs of `prefill`."""
-        return self._executor(HEAD, *_without_model_layers(model), outputs)
+        return self._executor(HEAD, *without_model_layers(model), outputs)
 
     # `Operations`: outputs are logits [B, T, V].
 
@@ -209,7 +236,28 @@ class LayerwiseRunner(_Runner):
         return logits_BTV, cache
 
     def append_sample(self, outputs: Any, state: DecodeState) -> tuple[DecodeState, Any]:
-        return self._executor(APPEND, outputs, state, self.impl)
+        state, sampled = self.append_token(outputs, state, self._greedy)
+        return state, sampled.continues_B
+
+    def append_token(
+        self, logits_B1V: Any, state: DecodeState, greedy: bool, among_B: np.ndarray | None = None
+    ) -> tuple[DecodeState, "SampledStep"]:
+        """Chooses a token of each active row of `among_B` (None: of all), and appends it. greedy: none of
+        these rows uses a sampling setting.
+        """
+        taken_BV = None
+        if greedy:
+            token_B = self._executor(MOST_LIKELY, logits_B1V, self.impl)
+        else:
+            token_B, taken_BV = self._executor(SAMPLE, logits_B1V, state, among_B, self.impl)
+        alternatives = state.alternatives
+        state = dataclasses.replace(state, alternatives=None)
+        if alternatives is not None:
+            args = alternatives, logits_B1V, taken_BV, token_B, state, among_B
+            alternatives = self._executor(RECORD, *args)
+        state, *of_token = self._executor(APPEND, logits_B1V, token_B, state, among_B)
+        state = dataclasses.replace(state, alternatives=alternatives)
+        return state, SampledStep(token_B, taken_BV, *of_token)
 
     def call(self, function: Any, *args: Any) -> Any:
         return self._executor(function, *args)
@@ -233,7 +281,7 @@ class LayerwiseRunner(_Runner):
         and the cache with the tokens of `inputs` appended.
         """
         params, config = model
-        outer = _without_model_layers(model)
+        outer = without_model_layers(model)
         lengths = None
         capacity = None
         keys: tuple = (None,) * config.num_hidden_layers
@@ -272,7 +320,7 @@ def runner_class(params: Params) -> type[Runner]:
     return LayerwiseRunner if jax.default_backend() == "cpu" else WholeModelRunner
 
 
-def _without_model_layers(model: ParamsAndConfig) -> ParamsAndConfig:
+def without_model_layers(model: ParamsAndConfig) -> ParamsAndConfig:
     """The model with the parameters before and after the layers only."""
     params, config = model
     return {**params, "layers": ((),) * config.num_hidden_layers}, config

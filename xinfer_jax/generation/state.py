@@ -12,7 +12,7 @@ import numpy as np
 from ..formatting import ShortRepr
 from ..sampling.context import Context
 from ..sampling.logprobs import Alternatives, record_alternatives
-from ..sampling.sampler import sample_tokens
+from ..sampling.sampler import choose_tokens, token_logprobs
 from ..sampling.sampling_config import SamplingConfig
 
 
@@ -99,14 +99,22 @@ def sample_and_append(
     logits_BV: jax.Array, state: DecodeState, impl: str | None, among_B: Any = True
 ) -> DecodeState:
     """Samples the next token of each active row of `among_B` from logits, and appends it."""
-    token_B, logprob_B, taken_BV = sample_tokens(
-        logits_BV, state.key_B, state.sampling_B, state.context, impl
-    )
-    alternatives = state.alternatives
-    if alternatives is not None:
-        column_B = _column(state, among_B)
-        alternatives = record_alternatives(alternatives, column_B, logits_BV, taken_BV, token_B)
-    return append_token(dataclasses.replace(state, alternatives=alternatives), token_B, logprob_B, among_B)
+    token_B, taken_BV = choose_tokens(logits_BV, state.key_B, state.sampling_B, state.context, impl)
+    state = record_token(logits_BV, taken_BV, token_B, state, among_B)
+    return append_token(state, token_B, token_logprobs(logits_BV, token_B), among_B)
+
+
+def record_token(
+    logits_BV: jax.Array, taken_BV: jax.Array, token_B: jax.Array, state: DecodeState, among_B: Any = True
+) -> DecodeState:
+    """The state with the alternatives of each row's next token, where they are requested. taken_BV: the
+    logits that the tokens were sampled from.
+    """
+    if state.alternatives is None:
+        return state
+    column_B = _column(state, among_B)
+    alternatives = record_alternatives(state.alternatives, column_B, logits_BV, taken_BV, token_B)
+    return dataclasses.replace(state, alternatives=alternatives)
 
 
 def append_token(

@@ -12,7 +12,7 @@ a step reads, and in `carry`, which a step replaces. The other strategies are `s
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,13 @@ class Operations(Protocol):
 
 
 class Strategy(abc.ABC):
-    """How tokens are decoded: `Plain`, `Speculative` or `BeamSearch`."""
+    """How tokens are decoded: `Plain`, `Speculative` or `BeamSearch`.
+
+    Attributes:
+        steps_ahead: steps that may run after the last row has ended; they change nothing.
+    """
+
+    steps_ahead: ClassVar[int] = 0
 
     @abc.abstractmethod
     def step(self, ops: Operations, constants: tuple, carry: Carry) -> tuple[Carry, Any]:
@@ -80,6 +86,7 @@ class Strategy(abc.ABC):
 class Plain(Strategy):
     """One token of each active row per step. constants: the parameters; carry: the state and the cache."""
 
+    steps_ahead = 1
     config: ModelConfig
 
     def step(self, ops: Operations, constants: tuple, carry: Carry) -> tuple[Carry, Any]:

@@ -14,7 +14,7 @@ from ..checks import check_integer, check_token_ids, is_sequence
 from ..config.model_config import ModelConfig, with_fixed_rope
 from ..errors import ContextLengthError, InputError, format_value
 from ..model.attention import check_impl
-from ..sampling.batched_settings import settings_per_row
+from ..sampling.batched_settings import settings_per_row, takes_most_likely
 from ..sampling.sampler import check_key
 from ..sampling.sampling_config import SamplingConfig, check_min_tokens
 from ..weights.params import Params, activation_dtype, check_params, resolve_dtype
@@ -50,6 +50,11 @@ class ValidatedCall:
     def longest(self) -> int:
         """Tokens of the longest prompt."""
         return max(map(len, self.prompts))
+
+    @functools.cached_property
+    def greedy(self) -> bool:
+        """Whether every row takes its most likely token, without any logits processor."""
+        return takes_most_likely(self.sampling_B)
 
     @functools.cached_property
     def prompt_rows(self) -> int:

@@ -63,6 +63,17 @@ def has_all_settings(sampling_B: SamplingConfig) -> bool:
     return sampling_B.min_p is not None
 
 
+def takes_most_likely(sampling_B: SamplingConfig) -> bool:
+    """Whether every row takes its most likely token without any processor, as far as the host knows.
+    sampling_B: from `settings_per_row`.
+    """
+    plain = sampling_B.temperature, sampling_B.repetition_penalty
+    if has_all_settings(sampling_B) or any(map(is_traced, plain)):
+        return False
+    temperature_B, penalty_B = map(np.asarray, plain)
+    return bool(np.all(temperature_B <= 0) and np.all(penalty_B == 1))
+
+
 def select_rows(sampling_B: SamplingConfig, rows_B: Any) -> SamplingConfig:
     """Returns the settings of these rows; all settings of the other rows are off, so their work is skipped.
 

@@ -42,6 +42,18 @@ def sample_tokens(
         Tokens, int32 [B]; their log-probabilities before any processor, float32 [B]; and the logits [B, V]
         that they were sampled from.
     """
+    token_B, sampled_from_BV = choose_tokens(logits_BV, key_B, sampling_B, context, impl)
+    return token_B, token_logprobs(logits_BV, token_B), sampled_from_BV
+
+
+def choose_tokens(
+    logits_BV: jax.Array,
+    key_B: jax.Array,
+    sampling_B: SamplingConfig,
+    context: Context,
+    impl: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`sample_tokens` without the log-probabilities."""
 
     def processed() -> tuple[jax.Array, jax.Array]:
         processed_BV = process_logits(logits_BV, sampling_B, context)
@@ -52,9 +64,12 @@ def sample_tokens(
         return lax.cond(all_greedy(sampling_B), lambda: (argmax(processed_BV, impl), processed_BV), sampled)
 
     plain_greedy = is_plain_greedy(sampling_B)
-    token_B, sampled_from_BV = lax.cond(plain_greedy, lambda: (argmax(logits_BV, impl), logits_BV), processed)
-    logprob_B = logits_BV[jnp.arange(len(token_B)), token_B] - jax.nn.logsumexp(logits_BV, -1)
-    return token_B, logprob_B, sampled_from_BV
+    return lax.cond(plain_greedy, lambda: (argmax(logits_BV, impl), logits_BV), processed)
+
+
+def token_logprobs(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
+    """float32 [B]: the log-probability of each row's token."""
+    return logits_BV[jnp.arange(len(token_B)), token_B] - jax.nn.logsumexp(logits_BV, -1)
 
 
 def _sample_rows(processed_BV, key_B, sampling_B, position_B):
@@ -79,20 +94,18 @@ def _sample_rows(processed_BV, key_B, sampling_B, position_B):
     use_candidates_B &= jnp.isfinite(largest_B1[:, 0])
     warped_BA = warp_logits(candidates_BA, sampling_B, largest_B1)
     token_B = draw_tokens(warped_BA, key_B, sampling_B, position_B, index_BA, processed_BV.shape[1])
-
-    def from_candidates() -> tuple[jax.Array, jax.Array]:
-        row_B1 = jnp.arange(len(token_B))[:, None]
-        warped_BV = jnp.full_like(processed_BV, -jnp.inf).at[row_B1, index_BA].set(warped_BA)
-        return token_B, jnp.where(greedy_B[:, None], processed_BV, warped_BV)
+    row_B1 = jnp.arange(len(token_B))[:, None]
+    warped_BV = jnp.full_like(processed_BV, -jnp.inf).at[row_B1, index_BA].set(warped_BA)
+    from_candidates = token_B, jnp.where(greedy_B[:, None], processed_BV, warped_BV)
 
     def from_all() -> tuple[jax.Array, jax.Array]:
         drawn_B, warped_BV = _sample_from_all(processed_BV, key_B, sampling_B, position_B)
-        token_B, candidates_BV = from_candidates()
+        token_B, candidates_BV = from_candidates
         return jnp.where(use_candidates_B, token_B, drawn_B), jnp.where(
             use_candidates_B[:, None], candidates_BV, warped_BV
         )
 
-    return lax.cond(jnp.all(use_candidates_B), from_candidates, from_all)
+    return lax.cond(jnp.all(use_candidates_B), lambda: from_candidates, from_all)
 
 
 def _sample_from_all(processed_BV, key_B, sampling_B, position_B):
@@ -241,7 +254,7 @@ def row_keys(key: jax.Array, batch: int) -> jax.Array:
         InputError: as `check_key`.
     """
     key = check_key(key, batch)
-    return key if key.ndim else _FOLD(key, np.arange(batch))
+    return key if key.ndim else FOLD_IN(key, np.arange(batch))
 
 
 def answer_keys(key: jax.Array, prompt_R: np.ndarray, answer_R: np.ndarray | None) -> jax.Array:
@@ -257,12 +270,12 @@ def answer_keys(key: jax.Array, prompt_R: np.ndarray, answer_R: np.ndarray | Non
         data_R = np.asarray(jax.random.key_data(key))[prompt_R]
         key_R = jax.random.wrap_key_data(data_R, impl="threefry2x32")
     else:
-        key_R = _FOLD(key, prompt_R)
-    return key_R if answer_R is None else _FOLD_EACH(key_R, answer_R)
+        key_R = FOLD_IN(key, prompt_R)
+    return key_R if answer_R is None else FOLD_IN_EACH(key_R, answer_R)
 
 
-_FOLD = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))
-_FOLD_EACH = jax.jit(jax.vmap(jax.random.fold_in))
+FOLD_IN = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))
+FOLD_IN_EACH = jax.jit(jax.vmap(jax.random.fold_in))
 
 
 def draw_key(row_key: jax.Array, position: jax.Array, purpose: int) -> jax.Array:

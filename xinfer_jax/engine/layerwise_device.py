@@ -1,0 +1,145 @@
+"""A device that decodes layer by layer: on a CPU, where compiling takes most of the time to the first answer.
+
+What it compiles does not grow with the layers. Greedy rows need no sampler, and another model width compiles
+nothing. Every token of a row comes from the same programs, whatever is compiled already.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..cache.kv_cache import KVCache
+from ..cache.paged import PAGE_SIZE
+from ..generation.batch_arrays import token_matrix
+from ..generation.runners import LayerwiseRunner, without_model_layers
+from ..generation.state import DecodeState
+from ..generation.validation import ValidatedCall
+from ..sampling.sampler import FOLD_IN, key_from_seed
+from .device import Device
+from .device_programs import (
+    ALTERNATIVES,
+    REPEATED_LOGITS,
+    TARGET_LOGPROBS,
+    SampledTokens,
+    cache_pools,
+    paged_cache,
+    running_token,
+)
+
+# A step's tokens, log-probabilities, rows that continue, rows that sampled an EOS token; and `Alternatives`.
+_Step = tuple[tuple[Any, Any, Any, Any], Any]
+
+
+class LayerwiseDevice(Device):
+    """A `Device` whose steps the host calls, one after another."""
+
+    _runner: LayerwiseRunner
+
+    def prefill_with_logprobs(
+        self, pages: list[int], ids: Sequence[int], start: int, targets: Sequence[int]
+    ) -> Any:
+        """As of `Device`."""
+        (target_T,) = token_matrix([targets], 1, PAGE_SIZE)
+        chunk = self._padded(ids, PAGE_SIZE)
+        hidden_1TD, cache = self._runner.prefill_hidden(self._model, chunk, self._cache(pages, start))
+        self.pools = cache_pools(cache)
+        return self._execute(TARGET_LOGPROBS, *without_model_layers(self._model), hidden_1TD, target_T)
+
+    def sample_first(
+        self, slot: int, outputs: Any, row: DecodeState, greedy: bool, with_alternatives: bool
+    ) -> SampledTokens:
+        """As of `Device`, by the programs of a decode step."""
+        among_B = np.arange(self._shape.rows) == slot
+        step = self._sample_first(slot, outputs, row, among_B, greedy, with_alternatives)
+        return jax.tree.map(lambda x_B: x_B[slot : slot + 1], _sampled_tokens([step], among_B))
+
+    def decode(
+        self, pages: dict[int, list[int]], steps: int, until_one_ends: bool, greedy: bool,
+        with_alternatives: bool,
+    ) -> SampledTokens:  # fmt: skip
+        """As of `Device`."""
+        running_B = np.isin(np.arange(self._shape.rows), [*pages])
+        cache = self._decode_cache(pages)
+        done: list[_Step] = []
+        continues_B = running_B
+        for _ in range(steps):
+            cache, step = self._decode_step(cache, running_B, greedy, with_alternatives)
+            done.append(step)
+            if len(done) == 1:
+                continue
+            # Of the step before: the device never waits for the host. A step of ended rows changes nothing.
+            before_B = continues_B
+            continues_B = np.asarray(done[-2][0][2])
+            if not continues_B.any() or (until_one_ends and (before_B & ~continues_B).any()):
+                break
+        self.pools = cache_pools(cache)
+        return _sampled_tokens(done, running_B)
+
+    def stages(self) -> list[Callable[[], Any]]:
+        """As of `Device`."""
+        first, *others = super().stages()
+        return [first, lambda: self._run_short_request(greedy=False), *others, self._run_alternatives]
+
+    def _run_short_request(self, greedy: bool = True) -> None:
+        call, key = self._empty_call
+        none_B = np.zeros(self._shape.rows, bool)
+        self._decode_step(self._decode_cache({}), none_B, greedy, False)  # first: it compiles longest
+        outputs = self.prefill(self._all_pages, [0], 0, False)
+        self._execute(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
+        self._sample_first(0, outputs, self.new_row(call, key), none_B, greedy, False)
+
+    def _run_alternatives(self) -> None:
+        none_B = np.zeros(self._shape.rows, bool)
+        for greedy in (True, False):
+            self._decode_step(self._decode_cache({}), none_B, greedy, True)
+
+    def _new_row(self, call: ValidatedCall, key_1: Any, limit: int) -> DecodeState:
+        return dataclasses.replace(super()._new_row(call, key_1, limit), alternatives=None, noted_B=None)
+
+    def _decode_cache(self, pages: dict[int, list[int]]) -> KVCache:
+        """The cache of all rows; `running_token` sets their lengths."""
+        rows = self._shape.rows
+        table_BP = self._block_table(pages, rows)
+        zeros_B = np.zeros(rows, np.int32)
+        return paged_cache(self.config, self.pools, table_BP, self._shape.capacity, zeros_B)
+
+    def _decode_step(
+        self, cache: KVCache, running_B: np.ndarray, greedy: bool, with_alternatives: bool
+    ) -> tuple[KVCache, _Step]:
+        inputs = self.rows.progress, self.rows.position_B, running_B
+        logits_B1V, cache = self._runner.forward(self._model, running_token, inputs, cache, 0)
+        return cache, self._append_token(logits_B1V, running_B, greedy, with_alternatives)
+
+    def _sample_first(  # noqa: PLR0913
+        self, slot: int, outputs: Any, row: DecodeState, among_B: np.ndarray, greedy: bool,
+        with_alternatives: bool,
+    ) -> _Step:  # fmt: skip
+        self.set_row(slot, row)
+        args = *without_model_layers(self._model), outputs, self._shape.rows
+        logits_B1V = self._execute(REPEATED_LOGITS, *args)
+        return self._append_token(logits_B1V, among_B, greedy, with_alternatives)
+
+    def _append_token(
+        self, logits_B1V: Any, among_B: np.ndarray, greedy: bool, with_alternatives: bool
+    ) -> _Step:
+        self.rows, sampled = self._runner.append_token(logits_B1V, self.rows, greedy, among_B)
+        alternatives = None
+        if with_alternatives:
+            alternatives = self._execute(ALTERNATIVES, logits_B1V, sampled.taken_BV, sampled.token_B)
+        return (sampled.token_B, *sampled[2:]), alternatives
+
+
+def _sampled_tokens(steps: list[_Step], among_B: np.ndarray) -> SampledTokens:
+    """On the host: what the rows of `among_B`, all active before, sampled in these steps."""
+    of_steps, alternatives = zip(*jax.device_get(steps), strict=True)
+    tokens_BT, logprobs_BT, continues_BT, finished_BT = (np.stack(xs, 1) for xs in zip(*of_steps, strict=True))
+    active_BT = np.concatenate([among_B[:, None], continues_BT[:, :-1]], 1)
+    count_B = active_BT.sum(1, dtype=np.int32)
+    joined: Any = None
+    if alternatives[0] is not None:
+        joined = jax.tree.map(lambda *xs: np.concatenate(xs, 1), *alternatives)
+    none_B = np.zeros_like(count_B)
+    return SampledTokens(tokens_BT, logprobs_BT, count_B, finished_BT[:, -1], joined, count_B, none_B)
