@@ -124,7 +124,7 @@ def measure(quantize: str, pythons: dict[str, str]) -> Iterator[tuple[str, dict]
 
 def throughput_and_load(model: xj.Model) -> Iterator[tuple[str, dict]]:
     """Measures both parts with one engine."""
-    with xj.Engine(model, rows=ROWS.value, capacity=CAPACITY.value) as engine:
+    with xj.Engine(model, rows=ROWS.value, capacity=CAPACITY.value, warm_up=True) as engine:
         batch(engine, draw(model, 0)[: ROWS.value])  # warms it up
         if "throughput" in WANTED.value:
             result = throughput(model, engine)
@@ -242,7 +242,7 @@ def alone(model: xj.Model) -> dict:
     """Seconds of one request by a one-row engine and by `generate`; quartiles of their ratio in a pair."""
     length, new = peers.numbers(ALONE)
     ids = np.random.default_rng(SEED.value).integers(0, model.config.vocab_size, length).tolist()
-    with xj.Engine(model, rows=1, capacity=CAPACITY.value, prefix_cache=False) as engine:
+    with xj.Engine(model, rows=1, capacity=CAPACITY.value, prefix_cache=False, warm_up=True) as engine:
         runs = [lambda: batch(engine, [(ids, new)])[0], lambda: static_batches(model, [(ids, new)])[0]]
         for run in runs:
             run()

@@ -91,7 +91,9 @@ class PeakMemory:
     it (Linux only).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, process: int | str = "self") -> None:
+        """process: its id; this process by default."""
+        self._file = Path(f"/proc/{process}/status")
         self._anon = 0.0
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -106,10 +108,9 @@ class PeakMemory:
             self.peaks()
             time.sleep(0.02)
 
-    @staticmethod
-    def _status() -> dict[str, float]:
+    def _status(self) -> dict[str, float]:
         try:
-            lines = Path("/proc/self/status").read_text().splitlines()
+            lines = self._file.read_text().splitlines()
         except OSError:
             return {}
         return {

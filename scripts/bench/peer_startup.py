@@ -1,14 +1,16 @@
 """Runs the processes of bench_start.py: `python peer_startup.py JOB`, JOB as JSON.
 
-Ours is the command `xinfer-jax`. Its modules are only changed to record phases. It prints its usual output,
-and then the report as the last line of standard error. The other engines are those of peer_engines.py, with
-the answer on the last line of standard output. A phase is reported as the seconds in which any of its work
+Ours is the command `xinfer-jax`, or with a `way` in the job a call in Python. The modules of the command are only
+changed to record phases. It prints its usual output, and then the report as the last line of standard error.
+Calls in Python and the other engines, those of peer_engines.py, have the answer on the last line of standard
+output. A phase is reported as the seconds in which any of its work
 was running, its first start, its last end, and the number of times. All times are seconds since the parent
 started the process.
 """
 
 import importlib.util
 import json
+import os
 import sys
 import time
 from collections import defaultdict
@@ -16,7 +18,7 @@ from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from typing import Any
 
-from peer_engines import ENGINES, Engine, PeakMemory, main
+from peer_engines import ENGINES, Engine, PeakMemory, main, our_format
 
 _PHASE_OF_EVENT = {
     "/jax/core/compile/jaxpr_trace_duration": "tracing",
@@ -92,6 +94,56 @@ class AfterImport(MetaPathFinder):
         return spec
 
 
+def record_compiling(phases: Phases) -> None:
+    """Records what jax traces, compiles and fetches from now on."""
+    import jax
+
+    def record_event(event: str, seconds: float, **_: Any) -> None:
+        if event in _PHASE_OF_EVENT:
+            phases.add(_PHASE_OF_EVENT[event], seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(record_event)
+
+
+def call(job: dict) -> dict:
+    """Measures the first call in Python, of the job's `way`: stream, generate or engine."""
+    watch = PeakMemory()
+    phases = Phases(job["started"])
+    import jax
+
+    import xinfer_jax as xj
+
+    jax.config.update("jax_compilation_cache_dir", job["compiled"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    phases.add("imports")
+    record_compiling(phases)
+    start = time.monotonic()
+    model = xj.load_model(job["folder"], **our_format(job["precision"]))
+    jax.block_until_ready(model.params)
+    phases.add("reading", time.monotonic() - start)
+    options = xj.GenerateOptions(job["new_tokens"])
+    times: list[float] = []
+    ready = None
+    if job["way"] == "generate":
+        xj.generate(model.params, model.config, [job["prompt"]], options)
+        times.append(time.monotonic())
+    else:
+        ids: Any = xj.stream(model.params, model.config, [job["prompt"]], options)
+        if job["way"] == "engine":
+            engine = xj.Engine(model).__enter__()
+            ready = time.monotonic() - job["started"]
+            ids = engine.submit(job["prompt"], options)
+        times += [time.monotonic() for _ in ids]
+    anon_mib, hwm_mib = watch.peaks()
+    spans = phases.summary()
+    first_s, last_s = (at - job["started"] for at in (times[0], times[-1]))
+    spans["decoding"] = [last_s - first_s, first_s, last_s, 1]
+    counts = {name: spans.get(of, [0] * 4)[3] for name, of in (("programs", "compiling"), ("fetched", "fetching"))}
+    answer = dict(phases=spans, first_s=first_s, last_s=last_s, anon_mib=anon_mib, hwm_mib=hwm_mib, **counts)
+    return answer if ready is None else answer | {"ready_s": ready}
+
+
 def command(job: dict) -> None:
     """Runs the command with the job's flags and reports its phases."""
     watch = PeakMemory()
@@ -105,12 +157,7 @@ def command(job: dict) -> None:
         from xinfer_jax.generation.batch_generator import BatchGenerator
 
         phases.add("imports")
-
-        def record_event(event: str, seconds: float, **_: Any) -> None:
-            if event in _PHASE_OF_EVENT:
-                phases.add(_PHASE_OF_EVENT[event], seconds)
-
-        jax.monitoring.register_event_duration_secs_listener(record_event)
+        record_compiling(phases)
         phases.watch(answer, "open_model", "opening")
         phases.watch(Checkpoint, "read", "reading")
         output = BatchGenerator.output
@@ -160,6 +207,10 @@ def peer(engine: Engine, job: dict, watch: PeakMemory) -> dict:
 
 if __name__ == "__main__":
     job = json.loads(sys.argv[1])
+    if job["engine"] == "ours" and "way" in job:
+        answer = json.dumps(call(job))
+        print(f"\n{answer}", flush=True)
+        os._exit(0)  # without the programs that the engine still compiles
     if job["engine"] == "ours":
         command(job)
     answer = json.dumps(main(job, ENGINES, peer))

@@ -8,7 +8,7 @@ import tiny
 
 import xinfer_jax as xj
 from xinfer_jax.config.model_config import from_hf
-from xinfer_jax.generation import batch_generator
+from xinfer_jax.generation import batch_generator, entrypoints
 from xinfer_jax.generation.layer_programs import layer_groups
 from xinfer_jax.generation.runners import LayerwiseRunner
 
@@ -20,10 +20,11 @@ SMALL = tiny.CONFIG | dict(hidden_size=16, intermediate_size=16, num_attention_h
 WARM = xj.SamplingConfig(temperature=0.9, top_k=30)
 FULL = xj.SamplingConfig(min_p=0.1, temperature=0.9)
 OURS = {
-    "_embed", "_layers", "_last", "_head", "_append", "_verify", "_add_draft_token", "_call_draft_function",
+    "_embed", "_layers", "_last", "_head", "_append", "_most_likely", "_sample", "_record", "_verify", "_add_draft_token", "_call_draft_function",
     "_pick", "_reorder_layer", "_copy", "reorder", "_reorder_tail", "_first", "_next", "decode",
     "prefill_chunks", "prefill_uncached", "sample_and_append", "_search",
 }  # fmt: skip
+FIRST = dict(_embed=2, _layers=2, _last=1, _head=1, _most_likely=1, _append=1)
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +33,10 @@ def model():
     return xj.init_params(config, jax.random.key(0)), config
 
 
-def layers(count: int):
+def layers(count: int, **given):
     """A model whose programs no other test compiles."""
-    config = from_hf(SMALL | dict(num_hidden_layers=count, hidden_size=4 * count, vocab_size=1000 + count))
+    sizes = dict(num_hidden_layers=count, hidden_size=4 * count, vocab_size=1000 + count)
+    config = from_hf(SMALL | sizes | given)
     return xj.init_params(config, jax.random.key(0)), config
 
 
@@ -58,17 +60,18 @@ def test_programs_that_each_call_compiles(model):
     prefill = dict(_embed=1, _layers=1, _last=1)
     one_more = dict(_embed=1, _layers=1)
     table = [
-        ("a stream", {}, dict(_embed=2, _layers=2, _last=1, _head=1, _append=1)),
+        ("a stream", {}, FIRST),
         ("the same again", {}, {}),
         ("another length of the answer", dict(max_new_tokens=9), {}),
-        ("other plain settings", dict(sampling=WARM), {}),
-        ("any other settings", dict(sampling=FULL), dict(_append=1)),
-        ("alternatives", dict(logprobs=2), dict(_append=1)),
+        ("a sampled answer", dict(sampling=WARM), dict(_sample=1)),
+        ("other plain settings", dict(sampling=xj.SamplingConfig(repetition_penalty=1.1)), {}),
+        ("any other settings", dict(sampling=FULL), dict(_sample=1, _append=1)),
+        ("alternatives", dict(logprobs=2), dict(_record=1)),
         ("a longer prompt", dict(prompts=[LONG]), prefill),
         (
             "two prompts",
             dict(prompts=[PROMPT, PROMPT]),
-            dict(_embed=2, _layers=2, _last=1, _head=1, _append=1),
+            FIRST,
         ),
         ("two answers", dict(n=2), dict(_pick=1, _reorder_layer=1, reorder=1)),
         ("another cache", dict(capacity=32), dict(_layers=2, _embed=2)),
@@ -83,7 +86,10 @@ def test_programs_that_each_call_compiles(model):
         assert ours(seen) == programs, line
     with compiling.programs() as seen:
         kept = xj.generate(*model, [PROMPT], options(keep_prefix=True)).prefix
-    assert ours(seen) == dict(decode=1), "generate prefills like a stream, and decodes in one loop"
+    assert ours(seen) == {}, "a short call of generate runs the programs of a stream"
+    with compiling.programs() as seen:
+        xj.generate(*model, [PROMPT] * 2, options(max_new_tokens=129, capacity=256))  # 2 x 129 > 256
+    assert seen["decode"] == 1, "a long one decodes in one loop"
     with compiling.programs() as seen:
         xj.generate(*model, [[*PROMPT, 3]], options(keep_prefix=True, prefix=kept, capacity=None))
     assert ours(seen) == dict(_copy=1), "the caller's prefix is copied"
@@ -92,6 +98,54 @@ def test_programs_that_each_call_compiles(model):
     assert ours(seen) == dict(_first=1, _next=1, _embed=1, _reorder_tail=1), (
         "beams are two rows that are reordered"
     )
+
+
+@pytest.mark.parametrize(
+    "prompts, given, in_one_loop",
+    [
+        (1, dict(max_new_tokens=256), False),
+        (1, dict(max_new_tokens=257), True),
+        (8, dict(max_new_tokens=32), False),
+        (8, dict(max_new_tokens=33), True),
+        (5, dict(max_new_tokens=33), True),  # five rows are padded to eight
+        (1, dict(max_new_tokens=33, n=8), True),
+        (1, dict(max_new_tokens=300, draft="lookup"), True),
+        (1, dict(max_new_tokens=16, draft="lookup", logprobs=2, keep_prefix=True), False),
+        (1, dict(max_new_tokens=16, sampling=FULL, logits=True), False),
+    ],
+)
+def test_arguments_choose_the_runner(monkeypatch, prompts, given, in_one_loop):
+    """Of `generate`: rows x new tokens. `stream` decodes layer by layer."""
+    model = layers(2, max_position_embeddings=512)
+    chosen = []
+
+    class Recorded(batch_generator.BatchGenerator):
+        def start(self):
+            chosen.append(self._decoder.name)
+            raise InterruptedError
+
+    monkeypatch.setattr(entrypoints, "BatchGenerator", Recorded)
+    asked = options(**dict(capacity=512) | given)
+    calls = dict(key=jax.random.key(0))
+    with pytest.raises(InterruptedError):
+        xj.generate(*model, [PROMPT] * prompts, asked, **calls)
+    with pytest.raises(InterruptedError):
+        list(xj.stream(*model, [PROMPT] * prompts, asked, **calls))
+    assert chosen == ["whole" if in_one_loop else "layer by layer", "layer by layer"]
+
+
+def test_the_same_call_has_the_same_bits_cold_and_warm():
+    """Whatever was compiled before it."""
+    model = layers(3, max_position_embeddings=512, num_attention_heads=1, num_key_value_heads=1)
+    calls = [([PROMPT], options(max_new_tokens=12)), ([PROMPT], options(max_new_tokens=300, capacity=512))]
+
+    def bits():
+        return [xj.generate(*model, *call).logprobs for call in calls]
+
+    jax.clear_caches()
+    cold = bits()
+    calls.reverse()
+    assert bits() == cold[::-1]
 
 
 def test_programs_do_not_grow_with_the_layers():
@@ -115,13 +169,13 @@ def test_a_stream_is_compiled_before_its_weights_are_loaded(checkpoint):
     """From the shapes of an opened checkpoint."""
     from xinfer_jax.checkpoint.loading import open_checkpoint
 
-    opened = open_checkpoint(checkpoint(hf=SMALL | dict(hidden_size=40)))
+    opened = open_checkpoint(checkpoint(hf=SMALL | dict(hidden_size=40, vocab_size=264)))
     shapes = opened.model
     ids = [PROMPT]
     given = options(logprobs=3)
     with compiling.programs() as ahead:
         xj.stream(shapes.params, shapes.config, ids, given).prepare().wait()
-    assert ours(ahead) == dict(_embed=2, _layers=2, _last=1, _head=1, _append=1)
+    assert ours(ahead) == FIRST | dict(_record=1)
     model = opened.read()
     with compiling.programs() as later:
         list(xj.stream(model.params, model.config, ids, given))
@@ -163,11 +217,11 @@ def test_runner_class_depends_on_the_device(model):
 
 
 def test_committed_parameters_compile_each_forward_pass_once():
-    """Only sampling compiles twice: the state before the first token is not committed."""
+    """Only `_append` compiles twice: the state before the first token is not committed."""
     params, config = layers(5)
     with compiling.programs() as seen:
         streamed((jax.device_put(params, jax.devices()[0]), config))
-    assert ours(seen) == dict(_embed=2, _layers=2, _last=1, _head=1, _append=2)
+    assert ours(seen) == FIRST | dict(_append=2)
 
 
 def testlayer_groups():
@@ -175,11 +229,11 @@ def testlayer_groups():
 
     def sizes(**given):
         config = from_hf(SMALL | dict(head_dim=8) | given)
-        return [at.stop - at.start for at in layer_groups(config, 8)], {*map(str, layer_groups(config, 1))}
+        return [at.stop - at.start for at in layer_groups(config, 5)], {*map(str, layer_groups(config, 1))}
 
-    assert sizes(num_hidden_layers=24)[0] == [8, 8, 8] and sizes(num_hidden_layers=28)[0] == [7] * 4
+    assert sizes(num_hidden_layers=24)[0] == [4] * 6 and sizes(num_hidden_layers=80)[0] == [5] * 16
     even, one_by_one = sizes(num_hidden_layers=22)
-    assert even[:2] == [8, 8] and len(one_by_one) == 22
+    assert even[:2] == [5, 5] and len(one_by_one) == 22
     kinds = dict(model_type="gemma3_text", sliding_window=8)
     kinds |= dict(layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3)
     assert sizes(num_hidden_layers=18, **kinds)[0] == [6, 6, 6]

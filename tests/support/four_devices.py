@@ -21,7 +21,7 @@ import xinfer_jax as xj
 from xinfer_jax.engine.engines import Engines
 
 BATCH = SCRIPTS / "batch.py"
-SHAPE = dict(rows=2, capacity=512, pages=20)  # of all engines: they have the same programs
+SHAPE = dict(rows=2, capacity=512, pages=20, warm_up=True)  # of all engines: they have the same programs
 HF = tiny.CONFIG | dict(eos_token_id=286, max_position_embeddings=512)
 
 
@@ -224,7 +224,7 @@ def test_a_file_has_the_same_lines_when_it_is_stopped_and_resumed(model, tmp_pat
     report = run("two", 2)
     assert 0 < report["finished_before"] < 120 and report["chosen_tokens"] > 0
     assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()
-    monkeypatch.setattr(xj.engine.device.Device, "decode", lambda *_: 1 / 0)
+    monkeypatch.setattr(xj.engine.layerwise_device.LayerwiseDevice, "decode", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # no line is answered by it
         run("broken", 2)
     assert (tmp_path / "broken").read_bytes() == b""

@@ -60,7 +60,7 @@ class DatasetGenerator:
             self._defaults = LineDefaults.make(model, *self._default_arguments)
             if (n := self._defaults.options.n) != 1:
                 raise InputError(f"options.n={n}: a row holds one answer, repeat the prompts instead")
-            engine = Engine(model, **self._engine_arguments)
+            engine = Engine(model, **dict(warm_up=True) | self._engine_arguments)
             self._defaults.check(engine)
             self._engine = engine
         prompts = [json.dumps(value, default=json_default) for value in batch[column]]  # Arrow nests arrays

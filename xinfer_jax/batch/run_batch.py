@@ -126,7 +126,7 @@ def generate_file(  # noqa: PLR0913  a public function
     defaults = LineDefaults.make(model, options, seed, raw, system, score, escape_control_tokens)
     output_file = ResumableOutput(output, run_settings(model, defaults, shape, shard, in_order))
     try:
-        with closing(make_engine(model, **shape)) as engine:
+        with closing(make_engine(model, **dict(warm_up=True) | shape)) as engine:
             defaults.check(engine)
             total = _count_lines(input) // n if progress and str(input) != "-" else None
             names = model_names or default_model_names(model)

@@ -25,6 +25,7 @@ from .statistics import EngineCounters
 _LIVE_SECONDS = 0.1  # a caller may stream the answer, and more requests may come
 _BUSY_SECONDS = 0.01  # the same, while other rows wait or prefill
 _LONGEST_SECONDS = 1.0  # no caller streams
+_POLL_SECONDS = 0.01  # while no row can run, as programs are being compiled
 _FIRST_STEPS = 8  # decode steps of the first step, before their time is known
 _MAX_PREFILL_STEPS = 32  # consecutive steps without decoding, if no caller streams
 
@@ -40,6 +41,7 @@ class EngineCore:
         shape: of the engine.
         counters: that it adds to.
         notify: is called with requests that have new tokens, or have ended.
+        is_ready: whether the programs of these stages (of `Device.stages`) are compiled.
     """
 
     def __init__(
@@ -49,21 +51,29 @@ class EngineCore:
         shape: EngineShape,
         counters: EngineCounters,
         notify: Callable[[Collection[Request]], None],
+        is_ready: Callable[[set[str]], bool],
     ):
         self.device: Any = device
         self.scheduler = scheduler
         self._counters = counters
         self._notify = notify
         self._shape = shape
+        self._is_ready = is_ready
         self._answers: dict[Row, Answer] = {}  # that have not ended
+        self._held: list[Answer] = []  # of these, that wait for programs
         self._step_seconds = 0.0  # of the last decode steps, each
         self._prefill_steps = 0  # since the last step that decoded
 
     def add(self, answers: Iterable[Answer]) -> None:
-        """Queues answers."""
+        """Queues answers. `step` submits them to the scheduler once their programs are compiled."""
         for answer in answers:
             self._answers[answer.row] = answer
-            self.scheduler.submit(answer.row)
+            self._held.append(answer)
+
+    @property
+    def num_held(self) -> int:
+        """Answers that wait for programs."""
+        return len(self._held)
 
     def abort(self, requests: Sequence[Request], reason: str) -> None:
         """Ends requests in any state. reason: their finish_reason."""
@@ -77,6 +87,12 @@ class EngineCore:
         """Prefills at most one full chunk, or as many tokens in pages, and decodes. Returns whether there was
         anything to do.
         """
+        if self._held:
+            ready = {answer: self._is_ready(self._stages(answer)) for answer in self._held}
+            self._held = [answer for answer in ready if not ready[answer]]
+            for answer in ready:
+                if ready[answer]:
+                    self.scheduler.submit(answer.row)
         busy = False
         width = 0
         while width < self._shape.chunk and (actions := self.scheduler.schedule()):
@@ -89,12 +105,26 @@ class EngineCore:
         if self.scheduler.running and not fills:
             busy = True
             self._decode(has_new_requests)
+        if not busy and self._held:
+            time.sleep(_POLL_SECONDS)
+            return True
         return busy
 
     @property
     def _is_live(self) -> bool:
         """Whether a caller may stream a running row, and other requests may come meanwhile."""
         return any(self._answers[row].request.live for _, row in self.scheduler.running)
+
+    def _stages(self, answer: Answer) -> set[str]:
+        """The stages of `Device.stages` that an answer needs beside the first."""
+        call = answer.request.call
+        needed = {
+            "sampled": not call.greedy,
+            "logprobs": call.options.logprobs > 0,
+            "chunk": len(answer.row.ids) > self._shape.chunk,
+            "prompt_logprobs": answer.row.logprobs_from is not None,
+        }
+        return {name for name, needs in needed.items() if needs}
 
     def _execute(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -207,5 +237,8 @@ class EngineCore:
         answer.finish_reason = reason
         answer.swapped_row = None
         answer.swapped_pages = None
-        self.scheduler.end(answer.row, answer.sampled, valid)
+        if answer in self._held:
+            self._held.remove(answer)
+        else:
+            self.scheduler.end(answer.row, answer.sampled, valid)
         del self._answers[answer.row]

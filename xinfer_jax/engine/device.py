@@ -150,11 +150,16 @@ class Device:
         """Puts a row into a slot."""
         self.rows = self._execute(SET_ROW, self.rows, np.int32(slot), row)
 
-    def stages(self) -> list[Callable[[], Any]]:
-        """Calls that together run every program, the most likely first: the first one runs what a short
-        greedy request needs. For a device whose arrays are shapes.
+    def stages(self) -> dict[str, Callable[[], Any]]:
+        """Calls that together run every program, by what `EngineCore` calls them, the most likely first. The
+        first one runs what a short greedy request needs.
         """
-        return [self._run_short_request, self._run_full_chunk, self._run_rare_calls, self._run_logprobs]
+        return {
+            "greedy": self._run_short_request,
+            "chunk": self._run_full_chunk,
+            "rare": self._run_rare_calls,
+            "prompt_logprobs": self._run_prompt_logprobs,
+        }
 
     def _run_short_request(self, greedy: bool = True) -> None:
         call, key = self._empty_call
@@ -174,7 +179,7 @@ class Device:
         self.pools = self._execute(SET_PAGES, self.pools, page_N, self._execute(GET_PAGES, self.pools, page_N))
         self.set_row(0, self.get_row(0))
 
-    def _run_logprobs(self) -> None:
+    def _run_prompt_logprobs(self) -> None:
         self.prefill_with_logprobs(self._all_pages, [0], 0, [0])
 
     @property

@@ -137,7 +137,7 @@ class Engine(EngineBase):
         elif self._channel:
             self.error = InputError("process 0 answers for all: submit there, and call follow() here")
         scheduler = Scheduler(shape.rows, shape.pages, shape.capacity, shape.chunk, prefix_cache)
-        return EngineCore(own, scheduler, shape, self.counters, self._notify)
+        return EngineCore(own, scheduler, shape, self.counters, self._notify, self._warm_up.is_ready)
 
     def update(self, params: Params) -> None:
         """Replaces the weights by others of the same shapes, between two steps, without compiling. Pages of
@@ -177,10 +177,10 @@ class Engine(EngineBase):
         counts = self._core.scheduler.counts() | self.counters.sums
         warm_up = self._warm_up
         return counts | dict(
-            waiting=counts["waiting"] + len(self._queue.submitted),
-            programs=warm_up.num_programs,
+            waiting=counts["waiting"] + len(self._queue.submitted) + self._core.num_held,
+            programs=warm_up.compiler.num_compiled,
             warming_up=int(not warm_up.complete),
-            waiting_for_programs=int(warm_up.is_waiting),
+            waiting_for_programs=self._core.num_held,
         )
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..cache.kv_cache import KVCache
+from ..cache.kv_cache import KVCache, without_layers
 from ..cache.paged import PAGE_SIZE
 from ..generation.batch_arrays import token_matrix
 from ..generation.runners import LayerwiseRunner, without_model_layers
@@ -78,10 +78,11 @@ class LayerwiseDevice(Device):
         self.pools = cache_pools(cache)
         return _sampled_tokens(done, running_B)
 
-    def stages(self) -> list[Callable[[], Any]]:
+    def stages(self) -> dict[str, Callable[[], Any]]:
         """As of `Device`."""
-        first, *others = super().stages()
-        return [first, lambda: self._run_short_request(greedy=False), *others, self._run_alternatives]
+        stages = super().stages()
+        sampled = dict(greedy=stages.pop("greedy"), sampled=lambda: self._run_short_request(greedy=False))
+        return sampled | stages | dict(logprobs=self._run_alternatives)
 
     def _run_short_request(self, greedy: bool = True) -> None:
         call, key = self._empty_call
@@ -100,11 +101,16 @@ class LayerwiseDevice(Device):
         return dataclasses.replace(super()._new_row(call, key_1, limit), alternatives=None, noted_B=None)
 
     def _decode_cache(self, pages: dict[int, list[int]]) -> KVCache:
-        """The cache of all rows; `running_token` sets their lengths."""
+        """The cache of all rows, committed as after a step; `running_token` sets their lengths."""
         rows = self._shape.rows
         table_BP = self._block_table(pages, rows)
         zeros_B = np.zeros(rows, np.int32)
-        return paged_cache(self.config, self.pools, table_BP, self._shape.capacity, zeros_B)
+        cache = paged_cache(self.config, self.pools, table_BP, self._shape.capacity, zeros_B)
+        lengths = self._put(without_layers(cache))
+        tables = (self._put(layer.table_BP) for layer in cache.layers)  # each is donated
+        pairs = zip(cache.layers, tables, strict=True)
+        layers = tuple(dataclasses.replace(layer, table_BP=table_BP) for layer, table_BP in pairs)
+        return dataclasses.replace(lengths, layers=layers)
 
     def _decode_step(
         self, cache: KVCache, running_B: np.ndarray, greedy: bool, with_alternatives: bool

@@ -28,7 +28,7 @@ class EngineStats:
         requests: that have ended.
         programs: that are compiled.
         warming_up: engines that still compile programs in the background.
-        waiting_for_programs: engines of which a request waits for a program now.
+        waiting_for_programs: of `waiting`, answers whose programs are not compiled yet.
         ttft_seconds, tpot_seconds: 50th, 90th and 99th percentile of the time to the first token and of the
             time per token after it, over the last 1000 requests; None before the first.
     """

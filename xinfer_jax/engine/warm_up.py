@@ -17,95 +17,108 @@ from .device import Device
 from .layerwise_device import LayerwiseDevice
 from .shape import EngineShape
 
+Stage = Callable[[], Any]  # a dry run of calls
 _IDLE_SECONDS = 0.5  # for which the engine must have no request before the background takes the processors
 _PATIENCE = 5.0  # seconds that it waits for that before each stage
 _POLL_SECONDS = 0.05
 
 
 class WarmUp(ImmediateExecutor):
-    """Runs jitted functions; while some are still compiled, each call waits for its own program.
+    """Runs jitted functions. Their programs are compiled in stages, most of them in the background. A call whose
+    program is not compiled yet waits for it.
 
     Attributes:
         compiler: of the programs.
         complete: all programs are compiled.
         is_waiting: a call waits for its program now.
-        waited_seconds: that calls have waited for programs.
     """
 
     def __init__(self) -> None:
+        self.compiler = Precompiler()
         self.complete = False
         self.is_waiting = False
-        self.waited_seconds = 0.0
-        self.compiler = Precompiler()
-        self._stopped = threading.Event()
+        self._left: dict[str, Stage] = {}  # the stages that are not compiled, the most likely first
+        self._wanted: set[str] = set()  # requests wait for these
+        self._condition = threading.Condition()
+        self._stopped = False
 
     def __call__(self, program: Any, *args: Any) -> Any:
         if not self.complete and not self.compiler.is_compiled(program, *args):
-            self._wait_for(program, *args)
+            self.is_waiting = True
+            try:
+                self.compiler.wait_for(program, *args)
+            finally:
+                self.is_waiting = False
         return program(*args)
 
-    @property
-    def num_programs(self) -> int:
-        """How many programs are compiled."""
-        return self.compiler.num_compiled
+    def is_ready(self, stages: set[str]) -> bool:
+        """Whether these stages are compiled; if not, they come next."""
+        if not stages & self._left.keys():
+            return True
+        with self._condition:
+            self._wanted |= stages
+            self._condition.notify_all()
+        return False
 
-    def compile_all(self, stages: list[Callable[[], Any]]) -> None:
-        """Compiles the programs of these dry runs side by side, and waits for them."""
-        for stage in stages:
+    def compile_all(self, stages: dict[str, Stage]) -> None:
+        """Compiles these stages side by side, and waits for them."""
+        for stage in stages.values():
             stage()
         self.compiler.wait()
 
-    def compile_in_background(self, stages: list[Callable[[], Any]], is_busy: Callable[[], bool]) -> None:
-        """Begins to compile the programs of these dry runs, one stage after another, and returns. Before each
-        it waits a while for the engine to be idle, as compiling takes the processors from requests. The end
-        of the process waits for the stage that has begun: the compiler cannot be interrupted.
+    def compile_in_background(self, stages: dict[str, Stage], is_busy: Callable[[], bool]) -> None:
+        """Begins to compile these stages, one after another, and returns. A stage that no request waits for
+        begins once the engine has been idle, or after some seconds: compiling takes the processors from
+        requests. The end of the process waits for the stage that has begun: XLA cannot be interrupted.
+
+        Args:
+            stages: by name, in order of likelihood.
+            is_busy: whether the engine has requests.
         """
+        self._left = dict(stages)
 
         def compile_stages() -> None:
-            for stage in stages:
-                began = idle_since = time.monotonic()
-                while not self._is_ending and (now := time.monotonic()) < began + _PATIENCE:
-                    if is_busy():
-                        idle_since = now
-                    if now > idle_since + _IDLE_SECONDS:
-                        break
-                    self._stopped.wait(_POLL_SECONDS)
-                if self._is_ending:
-                    return
+            while self._left and (name := self._next_stage(is_busy)):
                 try:
-                    stage()
-                    self.compiler.wait()
+                    self.compile_all({name: self._left[name]})
                 except Exception as error:  # a request that needs the program compiles it, or has the error
                     if not self._is_ending:
                         about = f"{type(error).__name__}: {error}"
                         print(f"a program was not compiled in the background: {about}", file=sys.stderr)
-                    return
+                self._left = {other: stage for other, stage in self._left.items() if other != name}
             self.finish()
 
         threading.Thread(target=compile_stages, name="xinfer_jax warm-up").start()
 
-    @property
-    def _is_ending(self) -> bool:
-        """Whether the engine was closed, or the process ends."""
-        return self._stopped.is_set() or not threading.main_thread().is_alive()
-
     def finish(self) -> None:
-        """No call waits any more."""
+        """No call waits any more: what is not compiled compiles when it runs."""
+        self._left = {}
         self.complete = True
-        self.compiler.close()
 
     def stop(self) -> None:
         """Ends the background after the stage that has begun."""
-        self._stopped.set()
+        with self._condition:
+            self._stopped = True
+            self._condition.notify_all()
 
-    def _wait_for(self, program: Any, *args: Any) -> None:
-        began = time.monotonic()
-        self.is_waiting = True
-        try:
-            self.compiler.wait_for(program, *args)
-        finally:
-            self.is_waiting = False
-            self.waited_seconds += time.monotonic() - began
+    @property
+    def _is_ending(self) -> bool:
+        """Whether the engine was closed, or the process ends."""
+        return self._stopped or not threading.main_thread().is_alive()
+
+    def _next_stage(self, is_busy: Callable[[], bool]) -> str | None:
+        """The name of the stage to compile now, after waiting for an idle engine; None at the end."""
+        began = idle_since = time.monotonic()
+        with self._condition:
+            while not self._is_ending:
+                if wanted := [name for name in self._left if name in self._wanted]:
+                    return wanted[0]
+                now = time.monotonic()
+                idle_since = now if is_busy() else idle_since
+                if now > min(idle_since + _IDLE_SECONDS, began + _PATIENCE):
+                    return next(iter(self._left))
+                self._condition.wait(_POLL_SECONDS)
+        return None
 
 
 def create_device(
@@ -126,16 +139,16 @@ def create_device(
         warm.finish()
         device = device_class(params, config, shape, warm)
         for _ in range(2):  # rows and pages have their final shardings only after the first run
-            for stage in device.stages():
+            for stage in device.stages().values():
                 stage()
         return device, warm
     dry_device = device_class(params, config, shape, warm.compiler)
-    first, *others = dry_device.stages()
-    first()
+    first, *others = dry_device.stages().items()
+    first[1]()
     device = device_class(params, config, shape, warm)  # allocates the pages while programs are compiled
-    warm.compile_all(others if warm_up else [])
+    warm.compile_all(dict(others) if warm_up else {})
     if warm_up:
         warm.finish()
     else:
-        warm.compile_in_background(others, is_busy)
+        warm.compile_in_background(dict(others), is_busy)
     return device, warm

@@ -19,16 +19,20 @@ from .loop import last_hidden
 from .state import append_token, record_token
 
 
+_LONGEST_PERIOD = 8  # layers
+
+
 @functools.lru_cache(maxsize=64)
 def layer_groups(config: ModelConfig, most: int) -> tuple[slice, ...]:
-    """The layers of each program, at most so many. A group is whole periods of the kinds of layers. All
-    groups have the same size if possible, so that few programs are compiled.
+    """The layers of each program, at most so many. A group is whole periods of the kinds of layers; it may be
+    larger for one period, unless `most` is 1. All groups have the same size if possible, so that few programs
+    are compiled.
     """
     L = config.num_hidden_layers
     kinds = [*zip(layer_kinds(config), config.layer_experts or (False,) * L, strict=True)]
     period = next(p for p in range(1, L + 1) if all(kinds[i] == kinds[i % p] for i in range(L)))
     sizes = range(period, most + 1, period)
-    largest = max(sizes, default=most)
+    largest = max(sizes, default=period if most > 1 and period <= _LONGEST_PERIOD else most)
     size = max((size for size in sizes if L % size == 0 and 2 * size >= largest), default=largest)
     return tuple(slice(first, first + size) for first in range(0, L, size))
 

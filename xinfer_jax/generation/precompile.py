@@ -4,7 +4,7 @@ compiles them in parallel instead.
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 import jax
@@ -63,8 +63,10 @@ class Precompiler:
         return self._begin(program, args)[1]
 
     def wait_for(self, program: Any, *args: Any) -> None:
-        """Waits until the program that these arguments need is compiled; begins with it if nobody has."""
-        self._begin(program, args)[0].result()
+        """Waits until the program that these arguments need is compiled, or has failed to; begins with it if
+        nobody has.
+        """
+        wait([self._begin(program, args)[0]])
 
     def is_compiled(self, program: Any, *args: Any) -> bool:
         """Whether `wait_for` need not wait."""

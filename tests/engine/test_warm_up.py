@@ -1,0 +1,133 @@
+"""An engine compiles in the background: requests meanwhile have the same bits, and wait for their own programs."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import compiling
+import jax
+import pytest
+
+import xinfer_jax as xj
+from xinfer_jax.generation import precompile
+
+pytestmark = pytest.mark.newest
+
+SHAPE = dict(rows=3, capacity=256, chunk=64, pages=12)
+NO_END = dict(eos_token_ids=())
+DRAWN = xj.SamplingConfig(temperature=0.9, top_k=30)
+REQUESTS = [
+    ([5, 6, 7], xj.GenerateOptions(9, **NO_END), {}),
+    ([5, 6, 8], xj.GenerateOptions(9, DRAWN, **NO_END), {}),
+    (list(range(90)), xj.GenerateOptions(5, **NO_END), {}),
+    ([9, 6, 7], xj.GenerateOptions(5, logprobs=3, **NO_END), {}),
+    ([9, 6, 7], xj.GenerateOptions(5, DRAWN, logprobs=3, n=2, **NO_END), {}),
+    (list(range(70)), xj.GenerateOptions(2, **NO_END), dict(prompt_logprobs=2)),
+    ([4, 3], xj.GenerateOptions(9, xj.SamplingConfig(frequency_penalty=1.0), **NO_END), {}),
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> xj.Model:
+    return xj.load_model()
+
+
+def submit_all(engine):
+    return [engine.submit(ids, options, key=jax.random.key(3), **more) for ids, options, more in REQUESTS]
+
+
+def outcome(request):
+    out = request.result()
+    return out.tokens, out.logprobs, out.alternatives, request.prompt_logprobs
+
+
+def wait_until_warm(engine) -> None:
+    end = time.monotonic() + 120
+    while engine.stats.warming_up and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not engine.stats.warming_up
+
+
+def test_requests_during_warm_up_have_the_bits_of_later_ones(model):
+    jax.clear_caches()
+    with xj.Engine(model, **SHAPE) as engine:
+        assert engine.stats.warming_up == 1 and "in the background" in engine.about
+        together = [outcome(request) for request in submit_all(engine)]
+        wait_until_warm(engine)
+        assert engine.stats.programs > 10
+        alone = []
+        for ids, options, more in REQUESTS:
+            alone.append(outcome(engine.submit(ids, options, key=jax.random.key(3), **more)))
+        with compiling.events() as seen:
+            again = [outcome(request) for request in submit_all(engine)]
+    assert together == alone == again
+    assert seen == []
+
+
+def hold(monkeypatch, name: str) -> threading.Event:
+    """Programs of this name are compiled once the event is set."""
+    compile_it = precompile._compile
+    released = threading.Event()
+
+    def held(lowered):
+        if f"@jit_{name} " in lowered.as_text()[:200]:
+            assert released.wait(60)
+        compile_it(lowered)
+
+    monkeypatch.setattr(precompile, "_compile", held)
+    return released
+
+
+def test_a_request_waits_for_its_own_program_only(model, monkeypatch):
+    released = hold(monkeypatch, "_sample")
+    with xj.Engine(model, **SHAPE) as engine:
+        drawn = engine.submit([5, 6, 8], xj.GenerateOptions(4, DRAWN, **NO_END), key=jax.random.key(0))
+        greedy = engine.submit([5, 6, 8], xj.GenerateOptions(4, **NO_END))
+        assert len(greedy.result().tokens[0]) == 4 and not drawn.ended
+        stats = engine.stats
+        assert stats.waiting == stats.waiting_for_programs == 1 and stats.running == 0
+        time.sleep(1.5)
+        assert time.monotonic() - engine.last_turn < 1.4, "the engine is not stuck"
+        cancelled = engine.submit([5, 6], xj.GenerateOptions(4, DRAWN, **NO_END), key=jax.random.key(0))
+        cancelled.cancel()
+        assert cancelled.result().finish_reason == ["cancelled"]
+        released.set()
+        assert len(drawn.result().tokens[0]) == 4
+        wait_until_warm(engine)
+        assert engine.stats.waiting_for_programs == engine.stats.pages_used == 0
+
+
+def test_without_a_thread_the_caller_waits(model):
+    engine = xj.Engine(model, **SHAPE)
+    options = xj.GenerateOptions(4, DRAWN, **NO_END)
+    (out,) = engine.generate([[5, 6, 8]], options, key=jax.random.key(0))
+    assert len(out.tokens[0]) == 4
+    engine.close()
+
+
+def test_a_program_that_fails_in_the_background_compiles_when_it_is_needed(model, monkeypatch, capsys):
+    compile_it = precompile._compile
+
+    def broken(lowered):
+        if "@jit__sample " in lowered.as_text()[:200]:
+            raise MemoryError("no room")
+        compile_it(lowered)
+
+    monkeypatch.setattr(precompile, "_compile", broken)
+    with xj.Engine(model, **SHAPE) as engine:
+        out = engine.submit([5, 6, 8], xj.GenerateOptions(4, DRAWN, **NO_END), key=jax.random.key(0)).result()
+        wait_until_warm(engine)
+    assert len(out.tokens[0]) == 4
+    assert "not compiled in the background: MemoryError: no room" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_a_process_that_ends_during_warm_up_ends_cleanly():
+    code = (
+        "import xinfer_jax as xj; e = xj.Engine(xj.load_model(), rows=2, capacity=128, chunk=64).__enter__()\n"
+        "e.submit([5, 6], xj.GenerateOptions(3)).result(); assert e.stats.warming_up"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if "ready in" not in line] == []
