@@ -5,13 +5,13 @@ compares it with other engines.
     python scripts/bench_start.py --model=DIR --engines=ours,transformers --precisions=float32
     python scripts/bench_start.py --config=xinfer_jax/assets --layers=24,80 --engines=ours
 
-Ours is the command `xinfer-jax`, timed by the bytes that it writes, and in other ways with --ways: the first call
-of `stream`, of `generate` and of an `Engine` in Python, and the first request to `xinfer-jax-serve`. Each runs
-cold, with an empty compilation cache, and then warm: both answers of the command must be equal. Other engines get as many prompt
-ids and return as many tokens. Their time starts with their process too, but excludes tokenization.
-Checkpoints are converted before, and files are in the page cache. Unless --model names a checkpoint, weights
-are random, and a tokenizer of the vocabulary's size is made up. Engines, checkpoint and most flags are those
-of bench_peers.py. The last line is one JSON object.
+Ours is the command `xinfer-jax`, timed by the bytes that it writes, and in other ways with --ways: the first
+call of `stream`, of `generate` and of an `Engine` in Python, and the first request to `xinfer-jax-serve`.
+Each runs cold, with an empty compilation cache, and then warm: both answers of the command must be equal.
+Other engines get as many prompt ids and return as many tokens. Their time starts with their process too, but
+excludes tokenization. Checkpoints are converted before, and files are in the page cache. Unless --model names
+a checkpoint, weights are random, and a tokenizer of the vocabulary's size is made up. Engines, checkpoint and
+most flags are those of bench_peers.py. The last line is one JSON object.
 """
 
 from launcher import start
@@ -26,15 +26,14 @@ import subprocess
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import bench_peers as peers
 from absl import flags
 from bench_peers import CONFIG, NEW, THREADS, TIMEOUT, median
-from peer_engines import ENGINES, PeakMemory, our_format
+from peer_engines import ENGINES, our_format
+from server_startup import ServerStart
 from tokenizers import Tokenizer, decoders, models
 
 from xinfer_jax.checkpoint.files import checkpoint_dir
@@ -51,7 +50,9 @@ LAYERS = flags.DEFINE_list(
 PRECISIONS = flags.DEFINE_list(
     "precisions", ["float32", "int8", "int4"], f"Precisions to measure: {', '.join(peers.ORDER)}."
 )
-WAYS = flags.DEFINE_list("ways", ["command"], "How ours is called: command, stream, generate, engine, server.")
+WAYS = flags.DEFINE_list(
+    "ways", ["command"], "How ours is called: command, stream, generate, engine, server."
+)
 QUESTION = "What is the capital of France?"
 SYSTEM = "You are a helpful assistant."  # 26 tokens in ChatML
 PROMPT = flags.DEFINE_string("prompt", QUESTION, f"The prompt; it follows the system message {SYSTEM!r}.")
@@ -186,60 +187,16 @@ def ours(job: dict, python: str) -> dict:
             way_job = job | {"way": way, "folder": folder, "compiled": compiled}
             way_job |= {"new_tokens": job["answered"][job["precision"]]}
             for kind in ("cold", "warm"):
-                run = server(way_job, python) if way == "server" else peers.child(way_job, python)
+                if way == "server":
+                    environment = peers.process(way_job, python)["env"]
+                    server = ServerStart(way_job, python, environment, TIMEOUT.value)
+                    run = server.answer(SYSTEM, PROMPT.value)
+                else:
+                    run = peers.child(way_job, python)
                 if "first_s" not in run:
                     return run
                 runs[f"{shape} {way} {kind}".strip()] = run
     return runs
-
-
-def server(job: dict, python: str) -> dict:
-    """Starts the server, sends a request as soon as it listens and again while it answers 503, and measures its
-    first answer.
-    """
-    given = {"model": job["folder"], "compilation_cache": job["compiled"], "port": 0} | our_format(job["precision"])
-    program = "from xinfer_jax.__main__ import serve; serve()"
-    command = [python, "-c", program, *(f"--{name}={value}" for name, value in given.items())]
-    command.append("--noescape_control_tokens")  # made-up words may be control tokens
-    environment = peers.process(job, python)["env"] | {"PYTHONPATH": str(Path(__file__).parent.parent)}
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": PROMPT.value}]
-    body = {"messages": messages, "max_tokens": job["new_tokens"], "temperature": 0, "stream": True}
-    start_s = time.monotonic()
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        guard = threading.Timer(TIMEOUT.value, process.kill)
-        guard.start()
-        watch = PeakMemory(process.pid)
-        try:
-            line = next((line for line in process.stderr if "listening on" in line), "")
-            threading.Thread(target=process.stderr.read, daemon=True).start()  # or its log would fill the pipe
-            if not line:
-                return {"failed": "the server did not start"}
-            address = line.split()[-1]
-            request = urllib.request.Request(
-                f"{address}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-            )
-            times, ready_s = _first_answer(request, start_s)
-            anon_mib, hwm_mib = watch.peaks()
-        finally:
-            process.terminate()
-            guard.cancel()
-    phases = {"decoding": [times[-1] - times[0], times[0], times[-1], 1]}
-    memory = {"anon_mib": anon_mib, "hwm_mib": hwm_mib}
-    return {"phases": phases, "ready_s": ready_s, "first_s": times[0], "last_s": times[-1]} | memory
-
-
-def _first_answer(request: urllib.request.Request, start_s: float) -> tuple[list[float], float]:
-    """Seconds of each chunk of the answer, and until the server took the request."""
-    while True:
-        try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT.value) as response:
-                ready_s = time.monotonic() - start_s
-                lines = (line for line in response if b'"content"' in line)
-                return [time.monotonic() - start_s for _ in lines], ready_s
-        except urllib.error.HTTPError as error:
-            if error.code != 503:
-                raise RuntimeError(error.read().decode()) from error
-            time.sleep(0.02)
 
 
 def command(job: dict, python: str) -> dict:
@@ -286,9 +243,9 @@ def report(results: dict[str, list[dict]], wanted: dict[str, str], shapes: list[
         for name, rounds in ran.items()
         for what in rounds[0]
     }
-    print("\nMedians. Seconds from the start of the process until it can be asked, to the first token, the last token")
-    print("and the end; programs, and those from the compilation cache; peak MiB: anonymous, resident, and the limit, which is")
-    print("1.15 x (weights + cache) + 350")
+    print("\nMedians. Seconds from the start of the process until it can be asked, to the first token, the")
+    print("last token and the end; programs, and those from the compilation cache; peak MiB: anonymous,")
+    print("resident, and the limit, which is 1.15 x (weights + cache) + 350")
     costs = "new_tokens", "ready_s", "first_s", "last_s", "end_s", "programs", "fetched"
     print_rows(medians, *costs, "anon_mib", "hwm_mib", "allowed_mib")
     print("\nPhases: seconds in which the phase was running (first start-last end)")
@@ -337,7 +294,7 @@ def ratios_to_peers(ran: dict[str, list[dict]], wanted: dict[str, str], shape: s
             ratios[f"{name} / {other}"] = {
                 f"{token} {kind}": median([a[f"{shape} {kind}".strip()][key] / b[""][key] for a, b in pairs])
                 for token, key in (("first", "first_s"), ("last", "last_s"))
-                for kind in [kind.removeprefix(shape).strip() for kind in ran[name][0] if kind.startswith(shape)]
+                for kind in (run.removeprefix(shape).strip() for run in ran[name][0] if run.startswith(shape))
             }
     return ratios
 

@@ -1,11 +1,10 @@
 """Runs the processes of bench_start.py: `python peer_startup.py JOB`, JOB as JSON.
 
-Ours is the command `xinfer-jax`, or with a `way` in the job a call in Python. The modules of the command are only
-changed to record phases. It prints its usual output, and then the report as the last line of standard error.
-Calls in Python and the other engines, those of peer_engines.py, have the answer on the last line of standard
-output. A phase is reported as the seconds in which any of its work
-was running, its first start, its last end, and the number of times. All times are seconds since the parent
-started the process.
+Ours is the command `xinfer-jax`, or with a `way` in the job a call in Python. The modules of the command are
+only changed to record phases. It prints its usual output, and then the report as the last line of standard
+error. Calls in Python and the other engines, those of peer_engines.py, have the answer on the last line of
+standard output. A phase is reported as the seconds in which any of its work was running, its first start, its
+last end, and the number of times. All times are seconds since the parent started the process.
 """
 
 import importlib.util
@@ -139,8 +138,9 @@ def call(job: dict) -> dict:
     spans = phases.summary()
     first_s, last_s = (at - job["started"] for at in (times[0], times[-1]))
     spans["decoding"] = [last_s - first_s, first_s, last_s, 1]
-    counts = {name: spans.get(of, [0] * 4)[3] for name, of in (("programs", "compiling"), ("fetched", "fetching"))}
-    answer = dict(phases=spans, first_s=first_s, last_s=last_s, anon_mib=anon_mib, hwm_mib=hwm_mib, **counts)
+    programs, fetched = (spans.get(phase, [0] * 4)[3] for phase in ("compiling", "fetching"))
+    answer = dict(phases=spans, first_s=first_s, last_s=last_s, anon_mib=anon_mib, hwm_mib=hwm_mib)
+    answer |= dict(programs=programs, fetched=fetched)
     return answer if ready is None else answer | {"ready_s": ready}
 
 

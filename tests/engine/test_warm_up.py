@@ -1,4 +1,6 @@
-"""An engine compiles in the background: requests meanwhile have the same bits, and wait for their own programs."""
+"""An engine compiles in the background: requests meanwhile have the same bits, and wait only for their own
+programs.
+"""
 
 import subprocess
 import sys
@@ -125,7 +127,8 @@ def test_a_program_that_fails_in_the_background_compiles_when_it_is_needed(model
 @pytest.mark.full
 def test_a_process_that_ends_during_warm_up_ends_cleanly():
     code = (
-        "import xinfer_jax as xj; e = xj.Engine(xj.load_model(), rows=2, capacity=128, chunk=64).__enter__()\n"
+        "import xinfer_jax as xj\n"
+        "e = xj.Engine(xj.load_model(), rows=2, capacity=128, chunk=64).__enter__()\n"
         "e.submit([5, 6], xj.GenerateOptions(3)).result(); assert e.stats.warming_up"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -20,9 +20,10 @@ SMALL = tiny.CONFIG | dict(hidden_size=16, intermediate_size=16, num_attention_h
 WARM = xj.SamplingConfig(temperature=0.9, top_k=30)
 FULL = xj.SamplingConfig(min_p=0.1, temperature=0.9)
 OURS = {
-    "_embed", "_layers", "_last", "_head", "_append", "_most_likely", "_sample", "_record", "_verify", "_add_draft_token", "_call_draft_function",
-    "_pick", "_reorder_layer", "_copy", "reorder", "_reorder_tail", "_first", "_next", "decode",
-    "prefill_chunks", "prefill_uncached", "sample_and_append", "_search",
+    "_embed", "_layers", "_last", "_head", "_append", "_most_likely", "_sample", "_record", "_verify",
+    "_add_draft_token", "_call_draft_function", "_pick", "_reorder_layer", "_copy", "reorder",
+    "_reorder_tail", "_first", "_next", "decode", "prefill_chunks", "prefill_uncached", "sample_and_append",
+    "_search",
 }  # fmt: skip
 FIRST = dict(_embed=2, _layers=2, _last=1, _head=1, _most_likely=1, _append=1)
 

@@ -39,7 +39,7 @@ def options_of(**given) -> xj.GenerateOptions:
 
 
 def test_any_number_of_rows_and_any_settings_compile_nothing_new(model):
-    """After one call with plain settings and one with any other, up to the next power of two."""
+    """After a greedy call, one with plain settings and one with any other, up to the next power of two."""
     everything = xj.SamplingConfig(0.9, min_p=0.1, logit_bias={3: 1.0})
 
     def call(rows, **given):
@@ -49,6 +49,7 @@ def test_any_number_of_rows_and_any_settings_compile_nothing_new(model):
         next(stream)
         stream.stop()
 
+    call(4, sampling=xj.SamplingConfig())
     call(4)
     call(4, sampling=everything)
     with compiling.events() as compiled:

@@ -44,8 +44,9 @@ PACKAGES = {
     "text": (),
     "embedding": (),
     "engine": (
-        "clients", "pages", "row", "scheduler", "shape", "device_programs", "device", "messages",
-        "controller", "requests", "statistics", "core", "request_queue", "submission", "engine", "engines",
+        "clients", "pages", "row", "scheduler", "shape", "device_programs", "device", "layerwise_device",
+        "warm_up", "messages", "controller", "requests", "statistics", "core", "request_queue", "submission",
+        "engine", "engines",
     ),
     "api": ("fields", "sampling_fields", "prompts", "bodies", "token_texts", "responses", "score_body"),
     "batch": ("input_lines", "resumable_output", "line_request", "run_settings", "run_batch", "dataset"),

@@ -170,7 +170,7 @@ def test_bench_start_on_two_depths(directory, tmp_path):
     for way in ("stream", "generate", "engine", "server"):
         for kind in ("cold", "warm"):
             run = runs.pop(f"1 layers {way} {kind}")
-            assert 0 < run.get("ready_s", 0.01) < run["first_s"] <= run["last_s"]
+            assert 0 < run.get("ready_s", 0.01) <= run["first_s"] <= run["last_s"]
             if way != "server":
                 assert run["programs"] >= run["fetched"]
             if way in ("stream", "generate"):

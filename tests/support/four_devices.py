@@ -21,7 +21,8 @@ import xinfer_jax as xj
 from xinfer_jax.engine.engines import Engines
 
 BATCH = SCRIPTS / "batch.py"
-SHAPE = dict(rows=2, capacity=512, pages=20, warm_up=True)  # of all engines: they have the same programs
+SIZES = dict(rows=2, capacity=512, pages=20)  # of all engines: they have the same programs
+SHAPE = SIZES | dict(warm_up=True)
 HF = tiny.CONFIG | dict(eos_token_id=286, max_position_embeddings=512)
 
 
@@ -208,7 +209,7 @@ def test_a_file_has_the_same_lines_when_it_is_stopped_and_resumed(model, tmp_pat
     stop = threading.Event()
 
     def run(name, number, **more):
-        given = SHAPE | dict(progress=False, in_order=True, seed=3, data_parallel=number)
+        given = SIZES | dict(progress=False, in_order=True, seed=3, data_parallel=number)
         return xj.generate_file(model, asked, tmp_path / name, **given, **more)
 
     assert run("one", 1)["answered"] == 120
@@ -232,7 +233,7 @@ def test_a_file_has_the_same_lines_when_it_is_stopped_and_resumed(model, tmp_pat
 
 def test_the_command_killed_and_started_again(model, checkpoint, tmp_path):
     asked = lines(tmp_path / "in", 600)
-    given = dict(SHAPE, in_order=True, model=checkpoint, input=asked, temperature=0)
+    given = dict(SIZES, in_order=True, model=checkpoint, input=asked, temperature=0)
 
     def start(name, number):
         flags = [f"--{flag}={value}" for flag, value in given.items()]
@@ -252,7 +253,7 @@ def test_the_command_killed_and_started_again(model, checkpoint, tmp_path):
     process = start("two", 2)
     said = process.communicate(timeout=200)[1]
     assert process.returncode == 0 and "were there before" in said, said
-    xj.generate_file(model, asked, tmp_path / "one", in_order=True, progress=False, **SHAPE)
+    xj.generate_file(model, asked, tmp_path / "one", in_order=True, progress=False, **SIZES)
     assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()
     process = start("five", 5)
     said = process.communicate(timeout=60)[1]

@@ -175,8 +175,7 @@ class Device:
         """What preempted rows need, and the keys of several answers."""
         key_1 = self._execute(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
         self._execute(FOLD_IN_EACH, key_1, np.zeros(1, np.int32))
-        page_N = np.zeros(_COPIED_PAGES, np.int32)
-        self.pools = self._execute(SET_PAGES, self.pools, page_N, self._execute(GET_PAGES, self.pools, page_N))
+        self.copy_pages_in([0], self.copy_pages_out([0]))
         self.set_row(0, self.get_row(0))
 
     def _run_prompt_logprobs(self) -> None:
@@ -237,7 +236,7 @@ def _repeat(x_1: Any, rows: int) -> Any:
     """An array of one row, for so many rows; made on the host, where nothing is compiled."""
     if not jnp.issubdtype(x_1.dtype, jax.dtypes.prng_key):
         return np.repeat(x_1, rows, 0)
-    data_B = np.repeat(np.asarray(jax.random.key_data(x_1)), rows, 0)
+    data_B: Any = np.repeat(np.asarray(jax.random.key_data(x_1)), rows, 0)
     return jax.random.wrap_key_data(data_B, impl="threefry2x32")
 
 
@@ -253,7 +252,9 @@ class _Shards:
         return jax.make_array_from_single_device_arrays(*self._layout, parts)
 
 
-def _on_host(x: jax.Array) -> Any:
+def _on_host(x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):  # of a dry run
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
     return np.array(x) if x.is_fully_addressable else _Shards(x)
 
 

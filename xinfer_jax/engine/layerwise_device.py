@@ -106,11 +106,10 @@ class LayerwiseDevice(Device):
         table_BP = self._block_table(pages, rows)
         zeros_B = np.zeros(rows, np.int32)
         cache = paged_cache(self.config, self.pools, table_BP, self._shape.capacity, zeros_B)
-        lengths = self._put(without_layers(cache))
-        tables = (self._put(layer.table_BP) for layer in cache.layers)  # each is donated
-        pairs = zip(cache.layers, tables, strict=True)
-        layers = tuple(dataclasses.replace(layer, table_BP=table_BP) for layer, table_BP in pairs)
-        return dataclasses.replace(lengths, layers=layers)
+        layers: Any = cache.layers
+        # A table for each layer: a step donates it.
+        layers = tuple(dataclasses.replace(layer, table_BP=self._put(table_BP)) for layer in layers)
+        return dataclasses.replace(self._put(without_layers(cache)), layers=layers)
 
     def _decode_step(
         self, cache: KVCache, running_B: np.ndarray, greedy: bool, with_alternatives: bool
@@ -141,7 +140,8 @@ class LayerwiseDevice(Device):
 def _sampled_tokens(steps: list[_Step], among_B: np.ndarray) -> SampledTokens:
     """On the host: what the rows of `among_B`, all active before, sampled in these steps."""
     of_steps, alternatives = zip(*jax.device_get(steps), strict=True)
-    tokens_BT, logprobs_BT, continues_BT, finished_BT = (np.stack(xs, 1) for xs in zip(*of_steps, strict=True))
+    stacked = [np.stack(xs, 1) for xs in zip(*of_steps, strict=True)]
+    tokens_BT, logprobs_BT, continues_BT, finished_BT = stacked
     active_BT = np.concatenate([among_B[:, None], continues_BT[:, :-1]], 1)
     count_B = active_BT.sum(1, dtype=np.int32)
     joined: Any = None

@@ -1,5 +1,5 @@
-"""Compiling an engine's programs: those that a short greedy request needs before the engine is ready, the others
-in the background, one kind of request after another. A call waits for its own program only.
+"""Compiling an engine's programs: those that a short greedy request needs before the engine is ready, the
+others in the background, one kind of request after another. A call waits for its own program only.
 """
 
 import sys
@@ -24,8 +24,8 @@ _POLL_SECONDS = 0.05
 
 
 class WarmUp(ImmediateExecutor):
-    """Runs jitted functions. Their programs are compiled in stages, most of them in the background. A call whose
-    program is not compiled yet waits for it.
+    """Runs jitted functions. Their programs are compiled in stages, most of them in the background. A call
+    whose program is not compiled yet waits for it.
 
     Attributes:
         compiler: of the programs.

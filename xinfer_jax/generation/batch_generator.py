@@ -113,9 +113,8 @@ class BatchGenerator:
         # A draft model prefills the whole prompt, even if the model has a prefix.
         longest = call.longest, int(self._tokens[1].max())
         widths = [self._runner.prefill_width(tokens, call.prompt_rows) for tokens in longest]
-        flags = self._decodes_whole, call.greedy, options.max_new_tokens > 1, options.prefix is None
-        flags += (options.impl,)
-        return self._strategy, call.answers, *flags, *widths, call_signature(arrays)
+        kinds = self._decodes_whole, call.greedy, options.max_new_tokens > 1, options.prefix is None
+        return self._strategy, call.answers, *kinds, options.impl, *widths, call_signature(arrays)
 
     def start(self) -> None:
         """Prefills the prompts and samples the first token of each row."""

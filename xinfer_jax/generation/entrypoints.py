@@ -17,7 +17,7 @@ from .options import GenerateOptions, GenerateOutput
 from .precompile import Precompiler
 from .validation import ValidatedCall, validate_call
 
-# Up to so many rows x new tokens, the loop of the whole model cannot win back on a CPU what compiling it takes.
+# Rows x new tokens up to which, on a CPU, the loop of the whole model does not save what compiling it takes.
 _LOOP_TOKENS = 256
 _SYNC_SECONDS = 0.1  # between two copies of a stream's tokens to the host, which cost milliseconds each
 _MAX_STEPS = 32  # between two copies

@@ -18,7 +18,6 @@ from ..weights.cpu_features import compiler_options
 from .loop import last_hidden
 from .state import append_token, record_token
 
-
 _LONGEST_PERIOD = 8  # layers
 
 

@@ -53,9 +53,9 @@ from .strategies import Carry, ParamsAndConfig, Plain, Strategy
 # tokens_BT, and how many of each row are real, num_tokens_B
 PaddedTokens = tuple[Any, Any]
 
-# Layers of a decode program, at most. The 24 layers of the 0.5B shape in int8 take 1.13 times as long as the loop
-# with one layer per program at 8 rows (1.07 at one row), and 1.03 with four or eight (1.04); eight compile twice
-# as long.
+# Layers of a decode program, at most. The 24 layers of the 0.5B shape in int8 take 1.13 times as long as the
+# loop with one layer per program at 8 rows (1.07 at one row), and 1.03 with four or eight (1.04). Eight take
+# twice as long to compile.
 _DECODE_LAYERS = 5
 # The system allocates buffers beyond 32 MiB anew for each program: in int8, chunks of 512 tokens took 1.5
 # times as long as one program of all layers; chunks of 256 tokens do not. A prompt of several chunks is cut

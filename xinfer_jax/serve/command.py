@@ -145,7 +145,8 @@ def _run(argv: Sequence[str]) -> int:
         max_body_bytes=flags.max_body_bytes, share_prefixes=flags.share_prefixes,
         deadline=flags.deadline, grace=flags.grace,
         stuck_seconds=flags.stuck_seconds, seed=seed, escape=flags.escape_control_tokens,
-        log_prompts=flags.log_prompts, shape=shape | dict(data_parallel=flags.data_parallel, warm_up=flags.warm_up),
+        log_prompts=flags.log_prompts,
+        shape=shape | dict(data_parallel=flags.data_parallel, warm_up=flags.warm_up),
         max_connections=most_connections, max_connections_per_address=most_per_address,
         trusted_proxies=tuple(flags.trusted_proxy),
     )  # fmt: skip
