@@ -35,12 +35,12 @@ Decisions:
 - If the numbers of a row are not finite, none of its pages is found again, also those that it found: one of
   them may be the cause, and the next request computes it anew.
 - Settings, keys, limits, biases and EOS ids of a row are arrays of fixed sizes, with all sampling settings,
-  so after the warm-up no request compiles anything. A row's bits do not depend on the number of decode steps in a call,
-  because its whole state is kept between two calls.
+  so after the warm-up no request compiles anything. A row's bits do not depend on the number of decode
+  steps in a call, because its whole state is kept between two calls.
 - An engine is ready once the programs of a short greedy request are compiled. The others follow in the
-  background, in stages: sampling, full chunks, preemption, log-probabilities of prompts, alternatives. An answer
-  waits in the queue for the stages that it needs; these come next, and rows without it go on. Stages that nobody
-  waits for begin when the engine is idle, or after five seconds.
+  background, in stages: sampling, full chunks, preemption, log-probabilities of prompts, alternatives. An
+  answer waits in the queue for the stages that it needs; these come next, and rows without it go on. Stages
+  that nobody waits for begin when the engine is idle, or after five seconds.
 - On a CPU an engine without drafts decodes layer by layer, during the warm-up and after it. A loop over the
   whole model compiles four times as long and would be 2 to 6% faster for 0.5B's shape, but the last bits of
   log-probabilities differ from those of the layers: a switch after the warm-up would break the promise above.

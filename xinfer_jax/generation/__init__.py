@@ -29,14 +29,14 @@ Decisions:
   jit, a GPU and several devices always use the whole-model runner. Tokens of the two runners agree; the last
   bits of log-probabilities may differ. So the arguments of a call decide, not what is compiled: the same call
   gives the same bits, warm or cold.
-- The bound of 256 lies below 512 tokens of one row, where warm calls must lose nothing to the loop. Cold, the
-  loop wins its compile time back only after thousands of tokens: a step of the layerwise runner takes 1.04 times
-  as long (0.5B's shape in int8, 1 and 8 rows), or 0.3 ms more (the bundled model).
-- Plain decoding takes a step before it knows whether the rows of the step before go on, so the device does not
-  wait for the host. A step of rows that have all ended changes nothing.
-- Greedy rows without processors need no sampler. The layerwise runner samples them by a program of their own,
-  which compiles in a tenth of the sampler's time. What follows sampling (log-probabilities, end of a row) is one
-  program for both.
+- The bound of 256 lies below 512 tokens of one row, where warm calls must lose nothing to the loop. Cold,
+  the loop wins its compile time back only after thousands of tokens: a step of the layerwise runner takes
+  1.04 times as long (0.5B's shape in int8, 1 and 8 rows), or 0.3 ms more (the bundled model).
+- Plain decoding takes a step before it knows whether the rows of the step before go on, so the device does
+  not wait for the host. A step of rows that have all ended changes nothing.
+- Greedy rows without processors need no sampler. The layerwise runner samples them by a program of their
+  own, which compiles in a tenth of the sampler's time. What follows sampling (log-probabilities, end of a
+  row) is one program for both.
 - A strategy is written once, in terms of the `Operations` that both runners have, so its operations are as
   large as the programs of the layerwise runner. Two things are not shared. Prefill is a loop over chunks in a
   program, or on the host, and returns logits or hidden states: the layerwise runner needs no second head
