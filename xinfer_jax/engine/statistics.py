@@ -26,7 +26,7 @@ class EngineStats:
         preemptions: how often a row was preempted.
         read_tokens, chosen_tokens: that were prefilled, that were sampled.
         requests: that have ended.
-        programs: that are compiled.
+        programs: that were compiled ahead of their first run; 0 over a mesh.
         warming_up: engines that still compile programs in the background.
         waiting_for_programs: of `waiting`, answers whose programs are not compiled yet.
         ttft_seconds, tpot_seconds: 50th, 90th and 99th percentile of the time to the first token and of the
