@@ -119,17 +119,22 @@ def test_a_program_that_fails_in_the_background_compiles_when_it_is_needed(model
     monkeypatch.setattr(precompile, "_compile", broken)
     with xj.Engine(model, **SHAPE) as engine:
         out = engine.submit([5, 6, 8], xj.GenerateOptions(4, DRAWN, **NO_END), key=jax.random.key(0)).result()
+        later = engine.submit([5, 6, 8], xj.GenerateOptions(4, logprobs=2, **NO_END)).result()
         wait_until_warm(engine)
-    assert len(out.tokens[0]) == 4
+    assert len(out.tokens[0]) == len(later.tokens[0]) == 4
     assert "not compiled in the background: MemoryError: no room" in capsys.readouterr().err
 
 
 @pytest.mark.full
-def test_a_process_that_ends_during_warm_up_ends_cleanly():
+@pytest.mark.parametrize("programs", [0, 1])
+def test_a_process_that_ends_during_warm_up_ends_cleanly(programs):
+    """Before and within a stage."""
     code = (
-        "import xinfer_jax as xj\n"
+        "import time, xinfer_jax as xj\n"
         "e = xj.Engine(xj.load_model(), rows=2, capacity=128, chunk=64).__enter__()\n"
-        "e.submit([5, 6], xj.GenerateOptions(3)).result(); assert e.stats.warming_up"
+        "first = e.stats.programs\n"
+        "e.submit([5, 6], xj.GenerateOptions(3)).result(); assert e.stats.warming_up\n"
+        f"while e.stats.programs < first + {programs}: time.sleep(0.001)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -135,6 +135,18 @@ def test_arguments_choose_the_runner(monkeypatch, prompts, given, in_one_loop):
     assert chosen == ["whole" if in_one_loop else "layer by layer", "layer by layer"]
 
 
+def test_no_step_follows_the_last_token(model, monkeypatch):
+    """Decoding takes a step before it knows that a row has ended; not where its length says so."""
+    forward = LayerwiseRunner.forward
+    calls = []
+    monkeypatch.setattr(LayerwiseRunner, "forward", lambda *args: calls.append(0) or forward(*args))
+    for decode in (xj.generate, lambda *args: list(xj.stream(*args))):
+        decode(*model, [PROMPT], options(max_new_tokens=6))  # a dry run, too, where it compiles
+        calls.clear()
+        decode(*model, [PROMPT], options(max_new_tokens=6))
+        assert len(calls) == 5
+
+
 def test_the_same_call_has_the_same_bits_cold_and_warm():
     """Whatever was compiled before it."""
     model = layers(3, max_position_embeddings=512, num_attention_heads=1, num_key_value_heads=1)

@@ -25,9 +25,11 @@ def run_settings(
     """The settings by dotted name, such as options.sampling.top_k. shape: arguments of `Engine`.
 
     The number of pages is not among them: it changes no answer, only how many tokens fit in a row (`room`).
+    Nor is `warm_up`.
     """
     default = {name: p.default for name, p in inspect.signature(Engine).parameters.items()}
-    engine = {name: shape.get(name, default[name]) for name in default if name not in ("model", "pages")}
+    without = "model", "pages", "warm_up"
+    engine = {name: shape.get(name, default[name]) for name in default if name not in without}
     engine["room"] = max_request_tokens(model.config, engine["capacity"], shape.get("pages"))
     tokenizer = model.tokenizer
     text = f"{tokenizer.backend.to_str()}{tokenizer.chat_template}" if tokenizer else ""

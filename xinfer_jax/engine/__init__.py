@@ -39,8 +39,9 @@ Decisions:
   steps in a call, because its whole state is kept between two calls.
 - An engine is ready once the programs of a short greedy request are compiled. The others follow in the
   background, in stages: sampling, full chunks, preemption, log-probabilities of prompts, alternatives. An
-  answer waits in the queue for the stages that it needs; these come next, and rows without it go on. Stages
-  that nobody waits for begin when the engine is idle, or after five seconds.
+  answer waits in the queue for the stages that it needs; these come next, and other rows go on (not where a
+  row must be preempted: those programs are small). Stages that nobody waits for begin when the engine is
+  idle, or after five seconds.
 - On a CPU an engine without drafts decodes layer by layer, during the warm-up and after it. A loop over the
   whole model compiles four times as long and would be 2 to 6% faster for 0.5B's shape, but the last bits of
   log-probabilities differ from those of the layers: a switch after the warm-up would break the promise above.

@@ -51,7 +51,7 @@ class EngineCore:
         shape: EngineShape,
         counters: EngineCounters,
         notify: Callable[[Collection[Request]], None],
-        is_ready: Callable[[set[str]], bool],
+        is_ready: Callable[[frozenset[str]], bool],
     ):
         self.device: Any = device
         self.scheduler = scheduler
@@ -60,7 +60,7 @@ class EngineCore:
         self._shape = shape
         self._is_ready = is_ready
         self._answers: dict[Row, Answer] = {}  # that have not ended
-        self._held: list[Answer] = []  # of these, that wait for programs
+        self._held: dict[Answer, frozenset[str]] = {}  # of these, that wait for programs: their stages
         self._step_seconds = 0.0  # of the last decode steps, each
         self._prefill_steps = 0  # since the last step that decoded
 
@@ -68,7 +68,7 @@ class EngineCore:
         """Queues answers. `step` submits them to the scheduler once their programs are compiled."""
         for answer in answers:
             self._answers[answer.row] = answer
-            self._held.append(answer)
+            self._held[answer] = self._stages(answer)
 
     @property
     def num_held(self) -> int:
@@ -88,11 +88,10 @@ class EngineCore:
         anything to do.
         """
         if self._held:
-            ready = {answer: self._is_ready(self._stages(answer)) for answer in self._held}
-            self._held = [answer for answer in ready if not ready[answer]]
-            for answer in ready:
-                if ready[answer]:
-                    self.scheduler.submit(answer.row)
+            ready = {stages for stages in {*self._held.values()} if self._is_ready(stages)}
+            for answer in [answer for answer, stages in self._held.items() if stages in ready]:
+                del self._held[answer]
+                self.scheduler.submit(answer.row)
         busy = False
         width = 0
         while width < self._shape.chunk and (actions := self.scheduler.schedule()):
@@ -115,16 +114,16 @@ class EngineCore:
         """Whether a caller may stream a running row, and other requests may come meanwhile."""
         return any(self._answers[row].request.live for _, row in self.scheduler.running)
 
-    def _stages(self, answer: Answer) -> set[str]:
+    def _stages(self, answer: Answer) -> frozenset[str]:
         """The stages of `Device.stages` that an answer needs beside the first."""
         call = answer.request.call
         needed = {
             "sampled": not call.greedy,
             "logprobs": call.options.logprobs > 0,
-            "chunk": len(answer.row.ids) > self._shape.chunk,
+            "chunk": len(answer.row.ids) > self._shape.chunk and answer.row.logprobs_from is None,
             "prompt_logprobs": answer.row.logprobs_from is not None,
         }
-        return {name for name, needs in needed.items() if needs}
+        return frozenset(name for name, needs in needed.items() if needs)
 
     def _execute(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -181,10 +180,13 @@ class EngineCore:
         tokens_per_step = 1 + self._shape.num_draft_tokens
         others = bool(scheduler.clients.first_rows())
         others = others or len(scheduler.rows_with_slots) > len(scheduler.running)
-        steps = min(MAX_DECODE_TOKENS // tokens_per_step, self._affordable_steps(others))
+        until_one_ends = others or has_new_requests()
+        running = [self._answers[row] for _, row in scheduler.running]
+        left = [answer.request.call.options.max_new_tokens - len(answer.sampled) for answer in running]
+        most = min(left) if until_one_ends else max(left)
+        steps = min(most, MAX_DECODE_TOKENS // tokens_per_step, self._affordable_steps(others))
         self._execute(scheduler.reserve_pages(steps * tokens_per_step))
         answers = {slot: self._answers[row] for slot, row in scheduler.running}
-        until_one_ends = others or has_new_requests()
         began = time.perf_counter()
         pages = {slot: answer.row.pages for slot, answer in answers.items()}
         calls = [answer.request.call for answer in answers.values()]
@@ -237,8 +239,6 @@ class EngineCore:
         answer.finish_reason = reason
         answer.swapped_row = None
         answer.swapped_pages = None
-        if answer in self._held:
-            self._held.remove(answer)
-        else:
+        if self._held.pop(answer, None) is None:  # the scheduler has it
             self.scheduler.end(answer.row, answer.sampled, valid)
         del self._answers[answer.row]

@@ -156,8 +156,8 @@ class Device:
         """
         return {
             "greedy": self._run_short_request,
-            "chunk": self._run_full_chunk,
             "rare": self._run_rare_calls,
+            "chunk": self._run_full_chunk,
             "prompt_logprobs": self._run_prompt_logprobs,
         }
 

@@ -122,7 +122,8 @@ class Engine(EngineBase):
         longest = min(shape.capacity, self.switches_at or shape.capacity)
         config = with_fixed_rope(self.model.config, 1, longest)
         began = time.perf_counter()
-        is_busy = lambda: bool(self._queue.unfinished)  # noqa: E731
+        queue = self._queue
+        is_busy = lambda: bool(queue.unfinished)  # noqa: E731  (it must not keep the engine alive)
         device, self._warm_up = create_device(self.model.params, config, shape, warm_up, is_busy)
         rest = "" if self._warm_up.complete else "; further programs compile in the background"
         self.about = (

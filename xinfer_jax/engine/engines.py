@@ -67,7 +67,12 @@ class Engines(EngineBase):
             return Engine(dataclasses.replace(model, params=_copy_to(model.params, group)), **shape)
 
         with ThreadPoolExecutor(len(groups)) as pool:
-            self.engines = list(pool.map(create, groups))
+            creating = [pool.submit(create, group) for group in groups]
+        if any(future.exception() for future in creating):  # the others do not go on compiling
+            for future in creating:
+                if not future.exception():
+                    future.result().close()
+        self.engines = [future.result() for future in creating]
         for i, (engine, group) in enumerate(zip(self.engines, groups, strict=True)):
             engine.name = f"engine {i + 1} of {len(groups)} ({', '.join(map(str, group))})"
         self.room = engine.room

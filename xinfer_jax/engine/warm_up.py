@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from ..config.model_config import ModelConfig
-from ..generation.precompile import ImmediateExecutor, Precompiler
+from ..generation.precompile import CompilerStoppedError, ImmediateExecutor, Precompiler, shape_struct
 from ..generation.runners import LayerwiseRunner, runner_class
 from ..sharding import concrete_mesh_of
 from ..weights.params import Params
@@ -43,33 +45,28 @@ class WarmUp(ImmediateExecutor):
         self._stopped = False
 
     def __call__(self, program: Any, *args: Any) -> Any:
-        if not self.complete and not self.compiler.is_compiled(program, *args):
-            self.is_waiting = True
-            try:
-                self.compiler.wait_for(program, *args)
-            finally:
-                self.is_waiting = False
-        return program(*args)
+        if self.complete or self.compiler.is_compiled(program, *args):
+            return program(*args)
+        self.is_waiting = True
+        try:
+            self.compiler.wait_for(program, *args)
+            return program(*args)  # compiles it now, if that has failed
+        finally:
+            self.is_waiting = False
 
-    def is_ready(self, stages: set[str]) -> bool:
+    def is_ready(self, stages: frozenset[str]) -> bool:
         """Whether these stages are compiled; if not, they come next."""
-        if not stages & self._left.keys():
+        if stages.isdisjoint(self._left):
             return True
         with self._condition:
             self._wanted |= stages
             self._condition.notify_all()
         return False
 
-    def compile_all(self, stages: dict[str, Stage]) -> None:
-        """Compiles these stages side by side, and waits for them."""
-        for stage in stages.values():
-            stage()
-        self.compiler.wait()
-
     def compile_in_background(self, stages: dict[str, Stage], is_busy: Callable[[], bool]) -> None:
         """Begins to compile these stages, one after another, and returns. A stage that no request waits for
         begins once the engine has been idle, or after some seconds: compiling takes the processors from
-        requests. The end of the process waits for the stage that has begun: XLA cannot be interrupted.
+        requests. The end of the process waits for the programs that have begun: XLA cannot be interrupted.
 
         Args:
             stages: by name, in order of likelihood.
@@ -80,11 +77,12 @@ class WarmUp(ImmediateExecutor):
         def compile_stages() -> None:
             while self._left and (name := self._next_stage(is_busy)):
                 try:
-                    self.compile_all({name: self._left[name]})
+                    self.compiler.compile_all(self._left[name])
+                except CompilerStoppedError:
+                    break
                 except Exception as error:  # a request that needs the program compiles it, or has the error
-                    if not self._is_ending:
-                        about = f"{type(error).__name__}: {error}"
-                        print(f"a program was not compiled in the background: {about}", file=sys.stderr)
+                    about = f"{type(error).__name__}: {error}"
+                    print(f"a program was not compiled in the background: {about}", file=sys.stderr)
                 self._left = {other: stage for other, stage in self._left.items() if other != name}
             self.finish()
 
@@ -143,10 +141,12 @@ def create_device(
                 stage()
         return device, warm
     dry_device = device_class(params, config, shape, warm.compiler)
-    first, *others = dry_device.stages().items()
-    first[1]()
+    dry_device.params = jax.tree.map(shape_struct, params)  # the weights may be replaced meanwhile
+    (_, first), *others = dry_device.stages().items()
+    for stage in (first, *(stage for _, stage in others if warm_up)):
+        stage()
     device = device_class(params, config, shape, warm)  # allocates the pages while programs are compiled
-    warm.compile_all(dict(others) if warm_up else {})
+    warm.compiler.wait()
     if warm_up:
         warm.finish()
     else:

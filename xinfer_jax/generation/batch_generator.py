@@ -139,7 +139,7 @@ class BatchGenerator:
         with Stopwatch() as compiling:
             self._precompiler.wait()
         with Stopwatch() as decoding:
-            self._decode(steps)
+            self._decode(min(steps, self._call.options.max_new_tokens - self.steps))
             self._fetch()
         self.stats.compile_seconds += compiling.seconds
         self.stats.count(compiling, decoding)

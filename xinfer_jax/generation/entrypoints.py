@@ -37,8 +37,9 @@ def generate(
     The number of rows and the lengths are rounded up to powers of two, so that few programs are compiled.
     Padding rows cost their share of a step.
 
-    On one CPU device, decoding is one loop on the device if rows x `max_new_tokens` exceed 256; else the host
-    calls programs of a few layers, as `stream` does, which compile sooner. The arguments alone decide, so a
+    On one CPU device, decoding is one loop on the device if rows (padded, `n` of each prompt) x
+    `max_new_tokens` exceed 256; else the host calls programs of a few layers, as `stream` does, which compile
+    sooner. The arguments alone decide, so a
     call has the same bits whatever is compiled already. On GPUs and meshes it is always a loop.
 
     Args:

@@ -23,9 +23,9 @@ _LONGEST_PERIOD = 8  # layers
 
 @functools.lru_cache(maxsize=64)
 def layer_groups(config: ModelConfig, most: int) -> tuple[slice, ...]:
-    """The layers of each program, at most so many. A group is whole periods of the kinds of layers; it may be
-    larger for one period, unless `most` is 1. All groups have the same size if possible, so that few programs
-    are compiled.
+    """The layers of each program, at most so many. A group is whole periods of the kinds of layers, if a
+    period has at most eight layers; it may be larger for one period, unless `most` is 1. All groups have the
+    same size if possible, so that few programs are compiled.
     """
     L = config.num_hidden_layers
     kinds = [*zip(layer_kinds(config), config.layer_experts or (False,) * L, strict=True)]

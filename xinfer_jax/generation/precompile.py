@@ -2,9 +2,10 @@
 compiles them in parallel instead.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import jax
@@ -48,6 +49,10 @@ class ImmediateExecutor:
 IMMEDIATE = ImmediateExecutor()
 
 
+class CompilerStoppedError(Exception):
+    """A precompiler was stopped, or the process ends: no more programs are compiled ahead."""
+
+
 class Precompiler:
     """Compiles jitted functions in a pool of threads, and returns the shapes of what they would return.
     Tracing and lowering run in the caller's thread, with its jax settings. Several threads may call it.
@@ -66,25 +71,41 @@ class Precompiler:
         """Waits until the program that these arguments need is compiled, or has failed to; begins with it if
         nobody has.
         """
-        wait([self._begin(program, args)[0]])
+        with contextlib.suppress(Exception, CancelledError):
+            self._begin(program, args)[0].result()
 
     def is_compiled(self, program: Any, *args: Any) -> bool:
-        """Whether `wait_for` need not wait."""
+        """Whether the program that these arguments need is compiled, and did not fail to."""
         seen = self._seen.get((program, call_signature(args)))
-        return seen is not None and seen[0].done()
+        return seen is not None and seen[0].done() and not _has_failed(seen[0])
+
+    def compile_all(self, dry_run: Callable[[], Any]) -> None:
+        """Compiles what a dry run needs, and waits for it. Raises what made one of its programs fail, once
+        the others are compiled.
+        """
+        begun = self.num_programs
+        dry_run()
+        if failed := [future for future in self._compiling[begun:] if _has_failed(future)]:
+            failed[0].result()
 
     def _begin(self, program: Any, args: tuple) -> tuple[Future[None], Any]:
         key = program, call_signature(args)
         with self._lock:
             if key not in self._seen:
                 traced = program.trace(*jax.tree.map(shape_struct, args))
-                future = self._pool.submit(_compile, traced.lower())
+                future = self._submit(traced.lower())
                 self._compiling.append(future)
                 shardings = (_committed_sharding(x) for x in jax.tree.leaves(args))
                 device = next((s for s in shardings if isinstance(s, SingleDeviceSharding)), None)
                 # One committed argument commits the results.
                 self._seen[key] = future, _with_sharding(traced.out_info, device)
             return self._seen[key]
+
+    def _submit(self, lowered: Any) -> Future[None]:
+        try:
+            return self._pool.submit(_compile, lowered)
+        except RuntimeError as error:  # of a pool that was shut down
+            raise CompilerStoppedError from error
 
     def create(self, function: Callable[[], Any], device: jax.Device | None = None) -> Any:
         sharding = None if device is None else SingleDeviceSharding(device)
@@ -106,8 +127,7 @@ class Precompiler:
     @property
     def failed(self) -> bool:
         """Whether any of them failed or was cancelled."""
-        done = (future for future in self._compiling if future.done())
-        return any(future.cancelled() or future.exception() for future in done)
+        return any(_has_failed(future) for future in self._compiling if future.done())
 
     def close(self) -> None:
         """Ends the pool once all programs are compiled."""
@@ -130,6 +150,14 @@ class Precompiler:
         except BaseException:  # Ctrl-C too: nothing waits for the others now
             self.stop(wait=False)
             raise
+
+
+def _has_failed(future: Future[None]) -> bool:
+    """Whether it failed or was cancelled; waits for its end."""
+    try:
+        return future.exception() is not None
+    except CancelledError:
+        return True
 
 
 _MAX_SIGNATURES = 256

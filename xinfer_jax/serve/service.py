@@ -66,7 +66,7 @@ class Service:
         self._defaults = GenerateOptions()
 
     def start(self, model: Model, defaults: GenerateOptions) -> None:
-        """Makes the engine and warms it up; afterwards the service can answer."""
+        """Makes the engine; afterwards the service can answer."""
         if model.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: it cannot be served")
         self.model = model
