@@ -43,9 +43,9 @@ Decisions:
   row must be preempted: those programs are small). Stages that nobody waits for begin when the engine is
   idle, or after five seconds.
 - On a CPU an engine without drafts decodes layer by layer, during the warm-up and after it. A loop over the
-  whole model compiles four times as long. It would be 2 to 6% faster for 0.5B's shape, and 20% for the bundled
-  model, but the last bits of its log-probabilities are others: a switch after the warm-up would break the
-  promise above.
+  whole model compiles four times as long. It would be 2 to 6% faster for 0.5B's shape, and 20% for the
+  bundled model, but the last bits of its log-probabilities are others: a switch after the warm-up would
+  break the promise above.
 - Over a mesh all programs compile before the engine is ready: only running them shows their output shardings.
 - With `submit(live=True)` a step decodes for a tenth of a second, and for a hundredth while other rows wait
   or prefill. Without (as in `generate`) free slots are filled first, and a step decodes for at most a
