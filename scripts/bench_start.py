@@ -33,7 +33,7 @@ import bench_peers as peers
 from absl import flags
 from bench_peers import CONFIG, NEW, THREADS, TIMEOUT, median
 from peer_engines import ENGINES, our_format
-from server_startup import ServerStart
+from server_startup import server
 from tokenizers import Tokenizer, decoders, models
 
 from xinfer_jax.checkpoint.files import checkpoint_dir
@@ -182,6 +182,7 @@ def ours(job: dict, python: str) -> dict:
         runs |= {f"{shape} cold".strip(): cold, f"{shape} warm".strip(): warm}
         job["answered"][job["precision"]] = warm["new_tokens"]
     shape, folder = next(iter(job["folders"].items()))
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": PROMPT.value}]
     for way in [way for way in _WAYS[1:] if way in WAYS.value]:
         with tempfile.TemporaryDirectory() as compiled:
             way_job = job | {"way": way, "folder": folder, "compiled": compiled}
@@ -189,8 +190,7 @@ def ours(job: dict, python: str) -> dict:
             for kind in ("cold", "warm"):
                 if way == "server":
                     environment = peers.process(way_job, python)["env"]
-                    server = ServerStart(way_job, python, environment, TIMEOUT.value)
-                    run = server.answer(SYSTEM, PROMPT.value)
+                    run = server(way_job, python, environment, messages, TIMEOUT.value)
                 else:
                     run = peers.child(way_job, python)
                 if "first_s" not in run:

@@ -39,8 +39,8 @@ def generate(
 
     On one CPU device, decoding is one loop on the device if rows (padded, `n` of each prompt) x
     `max_new_tokens` exceed 256; else the host calls programs of a few layers, as `stream` does, which compile
-    sooner. The arguments alone decide, so a
-    call has the same bits whatever is compiled already. On GPUs and meshes it is always a loop.
+    sooner. The arguments alone decide, so a call has the same bits whatever is compiled already. On GPUs and
+    meshes it is always a loop.
 
     Args:
         params, config: the model.

@@ -71,7 +71,7 @@ class Precompiler:
         """Waits until the program that these arguments need is compiled, or has failed to; begins with it if
         nobody has.
         """
-        with contextlib.suppress(Exception, CancelledError):
+        with contextlib.suppress(Exception):
             self._begin(program, args)[0].result()
 
     def is_compiled(self, program: Any, *args: Any) -> bool:
