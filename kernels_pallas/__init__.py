@@ -34,10 +34,14 @@ from .dispatch import (
     select,
     unavailable_reason,
 )
+from .key_layouts import BIAS_STRIDE, KeyBias, Levels
 
 __all__ = [
+    "BIAS_STRIDE",
     "IMPLS",
     "KERNELS",
+    "KeyBias",
+    "Levels",
     "Selection",
     "device_impl",
     "match_varying_axes",

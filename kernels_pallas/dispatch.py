@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
+from .key_layouts import KeyBias, Levels
+
 # "interpret": the Triton kernels, emulated on any device, for tests.
 IMPLS = ("mosaic", "triton", "xla", "interpret")
 KERNELS = ("prefill_attention", "decode_attention", "argmax", "lm_head_argmax")
+_FLOATS = ("float32", "bfloat16", "float16")
 
 
 class Selection(NamedTuple):
@@ -64,30 +67,37 @@ def unavailable_reason(impl: str | None) -> str | None:
     return None
 
 
-def select(kernel: str, impl: str | None, *args: Any, ring: bool = False) -> Selection:
+def select(kernel: str, impl: str | None, *args: Any, obstacle: str | None = None) -> Selection:
     """The implementation of `kernel` for arguments of these shapes and dtypes.
 
     Args:
         kernel: one of `KERNELS`.
         impl: one of `IMPLS`; None: the one for the GPU of this process, or "xla" where it does not support
             the call.
-        args: the kernel's first arrays (or anything with shape and dtype): q, k, v, or x, or x and the
-            weight.
-        ring: keys are in a ring, not in order of position; no kernel reads them.
+        args: the kernel's first arrays (or anything with shape and dtype): q, k, v and perhaps `KeyBias`,
+            or x, or x and the weight.
+        obstacle: why no kernel supports the call, if the caller knows a reason.
 
     Raises:
         ValueError: the named implementation does not exist, or does not support these arguments.
     """
     if impl is None:
         on_device = device_impl()
-        reason = _unsupported_reason(kernel, on_device.impl, args, ring)
-        if on_device.impl != "xla" and kernel == "lm_head_argmax" and args[0].shape[0] > 64:
+        if on_device.impl == "xla":
+            return on_device
+        reason = obstacle or _unsupported_reason(kernel, on_device.impl, args)
+        if kernel == "lm_head_argmax" and args[0].shape[0] > 64:
             reason = f"{args[0].shape[0]} rows would read the vocabulary matrix more than once"
-        return Selection("xla", reason) if reason else on_device
+        if reason is None:
+            return on_device
+        if on_device.impl == "mosaic" and kernel.endswith("attention") and obstacle is None:
+            if _unsupported_reason(kernel, "triton", args) is None:
+                return Selection("triton", f"{on_device.reason}; {reason}")
+        return Selection("xla", reason)
     if impl not in IMPLS:
         raise ValueError(unavailable_reason(impl))
-    reason = _unsupported_reason(kernel, impl, args, ring)
-    if reason:
+    reason = obstacle or _unsupported_reason(kernel, impl, args)
+    if reason and impl != "xla":
         raise ValueError(
             f"impl={impl!r} does not support {kernel} here: {reason}; use impl='xla', or None to choose"
             " automatically"
@@ -119,25 +129,47 @@ def match_varying_axes(tree: Any, *inputs: Any) -> Any:
     return jax.tree.map(vary, tree) if axes else tree
 
 
-def _unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...], ring: bool) -> str | None:
+def _unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | None:
     """Why `impl` does not support these arguments, or None."""
     if impl == "xla":
         return None
-    if ring:
-        return "keys in a ring, as sliding-window layers have them in a larger cache"
+    if kernel.endswith("attention"):
+        return _unsupported_attention(kernel, impl, *args)
     dtypes = {arg.dtype.name for arg in args}
     if len(dtypes) > 1:
-        return f"operands of different dtypes {', '.join(sorted(dtypes))}"
+        return _different_dtypes(dtypes)
     (dtype,) = dtypes
     if impl == "mosaic" and kernel != "argmax" and dtype == "float32":
         return "wgmma would multiply float32 as TF32"
-    if dtype not in ("float32", "bfloat16", "float16"):
+    return None if dtype in _FLOATS else f"dtype {dtype}"
+
+
+def _unsupported_attention(
+    kernel: str, impl: str, q: Any, k: Any, v: Any, key_bias: KeyBias | None = None
+) -> str | None:
+    quantized = isinstance(k, Levels)
+    dtypes = {q.dtype.name} if quantized else {x.dtype.name for x in (q, k, v)}
+    if len(dtypes) > 1:
+        return _different_dtypes(dtypes)
+    (dtype,) = dtypes
+    if dtype not in _FLOATS:
         return f"dtype {dtype}"
-    if kernel.endswith("attention"):
-        heads, width = args[0].shape[-2:]
-        group = heads // args[1].shape[1]
-        if width > 256:
-            return f"head width {width} is above 256"
-        if impl == "mosaic" and kernel == "decode_attention" and group > 64:
-            return f"{group} query heads share a key head, more than 64"
+    heads, width = q.shape[-2:]
+    if width > 256:
+        return f"head width {width} is above 256"
+    if width > 128 and (quantized and dtype == "float32" or key_bias is not None):
+        return f"head width {width} is above 128, with quantized keys and float32 queries or a bias of keys"
+    if impl != "mosaic":
+        return None
+    if quantized or key_bias is not None:
+        return "quantized keys are for the Triton kernel"
+    if dtype == "float32":
+        return "wgmma would multiply float32 as TF32"
+    group = heads // k.shape[1]
+    if kernel == "decode_attention" and group > 64:
+        return f"{group} query heads share a key head, more than 64"
     return None
+
+
+def _different_dtypes(dtypes: set[str]) -> str:
+    return f"operands of different dtypes {', '.join(sorted(dtypes))}"

@@ -7,39 +7,58 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .key_layouts import dequantize
 
-def prefill_attention(
-    q_BTNH, k_BKSH, v_BKSH, start_B, length_B, *, scale, window=None, soft_cap=None
-) -> jax.Array:
+
+def prefill_attention(  # noqa: PLR0913
+    q_BTNH, k_PKSH, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
+    ring=False, sink_N=None, key_bias=None,
+) -> jax.Array:  # fmt: skip
     """Query t of row b, at position start_B[b] + t, sees the keys at positions up to its own (the last
     `window` of them) below length_B[b].
+
+    Position p of row b is in slot p of k_PKSH[b]; with `ring` in slot p % S; with a block table in slot p % S
+    of page table_BP[b, p // S]. k and v are float numbers or `Levels`; `KeyBias` is added to keys. A sink is
+    one more score of a head, whose weight counts in the softmax but has no value.
 
     A query that sees no key gives zeros. float32 [B, T, N, H].
     """
     B, T, N, H = q_BTNH.shape
-    K, S = k_BKSH.shape[1:3]
-    q, k, v = (x.astype(jnp.float32) for x in (q_BTNH.reshape(B, T, K, N // K, H), k_BKSH, v_BKSH))
+    k, v = (dequantize(x, H) for x in (k_PKSH, v_PKSH))
+    P, K, S = k.shape[:3]
+    if table_BP is not None:
+        k, v = (jnp.moveaxis(x[table_BP], 1, 2).reshape(B, K, -1, H) for x in (k, v))
+        S = k.shape[2]
+    # The latest position in a slot of a ring; elsewhere the slot itself.
+    slot_S = jnp.arange(S)
+    last_B1 = length_B[:, None] - 1
+    key_BS = last_B1 - (last_B1 - slot_S) % S if ring else jnp.broadcast_to(slot_S, (B, S))
+    if key_bias is not None:
+        k = k + jax.vmap(key_bias.at)(jnp.maximum(key_BS, 0))
+    q = q_BTNH.astype(jnp.float32).reshape(B, T, K, N // K, H)
     scores = jnp.einsum("btkgh,bksh->bkgts", q, k, precision=lax.Precision.HIGHEST) * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     query_BT1 = (start_B[:, None] + jnp.arange(T))[..., None]
-    key_S = jnp.arange(S)
-    valid_BS = key_S < length_B[:, None]
-    visible_BTS = (key_S <= query_BT1) & valid_BS[:, None]
+    valid_BS = (key_BS >= 0) & (key_BS < length_B[:, None])
+    visible_BTS = (key_BS[:, None] <= query_BT1) & valid_BS[:, None]
     if window is not None:
-        visible_BTS &= key_S > query_BT1 - window
+        visible_BTS &= key_BS[:, None] > query_BT1 - window
     visible = visible_BTS[:, None, None]
-    weights = jnp.where(visible, jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1), 0)
+    scores = jnp.where(visible, scores, -1e30)
+    if sink_N is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        sink = jnp.broadcast_to(sink_N.reshape(K, -1, 1, 1), (*scores.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, sink.astype(jnp.float32)], -1), axis=-1)[..., :-1]
     v = jnp.where(valid_BS[:, None, :, None], v, 0)  # 0 * NaN is NaN
-    return jnp.einsum("bkgts,bksh->btkgh", weights, v, precision=lax.Precision.HIGHEST).reshape(B, T, N, H)
+    out = jnp.einsum("bkgts,bksh->btkgh", jnp.where(visible, weights, 0), v, precision=lax.Precision.HIGHEST)
+    return out.reshape(B, T, N, H)
 
 
-def decode_attention(q_BNH, k_BKSH, v_BKSH, length_B, *, scale, window=None, soft_cap=None) -> jax.Array:
-    """One query per row, at the position length_B[b] - 1. float32 [B, N, H]."""
-    out = prefill_attention(
-        q_BNH[:, None], k_BKSH, v_BKSH, length_B - 1, length_B, scale=scale, window=window, soft_cap=soft_cap
-    )
-    return out[:, 0]
+def decode_attention(*args, **kwargs) -> jax.Array:
+    """As `prefill_attention`, for the last token of each row, or a few."""
+    return prefill_attention(*args, **kwargs)
 
 
 def argmax(x_BV) -> jax.Array:

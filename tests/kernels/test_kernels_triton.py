@@ -1,5 +1,5 @@
-"""The Triton kernels against their references, in Pallas's interpreter, and lowered for a GPU that need not
-be present.
+"""The Triton kernels of the greedy token against their references, in Pallas's interpreter; all Triton
+kernels lowered for a GPU that need not be present.
 """
 
 from functools import partial
@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import attention_case
 from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from quick import full_except
 
 from kernels_pallas import reference, triton
 
@@ -28,89 +28,8 @@ def draw(seed, dtype, *shapes):
     return [draws.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
-def case(dtype, T, N, K, S, H, start, length, **options):
-    """Arguments of an attention kernel; keys that no query may see are NaN."""
-    B = len(length)
-    q_BTNH, k_BKSH, v_BKSH = draw(N * H, dtype, (B, T, N, H), (B, K, S, H), (B, K, S, H))
-    for b in range(B):
-        k_BKSH[b, :, length[b] :] = v_BKSH[b, :, length[b] :] = np.nan
-    return (q_BTNH, k_BKSH, v_BKSH, np.array(start, np.int32), np.array(length, np.int32)), {
-        "scale": H**-0.5
-    } | options
-
-
 def run(f, *args, **options):
     return jax.jit(partial(f, **options))(*args)
-
-
-def assert_near(got, want):
-    assert got.shape == want.shape
-    limit = 1e-5 if got.dtype == F32 else 2e-2
-    got, want = (np.asarray(x, np.float64).reshape(-1, x.shape[-1]) for x in (got, want))
-    # In 16 bits: relative to the norm of each row, except for rows that almost cancel.
-    whole = np.linalg.norm(want) / np.sqrt(len(want))
-    size = whole if limit == 1e-5 else np.maximum(np.linalg.norm(want, axis=-1), whole / 10)
-    assert (np.linalg.norm(got - want, axis=-1) <= limit * size).all()
-
-
-PREFILL = {
-    "offset-ragged-f32": (F32, 37, 4, 4, 100, 16, (60, 0, 3, 0), (97, 37, 4, 0)),
-    "one-token-row-window": (F32, 5, 8, 2, 150, 64, (140, 0, 70), (145, 1, 75), dict(window=33)),
-    "group-7-width-80-window-cap": (
-        F32,
-        11,
-        14,
-        2,
-        60,
-        80,
-        (40, 2, 0),
-        (51, 9, 11),
-        dict(window=9, soft_cap=2.0),
-    ),
-    "keys-past-length-bf16": (BF16, 150, 4, 1, 150, 128, (0, 0), (150, 71), dict(window=100)),
-    "group-7-f16": (F16, 3, 7, 1, 130, 64, (100, 127), (103, 130)),
-    "wide-heads-bf16": (BF16, 20, 2, 1, 40, 256, (0,), (20,), dict(soft_cap=3.0)),
-}
-
-
-@pytest.mark.parametrize("name", full_except(("one-token-row-window",), PREFILL))
-def test_prefill_attention(name):
-    *shape, start, length, options = (*PREFILL[name], {})[:9]
-    args, options = case(*shape, start, length, **options)
-    got = run(triton.prefill_attention, *args, **options, interpret=True)
-    assert_near(got, run(reference.prefill_attention, *args, **options))
-
-
-DECODE = {
-    "ragged-f32": (F32, 4, 4, 300, 64, (300, 1, 0, 129)),
-    "group-4-width-16-window": (F32, 8, 2, 300, 16, (300, 40, 41), dict(window=40, splits=5)),
-    "group-7-width-80-window-cap": (F32, 14, 2, 100, 80, (100, 33), dict(window=20, soft_cap=2.0)),
-    "one-split": (F32, 2, 1, 70, 64, (70, 65), dict(splits=1)),
-    "group-40-in-two-tiles": (F32, 40, 1, 50, 16, (50,)),
-    "group-7-bf16": (BF16, 7, 1, 200, 128, (200, 64)),
-}
-
-
-@pytest.mark.parametrize("name", full_except(("ragged-f32",), DECODE))
-def test_decode_attention(name):
-    dtype, N, K, S, H, length, options = (*DECODE[name], {})[:7]
-    (q_BTNH, k_BKSH, v_BKSH, _, length_B), options = case(dtype, 1, N, K, S, H, length, length, **options)
-    args = q_BTNH[:, 0], k_BKSH, v_BKSH, length_B
-    got = run(triton.decode_attention, *args, **options, interpret=True)
-    options.pop("splits", None)
-    assert_near(got, run(reference.decode_attention, *args, **options))
-
-
-def test_a_query_that_sees_no_key_gives_zeros():
-    (q, k, v, start, length), options = case(F32, 3, 2, 1, 40, 16, (0, 30, 37), (0, 20, 40), window=5)
-    got = np.asarray(run(triton.prefill_attention, q, k, v, start, length, **options, interpret=True))
-    assert (got[:2] == 0).all() and (np.abs(got[2]).max(-1) > 0).all()
-    assert (
-        np.asarray(
-            run(triton.decode_attention, q[:1, 0], k[:1], v[:1], length[:1], **options, interpret=True)
-        )
-        == 0
-    ).all()
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["f32", "bf16", "f16"])
@@ -163,12 +82,12 @@ def test_lm_head_argmax_takes_the_first_nan():
 
 def calls(interpret):
     """Each kernel as a function of arrays only, with small arguments."""
-    (q, k, v, start, length), options = case(F32, 3, 4, 2, 40, 16, (37, 0), (40, 3))
+    args, options = attention_case(F32, 3, 4, 2, 40, 16, (37, 0), (40, 3))
     options |= {"interpret": interpret}
     x_BD, weight_VD = draw(3, F32, (2, 24), (150, 24))
     return {
-        "prefill": (lambda *args: triton.prefill_attention(*args, **options), (q, k, v, start, length)),
-        "decode": (lambda *args: triton.decode_attention(*args, **options), (q[:, 0], k, v, length)),
+        "prefill": (lambda *args: triton.prefill_attention(*args, **options), args),
+        "decode": (lambda *args: triton.decode_attention(*args, **options, splits=2), args),
         "argmax": (lambda x: triton.argmax(x, interpret=interpret), (weight_VD.T,)),
         "lm_head": (lambda *args: triton.lm_head_argmax(*args, interpret=interpret), (x_BD, weight_VD)),
     }
@@ -222,14 +141,15 @@ def test_kernels_lower_for_cuda(kernel, how):
         args = [np.stack([x, x]) for x in args]
     elif how == "while_loop":
         f = in_a_loop(f)
-    assert lower(f, *args).count("__gpu$xla.gpu.triton") == 1
+    kernels = 2 if kernel == "decode" else 1  # the splits' results are merged
+    assert lower(f, *args).count("__gpu$xla.gpu.triton") == kernels
 
 
 @pytest.mark.parametrize("dtype,H", [(F32, 8), (F16, 80), (BF16, 256)], ids=["f32-8", "f16-80", "bf16-256"])
 def test_attention_of_any_width_lowers_for_cuda(dtype, H):
-    (q, k, v, start, length), options = case(dtype, 9, 14, 2, 40, H, (30, 0), (39, 9), window=5, soft_cap=2.0)
-    assert lower(lambda *args: triton.prefill_attention(*args, **options), q, k, v, start, length)
-    assert lower(lambda *args: triton.decode_attention(*args, **options), q[:, 0], k, v, length)
+    args, options = attention_case(dtype, 9, 14, 2, 40, H, (30, 0), (39, 9), window=5, soft_cap=2.0)
+    assert lower(lambda *args: triton.prefill_attention(*args, **options), *args)
+    assert lower(lambda *args: triton.decode_attention(*args, **options), *args)
 
 
 @pytest.mark.full
@@ -243,7 +163,10 @@ def test_kernels_lower_inside_shard_map(kernel):
             (PartitionSpec(None, None, "x"), heads, heads, PartitionSpec(), PartitionSpec()),
             PartitionSpec(None, None, "x"),
         ),
-        "decode": ((heads, heads, heads, PartitionSpec()), heads),
+        "decode": (
+            (PartitionSpec(None, None, "x"), heads, heads, PartitionSpec(), PartitionSpec()),
+            PartitionSpec(None, None, "x"),
+        ),
         "lm_head": ((PartitionSpec(), rows), rows),
     }[kernel]
     mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,), abstract_device=GPU)

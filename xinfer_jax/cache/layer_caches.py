@@ -1,7 +1,7 @@
 """The cache of one layer: contiguous or a ring buffer, with the same operations. `paged` has a third kind."""
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from ..formatting import ShortRepr
-from .quantized_kv import QuantizedKV, dequantize_kv, map_slots, quantize_kv, slice_slots
+from .quantized_kv import QuantizedKV, dequantize_kv, kernel_array, map_slots, quantize_kv, slice_slots
 
 # Tokens that a ring holds beyond its window: one call can append as many, and `truncate` go back by as many.
 RING_SLACK = 512
@@ -39,7 +39,6 @@ class Contiguous(ShortRepr):
     # A function of positions, int32 [B or 1, S]: the bias [B or 1, K, S, H] that is added to keys when they
     # are read. Attention sets it for a call; in a stored cache it is None.
     key_bias_fn: Any = dataclasses.field(default=None, kw_only=True)
-    has_kernel_layout: ClassVar[bool] = True  # whether kernels can read it
 
     @property
     def slots(self) -> int:
@@ -97,8 +96,13 @@ class Contiguous(ShortRepr):
         return Block(k, v, position_BS, valid_BS)
 
     def kernel_arrays(self) -> tuple[Any, Any]:
-        """Keys and values as kernels read them, [B, K, S, H], where `has_kernel_layout`."""
-        return self.k, self.v
+        """Keys and values as kernels read them; None for each in GEAR's format."""
+        k, v = (kernel_array(x) for x in (self.k, self.v))
+        return k, v
+
+    def kernel_options(self) -> dict[str, Any]:
+        """The arguments of attention kernels that say where a row's keys are."""
+        return {}
 
     def _cut(self, x: Any, at: Any, width: int, row: Any) -> Any:
         """Keys or values in `width` slots from slot `at` on, as they are stored."""
@@ -160,8 +164,6 @@ class Contiguous(ShortRepr):
 class Ring(Contiguous):
     """Position p is in slot p % S: a new token overwrites one that no later query can see."""
 
-    has_kernel_layout: ClassVar[bool] = False
-
     @property
     def most_at_once(self) -> int:
         """More tokens would overwrite keys that the first of them sees."""
@@ -175,6 +177,9 @@ class Ring(Contiguous):
         slot_BT = jnp.where(kept_BT, position_BT % self.slots, self.slots)
         row_B1 = jnp.arange(len(old_BKSH))[:, None]
         return old_BKSH.at[row_B1, :, slot_BT].set(jnp.swapaxes(new_BKTH, 1, 2), mode="drop")
+
+    def kernel_options(self) -> dict[str, Any]:
+        return {"ring": True}
 
     def _positions(self, slot_S: jax.Array, last_B1: jax.Array) -> jax.Array:
         # The latest position in the slot: at most S - 1 before the last one.

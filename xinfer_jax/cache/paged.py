@@ -54,10 +54,8 @@ class Paged(Contiguous):
         """As in other layer caches; blocks are whole pages."""
         return super().block_layout(min(max_width, _MAX_BLOCK))
 
-    def kernel_arrays(self) -> tuple[Any, Any]:
-        """A copy of all pages of the rows: no kernel reads a block table."""
-        k, v = (self._cut(x, 0, self.slots, None) for x in (self.k, self.v))
-        return k, v
+    def kernel_options(self) -> dict[str, Any]:
+        return {"table_BP": self.table_BP}
 
     def _cut(self, x: Any, at: Any, width: int, row: Any) -> Any:
         table_B1P1 = self.table_BP[:, None, :, None]

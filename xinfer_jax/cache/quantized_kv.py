@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kernels_pallas import match_varying_axes
+from kernels_pallas import Levels, match_varying_axes
 
 from ..errors import InputError
 from ..formatting import ShortRepr
@@ -67,6 +67,13 @@ def map_slots(function: Callable, x: jax.Array | QuantizedKV, *others: Any) -> A
         return function(x, *others)
     parts = {name: function(*(getattr(y, name) for y in (x, *others))) for name in ("values", "scale")}
     return dataclasses.replace(x, **parts)
+
+
+def kernel_array(x: jax.Array | QuantizedKV) -> Any:
+    """Keys or values as kernels read them; None in GEAR's format, which no kernel reads."""
+    if not isinstance(x, QuantizedKV):
+        return x
+    return Levels(x.values, x.scale) if x.basis is None else None
 
 
 def slice_slots(x: jax.Array | QuantizedKV, at: Any, width: int, row: Any) -> Any:

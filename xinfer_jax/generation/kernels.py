@@ -28,8 +28,7 @@ def kernels_used(
     """Returns which implementation serves each kernel in a `generate` call, and why.
 
     `lm_head_argmax` serves greedy rows; sampled rows, and models with a quantized vocabulary matrix, take
-    logits. Layers that keep a ring, because their sliding window is much shorter than the capacity, use plain
-    jnp: the reason says how many.
+    logits. Where some layers use plain jnp, the reason says how many.
 
     Args:
         params, config: the model.
@@ -62,11 +61,9 @@ def kernels_used(
 
 
 def _by_layer(kernel: str, impl: str | None, query, layers) -> kernels_pallas.Selection:
-    """The selection of the layers whose cache has the kernel's layout; the reason mentions other layers."""
+    """The selection of the layers that a kernel serves; the reason mentions other layers."""
     of_layer = [select_attention(kernel, impl, query, keys) for keys in layers]
-    common = next(
-        (s for s, keys in zip(of_layer, layers, strict=True) if keys.has_kernel_layout), of_layer[0]
-    )
+    common = next((s for s in of_layer if s.impl != "xla"), of_layer[0])
     others = [s for s in of_layer if s.impl != common.impl]
     if not others:
         return common

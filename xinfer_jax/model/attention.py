@@ -77,7 +77,8 @@ def attention(  # noqa: PLR0913
     Raises:
         InputError: the named impl does not support these arguments.
     """
-    kernel = "decode_attention" if q_BTNH.shape[1] == 1 and start_B is not None else "prefill_attention"
+    few = q_BTNH.shape[1] <= ROW_QUERIES and start_B is not None
+    kernel = "decode_attention" if few else "prefill_attention"
     chosen = select_attention(kernel, impl, q_BTNH, kv).impl
     static = start_B is None
     length_B = kv.stored_length(length_B)
@@ -91,7 +92,14 @@ def attention(  # noqa: PLR0913
 
 def select_attention(kernel: str, impl: str | None, q_BTNH: Any, kv: Contiguous) -> kernels_pallas.Selection:
     """The implementation for these queries and keys; raises as `select_kernel`."""
-    return select_kernel(kernel, impl, q_BTNH, kv.k, kv.v, ring=not kv.has_kernel_layout)
+    k, v = kv.kernel_arrays()
+    obstacle = "keys in GEAR's format" if k is None else None
+    return select_kernel(kernel, impl, q_BTNH, k, v, _key_bias(kv), obstacle=obstacle)
+
+
+def _key_bias(kv: Contiguous) -> kernels_pallas.KeyBias | None:
+    bias = kv.key_bias_fn
+    return None if bias is None else kernels_pallas.KeyBias(bias.near_KTH, bias.cos_RP, bias.sin_RP)
 
 
 def check_impl(impl: str | None) -> None:
@@ -100,28 +108,29 @@ def check_impl(impl: str | None) -> None:
         raise InputError(reason)
 
 
-def select_kernel(kernel: str, impl: str | None, *args: Any, ring: bool = False) -> kernels_pallas.Selection:
+def select_kernel(
+    kernel: str, impl: str | None, *args: Any, obstacle: str | None = None
+) -> kernels_pallas.Selection:
     """The implementation that `kernels_pallas` selects. Raises InputError with its reason where there is
     none.
     """
     try:
-        return kernels_pallas.select(kernel, impl, *args, ring=ring)
+        return kernels_pallas.select(kernel, impl, *args, obstacle=obstacle)
     except ValueError as error:
         raise InputError(str(error)) from error
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _by_kernel(kernel: _Kernel, scoring: _Scoring, q_BTNH, kv, start_B, length_B):
-    """[B, T, N, H] by a kernel of `kernels_pallas`, which needs keys in order of position."""
+    """[B, T, N, H] by a kernel of `kernels_pallas`."""
     run = partial(kernels_pallas.run_kernel, kernel.impl, kernel.name)
     run = partial(run, scale=scoring.scale, window=kv.window, soft_cap=scoring.soft_cap)
 
     def by_kernel(q_BTNH, kv, start_B, length_B):
-        k_BKSH, v_BKSH = kv.kernel_arrays()
-        if kernel.name == "decode_attention":
-            visible_B = jnp.minimum(length_B, start_B + 1)  # the query is at the last of these positions
-            return run(q_BTNH[:, 0], k_BKSH, v_BKSH, visible_B)[:, None]
-        return run(q_BTNH, k_BKSH, v_BKSH, start_B, length_B)
+        options = kv.kernel_options()
+        if (bias := _key_bias(kv)) is not None:
+            options["key_bias"] = bias
+        return run(q_BTNH, *kv.kernel_arrays(), start_B, length_B, **options)
 
     arrays = (q_BTNH, kv, start_B, length_B)
     if not kernel.only_on_gpu:

@@ -1,0 +1,53 @@
+"""Arguments of attention kernels: contiguous caches, pages and rings, float and quantized keys."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas import KeyBias, Levels
+
+F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
+PAGE = 64
+
+
+def quantized(x, bits):
+    """Keys or values in levels between the smallest and the largest number of each vector."""
+    low = x.min(-1, keepdims=True)
+    step = (x.max(-1, keepdims=True) - low) / (2**bits - 1)
+    level = np.round((x - low) / step).astype(np.uint8)
+    if bits == 4:
+        half = x.shape[-1] // 2
+        level = level[..., :half] | (level[..., half:] << 4)
+    return Levels(jnp.asarray(level), jnp.asarray(np.concatenate([step, low], -1), jnp.float16))
+
+
+def paged(draws, length, pages):
+    """A block table with shuffled pages, 0 past the row's end, and the pages that a row uses."""
+    pool = 1 + len(length) * pages
+    table_BP = draws.permutation(np.arange(1, pool)).reshape(len(length), pages).astype(np.int32)
+    for row, tokens in zip(table_BP, length, strict=True):
+        row[-(-tokens // PAGE) :] = 0
+    return table_BP, np.isin(np.arange(pool), table_BP[table_BP > 0])
+
+
+def attention_case(dtype, T, N, K, S, H, start, length, bits=None, pages=0, sink=False, pairs=0, **options):  # noqa: PLR0913
+    """Arguments and options of an attention kernel. Keys that no query may see are NaN."""
+    draws = np.random.RandomState(N * H + T)
+    B = len(length)
+    rows, slots = (1 + B * pages, PAGE) if pages else (B, S)
+    q_BTNH = draws.standard_normal((B, T, N, H)).astype(dtype)
+    keys = [draws.standard_normal((rows, K, slots, H)).astype(np.float32) for _ in "kv"]
+    options |= {"scale": H**-0.5}
+    if pages:
+        options["table_BP"], used = paged(draws, length, pages)
+    for x in keys if bits is None else ():
+        if pages:
+            x[~used] = np.nan
+        for b in range(B) if not pages and not options.get("ring") else ():
+            x[b, :, length[b] :] = np.nan
+    k, v = (jnp.asarray(x, dtype) if bits is None else quantized(x, bits) for x in keys)
+    if sink:
+        options["sink_N"] = 2 * draws.standard_normal(N).astype(np.float32)
+    if pairs:
+        parts = (K, PAGE, H), (max(length) // PAGE + 1, pairs), (max(length) // PAGE + 1, pairs)
+        options["key_bias"] = KeyBias(*(jnp.asarray(draws.standard_normal(part), F32) for part in parts))
+    return (q_BTNH, k, v, np.array(start, np.int32), np.array(length, np.int32)), options
