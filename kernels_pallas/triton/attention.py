@@ -16,6 +16,7 @@ from .merge import merge_splits
 from .parts import result_type, tile_size
 
 STAGES = 3  # of the loop over keys: loads run ahead of the products by two blocks
+_NO_LIMIT = 2**31 - 1
 PROGRAMS = 264  # two for each of the 132 multiprocessors of an H200
 
 
@@ -44,7 +45,7 @@ def prefill_attention(  # noqa: PLR0913
         [B, T, N, H] in the dtype of q; zeros for a query that sees no key.
     """
     layout = (k_PKSH, v_PKSH, table_BP, key_bias)
-    settings = _settings(q_BTNH, k_PKSH, scale, window, soft_cap, ring, interpret)
+    settings = _settings(q_BTNH, layout, scale, window, soft_cap, ring, interpret)
     return _attention(q_BTNH, layout, start_B, length_B, sink_N, settings)
 
 
@@ -62,13 +63,13 @@ def decode_attention(  # noqa: PLR0913
         splits: programs per tile of queries; None: enough for the whole GPU.
     """
     layout = (k_PKSH, v_PKSH, table_BP, key_bias)
-    settings = _settings(q_BTNH, k_PKSH, scale, window, soft_cap, ring, interpret)
+    settings = _settings(q_BTNH, layout, scale, window, soft_cap, ring, interpret)
     if splits is None:
         B, T, N, _ = q_BTNH.shape
         K = _shape(k_PKSH)[1]
         tiles = B * K * pl.cdiv(T * N // K, settings.rows)
-        pages = 1 if table_BP is None else table_BP.shape[1]
-        splits = max(1, min(pl.cdiv(PROGRAMS, tiles), pl.cdiv(pages * settings.slots, settings.keys)))
+        most = settings.slots if ring else settings.positions
+        splits = max(1, min(pl.cdiv(PROGRAMS, tiles), pl.cdiv(most, settings.keys)))
     return _attention(q_BTNH, layout, start_B, length_B, sink_N, settings._replace(splits=splits))
 
 
@@ -76,11 +77,14 @@ def _shape(k: jax.Array | Levels) -> tuple[int, ...]:
     return (k.values if isinstance(k, Levels) else k).shape
 
 
-def _settings(q_BTNH, k, scale, window, soft_cap, ring, interpret) -> Settings:
+def _settings(q_BTNH, layout, scale, window, soft_cap, ring, interpret) -> Settings:  # noqa: PLR0913
+    k, _, table_BP, _ = layout
     B, T, N, H = q_BTNH.shape
     _, K, slots, columns = _shape(k)
+    positions = slots if table_BP is None else slots * table_BP.shape[1]
     tile = _tiles(q_BTNH.dtype, H, T * N // K, isinstance(k, Levels))
-    return Settings(scale, window, soft_cap, ring, T, slots, H // columns, columns, *tile, 1, interpret)
+    sizes = T, slots, _NO_LIMIT if ring else positions, H // columns, columns
+    return Settings(scale, window, soft_cap, ring, *sizes, *tile, 1, interpret)
 
 
 def _attention(q_BTNH, layout, start_B, length_B, sink_N, settings: Settings) -> jax.Array:

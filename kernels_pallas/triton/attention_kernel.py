@@ -29,6 +29,7 @@ class Settings(NamedTuple):
     ring: bool
     T: int  # queries of a row
     slots: int  # of a row without a block table; of a page with one
+    positions: int  # of a row that its slots hold; a ring has no limit
     parts: int  # of a head: 2 where a byte has two numbers
     columns: int  # of a part
     rows: int  # of a tile of queries
@@ -94,7 +95,7 @@ def attention_kernel(*refs, names: tuple[str, ...], settings: Settings):
         [_across(load_q, column_W, real_W, ref["cos"].shape[1]) for column_W in columns if "near" in ref],
         sum((part.astype(jnp.float32).sum(1) for part in parts), jnp.zeros(rows, jnp.float32)),
         None if settings.window is None else position_R - settings.window + 1,
-        jnp.minimum(position_R + 1, ref["length"][0]),
+        jnp.minimum(position_R + 1, _length(ref, settings)),
     )
     begin, stop = _share(ref, first_row, G, settings)
     sums, max_R, sum_R = _attend(queries, ref, begin, stop, settings)
@@ -127,12 +128,17 @@ def _across(load_q, column_W: jax.Array, real_W: jax.Array, pairs: int) -> jax.A
     return across_RW.astype(jnp.float32) * jnp.where(first_W, 1.0, -1.0)
 
 
+def _length(ref: Refs, settings: Settings):
+    """Valid keys of the row: tokens beyond its slots were dropped."""
+    return jnp.minimum(ref["length"][0], settings.positions)
+
+
 def _share(ref: Refs, first_row, G: int, settings: Settings):
     """The blocks that any query of the tile sees, or this program's share of them."""
     keys, splits = settings.keys, settings.splits
     start = ref["start"][0]
     last_t = jnp.minimum(lax.div(first_row + settings.rows - 1, G), settings.T - 1)
-    end = jnp.minimum(start + last_t + 1, ref["length"][0])
+    end = jnp.minimum(start + last_t + 1, _length(ref, settings))
     stop = pl.cdiv(jnp.maximum(end, 0), keys)
     begin: Any = 0
     if settings.window is not None:
@@ -152,7 +158,7 @@ def _attend(queries: _Queries, ref: Refs, begin, stop, settings: Settings):
     """
     keys, interpret = settings.keys, settings.interpret
     row = pl.program_id(2)
-    length = ref["length"][0]
+    length = _length(ref, settings)
     (dtype,) = {part.dtype for part in queries.parts}
 
     def step(block, state):

@@ -99,7 +99,7 @@ def measure(plan: SimpleNamespace, kernel: str, shape: tuple, by: str, job: Call
     megabytes = sum(x.nbytes for x in jax.tree.leaves(sets)) / 1e6  # if small, a GPU cache may hold all of it
     result = {"MB": megabytes} | time_call(call, sets, calls, 2 if plan.tiny else 5)
     out = jax.tree.leaves(result.pop("out"))[0]
-    out = out[:, 0] if kernel == "decode_attention" and out.ndim == 4 else out
+    out = out[:, None] if kernel == "decode_attention" and out.ndim == 3 else out
     key = f"{kernel} {shape}"
     ours_out = _OUR_RESULTS.setdefault(key, out) if by in ("mosaic", "triton") else _OUR_RESULTS.get(key, out)
     share = 1e3 * work / result["ms"] / rate
@@ -119,8 +119,6 @@ def arguments(kernel: str, model: str, rows: int, T: int = 0, length: int = 0, c
         return random(0, (rows, D), jnp.bfloat16), random(1, (V, D), jnp.bfloat16)
     k, v = (jnp.tile(random(i, (1, K, capacity, H), jnp.bfloat16), (rows, 1, 1, 1)) for i in (1, 2))
     length_B = jnp.full(rows, length, jnp.int32)
-    if kernel == "decode_attention":
-        return random(0, (rows, N, H), jnp.bfloat16), k, v, length_B
     return random(0, (rows, T, N, H), jnp.bfloat16), k, v, length_B - T, length_B
 
 
@@ -153,12 +151,9 @@ def xla(kernel: str, *args: jax.Array, tiny: bool) -> tuple[Callable, tuple]:
         return partial(jnp.argmax, axis=-1), args
     if kernel == "lm_head_argmax":
         return lambda x, w: jnp.argmax(jnp.dot(x, w.T, preferred_element_type=jnp.float32), -1), args
-    q, k, v, *start, length_B = args
-    q = q[:, None] if kernel == "decode_attention" else q
-    start_B = start[0] if start else length_B - 1
     return lambda q, k, v, start_B, length_B: attention(
         q, uncached_kv(k, v), start_B=start_B, length_B=length_B, scale=q.shape[-1] ** -0.5, impl="xla"
-    ), (q, k, v, start_B, length_B)
+    ), args
 
 
 def _module(name: str) -> Any:
@@ -167,10 +162,10 @@ def _module(name: str) -> Any:
 
 def _their_layout(q, k, v) -> tuple[jax.Array, ...]:
     """q [B, T, N, H], k and v [B, S, K, H]."""
-    return q if q.ndim == 4 else q[:, None], jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    return q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
 
 
-def cudnn_decode(q, k, v, length_B, *, tiny: bool) -> tuple[Callable, tuple]:
+def cudnn_decode(q, k, v, start_B, length_B, *, tiny: bool) -> tuple[Callable, tuple]:
     return lambda q, k, v, length_B: jax.nn.dot_product_attention(
         q, k, v, key_value_seq_lengths=length_B, implementation="xla" if tiny else "cudnn"
     ), (*_their_layout(q, k, v), length_B)
@@ -181,23 +176,23 @@ def cudnn_prefill(q, k, v, start_B, length_B, *, tiny: bool) -> tuple[Callable, 
     return run, _their_layout(q, k, v)
 
 
-def pallas_gqa(q, k, v, length_B, *, tiny: bool) -> tuple[Callable, tuple]:
+def pallas_gqa(q, k, v, start_B, length_B, *, tiny: bool) -> tuple[Callable, tuple]:
     """The deprecated Triton kernel. It swaps axes 1 and 2; swapping ours before cancels that, so nothing is
     copied.
     """
     gqa = partial(_module("decode_attention").gqa, interpret=tiny)
     return lambda q, k, v, length_B: gqa(
         q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), kv_seq_len=length_B
-    ), (q, k, v, length_B)
+    ), (q[:, 0], k, v, length_B)
 
 
-def pallas_paged(q, k, v, length_B, *, tiny: bool, page: int = 64) -> tuple[Callable, tuple]:
+def pallas_paged(q, k, v, start_B, length_B, *, tiny: bool, page: int = 64) -> tuple[Callable, tuple]:
     """The deprecated Triton kernel, which does not scale q; the pages of a row are contiguous."""
     B, K, S, H = k.shape
     paged = partial(_module("paged_attention").paged_attention, interpret=tiny, pages_per_compute_block=1)
     k, v = (jnp.swapaxes(x.reshape(B, K, S // page, page, H), 0, 1).reshape(K, -1, page, H) for x in (k, v))
     table = jnp.arange(B * S // page, dtype=jnp.int32).reshape(B, -1)
-    return paged, (q * q.shape[-1] ** -0.5, k, v, table, length_B)
+    return paged, (q[:, 0] * q.shape[-1] ** -0.5, k, v, table, length_B)
 
 
 def pallas_mha(q, k, v, start_B, length_B, *, tiny: bool) -> tuple[Callable, tuple]:
@@ -216,9 +211,9 @@ def pallas_mosaic(q, k, v, start_B, length_B, *, tiny: bool) -> tuple[Callable, 
     return lambda q, k, v: module.attention(q, k, v, config), (q, k, v)
 
 
-def tokamax(q, k, v, *start_and_length: jax.Array, tiny: bool) -> tuple[Callable, tuple]:
+def tokamax(q, k, v, start_B, length_B, *, tiny: bool) -> tuple[Callable, tuple]:
     call = import_module("tokamax").dot_product_attention
-    return partial(call, is_causal=len(start_and_length) > 1), _their_layout(q, k, v)
+    return partial(call, is_causal=q.shape[1] > 1), _their_layout(q, k, v)
 
 
 _TOKAMAX = {"tokamax": tokamax} if find_spec("tokamax") else {}
@@ -306,7 +301,7 @@ def attention_case(
 def decode_case(case: tuple[tuple, dict]) -> tuple[tuple, dict]:
     """The attention case with only its first query, as the last token of its row."""
     (q, k, v, _, length_B), options = case
-    return (q[:, 0], k, v, length_B), options
+    return (q[:, :1], k, v, length_B - 1, length_B), options
 
 
 def argmax_case(draws: np.random.Generator, B: int, V: int) -> tuple[tuple, dict]:

@@ -68,6 +68,7 @@ DECODE = {
         dict(window=20, soft_cap=2.0),
     ),
     "one-split": (F32, 1, 2, 1, 70, 64, (69, 64), (70, 65), dict(splits=1)),
+    "length-beyond-the-cache": (F32, 1, 2, 1, 64, 64, (63, 65, 69), (64, 66, 70), dict(window=40)),
     "two-tiles": (F32, 5, 14, 2, 100, 64, (90, 0, 3), (95, 1, 8), dict(splits=3)),
     "group-7-bf16": (BF16, 1, 7, 1, 200, 128, (199, 63), (200, 64)),
     "pages-sink": (F32, 1, 4, 2, 0, 64, (150, 0, 64, -1), (151, 1, 65, 0), dict(pages=4, sink=True)),

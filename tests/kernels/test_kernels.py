@@ -135,7 +135,7 @@ def test_gradient_of_a_decode_step_through_a_kernel():
         )
 
     def oracle(q, k, v):
-        return jnp.sum(kernels_pallas.reference.decode_attention(q[:, 0], k, v, length, scale=0.3) ** 2)
+        return jnp.sum(kernels_pallas.reference.decode_attention(q, k, v, length - 1, length, scale=0.3) ** 2)
 
     for got, want in zip(*(jax.jit(jax.grad(f, (0, 1, 2)))(q, k, v) for f in (loss, oracle)), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
@@ -275,35 +275,38 @@ def test_select_states_its_reasons():
     for impl, args, reason in [
         ("mosaic", (q, k, k), "TF32"),
         ("triton", (SD(q.shape, jnp.bfloat16), k, k), "different dtypes"),
-        ("triton", (SD((2, 1, 4, 320), jnp.float32), SD((2, 2, 32, 320), jnp.float32)), "head width 320"),
+        (
+            "triton",
+            (SD((2, 1, 4, 320), jnp.float32), *[SD((2, 2, 32, 320), jnp.float32)] * 2),
+            "head width 320",
+        ),
         ("cuda", (q, k, k), "must be None or one of"),
     ]:
         with pytest.raises(ValueError, match=reason):
             kernels_pallas.select("prefill_attention", impl, *args)
 
 
-def test_kernels_used_reports_rings_correctly(fake_gpu):
-    """A layer whose window is a ring at that capacity uses plain jnp, others a kernel."""
+def test_kernels_serve_every_cache_but_gear(fake_gpu):
+    """Rings and quantized keys too; Hopper reads quantized keys by the Triton kernel."""
     config = from_hf(QWEN | dict(head_dim=16))
+    config = dataclasses.replace(config, layer_windows=(7, None))
     params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), "bfloat16"))
-
-    def reported(windows, capacity):
-        windowed = dataclasses.replace(config, layer_windows=windows)
-        used = xj.kernels_used(params, windowed, kv_dtype="bfloat16", capacity=capacity)
+    for kind in ("bfloat16", "int8", "int4", "gear"):
+        used = xj.kernels_used(params, config, kv_dtype=kind, capacity=1024)
         assert used["prefill_attention"] == used["decode_attention"]
         assert used["argmax"].reason == used["lm_head_argmax"].reason == "an imaginary GPU"
-        return used["decode_attention"], windowed
-
-    mixed, _ = reported((7, None), 1024)
-    assert mixed.impl != "xla" and "1 of 2 layers by xla: keys in a ring" in mixed.reason
-    assert reported((7, None), 512)[0] == (mixed.impl, "an imaginary GPU")
-    rings, config = reported((7, 7), 1024)
-    assert rings.impl == "xla" and rings.reason.startswith("keys in a ring")
-    cache = jax.eval_shape(lambda: xj.init_cache(config, 2, 1024, "bfloat16"))
-    text = lowered_for_cuda(
-        lambda *args: hidden_states(args[0], config, *args[1:]), params, SD((2, 1), jnp.int32), cache
-    )
-    assert fake_gpu not in text
+        cache = jax.eval_shape(lambda kind=kind: xj.init_cache(config, 2, 1024, kind))
+        text = lowered_for_cuda(
+            lambda *args: hidden_states(args[0], config, *args[1:]), params, SD((2, 1), jnp.int32), cache
+        )
+        calls = {name: text.count(name) for name in ("mosaic_gpu", "__gpu$xla.gpu.triton")}
+        if kind == "gear":
+            assert used["decode_attention"] == ("xla", "keys in GEAR's format")
+            assert not any(calls.values())
+        elif kind == "bfloat16":
+            assert used["decode_attention"].reason == "an imaginary GPU" and calls[fake_gpu]
+        else:
+            assert used["decode_attention"].impl == "triton" and calls["__gpu$xla.gpu.triton"]
 
 
 @pytest.mark.skipif(HAS_GPU, reason="this machine has an NVIDIA GPU")

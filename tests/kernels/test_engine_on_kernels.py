@@ -1,0 +1,60 @@
+"""The engine and quantized caches on emulated kernels."""
+
+import jax
+import numpy as np
+import pytest
+from small_models import CONFIGS, build, prompts
+
+import xinfer_jax as xj
+from xinfer_jax.config.model_config import from_hf
+
+pytestmark = [
+    pytest.mark.newest,
+    pytest.mark.full,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+
+
+@pytest.mark.parametrize("cache_dtype", [None, "int4"])
+def test_a_request_gets_the_same_bits_alone_and_beside_others(cache_dtype):
+    params, config = build("qwen2")
+    model = xj.Model(params, config, None, {}, xj.LoadStats(0.0, 0, "float32"))
+    asked = prompts(3, 130)
+    options = [xj.GenerateOptions(9), xj.GenerateOptions(6, xj.SamplingConfig(0.8, 20, 0.9), logprobs=2)]
+    with xj.Engine(
+        model, rows=2, capacity=256, chunk=128, cache_dtype=cache_dtype, impl="interpret"
+    ) as engine:
+
+        def submit(i):
+            return engine.submit(asked[i], options[i % 2], key=jax.random.key(i), salt=str(i))
+
+        alone = [submit(i).result() for i in range(2)]
+        together = [request.result() for request in [submit(i) for i in range(2)]]
+    for one, other in zip(alone, together, strict=True):
+        assert one.tokens == other.tokens and one.logprobs == other.logprobs
+
+
+@pytest.mark.parametrize("name", ["qwen2", "windows-nope-untied"])
+@pytest.mark.parametrize("cache_dtype", ["int8", "int4", None])
+def test_logits_over_rings_and_quantized_keys_are_those_of_xla(name, cache_dtype):
+    """With a bias of keys (qwen2) that is larger than they are, and with rings."""
+    config = from_hf(CONFIGS[name] | dict(hidden_size=64, head_dim=32)) if name == "qwen2" else None
+    if config is None:
+        params, config = build(name)
+    else:
+        params = xj.init_params(config, jax.random.key(1), "float32")
+        for layer in params["layers"]:
+            layer["k"]["bias"] = 5 * jax.random.normal(jax.random.key(2), layer["k"]["bias"].shape)
+    tokens_BT = np.array(prompts(70, 70))
+
+    def logits(impl):
+        cache = xj.init_cache(config, 2, 700, cache_dtype)
+        out_BV, cache = xj.prefill(params, config, tokens_BT, np.array([70, 9]), cache, impl=impl)
+        outs = [out_BV]
+        for token in (1, 2):
+            out_BV, cache = xj.decode_step(params, config, np.full(2, token), cache, impl=impl)
+            outs.append(out_BV)
+        return np.stack(outs)
+
+    want = logits("xla")
+    np.testing.assert_allclose(logits("interpret"), want, atol=1e-5 * np.abs(want).max())
