@@ -3,8 +3,8 @@
 
 `dispatch` has `select(kernel, impl, …)`, which chooses the implementation of a call and says why, and
 `run_kernel(impl, kernel, …)`. `key_layouts` says where keys are, and has their quantized form. `mosaic` has
-kernels for Hopper (TMA, wgmma). `triton` has all kernels for Ampere, Ada and newer, through a backend that JAX
-has deprecated; it is small and removable. `compat` has the differences between versions of jax.
+kernels for Hopper (TMA, wgmma). `triton` has all kernels for Ampere, Ada and newer, through a backend that
+JAX has deprecated. `compat` has the differences between versions of jax.
 
 - Shapes, dtypes and the NVIDIA GPU of the process (all its cards are taken to be alike) decide, never the
   default device. With such a GPU a call becomes `lax.platform_dependent(cuda=kernel, default=jnp)`. Without
@@ -14,13 +14,14 @@ has deprecated; it is small and removable. `compat` has the differences between 
   another pass through shared memory.
 - Attention kernels read contiguous caches, rings, and pages through the block table. Nothing is gathered
   before. A block of keys is one slice of slots, since its size divides a page and a ring.
-- Quantized keys stay levels in the products: q · (low + step · level) = low · Σq + step · (q · level), and the
-  weights of values are multiplied by the step. Levels are exact in bfloat16. A bias of keys that RoPE rotates
-  has a table of 64 positions; for each block the queries are rotated back by the angle of its first position.
+- Quantized keys stay levels in the products: q · (low + step · level) = low · Σq + step · (q · level), and
+  the weights of values are multiplied by the step. Levels are exact in bfloat16. A bias of keys that RoPE
+  rotates has a table of 64 positions; for each block the queries are rotated back by the angle of its first
+  position.
 - Decode attention takes up to 17 queries of a row (draft tokens and the token before), and splits the key
-  blocks that a row needs, not the capacity, among its programs. There are two programs per multiprocessor over
-  all rows and heads, a static number. The G queries of a key head, of all tokens, are rows of one tile: this
-  wastes arithmetic, which is free while memory is the limit.
+  blocks that a row needs, not the capacity, among its programs. There are two programs per multiprocessor
+  over all rows and heads, a static number. The G queries of a key head, of all tokens, are rows of one tile:
+  this wastes arithmetic, which is free while memory is the limit.
 - Values beyond the length are zeros: a weight of 0 does not remove a NaN. Triton loads them with a mask.
   Mosaic writes zeros to shared memory, in the one block that contains the end; in prefill the warpgroup that
   loads does it before it passes the block on, so there is no race.
