@@ -132,7 +132,7 @@ def engine_tokens(run: ModelRun) -> dict[str, Any]:
 
 
 def engine_speed(run: ModelRun, rows: int) -> dict[str, Any]:
-    """Seconds of a decode step: the difference between long and short answers, which cost the same prefill."""
+    """Decode steps by the difference between long and short answers, which cost the same prefill."""
     few, more = (2, 10) if run.plan.tiny else (32, 160)
     prompts = run.prompts(rows)
     seconds = {}
@@ -147,7 +147,7 @@ def engine_speed(run: ModelRun, rows: int) -> dict[str, Any]:
     return {
         "decode_tok/s": rows / step,
         "TPOT_ms": 1e3 * step,
-        **run.step_figures(rows, step, more, True),
+        **run.step_figures(rows, step, run.prompt + few, more - few, True),
         "prefill_tok/s": rows * run.prompt / (seconds[few] - few * step),
         "compiles_meanwhile": bool(compiling),
     }

@@ -54,7 +54,7 @@ class ModelRun:
         self.capacity = capacity
         self.cache_dtype = cache_dtype or dtype
         self.kernels = kernels or ("interpret" if plan.tiny else None)
-        self.prompt, self.new = (40, 24) if plan.tiny else (512, 128)
+        self.prompt, self.new = (40, 40) if plan.tiny else (512, 128)
         self.params = cache(self._params)
         self.counts: dict[str, dict[str, Any]] = {}
 
@@ -83,13 +83,13 @@ class ModelRun:
         )
         flop = prefill_work(self.config, bytes_per_pass(self.params()), [self.prompt] * rows).flop
         program = "sampled" if "sampling" in options else "verify" if "draft" in options else "decode"
-        more = {"acceptance": stats[-1].acceptance} if program == "verify" else {}
+        more = {"acceptance": statistics.fmean(stats[-1].acceptance)} if program == "verify" else {}
         if impl is None and program in self.counts:
             more["counts"] = self.counts[program]
         return {
             "decode_tok/s": rate,
             "TPOT_ms": 1e3 * step,
-            **self.step_figures(rows, step, self.new, program != "decode"),
+            **self.step_figures(rows, step, self.prompt, self.new, program != "decode"),
             **more,
             "prefill_tok/s": rows * self.prompt / prefill,
             "of_matmul": flop / prefill / limit(self.plan.tiny, "flops"),
@@ -97,18 +97,19 @@ class ModelRun:
             "ok": bool(np.isfinite([*map(sum, runs[-1].logprobs)]).all()),
         }
 
-    def step_figures(self, rows: int, seconds: float, new: int, logits: bool) -> dict[str, Any]:
+    def step_figures(self, rows: int, seconds: float, length: int, new: int, logits: bool) -> dict[str, Any]:
         """What a decode step of these rows moves at least (weights, valid keys and values, and logits, if it
         makes them, written once and read once), and what a copy of as many bytes would take of its time.
 
         Args:
-            rows, new: answers, and their tokens after the prompt.
+            rows: answers.
             seconds: of a step.
+            length, new: tokens of each row before the first step, and those after it.
             logits: whether the step has logits in memory; a greedy head may have none.
         """
         itemsize: Any = vector_bytes(self.config.head_dim, self.cache_dtype) / self.config.head_dim
         weights = bytes_per_pass(self.params())
-        moved = decode_work(self.config, weights, itemsize, [self.prompt] * rows, new).bytes
+        moved = decode_work(self.config, weights, itemsize, [length] * rows, new).bytes
         moved += 2 * 4 * rows * self.config.vocab_size * logits
         return {"step_MB": moved / 1e6, "of_copy": moved / seconds / limit(self.plan.tiny, "bytes")}
 
@@ -138,7 +139,7 @@ class ModelRun:
             got, reference = pool.map(
                 lambda run: run(tokens, self.prompt), (lambda *args: self.forced(*args, None), want)
             )
-        return {"kernels": self.kernels_used(rows)} | agreement(got, reference, self.dtype)
+        return {"kernels": self.kernels_used(rows)} | agreement(got, reference, self.prompt, self.dtype)
 
     def kernels_used(self, rows: int) -> dict[str, str]:
         used = xj.kernels_used(
