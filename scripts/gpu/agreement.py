@@ -4,9 +4,9 @@ the tokens of an answer are those that a reference takes along that answer.
 Bounds are fractions of the largest logit at a position (RMS: of all logits), for bfloat16; float16 has a
 quarter of them. Measured on a CPU with the weights of `checking_params`, 2 to 28 layers, 64 to 512 tokens:
 
-- Blocked jnp and emulated kernels, both in bfloat16, differ from each other by an RMS of at most 0.018 for the
-  0.5B shape and 0.022 for any; at a position by at most 0.034 and 0.051. Their ids differ only where the two
-  best logits are closer than 0.016.
+- Blocked jnp and emulated kernels, both in bfloat16, differ from each other by an RMS of at most 0.018 for
+  the 0.5B shape and 0.022 for any; at a position by at most 0.034 and 0.051. Their ids differ only where the
+  two best logits are closer than 0.016.
 - Both differ from the same model in float32 by 0.009 (one layer), 0.019 (four) to 0.031 (28), and at a
   position by at most 0.048 (four) and 0.091.
 - Attention's scale 5% too large gives an RMS of 0.052 or more (one layer: 0.040), for the 0.5B shape 0.094; a

@@ -71,6 +71,15 @@ class ModelRun:
         options = xj.GenerateOptions(self.new, eos_token_ids=(), **given | options)
         return xj.generate(self.params(), self.config, self.prompts(rows), options, key=key)
 
+    def compile_in_parallel(self, kinds: list[tuple[int, str | None]], **options: Any) -> dict[str, Any]:
+        """Compiles `generate` of all these rows and impls in parallel, one per thread: XLA compiles on one
+        core.
+        """
+        self.params()
+        with ThreadPoolExecutor(len(kinds)) as pool:
+            outs = list(pool.map(lambda kind: self.generate(*kind, **options), kinds))
+        return {"each_compile_s": [round(out.stats.compile_seconds, 1) for out in outs]}
+
     def measure(self, rows: int, impl: str | None, **options: Any) -> dict[str, Any]:
         """Speeds as medians of three generations, and as fractions of the GPU's limits."""
         runs = [self.generate(rows, impl, **options) for _ in range(2 if self.plan.tiny else 4)]
@@ -135,6 +144,7 @@ class ModelRun:
         draws = np.random.default_rng(self.plan.seed)
         tokens = draws.integers(0, self.config.vocab_size, (rows, self.prompt + min(self.new, 64))).tolist()
         want = want or (lambda tokens, prompt: self.forced(tokens, prompt, "xla"))
+        self.params()
         with ThreadPoolExecutor(2) as pool:  # compiles both in parallel
             got, reference = pool.map(
                 lambda run: run(tokens, self.prompt), (lambda *args: self.forced(*args, None), want)
@@ -155,10 +165,3 @@ class ModelRun:
     def as_model(self) -> xj.Model:
         """It, as an engine takes it."""
         return xj.Model(self.params(), self.config, None, {}, xj.LoadStats(0.0, 0, self.dtype))
-
-
-def compile_in_parallel(kinds: list[Callable[[], xj.GenerateOutput]]) -> dict[str, Any]:
-    """Compiles all of them in parallel, one per thread: XLA compiles on one core."""
-    with ThreadPoolExecutor(len(kinds)) as pool:
-        outs = list(pool.map(lambda kind: kind(), kinds))
-    return {"each_compile_s": [round(out.stats.compile_seconds, 1) for out in outs]}
