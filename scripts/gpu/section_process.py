@@ -27,14 +27,18 @@ def main() -> None:
     faulthandler.dump_traceback_later(
         max(plan.seconds - 1, 0.5)
     )  # prints where it hangs, before the parent kills it
+    import decoding_sections
     import kernel_sections
+    import layer_sections
     import model_sections
     import section_cases
 
     if plan.section == "machine" and not plan.tiny and (why := section_cases.unusable_reason()):
         send(event="unsupported", why=why)
         return
-    sections = {"machine": section_cases.machine} | kernel_sections.SECTIONS | model_sections.SECTIONS
+    sections = {"machine": section_cases.machine}
+    for module in (kernel_sections, model_sections, decoding_sections, layer_sections):
+        sections |= module.SECTIONS
     for number, case in enumerate(sections[plan.section](plan)):
         if number < plan.first:
             continue

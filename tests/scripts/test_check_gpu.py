@@ -1,5 +1,5 @@
 """scripts/check_gpu.py: child processes that hang, abort or print nonsense; sections on tiny shapes; its
-messages without a GPU.
+messages without a GPU. How whole models are compared is in test_agreement.py.
 """
 
 import json
@@ -10,7 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+import decoding_sections
 import kernel_sections
+import layer_sections
 import model_sections
 import numpy as np
 import pytest
@@ -242,7 +244,8 @@ def test_bad_flags_of_check_gpu_exit_with_one_line(flags, words):
 def test_every_section_has_its_cases():
     (line,) = check_gpu("--sections=everything").stderr.splitlines()
     names = line.split("--sections knows ")[1].split(", got")[0].split(", ")
-    assert set(names) == {*kernel_sections.SECTIONS, *model_sections.SECTIONS}
+    modules = (kernel_sections, model_sections, decoding_sections, layer_sections)
+    assert sorted(names) == sorted(name for module in modules for name in module.SECTIONS)
 
 
 def test_sections_on_tiny_shapes(tmp_path):
@@ -254,11 +257,14 @@ def test_sections_on_tiny_shapes(tmp_path):
     checked = [r for r in records if "tolerance" in r]
     assert len(checked) == 3 and all(
         r["ok"] for r in checked
-    )  # two references, and ids with kernels and with XLA
+    )  # two references, and logits with kernels and with XLA
+    (agreed,) = (r for r in checked if "rms_decode" in r)
+    assert agreed["ids_compared"] >= 32 and agreed["tolerance"]["rms"] == 0.04
     timed = {r["by"]: r for r in records if r.get("shape", "").startswith("lm_head_argmax")}
     assert timed.keys() == {"mosaic", "xla"} and all(r["ms"] > 0 for r in timed.values())
     rates = [r["decode_tok/s"] for r in records if "decode_tok/s" in r]
     assert len(rates) == 2 and min(rates) > 0
+    assert all(r["step_MB"] > 0 and r["of_copy"] > 0 for r in records if "decode_tok/s" in r)
     assert any((tmp_path / "out.jsonl.cache").iterdir())
     again = check_gpu("--report=out.jsonl", cwd=tmp_path)
     assert again.returncode == 0 and again.stdout.strip() in done.stdout

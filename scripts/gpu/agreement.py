@@ -1,0 +1,246 @@
+"""Whether two ways to run a model agree: by their logits along one forced sequence of tokens, or by whether
+the tokens of an answer are those that a reference takes along that answer.
+
+Bounds are fractions of the largest logit at a position (RMS: of all logits), for bfloat16; float16 has a
+quarter of them. Measured on a CPU with the weights of `checking_params`, 2 to 28 layers, 64 to 512 tokens:
+
+- Blocked jnp and emulated kernels, both in bfloat16, differ from each other by an RMS of at most 0.018 for
+  the 0.5B shape and 0.022 for any; at a position by at most 0.034 and 0.051. Their ids differ only where the
+  two best logits are closer than 0.016.
+- Both differ from the same model in float32 by 0.009 (one layer), 0.019 (four) to 0.031 (28), and at a
+  position by at most 0.048 (four) and 0.091.
+- Attention's scale 5% too large gives an RMS of 0.052 or more (one layer: 0.040), for the 0.5B shape 0.094; a
+  shorter window, none, twice the RoPE theta or keys one slot off give 0.22 or more.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import xinfer_jax as xj
+from xinfer_jax.model.greedy import argmax, can_fuse_head, greedy_tokens
+from xinfer_jax.sampling.batched_settings import settings_per_row
+from xinfer_jax.sampling.sampler import draw_key, gumbel_noise, row_keys, warp_logits
+from xinfer_jax.weights.quantized_weights import dequantize, is_quantized
+
+SPREAD = 1.5
+LARGEST = 0.1  # largest difference of a logit
+RMS = 0.04  # root mean square of the differences in a row
+NEAR = 0.04  # ids may differ where the two best logits are closer
+LEAST_IDS = 32  # fewer compared ids are a failure
+LEAST_FRACTION = 0.25  # of all ids: in 152k random logits 0.42 of the best two are farther apart than `NEAR`
+
+
+class Forced(NamedTuple):
+    """What a model gives after each token of a forced sequence."""
+
+    logits_BTV: jax.Array  # float32
+    id_BT: jax.Array  # int32: greedy ids, by the model's own argmax
+
+
+def checking_params(config: xj.ModelConfig, key: jax.Array, dtype: Any, quantize: str | None = None) -> Any:
+    """Random parameters with which a wrong attention shows in the logits.
+
+    `init_params` gives attention scores of deviation 1: over hundreds of keys their weights are almost equal,
+    and a wrong scale changes little. `SPREAD` times as large, a few dozen keys have most of the weight.
+    Larger factors also amplify rounding: at 3 a scale wrong by 5% shows 3.5 times as much as bfloat16, at
+    1.5 it shows 6.5 times as much (480 tokens).
+    """
+    params = xj.init_params(config, key, dtype, quantize)
+
+    def widen(layer: Any) -> Any:
+        if "q_norm" in layer:  # it would undo a factor on the matrix
+            weight = layer["q_norm"]
+            return layer | {"q_norm": SPREAD * (weight + config.norm_offset) - config.norm_offset}
+        weight = layer["q"]["weight"]
+        if is_quantized(weight):
+            weight = dataclasses.replace(weight, scale=SPREAD * weight.scale)
+        else:
+            weight = SPREAD * weight
+        return layer | {"q": layer["q"] | {"weight": weight}}
+
+    return params | {"layers": tuple(map(widen, params["layers"]))}
+
+
+def float32_params(params: Any) -> Any:
+    """The parameters in float32; quantized matrices are dequantized."""
+
+    def leaf(x: Any) -> jax.Array:
+        return dequantize(x) if is_quantized(x) else jnp.asarray(x, jnp.float32)
+
+    return jax.tree.map(leaf, params, is_leaf=is_quantized)
+
+
+@partial(jax.jit, static_argnames=("config", "prompt", "impl"))
+def forced(
+    params: Any, config: xj.ModelConfig, tokens_BT: Any, cache: xj.KVCache, prompt: int, impl: str | None
+) -> Forced:
+    """The model along these tokens: a prefill of the first `prompt` ones, then a decode step for each other.
+
+    Args:
+        params, config, impl: the model and how it runs.
+        tokens_BT: int32, all of them real.
+        cache: empty; its kind and dtype are those to check.
+        prompt: tokens of the prefill.
+    """
+
+    def step(cache: xj.KVCache, token_B: jax.Array) -> tuple[xj.KVCache, Forced]:
+        hidden_B1D, cache = xj.hidden_states(params, config, token_B[:, None], cache, impl=impl)
+        hidden_BD = hidden_B1D[:, 0]
+        logits_BV = xj.unembed(params, config, hidden_BD)
+        if can_fuse_head(params, hidden_BD, impl):
+            return cache, Forced(logits_BV, greedy_tokens(params, config, hidden_BD, impl)[0])
+        return cache, Forced(logits_BV, argmax(logits_BV, impl))
+
+    logits_BTV, cache = xj.forward(params, config, tokens_BT[:, :prompt], cache, impl=impl)
+    id_BT = argmax(logits_BTV.reshape(-1, logits_BTV.shape[-1]), impl).reshape(len(tokens_BT), -1)
+    _, decoded = lax.scan(step, cache, tokens_BT[:, prompt:].T)
+    parts = zip((logits_BTV, id_BT), decoded, strict=True)
+    return Forced(*(jnp.concatenate([first, jnp.swapaxes(rest, 0, 1)], 1) for first, rest in parts))
+
+
+def agreement(got: Forced, want: Forced, prompt: int, dtype: Any) -> dict[str, Any]:
+    """Compares two ways to run a model along the same tokens: all logits by number, and the greedy ids
+    wherever the two best logits differ by more than the bound.
+
+    The root mean square is taken for each row, its prefill and its decode steps on their own: an error of
+    one kernel must not disappear among the positions of the other.
+
+    Args:
+        got, want: from `forced`.
+        prompt: tokens of the prefill.
+        dtype: of the activations; the bounds depend on it.
+
+    Returns:
+        The differences, how many ids were compared and their bounds, and "ok": all are within the bounds, and
+        enough ids were compared.
+    """
+    off = {name: np.asarray(x) for name, x in _differences(got, want).items()}
+    bound = bounds(dtype)
+    largest = float(off["largest_BT"].max())
+    parts = {"rms_prefill": np.s_[:, :prompt], "rms_decode": np.s_[:, prompt:]}
+    rms = {
+        name: float(np.sqrt((off["square_BT"][at].sum(1) / off["want_square_BT"][at].sum(1)).max()))
+        for name, at in parts.items()
+    }
+    compared_BT = off["gap_BT"] > bound["near"]
+    differ = int((off["differ_BT"] & compared_BT).sum())
+    within = largest <= bound["largest"] and all(x <= bound["rms"] for x in rms.values()) and differ == 0
+    return {"largest": largest, **rms, "differ": differ} | verdict(compared_BT, within, bound)
+
+
+@jax.jit
+def _differences(got: Forced, want: Forced) -> dict[str, jax.Array]:
+    off_BTV = got.logits_BTV - want.logits_BTV
+    most_BT = jnp.abs(want.logits_BTV).max(-1)
+    best_BT, second_BT, id_BT = best_two(want.logits_BTV)
+    return {
+        "largest_BT": jnp.abs(off_BTV).max(-1) / most_BT,
+        "square_BT": jnp.square(off_BTV).mean(-1),
+        "want_square_BT": jnp.square(want.logits_BTV).mean(-1),
+        "gap_BT": (best_BT - second_BT) / most_BT,
+        "differ_BT": got.id_BT != id_BT,
+    }
+
+
+def best_two(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The largest number along the last axis, the second one, and where the largest is. For `lax.top_k`, XLA
+    may sort the whole vocabulary.
+    """
+    at = jnp.argmax(x, -1)
+    others = jnp.where(jnp.arange(x.shape[-1]) == at[..., None], -jnp.inf, x)
+    return x.max(-1), others.max(-1), at
+
+
+def bounds(dtype: Any) -> dict[str, float]:
+    """The bounds for activations of this dtype."""
+    factor = 0.25 if jnp.dtype(dtype) == jnp.float16 else 1
+    return {"largest": factor * LARGEST, "rms": factor * RMS, "near": factor * NEAR}
+
+
+def verdict(compared: np.ndarray, within: bool, bound: Any) -> dict[str, Any]:
+    """How many ids were compared, of how many, and "ok": all is within the bound, and these are enough.
+
+    Args:
+        compared: bool, for each id.
+        within: whether all that was compared is within the bound.
+        bound: for the record.
+    """
+    count = int(compared.sum())
+    enough = count >= LEAST_IDS and count >= LEAST_FRACTION * compared.size
+    few = {} if enough else {"too_few": f"at least {LEAST_IDS}, and {LEAST_FRACTION:.0%} of all"}
+    return {"ids_compared": count, "of": compared.size, **few, "tolerance": bound, "ok": within and enough}
+
+
+def greedy_agreement(want: Forced, answer_BT: Any, dtype: Any) -> dict[str, Any]:
+    """Whether a greedy answer has the tokens that a reference takes along it: at each position the largest
+    logit, or one that is lower by at most the bound.
+
+    Args:
+        want: the reference along prompt and answer, without the answer's last token.
+        answer_BT: int32, each row's answer.
+        dtype: of the activations.
+    """
+    answer_BT = jnp.asarray(answer_BT)
+    logits_BTV = want.logits_BTV[:, -answer_BT.shape[1] :]
+    most_BT = jnp.abs(logits_BTV).max(-1)
+    best_BT, second_BT, _ = best_two(logits_BTV)
+    chosen_BT = jnp.take_along_axis(logits_BTV, answer_BT[..., None], -1)[..., 0]
+    gap_BT, behind_BT = (np.asarray((best_BT - x) / most_BT) for x in (second_BT, chosen_BT))
+    near = bounds(dtype)["near"]
+    behind = float(behind_BT.max())
+    return {"behind": behind} | verdict(gap_BT > near, behind <= near, near)
+
+
+def sampled_agreement(
+    want: Forced, answer_BT: Any, sampling: xj.SamplingConfig, key: jax.Array, dtype: Any
+) -> dict[str, Any]:
+    """Whether a sampled answer has the tokens that a reference draws along it with the same keys.
+
+    A position is not compared where the two largest perturbed logits differ by less than the bound, or where
+    one of the two tokens is so close to the limit of top-k or top-p that either side may drop it.
+
+    Args:
+        want: the reference along prompt and answer, without the answer's last token.
+        answer_BT: int32, each row's answer.
+        sampling: temperature, top-k and top-p of all rows.
+        key: as in `generate`.
+        dtype: of the activations.
+    """
+    answer_BT = np.asarray(answer_BT)
+    B, T = answer_BT.shape
+    first = want.logits_BTV.shape[1] - T + 1  # position of the answer's first token
+    logits_MV = want.logits_BTV[:, -T:].reshape(B * T, -1)
+    key_M = jnp.repeat(row_keys(key, B), T)
+    position_M = jnp.tile(first + jnp.arange(T), B)
+    near = bounds(dtype)["near"]
+    token_M = answer_BT.reshape(-1)
+    sampling_M = settings_per_row(sampling, B * T, logits_MV.shape[1])
+    drawn_M, compared_M = map(np.asarray, _draw(logits_MV, token_M, key_M, position_M, sampling_M, near))
+    differ = int((compared_M & (drawn_M != token_M)).sum())
+    return {"differ": differ} | verdict(compared_M, differ == 0, near)
+
+
+@jax.jit
+def _draw(logits_MV, token_M, key_M, position_M, sampling_M, near):  # noqa: PLR0913
+    """The tokens that are drawn from the logits, int32 [M], and whether rounding cannot have changed them."""
+    V = logits_MV.shape[1]
+    limit_M = near * jnp.abs(logits_MV).max(-1)
+    warped_MV = warp_logits(logits_MV, sampling_M, jnp.max(logits_MV, -1, keepdims=True))
+    noise_MV = jax.vmap(lambda key, position: gumbel_noise(draw_key(key, position, 0), V))(key_M, position_M)
+    best_M, second_M, drawn_M = best_two(warped_MV + noise_MV)
+    kept_MV = warped_MV > -jnp.inf
+    least_kept_M = jnp.where(kept_MV, logits_MV, jnp.inf).min(-1)
+    most_removed_M = jnp.where(kept_MV, -jnp.inf, logits_MV).max(-1)
+
+    def inside(token_M):  # neither side may drop it
+        logit_M = jnp.take_along_axis(logits_MV, token_M[:, None], 1)[:, 0]
+        return (logit_M > least_kept_M + limit_M) | (logit_M < most_removed_M - limit_M)
+
+    clear_M = best_M - second_M > limit_M / sampling_M.temperature
+    return drawn_M, clear_M & inside(drawn_M) & inside(token_M)

@@ -1,0 +1,182 @@
+"""scripts/gpu/agreement.py: models that are right agree, models made wrong on purpose do not, for ten seeds
+each; comparisons of too few ids fail.
+"""
+
+import dataclasses
+
+import agreement
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from agreement import (
+    Forced,
+    checking_params,
+    float32_params,
+    forced,
+    greedy_agreement,
+    sampled_agreement,
+)
+
+import xinfer_jax as xj
+from xinfer_jax.cache.layer_caches import Contiguous
+from xinfer_jax.config.model_config import from_hf
+
+pytestmark = [pytest.mark.full, pytest.mark.oldest]
+
+SEEDS = range(10)
+PROMPT, TOKENS = 40, 60
+CONFIG = from_hf(
+    dict(
+        model_type="mistral", vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, sliding_window=30,
+    )
+)  # fmt: skip
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OneSlotOff(Contiguous):
+    """A cache that writes each key and value one slot after its own."""
+
+    def append(self, k_BTKH, v_BTKH, start_B, num_tokens_B):
+        return super().append(k_BTKH, v_BTKH, start_B + 1, num_tokens_B)
+
+
+def one_slot_off(cache):
+    layers = tuple(OneSlotOff(layer.k, layer.v, layer.window, layer.capacity) for layer in cache.layers)
+    return dataclasses.replace(cache, layers=layers)
+
+
+def config_with(**changes):
+    return dataclasses.replace(CONFIG, **changes)
+
+
+WRONG = {
+    "window of 25 for 30": config_with(layer_windows=(25, 25)),
+    "no window": config_with(layer_windows=(None, None)),
+    "scale + 5%": config_with(query_pre_attn_scalar=CONFIG.head_dim / 1.05**2),
+    "RoPE theta doubled": config_with(rope=dataclasses.replace(CONFIG.rope, rope_theta=20000.0)),
+}
+
+
+@pytest.fixture(scope="module")
+def models():
+    """For each seed: the model's parameters, tokens, and what it gives along them."""
+    init = jax.jit(lambda key: checking_params(CONFIG, key, "bfloat16"))
+
+    def model(seed):
+        params = init(jax.random.key(seed))
+        tokens_BT = np.random.default_rng(seed).integers(0, CONFIG.vocab_size, (2, TOKENS)).astype(np.int32)
+        return params, tokens_BT, along(params, tokens_BT)
+
+    return [model(seed) for seed in SEEDS]
+
+
+def along(params, tokens_BT, config=CONFIG, impl="xla", cache_dtype="bfloat16", change=None):
+    cache = xj.init_cache(CONFIG, len(tokens_BT), 64, cache_dtype)
+    return forced(params, config, tokens_BT, change(cache) if change else cache, PROMPT, impl)
+
+
+def results(models, **changes):
+    """For each seed: the comparison of the model, changed so, with itself."""
+    found = [
+        agreement.agreement(along(params, tokens_BT, **changes), want, PROMPT, "bfloat16")
+        for params, tokens_BT, want in models
+    ]
+    show(found)
+    return found
+
+
+def show(found):
+    for figure in ("largest", "rms_prefill", "rms_decode", "differ", "ids_compared"):
+        values = [result[figure] for result in found]
+        print(f"{figure} {min(values):.3g} to {max(values):.3g}", end="  ")
+
+
+def test_kernels_agree_with_jnp(models):
+    assert all(result["ok"] for result in results(models, impl="interpret"))
+
+
+def test_bfloat16_agrees_with_float32(models):
+    """By less than half of the bounds: two formulations may err in opposite ways."""
+    exact = [(float32_params(params), tokens_BT, want) for params, tokens_BT, want in models]
+    for result in results(exact, cache_dtype="float32"):
+        bound = result["tolerance"]["rms"] / 2
+        assert result["ok"] and result["rms_prefill"] < bound and result["rms_decode"] < bound
+        assert result["largest"] < result["tolerance"]["largest"] / 2
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_model_made_wrong_does_not_agree(models, name):
+    assert not any(result["ok"] for result in results(models, config=WRONG[name]))
+
+
+@pytest.mark.parametrize("part", ["prefill", "decode"])
+def test_a_wrong_scale_of_one_kernel_does_not_agree(models, part):
+    """As if only the kernel of prefill, or only that of decode steps, were wrong."""
+    found = []
+    for params, tokens_BT, want in models:
+        wrong = along(params, tokens_BT, config=WRONG["scale + 5%"])
+        first, rest = (wrong, want) if part == "prefill" else (want, wrong)
+        parts = zip(first, rest, strict=True)
+        mixed = Forced(*(jnp.concatenate([x[:, :PROMPT], y[:, PROMPT:]], 1) for x, y in parts))
+        found.append(agreement.agreement(mixed, want, PROMPT, "bfloat16"))
+    show(found)
+    assert not any(result["ok"] for result in found)
+
+
+def test_a_cache_written_one_slot_off_does_not_agree(models):
+    assert not any(result["ok"] for result in results(models, change=one_slot_off))
+
+
+# --- what a comparison must not accept ----------------------------------------------------------------------
+
+
+def outputs(logits_BTV):
+    return Forced(jnp.asarray(logits_BTV), jnp.argmax(jnp.asarray(logits_BTV), -1))
+
+
+def random_logits(rows, tokens, seed=0):
+    return np.random.default_rng(seed).standard_normal((rows, tokens, 50)).astype(np.float32)
+
+
+def test_too_few_compared_ids_are_a_failure():
+    """Also where nothing differs: too few positions, or two best logits that are equal everywhere."""
+    enough = outputs(random_logits(2, 40))
+    assert agreement.agreement(enough, enough, 20, "bfloat16")["ok"]
+    for few in (random_logits(2, 15), np.ones((2, 400, 50), np.float32)):
+        result = agreement.agreement(outputs(few), outputs(few), 10, "bfloat16")
+        assert not result["ok"] and "at least 32" in result["too_few"]
+        answer_BT = few.argmax(-1)
+        assert not greedy_agreement(outputs(few), answer_BT, "bfloat16")["ok"]
+
+
+def test_a_wrong_logit_or_id_is_a_failure():
+    logits_BTV = random_logits(2, 40)
+    want = outputs(logits_BTV)
+    for value in (9.0, np.nan):
+        wrong_BTV = logits_BTV.copy()
+        wrong_BTV[1, 7, 3] = value
+        assert not agreement.agreement(outputs(wrong_BTV), want, 20, "bfloat16")["ok"]
+    other = want._replace(id_BT=(want.id_BT + 1) % 50)  # as from an argmax kernel that is wrong
+    assert agreement.agreement(other, want, 20, "bfloat16")["differ"] > 32
+    answer_BT = np.array(want.id_BT)
+    assert greedy_agreement(want, answer_BT, "bfloat16")["ok"]
+    answer_BT[0, 3] = logits_BTV[0, 3].argmin()
+    assert not greedy_agreement(want, answer_BT, "bfloat16")["ok"]
+
+
+def test_sampled_answers_agree_with_their_keys_only(models):
+    params, tokens_BT, _ = models[0]
+    prompts = tokens_BT[:, :PROMPT].tolist()
+    sampling = xj.SamplingConfig(temperature=0.8, top_k=20, top_p=0.8)
+    options = xj.GenerateOptions(40, sampling, eos_token_ids=(), cache_dtype="bfloat16", impl="interpret")
+    answers = xj.generate(params, CONFIG, prompts, options, key=jax.random.key(3)).tokens
+    tokens_BT = np.array([prompt + answer[:-1] for prompt, answer in zip(prompts, answers, strict=True)])
+    cache = xj.init_cache(CONFIG, 2, 80, "bfloat16")
+    want = forced(params, CONFIG, tokens_BT, cache, PROMPT, "xla")
+    result = sampled_agreement(want, answers, sampling, jax.random.key(3), "bfloat16")
+    assert result["ok"] and result["differ"] == 0 and result["ids_compared"] >= 32
+    for key, other in ((4, sampling), (3, dataclasses.replace(sampling, temperature=1.2))):
+        assert not sampled_agreement(want, answers, other, jax.random.key(key), "bfloat16")["ok"]
