@@ -14,7 +14,8 @@ from jax import lax
 
 # "interpret": the Triton kernels, emulated on any device, for tests.
 IMPLS = ("mosaic", "triton", "xla", "interpret")
-KERNELS = ("prefill_attention", "decode_attention", "argmax", "lm_head_argmax")
+KERNELS = ("prefill_attention", "decode_attention", "argmax", "lm_head_argmax", "gated_experts")
+_TRITON_ONLY = ("gated_experts",)  # on Hopper too
 
 
 class Selection(NamedTuple):
@@ -72,7 +73,7 @@ def select(kernel: str, impl: str | None, *args: Any, ring: bool = False) -> Sel
         impl: one of `IMPLS`; None: the one for the GPU of this process, or "xla" where it does not support
             the call.
         args: the kernel's first arrays (or anything with shape and dtype): q, k, v, or x, or x and the
-            weight.
+            weight, or x and the experts' matrices.
         ring: keys are in a ring, not in order of position; no kernel reads them.
 
     Raises:
@@ -80,12 +81,18 @@ def select(kernel: str, impl: str | None, *args: Any, ring: bool = False) -> Sel
     """
     if impl is None:
         on_device = device_impl()
+        if on_device.impl == "mosaic" and kernel in _TRITON_ONLY:
+            on_device = on_device._replace(impl="triton")
         reason = _unsupported_reason(kernel, on_device.impl, args, ring)
         if on_device.impl != "xla" and kernel == "lm_head_argmax" and args[0].shape[0] > 64:
             reason = f"{args[0].shape[0]} rows would read the vocabulary matrix more than once"
+        if on_device.impl != "xla" and kernel == "gated_experts" and args[0].dtype == "float32":
+            reason = "its tiles are for 16-bit matrices"
         return Selection("xla", reason) if reason else on_device
     if impl not in IMPLS:
         raise ValueError(unavailable_reason(impl))
+    if impl == "mosaic" and kernel in _TRITON_ONLY:
+        impl = "triton"
     reason = _unsupported_reason(kernel, impl, args, ring)
     if reason:
         raise ValueError(
@@ -133,6 +140,8 @@ def _unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...], ring: boo
         return "wgmma would multiply float32 as TF32"
     if dtype not in ("float32", "bfloat16", "float16"):
         return f"dtype {dtype}"
+    if kernel == "gated_experts" and any(size % 16 for size in args[1].shape[1:]):
+        return f"matrices of {args[1].shape[1]} × {args[1].shape[2]}, not multiples of 16"
     if kernel.endswith("attention"):
         heads, width = args[0].shape[-2:]
         group = heads // args[1].shape[1]

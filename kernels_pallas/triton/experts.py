@@ -1,5 +1,5 @@
-"""Mixture of experts for Triton: each expert multiplies the tokens that chose it, and is read once for each tile
-of them.
+"""Mixture of experts for Triton: an expert multiplies the tokens that chose it, and is read once for each
+tile of them.
 
 Choices (a token and one of its experts) are sorted by expert. A tile has up to `rows` consecutive choices of
 one expert. The number of tiles is static, an upper bound; tiles beyond the last one load and store nothing.
@@ -64,7 +64,8 @@ def gated_experts(  # noqa: PLR0913
     C = M * U
     sizes = _sizes(C / (num_experts or X), x_MD.dtype)
     key_C, start_X1 = _sort(expert_MU.reshape(C), X)
-    tiles = (C + min(X, C) * (sizes.rows - 1)) // sizes.rows  # if all experts that can be present have choices
+    present = min(X, C)  # experts, at most
+    tiles = (C + present * (sizes.rows - 1)) // sizes.rows
     whole = pl.BlockSpec(memory_space=pl.ANY)
     outputs = math.gcd(F, sizes.gate_outputs)
     params = pltriton.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages)
@@ -127,15 +128,17 @@ def _find_tile(start_ref, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     tiles_X = pl.cdiv(stop_X - first_X, rows)
     tile_X = pl.program_id(0) - jnp.cumsum(tiles_X) + tiles_X  # relative to the expert's first tile
     own_X = (tile_X >= 0) & (tile_X < tiles_X)
-    found = (expert_X, first_X + tile_X * rows, stop_X)
-    return tuple(jnp.where(own_X, value_X, 0).sum() for value_X in found)
+
+    def found(value_X: jax.Array) -> jax.Array:
+        return jnp.where(own_X, value_X, 0).sum()
+
+    return found(expert_X), found(first_X + tile_X * rows), found(stop_X)
 
 
 def _gate_up_kernel(*refs, sizes: _Sizes, U: int, outputs: int, activation: Callable):
     start_ref, key_ref, x_ref, gate_ref, up_ref, inner_ref = refs
     expert, first, stop = _find_tile(start_ref, sizes.rows)
     column = pl.program_id(1) * outputs
-    width = math.gcd(x_ref.shape[1], sizes.width)
 
     @pl.when(first < stop)
     def _():
@@ -143,42 +146,41 @@ def _gate_up_kernel(*refs, sizes: _Sizes, U: int, outputs: int, activation: Call
         key_R = pltriton.load(key_ref.at[jnp.minimum(row_R, stop - 1)])
         token_R = lax.div(lax.rem(key_R, key_ref.shape[0]), U)
         at = expert, pl.ds(column, outputs)
-
-        def step(i, sums):
-            input_W = i * width + jnp.arange(width)
-            x_RW = pltriton.load(x_ref.at[_outer(token_R, input_W)])
-            weights = (pltriton.load(ref.at[*at, pl.ds(i * width, width)]) for ref in (gate_ref, up_ref))
-            return tuple(sum_RF + dot(x_RW, w_FW.T) for sum_RF, w_FW in zip(sums, weights, strict=True))
-
-        zeros_RF = jnp.zeros((sizes.rows, outputs), jnp.float32)
-        gate_RF, up_RF = lax.fori_loop(0, x_ref.shape[1] // width, step, (zeros_RF, zeros_RF))
+        gate_RF, up_RF = _products(x_ref, token_R, (gate_ref, up_ref), at, sizes.width)
         inner_RF = (activation(gate_RF) * up_RF).astype(inner_ref.dtype)
-        pltriton.store(inner_ref.at[_outer(row_R, column + jnp.arange(outputs))], inner_RF, mask=(row_R < stop)[:, None])
+        at = _outer(row_R, column + jnp.arange(outputs))
+        pltriton.store(inner_ref.at[at], inner_RF, mask=(row_R < stop)[:, None])
 
 
 def _down_kernel(*refs, sizes: _Sizes, outputs: int):
     start_ref, key_ref, inner_ref, down_ref, out_ref = refs
     expert, first, stop = _find_tile(start_ref, sizes.rows)
     column = pl.program_id(1) * outputs
-    (choices, inputs) = inner_ref.shape
-    width = math.gcd(inputs, sizes.width)
 
     @pl.when(first < stop)
     def _():
         row_R = first + jnp.arange(sizes.rows)
         last_R = jnp.minimum(row_R, stop - 1)
-        choice_R = lax.rem(pltriton.load(key_ref.at[last_R]), choices)
-        # The interpreter writes masked rows too, with what was there: no two rows may have one index.
-        choice_R = jnp.where(row_R < stop, choice_R, choices)
         at = expert, pl.ds(column, outputs)
+        (out_RD,) = _products(inner_ref, last_R, (down_ref,), at, sizes.width)
+        choices = key_ref.shape[0]
+        # The interpreter writes masked rows too, with what was there: no two rows may have one index.
+        choice_R = jnp.where(row_R < stop, lax.rem(pltriton.load(key_ref.at[last_R]), choices), choices)
+        at = _outer(choice_R, column + jnp.arange(outputs))
+        pltriton.store(out_ref.at[at], out_RD.astype(out_ref.dtype), mask=(row_R < stop)[:, None])
 
-        def step(i, sum_RD):
-            inner_RW = pltriton.load(inner_ref.at[_outer(last_R, i * width + jnp.arange(width))])
-            return sum_RD + dot(inner_RW, pltriton.load(down_ref.at[*at, pl.ds(i * width, width)]).T)
 
-        zeros_RD = jnp.zeros((sizes.rows, outputs), jnp.float32)
-        out_RD = lax.fori_loop(0, inputs // width, step, zeros_RD).astype(out_ref.dtype)
-        pltriton.store(out_ref.at[_outer(choice_R, column + jnp.arange(outputs))], out_RD, mask=(row_R < stop)[:, None])
+def _products(x_ref, row_R, matrix_refs, at, width: int) -> tuple[jax.Array, ...]:
+    """The rows row_R of x times the outputs `at` (expert, slice) of each matrix, float32 [R, O]."""
+    width = math.gcd(x_ref.shape[1], width)
+
+    def step(i, sums):
+        x_RI = pltriton.load(x_ref.at[_outer(row_R, i * width + jnp.arange(width))])
+        tiles = (pltriton.load(ref.at[*at, pl.ds(i * width, width)]) for ref in matrix_refs)
+        return tuple(sum_RO + dot(x_RI, tile_OI.T) for sum_RO, tile_OI in zip(sums, tiles, strict=True))
+
+    zeros_RO = jnp.zeros((len(row_R), at[1].size), jnp.float32)
+    return lax.fori_loop(0, x_ref.shape[1] // width, step, (zeros_RO,) * len(matrix_refs))
 
 
 def _outer(row_R: jax.Array, column_O: jax.Array) -> tuple[jax.Array, jax.Array]:

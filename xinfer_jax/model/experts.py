@@ -1,5 +1,8 @@
 """Mixture of experts: a router chooses a few of X gated MLPs for each token, and weights their outputs."""
 
+from functools import partial
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -8,11 +11,20 @@ import kernels_pallas
 
 from ..config.model_config import ModelConfig
 from ..weights.params import Params
-from .layers import gated_mlp, linear
+from .attention import select_kernel
+from .layers import activation, gated_mlp, linear
+
+
+class _Kernel(NamedTuple):
+    """The implementation of the kernel, and the model that it serves."""
+
+    impl: str
+    only_on_gpu: bool  # other devices run the plain jnp below
+    config: ModelConfig
 
 
 def mixture_of_experts(
-    x_BTD: jax.Array, layer: Params, config: ModelConfig, over: str | None = None
+    x_BTD: jax.Array, layer: Params, config: ModelConfig, over: str | None = None, impl: str | None = None
 ) -> jax.Array:
     """Sparse feed-forward (Shazeer et al. 2017), with softmax before top-k as in Qwen's models.
 
@@ -21,22 +33,72 @@ def mixture_of_experts(
         layer: "router": {"weight": [X, D]}, "experts": the tree of a gated MLP with a first axis X.
         config: num_experts_per_tok, norm_topk_prob and the activation.
         over: a mesh axis along which the experts are sharded; the devices' outputs are summed.
+        impl: None, or one of `kernels_pallas.IMPLS`. The gradient of a kernel is that of "xla".
 
     Returns:
         [B, T, D] in the dtype of x.
+
+    Raises:
+        InputError: the named impl does not support these arguments.
     """
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     probability_MX = jax.nn.softmax(linear(x_MD, layer["router"], jnp.float32), -1)
     weight_MU, expert_MU = lax.top_k(probability_MX, config.num_experts_per_tok)  # U: experts per token
     if config.norm_topk_prob:
         weight_MU = weight_MU / weight_MU.sum(-1, keepdims=True)
-    mix = _chosen_experts if expert_MU.size < config.num_experts else _all_experts
     experts = layer["experts"]
     if over is not None:  # relative to the device's first expert
         expert_MU = expert_MU - lax.axis_index(over) * len(experts["gate"]["weight"])
-    out_MD = mix(x_MD, weight_MU, expert_MU, experts, config)
+    arrays = (x_MD, weight_MU, expert_MU, experts)
+    chosen = select_kernel("gated_experts", impl, x_MD, *_matrices(experts)).impl
+    out_MD = (
+        _plain(*arrays, config) if chosen == "xla" else _mix(_Kernel(chosen, impl is None, config), *arrays)
+    )
     out_BTD = out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
     return out_BTD if over is None else lax.psum(out_BTD, over)
+
+
+def _matrices(experts: Params) -> list[jax.Array]:
+    return [experts[name]["weight"] for name in ("gate", "up", "down")]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mix(kernel: _Kernel, x_MD, weight_MU, expert_MU, experts: Params) -> jax.Array:
+    """[M, D], float32, by the kernel of `kernels_pallas`."""
+    config = kernel.config
+
+    def by_kernel(x_MD, weight_MU, expert_MU, experts):
+        args = (x_MD, weight_MU, expert_MU, *_matrices(experts))
+        of_model = dict(activation=activation(config), num_experts=config.num_experts)
+        return kernels_pallas.run_kernel(kernel.impl, "gated_experts", *args, **of_model)
+
+    arrays = (x_MD, weight_MU, expert_MU, experts)
+    if not kernel.only_on_gpu:
+        return by_kernel(*arrays)
+    return lax.platform_dependent(*arrays, cuda=by_kernel, default=partial(_plain, config=config))
+
+
+def _forward(*args):
+    return _mix(*args), args[1:]
+
+
+def _backward(kernel, saved, gradient):
+    x_MD, weight_MU, expert_MU, experts = saved
+
+    def plain(x_MD, weight_MU, experts):
+        return _plain(x_MD, weight_MU, expert_MU, experts, kernel.config)
+
+    x_gradient, weight_gradient, experts_gradient = jax.vjp(plain, x_MD, weight_MU, experts)[1](gradient)
+    return x_gradient, weight_gradient, None, experts_gradient
+
+
+_mix.defvjp(_forward, _backward)
+
+
+def _plain(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
+    """[M, D], float32, in plain jnp."""
+    mix = _chosen_experts if expert_MU.size < config.num_experts else _all_experts
+    return mix(x_MD, weight_MU, expert_MU, experts, config)
 
 
 def _chosen_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
