@@ -20,8 +20,8 @@ differences between versions of jax.
 - TMA needs multiples of 8 rows and of 16 columns. A cache has such a number of slots; other widths and
   vocabularies are padded, with a copy per call.
 - A mixture of experts has kernels for Triton only, which serve Hopper too. Choices are sorted by expert; each
-  program finds its tile in that order by itself, which saves launches. jax's `ragged_dot_mgpu` computes a whole
-  tile for each of the X - 1 tiles that may be empty, and needs x gathered in the sorted order.
+  program finds its tile in that order by itself, which saves launches. jax's `ragged_dot_mgpu` computes a
+  whole tile for each of the X - 1 tiles that may be empty, and needs x gathered in the sorted order.
 - Mosaic's entry point disables the check of `jax.shard_map` inside, so results must be marked as varying
   (`match_varying_axes`).
 """
