@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 from parity_cases import CASES
 from quick import full_except
 
@@ -120,3 +121,18 @@ def test_select_takes_triton_on_every_gpu(monkeypatch):
     assert kernels_pallas.select("gated_experts", None, *in_float32).impl == "xla"
     with pytest.raises(ValueError, match="24 × 48, not multiples of 16"):
         kernels_pallas.select("gated_experts", "triton", jnp.zeros((1, 48)), jnp.zeros((6, 24, 48)))
+
+
+@pytest.mark.full
+def test_layer_over_a_mesh_lowers_for_cuda():
+    """With the check of varying axes; a device runs two kernels, whatever it has to skip."""
+    config, layer, x_BTD = layer_of("bfloat16", num_experts=8)
+    layer = {name: layer[name] for name in ("router", "experts")}
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    mesh = AbstractMesh((4,), ("model",), axis_types=(AxisType.Auto,), abstract_device=device)
+    specs = PartitionSpec(), {"router": PartitionSpec(), "experts": PartitionSpec("model")}
+    run = partial(mixture_of_experts, config=config, over="model", impl="triton")
+    with jax.sharding.use_abstract_mesh(mesh):
+        sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=specs[0]))
+        text = sharded.trace(x_BTD, layer).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 2
