@@ -29,7 +29,7 @@ def kernels_used(
 
     `lm_head_argmax` serves greedy rows; sampled rows, and models with a quantized vocabulary matrix, take
     logits. Layers that keep a ring, because their sliding window is much shorter than the capacity, use plain
-    jnp: the reason says how many.
+    jnp: the reason says how many. `gated_experts` is there for models with experts.
 
     Args:
         params, config: the model.
@@ -58,6 +58,9 @@ def kernels_used(
     hidden = jax.ShapeDtypeStruct((rows, config.hidden_size), dtype)
     if not is_quantized(leaf["weight"]) and "bias" not in leaf:
         used["lm_head_argmax"] = select_kernel("lm_head_argmax", impl, hidden, leaf["weight"])
+    if experts := next((layer["experts"] for layer in params["layers"] if "experts" in layer), None):
+        matrices = (experts[name]["weight"] for name in ("gate", "up", "down"))
+        used["gated_experts"] = select_kernel("gated_experts", impl, hidden, *matrices)
     return used
 
 

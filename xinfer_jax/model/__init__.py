@@ -14,9 +14,11 @@ jnp, and by the kernels of `kernels_pallas`), `experts` (mixture of experts, in 
   time. Products batched over rows took three to four times as long, and as long as the longest row. So a
   row's bits depend on no other row. Half of the time of a step is the copy of its keys at 8 GB/s, the rest is
   small products and softmax, all on one core. An accelerator computes all rows at once.
-- Mixture of experts: on GPUs a kernel for 16-bit matrices, whose cost follows the choices. In plain jnp, with
-  many tokens, a scan computes every expert for every token: exact and short, at (experts / experts per token)
-  times the arithmetic needed. Where the chosen experts are fewer than all (decoding), only they are computed.
+- Mixture of experts: on GPUs a kernel for 16-bit matrices, whose cost follows the choices. On CPU, from four
+  times as many experts as a token chooses, many tokens are sorted by expert, and a loop multiplies a tile of
+  rows by one expert: 1.1 to 2.4 times as fast as every expert for every token, which is the form elsewhere.
+  Where the chosen experts are fewer than all (decoding), only they are computed. Kernel and tiles have the
+  gradient of the plain form; forward-mode differentiation does not pass them.
 - The greedy token needs no logits where a kernel runs: it keeps the maximum, its index and the sum of
   exponentials, which gives the log-probability too. `lax.cond` on "all rows are greedy" selects it, so that
   temperature stays traced.

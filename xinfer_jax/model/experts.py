@@ -14,6 +14,8 @@ from ..weights.params import Params
 from .attention import select_kernel
 from .layers import activation, gated_mlp, linear
 
+_TILE_ROWS = 64  # at most: more rows are no faster
+
 
 class _Kernel(NamedTuple):
     """The implementation of the kernel, and the model that it serves."""
@@ -51,9 +53,9 @@ def mixture_of_experts(
         expert_MU = expert_MU - lax.axis_index(over) * len(experts["gate"]["weight"])
     arrays = (x_MD, weight_MU, expert_MU, experts)
     chosen = select_kernel("gated_experts", impl, x_MD, *_matrices(experts)).impl
-    out_MD = (
-        _plain(*arrays, config) if chosen == "xla" else _mix(_Kernel(chosen, impl is None, config), *arrays)
-    )
+    kernel = _Kernel(chosen, impl is None, config)
+    plain = chosen == "xla" and not _tiles_are_faster(expert_MU.size, config)
+    out_MD = _plain(*arrays, config) if plain else _mix(kernel, *arrays)
     out_BTD = out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
     return out_BTD if over is None else lax.psum(out_BTD, over)
 
@@ -64,7 +66,7 @@ def _matrices(experts: Params) -> list[jax.Array]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mix(kernel: _Kernel, x_MD, weight_MU, expert_MU, experts: Params) -> jax.Array:
-    """[M, D], float32, by the kernel of `kernels_pallas`."""
+    """[M, D], float32: by the kernel of `kernels_pallas`, and on CPU by tiles where they are faster."""
     config = kernel.config
 
     def by_kernel(x_MD, weight_MU, expert_MU, experts):
@@ -73,9 +75,12 @@ def _mix(kernel: _Kernel, x_MD, weight_MU, expert_MU, experts: Params) -> jax.Ar
         return kernels_pallas.run_kernel(kernel.impl, "gated_experts", *args, **of_model)
 
     arrays = (x_MD, weight_MU, expert_MU, experts)
-    if not kernel.only_on_gpu:
+    if kernel.impl != "xla" and not kernel.only_on_gpu:
         return by_kernel(*arrays)
-    return lax.platform_dependent(*arrays, cuda=by_kernel, default=partial(_plain, config=config))
+    forms = {} if kernel.impl == "xla" else {"cuda": by_kernel}
+    if _tiles_are_faster(expert_MU.size, config):
+        forms["cpu"] = partial(_by_tiles, config=config)
+    return lax.platform_dependent(*arrays, **forms, default=partial(_plain, config=config))
 
 
 def _forward(*args):
@@ -93,6 +98,43 @@ def _backward(kernel, saved, gradient):
 
 
 _mix.defvjp(_forward, _backward)
+
+
+def _tiles_are_faster(choices: int, config: ModelConfig) -> bool:
+    """Whether `_by_tiles`, with up to 3 rows per choice, is faster than every expert for all tokens."""
+    return choices >= config.num_experts >= 4 * config.num_experts_per_tok
+
+
+def _by_tiles(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
+    """[M, D]: in order of the experts, a tile of choices (C) of one expert at a time; as many steps as there
+    are tiles. Its rows past the expert's last choice are overwritten by the next tile. For CPU.
+    """
+    M, U = expert_MU.shape
+    C = M * U
+    X = len(experts["gate"]["weight"])
+    rows = min(_TILE_ROWS, 1 << (2 * C // config.num_experts - 1).bit_length())
+    key_C = lax.sort(expert_MU.reshape(C) * C + jnp.arange(C))  # no two keys are equal
+    choice_C = key_C % C
+    padded_C = jnp.pad(choice_C, (0, rows))
+    first_X, stop_X = ((key_C < C * (jnp.arange(X) + i)[:, None]).sum(1) for i in (0, 1))
+    tiles_X = -((first_X - stop_X) // rows)
+    last_X = jnp.cumsum(tiles_X)
+
+    def step(tile, out_CD):
+        expert = (last_X <= tile).sum()
+        first = first_X[expert] + (tile - last_X[expert] + tiles_X[expert]) * rows
+        token_R = lax.dynamic_slice_in_dim(padded_C, first, rows) // U
+        tree = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False), experts)
+        out_RD = gated_mlp(x_MD[token_R], tree, config).astype(jnp.float32)
+        return lax.dynamic_update_slice_in_dim(out_CD, out_RD, first, 0)
+
+    start_CD = jnp.zeros((C + rows, x_MD.shape[1]), jnp.float32)
+    start_CD = kernels_pallas.match_varying_axes(start_CD, x_MD, expert_MU, experts)
+    out_CD = lax.fori_loop(0, last_X[-1], step, start_CD)
+    place_C = jnp.zeros_like(choice_C).at[choice_C].set(jnp.arange(C))
+    here_MU = (expert_MU >= 0) & (expert_MU < X)
+    out_MUD = out_CD[place_C].reshape(M, U, -1)
+    return jnp.where(here_MU[..., None], weight_MU[..., None] * out_MUD, 0).sum(1)
 
 
 def _plain(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
