@@ -112,7 +112,7 @@ def _sort(expert_C: jax.Array, X: int) -> tuple[jax.Array, jax.Array]:
     expert begins, with the end of the last one, int32 [X + 1].
     """
     C = len(expert_C)
-    key_C = lax.sort(expert_C * C + jnp.arange(C))  # no two keys are equal
+    key_C = lax.sort(expert_C * C + jnp.arange(C), is_stable=False)  # no two keys are equal
     return key_C, (key_C < C * jnp.arange(X + 1)[:, None]).sum(1)
 
 

@@ -113,7 +113,7 @@ def _by_tiles(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) 
     C = M * U
     X = len(experts["gate"]["weight"])
     rows = min(_TILE_ROWS, 1 << (2 * C // config.num_experts - 1).bit_length())
-    key_C = lax.sort(expert_MU.reshape(C) * C + jnp.arange(C))  # no two keys are equal
+    key_C = lax.sort(expert_MU.reshape(C) * C + jnp.arange(C), is_stable=False)  # no two are equal
     choice_C = key_C % C
     padded_C = jnp.pad(choice_C, (0, rows))
     first_X, stop_X = ((key_C < C * (jnp.arange(X) + i)[:, None]).sum(1) for i in (0, 1))
