@@ -1,8 +1,9 @@
 """Pallas GPU kernels for attention and the greedy token. Each has a plain jnp reference of the same name in
 `reference`. This package does not import the library that uses it.
 
-`dispatch` has `select(kernel, impl, …)`, which chooses the implementation of a call and says why, and
-`run_kernel(impl, kernel, …)`. `key_layouts` says where keys are, and has their quantized form. `mosaic` has
+`dispatch` has `select(kernel, impl, …)`, which chooses the implementation of a call and says why,
+`run_kernel(impl, kernel, …)`, and `assume_device`, to compile for a GPU that is not here. `support` says
+what each kernel supports. `key_layouts` says where keys are, and has their quantized form. `mosaic` has
 kernels for Hopper (TMA, wgmma). `triton` has all kernels for Ampere, Ada and newer, through a backend that
 JAX has deprecated. `compat` has the differences between versions of jax.
 
@@ -27,6 +28,9 @@ JAX has deprecated. `compat` has the differences between versions of jax.
   loads does it before it passes the block on, so there is no race.
 - TMA needs multiples of 8 rows and of 16 columns. A cache has such a number of slots; other widths and
   vocabularies are padded, with a copy per call.
+- A mixture of experts has kernels for Triton only, which serve Hopper too. Choices are sorted by expert; each
+  program finds its tile in that order by itself, which saves launches. jax's `ragged_dot_mgpu` computes a
+  whole tile for each of the X - 1 tiles that may be empty, and needs x gathered in the sorted order.
 - Mosaic's entry point disables the check of `jax.shard_map` inside, so results must be marked as varying
   (`match_varying_axes`).
 """
@@ -36,6 +40,7 @@ from .dispatch import (
     IMPLS,
     KERNELS,
     Selection,
+    assume_device,
     device_impl,
     match_varying_axes,
     run_kernel,
@@ -51,6 +56,7 @@ __all__ = [
     "KeyBias",
     "Levels",
     "Selection",
+    "assume_device",
     "device_impl",
     "match_varying_axes",
     "reference",

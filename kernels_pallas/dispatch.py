@@ -4,20 +4,20 @@ Nothing here asks which device a traced program will run on. `select` uses shape
 of this process, if any. `lax.platform_dependent` then decides whether the program runs on that GPU.
 """
 
+import contextlib
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 
-from .key_layouts import KeyBias, Levels
+from .support import backend_of, slower_reason, unsupported_reason
 
 # "interpret": the Triton kernels, emulated on any device, for tests.
 IMPLS = ("mosaic", "triton", "xla", "interpret")
-KERNELS = ("prefill_attention", "decode_attention", "argmax", "lm_head_argmax")
-_FLOATS = ("float32", "bfloat16", "float16")
+KERNELS = ("prefill_attention", "decode_attention", "argmax", "lm_head_argmax", "gated_experts", "product")
 
 
 class Selection(NamedTuple):
@@ -27,8 +27,33 @@ class Selection(NamedTuple):
     reason: str
 
 
+_assumed: Selection | None = None  # inside `assume_device`
+
+
+@contextlib.contextmanager
+def assume_device(capability: tuple[int, int], name: str) -> Iterator[None]:
+    """Inside, this process selects kernels as one with such an NVIDIA GPU does, to compile for it. jax's
+    traces are dropped at both ends, since they do not know for which GPU they are.
+
+    Args:
+        capability: compute capability, (9, 0) for Hopper.
+        name: of the GPU, for the reasons of selections.
+    """
+    global _assumed
+    before = _assumed
+    jax.clear_caches()
+    _assumed = _impl_of(capability, name)
+    try:
+        yield
+    finally:
+        _assumed = before
+        jax.clear_caches()
+
+
 def device_impl() -> Selection:
     """The implementation for this process's NVIDIA GPUs; "xla" where it has none."""
+    if _assumed is not None:
+        return _assumed
     try:
         device = jax.local_devices(backend="cuda")[0]  # all cards are taken to be alike
     except RuntimeError:
@@ -40,6 +65,10 @@ def device_impl() -> Selection:
         return Selection(
             "xla", f"{name}: CUDA {cuda[1]} is known to miscompile such kernels, 12.9.1 and 13 are not"
         )
+    return _impl_of(capability, name)
+
+
+def _impl_of(capability: tuple[int, ...], name: str) -> Selection:
     if capability == (9, 0):
         return Selection("mosaic", name)
     return (
@@ -74,35 +103,38 @@ def select(kernel: str, impl: str | None, *args: Any, obstacle: str | None = Non
         kernel: one of `KERNELS`.
         impl: one of `IMPLS`; None: the one for the GPU of this process, or "xla" where it does not support
             the call.
-        args: the kernel's first arrays (or anything with shape and dtype): q, k, v and perhaps `KeyBias`,
-            or x, or x and the weight.
+        args: the kernel's first arrays (or anything with shape and dtype): q, k, v and perhaps `KeyBias`; x;
+            x and the weight; x and the experts' matrices.
         obstacle: why no kernel supports the call, if the caller knows a reason.
 
     Raises:
         ValueError: the named implementation does not exist, or does not support these arguments.
     """
     if impl is None:
-        on_device = device_impl()
-        if on_device.impl == "xla":
-            return on_device
-        reason = obstacle or _unsupported_reason(kernel, on_device.impl, args)
-        if kernel == "lm_head_argmax" and args[0].shape[0] > 64:
-            reason = f"{args[0].shape[0]} rows would read the vocabulary matrix more than once"
-        if reason is None:
-            return on_device
-        if on_device.impl == "mosaic" and kernel.endswith("attention") and obstacle is None:
-            if _unsupported_reason(kernel, "triton", args) is None:
-                return Selection("triton", f"{on_device.reason}; {reason}")
-        return Selection("xla", reason)
+        return _select_for_device(kernel, args, obstacle)
     if impl not in IMPLS:
         raise ValueError(unavailable_reason(impl))
-    reason = obstacle or _unsupported_reason(kernel, impl, args)
-    if reason and impl != "xla":
+    chosen = backend_of(kernel, impl)
+    if chosen != "xla" and (reason := obstacle or unsupported_reason(kernel, chosen, args)):
         raise ValueError(
             f"impl={impl!r} does not support {kernel} here: {reason}; use impl='xla', or None to choose"
             " automatically"
         )
-    return Selection(impl, "requested by name")
+    return Selection(chosen, "requested by name")
+
+
+def _select_for_device(kernel: str, args: tuple[Any, ...], obstacle: str | None) -> Selection:
+    device, name = device_impl()
+    if device == "xla":
+        return Selection("xla", name)
+    chosen = backend_of(kernel, device)
+    reason = obstacle or slower_reason(kernel, args)
+    if reason is None and (reason := unsupported_reason(kernel, chosen, args)) is None:
+        return Selection(chosen, name)
+    is_attention = kernel.endswith("attention") and obstacle is None
+    if chosen == "mosaic" and is_attention and unsupported_reason(kernel, "triton", args) is None:
+        return Selection("triton", f"{name}; {reason}")
+    return Selection("xla", reason)
 
 
 def run_kernel(impl: str, kernel: str, *args: Any, **kwargs: Any) -> Any:
@@ -127,49 +159,3 @@ def match_varying_axes(tree: Any, *inputs: Any) -> Any:
         return lax.pcast(x, tuple(more), to="varying") if more else x
 
     return jax.tree.map(vary, tree) if axes else tree
-
-
-def _unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | None:
-    """Why `impl` does not support these arguments, or None."""
-    if impl == "xla":
-        return None
-    if kernel.endswith("attention"):
-        return _unsupported_attention(kernel, impl, *args)
-    dtypes = {arg.dtype.name for arg in args}
-    if len(dtypes) > 1:
-        return _different_dtypes(dtypes)
-    (dtype,) = dtypes
-    if impl == "mosaic" and kernel != "argmax" and dtype == "float32":
-        return "wgmma would multiply float32 as TF32"
-    return None if dtype in _FLOATS else f"dtype {dtype}"
-
-
-def _unsupported_attention(
-    kernel: str, impl: str, q: Any, k: Any, v: Any, key_bias: KeyBias | None = None
-) -> str | None:
-    quantized = isinstance(k, Levels)
-    dtypes = {q.dtype.name} if quantized else {x.dtype.name for x in (q, k, v)}
-    if len(dtypes) > 1:
-        return _different_dtypes(dtypes)
-    (dtype,) = dtypes
-    if dtype not in _FLOATS:
-        return f"dtype {dtype}"
-    heads, width = q.shape[-2:]
-    if width > 256:
-        return f"head width {width} is above 256"
-    if width > 128 and (quantized and dtype == "float32" or key_bias is not None):
-        return f"head width {width} is above 128, with quantized keys and float32 queries or a bias of keys"
-    if impl != "mosaic":
-        return None
-    if quantized or key_bias is not None:
-        return "quantized keys are for the Triton kernel"
-    if dtype == "float32":
-        return "wgmma would multiply float32 as TF32"
-    group = heads // k.shape[1]
-    if kernel == "decode_attention" and group > 64:
-        return f"{group} query heads share a key head, more than 64"
-    return None
-
-
-def _different_dtypes(dtypes: set[str]) -> str:
-    return f"operands of different dtypes {', '.join(sorted(dtypes))}"

@@ -3,6 +3,8 @@
 They store every score and every logit at once, so they are for checking, not for running a model.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -77,3 +79,17 @@ def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None) -> tuple[jax.Array, jax.Ar
         logits_BV = soft_cap * jnp.tanh(logits_BV / soft_cap)
     id_B = argmax(logits_BV)
     return id_B, jnp.take_along_axis(jax.nn.log_softmax(logits_BV, -1), id_B[:, None], -1)[:, 0]
+
+
+def gated_experts(  # noqa: PLR0913
+    x_MD, weight_MU, expert_MU, gate_XFD, up_XFD, down_XDF, *, activation, num_experts=None
+) -> jax.Array:
+    """Each token's weighted sum of the gated MLPs that it chose; experts outside 0 … X - 1 count as zeros.
+    float32 [M, D].
+    """
+    x, gate, up, down = (array.astype(jnp.float32) for array in (x_MD, gate_XFD, up_XFD, down_XDF))
+    product = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+    inner_MXF = activation(product("md,xfd->mxf", x, gate)) * product("md,xfd->mxf", x, up)
+    used_MUX = expert_MU[..., None] == jnp.arange(len(gate))
+    out_MUXD = jnp.where(used_MUX[..., None], product("mxf,xdf->mxd", inner_MXF, down)[:, None], 0)
+    return (weight_MU[..., None] * out_MUXD.sum(2)).sum(1)

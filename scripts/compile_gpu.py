@@ -104,6 +104,18 @@ def _cases(gpu):
             shapes = SD((rows, 896), "bfloat16"), SD((151936, 896), "bfloat16")
             name = f"{impl} lm_head_argmax {rows} rows{variant}"
             yield name, impl, partial(run, "lm_head_argmax", **extra), shapes
+    experts = partial(kernels_pallas.run_kernel, "triton", "gated_experts", activation=jax.nn.silu)
+    for tokens, dtype in (
+        (1, "bfloat16"),
+        (64, "float16"),
+        (200, "bfloat16"),
+        (512, "bfloat16"),
+        (2048, "float16"),
+    ):
+        gate = SD((128, 768, 2048), dtype)
+        choices = SD((tokens, 8), jnp.float32), SD((tokens, 8), jnp.int32)
+        shapes = SD((tokens, 2048), dtype), *choices, gate, gate, SD((128, 2048, 768), dtype)
+        yield f"triton gated_experts {tokens} tokens {dtype}", "triton", experts, shapes
 
 
 def _compile(gpu, name, impl, function, shapes, sharding):
@@ -123,7 +135,7 @@ def _compile(gpu, name, impl, function, shapes, sharding):
     seconds = time.perf_counter() - start
     for path in sorted(Path(DUMP).glob("*.ptx")):
         text = path.read_text(errors="ignore")
-        if not re.search(r"prefill|decode|argmax|lm_head|mosaic", text):
+        if not re.search(r"prefill|decode|argmax|lm_head|experts_|mosaic", text):
             continue  # of XLA itself
         figures = _assemble(gpu, path)
         tensor = len(re.findall(_TENSOR_INSTRUCTIONS.get(impl, "never"), text))

@@ -95,7 +95,7 @@ def test_shard_map_on_two_devices():
         "collectives_of_a_layer collectives_of_sampling",
         "formats bitnet_files gradients another_layout other_ways",
         "odd_vocabulary odd_formats odd_tree_of_a_user",
-        "an_engine caches kernels",
+        "an_engine caches kernels experts",
         "qwen2-8 qwen3_moe-4 olmo3-2 gemma3-4",  # scripts/soak_meshes.py has every family
     ],
 )

@@ -190,6 +190,37 @@ def test_few_and_many_tokens_use_the_same_experts():
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tiles_of_one_expert(dtype):
+    """With many experts, many tokens are sorted by expert: results and gradients are those of each token
+    alone, and at one shape the bits of a row depend neither on its place nor on other rows.
+    """
+    config = dataclasses.replace(cases.CASES["moe-defaults"].config, num_experts=8, num_experts_per_tok=2)
+    layer = xj.init_params(config, jax.random.key(0), dtype)["layers"][0]
+    x_TD, other_TD = jax.random.normal(jax.random.key(1), (2, 30, config.hidden_size), dtype)
+
+    def together(x_TD, layer):
+        return experts.mixture_of_experts(x_TD[None], layer, config)[0]
+
+    def alone(x_TD, layer):
+        return jax.vmap(lambda x_D: together(x_D[None], layer)[0])(x_TD)
+
+    run = jax.jit(together)
+    out_TD = run(x_TD, layer)
+    near = dict(atol=1e-5 if dtype == "float32" else 0.02)
+    np.testing.assert_allclose(*(np.asarray(x, "float32") for x in (out_TD, alone(x_TD, layer))), **near)
+    order = np.random.RandomState(0).permutation(30)
+    mixed_TD = x_TD[order].at[::2].set(other_TD[::2])
+    np.testing.assert_array_equal(run(mixed_TD, layer)[1::2], out_TD[order][1::2])
+    if dtype == "float32":
+        gradients = [
+            jax.jit(jax.grad(lambda layer, f=f: jnp.sum(f(x_TD, layer) ** 2)))(layer)
+            for f in (together, alone)
+        ]
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max()), *gradients)
+
+
+@pytest.mark.full
 def test_an_expert_that_was_not_chosen_may_overflow():
     config, params = build("moe-defaults")
     layer = dict(params["layers"][0])

@@ -28,7 +28,8 @@ def kernels_used(
     """Returns which implementation serves each kernel in a `generate` call, and why.
 
     `lm_head_argmax` serves greedy rows; sampled rows, and models with a quantized vocabulary matrix, take
-    logits. Where some layers use plain jnp, the reason says how many.
+    logits. Where some layers use plain jnp, the reason says how many. `gated_experts` is there for models with
+    experts.
 
     Args:
         params, config: the model.
@@ -57,6 +58,9 @@ def kernels_used(
     hidden = jax.ShapeDtypeStruct((rows, config.hidden_size), dtype)
     if not is_quantized(leaf["weight"]) and "bias" not in leaf:
         used["lm_head_argmax"] = select_kernel("lm_head_argmax", impl, hidden, leaf["weight"])
+    if experts := next((layer["experts"] for layer in params["layers"] if "experts" in layer), None):
+        matrices = (experts[name]["weight"] for name in ("gate", "up", "down"))
+        used["gated_experts"] = select_kernel("gated_experts", impl, hidden, *matrices)
     return used
 
 

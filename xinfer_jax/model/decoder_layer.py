@@ -81,7 +81,7 @@ def _run_layer(layer, x_BTD, positions, kv, config, kind, impl, over=None):  # n
     normed_BTD = norm(x_BTD, layer, "attn_norm", config)
     attended_BTD, kv = self_attention(layer, config, kind, normed_BTD, positions, kv, impl, over)
     x_BTD = x_BTD + norm(attended_BTD, layer, "attn_post_norm", config)
-    fed_BTD = _feed_forward(norm(x_BTD, layer, "mlp_norm", config), layer, config, over)
+    fed_BTD = _feed_forward(norm(x_BTD, layer, "mlp_norm", config), layer, config, over, impl)
     return x_BTD + norm(fed_BTD, layer, "mlp_post_norm", config), kv
 
 
@@ -165,7 +165,9 @@ def _project_qkv(layer: Params, config: ModelConfig, x_BTD: jax.Array, over: str
     return ys
 
 
-def _feed_forward(x_BTD: jax.Array, layer: Params, config: ModelConfig, over: str | None) -> jax.Array:
+def _feed_forward(
+    x_BTD: jax.Array, layer: Params, config: ModelConfig, over: str | None, impl: str | None = None
+) -> jax.Array:
     if "experts" in layer:
-        return mixture_of_experts(x_BTD, layer, config, over)
+        return mixture_of_experts(x_BTD, layer, config, over, impl)
     return gated_mlp(x_BTD, layer, config, over)

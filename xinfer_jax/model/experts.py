@@ -1,5 +1,8 @@
 """Mixture of experts: a router chooses a few of X gated MLPs for each token, and weights their outputs."""
 
+from functools import partial
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -8,11 +11,22 @@ import kernels_pallas
 
 from ..config.model_config import ModelConfig
 from ..weights.params import Params
-from .layers import gated_mlp, linear
+from .attention import select_kernel
+from .layers import activation, gated_mlp, linear
+
+_TILE_ROWS = 64  # at most: more rows are no faster
+
+
+class _Kernel(NamedTuple):
+    """The implementation of the kernel, and the model that it serves."""
+
+    impl: str
+    only_on_gpu: bool  # other devices run the plain jnp below
+    config: ModelConfig
 
 
 def mixture_of_experts(
-    x_BTD: jax.Array, layer: Params, config: ModelConfig, over: str | None = None
+    x_BTD: jax.Array, layer: Params, config: ModelConfig, over: str | None = None, impl: str | None = None
 ) -> jax.Array:
     """Sparse feed-forward (Shazeer et al. 2017), with softmax before top-k as in Qwen's models.
 
@@ -21,22 +35,112 @@ def mixture_of_experts(
         layer: "router": {"weight": [X, D]}, "experts": the tree of a gated MLP with a first axis X.
         config: num_experts_per_tok, norm_topk_prob and the activation.
         over: a mesh axis along which the experts are sharded; the devices' outputs are summed.
+        impl: None, or one of `kernels_pallas.IMPLS`. The gradient of a kernel is that of "xla".
 
     Returns:
         [B, T, D] in the dtype of x.
+
+    Raises:
+        InputError: the named impl does not support these arguments.
     """
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
     probability_MX = jax.nn.softmax(linear(x_MD, layer["router"], jnp.float32), -1)
     weight_MU, expert_MU = lax.top_k(probability_MX, config.num_experts_per_tok)  # U: experts per token
     if config.norm_topk_prob:
         weight_MU = weight_MU / weight_MU.sum(-1, keepdims=True)
-    mix = _chosen_experts if expert_MU.size < config.num_experts else _all_experts
     experts = layer["experts"]
     if over is not None:  # relative to the device's first expert
         expert_MU = expert_MU - lax.axis_index(over) * len(experts["gate"]["weight"])
-    out_MD = mix(x_MD, weight_MU, expert_MU, experts, config)
+    arrays = (x_MD, weight_MU, expert_MU, experts)
+    chosen = select_kernel("gated_experts", impl, x_MD, *_matrices(experts)).impl
+    kernel = _Kernel(chosen, impl is None, config)
+    plain = chosen == "xla" and not _tiles_are_faster(expert_MU.size, config)
+    out_MD = _plain(*arrays, config) if plain else _mix(kernel, *arrays)
     out_BTD = out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
     return out_BTD if over is None else lax.psum(out_BTD, over)
+
+
+def _matrices(experts: Params) -> list[jax.Array]:
+    return [experts[name]["weight"] for name in ("gate", "up", "down")]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mix(kernel: _Kernel, x_MD, weight_MU, expert_MU, experts: Params) -> jax.Array:
+    """[M, D], float32: by the kernel of `kernels_pallas`, and on CPU by tiles where they are faster."""
+    config = kernel.config
+
+    def by_kernel(x_MD, weight_MU, expert_MU, experts):
+        args = (x_MD, weight_MU, expert_MU, *_matrices(experts))
+        of_model = dict(activation=activation(config), num_experts=config.num_experts)
+        return kernels_pallas.run_kernel(kernel.impl, "gated_experts", *args, **of_model)
+
+    arrays = (x_MD, weight_MU, expert_MU, experts)
+    if kernel.impl != "xla" and not kernel.only_on_gpu:
+        return by_kernel(*arrays)
+    forms = {} if kernel.impl == "xla" else {"cuda": by_kernel}
+    if _tiles_are_faster(expert_MU.size, config):
+        forms["cpu"] = partial(_by_tiles, config=config)
+    return lax.platform_dependent(*arrays, **forms, default=partial(_plain, config=config))
+
+
+def _forward(*args):
+    return _mix(*args), args[1:]
+
+
+def _backward(kernel, saved, gradient):
+    x_MD, weight_MU, expert_MU, experts = saved
+
+    def plain(x_MD, weight_MU, experts):
+        return _plain(x_MD, weight_MU, expert_MU, experts, kernel.config)
+
+    x_gradient, weight_gradient, experts_gradient = jax.vjp(plain, x_MD, weight_MU, experts)[1](gradient)
+    return x_gradient, weight_gradient, None, experts_gradient
+
+
+_mix.defvjp(_forward, _backward)
+
+
+def _tiles_are_faster(choices: int, config: ModelConfig) -> bool:
+    """Whether `_by_tiles`, with up to 3 rows per choice, is faster than every expert for all tokens."""
+    return choices >= config.num_experts >= 4 * config.num_experts_per_tok
+
+
+def _by_tiles(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
+    """[M, D]: in order of the experts, a tile of choices (C) of one expert at a time; as many steps as there
+    are tiles. Its rows past the expert's last choice are overwritten by the next tile. For CPU.
+    """
+    M, U = expert_MU.shape
+    C = M * U
+    X = len(experts["gate"]["weight"])
+    rows = min(_TILE_ROWS, 1 << (2 * C // config.num_experts - 1).bit_length())
+    key_C = lax.sort(expert_MU.reshape(C) * C + jnp.arange(C), is_stable=False)  # no two are equal
+    choice_C = key_C % C
+    padded_C = jnp.pad(choice_C, (0, rows))
+    first_X, stop_X = ((key_C < C * (jnp.arange(X) + i)[:, None]).sum(1) for i in (0, 1))
+    tiles_X = -((first_X - stop_X) // rows)
+    last_X = jnp.cumsum(tiles_X)
+
+    def step(tile, out_CD):
+        expert = (last_X <= tile).sum()
+        first = first_X[expert] + (tile - last_X[expert] + tiles_X[expert]) * rows
+        token_R = lax.dynamic_slice_in_dim(padded_C, first, rows) // U
+        tree = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False), experts)
+        out_RD = gated_mlp(x_MD[token_R], tree, config).astype(jnp.float32)
+        return lax.dynamic_update_slice_in_dim(out_CD, out_RD, first, 0)
+
+    start_CD = jnp.zeros((C + rows, x_MD.shape[1]), jnp.float32)
+    start_CD = kernels_pallas.match_varying_axes(start_CD, x_MD, expert_MU, experts)
+    out_CD = lax.fori_loop(0, last_X[-1], step, start_CD)
+    place_C = jnp.zeros_like(choice_C).at[choice_C].set(jnp.arange(C))
+    here_MU = (expert_MU >= 0) & (expert_MU < X)
+    out_MUD = out_CD[place_C].reshape(M, U, -1)
+    return jnp.where(here_MU[..., None], weight_MU[..., None] * out_MUD, 0).sum(1)
+
+
+def _plain(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
+    """[M, D], float32, in plain jnp."""
+    mix = _chosen_experts if expert_MU.size < config.num_experts else _all_experts
+    return mix(x_MD, weight_MU, expert_MU, experts, config)
 
 
 def _chosen_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:

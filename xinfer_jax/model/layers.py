@@ -29,6 +29,11 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+def activation(config: ModelConfig) -> Callable[[jax.Array], jax.Array]:
+    """The elementwise function of the model's gated MLPs."""
+    return _ACTIVATIONS[config.hidden_act]
+
+
 def rms_norm(
     x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0, mean: jax.Array | None = None
 ) -> jax.Array:

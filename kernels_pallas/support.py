@@ -1,0 +1,71 @@
+"""Which arguments each kernel supports, and where plain jnp is faster."""
+
+from typing import Any
+
+from .key_layouts import KeyBias, Levels
+
+_SIXTEEN_BITS = ("bfloat16", "float16")
+_TRITON_ONLY = ("gated_experts", "product")
+
+
+def backend_of(kernel: str, impl: str) -> str:
+    """The implementation that serves a kernel for this one: Mosaic has not every kernel."""
+    return "triton" if impl == "mosaic" and kernel in _TRITON_ONLY else impl
+
+
+def unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | None:
+    """Why `impl` does not support these arguments, or None."""
+    if impl == "xla":
+        return None
+    if kernel.endswith("attention"):
+        return _unsupported_attention(kernel, impl, *args)
+    if (reason := _unsupported_dtypes(args)) is not None:
+        return reason
+    dtype = args[0].dtype.name
+    if kernel == "product" and dtype not in _SIXTEEN_BITS:
+        return f"dtype {dtype}"
+    if kernel == "gated_experts" and any(size % 16 for size in args[1].shape[1:]):
+        return f"matrices of {args[1].shape[1]} × {args[1].shape[2]}, not multiples of 16"
+    if kernel == "lm_head_argmax" and impl == "mosaic" and dtype == "float32":
+        return "wgmma would multiply float32 as TF32"
+    return None
+
+
+def slower_reason(kernel: str, args: tuple[Any, ...]) -> str | None:
+    """Why plain jnp is better although a kernel supports these arguments, or None."""
+    if kernel == "lm_head_argmax" and args[0].shape[0] > 64:
+        return f"{args[0].shape[0]} rows would read the vocabulary matrix more than once"
+    if kernel == "gated_experts" and args[0].dtype == "float32":
+        return "its tiles are for 16-bit matrices"
+    return None
+
+
+def _unsupported_dtypes(args: tuple[Any, ...]) -> str | None:
+    dtypes = {arg.dtype.name for arg in args}
+    if len(dtypes) > 1:
+        return f"operands of different dtypes {', '.join(sorted(dtypes))}"
+    (dtype,) = dtypes
+    return None if dtype in ("float32", *_SIXTEEN_BITS) else f"dtype {dtype}"
+
+
+def _unsupported_attention(
+    kernel: str, impl: str, q: Any, k: Any, v: Any, key_bias: KeyBias | None = None
+) -> str | None:
+    quantized = isinstance(k, Levels)
+    if (reason := _unsupported_dtypes((q,) if quantized else (q, k, v))) is not None:
+        return reason
+    heads, width = q.shape[-2:]
+    if width > 256:
+        return f"head width {width} is above 256"
+    if width > 128 and (quantized and q.dtype == "float32" or key_bias is not None):
+        return f"head width {width} is above 128, with quantized keys and float32 queries or a bias of keys"
+    if impl != "mosaic":
+        return None
+    if quantized or key_bias is not None:
+        return "quantized keys are for the Triton kernel"
+    if q.dtype == "float32":
+        return "wgmma would multiply float32 as TF32"
+    group = heads // k.shape[1]
+    if kernel == "decode_attention" and group > 64:
+        return f"{group} query heads share a key head, more than 64"
+    return None

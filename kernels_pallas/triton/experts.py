@@ -1,0 +1,189 @@
+"""Mixture of experts for Triton: an expert multiplies the tokens that chose it, and is read once for each
+tile of them.
+
+Choices (a token and one of its experts) are sorted by expert. A tile has up to `rows` consecutive choices of
+one expert. The number of tiles is static, an upper bound; tiles beyond the last one load and store nothing.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from .parts import dot, result_type, tile_size
+
+
+class _Sizes(NamedTuple):
+    """Sizes of a program's tiles, and its settings."""
+
+    rows: int  # choices
+    gate_outputs: int  # features of gate, and as many of up
+    down_outputs: int
+    width: int  # inputs of a step
+    warps: int
+    stages: int
+
+
+def gated_experts(  # noqa: PLR0913
+    x_MD,
+    weight_MU,
+    expert_MU,
+    gate_XFD,
+    up_XFD,
+    down_XDF,
+    *,
+    activation: Callable[[jax.Array], jax.Array],
+    num_experts: int | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """The weighted sum of the gated MLPs that each token chose: Σ weight · down(activation(gate(x)) * up(x)).
+
+    A choice's bits depend neither on other choices nor on its place in a tile.
+
+    Args:
+        x_MD: tokens, in the dtype of the matrices. D and F are multiples of 16.
+        weight_MU: the weight of each choice.
+        expert_MU: its expert. Choices of experts outside 0 … X - 1 cost nothing and count as zeros.
+        gate_XFD, up_XFD, down_XDF: the matrices of the experts.
+        activation: an elementwise function of float32 arrays that Pallas can lower.
+        num_experts: experts that a token chooses from, X or more where other devices have the others. It
+            affects the sizes of tiles.
+        interpret: run on any device, slowly, by Pallas's interpreter.
+
+    Returns:
+        float32 [M, D].
+    """
+    M, U = expert_MU.shape
+    X, F, D = gate_XFD.shape
+    C = M * U
+    sizes = _sizes(C / (num_experts or X), x_MD.dtype)
+    key_C, start_X1 = _sort(expert_MU.reshape(C), X)
+    present = min(X, C)  # experts, at most
+    tiles = (C + present * (sizes.rows - 1)) // sizes.rows
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    outputs = math.gcd(F, sizes.gate_outputs)
+    params = pltriton.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages)
+    inner_CF = pl.pallas_call(
+        partial(_gate_up_kernel, sizes=sizes, U=U, outputs=outputs, activation=activation),
+        grid=(tiles, F // outputs),  # tiles of one expert run side by side, so that they share its weights
+        in_specs=[whole] * 5,
+        out_specs=whole,
+        out_shape=result_type((C, F), x_MD.dtype, x_MD, key_C, gate_XFD, up_XFD),
+        compiler_params=params,
+        interpret=interpret,
+        name="experts_gate_up",
+    )(start_X1, key_C, x_MD, gate_XFD, up_XFD)
+    outputs = math.gcd(D, sizes.down_outputs)
+    out_CD = pl.pallas_call(
+        partial(_down_kernel, sizes=sizes, outputs=outputs),
+        grid=(tiles, D // outputs),
+        in_specs=[whole] * 4,
+        out_specs=whole,
+        out_shape=result_type((C, D), x_MD.dtype, inner_CF, key_C, down_XDF),
+        compiler_params=params,
+        interpret=interpret,
+        name="experts_down",
+    )(start_X1, key_C, inner_CF, down_XDF)
+    weighted_MUD = weight_MU[..., None] * out_CD.reshape(M, U, D).astype(jnp.float32)
+    here_MU = (expert_MU >= 0) & (expert_MU < X)
+    return jnp.where(here_MU[..., None], weighted_MUD, 0).sum(1)  # rows of other choices were never written
+
+
+def _sizes(mean: float, dtype) -> _Sizes:
+    """Sizes for `mean` choices of an expert. Tiles of twice that number read most experts once. They compile
+    for sm_80 and sm_89 with 99 KB of shared memory, without register spills.
+    """
+    rows = min(tile_size(math.ceil(2 * mean)), 128)
+    if jnp.dtype(dtype).itemsize == 4:  # not for tensor cores: products are unrolled into registers
+        return _Sizes(min(rows, 32), 32, 32, 32, 4, 3)
+    if rows <= 32:  # memory is the limit: many loads at once, and programs for all multiprocessors
+        return _Sizes(rows, 32, 64, 128, 4, 4)
+    return _Sizes(rows, 64, 128, 64, 4 if rows == 64 else 8, 3)
+
+
+def _sort(expert_C: jax.Array, X: int) -> tuple[jax.Array, jax.Array]:
+    """The choices in order of their experts, int32 [C], as expert * C + choice; and where in that order each
+    expert begins, with the end of the last one, int32 [X + 1].
+    """
+    C = len(expert_C)
+    key_C = lax.sort(expert_C * C + jnp.arange(C), is_stable=False)  # no two keys are equal
+    return key_C, (key_C < C * jnp.arange(X + 1)[:, None]).sum(1)
+
+
+def _find_tile(start_ref, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The expert of this program's tile, and its choices: the first in the sorted order, and where they stop.
+    Without choices: zeros.
+    """
+    X = start_ref.shape[0] - 1
+    expert_X = jnp.arange(tile_size(X))
+    first_X, stop_X = (
+        pltriton.load(start_ref.at[jnp.minimum(expert_X + i, X)], mask=expert_X < X, other=0) for i in (0, 1)
+    )
+    tiles_X = pl.cdiv(stop_X - first_X, rows)
+    tile_X = pl.program_id(0) - jnp.cumsum(tiles_X) + tiles_X  # relative to the expert's first tile
+    own_X = (tile_X >= 0) & (tile_X < tiles_X)
+
+    def found(value_X: jax.Array) -> jax.Array:
+        return jnp.where(own_X, value_X, 0).sum()
+
+    return found(expert_X), found(first_X + tile_X * rows), found(stop_X)
+
+
+def _gate_up_kernel(*refs, sizes: _Sizes, U: int, outputs: int, activation: Callable):
+    start_ref, key_ref, x_ref, gate_ref, up_ref, inner_ref = refs
+    expert, first, stop = _find_tile(start_ref, sizes.rows)
+    column = pl.program_id(1) * outputs
+
+    @pl.when(first < stop)
+    def _():
+        row_R = first + jnp.arange(sizes.rows)
+        key_R = pltriton.load(key_ref.at[jnp.minimum(row_R, stop - 1)])
+        token_R = lax.div(lax.rem(key_R, key_ref.shape[0]), U)
+        at = expert, pl.ds(column, outputs)
+        gate_RF, up_RF = _products(x_ref, token_R, (gate_ref, up_ref), at, sizes.width)
+        inner_RF = (activation(gate_RF) * up_RF).astype(inner_ref.dtype)
+        at = _outer(row_R, column + jnp.arange(outputs))
+        pltriton.store(inner_ref.at[at], inner_RF, mask=(row_R < stop)[:, None])
+
+
+def _down_kernel(*refs, sizes: _Sizes, outputs: int):
+    start_ref, key_ref, inner_ref, down_ref, out_ref = refs
+    expert, first, stop = _find_tile(start_ref, sizes.rows)
+    column = pl.program_id(1) * outputs
+
+    @pl.when(first < stop)
+    def _():
+        row_R = first + jnp.arange(sizes.rows)
+        last_R = jnp.minimum(row_R, stop - 1)
+        at = expert, pl.ds(column, outputs)
+        (out_RD,) = _products(inner_ref, last_R, (down_ref,), at, sizes.width)
+        choices = key_ref.shape[0]
+        # The interpreter writes masked rows too, with what was there: no two rows may have one index.
+        choice_R = jnp.where(row_R < stop, lax.rem(pltriton.load(key_ref.at[last_R]), choices), choices)
+        at = _outer(choice_R, column + jnp.arange(outputs))
+        pltriton.store(out_ref.at[at], out_RD.astype(out_ref.dtype), mask=(row_R < stop)[:, None])
+
+
+def _products(x_ref, row_R, matrix_refs, at, width: int) -> tuple[jax.Array, ...]:
+    """The rows row_R of x times the outputs `at` (expert, slice) of each matrix, float32 [R, O]."""
+    width = math.gcd(x_ref.shape[1], width)
+
+    def step(i, sums):
+        x_RI = pltriton.load(x_ref.at[_outer(row_R, i * width + jnp.arange(width))])
+        tiles = (pltriton.load(ref.at[*at, pl.ds(i * width, width)]) for ref in matrix_refs)
+        return tuple(sum_RO + dot(x_RI, tile_OI.T) for sum_RO, tile_OI in zip(sums, tiles, strict=True))
+
+    zeros_RO = jnp.zeros((len(row_R), at[1].size), jnp.float32)
+    return lax.fori_loop(0, x_ref.shape[1] // width, step, (zeros_RO,) * len(matrix_refs))
+
+
+def _outer(row_R: jax.Array, column_O: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Indices of all these rows and columns, each [R, O]."""
+    shape = len(row_R), len(column_O)
+    return jnp.broadcast_to(row_R[:, None], shape), jnp.broadcast_to(column_O, shape)

@@ -1,0 +1,138 @@
+"""The grouped kernels of a mixture of experts, in Pallas's interpreter: against their reference, and in
+`mixture_of_experts`.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
+from parity_cases import CASES
+from quick import full_except
+
+import kernels_pallas
+import xinfer_jax as xj
+from kernels_pallas import reference, triton
+from xinfer_jax.model.experts import mixture_of_experts
+
+pytestmark = [
+    pytest.mark.newest,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+D = 48
+F = 32
+X = 6
+
+
+def case(dtype, expert_MU, experts=X):
+    draws = np.random.RandomState(0)
+    shapes = (len(expert_MU), D), (experts, F, D), (experts, F, D), (experts, D, F)
+    x_MD, *matrices = (jnp.asarray(draws.standard_normal(shape), dtype) for shape in shapes)
+    weight_MU = jnp.asarray(draws.rand(*expert_MU.shape), jnp.float32)
+    return x_MD, weight_MU, jnp.asarray(expert_MU, jnp.int32), *(matrix / 6 for matrix in matrices)
+
+
+def distinct(M, U, experts=X):
+    """Experts as a router chooses them: different ones for each token."""
+    draws = np.random.RandomState(M)
+    return np.stack([draws.permutation(experts)[:U] for _ in range(M)])
+
+
+by_kernel = jax.jit(partial(triton.gated_experts, activation=jax.nn.silu, interpret=True))
+by_reference = jax.jit(partial(reference.gated_experts, activation=jax.nn.silu))
+
+CHOICES = {
+    "one-token": (jnp.float32, distinct(1, 2)),
+    "three-tokens-bf16": (jnp.bfloat16, distinct(3, 2)),
+    "ragged": (jnp.float32, distinct(70, 3)),
+    "all-to-one": (jnp.float16, np.full((70, 1), 3)),
+    "of-other-devices": (jnp.float32, np.random.RandomState(5).randint(-X, 2 * X, (23, 2))),
+    "none-here": (jnp.bfloat16, np.full((3, 2), X)),
+}
+
+
+@pytest.mark.parametrize("name", full_except(("ragged", "of-other-devices"), CHOICES))
+def test_kernels_equal_their_reference(name):
+    args = case(*CHOICES[name])
+    got = by_kernel(*args)
+    want = np.asarray(by_reference(*args))
+    assert got.dtype == want.dtype == np.float32
+    limit = 1e-5 if args[0].dtype == jnp.float32 else 2e-2
+    np.testing.assert_allclose(got, want, atol=limit * max(np.abs(want).max(), 1e-9))
+
+
+def test_bits_of_a_choice_depend_on_no_other_choice():
+    """Nor on its place in a tile: rows in another order, and one row beside others that chose its expert."""
+    x, weight, expert, *matrices = case(jnp.bfloat16, distinct(40, 2))
+    out_MD = np.asarray(by_kernel(x, weight, expert, *matrices))
+    order = np.random.RandomState(1).permutation(40)
+    np.testing.assert_array_equal(by_kernel(x[order], weight[order], expert[order], *matrices), out_MD[order])
+    crowded = jnp.broadcast_to(expert[:1], expert.shape)
+    np.testing.assert_array_equal(by_kernel(x, weight, crowded, *matrices)[0], out_MD[0])
+
+
+@pytest.mark.full
+def test_experts_that_nobody_chose_are_not_read():
+    args = list(case(jnp.float32, distinct(9, 2, 4)))
+    want = by_kernel(*args)
+    args[3:] = (matrix.at[4:].set(jnp.nan) for matrix in args[3:])
+    np.testing.assert_array_equal(by_kernel(*args), want)
+
+
+@pytest.mark.full
+def test_vmap_equals_a_loop():
+    pairs = [case(jnp.float32, distinct(M, 2)[:3]) for M in (3, 4)]
+    mapped = jax.vmap(by_kernel)(*(jnp.stack(pair) for pair in zip(*pairs, strict=True)))
+    for got, args in zip(mapped, pairs, strict=True):
+        np.testing.assert_allclose(got, by_kernel(*args), atol=1e-6)
+
+
+def layer_of(dtype="float32", **changes):
+    config = dataclasses.replace(CASES["moe-defaults"].config, moe_intermediate_size=F, **changes)
+    params = xj.init_params(config, jax.random.key(0), dtype)
+    x_BTD = jax.random.normal(jax.random.key(1), (2, 5, config.hidden_size), dtype)
+    return config, params["layers"][0], x_BTD
+
+
+@pytest.mark.parametrize("hidden_act", full_except(("silu",), ["silu", "gelu_pytorch_tanh", "relu2"]))
+def test_layer_and_its_gradient_equal_those_of_xla(hidden_act):
+    config, layer, x_BTD = layer_of(hidden_act=hidden_act)
+
+    def loss(x_BTD, layer, impl):
+        out_BTD = mixture_of_experts(x_BTD, layer, config, impl=impl)
+        return jnp.sum(out_BTD**2), out_BTD
+
+    gradients = jax.jit(jax.grad(loss, (0, 1), has_aux=True), static_argnums=2)
+    got, want = (gradients(x_BTD, layer, impl) for impl in ("interpret", "xla"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max()), got, want)
+
+
+def test_select_takes_triton_on_every_gpu(monkeypatch):
+    config, layer, _ = layer_of("bfloat16")
+    args = jnp.zeros((1, config.hidden_size), "bfloat16"), layer["experts"]["gate"]["weight"]
+    card = kernels_pallas.Selection("mosaic", "an imaginary GPU")
+    monkeypatch.setattr(kernels_pallas.dispatch, "device_impl", lambda: card)
+    for impl in (None, "mosaic", "triton"):
+        assert kernels_pallas.select("gated_experts", impl, *args).impl == "triton"
+    in_float32 = [arg.astype("float32") for arg in args]
+    assert kernels_pallas.select("gated_experts", None, *in_float32).impl == "xla"
+    with pytest.raises(ValueError, match="24 × 48, not multiples of 16"):
+        kernels_pallas.select("gated_experts", "triton", jnp.zeros((1, 48)), jnp.zeros((6, 24, 48)))
+
+
+@pytest.mark.full
+def test_layer_over_a_mesh_lowers_for_cuda():
+    """With the check of varying axes; a device runs two kernels, whatever it has to skip."""
+    config, layer, x_BTD = layer_of("bfloat16", num_experts=8)
+    layer = {name: layer[name] for name in ("router", "experts")}
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    mesh = AbstractMesh((4,), ("model",), axis_types=(AxisType.Auto,), abstract_device=device)
+    specs = PartitionSpec(), {"router": PartitionSpec(), "experts": PartitionSpec("model")}
+    run = partial(mixture_of_experts, config=config, over="model", impl="triton")
+    with jax.sharding.use_abstract_mesh(mesh):
+        sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=specs[0]))
+        text = sharded.trace(x_BTD, layer).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 2
