@@ -1,13 +1,18 @@
 """Logits processors, each logits_BV -> logits_BV with one setting per row, as transformers defines them.
 
-Thresholds (the k-th largest logit, the smallest logit of the nucleus) are found by bisection over the bits
-of the float, not by sorting. This is exact, takes 32 passes over the row, costs a fraction of sorting 152k
-numbers and compiles quickly.
+Thresholds (the k-th largest logit, the smallest logit of the nucleus) are found by searching the bits of the
+float, not by sorting. This is exact, costs a fraction of sorting 152k numbers and compiles quickly: 32 passes
+over the row with one sum each, on NVIDIA GPUs 8 passes with 15 sums each. Rows of few candidates need no
+search: the sum of the larger ones is computed for each.
 """
+
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+FEW = 128  # logits that are compared with each other
+_TILE = 128  # numbers that are reduced first
 
 
 def repetition_penalty(logits_BV: jax.Array, penalty_B: jax.Array, seen_BV: jax.Array) -> jax.Array:
@@ -112,7 +117,11 @@ def top_p(logits_BV: jax.Array, p_B: jax.Array) -> jax.Array:
 
 
 def top_k_top_p(logits_BV: jax.Array, k_B: jax.Array, p_B: jax.Array) -> jax.Array:
-    """top_p(top_k(logits)) as one loop over both: they share one search, since compiling it takes long."""
+    """top_p(top_k(logits)); over more than a few logits as one loop: both share one search, since compiling it
+    takes long.
+    """
+    if logits_BV.shape[1] <= FEW:
+        return top_p(top_k(logits_BV, k_B), p_B)
 
     def stage(i, logits_BV):
         least_B = jnp.where(i == 0, _count(k_B), _mass(p_B))
@@ -158,20 +167,60 @@ def _mass(p_B: jax.Array) -> jax.Array:
 
 def _keep(logits_BV: jax.Array, key_BV: jax.Array, weight_BV: jax.Array, least_B: jax.Array) -> jax.Array:
     """Keeps the fewest logits with the largest keys whose weights sum to at least `least`; all logits where
-    no sum reaches it. Others become -inf.
-
-    The threshold is found bit by bit, on integers in the order of the floats.
+    no sum reaches it. Others become -inf. Logits whose keys are equal are kept or removed together.
     """
-    bits = lax.bitcast_convert_type(jnp.where(key_BV == 0, 0.0, key_BV), jnp.int32)  # -0.0 ties with 0.0
-    order = jnp.where(
-        bits < 0, bits ^ 0x7FFFFFFF, bits
-    )  # negative floats have the opposite order as integers
+    if key_BV.shape[1] <= FEW:
+        larger_BVV = key_BV[:, :, None] > key_BV[:, None, :]
+        before_BV = jnp.sum(jnp.where(larger_BVV, weight_BV[:, :, None], 0), 1)
+        least_B1 = jnp.maximum(least_B, jnp.finfo(jnp.float32).tiny)[:, None]  # the largest key always stays
+        return jnp.where(before_BV < least_B1, logits_BV, -jnp.inf)
+    bits_BV = lax.bitcast_convert_type(jnp.where(key_BV == 0, 0.0, key_BV), jnp.int32)  # -0.0 ties with 0.0
+    # Negative floats have the opposite order as integers.
+    order_BV = jnp.where(bits_BV < 0, bits_BV ^ 0x7FFFFFFF, bits_BV)
+    threshold_B = lax.platform_dependent(
+        order_BV, weight_BV, least_B, cuda=_threshold_by_digits, default=_threshold_by_halves
+    )
+    return jnp.where(order_BV >= threshold_B[:, None], logits_BV, -jnp.inf)
+
+
+def _threshold_by_halves(order_BV: jax.Array, weight_BV: jax.Array, least_B: jax.Array) -> jax.Array:
+    """int32 [B]: the largest threshold for which the weights at or above it sum to at least `least`; at most
+    the smallest number of the row where there is none. One sum and one bit a pass.
+    """
 
     def halve(_, bounds):
         low, high = bounds  # low <= threshold <= high
         middle = (low | high) - ((low ^ high) >> 1)  # rounded up, without overflow
-        enough = jnp.sum(jnp.where(order >= middle[:, None], weight_BV, 0), -1) >= least_B
+        enough = jnp.sum(jnp.where(order_BV >= middle[:, None], weight_BV, 0), -1) >= least_B
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
 
-    low, _ = lax.fori_loop(0, 32, halve, (jnp.min(order, -1), jnp.max(order, -1)))
-    return jnp.where(order >= low[:, None], logits_BV, -jnp.inf)
+    return lax.fori_loop(0, 32, halve, (jnp.min(order_BV, -1), jnp.max(order_BV, -1)))[0]
+
+
+def _threshold_by_digits(order_BV: jax.Array, weight_BV: jax.Array, least_B: jax.Array) -> jax.Array:
+    """`_threshold_by_halves` by 15 sums and 4 bits a pass. The sums are one reduction, which reads the row
+    once.
+    """
+    digits = range(1, 16)
+    order_BIJ = in_tiles(order_BV, 0)
+    weight_BIJ = in_tiles(weight_BV, 0)
+
+    def add_up(parts, axis):
+        zeros = [jnp.float32(0)] * len(parts)
+        return lax.reduce(list(parts), zeros, lambda a, b: list(map(jnp.add, a, b)), (axis,))
+
+    def search(i, low_B):
+        step = 1 << (28 - 4 * i)
+        parts = [jnp.where(order_BIJ >= (low_B + digit * step)[:, None, None], weight_BIJ, 0) for digit in digits]
+        sums = add_up(add_up(parts, 2), 1)
+        return low_B + step * sum((sum_B >= least_B).astype(jnp.int32) for sum_B in sums)
+
+    return lax.fori_loop(0, 8, search, jnp.full_like(order_BV[:, 0], jnp.iinfo(jnp.int32).min))
+
+
+def in_tiles(x_BV: jax.Array, padding: float) -> jax.Array:
+    """[B, I, J]: each row as I tiles of J numbers, to reduce tiles first. XLA would make a padded copy of each
+    operand of a GPU's reduction over a whole row.
+    """
+    (B, V) = x_BV.shape
+    return jnp.pad(x_BV, ((0, 0), (0, -V % _TILE)), constant_values=padding).reshape(B, -1, _TILE)
