@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..sharding import abstract_mesh_of
+
 FEW = 128  # logits that are compared with each other
 _TILE = 128  # numbers that are reduced first
 
@@ -177,8 +179,10 @@ def _keep(logits_BV: jax.Array, key_BV: jax.Array, weight_BV: jax.Array, least_B
     bits_BV = lax.bitcast_convert_type(jnp.where(key_BV == 0, 0.0, key_BV), jnp.int32)  # -0.0 ties with 0.0
     # Negative floats have the opposite order as integers.
     order_BV = jnp.where(bits_BV < 0, bits_BV ^ 0x7FFFFFFF, bits_BV)
+    # XLA does not divide a reduction of several arrays over a mesh.
+    on_gpu = _threshold_by_halves if abstract_mesh_of(logits_BV) else _threshold_by_digits
     threshold_B = lax.platform_dependent(
-        order_BV, weight_BV, least_B, cuda=_threshold_by_digits, default=_threshold_by_halves
+        order_BV, weight_BV, least_B, cuda=on_gpu, default=_threshold_by_halves
     )
     return jnp.where(order_BV >= threshold_B[:, None], logits_BV, -jnp.inf)
 
@@ -198,21 +202,18 @@ def _threshold_by_halves(order_BV: jax.Array, weight_BV: jax.Array, least_B: jax
 
 
 def _threshold_by_digits(order_BV: jax.Array, weight_BV: jax.Array, least_B: jax.Array) -> jax.Array:
-    """`_threshold_by_halves` by 15 sums and 4 bits a pass. The sums are one reduction, which reads the row
-    once.
-    """
-    digits = range(1, 16)
+    """`_threshold_by_halves` by 15 sums and 4 bits a pass. One reduction makes all sums."""
     order_BIJ = in_tiles(order_BV, 0)
     weight_BIJ = in_tiles(weight_BV, 0)
 
-    def add_up(parts, axis):
+    def add_up(parts: list[jax.Array], axis: int) -> list[jax.Array]:
         zeros = [jnp.float32(0)] * len(parts)
         return lax.reduce(list(parts), zeros, lambda a, b: list(map(jnp.add, a, b)), (axis,))
 
     def search(i, low_B):
         step = 1 << (28 - 4 * i)
-        parts = [jnp.where(order_BIJ >= (low_B + digit * step)[:, None, None], weight_BIJ, 0) for digit in digits]
-        sums = add_up(add_up(parts, 2), 1)
+        above = [order_BIJ >= (low_B + digit * step)[:, None, None] for digit in range(1, 16)]
+        sums = add_up(add_up([jnp.where(above_BIJ, weight_BIJ, 0) for above_BIJ in above], 2), 1)
         return low_B + step * sum((sum_B >= least_B).astype(jnp.int32) for sum_B in sums)
 
     return lax.fori_loop(0, 8, search, jnp.full_like(order_BV[:, 0], jnp.iinfo(jnp.int32).min))

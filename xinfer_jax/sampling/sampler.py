@@ -55,10 +55,8 @@ def choose_tokens(
     impl: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`sample_tokens` without the log-probabilities."""
-    args = logits_BV, key_B, sampling_B, context
     in_branches = partial(_choose_in_branches, impl=impl)
-    if abstract_mesh_of(logits_BV) is not None:
-        return in_branches(*args)
+    args = logits_BV, key_B, sampling_B, context
     return lax.platform_dependent(*args, cuda=_choose_in_one_branch, default=in_branches)
 
 
@@ -69,7 +67,10 @@ def _choose_in_branches(logits_BV, key_B, sampling_B, context, impl):
         processed_BV = process_logits(logits_BV, sampling_B, context)
 
         def sampled() -> tuple[jax.Array, jax.Array]:
-            return _sample_rows(lambda: processed_BV, key_B, sampling_B, context.position_B)
+            rest = key_B, sampling_B, context.position_B
+            if abstract_mesh_of(processed_BV) is not None:
+                return _sample_from_all(processed_BV, *rest)
+            return _sample_rows(lambda: processed_BV, *rest)
 
         return lax.cond(all_greedy(sampling_B), lambda: (argmax(processed_BV, impl), processed_BV), sampled)
 
@@ -79,31 +80,30 @@ def _choose_in_branches(logits_BV, key_B, sampling_B, context, impl):
 
 def _choose_in_one_branch(logits_BV, key_B, sampling_B, context):
     """`choose_tokens` for GPUs, where the host waits for the predicate of each branch. There is one: whether
-    all rows are sampled from their candidates, without a processor but the repetition penalty.
+    all rows are sampled from their candidates, by processors that cost no pass over the logits of their own.
     """
     rest = key_B, sampling_B, context.position_B
 
-    def processed() -> jax.Array:
-        return process_logits(logits_BV, sampling_B, context)
+    def with_few_processors() -> jax.Array:
+        return _bias_and_repeat(logits_BV, sampling_B, context)
 
     if not has_all_settings(sampling_B):
-        return _sample_rows(processed, *rest)
-    penalized_BV = processors.repetition_penalty(logits_BV, sampling_B.repetition_penalty, context.seen_BV)
-    token_B, taken_BV, valid_B = _sample_candidates(penalized_BV, *rest)
-    common = jnp.all(valid_B & ~_uses_other_processors(sampling_B, context))
+        return _sample_rows(with_few_processors, *rest)
+    token_B, taken_BV, valid_B = _sample_candidates(with_few_processors(), *rest)
 
-    def general() -> tuple[jax.Array, jax.Array]:
-        processed_BV = processed()
+    def with_all_processors() -> tuple[jax.Array, jax.Array]:
+        processed_BV = process_logits(logits_BV, sampling_B, context)
         return _sample_rows(lambda: processed_BV, *rest)
 
-    return lax.cond(common, lambda: (token_B, taken_BV), general)
+    common = jnp.all(valid_B & ~_uses_other_processors(sampling_B, context))
+    return lax.cond(common, lambda: (token_B, taken_BV), with_all_processors)
 
 
 def token_logprobs(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
     """float32 [B]: the log-probability of each row's token."""
-    logsumexp_B = lax.platform_dependent(
-        logits_BV, cuda=_logsumexp_in_one_pass, default=partial(jax.nn.logsumexp, axis=-1)
-    )
+    logsumexp = partial(jax.nn.logsumexp, axis=-1)
+    in_one_pass = logsumexp if abstract_mesh_of(logits_BV) else _logsumexp_in_one_pass
+    logsumexp_B = lax.platform_dependent(logits_BV, cuda=in_one_pass, default=logsumexp)
     return logits_BV[jnp.arange(len(token_B)), token_B] - logsumexp_B
 
 
@@ -133,15 +133,12 @@ def _sample_rows(processed, key_B, sampling_B, position_B):
     """A token of each row, and the logits that it was sampled from.
 
     Rows whose top-k leaves only the A largest logits are sampled from these candidates, the others from the
-    whole vocabulary. The path depends only on the row, so other rows cannot change its bits. Over a mesh all
-    rows take the whole vocabulary. `processed` returns the logits; it is called in each branch, so that a
-    fusion need not write them for the other branch.
+    whole vocabulary. The path depends only on the row, so other rows cannot change its bits. `processed`
+    returns the logits. It is called in each branch: what a GPU computes within a fusion it need not write for
+    the other branch.
     """
     rest = key_B, sampling_B, position_B
-    processed_BV = processed()
-    if abstract_mesh_of(processed_BV) is not None:
-        return _sample_from_all(processed_BV, *rest)
-    token_B, taken_BV, valid_B = _sample_candidates(processed_BV, *rest)
+    token_B, taken_BV, valid_B = _sample_candidates(processed(), *rest)
 
     def from_all() -> tuple[jax.Array, jax.Array]:
         drawn_B, warped_BV = _sample_from_all(processed(), *rest)
@@ -198,9 +195,7 @@ def process_logits(logits_BV: jax.Array, sampling_B: SamplingConfig, context: Co
     """Applies the processors that greedy rows have too: biases, penalties, forbidden tokens."""
     s = sampling_B
     c = context
-    if has_all_settings(s):
-        logits_BV = logits_BV + s.logit_bias
-    logits_BV = processors.repetition_penalty(logits_BV, s.repetition_penalty, c.seen_BV)
+    logits_BV = _bias_and_repeat(logits_BV, s, c)
     if not has_all_settings(s):
         return logits_BV
 
@@ -225,14 +220,22 @@ def process_logits(logits_BV: jax.Array, sampling_B: SamplingConfig, context: Co
     return _apply_if_any(has_forbidden, lambda x_BV: processors.allowed(x_BV, c.allowed_bits), logits_BV)
 
 
+def _bias_and_repeat(logits_BV, sampling_B, context):
+    """The logits with bias and repetition penalty, the processors that are applied even where no row uses
+    them.
+    """
+    if has_all_settings(sampling_B):
+        logits_BV = logits_BV + sampling_B.logit_bias
+    return processors.repetition_penalty(logits_BV, sampling_B.repetition_penalty, context.seen_BV)
+
+
 def _uses_other_processors(sampling_B: SamplingConfig, context: Context) -> jax.Array:
-    """bool [B]: which rows use a processor of `process_logits` but the repetition penalty; of all settings."""
+    """bool [B]: which rows use a processor of `process_logits` that is not always applied."""
     s = sampling_B
     c = context
     uses_B = (s.presence_penalty != 0) | (s.frequency_penalty != 0) | (s.no_repeat_ngram_size > 0)
     uses_B |= (c.num_generated_B < s.min_new_tokens) | jnp.any(s.bad_words_ids >= 0, (1, 2))
-    has_forbidden_B = jnp.any(c.allowed_bits != np.uint32(2**32 - 1), -1)
-    return uses_B | has_forbidden_B | jnp.any(s.logit_bias != 0, -1)
+    return uses_B | jnp.any(c.allowed_bits != np.uint32(2**32 - 1), -1)
 
 
 def _apply_if_any(uses: jax.Array, processor: Callable, logits_BV: jax.Array) -> jax.Array:
