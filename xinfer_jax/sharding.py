@@ -161,7 +161,8 @@ def sharded_top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 def _top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     def ungrouped(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return tuple(lax.top_k(x, count))
+        values, index = lax.top_k(x, count)
+        return values, index
 
     if x.shape[-1] <= _MOST_SORTED or count <= _MOST_BUILT_IN:
         return ungrouped(x)

@@ -6,7 +6,6 @@ over the row with one sum each, on NVIDIA GPUs 8 passes with 15 sums each. Rows 
 search: the sum of the larger ones is computed for each.
 """
 
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -119,9 +118,7 @@ def top_p(logits_BV: jax.Array, p_B: jax.Array) -> jax.Array:
 
 
 def top_k_top_p(logits_BV: jax.Array, k_B: jax.Array, p_B: jax.Array) -> jax.Array:
-    """top_p(top_k(logits)); over more than a few logits as one loop: both share one search, since compiling it
-    takes long.
-    """
+    """top_p(top_k(logits)). Where they search they are one loop over both, since compiling takes long."""
     if logits_BV.shape[1] <= FEW:
         return top_p(top_k(logits_BV, k_B), p_B)
 
@@ -171,11 +168,11 @@ def _keep(logits_BV: jax.Array, key_BV: jax.Array, weight_BV: jax.Array, least_B
     """Keeps the fewest logits with the largest keys whose weights sum to at least `least`; all logits where
     no sum reaches it. Others become -inf. Logits whose keys are equal are kept or removed together.
     """
+    least_B = jnp.maximum(least_B, jnp.finfo(jnp.float32).tiny)  # the largest key always stays
     if key_BV.shape[1] <= FEW:
         larger_BVV = key_BV[:, :, None] > key_BV[:, None, :]
         before_BV = jnp.sum(jnp.where(larger_BVV, weight_BV[:, :, None], 0), 1)
-        least_B1 = jnp.maximum(least_B, jnp.finfo(jnp.float32).tiny)[:, None]  # the largest key always stays
-        return jnp.where(before_BV < least_B1, logits_BV, -jnp.inf)
+        return jnp.where(before_BV < least_B[:, None], logits_BV, -jnp.inf)
     bits_BV = lax.bitcast_convert_type(jnp.where(key_BV == 0, 0.0, key_BV), jnp.int32)  # -0.0 ties with 0.0
     # Negative floats have the opposite order as integers.
     order_BV = jnp.where(bits_BV < 0, bits_BV ^ 0x7FFFFFFF, bits_BV)
@@ -220,8 +217,8 @@ def _threshold_by_digits(order_BV: jax.Array, weight_BV: jax.Array, least_B: jax
 
 
 def in_tiles(x_BV: jax.Array, padding: float) -> jax.Array:
-    """[B, I, J]: each row as I tiles of J numbers, to reduce tiles first. XLA would make a padded copy of each
-    operand of a GPU's reduction over a whole row.
+    """[B, I, J]: each row as I tiles of J numbers, to reduce tiles first. For a reduction of several arrays
+    over a whole row XLA would write a padded copy of each on a GPU.
     """
     (B, V) = x_BV.shape
     return jnp.pad(x_BV, ((0, 0), (0, -V % _TILE)), constant_values=padding).reshape(B, -1, _TILE)

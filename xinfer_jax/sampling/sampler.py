@@ -148,8 +148,8 @@ def _sample_rows(processed, key_B, sampling_B, position_B):
 
 
 def _sample_candidates(processed_BV, key_B, sampling_B, position_B):
-    """A token of each row from its A largest logits; the logits [B, V] that it was sampled from; and for which
-    rows this is valid: those that keep no other token.
+    """A token of each row from its A largest logits; the logits [B, V] that it was sampled from; and the rows
+    for which this is valid: those that keep no other token.
     """
     V = processed_BV.shape[1]
     candidates_BA, index_BA = sharded_top_k(processed_BV, min(_NUM_CANDIDATES, V))
