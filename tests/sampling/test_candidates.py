@@ -128,7 +128,9 @@ def sampled(rows: list, logits: np.ndarray, on_gpu: bool):
 @pytest.mark.parametrize("rows", [SETTINGS[:2], SETTINGS, ALL_SETTINGS + RARE], ids=len)
 @pytest.mark.parametrize("size", [50, V])
 def test_one_branch_equals_branches(rows, size):
-    """Rows that are sampled from candidates, from the vocabulary, and greedy; infinite logits. (A CPU's maximum may lose a NaN.)"""
+    """Rows that are sampled from candidates, from the vocabulary, and greedy; infinite logits. No NaN: the
+    maximum of a CPU may lose it.
+    """
     logits = random_logits(len(rows), size)
     if len(rows) > 4:
         logits[-2:, 3] = np.inf, -np.inf

@@ -116,10 +116,9 @@ def _logsumexp_in_one_pass(logits_BV):
         return jnp.where(jnp.isfinite(largest), largest, 0)
 
     def add(a, b):
-        (largest_a, sum_a), (largest_b, sum_b) = a, b
-        largest = jnp.maximum(largest_a, largest_b)
+        largest = jnp.maximum(a[0], b[0])
         zero = finite(largest)
-        return [largest, sum_a * jnp.exp(largest_a - zero) + sum_b * jnp.exp(largest_b - zero)]
+        return [largest, a[1] * jnp.exp(a[0] - zero) + b[1] * jnp.exp(b[0] - zero)]
 
     def reduce(pairs, axis):
         return lax.reduce(pairs, [jnp.float32(-jnp.inf), jnp.float32(0)], add, (axis,))
