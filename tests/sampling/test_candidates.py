@@ -14,6 +14,8 @@ import xinfer_jax as xj
 from xinfer_jax.sampling import processors, sampler
 from xinfer_jax.sampling.batched_settings import settings_per_row
 from xinfer_jax.sampling.context import init_context
+from xinfer_jax.sampling.reductions import logsumexp_in_one_pass
+from xinfer_jax.sampling.sampling_config import OPTIONAL_SETTINGS
 from xinfer_jax.sharding import sharded_top_k
 
 pytestmark = pytest.mark.newest
@@ -109,7 +111,7 @@ def test_logsumexp_in_one_pass():
     logits[3] = -np.inf
     logits[4, 7] = np.inf
     logits[5, 7] = np.nan
-    got = sampler._logsumexp_in_one_pass(jnp.asarray(logits))
+    got = logsumexp_in_one_pass(jnp.asarray(logits))
     np.testing.assert_allclose(got, jax.nn.logsumexp(logits, -1), rtol=1e-6)
 
 
@@ -138,6 +140,19 @@ def test_one_branch_equals_branches(rows, size):
     np.testing.assert_array_equal(got[0], want[0])
     np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(got[2], want[2])
+
+
+def test_every_other_processor_leaves_the_common_branch():
+    """Of a new processor too: without it `_choose_in_one_branch` would skip the processor."""
+    always = {"min_p", "typical_p"}  # of the candidates
+    values = {name: 1 for name in OPTIONAL_SETTINGS if name not in always} | {"bad_words_ids": [[3]]}
+    for name, value in values.items():
+        rows = settings_per_row([xj.SamplingConfig(), xj.SamplingConfig(**{name: value})], 2, 70)
+        uses = sampler._uses_other_processors(rows, context_of(rows, 2, 70))
+        np.testing.assert_array_equal(uses, [False, True], name)
+    context = context_of(rows, 2, 70)
+    context.allowed_bits[0, 2] = 0
+    np.testing.assert_array_equal(sampler._uses_other_processors(rows, context), [True, True])
 
 
 @pytest.mark.full

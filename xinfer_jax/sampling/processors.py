@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..sharding import abstract_mesh_of
+from .reductions import threshold_by_digits
 
 FEW = 128  # logits that are compared with each other
-_TILE = 128  # numbers that are reduced first
 
 
 def repetition_penalty(logits_BV: jax.Array, penalty_B: jax.Array, seen_BV: jax.Array) -> jax.Array:
@@ -177,7 +177,7 @@ def _keep(logits_BV: jax.Array, key_BV: jax.Array, weight_BV: jax.Array, least_B
     # Negative floats have the opposite order as integers.
     order_BV = jnp.where(bits_BV < 0, bits_BV ^ 0x7FFFFFFF, bits_BV)
     # XLA does not divide a reduction of several arrays over a mesh.
-    on_gpu = _threshold_by_halves if abstract_mesh_of(logits_BV) else _threshold_by_digits
+    on_gpu = _threshold_by_halves if abstract_mesh_of(logits_BV) else threshold_by_digits
     threshold_B = lax.platform_dependent(
         order_BV, weight_BV, least_B, cuda=on_gpu, default=_threshold_by_halves
     )
@@ -196,29 +196,3 @@ def _threshold_by_halves(order_BV: jax.Array, weight_BV: jax.Array, least_B: jax
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
 
     return lax.fori_loop(0, 32, halve, (jnp.min(order_BV, -1), jnp.max(order_BV, -1)))[0]
-
-
-def _threshold_by_digits(order_BV: jax.Array, weight_BV: jax.Array, least_B: jax.Array) -> jax.Array:
-    """`_threshold_by_halves` by 15 sums and 4 bits a pass. One reduction makes all sums."""
-    order_BIJ = in_tiles(order_BV, 0)
-    weight_BIJ = in_tiles(weight_BV, 0)
-
-    def add_up(parts: list[jax.Array], axis: int) -> list[jax.Array]:
-        zeros = [jnp.float32(0)] * len(parts)
-        return lax.reduce(list(parts), zeros, lambda a, b: list(map(jnp.add, a, b)), (axis,))
-
-    def search(i, low_B):
-        step = 1 << (28 - 4 * i)
-        above = [order_BIJ >= (low_B + digit * step)[:, None, None] for digit in range(1, 16)]
-        sums = add_up(add_up([jnp.where(above_BIJ, weight_BIJ, 0) for above_BIJ in above], 2), 1)
-        return low_B + step * sum((sum_B >= least_B).astype(jnp.int32) for sum_B in sums)
-
-    return lax.fori_loop(0, 8, search, jnp.full_like(order_BV[:, 0], jnp.iinfo(jnp.int32).min))
-
-
-def in_tiles(x_BV: jax.Array, padding: float) -> jax.Array:
-    """[B, I, J]: each row as I tiles of J numbers, to reduce tiles first. For a reduction of several arrays
-    over a whole row XLA would write a padded copy of each on a GPU.
-    """
-    (B, V) = x_BV.shape
-    return jnp.pad(x_BV, ((0, 0), (0, -V % _TILE)), constant_values=padding).reshape(B, -1, _TILE)

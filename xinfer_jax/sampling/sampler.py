@@ -15,6 +15,7 @@ from ..sharding import abstract_mesh_of, sharded_top_k
 from . import processors
 from .batched_settings import has_all_settings
 from .context import Context
+from .reductions import logsumexp_in_one_pass
 from .sampling_config import SamplingConfig
 
 _DRAW_TOKEN = 0  # purpose of a draw, the last number folded into its key
@@ -30,7 +31,7 @@ def sample_tokens(
     context: Context,
     impl: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Samples the next token of each row. A batch of plain greedy rows takes the argmax and nothing else.
+    """Samples the next token of each row.
 
     Args:
         logits_BV: float32.
@@ -54,14 +55,18 @@ def choose_tokens(
     context: Context,
     impl: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`sample_tokens` without the log-probabilities."""
+    """`sample_tokens` without the log-probabilities. Its two forms give the same tokens, except where a sum
+    of probabilities is within rounding of top-p.
+    """
     in_branches = partial(_choose_in_branches, impl=impl)
     args = logits_BV, key_B, sampling_B, context
     return lax.platform_dependent(*args, cuda=_choose_in_one_branch, default=in_branches)
 
 
 def _choose_in_branches(logits_BV, key_B, sampling_B, context, impl):
-    """`choose_tokens` where branches are free: what no row needs is skipped."""
+    """`choose_tokens` where branches are free: what no row needs is skipped. A batch of plain greedy rows
+    takes the argmax and nothing else.
+    """
 
     def processed() -> tuple[jax.Array, jax.Array]:
         processed_BV = process_logits(logits_BV, sampling_B, context)
@@ -102,30 +107,9 @@ def _choose_in_one_branch(logits_BV, key_B, sampling_B, context):
 def token_logprobs(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
     """float32 [B]: the log-probability of each row's token."""
     logsumexp = partial(jax.nn.logsumexp, axis=-1)
-    in_one_pass = logsumexp if abstract_mesh_of(logits_BV) else _logsumexp_in_one_pass
+    in_one_pass = logsumexp if abstract_mesh_of(logits_BV) else logsumexp_in_one_pass
     logsumexp_B = lax.platform_dependent(logits_BV, cuda=in_one_pass, default=logsumexp)
     return logits_BV[jnp.arange(len(token_B)), token_B] - logsumexp_B
-
-
-def _logsumexp_in_one_pass(logits_BV):
-    """float32 [B]: `logsumexp` by a reduction of pairs: the largest logit, and the sum of the exponentials of
-    logits relative to it.
-    """
-
-    def finite(largest):
-        return jnp.where(jnp.isfinite(largest), largest, 0)
-
-    def add(a, b):
-        largest = jnp.maximum(a[0], b[0])
-        zero = finite(largest)
-        return [largest, a[1] * jnp.exp(a[0] - zero) + b[1] * jnp.exp(b[0] - zero)]
-
-    def reduce(pairs, axis):
-        return lax.reduce(pairs, [jnp.float32(-jnp.inf), jnp.float32(0)], add, (axis,))
-
-    logits_BIJ = processors.in_tiles(logits_BV, -jnp.inf)
-    largest_B, sum_B = reduce(reduce([logits_BIJ, jnp.ones_like(logits_BIJ)], 2), 1)
-    return finite(largest_B) + jnp.log(sum_B)
 
 
 def _sample_rows(processed, key_B, sampling_B, position_B):
