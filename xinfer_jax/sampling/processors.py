@@ -13,7 +13,7 @@ from jax import lax
 from ..sharding import abstract_mesh_of
 from .reductions import threshold_by_digits
 
-FEW = 128  # logits that are compared with each other
+FEW = 65  # logits that are compared with each other: the candidates
 
 
 def repetition_penalty(logits_BV: jax.Array, penalty_B: jax.Array, seen_BV: jax.Array) -> jax.Array:

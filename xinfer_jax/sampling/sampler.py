@@ -20,7 +20,7 @@ from .sampling_config import SamplingConfig
 
 _DRAW_TOKEN = 0  # purpose of a draw, the last number folded into its key
 DRAW_BEAMS = 1
-_NUM_CANDIDATES = 65  # tokens that are sampled from where top-k keeps fewer
+_NUM_CANDIDATES = processors.FEW  # tokens that are sampled from where top-k keeps fewer
 _MIN_TEMPERATURE = 1e-30  # logits divided by less would overflow float32
 
 
