@@ -28,7 +28,8 @@ PACKAGES = {
     "cache": ("quantized_kv", "layer_caches", "paged", "kv_cache", "fingerprint", "prefix", "prefix_files"),
     "model": ("layers", "attention", "experts", "decoder_layer", "decoder", "greedy"),
     "sampling": (
-        "processors", "biases", "sampling_config", "batched_settings", "context", "sampler", "logprobs",
+        "reductions", "processors", "biases", "sampling_config", "batched_settings", "context", "sampler",
+        "logprobs",
     ),
     "compress": ("outliers", "gptq", "awq"),
     "generation": (

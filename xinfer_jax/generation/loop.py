@@ -169,7 +169,13 @@ def loop_until_done(step: Callable, continues: Callable, steps: Any, *carry: Any
 def sample_from_hidden(
     params: Params, config: ModelConfig, hidden_BD: jax.Array, state: DecodeState, impl: str | None
 ) -> DecodeState:
-    """`sample_and_append` of hidden states. Where a fused kernel serves, greedy rows need no logits."""
+    """`sample_and_append` of hidden states. Where a fused kernel serves, greedy rows need no logits.
+
+    Of the predicates that the host of a GPU waits for in each step, greedy rows have this one. Sampled rows
+    have this one and that of the sampler, or only that of the sampler where no kernel serves (as with all
+    settings, whose `is_plain_greedy` is a constant). The two cannot be one: whether the candidates suffice
+    depends on the logits, which greedy rows do not compute.
+    """
     if state.alternatives is not None or not can_fuse_head(params, hidden_BD, impl):
         return sample_and_append(unembed(params, config, hidden_BD), state, impl)
 

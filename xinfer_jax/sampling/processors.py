@@ -1,13 +1,19 @@
 """Logits processors, each logits_BV -> logits_BV with one setting per row, as transformers defines them.
 
-Thresholds (the k-th largest logit, the smallest logit of the nucleus) are found by bisection over the bits
-of the float, not by sorting. This is exact, takes 32 passes over the row, costs a fraction of sorting 152k
-numbers and compiles quickly.
+Thresholds (the k-th largest logit, the smallest logit of the nucleus) are found by searching the bits of the
+float, not by sorting. This is exact, costs a fraction of sorting 152k numbers and compiles quickly: 32 passes
+over the row with one sum each, on NVIDIA GPUs 8 passes with 15 sums each. Rows of few candidates need no
+search: the sum of the larger ones is computed for each.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from ..sharding import abstract_mesh_of
+from .reductions import threshold_by_digits
+
+FEW = 65  # logits that are compared with each other: the candidates
 
 
 def repetition_penalty(logits_BV: jax.Array, penalty_B: jax.Array, seen_BV: jax.Array) -> jax.Array:
@@ -112,7 +118,9 @@ def top_p(logits_BV: jax.Array, p_B: jax.Array) -> jax.Array:
 
 
 def top_k_top_p(logits_BV: jax.Array, k_B: jax.Array, p_B: jax.Array) -> jax.Array:
-    """top_p(top_k(logits)) as one loop over both: they share one search, since compiling it takes long."""
+    """top_p(top_k(logits)). Where they search they are one loop over both, since compiling takes long."""
+    if logits_BV.shape[1] <= FEW:
+        return top_p(top_k(logits_BV, k_B), p_B)
 
     def stage(i, logits_BV):
         least_B = jnp.where(i == 0, _count(k_B), _mass(p_B))
@@ -158,20 +166,33 @@ def _mass(p_B: jax.Array) -> jax.Array:
 
 def _keep(logits_BV: jax.Array, key_BV: jax.Array, weight_BV: jax.Array, least_B: jax.Array) -> jax.Array:
     """Keeps the fewest logits with the largest keys whose weights sum to at least `least`; all logits where
-    no sum reaches it. Others become -inf.
-
-    The threshold is found bit by bit, on integers in the order of the floats.
+    no sum reaches it. Others become -inf. Logits whose keys are equal are kept or removed together.
     """
-    bits = lax.bitcast_convert_type(jnp.where(key_BV == 0, 0.0, key_BV), jnp.int32)  # -0.0 ties with 0.0
-    order = jnp.where(
-        bits < 0, bits ^ 0x7FFFFFFF, bits
-    )  # negative floats have the opposite order as integers
+    least_B = jnp.maximum(least_B, jnp.finfo(jnp.float32).tiny)  # the largest key always stays
+    if key_BV.shape[1] <= FEW:
+        larger_BVV = key_BV[:, :, None] > key_BV[:, None, :]
+        before_BV = jnp.sum(jnp.where(larger_BVV, weight_BV[:, :, None], 0), 1)
+        return jnp.where(before_BV < least_B[:, None], logits_BV, -jnp.inf)
+    bits_BV = lax.bitcast_convert_type(jnp.where(key_BV == 0, 0.0, key_BV), jnp.int32)  # -0.0 ties with 0.0
+    # Negative floats have the opposite order as integers.
+    order_BV = jnp.where(bits_BV < 0, bits_BV ^ 0x7FFFFFFF, bits_BV)
+    # XLA does not divide a reduction of several arrays over a mesh.
+    on_gpu = _threshold_by_halves if abstract_mesh_of(logits_BV) else threshold_by_digits
+    threshold_B = lax.platform_dependent(
+        order_BV, weight_BV, least_B, cuda=on_gpu, default=_threshold_by_halves
+    )
+    return jnp.where(order_BV >= threshold_B[:, None], logits_BV, -jnp.inf)
+
+
+def _threshold_by_halves(order_BV: jax.Array, weight_BV: jax.Array, least_B: jax.Array) -> jax.Array:
+    """int32 [B]: the largest threshold for which the weights at or above it sum to at least `least`; at most
+    the smallest number of the row where there is none. One sum and one bit a pass.
+    """
 
     def halve(_, bounds):
         low, high = bounds  # low <= threshold <= high
         middle = (low | high) - ((low ^ high) >> 1)  # rounded up, without overflow
-        enough = jnp.sum(jnp.where(order >= middle[:, None], weight_BV, 0), -1) >= least_B
+        enough = jnp.sum(jnp.where(order_BV >= middle[:, None], weight_BV, 0), -1) >= least_B
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
 
-    low, _ = lax.fori_loop(0, 32, halve, (jnp.min(order, -1), jnp.max(order, -1)))
-    return jnp.where(order >= low[:, None], logits_BV, -jnp.inf)
+    return lax.fori_loop(0, 32, halve, (jnp.min(order_BV, -1), jnp.max(order_BV, -1)))[0]

@@ -1,6 +1,7 @@
 """From logits to tokens: `sample_tokens`, its three stages, and PRNG keys of requests."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,12 @@ from ..sharding import abstract_mesh_of, sharded_top_k
 from . import processors
 from .batched_settings import has_all_settings
 from .context import Context
+from .reductions import logsumexp_in_one_pass
 from .sampling_config import SamplingConfig
 
 _DRAW_TOKEN = 0  # purpose of a draw, the last number folded into its key
 DRAW_BEAMS = 1
-_NUM_CANDIDATES = 65  # tokens that are sampled from where top-k keeps fewer
+_NUM_CANDIDATES = processors.FEW  # tokens that are sampled from where top-k keeps fewer
 _MIN_TEMPERATURE = 1e-30  # logits divided by less would overflow float32
 
 
@@ -29,7 +31,7 @@ def sample_tokens(
     context: Context,
     impl: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Samples the next token of each row. A batch of plain greedy rows takes the argmax and nothing else.
+    """Samples the next token of each row.
 
     Args:
         logits_BV: float32.
@@ -53,13 +55,27 @@ def choose_tokens(
     context: Context,
     impl: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`sample_tokens` without the log-probabilities."""
+    """`sample_tokens` without the log-probabilities. Its two forms give the same tokens, except where a sum
+    of probabilities is within rounding of top-p.
+    """
+    in_branches = partial(_choose_in_branches, impl=impl)
+    args = logits_BV, key_B, sampling_B, context
+    return lax.platform_dependent(*args, cuda=_choose_in_one_branch, default=in_branches)
+
+
+def _choose_in_branches(logits_BV, key_B, sampling_B, context, impl):
+    """`choose_tokens` where branches are free: what no row needs is skipped. A batch of plain greedy rows
+    takes the argmax and nothing else.
+    """
 
     def processed() -> tuple[jax.Array, jax.Array]:
         processed_BV = process_logits(logits_BV, sampling_B, context)
 
         def sampled() -> tuple[jax.Array, jax.Array]:
-            return _sample_rows(processed_BV, key_B, sampling_B, context.position_B)
+            rest = key_B, sampling_B, context.position_B
+            if abstract_mesh_of(processed_BV) is not None:
+                return _sample_from_all(processed_BV, *rest)
+            return _sample_rows(lambda: processed_BV, *rest)
 
         return lax.cond(all_greedy(sampling_B), lambda: (argmax(processed_BV, impl), processed_BV), sampled)
 
@@ -67,21 +83,59 @@ def choose_tokens(
     return lax.cond(plain_greedy, lambda: (argmax(logits_BV, impl), logits_BV), processed)
 
 
+def _choose_in_one_branch(logits_BV, key_B, sampling_B, context):
+    """`choose_tokens` for GPUs, where the host waits for the predicate of each branch. There is one: whether
+    all rows are sampled from their candidates, by processors that cost no pass over the logits of their own.
+    """
+    rest = key_B, sampling_B, context.position_B
+
+    def with_few_processors() -> jax.Array:
+        return _bias_and_repeat(logits_BV, sampling_B, context)
+
+    if not has_all_settings(sampling_B):
+        return _sample_rows(with_few_processors, *rest)
+    token_B, taken_BV, valid_B = _sample_candidates(with_few_processors(), *rest)
+
+    def with_all_processors() -> tuple[jax.Array, jax.Array]:
+        processed_BV = process_logits(logits_BV, sampling_B, context)
+        return _sample_rows(lambda: processed_BV, *rest)
+
+    common = jnp.all(valid_B & ~_uses_other_processors(sampling_B, context))
+    return lax.cond(common, lambda: (token_B, taken_BV), with_all_processors)
+
+
 def token_logprobs(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
     """float32 [B]: the log-probability of each row's token."""
-    return logits_BV[jnp.arange(len(token_B)), token_B] - jax.nn.logsumexp(logits_BV, -1)
+    logsumexp = partial(jax.nn.logsumexp, axis=-1)
+    in_one_pass = logsumexp if abstract_mesh_of(logits_BV) else logsumexp_in_one_pass
+    logsumexp_B = lax.platform_dependent(logits_BV, cuda=in_one_pass, default=logsumexp)
+    return logits_BV[jnp.arange(len(token_B)), token_B] - logsumexp_B
 
 
-def _sample_rows(processed_BV, key_B, sampling_B, position_B):
+def _sample_rows(processed, key_B, sampling_B, position_B):
     """A token of each row, and the logits that it was sampled from.
 
     Rows whose top-k leaves only the A largest logits are sampled from these candidates, the others from the
-    whole vocabulary. The path depends only on the row, so other rows cannot change its bits. Over a mesh all
-    rows take the whole vocabulary: scattering the candidates would gather the logits on each device.
+    whole vocabulary. The path depends only on the row, so other rows cannot change its bits. `processed`
+    returns the logits. It is called in each branch: what a GPU computes within a fusion it need not write for
+    the other branch.
     """
-    if abstract_mesh_of(processed_BV) is not None:
-        return _sample_from_all(processed_BV, key_B, sampling_B, position_B)
-    candidates_BA, index_BA = sharded_top_k(processed_BV, min(_NUM_CANDIDATES, processed_BV.shape[1]))
+    rest = key_B, sampling_B, position_B
+    token_B, taken_BV, valid_B = _sample_candidates(processed(), *rest)
+
+    def from_all() -> tuple[jax.Array, jax.Array]:
+        drawn_B, warped_BV = _sample_from_all(processed(), *rest)
+        return jnp.where(valid_B, token_B, drawn_B), jnp.where(valid_B[:, None], taken_BV, warped_BV)
+
+    return lax.cond(jnp.all(valid_B), lambda: (token_B, taken_BV), from_all)
+
+
+def _sample_candidates(processed_BV, key_B, sampling_B, position_B):
+    """A token of each row from its A largest logits; the logits [B, V] that it was sampled from; and the rows
+    for which this is valid: those that keep no other token.
+    """
+    V = processed_BV.shape[1]
+    candidates_BA, index_BA = sharded_top_k(processed_BV, min(_NUM_CANDIDATES, V))
     # max and min, not the first and the last: with those XLA would sort the whole vocabulary.
     largest_B1 = jnp.max(candidates_BA, -1, keepdims=True)
     greedy_B = sampling_B.temperature <= 0
@@ -90,22 +144,16 @@ def _sample_rows(processed_BV, key_B, sampling_B, position_B):
     last_B = jnp.min(scaled_BA, -1)
     at_B1 = jnp.clip(k_B - 1, 0, candidates_BA.shape[1] - 1)[:, None]
     no_tie_B = jnp.take_along_axis(scaled_BA, at_B1, 1)[:, 0] > last_B  # of the k-th logit and the last
-    use_candidates_B = (k_B > 0) & (k_B <= candidates_BA.shape[1]) & (no_tie_B | (last_B == -jnp.inf))
-    use_candidates_B &= jnp.isfinite(largest_B1[:, 0])
+    valid_B = (k_B > 0) & (k_B <= candidates_BA.shape[1]) & (no_tie_B | (last_B == -jnp.inf))
+    valid_B &= jnp.isfinite(largest_B1[:, 0])
     warped_BA = warp_logits(candidates_BA, sampling_B, largest_B1)
-    token_B = draw_tokens(warped_BA, key_B, sampling_B, position_B, index_BA, processed_BV.shape[1])
-    row_B1 = jnp.arange(len(token_B))[:, None]
-    warped_BV = jnp.full_like(processed_BV, -jnp.inf).at[row_B1, index_BA].set(warped_BA)
-    from_candidates = token_B, jnp.where(greedy_B[:, None], processed_BV, warped_BV)
-
-    def from_all() -> tuple[jax.Array, jax.Array]:
-        drawn_B, warped_BV = _sample_from_all(processed_BV, key_B, sampling_B, position_B)
-        token_B, candidates_BV = from_candidates
-        return jnp.where(use_candidates_B, token_B, drawn_B), jnp.where(
-            use_candidates_B[:, None], candidates_BV, warped_BV
-        )
-
-    return lax.cond(jnp.all(use_candidates_B), lambda: from_candidates, from_all)
+    token_B = draw_tokens(warped_BA, key_B, sampling_B, position_B, index_BA, V)
+    kept_BA = warped_BA > -jnp.inf  # all logits between the smallest and the largest of these
+    lowest_B1 = jnp.min(jnp.where(kept_BA, candidates_BA, jnp.inf), -1, keepdims=True)
+    highest_B1 = jnp.max(jnp.where(kept_BA, candidates_BA, -jnp.inf), -1, keepdims=True)
+    kept_BV = (processed_BV >= lowest_B1) & (processed_BV <= highest_B1)
+    warped_BV = jnp.where(kept_BV, _scaled(processed_BV, sampling_B, largest_B1), -jnp.inf)
+    return token_B, jnp.where(greedy_B[:, None], processed_BV, warped_BV), valid_B
 
 
 def _sample_from_all(processed_BV, key_B, sampling_B, position_B):
@@ -130,9 +178,7 @@ def process_logits(logits_BV: jax.Array, sampling_B: SamplingConfig, context: Co
     """Applies the processors that greedy rows have too: biases, penalties, forbidden tokens."""
     s = sampling_B
     c = context
-    if has_all_settings(s):
-        logits_BV = logits_BV + s.logit_bias
-    logits_BV = processors.repetition_penalty(logits_BV, s.repetition_penalty, c.seen_BV)
+    logits_BV = _bias_and_repeat(logits_BV, s, c)
     if not has_all_settings(s):
         return logits_BV
 
@@ -157,8 +203,30 @@ def process_logits(logits_BV: jax.Array, sampling_B: SamplingConfig, context: Co
     return _apply_if_any(has_forbidden, lambda x_BV: processors.allowed(x_BV, c.allowed_bits), logits_BV)
 
 
+def _bias_and_repeat(logits_BV, sampling_B, context):
+    """The logits with bias and repetition penalty, the processors that are applied even where no row uses
+    them.
+    """
+    if has_all_settings(sampling_B):
+        logits_BV = logits_BV + sampling_B.logit_bias
+    return processors.repetition_penalty(logits_BV, sampling_B.repetition_penalty, context.seen_BV)
+
+
+def _uses_other_processors(sampling_B: SamplingConfig, context: Context) -> jax.Array:
+    """bool [B]: which rows use a processor of `process_logits` that is not always applied."""
+    s = sampling_B
+    c = context
+    uses_B = (s.presence_penalty != 0) | (s.frequency_penalty != 0) | (s.no_repeat_ngram_size > 0)
+    uses_B |= (c.num_generated_B < s.min_new_tokens) | jnp.any(s.bad_words_ids >= 0, (1, 2))
+    return uses_B | jnp.any(c.allowed_bits != np.uint32(2**32 - 1), -1)
+
+
 def _apply_if_any(uses: jax.Array, processor: Callable, logits_BV: jax.Array) -> jax.Array:
-    """Applies a processor where any row uses it; the processor leaves the other rows as they are."""
+    """Applies a processor where any row uses it; the processor leaves the other rows as they are. To few
+    logits it is always applied: that costs less than a branch.
+    """
+    if logits_BV.shape[1] <= processors.FEW:
+        return processor(logits_BV)
     return lax.cond(jnp.any(uses), processor, lambda x_BV: x_BV, logits_BV)
 
 

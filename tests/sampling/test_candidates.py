@@ -1,0 +1,188 @@
+"""Sampling from the candidates alone: the kept tokens against sorting in NumPy, and what runs on GPUs against
+what runs on CPUs.
+"""
+
+import contextlib
+
+import gpu_forms
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xinfer_jax as xj
+from xinfer_jax.sampling import processors, sampler
+from xinfer_jax.sampling.batched_settings import settings_per_row
+from xinfer_jax.sampling.context import init_context
+from xinfer_jax.sampling.reductions import logsumexp_in_one_pass
+from xinfer_jax.sampling.sampling_config import OPTIONAL_SETTINGS
+from xinfer_jax.sharding import sharded_top_k
+
+pytestmark = pytest.mark.newest
+
+V = 5000  # more than a GPU sorts in one kernel
+SETTINGS = [
+    xj.SamplingConfig(0.8, 20, 0.8), xj.SamplingConfig(1.5, 64), xj.SamplingConfig(1.0, 65),
+    xj.SamplingConfig(0.9, 0, 0.9), xj.SamplingConfig(), xj.SamplingConfig(1.0, 66, 0.7),
+    xj.SamplingConfig(0.8, 20, 0.8, repetition_penalty=1.3), xj.SamplingConfig(1.0),
+]  # fmt: skip
+ALL_SETTINGS = [
+    xj.SamplingConfig(1.0, 40, min_p=0.02), xj.SamplingConfig(1.0, 40, typical_p=0.7), *SETTINGS,
+    xj.SamplingConfig(1.0, 20, logit_bias={3: 9.0, 7: -np.inf}),
+]  # fmt: skip
+RARE = [
+    xj.SamplingConfig(1.0, 20, presence_penalty=1.0), xj.SamplingConfig(1.0, 20, bad_words_ids=[[3], [1, 2]]),
+    xj.SamplingConfig(1.0, 0, typical_p=0.7), xj.SamplingConfig(1.0, 20, min_new_tokens=3),
+]  # fmt: skip
+
+
+def random_logits(rows: int, size: int, seed: int = 0) -> np.ndarray:
+    """Of normal distribution; row 1 has few finite logits, row 2 ties everywhere, row 3 many largest ones."""
+    logits = np.random.RandomState(seed).standard_normal((rows, size)).astype(np.float32) * 4
+    logits[1:2, 5:] = -np.inf
+    logits[2:3] = np.round(logits[2:3])
+    logits[3:4] = np.minimum(logits[3:4], 0)
+    return logits
+
+
+def context_of(settings, rows: int, size: int):
+    seen = np.random.RandomState(5).random_sample((rows, size)) < 0.3
+    eos = np.full((rows, 1), 4, np.int32)
+    return init_context(
+        settings, np.full(rows, 3, np.int32), eos, seen, np.tile(np.int32([1, 2, 1, 0]), (rows, 1))
+    )
+
+
+def kept_by_sorting(logits: np.ndarray, weight: np.ndarray, least: float) -> np.ndarray:
+    """The fewest largest logits whose weights sum to at least `least`, and their ties, by sorting."""
+    order = np.argsort(-logits, kind="stable")
+    enough = np.flatnonzero(np.cumsum(weight[order].astype(np.float64)) >= least)
+    return logits >= (logits[order[enough[0]]] if len(enough) else -np.inf)
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def forms(request):
+    """The forms that the test runs: of CPUs or GPUs."""
+    with gpu_forms.selected() if request.param == "gpu" else contextlib.nullcontext():
+        yield
+
+
+@pytest.mark.parametrize("size", [1, 7, 65, 129, 1000])
+def test_kept_logits_equal_those_of_sorting(forms, size):
+    """Few logits are compared with each other, the thresholds of more are searched."""
+    logits = random_logits(6, size, size)
+    probability = np.asarray(jax.nn.softmax(logits, -1))
+    top_k, top_p = (jax.jit(lambda *args, f=f: f(*args)) for f in (processors.top_k, processors.top_p))
+    for k in (1, 2, 64, 65, 66, 1000):
+        want = [kept_by_sorting(row, np.ones(size), k) for row in logits]
+        np.testing.assert_array_equal(top_k(logits, jnp.full(6, k)), np.where(want, logits, -np.inf))
+    for p in (0.0, 1e-6, 0.3, 0.8, 0.999, 1.0):
+        least = np.inf if p == 1 else np.float32(p)
+        want = [kept_by_sorting(*rows, least) for rows in zip(logits, probability, strict=True)]
+        kept = top_p(logits, jnp.full(6, p, jnp.float32))
+        np.testing.assert_array_equal(kept, np.where(want, logits, -np.inf))
+
+
+def test_typical_tokens_equal_those_of_sorting(forms):
+    for size in (65, 300):
+        logits = random_logits(4, size)
+        probability = np.asarray(jax.nn.softmax(logits.astype(np.float64), -1))
+        information = -np.log(np.maximum(probability, 1e-30))
+        entropy = np.sum(probability * information, -1, keepdims=True)
+        key = -np.abs(information - entropy).astype(np.float32)
+        kept = np.isfinite(jax.jit(lambda *args: processors.typical_p(*args))(logits, jnp.full(4, 0.7)))
+        for i in (0, 2, 3):
+            np.testing.assert_array_equal(kept[i], kept_by_sorting(key[i], probability[i], np.float32(0.7)))
+
+
+@pytest.mark.parametrize("size", [4096, 4097, 5000, 9973])
+@pytest.mark.parametrize("count", [1, 20, 65, 300])
+def test_largest_of_groups_equal_top_k(size, count):
+    """Also in their order: the lowest index of equal ones first."""
+    logits = jnp.asarray(random_logits(5, size))
+    with gpu_forms.selected():
+        got = sharded_top_k(logits, count)
+    for one, other in zip(got, jax.lax.top_k(logits, count), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_logsumexp_in_one_pass():
+    logits = random_logits(6, 1000)
+    logits[3] = -np.inf
+    logits[4, 7] = np.inf
+    logits[5, 7] = np.nan
+    got = logsumexp_in_one_pass(jnp.asarray(logits))
+    np.testing.assert_allclose(got, jax.nn.logsumexp(logits, -1), rtol=1e-6)
+
+
+def sampled(rows: list, logits: np.ndarray, on_gpu: bool):
+    """Tokens, log-probabilities and the logits that they were sampled from."""
+    settings = settings_per_row(rows, len(rows), logits.shape[1])
+    keys = jax.random.split(jax.random.key(2), len(rows))
+    context = context_of(settings, len(rows), logits.shape[1])
+    with gpu_forms.selected() if on_gpu else contextlib.nullcontext():
+        return jax.jit(lambda *args: sampler.sample_tokens(*args))(
+            jnp.asarray(logits), keys, settings, context
+        )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rows", [SETTINGS[:2], SETTINGS, ALL_SETTINGS + RARE], ids=len)
+@pytest.mark.parametrize("size", [50, V])
+def test_one_branch_equals_branches(rows, size):
+    """Rows that are sampled from candidates, from the vocabulary, and greedy; infinite logits. No NaN: the
+    maximum of a CPU may lose it.
+    """
+    logits = random_logits(len(rows), size)
+    if len(rows) > 4:
+        logits[-2:, 3] = np.inf, -np.inf
+    got, want = (sampled(rows, logits, on_gpu) for on_gpu in (True, False))
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(got[2], want[2])
+
+
+def test_every_other_processor_leaves_the_common_branch():
+    """Of a new processor too: without it `_choose_in_one_branch` would skip the processor."""
+    always = {"min_p", "typical_p"}  # of the candidates
+    values = {name: 1 for name in OPTIONAL_SETTINGS if name not in always} | {"bad_words_ids": [[3]]}
+    for name, value in values.items():
+        rows = settings_per_row([xj.SamplingConfig(), xj.SamplingConfig(**{name: value})], 2, 70)
+        uses = sampler._uses_other_processors(rows, context_of(rows, 2, 70))
+        np.testing.assert_array_equal(uses, [False, True], name)
+    context = context_of(rows, 2, 70)
+    context.allowed_bits[0, 2] = 0
+    np.testing.assert_array_equal(sampler._uses_other_processors(rows, context), [True, True])
+
+
+@pytest.mark.full
+def test_one_branch_draws_the_same_alone_and_beside_others():
+    """Beside rows that take the common branch and beside rows that do not."""
+    rows = [*ALL_SETTINGS[:4], xj.SamplingConfig(1.0, 20, logit_bias={3: 9.0})]
+    logits = random_logits(len(rows) + 1, V)
+    beside_others = [sampled([*rows, other], logits, True)[0] for other in (rows[0], RARE[0], RARE[2])]
+    for token_B in beside_others[1:]:
+        np.testing.assert_array_equal(token_B[:-1], beside_others[0][:-1])
+    settings = settings_per_row(rows, len(rows), V, all_settings=True)
+    context = context_of(settings, len(rows), V)
+    keys = jax.random.split(jax.random.key(2), len(rows) + 1)[: len(rows)]
+    with gpu_forms.selected():
+        alone = jax.jit(lambda *args: sampler.choose_tokens(*args)[0])
+        for i in range(len(rows)):
+            of_row = jax.tree.map(lambda x, i=i: x[i : i + 1], (logits[:-1], keys, settings, context))
+            assert alone(*of_row)[0] == beside_others[0][i]
+
+
+@pytest.mark.full
+def test_frequencies_of_one_branch():
+    """Of the candidates of 5,000 logits, against the distribution."""
+    count = 4000
+    logits = np.tile(random_logits(1, V), (count, 1))
+    row = xj.SamplingConfig(1.3, 6)
+    drawn, _, taken = sampled([row] * count, logits, True)
+    probability = np.asarray(jax.nn.softmax(taken[0], -1), np.float64)
+    assert np.count_nonzero(probability) == 6
+    counted = np.bincount(drawn, minlength=V)
+    assert not counted[probability == 0].any()
+    expected = count * probability[probability > 0]
+    assert np.sum((counted[probability > 0] - expected) ** 2 / expected) < 25

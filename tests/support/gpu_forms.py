@@ -1,0 +1,21 @@
+"""What `lax.platform_dependent` selects on NVIDIA GPUs, run on this device."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+
+
+@contextlib.contextmanager
+def selected() -> Iterator[None]:
+    """Inside the block, traced functions contain what a GPU would run. Jitted functions keep their traces:
+    jit them inside.
+    """
+
+    def on_gpu(*args: Any, default: Callable, **of_platforms: Callable) -> Any:
+        return of_platforms.get("cuda", default)(*args)
+
+    with mock.patch.object(jax.lax, "platform_dependent", on_gpu):
+        yield
