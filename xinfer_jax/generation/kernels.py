@@ -28,8 +28,8 @@ def kernels_used(
     """Returns which implementation serves each kernel in a `generate` call, and why.
 
     `lm_head_argmax` serves greedy rows; sampled rows, and models with a quantized vocabulary matrix, take
-    logits. Where some layers use plain jnp, the reason says how many. `gated_experts` is there for models with
-    experts.
+    logits. Where some layers use plain jnp, the reason says how many. `gated_experts` is there for models
+    with experts.
 
     Args:
         params, config: the model.
