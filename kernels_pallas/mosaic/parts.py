@@ -126,7 +126,7 @@ def key_places(i: jax.Array, *, block: int, row, k_ref, table_ref, ring: bool) -
         return [(row, i * block)]
     units = [i * (block // PAGE) + j for j in range(block // PAGE)]
     if ring:
-        return [(row, lax.rem(unit * PAGE, jnp.int32(k_ref.shape[2]))) for unit in units]
+        return [(row, lax.rem(unit, jnp.int32(k_ref.shape[2] // PAGE)) * PAGE) for unit in units]
     # A block may reach, and loads may run, beyond the table: those values are not used.
     return [(table_ref[row, jnp.minimum(unit, table_ref.shape[1] - 1)], 0) for unit in units]
 

@@ -35,32 +35,38 @@ def test_kernels_equal_their_references_in_the_interpreter():
     ), errors
 
 
-def attention_shapes(B, T, N, K, S, H, dtype, pages=None):
-    """Returns the shapes of q, k, v, starts and lengths; of S slots per row, or per page of `pages`."""
+def attention_shapes(B, T, N, K, S, H, dtype="bfloat16", pages=None):
+    """Returns the shapes of q, k, v, starts and lengths: S slots per row, or per page of `pages`."""
     keys = SD((pages or B, K, S, H), dtype)
     return SD((B, T, N, H), dtype), keys, keys, SD((B,), jnp.int32), SD((B,), jnp.int32)
+
+
+def attention_lowers(kernel, T, keys, *shape):
+    def run(*args):
+        table, sink = args[5:] if keys == "pages" else (None, None)
+        options = dict(scale=0.1, window=100, soft_cap=20.0, ring=keys == "ring")
+        return kernels_pallas.run_kernel("mosaic", kernel, *args[:5], table_BP=table, sink_N=sink, **options)
+
+    slots = {"contiguous": 1000, "pages": 64, "ring": 192}[keys]
+    shapes = attention_shapes(3, T, 14, 2, slots, *shape, pages=30 if keys == "pages" else None)
+    if keys == "pages":
+        shapes += SD((3, 10), jnp.int32), SD((14,), jnp.float32)
+    return "mosaic_gpu" in lowered_for_cuda(run, *shapes)
 
 
 @pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 def test_attention_lowers_for_cuda(width, dtype):
     """Lowering rejects tiles that do not fit shared memory, invalid wgmma shapes and impossible layouts."""
-    settings = dict(scale=0.1, window=100, soft_cap=20.0)
-    for kernel, T in (("decode_attention", 1), ("decode_attention", 17), ("prefill_attention", 70)):
+    assert attention_lowers("decode_attention", 1, "contiguous", width, dtype)
+    assert attention_lowers("decode_attention", 17, "pages", width, dtype)
+    assert attention_lowers("prefill_attention", 70, "pages", width, dtype)
 
-        def run(*args, kernel=kernel, **more):
-            return kernels_pallas.run_kernel("mosaic", kernel, *args, **settings, **more)
 
-        def run_paged(*args, run=run):
-            return run(*args[:-2], table_BP=args[-2], sink_N=args[-1])
-
-        contiguous = attention_shapes(3, T, 14, 2, 1000, width, dtype)
-        paged = attention_shapes(3, T, 14, 2, 64, width, dtype, pages=30)
-        rings = attention_shapes(3, T, 14, 2, 192, width, dtype)
-        assert "mosaic_gpu" in lowered_for_cuda(run, *contiguous)
-        table = SD((3, 10), jnp.int32)
-        assert "mosaic_gpu" in lowered_for_cuda(run_paged, *paged, table, SD((14,), jnp.float32))
-        assert "mosaic_gpu" in lowered_for_cuda(partial(run, ring=True), *rings)
+def test_attention_over_other_keys_lowers_for_cuda():
+    assert attention_lowers("decode_attention", 3, "ring", 128)
+    assert attention_lowers("prefill_attention", 70, "ring", 128)
+    assert attention_lowers("prefill_attention", 70, "contiguous", 128)
 
 
 @pytest.mark.parametrize("rows", [1, 20, 70])
@@ -80,7 +86,7 @@ def test_argmax_and_head_lower_for_cuda(rows):
 
 
 def test_kernels_lower_inside_vmap_and_a_loop():
-    shapes = attention_shapes(2, 1, 8, 2, 256, 64, jnp.bfloat16)
+    shapes = attention_shapes(2, 1, 8, 2, 256, 64)
     step = partial(kernels_pallas.run_kernel, "mosaic", "decode_attention", scale=0.1)
 
     def loop(q, *others):
