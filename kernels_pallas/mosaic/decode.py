@@ -14,8 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ..compat import store_scattered
 from .parts import (
     LOG2_E,
+    LOWEST,
     PROGRAMS,
     ROWS,
+    WGMMA,
     add_values,
     attention_scores,
     broadcast_along,
@@ -27,7 +29,6 @@ from .parts import (
     load_block,
     lowest_key,
     pad_to_multiples,
-    row_index,
     smem_tile,
     softmax_step,
     zero_rows_outside,
@@ -93,7 +94,9 @@ def decode_attention(  # noqa: PLR0913
     rows = q_BKRH.shape[2]
     out_rows = min(rows, ROWS)  # rows of a tile that are written
 
-    def kernel(start_ref, length_ref, table_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, *scratch):
+    def kernel(  # noqa: PLR0913
+        start_ref, length_ref, table_ref, sink_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, *scratch
+    ):
         q_smem, ((k_smem, v_smem), out_smem), loaded, q_loaded = scratch
         head = lax.axis_index("head")
         part = lax.axis_index("part")
@@ -131,7 +134,7 @@ def decode_attention(  # noqa: PLR0913
             visible = key < length
             query = position
             if T > 1:
-                query = lax.div(row_index(s.shape) + tile, jnp.int32(G)) + position
+                query = broadcast_along(lax.div(_rows(tile), jnp.int32(G)) + position, s.shape)
                 visible &= key <= query
             if window is not None:
                 visible &= key > query - window
@@ -145,10 +148,18 @@ def decode_attention(  # noqa: PLR0913
         for i in range(stages):
             pl.when(i < count)(lambda i=i: fetch(places(first + i), i))
         plgpu.barrier_wait(q_loaded)
-        acc, largest, total = lax.fori_loop(0, count, step, init_softmax(H))
+        acc, largest, total = init_softmax(H)
+        if sink_N is not None:  # in the first split: a key without a value
+            sinks = _sink_rows(sink_ref, head * G, tile, G)
+            largest = jnp.where(jnp.full_like(sinks, part, jnp.int32) == 0, sinks, largest)
+            total += jnp.where(part == 0, 1.0, 0.0)
+        acc, largest, total = lax.fori_loop(0, count, step, (acc, largest, total))
         total = jnp.maximum(total, 1e-30)  # a split without keys: zeros, with a weight of zero
         out_smem[...] = acc / broadcast_along(total, acc.shape)
-        store_scattered(lse_ref.at[row, head, pl.ds(tile, ROWS), part], largest + jnp.log2(total))
+        # Divided here, not in XLA: it may round max(x · c) and x · c differently, and the difference would be
+        # huge between splits without keys.
+        lse = (largest + jnp.log2(total)) / LOG2_E
+        store_scattered(lse_ref.at[row, head, pl.ds(tile, ROWS), part], lse)
         plgpu.commit_smem()
         out_tile = out_ref.at[row, head, part, pl.ds(tile, out_rows)]
         plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, out_rows)], out_tile)
@@ -171,20 +182,23 @@ def decode_attention(  # noqa: PLR0913
         grid_names=("head", "part", "row_tile"),
         compiler_params=compiler_params(),
         interpret=interpret,
-    )(start_B, length_B, table_BP, q_BKRH, k_PKSH, v_PKSH)
-    out_BKRH = _merge(out_BKPRH[..., : T * G, :width], lse_BKRP[:, :, : T * G] / LOG2_E, sink_N)
+    )(start_B, length_B, table_BP, sink_N, q_BKRH, k_PKSH, v_PKSH)
+    # With the split axis last XLA merges the partial results in one kernel.
+    weight_BKRP = jax.nn.softmax(lse_BKRP[:, :, : T * G], axis=-1)
+    out_BKRH = jnp.einsum("bkrp,bkprh->bkrh", weight_BKRP, out_BKPRH[..., : T * G, :width])
     return out_BKRH.reshape(B, K, T, G, width).swapaxes(1, 2).reshape(q_BTNH.shape).astype(dtype)
 
 
-def _merge(out_BKPRH: jax.Array, lse_BKRP: jax.Array, sink_N: jax.Array | None) -> jax.Array:
-    """[B, K, R, H]: the partial results weighted by their log-sum-exp, a sink being one more part without a
-    value. With the split axis last XLA needs one kernel for it.
-    """
-    (B, K, R, P) = lse_BKRP.shape
-    if sink_N is not None:
-        sink_BKRP = jnp.broadcast_to(
-            jnp.tile(sink_N.reshape(K, -1), R * K // len(sink_N))[..., None], (B, K, R, 1)
-        )
-        lse_BKRP = jnp.concatenate([lse_BKRP, sink_BKRP], -1)
-    weight_BKRP = jax.nn.softmax(lse_BKRP, axis=-1)[..., :P]
-    return jnp.einsum("bkrp,bkprh->bkrh", weight_BKRP, out_BKPRH)
+def _rows(first) -> jax.Array:
+    """int32 [64]: the rows of a tile, in the layout of a column of its scores."""
+    return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=WGMMA.reduce(1)) + first
+
+
+def _sink_rows(sink_ref, first, tile, group: int) -> jax.Array:
+    """float32 [64]: the sink of each row of a tile, times log2 e: row r has that of head first + r % G."""
+    row = _rows(tile)
+    sinks = jnp.full((ROWS,), LOWEST, jnp.float32)
+    for g in range(group):
+        sink = jnp.maximum(sink_ref[first + g] * LOG2_E, LOWEST)
+        sinks = jnp.where(lax.rem(row, jnp.int32(group)) == g, sink, sinks)
+    return sinks

@@ -170,7 +170,7 @@ def main():
             (3, 2, 6, 2, 9, 64), (140, 0, 0), (2, 1, 0), keys="pages", splits=2, sinks=True
         ),
         "decode 17 queries, pages, window": lambda: decode(
-            (2, 17, 7, 1, 8, 64), (130, 3), (17, 9), keys="pages", splits=2, window=75, soft_cap=2.0
+            (3, 17, 7, 1, 8, 64), (130, 3, 0), (17, 9, 0), keys="pages", splits=3, window=75, soft_cap=2.0
         ),
         "decode 2 pages a step": lambda: decode(
             (1, 5, 2, 1, 6, 64), (205,), (5,), keys="pages", splits=1, window=15, block=128, stages=2
