@@ -78,26 +78,23 @@ def _cases(gpu):
         formats += [(width, "float32") for width in (80, 128, 256)] * (impl == "triton")
         for width, dtype in formats:
             rows = SD((4,), jnp.int32)
-            cache = SD((4, 2, 4096, width), dtype)
-            for variant, extra in (("", {}), (" window+cap", dict(window=1024, soft_cap=30.0))):
-                if extra and width != 128:
+            slots = {"": (4, 4096), " ring": (4, 1152), " pages": (300, 64)}
+            for variant, keys in [("", ""), ("", " pages"), ("", " ring"), (" window+cap", "")]:
+                if (variant or keys == " ring") and width not in (64, 128):
                     continue
-                attention = dict(scale=width**-0.5, **extra)
-                label = f"{impl} {{}} {width} {dtype}{variant}"
-                decode = partial(run, "decode_attention", **attention)
-                yield (
-                    label.format("decode_attention"),
-                    impl,
-                    decode,
-                    (SD((4, 14, width), dtype), cache, cache, rows),
-                )
-                prefill = partial(run, "prefill_attention", **attention)
-                yield (
-                    label.format("prefill_attention"),
-                    impl,
-                    prefill,
-                    (SD((4, 512, 14, width), dtype), cache, cache, rows, rows),
-                )
+                cache = SD((slots[keys][0], 2, slots[keys][1], width), dtype)
+                options = dict(window=1024, soft_cap=30.0) if variant else {}
+                options |= dict(ring=True, window=1024) if keys == " ring" else {}
+                for T in (1, 5, 17, 512):
+                    if T in (5, 17) and not keys:
+                        continue
+                    kernel = "prefill_attention" if T == 512 else "decode_attention"
+                    shapes = [SD((4, T, 14, width), dtype), cache, cache, rows, rows]
+                    if keys == " pages":
+                        shapes += [SD((4, 64), jnp.int32), SD((14,), jnp.float32)]
+                    attention = partial(_attention, partial(run, kernel, scale=width**-0.5, **options))
+                    many = f" {T} queries" if T in (5, 17) else ""
+                    yield f"{impl} {kernel} {width} {dtype}{variant}{keys}{many}", impl, attention, shapes
         for dtype in ("float32", "bfloat16"):
             yield f"{impl} argmax {dtype}", None, partial(run, "argmax"), (SD((4, 151936), dtype),)
         for rows, variant, extra in ((1, "", {}), (32, "", {}), (32, " cap", dict(soft_cap=30.0))):
@@ -116,6 +113,10 @@ def _cases(gpu):
         choices = SD((tokens, 8), jnp.float32), SD((tokens, 8), jnp.int32)
         shapes = SD((tokens, 2048), dtype), *choices, gate, gate, SD((128, 2048, 768), dtype)
         yield f"triton gated_experts {tokens} tokens {dtype}", "triton", experts, shapes
+
+
+def _attention(kernel, q, k, v, start, length, table=None, sinks=None):
+    return kernel(q, k, v, start, length, table_BP=table, sink_N=sinks)
 
 
 def _compile(gpu, name, impl, function, shapes, sharding):

@@ -15,6 +15,7 @@ from ..compat import transpose_ref
 LOG2_E = math.log2(math.e)
 LOWEST = -1e30  # the maximum before the first key: finite, so that differences are never NaN
 ROWS = 64  # of a wgmma tile
+PAGE = 64  # positions of a page, and of a part of a ring that is contiguous
 PROGRAMS = 264  # two per multiprocessor of an H100 or H200: one computes while the other loads
 WGMMA = plgpu.Layout.WGMMA
 
@@ -105,16 +106,53 @@ def softmax_step(s, acc, largest, total):
     return p, acc * broadcast_along(shrink, acc.shape), new, total * shrink + p.sum(axis=1)
 
 
-def zero_rows_from(tile_ref, valid: jax.Array) -> None:
-    """Writes zeros to the rows of values from `valid` on, since 0 * NaN is NaN. In small parts, which need
-    few registers.
+def key_capacity(k_PKSH: jax.Array, table_BP: jax.Array | None, ring: bool) -> int:
+    """Positions below this number have slots, the latest of them in a ring."""
+    if ring:
+        return 2**30
+    return k_PKSH.shape[2] * (1 if table_BP is None else table_BP.shape[1])
+
+
+def lowest_key(position: jax.Array, window: int | None) -> jax.Array:
+    """The first position that the query at `position` sees."""
+    return jnp.int32(0) if window is None else jnp.maximum(position - (window - 1), 0)
+
+
+def key_places(i: jax.Array, *, block: int, row, k_ref, table_ref, ring: bool) -> list[tuple[Any, Any]]:
+    """Where the keys at positions i · block … (i + 1) · block - 1 of a row are: one pair (index of the first
+    axis, first slot) if they are contiguous, otherwise one for every 64 positions.
+    """
+    if table_ref is None and not ring:
+        return [(row, i * block)]
+    units = [i * (block // PAGE) + j for j in range(block // PAGE)]
+    if ring:
+        return [(row, lax.rem(unit, jnp.int32(k_ref.shape[2] // PAGE)) * PAGE) for unit in units]
+    # A block may reach, and loads may run, beyond the table: those values are not used.
+    return [(table_ref[row, jnp.minimum(unit, table_ref.shape[1] - 1)], 0) for unit in units]
+
+
+def load_block(ref, places: list[tuple[Any, Any]], head, smem, loaded) -> None:
+    """Starts the TMA copies of one block of keys or values; each arrives at the barrier `loaded`."""
+    size = smem.shape[0] // len(places)
+    for j, (index, slot) in enumerate(places):
+        source = ref.at[index, head, pl.ds(slot, size)]
+        plgpu.copy_gmem_to_smem(source, smem.at[pl.ds(j * size, size)], loaded)
+
+
+def zero_rows_outside(tile_ref, begin: jax.Array | None, end: jax.Array) -> None:
+    """Writes zeros to the rows of values before `begin` (None: 0) and from `end` on, since 0 * NaN is NaN. In
+    small parts, which need few registers.
     """
     keys, width = tile_ref.shape
     wide = swizzle(width, tile_ref.dtype) // tile_ref.dtype.itemsize
     for row in range(0, keys, ROWS):
         for column in range(0, width, wide):
             part = tile_ref.at[pl.ds(row, ROWS), pl.ds(column, wide)]
-            part[...] = jnp.where(row_index((ROWS, wide)) < valid - row, part[...], jnp.zeros((), part.dtype))
+            index = row_index((ROWS, wide)) + row
+            wanted = index < end
+            if begin is not None:
+                wanted &= index >= begin
+            part[...] = jnp.where(wanted, part[...], jnp.zeros((), part.dtype))
     plgpu.commit_smem()
 
 

@@ -10,6 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .parts import (
+    LOG2_E,
+    PAGE,
     ROWS,
     add_values,
     attention_scores,
@@ -17,11 +19,15 @@ from .parts import (
     column_index,
     compiler_params,
     init_softmax,
+    key_capacity,
+    key_places,
+    load_block,
+    lowest_key,
     pad_to_multiples,
     row_index,
     smem_tile,
     softmax_step,
-    zero_rows_from,
+    zero_rows_outside,
 )
 
 _COMPUTE = 2  # warpgroups that compute; a third one loads
@@ -30,14 +36,17 @@ _QUERIES = _COMPUTE * ROWS  # per program
 
 def prefill_attention(  # noqa: PLR0913
     q_BTNH: jax.Array,
-    k_BKSH: jax.Array,
-    v_BKSH: jax.Array,
+    k_PKSH: jax.Array,
+    v_PKSH: jax.Array,
     start_B: jax.Array,
     length_B: jax.Array,
     *,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    table_BP: jax.Array | None = None,
+    ring: bool = False,
+    sink_N: jax.Array | None = None,
     block: int | None = None,
     stages: int | None = None,
     interpret: Any = None,
@@ -48,10 +57,10 @@ def prefill_attention(  # noqa: PLR0913
 
     Args:
         q_BTNH: bfloat16 or float16; N a multiple of K, H at most 256.
-        k_BKSH, v_BKSH: in the same dtype; slots at or past length_B may hold anything.
+        k_PKSH, v_PKSH: in the same dtype; slots of positions at or past length_B may hold anything.
         start_B: int32, position of each row's first query.
         length_B: int32, valid keys per row.
-        scale, window, soft_cap: as in `reference.prefill_attention`.
+        scale, window, soft_cap, table_BP, ring, sink_N: as in `reference.prefill_attention`.
         block: keys per step, a multiple of 64; None: 128, or 64 above width 128.
         stages: blocks of keys and values in shared memory; None: 2, or 4 up to width 64.
         interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
@@ -59,20 +68,21 @@ def prefill_attention(  # noqa: PLR0913
     Returns:
         [B, T, N, H] in the dtype of q; zeros where a query sees no key.
     """
-    B, T, N, H = q_BTNH.shape
-    K, S = k_BKSH.shape[1:3]
-    group = N // K
-    width = H
+    B, T, N, width = q_BTNH.shape
+    group = N // k_PKSH.shape[1]
     dtype = q_BTNH.dtype
     q_BTNH = pad_to_multiples(q_BTNH, 8, 1, 16)
-    k_BKSH = pad_to_multiples(k_BKSH, 8, 16)
-    v_BKSH = pad_to_multiples(v_BKSH, 8, 16)
+    capacity = key_capacity(k_PKSH, table_BP, ring)
+    k_PKSH = pad_to_multiples(k_PKSH, 8, 16)
+    v_PKSH = pad_to_multiples(v_PKSH, 8, 16)
     H = q_BTNH.shape[-1]
     block = block or (128 if H <= 128 else 64)
     stages = stages or (4 if H <= 64 else 2)
     blocks = pl.cdiv(T, _QUERIES)
+    scattered = table_BP is not None or ring
+    copies = block // PAGE if scattered else 1  # of one block
 
-    def kernel(start_ref, length_ref, q_ref, k_ref, v_ref, out_ref, *scratch):
+    def kernel(start_ref, length_ref, table_ref, sink_ref, q_ref, k_ref, v_ref, out_ref, *scratch):
         (q_smem, *kv_smem), (q_loaded, *kv_loaded), kv_used, turn = scratch
         (k_smem, v_smem) = kv_smem
         (k_loaded, v_loaded, _) = kv_loaded
@@ -83,13 +93,10 @@ def prefill_attention(  # noqa: PLR0913
         # The last queries see the most keys, so they start first.
         first_query = (blocks - 1 - lax.axis_index("block")) * _QUERIES
         position = start_ref[row] + first_query
-        length = jnp.minimum(length_ref[row], S)
+        length = jnp.minimum(length_ref[row], capacity)
         end = lax.div(jnp.minimum(length, position + _QUERIES) + (block - 1), jnp.int32(block))
-        begin = (
-            jnp.int32(0)
-            if window is None
-            else lax.div(jnp.maximum(position - (window - 1), 0), jnp.int32(block))
-        )
+        lowest = lowest_key(position, window)
+        begin = lax.div(lowest, jnp.int32(block))
 
         @pl.when(warpgroup < _COMPUTE)
         def compute():
@@ -142,8 +149,10 @@ def prefill_attention(  # noqa: PLR0913
             if window is not None:
                 carry = lax.fori_loop(begin, inner, partial(step, True), carry)
             carry = lax.fori_loop(inner, outer, partial(step, False), carry)
-            acc, _, total = lax.fori_loop(outer, end, partial(step, True), carry)
+            acc, largest, total = lax.fori_loop(outer, end, partial(step, True), carry)
             pl.when(warpgroup == 0)(take_turn)
+            if sink_N is not None:  # infinite where no key is seen: zeros
+                total += jnp.exp2(sink_ref[head] * LOG2_E - largest)
             q_tile[...] = (acc / broadcast_along(jnp.maximum(total, 1e-30), acc.shape)).astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_tile, out_ref.at[queries])
@@ -152,9 +161,12 @@ def prefill_attention(  # noqa: PLR0913
         @pl.when(warpgroup == _COMPUTE)
         def fetch():
             plgpu.set_max_registers(72, action="decrease")
-            at = (row, lax.div(head, jnp.int32(group)))
-            span = (begin, end, length)
-            _fetch((k_ref, v_ref), at, span, kv_smem, kv_loaded, kv_used)
+
+            places = partial(key_places, block=block, row=row, k_ref=k_ref, table_ref=table_ref, ring=ring)
+            # Before the window may be another page, or newer keys.
+            valid = (lowest if window is not None and scattered else None, length)
+            key_head = lax.div(head, jnp.int32(group))
+            _fetch((k_ref, v_ref), key_head, places, (begin, end), valid, kv_smem, kv_loaded, kv_used)
 
     out_BTNH = plgpu.kernel(
         kernel,
@@ -165,7 +177,10 @@ def prefill_attention(  # noqa: PLR0913
                 smem_tile((stages, block, H), dtype),
                 smem_tile((stages, block, H), dtype),
             ),
-            tuple(plgpu.Barrier(num_barriers=n) for n in (_COMPUTE, stages, stages, 1)),
+            (
+                plgpu.Barrier(num_barriers=_COMPUTE),
+                *(plgpu.Barrier(num_arrivals=copies, num_barriers=n) for n in (stages, stages, 1)),
+            ),
             (plgpu.Barrier(num_arrivals=_COMPUTE, num_barriers=stages),) * 2,
             plgpu.Barrier(num_arrivals=_COMPUTE),
         ),
@@ -175,18 +190,19 @@ def prefill_attention(  # noqa: PLR0913
         thread_name="warpgroup",
         compiler_params=compiler_params(),
         interpret=interpret,
-    )(start_B, length_B, q_BTNH, k_BKSH, v_BKSH)
+    )(start_B, length_B, table_BP, sink_N, q_BTNH, k_PKSH, v_PKSH)
     return out_BTNH[:, :T, :, :width]
 
 
-def _fetch(refs, at, span, smem, loaded, used) -> None:
-    """The third warpgroup: loads blocks begin … end - 1 of one row and head into shared memory, each into a
-    slot once the computing warpgroups have used it.
+def _fetch(refs, head, places, blocks, valid, smem, loaded, used) -> None:  # noqa: PLR0913
+    """The third warpgroup: loads the blocks of keys and values of one row and head into shared memory, each
+    into a slot once the computing warpgroups have used it. Values outside `valid` become zeros.
     """
     (k_ref, v_ref) = refs
     (k_smem, v_smem) = smem
     (k_loaded, v_loaded, v_raw) = loaded
-    (begin, end, length) = span
+    (begin, end) = blocks
+    (lowest, length) = valid
     (k_used, v_used) = used
     (stages, block) = k_smem.shape[:2]
 
@@ -194,21 +210,25 @@ def _fetch(refs, at, span, smem, loaded, used) -> None:
     # `stages` more iterations than blocks: waits until every slot is free before the program ends.
     def _(i):
         slot = lax.rem(i - begin, jnp.int32(stages))
-        keys = *at, pl.ds(i * block, block)
+        where = places(i)
         reused = i - begin >= stages
         wanted = i < end
-        left = length - i * block
+        key_0 = i * block
+        ragged = length - key_0 < block
+        if lowest is not None:
+            ragged |= key_0 < lowest
         pl.when(reused)(lambda: plgpu.barrier_wait(k_used.at[slot]))
-        pl.when(wanted)(lambda: plgpu.copy_gmem_to_smem(k_ref.at[keys], k_smem.at[slot], k_loaded.at[slot]))
+        pl.when(wanted)(lambda: load_block(k_ref, where, head, k_smem.at[slot], k_loaded.at[slot]))
         pl.when(reused)(lambda: plgpu.barrier_wait(v_used.at[slot]))
 
-        @pl.when(wanted & (left >= block))
+        @pl.when(wanted & ~ragged)
         def _():
-            plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem.at[slot], v_loaded.at[slot])
+            load_block(v_ref, where, head, v_smem.at[slot], v_loaded.at[slot])
 
-        @pl.when(wanted & (left < block))
+        @pl.when(wanted & ragged)
         def _():
-            plgpu.copy_gmem_to_smem(v_ref.at[keys], v_smem.at[slot], v_raw)
+            load_block(v_ref, where, head, v_smem.at[slot], v_raw.at[0])
             plgpu.barrier_wait(v_raw)
-            zero_rows_from(v_smem.at[slot], left)
-            plgpu.barrier_arrive(v_loaded.at[slot])
+            zero_rows_outside(v_smem.at[slot], None if lowest is None else lowest - key_0, length - key_0)
+            for _ in where:
+                plgpu.barrier_arrive(v_loaded.at[slot])

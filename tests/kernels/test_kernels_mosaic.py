@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,30 +30,43 @@ def test_kernels_equal_their_references_in_the_interpreter():
     errors = json.loads(done.stdout.splitlines()[-1])
     print(errors)
     bounds = {"prefill": 2e-2, "decode": 2e-2, "argmax": 0, "head": 2e-4}
-    assert len(errors) == 15 and all(
+    assert len(errors) == 23 and all(
         value <= bounds[name.split()[0].strip(",")] for name, value in errors.items()
     ), errors
 
 
-def attention_shapes(B, T, N, K, S, H, dtype):
-    q = (B, N, H) if T is None else (B, T, N, H)
-    return SD(q, dtype), SD((B, K, S, H), dtype), SD((B, K, S, H), dtype)
+def attention_shapes(B, T, N, K, S, H, dtype="bfloat16", pages=None):
+    """Returns the shapes of q, k, v, starts and lengths: S slots per row, or per page of `pages`."""
+    keys = SD((pages or B, K, S, H), dtype)
+    return SD((B, T, N, H), dtype), keys, keys, SD((B,), jnp.int32), SD((B,), jnp.int32)
+
+
+def attention_lowers(kernel, T, keys, *shape):
+    def run(*args):
+        table, sink = args[5:] if keys == "pages" else (None, None)
+        options = dict(scale=0.1, window=100, soft_cap=20.0, ring=keys == "ring")
+        return kernels_pallas.run_kernel("mosaic", kernel, *args[:5], table_BP=table, sink_N=sink, **options)
+
+    slots = {"contiguous": 1000, "pages": 64, "ring": 192}[keys]
+    shapes = attention_shapes(3, T, 14, 2, slots, *shape, pages=30 if keys == "pages" else None)
+    if keys == "pages":
+        shapes += SD((3, 10), jnp.int32), SD((14,), jnp.float32)
+    return "mosaic_gpu" in lowered_for_cuda(run, *shapes)
 
 
 @pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 def test_attention_lowers_for_cuda(width, dtype):
     """Lowering rejects tiles that do not fit shared memory, invalid wgmma shapes and impossible layouts."""
-    rows = SD((3,), jnp.int32)
-    settings = dict(scale=0.1, window=100, soft_cap=20.0)
-    for kernel, T, positions in (("decode_attention", None, 1), ("prefill_attention", 70, 2)):
+    assert attention_lowers("decode_attention", 1, "contiguous", width, dtype)
+    assert attention_lowers("decode_attention", 17, "pages", width, dtype)
+    assert attention_lowers("prefill_attention", 70, "pages", width, dtype)
 
-        def run(*args, kernel=kernel):
-            return kernels_pallas.run_kernel("mosaic", kernel, *args, **settings)
 
-        assert "mosaic_gpu" in lowered_for_cuda(
-            run, *attention_shapes(3, T, 14, 2, 1000, width, dtype), *[rows] * positions
-        )
+def test_attention_over_other_keys_lowers_for_cuda():
+    assert attention_lowers("decode_attention", 3, "ring", 128)
+    assert attention_lowers("prefill_attention", 70, "ring", 128)
+    assert attention_lowers("prefill_attention", 70, "contiguous", 128)
 
 
 @pytest.mark.parametrize("rows", [1, 20, 70])
@@ -72,15 +86,12 @@ def test_argmax_and_head_lower_for_cuda(rows):
 
 
 def test_kernels_lower_inside_vmap_and_a_loop():
-    q, k, v = attention_shapes(2, None, 8, 2, 256, 64, jnp.bfloat16)
-    length = SD((2,), jnp.int32)
+    shapes = attention_shapes(2, 1, 8, 2, 256, 64)
+    step = partial(kernels_pallas.run_kernel, "mosaic", "decode_attention", scale=0.1)
 
-    def step(q, k, v, length):
-        return kernels_pallas.run_kernel("mosaic", "decode_attention", q, k, v, length, scale=0.1)
+    def loop(q, *others):
+        return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, step(c[1], *others)), (0, q))
 
-    def loop(q, k, v, length):
-        return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, step(c[1], k, v, length)), (0, q))
-
-    stacked = [SD((3, *x.shape), x.dtype) for x in (q, k, v, length)]
+    stacked = [SD((3, *x.shape), x.dtype) for x in shapes]
     assert "mosaic_gpu" in lowered_for_cuda(jax.vmap(step), *stacked)
-    assert "mosaic_gpu" in lowered_for_cuda(loop, q, k, v, length)
+    assert "mosaic_gpu" in lowered_for_cuda(loop, *shapes)

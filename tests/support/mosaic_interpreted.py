@@ -7,11 +7,13 @@ a barrier to which nobody arrives never ends.
 
 import json
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
@@ -48,32 +50,64 @@ def arrays(seed, dtype, *shapes):
     return [jnp.asarray(draws.standard_normal(shape), dtype) for shape in shapes]
 
 
-def poisoned(x_BKSH, length_B):
-    """Returns keys or values with NaN in the slots that were never written."""
-    return jnp.where((jnp.arange(x_BKSH.shape[2]) < length_B[:, None])[:, None, :, None], x_BKSH, jnp.nan)
+def attended(  # noqa: PLR0913
+    q, k, v, start, length, *, scale, window=None, soft_cap=None, sink_N=None
+):
+    """Returns the attention of every query over contiguous keys, in float64: a plain oracle."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    B, T, N = q.shape[:3]
+    k, v = (np.repeat(x, N // x.shape[1], axis=1) for x in (k, v))
+    out = np.zeros(q.shape)
+    for b, t in np.ndindex(B, T):
+        position = start[b] + t
+        seen = slice(max(0, position - window + 1) if window else 0, max(0, min(position + 1, length[b])))
+        scores = np.einsum("nh,nsh->ns", q[b, t], k[b, :, seen]) * scale
+        scores = scores if soft_cap is None else soft_cap * np.tanh(scores / soft_cap)
+        sink = np.full((N, 1), -np.inf) if sink_N is None else np.asarray(sink_N)[:, None]
+        weights = np.exp(scores)
+        weights /= np.maximum(weights.sum(-1, keepdims=True) + np.exp(sink), 1e-30)
+        out[b, t] = np.einsum("ns,nsh->nh", weights, v[b, :, seen])
+    return out
 
 
-def prefill(shape, starts, counts, dtype="bfloat16", **kwargs):
+def attention(
+    kernel, shape, starts, counts, dtype="bfloat16", *, keys="contiguous", sinks=False, seed=0, **kwargs
+):
+    """Returns the error of a kernel over contiguous keys, shuffled pages or a ring (`keys`).
+
+    Slots that no query sees are NaN, except those of contiguous keys below the window. S is the slots of a
+    row, or the pages of all rows.
+    """
     B, T, N, K, S, H = shape
     start = np.array(starts, np.int32)
-    count = np.array(counts, np.int32)
-    q, k, v = arrays(T, dtype, (B, T, N, H), (B, K, S, H), (B, K, S, H))
-    k = poisoned(k, start + count)
-    v = poisoned(v, start + count)
-    oracle = {name: value for name, value in kwargs.items() if name in ("window", "soft_cap")}
-    got = run(mosaic.prefill_attention, q, k, v, start, start + count, scale=H**-0.5, **kwargs)
-    return error(got, reference.prefill_attention(q, k, v, start, start + count, scale=H**-0.5, **oracle))
+    length = start + np.array(counts, np.int32)
+    options = {name: kwargs.get(name) for name in ("window", "soft_cap")}
+    options |= {"sink_N": arrays(seed, "float32", (N,))[0] + 1 if sinks else None, "scale": H**-0.5}
+    end = np.minimum(length, S) if keys == "contiguous" else length
+    q, *kv = arrays(T + seed, dtype, (B, T, N, H), *[(B, K, max(64, *end), H)] * 2)
+    table = np.zeros((B, pl.cdiv(max(length), 64)), np.int32)
+    free = iter(np.random.default_rng(seed).permutation(np.arange(1, S)))
+    placed = [np.full((S, K, 64, H) if keys == "pages" else (B, K, S, H), np.nan, x.dtype) for x in kv]
+    for b in range(B):
+        below = 0 if keys == "contiguous" or not options["window"] else start[b] + 1 - options["window"]
+        seen = np.arange(max(0, below), end[b])
+        place = (b, slice(None), seen % S)
+        if keys == "pages":
+            for page in np.unique(seen // 64):
+                table[b, page] = next(free)
+            place = (table[b, seen // 64], slice(None), seen % 64)
+        for x, slots in zip(kv, placed, strict=True):
+            slots[place] = np.moveaxis(np.asarray(x)[b, :, seen], 0, 0)
+    got = run(
+        partial(kernel, table_BP=jnp.asarray(table) if keys == "pages" else None, ring=keys == "ring"),
+        *(q, *map(jnp.asarray, placed), start, length),
+        **options | kwargs,
+    )
+    return error(got, attended(q, *kv, start, end, **options))
 
 
-def decode(shape, lengths, dtype="bfloat16", **kwargs):
-    B, N, K, S, H = shape
-    length = np.array(lengths, np.int32)
-    q, k, v = arrays(S, dtype, (B, N, H), (B, K, S, H), (B, K, S, H))
-    k = poisoned(k, length)
-    v = poisoned(v, length)
-    oracle = {name: value for name, value in kwargs.items() if name in ("window", "soft_cap")}
-    got = run(mosaic.decode_attention, q, k, v, length, scale=H**-0.5, **kwargs)
-    return error(got, reference.decode_attention(q, k, v, length, scale=H**-0.5, **oracle))
+prefill = partial(attention, mosaic.prefill_attention)
+decode = partial(attention, mosaic.decode_attention)
 
 
 def argmax(width, dtype):
@@ -115,12 +149,38 @@ def main():
         ),
         "prefill odd sizes, float16": lambda: prefill((2, 5, 2, 1, 21, 20), (0, 2), (0, 5), "float16"),
         "prefill width 80": lambda: prefill((1, 20, 3, 3, 64, 80), (11,), (20,)),
-        "decode split": lambda: decode((3, 4, 2, 200, 64), (200, 0, 77), splits=3),
-        "decode window, soft cap": lambda: decode(
-            (2, 7, 1, 150, 64), (150, 64), splits=2, stages=2, window=70, soft_cap=2.0
+        "prefill pages, sinks": lambda: prefill(
+            (2, 130, 2, 1, 9, 64), (100, 0), (130, 1), keys="pages", sinks=True
         ),
-        "decode length beyond the cache": lambda: decode((3, 2, 1, 64, 64), (64, 66, 70), window=40),
-        "decode odd sizes": lambda: decode((1, 3, 1, 37, 36), (37,), "float16"),
+        "prefill pages, window, half a block unused": lambda: prefill(
+            (1, 70, 2, 2, 5, 64), (205,), (70,), keys="pages", window=12, soft_cap=3.0, block=128
+        ),
+        "prefill ring": lambda: prefill(
+            (2, 65, 2, 1, 192, 64), (250, 0), (65, 33), keys="ring", window=80, block=128, sinks=True
+        ),
+        "decode split": lambda: decode((3, 1, 4, 2, 200, 64), (199, 0, 76), (1, 0, 1), splits=3),
+        "decode window, soft cap": lambda: decode(
+            (2, 1, 7, 1, 150, 64), (149, 63), (1, 1), splits=2, stages=2, window=70, soft_cap=2.0
+        ),
+        "decode length beyond the cache": lambda: decode(
+            (3, 1, 2, 1, 64, 64), (63, 65, 69), (1, 1, 1), window=40
+        ),
+        "decode odd sizes, sinks": lambda: decode((1, 1, 3, 1, 37, 36), (36,), (1,), "float16", sinks=True),
+        "decode 2 queries, pages, sinks": lambda: decode(
+            (3, 2, 6, 2, 9, 64), (140, 0, 0), (2, 1, 0), keys="pages", splits=2, sinks=True
+        ),
+        "decode 17 queries, pages, window": lambda: decode(
+            (3, 17, 7, 1, 8, 64), (130, 3, 0), (17, 9, 0), keys="pages", splits=3, window=75, soft_cap=2.0
+        ),
+        "decode 2 pages a step": lambda: decode(
+            (1, 5, 2, 1, 6, 64), (205,), (5,), keys="pages", splits=1, window=15, block=128, stages=2
+        ),
+        "decode ring": lambda: decode(
+            (2, 1, 4, 2, 128, 64), (300, 20), (1, 1), keys="ring", window=100, splits=2, sinks=True
+        ),
+        "decode 17 queries, ring": lambda: decode(
+            (1, 17, 4, 1, 128, 64), (250,), (17,), keys="ring", window=112, block=128, splits=1, stages=2
+        ),
         "argmax float32": lambda: argmax(5000, "float32"),
         "argmax bfloat16, narrow": lambda: argmax(77, "bfloat16"),
         "head": lambda: head(3, 456, 128),
