@@ -14,7 +14,7 @@ from jax import lax
 
 # "interpret": the Triton kernels, emulated on any device, for tests.
 IMPLS = ("mosaic", "triton", "xla", "interpret")
-KERNELS = ("prefill_attention", "decode_attention", "argmax", "lm_head_argmax")
+KERNELS = ("prefill_attention", "decode_attention", "argmax", "lm_head_argmax", "product")
 
 
 class Selection(NamedTuple):
@@ -79,7 +79,7 @@ def select(kernel: str, impl: str | None, *args: Any, ring: bool = False) -> Sel
         ValueError: the named implementation does not exist, or does not support these arguments.
     """
     if impl is None:
-        on_device = device_impl()
+        on_device = _with_kernel(kernel, device_impl())
         reason = _unsupported_reason(kernel, on_device.impl, args, ring)
         if on_device.impl != "xla" and kernel == "lm_head_argmax" and args[0].shape[0] > 64:
             reason = f"{args[0].shape[0]} rows would read the vocabulary matrix more than once"
@@ -92,7 +92,14 @@ def select(kernel: str, impl: str | None, *args: Any, ring: bool = False) -> Sel
             f"impl={impl!r} does not support {kernel} here: {reason}; use impl='xla', or None to choose"
             " automatically"
         )
-    return Selection(impl, "requested by name")
+    return _with_kernel(kernel, Selection(impl, "requested by name"))
+
+
+def _with_kernel(kernel: str, selection: Selection) -> Selection:
+    """The selection; that of Triton for a kernel that Mosaic has not."""
+    return (
+        selection._replace(impl="triton") if (kernel, selection.impl) == ("product", "mosaic") else selection
+    )
 
 
 def run_kernel(impl: str, kernel: str, *args: Any, **kwargs: Any) -> Any:
@@ -129,6 +136,8 @@ def _unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...], ring: boo
     if len(dtypes) > 1:
         return f"operands of different dtypes {', '.join(sorted(dtypes))}"
     (dtype,) = dtypes
+    if kernel == "product":
+        return None if dtype in ("bfloat16", "float16") else f"dtype {dtype}"
     if impl == "mosaic" and kernel != "argmax" and dtype == "float32":
         return "wgmma would multiply float32 as TF32"
     if dtype not in ("float32", "bfloat16", "float16"):

@@ -2,5 +2,6 @@
 
 from .argmax import argmax, lm_head_argmax
 from .attention import decode_attention, prefill_attention
+from .products import product
 
-__all__ = ["argmax", "decode_attention", "lm_head_argmax", "prefill_attention"]
+__all__ = ["argmax", "decode_attention", "lm_head_argmax", "prefill_attention", "product"]
