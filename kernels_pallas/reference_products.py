@@ -24,7 +24,8 @@ class Matrix(NamedTuple):
     - 16-bit floats: values [O, I].
     - int8 with a scale per output: values [O, I], scale [O].
     - In groups, (values - zero) * scale: values int8 [Q, J, O], or int4 as uint8 [Q, J/2, O] with input j in
-      a byte's low half and j + J/2 in its high half; scale [Q, O]; zero uint8 [Q, O] or None. Q J may exceed I.
+      a byte's low half and j + J/2 in its high half; scale [Q, O]; zero
+      uint8 [Q, O] or None. Q J is I or more.
     """
 
     values: Any

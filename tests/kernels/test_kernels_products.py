@@ -1,5 +1,5 @@
-"""The product kernel against its reference, in Pallas's interpreter; models whose products run on it; programs
-with it, lowered for a GPU that need not be present.
+"""The product kernel against its reference, in Pallas's interpreter; models whose products run on it;
+programs with it, lowered for a GPU that need not be present.
 """
 
 import dataclasses

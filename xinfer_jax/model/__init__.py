@@ -1,6 +1,7 @@
 """The decoder as a pure function of (params, tokens, cache): embed, layers, logits.
 
-Read the files in this order: `layers` (norm, RoPE, linear, gated MLP), `experts` (mixture of experts),
+Read the files in this order: `kernel_products` (which matrix products a GPU kernel takes), `layers` (norm,
+RoPE, linear, gated MLP), `experts` (mixture of experts),
 `attention` (causal attention in plain jnp, and by the kernels of `kernels_pallas`), `decoder_layer` (one
 layer, for all families), `decoder` (`forward`, `hidden_states` and `unembed`), `greedy` (the most likely
 token, from logits or straight from hidden states).
@@ -17,6 +18,9 @@ token, from logits or straight from hidden states).
 - With many tokens, a scan computes every expert for every token: exact and short, at (experts / experts per
   token) times the arithmetic needed. Where the chosen experts are fewer than all (decoding), only they are
   computed.
+- On a GPU a decode step launches four products a layer: norm, q, k and v; o and residual; norm, gate, up and
+  activation; down and residual. A norm that another step follows, and matrices that the kernel does not take,
+  stay with XLA. A product's derivative is that of plain jnp.
 - The greedy token needs no logits where a kernel runs: it keeps the maximum, its index and the sum of
   exponentials, which gives the log-probability too. `lax.cond` on "all rows are greedy" selects it, so that
   temperature stays traced.

@@ -42,6 +42,8 @@ def select_product(impl: str | None, operands: Operands, activation: str | None)
     x, leaves, norm_weight, _ = operands
     if impl == "xla":
         return kernels_pallas.Selection("xla", "requested by name")
+    if impl is None and (here := kernels_pallas.dispatch.device_impl()).impl == "xla":
+        return here
     matrices = [leaf["weight"] for leaf in leaves]
     rows = x.size // max(x.shape[-1], 1)
     reason = _unsupported_reason(x, matrices, rows, norm_weight, activation)
