@@ -44,13 +44,25 @@ class Matrix(NamedTuple):
         return 2 if self.values.dtype == jnp.uint8 else 1
 
 
-def product(
-    x_MI, matrices, norm_I=None, residual_MO=None, *, eps=0.0, offset=0.0, activation=None, dtype=None
+def product(  # noqa: PLR0913
+    x_MI,
+    matrices,
+    norm_I=None,
+    residual_MO=None,
+    step_M=None,
+    *,
+    eps=0.0,
+    offset=0.0,
+    activation=None,
+    dtype=None,
 ) -> list[jax.Array]:
     """x · matrixᵀ + bias for each matrix, after an RMS norm of x where there is a weight norm_I; with an
-    activation, of two matrices, activation(first) * second. The residual is added to the only result.
+    activation, of two matrices, activation(first) * second. The residual is added to the only result. With
+    step_M x is int8, in steps of that size.
     """
     x_MI = x_MI.astype(jnp.float32)
+    if step_M is not None:
+        x_MI *= step_M[:, None]
     if norm_I is not None:
         x_MI *= lax.rsqrt(jnp.mean(jnp.square(x_MI), -1, keepdims=True) + eps)
         x_MI *= offset + norm_I.astype(jnp.float32)

@@ -55,6 +55,7 @@ def product(  # noqa: PLR0913
     matrices,
     norm_I=None,
     residual_MO=None,
+    step_M=None,
     *,
     eps=0.0,
     offset=0.0,
@@ -65,14 +66,16 @@ def product(  # noqa: PLR0913
     """x · matrixᵀ + bias for each matrix, in one launch.
 
     Args:
-        x_MI: activations, bfloat16 or float16.
+        x_MI: activations, bfloat16 or float16; int8 for int8 matrices with a scale per output, whose sums are
+            then exact.
         matrices: `Matrix` of x's dtype, int8 or packed. Groups have a multiple of 16 bytes.
         norm_I: None, or the weight of an RMS norm of x; bfloat16 only.
         residual_MO: None, or what is added to the only result.
+        step_M: None; with int8 activations, float32: what they were divided by.
         eps: of the norm.
         offset: what is added to the norm's weight.
         activation: None; or of two matrices of one kind and shape the result is activation(first) * second.
-        dtype: of the results; None: that of x.
+        dtype: of the results; None: that of x, which is not int8.
         interpret: run on any device, slowly, by Pallas's interpreter.
 
     Returns:
@@ -82,10 +85,10 @@ def product(  # noqa: PLR0913
     tiles = _choose_tiles(x_MI, matrices, norm_I, activation)
     widths = [matrix.outputs for matrix in matrices[: 1 if activation else None]]
     settings = _Settings(tiles, eps, offset, activation, interpret)
-    operands = (x_MI, matrices, norm_I, residual_MO)
+    operands = (x_MI, matrices, norm_I, residual_MO, step_M)
     split = tiles.splits > 1
     if split:  # the rest follows on the sum
-        operands = (x_MI, [matrix._replace(bias=None) for matrix in matrices], None, None)
+        operands = (x_MI, [matrix._replace(bias=None) for matrix in matrices], None, None, step_M)
     dtype = dtype or x_MI.dtype
     shapes = [(tiles.splits, M, width) if split else (M, width) for width in widths]
     ys = pl.pallas_call(
@@ -119,9 +122,8 @@ def _choose_tiles(x_MI, matrices, norm_I, activation) -> _Tiles:
     affordable = 1
     if rows > 16 and len(matrices) == 1 and norm_I is None:
         values = matrices[0].values
-        affordable = max(
-            1, values.size * values.dtype.itemsize // (8 * 8 * M * total)
-        )  # float32, written and read
+        written_and_read = 8 * M * total
+        affordable = max(1, values.size * values.dtype.itemsize // (8 * written_and_read))
     smallest = 16 if rows == 16 and not grouped else 32  # 32 bytes are read from memory at once
     enough = PROGRAMS * 3 // 4
     outputs = next((size for size in (64, 32) if pl.cdiv(total, size) * affordable >= enough), smallest)
@@ -129,13 +131,14 @@ def _choose_tiles(x_MI, matrices, norm_I, activation) -> _Tiles:
     return _Tiles(rows, outputs, splits, 2 if outputs == 16 else 4, 6 if rows == 16 and grouped else 4)
 
 
-def _kernel(x_ref, matrices, norm_ref, residual_ref, *out_refs, settings: _Settings):
+def _kernel(x_ref, matrices, norm_ref, residual_ref, step_ref, *out_refs, settings: _Settings):
     groups = [matrices] if settings.activation else [[matrix] for matrix in matrices]
     # Not in the branches, where the interpreter has no program_id.
     (tile, block, split) = (pl.program_id(axis) for axis in range(3))
+    refs = (norm_ref, residual_ref, step_ref)
     for group, out_ref in zip(groups, out_refs, strict=True):
         tiles = pl.cdiv(group[0].outputs, settings.tiles.outputs)
-        run = partial(_tile, x_ref, group, norm_ref, residual_ref, out_ref, (tile, block, split), settings)
+        run = partial(_tile, x_ref, group, refs, out_ref, (tile, block, split), settings)
         if len(groups) == 1:
             run()
         else:
@@ -143,10 +146,11 @@ def _kernel(x_ref, matrices, norm_ref, residual_ref, *out_refs, settings: _Setti
         tile -= tiles
 
 
-def _tile(x_ref, matrices, norm_ref, residual_ref, out_ref, numbers, settings: _Settings):  # noqa: PLR0913
-    """One tile of outputs of a matrix, or of two with an activation. numbers: of the tile of outputs, of the
-    block of rows, and of the split.
+def _tile(x_ref, matrices, refs, out_ref, numbers, settings: _Settings):  # noqa: PLR0913
+    """One tile of outputs of a matrix, or of two with an activation. refs: the norm, the residual and the
+    step; numbers: of the tile of outputs, of the block of rows, and of the split.
     """
+    (norm_ref, residual_ref, step_ref) = refs
     (tile, block, split) = numbers
     (M, inputs) = x_ref.shape
     rows, outputs, splits, _, _ = settings.tiles
@@ -156,10 +160,13 @@ def _tile(x_ref, matrices, norm_ref, residual_ref, out_ref, numbers, settings: _
     steps, step = add(x_ref, norm_ref, matrices, row, out, settings)
     begin = 0 if splits == 1 else lax.div(steps * split, splits)
     end = steps if splits == 1 else lax.div(steps * (split + 1), splits)
-    start = [jnp.zeros((rows, outputs), jnp.float32)] * len(matrices), jnp.zeros(rows, jnp.float32)
+    zeros_MO = jnp.zeros((rows, outputs), jnp.float32 if step_ref is None else jnp.int32)
+    start = [zeros_MO] * len(matrices), jnp.zeros(rows, jnp.float32)
     ys, square_M = lax.fori_loop(begin, end, step, start)
 
     for i, matrix in enumerate(matrices):
+        if step_ref is not None:
+            ys[i] = ys[i].astype(jnp.float32) * _load(step_ref, row)[:, None]
         if matrix.values.ndim == 2 and matrix.scale is not None:
             ys[i] *= _load(matrix.scale, out)
         if norm_ref is not None:
@@ -177,17 +184,22 @@ def _add_flat(x_ref, norm_ref, matrices, row, out, settings: _Settings):  # noqa
     """The steps over the inputs of matrices [O, I], and the function of one step."""
     inputs = x_ref.shape[1]
     width = _STAGE_BYTES // (settings.tiles.outputs * matrices[0].values.dtype.itemsize * len(matrices))
-    width = min(max(64, width), 256 if settings.tiles.rows == 16 else 64, tile_size(inputs))
+    width = min(max(64, width), 256 if settings.tiles.rows == 16 else 64, max(32, tile_size(inputs)))
+    multiply = _int8_dot if x_ref.dtype == jnp.int8 else dot
 
     def step(i, state):
         ys, square_M = state
         column = _Range.of(i * width, width, inputs)
         x_MI, added_M = _load_x(x_ref, norm_ref, row, column, settings.offset)
         tiles = [_load(matrix.values, out, column).astype(x_MI.dtype) for matrix in matrices]
-        ys = [y + dot(x_MI, tile.T) for y, tile in zip(ys, tiles, strict=True)]
+        ys = [y + multiply(x_MI, tile.T) for y, tile in zip(ys, tiles, strict=True)]
         return ys, square_M + added_M
 
     return pl.cdiv(inputs, width), step
+
+
+def _int8_dot(a, b):
+    return jnp.dot(a, b, preferred_element_type=jnp.int32)
 
 
 def _add_grouped(x_ref, norm_ref, matrices, row, out, settings: _Settings):  # noqa: PLR0913

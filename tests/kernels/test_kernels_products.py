@@ -18,9 +18,11 @@ from kernels_pallas import reference_products, triton
 from kernels_pallas.reference_products import Matrix
 from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.model.decoder import forward
-from xinfer_jax.model.layers import linear, products
+from xinfer_jax.model.kernel_products import Norm
+from xinfer_jax.model.layers import linear, products, rms_norm
+from xinfer_jax.weights.matmul import int8_activation_product
 from xinfer_jax.weights.quantization import quantize_matrix
-from xinfer_jax.weights.quantized_weights import GroupedWeight
+from xinfer_jax.weights.quantized_weights import GroupedWeight, with_int8_activations
 
 pytestmark = [
     pytest.mark.newest,
@@ -70,6 +72,7 @@ CASES = {  # kind, rows, inputs, outputs of each matrix, dtype, and what else th
     "int8-in-groups": ((8, 32, False), 3, 130, (40,), BF16, "bias", {}),
     "int4-many-rows": (INT4, 130, 192, (70,), BF16, "residual", {}),
     "int8-many-rows-float32-result": ("int8", 70, 100, (70, 20), BF16, "", dict(dtype=jnp.float32)),
+    "int8-activations": ("int8", 3, 100, (40, 20), BF16, "int8 activations bias", dict(dtype=jnp.float32)),
     "inputs-divided": ("float", 33, 4300, (70,), BF16, "residual bias", {}),
 }
 
@@ -88,7 +91,11 @@ def test_product(name):
     residual_MO = (
         jnp.asarray(draws.standard_normal((rows, outputs[0])), dtype) if "residual" in extra else None
     )
-    args = (x_MI, matrices, norm_I, residual_MO)
+    step_M = None
+    if "int8 activations" in extra:
+        x_MI = jnp.asarray(draws.integers(-127, 128, x_MI.shape), jnp.int8)
+        step_M = jnp.asarray(draws.random(rows), jnp.float32)
+    args = (x_MI, matrices, norm_I, residual_MO, step_M)
     got = jax.jit(partial(triton.product, **options, interpret=True))(*args)
     want = reference_products.product(*args, **options)
     assert [y.dtype for y in got] == [options.get("dtype", dtype)] * len(want)
@@ -172,6 +179,20 @@ def test_what_the_kernel_does_not_take_stays_with_xla():
     assert kernels(x, ordered, int4) == 2
     small = jax.tree.map(jnp.asarray, quantize_matrix(np.ones((16, 32), np.float32), 8, 8))
     assert isinstance(small, GroupedWeight) and kernels(x, small) == 0
+
+
+@pytest.mark.full
+def test_int8_activations():
+    """They are quantized as on a CPU, after the norm."""
+    draws = np.random.default_rng(0)
+    matrix_OI = draws.standard_normal((40, 128)).astype(np.float32)
+    int8 = jax.tree.map(jnp.asarray, quantize_matrix(matrix_OI, 8, 128))
+    leaf = {"weight": with_int8_activations(int8)}
+    x = jnp.asarray(draws.standard_normal((3, 128)), BF16)
+    norm = Norm(jnp.asarray(draws.standard_normal(128), BF16), 1e-6, 0.0)
+    (got,) = products(x, [leaf], before=norm, dtype=jnp.float32, impl="interpret")
+    want = int8_activation_product(rms_norm(x, *norm), int8.values) * int8.scale
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ import kernels_pallas
 from kernels_pallas.reference_products import FEW_ROWS, Matrix
 
 from ..sharding import abstract_mesh_of
+from ..weights.matmul import quantize_activations
 from ..weights.params import Params
 from ..weights.quantized_weights import GroupedWeight, Int8Weight
 from ..weights.ternary import TernaryWeight
@@ -60,22 +61,29 @@ def _unsupported_reason(x, matrices, rows: int, norm_weight, activation) -> str 
         return "a norm of many rows or of float16"
     if activation is not None and len({_layout(matrix) for matrix in matrices}) > 1:
         return "gate and up of different formats"
-    alone = norm_weight is None and len(matrices) == 1
-    return next(
-        filter(None, (_unsupported_matrix(matrix, x.dtype, rows, alone) for matrix in matrices)), None
-    )
+    if len({_has_int8_activations(matrix) for matrix in matrices}) > 1:
+        return "int8 activations of some matrices"
+    normed = norm_weight is not None
+    several = len(matrices) > 1
+    reasons = (_unsupported_matrix(matrix, x.dtype, rows, normed, several) for matrix in matrices)
+    return next(filter(None, reasons), None)
 
 
-def _unsupported_matrix(matrix: Any, dtype: Any, rows: int, alone: bool) -> str | None:
-    """The same for one matrix. alone: it shares x with no other, and x has no norm."""
+def _has_int8_activations(matrix: Any) -> bool:
+    return isinstance(matrix, Int8Weight) and matrix.int8_activations
+
+
+def _unsupported_matrix(matrix: Any, dtype: Any, rows: int, normed: bool, several: bool) -> str | None:
+    """The same for one matrix. normed: x has a norm; several: x is that of other matrices too."""
     if isinstance(matrix, TernaryWeight):
         return "ternary weights"
     if isinstance(matrix, Int8Weight):
-        return None
+        return "a norm before int8 activations" if normed and matrix.int8_activations else None
     if isinstance(matrix, GroupedWeight):
         if matrix.values.shape[1] % 16:
             return "small groups"
-        return None if matrix.order is None or alone else "inputs in the order of one matrix"
+        ordered = matrix.order is not None and (normed or several)
+        return "inputs in the order of one matrix" if ordered else None
     return None if matrix.dtype == dtype and rows <= FEW_ROWS else "floats of another dtype, or for many rows"
 
 
@@ -121,8 +129,12 @@ def _run(operands: Operands, impl: str, options: dict[str, Any]) -> list[jax.Arr
     order = getattr(leaves[0]["weight"], "order", None)
     x_MI = x_MI if order is None else x_MI[:, order]
     residual_MO = None if residual is None else residual.reshape(len(x_MI), -1)
-    matrices = [_matrix(leaf) for leaf in leaves]
-    ys = kernels_pallas.run_kernel(impl, "product", x_MI, matrices, norm_weight, residual_MO, **options)
+    step_M = None
+    if _has_int8_activations(leaves[0]["weight"]):
+        x_MI, factor_M1 = quantize_activations(x_MI)
+        step_M = 1 / factor_M1[:, 0]
+    operands = (x_MI, [_matrix(leaf) for leaf in leaves], norm_weight, residual_MO, step_M)
+    ys = kernels_pallas.run_kernel(impl, "product", *operands, **options)
     return [y_MO.reshape(*x.shape[:-1], -1) for y_MO in ys]
 
 
