@@ -133,8 +133,8 @@ def _run(operands: Operands, impl: str, options: dict[str, Any]) -> list[jax.Arr
     if _has_int8_activations(leaves[0]["weight"]):
         x_MI, factor_M1 = quantize_activations(x_MI)
         step_M = 1 / factor_M1[:, 0]
-    operands = (x_MI, [_matrix(leaf) for leaf in leaves], norm_weight, residual_MO, step_M)
-    ys = kernels_pallas.run_kernel(impl, "product", *operands, **options)
+    args = (x_MI, [_matrix(leaf) for leaf in leaves], norm_weight, residual_MO, step_M)
+    ys = kernels_pallas.run_kernel(impl, "product", *args, **options)
     return [y_MO.reshape(*x.shape[:-1], -1) for y_MO in ys]
 
 
