@@ -1,11 +1,13 @@
-"""Pallas GPU kernels for attention and the greedy token. Each has a plain jnp reference of the same name in
-`reference`. This package does not import the library that uses it.
+"""Pallas GPU kernels for attention, matrix products and the greedy token. Each has a plain jnp
+reference of the same name in `reference` or `reference_products`. This package does not import the library
+that uses it.
 
 `dispatch` has `select(kernel, impl, …)`, which chooses the implementation of a call and says why,
 `run_kernel(impl, kernel, …)`, and `assume_device`, to compile for a GPU that is not here. `support` says
 what each kernel supports. `key_layouts` says where keys are, and has their quantized form. `mosaic` has
 kernels for Hopper (TMA, wgmma). `triton` has all kernels for Ampere, Ada and newer, through a backend that
-JAX has deprecated. `compat` has the differences between versions of jax.
+JAX has deprecated (`triton/products.py` says how products work). `compat` has the differences between
+versions of jax.
 
 - Shapes, dtypes and the NVIDIA GPU of the process (all its cards are taken to be alike) decide, never the
   default device. With such a GPU a call becomes `lax.platform_dependent(cuda=kernel, default=jnp)`. Without

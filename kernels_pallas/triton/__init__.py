@@ -3,5 +3,13 @@
 from .argmax import argmax, lm_head_argmax
 from .attention import decode_attention, prefill_attention
 from .experts import gated_experts
+from .products import product
 
-__all__ = ["argmax", "decode_attention", "gated_experts", "lm_head_argmax", "prefill_attention"]
+__all__ = [
+    "argmax",
+    "decode_attention",
+    "gated_experts",
+    "lm_head_argmax",
+    "prefill_attention",
+    "product",
+]

@@ -12,6 +12,7 @@ from ..cache.quantized_kv import KV_BITS
 from ..config.model_config import ModelConfig
 from ..model.attention import check_impl, select_attention, select_kernel
 from ..model.decoder import lm_head
+from ..model.kernel_products import Operands, select_product
 from ..weights.params import Params, activation_dtype, cache_dtype, resolve_dtype
 from ..weights.quantized_weights import is_quantized
 from .options import GenerateOptions, default_capacity
@@ -28,7 +29,8 @@ def kernels_used(
     """Returns which implementation serves each kernel in a `generate` call, and why.
 
     `lm_head_argmax` serves greedy rows; sampled rows, and models with a quantized vocabulary matrix, take
-    logits. Where some layers use plain jnp, the reason says how many. `gated_experts` is there for models
+    logits. `product` is that of the first layer's matrix "o" in a decode step: kernels of products take no
+    float32. Where some layers use plain jnp, the reason says how many. `gated_experts` is there for models
     with experts.
 
     Args:
@@ -46,6 +48,7 @@ def kernels_used(
     capacity = capacity or default_capacity(config, 1, GenerateOptions.max_new_tokens)
     dtype = activation_dtype(params)
     leaf = lm_head(params)
+    attended = jax.ShapeDtypeStruct((rows, config.num_attention_heads * config.head_dim), dtype)
     query = jax.ShapeDtypeStruct((rows, 1, config.num_attention_heads, config.head_dim), dtype)
     dtype_of_cache = kv_dtype if kv_dtype in KV_BITS else resolve_dtype(kv_dtype or cache_dtype(params))
     layers = jax.eval_shape(lambda: empty_layers(config, rows, capacity, dtype_of_cache))
@@ -55,6 +58,8 @@ def kernels_used(
     used["argmax"] = select_kernel(
         "argmax", impl, jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32)
     )
+    if params["layers"]:
+        used["product"] = select_product(impl, Operands(attended, [params["layers"][0]["o"]]), None)
     hidden = jax.ShapeDtypeStruct((rows, config.hidden_size), dtype)
     if not is_quantized(leaf["weight"]) and "bias" not in leaf:
         used["lm_head_argmax"] = select_kernel("lm_head_argmax", impl, hidden, leaf["weight"])

@@ -15,6 +15,7 @@ from ..weights.layout import is_divisible, layer_partition_specs
 from ..weights.params import Params
 from .attention import attention
 from .experts import mixture_of_experts
+from .kernel_products import Norm
 from .layers import (
     Angles,
     apply_rope,
@@ -22,6 +23,8 @@ from .layers import (
     joint_norms,
     linear,
     norm,
+    norm_before,
+    products,
     rope_bias_fn,
     rope_is_fixed,
 )
@@ -78,10 +81,23 @@ def model_mesh(tree: Any, config: ModelConfig) -> Any:
 
 def _run_layer(layer, x_BTD, positions, kv, config, kind, impl, over=None):  # noqa: PLR0913
     """over: a mesh axis along which heads, experts, the MLP's features and the cache are sharded."""
-    normed_BTD = norm(x_BTD, layer, "attn_norm", config)
-    attended_BTD, kv = self_attention(layer, config, kind, normed_BTD, positions, kv, impl, over)
-    x_BTD = x_BTD + norm(attended_BTD, layer, "attn_post_norm", config)
-    fed_BTD = _feed_forward(norm(x_BTD, layer, "mlp_norm", config), layer, config, over, impl)
+    post_norm = "attn_post_norm" in layer
+    attended_BTD, kv = self_attention(
+        layer,
+        config,
+        kind,
+        x_BTD,
+        positions,
+        kv,
+        impl,
+        over,
+        before=norm_before(layer, "attn_norm", config),
+        residual=None if post_norm else x_BTD,
+    )
+    x_BTD = x_BTD + norm(attended_BTD, layer, "attn_post_norm", config) if post_norm else attended_BTD
+    if "mlp_post_norm" not in layer:
+        return _feed_forward(x_BTD, x_BTD, layer, config, over, impl), kv
+    fed_BTD = _feed_forward(x_BTD, None, layer, config, over, impl)
     return x_BTD + norm(fed_BTD, layer, "mlp_post_norm", config), kv
 
 
@@ -111,14 +127,19 @@ def self_attention(  # noqa: PLR0913
     kv: Any,
     impl: str | None,
     over: str | None = None,
+    *,
+    before: Norm | None = None,
+    residual: jax.Array | None = None,
 ) -> tuple[jax.Array, Contiguous | None]:
-    """The output of attention, [B, T, D], for x after its norm; and the layer's cache with the new tokens."""
+    """The output of attention, [B, T, D], for x after the norm `before` it, with the residual added if there
+    is one; and the layer's cache with the new tokens.
+    """
     (B, T, _) = x_BTD.shape
     angles = positions.angles
     num_tokens_B = positions.num_tokens_B
     start_B: Any = positions.start_B  # not None if kv is not None
     layer, key_bias_fn = _split_key_bias(layer, config, kind, kv)
-    q_BTNH, k_BTKH, v_BTKH = _project_qkv(layer, config, x_BTD, over)
+    q_BTNH, k_BTKH, v_BTKH = _project_qkv(layer, config, x_BTD, over, before, impl)
     if kind.rope is not None:
         q_BTNH, k_BTKH = (apply_rope(x_BTNH, *angles[kind.rope]) for x_BTNH in (q_BTNH, k_BTKH))
     if kv is None:
@@ -136,7 +157,7 @@ def self_attention(  # noqa: PLR0913
         q_BTNH, windowed, length_B=length_B, start_B=start_B, scale=scale, soft_cap=cap, impl=impl
     )
     (out_BTI,) = joint_norms([out_BTNH.reshape(B, T, -1)], layer, ["o_norm"], config, over)
-    return linear(out_BTI, layer["o"], over=over), kv
+    return linear(out_BTI, layer["o"], over=over, residual=residual, impl=impl), kv
 
 
 def _split_key_bias(layer: Params, config: ModelConfig, kind: LayerKind, kv: Any) -> tuple[Params, Any]:
@@ -154,9 +175,16 @@ def _split_key_bias(layer: Params, config: ModelConfig, kind: LayerKind, kv: Any
     return layer | {"k": {"weight": leaf["weight"]}}, rope_bias_fn(config, rope, bias_KH, kv.capacity)
 
 
-def _project_qkv(layer: Params, config: ModelConfig, x_BTD: jax.Array, over: str | None) -> list[jax.Array]:
+def _project_qkv(  # noqa: PLR0913
+    layer: Params,
+    config: ModelConfig,
+    x_BTD: jax.Array,
+    over: str | None,
+    before: Norm | None,
+    impl: str | None,
+) -> list[jax.Array]:
     """Queries, keys and values by head, [B, T, N or K, H], with the layer's norms for them."""
-    ys = [linear(x_BTD, layer[name]) for name in "qkv"]
+    ys = products(x_BTD, [layer[name] for name in "qkv"], before=before, impl=impl)
     if config.qk_norm_joint:
         ys[:2] = joint_norms(ys[:2], layer, ["q_norm", "k_norm"], config, over)
     ys = [y.reshape(*y.shape[:2], -1, config.head_dim) for y in ys]
@@ -165,9 +193,17 @@ def _project_qkv(layer: Params, config: ModelConfig, x_BTD: jax.Array, over: str
     return ys
 
 
-def _feed_forward(
-    x_BTD: jax.Array, layer: Params, config: ModelConfig, over: str | None, impl: str | None = None
+def _feed_forward(  # noqa: PLR0913
+    x_BTD: jax.Array,
+    residual: jax.Array | None,
+    layer: Params,
+    config: ModelConfig,
+    over: str | None,
+    impl: str | None,
 ) -> jax.Array:
-    if "experts" in layer:
-        return mixture_of_experts(x_BTD, layer, config, over, impl)
-    return gated_mlp(x_BTD, layer, config, over)
+    """The MLP or experts for x after its norm; with the residual added if there is one."""
+    if "experts" not in layer:
+        before = norm_before(layer, "mlp_norm", config)
+        return gated_mlp(x_BTD, layer, config, over, before=before, residual=residual, impl=impl)
+    out_BTD = mixture_of_experts(norm(x_BTD, layer, "mlp_norm", config), layer, config, over, impl)
+    return out_BTD if residual is None else residual + out_BTD

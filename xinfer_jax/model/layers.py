@@ -19,6 +19,7 @@ from ..weights.matmul import float_product
 from ..weights.params import Params
 from ..weights.quantized_matmul import quantized_product
 from ..weights.quantized_weights import embedding_rows, is_quantized, local_shard
+from .kernel_products import Norm, Operands, by_kernel, select_product
 
 Angles = tuple[tuple[jax.Array, jax.Array], ...]  # (cos, sin) for each of `ModelConfig.ropes`
 
@@ -69,22 +70,96 @@ def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def linear(
-    x: jax.Array, leaf: Params, out_dtype: jnp.dtype | None = None, over: str | None = None
+def norm_before(tree: Params, name: str, config: ModelConfig) -> Norm | None:
+    """The RMS norm of that name, for `products` of its result; None: the tree has none."""
+    return Norm(tree[name], config.rms_norm_eps, config.norm_offset) if name in tree else None
+
+
+def linear(  # noqa: PLR0913
+    x: jax.Array,
+    leaf: Params,
+    out_dtype: jnp.dtype | None = None,
+    over: str | None = None,
+    *,
+    residual: jax.Array | None = None,
+    impl: str | None = "xla",
 ) -> jax.Array:
     """x @ weight.T + bias: [..., I] -> [..., O]. leaf: "weight" [O, I] or quantized, "bias" [O] or absent.
-    over: a mesh axis along which I is sharded; the devices' products are summed.
+    over: a mesh axis along which I is sharded; the devices' products are summed. residual: None, or what is
+    added to the result. impl: as in `products`.
     """
+    dtype = out_dtype or x.dtype
+    if over is None:
+        return products(x, [leaf], residual=residual, dtype=dtype, impl=impl)[0]
     weight = leaf["weight"]
     if is_quantized(weight):
-        y = quantized_product(*((x, weight) if over is None else local_shard(x, weight, over)))
-    else:
-        y = float_product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
-    if over is not None:
-        y = lax.psum(y.astype(out_dtype or x.dtype), over)
+        x, weight = local_shard(x, weight, over)
+    y = lax.psum(products(x, [{"weight": weight}], dtype=dtype, impl=impl)[0], over)
     if "bias" in leaf:
         y = y + leaf["bias"]
-    return y.astype(out_dtype or x.dtype)
+    y = y.astype(dtype)
+    return y if residual is None else residual + y
+
+
+def products(  # noqa: PLR0913
+    x: jax.Array,
+    leaves: list[Params],
+    *,
+    before: Norm | None = None,
+    activation: str | None = None,
+    residual: jax.Array | None = None,
+    dtype: jnp.dtype | None = None,
+    impl: str | None = "xla",
+) -> list[jax.Array]:
+    """x @ weight.T + bias for each leaf: [..., I] -> [..., O]. One kernel where there is one for all.
+
+    Args:
+        x: activations.
+        leaves: as in `linear`.
+        before: None, or a norm of x.
+        activation: None; or of two leaves the result is activation(first) * second.
+        residual: None, or what is added to the only result.
+        dtype: of the results; None: that of x.
+        impl: None (the best for the device), or one of `kernels_pallas.IMPLS`.
+
+    Returns:
+        A result for each leaf; one with an activation.
+    """
+    dtype = dtype or x.dtype
+    weight, eps, offset = before or Norm(None, 0.0, 0.0)
+
+    def plain(operands: Operands) -> list[jax.Array]:
+        x, leaves, weight, residual = operands
+        x = x if weight is None else rms_norm(x, weight, eps, offset)
+        return finish([_product(x, leaf, dtype) for leaf in leaves], residual)
+
+    def finish(ys: list[jax.Array], residual: jax.Array | None) -> list[jax.Array]:
+        ys = ys if activation is None else [_ACTIVATIONS[activation](ys[0]) * ys[1]]
+        return ys if residual is None else [residual + ys[0]]
+
+    operands = Operands(x, leaves, weight, residual)
+    chosen = select_product(impl, operands, activation).impl
+    if chosen != "xla":
+        options = dict(eps=eps, offset=offset, activation=activation, dtype=dtype)
+        return by_kernel(plain, operands, chosen, impl is None, **options)
+    if impl == "xla" or weight is None and len(leaves) == 1:
+        return plain(operands)
+    if weight is not None:  # perhaps without its norm
+        x = rms_norm(x, weight, eps, offset)
+        return products(x, leaves, activation=activation, residual=residual, dtype=dtype, impl=impl)
+    return finish([products(x, [leaf], dtype=dtype, impl=impl)[0] for leaf in leaves], residual)
+
+
+def _product(x: jax.Array, leaf: Params, dtype: jnp.dtype) -> jax.Array:
+    """x @ weight.T + bias in plain jnp."""
+    weight = leaf["weight"]
+    if is_quantized(weight):
+        y = quantized_product(x, weight)
+    else:
+        y = float_product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
+    if "bias" in leaf:
+        y = y + leaf["bias"]
+    return y.astype(dtype)
 
 
 def embed(token: jax.Array, leaf: Params, dtype: jnp.dtype, scale: float = 1.0) -> jax.Array:
@@ -118,19 +193,41 @@ def _embed_jvp(primals, tangents):
     return _embed(token, table), tangents[1][token]
 
 
-def mlp_intermediate(x: jax.Array, layer: Params, config: ModelConfig, over: str | None = None) -> jax.Array:
+def mlp_intermediate(  # noqa: PLR0913
+    x: jax.Array,
+    layer: Params,
+    config: ModelConfig,
+    over: str | None = None,
+    *,
+    before: Norm | None = None,
+    impl: str | None = "xla",
+) -> jax.Array:
     """The input of a gated MLP's last matrix, [..., D] -> [..., F]: activation(gate(x)) * up(x), after the
-    layer's norm for it if any; Hadamard-rotated in a rotated model. over: as in `joint_norms`.
+    layer's norm for it if any; Hadamard-rotated in a rotated model. over: as in `joint_norms`; before and
+    impl: as in `products`.
     """
-    inner = _ACTIVATIONS[config.hidden_act](linear(x, layer["gate"])) * linear(x, layer["up"])
+    leaves = [layer["gate"], layer["up"]]
+    (inner,) = products(x, leaves, before=before, activation=config.hidden_act, impl=impl)
     if config.rotated:
         return hadamard_rotate(inner, mlp_block_width(config))
     return joint_norms([inner], layer, ["down_norm"], config, over)[0]
 
 
-def gated_mlp(x: jax.Array, layer: Params, config: ModelConfig, over: str | None = None) -> jax.Array:
-    """SwiGLU, GeGLU (Shazeer 2020): down(activation(gate(x)) * up(x)). x: [..., D]; over: as in `linear`."""
-    return linear(mlp_intermediate(x, layer, config, over), layer["down"], over=over)
+def gated_mlp(  # noqa: PLR0913
+    x: jax.Array,
+    layer: Params,
+    config: ModelConfig,
+    over: str | None = None,
+    *,
+    before: Norm | None = None,
+    residual: jax.Array | None = None,
+    impl: str | None = "xla",
+) -> jax.Array:
+    """SwiGLU, GeGLU (Shazeer 2020): down(activation(gate(x)) * up(x)). x: [..., D]; over: as in `linear`;
+    before, residual and impl: as in `products`.
+    """
+    inner = mlp_intermediate(x, layer, config, over, before=before, impl=impl)
+    return linear(inner, layer["down"], over=over, residual=residual, impl=impl)
 
 
 def rotary_angles(config: ModelConfig, position_BT: jax.Array, length_B: jax.Array) -> Angles:

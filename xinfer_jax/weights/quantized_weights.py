@@ -29,7 +29,7 @@ class Int8Weight(ShortRepr):
 
     values: jax.Array  # int8 [O, I]
     scale: jax.Array  # float32 [O]
-    # On CPU activations are quantized to one int8 number, not split into two.
+    # Activations are quantized to one int8 number: on CPU not split into two, in GPU kernels not floats.
     int8_activations: bool = dataclasses.field(default=False, repr=False, metadata=dict(static=True))
 
     @property

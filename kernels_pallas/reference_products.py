@@ -1,0 +1,93 @@
+"""The operands of the product kernel, and its reference in plain jnp and float32.
+
+M rows, I inputs, O outputs; a packed matrix has Q groups of J inputs, each Y bytes an output.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+FEW_ROWS = 64  # up to this number of rows the kernel reads matrices once, and takes norms and float matrices
+ACTIVATIONS = {
+    "silu": lambda x: x * jax.nn.sigmoid(x),
+    "gelu_pytorch_tanh": lambda x: 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x * x * x))),
+    "relu2": lambda x: jnp.square(jnp.maximum(x, 0)),
+}
+
+
+class Matrix(NamedTuple):
+    """A matrix with I inputs and O outputs, and the bias of its product.
+
+    - 16-bit floats: values [O, I].
+    - int8 with a scale per output: values [O, I], scale [O].
+    - In groups, (values - zero) * scale: values int8 [Q, J, O], or int4 as uint8 [Q, J/2, O] with input j in
+      a byte's low half and j + J/2 in its high half; scale [Q, O]; zero
+      uint8 [Q, O] or None. Q J is I or more.
+    """
+
+    values: Any
+    scale: Any = None
+    zero: Any = None
+    bias: Any = None  # [O]
+
+    @property
+    def outputs(self) -> int:
+        """O."""
+        return self.values.shape[0 if self.values.ndim == 2 else 2]
+
+    @property
+    def halves(self) -> int:
+        """Inputs of a value: two of a byte with int4."""
+        return 2 if self.values.dtype == jnp.uint8 else 1
+
+
+def product(  # noqa: PLR0913
+    x_MI,
+    matrices,
+    norm_I=None,
+    residual_MO=None,
+    step_M=None,
+    *,
+    eps=0.0,
+    offset=0.0,
+    activation=None,
+    dtype=None,
+) -> list[jax.Array]:
+    """x · matrixᵀ + bias for each matrix, after an RMS norm of x where there is a weight norm_I; with an
+    activation, of two matrices, activation(first) * second. The residual is added to the only result. With
+    step_M x is int8, in steps of that size.
+    """
+    x_MI = x_MI.astype(jnp.float32)
+    if step_M is not None:
+        x_MI *= step_M[:, None]
+    if norm_I is not None:
+        x_MI *= lax.rsqrt(jnp.mean(jnp.square(x_MI), -1, keepdims=True) + eps)
+        x_MI *= offset + norm_I.astype(jnp.float32)
+    ys = [_product(x_MI, matrix) for matrix in matrices]
+    if activation is not None:
+        ys = [ACTIVATIONS[activation](ys[0]) * ys[1]]
+    if residual_MO is not None:
+        ys = [ys[0] + residual_MO.astype(jnp.float32)]
+    return [y.astype(dtype or jnp.float32) for y in ys]
+
+
+def _product(x_MI, matrix: Matrix):
+    values = matrix.values
+    if values.ndim == 2:
+        matrix_IO = values.astype(jnp.float32).T
+        if matrix.scale is not None:
+            matrix_IO *= matrix.scale
+    else:
+        levels_QJO = values
+        if matrix.halves == 2:
+            levels_QJO = jnp.concatenate([values & 15, values >> 4], 1)
+        levels_QJO = levels_QJO.astype(jnp.float32)
+        if matrix.zero is not None:
+            levels_QJO -= matrix.zero.astype(jnp.float32)[:, None]
+        scaled_QJO = levels_QJO * matrix.scale.astype(jnp.float32)[:, None]
+        matrix_IO = scaled_QJO.reshape(-1, matrix.outputs)[: x_MI.shape[1]]
+    y_MO = jnp.dot(x_MI, matrix_IO, precision=lax.Precision.HIGHEST)
+    return y_MO if matrix.bias is None else y_MO + matrix.bias.astype(jnp.float32)

@@ -1,0 +1,325 @@
+"""Matrix products for Triton that read packed weights, several matrices in one launch, with the RMS norm of
+their input, biases, activation and residual.
+
+- A program computes one tile of outputs of one matrix (with an activation: the same tile of both), for all
+  rows up to 64. q, k and v are leaves of their own; the program's number says whose tile it computes.
+- The norm costs no pass of its own: products of x * weight and the sum of squares run in one loop, and each
+  row is scaled at the end. x * weight is rounded to 16 bits once, where norm and weight round twice. It must
+  not overflow, so float16 takes no norm.
+- A level of int4 becomes 128 + level in bfloat16 (1,024 + level in float16) by putting it into the last bits
+  of that number: seven instructions for eight levels. The product with 128 + zero, the same for a whole
+  group, is subtracted from the group's sum. The sum is scaled in float32.
+- Up to 16 rows a program reads far more of the weights than of x. With more rows x costs as much, from L2, so
+  tiles are wider; then few tiles cover a narrow matrix, and its inputs are divided among programs. That costs
+  a launch, and partial sums of at most an eighth of the matrix's bytes.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from ..reference_products import ACTIVATIONS, FEW_ROWS
+from .parts import dot, result_type, tile_size
+
+PROGRAMS = 132  # multiprocessors of an H200
+_STAGE_BYTES = 8192  # of a matrix that one step of the loop reads
+
+
+class _Tiles(NamedTuple):
+    """Sizes that are the same for every program."""
+
+    rows: int
+    outputs: int
+    splits: int  # of the inputs
+    warps: int
+    stages: int
+
+
+class _Settings(NamedTuple):
+    """What a program computes."""
+
+    tiles: _Tiles
+    eps: float
+    offset: float
+    activation: str | None
+    interpret: bool
+
+
+def product(  # noqa: PLR0913
+    x_MI,
+    matrices,
+    norm_I=None,
+    residual_MO=None,
+    step_M=None,
+    *,
+    eps=0.0,
+    offset=0.0,
+    activation=None,
+    dtype=None,
+    interpret=False,
+) -> list[jax.Array]:
+    """x · matrixᵀ + bias for each matrix, in one launch.
+
+    Args:
+        x_MI: activations, bfloat16 or float16; int8 for int8 matrices with a scale per output, whose sums are
+            then exact.
+        matrices: `Matrix` of x's dtype, int8 or packed. Groups have a multiple of 16 bytes.
+        norm_I: None, or the weight of an RMS norm of x; bfloat16 only.
+        residual_MO: None, or what is added to the only result.
+        step_M: None; with int8 activations, float32: what they were divided by.
+        eps: of the norm.
+        offset: what is added to the norm's weight.
+        activation: None; or of two matrices of one kind and shape the result is activation(first) * second.
+        dtype: of the results; None: that of x, which is not int8.
+        interpret: run on any device, slowly, by Pallas's interpreter.
+
+    Returns:
+        [M, O] for each matrix; one with an activation.
+    """
+    M = len(x_MI)
+    tiles = _choose_tiles(x_MI, matrices, norm_I, activation)
+    widths = [matrix.outputs for matrix in matrices[: 1 if activation else None]]
+    settings = _Settings(tiles, eps, offset, activation, interpret)
+    operands = (x_MI, matrices, norm_I, residual_MO, step_M)
+    split = tiles.splits > 1
+    if split:  # the rest follows on the sum
+        operands = (x_MI, [matrix._replace(bias=None) for matrix in matrices], None, None, step_M)
+    dtype = dtype or x_MI.dtype
+    shapes = [(tiles.splits, M, width) if split else (M, width) for width in widths]
+    ys = pl.pallas_call(
+        partial(_kernel, settings=settings),
+        grid=(sum(pl.cdiv(width, tiles.outputs) for width in widths), pl.cdiv(M, tiles.rows), tiles.splits),
+        out_shape=[
+            result_type(shape, jnp.float32 if split else dtype, *jax.tree.leaves(operands))
+            for shape in shapes
+        ],
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpret,
+        name="product",
+    )(*operands)
+    if not split:
+        return ys
+    y_MO = ys[0].sum(0)
+    for term in (matrices[0].bias, residual_MO):
+        if term is not None:
+            y_MO = y_MO + term.astype(jnp.float32)
+    return [y_MO.astype(dtype)]
+
+
+def _choose_tiles(x_MI, matrices, norm_I, activation) -> _Tiles:
+    """Tiles that fill the multiprocessors, and compile for sm_80 and sm_89 without register spills."""
+    M = len(x_MI)
+    grouped = matrices[0].values.ndim == 3
+    if M > FEW_ROWS:
+        return _Tiles(128, 64, 1, 8, 3)
+    rows = tile_size(M)
+    total = sum(matrix.outputs for matrix in matrices[: 1 if activation else None])
+    affordable = 1
+    if rows > 16 and len(matrices) == 1 and norm_I is None:
+        values = matrices[0].values
+        written_and_read = 8 * M * total
+        affordable = max(1, values.size * values.dtype.itemsize // (8 * written_and_read))
+    smallest = 16 if rows == 16 and not grouped else 32  # 32 bytes are read from memory at once
+    enough = PROGRAMS * 3 // 4
+    outputs = next((size for size in (64, 32) if pl.cdiv(total, size) * affordable >= enough), smallest)
+    splits = max(1, min(PROGRAMS // pl.cdiv(total, outputs), affordable))
+    return _Tiles(rows, outputs, splits, 2 if outputs == 16 else 4, 6 if rows == 16 and grouped else 4)
+
+
+def _kernel(x_ref, matrices, norm_ref, residual_ref, step_ref, *out_refs, settings: _Settings):
+    groups = [matrices] if settings.activation else [[matrix] for matrix in matrices]
+    # Not in the branches, where the interpreter has no program_id.
+    (tile, block, split) = (pl.program_id(axis) for axis in range(3))
+    refs = (norm_ref, residual_ref, step_ref)
+    for group, out_ref in zip(groups, out_refs, strict=True):
+        tiles = pl.cdiv(group[0].outputs, settings.tiles.outputs)
+        run = partial(_tile, x_ref, group, refs, out_ref, (tile, block, split), settings)
+        if len(groups) == 1:
+            run()
+        else:
+            pl.when((tile >= 0) & (tile < tiles))(run)
+        tile -= tiles
+
+
+def _tile(x_ref, matrices, refs, out_ref, numbers, settings: _Settings):  # noqa: PLR0913
+    """One tile of outputs of a matrix, or of two with an activation. refs: the norm, the residual and the
+    step; numbers: of the tile of outputs, of the block of rows, and of the split.
+    """
+    (norm_ref, residual_ref, step_ref) = refs
+    (tile, block, split) = numbers
+    (M, inputs) = x_ref.shape
+    rows, outputs, splits, _, _ = settings.tiles
+    row = _Range.of(block * rows, rows, M)
+    out = _Range.of(tile * outputs, outputs, matrices[0].outputs)
+    add = _add_grouped if matrices[0].values.ndim == 3 else _add_flat
+    steps, step = add(x_ref, norm_ref, matrices, row, out, settings)
+    begin = 0 if splits == 1 else lax.div(steps * split, splits)
+    end = steps if splits == 1 else lax.div(steps * (split + 1), splits)
+    zeros_MO = jnp.zeros((rows, outputs), jnp.float32 if step_ref is None else jnp.int32)
+    start = [zeros_MO] * len(matrices), jnp.zeros(rows, jnp.float32)
+    ys, square_M = lax.fori_loop(begin, end, step, start)
+
+    for i, matrix in enumerate(matrices):
+        if step_ref is not None:
+            ys[i] = ys[i].astype(jnp.float32) * _load(step_ref, row)[:, None]
+        if matrix.values.ndim == 2 and matrix.scale is not None:
+            ys[i] *= _load(matrix.scale, out)
+        if norm_ref is not None:
+            ys[i] *= lax.rsqrt(square_M * (1 / inputs) + settings.eps)[:, None]
+        if matrix.bias is not None:
+            ys[i] += _load(matrix.bias, out).astype(jnp.float32)
+    y_MO = ACTIVATIONS[settings.activation](ys[0]) * ys[1] if settings.activation else ys[0]
+    if residual_ref is not None:
+        y_MO += _load(residual_ref, row, out).astype(jnp.float32)
+    index = (row.slice, out.slice) if splits == 1 else (split, row.slice, out.slice)
+    pltriton.store(out_ref.at[index], y_MO.astype(out_ref.dtype), mask=_mask(row, out))
+
+
+def _add_flat(x_ref, norm_ref, matrices, row, out, settings: _Settings):  # noqa: PLR0913
+    """The steps over the inputs of matrices [O, I], and the function of one step."""
+    inputs = x_ref.shape[1]
+    width = _STAGE_BYTES // (settings.tiles.outputs * matrices[0].values.dtype.itemsize * len(matrices))
+    width = min(max(64, width), 256 if settings.tiles.rows == 16 else 64, max(32, tile_size(inputs)))
+    multiply = _int8_dot if x_ref.dtype == jnp.int8 else dot
+
+    def step(i, state):
+        ys, square_M = state
+        column = _Range.of(i * width, width, inputs)
+        x_MI, added_M = _load_x(x_ref, norm_ref, row, column, settings.offset)
+        tiles = [_load(matrix.values, out, column).astype(x_MI.dtype) for matrix in matrices]
+        ys = [y + multiply(x_MI, tile.T) for y, tile in zip(ys, tiles, strict=True)]
+        return ys, square_M + added_M
+
+    return pl.cdiv(inputs, width), step
+
+
+def _int8_dot(a, b):
+    return jnp.dot(a, b, preferred_element_type=jnp.int32)
+
+
+def _add_grouped(x_ref, norm_ref, matrices, row, out, settings: _Settings):  # noqa: PLR0913
+    """The steps over the groups of packed matrices, and the function of one step, which reads some runs of
+    bytes. A run is a whole group or a part of one.
+    """
+    (Q, Y, _) = matrices[0].values.shape
+    halves = matrices[0].halves
+    run = group_run(Y)
+    per_group = Y // run
+    runs = Q * per_group
+    at_once = 2 if settings.tiles.rows <= FEW_ROWS and runs % 2 == 0 and len(matrices) == 1 else 1
+    magic = 0 if halves == 1 else _magic(x_ref.dtype)
+
+    def add_run(number, state):
+        ys, square_M = state
+        group = lax.div(number, per_group)
+        first = group * (halves * Y) + lax.rem(number, per_group) * run
+        columns = [_Range.of(first + half * Y, run, x_ref.shape[1], Q * Y * halves) for half in range(halves)]
+        parts = (_load_x(x_ref, norm_ref, row, column, settings.offset) for column in columns)
+        xs, added = zip(*parts, strict=True)
+        total_M = sum(x_MY.astype(jnp.float32) for x_MY in xs).sum(1)
+        sums = []
+        for y_MO, matrix in zip(ys, matrices, strict=True):
+            byte = _Range.of(lax.rem(number, per_group) * run, run, Y)
+            levels = _levels(_load(matrix.values, group, byte, out), x_ref.dtype, settings.interpret)
+            sum_MO = sum(dot(x_MY, level_YO) for x_MY, level_YO in zip(xs, levels, strict=True))
+            zero_O = jnp.full(out.slice.size, magic, jnp.float32)
+            if matrix.zero is not None:
+                zero_O += _load(matrix.zero, group, out).astype(jnp.float32)
+            if halves == 2 or matrix.zero is not None:
+                sum_MO -= total_M[:, None] * zero_O
+            sums.append(y_MO + sum_MO * _load(matrix.scale, group, out).astype(jnp.float32))
+        return sums, square_M + sum(added)
+
+    def step(i, state):
+        for j in range(at_once):
+            state = add_run(i * at_once + j, state)
+        return state
+
+    return runs // at_once, step
+
+
+def group_run(Y: int) -> int:
+    """The bytes of a group that one product multiplies: a power of two."""
+    return min(Y & -Y, 32)
+
+
+def _load_x(x_ref, norm_ref, row, column, offset: float):
+    """A tile of x, times the weight of the norm if there is one; and the rows' sums of squares for it."""
+    x_MI = _load(x_ref, row, column)
+    if norm_ref is None:
+        return x_MI, 0
+    x32_MI = x_MI.astype(jnp.float32)
+    weight_I = _load(norm_ref, column).astype(jnp.float32)
+    weight_I = weight_I + offset if offset else weight_I
+    sum_M = jnp.square(x32_MI).sum(1)
+    # A sum is never negative. Without the condition every warp would compute the whole tile, in the registers
+    # of its product's operand; with it they share the work, and pass the results on in shared memory.
+    return jnp.where(sum_M[:, None] >= 0, x32_MI * weight_I, jnp.nan).astype(x_MI.dtype), sum_M
+
+
+def _levels(values_YO, dtype, interpret: bool) -> list[jax.Array]:
+    """Numbers of `dtype` for each half of a group: int8, or int4 plus `_magic`."""
+    if values_YO.dtype != jnp.uint8:
+        return [values_YO.astype(dtype)]
+    if interpret:
+        wide = values_YO.astype(jnp.int32)
+        return [(level + int(_magic(dtype))).astype(dtype) for level in (wide & 15, wide >> 4)]
+    high = {"bfloat16": "0x43434343", "float16": "0x64646464"}[jnp.dtype(dtype).name]
+    asm = f"""{{{{
+        .reg .b32 level;
+        shr.b32 level, $2, {{shift}};
+        and.b32 level, level, 0x0f0f0f0f;
+        prmt.b32 $0, level, {high}, 0x4140;
+        prmt.b32 $1, level, {high}, 0x4342;
+    }}}}"""
+    kind = jax.ShapeDtypeStruct(values_YO.shape, dtype)
+    convert = partial(
+        pltriton.elementwise_inline_asm,
+        args=[values_YO],
+        constraints="=r,=r,r",
+        pack=4,
+        result_shape_dtypes=[kind],
+    )
+    return [convert(asm.format(shift=shift))[0] for shift in (0, 4)]
+
+
+def _magic(dtype) -> float:
+    """The number whose last bits are those of a level: 128 with 7 bits, 1,024 with 10."""
+    return float(1 / jnp.finfo(dtype).eps)
+
+
+class _Range(NamedTuple):
+    """The indices of a tile along an axis."""
+
+    slice: Any
+    inside: Any  # which are; None: all
+
+    @classmethod
+    def of(cls, start, size: int, limit: int, end: int | None = None) -> "_Range":
+        """Those from `start` on. limit: of the axis; end: of the tiles, where they are no multiples."""
+        tiled = limit % size == 0 and end in (None, limit)
+        return cls(pl.ds(start, size), None if tiled else start + jnp.arange(size) < limit)
+
+
+def _mask(*axes):
+    """Which elements of a tile are inside; None: all."""
+    axes = [axis for axis in axes if isinstance(axis, _Range)]
+    shape = [axis.slice.size for axis in axes]
+    parts = [
+        lax.broadcast_in_dim(axis.inside, shape, (i,))
+        for i, axis in enumerate(axes)
+        if axis.inside is not None
+    ]
+    return None if not parts else parts[0] if len(parts) == 1 else parts[0] & parts[1]
+
+
+def _load(ref, *axes):
+    """A tile, with zeros outside. axes: ranges and numbers."""
+    mask = _mask(*axes)
+    ref = ref.at[tuple(axis.slice if isinstance(axis, _Range) else axis for axis in axes)]
+    return pltriton.load(ref) if mask is None else pltriton.load(ref, mask=mask, other=0)

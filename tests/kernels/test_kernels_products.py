@@ -1,0 +1,227 @@
+"""The product kernel against its reference, in Pallas's interpreter; models whose products run on it;
+programs with it, lowered for a GPU that need not be present.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+from quick import full_except
+
+import kernels_pallas
+import xinfer_jax as xj
+from kernels_pallas import reference_products, triton
+from kernels_pallas.reference_products import Matrix
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.model.decoder import forward
+from xinfer_jax.model.kernel_products import Norm
+from xinfer_jax.model.layers import linear, products, rms_norm
+from xinfer_jax.weights.matmul import int8_activation_product
+from xinfer_jax.weights.quantization import quantize_matrix
+from xinfer_jax.weights.quantized_weights import GroupedWeight, with_int8_activations
+
+pytestmark = [
+    pytest.mark.newest,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+SD = jax.ShapeDtypeStruct
+BF16 = jnp.bfloat16
+F16 = jnp.float16
+
+
+def matrix(draws, kind, outputs, inputs, dtype, bias):
+    """A random matrix. kind: float, int8 or (bits, J, whether it has zeros)."""
+    bias_O = jnp.asarray(draws.standard_normal(outputs), dtype) if bias else None
+    if kind == "float":
+        return Matrix(jnp.asarray(draws.standard_normal((outputs, inputs)), dtype), bias=bias_O)
+    if kind == "int8":
+        values = jnp.asarray(draws.integers(-127, 128, (outputs, inputs)), jnp.int8)
+        return Matrix(values, jnp.asarray(draws.random(outputs) / 50, jnp.float32), bias=bias_O)
+    bits, J, zeros = kind
+    Q = -(-inputs // J)
+    scale = jnp.asarray(draws.random((Q, outputs)) * 2**-bits, F16)
+    if bits == 8:
+        return Matrix(jnp.asarray(draws.integers(-127, 128, (Q, J, outputs)), jnp.int8), scale, bias=bias_O)
+    values = jnp.asarray(draws.integers(0, 256, (Q, J // 2, outputs)), jnp.uint8)
+    zero = jnp.asarray(draws.integers(0, 16, (Q, outputs)), jnp.uint8) if zeros else None
+    return Matrix(values, scale, zero, bias_O)
+
+
+INT4 = (4, 64, True)
+EPS = dict(eps=1e-6)
+CASES = {  # kind, rows, inputs, outputs of each matrix, dtype, and what else there is
+    "qkv-norm-bias": ("float", 1, 100, (40, 20, 24), BF16, "norm bias", EPS),
+    "int4-gate-up-norm": (INT4, 3, 130, (40, 40), BF16, "norm", EPS | dict(activation="silu")),
+    "qkv-of-two-formats": (("float", INT4), 2, 128, (40, 16), BF16, "norm bias", EPS),
+    "float16-residual": ("float", 20, 70, (40,), F16, "residual bias", {}),
+    "int8-gate-up-norm-offset": (
+        "int8",
+        3,
+        130,
+        (40, 40),
+        BF16,
+        "norm",
+        EPS | dict(offset=1.0, activation="gelu_pytorch_tanh"),
+    ),
+    "relu2": ("int8", 17, 64, (33, 33), BF16, "bias", dict(activation="relu2")),
+    "int4-without-zeros-f16": ((4, 128, False), 5, 200, (40,), F16, "residual", {}),
+    "int8-in-groups": ((8, 32, False), 3, 130, (40,), BF16, "bias", {}),
+    "int4-many-rows": (INT4, 130, 192, (70,), BF16, "residual", {}),
+    "int8-many-rows-float32-result": ("int8", 70, 100, (70, 20), BF16, "", dict(dtype=jnp.float32)),
+    "int8-activations": ("int8", 3, 100, (40, 20), BF16, "int8 activations bias", dict(dtype=jnp.float32)),
+    "inputs-divided": ("float", 33, 4300, (70,), BF16, "residual bias", {}),
+}
+
+
+@pytest.mark.parametrize("name", full_except(("qkv-norm-bias", "int4-gate-up-norm"), CASES))
+def test_product(name):
+    kind, rows, inputs, outputs, dtype, extra, options = CASES[name]
+    draws = np.random.default_rng(0)
+    kinds = kind if isinstance(kind[-1], tuple) else [kind] * len(outputs)
+    matrices = [
+        matrix(draws, kind, size, inputs, dtype, "bias" in extra)
+        for kind, size in zip(kinds, outputs, strict=True)
+    ]
+    x_MI = jnp.asarray(draws.standard_normal((rows, inputs)), dtype)
+    norm_I = jnp.asarray(draws.standard_normal(inputs), dtype) if "norm" in extra else None
+    residual_MO = (
+        jnp.asarray(draws.standard_normal((rows, outputs[0])), dtype) if "residual" in extra else None
+    )
+    step_M = None
+    if "int8 activations" in extra:
+        x_MI = jnp.asarray(draws.integers(-127, 128, x_MI.shape), jnp.int8)
+        step_M = jnp.asarray(draws.random(rows), jnp.float32)
+    args = (x_MI, matrices, norm_I, residual_MO, step_M)
+    got = jax.jit(partial(triton.product, **options, interpret=True))(*args)
+    want = reference_products.product(*args, **options)
+    assert [y.dtype for y in got] == [options.get("dtype", dtype)] * len(want)
+    for have, need in zip(got, want, strict=True):
+        have, need = (np.asarray(y, np.float64) for y in (have, need))
+        limit = (2**-7 if "norm" in extra else 2**-8) * np.linalg.norm(need, axis=-1)
+        assert (np.linalg.norm(have - need, axis=-1) <= limit).all()
+
+
+CONFIG = from_hf(
+    dict(model_type="qwen2", vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=1)
+    | dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=128)
+)
+
+
+def model(method=None):
+    """A bfloat16 model of one layer; method: of its layer's matrices."""
+    params = xj.init_params(CONFIG, jax.random.key(0), "bfloat16")
+
+    def leaf(path, x):
+        if method is None or x.ndim != 2 or path[0].key != "layers":
+            return x
+        bits, group = {"int8": (8, x.shape[1]), "int4": (4, 32)}[method]
+        return jax.tree.map(jnp.asarray, quantize_matrix(np.asarray(x, np.float32), bits, group))
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", [None, "int8", "int4"])
+def test_a_model_on_the_kernel_equals_plain_jnp(method):
+    """A prompt of more than 64 tokens of all rows, and a step."""
+    params = model(method)
+    tokens_BT = np.random.default_rng(0).integers(0, 96, (2, 34))
+
+    def read(impl):
+        _, cache = forward(params, CONFIG, tokens_BT, xj.init_cache(CONFIG, 2, 64, "bfloat16"), impl=impl)
+        return xj.decode_step(params, CONFIG, tokens_BT[:, 0], cache, impl=impl)[0]
+
+    want, got = (jax.jit(read, static_argnums=0)(impl) for impl in ("xla", "interpret"))
+    assert np.linalg.norm(got - want) <= 0.01 * np.linalg.norm(want)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", [None, "int4"])
+def test_gradients_through_the_kernel_are_those_of_plain_jnp(method):
+    params = model(method)
+    tokens_BT = np.arange(5)[None]
+    floats, rest = [
+        jax.tree.map(lambda x, keep=keep: x if jnp.issubdtype(x.dtype, jnp.inexact) == keep else None, params)
+        for keep in (True, False)
+    ]
+
+    def loss(floats, impl):
+        whole = jax.tree.map(lambda a, b: b if a is None else a, floats, rest, is_leaf=lambda x: x is None)
+        return jnp.sum(forward(whole, CONFIG, tokens_BT, impl=impl)[0] ** 2)
+
+    want, got = (jax.jit(jax.grad(loss), static_argnums=1)(floats, impl) for impl in ("xla", "interpret"))
+    for path, need in jax.tree_util.tree_leaves_with_path(want):
+        have = dict(jax.tree_util.tree_leaves_with_path(got))[path]
+        have, need = (np.asarray(x, np.float64) for x in (have, need))
+        assert np.linalg.norm(have - need) <= 0.03 * np.linalg.norm(need) + 1e-6, path
+
+
+def test_what_the_kernel_does_not_take_stays_with_xla():
+    """float32, floats of many rows, ternary and small groups; matrices in an order one by one."""
+    x = jnp.ones((2, 32), BF16)
+    w = jnp.ones((16, 32), BF16)
+
+    def kernels(x, *weights, **options):
+        run = lambda x: products(x, [{"weight": w} for w in weights], impl="interpret", **options)  # noqa: E731
+        return str(jax.make_jaxpr(run)(x)).count("pallas_call")
+
+    assert kernels(x, w) == kernels(x, w, w) == 1
+    assert kernels(x.astype(jnp.float32), w) == kernels(jnp.ones((65, 32), BF16), w) == 0
+    int4 = jax.tree.map(jnp.asarray, quantize_matrix(np.ones((16, 32), np.float32), 4, 32))
+    assert kernels(jnp.ones((65, 32), BF16), int4, int4) == 1
+    assert kernels(x, w, int4) == 1
+    assert kernels(x, w, int4, activation="silu") == 2
+    ordered = dataclasses.replace(int4, order=jnp.arange(32, dtype=jnp.int32)[::-1])
+    assert kernels(x, ordered, int4) == 2
+    small = jax.tree.map(jnp.asarray, quantize_matrix(np.ones((16, 32), np.float32), 8, 8))
+    assert isinstance(small, GroupedWeight) and kernels(x, small) == 0
+
+
+@pytest.mark.full
+def test_int8_activations():
+    """They are quantized as on a CPU, after the norm."""
+    draws = np.random.default_rng(0)
+    matrix_OI = draws.standard_normal((40, 128)).astype(np.float32)
+    int8 = jax.tree.map(jnp.asarray, quantize_matrix(matrix_OI, 8, 128))
+    leaf = {"weight": with_int8_activations(int8)}
+    x = jnp.asarray(draws.standard_normal((3, 128)), BF16)
+    norm = Norm(jnp.asarray(draws.standard_normal(128), BF16), 1e-6, 0.0)
+    (got,) = products(x, [leaf], before=norm, dtype=jnp.float32, impl="interpret")
+    want = int8_activation_product(rms_norm(x, *norm), int8.values) * int8.scale
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.full
+def test_inputs_in_another_order():
+    draws = np.random.default_rng(0)
+    weight = jax.tree.map(
+        jnp.asarray, quantize_matrix(draws.standard_normal((40, 64)).astype(np.float32), 4, 32)
+    )
+    ordered = dataclasses.replace(weight, order=jnp.asarray(draws.permutation(64), jnp.int32))
+    x = jnp.asarray(draws.standard_normal((2, 3, 64)), BF16)
+    want, got = (linear(x, {"weight": ordered}, jnp.float32, impl=impl) for impl in ("xla", "interpret"))
+    assert np.linalg.norm(got - want) <= 0.01 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("gpu", ["mosaic", "triton"])
+def test_a_decode_step_has_four_products_in_a_layer(gpu, monkeypatch):
+    monkeypatch.setattr(
+        kernels_pallas.dispatch, "device_impl", lambda: kernels_pallas.Selection(gpu, "an imaginary GPU")
+    )
+    jax.clear_caches()  # no earlier trace
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    params = jax.eval_shape(model)
+    cache = jax.eval_shape(lambda: xj.init_cache(CONFIG, 2, 64, "bfloat16"))
+    step = jax.jit(xj.decode_step, static_argnums=1)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        traced = step.trace(params, CONFIG, SD((2,), jnp.int32), cache)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text() if gpu == "mosaic" else str(traced.jaxpr)
+    jax.clear_caches()
+    if gpu == "mosaic":
+        assert text.count("__gpu$xla.gpu.triton") == 4
+    else:
+        assert text.count("name=product") == 4

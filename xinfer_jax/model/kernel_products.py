@@ -1,0 +1,148 @@
+"""Matrix products by a GPU kernel: which ones it takes, and their gradients."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import kernels_pallas
+from kernels_pallas.reference_products import FEW_ROWS, Matrix
+
+from ..sharding import abstract_mesh_of
+from ..weights.matmul import quantize_activations
+from ..weights.params import Params
+from ..weights.quantized_weights import GroupedWeight, Int8Weight
+from ..weights.ternary import TernaryWeight
+
+
+class Norm(NamedTuple):
+    """An RMS norm of the input of products."""
+
+    weight: Any  # [I]
+    eps: float
+    offset: float
+
+
+class Operands(NamedTuple):
+    """What products read."""
+
+    x: Any  # [..., I]
+    leaves: Sequence[Params]  # matrices that share x, with their biases
+    norm_weight: Any = None  # [I]
+    residual: Any = None  # [..., O]
+
+
+def select_product(impl: str | None, operands: Operands, activation: str | None) -> kernels_pallas.Selection:
+    """The implementation of products in one launch; "xla" where there is no kernel for them.
+
+    A named implementation is one of attention: other matrices stay with XLA under every name.
+    """
+    x, leaves, norm_weight, _ = operands
+    if impl == "xla":
+        return kernels_pallas.Selection("xla", "requested by name")
+    if impl is None and (here := kernels_pallas.dispatch.device_impl()).impl == "xla":
+        return here
+    matrices = [leaf["weight"] for leaf in leaves]
+    rows = x.size // max(x.shape[-1], 1)
+    reason = _unsupported_reason(x, matrices, rows, norm_weight, activation)
+    if reason or x.dtype not in (jnp.bfloat16, jnp.float16):
+        return kernels_pallas.Selection("xla", reason or f"dtype {x.dtype}")
+    return kernels_pallas.select("product", impl, x)
+
+
+def _unsupported_reason(x, matrices, rows: int, norm_weight, activation) -> str | None:
+    """Why the kernel does not take these products in one launch, or None."""
+    if abstract_mesh_of(matrices):  # a kernel sees only one device's part
+        return "arrays that the compiler divides over devices"
+    if norm_weight is not None and (rows > FEW_ROWS or x.dtype != jnp.bfloat16):
+        return "a norm of many rows or of float16"
+    if activation is not None and len({_layout(matrix) for matrix in matrices}) > 1:
+        return "gate and up of different formats"
+    if len({_has_int8_activations(matrix) for matrix in matrices}) > 1:
+        return "int8 activations of some matrices"
+    normed = norm_weight is not None
+    several = len(matrices) > 1
+    reasons = (_unsupported_matrix(matrix, x.dtype, rows, normed, several) for matrix in matrices)
+    return next(filter(None, reasons), None)
+
+
+def _has_int8_activations(matrix: Any) -> bool:
+    return isinstance(matrix, Int8Weight) and matrix.int8_activations
+
+
+def _unsupported_matrix(matrix: Any, dtype: Any, rows: int, normed: bool, several: bool) -> str | None:
+    """The same for one matrix. normed: x has a norm; several: x is that of other matrices too."""
+    if isinstance(matrix, TernaryWeight):
+        return "ternary weights"
+    if isinstance(matrix, Int8Weight):
+        return "a norm before int8 activations" if normed and matrix.int8_activations else None
+    if isinstance(matrix, GroupedWeight):
+        if matrix.values.shape[1] % 16:
+            return "small groups"
+        ordered = matrix.order is not None and (normed or several)
+        return "inputs in the order of one matrix" if ordered else None
+    return None if matrix.dtype == dtype and rows <= FEW_ROWS else "floats of another dtype, or for many rows"
+
+
+def _layout(matrix: Any) -> tuple[Any, ...]:
+    values = getattr(matrix, "values", matrix)
+    return values.shape, values.dtype
+
+
+def by_kernel(
+    plain: Callable[[Operands], list[jax.Array]],
+    operands: Operands,
+    impl: str,
+    only_on_gpu: bool,
+    **options: Any,
+) -> list[jax.Array]:
+    """Products by a kernel. Their derivatives are those of `plain`.
+
+    Args:
+        plain: the same in jnp.
+        operands: what it takes.
+        impl: of `kernels_pallas`.
+        only_on_gpu: other devices run `plain`.
+        options: eps, offset, activation and dtype of `kernels_pallas.reference_products.product`.
+    """
+    kernel = partial(_run, impl=impl, options=options)
+
+    @jax.custom_jvp
+    def run(operands: Operands) -> list[jax.Array]:
+        return (
+            lax.platform_dependent(operands, cuda=kernel, default=plain) if only_on_gpu else kernel(operands)
+        )
+
+    @run.defjvp
+    def _derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        return run(*primals), jax.jvp(plain, primals, tangents)[1]
+
+    return run(operands)
+
+
+def _run(operands: Operands, impl: str, options: dict[str, Any]) -> list[jax.Array]:
+    x, leaves, norm_weight, residual = operands
+    x_MI = x.reshape(-1, x.shape[-1])
+    order = getattr(leaves[0]["weight"], "order", None)
+    x_MI = x_MI if order is None else x_MI[:, order]
+    residual_MO = None if residual is None else residual.reshape(len(x_MI), -1)
+    step_M = None
+    if _has_int8_activations(leaves[0]["weight"]):
+        x_MI, factor_M1 = quantize_activations(x_MI)
+        step_M = 1 / factor_M1[:, 0]
+    args = (x_MI, [_matrix(leaf) for leaf in leaves], norm_weight, residual_MO, step_M)
+    ys = kernels_pallas.run_kernel(impl, "product", *args, **options)
+    return [y_MO.reshape(*x.shape[:-1], -1) for y_MO in ys]
+
+
+def _matrix(leaf: Params) -> Matrix:
+    weight = leaf["weight"]
+    bias = leaf.get("bias")
+    if isinstance(weight, Int8Weight):
+        return Matrix(weight.values, weight.scale, None, bias)
+    if isinstance(weight, GroupedWeight):
+        return Matrix(weight.values, weight.scale, weight.zero, bias)
+    return Matrix(weight, bias=bias)
