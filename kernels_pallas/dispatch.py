@@ -4,9 +4,10 @@ Nothing here asks which device a traced program will run on. `select` uses shape
 of this process, if any. `lax.platform_dependent` then decides whether the program runs on that GPU.
 """
 
+import contextlib
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -24,8 +25,33 @@ class Selection(NamedTuple):
     reason: str
 
 
+_assumed: Selection | None = None  # inside `assume_device`
+
+
+@contextlib.contextmanager
+def assume_device(capability: tuple[int, int], name: str) -> Iterator[None]:
+    """Inside, this process selects kernels as one with such an NVIDIA GPU does, to compile for it. jax's
+    traces are dropped at both ends, since they do not know for which GPU they are.
+
+    Args:
+        capability: compute capability, (9, 0) for Hopper.
+        name: of the GPU, for the reasons of selections.
+    """
+    global _assumed
+    before = _assumed
+    jax.clear_caches()
+    _assumed = _impl_of(capability, name)
+    try:
+        yield
+    finally:
+        _assumed = before
+        jax.clear_caches()
+
+
 def device_impl() -> Selection:
     """The implementation for this process's NVIDIA GPUs; "xla" where it has none."""
+    if _assumed is not None:
+        return _assumed
     try:
         device = jax.local_devices(backend="cuda")[0]  # all cards are taken to be alike
     except RuntimeError:
@@ -37,6 +63,10 @@ def device_impl() -> Selection:
         return Selection(
             "xla", f"{name}: CUDA {cuda[1]} is known to miscompile such kernels, 12.9.1 and 13 are not"
         )
+    return _impl_of(capability, name)
+
+
+def _impl_of(capability: tuple[int, ...], name: str) -> Selection:
     if capability == (9, 0):
         return Selection("mosaic", name)
     return (

@@ -1,0 +1,126 @@
+"""Compiles the library's own programs for NVIDIA GPUs on a machine without a GPU, and counts what they do.
+
+    pip install 'jax[cuda13-local]' nvidia-cuda-nvcc      # the CUDA plug-in and ptxas; no driver is needed
+    python scripts/compile_programs.py --target=h200 --model=qwen2.5-7b --rows=8 --program=decode,sampled
+
+Of one decode step, or one call of another program, it prints bytes in device memory, launched kernels, copies
+and gathers of whole weights or caches, loops of unknown trip count, predicates that the host waits for,
+temporaries and collectives: per layer, beside the layers, and for the model. Figures per layer are differences
+of two depths. Prints tables, and one JSON object as the last line. Exit code 2: the plug-in or ptxas is missing.
+"""
+
+from launcher import InputError, start
+
+# isort: split
+import json
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # compiles for GPUs but does not use them
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import plan_estimates as estimates  # noqa: E402
+from absl import flags  # noqa: E402
+from gpu_specs import CARDS  # noqa: E402
+from model_shapes import SHAPES, hf_config  # noqa: E402
+from program_report import MIB, report  # noqa: E402
+from programs import PROGRAMS, Job  # noqa: E402
+
+from xinfer_jax.cache.quantized_kv import KV_BITS  # noqa: E402
+from xinfer_jax.checks import check_integer  # noqa: E402
+from xinfer_jax.config.model_config import from_hf  # noqa: E402
+
+TARGET = flags.DEFINE_enum("target", "h200", [*CARDS], "GPU to compile for.")
+MODEL = flags.DEFINE_string(
+    "model", "qwen2.5-0.5b", f"A directory with config.json, or one of {', '.join(SHAPES)}."
+)
+WEIGHTS = flags.DEFINE_enum("weights", "bfloat16", estimates.WEIGHTS, "Format of the weights.")
+CACHE = flags.DEFINE_enum(
+    "cache", "bfloat16", ["bfloat16", "float32", "int8", "int4"], "Dtype of keys and values."
+)
+ROWS = flags.DEFINE_integer("rows", 1, "Rows; a power of two.")
+CAPACITY = flags.DEFINE_integer("capacity", 4096, "Tokens that a row can hold.")
+LENGTH = flags.DEFINE_integer("length", 1024, "Valid tokens of each row after the step; of a prompt: all.")
+LAYERS = flags.DEFINE_list(
+    "layers", None, "Two depths; default: 2 and 4 times the period of the layers' kinds."
+)
+PROGRAM = flags.DEFINE_list("program", ["decode"], f"Any of {', '.join(PROGRAMS)}.")
+SAMPLED = flags.DEFINE_bool("sampled", False, "The rows of an engine sample; else they are greedy.")
+DRAFT_TOKENS = flags.DEFINE_integer("draft_tokens", 0, "Draft tokens of an engine's step.")
+VERBOSE = flags.DEFINE_bool("largest", False, "Print the launches that move the most bytes.")
+
+
+def main(argv: list[str]) -> None:
+    if unknown := set(PROGRAM.value) - set(PROGRAMS):
+        raise InputError(f"--program knows {', '.join(PROGRAMS)}, got {unknown.pop()!r}")
+    card = CARDS[TARGET.value]
+    if jax.__version_info__ < (0, 11):
+        raise InputError(f"jax {jax.__version__} does not compile these kernels without a device: needs 0.12")
+    try:
+        card.mesh()
+    except Exception as error:  # a missing or foreign plug-in may raise anything
+        raise InputError(
+            f"no CUDA plug-in that compiles without a device ({error}): pip install 'jax[cuda13-local]'"
+        ) from error
+    job = full_job()
+    print(
+        f"{MODEL.value} for {card.name}: weights {WEIGHTS.value}, cache {CACHE.value}, {job.rows} rows of"
+        f" {job.length} tokens, capacity {job.capacity}, jax {jax.__version__}"
+    )
+    depths = tuple(int(n) for n in LAYERS.value) if LAYERS.value else None
+    results = []
+    for program in PROGRAM.value:
+        results.append(report(job, WEIGHTS.value, program, card, depths))
+        print_report(results[-1])
+    settings = {flag.name: flag.value for flag in (TARGET, MODEL, WEIGHTS, CACHE, ROWS, CAPACITY, LENGTH)}
+    print(json.dumps({"jax": jax.__version__, **settings, "programs": results}))
+
+
+def full_job() -> Job:
+    config = from_hf(hf_config(MODEL.value))
+    rows = check_integer("rows", ROWS.value, 1)
+    if rows & (rows - 1):
+        raise InputError(f"rows must be a power of two, as generate pads them to one, got {rows}")
+    capacity = check_integer("capacity", CAPACITY.value, 2, config.context_length)
+    length = check_integer("length", LENGTH.value, 2, capacity - 1)
+    kv = CACHE.value if CACHE.value in KV_BITS else jnp.dtype(CACHE.value)
+    weights = estimates.device_weights(
+        estimates.Job(config, WEIGHTS.value, CACHE.value, rows, capacity, 256), 1
+    )
+    return Job(config, weights, kv, rows, capacity, length, SAMPLED.value, DRAFT_TOKENS.value)
+
+
+def print_report(result: dict) -> None:
+    """Prints the figures of one program."""
+    parts = ("per_layer", "beside", "whole")
+    print(f"\n{result['program']:28}{'a layer':>12}{'beside':>12}{f'{result["layers"]} layers':>12}")
+    for name, title, unit in (
+        ("bytes", "MB moved", 1e6), ("kernels", "kernels launched", 1),
+        ("copies", "copies of weights or cache", 1), ("copied_bytes", "  MB", 1e6),
+        ("unknown_loops", "loops, unknown trip count", 1), ("predicates", "predicates on the host", 1),
+        ("temporaries", "MiB of temporaries", MIB),
+    ):  # fmt: skip
+        print(f"  {title:26}" + "".join(f"{result[part][name] / unit:12,.2f}" for part in parts))
+    least = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in result["least"].items())
+    print(f"  moved / least: {result['ratio']:.3f}   (least, MB: {least})")
+    print(
+        f"  temporaries at most {result['temporaries_limit'] / MIB:,.1f} MiB; kinds a layer {result['kinds_per_layer']}"
+    )
+    for kernel in result["kernels"]:
+        issued = "declared operands" if kernel["declared"] else f"{kernel['issued'] / 1e6:,.3f} MB issued"
+        print(
+            f"  Pallas {kernel['launches']:g}x {kernel['bytes'] / 1e6:,.3f} MB ({issued}): {kernel['op_name']}"
+        )
+    for name, array, size, op_name in result["copied"]:
+        print(f"  COPY {name} {array} {size / 1e6:,.2f} MB: {op_name}")
+    if result["collectives"]:
+        print(f"  collectives: {result['collectives']}")
+    if result["unknown_branches"]:
+        print(f"  depend on data, counted the larger branch: {', '.join(result['unknown_branches'])}")
+    if VERBOSE.value:
+        for name, kind, times, read, written, op_name in result["largest"]:
+            print(f"  {times:6g}x {read / 1e6:10.3f} + {written / 1e6:8.3f} MB {kind:12} {name}: {op_name}")
+
+
+if __name__ == "__main__":
+    start(main)
