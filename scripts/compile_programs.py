@@ -93,7 +93,8 @@ def full_job() -> Job:
 def print_report(result: dict) -> None:
     """Prints the figures of one program."""
     parts = ("per_layer", "beside", "whole")
-    print(f"\n{result['program']:28}{'a layer':>12}{'beside':>12}{f'{result["layers"]} layers':>12}")
+    depth = f"{result['layers']} layers"
+    print(f"\n{result['program']:28}{'a layer':>12}{'beside':>12}{depth:>12}")
     for name, title, unit in (
         ("bytes", "MB moved", 1e6), ("kernels", "kernels launched", 1),
         ("copies", "copies of weights or cache", 1), ("copied_bytes", "  MB", 1e6),
@@ -115,8 +116,12 @@ def print_report(result: dict) -> None:
         print(f"  COPY {name} {array} {size / 1e6:,.2f} MB: {op_name}")
     if result["collectives"]:
         print(f"  collectives: {result['collectives']}")
-    if result["unknown_branches"]:
-        print(f"  depend on data, counted the larger branch: {', '.join(result['unknown_branches'])}")
+    for name, (size, kernels) in result["unknown_branches"].items():
+        print(
+            f"  {name} depends on data; its other branch moves {size / 1e6:,.1f} MB and {kernels:g} kernels more"
+        )
+    for path, why in result["declared"].items():
+        print(f"  bytes of the kernel at {path} are those of its operands: {why}")
     if VERBOSE.value:
         for name, kind, times, read, written, op_name in result["largest"]:
             print(f"  {times:6g}x {read / 1e6:10.3f} + {written / 1e6:8.3f} MB {kind:12} {name}: {op_name}")

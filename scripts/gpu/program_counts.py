@@ -25,7 +25,7 @@ class Choices(Protocol):
     def branch(self, conditional: Instruction) -> int | None:
         """The branch that runs; None: unknown."""
 
-    def trips(self, loop: Instruction) -> int | None:
+    def trips(self, loop: Instruction) -> float | None:
         """Iterations of a loop whose number the text does not have; None: unknown."""
 
     def kernel_bytes(self, call: Instruction) -> tuple[float, float] | None:
@@ -33,12 +33,12 @@ class Choices(Protocol):
 
 
 class Unknown:
-    """No choices: the larger branch, one iteration, declared operands."""
+    """No choices: the smaller branch, one iteration, declared operands."""
 
     def branch(self, conditional: Instruction) -> int | None:
         return None
 
-    def trips(self, loop: Instruction) -> int | None:
+    def trips(self, loop: Instruction) -> float | None:
         return None
 
     def kernel_bytes(self, call: Instruction) -> tuple[float, float] | None:
@@ -71,7 +71,8 @@ class Counts:
     launches: list[Launch] = dataclasses.field(default_factory=list)
     unknown_loops: list[str] = dataclasses.field(default_factory=list)
     predicates: float = 0  # conditionals, and tests of loops of unknown trip count
-    unknown_branches: list[str] = dataclasses.field(default_factory=list)
+    # Branches that depend on data: the smaller one is counted; the larger one's further bytes and launches.
+    unknown_branches: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     collectives: Counter = dataclasses.field(default_factory=Counter)
 
     @property
@@ -93,7 +94,7 @@ class Counts:
         self.launches += other.launches
         self.unknown_loops += other.unknown_loops
         self.predicates += other.predicates
-        self.unknown_branches += other.unknown_branches
+        self.unknown_branches |= other.unknown_branches
         self.collectives += other.collectives
 
 
@@ -183,8 +184,10 @@ class _Counter:
         chosen = self._choices.branch(conditional)
         if chosen is None:
             of_each = [self.of_computation(self._module.computations[name], times) for name in branches]
-            counts.add(max(of_each, key=lambda of_one: of_one.bytes))
-            counts.unknown_branches.append(conditional.name)
+            *_, smaller, larger = sorted(of_each, key=lambda of_one: of_one.bytes)
+            counts.add(smaller)
+            more = larger.bytes - smaller.bytes, larger.kernels - smaller.kernels
+            counts.unknown_branches[conditional.name] = more
         else:
             name = branches[min(chosen, len(branches) - 1)]
             counts.add(self.of_computation(self._module.computations[name], times))

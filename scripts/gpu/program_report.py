@@ -12,7 +12,8 @@ from hlo_text import parse_module
 from jax.sharding import Mesh
 from machine_limits import expert_fraction
 from plan_estimates import Job as PlanJob, device_weights
-from program_counts import PALLAS, Choices, Counts, count_program, whole_copies
+from known_choices import KnownChoices
+from program_counts import PALLAS, Counts, count_program, whole_copies
 from programs import DRAFT_TOKENS, LOOPS, Job, find_call, layer_period, target_card, to_shapes, with_layers
 
 from xinfer_jax.cache.kv_cache import empty_layers
@@ -32,6 +33,7 @@ class Compiled:
     counts: Counts
     temporaries: int  # bytes
     copies: list[Any]  # launches that copy or gather a whole leaf
+    uncounted: dict[str, str]  # why bytes of kernels are those of declared operands
 
 
 def compile_program(job: Job, program: str, card: Card, mesh: Mesh) -> Compiled:
@@ -40,15 +42,12 @@ def compile_program(job: Job, program: str, card: Card, mesh: Mesh) -> Compiled:
     with target_card(card, mesh):
         traced = call.program.trace(*to_shapes(call.args, mesh))
         compiled = traced.lower().compile()
-    counts = count_program(parse_module(compiled.as_text()), known_choices(traced, call), program in LOOPS)
+    module = parse_module(compiled.as_text())
+    choices = KnownChoices(traced.jaxpr, call.args, module, program in LOOPS)
+    counts = count_program(module, choices, program in LOOPS)
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     copies = whole_copies(counts, leaf_shapes(job, program))
-    return Compiled(job.config.num_hidden_layers, counts, temporaries, copies)
-
-
-def known_choices(traced: Any, call: Any) -> Choices | None:
-    """What the values of the call's arguments decide."""
-    return None
+    return Compiled(job.config.num_hidden_layers, counts, temporaries, copies, choices.uncounted)
 
 
 def leaf_shapes(job: Job, program: str) -> list[tuple[int, ...]]:
@@ -144,7 +143,7 @@ def report(
         collectives=dict(more.counts.collectives),
         kinds_per_layer=_difference(more.counts.kinds, few.counts.kinds, between),
         unknown_branches=more.counts.unknown_branches,
-        declared=sorted({x.op_name for x in more.counts.launches if x.declared}),
+        declared=more.uncounted,
         kernels=_pallas(more.counts),
         copied=[(x.name, str(x.copied[0]), x.bytes, x.op_name) for x in more.copies],
         largest=[
