@@ -1,8 +1,7 @@
-"""Bytes of device memory that a Pallas kernel moves: from the loads, stores and copies that its programs issue
-at the given lengths, by evaluating its jaxpr with scalars and indices only.
+"""Bytes of device memory that a Pallas kernel moves: from the loads, stores and copies that its programs
+issue at the given lengths, by evaluating its jaxpr with scalars and indices only.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -10,8 +9,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from kernel_refs import Ref, UncountableError, known_or_none, with_unknown
 from known_values import Evaluator, Observer
-from memory_accesses import Touched, box_of_mask
+from memory_accesses import Touched
 
 _MOST_PROGRAMS = 64  # of a grid that is evaluated whole
 _MOST_STEPS = 20_000_000  # equations
@@ -22,48 +22,6 @@ class KernelBytes(NamedTuple):
 
     distinct: float  # each element once: what memory has to deliver or take
     issued: float  # all loads and stores; those beyond `distinct` may be served by L2
-
-
-class UncountableError(Exception):
-    """The kernel reaches memory in a way that is not known here."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Ref:
-    """A reference within a kernel: a window of an array in device memory, or scratch."""
-
-    touched: Touched | None  # None: scratch
-    value: Any = None  # contents of the whole array, if they are known
-    window: tuple[tuple[int | None, int, bool], ...] = ()  # start, size and whether the axis is dropped
-
-    def view(self, transforms: Sequence[Any]) -> "Ref":
-        """The part that indexers select."""
-        ref = self
-        for transform in transforms:
-            ref = ref._indexed(getattr(transform, "indices", None))
-        return ref
-
-    def _indexed(self, indices: Any) -> "Ref":
-        if self.touched is None:
-            return self
-        if indices is None:
-            raise UncountableError("a transform that is no index")
-        index = iter(indices)
-        window = []
-        for start, size, dropped in self.window:
-            if dropped:
-                window.append((start, size, dropped))
-                continue
-            at = next(index)
-            if hasattr(at, "size") and hasattr(at, "start"):
-                if at.stride != 1:
-                    raise UncountableError("a stride")
-                window.append((_sum(start, at.start), int(at.size), False))
-            elif np.ndim(_number(at)) == 0:
-                window.append((_sum(start, at), 1, True))
-            else:
-                raise UncountableError("an array of indices in a view")
-        return dataclasses.replace(self, window=tuple(window))
 
 
 def kernel_bytes(equation: Any, values: list[Any]) -> KernelBytes:
@@ -238,135 +196,41 @@ class _KernelEvaluator(Evaluator):
 
     def on_get(self, params: Any, values: list[Any]) -> list[Any] | None:
         ref, *flat = values
-        return self._access(ref, params["tree"].unflatten(_unknown_kept(flat)), None)
+        return _one(ref.access(params["tree"].unflatten(with_unknown(flat)), None))
 
     on_load = on_get
 
     def on_swap(self, params: Any, values: list[Any]) -> None:
         ref, _, *flat = values
-        self._access(ref, params["tree"].unflatten(_unknown_kept(flat)), None)
+        ref.access(params["tree"].unflatten(with_unknown(flat)), None)
 
     on_store = on_addupdate = on_swap
 
     def on_masked_load(self, params: Any, values: list[Any]) -> list[Any] | None:
-        ref, transforms, mask, _ = params["args_tree"].unflatten(_unknown_kept(values))
-        return self._access(ref, transforms, _known(mask))
+        ref, transforms, mask, _ = params["args_tree"].unflatten(with_unknown(values))
+        return _one(ref.access(transforms, known_or_none(mask)))
 
     def on_masked_swap(self, params: Any, values: list[Any]) -> None:
-        ref, transforms, _, mask = params["args_tree"].unflatten(_unknown_kept(values))
-        self._access(ref, transforms, _known(mask))
+        ref, transforms, _, mask = params["args_tree"].unflatten(with_unknown(values))
+        ref.access(transforms, known_or_none(mask))
 
     def on_copy_gmem_to_smem(self, params: Any, values: list[Any]) -> None:
         flat = values[3 if params["has_barrier"] else 2 :]
         tree = params["src_transforms_treedef"]
         if params["has_user_predicate"] and values[-1] is not None and not values[-1]:
             return
-        self._access(values[0], tree.unflatten(_unknown_kept(flat[: tree.num_leaves])), None)
+        values[0].access(tree.unflatten(with_unknown(flat[: tree.num_leaves])), None)
 
     def on_copy_smem_to_gmem(self, params: Any, values: list[Any]) -> None:
         if params["has_user_predicate"] and values[-1] is not None and not values[-1]:
             return
         first = 2 + params["src_transforms_treedef"].num_leaves
         tree = params["dst_transforms_treedef"]
-        self._access(values[1], tree.unflatten(_unknown_kept(values[first : first + tree.num_leaves])), None)
+        values[1].access(tree.unflatten(with_unknown(values[first : first + tree.num_leaves])), None)
 
     def on_async_prefetch(self, params: Any, values: list[Any]) -> None:
         """It fills L2 only; the load that follows counts."""
 
-    def _access(self, ref: Ref, transforms: Sequence[Any], mask: Any) -> list[Any] | None:
-        *views, last = transforms or [None]
-        ref = ref.view(views)
-        touched = ref.touched
-        if touched is None:
-            value = ref.value
-            if value is None or last is None or any(_number(i) is None for i in last.indices):
-                return None
-            return [np.asarray(value)[tuple(_number(i) for i in last.indices)]]
-        arrays = (
-            []
-            if last is None
-            else [i for i in last.indices if np.ndim(_number(i) if not _is_slice(i) else 0)]
-        )
-        if arrays or any(i is _UNKNOWN for i in getattr(last, "indices", ())) and mask is not None:
-            self._access_points(ref, last, mask)
-            return None
-        view = ref if last is None else ref.view([last])
-        starts = [start for start, _, _ in view.window]
-        sizes = [size for _, size, _ in view.window]
-        if mask is not None:
-            mask = np.asarray(mask)
-            spans = box_of_mask(
-                np.broadcast_to(mask, tuple(s for _, s, dropped in view.window if not dropped))
-            )
-            if spans is None and mask.any():
-                raise UncountableError("a mask that is no box")
-            if spans is None:
-                return None
-            kept = [i for i, (_, _, dropped) in enumerate(view.window) if not dropped]
-            for i, (first, count) in zip(kept, spans, strict=True):
-                starts[i] = _sum(starts[i], first)
-                sizes[i] = count
-        touched.add_box(starts, sizes)
-        if ref.value is None or mask is not None or any(start is None for start in starts):
-            return None
-        at = tuple(
-            start if dropped else slice(start, start + size)  # type: ignore[operator]
-            for start, (_, size, dropped) in zip(starts, view.window, strict=True)
-        )
-        return [np.asarray(ref.value)[at]]
 
-    def _access_points(self, ref: Ref, last: Any, mask: Any) -> None:
-        """Elements by arrays of indices."""
-        touched: Any = ref.touched
-        index = iter(last.indices)
-        flat: Any = np.int64(0)
-        shape: tuple[int, ...] = ()
-        known = True
-        for (start, _, dropped), length in zip(ref.window, touched.shape, strict=True):
-            at = np.int64(0) if dropped else next(index)
-            if not dropped and _is_slice(at):
-                raise UncountableError("slices beside arrays of indices")
-            at = _number(at)
-            known = known and at is not None and start is not None
-            if known:
-                flat = flat * length + start + at
-        shape = tuple(last.int_indexer_shape)
-        if not known:
-            count = math.prod(shape) if mask is None else int(np.sum(mask))
-            touched.unplaced += count
-            touched.issued += count
-            return
-        flat = np.broadcast_to(flat, shape)
-        touched.add_points(flat[np.broadcast_to(mask, shape)] if mask is not None else flat.ravel())
-
-
-class _Unknown:
-    """Stands for an unknown value in a tree, where None would be no leaf."""
-
-    shape = ()
-
-
-_UNKNOWN = _Unknown()
-
-
-def _unknown_kept(values: Sequence[Any]) -> list[Any]:
-    return [_UNKNOWN if value is None else value for value in values]
-
-
-def _known(value: Any) -> Any:
-    return None if value is _UNKNOWN else value
-
-
-def _is_slice(index: Any) -> bool:
-    return hasattr(index, "start") and hasattr(index, "stride")
-
-
-def _number(index: Any) -> Any:
-    """An index as NumPy has it; None: unknown."""
-    return None if index is _UNKNOWN or _is_slice(index) else np.asarray(index)
-
-
-def _sum(start: int | None, more: Any) -> int | None:
-    if start is None or more is _UNKNOWN or more is None:
-        return None
-    return start + int(more)
+def _one(value: Any) -> list[Any] | None:
+    return None if value is None else [value]

@@ -8,10 +8,13 @@ from typing import Any
 
 import jax
 from hlo_text import Instruction, Module
-from kernel_bytes import KernelBytes, UncountableError, kernel_bytes
+from kernel_bytes import KernelBytes, kernel_bytes
+from kernel_refs import UncountableError
 from known_values import Evaluator, Observer, Place, known_leaf
 
 _PATH = re.compile(r"(?:^|/)(while|body|cond|branch_\d+_fun)(?=/|$)")
+
+_counted: dict[Any, KernelBytes | None] = {}  # by the kernel and what is known of its operands
 
 
 class KnownChoices(Observer):
@@ -33,7 +36,6 @@ class KnownChoices(Observer):
         self._branches: dict[Any, list[int | None]] = defaultdict(list)
         self._loops: dict[Any, list[int | None]] = defaultdict(list)
         self._kernels: dict[Any, list[KernelBytes | None]] = defaultdict(list)
-        self._counted: dict[Any, KernelBytes | None] = {}
         self.uncounted: dict[str, str] = {}
         leaves = [known_leaf(x) for x in jax.tree.leaves(args) if hasattr(x, "dtype")]
         Evaluator(self, one_step).closed(jaxpr, leaves, ())
@@ -48,14 +50,15 @@ class KnownChoices(Observer):
 
     def on_kernel(self, place: Place, equation: Any, values: list[Any]) -> None:
         known = tuple(None if value is None else (value.shape, value.tobytes()) for value in values)
-        key = id(equation), known
-        if key not in self._counted:
+        key = str(equation), known
+        if key not in _counted:
             try:
-                self._counted[key] = kernel_bytes(equation, values)
+                _counted[key] = kernel_bytes(equation, values)
             except UncountableError as error:
-                self._counted[key] = None
+                _counted[key] = None
                 self.uncounted["/".join(place.path)] = str(error)
-        self._kernels[place].append(self._counted[key])
+        shapes = tuple(tuple(var.aval.shape) for var in equation.invars)
+        self._kernels[place, shapes].append(_counted[key])
 
     # Of `Choices`.
 
@@ -68,19 +71,20 @@ class KnownChoices(Observer):
         return sum(trips) / len(trips) if trips else None
 
     def kernel_bytes(self, call: Instruction) -> tuple[float, float] | None:
-        found = self._found(self._kernels, call, 0)
+        # XLA may run one of two equal computations for both: the path is then that of the other.
+        shapes = tuple(array.dims for array in call.operand_arrays)
+        alike = {place: values for (place, dims), values in self._kernels.items() if dims == shapes}
+        found = self._found(alike, call, 0) or [x for values in alike.values() for x in values]
         known = [of for of in found if of is not None]
         if not known or len(known) < len(found):
             return None
         return tuple(sum(part) / len(known) for part in zip(*known, strict=True))  # type: ignore[return-value]
 
-    def _found(self, table: dict[Any, list[Any]], instruction: Instruction, own: int) -> list[Any]:
+    def _found(self, table: dict[Place, list[Any]], instruction: Instruction, own: int) -> list[Any]:
         """What was met at the place of an instruction; own: last parts of its path that name itself."""
         parts = _PATH.findall(instruction.op_name)
         path = tuple(parts[: len(parts) - own])
         at_path = {place: values for place, values in table.items() if place.path == path}
-        file, line = self._module.lines.get(instruction.frame, ("", 0))
-        exact = [
-            x for place, values in at_path.items() if (place.file, place.line) == (file, line) for x in values
-        ]
+        source = self._module.lines.get(instruction.frame)
+        exact = [x for place, values in at_path.items() if (place.file, place.line) == source for x in values]
         return exact or [x for values in at_path.values() for x in values]

@@ -1,5 +1,6 @@
 """jax's primitives on NumPy values: what scalars, indices and masks of a program need."""
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -86,4 +87,4 @@ def _broadcast(x: np.ndarray, shape: tuple[int, ...], dimensions: tuple[int, ...
 
 def is_small(shape: tuple[int, ...]) -> bool:
     """Whether an array of this shape is worth knowing."""
-    return int(np.prod(shape)) <= MOST_ELEMENTS
+    return math.prod(shape) <= MOST_ELEMENTS

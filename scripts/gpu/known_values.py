@@ -47,23 +47,24 @@ class Evaluator:
         self._observer = observer
         self._one_step = one_step
         self.steps = 0  # equations so far
+        self._prepared: dict[int, Any] = {}
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], path: tuple[str, ...] = ()) -> list:
         """The results of a jaxpr on values."""
-        env: dict[Any, Any] = {}
-
-        def read(var: Any) -> Any:
-            return var.val if hasattr(var, "val") else env.get(var)
-
-        env.update(zip(jaxpr.constvars, consts, strict=True))
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
-        for equation in jaxpr.eqns:
+        if id(jaxpr) not in self._prepared:
+            self._prepared[id(jaxpr)] = jaxpr, [_prepare(equation) for equation in jaxpr.eqns]
+        for equation, literals, variables in self._prepared[id(jaxpr)][1]:
             self.steps += 1
-            values = [read(var) for var in equation.invars]
+            values = [
+                literal if var is None else env.get(var)
+                for var, literal in zip(variables, literals, strict=True)
+            ]
             results = self.equation(equation, values, path)
             if results is not None:
                 env.update(zip(equation.outvars, results, strict=True))
-        return [read(var) for var in jaxpr.outvars]
+        return [var.val if hasattr(var, "val") else env.get(var) for var in jaxpr.outvars]
 
     def closed(self, jaxpr: Any, args: Sequence[Any], path: tuple[str, ...]) -> list:
         """`run` of a closed jaxpr, or of one without constants."""
@@ -86,7 +87,7 @@ class Evaluator:
         if name in _CALLS:
             jaxpr = next(params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call") if key in params)
             return self.closed(jaxpr, [None] * len(values) if name == "shard_map" else values, path)
-        if not all(is_small(getattr(var.aval, "shape", ())) for var in equation.outvars):
+        if not equation.outvars or not all(is_small(getattr(x.aval, "shape", ())) for x in equation.outvars):
             return None
         if any(value is None for value in values):
             result = short_circuit(name, values)
@@ -153,6 +154,12 @@ class Evaluator:
             of_step = [None if x is None else np.asarray(x)[at] for x in xs]
             carry = self.closed(jaxpr, [*values[:consts], *carry, *of_step], inside)[:carried]
         return [*carry, *[None] * (len(equation.outvars) - carried)]
+
+
+def _prepare(equation: Any) -> tuple[Any, list[Any], list[Any]]:
+    """An equation, its literals, and its variables; None where the other one stands."""
+    literals = [np.asarray(var.val) if hasattr(var, "val") else None for var in equation.invars]
+    return equation, literals, [None if hasattr(var, "val") else var for var in equation.invars]
 
 
 def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:

@@ -207,17 +207,39 @@ class _Counter:
             body = self._module.computations[operation.called("calls")]
             if through_bitcasts(body, body.root).opcode == "sort":
                 kind = "sort"
-        copied = self._copied(operation)
+        copied = self._copied(computation, operation)
         return Launch(operation.name, kind, operation.op_name, times, read, written, issued, declared, copied)
 
-    def _copied(self, operation: Instruction) -> tuple[Array, ...]:
-        """The results that are copies, gathers or conversions of whole arrays."""
-        if operation.opcode in _COPIES:
-            return operation.arrays
+    def _copied(self, computation: Computation, operation: Instruction) -> tuple[Array, ...]:
+        """The results that are copies, gathers or conversions of whole arrays that exist before the step."""
+        arrays = operation.arrays if operation.opcode in _COPIES else ()
+        if operation.opcode == "fusion":
+            body = self._module.computations[operation.called("calls")]
+            if not any(i.opcode in ("dot", "reduce", "convolution", "sort") for i in body.instructions):
+                whole = (result for result in results(body) if not updates_in_place(body, result))
+                arrays = tuple(array for result in whole for array in result.arrays)
+        if not arrays:
+            return ()
+        stored = (self._stored_size(computation, name) for name in operation.operands)
+        largest = 2 * max(stored, default=0)  # a byte may hold two numbers
+        return tuple(array for array in arrays if array.size <= largest)
+
+    def _stored_size(self, computation: Computation, name: str) -> int:
+        """Elements of an operand that is an argument of the computation or one updated in place; else 0."""
+        source = computation.by_name.get(name)
+        while source is not None and source.opcode == "bitcast":
+            source = computation.by_name.get(source.operands[0])
+        if source is None:
+            return 0
+        if source.opcode == "get-tuple-element":
+            of = computation.by_name[source.operands[0]]
+            return source.size if of.opcode in ("parameter", "while") or self._updates(of) else 0
+        return source.size if source.opcode == "parameter" or self._updates(source) else 0
+
+    def _updates(self, operation: Instruction) -> bool:
+        if operation.opcode in ("dynamic-update-slice", "scatter"):
+            return True
         if operation.opcode != "fusion":
-            return ()
+            return False
         body = self._module.computations[operation.called("calls")]
-        if any(i.opcode in ("dot", "reduce", "convolution", "sort") for i in body.instructions):
-            return ()
-        whole = (result for result in results(body) if not updates_in_place(body, result))
-        return tuple(array for result in whole for array in result.arrays)
+        return any(updates_in_place(body, result) for result in results(body))

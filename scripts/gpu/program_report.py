@@ -4,15 +4,16 @@ loops, predicates, collectives, temporaries, beside the bytes that it has to mov
 
 import dataclasses
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from gpu_specs import Card
-from hlo_text import parse_module
+from hlo_text import Module, parse_module
 from jax.sharding import Mesh
+from known_choices import KnownChoices
+from machine_code import assemble, empty, pallas_ptx
 from machine_limits import expert_fraction
 from plan_estimates import Job as PlanJob, device_weights
-from known_choices import KnownChoices
 from program_counts import PALLAS, Counts, count_program, whole_copies
 from programs import DRAFT_TOKENS, LOOPS, Job, find_call, layer_period, target_card, to_shapes, with_layers
 
@@ -34,20 +35,44 @@ class Compiled:
     temporaries: int  # bytes
     copies: list[Any]  # launches that copy or gather a whole leaf
     uncounted: dict[str, str]  # why bytes of kernels are those of declared operands
+    kernels: list[dict[str, Any]]  # registers and spilled bytes of its Pallas kernels
 
 
-def compile_program(job: Job, program: str, card: Card, mesh: Mesh) -> Compiled:
-    """Compiles one of `PROGRAMS` for a card, and counts it."""
+class MachineProgram(NamedTuple):
+    """A compiled program."""
+
+    module: Module
+    temporaries: int  # bytes
+    kernels: list[dict[str, Any]]  # registers and spilled bytes of its Pallas kernels
+
+
+_compiled: dict[
+    str, MachineProgram
+] = {}  # by their text before compilation: settings do not change a program
+
+
+def compile_program(job: Job, program: str, card: Card, mesh: Mesh, folder: str) -> Compiled:
+    """Compiles one of `PROGRAMS` for a card, and counts it. folder: where this process writes PTX."""
     call = find_call(job, program)
     with target_card(card, mesh):
         traced = call.program.trace(*to_shapes(call.args, mesh))
-        compiled = traced.lower().compile()
-    module = parse_module(compiled.as_text())
+        lowered = traced.lower()
+        text = f"{card.name}: {lowered.as_text()}"
+        if text not in _compiled:
+            _compiled[text] = _compile(lowered, card, folder)
+    module, temporaries, kernels = _compiled[text]
     choices = KnownChoices(traced.jaxpr, call.args, module, program in LOOPS)
     counts = count_program(module, choices, program in LOOPS)
-    temporaries = compiled.memory_analysis().temp_size_in_bytes
     copies = whole_copies(counts, leaf_shapes(job, program))
-    return Compiled(job.config.num_hidden_layers, counts, temporaries, copies, choices.uncounted)
+    return Compiled(job.config.num_hidden_layers, counts, temporaries, copies, choices.uncounted, kernels)
+
+
+def _compile(lowered: Any, card: Card, folder: str) -> MachineProgram:
+    empty(folder)
+    compiled = lowered.compile()
+    kernels = [dict(kernel=name, **assemble(card.capability, path)) for name, path in pallas_ptx(folder)]
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    return MachineProgram(parse_module(compiled.as_text()), temporaries, kernels)
 
 
 def leaf_shapes(job: Job, program: str) -> list[tuple[int, ...]]:
@@ -94,8 +119,8 @@ def least_bytes(job: Job, program: str) -> dict[str, float]:
     return {"weights": weights, "keys and values": keys, "logits": 2 * 4 * positions * config.vocab_size}
 
 
-def report(
-    full: Job, weights: str, program: str, card: Card, depths: tuple[int, int] | None
+def report(  # noqa: PLR0913
+    full: Job, weights: str, program: str, card: Card, folder: str, depths: tuple[int, int] | None
 ) -> dict[str, Any]:
     """Figures of a program: counted at two depths, per layer, and scaled to the model's depth.
 
@@ -104,12 +129,15 @@ def report(
         weights: format of the weights.
         program: one of `PROGRAMS`.
         card: to compile for.
+        folder: where this process writes PTX (`machine_code.dump_settings`).
         depths: numbers of layers to compile; None: two and four times the period of its kinds of layers.
     """
     mesh = card.mesh()
     period = layer_period(full.config)
     depths = depths or (2 * period, 4 * period)
-    few, more = (compile_program(_at_depth(full, weights, n, mesh), program, card, mesh) for n in depths)
+    few, more = (
+        compile_program(_at_depth(full, weights, n, mesh), program, card, mesh, folder) for n in depths
+    )
     layers = full.config.num_hidden_layers
     between = more.layers - few.layers
 
@@ -145,10 +173,11 @@ def report(
         unknown_branches=more.counts.unknown_branches,
         declared=more.uncounted,
         kernels=_pallas(more.counts),
+        compiled=more.kernels,
         copied=[(x.name, str(x.copied[0]), x.bytes, x.op_name) for x in more.copies],
         largest=[
             (x.name, x.kind, x.times, x.read, x.written, x.op_name)
-            for x in sorted(more.counts.launches, key=lambda x: -x.bytes)[:12]
+            for x in sorted(more.counts.launches, key=lambda x: -x.bytes)[:16]
         ],
     )
     return result

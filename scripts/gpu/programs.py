@@ -149,7 +149,7 @@ def engine_device(job: Job, mesh: Mesh | None = None) -> Device:
     pages = job.rows * num_pages_for(job.capacity) + 1
     shape = EngineShape(job.rows, job.capacity, pages, job.chunk, job.draft_tokens, job.kv, None, 0)
     device = Device(job.params, job.config, shape, _EXECUTOR)
-    call = _generate_call(job, "sampled" if job.sampled else "decode")
+    call = _generate_call(dataclasses.replace(job, rows=1), "sampled" if job.sampled else "decode")
     row = device.new_row(call, call.key[:1])
     device.rows = _after_first_token(jax.tree.map(lambda x: _repeat(x, job.rows), row))
     return device

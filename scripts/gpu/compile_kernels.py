@@ -1,42 +1,19 @@
-"""Compiles every kernel for NVIDIA GPUs on a machine without a GPU, and prints registers, spills, memory and
-instructions.
+"""Compiles every kernel for an NVIDIA GPU that is not here: registers, spills, memory, instructions."""
 
-    pip install 'jax[cuda13-local]' nvidia-cuda-nvcc      # the CUDA plug-in and ptxas; no driver is needed
-    python scripts/compile_gpu.py --gpus=h200,a100,rtx4090 --only=prefill
-
-Prints one line per kernel, and one JSON object as the last line. Exit code 1: a kernel spills, or lacks the
-instructions for which it was written; 2: the plug-in or ptxas is missing.
-"""
-
-from launcher import InputError, start
-
-# isort: split
-import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-DUMP = tempfile.mkdtemp()
-# jax and Mosaic read these when they are imported: where to write the PTX of compiled kernels.
-os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_TO": DUMP}
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={DUMP} --xla_dump_emitter_re=ptx"
+import jax
+import jax.numpy as jnp
+from gpu_specs import CARDS
+from jax.sharding import NamedSharding, PartitionSpec
+from machine_code import assemble, empty, pallas_ptx
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from absl import flags  # noqa: E402
-from gpu_specs import CARDS  # noqa: E402
-from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
-
-import kernels_pallas  # noqa: E402
-
-GPUS = flags.DEFINE_list("gpus", ["h200", "a100", "rtx4090"], f"Targets: {', '.join(CARDS)}.")
-ONLY = flags.DEFINE_string("only", "", "Compile only the kernels whose names contain this text.")
+import kernels_pallas
 
 _TENSOR_INSTRUCTIONS = {
     "mosaic": r"wgmma\.mma_async",
@@ -45,29 +22,23 @@ _TENSOR_INSTRUCTIONS = {
 SD = jax.ShapeDtypeStruct
 
 
-def main(argv: list[str]) -> None:
-    if unknown := set(GPUS.value) - set(CARDS):
-        raise InputError(f"--gpus knows {', '.join(CARDS)}, got {unknown.pop()!r}")
-    if not (ptxas := _ptxas()):
-        raise InputError("no ptxas: pip install nvidia-cuda-nvcc, or put CUDA's bin on the PATH")
-    version = (
-        subprocess.run([ptxas, "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-1]
-    )
-    print(f"jax {jax.__version__}, {ptxas}: {version}")
-    results = []
-    for gpu in GPUS.value:
-        try:
-            sharding = NamedSharding(CARDS[gpu].mesh(), PartitionSpec())
-        except Exception as error:  # a missing or foreign plug-in may raise anything
-            raise InputError(
-                f"no CUDA plug-in that compiles without a device ({error}): pip install 'jax[cuda13-local]'"
-            ) from error
-        for name, impl, function, shapes in _cases(gpu):
-            if ONLY.value in name:
-                results += _compile(gpu, name, impl, function, shapes, sharding)
-    shutil.rmtree(DUMP)
-    print(json.dumps({"jax": jax.__version__, "kernels": results}))
-    sys.exit(int(any(result["spill_bytes"] or not result["as_written"] for result in results)))
+def compile_kernels(gpu: str, only: str, folder: str) -> list[dict[str, Any]]:
+    """Compiles the kernels whose names contain a text, and prints a line for each.
+
+    Args:
+        gpu: one of `CARDS`.
+        only: the text.
+        folder: where this process writes PTX (`machine_code.dump_settings`).
+
+    Returns:
+        Figures of each; `as_written` is false where a kernel lacks the instructions for which it was written.
+    """
+    sharding = NamedSharding(CARDS[gpu].mesh(), PartitionSpec())
+    results: list[dict[str, Any]] = []
+    for name, impl, function, shapes in _cases(gpu):
+        if only in name:
+            results += _compile(gpu, name, impl, function, shapes, sharding, folder)
+    return results
 
 
 def _cases(gpu):
@@ -106,9 +77,8 @@ def _cases(gpu):
             yield name, impl, partial(run, "lm_head_argmax", **extra), shapes
 
 
-def _compile(gpu, name, impl, function, shapes, sharding):
-    for old in Path(DUMP).iterdir():
-        old.unlink()
+def _compile(gpu, name, impl, function, shapes, sharding, folder) -> Iterator[dict[str, Any]]:  # noqa: PLR0913
+    empty(folder)
     start = time.perf_counter()
     args = [SD(shape.shape, shape.dtype, sharding=sharding) for shape in shapes]
     # Mosaic takes the target from the default device, Triton from the abstract mesh.
@@ -117,15 +87,13 @@ def _compile(gpu, name, impl, function, shapes, sharding):
         jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh),
     ):
         compiled = jax.jit(function).lower(*args).compile()
-    resources = next(Path(DUMP).glob("*.resources.txt"), None)  # only Mosaic of the newest jax writes it
+    resources = next(Path(folder).glob("*.resources.txt"), None)  # only Mosaic of the newest jax writes it
     shared = int(re.search(r"smem_scratch_bytes=(\d+)", resources.read_text())[1]) if resources else None
     temporaries = compiled.memory_analysis().temp_size_in_bytes // 1024
     seconds = time.perf_counter() - start
-    for path in sorted(Path(DUMP).glob("*.ptx")):
+    for _, path in pallas_ptx(folder):
         text = path.read_text(errors="ignore")
-        if not re.search(r"prefill|decode|argmax|lm_head|mosaic", text):
-            continue  # of XLA itself
-        figures = _assemble(gpu, path)
+        figures = assemble(CARDS[gpu].capability, path)
         tensor = len(re.findall(_TENSOR_INSTRUCTIONS.get(impl, "never"), text))
         # TMA's bulk copies of tiles, or those of single vectors that Ampere has too.
         copies = len(
@@ -156,28 +124,3 @@ def _compile(gpu, name, impl, function, shapes, sharding):
             flush=True,
         )
         yield result
-
-
-def _assemble(gpu, path):
-    """Registers and spilled bytes, as ptxas reports them."""
-    major, minor = CARDS[gpu].capability
-    arch = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
-    done = subprocess.run(
-        [_ptxas(), "-v", f"-arch={arch}", "-o", os.devnull, str(path)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    registers = [int(n) for n in re.findall(r"Used (\d+) registers", done.stderr)]
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", done.stderr)]
-    return dict(registers=max(registers), spill_bytes=sum(spills))
-
-
-def _ptxas() -> str | None:
-    """The ptxas of the wheel, or else of the system: XLA may write PTX that only the newer one accepts."""
-    wheels = (path for folder in sys.path for path in Path(folder).glob("nvidia/cu*/bin/ptxas"))
-    return str(next(wheels, "")) or shutil.which("ptxas")
-
-
-if __name__ == "__main__":
-    start(main)
