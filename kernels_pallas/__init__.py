@@ -2,9 +2,9 @@
 `reference`. This package does not import the library that uses it.
 
 `dispatch` has `select(kernel, impl, …)`, which chooses the implementation of a call and says why,
-`run_kernel(impl, kernel, …)`, and `assume_device`, to compile for a GPU that is not here. `mosaic` has kernels
-for Hopper (TMA, wgmma). `triton` has the same four for Ampere, Ada and newer, through a backend that JAX has
-deprecated; it is small and removable. `compat` has the differences between versions of jax.
+`run_kernel(impl, kernel, …)`, and `assume_device`, to compile for a GPU that is not here. `mosaic` has
+kernels for Hopper (TMA, wgmma). `triton` has the same four for Ampere, Ada and newer, through a backend that
+JAX has deprecated; it is small and removable. `compat` has the differences between versions of jax.
 
 - Shapes, dtypes and the NVIDIA GPU of the process (all its cards are taken to be alike) decide, never the
   default device. With such a GPU a call becomes `lax.platform_dependent(cuda=kernel, default=jnp)`. Without

@@ -34,7 +34,7 @@ from compile_kernels import compile_kernels  # noqa: E402
 from gpu_specs import CARDS  # noqa: E402
 from model_shapes import SHAPES, hf_config  # noqa: E402
 from program_report import MIB, report  # noqa: E402
-from programs import PROGRAMS, Job  # noqa: E402
+from programs import PROGRAMS, ProgramJob  # noqa: E402
 
 from xinfer_jax.cache.quantized_kv import KV_BITS  # noqa: E402
 from xinfer_jax.checks import check_integer  # noqa: E402
@@ -102,7 +102,7 @@ def figures(program: str) -> dict:
     return result
 
 
-def full_job() -> Job:
+def full_job() -> ProgramJob:
     config = from_hf(hf_config(MODEL.value))
     rows = check_integer("rows", ROWS.value, 1)
     if rows & (rows - 1):
@@ -113,7 +113,7 @@ def full_job() -> Job:
     weights = estimates.device_weights(
         estimates.Job(config, WEIGHTS.value, CACHE.value, rows, capacity, 256), 1
     )
-    return Job(config, weights, kv, rows, capacity, length, SAMPLED.value, DRAFT_TOKENS.value)
+    return ProgramJob(config, weights, kv, rows, capacity, length, SAMPLED.value, DRAFT_TOKENS.value)
 
 
 def print_report(result: dict) -> None:

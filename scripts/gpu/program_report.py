@@ -13,9 +13,18 @@ from jax.sharding import Mesh
 from known_choices import KnownChoices
 from machine_code import assemble, empty, pallas_ptx
 from machine_limits import expert_fraction
-from plan_estimates import Job as PlanJob, device_weights
+from plan_estimates import Job, device_weights
 from program_counts import PALLAS, Counts, count_program, whole_copies
-from programs import DRAFT_TOKENS, LOOPS, Job, find_call, layer_period, target_card, to_shapes, with_layers
+from programs import (
+    DRAFT_TOKENS,
+    LOOPS,
+    ProgramJob,
+    find_call,
+    layer_period,
+    target_card,
+    to_shapes,
+    with_layers,
+)
 
 from xinfer_jax.cache.kv_cache import empty_layers
 from xinfer_jax.cache.paged import PAGE_SIZE, empty_pools
@@ -51,7 +60,7 @@ _compiled: dict[
 ] = {}  # by their text before compilation: settings do not change a program
 
 
-def compile_program(job: Job, program: str, card: Card, mesh: Mesh, folder: str) -> Compiled:
+def compile_program(job: ProgramJob, program: str, card: Card, mesh: Mesh, folder: str) -> Compiled:
     """Compiles one of `PROGRAMS` for a card, and counts it. folder: where this process writes PTX."""
     call = find_call(job, program)
     with target_card(card, mesh):
@@ -75,7 +84,7 @@ def _compile(lowered: Any, card: Card, folder: str) -> MachineProgram:
     return MachineProgram(parse_module(compiled.as_text()), temporaries, kernels)
 
 
-def leaf_shapes(job: Job, program: str) -> list[tuple[int, ...]]:
+def leaf_shapes(job: ProgramJob, program: str) -> list[tuple[int, ...]]:
     """Shapes of weights, dequantized weights, caches and of the pages of all rows."""
     shapes = [x.shape for x in jax.tree.leaves(job.params) if len(x.shape) > 1]
     for x in jax.tree.leaves(job.params):
@@ -94,12 +103,12 @@ def leaf_shapes(job: Job, program: str) -> list[tuple[int, ...]]:
     return shapes
 
 
-def num_pages(job: Job) -> int:
+def num_pages(job: ProgramJob) -> int:
     """Pages of an engine, including the one that no row uses."""
     return job.rows * num_pages_for(job.capacity) + 1
 
 
-def least_bytes(job: Job, program: str) -> dict[str, float]:
+def least_bytes(job: ProgramJob, program: str) -> dict[str, float]:
     """Bytes that a step or call has to move: weights (of experts those chosen), valid keys and values, and
     the logits written once and read once.
     """
@@ -120,7 +129,7 @@ def least_bytes(job: Job, program: str) -> dict[str, float]:
 
 
 def report(  # noqa: PLR0913
-    full: Job, weights: str, program: str, card: Card, folder: str, depths: tuple[int, int] | None
+    full: ProgramJob, weights: str, program: str, card: Card, folder: str, depths: tuple[int, int] | None
 ) -> dict[str, Any]:
     """Figures of a program: counted at two depths, per layer, and scaled to the model's depth.
 
@@ -183,11 +192,9 @@ def report(  # noqa: PLR0913
     return result
 
 
-def _at_depth(full: Job, weights: str, count: int, mesh: Mesh) -> Job:
+def _at_depth(full: ProgramJob, weights: str, count: int, mesh: Mesh) -> ProgramJob:
     config = with_layers(full.config, count)
-    params = device_weights(
-        PlanJob(config, weights, full.cache_dtype, full.rows, full.capacity, full.chunk), 1
-    )
+    params = device_weights(Job(config, weights, full.cache_dtype, full.rows, full.capacity, full.chunk), 1)
     return dataclasses.replace(full, config=config, params=to_shapes(params, mesh))
 
 

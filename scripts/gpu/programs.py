@@ -4,19 +4,21 @@ not have.
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from gpu_specs import Card
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kernels_pallas
 from xinfer_jax.cache.kv_cache import KVCache, empty_layers
 from xinfer_jax.cache.paged import PAGE_SIZE
-from xinfer_jax.cache.quantized_kv import KV_BITS
+from xinfer_jax.cache.quantized_kv import KV_BITS, cache_specs
 from xinfer_jax.config.model_config import ModelConfig
 from xinfer_jax.engine.device import Device
 from xinfer_jax.engine.pages import num_pages_for
@@ -30,7 +32,7 @@ from xinfer_jax.generation.strategies import Plain
 from xinfer_jax.generation.validation import ValidatedCall, validate_call
 from xinfer_jax.model.decoder_layer import layer_kinds
 from xinfer_jax.sampling.sampling_config import SamplingConfig
-from xinfer_jax.sharding import REPLICATED
+from xinfer_jax.sharding import REPLICATED, concrete_mesh_of
 
 PROGRAMS = ("prefill", "decode", "sampled", "verify", "engine_prefill", "engine_decode")
 LOOPS = ("decode", "sampled", "verify", "engine_decode")  # one iteration of which is a step
@@ -40,7 +42,7 @@ CHUNK = 256  # tokens of an engine's prefill
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class ProgramJob:
     """A program's model and sizes."""
 
     config: ModelConfig
@@ -87,7 +89,7 @@ class _Stopping:
 _EXECUTOR: Any = _Stopping()
 
 
-def find_call(job: Job, program: str) -> Call:
+def find_call(job: ProgramJob, program: str) -> Call:
     """The call of one of `PROGRAMS`."""
     try:
         _run(job, program)
@@ -96,7 +98,7 @@ def find_call(job: Job, program: str) -> Call:
     raise AssertionError(f"{program} calls no program")
 
 
-def _run(job: Job, program: str) -> None:
+def _run(job: ProgramJob, program: str) -> None:
     if program.startswith("engine"):
         device = engine_device(job)
         pages = [*range(1, num_pages_for(job.capacity) + 1)]
@@ -121,7 +123,7 @@ def _run(job: Job, program: str) -> None:
     runner.decode(strategy, (job.params, None), (state, cache, counts), 1)
 
 
-def _generate_call(job: Job, program: str) -> ValidatedCall:
+def _generate_call(job: ProgramJob, program: str) -> ValidatedCall:
     prompt = [0] * (job.length if program == "prefill" else job.length - 1)
     options = GenerateOptions(
         job.capacity - len(prompt),
@@ -136,7 +138,7 @@ def _generate_call(job: Job, program: str) -> ValidatedCall:
     return validate_call(job.params, job.config, [prompt] * job.rows, options, keys)
 
 
-def _cache(job: Job, length: int) -> KVCache:
+def _cache(job: ProgramJob, length: int) -> KVCache:
     layers = jax.eval_shape(lambda: empty_layers(job.config, job.rows, job.capacity, job.kv))
     length_B: Any = np.full(job.rows, length, np.int32)
     has_ring = any(not layer.has_kernel_layout for layer in layers)
@@ -144,15 +146,22 @@ def _cache(job: Job, length: int) -> KVCache:
     return KVCache(layers, length_B, overflow_B, length_B if has_ring else None)
 
 
-def engine_device(job: Job, mesh: Mesh | None = None) -> Device:
+def engine_device(job: ProgramJob) -> Device:
     """An engine's device whose rows have all sampled their first token; its pools are shapes."""
+    mesh = concrete_mesh_of(job.params)
     pages = job.rows * num_pages_for(job.capacity) + 1
     shape = EngineShape(job.rows, job.capacity, pages, job.chunk, job.draft_tokens, job.kv, None, 0)
     device = Device(job.params, job.config, shape, _EXECUTOR)
+    if mesh is not None:
+        device.pools = jax.tree.map(partial(_sharded, mesh), device.pools, cache_specs(device.pools, mesh))
     call = _generate_call(dataclasses.replace(job, rows=1), "sampled" if job.sampled else "decode")
     row = device.new_row(call, call.key[:1])
     device.rows = _after_first_token(jax.tree.map(lambda x: _repeat(x, job.rows), row))
     return device
+
+
+def _sharded(mesh: Mesh, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
 
 def _repeat(x_1: Any, rows: int) -> Any:
@@ -195,9 +204,9 @@ def target_card(card: Card, mesh: Mesh) -> Iterator[None]:
     """Inside, programs are traced and compiled as on such a card. No program is written to the compilation
     cache: no process could load it.
     """
-    name = "jax_enable_compilation_cache"
+    name = "jax_persistent_cache_min_compile_time_secs"
     before = jax.config.values[name]
-    jax.config.update(name, False)
+    jax.config.update(name, math.inf)
     try:
         with (
             kernels_pallas.assume_device(card.capability, card.name),
