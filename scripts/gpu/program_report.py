@@ -44,7 +44,8 @@ class Compiled:
     temporaries: int  # bytes
     copies: list[Any]  # launches that copy or gather a whole leaf
     uncounted: dict[str, str]  # why bytes of kernels are those of declared operands
-    kernels: list[dict[str, Any]]  # registers and spilled bytes of its Pallas kernels
+    # Registers and spilled bytes of the Pallas kernels that no earlier program of the process has.
+    kernels: list[dict[str, Any]]
 
 
 class MachineProgram(NamedTuple):
@@ -52,12 +53,12 @@ class MachineProgram(NamedTuple):
 
     module: Module
     temporaries: int  # bytes
-    kernels: list[dict[str, Any]]  # registers and spilled bytes of its Pallas kernels
+    # Registers and spilled bytes of the Pallas kernels that no earlier program of the process has.
+    kernels: list[dict[str, Any]]
 
 
-_compiled: dict[
-    str, MachineProgram
-] = {}  # by their text before compilation: settings do not change a program
+# By their text before compilation: settings do not change a program.
+_compiled: dict[str, MachineProgram] = {}
 
 
 def compile_program(job: ProgramJob, program: str, card: Card, mesh: Mesh, folder: str) -> Compiled:
@@ -65,6 +66,7 @@ def compile_program(job: ProgramJob, program: str, card: Card, mesh: Mesh, folde
     call = find_call(job, program)
     with target_card(card, mesh):
         traced = call.program.trace(*to_shapes(call.args, mesh))
+        empty(folder)
         lowered = traced.lower()
         text = f"{card.name}: {lowered.as_text()}"
         if text not in _compiled:
@@ -77,7 +79,6 @@ def compile_program(job: ProgramJob, program: str, card: Card, mesh: Mesh, folde
 
 
 def _compile(lowered: Any, card: Card, folder: str) -> MachineProgram:
-    empty(folder)
     compiled = lowered.compile()
     kernels = [dict(kernel=name, **assemble(card.capability, path)) for name, path in pallas_ptx(folder)]
     temporaries = compiled.memory_analysis().temp_size_in_bytes
@@ -182,7 +183,7 @@ def report(  # noqa: PLR0913
         unknown_branches=more.counts.unknown_branches,
         declared=more.uncounted,
         kernels=_pallas(more.counts),
-        compiled=more.kernels,
+        compiled=[kernel for kernel in few.kernels if kernel not in more.kernels] + more.kernels,
         copied=[(x.name, str(x.copied[0]), x.bytes, x.op_name) for x in more.copies],
         largest=[
             (x.name, x.kind, x.times, x.read, x.written, x.op_name)

@@ -100,8 +100,7 @@ def test_temporaries_of_int4():
     except RuntimeError as error:
         pytest.skip(f"jax's CUDA plug-in is not installed: {error}")
     one_layer = estimates.dequantized_bytes(job, 8) / 2 / 4
-    sampling = 5 * 4 * job.rows * job.config.vocab_size  # logits, sorted, and processed
-    assert 0 < estimates.program_temporaries(job, mesh, card, "engine_decode") < one_layer + sampling
+    assert 0 < estimates.program_temporaries(job, mesh, card, "engine_decode") < one_layer
 
 
 def test_plan_prints_bytes_and_collectives():
