@@ -46,7 +46,7 @@ CACHE_DTYPE = flags.DEFINE_enum(
 )
 CHUNK = flags.DEFINE_integer("chunk", 256, "Tokens of a prefill chunk.")
 TEMPORARIES = flags.DEFINE_bool(
-    "temporaries", True, "Compile the programs to find their temporaries: half a minute."
+    "temporaries", True, "Compile the engine's programs to find their temporaries: a minute or two."
 )
 FRACTION = flags.DEFINE_float(
     "memory_fraction",

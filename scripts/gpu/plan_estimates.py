@@ -10,18 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from gpu_specs import Card
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from machine_limits import bytes_per_pass, decode_work, expert_fraction, prefill_work
+from programs import Call, ProgramJob, find_call, target_card, to_shapes
 
-from xinfer_jax.cache.kv_cache import KVCache, cache_bytes
-from xinfer_jax.cache.paged import PAGE_SIZE, Paged, empty_pools
-from xinfer_jax.cache.quantized_kv import KV_BITS, cache_specs, vector_bytes
+from xinfer_jax.cache.kv_cache import cache_bytes
+from xinfer_jax.cache.paged import PAGE_SIZE
+from xinfer_jax.cache.quantized_kv import KV_BITS, vector_bytes
 from xinfer_jax.checkpoint.sharded_leaves import leaf_partition, sharded_shapes, with_repeated_kv_heads
 from xinfer_jax.config.model_config import ModelConfig
-from xinfer_jax.model.decoder import hidden_states, unembed
 from xinfer_jax.model.decoder_layer import layer_kinds
-from xinfer_jax.model.greedy import argmax
-from xinfer_jax.sharding import MODEL, REPLICATED
+from xinfer_jax.sharding import MODEL
 from xinfer_jax.weights.layout import check_mesh
 from xinfer_jax.weights.params import Params, ParamSpec, check_quantize, param_specs, tree_bytes
 from xinfer_jax.weights.quantization import group_size_for_shards, quantized_struct
@@ -227,9 +226,9 @@ def _kv_bytes(job: Job, n: int, length: int) -> int:
 
 @functools.lru_cache
 def temporaries(job: Job, n: int, card: Card) -> int:
-    """Bytes of temporaries of the engine's programs: the larger of decode and prefill. Compiled with three
-    layers of each kind and the head (XLA may load weights of a later layer early). The difference to five
-    layers of each kind is extrapolated to all other layers.
+    """Bytes of temporaries of the engine's programs, with kernels as on the card: the larger of decode and
+    prefill. Compiled with three layers of each kind (XLA may load weights of a later layer early). The
+    difference to five layers of each kind is extrapolated to all other layers.
 
     Raises:
         RuntimeError: jax's CUDA plug-in or ptxas is not installed.
@@ -237,24 +236,19 @@ def temporaries(job: Job, n: int, card: Card) -> int:
     mesh = check_mesh(card.mesh(n, MODEL))
     largest = 0
     others = max(0, job.config.num_hidden_layers // with_few_layers(job, 1).config.num_hidden_layers - 3)
-    for shape in ((job.rows, 1), (1, job.chunk)):
-        three, five = (program_temporaries(with_few_layers(job, times), mesh, *shape) for times in (3, 5))
+    for program in ("engine_decode", "engine_prefill"):
+        few = (with_few_layers(job, times) for times in (3, 5))
+        three, five = (program_temporaries(of, mesh, card, program) for of in few)
         largest = max(largest, three + max(five - three, 0) * others // 2)
     return largest
 
 
-def program_temporaries(job: Job, mesh: Mesh, rows: int, tokens: int) -> int:
-    """Bytes of temporaries of one program. It is not written to the compilation cache: no process could load
-    it.
-    """
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = jax.config.values[name]
-    jax.config.update(name, math.inf)
-    try:
-        with jax.default_device(mesh.devices.flat[0]), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return lower_program(job, mesh, rows, tokens).compile().memory_analysis().temp_size_in_bytes
-    finally:
-        jax.config.update(name, before)
+def program_temporaries(job: Job, mesh: Mesh, card: Card, program: str) -> int:
+    """Bytes of temporaries of one of the engine's programs."""
+    call = engine_call(job, mesh, program)
+    with target_card(card, mesh):
+        lowered = call.program.lower(*to_shapes(call.args, mesh))
+        return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
 def with_few_layers(job: Job, times: int) -> Job:
@@ -269,36 +263,10 @@ def with_few_layers(job: Job, times: int) -> Job:
     return dataclasses.replace(job, config=dataclasses.replace(job.config, **changes))
 
 
-def lower_program(job: Job, mesh: Mesh, rows: int, tokens: int) -> Any:
-    """Lowers a program of passes over [rows, tokens] for the devices of a mesh."""
+def engine_call(job: Job, mesh: Mesh, program: str) -> Call:
+    """The call of "engine_decode" or "engine_prefill" of an engine over a mesh."""
     config = with_repeated_kv_heads(job.config, mesh.size)
-
-    def sharded(x: jax.ShapeDtypeStruct, spec: PartitionSpec = REPLICATED) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-
-    to_shapes = functools.partial(sharded_shapes, mesh=mesh, devices=mesh.size)
-    weights = jax.tree.map(to_shapes, param_specs(job.config), device_weights(job, mesh.size))
-    pools = jax.eval_shape(lambda: empty_pools(config, job.pages, job.kv))
-    pools = jax.tree.map(sharded, pools, cache_specs(pools, mesh))
-    shapes = (rows, tokens), (rows, job.pages_per_row), (rows,)
-    small = (sharded(jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in shapes)
-    return jax.jit(_steps, static_argnums=0, donate_argnums=2).lower(config, weights, pools, *small)
-
-
-def _steps(config: ModelConfig, params, pools, tokens_BT, table_BP, length_B):
-    """Passes in a loop, each over the tokens that the pass before chose. Returns the last token, lengths and
-    pools.
-    """
-    capacity = table_BP.shape[1] * PAGE_SIZE
-
-    def step(state):
-        token_BT, length_B, pools = state
-        pairs = zip(pools, config.layer_windows, strict=True)
-        layers = tuple(Paged(k, v, window, capacity, table_BP) for (k, v), window in pairs)
-        cache = KVCache(layers, length_B, jnp.zeros(len(length_B), bool), None)
-        hidden_BTD, cache = hidden_states(params, config, token_BT, cache)
-        next_token_B = argmax(unembed(params, config, hidden_BTD[:, -1]))
-        token_BT = jnp.broadcast_to(next_token_B[:, None], token_BT.shape)
-        return token_BT, cache.length_B, tuple((layer.k, layer.v) for layer in cache.layers)
-
-    return jax.lax.while_loop(lambda state: jnp.any(state[1] < capacity), step, (tokens_BT, length_B, pools))
+    to_sharded = functools.partial(sharded_shapes, mesh=mesh, devices=mesh.size)
+    weights = jax.tree.map(to_sharded, param_specs(job.config), device_weights(job, mesh.size))
+    sizes = job.rows, job.context, job.context - 1
+    return find_call(ProgramJob(config, weights, job.kv, *sizes, chunk=job.chunk), program)

@@ -17,7 +17,13 @@ pytestmark = [pytest.mark.full, pytest.mark.newest]
 @pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="jax's CUDA plug-in is not installed")
 @pytest.mark.parametrize("gpu, only", [("h200", "mosaic"), ("rtx4090", "triton")])  # the rest by the script
 def test_kernels_compile_without_spills(gpu, only):
-    command = [sys.executable, "scripts/compile_gpu.py", f"--gpus={gpu}", f"--only={only}"]
+    command = [
+        sys.executable,
+        "scripts/compile_programs.py",
+        "--program=kernels",
+        f"--target={gpu}",
+        f"--only={only}",
+    ]
     done = subprocess.run(
         command,
         cwd=ROOT,

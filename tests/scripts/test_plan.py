@@ -14,11 +14,13 @@ import run_script
 from gpu_specs import CARDS
 from mesh_cases import FAMILIES, collectives, mesh_of, write_checkpoint
 from model_shapes import hf_config
+from programs import to_shapes
 from small_models import QWEN
 
 import xinfer_jax as xj
 from xinfer_jax.cache.paged import empty_pools
 from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.engine.device_programs import MAX_LOGPROBS
 from xinfer_jax.weights.layout import check_mesh
 from xinfer_jax.weights.params import tree_bytes
 from xinfer_jax.weights.quantized_weights import METHODS
@@ -92,12 +94,13 @@ def test_temporaries_of_int4():
     job = estimates.with_few_layers(
         plan_job(from_hf(hf_config("qwen2.5-72b")), "int4", rows=64, context=4096), 4
     )
+    card = CARDS["h200"]
     try:
-        mesh = check_mesh(CARDS["h200"].mesh(8, "model"))
+        mesh = check_mesh(card.mesh(8, "model"))
     except RuntimeError as error:
         pytest.skip(f"jax's CUDA plug-in is not installed: {error}")
     one_layer = estimates.dequantized_bytes(job, 8) / 2 / 4
-    assert 0 < estimates.program_temporaries(job, mesh, 64, 1) < one_layer
+    assert 0 < estimates.program_temporaries(job, mesh, card, "engine_decode") < one_layer
 
 
 def test_plan_prints_bytes_and_collectives():
@@ -128,25 +131,30 @@ def test_bad_flags_of_plan_exit_with_one_line(flags, message):
     assert re.fullmatch(f"plan: .*{message}.*\n", done.stderr)
 
 
-def count_all_reduces(job, n, rows, tokens):
-    """Counts all-reduces by their bytes, in the text of a program for n devices."""
-    compiled = estimates.lower_program(job, check_mesh(mesh_of(n)), rows, tokens).compile()
+def count_all_reduces(job, n, program, sizes):
+    """Counts all-reduces of these bytes, in the text of an engine's program for n devices."""
+    mesh = check_mesh(mesh_of(n))
+    call = estimates.engine_call(job, mesh, program)
+    compiled = call.program.lower(*to_shapes(call.args, mesh)).compile()
     counts = Counter()
     for kind, times in collectives(compiled).items():
-        for dims in re.findall(r"f32\[([\d,]+)\]", kind):
+        for dims in re.findall(r"[fs]32\[([\d,]+)\]", kind):
             size = 4 * math.prod(map(int, dims.split(",")))
-            assert kind.startswith("all-reduce") or size <= 4 * rows * n, kind
-            counts[size] += times * kind.startswith("all-reduce")
-    return +counts
+            if kind.startswith("all-reduce") and size in sizes:
+                counts[size] += times
+            else:  # of sampling: a few numbers of each row and device
+                assert size <= 4 * job.rows * n * MAX_LOGPROBS, kind
+    return counts
 
 
 def main():
     """Compares, on virtual devices, planned all-reduces with compiled text and planned bytes with arrays."""
     for family in ("qwen2", "olmo3", "qwen3_moe"):
         job = plan_job(from_hf(FAMILIES[family]), "float32", "float32")
-        for rows, tokens in ((4, 1), (1, 64)):
-            expected = {tree_bytes(x): times for times, x in estimates.all_reduces(job, rows * tokens)}
-            assert (counts := count_all_reduces(job, 4, rows, tokens)) == expected, (family, counts, expected)
+        for program, tokens in (("engine_decode", job.rows), ("engine_prefill", job.chunk)):
+            expected = {tree_bytes(x): times for times, x in estimates.all_reduces(job, tokens)}
+            counts = count_all_reduces(job, 4, program, expected)
+            assert counts == expected, (family, program, counts, expected)
     for weights in estimates.WEIGHTS:
         quantize, dtype = (weights, "bfloat16") if weights in METHODS else (None, weights)
         with tempfile.TemporaryDirectory() as folder:

@@ -66,7 +66,7 @@ class Device:
         self._runner = runner_class(params)(execute, shape.impl)
         mesh = concrete_mesh_of(params)
         norm = params["final_norm"]
-        self._device = norm.device if norm.committed and mesh is None else None
+        self._device = norm.device if mesh is None and getattr(norm, "committed", False) else None
         self.pools: Any = execute.create(
             lambda: empty_pools(config, shape.pages, shape.cache_dtype, mesh), self._device
         )

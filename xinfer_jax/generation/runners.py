@@ -315,8 +315,8 @@ def runner_class(params: Params) -> type[Runner]:
     leaf = params["final_norm"]
     if concrete_mesh_of(leaf) is not None:
         return WholeModelRunner
-    if isinstance(leaf, jax.Array):
-        platforms = [device.platform for device in leaf.devices()]
+    if sharding := getattr(leaf, "sharding", None):
+        platforms = [device.platform for device in sharding.device_set]
         return LayerwiseRunner if platforms == ["cpu"] else WholeModelRunner
     return LayerwiseRunner if jax.default_backend() == "cpu" else WholeModelRunner
 

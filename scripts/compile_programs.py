@@ -1,0 +1,158 @@
+"""Compiles the library's own programs for NVIDIA GPUs on a machine without a GPU, and counts what they do.
+
+    pip install 'jax[cuda13-local]' nvidia-cuda-nvcc      # the CUDA plug-in and ptxas; no driver is needed
+    python scripts/compile_programs.py --target=h200 --model=qwen2.5-7b --rows=8 --program=decode,sampled
+    python scripts/compile_programs.py --target=a100 --program=kernels --only=prefill
+
+Of one decode step, or one call of another program, it prints bytes in device memory, launched kernels,
+copies and gathers of whole weights or caches, loops of unknown trip count, predicates that the host waits
+for, temporaries and collectives: per layer, beside the layers, and for the model. Figures per layer are
+differences of two depths. `kernels` are all Pallas kernels, each alone: registers, spills, memory and
+instructions. Prints tables, and one JSON object as the last line. Exit code 1: a kernel spills, or lacks the
+instructions for which it was written; 2: the plug-in or ptxas is missing.
+"""
+
+from launcher import InputError, start
+
+# isort: split
+import json
+import os
+import shutil
+import sys
+import tempfile
+
+from machine_code import dump_settings, find_ptxas, ptxas_version
+
+DUMP = tempfile.mkdtemp()
+os.environ |= {"JAX_PLATFORMS": "cpu"} | dump_settings(DUMP)  # before jax is imported
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import plan_estimates as estimates  # noqa: E402
+from absl import flags  # noqa: E402
+from compile_kernels import compile_kernels  # noqa: E402
+from gpu_specs import CARDS  # noqa: E402
+from model_shapes import SHAPES, hf_config  # noqa: E402
+from program_report import MIB, report  # noqa: E402
+from programs import PROGRAMS, ProgramJob  # noqa: E402
+
+from xinfer_jax.cache.quantized_kv import KV_BITS  # noqa: E402
+from xinfer_jax.checks import check_integer  # noqa: E402
+from xinfer_jax.config.model_config import from_hf  # noqa: E402
+
+TARGET = flags.DEFINE_enum("target", "h200", [*CARDS], "GPU to compile for.")
+MODEL = flags.DEFINE_string(
+    "model", "qwen2.5-0.5b", f"A directory with config.json, or one of {', '.join(SHAPES)}."
+)
+WEIGHTS = flags.DEFINE_enum("weights", "bfloat16", estimates.WEIGHTS, "Format of the weights.")
+CACHE = flags.DEFINE_enum(
+    "cache", "bfloat16", ["bfloat16", "float32", "int8", "int4"], "Dtype of keys and values."
+)
+ROWS = flags.DEFINE_integer("rows", 1, "Rows; a power of two.")
+CAPACITY = flags.DEFINE_integer("capacity", 4096, "Tokens that a row can hold.")
+LENGTH = flags.DEFINE_integer("length", 1024, "Valid tokens of each row after the step; of a prompt: all.")
+LAYERS = flags.DEFINE_list(
+    "layers", None, "Two depths; default: 2 and 4 times the period of the layers' kinds."
+)
+PROGRAM = flags.DEFINE_list("program", ["decode"], f"Any of {', '.join(PROGRAMS)}; or kernels.")
+ONLY = flags.DEFINE_string("only", "", "Of kernels: compile those whose names contain this text.")
+SAMPLED = flags.DEFINE_bool("sampled", False, "The rows of an engine sample; else they are greedy.")
+DRAFT_TOKENS = flags.DEFINE_integer("draft_tokens", 0, "Draft tokens of an engine's step.")
+VERBOSE = flags.DEFINE_bool("largest", False, "Print the launches that move the most bytes.")
+
+
+def main(argv: list[str]) -> None:
+    if unknown := set(PROGRAM.value) - {*PROGRAMS, "kernels"}:
+        raise InputError(f"--program knows {', '.join(PROGRAMS)}, kernels, got {unknown.pop()!r}")
+    if jax.__version_info__ < (0, 12):
+        raise InputError(f"jax {jax.__version__} does not compile all programs without a device: needs 0.12")
+    if not find_ptxas():
+        raise InputError("no ptxas: pip install nvidia-cuda-nvcc, or put CUDA's bin on the PATH")
+    card = CARDS[TARGET.value]
+    try:
+        card.mesh()
+    except Exception as error:  # a missing or foreign plug-in may raise anything
+        raise InputError(
+            f"no CUDA plug-in that compiles without a device ({error}): pip install 'jax[cuda13-local]'"
+        ) from error
+    try:
+        results = [figures(program) for program in PROGRAM.value]
+    finally:
+        shutil.rmtree(DUMP)
+    kernels = [kernel for result in results for kernel in result.pop("compiled")]
+    settings = {flag.name: flag.value for flag in (TARGET, MODEL, WEIGHTS, CACHE, ROWS, CAPACITY, LENGTH)}
+    programs = [result for result in results if result]
+    print(json.dumps({"jax": jax.__version__, **settings, "kernels": kernels, "programs": programs}))
+    sys.exit(int(any(kernel["spill_bytes"] or not kernel.get("as_written", True) for kernel in kernels)))
+
+
+def figures(program: str) -> dict:
+    """Compiles, prints and returns the figures of a program."""
+    if program == "kernels":
+        print(f"kernels for {TARGET.value}, jax {jax.__version__}, {find_ptxas()}: {ptxas_version()}")
+        return {"compiled": compile_kernels(TARGET.value, ONLY.value, DUMP)}
+    job = full_job()
+    depths = tuple(int(n) for n in LAYERS.value) if LAYERS.value else None
+    print(
+        f"\n{MODEL.value} for {TARGET.value}: weights {WEIGHTS.value}, cache {CACHE.value}, {job.rows} rows"
+        f" of {job.length:,} tokens, capacity {job.capacity:,}, jax {jax.__version__}"
+    )
+    result = report(job, WEIGHTS.value, program, CARDS[TARGET.value], DUMP, depths)
+    print_report(result)
+    return result
+
+
+def full_job() -> ProgramJob:
+    config = from_hf(hf_config(MODEL.value))
+    rows = check_integer("rows", ROWS.value, 1)
+    if rows & (rows - 1):
+        raise InputError(f"rows must be a power of two, as generate pads them to one, got {rows}")
+    capacity = check_integer("capacity", CAPACITY.value, 2, config.context_length)
+    length = check_integer("length", LENGTH.value, 2, capacity - 1)
+    kv = CACHE.value if CACHE.value in KV_BITS else jnp.dtype(CACHE.value)
+    weights = estimates.device_weights(
+        estimates.Job(config, WEIGHTS.value, CACHE.value, rows, capacity, 256), 1
+    )
+    return ProgramJob(config, weights, kv, rows, capacity, length, SAMPLED.value, DRAFT_TOKENS.value)
+
+
+def print_report(result: dict) -> None:
+    """Prints the figures of one program."""
+    parts = ("per_layer", "beside", "whole")
+    depth = f"{result['layers']} layers"
+    print(f"{result['program']:28}{'a layer':>12}{'beside':>12}{depth:>12}")
+    for name, title, unit in (
+        ("bytes", "MB moved", 1e6), ("kernels", "kernels launched", 1),
+        ("copies", "copies of weights or cache", 1), ("copied_bytes", "  MB", 1e6),
+        ("unknown_loops", "loops, unknown trip count", 1), ("predicates", "predicates on the host", 1),
+        ("temporaries", "MiB of temporaries", MIB),
+    ):  # fmt: skip
+        print(f"  {title:26}" + "".join(f"{result[part][name] / unit:12,.2f}" for part in parts))
+    least = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in result["least"].items())
+    limit = result["temporaries_limit"] / MIB
+    print(
+        f"  moved / least: {result['ratio']:.3f} (least, MB: {least}); temporaries at most {limit:,.1f} MiB"
+    )
+    print(f"  launched in a layer: {result['kinds_per_layer']}")
+    for kernel in result["kernels"]:
+        issued = "declared operands" if kernel["declared"] else f"{kernel['issued'] / 1e6:,.3f} MB issued"
+        times = f"{kernel['launches']:g}x {kernel['bytes'] / 1e6:,.3f} MB"
+        print(f"  Pallas {times} ({issued}): {kernel['op_name']}")
+    for kernel in result["compiled"]:
+        print(f"  {kernel['kernel']}: {kernel['registers']} registers, {kernel['spill_bytes']} bytes spilled")
+    for name, array, size, op_name in result["copied"]:
+        print(f"  COPY {name} {array} {size / 1e6:,.2f} MB: {op_name}")
+    if result["collectives"]:
+        print(f"  collectives: {result['collectives']}")
+    for name, (size, kernels) in result["unknown_branches"].items():
+        more = f"moves {size / 1e6:,.1f} MB more in {kernels:g} more kernels"
+        print(f"  {name} depends on data; its other branch {more}")
+    for path, why in result["declared"].items():
+        print(f"  bytes of the kernel at {path} are those of its operands: {why}")
+    if VERBOSE.value:
+        for name, kind, times, read, written, op_name in result["largest"]:
+            print(f"  {times:6g}x {read / 1e6:10.3f} + {written / 1e6:8.3f} MB {kind:12} {name}: {op_name}")
+
+
+if __name__ == "__main__":
+    start(main)

@@ -1,0 +1,88 @@
+"""Compiles every kernel for an NVIDIA GPU that is not here: registers, spills, memory, instructions."""
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from gpu_specs import CARDS
+from jax.sharding import NamedSharding, PartitionSpec
+from kernel_cases import KernelCase, kernel_cases
+from machine_code import assemble, empty, pallas_ptx
+
+_TENSOR_INSTRUCTIONS = {
+    "mosaic": r"wgmma\.mma_async",
+    "triton": r"wgmma\.mma_async|mma\.sync",
+}  # in kernels with matmuls
+
+
+def compile_kernels(gpu: str, only: str, folder: str) -> list[dict[str, Any]]:
+    """Compiles the kernels whose names contain a text, and prints a line for each.
+
+    Args:
+        gpu: one of `CARDS`.
+        only: the text.
+        folder: where this process writes PTX (`machine_code.dump_settings`).
+
+    Returns:
+        Figures of each; `as_written` is false where a kernel lacks the instructions for which it was written.
+    """
+    sharding = NamedSharding(CARDS[gpu].mesh(), PartitionSpec())
+    results: list[dict[str, Any]] = []
+    for case in kernel_cases(gpu):
+        if only in case.name:
+            results += _compile(gpu, case, sharding, folder)
+    return results
+
+
+def _compile(gpu: str, case: KernelCase, sharding: Any, folder: str) -> Iterator[dict[str, Any]]:
+    name, impl, function, shapes = case
+    empty(folder)
+    start = time.perf_counter()
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
+    # Mosaic takes the target from the default device, Triton from the abstract mesh.
+    with (
+        jax.default_device(sharding.mesh.devices.flat[0]),
+        jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh),
+    ):
+        compiled = jax.jit(function).lower(*args).compile()
+    resources = next(Path(folder).glob("*.resources.txt"), None)  # only Mosaic of the newest jax writes it
+    shared = int(re.search(r"smem_scratch_bytes=(\d+)", resources.read_text())[1]) if resources else None
+    temporaries = compiled.memory_analysis().temp_size_in_bytes // 1024
+    seconds = time.perf_counter() - start
+    for entry, path in pallas_ptx(folder):
+        text = path.read_text(errors="ignore")
+        figures = assemble(CARDS[gpu].capability, path)
+        tensor = len(re.findall(_TENSOR_INSTRUCTIONS.get(impl, "never"), text))
+        # TMA's bulk copies of tiles, or those of single vectors that Ampere has too.
+        copies = len(
+            re.findall(
+                r"cp\.async\.bulk\.tensor.*shared.*global" if impl == "mosaic" else r"cp\.async\.c", text
+            )
+        )
+        exact = "float32" in name
+        without_products = impl is None or entry.startswith("merge")
+        as_written = without_products or (exact or tensor > 0) and copies > 0
+        result = dict(
+            gpu=gpu,
+            kernel=name,
+            **figures,
+            shared_bytes=shared,
+            temporaries_kib=temporaries,
+            tensor=tensor,
+            async_copies=copies,
+            as_written=as_written,
+            seconds=round(seconds, 1),
+        )
+        problems = " SPILLS" if figures["spill_bytes"] else ""
+        if not as_written:
+            problems += " LACKS INSTRUCTIONS"
+        print(
+            f"{gpu:8s} {name:52s} {figures['registers']:3d} registers {figures['spill_bytes']:4d} B spilled"
+            f" {shared or '-':>6} B shared {temporaries:6d} KiB temporaries {tensor:3d} tensor {copies:3d}"
+            f" async copies {seconds:5.1f} s{problems}",
+            flush=True,
+        )
+        yield result

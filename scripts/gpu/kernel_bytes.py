@@ -1,0 +1,236 @@
+"""Bytes of device memory that a Pallas kernel moves: from the loads, stores and copies that its programs
+issue at the given lengths, by evaluating its jaxpr with scalars and indices only.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from kernel_refs import Ref, UncountableError, known_or_none, with_unknown
+from known_values import Evaluator, Observer
+from memory_accesses import Touched
+
+_MOST_PROGRAMS = 64  # of a grid that is evaluated whole
+_MOST_STEPS = 20_000_000  # equations
+
+
+class KernelBytes(NamedTuple):
+    """Bytes of all programs of a kernel."""
+
+    distinct: float  # each element once: what memory has to deliver or take
+    issued: float  # all loads and stores; those beyond `distinct` may be served by L2
+
+
+def kernel_bytes(equation: Any, values: list[Any]) -> KernelBytes:
+    """Bytes that a kernel's call moves.
+
+    Args:
+        equation: a `pallas_call` of Triton's, or the call of a Mosaic kernel.
+        values: its operands; None: unknown.
+
+    Raises:
+        UncountableError: it reaches memory in a way that is not known here.
+    """
+    kernel = _Kernel(equation, values)
+    sizes = [range(size) for size in kernel.grid]
+    scale = [np.ones(2)] * kernel.operands  # of distinct and issued bytes
+    if math.prod(kernel.grid) > _MOST_PROGRAMS:
+        sizes, scale = _without_alike(kernel)
+    touched = kernel.run(sizes)
+    pairs = list(zip(touched, scale, strict=True))
+    return KernelBytes(
+        sum(min(t.distinct_bytes * s[0], math.prod(t.shape) * t.itemsize) for t, s in pairs),
+        sum(t.issued_bytes * s[1] for t, s in pairs),
+    )
+
+
+def _without_alike(kernel: "_Kernel") -> tuple[list[Sequence[int]], list[np.ndarray]]:
+    """The grid with one index of each axis along which all programs do alike, as those of rows and heads; and
+    factors on the elements that each operand then lacks.
+    """
+    sizes: list[Sequence[int]] = [range(size) for size in kernel.grid]
+    scale = [np.ones(2) for _ in range(kernel.operands)]
+    for axis, size in enumerate(kernel.grid):
+        if size < 3:
+            continue
+        probe: list[Sequence[int]] = [range(n) if n < 5 else (0, n // 2) for n in kernel.grid]
+
+        def figures(index: Sequence[int], axis: int = axis, probe: Any = probe) -> np.ndarray:
+            touched = kernel.run([index if i == axis else of for i, of in enumerate(probe)])
+            return np.array([(t.distinct_bytes, t.issued_bytes) for t in touched])
+
+        first, *others = (figures([i]) for i in (0, size // 2, size - 1))
+        if all(np.array_equal(first, other) for other in others):
+            sizes[axis] = (0,)
+            ratio = figures(range(size)) / np.maximum(first, 1)
+            scale = [of * more for of, more in zip(scale, ratio, strict=True)]
+    return sizes, scale
+
+
+class _Kernel:
+    """A kernel's grid and body."""
+
+    def __init__(self, equation: Any, values: list[Any]):
+        self._values = values
+        params = equation.params
+        self._evaluator = _KernelEvaluator()
+        if equation.primitive.name == "pallas_call":
+            mapping = params["grid_mapping"]
+            self.grid = tuple(int(size) for size in mapping.grid)
+            self._names: tuple[Any, ...] = tuple(range(len(self.grid)))
+            self._body = params["jaxpr"]
+            self._blocks = mapping.block_mappings
+            self._index_operands = mapping.num_index_operands
+            self.operands = len(self._blocks)
+        else:
+            if len(params["jaxprs"]) != 1:
+                raise UncountableError("several bodies")
+            (mesh,), (self._body,) = params["meshes"], params["jaxprs"]
+            sizes = dict(mesh.shape)
+            self.grid = tuple(sizes.values())
+            self._names = tuple(sizes)
+            self._blocks = None
+            self._index_operands = 0
+            self.operands = len(getattr(self._body, "jaxpr", self._body).invars)
+
+    def run(self, indices: Sequence[Sequence[int]]) -> list[Touched]:
+        """What the programs at these indices of each axis touch of each operand."""
+        body = getattr(self._body, "jaxpr", self._body)
+        variables = body.invars[self._index_operands :][: self.operands]
+        touched = [
+            _touched_of(var, block) for var, block in zip(variables, self._blocks_or_none(), strict=True)
+        ]
+        for index in itertools.product(*indices):
+            refs = [self._ref(i, one, index) for i, one in enumerate(touched)]
+            scalars = [Ref(None, value) for value in self._values[: self._index_operands]]
+            scratch = [Ref(None)] * (len(body.invars) - len(refs) - len(scalars))
+            self._evaluator.axes = dict(zip(self._names, zip(index, self.grid, strict=True), strict=True))
+            self._evaluator.closed(self._body, [*scalars, *refs, *scratch], ())
+            if self._evaluator.steps > _MOST_STEPS:
+                raise UncountableError("too many steps")
+        return touched
+
+    def _blocks_or_none(self) -> Sequence[Any]:
+        return self._blocks if self._blocks is not None else [None] * self.operands
+
+    def _ref(self, operand: int, touched: Touched, index: tuple[int, ...]) -> Ref:
+        at = operand + self._index_operands
+        value = self._values[at] if at < len(self._values) else None
+        if self._blocks is None:
+            return Ref(touched, value, tuple((0, size, False) for size in touched.shape))
+        block = self._blocks[operand]
+        args = [*index, *[Ref(None, value) for value in self._values[: self._index_operands]]]
+        starts = Evaluator(Observer()).closed(block.index_map_jaxpr, args, ())
+        window = []
+        for start, size in zip(starts, block.block_shape, strict=True):
+            dropped = type(size).__name__ == "Squeezed"
+            length = 1 if dropped else getattr(size, "block_size", size)
+            by_element = type(size).__name__ == "Element"
+            first = None if start is None else int(start) * (1 if by_element else length)
+            window.append((first, length, dropped))
+        return Ref(touched, value, tuple(window))
+
+
+def _touched_of(var: Any, block: Any) -> Touched:
+    aval = var.aval if block is None else block.array_aval
+    dtype = jax.numpy.dtype(aval.dtype) if "barrier" not in str(aval.dtype) else np.dtype("int8")
+    itemsize = 0.5 if dtype.name in ("int4", "uint4") else dtype.itemsize
+    return Touched(tuple(aval.shape), itemsize)
+
+
+class _KernelEvaluator(Evaluator):
+    """Evaluates a kernel's body, and notes which elements it touches."""
+
+    def __init__(self) -> None:
+        super().__init__(Observer())
+        self.axes: dict[Any, tuple[int, int]] = {}  # index and size
+
+    def equation(self, equation: Any, values: list[Any], path: tuple[str, ...]) -> Sequence[Any] | None:
+        name = equation.primitive.name
+        params = equation.params
+        if name in ("program_id", "num_programs"):
+            return [np.int32(self.axes[params["axis"]][name == "num_programs"])]
+        if name == "axis_index":
+            names = params["axis_name"]
+            (axis,) = names if isinstance(names, tuple) else (names,)
+            return [np.int32(self.axes[axis][0])]
+        if handler := getattr(self, f"on_{name}", None):
+            return handler(params, values)
+        if name in ("run_scoped", "run_state", "core_map"):
+            return self._run_inside(name, params, values, path)
+        if any(isinstance(value, Ref) and value.touched for value in values) and name not in (
+            "cond", "while", "scan", "jit", "pjit", "closed_call", "custom_vmap_call",
+        ):  # fmt: skip
+            raise UncountableError(f"the primitive {name}")
+        if any(isinstance(value, Ref) for value in values) and name not in (
+            "cond",
+            "while",
+            "scan",
+            "jit",
+            "pjit",
+        ):
+            return None
+        return super().equation(equation, values, path)
+
+    def _run_inside(self, name: str, params: Any, values: list[Any], path: tuple[str, ...]) -> None:
+        jaxpr = params["jaxpr"]
+        if name == "run_state":  # values become scratch
+            self.closed(jaxpr, [x if isinstance(x, Ref) else Ref(None) for x in values], path)
+            return None
+        scratch = [Ref(None)] * len(jaxpr.invars)
+        if name == "run_scoped":
+            self.run(jaxpr, values, scratch, path)
+            return None
+        axes = dict(params["mesh"].shape)
+        outer = self.axes
+        for index in itertools.product(*map(range, axes.values())):
+            self.axes = outer | dict(zip(axes, zip(index, axes.values(), strict=True), strict=True))
+            self.run(jaxpr, values, scratch, path)
+        self.axes = outer
+        return None
+
+    # Loads and stores, by the names of their primitives.
+
+    def on_get(self, params: Any, values: list[Any]) -> list[Any] | None:
+        ref, *flat = values
+        return _one(ref.access(params["tree"].unflatten(with_unknown(flat)), None))
+
+    on_load = on_get
+
+    def on_swap(self, params: Any, values: list[Any]) -> None:
+        ref, _, *flat = values
+        ref.access(params["tree"].unflatten(with_unknown(flat)), None)
+
+    on_store = on_addupdate = on_swap
+
+    def on_masked_load(self, params: Any, values: list[Any]) -> list[Any] | None:
+        ref, transforms, mask, _ = params["args_tree"].unflatten(with_unknown(values))
+        return _one(ref.access(transforms, known_or_none(mask)))
+
+    def on_masked_swap(self, params: Any, values: list[Any]) -> None:
+        ref, transforms, _, mask = params["args_tree"].unflatten(with_unknown(values))
+        ref.access(transforms, known_or_none(mask))
+
+    def on_copy_gmem_to_smem(self, params: Any, values: list[Any]) -> None:
+        flat = values[3 if params["has_barrier"] else 2 :]
+        tree = params["src_transforms_treedef"]
+        if params["has_user_predicate"] and values[-1] is not None and not values[-1]:
+            return
+        values[0].access(tree.unflatten(with_unknown(flat[: tree.num_leaves])), None)
+
+    def on_copy_smem_to_gmem(self, params: Any, values: list[Any]) -> None:
+        if params["has_user_predicate"] and values[-1] is not None and not values[-1]:
+            return
+        first = 2 + params["src_transforms_treedef"].num_leaves
+        tree = params["dst_transforms_treedef"]
+        values[1].access(tree.unflatten(with_unknown(values[first : first + tree.num_leaves])), None)
+
+    def on_async_prefetch(self, params: Any, values: list[Any]) -> None:
+        """It fills L2 only; the load that follows counts."""
+
+
+def _one(value: Any) -> list[Any] | None:
+    return None if value is None else [value]

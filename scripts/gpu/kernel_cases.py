@@ -1,0 +1,137 @@
+"""The calls of kernels that `compile_programs.py --program=kernels` compiles: shapes of Qwen2.5, of
+Qwen3-30B's experts and similar ones.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import kernels_pallas
+from kernels_pallas import KeyBias, Levels
+from kernels_pallas.reference_products import Matrix
+
+SD = jax.ShapeDtypeStruct
+_N, _K = 14, 2  # heads
+_D, _F, _V = 896, 4864, 151936
+_FLOATS = [(64, "float16"), *((width, "bfloat16") for width in (64, 80, 96, 128, 256))]
+
+
+class KernelCase(NamedTuple):
+    """One call of a kernel, on shapes."""
+
+    name: str
+    impl: str | None  # whose tensor instructions the kernel was written for; None: it has no products
+    function: Callable
+    shapes: Any
+
+
+def kernel_cases(gpu: str) -> Iterator[KernelCase]:
+    """All cases for a GPU."""
+    for impl in ("mosaic", "triton") if gpu == "h200" else ("triton",):
+        more = [(width, "float32") for width in (80, 128, 256)] * (impl == "triton")
+        for width, dtype in _FLOATS + more:
+            yield from _attention_cases(impl, width, dtype)
+        yield from _greedy_cases(impl)
+    for width in (64, 128, 256):
+        for bits in (8, 4):
+            yield from _quantized_attention_cases(width, bits)
+    yield from _expert_cases()
+    yield from _product_cases()
+
+
+def _attention_cases(impl: str, width: int, dtype: str) -> Iterator[KernelCase]:
+    row = SD((4,), jnp.int32)
+    slots = {"": (4, 4096), " ring": (4, 1152), " pages": (300, 64)}
+    for variant, keys in [("", ""), ("", " pages"), ("", " ring"), (" window+cap", "")]:
+        if (variant or keys == " ring") and width not in (64, 128):
+            continue
+        cache = SD((slots[keys][0], _K, slots[keys][1], width), dtype)
+        options = dict(window=1024, soft_cap=30.0) if variant else {}
+        options |= dict(ring=True, window=1024) if keys == " ring" else {}
+        shapes = {"k_PKSH": cache, "v_PKSH": cache, "start_B": row, "length_B": row}
+        if keys == " pages":
+            shapes |= {"table_BP": SD((4, 64), jnp.int32), "sink_N": SD((_N,), jnp.float32)}
+        for T in (1, 5, 17, 512) if keys else (1, 512):
+            yield _attention_case(impl, f"{width} {dtype}{variant}{keys}", T, width, dtype, shapes, options)
+
+
+def _quantized_attention_cases(width: int, bits: int) -> Iterator[KernelCase]:
+    row = SD((4,), jnp.int32)
+    pool = Levels(SD((300, _K, 64, width * bits // 8), jnp.uint8), SD((300, _K, 64, 2), jnp.float16))
+    angles = SD((64, width // 2), jnp.float32)
+    shapes = {
+        "k_PKSH": pool,
+        "v_PKSH": pool,
+        "start_B": row,
+        "length_B": row,
+        "table_BP": SD((4, 64), jnp.int32),
+    }
+    if width <= 128:
+        shapes["key_bias"] = KeyBias(SD((_K, 64, width), jnp.float32), angles, angles)
+    for T in (1, 17, 512):
+        yield _attention_case("triton", f"{width} int{bits} pages", T, width, "bfloat16", shapes, {})
+
+
+def _attention_case(  # noqa: PLR0913
+    impl: str, label: str, T: int, width: int, dtype: str, shapes: dict[str, Any], options: dict[str, Any]
+) -> KernelCase:
+    kernel = "prefill_attention" if T == 512 else "decode_attention"
+    many = f" {T} queries" if T in (5, 17) else ""
+
+    def call(q_BTNH: jax.Array, arrays: dict[str, jax.Array]) -> jax.Array:
+        run = partial(kernels_pallas.run_kernel, impl, kernel, scale=width**-0.5, **options)
+        ordered = [arrays[name] for name in ("k_PKSH", "v_PKSH", "start_B", "length_B")]
+        more = {name: x for name, x in arrays.items() if name in ("table_BP", "sink_N", "key_bias")}
+        return run(q_BTNH, *ordered, **more)
+
+    return KernelCase(f"{impl} {kernel} {label}{many}", impl, call, (SD((4, T, _N, width), dtype), shapes))
+
+
+def _greedy_cases(impl: str) -> Iterator[KernelCase]:
+    run = partial(kernels_pallas.run_kernel, impl)
+    for dtype in ("float32", "bfloat16"):
+        yield KernelCase(f"{impl} argmax {dtype}", None, partial(run, "argmax"), (SD((4, _V), dtype),))
+    for rows, variant, extra in ((1, "", {}), (32, "", {}), (32, " cap", dict(soft_cap=30.0))):
+        shapes = SD((rows, _D), "bfloat16"), SD((_V, _D), "bfloat16")
+        name = f"{impl} lm_head_argmax {rows} rows{variant}"
+        yield KernelCase(name, impl, partial(run, "lm_head_argmax", **extra), shapes)
+
+
+def _expert_cases() -> Iterator[KernelCase]:
+    run = partial(kernels_pallas.run_kernel, "triton", "gated_experts", activation=jax.nn.silu)
+    for tokens, dtype in (
+        (1, "bfloat16"),
+        (64, "float16"),
+        (200, "bfloat16"),
+        (512, "bfloat16"),
+        (2048, "float16"),
+    ):
+        gate = SD((128, 768, 2048), dtype)
+        choices = SD((tokens, 8), jnp.float32), SD((tokens, 8), jnp.int32)
+        shapes = SD((tokens, 2048), dtype), *choices, gate, gate, SD((128, 2048, 768), dtype)
+        yield KernelCase(f"triton gated_experts {tokens} tokens {dtype}", "triton", run, shapes)
+
+
+def _product_cases() -> Iterator[KernelCase]:
+    run = partial(kernels_pallas.run_kernel, "triton", "product")
+    for kind in ("bfloat16", "int8", "int4"):
+        for rows in (1, 8, 64, 512) if kind != "bfloat16" else (1, 8, 64):
+            x_MI, norm_I = SD((rows, _D), "bfloat16"), SD((_D,), "bfloat16")
+            gated = [_matrix(kind, _F, _D)] * 2
+            down = SD((rows, _F), "bfloat16"), [_matrix(kind, _D, _F)], None, SD((rows, _D), "bfloat16")
+            up = (x_MI, gated, norm_I) if rows <= 64 else (x_MI, gated)
+            name = f"triton product {kind} {rows} rows"
+            yield KernelCase(f"{name} gate, up", "triton", partial(run, activation="silu", eps=1e-6), up)
+            yield KernelCase(f"{name} down", "triton", run, down)
+
+
+def _matrix(kind: str, outputs: int, inputs: int) -> Matrix:
+    if kind == "int8":
+        return Matrix(SD((outputs, inputs), jnp.int8), SD((outputs,), jnp.float32))
+    if kind == "int4":
+        groups = SD((inputs // 64, outputs), jnp.float16), SD((inputs // 64, outputs), jnp.uint8)
+        return Matrix(SD((inputs // 64, 32, outputs), jnp.uint8), *groups)
+    return Matrix(SD((outputs, inputs), kind))

@@ -1,0 +1,90 @@
+"""What the values of a call's arguments decide about its compiled program: branches, iterations, and bytes of
+Pallas kernels, found again in the text by their place in the source.
+"""
+
+import re
+from collections import defaultdict
+from typing import Any
+
+import jax
+from hlo_text import Instruction, Module
+from kernel_bytes import KernelBytes, kernel_bytes
+from kernel_refs import UncountableError
+from known_values import Evaluator, Observer, Place, known_leaf
+
+_PATH = re.compile(r"(?:^|/)(while|body|cond|branch_\d+_fun)(?=/|$)")
+
+_counted: dict[Any, KernelBytes | None] = {}  # by the kernel and what is known of its operands
+
+
+class KnownChoices(Observer):
+    """The choices of one call, for `program_counts.count_program`.
+
+    Attributes:
+        uncounted: why bytes of a kernel are those of its declared operands, by the kernel's path.
+    """
+
+    def __init__(self, jaxpr: Any, args: Any, module: Module, one_step: bool):
+        """
+        Args:
+            jaxpr: of the program, closed.
+            args: of the call; shapes stand for unknown values.
+            module: the compiled program.
+            one_step: its outermost loop is that over decode steps.
+        """
+        self._module = module
+        self._branches: dict[Any, list[int | None]] = defaultdict(list)
+        self._loops: dict[Any, list[int | None]] = defaultdict(list)
+        self._kernels: dict[Any, list[KernelBytes | None]] = defaultdict(list)
+        self.uncounted: dict[str, str] = {}
+        leaves = [known_leaf(x) for x in jax.tree.leaves(args) if hasattr(x, "dtype")]
+        Evaluator(self, one_step).closed(jaxpr, leaves, ())
+
+    # Of `Observer`.
+
+    def on_branch(self, place: Place, index: int | None) -> None:
+        self._branches[place].append(index)
+
+    def on_loop(self, place: Place, trips: int | None) -> None:
+        self._loops[place].append(trips)
+
+    def on_kernel(self, place: Place, equation: Any, values: list[Any]) -> None:
+        known = tuple(None if value is None else (value.shape, value.tobytes()) for value in values)
+        key = str(equation), known
+        if key not in _counted:
+            try:
+                _counted[key] = kernel_bytes(equation, values)
+            except UncountableError as error:
+                _counted[key] = None
+                self.uncounted["/".join(place.path)] = str(error)
+        shapes = tuple(tuple(var.aval.shape) for var in equation.invars)
+        self._kernels[place, shapes].append(_counted[key])
+
+    # Of `Choices`.
+
+    def branch(self, conditional: Instruction) -> int | None:
+        taken = set(self._found(self._branches, conditional, 1))
+        return taken.pop() if len(taken) == 1 else None
+
+    def trips(self, loop: Instruction) -> float | None:
+        trips = [n for n in self._found(self._loops, loop, 1) if n is not None]
+        return sum(trips) / len(trips) if trips else None
+
+    def kernel_bytes(self, call: Instruction) -> tuple[float, float] | None:
+        # XLA may run one of two equal computations for both: the path is then that of the other.
+        shapes = tuple(array.dims for array in call.operand_arrays)
+        alike = {place: values for (place, dims), values in self._kernels.items() if dims == shapes}
+        found = self._found(alike, call, 0) or [x for values in alike.values() for x in values]
+        known = [of for of in found if of is not None]
+        if not known or len(known) < len(found):
+            return None
+        return tuple(sum(part) / len(known) for part in zip(*known, strict=True))  # type: ignore[return-value]
+
+    def _found(self, table: dict[Place, list[Any]], instruction: Instruction, own: int) -> list[Any]:
+        """What was met at the place of an instruction; own: last parts of its path that name itself."""
+        parts = _PATH.findall(instruction.op_name)
+        path = tuple(parts[: len(parts) - own])
+        at_path = {place: values for place, values in table.items() if place.path == path}
+        source = self._module.lines.get(instruction.frame)
+        exact = [x for place, values in at_path.items() if (place.file, place.line) == source for x in values]
+        return exact or [x for values in at_path.values() for x in values]

@@ -1,0 +1,194 @@
+"""Evaluates a jaxpr with those values that are known before it runs: settings, lengths, block tables. That
+decides which branches run, how often loops run, and with which scalars kernels are called.
+
+None stands for an unknown value.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from known_primitives import apply_primitive, is_small, short_circuit
+
+KERNELS = ("pallas_call", "mpmd_map")
+_MOST_STEPS = 4096  # of a loop that is followed step by step
+_CALLS = frozenset(
+    "jit pjit closed_call core_call remat2 checkpoint custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"
+    " custom_vmap_call custom_lin shard_map".split()
+)
+
+
+class Place(NamedTuple):
+    """Where an equation is: the loops and branches around it, and its source line."""
+
+    path: tuple[str, ...]
+    file: str
+    line: int
+
+
+class Observer:
+    """Hears of what an evaluation meets; does nothing."""
+
+    def on_branch(self, place: Place, index: int | None) -> None:
+        """A conditional takes this branch; None: unknown."""
+
+    def on_loop(self, place: Place, trips: int | None) -> None:
+        """A loop ends after so many iterations."""
+
+    def on_kernel(self, place: Place, equation: Any, values: list[Any]) -> None:
+        """A Pallas kernel is called."""
+
+
+class Evaluator:
+    """Evaluates jaxprs."""
+
+    def __init__(self, observer: Observer, one_step: bool = False):
+        """one_step: outermost loops, those over decode steps, end after one iteration."""
+        self._observer = observer
+        self._one_step = one_step
+        self.steps = 0  # equations so far
+        self._prepared: dict[int, Any] = {}
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], path: tuple[str, ...] = ()) -> list:
+        """The results of a jaxpr on values."""
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        if id(jaxpr) not in self._prepared:
+            self._prepared[id(jaxpr)] = jaxpr, [_prepare(equation) for equation in jaxpr.eqns]
+        for equation, literals, variables in self._prepared[id(jaxpr)][1]:
+            self.steps += 1
+            values = [
+                literal if var is None else env.get(var)
+                for var, literal in zip(variables, literals, strict=True)
+            ]
+            results = self.equation(equation, values, path)
+            if results is not None:
+                env.update(zip(equation.outvars, results, strict=True))
+        return [var.val if hasattr(var, "val") else env.get(var) for var in jaxpr.outvars]
+
+    def closed(self, jaxpr: Any, args: Sequence[Any], path: tuple[str, ...]) -> list:
+        """`run` of a closed jaxpr, or of one without constants."""
+        consts = [_known_constant(value) for value in getattr(jaxpr, "consts", ())]
+        return self.run(getattr(jaxpr, "jaxpr", jaxpr), consts, args, path)
+
+    def equation(self, equation: Any, values: list[Any], path: tuple[str, ...]) -> Sequence[Any] | None:
+        """The results of an equation; None: unknown."""
+        name = equation.primitive.name
+        params = equation.params
+        if name == "cond":
+            return self._cond(equation, values, path)
+        if name == "while":
+            return self._while(equation, values, path)
+        if name == "scan":
+            return self._scan(equation, values, path)
+        if name in KERNELS:
+            self._observer.on_kernel(place_of(equation, path), equation, values)
+            return None
+        if name in _CALLS:
+            jaxpr = next(params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call") if key in params)
+            return self.closed(jaxpr, [None] * len(values) if name == "shard_map" else values, path)
+        if not equation.outvars or not all(is_small(getattr(x.aval, "shape", ())) for x in equation.outvars):
+            return None
+        if any(value is None for value in values):
+            result = short_circuit(name, values)
+            return None if result is None else [np.broadcast_to(result, equation.outvars[0].aval.shape)]
+        return apply_primitive(name, equation.primitive, values, params)
+
+    def _cond(self, equation: Any, values: list[Any], path: tuple[str, ...]) -> list | None:
+        branches = equation.params["branches"]
+        platforms = equation.params.get("branches_platforms")
+        index = None if values[0] is None else int(values[0])
+        if platforms is not None:  # of `lax.platform_dependent`: the compiled text has no conditional
+            index = next(i for i, names in enumerate(platforms) if names is None or "cuda" in names)
+        else:
+            self._observer.on_branch(place_of(equation, path), index)
+        if index is None:
+            results = []
+            for i, branch in enumerate(branches):
+                results.append(self.closed(branch, values[1:], (*path, "cond", f"branch_{i}_fun")))
+            return None
+        index = min(max(index, 0), len(branches) - 1)
+        inside = (*path, "cond", f"branch_{index}_fun")
+        return self.closed(branches[index], values[1:], inside)
+
+    def _while(self, equation: Any, values: list[Any], path: tuple[str, ...]) -> list:
+        params = equation.params
+        of_test, of_body = params["cond_nconsts"], params["body_nconsts"]
+        test_consts = values[:of_test]
+        body_consts = values[of_test : of_test + of_body]
+        carry = values[of_test + of_body :]
+        inside = (*path, "while")
+        trips = 0
+        while trips < _MOST_STEPS:
+            (more,) = self.closed(params["cond_jaxpr"], [*test_consts, *carry], (*inside, "cond"))
+            if more is None:
+                break
+            if not more:
+                self._observer.on_loop(place_of(equation, path), trips)
+                return carry
+            carry = self.closed(params["body_jaxpr"], [*body_consts, *carry], (*inside, "body"))
+            trips += 1
+            if path == () and self._one_step:
+                break
+        else:
+            self._observer.on_loop(place_of(equation, path), None)
+            return [None] * len(carry)
+        self._observer.on_loop(place_of(equation, path), trips or None)
+        if trips == 0:  # once, with what does not change
+            body = getattr(params["body_jaxpr"], "jaxpr", params["body_jaxpr"])
+            same = [out is var for out, var in zip(body.outvars, body.invars[of_body:], strict=True)]
+            carry = [value if stays else None for value, stays in zip(carry, same, strict=True)]
+            self.closed(params["body_jaxpr"], [*body_consts, *carry], (*inside, "body"))
+        return [None] * len(carry)
+
+    def _scan(self, equation: Any, values: list[Any], path: tuple[str, ...]) -> list:
+        params = equation.params
+        jaxpr = params["jaxpr"]
+        consts, carried = _scan_sizes(params)
+        carry = values[consts : consts + carried]
+        xs = values[consts + carried :]
+        length = params["length"]
+        inside = (*path, "while", "body")
+        for i in range(length):
+            at = length - 1 - i if params["reverse"] else i
+            of_step = [None if x is None else np.asarray(x)[at] for x in xs]
+            carry = self.closed(jaxpr, [*values[:consts], *carry, *of_step], inside)[:carried]
+        return [*carry, *[None] * (len(equation.outvars) - carried)]
+
+
+def _prepare(equation: Any) -> tuple[Any, list[Any], list[Any]]:
+    """An equation, its literals, and its variables; None where the other one stands."""
+    literals = [np.asarray(var.val) if hasattr(var, "val") else None for var in equation.invars]
+    return equation, literals, [None if hasattr(var, "val") else var for var in equation.invars]
+
+
+def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """Numbers of constants and of carried values."""
+    if "ft_in" in params:  # since jax 0.12
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
+def place_of(equation: Any, path: tuple[str, ...]) -> Place:
+    """Where an equation is: the innermost line outside of jax."""
+    traceback = equation.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        file = frame.file_name
+        if "/jax/" not in file and not file.startswith("<"):
+            return Place(path, file, frame.line_num)
+    return Place(path, "", 0)
+
+
+def known_leaf(x: Any) -> Any:
+    """The value of an argument; None: of a shape, of PRNG keys."""
+    if isinstance(x, np.ndarray | np.generic):
+        return np.asarray(x)
+    return None
+
+
+def _known_constant(value: Any) -> Any:
+    if not hasattr(value, "shape"):
+        return value
+    is_key = not isinstance(value, np.ndarray) and "key<" in str(value.dtype)
+    return None if is_key or not is_small(value.shape) else np.asarray(value)

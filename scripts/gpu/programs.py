@@ -1,0 +1,232 @@
+"""The library's own programs, as `generate` and an engine call them, lowered for GPUs that this machine need
+not have.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gpu_specs import Card
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import kernels_pallas
+from xinfer_jax.cache.kv_cache import KVCache, empty_layers
+from xinfer_jax.cache.paged import PAGE_SIZE
+from xinfer_jax.cache.quantized_kv import KV_BITS, cache_specs
+from xinfer_jax.config.model_config import ModelConfig
+from xinfer_jax.engine.device import Device
+from xinfer_jax.engine.pages import num_pages_for
+from xinfer_jax.engine.shape import EngineShape
+from xinfer_jax.generation.batch_arrays import initial_state, pad_prompts, prompt_of_row
+from xinfer_jax.generation.options import GenerateOptions
+from xinfer_jax.generation.runners import WholeModelRunner
+from xinfer_jax.generation.speculation import SpeculationState, Speculative, prompt_lookup
+from xinfer_jax.generation.state import DecodeState
+from xinfer_jax.generation.strategies import Plain
+from xinfer_jax.generation.validation import ValidatedCall, validate_call
+from xinfer_jax.model.decoder_layer import layer_kinds
+from xinfer_jax.sampling.sampling_config import SamplingConfig
+from xinfer_jax.sharding import REPLICATED, concrete_mesh_of
+
+PROGRAMS = ("prefill", "decode", "sampled", "verify", "engine_prefill", "engine_decode")
+LOOPS = ("decode", "sampled", "verify", "engine_decode")  # one iteration of which is a step
+SAMPLED = SamplingConfig(temperature=0.8, top_k=20, top_p=0.8)
+DRAFT_TOKENS = 7
+CHUNK = 256  # tokens of an engine's prefill
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramJob:
+    """A program's model and sizes."""
+
+    config: ModelConfig
+    params: Any  # shapes
+    kv: Any  # dtype of keys and values, or a name in `KV_BITS`
+    rows: int
+    capacity: int  # tokens that a row can hold
+    length: int  # valid tokens of each row after the step, or tokens of the prompt
+    sampled: bool = False  # an engine's rows sample
+    draft_tokens: int = 0  # of a step of an engine
+    chunk: int = CHUNK
+
+    @property
+    def cache_dtype(self) -> str:
+        """The name of the dtype of keys and values."""
+        return self.kv if self.kv in KV_BITS else jnp.dtype(self.kv).name
+
+
+class Call(NamedTuple):
+    """A jitted function and its arguments; shapes stand for what is not known before the call."""
+
+    program: Any
+    args: tuple[Any, ...]
+
+
+class _CallFound(Exception):
+    def __init__(self, call: Call):
+        self.call = call
+
+
+class _Stopping:
+    """An `Executor` that raises the first call instead of running it."""
+
+    def __call__(self, program: Any, *args: Any) -> Any:
+        raise _CallFound(Call(program, args))
+
+    def create(self, function: Callable[[], Any], device: Any = None) -> Any:
+        return jax.eval_shape(function)
+
+    def is_true(self, x: Any) -> bool:
+        return True
+
+
+_EXECUTOR: Any = _Stopping()
+
+
+def find_call(job: ProgramJob, program: str) -> Call:
+    """The call of one of `PROGRAMS`."""
+    try:
+        _run(job, program)
+    except _CallFound as found:
+        return found.call
+    raise AssertionError(f"{program} calls no program")
+
+
+def _run(job: ProgramJob, program: str) -> None:
+    if program.startswith("engine"):
+        device = engine_device(job)
+        pages = [*range(1, num_pages_for(job.capacity) + 1)]
+        if program == "engine_prefill":
+            start = max(0, job.length - job.chunk) // PAGE_SIZE * PAGE_SIZE
+            device.prefill(pages, [0] * job.chunk, start, True)
+        used = num_pages_for(job.length)
+        tables = {row: [1 + row * len(pages) + p for p in range(used)] for row in range(job.rows)}
+        device.decode(tables, 1, False, not job.sampled, False)
+    call = _generate_call(job, program)
+    runner = WholeModelRunner(_EXECUTOR, None)
+    if program == "prefill":
+        tokens = pad_prompts(call.prompts, call.capacity, call.prompt_rows)
+        runner.prefill((job.params, call.config), tokens, _cache(job, 0), True)
+    state = _after_first_token(initial_state(call, prompt_of_row(call)))
+    cache = _cache(job, job.length - 1)
+    if program != "verify":
+        runner.decode(Plain(call.config), (job.params,), (state, cache), 1)
+    zeros_B: Any = np.zeros(call.rows, np.int32)
+    strategy = Speculative(call.config, prompt_lookup, call.num_draft_tokens)
+    counts = SpeculationState(None, zeros_B, zeros_B)
+    runner.decode(strategy, (job.params, None), (state, cache, counts), 1)
+
+
+def _generate_call(job: ProgramJob, program: str) -> ValidatedCall:
+    prompt = [0] * (job.length if program == "prefill" else job.length - 1)
+    options = GenerateOptions(
+        job.capacity - len(prompt),
+        SAMPLED if program == "sampled" or job.sampled else SamplingConfig(),
+        eos_token_ids=(),
+        capacity=job.capacity,
+        cache_dtype=job.cache_dtype,
+        draft="lookup" if program == "verify" else None,
+        draft_tokens=job.draft_tokens or DRAFT_TOKENS,
+    )
+    keys = jax.random.wrap_key_data(np.zeros((job.rows, 2), np.uint32), impl="threefry2x32")
+    return validate_call(job.params, job.config, [prompt] * job.rows, options, keys)
+
+
+def _cache(job: ProgramJob, length: int) -> KVCache:
+    layers = jax.eval_shape(lambda: empty_layers(job.config, job.rows, job.capacity, job.kv))
+    length_B: Any = np.full(job.rows, length, np.int32)
+    has_ring = any(layer.kernel_options().get("ring") for layer in layers)
+    overflow_B: Any = np.zeros(job.rows, bool)
+    return KVCache(layers, length_B, overflow_B, length_B if has_ring else None)
+
+
+def engine_device(job: ProgramJob) -> Device:
+    """An engine's device whose rows have all sampled their first token; its pools are shapes."""
+    mesh = concrete_mesh_of(job.params)
+    pages = job.rows * num_pages_for(job.capacity) + 1
+    shape = EngineShape(job.rows, job.capacity, pages, job.chunk, job.draft_tokens, job.kv, None, 0)
+    device = Device(job.params, job.config, shape, _EXECUTOR)
+    if mesh is not None:
+        device.pools = jax.tree.map(partial(_sharded, mesh), device.pools, cache_specs(device.pools, mesh))
+    call = _generate_call(dataclasses.replace(job, rows=1), "sampled" if job.sampled else "decode")
+    row = device.new_row(call, call.key[:1])
+    device.rows = _after_first_token(jax.tree.map(lambda x: _repeat(x, job.rows), row))
+    return device
+
+
+def _sharded(mesh: Mesh, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+
+def _repeat(x_1: Any, rows: int) -> Any:
+    index_B = np.zeros(rows, np.int32)
+    return x_1[index_B] if isinstance(x_1, jax.Array) else np.asarray(x_1)[index_B]
+
+
+def _after_first_token(state: DecodeState) -> DecodeState:
+    context = state.context
+    position_B: Any = np.asarray(context.position_B) + 1
+    ones_B: Any = np.ones_like(position_B)
+    context = dataclasses.replace(context, position_B=position_B, num_generated_B=ones_B)
+    noted_B = None if state.noted_B is None else ones_B
+    return dataclasses.replace(state, context=context, noted_B=noted_B)
+
+
+# --- depth --------------------------------------------------------------------------------------------------
+
+
+def layer_period(config: ModelConfig) -> int:
+    """The number of layers after which the kinds of layers repeat."""
+    experts = config.layer_experts or (False,) * config.num_hidden_layers
+    kinds = list(zip(layer_kinds(config), experts, strict=True))
+    return next(p for p in range(1, len(kinds) + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
+
+
+def with_layers(config: ModelConfig, count: int) -> ModelConfig:
+    """The model with its first layers only."""
+    changes: dict[str, Any] = dict(num_hidden_layers=count)
+    for name in ("layer_windows", "layer_rope", "layer_experts"):
+        changes[name] = getattr(config, name)[:count]
+    return dataclasses.replace(config, **changes)
+
+
+# --- compiling for a card -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def target_card(card: Card, mesh: Mesh) -> Iterator[None]:
+    """Inside, programs are traced and compiled as on such a card. No program is written to the compilation
+    cache: no process could load it.
+    """
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    jax.config.update(name, math.inf)
+    try:
+        with (
+            kernels_pallas.assume_device(card.capability, card.name),
+            jax.default_device(mesh.devices.flat[0]),  # for Mosaic
+            jax.sharding.use_abstract_mesh(mesh.abstract_mesh),  # for Triton
+        ):
+            yield
+    finally:
+        jax.config.update(name, before)
+
+
+def to_shapes(tree: Any, mesh: Mesh) -> Any:
+    """The arrays of a tree as shapes on the devices of a mesh; other leaves stay."""
+
+    def shape(x: Any) -> Any:
+        if not hasattr(x, "dtype"):
+            return x
+        sharding = getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(mesh, REPLICATED)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(shape, tree)

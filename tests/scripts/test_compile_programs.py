@@ -1,0 +1,222 @@
+"""scripts/compile_programs.py: what it counts in the text of a compiled program and in kernels, and that the
+counts of a small configuration stay.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hlo_text import parse_module
+from kernel_bytes import kernel_bytes
+from known_values import Evaluator, Observer, known_leaf
+from paths import ROOT
+from program_counts import Unknown, count_program, whole_copies
+
+import kernels_pallas
+
+# Upper bounds for one row of the 0.5B shape, H200, bfloat16. Lower them when the programs launch less.
+LAYER_KERNELS = 17
+BESIDE_KERNELS = 29
+RATIO = 1.02  # bytes moved by those that a step has to move
+PREDICATES = 2  # of the loop, and whether all rows are greedy
+
+TEXT = """HloModule jit_f, is_scheduled=true
+
+FileNames
+1 "/a/loop.py"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+%fused_slice (p: bf16[8,64], i: s32[]) -> bf16[1,64] {
+  %p = bf16[8,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %c = s32[] constant(0)
+  ROOT %slice = bf16[1,64]{1,0} dynamic-slice(%p, %i, %c), dynamic_slice_sizes={1,64}
+}
+
+%fused_update (p.1: bf16[8,64], new: bf16[1,64], i.1: s32[]) -> bf16[8,64] {
+  %p.1 = bf16[8,64]{1,0} parameter(0)
+  %new = bf16[1,64]{1,0} parameter(1)
+  %i.1 = s32[] parameter(2)
+  %c.1 = s32[] constant(0)
+  ROOT %update = bf16[8,64]{1,0} dynamic-update-slice(%p.1, %new, %i.1, %c.1)
+}
+
+%fused_gather (p.2: bf16[8,64], j: s32[8,1]) -> bf16[8,64] {
+  %p.2 = bf16[8,64]{1,0} parameter(0)
+  %j = s32[8,1]{1,0} parameter(1)
+  ROOT %gathered = bf16[8,64]{1,0} gather(%p.2, %j), offset_dims={1}
+}
+
+%then (t: (s32[])) -> (s32[]) {
+  %t = (s32[]) parameter(0)
+  %t.0 = s32[] get-tuple-element(%t), index=0
+  %copy.9 = s32[] copy(%t.0)
+  ROOT %t.1 = (s32[]) tuple(%copy.9)
+}
+
+%else (e: (s32[])) -> (s32[]) {
+  ROOT %e = (s32[]) parameter(0)
+}
+
+%test (state: (s32[], bf16[8,64])) -> pred[] {
+  %state = (s32[], bf16[8,64]{1,0}) parameter(0)
+  %n = s32[] get-tuple-element(%state), index=0
+  ROOT %less = pred[] compare(%n, %n), direction=LT
+}
+
+%body (state.1: (s32[], bf16[8,64])) -> (s32[], bf16[8,64]) {
+  %state.1 = (s32[], bf16[8,64]{1,0}) parameter(0)
+  %n.1 = s32[] get-tuple-element(%state.1), index=0
+  %x = bf16[8,64]{1,0} get-tuple-element(%state.1), index=1
+  %row = bf16[1,64]{1,0} fusion(%x, %n.1), kind=kLoop, calls=%fused_slice
+  %written = bf16[8,64]{1,0} fusion(%x, %row, %n.1), kind=kLoop, calls=%fused_update
+  %index = s32[8,1]{1,0} iota(), iota_dimension=0
+  %copied = bf16[8,64]{1,0} fusion(%written, %index), kind=kLoop, calls=%fused_gather
+  %all-reduce.1 = bf16[8,64]{1,0} all-reduce(%copied), replica_groups={}, to_apply=%add
+  %given = (s32[]) tuple(%n.1)
+  %p.9 = pred[] constant(true)
+  %either = (s32[]) conditional(%p.9, %given, %given), true_computation=%then, false_computation=%else, metadata={op_name="jit(f)/while/body/cond" stack_frame_id=1}
+  ROOT %next = (s32[], bf16[8,64]{1,0}) tuple(%n.1, %all-reduce.1)
+}
+
+%inner (state.2: (s32[], bf16[8,64])) -> (s32[], bf16[8,64]) {
+  %state.2 = (s32[], bf16[8,64]{1,0}) parameter(0)
+  %n.2 = s32[] get-tuple-element(%state.2), index=0
+  %copy.1 = s32[] copy(%n.2)
+  %x.2 = bf16[8,64]{1,0} get-tuple-element(%state.2), index=1
+  ROOT %next.2 = (s32[], bf16[8,64]{1,0}) tuple(%copy.1, %x.2)
+}
+
+ENTRY %main (a: s32[], b: bf16[8,64]) -> bf16[8,64] {
+  %a = s32[] parameter(0)
+  %b = bf16[8,64]{1,0} parameter(1)
+  %first = (s32[], bf16[8,64]{1,0}) tuple(%a, %b)
+  %fixed = (s32[], bf16[8,64]{1,0}) while(%first), condition=%test, body=%inner, backend_config={"known_trip_count":{"n":"3"}}
+  %loop = (s32[], bf16[8,64]{1,0}) while(%fixed), condition=%test, body=%body, metadata={op_name="jit(f)/while" stack_frame_id=1}
+  ROOT %out = bf16[8,64]{1,0} get-tuple-element(%loop), index=1
+}
+"""  # noqa: E501
+ROW = 64 * 2  # bytes
+INDEX = 4
+
+
+def test_bytes_of_fusions_are_those_of_their_slices():
+    counts = count_program(parse_module(TEXT), loop_body=True)
+    found = {launch.name: (launch.read, launch.written) for launch in counts.launches}
+    assert found["row"] == (ROW + INDEX, ROW)
+    assert found["written"] == (ROW + INDEX, ROW)
+    assert found["copied"] == (8 * ROW + 8 * INDEX, 8 * ROW)
+
+
+def test_a_gather_of_a_whole_leaf_is_a_copy_and_an_update_is_none():
+    counts = count_program(parse_module(TEXT), loop_body=True)
+    assert [launch.name for launch in whole_copies(counts, [(8, 64)], least=1)] == ["copied"]
+    assert whole_copies(counts, [(8, 64)]) == []  # so small that activations may have the size
+    assert whole_copies(counts, [(16, 64)], least=1) == []
+
+
+class Choice(Unknown):
+    def __init__(self, index, trips):
+        self._index = index
+        self._trips = trips
+
+    def branch(self, conditional):
+        assert conditional.op_name == "jit(f)/while/body/cond"
+        return self._index
+
+    def trips(self, loop):
+        return self._trips
+
+
+def test_loops_branches_and_collectives():
+    module = parse_module(TEXT)
+    assert module.lines[1] == ("/a/loop.py", 7)
+    counts = count_program(module, Choice(1, 5))
+    launched = {launch.name: launch.times for launch in counts.launches}
+    assert launched["copy.1"] == 3  # of the known trip count
+    assert launched["row"] == launched["copy.9"] == 5
+    assert launched["less"] == 6  # the test of the other loop
+    assert counts.unknown_loops == ["loop"]
+    assert counts.predicates == 6 + 5
+    assert counts.collectives == {"all-reduce": 5, "all-reduce bytes": 5 * 8 * ROW}
+    assert "copy.9" not in {x.name for x in count_program(module, Choice(0, 5)).launches}
+    unknown = count_program(module, loop_body=True)
+    assert unknown.unknown_branches == {"either": (2 * INDEX, 1)}  # the smaller one is counted
+
+
+@pytest.mark.newest
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="kernels are other primitives before jax 0.12")
+@pytest.mark.parametrize("impl", ["mosaic", "triton"])
+@pytest.mark.parametrize("length, window", [(40, None), (300, None), (300, 100)])
+def test_bytes_of_a_kernel_follow_the_length(impl, length, window):
+    B, K, G, S, H = 3, 2, 4, 512, 64
+    cache = jax.ShapeDtypeStruct((B, K, S, H), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((B, K * G, H), jnp.bfloat16)
+    lengths = np.full(B, length, np.int32)
+    jaxpr = jax.make_jaxpr(
+        lambda *args: kernels_pallas.run_kernel(impl, "decode_attention", *args, scale=1.0, window=window)
+    )(q, cache, cache, jax.ShapeDtypeStruct((B,), jnp.int32))
+    found = []
+
+    class Kernels(Observer):
+        def on_kernel(self, place, equation, values):
+            found.append((kernel_bytes(equation, values), sum(var.aval.size * 4 for var in equation.outvars)))
+
+    Evaluator(Kernels()).closed(jaxpr, [None, None, None, known_leaf(lengths)], ())
+    ((counted, outputs),) = found
+    first = 0 if window is None else (length - window) // 64 * 64
+    end = -(-length // 64) * 64 if impl == "mosaic" else length  # Mosaic loads whole blocks
+    keys = 2 * B * K * (end - first) * H * 2
+    queries = B * K * 8 * H * 2  # padded to 8 by Mosaic
+    rest = counted.distinct - keys
+    assert 0 < rest <= queries + outputs + 8 * B
+    assert counted.issued >= counted.distinct
+
+
+@pytest.mark.full
+@pytest.mark.newest
+@pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="jax's CUDA plug-in is not installed")
+def test_counts_of_a_small_configuration_stay():
+    command = [
+        sys.executable,
+        "scripts/compile_programs.py",
+        "--target=h200",
+        "--program=decode",
+        "--layers=1,2",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    if done.returncode == 2:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    (decode,) = json.loads(done.stdout.splitlines()[-1])["programs"]
+    assert decode["per_layer"]["kernels"] <= LAYER_KERNELS
+    assert decode["beside"]["kernels"] <= BESIDE_KERNELS
+    assert decode["per_layer"]["unknown_loops"] == 0
+    assert decode["whole"]["predicates"] <= PREDICATES
+    assert decode["whole"]["copies"] == 0, decode["copied"]
+    assert decode["ratio"] <= RATIO
+    assert decode["whole"]["temporaries"] <= decode["temporaries_limit"]
+    assert decode["declared"] == {}, "bytes of a kernel could not be counted"
+    assert not decode["unknown_branches"]
+    kernels = json.loads(done.stdout.splitlines()[-1])["kernels"]
+    assert len(kernels) == 2, kernels
+    assert not any(kernel["spill_bytes"] for kernel in kernels), kernels
