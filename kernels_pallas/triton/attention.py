@@ -161,7 +161,7 @@ def _tiles(dtype, H: int, rows: int, quantized: bool) -> tuple[int, int, int]:
     width = tile_size(H)
     full, keys, warps = (128, 64, 8) if width <= 128 else (64, 16, 8)
     if quantized and width <= 128:
-        full, keys, warps = 64, 32, 8
+        full, keys, warps = 64 if width <= 64 else 32, 32, 8
     if jnp.dtype(dtype).itemsize == 4:  # not for tensor cores: products are unrolled into registers
         full, keys, warps = (32, 32, 8) if width <= 64 else (32, 16, 4 if width <= 128 else 8)
         if quantized:
