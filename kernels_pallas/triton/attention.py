@@ -163,8 +163,9 @@ def _tiles(dtype, H: int, rows: int, quantized: bool) -> tuple[int, int, int]:
     if quantized and width <= 128:
         full, keys, warps = 64 if width <= 64 else 32, 32, 8
     if jnp.dtype(dtype).itemsize == 4:  # not for tensor cores: products are unrolled into registers
-        full, keys, warps = (32, 32, 8) if width <= 64 else (32, 16, 4 if width <= 128 else 8)
+        full, keys, warps = (32, 32, 8) if width <= 64 else (32, 16, 8)
         if quantized:
             full, keys, warps = 32 if width <= 64 else 16, 16, 8
     rows = min(tile_size(rows), full)
-    return rows, keys, warps if rows == full or width > 128 else 4
+    wide = jnp.dtype(dtype).itemsize * width > 256
+    return rows, keys, warps if rows == full or wide else 4
