@@ -10,7 +10,7 @@ import jax
 from hlo_text import Instruction, Module
 from kernel_bytes import KernelBytes, kernel_bytes
 from kernel_refs import UncountableError
-from known_values import Evaluator, Observer, Place, known_leaf
+from known_values import Evaluator, Observer, SourcePlace, known_leaf
 
 _PATH = re.compile(r"(?:^|/)(while|body|cond|branch_\d+_fun)(?=/|$)")
 
@@ -42,13 +42,13 @@ class KnownChoices(Observer):
 
     # Of `Observer`.
 
-    def on_branch(self, place: Place, index: int | None) -> None:
+    def on_branch(self, place: SourcePlace, index: int | None) -> None:
         self._branches[place].append(index)
 
-    def on_loop(self, place: Place, trips: int | None) -> None:
+    def on_loop(self, place: SourcePlace, trips: int | None) -> None:
         self._loops[place].append(trips)
 
-    def on_kernel(self, place: Place, equation: Any, values: list[Any]) -> None:
+    def on_kernel(self, place: SourcePlace, equation: Any, values: list[Any]) -> None:
         known = tuple(None if value is None else (value.shape, value.tobytes()) for value in values)
         key = str(equation), known
         if key not in _counted:
@@ -80,7 +80,7 @@ class KnownChoices(Observer):
             return None
         return tuple(sum(part) / len(known) for part in zip(*known, strict=True))  # type: ignore[return-value]
 
-    def _found(self, table: dict[Place, list[Any]], instruction: Instruction, own: int) -> list[Any]:
+    def _found(self, table: dict[SourcePlace, list[Any]], instruction: Instruction, own: int) -> list[Any]:
         """What was met at the place of an instruction; own: last parts of its path that name itself."""
         parts = _PATH.findall(instruction.op_name)
         path = tuple(parts[: len(parts) - own])

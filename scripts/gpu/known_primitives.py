@@ -52,7 +52,8 @@ def apply_primitive(name: str, primitive: Any, values: list[Any], params: dict[s
     if name == "squeeze":
         return [np.squeeze(values[0], params["dimensions"])]
     if name == "iota":
-        (shape, dimension) = params["shape"], params["dimension"]
+        shape = params["shape"]
+        dimension = params["dimension"]
         index = np.arange(shape[dimension], dtype=params["dtype"])
         return [_broadcast(index, shape, (dimension,))]
     if "jaxpr" in params or "call_jaxpr" in params:

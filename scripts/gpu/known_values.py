@@ -18,7 +18,7 @@ _CALLS = frozenset(
 )
 
 
-class Place(NamedTuple):
+class SourcePlace(NamedTuple):
     """Where an equation is: the loops and branches around it, and its source line."""
 
     path: tuple[str, ...]
@@ -29,13 +29,13 @@ class Place(NamedTuple):
 class Observer:
     """Hears of what an evaluation meets; does nothing."""
 
-    def on_branch(self, place: Place, index: int | None) -> None:
+    def on_branch(self, place: SourcePlace, index: int | None) -> None:
         """A conditional takes this branch; None: unknown."""
 
-    def on_loop(self, place: Place, trips: int | None) -> None:
+    def on_loop(self, place: SourcePlace, trips: int | None) -> None:
         """A loop ends after so many iterations."""
 
-    def on_kernel(self, place: Place, equation: Any, values: list[Any]) -> None:
+    def on_kernel(self, place: SourcePlace, equation: Any, values: list[Any]) -> None:
         """A Pallas kernel is called."""
 
 
@@ -113,7 +113,8 @@ class Evaluator:
 
     def _while(self, equation: Any, values: list[Any], path: tuple[str, ...]) -> list:
         params = equation.params
-        of_test, of_body = params["cond_nconsts"], params["body_nconsts"]
+        of_test = params["cond_nconsts"]
+        of_body = params["body_nconsts"]
         test_consts = values[:of_test]
         body_consts = values[of_test : of_test + of_body]
         carry = values[of_test + of_body :]
@@ -170,14 +171,14 @@ def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
-def place_of(equation: Any, path: tuple[str, ...]) -> Place:
+def place_of(equation: Any, path: tuple[str, ...]) -> SourcePlace:
     """Where an equation is: the innermost line outside of jax."""
     traceback = equation.source_info.traceback
     for frame in traceback.frames if traceback else ():
         file = frame.file_name
         if "/jax/" not in file and not file.startswith("<"):
-            return Place(path, file, frame.line_num)
-    return Place(path, "", 0)
+            return SourcePlace(path, file, frame.line_num)
+    return SourcePlace(path, "", 0)
 
 
 def known_leaf(x: Any) -> Any:

@@ -202,7 +202,8 @@ class _Counter:
             known = self._choices.kernel_bytes(operation)
             declared = known is None
             if known is not None:
-                (read, issued), written = known, 0
+                (read, issued) = known
+                written = 0
         elif operation.opcode == "fusion":
             body = self._module.computations[operation.called("calls")]
             if through_bitcasts(body, body.root).opcode == "sort":

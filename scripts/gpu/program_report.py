@@ -154,7 +154,7 @@ def report(  # noqa: PLR0913
     def per_layer(of: Any) -> float:
         return (of(more) - of(few)) / between
 
-    def whole(of: Any) -> float:
+    def of_model(of: Any) -> float:
         return of(few) + per_layer(of) * (layers - few.layers)
 
     figures = {
@@ -168,13 +168,13 @@ def report(  # noqa: PLR0913
     }
     least = least_bytes(full, program)
     limit = sum(least.values())
-    moved = whole(figures["bytes"])
+    moved = of_model(figures["bytes"])
     result: dict[str, Any] = dict(
         program=program,
         layers=layers,
         per_layer={name: per_layer(of) for name, of in figures.items()},
-        beside={name: whole(of) - layers * per_layer(of) for name, of in figures.items()},
-        whole={name: whole(of) for name, of in figures.items()},
+        beside={name: of_model(of) - layers * per_layer(of) for name, of in figures.items()},
+        whole={name: of_model(of) for name, of in figures.items()},
         least=least,
         ratio=moved / limit,
         temporaries_limit=64 * MIB + least["logits"],
