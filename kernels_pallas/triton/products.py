@@ -136,7 +136,8 @@ def _choose_tiles(x_MI, matrices, norm_I, activation) -> _Tiles:
     if rows > 16 or outputs == 64:
         return _Tiles(rows, outputs, splits, 4, 6 if rows == 16 and grouped else 4)
     # Few programs: each needs more loads under way.
-    return _Tiles(rows, outputs, splits, 2 if outputs == 16 else 4, 12 if grouped else 5)
+    packed_stages = 12 if len(matrices) == 1 else 8
+    return _Tiles(rows, outputs, splits, 2 if outputs == 16 else 4, packed_stages if grouped else 5)
 
 
 def _kernel(x_ref, matrices, norm_ref, residual_ref, step_ref, *out_refs, settings: _Settings):
