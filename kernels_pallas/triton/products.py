@@ -11,7 +11,12 @@ their input, biases, activation and residual.
   group, is subtracted from the group's sum. The sum is scaled in float32.
 - Up to 16 rows a program reads far more of the weights than of x. With more rows x costs as much, from L2, so
   tiles are wider; then few tiles cover a narrow matrix, and its inputs are divided among programs. That costs
-  a launch, and partial sums of at most an eighth of the matrix's bytes.
+  a launch, and partial sums of at most an eighth of the matrix's bytes. For up to 16 rows the launch would
+  cost more than it saves.
+- Hopper takes this kernel too. Its tensor cores multiply 64 rows of the left operand at least (wgmma), which
+  Triton uses from 33 rows on; below it uses the older instruction with 16.
+- int8 activations are quantized by the caller; sums are then exact, in int32.
+- Nothing here was measured on a card: tiles, stages and splits are chosen by arithmetic.
 """
 
 from functools import partial
@@ -128,7 +133,11 @@ def _choose_tiles(x_MI, matrices, norm_I, activation) -> _Tiles:
     enough = PROGRAMS * 3 // 4
     outputs = next((size for size in (64, 32) if pl.cdiv(total, size) * affordable >= enough), smallest)
     splits = max(1, min(PROGRAMS // pl.cdiv(total, outputs), affordable))
-    return _Tiles(rows, outputs, splits, 2 if outputs == 16 else 4, 6 if rows == 16 and grouped else 4)
+    if rows > 16 or outputs == 64:
+        return _Tiles(rows, outputs, splits, 4, 6 if rows == 16 and grouped else 4)
+    # Few programs: each needs more loads under way.
+    packed_stages = 12 if len(matrices) == 1 else 8
+    return _Tiles(rows, outputs, splits, 2 if outputs == 16 else 4, packed_stages if grouped else 5)
 
 
 def _kernel(x_ref, matrices, norm_ref, residual_ref, step_ref, *out_refs, settings: _Settings):

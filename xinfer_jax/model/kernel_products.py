@@ -35,6 +35,11 @@ class Operands(NamedTuple):
     residual: Any = None  # [..., O]
 
 
+def may_use_kernel(impl: str | None) -> bool:
+    """Whether this process has a kernel for products under that name."""
+    return impl != "xla" and (impl is not None or kernels_pallas.dispatch.device_impl().impl != "xla")
+
+
 def select_product(impl: str | None, operands: Operands, activation: str | None) -> kernels_pallas.Selection:
     """The implementation of products in one launch; "xla" where there is no kernel for them.
 

@@ -19,7 +19,7 @@ from ..weights.matmul import float_product
 from ..weights.params import Params
 from ..weights.quantized_matmul import quantized_product
 from ..weights.quantized_weights import embedding_rows, is_quantized, local_shard
-from .kernel_products import Norm, Operands, by_kernel, select_product
+from .kernel_products import Norm, Operands, by_kernel, may_use_kernel, select_product
 
 Angles = tuple[tuple[jax.Array, jax.Array], ...]  # (cos, sin) for each of `ModelConfig.ropes`
 
@@ -138,11 +138,13 @@ def products(  # noqa: PLR0913
         return ys if residual is None else [residual + ys[0]]
 
     operands = Operands(x, leaves, weight, residual)
+    if not may_use_kernel(impl):
+        return plain(operands)
     chosen = select_product(impl, operands, activation).impl
     if chosen != "xla":
         options = dict(eps=eps, offset=offset, activation=activation, dtype=dtype)
         return by_kernel(plain, operands, chosen, impl is None, **options)
-    if impl == "xla" or weight is None and len(leaves) == 1:
+    if weight is None and len(leaves) == 1:
         return plain(operands)
     if weight is not None:  # perhaps without its norm
         x = rms_norm(x, weight, eps, offset)
