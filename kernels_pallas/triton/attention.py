@@ -92,7 +92,9 @@ def _attention(q_BTNH, layout, start_B, length_B, sink_N, settings: Settings) ->
     K = _shape(layout[0])[1]
     G = N // K
     inputs, specs = _inputs(q_BTNH, layout, start_B, length_B, settings)
-    rows, splits, wide = settings.rows, settings.splits, settings.block_columns
+    rows = settings.rows
+    splits = settings.splits
+    wide = settings.block_columns
     tiles = pl.cdiv(T * G, rows)
     shapes = [((B, T, K, G, H), q_BTNH.dtype)]
     out_specs = [specs["q"]]
@@ -159,13 +161,14 @@ def _tiles(dtype, H: int, rows: int, quantized: bool) -> tuple[int, int, int]:
     their tiles are smaller.
     """
     width = tile_size(H)
+    narrow = width <= 64
     full, keys, warps = (128, 64, 8) if width <= 128 else (64, 16, 8)
     if quantized and width <= 128:
-        full, keys, warps = 64 if width <= 64 else 32, 32, 8
+        full, keys, warps = (64, 32, 8) if narrow else (32, 32, 8)
     if jnp.dtype(dtype).itemsize == 4:  # not for tensor cores: products are unrolled into registers
-        full, keys, warps = (32, 32, 8) if width <= 64 else (32, 16, 8)
+        full, keys, warps = (32, 32, 8) if narrow else (32, 16, 8)
         if quantized:
-            full, keys, warps = 32 if width <= 64 else 16, 16, 8
+            full, keys, warps = (32, 16, 8) if narrow else (16, 16, 8)
     rows = min(tile_size(rows), full)
     wide = jnp.dtype(dtype).itemsize * width > 256
     return rows, keys, warps if rows == full or wide else 4

@@ -135,7 +135,8 @@ def _length(ref: Refs, settings: Settings):
 
 def _share(ref: Refs, first_row, G: int, settings: Settings):
     """The blocks that any query of the tile sees, or this program's share of them."""
-    keys, splits = settings.keys, settings.splits
+    keys = settings.keys
+    splits = settings.splits
     start = ref["start"][0]
     last_t = jnp.minimum(lax.div(first_row + settings.rows - 1, G), settings.T - 1)
     end = jnp.minimum(start + last_t + 1, _length(ref, settings))
@@ -156,7 +157,8 @@ def _attend(queries: _Queries, ref: Refs, begin, stop, settings: Settings):
     Scores are in base 2, since the GPU has an instruction for 2**x: softmax(x) is 2**(x·log2 e) normalised.
     The softmax is online (Milakov & Gimelshein 2018): a new maximum rescales the earlier sums.
     """
-    keys, interpret = settings.keys, settings.interpret
+    keys = settings.keys
+    interpret = settings.interpret
     row = pl.program_id(2)
     length = _length(ref, settings)
     (dtype,) = {part.dtype for part in queries.parts}
@@ -217,7 +219,8 @@ def _load_block(ref: Refs, name: str, at, valid_C, dtype, settings: Settings):
 
 def _bias_scores(queries: _Queries, ref: Refs, first_key, settings: Settings) -> jax.Array:
     """The scores of the bias of the keys of a block. Queries are rotated back, not keys forth."""
-    keys, width = settings.keys, settings.width
+    keys = settings.keys
+    width = settings.width
     far, near = (op(first_key, BIAS_STRIDE) for op in (lax.div, lax.rem))
     pairs = ref["cos"].shape[1]
     real_W = jnp.arange(width) < settings.columns
@@ -240,7 +243,8 @@ def _bias_scores(queries: _Queries, ref: Refs, first_key, settings: Settings) ->
 
 def _base2(s_RC: jax.Array, settings: Settings) -> jax.Array:
     """Scaled and capped scores times log2 e."""
-    scale, cap = settings.scale, settings.soft_cap
+    scale = settings.scale
+    cap = settings.soft_cap
     return s_RC * (scale * LOG2_E) if cap is None else jnp.tanh(s_RC * (scale / cap)) * (cap * LOG2_E)
 
 

@@ -135,7 +135,7 @@ def _choose_tiles(x_MI, matrices, norm_I, activation) -> _Tiles:
     splits = max(1, min(PROGRAMS // pl.cdiv(total, outputs), affordable))
     if rows > 16 or outputs == 64:
         return _Tiles(rows, outputs, splits, 4, 6 if rows == 16 and grouped else 4)
-    # Few programs: each needs more loads under way.
+    # Few programs: each needs more loads in flight.
     packed_stages = 12 if len(matrices) == 1 else 8
     return _Tiles(rows, outputs, splits, 2 if outputs == 16 else 4, packed_stages if grouped else 5)
 

@@ -14,8 +14,11 @@ from kernels_pallas import KeyBias, Levels
 from kernels_pallas.reference_products import Matrix
 
 SD = jax.ShapeDtypeStruct
-_N, _K = 14, 2  # heads
-_D, _F, _V = 896, 4864, 151936
+_N = 14  # heads
+_K = 2
+_D = 896
+_F = 4864
+_V = 151936
 _FLOATS = [(64, "float16"), *((width, "bfloat16") for width in (64, 80, 96, 128, 256))]
 
 
@@ -119,7 +122,8 @@ def _product_cases() -> Iterator[KernelCase]:
     run = partial(kernels_pallas.run_kernel, "triton", "product")
     for kind in ("bfloat16", "int8", "int4"):
         for rows in (1, 8, 64, 512) if kind != "bfloat16" else (1, 8, 64):
-            x_MI, norm_I = SD((rows, _D), "bfloat16"), SD((_D,), "bfloat16")
+            x_MI = SD((rows, _D), "bfloat16")
+            norm_I = SD((_D,), "bfloat16")
             gated = [_matrix(kind, _F, _D)] * 2
             down = SD((rows, _F), "bfloat16"), [_matrix(kind, _D, _F)], None, SD((rows, _D), "bfloat16")
             up = (x_MI, gated, norm_I) if rows <= 64 else (x_MI, gated)
