@@ -157,7 +157,7 @@ def test_a_compilation_cache_that_is_not_a_directory_is_one_line(command, good, 
 
 def test_verbose_prints_the_kernels(command, good, ask):
     code, out, err = command(f"--model={good}", ASK, "--verbose", "--impl=xla")
-    kernels = "prefill_attention, decode_attention, argmax, lm_head_argmax"
+    kernels = "prefill_attention, decode_attention, argmax, product, lm_head_argmax"
     assert (code, out, err.splitlines()[0]) == (0, ANSWER + "\n", f"xla (requested by name): {kernels}")
     assert err.splitlines()[1].startswith("layer by layer: ")
     assert ask("--impl=xla")["stats"]["kernels"] == dict.fromkeys(kernels.split(", "), "xla")
