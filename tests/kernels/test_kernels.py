@@ -190,13 +190,13 @@ def fake_gpu(request, monkeypatch):
 
 @pytest.mark.full
 def test_the_whole_decode_step_lowers_for_cuda(fake_gpu):
-    """All three programs use the attention kernel, and Triton's for products; the loop also the head kernel,
-    and argmax for the first token.
+    """All three programs use the attention kernel, and Triton's for products; the loop also the head
+    kernel.
     """
     with jax.sharding.use_abstract_mesh(h200()):
         texts = [program.lower(lowering_platforms=("cuda",)).as_text() for program in decode_programs()]
     calls = [text.count(f'call_target_name = "{fake_gpu}') + text.count(f"@{fake_gpu}") for text in texts]
-    assert calls[0] == calls[1] == (1 if fake_gpu == "mosaic_gpu" else 5) and calls[2] >= 3, calls
+    assert calls[0] == calls[1] == (1 if fake_gpu == "mosaic_gpu" else 5) and calls[2] >= 2, calls
 
 
 def default_calls(q, k, v, length, x, weight):

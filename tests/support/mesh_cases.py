@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from parity_cases import CASES, fuse_tensors, random_tensors
 
 import kernels_pallas
@@ -475,12 +475,17 @@ def other_ways() -> None:
 
 
 def kernels() -> None:
-    """A program for Hopper GPUs has an attention kernel over the heads of a device, and no other kernel."""
+    """A program for Hopper GPUs has an attention kernel over the heads of a device, and no other kernel of
+    Mosaic.
+    """
     selection = kernels_pallas.Selection("mosaic", "an imaginary GPU")
     config = from_hf(FAMILIES["qwen2"] | dict(num_key_value_heads=8, head_dim=64))
     params = jax.eval_shape(lambda: xj.init_params(config, jax.random.key(0), "bfloat16"))
     places = xj.shardings(config, mesh_of(4))
-    params = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, places)
+    hopper = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    mesh = AbstractMesh((4,), ("model",), axis_types=(AxisType.Auto,), abstract_device=hopper)
+    to_hopper = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s.spec))  # noqa: E731
+    params = jax.tree.map(to_hopper, params, places)
     cache = jax.eval_shape(lambda: xj.init_cache(config, 2, 64, "bfloat16"))
     with mock.patch.object(kernels_pallas.dispatch, "device_impl", lambda: selection):
         for program, tokens in ((xj.prefill, (TOKENS, LENGTHS)), (xj.decode_step, (LENGTHS,))):
