@@ -50,13 +50,14 @@ _TEXT = (*_MODEL, "tokenizers", "jinja2")
 MACHINE = Section("machine", 30)  # always runs: the device and its limits
 SECTIONS = (  # most important first; the limits up to `verified` add up to 9 minutes
     Section("decode", 70),
+    Section("layouts", 50),
     Section("prefill", 60),
     Section("head", 40),
-    Section("half_b", 90, _MODEL),
-    Section("engine", 80, _TEXT),
-    Section("quantized", 70, _MODEL),
-    Section("sampled", 50, _MODEL),
-    Section("verified", 50, _MODEL),
+    Section("half_b", 80, _MODEL),
+    Section("engine", 70, _TEXT),
+    Section("quantized", 60, _MODEL),
+    Section("sampled", 40, _MODEL),
+    Section("verified", 40, _MODEL),
     Section("windows", 60, _MODEL),  # from here on: in the time that the others leave
     Section("seven_b", 130, _MODEL),
     Section("triton", 80),

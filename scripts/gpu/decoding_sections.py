@@ -131,12 +131,11 @@ def engine(plan: SimpleNamespace) -> Iterator[Case]:
 
 
 def start_engine(run: ModelRun, rows: int, longest: int) -> xj.Engine:
-    """An engine for so many rows of that many new tokens. With --tiny kernels cannot read int8 pages."""
+    """An engine for so many rows of that many new tokens."""
     capacity = run.prompt + longest
     pages = rows * -(-capacity // PAGE_SIZE) + 1
-    impl = None if run.cache_dtype == "int8" else run.kernels
     shape = dict(rows=rows, capacity=capacity, pages=pages, prefix_cache=False)
-    return xj.Engine(run.as_model(), **shape, cache_dtype=run.cache_dtype, impl=impl)
+    return xj.Engine(run.as_model(), **shape, cache_dtype=run.cache_dtype, impl=run.kernels)
 
 
 def ask(engine: xj.Engine, prompts: list[list[int]], new: int) -> list[list[int]]:

@@ -30,6 +30,7 @@ def main() -> None:
     import decoding_sections
     import kernel_sections
     import layer_sections
+    import layout_sections
     import model_sections
     import section_cases
 
@@ -37,7 +38,7 @@ def main() -> None:
         send(event="unsupported", why=why)
         return
     sections = {"machine": section_cases.machine}
-    for module in (kernel_sections, model_sections, decoding_sections, layer_sections):
+    for module in (kernel_sections, layout_sections, model_sections, decoding_sections, layer_sections):
         sections |= module.SECTIONS
     for number, case in enumerate(sections[plan.section](plan)):
         if number < plan.first:
