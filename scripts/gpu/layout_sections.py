@@ -1,5 +1,5 @@
-"""Section of check_gpu.py that compares kernels with their references over pages, rings and quantized keys, with
-packed matrices, and with experts.
+"""Section of check_gpu.py that compares kernels with their references: attention over pages, rings and
+quantized keys, products with packed matrices, experts.
 """
 
 import itertools
@@ -25,26 +25,20 @@ def layouts(plan: SimpleNamespace) -> Iterator[Case]:
     """Cases of attention by layout of the keys, of products by format, and of experts."""
     widths = (64,) if plan.tiny else (64, 128)
     queries = (2,) if plan.tiny else (1, 5, 17, 300)
-    for impl, width, T, keys in itertools.product(
-        ("interpret",) if plan.tiny else ("mosaic", "triton"),
-        widths,
-        queries,
-        ("pages", "ring", "int8", "int4"),
-    ):
-        if impl == "mosaic" and keys.startswith("int"):
-            continue
-        yield _case(
-            impl, f"attention {keys} {width}, {T} queries", partial(attention_error, impl, width, T, keys)
-        )
     triton = "interpret" if plan.tiny else "triton"
+    for keys in ("pages", "ring", "int8", "int4"):
+        impls = (triton,) if plan.tiny or keys.startswith("int") else ("mosaic", triton)
+        for impl, width, T in itertools.product(impls, widths, queries):
+            error = partial(attention_error, impl, width, T, keys)
+            yield _case(impl, f"attention {keys} {width}, {T} queries", error)
     for kind, rows in itertools.product(("bfloat16", "int8", "int4"), (3,) if plan.tiny else (1, 8, 64)):
         sizes = (96, 128) if plan.tiny else (4864, 896)
-        yield _case(
-            triton, f"product {kind}, {rows} rows", partial(product_error, triton, kind, rows, *sizes)
-        )
+        error = partial(product_error, triton, kind, rows, *sizes)
+        yield _case(triton, f"product {kind}, {rows} rows", error)
     for tokens in (3,) if plan.tiny else (1, 8, 64, 512):
         sizes = (4, 2, 32, 48) if plan.tiny else (128, 8, 768, 2048)
-        yield _case(triton, f"experts, {tokens} tokens", partial(experts_error, triton, tokens, *sizes))
+        error = partial(experts_error, triton, tokens, *sizes)
+        yield _case(triton, f"experts, {tokens} tokens", error)
 
 
 def _case(impl: str, name: str, error: Callable[[], float]) -> Case:
@@ -60,7 +54,10 @@ def _case(impl: str, name: str, error: Callable[[], float]) -> Case:
 
 def attention_error(impl: str, width: int, T: int, keys: str) -> float:
     """The largest error over rows of different lengths. Unused pages are NaN."""
-    B, N, K, pages = 3, 14, 2, 12
+    B = 3
+    N = 14
+    K = 2
+    pages = 12
     draws = np.random.default_rng(T)
     length_B = np.array([T, T + 301, pages * _PAGE], np.int32)
     options: dict[str, Any] = {"scale": width**-0.5, "sink_N": random(2, (N,), jnp.float32)}
@@ -135,11 +132,10 @@ def experts_error(impl: str, tokens: int, X: int, U: int, F: int, D: int) -> flo
         (random(i + 3, shape, jnp.float32) * shape[2] ** -0.5).astype(jnp.bfloat16)
         for i, shape in enumerate(shapes)
     ]
+    args = x_MD, weight_MU, expert_MU, *stacks
     run = partial(kernels_pallas.run_kernel, impl, "gated_experts", activation=jax.nn.silu)
     want = jax.jit(partial(_experts_one_by_one, activation=jax.nn.silu))
-    return max_error(
-        jax.jit(run)(x_MD, weight_MU, expert_MU, *stacks), want(x_MD, weight_MU, expert_MU, *stacks)
-    )
+    return max_error(jax.jit(run)(*args), want(*args))
 
 
 def _experts_one_by_one(x_MD, weight_MU, expert_MU, *stacks, activation) -> jax.Array:

@@ -13,6 +13,7 @@ from pathlib import Path
 import decoding_sections
 import kernel_sections
 import layer_sections
+import layout_sections
 import model_sections
 import numpy as np
 import pytest
@@ -230,7 +231,7 @@ def test_a_missing_package_is_named(tmp_path):
     [
         (("--out=/nowhere/at/all.jsonl",), "--out: No such file or directory"),
         (("--out=README.md",), "--out: File exists README.md: name another file"),
-        (("--sections=everything",), "--sections knows decode, prefill"),
+        (("--sections=everything",), "--sections knows decode, layouts, prefill"),
         (("--report=README.md",), "README.md holds no results"),
         (("--minutes=-1",), "--minutes"),
     ],
@@ -244,7 +245,7 @@ def test_bad_flags_of_check_gpu_exit_with_one_line(flags, words):
 def test_every_section_has_its_cases():
     (line,) = check_gpu("--sections=everything").stderr.splitlines()
     names = line.split("--sections knows ")[1].split(", got")[0].split(", ")
-    modules = (kernel_sections, model_sections, decoding_sections, layer_sections)
+    modules = (kernel_sections, layout_sections, model_sections, decoding_sections, layer_sections)
     assert sorted(names) == sorted(name for module in modules for name in module.SECTIONS)
 
 
