@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from .sampling_config import SamplingConfig
 _DRAW_TOKEN = 0  # purpose of a draw, the last number folded into its key
 DRAW_BEAMS = 1
 _NUM_CANDIDATES = processors.FEW  # tokens that are sampled from where top-k keeps fewer
+_GROUP = 16  # rows that GPUs sample from the whole vocabulary at the same time
 _MIN_TEMPERATURE = 1e-30  # logits divided by less would overflow float32
 
 
@@ -44,8 +46,8 @@ def sample_tokens(
         Tokens, int32 [B]; their log-probabilities before any processor, float32 [B]; and the logits [B, V]
         that they were sampled from.
     """
-    token_B, sampled_from_BV = choose_tokens(logits_BV, key_B, sampling_B, context, impl)
-    return token_B, token_logprobs(logits_BV, token_B), sampled_from_BV
+    token_B, sampled_from = choose_tokens(logits_BV, key_B, sampling_B, context, impl)
+    return token_B, token_logprobs(logits_BV, token_B), sampled_from()
 
 
 def choose_tokens(
@@ -54,13 +56,24 @@ def choose_tokens(
     sampling_B: SamplingConfig,
     context: Context,
     impl: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Callable[[], jax.Array]]:
     """`sample_tokens` without the log-probabilities. Its two forms give the same tokens, except where a sum
     of probabilities is within rounding of top-p.
+
+    Returns:
+        Tokens, int32 [B]; and a function that gives the logits [B, V] that they were sampled from, to be
+        called in the branch that needs them. GPUs compute them there: a step need not write them.
     """
     in_branches = partial(_choose_in_branches, impl=impl)
     args = logits_BV, key_B, sampling_B, context
-    return lax.platform_dependent(*args, cuda=_choose_in_one_branch, default=in_branches)
+    token_B, taken_BV = lax.platform_dependent(*args, cuda=_choose_in_one_branch, default=in_branches)
+
+    def sampled_from() -> jax.Array:
+        return lax.platform_dependent(
+            taken_BV, *args, cuda=_logits_in_groups, default=lambda taken_BV, *_: taken_BV
+        )
+
+    return token_B, sampled_from
 
 
 def _choose_in_branches(logits_BV, key_B, sampling_B, context, impl):
@@ -75,7 +88,7 @@ def _choose_in_branches(logits_BV, key_B, sampling_B, context, impl):
             rest = key_B, sampling_B, context.position_B
             if abstract_mesh_of(processed_BV) is not None:
                 return _sample_from_all(processed_BV, *rest)
-            return _sample_rows(lambda: processed_BV, *rest)
+            return _sample_rows(processed_BV, *rest)
 
         return lax.cond(all_greedy(sampling_B), lambda: (argmax(processed_BV, impl), processed_BV), sampled)
 
@@ -86,22 +99,51 @@ def _choose_in_branches(logits_BV, key_B, sampling_B, context, impl):
 def _choose_in_one_branch(logits_BV, key_B, sampling_B, context):
     """`choose_tokens` for GPUs, where the host waits for the predicate of each branch. There is one: whether
     all rows are sampled from their candidates, by processors that cost no pass over the logits of their own.
+    Returns the logits as they are in place of those that the tokens were sampled from.
     """
     rest = key_B, sampling_B, context.position_B
+    token_B, _, common_B = _sample_candidates(_bias_and_repeat(logits_BV, sampling_B, context), *rest)
+    if has_all_settings(sampling_B):
+        common_B &= ~_uses_other_processors(sampling_B, context)
 
-    def with_few_processors() -> jax.Array:
-        return _bias_and_repeat(logits_BV, sampling_B, context)
+    def from_all() -> jax.Array:
+        drawn_B = _in_groups(
+            lambda *rows: _process_and_sample(*rows)[0], logits_BV, key_B, sampling_B, context
+        )
+        return jnp.where(common_B, token_B, drawn_B)
 
-    if not has_all_settings(sampling_B):
-        return _sample_rows(with_few_processors, *rest)
-    token_B, taken_BV, valid_B = _sample_candidates(with_few_processors(), *rest)
+    return lax.cond(jnp.all(common_B), lambda: token_B, from_all), logits_BV
 
-    def with_all_processors() -> tuple[jax.Array, jax.Array]:
-        processed_BV = process_logits(logits_BV, sampling_B, context)
-        return _sample_rows(lambda: processed_BV, *rest)
 
-    common = jnp.all(valid_B & ~_uses_other_processors(sampling_B, context))
-    return lax.cond(common, lambda: (token_B, taken_BV), with_all_processors)
+def _logits_in_groups(_, logits_BV, key_B, sampling_B, context):
+    """The logits that `_choose_in_one_branch` samples from."""
+    return _in_groups(lambda *rows: _process_and_sample(*rows)[1], logits_BV, key_B, sampling_B, context)
+
+
+def _process_and_sample(logits_BV, key_B, sampling_B, context):
+    processed_BV = process_logits(logits_BV, sampling_B, context)
+    return _sample_rows(processed_BV, key_B, sampling_B, context.position_B)
+
+
+def _in_groups(function: Callable, *rows: Any) -> jax.Array:
+    """`function` of some rows after the others, so that its temporaries are those of few rows. Groups are of
+    equal size: the last one may repeat rows of the one before.
+    """
+    (B, _) = rows[0].shape
+    if B <= _GROUP or abstract_mesh_of(rows[0]) is not None:
+        return function(*rows)
+
+    def group(i):
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(jnp.asarray(x), first(i), _GROUP), rows)
+
+    def first(i):
+        return jnp.minimum(i * _GROUP, B - _GROUP)
+
+    def put(i, out):
+        return lax.dynamic_update_slice_in_dim(out, function(*group(i)), first(i), 0)
+
+    shape = jax.eval_shape(lambda: function(*group(0)))
+    return lax.fori_loop(0, -(-B // _GROUP), put, jnp.zeros((B, *shape.shape[1:]), shape.dtype))
 
 
 def token_logprobs(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
@@ -112,19 +154,17 @@ def token_logprobs(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
     return logits_BV[jnp.arange(len(token_B)), token_B] - logsumexp_B
 
 
-def _sample_rows(processed, key_B, sampling_B, position_B):
+def _sample_rows(processed_BV, key_B, sampling_B, position_B):
     """A token of each row, and the logits that it was sampled from.
 
     Rows whose top-k leaves only the A largest logits are sampled from these candidates, the others from the
-    whole vocabulary. The path depends only on the row, so other rows cannot change its bits. `processed`
-    returns the logits. It is called in each branch: what a GPU computes within a fusion it need not write for
-    the other branch.
+    whole vocabulary. The path depends only on the row, so other rows cannot change its bits.
     """
     rest = key_B, sampling_B, position_B
-    token_B, taken_BV, valid_B = _sample_candidates(processed(), *rest)
+    token_B, taken_BV, valid_B = _sample_candidates(processed_BV, *rest)
 
     def from_all() -> tuple[jax.Array, jax.Array]:
-        drawn_B, warped_BV = _sample_from_all(processed(), *rest)
+        drawn_B, warped_BV = _sample_from_all(processed_BV, *rest)
         return jnp.where(valid_B, token_B, drawn_B), jnp.where(valid_B[:, None], taken_BV, warped_BV)
 
     return lax.cond(jnp.all(valid_B), lambda: (token_B, taken_BV), from_all)
