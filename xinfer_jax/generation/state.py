@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ..formatting import ShortRepr
 from ..sampling.context import Context
@@ -102,6 +103,12 @@ def sample_and_append(
     """Samples the next token of each active row of `among_B` from logits, and appends it."""
     token_B, sampled_from = choose_tokens(logits_BV, state.key_B, state.sampling_B, state.context, impl)
     state = record_token(logits_BV, sampled_from, token_B, state, among_B)
+    # Recorded first, a GPU appends to the context in place: recording reads it as it was.
+    recorded = token_B, state.alternatives
+    token_B, alternatives = lax.platform_dependent(
+        recorded, cuda=lax.optimization_barrier, default=lambda recorded: recorded
+    )
+    state = dataclasses.replace(state, alternatives=alternatives)
     return append_token(state, token_B, token_logprobs(logits_BV, token_B), among_B)
 
 
