@@ -8,7 +8,8 @@ In the order to read: `reductions` are sums over the vocabulary for GPUs; `proce
 logits_BV -> logits_BV, as transformers defines them; `biases` makes one bias of biases, allowed and forbidden
 ids, and arrays of forbidden sequences; `sampling_config` is `SamplingConfig` and reads
 generation_config.json; `batched_settings` makes arrays with one setting per row; `context` is the processors'
-state; `sampler` has the stages and PRNG keys; `logprobs` records log-probabilities and alternatives.
+state; `random_keys` makes PRNG keys and noise; `sampler` has the stages; `logprobs` records
+log-probabilities and alternatives.
 
 A new processor needs four files: its function in `processors`, its place among the stages in `sampler` (and
 in `_uses_other_processors`), its field and one entry of `NUMBER_SETTINGS` in `sampling_config`, and its flag
