@@ -25,7 +25,8 @@ from jax import lax
 import xinfer_jax as xj
 from xinfer_jax.model.greedy import argmax, can_fuse_head, greedy_tokens
 from xinfer_jax.sampling.batched_settings import settings_per_row
-from xinfer_jax.sampling.sampler import draw_key, gumbel_noise, row_keys, warp_logits
+from xinfer_jax.sampling.random_keys import draw_key, gumbel_noise, row_keys
+from xinfer_jax.sampling.sampler import warp_logits
 from xinfer_jax.weights.quantized_weights import dequantize, is_quantized
 
 SPREAD = 1.5

@@ -13,7 +13,7 @@ import parity_cases as cases
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.sampling import processors, sampler as sampling
+from xinfer_jax.sampling import processors, random_keys, sampler as sampling
 from xinfer_jax.sampling.batched_settings import settings_per_row
 from xinfer_jax.sampling.context import init_context
 
@@ -387,7 +387,7 @@ def test_draws_follow_the_distribution_of_transformers(temperature, top_k, top_p
     seen = np.broadcast_to(np.isin(np.arange(cases.VOCAB), prompt), (draws, cases.VOCAB))
     tokens, *_ = jax.jit(sampling.sample_tokens)(
         jnp.broadcast_to(logits_V, (draws, cases.VOCAB)),
-        sampling.row_keys(jax.random.key(5), draws),
+        random_keys.row_keys(jax.random.key(5), draws),
         rows,
         init_context(rows, np.full(draws, len(prompt), np.int32), ends, seen),
     )

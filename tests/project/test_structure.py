@@ -28,8 +28,8 @@ PACKAGES = {
     "cache": ("quantized_kv", "layer_caches", "paged", "kv_cache", "fingerprint", "prefix", "prefix_files"),
     "model": ("kernel_products", "layers", "attention", "experts", "decoder_layer", "decoder", "greedy"),
     "sampling": (
-        "reductions", "processors", "biases", "sampling_config", "batched_settings", "context", "sampler",
-        "logprobs",
+        "reductions", "processors", "biases", "sampling_config", "batched_settings", "context", "random_keys",
+        "sampler", "logprobs",
     ),
     "compress": ("outliers", "gptq", "awq"),
     "generation": (

@@ -142,6 +142,18 @@ def test_one_branch_equals_branches(rows, size):
     np.testing.assert_array_equal(got[2], want[2])
 
 
+@pytest.mark.full
+def test_rows_in_groups_equal_all_rows(monkeypatch):
+    """The last of the groups repeats a row of the one before."""
+    rows = ALL_SETTINGS + RARE
+    logits = random_logits(len(rows), V)
+    want = sampled(rows, logits, True)
+    monkeypatch.setattr(sampler, "_GROUP", 4)
+    assert len(rows) % 4
+    for one, other in zip(sampled(rows, logits, True), want, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_every_other_processor_leaves_the_common_branch():
     """Of a new processor too: without it `_choose_in_one_branch` would skip the processor."""
     always = {"min_p", "typical_p"}  # of the candidates

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.sampling import processors, sampler as sampling
+from xinfer_jax.sampling import processors, random_keys, sampler as sampling
 from xinfer_jax.sampling.batched_settings import settings_per_row
 from xinfer_jax.sampling.context import init_context
 
@@ -36,7 +36,7 @@ def sampling_context(rows, seen, position=0):
 
 def draw(settings, count, seed=0):
     rows = settings_per_row(settings, count, len(LOGITS))
-    keys = sampling.row_keys(jax.random.key(seed), count)
+    keys = random_keys.row_keys(jax.random.key(seed), count)
     logits = jnp.broadcast_to(LOGITS, (count, len(LOGITS)))
     return np.asarray(
         jax.jit(sampling.sample_tokens)(
@@ -103,11 +103,11 @@ BITS = [1100871879, 2323218197, 1429913325, 2145028247]
 
 def test_draws_are_the_same_on_every_jax_version():
     """Bits recorded on jax 0.10.2; CI runs this on the newest too."""
-    key = sampling.draw_key(jax.random.fold_in(jax.random.key(42), 3), 11, 0)
+    key = random_keys.draw_key(jax.random.fold_in(jax.random.key(42), 3), 11, 0)
     bits = jax.random.bits(key, (4,), jnp.uint32)
     np.testing.assert_array_equal(bits, BITS)
     uniform = ((np.array(BITS, np.uint32) >> 9) + 0.5) * 2.0**-23
-    np.testing.assert_allclose(sampling.gumbel_noise(key, 4), -np.log(-np.log(uniform)), rtol=1e-5)
+    np.testing.assert_allclose(random_keys.gumbel_noise(key, 4), -np.log(-np.log(uniform)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("k", [1, 2, 17, 100, 0, 500])
@@ -154,7 +154,7 @@ def test_repetition_penalty_comes_before_temperature():
     seen = jnp.array([[True, False, False, False, False, False]])
     sampled = sampling.sample_tokens(
         jnp.asarray(LOGITS)[None],
-        sampling.row_keys(jax.random.key(0), 1),
+        random_keys.row_keys(jax.random.key(0), 1),
         rows,
         sampling_context(rows, seen),
     )
@@ -162,8 +162,8 @@ def test_repetition_penalty_comes_before_temperature():
 
 
 def test_old_style_keys_give_the_same_draws():
-    new = sampling.row_keys(jax.random.key(5), 3)
-    old = sampling.row_keys(jax.random.PRNGKey(5), 3)
+    new = random_keys.row_keys(jax.random.key(5), 3)
+    old = random_keys.row_keys(jax.random.PRNGKey(5), 3)
     np.testing.assert_array_equal(jax.random.key_data(new), jax.random.key_data(old))
 
 
@@ -234,7 +234,9 @@ def test_noise_of_candidates_equals_noise_of_the_vocabulary(size, partitionable)
     key = jax.random.key(9)
     index = jnp.array([size - 1, 0, 49, 50, 51, 75, 76, 7])
     with jax.threefry_partitionable(partitionable):
-        few, every = (jax.jit(sampling.gumbel_noise, static_argnums=1)(key, size, at) for at in (index, None))
+        few, every = (
+            jax.jit(random_keys.gumbel_noise, static_argnums=1)(key, size, at) for at in (index, None)
+        )
     np.testing.assert_array_equal(few, every[index])
 
 

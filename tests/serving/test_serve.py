@@ -34,7 +34,7 @@ import xinfer_jax as xj
 from xinfer_jax.api.responses import split_reasoning
 from xinfer_jax.checkpoint.escaping import ControlTokenEscaper
 from xinfer_jax.checkpoint.tokenizer import Tokenizer
-from xinfer_jax.sampling.sampler import key_from_seed
+from xinfer_jax.sampling.random_keys import key_from_seed
 from xinfer_jax.serve import app as app_module, http_responses, request_body
 
 pytestmark = pytest.mark.newest

@@ -20,7 +20,7 @@ from ..engine.requests import Request
 from ..engine.submission import make_request
 from ..errors import InputError, format_value
 from ..generation.options import GenerateOptions, options_or_default
-from ..sampling.sampler import key_from_seed
+from ..sampling.random_keys import key_from_seed
 from ..sampling.sampling_config import SamplingConfig
 from ..text import checked_stop_strings
 from .input_lines import Line, identity_digest, sha256_int

@@ -19,7 +19,7 @@ from ..generation.kernels import kernels_used
 from ..generation.options import GenerateOptions, default_capacity
 from ..generation.runners import runner_class
 from ..sampling.logprobs import TokenLogprobs
-from ..sampling.sampler import key_from_seed
+from ..sampling.random_keys import key_from_seed
 from ..sampling.sampling_config import SamplingConfig
 from ..stats import GenerateStats
 from ..text import TokenText, alternatives_text, encode_prompt, stream_text_from_ids

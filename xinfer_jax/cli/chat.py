@@ -10,7 +10,7 @@ import jax
 from ..cache.prefix import Prefix
 from ..errors import InputError
 from ..generation.options import GenerateOptions, GenerateOutput
-from ..sampling.sampler import key_from_seed
+from ..sampling.random_keys import key_from_seed
 from ..sampling.sampling_config import SamplingConfig
 from ..stats import GenerateStats
 from ..text import encode_prompt, stream_text_from_ids

@@ -24,7 +24,7 @@ from ..generation.state import DecodeState
 from ..generation.validation import ValidatedCall, validate_call
 from ..sampling.batched_settings import settings_per_row
 from ..sampling.logprobs import empty_alternatives
-from ..sampling.sampler import FOLD_IN, FOLD_IN_EACH, key_from_seed
+from ..sampling.random_keys import FOLD_IN, FOLD_IN_EACH, key_from_seed
 from ..sharding import concrete_mesh_of
 from ..weights.params import Params
 from .device_programs import (

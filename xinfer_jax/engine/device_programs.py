@@ -149,7 +149,7 @@ def _alternatives(logits_B1V, taken_BV, token_B):
     logits_BV = logits_B1V[:, 0]
     empty = empty_alternatives(B, 1, min(MAX_LOGPROBS, V), V, False)
     taken_BV = logits_BV if taken_BV is None else taken_BV
-    return record_alternatives(empty, np.zeros(B, np.int32), logits_BV, taken_BV, token_B)
+    return record_alternatives(empty, np.zeros(B, np.int32), logits_BV, lambda: taken_BV, token_B)
 
 
 def running_token(lengths, progress, position_B, running_B):

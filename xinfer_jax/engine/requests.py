@@ -17,7 +17,7 @@ from ..generation.output_checks import check_generated
 from ..generation.state import GeneratedTokens
 from ..generation.validation import ValidatedCall
 from ..sampling.logprobs import TokenLogprobs
-from ..sampling.sampler import answer_keys
+from ..sampling.random_keys import answer_keys
 from ..stats import GenerateStats, peak_bytes
 from .row import Row
 

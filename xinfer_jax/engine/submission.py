@@ -11,7 +11,7 @@ from ..checks import check_integer, is_sequence
 from ..errors import ContextLengthError, InputError, format_message, format_value
 from ..generation.options import GenerateOptions, GenerateOutput, options_or_default
 from ..generation.validation import ValidatedCall, check_prompts, validate_call
-from ..sampling.sampler import check_key
+from ..sampling.random_keys import check_key
 from ..sampling.sampling_config import SamplingConfig
 from ..text import Prompt, checked_stop_strings, encode_prompt
 from .device import MAX_EOS_IDS, MAX_STOP_IDS

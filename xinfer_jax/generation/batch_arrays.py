@@ -12,7 +12,7 @@ from ..memory import check_memory
 from ..sampling.batched_settings import has_all_settings
 from ..sampling.context import init_context
 from ..sampling.logprobs import empty_alternatives
-from ..sampling.sampler import answer_keys
+from ..sampling.random_keys import answer_keys
 from ..sampling.sampling_config import SamplingConfig
 from ..sharding import concrete_mesh_of, memory_fraction
 from ..weights.params import Params, cache_dtype, tree_bytes

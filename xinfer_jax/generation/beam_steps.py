@@ -14,15 +14,8 @@ from jax import lax
 from ..cache.kv_cache import KVCache
 from ..config.model_config import ModelConfig
 from ..sampling.context import Context
-from ..sampling.sampler import (
-    DRAW_BEAMS,
-    all_greedy,
-    draw_key,
-    gumbel_noise,
-    is_plain_greedy,
-    process_logits,
-    warp_logits,
-)
+from ..sampling.random_keys import DRAW_BEAMS, draw_key, gumbel_noise
+from ..sampling.sampler import all_greedy, is_plain_greedy, process_logits, warp_logits
 from .state import DecodeState
 from .strategies import Carry, Operations, Strategy, logits_at, one_token
 

@@ -17,7 +17,7 @@ from ..model.attention import check_impl
 from ..model.decoder import hidden_states, unembed
 from ..sampling.batched_settings import has_all_settings, settings_per_row
 from ..sampling.context import init_context
-from ..sampling.sampler import row_keys
+from ..sampling.random_keys import row_keys
 from ..sampling.sampling_config import SamplingConfig
 from ..weights.params import AnyArray, Params
 from .buckets import bucket, next_power_of_two

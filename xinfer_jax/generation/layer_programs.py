@@ -79,7 +79,8 @@ def _most_likely(logits_B1V, impl):
 def _sample(logits_B1V, state, among_B, impl):
     """A token of each row, and the logits [B, V] that it was sampled from."""
     sampling_B = state.sampling_B if among_B is None else select_rows(state.sampling_B, among_B)
-    return choose_tokens(logits_B1V[:, 0], state.key_B, sampling_B, state.context, impl)
+    token_B, sampled_from = choose_tokens(logits_B1V[:, 0], state.key_B, sampling_B, state.context, impl)
+    return token_B, sampled_from()
 
 
 def _record(alternatives, logits_B1V, taken_BV, token_B, state, among_B):
@@ -88,7 +89,7 @@ def _record(alternatives, logits_B1V, taken_BV, token_B, state, among_B):
     logits_BV = logits_B1V[:, 0]
     taken_BV = logits_BV if taken_BV is None else taken_BV
     among_B = True if among_B is None else among_B
-    return record_token(logits_BV, taken_BV, token_B, state, among_B).alternatives
+    return record_token(logits_BV, lambda: taken_BV, token_B, state, among_B).alternatives
 
 
 def _append(logits_B1V, token_B, state, among_B):

@@ -3,11 +3,13 @@ axis.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ..formatting import ShortRepr
 from ..sampling.context import Context
@@ -99,21 +101,28 @@ def sample_and_append(
     logits_BV: jax.Array, state: DecodeState, impl: str | None, among_B: Any = True
 ) -> DecodeState:
     """Samples the next token of each active row of `among_B` from logits, and appends it."""
-    token_B, taken_BV = choose_tokens(logits_BV, state.key_B, state.sampling_B, state.context, impl)
-    state = record_token(logits_BV, taken_BV, token_B, state, among_B)
+    token_B, sampled_from = choose_tokens(logits_BV, state.key_B, state.sampling_B, state.context, impl)
+    state = record_token(logits_BV, sampled_from, token_B, state, among_B)
+    # Recorded first, a GPU appends to the context in place: recording reads it as it was.
+    recorded = token_B, state.alternatives
+    token_B, alternatives = lax.platform_dependent(
+        recorded, cuda=lax.optimization_barrier, default=lambda recorded: recorded
+    )
+    state = dataclasses.replace(state, alternatives=alternatives)
     return append_token(state, token_B, token_logprobs(logits_BV, token_B), among_B)
 
 
 def record_token(
-    logits_BV: jax.Array, taken_BV: jax.Array, token_B: jax.Array, state: DecodeState, among_B: Any = True
-) -> DecodeState:
-    """The state with the alternatives of each row's next token, where they are requested. taken_BV: the
-    logits that the tokens were sampled from.
+    logits_BV: jax.Array, sampled_from: Callable[[], jax.Array], token_B: jax.Array, state: DecodeState,
+    among_B: Any = True,
+) -> DecodeState:  # fmt: skip
+    """The state with the alternatives of each row's next token, where they are requested. sampled_from: gives
+    the logits that the tokens were sampled from.
     """
     if state.alternatives is None:
         return state
     column_B = _column(state, among_B)
-    alternatives = record_alternatives(state.alternatives, column_B, logits_BV, taken_BV, token_B)
+    alternatives = record_alternatives(state.alternatives, column_B, logits_BV, sampled_from, token_B)
     return dataclasses.replace(state, alternatives=alternatives)
 
 

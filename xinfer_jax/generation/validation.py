@@ -15,7 +15,7 @@ from ..config.model_config import ModelConfig, with_fixed_rope
 from ..errors import ContextLengthError, InputError, format_value
 from ..model.attention import check_impl
 from ..sampling.batched_settings import settings_per_row, takes_most_likely
-from ..sampling.sampler import check_key
+from ..sampling.random_keys import check_key
 from ..sampling.sampling_config import SamplingConfig, check_min_tokens
 from ..weights.params import Params, activation_dtype, check_params, resolve_dtype
 from .buckets import bucket, next_power_of_two

@@ -8,7 +8,8 @@ In the order to read: `reductions` are sums over the vocabulary for GPUs; `proce
 logits_BV -> logits_BV, as transformers defines them; `biases` makes one bias of biases, allowed and forbidden
 ids, and arrays of forbidden sequences; `sampling_config` is `SamplingConfig` and reads
 generation_config.json; `batched_settings` makes arrays with one setting per row; `context` is the processors'
-state; `sampler` has the stages and PRNG keys; `logprobs` records log-probabilities and alternatives.
+state; `random_keys` makes PRNG keys and noise; `sampler` has the stages; `logprobs` records
+log-probabilities and alternatives.
 
 A new processor needs four files: its function in `processors`, its place among the stages in `sampler` (and
 in `_uses_other_processors`), its field and one entry of `NUMBER_SETTINGS` in `sampling_config`, and its flag
@@ -32,7 +33,10 @@ flag follow from the entry.
   tokens are the same, except where a sum of probabilities is within rounding of top-p. Compiled for H200, 1
   or 64 rows: 15 launches and one predicate, with all settings 17; the logits are read twice (the candidates,
   the log-probability), the tokens seen once (a quarter), with all settings the bias once. Without top-k a
-  threshold takes 8 passes over the logits' order and weights (two reads each) in 4 launches each.
+  threshold takes 8 passes over the logits' order and weights (two reads each) in 4 launches each. Rows
+  beyond 16 are processed and sampled there in groups of 16: 64 rows take 75 MiB of temporaries instead of
+  153, but as many times the launches. The logits that a token was sampled from are computed again where they
+  are recorded.
 - The key of a draw is fold_in(fold_in(row key, position), purpose). It depends neither on the slot nor on the
   batch. Gumbel noise is computed here from random bits, so every jax version draws the same; a test has
   recorded bits.

@@ -1,6 +1,7 @@
 """Log-probabilities of sampled tokens and of alternatives, before and after the processors; logits."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -57,30 +58,31 @@ def empty_alternatives(rows: int, size: int, count: int, vocab_size: int, logits
 
 
 def record_alternatives(
-    old: Alternatives, column_B: jax.Array, logits_BV: jax.Array, processed_BV: jax.Array, token_B: jax.Array
-) -> Alternatives:
+    old: Alternatives, column_B: jax.Array, logits_BV: jax.Array, sampled_from: Callable[[], jax.Array],
+    token_B: jax.Array,
+) -> Alternatives:  # fmt: skip
     """Records each row's token in its column; columns beyond the arrays are dropped.
 
     Args:
         old: what was recorded before.
         column_B: int32.
         logits_BV: before any processor.
-        processed_BV: the logits that the tokens were sampled from.
+        sampled_from: gives the logits that the tokens were sampled from; from `choose_tokens`.
         token_B: int32.
     """
     if old.wanted_B is not None:  # top-k over the vocabulary is skipped where no row asked for it
         wanted_B = old.wanted_B
         old = dataclasses.replace(old, wanted_B=None)
         wanted = jnp.any(wanted_B & (column_B < old.processed_BT.shape[1]))
-        args = old, column_B, logits_BV, processed_BV, token_B
-        recorded = lax.cond(wanted, record_alternatives, lambda old, *_: old, *args)
+        args = column_B, logits_BV, sampled_from, token_B
+        recorded = lax.cond(wanted, lambda: record_alternatives(old, *args), lambda: old)
         return dataclasses.replace(recorded, wanted_B=wanted_B)
 
     def put(array: jax.Array, new: jax.Array) -> jax.Array:
         return jnp.asarray(array).at[jnp.arange(len(token_B)), column_B].set(new, mode="drop")
 
     count = old.id_BTA.shape[-1]
-    processed_logprob_BV = jax.nn.log_softmax(processed_BV)
+    processed_logprob_BV = jax.nn.log_softmax(sampled_from())
     logprob_BA, id_BA = sharded_top_k(jax.nn.log_softmax(logits_BV), count)
     processed_BA, processed_id_BA = sharded_top_k(processed_logprob_BV, count)
     sampled_B = jnp.take_along_axis(processed_logprob_BV, token_B[:, None], 1)[:, 0]

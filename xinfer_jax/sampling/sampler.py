@@ -1,26 +1,25 @@
-"""From logits to tokens: `sample_tokens`, its three stages, and PRNG keys of requests."""
+"""From logits to tokens: `sample_tokens`, and its three stages."""
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.random import threefry_2x32
 
-from ..errors import InputError, format_value
 from ..model.greedy import argmax
 from ..sharding import abstract_mesh_of, sharded_top_k
 from . import processors
 from .batched_settings import has_all_settings
 from .context import Context
+from .random_keys import DRAW_TOKEN, draw_key, gumbel_noise
 from .reductions import logsumexp_in_one_pass
 from .sampling_config import SamplingConfig
 
-_DRAW_TOKEN = 0  # purpose of a draw, the last number folded into its key
-DRAW_BEAMS = 1
 _NUM_CANDIDATES = processors.FEW  # tokens that are sampled from where top-k keeps fewer
+_GROUP = 16  # rows that GPUs sample from the whole vocabulary at the same time
 _MIN_TEMPERATURE = 1e-30  # logits divided by less would overflow float32
 
 
@@ -44,8 +43,8 @@ def sample_tokens(
         Tokens, int32 [B]; their log-probabilities before any processor, float32 [B]; and the logits [B, V]
         that they were sampled from.
     """
-    token_B, sampled_from_BV = choose_tokens(logits_BV, key_B, sampling_B, context, impl)
-    return token_B, token_logprobs(logits_BV, token_B), sampled_from_BV
+    token_B, sampled_from = choose_tokens(logits_BV, key_B, sampling_B, context, impl)
+    return token_B, token_logprobs(logits_BV, token_B), sampled_from()
 
 
 def choose_tokens(
@@ -54,13 +53,24 @@ def choose_tokens(
     sampling_B: SamplingConfig,
     context: Context,
     impl: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Callable[[], jax.Array]]:
     """`sample_tokens` without the log-probabilities. Its two forms give the same tokens, except where a sum
     of probabilities is within rounding of top-p.
+
+    Returns:
+        Tokens, int32 [B]; and a function that gives the logits [B, V] that they were sampled from, to be
+        called in the branch that needs them. GPUs compute them there: a step need not write them.
     """
     in_branches = partial(_choose_in_branches, impl=impl)
     args = logits_BV, key_B, sampling_B, context
-    return lax.platform_dependent(*args, cuda=_choose_in_one_branch, default=in_branches)
+    token_B, taken_BV = lax.platform_dependent(*args, cuda=_choose_in_one_branch, default=in_branches)
+
+    def sampled_from() -> jax.Array:
+        return lax.platform_dependent(
+            taken_BV, *args, cuda=_logits_in_groups, default=lambda taken_BV, *_: taken_BV
+        )
+
+    return token_B, sampled_from
 
 
 def _choose_in_branches(logits_BV, key_B, sampling_B, context, impl):
@@ -75,7 +85,7 @@ def _choose_in_branches(logits_BV, key_B, sampling_B, context, impl):
             rest = key_B, sampling_B, context.position_B
             if abstract_mesh_of(processed_BV) is not None:
                 return _sample_from_all(processed_BV, *rest)
-            return _sample_rows(lambda: processed_BV, *rest)
+            return _sample_rows(processed_BV, *rest)
 
         return lax.cond(all_greedy(sampling_B), lambda: (argmax(processed_BV, impl), processed_BV), sampled)
 
@@ -86,22 +96,51 @@ def _choose_in_branches(logits_BV, key_B, sampling_B, context, impl):
 def _choose_in_one_branch(logits_BV, key_B, sampling_B, context):
     """`choose_tokens` for GPUs, where the host waits for the predicate of each branch. There is one: whether
     all rows are sampled from their candidates, by processors that cost no pass over the logits of their own.
+    Returns the logits as they are in place of those that the tokens were sampled from.
     """
     rest = key_B, sampling_B, context.position_B
+    token_B, _, common_B = _sample_candidates(_bias_and_repeat(logits_BV, sampling_B, context), *rest)
+    if has_all_settings(sampling_B):
+        common_B &= ~_uses_other_processors(sampling_B, context)
 
-    def with_few_processors() -> jax.Array:
-        return _bias_and_repeat(logits_BV, sampling_B, context)
+    def from_all() -> jax.Array:
+        drawn_B = _in_groups(
+            lambda *rows: _process_and_sample(*rows)[0], logits_BV, key_B, sampling_B, context
+        )
+        return jnp.where(common_B, token_B, drawn_B)
 
-    if not has_all_settings(sampling_B):
-        return _sample_rows(with_few_processors, *rest)
-    token_B, taken_BV, valid_B = _sample_candidates(with_few_processors(), *rest)
+    return lax.cond(jnp.all(common_B), lambda: token_B, from_all), logits_BV
 
-    def with_all_processors() -> tuple[jax.Array, jax.Array]:
-        processed_BV = process_logits(logits_BV, sampling_B, context)
-        return _sample_rows(lambda: processed_BV, *rest)
 
-    common = jnp.all(valid_B & ~_uses_other_processors(sampling_B, context))
-    return lax.cond(common, lambda: (token_B, taken_BV), with_all_processors)
+def _logits_in_groups(_, logits_BV, key_B, sampling_B, context):
+    """The logits that `_choose_in_one_branch` samples from."""
+    return _in_groups(lambda *rows: _process_and_sample(*rows)[1], logits_BV, key_B, sampling_B, context)
+
+
+def _process_and_sample(logits_BV, key_B, sampling_B, context):
+    processed_BV = process_logits(logits_BV, sampling_B, context)
+    return _sample_rows(processed_BV, key_B, sampling_B, context.position_B)
+
+
+def _in_groups(function: Callable, *rows: Any) -> jax.Array:
+    """`function` of some rows after the others, so that its temporaries are those of few rows. Groups are of
+    equal size: the last one may repeat rows of the one before.
+    """
+    (B, _) = rows[0].shape
+    if B <= _GROUP or abstract_mesh_of(rows[0]) is not None:
+        return function(*rows)
+
+    def group(i):
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(jnp.asarray(x), first(i), _GROUP), rows)
+
+    def first(i):
+        return jnp.minimum(i * _GROUP, B - _GROUP)
+
+    def put(i, out):
+        return lax.dynamic_update_slice_in_dim(out, function(*group(i)), first(i), 0)
+
+    shape = jax.eval_shape(lambda: function(*group(0)))
+    return lax.fori_loop(0, -(-B // _GROUP), put, jnp.zeros((B, *shape.shape[1:]), shape.dtype))
 
 
 def token_logprobs(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
@@ -112,19 +151,17 @@ def token_logprobs(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
     return logits_BV[jnp.arange(len(token_B)), token_B] - logsumexp_B
 
 
-def _sample_rows(processed, key_B, sampling_B, position_B):
+def _sample_rows(processed_BV, key_B, sampling_B, position_B):
     """A token of each row, and the logits that it was sampled from.
 
     Rows whose top-k leaves only the A largest logits are sampled from these candidates, the others from the
-    whole vocabulary. The path depends only on the row, so other rows cannot change its bits. `processed`
-    returns the logits. It is called in each branch: what a GPU computes within a fusion it need not write for
-    the other branch.
+    whole vocabulary. The path depends only on the row, so other rows cannot change its bits.
     """
     rest = key_B, sampling_B, position_B
-    token_B, taken_BV, valid_B = _sample_candidates(processed(), *rest)
+    token_B, taken_BV, valid_B = _sample_candidates(processed_BV, *rest)
 
     def from_all() -> tuple[jax.Array, jax.Array]:
-        drawn_B, warped_BV = _sample_from_all(processed(), *rest)
+        drawn_B, warped_BV = _sample_from_all(processed_BV, *rest)
         return jnp.where(valid_B, token_B, drawn_B), jnp.where(valid_B[:, None], taken_BV, warped_BV)
 
     return lax.cond(jnp.all(valid_B), lambda: (token_B, taken_BV), from_all)
@@ -278,99 +315,10 @@ def draw_tokens(
         size: V.
     """
     noise_BA = jax.vmap(
-        lambda key, position, index: gumbel_noise(draw_key(key, position, _DRAW_TOKEN), size, index)
+        lambda key, position, index: gumbel_noise(draw_key(key, position, DRAW_TOKEN), size, index)
     )(key_B, position_B, index_BA)
     drawn_BA = jnp.where((sampling_B.temperature <= 0)[:, None], warped_BA, warped_BA + noise_BA)
     if index_BA is None:
         return argmax(drawn_BA, "xla")
     # The lowest id of equal logits, as `argmax` does.
     return jnp.min(jnp.where(drawn_BA == jnp.max(drawn_BA, -1, keepdims=True), index_BA, size), -1)
-
-
-def check_key(key: jax.Array, batch: int) -> jax.Array:
-    """Returns the key or keys. Old-style uint32 keys are accepted too.
-
-    Raises:
-        InputError: no key, a number of keys that is not the batch, or keys of another kind than threefry.
-    """
-    if not isinstance(key, np.ndarray | jax.Array) or not (
-        jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or (key.dtype == np.uint32 and key.ndim in (1, 2))
-    ):
-        raise InputError(f"key must come from jax.random.key(seed), got {format_value(key)}")
-    if key.dtype == np.uint32 and key.shape[-1] == 2:
-        key = jax.random.wrap_key_data(key, impl="threefry2x32")
-    if str(key.dtype) != "key<fry>":  # with rbg a row's numbers would depend on its batch
-        raise InputError(
-            f"keys of {key.dtype}{list(key.shape)} are not supported: make them by"
-            " jax.random.key(seed, impl='threefry2x32')"
-        )
-    if key.shape not in ((), (batch,)):
-        raise InputError(f"keys of shape {key.shape} for {batch} rows: give one key, or one per row")
-    return key
-
-
-def key_from_seed(seed: int) -> jax.Array:
-    """Returns `jax.random.key(seed)`, also of a 64-bit seed, without compiling a program."""
-    words = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
-    return jax.random.wrap_key_data(words, impl="threefry2x32")
-
-
-def row_keys(key: jax.Array, batch: int) -> jax.Array:
-    """One key per row: `fold_in(key, row)` of one key, or the keys themselves where there is one per row.
-
-    Raises:
-        InputError: as `check_key`.
-    """
-    key = check_key(key, batch)
-    return key if key.ndim else FOLD_IN(key, np.arange(batch))
-
-
-def answer_keys(key: jax.Array, prompt_R: np.ndarray, answer_R: np.ndarray | None) -> jax.Array:
-    """`row_keys` for rows that continue prompts; another number of prompts compiles no program.
-
-    Args:
-        key: from `check_key`: one, or one per prompt.
-        prompt_R: int32, which prompt each row continues.
-        answer_R: int32, index of the answer among its prompt's answers, folded into the key too; None: each
-            prompt has one answer.
-    """
-    if key.ndim:  # indexed on the host: no program is compiled
-        data_R = np.asarray(jax.random.key_data(key))[prompt_R]
-        key_R = jax.random.wrap_key_data(data_R, impl="threefry2x32")
-    else:
-        key_R = FOLD_IN(key, prompt_R)
-    return key_R if answer_R is None else FOLD_IN_EACH(key_R, answer_R)
-
-
-FOLD_IN = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))
-FOLD_IN_EACH = jax.jit(jax.vmap(jax.random.fold_in))
-
-
-def draw_key(row_key: jax.Array, position: jax.Array, purpose: int) -> jax.Array:
-    """The key of one draw: fold_in(fold_in(row_key, position), purpose)."""
-    return jax.random.fold_in(jax.random.fold_in(row_key, position), purpose)
-
-
-def gumbel_noise(key: jax.Array, size: int, index_A: jax.Array | None = None) -> jax.Array:
-    """Standard Gumbel noise, float32 [size], from 23 random bits for each number. Computed here so that every
-    jax version draws the same. index_A: which of the numbers, [A]; None: all.
-    """
-    bits = jax.random.bits(key, (size,), jnp.uint32) if index_A is None else _bits_at(key, size, index_A)
-    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
-    return -jnp.log(-jnp.log(uniform))
-
-
-def _bits_at(key: jax.Array, size: int, index_A: jax.Array) -> jax.Array:
-    """`jax.random.bits(key, (size,))[index_A]`, without making the other bits.
-
-    Threefry maps two words to two words. With `jax_threefry_partitionable` its input is (0, index), else
-    (index, index + size / 2), padded with 0.
-    """
-    index_A = index_A.astype(jnp.uint32)
-    half = -(-size // 2)
-    partitionable = jax.threefry_partitionable.value
-    first_A = jnp.zeros_like(index_A) if partitionable else index_A % half
-    second_A = index_A if partitionable else jnp.where(first_A + half < size, first_A + half, 0)
-    words = threefry_2x32(tuple(jax.random.key_data(key)), jnp.concatenate([first_A, second_A]))
-    first_A, second_A = jnp.split(words, 2)
-    return first_A ^ second_A if partitionable else jnp.where(index_A < half, first_A, second_A)

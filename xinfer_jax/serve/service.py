@@ -24,7 +24,7 @@ from ..engine.engines import AnyEngine, make_engine
 from ..engine.requests import Request, request_updates
 from ..errors import InputError, NoTokenLeftError, format_message, format_value
 from ..generation.options import GenerateOptions
-from ..sampling.sampler import key_from_seed
+from ..sampling.random_keys import key_from_seed
 from .admission import AdmissionControl, Reservation, count_answers, count_tokens
 from .api_errors import APIError
 from .chunks import check_answer, stream_chunks
