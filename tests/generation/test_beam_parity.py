@@ -141,7 +141,7 @@ SERVED = {
             min_new_tokens=3,
         ),
     ),
-    "top_k": (0, dict(HOT, top_k=2), dict(HOT, top_k=2)),
+    "top_k": (1, dict(HOT, top_k=2), dict(HOT, top_k=2)),
     "top_p": (1, dict(HOT, top_p=0.3), dict(HOT, top_p=0.3)),
     "min_p": (2, dict(HOT, min_p=0.6), dict(HOT, min_p=0.6)),
     "typical_p": (1, dict(HOT, typical_p=0.2), dict(HOT, typical_p=0.2)),

@@ -174,8 +174,8 @@ def _scores(logprobs_BWV, state, sampling_B, least):
 
 
 def _candidates(score_BWV, state, rows, C):
-    """The C best, or C drawn without replacement in the order drawn: their scores, beams, tokens, and
-    sequences [B, C, T].
+    """The C best, or C drawn without replacement, the best first as in transformers 5.24 (5.23 had them in the
+    order drawn): their scores, beams, tokens, and sequences [B, C, T].
     """
     B, W, V = score_BWV.shape
 
@@ -186,11 +186,13 @@ def _candidates(score_BWV, state, rows, C):
         return score_BWV + jnp.where(rows.sampling_B.temperature[:, None, None] > 0, noise_BWV, 0)
 
     order_BWV = lax.cond(all_greedy(rows.sampling_B), lambda: score_BWV, drawn)
-    _, index_BC = lax.top_k(order_BWV.reshape(B, W * V), C)
+    _, drawn_BC = lax.top_k(order_BWV.reshape(B, W * V), C)
+    score_BC, at_BC = lax.top_k(_take(score_BWV.reshape(B, W * V), drawn_BC), C)
+    index_BC = _take(drawn_BC, at_BC)
     beam_BC = index_BC // V
     token_BC = index_BC % V
     tokens_BCT = _take(state.tokens_BWT, beam_BC).at[:, :, state.step].set(token_BC)
-    return _take(score_BWV.reshape(B, W * V), index_BC), beam_BC, token_BC, tokens_BCT
+    return score_BC, beam_BC, token_BC, tokens_BCT
 
 
 def _select(candidates, state, request, early_stopping):
