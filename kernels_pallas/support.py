@@ -5,7 +5,7 @@ from typing import Any
 from .key_layouts import KeyBias, Levels
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
-_TRITON_ONLY = ("gated_experts", "product")
+_TRITON_ONLY = ("gated_experts", "product", "rope_append")
 
 
 def backend_of(kernel: str, impl: str) -> str:
@@ -19,6 +19,8 @@ def unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | N
         return None
     if kernel.endswith("attention"):
         return _unsupported_attention(kernel, impl, *args)
+    if kernel == "rope_append":  # the cache may have another dtype
+        return next((reason for arg in args if (reason := _unsupported_cache(arg))), None)
     if (reason := _unsupported_dtypes(args)) is not None:
         return reason
     dtype = args[0].dtype.name
@@ -46,6 +48,10 @@ def _unsupported_dtypes(args: tuple[Any, ...]) -> str | None:
         return f"operands of different dtypes {', '.join(sorted(dtypes))}"
     (dtype,) = dtypes
     return None if dtype in ("float32", *_SIXTEEN_BITS) else f"dtype {dtype}"
+
+
+def _unsupported_cache(x: Any) -> str | None:
+    return "quantized keys" if isinstance(x, Levels) else _unsupported_dtypes((x,))
 
 
 def _unsupported_attention(

@@ -1,0 +1,50 @@
+"""RoPE with the append to a cache: the kernel against its reference, in Pallas's interpreter; decode steps of
+models that run on it.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quick import full_except
+
+from kernels_pallas import reference_append, triton
+
+pytestmark = [
+    pytest.mark.newest,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+F32 = jnp.float32
+BF16 = jnp.bfloat16
+CASES = {  # T, N, K, H, pairs, slots, start_B, num_tokens_B, dtypes, and what else there is
+    "row": (1, 4, 2, 16, 8, 24, (5,), (1,), (BF16, BF16), {}),
+    "rows-partial-width": (3, 6, 2, 20, 6, 24, (0, 7, 22), (3, 2, 3), (BF16, BF16), dict(capacity=23)),
+    "no-rope": (2, 2, 2, 8, 0, 8, (0, 7), (0, 2), (F32, BF16), {}),
+    "ring": (3, 3, 1, 16, 8, 8, (6, 30), (3, 3), (F32, F32), dict(ring=True, capacity=32)),
+    "pages": (3, 14, 2, 16, 8, 4, (3, 8, 6), (3, 0, 3), (BF16, F32), dict(pages=2)),
+}
+
+
+@pytest.mark.parametrize("name", full_except(("rows-partial-width", "pages"), CASES))
+def test_rope_append(name):
+    T, N, K, H, pairs, S, start, count, (dtype, cache_dtype), options = CASES[name]
+    B = len(start)
+    draws = np.random.default_rng(0)
+    normal = lambda *shape, dtype=dtype: jnp.asarray(draws.standard_normal(shape), dtype)  # noqa: E731
+    new = [normal(B, T, heads, H) for heads in (N, K, K)]
+    angles = [normal(B, T, pairs, dtype=F32) for _ in range(2)] if pairs else [None, None]
+    options = dict(capacity=100) | options
+    P = B
+    if pages := options.pop("pages", 0):
+        P = B * pages + 1
+        options["table_BP"] = 1 + jnp.asarray(draws.permutation(P - 1).reshape(B, pages), jnp.int32)
+    caches = [normal(P, K, S, H, dtype=cache_dtype) for _ in range(2)]
+    args = (*new, *angles, *caches, jnp.array(start), jnp.array(count))
+    got = jax.jit(partial(triton.rope_append, **options, interpret=True))(*args)
+    want = jax.jit(partial(reference_append.rope_append, **options))(*args)
+    for x, y in zip(got, want, strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(x.astype(F32), y.astype(F32), atol=1e-6 if dtype == F32 else 0.02)
+    np.testing.assert_array_equal(got[2], want[2])  # values are not rotated
