@@ -20,7 +20,8 @@ def unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | N
     if kernel.endswith("attention"):
         return _unsupported_attention(kernel, impl, *args)
     if kernel == "rope_append":  # the cache may have another dtype
-        return next((reason for arg in args if (reason := _unsupported_cache(arg))), None)
+        floats = (arg for arg in args if not isinstance(arg, Levels))
+        return next((reason for arg in floats if (reason := _unsupported_dtypes((arg,)))), None)
     if (reason := _unsupported_dtypes(args)) is not None:
         return reason
     dtype = args[0].dtype.name
@@ -48,10 +49,6 @@ def _unsupported_dtypes(args: tuple[Any, ...]) -> str | None:
         return f"operands of different dtypes {', '.join(sorted(dtypes))}"
     (dtype,) = dtypes
     return None if dtype in ("float32", *_SIXTEEN_BITS) else f"dtype {dtype}"
-
-
-def _unsupported_cache(x: Any) -> str | None:
-    return "quantized keys" if isinstance(x, Levels) else _unsupported_dtypes((x,))
 
 
 def _unsupported_attention(

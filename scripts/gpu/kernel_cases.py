@@ -148,8 +148,11 @@ def _append_cases() -> Iterator[KernelCase]:
         for layout, shape in {"": (rows, K, 4096, width), " pages": (300, K, 64, width)}.items():
             pages = {"table_BP": SD((rows, 64), jnp.int32)} if layout else {}
             call = partial(_append, run, tuple(pages))
-            shapes = (*new, *angles, *[SD(shape, dtype)] * 2, *numbers, *pages.values())
-            yield KernelCase(f"triton rope_append {name}{layout}", None, call, shapes)
+            levels = [SD((*shape[:3], width * bits // 8), jnp.uint8) for bits in (8, 4)]
+            caches = [SD(shape, dtype), *(Levels(x, SD((*shape[:3], 2), jnp.float16)) for x in levels)]
+            for kind, cache in zip(("", " int8", " int4"), caches, strict=True):
+                shapes = (*new, *angles, cache, cache, *numbers, *pages.values())
+                yield KernelCase(f"triton rope_append {name}{kind}{layout}", None, call, shapes)
 
 
 def _append(run: Callable, names: tuple[str, ...], *args: Any) -> Any:

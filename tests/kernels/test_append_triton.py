@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from quick import full_except
 
-from kernels_pallas import reference_append, triton
+from kernels_pallas import Levels, reference_append, triton
 
 pytestmark = [
     pytest.mark.newest,
@@ -23,6 +23,8 @@ CASES = {  # T, N, K, H, pairs, slots, start_B, num_tokens_B, dtypes, and what e
     "rows-partial-width": (3, 6, 2, 20, 6, 24, (0, 7, 22), (3, 2, 3), (BF16, BF16), dict(capacity=23)),
     "no-rope": (2, 2, 2, 8, 0, 8, (0, 7), (0, 2), (F32, BF16), {}),
     "ring": (3, 3, 1, 16, 8, 8, (6, 30), (3, 3), (F32, F32), dict(ring=True, capacity=32)),
+    "int8-partial-width": (2, 2, 1, 20, 6, 8, (0, 6), (2, 2), (BF16, 8), {}),
+    "int4-pages": (3, 4, 2, 16, 8, 4, (3, 6), (3, 3), (BF16, 4), dict(pages=2)),
     "pages": (3, 14, 2, 16, 8, 4, (3, 8, 6), (3, 0, 3), (BF16, F32), dict(pages=2)),
 }
 
@@ -40,11 +42,15 @@ def test_rope_append(name):
     if pages := options.pop("pages", 0):
         P = B * pages + 1
         options["table_BP"] = 1 + jnp.asarray(draws.permutation(P - 1).reshape(B, pages), jnp.int32)
-    caches = [normal(P, K, S, H, dtype=cache_dtype) for _ in range(2)]
+    if cache_dtype in (8, 4):
+        shape = (P, K, S, H * cache_dtype // 8)
+        caches = [Levels(jnp.full(shape, 7, jnp.uint8), jnp.ones((P, K, S, 2), jnp.float16))] * 2
+    else:
+        caches = [normal(P, K, S, H, dtype=cache_dtype) for _ in range(2)]
     args = (*new, *angles, *caches, jnp.array(start), jnp.array(count))
     got = jax.jit(partial(triton.rope_append, **options, interpret=True))(*args)
     want = jax.jit(partial(reference_append.rope_append, **options))(*args)
-    for x, y in zip(got, want, strict=True):
+    for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_allclose(x.astype(F32), y.astype(F32), atol=1e-6 if dtype == F32 else 0.02)
-    np.testing.assert_array_equal(got[2], want[2])  # values are not rotated
+    jax.tree.map(np.testing.assert_array_equal, got[2], want[2])  # values are not rotated
