@@ -1,7 +1,8 @@
 """RoPE of queries and keys, and the append of keys and values to a cache, in one launch.
 
 A program serves one key head of one token, with the G = N/K queries that share it. The caches are aliased
-with the results: only the slots of new tokens are written, and nothing is read from them.
+with the results: only the slots of new tokens are written, and nothing is read from them. In `Levels` a
+vector is quantized to nearest, between its smallest and its largest number.
 """
 
 from functools import partial, reduce
@@ -15,8 +16,6 @@ from jax.experimental.pallas import triton as pltriton
 
 from ..key_layouts import Levels
 from .parts import result_type
-
-_ULP_IS_ONE = 3 * 2.0**22  # adding and subtracting it rounds to an integer, half to even
 
 
 class _Settings(NamedTuple):
@@ -157,9 +156,16 @@ def _quantize(refs, token, head, out_refs, place) -> None:
     step, low = (x.astype(jnp.float16).astype(jnp.float32) for x in (step, low))
     byte_W = jnp.zeros(offset_W.shape, jnp.int32)
     for i, x_W in enumerate(parts):
-        level_W = ((x_W - low) / step + _ULP_IS_ONE) - _ULP_IS_ONE
-        byte_W |= jnp.clip(level_W, 0, top).astype(jnp.int32) << (4 * i)
+        byte_W |= jnp.clip(_round((x_W - low) / step), 0, top).astype(jnp.int32) << (4 * i)
     _store(out_refs[0], place, offset_W, byte_W.astype(jnp.uint8), real_W)
+
+
+def _round(x: jax.Array) -> jax.Array:
+    """To the nearest integer, half to even: Triton has no `jnp.round`."""
+    down = jnp.floor(x)
+    rest = x - down
+    is_odd = down != 2 * jnp.floor(down / 2)
+    return jnp.where((rest > 0.5) | (rest == 0.5) & is_odd, down + 1, down)
 
 
 def _rotated(refs, token, head, column_W, real_W) -> jax.Array:

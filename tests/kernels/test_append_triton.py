@@ -11,6 +11,9 @@ import pytest
 from quick import full_except
 
 from kernels_pallas import Levels, reference_append, triton
+from xinfer_jax.cache.layer_caches import Contiguous, Ring
+from xinfer_jax.cache.quantized_kv import empty_kv
+from xinfer_jax.model.rope_append import rotate_and_append
 
 pytestmark = [
     pytest.mark.newest,
@@ -54,3 +57,43 @@ def test_rope_append(name):
         assert x.dtype == y.dtype
         np.testing.assert_allclose(x.astype(F32), y.astype(F32), atol=1e-6 if dtype == F32 else 0.02)
     jax.tree.map(np.testing.assert_array_equal, got[2], want[2])  # values are not rotated
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["float32", "int8", "int4"])
+def test_of_a_layer_it_equals_xla_under_vmap(kind):
+    """A stack of calls, over one cache that they share; a contiguous one and a ring."""
+    draws = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(draws.standard_normal(shape), F32)  # noqa: E731
+    qkv = tuple(normal(3, 2, 2, heads, 8) for heads in (4, 2, 2))
+    angles = (normal(3, 2, 2, 3), normal(3, 2, 2, 3))
+    start_3B = jnp.array([[0, 2], [3, 6], [7, 1]])
+    count_B = jnp.array([2, 1])
+    empty = empty_kv((2, 2, 8, 8), kind)
+    for kv in (Contiguous(empty, empty, None, 8), Ring(empty, empty, 4, 100)):
+
+        def run(qkv, angles, start_B, impl, kv=kv):
+            return rotate_and_append(qkv, angles, kv, start_B, count_B, impl)
+
+        got, want = (
+            jax.vmap(partial(run, impl=impl))(qkv, angles, start_3B) for impl in ("interpret", "xla")
+        )
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(x.astype(F32), y.astype(F32), atol=1e-6)
+
+
+@pytest.mark.full
+def test_its_gradient_is_that_of_xla():
+    draws = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(draws.standard_normal(shape), F32)  # noqa: E731
+    qkv = tuple(normal(2, 1, heads, 8) for heads in (4, 2, 2))
+    angles = (normal(2, 1, 4), normal(2, 1, 4))
+    caches = (normal(2, 2, 8, 8), normal(2, 2, 8, 8))
+
+    def loss(qkv, caches, impl):
+        kv = Contiguous(*caches, None, 8)
+        outs = rotate_and_append(qkv, angles, kv, jnp.array([3, 7]), jnp.array([1, 1]), impl)
+        return sum(jnp.sum(x**3) for x in jax.tree.leaves(outs))
+
+    got, want = (jax.grad(loss, (0, 1))(qkv, caches, impl) for impl in ("interpret", "xla"))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), got, want)

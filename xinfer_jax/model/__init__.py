@@ -20,9 +20,9 @@ both), `decoder_layer` (one layer, for all families), `decoder` (`forward`, `hid
   rows by one expert: 1.0 to 2.7 times as fast as every expert for every token, which is the form elsewhere.
   Where the chosen experts are fewer than all (decoding), only they are computed. Kernel and tiles have the
   gradient of the plain form; forward-mode differentiation does not pass them.
-- On a GPU RoPE of up to 17 tokens a row and the append of their keys and values are one launch, which updates
-  a cache of floats in place. XLA would launch two or more, and the sines and cosines again for each. Its
-  derivative is that of plain jnp.
+- On a GPU RoPE of up to 17 tokens a row and the append of their keys and values, quantized or not, are one
+  launch, which updates the cache in place. XLA would launch two or more, and compute sines and cosines again
+  in each layer. GEAR's format stays with XLA. The derivative is that of plain jnp.
 - On a GPU a decode step launches four products a layer: norm, q, k and v; o and residual; norm, gate, up and
   activation; down and residual. A norm that another step follows, and matrices that the kernel does not take,
   stay with XLA. A product's derivative is that of plain jnp.
