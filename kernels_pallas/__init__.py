@@ -1,6 +1,6 @@
-"""Pallas GPU kernels for attention, matrix products and the greedy token. Each has a plain jnp
-reference of the same name in `reference` or `reference_products`. This package does not import the library
-that uses it.
+"""Pallas GPU kernels for attention, the append to a cache, matrix products and the greedy token. Each has a
+plain jnp reference of the same name in `reference`, `reference_products` or `reference_append`. This package
+does not import the library that uses it.
 
 `dispatch` has `select(kernel, impl, …)`, which chooses the implementation of a call and says why,
 `run_kernel(impl, kernel, …)`, and `assume_device`, to compile for a GPU that is not here. `support` says

@@ -17,7 +17,10 @@ from .support import backend_of, slower_reason, unsupported_reason
 
 # "interpret": the Triton kernels, emulated on any device, for tests.
 IMPLS = ("mosaic", "triton", "xla", "interpret")
-KERNELS = ("prefill_attention", "decode_attention", "argmax", "lm_head_argmax", "gated_experts", "product")
+KERNELS = (
+    "prefill_attention", "decode_attention", "argmax", "lm_head_argmax", "gated_experts", "product",
+    "rope_append",
+)  # fmt: skip
 
 
 class Selection(NamedTuple):
@@ -104,7 +107,7 @@ def select(kernel: str, impl: str | None, *args: Any, obstacle: str | None = Non
         impl: one of `IMPLS`; None: the one for the GPU of this process, or "xla" where it does not support
             the call.
         args: the kernel's first arrays (or anything with shape and dtype): q, k, v and perhaps `KeyBias`; x;
-            x and the weight; x and the experts' matrices.
+            x and the weight; x and the experts' matrices; q and the caches.
         obstacle: why no kernel supports the call, if the caller knows a reason.
 
     Raises:

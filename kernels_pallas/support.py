@@ -5,7 +5,7 @@ from typing import Any
 from .key_layouts import KeyBias, Levels
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
-_TRITON_ONLY = ("gated_experts", "product")
+_TRITON_ONLY = ("gated_experts", "product", "rope_append")
 
 
 def backend_of(kernel: str, impl: str) -> str:
@@ -19,6 +19,9 @@ def unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | N
         return None
     if kernel.endswith("attention"):
         return _unsupported_attention(kernel, impl, *args)
+    if kernel == "rope_append":  # the cache may have another dtype
+        floats = (arg for arg in args if not isinstance(arg, Levels))
+        return next((reason for arg in floats if (reason := _unsupported_dtypes((arg,)))), None)
     if (reason := _unsupported_dtypes(args)) is not None:
         return reason
     dtype = args[0].dtype.name

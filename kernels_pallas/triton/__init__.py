@@ -1,5 +1,6 @@
 """Kernels that Triton compiles, for any NVIDIA GPU from Ampere on, through `pl.pallas_call`."""
 
+from .append import rope_append
 from .argmax import argmax, lm_head_argmax
 from .attention import decode_attention, prefill_attention
 from .experts import gated_experts
@@ -12,4 +13,5 @@ __all__ = [
     "lm_head_argmax",
     "prefill_attention",
     "product",
+    "rope_append",
 ]

@@ -43,6 +43,7 @@ def kernel_cases(gpu: str) -> Iterator[KernelCase]:
             yield from _quantized_attention_cases(width, bits)
     yield from _expert_cases()
     yield from _product_cases()
+    yield from _append_cases()
 
 
 def _attention_cases(impl: str, width: int, dtype: str) -> Iterator[KernelCase]:
@@ -130,6 +131,34 @@ def _product_cases() -> Iterator[KernelCase]:
             name = f"triton product {kind} {rows} rows"
             yield KernelCase(f"{name} gate, up", "triton", partial(run, activation="silu", eps=1e-6), up)
             yield KernelCase(f"{name} down", "triton", run, down)
+
+
+def _append_cases() -> Iterator[KernelCase]:
+    run = partial(kernels_pallas.run_kernel, "triton", "rope_append", capacity=4096)
+    for name, rows, T, N, K, width, pairs, dtype in (
+        ("64 bfloat16 1 row", 1, 1, _N, _K, 64, 32, "bfloat16"),
+        ("128 bfloat16 64 rows", 64, 1, 28, 4, 128, 64, "bfloat16"),
+        ("80 float16 17 tokens", 8, 17, 32, 32, 80, 10, "float16"),
+        ("256 float32 64 queries of a key head", 8, 1, 64, 1, 256, 128, "float32"),
+        ("64 bfloat16 no RoPE", 8, 1, _N, _K, 64, 0, "bfloat16"),
+    ):
+        new = [SD((rows, T, heads, width), dtype) for heads in (N, K, K)]
+        angles = [SD((rows, T, pairs), jnp.float32) if pairs else None] * 2
+        numbers = [SD((rows,), jnp.int32)] * 2
+        for layout, shape in {"": (rows, K, 4096, width), " pages": (300, K, 64, width)}.items():
+            pages = {"table_BP": SD((rows, 64), jnp.int32)} if layout else {}
+            call = partial(_append, run, tuple(pages))
+            levels = [SD((*shape[:3], width * bits // 8), jnp.uint8) for bits in (8, 4)]
+            caches = [SD(shape, dtype), *(Levels(x, SD((*shape[:3], 2), jnp.float16)) for x in levels)]
+            for kind, cache in zip(("", " int8", " int4"), caches, strict=True):
+                shapes = (*new, *angles, cache, cache, *numbers, *pages.values())
+                yield KernelCase(f"triton rope_append {name}{kind}{layout}", None, call, shapes)
+
+
+def _append(run: Callable, names: tuple[str, ...], *args: Any) -> Any:
+    """The call of the kernel, its last arguments by these names."""
+    first = len(args) - len(names)
+    return run(*args[:first], **dict(zip(names, args[first:], strict=True)))
 
 
 def _matrix(kind: str, outputs: int, inputs: int) -> Matrix:

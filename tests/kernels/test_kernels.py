@@ -196,7 +196,8 @@ def test_the_whole_decode_step_lowers_for_cuda(fake_gpu):
     with jax.sharding.use_abstract_mesh(h200()):
         texts = [program.lower(lowering_platforms=("cuda",)).as_text() for program in decode_programs()]
     calls = [text.count(f'call_target_name = "{fake_gpu}') + text.count(f"@{fake_gpu}") for text in texts]
-    assert calls[0] == calls[1] == (1 if fake_gpu == "mosaic_gpu" else 5) and calls[2] >= 2, calls
+    # The decode step appends by a kernel too.
+    assert calls[:2] == ([1, 1] if fake_gpu == "mosaic_gpu" else [5, 6]) and calls[2] >= 2, calls
 
 
 def default_calls(q, k, v, length, x, weight):

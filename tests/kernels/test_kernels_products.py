@@ -222,6 +222,6 @@ def test_a_decode_step_has_four_products_in_a_layer(gpu, monkeypatch):
     text = traced.lower(lowering_platforms=("cuda",)).as_text() if gpu == "mosaic" else str(traced.jaxpr)
     jax.clear_caches()
     if gpu == "mosaic":
-        assert text.count("__gpu$xla.gpu.triton") == 4
+        assert text.count("__gpu$xla.gpu.triton") == 5  # with the append to the cache
     else:
         assert text.count("name=product") == 4

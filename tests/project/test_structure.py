@@ -26,7 +26,10 @@ PACKAGES = {
         "params", "layout", "hadamard",
     ),
     "cache": ("quantized_kv", "layer_caches", "paged", "kv_cache", "fingerprint", "prefix", "prefix_files"),
-    "model": ("kernel_products", "layers", "attention", "experts", "decoder_layer", "decoder", "greedy"),
+    "model": (
+        "kernel_products", "layers", "attention", "rope_append", "experts", "decoder_layer", "decoder",
+        "greedy",
+    ),
     "sampling": (
         "reductions", "processors", "biases", "sampling_config", "batched_settings", "context", "random_keys",
         "sampler", "logprobs",

@@ -21,8 +21,8 @@ from program_counts import Unknown, count_program, whole_copies
 import kernels_pallas
 
 # Upper bounds for one row of the 0.5B shape, H200, bfloat16. Lower them when the programs launch less.
-LAYER_KERNELS = 17
-BESIDE_KERNELS = 29
+LAYER_KERNELS = 8
+BESIDE_KERNELS = 31
 RATIO = 1.02  # bytes moved by those that a step has to move
 PREDICATES = 2  # of the loop, and whether all rows are greedy
 
@@ -220,5 +220,5 @@ def test_counts_of_a_small_configuration_stay():
     assert decode["declared"] == {}, "bytes of a kernel could not be counted"
     assert not decode["unknown_branches"]
     kernels = json.loads(done.stdout.splitlines()[-1])["kernels"]
-    assert len(kernels) == 3, kernels  # attention, and two for the greedy token
+    assert len(kernels) == 7, kernels  # append, attention, four products, the greedy token
     assert not any(kernel["spill_bytes"] for kernel in kernels), kernels

@@ -76,6 +76,13 @@ def kernel_array(x: jax.Array | QuantizedKV) -> Any:
     return Levels(x.values, x.scale) if x.basis is None else None
 
 
+def with_kernel_array(x: jax.Array | QuantizedKV, array: Any) -> Any:
+    """Keys or values whose `kernel_array` is this one."""
+    if not isinstance(x, QuantizedKV):
+        return array
+    return dataclasses.replace(x, values=array.values, scale=array.scale)
+
+
 def slice_slots(x: jax.Array | QuantizedKV, at: Any, width: int, row: Any) -> Any:
     """`width` slots from slot `at` on, of one row; row None: of all rows."""
     first, rows = (0, x.shape[0]) if row is None else (row, 1)

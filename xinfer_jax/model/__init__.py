@@ -2,9 +2,9 @@
 
 Read the files in this order: `kernel_products` (which matrix products a GPU kernel takes), `layers` (norm,
 RoPE, linear, gated MLP), `attention` (causal attention in plain jnp, and by the kernels of `kernels_pallas`),
-`experts` (mixture of experts, in the same two ways), `decoder_layer` (one layer, for all families), `decoder`
-(`forward`, `hidden_states` and `unembed`), `greedy` (the most likely token, from logits or straight from
-hidden states).
+`rope_append` (RoPE and the append to the cache, in the same two ways), `experts` (mixture of experts, also in
+both), `decoder_layer` (one layer, for all families), `decoder` (`forward`, `hidden_states` and `unembed`),
+`greedy` (the most likely token, from logits or straight from hidden states).
 
 - Layers are a tuple, unrolled in Python. A scan over stacked weights made decoding on CPU twice as slow,
   since each step slices a copy of the layer; and layers may differ.
@@ -20,6 +20,9 @@ hidden states).
   rows by one expert: 1.0 to 2.7 times as fast as every expert for every token, which is the form elsewhere.
   Where the chosen experts are fewer than all (decoding), only they are computed. Kernel and tiles have the
   gradient of the plain form; forward-mode differentiation does not pass them.
+- On a GPU RoPE of up to 17 tokens a row and the append of their keys and values, quantized or not, are one
+  launch, which updates the cache in place. XLA would launch two or more, and compute sines and cosines again
+  in each layer. GEAR's format stays with XLA. The derivative is that of plain jnp.
 - On a GPU a decode step launches four products a layer: norm, q, k and v; o and residual; norm, gate, up and
   activation; down and residual. A norm that another step follows, and matrices that the kernel does not take,
   stay with XLA. A product's derivative is that of plain jnp.

@@ -18,7 +18,6 @@ from .experts import mixture_of_experts
 from .kernel_products import Norm
 from .layers import (
     Angles,
-    apply_rope,
     gated_mlp,
     joint_norms,
     linear,
@@ -28,6 +27,7 @@ from .layers import (
     rope_bias_fn,
     rope_is_fixed,
 )
+from .rope_append import rotate, rotate_and_append
 
 
 class LayerKind(NamedTuple):
@@ -135,18 +135,17 @@ def self_attention(  # noqa: PLR0913
     is one; and the layer's cache with the new tokens.
     """
     (B, T, _) = x_BTD.shape
-    angles = positions.angles
     num_tokens_B = positions.num_tokens_B
     start_B: Any = positions.start_B  # not None if kv is not None
     layer, key_bias_fn = _split_key_bias(layer, config, kind, kv)
-    q_BTNH, k_BTKH, v_BTKH = _project_qkv(layer, config, x_BTD, over, before, impl)
-    if kind.rope is not None:
-        q_BTNH, k_BTKH = (apply_rope(x_BTNH, *angles[kind.rope]) for x_BTNH in (q_BTNH, k_BTKH))
+    qkv = _project_qkv(layer, config, x_BTD, over, before, impl)
+    angles = None if kind.rope is None else positions.angles[kind.rope]
     if kv is None:
+        q_BTNH, k_BTKH, v_BTKH = rotate(qkv, angles)
         visible = uncached_kv(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2))
         length_B = num_tokens_B
     else:
-        kv = kv.append(k_BTKH, v_BTKH, start_B, num_tokens_B)
+        q_BTNH, kv = rotate_and_append(qkv, angles, kv, start_B, num_tokens_B, impl)
         visible = kv
         length_B = jnp.where(num_tokens_B > 0, start_B + num_tokens_B, 0)  # without queries no key is read
     scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
@@ -182,7 +181,7 @@ def _project_qkv(  # noqa: PLR0913
     over: str | None,
     before: Norm | None,
     impl: str | None,
-) -> list[jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values by head, [B, T, N or K, H], with the layer's norms for them."""
     ys = products(x_BTD, [layer[name] for name in "qkv"], before=before, impl=impl)
     if config.qk_norm_joint:
@@ -190,7 +189,8 @@ def _project_qkv(  # noqa: PLR0913
     ys = [y.reshape(*y.shape[:2], -1, config.head_dim) for y in ys]
     if not config.qk_norm_joint:
         ys[:2] = (norm(y, layer, f"{name}_norm", config) for y, name in zip(ys, "qk", strict=False))
-    return ys
+    q_BTNH, k_BTKH, v_BTKH = ys
+    return q_BTNH, k_BTKH, v_BTKH
 
 
 def _feed_forward(  # noqa: PLR0913

@@ -1,0 +1,64 @@
+"""The reference of `rope_append` in plain jnp."""
+
+import jax
+import jax.numpy as jnp
+
+from .key_layouts import Levels
+
+
+def rope_append(  # noqa: PLR0913
+    q_BTNH, k_BTKH, v_BTKH, cos_BTP, sin_BTP, k_PKSH, v_PKSH, start_B, num_tokens_B, *, capacity,
+    table_BP=None, ring=False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Queries and keys rotated in float32 by the angles of their pairs (i, i + P), the rest of a head as it
+    is; and the caches with the keys and values of the first num_tokens_B[b] tokens from position start_B[b]
+    on, without those at or past the capacity.
+
+    Position p of row b is in slot p of k_PKSH[b]; with `ring` in slot p % S; with a block table in slot p % S
+    of page table_BP[b, p // S]. `Levels` are quantized to nearest. No angles (None): nothing is rotated.
+    """
+    B, T, _, H = q_BTNH.shape
+    q_BTNH, k_BTKH = (_rotate(x, cos_BTP, sin_BTP) for x in (q_BTNH, k_BTKH))
+    position_BT = start_B[:, None] + jnp.arange(T)
+    written_BT = (jnp.arange(T) < num_tokens_B[:, None]) & (position_BT < capacity)
+    S = (k_PKSH.values if isinstance(k_PKSH, Levels) else k_PKSH).shape[2]
+    owner_BT = jnp.broadcast_to(jnp.arange(B)[:, None], (B, T))
+    slot_BT = position_BT % S if ring or table_BP is not None else position_BT
+    if table_BP is not None:
+        written_BT &= position_BT < S * table_BP.shape[1]
+        owner_BT = jnp.take_along_axis(table_BP, position_BT // S, 1, mode="clip")
+    slot_BT = jnp.where(written_BT, slot_BT, S)  # a slot that does not exist
+
+    def write(old_PKSX, new_BTKX):
+        return old_PKSX.at[owner_BT, :, slot_BT].set(new_BTKX.astype(old_PKSX.dtype), mode="drop")
+
+    def append(old, new_BTKH):
+        if not isinstance(old, Levels):
+            return write(old, new_BTKH)
+        bits = 8 * old.values.shape[-1] // H
+        return Levels(*map(write, old, _quantize(new_BTKH.astype(jnp.float32), bits)))
+
+    return q_BTNH, append(k_PKSH, k_BTKH), append(v_PKSH, v_BTKH)
+
+
+def _quantize(x_BTKH, bits: int):
+    """Levels between the smallest and the largest number of each vector; step and low."""
+    top = 2**bits - 1
+    low = x_BTKH.min(-1, keepdims=True)
+    step = jnp.maximum((x_BTKH.max(-1, keepdims=True) - low) / top, jnp.finfo(jnp.float16).smallest_normal)
+    scale = jnp.concatenate([step, low], -1).astype(jnp.float16)
+    step, low = jnp.split(scale.astype(jnp.float32), 2, -1)
+    level = jnp.clip(jnp.round((x_BTKH - low) / step), 0, top).astype(jnp.uint8)
+    if bits == 4:
+        first, second = jnp.split(level, 2, -1)
+        level = first | (second << 4)
+    return level, scale
+
+
+def _rotate(x_BTNH, cos_BTP, sin_BTP):
+    if cos_BTP is None:
+        return x_BTNH
+    P = cos_BTP.shape[-1]
+    a, b, rest = jnp.split(x_BTNH.astype(jnp.float32), (P, 2 * P), axis=-1)
+    cos, sin = (x[:, :, None] for x in (cos_BTP, sin_BTP))
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1).astype(x_BTNH.dtype)
