@@ -174,8 +174,8 @@ def _scores(logprobs_BWV, state, sampling_B, least):
 
 
 def _candidates(score_BWV, state, rows, C):
-    """The C best, or C drawn without replacement, the best first as in transformers 5.24 (before, in the order
-    drawn): their scores, beams, tokens, and sequences [B, C, T].
+    """The C best, or C drawn without replacement, the best first, as in transformers 5.24 (before, in the
+    order drawn): their scores, beams, tokens, and sequences [B, C, T].
     """
     B, W, V = score_BWV.shape
 
