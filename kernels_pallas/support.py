@@ -18,7 +18,9 @@ def unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | N
     if impl == "xla":
         return None
     if kernel.endswith("attention"):
-        return _unsupported_attention(kernel, impl, *args)
+        return too_large(args[1]) or _unsupported_attention(kernel, impl, *args)
+    if reason := next(filter(None, map(too_large, args)), None):
+        return reason
     if kernel == "rope_append":  # the cache may have another dtype
         floats = (arg for arg in args if not isinstance(arg, Levels))
         return next((reason for arg in floats if (reason := _unsupported_dtypes((arg,)))), None)
@@ -32,6 +34,17 @@ def unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | N
     if kernel == "lm_head_argmax" and impl == "mosaic" and dtype == "float32":
         return "wgmma would multiply float32 as TF32"
     return None
+
+
+def too_large(x: Any) -> str | None:
+    """Why Triton's kernels do not read an array of 8-bit numbers, or None: up to 4 GiB they compute offsets in
+    32 bits, with a sign.
+    """
+    values = x.values if isinstance(x, Levels) else x
+    one_byte = values.dtype.itemsize == 1
+    return (
+        f"{values.size} numbers of 8 bits in an array" if one_byte and 2**31 < values.size <= 2**32 else None
+    )
 
 
 def slower_reason(kernel: str, args: tuple[Any, ...]) -> str | None:

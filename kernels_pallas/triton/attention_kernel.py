@@ -221,8 +221,9 @@ def _bias_scores(queries: _Queries, ref: Refs, first_key, settings: Settings) ->
     """The scores of the bias of the keys of a block. Queries are rotated back, not keys forth."""
     keys = settings.keys
     width = settings.width
-    far, near = (op(first_key, BIAS_STRIDE) for op in (lax.div, lax.rem))
-    pairs = ref["cos"].shape[1]
+    (multiples, pairs) = ref["cos"].shape
+    far = jnp.minimum(lax.div(first_key, BIAS_STRIDE), multiples - 1)  # a ring may go on past the capacity
+    near = lax.rem(first_key, BIAS_STRIDE)
     real_W = jnp.arange(width) < settings.columns
     s_RC = jnp.zeros((settings.rows, keys), jnp.float32)
     for part, (q_RW, across_RW) in enumerate(zip(queries.parts, queries.across, strict=True)):

@@ -284,6 +284,11 @@ def test_select_states_its_reasons():
             "head width 320",
         ),
         ("cuda", (q, k, k), "must be None or one of"),
+        (
+            "triton",
+            (q, *[kernels_pallas.Levels(SD((2**17 + 1, 2, 128, 64), jnp.uint8), None)] * 2),
+            "2147500032 numbers of 8",
+        ),
     ]:
         with pytest.raises(ValueError, match=reason):
             kernels_pallas.select("prefill_attention", impl, *args)

@@ -82,6 +82,8 @@ def _unsupported_matrix(matrix: Any, dtype: Any, rows: int, normed: bool, severa
     """The same for one matrix. normed: x has a norm; several: x is that of other matrices too."""
     if isinstance(matrix, TernaryWeight):
         return "ternary weights"
+    if reason := kernels_pallas.support.too_large(getattr(matrix, "values", matrix)):
+        return reason
     if isinstance(matrix, Int8Weight):
         return "a norm before int8 activations" if normed and matrix.int8_activations else None
     if isinstance(matrix, GroupedWeight):
