@@ -37,8 +37,8 @@ def unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | N
 
 
 def too_large(x: Any) -> str | None:
-    """Why Triton's kernels do not read an array of 8-bit numbers, or None: up to 4 GiB they compute offsets in
-    32 bits, with a sign.
+    """Why Triton's kernels do not read an array of 8-bit numbers, or None: up to 4 GiB they compute offsets
+    in 32 bits, with a sign.
     """
     values = x.values if isinstance(x, Levels) else x
     one_byte = values.dtype.itemsize == 1

@@ -17,6 +17,7 @@ from launcher import InputError, start
 # isort: split
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -92,7 +93,7 @@ def figures(program: str) -> dict:
         print(f"kernels for {TARGET.value}, jax {jax.__version__}, {find_ptxas()}: {ptxas_version()}")
         return {"compiled": compile_kernels(TARGET.value, ONLY.value, DUMP)}
     job = full_job()
-    depths = tuple(int(n) for n in LAYERS.value) if LAYERS.value else None
+    depths = chosen_depths()
     print(
         f"\n{MODEL.value} for {TARGET.value}: weights {WEIGHTS.value}, cache {CACHE.value}, {job.rows} rows"
         f" of {job.length:,} tokens, capacity {job.capacity:,}, jax {jax.__version__}"
@@ -100,6 +101,17 @@ def figures(program: str) -> dict:
     result = report(job, WEIGHTS.value, program, CARDS[TARGET.value], DUMP, depths)
     print_report(result)
     return result
+
+
+def chosen_depths() -> tuple[int, int] | None:
+    """--layers; None: it is not given."""
+    if not LAYERS.value:
+        return None
+    given = ",".join(LAYERS.value)
+    match = re.fullmatch(r"([1-9]\d*),([1-9]\d*)", given)
+    if not match or int(match[1]) >= int(match[2]):
+        raise InputError(f"--layers takes two numbers, the smaller one first, as in 1,2: got {given!r}")
+    return int(match[1]), int(match[2])
 
 
 def full_job() -> ProgramJob:

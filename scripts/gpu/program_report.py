@@ -115,7 +115,11 @@ def least_bytes(job: ProgramJob, program: str) -> dict[str, float]:
     """
     config = job.config
     rows = 1 if program == "engine_prefill" else job.rows
-    tokens = {"prefill": job.length, "engine_prefill": job.chunk, "verify": 1 + DRAFT_TOKENS}.get(program, 1)
+    tokens = {
+        "prefill": job.length,
+        "engine_prefill": job.chunk,
+        "verify": 1 + (job.draft_tokens or DRAFT_TOKENS),
+    }.get(program, 1)
     if program == "engine_decode" and job.draft_tokens:
         tokens = 1 + job.draft_tokens
     params = job.params

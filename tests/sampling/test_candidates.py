@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from small_models import build
 
 import xinfer_jax as xj
 from xinfer_jax.sampling import processors, sampler
@@ -198,3 +200,23 @@ def test_frequencies_of_one_branch():
     assert not counted[probability == 0].any()
     expected = count * probability[probability > 0]
     assert np.sum((counted[probability > 0] - expected) ** 2 / expected) < 25
+
+
+@pytest.mark.parametrize("sampling", [dict(temperature=0.8), dict(temperature=0.8, top_k=20, top_p=0.8)])
+def test_many_rows_of_a_device_trace_inside_shard_map(sampling):
+    """More rows than a group, whose loops must start as arrays that vary over the mesh."""
+    params, config = build("qwen2")
+    mesh = AbstractMesh((2,), ("rows",), axis_types=(AxisType.Auto,))
+    rows = PartitionSpec("rows")
+
+    def tokens(logits_BV, key_B):
+        cache = xj.init_cache(config, len(logits_BV), 16)
+        settings = xj.SamplingConfig(**sampling)
+        eos_ids = np.zeros(1, np.int32)
+        return xj.decode_loop(params, config, logits_BV, cache, key_B, settings, eos_ids, 4).tokens_BT
+
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 40))
+    with jax.sharding.use_abstract_mesh(mesh):
+        mapped = jax.shard_map(tokens, mesh=mesh, in_specs=(rows, rows), out_specs=rows)
+        traced = jax.jit(mapped).trace(jax.ShapeDtypeStruct((40, config.vocab_size), jnp.float32), keys)
+    assert traced.out_info.shape == (40, 4)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas import match_varying_axes
+
 _TILE = 128  # numbers that are reduced first
 
 
@@ -52,7 +54,8 @@ def threshold_by_digits(order_BV: jax.Array, weight_BV: jax.Array, least_B: jax.
         sums = add_up(add_up([jnp.where(above_BIJ, weight_BIJ, 0) for above_BIJ in above], 2), 1)
         return low_B + step * sum((sum_B >= least_B).astype(jnp.int32) for sum_B in sums)
 
-    return lax.fori_loop(0, 8, search, jnp.full_like(order_BV[:, 0], jnp.iinfo(jnp.int32).min))
+    lowest_B = jnp.full_like(order_BV[:, 0], jnp.iinfo(jnp.int32).min)
+    return lax.fori_loop(0, 8, search, match_varying_axes(lowest_B, order_BV, weight_BV, least_B))
 
 
 def _in_tiles(x_BV: jax.Array, padding: float) -> jax.Array:

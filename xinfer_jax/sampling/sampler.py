@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kernels_pallas import match_varying_axes
+
 from ..model.greedy import argmax
 from ..sharding import abstract_mesh_of, sharded_top_k
 from . import processors
@@ -130,8 +132,10 @@ def _in_groups(function: Callable, *rows: Any) -> jax.Array:
     if B <= _GROUP or abstract_mesh_of(rows[0]) is not None:
         return function(*rows)
 
+    rows = jax.tree.map(jnp.asarray, rows)
+
     def group(i):
-        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(jnp.asarray(x), first(i), _GROUP), rows)
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first(i), _GROUP), rows)
 
     def first(i):
         return jnp.minimum(i * _GROUP, B - _GROUP)
@@ -140,7 +144,8 @@ def _in_groups(function: Callable, *rows: Any) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(out, function(*group(i)), first(i), 0)
 
     shape = jax.eval_shape(lambda: function(*group(0)))
-    return lax.fori_loop(0, -(-B // _GROUP), put, jnp.zeros((B, *shape.shape[1:]), shape.dtype))
+    zeros = match_varying_axes(jnp.zeros((B, *shape.shape[1:]), shape.dtype), rows)
+    return lax.fori_loop(0, -(-B // _GROUP), put, zeros)
 
 
 def token_logprobs(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
