@@ -1,4 +1,4 @@
-"""Where keys and values are, as attention kernels read them, and their quantized form."""
+"""Keys and values as attention kernels read them: their quantized form, and RoPE."""
 
 from typing import NamedTuple
 
@@ -27,19 +27,46 @@ class KeyBias(NamedTuple):
 
     def at(self, position_S: jax.Array) -> jax.Array:
         """float32 [K, S, H]: the bias at these positions."""
-        pairs = self.cos_RP.shape[1]
         cos_SP, sin_SP = (x[position_S // BIAS_STRIDE] for x in (self.cos_RP, self.sin_RP))
-        near_KSH = self.near_KCH[:, position_S % BIAS_STRIDE]
-        a, b, rest = jnp.split(near_KSH, (pairs, 2 * pairs), axis=-1)
-        return jnp.concatenate([a * cos_SP - b * sin_SP, b * cos_SP + a * sin_SP, rest], -1)
+        return rotate_pairs(self.near_KCH[:, position_S % BIAS_STRIDE], cos_SP, sin_SP)
+
+
+def rotate_pairs(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """float32 x [..., H], whose pairs (i, i + P) are rotated by these angles [..., P]; the rest stays."""
+    pairs = cos.shape[-1]
+    a, b, rest = jnp.split(x, (pairs, 2 * pairs), axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+
+
+def to_levels(x: jax.Array, low: jax.Array, high: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
+    """`Levels.values` and `Levels.scale` of float32 vectors [..., H] between low and high [..., 1]."""
+    top = 2**bits - 1
+    step = jnp.maximum((high - low) / top, jnp.finfo(jnp.float16).smallest_normal)
+    scale = jnp.concatenate([step, low], -1).astype(jnp.float16)
+    # Levels are computed from the float16 numbers that are stored, so they compensate for their rounding.
+    step, low = jnp.split(scale.astype(jnp.float32), 2, -1)
+    level = jnp.clip(jnp.round((x - low) / step), 0, top).astype(jnp.uint8)
+    if bits == 4:
+        first, second = jnp.split(level, 2, -1)
+        level = first | (second << 4)
+    return level, scale
+
+
+def from_levels(values: jax.Array, scale: jax.Array, bits: int) -> jax.Array:
+    """The float32 numbers of levels."""
+    level = values if bits == 8 else jnp.concatenate([values & 15, values >> 4], -1)
+    step, low = jnp.split(scale.astype(jnp.float32), 2, -1)
+    return low + step * level.astype(jnp.float32)
+
+
+def quantize(x: jax.Array, bits: int) -> Levels:
+    """Vectors [..., H] in levels between the smallest and the largest number of each."""
+    x = x.astype(jnp.float32)
+    return Levels(*to_levels(x, x.min(-1, keepdims=True), x.max(-1, keepdims=True), bits))
 
 
 def dequantize(x: jax.Array | Levels, width: int) -> jax.Array:
     """float32 [P, K, S, H]. width: H."""
-    if not isinstance(x, Levels):
-        return x.astype(jnp.float32)
-    level = x.values.astype(jnp.int32)
-    if level.shape[-1] < width:
-        level = jnp.concatenate([level & 15, level >> 4], -1)
-    scale = x.scale.astype(jnp.float32)
-    return scale[..., 1:2] + scale[..., :1] * level
+    if isinstance(x, Levels):
+        return from_levels(x.values, x.scale, 8 * x.values.shape[-1] // width)
+    return x.astype(jnp.float32)

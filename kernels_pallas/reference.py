@@ -27,7 +27,7 @@ def prefill_attention(  # noqa: PLR0913
     """
     B, T, N, H = q_BTNH.shape
     k, v = (dequantize(x, H) for x in (k_PKSH, v_PKSH))
-    P, K, S = k.shape[:3]
+    K, S = k.shape[1:3]
     if table_BP is not None:
         k, v = (jnp.moveaxis(x[table_BP], 1, 2).reshape(B, K, -1, H) for x in (k, v))
         S = k.shape[2]

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from .key_layouts import Levels
+from .key_layouts import Levels, quantize, rotate_pairs
 
 
 def rope_append(  # noqa: PLR0913
@@ -36,29 +36,13 @@ def rope_append(  # noqa: PLR0913
         if not isinstance(old, Levels):
             return write(old, new_BTKH)
         bits = 8 * old.values.shape[-1] // H
-        return Levels(*map(write, old, _quantize(new_BTKH.astype(jnp.float32), bits)))
+        return Levels(*map(write, old, quantize(new_BTKH, bits)))
 
     return q_BTNH, append(k_PKSH, k_BTKH), append(v_PKSH, v_BTKH)
-
-
-def _quantize(x_BTKH, bits: int):
-    """Levels between the smallest and the largest number of each vector; step and low."""
-    top = 2**bits - 1
-    low = x_BTKH.min(-1, keepdims=True)
-    step = jnp.maximum((x_BTKH.max(-1, keepdims=True) - low) / top, jnp.finfo(jnp.float16).smallest_normal)
-    scale = jnp.concatenate([step, low], -1).astype(jnp.float16)
-    step, low = jnp.split(scale.astype(jnp.float32), 2, -1)
-    level = jnp.clip(jnp.round((x_BTKH - low) / step), 0, top).astype(jnp.uint8)
-    if bits == 4:
-        first, second = jnp.split(level, 2, -1)
-        level = first | (second << 4)
-    return level, scale
 
 
 def _rotate(x_BTNH, cos_BTP, sin_BTP):
     if cos_BTP is None:
         return x_BTNH
-    P = cos_BTP.shape[-1]
-    a, b, rest = jnp.split(x_BTNH.astype(jnp.float32), (P, 2 * P), axis=-1)
     cos, sin = (x[:, :, None] for x in (cos_BTP, sin_BTP))
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1).astype(x_BTNH.dtype)
+    return rotate_pairs(x_BTNH.astype(jnp.float32), cos, sin).astype(x_BTNH.dtype)

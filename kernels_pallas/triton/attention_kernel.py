@@ -3,7 +3,6 @@
 The keys of a block are one slice of slots, because the size of a block divides a page and a ring.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ..key_layouts import BIAS_STRIDE
-from .parts import LOWEST, dot, exp2, tile_size
-
-LOG2_E = math.log2(math.e)
+from .parts import LOG2_E, LOWEST, dot, exp2, tile_size
 
 Refs = dict[str, Any]
 

@@ -1,16 +1,13 @@
 """Partial results of attention to parts of the keys, as one result."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from .parts import LOWEST, result_type, tile_size
+from .parts import LOG2_E, LOWEST, result_type, tile_size
 
-_LOG2_E = math.log2(math.e)
 _COLUMNS = 64  # of a program
 
 
@@ -48,7 +45,7 @@ def merge_splits(  # noqa: PLR0913
         out_PW = pltriton.load(out_ref, mask=(lse_P > LOWEST)[:, None] & real_W, other=0)
         largest = lse_P.max(0)
         if sink_ref:
-            sink = sink_ref[0][lax.rem(pl.program_id(1), G)] * _LOG2_E
+            sink = sink_ref[0][lax.rem(pl.program_id(1), G)] * LOG2_E
             largest = jnp.maximum(largest, sink)
         weight_P = jnp.where(lse_P > LOWEST / 2, jnp.exp2(lse_P - largest), 0)
         total = weight_P.sum(0)

@@ -1,11 +1,14 @@
 """Parts that the Triton kernels share: sizes of tiles, products in full precision, types of results."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+LOG2_E = math.log2(math.e)
 LOWEST = -1e30  # the maximum before the first number: finite, so that differences are never NaN
 
 

@@ -14,7 +14,8 @@ import numpy as np
 from section_cases import Case, max_error, random
 
 import kernels_pallas
-from kernels_pallas import KeyBias, Levels, reference, reference_products
+from kernels_pallas import KeyBias, reference, reference_products
+from kernels_pallas.key_layouts import quantize
 from kernels_pallas.reference_products import Matrix
 
 _PAGE = 64
@@ -73,7 +74,7 @@ def attention_error(impl: str, width: int, T: int, keys: str) -> float:
     slots = pages * _PAGE if keys == "ring" else _PAGE
     k, v = (random(i, (rows, K, slots, width), jnp.bfloat16) for i in (3, 4))
     if keys in ("int8", "int4"):
-        k, v = (_levels(x, int(keys[3:])) for x in (k, v))
+        k, v = (quantize(x, int(keys[3:])) for x in (k, v))
         angles = random(5, (pages, width // 2), jnp.float32)
         options["key_bias"] = KeyBias(random(6, (K, _PAGE, width), jnp.float32), angles, angles)
         del options["sink_N"]
@@ -86,15 +87,6 @@ def attention_error(impl: str, width: int, T: int, keys: str) -> float:
     run = partial(kernels_pallas.run_kernel, impl, kernel, **options)
     got = jax.jit(run)(*args)
     return max_error(got, jax.jit(partial(reference.prefill_attention, **options))(*args))
-
-
-def _levels(x: jax.Array, bits: int) -> Levels:
-    low = x.min(-1, keepdims=True)
-    step = ((x.max(-1, keepdims=True) - low) / (2**bits - 1)).astype(jnp.float16)
-    level = jnp.clip(jnp.round((x - low) / step), 0, 2**bits - 1).astype(jnp.uint8)
-    if bits == 4:
-        level = level[..., : x.shape[-1] // 2] | (level[..., x.shape[-1] // 2 :] << 4)
-    return Levels(level, jnp.concatenate([step, low.astype(jnp.float16)], -1))
 
 
 def product_error(impl: str, kind: str, rows: int, outputs: int, inputs: int) -> float:

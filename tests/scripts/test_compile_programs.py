@@ -3,11 +3,8 @@ counts of a small configuration stay.
 """
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 
+import compiled_programs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +12,6 @@ import pytest
 from hlo_text import parse_module
 from kernel_bytes import kernel_bytes
 from known_values import Evaluator, Observer, known_leaf
-from paths import ROOT
 from program_counts import Unknown, count_program, whole_copies
 
 import kernels_pallas
@@ -190,26 +186,8 @@ def test_bytes_of_a_kernel_follow_the_length(impl, length, window):
 @pytest.mark.newest
 @pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="jax's CUDA plug-in is not installed")
 def test_counts_of_a_small_configuration_stay():
-    command = [
-        sys.executable,
-        "scripts/compile_programs.py",
-        "--target=h200",
-        "--program=decode",
-        "--layers=1,2",
-    ]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    if done.returncode == 2:
-        pytest.skip(done.stderr.strip().splitlines()[-1])
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    (decode,) = json.loads(done.stdout.splitlines()[-1])["programs"]
+    counted = compiled_programs.run("--target=h200", "--program=decode", "--layers=1,2")
+    (decode,) = counted["programs"]
     assert decode["per_layer"]["kernels"] <= LAYER_KERNELS
     assert decode["beside"]["kernels"] <= BESIDE_KERNELS
     assert decode["per_layer"]["unknown_loops"] == 0
@@ -219,6 +197,6 @@ def test_counts_of_a_small_configuration_stay():
     assert decode["whole"]["temporaries"] <= decode["temporaries_limit"]
     assert decode["declared"] == {}, "bytes of a kernel could not be counted"
     assert not decode["unknown_branches"]
-    kernels = json.loads(done.stdout.splitlines()[-1])["kernels"]
+    kernels = counted["kernels"]
     assert len(kernels) == 7, kernels  # append, attention, four products, the greedy token
     assert not any(kernel["spill_bytes"] for kernel in kernels), kernels

@@ -3,21 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas import KeyBias, Levels
+from kernels_pallas import KeyBias
+from kernels_pallas.key_layouts import quantize
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 PAGE = 64
-
-
-def quantized(x, bits):
-    """Keys or values in levels between the smallest and the largest number of each vector."""
-    low = x.min(-1, keepdims=True)
-    step = (x.max(-1, keepdims=True) - low) / (2**bits - 1)
-    level = np.round((x - low) / step).astype(np.uint8)
-    if bits == 4:
-        half = x.shape[-1] // 2
-        level = level[..., :half] | (level[..., half:] << 4)
-    return Levels(jnp.asarray(level), jnp.asarray(np.concatenate([step, low], -1), jnp.float16))
 
 
 def paged(draws, length, pages):
@@ -44,7 +34,7 @@ def attention_case(dtype, T, N, K, S, H, start, length, bits=None, pages=0, sink
             x[~used] = np.nan
         for b in range(B) if not pages and not options.get("ring") else ():
             x[b, :, length[b] :] = np.nan
-    k, v = (jnp.asarray(x, dtype) if bits is None else quantized(x, bits) for x in keys)
+    k, v = (jnp.asarray(x, dtype) if bits is None else quantize(jnp.asarray(x), bits) for x in keys)
     if sink:
         options["sink_N"] = 2 * draws.standard_normal(N).astype(np.float32)
     if pairs:

@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas import Levels, match_varying_axes
+from kernels_pallas.key_layouts import from_levels, to_levels
 
 from ..errors import InputError
 from ..formatting import ShortRepr
@@ -163,15 +164,15 @@ def quantize_kv(x_BKTH: jax.Array, like: QuantizedKV, first_B: jax.Array | None 
     x = x_BKTH.astype(jnp.float32)
     bits = like.bits
     if like.basis is None:
-        level, scale = _to_levels(x, jnp.min(x, -1, keepdims=True), jnp.max(x, -1, keepdims=True), bits)
+        level, scale = to_levels(x, jnp.min(x, -1, keepdims=True), jnp.max(x, -1, keepdims=True), bits)
         return QuantizedKV(level, scale, None, bits)
     smallest = jnp.argmin(x, -1, keepdims=True)
     largest = jnp.argmax(x, -1, keepdims=True)
     is_outlier = _is_at(smallest, x) | _is_at(largest, x)
     low = jnp.min(x, -1, keepdims=True, where=~is_outlier, initial=jnp.inf)
     high = jnp.max(x, -1, keepdims=True, where=~is_outlier, initial=-jnp.inf)
-    level, scale = _to_levels(jnp.clip(x, low, high), low, high, bits)
-    error = jnp.where(is_outlier, 0, x - _from_levels(level, scale, bits))
+    level, scale = to_levels(jnp.clip(x, low, high), low, high, bits)
+    error = jnp.where(is_outlier, 0, x - from_levels(level, scale, bits))
     basis = match_varying_axes(like.basis, error, first_B)
     if first_B is not None and x.shape[2] > 1:  # a single token has no directions
         first = error[:, :, :GEAR_TOKENS]
@@ -188,33 +189,12 @@ def dequantize_kv(x: jax.Array | QuantizedKV) -> jax.Array:
     if not isinstance(x, QuantizedKV):
         return x
     if x.basis is None:
-        return _from_levels(x.values, x.scale, x.bits)
+        return from_levels(x.values, x.scale, x.bits)
     level, smallest, largest = jnp.split(x.values, (x.values.shape[-1] - 2, x.values.shape[-1] - 1), -1)
     scale, low, high, coordinates = jnp.split(x.scale.astype(jnp.float32), (2, 3, 4), -1)
     error = jnp.einsum("bksj,bkjh->bksh", coordinates, x.basis, precision=lax.Precision.HIGHEST)
-    y = _from_levels(level, scale, x.bits) + error
+    y = from_levels(level, scale, x.bits) + error
     return jnp.where(_is_at(smallest, y), low, jnp.where(_is_at(largest, y), high, y))
-
-
-def _to_levels(x, low, high, bits):
-    """Levels, two in a byte where they have 4 bits; and the scale: step and low."""
-    top = 2**bits - 1
-    step = jnp.maximum((high - low) / top, jnp.finfo(jnp.float16).smallest_normal)
-    scale = jnp.concatenate([step, low], -1).astype(jnp.float16)
-    # Levels are computed from the float16 numbers that are stored, so they compensate for their rounding.
-    step, low = jnp.split(scale.astype(jnp.float32), 2, -1)
-    level = jnp.clip(jnp.round((x - low) / step), 0, top).astype(jnp.uint8)
-    if bits == 4:
-        first, second = jnp.split(level, 2, -1)
-        level = first | (second << 4)
-    return level, scale
-
-
-def _from_levels(level, scale, bits):
-    """The float32 numbers of levels."""
-    level = level if bits == 8 else jnp.concatenate([level & 15, level >> 4], -1)
-    step, low = jnp.split(scale.astype(jnp.float32), 2, -1)
-    return low + step * level.astype(jnp.float32)
 
 
 def _is_at(at, x):

@@ -116,18 +116,23 @@ def by_kernel(
         options: eps, offset, activation and dtype of `kernels_pallas.reference_products.product`.
     """
     kernel = partial(_run, impl=impl, options=options)
+    return with_plain_derivative(kernel, plain, only_on_gpu, operands)
+
+
+def with_plain_derivative(kernel: Callable, plain: Callable, only_on_gpu: bool, *operands: Any) -> Any:
+    """`kernel(*operands)`, with the derivative of `plain`. only_on_gpu: other devices run `plain`."""
 
     @jax.custom_jvp
-    def run(operands: Operands) -> list[jax.Array]:
-        return (
-            lax.platform_dependent(operands, cuda=kernel, default=plain) if only_on_gpu else kernel(operands)
-        )
+    def run(*operands: Any) -> Any:
+        if not only_on_gpu:
+            return kernel(*operands)
+        return lax.platform_dependent(*operands, cuda=kernel, default=plain)
 
     @run.defjvp
     def _derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:
         return run(*primals), jax.jvp(plain, primals, tangents)[1]
 
-    return run(operands)
+    return run(*operands)
 
 
 def _run(operands: Operands, impl: str, options: dict[str, Any]) -> list[jax.Array]:

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from kernels_pallas import BIAS_STRIDE
+from kernels_pallas.key_layouts import rotate_pairs
 
 from ..config.model_config import ModelConfig, RopeConfig
 from ..weights.hadamard import hadamard_rotate, mlp_block_width
@@ -269,11 +270,9 @@ def apply_rope(x_BTNH: jax.Array, cos_BTP: jax.Array, sin_BTP: jax.Array) -> jax
     """RoPE: rotates each pair (i, i + P) of every head, in the order of transformers, by its angle; the rest
     of a head stays.
     """
-    P = cos_BTP.shape[-1]
-    a, b, rest = jnp.split(x_BTNH.astype(jnp.float32), (P, 2 * P), axis=-1)
     cos = cos_BTP[:, :, None]
     sin = sin_BTP[:, :, None]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x_BTNH.dtype)
+    return rotate_pairs(x_BTNH.astype(jnp.float32), cos, sin).astype(x_BTNH.dtype)
 
 
 class RotatedBias(NamedTuple):

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax import lax
 
 import kernels_pallas
 
@@ -15,7 +14,7 @@ from ..cache.layer_caches import Contiguous
 from ..cache.quantized_kv import with_kernel_array
 from ..sharding import abstract_mesh_of
 from .attention import ROW_QUERIES
-from .kernel_products import may_use_kernel
+from .kernel_products import may_use_kernel, with_plain_derivative
 from .layers import apply_rope
 
 _QKV = tuple[jax.Array, jax.Array, jax.Array]  # [B, T, N or K, H]
@@ -37,19 +36,7 @@ def rotate_and_append(  # noqa: PLR0913
     chosen = _select(qkv[0], kv, impl)
     if chosen == "xla":
         return _plain(*operands)
-    kernel = partial(_by_kernel, impl=chosen)
-
-    @jax.custom_jvp
-    def run(*operands: Any) -> tuple[jax.Array, Contiguous]:
-        if impl is not None:
-            return kernel(*operands)
-        return lax.platform_dependent(*operands, cuda=kernel, default=_plain)
-
-    @run.defjvp
-    def _derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        return run(*primals), jax.jvp(_plain, primals, tangents)[1]
-
-    return run(*operands)
+    return with_plain_derivative(partial(_by_kernel, impl=chosen), _plain, impl is None, *operands)
 
 
 def _select(q_BTNH: jax.Array, kv: Contiguous, impl: str | None) -> str:
