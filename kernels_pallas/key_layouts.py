@@ -16,6 +16,15 @@ class Levels(NamedTuple):
     scale: jax.Array  # [P, K, S, 2]: step and low
 
 
+class SideBySide(NamedTuple):
+    """Keys and values of a head in one vector, keys first, as TPUs keep them: the last axis fills lanes in
+    multiples of 128, so keys of width 64 alone would take twice their memory.
+    """
+
+    values: jax.Array  # [P, K, S, 2H], float numbers or uint8 levels
+    scale: jax.Array | None = None  # float32 [P, K, 4, S] of levels: step and low of keys, then of values
+
+
 class KeyBias(NamedTuple):
     """A bias of keys that RoPE rotates: the key at position p has the bias of position p % 64, rotated by the
     angles of p // 64.
