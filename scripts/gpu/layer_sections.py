@@ -1,4 +1,4 @@
-"""The section of check_gpu.py that counts what a decode step launches, and times it."""
+"""The section of check_gpu.py and check_tpu.py that counts what a decode step launches, and times it."""
 
 import re
 import tempfile
@@ -18,7 +18,7 @@ import xinfer_jax as xj
 
 
 def layers(plan: SimpleNamespace) -> Iterator[Case]:
-    """Cases that count the GPU kernels of a compiled decode step per layer, and time them."""
+    """Cases that count the operations of a compiled decode step per layer, and time them."""
     name = "tiny" if plan.tiny else "0.5b"
     for impl in (None, "xla"):
         yield Case(f"{name}, {impl or 'kernels'}: compiled", partial(per_layer, plan, name, impl))
@@ -58,7 +58,7 @@ def _operations(run: ModelRun, impl: str | None) -> Counter:
 
 
 def profile(plan: SimpleNamespace, name: str) -> dict[str, Any]:
-    """The GPU kernels of one generation of one row, sorted by their total time."""
+    """The operations of one generation of one row, sorted by their total time."""
     run = ModelRun(plan, settings(name))
     run.generate(1, None)
     with tempfile.TemporaryDirectory() as folder:
@@ -68,8 +68,9 @@ def profile(plan: SimpleNamespace, name: str) -> dict[str, Any]:
         data = jax.profiler.ProfileData.from_file(str(file))
         counts = Counter()
         times = Counter()
-        gpus = (plane for plane in data.planes if plane.name.startswith("/device:GPU"))
-        streams = (line for plane in gpus for line in plane.lines if line.name.startswith("Stream"))
+        device, lines = {"cuda": ("/device:GPU", "Stream"), "tpu": ("/device:TPU", "XLA Ops")}[plan.platform]
+        devices = (plane for plane in data.planes if plane.name.startswith(device))
+        streams = (line for plane in devices for line in plane.lines if line.name.startswith(lines))
         for event in (event for stream in streams for event in stream.events):
             counts[event.name] += 1
             times[event.name] += event.duration_ns / 1e6

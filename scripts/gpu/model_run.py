@@ -12,7 +12,7 @@ import numpy as np
 from agreement import Forced, agreement, checking_params, forced
 from machine_limits import bytes_per_pass, decode_work, prefill_work
 from model_shapes import SHAPES
-from section_cases import limit
+from section_cases import emulated, limit
 
 import xinfer_jax as xj
 from xinfer_jax.cache.quantized_kv import vector_bytes
@@ -53,7 +53,7 @@ class ModelRun:
         self.quantize = quantize
         self.capacity = capacity
         self.cache_dtype = cache_dtype or dtype
-        self.kernels = kernels or ("interpret" if plan.tiny else None)
+        self.kernels = kernels or emulated(plan)
         self.prompt, self.new = (40, 40) if plan.tiny else (512, 128)
         self.params = cache(self._params)
         self.counts: dict[str, dict[str, Any]] = {}

@@ -13,7 +13,7 @@ import numpy as np
 from agreement import forced, greedy_agreement
 from layer_sections import per_layer
 from model_run import SMALL, ModelRun, settings
-from section_cases import Case, limit_cases, max_error, random
+from section_cases import Case, emulated, limit_cases, max_error, random
 
 import xinfer_jax as xj
 from xinfer_jax.cache.layer_caches import uncached_kv
@@ -102,7 +102,7 @@ def bundled(plan: SimpleNamespace) -> Iterator[Case]:
     yield Case("a row has the tokens that XLA takes", alone)
     yield Case("a stream equals generate", stream)
     yield Case("a sample repeats with its key", repeat)
-    yield Case("gradient of attention against XLA", partial(gradient, "interpret" if plan.tiny else None))
+    yield Case("gradient of attention against XLA", partial(gradient, emulated(plan)))
 
 
 def gradient(impl: str | None) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Cases of check_gpu.py and what they measure with: time of a call, limits of the GPU, error against a
-reference.
+"""Cases of check_gpu.py and check_tpu.py, and what they measure with: time of a call, limits of the device,
+error against a reference.
 """
 
 import shutil
@@ -31,19 +31,25 @@ class Case(NamedTuple):
     facts: dict[str, Any] = {}
 
 
-def unusable_reason() -> str | None:
-    """Why no kernel can run on this machine, or None."""
-    selection = kernels_pallas.device_impl()
-    if selection.impl != "xla":
-        return None
+def unusable_reason(platform: str) -> str | None:
+    """Why no kernel can run on this machine's devices of that platform, or None."""
     try:
-        jax.local_devices(backend="cuda")
-        return selection.reason
+        jax.local_devices(backend=platform)
     except RuntimeError as error:
+        name, extra = {"cuda": ("NVIDIA GPU", "cuda13"), "tpu": ("TPU", "tpu")}[platform]
         return (
-            f"{selection.reason} that jax sees ({str(error)[:120]}): pip install 'jax[cuda13]' if there"
-            " is one, or run with --tiny"
+            f"no {name} here that jax sees ({str(error)[:120]}): pip install 'jax[{extra}]' if there is one,"
+            " or run with --tiny"
         )
+    selection = kernels_pallas.device_impl()
+    return selection.reason if selection.impl == "xla" else None
+
+
+def emulated(plan: SimpleNamespace) -> str | None:
+    """The implementation whose kernels --tiny emulates; None: kernels run on a device."""
+    if not plan.tiny:
+        return None
+    return "interpret_tpu" if plan.platform == "tpu" else "interpret"
 
 
 def machine(plan: SimpleNamespace) -> Iterator[Case]:
@@ -55,6 +61,9 @@ def machine(plan: SimpleNamespace) -> Iterator[Case]:
         "chosen": " ".join(kernels_pallas.device_impl()),
     }
     yield Case("device", lambda: facts)
+    if plan.platform != "cuda":
+        yield from limit_cases(plan)
+        return
     yield Case("nvidia-smi, idle", partial(clocks, "driver_version,name,power.limit," + _CLOCKS))
     yield from limit_cases(plan)
     yield Case("nvidia-smi, after the matmuls", partial(clocks, _CLOCKS))

@@ -1,8 +1,8 @@
 """The child process of section_runner.py: runs the cases of one section and prints a JSON line before and
 after each.
 
-check_gpu.py starts it with a JSON object as argument: the section, the first case, the time limit in seconds,
-whether shapes are tiny.
+check_gpu.py and check_tpu.py start it with a JSON object as argument: the section, the first case, the time
+limit in seconds, the platform, whether shapes are tiny.
 """
 
 import faulthandler
@@ -27,19 +27,25 @@ def main() -> None:
     faulthandler.dump_traceback_later(
         max(plan.seconds - 1, 0.5)
     )  # prints where it hangs, before the parent kills it
-    import decoding_sections
-    import kernel_sections
-    import layer_sections
-    import layout_sections
-    import model_sections
     import section_cases
 
-    if plan.section == "machine" and not plan.tiny and (why := section_cases.unusable_reason()):
+    if plan.section == "machine" and not plan.tiny and (why := section_cases.unusable_reason(plan.platform)):
         send(event="unsupported", why=why)
         return
-    sections = {"machine": section_cases.machine}
-    for module in (kernel_sections, layout_sections, model_sections, decoding_sections, layer_sections):
-        sections |= module.SECTIONS
+    if plan.tiny and plan.platform == "tpu":
+        import kernels_pallas
+
+        with kernels_pallas.assume_device(None, "emulated", platform="tpu"):
+            run_cases(plan, end, send)
+    else:
+        run_cases(plan, end, send)
+    send(event="end")
+    os._exit(0)  # without teardown, which may hang
+
+
+def run_cases(plan: SimpleNamespace, end: float, send: Callable[..., None]) -> None:
+    """Runs the cases of the section from the first one of the plan on, until `end`."""
+    sections = sections_of(plan.platform)
     for number, case in enumerate(sections[plan.section](plan)):
         if number < plan.first:
             continue
@@ -53,8 +59,23 @@ def main() -> None:
         if "error" in result and not device_works():
             send(event="leaving")
             os._exit(LEAVING)
-    send(event="end")
-    os._exit(0)  # without teardown, which may hang
+
+
+def sections_of(platform: str) -> dict[str, Callable]:
+    """The sections that such a device may run, by name."""
+    import decoding_sections
+    import kernel_sections
+    import layer_sections
+    import layout_sections
+    import model_sections
+    import section_cases
+    import tpu_sections
+
+    kernels = (tpu_sections,) if platform == "tpu" else (kernel_sections, layout_sections)
+    sections = {"machine": section_cases.machine}
+    for module in (*kernels, model_sections, decoding_sections, layer_sections):
+        sections |= module.SECTIONS
+    return sections
 
 
 def open_channel() -> Callable[..., None]:

@@ -1,0 +1,161 @@
+"""The command of check_gpu.py and check_tpu.py: flags, the time limit, the file of results, the table."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+from absl import flags
+from launcher import exit_with_error
+from script_paths import HELPERS, ROOT, SCRIPTS
+from section_runner import (
+    Records,
+    Section,
+    Unsupported,
+    format_table,
+    missing_packages,
+    read_records,
+    run_sections,
+)
+
+MODEL = ("safetensors",)
+TEXT = (*MODEL, "tokenizers", "jinja2")
+MACHINE = Section("machine", 30)  # always runs: the device and its limits
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One of the two programs.
+
+    Attributes:
+        platform: of the device, as jax names it: "cuda" or "tpu".
+        sections: most important first; `tune` runs only where it is asked for.
+        packages: whose versions are recorded.
+    """
+
+    platform: str
+    sections: tuple[Section, ...]
+    packages: tuple[str, ...]
+
+
+OUT = flags.DEFINE_string(
+    "out",
+    time.strftime(f"{Path(sys.argv[0]).stem}-%Y%m%d-%H%M%S.jsonl"),
+    "New file for the results, one JSON line each.",
+)
+REPORT = flags.DEFINE_string("report", None, "Only print the table of such a file.")
+MINUTES = flags.DEFINE_float("minutes", 9, "Time limit of the whole run, in minutes.", lower_bound=0)
+ONLY = flags.DEFINE_list(
+    "sections", [], "Sections to run, in the order of importance; default: all but tune."
+)
+CACHE = flags.DEFINE_string("compilation_cache", None, "Directory of compiled programs; default: OUT.cache.")
+TUNE = flags.DEFINE_bool("tune", False, "Also time other tile sizes of the kernels for Hopper.")
+SEED = flags.DEFINE_integer("seed", 0, "Seed of the random inputs and sizes.", lower_bound=0)
+TINY = flags.DEFINE_bool(
+    "tiny", False, "Tiny shapes and emulated kernels on the CPU: tests this program, not the device."
+)
+
+
+def run(program: Program) -> int:
+    """Runs the chosen sections, and returns the exit code."""
+    if REPORT.value is not None:
+        try:
+            print(format_table(read_records(Path(REPORT.value))))
+        except (OSError, ValueError) as error:
+            exit_with_error(error)
+        return 0
+    out = Path(OUT.value)
+    sections = chosen_sections(program)
+    try:
+        records = Records(out)
+    except OSError as error:
+        exit_with_error(
+            ValueError(f"--out: {error.strerror} {out}: name another file, or print it by --report")
+        )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)  # to print the table before exiting
+    interrupted = False
+    try:
+        records.add(event="result", section="run", name="run", **facts(program, sections))
+        start = partial(command, program)
+        run_sections((MACHINE, *sections), start, records, MINUTES.value, environment(out))
+    except Unsupported as error:
+        out.unlink()
+        exit_with_error(error)
+    except KeyboardInterrupt:
+        interrupted = True
+    except OSError as error:  # for example a full disk; --report prints what was written
+        exit_with_error(error)
+    print(f"\n{out}\n{format_table(read_records(out))}", flush=True)
+    return 130 if interrupted else int(bool(records.failed))
+
+
+def chosen_sections(program: Program) -> list[Section]:
+    names = {section.name for section in program.sections}
+    if unknown := set(ONLY.value) - names:
+        exit_with_error(
+            ValueError(
+                f"--sections knows {', '.join(s.name for s in program.sections)}, got {unknown.pop()!r}"
+            )
+        )
+    wanted = (set(ONLY.value) or names - {"tune"}) | ({"tune"} if TUNE.value else set())
+    factor = 4 if TINY.value else 1  # emulated kernels are slow
+    return [
+        dataclasses.replace(section, seconds=factor * section.seconds)
+        for section in program.sections
+        if section.name in wanted
+    ]
+
+
+def command(program: Program, section: Section, first: int, seconds: float) -> list[str]:
+    plan = {
+        "section": section.name,
+        "first": first,
+        "seconds": seconds,
+        "tiny": TINY.value,
+        "seed": SEED.value,
+        "platform": program.platform,
+    }
+    return [sys.executable, str(SCRIPTS / "gpu" / "section_process.py"), json.dumps(plan)]
+
+
+def environment(out: Path) -> dict[str, str]:
+    """The environment of child processes: they import from the checkout, share compiled programs, and do not
+    preallocate the GPU's memory.
+    """
+    cache = Path(CACHE.value or f"{out}.cache").resolve()
+    folders = (ROOT, *(SCRIPTS / name for name in HELPERS))
+    settings = {
+        "PYTHONPATH": os.pathsep.join(filter(None, (*map(str, folders), os.environ.get("PYTHONPATH")))),
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
+    }
+    tiny = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    return os.environ | settings | (tiny if TINY.value else {})
+
+
+def facts(program: Program, sections: list[Section]) -> dict[str, str]:
+    """Date, command, versions and commit of this run."""
+    run = {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "command": " ".join(sys.argv)}
+    run |= {"python": sys.version.split()[0], "minutes": MINUTES.value, "seed": SEED.value}
+    for name in program.packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            run[name] = metadata.version(name)
+    if packages := missing_packages(sorted({name for section in sections for name in section.needs})):
+        run["missing"] = packages
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+        run["commit"] = subprocess.check_output(
+            describe, stderr=subprocess.DEVNULL, text=True, timeout=10
+        ).strip()
+    return run
