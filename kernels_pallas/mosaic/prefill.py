@@ -60,7 +60,8 @@ def prefill_attention(  # noqa: PLR0913
         k_PKSH, v_PKSH: in the same dtype; slots of positions at or past length_B may hold anything.
         start_B: int32, position of each row's first query.
         length_B: int32, valid keys per row.
-        scale, window, soft_cap, table_BP, ring, sink_N: as in `reference.prefill_attention`.
+        scale, window, soft_cap, table_BP, ring, sink_N: as in `reference.prefill_attention`. A page has 64
+            slots, a ring a multiple of 64.
         block: keys per step, a multiple of 64; None: 128, or 64 above width 128.
         stages: blocks of keys and values in shared memory; None: 2, or 4 up to width 64.
         interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.

@@ -117,6 +117,28 @@ def test_logsumexp_in_one_pass():
     np.testing.assert_allclose(got, jax.nn.logsumexp(logits, -1), rtol=1e-6)
 
 
+@pytest.mark.full
+def test_forward_mode_derivative_passes_a_decode_loop(forms):
+    """Of the first token's log-probability with respect to the logits: the probabilities. jax traces the
+    forms of all devices to differentiate one of them.
+    """
+    params, config = build("qwen2")
+    logits_BV = jnp.asarray(random_logits(2, config.vocab_size))
+    settings = xj.SamplingConfig(0.8, 20, 0.8)
+
+    def decoded(logits_BV):
+        cache = xj.init_cache(config, 2, 8)
+        eos_ids = np.zeros(1, np.int32)
+        result = xj.decode_loop(params, config, logits_BV, cache, jax.random.key(0), settings, eos_ids, 2)
+        return result.logprobs_BT[:, 0], result.tokens_BT[:, 0]
+
+    direction_BV = jnp.asarray(np.random.RandomState(1).standard_normal(logits_BV.shape), jnp.float32)
+    _, got_B, token_B = jax.jvp(decoded, (logits_BV,), (direction_BV,), has_aux=True)
+    probability_BV = jax.nn.softmax(logits_BV, -1)
+    want_B = direction_BV[np.arange(2), token_B] - (probability_BV * direction_BV).sum(-1)
+    np.testing.assert_allclose(got_B, want_B, rtol=1e-4, atol=1e-5)
+
+
 def sampled(rows: list, logits: np.ndarray, on_gpu: bool):
     """Tokens, log-probabilities and the logits that they were sampled from."""
     settings = settings_per_row(rows, len(rows), logits.shape[1])

@@ -7,10 +7,12 @@ import importlib.util
 import compiled_programs
 import jax
 import jax.numpy as jnp
+import known_choices
 import numpy as np
 import pytest
 from hlo_text import parse_module
 from kernel_bytes import kernel_bytes
+from kernel_refs import UncountableError
 from known_values import Evaluator, Observer, known_leaf
 from program_counts import Unknown, count_program, whole_copies
 
@@ -180,6 +182,21 @@ def test_bytes_of_a_kernel_follow_the_length(impl, length, window):
     rest = counted.distinct - keys
     assert 0 < rest <= queries + outputs + 8 * B
     assert counted.issued >= counted.distinct
+
+
+def test_each_program_names_its_kernels_that_cannot_be_counted(monkeypatch):
+    """Also if an earlier program had the kernel: a report takes the reasons from the last one."""
+
+    def uncountable(*_):
+        raise UncountableError("an unknown primitive")
+
+    monkeypatch.setattr(known_choices, "kernel_bytes", uncountable)
+    monkeypatch.setattr(known_choices, "_counted", {})
+    logits = jax.ShapeDtypeStruct((2, 70), jnp.float32)
+    jaxpr = jax.make_jaxpr(lambda x: kernels_pallas.run_kernel("triton", "argmax", x))(logits)
+    for _ in range(2):
+        choices = known_choices.KnownChoices(jaxpr, (logits,), parse_module(TEXT), False)
+        assert choices.uncounted == {"": "an unknown primitive"}
 
 
 @pytest.mark.full
