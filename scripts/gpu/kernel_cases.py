@@ -50,7 +50,7 @@ def _attention_cases(impl: str, width: int, dtype: str) -> Iterator[KernelCase]:
     row = SD((4,), jnp.int32)
     slots = {"": (4, 4096), " ring": (4, 1152), " pages": (300, 64)}
     for variant, keys in [("", ""), ("", " pages"), ("", " ring"), (" window+cap", "")]:
-        if (variant or keys == " ring") and width not in (64, 128):
+        if width not in ((64, 128, 256) if variant else (64, 128) if keys == " ring" else (width,)):
             continue
         cache = SD((slots[keys][0], _K, slots[keys][1], width), dtype)
         options = dict(window=1024, soft_cap=30.0) if variant else {}
