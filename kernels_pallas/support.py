@@ -24,8 +24,7 @@ def unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | N
     if kernel == "rope_append":  # the cache may have another dtype
         floats = (arg for arg in args if not isinstance(arg, Levels))
         return next((reason for arg in floats if (reason := _unsupported_dtypes((arg,)))), None)
-    floats = args[:1] if kernel == "int8_head_argmax" else args
-    if (reason := _unsupported_dtypes(floats)) is not None:
+    if (reason := _unsupported_dtypes(args[:1] if kernel == "int8_head_argmax" else args)) is not None:
         return reason
     dtype = args[0].dtype.name
     if kernel in ("product", "int8_head_argmax") and dtype not in _SIXTEEN_BITS:

@@ -76,8 +76,8 @@ def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None, interpret=False) -> tuple[
 def int8_head_argmax(
     x_BD, weight_VD, scale_V, *, soft_cap=None, interpret=False
 ) -> tuple[jax.Array, jax.Array]:
-    """`lm_head_argmax` of an int8 matrix: the logits are x · weightᵀ · scale. x_BD: bfloat16 or float16, which
-    have all 8-bit numbers. scale_V: float32, of each token.
+    """`lm_head_argmax` of an int8 matrix: the logits are x · weightᵀ · scale. x_BD: bfloat16 or float16, in
+    which 8-bit numbers are exact. scale_V: float32, of each token.
     """
     return _head_argmax(x_BD, weight_VD, scale_V, soft_cap, interpret)
 

@@ -19,9 +19,9 @@ STAGES = 3  # of the loop over keys: loads run ahead of the products by two bloc
 _MOST_STAGES = 8
 _NO_LIMIT = 2**31 - 1
 PROGRAMS = 264  # two for each of the 132 multiprocessors of an H200
-_ENOUGH = 100  # programs without a split: three quarters of these multiprocessors, nearly all of an A100's 108
-# Bytes that a program of decode has in flight. An H200 delivers 4.8 TB/s, and a load takes about 0.8 µs: 29 KB
-# of each multiprocessor, which may have one program only.
+_ENOUGH = 100  # programs that are not split: three quarters of these, nearly all 108 of an A100
+# Bytes that a program of decode has in flight. An H200 delivers 4.8 TB/s, and a load takes about 0.8 µs:
+# 29 KB for each multiprocessor, which may have only one program.
 _IN_FLIGHT = 32 * 1024
 
 

@@ -101,7 +101,9 @@ def sample_and_append(
     logits_BV: jax.Array, state: DecodeState, impl: str | None, among_B: Any = True
 ) -> DecodeState:
     """Samples the next token of each active row of `among_B` from logits, and appends it."""
-    token_B, logprobs, sampled_from = choose_tokens(logits_BV, state.key_B, state.sampling_B, state.context, impl)
+    token_B, logprobs, sampled_from = choose_tokens(
+        logits_BV, state.key_B, state.sampling_B, state.context, impl
+    )
     state = record_token(logits_BV, sampled_from, token_B, state, among_B)
     # Recorded first, a GPU appends to the context in place: recording reads it as it was.
     recorded = token_B, state.alternatives

@@ -139,7 +139,9 @@ def _summarize_logits(logits_BV, sampling_B, context, impl):
     if V > _FEW_LOGITS and abstract_mesh_of(logits_BV) is None:
         chosen = kernels_pallas.select("summarize_logits", impl, logits_BV).impl
     if chosen == "xla":
-        logsumexp_B = _logsumexp(logits_BV) if abstract_mesh_of(logits_BV) else logsumexp_in_one_pass(logits_BV)
+        logsumexp_B = (
+            _logsumexp(logits_BV) if abstract_mesh_of(logits_BV) else logsumexp_in_one_pass(logits_BV)
+        )
         return _top_candidates(_bias_and_repeat(logits_BV, sampling_B, context)), logsumexp_B
     bias = ()
     if has_all_settings(sampling_B):
