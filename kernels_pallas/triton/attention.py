@@ -188,7 +188,7 @@ def _tiles(dtype, H: int, rows: int, quantized: bool) -> tuple[int, int, int]:
         if quantized:
             full, keys, warps = (32, 16, 8) if narrow else (16, 16, 8)
     rows = min(tile_size(rows), full)
-    if quantized and narrow and rows < full and jnp.dtype(dtype).itemsize == 2:
-        keys = 64  # of decode: more bytes in flight
+    if quantized and narrow and rows == 16 and jnp.dtype(dtype).itemsize == 2:
+        keys = 64  # more bytes in flight; with 32 rows some registers would spill
     wide = jnp.dtype(dtype).itemsize * width > 256
     return rows, keys, warps if rows == full or wide else 4
