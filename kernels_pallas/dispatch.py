@@ -18,8 +18,8 @@ from .support import backend_of, slower_reason, unsupported_reason
 # "interpret": the Triton kernels, emulated on any device, for tests.
 IMPLS = ("mosaic", "triton", "xla", "interpret")
 KERNELS = (
-    "prefill_attention", "decode_attention", "argmax", "lm_head_argmax", "gated_experts", "product",
-    "rope_append",
+    "prefill_attention", "decode_attention", "argmax", "lm_head_argmax", "int8_head_argmax",
+    "summarize_logits", "gated_experts", "product", "rope_append",
 )  # fmt: skip
 
 

@@ -139,13 +139,15 @@ def test_forward_mode_derivative_passes_a_decode_loop(forms):
     np.testing.assert_allclose(got_B, want_B, rtol=1e-4, atol=1e-5)
 
 
-def sampled(rows: list, logits: np.ndarray, on_gpu: bool):
-    """Tokens, log-probabilities and the logits that they were sampled from."""
+def sampled(rows: list, logits: np.ndarray, on_gpu: bool, impl: str = "xla"):
+    """Tokens, log-probabilities and the logits that they were sampled from. impl: of GPUs' pass over the
+    logits.
+    """
     settings = settings_per_row(rows, len(rows), logits.shape[1])
     keys = jax.random.split(jax.random.key(2), len(rows))
     context = context_of(settings, len(rows), logits.shape[1])
     with gpu_forms.selected() if on_gpu else contextlib.nullcontext():
-        return jax.jit(lambda *args: sampler.sample_tokens(*args))(
+        return jax.jit(lambda *args: sampler.sample_tokens(*args, impl=impl))(
             jnp.asarray(logits), keys, settings, context
         )
 
@@ -164,6 +166,30 @@ def test_one_branch_equals_branches(rows, size):
     np.testing.assert_array_equal(got[0], want[0])
     np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(got[2], want[2])
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_one_pass_of_a_kernel_equals_the_passes_of_xla(name):
+    """In the interpreter. Rows with and without a bias and a repetition penalty, greedy rows, infinite
+    logits.
+    """
+    rows = [*SETTINGS[:2], *SETTINGS[-4:]] if name == "plain" else [*ALL_SETTINGS[:3], *ALL_SETTINGS[-3:]]
+    logits = random_logits(len(rows), V)
+    logits[-3, 3] = np.inf
+    got, want = (sampled(rows, logits, True, impl) for impl in ("interpret", "xla"))
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(got[2], want[2])
+
+
+def test_biased_rows():
+    """Of one setting for all rows, of several, and of arrays on a device."""
+    biased = xj.SamplingConfig(logit_bias={3: 1.0})
+    for rows, want in ((biased, [True, True]), ([biased, xj.SamplingConfig(min_p=0.1)], [True, False])):
+        settings = settings_per_row(rows, 2, 70)
+        assert context_of(settings, 2, 70).biased_B.tolist() == want
+        assert context_of(jax.tree.map(jnp.asarray, settings), 2, 70).biased_B.tolist() == want
+    assert context_of(settings_per_row(xj.SamplingConfig(), 2, 70), 2, 70).biased_B is None
 
 
 @pytest.mark.full

@@ -199,6 +199,32 @@ def test_each_program_names_its_kernels_that_cannot_be_counted(monkeypatch):
         assert choices.uncounted == {"": "an unknown primitive"}
 
 
+@pytest.mark.newest
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="kernels are other primitives before jax 0.12")
+@pytest.mark.parametrize("used", [False, True])
+def test_what_rows_do_not_use_is_not_read(used):
+    """The bias and the seen tokens of the pass over the logits."""
+    B, V = 3, 5000
+    logits_BV, bias_BV = jax.ShapeDtypeStruct((B, V), np.float32), jax.ShapeDtypeStruct((B, V), np.float32)
+    seen_BV = jax.ShapeDtypeStruct((B, V), bool)
+    penalty_B = np.full(B, 1 + used, np.float32)
+    biased_B = np.full(B, used)
+    jaxpr = jax.make_jaxpr(lambda *args: kernels_pallas.run_kernel("triton", "summarize_logits", *args))(
+        logits_BV, penalty_B, seen_BV, bias_BV, biased_B
+    )
+    found = []
+
+    class Kernels(Observer):
+        def on_kernel(self, place, equation, values):
+            found.append(kernel_bytes(equation, values).distinct)
+
+    known = [None, known_leaf(penalty_B), None, None, known_leaf(biased_B)]
+    Evaluator(Kernels()).closed(jaxpr, known, ())
+    (counted,) = found
+    read = B * V * (4 + used * (4 + 1))
+    assert read < counted < read + B * V * 4 // 32  # and the results
+
+
 @pytest.mark.full
 @pytest.mark.newest
 @pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="jax's CUDA plug-in is not installed")
@@ -215,5 +241,6 @@ def test_counts_of_a_small_configuration_stay():
     assert decode["declared"] == {}, "bytes of a kernel could not be counted"
     assert not decode["unknown_branches"]
     kernels = counted["kernels"]
-    assert len(kernels) == 7, kernels  # append, attention, four products, the greedy token
+    # Append, attention, four products, the greedy token; of other rows the pass over the logits.
+    assert len(kernels) == 8, kernels
     assert not any(kernel["spill_bytes"] for kernel in kernels), kernels

@@ -14,7 +14,7 @@ from jax import lax
 from ..formatting import ShortRepr
 from ..sampling.context import Context
 from ..sampling.logprobs import Alternatives, record_alternatives
-from ..sampling.sampler import choose_tokens, token_logprobs
+from ..sampling.sampler import choose_tokens
 from ..sampling.sampling_config import SamplingConfig
 
 
@@ -101,7 +101,9 @@ def sample_and_append(
     logits_BV: jax.Array, state: DecodeState, impl: str | None, among_B: Any = True
 ) -> DecodeState:
     """Samples the next token of each active row of `among_B` from logits, and appends it."""
-    token_B, sampled_from = choose_tokens(logits_BV, state.key_B, state.sampling_B, state.context, impl)
+    token_B, logprobs, sampled_from = choose_tokens(
+        logits_BV, state.key_B, state.sampling_B, state.context, impl
+    )
     state = record_token(logits_BV, sampled_from, token_B, state, among_B)
     # Recorded first, a GPU appends to the context in place: recording reads it as it was.
     recorded = token_B, state.alternatives
@@ -109,7 +111,7 @@ def sample_and_append(
         recorded, cuda=lax.optimization_barrier, default=lambda recorded: recorded
     )
     state = dataclasses.replace(state, alternatives=alternatives)
-    return append_token(state, token_B, token_logprobs(logits_BV, token_B), among_B)
+    return append_token(state, token_B, logprobs(token_B), among_B)
 
 
 def record_token(

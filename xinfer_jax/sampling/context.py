@@ -24,6 +24,7 @@ class Context:
     count_BV: jax.Array | None  # int32: how often each token occurs in the answer
     history_BS: jax.Array | None  # int32: tokens of prompt and answer in order; None: not needed
     allowed_bits: jax.Array | None  # uint32 [B, ceil(V/32)]: bit v % 32 of word v // 32: v is allowed
+    biased_B: jax.Array | None = None  # bool: the row's `logit_bias` is not all zeros, so kernels read it
 
     def append_token(self, token_B: jax.Array, active_B: jax.Array) -> "Context":
         """Returns the context with a token appended to each active row."""
@@ -71,4 +72,14 @@ def init_context(
         xp.zeros((B, V), np.int32) if full else None,
         history_BS,
         xp.full((B, -(-V // 32)), 2**32 - 1, np.uint32) if full else None,
+        _biased_rows(sampling_B.logit_bias) if full else None,
     )
+
+
+def _biased_rows(bias_BV: Any) -> Any:
+    """bool [B]: which rows have a bias."""
+    if not isinstance(bias_BV, np.ndarray):
+        return jnp.any(bias_BV != 0, -1)
+    if bias_BV.strides[0] == 0:  # one row for all
+        return np.repeat(np.any(bias_BV[:1] != 0, -1), len(bias_BV))
+    return np.any(bias_BV != 0, -1)
