@@ -24,8 +24,14 @@ from ..model.greedy import can_fuse_head, greedy_tokens
 from ..sampling.sampler import choose_at_draft_positions, is_plain_greedy, sample_tokens, token_logprobs
 from .loop import Hidden, to_logits
 from .state import (
-    DecodeState, RowProgress, after_recording, append_tokens, ends_row, record_tokens, sample_and_append,
-)  # fmt: skip
+    DecodeState,
+    RowProgress,
+    after_recording,
+    append_tokens,
+    ends_row,
+    record_tokens,
+    sample_and_append,
+)
 from .strategies import Carry, Operations, Strategy, logits_at, one_token
 
 # (history_BS, length_B, count) -> int32 [B, count]; traced.

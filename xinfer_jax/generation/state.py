@@ -176,9 +176,7 @@ def record_tokens(
     def record_all(alternatives: Alternatives) -> Alternatives:
         return lax.fori_loop(0, token_BT.shape[1], record, alternatives)
 
-    return dataclasses.replace(
-        state, alternatives=if_wanted(state.alternatives, column_BT[:, 0], record_all)
-    )
+    return dataclasses.replace(state, alternatives=if_wanted(state.alternatives, column_BT[:, 0], record_all))
 
 
 def append_tokens(

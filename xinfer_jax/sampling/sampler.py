@@ -69,7 +69,10 @@ def choose_tokens(
 
     def sampled_from() -> jax.Array:
         return lax.platform_dependent(
-            taken_BV, *args, cuda=lambda _, *args: sampled_from_in_groups(*args), default=lambda x_BV, *_: x_BV
+            taken_BV,
+            *args,
+            cuda=lambda _, *args: sampled_from_in_groups(*args),
+            default=lambda x_BV, *_: x_BV,
         )
 
     return token_B, sampled_from
