@@ -122,10 +122,11 @@ def verify(
     """Appends the tokens that the model samples itself as long as they equal the draft tokens, and one
     more.
 
-    CPUs sample one position after the other, and stop no branch for positions that are not reached. GPUs
-    sample all positions at the same time: a launch costs more than the tokens after the first rejected draft
-    token, which are thrown away. The host waits for one predicate of the sampler, and for one of greedy rows
-    where a fused kernel serves (`loop.sample_from_hidden` says why), with `wanted_B` for one more.
+    CPUs sample one position after the other. GPUs sample all positions at the same time, and throw away the
+    tokens after the first rejected draft token: these cost less than the launches of each position. Of the
+    predicates that the host of a GPU waits for, greedy rows have one where a fused kernel serves (up to 64
+    rows x positions). Sampled rows have this one and that of the sampler, or only that of the sampler where
+    no kernel serves or alternatives are recorded, and these have one more where `wanted_B` says who asked.
 
     Args:
         outputs: logits [B, T, V], or `Hidden` [B, T, D], of the last token and T - 1 draft tokens.
