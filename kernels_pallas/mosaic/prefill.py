@@ -82,7 +82,6 @@ def prefill_attention(  # noqa: PLR0913
     blocks = pl.cdiv(T, _QUERIES)
     scattered = table_BP is not None or ring
     copies = block // PAGE if scattered else 1  # of one block
-    masks_all = window is not None and H > 128
 
     def kernel(start_ref, length_ref, table_ref, sink_ref, q_ref, k_ref, v_ref, out_ref, *scratch):
         (q_smem, *kv_smem), (q_loaded, *kv_loaded), kv_used, turn = scratch
@@ -137,23 +136,11 @@ def prefill_attention(  # noqa: PLR0913
                 plgpu.barrier_arrive(turn)
                 plgpu.barrier_wait(turn)
 
-            # Blocks of which every query of the tile sees all keys need no mask: those between the start of
-            # the window and the diagonal.
-            inner = (
-                begin
-                if window is None
-                else lax.div(jnp.maximum(tile_position + (ROWS - window), 0) + (block - 1), jnp.int32(block))
-            )
-            # At width 256 a window has one loop, all of it masked: three loops spill registers.
-            inner = end if masks_all else jnp.clip(inner, begin, end)
-            outer = jnp.clip(lax.div(jnp.minimum(length, tile_position + 1), jnp.int32(block)), inner, end)
+            ranges = _block_ranges((begin, end), tile_position, length, window, block, H)
             pl.when(warpgroup == 1)(take_turn)  # starts half a step later
             carry = init_softmax(H)
-            if window is not None:
-                carry = lax.fori_loop(begin, inner, partial(step, True), carry)
-            if not masks_all:
-                carry = lax.fori_loop(inner, outer, partial(step, False), carry)
-                carry = lax.fori_loop(outer, end, partial(step, True), carry)
+            for first, last, masked in ranges:
+                carry = lax.fori_loop(first, last, partial(step, masked), carry)
             (acc, largest, total) = carry
             pl.when(warpgroup == 0)(take_turn)
             if sink_N is not None:  # infinite where no key is seen: zeros
@@ -197,6 +184,23 @@ def prefill_attention(  # noqa: PLR0913
         interpret=interpret,
     )(start_B, length_B, table_BP, sink_N, q_BTNH, k_PKSH, v_PKSH)
     return out_BTNH[:, :T, :, :width]
+
+
+def _block_ranges(blocks, position, length, window, block, width) -> list[tuple[Any, Any, bool]]:  # noqa: PLR0913
+    """Ranges of blocks, and whether they need a mask: not those of which every query of the tile sees all
+    keys, between the start of the window and the diagonal. position: of the tile's first query.
+    """
+    (begin, end) = blocks
+    diagonal = lax.div(jnp.minimum(length, position + 1), jnp.int32(block))
+    if window is None:
+        outer = jnp.clip(diagonal, begin, end)
+        return [(begin, outer, False), (outer, end, True)]
+    if width > 128:  # three loops would spill registers
+        return [(begin, end, True)]
+    inner = lax.div(jnp.maximum(position + (ROWS - window), 0) + (block - 1), jnp.int32(block))
+    inner = jnp.clip(inner, begin, end)
+    outer = jnp.clip(diagonal, inner, end)
+    return [(begin, inner, True), (inner, outer, False), (outer, end, True)]
 
 
 def _fetch(refs, head, places, blocks, valid, smem, loaded, used) -> None:  # noqa: PLR0913

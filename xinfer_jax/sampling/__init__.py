@@ -37,7 +37,8 @@ flag follow from the entry.
   (few logits, a mesh) XLA reads the logits twice, and all of the others. Without top-k a threshold takes 8
   passes over the logits' order and weights (two reads each) in 4 launches each. Rows beyond 16 are processed
   and sampled there in groups of 16: 64 rows take 75 MiB of temporaries instead of 153, but as many times the
-  launches. The logits that a token was sampled from are computed again where they are recorded.
+  launches. The logits that a token was sampled from are computed again where they are recorded. The
+  positions of draft tokens are rows there, all sampled at the same time, without that kernel.
 - The key of a draw is fold_in(fold_in(row key, position), purpose). It depends neither on the slot nor on the
   batch. Gumbel noise is computed here from random bits, so every jax version draws the same; a test has
   recorded bits.

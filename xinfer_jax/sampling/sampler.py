@@ -18,7 +18,7 @@ from ..model.greedy import argmax
 from ..sharding import abstract_mesh_of, sharded_top_k, top_k_of_groups
 from . import processors
 from .batched_settings import has_all_settings
-from .context import Context
+from .context import Context, repeat_rows
 from .random_keys import DRAW_TOKEN, draw_key, gumbel_noise
 from .reductions import logsumexp_in_one_pass
 from .sampling_config import SamplingConfig
@@ -82,10 +82,33 @@ def choose_tokens(
 
     def sampled_from() -> jax.Array:
         return lax.platform_dependent(
-            taken_BV, *args, cuda=_logits_in_groups, default=lambda taken_BV, *_: taken_BV
+            taken_BV,
+            *args,
+            cuda=lambda _, *args: sampled_from_in_groups(*args),
+            default=lambda x_BV, *_: x_BV,
         )
 
     return token_B, logprobs, sampled_from
+
+
+def choose_at_draft_positions(
+    logits_BTV: jax.Array, key_B: jax.Array, sampling_B: SamplingConfig, context: Context, draft_BT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`choose_tokens` of GPUs for T positions of each row at the same time, as B * T rows: before its T - 1
+    draft tokens, after the first, …, after all. Returns tokens, int32 [B, T], and their log-probabilities
+    before any processor, float32 [B, T]. No kernel reads the logits: it would need a bias and the tokens seen
+    of each position in memory.
+    """
+    (_, T, V) = logits_BTV.shape
+
+    def as_rows(logits_BTV, key_B, sampling_B, context, draft_BT):
+        repeated = repeat_rows((key_B, sampling_B), T)
+        return logits_BTV.reshape(-1, V), *repeated, context.at_draft_positions(draft_BT)
+
+    arrays = logits_BTV, key_B, sampling_B, context, draft_BT
+    token_R, logsumexp_R = _choose_of_rows(as_rows, max(1, _GROUP // T), "xla", *arrays)
+    logprob_R = _at_token(logits_BTV.reshape(-1, V), token_R) - logsumexp_R
+    return token_R.reshape(-1, T), logprob_R.reshape(-1, T)
 
 
 def _choose_in_branches(logits_BV, key_B, sampling_B, context, impl):
@@ -110,24 +133,35 @@ def _choose_in_branches(logits_BV, key_B, sampling_B, context, impl):
 
 
 def _choose_in_one_branch(logits_BV, key_B, sampling_B, context, impl):
-    """`choose_tokens` for GPUs, where the host waits for the predicate of each branch. There is one: whether
-    all rows are sampled from their candidates, by processors that cost no pass over the logits of their own.
-    Returns the logits as they are in place of those that the tokens were sampled from, and their logsumexp.
+    """`choose_tokens` for GPUs. Returns the logits as they are in place of those that the tokens were sampled
+    from, and their logsumexp.
     """
-    candidates, logsumexp_B = _summarize_logits(logits_BV, sampling_B, context, impl)
+    arrays = logits_BV, key_B, sampling_B, context
+    token_B, logsumexp_B = _choose_of_rows(lambda *arrays: arrays, _GROUP, impl, *arrays)
+    return token_B, logits_BV, logsumexp_B
+
+
+def _choose_of_rows(
+    as_rows: Callable, group: int, impl: str | None, *arrays: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The tokens of the rows `as_rows(*arrays)`: logits, keys, settings and context; and the logsumexp of
+    these logits. On GPUs the host waits for the predicate of each branch. There is one: whether all rows are
+    sampled from their candidates, by processors that cost no pass over the logits of their own. The other
+    branch makes the rows of `group` entries of the arrays after the others.
+    """
+    logits_BV, key_B, sampling_B, context = as_rows(*arrays)
+    (candidates_BA, index_BA), logsumexp_B = _summarize_logits(logits_BV, sampling_B, context, impl)
     rest = key_B, sampling_B, context.position_B, logits_BV.shape[1]
-    token_B, _, common_B = _sample_candidates(*candidates, *rest)
+    token_B, _, common_B = _sample_candidates(candidates_BA, index_BA, *rest)
     common_B &= jnp.isfinite(logsumexp_B)  # a kernel may miss that logits are NaN
     if has_all_settings(sampling_B):
         common_B &= ~_uses_other_processors(sampling_B, context)
 
     def from_all() -> jax.Array:
-        drawn_B = _in_groups(
-            lambda *rows: _process_and_sample(*rows)[0], logits_BV, key_B, sampling_B, context
-        )
+        drawn_B = _in_groups(lambda *arrays: _process_and_sample(*as_rows(*arrays))[0], group, *arrays)
         return jnp.where(common_B, token_B, drawn_B)
 
-    return lax.cond(jnp.all(common_B), lambda: token_B, from_all), logits_BV, logsumexp_B
+    return lax.cond(jnp.all(common_B), lambda: token_B, from_all), logsumexp_B
 
 
 def _summarize_logits(logits_BV, sampling_B, context, impl):
@@ -167,9 +201,12 @@ def _top_candidates(processed_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
     return sharded_top_k(processed_BV, min(_NUM_CANDIDATES, processed_BV.shape[1]))
 
 
-def _logits_in_groups(_, logits_BV, key_B, sampling_B, context):
-    """The logits that `_choose_in_one_branch` samples from."""
-    return _in_groups(lambda *rows: _process_and_sample(*rows)[1], logits_BV, key_B, sampling_B, context)
+def sampled_from_in_groups(
+    logits_BV: jax.Array, key_B: jax.Array, sampling_B: SamplingConfig, context: Context
+) -> jax.Array:
+    """The logits [B, V] that GPUs sample from."""
+    arrays = logits_BV, key_B, sampling_B, context
+    return _in_groups(lambda *rows: _process_and_sample(*rows)[1], _GROUP, *arrays)
 
 
 def _process_and_sample(logits_BV, key_B, sampling_B, context):
@@ -177,28 +214,30 @@ def _process_and_sample(logits_BV, key_B, sampling_B, context):
     return _sample_rows(processed_BV, key_B, sampling_B, context.position_B)
 
 
-def _in_groups(function: Callable, *rows: Any) -> jax.Array:
-    """`function` of some rows after the others, so that its temporaries are those of few rows. Groups are of
-    equal size: the last one may repeat rows of the one before.
+def _in_groups(function: Callable, size: int, *rows: Any) -> jax.Array:
+    """`function` of some rows after the others, so that its temporaries are those of few rows. It may make
+    several rows of each. Groups are of equal size: the last one may repeat rows of the one before.
     """
-    (B, _) = rows[0].shape
-    if B <= _GROUP or abstract_mesh_of(rows[0]) is not None:
+    B = len(rows[0])
+    if B <= size or abstract_mesh_of(rows[0]) is not None:
         return function(*rows)
 
     rows = jax.tree.map(jnp.asarray, rows)
 
     def group(i):
-        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first(i), _GROUP), rows)
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first(i), size), rows)
 
     def first(i):
-        return jnp.minimum(i * _GROUP, B - _GROUP)
-
-    def put(i, out):
-        return lax.dynamic_update_slice_in_dim(out, function(*group(i)), first(i), 0)
+        return jnp.minimum(i * size, B - size)
 
     shape = jax.eval_shape(lambda: function(*group(0)))
-    zeros = match_varying_axes(jnp.zeros((B, *shape.shape[1:]), shape.dtype), rows)
-    return lax.fori_loop(0, -(-B // _GROUP), put, zeros)
+    times = shape.shape[0] // size
+
+    def put(i, out):
+        return lax.dynamic_update_slice_in_dim(out, function(*group(i)), first(i) * times, 0)
+
+    zeros = match_varying_axes(jnp.zeros((B * times, *shape.shape[1:]), shape.dtype), rows)
+    return lax.fori_loop(0, -(-B // size), put, zeros)
 
 
 def token_logprobs(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
