@@ -1,6 +1,6 @@
-"""Pallas GPU kernels for attention, the append to a cache, matrix products and the greedy token. Each has a
-plain jnp reference of the same name in `reference`, `reference_products` or `reference_append`. This package
-does not import the library that uses it.
+"""Pallas GPU kernels for attention, the append to a cache, matrix products, the greedy token and a sampler's
+pass over the logits. Each has a plain jnp reference of the same name in `reference`, `reference_products` or
+`reference_append`. This package does not import the library that uses it.
 
 `dispatch` has `select(kernel, impl, …)`, which chooses the implementation of a call and says why,
 `run_kernel(impl, kernel, …)`, and `assume_device`, to compile for a GPU that is not here. `support` says
@@ -23,13 +23,18 @@ versions of jax.
   position.
 - Decode attention takes up to 17 queries of a row (draft tokens and the token before), and splits the key
   blocks that a row needs, not the capacity, among its programs. There are two programs per multiprocessor
-  over all rows and heads, a static number. The G queries of a key head, of all tokens, are rows of one tile:
+  over all rows and heads, a static number. Triton's are not split where rows and heads give about one: small
+  keys would gain a tenth of their bytes in partial results. Then one program has to keep enough loads in
+  flight, so it has up to 8 stages. The G queries of a key head, of all tokens, are rows of one tile:
   this wastes arithmetic, which is free while memory is the limit.
 - Values beyond the length are zeros: a weight of 0 does not remove a NaN. Triton loads them with a mask.
   Mosaic writes zeros to shared memory, in the one block that contains the end; in prefill the warpgroup that
   loads does it before it passes the block on, so there is no race.
 - TMA needs multiples of 8 rows and of 16 columns. A cache has such a number of slots; other widths and
   vocabularies are padded, with a copy per call.
+- The greedy token of a float or int8 vocabulary needs no logits. A sampler reads the logits once: for the
+  largest of each group of 64, which give the candidates, and for the logsumexp. The bias of a row without
+  one, and the seen tokens of a row without a penalty, are not read: a kernel needs no branch for that.
 - A mixture of experts has kernels for Triton only, which serve Hopper too. Choices are sorted by expert; each
   program finds its tile in that order by itself, which saves launches. jax's `ragged_dot_mgpu` computes a
   whole tile for each of the X - 1 tiles that may be empty, and needs x gathered in the sorted order.

@@ -19,8 +19,8 @@ from .support import backend_of, slower_reason, unsupported_reason, without_kern
 # "interpret": the Triton kernels, "interpret_tpu": the TPU kernels, emulated on any device, for tests.
 IMPLS = ("mosaic", "triton", "tpu", "xla", "interpret", "interpret_tpu")
 KERNELS = (
-    "prefill_attention", "decode_attention", "argmax", "lm_head_argmax", "gated_experts", "product",
-    "rope_append",
+    "prefill_attention", "decode_attention", "argmax", "lm_head_argmax", "int8_head_argmax",
+    "summarize_logits", "gated_experts", "product", "rope_append",
 )  # fmt: skip
 
 

@@ -11,6 +11,8 @@ from jax import lax
 
 from .key_layouts import dequantize
 
+LOGITS_GROUP = 64  # tokens of a group of `summarize_logits`
+
 
 def prefill_attention(  # noqa: PLR0913
     q_BTNH, k_PKSH, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
@@ -79,6 +81,36 @@ def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None) -> tuple[jax.Array, jax.Ar
         logits_BV = soft_cap * jnp.tanh(logits_BV / soft_cap)
     id_B = argmax(logits_BV)
     return id_B, jnp.take_along_axis(jax.nn.log_softmax(logits_BV, -1), id_B[:, None], -1)[:, 0]
+
+
+def int8_head_argmax(x_BD, weight_VD, scale_V, *, soft_cap=None) -> tuple[jax.Array, jax.Array]:
+    """`lm_head_argmax` of an int8 matrix with a scale of each token."""
+    return lm_head_argmax(x_BD, weight_VD.astype(jnp.float32) * scale_V[:, None], soft_cap=soft_cap)
+
+
+def summarize_logits(
+    logits_BV, penalty_B, seen_BV, bias_BV=None, biased_B=None
+) -> tuple[jax.Array, jax.Array]:
+    """What a sampler needs to know of all logits.
+
+    Args:
+        logits_BV: float32.
+        penalty_B: repetition penalty: positive logits of seen tokens are divided by it, others multiplied.
+        seen_BV: bool.
+        bias_BV: None, or what is added to the logits before.
+        biased_B: bool: the rows whose bias is not all zeros; a kernel does not read the others.
+
+    Returns:
+        The largest logit, with bias and penalty, of each group of `LOGITS_GROUP` tokens, float32 [B, groups];
+        and the logsumexp of the logits as they are, float32 [B].
+    """
+    V = logits_BV.shape[1]
+    x_BV = logits_BV if bias_BV is None else logits_BV + jnp.where(biased_B[:, None], bias_BV, 0)
+    penalty_B1 = penalty_B[:, None]
+    x_BV = jnp.where(seen_BV, jnp.where(x_BV < 0, x_BV * penalty_B1, x_BV / penalty_B1), x_BV)
+    x_BV = jnp.pad(x_BV, ((0, 0), (0, -V % LOGITS_GROUP)), constant_values=-jnp.inf)
+    largest_BQ = x_BV.reshape(len(x_BV), -1, LOGITS_GROUP).max(-1)
+    return largest_BQ, jax.nn.logsumexp(logits_BV, -1)
 
 
 def gated_experts(  # noqa: PLR0913

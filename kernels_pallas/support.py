@@ -5,7 +5,7 @@ from typing import Any
 from .key_layouts import KeyBias, Levels, SideBySide
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
-_TRITON_ONLY = ("gated_experts", "product", "rope_append")
+_TRITON_ONLY = ("int8_head_argmax", "summarize_logits", "gated_experts", "product", "rope_append")
 _TPU_IMPLS = ("tpu", "interpret_tpu")
 _ON_TPU = ("prefill_attention", "decode_attention", "rope_append")
 _TPU_WIDTHS = (64, 128, 256)
@@ -40,10 +40,10 @@ def _unsupported_on_gpu(kernel: str, impl: str, args: tuple[Any, ...]) -> str | 
     if kernel == "rope_append":  # the cache may have another dtype
         floats = (arg for arg in args if not isinstance(arg, Levels))
         return next((reason for arg in floats if (reason := _unsupported_dtypes((arg,)))), None)
-    if (reason := _unsupported_dtypes(args)) is not None:
+    if (reason := _unsupported_dtypes(args[:1] if kernel == "int8_head_argmax" else args)) is not None:
         return reason
     dtype = args[0].dtype.name
-    if kernel == "product" and dtype not in _SIXTEEN_BITS:
+    if kernel in ("product", "int8_head_argmax") and dtype not in _SIXTEEN_BITS:
         return f"dtype {dtype}"
     if kernel == "gated_experts" and any(size % 16 for size in args[1].shape[1:]):
         return f"matrices of {args[1].shape[1]} × {args[1].shape[2]}, not multiples of 16"
@@ -65,7 +65,7 @@ def too_large(x: Any) -> str | None:
 
 def slower_reason(kernel: str, args: tuple[Any, ...]) -> str | None:
     """Why plain jnp is better although a kernel supports these arguments, or None."""
-    if kernel == "lm_head_argmax" and args[0].shape[0] > 64:
+    if kernel in ("lm_head_argmax", "int8_head_argmax") and args[0].shape[0] > 64:
         return f"{args[0].shape[0]} rows would read the vocabulary matrix more than once"
     if kernel == "gated_experts" and args[0].dtype == "float32":
         return "its tiles are for 16-bit matrices"

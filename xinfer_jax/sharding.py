@@ -176,12 +176,27 @@ def _grouped_top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     size = x.shape[-1]
     group = math.isqrt(size // count) + 1  # as many groups as numbers in `count` of them
     groups = -(-size // group)
-    count_of_groups = min(count, groups)
     more = [(0, 0)] * (x.ndim - 1) + [(0, groups * group - size)]
     padded = jnp.pad(x, more, constant_values=-jnp.inf).reshape(*x.shape[:-1], groups, group)
-    _, which = lax.top_k(jnp.max(padded, -1), count_of_groups)
+    take = partial(jnp.take_along_axis, x, axis=-1)
+    return top_k_of_groups(jnp.max(padded, -1), take, group, size, count)
+
+
+def top_k_of_groups(
+    largest: jax.Array, take: Callable[[jax.Array], jax.Array], group: int, size: int, count: int
+) -> tuple[jax.Array, jax.Array]:
+    """`lax.top_k` of numbers in groups.
+
+    Args:
+        largest: [..., groups], the largest number of each group.
+        take: gives the numbers at indices, int32 [..., I].
+        group: numbers of a group.
+        size: numbers of a row; the last group may have fewer.
+        count: results of a row.
+    """
+    _, which = lax.top_k(largest, min(count, largest.shape[-1]))
     which = jnp.sort(which, -1)  # so that the lowest index of equal numbers is first
-    index = (which[..., None] * group + jnp.arange(group)).reshape(*x.shape[:-1], -1)
-    inside = jnp.take_along_axis(x, jnp.minimum(index, size - 1), -1)
+    index = (which[..., None] * group + jnp.arange(group)).reshape(*largest.shape[:-1], -1)
+    inside = take(jnp.minimum(index, size - 1))
     values, at = lax.top_k(jnp.where(index < size, inside, -jnp.inf), count)
     return values, jnp.take_along_axis(index, at, -1)

@@ -64,7 +64,8 @@ def decode_attention(  # noqa: PLR0913
         k_PKSH, v_PKSH: in the same dtype; slots of positions at or past length_B may hold anything.
         start_B: int32, position of each row's first query.
         length_B: int32, valid keys per row; 0 gives zeros.
-        scale, window, soft_cap, table_BP, ring, sink_N: as in `reference.decode_attention`.
+        scale, window, soft_cap, table_BP, ring, sink_N: as in `reference.decode_attention`. A page has 64
+            slots, a ring a multiple of 64.
         splits: programs per row, key head and tile; None: enough to fill the GPU.
         block: keys per step, a multiple of 64.
         stages: blocks in flight per program; None: as many as let two programs share a multiprocessor, up to

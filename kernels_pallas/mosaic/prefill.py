@@ -60,7 +60,8 @@ def prefill_attention(  # noqa: PLR0913
         k_PKSH, v_PKSH: in the same dtype; slots of positions at or past length_B may hold anything.
         start_B: int32, position of each row's first query.
         length_B: int32, valid keys per row.
-        scale, window, soft_cap, table_BP, ring, sink_N: as in `reference.prefill_attention`.
+        scale, window, soft_cap, table_BP, ring, sink_N: as in `reference.prefill_attention`. A page has 64
+            slots, a ring a multiple of 64.
         block: keys per step, a multiple of 64; None: 128, or 64 above width 128.
         stages: blocks of keys and values in shared memory; None: 2, or 4 up to width 64.
         interpret: `plgpu.InterpretGPUParams()`: emulated on CPU.
@@ -100,7 +101,7 @@ def prefill_attention(  # noqa: PLR0913
 
         @pl.when(warpgroup < _COMPUTE)
         def compute():
-            plgpu.set_max_registers(216, action="increase")
+            plgpu.set_max_registers(232, action="increase")
             tile_query = first_query + warpgroup * ROWS
             tile_position = position + warpgroup * ROWS
             queries = row, pl.ds(tile_query, ROWS), head
@@ -117,7 +118,7 @@ def prefill_attention(  # noqa: PLR0913
                 if masked:
                     key = column_index(s.shape) + i * block
                     query = row_index(s.shape) + tile_position
-                    visible = (key <= query) & (key < length)
+                    visible = key <= jnp.minimum(query, length - 1)
                     if window is not None:
                         visible &= key > query - window
                     s = jnp.where(visible, s, -jnp.inf)
@@ -135,21 +136,12 @@ def prefill_attention(  # noqa: PLR0913
                 plgpu.barrier_arrive(turn)
                 plgpu.barrier_wait(turn)
 
-            # Blocks of which every query of the tile sees all keys need no mask: those between the start of
-            # the window and the diagonal.
-            inner = (
-                begin
-                if window is None
-                else lax.div(jnp.maximum(tile_position + (ROWS - window), 0) + (block - 1), jnp.int32(block))
-            )
-            inner = jnp.clip(inner, begin, end)
-            outer = jnp.clip(lax.div(jnp.minimum(length, tile_position + 1), jnp.int32(block)), inner, end)
+            ranges = _block_ranges((begin, end), tile_position, length, window, block, H)
             pl.when(warpgroup == 1)(take_turn)  # starts half a step later
             carry = init_softmax(H)
-            if window is not None:
-                carry = lax.fori_loop(begin, inner, partial(step, True), carry)
-            carry = lax.fori_loop(inner, outer, partial(step, False), carry)
-            acc, largest, total = lax.fori_loop(outer, end, partial(step, True), carry)
+            for first, last, masked in ranges:
+                carry = lax.fori_loop(first, last, partial(step, masked), carry)
+            (acc, largest, total) = carry
             pl.when(warpgroup == 0)(take_turn)
             if sink_N is not None:  # infinite where no key is seen: zeros
                 total += jnp.exp2(sink_ref[head] * LOG2_E - largest)
@@ -160,7 +152,7 @@ def prefill_attention(  # noqa: PLR0913
 
         @pl.when(warpgroup == _COMPUTE)
         def fetch():
-            plgpu.set_max_registers(72, action="decrease")
+            plgpu.set_max_registers(40, action="decrease")
 
             places = partial(key_places, block=block, row=row, k_ref=k_ref, table_ref=table_ref, ring=ring)
             # Before the window may be another page, or newer keys.
@@ -192,6 +184,23 @@ def prefill_attention(  # noqa: PLR0913
         interpret=interpret,
     )(start_B, length_B, table_BP, sink_N, q_BTNH, k_PKSH, v_PKSH)
     return out_BTNH[:, :T, :, :width]
+
+
+def _block_ranges(blocks, position, length, window, block, width) -> list[tuple[Any, Any, bool]]:  # noqa: PLR0913
+    """Ranges of blocks, and whether they need a mask: not those of which every query of the tile sees all
+    keys, between the start of the window and the diagonal. position: of the tile's first query.
+    """
+    (begin, end) = blocks
+    diagonal = lax.div(jnp.minimum(length, position + 1), jnp.int32(block))
+    if window is None:
+        outer = jnp.clip(diagonal, begin, end)
+        return [(begin, outer, False), (outer, end, True)]
+    if width > 128:  # three loops would spill registers
+        return [(begin, end, True)]
+    inner = lax.div(jnp.maximum(position + (ROWS - window), 0) + (block - 1), jnp.int32(block))
+    inner = jnp.clip(inner, begin, end)
+    outer = jnp.clip(diagonal, inner, end)
+    return [(begin, inner, True), (inner, outer, False), (outer, end, True)]
 
 
 def _fetch(refs, head, places, blocks, valid, smem, loaded, used) -> None:  # noqa: PLR0913

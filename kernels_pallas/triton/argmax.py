@@ -70,11 +70,26 @@ def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None, interpret=False) -> tuple[
     Returns:
         Ids, int32 [B] (ties and NaN as in `argmax`), and their log-probabilities, float32 [B].
     """
+    return _head_argmax(x_BD, weight_VD, None, soft_cap, interpret)
+
+
+def int8_head_argmax(
+    x_BD, weight_VD, scale_V, *, soft_cap=None, interpret=False
+) -> tuple[jax.Array, jax.Array]:
+    """`lm_head_argmax` of an int8 matrix: the logits are x · weightᵀ · scale. x_BD: bfloat16 or float16, in
+    which 8-bit numbers are exact. scale_V: float32, of each token.
+    """
+    return _head_argmax(x_BD, weight_VD, scale_V, soft_cap, interpret)
+
+
+def _head_argmax(x_BD, weight_VD, scale_V, soft_cap, interpret: bool) -> tuple[jax.Array, jax.Array]:
     B, D = x_BD.shape
     V = weight_VD.shape[0]
     rows = min(tile_size(B), 64)
     vocab = 128
     width = 128 // weight_VD.dtype.itemsize  # a row of the tile is one full cache line
+    if scale_V is not None and rows > 16:
+        width = 64  # as much of x, in 16 bits, is loaded beside it
     blocks = pl.cdiv(V, vocab)
     part = pl.BlockSpec((None, rows), lambda j, i: (i, j))
     best_iB, index_iB, sum_iB = pl.pallas_call(
@@ -83,6 +98,7 @@ def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None, interpret=False) -> tuple[
         in_specs=[
             pl.BlockSpec((rows, max(D, width)), lambda j, i: (j, 0)),
             pl.BlockSpec((vocab, max(D, width)), lambda j, i: (i, 0)),
+            *[pl.BlockSpec((vocab,), lambda j, i: (i,))] * (scale_V is not None),
         ],
         out_specs=[part] * 3,
         out_shape=[
@@ -92,14 +108,14 @@ def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None, interpret=False) -> tuple[
         compiler_params=pltriton.CompilerParams(num_warps=4 if rows == 16 else 8, num_stages=4),
         interpret=interpret,
         name="lm_head_argmax",
-    )(x_BD, weight_VD)
+    )(x_BD, weight_VD, *[scale_V] * (scale_V is not None))
     max_iB = jnp.maximum(best_iB, LOWEST)
     sum_B = (sum_iB * jnp.exp(max_iB - max_iB.max(0))).sum(0)
     return _of_best_block(best_iB.T, index_iB.T), best_iB.max(0) - max_iB.max(0) - jnp.log(sum_B)
 
 
 def _lm_head_kernel(*refs, B, D, V, width, soft_cap):
-    x_ref, weight_ref, best_ref, index_ref, sum_ref = refs
+    x_ref, weight_ref, *scale_ref, best_ref, index_ref, sum_ref = refs
     rows = x_ref.shape[0]
     vocab = weight_ref.shape[0]
     real_B = pl.program_id(0) * rows + jnp.arange(rows) < B
@@ -111,9 +127,11 @@ def _lm_head_kernel(*refs, B, D, V, width, soft_cap):
         weight_VD = pltriton.load(
             weight_ref.at[:, pl.ds(i * width, width)], mask=(index_V1 < V) & real_D, other=0
         )
-        return logits_VB + dot(weight_VD, x_BD.T)
+        return logits_VB + dot(weight_VD.astype(x_BD.dtype), x_BD.T)
 
     logits_VB = lax.fori_loop(0, pl.cdiv(D, width), step, jnp.zeros((vocab, rows), jnp.float32))
+    if scale_ref:
+        logits_VB *= pltriton.load(scale_ref[0], mask=index_V1[:, 0] < V, other=0)[:, None]
     if soft_cap is not None:
         logits_VB = jnp.tanh(logits_VB * (1 / soft_cap)) * soft_cap
     logits_VB = jnp.where(index_V1 < V, logits_VB, -jnp.inf)

@@ -16,8 +16,13 @@ from .merge import merge_splits
 from .parts import result_type, tile_size
 
 STAGES = 3  # of the loop over keys: loads run ahead of the products by two blocks
+_MOST_STAGES = 8
 _NO_LIMIT = 2**31 - 1
 PROGRAMS = 264  # two for each of the 132 multiprocessors of an H200
+_ENOUGH = 100  # programs that are not split: three quarters of these, nearly all 108 of an A100
+# Bytes that a program of decode has in flight. An H200 delivers 4.8 TB/s, and a load takes about 0.8 µs:
+# 29 KB for each multiprocessor, which may have only one program.
+_IN_FLIGHT = 32 * 1024
 
 
 def prefill_attention(  # noqa: PLR0913
@@ -60,7 +65,9 @@ def decode_attention(  # noqa: PLR0913
     and every split has work.
 
     Args:
-        splits: programs per tile of queries; None: enough for the whole GPU.
+        splits: programs per tile of queries; None: enough for the whole GPU. Where rows and heads give about
+            one program for each multiprocessor there is one split: partial results would cost a launch, and
+            with small keys a tenth of their bytes. A row that is longer than the others then takes longer.
     """
     layout = (k_PKSH, v_PKSH, table_BP, key_bias)
     settings = _settings(q_BTNH, layout, scale, window, soft_cap, ring, interpret)
@@ -69,8 +76,19 @@ def decode_attention(  # noqa: PLR0913
         K = _shape(k_PKSH)[1]
         tiles = B * K * pl.cdiv(T * N // K, settings.rows)
         most = settings.slots if ring else settings.positions
-        splits = max(1, min(pl.cdiv(PROGRAMS, tiles), pl.cdiv(most, settings.keys)))
-    return _attention(q_BTNH, layout, start_B, length_B, sink_N, settings._replace(splits=splits))
+        wanted = 1 if tiles >= _ENOUGH else pl.cdiv(PROGRAMS, tiles)
+        splits = max(1, min(wanted, pl.cdiv(most, settings.keys)))
+    block = 2 * settings.keys * _vector_bytes(k_PKSH)
+    stages = min(max(STAGES, 1 + pl.cdiv(_IN_FLIGHT, block)), _MOST_STAGES)
+    settings = settings._replace(splits=splits, stages=stages)
+    return _attention(q_BTNH, layout, start_B, length_B, sink_N, settings)
+
+
+def _vector_bytes(k: jax.Array | Levels) -> int:
+    """Bytes of a key of one head, with its step and low."""
+    if isinstance(k, Levels):
+        return k.values.shape[-1] * k.values.dtype.itemsize + 2 * k.scale.dtype.itemsize
+    return k.shape[-1] * k.dtype.itemsize
 
 
 def _shape(k: jax.Array | Levels) -> tuple[int, ...]:
@@ -84,7 +102,7 @@ def _settings(q_BTNH, layout, scale, window, soft_cap, ring, interpret) -> Setti
     positions = slots if table_BP is None else slots * table_BP.shape[1]
     tile = _tiles(q_BTNH.dtype, H, T * N // K, isinstance(k, Levels))
     sizes = T, slots, _NO_LIMIT if ring else positions, H // columns, columns
-    return Settings(scale, window, soft_cap, ring, *sizes, *tile, 1, interpret)
+    return Settings(scale, window, soft_cap, ring, *sizes, *tile, STAGES, 1, interpret)
 
 
 def _attention(q_BTNH, layout, start_B, length_B, sink_N, settings: Settings) -> jax.Array:
@@ -113,7 +131,7 @@ def _attention(q_BTNH, layout, start_B, length_B, sink_N, settings: Settings) ->
         in_specs=[specs[name] for name in inputs],
         out_specs=out_specs,
         out_shape=[result_type(*shape, *inputs.values()) for shape in shapes],
-        compiler_params=pltriton.CompilerParams(num_warps=settings.warps, num_stages=STAGES),
+        compiler_params=pltriton.CompilerParams(num_warps=settings.warps, num_stages=settings.stages),
         interpret=settings.interpret,
         name="attention",
     )(*inputs.values())
@@ -170,5 +188,7 @@ def _tiles(dtype, H: int, rows: int, quantized: bool) -> tuple[int, int, int]:
         if quantized:
             full, keys, warps = (32, 16, 8) if narrow else (16, 16, 8)
     rows = min(tile_size(rows), full)
+    if quantized and narrow and rows == 16 and jnp.dtype(dtype).itemsize == 2:
+        keys = 64  # more bytes in flight; with 32 rows some registers would spill
     wide = jnp.dtype(dtype).itemsize * width > 256
     return rows, keys, warps if rows == full or wide else 4

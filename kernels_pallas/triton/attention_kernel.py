@@ -32,6 +32,7 @@ class Settings(NamedTuple):
     rows: int  # of a tile of queries
     keys: int  # of a block
     warps: int
+    stages: int  # of the loop over blocks
     splits: int  # programs that share the blocks of a row
     interpret: bool
 

@@ -9,7 +9,6 @@ from collections import defaultdict
 from hlo_text import Array, Computation, Instruction, Module
 
 _SLICES = ("slice", "dynamic-slice", "gather")
-_SAME = ("bitcast", "reshape", "copy", "convert", "transpose")
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": None}  # operand with the update; of scatter the last third
 
 
@@ -25,7 +24,6 @@ def operation_bytes(module: Module, computation: Computation, operation: Instruc
     if operation.opcode == "fusion":
         body = module.computations[operation.called("calls")]
         needed = needed_elements(body)
-        read = 0.0
         seen: dict[str, float] = defaultdict(float)  # an operand may be given twice
         for parameter in body.instructions:
             if parameter.opcode != "parameter":
@@ -33,8 +31,7 @@ def operation_bytes(module: Module, computation: Computation, operation: Instruc
             source = operation.operands[int(parameter.inner)]
             of_one = min(needed[parameter.name], parameter.size) * _itemsize(parameter)
             seen[source] = min(seen[source] + of_one, parameter.bytes)
-        read = sum(seen.values())
-        return read, sum(_written(body, root) for root in results(body))
+        return sum(seen.values()), sum(_written(body, root) for root in results(body))
     if operation.opcode in _SLICES:
         return operation.bytes, operation.bytes
     if operation.opcode in _IN_PLACE:

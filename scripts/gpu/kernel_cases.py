@@ -50,7 +50,7 @@ def _attention_cases(impl: str, width: int, dtype: str) -> Iterator[KernelCase]:
     row = SD((4,), jnp.int32)
     slots = {"": (4, 4096), " ring": (4, 1152), " pages": (300, 64)}
     for variant, keys in [("", ""), ("", " pages"), ("", " ring"), (" window+cap", "")]:
-        if (variant or keys == " ring") and width not in (64, 128):
+        if width not in ((64, 128, 256) if variant else (64, 128) if keys == " ring" else (width,)):
             continue
         cache = SD((slots[keys][0], _K, slots[keys][1], width), dtype)
         options = dict(window=1024, soft_cap=30.0) if variant else {}
@@ -102,6 +102,16 @@ def _greedy_cases(impl: str) -> Iterator[KernelCase]:
         shapes = SD((rows, _D), "bfloat16"), SD((_V, _D), "bfloat16")
         name = f"{impl} lm_head_argmax {rows} rows{variant}"
         yield KernelCase(name, impl, partial(run, "lm_head_argmax", **extra), shapes)
+    if impl != "triton":
+        return
+    for rows in (1, 32, 64):
+        shapes = SD((rows, _D), "bfloat16"), SD((_V, _D), "int8"), SD((_V,), "float32")
+        name = f"{impl} int8_head_argmax {rows} rows"
+        yield KernelCase(name, impl, partial(run, "int8_head_argmax"), shapes)
+    of_rows = SD((4, _V), "float32"), SD((4,), "float32"), SD((4, _V), "bool")
+    bias = SD((4, _V), "float32"), SD((4,), "bool")
+    for name, shapes in (("", of_rows), (" bias", (*of_rows, *bias))):
+        yield KernelCase(f"{impl} summarize_logits{name}", None, partial(run, "summarize_logits"), shapes)
 
 
 def _expert_cases() -> Iterator[KernelCase]:

@@ -14,7 +14,7 @@ from known_values import Evaluator, Observer, SourcePlace, known_leaf
 
 _PATH = re.compile(r"(?:^|/)(while|body|cond|branch_\d+_fun)(?=/|$)")
 
-_counted: dict[Any, KernelBytes | None] = {}  # by the kernel and what is known of its operands
+_counted: dict[Any, KernelBytes | str] = {}  # by the kernel and what is known of its operands; why not
 
 
 class KnownChoices(Observer):
@@ -55,10 +55,13 @@ class KnownChoices(Observer):
             try:
                 _counted[key] = kernel_bytes(equation, values)
             except UncountableError as error:
-                _counted[key] = None
-                self.uncounted["/".join(place.path)] = str(error)
+                _counted[key] = str(error)
+        counted = _counted[key]
+        if isinstance(counted, str):  # this program's too, if an earlier one has the kernel
+            self.uncounted["/".join(place.path)] = counted
+            counted = None
         shapes = tuple(tuple(var.aval.shape) for var in equation.invars)
-        self._kernels[place, shapes].append(_counted[key])
+        self._kernels[place, shapes].append(counted)
 
     # Of `Choices`.
 

@@ -29,7 +29,7 @@ def pallas_ptx(folder: str) -> Iterator[tuple[str, Path]]:
     """(name, path) of each PTX file with a Pallas kernel; the others are of XLA itself."""
     for path in sorted(Path(folder).glob("*.ptx")):
         entry = re.search(r"\.entry (\w+)", path.read_text(errors="ignore"))
-        if entry and re.search(r"attention|argmax|experts_|product|rope_append|mosaic", entry[1]):
+        if entry and re.search(r"attention|argmax|summarize|experts_|product|rope_append|mosaic", entry[1]):
             yield entry[1], path
 
 

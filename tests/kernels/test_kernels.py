@@ -22,6 +22,7 @@ from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.model.attention import attention
 from xinfer_jax.model.decoder import hidden_states, unembed
 from xinfer_jax.model.greedy import argmax, can_fuse_head, greedy_tokens
+from xinfer_jax.weights.quantized_weights import Int8Weight, with_int8_activations
 
 pytestmark = pytest.mark.newest
 
@@ -292,6 +293,25 @@ def test_select_states_its_reasons():
     ]:
         with pytest.raises(ValueError, match=reason):
             kernels_pallas.select("prefill_attention", impl, *args)
+
+
+def test_the_head_of_an_int8_vocabulary():
+    """Kernels under every name are Triton's; float32 and int8 activations take logits."""
+    config = from_hf(QWEN)
+    numbers = np.random.RandomState(0)
+    values_VD = numbers.randint(-127, 128, (config.vocab_size, config.hidden_size)).astype(np.int8)
+    scale_V = numbers.random_sample(config.vocab_size).astype(np.float32)
+    params = {"embed": {"weight": Int8Weight(values_VD, scale_V)}}
+    hidden_BD = jnp.asarray(numbers.standard_normal((3, config.hidden_size)), jnp.bfloat16)
+    for impl in ("mosaic", "triton", "interpret"):
+        assert can_fuse_head(params, hidden_BD, impl)
+        assert not can_fuse_head(params, hidden_BD.astype(jnp.float32), impl)
+        assert not can_fuse_head(with_int8_activations(params), hidden_BD, impl)
+    assert not can_fuse_head(params, hidden_BD, "xla")
+    token_B, logprob_B = greedy_tokens(params, config, hidden_BD, "interpret")
+    logits_BV = jnp.asarray(hidden_BD, jnp.float32) @ (values_VD * scale_V[:, None]).T
+    assert token_B.tolist() == jnp.argmax(logits_BV, -1).tolist()
+    np.testing.assert_allclose(logprob_B, jax.nn.log_softmax(logits_BV).max(-1), atol=2e-3)
 
 
 def test_kernels_serve_every_cache_but_gear(fake_gpu):

@@ -21,6 +21,7 @@ pytestmark = [
 F32 = jnp.float32
 BF16 = jnp.bfloat16
 F16 = jnp.float16
+SD = jax.ShapeDtypeStruct
 
 
 def draw(seed, dtype, *shapes):
@@ -73,6 +74,59 @@ def test_lm_head_argmax(dtype, B, D, V, options):
     np.testing.assert_allclose(got[1], want[1], atol=2e-5)
 
 
+@pytest.mark.parametrize("B,D,V", [(3, 100, 300), (20, 64, 130)], ids=["narrow", "two-tiles-of-inputs"])
+def test_int8_head_argmax(B, D, V):
+    (x_BD,) = draw(4, BF16, (B, D))
+    numbers = np.random.RandomState(5)
+    values_VD = numbers.randint(-127, 128, (V, D)).astype(np.int8)
+    scale_V = (0.01 + numbers.random_sample(V) / 100).astype(np.float32)
+    values_VD[V - 2] = values_VD[3]
+    scale_V[[3, V - 2]] = 0.03
+    x_BD[B - 1] = values_VD[3] / 2000  # a tie between the first block and the last
+    args = x_BD, values_VD, scale_V
+    got = run(triton.int8_head_argmax, *args, soft_cap=30.0, interpret=True)
+    want = run(reference.int8_head_argmax, *args, soft_cap=30.0)
+    assert got[0].tolist() == want[0].tolist()
+    assert got[0][-1] == 3
+    np.testing.assert_allclose(got[1], want[1], atol=2e-4)
+
+
+@pytest.mark.parametrize("biased", [None, [True, False, True]], ids=["plain", "bias"])
+def test_summarize_logits(biased):
+    """A bias of a row that has none, and seen tokens of a row without a penalty, must not be read."""
+    logits_BV, bias_BV = draw(6, F32, (3, 2500), (3, 2500))
+    logits_BV[2, 2:] = -np.inf
+    seen_BV = np.random.RandomState(7).random_sample((3, 2500)) < 0.3
+    args = logits_BV, np.float32([1.3, 1, 0.7]), seen_BV
+    if biased is not None:
+        bias_BV[0, 9] = -np.inf
+        want = reference.summarize_logits(*args, bias_BV, np.array(biased))
+        bias_BV[1] = np.nan
+        args = *args, bias_BV, np.array(biased)
+    else:
+        want = reference.summarize_logits(*args)
+    got = run(triton.summarize_logits, *args, interpret=True)
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-6)
+
+
+def test_summarized_logits_of_nan_and_infinity():
+    logits_BV = np.zeros((4, 3000), np.float32)
+    logits_BV[[0, 1], [7, 2700]] = np.nan, np.inf
+    logits_BV[2] = -np.inf
+    _, logsumexp_B = run(triton.summarize_logits, logits_BV, np.ones(4), logits_BV > 9, interpret=True)
+    np.testing.assert_allclose(logsumexp_B, [np.nan, np.inf, -np.inf, np.log(3000)], rtol=1e-6)
+
+
+def test_many_rows_are_not_split():
+    """Rows times heads that give each multiprocessor a program: there are no partial results to merge."""
+    for B, K, kernels in ((64, 2, 1), (64, 4, 1), (8, 2, 2), (32, 2, 2)):
+        q, kv, row = (SD(shape, dtype) for shape, dtype in (
+            ((B, 1, 4 * K, 64), BF16), ((B, K, 4096, 64), BF16), ((B,), jnp.int32)))  # fmt: skip
+        decode = partial(triton.decode_attention, scale=1.0)
+        assert lower(decode, q, kv, kv, row, row).count("__gpu$xla.gpu.triton") == kernels
+
+
 def test_lm_head_argmax_takes_the_first_nan():
     x_BD, weight_VD = draw(2, F32, (2, 16), (300, 16))
     weight_VD[[280, 140, 141]] = np.nan
@@ -90,11 +144,15 @@ def calls(interpret):
         "decode": (lambda *args: triton.decode_attention(*args, **options, splits=2), args),
         "argmax": (lambda x: triton.argmax(x, interpret=interpret), (weight_VD.T,)),
         "lm_head": (lambda *args: triton.lm_head_argmax(*args, interpret=interpret), (x_BD, weight_VD)),
+        "summarize": (
+            lambda *args: triton.summarize_logits(*args, interpret=interpret),
+            (weight_VD.T, weight_VD[0], weight_VD.T > 0, weight_VD.T, weight_VD[0] > 0),
+        ),
     }
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kernel", ["prefill", "decode", "argmax", "lm_head"])
+@pytest.mark.parametrize("kernel", ["prefill", "decode", "argmax", "lm_head", "summarize"])
 def test_vmap_of_kernels_equals_a_loop(kernel):
     f, args = calls(interpret=True)[kernel]
     stacked = [np.stack([x, x[::-1]]) for x in args]
@@ -132,7 +190,7 @@ def in_a_loop(f):
     return lambda x, *args: lax.while_loop(lambda state: state[0] < 3, partial(step, args), (0, x))
 
 
-@pytest.mark.parametrize("kernel", ["prefill", "decode", "argmax", "lm_head"])
+@pytest.mark.parametrize("kernel", ["prefill", "decode", "argmax", "lm_head", "summarize"])
 @pytest.mark.parametrize("how", ["plain", "vmap", "while_loop"])
 def test_kernels_lower_for_cuda(kernel, how):
     f, args = calls(interpret=False)[kernel]

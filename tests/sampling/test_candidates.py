@@ -117,13 +117,37 @@ def test_logsumexp_in_one_pass():
     np.testing.assert_allclose(got, jax.nn.logsumexp(logits, -1), rtol=1e-6)
 
 
-def sampled(rows: list, logits: np.ndarray, on_gpu: bool):
-    """Tokens, log-probabilities and the logits that they were sampled from."""
+@pytest.mark.full
+def test_forward_mode_derivative_passes_a_decode_loop(forms):
+    """Of the first token's log-probability with respect to the logits: the probabilities. jax traces the
+    forms of all devices to differentiate one of them.
+    """
+    params, config = build("qwen2")
+    logits_BV = jnp.asarray(random_logits(2, config.vocab_size))
+    settings = xj.SamplingConfig(0.8, 20, 0.8)
+
+    def decoded(logits_BV):
+        cache = xj.init_cache(config, 2, 8)
+        eos_ids = np.zeros(1, np.int32)
+        result = xj.decode_loop(params, config, logits_BV, cache, jax.random.key(0), settings, eos_ids, 2)
+        return result.logprobs_BT[:, 0], result.tokens_BT[:, 0]
+
+    direction_BV = jnp.asarray(np.random.RandomState(1).standard_normal(logits_BV.shape), jnp.float32)
+    _, got_B, token_B = jax.jvp(decoded, (logits_BV,), (direction_BV,), has_aux=True)
+    probability_BV = jax.nn.softmax(logits_BV, -1)
+    want_B = direction_BV[np.arange(2), token_B] - (probability_BV * direction_BV).sum(-1)
+    np.testing.assert_allclose(got_B, want_B, rtol=1e-4, atol=1e-5)
+
+
+def sampled(rows: list, logits: np.ndarray, on_gpu: bool, impl: str = "xla"):
+    """Tokens, log-probabilities and the logits that they were sampled from. impl: of GPUs' pass over the
+    logits.
+    """
     settings = settings_per_row(rows, len(rows), logits.shape[1])
     keys = jax.random.split(jax.random.key(2), len(rows))
     context = context_of(settings, len(rows), logits.shape[1])
     with gpu_forms.selected() if on_gpu else contextlib.nullcontext():
-        return jax.jit(lambda *args: sampler.sample_tokens(*args))(
+        return jax.jit(lambda *args: sampler.sample_tokens(*args, impl=impl))(
             jnp.asarray(logits), keys, settings, context
         )
 
@@ -142,6 +166,30 @@ def test_one_branch_equals_branches(rows, size):
     np.testing.assert_array_equal(got[0], want[0])
     np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(got[2], want[2])
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_one_pass_of_a_kernel_equals_the_passes_of_xla(name):
+    """In the interpreter. Rows with and without a bias and a repetition penalty, greedy rows, infinite
+    logits.
+    """
+    rows = [*SETTINGS[:2], *SETTINGS[-4:]] if name == "plain" else [*ALL_SETTINGS[:3], *ALL_SETTINGS[-3:]]
+    logits = random_logits(len(rows), V)
+    logits[-3, 3] = np.inf
+    got, want = (sampled(rows, logits, True, impl) for impl in ("interpret", "xla"))
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(got[2], want[2])
+
+
+def test_biased_rows():
+    """Of one setting for all rows, of several, and of arrays on a device."""
+    biased = xj.SamplingConfig(logit_bias={3: 1.0})
+    for rows, want in ((biased, [True, True]), ([biased, xj.SamplingConfig(min_p=0.1)], [True, False])):
+        settings = settings_per_row(rows, 2, 70)
+        assert context_of(settings, 2, 70).biased_B.tolist() == want
+        assert context_of(jax.tree.map(jnp.asarray, settings), 2, 70).biased_B.tolist() == want
+    assert context_of(settings_per_row(xj.SamplingConfig(), 2, 70), 2, 70).biased_B is None
 
 
 @pytest.mark.full

@@ -7,10 +7,12 @@ import importlib.util
 import compiled_programs
 import jax
 import jax.numpy as jnp
+import known_choices
 import numpy as np
 import pytest
 from hlo_text import parse_module
 from kernel_bytes import kernel_bytes
+from kernel_refs import UncountableError
 from known_values import Evaluator, Observer, known_leaf
 from program_counts import Unknown, count_program, whole_copies
 
@@ -182,6 +184,47 @@ def test_bytes_of_a_kernel_follow_the_length(impl, length, window):
     assert counted.issued >= counted.distinct
 
 
+def test_each_program_names_its_kernels_that_cannot_be_counted(monkeypatch):
+    """Also if an earlier program had the kernel: a report takes the reasons from the last one."""
+
+    def uncountable(*_):
+        raise UncountableError("an unknown primitive")
+
+    monkeypatch.setattr(known_choices, "kernel_bytes", uncountable)
+    monkeypatch.setattr(known_choices, "_counted", {})
+    logits = jax.ShapeDtypeStruct((2, 70), jnp.float32)
+    jaxpr = jax.make_jaxpr(lambda x: kernels_pallas.run_kernel("triton", "argmax", x))(logits)
+    for _ in range(2):
+        choices = known_choices.KnownChoices(jaxpr, (logits,), parse_module(TEXT), False)
+        assert choices.uncounted == {"": "an unknown primitive"}
+
+
+@pytest.mark.newest
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="kernels are other primitives before jax 0.12")
+@pytest.mark.parametrize("used", [False, True])
+def test_what_rows_do_not_use_is_not_read(used):
+    """The bias and the seen tokens of the pass over the logits."""
+    B, V = 3, 5000
+    logits_BV, bias_BV = jax.ShapeDtypeStruct((B, V), np.float32), jax.ShapeDtypeStruct((B, V), np.float32)
+    seen_BV = jax.ShapeDtypeStruct((B, V), bool)
+    penalty_B = np.full(B, 1 + used, np.float32)
+    biased_B = np.full(B, used)
+    jaxpr = jax.make_jaxpr(lambda *args: kernels_pallas.run_kernel("triton", "summarize_logits", *args))(
+        logits_BV, penalty_B, seen_BV, bias_BV, biased_B
+    )
+    found = []
+
+    class Kernels(Observer):
+        def on_kernel(self, place, equation, values):
+            found.append(kernel_bytes(equation, values).distinct)
+
+    known = [None, known_leaf(penalty_B), None, None, known_leaf(biased_B)]
+    Evaluator(Kernels()).closed(jaxpr, known, ())
+    (counted,) = found
+    read = B * V * (4 + used * (4 + 1))
+    assert read < counted < read + B * V * 4 // 32  # and the results
+
+
 @pytest.mark.full
 @pytest.mark.newest
 @pytest.mark.skipif(not importlib.util.find_spec("jax_plugins"), reason="jax's CUDA plug-in is not installed")
@@ -198,5 +241,6 @@ def test_counts_of_a_small_configuration_stay():
     assert decode["declared"] == {}, "bytes of a kernel could not be counted"
     assert not decode["unknown_branches"]
     kernels = counted["kernels"]
-    assert len(kernels) == 7, kernels  # append, attention, four products, the greedy token
+    # Append, attention, four products, the greedy token; of other rows the pass over the logits.
+    assert len(kernels) == 8, kernels
     assert not any(kernel["spill_bytes"] for kernel in kernels), kernels

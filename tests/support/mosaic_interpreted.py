@@ -152,6 +152,9 @@ def main():
         "prefill pages, sinks": lambda: prefill(
             (2, 130, 2, 1, 9, 64), (100, 0), (130, 1), keys="pages", sinks=True
         ),
+        "prefill of width 256, window, soft cap": lambda: prefill(
+            (1, 130, 1, 1, 300, 256), (100,), (130,), window=70, soft_cap=3.0
+        ),
         "prefill pages, window, half a block unused": lambda: prefill(
             (1, 70, 2, 2, 5, 64), (205,), (70,), keys="pages", window=12, soft_cap=3.0, block=128
         ),

@@ -15,7 +15,7 @@ import numpy as np
 from ..cache.kv_cache import KVCache, truncate
 from ..cache.paged import Paged
 from ..config.model_config import ModelConfig
-from ..generation.loop import TracedOperations, loop_until_done
+from ..generation.loop import Hidden, TracedOperations, loop_until_done
 from ..generation.speculation import SpeculationState, last_and_draft_tokens, prompt_lookup, verify
 from ..generation.state import new_state
 from ..generation.strategies import Plain
@@ -76,7 +76,7 @@ def _decode_steps(  # noqa: PLR0913
         draft_BT = prompt_lookup(state.context.history_BS, state.position_B, num_draft_tokens)
         token_BT, num_tokens_B, cache = last_and_draft_tokens(cache, state.progress, draft_BT)
         hidden_BTD, cache = hidden_states(params, config, token_BT, cache, num_tokens_B, impl=impl)
-        state, counts = verify(unembed(params, config, hidden_BTD), state, draft_BT, counts, impl)
+        state, counts = verify(Hidden((params, config), hidden_BTD), state, draft_BT, counts, impl)
         return state, truncate(cache, jnp.where(state.active_B, state.position_B - 1, 0)), counts
 
     def continues(state, cache, counts):

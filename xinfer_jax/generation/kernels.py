@@ -12,6 +12,7 @@ from ..cache.quantized_kv import KV_BITS
 from ..config.model_config import ModelConfig
 from ..model.attention import check_impl, select_attention, select_kernel
 from ..model.decoder import lm_head
+from ..model.greedy import select_head_kernel
 from ..model.kernel_products import Operands, select_product
 from ..weights.params import Params, activation_dtype, cache_dtype, resolve_dtype
 from ..weights.quantized_weights import is_quantized
@@ -28,10 +29,10 @@ def kernels_used(
 ) -> dict[str, kernels_pallas.Selection]:
     """Returns which implementation serves each kernel in a `generate` call, and why.
 
-    `lm_head_argmax` serves greedy rows; sampled rows, and models with a quantized vocabulary matrix, take
-    logits. `product` is that of the first layer's matrix "o" in a decode step: kernels of products take no
-    float32. Where some layers use plain jnp, the reason says how many. `gated_experts` is there for models
-    with experts.
+    `lm_head_argmax` serves greedy rows, or `int8_head_argmax` where the vocabulary matrix is int8; sampled
+    rows take logits. `product` is that of the first layer's matrix "o" in a decode step: kernels of products
+    take no float32. Where some layers use plain jnp, the reason says how many. `gated_experts` is there for
+    models with experts.
 
     Args:
         params, config: the model.
@@ -61,8 +62,9 @@ def kernels_used(
     if params["layers"]:
         used["product"] = select_product(impl, Operands(attended, [params["layers"][0]["o"]]), None)
     hidden = jax.ShapeDtypeStruct((rows, config.hidden_size), dtype)
-    if not is_quantized(leaf["weight"]) and "bias" not in leaf:
-        used["lm_head_argmax"] = select_kernel("lm_head_argmax", impl, hidden, leaf["weight"])
+    head = select_head_kernel(impl, hidden, leaf["weight"])
+    if head is not None and "bias" not in leaf:
+        used["int8_head_argmax" if is_quantized(leaf["weight"]) else "lm_head_argmax"] = head
     if experts := next((layer["experts"] for layer in params["layers"] if "experts" in layer), None):
         matrices = (experts[name]["weight"] for name in ("gate", "up", "down"))
         used["gated_experts"] = select_kernel("gated_experts", impl, hidden, *matrices)

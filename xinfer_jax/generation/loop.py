@@ -111,6 +111,11 @@ class Hidden(NamedTuple):
     hidden: jax.Array  # [B, D] or [B, T, D]
 
 
+def to_logits(x: Any) -> Any:
+    """The logits of `Hidden`; anything else stays."""
+    return unembed(*x.model, x.hidden) if isinstance(x, Hidden) else x
+
+
 class TracedOperations:
     """`Operations` within a trace, on the whole model."""
 
@@ -127,8 +132,9 @@ class TracedOperations:
     def append_sample(self, outputs: Hidden, state: DecodeState) -> tuple[DecodeState, Any]:
         return sample_from_hidden(*outputs.model, outputs.hidden, state, self.impl), None
 
-    def call(self, function: Any, *args: Any) -> Any:
-        args = tuple(unembed(*x.model, x.hidden) if isinstance(x, Hidden) else x for x in args)
+    def call(self, function: Any, *args: Any, takes_hidden: bool = False) -> Any:
+        if not takes_hidden:
+            args = tuple(map(to_logits, args))
         return function.__wrapped__(*args)
 
     repeat = staticmethod(lax.fori_loop)

@@ -260,7 +260,7 @@ class LayerwiseRunner(_Runner):
         state = dataclasses.replace(state, alternatives=alternatives)
         return state, SampledStep(token_B, taken_BV, *of_token)
 
-    def call(self, function: Any, *args: Any) -> Any:
+    def call(self, function: Any, *args: Any, takes_hidden: bool = False) -> Any:
         return self._executor(function, *args)
 
     def repeat(self, first: int, end: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:

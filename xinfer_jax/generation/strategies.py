@@ -51,8 +51,10 @@ class Operations(Protocol):
     def append_sample(self, outputs: Any, state: DecodeState) -> tuple[DecodeState, Any]:
         """The state with the next token of each active row; and whether any row continues."""
 
-    def call(self, function: Any, *args: Any) -> Any:
-        """`function(*args)` of a jitted function without layers. Outputs of `forward` become logits."""
+    def call(self, function: Any, *args: Any, takes_hidden: bool = False) -> Any:
+        """`function(*args)` of a jitted function without layers. Outputs of `forward` become logits, unless
+        the function takes `loop.Hidden` too, which they are within a trace.
+        """
 
     def repeat(self, first: int, end: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
         """`carry = body(i, carry)` for i from `first` to `end` - 1."""

@@ -1,7 +1,8 @@
 """Mixture of experts: a router chooses a few of X gated MLPs for each token, and weights their outputs."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +13,10 @@ import kernels_pallas
 from ..config.model_config import ModelConfig
 from ..weights.params import Params
 from .attention import select_kernel
+from .kernel_products import with_plain_derivative
 from .layers import activation, gated_mlp, linear
 
 _TILE_ROWS = 64  # at most: more rows are no faster
-
-
-class _Kernel(NamedTuple):
-    """The implementation of the kernel, and the model that it serves."""
-
-    impl: str
-    platform: str | None  # whose programs run it; others run the plain jnp below; None: all
-    config: ModelConfig
 
 
 def mixture_of_experts(
@@ -35,7 +29,7 @@ def mixture_of_experts(
         layer: "router": {"weight": [X, D]}, "experts": the tree of a gated MLP with a first axis X.
         config: num_experts_per_tok, norm_topk_prob and the activation.
         over: a mesh axis along which the experts are sharded; the devices' outputs are summed.
-        impl: None, or one of `kernels_pallas.IMPLS`. The gradient of a kernel is that of "xla".
+        impl: None, or one of `kernels_pallas.IMPLS`. The derivative of a kernel is that of "xla".
 
     Returns:
         [B, T, D] in the dtype of x.
@@ -51,12 +45,9 @@ def mixture_of_experts(
     experts = layer["experts"]
     if over is not None:  # relative to the device's first expert
         expert_MU = expert_MU - lax.axis_index(over) * len(experts["gate"]["weight"])
-    arrays = (x_MD, weight_MU, expert_MU, experts)
     chosen = select_kernel("gated_experts", impl, x_MD, *_matrices(experts)).impl
     platform = kernels_pallas.platform_of(chosen) if impl is None and chosen != "xla" else None
-    kernel = _Kernel(chosen, platform, config)
-    plain = chosen == "xla" and not _tiles_are_faster(expert_MU.size, config)
-    out_MD = _plain(*arrays, config) if plain else _mix(kernel, *arrays)
+    out_MD = _mix(chosen, platform, config, x_MD, weight_MU, expert_MU, experts)
     out_BTD = out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
     return out_BTD if over is None else lax.psum(out_BTD, over)
 
@@ -65,40 +56,35 @@ def _matrices(experts: Params) -> list[jax.Array]:
     return [experts[name]["weight"] for name in ("gate", "up", "down")]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mix(kernel: _Kernel, x_MD, weight_MU, expert_MU, experts: Params) -> jax.Array:
-    """[M, D], float32: by the kernel of `kernels_pallas`, and on CPU by tiles where they are faster."""
-    config = kernel.config
+def _mix(impl: str, platform: str | None, config: ModelConfig, *arrays: Any) -> jax.Array:
+    """[M, D], float32: by the kernel of `kernels_pallas`, and on CPU by tiles where they are faster.
 
-    def by_kernel(x_MD, weight_MU, expert_MU, experts):
-        args = (x_MD, weight_MU, expert_MU, *_matrices(experts))
-        of_model = dict(activation=activation(config), num_experts=config.num_experts)
-        return kernels_pallas.run_kernel(kernel.impl, "gated_experts", *args, **of_model)
-
-    arrays = (x_MD, weight_MU, expert_MU, experts)
-    if kernel.impl != "xla" and kernel.platform is None:
-        return by_kernel(*arrays)
-    forms = {kernel.platform: by_kernel} if kernel.platform else {}
-    if _tiles_are_faster(expert_MU.size, config):
+    Args:
+        impl: of the kernel; "xla": none.
+        platform: whose programs run the kernel; None: all, or no kernel.
+        config: the model.
+        arrays: x_MD, weight_MU, expert_MU and the experts.
+    """
+    plain = partial(_plain, config=config)
+    by_kernel = partial(_by_kernel, impl=impl, config=config)
+    if impl != "xla" and platform is None:
+        return with_plain_derivative(by_kernel, plain, None, *arrays)
+    forms: dict[str, Callable] = {} if platform is None else {platform: by_kernel}
+    if _tiles_are_faster(arrays[2].size, config):
         forms["cpu"] = partial(_by_tiles, config=config)
-    return lax.platform_dependent(*arrays, **forms, default=partial(_plain, config=config))
+    if not forms:
+        return plain(*arrays)
+
+    def fastest(*arrays: Any) -> jax.Array:
+        return lax.platform_dependent(*arrays, **forms, default=plain)
+
+    return with_plain_derivative(fastest, plain, None, *arrays)
 
 
-def _forward(*args):
-    return _mix(*args), args[1:]
-
-
-def _backward(kernel, saved, gradient):
-    x_MD, weight_MU, expert_MU, experts = saved
-
-    def plain(x_MD, weight_MU, experts):
-        return _plain(x_MD, weight_MU, expert_MU, experts, kernel.config)
-
-    x_gradient, weight_gradient, experts_gradient = jax.vjp(plain, x_MD, weight_MU, experts)[1](gradient)
-    return x_gradient, weight_gradient, None, experts_gradient
-
-
-_mix.defvjp(_forward, _backward)
+def _by_kernel(x_MD, weight_MU, expert_MU, experts: Params, impl: str, config: ModelConfig) -> jax.Array:
+    args = (x_MD, weight_MU, expert_MU, *_matrices(experts))
+    of_model = dict(activation=activation(config), num_experts=config.num_experts)
+    return kernels_pallas.run_kernel(impl, "gated_experts", *args, **of_model)
 
 
 def _tiles_are_faster(choices: int, config: ModelConfig) -> bool:

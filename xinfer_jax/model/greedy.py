@@ -1,5 +1,8 @@
 """The most likely token: from logits, or straight from hidden states by a GPU kernel without logits."""
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,7 +12,7 @@ import kernels_pallas
 from ..config.model_config import ModelConfig
 from ..sharding import abstract_mesh_of
 from ..weights.params import Params
-from ..weights.quantized_weights import is_quantized
+from ..weights.quantized_weights import Int8Weight, is_quantized
 from .attention import select_kernel
 from .decoder import lm_head, rotate_for_head
 from .layers import linear, soft_cap
@@ -29,9 +32,21 @@ def argmax(logits_BV: jax.Array, impl: str | None = None) -> jax.Array:
 def can_fuse_head(params: Params, hidden_BD: jax.Array, impl: str | None) -> bool:
     """Whether `greedy_tokens` may run a kernel."""
     leaf = lm_head(params)
-    if "bias" in leaf or is_quantized(leaf["weight"]) or abstract_mesh_of(leaf):
+    if "bias" in leaf or abstract_mesh_of(leaf):
         return False
-    return select_kernel("lm_head_argmax", impl, hidden_BD, leaf["weight"]).impl != "xla"
+    selection = select_head_kernel(impl, hidden_BD, leaf["weight"])
+    return selection is not None and selection.impl != "xla"
+
+
+def select_head_kernel(impl: str | None, hidden_BD: Any, weight: Any) -> kernels_pallas.Selection | None:
+    """The implementation of `greedy_tokens` without a bias; None: no kernel is for such a weight under any
+    name.
+    """
+    if not is_quantized(weight):
+        return select_kernel("lm_head_argmax", impl, hidden_BD, weight)
+    if not isinstance(weight, Int8Weight) or weight.int8_activations or hidden_BD.dtype == jnp.float32:
+        return None
+    return select_kernel("int8_head_argmax", impl, hidden_BD, weight.values)
 
 
 def greedy_tokens(
@@ -41,19 +56,23 @@ def greedy_tokens(
     weight = lm_head(params)["weight"]
     cap = config.final_logit_softcapping
     hidden_BD = rotate_for_head(hidden_BD, config)
-    chosen = select_kernel("lm_head_argmax", impl, hidden_BD, weight).impl
+    selection = select_head_kernel(impl, hidden_BD, weight)
+    assert selection is not None
 
-    def by_kernel(hidden_BD: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:  # [B], [B]
-        return kernels_pallas.run_kernel(chosen, "lm_head_argmax", hidden_BD, weight, soft_cap=cap)
+    def by_kernel(hidden_BD: jax.Array, weight: Any) -> tuple[jax.Array, jax.Array]:  # [B], [B]
+        run = partial(kernels_pallas.run_kernel, selection.impl, soft_cap=cap)
+        if isinstance(weight, Int8Weight):
+            return run("int8_head_argmax", hidden_BD, weight.values, weight.scale)
+        return run("lm_head_argmax", hidden_BD, weight)
 
-    def by_logits(hidden_BD: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:  # [B], [B]
+    def by_logits(hidden_BD: jax.Array, weight: Any) -> tuple[jax.Array, jax.Array]:  # [B], [B]
         logits_BV = soft_cap(linear(hidden_BD, {"weight": weight}, jnp.float32), cap)
         id_B = _argmax(logits_BV)
         return id_B, jnp.take_along_axis(jax.nn.log_softmax(logits_BV, -1), id_B[:, None], -1)[:, 0]
 
     if impl is not None:
         return by_kernel(hidden_BD, weight)
-    forms = {kernels_pallas.platform_of(chosen): by_kernel}
+    forms = {kernels_pallas.platform_of(selection.impl): by_kernel}
     return lax.platform_dependent(hidden_BD, weight, **forms, default=by_logits)
 
 

@@ -31,12 +31,14 @@ flag follow from the entry.
   vocabulary in 28 kernels. So `lax.platform_dependent` selects another order there: the candidates of all
   rows first (two sorts of about 3,100 numbers), and one branch, for everything that they do not serve. The
   tokens are the same, except where a sum of probabilities is within rounding of top-p. Compiled for H200, 1
-  or 64 rows: 15 launches and one predicate, with all settings 17; the logits are read twice (the candidates,
-  the log-probability), the tokens seen once (a quarter), with all settings the bias once. Without top-k a
-  threshold takes 8 passes over the logits' order and weights (two reads each) in 4 launches each. Rows
-  beyond 16 are processed and sampled there in groups of 16: 64 rows take 75 MiB of temporaries instead of
-  153, but as many times the launches. The logits that a token was sampled from are computed again where they
-  are recorded.
+  or 64 rows: 15 launches and one predicate, with all settings 17. A kernel reads the logits once, for the
+  candidates and the log-probability. It reads the tokens seen only of rows with a repetition penalty, and the
+  bias, which is as large as the logits, only of rows that have one (`Context.biased_B`). Without a kernel
+  (few logits, a mesh) XLA reads the logits twice, and all of the others. Without top-k a threshold takes 8
+  passes over the logits' order and weights (two reads each) in 4 launches each. Rows beyond 16 are processed
+  and sampled there in groups of 16: 64 rows take 75 MiB of temporaries instead of 153, but as many times the
+  launches. The logits that a token was sampled from are computed again where they are recorded. The
+  positions of draft tokens are rows there, all sampled at the same time, without that kernel.
 - The key of a draw is fold_in(fold_in(row key, position), purpose). It depends neither on the slot nor on the
   batch. Gumbel noise is computed here from random bits, so every jax version draws the same; a test has
   recorded bits.

@@ -24,6 +24,7 @@ class Context:
     count_BV: jax.Array | None  # int32: how often each token occurs in the answer
     history_BS: jax.Array | None  # int32: tokens of prompt and answer in order; None: not needed
     allowed_bits: jax.Array | None  # uint32 [B, ceil(V/32)]: bit v % 32 of word v // 32: v is allowed
+    biased_B: jax.Array | None = None  # bool: the row's `logit_bias` is not all zeros, so kernels read it
 
     def append_token(self, token_B: jax.Array, active_B: jax.Array) -> "Context":
         """Returns the context with a token appended to each active row."""
@@ -43,9 +44,53 @@ class Context:
             history_BS=history_BS,
         )
 
+    def append_tokens(self, token_BT: jax.Array, count_B: jax.Array) -> "Context":
+        """Returns the context with the first `count_B` of these tokens appended to each row."""
+        row_B1 = jnp.arange(len(token_BT))[:, None]
+        index_T = jnp.arange(token_BT.shape[1])
+        appended_BT = index_T < count_B[:, None]
+        history_BS = self.history_BS
+        if history_BS is not None:
+            at_BT = jnp.where(appended_BT, self.position_B[:, None] + index_T, history_BS.shape[1])
+            history_BS = jnp.asarray(history_BS).at[row_B1, at_BT].set(token_BT, mode="drop")
+        count_BV = self.count_BV
+        if count_BV is not None:
+            count_BV = jnp.asarray(count_BV).at[row_B1, token_BT].add(appended_BT.astype(jnp.int32))
+        return dataclasses.replace(
+            self,
+            position_B=self.position_B + count_B,
+            num_generated_B=self.num_generated_B + count_B,
+            seen_BV=jnp.asarray(self.seen_BV).at[row_B1, token_BT].max(appended_BT),
+            count_BV=count_BV,
+            history_BS=history_BS,
+        )
+
+    def at_draft_positions(self, draft_BT: jax.Array) -> "Context":
+        """Returns the contexts of T + 1 positions of each row, as B * (T + 1) rows: before its draft tokens,
+        after the first, …, after all. Arrays of the vocabulary are computed element by element: a compiler
+        can do it where they are read, and need not store them.
+        """
+        (B, T) = draft_BT.shape
+        rows = repeat_rows(self, T + 1)
+        draft_RT = jnp.repeat(draft_BT, T + 1, 0)
+        before_R = jnp.tile(jnp.arange(T + 1, dtype=jnp.int32), B)  # draft tokens before the position
+        token_V = jnp.arange(self.seen_BV.shape[1])
+        more_RV = jnp.int32(0)
+        for i in range(T):
+            occurs_RV = (draft_RT[:, i, None] == token_V) & (before_R > i)[:, None]
+            more_RV += occurs_RV.astype(jnp.int32)
+        count_RV = None if self.count_BV is None else rows.count_BV + more_RV
+        appended = rows.append_tokens(draft_RT, before_R)
+        return dataclasses.replace(appended, seen_BV=rows.seen_BV | (more_RV > 0), count_BV=count_RV)
+
     def reorder(self, index_B: jax.Array) -> "Context":
         """Returns a context whose row b is row index_B[b]."""
         return jax.tree.map(lambda leaf: leaf[index_B], self)
+
+
+def repeat_rows(tree: Any, times: int) -> Any:
+    """Returns a tree of arrays with so many copies of each row; the copies of a row are consecutive."""
+    return jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), times, 0), tree)
 
 
 def init_context(
@@ -71,4 +116,14 @@ def init_context(
         xp.zeros((B, V), np.int32) if full else None,
         history_BS,
         xp.full((B, -(-V // 32)), 2**32 - 1, np.uint32) if full else None,
+        _biased_rows(sampling_B.logit_bias) if full else None,
     )
+
+
+def _biased_rows(bias_BV: Any) -> Any:
+    """bool [B]: which rows have a bias."""
+    if not isinstance(bias_BV, np.ndarray):
+        return jnp.any(bias_BV != 0, -1)
+    if bias_BV.strides[0] == 0:  # one row for all
+        return np.repeat(np.any(bias_BV[:1] != 0, -1), len(bias_BV))
+    return np.any(bias_BV != 0, -1)

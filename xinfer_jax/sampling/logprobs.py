@@ -70,13 +70,9 @@ def record_alternatives(
         sampled_from: gives the logits that the tokens were sampled from; from `choose_tokens`.
         token_B: int32.
     """
-    if old.wanted_B is not None:  # top-k over the vocabulary is skipped where no row asked for it
-        wanted_B = old.wanted_B
-        old = dataclasses.replace(old, wanted_B=None)
-        wanted = jnp.any(wanted_B & (column_B < old.processed_BT.shape[1]))
+    if old.wanted_B is not None:
         args = column_B, logits_BV, sampled_from, token_B
-        recorded = lax.cond(wanted, lambda: record_alternatives(old, *args), lambda: old)
-        return dataclasses.replace(recorded, wanted_B=wanted_B)
+        return if_wanted(old, column_B, lambda old: record_alternatives(old, *args))
 
     def put(array: jax.Array, new: jax.Array) -> jax.Array:
         return jnp.asarray(array).at[jnp.arange(len(token_B)), column_B].set(new, mode="drop")
@@ -89,6 +85,21 @@ def record_alternatives(
     kept_BV = None if old.logits_BTV is None else logits_BV
     new = Alternatives(id_BA, logprob_BA, processed_id_BA, processed_BA, sampled_B, kept_BV)
     return jax.tree.map(put, old, new)
+
+
+def if_wanted(
+    old: Alternatives, column_B: jax.Array, record: Callable[[Alternatives], Alternatives]
+) -> Alternatives:
+    """`record(old)`, or `old` where no row that asked for alternatives has a column within the arrays: top-k
+    over the vocabulary is skipped. `record` gets alternatives that all rows want.
+    """
+    if old.wanted_B is None:
+        return record(old)
+    wanted_B = old.wanted_B
+    old = dataclasses.replace(old, wanted_B=None)
+    wanted = jnp.any(wanted_B & (column_B < old.processed_BT.shape[1]))
+    recorded = lax.cond(wanted, lambda: record(old), lambda: old)
+    return dataclasses.replace(recorded, wanted_B=wanted_B)
 
 
 def token_logprob_rows(

@@ -11,9 +11,10 @@ from kernels_pallas import match_varying_axes
 _TILE = 128  # numbers that are reduced first
 
 
+@jax.custom_jvp
 def logsumexp_in_one_pass(logits_BV: jax.Array) -> jax.Array:
     """float32 [B]: `logsumexp` of each row, by a reduction of pairs: the largest logit, and the sum of the
-    exponentials of logits relative to it.
+    exponentials of logits relative to it. jax cannot differentiate such a reduction.
     """
 
     def finite(largest):
@@ -30,6 +31,12 @@ def logsumexp_in_one_pass(logits_BV: jax.Array) -> jax.Array:
     logits_BIJ = _in_tiles(logits_BV, -jnp.inf)
     largest_B, sum_B = reduce(reduce([logits_BIJ, jnp.ones_like(logits_BIJ)], 2), 1)
     return finite(largest_B) + jnp.log(sum_B)
+
+
+@logsumexp_in_one_pass.defjvp
+def _logsumexp_jvp(primals, tangents):
+    (logits_BV,) = primals
+    return logsumexp_in_one_pass(logits_BV), (jax.nn.softmax(logits_BV, -1) * tangents[0]).sum(-1)
 
 
 def threshold_by_digits(order_BV: jax.Array, weight_BV: jax.Array, least_B: jax.Array) -> jax.Array:

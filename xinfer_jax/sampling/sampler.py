@@ -1,5 +1,6 @@
 """From logits to tokens: `sample_tokens`, and its three stages."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,18 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import kernels_pallas
 from kernels_pallas import match_varying_axes
+from kernels_pallas.reference import LOGITS_GROUP
 
 from ..model.greedy import argmax
-from ..sharding import abstract_mesh_of, sharded_top_k
+from ..sharding import abstract_mesh_of, sharded_top_k, top_k_of_groups
 from . import processors
 from .batched_settings import has_all_settings
-from .context import Context
+from .context import Context, repeat_rows
 from .random_keys import DRAW_TOKEN, draw_key, gumbel_noise
 from .reductions import logsumexp_in_one_pass
 from .sampling_config import SamplingConfig
 
 _NUM_CANDIDATES = processors.FEW  # tokens that are sampled from where top-k keeps fewer
+_FEW_LOGITS = 4096  # so many are summarized without a kernel
 _GROUP = 16  # rows that GPUs sample from the whole vocabulary at the same time
 _MIN_TEMPERATURE = 1e-30  # logits divided by less would overflow float32
 
@@ -39,14 +43,14 @@ def sample_tokens(
         key_B: one key per row.
         sampling_B: from `settings_per_row`.
         context: state of the logits processors. Random numbers depend only on its `position_B` and the key.
-        impl: implementation of the argmax.
+        impl: implementation of the argmax, and of the pass over the logits on GPUs.
 
     Returns:
         Tokens, int32 [B]; their log-probabilities before any processor, float32 [B]; and the logits [B, V]
         that they were sampled from.
     """
-    token_B, sampled_from = choose_tokens(logits_BV, key_B, sampling_B, context, impl)
-    return token_B, token_logprobs(logits_BV, token_B), sampled_from()
+    token_B, logprobs, sampled_from = choose_tokens(logits_BV, key_B, sampling_B, context, impl)
+    return token_B, logprobs(token_B), sampled_from()
 
 
 def choose_tokens(
@@ -55,29 +59,61 @@ def choose_tokens(
     sampling_B: SamplingConfig,
     context: Context,
     impl: str | None = None,
-) -> tuple[jax.Array, Callable[[], jax.Array]]:
+) -> tuple[jax.Array, Callable[[jax.Array], jax.Array], Callable[[], jax.Array]]:
     """`sample_tokens` without the log-probabilities. Its two forms give the same tokens, except where a sum
     of probabilities is within rounding of top-p.
 
     Returns:
-        Tokens, int32 [B]; and a function that gives the logits [B, V] that they were sampled from, to be
-        called in the branch that needs them. GPUs compute them there: a step need not write them.
+        Tokens, int32 [B]; a function that gives the log-probabilities of tokens before any processor, for
+        which GPUs read the logits no second time; and one that gives the logits [B, V] that the tokens were
+        sampled from, to be called in the branch that needs them. GPUs compute them there: a step need not
+        write them.
     """
-    in_branches = partial(_choose_in_branches, impl=impl)
     args = logits_BV, key_B, sampling_B, context
-    token_B, taken_BV = lax.platform_dependent(*args, cuda=_choose_in_one_branch, default=in_branches)
+    token_B, taken_BV, logsumexp_B = lax.platform_dependent(
+        *args, cuda=partial(_choose_in_one_branch, impl=impl), default=partial(_choose_in_branches, impl=impl)
+    )
+
+    def logprobs(token_B: jax.Array) -> jax.Array:
+        known_B = lax.platform_dependent(
+            logsumexp_B, logits_BV, cuda=lambda known_B, _: known_B, default=lambda _, x_BV: _logsumexp(x_BV)
+        )
+        return _at_token(logits_BV, token_B) - known_B
 
     def sampled_from() -> jax.Array:
         return lax.platform_dependent(
-            taken_BV, *args, cuda=_logits_in_groups, default=lambda taken_BV, *_: taken_BV
+            taken_BV,
+            *args,
+            cuda=lambda _, *args: sampled_from_in_groups(*args),
+            default=lambda x_BV, *_: x_BV,
         )
 
-    return token_B, sampled_from
+    return token_B, logprobs, sampled_from
+
+
+def choose_at_draft_positions(
+    logits_BTV: jax.Array, key_B: jax.Array, sampling_B: SamplingConfig, context: Context, draft_BT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`choose_tokens` of GPUs for T positions of each row at the same time, as B * T rows: before its T - 1
+    draft tokens, after the first, …, after all. Returns tokens, int32 [B, T], and their log-probabilities
+    before any processor, float32 [B, T]. No kernel reads the logits: it would need a bias and the tokens seen
+    of each position in memory.
+    """
+    (_, T, V) = logits_BTV.shape
+
+    def as_rows(logits_BTV, key_B, sampling_B, context, draft_BT):
+        repeated = repeat_rows((key_B, sampling_B), T)
+        return logits_BTV.reshape(-1, V), *repeated, context.at_draft_positions(draft_BT)
+
+    arrays = logits_BTV, key_B, sampling_B, context, draft_BT
+    token_R, logsumexp_R = _choose_of_rows(as_rows, max(1, _GROUP // T), "xla", *arrays)
+    logprob_R = _at_token(logits_BTV.reshape(-1, V), token_R) - logsumexp_R
+    return token_R.reshape(-1, T), logprob_R.reshape(-1, T)
 
 
 def _choose_in_branches(logits_BV, key_B, sampling_B, context, impl):
     """`choose_tokens` where branches are free: what no row needs is skipped. A batch of plain greedy rows
-    takes the argmax and nothing else.
+    takes the argmax and nothing else. Returns zeros in place of the logsumexp.
     """
 
     def processed() -> tuple[jax.Array, jax.Array]:
@@ -92,31 +128,85 @@ def _choose_in_branches(logits_BV, key_B, sampling_B, context, impl):
         return lax.cond(all_greedy(sampling_B), lambda: (argmax(processed_BV, impl), processed_BV), sampled)
 
     plain_greedy = is_plain_greedy(sampling_B)
-    return lax.cond(plain_greedy, lambda: (argmax(logits_BV, impl), logits_BV), processed)
+    token_B, taken_BV = lax.cond(plain_greedy, lambda: (argmax(logits_BV, impl), logits_BV), processed)
+    return token_B, taken_BV, match_varying_axes(jnp.zeros(len(logits_BV)), logits_BV)
 
 
-def _choose_in_one_branch(logits_BV, key_B, sampling_B, context):
-    """`choose_tokens` for GPUs, where the host waits for the predicate of each branch. There is one: whether
-    all rows are sampled from their candidates, by processors that cost no pass over the logits of their own.
-    Returns the logits as they are in place of those that the tokens were sampled from.
+def _choose_in_one_branch(logits_BV, key_B, sampling_B, context, impl):
+    """`choose_tokens` for GPUs. Returns the logits as they are in place of those that the tokens were sampled
+    from, and their logsumexp.
     """
-    rest = key_B, sampling_B, context.position_B
-    token_B, _, common_B = _sample_candidates(_bias_and_repeat(logits_BV, sampling_B, context), *rest)
+    arrays = logits_BV, key_B, sampling_B, context
+    token_B, logsumexp_B = _choose_of_rows(lambda *arrays: arrays, _GROUP, impl, *arrays)
+    return token_B, logits_BV, logsumexp_B
+
+
+def _choose_of_rows(
+    as_rows: Callable, group: int, impl: str | None, *arrays: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The tokens of the rows `as_rows(*arrays)`: logits, keys, settings and context; and the logsumexp of
+    these logits. On GPUs the host waits for the predicate of each branch. There is one: whether all rows are
+    sampled from their candidates, by processors that cost no pass over the logits of their own. The other
+    branch makes the rows of `group` entries of the arrays after the others.
+    """
+    logits_BV, key_B, sampling_B, context = as_rows(*arrays)
+    (candidates_BA, index_BA), logsumexp_B = _summarize_logits(logits_BV, sampling_B, context, impl)
+    rest = key_B, sampling_B, context.position_B, logits_BV.shape[1]
+    token_B, _, common_B = _sample_candidates(candidates_BA, index_BA, *rest)
+    common_B &= jnp.isfinite(logsumexp_B)  # a kernel may miss that logits are NaN
     if has_all_settings(sampling_B):
         common_B &= ~_uses_other_processors(sampling_B, context)
 
     def from_all() -> jax.Array:
-        drawn_B = _in_groups(
-            lambda *rows: _process_and_sample(*rows)[0], logits_BV, key_B, sampling_B, context
-        )
+        drawn_B = _in_groups(lambda *arrays: _process_and_sample(*as_rows(*arrays))[0], group, *arrays)
         return jnp.where(common_B, token_B, drawn_B)
 
-    return lax.cond(jnp.all(common_B), lambda: token_B, from_all), logits_BV
+    return lax.cond(jnp.all(common_B), lambda: token_B, from_all), logsumexp_B
 
 
-def _logits_in_groups(_, logits_BV, key_B, sampling_B, context):
-    """The logits that `_choose_in_one_branch` samples from."""
-    return _in_groups(lambda *rows: _process_and_sample(*rows)[1], logits_BV, key_B, sampling_B, context)
+def _summarize_logits(logits_BV, sampling_B, context, impl):
+    """The candidates among the logits with bias and repetition penalty, as `sharded_top_k` returns them; and
+    the logsumexp of the logits as they are.
+    """
+    V = logits_BV.shape[1]
+    chosen = "xla"
+    if V > _FEW_LOGITS and abstract_mesh_of(logits_BV) is None:
+        chosen = kernels_pallas.select("summarize_logits", impl, logits_BV).impl
+    if chosen == "xla":
+        logsumexp_B = (
+            _logsumexp(logits_BV) if abstract_mesh_of(logits_BV) else logsumexp_in_one_pass(logits_BV)
+        )
+        return _top_candidates(_bias_and_repeat(logits_BV, sampling_B, context)), logsumexp_B
+    bias = ()
+    if has_all_settings(sampling_B):
+        bias = sampling_B.logit_bias, context.biased_B
+    args = logits_BV, sampling_B.repetition_penalty, context.seen_BV, *bias
+    largest_BQ, logsumexp_B = kernels_pallas.run_kernel(chosen, "summarize_logits", *args)
+
+    def processed_at(index_BI: jax.Array) -> jax.Array:
+        def take(x_BV):
+            return jnp.take_along_axis(jnp.asarray(x_BV), index_BI, -1)
+
+        sampling = sampling_B
+        if bias:
+            sampling = dataclasses.replace(sampling_B, logit_bias=take(sampling_B.logit_bias))
+        seen = dataclasses.replace(context, seen_BV=take(context.seen_BV))
+        return _bias_and_repeat(take(logits_BV), sampling, seen)
+
+    count = min(_NUM_CANDIDATES, V)
+    return top_k_of_groups(largest_BQ, processed_at, LOGITS_GROUP, V, count), logsumexp_B
+
+
+def _top_candidates(processed_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return sharded_top_k(processed_BV, min(_NUM_CANDIDATES, processed_BV.shape[1]))
+
+
+def sampled_from_in_groups(
+    logits_BV: jax.Array, key_B: jax.Array, sampling_B: SamplingConfig, context: Context
+) -> jax.Array:
+    """The logits [B, V] that GPUs sample from."""
+    arrays = logits_BV, key_B, sampling_B, context
+    return _in_groups(lambda *rows: _process_and_sample(*rows)[1], _GROUP, *arrays)
 
 
 def _process_and_sample(logits_BV, key_B, sampling_B, context):
@@ -124,36 +214,45 @@ def _process_and_sample(logits_BV, key_B, sampling_B, context):
     return _sample_rows(processed_BV, key_B, sampling_B, context.position_B)
 
 
-def _in_groups(function: Callable, *rows: Any) -> jax.Array:
-    """`function` of some rows after the others, so that its temporaries are those of few rows. Groups are of
-    equal size: the last one may repeat rows of the one before.
+def _in_groups(function: Callable, size: int, *rows: Any) -> jax.Array:
+    """`function` of some rows after the others, so that its temporaries are those of few rows. It may make
+    several rows of each. Groups are of equal size: the last one may repeat rows of the one before.
     """
-    (B, _) = rows[0].shape
-    if B <= _GROUP or abstract_mesh_of(rows[0]) is not None:
+    B = len(rows[0])
+    if B <= size or abstract_mesh_of(rows[0]) is not None:
         return function(*rows)
 
     rows = jax.tree.map(jnp.asarray, rows)
 
     def group(i):
-        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first(i), _GROUP), rows)
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first(i), size), rows)
 
     def first(i):
-        return jnp.minimum(i * _GROUP, B - _GROUP)
-
-    def put(i, out):
-        return lax.dynamic_update_slice_in_dim(out, function(*group(i)), first(i), 0)
+        return jnp.minimum(i * size, B - size)
 
     shape = jax.eval_shape(lambda: function(*group(0)))
-    zeros = match_varying_axes(jnp.zeros((B, *shape.shape[1:]), shape.dtype), rows)
-    return lax.fori_loop(0, -(-B // _GROUP), put, zeros)
+    times = shape.shape[0] // size
+
+    def put(i, out):
+        return lax.dynamic_update_slice_in_dim(out, function(*group(i)), first(i) * times, 0)
+
+    zeros = match_varying_axes(jnp.zeros((B * times, *shape.shape[1:]), shape.dtype), rows)
+    return lax.fori_loop(0, -(-B // size), put, zeros)
 
 
 def token_logprobs(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
     """float32 [B]: the log-probability of each row's token."""
-    logsumexp = partial(jax.nn.logsumexp, axis=-1)
-    in_one_pass = logsumexp if abstract_mesh_of(logits_BV) else logsumexp_in_one_pass
-    logsumexp_B = lax.platform_dependent(logits_BV, cuda=in_one_pass, default=logsumexp)
-    return logits_BV[jnp.arange(len(token_B)), token_B] - logsumexp_B
+    in_one_pass = _logsumexp if abstract_mesh_of(logits_BV) else logsumexp_in_one_pass
+    logsumexp_B = lax.platform_dependent(logits_BV, cuda=in_one_pass, default=_logsumexp)
+    return _at_token(logits_BV, token_B) - logsumexp_B
+
+
+def _logsumexp(logits_BV: jax.Array) -> jax.Array:
+    return jax.nn.logsumexp(logits_BV, axis=-1)
+
+
+def _at_token(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
+    return logits_BV[jnp.arange(len(token_B)), token_B]
 
 
 def _sample_rows(processed_BV, key_B, sampling_B, position_B):
@@ -163,7 +262,9 @@ def _sample_rows(processed_BV, key_B, sampling_B, position_B):
     whole vocabulary. The path depends only on the row, so other rows cannot change its bits.
     """
     rest = key_B, sampling_B, position_B
-    token_B, taken_BV, valid_B = _sample_candidates(processed_BV, *rest)
+    (_, V) = processed_BV.shape
+    token_B, kept, valid_B = _sample_candidates(*_top_candidates(processed_BV), *rest, V)
+    taken_BV = _logits_kept(processed_BV, sampling_B, *kept)
 
     def from_all() -> tuple[jax.Array, jax.Array]:
         drawn_B, warped_BV = _sample_from_all(processed_BV, *rest)
@@ -172,12 +273,10 @@ def _sample_rows(processed_BV, key_B, sampling_B, position_B):
     return lax.cond(jnp.all(valid_B), lambda: (token_B, taken_BV), from_all)
 
 
-def _sample_candidates(processed_BV, key_B, sampling_B, position_B):
-    """A token of each row from its A largest logits; the logits [B, V] that it was sampled from; and the rows
-    for which this is valid: those that keep no other token.
+def _sample_candidates(candidates_BA, index_BA, key_B, sampling_B, position_B, V):  # noqa: PLR0913
+    """A token of each row from its A largest logits; the largest of these, and the smallest and the largest
+    that the row keeps, each [B, 1]; and the rows for which this is valid: those that keep no other token.
     """
-    V = processed_BV.shape[1]
-    candidates_BA, index_BA = sharded_top_k(processed_BV, min(_NUM_CANDIDATES, V))
     # max and min, not the first and the last: with those XLA would sort the whole vocabulary.
     largest_B1 = jnp.max(candidates_BA, -1, keepdims=True)
     greedy_B = sampling_B.temperature <= 0
@@ -190,12 +289,19 @@ def _sample_candidates(processed_BV, key_B, sampling_B, position_B):
     valid_B &= jnp.isfinite(largest_B1[:, 0])
     warped_BA = warp_logits(candidates_BA, sampling_B, largest_B1)
     token_B = draw_tokens(warped_BA, key_B, sampling_B, position_B, index_BA, V)
-    kept_BA = warped_BA > -jnp.inf  # all logits between the smallest and the largest of these
+    kept_BA = warped_BA > -jnp.inf
     lowest_B1 = jnp.min(jnp.where(kept_BA, candidates_BA, jnp.inf), -1, keepdims=True)
     highest_B1 = jnp.max(jnp.where(kept_BA, candidates_BA, -jnp.inf), -1, keepdims=True)
+    return token_B, (largest_B1, lowest_B1, highest_B1), valid_B
+
+
+def _logits_kept(processed_BV, sampling_B, largest_B1, lowest_B1, highest_B1):
+    """The logits [B, V] that a token of the candidates is sampled from: those from the lowest to the highest
+    one that is kept.
+    """
     kept_BV = (processed_BV >= lowest_B1) & (processed_BV <= highest_B1)
     warped_BV = jnp.where(kept_BV, _scaled(processed_BV, sampling_B, largest_B1), -jnp.inf)
-    return token_B, jnp.where(greedy_B[:, None], processed_BV, warped_BV), valid_B
+    return jnp.where((sampling_B.temperature <= 0)[:, None], processed_BV, warped_BV)
 
 
 def _sample_from_all(processed_BV, key_B, sampling_B, position_B):
