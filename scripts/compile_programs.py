@@ -1,15 +1,20 @@
-"""Compiles the library's own programs for NVIDIA GPUs on a machine without a GPU, and counts what they do.
+"""Compiles the library's own programs for NVIDIA GPUs and TPUs on a machine without them, and counts what they
+do.
 
     pip install 'jax[cuda13-local]' nvidia-cuda-nvcc      # the CUDA plug-in and ptxas; no driver is needed
     python scripts/compile_programs.py --target=h200 --model=qwen2.5-7b --rows=8 --program=decode,sampled
     python scripts/compile_programs.py --target=a100 --program=kernels --only=prefill
+    pip install 'jax[tpu]'                                # libtpu
+    python scripts/compile_programs.py --target=v6e --model=qwen2.5-7b --rows=8 --program=decode,prefill
 
 Of one decode step, or one call of another program, it prints bytes in device memory, launched kernels,
 copies and gathers of whole weights or caches, loops of unknown trip count, predicates that the host waits
 for, temporaries and collectives: per layer, beside the layers, and for the model. Figures per layer are
 differences of two depths. `kernels` are all Pallas kernels, each alone: registers, spills, memory and
-instructions. Prints tables, and one JSON object as the last line. Exit code 1: a kernel spills, or lacks the
-instructions for which it was written; 2: the plug-in or ptxas is missing.
+instructions. Of a TPU it prints bytes of HBM, padding included, and an estimate of the time by kind of
+operation (`tpu/tpu_counts.py` says how), too. Prints tables, and one JSON object as the last line. Exit code
+1: a kernel spills, or lacks the instructions for which it was written; 2: the plug-in, ptxas or libtpu is
+missing.
 """
 
 from launcher import InputError, start
@@ -26,6 +31,8 @@ from machine_code import dump_settings, find_ptxas, ptxas_version
 
 DUMP = tempfile.mkdtemp()
 os.environ |= {"JAX_PLATFORMS": "cpu"} | dump_settings(DUMP)  # before jax is imported
+# libtpu looks for no TPU, and does not mind other processes that compile.
+os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -36,12 +43,14 @@ from gpu_specs import CARDS  # noqa: E402
 from model_shapes import SHAPES, hf_config  # noqa: E402
 from program_report import MIB, report  # noqa: E402
 from programs import PROGRAMS, ProgramJob  # noqa: E402
+from tpu_report import print_report as print_tpu_report, report as tpu_report  # noqa: E402
+from tpu_specs import TPUS  # noqa: E402
 
 from xinfer_jax.cache.quantized_kv import KV_BITS  # noqa: E402
 from xinfer_jax.checks import check_integer  # noqa: E402
 from xinfer_jax.config.model_config import from_hf  # noqa: E402
 
-TARGET = flags.DEFINE_enum("target", "h200", [*CARDS], "GPU to compile for.")
+TARGET = flags.DEFINE_enum("target", "h200", [*CARDS, *TPUS], "GPU or TPU to compile for.")
 MODEL = flags.DEFINE_string(
     "model", "qwen2.5-0.5b", f"A directory with config.json, or one of {', '.join(SHAPES)}."
 )
@@ -53,13 +62,15 @@ ROWS = flags.DEFINE_integer("rows", 1, "Rows; a power of two.")
 CAPACITY = flags.DEFINE_integer("capacity", 4096, "Tokens that a row can hold.")
 LENGTH = flags.DEFINE_integer("length", 1024, "Valid tokens of each row after the step; of a prompt: all.")
 LAYERS = flags.DEFINE_list(
-    "layers", None, "Two depths; default: 2 and 4 times the period of the layers' kinds."
+    "layers",
+    None,
+    "Two depths; default: 2 and 4 times the period of the layers' kinds, on TPUs what is more than VMEM holds.",
 )
 PROGRAM = flags.DEFINE_list("program", ["decode"], f"Any of {', '.join(PROGRAMS)}; or kernels.")
 ONLY = flags.DEFINE_string("only", "", "Of kernels: compile those whose names contain this text.")
 SAMPLED = flags.DEFINE_bool("sampled", False, "The rows of an engine sample; else they are greedy.")
 DRAFT_TOKENS = flags.DEFINE_integer("draft_tokens", 0, "Draft tokens of an engine's step.")
-VERBOSE = flags.DEFINE_bool("largest", False, "Print the launches that move the most bytes.")
+VERBOSE = flags.DEFINE_bool("largest", False, "Print the launches that move the most bytes, or take longest.")
 
 
 def main(argv: list[str]) -> None:
@@ -67,15 +78,7 @@ def main(argv: list[str]) -> None:
         raise InputError(f"--program knows {', '.join(PROGRAMS)}, kernels, got {unknown.pop()!r}")
     if jax.__version_info__ < (0, 12):
         raise InputError(f"jax {jax.__version__} does not compile all programs without a device: needs 0.12")
-    if not find_ptxas():
-        raise InputError("no ptxas: pip install nvidia-cuda-nvcc, or put CUDA's bin on the PATH")
-    card = CARDS[TARGET.value]
-    try:
-        card.mesh()
-    except Exception as error:  # a missing or foreign plug-in may raise anything
-        raise InputError(
-            f"no CUDA plug-in that compiles without a device ({error}): pip install 'jax[cuda13-local]'"
-        ) from error
+    check_target()
     try:
         results = [figures(program) for program in PROGRAM.value]
     finally:
@@ -85,6 +88,26 @@ def main(argv: list[str]) -> None:
     programs = [result for result in results if result]
     print(json.dumps({"jax": jax.__version__, **settings, "kernels": kernels, "programs": programs}))
     sys.exit(int(any(kernel["spill_bytes"] or not kernel.get("as_written", True) for kernel in kernels)))
+
+
+def check_target() -> None:
+    """Raises an `InputError` if this machine cannot compile for --target."""
+    if TARGET.value in TPUS:
+        if "kernels" in PROGRAM.value:
+            raise InputError("--program=kernels compiles kernels for GPUs only: name a program")
+        try:
+            TPUS[TARGET.value].mesh()
+        except Exception as error:  # a missing or foreign plug-in may raise anything
+            raise InputError(f"no libtpu that compiles without a TPU ({error}): pip install 'jax[tpu]'") from error
+        return
+    if not find_ptxas():
+        raise InputError("no ptxas: pip install nvidia-cuda-nvcc, or put CUDA's bin on the PATH")
+    try:
+        CARDS[TARGET.value].mesh()
+    except Exception as error:  # a missing or foreign plug-in may raise anything
+        raise InputError(
+            f"no CUDA plug-in that compiles without a device ({error}): pip install 'jax[cuda13-local]'"
+        ) from error
 
 
 def figures(program: str) -> dict:
@@ -98,6 +121,11 @@ def figures(program: str) -> dict:
         f"\n{MODEL.value} for {TARGET.value}: weights {WEIGHTS.value}, cache {CACHE.value}, {job.rows} rows"
         f" of {job.length:,} tokens, capacity {job.capacity:,}, jax {jax.__version__}"
     )
+    if TARGET.value in TPUS:
+        tpu = TPUS[TARGET.value]
+        result = tpu_report(job, WEIGHTS.value, program, tpu, depths)
+        print_tpu_report(result, tpu, VERBOSE.value)
+        return result | {"compiled": []}
     result = report(job, WEIGHTS.value, program, CARDS[TARGET.value], DUMP, depths)
     print_report(result)
     return result

@@ -42,10 +42,16 @@ class Observer:
 class Evaluator:
     """Evaluates jaxprs."""
 
-    def __init__(self, observer: Observer, one_step: bool = False):
-        """one_step: outermost loops, those over decode steps, end after one iteration."""
+    def __init__(self, observer: Observer, one_step: bool = False, platform: str = "cuda"):
+        """
+        Args:
+            observer: hears of branches, loops and kernels.
+            one_step: outermost loops, those over decode steps, end after one iteration.
+            platform: whose branch of `lax.platform_dependent` runs.
+        """
         self._observer = observer
         self._one_step = one_step
+        self._platform = platform
         self.steps = 0  # equations so far
         self._prepared: dict[int, Any] = {}
 
@@ -99,7 +105,7 @@ class Evaluator:
         platforms = equation.params.get("branches_platforms")
         index = None if values[0] is None else int(values[0])
         if platforms is not None:  # of `lax.platform_dependent`: the compiled text has no conditional
-            index = next(i for i, names in enumerate(platforms) if names is None or "cuda" in names)
+            index = next(i for i, names in enumerate(platforms) if names is None or self._platform in names)
         else:
             self._observer.on_branch(place_of(equation, path), index)
         if index is None:

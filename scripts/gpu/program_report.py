@@ -150,7 +150,7 @@ def report(  # noqa: PLR0913
     period = layer_period(full.config)
     depths = depths or (2 * period, 4 * period)
     few, more = (
-        compile_program(_at_depth(full, weights, n, mesh), program, card, mesh, folder) for n in depths
+        compile_program(at_depth(full, weights, n, mesh), program, card, mesh, folder) for n in depths
     )
     layers = full.config.num_hidden_layers
     between = more.layers - few.layers
@@ -197,7 +197,8 @@ def report(  # noqa: PLR0913
     return result
 
 
-def _at_depth(full: ProgramJob, weights: str, count: int, mesh: Mesh) -> ProgramJob:
+def at_depth(full: ProgramJob, weights: str, count: int, mesh: Mesh) -> ProgramJob:
+    """The job of a model with its first layers only."""
     config = with_layers(full.config, count)
     params = device_weights(Job(config, weights, full.cache_dtype, full.rows, full.capacity, full.chunk), 1)
     return dataclasses.replace(full, config=config, params=to_shapes(params, mesh))

@@ -1,0 +1,329 @@
+"""Counts what a compiled TPU program does, from its text, and estimates its time.
+
+The time of an operation is the larger of its cycles, as XLA schedules them, by the clock, and its bytes of HBM
+by the bandwidth; of a Pallas kernel, which XLA gives no cycles, of its products by the matrix rate. Copies
+between HBM and VMEM that run beside operations ("copy-start") take their turn at HBM: an operation that needs
+HBM waits for those that started before it, and "copy-done" waits for its own. Nothing is assumed of the time
+to start an operation beyond what XLA's cycles have.
+"""
+
+import dataclasses
+from collections import Counter, defaultdict
+from typing import Any, NamedTuple
+
+from fusion_bytes import results
+from hbm_bytes import hbm_bytes, updates_an_operand
+from hlo_text import Array, Computation, Instruction, Module
+from program_counts import COLLECTIVES, COPIES, FREE, Choices, Unknown
+from tile_bytes import is_in_hbm
+from tpu_specs import Tpu
+
+PALLAS = "tpu_custom_call"
+_FREE_TARGETS = ("ConcatBitcast", "AllocateBuffer", "AssumeGatherIndicesInBound")
+_KINDS = (  # of a fusion: the first operation that it contains
+    ("convolution", "product"), ("dot", "product"), ("scatter", "scatter"), ("gather", "gather"), ("sort", "sort"),
+    ("reduce", "reduce"), ("reduce-window", "reduce"), ("dynamic-update-slice", "update"),
+)  # fmt: skip
+
+
+class KernelWork(NamedTuple):
+    """What a Pallas kernel does in one call."""
+
+    flop: float  # of products of floats
+    int8_ops: float
+    dma: tuple[float, ...]  # bytes moved of each operand, then of each result
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation that the program runs."""
+
+    name: str
+    kind: str
+    op_name: str
+    times: float
+    read: float  # bytes of HBM, of one run
+    written: float
+    alone: float  # seconds of one run, if nothing runs beside it
+    seconds: float  # by which one run makes the program longer
+    copied: tuple[Array, ...]  # results that are copied, gathered or converted whole
+    declared: bool = False  # a Pallas kernel of which only operands and results are known
+
+    @property
+    def bytes(self) -> float:
+        return self.times * (self.read + self.written)
+
+
+@dataclasses.dataclass
+class TpuCounts:
+    """What one run of a program, or of a part of it, does."""
+
+    operations: list[Operation] = dataclasses.field(default_factory=list)
+    unknown_loops: list[str] = dataclasses.field(default_factory=list)
+    unknown_branches: list[str] = dataclasses.field(default_factory=list)  # the shorter one is counted
+    collectives: Counter = dataclasses.field(default_factory=Counter)
+
+    @property
+    def bytes(self) -> float:
+        return sum(operation.bytes for operation in self.operations)
+
+    @property
+    def seconds(self) -> float:
+        return sum(operation.times * operation.seconds for operation in self.operations)
+
+    @property
+    def seconds_apart(self) -> float:
+        """The sum of the times of all operations, as if none ran beside another."""
+        return sum(operation.times * operation.alone for operation in self.operations)
+
+    @property
+    def launches(self) -> float:
+        return sum(operation.times for operation in self.operations if operation.kind != "wait")
+
+    @property
+    def by_kind(self) -> dict[str, tuple[float, float, float]]:
+        """How often, bytes and seconds of each kind of operation."""
+        found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        for operation in self.operations:
+            of_kind = found[operation.kind]
+            of_kind[0] += operation.times
+            of_kind[1] += operation.bytes
+            of_kind[2] += operation.times * operation.seconds
+        return {kind: (times, size, seconds) for kind, (times, size, seconds) in found.items()}
+
+    def add(self, other: "TpuCounts", times: float = 1) -> None:
+        self.operations += [dataclasses.replace(o, times=o.times * times) for o in other.operations]
+        self.unknown_loops += other.unknown_loops
+        self.unknown_branches += other.unknown_branches
+        for kind, count in other.collectives.items():
+            self.collectives[kind] += count * times
+
+
+@dataclasses.dataclass
+class _Timeline:
+    """The operations of a computation one after the other, and HBM, which serves in their order."""
+
+    now: float = 0
+    hbm_free: float = 0
+    ends: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def run(self, busy: float, memory: float) -> float:
+        """Seconds until an operation has ended."""
+        end = self.now + busy
+        if memory:
+            self.hbm_free = max(self.hbm_free, self.now) + memory
+            end = max(end, self.hbm_free)
+        seconds = end - self.now
+        self.now = end
+        return seconds
+
+    def start(self, name: str, memory: float) -> None:
+        """A copy starts."""
+        self.hbm_free = max(self.hbm_free, self.now) + memory
+        self.ends[name] = self.hbm_free
+
+    def wait(self, name: str) -> float:
+        """Seconds until a copy has ended."""
+        seconds = max(0.0, self.ends.get(name, 0) - self.now)
+        self.now += seconds
+        return seconds
+
+    def pass_time(self, seconds: float, memory: float) -> None:
+        """A loop or branch runs, in which HBM is busy for a part of the time."""
+        self.hbm_free = max(self.hbm_free, self.now) + memory
+        self.now += seconds
+
+
+class TpuCounter:
+    """Counts the parts of a module."""
+
+    def __init__(self, module: Module, tpu: Tpu, choices: Choices | None = None):
+        self._module = module
+        self._tpu = tpu
+        self._choices = choices or Unknown()
+        self._found: dict[str, TpuCounts] = {}
+
+    def step_and_around(self) -> tuple[TpuCounts, TpuCounts]:
+        """Counts of one iteration of the outermost loop, and of what runs before and after it.
+
+        Raises:
+            ValueError: the program has no loop of unknown trip count.
+        """
+        entry = self._module.computations[self._module.entry]
+        loops = [i for i in entry.instructions if i.opcode == "while" and i.trip_count is None]
+        if not loops:
+            raise ValueError("the program has no loop of unknown trip count")
+        main = max(loops, key=lambda i: len(self._module.computations[i.called("body")].instructions))
+        step = TpuCounts()
+        for key in ("condition", "body"):
+            step.add(self.of(main.called(key)))
+        return step, self._of_computation(entry, without=main.name)
+
+    def whole(self) -> TpuCounts:
+        """Counts of a run of the module."""
+        return self.of(self._module.entry)
+
+    def of(self, name: str) -> TpuCounts:
+        """Counts of one run of a computation."""
+        if name not in self._found:
+            self._found[name] = self._of_computation(self._module.computations[name])
+        return self._found[name]
+
+    def _of_computation(self, computation: Computation, without: str = "") -> TpuCounts:
+        counts = TpuCounts()
+        timeline = _Timeline()
+        for instruction in computation.instructions:
+            if instruction.name != without:
+                self._add(counts, timeline, computation, instruction)
+        return counts
+
+    def _add(
+        self, counts: TpuCounts, timeline: _Timeline, computation: Computation, instruction: Instruction
+    ) -> None:
+        opcode = instruction.opcode
+        if opcode in FREE or opcode.endswith("-update") or instruction.target in _FREE_TARGETS:
+            return
+        if opcode == "while":
+            self._add_part(counts, timeline, self._of_loop(counts, instruction))
+        elif opcode == "conditional":
+            self._add_part(counts, timeline, self._of_branch(counts, instruction))
+        elif opcode == "call":
+            self._add_part(counts, timeline, self.of(instruction.called("to_apply")))
+        elif opcode.endswith("-done"):
+            seconds = timeline.wait(instruction.operands[0])
+            if seconds:
+                counts.operations.append(
+                    Operation(instruction.name, "wait", instruction.op_name, 1, 0, 0, 0, seconds, ())
+                )
+        else:
+            self._add_operation(counts, timeline, computation, instruction)
+
+    def _add_part(self, counts: TpuCounts, timeline: _Timeline, part: TpuCounts) -> None:
+        counts.add(part)
+        timeline.pass_time(part.seconds, part.bytes / self._tpu.memory_gbs / 1e9)
+
+    def _of_loop(self, counts: TpuCounts, loop: Instruction) -> TpuCounts:
+        trips = loop.trip_count
+        if trips is None:
+            trips = self._choices.trips(loop)
+            if trips is None:
+                counts.unknown_loops.append(loop.name)
+                trips = 1
+        part = TpuCounts()
+        part.add(self.of(loop.called("condition")), trips + 1)
+        part.add(self.of(loop.called("body")), trips)
+        return part
+
+    def _of_branch(self, counts: TpuCounts, conditional: Instruction) -> TpuCounts:
+        branches = conditional.branches
+        chosen = self._choices.branch(conditional)
+        if chosen is not None:
+            return self.of(branches[min(chosen, len(branches) - 1)])
+        counts.unknown_branches.append(conditional.name)
+        return min((self.of(name) for name in branches), key=lambda part: part.seconds)
+
+    def _add_operation(
+        self, counts: TpuCounts, timeline: _Timeline, computation: Computation, instruction: Instruction
+    ) -> None:
+        read, written = hbm_bytes(self._module, computation, instruction)
+        busy = (instruction.estimated_cycles or 0) / self._tpu.ghz / 1e9
+        declared = False
+        if instruction.target == PALLAS:
+            known = self._choices.kernel_work(instruction)
+            declared = known is None
+            if known is not None:
+                work = KernelWork(known[0], known[1], known[2:])
+                read, written = _of_kernel(computation, instruction, work)
+                busy = work.flop / self._tpu.tflops / 1e12 + work.int8_ops / self._tpu.int8_tops / 1e12
+        kind = self._kind(instruction)
+        base = instruction.opcode.removesuffix("-start")
+        if base in COLLECTIVES:
+            counts.collectives[base] += 1
+            counts.collectives[f"{base} bytes"] += int(instruction.bytes)
+        memory = (read + written) / self._tpu.memory_gbs / 1e9
+        if instruction.opcode.endswith("-start"):
+            timeline.start(instruction.name, memory)
+            seconds = 0.0
+        else:
+            seconds = timeline.run(busy, memory)
+        copied = self._copied(computation, instruction)
+        alone = max(busy, memory)
+        counts.operations.append(
+            Operation(
+                instruction.name, kind, instruction.op_name, 1, read, written, alone, seconds, copied, declared
+            )
+        )
+
+    def _kind(self, operation: Instruction) -> str:
+        """A word for what an operation does."""
+        if operation.target == PALLAS:
+            return "Pallas"
+        if operation.opcode == "custom-call":
+            return operation.target
+        if operation.opcode.endswith("-start"):
+            base = operation.opcode.removesuffix("-start")
+            return base if base in COLLECTIVES else "copy beside"
+        if operation.opcode != "fusion":
+            return {"convolution": "product", "dot": "product"}.get(operation.opcode, operation.opcode)
+        opcodes = {i.opcode for i in self._module.computations[operation.called("calls")].instructions}
+        kind = next((kind for opcode, kind in _KINDS if opcode in opcodes), None)
+        return kind or "elementwise"
+
+    # --- copies of whole arrays -------------------------------------------------------------------------
+
+    def _copied(self, computation: Computation, operation: Instruction) -> tuple[Array, ...]:
+        """The results that are copies, gathers or conversions of whole arrays that exist before the step. A
+        copy from HBM to VMEM as it is, or back, is none: whoever computes with the array has to load it.
+        """
+        arrays = operation.arrays if operation.opcode in COPIES else ()
+        if operation.opcode.endswith("-start"):
+            both = [computation.by_name[operation.operands[0]].arrays[0], operation.arrays[0]]
+            is_copy = operation.opcode == "copy-start" and all(is_in_hbm(array) for array in both)
+            arrays = operation.arrays[:1] if is_copy else ()
+        if operation.opcode == "fusion":
+            body = self._module.computations[operation.called("calls")]
+            if not any(i.opcode in ("dot", "reduce", "convolution", "sort") for i in body.instructions):
+                whole = [result for result in results(body) if not updates_an_operand(body, result)]
+                arrays = tuple(array for result in whole for array in result.arrays)
+        if not arrays:
+            return ()
+        stored = (self._stored_size(computation, name) for name in operation.operands)
+        largest = 2 * max(stored, default=0)  # a byte may hold two numbers
+        return tuple(array for array in arrays if array.size <= largest)
+
+    def _stored_size(self, computation: Computation, name: str) -> float:
+        """Elements of an operand that is an argument of the computation, or a copy of one, or one updated in
+        place; else 0.
+        """
+        source = computation.by_name.get(name)
+        size = 0
+        while source is not None and source.opcode not in ("parameter", "get-tuple-element"):
+            size = max(size, max((array.size for array in source.arrays), default=0))
+            moves = source.opcode.startswith(("copy", "bitcast", "slice-")) or source.target == "ConcatBitcast"
+            if not moves:
+                return size if self._updates(source) else 0
+            source = computation.by_name.get(source.operands[0])
+        if source is None:
+            return 0
+        if source.opcode == "get-tuple-element":
+            of = computation.by_name[source.operands[0]]
+            if of.opcode not in ("parameter", "while") and not self._updates(of):
+                return 0
+        return max(size, source.size)
+
+    def _updates(self, operation: Instruction) -> bool:
+        if operation.opcode in ("dynamic-update-slice", "scatter") or operation.target == PALLAS:
+            return True
+        if operation.opcode != "fusion":
+            return False
+        body = self._module.computations[operation.called("calls")]
+        return any(updates_an_operand(body, result) for result in results(body))
+
+
+def _of_kernel(computation: Computation, call: Instruction, work: KernelWork) -> tuple[float, float]:
+    """Bytes of HBM that a kernel reads and writes: of what lies in VMEM none."""
+    operands: list[Any] = [computation.by_name[name] for name in call.operands]
+    arrays = [operand.arrays[0] for operand in operands]
+    here = [is_in_hbm(array) for array in (*arrays, *call.arrays)]
+    moved = [size if there else 0 for size, there in zip(work.dma, here, strict=False)]
+    return sum(moved[: len(arrays)]), sum(moved[len(arrays) :])
