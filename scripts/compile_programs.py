@@ -64,7 +64,8 @@ LENGTH = flags.DEFINE_integer("length", 1024, "Valid tokens of each row after th
 LAYERS = flags.DEFINE_list(
     "layers",
     None,
-    "Two depths; default: 2 and 4 times the period of the layers' kinds, on TPUs what is more than VMEM holds.",
+    "Two depths; default: 2 and 4 times the period of the layers' kinds; on a TPU the model's own depth, and one"
+    " whose weights are more than VMEM holds.",
 )
 PROGRAM = flags.DEFINE_list("program", ["decode"], f"Any of {', '.join(PROGRAMS)}; or kernels.")
 ONLY = flags.DEFINE_string("only", "", "Of kernels: compile those whose names contain this text.")

@@ -114,7 +114,8 @@ class Evaluator:
                 results.append(self.closed(branch, values[1:], (*path, "cond", f"branch_{i}_fun")))
             return None
         index = min(max(index, 0), len(branches) - 1)
-        inside = (*path, "cond", f"branch_{index}_fun")
+        number = index if platforms is None else 0  # of the branches that the platform has
+        inside = (*path, "cond", f"branch_{number}_fun")
         return self.closed(branches[index], values[1:], inside)
 
     def _while(self, equation: Any, values: list[Any], path: tuple[str, ...]) -> list:

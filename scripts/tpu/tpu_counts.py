@@ -2,9 +2,10 @@
 
 The time of an operation is the larger of its cycles, as XLA schedules them, by the clock, and its bytes of HBM
 by the bandwidth; of a Pallas kernel, which XLA gives no cycles, of its products by the matrix rate. Copies
-between HBM and VMEM that run beside operations ("copy-start") take their turn at HBM: an operation that needs
-HBM waits for those that started before it, and "copy-done" waits for its own. Nothing is assumed of the time
-to start an operation beyond what XLA's cycles have.
+between HBM and VMEM that run beside operations ("copy-start") have what operations leave of the bandwidth, one
+after the other, and "copy-done" waits for its own. Nothing is assumed of the time to start an operation beyond
+what XLA's cycles have (of small fusions about 2,100); operations on single numbers, and gathers and scatters of
+single rows, have none.
 """
 
 import dataclasses
@@ -78,7 +79,8 @@ class TpuCounts:
 
     @property
     def launches(self) -> float:
-        return sum(operation.times for operation in self.operations if operation.kind != "wait")
+        """Operations on more than single numbers."""
+        return sum(operation.times for operation in self.operations if operation.alone > 0)
 
     @property
     def by_kind(self) -> dict[str, tuple[float, float, float]]:
@@ -101,37 +103,29 @@ class TpuCounts:
 
 @dataclasses.dataclass
 class _Timeline:
-    """The operations of a computation one after the other, and HBM, which serves in their order."""
+    """The operations of a computation one after the other, and the copies that run beside them, which HBM
+    serves in their order when no operation needs it.
+    """
 
-    now: float = 0
-    hbm_free: float = 0
-    ends: dict[str, float] = dataclasses.field(default_factory=dict)
+    left: dict[str, float] = dataclasses.field(default_factory=dict)  # copy -> seconds that it still needs
 
-    def run(self, busy: float, memory: float) -> float:
-        """Seconds until an operation has ended."""
-        end = self.now + busy
-        if memory:
-            self.hbm_free = max(self.hbm_free, self.now) + memory
-            end = max(end, self.hbm_free)
-        seconds = end - self.now
-        self.now = end
-        return seconds
-
-    def start(self, name: str, memory: float) -> None:
-        """A copy starts."""
-        self.hbm_free = max(self.hbm_free, self.now) + memory
-        self.ends[name] = self.hbm_free
+    def run(self, seconds: float, memory: float) -> None:
+        """An operation takes some seconds, in which it needs HBM for `memory` seconds."""
+        spare = seconds - memory
+        for name, needed in list(self.left.items()):
+            if spare < needed:
+                self.left[name] = needed - max(0.0, spare)
+                return
+            spare -= needed
+            del self.left[name]
 
     def wait(self, name: str) -> float:
         """Seconds until a copy has ended."""
-        seconds = max(0.0, self.ends.get(name, 0) - self.now)
-        self.now += seconds
+        seconds = 0.0
+        while name in self.left:
+            first = next(iter(self.left))
+            seconds += self.left.pop(first)
         return seconds
-
-    def pass_time(self, seconds: float, memory: float) -> None:
-        """A loop or branch runs, in which HBM is busy for a part of the time."""
-        self.hbm_free = max(self.hbm_free, self.now) + memory
-        self.now += seconds
 
 
 class TpuCounter:
@@ -200,7 +194,7 @@ class TpuCounter:
 
     def _add_part(self, counts: TpuCounts, timeline: _Timeline, part: TpuCounts) -> None:
         counts.add(part)
-        timeline.pass_time(part.seconds, part.bytes / self._tpu.memory_gbs / 1e9)
+        timeline.run(part.seconds, part.bytes / self._tpu.memory_gbs / 1e9)
 
     def _of_loop(self, counts: TpuCounts, loop: Instruction) -> TpuCounts:
         trips = loop.trip_count
@@ -241,13 +235,14 @@ class TpuCounter:
             counts.collectives[base] += 1
             counts.collectives[f"{base} bytes"] += int(instruction.bytes)
         memory = (read + written) / self._tpu.memory_gbs / 1e9
+        alone = max(busy, memory)
+        seconds = alone
         if instruction.opcode.endswith("-start"):
-            timeline.start(instruction.name, memory)
+            timeline.left[instruction.name] = alone
             seconds = 0.0
         else:
-            seconds = timeline.run(busy, memory)
+            timeline.run(alone, memory)
         copied = self._copied(computation, instruction)
-        alone = max(busy, memory)
         counts.operations.append(
             Operation(
                 instruction.name, kind, instruction.op_name, 1, read, written, alone, seconds, copied, declared
@@ -263,11 +258,12 @@ class TpuCounter:
         if operation.opcode.endswith("-start"):
             base = operation.opcode.removesuffix("-start")
             return base if base in COLLECTIVES else "copy beside"
-        if operation.opcode != "fusion":
-            return {"convolution": "product", "dot": "product"}.get(operation.opcode, operation.opcode)
-        opcodes = {i.opcode for i in self._module.computations[operation.called("calls")].instructions}
-        kind = next((kind for opcode, kind in _KINDS if opcode in opcodes), None)
-        return kind or "elementwise"
+        opcodes = {operation.opcode}
+        if operation.opcode == "fusion":
+            opcodes = {i.opcode for i in self._module.computations[operation.called("calls")].instructions}
+        if operation.opcode in ("copy", *COLLECTIVES):
+            return operation.opcode
+        return next((kind for opcode, kind in _KINDS if opcode in opcodes), "elementwise")
 
     # --- copies of whole arrays -------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from tpu_specs import Tpu
 
 from xinfer_jax.weights.params import tree_bytes
 
+_MOST_LAYERS = 48  # of a model that is compiled as it is
 _LEAST_LEAF = 2**16  # elements: smaller arrays may have the size of activations
 
 
@@ -64,15 +65,17 @@ def _whole_copies(counts: TpuCounts, sizes: set[int]) -> list[Operation]:
 
 
 def chosen_depths(full: ProgramJob, tpu: Tpu) -> tuple[int, int]:
-    """Two depths whose difference is that of whole periods of layers. Already the smaller one has twice the
-    weights that VMEM holds: XLA keeps weights of few layers there during the whole loop.
+    """Two depths whose difference is that of whole periods of layers: the model's own, unless it is deep, and
+    one whose layers have twice the weights that VMEM holds, since XLA keeps those of fewer layers there during
+    the whole loop.
     """
     period = layer_period(full.config)
     layers = full.config.num_hidden_layers
     of_layer = tree_bytes(full.params["layers"]) / layers
-    few = max(2, math.ceil(2 * tpu.vmem_mib * MIB / of_layer / period)) * period
-    few = min(few, max(period, layers - 2 * period))
-    return few, few + 2 * period
+    few = max(1, math.ceil(2 * tpu.vmem_mib * MIB / of_layer / period)) * period
+    if layers > _MOST_LAYERS:
+        return few, few + 4 * period
+    return (few, layers) if few < layers else (max(1, layers // 2), layers)
 
 
 def report(
@@ -95,7 +98,7 @@ def report(
 
     def parts(of: Callable[[_Compiled], float]) -> dict[str, float]:
         per_layer = (of(more) - of(few)) / between
-        whole = of(few) + per_layer * (layers - few.layers)
+        whole = of(more) + per_layer * (layers - more.layers)
         return {"per_layer": per_layer, "beside": whole - layers * per_layer, "whole": whole}
 
     figures = {name: parts(of) for name, of in _FIGURES.items()}
