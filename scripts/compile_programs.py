@@ -65,7 +65,7 @@ LAYERS = flags.DEFINE_list(
     "layers",
     None,
     "Two depths; default: 2 and 4 times the period of the layers' kinds; on a TPU the model's own depth, and one"
-    " whose weights are more than VMEM holds.",
+    " whose weights are more than VMEM holds, or one number alone.",
 )
 PROGRAM = flags.DEFINE_list("program", ["decode"], f"Any of {', '.join(PROGRAMS)}; or kernels.")
 ONLY = flags.DEFINE_string("only", "", "Of kernels: compile those whose names contain this text.")
@@ -132,11 +132,13 @@ def figures(program: str) -> dict:
     return result
 
 
-def chosen_depths() -> tuple[int, int] | None:
+def chosen_depths() -> tuple[int, ...] | None:
     """--layers; None: it is not given."""
     if not LAYERS.value:
         return None
     given = ",".join(LAYERS.value)
+    if TARGET.value in TPUS and re.fullmatch(r"[1-9]\d*", given):
+        return (int(given),)
     match = re.fullmatch(r"([1-9]\d*),([1-9]\d*)", given)
     if not match or int(match[1]) >= int(match[2]):
         raise InputError(f"--layers takes two numbers, the smaller one first, as in 1,2: got {given!r}")

@@ -263,7 +263,9 @@ class TpuCounter:
             opcodes = {i.opcode for i in self._module.computations[operation.called("calls")].instructions}
         if operation.opcode in ("copy", *COLLECTIVES):
             return operation.opcode
-        return next((kind for opcode, kind in _KINDS if opcode in opcodes), "elementwise")
+        kind = next((kind for opcode, kind in _KINDS if opcode in opcodes), "elementwise")
+        is_vector_product = kind == "reduce" and operation.op_name.endswith("dot_general")
+        return "vector product" if is_vector_product else kind
 
     # --- copies of whole arrays -------------------------------------------------------------------------
 

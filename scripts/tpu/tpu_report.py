@@ -79,7 +79,7 @@ def chosen_depths(full: ProgramJob, tpu: Tpu) -> tuple[int, int]:
 
 
 def report(
-    full: ProgramJob, weights: str, program: str, tpu: Tpu, depths: tuple[int, int] | None
+    full: ProgramJob, weights: str, program: str, tpu: Tpu, depths: tuple[int, ...] | None
 ) -> dict[str, Any]:
     """Figures of a program: counted at two depths, per layer, and scaled to the model's depth.
 
@@ -88,16 +88,20 @@ def report(
         weights: format of the weights.
         program: one of `PROGRAMS`.
         tpu: to compile for.
-        depths: numbers of layers to compile; None: `chosen_depths`.
+        depths: numbers of layers to compile, the smaller one first; one number: a model of so many layers,
+            without figures per layer; None: `chosen_depths`.
     """
     mesh = tpu.mesh()
     depths = depths or chosen_depths(full, tpu)
-    few, more = (compile_program(at_depth(full, weights, n, mesh), program, tpu, mesh) for n in depths)
+    if len(depths) == 1:
+        full = at_depth(full, weights, depths[0], mesh)
+    *fewer, more = (compile_program(at_depth(full, weights, n, mesh), program, tpu, mesh) for n in depths)
     layers = full.config.num_hidden_layers
-    between = more.layers - few.layers
 
     def parts(of: Callable[[_Compiled], float]) -> dict[str, float]:
-        per_layer = (of(more) - of(few)) / between
+        per_layer = 0.0
+        for few in fewer:
+            per_layer = (of(more) - of(few)) / (more.layers - few.layers)
         whole = of(more) + per_layer * (layers - more.layers)
         return {"per_layer": per_layer, "beside": whole - layers * per_layer, "whole": whole}
 
@@ -114,7 +118,7 @@ def report(
         seconds=figures["seconds"]["whole"],
         least_seconds=least_seconds,
         time_ratio=figures["seconds"]["whole"] / least_seconds,
-        kinds={kind: _of_kind(kind, parts) for kind in sorted({*few.step.by_kind, *more.step.by_kind})},
+        kinds={kind: _of_kind(kind, parts) for kind in more.step.by_kind},
         collectives=dict(more.step.collectives),
         unknown_branches=more.step.unknown_branches,
         declared=more.uncounted,
