@@ -1,5 +1,5 @@
-"""Compiles the library's own programs for NVIDIA GPUs and TPUs on a machine without them, and counts what they
-do.
+"""Compiles the library's own programs for NVIDIA GPUs and TPUs that this machine need not have, and counts
+what they do.
 
     pip install 'jax[cuda13-local]' nvidia-cuda-nvcc      # the CUDA plug-in and ptxas; no driver is needed
     python scripts/compile_programs.py --target=h200 --model=qwen2.5-7b --rows=8 --program=decode,sampled
@@ -64,8 +64,8 @@ LENGTH = flags.DEFINE_integer("length", 1024, "Valid tokens of each row after th
 LAYERS = flags.DEFINE_list(
     "layers",
     None,
-    "Two depths; default: 2 and 4 times the period of the layers' kinds; on a TPU the model's own depth, and one"
-    " whose weights are more than VMEM holds, or one number alone.",
+    "Two depths; default: 2 and 4 times the period of the layers' kinds. For a TPU one number will do; default:"
+    " the model's own depth, and one whose weights are more than VMEM holds.",
 )
 PROGRAM = flags.DEFINE_list("program", ["decode"], f"Any of {', '.join(PROGRAMS)}; or kernels.")
 ONLY = flags.DEFINE_string("only", "", "Of kernels: compile those whose names contain this text.")
@@ -99,7 +99,9 @@ def check_target() -> None:
         try:
             TPUS[TARGET.value].mesh()
         except Exception as error:  # a missing or foreign plug-in may raise anything
-            raise InputError(f"no libtpu that compiles without a TPU ({error}): pip install 'jax[tpu]'") from error
+            raise InputError(
+                f"no libtpu that compiles without a TPU ({error}): pip install 'jax[tpu]'"
+            ) from error
         return
     if not find_ptxas():
         raise InputError("no ptxas: pip install nvidia-cuda-nvcc, or put CUDA's bin on the PATH")

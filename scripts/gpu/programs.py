@@ -1,5 +1,5 @@
-"""The library's own programs, as `generate` and an engine call them, lowered for GPUs and TPUs that this machine
-need not have.
+"""The library's own programs, as `generate` and an engine call them, lowered for GPUs and TPUs that this
+machine need not have.
 """
 
 import contextlib
@@ -202,8 +202,8 @@ def with_layers(config: ModelConfig, count: int) -> ModelConfig:
 
 @contextlib.contextmanager
 def target_card(card: Card | Tpu, mesh: Mesh) -> Iterator[None]:
-    """Inside, programs are traced and compiled as on such a GPU or TPU. No program is written to the compilation
-    cache: no process could load it.
+    """Inside, programs are traced and compiled as on such a GPU or TPU. No program is written to the
+    compilation cache: no process could load it.
     """
     name = "jax_persistent_cache_min_compile_time_secs"
     before = jax.config.values[name]

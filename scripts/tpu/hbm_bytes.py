@@ -29,7 +29,8 @@ def hbm_bytes(module: Module, computation: Computation, operation: Instruction) 
     opcode = operation.opcode.removesuffix("-start")
     operands = [computation.by_name[name] for name in operation.operands if name in computation.by_name]
     if operation.opcode == "async-start":
-        return _of_wrapped(module, operation, operands)
+        body = module.computations[operation.called("calls")]  # with one operation
+        return hbm_bytes(module, body, body.root)
     written = _result_arrays(operation)
     if opcode == "fusion":
         return _of_fusion(module.computations[operation.called("calls")], operation, operands)
@@ -60,19 +61,12 @@ def _of_box(array: Array, box: Sequence[int], times: float) -> float:
     return min(times * box_bytes(array, box), stored_bytes(array)) if is_in_hbm(array) else 0
 
 
-def _of_wrapped(module: Module, operation: Instruction, operands: list[Instruction]) -> tuple[float, float]:
-    """Of an operation that is the only one of its computation."""
-    body = module.computations[operation.called("calls")]
-    read, written = hbm_bytes(module, body, body.root)
-    return read, written
-
-
 # --- fusions ------------------------------------------------------------------------------------------------
 
 
 def _of_fusion(body: Computation, fusion: Instruction, operands: list[Instruction]) -> tuple[float, float]:
     needed = needed_elements(body)
-    updated = {}  # parameter -> the operation that changes it in place
+    updated = set()  # parameters that are changed in place
     written = 0.0
     read = 0.0
     for result, array in zip(results(body), fusion.arrays, strict=False):
@@ -80,7 +74,7 @@ def _of_fusion(body: Computation, fusion: Instruction, operands: list[Instructio
             written += _of_whole([array])
             continue
         update = _through(body, result)
-        updated[_through(body, body.by_name[update.operands[0]]).name] = update
+        updated.add(_through(body, body.by_name[update.operands[0]]).name)
         if is_in_hbm(array):
             inside = [body.by_name[name].arrays[0] for name in update.operands]
             more, of_update = _of_update(update, [array, *inside[1:]], in_hbm=(True, False))
@@ -91,8 +85,9 @@ def _of_fusion(body: Computation, fusion: Instruction, operands: list[Instructio
         if parameter.opcode != "parameter" or not parameter.arrays:
             continue
         source = operands[int(parameter.inner)]
-        of_one = _read_of(body, parameter, source.arrays[0], needed[parameter.name], parameter.name in updated)
-        seen[source.name] = min(seen.get(source.name, 0) + of_one, stored_bytes(source.arrays[0]))
+        array = source.arrays[0]
+        of_one = _read_of(body, parameter, array, needed[parameter.name], parameter.name in updated)
+        seen[source.name] = min(seen.get(source.name, 0) + of_one, stored_bytes(array))
     return read + sum(seen.values()), written
 
 

@@ -1,38 +1,30 @@
 """Counts what a compiled TPU program does, from its text, and estimates its time.
 
-The time of an operation is the larger of its cycles, as XLA schedules them, by the clock, and its bytes of HBM
-by the bandwidth; of a Pallas kernel, which XLA gives no cycles, of its products by the matrix rate. Copies
-between HBM and VMEM that run beside operations ("copy-start") have what operations leave of the bandwidth, one
-after the other, and "copy-done" waits for its own. Nothing is assumed of the time to start an operation beyond
-what XLA's cycles have (of small fusions about 2,100); operations on single numbers, and gathers and scatters of
-single rows, have none.
+The time of an operation is the larger of its cycles, as XLA schedules them, by the clock, and its bytes of
+HBM by the bandwidth; of a Pallas kernel, which XLA gives no cycles, of its products by the matrix rate. Copies
+between HBM and VMEM that run beside operations ("copy-start") have what operations leave of the bandwidth,
+one after the other, and "copy-done" waits for its own. Nothing is assumed of the time to start an operation
+beyond what XLA's cycles have (of small fusions about 2,100). Operations on single numbers, and gathers and
+scatters of single rows, have none.
 """
 
 import dataclasses
 from collections import Counter, defaultdict
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-from fusion_bytes import results
-from hbm_bytes import hbm_bytes, updates_an_operand
+from copied_arrays import PALLAS, copied_arrays
+from hbm_bytes import hbm_bytes
 from hlo_text import Array, Computation, Instruction, Module
-from program_counts import COLLECTIVES, COPIES, FREE, Choices, Unknown
+from program_counts import COLLECTIVES, FREE, Choices, Unknown
 from tile_bytes import is_in_hbm
 from tpu_specs import Tpu
 
-PALLAS = "tpu_custom_call"
 _FREE_TARGETS = ("ConcatBitcast", "AllocateBuffer", "AssumeGatherIndicesInBound")
 _KINDS = (  # of a fusion: the first operation that it contains
-    ("convolution", "product"), ("dot", "product"), ("scatter", "scatter"), ("gather", "gather"), ("sort", "sort"),
-    ("reduce", "reduce"), ("reduce-window", "reduce"), ("dynamic-update-slice", "update"),
+    ("convolution", "product"), ("dot", "product"), ("scatter", "scatter"), ("gather", "gather"),
+    ("sort", "sort"), ("reduce", "reduce"), ("reduce-window", "reduce"), ("dynamic-update-slice", "update"),
 )  # fmt: skip
-
-
-class KernelWork(NamedTuple):
-    """What a Pallas kernel does in one call."""
-
-    flop: float  # of products of floats
-    int8_ops: float
-    dma: tuple[float, ...]  # bytes moved of each operand, then of each result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +34,13 @@ class Operation:
     name: str
     kind: str
     op_name: str
-    times: float
     read: float  # bytes of HBM, of one run
     written: float
     alone: float  # seconds of one run, if nothing runs beside it
     seconds: float  # by which one run makes the program longer
-    copied: tuple[Array, ...]  # results that are copied, gathered or converted whole
-    declared: bool = False  # a Pallas kernel of which only operands and results are known
+    times: float = 1
+    copied: tuple[Array, ...] = ()  # results that are copied, gathered or converted whole
+    is_declared: bool = False  # a Pallas kernel of which only operands and results are known
 
     @property
     def bytes(self) -> float:
@@ -186,9 +178,8 @@ class TpuCounter:
         elif opcode.endswith("-done"):
             seconds = timeline.wait(instruction.operands[0])
             if seconds:
-                counts.operations.append(
-                    Operation(instruction.name, "wait", instruction.op_name, 1, 0, 0, 0, seconds, ())
-                )
+                wait = Operation(instruction.name, "wait", instruction.op_name, 0, 0, 0, seconds)
+                counts.operations.append(wait)
         else:
             self._add_operation(counts, timeline, computation, instruction)
 
@@ -221,19 +212,12 @@ class TpuCounter:
     ) -> None:
         read, written = hbm_bytes(self._module, computation, instruction)
         busy = (instruction.estimated_cycles or 0) / self._tpu.ghz / 1e9
-        declared = False
-        if instruction.target == PALLAS:
-            known = self._choices.kernel_work(instruction)
-            declared = known is None
-            if known is not None:
-                work = KernelWork(known[0], known[1], known[2:])
-                read, written = _of_kernel(computation, instruction, work)
-                busy = work.flop / self._tpu.tflops / 1e12 + work.int8_ops / self._tpu.int8_tops / 1e12
-        kind = self._kind(instruction)
-        base = instruction.opcode.removesuffix("-start")
-        if base in COLLECTIVES:
-            counts.collectives[base] += 1
-            counts.collectives[f"{base} bytes"] += int(instruction.bytes)
+        is_pallas = instruction.target == PALLAS
+        work = self._choices.kernel_work(instruction) if is_pallas else None
+        if work is not None:
+            flop, int8_ops, *dma = work
+            read, written = _of_kernel(computation, instruction, dma)
+            busy = flop / self._tpu.tflops / 1e12 + int8_ops / self._tpu.int8_tops / 1e12
         memory = (read + written) / self._tpu.memory_gbs / 1e9
         alone = max(busy, memory)
         seconds = alone
@@ -242,12 +226,13 @@ class TpuCounter:
             seconds = 0.0
         else:
             timeline.run(alone, memory)
-        copied = self._copied(computation, instruction)
-        counts.operations.append(
-            Operation(
-                instruction.name, kind, instruction.op_name, 1, read, written, alone, seconds, copied, declared
-            )
+        operation = Operation(
+            instruction.name, self._kind(instruction), instruction.op_name, read, written, alone, seconds
         )
+        copied = copied_arrays(self._module, computation, instruction)
+        is_declared = is_pallas and work is None
+        counts.operations.append(dataclasses.replace(operation, copied=copied, is_declared=is_declared))
+        _count_collective(counts, instruction)
 
     def _kind(self, operation: Instruction) -> str:
         """A word for what an operation does."""
@@ -267,61 +252,21 @@ class TpuCounter:
         is_vector_product = kind == "reduce" and operation.op_name.endswith("dot_general")
         return "vector product" if is_vector_product else kind
 
-    # --- copies of whole arrays -------------------------------------------------------------------------
 
-    def _copied(self, computation: Computation, operation: Instruction) -> tuple[Array, ...]:
-        """The results that are copies, gathers or conversions of whole arrays that exist before the step. A
-        copy from HBM to VMEM as it is, or back, is none: whoever computes with the array has to load it.
-        """
-        arrays = operation.arrays if operation.opcode in COPIES else ()
-        if operation.opcode.endswith("-start"):
-            both = [computation.by_name[operation.operands[0]].arrays[0], operation.arrays[0]]
-            is_copy = operation.opcode == "copy-start" and all(is_in_hbm(array) for array in both)
-            arrays = operation.arrays[:1] if is_copy else ()
-        if operation.opcode == "fusion":
-            body = self._module.computations[operation.called("calls")]
-            if not any(i.opcode in ("dot", "reduce", "convolution", "sort") for i in body.instructions):
-                whole = [result for result in results(body) if not updates_an_operand(body, result)]
-                arrays = tuple(array for result in whole for array in result.arrays)
-        if not arrays:
-            return ()
-        stored = (self._stored_size(computation, name) for name in operation.operands)
-        largest = 2 * max(stored, default=0)  # a byte may hold two numbers
-        return tuple(array for array in arrays if array.size <= largest)
-
-    def _stored_size(self, computation: Computation, name: str) -> float:
-        """Elements of an operand that is an argument of the computation, or a copy of one, or one updated in
-        place; else 0.
-        """
-        source = computation.by_name.get(name)
-        size = 0
-        while source is not None and source.opcode not in ("parameter", "get-tuple-element"):
-            size = max(size, max((array.size for array in source.arrays), default=0))
-            moves = source.opcode.startswith(("copy", "bitcast", "slice-")) or source.target == "ConcatBitcast"
-            if not moves:
-                return size if self._updates(source) else 0
-            source = computation.by_name.get(source.operands[0])
-        if source is None:
-            return 0
-        if source.opcode == "get-tuple-element":
-            of = computation.by_name[source.operands[0]]
-            if of.opcode not in ("parameter", "while") and not self._updates(of):
-                return 0
-        return max(size, source.size)
-
-    def _updates(self, operation: Instruction) -> bool:
-        if operation.opcode in ("dynamic-update-slice", "scatter") or operation.target == PALLAS:
-            return True
-        if operation.opcode != "fusion":
-            return False
-        body = self._module.computations[operation.called("calls")]
-        return any(updates_an_operand(body, result) for result in results(body))
+def _count_collective(counts: TpuCounts, instruction: Instruction) -> None:
+    kind = instruction.opcode.removesuffix("-start")
+    if kind in COLLECTIVES:
+        counts.collectives[kind] += 1
+        counts.collectives[f"{kind} bytes"] += int(instruction.bytes)
 
 
-def _of_kernel(computation: Computation, call: Instruction, work: KernelWork) -> tuple[float, float]:
-    """Bytes of HBM that a kernel reads and writes: of what lies in VMEM none."""
+def _of_kernel(computation: Computation, call: Instruction, dma: Sequence[float]) -> tuple[float, float]:
+    """Bytes of HBM that a kernel reads and writes: of what lies in VMEM none.
+
+    dma: bytes moved of each operand, then of each result.
+    """
     operands: list[Any] = [computation.by_name[name] for name in call.operands]
     arrays = [operand.arrays[0] for operand in operands]
     here = [is_in_hbm(array) for array in (*arrays, *call.arrays)]
-    moved = [size if there else 0 for size, there in zip(work.dma, here, strict=False)]
+    moved = [size if there else 0 for size, there in zip(dma, here, strict=False)]
     return sum(moved[: len(arrays)]), sum(moved[len(arrays) :])

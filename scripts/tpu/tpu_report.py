@@ -1,5 +1,5 @@
-"""Compiles a program for a TPU at two depths, and reports per layer, beside the layers and for the whole model:
-bytes of HBM, time by kind of operation, copies of whole weights and caches, temporaries.
+"""Compiles a program for a TPU at two depths, and reports per layer, beside the layers and for the whole
+model: bytes of HBM, time by kind of operation, copies of whole weights and caches, temporaries.
 """
 
 import dataclasses
@@ -66,8 +66,8 @@ def _whole_copies(counts: TpuCounts, sizes: set[int]) -> list[Operation]:
 
 def chosen_depths(full: ProgramJob, tpu: Tpu) -> tuple[int, int]:
     """Two depths whose difference is that of whole periods of layers: the model's own, unless it is deep, and
-    one whose layers have twice the weights that VMEM holds, since XLA keeps those of fewer layers there during
-    the whole loop.
+    one whose layers have twice the weights that VMEM holds, since XLA keeps those of fewer layers there
+    during the whole loop.
     """
     period = layer_period(full.config)
     layers = full.config.num_hidden_layers
@@ -112,7 +112,9 @@ def report(
         program=program,
         layers=layers,
         depths=depths,
-        **{part: {name: of[part] for name, of in figures.items()} for part in ("per_layer", "beside", "whole")},
+        per_layer={name: of["per_layer"] for name, of in figures.items()},
+        beside={name: of["beside"] for name, of in figures.items()},
+        whole={name: of["whole"] for name, of in figures.items()},
         least=least,
         ratio=figures["bytes"]["whole"] / sum(least.values()),
         seconds=figures["seconds"]["whole"],
@@ -123,7 +125,7 @@ def report(
         unknown_branches=more.step.unknown_branches,
         declared=more.uncounted,
         kernels=_kernels(more.step),
-        copied=[_copy(o, "step") for o in more.step_copies] + [_copy(o, "around") for o in more.around_copies],
+        copied=_copies(more.step_copies, "step") + _copies(more.around_copies, "around"),
         largest=[
             (o.name, o.kind, o.times, o.read, o.written, o.alone, o.seconds, o.op_name)
             for o in sorted(more.step.operations, key=lambda o: -o.times * max(o.alone, o.seconds))[:32]
@@ -173,14 +175,13 @@ def _kernels(counts: TpuCounts) -> list[dict[str, Any]]:
     for o in counts.operations:
         if o.kind == "Pallas":
             key = o.op_name, o.read, o.written
-            entry = dict(op_name=o.op_name, bytes=o.read + o.written, seconds=o.alone, declared=o.declared)
+            entry = dict(op_name=o.op_name, bytes=o.read + o.written, seconds=o.alone, declared=o.is_declared)
             found.setdefault(key, entry | {"launches": 0})["launches"] += o.times
     return list(found.values())
 
 
-def _copy(operation: Operation, where: str) -> tuple[str, str, str, float, float, str]:
-    array = str(operation.copied[0])
-    return where, operation.name, array, operation.bytes, operation.alone * operation.times, operation.op_name
+def _copies(operations: list[Operation], where: str) -> list[tuple[str, str, str, float, float, str]]:
+    return [(where, o.name, str(o.copied[0]), o.bytes, o.alone * o.times, o.op_name) for o in operations]
 
 
 def print_report(result: dict[str, Any], tpu: Tpu, all_operations: bool) -> None:

@@ -5,9 +5,9 @@ Memory, bandwidth, bfloat16 and int8 rates and links are those of Google's pages
 TPU7x is two devices, each with half of the chip's figures; the two cores of a v5p chip are one device.
 
 No page states the clock. It is computed: the bfloat16 rate by the FLOP that the matrix units do in a cycle
-(v5e 4 units of 128 x 128, v5p 8 of them, v6e and a device of TPU7x twice 2 of 256 x 256). XLA's own schedule of
-a product of 4,096 x 4,096 matrices reaches 97%, 96%, 87% and 81% of that many per cycle, so its cycles are of
-this clock. What is computed from these figures is an estimate.
+(v5e 4 units of 128 x 128, v5p 8 of them, v6e and a device of TPU7x four times 256 x 256). XLA's own schedule
+of a product of 4,096 x 4,096 matrices reaches 97%, 96%, 87% and 81% of that many per cycle, so its cycles are
+of this clock. What is computed from these figures is an estimate.
 """
 
 import dataclasses

@@ -1,5 +1,5 @@
-"""scripts/compile_programs.py for TPUs: bytes of layouts and operations, times, what kernels move, and that the
-counts of a small configuration stay.
+"""scripts/compile_programs.py for TPUs: bytes of layouts and operations, times, what kernels move, and that
+the counts of a small configuration stay.
 """
 
 import compiled_programs
@@ -182,9 +182,7 @@ def kernel_call(steps, dynamic_rows=None):
         @pl.when(step < count_ref[0])
         def _():
             rows = 64 if dynamic_rows is None else dynamic_rows(count_ref)
-            copy = pltpu.make_async_copy(
-                x_hbm.at[step, pl.ds(0, rows)], x_vmem.at[pl.ds(0, rows)], semaphore
-            )
+            copy = pltpu.make_async_copy(x_hbm.at[step, pl.ds(0, rows)], x_vmem.at[pl.ds(0, rows)], semaphore)
             copy.start()
             copy.wait()
             o_ref[...] = jnp.dot(x_vmem[...], w_ref[...], preferred_element_type=jnp.float32)
