@@ -31,8 +31,6 @@ from machine_code import dump_settings, find_ptxas, ptxas_version
 
 DUMP = tempfile.mkdtemp()
 os.environ |= {"JAX_PLATFORMS": "cpu"} | dump_settings(DUMP)  # before jax is imported
-# libtpu looks for no TPU, and does not mind other processes that compile.
-os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -64,8 +62,8 @@ LENGTH = flags.DEFINE_integer("length", 1024, "Valid tokens of each row after th
 LAYERS = flags.DEFINE_list(
     "layers",
     None,
-    "Two depths; default: 2 and 4 times the period of the layers' kinds. For a TPU one number will do; default:"
-    " the model's own depth, and one whose weights are more than VMEM holds.",
+    "Two depths; default: 2 and 4 times the period of the layers' kinds. For a TPU one number will do;"
+    " default: the model's own depth, and one whose weights are more than VMEM holds.",
 )
 PROGRAM = flags.DEFINE_list("program", ["decode"], f"Any of {', '.join(PROGRAMS)}; or kernels.")
 ONLY = flags.DEFINE_string("only", "", "Of kernels: compile those whose names contain this text.")

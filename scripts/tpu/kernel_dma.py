@@ -1,8 +1,8 @@
 """What a Pallas TPU kernel does in one call: the bytes that it moves between HBM and VMEM, and its products.
 
 Blocks are moved by the pipeline of `pallas_call`: an input's when its index differs from that of the grid
-step before, an output's when the next step has another one. Copies of the kernel's own (`make_async_copy`) are
-found by evaluating its body with what is known of its scalars. Rows of 128 lanes are moved whole.
+step before, an output's when the next step has another one. Copies of the kernel's own (`make_async_copy`)
+are found by evaluating its body with what is known of its scalars. Rows of 128 lanes are moved whole.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
 """Counts what a compiled TPU program does, from its text, and estimates its time.
 
 The time of an operation is the larger of its cycles, as XLA schedules them, by the clock, and its bytes of
-HBM by the bandwidth; of a Pallas kernel, which XLA gives no cycles, of its products by the matrix rate. Copies
-between HBM and VMEM that run beside operations ("copy-start") have what operations leave of the bandwidth,
-one after the other, and "copy-done" waits for its own. Nothing is assumed of the time to start an operation
+HBM by the bandwidth; of a Pallas kernel, which XLA gives no cycles, of its products by the matrix rate.
+Copies between HBM and VMEM that run beside operations ("copy-start") have what operations leave of
+the bandwidth, one after the other, and "copy-done" waits for its own. Nothing is assumed of the time to start an operation
 beyond what XLA's cycles have (of small fusions about 2,100). Operations on single numbers, and gathers and
 scatters of single rows, have none.
 """
