@@ -2,10 +2,10 @@
 
 The time of an operation is the larger of its cycles, as XLA schedules them, by the clock, and its bytes of
 HBM by the bandwidth; of a Pallas kernel, which XLA gives no cycles, of its products by the matrix rate.
-Copies between HBM and VMEM that run beside operations ("copy-start") have what operations leave of
-the bandwidth, one after the other, and "copy-done" waits for its own. Nothing is assumed of the time to start an operation
-beyond what XLA's cycles have (of small fusions about 2,100). Operations on single numbers, and gathers and
-scatters of single rows, have none.
+Copies between HBM and VMEM that run beside operations ("copy-start") have what operations leave of the
+bandwidth, one after the other, and "copy-done" waits for its own. Nothing is assumed of the time to start an
+operation beyond what XLA's cycles have (of small fusions about 2,100). Operations on single numbers, and
+gathers and scatters of single rows, have none.
 """
 
 import dataclasses
