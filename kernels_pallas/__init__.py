@@ -45,11 +45,12 @@ from .dispatch import (
     assume_device,
     device_impl,
     match_varying_axes,
+    platform_of,
     run_kernel,
     select,
     unavailable_reason,
 )
-from .key_layouts import BIAS_STRIDE, KeyBias, Levels
+from .key_layouts import BIAS_STRIDE, KeyBias, Levels, SideBySide
 
 __all__ = [
     "BIAS_STRIDE",
@@ -58,9 +59,11 @@ __all__ = [
     "KeyBias",
     "Levels",
     "Selection",
+    "SideBySide",
     "assume_device",
     "device_impl",
     "match_varying_axes",
+    "platform_of",
     "reference",
     "run_kernel",
     "select",

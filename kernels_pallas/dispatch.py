@@ -1,22 +1,23 @@
-"""Chooses the implementation of a call: by name, by the GPU in the machine, and by what each kernel supports.
+"""Chooses the implementation of a call: by name, by the GPU or TPU in the machine, and by what each kernel
+supports.
 
 Nothing here asks which device a traced program will run on. `select` uses shapes, dtypes and the NVIDIA GPU
-of this process, if any. `lax.platform_dependent` then decides whether the program runs on that GPU.
+or TPU of this process, if any. `lax.platform_dependent` then decides whether the program runs there.
 """
 
 import contextlib
 import importlib
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import lax
 
-from .support import backend_of, slower_reason, unsupported_reason
+from .support import backend_of, slower_reason, unsupported_reason, without_kernel_reason
 
-# "interpret": the Triton kernels, emulated on any device, for tests.
-IMPLS = ("mosaic", "triton", "xla", "interpret")
+# "interpret": the Triton kernels, "interpret_tpu": the TPU kernels, emulated on any device, for tests.
+IMPLS = ("mosaic", "triton", "tpu", "xla", "interpret", "interpret_tpu")
 KERNELS = (
     "prefill_attention", "decode_attention", "argmax", "lm_head_argmax", "gated_experts", "product",
     "rope_append",
@@ -30,22 +31,26 @@ class Selection(NamedTuple):
     reason: str
 
 
+NO_DEVICE = "no NVIDIA GPU or TPU here"
 _assumed: Selection | None = None  # inside `assume_device`
 
 
 @contextlib.contextmanager
-def assume_device(capability: tuple[int, int], name: str) -> Iterator[None]:
-    """Inside, this process selects kernels as one with such an NVIDIA GPU does, to compile for it. jax's
-    traces are dropped at both ends, since they do not know for which GPU they are.
+def assume_device(
+    capability: tuple[int, int] | None, name: str, platform: Literal["cuda", "tpu"] = "cuda"
+) -> Iterator[None]:
+    """Inside, this process selects kernels as one with such an NVIDIA GPU or TPU does, to compile for it.
+    jax's traces are dropped at both ends, since they do not know for which device they are.
 
     Args:
-        capability: compute capability, (9, 0) for Hopper.
-        name: of the GPU, for the reasons of selections.
+        capability: compute capability of a GPU, (9, 0) for Hopper; None: of a TPU.
+        name: of the device, for the reasons of selections.
+        platform: "cuda" or "tpu".
     """
     global _assumed
     before = _assumed
     jax.clear_caches()
-    _assumed = _impl_of(capability, name)
+    _assumed = Selection("tpu", name) if platform == "tpu" else _impl_of(capability or (0, 0), name)
     try:
         yield
     finally:
@@ -54,13 +59,13 @@ def assume_device(capability: tuple[int, int], name: str) -> Iterator[None]:
 
 
 def device_impl() -> Selection:
-    """The implementation for this process's NVIDIA GPUs; "xla" where it has none."""
+    """The implementation for this process's NVIDIA GPUs or TPUs; "xla" where it has none."""
     if _assumed is not None:
         return _assumed
-    try:
-        device = jax.local_devices(backend="cuda")[0]  # all cards are taken to be alike
-    except RuntimeError:
-        return Selection("xla", "no NVIDIA GPU here")
+    device = _first_device("cuda")
+    if device is None:
+        tpu = _first_device("tpu")
+        return Selection("xla", NO_DEVICE) if tpu is None else Selection("tpu", tpu.device_kind)
     capability = tuple(int(part) for part in device.compute_capability.split("."))
     name = f"{device.device_kind}, compute capability {device.compute_capability}"
     cuda = re.search(r"cuda (\d+)", device.client.platform_version)
@@ -69,6 +74,14 @@ def device_impl() -> Selection:
             "xla", f"{name}: CUDA {cuda[1]} is known to miscompile such kernels, 12.9.1 and 13 are not"
         )
     return _impl_of(capability, name)
+
+
+def _first_device(platform: str) -> jax.Device | None:
+    """All devices of a process are taken to be alike. None: it has none of this platform."""
+    try:
+        return jax.local_devices(backend=platform)[0]
+    except RuntimeError:
+        return None
 
 
 def _impl_of(capability: tuple[int, ...], name: str) -> Selection:
@@ -87,10 +100,13 @@ def unavailable_reason(impl: str | None) -> str | None:
     """
     if impl not in (None, *IMPLS):
         return f"impl must be None or one of {', '.join(IMPLS)}, got {impl!r}"
-    if impl not in ("mosaic", "triton"):
+    if impl not in ("mosaic", "triton", "tpu"):
         return None  # runs on any device
     here = device_impl()
-    if here.impl == "xla" or impl == "mosaic" and here.impl != "mosaic":
+    if impl == "tpu":
+        hint = "use impl='xla', or None to choose automatically"
+        return None if here.impl == "tpu" else f"impl='tpu' needs a TPU ({here.reason}): {hint}"
+    if here.impl in ("xla", "tpu") or impl == "mosaic" and here.impl != "mosaic":
         needs = "9.0" if impl == "mosaic" else "8.0 or newer"
         return (
             f"impl={impl!r} needs an NVIDIA GPU of compute capability {needs} ({here.reason}): use"
@@ -104,10 +120,10 @@ def select(kernel: str, impl: str | None, *args: Any, obstacle: str | None = Non
 
     Args:
         kernel: one of `KERNELS`.
-        impl: one of `IMPLS`; None: the one for the GPU of this process, or "xla" where it does not support
-            the call.
+        impl: one of `IMPLS`; None: the one for the device of this process, or "xla" where it does not
+            support the call.
         args: the kernel's first arrays (or anything with shape and dtype): q, k, v and perhaps `KeyBias`; x;
-            x and the weight; x and the experts' matrices; q and the caches.
+            x and the weight; x and the experts' matrices; q and the caches. `SideBySide` is k, and v is None.
         obstacle: why no kernel supports the call, if the caller knows a reason.
 
     Raises:
@@ -117,6 +133,8 @@ def select(kernel: str, impl: str | None, *args: Any, obstacle: str | None = Non
         return _select_for_device(kernel, args, obstacle)
     if impl not in IMPLS:
         raise ValueError(unavailable_reason(impl))
+    if reason := without_kernel_reason(kernel, impl):
+        return Selection("xla", reason)
     chosen = backend_of(kernel, impl)
     if chosen != "xla" and (reason := obstacle or unsupported_reason(kernel, chosen, args)):
         raise ValueError(
@@ -130,6 +148,8 @@ def _select_for_device(kernel: str, args: tuple[Any, ...], obstacle: str | None)
     device, name = device_impl()
     if device == "xla":
         return Selection("xla", name)
+    if reason := without_kernel_reason(kernel, device):
+        return Selection("xla", reason)
     chosen = backend_of(kernel, device)
     reason = obstacle or slower_reason(kernel, args)
     if reason is None and (reason := unsupported_reason(kernel, chosen, args)) is None:
@@ -141,14 +161,18 @@ def _select_for_device(kernel: str, args: tuple[Any, ...], obstacle: str | None)
 
 
 def run_kernel(impl: str, kernel: str, *args: Any, **kwargs: Any) -> Any:
-    """Runs a kernel ("mosaic", "triton" or "interpret") with the arguments of its reference."""
-    if impl == "interpret":
-        impl = "triton"
+    """Runs a kernel of any implementation but "xla" with the arguments of its reference."""
+    if impl in ("interpret", "interpret_tpu"):
+        impl = "triton" if impl == "interpret" else "tpu"
         kwargs = kwargs | {"interpret": True}
-    # Imported when used: the GPU part of Pallas takes a second to import, and a machine without a GPU never
-    # needs it.
+    # Imported when used: Pallas takes a second to import, and a machine with CPUs alone never needs it.
     function: Callable = getattr(importlib.import_module(f"{__package__}.{impl}"), kernel)
     return match_varying_axes(function(*args, **kwargs), *args)
+
+
+def platform_of(impl: str) -> str:
+    """The platform whose programs run this implementation, as `lax.platform_dependent` names it."""
+    return "tpu" if impl == "tpu" else "cuda"
 
 
 def match_varying_axes(tree: Any, *inputs: Any) -> Any:

@@ -2,10 +2,13 @@
 
 from typing import Any
 
-from .key_layouts import KeyBias, Levels
+from .key_layouts import KeyBias, Levels, SideBySide
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
 _TRITON_ONLY = ("gated_experts", "product", "rope_append")
+_TPU_IMPLS = ("tpu", "interpret_tpu")
+_ON_TPU = ("prefill_attention", "decode_attention", "rope_append")
+_TPU_WIDTHS = (64, 128, 256)
 
 
 def backend_of(kernel: str, impl: str) -> str:
@@ -13,10 +16,23 @@ def backend_of(kernel: str, impl: str) -> str:
     return "triton" if impl == "mosaic" and kernel in _TRITON_ONLY else impl
 
 
+def without_kernel_reason(kernel: str, impl: str) -> str | None:
+    """Why the operations of XLA serve a kernel under this name, or None: there is such a kernel."""
+    return f"TPUs have no kernel {kernel}" if impl in _TPU_IMPLS and kernel not in _ON_TPU else None
+
+
 def unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | None:
     """Why `impl` does not support these arguments, or None."""
     if impl == "xla":
         return None
+    if impl in _TPU_IMPLS:
+        return _unsupported_on_tpu(*args)
+    if any(isinstance(arg, SideBySide) for arg in args):
+        return "keys and values side by side are for TPUs"
+    return _unsupported_on_gpu(kernel, impl, args)
+
+
+def _unsupported_on_gpu(kernel: str, impl: str, args: tuple[Any, ...]) -> str | None:
     if kernel.endswith("attention"):
         return too_large(args[1]) or _unsupported_attention(kernel, impl, *args)
     if reason := next(filter(None, map(too_large, args)), None):
@@ -53,6 +69,26 @@ def slower_reason(kernel: str, args: tuple[Any, ...]) -> str | None:
         return f"{args[0].shape[0]} rows would read the vocabulary matrix more than once"
     if kernel == "gated_experts" and args[0].dtype == "float32":
         return "its tiles are for 16-bit matrices"
+    return None
+
+
+def _unsupported_on_tpu(q: Any, kv: Any, v: Any = None, key_bias: KeyBias | None = None) -> str | None:
+    """Of attention and of the append, which read the same cache."""
+    if not isinstance(kv, SideBySide):
+        return "TPU kernels read keys and values side by side"
+    if key_bias is not None:
+        return "a bias of keys"
+    width = q.shape[-1]
+    if width not in _TPU_WIDTHS:
+        return f"head width {width} is not one of {', '.join(map(str, _TPU_WIDTHS))}"
+    if kv.values.shape[-1] != 2 * width:
+        return f"keys and values of {kv.values.shape[-1]} numbers, not of two heads of width {width}"
+    quantized = kv.scale is not None
+    if quantized != (kv.values.dtype == "uint8"):
+        return f"dtype {kv.values.dtype.name} {'with' if quantized else 'without'} scales"
+    dtypes = {q.dtype.name} if quantized else {q.dtype.name, kv.values.dtype.name}
+    if dtypes not in ({"float32"}, {"bfloat16"}):
+        return f"dtypes {', '.join(sorted(dtypes))}"
     return None
 
 

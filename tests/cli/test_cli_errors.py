@@ -64,7 +64,10 @@ BAD_FLAGS = {
     "dtype-empty": (["--dtype="], "--dtype=: give float32"),
     "quantize-unknown": (["--quantize=int3"], "--quantize=int3: give int8 or int4"),
     "activations-unknown": (["--activations=int4"], "--activations=int4: give int8"),
-    "impl-unknown": (["--impl=fast"], "--impl=fast: give mosaic, triton, xla or interpret"),
+    "impl-unknown": (
+        ["--impl=fast"],
+        "--impl=fast: give mosaic, triton, tpu, xla, interpret or interpret_tpu",
+    ),
     "cache-dtype-unknown": (["--cache_dtype=x"], "--cache_dtype=x: give int8, int4, gear"),
     "model-empty": (["--model="], "--model=: give a directory or a hub name"),
     "unknown-flag": (["--max_token=5"], "flag 'max_token'. Did you mean --max_tokens.*--help"),
@@ -117,8 +120,8 @@ def test_flags_have_the_ranges_of_the_library():
                 xj.SamplingConfig(**{field: value}).validate
             ), (flag, value)
     for flag, check in (("impl", known_impl), ("quantize", check_quantize_method), ("dtype", resolve_dtype)):
-        for value in ("mosaic", "triton", "xla", "interpret", "int8", "int4", "gear", "float32", "bfloat16",
-                      "float16", "float64", "", "None"):  # fmt: skip
+        for value in ("mosaic", "triton", "tpu", "xla", "interpret", "interpret_tpu", "int8", "int4", "gear",
+                      "float32", "bfloat16", "float16", "float64", "", "None"):  # fmt: skip
             parse = cli.PARSER.values[flag].parser.parse
             assert accepted(parse, value) == accepted(check, value), (flag, value)
 

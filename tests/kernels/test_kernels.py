@@ -320,7 +320,10 @@ def test_kernels_serve_every_cache_but_gear(fake_gpu):
 @pytest.mark.skipif(HAS_GPU, reason="this machine has an NVIDIA GPU")
 def test_without_a_gpu_none_means_xla_and_kernel_names_raise():
     params, config = build("qwen2")
-    assert kernels_pallas.select("argmax", None, SD((1, 10), jnp.float32)) == ("xla", "no NVIDIA GPU here")
+    assert kernels_pallas.select("argmax", None, SD((1, 10), jnp.float32)) == (
+        "xla",
+        "no NVIDIA GPU or TPU here",
+    )
     for impl in ("mosaic", "triton"):
         with pytest.raises(xj.InputError, match="needs an NVIDIA GPU of compute capability"):
             xj.generate(params, config, [[1]], xj.GenerateOptions(impl=impl))
@@ -328,5 +331,7 @@ def test_without_a_gpu_none_means_xla_and_kernel_names_raise():
             xj.decode_step(params, config, np.array([1]), xj.init_cache(config), impl=impl)
         with pytest.raises(xj.InputError, match="needs an NVIDIA GPU of compute capability"):
             xj.forward(params, config, np.array([[1]]), impl=impl)
-    with pytest.raises(xj.InputError, match="one of mosaic, triton, xla, interpret, got 'fast'"):
+    with pytest.raises(
+        xj.InputError, match="one of mosaic, triton, tpu, xla, interpret, interpret_tpu, got 'fast'"
+    ):
         xj.generate(params, config, [[1]], xj.GenerateOptions(impl="fast"))

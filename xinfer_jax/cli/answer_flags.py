@@ -158,8 +158,8 @@ PARSER.add_choice(
     "int8", "int4", "gear", "float32", "bfloat16", "float16",
 )  # fmt: skip
 PARSER.add_choice(
-    "impl", "Kernels of attention and argmax: mosaic, triton or xla. Default: the best for the device.",
-    "mosaic", "triton", "xla", "interpret",
+    "impl", "Kernels of attention and argmax: mosaic, triton, tpu or xla. Default: the best for the device.",
+    "mosaic", "triton", "tpu", "xla", "interpret", "interpret_tpu",
 )  # fmt: skip
 PARSER.add_switch("use_cache", "Use a KV cache; false: recompute all for every token, for comparison.", True)
 PARSER.add_switch(

@@ -48,8 +48,8 @@ define_engine(PARSER)
 define_processes(PARSER)
 PARSER.add_choice("draft", "Speculative decoding: lookup (prompt lookup).", "lookup", "none")
 PARSER.add_choice(
-    "impl", "Kernels of attention and argmax: mosaic, triton or xla. Default: the best for the device.",
-    "mosaic", "triton", "xla",
+    "impl", "Kernels of attention and argmax: mosaic, triton, tpu or xla. Default: the best for the device.",
+    "mosaic", "triton", "tpu", "xla",
 )  # fmt: skip
 PARSER.add_integer("grace", "Seconds for running answers to end at SIGTERM and Ctrl-C.", default=30)
 PARSER.add_text(

@@ -45,7 +45,7 @@ def score(
         num_tokens_B: how many of each row are real; None: all.
         inputs_BTD: the input of the first layer, instead of `embed_tokens(params, config, tokens_BT)`: for a
             soft prompt (Lester et al. 2021), in whose place the ids do not matter.
-        impl: of attention: None (what suits the device), "mosaic", "triton" or "xla".
+        impl: of attention: None (what suits the device), "mosaic", "triton", "tpu" or "xla".
 
     Returns:
         float32 [B, T-1]: entry t is that of token t+1; 0 at padding. Natural logarithm.

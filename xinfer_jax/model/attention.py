@@ -34,7 +34,7 @@ class _Kernel(NamedTuple):
 
     name: str
     impl: str
-    only_on_gpu: bool  # other devices run the plain jnp below
+    platform: str | None  # whose programs run it; others run the plain jnp below; None: all
 
 
 class _Softmax(NamedTuple):
@@ -87,7 +87,8 @@ def attention(  # noqa: PLR0913
     arrays = (q_BTNH, kv, start_B, length_B)
     if chosen == "xla":
         return _blocked(*arrays, scoring, static)
-    return _by_kernel(_Kernel(kernel, chosen, impl is None), scoring, *arrays)
+    platform = kernels_pallas.platform_of(chosen) if impl is None else None
+    return _by_kernel(_Kernel(kernel, chosen, platform), scoring, *arrays)
 
 
 def select_attention(kernel: str, impl: str | None, q_BTNH: Any, kv: Contiguous) -> kernels_pallas.Selection:
@@ -133,11 +134,10 @@ def _by_kernel(kernel: _Kernel, scoring: _Scoring, q_BTNH, kv, start_B, length_B
         return run(q_BTNH, *kv.kernel_arrays(), start_B, length_B, **options)
 
     arrays = (q_BTNH, kv, start_B, length_B)
-    if not kernel.only_on_gpu:
+    if kernel.platform is None:
         return by_kernel(*arrays)
-    return lax.platform_dependent(
-        *arrays, cuda=by_kernel, default=partial(_blocked, scoring=scoring, static=False)
-    )
+    forms = {kernel.platform: by_kernel}
+    return lax.platform_dependent(*arrays, **forms, default=partial(_blocked, scoring=scoring, static=False))
 
 
 def _forward(*args):

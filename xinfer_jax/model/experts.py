@@ -21,7 +21,7 @@ class _Kernel(NamedTuple):
     """The implementation of the kernel, and the model that it serves."""
 
     impl: str
-    only_on_gpu: bool  # other devices run the plain jnp below
+    platform: str | None  # whose programs run it; others run the plain jnp below; None: all
     config: ModelConfig
 
 
@@ -53,7 +53,8 @@ def mixture_of_experts(
         expert_MU = expert_MU - lax.axis_index(over) * len(experts["gate"]["weight"])
     arrays = (x_MD, weight_MU, expert_MU, experts)
     chosen = select_kernel("gated_experts", impl, x_MD, *_matrices(experts)).impl
-    kernel = _Kernel(chosen, impl is None, config)
+    platform = kernels_pallas.platform_of(chosen) if impl is None and chosen != "xla" else None
+    kernel = _Kernel(chosen, platform, config)
     plain = chosen == "xla" and not _tiles_are_faster(expert_MU.size, config)
     out_MD = _plain(*arrays, config) if plain else _mix(kernel, *arrays)
     out_BTD = out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
@@ -75,9 +76,9 @@ def _mix(kernel: _Kernel, x_MD, weight_MU, expert_MU, experts: Params) -> jax.Ar
         return kernels_pallas.run_kernel(kernel.impl, "gated_experts", *args, **of_model)
 
     arrays = (x_MD, weight_MU, expert_MU, experts)
-    if kernel.impl != "xla" and not kernel.only_on_gpu:
+    if kernel.impl != "xla" and kernel.platform is None:
         return by_kernel(*arrays)
-    forms = {} if kernel.impl == "xla" else {"cuda": by_kernel}
+    forms = {kernel.platform: by_kernel} if kernel.platform else {}
     if _tiles_are_faster(expert_MU.size, config):
         forms["cpu"] = partial(_by_tiles, config=config)
     return lax.platform_dependent(*arrays, **forms, default=partial(_plain, config=config))

@@ -22,9 +22,8 @@ def argmax(logits_BV: jax.Array, impl: str | None = None) -> jax.Array:
         return _argmax(logits_BV)
     if impl is not None:
         return kernels_pallas.run_kernel(chosen, "argmax", logits_BV)
-    return lax.platform_dependent(
-        logits_BV, cuda=lambda x: kernels_pallas.run_kernel(chosen, "argmax", x), default=_argmax
-    )
+    forms = {kernels_pallas.platform_of(chosen): lambda x: kernels_pallas.run_kernel(chosen, "argmax", x)}
+    return lax.platform_dependent(logits_BV, **forms, default=_argmax)
 
 
 def can_fuse_head(params: Params, hidden_BD: jax.Array, impl: str | None) -> bool:
@@ -54,7 +53,8 @@ def greedy_tokens(
 
     if impl is not None:
         return by_kernel(hidden_BD, weight)
-    return lax.platform_dependent(hidden_BD, weight, cuda=by_kernel, default=by_logits)
+    forms = {kernels_pallas.platform_of(chosen): by_kernel}
+    return lax.platform_dependent(hidden_BD, weight, **forms, default=by_logits)
 
 
 def _argmax(logits_BV: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Matrix products by a GPU kernel: which ones it takes, and their gradients."""
+"""Matrix products by a kernel: which ones it takes, and their gradients."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -103,7 +103,7 @@ def by_kernel(
     plain: Callable[[Operands], list[jax.Array]],
     operands: Operands,
     impl: str,
-    only_on_gpu: bool,
+    platform: str | None,
     **options: Any,
 ) -> list[jax.Array]:
     """Products by a kernel. Their derivatives are those of `plain`.
@@ -112,21 +112,21 @@ def by_kernel(
         plain: the same in jnp.
         operands: what it takes.
         impl: of `kernels_pallas`.
-        only_on_gpu: other devices run `plain`.
+        platform: whose programs run the kernel, others run `plain`; None: all.
         options: eps, offset, activation and dtype of `kernels_pallas.reference_products.product`.
     """
     kernel = partial(_run, impl=impl, options=options)
-    return with_plain_derivative(kernel, plain, only_on_gpu, operands)
+    return with_plain_derivative(kernel, plain, platform, operands)
 
 
-def with_plain_derivative(kernel: Callable, plain: Callable, only_on_gpu: bool, *operands: Any) -> Any:
-    """`kernel(*operands)`, with the derivative of `plain`. only_on_gpu: other devices run `plain`."""
+def with_plain_derivative(kernel: Callable, plain: Callable, platform: str | None, *operands: Any) -> Any:
+    """`kernel(*operands)`, with the derivative of `plain`. platform: as in `by_kernel`."""
 
     @jax.custom_jvp
     def run(*operands: Any) -> Any:
-        if not only_on_gpu:
+        if platform is None:
             return kernel(*operands)
-        return lax.platform_dependent(*operands, cuda=kernel, default=plain)
+        return lax.platform_dependent(*operands, **{platform: kernel}, default=plain)
 
     @run.defjvp
     def _derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kernels_pallas import BIAS_STRIDE
+from kernels_pallas import BIAS_STRIDE, platform_of
 from kernels_pallas.key_layouts import rotate_pairs
 
 from ..config.model_config import ModelConfig, RopeConfig
@@ -144,7 +144,8 @@ def products(  # noqa: PLR0913
     chosen = select_product(impl, operands, activation).impl
     if chosen != "xla":
         options = dict(eps=eps, offset=offset, activation=activation, dtype=dtype)
-        return by_kernel(plain, operands, chosen, impl is None, **options)
+        platform = platform_of(chosen) if impl is None else None
+        return by_kernel(plain, operands, chosen, platform, **options)
     if weight is None and len(leaves) == 1:
         return plain(operands)
     if weight is not None:  # perhaps without its norm

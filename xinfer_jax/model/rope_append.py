@@ -1,5 +1,5 @@
 """RoPE of new queries and keys, and the append of keys and values to a layer's cache: plain, or by one kernel
-on NVIDIA GPUs.
+on NVIDIA GPUs and TPUs.
 """
 
 from functools import partial
@@ -34,7 +34,8 @@ def rotate_and_append(  # noqa: PLR0913
     chosen = _select(qkv[0], kv, impl)
     if chosen == "xla":
         return _plain(*operands)
-    return with_plain_derivative(partial(_by_kernel, impl=chosen), _plain, impl is None, *operands)
+    platform = kernels_pallas.platform_of(chosen) if impl is None else None
+    return with_plain_derivative(partial(_by_kernel, impl=chosen), _plain, platform, *operands)
 
 
 def _select(q_BTNH: jax.Array, kv: Contiguous, impl: str | None) -> str:
@@ -42,7 +43,9 @@ def _select(q_BTNH: jax.Array, kv: Contiguous, impl: str | None) -> str:
     k, v = kv.kernel_arrays()
     if not may_use_kernel(impl) or q_BTNH.shape[1] > ROW_QUERIES or k is None or abstract_mesh_of(k):
         return "xla"
-    if kernels_pallas.support.unsupported_reason("rope_append", "triton", (q_BTNH, k, v)):
+    support = kernels_pallas.support
+    backend = support.backend_of("rope_append", impl or kernels_pallas.dispatch.device_impl().impl)
+    if support.unsupported_reason("rope_append", backend, (q_BTNH, k, v)):
         return "xla"
     return kernels_pallas.select("rope_append", impl, q_BTNH, k, v).impl
 
