@@ -77,7 +77,16 @@ class Contiguous(ShortRepr):
         if new_BKTH.shape[2] > 1:
             return jax.vmap(_write_row)(old_BKSH, new_BKTH, start_B, num_tokens_B)
         slot_B = jnp.where(num_tokens_B > 0, start_B, self.slots)
-        return old_BKSH.at[jnp.arange(len(slot_B)), :, slot_B].set(new_BKTH[:, :, 0], mode="drop")
+        return self._scatter(old_BKSH, jnp.arange(len(slot_B)), slot_B, new_BKTH[:, :, 0])
+
+    def _scatter(self, old_BKSH, row, slot, new_KH):
+        """Writes vectors [..., K, H] to these rows and slots, both [...]; a slot past the end drops its own."""
+        if not isinstance(self.k, SideBySideKV):
+            return old_BKSH.at[row, :, slot].set(new_KH, mode="drop")
+        # All heads of a slot at once make XLA keep them together on TPUs: it would copy the cache into that
+        # layout before a loop, and back after it.
+        head_K = jnp.arange(old_BKSH.shape[1])
+        return old_BKSH.at[row[..., None], head_K, slot[..., None]].set(new_KH, mode="drop")
 
     def stored_length(self, length_B: jax.Array) -> jax.Array:
         """int32 [B]: the lengths without tokens that were dropped."""
@@ -191,7 +200,7 @@ class Ring(Contiguous):
         kept_BT = (t_T < num_tokens_B[:, None]) & (position_BT < self.capacity)
         slot_BT = jnp.where(kept_BT, position_BT % self.slots, self.slots)
         row_B1 = jnp.arange(len(old_BKSH))[:, None]
-        return old_BKSH.at[row_B1, :, slot_BT].set(jnp.swapaxes(new_BKTH, 1, 2), mode="drop")
+        return self._scatter(old_BKSH, row_B1, slot_BT, jnp.swapaxes(new_BKTH, 1, 2))
 
     def kernel_options(self) -> dict[str, Any]:
         return {"ring": True}

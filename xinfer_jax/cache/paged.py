@@ -49,7 +49,7 @@ class Paged(Contiguous):
         )
         page_BT = jnp.where(jnp.arange(T) < num_tokens_B[:, None], page_BT, none)
         new_BTKH = jnp.swapaxes(new_BKTH, 1, 2)
-        return old_PKSH.at[page_BT, :, position_BT % PAGE_SIZE].set(new_BTKH, mode="drop")
+        return self._scatter(old_PKSH, page_BT, position_BT % PAGE_SIZE, new_BTKH)
 
     def block_layout(self, max_width: int) -> tuple[int, int]:
         """As in other layer caches; blocks are whole pages."""
