@@ -2,7 +2,6 @@
 on NVIDIA GPUs and TPUs.
 """
 
-import dataclasses
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,6 @@ import jax
 import kernels_pallas
 
 from ..cache.layer_caches import Contiguous
-from ..cache.quantized_kv import with_kernel_array
 from ..sharding import abstract_mesh_of
 from .attention import ROW_QUERIES
 from .kernel_products import may_use_kernel, with_plain_derivative
@@ -61,4 +59,4 @@ def _by_kernel(qkv, angles, kv: Contiguous, start_B, num_tokens_B, impl: str):
     arrays = (*qkv, *(angles or (None, None)), *kv.kernel_arrays(), start_B, num_tokens_B)
     options = kv.kernel_options() | {"capacity": kv.capacity}
     q_BTNH, k, v = kernels_pallas.run_kernel(impl, "rope_append", *arrays, **options)
-    return q_BTNH, dataclasses.replace(kv, k=with_kernel_array(kv.k, k), v=with_kernel_array(kv.v, v))
+    return q_BTNH, kv.with_kernel_arrays(k, v)
