@@ -15,9 +15,8 @@ def copied_arrays(module: Module, computation: Computation, operation: Instructi
     """
     arrays = operation.arrays if operation.opcode in COPIES else ()
     if operation.opcode.endswith("-start"):
-        both = [computation.by_name[operation.operands[0]].arrays[0], operation.arrays[0]]
-        is_copy = operation.opcode == "copy-start" and all(is_in_hbm(array) for array in both)
-        arrays = operation.arrays[:1] if is_copy else ()
+        arrays = operation.arrays[:2] if operation.opcode == "copy-start" else ()  # result and operand
+        arrays = arrays[:1] if all(is_in_hbm(array) for array in arrays) else ()
     if operation.opcode == "fusion":
         body = module.computations[operation.called("calls")]
         if not any(i.opcode in ("dot", "reduce", "convolution", "sort") for i in body.instructions):
