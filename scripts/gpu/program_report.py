@@ -97,7 +97,8 @@ def leaf_shapes(job: ProgramJob, program: str) -> list[tuple[int, ...]]:
         caches = caches, jax.eval_shape(lambda: empty_pools(config, num_pages(job), job.kv))
         slots = num_pages_for(job.capacity) * PAGE_SIZE
         for rows in {1, job.rows}:
-            shapes.append((rows, config.num_key_value_heads, slots, config.head_dim))
+            for width in (1, 2):  # keys and values may be side by side
+                shapes.append((rows, config.num_key_value_heads, slots, width * config.head_dim))
     for x in jax.tree.leaves(caches):
         if len(x.shape) > 2:
             shapes.append(x.shape)

@@ -17,6 +17,7 @@ from programs import LOOPS, ProgramJob, find_call, layer_period, target_card, to
 from tpu_counts import Operation, TpuCounter, TpuCounts
 from tpu_specs import Tpu
 
+import kernels_pallas
 from xinfer_jax.weights.params import tree_bytes
 
 _MOST_LAYERS = 48  # of a model that is compiled as it is
@@ -38,7 +39,9 @@ class _Compiled:
 
 def compile_program(job: ProgramJob, program: str, tpu: Tpu, mesh: Mesh) -> _Compiled:
     """Compiles one of `PROGRAMS` for a TPU, and counts it."""
-    call = find_call(job, program)
+    with kernels_pallas.assume_device(tpu.capability, tpu.name, tpu.platform):  # for the form of caches
+        call = find_call(job, program)
+        leaves = {math.prod(shape) for shape in leaf_shapes(job, program)}
     is_loop = program in LOOPS
     with target_card(tpu, mesh):
         traced = call.program.trace(*to_shapes(call.args, mesh))
@@ -47,7 +50,6 @@ def compile_program(job: ProgramJob, program: str, tpu: Tpu, mesh: Mesh) -> _Com
     choices = KnownChoices(traced.jaxpr, call.args, module, is_loop, "tpu", kernel_work)
     counter = TpuCounter(module, tpu, choices)
     step, around = counter.step_and_around() if is_loop else (counter.whole(), TpuCounts())
-    leaves = {math.prod(shape) for shape in leaf_shapes(job, program)}
     sizes = {size for size in leaves if size >= _LEAST_LEAF}
     return _Compiled(
         job.config.num_hidden_layers,
