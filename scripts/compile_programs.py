@@ -69,6 +69,9 @@ PROGRAM = flags.DEFINE_list("program", ["decode"], f"Any of {', '.join(PROGRAMS)
 ONLY = flags.DEFINE_string("only", "", "Of kernels: compile those whose names contain this text.")
 SAMPLED = flags.DEFINE_bool("sampled", False, "The rows of an engine sample; else they are greedy.")
 DRAFT_TOKENS = flags.DEFINE_integer("draft_tokens", 0, "Draft tokens of an engine's step.")
+DEVICES = flags.DEFINE_integer(
+    "devices", 1, "TPUs of a mesh that a model in an engine is sharded over; figures are those of one.", 1
+)
 VERBOSE = flags.DEFINE_bool("largest", False, "Print the launches that move the most bytes, or take longest.")
 
 
@@ -83,7 +86,9 @@ def main(argv: list[str]) -> None:
     finally:
         shutil.rmtree(DUMP)
     kernels = [kernel for result in results for kernel in result.pop("compiled")]
-    settings = {flag.name: flag.value for flag in (TARGET, MODEL, WEIGHTS, CACHE, ROWS, CAPACITY, LENGTH)}
+    settings = {
+        flag.name: flag.value for flag in (TARGET, DEVICES, MODEL, WEIGHTS, CACHE, ROWS, CAPACITY, LENGTH)
+    }
     programs = [result for result in results if result]
     print(json.dumps({"jax": jax.__version__, **settings, "kernels": kernels, "programs": programs}))
     sys.exit(int(any(kernel["spill_bytes"] or not kernel.get("as_written", True) for kernel in kernels)))
@@ -118,13 +123,17 @@ def figures(program: str) -> dict:
         return {"compiled": compile_kernels(TARGET.value, ONLY.value, DUMP)}
     job = full_job()
     depths = chosen_depths()
+    if DEVICES.value > 1 and TARGET.value not in TPUS:
+        raise InputError("--devices is for TPUs: scripts/plan.py compiles for several GPUs")
     print(
-        f"\n{MODEL.value} for {TARGET.value}: weights {WEIGHTS.value}, cache {CACHE.value}, {job.rows} rows"
+        f"\n{MODEL.value} for {DEVICES.value}x{TARGET.value}: weights {WEIGHTS.value}, cache {CACHE.value}, {job.rows} rows"
         f" of {job.length:,} tokens, capacity {job.capacity:,}, jax {jax.__version__}"
     )
     if TARGET.value in TPUS:
         tpu = TPUS[TARGET.value]
-        result = tpu_report(job, WEIGHTS.value, program, tpu, depths)
+        if DEVICES.value > 1 and not program.startswith("engine"):
+            raise InputError("--devices needs a program of an engine: engine_prefill or engine_decode")
+        result = tpu_report(job, WEIGHTS.value, program, tpu, depths, DEVICES.value)
         print_tpu_report(result, tpu, VERBOSE.value)
         return result | {"compiled": []}
     result = report(job, WEIGHTS.value, program, CARDS[TARGET.value], DUMP, depths)

@@ -92,7 +92,7 @@ class Evaluator:
             return None
         if name in _CALLS:
             jaxpr = next(params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call") if key in params)
-            return self.closed(jaxpr, [None] * len(values) if name == "shard_map" else values, path)
+            return self.closed(jaxpr, _of_shard(params, values) if name == "shard_map" else values, path)
         if not equation.outvars or not all(is_small(getattr(x.aval, "shape", ())) for x in equation.outvars):
             return None
         if any(value is None for value in values):
@@ -162,6 +162,12 @@ class Evaluator:
             of_step = [None if x is None else np.asarray(x)[at] for x in xs]
             carry = self.closed(jaxpr, [*values[:consts], *carry, *of_step], inside)[:carried]
         return [*carry, *[None] * (len(equation.outvars) - carried)]
+
+
+def _of_shard(params: dict[str, Any], values: list[Any]) -> list[Any]:
+    """What is known of the arguments inside a `shard_map`: those that all devices have whole."""
+    specs = params.get("in_specs", [("?",)] * len(values))
+    return [None if any(spec) else value for value, spec in zip(values, specs, strict=True)]
 
 
 def _prepare(equation: Any) -> tuple[Any, list[Any], list[Any]]:

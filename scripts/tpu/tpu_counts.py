@@ -1,11 +1,12 @@
 """Counts what a compiled TPU program does, from its text, and estimates its time.
 
 The time of an operation is the larger of its cycles, as XLA schedules them, by the clock, and its bytes of
-HBM by the bandwidth; of a Pallas kernel, which XLA gives no cycles, of its products by the matrix rate.
-Copies between HBM and VMEM that run beside operations ("copy-start") have what operations leave of the
-bandwidth, one after the other, and "copy-done" waits for its own. Nothing is assumed of the time to start an
-operation beyond what XLA's cycles have (of small fusions about 2,100). Operations on single numbers, and
-gathers and scatters of single rows, have none.
+HBM by the bandwidth; of a Pallas kernel, which XLA gives no cycles, of its products by the matrix rate; of a
+collective, of the bytes that a device of a ring sends by the rate of its links, without latency. Copies
+between HBM and VMEM that run beside operations ("copy-start") have what operations leave of the bandwidth, one
+after the other, and "copy-done" waits for its own. Nothing is assumed of the time to start an operation beyond
+what XLA's cycles have (of small fusions about 2,100). Operations on single numbers, and gathers and scatters
+of single rows, have none.
 """
 
 import dataclasses
@@ -100,9 +101,12 @@ class _Timeline:
     """
 
     left: dict[str, float] = dataclasses.field(default_factory=dict)  # copy -> seconds that it still needs
+    ends: dict[str, float] = dataclasses.field(default_factory=dict)  # of collectives, which need the links
+    now: float = 0
 
     def run(self, seconds: float, memory: float) -> None:
         """An operation takes some seconds, in which it needs HBM for `memory` seconds."""
+        self.now += seconds
         spare = seconds - memory
         for name, needed in list(self.left.items()):
             if spare < needed:
@@ -112,19 +116,36 @@ class _Timeline:
             del self.left[name]
 
     def wait(self, name: str) -> float:
-        """Seconds until a copy has ended."""
+        """Seconds until a copy or collective has ended."""
+        if name in self.ends:
+            seconds = max(0.0, self.ends[name] - self.now)
+            self.run(seconds, 0)
+            return seconds
         seconds = 0.0
         while name in self.left:
             first = next(iter(self.left))
             seconds += self.left.pop(first)
+        self.now += seconds
         return seconds
+
+    def start_collective(self, name: str, seconds: float) -> None:
+        """A collective starts, after those before it."""
+        self.ends[name] = max([self.now, *self.ends.values()]) + seconds
 
 
 class TpuCounter:
     """Counts the parts of a module."""
 
-    def __init__(self, module: Module, tpu: Tpu, choices: Choices | None = None):
+    def __init__(self, module: Module, tpu: Tpu, choices: Choices | None = None, devices: int = 1):
+        """
+        Args:
+            module: from `hlo_text.parse_module`; of one device.
+            tpu: that it is compiled for.
+            choices: what is known beside the text.
+            devices: over which collectives run.
+        """
         self._module = module
+        self._devices = devices
         self._tpu = tpu
         self._choices = choices or Unknown()
         self._found: dict[str, TpuCounts] = {}
@@ -219,9 +240,13 @@ class TpuCounter:
             read, written = _of_kernel(computation, instruction, dma)
             busy = flop / self._tpu.tflops / 1e12 + int8_ops / self._tpu.int8_tops / 1e12
         memory = (read + written) / self._tpu.memory_gbs / 1e9
-        alone = max(busy, memory)
+        links = _sent_bytes(instruction, self._devices) / self._tpu.link_gbs / 1e9
+        alone = max(busy, memory, links)
         seconds = alone
-        if instruction.opcode.endswith("-start"):
+        if links and instruction.opcode.endswith("-start"):
+            timeline.start_collective(instruction.name, alone)
+            seconds = 0.0
+        elif instruction.opcode.endswith("-start"):
             timeline.left[instruction.name] = alone
             seconds = 0.0
         else:
@@ -251,6 +276,21 @@ class TpuCounter:
         kind = next((kind for opcode, kind in _KINDS if opcode in opcodes), "elementwise")
         is_vector_product = kind == "reduce" and operation.op_name.endswith("dot_general")
         return "vector product" if is_vector_product else kind
+
+
+def _sent_bytes(instruction: Instruction, devices: int) -> float:
+    """Bytes that a device sends in a collective, if the devices are a ring."""
+    kind = instruction.opcode.removesuffix("-start")
+    if kind not in COLLECTIVES or devices == 1:
+        return 0
+    size = (
+        max(array.bytes for array in instruction.arrays) if kind != instruction.opcode else instruction.bytes
+    )
+    if kind == "reduce-scatter":
+        size *= devices  # of the operand
+    if kind == "collective-permute":
+        return size
+    return size * (devices - 1) / devices * (2 if kind == "all-reduce" else 1)
 
 
 def _count_collective(counts: TpuCounts, instruction: Instruction) -> None:

@@ -5,20 +5,27 @@ model: bytes of HBM, time by kind of operation, copies of whole weights and cach
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
+import jax
 from hlo_text import parse_module
 from jax.sharding import Mesh
 from kernel_dma import kernel_work
 from known_choices import KnownChoices
 from machine_limits import prefill_work
+from plan_estimates import Job, device_weights, indivisible_sizes
 from program_report import MIB, at_depth, leaf_shapes, least_bytes
-from programs import LOOPS, ProgramJob, find_call, layer_period, target_card, to_shapes
+from programs import LOOPS, ProgramJob, find_call, layer_period, target_card, to_shapes, with_layers
 from tpu_counts import Operation, TpuCounter, TpuCounts
 from tpu_specs import Tpu
 
 import kernels_pallas
-from xinfer_jax.weights.params import tree_bytes
+from xinfer_jax.checkpoint.sharded_leaves import sharded_shapes, with_repeated_kv_heads
+from xinfer_jax.errors import InputError
+from xinfer_jax.sharding import MODEL
+from xinfer_jax.weights.layout import check_mesh
+from xinfer_jax.weights.params import param_specs, tree_bytes
 
 _MOST_LAYERS = 48  # of a model that is compiled as it is
 _LEAST_LEAF = 2**16  # elements: smaller arrays may have the size of activations
@@ -37,22 +44,22 @@ class _Compiled:
     uncounted: dict[str, str]  # why kernels could not be counted
 
 
-def compile_program(job: ProgramJob, program: str, tpu: Tpu, mesh: Mesh) -> _Compiled:
+def _compile_program(jobs: "_Jobs", program: str, tpu: Tpu, mesh: Mesh) -> _Compiled:
     """Compiles one of `PROGRAMS` for a TPU, and counts it."""
     with kernels_pallas.assume_device(tpu.capability, tpu.name, tpu.platform):  # for the form of caches
-        call = find_call(job, program)
-        leaves = {math.prod(shape) for shape in leaf_shapes(job, program)}
+        call = find_call(jobs.whole, program)
+        leaves = {math.prod(shape) for shape in leaf_shapes(jobs.of_device, program)}
     is_loop = program in LOOPS
     with target_card(tpu, mesh):
         traced = call.program.trace(*to_shapes(call.args, mesh))
         compiled = traced.lower(lowering_platforms=("tpu",)).compile()
     module = parse_module(compiled.as_text())
     choices = KnownChoices(traced.jaxpr, call.args, module, is_loop, "tpu", kernel_work)
-    counter = TpuCounter(module, tpu, choices)
+    counter = TpuCounter(module, tpu, choices, mesh.size)
     step, around = counter.step_and_around() if is_loop else (counter.whole(), TpuCounts())
     sizes = {size for size in leaves if size >= _LEAST_LEAF}
     return _Compiled(
-        job.config.num_hidden_layers,
+        jobs.whole.config.num_hidden_layers,
         step,
         around,
         compiled.memory_analysis().temp_size_in_bytes,
@@ -81,7 +88,7 @@ def chosen_depths(full: ProgramJob, tpu: Tpu) -> tuple[int, int]:
 
 
 def report(
-    full: ProgramJob, weights: str, program: str, tpu: Tpu, depths: tuple[int, ...] | None
+    full: ProgramJob, weights: str, program: str, tpu: Tpu, depths: tuple[int, ...] | None, devices: int = 1
 ) -> dict[str, Any]:
     """Figures of a program: counted at two depths, per layer, and scaled to the model's depth.
 
@@ -92,12 +99,14 @@ def report(
         tpu: to compile for.
         depths: numbers of layers to compile, the smaller one first; one number: a model of so many layers,
             without figures per layer; None: `chosen_depths`.
+        devices: of a mesh that the model is sharded over; then all figures are those of one device. More than
+            one: only programs of an engine.
     """
-    mesh = tpu.mesh()
+    mesh = check_mesh(tpu.mesh(devices, MODEL)) if devices > 1 else tpu.mesh()
     depths = depths or chosen_depths(full, tpu)
-    if len(depths) == 1:
-        full = at_depth(full, weights, depths[0], mesh)
-    *fewer, more = (compile_program(at_depth(full, weights, n, mesh), program, tpu, mesh) for n in depths)
+    *fewer, more = (_compile_program(_at_depth(full, weights, n, mesh), program, tpu, mesh) for n in depths)
+    full_depth = full.config.num_hidden_layers if len(depths) > 1 else depths[0]
+    full = _at_depth(full, weights, full_depth, mesh).of_device
     layers = full.config.num_hidden_layers
 
     def parts(of: Callable[[_Compiled], float]) -> dict[str, float]:
@@ -134,8 +143,40 @@ def report(
         ],
     )
     if program in ("prefill", "engine_prefill"):
-        result["of_matrix_rate"] = _of_matrix_rate(full, program, tpu, result["seconds"])
+        result["of_matrix_rate"] = _of_matrix_rate(full, program, tpu, result["seconds"]) / devices
     return result
+
+
+class _Jobs(NamedTuple):
+    """The same job twice."""
+
+    whole: ProgramJob  # parameters are sharded over the mesh
+    of_device: ProgramJob  # the sizes of one device
+
+
+def _at_depth(full: ProgramJob, weights: str, count: int, mesh: Mesh) -> _Jobs:
+    """The job of a model with its first layers only."""
+    n = mesh.size
+    if n == 1:
+        job = at_depth(full, weights, count, mesh)
+        return _Jobs(job, job)
+    config = with_layers(full.config, count)
+    job = Job(config, weights, full.cache_dtype, full.rows, full.capacity, full.chunk)
+    if sizes := indivisible_sizes(job, n):
+        raise InputError(f"{n} devices do not divide {sizes}")
+    part = device_weights(job, n)
+    to_sharded = partial(sharded_shapes, mesh=mesh, devices=n)
+    params = jax.tree.map(to_sharded, param_specs(config), part)
+    config = with_repeated_kv_heads(config, n)
+    of_device = dataclasses.replace(
+        config,
+        num_key_value_heads=config.num_key_value_heads // n,
+        vocab_size=-(-config.vocab_size // n),
+    )
+    return _Jobs(
+        dataclasses.replace(full, config=config, params=params),
+        dataclasses.replace(full, config=of_device, params=part),
+    )
 
 
 _FIGURES: dict[str, Callable[[_Compiled], float]] = {
