@@ -12,7 +12,7 @@ copies and gathers of whole weights or caches, loops of unknown trip count, pred
 for, temporaries and collectives: per layer, beside the layers, and for the model. Figures per layer are
 differences of two depths. `kernels` are all Pallas kernels, each alone: registers, spills, memory and
 instructions. Of a TPU it prints bytes of HBM, padding included, and an estimate of the time by kind of
-operation (`tpu/tpu_counts.py` says how), too. Prints tables, and one JSON object as the last line. Exit code
+operation (`tpu/tpu_time.py` says how), too. Prints tables, and one JSON object as the last line. Exit code
 1: a kernel spills, or lacks the instructions for which it was written; 2: the plug-in, ptxas or libtpu is
 missing.
 """
@@ -86,9 +86,8 @@ def main(argv: list[str]) -> None:
     finally:
         shutil.rmtree(DUMP)
     kernels = [kernel for result in results for kernel in result.pop("compiled")]
-    settings = {
-        flag.name: flag.value for flag in (TARGET, DEVICES, MODEL, WEIGHTS, CACHE, ROWS, CAPACITY, LENGTH)
-    }
+    given = (TARGET, DEVICES, MODEL, WEIGHTS, CACHE, ROWS, CAPACITY, LENGTH)
+    settings = {flag.name: flag.value for flag in given}
     programs = [result for result in results if result]
     print(json.dumps({"jax": jax.__version__, **settings, "kernels": kernels, "programs": programs}))
     sys.exit(int(any(kernel["spill_bytes"] or not kernel.get("as_written", True) for kernel in kernels)))
@@ -126,8 +125,8 @@ def figures(program: str) -> dict:
     if DEVICES.value > 1 and TARGET.value not in TPUS:
         raise InputError("--devices is for TPUs: scripts/plan.py compiles for several GPUs")
     print(
-        f"\n{MODEL.value} for {DEVICES.value}x{TARGET.value}: weights {WEIGHTS.value}, cache {CACHE.value}, {job.rows} rows"
-        f" of {job.length:,} tokens, capacity {job.capacity:,}, jax {jax.__version__}"
+        f"\n{MODEL.value} for {DEVICES.value}x{TARGET.value}: weights {WEIGHTS.value}, cache {CACHE.value},"
+        f" {job.rows} rows of {job.length:,} tokens, capacity {job.capacity:,}, jax {jax.__version__}"
     )
     if TARGET.value in TPUS:
         tpu = TPUS[TARGET.value]

@@ -17,8 +17,9 @@ from machine_limits import prefill_work
 from plan_estimates import Job, device_weights, indivisible_sizes
 from program_report import MIB, at_depth, leaf_shapes, least_bytes
 from programs import LOOPS, ProgramJob, find_call, layer_period, target_card, to_shapes, with_layers
-from tpu_counts import Operation, TpuCounter, TpuCounts
+from tpu_counts import TpuCounter
 from tpu_specs import Tpu
+from tpu_time import Operation, TpuCounts
 
 import kernels_pallas
 from xinfer_jax.checkpoint.sharded_leaves import sharded_shapes, with_repeated_kv_heads
