@@ -14,12 +14,12 @@ from .stored_kv import (
     Stored,
     append_pair,
     join_pair,
-    kernel_arrays,
+    kernel_array,
     map_slots,
     read_pair,
     separate_pair,
     slice_slots,
-    with_kernel_arrays,
+    with_kernel_array,
 )
 
 # Tokens that a ring holds beyond its window: one call can append as many, and `truncate` go back by as many.
@@ -80,7 +80,7 @@ class Contiguous(ShortRepr):
         return self._scatter(old_BKSH, jnp.arange(len(slot_B)), slot_B, new_BKTH[:, :, 0])
 
     def _scatter(self, old_BKSH, row, slot, new_KH):
-        """Writes vectors [..., K, H] to these rows and slots, both [...]; a slot past the end drops its own."""
+        """Writes vectors [..., K, H] to these rows and slots, both [...]; none to a slot past the end."""
         if not isinstance(self.k, SideBySideKV):
             return old_BKSH.at[row, :, slot].set(new_KH, mode="drop")
         # All heads of a slot at once make XLA keep them together on TPUs: it would copy the cache into that
@@ -113,12 +113,11 @@ class Contiguous(ShortRepr):
 
     def kernel_arrays(self) -> tuple[Any, Any]:
         """Keys and values as kernels read them; None for each in GEAR's format."""
-        return kernel_arrays(self.k, self.v)
+        return kernel_array(self.k), kernel_array(self.v)
 
     def with_kernel_arrays(self, k: Any, v: Any) -> Self:
         """This layer with other arrays in place of those of `kernel_arrays`."""
-        k, v = with_kernel_arrays(self.k, self.v, (k, v))
-        return dataclasses.replace(self, k=k, v=v)
+        return dataclasses.replace(self, k=with_kernel_array(self.k, k), v=with_kernel_array(self.v, v))
 
     def kernel_options(self) -> dict[str, Any]:
         """The arguments of attention kernels that say where a row's keys are."""
@@ -174,9 +173,7 @@ class Contiguous(ShortRepr):
         def pad(x: np.ndarray, like: jax.Array) -> jax.Array:
             return jnp.asarray(np.pad(x, [(0, n - m) for n, m in zip(like.shape, x.shape, strict=True)]))
 
-        if isinstance(self.k, SideBySideKV):
-            k, v = join_pair(k, v), None
-        k, v = jax.tree.map(pad, (k, v), (self.k, self.v))
+        k, v = jax.tree.map(pad, join_pair(k, v, self.k), (self.k, self.v))
         return dataclasses.replace(self, k=k, v=v)
 
     def _map(self, function: Any) -> Self:

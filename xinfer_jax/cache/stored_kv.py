@@ -15,7 +15,7 @@ from jax import lax
 
 import kernels_pallas
 from kernels_pallas import Levels
-from kernels_pallas.key_layouts import SideBySide, quantize
+from kernels_pallas.key_layouts import SideBySide, dequantize, join, quantize, separate
 
 from ..formatting import ShortRepr
 from .quantized_kv import KV_BITS, QuantizedKV, dequantize_kv, empty_kv, quantize_kv, vector_bytes
@@ -127,7 +127,8 @@ def append_pair(  # noqa: PLR0913
     def append(old: Stored, *new_BTKH: jax.Array) -> Any:
         parts = [jnp.swapaxes(x, 1, 2) for x in new_BTKH]
         if isinstance(old, SideBySideKV):
-            encoded = join_pair(*(_int8(x) for x in parts) if is_quantized(old) else parts)
+            pair: Any = [quantize(x, 8) for x in parts] if is_quantized(old) else parts
+            encoded: Any = SideBySideKV(*join(*pair))
         elif isinstance(old, QuantizedKV):
             encoded = quantize_kv(parts[0], old, jnp.where(start_B == 0, num_tokens_B, 0))
         else:
@@ -139,72 +140,50 @@ def append_pair(  # noqa: PLR0913
 
 def read_pair(k: Stored, v: Any, cut: Callable) -> tuple[jax.Array, jax.Array]:
     """Keys and values [B, K, S, H] of what `cut` takes of a stored array, dequantized."""
-    if v is not None:
+    if not isinstance(k, SideBySideKV):
         return dequantize_kv(cut(k)), dequantize_kv(cut(v))
-    k, v = _split(cut(k))
-    return dequantize_kv(k), dequantize_kv(v)
-
-
-def join_pair(k: Any, v: Any) -> SideBySideKV:
-    """Keys and values side by side. k, v: arrays, or `QuantizedKV` in int8."""
-    if not isinstance(k, QuantizedKV):
-        return SideBySideKV(jnp.concatenate([k, v], -1), None)
-    values, scale = (
-        jnp.concatenate([getattr(k, name), getattr(v, name)], -1) for name in ("values", "scale")
-    )
-    return SideBySideKV(values, _swap_slots(scale.astype(jnp.float32)))
+    pair = separate(kernel_array(cut(k)))
+    if not is_quantized(k):
+        return pair
+    of_k, of_v = (dequantize(x, k.shape[-1]) for x in pair)
+    return of_k, of_v
 
 
 def separate_pair(k: Stored, v: Any) -> tuple[Any, Any]:
     """The pair in two arrays or `QuantizedKV`, as other devices store it."""
     if not isinstance(k, SideBySideKV):
         return k, v
-    parts = _split(k)
-    if k.scale is None:
-        return parts
-    # Steps and lows were rounded to float16 before they were stored.
-    of_k, of_v = (dataclasses.replace(x, scale=x.scale.astype(jnp.float16)) for x in parts)
+    pair = separate(kernel_array(k))
+    if not is_quantized(k):
+        return pair
+    # The scale was rounded to float16 before it was stored.
+    of_k, of_v = (QuantizedKV(x.values, x.scale.astype(jnp.float16), None, 8) for x in pair)
     return of_k, of_v
 
 
-def _split(x: SideBySideKV) -> tuple[Any, Any]:
-    """Keys and values, with the scale as it is stored."""
-    k, v = jnp.split(x.values, 2, -1)
-    if x.scale is None:
+def join_pair(k: Any, v: Any, like: Stored) -> tuple[Any, Any]:
+    """The pair of what `separate_pair` returned, as `like` is stored."""
+    if not isinstance(like, SideBySideKV):
         return k, v
-    scales = jnp.split(_swap_slots(x.scale), 2, -1)
-    of_k, of_v = (QuantizedKV(*parts, None, 8) for parts in zip((k, v), scales, strict=True))
-    return of_k, of_v
+    return SideBySideKV(*join(kernel_array(k), kernel_array(v))), None
 
 
-def kernel_arrays(k: Stored, v: Any) -> tuple[Any, Any]:
-    """Keys and values as kernels read them; None for each in GEAR's format, which no kernel reads."""
-    if isinstance(k, SideBySideKV):
-        return SideBySide(k.values, k.scale), None
-    return _kernel_array(k), _kernel_array(v)
-
-
-def with_kernel_arrays(k: Stored, v: Any, arrays: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The pair whose `kernel_arrays` are these."""
-    if isinstance(k, SideBySideKV):
-        return SideBySideKV(*arrays[0]), None
-    return _with_kernel_array(k, arrays[0]), _with_kernel_array(v, arrays[1])
-
-
-def _kernel_array(x: Any) -> Any:
+def kernel_array(x: Any) -> Any:
+    """Keys or values, or both, as kernels read them; None in GEAR's format, which no kernel reads."""
+    if isinstance(x, SideBySideKV):
+        return SideBySide(x.values, x.scale)
     if not isinstance(x, QuantizedKV):
         return x
     return Levels(x.values, x.scale) if x.basis is None else None
 
 
-def _with_kernel_array(x: Any, array: Any) -> Any:
+def with_kernel_array(x: Any, array: Any) -> Any:
+    """What has this array as its `kernel_array`."""
+    if isinstance(x, SideBySideKV):
+        return SideBySideKV(*array)
     if not isinstance(x, QuantizedKV):
         return array
     return dataclasses.replace(x, values=array.values, scale=array.scale)
-
-
-def _int8(x_BKTH: jax.Array) -> QuantizedKV:
-    return QuantizedKV(*quantize(x_BKTH, 8), None, 8)
 
 
 def _swap_slots(scale: jax.Array) -> jax.Array:
