@@ -186,3 +186,11 @@ def match_varying_axes(tree: Any, *inputs: Any) -> Any:
         return lax.pcast(x, tuple(more), to="varying") if more else x
 
     return jax.tree.map(vary, tree) if axes else tree
+
+
+def result_type(shape: tuple[int, ...], dtype: Any, *inputs: jax.Array) -> jax.ShapeDtypeStruct:
+    """The type of a kernel's result. Inside `jax.shard_map` it varies over each mesh axis that an input
+    varies over.
+    """
+    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in inputs))
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying))

@@ -1,6 +1,6 @@
 """Keys and values as attention kernels read them: their quantized form, and RoPE."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,23 @@ class SideBySide(NamedTuple):
 
     values: jax.Array  # [P, K, S, 2H], float numbers or uint8 levels
     scale: jax.Array | None = None  # float32 [P, K, 4, S] of levels: step and low of keys, then of values
+
+
+def join(k: Any, v: Any) -> SideBySide:
+    """Keys and values [P, K, S, H] side by side: arrays, or `Levels` in 8 bits."""
+    if not isinstance(k, Levels):
+        return SideBySide(jnp.concatenate([k, v], -1))
+    values, scale = (jnp.concatenate(parts, -1) for parts in zip(k, v, strict=True))
+    return SideBySide(values, jnp.swapaxes(scale.astype(jnp.float32), 2, 3))
+
+
+def separate(kv: SideBySide) -> tuple[jax.Array | Levels, jax.Array | Levels]:
+    """Keys and values, float numbers or `Levels` whose scale stays float32."""
+    k, v = jnp.split(kv.values, 2, -1)
+    if kv.scale is None:
+        return k, v
+    of_k, of_v = jnp.split(jnp.swapaxes(kv.scale, 2, 3), 2, -1)
+    return Levels(k, of_k), Levels(v, of_v)
 
 
 class KeyBias(NamedTuple):

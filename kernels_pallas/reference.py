@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .key_layouts import dequantize
+from .key_layouts import SideBySide, dequantize, separate
 
 LOGITS_GROUP = 64  # tokens of a group of `summarize_logits`
 
@@ -22,13 +22,15 @@ def prefill_attention(  # noqa: PLR0913
     `window` of them) below length_B[b].
 
     Position p of row b is in slot p of k_PKSH[b]; with `ring` in slot p % S; with a block table in slot p % S
-    of page table_BP[b, p // S]. k and v are float numbers or `Levels`; `KeyBias` is added to keys. A sink is
-    one more score of a head, whose weight counts in the softmax but has no value.
+    of page table_BP[b, p // S]. k and v are float numbers or `Levels`, or k is `SideBySide` and v None;
+    `KeyBias` is added to keys. A sink is one more score of a head, whose weight counts in the softmax but has
+    no value.
 
     A query that sees no key gives zeros. float32 [B, T, N, H].
     """
     B, T, N, H = q_BTNH.shape
-    k, v = (dequantize(x, H) for x in (k_PKSH, v_PKSH))
+    pair = separate(k_PKSH) if isinstance(k_PKSH, SideBySide) else (k_PKSH, v_PKSH)
+    k, v = (dequantize(x, H) for x in pair)
     K, S = k.shape[1:3]
     if table_BP is not None:
         k, v = (jnp.moveaxis(x[table_BP], 1, 2).reshape(B, K, -1, H) for x in (k, v))

@@ -1,24 +1,33 @@
 """The reference of `rope_append` in plain jnp."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from .key_layouts import Levels, quantize, rotate_pairs
+from .key_layouts import Levels, SideBySide, join, quantize, rotate_pairs, separate
 
 
 def rope_append(  # noqa: PLR0913
     q_BTNH, k_BTKH, v_BTKH, cos_BTP, sin_BTP, k_PKSH, v_PKSH, start_B, num_tokens_B, *, capacity,
     table_BP=None, ring=False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, Any, Any]:  # fmt: skip
     """Queries and keys rotated in float32 by the angles of their pairs (i, i + P), the rest of a head as it
     is; and the caches with the keys and values of the first num_tokens_B[b] tokens from position start_B[b]
     on, without those at or past the capacity.
 
     Position p of row b is in slot p of k_PKSH[b]; with `ring` in slot p % S; with a block table in slot p % S
-    of page table_BP[b, p // S]. `Levels` are quantized to nearest. No angles (None): nothing is rotated.
+    of page table_BP[b, p // S]. `Levels` are quantized to nearest. `SideBySide` is the
+    first cache, and the second is None. No angles (None): nothing is rotated.
     """
     B, T, _, H = q_BTNH.shape
-    q_BTNH, k_BTKH = (_rotate(x, cos_BTP, sin_BTP) for x in (q_BTNH, k_BTKH))
+    if isinstance(k_PKSH, SideBySide):
+        pair = separate(k_PKSH)
+        options = dict(capacity=capacity, table_BP=table_BP, ring=ring)
+        new = q_BTNH, k_BTKH, v_BTKH, cos_BTP, sin_BTP
+        q_BTNH, k, v = rope_append(*new, *pair, start_B, num_tokens_B, **options)
+        return q_BTNH, join(k, v), None
+    q_BTNH, k_BTKH = (rotate(x, cos_BTP, sin_BTP) for x in (q_BTNH, k_BTKH))
     position_BT = start_B[:, None] + jnp.arange(T)
     written_BT = (jnp.arange(T) < num_tokens_B[:, None]) & (position_BT < capacity)
     S = (k_PKSH.values if isinstance(k_PKSH, Levels) else k_PKSH).shape[2]
@@ -41,7 +50,8 @@ def rope_append(  # noqa: PLR0913
     return q_BTNH, append(k_PKSH, k_BTKH), append(v_PKSH, v_BTKH)
 
 
-def _rotate(x_BTNH, cos_BTP, sin_BTP):
+def rotate(x_BTNH, cos_BTP, sin_BTP):
+    """Heads rotated in float32 by the angles of their pairs; no angles: as they are."""
     if cos_BTP is None:
         return x_BTNH
     cos, sin = (x[:, :, None] for x in (cos_BTP, sin_BTP))

@@ -1,15 +1,20 @@
-"""Compiles the library's own programs for NVIDIA GPUs on a machine without a GPU, and counts what they do.
+"""Compiles the library's own programs for NVIDIA GPUs and TPUs that this machine need not have, and counts
+what they do.
 
     pip install 'jax[cuda13-local]' nvidia-cuda-nvcc      # the CUDA plug-in and ptxas; no driver is needed
     python scripts/compile_programs.py --target=h200 --model=qwen2.5-7b --rows=8 --program=decode,sampled
     python scripts/compile_programs.py --target=a100 --program=kernels --only=prefill
+    pip install 'jax[tpu]'                                # libtpu
+    python scripts/compile_programs.py --target=v6e --model=qwen2.5-7b --rows=8 --program=decode,prefill
 
 Of one decode step, or one call of another program, it prints bytes in device memory, launched kernels,
 copies and gathers of whole weights or caches, loops of unknown trip count, predicates that the host waits
 for, temporaries and collectives: per layer, beside the layers, and for the model. Figures per layer are
 differences of two depths. `kernels` are all Pallas kernels, each alone: registers, spills, memory and
-instructions. Prints tables, and one JSON object as the last line. Exit code 1: a kernel spills, or lacks the
-instructions for which it was written; 2: the plug-in or ptxas is missing.
+instructions. Of a TPU it prints bytes of HBM, padding included, and an estimate of the time by kind of
+operation (`tpu/tpu_time.py` says how), too. Prints tables, and one JSON object as the last line. Exit code
+1: a kernel spills, or lacks the instructions for which it was written; 2: the plug-in, ptxas or libtpu is
+missing.
 """
 
 from launcher import InputError, start
@@ -36,12 +41,14 @@ from gpu_specs import CARDS  # noqa: E402
 from model_shapes import SHAPES, hf_config  # noqa: E402
 from program_report import MIB, report  # noqa: E402
 from programs import PROGRAMS, ProgramJob  # noqa: E402
+from tpu_report import print_report as print_tpu_report, report as tpu_report  # noqa: E402
+from tpu_specs import TPUS  # noqa: E402
 
 from xinfer_jax.cache.quantized_kv import KV_BITS  # noqa: E402
 from xinfer_jax.checks import check_integer  # noqa: E402
 from xinfer_jax.config.model_config import from_hf  # noqa: E402
 
-TARGET = flags.DEFINE_enum("target", "h200", [*CARDS], "GPU to compile for.")
+TARGET = flags.DEFINE_enum("target", "h200", [*CARDS, *TPUS], "GPU or TPU to compile for.")
 MODEL = flags.DEFINE_string(
     "model", "qwen2.5-0.5b", f"A directory with config.json, or one of {', '.join(SHAPES)}."
 )
@@ -53,13 +60,19 @@ ROWS = flags.DEFINE_integer("rows", 1, "Rows; a power of two.")
 CAPACITY = flags.DEFINE_integer("capacity", 4096, "Tokens that a row can hold.")
 LENGTH = flags.DEFINE_integer("length", 1024, "Valid tokens of each row after the step; of a prompt: all.")
 LAYERS = flags.DEFINE_list(
-    "layers", None, "Two depths; default: 2 and 4 times the period of the layers' kinds."
+    "layers",
+    None,
+    "Two depths; default: 2 and 4 times the period of the layers' kinds. For a TPU one number will do;"
+    " default: the model's own depth, and one whose weights are more than VMEM holds.",
 )
 PROGRAM = flags.DEFINE_list("program", ["decode"], f"Any of {', '.join(PROGRAMS)}; or kernels.")
 ONLY = flags.DEFINE_string("only", "", "Of kernels: compile those whose names contain this text.")
 SAMPLED = flags.DEFINE_bool("sampled", False, "The rows of an engine sample; else they are greedy.")
 DRAFT_TOKENS = flags.DEFINE_integer("draft_tokens", 0, "Draft tokens of an engine's step.")
-VERBOSE = flags.DEFINE_bool("largest", False, "Print the launches that move the most bytes.")
+DEVICES = flags.DEFINE_integer(
+    "devices", 1, "TPUs of a mesh that a model in an engine is sharded over; figures are those of one.", 1
+)
+VERBOSE = flags.DEFINE_bool("largest", False, "Print the launches that move the most bytes, or take longest.")
 
 
 def main(argv: list[str]) -> None:
@@ -67,24 +80,39 @@ def main(argv: list[str]) -> None:
         raise InputError(f"--program knows {', '.join(PROGRAMS)}, kernels, got {unknown.pop()!r}")
     if jax.__version_info__ < (0, 12):
         raise InputError(f"jax {jax.__version__} does not compile all programs without a device: needs 0.12")
-    if not find_ptxas():
-        raise InputError("no ptxas: pip install nvidia-cuda-nvcc, or put CUDA's bin on the PATH")
-    card = CARDS[TARGET.value]
-    try:
-        card.mesh()
-    except Exception as error:  # a missing or foreign plug-in may raise anything
-        raise InputError(
-            f"no CUDA plug-in that compiles without a device ({error}): pip install 'jax[cuda13-local]'"
-        ) from error
+    check_target()
     try:
         results = [figures(program) for program in PROGRAM.value]
     finally:
         shutil.rmtree(DUMP)
     kernels = [kernel for result in results for kernel in result.pop("compiled")]
-    settings = {flag.name: flag.value for flag in (TARGET, MODEL, WEIGHTS, CACHE, ROWS, CAPACITY, LENGTH)}
+    given = (TARGET, DEVICES, MODEL, WEIGHTS, CACHE, ROWS, CAPACITY, LENGTH)
+    settings = {flag.name: flag.value for flag in given}
     programs = [result for result in results if result]
     print(json.dumps({"jax": jax.__version__, **settings, "kernels": kernels, "programs": programs}))
     sys.exit(int(any(kernel["spill_bytes"] or not kernel.get("as_written", True) for kernel in kernels)))
+
+
+def check_target() -> None:
+    """Raises an `InputError` if this machine cannot compile for --target."""
+    if TARGET.value in TPUS:
+        if "kernels" in PROGRAM.value:
+            raise InputError("--program=kernels compiles kernels for GPUs only: name a program")
+        try:
+            TPUS[TARGET.value].mesh()
+        except Exception as error:  # a missing or foreign plug-in may raise anything
+            raise InputError(
+                f"no libtpu that compiles without a TPU ({error}): pip install 'jax[tpu]'"
+            ) from error
+        return
+    if not find_ptxas():
+        raise InputError("no ptxas: pip install nvidia-cuda-nvcc, or put CUDA's bin on the PATH")
+    try:
+        CARDS[TARGET.value].mesh()
+    except Exception as error:  # a missing or foreign plug-in may raise anything
+        raise InputError(
+            f"no CUDA plug-in that compiles without a device ({error}): pip install 'jax[cuda13-local]'"
+        ) from error
 
 
 def figures(program: str) -> dict:
@@ -94,20 +122,31 @@ def figures(program: str) -> dict:
         return {"compiled": compile_kernels(TARGET.value, ONLY.value, DUMP)}
     job = full_job()
     depths = chosen_depths()
+    if DEVICES.value > 1 and TARGET.value not in TPUS:
+        raise InputError("--devices is for TPUs: scripts/plan.py compiles for several GPUs")
     print(
-        f"\n{MODEL.value} for {TARGET.value}: weights {WEIGHTS.value}, cache {CACHE.value}, {job.rows} rows"
-        f" of {job.length:,} tokens, capacity {job.capacity:,}, jax {jax.__version__}"
+        f"\n{MODEL.value} for {DEVICES.value}x{TARGET.value}: weights {WEIGHTS.value}, cache {CACHE.value},"
+        f" {job.rows} rows of {job.length:,} tokens, capacity {job.capacity:,}, jax {jax.__version__}"
     )
+    if TARGET.value in TPUS:
+        tpu = TPUS[TARGET.value]
+        if DEVICES.value > 1 and not program.startswith("engine"):
+            raise InputError("--devices needs a program of an engine: engine_prefill or engine_decode")
+        result = tpu_report(job, WEIGHTS.value, program, tpu, depths, DEVICES.value)
+        print_tpu_report(result, tpu, VERBOSE.value)
+        return result | {"compiled": []}
     result = report(job, WEIGHTS.value, program, CARDS[TARGET.value], DUMP, depths)
     print_report(result)
     return result
 
 
-def chosen_depths() -> tuple[int, int] | None:
+def chosen_depths() -> tuple[int, ...] | None:
     """--layers; None: it is not given."""
     if not LAYERS.value:
         return None
     given = ",".join(LAYERS.value)
+    if TARGET.value in TPUS and re.fullmatch(r"[1-9]\d*", given):
+        return (int(given),)
     match = re.fullmatch(r"([1-9]\d*),([1-9]\d*)", given)
     if not match or int(match[1]) >= int(match[2]):
         raise InputError(f"--layers takes two numbers, the smaller one first, as in 1,2: got {given!r}")

@@ -1,12 +1,13 @@
-"""Estimates what a model needs on GPUs that this machine need not have: bytes on each device, whether it
-fits, and lower bounds of the times.
+"""Estimates what a model needs on GPUs or TPUs that this machine need not have: bytes on each device, whether
+it fits, and lower bounds of the times.
 
     python scripts/plan.py --model=qwen2.5-72b --devices=8xh200 --context=32768 --rows=64 --weights=int8
 
 The model is a built-in shape or a directory with config.json. It runs in an engine over a mesh of the
 devices, with all rows full. Times are computed from bytes and FLOP at the rates of data sheets. Temporaries
 are those of the engine's programs, compiled for such devices. That needs no GPU and no driver, only jax's
-CUDA plug-in: `pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc`.
+CUDA plug-in: `pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc`; for TPUs, as in
+`--devices=8xv5e`, `pip install 'jax[tpu]'`. Two devices of tpu7x are a chip.
 """
 
 from launcher import InputError, start
@@ -17,22 +18,24 @@ import os
 import re
 from pathlib import Path
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # compiles for GPUs but does not use them
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # compiles for devices but does not use them
 
 import plan_estimates as estimates  # noqa: E402
 from absl import flags  # noqa: E402
 from gpu_specs import CARDS, Card  # noqa: E402
 from model_shapes import SHAPES, hf_config  # noqa: E402
+from tpu_specs import TPUS, Tpu  # noqa: E402
 
 from xinfer_jax.checks import check_integer  # noqa: E402
 from xinfer_jax.config.model_config import from_hf  # noqa: E402
 from xinfer_jax.weights.params import tree_bytes  # noqa: E402
 
+KINDS: dict[str, Card | Tpu] = {**CARDS, **TPUS}
 MODEL = flags.DEFINE_string(
     "model", "qwen2.5-0.5b", f"A directory with config.json, or one of {', '.join(SHAPES)}."
 )
 DEVICES = flags.DEFINE_string(
-    "devices", "1xh200", f"COUNTxGPU: the number of devices, and one of {', '.join(CARDS)}."
+    "devices", "1xh200", f"COUNTxKIND: the number of devices, and one of {', '.join(KINDS)}."
 )
 MESH = flags.DEFINE_string("mesh", None, "model=N: number of devices of one engine; default: all.")
 CONTEXT = flags.DEFINE_integer("context", 4096, "Tokens of a row: prompt and answer.")
@@ -50,8 +53,9 @@ TEMPORARIES = flags.DEFINE_bool(
 )
 FRACTION = flags.DEFINE_float(
     "memory_fraction",
-    0.75,
-    "Fraction of the memory that jax allocates: XLA_PYTHON_CLIENT_MEM_FRACTION.",
+    None,
+    "Fraction of the memory that jax allocates; default: 0.75 of a GPU's (XLA_PYTHON_CLIENT_MEM_FRACTION),"
+    " 0.97 of a TPU's.",
     0,
     1,
 )
@@ -80,7 +84,7 @@ def main(argv: list[str]) -> None:
         f" {job.rows} rows of {job.context:,} tokens, {job.pages:,} pages in {kv}"
     )
     print(
-        f"{DEVICES.value}, each {usable_memory(card) / GIB:.0f} GiB ({FRACTION.value:.0%} of"
+        f"{DEVICES.value}, each {usable_memory(card) / GIB:.0f} GiB ({memory_fraction(card):.0%} of"
         f" {card.memory_gib:g}), {card.memory_gbs:,.0f} GB/s, {card.tflops:,.0f} TFLOP/s,"
         f" links {card.link_gbs:,.0f} GB/s"
     )
@@ -88,14 +92,14 @@ def main(argv: list[str]) -> None:
     print_times(job, n, card)
 
 
-def machine() -> tuple[int, Card]:
+def machine() -> tuple[int, Card | Tpu]:
     """The number of devices, and their data sheet."""
     match = re.fullmatch(r"(\d+)x(\w+)", DEVICES.value)
-    if not match or match[2] not in CARDS or not 1 <= int(match[1]) <= estimates.MOST_DEVICES:
-        known = f"1 to {estimates.MOST_DEVICES} of {', '.join(CARDS)}"
+    if not match or match[2] not in KINDS or not 1 <= int(match[1]) <= estimates.MOST_DEVICES:
+        known = f"1 to {estimates.MOST_DEVICES} of {', '.join(KINDS)}"
         raise InputError(f"--devices takes {known}, as in 8xh200: got {DEVICES.value!r}")
     overrides = {field: flag.value for field, flag in OVERRIDES.items() if flag.value is not None}
-    return int(match[1]), dataclasses.replace(CARDS[match[2]], **overrides)
+    return int(match[1]), dataclasses.replace(KINDS[match[2]], **overrides)
 
 
 def mesh(job: estimates.Job, devices: int, name: str) -> int:
@@ -113,15 +117,20 @@ def mesh(job: estimates.Job, devices: int, name: str) -> int:
     return n
 
 
-def usable_memory(card: Card) -> float:
+def usable_memory(card: Card | Tpu) -> float:
     """Bytes of a device that the program can use."""
-    return card.memory_gib * GIB * FRACTION.value
+    return card.memory_gib * GIB * memory_fraction(card)
+
+
+def memory_fraction(card: Card | Tpu) -> float:
+    """The part of a device's memory that jax allocates."""
+    return FRACTION.value or (0.97 if card.platform == "tpu" else 0.75)
 
 
 # --- output -------------------------------------------------------------------------------------------------
 
 
-def print_memory(job: estimates.Job, n: int, devices: int, card: Card) -> None:
+def print_memory(job: estimates.Job, n: int, devices: int, card: Card | Tpu) -> None:
     """Prints a line for each mesh, and for the smallest one on which the job fits."""
     valid = estimates.valid_mesh_sizes(job)
     compiled_for = card if TEMPORARIES.value else None
@@ -153,7 +162,7 @@ def print_memory(job: estimates.Job, n: int, devices: int, card: Card) -> None:
         print(f"The smallest mesh on which it fits: model={smallest}{more}")
 
 
-def print_times(job: estimates.Job, n: int, card: Card) -> None:
+def print_times(job: estimates.Job, n: int, card: Card | Tpu) -> None:
     """Prints the lower bounds of the times."""
     print(f"\nmodel={n}, ms at least          memory  compute    links    total      tok/s")
     for label, limit, tokens in (

@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from ..dispatch import result_type
 from ..key_layouts import Levels
-from .parts import result_type
 
 
 class _Settings(NamedTuple):

@@ -8,7 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from .parts import LOWEST, dot, result_type, tile_size
+from ..dispatch import result_type
+from .parts import LOWEST, dot, tile_size
 
 BLOCK = 1024
 

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from ..dispatch import result_type
 from ..key_layouts import BIAS_STRIDE, Levels
 from .attention_kernel import Settings, attention_kernel
 from .merge import merge_splits
-from .parts import result_type, tile_size
+from .parts import tile_size
 
 STAGES = 3  # of the loop over keys: loads run ahead of the products by two blocks
 _MOST_STAGES = 8

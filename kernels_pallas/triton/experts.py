@@ -16,7 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from .parts import dot, result_type, tile_size
+from ..dispatch import result_type
+from .parts import dot, tile_size
 
 
 class _Sizes(NamedTuple):

@@ -6,7 +6,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from .parts import LOG2_E, LOWEST, result_type, tile_size
+from ..dispatch import result_type
+from .parts import LOG2_E, LOWEST, tile_size
 
 _COLUMNS = 64  # of a program
 

@@ -1,4 +1,4 @@
-"""Parts that the Triton kernels share: sizes of tiles, products in full precision, types of results."""
+"""Parts that the Triton kernels share: sizes of tiles, and products in full precision."""
 
 import math
 
@@ -33,11 +33,3 @@ def exp2(x: jax.Array, interpret: bool) -> jax.Array:
         "ex2.approx.ftz.f32 $0, $1;", args=[x], constraints="=f,f", pack=1, result_shape_dtypes=[kind]
     )
     return power
-
-
-def result_type(shape: tuple[int, ...], dtype, *inputs: jax.Array) -> jax.ShapeDtypeStruct:
-    """The type of a kernel's result. Inside `jax.shard_map` it varies over each mesh axis that an input
-    varies over.
-    """
-    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in inputs))
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying))

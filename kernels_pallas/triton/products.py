@@ -28,8 +28,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from ..dispatch import result_type
 from ..reference_products import ACTIVATIONS, FEW_ROWS
-from .parts import dot, result_type, tile_size
+from .parts import dot, tile_size
 
 PROGRAMS = 132  # multiprocessors of an H200
 _STAGE_BYTES = 8192  # of a matrix that one step of the loop reads

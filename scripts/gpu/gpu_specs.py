@@ -25,6 +25,8 @@ class Card:
     float32_tflops: float
     round_us: float = 0  # latency of an all-reduce; not measured
 
+    platform = "cuda"
+
     def mesh(self, devices: int = 1, axis: str = "one") -> jax.sharding.Mesh:
         """A mesh of such GPUs to compile for."""
         major, minor = self.capability

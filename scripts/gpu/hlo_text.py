@@ -8,15 +8,19 @@ from typing import NamedTuple
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
-_SHAPE = re.compile(r"\b(token|[a-z]+\d*\w*)\[([\d,<=]*)\]")
+_SHAPE = re.compile(r"\b(token|[a-z]+\d*\w*)\[([\d,<=]*)\](\{[^{}]*\})?")
 _BITS = {"pred": 8, "token": 0, "c64": 64, "c128": 128}
 
 
 class Array(NamedTuple):
-    """Element type and sizes of an array."""
+    """Element type, sizes and layout of an array."""
 
     dtype: str
     dims: tuple[int, ...]
+    layout: str = ""  # with its braces; "": not given
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]{self.layout}"
 
     @property
     def size(self) -> int:
@@ -75,6 +79,12 @@ class Instruction:
         """Iterations of a loop; None: unknown."""
         count = _first(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
         return int(count) if count else None
+
+    @property
+    def estimated_cycles(self) -> int | None:
+        """Cycles of one run on a TPU, as XLA schedules it; None: the text does not say."""
+        cycles = _first(r'"estimated_cycles":"(\d+)"', self.attributes)
+        return int(cycles) if cycles else None
 
     @property
     def frame(self) -> int:
@@ -167,8 +177,10 @@ def _parse_instruction(match: re.Match[str]) -> Instruction:
 
 def parse_arrays(shape: str) -> tuple[Array, ...]:
     """The arrays of a shape, which may be a tuple."""
-    sizes = ((dtype, re.sub(r"[<=]", "", dims)) for dtype, dims in _SHAPE.findall(shape))
-    return tuple(Array(dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in sizes)
+    found = ((dtype, re.sub(r"[<=]", "", dims), layout) for dtype, dims, layout in _SHAPE.findall(shape))
+    return tuple(
+        Array(dtype, tuple(int(n) for n in dims.split(",") if n), layout) for dtype, dims, layout in found
+    )
 
 
 def _closing(text: str, pair: str = "()") -> int:

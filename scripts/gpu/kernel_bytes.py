@@ -76,7 +76,7 @@ class _Kernel:
     def __init__(self, equation: Any, values: list[Any]):
         self._values = values
         params = equation.params
-        self._evaluator = _KernelEvaluator()
+        self._evaluator = KernelEvaluator()
         if equation.primitive.name == "pallas_call":
             mapping = params["grid_mapping"]
             self.grid = tuple(int(size) for size in mapping.grid)
@@ -124,15 +124,23 @@ class _Kernel:
             return Ref(touched, value, tuple((0, size, False) for size in touched.shape))
         block = self._blocks[operand]
         args = [*index, *[Ref(None, value) for value in self._values[: self._index_operands]]]
-        starts = Evaluator(Observer()).closed(block.index_map_jaxpr, args, ())
-        window = []
-        for start, size in zip(starts, block.block_shape, strict=True):
-            dropped = type(size).__name__ == "Squeezed"
-            length = 1 if dropped else getattr(size, "block_size", size)
-            by_element = type(size).__name__ == "Element"
-            first = None if start is None else int(start) * (1 if by_element else length)
-            window.append((first, length, dropped))
-        return Ref(touched, value, tuple(window))
+        return Ref(touched, value, block_window(block, args))
+
+
+def block_window(block: Any, args: list[Any]) -> tuple[tuple[int | None, int, bool], ...]:
+    """Start, size and whether the axis is dropped, of each axis of a block; start None: unknown.
+
+    args: of the block's index map: indices of the grid, then references to scalar operands.
+    """
+    starts = Evaluator(Observer()).closed(block.index_map_jaxpr, args, ())
+    window = []
+    for start, size in zip(starts, block.block_shape, strict=True):
+        dropped = type(size).__name__ == "Squeezed"
+        length = 1 if dropped else getattr(size, "block_size", size)
+        by_element = type(size).__name__ == "Element"
+        first = None if start is None else int(start) * (1 if by_element else length)
+        window.append((first, length, dropped))
+    return tuple(window)
 
 
 def _touched_of(var: Any, block: Any) -> Touched:
@@ -142,7 +150,7 @@ def _touched_of(var: Any, block: Any) -> Touched:
     return Touched(tuple(aval.shape), itemsize)
 
 
-class _KernelEvaluator(Evaluator):
+class KernelEvaluator(Evaluator):
     """Evaluates a kernel's body, and notes which elements it touches."""
 
     def __init__(self) -> None:

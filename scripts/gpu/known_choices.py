@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 from hlo_text import Instruction, Module
-from kernel_bytes import KernelBytes, kernel_bytes
+from kernel_bytes import kernel_bytes
 from kernel_refs import UncountableError
 from known_values import Evaluator, Observer, SourcePlace, known_leaf
 
 _PATH = re.compile(r"(?:^|/)(while|body|cond|branch_\d+_fun)(?=/|$)")
 
-_counted: dict[Any, KernelBytes | str] = {}  # by the kernel and what is known of its operands; why not
+# By the platform, the kernel and what is known of its operands; or why it could not be counted.
+_counted: dict[Any, tuple[float, ...] | str] = {}
 
 
 class KnownChoices(Observer):
@@ -24,21 +25,28 @@ class KnownChoices(Observer):
         uncounted: why bytes of a kernel are those of its declared operands, by the kernel's path.
     """
 
-    def __init__(self, jaxpr: Any, args: Any, module: Module, one_step: bool):
+    def __init__(
+        self, jaxpr: Any, args: Any, module: Module, one_step: bool, platform: str = "cuda", count: Any = None
+    ):
         """
         Args:
             jaxpr: of the program, closed.
             args: of the call; shapes stand for unknown values.
             module: the compiled program.
             one_step: its outermost loop is that over decode steps.
+            platform: "cuda" or "tpu".
+            count: of a kernel's equation and operands, what it does as a tuple of numbers; default:
+                `kernel_bytes`.
         """
+        self._count = count or kernel_bytes
+        self._platform = platform
         self._module = module
         self._branches: dict[Any, list[int | None]] = defaultdict(list)
         self._loops: dict[Any, list[int | None]] = defaultdict(list)
-        self._kernels: dict[Any, list[KernelBytes | None]] = defaultdict(list)
+        self._kernels: dict[Any, list[tuple[float, ...] | None]] = defaultdict(list)
         self.uncounted: dict[str, str] = {}
         leaves = [known_leaf(x) for x in jax.tree.leaves(args) if hasattr(x, "dtype")]
-        Evaluator(self, one_step).closed(jaxpr, leaves, ())
+        Evaluator(self, one_step, platform).closed(jaxpr, leaves, ())
 
     # Of `Observer`.
 
@@ -50,10 +58,10 @@ class KnownChoices(Observer):
 
     def on_kernel(self, place: SourcePlace, equation: Any, values: list[Any]) -> None:
         known = tuple(None if value is None else (value.shape, value.tobytes()) for value in values)
-        key = str(equation), known
+        key = self._platform, str(equation), known
         if key not in _counted:
             try:
-                _counted[key] = kernel_bytes(equation, values)
+                _counted[key] = self._count(equation, values)
             except UncountableError as error:
                 _counted[key] = str(error)
         counted = _counted[key]
@@ -74,6 +82,10 @@ class KnownChoices(Observer):
         return sum(trips) / len(trips) if trips else None
 
     def kernel_bytes(self, call: Instruction) -> tuple[float, float] | None:
+        return self.kernel_work(call)  # type: ignore[return-value]
+
+    def kernel_work(self, call: Instruction) -> tuple[float, ...] | None:
+        """What `count` returned for the kernel of a call, or the mean of it; None: unknown."""
         # XLA may run one of two equal computations for both: the path is then that of the other.
         shapes = tuple(array.dims for array in call.operand_arrays)
         alike = {place: values for (place, dims), values in self._kernels.items() if dims == shapes}
@@ -81,7 +93,7 @@ class KnownChoices(Observer):
         known = [of for of in found if of is not None]
         if not known or len(known) < len(found):
             return None
-        return tuple(sum(part) / len(known) for part in zip(*known, strict=True))  # type: ignore[return-value]
+        return tuple(sum(part) / len(known) for part in zip(*known, strict=True))
 
     def _found(self, table: dict[SourcePlace, list[Any]], instruction: Instruction, own: int) -> list[Any]:
         """What was met at the place of an instruction; own: last parts of its path that name itself."""

@@ -42,10 +42,16 @@ class Observer:
 class Evaluator:
     """Evaluates jaxprs."""
 
-    def __init__(self, observer: Observer, one_step: bool = False):
-        """one_step: outermost loops, those over decode steps, end after one iteration."""
+    def __init__(self, observer: Observer, one_step: bool = False, platform: str = "cuda"):
+        """
+        Args:
+            observer: hears of branches, loops and kernels.
+            one_step: outermost loops, those over decode steps, end after one iteration.
+            platform: whose branch of `lax.platform_dependent` runs.
+        """
         self._observer = observer
         self._one_step = one_step
+        self._platform = platform
         self.steps = 0  # equations so far
         self._prepared: dict[int, Any] = {}
 
@@ -86,7 +92,7 @@ class Evaluator:
             return None
         if name in _CALLS:
             jaxpr = next(params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call") if key in params)
-            return self.closed(jaxpr, [None] * len(values) if name == "shard_map" else values, path)
+            return self.closed(jaxpr, _of_shard(params, values) if name == "shard_map" else values, path)
         if not equation.outvars or not all(is_small(getattr(x.aval, "shape", ())) for x in equation.outvars):
             return None
         if any(value is None for value in values):
@@ -99,7 +105,7 @@ class Evaluator:
         platforms = equation.params.get("branches_platforms")
         index = None if values[0] is None else int(values[0])
         if platforms is not None:  # of `lax.platform_dependent`: the compiled text has no conditional
-            index = next(i for i, names in enumerate(platforms) if names is None or "cuda" in names)
+            index = next(i for i, names in enumerate(platforms) if names is None or self._platform in names)
         else:
             self._observer.on_branch(place_of(equation, path), index)
         if index is None:
@@ -108,7 +114,8 @@ class Evaluator:
                 results.append(self.closed(branch, values[1:], (*path, "cond", f"branch_{i}_fun")))
             return None
         index = min(max(index, 0), len(branches) - 1)
-        inside = (*path, "cond", f"branch_{index}_fun")
+        number = index if platforms is None else 0  # of the branches that the platform has
+        inside = (*path, "cond", f"branch_{number}_fun")
         return self.closed(branches[index], values[1:], inside)
 
     def _while(self, equation: Any, values: list[Any], path: tuple[str, ...]) -> list:
@@ -155,6 +162,12 @@ class Evaluator:
             of_step = [None if x is None else np.asarray(x)[at] for x in xs]
             carry = self.closed(jaxpr, [*values[:consts], *carry, *of_step], inside)[:carried]
         return [*carry, *[None] * (len(equation.outvars) - carried)]
+
+
+def _of_shard(params: dict[str, Any], values: list[Any]) -> list[Any]:
+    """What is known of the arguments inside a `shard_map`: those that all devices have whole."""
+    specs = params.get("in_specs", [("?",)] * len(values))
+    return [None if any(spec) else value for value, spec in zip(values, specs, strict=True)]
 
 
 def _prepare(equation: Any) -> tuple[Any, list[Any], list[Any]]:

@@ -1,5 +1,5 @@
 """Estimates what a model needs on each device of a mesh `model=n`: bytes by formula, lower bounds of times,
-and temporaries of its programs, compiled for GPUs that this machine need not have.
+and temporaries of its programs, compiled for GPUs or TPUs that this machine need not have.
 """
 
 import dataclasses
@@ -13,7 +13,9 @@ from gpu_specs import Card
 from jax.sharding import Mesh
 from machine_limits import bytes_per_pass, decode_work, expert_fraction, prefill_work
 from programs import Call, ProgramJob, find_call, target_card, to_shapes
+from tpu_specs import Tpu
 
+import kernels_pallas
 from xinfer_jax.cache.kv_cache import cache_bytes
 from xinfer_jax.cache.paged import PAGE_SIZE
 from xinfer_jax.cache.quantized_kv import KV_BITS, vector_bytes
@@ -143,7 +145,7 @@ def num_weights(config: ModelConfig) -> int:
 # --- memory and communication of a device -------------------------------------------------------------------
 
 
-def device_bytes(job: Job, n: int, card: Card | None = None) -> DeviceBytes:
+def device_bytes(job: Job, n: int, card: Card | Tpu | None = None) -> DeviceBytes:
     """Bytes on each of n devices. Temporaries are known only if a GPU is given to compile for."""
     page = cache_bytes(with_repeated_kv_heads(job.config, n), 1, PAGE_SIZE, job.kv) // n
     return DeviceBytes(
@@ -154,7 +156,7 @@ def device_bytes(job: Job, n: int, card: Card | None = None) -> DeviceBytes:
     )
 
 
-def smallest_mesh(job: Job, memory: float, card: Card | None = None) -> int | None:
+def smallest_mesh(job: Job, memory: float, card: Card | Tpu | None = None) -> int | None:
     """The smallest number of devices with this many bytes of memory each that the job fits on; None: it fits
     on none.
     """
@@ -182,14 +184,14 @@ def all_reduces(job: Job, tokens: int) -> list[tuple[int, jax.ShapeDtypeStruct]]
 # --- lower bounds of times ----------------------------------------------------------------------------------
 
 
-def decode_limits(job: Job, n: int, card: Card) -> Limits:
+def decode_limits(job: Job, n: int, card: Card | Tpu) -> Limits:
     """Limits of a decode step of all rows."""
     flop = decode_work(job.config, 0, 0, [job.context - 1] * job.rows, 1).flop
     moved = _weight_bytes(job, n, job.rows) + job.rows * _kv_bytes(job, n, job.context)
     return _limits(job, n, card, 1, job.rows, moved, flop)
 
 
-def prefill_limits(job: Job, n: int, card: Card) -> Limits:
+def prefill_limits(job: Job, n: int, card: Card | Tpu) -> Limits:
     """Limits of the prefill, in chunks, of a prompt as long as a row."""
     flop = prefill_work(job.config, 0, [job.context]).flop
     ends = range(job.chunk, job.context + job.chunk, job.chunk)
@@ -197,7 +199,9 @@ def prefill_limits(job: Job, n: int, card: Card) -> Limits:
     return _limits(job, n, card, len(ends), job.context, moved, flop)
 
 
-def _limits(job: Job, n: int, card: Card, passes: int, tokens: int, moved: float, flop: float) -> Limits:
+def _limits(
+    job: Job, n: int, card: Card | Tpu, passes: int, tokens: int, moved: float, flop: float
+) -> Limits:
     reduced = all_reduces(job, tokens)
     sent = 2 * (n - 1) / n * sum(count * tree_bytes(x) for count, x in reduced)  # by each device of a ring
     latency = passes * sum(count for count, _ in reduced) * card.round_us / 1e6 if n > 1 else 0
@@ -225,13 +229,13 @@ def _kv_bytes(job: Job, n: int, length: int) -> int:
 
 
 @functools.lru_cache
-def temporaries(job: Job, n: int, card: Card) -> int:
+def temporaries(job: Job, n: int, card: Card | Tpu) -> int:
     """Bytes of temporaries of the engine's programs, with kernels as on the card: the larger of decode and
     prefill. Compiled with three layers of each kind (XLA may load weights of a later layer early). The
     difference to five layers of each kind is extrapolated to all other layers.
 
     Raises:
-        RuntimeError: jax's CUDA plug-in or ptxas is not installed.
+        RuntimeError: jax's CUDA plug-in, ptxas or libtpu is not installed.
     """
     mesh = check_mesh(card.mesh(n, MODEL))
     largest = 0
@@ -243,9 +247,10 @@ def temporaries(job: Job, n: int, card: Card) -> int:
     return largest
 
 
-def program_temporaries(job: Job, mesh: Mesh, card: Card, program: str) -> int:
+def program_temporaries(job: Job, mesh: Mesh, card: Card | Tpu, program: str) -> int:
     """Bytes of temporaries of one of the engine's programs."""
-    call = engine_call(job, mesh, program)
+    with kernels_pallas.assume_device(card.capability, card.name, card.platform):  # for the form of pages
+        call = engine_call(job, mesh, program)
     with target_card(card, mesh):
         lowered = call.program.lower(*to_shapes(call.args, mesh))
         return lowered.compile().memory_analysis().temp_size_in_bytes

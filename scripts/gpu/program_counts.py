@@ -11,11 +11,11 @@ from typing import Protocol
 from fusion_bytes import operation_bytes, results, through_bitcasts, updates_in_place
 from hlo_text import Array, Computation, Instruction, Module
 
-_FREE = frozenset(
+FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all opt-barrier partition-id replica-id".split()
 )
-_COPIES = ("copy", "copy-start", "gather", "transpose", "slice", "dynamic-slice", "convert", "reshape")
-_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+COPIES = ("copy", "copy-start", "gather", "transpose", "slice", "dynamic-slice", "convert", "reshape")
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 PALLAS = {"mosaic_gpu_v2": "mosaic", "mosaic_gpu": "mosaic", "__gpu$xla.gpu.triton": "triton"}
 
 
@@ -31,6 +31,9 @@ class Choices(Protocol):
     def kernel_bytes(self, call: Instruction) -> tuple[float, float] | None:
         """Bytes that a Pallas kernel moves: distinct ones, and all that it issues; None: unknown."""
 
+    def kernel_work(self, call: Instruction) -> tuple[float, ...] | None:
+        """What a Pallas kernel does on a TPU, as `kernel_dma.kernel_work` returns it; None: unknown."""
+
 
 class Unknown:
     """No choices: the smaller branch, one iteration, declared operands."""
@@ -42,6 +45,9 @@ class Unknown:
         return None
 
     def kernel_bytes(self, call: Instruction) -> tuple[float, float] | None:
+        return None
+
+    def kernel_work(self, call: Instruction) -> tuple[float, ...] | None:
         return None
 
 
@@ -148,7 +154,7 @@ class _Counter:
 
     def _add(self, counts: Counts, computation: Computation, instruction: Instruction, times: float) -> None:
         opcode = instruction.opcode
-        if opcode in _FREE or opcode.endswith(("-done", "-update")):
+        if opcode in FREE or opcode.endswith(("-done", "-update")):
             return
         if opcode == "while":
             self._add_loop(counts, instruction, times)
@@ -161,7 +167,7 @@ class _Counter:
             launch = self._launch(computation, instruction, times)
             counts.launches.append(launch)
             kind = opcode.removesuffix("-start")
-            if kind in _COLLECTIVES:
+            if kind in COLLECTIVES:
                 counts.collectives[kind] += times
                 counts.collectives[f"{kind} bytes"] += times * instruction.bytes
 
@@ -213,7 +219,7 @@ class _Counter:
 
     def _copied(self, computation: Computation, operation: Instruction) -> tuple[Array, ...]:
         """The results that are copies, gathers or conversions of whole arrays that exist before the step."""
-        arrays = operation.arrays if operation.opcode in _COPIES else ()
+        arrays = operation.arrays if operation.opcode in COPIES else ()
         if operation.opcode == "fusion":
             body = self._module.computations[operation.called("calls")]
             if not any(i.opcode in ("dot", "reduce", "convolution", "sort") for i in body.instructions):

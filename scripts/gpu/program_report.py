@@ -97,7 +97,8 @@ def leaf_shapes(job: ProgramJob, program: str) -> list[tuple[int, ...]]:
         caches = caches, jax.eval_shape(lambda: empty_pools(config, num_pages(job), job.kv))
         slots = num_pages_for(job.capacity) * PAGE_SIZE
         for rows in {1, job.rows}:
-            shapes.append((rows, config.num_key_value_heads, slots, config.head_dim))
+            for width in (1, 2):  # keys and values may be side by side
+                shapes.append((rows, config.num_key_value_heads, slots, width * config.head_dim))
     for x in jax.tree.leaves(caches):
         if len(x.shape) > 2:
             shapes.append(x.shape)
@@ -150,7 +151,7 @@ def report(  # noqa: PLR0913
     period = layer_period(full.config)
     depths = depths or (2 * period, 4 * period)
     few, more = (
-        compile_program(_at_depth(full, weights, n, mesh), program, card, mesh, folder) for n in depths
+        compile_program(at_depth(full, weights, n, mesh), program, card, mesh, folder) for n in depths
     )
     layers = full.config.num_hidden_layers
     between = more.layers - few.layers
@@ -197,7 +198,8 @@ def report(  # noqa: PLR0913
     return result
 
 
-def _at_depth(full: ProgramJob, weights: str, count: int, mesh: Mesh) -> ProgramJob:
+def at_depth(full: ProgramJob, weights: str, count: int, mesh: Mesh) -> ProgramJob:
+    """The job of a model with its first layers only."""
     config = with_layers(full.config, count)
     params = device_weights(Job(config, weights, full.cache_dtype, full.rows, full.capacity, full.chunk), 1)
     return dataclasses.replace(full, config=config, params=to_shapes(params, mesh))

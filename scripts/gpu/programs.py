@@ -1,5 +1,5 @@
-"""The library's own programs, as `generate` and an engine call them, lowered for GPUs that this machine need
-not have.
+"""The library's own programs, as `generate` and an engine call them, lowered for GPUs and TPUs that this
+machine need not have.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from gpu_specs import Card
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tpu_specs import Tpu
 
 import kernels_pallas
 from xinfer_jax.cache.kv_cache import KVCache, empty_layers
@@ -200,16 +201,16 @@ def with_layers(config: ModelConfig, count: int) -> ModelConfig:
 
 
 @contextlib.contextmanager
-def target_card(card: Card, mesh: Mesh) -> Iterator[None]:
-    """Inside, programs are traced and compiled as on such a card. No program is written to the compilation
-    cache: no process could load it.
+def target_card(card: Card | Tpu, mesh: Mesh) -> Iterator[None]:
+    """Inside, programs are traced and compiled as on such a GPU or TPU. No program is written to the
+    compilation cache: no process could load it.
     """
     name = "jax_persistent_cache_min_compile_time_secs"
     before = jax.config.values[name]
     jax.config.update(name, math.inf)
     try:
         with (
-            kernels_pallas.assume_device(card.capability, card.name),
+            kernels_pallas.assume_device(card.capability, card.name, card.platform),
             jax.default_device(mesh.devices.flat[0]),  # for Mosaic
             jax.sharding.use_abstract_mesh(mesh.abstract_mesh),  # for Triton
         ):

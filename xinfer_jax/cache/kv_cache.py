@@ -19,7 +19,8 @@ from ..sharding import REPLICATED, check_mesh_context, memory_fraction
 from ..weights.layout import check_mesh
 from ..weights.params import resolve_dtype
 from .layer_caches import Contiguous, Ring, num_slots
-from .quantized_kv import GEAR_TOKENS, KV_BITS, QuantizedKV, empty_kv, shard_heads, vector_bytes
+from .quantized_kv import GEAR_TOKENS, KV_BITS, shard_heads
+from .stored_kv import Stored, dtype_name, empty_pair, pair_bytes, stores_side_by_side
 
 
 @jax.tree_util.register_dataclass
@@ -34,18 +35,19 @@ class KVCache(ShortRepr):
     reached_B: jax.Array | None  # int32: the longest each row has been; None without a ring
 
     @property
-    def k(self) -> tuple[jax.Array | QuantizedKV, ...]:
+    def k(self) -> tuple[Stored, ...]:
+        """The keys of each layer; on TPUs its values too."""
         return tuple(layer.k for layer in self.layers)
 
     @property
-    def v(self) -> tuple[jax.Array | QuantizedKV, ...]:
+    def v(self) -> tuple[Any, ...]:
+        """The values of each layer; None where `k` has them."""
         return tuple(layer.v for layer in self.layers)
 
     @property
     def dtype(self) -> str:
         """The dtype argument of `init_cache`, as a name."""
-        k = self.layers[0].k
-        return k.name if isinstance(k, QuantizedKV) else k.dtype.name
+        return dtype_name(self.layers[0].k)
 
     @property
     def fits(self) -> tuple[int, int, int]:
@@ -119,17 +121,18 @@ def empty_layers(
     K = config.num_key_value_heads
     H = config.head_dim
     slots = {window: num_slots(window, capacity) for window in set(config.layer_windows)}
+    side_by_side = stores_side_by_side(dtype)
     return tuple(
-        _empty_layer((batch, K, slots[window], H), window, capacity, dtype, mesh)
+        _empty_layer((batch, K, slots[window], H), window, capacity, dtype, mesh, side_by_side)
         for window in config.layer_windows
     )
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _empty_layer(
-    shape: tuple[int, ...], window: int | None, capacity: int, dtype: Any, mesh: Any
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
+def _empty_layer(  # noqa: PLR0913
+    shape: tuple[int, ...], window: int | None, capacity: int, dtype: Any, mesh: Any, side_by_side: bool
 ) -> Contiguous:
-    k, v = shard_heads(tuple(empty_kv(shape, dtype) for _ in "kv"), mesh)
+    k, v = shard_heads(empty_pair(shape, dtype, side_by_side), mesh)
     return (Ring if shape[2] < capacity else Contiguous)(k, v, window, capacity)
 
 
@@ -137,7 +140,7 @@ def cache_bytes(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> i
     """Bytes of the keys and values that `init_cache` makes; dtype: a float type or a name in `KV_BITS`."""
     layers = Counter(config.layer_windows)
     slots = sum(count * num_slots(window, capacity) for window, count in layers.items())
-    return 2 * batch * config.num_key_value_heads * slots * vector_bytes(config.head_dim, dtype)
+    return batch * config.num_key_value_heads * slots * pair_bytes(config.head_dim, dtype)
 
 
 def check_append(cache: KVCache, tokens: int) -> None:

@@ -9,7 +9,18 @@ import numpy as np
 from jax import lax
 
 from ..formatting import ShortRepr
-from .quantized_kv import QuantizedKV, dequantize_kv, kernel_array, map_slots, quantize_kv, slice_slots
+from .stored_kv import (
+    SideBySideKV,
+    Stored,
+    append_pair,
+    join_pair,
+    kernel_array,
+    map_slots,
+    read_pair,
+    separate_pair,
+    slice_slots,
+    with_kernel_array,
+)
 
 # Tokens that a ring holds beyond its window: one call can append as many, and `truncate` go back by as many.
 RING_SLACK = 512
@@ -31,8 +42,9 @@ class Block(NamedTuple):
 class Contiguous(ShortRepr):
     """Position p is in slot p. S is the capacity rounded up to a multiple of 8; further slots stay empty."""
 
-    k: jax.Array | QuantizedKV  # [B, K, S, H]
-    v: jax.Array | QuantizedKV  # [B, K, S, H]
+    # Keys and values [B, K, S, H]; or k has both, and v is None (see stored_kv.py).
+    k: Stored
+    v: Any
     # Sliding window: the most keys that a query sees, its own included; None: all up to its own.
     window: int | None = dataclasses.field(metadata=dict(static=True))
     capacity: int = dataclasses.field(metadata=dict(static=True))  # tokens that a row can hold
@@ -55,14 +67,9 @@ class Contiguous(ShortRepr):
         """
         if self.slots > self.capacity:
             num_tokens_B = jnp.minimum(num_tokens_B, self.capacity - start_B)
-
-        def write(old: Any, new_BTKH: jax.Array) -> Any:
-            new: Any = jnp.swapaxes(new_BTKH, 1, 2)
-            if isinstance(old, QuantizedKV):
-                new = quantize_kv(new, old, jnp.where(start_B == 0, num_tokens_B, 0))
-            return map_slots(lambda x, y: self._write(y, x.astype(y.dtype), start_B, num_tokens_B), new, old)
-
-        return dataclasses.replace(self, k=write(self.k, k_BTKH), v=write(self.v, v_BTKH))
+        new = k_BTKH, v_BTKH
+        k, v = append_pair(self.k, self.v, new, start_B, num_tokens_B, self._write)
+        return dataclasses.replace(self, k=k, v=v)
 
     def _write(self, old_BKSH, new_BKTH, start_B, num_tokens_B):
         if len(start_B) == 1:  # one row needs no scatter
@@ -70,7 +77,16 @@ class Contiguous(ShortRepr):
         if new_BKTH.shape[2] > 1:
             return jax.vmap(_write_row)(old_BKSH, new_BKTH, start_B, num_tokens_B)
         slot_B = jnp.where(num_tokens_B > 0, start_B, self.slots)
-        return old_BKSH.at[jnp.arange(len(slot_B)), :, slot_B].set(new_BKTH[:, :, 0], mode="drop")
+        return self._scatter(old_BKSH, jnp.arange(len(slot_B)), slot_B, new_BKTH[:, :, 0])
+
+    def _scatter(self, old_BKSH, row, slot, new_KH):
+        """Writes vectors [..., K, H] to these rows and slots, both [...]; none to a slot past the end."""
+        if not isinstance(self.k, SideBySideKV):
+            return old_BKSH.at[row, :, slot].set(new_KH, mode="drop")
+        # All heads of a slot at once make XLA keep them together on TPUs: it would copy the cache into that
+        # layout before a loop, and back after it.
+        head_K = jnp.arange(old_BKSH.shape[1])
+        return old_BKSH.at[row[..., None], head_K, slot[..., None]].set(new_KH, mode="drop")
 
     def stored_length(self, length_B: jax.Array) -> jax.Array:
         """int32 [B]: the lengths without tokens that were dropped."""
@@ -90,15 +106,18 @@ class Contiguous(ShortRepr):
         slot_S = at + jnp.arange(width)
         position_BS = self._positions(slot_S, last_B1)
         valid_BS = (slot_S >= first) & (position_BS >= 0) & (position_BS <= last_B1)
-        k, v = (dequantize_kv(self._cut(x, at, width, row)) for x in (self.k, self.v))
+        k, v = read_pair(self.k, self.v, lambda x: self._cut(x, at, width, row))
         if self.key_bias_fn is not None:
             k = k + self.key_bias_fn(position_BS)
         return Block(k, v, position_BS, valid_BS)
 
     def kernel_arrays(self) -> tuple[Any, Any]:
         """Keys and values as kernels read them; None for each in GEAR's format."""
-        k, v = (kernel_array(x) for x in (self.k, self.v))
-        return k, v
+        return kernel_array(self.k), kernel_array(self.v)
+
+    def with_kernel_arrays(self, k: Any, v: Any) -> Self:
+        """This layer with other arrays in place of those of `kernel_arrays`."""
+        return dataclasses.replace(self, k=with_kernel_array(self.k, k), v=with_kernel_array(self.v, v))
 
     def kernel_options(self) -> dict[str, Any]:
         """The arguments of attention kernels that say where a row's keys are."""
@@ -142,9 +161,11 @@ class Contiguous(ShortRepr):
         return self._map(move)
 
     def used_arrays(self, tokens: int) -> tuple[Any, Any]:
-        """Keys and values of the slots that rows of at most `tokens` tokens have used, for a file."""
+        """Keys and values of the slots that rows of at most `tokens` tokens have used, for a file: on every
+        device in two arrays.
+        """
         used = self._map(lambda x: x[:, :, :tokens])
-        return used.k, used.v
+        return separate_pair(used.k, used.v)
 
     def fill(self, k: Any, v: Any) -> Self:
         """A layer of this shape that begins with these NumPy arrays of `used_arrays`; the rest is zeros."""
@@ -152,7 +173,7 @@ class Contiguous(ShortRepr):
         def pad(x: np.ndarray, like: jax.Array) -> jax.Array:
             return jnp.asarray(np.pad(x, [(0, n - m) for n, m in zip(like.shape, x.shape, strict=True)]))
 
-        k, v = jax.tree.map(pad, (k, v), (self.k, self.v))
+        k, v = jax.tree.map(pad, join_pair(k, v, self.k), (self.k, self.v))
         return dataclasses.replace(self, k=k, v=v)
 
     def _map(self, function: Any) -> Self:
@@ -176,7 +197,7 @@ class Ring(Contiguous):
         kept_BT = (t_T < num_tokens_B[:, None]) & (position_BT < self.capacity)
         slot_BT = jnp.where(kept_BT, position_BT % self.slots, self.slots)
         row_B1 = jnp.arange(len(old_BKSH))[:, None]
-        return old_BKSH.at[row_B1, :, slot_BT].set(jnp.swapaxes(new_BKTH, 1, 2), mode="drop")
+        return self._scatter(old_BKSH, row_B1, slot_BT, jnp.swapaxes(new_BKTH, 1, 2))
 
     def kernel_options(self) -> dict[str, Any]:
         return {"ring": True}

@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from .layer_caches import Contiguous
-from .quantized_kv import empty_kv, map_slots, shard_heads, slice_slots
+from .quantized_kv import shard_heads
+from .stored_kv import empty_pair, map_slots, slice_slots, stores_side_by_side
 
 PAGE_SIZE = 64  # tokens of a page; vLLM's block size
 _MAX_BLOCK = 512  # keys that are gathered at a time: 1,024 took three to six times as long on CPU
@@ -48,7 +49,7 @@ class Paged(Contiguous):
         )
         page_BT = jnp.where(jnp.arange(T) < num_tokens_B[:, None], page_BT, none)
         new_BTKH = jnp.swapaxes(new_BKTH, 1, 2)
-        return old_PKSH.at[page_BT, :, position_BT % PAGE_SIZE].set(new_BTKH, mode="drop")
+        return self._scatter(old_PKSH, page_BT, position_BT % PAGE_SIZE, new_BTKH)
 
     def block_layout(self, max_width: int) -> tuple[int, int]:
         """As in other layer caches; blocks are whole pages."""
@@ -80,12 +81,16 @@ def check_page_dtype(dtype: Any) -> None:
 def empty_pools(
     config: ModelConfig, pages: int, dtype: Any, mesh: Mesh | None = None
 ) -> tuple[tuple[Any, Any], ...]:
-    """(k, v) of each layer, zeros; dtype: a float type, "int8" or "int4"; mesh: as in `init_cache`."""
+    """Each layer's pair (k, v) as it is stored, zeros; dtype: a float type, "int8" or "int4"; mesh: as in
+    `init_cache`.
+    """
     shape = (pages, config.num_key_value_heads, PAGE_SIZE, config.head_dim)
-    return tuple(_empty_pools(shape, dtype, mesh) for _ in range(config.num_hidden_layers))
+    side_by_side = stores_side_by_side(dtype)
+    return tuple(_empty_pools(shape, dtype, mesh, side_by_side) for _ in range(config.num_hidden_layers))
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _empty_pools(shape: tuple[int, ...], dtype: Any, mesh: Mesh | None) -> tuple[Any, Any]:
-    k, v = shard_heads((empty_kv(shape, dtype), empty_kv(shape, dtype)), mesh)
-    return k, v
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _empty_pools(
+    shape: tuple[int, ...], dtype: Any, mesh: Mesh | None, side_by_side: bool
+) -> tuple[Any, Any]:
+    return shard_heads(empty_pair(shape, dtype, side_by_side), mesh)

@@ -6,7 +6,6 @@ choose the directions (the basis), and each token stores its coordinates along t
 """
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kernels_pallas import Levels, match_varying_axes
+from kernels_pallas import match_varying_axes
 from kernels_pallas.key_layouts import from_levels, to_levels
 
 from ..errors import InputError
@@ -58,43 +57,6 @@ class QuantizedKV(ShortRepr):
     @property
     def name(self) -> str:
         return f"int{self.bits}" if self.basis is None else "gear"
-
-
-def map_slots(function: Callable, x: jax.Array | QuantizedKV, *others: Any) -> Any:
-    """Applies a function to each array of x, and of others like it, that has slots on axis 2. The basis is
-    x's.
-    """
-    if not isinstance(x, QuantizedKV):
-        return function(x, *others)
-    parts = {name: function(*(getattr(y, name) for y in (x, *others))) for name in ("values", "scale")}
-    return dataclasses.replace(x, **parts)
-
-
-def kernel_array(x: jax.Array | QuantizedKV) -> Any:
-    """Keys or values as kernels read them; None in GEAR's format, which no kernel reads."""
-    if not isinstance(x, QuantizedKV):
-        return x
-    return Levels(x.values, x.scale) if x.basis is None else None
-
-
-def with_kernel_array(x: jax.Array | QuantizedKV, array: Any) -> Any:
-    """Keys or values whose `kernel_array` is this one."""
-    if not isinstance(x, QuantizedKV):
-        return array
-    return dataclasses.replace(x, values=array.values, scale=array.scale)
-
-
-def slice_slots(x: jax.Array | QuantizedKV, at: Any, width: int, row: Any) -> Any:
-    """`width` slots from slot `at` on, of one row; row None: of all rows."""
-    first, rows = (0, x.shape[0]) if row is None else (row, 1)
-
-    def cut(y: jax.Array, at: Any, width: int) -> jax.Array:
-        return lax.dynamic_slice(y, (first, 0, at, 0), (rows, y.shape[1], width, y.shape[3]))
-
-    y = map_slots(partial(cut, at=at, width=width), x)
-    if isinstance(y, QuantizedKV) and y.basis is not None:
-        y = dataclasses.replace(y, basis=cut(y.basis, 0, y.basis.shape[2]))
-    return y
 
 
 def empty_kv(shape: tuple[int, ...], dtype: Any) -> Any:

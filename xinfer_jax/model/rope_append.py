@@ -2,7 +2,6 @@
 on NVIDIA GPUs and TPUs.
 """
 
-import dataclasses
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,6 @@ import jax
 import kernels_pallas
 
 from ..cache.layer_caches import Contiguous
-from ..cache.quantized_kv import with_kernel_array
 from ..sharding import abstract_mesh_of
 from .attention import ROW_QUERIES
 from .kernel_products import may_use_kernel, with_plain_derivative
@@ -43,10 +41,12 @@ def rotate_and_append(  # noqa: PLR0913
 def _select(q_BTNH: jax.Array, kv: Contiguous, impl: str | None) -> str:
     """The implementation. A named one is one of attention: other calls stay with XLA under every name."""
     k, v = kv.kernel_arrays()
-    if not may_use_kernel(impl) or q_BTNH.shape[1] > ROW_QUERIES or k is None or abstract_mesh_of(k):
+    if not may_use_kernel(impl) or k is None or abstract_mesh_of(k):
         return "xla"
     support = kernels_pallas.support
     backend = support.backend_of("rope_append", impl or kernels_pallas.dispatch.device_impl().impl)
+    if q_BTNH.shape[1] > ROW_QUERIES and backend not in ("tpu", "interpret_tpu"):
+        return "xla"
     if support.unsupported_reason("rope_append", backend, (q_BTNH, k, v)):
         return "xla"
     return kernels_pallas.select("rope_append", impl, q_BTNH, k, v).impl
@@ -61,4 +61,4 @@ def _by_kernel(qkv, angles, kv: Contiguous, start_B, num_tokens_B, impl: str):
     arrays = (*qkv, *(angles or (None, None)), *kv.kernel_arrays(), start_B, num_tokens_B)
     options = kv.kernel_options() | {"capacity": kv.capacity}
     q_BTNH, k, v = kernels_pallas.run_kernel(impl, "rope_append", *arrays, **options)
-    return q_BTNH, dataclasses.replace(kv, k=with_kernel_array(kv.k, k), v=with_kernel_array(kv.v, v))
+    return q_BTNH, kv.with_kernel_arrays(k, v)

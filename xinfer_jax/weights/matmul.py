@@ -25,7 +25,18 @@ def float_product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
     """Returns x @ matrix.T, float32 [M, O]: float32 precision on every backend (no TF32), float32 sums."""
     forms = {jnp.dtype("float32"): _float32_product, jnp.dtype("bfloat16"): _bfloat16_product}
     cpu = forms.get(matrix_OI.dtype, upcast_product)
-    return lax.platform_dependent(x_MI, matrix_OI, cpu=cpu, default=dot)
+    return lax.platform_dependent(x_MI, matrix_OI, cpu=cpu, **tpu_forms(dot, x_MI), default=dot)
+
+
+def tpu_forms(product: Callable[..., jax.Array], x_MI: jax.Array) -> dict[str, Callable[..., jax.Array]]:
+    """Returns the form of a product for `lax.platform_dependent` in a process with TPUs, if it is another.
+
+    They multiply a single row on their vector units. Eight rows, a tile of their matrix units, take a third
+    of the time or less.
+    """
+    if len(x_MI) != 1 or kernels_pallas.device_impl().impl != "tpu":
+        return {}
+    return {"tpu": lambda x_1I, matrix: product(jnp.pad(x_1I, ((0, 7), (0, 0))), matrix)[:1]}
 
 
 def dot(a: jax.Array, b: jax.Array, axis: int = 1, dtype: jnp.dtype = jnp.float32) -> jax.Array:

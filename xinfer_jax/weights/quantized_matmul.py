@@ -17,7 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .matmul import choose_int8_dot, dot, int8_activation_product, tiled_product, upcast_product, upcasts_int8
+from .matmul import (
+    choose_int8_dot,
+    dot,
+    int8_activation_product,
+    tiled_product,
+    tpu_forms,
+    upcast_product,
+    upcasts_int8,
+)
 from .quantized_weights import GroupedWeight, Int8Weight, QuantizedWeight, dequantize, split_groups
 from .ternary import TernaryWeight, ternary_product
 
@@ -37,7 +45,9 @@ def quantized_product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
     if isinstance(weight, TernaryWeight):
         return ternary_product(x_MI, weight).reshape(*x.shape[:-1], -1)
     cpu = _int8_product if isinstance(weight, Int8Weight) else _grouped_product
-    return lax.platform_dependent(x_MI, weight, cpu=cpu, default=_plain_product).reshape(*x.shape[:-1], -1)
+    tpu = tpu_forms(_plain_product, x_MI)
+    y_MO = lax.platform_dependent(x_MI, weight, cpu=cpu, **tpu, default=_plain_product)
+    return y_MO.reshape(*x.shape[:-1], -1)
 
 
 @quantized_product.defjvp

@@ -1,0 +1,189 @@
+"""Flash attention for TPUs over contiguous caches, rings and pages: prefill and decode are one kernel."""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ..dispatch import result_type
+from ..key_layouts import SideBySide
+from .attention_kernel import LANES, Settings, attention_kernel
+
+BLOCK_BYTES = 2**20  # of keys and values in one of two buffers
+_MAX_BLOCK = 1024  # keys
+_COPY = 128  # slots of a contiguous cache or a ring that are copied at a time
+_STEP = 512  # keys that the softmax takes at a time
+_TILE_ROWS = 512  # of queries of a key head
+_PART_ROWS = 512  # of these that the softmax takes at a time
+_ALL_ROWS = 2048  # of queries of all key heads
+_NO_LIMIT = 2**30
+
+
+def prefill_attention(  # noqa: PLR0913
+    q_BTNH, kv_PKSX, v_PKSH, start_B, length_B, *, scale, window=None, soft_cap=None, table_BP=None,
+    ring=False, sink_N=None, key_bias=None, interpret=False,
+) -> jax.Array:  # fmt: skip
+    """Causal attention of T new tokens to the keys in the cache (FlashAttention-2, Dao 2023).
+
+    Args:
+        q_BTNH: queries, float32 or bfloat16. N is a multiple of K: heads share keys in groups of N/K. H is
+            64, 128 or 256.
+        kv_PKSX: keys and values, `SideBySide`. A row's keys are in row b of P = B, or in the pages of its
+            block table; S is then the size of a page, a multiple of 64.
+        v_PKSH: None.
+        start_B: position of the first query.
+        length_B: number of valid keys per row. Keys and values past it may hold anything, NaN included.
+        scale: factor on the scores.
+        window: None, or how many keys a query sees at most, itself included.
+        soft_cap: None, or c of c · tanh(score / c).
+        table_BP: int32, the block table: position p is in slot p % S of page table_BP[b, p // S].
+        ring: position p is in slot p % S.
+        sink_N: None, or one more score of each head, whose weight has no value.
+        key_bias: None: TPU kernels have no bias of keys.
+        interpret: emulate a TPU on a CPU, slowly, and raise where accesses to memory race.
+
+    Returns:
+        [B, T, N, H] in the dtype of q; zeros for a query that sees no key.
+    """
+    assert v_PKSH is None and key_bias is None
+    B, T, N, H = q_BTNH.shape
+    K = kv_PKSX.values.shape[1]
+    G = N // K
+    settings = _settings(q_BTNH, kv_PKSX, scale, window, soft_cap, table_BP, ring)
+    q_BKRW = _to_tiles(q_BTNH, K, settings)
+    rows = q_BKRW.shape[2] // settings.tiles
+    inputs = {"start": start_B, "length": length_B}
+    if table_BP is not None:
+        inputs["table"] = table_BP.reshape(-1)
+    scalars = len(inputs)
+    inputs |= {"q": q_BKRW, "offset": _offsets(rows, settings.tokens, G)}
+    one_tile = pl.BlockSpec((1, K, rows, q_BKRW.shape[-1]), lambda b, t, *_: (b, 0, t, 0))
+    specs = [one_tile, pl.BlockSpec((rows, 1), lambda b, t, *_: (0, 0))]
+    if sink_N is not None:
+        sink_KG = sink_N.astype(jnp.float32).reshape(K, G)
+        sink_KR = _pad(jnp.tile(sink_KG, (1, settings.tokens)), 1, rows)
+        inputs["sink"] = sink_KR[..., None]
+        specs.append(pl.BlockSpec((K, rows, 1), lambda b, t, *_: (0, 0, 0)))
+    # Else XLA may copy an array of a cache to on-chip memory before the call.
+    in_hbm = partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
+    kv = kv_PKSX if interpret else jax.tree.map(in_hbm, kv_PKSX)
+    inputs["kv"] = kv.values
+    if kv.scale is not None:
+        inputs["scale"] = kv.scale
+    specs += [pl.BlockSpec(memory_space=pltpu.HBM) for name in ("kv", "scale") if name in inputs]
+    scratch = _scratch(q_BKRW, kv_PKSX, rows, settings)
+    out_BKRW = pl.pallas_call(
+        partial(attention_kernel, names=(*inputs, "out", *scratch), settings=settings),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=scalars,
+            grid=(B, settings.tiles),
+            in_specs=specs,
+            out_specs=one_tile,
+            scratch_shapes=list(scratch.values()),
+        ),
+        out_shape=result_type(q_BKRW.shape, q_BTNH.dtype, *inputs.values()),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"), disable_bounds_checks=True
+        ),
+        interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
+        name="attention",
+    )(*inputs.values())
+    return _from_tiles(out_BKRW, q_BTNH, K, settings)
+
+
+def decode_attention(*args: Any, **kwargs: Any) -> jax.Array:
+    """As `prefill_attention`, for few tokens per row."""
+    return prefill_attention(*args, **kwargs)
+
+
+def _settings(q_BTNH, kv: SideBySide, scale, window, soft_cap, table_BP, ring) -> Settings:  # noqa: PLR0913
+    B, T, N, H = q_BTNH.shape
+    _, K, S, X = kv.values.shape
+    positions = S if table_BP is None else S * table_BP.shape[1]
+    chunk = copy_slots(S, table_BP is not None, kv.scale is not None)
+    tokens = tile_tokens(T, N // K, K)
+    step = _STEP
+    block = 2 ** int(math.log2(BLOCK_BYTES // (K * X * kv.values.dtype.itemsize)))
+    block = min(max(block, LANES), _MAX_BLOCK, LANES * pl.cdiv(positions, LANES))
+    if chunk > _COPY or LANES % chunk:  # all slots at once
+        step = block = chunk
+    block = step * pl.cdiv(block, step) if block > step else block
+    step = min(step, block)
+    limit = _NO_LIMIT if ring else positions
+    tiles = pl.cdiv(T, tokens)
+    pages = 0 if table_BP is None else table_BP.shape[1]
+    rows = _part_rows(tokens * N // K, q_BTNH.dtype.itemsize)
+    sizes = H, tokens, tiles, rows, limit, S, pages, chunk, step, block
+    return Settings(scale, window, soft_cap, ring, *sizes)
+
+
+def _part_rows(rows: int, itemsize: int) -> int:
+    """The rows of one of the parts into which a tile of queries is divided, a multiple of 8 or 16."""
+    multiple = 32 // itemsize
+    return multiple * pl.cdiv(pl.cdiv(rows, pl.cdiv(rows, _PART_ROWS)), multiple)
+
+
+def copy_slots(slots: int, is_paged: bool, is_quantized: bool) -> int:
+    """How many of these slots of a page, a row or a ring one copy takes: a part that divides them and is
+    aligned in memory, or all of them.
+    """
+    least = LANES if is_quantized else 64  # slots are in lanes of the scale
+    if is_paged or slots % least:
+        return slots
+    return math.gcd(slots, _COPY)
+
+
+def tile_tokens(tokens: int, group: int, heads: int) -> int:
+    """The tokens of a tile of queries, of which each has `group` rows for each key head."""
+    most = max(min(_TILE_ROWS, _ALL_ROWS // heads) // group, 1)
+    return tokens if tokens <= most else max(16, 2 ** int(math.log2(most)))
+
+
+def _offsets(rows: int, tokens: int, group: int) -> np.ndarray:
+    """int32 [R, 1]: the token of each row of a tile; 0 for rows that fill it up."""
+    return _pad(np.arange(tokens * group, dtype=np.int32) // group, 0, rows)[:, None]
+
+
+def _pad(x: Any, axis: int, size: int) -> Any:
+    if x.shape[axis] == size:
+        return x
+    widths = [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)]
+    return (np if isinstance(x, np.ndarray) else jnp).pad(x, widths)
+
+
+def _to_tiles(q_BTNH, K: int, settings: Settings) -> jax.Array:
+    """Queries [B, K, tiles · R, W]: of each tile R rows, a multiple of `rows`. W fills lanes."""
+    B, T, N, H = q_BTNH.shape
+    tiles, tokens = settings.tiles, settings.tokens
+    q = _pad(q_BTNH, 1, tiles * tokens).reshape(B, tiles, tokens, K, N // K, H)
+    q = jnp.moveaxis(q, 3, 1).reshape(B, K, tiles, tokens * N // K, H)
+    q = _pad(q, 3, settings.rows * pl.cdiv(q.shape[3], settings.rows))
+    return _pad(q, 4, LANES * pl.cdiv(H, LANES)).reshape(B, K, tiles * q.shape[3], -1)
+
+
+def _from_tiles(out_BKRW, q_BTNH, K: int, settings: Settings) -> jax.Array:
+    """[B, T, N, H]: without padding, and of a width below 128 the second half, p · v."""
+    B, T, N, H = q_BTNH.shape
+    tiles, tokens = settings.tiles, settings.tokens
+    out = out_BKRW[..., -H:].reshape(B, K, tiles, -1, H)[:, :, :, : tokens * N // K]
+    out = out.reshape(B, K, tiles, tokens, N // K, H)
+    return jnp.moveaxis(out, 1, 3).reshape(B, tiles * tokens, N, H)[:, :T]
+
+
+def _scratch(q_BKRW, kv: SideBySide, rows: int, settings: Settings) -> dict[str, Any]:
+    """On-chip memory that programs share, by the names that `attention_kernel` uses."""
+    _, K, _, X = kv.values.shape
+    width = q_BKRW.shape[-1]
+    sums = pltpu.VMEM((K, rows, LANES), jnp.float32)
+    scratch = {"kv_buffer": pltpu.VMEM((2, K, settings.block, X), kv.values.dtype)}
+    if kv.scale is not None:
+        chunks = settings.block // settings.chunk
+        scratch["scale_buffer"] = pltpu.VMEM((2, chunks, K, 4, settings.chunk), jnp.float32)
+        scratch["query_sum"] = sums
+    scratch |= {"max": sums, "sum": sums, "out_sum": pltpu.VMEM((K, rows, width), jnp.float32)}
+    return scratch | {"copied": pltpu.SemaphoreType.DMA((2, 2)), "count": pltpu.SMEM((1,), jnp.int32)}

@@ -1,0 +1,121 @@
+"""The operations of a TPU program, and an estimate of their time.
+
+The time of an operation is the larger of its cycles, as XLA schedules them, by the clock, and its bytes of
+HBM by the bandwidth; of a Pallas kernel, which XLA gives no cycles, of its products by the matrix rate; of a
+collective, of the bytes that a device of a ring sends by the rate of its links, without latency.
+
+Copies between HBM and VMEM that run beside operations ("copy-start") have what operations leave of the
+bandwidth, one after the other, and "copy-done" waits for its own. Nothing is assumed of the time to start an
+operation beyond what XLA's cycles have (of small fusions about 2,100). Operations on single numbers, and
+gathers and scatters of single rows, have none.
+"""
+
+import dataclasses
+from collections import Counter, defaultdict
+
+from hlo_text import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation that the program runs."""
+
+    name: str
+    kind: str
+    op_name: str
+    read: float  # bytes of HBM, of one run
+    written: float
+    alone: float  # seconds of one run, if nothing runs beside it
+    seconds: float  # by which one run makes the program longer
+    times: float = 1
+    copied: tuple[Array, ...] = ()  # results that are copied, gathered or converted whole
+    is_declared: bool = False  # a Pallas kernel of which only operands and results are known
+
+    @property
+    def bytes(self) -> float:
+        return self.times * (self.read + self.written)
+
+
+@dataclasses.dataclass
+class TpuCounts:
+    """What one run of a program, or of a part of it, does."""
+
+    operations: list[Operation] = dataclasses.field(default_factory=list)
+    unknown_loops: list[str] = dataclasses.field(default_factory=list)
+    unknown_branches: list[str] = dataclasses.field(default_factory=list)  # the shorter one is counted
+    collectives: Counter = dataclasses.field(default_factory=Counter)
+
+    @property
+    def bytes(self) -> float:
+        return sum(operation.bytes for operation in self.operations)
+
+    @property
+    def seconds(self) -> float:
+        return sum(operation.times * operation.seconds for operation in self.operations)
+
+    @property
+    def seconds_apart(self) -> float:
+        """The sum of the times of all operations, as if none ran beside another."""
+        return sum(operation.times * operation.alone for operation in self.operations)
+
+    @property
+    def launches(self) -> float:
+        """Operations on more than single numbers."""
+        return sum(operation.times for operation in self.operations if operation.alone > 0)
+
+    @property
+    def by_kind(self) -> dict[str, tuple[float, float, float]]:
+        """How often, bytes and seconds of each kind of operation."""
+        found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        for operation in self.operations:
+            of_kind = found[operation.kind]
+            of_kind[0] += operation.times
+            of_kind[1] += operation.bytes
+            of_kind[2] += operation.times * operation.seconds
+        return {kind: (times, size, seconds) for kind, (times, size, seconds) in found.items()}
+
+    def add(self, other: "TpuCounts", times: float = 1) -> None:
+        self.operations += [dataclasses.replace(o, times=o.times * times) for o in other.operations]
+        self.unknown_loops += other.unknown_loops
+        self.unknown_branches += other.unknown_branches
+        for kind, count in other.collectives.items():
+            self.collectives[kind] += count * times
+
+
+@dataclasses.dataclass
+class Timeline:
+    """The operations of a computation one after the other, and the copies that run beside them, which HBM
+    serves in their order when no operation needs it.
+    """
+
+    left: dict[str, float] = dataclasses.field(default_factory=dict)  # copy -> seconds that it still needs
+    ends: dict[str, float] = dataclasses.field(default_factory=dict)  # of collectives, which need the links
+    now: float = 0
+
+    def run(self, seconds: float, memory: float) -> None:
+        """An operation takes some seconds, in which it needs HBM for `memory` seconds."""
+        self.now += seconds
+        spare = seconds - memory
+        for name, needed in list(self.left.items()):
+            if spare < needed:
+                self.left[name] = needed - max(0.0, spare)
+                return
+            spare -= needed
+            del self.left[name]
+
+    def wait(self, name: str) -> float:
+        """Seconds until a copy or collective has ended."""
+        if name in self.ends:
+            seconds = max(0.0, self.ends[name] - self.now)
+            self.run(seconds, 0)
+            return seconds
+        seconds = 0.0
+        while name in self.left:
+            first = next(iter(self.left))
+            seconds += self.left.pop(first)
+        self.now += seconds
+        return seconds
+
+    def start_collective(self, name: str, seconds: float) -> None:
+        """A collective starts, after those before it."""
+        self.ends[name] = max([self.now, *self.ends.values()]) + seconds

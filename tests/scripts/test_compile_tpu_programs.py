@@ -1,0 +1,231 @@
+"""scripts/compile_programs.py for TPUs: bytes of layouts and operations, times, what kernels move, and that
+the counts of a small configuration stay.
+"""
+
+import compiled_programs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hlo_text import parse_arrays, parse_module
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from kernel_dma import kernel_work
+from kernel_refs import UncountableError
+from known_values import Evaluator, Observer, known_leaf
+from program_counts import Unknown
+from tile_bytes import box_bytes, is_in_hbm, stored_bytes
+from tpu_counts import TpuCounter
+from tpu_specs import TPUS
+
+import kernels_pallas
+
+V6E = TPUS["v6e"]
+KIB = 1024
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [
+        ("bf16[8,2,4096,64]{3,2,1,0:T(8,128)(2,1)}", 8 * 2 * 4096 * 128 * 2),  # 64 of 128 lanes are used
+        ("bf16[8,2,4096,64]{2,3,1,0:T(8,128)(2,1)}", 8 * 2 * 4096 * 64 * 2),
+        ("bf16[8,2,4096,64]{3,1,2,0:T(2,128)(2,1)}", 8 * 2 * 4096 * 128 * 2),
+        ("f32[3,100]{1,0:T(8,128)}", 8 * 128 * 4),
+        ("s4[3,100]{1,0:T(64,128)(8,1)}", 64 * 128 // 2),
+        ("bf16[896]{0:T(1024)(128)(2,1)S(1)}", 1024 * 2),
+        ("s32[]{:T(128)}", 128 * 4),
+        ("u8[5,7]{1,0}", 35),
+    ],
+)
+def test_stored_bytes_have_the_padding_of_tiles(text, size):
+    (array,) = parse_arrays(text)
+    assert stored_bytes(array) == size
+    assert is_in_hbm(array) == ("S(1)" not in text and array.size > 1)
+
+
+def test_a_transfer_moves_whole_rows_of_lanes():
+    (array,) = parse_arrays("bf16[8,2,4096,64]{3,2,1,0:T(8,128)(2,1)}")
+    assert box_bytes(array, (1, 2, 1, 64)) == 2 * 2 * 128 * 2  # pairs of rows are packed
+    assert box_bytes(array, (1, 1, 64, 64)) == 64 * 128 * 2
+    (array,) = parse_arrays("f32[4096]{0:T(1024)}")
+    assert box_bytes(array, (5,)) == 128 * 4
+
+
+TEXT = """HloModule jit_f, is_scheduled=true
+
+%slice_of (p: f32[1024,128], i: s32[]) -> f32[8,128] {
+  %p = f32[1024,128]{1,0:T(8,128)} parameter(0)
+  %i = s32[]{:T(128)} parameter(1)
+  %z = s32[]{:T(128)} constant(0)
+  ROOT %slice = f32[8,128]{1,0:T(8,128)S(1)} dynamic-slice(%p, %i, %z), dynamic_slice_sizes={8,128}
+}
+
+%update_of (q: f32[1024,128], new: f32[8,128], j: s32[]) -> f32[1024,128] {
+  %q = f32[1024,128]{1,0:T(8,128)} parameter(0)
+  %new = f32[8,128]{1,0:T(8,128)S(1)} parameter(1)
+  %j = s32[]{:T(128)} parameter(2)
+  %y = s32[]{:T(128)} constant(0)
+  ROOT %update = f32[1024,128]{1,0:T(8,128)} dynamic-update-slice(%q, %new, %j, %y)
+}
+
+%scatter_of (r: bf16[8,2,4096,64], at: s32[8,2], rows: bf16[8,2,64]) -> bf16[8,2,4096,64] {
+  %r = bf16[8,2,4096,64]{3,1,2,0:T(2,128)(2,1)} parameter(0)
+  %at = s32[8,2]{1,0:T(8,128)S(1)} parameter(1)
+  %rows = bf16[8,2,64]{2,1,0:T(2,128)(2,1)S(1)} parameter(2)
+  ROOT %scatter = bf16[8,2,4096,64]{3,1,2,0:T(2,128)(2,1)} scatter(%r, %at, %rows), update_window_dims={1,2}, inserted_window_dims={0,2}, scatter_dims_to_operand_dims={0,2}, index_vector_dim=1, to_apply=%add
+}
+
+%product_of (a: f32[8,1024], w: f32[1024,128]) -> f32[8,128] {
+  %a = f32[8,1024]{1,0:T(8,128)S(1)} parameter(0)
+  %w = f32[1024,128]{1,0:T(8,128)} parameter(1)
+  ROOT %conv = f32[8,128]{1,0:T(8,128)S(1)} convolution(%a, %w), dim_labels=bf_io->bf
+}
+
+%test (s: (s32[], f32[1024,128])) -> pred[] {
+  %s = (s32[]{:T(128)}, f32[1024,128]{1,0:T(8,128)}) parameter(0)
+  %n = s32[]{:T(128)} get-tuple-element(%s), index=0
+  ROOT %less = pred[]{:T(512)} compare(%n, %n), direction=LT
+}
+
+%body (s.1: (s32[], f32[1024,128])) -> (s32[], f32[1024,128]) {
+  %s.1 = (s32[]{:T(128)}, f32[1024,128]{1,0:T(8,128)}) parameter(0)
+  %n.1 = s32[]{:T(128)} get-tuple-element(%s.1), index=0
+  %x = f32[1024,128]{1,0:T(8,128)} get-tuple-element(%s.1), index=1
+  %row = f32[8,128]{1,0:T(8,128)S(1)} fusion(%x, %n.1), kind=kLoop, calls=%slice_of
+  %written = f32[1024,128]{1,0:T(8,128)} fusion(%x, %row, %n.1), kind=kLoop, calls=%update_of
+  ROOT %next = (s32[]{:T(128)}, f32[1024,128]{1,0:T(8,128)}) tuple(%n.1, %written)
+}
+
+ENTRY %main (a.1: f32[8,1024], w.1: f32[1024,128], kv: bf16[8,2,4096,64], rows.1: bf16[8,2,64], at.1: s32[8,2]) -> f32[1024,128] {
+  %a.1 = f32[8,1024]{1,0:T(8,128)S(1)} parameter(0)
+  %w.1 = f32[1024,128]{1,0:T(8,128)} parameter(1)
+  %kv = bf16[8,2,4096,64]{3,1,2,0:T(2,128)(2,1)} parameter(2)
+  %rows.1 = bf16[8,2,64]{2,1,0:T(2,128)(2,1)S(1)} parameter(3)
+  %at.1 = s32[8,2]{1,0:T(8,128)S(1)} parameter(4)
+  %zero = s32[]{:T(128)} constant(0)
+  %copy-start.1 = (f32[1024,128]{1,0:T(8,128)S(1)}, f32[1024,128]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%w.1)
+  %product = f32[8,128]{1,0:T(8,128)S(1)} fusion(%a.1, %w.1), kind=kOutput, calls=%product_of, backend_config={"window_config":{"estimated_cycles":"175"}}
+  %copy-done.1 = f32[1024,128]{1,0:T(8,128)S(1)} copy-done(%copy-start.1)
+  %appended = bf16[8,2,4096,64]{3,1,2,0:T(2,128)(2,1)} fusion(%kv, %at.1, %rows.1), kind=kCustom, calls=%scatter_of
+  %relaid = bf16[8,2,4096,64]{2,3,1,0:T(8,128)(2,1)} copy(%appended), backend_config={"window_config":{"estimated_cycles":"1750000"}}
+  %slice-start.1 = ((f32[1024,128]{1,0:T(8,128)}), f32[256,128]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%w.1), slice={[0:256], [0:128]}
+  %slice-done.1 = f32[256,128]{1,0:T(8,128)S(1)} slice-done(%slice-start.1)
+  %state = (s32[]{:T(128)}, f32[1024,128]{1,0:T(8,128)}) tuple(%zero, %w.1)
+  %fixed = (s32[]{:T(128)}, f32[1024,128]{1,0:T(8,128)}) while(%state), condition=%test, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %loop = (s32[]{:T(128)}, f32[1024,128]{1,0:T(8,128)}) while(%fixed), condition=%test, body=%body
+  ROOT %out = f32[1024,128]{1,0:T(8,128)} get-tuple-element(%loop), index=1
+}
+"""  # noqa: E501
+WEIGHTS = 1024 * 128 * 4
+ROWS = 8 * 128 * 4
+CACHE = 8 * 2 * 4096 * 64 * 2
+
+
+class Trips(Unknown):
+    def trips(self, loop):
+        return 5
+
+
+def operations(counts):
+    return {operation.name: operation for operation in counts.operations}
+
+
+def test_bytes_of_hbm_by_layouts_slices_updates_and_loops():
+    counts = TpuCounter(parse_module(TEXT), V6E, Trips()).whole()
+    found = operations(counts)
+    moved = {name: (o.read, o.written) for name, o in found.items()}
+    assert moved["copy-start.1"] == (WEIGHTS, 0)
+    assert moved["product"] == (WEIGHTS, 0)
+    assert moved["appended"] == (0, 8 * 2 * 128 * 2)  # rows of both heads, in place
+    assert moved["relaid"] == (2 * CACHE, CACHE)
+    assert moved["slice-start.1"] == (256 * 128 * 4, 0)
+    assert moved["row"] == (ROWS, 0)
+    assert moved["written"] == (0, ROWS)
+    assert sum(o.times for o in counts.operations if o.name == "row") == 3 + 5
+    assert not counts.unknown_loops
+    assert TpuCounter(parse_module(TEXT), V6E).whole().unknown_loops == ["loop"]
+    assert found["product"].kind == "product"
+    assert [array.size for array in found["relaid"].copied] == [CACHE // 2]
+    assert not found["copy-start.1"].copied and not found["appended"].copied
+
+
+def test_time_is_that_of_cycles_or_of_hbm_and_copies_run_beside():
+    found = operations(TpuCounter(parse_module(TEXT), V6E, Trips()).whole())
+    reading = WEIGHTS / V6E.memory_gbs / 1e9
+    assert found["product"].seconds == pytest.approx(reading)  # 175 cycles are 0.1 us
+    assert found["copy-done.1"].seconds == pytest.approx(reading)  # the product left no bandwidth for it
+    assert found["relaid"].seconds == pytest.approx(1e-3)
+    assert found["slice-done.1"].seconds == pytest.approx(reading / 4)
+    step, around = TpuCounter(parse_module(TEXT), V6E).step_and_around()
+    assert step.bytes == 2 * ROWS
+    assert around.bytes > 3 * CACHE and "relaid" in operations(around)
+
+
+def work_of(function, *args):
+    """`kernel_work` of the one kernel that a function calls; NumPy arrays are known."""
+    found = []
+
+    class Kernels(Observer):
+        def on_kernel(self, place, equation, values):
+            found.append(kernel_work(equation, values))
+
+    Evaluator(Kernels()).closed(jax.make_jaxpr(function)(*args), [known_leaf(x) for x in args], ())
+    return found[0]
+
+
+def kernel_call(steps, dynamic_rows=None):
+    """A kernel that copies 64 rows of x for each of the first `count` grid steps and multiplies them."""
+
+    def kernel(count_ref, x_hbm, w_ref, o_ref, x_vmem, semaphore):
+        step = pl.program_id(0)
+
+        @pl.when(step < count_ref[0])
+        def _():
+            rows = 64 if dynamic_rows is None else dynamic_rows(count_ref)
+            copy = pltpu.make_async_copy(x_hbm.at[step, pl.ds(0, rows)], x_vmem.at[pl.ds(0, rows)], semaphore)
+            copy.start()
+            copy.wait()
+            o_ref[...] = jnp.dot(x_vmem[...], w_ref[...], preferred_element_type=jnp.float32)
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((steps * 64, 128), jnp.float32),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(steps,),
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec((128, 128), lambda i, n: (0, 0))],
+            out_specs=pl.BlockSpec((64, 128), lambda i, n: (i, 0)),
+            scratch_shapes=[pltpu.VMEM((64, 128), jnp.bfloat16), pltpu.SemaphoreType.DMA],
+        ),
+    )
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="kernels are other primitives before jax 0.12")
+@pytest.mark.newest
+def test_kernels_move_blocks_once_and_copies_as_their_scalars_say():
+    x = jax.ShapeDtypeStruct((4, 256, 128), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
+    for count in (0, 3):
+        flop, int8_ops, *moved = work_of(kernel_call(4), np.array([count], np.int32), x, w)
+        assert moved == [4, count * 64 * 128 * 2, 128 * 128 * 2, 4 * 64 * 128 * 4]
+        assert (flop, int8_ops) == (count * 2 * 64 * 128 * 128, 0)
+    with pytest.raises(UncountableError):
+        unknown = jax.ShapeDtypeStruct((1,), jnp.int32)
+        work_of(kernel_call(4, lambda ref: pl.multiple_of(ref[0], 8)), unknown, x, w)
+
+
+@pytest.mark.full
+@pytest.mark.newest
+def test_counts_of_a_tpu_program_stay():
+    counted = compiled_programs.run("--target=v6e", "--program=decode", "--layers=1,2", "--rows=8")
+    (decode,) = counted["programs"]
+    assert decode["whole"]["unknown_loops"] == 0
+    assert not decode["unknown_branches"]
+    assert decode["declared"] == {}, "a kernel could not be counted"
+    assert decode["whole"]["bytes"] > 0.9 * sum(decode["least"].values()) - 128 * 2**20  # VMEM holds the rest
+    assert decode["kinds"]["product"]["seconds"] > 0
+
+
+def test_selection_for_a_tpu_that_is_not_here():
+    with kernels_pallas.assume_device((0, 0), V6E.name, platform="tpu"):
+        assert kernels_pallas.device_impl().impl == "tpu"
