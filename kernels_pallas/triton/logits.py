@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ..reference import LOGITS_GROUP
-from .parts import result_type
+from ..dispatch import result_type
 
 _GROUPS = 32  # of a program
 
