@@ -9,6 +9,7 @@ _TRITON_ONLY = ("gated_experts", "product", "rope_append")
 _TPU_IMPLS = ("tpu", "interpret_tpu")
 _ON_TPU = ("prefill_attention", "decode_attention", "rope_append")
 _TPU_WIDTHS = (64, 128, 256)
+_TPU_COPY_BYTES = 2**21
 
 
 def backend_of(kernel: str, impl: str) -> str:
@@ -26,7 +27,7 @@ def unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | N
     if impl == "xla":
         return None
     if impl in _TPU_IMPLS:
-        return _unsupported_on_tpu(*args)
+        return _unsupported_on_tpu(kernel, *args)
     if any(isinstance(arg, SideBySide) for arg in args):
         return "keys and values side by side are for TPUs"
     return _unsupported_on_gpu(kernel, impl, args)
@@ -72,8 +73,9 @@ def slower_reason(kernel: str, args: tuple[Any, ...]) -> str | None:
     return None
 
 
-def _unsupported_on_tpu(q: Any, kv: Any, v: Any = None, key_bias: KeyBias | None = None) -> str | None:
-    """Of attention and of the append, which read the same cache."""
+def _unsupported_on_tpu(
+    kernel: str, q: Any, kv: Any, v: Any = None, key_bias: KeyBias | None = None
+) -> str | None:
     if not isinstance(kv, SideBySide):
         return "TPU kernels read keys and values side by side"
     if key_bias is not None:
@@ -89,6 +91,18 @@ def _unsupported_on_tpu(q: Any, kv: Any, v: Any = None, key_bias: KeyBias | None
     dtypes = {q.dtype.name} if quantized else {q.dtype.name, kv.values.dtype.name}
     if dtypes not in ({"float32"}, {"bfloat16"}):
         return f"dtypes {', '.join(sorted(dtypes))}"
+    return _unaligned_slots(kernel, kv)
+
+
+def _unaligned_slots(kernel: str, kv: SideBySide) -> str | None:
+    """Why copies of parts of a row or a page are not possible on a TPU, or None."""
+    _, heads, slots, width = kv.values.shape
+    itemsize = kv.values.dtype.itemsize
+    if kernel == "rope_append" and slots % (32 // itemsize):
+        return f"{slots} slots, not a multiple of {32 // itemsize}"
+    least = 64 if kv.scale is None else 128
+    if slots % least and heads * slots * width * itemsize > _TPU_COPY_BYTES:  # no parts: all slots at once
+        return f"{slots} slots of a row, not a multiple of {least}"
     return None
 
 

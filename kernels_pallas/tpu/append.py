@@ -32,6 +32,7 @@ class _Settings(NamedTuple):
     items: int  # tiles of all rows
     axis: int  # of slots, in a tile [K, ...]
     slots: int  # of a row or a page
+    pages: int  # of a row, 0 without a block table
     ring: bool
 
 
@@ -99,12 +100,13 @@ def _write(old, new, *, start_B, count_B, table_BP, ring, axis, interpret) -> ja
     S, T = old.shape[1 + axis], new.shape[1 + axis]
     tile = tile_slots(S, old.dtype, T) if axis == 1 else S if S % LANES else LANES
     tiles = pl.cdiv(T - 1, tile) + 1
-    settings = _Settings(tile, tiles, B * tiles, axis, S, ring)
+    pages = 0 if table_BP is None else table_BP.shape[1]
+    settings = _Settings(tile, tiles, B * tiles, axis, S, pages, ring)
     new = _tiles_of(new.astype(old.dtype), start_B, settings)
     shape = list(old.shape[1:])
     shape[axis] = tile
     group = min(max(_PROGRAM_BYTES // (old.dtype.itemsize * math.prod(shape)), 1), B * tiles)
-    scalars = [start_B, count_B] + ([] if table_BP is None else [table_BP])
+    scalars = [start_B, count_B] + ([] if table_BP is None else [table_BP.reshape(-1)])
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     if not interpret:
         old = pltpu.with_memory_space_constraint(old, memory_space=pltpu.HBM)
@@ -119,7 +121,7 @@ def _write(old, new, *, start_B, count_B, table_BP, ring, axis, interpret) -> ja
         ),
         out_shape=result_type(old.shape, old.dtype, *scalars, new, old),
         input_output_aliases={len(scalars) + 1: 0},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), disable_bounds_checks=True),
         interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
         name="append",
     )(*scalars, new, old)
@@ -205,8 +207,8 @@ def _place(scalar_refs, cache_ref, settings: _Settings, base, i) -> _Place:
     slot = position
     if table_refs:
         (table_ref,) = table_refs
-        page = jnp.minimum(lax.div(position, settings.slots), table_ref.shape[1] - 1)
-        owner = table_ref[row, page]
+        page = jnp.minimum(lax.div(position, settings.slots), settings.pages - 1)
+        owner = table_ref[row * settings.pages + page]
     if table_refs or settings.ring:
         slot = lax.rem(position, settings.slots)
     is_whole = settings.tile == settings.slots

@@ -17,8 +17,9 @@ from .attention_kernel import LANES, Settings, attention_kernel
 BLOCK_BYTES = 2**20  # of keys and values in one of two buffers
 _MAX_BLOCK = 1024  # keys
 _COPY = 128  # slots of a contiguous cache or a ring that are copied at a time
-_FEW_ROWS = 64  # of queries: then a step of the softmax takes fewer keys
+_STEP = 512  # keys that the softmax takes at a time
 _TILE_ROWS = 512  # of queries of a key head
+_PART_ROWS = 512  # of these that the softmax takes at a time
 _ALL_ROWS = 2048  # of queries of all key heads
 _NO_LIMIT = 2**30
 
@@ -58,7 +59,7 @@ def prefill_attention(  # noqa: PLR0913
     rows = q_BKRW.shape[2] // settings.tiles
     inputs = {"start": start_B, "length": length_B}
     if table_BP is not None:
-        inputs["table"] = table_BP
+        inputs["table"] = table_BP.reshape(-1)
     scalars = len(inputs)
     inputs |= {"q": q_BKRW, "offset": _offsets(rows, settings.tokens, G)}
     one_tile = pl.BlockSpec((1, K, rows, q_BKRW.shape[-1]), lambda b, t, *_: (b, 0, t, 0))
@@ -86,7 +87,9 @@ def prefill_attention(  # noqa: PLR0913
             scratch_shapes=list(scratch.values()),
         ),
         out_shape=result_type(q_BKRW.shape, q_BTNH.dtype, *inputs.values()),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"), disable_bounds_checks=True
+        ),
         interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
         name="attention",
     )(*inputs.values())
@@ -104,7 +107,7 @@ def _settings(q_BTNH, kv: SideBySide, scale, window, soft_cap, table_BP, ring) -
     positions = S if table_BP is None else S * table_BP.shape[1]
     chunk = copy_slots(S, table_BP is not None, kv.scale is not None)
     tokens = tile_tokens(T, N // K, K)
-    step = 256 if tokens * N // K <= _FEW_ROWS else 512
+    step = _STEP
     block = 2 ** int(math.log2(BLOCK_BYTES // (K * X * kv.values.dtype.itemsize)))
     block = min(max(block, LANES), _MAX_BLOCK, LANES * pl.cdiv(positions, LANES))
     if chunk > _COPY or LANES % chunk:  # all slots at once
@@ -113,7 +116,16 @@ def _settings(q_BTNH, kv: SideBySide, scale, window, soft_cap, table_BP, ring) -
     step = min(step, block)
     limit = _NO_LIMIT if ring else positions
     tiles = pl.cdiv(T, tokens)
-    return Settings(scale, window, soft_cap, ring, H, tokens, tiles, limit, S, chunk, step, block)
+    pages = 0 if table_BP is None else table_BP.shape[1]
+    rows = _part_rows(tokens * N // K, q_BTNH.dtype.itemsize)
+    sizes = H, tokens, tiles, rows, limit, S, pages, chunk, step, block
+    return Settings(scale, window, soft_cap, ring, *sizes)
+
+
+def _part_rows(rows: int, itemsize: int) -> int:
+    """The rows of one of the parts into which a tile of queries is divided, a multiple of 8 or 16."""
+    multiple = 32 // itemsize
+    return multiple * pl.cdiv(pl.cdiv(rows, pl.cdiv(rows, _PART_ROWS)), multiple)
 
 
 def copy_slots(slots: int, is_paged: bool, is_quantized: bool) -> int:
@@ -145,13 +157,12 @@ def _pad(x: Any, axis: int, size: int) -> Any:
 
 
 def _to_tiles(q_BTNH, K: int, settings: Settings) -> jax.Array:
-    """Queries [B, K, tiles · R, W]: of each tile R rows, in 8 or 16 of a tile in memory. W fills lanes."""
+    """Queries [B, K, tiles · R, W]: of each tile R rows, a multiple of `rows`. W fills lanes."""
     B, T, N, H = q_BTNH.shape
     tiles, tokens = settings.tiles, settings.tokens
     q = _pad(q_BTNH, 1, tiles * tokens).reshape(B, tiles, tokens, K, N // K, H)
     q = jnp.moveaxis(q, 3, 1).reshape(B, K, tiles, tokens * N // K, H)
-    multiple = 32 // q.dtype.itemsize
-    q = _pad(q, 3, multiple * pl.cdiv(q.shape[3], multiple))
+    q = _pad(q, 3, settings.rows * pl.cdiv(q.shape[3], settings.rows))
     return _pad(q, 4, LANES * pl.cdiv(H, LANES)).reshape(B, K, tiles * q.shape[3], -1)
 
 

@@ -1,5 +1,7 @@
 """The body of the TPU attention kernel: copies of keys and values to on-chip memory, and the softmax."""
 
+import math
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -9,8 +11,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
-_MASKED = -1e30  # finite: a query that sees no key gives zeros, not NaN
-_UNROLLED_HEADS = 8  # more key heads are a loop
+LOG2_E = math.log2(math.e)
+_MASKED = -1e30  # finite, and far below the first maximum: a query that sees no key gives zeros, not NaN
+_LOWEST = -1e29
+_NO_WINDOW = 2**30
+_UNROLLED = 8  # tiles of few rows that are not a loop
+_FEW_ROWS = 32
 
 
 class Settings(NamedTuple):
@@ -23,8 +29,10 @@ class Settings(NamedTuple):
     width: int  # H
     tokens: int  # of a tile of queries
     tiles: int
+    rows: int  # of queries that the softmax takes at a time
     positions: int  # that the cache of a row holds
     slots: int  # of a row or a page
+    table_pages: int  # of a row, 0 without a block table
     chunk: int  # slots of one copy
     step: int  # keys that the softmax takes at a time: a multiple of the chunk
     block: int  # keys in one of the two buffers: a multiple of the step
@@ -100,7 +108,7 @@ def attention_kernel(*refs: Any, names: tuple[str, ...], settings: Settings) -> 
 
     lax.fori_loop(first, end, one_block, 0)
     ref["count"][0] = done + end - first
-    _for_each_head(ref, lambda head: _store(ref, head))
+    _for_each_tile(ref, settings, lambda *at: _store(ref, at))
 
 
 def _item(ref, settings: Settings, row, tile) -> _Item:
@@ -147,7 +155,7 @@ def _copies(ref, settings: Settings, item: _Item, chunk, place, buffer) -> list[
     owner = item.row
     slot = chunk * size
     if "table" in ref:
-        owner = ref["table"][item.row, chunk]
+        owner = ref["table"][item.row * settings.table_pages + chunk]
         slot = 0
     elif settings.ring:
         slot = lax.rem(slot, settings.slots)
@@ -167,25 +175,44 @@ def _copies(ref, settings: Settings, item: _Item, chunk, place, buffer) -> list[
 
 
 def _for_each_head(ref, function) -> None:
-    heads = ref["q"].shape[1]
-    if heads <= _UNROLLED_HEADS:
-        for head in range(heads):
-            function(head)
+    lax.fori_loop(0, ref["q"].shape[1], lambda head, _: function(head) or 0, 0)
+
+
+def _for_each_tile(ref, settings: Settings, function) -> None:
+    """Calls a function of a head and a slice of its rows of queries, for all of them: many are a loop, few
+    are not, since the compiler can overlap what is not in a loop.
+    """
+    _, heads, rows, _ = ref["q"].shape
+    parts = rows // settings.rows
+    if heads * parts <= _UNROLLED and settings.rows <= _FEW_ROWS:
+        for i in range(heads * parts):
+            function(i // parts, pl.ds(i % parts * settings.rows, settings.rows))
     else:
-        lax.fori_loop(0, heads, lambda head, _: function(head) or 0, 0)
+
+        def one(i: Any, _: Any) -> int:
+            first = pl.multiple_of(lax.rem(i, parts) * settings.rows, settings.rows)
+            function(lax.div(i, parts), pl.ds(first, settings.rows))
+            return 0
+
+        lax.fori_loop(0, heads * parts, one, 0)
 
 
 def _reset(ref) -> None:
-    ref["out_sum"][...] = jnp.zeros_like(ref["out_sum"])
-    if "sink" in ref:  # a score of weight 1 without a value
-        ref["max"][...] = jnp.broadcast_to(ref["sink"][...], ref["max"].shape)
-        ref["sum"][...] = jnp.ones_like(ref["sum"])
-    else:
-        ref["max"][...] = jnp.full_like(ref["max"], _MASKED)
-        ref["sum"][...] = jnp.zeros_like(ref["sum"])
-    if "query_sum" in ref:
-        sums = ref["q"][0].astype(jnp.float32).sum(-1, keepdims=True)
-        ref["query_sum"][...] = jnp.broadcast_to(sums, ref["query_sum"].shape)
+    def one_head(head) -> None:
+        ref["out_sum"][head] = jnp.zeros(ref["out_sum"].shape[1:], jnp.float32)
+        shape = ref["max"].shape[1:]
+        if "sink" in ref:  # a score of weight 1 without a value; the sum is over lanes
+            ref["max"][head] = jnp.broadcast_to(ref["sink"][head] * LOG2_E, shape)
+            is_first = lax.broadcasted_iota(jnp.int32, shape, 1) == 0
+            ref["sum"][head] = is_first.astype(jnp.float32)
+        else:
+            ref["max"][head] = jnp.full(shape, _LOWEST)
+            ref["sum"][head] = jnp.zeros(shape, jnp.float32)
+        if "query_sum" in ref:
+            sums = ref["q"][0, head].astype(jnp.float32).sum(-1, keepdims=True)
+            ref["query_sum"][head] = jnp.broadcast_to(sums, shape)
+
+    _for_each_head(ref, one_head)
 
 
 def _one_step(ref, settings: Settings, item: _Item, tile, step, place, buffer) -> int:  # noqa: PLR0913
@@ -201,23 +228,24 @@ def _one_step(ref, settings: Settings, item: _Item, tile, step, place, buffer) -
             _clear_unseen(ref, item, position, buffer, slots)
 
     key_1S = position + lax.broadcasted_iota(jnp.int32, (1, size), 1)
-    query_R1 = ref["start"][item.row] + tile * settings.tokens + ref["offset"][...]
-    visible_RS = key_1S <= jnp.minimum(query_R1, item.high - 1)
-    if settings.window is not None or settings.ring:
-        window = jnp.iinfo(jnp.int32).max // 2 if settings.window is None else settings.window
-        visible_RS &= key_1S > jnp.maximum(query_R1 - window, item.low - 1)
+    first_query = ref["start"][item.row] + tile * settings.tokens
 
-    def one_head(head) -> None:
+    def one_tile(head, rows) -> None:
         scale_4S = None
         if "scale" in ref:
             count = size // settings.chunk
             parts = [ref["scale_buffer"][buffer, place * count + i, head] for i in range(count)]
             is_copied_1S = (key_1S >= item.low) & (key_1S < item.high)
             scale_4S = jnp.where(is_copied_1S, jnp.concatenate(parts, -1), 0)
+        query_R1 = first_query + ref["offset"][rows]
+        visible_RS = key_1S <= jnp.minimum(query_R1, item.high - 1)
+        if settings.window is not None or settings.ring:
+            window = _NO_WINDOW if settings.window is None else settings.window
+            visible_RS &= key_1S > jnp.maximum(query_R1 - window, item.low - 1)
         kv_SX = ref["kv_buffer"][buffer, head, slots]
-        _add_keys(ref, settings, head, kv_SX, scale_4S, visible_RS)
+        _add_keys(ref, settings, (head, rows), kv_SX, scale_4S, visible_RS)
 
-    _for_each_head(ref, one_head)
+    _for_each_tile(ref, settings, one_tile)
     return 0
 
 
@@ -236,33 +264,56 @@ def _clear_unseen(ref, item: _Item, position, buffer, slots) -> None:
     _for_each_head(ref, clear)
 
 
-def _add_keys(ref, settings: Settings, head, kv_SX, scale_4S, visible_RS) -> None:  # noqa: PLR0913
-    """One step of the online softmax of a head (Milakov & Gimelshein 2018)."""
+def _add_keys(ref, settings: Settings, at, kv_SX, scale_4S, visible_RS) -> None:  # noqa: PLR0913
+    """One step of the online softmax (Milakov & Gimelshein 2018) for some rows of a head.
+
+    Scores are in units of log 2. The largest score of a row is in all lanes of `max`; the sum of its weights
+    is the sum over the lanes of `sum`.
+    """
     H = settings.width
-    q_RW = ref["q"][0, head]
+    q_RW = ref["q"][0, at[0], at[1]]
     if scale_4S is not None:
-        kv_SX = kv_SX.astype(jnp.int32).astype(jnp.float32).astype(q_RW.dtype)
+        kv_SX = kv_SX.astype(q_RW.dtype)
     split = H % LANES == 0
     k_SW, v_SW = (kv_SX[:, :H], kv_SX[:, H:]) if split else (kv_SX, kv_SX)
     scores_RS = _dot(q_RW, k_SW, (1, 1))
     if scale_4S is not None:
-        scores_RS = scores_RS * scale_4S[0:1] + ref["query_sum"][head][:, :1] * scale_4S[1:2]
-    scores_RS *= settings.scale
-    if settings.soft_cap is not None:
-        scores_RS = settings.soft_cap * jnp.tanh(scores_RS / settings.soft_cap)
+        sums_RS = _to_lanes(ref["query_sum"][at], scores_RS.shape[1])
+        scores_RS = scores_RS * scale_4S[0:1] + sums_RS * scale_4S[1:2]
+    if settings.soft_cap is None:
+        scores_RS *= settings.scale * LOG2_E
+    else:
+        cap = settings.soft_cap
+        scores_RS = cap * LOG2_E * jnp.tanh(scores_RS * (settings.scale / cap))
     scores_RS = jnp.where(visible_RS, scores_RS, _MASKED)
-    max_R1 = ref["max"][head][:, :1]
-    new_max_R1 = jnp.maximum(max_R1, scores_RS.max(-1, keepdims=True))
-    weight_RS = jnp.exp(scores_RS - jnp.maximum(new_max_R1, _MASKED / 2))
-    shrink_R1 = jnp.exp(max_R1 - new_max_R1)
-    sum_R1 = ref["sum"][head][:, :1] * shrink_R1 + weight_RS.sum(-1, keepdims=True)
-    out_RW = ref["out_sum"][head] * shrink_R1
+    max_RL = ref["max"][at]
+    new_max_RL = jnp.maximum(max_RL, scores_RS.max(-1, keepdims=True))
+    weight_RS = jnp.exp2(scores_RS - _to_lanes(new_max_RL, scores_RS.shape[1]))
+    shrink_RL = jnp.exp2(max_RL - new_max_RL)
+    ref["max"][at] = new_max_RL
+    ref["sum"][at] = ref["sum"][at] * shrink_RL + _sum_to_lanes(weight_RS)
+    out_RW = ref["out_sum"][at]
+    out_RW *= _to_lanes(shrink_RL, out_RW.shape[1])
     if scale_4S is not None:
         out_RW += (weight_RS * scale_4S[3:4]).sum(-1, keepdims=True)
         weight_RS *= scale_4S[2:3]
-    ref["out_sum"][head] = out_RW + _dot(weight_RS.astype(v_SW.dtype), v_SW, (1, 0))
-    ref["max"][head] = jnp.broadcast_to(new_max_R1, ref["max"].shape[1:])
-    ref["sum"][head] = jnp.broadcast_to(sum_R1, ref["sum"].shape[1:])
+    ref["out_sum"][at] = out_RW + _dot(weight_RS.astype(v_SW.dtype), v_SW, (1, 0))
+
+
+def _to_lanes(x_RL: jax.Array, width: int) -> jax.Array:
+    """[R, width] of numbers that are the same in all lanes of a row."""
+    if width % LANES:
+        return jnp.broadcast_to(x_RL[:, :1], (len(x_RL), width))
+    return jnp.concatenate([x_RL] * (width // LANES), -1)
+
+
+def _sum_to_lanes(x_RS: jax.Array) -> jax.Array:
+    """[R, 128], whose lanes have the same sum as the row."""
+    S = x_RS.shape[1]
+    if S % LANES:
+        is_first = lax.broadcasted_iota(jnp.int32, (len(x_RS), LANES), 1) == 0
+        return jnp.where(is_first, x_RS.sum(-1, keepdims=True), 0)
+    return reduce(jnp.add, [x_RS[:, i : i + LANES] for i in range(0, S, LANES)])
 
 
 def _dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
@@ -272,6 +323,6 @@ def _dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _store(ref, head) -> None:
-    sum_R1 = jnp.maximum(ref["sum"][head][:, :1], 1e-30)
-    ref["out"][0, head] = (ref["out_sum"][head] / sum_R1).astype(ref["out"].dtype)
+def _store(ref, at) -> None:
+    sum_R1 = jnp.maximum(ref["sum"][at].sum(-1, keepdims=True), 1e-30)
+    ref["out"][0, at[0], at[1]] = (ref["out_sum"][at] / sum_R1).astype(ref["out"].dtype)

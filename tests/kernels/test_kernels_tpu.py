@@ -1,15 +1,134 @@
-"""The TPU kernels without a TPU: emulated on a CPU with race detection, against their references."""
+"""The TPU kernels without a TPU: emulated on a CPU with race detection, against their references, and
+compiled for TPUs where libtpu is installed.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from attention_cases import BF16, F32, attention_case
+from paths import ROOT, SUPPORT
+from quick import full_except
 
 import kernels_pallas
-from kernels_pallas import SideBySide
+from kernels_pallas import SideBySide, reference, reference_append
+from kernels_pallas.key_layouts import join, quantize
+
+pytestmark = pytest.mark.newest
 
 SD = jax.ShapeDtypeStruct
 Q = SD((2, 1, 4, 64), jnp.bfloat16)
 KV = SideBySide(SD((2, 2, 64, 128), jnp.bfloat16))
+
+
+def run(kernel, *args, **options):
+    return jax.jit(partial(kernels_pallas.run_kernel, "interpret_tpu", kernel, **options))(*args)
+
+
+def assert_near(got, want):
+    assert got.shape == want.shape
+    limit = 1e-5 if got.dtype == F32 else 2e-2
+    got, want = (np.asarray(x, np.float64).reshape(-1, x.shape[-1]) for x in (got, want))
+    whole = np.linalg.norm(want) / np.sqrt(len(want))
+    size = whole if limit == 1e-5 else np.maximum(np.linalg.norm(want, axis=-1), whole / 10)
+    assert (np.linalg.norm(got - want, axis=-1) <= limit * size).all()
+
+
+def side_by_side(args):
+    (q, k, v, start, length) = args
+    return q, join(k, v), None, start, length
+
+
+# Pages and slots that no query may see are NaN in `attention_case`, and so is memory before it is written.
+ATTENTION = {
+    "ragged-f32": (F32, 1, 4, 4, 320, 64, (299, 0, 0, 128, -1), (300, 1, 0, 129, 0)),
+    "group-4-window": (F32, 1, 8, 2, 384, 128, (299, 39, 40), (300, 40, 41), dict(window=40)),
+    "group-7-cap-bf16": (BF16, 1, 14, 2, 128, 64, (99, 32), (100, 33), dict(window=20, soft_cap=2.0)),
+    "length-beyond-the-cache": (F32, 1, 2, 1, 64, 64, (63, 65, 69), (64, 66, 70), dict(window=40)),
+    "slots-all-at-once": (F32, 3, 2, 1, 40, 64, (0, 30, 37), (0, 20, 40), dict(window=5)),
+    "pages-sink": (F32, 1, 4, 2, 0, 64, (150, 0, 64, -1), (151, 1, 65, 0), dict(pages=4, sink=True)),
+    "pages-17-queries-bf16": (
+        *(BF16, 17, 7, 1, 0, 128, (150, 0, 64), (167, 10, 81)),
+        dict(pages=3, sink=True, window=20),
+    ),
+    "two-blocks-of-pages": (F32, 2, 2, 1, 0, 64, (1198, 98), (1200, 100), dict(pages=19)),
+    "ring-wrapped": (F32, 2, 4, 2, 128, 64, (250, 3, 126), (252, 5, 128), dict(ring=True, window=50)),
+    "ring-width-256-bf16": (BF16, 1, 4, 1, 192, 256, (400, 40), (401, 41), dict(ring=True, window=150)),
+    "int8": (F32, 3, 4, 2, 256, 64, (190, 0), (193, 2), dict(bits=8)),
+    "int8-pages-sink-bf16": (BF16, 1, 14, 2, 0, 128, (150, 0), (151, 1), dict(bits=8, pages=3, sink=True)),
+    "int8-ring": (F32, 1, 2, 1, 128, 64, (250, 3), (251, 4), dict(bits=8, ring=True, window=60)),
+    "nine-heads": (F32, 1, 9, 9, 64, 64, (60, 3), (61, 4)),
+    "prompt-offset": (F32, 37, 4, 4, 128, 64, (60, 0, 3, 0), (97, 37, 4, 0)),
+    "prompt-two-tiles-bf16": (BF16, 600, 2, 2, 640, 64, (0, 30), (600, 571), dict(window=300)),
+    "prompt-pages-int8": (F32, 40, 4, 2, 0, 64, (64, 30), (104, 33), dict(pages=2, bits=8)),
+    "prompt-ring": (F32, 70, 4, 2, 128, 64, (250, 0, 126), (320, 70, 196), dict(ring=True, window=50)),
+}
+
+
+@pytest.mark.parametrize("name", full_except(("pages-sink", "ring-wrapped", "int8"), ATTENTION))
+def test_attention(name):
+    *shape, start, length, options = (*ATTENTION[name], {})[:9]
+    args, options = attention_case(*shape, start, length, **options)
+    args = side_by_side(args)
+    got = run("prefill_attention", *args, **options)
+    assert got.dtype == shape[0]
+    assert_near(got, jax.jit(partial(reference.prefill_attention, **options))(*args))
+
+
+@pytest.mark.full
+def test_attention_of_a_row_has_the_same_bits_beside_others():
+    args, options = attention_case(BF16, 1, 4, 2, 0, 64, (150, 70, 0), (151, 71, 0), pages=4, sink=True)
+    q, kv, _, start, length = side_by_side(args)
+    table = options.pop("table_BP")
+    together = run("decode_attention", q, kv, None, start, length, table_BP=table, **options)
+    for row in ([1], [1, 0]):
+        alone = run(
+            "decode_attention", q[row], kv, None, start[row], length[row], table_BP=table[row], **options
+        )
+        np.testing.assert_array_equal(np.asarray(alone[0], F32), np.asarray(together[1], F32))
+
+
+def append_case(dtype, T, K, S, H, start, count, capacity=1000, pages=0, quantized=False, **options):  # noqa: PLR0913
+    draws = np.random.RandomState(T + S)
+    B = len(start)
+    rows = 1 + B * pages if pages else B
+    q, k, v = (jnp.asarray(draws.standard_normal((B, T, n, H)), dtype) for n in (2 * K, K, K))
+    angle_BTP = draws.standard_normal((B, T, H // 4)).astype(np.float32)
+    old = [jnp.asarray(draws.standard_normal((rows, K, S, H)), dtype).at[0].set(np.nan) for _ in "kv"]
+    kv = join(*(quantize(x, 8) for x in old)) if quantized else join(*old)
+    options |= {"capacity": capacity}
+    if pages:
+        options["table_BP"] = draws.permutation(np.arange(1, rows)).reshape(B, pages).astype(np.int32)
+    counts = (np.array(x, np.int32) for x in (start, count))
+    return (q, k, v, np.cos(angle_BTP), np.sin(angle_BTP), kv, None, *counts), options
+
+
+APPEND = {
+    "one-token-bf16": (BF16, 1, 2, 64, 64, (5, 63, 64, 0), (1, 1, 1, 0), dict(capacity=64)),
+    "one-token-int8": (BF16, 1, 2, 128, 64, (5, 63, 127), (1, 0, 1), dict(quantized=True)),
+    "ring-wraps-f32": (F32, 5, 2, 64, 64, (62, 130), (5, 3), dict(ring=True)),
+    "pages-17-tokens": (BF16, 17, 2, 64, 64, (60, 130), (17, 3), dict(pages=3)),
+    "pages-int8": (BF16, 5, 2, 64, 64, (62, 190), (5, 3), dict(pages=3, quantized=True, capacity=192)),
+    "prompt-pages": (BF16, 100, 2, 64, 64, (60, 0), (100, 64), dict(pages=3)),
+    "prompt-int8": (F32, 100, 1, 256, 64, (60, 250), (100, 64), dict(quantized=True)),
+}
+
+
+@pytest.mark.parametrize("name", full_except(("pages-17-tokens", "one-token-int8"), APPEND))
+def test_append(name):
+    *case, options = APPEND[name]
+    args, options = append_case(*case, **options)
+    got = run("rope_append", *args, **options)
+    want = jax.jit(partial(reference_append.rope_append, **options))(*args)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(x, F32), np.asarray(y, F32))
 
 
 def test_a_tpu_selects_its_kernels_and_xla_for_the_rest():
@@ -19,8 +138,39 @@ def test_a_tpu_selects_its_kernels_and_xla_for_the_rest():
         assert kernels_pallas.select("product", "tpu", Q).reason == "TPUs have no kernel product"
         assert kernels_pallas.unavailable_reason("tpu") is None
         assert "9.0 (TPU v5 lite)" in kernels_pallas.unavailable_reason("mosaic")
-        apart = SD((2, 2, 64, 64), jnp.bfloat16)
-        assert kernels_pallas.select("decode_attention", None, Q, apart, apart).impl == "xla"
     assert "needs a TPU (no NVIDIA GPU or TPU here)" in kernels_pallas.unavailable_reason("tpu")
     with pytest.raises(ValueError, match="side by side are for TPUs"):
         kernels_pallas.select("decode_attention", "triton", Q, KV, None)
+
+
+def test_select_states_its_reasons():
+    def kv(slots, width, dtype, scale=None):
+        return SideBySide(SD((2, 2, slots, 2 * width), dtype), scale)
+
+    apart = SD((2, 2, 64, 64), jnp.bfloat16)
+    bias = kernels_pallas.KeyBias(None, None, None)
+    for kernel, args, reason in [
+        ("decode_attention", (Q, apart, apart), "side by side"),
+        ("decode_attention", (Q, KV, None, bias), "a bias of keys"),
+        ("decode_attention", (SD((2, 1, 4, 80), BF16), kv(64, 80, BF16), None), "head width 80"),
+        ("decode_attention", (Q, kv(64, 128, BF16), None), "keys and values of 256 numbers"),
+        ("decode_attention", (Q, kv(64, 64, F32), None), "dtypes bfloat16, float32"),
+        ("decode_attention", (Q, kv(64, 64, jnp.uint8), None), "dtype uint8 without scales"),
+        ("decode_attention", (Q, kv(8200, 64, BF16), None), "8200 slots of a row, not a multiple of 64"),
+        ("rope_append", (Q, kv(72, 64, BF16), None), "72 slots, not a multiple of 16"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            kernels_pallas.select(kernel, "tpu", *args)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.parametrize("tpu", ["v5e", "v6e"])
+def test_kernels_compile_for_tpus(tpu):
+    """In a process of its own, which may load libtpu beside another one; without copies of the cache."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    command = [sys.executable, str(SUPPORT / "compile_for_tpu.py"), tpu]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]

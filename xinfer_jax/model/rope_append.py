@@ -41,10 +41,12 @@ def rotate_and_append(  # noqa: PLR0913
 def _select(q_BTNH: jax.Array, kv: Contiguous, impl: str | None) -> str:
     """The implementation. A named one is one of attention: other calls stay with XLA under every name."""
     k, v = kv.kernel_arrays()
-    if not may_use_kernel(impl) or q_BTNH.shape[1] > ROW_QUERIES or k is None or abstract_mesh_of(k):
+    if not may_use_kernel(impl) or k is None or abstract_mesh_of(k):
         return "xla"
     support = kernels_pallas.support
     backend = support.backend_of("rope_append", impl or kernels_pallas.dispatch.device_impl().impl)
+    if q_BTNH.shape[1] > ROW_QUERIES and backend not in ("tpu", "interpret_tpu"):
+        return "xla"
     if support.unsupported_reason("rope_append", backend, (q_BTNH, k, v)):
         return "xla"
     return kernels_pallas.select("rope_append", impl, q_BTNH, k, v).impl

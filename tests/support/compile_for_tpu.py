@@ -1,0 +1,128 @@
+"""Compiles the TPU kernels for a TPU that is not here, at the shapes of models, and checks that no program
+copies a cache. Prints a line for each; the exit code is 1 where one fails.
+
+    JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python tests/support/compile_for_tpu.py v5e
+"""
+
+import re
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+import kernels_pallas
+from kernels_pallas import SideBySide
+
+BF16, F32, INT8 = jnp.bfloat16, jnp.float32, jnp.uint8
+# Key heads, query heads of each, their width, window.
+MODELS = {
+    "0.5B": (2, 7, 64, None),
+    "7B": (4, 7, 128, None),
+    "gemma3": (1, 4, 256, 512),
+    "MHA": (32, 1, 128, None),
+}
+# Model, rows, tokens of a row, where the cache is, its dtype.
+CASES = [
+    ("0.5B", 8, 1, "pages", BF16),
+    ("0.5B", 64, 1, "pages", BF16),
+    ("0.5B", 64, 1, "contiguous", INT8),
+    ("0.5B", 1, 512, "contiguous", BF16),
+    ("7B", 8, 1, "contiguous", BF16),
+    ("7B", 64, 1, "pages", BF16),
+    ("7B", 64, 17, "pages", BF16),
+    ("7B", 8, 1, "contiguous", INT8),
+    ("7B", 8, 1, "pages", INT8),
+    ("7B", 8, 2, "contiguous", F32),
+    ("7B", 1, 2048, "pages", BF16),
+    ("7B", 1, 2048, "contiguous", INT8),
+    ("gemma3", 8, 1, "ring", BF16),
+    ("gemma3", 64, 5, "ring", INT8),
+    ("gemma3", 1, 512, "ring", BF16),
+    ("MHA", 8, 1, "pages", BF16),
+]
+CAPACITY = 4096
+RING = 1024
+
+
+def arguments(device, model, rows, tokens, place, dtype):
+    """Shapes of new queries, keys and values, the cache, starts, lengths, and options of both kernels."""
+    K, G, H, _ = MODELS[model]
+    sharding = SingleDeviceSharding(device)
+
+    def shape(*axes, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(axes, dtype, sharding=sharding)
+
+    of_q = F32 if dtype == F32 else BF16
+    slots = {"pages": 64, "ring": RING, "contiguous": CAPACITY}[place]
+    P = 1 + rows * CAPACITY // 64 if place == "pages" else rows
+    scale = shape(P, K, 4, slots, dtype=F32) if dtype == INT8 else None
+    kv = SideBySide(shape(P, K, slots, 2 * H, dtype=dtype), scale)
+    new = [shape(rows, tokens, heads, H, dtype=of_q) for heads in (K * G, K, K)]
+    table = shape(rows, CAPACITY // 64) if place == "pages" else None
+    return new, kv, shape(rows), shape(rows), table
+
+
+def step(model, place, new, kv, start_B, count_B, table_BP):
+    """Appends and attends twice, in a loop, as decode steps do."""
+    H, window = MODELS[model][2:]
+    options = {"ring": True} if place == "ring" else {}
+    if table_BP is not None:
+        options["table_BP"] = table_BP
+
+    def once(_, state):
+        kv, start_B, q = state
+        q, kv, _ = kernels_pallas.run_kernel(
+            "tpu",
+            "rope_append",
+            q,
+            *new[1:],
+            None,
+            None,
+            kv,
+            None,
+            start_B,
+            count_B,
+            capacity=CAPACITY,
+            **options,
+        )
+        kernel = "decode_attention" if q.shape[1] <= 17 else "prefill_attention"
+        args = q, kv, None, start_B, start_B + count_B
+        out = kernels_pallas.run_kernel("tpu", kernel, *args, scale=H**-0.5, window=window, **options)
+        return kv, start_B + count_B, out
+
+    return lax.fori_loop(0, 2, once, (kv, start_B, new[0]))
+
+
+def copies(text, kv):
+    """The instructions of a program that copy an array of the cache."""
+    shapes = ["[" + ",".join(map(str, x.shape)) + "]" for x in jax.tree.leaves(kv)]
+    lines = re.findall(r"%\S+ = (\(?\w+\[.*?) copy(?:-start)?\(", text)
+    return [line for line in lines if any(shape in line for shape in shapes)]
+
+
+def main(tpu: str) -> int:
+    device = topologies.get_topology_desc(platform="tpu", topology_name=f"{tpu}:2x2").devices[0]
+    failures = 0
+    for case in CASES:
+        model, rows, tokens, place, dtype = case
+        new, kv, *rest = arguments(device, *case)
+        before = time.monotonic()
+        function = jax.jit(step, static_argnums=(0, 1), donate_argnums=3)
+        compiled = function.trace(model, place, new, kv, *rest).lower(lowering_platforms=("tpu",)).compile()
+        found = copies(compiled.as_text(), kv)
+        # XLA stores the scale of pages with the pages in lanes where a call does not say otherwise.
+        allowed = dtype == INT8 and place == "pages"
+        failures += bool(found) and not allowed
+        name = f"{model} {rows} × {tokens} {place} {jnp.dtype(dtype).name}"
+        print(
+            f"{tpu} {name}: {time.monotonic() - before:.1f} s, {len(found)} copies of the cache", *found[:2]
+        )
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
