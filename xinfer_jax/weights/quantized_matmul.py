@@ -74,8 +74,8 @@ def _plain_product(x_MI: jax.Array, weight: QuantizedWeight) -> jax.Array:
 
 
 def tpu_grouped_product(x_MI: jax.Array, weight: GroupedWeight) -> jax.Array:
-    """Returns x @ dequantize(weight).T on TPUs, float32 [M, O]: by halves (H) of packed bytes, so that nothing
-    is interleaved or transposed.
+    """Returns x @ dequantize(weight).T, float32 [M, O], on TPUs: by halves (H) of packed bytes, so nothing is
+    interleaved or transposed.
 
     Few rows are multiplied with the levels of each group, which are exact in bfloat16, and the results by the
     scale. For more rows the matrix is dequantized.
