@@ -25,7 +25,10 @@ PACKAGES = {
         "cpu_features", "matmul", "ternary", "quantized_weights", "quantization", "quantized_matmul",
         "params", "layout", "hadamard",
     ),
-    "cache": ("quantized_kv", "stored_kv", "layer_caches", "paged", "kv_cache", "fingerprint", "prefix", "prefix_files"),
+    "cache": (
+        "quantized_kv", "stored_kv", "layer_caches", "paged", "kv_cache", "fingerprint", "prefix",
+        "prefix_files",
+    ),
     "model": (
         "kernel_products", "layers", "attention", "rope_append", "experts", "decoder_layer", "decoder",
         "greedy",

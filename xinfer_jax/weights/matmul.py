@@ -29,13 +29,15 @@ def float_product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
 
 
 def tpu_forms(product: Callable[..., jax.Array], x_MI: jax.Array) -> dict[str, Callable[..., jax.Array]]:
-    """Returns the form of a product for `lax.platform_dependent` in a process with TPUs, if it is another.
+    """Returns a product as the form of `lax.platform_dependent` for TPUs, in a process that has them.
 
     They multiply a single row on their vector units. Eight rows, a tile of their matrix units, take a third
     of the time or less.
     """
-    if len(x_MI) != 1 or kernels_pallas.device_impl().impl != "tpu":
+    if kernels_pallas.device_impl().impl != "tpu":
         return {}
+    if len(x_MI) > 1:
+        return {"tpu": product}
     return {"tpu": lambda x_1I, matrix: product(jnp.pad(x_1I, ((0, 7), (0, 0))), matrix)[:1]}
 
 

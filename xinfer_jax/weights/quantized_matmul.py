@@ -11,6 +11,7 @@ How CPU products in groups read the weights at memory speed:
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from .quantized_weights import GroupedWeight, Int8Weight, QuantizedWeight, dequa
 from .ternary import TernaryWeight, ternary_product
 
 _RUN = 16  # bytes of one sum: 8 are 15% slower; LLVM does not unroll 32, a tenth of the speed
+_FEW_TPU_ROWS = 64  # up to this number of rows a TPU multiplies by levels
 _ROW_BY_ROW = (
     8  # up to this number of rows, one row at a time is faster: 4 times at two rows, a fifth at eight
 )
@@ -44,8 +46,9 @@ def quantized_product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
     x_MI = x.reshape(-1, x.shape[-1])
     if isinstance(weight, TernaryWeight):
         return ternary_product(x_MI, weight).reshape(*x.shape[:-1], -1)
-    cpu = _int8_product if isinstance(weight, Int8Weight) else _grouped_product
-    tpu = tpu_forms(_plain_product, x_MI)
+    is_int8 = isinstance(weight, Int8Weight)
+    cpu = _int8_product if is_int8 else _grouped_product
+    tpu = tpu_forms(_plain_product if is_int8 else tpu_grouped_product, x_MI)
     y_MO = lax.platform_dependent(x_MI, weight, cpu=cpu, **tpu, default=_plain_product)
     return y_MO.reshape(*x.shape[:-1], -1)
 
@@ -68,6 +71,41 @@ def _plain_product(x_MI: jax.Array, weight: QuantizedWeight) -> jax.Array:
     # The barrier makes weights depend on x, or XLA would dequantize all layers before the loop.
     x_MI, weight = lax.optimization_barrier((x_MI, weight))
     return dot(x_MI, dequantize(weight).astype(x_MI.dtype))
+
+
+def tpu_grouped_product(x_MI: jax.Array, weight: GroupedWeight) -> jax.Array:
+    """Returns x @ dequantize(weight).T, float32 [M, O], on TPUs: by halves (H) of packed bytes, so nothing is
+    interleaved or transposed.
+
+    Few rows are multiplied with the levels of each group, which are exact in bfloat16, and the results by the
+    scale. For more rows the matrix is dequantized.
+    """
+    # The barrier makes weights depend on x, or XLA would convert all of them before the decode loop.
+    x_MI, weight = lax.optimization_barrier((x_MI, weight))
+    x_MI = x_MI if weight.order is None else x_MI[:, weight.order]
+    Q, Y, _ = weight.values.shape
+    M = len(x_MI)
+    x_MQHY = split_groups(x_MI, weight.group, jnp).reshape(M, Q, -1, Y)
+    scale_Q1O = weight.scale.astype(jnp.float32)[:, None]
+    zero_Q1O = None if weight.zero is None else weight.zero.astype(jnp.float32)[:, None]
+    packed = x_MQHY.shape[2] == 2
+    y_MO: Any = 0
+    for half in range(x_MQHY.shape[2]):
+        levels_QYO = (weight.values >> 4 * half) & 15 if packed else weight.values
+        levels_QYO = levels_QYO.astype(jnp.int32).astype(jnp.float32)
+        x_QMY = jnp.swapaxes(x_MQHY[:, :, half], 0, 1)
+        if M <= _FEW_TPU_ROWS:
+            precision = lax.Precision.HIGHEST if x_MI.dtype == jnp.float32 else None
+            levels_QYO = levels_QYO.astype(x_MI.dtype)
+            y_QMO = lax.dot_general(x_QMY, levels_QYO, (((2,), (1,)), ((0,), (0,))), precision, jnp.float32)
+            if zero_Q1O is not None:
+                y_QMO -= x_QMY.astype(jnp.float32).sum(-1, keepdims=True) * zero_Q1O
+            y_MO += (y_QMO * scale_Q1O).sum(0)
+        else:
+            levels_QYO = levels_QYO if zero_Q1O is None else levels_QYO - zero_Q1O
+            matrix_IO = (levels_QYO * scale_Q1O).astype(x_MI.dtype).reshape(Q * Y, -1)
+            y_MO += dot(x_MQHY[:, :, half].reshape(M, Q * Y), matrix_IO, 0)
+    return y_MO
 
 
 def _int8_product(x_MI: jax.Array, weight: Int8Weight) -> jax.Array:

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import kernels_pallas
+
 from ..errors import InputError
 from ..formatting import ShortRepr
 from .ternary import TernaryWeight, dequantize_ternary
@@ -178,6 +180,9 @@ def dequantize(weight: QuantizedWeight) -> jax.Array:
 def embedding_rows(weight: QuantizedWeight, index: jax.Array) -> jax.Array:
     """Returns rows of the matrix, float32 [..., I], as an embedding does; index: int32 [...]."""
     if isinstance(weight, Int8Weight):
+        if index.size == 1 and kernels_pallas.device_impl().impl == "tpu":
+            # For a single row XLA would copy the matrix into another layout.
+            return embedding_rows(weight, jnp.repeat(index.reshape(1), 2))[:1].reshape(*index.shape, -1)
         return weight.values[index].astype(jnp.float32) * weight.scale[index][..., None]
     parts = {name: getattr(weight, name) for name in ("values", "scale", "zero") if hasattr(weight, name)}
     rows = {name: None if x is None else x[..., index.reshape(-1)] for name, x in parts.items()}

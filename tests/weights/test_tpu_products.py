@@ -1,0 +1,56 @@
+"""Products in the form for TPUs are those of other devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kernels_pallas
+from xinfer_jax.weights.matmul import dot, tpu_forms
+from xinfer_jax.weights.quantized_matmul import tpu_grouped_product
+from xinfer_jax.weights.quantized_weights import GroupedWeight, Int8Weight, dequantize, embedding_rows
+
+pytestmark = pytest.mark.newest
+
+
+def tpu_form(product, rows):
+    with kernels_pallas.assume_device(None, "a TPU", platform="tpu"):
+        (form,) = tpu_forms(product, rows).values()
+    return form
+
+
+@pytest.mark.parametrize("rows", [1, 3, 65])
+@pytest.mark.parametrize("kind", ["int4", "int8 groups", "order"])
+def test_grouped_products_of_tpus(kind, rows):
+    """They are those of other devices, up to rounding: packed or not, with inputs that do not fill groups."""
+    rng = np.random.RandomState(0)
+    Q, Y, O, inputs = 3, 8, 20, 3 * (16 if kind != "int8 groups" else 8) - 2  # noqa: E741
+    numbers = np.int8 if kind == "int8 groups" else np.uint8
+    weight = GroupedWeight(
+        rng.randint(-100 if numbers == np.int8 else 0, 100, (Q, Y, O)).astype(numbers),
+        rng.rand(Q, O).astype(np.float16),
+        None if kind == "int8 groups" else rng.randint(0, 15, (Q, O)).astype(np.uint8),
+        rng.permutation(inputs) if kind == "order" else None,
+        inputs,
+    )
+    x_MI = rng.randn(rows, inputs).astype(np.float32)
+    wanted = x_MI @ np.asarray(dequantize(weight)).T
+    form = tpu_form(tpu_grouped_product, x_MI)
+    np.testing.assert_allclose(form(jnp.asarray(x_MI), weight), wanted, atol=2e-5 * np.abs(wanted).max())
+
+
+def test_a_single_row_is_multiplied_as_eight():
+    matrix_OI = jax.random.normal(jax.random.key(0), (40, 24))
+    x_1I = jax.random.normal(jax.random.key(1), (1, 24))
+    assert tpu_forms(dot, x_1I) == {}
+    form = jax.jit(tpu_form(dot, x_1I))
+    np.testing.assert_allclose(form(x_1I, matrix_OI), x_1I @ matrix_OI.T, rtol=1e-5)
+    assert "8x24xf32" in form.lower(x_1I, matrix_OI).as_text()
+
+
+def test_a_single_row_of_an_int8_embedding():
+    weight = Int8Weight(jnp.arange(40, dtype=jnp.int8).reshape(10, 4), jnp.arange(1.0, 11), False)
+    for index in (jnp.array([[7]]), jnp.array(3), jnp.array([2, 5])):
+        wanted = embedding_rows(weight, index)
+        with kernels_pallas.assume_device(None, "a TPU", platform="tpu"):
+            np.testing.assert_array_equal(embedding_rows(weight, index), wanted)
