@@ -19,7 +19,7 @@ from xinfer_jax.cache.quantized_kv import vector_bytes
 from xinfer_jax.config.model_config import from_hf
 
 SMALL = dict(vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=1)
-SMALL |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096)
+SMALL |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=4096)
 
 
 def settings(name: str, **changes: Any) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def read_pair(k: Stored, v: Any, cut: Callable) -> tuple[jax.Array, jax.Array]:
     """Keys and values [B, K, S, H] of what `cut` takes of a stored array, dequantized."""
     if not isinstance(k, SideBySideKV):
         return dequantize_kv(cut(k)), dequantize_kv(cut(v))
-    pair = separate(kernel_array(cut(k)))
+    pair: Any = separate(kernel_array(cut(k)))
     if not is_quantized(k):
         return pair
     of_k, of_v = (dequantize(x, k.shape[-1]) for x in pair)
@@ -153,7 +153,7 @@ def separate_pair(k: Stored, v: Any) -> tuple[Any, Any]:
     """The pair in two arrays or `QuantizedKV`, as other devices store it."""
     if not isinstance(k, SideBySideKV):
         return k, v
-    pair = separate(kernel_array(k))
+    pair: Any = separate(kernel_array(k))
     if not is_quantized(k):
         return pair
     # The scale was rounded to float16 before it was stored.
