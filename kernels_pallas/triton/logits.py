@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from ..reference import LOGITS_GROUP
 from ..dispatch import result_type
+from ..reference import LOGITS_GROUP
 
 _GROUPS = 32  # of a program
 
