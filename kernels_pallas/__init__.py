@@ -11,7 +11,8 @@ JAX has deprecated (`triton/products.py` says how products work). `tpu` has atte
 
 - Shapes, dtypes and the NVIDIA GPU or TPU of the process (all its devices are taken to be alike) decide,
   never the default device. With a GPU a call becomes `lax.platform_dependent(cuda=kernel, default=jnp)`, with
-  a TPU `tpu=kernel`. Without either only the jnp path is used, and Pallas is not imported. A named `impl` runs, or raises with the reason.
+  a TPU `tpu=kernel`. Without either only the jnp path is used, and Pallas is not imported. A named `impl`
+  runs, or raises with the reason.
 - On Hopper attention takes Mosaic's kernels for bfloat16 and float16 keys, and Triton's for others: wgmma
   would compute float32 as TF32, and Mosaic has no conversion of 8-bit tiles to operands of wgmma without
   another pass through shared memory.
