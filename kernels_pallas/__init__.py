@@ -1,17 +1,18 @@
-"""Pallas GPU kernels for attention, the append to a cache, matrix products, the greedy token and a sampler's
+"""Pallas kernels for attention, the append to a cache, matrix products, the greedy token and a sampler's
 pass over the logits. Each has a plain jnp reference of the same name in `reference`, `reference_products` or
 `reference_append`. This package does not import the library that uses it.
 
 `dispatch` has `select(kernel, impl, …)`, which chooses the implementation of a call and says why,
-`run_kernel(impl, kernel, …)`, and `assume_device`, to compile for a GPU that is not here. `support` says
-what each kernel supports. `key_layouts` says where keys are, and has their quantized form. `mosaic` has
+`run_kernel(impl, kernel, …)`, and `assume_device`, to compile for a GPU or TPU that is not here. `support`
+says what each kernel supports. `key_layouts` says where keys are, and has their quantized form. `mosaic` has
 kernels for Hopper (TMA, wgmma). `triton` has all kernels for Ampere, Ada and newer, through a backend that
-JAX has deprecated (`triton/products.py` says how products work). `compat` has the differences between
-versions of jax.
+JAX has deprecated (`triton/products.py` says how products work). `tpu` has attention and the append for TPUs.
+`compat` has the differences between versions of jax.
 
-- Shapes, dtypes and the NVIDIA GPU of the process (all its cards are taken to be alike) decide, never the
-  default device. With such a GPU a call becomes `lax.platform_dependent(cuda=kernel, default=jnp)`. Without
-  one only the jnp path is used, and Pallas is not imported. A named `impl` runs, or raises with the reason.
+- Shapes, dtypes and the NVIDIA GPU or TPU of the process (all its devices are taken to be alike) decide,
+  never the default device. With a GPU a call becomes `lax.platform_dependent(cuda=kernel, default=jnp)`, with
+  a TPU `tpu=kernel`. Without either only the jnp path is used, and Pallas is not imported. A named `impl`
+  runs, or raises with the reason.
 - On Hopper attention takes Mosaic's kernels for bfloat16 and float16 keys, and Triton's for others: wgmma
   would compute float32 as TF32, and Mosaic has no conversion of 8-bit tiles to operands of wgmma without
   another pass through shared memory.
@@ -38,6 +39,20 @@ versions of jax.
 - A mixture of experts has kernels for Triton only, which serve Hopper too. Choices are sorted by expert; each
   program finds its tile in that order by itself, which saves launches. jax's `ragged_dot_mgpu` computes a
   whole tile for each of the X - 1 tiles that may be empty, and needs x gathered in the sorted order.
+- TPUs keep keys and values `SideBySide`. Their attention kernel serves prompts and decode steps, and copies
+  blocks of about 1 MiB to two buffers on the chip, of all key heads at once. The blocks of all rows and tiles
+  of queries are one sequence, so the first block of a row is copied while the last of the previous one is
+  computed. A copy takes a page, or 128 slots of a row. What no query sees is neither copied nor computed.
+- For H = 64 a TPU multiplies whole vectors of 128: q with 64 zeros times [k | v] gives the scores, and the
+  weights times [k | v] give the sum of values in the second half. Half of the arithmetic is wasted; reading
+  is not. Wider heads are cut at a boundary of lanes.
+- Keys and values past the length are zeros on TPUs too: written to the buffer, at the ends of what a tile of
+  queries sees, where the copy left what was there before. Levels are never NaN; their scales are masked.
+- TPUs copy tiles of 8 (32 bits), 16 or 32 slots (8 bits), not single slots. The append reads, changes and
+  writes the tiles that a row's tokens touch; all reads of a program are in flight at once. Tiles that are
+  written whole are not read. Quantizing and RoPE are XLA's, before the kernel.
+- A TPU kernel's arrays of the cache are bound to HBM (`with_memory_space_constraint`): XLA copied the scales
+  of a small cache to on-chip memory first.
 - Mosaic's entry point disables the check of `jax.shard_map` inside, so results must be marked as varying
   (`match_varying_axes`).
 """

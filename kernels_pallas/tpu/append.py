@@ -97,7 +97,8 @@ def _write(old, new, *, start_B, count_B, table_BP, ring, axis, interpret) -> ja
     1 + `axis`: [P, K, S, X] and [B, K, T, X], or [P, K, 4, S] and [B, K, 4, T].
     """
     B = len(start_B)
-    S, T = old.shape[1 + axis], new.shape[1 + axis]
+    S = old.shape[1 + axis]
+    T = new.shape[1 + axis]
     tile = tile_slots(S, old.dtype, T) if axis == 1 else S if S % LANES else LANES
     tiles = pl.cdiv(T - 1, tile) + 1
     pages = 0 if table_BP is None else table_BP.shape[1]

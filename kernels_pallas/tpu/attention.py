@@ -159,7 +159,8 @@ def _pad(x: Any, axis: int, size: int) -> Any:
 def _to_tiles(q_BTNH, K: int, settings: Settings) -> jax.Array:
     """Queries [B, K, tiles · R, W]: of each tile R rows, a multiple of `rows`. W fills lanes."""
     B, T, N, H = q_BTNH.shape
-    tiles, tokens = settings.tiles, settings.tokens
+    tiles = settings.tiles
+    tokens = settings.tokens
     q = _pad(q_BTNH, 1, tiles * tokens).reshape(B, tiles, tokens, K, N // K, H)
     q = jnp.moveaxis(q, 3, 1).reshape(B, K, tiles, tokens * N // K, H)
     q = _pad(q, 3, settings.rows * pl.cdiv(q.shape[3], settings.rows))
@@ -169,7 +170,8 @@ def _to_tiles(q_BTNH, K: int, settings: Settings) -> jax.Array:
 def _from_tiles(out_BKRW, q_BTNH, K: int, settings: Settings) -> jax.Array:
     """[B, T, N, H]: without padding, and of a width below 128 the second half, p · v."""
     B, T, N, H = q_BTNH.shape
-    tiles, tokens = settings.tiles, settings.tokens
+    tiles = settings.tiles
+    tokens = settings.tokens
     out = out_BKRW[..., -H:].reshape(B, K, tiles, -1, H)[:, :, :, : tokens * N // K]
     out = out.reshape(B, K, tiles, tokens, N // K, H)
     return jnp.moveaxis(out, 1, 3).reshape(B, tiles * tokens, N, H)[:, :T]

@@ -67,7 +67,8 @@ def attention_kernel(*refs: Any, names: tuple[str, ...], settings: Settings) -> 
         settings: sizes.
     """
     ref = dict(zip(names, refs, strict=True))
-    row, tile = pl.program_id(0), pl.program_id(1)
+    row = pl.program_id(0)
+    tile = pl.program_id(1)
     rows = pl.num_programs(0)
     item = _item(ref, settings, row, tile)
     first, end = item.blocks(settings.block)
@@ -274,8 +275,9 @@ def _add_keys(ref, settings: Settings, at, kv_SX, scale_4S, visible_RS) -> None:
     q_RW = ref["q"][0, at[0], at[1]]
     if scale_4S is not None:
         kv_SX = kv_SX.astype(q_RW.dtype)
-    split = H % LANES == 0
-    k_SW, v_SW = (kv_SX[:, :H], kv_SX[:, H:]) if split else (kv_SX, kv_SX)
+    is_wide = H % LANES == 0
+    k_SW = kv_SX[:, :H] if is_wide else kv_SX
+    v_SW = kv_SX[:, H:] if is_wide else kv_SX
     scores_RS = _dot(q_RW, k_SW, (1, 1))
     if scale_4S is not None:
         sums_RS = _to_lanes(ref["query_sum"][at], scores_RS.shape[1])
