@@ -1,15 +1,21 @@
 """The KV cache: keys and values of the tokens of a sequence. The only package that maps positions to slots:
 attention asks a layer for blocks of keys with their positions, and prefixes are truncated and padded here.
 
-Read the files in this order: `quantized_kv` (keys and values in 8 or 4 bits), `layer_caches` (the cache of
-one layer, contiguous or a ring, both with the same operations: append, get a block, check whether a row can
-be truncated, reorder rows), `paged` (pages of a pool that rows share), `kv_cache` (`KVCache`: one such cache
-per layer, and the length of each row), `fingerprint` (a hash that identifies the model of a cache), `prefix`
-(a cache that later calls reuse), `prefix_files` (the same in a file).
+Read the files in this order: `quantized_kv` (keys and values in 8 or 4 bits), `stored_kv` (keys and values in
+two arrays, or side by side in one), `layer_caches` (the cache of one layer, contiguous or a ring, both with
+the same operations: append, get a block, check whether a row can be truncated, reorder rows), `paged` (pages
+of a pool that rows share), `kv_cache` (`KVCache`: one such cache per layer, and the length of each row),
+`fingerprint` (a hash that identifies the model of a cache), `prefix` (a cache that later calls reuse),
+`prefix_files` (the same in a file).
 
 - Layout [B, K, S, H]: the keys of one row and head are one matrix, so nothing is transposed, and a block of
   64 keys is contiguous (16 KiB at width 128 in 16 bits), as a decode kernel's bulk copy needs it. The layout
   [B, S, K, H] would split it into 64 parts of 256 bytes. S is a multiple of 8 for the same copies.
+- In a process with TPUs float and int8 caches have keys and values side by side, [B, K, S, 2H]: the last axis
+  fills lanes of 128, so keys of width 64 alone would take twice their memory, and XLA would choose other
+  layouts for them, which it would copy in every step. Compiled for v6e, a decode step and the loop around it
+  copy no cache. int4 and GEAR keep two arrays there: no kernel for TPUs reads them, but XLA's operations do.
+  Only `stored_kv` knows the form. Files of prefixes have two arrays on every device.
 - Right padding only. `dynamic_update_slice` moves a write that would leave the array back to its end; the
   data are shifted by the same amount, so each token keeps its slot. Padding is never written. Tokens beyond
   the capacity are dropped and flagged (`overflow_B`), so only the real part of a padded prompt has to fit. A

@@ -77,7 +77,8 @@ def dtype_name(x: Stored) -> str:
     return x.name if isinstance(x, QuantizedKV | SideBySideKV) else x.dtype.name
 
 
-def is_quantized(x: Stored) -> bool:
+def is_quantized_kv(x: Stored) -> bool:
+    """Whether it has levels of 8 or 4 bits."""
     return dtype_name(x) in KV_BITS
 
 
@@ -127,7 +128,7 @@ def append_pair(  # noqa: PLR0913
     def append(old: Stored, *new_BTKH: jax.Array) -> Any:
         parts = [jnp.swapaxes(x, 1, 2) for x in new_BTKH]
         if isinstance(old, SideBySideKV):
-            pair: Any = [quantize(x, 8) for x in parts] if is_quantized(old) else parts
+            pair: Any = [quantize(x, 8) for x in parts] if is_quantized_kv(old) else parts
             encoded: Any = SideBySideKV(*join(*pair))
         elif isinstance(old, QuantizedKV):
             encoded = quantize_kv(parts[0], old, jnp.where(start_B == 0, num_tokens_B, 0))
@@ -142,8 +143,8 @@ def read_pair(k: Stored, v: Any, cut: Callable) -> tuple[jax.Array, jax.Array]:
     """Keys and values [B, K, S, H] of what `cut` takes of a stored array, dequantized."""
     if not isinstance(k, SideBySideKV):
         return dequantize_kv(cut(k)), dequantize_kv(cut(v))
-    pair: Any = separate(kernel_array(cut(k)))
-    if not is_quantized(k):
+    pair: tuple[Any, Any] = separate(kernel_array(cut(k)))
+    if not is_quantized_kv(k):
         return pair
     of_k, of_v = (dequantize(x, k.shape[-1]) for x in pair)
     return of_k, of_v
@@ -153,8 +154,8 @@ def separate_pair(k: Stored, v: Any) -> tuple[Any, Any]:
     """The pair in two arrays or `QuantizedKV`, as other devices store it."""
     if not isinstance(k, SideBySideKV):
         return k, v
-    pair: Any = separate(kernel_array(k))
-    if not is_quantized(k):
+    pair: tuple[Any, Any] = separate(kernel_array(k))
+    if not is_quantized_kv(k):
         return pair
     # The scale was rounded to float16 before it was stored.
     of_k, of_v = (QuantizedKV(x.values, x.scale.astype(jnp.float16), None, 8) for x in pair)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ..cache.layer_caches import Contiguous, uncached_kv
 from ..cache.quantized_kv import cache_specs
-from ..cache.stored_kv import is_quantized
+from ..cache.stored_kv import is_quantized_kv
 from ..config.model_config import ModelConfig
 from ..sharding import MODEL, REPLICATED, abstract_mesh_of, shard_map_model
 from ..weights.layout import is_divisible, layer_partition_specs
@@ -167,7 +167,7 @@ def _split_key_bias(layer: Params, config: ModelConfig, kind: LayerKind, kv: Any
     """
     leaf = layer["k"]
     rope = kind.rope
-    if kv is None or rope is None or not is_quantized(kv.k):
+    if kv is None or rope is None or not is_quantized_kv(kv.k):
         return layer, None
     if "bias" not in leaf or "k_norm" in layer or not rope_is_fixed(config, rope):
         return layer, None
