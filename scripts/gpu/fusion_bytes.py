@@ -65,8 +65,11 @@ def updates_in_place(body: Computation, result: Instruction) -> bool:
     return through_bitcasts(body, body.by_name[source.operands[0]]).opcode == "parameter"
 
 
-def needed_elements(body: Computation) -> dict[str, float]:
-    """How many elements of each instruction of a fusion its results need."""
+def needed_elements(body: Computation, module: Module | None = None) -> dict[str, float]:
+    """How many elements of each instruction of a fusion its results need.
+
+    module: with fusions inside of it, as TPUs have them; None: there are none.
+    """
     needed: dict[str, float] = defaultdict(float)
     in_place = set()
     for result in results(body):
@@ -82,12 +85,22 @@ def needed_elements(body: Computation) -> dict[str, float]:
             operand = body.by_name.get(name)
             if operand is None:
                 continue
-            if user.name in in_place:
+            if user.opcode == "fusion" and module is not None:
+                amount_of = _needed_inside(module, user, at)
+            elif user.name in in_place:
                 amount_of = 0 if at == 0 else operand.size
             else:
                 amount_of = _demand(user, at, operand, amount)
             needed[name] = min(needed[name] + amount_of, operand.size)
     return needed
+
+
+def _needed_inside(module: Module, fusion: Instruction, at: int) -> float:
+    """Elements of an operand that a fusion inside a fusion needs."""
+    body = module.computations[fusion.called("calls")]
+    needed = needed_elements(body, module)
+    parameters = (i for i in body.instructions if i.opcode == "parameter" and int(i.inner) == at)
+    return sum(needed[parameter.name] for parameter in parameters)
 
 
 def _demand(user: Instruction, at: int, operand: Instruction, amount: float) -> float:

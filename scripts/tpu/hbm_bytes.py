@@ -33,7 +33,7 @@ def hbm_bytes(module: Module, computation: Computation, operation: Instruction) 
         return hbm_bytes(module, body, body.root)
     written = _result_arrays(operation)
     if opcode == "fusion":
-        return _of_fusion(module.computations[operation.called("calls")], operation, operands)
+        return _of_fusion(module, operation, operands)
     if opcode in _TAKING:
         source = operands[0].arrays[0]
         taken = _box_taken(operation, source, written[0])
@@ -64,8 +64,9 @@ def _of_box(array: Array, box: Sequence[int], times: float) -> float:
 # --- fusions ------------------------------------------------------------------------------------------------
 
 
-def _of_fusion(body: Computation, fusion: Instruction, operands: list[Instruction]) -> tuple[float, float]:
-    needed = needed_elements(body)
+def _of_fusion(module: Module, fusion: Instruction, operands: list[Instruction]) -> tuple[float, float]:
+    body = module.computations[fusion.called("calls")]
+    needed = needed_elements(body, module)
     updated = set()  # parameters that are changed in place
     written = 0.0
     read = 0.0

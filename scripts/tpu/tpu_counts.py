@@ -52,7 +52,7 @@ class TpuCounter:
             step.add(self.of(main.called(key)))
         return step, self._of_computation(entry, without=main.name)
 
-    def whole(self) -> TpuCounts:
+    def of_call(self) -> TpuCounts:
         """Counts of a run of the module."""
         return self.of(self._module.entry)
 

@@ -57,7 +57,7 @@ def _compile_program(jobs: "_Jobs", program: str, tpu: Tpu, mesh: Mesh) -> _Comp
     module = parse_module(compiled.as_text())
     choices = KnownChoices(traced.jaxpr, call.args, module, is_loop, "tpu", kernel_work)
     counter = TpuCounter(module, tpu, choices, mesh.size)
-    step, around = counter.step_and_around() if is_loop else (counter.whole(), TpuCounts())
+    step, around = counter.step_and_around() if is_loop else (counter.of_call(), TpuCounts())
     sizes = {size for size in leaves if size >= _LEAST_LEAF}
     return _Compiled(
         jobs.whole.config.num_hidden_layers,
@@ -207,10 +207,12 @@ def _of_kind(kind: str, parts: Any) -> dict[str, float]:
 
 def _of_matrix_rate(job: ProgramJob, program: str, tpu: Tpu, seconds: float) -> float:
     """The part of the matrix rate at which a prefill computes what it has to."""
-    rows, tokens, start = job.rows, job.length, 0
+    start = 0
+    lengths = [job.length] * job.rows
     if program == "engine_prefill":
-        rows, tokens, start = 1, job.chunk, max(0, job.length - job.chunk)
-    return prefill_work(job.config, start, [tokens] * rows).flop / seconds / tpu.tflops / 1e12
+        start = max(0, job.length - job.chunk)
+        lengths = [job.chunk]
+    return prefill_work(job.config, start, lengths).flop / seconds / tpu.tflops / 1e12
 
 
 def _kernels(counts: TpuCounts) -> list[dict[str, Any]]:

@@ -21,7 +21,9 @@ from tpu_specs import TPUS
 import kernels_pallas
 
 V6E = TPUS["v6e"]
-KIB = 1024
+# Upper bounds for two layers of the 0.5B shape, eight rows, bfloat16. Lower them when the program does less.
+MOST_BYTES = 1.02  # of HBM, by those that a step has to move
+MOST_TIME = 1.6  # by the time of reading those
 
 
 @pytest.mark.parametrize(
@@ -81,6 +83,12 @@ TEXT = """HloModule jit_f, is_scheduled=true
   ROOT %conv = f32[8,128]{1,0:T(8,128)S(1)} convolution(%a, %w), dim_labels=bf_io->bf
 }
 
+%nested_of (t: f32[1024,128], k: s32[]) -> f32[8,128] {
+  %t = f32[1024,128]{1,0:T(8,128)} parameter(0)
+  %k = s32[]{:T(128)} parameter(1)
+  ROOT %inner = f32[8,128]{1,0:T(8,128)} fusion(%t, %k), kind=kLoop, calls=%slice_of
+}
+
 %test (s: (s32[], f32[1024,128])) -> pred[] {
   %s = (s32[]{:T(128)}, f32[1024,128]{1,0:T(8,128)}) parameter(0)
   %n = s32[]{:T(128)} get-tuple-element(%s), index=0
@@ -110,6 +118,7 @@ ENTRY %main (a.1: f32[8,1024], w.1: f32[1024,128], kv: bf16[8,2,4096,64], rows.1
   %relaid = bf16[8,2,4096,64]{2,3,1,0:T(8,128)(2,1)} copy(%appended), backend_config={"window_config":{"estimated_cycles":"1750000"}}
   %slice-start.1 = ((f32[1024,128]{1,0:T(8,128)}), f32[256,128]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%w.1), slice={[0:256], [0:128]}
   %slice-done.1 = f32[256,128]{1,0:T(8,128)S(1)} slice-done(%slice-start.1)
+  %nested = f32[8,128]{1,0:T(8,128)S(1)} fusion(%w.1, %zero), kind=kOutput, calls=%nested_of
   %state = (s32[]{:T(128)}, f32[1024,128]{1,0:T(8,128)}) tuple(%zero, %w.1)
   %fixed = (s32[]{:T(128)}, f32[1024,128]{1,0:T(8,128)}) while(%state), condition=%test, body=%body, backend_config={"known_trip_count":{"n":"3"}}
   %loop = (s32[]{:T(128)}, f32[1024,128]{1,0:T(8,128)}) while(%fixed), condition=%test, body=%body
@@ -131,7 +140,7 @@ def operations(counts):
 
 
 def test_bytes_of_hbm_by_layouts_slices_updates_and_loops():
-    counts = TpuCounter(parse_module(TEXT), V6E, Trips()).whole()
+    counts = TpuCounter(parse_module(TEXT), V6E, Trips()).of_call()
     found = operations(counts)
     moved = {name: (o.read, o.written) for name, o in found.items()}
     assert moved["copy-start.1"] == (WEIGHTS, 0)
@@ -139,18 +148,18 @@ def test_bytes_of_hbm_by_layouts_slices_updates_and_loops():
     assert moved["appended"] == (0, 8 * 2 * 128 * 2)  # rows of both heads, in place
     assert moved["relaid"] == (2 * CACHE, CACHE)
     assert moved["slice-start.1"] == (256 * 128 * 4, 0)
-    assert moved["row"] == (ROWS, 0)
+    assert moved["row"] == moved["nested"] == (ROWS, 0)
     assert moved["written"] == (0, ROWS)
     assert sum(o.times for o in counts.operations if o.name == "row") == 3 + 5
     assert not counts.unknown_loops
-    assert TpuCounter(parse_module(TEXT), V6E).whole().unknown_loops == ["loop"]
+    assert TpuCounter(parse_module(TEXT), V6E).of_call().unknown_loops == ["loop"]
     assert found["product"].kind == "product"
     assert [array.size for array in found["relaid"].copied] == [CACHE // 2]
     assert not found["copy-start.1"].copied and not found["appended"].copied
 
 
 def test_time_is_that_of_cycles_or_of_hbm_and_copies_run_beside():
-    found = operations(TpuCounter(parse_module(TEXT), V6E, Trips()).whole())
+    found = operations(TpuCounter(parse_module(TEXT), V6E, Trips()).of_call())
     reading = WEIGHTS / V6E.memory_gbs / 1e9
     assert found["product"].seconds == pytest.approx(reading)  # 175 cycles are 0.1 us
     assert found["copy-done.1"].seconds == pytest.approx(reading)  # the product left no bandwidth for it
@@ -217,13 +226,15 @@ def test_kernels_move_blocks_once_and_copies_as_their_scalars_say():
 @pytest.mark.full
 @pytest.mark.newest
 def test_counts_of_a_tpu_program_stay():
-    counted = compiled_programs.run("--target=v6e", "--program=decode", "--layers=1,2", "--rows=8")
+    counted = compiled_programs.run("--target=v6e", "--program=decode", "--layers=2", "--rows=8")
     (decode,) = counted["programs"]
-    assert decode["whole"]["unknown_loops"] == 0
-    assert not decode["unknown_branches"]
+    whole = decode["whole"]
+    assert whole["copies"] == whole["around_copies"] == 0, decode["copied"]
+    assert whole["unknown_loops"] == 0 and not decode["unknown_branches"]
     assert decode["declared"] == {}, "a kernel could not be counted"
-    assert decode["whole"]["bytes"] > 0.9 * sum(decode["least"].values()) - 128 * 2**20  # VMEM holds the rest
-    assert decode["kinds"]["product"]["seconds"] > 0
+    assert decode["kinds"]["Pallas"]["times"] == 4  # append and attention
+    assert 0.8 < decode["ratio"] < MOST_BYTES  # VMEM may hold some weights of so few layers
+    assert 1 < decode["time_ratio"] < MOST_TIME
 
 
 def test_selection_for_a_tpu_that_is_not_here():
