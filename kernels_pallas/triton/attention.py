@@ -77,6 +77,8 @@ def decode_attention(  # noqa: PLR0913
         K = _shape(k_PKSH)[1]
         tiles = B * K * pl.cdiv(T * N // K, settings.rows)
         most = settings.slots if ring else settings.positions
+        if window is not None:  # of the queries of a row, in whole blocks
+            most = min(most, window + T - 2 + settings.keys)
         wanted = 1 if tiles >= _ENOUGH else pl.cdiv(PROGRAMS, tiles)
         splits = max(1, min(wanted, pl.cdiv(most, settings.keys)))
     block = 2 * settings.keys * _vector_bytes(k_PKSH)

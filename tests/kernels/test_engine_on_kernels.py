@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from small_models import CONFIGS, build, prompts
+from small_models import CONFIGS, QWEN, build, prompts
 
 import xinfer_jax as xj
 from xinfer_jax.config.model_config import from_hf
@@ -15,9 +15,19 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("cache_dtype", [None, "int4"])
-def test_a_request_gets_the_same_bits_alone_and_beside_others(cache_dtype):
-    params, config = build("qwen2")
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, head_dim=16)
+
+
+@pytest.mark.parametrize(
+    "family, cache_dtype", [("qwen2", None), ("qwen2", "int4"), ("qwen3_moe", "bfloat16")]
+)
+def test_a_request_gets_the_same_bits_alone_and_beside_others(family, cache_dtype):
+    """The mixture of experts is in bfloat16, so that products and experts are kernels too."""
+    if family == "qwen2":
+        params, config = build("qwen2")
+    else:
+        config = from_hf(QWEN | EXPERTS | dict(model_type=family, num_hidden_layers=1))
+        params = xj.init_params(config, jax.random.key(1), "bfloat16")
     model = xj.Model(params, config, None, {}, xj.LoadStats(0.0, 0, "float32"))
     asked = prompts(3, 130)
     options = [xj.GenerateOptions(9), xj.GenerateOptions(6, xj.SamplingConfig(0.8, 20, 0.9), logprobs=2)]
