@@ -66,7 +66,7 @@ LAYERS = flags.DEFINE_list(
     " default: the model's own depth, and one whose weights are more than VMEM holds.",
 )
 PROGRAM = flags.DEFINE_list("program", ["decode"], f"Any of {', '.join(PROGRAMS)}; or kernels.")
-ONLY = flags.DEFINE_string("only", "", "Of kernels: compile those whose names contain this text.")
+ONLY = flags.DEFINE_list("only", None, "Of kernels: compile those whose names contain one of these texts.")
 SAMPLED = flags.DEFINE_bool("sampled", False, "The rows of an engine sample; else they are greedy.")
 DRAFT_TOKENS = flags.DEFINE_integer("draft_tokens", 0, "Draft tokens of an engine's step.")
 DEVICES = flags.DEFINE_integer(
@@ -119,7 +119,7 @@ def figures(program: str) -> dict:
     """Compiles, prints and returns the figures of a program."""
     if program == "kernels":
         print(f"kernels for {TARGET.value}, jax {jax.__version__}, {find_ptxas()}: {ptxas_version()}")
-        return {"compiled": compile_kernels(TARGET.value, ONLY.value, DUMP)}
+        return {"compiled": compile_kernels(TARGET.value, ONLY.value or [""], DUMP)}
     job = full_job()
     depths = chosen_depths()
     if DEVICES.value > 1 and TARGET.value not in TPUS:

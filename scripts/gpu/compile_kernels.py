@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ _TENSOR_INSTRUCTIONS = {
 }  # in kernels with matmuls
 
 
-def compile_kernels(gpu: str, only: str, folder: str) -> list[dict[str, Any]]:
-    """Compiles the kernels whose names contain a text, and prints a line for each.
+def compile_kernels(gpu: str, only: Sequence[str], folder: str) -> list[dict[str, Any]]:
+    """Compiles the kernels whose names contain one of some texts, and prints a line for each.
 
     Args:
         gpu: one of `CARDS`.
-        only: the text.
+        only: the texts.
         folder: where this process writes PTX (`machine_code.dump_settings`).
 
     Returns:
@@ -32,7 +32,7 @@ def compile_kernels(gpu: str, only: str, folder: str) -> list[dict[str, Any]]:
     sharding = NamedSharding(CARDS[gpu].mesh(), PartitionSpec())
     results: list[dict[str, Any]] = []
     for case in kernel_cases(gpu):
-        if only in case.name:
+        if any(text in case.name for text in only):
             results += _compile(gpu, case, sharding, folder)
     return results
 
