@@ -67,6 +67,7 @@ from .dispatch import (
     match_varying_axes,
     platform_of,
     run_kernel,
+    run_on_platform,
     select,
     unavailable_reason,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "platform_of",
     "reference",
     "run_kernel",
+    "run_on_platform",
     "select",
     "unavailable_reason",
 ]

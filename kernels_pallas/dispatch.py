@@ -170,9 +170,20 @@ def run_kernel(impl: str, kernel: str, *args: Any, **kwargs: Any) -> Any:
     return match_varying_axes(function(*args, **kwargs), *args)
 
 
-def platform_of(impl: str) -> str:
-    """The platform whose programs run this implementation, as `lax.platform_dependent` names it."""
-    return "tpu" if impl == "tpu" else "cuda"
+def platform_of(chosen: str, requested: str | None) -> str | None:
+    """The platform whose programs run the chosen implementation, as `lax.platform_dependent` names it. None:
+    all of them, since it was requested by name; or there is no kernel.
+    """
+    if requested is not None or chosen == "xla":
+        return None
+    return "tpu" if chosen == "tpu" else "cuda"
+
+
+def run_on_platform(platform: str | None, kernel: Callable, plain: Callable, *operands: Any) -> Any:
+    """`kernel(*operands)` in programs of this platform, `plain` in others; None: `kernel` in all programs."""
+    if platform is None:
+        return kernel(*operands)
+    return lax.platform_dependent(*operands, **{platform: kernel}, default=plain)
 
 
 def match_varying_axes(tree: Any, *inputs: Any) -> Any:

@@ -1,6 +1,7 @@
 """The body of the TPU attention kernel: copies of keys and values to on-chip memory, and the softmax."""
 
 import math
+from collections.abc import Callable
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -131,23 +132,23 @@ def _chunks(settings: Settings, item: _Item, block) -> tuple[Any, Any]:
 
 
 def _start_copies(ref, settings: Settings, item: _Item, block, buffer) -> None:
-    def start(chunk, _):
-        for copy in _copies(ref, settings, item, chunk, chunk - block * chunks, buffer):
-            copy.start()
-        return 0
-
-    chunks = settings.block // settings.chunk
-    lax.fori_loop(*_chunks(settings, item, block), start, 0)
+    _for_each_copy(ref, settings, item, block, buffer, lambda copy: copy.start())
 
 
 def _wait_copies(ref, settings: Settings, item: _Item, block, buffer) -> None:
-    def wait(chunk, _):
+    _for_each_copy(ref, settings, item, block, buffer, lambda copy: copy.wait())
+
+
+def _for_each_copy(ref, settings: Settings, item: _Item, block, buffer, do: Callable) -> None:  # noqa: PLR0913
+    """`do(copy)` for the copies of a block to a buffer."""
+    chunks = settings.block // settings.chunk
+
+    def of_chunk(chunk, _):
         for copy in _copies(ref, settings, item, chunk, chunk - block * chunks, buffer):
-            copy.wait()
+            do(copy)
         return 0
 
-    chunks = settings.block // settings.chunk
-    lax.fori_loop(*_chunks(settings, item, block), wait, 0)
+    lax.fori_loop(*_chunks(settings, item, block), of_chunk, 0)
 
 
 def _copies(ref, settings: Settings, item: _Item, chunk, place, buffer) -> list[Any]:  # noqa: PLR0913

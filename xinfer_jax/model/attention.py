@@ -87,7 +87,7 @@ def attention(  # noqa: PLR0913
     arrays = (q_BTNH, kv, start_B, length_B)
     if chosen == "xla":
         return _blocked(*arrays, scoring, static)
-    platform = kernels_pallas.platform_of(chosen) if impl is None else None
+    platform = kernels_pallas.platform_of(chosen, impl)
     return _by_kernel(_Kernel(kernel, chosen, platform), scoring, *arrays)
 
 
@@ -133,11 +133,8 @@ def _by_kernel(kernel: _Kernel, scoring: _Scoring, q_BTNH, kv, start_B, length_B
             options["key_bias"] = bias
         return run(q_BTNH, *kv.kernel_arrays(), start_B, length_B, **options)
 
-    arrays = (q_BTNH, kv, start_B, length_B)
-    if kernel.platform is None:
-        return by_kernel(*arrays)
-    forms = {kernel.platform: by_kernel}
-    return lax.platform_dependent(*arrays, **forms, default=partial(_blocked, scoring=scoring, static=False))
+    plain = partial(_blocked, scoring=scoring, static=False)
+    return kernels_pallas.run_on_platform(kernel.platform, by_kernel, plain, q_BTNH, kv, start_B, length_B)
 
 
 def _forward(*args):

@@ -46,7 +46,7 @@ def mixture_of_experts(
     if over is not None:  # relative to the device's first expert
         expert_MU = expert_MU - lax.axis_index(over) * len(experts["gate"]["weight"])
     chosen = select_kernel("gated_experts", impl, x_MD, *_matrices(experts)).impl
-    platform = kernels_pallas.platform_of(chosen) if impl is None and chosen != "xla" else None
+    platform = kernels_pallas.platform_of(chosen, impl)
     out_MD = _mix(chosen, platform, config, x_MD, weight_MU, expert_MU, experts)
     out_BTD = out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
     return out_BTD if over is None else lax.psum(out_BTD, over)

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 import kernels_pallas
 
@@ -23,10 +22,9 @@ def argmax(logits_BV: jax.Array, impl: str | None = None) -> jax.Array:
     chosen = select_kernel("argmax", impl, logits_BV).impl
     if chosen == "xla" or abstract_mesh_of(logits_BV):  # a kernel sees only one device's part
         return _argmax(logits_BV)
-    if impl is not None:
-        return kernels_pallas.run_kernel(chosen, "argmax", logits_BV)
-    forms = {kernels_pallas.platform_of(chosen): lambda x: kernels_pallas.run_kernel(chosen, "argmax", x)}
-    return lax.platform_dependent(logits_BV, **forms, default=_argmax)
+    platform = kernels_pallas.platform_of(chosen, impl)
+    kernel = partial(kernels_pallas.run_kernel, chosen, "argmax")
+    return kernels_pallas.run_on_platform(platform, kernel, _argmax, logits_BV)
 
 
 def can_fuse_head(params: Params, hidden_BD: jax.Array, impl: str | None) -> bool:
@@ -70,10 +68,8 @@ def greedy_tokens(
         id_B = _argmax(logits_BV)
         return id_B, jnp.take_along_axis(jax.nn.log_softmax(logits_BV, -1), id_B[:, None], -1)[:, 0]
 
-    if impl is not None:
-        return by_kernel(hidden_BD, weight)
-    forms = {kernels_pallas.platform_of(selection.impl): by_kernel}
-    return lax.platform_dependent(hidden_BD, weight, **forms, default=by_logits)
+    platform = kernels_pallas.platform_of(selection.impl, impl)
+    return kernels_pallas.run_on_platform(platform, by_kernel, by_logits, hidden_BD, weight)
 
 
 def _argmax(logits_BV: jax.Array) -> jax.Array:

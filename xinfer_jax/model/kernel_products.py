@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 import kernels_pallas
 from kernels_pallas.reference_products import FEW_ROWS, Matrix
@@ -124,9 +123,7 @@ def with_plain_derivative(kernel: Callable, plain: Callable, platform: str | Non
 
     @jax.custom_jvp
     def run(*operands: Any) -> Any:
-        if platform is None:
-            return kernel(*operands)
-        return lax.platform_dependent(*operands, **{platform: kernel}, default=plain)
+        return kernels_pallas.run_on_platform(platform, kernel, plain, *operands)
 
     @run.defjvp
     def _derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:

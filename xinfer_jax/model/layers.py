@@ -144,7 +144,7 @@ def products(  # noqa: PLR0913
     chosen = select_product(impl, operands, activation).impl
     if chosen != "xla":
         options = dict(eps=eps, offset=offset, activation=activation, dtype=dtype)
-        platform = platform_of(chosen) if impl is None else None
+        platform = platform_of(chosen, impl)
         return by_kernel(plain, operands, chosen, platform, **options)
     if weight is None and len(leaves) == 1:
         return plain(operands)

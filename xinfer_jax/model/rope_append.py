@@ -34,7 +34,7 @@ def rotate_and_append(  # noqa: PLR0913
     chosen = _select(qkv[0], kv, impl)
     if chosen == "xla":
         return _plain(*operands)
-    platform = kernels_pallas.platform_of(chosen) if impl is None else None
+    platform = kernels_pallas.platform_of(chosen, impl)
     return with_plain_derivative(partial(_by_kernel, impl=chosen), _plain, platform, *operands)
 
 

@@ -173,10 +173,8 @@ def _summarize_logits(logits_BV, sampling_B, context, impl):
     if V > _FEW_LOGITS and abstract_mesh_of(logits_BV) is None:
         chosen = kernels_pallas.select("summarize_logits", impl, logits_BV).impl
     if chosen == "xla":
-        logsumexp_B = (
-            _logsumexp(logits_BV) if abstract_mesh_of(logits_BV) else logsumexp_in_one_pass(logits_BV)
-        )
-        return _top_candidates(_bias_and_repeat(logits_BV, sampling_B, context)), logsumexp_B
+        processed_BV = _bias_and_repeat(logits_BV, sampling_B, context)
+        return _top_candidates(processed_BV), _logsumexp_on_gpu(logits_BV)
     bias = ()
     if has_all_settings(sampling_B):
         bias = sampling_B.logit_bias, context.biased_B
@@ -242,13 +240,17 @@ def _in_groups(function: Callable, size: int, *rows: Any) -> jax.Array:
 
 def token_logprobs(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
     """float32 [B]: the log-probability of each row's token."""
-    in_one_pass = _logsumexp if abstract_mesh_of(logits_BV) else logsumexp_in_one_pass
-    logsumexp_B = lax.platform_dependent(logits_BV, cuda=in_one_pass, default=_logsumexp)
+    logsumexp_B = lax.platform_dependent(logits_BV, cuda=_logsumexp_on_gpu, default=_logsumexp)
     return _at_token(logits_BV, token_B) - logsumexp_B
 
 
 def _logsumexp(logits_BV: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(logits_BV, axis=-1)
+
+
+def _logsumexp_on_gpu(logits_BV: jax.Array) -> jax.Array:
+    """In one pass, but over a mesh as XLA does it."""
+    return _logsumexp(logits_BV) if abstract_mesh_of(logits_BV) else logsumexp_in_one_pass(logits_BV)
 
 
 def _at_token(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
