@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ..dispatch import result_type
 from ..key_layouts import LANES, HeadNorms, SideBySide
 from .levels import to_levels
-from .rotation import rotate_lanes, rotation_table
+from .rotation import Factors, rotate_lanes, rotation_factors
 from .tiles import Tile, Tiling, Update, insert, make_tiling, scale_tile, select_type, update_tiles
 
 FEW_TOKENS = 17
@@ -54,9 +54,9 @@ def append_tokens(  # noqa: PLR0913
         make_tiling(scale_tile(kv.values.shape[2]), T, B, kv, table_BP, ring, 2),
     )
     settings = _Settings(H, T, _program_rows(qkv, kv, tilings), pairs, eps, offset, *tilings)
-    inputs = {name: _in_lanes(x.reshape(B, T, -1), H) for name, x in zip("qkv", qkv, strict=True)}
+    inputs = {name: _in_lanes(_fill_lanes(x, H)) for name, x in zip("qkv", qkv, strict=True)}
     if angles is not None:
-        inputs["angle"] = _in_lanes(rotation_table(*angles, H), H)
+        inputs |= {name: _in_lanes(x) for name, x in zip(("cos", "sin"), angles, strict=True)}
     specs = [_block(x, settings) for x in inputs.values()]
     if norms is not None:
         inputs |= {"q_norm": norms.q_H[None], "k_norm": norms.k_H[None]}
@@ -104,11 +104,15 @@ def _program_rows(qkv, kv: SideBySide, tilings: tuple[Tiling, Tiling]) -> int:
     return min(rows, B)
 
 
-def _in_lanes(x_BTX, width: int) -> jax.Array:
-    """[B, T, X] with X a multiple of 128 and of the width; [1, B, X] of one token: its rows fill tiles."""
-    unit = max(width, LANES)
-    x = jnp.pad(x_BTX, ((0, 0), (0, 0), (0, -x_BTX.shape[2] % unit)))
-    return x.reshape(1, len(x), -1) if x.shape[1] == 1 else x
+def _fill_lanes(x_BTNH, width: int) -> jax.Array:
+    """[B, T, X] with X a multiple of 128 and of the width."""
+    x = x_BTNH.reshape(*x_BTNH.shape[:2], -1)
+    return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % max(width, LANES))))
+
+
+def _in_lanes(x_BTX) -> jax.Array:
+    """As it is, or [1, B, X] of one token of each row: so that rows fill tiles."""
+    return x_BTX.reshape(1, len(x_BTX), -1) if x_BTX.shape[1] == 1 else x_BTX
 
 
 def _block(x, settings: _Settings) -> pl.BlockSpec:
@@ -209,11 +213,12 @@ def _compute_all(ref, settings: _Settings) -> None:
 def _compute(ref, settings: _Settings, a: Any) -> None:
     """For R tokens [a]."""
     H = settings.width
-    for i, x_RW in enumerate(_vectors(ref, settings, "q", a)):
+    factors = rotation_factors(ref["cos"][a], ref["sin"][a], H) if settings.pairs else None
+    for i, x_RW in enumerate(_vectors(ref, settings, "q", a, factors)):
         W = x_RW.shape[1]
         ref["rotated"][a, :, i * W : (i + 1) * W] = x_RW.astype(ref["rotated"].dtype)
-    k = _vectors(ref, settings, "k", a)
-    v = _vectors(ref, settings, "v", a)
+    k = _vectors(ref, settings, "k", a, factors)
+    v = _vectors(ref, settings, "v", a, None)
     for head in range(ref["new"].shape[1]):
         if H < LANES:
             pair = [_side_by_side(k[head // 2], v[head // 2], head % 2, H)]
@@ -227,7 +232,7 @@ def _compute(ref, settings: _Settings, a: Any) -> None:
             ref["new"][a, head, :, i * W : (i + 1) * W] = x
 
 
-def _vectors(ref, settings: _Settings, name: str, a: Any) -> list[jax.Array]:
+def _vectors(ref, settings: _Settings, name: str, a: Any, factors: Factors | None) -> list[jax.Array]:  # noqa: PLR0913
     """float32 [R, W] of one or two heads each, after norm and RoPE, rounded to the dtype of the input."""
     H = settings.width
     x_ref = ref[name]
@@ -237,8 +242,8 @@ def _vectors(ref, settings: _Settings, name: str, a: Any) -> list[jax.Array]:
         x = x_ref[a, :, i * W : (i + 1) * W].astype(jnp.float32)
         if f"{name}_norm" in ref:
             x = _norm(x, ref[f"{name}_norm"][...].astype(jnp.float32), settings, x_ref.dtype)
-        if settings.pairs and name != "v":
-            x = rotate_lanes(x, ref["angle"][a], settings.pairs)
+        if factors is not None:
+            x = rotate_lanes(x, factors, settings.pairs)
             x = x.astype(x_ref.dtype).astype(jnp.float32)
         vectors.append(x)
     return vectors

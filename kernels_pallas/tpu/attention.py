@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ..dispatch import result_type
 from ..key_layouts import LANES, SideBySide
 from .attention_kernel import Settings, attention_kernel
-from .rotation import rotation_table
+from .rotation import rotation_factors
 
 BLOCK_BYTES = 2**20  # of keys and values in one of two buffers
 _MAX_BLOCK = 1024  # keys
@@ -75,7 +75,8 @@ def prefill_attention(  # noqa: PLR0913
         constants["sink"] = _pad(sink_KR, 1, rows)[..., None]
     if key_bias is not None:
         constants["near"] = _pad(key_bias.near_KCH.astype(q.dtype), 2, LANES * pl.cdiv(H, LANES))
-        constants["angle"] = rotation_table(key_bias.cos_RP, -key_bias.sin_RP, H)
+        factors = rotation_factors(key_bias.cos_RP, -key_bias.sin_RP, H)
+        constants["angle"] = jnp.concatenate(factors, -1)
     inputs |= {"q": q} | constants
     specs = [one_tile, *map(_whole, constants.values())]
     # Else XLA may copy an array of a cache to on-chip memory before the call.

@@ -371,7 +371,8 @@ def _bias_scores(ref, settings: Settings, at, position, count: int) -> jax.Array
     scores = []
     for i in range(pl.cdiv(count, BIAS_STRIDE)):
         far = jnp.minimum(lax.div(position, BIAS_STRIDE) + i, last)
-        q_RW = rotate_lanes(query_RW, ref["angle"][pl.ds(far, 1)], settings.pairs)
+        factors = jnp.split(ref["angle"][pl.ds(far, 1)], 3, -1)
+        q_RW = rotate_lanes(query_RW, (factors[0], factors[1], factors[2]), settings.pairs)
         scores.append(_dot(q_RW.astype(near_CW.dtype), near_CW[: count - i * BIAS_STRIDE], (1, 1)))
     return jnp.concatenate(scores, -1)
 

@@ -7,26 +7,26 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..key_layouts import LANES
 
+Factors = tuple[jax.Array, jax.Array, jax.Array]  # float32 [R or 1, W]
 
-def rotation_table(cos: jax.Array, sin: jax.Array, width: int) -> jax.Array:
-    """float32 [..., 3W] for `rotate_lanes` of these angles, float32 [..., P], of heads of that width. W: the
-    width, or 128 lanes with as many heads as they hold.
+
+def rotation_factors(cos_RP: jax.Array, sin_RP: jax.Array, width: int) -> Factors:
+    """Factors for `rotate_lanes` of these angles, for heads of that width; W: the width, or 128 lanes with as
+    many heads as they hold.
     """
-    rest = [(0, 0)] * (cos.ndim - 1)
-    pairs = cos.shape[-1]
-    heads = pl.cdiv(LANES, width)
+    zeros = jnp.zeros_like(cos_RP)
+    rest = jnp.zeros((len(cos_RP), width - 2 * cos_RP.shape[1]), jnp.float32)
 
-    def lanes(x: jax.Array, before: int, other: float) -> jax.Array:
-        after = width - before - x.shape[-1]
-        return jnp.tile(jnp.pad(x, [*rest, (before, after)], constant_values=other), heads)
+    def lanes(*parts: jax.Array) -> jax.Array:
+        head = [part for part in parts if part.shape[1]]
+        return jnp.concatenate(head * pl.cdiv(LANES, width), -1)
 
-    same = lanes(jnp.concatenate([cos, cos], -1), 0, 1.0)
-    return jnp.concatenate([same, lanes(-sin, 0, 0.0), lanes(sin, pairs, 0.0)], -1)
+    same = lanes(cos_RP, cos_RP, rest + 1)
+    return same, lanes(-sin_RP, zeros, rest), lanes(zeros, sin_RP, rest)
 
 
-def rotate_lanes(x: jax.Array, table: jax.Array, pairs: int) -> jax.Array:
-    """float32 x [R, W] with its pairs (i, i + P) rotated. table: [R or 1, 3W] of `rotation_table`."""
-    width = x.shape[-1]
-    same, up, down = (table[:, i * width : (i + 1) * width] for i in range(3))
-    rotated = x * same + pltpu.roll(x, width - pairs, 1) * up
-    return rotated + pltpu.roll(x, pairs, 1) * down
+def rotate_lanes(x_RW: jax.Array, factors: Factors, pairs: int) -> jax.Array:
+    """float32 vectors with their pairs (i, i + P) rotated."""
+    same, up, down = factors
+    rotated = x_RW * same + pltpu.roll(x_RW, x_RW.shape[1] - pairs, 1) * up
+    return rotated + pltpu.roll(x_RW, pairs, 1) * down
