@@ -74,7 +74,7 @@ def prefill_attention(  # noqa: PLR0913
         sink_KR = jnp.repeat(sink_N.astype(jnp.float32).reshape(K, -1), settings.tokens, 1)
         constants["sink"] = _pad(sink_KR, 1, rows)[..., None]
     if key_bias is not None:
-        constants["near"] = _pad(key_bias.near_KCH.astype(q.dtype), 2, LANES * pl.cdiv(H, LANES))
+        constants["near"] = key_bias.near_KCH.astype(q.dtype)
         factors = rotation_factors(key_bias.cos_RP, -key_bias.sin_RP, H)
         constants["angle"] = jnp.concatenate(factors, -1)
     inputs |= {"q": q} | constants

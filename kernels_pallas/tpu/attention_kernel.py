@@ -65,7 +65,7 @@ def attention_kernel(*refs: Any, names: tuple[str, ...], settings: Settings) -> 
     Args:
         refs: by `names`: start_B, length_B and perhaps table_BP in scalar memory; q [1, tokens, N · H], of
             several rows where each has one query; offset_R1, the token of each of the R queries of a key
-            head; perhaps sink_KR1, and near_KCW and angle of a bias of keys; kv and perhaps scale, in HBM;
+            head; perhaps sink_KR1, and near_KCH and angle of a bias of keys; kv and perhaps scale, in HBM;
             out, as q; then scratch: kv_buffer [2, K, block, 2H], scale_buffer [2, chunks, K, …], flat [rows,
             1, N · H], query and out_sum [K, R, W], max, sum, query_sum [K, R, 128], semaphores, and the number
             of blocks so far.
@@ -366,14 +366,15 @@ def _add_keys(ref, settings: Settings, at, position, kv_SX, scale_4S, visible_RS
 def _bias_scores(ref, settings: Settings, at, position, count: int) -> jax.Array:  # noqa: PLR0913
     """The scores of the bias of keys. Queries are rotated back, not keys forth."""
     query_RW = ref["query"][at]
-    near_CW = ref["near"][at[0]]
+    near_CH = ref["near"][at[0]]
     last = ref["angle"].shape[0] - 1  # a ring may go on past the capacity
     scores = []
     for i in range(pl.cdiv(count, BIAS_STRIDE)):
         far = jnp.minimum(lax.div(position, BIAS_STRIDE) + i, last)
         factors = jnp.split(ref["angle"][pl.ds(far, 1)], 3, -1)
         q_RW = rotate_lanes(query_RW, (factors[0], factors[1], factors[2]), settings.pairs)
-        scores.append(_dot(q_RW.astype(near_CW.dtype), near_CW[: count - i * BIAS_STRIDE], (1, 1)))
+        q_RH = q_RW[:, : settings.width].astype(near_CH.dtype)
+        scores.append(_dot(q_RH, near_CH[: count - i * BIAS_STRIDE], (1, 1)))
     return jnp.concatenate(scores, -1)
 
 
