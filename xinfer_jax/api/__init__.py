@@ -1,8 +1,9 @@
 """OpenAI request and response bodies, for prompt files and for the server.
 
 In the order to read: `fields` lists the known fields and reads them by type; `sampling_fields` reads those of
-sampling and `prompts` those of prompts; `bodies` parses a whole body; `token_texts` decodes single tokens and
-`responses` builds the response; `score_body` parses and answers the bodies that score given texts.
+sampling, `grammar_fields` those of grammars and `prompts` those of prompts; `bodies` parses a whole body;
+`token_texts` decodes single tokens and `responses` builds the response; `score_body` parses and answers the
+bodies that score given texts.
 
 - The sampling fields, vLLM's additional ones included, mean what they mean in `SamplingConfig`. A field that
   is known but not served is rejected by its name, unless its value asks for nothing. No known field that
