@@ -52,7 +52,7 @@ def decode(model, ids):
 
 
 def reference(model, prompt, key, sampling, allowed):
-    """Tokens and log-probabilities of one row. Each step computes the row anew, masks its logits and draws."""
+    """Tokens and log-probabilities of one row: a step computes the row anew, masks its logits, and draws."""
     forward = jax.jit(xj.forward, static_argnums=1)
     ids = [*prompt]
     logprobs = []
