@@ -37,6 +37,7 @@ PACKAGES = {
         "reductions", "processors", "biases", "sampling_config", "batched_settings", "context", "random_keys",
         "sampler", "logprobs",
     ),
+    "grammar": ("grammars", "vocabulary", "compiler", "matcher", "batch_matchers"),
     "compress": ("outliers", "gptq", "awq"),
     "generation": (
         "state", "strategies", "loop", "speculation", "beam_steps", "buckets", "functional", "precompile",
@@ -55,7 +56,10 @@ PACKAGES = {
         "warm_up", "messages", "controller", "requests", "statistics", "core", "request_queue", "submission",
         "engine", "engines",
     ),
-    "api": ("fields", "sampling_fields", "prompts", "bodies", "token_texts", "responses", "score_body"),
+    "api": (
+        "fields", "sampling_fields", "grammar_fields", "prompts", "bodies", "token_texts", "responses",
+        "score_body",
+    ),
     "batch": ("input_lines", "resumable_output", "line_request", "run_settings", "run_batch", "dataset"),
     "cli": (
         "terminal", "process", "flag_parser", "process_group", "channel", "coordinator", "supervisor",
