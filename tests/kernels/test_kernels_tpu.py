@@ -97,7 +97,9 @@ def test_attention_of_a_row_has_the_same_bits_beside_others():
         np.testing.assert_array_equal(np.asarray(alone[0], F32), np.asarray(together[1], F32))
 
 
-def append_case(dtype, T, K, S, H, start, count, capacity=1000, pages=0, quantized=False, norms=None, **options):  # noqa: PLR0913
+def append_case(  # noqa: PLR0913
+    dtype, T, K, S, H, start, count, capacity=1000, pages=0, quantized=False, norms=None, **options
+):
     draws = np.random.RandomState(T + S)
     B = len(start)
     rows = 1 + B * pages if pages else B
@@ -138,11 +140,9 @@ def test_append(name):
     want = jax.jit(partial(reference_append.rope_append, **options))(*args)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        x, y = (np.asarray(z, F32) for z in (x, y))
-        differ = np.abs(x - y) > 1e-6 * np.nanmax(np.abs(y))
-        print(name, x.shape, differ.sum(), differ.size, np.nanmax(np.abs(x-y)))
-        np.testing.assert_array_equal(np.isnan(x), np.isnan(y))
-        assert not differ.any()
+        # The compiler may round products before it adds them, or not; numbers of 8 and 16 bits are equal.
+        largest = np.nanmax(np.abs(np.asarray(y, F32)))
+        np.testing.assert_allclose(np.asarray(x, F32), np.asarray(y, F32), rtol=0, atol=3e-7 * largest)
 
 
 def test_a_tpu_selects_its_kernels_and_xla_for_the_rest():
