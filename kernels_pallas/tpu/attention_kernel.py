@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .attention_queries import load_queries, store_queries
 from .attention_settings import Settings
-from .attention_softmax import add_keys, divide, for_each_head, reset, join_scales
+from .attention_softmax import add_keys, divide, for_each_head, join_scales, reset
 
 _NO_WINDOW = 2**30
 _UNROLLED = 8  # tiles of few rows that are not a loop
