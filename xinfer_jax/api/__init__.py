@@ -8,8 +8,8 @@ bodies that score given texts.
 - The sampling fields, vLLM's additional ones included, mean what they mean in `SamplingConfig`. A field that
   is known but not served is rejected by its name, unless its value asks for nothing. No known field that
   would change the answer is ignored. null counts as absent.
-- One field constrains an answer: `response_format`, `structured_outputs` or `guided_*`. JSON is compact: vLLM's
-  `disable_any_whitespace` is always on. `strict: false` constrains too.
+- One field constrains an answer: `response_format`, `structured_outputs` or `guided_*`. JSON is compact:
+  vLLM's `disable_any_whitespace` is always on. `strict: false` constrains too.
 - `truncate_prompt_tokens: -1` keeps as many tokens as fit beside max_tokens. As in vLLM, a message with
   tool_calls and `content: null` has an empty text, and the arguments of its calls reach the template as
   objects.
