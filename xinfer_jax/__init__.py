@@ -51,6 +51,14 @@ if TYPE_CHECKING:
         generate_text as generate_text,
         stream_text as stream_text,
     )
+    from .tools.answer_parser import (
+        AnswerDelta as AnswerDelta,
+        AnswerParser as AnswerParser,
+        ParsedAnswer as ParsedAnswer,
+        ToolCall as ToolCall,
+        parse_tool_calls as parse_tool_calls,
+    )
+    from .tools.tool_call_parser import ToolCallDelta as ToolCallDelta
     from .weights.layout import shardings as shardings
     from .weights.params import init_params as init_params
 
@@ -85,6 +93,8 @@ _EXPORTS = {
     "batch.dataset": ("DatasetGenerator",),
     "batch.run_batch": ("generate_file",),
     "text": ("TextStream", "alternatives_text", "encode_prompt", "generate_text", "stream_text"),
+    "tools.answer_parser": ("AnswerDelta", "AnswerParser", "ParsedAnswer", "ToolCall", "parse_tool_calls"),
+    "tools.tool_call_parser": ("ToolCallDelta",),
     "checkpoint.tokenizer": ("Tokenizer",),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
