@@ -45,7 +45,7 @@ PACKAGES = {
     ),
     "tools": (
         "marks", "reasoning", "json_scanner", "json_call", "xml_call", "tool_call_parser", "descriptions",
-        "tool_messages", "answer_parser",
+        "tool_messages", "answer_parser", "call_grammar",
     ),
     "checkpoint": (
         "files", "template_budget", "chat_template", "template_tools", "token_coverage", "tokenizer",

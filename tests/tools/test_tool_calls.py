@@ -73,6 +73,11 @@ WHOLE = {
         None,
         [("add", dict(a=3, b=None, note="3", tags=["é"], sure=True, either="x", any=dict(y=1), other="4"))],
     ),
+    # numbers that are too large are texts
+    tagged(f"<function=add><parameter=a>1e999</parameter><parameter=any>{10**400}</parameter></function>"): (
+        None,
+        [("add", dict(a="1e999", any=10**400))],
+    ),
     # reasoning
     f"<think>\nA{tagged(PARIS)}</think>\n\n{tagged(ADD)}": (None, [ADD_CALL]),
     # no call
@@ -90,6 +95,7 @@ MALFORMED = [
     tagged('{"name": "weather", "arguments": {"days": 01}}'),
     tagged('{"name": "weather", "arguments": {"days": ' + "9" * 5000 + "}}"),
     tagged('{"name": "weather", "arguments": {"x": ' + "[" * 200),
+    tagged('{"arguments": {"days": 1e999}, "name": "weather"}'),
     tagged('{"name": "weather", "arguments": {}, "parameters": {}}'),
     tagged('{"name": "weather", "arguments": {}, "name": "add"}'),
     tagged('{"name": "weather"}'),
@@ -260,7 +266,7 @@ def test_messages_of_the_api():
     "tools, said",
     [
         ("add", "tools must be a list of"), ([3], "each of tools must be"), ([dict(type="web")], "each of"),
-        ([tool("a b")], "a tool's name must"), ([tool("a"), tool("a")], "two functions named 'a'"),
+        ([tool("a b")], "a tool's name must"), ([tool("a"), tool("a")], "2 functions named 'a'"),
         ([dict(type="function", function=dict(name="a", parameters=[]))], "parameters of tool 'a'"),
         ([dict(type="function", function=dict(name="a", parameters=dict(type="array")))], "of an object"),
     ],

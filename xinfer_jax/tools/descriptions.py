@@ -1,6 +1,7 @@
 """Checks the tools of a request: what the OpenAI API calls function tools."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,9 +27,10 @@ def check_tools(tools: Any) -> list[dict[str, Any]]:
     if not is_sequence(tools):
         raise InputError(f"tools must be a list of {TOOL_FORM}, got {format_value(tools)}")
     found = [_check_tool(tool) for tool in tools]
-    names = [tool["function"]["name"] for tool in found]
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise InputError(f"tools has two functions named {repeated[0]!r}: give each another name")
+    names = Counter(tool["function"]["name"] for tool in found)
+    name, count = names.most_common(1)[0] if names else ("", 0)
+    if count > 1:
+        raise InputError(f"tools has {count} functions named {name!r}: give each another name")
     return found
 
 
@@ -42,13 +44,19 @@ def _check_tool(tool: Any) -> dict[str, Any]:
             f"a tool's name must have 1 to 128 letters, digits or any of _.:/-, got {format_value(name)}"
         )
     parameters = function.get("parameters")
-    schema = {} if parameters is None else parameters
-    if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
+    if not _is_object_schema({} if parameters is None else parameters):
         raise InputError(
             f"the parameters of tool {name!r} must be the JSON Schema of an object,"
             f" got {format_value(parameters)}"
         )
     return {**tool, "function": dict(function)}
+
+
+def _is_object_schema(schema: Any) -> bool:
+    if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
+        return False
+    required = schema.get("required", [])
+    return isinstance(schema.get("properties", {}), Mapping) and isinstance(required, list | tuple)
 
 
 def parameter_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -62,7 +62,8 @@ class JSONCallParser:
         """Checks the whole object. Returns the arguments' last piece: all, if their key came first."""
         try:
             call = json.loads(self._text[: self.length])
-        except (ValueError, RecursionError):  # a number with too many digits
+            json.dumps(call, allow_nan=False)
+        except (ValueError, RecursionError):  # a number that is too large
             self.failed = True
             return ""
         keys = [key for key in _ARGUMENTS if key in call]
@@ -72,7 +73,7 @@ class JSONCallParser:
             return ""
         if self.name is None:
             self._set_name(call.get("name"))
-            piece = json.dumps(call[keys[0]], ensure_ascii=False)
+            piece = json.dumps(call[keys[0]])
         self.ended = not self.failed
         return piece
 

@@ -144,23 +144,20 @@ def json_types(schema: Any) -> set[str] | None:
 def _value_json(text: str, types: set[str] | None) -> str:
     """The JSON of a value: what the text is as JSON where the types allow that, else the text."""
     try:
-        value = _PYTHON[text] if text in _PYTHON else json.loads(text, parse_constant=_reject)
-    except (ValueError, RecursionError):
-        value = text
-    if types is not None and not types & _type_names(value):
-        value = text
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _reject(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+        value = _PYTHON[text] if text in _PYTHON else json.loads(text)
+        if types is None or types & _type_names(value):
+            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):  # no JSON, or NaN, or a number that is too large
+        pass
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _type_names(value: Any) -> set[str]:
     if value is None or isinstance(value, bool):
         return {"null" if value is None else "boolean"}
     if isinstance(value, int | float):
-        return {"number", "integer"} if float(value).is_integer() else {"number"}
+        is_whole = isinstance(value, int) or value.is_integer()
+        return {"number", "integer"} if is_whole else {"number"}
     if isinstance(value, str):
         return {"string"}
     return {"object" if isinstance(value, dict) else "array"}
