@@ -35,6 +35,14 @@ if TYPE_CHECKING:
     from .generation.options import GenerateOptions as GenerateOptions, GenerateOutput as GenerateOutput
     from .generation.scoring import score as score, score_completions as score_completions
     from .generation.state import DecodeState as DecodeState
+    from .grammar.grammars import (
+        Grammar as Grammar,
+        choice as choice,
+        json_object as json_object,
+        json_schema as json_schema,
+        lark as lark,
+        regex as regex,
+    )
     from .model.decoder import (
         embed_tokens as embed_tokens,
         forward as forward,
@@ -76,6 +84,7 @@ _EXPORTS = {
     "checkpoint.loading": ("Model", "load_model"),
     "sampling.logprobs": ("TokenLogprobs",),
     "embedding": ("embed_texts",),
+    "grammar.grammars": ("Grammar", "choice", "json_object", "json_schema", "lark", "regex"),
     "model.decoder": ("embed_tokens", "forward", "hidden_states", "unembed"),
     "generation.options": ("GenerateOptions", "GenerateOutput"),
     "weights.params": ("init_params",),

@@ -16,6 +16,7 @@ from .errors import InputError, format_value
 from .generation.entrypoints import Stream, generate, stream
 from .generation.options import GenerateOptions, GenerateOutput, options_or_default
 from .generation.precompile import Precompiler
+from .grammar.grammars import with_tokenizer
 
 MAX_STOP_STRINGS = 64  # of one prompt
 MAX_STOP_STRING_CHARS = 256
@@ -127,6 +128,7 @@ def generate_text(
     if options.stop_strings:
         texts = _generate_until_stop(model, ids, options, key)
     else:
+        options = dataclasses.replace(options, grammar=with_tokenizer(options.grammar, _tokenizer(model)))
         out = generate(model.params, model.config, ids, options, key=key)
         texts = [_tokenizer(model).decode(row) for row in out.tokens]
     return texts if is_batch else texts[0]
@@ -257,8 +259,11 @@ def checked_stop_strings(options: GenerateOptions) -> tuple[str, ...]:
 def _stream_tokens(
     model: Model, prompts: list[list[int]], options: GenerateOptions, key: jax.Array | None
 ) -> Stream:
-    """Streams the answers' ids, without stop strings: `AnswerDetokenizer` handles those."""
-    options = dataclasses.replace(options, stop_strings=())
+    """Streams the answers' ids, without stop strings: `AnswerDetokenizer` handles those. A grammar without a
+    tokenizer has the model's.
+    """
+    grammar = with_tokenizer(options.grammar, _tokenizer(model))
+    options = dataclasses.replace(options, stop_strings=(), grammar=grammar)
     return stream(model.params, model.config, prompts, options, key=key)
 
 

@@ -37,6 +37,7 @@ PACKAGES = {
         "reductions", "processors", "biases", "sampling_config", "batched_settings", "context", "random_keys",
         "sampler", "logprobs",
     ),
+    "grammar": ("grammars", "vocabulary", "compiler", "matcher", "batch_matchers"),
     "compress": ("outliers", "gptq", "awq"),
     "generation": (
         "state", "strategies", "loop", "speculation", "beam_steps", "buckets", "functional", "precompile",
@@ -61,8 +62,8 @@ PACKAGES = {
         "engine", "engines",
     ),
     "api": (
-        "fields", "sampling_fields", "tool_fields", "prompts", "bodies", "token_texts", "responses",
-        "score_body",
+        "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies", "token_texts",
+        "responses", "score_body",
     ),
     "batch": ("input_lines", "resumable_output", "line_request", "run_settings", "run_batch", "dataset"),
     "cli": (

@@ -7,6 +7,7 @@ import operator
 import os
 import subprocess
 import sys
+from typing import Annotated, Literal
 
 import jax
 import numpy as np
@@ -90,6 +91,27 @@ def test_langchain(address):
     answer = chat.invoke("What is the capital of France?")
     assert answer.content == PARIS and answer.usage_metadata["input_tokens"] == 26
     assert "".join(piece.content for piece in chat.stream("What is the capital of France?")) == PARIS
+
+
+def test_structured_output_of_clients(address):
+    """OpenAI's pydantic helper and langchain's `with_structured_output`."""
+    openai = pytest.importorskip("openai")
+    langchain = pytest.importorskip("langchain_openai")
+    pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
+    from pydantic import BaseModel, Field
+
+    class City(BaseModel):
+        name: str = Field(max_length=8)
+        kind: Literal["capital", "town"]
+        people: list[Annotated[int, Field(ge=0, le=99)]] = Field(max_length=2)
+
+    client = openai.OpenAI(**address)
+    asked = dict(model="tiny", messages=MESSAGES, temperature=1.2, seed=5)
+    answer = client.chat.completions.parse(response_format=City, max_tokens=200, **asked).choices[0]
+    assert answer.finish_reason == "stop" and isinstance(answer.message.parsed, City)
+    chat = langchain.ChatOpenAI(model="tiny", temperature=1.2, seed=5, max_tokens=200, **address)
+    found = chat.with_structured_output(City).invoke(MESSAGES[0]["content"])
+    assert isinstance(found, City)
 
 
 def test_tools_of_clients(tmp_path):

@@ -12,6 +12,7 @@ from ..generation.options import GenerateOptions
 from ..sampling.sampling_config import check_min_tokens
 from ..text import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 from .fields import BodyError, Fields, check_fields
+from .grammar_fields import parse_grammar
 from .prompts import EncodePrompt, PromptEncoder
 from .sampling_fields import parse_sampling
 from .tool_fields import ToolSettings, parse_tools
@@ -134,6 +135,7 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
         n=n,
         best_of=fields.integer("best_of", n, 128) or (defaults.best_of if n == defaults.n else None),
         logprobs=0 if logprobs is None else max(1, logprobs),
+        grammar=parse_grammar(fields, defaults.grammar),
     )
     _check_min_tokens_field(model, options, "min_tokens" in given)
     include_stop = fields.boolean("include_stop_str_in_output")

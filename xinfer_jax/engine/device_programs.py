@@ -186,6 +186,7 @@ DECODE_STEPS = jax.jit(
     compiler_options=compiler_options(),
 )
 PROMPT_LOGPROBS = jax.jit(_prompt_logprobs, static_argnames=("config", "impl"), donate_argnames="cache")
+PROMPT_LOOKUP = jax.jit(prompt_lookup, static_argnames="count")
 ADD_OUTPUT = jax.jit(_add_output, static_argnames="size")
 TAKE_OUTPUT = jax.jit(_take_output)
 TARGET_LOGPROBS = jax.jit(_target_logprobs, static_argnames="config")

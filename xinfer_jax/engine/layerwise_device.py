@@ -58,9 +58,10 @@ class LayerwiseDevice(Device):
 
     def decode(
         self, pages: dict[int, list[int]], steps: int, until_one_ends: bool, greedy: bool,
-        with_alternatives: bool,
+        with_alternatives: bool, masks_BQW: Any = None,
     ) -> SampledTokens:  # fmt: skip
         """As of `Device`."""
+        self._set_masks(masks_BQW)
         running_B = np.isin(np.arange(self._shape.rows), [*pages])
         cache = self._decode_cache(pages)
         done: list[_Step] = []

@@ -96,13 +96,14 @@ def initial_state(call: ValidatedCall, prompt_R: np.ndarray) -> DecodeState:
     if options.logprobs or options.logits:
         alternatives = empty_alternatives(R, size, options.logprobs, config.vocab_size, options.logits)
     key_R = answer_keys(call.key, prompt_R, answer_R)
-    state = state_of_rows(rows, config.vocab_size, key_R, sampling_R, limit_R, eos_RE, history_size, size)
+    sizes = history_size, size, call.num_masks
+    state = state_of_rows(rows, config.vocab_size, key_R, sampling_R, limit_R, eos_RE, *sizes)
     return dataclasses.replace(state, alternatives=alternatives)
 
 
 def state_of_rows(  # noqa: PLR0913
     prompts: Sequence[Sequence[int]], vocab_size: int, key_R: jax.Array, sampling_R: SamplingConfig,
-    limit_R: np.ndarray, eos_RE: np.ndarray, history_size: int | None, output_size: int,
+    limit_R: np.ndarray, eos_RE: np.ndarray, history_size: int | None, output_size: int, num_masks: int = 1,
 ) -> DecodeState:  # fmt: skip
     """Rows before their first token, in new arrays.
 
@@ -112,6 +113,7 @@ def state_of_rows(  # noqa: PLR0913
         eos_RE: int32, ids that end each row; below 0: none.
         history_size: tokens of a row whose order is kept; None: no setting needs the order.
         output_size: tokens of a row in `tokens_BT`.
+        num_masks: of allowed tokens, as in `init_context`.
     """
     R = len(limit_R)
     seen_RV = np.zeros((R, vocab_size), bool)
@@ -120,7 +122,7 @@ def state_of_rows(  # noqa: PLR0913
         seen_RV[row, prompt] = True
         length_R[row] = len(prompt)
     history_RS = None if history_size is None else token_matrix(prompts, R, history_size)
-    context = init_context(sampling_R, length_R, eos_RE, seen_RV, history_RS)
+    context = init_context(sampling_R, length_R, eos_RE, seen_RV, history_RS, num_masks)
     return new_state(key_R, sampling_R, limit_R, context, output_size)
 
 

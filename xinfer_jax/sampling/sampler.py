@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 import kernels_pallas
@@ -18,7 +17,7 @@ from ..model.greedy import argmax
 from ..sharding import abstract_mesh_of, sharded_top_k, top_k_of_groups
 from . import processors
 from .batched_settings import has_all_settings
-from .context import Context, repeat_rows
+from .context import ALL_BITS, Context, repeat_rows
 from .random_keys import DRAW_TOKEN, draw_key, gumbel_noise
 from .reductions import logsumexp_in_one_pass
 from .sampling_config import SamplingConfig
@@ -349,8 +348,8 @@ def process_logits(logits_BV: jax.Array, sampling_B: SamplingConfig, context: Co
         logits_BV = _apply_if_any(s.no_repeat_ngram_size > 0, ngrams, logits_BV)
     logits_BV = _apply_if_any(s.bad_words_ids >= 0, words, logits_BV)
     logits_BV = _apply_if_any(c.num_generated_B < s.min_new_tokens, min_tokens, logits_BV)
-    has_forbidden = c.allowed_bits != np.uint32(2**32 - 1)
-    return _apply_if_any(has_forbidden, lambda x_BV: processors.allowed(x_BV, c.allowed_bits), logits_BV)
+    bits_BW = c.allowed_bits[:, 0]
+    return _apply_if_any(bits_BW != ALL_BITS, lambda x_BV: processors.allowed(x_BV, bits_BW), logits_BV)
 
 
 def _bias_and_repeat(logits_BV, sampling_B, context):
@@ -368,7 +367,7 @@ def _uses_other_processors(sampling_B: SamplingConfig, context: Context) -> jax.
     c = context
     uses_B = (s.presence_penalty != 0) | (s.frequency_penalty != 0) | (s.no_repeat_ngram_size > 0)
     uses_B |= (c.num_generated_B < s.min_new_tokens) | jnp.any(s.bad_words_ids >= 0, (1, 2))
-    return uses_B | jnp.any(c.allowed_bits != np.uint32(2**32 - 1), -1)
+    return uses_B | jnp.any(c.allowed_bits[:, 0] != ALL_BITS, -1)
 
 
 def _apply_if_any(uses: jax.Array, processor: Callable, logits_BV: jax.Array) -> jax.Array:
