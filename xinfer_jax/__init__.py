@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .cache.prefix_files import load_prefix as load_prefix, save_prefix as save_prefix
     from .checkpoint.loading import Model as Model, load_model as load_model
     from .checkpoint.tokenizer import Tokenizer as Tokenizer
+    from .checkpoint.tool_choice import tool_grammar as tool_grammar
     from .config.model_config import ModelConfig as ModelConfig, from_hf as from_hf
     from .config.rope import RopeConfig as RopeConfig
     from .embedding import embed_texts as embed_texts
@@ -105,6 +106,7 @@ _EXPORTS = {
     "tools.answer_parser": ("AnswerDelta", "AnswerParser", "ParsedAnswer", "ToolCall", "parse_tool_calls"),
     "tools.tool_call_parser": ("ToolCallDelta",),
     "checkpoint.tokenizer": ("Tokenizer",),
+    "checkpoint.tool_choice": ("tool_grammar",),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 

@@ -97,9 +97,7 @@ def test_attention_of_a_row_has_the_same_bits_beside_others():
         np.testing.assert_array_equal(np.asarray(alone[0], F32), np.asarray(together[1], F32))
 
 
-def append_case(
-    dtype, T, K, S, H, start, count, capacity=1000, pages=0, quantized=False, norms=None, **options
-):  # noqa: PLR0913
+def append_case(dtype, T, K, S, H, start, count, capacity=1000, pages=0, quantized=False, norms=None, **options):  # noqa: PLR0913
     draws = np.random.RandomState(T + S)
     B = len(start)
     rows = 1 + B * pages if pages else B
@@ -142,7 +140,7 @@ def test_append(name):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         x, y = (np.asarray(z, F32) for z in (x, y))
         differ = np.abs(x - y) > 1e-6 * np.nanmax(np.abs(y))
-        print(name, x.shape, differ.sum(), differ.size, np.nanmax(np.abs(x - y)))
+        print(name, x.shape, differ.sum(), differ.size, np.nanmax(np.abs(x-y)))
         np.testing.assert_array_equal(np.isnan(x), np.isnan(y))
         assert not differ.any()
 

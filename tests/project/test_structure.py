@@ -50,8 +50,8 @@ PACKAGES = {
     ),
     "checkpoint": (
         "files", "template_budget", "chat_template", "template_tools", "token_coverage", "tokenizer",
-        "escaping", "conversation", "detokenizer", "stop_strings", "answer_detokenizer", "tensors",
-        "own_format", "awq_gptq_format", "bitnet_format", "quantized_formats", "sharded_leaves",
+        "escaping", "conversation", "tool_choice", "detokenizer", "stop_strings", "answer_detokenizer",
+        "tensors", "own_format", "awq_gptq_format", "bitnet_format", "quantized_formats", "sharded_leaves",
         "leaf_loader", "loading",
     ),
     "text": (),

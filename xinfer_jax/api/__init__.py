@@ -8,8 +8,9 @@ sampling, `grammar_fields` those of grammars, `tool_fields` those of tools and `
 - The sampling fields, vLLM's additional ones included, mean what they mean in `SamplingConfig`. A field that
   is known but not served is rejected by its name, unless its value asks for nothing. No known field that
   would change the answer is ignored. null counts as absent.
-- One field constrains an answer: `response_format`, `structured_outputs` or `guided_*`. JSON is compact: vLLM's
-  `disable_any_whitespace` is always on. `strict: false` constrains too.
+- One field constrains an answer: `response_format`, `structured_outputs`, `guided_*`, or a `tool_choice` that
+  requires calls. JSON is compact: vLLM's `disable_any_whitespace` is always on. `strict: false` constrains
+  too; the `strict` of a tool does nothing with tool_choice "auto".
 - `truncate_prompt_tokens: -1` keeps as many tokens as fit beside max_tokens. As in vLLM, a message with
   tool_calls and `content: null` has an empty text, and the arguments of its calls reach the template as
   objects.

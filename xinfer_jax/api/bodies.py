@@ -135,7 +135,7 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
         n=n,
         best_of=fields.integer("best_of", n, 128) or (defaults.best_of if n == defaults.n else None),
         logprobs=0 if logprobs is None else max(1, logprobs),
-        grammar=parse_grammar(fields, defaults.grammar),
+        grammar=_parse_grammar(fields, defaults.grammar, tools),
     )
     _check_min_tokens_field(model, options, "min_tokens" in given)
     include_stop = fields.boolean("include_stop_str_in_output")
@@ -199,6 +199,15 @@ def _parse_logprobs(kind: str, fields: Fields, default: int | None) -> int | Non
     if top and not wanted:
         raise BodyError("top_logprobs", "top_logprobs needs logprobs: true beside it")
     return (top or 0) if wanted else None
+
+
+def _parse_grammar(fields: Fields, default: Any, tools: ToolSettings | None) -> Any:
+    """The grammar of the answer: of calls where they are required, else what other fields ask for."""
+    if tools is None or tools.grammar is None:
+        return parse_grammar(fields, default)
+    if parse_grammar(fields, None) is not None:
+        raise BodyError("tool_choice", "tool_choice requires calls: no other field may constrain the answer")
+    return tools.grammar
 
 
 def _check_min_tokens_field(model: Model, options: GenerateOptions, given: bool) -> None:

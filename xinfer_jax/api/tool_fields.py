@@ -6,7 +6,9 @@ from typing import Any
 
 from ..checkpoint.conversation import check_template_tools
 from ..checkpoint.tokenizer import Tokenizer
+from ..checkpoint.tool_choice import known_format, tool_grammar
 from ..errors import InputError, format_value
+from ..grammar.grammars import Grammar
 from .fields import BodyError, Fields
 
 _CHOICES = ("none", "auto", "required")
@@ -19,13 +21,13 @@ class ToolSettings:
     Attributes:
         tools: that the prompt describes.
         format: how the model writes calls, one of `TOOL_FORMATS`.
-        required: names of the functions of which the answer has to call one; (): it need not call any.
+        grammar: of answers that are calls; None: the answer need not have any.
         most_calls: calls after this many are dropped; None: no limit.
     """
 
     tools: list[dict[str, Any]]
     format: str
-    required: tuple[str, ...]
+    grammar: Grammar | None
     most_calls: int | None
 
 
@@ -47,36 +49,28 @@ def parse_tools(fields: Fields, tokenizer: Tokenizer | None) -> ToolSettings | N
         return None
     if choice == "none":
         return None
+    name = _chosen_name(choice) if isinstance(choice, Mapping) else None
     if tokenizer is None:
         raise BodyError("tools", "tools need a chat template, which this checkpoint lacks: leave them out")
     try:
         tools = check_template_tools(tokenizer, given)
+        call_format = known_format(tokenizer)
     except InputError as error:
         raise BodyError("tools", error) from error
-    call_format = tokenizer.template_tools.format
-    if call_format is None:
-        raise BodyError(
-            "tools",
-            "the chat template of this model writes calls in a form that is not served: leave tools out",
-        )
-    if choice != "auto":
-        said = (
-            "tool_choice is none or auto here: a call that is required needs a grammar, which is not served"
-        )
-        raise BodyError("tool_choice", said)
-    names = tuple(tool["function"]["name"] for tool in tools)
-    if isinstance(choice, Mapping):
-        return ToolSettings(tools, call_format, (_chosen_name(choice, names),), 1)
-    required = names if choice == "required" else ()
-    return ToolSettings(tools, call_format, required, None if parallel else 1)
+    most_calls = 1 if name or not parallel else None
+    if choice == "auto":
+        return ToolSettings(tools, call_format, None, most_calls)
+    try:
+        grammar = tool_grammar(tools, tokenizer, name=name, several=parallel)
+    except InputError as error:
+        raise BodyError("tool_choice", f"tool_choice: {error}") from error
+    return ToolSettings(tools, call_format, grammar, most_calls)
 
 
-def _chosen_name(choice: Mapping[str, Any], names: tuple[str, ...]) -> str:
+def _chosen_name(choice: Mapping[str, Any]) -> str:
     function = choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     if choice.get("type") != "function" or not isinstance(name, str):
         form = "{'type': 'function', 'function': {'name': …}}"
         raise BodyError("tool_choice", f"tool_choice as an object must be {form}, got {format_value(choice)}")
-    if name not in names:
-        raise BodyError("tool_choice", f"tool_choice names {format_value(name)}, which is none of tools")
     return name

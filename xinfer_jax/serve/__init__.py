@@ -14,7 +14,7 @@ Read the files in this order:
 
 Served: /v1/models, /v1/models/ID, /version, /v1/completions, /v1/chat/completions (streamed or not),
 /v1/embeddings, /health, /metrics, /tokenize, /detokenize, /tokenizer_info, and the page. Not served, and
-rejected by name: /v1/responses, response formats, suffix, images and audio; `xinfer_jax/api/fields.py`
+rejected by name: /v1/responses, suffix, images and audio; `xinfer_jax/api/fields.py`
 has the list of fields.
 
 - An answer has the same tokens with the same seed, beside any other requests. A request without a seed gets
