@@ -7,6 +7,7 @@ import json
 import re
 
 import grammar_cases
+import grammar_inputs
 import jax
 import numpy as np
 import pytest
@@ -155,13 +156,13 @@ def test_preempted_rows_continue_their_grammars(model, engine):
 def test_answers_are_valid(model, engine):
     """JSON for a schema, and texts for a regular expression; greedy and hot."""
     ended = []
-    for i, schema in enumerate(grammar_cases.schemas(12)):
+    for i, schema in enumerate(grammar_inputs.schemas(12)):
         for sampling in (xj.SamplingConfig(), HOT):
             grammar = xj.json_schema(schema)
             given = xj.GenerateOptions(CAPACITY - 8, sampling, grammar=grammar)
             request = engine.submit(PROMPTS[i % 3], given, key=jax.random.key(i))
             ended.append((request, lambda text, schema=schema: jsonschema.validate(json.loads(text), schema)))
-    for i, pattern in enumerate(grammar_cases.regexes(24)):
+    for i, pattern in enumerate(grammar_inputs.regexes(24)):
         given = xj.GenerateOptions(CAPACITY - 8, HOT, grammar=xj.regex(pattern))
         request = engine.submit(PROMPTS[i % 3], given, key=jax.random.key(i))
         check = lambda text, pattern=pattern: re.fullmatch(pattern, text, re.ASCII) or pytest.fail(pattern)  # noqa: E731
