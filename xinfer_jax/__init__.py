@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .cache.prefix_files import load_prefix as load_prefix, save_prefix as save_prefix
     from .checkpoint.loading import Model as Model, load_model as load_model
     from .checkpoint.tokenizer import Tokenizer as Tokenizer
+    from .checkpoint.tool_choice import tool_grammar as tool_grammar
     from .config.model_config import ModelConfig as ModelConfig, from_hf as from_hf
     from .config.rope import RopeConfig as RopeConfig
     from .embedding import embed_texts as embed_texts
@@ -61,6 +62,14 @@ if TYPE_CHECKING:
         generate_text as generate_text,
         stream_text as stream_text,
     )
+    from .tools.answer_parser import (
+        AnswerDelta as AnswerDelta,
+        AnswerParser as AnswerParser,
+        ParsedAnswer as ParsedAnswer,
+        ToolCall as ToolCall,
+        parse_tool_calls as parse_tool_calls,
+    )
+    from .tools.tool_call_parser import ToolCallDelta as ToolCallDelta
     from .weights.layout import shardings as shardings
     from .weights.params import init_params as init_params
 
@@ -98,7 +107,10 @@ _EXPORTS = {
     "batch.dataset": ("DatasetGenerator",),
     "batch.run_batch": ("generate_file",),
     "text": ("TextStream", "alternatives_text", "encode_prompt", "generate_text", "stream_text"),
+    "tools.answer_parser": ("AnswerDelta", "AnswerParser", "ParsedAnswer", "ToolCall", "parse_tool_calls"),
+    "tools.tool_call_parser": ("ToolCallDelta",),
     "checkpoint.tokenizer": ("Tokenizer",),
+    "checkpoint.tool_choice": ("tool_grammar",),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 

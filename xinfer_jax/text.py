@@ -33,6 +33,7 @@ def encode_prompt(
     add_special_tokens: bool = True,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     escape_control_tokens: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     """Encodes a prompt as the token ids that `generate_text` starts from.
 
@@ -48,13 +49,18 @@ def encode_prompt(
         escape_control_tokens: control tokens that a conversation spells, like <|im_end|>, are encoded as
             ordinary text, so that no user can start a message of another role. Other texts are not affected.
             If False, a spelled token becomes the token. A raw text and ids are never escaped.
+        tools: functions that the answer may call, as the OpenAI API describes them: [{"type": "function",
+            "function": {"name": …, "description": …, "parameters": a JSON Schema}}, …]. `parse_tool_calls`
+            finds the calls in an answer. A conversation may have earlier calls in `tool_calls` of the
+            assistant's messages, and results in messages with the role "tool".
 
     Returns:
         At least one id; they end with the start of the assistant's message.
 
     Raises:
         InputError: no tokenizer, an empty prompt, a message without role or content, more text than the
-            context limit allows, or a system message or a conversation with raw or without a chat template.
+            context limit allows, a system message or a conversation with raw or without a chat template, or
+            tools where the chat template ignores them.
     """
     return prompt_ids(
         _tokenizer(model),
@@ -65,6 +71,7 @@ def encode_prompt(
         add_special_tokens=add_special_tokens,
         variables=chat_template_kwargs,
         escape=escape_control_tokens,
+        tools=tools,
     )
 
 

@@ -64,7 +64,7 @@ NOT_SERVED = dict(
     guided_whitespace_pattern=" ", structural_tag="x", chat_template="x", length_penalty=2.0,
     documents=[{"text": "a"}],
     early_stopping=True, spaces_between_special_tokens=False, use_beam_search=True, prompt_logprobs=1,
-    logits_processors=["a"], tools=[{}], tool_choice="required", functions=[{}], reasoning_effort="low",
+    logits_processors=["a"], functions=[{}], reasoning_effort="low",
     thinking_token_budget=5, include_reasoning=False, logprob_token_ids=[1], return_tokens_as_token_ids=True,
     prompt_embeds="x", vllm_xargs={"a": 1}, repetition_detection={}, watermarking=True, verbosity="low",
     prediction={}, moderation={}, modalities=["audio"], web_search_options={}, suffix="x",
@@ -160,9 +160,7 @@ def test_fields_that_ask_for_nothing_are_accepted(model):
 def test_template_variables_cannot_replace_fields(model, name, value):
     error = body_error(model, "chat", chat_template_kwargs={name: value})
     assert error.param == "chat_template_kwargs" and name in str(error)
-    assert parse(
-        model, "chat", chat_template_kwargs={"tools": [], "enable_thinking": True, "x": None}
-    ).prompts
+    assert parse(model, "chat", chat_template_kwargs={"enable_thinking": True, "x": None}).prompts
 
 
 # --- fields that are served ---------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ from browser import CHROMIUM, LAST, Browser
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 import xinfer_jax as xj
-from xinfer_jax.api.responses import split_reasoning
 from xinfer_jax.checkpoint.escaping import ControlTokenEscaper
 from xinfer_jax.checkpoint.tokenizer import Tokenizer
 from xinfer_jax.sampling.random_keys import key_from_seed
@@ -353,7 +352,8 @@ def test_reasoning_is_split_from_the_answer():
         (True, "a b</think>c", ("a b", "c")),
         (True, "a", ("a", None)),
     ]:
-        assert split_reasoning(text, opened) == wanted
+        parsed = xj.AnswerParser([], in_reasoning=opened).parse(text)
+        assert (parsed.reasoning, parsed.content) == wanted
 
 
 def test_malformed_requests_do_no_harm(server):

@@ -13,6 +13,7 @@ from ..errors import InputError
 from ..grammar.vocabulary import BYTES_OF_LETTERS
 from .chat_template import render
 from .files import file_exists, read_json, read_text
+from .template_tools import TemplateTools, find_template_tools
 from .token_coverage import token_coverage
 
 # Qwen's chat format, for a checkpoint without a template.
@@ -141,6 +142,13 @@ class Tokenizer:
         """A token to decode others after, and its text."""
         ids = self.encode("a", add_special_tokens=False)[-1:]
         return ids, self.decode(ids, skip_special_tokens=False)
+
+    @property
+    def template_tools(self) -> TemplateTools:
+        """What the chat template does with tools."""
+        if self.chat_template is None:
+            return TemplateTools(False, None)
+        return find_template_tools(self.chat_template, tuple(self.special_tokens.items()))
 
     def apply_chat_template(
         self,
