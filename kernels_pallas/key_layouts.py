@@ -23,9 +23,9 @@ class SideBySide(NamedTuple):
     """
 
     values: jax.Array  # [P, K, S, 2H], float numbers or uint8 levels
-    # float32, of levels: step and low of keys, then of values. [P, K, 4, S], or [P, K, 2, 2S] with two of them
-    # in a row where S does not fill lanes: XLA stores an array of few lanes in another order of axes, and
-    # copies it before each call of a kernel.
+    # float32, of levels: step and low of keys, then of values. [P, K, 4, S], or [P, K, 2, 2S] where S is no
+    # multiple of 128: an array with half-empty lanes XLA stores in another order of axes, and copies it
+    # before and after kernels.
     scale: jax.Array | None = None
 
 

@@ -44,12 +44,14 @@ if TYPE_CHECKING:
         lark as lark,
         regex as regex,
     )
+    from .grammar.token_automaton import dfa as dfa
     from .model.decoder import (
         embed_tokens as embed_tokens,
         forward as forward,
         hidden_states as hidden_states,
         unembed as unembed,
     )
+    from .sampling.automaton import Dfa as Dfa
     from .sampling.logprobs import TokenLogprobs as TokenLogprobs
     from .sampling.sampling_config import SamplingConfig as SamplingConfig
     from .stats import GenerateStats as GenerateStats, LoadStats as LoadStats
@@ -86,6 +88,7 @@ _EXPORTS = {
     "sampling.logprobs": ("TokenLogprobs",),
     "embedding": ("embed_texts",),
     "grammar.grammars": ("Grammar", "choice", "json_object", "json_schema", "lark", "regex"),
+    "grammar.token_automaton": ("dfa",),
     "model.decoder": ("embed_tokens", "forward", "hidden_states", "unembed"),
     "generation.options": ("GenerateOptions", "GenerateOutput"),
     "weights.params": ("init_params",),
@@ -93,6 +96,7 @@ _EXPORTS = {
     "cache.prefix": ("Prefix",),
     "cache.prefix_files": ("load_prefix", "save_prefix"),
     "config.rope": ("RopeConfig",),
+    "sampling.automaton": ("Dfa",),
     "sampling.sampling_config": ("SamplingConfig",),
     "generation.scoring": ("score", "score_completions"),
     "stats": ("GenerateStats", "LoadStats"),

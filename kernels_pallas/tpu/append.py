@@ -55,19 +55,18 @@ def rope_append(  # noqa: PLR0913
     if not ring:
         capacity = min(capacity, S if table_BP is None else S * table_BP.shape[1])
     count_B = jnp.clip(capacity - start_B, 0, num_tokens_B)
-    where = dict(table_BP=table_BP, ring=ring, interpret=interpret)
     angles = None if cos_BTP is None else (cos_BTP, sin_BTP)
-    if q_BTNH.shape[1] <= FEW_TOKENS:
-        q_BTNH, kv = append_tokens((q_BTNH, k_BTKH, v_BTKH), angles, norms, kv_PKSX, start_B, count_B, **where)
-        return q_BTNH, kv, None
-    return *_append_prompts((q_BTNH, k_BTKH, v_BTKH), angles, norms, kv_PKSX, start_B, count_B, **where), None
+    append = append_tokens if q_BTNH.shape[1] <= FEW_TOKENS else _append_prompts
+    args = (q_BTNH, k_BTKH, v_BTKH), angles, norms, kv_PKSX, start_B, count_B
+    return *append(*args, table_BP=table_BP, ring=ring, interpret=interpret), None
 
 
 def _append_prompts(  # noqa: PLR0913
     qkv, angles, norms: HeadNorms | None, kv: SideBySide, start_B, count_B, *, table_BP, ring, interpret
 ) -> tuple[jax.Array, SideBySide]:
-    q_BTNH, k_BTKH = (rotate(x, *(angles or (None, None))) for x in norm_heads(*qkv[:2], norms))
-    k, v = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, qkv[2]))
+    q_BTNH, k_BTKH, v_BTKH = qkv
+    q_BTNH, k_BTKH = (rotate(x, *(angles or (None, None))) for x in norm_heads(q_BTNH, k_BTKH, norms))
+    k, v = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
     B, _, T, _ = k.shape
     S = kv.values.shape[2]
     write = partial(_write, start_B=start_B, count_B=count_B, table_BP=table_BP, interpret=interpret)

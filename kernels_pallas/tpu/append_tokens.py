@@ -149,7 +149,7 @@ def _scratch(kv: SideBySide, settings: _Settings) -> dict[str, Any]:
 
 
 def _kernel(*refs: Any, names: tuple[str, ...], scalars: int, settings: _Settings) -> None:
-    """Refs: by `names`, those of scalar memory first; of the caches inputs and outputs are the same memory."""
+    """Refs: by `names`, those of scalar memory first. Caches are the same memory as input and as output."""
     ref = dict(zip(names, refs, strict=True))
     first_row = pl.program_id(0) * settings.rows
 
@@ -207,7 +207,12 @@ def _each_token(insert_token: Any, tiling: Tiling, tokens: int, i: Any, tile: Ti
 
 def _compute_all(ref, settings: _Settings) -> None:
     """Rotated queries, and the new numbers of the caches."""
-    lax.fori_loop(0, ref["new"].shape[0], lambda a, _: _compute(ref, settings, a) or 0, 0)
+
+    def one(a: Any, _: Any) -> int:
+        _compute(ref, settings, a)
+        return 0
+
+    lax.fori_loop(0, ref["new"].shape[0], one, 0)
 
 
 def _compute(ref, settings: _Settings, a: Any) -> None:
@@ -258,8 +263,10 @@ def _norm(x_RW, weight_1H, settings: _Settings, dtype: Any) -> jax.Array:
         mean = squares_RW.sum(-1, keepdims=True) / H
     else:
         is_first = lax.broadcasted_iota(jnp.int32, x_RW.shape, 1) < H
-        sums = [jnp.where(part, squares_RW, 0).sum(-1, keepdims=True) for part in (is_first, ~is_first)]
-        mean = jnp.where(is_first, *sums) / H
+        first, second = (
+            jnp.where(part, squares_RW, 0).sum(-1, keepdims=True) for part in (is_first, ~is_first)
+        )
+        mean = jnp.where(is_first, first, second) / H
         weight_1H = jnp.concatenate([weight_1H, weight_1H], -1)
     x_RW = x_RW * lax.rsqrt(mean + settings.eps)
     if settings.offset:
@@ -284,6 +291,6 @@ def _store_scale(scale_ref, numbers: list[jax.Array]) -> None:
     rows, _, lanes = scale_ref.shape
     if rows == 2:
         is_first = lax.broadcasted_iota(jnp.int32, scale_ref.shape[1:], 1) < lanes // 2
-        numbers = [jnp.where(is_first, *numbers[i : i + 2]) for i in (0, 2)]
+        numbers = [jnp.where(is_first, numbers[i], numbers[i + 1]) for i in (0, 2)]
     for i, x in enumerate(numbers):
         scale_ref[i] = jnp.broadcast_to(x, scale_ref.shape[1:])

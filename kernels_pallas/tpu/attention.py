@@ -13,7 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..dispatch import result_type
 from ..key_layouts import LANES, SideBySide
-from .attention_kernel import Settings, attention_kernel
+from .attention_kernel import attention_kernel
+from .attention_settings import Settings
 from .rotation import rotation_factors
 
 BLOCK_BYTES = 2**20  # of keys and values in one of two buffers
@@ -69,7 +70,7 @@ def prefill_attention(  # noqa: PLR0913
     else:
         q = q_BTNH.reshape(B, T, N * H)
         one_tile = pl.BlockSpec((1, settings.tokens, N * H), lambda b, t, *_: (b, t, 0))
-    constants = {"offset": _offsets(rows, settings.tokens, N // K)}
+    constants: dict[str, Any] = {"offset": _offsets(rows, settings.tokens, N // K)}
     if sink_N is not None:
         sink_KR = jnp.repeat(sink_N.astype(jnp.float32).reshape(K, -1), settings.tokens, 1)
         constants["sink"] = _pad(sink_KR, 1, rows)[..., None]
@@ -184,9 +185,7 @@ def _scratch(q_BTNH, kv: SideBySide, rows: int, settings: Settings) -> dict[str,
     if kv.scale is not None:
         chunks = settings.block // settings.chunk
         parts = kv.scale.shape[2]
-        scratch["scale_buffer"] = pltpu.VMEM(
-            (2, chunks, K, parts, 4 * settings.chunk // parts), jnp.float32
-        )
+        scratch["scale_buffer"] = pltpu.VMEM((2, chunks, K, parts, 4 * settings.chunk // parts), jnp.float32)
         scratch["query_sum"] = sums
     if settings.block_rows:
         scratch["flat"] = pltpu.VMEM((settings.block_rows, 1, N * H), jnp.float32)

@@ -1,7 +1,6 @@
 """The tiles of slots into which an append divides the cache of a row: a copy takes them whole."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -58,8 +57,10 @@ def scale_tile(slots: int) -> int:
     return slots if slots % LANES else LANES
 
 
-def make_tiling(size: int, tokens: int, rows: int, kv: SideBySide, table_BP: Any, ring: bool, axis: int):  # noqa: PLR0913
-    """The `Tiling` of an array for so many tokens of each row."""
+def make_tiling(  # noqa: PLR0913
+    size: int, tokens: int, rows: int, kv: SideBySide, table_BP: Any, ring: bool, axis: int
+) -> Tiling:
+    """The tiling of an array for so many tokens of each row."""
     tiles = pl.cdiv(tokens - 1, size) + 1
     pages = 0 if table_BP is None else table_BP.shape[1]
     return Tiling(size, tiles, rows * tiles, kv.values.shape[2], pages, ring, axis)
@@ -88,49 +89,60 @@ def find_tile(scalar_refs: Sequence[Any], cache_ref: Any, tiling: Tiling, number
 
 
 def update_tiles(scalar_refs: Any, updates: Sequence[Update], compute: Any = None) -> None:
-    """Reads tiles, changes and writes them; those of several arrays at once. compute: None, or what is called
-    while tiles are read. scalar_refs: as in `find_tile`.
+    """Reads tiles, changes and writes them; those of several arrays at once.
+
+    Args:
+        scalar_refs: as in `find_tile`.
+        updates: of each array.
+        compute: None, or what is called while tiles are read.
     """
-
-    def each(update: Update, step: Any) -> None:
-        def one(i: Any, _: Any) -> int:
-            tile = find_tile(scalar_refs, update.cache, update.tiling, update.first + i)
-            at = update.tiles.at[i]
-            read = partial(pltpu.make_async_copy, tile.memory, at, update.copied.at[0, i])
-            write = partial(pltpu.make_async_copy, at, tile.memory, update.copied.at[1, i])
-            step(i, tile, read, write, update.change)
-            return 0
-
-        lax.fori_loop(0, update.tiles.shape[0], one, 0)
-
-    def start_read(i: Any, tile: Tile, read: Any, write: Any, change: Any) -> None:
-        @pl.when(tile.is_used & jnp.logical_not(tile.is_full))
-        def _start():
-            read().start()
-
-    def change_and_write(i: Any, tile: Tile, read: Any, write: Any, change: Any) -> None:
-        @pl.when(tile.is_used & jnp.logical_not(tile.is_full))
-        def _wait():
-            read().wait()
-
-        @pl.when(tile.is_used)
-        def _change():
-            change(i, tile)
-            write().start()
-
-    def wait_write(i: Any, tile: Tile, read: Any, write: Any, change: Any) -> None:
-        @pl.when(tile.is_used)
-        def _wait():
-            write().wait()
-
     for update in updates:
-        each(update, start_read)
+        _each_tile(scalar_refs, update, _start_read)
     if compute is not None:
         compute()
     for update in updates:
-        each(update, change_and_write)
+        _each_tile(scalar_refs, update, _change)
     for update in updates:
-        each(update, wait_write)
+        _each_tile(scalar_refs, update, _wait_write)
+
+
+def _each_tile(scalar_refs: Any, update: Update, step: Any) -> None:
+    def one(i: Any, _: Any) -> int:
+        step(update, i, find_tile(scalar_refs, update.cache, update.tiling, update.first + i))
+        return 0
+
+    lax.fori_loop(0, update.tiles.shape[0], one, 0)
+
+
+def _read(update: Update, i: Any, tile: Tile) -> Any:
+    return pltpu.make_async_copy(tile.memory, update.tiles.at[i], update.copied.at[0, i])
+
+
+def _write(update: Update, i: Any, tile: Tile) -> Any:
+    return pltpu.make_async_copy(update.tiles.at[i], tile.memory, update.copied.at[1, i])
+
+
+def _start_read(update: Update, i: Any, tile: Tile) -> None:
+    @pl.when(tile.is_used & jnp.logical_not(tile.is_full))
+    def _start():
+        _read(update, i, tile).start()
+
+
+def _change(update: Update, i: Any, tile: Tile) -> None:
+    @pl.when(tile.is_used & jnp.logical_not(tile.is_full))
+    def _wait():
+        _read(update, i, tile).wait()
+
+    @pl.when(tile.is_used)
+    def _start():
+        update.change(i, tile)
+        _write(update, i, tile).start()
+
+
+def _wait_write(update: Update, i: Any, tile: Tile) -> None:
+    @pl.when(tile.is_used)
+    def _wait():
+        _write(update, i, tile).wait()
 
 
 def select_type(dtype: Any) -> Any:
@@ -151,4 +163,5 @@ def insert(tile_ref: Any, new: jax.Array, tile: Tile, tiling: Tiling, axis: int)
         slot = lax.rem(slot, tiling.size)
     position = tile.position + slot
     is_new = (position >= tile.low) & (position < tile.high)
-    tile_ref[...] = jnp.where(is_new, jnp.broadcast_to(new.astype(kind), old.shape), old).astype(tile_ref.dtype)
+    new = jnp.broadcast_to(new.astype(kind), old.shape)
+    tile_ref[...] = jnp.where(is_new, new, old).astype(tile_ref.dtype)

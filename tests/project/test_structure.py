@@ -34,10 +34,13 @@ PACKAGES = {
         "greedy",
     ),
     "sampling": (
-        "reductions", "processors", "biases", "sampling_config", "batched_settings", "context", "random_keys",
-        "sampler", "logprobs",
+        "reductions", "processors", "biases", "sampling_config", "batched_settings", "automaton", "context",
+        "random_keys", "sampler", "logprobs",
     ),
-    "grammar": ("grammars", "vocabulary", "compiler", "matcher", "batch_matchers"),
+    "grammar": (
+        "grammars", "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "compiler", "matcher",
+        "batch_matchers",
+    ),
     "compress": ("outliers", "gptq", "awq"),
     "generation": (
         "state", "strategies", "loop", "speculation", "beam_steps", "buckets", "functional", "precompile",

@@ -50,7 +50,7 @@ RING = 1024
 
 
 def arguments(device, model, rows, tokens, place, dtype):
-    """Shapes of new queries, keys, values, cosines and sines, of the cache, starts, lengths and block table."""
+    """Shapes of new queries, keys, values, cosines, sines; of the cache, starts, lengths and block table."""
     K, G, H, _ = MODELS[model]
     sharding = SingleDeviceSharding(device)
 
@@ -70,7 +70,7 @@ def arguments(device, model, rows, tokens, place, dtype):
 
 
 def step(model, place, new, kv, start_B, count_B, table_BP):
-    """Appends and attends: few tokens twice, in a loop, as decode steps do. In the model of rings with norms."""
+    """Appends and attends: few tokens twice, in a loop, as decode steps do; with norms to rings."""
     H, window = MODELS[model][2:]
     options = {"ring": True} if place == "ring" else {}
     of_append = {"norms": HeadNorms(jnp.ones(H), jnp.ones(H), 1e-6, 1.0)} if place == "ring" else {}

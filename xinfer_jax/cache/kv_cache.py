@@ -75,8 +75,8 @@ def init_cache(
 
     Args:
         config, batch: the model, and rows (B).
-        capacity: tokens that each row can hold; S is the capacity rounded up to a multiple of 8, or of 128 in a
-            process with a TPU.
+        capacity: tokens that each row can hold; S is the capacity rounded up to a multiple of 8, or of 128 in
+            a process with a TPU.
         dtype: of K and V, or "int8", "int4" or "gear"; None: float32 on CPU, bfloat16 on GPU and TPU.
         mesh: keys and values are sharded over its axis "model" by key heads, as the parameters are.
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from ..errors import InputError
+from ..grammar.matcher import Matcher
 from ..sampling.context import ALL_BITS
 from ..sampling.logprobs import token_logprob_rows
 from .controller import Leader
@@ -171,7 +172,9 @@ class EngineCore:
         masks = self._masks([(0, answer)], 1)
         if answer.row not in self._answers:  # it failed
             return
-        row = self.device.new_row(call, answer.key_1, masks)
+        dfa = answer.matcher and answer.matcher.dfa
+        tables = dfa and [dfa.class_V, dfa.next_SC]
+        row = self.device.new_row(call, answer.key_1, masks, tables)
         flags = call.greedy, call.options.logprobs > 0
         out = jax.device_get(self.device.sample_first(answer.row.slot, outputs, row, *flags))
         request.times.setdefault("first", time.monotonic())
@@ -217,7 +220,9 @@ class EngineCore:
             answers: with their rows in the masks.
             rows: of all slots; 1: of an answer before its first token.
         """
-        constrained = [(at, answer, answer.matcher) for at, answer in answers if answer.matcher is not None]
+        constrained = [
+            (at, answer, answer.matcher) for at, answer in answers if isinstance(answer.matcher, Matcher)
+        ]
         if not constrained:
             return None
         num_drafts = self._shape.num_draft_tokens

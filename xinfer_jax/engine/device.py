@@ -22,6 +22,7 @@ from ..generation.precompile import Executor
 from ..generation.runners import runner_class
 from ..generation.state import DecodeState
 from ..generation.validation import ValidatedCall, validate_call
+from ..sampling.automaton import MAX_ENTRIES, Dfa, automata_of_rows
 from ..sampling.batched_settings import settings_per_row
 from ..sampling.context import ALL_BITS
 from ..sampling.logprobs import empty_alternatives
@@ -76,9 +77,16 @@ class Device:
         self.rows: Any = self._put(jax.tree.map(lambda x: _repeat(x, shape.rows), row))
         self._has_masks = False  # the last call of `decode` had masks
 
-    def new_row(self, call: ValidatedCall, key_1: Any, masks_1QW: Any = None) -> DecodeState:
-        """A row before its first token. masks_1QW: uint32, the tokens that its grammar allows; None: all."""
-        row = self._new_row(call, key_1, call.options.max_new_tokens)
+    def new_row(
+        self, call: ValidatedCall, key_1: Any, masks_1QW: Any = None, tables: Any = None
+    ) -> DecodeState:
+        """A row before its first token.
+
+        Args:
+            masks_1QW: uint32, the tokens that its grammar allows; None: all.
+            tables: the arrays of its grammar's `Dfa`; None: it has none.
+        """
+        row = self._new_row(call, key_1, call.options.max_new_tokens, tables and Dfa(*tables))
         return self._put(row if masks_1QW is None else _with_masks(row, masks_1QW))
 
     def draft_tokens(self) -> np.ndarray:
@@ -217,7 +225,7 @@ class Device:
         call = validate_call(self.params, self.config, [[0]], GenerateOptions(1, eos_token_ids=()), None)
         return call, call.key
 
-    def _new_row(self, call: ValidatedCall, key_1: Any, limit: int) -> DecodeState:
+    def _new_row(self, call: ValidatedCall, key_1: Any, limit: int, dfa: Dfa | None = None) -> DecodeState:
         """A new row, in arrays that the host does not change later. limit: tokens that it may sample."""
         options = call.options
         V = self.config.vocab_size
@@ -226,7 +234,8 @@ class Device:
         eos_1E[0, : len(call.end_ids)] = call.end_ids
         limit_1 = np.full(1, limit, np.int32)
         sizes = self._shape.capacity, 0, 1 + self._shape.num_draft_tokens
-        state = state_of_rows(call.prompts, V, key_1, sampling_1, limit_1, eos_1E, *sizes)
+        automata = automata_of_rows([dfa], V, eos_1E, MAX_ENTRIES)
+        state = state_of_rows(call.prompts, V, key_1, sampling_1, limit_1, eos_1E, *sizes, automata)
         alternatives = empty_alternatives(1, 0, min(MAX_LOGPROBS, V), V, False)
         alternatives = dataclasses.replace(alternatives, wanted_B=np.full(1, options.logprobs > 0))
         return dataclasses.replace(state, alternatives=alternatives, noted_B=np.zeros(1, np.int32))

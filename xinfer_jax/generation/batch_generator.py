@@ -74,7 +74,7 @@ class BatchGenerator:
         elif call.options.use_cache:
             size = call.capacity, call.prompt_rows
             self._cache = executor.create(lambda: new_cache(call, call.params, call.config, *size))
-        self._state = initial_state(call, self._prompt_R)
+        self._state = initial_state(call, self._prompt_R, self._grammars.dfas)
         uncached = [prompt[n:] for prompt, n in zip(call.prompts, self._num_cached_B, strict=False)]
         self._tokens = pad_prompts(uncached, call.capacity, call.prompt_rows)
         self._model = call.params, call.config
@@ -145,7 +145,7 @@ class BatchGenerator:
             self._precompiler.wait()
         with Stopwatch() as decoding:
             steps = min(steps, self._call.options.max_new_tokens - self.steps)
-            while steps > 0 and self._grammars.any_active(self.active_R):  # step by step
+            while steps > 0 and self._grammars.need_masks(self.active_R):  # step by step
                 self._set_masks()
                 self._decode(1)
                 self._fetch()
@@ -165,7 +165,7 @@ class BatchGenerator:
 
     def _set_masks(self, first: bool = False) -> None:
         """Writes the tokens that grammars allow into the state. first: no token is sampled yet."""
-        if not self._grammars.matchers:
+        if not self._call.needs_masks:
             return
         context = self._state.context
         draft_BT = None

@@ -53,7 +53,7 @@ def generate(
     """
     call = validate_call(params, config, prompts, options, key)
     long = call.rows * call.options.max_new_tokens > _LOOP_TOKENS
-    batch = BatchGenerator(call, decodes_whole=long and not call.grammars)
+    batch = BatchGenerator(call, decodes_whole=long and not call.needs_masks)
     batch.start()
     while batch.active_R.any():
         batch.decode(call.options.max_new_tokens)

@@ -193,7 +193,7 @@ def _sample_from_hidden(outputs, impl, state, draft_BT):
 
     if not can_fuse_head(outputs.model[0], hidden_RD, impl):
         return from_logits()
-    return lax.cond(is_plain_greedy(state.sampling_B), greedy, from_logits)
+    return lax.cond(is_plain_greedy(state.sampling_B, state.context), greedy, from_logits)
 
 
 def _sample_from_logits(logits_BTV, state, draft_BT):

@@ -14,7 +14,7 @@ from ..checks import check_integer, check_token_ids, is_sequence
 from ..config.model_config import ModelConfig, with_fixed_rope
 from ..errors import ContextLengthError, InputError, format_value
 from ..grammar.grammars import Grammar
-from ..grammar.matcher import CompiledGrammar, Matcher
+from ..grammar.matcher import CompiledGrammar, DfaMatcher, Matcher
 from ..model.attention import check_impl
 from ..sampling.batched_settings import settings_per_row, takes_most_likely
 from ..sampling.random_keys import check_key
@@ -57,7 +57,7 @@ class ValidatedCall:
     @functools.cached_property
     def greedy(self) -> bool:
         """Whether every row takes its most likely token, without any logits processor."""
-        return takes_most_likely(self.sampling_B)
+        return not self.grammars and takes_most_likely(self.sampling_B)
 
     @functools.cached_property
     def prompt_rows(self) -> int:
@@ -95,9 +95,14 @@ class ValidatedCall:
     @functools.cached_property
     def num_masks(self) -> int:
         """Masks of allowed tokens in a row's state: of the next token, and after each draft token."""
-        return 1 + self.num_draft_tokens if self.grammars and self.options.draft is not None else 1
+        return 1 + self.num_draft_tokens if self.needs_masks and self.options.draft is not None else 1
 
-    def new_matcher(self, prompt: int) -> Matcher | None:
+    @functools.cached_property
+    def needs_masks(self) -> bool:
+        """Whether the host writes the masks of a row between its steps."""
+        return _need_masks(self.grammars, self.prompts)
+
+    def new_matcher(self, prompt: int) -> Matcher | DfaMatcher | None:
         """What follows an answer to this prompt through its grammar; None without one."""
         grammar = self.grammars[prompt] if self.grammars else None
         if grammar is None:
@@ -132,7 +137,10 @@ def validate_call(
     longest = max(map(len, prompts))
     _check_together(config, options)
     grammars = _compile_grammars(config, options, len(prompts))
-    sampling_B = settings_per_row(options.sampling, len(prompts), config.vocab_size, bool(grammars))
+    needs_masks = _need_masks(grammars, prompts)
+    if needs_masks and hasattr(options.draft, "params"):
+        raise InputError("this grammar needs masks, which a draft model's tokens have not: use 'lookup'")
+    sampling_B = settings_per_row(options.sampling, len(prompts), config.vocab_size, needs_masks)
     _check_prefix(options, prompts)
     _check_length(config, options, longest)
     if key is None and np.any(sampling_B.temperature > 0):
@@ -203,13 +211,16 @@ def _compile_grammars(
         raise InputError("grammar needs an EOS id, which ends the answer: eos_token_ids is empty")
     if not options.use_cache:
         raise InputError("grammar needs the cache: leave use_cache true")
-    if hasattr(options.draft, "params"):
-        raise InputError("grammar does not go with a draft model, whose tokens have no masks: use 'lookup'")
     compiled: dict[Any, CompiledGrammar] = {}
     for grammar in each:
         if grammar is not None and grammar not in compiled:
             compiled[grammar] = _compile_grammar(config, grammar)
     return tuple(None if grammar is None else compiled[grammar] for grammar in each)
+
+
+def _need_masks(grammars: Sequence[CompiledGrammar | None], prompts: list[list[int]]) -> bool:
+    pairs = zip(grammars, prompts, strict=False)
+    return any(grammar is not None and not grammar.runs_on_device(prompt) for grammar, prompt in pairs)
 
 
 def _compile_grammar(config: ModelConfig, grammar: Any) -> CompiledGrammar:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..sampling.context import ALL_BITS
-from .matcher import Matcher
+from .matcher import DfaMatcher, Matcher
 
 
 class BatchMatchers:
@@ -14,16 +14,18 @@ class BatchMatchers:
 
     Attributes:
         matchers: of these rows.
+        dfas: of each row; None: the host writes its masks, or it has no grammar.
     """
 
-    def __init__(self, matchers: Sequence[Matcher | None]):
+    def __init__(self, matchers: Sequence[Matcher | DfaMatcher | None]):
         """matchers: of each row."""
         self.matchers = {row: matcher for row, matcher in enumerate(matchers) if matcher is not None}
+        self.dfas = [matcher and matcher.dfa for matcher in matchers]
         self._counts = dict.fromkeys(self.matchers, 0)  # tokens that were followed
 
-    def any_active(self, active_R: np.ndarray) -> bool:
-        """Whether a row with a grammar continues."""
-        return any(active_R[row] for row in self.matchers)
+    def need_masks(self, active_R: np.ndarray) -> bool:
+        """Whether a row whose masks the host writes continues. active_R: bool."""
+        return any(active_R[row] and isinstance(one, Matcher) for row, one in self.matchers.items())
 
     def masks(
         self, shape: tuple[int, int, int], active_R: np.ndarray | None, draft_BT: Any = None
@@ -37,7 +39,7 @@ class BatchMatchers:
         """
         masks = np.full(shape, ALL_BITS)
         for row, matcher in self.matchers.items():
-            if active_R is None or active_R[row]:
+            if isinstance(matcher, Matcher) and (active_R is None or active_R[row]):
                 matcher.fill(masks[row], () if draft_BT is None else draft_BT[row].tolist())
         return masks
 

@@ -1,5 +1,6 @@
 """Grammars compiled by llguidance, once for each tokenizer and vocabulary."""
 
+import contextlib
 import re
 import threading
 import weakref
@@ -9,11 +10,15 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
+from ..sampling.automaton import Dfa
 from .grammars import AUTO, Grammar
+from .regex_parser import NotRegularError
+from .token_automaton import token_automaton
 from .vocabulary import token_bytes
 
 _MOST_GRAMMARS = 256  # that are kept, the latest ones
 _MOST_CHARACTERS = 2**22  # of them together
+_MOST_AUTOMATA = 32  # of half a megabyte at most for 150,000 tokens
 # Bounds of llguidance that hold for one grammar. They bound time too: work is counted, not measured.
 _LIMITS = dict(max_lexer_states=50_000, verbose_errors=False)
 # Where text is forced, the model still chooses among its tokenizations.
@@ -50,6 +55,7 @@ class Vocabulary:
         self._generation_prompt = _thinking_prompt(tokenizer)
         self._llguidance: Any = None
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._automata: OrderedDict[str, Dfa | None] = OrderedDict()
         self._lock = threading.Lock()
 
     def matcher(self, grammar: Grammar) -> Any:
@@ -70,6 +76,23 @@ class Vocabulary:
                 while len(self._compiled) > _MOST_GRAMMARS or self._characters() > _MOST_CHARACTERS:
                     self._compiled.popitem(last=False)
         return compiled.deep_copy()
+
+    def automaton(self, grammar: Grammar) -> Dfa | None:
+        """The grammar as an automaton; None where it is not regular, or too large."""
+        if grammar.kind != "regex":
+            return None
+        with self._lock:
+            if grammar.source in self._automata:
+                self._automata.move_to_end(grammar.source)
+                return self._automata[grammar.source]
+        found = None
+        with contextlib.suppress(NotRegularError):
+            found = token_automaton(grammar.source, self.tokens, self.special)
+        with self._lock:
+            self._automata[grammar.source] = found
+            if len(self._automata) > _MOST_AUTOMATA:
+                self._automata.popitem(last=False)
+        return found
 
     def _characters(self) -> int:
         return sum(len(source) for _, source in self._compiled)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import NoTokenLeftError
+from ..sampling.automaton import ENDS, Dfa
 from ..sampling.context import ALL_BITS
 from .compiler import next_tokens, vocabulary_of
 from .grammars import Grammar
@@ -26,15 +27,43 @@ class CompiledGrammar:
     def __init__(self, grammar: Grammar, vocab_size: int):
         self._grammar = grammar
         self._vocabulary = vocabulary_of(grammar.tokenizer, vocab_size)
-        self._start = self._vocabulary.matcher(grammar)
+        self._dfa = self._vocabulary.automaton(grammar)
+        if self._dfa is None:
+            self._vocabulary.matcher(grammar)
 
-    def matcher(self, prompt: Sequence[int], end_ids: Sequence[int]) -> "Matcher":
+    def runs_on_device(self, prompt: Sequence[int]) -> bool:
+        """Whether answers to this prompt follow an automaton on the device; else masks of the host."""
+        return self._dfa is not None and self._vocabulary.reasoning_end(self._grammar, list(prompt)) is None
+
+    def matcher(self, prompt: Sequence[int], end_ids: Sequence[int]) -> "Matcher | DfaMatcher":
         """For an answer to a prompt. end_ids: the EOS ids: allowed where the grammar may end, and only
         there.
         """
+        if self._dfa is not None and self.runs_on_device(prompt):
+            return DfaMatcher(self._dfa, end_ids)
         waits_for = self._vocabulary.reasoning_end(self._grammar, list(prompt))
-        begun = self._start.deep_copy()
+        begun = self._vocabulary.matcher(self._grammar)
         return Matcher(begun, self._vocabulary.size, end_ids, self._grammar.tokenizer, waits_for)
+
+
+class DfaMatcher:
+    """Checks on the host what an answer sampled by its automaton on the device.
+
+    Attributes:
+        dfa: the automaton.
+    """
+
+    def __init__(self, dfa: Dfa, end_ids: Sequence[int]):
+        self.dfa = dfa
+        self._end_ids = end_ids
+        self._state = 0
+
+    def append(self, ids: Sequence[int]) -> None:
+        """As of `Matcher`."""
+        for token in ids:
+            token_class = ENDS if token in self._end_ids else self.dfa.class_V[token]
+            self._state = int(self.dfa.next_SC[self._state, token_class])
+            check_allowed(self._state >= 0)
 
 
 class Matcher:
@@ -42,6 +71,8 @@ class Matcher:
 
     Masks are uint32 [ceil(V / 32)]: token v has bit v % 32 of word v // 32.
     """
+
+    dfa = None
 
     def __init__(
         self, matcher: Any, vocab_size: int, end_ids: Sequence[int], tokenizer: Any, waits_for: str | None
@@ -78,7 +109,7 @@ class Matcher:
             mask[:] = ALL_BITS
         else:
             bits = next_tokens(self._matcher, self._size)
-            self._check(not self._matcher.is_error())
+            check_allowed(not self._matcher.is_error())
             mask[:] = bits[: len(mask)]
             at, bit = divmod(self._size, 32)
             may_end = bool(bits[at] >> np.uint32(bit) & 1)
@@ -96,7 +127,7 @@ class Matcher:
                 that it allows.
         """
         for token in ids:
-            self._check(self._try_append(token))
+            check_allowed(self._try_append(token))
 
     def _try_append(self, token: int) -> bool:
         """Whether the token may come next. An EOS id ends the answer."""
@@ -109,9 +140,11 @@ class Matcher:
             return bool(self._matcher.is_accepting())
         return bool(self._matcher.consume_token(token))
 
-    def _check(self, is_served: bool) -> None:
-        if not is_served:
-            raise NoTokenLeftError(
-                "the settings leave no token that the grammar allows, or the grammar exceeds its limits:"
-                " loosen logit_bias, allowed, forbidden or bad words, min_new_tokens, or the grammar"
-            )
+
+def check_allowed(is_allowed: bool) -> None:
+    """Raises NoTokenLeftError where a grammar does not allow what was sampled, or exceeds its limits."""
+    if not is_allowed:
+        raise NoTokenLeftError(
+            "the settings leave no token that the grammar allows, or the grammar exceeds its limits: loosen"
+            " logit_bias, allowed, forbidden or bad words, min_new_tokens, or the grammar"
+        )

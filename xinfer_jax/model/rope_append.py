@@ -79,7 +79,7 @@ def _select(q_BTNH: jax.Array, kv: Contiguous, impl: str | None) -> str:
 
 
 def _head_norms(weights: Any, eps: float, offset: float) -> HeadNorms | None:
-    return None if weights is None else HeadNorms(*weights, eps, offset)
+    return None if weights is None else HeadNorms(weights[0], weights[1], eps, offset)
 
 
 def _plain(qkv, weights, angles, kv: Contiguous, start_B, num_tokens_B, eps, offset):  # noqa: PLR0913

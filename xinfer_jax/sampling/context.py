@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..checks import is_traced
+from .automaton import Automata
 from .batched_settings import has_all_settings
 from .sampling_config import SamplingConfig
 
@@ -29,6 +30,7 @@ class Context:
     # token; the host may write Q - 1 others, of the tokens after it.
     allowed_bits: Any
     biased_B: jax.Array | None = None  # bool: the row's `logit_bias` is not all zeros, so kernels read it
+    automata: Automata | None = None  # of the rows' grammars; None: no row has one
 
     def append_token(self, token_B: jax.Array, active_B: jax.Array) -> "Context":
         """Returns the context with a token appended to each active row."""
@@ -47,6 +49,7 @@ class Context:
             count_BV=count_BV,
             history_BS=history_BS,
             allowed_bits=_next_masks(self.allowed_bits, one_B),
+            automata=self.automata and self.automata.append(token_B, active_B),
         )
 
     def append_tokens(self, token_BT: jax.Array, count_B: jax.Array) -> "Context":
@@ -58,6 +61,10 @@ class Context:
         if history_BS is not None:
             at_BT = jnp.where(appended_BT, self.position_B[:, None] + index_T, history_BS.shape[1])
             history_BS = jnp.asarray(history_BS).at[row_B1, at_BT].set(token_BT, mode="drop")
+        automata = self.automata
+        if automata is not None:
+            for i in range(token_BT.shape[1]):
+                automata = automata.append(token_BT[:, i], appended_BT[:, i])
         count_BV = self.count_BV
         if count_BV is not None:
             count_BV = jnp.asarray(count_BV).at[row_B1, token_BT].add(appended_BT.astype(jnp.int32))
@@ -69,6 +76,7 @@ class Context:
             count_BV=count_BV,
             history_BS=history_BS,
             allowed_bits=_next_masks(self.allowed_bits, count_B),
+            automata=automata,
         )
 
     def at_draft_positions(self, draft_BT: jax.Array) -> "Context":
@@ -95,6 +103,10 @@ class Context:
         seen_RV = rows.seen_BV | (more_RV > 0)
         return dataclasses.replace(appended, seen_BV=seen_RV, count_BV=count_RV, allowed_bits=bits)
 
+    def select_rows(self, rows_B: Any) -> "Context":
+        """Returns the context without the automata of other rows, whose work is skipped. rows_B: bool."""
+        return dataclasses.replace(self, automata=self.automata and self.automata.select_rows(rows_B))
+
     def reorder(self, index_B: jax.Array) -> "Context":
         """Returns a context whose row b is row index_B[b]."""
         return jax.tree.map(lambda leaf: leaf[index_B], self)
@@ -115,7 +127,7 @@ def _next_masks(bits: Any, count_B: jax.Array) -> Any:
 
 def init_context(  # noqa: PLR0913
     sampling_B: SamplingConfig, position_B: Any, eos_BE: Any, seen_BV: Any, history_BS: Any = None,
-    num_masks: int = 1,
+    num_masks: int = 1, automata: Automata | None = None,
 ) -> Context:  # fmt: skip
     """Returns the context of prompts without answers; every token is allowed.
 
@@ -126,6 +138,7 @@ def init_context(  # noqa: PLR0913
         seen_BV: bool, which tokens occur in the prompts.
         history_BS: int32, the prompts' tokens in order, with free places for the answers.
         num_masks: Q of `allowed_bits`.
+        automata: of the rows.
     """
     (B, V) = seen_BV.shape
     full = has_all_settings(sampling_B)
@@ -139,6 +152,7 @@ def init_context(  # noqa: PLR0913
         history_BS,
         xp.full((B, num_masks, -(-V // 32)), ALL_BITS) if full else None,
         _biased_rows(sampling_B.logit_bias) if full else None,
+        automata,
     )
 
 
