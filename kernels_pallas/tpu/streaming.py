@@ -1,0 +1,141 @@
+"""Kernels whose grid steps stream tiles of matrices from HBM, and multiply few rows with them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ..dispatch import result_type
+from ..reference_products import Matrix
+from .matrices import LANES, Form, row_of, whole
+
+STEP_BYTES = 2**21  # of matrices that a grid step takes
+_VMEM_BYTES = 48 * 2**20  # at most, of both buffers of a step, and of x
+
+
+class Settings(NamedTuple):
+    """What is the same for every grid step."""
+
+    forms: tuple[Form, ...]
+    tiles: tuple[int, ...]  # outputs of a tile of each matrix
+    counts: tuple[int, ...]  # of tiles
+    eps: float
+    offset: float
+    activation: str | None
+    soft_cap: float | None = None
+
+
+class Operands(NamedTuple):
+    """Arrays, their blocks, or references to these."""
+
+    x: Any
+    matrices: Any  # a list for each
+    biases: Any  # None where there is none
+    norm: Any
+    residual: Any
+
+
+class Memory(NamedTuple):
+    """On-chip memory that steps share."""
+
+    rows: Any  # float32 [R, I]: x after its norm
+    x: Any  # what `Form.prepare` makes of it
+
+
+def settings_of(x_MI, matrices, eps=0.0, offset=0.0, activation=None, soft_cap=None) -> Settings:  # noqa: PLR0913
+    forms = tuple(Form.of(matrix, x_MI.dtype, len(x_MI)) for matrix in matrices)
+    size = sum(matrix.values.nbytes for matrix in matrices)
+    steps = max(1, round(size / STEP_BYTES))
+    tiles = tuple(_tile_outputs(form.outputs, steps) for form in forms)
+    counts = tuple(pl.cdiv(form.outputs, tile) for form, tile in zip(forms, tiles, strict=True))
+    return Settings(forms, tiles, counts, eps, offset, activation, soft_cap)
+
+
+def _tile_outputs(outputs: int, steps: int) -> int:
+    """Outputs of a tile for about so many steps; a part of all, if one is not too small or too large."""
+    units = pl.cdiv(outputs, LANES)
+    wanted = max(1, round(units / steps))
+    parts = [n for n in range((wanted + 1) // 2, 2 * wanted + 1) if units % n == 0 and outputs % LANES == 0]
+    wanted = min(parts, key=lambda n: abs(n - wanted), default=wanted)
+    return min(LANES * wanted, outputs)
+
+
+def operands_and_blocks(  # noqa: PLR0913
+    settings: Settings, x_MI, matrices: Sequence[Matrix], norm_I=None, residual_MO=None
+) -> tuple[Operands, Operands]:
+    forms = settings.forms
+    filled = [_fill(settings, n, matrix) for n, matrix in enumerate(matrices)]
+    arrays = [form.arrays(matrix) for form, matrix in zip(forms, filled, strict=True)]
+    biases = [matrix.bias for matrix in filled]
+    blocks = Operands(
+        pl.BlockSpec(x_MI.shape, lambda i: (0, 0)),
+        [form.blocks_of_outputs(settings.tiles[n], _tile_number(settings, n)) for n, form in enumerate(forms)],
+        [None if bias is None else whole(len(bias)) for bias in biases],
+        None if norm_I is None else whole(len(norm_I)),
+        None if residual_MO is None else rows_of_tile(len(x_MI), settings, 0),
+    )
+    return Operands(x_MI, arrays, biases, norm_I, residual_MO), blocks
+
+
+def _fill(settings: Settings, n: int, matrix: Matrix) -> Matrix:
+    """The matrix, with its bias and its scale of outputs as long as all tiles."""
+    more = settings.tiles[n] * settings.counts[n] - matrix.outputs
+    bias, scale = (
+        array if array is None or array.ndim > 1 or more == 0 else jnp.pad(array, (0, more))
+        for array in (matrix.bias, matrix.scale)
+    )
+    return matrix._replace(bias=bias, scale=scale)
+
+
+def _tile_number(settings: Settings, n: int) -> Callable[[Any], Any]:
+    """The number of the tile of matrix n that a grid step takes; of one without tiles left the last."""
+    return lambda i: jnp.minimum(i, settings.counts[n] - 1)
+
+
+def rows_of_tile(rows: int, settings: Settings, n: int) -> pl.BlockSpec:
+    number = _tile_number(settings, n)
+    return pl.BlockSpec((rows, settings.tiles[n]), lambda i: (0, number(i)))
+
+
+def call(  # noqa: PLR0913
+    kernel, settings: Settings, operands, blocks, shapes, dtypes, out_blocks, scratch, interpret: bool, name: str
+) -> list[jax.Array]:  # fmt: skip
+    """Runs a kernel of (settings, operands, results, memory, *scratch) for each step."""
+    form = settings.forms[0]
+    memory = Memory(pltpu.VMEM((form.rows, form.inputs), jnp.float32), form.prepared())
+    leaves = jax.tree.leaves(operands)
+    outs = [result_type(shape, dtype, *leaves) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    structure = jax.tree.structure((operands, outs, memory, scratch))
+
+    def run(*refs):
+        kernel(settings, *jax.tree.unflatten(structure, refs))
+
+    return pl.pallas_call(
+        run,
+        grid=(max(settings.counts),),
+        in_specs=jax.tree.leaves(blocks),
+        out_specs=out_blocks,
+        out_shape=outs,
+        scratch_shapes=[*jax.tree.leaves(memory), *scratch],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=_VMEM_BYTES),
+        interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
+        name=name,
+    )(*leaves)
+
+
+def prepare(settings: Settings, operands: Operands, memory: Memory) -> None:
+    """Stores x after its norm, in the form of the matrices. Rows past M, and what they give, may be anything."""
+    M, inputs = operands.x.shape
+    x_MI = operands.x[...].astype(jnp.float32)
+    if operands.norm is not None:
+        x_MI *= lax.rsqrt(jnp.mean(jnp.square(x_MI), -1, keepdims=True) + settings.eps)
+        x_MI *= settings.offset + row_of(operands.norm, 0, inputs)
+    if inputs < memory.rows.shape[1]:
+        memory.rows[...] = jnp.zeros(memory.rows.shape, jnp.float32)
+    memory.rows[:M, :inputs] = x_MI
+    for ref, part in zip(memory.x, settings.forms[0].prepare(memory.rows[...]), strict=True):
+        ref[...] = part
