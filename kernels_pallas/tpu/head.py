@@ -61,12 +61,11 @@ def _head_argmax(x_BD, matrix: Matrix, soft_cap, interpret: bool) -> tuple[jax.A
 
 
 def _kernel(  # noqa: PLR0913
-    settings: Settings, operands: Operands, results, memory: Memory, scratch, *, outputs: int
+    step, settings: Settings, operands: Operands, results, memory: Memory, scratch, *, outputs: int
 ) -> None:
     """scratch: the largest logit so far, its token, the first token whose logit is NaN, and the sum of
     exponentials relative to the largest logit; the same in all lanes.
     """
-    step = pl.program_id(0)
     max_ref, id_ref, nan_ref, sum_ref = scratch
 
     @pl.when(step == 0)

@@ -59,8 +59,7 @@ def product(  # noqa: PLR0913
     return call(_kernel, settings, operands, blocks, shapes, dtypes, out_blocks, [], interpret, "product")
 
 
-def _kernel(settings: Settings, operands: Operands, results, memory: Memory, _scratch) -> None:
-    step = pl.program_id(0)
+def _kernel(step, settings: Settings, operands: Operands, results, memory: Memory, _scratch) -> None:
     pl.when(step == 0)(partial(prepare, settings, operands, memory))
 
     def tile(n: int) -> jax.Array:  # float32 [R, outputs of a tile]

@@ -1,4 +1,6 @@
-"""Kernels whose grid steps stream tiles of matrices from HBM, and multiply few rows with them."""
+"""The call of a kernel that multiplies few rows with matrices: from on-chip memory, where XLA copies small
+matrices while other operations run, or tile by tile from HBM.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +15,7 @@ from ..dispatch import result_type
 from ..reference_products import Matrix
 from .matrices import LANES, Form, row_of, whole
 
+RESIDENT_BYTES = 24 * 2**20  # of the matrices of a kernel
 STEP_BYTES = 2**21  # of matrices that a grid step takes
 _VMEM_BYTES = 48 * 2**20  # at most, of both buffers of a step, and of x
 
@@ -26,7 +29,8 @@ class Settings(NamedTuple):
     eps: float
     offset: float
     activation: str | None
-    soft_cap: float | None = None
+    soft_cap: float | None
+    is_resident: bool  # the matrices are whole in on-chip memory
 
 
 class Operands(NamedTuple):
@@ -49,14 +53,17 @@ class Memory(NamedTuple):
 def settings_of(x_MI, matrices, eps=0.0, offset=0.0, activation=None, soft_cap=None) -> Settings:  # noqa: PLR0913
     forms = tuple(Form.of(matrix, x_MI.dtype, len(x_MI)) for matrix in matrices)
     size = sum(matrix.values.nbytes for matrix in matrices)
-    steps = max(1, round(size / STEP_BYTES))
+    is_resident = size <= RESIDENT_BYTES
+    steps = 1 if is_resident else round(size / STEP_BYTES)
     tiles = tuple(_tile_outputs(form.outputs, steps) for form in forms)
     counts = tuple(pl.cdiv(form.outputs, tile) for form, tile in zip(forms, tiles, strict=True))
-    return Settings(forms, tiles, counts, eps, offset, activation, soft_cap)
+    return Settings(forms, tiles, counts, eps, offset, activation, soft_cap, is_resident)
 
 
 def _tile_outputs(outputs: int, steps: int) -> int:
     """Outputs of a tile for about so many steps; a part of all, if one is not too small or too large."""
+    if steps == 1:
+        return outputs
     units = pl.cdiv(outputs, LANES)
     wanted = max(1, round(units / steps))
     parts = [n for n in range((wanted + 1) // 2, 2 * wanted + 1) if units % n == 0 and outputs % LANES == 0]
@@ -112,16 +119,23 @@ def call(  # noqa: PLR0913
     structure = jax.tree.structure((operands, outs, memory, scratch))
 
     def run(*refs):
-        kernel(settings, *jax.tree.unflatten(structure, refs))
+        step = 0 if settings.is_resident else pl.program_id(0)
+        kernel(step, settings, *jax.tree.unflatten(structure, refs))
 
+    specs = jax.tree.leaves(blocks), out_blocks
+    if settings.is_resident:
+        specs = jax.tree.map(lambda block: pl.BlockSpec(memory_space=pltpu.VMEM), specs)
     return pl.pallas_call(
         run,
-        grid=(max(settings.counts),),
-        in_specs=jax.tree.leaves(blocks),
-        out_specs=out_blocks,
+        grid=() if settings.is_resident else (max(settings.counts),),
+        in_specs=specs[0],
+        out_specs=specs[1],
         out_shape=outs,
         scratch_shapes=[*jax.tree.leaves(memory), *scratch],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=_VMEM_BYTES),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=None if settings.is_resident else ("arbitrary",),
+            vmem_limit_bytes=_VMEM_BYTES,
+        ),
         interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
         name=name,
     )(*leaves)
