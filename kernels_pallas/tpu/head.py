@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..reference_products import FEW_ROWS, Matrix
 from .matrices import LANES
-from .streaming import Memory, Operands, Settings, call, operands_and_blocks, prepare, settings_of
+from .streaming import Memory, Operands, Settings, call, multiply_tile, operands_and_blocks, prepare, settings_of
 
 _NONE = 2**30  # no token
 
@@ -75,7 +75,7 @@ def _kernel(  # noqa: PLR0913
             ref[...] = jnp.full(ref.shape, value, ref.dtype)
 
     first = step * settings.tiles[0]
-    logits_RO = settings.forms[0].multiply(memory.x, operands.matrices[0], first)
+    logits_RO = multiply_tile(step, 0, settings, operands, memory)
     if settings.soft_cap is not None:
         logits_RO = settings.soft_cap * jnp.tanh(logits_RO / settings.soft_cap)
     token_RO = first + lax.broadcasted_iota(jnp.int32, logits_RO.shape, 1)

@@ -61,11 +61,9 @@ class Form:
         return self.group * math.gcd(groups, max(1, _DEPTH // self.group))
 
     def arrays(self, matrix: Matrix) -> list[jax.Array]:
-        """The operands of a kernel."""
-        if self.kind == "float":
+        """The operands of a kernel, without a scale per output."""
+        if self.kind != "int4":
             return [matrix.values]
-        if self.kind == "int8":
-            return [matrix.values, matrix.scale]
         return [matrix.values, _readable(matrix.scale)] + ([matrix.zero] if self.has_zero else [])
 
     def blocks_of_outputs(self, tile: int, number: Callable[[Any], Any]) -> list[pl.BlockSpec]:
@@ -74,8 +72,7 @@ class Form:
             Q = self.inputs // self.group
             values = pl.BlockSpec((Q, self.group // 2, tile), lambda i: (0, 0, number(i)))
             return [values] + [pl.BlockSpec((Q, tile), lambda i: (0, number(i)))] * (1 + self.has_zero)
-        values = pl.BlockSpec((tile, self.inputs), lambda i: (number(i), 0))
-        return [values] if self.kind == "float" else [values, whole(tile * pl.cdiv(self.outputs, tile))]
+        return [pl.BlockSpec((tile, self.inputs), lambda i: (number(i), 0))]
 
     # --- x --------------------------------------------------------------------------------------------------
 
@@ -118,20 +115,18 @@ class Form:
 
     # --- products -------------------------------------------------------------------------------------------
 
-    def multiply(self, x: Sequence[Any], refs: Sequence[Any], first: Any) -> jax.Array:
-        """x · blockᵀ, float32 [R, its outputs].
+    def multiply(self, x: Sequence[Any], refs: Sequence[Any]) -> jax.Array:
+        """x · blockᵀ, float32 [R, its outputs], without a scale per output.
 
         Args:
             x: references to what `prepare` returned.
             refs: to the block of each operand.
-            first: number of its first output.
         """
         if self.kind == "float":
             return dot(x[0][...], refs[0][...], 1)
         if self.kind == "int4":
             return self._multiply_groups(x, *refs)
-        sums_RO = self._join(dot(x[0][...], refs[0][...], 1, jnp.int32))
-        return sums_RO * x[1][:, :1] * row_of(refs[1], first, sums_RO.shape[1])
+        return self._join(dot(x[0][...], refs[0][...], 1, jnp.int32)) * x[1][:, :1]
 
     def _join(self, sums: jax.Array) -> jax.Array:
         """float32 [R, O] of the sums of higher and lower numbers, int32 [2 R, O]."""
@@ -157,18 +152,6 @@ class Form:
                 matrices = [level.astype(jnp.float32) * of for level, of in zip(levels, scales, strict=True)]
                 y_RO += dot(x[0][i], jnp.concatenate(matrices).astype(self.dtype), 0)
         return y_RO * x[1][:, :1] if self._is_integer else y_RO
-
-
-def whole(size: int) -> pl.BlockSpec:
-    """All of an array of one axis, in each step."""
-    return pl.BlockSpec((size,), lambda i: (0,))
-
-
-def row_of(ref: Any, first: Any, size: int) -> jax.Array:
-    """float32 [1, size] of an array of one axis, from a place on."""
-    is_whole = size == ref.shape[0]
-    part = ref[...] if is_whole else ref[pl.ds(pl.multiple_of(first, LANES), size)]
-    return part.astype(jnp.float32).reshape(1, -1)
 
 
 def dot(a: jax.Array, b: jax.Array, axis: int, dtype: Any = jnp.float32) -> jax.Array:

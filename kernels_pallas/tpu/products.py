@@ -22,8 +22,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ..reference_products import ACTIVATIONS
-from .matrices import row_of
-from .streaming import Memory, Operands, Settings, call, operands_and_blocks, prepare, rows_of_tile, settings_of
+from .streaming import (
+    Memory,
+    Operands,
+    Settings,
+    call,
+    multiply_tile,
+    operands_and_blocks,
+    prepare,
+    rows_of_tile,
+    settings_of,
+)
 
 
 def product(  # noqa: PLR0913
@@ -62,11 +71,8 @@ def product(  # noqa: PLR0913
 def _kernel(step, settings: Settings, operands: Operands, results, memory: Memory, _scratch) -> None:
     pl.when(step == 0)(partial(prepare, settings, operands, memory))
 
-    def tile(n: int) -> jax.Array:  # float32 [R, outputs of a tile]
-        first = step * settings.tiles[n]
-        y_RO = settings.forms[n].multiply(memory.x, operands.matrices[n], first)
-        bias = operands.biases[n]
-        return y_RO if bias is None else y_RO + row_of(bias, first, y_RO.shape[1])
+    def tile(n: int) -> jax.Array:
+        return multiply_tile(step, n, settings, operands, memory)
 
     def store(n: int) -> None:
         y_RO = tile(n)

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..dispatch import result_type
 from ..reference_products import Matrix
-from .matrices import LANES, Form, row_of, whole
+from .matrices import LANES, Form
 
 RESIDENT_BYTES = 24 * 2**20  # of the matrices of a kernel
 STEP_BYTES = 2**21  # of matrices that a grid step takes
@@ -38,7 +38,8 @@ class Operands(NamedTuple):
 
     x: Any
     matrices: Any  # a list for each
-    biases: Any  # None where there is none
+    scales: Any  # per output; None where there are none
+    biases: Any  # the same
     norm: Any
     residual: Any
 
@@ -48,6 +49,8 @@ class Memory(NamedTuple):
 
     rows: Any  # float32 [R, I]: x after its norm
     x: Any  # what `Form.prepare` makes of it
+    scales: Any  # float32 [1, outputs of all tiles]
+    biases: Any
 
 
 def settings_of(x_MI, matrices, eps=0.0, offset=0.0, activation=None, soft_cap=None) -> Settings:  # noqa: PLR0913
@@ -75,27 +78,20 @@ def operands_and_blocks(  # noqa: PLR0913
     settings: Settings, x_MI, matrices: Sequence[Matrix], norm_I=None, residual_MO=None
 ) -> tuple[Operands, Operands]:
     forms = settings.forms
-    filled = [_fill(settings, n, matrix) for n, matrix in enumerate(matrices)]
-    arrays = [form.arrays(matrix) for form, matrix in zip(forms, filled, strict=True)]
-    biases = [matrix.bias for matrix in filled]
-    blocks = Operands(
-        pl.BlockSpec(x_MI.shape, lambda i: (0, 0)),
-        [form.blocks_of_outputs(settings.tiles[n], _tile_number(settings, n)) for n, form in enumerate(forms)],
-        [None if bias is None else whole(len(bias)) for bias in biases],
-        None if norm_I is None else whole(len(norm_I)),
-        None if residual_MO is None else rows_of_tile(len(x_MI), settings, 0),
+    arrays = [form.arrays(matrix) for form, matrix in zip(forms, matrices, strict=True)]
+    scales = [matrix.scale if form.kind == "int8" else None for form, matrix in zip(forms, matrices, strict=True)]
+    operands = Operands(x_MI, arrays, scales, [matrix.bias for matrix in matrices], norm_I, residual_MO)
+    blocks = jax.tree.map(_whole, operands)._replace(
+        matrices=[
+            form.blocks_of_outputs(settings.tiles[n], _tile_number(settings, n)) for n, form in enumerate(forms)
+        ],
+        residual=None if residual_MO is None else rows_of_tile(len(x_MI), settings, 0),
     )
-    return Operands(x_MI, arrays, biases, norm_I, residual_MO), blocks
+    return operands, blocks
 
 
-def _fill(settings: Settings, n: int, matrix: Matrix) -> Matrix:
-    """The matrix, with its bias and its scale of outputs as long as all tiles."""
-    more = settings.tiles[n] * settings.counts[n] - matrix.outputs
-    bias, scale = (
-        array if array is None or array.ndim > 1 or more == 0 else jnp.pad(array, (0, more))
-        for array in (matrix.bias, matrix.scale)
-    )
-    return matrix._replace(bias=bias, scale=scale)
+def _whole(array: jax.Array) -> pl.BlockSpec:
+    return pl.BlockSpec(array.shape, lambda i: (0,) * array.ndim)
 
 
 def _tile_number(settings: Settings, n: int) -> Callable[[Any], Any]:
@@ -113,7 +109,13 @@ def call(  # noqa: PLR0913
 ) -> list[jax.Array]:  # fmt: skip
     """Runs a kernel of (settings, operands, results, memory, *scratch) for each step."""
     form = settings.forms[0]
-    memory = Memory(pltpu.VMEM((form.rows, form.inputs), jnp.float32), form.prepared())
+    sizes = zip(settings.tiles, settings.counts, strict=True)
+    rows = [pltpu.VMEM((1, tile * count), jnp.float32) for tile, count in sizes]
+    scales, biases = (
+        [None if array is None else row for array, row in zip(arrays, rows, strict=True)]
+        for arrays in (operands.scales, operands.biases)
+    )
+    memory = Memory(pltpu.VMEM((form.rows, form.inputs), jnp.float32), form.prepared(), scales, biases)
     leaves = jax.tree.leaves(operands)
     outs = [result_type(shape, dtype, *leaves) for shape, dtype in zip(shapes, dtypes, strict=True)]
     structure = jax.tree.structure((operands, outs, memory, scratch))
@@ -147,9 +149,28 @@ def prepare(settings: Settings, operands: Operands, memory: Memory) -> None:
     x_MI = operands.x[...].astype(jnp.float32)
     if operands.norm is not None:
         x_MI *= lax.rsqrt(jnp.mean(jnp.square(x_MI), -1, keepdims=True) + settings.eps)
-        x_MI *= settings.offset + row_of(operands.norm, 0, inputs)
+        x_MI *= settings.offset + _row(operands.norm)
     if inputs < memory.rows.shape[1]:
         memory.rows[...] = jnp.zeros(memory.rows.shape, jnp.float32)
     memory.rows[:M, :inputs] = x_MI
     for ref, part in zip(memory.x, settings.forms[0].prepare(memory.rows[...]), strict=True):
         ref[...] = part
+    of_outputs = zip([*memory.scales, *memory.biases], [*operands.scales, *operands.biases], strict=True)
+    for ref, array in of_outputs:
+        if array is not None:
+            ref[:, : len(array)] = _row(array)
+
+
+def _row(ref: Any) -> jax.Array:
+    """float32 [1, size] of an array of one axis."""
+    return ref[...].astype(jnp.float32).reshape(1, -1)
+
+
+def multiply_tile(step: Any, n: int, settings: Settings, operands: Operands, memory: Memory) -> jax.Array:
+    """x · tileᵀ of matrix n with its bias, float32 [R, outputs of the tile]."""
+    tile = settings.tiles[n]
+    columns = slice(0, tile) if settings.counts[n] == 1 else pl.ds(pl.multiple_of(step * tile, LANES), tile)
+    y_RO = settings.forms[n].multiply(memory.x, operands.matrices[n])
+    if memory.scales[n] is not None:
+        y_RO *= memory.scales[n][:, columns]
+    return y_RO if memory.biases[n] is None else y_RO + memory.biases[n][:, columns]

@@ -105,9 +105,9 @@ def report(
     """
     mesh = check_mesh(tpu.mesh(devices, MODEL)) if devices > 1 else tpu.mesh()
     depths = depths or chosen_depths(full, tpu)
-    *fewer, more = (_compile_program(_at_depth(full, weights, n, mesh), program, tpu, mesh) for n in depths)
+    *fewer, more = (_compile_program(_at_depth(full, weights, n, mesh, tpu), program, tpu, mesh) for n in depths)
     full_depth = full.config.num_hidden_layers if len(depths) > 1 else depths[0]
-    full = _at_depth(full, weights, full_depth, mesh).of_device
+    full = _at_depth(full, weights, full_depth, mesh, tpu).of_device
     layers = full.config.num_hidden_layers
 
     def parts(of: Callable[[_Compiled], float]) -> dict[str, float]:
@@ -118,6 +118,44 @@ def report(
         return {"per_layer": per_layer, "beside": whole - layers * per_layer, "whole": whole}
 
     figures = {name: parts(of) for name, of in _FIGURES.items()}
+    least = least_bytes(full, program)
+    least_seconds = sum(least.values()) / tpu.memory_gbs / 1e9
+    result: dict[str, Any] = dict(
+        program=program,
+        layers=layers,
+        depths=depths,
+        per_layer={name: of["per_layer"] for name, of in figures.items()},
+        beside={name: of["beside"] for name, of in figures.items()},
+        whole={name: of["whole"] for name, of in figures.items()},
+        least=least,
+        ratio=figures["bytes"]["whole"] / sum(least.values()),
+        seconds=figures["seconds"]["whole"],
+        least_seconds=least_seconds,
+        time_ratio=figures["seconds"]["whole"] / least_seconds,
+        kinds={kind: _of_kind(kind, parts) for kind in more.step.by_kind},
+        collectives=dict(more.step.collectives),
+        unknown_branches=more.step.unknown_branches,
+        declared=more.uncounted,
+        kernels=_kernels(more.step),
+        copied=_copies(more.step_copies, "step") + _copies(more.around_copies, "around"),
+        largest=[
+            (o.name, o.kind, o.times, o.read, o.written, o.alone, o.seconds, o.op_name)
+            for o in sorted(more.step.operations, key=lambda o: -o.times * max(o.alone, o.seconds))[:32]
+        ],
+    )
+    if program in ("prefill", "engine_prefill"):
+        result["of_matrix_rate"] = _of_matrix_rate(full, program, tpu, result["seconds"]) / devices
+    return result
+
+
+class _Jobs(NamedTuple):
+    """The same job twice."""
+
+    whole: ProgramJob  # parameters are sharded over the mesh
+    of_device: ProgramJob  # the sizes of one device
+
+
+_FIGURES.items()}
     least = least_bytes(full, program)
     least_seconds = sum(least.values()) / tpu.memory_gbs / 1e9
     result: dict[str, Any] = dict(
