@@ -57,7 +57,7 @@ def settings_of(x_MI, matrices, eps=0.0, offset=0.0, activation=None, soft_cap=N
     forms = tuple(Form.of(matrix, x_MI.dtype, len(x_MI)) for matrix in matrices)
     size = sum(matrix.values.nbytes for matrix in matrices)
     is_resident = size <= RESIDENT_BYTES
-    steps = 1 if is_resident else round(size / STEP_BYTES)
+    steps = 1 if is_resident else max(1, round(size / STEP_BYTES))
     tiles = tuple(_tile_outputs(form.outputs, steps) for form in forms)
     counts = tuple(pl.cdiv(form.outputs, tile) for form, tile in zip(forms, tiles, strict=True))
     return Settings(forms, tiles, counts, eps, offset, activation, soft_cap, is_resident)

@@ -155,46 +155,13 @@ class _Jobs(NamedTuple):
     of_device: ProgramJob  # the sizes of one device
 
 
-_FIGURES.items()}
-    least = least_bytes(full, program)
-    least_seconds = sum(least.values()) / tpu.memory_gbs / 1e9
-    result: dict[str, Any] = dict(
-        program=program,
-        layers=layers,
-        depths=depths,
-        per_layer={name: of["per_layer"] for name, of in figures.items()},
-        beside={name: of["beside"] for name, of in figures.items()},
-        whole={name: of["whole"] for name, of in figures.items()},
-        least=least,
-        ratio=figures["bytes"]["whole"] / sum(least.values()),
-        seconds=figures["seconds"]["whole"],
-        least_seconds=least_seconds,
-        time_ratio=figures["seconds"]["whole"] / least_seconds,
-        kinds={kind: _of_kind(kind, parts) for kind in more.step.by_kind},
-        collectives=dict(more.step.collectives),
-        unknown_branches=more.step.unknown_branches,
-        declared=more.uncounted,
-        kernels=_kernels(more.step),
-        copied=_copies(more.step_copies, "step") + _copies(more.around_copies, "around"),
-        largest=[
-            (o.name, o.kind, o.times, o.read, o.written, o.alone, o.seconds, o.op_name)
-            for o in sorted(more.step.operations, key=lambda o: -o.times * max(o.alone, o.seconds))[:32]
-        ],
-    )
-    if program in ("prefill", "engine_prefill"):
-        result["of_matrix_rate"] = _of_matrix_rate(full, program, tpu, result["seconds"]) / devices
-    return result
-
-
-class _Jobs(NamedTuple):
-    """The same job twice."""
-
-    whole: ProgramJob  # parameters are sharded over the mesh
-    of_device: ProgramJob  # the sizes of one device
-
-
-def _at_depth(full: ProgramJob, weights: str, count: int, mesh: Mesh) -> _Jobs:
+def _at_depth(full: ProgramJob, weights: str, count: int, mesh: Mesh, tpu: Tpu) -> _Jobs:
     """The job of a model with its first layers only."""
+    with kernels_pallas.assume_device(tpu.capability, tpu.name, tpu.platform):  # for the form of weights
+        return _jobs_at_depth(full, weights, count, mesh)
+
+
+def _jobs_at_depth(full: ProgramJob, weights: str, count: int, mesh: Mesh) -> _Jobs:
     n = mesh.size
     if n == 1:
         job = at_depth(full, weights, count, mesh)
