@@ -1,7 +1,6 @@
 """The greedy token of a vocabulary product on TPUs, whose logits stay on the chip."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +10,21 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..reference_products import FEW_ROWS, Matrix
 from .matrices import LANES
-from .streaming import Memory, Operands, Settings, call, multiply_tile, operands_and_blocks, prepare, settings_of
+from .streaming import (
+    Memory,
+    Operands,
+    Settings,
+    call,
+    multiply_tile,
+    operands_and_blocks,
+    prepare,
+    settings_of,
+)
 
 _NONE = 2**30  # no token
 
 
-def lm_head_argmax(
-    x_BD, weight_VD, *, soft_cap=None, interpret=False
-) -> tuple[jax.Array, jax.Array]:
+def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None, interpret=False) -> tuple[jax.Array, jax.Array]:
     """The greedy token and its log-probability, without logits in memory.
 
     Args:
@@ -48,14 +54,23 @@ def _head_argmax(x_BD, matrix: Matrix, soft_cap, interpret: bool) -> tuple[jax.A
         results = [_head_argmax(part, matrix, soft_cap, interpret) for part in parts]
         return tuple(map(jnp.concatenate, zip(*results, strict=True)))  # type: ignore[return-value]
     settings = settings_of(x_BD, [matrix], soft_cap=soft_cap)
-    operands, blocks = operands_and_blocks(settings, x_BD, [matrix])
+    operands, blocks = operands_and_blocks(settings, x_BD, [matrix], interpret)
     shape = (settings.forms[0].rows, LANES)
     scratch = [pltpu.VMEM(shape, dtype) for dtype in (jnp.float32, jnp.int32, jnp.int32, jnp.float32)]
     dtypes = (jnp.int32, jnp.float32)
     out_blocks = [pl.BlockSpec((B, 1), lambda i: (0, 0))] * 2
     kernel = partial(_kernel, outputs=matrix.outputs)
     id_B1, logprob_B1 = call(
-        kernel, settings, operands, blocks, [(B, 1)] * 2, dtypes, out_blocks, scratch, interpret, "head_argmax"
+        kernel,
+        settings,
+        operands,
+        blocks,
+        [(B, 1)] * 2,
+        dtypes,
+        out_blocks,
+        scratch,
+        interpret,
+        "head_argmax",
     )
     return id_B1[:, 0], logprob_B1[:, 0]
 

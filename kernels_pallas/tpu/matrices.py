@@ -21,6 +21,7 @@ LANES = 128
 _SPLIT = 254  # steps of the lower int8 number of x in one of the higher
 _DEPTH = 256  # inputs that a product of int4 sums up at once: those of a matrix unit
 _FEW_ROWS = 16  # up to this number of rows int4 is multiplied as integers
+_ROWS = 8  # groups whose scales are loaded at once
 _DIGITS = 0x0F0F0F0F
 _SIGNS = -0x7F7F7F80  # 0x80808080
 _REPEAT = 0x01010101  # puts a byte into all four of a word
@@ -58,7 +59,7 @@ class Form:
     def _chunk(self) -> int:
         """C."""
         groups = self.inputs // self.group
-        return self.group * math.gcd(groups, max(1, _DEPTH // self.group))
+        return self.group * math.gcd(groups, max(1, _DEPTH // self.group))  # at most `_ROWS` groups
 
     def arrays(self, matrix: Matrix) -> list[jax.Array]:
         """The operands of a kernel, without a scale per output."""
@@ -106,7 +107,9 @@ class Form:
         group_RC = lax.div(lax.broadcasted_iota(jnp.int32, (self.rows, self._chunk), 1), self.group)
         chunks = []
         for parts in zip(self._chunks(high_RI), self._chunks(low_RI), strict=True):
-            of_group = [jnp.where(group_RC == g, x, 0) for g in range(self._chunk // self.group) for x in parts]
+            of_group = [
+                jnp.where(group_RC == g, x, 0) for g in range(self._chunk // self.group) for x in parts
+            ]
             chunks.append(jnp.concatenate(of_group).astype(jnp.int8))
         return [jnp.stack(chunks), step_RL]
 
@@ -132,26 +135,42 @@ class Form:
         """float32 [R, O] of the sums of higher and lower numbers, int32 [2 R, O]."""
         return (sums[: self.rows] * _SPLIT + sums[self.rows :]).astype(jnp.float32)
 
-    def _multiply_groups(self, x: Sequence[Any], values_ref: Any, scale_ref: Any, *zero_ref: Any) -> jax.Array:
-        y_RO = jnp.zeros((self.rows, values_ref.shape[2]), jnp.float32)
+    def _multiply_groups(self, x: Sequence[Any], *refs: Any) -> jax.Array:
+        """The same with int4. refs: to values, scales and perhaps zero points."""
+        Q, _, outputs = refs[0].shape
+        y_RO = jnp.zeros((self.rows, outputs), jnp.float32)
+        if Q % _ROWS or Q == _ROWS:
+            y_RO = self._add_groups(x, refs, 0, Q, y_RO)
+        else:  # a loop: less code
+
+            def add(i: Any, y_RO: jax.Array) -> jax.Array:
+                return self._add_groups(x, refs, pl.multiple_of(i * _ROWS, _ROWS), _ROWS, y_RO)
+
+            y_RO = lax.fori_loop(0, Q // _ROWS, add, y_RO)
+        return y_RO * x[1][:, :1] if self._is_integer else y_RO
+
+    def _add_groups(self, x: Sequence[Any], refs: Any, first: Any, size: int, y_RO: jax.Array) -> jax.Array:
+        """Adds the products of some groups, from the first on."""
+        values_ref, scale_ref, *zero_ref = refs
+        rows = pl.ds(first, size)
+        scale = _float32(scale_ref[rows])
+        offsets = [_SIGNS - ref[rows].astype(jnp.int32) * _REPEAT for ref in zero_ref]
         count = self._chunk // self.group
-        for i in range(x[0].shape[0]):
-            groups = slice(i * count, (i + 1) * count)
-            offsets = [_SIGNS - ref[groups].astype(jnp.int32) * _REPEAT for ref in zero_ref]
+        for i in range(size // count):
+            groups = range(i * count, (i + 1) * count)
             levels = [
-                _levels(values_ref[i * count + g], [offset[g : g + 1] for offset in offsets])
-                for g in range(count)
+                _levels(values_ref[first + g], [offset[g : g + 1] for offset in offsets]) for g in groups
             ]
-            scales = _float32(scale_ref[groups])
-            scales = [scales[g : g + 1] for g in range(count)]
+            scales = [scale[g : g + 1] for g in groups]
+            x_RC = x[0][lax.div(first, count) + i] if size < values_ref.shape[0] else x[0][i]
             if self._is_integer:
-                sums = dot(x[0][i], jnp.concatenate(levels), 0, jnp.int32)
+                sums = dot(x_RC, jnp.concatenate(levels), 0, jnp.int32)
                 for pair, scale_1O in zip(jnp.split(sums, count), scales, strict=True):
                     y_RO += self._join(pair) * scale_1O
             else:
                 matrices = [level.astype(jnp.float32) * of for level, of in zip(levels, scales, strict=True)]
-                y_RO += dot(x[0][i], jnp.concatenate(matrices).astype(self.dtype), 0)
-        return y_RO * x[1][:, :1] if self._is_integer else y_RO
+                y_RO += dot(x_RC, jnp.concatenate(matrices).astype(self.dtype), 0)
+        return y_RO
 
 
 def dot(a: jax.Array, b: jax.Array, axis: int, dtype: Any = jnp.float32) -> jax.Array:

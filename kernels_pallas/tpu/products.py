@@ -2,7 +2,7 @@
 activation and residual.
 
 - x is all on the chip, in the form that the matrices need; tiles of their outputs are streamed from HBM, each
-  once. A grid step takes a tile of every matrix that has one left, `STEP_BYTES` in all.
+  once. A grid step takes a tile of every matrix that has one left, about `STEP_BYTES` in all.
 - int8 weights are multiplied as integers: the matrix units take twice as many of them as of bfloat16, and
   nothing is converted. A row of x is split into two rows of int8 numbers, in steps of its largest number by
   127, and of that by 254, so it loses less than by rounding to bfloat16. Rows cost nothing: loading 128
@@ -60,7 +60,7 @@ def product(  # noqa: PLR0913
     assert step_M is None
     M = len(x_MI)
     settings = settings_of(x_MI, matrices, eps, offset, activation)
-    operands, blocks = operands_and_blocks(settings, x_MI, matrices, norm_I, residual_MO)
+    operands, blocks = operands_and_blocks(settings, x_MI, matrices, interpret, norm_I, residual_MO)
     results = range(1 if activation else len(matrices))
     shapes = [(M, matrices[n].outputs) for n in results]
     out_blocks = [rows_of_tile(M, settings, n) for n in results]

@@ -3,6 +3,7 @@ matrices while other operations run, or tile by tile from HBM.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from ..reference_products import Matrix
 from .matrices import LANES, Form
 
 RESIDENT_BYTES = 24 * 2**20  # of the matrices of a kernel
-STEP_BYTES = 2**21  # of matrices that a grid step takes
+STEP_BYTES = 2**22  # of matrices that a grid step takes
 _VMEM_BYTES = 48 * 2**20  # at most, of both buffers of a step, and of x
 
 
@@ -58,35 +59,33 @@ def settings_of(x_MI, matrices, eps=0.0, offset=0.0, activation=None, soft_cap=N
     size = sum(matrix.values.nbytes for matrix in matrices)
     is_resident = size <= RESIDENT_BYTES
     steps = 1 if is_resident else max(1, round(size / STEP_BYTES))
-    tiles = tuple(_tile_outputs(form.outputs, steps) for form in forms)
+    tiles = tuple(min(form.outputs, LANES * pl.cdiv(form.outputs, LANES * steps)) for form in forms)
     counts = tuple(pl.cdiv(form.outputs, tile) for form, tile in zip(forms, tiles, strict=True))
     return Settings(forms, tiles, counts, eps, offset, activation, soft_cap, is_resident)
 
 
-def _tile_outputs(outputs: int, steps: int) -> int:
-    """Outputs of a tile for about so many steps; a part of all, if one is not too small or too large."""
-    if steps == 1:
-        return outputs
-    units = pl.cdiv(outputs, LANES)
-    wanted = max(1, round(units / steps))
-    parts = [n for n in range((wanted + 1) // 2, 2 * wanted + 1) if units % n == 0 and outputs % LANES == 0]
-    wanted = min(parts, key=lambda n: abs(n - wanted), default=wanted)
-    return min(LANES * wanted, outputs)
-
-
 def operands_and_blocks(  # noqa: PLR0913
-    settings: Settings, x_MI, matrices: Sequence[Matrix], norm_I=None, residual_MO=None
+    settings: Settings, x_MI, matrices: Sequence[Matrix], interpret: bool, norm_I=None, residual_MO=None
 ) -> tuple[Operands, Operands]:
+    """The operands of a kernel, and their blocks. XLA leaves streamed matrices in HBM: a kernel that waits
+    for them to be copied could not compute meanwhile.
+    """
     forms = settings.forms
     arrays = [form.arrays(matrix) for form, matrix in zip(forms, matrices, strict=True)]
-    scales = [matrix.scale if form.kind == "int8" else None for form, matrix in zip(forms, matrices, strict=True)]
+    scales = [
+        matrix.scale if form.kind == "int8" else None for form, matrix in zip(forms, matrices, strict=True)
+    ]
     operands = Operands(x_MI, arrays, scales, [matrix.bias for matrix in matrices], norm_I, residual_MO)
     blocks = jax.tree.map(_whole, operands)._replace(
         matrices=[
-            form.blocks_of_outputs(settings.tiles[n], _tile_number(settings, n)) for n, form in enumerate(forms)
+            form.blocks_of_outputs(settings.tiles[n], _tile_number(settings, n))
+            for n, form in enumerate(forms)
         ],
         residual=None if residual_MO is None else rows_of_tile(len(x_MI), settings, 0),
     )
+    if not (settings.is_resident or interpret):
+        in_hbm = partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
+        operands = operands._replace(matrices=jax.tree.map(in_hbm, arrays))
     return operands, blocks
 
 
@@ -105,7 +104,8 @@ def rows_of_tile(rows: int, settings: Settings, n: int) -> pl.BlockSpec:
 
 
 def call(  # noqa: PLR0913
-    kernel, settings: Settings, operands, blocks, shapes, dtypes, out_blocks, scratch, interpret: bool, name: str
+    kernel, settings: Settings, operands, blocks, shapes, dtypes, out_blocks, scratch, interpret: bool,
+    name: str,
 ) -> list[jax.Array]:  # fmt: skip
     """Runs a kernel of (settings, operands, results, memory, *scratch) for each step."""
     form = settings.forms[0]
@@ -138,13 +138,24 @@ def call(  # noqa: PLR0913
             dimension_semantics=None if settings.is_resident else ("arbitrary",),
             vmem_limit_bytes=_VMEM_BYTES,
         ),
+        cost_estimate=_cost(len(operands.x), operands.matrices),
         interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
         name=name,
     )(*leaves)
 
 
+def _cost(rows: int, matrices: Any) -> pl.CostEstimate:
+    """What XLA takes into account when it schedules copies of other operands beside the kernel."""
+    arrays = jax.tree.leaves(matrices)
+    return pl.CostEstimate(
+        flops=2 * rows * sum(array.size for array in arrays),
+        bytes_accessed=sum(array.nbytes for array in arrays),
+        transcendentals=0,
+    )
+
+
 def prepare(settings: Settings, operands: Operands, memory: Memory) -> None:
-    """Stores x after its norm, in the form of the matrices. Rows past M, and what they give, may be anything."""
+    """Stores x after its norm, in the form of the matrices. Rows past M may be anything."""
     M, inputs = operands.x.shape
     x_MI = operands.x[...].astype(jnp.float32)
     if operands.norm is not None:

@@ -1,12 +1,13 @@
-"""What a Pallas TPU kernel does in one call: the bytes that it moves between HBM and VMEM, its products and its
-vector operations.
+"""What a Pallas TPU kernel does in one call: the bytes that it moves between HBM and VMEM, its products and
+its vector operations.
 
 Blocks are moved by the pipeline of `pallas_call`: an input's when its index differs from that of the grid
 step before, an output's when the next step has another one. Copies of the kernel's own (`make_async_copy`)
 are found by evaluating its body with what is known of its scalars. Rows of 128 lanes are moved whole.
 
-A product counts as one of 128 rows at least: so long it takes to load the other operand into the matrix units. A vector operation is one instruction on a register of 8 x 128 numbers of 32 bits; functions
-such as exp count as one too, and shuffles, loads and stores as none.
+A product counts as one of 128 rows at least: so long it takes to load the other operand into the matrix
+units. A vector operation is one instruction on a register of 8 x 128 numbers of 32 bits; functions such as
+exp count as one too; shuffles, loads and stores count as none.
 """
 
 import dataclasses
@@ -27,8 +28,8 @@ _MOST_STEPS = 4_000_000  # equations
 _NO_COPY = ("any", "hbm", "semaphore")  # memory spaces of operands that no pipeline moves
 _LEAST_ROWS = 128
 _VECTOR = frozenset(
-    "add sub mul div rem max min and or xor not neg abs sign round floor clamp integer_pow square sqrt rsqrt exp exp2"
-    " log log1p tanh logistic cos sin select_n eq ne lt le gt ge shift_left shift_right_logical"
+    "add sub mul div rem max min and or xor not neg abs sign round floor clamp integer_pow square sqrt"
+    " rsqrt exp exp2 log log1p tanh logistic cos sin select_n eq ne lt le gt ge shift_left shift_right_logical"
     " shift_right_arithmetic convert_element_type".split()
 )
 _REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or argmax argmin cumsum".split())

@@ -105,7 +105,9 @@ def report(
     """
     mesh = check_mesh(tpu.mesh(devices, MODEL)) if devices > 1 else tpu.mesh()
     depths = depths or chosen_depths(full, tpu)
-    *fewer, more = (_compile_program(_at_depth(full, weights, n, mesh, tpu), program, tpu, mesh) for n in depths)
+    *fewer, more = (
+        _compile_program(_at_depth(full, weights, n, mesh, tpu), program, tpu, mesh) for n in depths
+    )
     full_depth = full.config.num_hidden_layers if len(depths) > 1 else depths[0]
     full = _at_depth(full, weights, full_depth, mesh, tpu).of_device
     layers = full.config.num_hidden_layers

@@ -4,10 +4,10 @@ The time of an operation is the larger of its cycles, as XLA schedules them, by 
 HBM by the bandwidth; of a collective, of the bytes that a device of a ring sends by the rate of its links,
 without latency.
 
-A Pallas kernel, which XLA gives no cycles, takes the 2,100 cycles of XLA's smallest operations, and the longer
-of two: its copies and the arithmetic of the last grid step, or the copies of the first step and all arithmetic.
-That is the longer of its products by the matrix rate and its vector operations, four in a cycle, and 0.35 us
-for each grid step, a common figure for Pallas that nobody measured here.
+A Pallas kernel, which XLA gives no cycles, takes the 2,100 cycles of XLA's smallest operations, and the
+longer of two: all copies and the arithmetic of the last grid step, or the copies of the first step and all
+arithmetic. Its arithmetic is the longer of its products by the matrix rate and its vector operations, four
+in a cycle, and 0.35 us for each grid step, which is assumed: nobody measured it here.
 
 Copies between HBM and VMEM that run beside operations ("copy-start") have what operations leave of the
 bandwidth, one after the other, and "copy-done" waits for its own. Nothing is assumed of the time to start an

@@ -82,7 +82,9 @@ def _unsupported_on_tpu(x, matrices, rows: int, norm_weight) -> str | None:
         return "ternary weights"
     if matrices[0].values.dtype != jnp.uint8 or matrices[0].group % 64:
         return "int8 in groups, or groups that are no multiple of 64"
-    if any(matrix.zero is None for matrix in matrices) and any(matrix.zero is not None for matrix in matrices):
+    if any(matrix.zero is None for matrix in matrices) and any(
+        matrix.zero is not None for matrix in matrices
+    ):
         return "zero points of some matrices"
     return _ordered_reason(matrices, norm_weight)
 
