@@ -1,13 +1,16 @@
 """Which arguments each kernel supports, and where plain jnp is faster."""
 
+import math
 from typing import Any
 
 from .key_layouts import BIAS_STRIDE, KeyBias, Levels, SideBySide
+from .reference_products import FEW_ROWS
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
 _TRITON_ONLY = ("int8_head_argmax", "summarize_logits", "gated_experts", "product", "rope_append")
 _TPU_IMPLS = ("tpu", "interpret_tpu")
-_ON_TPU = ("prefill_attention", "decode_attention", "rope_append")
+_OF_KEYS_ON_TPU = ("prefill_attention", "decode_attention", "rope_append")
+_ON_TPU = (*_OF_KEYS_ON_TPU, "product", "lm_head_argmax", "int8_head_argmax")
 _TPU_WIDTHS = (64, 128, 256)
 _TPU_COPY_BYTES = 2**21
 
@@ -27,7 +30,8 @@ def unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | N
     if impl == "xla":
         return None
     if impl in _TPU_IMPLS:
-        return _unsupported_on_tpu(kernel, *args)
+        unsupported = _unsupported_keys if kernel in _OF_KEYS_ON_TPU else _unsupported_rows
+        return unsupported(kernel, *args)
     if any(isinstance(arg, SideBySide) for arg in args):
         return "keys and values side by side are for TPUs"
     return _unsupported_on_gpu(kernel, impl, args)
@@ -66,14 +70,24 @@ def too_large(x: Any) -> str | None:
 
 def slower_reason(kernel: str, args: tuple[Any, ...]) -> str | None:
     """Why plain jnp is better although a kernel supports these arguments, or None."""
-    if kernel in ("lm_head_argmax", "int8_head_argmax") and args[0].shape[0] > 64:
+    if kernel in ("lm_head_argmax", "int8_head_argmax") and args[0].shape[0] > FEW_ROWS:
         return f"{args[0].shape[0]} rows would read the vocabulary matrix more than once"
     if kernel == "gated_experts" and args[0].dtype == "float32":
         return "its tiles are for 16-bit matrices"
     return None
 
 
-def _unsupported_on_tpu(
+def _unsupported_rows(kernel: str, x: Any, weight: Any = None) -> str | None:
+    """Why a TPU kernel does not multiply these rows, or None."""
+    rows = math.prod(x.shape[:-1])
+    if kernel == "product" and rows > FEW_ROWS:
+        return f"{rows} rows, more than {FEW_ROWS}"
+    dtypes = {x.dtype.name} if kernel != "lm_head_argmax" else {x.dtype.name, weight.dtype.name}
+    is_float32 = dtypes == {"float32"} and kernel != "int8_head_argmax"
+    return None if dtypes == {"bfloat16"} or is_float32 else f"dtypes {', '.join(sorted(dtypes))}"
+
+
+def _unsupported_keys(
     kernel: str, q: Any, kv: Any, v: Any = None, key_bias: KeyBias | None = None
 ) -> str | None:
     if not isinstance(kv, SideBySide):

@@ -26,7 +26,7 @@ from xinfer_jax.sharding import MODEL
 from xinfer_jax.weights.layout import check_mesh
 from xinfer_jax.weights.params import Params, ParamSpec, check_quantize, param_specs, tree_bytes
 from xinfer_jax.weights.quantization import group_size_for_shards, quantized_struct
-from xinfer_jax.weights.quantized_weights import METHODS
+from xinfer_jax.weights.quantized_weights import METHODS, device_form
 
 WEIGHTS = ("float32", "bfloat16", *METHODS)
 MOST_DEVICES = 128
@@ -122,7 +122,7 @@ def device_weights(job: Job, n: int) -> Params:
         if not quantize or len(shape) == 1:
             return jax.ShapeDtypeStruct(shape, job.dtype)
         group = group_size_for_shards(spec.shape, spec.hf_name, quantize, n if partition.axis == 1 else 1)
-        return quantized_struct(shape, spec.hf_name, quantize, group)
+        return device_form(quantized_struct(shape, spec.hf_name, quantize, group))
 
     return jax.tree.map(struct, param_specs(job.config))
 

@@ -1,15 +1,20 @@
-"""What a Pallas TPU kernel does in one call: the bytes that it moves between HBM and VMEM, and its products.
+"""What a Pallas TPU kernel does in one call: the bytes that it moves between HBM and VMEM, its products and
+its vector operations.
 
 Blocks are moved by the pipeline of `pallas_call`: an input's when its index differs from that of the grid
 step before, an output's when the next step has another one. Copies of the kernel's own (`make_async_copy`)
 are found by evaluating its body with what is known of its scalars. Rows of 128 lanes are moved whole.
+
+A product counts as one of 128 rows at least: so long it takes to load the other operand into the matrix
+units. A vector operation is one instruction on a register of 8 x 128 numbers of 32 bits; functions such as
+exp count as one too; shuffles, loads and stores count as none.
 """
 
 import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,11 +26,27 @@ from tile_bytes import box_bytes
 
 _MOST_STEPS = 4_000_000  # equations
 _NO_COPY = ("any", "hbm", "semaphore")  # memory spaces of operands that no pipeline moves
+_LEAST_ROWS = 128
+_VECTOR = frozenset(
+    "add sub mul div rem max min and or xor not neg abs sign round floor clamp integer_pow square sqrt"
+    " rsqrt exp exp2 log log1p tanh logistic cos sin select_n eq ne lt le gt ge shift_left shift_right_logical"
+    " shift_right_arithmetic convert_element_type".split()
+)
+_REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or argmax argmin cumsum".split())
 _QUIET = frozenset("dma_wait semaphore_signal semaphore_wait semaphore_read delay".split())
 
 
+class Arithmetic(NamedTuple):
+    """What a kernel computes in one call."""
+
+    flop: float  # of products, six times for those of float32 in full precision
+    int8_ops: float  # of int8 products
+    vector_ops: float
+    steps: float  # of the grid
+
+
 def kernel_work(equation: Any, values: list[Any]) -> tuple[float, ...]:
-    """FLOP, operations of int8 products, and bytes of each operand and result, of one call.
+    """The numbers of `Arithmetic`, and the bytes of each operand and result, of one call.
 
     Args:
         equation: a `pallas_call` for TPUs.
@@ -104,7 +125,8 @@ class _Kernel:
             self._run_body(index, refs)
         work = self._evaluator
         # Bytes of blocks of SMEM, VMEM and HBM alike.
-        return (work.flop, work.int8_ops, *self._scalar_bytes, *(array.moved for array in self._arrays))
+        arithmetic = Arithmetic(work.flop, work.int8_ops, work.vector_ops, math.prod(self._grid))
+        return (*arithmetic, *self._scalar_bytes, *(array.moved for array in self._arrays))
 
     def _run_body(self, index: tuple[int, ...], refs: list[Ref]) -> None:
         body = getattr(self._body, "jaxpr", self._body)
@@ -138,6 +160,7 @@ class _TpuEvaluator(KernelEvaluator):
         self._observer = _Loops()
         self.flop = 0.0
         self.int8_ops = 0.0
+        self.vector_ops = 0.0
 
     def equation(self, equation: Any, values: list[Any], path: tuple[str, ...]) -> Sequence[Any] | None:
         name = equation.primitive.name
@@ -146,13 +169,18 @@ class _TpuEvaluator(KernelEvaluator):
         if name == "dot_general":
             self._add_product(equation)
             return None
+        if name in _VECTOR or name in _REDUCTIONS:
+            shape = (equation.invars if name in _REDUCTIONS else equation.outvars)[0].aval.shape
+            self.vector_ops += _registers(shape)
         return super().equation(equation, values, path)
 
     def _add_product(self, equation: Any) -> None:
         left, right = (var.aval for var in equation.invars[:2])
         (contracted, _), _ = equation.params["dimension_numbers"]
         depth = math.prod(left.shape[axis] for axis in contracted)
-        work = 2.0 * depth * math.prod(equation.outvars[0].aval.shape)
+        batch = math.prod(left.shape[axis] for axis in equation.params["dimension_numbers"][1][0])
+        of_each = [math.prod(operand.shape) / depth / batch for operand in (left, right)]
+        work = 2.0 * depth * batch * max(of_each) * max(min(of_each), _LEAST_ROWS)
         is_int8 = all(np.dtype(x.dtype).kind in "iu" for x in (left, right))
         passes = 1
         if left.dtype == right.dtype == np.float32 and "HIGHEST" in str(equation.params["precision"]).upper():
@@ -170,6 +198,14 @@ class _TpuEvaluator(KernelEvaluator):
                 _check_sizes(transforms)
                 ref.access(transforms, None)
         return []
+
+
+def _registers(shape: Sequence[int]) -> int:
+    """Vector registers of an array of 32-bit numbers; 0 of a single number."""
+    if not shape:
+        return 0
+    *outer, rows, lanes = (1, *shape)
+    return math.prod(outer) * -(-rows // 8) * -(-lanes // 128)
 
 
 def _check_sizes(transforms: Sequence[Any]) -> None:

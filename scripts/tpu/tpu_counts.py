@@ -7,10 +7,11 @@ from typing import Any
 from copied_arrays import PALLAS, copied_arrays
 from hbm_bytes import hbm_bytes
 from hlo_text import Computation, Instruction, Module
+from kernel_dma import Arithmetic
 from program_counts import COLLECTIVES, FREE, Choices, Unknown
 from tile_bytes import is_in_hbm
 from tpu_specs import Tpu
-from tpu_time import Operation, Timeline, TpuCounts
+from tpu_time import Operation, Timeline, TpuCounts, kernel_seconds
 
 _FREE_TARGETS = ("ConcatBitcast", "AllocateBuffer", "AssumeGatherIndicesInBound")
 _KINDS = (  # of a fusion: the first operation that it contains
@@ -139,10 +140,11 @@ class TpuCounter:
         is_pallas = instruction.target == PALLAS
         work = self._choices.kernel_work(instruction) if is_pallas else None
         if work is not None:
-            flop, int8_ops, *dma = work
-            read, written = _of_kernel(computation, instruction, dma)
-            busy = flop / self._tpu.tflops / 1e12 + int8_ops / self._tpu.int8_tops / 1e12
+            arithmetic = Arithmetic(*work[:4])
+            read, written = _of_kernel(computation, instruction, work[4:])
         memory = (read + written) / self._tpu.memory_gbs / 1e9
+        if work is not None:
+            busy = kernel_seconds(arithmetic, self._tpu, memory)
         links = _sent_bytes(instruction, self._devices) / self._tpu.link_gbs / 1e9
         alone = max(busy, memory, links)
         seconds = alone

@@ -105,9 +105,11 @@ def report(
     """
     mesh = check_mesh(tpu.mesh(devices, MODEL)) if devices > 1 else tpu.mesh()
     depths = depths or chosen_depths(full, tpu)
-    *fewer, more = (_compile_program(_at_depth(full, weights, n, mesh), program, tpu, mesh) for n in depths)
+    *fewer, more = (
+        _compile_program(_at_depth(full, weights, n, mesh, tpu), program, tpu, mesh) for n in depths
+    )
     full_depth = full.config.num_hidden_layers if len(depths) > 1 else depths[0]
-    full = _at_depth(full, weights, full_depth, mesh).of_device
+    full = _at_depth(full, weights, full_depth, mesh, tpu).of_device
     layers = full.config.num_hidden_layers
 
     def parts(of: Callable[[_Compiled], float]) -> dict[str, float]:
@@ -155,8 +157,13 @@ class _Jobs(NamedTuple):
     of_device: ProgramJob  # the sizes of one device
 
 
-def _at_depth(full: ProgramJob, weights: str, count: int, mesh: Mesh) -> _Jobs:
+def _at_depth(full: ProgramJob, weights: str, count: int, mesh: Mesh, tpu: Tpu) -> _Jobs:
     """The job of a model with its first layers only."""
+    with kernels_pallas.assume_device(tpu.capability, tpu.name, tpu.platform):  # for the form of weights
+        return _jobs_at_depth(full, weights, count, mesh)
+
+
+def _jobs_at_depth(full: ProgramJob, weights: str, count: int, mesh: Mesh) -> _Jobs:
     n = mesh.size
     if n == 1:
         job = at_depth(full, weights, count, mesh)

@@ -6,6 +6,7 @@ import random
 import re
 
 import grammar_cases
+import grammar_inputs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +37,7 @@ def texts(model, rows):
 def test_the_byte_automaton_is_the_expression():
     letters = "abth19 f.+\n日éüxZ_-/A"
     served = 0
-    for pattern in grammar_cases.regexes(60, seed=1):
+    for pattern in grammar_inputs.regexes(60, seed=1):
         try:
             next_SX, accepts_S = byte_automaton(parse_regex(pattern))
         except NotRegularError:
@@ -59,7 +60,7 @@ def test_the_masks_are_those_of_the_host(model, monkeypatch):
     vocabulary = vocabulary_of(model.tokenizer, model.config.vocab_size)
     compared = 0
     served = 0
-    for i, pattern in enumerate(grammar_cases.regexes(30, seed=2)):
+    for i, pattern in enumerate(grammar_inputs.regexes(30, seed=2)):
         grammar = xj.regex(pattern, tokenizer=model.tokenizer)
         dfa = vocabulary.automaton(grammar)
         if dfa is None:

@@ -7,6 +7,7 @@ import json
 import re
 
 import grammar_cases
+import grammar_inputs
 import jax
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from xinfer_jax.errors import NoTokenLeftError
 from xinfer_jax.generation import batch_generator
 from xinfer_jax.generation.validation import validate_call
 from xinfer_jax.grammar.compiler import vocabulary_of
+from xinfer_jax.grammar.grammars import with_tokenizer
 from xinfer_jax.grammar.matcher import CompiledGrammar
 from xinfer_jax.sampling.random_keys import DRAW_TOKEN, draw_key, gumbel_noise
 
@@ -44,7 +46,12 @@ def options(model, grammar, **more):
 
 
 def bound(model, grammar):
-    return xj.choice(TEXTS, tokenizer=model.tokenizer) if grammar == "choice" else grammar
+    """The tokenizer's. "choice" is an automaton on the device, "lark" the same texts by masks of the host."""
+    if grammar == "choice":
+        grammar = xj.choice(TEXTS)
+    elif grammar == "lark":
+        grammar = xj.lark(f"start: {' | '.join(map(json.dumps, TEXTS))}")
+    return with_tokenizer(grammar, model.tokenizer)
 
 
 def decode(model, ids):
@@ -71,16 +78,18 @@ def reference(model, prompt, key, sampling, allowed):
     raise AssertionError(f"no end in {ids}")
 
 
-@pytest.mark.parametrize("sampling", [xj.SamplingConfig(), HOT], ids=["greedy", "sampled"])
-def test_a_row_is_the_row_decoded_alone_with_masked_logits(model, engine, sampling):
+@pytest.mark.parametrize(
+    ("grammar", "sampling"), [("lark", xj.SamplingConfig()), ("lark", HOT), ("choice", HOT)]
+)
+def test_a_row_is_the_row_decoded_alone_with_masked_logits(model, engine, grammar, sampling):
     """By `generate`, `stream` and the engine."""
     allowed = lambda ids: grammar_cases.allowed_in_choice(model, TEXTS, ids)  # noqa: E731
     want = [reference(model, p, key, sampling, allowed) for p, key in zip(PROMPTS, KEYS, strict=True)]
-    given = options(model, "choice", sampling=sampling)
+    given = options(model, grammar, sampling=sampling)
     out = xj.generate(model.params, model.config, PROMPTS, given, key=KEYS)
     stream = xj.stream(model.params, model.config, PROMPTS, given, key=KEYS)
     assert [*stream] and stream.output.tokens == out.tokens
-    own = xj.GenerateOptions(24, sampling, grammar=xj.choice(TEXTS))
+    own = xj.GenerateOptions(24, sampling, grammar=bound(model, grammar))
     served = [engine.submit(p, own, key=key[None]) for p, key in zip(PROMPTS, KEYS, strict=True)]
     assert out.tokens == [ids for ids, _ in want] and set(out.finish_reason) == {"eos"}
     for row, (_, logprobs) in zip(out.logprobs, want, strict=True):
@@ -93,8 +102,8 @@ def test_a_row_is_the_row_decoded_alone_with_masked_logits(model, engine, sampli
 @pytest.mark.newest
 def test_the_whole_model_and_drafts_sample_the_same(model):
     """The whole model as one program, prompt look-up in `generate` and in an engine, greedy and sampled."""
-    for sampling in (xj.SamplingConfig(), HOT):
-        given = options(model, "choice", sampling=sampling)
+    for grammar, sampling in (("lark", xj.SamplingConfig()), ("lark", HOT), ("choice", HOT)):
+        given = options(model, grammar, sampling=sampling)
         want = xj.generate(model.params, model.config, PROMPTS, given, key=KEYS)
         call = validate_call(model.params, model.config, PROMPTS, given, KEYS)
         whole = batch_generator.BatchGenerator(call, decodes_whole=True)
@@ -108,9 +117,10 @@ def test_the_whole_model_and_drafts_sample_the_same(model):
                 np.testing.assert_allclose(row, logprobs, atol=2e-5)
         shape = dict(rows=4, capacity=CAPACITY, pages=9, chunk=64)
         engine = xj.Engine(model, draft="lookup", draft_tokens=2, **shape)
-        own = xj.GenerateOptions(24, sampling, grammar=xj.choice(TEXTS))
+        own = xj.GenerateOptions(24, sampling, grammar=bound(model, grammar))
         assert [out.tokens[0] for out in engine.generate(PROMPTS, own, key=KEYS)] == want.tokens
-        long = xj.GenerateOptions(60, sampling, grammar=xj.regex("(abc|abd){12}"))
+        repeats = xj.lark("start: /(abc|abd){12}/") if grammar == "lark" else xj.regex("(abc|abd){12}")
+        long = xj.GenerateOptions(60, sampling, grammar=repeats)
         (out,) = engine.generate([[5]], long, key=KEYS[0])
         assert out.stats.acceptance[0] > 0 and re.fullmatch("(abc|abd){12}", decode(model, out.tokens[0]))
 
@@ -118,7 +128,7 @@ def test_the_whole_model_and_drafts_sample_the_same(model):
 def test_other_rows_keep_their_tokens_and_bits(model, engine):
     """Beside constrained rows in one batch and in the engine, greedy and sampled."""
     sampling = [HOT, xj.SamplingConfig(), HOT]
-    chosen = bound(model, "choice")
+    chosen = bound(model, "lark")
     outs = [
         xj.generate(model.params, model.config, PROMPTS, options(model, grammar, sampling=sampling), key=KEYS)
         for grammar in ([None, None, chosen], [chosen, None, chosen])
@@ -127,20 +137,25 @@ def test_other_rows_keep_their_tokens_and_bits(model, engine):
     assert outs[0].tokens[2] == outs[1].tokens[2] and outs[0].logprobs[2] == outs[1].logprobs[2]
     assert outs[0].tokens[0] != outs[1].tokens[0]
     constrained = xj.GenerateOptions(24, HOT, grammar=xj.regex(r"\d{20}"), n=2)
+    by_masks = dataclasses.replace(constrained, grammar=xj.lark("start: /[0-9]{20}/"))
     alone, beside = [], []
     for found, others in ((alone, 0), (beside, 1)):
         more = [engine.submit([3], constrained, key=KEYS[0]) for _ in range(others)]
+        masked = [engine.submit([3], by_masks, key=KEYS[0]) for _ in range(others)]
         for prompt, one, key in zip(PROMPTS, sampling, KEYS, strict=True):
             request = engine.submit(prompt, xj.GenerateOptions(24, one), key=key)
             found.append((request.result().tokens, request.result().logprobs))
         texts = [decode(model, ids) for request in more for ids in request.result().tokens]
         assert all(re.fullmatch(r"\d{20}", text) for text in texts) and len({*texts}) == len(texts)
+        assert [request.result().tokens for request in masked] == [
+            request.result().tokens for request in more
+        ]
     assert alone == beside
 
 
 def test_preempted_rows_continue_their_grammars(model, engine):
     """Rows that lose their slots to urgent ones continue with the same tokens."""
-    long = xj.GenerateOptions(100, HOT, grammar=xj.regex("[a-c]{70}"))
+    long = xj.GenerateOptions(100, HOT, grammar=xj.lark("start: /[a-c]{70}/"))
     prompts = [*zip(PROMPTS, KEYS, strict=True)] * 2
     alone = [engine.submit(prompt, long, key=key).result().tokens for prompt, key in prompts]
     before = engine.stats.preemptions
@@ -155,13 +170,13 @@ def test_preempted_rows_continue_their_grammars(model, engine):
 def test_answers_are_valid(model, engine):
     """JSON for a schema, and texts for a regular expression; greedy and hot."""
     ended = []
-    for i, schema in enumerate(grammar_cases.schemas(12)):
+    for i, schema in enumerate(grammar_inputs.schemas(12)):
         for sampling in (xj.SamplingConfig(), HOT):
             grammar = xj.json_schema(schema)
             given = xj.GenerateOptions(CAPACITY - 8, sampling, grammar=grammar)
             request = engine.submit(PROMPTS[i % 3], given, key=jax.random.key(i))
             ended.append((request, lambda text, schema=schema: jsonschema.validate(json.loads(text), schema)))
-    for i, pattern in enumerate(grammar_cases.regexes(24)):
+    for i, pattern in enumerate(grammar_inputs.regexes(24)):
         given = xj.GenerateOptions(CAPACITY - 8, HOT, grammar=xj.regex(pattern))
         request = engine.submit(PROMPTS[i % 3], given, key=jax.random.key(i))
         check = lambda text, pattern=pattern: re.fullmatch(pattern, text, re.ASCII) or pytest.fail(pattern)  # noqa: E731
@@ -277,7 +292,7 @@ def test_what_does_not_go_with_a_grammar_is_rejected_by_name(model):
         (dict(grammar=xj.choice(["a"])), "needs the tokenizer"),
         (dict(grammar=[grammar] * 2), "2 grammars for 1 prompts"),
         (dict(grammar=grammar, use_cache=False), "grammar needs the cache"),
-        (dict(grammar=grammar, draft=model), "does not go with a draft model"),
+        (dict(grammar=bound(model, "lark"), draft=model), "needs masks, which a draft model's tokens"),
         (dict(grammar=grammar, eos_token_ids=()), "grammar needs an EOS id"),
     ]
     for given, words in cases:
@@ -296,7 +311,7 @@ def test_compiled_grammars_are_few(model):
 
 def test_a_tokenizer_wider_than_the_vocabulary(model):
     """Ids beyond the model's logits do not exist: the grammar uses what is left."""
-    matcher = CompiledGrammar(bound(model, "choice"), 100).matcher([5], [99])
+    matcher = CompiledGrammar(bound(model, "lark"), 100).matcher([5], [99])
     ids = model.tokenizer.encode("yes")
     for i in range(len(ids) + 1):
         masks = np.zeros((1, 4), np.uint32)

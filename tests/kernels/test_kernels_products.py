@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from quick import full_except
+from random_matrices import BF16, F16, INT4, matrix
 
 import kernels_pallas
 import xinfer_jax as xj
 from kernels_pallas import reference_products, triton
-from kernels_pallas.reference_products import Matrix
 from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.model.decoder import forward
 from xinfer_jax.model.kernel_products import Norm
@@ -29,29 +29,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
 SD = jax.ShapeDtypeStruct
-BF16 = jnp.bfloat16
-F16 = jnp.float16
 
 
-def matrix(draws, kind, outputs, inputs, dtype, bias):
-    """A random matrix. kind: float, int8 or (bits, J, whether it has zeros)."""
-    bias_O = jnp.asarray(draws.standard_normal(outputs), dtype) if bias else None
-    if kind == "float":
-        return Matrix(jnp.asarray(draws.standard_normal((outputs, inputs)), dtype), bias=bias_O)
-    if kind == "int8":
-        values = jnp.asarray(draws.integers(-127, 128, (outputs, inputs)), jnp.int8)
-        return Matrix(values, jnp.asarray(draws.random(outputs) / 50, jnp.float32), bias=bias_O)
-    bits, J, zeros = kind
-    Q = -(-inputs // J)
-    scale = jnp.asarray(draws.random((Q, outputs)) * 2**-bits, F16)
-    if bits == 8:
-        return Matrix(jnp.asarray(draws.integers(-127, 128, (Q, J, outputs)), jnp.int8), scale, bias=bias_O)
-    values = jnp.asarray(draws.integers(0, 256, (Q, J // 2, outputs)), jnp.uint8)
-    zero = jnp.asarray(draws.integers(0, 16, (Q, outputs)), jnp.uint8) if zeros else None
-    return Matrix(values, scale, zero, bias_O)
-
-
-INT4 = (4, 64, True)
 EPS = dict(eps=1e-6)
 CASES = {  # kind, rows, inputs, outputs of each matrix, dtype, and what else there is
     "qkv-norm-bias": ("float", 1, 100, (40, 20, 24), BF16, "norm bias", EPS),

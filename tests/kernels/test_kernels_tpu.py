@@ -173,7 +173,7 @@ def test_a_tpu_selects_its_kernels_and_xla_for_the_rest():
     with kernels_pallas.assume_device(None, "TPU v5 lite", "tpu"):
         assert kernels_pallas.select("decode_attention", None, Q, KV, None) == ("tpu", "TPU v5 lite")
         assert kernels_pallas.select("argmax", None, SD((1, 10), jnp.float32)).impl == "xla"
-        assert kernels_pallas.select("product", "tpu", Q).reason == "TPUs have no kernel product"
+        assert kernels_pallas.select("product", "tpu", Q) == ("tpu", "requested by name")
         assert kernels_pallas.unavailable_reason("tpu") is None
         assert "9.0 (TPU v5 lite)" in kernels_pallas.unavailable_reason("mosaic")
     assert "needs a TPU (no NVIDIA GPU or TPU here)" in kernels_pallas.unavailable_reason("tpu")

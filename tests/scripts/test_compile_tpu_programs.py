@@ -10,13 +10,14 @@ import pytest
 from hlo_text import parse_arrays, parse_module
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from kernel_dma import kernel_work
+from kernel_dma import Arithmetic, kernel_work
 from kernel_refs import UncountableError
 from known_values import Evaluator, Observer, known_leaf
 from program_counts import Unknown
 from tile_bytes import box_bytes, is_in_hbm, stored_bytes
 from tpu_counts import TpuCounter
 from tpu_specs import TPUS
+from tpu_time import kernel_seconds
 
 import kernels_pallas
 
@@ -241,12 +242,35 @@ def test_kernels_move_blocks_once_and_copies_as_their_scalars_say():
     x = jax.ShapeDtypeStruct((4, 256, 128), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
     for count in (0, 3):
-        flop, int8_ops, *moved = work_of(kernel_call(4), np.array([count], np.int32), x, w)
-        assert moved == [4, count * 64 * 128 * 2, 128 * 128 * 2, 4 * 64 * 128 * 4]
-        assert (flop, int8_ops) == (count * 2 * 64 * 128 * 128, 0)
+        work = work_of(kernel_call(4), np.array([count], np.int32), x, w)
+        assert work[4:] == (4, count * 64 * 128 * 2, 128 * 128 * 2, 4 * 64 * 128 * 4)
+        # Of 64 rows a product takes as long as of 128.
+        assert work[:4] == (count * 2 * 128 * 128 * 128, 0, 0, 4)
     with pytest.raises(UncountableError):
         unknown = jax.ShapeDtypeStruct((1,), jnp.int32)
         work_of(kernel_call(4, lambda ref: pl.multiple_of(ref[0], 8)), unknown, x, w)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="kernels are other primitives before jax 0.12")
+@pytest.mark.newest
+def test_vector_operations_are_counted_by_registers():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = jnp.exp(x_ref[...] + 1).sum(1, keepdims=True)
+
+    call = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((9, 1), jnp.float32))
+    work = work_of(call, jax.ShapeDtypeStruct((9, 200), jnp.float32))
+    assert work[:4] == (0, 0, 3 * 4, 1)  # a sum, exp and the sum of four registers
+
+
+def test_time_of_a_kernel_is_that_of_copies_or_of_arithmetic():
+    start = 2100 / V6E.ghz / 1e9
+    step = 0.35e-6
+    none = Arithmetic(0, 0, 0, 10)
+    assert kernel_seconds(none, V6E, 1e-3) == pytest.approx(start + 1e-3 + step)  # all but the last step's
+    products = Arithmetic(V6E.tflops * 1e9, 0, 0, 10)
+    assert kernel_seconds(products, V6E, 1e-4) == pytest.approx(start + 1e-5 + 1e-3 + 10 * step)
+    vectors = Arithmetic(0, 0, 4 * V6E.ghz * 1e6, 1)
+    assert kernel_seconds(vectors, V6E, 1e-4) == pytest.approx(start + 1e-4 + 1e-3 + step)
 
 
 @pytest.mark.full
@@ -258,7 +282,8 @@ def test_counts_of_a_tpu_program_stay():
     assert whole["copies"] == whole["around_copies"] == 0, decode["copied"]
     assert whole["unknown_loops"] == 0 and not decode["unknown_branches"]
     assert decode["declared"] == {}, "a kernel could not be counted"
-    assert decode["kinds"]["Pallas"]["times"] == 4  # append and attention
+    # Of a layer the append, attention and four products; the greedy token.
+    assert decode["kinds"]["Pallas"]["times"] == 2 * 6 + 1
     assert 0.8 < decode["ratio"] < MOST_BYTES  # VMEM may hold some weights of so few layers
     assert 1 < decode["time_ratio"] < MOST_TIME
 

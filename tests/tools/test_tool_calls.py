@@ -266,7 +266,8 @@ def test_messages_of_the_api():
     "tools, said",
     [
         ("add", "tools must be a list of"), ([3], "each of tools must be"), ([dict(type="web")], "each of"),
-        ([tool("a b")], "a tool's name must"), ([tool("a"), tool("a")], "2 functions named 'a'"),
+        ([tool("a")] * 513, "513 functions, more than"), ([tool("a b")], "a tool's name must"),
+        ([tool("a"), tool("a")], "2 functions named 'a'"),
         ([dict(type="function", function=dict(name="a", parameters=[]))], "parameters of tool 'a'"),
         ([dict(type="function", function=dict(name="a", parameters=dict(type="array")))], "of an object"),
     ],

@@ -16,7 +16,7 @@ from ..sharding import MODEL
 from ..weights.hadamard import TensorRotation, rotate_tensor
 from ..weights.params import ParamSpec
 from ..weights.quantization import group_size_for_shards, quantized_leaf, quantized_struct
-from ..weights.quantized_weights import with_int8_activations
+from ..weights.quantized_weights import device_form, with_int8_activations
 from .bitnet_format import BitNetFormat
 from .own_format import TensorSpec
 from .quantized_formats import QuantizedFormat
@@ -118,21 +118,21 @@ class LeafLoader:
 
     def _host_struct(self, spec: ParamSpec, quantized: Any, tensors: Any, group: int | None) -> Any:
         if self.quant_format and quantized:
-            return self.quant_format.struct(spec.hf_name, spec.shape, tensors)
+            return device_form(self.quant_format.struct(spec.hf_name, spec.shape, tensors))
         if self.quantize is None or len(spec.shape) == 1:
             return jax.ShapeDtypeStruct(spec.shape, self.dtype)
-        return self._mark_int8(quantized_struct(spec.shape, spec.hf_name, self.quantize, group))
+        return device_form(self._mark_int8(quantized_struct(spec.shape, spec.hf_name, self.quantize, group)))
 
     def _load_host(
         self, spec: ParamSpec, quantized: Any, tensors: Any, stored: list[Any], group: int | None
     ) -> Any:
         """A leaf, or a part of one, on the host."""
         if self.quant_format and quantized:
-            return self.quant_format.load(spec.hf_name, spec.shape, tensors)
+            return device_form(self.quant_format.load(spec.hf_name, spec.shape, tensors))
         rotation = self.rotations.get(spec.hf_name)
         tensor = rotate_tensor(stored[0], rotation, self._read_norm) if rotation else stored[0]
         if self.quantize is not None and len(spec.shape) > 1:
-            return self._mark_int8(quantized_leaf(tensor, spec.hf_name, self.quantize, group))
+            return device_form(self._mark_int8(quantized_leaf(tensor, spec.hf_name, self.quantize, group)))
         if rotation:
             return tensor.astype(self.dtype)
         return _read_stacked(spec.hf_name, stored, jax.ShapeDtypeStruct(spec.shape, self.dtype))

@@ -120,8 +120,9 @@ def byte_automaton(tree: Tree) -> tuple[np.ndarray, np.ndarray]:
 def _without_dead_ends(next_SX: np.ndarray, accepts_S: np.ndarray) -> np.ndarray:
     """The table without ways from which no end can be reached."""
     live_S = accepts_S
+    next_SY = np.unique(next_SX, axis=1)  # few columns differ
     while True:
-        leads_S = live_S | (live_S[next_SX] & (next_SX >= 0)).any(1)
+        leads_S = live_S | (live_S[next_SY] & (next_SY >= 0)).any(1)
         if (leads_S == live_S).all():
             return np.where(live_S[next_SX], next_SX, -1).astype(np.int16)
         live_S = leads_S

@@ -13,6 +13,7 @@ from .grammars import Grammar
 from .regex_parser import NotRegularError, parse_regex
 from .vocabulary import token_bytes
 
+_MOST_WALKS = 2**24  # states x tokens that may occur: about a second
 _PART = 2**22  # entries of the arrays that are computed at a time
 
 
@@ -27,7 +28,7 @@ def dfa(pattern: str | Grammar, tokenizer: Any) -> Dfa:
         tokenizer: from `load_model`.
 
     Returns:
-        At most 512 states, and 65,536 entries of the table.
+        At most 512 states, 65,536 entries of the table, and 16.8 million states x tokens that may occur.
 
     Raises:
         InputError: syntax that is not among literals, classes, groups, `|` and quantifiers, or an automaton
@@ -52,7 +53,10 @@ def token_automaton(pattern: str, tokens: Sequence[bytes], special: Sequence[int
     class_V = np.full(len(tokens), NEVER, np.int16)
     columns = {np.full(len(next_SX), -1, np.int16).tobytes(): NEVER}
     known = bytes(byte for byte in range(256) if (next_SX[:, byte] >= 0).any())
-    for ids, bytes_NL in _by_length(tokens, {*special}, known):
+    groups = _by_length(tokens, {*special}, known)
+    if len(next_SX) * sum(len(ids) for ids, _ in groups) > _MOST_WALKS:
+        raise NotRegularError(f"more than {_MOST_WALKS} states x tokens that occur")
+    for ids, bytes_NL in groups:
         part = max(1, _PART // len(next_SX))
         for first in range(0, len(ids), part):
             to_NS = _walk(next_SX, bytes_NL[first : first + part])

@@ -13,7 +13,7 @@ from kernels_pallas.reference_products import FEW_ROWS, Matrix
 from ..sharding import abstract_mesh_of
 from ..weights.matmul import quantize_activations
 from ..weights.params import Params
-from ..weights.quantized_weights import GroupedWeight, Int8Weight
+from ..weights.quantized_weights import GroupedWeight, Int8Weight, is_quantized
 from ..weights.ternary import TernaryWeight
 
 
@@ -51,20 +51,56 @@ def select_product(impl: str | None, operands: Operands, activation: str | None)
         return here
     matrices = [leaf["weight"] for leaf in leaves]
     rows = x.size // max(x.shape[-1], 1)
-    reason = _unsupported_reason(x, matrices, rows, norm_weight, activation)
-    if reason or x.dtype not in (jnp.bfloat16, jnp.float16):
-        return kernels_pallas.Selection("xla", reason or f"dtype {x.dtype}")
+    if abstract_mesh_of(matrices):  # a kernel sees only one device's part
+        return kernels_pallas.Selection("xla", "arrays that the compiler divides over devices")
+    on_tpu = (impl or kernels_pallas.device_impl().impl) in ("tpu", "interpret_tpu")
+    if on_tpu:
+        reason = _unsupported_on_tpu(x, matrices, rows, norm_weight)
+    else:
+        reason = _unsupported_on_gpu(x, matrices, rows, norm_weight)
+    if activation is not None and len({_layout(matrix) for matrix in matrices}) > 1:
+        reason = reason or "gate and up of different formats"
+    if reason:
+        return kernels_pallas.Selection("xla", reason)
     return kernels_pallas.select("product", impl, x)
 
 
-def _unsupported_reason(x, matrices, rows: int, norm_weight, activation) -> str | None:
-    """Why the kernel does not take these products in one launch, or None."""
-    if abstract_mesh_of(matrices):  # a kernel sees only one device's part
-        return "arrays that the compiler divides over devices"
+def _unsupported_on_tpu(x, matrices, rows: int, norm_weight) -> str | None:
+    """Why the TPU kernel does not take these products in one launch, or None."""
+    if rows > FEW_ROWS:
+        return f"{rows} rows, more than {FEW_ROWS}"
+    if len({(type(matrix), getattr(matrix, "group", None)) for matrix in matrices}) > 1:
+        return "matrices of different formats"
+    if not is_quantized(matrices[0]):
+        is_same = all(matrix.dtype == x.dtype for matrix in matrices)
+        return None if is_same and x.dtype in (jnp.bfloat16, jnp.float32) else "floats of another dtype"
+    if x.dtype != jnp.bfloat16:
+        return f"quantized weights with activations of {x.dtype}"
+    if isinstance(matrices[0], Int8Weight):
+        return "int8 activations" if any(map(_has_int8_activations, matrices)) else None
+    if not isinstance(matrices[0], GroupedWeight):
+        return "ternary weights"
+    if matrices[0].values.dtype != jnp.uint8 or matrices[0].group % 64:
+        return "int8 in groups, or groups that are no multiple of 64"
+    if any(matrix.zero is None for matrix in matrices) and any(
+        matrix.zero is not None for matrix in matrices
+    ):
+        return "zero points of some matrices"
+    return _ordered_reason(matrices, norm_weight)
+
+
+def _ordered_reason(matrices, norm_weight) -> str | None:
+    is_ordered = any(matrix.order is not None for matrix in matrices)
+    is_shared = norm_weight is not None or len(matrices) > 1
+    return "inputs in the order of one matrix" if is_ordered and is_shared else None
+
+
+def _unsupported_on_gpu(x, matrices, rows: int, norm_weight) -> str | None:
+    """The same for GPUs."""
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"dtype {x.dtype}"
     if norm_weight is not None and (rows > FEW_ROWS or x.dtype != jnp.bfloat16):
         return "a norm of many rows or of float16"
-    if activation is not None and len({_layout(matrix) for matrix in matrices}) > 1:
-        return "gate and up of different formats"
     if len({_has_int8_activations(matrix) for matrix in matrices}) > 1:
         return "int8 activations of some matrices"
     normed = norm_weight is not None

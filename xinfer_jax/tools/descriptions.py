@@ -9,6 +9,7 @@ from ..checks import is_sequence
 from ..errors import InputError, format_value
 
 TOOL_FORM = "{'type': 'function', 'function': {'name': …, 'parameters': …}}"  # in error messages
+MAX_TOOLS = 512
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
@@ -22,10 +23,12 @@ def check_tools(tools: Any) -> list[dict[str, Any]]:
             parameters are a JSON Schema of an object, or absent.
 
     Raises:
-        InputError: another value, or two functions of one name.
+        InputError: another value, too many functions, or several of one name.
     """
     if not is_sequence(tools):
         raise InputError(f"tools must be a list of {TOOL_FORM}, got {format_value(tools)}")
+    if len(tools) > MAX_TOOLS:
+        raise InputError(f"tools has {len(tools)} functions, more than the limit of {MAX_TOOLS}: give fewer")
     found = [_check_tool(tool) for tool in tools]
     names = Counter(tool["function"]["name"] for tool in found)
     name, count = names.most_common(1)[0] if names else ("", 0)

@@ -81,6 +81,18 @@ def local_shard(x: jax.Array, weight: QuantizedWeight, axis_name: str) -> tuple[
     return x, dataclasses.replace(weight, order=None, inputs=x.shape[-1])
 
 
+def device_form(weight: Any) -> Any:
+    """Returns a leaf, or its shapes, as this process's devices read it: on TPUs scales of packed groups are
+    float32, since no kernel there reads float16. Other leaves stay.
+    """
+    is_packed = isinstance(weight, GroupedWeight) and weight.values.dtype == np.uint8
+    if not is_packed or kernels_pallas.device_impl().impl != "tpu":
+        return weight
+    if isinstance(weight.scale, jax.ShapeDtypeStruct):
+        return dataclasses.replace(weight, scale=jax.ShapeDtypeStruct(weight.scale.shape, np.float32))
+    return dataclasses.replace(weight, scale=weight.scale.astype(np.float32))
+
+
 def check_quantize_method(quantize: str | None) -> None:
     """Raises InputError unless it is None or one of `METHODS`."""
     if quantize is not None and quantize not in METHODS:

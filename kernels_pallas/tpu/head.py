@@ -1,0 +1,118 @@
+"""The greedy token of a vocabulary product on TPUs, whose logits stay on the chip."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ..reference_products import FEW_ROWS, Matrix
+from .matrices import LANES
+from .streaming import (
+    Memory,
+    Operands,
+    Settings,
+    call,
+    multiply_tile,
+    operands_and_blocks,
+    prepare,
+    settings_of,
+)
+
+_NONE = 2**30  # no token
+
+
+def lm_head_argmax(x_BD, weight_VD, *, soft_cap=None, interpret=False) -> tuple[jax.Array, jax.Array]:
+    """The greedy token and its log-probability, without logits in memory.
+
+    Args:
+        x_BD: hidden states, bfloat16 or float32. 64 rows read the matrix once.
+        weight_VD: of the same dtype.
+        soft_cap: None, or c of c · tanh(logit / c).
+        interpret: emulate a TPU on a CPU, slowly, and raise where accesses to memory race.
+
+    Returns:
+        The id of the largest logit, int32 [B]: the lowest of equal ones; of the first NaN if any. And its
+        log-probability, float32 [B].
+    """
+    return _head_argmax(x_BD, Matrix(weight_VD), soft_cap, interpret)
+
+
+def int8_head_argmax(
+    x_BD, weight_VD, scale_V, *, soft_cap=None, interpret=False
+) -> tuple[jax.Array, jax.Array]:
+    """`lm_head_argmax` of an int8 matrix with a scale of each token; x is bfloat16."""
+    return _head_argmax(x_BD, Matrix(weight_VD, scale_V), soft_cap, interpret)
+
+
+def _head_argmax(x_BD, matrix: Matrix, soft_cap, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    B = len(x_BD)
+    if B > FEW_ROWS:
+        parts = [x_BD[i : i + FEW_ROWS] for i in range(0, B, FEW_ROWS)]
+        results = [_head_argmax(part, matrix, soft_cap, interpret) for part in parts]
+        return tuple(map(jnp.concatenate, zip(*results, strict=True)))  # type: ignore[return-value]
+    settings = settings_of(x_BD, [matrix], soft_cap=soft_cap)
+    operands, blocks = operands_and_blocks(settings, x_BD, [matrix], interpret)
+    shape = (settings.forms[0].rows, LANES)
+    scratch = [pltpu.VMEM(shape, dtype) for dtype in (jnp.float32, jnp.int32, jnp.int32, jnp.float32)]
+    dtypes = (jnp.int32, jnp.float32)
+    out_blocks = [pl.BlockSpec((B, 1), lambda i: (0, 0))] * 2
+    kernel = partial(_kernel, outputs=matrix.outputs)
+    id_B1, logprob_B1 = call(
+        kernel,
+        settings,
+        operands,
+        blocks,
+        [(B, 1)] * 2,
+        dtypes,
+        out_blocks,
+        scratch,
+        interpret,
+        "head_argmax",
+    )
+    return id_B1[:, 0], logprob_B1[:, 0]
+
+
+def _kernel(  # noqa: PLR0913
+    step, settings: Settings, operands: Operands, results, memory: Memory, scratch, *, outputs: int
+) -> None:
+    """scratch: the largest logit so far, its token, the first token whose logit is NaN, and the sum of
+    exponentials relative to the largest logit; the same in all lanes.
+    """
+    max_ref, id_ref, nan_ref, sum_ref = scratch
+
+    @pl.when(step == 0)
+    def _start() -> None:
+        prepare(settings, operands, memory)
+        for ref, value in zip(scratch, (-jnp.inf, 0, _NONE, 0), strict=True):
+            ref[...] = jnp.full(ref.shape, value, ref.dtype)
+
+    first = step * settings.tiles[0]
+    logits_RO = multiply_tile(step, 0, settings, operands, memory)
+    if settings.soft_cap is not None:
+        logits_RO = settings.soft_cap * jnp.tanh(logits_RO / settings.soft_cap)
+    token_RO = first + lax.broadcasted_iota(jnp.int32, logits_RO.shape, 1)
+    logits_RO = jnp.where(token_RO < outputs, logits_RO, -jnp.inf)
+    is_nan_RO = logits_RO != logits_RO
+    nan_ref[...] = jnp.minimum(nan_ref[...], _first(is_nan_RO, token_RO))
+    max_R1 = jnp.where(is_nan_RO, -jnp.inf, logits_RO).max(-1, keepdims=True)
+    before_RL = max_ref[...]
+    id_ref[...] = jnp.where(max_R1 > before_RL, _first(logits_RO == max_R1, token_RO), id_ref[...])
+    max_RL = jnp.maximum(before_RL, max_R1)
+    sum_R1 = jnp.exp(logits_RO - max_RL[:, :1]).sum(-1, keepdims=True)
+    sum_ref[...] = jnp.where(step == 0, 0, sum_ref[...] * jnp.exp(before_RL - max_RL)) + sum_R1
+    max_ref[...] = max_RL
+
+    @pl.when(step == settings.counts[0] - 1)
+    def _store() -> None:
+        rows = slice(0, len(operands.x))
+        nan_B1 = nan_ref[rows, :1]
+        results[0][...] = jnp.where(nan_B1 < _NONE, nan_B1, id_ref[rows, :1])
+        results[1][...] = -jnp.log(sum_ref[rows, :1])
+
+
+def _first(is_candidate_RO: jax.Array, token_RO: jax.Array) -> jax.Array:
+    """Each row's first candidate, [R, 1]; `_NONE` without one."""
+    return jnp.where(is_candidate_RO, token_RO, _NONE).min(-1, keepdims=True)

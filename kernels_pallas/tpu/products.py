@@ -1,0 +1,90 @@
+"""Matrix products of few rows on TPUs, several in one launch, with the RMS norm of their input, biases,
+activation and residual.
+
+- x is all on the chip, in the form that the matrices need; tiles of their outputs are streamed from HBM, each
+  once. A grid step takes a tile of every matrix that has one left, about `STEP_BYTES` in all.
+- int8 weights are multiplied as integers: the matrix units take twice as many of them as of bfloat16, and
+  nothing is converted. A row of x is split into two rows of int8 numbers, in steps of its largest number by
+  127, and of that by 254, so it loses less than by rounding to bfloat16. Rows cost nothing: loading 128
+  columns of weights into a matrix unit takes longer.
+- int4 is unpacked in words of 32 bits, four levels at once, and its zero points are subtracted there. Groups
+  have scales of their own, so x is repeated for each group of a chunk of 256 inputs, with zeros in place of
+  the other groups: one product, as deep as the unit, gives the sums of all. From 17 rows on that would be too
+  many rows, and a chunk is dequantized.
+- Nothing was measured on a TPU; the schedules that libtpu prints of compiled kernels take less time than the
+  copies up to 16 rows, and for bfloat16 and int8 up to 64.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ..reference_products import ACTIVATIONS
+from .streaming import (
+    Memory,
+    Operands,
+    Settings,
+    call,
+    multiply_tile,
+    operands_and_blocks,
+    prepare,
+    rows_of_tile,
+    settings_of,
+)
+
+
+def product(  # noqa: PLR0913
+    x_MI, matrices, norm_I=None, residual_MO=None, step_M=None, *, eps=0.0, offset=0.0, activation=None,
+    dtype=None, interpret=False,
+) -> list[jax.Array]:  # fmt: skip
+    """x · matrixᵀ + bias for each matrix, in one launch.
+
+    Args:
+        x_MI: activations, bfloat16, or float32 with matrices of float32. M is at most 64.
+        matrices: `Matrix`, all floats of x's dtype, all int8 with a scale per output, or all int4 in groups
+            of a multiple of 64 inputs.
+        norm_I: None, or the weight of an RMS norm of x.
+        residual_MO: None, or what is added to the only result.
+        step_M: None: TPU kernels have no int8 activations.
+        eps: of the norm.
+        offset: what is added to the norm's weight.
+        activation: None; or of two matrices of one shape the result is activation(first) * second.
+        dtype: of the results; None: that of x.
+        interpret: emulate a TPU on a CPU, slowly, and raise where accesses to memory race.
+
+    Returns:
+        [M, O] for each matrix; one with an activation.
+    """
+    assert step_M is None
+    M = len(x_MI)
+    settings = settings_of(x_MI, matrices, eps, offset, activation)
+    operands, blocks = operands_and_blocks(settings, x_MI, matrices, interpret, norm_I, residual_MO)
+    results = range(1 if activation else len(matrices))
+    shapes = [(M, matrices[n].outputs) for n in results]
+    out_blocks = [rows_of_tile(M, settings, n) for n in results]
+    dtypes = [dtype or x_MI.dtype] * len(shapes)
+    return call(_kernel, settings, operands, blocks, shapes, dtypes, out_blocks, [], interpret, "product")
+
+
+def _kernel(step, settings: Settings, operands: Operands, results, memory: Memory, _scratch) -> None:
+    pl.when(step == 0)(partial(prepare, settings, operands, memory))
+
+    def tile(n: int) -> jax.Array:
+        return multiply_tile(step, n, settings, operands, memory)
+
+    def store(n: int) -> None:
+        y_RO = tile(n)
+        if settings.activation is not None:
+            y_RO = ACTIVATIONS[settings.activation](y_RO) * tile(1)
+        y_MO = y_RO[: len(operands.x)]
+        if operands.residual is not None:
+            y_MO += operands.residual[...].astype(jnp.float32)
+        results[n][...] = y_MO.astype(results[n].dtype)
+
+    for n in range(len(results)):
+        if settings.counts[n] == max(settings.counts):
+            store(n)
+        else:
+            pl.when(step < settings.counts[n])(partial(store, n))

@@ -1,0 +1,26 @@
+"""Random matrices of every format that kernels of products read."""
+
+import jax.numpy as jnp
+
+from kernels_pallas.reference_products import Matrix
+
+BF16, F16 = jnp.bfloat16, jnp.float16
+INT4 = (4, 64, True)
+
+
+def matrix(draws, kind, outputs, inputs, dtype, bias):
+    """A random matrix. kind: float, int8 or (bits, J, whether it has zeros)."""
+    bias_O = jnp.asarray(draws.standard_normal(outputs), dtype) if bias else None
+    if kind == "float":
+        return Matrix(jnp.asarray(draws.standard_normal((outputs, inputs)), dtype), bias=bias_O)
+    if kind == "int8":
+        values = jnp.asarray(draws.integers(-127, 128, (outputs, inputs)), jnp.int8)
+        return Matrix(values, jnp.asarray(draws.random(outputs) / 50, jnp.float32), bias=bias_O)
+    bits, J, zeros = kind
+    Q = -(-inputs // J)
+    scale = jnp.asarray(draws.random((Q, outputs)) * 2**-bits, F16)
+    if bits == 8:
+        return Matrix(jnp.asarray(draws.integers(-127, 128, (Q, J, outputs)), jnp.int8), scale, bias=bias_O)
+    values = jnp.asarray(draws.integers(0, 256, (Q, J // 2, outputs)), jnp.uint8)
+    zero = jnp.asarray(draws.integers(0, 16, (Q, outputs)), jnp.uint8) if zeros else None
+    return Matrix(values, scale, zero, bias_O)
