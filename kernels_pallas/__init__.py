@@ -50,7 +50,14 @@ JAX has deprecated (`triton/products.py` says how products work). `tpu` has atte
   queries sees, where the copy left what was there before. Levels are never NaN; their scales are masked.
 - TPUs copy tiles of 8 (32 bits), 16 or 32 slots (8 bits), not single slots. The append reads, changes and
   writes the tiles that a row's tokens touch; all reads of a program are in flight at once. Tiles that are
-  written whole are not read. Quantizing and RoPE are XLA's, before the kernel.
+  written whole are not read. Of up to 17 tokens of a row it also computes norms of heads, RoPE and levels,
+  while tiles are read; for prompts XLA does, before the kernel.
+- Between a layer's products XLA has nothing to do in a decode step: each small operation of it would cost
+  about 2,100 cycles. So the append reads queries, keys and values as products leave them, with the numbers of
+  all heads in lanes, and the attention kernel reads and writes this form too. It puts the heads of a key head
+  into rows itself.
+- The scale of int8 pages on TPUs is [P, K, 2, 128], not [P, K, 4, 64], whose lanes would be half empty.
+- A bias of keys on TPUs: as above, with one rotation of the queries for each 64 keys.
 - A TPU kernel's arrays of the cache are bound to HBM (`with_memory_space_constraint`): XLA copied the scales
   of a small cache to on-chip memory first.
 - Mosaic's entry point disables the check of `jax.shard_map` inside, so results must be marked as varying
@@ -71,12 +78,13 @@ from .dispatch import (
     select,
     unavailable_reason,
 )
-from .key_layouts import BIAS_STRIDE, KeyBias, Levels, SideBySide
+from .key_layouts import BIAS_STRIDE, HeadNorms, KeyBias, Levels, SideBySide
 
 __all__ = [
     "BIAS_STRIDE",
     "IMPLS",
     "KERNELS",
+    "HeadNorms",
     "KeyBias",
     "Levels",
     "Selection",

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from .key_layouts import KeyBias, Levels, SideBySide
+from .key_layouts import BIAS_STRIDE, KeyBias, Levels, SideBySide
 from .reference_products import FEW_ROWS
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
@@ -92,8 +92,6 @@ def _unsupported_keys(
 ) -> str | None:
     if not isinstance(kv, SideBySide):
         return "TPU kernels read keys and values side by side"
-    if key_bias is not None:
-        return "a bias of keys"
     width = q.shape[-1]
     if width not in _TPU_WIDTHS:
         return f"head width {width} is not one of {', '.join(map(str, _TPU_WIDTHS))}"
@@ -105,6 +103,9 @@ def _unsupported_keys(
     dtypes = {q.dtype.name} if quantized else {q.dtype.name, kv.values.dtype.name}
     if dtypes not in ({"float32"}, {"bfloat16"}):
         return f"dtypes {', '.join(sorted(dtypes))}"
+    slots = kv.values.shape[2]
+    if key_bias is not None and slots % BIAS_STRIDE:
+        return f"a bias of keys in {slots} slots, not a multiple of {BIAS_STRIDE}"
     return _unaligned_slots(kernel, kv)
 
 

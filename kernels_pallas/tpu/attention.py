@@ -7,12 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..dispatch import result_type
-from ..key_layouts import SideBySide
-from .attention_kernel import LANES, Settings, attention_kernel
+from ..key_layouts import LANES, SideBySide
+from .attention_kernel import attention_kernel
+from .attention_settings import Settings
+from .rotation import rotation_factors
 
 BLOCK_BYTES = 2**20  # of keys and values in one of two buffers
 _MAX_BLOCK = 1024  # keys
@@ -21,6 +24,7 @@ _STEP = 512  # keys that the softmax takes at a time
 _TILE_ROWS = 512  # of queries of a key head
 _PART_ROWS = 512  # of these that the softmax takes at a time
 _ALL_ROWS = 2048  # of queries of all key heads
+_BLOCK_ROWS = 16  # of one query each, in a block: a tile of memory in 16 bits
 _NO_LIMIT = 2**30
 
 
@@ -44,31 +48,38 @@ def prefill_attention(  # noqa: PLR0913
         table_BP: int32, the block table: position p is in slot p % S of page table_BP[b, p // S].
         ring: position p is in slot p % S.
         sink_N: None, or one more score of each head, whose weight has no value.
-        key_bias: None: TPU kernels have no bias of keys.
+        key_bias: None, or `KeyBias`; then S is a multiple of its stride.
         interpret: emulate a TPU on a CPU, slowly, and raise where accesses to memory race.
 
     Returns:
         [B, T, N, H] in the dtype of q; zeros for a query that sees no key.
     """
-    assert v_PKSH is None and key_bias is None
+    assert v_PKSH is None
     B, T, N, H = q_BTNH.shape
     K = kv_PKSX.values.shape[1]
-    G = N // K
-    settings = _settings(q_BTNH, kv_PKSX, scale, window, soft_cap, table_BP, ring)
-    q_BKRW = _to_tiles(q_BTNH, K, settings)
-    rows = q_BKRW.shape[2] // settings.tiles
+    settings = _settings(q_BTNH, kv_PKSX, scale, window, soft_cap, table_BP, ring, key_bias)
+    rows = settings.rows * pl.cdiv(settings.tokens * N // K, settings.rows)
     inputs = {"start": start_B, "length": length_B}
     if table_BP is not None:
         inputs["table"] = table_BP.reshape(-1)
     scalars = len(inputs)
-    inputs |= {"q": q_BKRW, "offset": _offsets(rows, settings.tokens, G)}
-    one_tile = pl.BlockSpec((1, K, rows, q_BKRW.shape[-1]), lambda b, t, *_: (b, 0, t, 0))
-    specs = [one_tile, pl.BlockSpec((rows, 1), lambda b, t, *_: (0, 0))]
+    block = settings.block_rows
+    if block:  # rows of one token each
+        q = q_BTNH.reshape(1, B, N * H)
+        one_tile = pl.BlockSpec((1, block, N * H), lambda b, t, *_: (0, lax.div(b, block), 0))
+    else:
+        q = q_BTNH.reshape(B, T, N * H)
+        one_tile = pl.BlockSpec((1, settings.tokens, N * H), lambda b, t, *_: (b, t, 0))
+    constants: dict[str, Any] = {"offset": _offsets(rows, settings.tokens, N // K)}
     if sink_N is not None:
-        sink_KG = sink_N.astype(jnp.float32).reshape(K, G)
-        sink_KR = _pad(jnp.tile(sink_KG, (1, settings.tokens)), 1, rows)
-        inputs["sink"] = sink_KR[..., None]
-        specs.append(pl.BlockSpec((K, rows, 1), lambda b, t, *_: (0, 0, 0)))
+        sink_KR = jnp.repeat(sink_N.astype(jnp.float32).reshape(K, -1), settings.tokens, 1)
+        constants["sink"] = _pad(sink_KR, 1, rows)[..., None]
+    if key_bias is not None:
+        constants["near"] = key_bias.near_KCH.astype(q.dtype)
+        factors = rotation_factors(key_bias.cos_RP, -key_bias.sin_RP, H)
+        constants["angle"] = jnp.concatenate(factors, -1)
+    inputs |= {"q": q} | constants
+    specs = [one_tile, *map(_whole, constants.values())]
     # Else XLA may copy an array of a cache to on-chip memory before the call.
     in_hbm = partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
     kv = kv_PKSX if interpret else jax.tree.map(in_hbm, kv_PKSX)
@@ -76,8 +87,8 @@ def prefill_attention(  # noqa: PLR0913
     if kv.scale is not None:
         inputs["scale"] = kv.scale
     specs += [pl.BlockSpec(memory_space=pltpu.HBM) for name in ("kv", "scale") if name in inputs]
-    scratch = _scratch(q_BKRW, kv_PKSX, rows, settings)
-    out_BKRW = pl.pallas_call(
+    scratch = _scratch(q_BTNH, kv_PKSX, rows, settings)
+    out = pl.pallas_call(
         partial(attention_kernel, names=(*inputs, "out", *scratch), settings=settings),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=scalars,
@@ -86,14 +97,14 @@ def prefill_attention(  # noqa: PLR0913
             out_specs=one_tile,
             scratch_shapes=list(scratch.values()),
         ),
-        out_shape=result_type(q_BKRW.shape, q_BTNH.dtype, *inputs.values()),
+        out_shape=result_type(q.shape, q.dtype, *inputs.values()),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"), disable_bounds_checks=True
         ),
         interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
         name="attention",
     )(*inputs.values())
-    return _from_tiles(out_BKRW, q_BTNH, K, settings)
+    return out.reshape(B, T, N, H)
 
 
 def decode_attention(*args: Any, **kwargs: Any) -> jax.Array:
@@ -101,7 +112,9 @@ def decode_attention(*args: Any, **kwargs: Any) -> jax.Array:
     return prefill_attention(*args, **kwargs)
 
 
-def _settings(q_BTNH, kv: SideBySide, scale, window, soft_cap, table_BP, ring) -> Settings:  # noqa: PLR0913
+def _settings(  # noqa: PLR0913
+    q_BTNH, kv: SideBySide, scale, window, soft_cap, table_BP, ring, key_bias
+) -> Settings:
     B, T, N, H = q_BTNH.shape
     _, K, S, X = kv.values.shape
     positions = S if table_BP is None else S * table_BP.shape[1]
@@ -118,7 +131,9 @@ def _settings(q_BTNH, kv: SideBySide, scale, window, soft_cap, table_BP, ring) -
     tiles = pl.cdiv(T, tokens)
     pages = 0 if table_BP is None else table_BP.shape[1]
     rows = _part_rows(tokens * N // K, q_BTNH.dtype.itemsize)
-    sizes = H, tokens, tiles, rows, limit, S, pages, chunk, step, block
+    block_rows = 0 if T > 1 else min(B, _BLOCK_ROWS)
+    pairs = 0 if key_bias is None else key_bias.cos_RP.shape[1]
+    sizes = H, block_rows, tokens, tiles, rows, limit, S, pages, chunk, step, block, pairs
     return Settings(scale, window, soft_cap, ring, *sizes)
 
 
@@ -146,7 +161,11 @@ def tile_tokens(tokens: int, group: int, heads: int) -> int:
 
 def _offsets(rows: int, tokens: int, group: int) -> np.ndarray:
     """int32 [R, 1]: the token of each row of a tile; 0 for rows that fill it up."""
-    return _pad(np.arange(tokens * group, dtype=np.int32) // group, 0, rows)[:, None]
+    return _pad(np.tile(np.arange(tokens, dtype=np.int32), group), 0, rows)[:, None]
+
+
+def _whole(x: Any) -> pl.BlockSpec:
+    return pl.BlockSpec(x.shape, lambda b, t, *_: (0,) * x.ndim)
 
 
 def _pad(x: Any, axis: int, size: int) -> Any:
@@ -156,36 +175,19 @@ def _pad(x: Any, axis: int, size: int) -> Any:
     return (np if isinstance(x, np.ndarray) else jnp).pad(x, widths)
 
 
-def _to_tiles(q_BTNH, K: int, settings: Settings) -> jax.Array:
-    """Queries [B, K, tiles · R, W]: of each tile R rows, a multiple of `rows`. W fills lanes."""
-    B, T, N, H = q_BTNH.shape
-    tiles = settings.tiles
-    tokens = settings.tokens
-    q = _pad(q_BTNH, 1, tiles * tokens).reshape(B, tiles, tokens, K, N // K, H)
-    q = jnp.moveaxis(q, 3, 1).reshape(B, K, tiles, tokens * N // K, H)
-    q = _pad(q, 3, settings.rows * pl.cdiv(q.shape[3], settings.rows))
-    return _pad(q, 4, LANES * pl.cdiv(H, LANES)).reshape(B, K, tiles * q.shape[3], -1)
-
-
-def _from_tiles(out_BKRW, q_BTNH, K: int, settings: Settings) -> jax.Array:
-    """[B, T, N, H]: without padding, and of a width below 128 the second half, p · v."""
-    B, T, N, H = q_BTNH.shape
-    tiles = settings.tiles
-    tokens = settings.tokens
-    out = out_BKRW[..., -H:].reshape(B, K, tiles, -1, H)[:, :, :, : tokens * N // K]
-    out = out.reshape(B, K, tiles, tokens, N // K, H)
-    return jnp.moveaxis(out, 1, 3).reshape(B, tiles * tokens, N, H)[:, :T]
-
-
-def _scratch(q_BKRW, kv: SideBySide, rows: int, settings: Settings) -> dict[str, Any]:
+def _scratch(q_BTNH, kv: SideBySide, rows: int, settings: Settings) -> dict[str, Any]:
     """On-chip memory that programs share, by the names that `attention_kernel` uses."""
+    _, _, N, H = q_BTNH.shape
     _, K, _, X = kv.values.shape
-    width = q_BKRW.shape[-1]
+    vectors = pltpu.VMEM((K, rows, LANES * pl.cdiv(H, LANES)), jnp.float32)
     sums = pltpu.VMEM((K, rows, LANES), jnp.float32)
     scratch = {"kv_buffer": pltpu.VMEM((2, K, settings.block, X), kv.values.dtype)}
     if kv.scale is not None:
         chunks = settings.block // settings.chunk
-        scratch["scale_buffer"] = pltpu.VMEM((2, chunks, K, 4, settings.chunk), jnp.float32)
+        parts = kv.scale.shape[2]
+        scratch["scale_buffer"] = pltpu.VMEM((2, chunks, K, parts, 4 * settings.chunk // parts), jnp.float32)
         scratch["query_sum"] = sums
-    scratch |= {"max": sums, "sum": sums, "out_sum": pltpu.VMEM((K, rows, width), jnp.float32)}
+    if settings.block_rows:
+        scratch["flat"] = pltpu.VMEM((settings.block_rows, 1, N * H), jnp.float32)
+    scratch |= {"query": vectors, "max": sums, "sum": sums, "out_sum": vectors}
     return scratch | {"copied": pltpu.SemaphoreType.DMA((2, 2)), "count": pltpu.SMEM((1,), jnp.int32)}

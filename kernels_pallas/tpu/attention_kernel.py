@@ -1,42 +1,20 @@
-"""The body of the TPU attention kernel: copies of keys and values to on-chip memory, and the softmax."""
+"""The body of the TPU attention kernel: copies of keys and values to on-chip memory, and its loops."""
 
-import math
 from collections.abc import Callable
-from functools import reduce
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-LANES = 128
-LOG2_E = math.log2(math.e)
-_MASKED = -1e30  # finite, and far below the first maximum: a query that sees no key gives zeros, not NaN
-_LOWEST = -1e29
+from .attention_queries import load_queries, store_queries
+from .attention_settings import Settings
+from .attention_softmax import add_keys, divide, for_each_head, join_scales, reset
+
 _NO_WINDOW = 2**30
 _UNROLLED = 8  # tiles of few rows that are not a loop
 _FEW_ROWS = 32
-
-
-class Settings(NamedTuple):
-    """What is the same for every program."""
-
-    scale: float
-    window: int | None
-    soft_cap: float | None
-    ring: bool
-    width: int  # H
-    tokens: int  # of a tile of queries
-    tiles: int
-    rows: int  # of queries that the softmax takes at a time
-    positions: int  # that the cache of a row holds
-    slots: int  # of a row or a page
-    table_pages: int  # of a row, 0 without a block table
-    chunk: int  # slots of one copy
-    step: int  # keys that the softmax takes at a time: a multiple of the chunk
-    block: int  # keys in one of the two buffers: a multiple of the step
 
 
 class _Item(NamedTuple):
@@ -59,11 +37,12 @@ def attention_kernel(*refs: Any, names: tuple[str, ...], settings: Settings) -> 
     the first of the next tile or row. What no query of the tile sees is neither copied nor computed.
 
     Args:
-        refs: by `names`: start_B, length_B and perhaps table_BP in scalar memory; q [1, K, R, W], whose R
-            rows are tokens and the query heads that share a key head; offset_R1, the token of each row;
-            perhaps sink_KR1; kv and perhaps scale, in HBM; out [1, K, R, W]; then scratch: kv_buffer
-            [2, K, block, 2H], scale_buffer [2, chunks, K, 4, chunk], max, sum, query_sum [K, R, 128], out_sum
-            [K, R, W], semaphores, and the number of blocks so far.
+        refs: by `names`: start_B, length_B and perhaps table_BP in scalar memory; q [1, tokens, N · H], of
+            several rows where each has one query; offset_R1, the token of each of the R queries of a key
+            head; perhaps sink_KR1, and near_KCH and angle of a bias of keys; kv and perhaps scale, in HBM;
+            out, as q; then scratch: kv_buffer [2, K, block, 2H], scale_buffer [2, chunks, K, …], flat
+            [rows, 1, N · H], query and out_sum [K, R, W], max, sum, query_sum [K, R, 128], semaphores, and
+            the number of blocks so far.
         names: of the refs.
         settings: sizes.
     """
@@ -84,7 +63,8 @@ def attention_kernel(*refs: Any, names: tuple[str, ...], settings: Settings) -> 
         ref["count"][0] = 0
         _start_copies(ref, settings, item, first, 0)
 
-    _reset(ref)
+    load_queries(ref, settings, row)
+    reset(ref)
     done = ref["count"][0]
 
     def one_block(i, _):
@@ -110,7 +90,8 @@ def attention_kernel(*refs: Any, names: tuple[str, ...], settings: Settings) -> 
 
     lax.fori_loop(first, end, one_block, 0)
     ref["count"][0] = done + end - first
-    _for_each_tile(ref, settings, lambda *at: _store(ref, at))
+    _for_each_tile(ref, settings, lambda *at: divide(ref, at))
+    store_queries(ref, settings, row)
 
 
 def _item(ref, settings: Settings, row, tile) -> _Item:
@@ -172,19 +153,16 @@ def _copies(ref, settings: Settings, item: _Item, chunk, place, buffer) -> list[
     ]
     if "scale" in ref:
         to = ref["scale_buffer"].at[buffer, place]
-        copies.append(copy(ref["scale"].at[owner, :, :, slots], to, ref["copied"].at[1, buffer]))
+        scale = ref["scale"].at[owner] if is_whole else ref["scale"].at[owner, :, :, slots]
+        copies.append(copy(scale, to, ref["copied"].at[1, buffer]))
     return copies
-
-
-def _for_each_head(ref, function) -> None:
-    lax.fori_loop(0, ref["q"].shape[1], lambda head, _: function(head) or 0, 0)
 
 
 def _for_each_tile(ref, settings: Settings, function) -> None:
     """Calls a function of a head and a slice of its rows of queries, for all of them: many are a loop, few
     are not, since the compiler can overlap what is not in a loop.
     """
-    _, heads, rows, _ = ref["q"].shape
+    heads, rows, _ = ref["query"].shape
     parts = rows // settings.rows
     if heads * parts <= _UNROLLED and settings.rows <= _FEW_ROWS:
         for i in range(heads * parts):
@@ -197,24 +175,6 @@ def _for_each_tile(ref, settings: Settings, function) -> None:
             return 0
 
         lax.fori_loop(0, heads * parts, one, 0)
-
-
-def _reset(ref) -> None:
-    def one_head(head) -> None:
-        ref["out_sum"][head] = jnp.zeros(ref["out_sum"].shape[1:], jnp.float32)
-        shape = ref["max"].shape[1:]
-        if "sink" in ref:  # a score of weight 1 without a value; the sum is over lanes
-            ref["max"][head] = jnp.broadcast_to(ref["sink"][head] * LOG2_E, shape)
-            is_first = lax.broadcasted_iota(jnp.int32, shape, 1) == 0
-            ref["sum"][head] = is_first.astype(jnp.float32)
-        else:
-            ref["max"][head] = jnp.full(shape, _LOWEST)
-            ref["sum"][head] = jnp.zeros(shape, jnp.float32)
-        if "query_sum" in ref:
-            sums = ref["q"][0, head].astype(jnp.float32).sum(-1, keepdims=True)
-            ref["query_sum"][head] = jnp.broadcast_to(sums, shape)
-
-    _for_each_head(ref, one_head)
 
 
 def _one_step(ref, settings: Settings, item: _Item, tile, step, place, buffer) -> int:  # noqa: PLR0913
@@ -238,14 +198,14 @@ def _one_step(ref, settings: Settings, item: _Item, tile, step, place, buffer) -
             count = size // settings.chunk
             parts = [ref["scale_buffer"][buffer, place * count + i, head] for i in range(count)]
             is_copied_1S = (key_1S >= item.low) & (key_1S < item.high)
-            scale_4S = jnp.where(is_copied_1S, jnp.concatenate(parts, -1), 0)
+            scale_4S = [jnp.where(is_copied_1S, x, 0) for x in join_scales(parts, settings.chunk)]
         query_R1 = first_query + ref["offset"][rows]
         visible_RS = key_1S <= jnp.minimum(query_R1, item.high - 1)
         if settings.window is not None or settings.ring:
             window = _NO_WINDOW if settings.window is None else settings.window
             visible_RS &= key_1S > jnp.maximum(query_R1 - window, item.low - 1)
         kv_SX = ref["kv_buffer"][buffer, head, slots]
-        _add_keys(ref, settings, (head, rows), kv_SX, scale_4S, visible_RS)
+        add_keys(ref, settings, (head, rows), position, kv_SX, scale_4S, visible_RS)
 
     _for_each_tile(ref, settings, one_tile)
     return 0
@@ -263,69 +223,4 @@ def _clear_unseen(ref, item: _Item, position, buffer, slots) -> None:
         cleared = jnp.where(is_seen, kv_SX.astype(jnp.float32), 0)
         ref["kv_buffer"][buffer, head, slots] = cleared.astype(kv_SX.dtype)
 
-    _for_each_head(ref, clear)
-
-
-def _add_keys(ref, settings: Settings, at, kv_SX, scale_4S, visible_RS) -> None:  # noqa: PLR0913
-    """One step of the online softmax (Milakov & Gimelshein 2018) for some rows of a head.
-
-    Scores are in units of log 2. The largest score of a row is in all lanes of `max`; the sum of its weights
-    is the sum over the lanes of `sum`.
-    """
-    H = settings.width
-    q_RW = ref["q"][0, at[0], at[1]]
-    if scale_4S is not None:
-        kv_SX = kv_SX.astype(q_RW.dtype)
-    is_wide = H % LANES == 0
-    k_SW = kv_SX[:, :H] if is_wide else kv_SX
-    v_SW = kv_SX[:, H:] if is_wide else kv_SX
-    scores_RS = _dot(q_RW, k_SW, (1, 1))
-    if scale_4S is not None:
-        sums_RS = _to_lanes(ref["query_sum"][at], scores_RS.shape[1])
-        scores_RS = scores_RS * scale_4S[0:1] + sums_RS * scale_4S[1:2]
-    if settings.soft_cap is None:
-        scores_RS *= settings.scale * LOG2_E
-    else:
-        cap = settings.soft_cap
-        scores_RS = cap * LOG2_E * jnp.tanh(scores_RS * (settings.scale / cap))
-    scores_RS = jnp.where(visible_RS, scores_RS, _MASKED)
-    max_RL = ref["max"][at]
-    new_max_RL = jnp.maximum(max_RL, scores_RS.max(-1, keepdims=True))
-    weight_RS = jnp.exp2(scores_RS - _to_lanes(new_max_RL, scores_RS.shape[1]))
-    shrink_RL = jnp.exp2(max_RL - new_max_RL)
-    ref["max"][at] = new_max_RL
-    ref["sum"][at] = ref["sum"][at] * shrink_RL + _sum_to_lanes(weight_RS)
-    out_RW = ref["out_sum"][at]
-    out_RW *= _to_lanes(shrink_RL, out_RW.shape[1])
-    if scale_4S is not None:
-        out_RW += (weight_RS * scale_4S[3:4]).sum(-1, keepdims=True)
-        weight_RS *= scale_4S[2:3]
-    ref["out_sum"][at] = out_RW + _dot(weight_RS.astype(v_SW.dtype), v_SW, (1, 0))
-
-
-def _to_lanes(x_RL: jax.Array, width: int) -> jax.Array:
-    """[R, width] of numbers that are the same in all lanes of a row."""
-    if width % LANES:
-        return jnp.broadcast_to(x_RL[:, :1], (len(x_RL), width))
-    return jnp.concatenate([x_RL] * (width // LANES), -1)
-
-
-def _sum_to_lanes(x_RS: jax.Array) -> jax.Array:
-    """[R, 128], whose lanes have the same sum as the row."""
-    S = x_RS.shape[1]
-    if S % LANES:
-        is_first = lax.broadcasted_iota(jnp.int32, (len(x_RS), LANES), 1) == 0
-        return jnp.where(is_first, x_RS.sum(-1, keepdims=True), 0)
-    return reduce(jnp.add, [x_RS[:, i : i + LANES] for i in range(0, S, LANES)])
-
-
-def _dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """a · b in float32. float32 operands are not rounded to bfloat16."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dimensions = (((axes[0],), (axes[1],)), ((), ()))
-    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _store(ref, at) -> None:
-    sum_R1 = jnp.maximum(ref["sum"][at].sum(-1, keepdims=True), 1e-30)
-    ref["out"][0, at[0], at[1]] = (ref["out_sum"][at] / sum_R1).astype(ref["out"].dtype)
+    for_each_head(ref, clear)

@@ -25,7 +25,7 @@ from section_cases import (
 
 import kernels_pallas
 from kernels_pallas import SideBySide, reference, reference_append
-from kernels_pallas.key_layouts import quantize
+from kernels_pallas.key_layouts import join, quantize
 
 _PAGE = 64
 _TOLERANCE = 2e-2  # relative to the norm of a row, in bfloat16
@@ -74,10 +74,8 @@ def cache(keys: str, width: int, T: int) -> tuple[SideBySide, np.ndarray, dict[s
     if keys == "pages":
         values = jnp.where(unused, jnp.nan, values)
     if keys == "int8":
-        parts = [quantize(x, 8) for x in jnp.split(values, 2, -1)]
-        scale = jnp.concatenate([part.scale for part in parts], -1).astype(jnp.float32)
-        levels = jnp.concatenate([part.values for part in parts], -1)
-        return SideBySide(levels, jnp.swapaxes(scale, 2, 3)), length_B, options
+        k, v = (quantize(x, 8) for x in jnp.split(values, 2, -1))
+        return join(k, v), length_B, options
     if keys == "ring":
         options |= {"ring": True}
         length_B = length_B + 5 * _PAGE  # wrapped

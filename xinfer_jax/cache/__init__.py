@@ -14,7 +14,8 @@ of a pool that rows share), `kv_cache` (`KVCache`: one such cache per layer, and
 - In a process with TPUs float and int8 caches have keys and values side by side, [B, K, S, 2H]: the last axis
   fills lanes of 128, so keys of width 64 alone would take twice their memory, and XLA would choose other
   layouts for them, which it would copy in every step. Compiled for v6e, a decode step and the loop around it
-  copy no cache. int4 and GEAR keep two arrays there: no kernel for TPUs reads them, but XLA's operations do.
+  copy no cache. S is a multiple of 128 there, as kernels copy slots. int4 and GEAR keep two arrays: no kernel
+  for TPUs reads them, but XLA's operations do, with copies.
   Only `stored_kv` knows the form. Files of prefixes have two arrays on every device.
 - Right padding only. `dynamic_update_slice` moves a write that would leave the array back to its end; the
   data are shifted by the same amount, so each token keeps its slot. Padding is never written. Tokens beyond

@@ -4,12 +4,12 @@ Three stages, which `sampler.sample_tokens` combines: `process_logits` (biases, 
 also apply to greedy rows), `warp_logits` (temperature, top-k, top-p, min-p, typical-p) and `draw_tokens` (one
 token by the row's key). `generation` appends the token.
 
-In the order to read: `reductions` are sums over the vocabulary for GPUs; `processors` are functions
-logits_BV -> logits_BV, as transformers defines them; `biases` makes one bias of biases, allowed and forbidden
-ids, and arrays of forbidden sequences; `sampling_config` is `SamplingConfig` and reads
-generation_config.json; `batched_settings` makes arrays with one setting per row; `context` is the processors'
-state; `random_keys` makes PRNG keys and noise; `sampler` has the stages; `logprobs` records
-log-probabilities and alternatives.
+In the order to read: `reductions` are sums over the vocabulary for GPUs; `processors` are functions logits_BV
+-> logits_BV, as transformers defines them; `biases` makes one bias of biases, allowed and forbidden ids, and
+arrays of forbidden sequences; `sampling_config` is `SamplingConfig` and reads generation_config.json;
+`batched_settings` makes arrays with one setting per row; `automaton` follows grammars on the device;
+`context` is the processors' state; `random_keys` makes PRNG keys and noise; `sampler` has the stages;
+`logprobs` records log-probabilities and alternatives.
 
 A new processor needs four files: its function in `processors`, its place among the stages in `sampler` (and
 in `_uses_other_processors`), its field and one entry of `NUMBER_SETTINGS` in `sampling_config`, and its flag
