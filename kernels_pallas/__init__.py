@@ -6,7 +6,8 @@ pass over the logits. Each has a plain jnp reference of the same name in `refere
 `run_kernel(impl, kernel, …)`, and `assume_device`, to compile for a GPU or TPU that is not here. `support`
 says what each kernel supports. `key_layouts` says where keys are, and has their quantized form. `mosaic` has
 kernels for Hopper (TMA, wgmma). `triton` has all kernels for Ampere, Ada and newer, through a backend that
-JAX has deprecated (`triton/products.py` says how products work). `tpu` has attention and the append for TPUs.
+JAX has deprecated (`triton/products.py` says how products work). `tpu` has kernels for
+TPUs: attention, the append, products of few rows and the greedy token.
 `compat` has the differences between versions of jax.
 
 - Shapes, dtypes and the NVIDIA GPU or TPU of the process (all its devices are taken to be alike) decide,
@@ -60,6 +61,9 @@ JAX has deprecated (`triton/products.py` says how products work). `tpu` has atte
 - A bias of keys on TPUs: as above, with one rotation of the queries for each 64 keys.
 - A TPU kernel's arrays of the cache are bound to HBM (`with_memory_space_constraint`): XLA copied the scales
   of a small cache to on-chip memory first.
+- A TPU's products of up to 64 rows have their matrices in on-chip memory where they are small: XLA copies them
+  there while operations before run. Larger ones are streamed from HBM by the kernel, which computes meanwhile
+  (`tpu/products.py`). No TPU kernel reads float16, so scales of int4 are float32 there, or their bits.
 - Mosaic's entry point disables the check of `jax.shard_map` inside, so results must be marked as varying
   (`match_varying_axes`).
 """

@@ -28,8 +28,8 @@ _MOST_STEPS = 4_000_000  # equations
 _NO_COPY = ("any", "hbm", "semaphore")  # memory spaces of operands that no pipeline moves
 _LEAST_ROWS = 128
 _VECTOR = frozenset(
-    "add sub mul div rem max min and or xor not neg abs sign round floor clamp integer_pow square sqrt"
-    " rsqrt exp exp2 log log1p tanh logistic cos sin select_n eq ne lt le gt ge shift_left shift_right_logical"
+    "add sub mul div rem max min and or xor not neg abs sign round floor clamp integer_pow square sqrt rsqrt"
+    " exp exp2 log log1p tanh logistic cos sin select_n eq ne lt le gt ge shift_left shift_right_logical"
     " shift_right_arithmetic convert_element_type".split()
 )
 _REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or argmax argmin cumsum".split())

@@ -1,4 +1,4 @@
-"""The most likely token: from logits, or straight from hidden states by a GPU kernel without logits."""
+"""The most likely token: from logits, or straight from hidden states by a kernel without logits."""
 
 from functools import partial
 from typing import Any

@@ -45,7 +45,7 @@ class GroupedWeight(ShortRepr):
     """A matrix [O, I] as `(values - zero) * scale` in groups of inputs. Outputs are the last axis."""
 
     values: jax.Array  # int8 [Q, Y, O], I padded to Q * J; int4: uint8 from `pack_int4`
-    scale: jax.Array  # float16 or float32 [Q, O]
+    scale: jax.Array  # float16 or float32 [Q, O]; on TPUs of int4 float32 (`device_form`)
     zero: jax.Array | None  # uint8 [Q, O]; None: 0
     order: jax.Array | None  # int32 [I]: the inputs of each group; None: in their own order
     inputs: int = dataclasses.field(metadata=dict(static=True))  # I
