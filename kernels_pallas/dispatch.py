@@ -58,6 +58,13 @@ def assume_device(
         jax.clear_caches()
 
 
+def default_platform() -> str:
+    """The platform of `assume_device`, "gpu" or "tpu"; outside of it jax's default backend."""
+    if _assumed is None:
+        return jax.default_backend()
+    return "tpu" if _assumed.impl == "tpu" else "gpu"
+
+
 def device_impl() -> Selection:
     """The implementation for this process's NVIDIA GPUs or TPUs; "xla" where it has none."""
     if _assumed is not None:

@@ -17,10 +17,14 @@ from .attention_kernel import LANES, Settings, attention_kernel
 BLOCK_BYTES = 2**20  # of keys and values in one of two buffers
 _MAX_BLOCK = 1024  # keys
 _COPY = 128  # slots of a contiguous cache or a ring that are copied at a time
-_STEP = 512  # keys that the softmax takes at a time
+_STEP = 512
 _TILE_ROWS = 512  # of queries of a key head
 _PART_ROWS = 512  # of these that the softmax takes at a time
 _ALL_ROWS = 2048  # of queries of all key heads
+_FEW_TOKENS = 17  # of a row: more are a prompt
+_PROMPT_TOKENS = 256  # of a tile, at most
+_PROMPT_BYTES = 24 * 2**20
+_PROMPT_LIMIT = 48 * 2**20  # with buffers of keys, and what the compiler spills
 _NO_LIMIT = 2**30
 
 
@@ -55,20 +59,24 @@ def prefill_attention(  # noqa: PLR0913
     K = kv_PKSX.values.shape[1]
     G = N // K
     settings = _settings(q_BTNH, kv_PKSX, scale, window, soft_cap, table_BP, ring)
-    q_BKRW = _to_tiles(q_BTNH, K, settings)
-    rows = q_BKRW.shape[2] // settings.tiles
+    is_prompt = settings.is_prompt
+    q = q_BTNH.reshape(B, T, N * H) if is_prompt else _to_tiles(q_BTNH, K, settings)
+    rows = settings.tokens if is_prompt else q.shape[2] // settings.tiles
     inputs = {"start": start_B, "length": length_B}
     if table_BP is not None:
         inputs["table"] = table_BP.reshape(-1)
     scalars = len(inputs)
-    inputs |= {"q": q_BKRW, "offset": _offsets(rows, settings.tokens, G)}
-    one_tile = pl.BlockSpec((1, K, rows, q_BKRW.shape[-1]), lambda b, t, *_: (b, 0, t, 0))
+    inputs |= {"q": q, "offset": _offsets(rows, settings.tokens, 1 if is_prompt else G)}
+    if is_prompt:
+        one_tile = pl.BlockSpec((1, rows, N * H), lambda b, t, *_: (b, t, 0))
+    else:
+        one_tile = pl.BlockSpec((1, K, rows, q.shape[-1]), lambda b, t, *_: (b, 0, t, 0))
     specs = [one_tile, pl.BlockSpec((rows, 1), lambda b, t, *_: (0, 0))]
     if sink_N is not None:
         sink_KG = sink_N.astype(jnp.float32).reshape(K, G)
-        sink_KR = _pad(jnp.tile(sink_KG, (1, settings.tokens)), 1, rows)
-        inputs["sink"] = sink_KR[..., None]
-        specs.append(pl.BlockSpec((K, rows, 1), lambda b, t, *_: (0, 0, 0)))
+        sink = _pad(jnp.tile(sink_KG, (1, settings.tokens)), 1, rows)[..., None]
+        inputs["sink"] = sink_KG.reshape(N, 1, 1) if is_prompt else sink
+        specs.append(pl.BlockSpec(inputs["sink"].shape, lambda b, t, *_: (0, 0, 0)))
     # Else XLA may copy an array of a cache to on-chip memory before the call.
     in_hbm = partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
     kv = kv_PKSX if interpret else jax.tree.map(in_hbm, kv_PKSX)
@@ -76,8 +84,9 @@ def prefill_attention(  # noqa: PLR0913
     if kv.scale is not None:
         inputs["scale"] = kv.scale
     specs += [pl.BlockSpec(memory_space=pltpu.HBM) for name in ("kv", "scale") if name in inputs]
-    scratch = _scratch(q_BKRW, kv_PKSX, rows, settings)
-    out_BKRW = pl.pallas_call(
+    heads = N if is_prompt else K
+    scratch = _scratch(heads, rows, kv_PKSX, q_BTNH.dtype, settings)
+    out = pl.pallas_call(
         partial(attention_kernel, names=(*inputs, "out", *scratch), settings=settings),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=scalars,
@@ -86,14 +95,16 @@ def prefill_attention(  # noqa: PLR0913
             out_specs=one_tile,
             scratch_shapes=list(scratch.values()),
         ),
-        out_shape=result_type(q_BKRW.shape, q_BTNH.dtype, *inputs.values()),
+        out_shape=result_type(q.shape, q_BTNH.dtype, *inputs.values()),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"), disable_bounds_checks=True
+            dimension_semantics=("arbitrary", "arbitrary"),
+            disable_bounds_checks=True,
+            vmem_limit_bytes=_PROMPT_LIMIT if is_prompt else None,
         ),
         interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
         name="attention",
     )(*inputs.values())
-    return _from_tiles(out_BKRW, q_BTNH, K, settings)
+    return out.reshape(q_BTNH.shape) if is_prompt else _from_tiles(out, q_BTNH, K, settings)
 
 
 def decode_attention(*args: Any, **kwargs: Any) -> jax.Array:
@@ -106,7 +117,9 @@ def _settings(q_BTNH, kv: SideBySide, scale, window, soft_cap, table_BP, ring) -
     _, K, S, X = kv.values.shape
     positions = S if table_BP is None else S * table_BP.shape[1]
     chunk = copy_slots(S, table_BP is not None, kv.scale is not None)
-    tokens = tile_tokens(T, N // K, K)
+    is_prompt = _is_prompt(T, N * H)
+    itemsize = q_BTNH.dtype.itemsize
+    tokens = _prompt_tokens(T, N, H, itemsize) if is_prompt else tile_tokens(T, N // K, K)
     step = _STEP
     block = 2 ** int(math.log2(BLOCK_BYTES // (K * X * kv.values.dtype.itemsize)))
     block = min(max(block, LANES), _MAX_BLOCK, LANES * pl.cdiv(positions, LANES))
@@ -117,9 +130,25 @@ def _settings(q_BTNH, kv: SideBySide, scale, window, soft_cap, table_BP, ring) -
     limit = _NO_LIMIT if ring else positions
     tiles = pl.cdiv(T, tokens)
     pages = 0 if table_BP is None else table_BP.shape[1]
-    rows = _part_rows(tokens * N // K, q_BTNH.dtype.itemsize)
+    rows = tokens if is_prompt else _part_rows(tokens * N // K, itemsize)
     sizes = H, tokens, tiles, rows, limit, S, pages, chunk, step, block
-    return Settings(scale, window, soft_cap, ring, *sizes)
+    return Settings(scale, window, soft_cap, ring, is_prompt, *sizes)
+
+
+def _is_prompt(tokens: int, width: int) -> bool:
+    """Whether queries are read as products give them, [B, T, N · H], and heads have rows of their own: what
+    XLA would need to bring the heads of a key head together costs as much as the attention.
+    """
+    return tokens > _FEW_TOKENS and width % LANES == 0
+
+
+def _prompt_tokens(tokens: int, heads: int, width: int, itemsize: int) -> int:
+    """The tokens of a tile of a prompt: what the blocks of queries and results, two of each, and the sums of
+    all heads leave within `_PROMPT_BYTES`.
+    """
+    of_token = heads * (4 * width * itemsize + max(width, LANES) * (4 + itemsize) + 8 * LANES)
+    most = max(16, 2 ** int(math.log2(_PROMPT_BYTES // of_token)))
+    return min(most, _PROMPT_TOKENS, 16 * pl.cdiv(tokens, 16))
 
 
 def _part_rows(rows: int, itemsize: int) -> int:
@@ -177,15 +206,17 @@ def _from_tiles(out_BKRW, q_BTNH, K: int, settings: Settings) -> jax.Array:
     return jnp.moveaxis(out, 1, 3).reshape(B, tiles * tokens, N, H)[:, :T]
 
 
-def _scratch(q_BKRW, kv: SideBySide, rows: int, settings: Settings) -> dict[str, Any]:
-    """On-chip memory that programs share, by the names that `attention_kernel` uses."""
+def _scratch(heads: int, rows: int, kv: SideBySide, dtype, settings: Settings) -> dict[str, Any]:
+    """On-chip memory that programs share, by the names that `attention_kernel` uses. heads, rows: of sums."""
     _, K, _, X = kv.values.shape
-    width = q_BKRW.shape[-1]
-    sums = pltpu.VMEM((K, rows, LANES), jnp.float32)
+    width = LANES * pl.cdiv(settings.width, LANES)
+    sums = pltpu.VMEM((heads, rows, LANES), jnp.float32)
     scratch = {"kv_buffer": pltpu.VMEM((2, K, settings.block, X), kv.values.dtype)}
     if kv.scale is not None:
         chunks = settings.block // settings.chunk
         scratch["scale_buffer"] = pltpu.VMEM((2, chunks, K, 4, settings.chunk), jnp.float32)
         scratch["query_sum"] = sums
-    scratch |= {"max": sums, "sum": sums, "out_sum": pltpu.VMEM((K, rows, width), jnp.float32)}
+    if settings.is_prompt and width > settings.width:
+        scratch["wide_q"] = pltpu.VMEM((heads, rows, width), dtype)
+    scratch |= {"max": sums, "sum": sums, "out_sum": pltpu.VMEM((heads, rows, width), jnp.float32)}
     return scratch | {"copied": pltpu.SemaphoreType.DMA((2, 2)), "count": pltpu.SMEM((1,), jnp.int32)}

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import kernels_pallas
+
 from ..cache.kv_cache import KVCache
 from ..checks import check_array, check_integer, check_range, check_token_ids, is_traced
 from ..config.model_config import ModelConfig
@@ -25,10 +27,11 @@ from .loop import PREFILL, decode, jit_variants
 from .state import DecodeState, new_state, sample_and_append
 from .strategies import Plain
 
-# Tokens of a row in a prefill chunk: small chunks keep attention scores and activations small. A GPU takes
-# more, of all rows together: 512 queries of the 0.5B shape fill 56 of an H200's 132 multiprocessors.
+# Tokens of a row in a prefill chunk: small chunks keep attention scores and activations small. GPUs and TPUs
+# take more, of all rows together: 512 queries of the 0.5B shape fill 56 of an H200's 132 multiprocessors, and
+# a v6e reads a matrix of 7B in the time in which it multiplies 560 tokens.
 _CHUNK = 512
-_CHUNK_OF_GPU = 2048
+_LARGE_CHUNK = 2048
 
 
 @jax.tree_util.register_dataclass
@@ -236,13 +239,14 @@ def _check_capacity(impl: str | None, cache: KVCache, more_B: Any) -> None:
 def prefill_chunk_size(cache: KVCache) -> int:
     """Tokens of a prefill chunk: it depends on the device, if it is known, and the cache may allow fewer."""
     length_B = cache.length_B
-    platform = jax.default_backend()  # of shapes
+    platform = kernels_pallas.default_platform()  # of shapes
     if is_traced(length_B):
         platform = "unknown"
     elif isinstance(length_B, jax.Array):
         platform = next(iter(length_B.devices())).platform
-    on_gpu = platform == "gpu"
-    chunk = max(_CHUNK, on_gpu * _CHUNK_OF_GPU // next_power_of_two(len(cache.length_B)))
+    chunk = _CHUNK
+    if platform in ("gpu", "tpu"):
+        chunk = max(_CHUNK, _LARGE_CHUNK // next_power_of_two(len(length_B)))
     return min(chunk, cache.most_at_once)
 
 
