@@ -28,10 +28,10 @@ from .state import DecodeState, new_state, sample_and_append
 from .strategies import Plain
 
 # Tokens of a row in a prefill chunk: small chunks keep attention scores and activations small. GPUs and TPUs
-# take more, of all rows together: 512 queries of the 0.5B shape fill 56 of an H200's 132 multiprocessors, and
-# a v6e reads a matrix of 7B in the time in which it multiplies 560 tokens.
+# take more, of all rows together: 512 queries of the 0.5B shape fill 56 of an H200's 132 multiprocessors. A
+# v6e reads a matrix of 7B in the time in which it multiplies 560 tokens, and holds the activations of 1,024.
 _CHUNK = 512
-_LARGE_CHUNK = 2048
+_CHUNK_OF_ALL_ROWS = {"gpu": 2048, "tpu": 1024}
 
 
 @jax.tree_util.register_dataclass
@@ -244,10 +244,8 @@ def prefill_chunk_size(cache: KVCache) -> int:
         platform = "unknown"
     elif isinstance(length_B, jax.Array):
         platform = next(iter(length_B.devices())).platform
-    chunk = _CHUNK
-    if platform in ("gpu", "tpu"):
-        chunk = max(_CHUNK, _LARGE_CHUNK // next_power_of_two(len(length_B)))
-    return min(chunk, cache.most_at_once)
+    of_all_rows = _CHUNK_OF_ALL_ROWS.get(platform, _CHUNK)
+    return min(max(_CHUNK, of_all_rows // next_power_of_two(len(length_B))), cache.most_at_once)
 
 
 def _decode_step(params, config, token_B, cache, impl):
