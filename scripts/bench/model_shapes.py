@@ -24,6 +24,7 @@ def _shape(
         "llama": "LlamaForCausalLM",
         "mistral": "MistralForCausalLM",
         "bitnet": "BitNetForCausalLM",
+        "gemma3_text": "Gemma3ForCausalLM",
     }
     return dict(
         architectures=[classes[model_type]],
@@ -48,6 +49,24 @@ def _llama3(factor: float) -> dict[str, Any]:
     )
 
 
+def _qwen3_moe(width: int, layers: int, heads: int, expert: int) -> dict[str, Any]:
+    """128 experts, of which 8 are chosen."""
+    return _shape(
+        "qwen3_moe",
+        (151936, width, 3 * width, layers, heads, 4, 128),
+        1e-6,
+        1e6,
+        40960,
+        False,
+        attention_bias=False,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=expert,
+        norm_topk_prob=True,
+        **_FULL,
+    )
+
+
 _FULL = dict(use_sliding_window=False)
 SHAPES: dict[str, dict[str, Any]] = {  # V, D, F, L, N, K, H
     "qwen2.5-0.5b": _shape("qwen2", (151936, 896, 4864, 24, 14, 2, 64), 1e-6, 1e6, 32768, True, **_FULL),
@@ -63,20 +82,8 @@ SHAPES: dict[str, dict[str, Any]] = {  # V, D, F, L, N, K, H
     "qwen3-4b": _shape(
         "qwen3", (151936, 2560, 9728, 36, 32, 8, 128), 1e-6, 1e6, 40960, True, attention_bias=False, **_FULL
     ),
-    "qwen3-235b-a22b": _shape(
-        "qwen3_moe",
-        (151936, 4096, 12288, 94, 64, 4, 128),
-        1e-6,
-        1e6,
-        40960,
-        False,
-        attention_bias=False,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=1536,
-        norm_topk_prob=True,
-        **_FULL,
-    ),
+    "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 768),
+    "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 1536),
     "llama3.2-1b": _shape(
         "llama", (128256, 2048, 8192, 16, 32, 8, 64), 1e-5, 5e5, 131072, True, rope_scaling=_llama3(32.0)
     ),
@@ -93,6 +100,21 @@ SHAPES: dict[str, dict[str, Any]] = {  # V, D, F, L, N, K, H
     # b1.58-2B-4T; its matrices are ternary: --quantize=ternary.
     "bitnet-2b": _shape(
         "bitnet", (128256, 2560, 6912, 30, 20, 5, 128), 1e-5, 5e5, 4096, True, hidden_act="relu2"
+    ),
+    # Five layers with a window of 1,024 tokens, then one without.
+    "gemma3-4b": _shape(
+        "gemma3_text",
+        (262208, 2560, 10240, 34, 8, 4, 256),
+        1e-6,
+        1e6,
+        131072,
+        True,
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=256,
+        sliding_window=1024,
+        sliding_window_pattern=6,
+        rope_local_base_freq=1e4,
+        rope_scaling=dict(rope_type="linear", factor=8.0),
     ),
     "smollm2-135m": _shape("llama", (49152, 576, 1536, 30, 9, 3, 64), 1e-5, 1e5, 8192, True),
 }

@@ -35,6 +35,7 @@ class TpuCounter:
         self._tpu = tpu
         self._choices = choices or Unknown()
         self._found: dict[str, TpuCounts] = {}
+        self._sparse_core_parts: set[str] = set()  # computations
 
     def step_and_around(self) -> tuple[TpuCounts, TpuCounts]:
         """Counts of one iteration of the outermost loop, and of what runs before and after it.
@@ -74,7 +75,7 @@ class TpuCounter:
         self, counts: TpuCounts, timeline: Timeline, computation: Computation, instruction: Instruction
     ) -> None:
         opcode = instruction.opcode
-        if opcode in FREE or opcode.endswith("-update") or instruction.target in _FREE_TARGETS:
+        if opcode in FREE or instruction.target in _FREE_TARGETS:
             return
         if opcode == "while":
             self._add_part(counts, timeline, self._of_loop(counts, instruction))
@@ -82,6 +83,10 @@ class TpuCounter:
             self._add_part(counts, timeline, self._of_branch(counts, instruction))
         elif opcode == "call":
             self._add_part(counts, timeline, self.of(instruction.called("to_apply")))
+        elif opcode == "call-start":  # on a SparseCore
+            self._add_beside(counts, timeline, instruction)
+        elif opcode.endswith("-update"):
+            timeline.started[instruction.name] = instruction.operands[0]
         elif opcode.endswith("-done"):
             seconds = timeline.wait(instruction.operands[0])
             if seconds:
@@ -93,6 +98,18 @@ class TpuCounter:
     def _add_part(self, counts: TpuCounts, timeline: Timeline, part: TpuCounts) -> None:
         counts.add(part)
         timeline.run(part.seconds, part.bytes / self._tpu.memory_gbs / 1e9)
+
+    def _add_beside(self, counts: TpuCounts, timeline: Timeline, start: Instruction) -> None:
+        """Adds a computation that runs beside what follows: a collective or a copy."""
+        name = start.called("to_apply")
+        self._sparse_core_parts.add(name)
+        part = self.of(name)
+        if part.collectives:
+            timeline.start_collective(start.name, part.seconds)
+        else:
+            timeline.left[start.name] = part.seconds
+        operations = [dataclasses.replace(operation, seconds=0.0) for operation in part.operations]
+        counts.add(dataclasses.replace(part, operations=operations))
 
     def _of_loop(self, counts: TpuCounts, loop: Instruction) -> TpuCounts:
         trips = loop.trip_count
@@ -118,7 +135,7 @@ class TpuCounter:
         self, counts: TpuCounts, timeline: Timeline, computation: Computation, instruction: Instruction
     ) -> None:
         read, written = hbm_bytes(self._module, computation, instruction)
-        busy = (instruction.estimated_cycles or 0) / self._tpu.ghz / 1e9
+        busy = self._scheduled_seconds(computation, instruction)
         is_pallas = instruction.target == PALLAS
         work = self._choices.kernel_work(instruction) if is_pallas else None
         if work is not None:
@@ -144,6 +161,12 @@ class TpuCounter:
         is_declared = is_pallas and work is None
         counts.operations.append(dataclasses.replace(operation, copied=copied, is_declared=is_declared))
         _count_collective(counts, instruction)
+
+    def _scheduled_seconds(self, computation: Computation, instruction: Instruction) -> float:
+        """By the cycles of XLA's schedule; 0 where that has none, as of SparseCores."""
+        on_sparse_core = computation.name in self._sparse_core_parts
+        cycles = 0 if on_sparse_core else instruction.estimated_cycles or 0
+        return cycles / self._tpu.ghz / 1e9
 
     def _kind(self, operation: Instruction) -> str:
         """A word for what an operation does."""

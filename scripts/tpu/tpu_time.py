@@ -90,6 +90,7 @@ class Timeline:
 
     left: dict[str, float] = dataclasses.field(default_factory=dict)  # copy -> seconds that it still needs
     ends: dict[str, float] = dataclasses.field(default_factory=dict)  # of collectives, which need the links
+    started: dict[str, str] = dataclasses.field(default_factory=dict)  # what "call-update" goes on with
     now: float = 0
 
     def run(self, seconds: float, memory: float) -> None:
@@ -105,6 +106,8 @@ class Timeline:
 
     def wait(self, name: str) -> float:
         """Seconds until a copy or collective has ended."""
+        while name in self.started:
+            name = self.started[name]
         if name in self.ends:
             seconds = max(0.0, self.ends[name] - self.now)
             self.run(seconds, 0)

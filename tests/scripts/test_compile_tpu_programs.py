@@ -170,6 +170,32 @@ def test_time_is_that_of_cycles_or_of_hbm_and_copies_run_beside():
     assert around.bytes > 3 * CACHE and "relaid" in operations(around)
 
 
+BESIDE = """HloModule jit_g, is_scheduled=true
+
+%sum_of (q: f32[8,1024]) -> f32[8,1024] {
+  %q = f32[8,1024]{1,0:T(8,128)} parameter(0)
+  ROOT %sum = f32[8,1024]{1,0:T(8,128)} all-reduce(%q), to_apply=%add, backend_config={"window_config":{"estimated_cycles":"9223372036854775807"}}
+}, execution_thread="sparsecore"
+
+ENTRY %main (a: f32[8,1024]) -> f32[8,1024] {
+  %a = f32[8,1024]{1,0:T(8,128)} parameter(0)
+  %start = ((), (), (s32[1]{0:T(128)S(2)})) call-start(), async_execution_thread="sparsecore", to_apply=%sum_of
+  %goes_on = ((f32[8,1024]{1,0:T(8,128)}), f32[8,1024]{1,0:T(8,128)}) call-update(%start, %a)
+  ROOT %done = f32[8,1024]{1,0:T(8,128)} call-done(%goes_on)
+}
+"""  # noqa: E501
+
+
+def test_what_sparse_cores_do_runs_beside():
+    tpu = TPUS["tpu7x"]
+    counts = TpuCounter(parse_module(BESIDE), tpu, devices=8).of_call()
+    size = 8 * 1024 * 4
+    assert counts.collectives == {"all-reduce": 1, "all-reduce bytes": size}
+    seconds = size * 7 / 8 * 2 / tpu.link_gbs / 1e9
+    assert operations(counts)["sum"].seconds == 0
+    assert counts.seconds == pytest.approx(seconds)  # nothing else runs: it is waited for
+
+
 def work_of(function, *args):
     """`kernel_work` of the one kernel that a function calls; NumPy arrays are known."""
     found = []

@@ -36,7 +36,7 @@ def define_processes(parser: FlagParser) -> None:
     parser.add_text(
         "coordinator",
         "Run one model in several processes, of which this is one: HOST:PORT of process 0; or auto: taken"
-        " from the cluster (SLURM, Open MPI, Kubernetes).",
+        " from the cluster (SLURM, Open MPI, Kubernetes, the hosts of a TPU slice).",
         empty="give HOST:PORT or auto",
     )
     parser.add_integer("num_processes", "Number of processes.", least=1)
