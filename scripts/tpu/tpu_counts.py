@@ -7,6 +7,7 @@ from typing import Any
 from copied_arrays import PALLAS, copied_arrays
 from hbm_bytes import hbm_bytes
 from hlo_text import Computation, Instruction, Module
+from kernel_dma import KernelWork
 from program_counts import COLLECTIVES, FREE, Choices, Unknown
 from tile_bytes import is_in_hbm
 from tpu_specs import Tpu
@@ -139,9 +140,9 @@ class TpuCounter:
         is_pallas = instruction.target == PALLAS
         work = self._choices.kernel_work(instruction) if is_pallas else None
         if work is not None:
-            flop, int8_ops, *dma = work
-            read, written = _of_kernel(computation, instruction, dma)
-            busy = flop / self._tpu.tflops / 1e12 + int8_ops / self._tpu.int8_tops / 1e12
+            fields = len(KernelWork._fields)
+            read, written = _of_kernel(computation, instruction, work[fields:])
+            busy = KernelWork(*work[:fields]).seconds(self._tpu)
         memory = (read + written) / self._tpu.memory_gbs / 1e9
         links = _sent_bytes(instruction, self._devices) / self._tpu.link_gbs / 1e9
         alone = max(busy, memory, links)

@@ -241,9 +241,12 @@ def test_kernels_move_blocks_once_and_copies_as_their_scalars_say():
     x = jax.ShapeDtypeStruct((4, 256, 128), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
     for count in (0, 3):
-        flop, int8_ops, *moved = work_of(kernel_call(4), np.array([count], np.int32), x, w)
+        flop, int8_ops, flop_256, _, vector_ops, *moved = work_of(
+            kernel_call(4), np.array([count], np.int32), x, w
+        )
         assert moved == [4, count * 64 * 128 * 2, 128 * 128 * 2, 4 * 64 * 128 * 4]
-        assert (flop, int8_ops) == (count * 2 * 64 * 128 * 128, 0)
+        assert (flop, int8_ops, vector_ops) == (count * 2 * 64 * 128 * 128, 0, 0)
+        assert flop_256 == 4 * flop  # half of the depth and of the outputs of a unit
     with pytest.raises(UncountableError):
         unknown = jax.ShapeDtypeStruct((1,), jnp.int32)
         work_of(kernel_call(4, lambda ref: pl.multiple_of(ref[0], 8)), unknown, x, w)
