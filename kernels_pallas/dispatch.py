@@ -158,7 +158,7 @@ def _select_for_device(kernel: str, args: tuple[Any, ...], obstacle: str | None)
     if reason := without_kernel_reason(kernel, device):
         return Selection("xla", reason)
     chosen = backend_of(kernel, device)
-    reason = obstacle or slower_reason(kernel, args)
+    reason = obstacle or slower_reason(kernel, chosen, args)
     if reason is None and (reason := unsupported_reason(kernel, chosen, args)) is None:
         return Selection(chosen, name)
     is_attention = kernel.endswith("attention") and obstacle is None
