@@ -251,40 +251,36 @@ def _queries(ref, settings: Settings, tile: _Tile) -> jax.Array:  # [R, W]
     return ref["q"][0, tile.rows, _lanes(tile.head, settings.width)]
 
 
+class _Step(NamedTuple):
+    """Keys that the softmax takes at a time."""
+
+    item: _Item
+    first_query: Any  # its position
+    position: Any  # of the first key
+    place: Any  # the step's number in the buffer
+    buffer: Any
+
+    def slots(self, size: int) -> Any:
+        return pl.ds(pl.multiple_of(self.place * size, size), size)
+
+
 def _one_step(ref, settings: Settings, item: _Item, tile, step, place, buffer) -> int:  # noqa: PLR0913
     """Adds the keys of one step to the softmax of each head. place: the step's number in the buffer."""
     size = settings.step
     position = step * size
-    slots = pl.ds(pl.multiple_of(place * size, size), size)
-
+    first_query = ref["start"][item.row] + tile * settings.tokens
+    of_step = _Step(item, first_query, position, place, buffer)
     if "scale" not in ref:  # levels are never NaN
 
         @pl.when((position < item.low) | (position + size > item.high))
         def _clear():
-            _clear_unseen(ref, item, position, buffer, slots)
-
-    key_1S = position + lax.broadcasted_iota(jnp.int32, (1, size), 1)
-    first_query = ref["start"][item.row] + tile * settings.tokens
-
-    def keys_of(tile: _Tile, is_masked: bool) -> _Keys:
-        scale_4S = visible_RS = None
-        key_head = lax.div(tile.head, ref["max"].shape[0] // ref["kv_buffer"].shape[1])
-        if "scale" in ref:
-            count = size // settings.chunk
-            parts = [ref["scale_buffer"][buffer, place * count + i, key_head] for i in range(count)]
-            is_copied_1S = (key_1S >= item.low) & (key_1S < item.high)
-            scale_4S = jnp.where(is_copied_1S, jnp.concatenate(parts, -1), 0)
-        if is_masked:
-            query_R1 = first_query + ref["offset"][tile.rows]
-            visible_RS = key_1S <= jnp.minimum(query_R1, item.high - 1)
-            if settings.window is not None or settings.ring:
-                window = _NO_WINDOW if settings.window is None else settings.window
-                visible_RS &= key_1S > jnp.maximum(query_R1 - window, item.low - 1)
-        return _Keys(ref["kv_buffer"][buffer, key_head, slots], scale_4S, visible_RS)
+            _clear_unseen(ref, item, position, buffer, of_step.slots(size))
 
     def add(is_masked: bool) -> None:
         def of_tiles(tiles: list[_Tile]) -> None:
-            _add_keys(ref, settings, [(tile, keys_of(tile, is_masked)) for tile in tiles])
+            _add_keys(
+                ref, settings, [(tile, _keys(ref, settings, of_step, tile, is_masked)) for tile in tiles]
+            )
 
         _for_each_tiles(ref, settings, of_tiles)
 
@@ -299,6 +295,27 @@ def _one_step(ref, settings: Settings, item: _Item, tile, step, place, buffer) -
     pl.when(is_masked)(partial(add, True))
     pl.when(jnp.logical_not(is_masked))(partial(add, False))
     return 0
+
+
+def _keys(ref, settings: Settings, step: _Step, tile: _Tile, is_masked: bool) -> "_Keys":
+    """The keys of a step for a tile. is_masked: some query of the tile does not see some of them."""
+    size = settings.step
+    item = step.item
+    scale_4S = visible_RS = None
+    key_head = lax.div(tile.head, ref["max"].shape[0] // ref["kv_buffer"].shape[1])
+    key_1S = step.position + lax.broadcasted_iota(jnp.int32, (1, size), 1)
+    if "scale" in ref:
+        count = size // settings.chunk
+        parts = [ref["scale_buffer"][step.buffer, step.place * count + i, key_head] for i in range(count)]
+        is_copied_1S = (key_1S >= item.low) & (key_1S < item.high)
+        scale_4S = jnp.where(is_copied_1S, jnp.concatenate(parts, -1), 0)
+    if is_masked:
+        query_R1 = step.first_query + ref["offset"][tile.rows]
+        visible_RS = key_1S <= jnp.minimum(query_R1, item.high - 1)
+        if settings.window is not None or settings.ring:
+            window = _NO_WINDOW if settings.window is None else settings.window
+            visible_RS &= key_1S > jnp.maximum(query_R1 - window, item.low - 1)
+    return _Keys(ref["kv_buffer"][step.buffer, key_head, step.slots(size)], scale_4S, visible_RS)
 
 
 def _clear_unseen(ref, item: _Item, position, buffer, slots) -> None:

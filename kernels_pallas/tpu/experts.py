@@ -1,4 +1,5 @@
-"""Mixture of experts for TPUs: one kernel that reads each expert that a token chose once for a block of tokens.
+"""Mixture of experts for TPUs: one kernel, which reads each expert that some token chose once for a block of
+tokens.
 
 A tile is an expert and some of the rows that chose it. The pipeline of `pallas_call` reads the expert of the
 next tile while one is computed, unless it is the same. Few tokens are all rows of each tile: memory is the
@@ -215,7 +216,8 @@ def _tiles(weight_MU, expert_MU, X: int) -> _Tiles:
 
 
 def _kernel_of_few(  # noqa: PLR0913
-    experts_ref, weight_ref, chosen_ref, x_ref, gate_ref, up_ref, down_ref, out_ref, *sum_refs, parts, activation
+    experts_ref, weight_ref, chosen_ref, x_ref, gate_ref, up_ref, down_ref, out_ref, *sum_refs, parts,
+    activation
 ):  # fmt: skip
     """Adds one part of an expert for all rows."""
     tile = pl.program_id(1)

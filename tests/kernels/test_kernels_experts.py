@@ -68,13 +68,11 @@ def test_kernels_equal_their_reference(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["three-tokens-bf16", "of-other-devices"])
-def test_the_tpu_kernel_of_few_tokens_equals_its_reference(name):
-    args = case(*CHOICES[name])
-    got = on_tpu(*args)
+def test_the_tpu_kernel_of_few_tokens_and_experts_of_other_devices():
+    args = case(jnp.bfloat16, distinct(9, 2, 2 * X) - X)
     want = np.asarray(by_reference(*args))
-    limit = 1e-5 if args[0].dtype == jnp.float32 else 2e-2
-    np.testing.assert_allclose(got, want, atol=limit * max(np.abs(want).max(), 1e-9))
+    got = on_tpu(*args, num_experts=2 * X)
+    np.testing.assert_allclose(got, want, atol=2e-2 * np.abs(want).max())
 
 
 def test_the_tpu_kernel_of_many_tokens_with_experts_of_other_devices_in_parts(monkeypatch):
@@ -127,6 +125,7 @@ def layer_of(dtype="float32", **changes):
 @pytest.mark.full
 def test_layer_on_a_tpu_equals_that_of_xla():
     config, layer, x_BTD = layer_of()
+    x_BTD = x_BTD[:1, :2]
     run = jax.jit(partial(mixture_of_experts, config=config), static_argnames="impl")
     got, want = (run(x_BTD, layer, impl=impl) for impl in ("interpret_tpu", "xla"))
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
