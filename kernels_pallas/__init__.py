@@ -72,12 +72,13 @@ from .dispatch import (
     select,
     unavailable_reason,
 )
-from .key_layouts import BIAS_STRIDE, KeyBias, Levels, SideBySide
+from .key_layouts import BIAS_STRIDE, HeadNorms, KeyBias, Levels, SideBySide
 
 __all__ = [
     "BIAS_STRIDE",
     "IMPLS",
     "KERNELS",
+    "HeadNorms",
     "KeyBias",
     "Levels",
     "Selection",

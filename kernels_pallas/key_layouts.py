@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 BIAS_STRIDE = 64  # positions of `KeyBias.near_KCH`
+LANES = 128  # of a vector register of TPUs
 
 
 class Levels(NamedTuple):
@@ -22,7 +23,10 @@ class SideBySide(NamedTuple):
     """
 
     values: jax.Array  # [P, K, S, 2H], float numbers or uint8 levels
-    scale: jax.Array | None = None  # float32 [P, K, 4, S] of levels: step and low of keys, then of values
+    # float32, of levels: step and low of keys, then of values. [P, K, 4, S], or [P, K, 2, 2S] where S is no
+    # multiple of 128: an array with half-empty lanes XLA stores in another order of axes, and copies it
+    # before and after kernels.
+    scale: jax.Array | None = None
 
 
 def join(k: Any, v: Any) -> SideBySide:
@@ -30,7 +34,7 @@ def join(k: Any, v: Any) -> SideBySide:
     if not isinstance(k, Levels):
         return SideBySide(jnp.concatenate([k, v], -1))
     values, scale = (jnp.concatenate(parts, -1) for parts in zip(k, v, strict=True))
-    return SideBySide(values, jnp.swapaxes(scale.astype(jnp.float32), 2, 3))
+    return SideBySide(values, pack_scale(scale.astype(jnp.float32)))
 
 
 def separate(kv: SideBySide) -> tuple[jax.Array | Levels, jax.Array | Levels]:
@@ -38,8 +42,35 @@ def separate(kv: SideBySide) -> tuple[jax.Array | Levels, jax.Array | Levels]:
     k, v = jnp.split(kv.values, 2, -1)
     if kv.scale is None:
         return k, v
-    of_k, of_v = jnp.split(jnp.swapaxes(kv.scale, 2, 3), 2, -1)
+    of_k, of_v = jnp.split(unpack_scale(kv.scale), 2, -1)
     return Levels(k, of_k), Levels(v, of_v)
+
+
+def scale_rows(slots: int) -> int:
+    """The rows into which the four numbers of a slot are divided in `SideBySide.scale`."""
+    return 4 if slots % LANES == 0 else 2
+
+
+def pack_scale(scale_PKS4: jax.Array) -> jax.Array:
+    """The form of `SideBySide.scale`."""
+    P, K, S, _ = scale_PKS4.shape
+    return jnp.swapaxes(scale_PKS4, 2, 3).reshape(P, K, scale_rows(S), -1)
+
+
+def unpack_scale(scale: jax.Array) -> jax.Array:
+    """[P, K, S, 4] of `SideBySide.scale`."""
+    return jnp.swapaxes(scale.reshape(*scale.shape[:2], 4, -1), 2, 3)
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of the queries and keys of each head: x / sqrt(mean(x²) + eps), times offset + weight in
+    float32; without an offset x is rounded to its dtype before it is multiplied.
+    """
+
+    q_H: jax.Array
+    k_H: jax.Array
+    eps: float
+    offset: float
 
 
 class KeyBias(NamedTuple):

@@ -4,13 +4,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from .key_layouts import Levels, SideBySide, join, quantize, rotate_pairs, separate
+from .key_layouts import HeadNorms, Levels, SideBySide, join, quantize, rotate_pairs, separate
 
 
 def rope_append(  # noqa: PLR0913
     q_BTNH, k_BTKH, v_BTKH, cos_BTP, sin_BTP, k_PKSH, v_PKSH, start_B, num_tokens_B, *, capacity,
-    table_BP=None, ring=False,
+    table_BP=None, ring=False, norms=None,
 ) -> tuple[jax.Array, Any, Any]:  # fmt: skip
     """Queries and keys rotated in float32 by the angles of their pairs (i, i + P), the rest of a head as it
     is; and the caches with the keys and values of the first num_tokens_B[b] tokens from position start_B[b]
@@ -18,9 +19,11 @@ def rope_append(  # noqa: PLR0913
 
     Position p of row b is in slot p of k_PKSH[b]; with `ring` in slot p % S; with a block table in slot p % S
     of page table_BP[b, p // S]. `Levels` are quantized to nearest. `SideBySide` is the
-    first cache, and the second is None. No angles (None): nothing is rotated.
+    first cache, and the second is None. No angles (None): nothing is rotated. norms: None, or `HeadNorms`
+    before RoPE.
     """
     B, T, _, H = q_BTNH.shape
+    q_BTNH, k_BTKH = norm_heads(q_BTNH, k_BTKH, norms)
     if isinstance(k_PKSH, SideBySide):
         pair = separate(k_PKSH)
         options = dict(capacity=capacity, table_BP=table_BP, ring=ring)
@@ -48,6 +51,21 @@ def rope_append(  # noqa: PLR0913
         return Levels(*map(write, old, quantize(new_BTKH, bits)))
 
     return q_BTNH, append(k_PKSH, k_BTKH), append(v_PKSH, v_BTKH)
+
+
+def norm_heads(q_BTNH, k_BTKH, norms: HeadNorms | None) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys after these norms; None: as they are."""
+    if norms is None:
+        return q_BTNH, k_BTKH
+
+    def norm(x: jax.Array, weight_H: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        y = y * lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + norms.eps)
+        if norms.offset:
+            return (y * (norms.offset + weight_H.astype(jnp.float32))).astype(x.dtype)
+        return (weight_H * y.astype(x.dtype)).astype(x.dtype)
+
+    return norm(q_BTNH, norms.q_H), norm(k_BTKH, norms.k_H)
 
 
 def rotate(x_BTNH, cos_BTP, sin_BTP):

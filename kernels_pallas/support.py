@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .key_layouts import KeyBias, Levels, SideBySide
+from .key_layouts import BIAS_STRIDE, KeyBias, Levels, SideBySide
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
 _TRITON_ONLY = ("int8_head_argmax", "summarize_logits", "gated_experts", "product", "rope_append")
@@ -80,8 +80,6 @@ def _unsupported_on_tpu(
 ) -> str | None:
     if not isinstance(kv, SideBySide):
         return "TPU kernels read keys and values side by side"
-    if key_bias is not None:
-        return "a bias of keys"
     width = q.shape[-1]
     if width not in _TPU_WIDTHS:
         return f"head width {width} is not one of {', '.join(map(str, _TPU_WIDTHS))}"
@@ -93,6 +91,9 @@ def _unsupported_on_tpu(
     dtypes = {q.dtype.name} if quantized else {q.dtype.name, kv.values.dtype.name}
     if dtypes not in ({"float32"}, {"bfloat16"}):
         return f"dtypes {', '.join(sorted(dtypes))}"
+    slots = kv.values.shape[2]
+    if key_bias is not None and slots % BIAS_STRIDE:
+        return f"a bias of keys in {slots} slots, not a multiple of {BIAS_STRIDE}"
     return _unaligned_slots(kernel, kv)
 
 

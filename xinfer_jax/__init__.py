@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .cache.prefix_files import load_prefix as load_prefix, save_prefix as save_prefix
     from .checkpoint.loading import Model as Model, load_model as load_model
     from .checkpoint.tokenizer import Tokenizer as Tokenizer
+    from .checkpoint.tool_choice import tool_grammar as tool_grammar
     from .config.model_config import ModelConfig as ModelConfig, from_hf as from_hf
     from .config.rope import RopeConfig as RopeConfig
     from .embedding import embed_texts as embed_texts
@@ -35,12 +36,22 @@ if TYPE_CHECKING:
     from .generation.options import GenerateOptions as GenerateOptions, GenerateOutput as GenerateOutput
     from .generation.scoring import score as score, score_completions as score_completions
     from .generation.state import DecodeState as DecodeState
+    from .grammar.grammars import (
+        Grammar as Grammar,
+        choice as choice,
+        json_object as json_object,
+        json_schema as json_schema,
+        lark as lark,
+        regex as regex,
+    )
+    from .grammar.token_automaton import dfa as dfa
     from .model.decoder import (
         embed_tokens as embed_tokens,
         forward as forward,
         hidden_states as hidden_states,
         unembed as unembed,
     )
+    from .sampling.automaton import Dfa as Dfa
     from .sampling.logprobs import TokenLogprobs as TokenLogprobs
     from .sampling.sampling_config import SamplingConfig as SamplingConfig
     from .stats import GenerateStats as GenerateStats, LoadStats as LoadStats
@@ -51,6 +62,14 @@ if TYPE_CHECKING:
         generate_text as generate_text,
         stream_text as stream_text,
     )
+    from .tools.answer_parser import (
+        AnswerDelta as AnswerDelta,
+        AnswerParser as AnswerParser,
+        ParsedAnswer as ParsedAnswer,
+        ToolCall as ToolCall,
+        parse_tool_calls as parse_tool_calls,
+    )
+    from .tools.tool_call_parser import ToolCallDelta as ToolCallDelta
     from .weights.layout import shardings as shardings
     from .weights.params import init_params as init_params
 
@@ -68,6 +87,8 @@ _EXPORTS = {
     "checkpoint.loading": ("Model", "load_model"),
     "sampling.logprobs": ("TokenLogprobs",),
     "embedding": ("embed_texts",),
+    "grammar.grammars": ("Grammar", "choice", "json_object", "json_schema", "lark", "regex"),
+    "grammar.token_automaton": ("dfa",),
     "model.decoder": ("embed_tokens", "forward", "hidden_states", "unembed"),
     "generation.options": ("GenerateOptions", "GenerateOutput"),
     "weights.params": ("init_params",),
@@ -75,6 +96,7 @@ _EXPORTS = {
     "cache.prefix": ("Prefix",),
     "cache.prefix_files": ("load_prefix", "save_prefix"),
     "config.rope": ("RopeConfig",),
+    "sampling.automaton": ("Dfa",),
     "sampling.sampling_config": ("SamplingConfig",),
     "generation.scoring": ("score", "score_completions"),
     "stats": ("GenerateStats", "LoadStats"),
@@ -85,7 +107,10 @@ _EXPORTS = {
     "batch.dataset": ("DatasetGenerator",),
     "batch.run_batch": ("generate_file",),
     "text": ("TextStream", "alternatives_text", "encode_prompt", "generate_text", "stream_text"),
+    "tools.answer_parser": ("AnswerDelta", "AnswerParser", "ParsedAnswer", "ToolCall", "parse_tool_calls"),
+    "tools.tool_call_parser": ("ToolCallDelta",),
     "checkpoint.tokenizer": ("Tokenizer",),
+    "checkpoint.tool_choice": ("tool_grammar",),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 

@@ -16,6 +16,7 @@ from .errors import InputError, format_value
 from .generation.entrypoints import Stream, generate, stream
 from .generation.options import GenerateOptions, GenerateOutput, options_or_default
 from .generation.precompile import Precompiler
+from .grammar.grammars import with_tokenizer
 
 MAX_STOP_STRINGS = 64  # of one prompt
 MAX_STOP_STRING_CHARS = 256
@@ -32,6 +33,7 @@ def encode_prompt(
     add_special_tokens: bool = True,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     escape_control_tokens: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     """Encodes a prompt as the token ids that `generate_text` starts from.
 
@@ -47,13 +49,18 @@ def encode_prompt(
         escape_control_tokens: control tokens that a conversation spells, like <|im_end|>, are encoded as
             ordinary text, so that no user can start a message of another role. Other texts are not affected.
             If False, a spelled token becomes the token. A raw text and ids are never escaped.
+        tools: functions that the answer may call, as the OpenAI API describes them: [{"type": "function",
+            "function": {"name": …, "description": …, "parameters": a JSON Schema}}, …]. `parse_tool_calls`
+            finds the calls in an answer. A conversation may have earlier calls in `tool_calls` of the
+            assistant's messages, and results in messages with the role "tool".
 
     Returns:
         At least one id; they end with the start of the assistant's message.
 
     Raises:
         InputError: no tokenizer, an empty prompt, a message without role or content, more text than the
-            context limit allows, or a system message or a conversation with raw or without a chat template.
+            context limit allows, a system message or a conversation with raw or without a chat template, or
+            tools where the chat template ignores them.
     """
     return prompt_ids(
         _tokenizer(model),
@@ -64,6 +71,7 @@ def encode_prompt(
         add_special_tokens=add_special_tokens,
         variables=chat_template_kwargs,
         escape=escape_control_tokens,
+        tools=tools,
     )
 
 
@@ -120,6 +128,7 @@ def generate_text(
     if options.stop_strings:
         texts = _generate_until_stop(model, ids, options, key)
     else:
+        options = dataclasses.replace(options, grammar=with_tokenizer(options.grammar, _tokenizer(model)))
         out = generate(model.params, model.config, ids, options, key=key)
         texts = [_tokenizer(model).decode(row) for row in out.tokens]
     return texts if is_batch else texts[0]
@@ -250,8 +259,11 @@ def checked_stop_strings(options: GenerateOptions) -> tuple[str, ...]:
 def _stream_tokens(
     model: Model, prompts: list[list[int]], options: GenerateOptions, key: jax.Array | None
 ) -> Stream:
-    """Streams the answers' ids, without stop strings: `AnswerDetokenizer` handles those."""
-    options = dataclasses.replace(options, stop_strings=())
+    """Streams the answers' ids, without stop strings: `AnswerDetokenizer` handles those. A grammar without a
+    tokenizer has the model's.
+    """
+    grammar = with_tokenizer(options.grammar, _tokenizer(model))
+    options = dataclasses.replace(options, stop_strings=(), grammar=grammar)
     return stream(model.params, model.config, prompts, options, key=key)
 
 

@@ -7,24 +7,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..dispatch import result_type
-from ..key_layouts import SideBySide
-from .attention_kernel import LANES, Settings, attention_kernel
+from ..key_layouts import LANES, SideBySide
+from .attention_kernel import attention_kernel
+from .attention_settings import Settings
+from .rotation import rotation_factors
 
 BLOCK_BYTES = 2**20  # of keys and values in one of two buffers
 _MAX_BLOCK = 1024  # keys
 _COPY = 128  # slots of a contiguous cache or a ring that are copied at a time
-_STEP = 512
+_STEP = 512  # keys that the softmax takes at a time
 _TILE_ROWS = 512  # of queries of a key head
 _PART_ROWS = 512  # of these that the softmax takes at a time
 _ALL_ROWS = 2048  # of queries of all key heads
 _FEW_TOKENS = 17  # of a row: more are a prompt
 _PROMPT_TOKENS = 256  # of a tile, at most
-_PROMPT_BYTES = 24 * 2**20
+_PROMPT_BYTES = 24 * 2**20  # of its queries, results and sums
 _PROMPT_LIMIT = 48 * 2**20  # with buffers of keys, and what the compiler spills
+_BLOCK_ROWS = 16  # of one query each, in a block: a tile of memory in 16 bits
 _NO_LIMIT = 2**30
 
 
@@ -48,35 +52,38 @@ def prefill_attention(  # noqa: PLR0913
         table_BP: int32, the block table: position p is in slot p % S of page table_BP[b, p // S].
         ring: position p is in slot p % S.
         sink_N: None, or one more score of each head, whose weight has no value.
-        key_bias: None: TPU kernels have no bias of keys.
+        key_bias: None, or `KeyBias`; then S is a multiple of its stride.
         interpret: emulate a TPU on a CPU, slowly, and raise where accesses to memory race.
 
     Returns:
         [B, T, N, H] in the dtype of q; zeros for a query that sees no key.
     """
-    assert v_PKSH is None and key_bias is None
+    assert v_PKSH is None
     B, T, N, H = q_BTNH.shape
     K = kv_PKSX.values.shape[1]
-    G = N // K
-    settings = _settings(q_BTNH, kv_PKSX, scale, window, soft_cap, table_BP, ring)
-    is_prompt = settings.is_prompt
-    q = q_BTNH.reshape(B, T, N * H) if is_prompt else _to_tiles(q_BTNH, K, settings)
-    rows = settings.tokens if is_prompt else q.shape[2] // settings.tiles
+    settings = _settings(q_BTNH, kv_PKSX, scale, window, soft_cap, table_BP, ring, key_bias)
+    rows = settings.rows * pl.cdiv(settings.tokens * N // K, settings.rows)
     inputs = {"start": start_B, "length": length_B}
     if table_BP is not None:
         inputs["table"] = table_BP.reshape(-1)
     scalars = len(inputs)
-    inputs |= {"q": q, "offset": _offsets(rows, settings.tokens, 1 if is_prompt else G)}
-    if is_prompt:
-        one_tile = pl.BlockSpec((1, rows, N * H), lambda b, t, *_: (b, t, 0))
+    block = settings.block_rows
+    if block:  # rows of one token each
+        q = q_BTNH.reshape(1, B, N * H)
+        one_tile = pl.BlockSpec((1, block, N * H), lambda b, t, *_: (0, lax.div(b, block), 0))
     else:
-        one_tile = pl.BlockSpec((1, K, rows, q.shape[-1]), lambda b, t, *_: (b, 0, t, 0))
-    specs = [one_tile, pl.BlockSpec((rows, 1), lambda b, t, *_: (0, 0))]
+        q = q_BTNH.reshape(B, T, N * H)
+        one_tile = pl.BlockSpec((1, settings.tokens, N * H), lambda b, t, *_: (b, t, 0))
+    constants: dict[str, Any] = {"offset": _offsets(rows, settings.tokens, N // K)}
     if sink_N is not None:
-        sink_KG = sink_N.astype(jnp.float32).reshape(K, G)
-        sink = _pad(jnp.tile(sink_KG, (1, settings.tokens)), 1, rows)[..., None]
-        inputs["sink"] = sink_KG.reshape(N, 1, 1) if is_prompt else sink
-        specs.append(pl.BlockSpec(inputs["sink"].shape, lambda b, t, *_: (0, 0, 0)))
+        sink_KR = jnp.repeat(sink_N.astype(jnp.float32).reshape(K, -1), settings.tokens, 1)
+        constants["sink"] = _pad(sink_KR, 1, rows)[..., None]
+    if key_bias is not None:
+        constants["near"] = key_bias.near_KCH.astype(q.dtype)
+        factors = rotation_factors(key_bias.cos_RP, -key_bias.sin_RP, H)
+        constants["angle"] = jnp.concatenate(factors, -1)
+    inputs |= {"q": q} | constants
+    specs = [one_tile, *map(_whole, constants.values())]
     # Else XLA may copy an array of a cache to on-chip memory before the call.
     in_hbm = partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
     kv = kv_PKSX if interpret else jax.tree.map(in_hbm, kv_PKSX)
@@ -84,8 +91,7 @@ def prefill_attention(  # noqa: PLR0913
     if kv.scale is not None:
         inputs["scale"] = kv.scale
     specs += [pl.BlockSpec(memory_space=pltpu.HBM) for name in ("kv", "scale") if name in inputs]
-    heads = N if is_prompt else K
-    scratch = _scratch(heads, rows, kv_PKSX, q_BTNH.dtype, settings)
+    scratch = _scratch(q_BTNH, kv_PKSX, rows, settings)
     out = pl.pallas_call(
         partial(attention_kernel, names=(*inputs, "out", *scratch), settings=settings),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -95,16 +101,16 @@ def prefill_attention(  # noqa: PLR0913
             out_specs=one_tile,
             scratch_shapes=list(scratch.values()),
         ),
-        out_shape=result_type(q.shape, q_BTNH.dtype, *inputs.values()),
+        out_shape=result_type(q.shape, q.dtype, *inputs.values()),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),
             disable_bounds_checks=True,
-            vmem_limit_bytes=_PROMPT_LIMIT if is_prompt else None,
+            vmem_limit_bytes=_PROMPT_LIMIT if settings.is_prompt else None,
         ),
         interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
         name="attention",
     )(*inputs.values())
-    return out.reshape(q_BTNH.shape) if is_prompt else _from_tiles(out, q_BTNH, K, settings)
+    return out.reshape(B, T, N, H)
 
 
 def decode_attention(*args: Any, **kwargs: Any) -> jax.Array:
@@ -112,13 +118,15 @@ def decode_attention(*args: Any, **kwargs: Any) -> jax.Array:
     return prefill_attention(*args, **kwargs)
 
 
-def _settings(q_BTNH, kv: SideBySide, scale, window, soft_cap, table_BP, ring) -> Settings:  # noqa: PLR0913
+def _settings(  # noqa: PLR0913
+    q_BTNH, kv: SideBySide, scale, window, soft_cap, table_BP, ring, key_bias
+) -> Settings:
     B, T, N, H = q_BTNH.shape
     _, K, S, X = kv.values.shape
     positions = S if table_BP is None else S * table_BP.shape[1]
     chunk = copy_slots(S, table_BP is not None, kv.scale is not None)
-    is_prompt = _is_prompt(T, N * H)
     itemsize = q_BTNH.dtype.itemsize
+    is_prompt = T > _FEW_TOKENS
     tokens = _prompt_tokens(T, N, H, itemsize) if is_prompt else tile_tokens(T, N // K, K)
     step = _STEP
     block = 2 ** int(math.log2(BLOCK_BYTES // (K * X * kv.values.dtype.itemsize)))
@@ -131,24 +139,10 @@ def _settings(q_BTNH, kv: SideBySide, scale, window, soft_cap, table_BP, ring) -
     tiles = pl.cdiv(T, tokens)
     pages = 0 if table_BP is None else table_BP.shape[1]
     rows = tokens if is_prompt else _part_rows(tokens * N // K, itemsize)
-    sizes = H, tokens, tiles, rows, limit, S, pages, chunk, step, block
+    block_rows = 0 if T > 1 else min(B, _BLOCK_ROWS)
+    pairs = 0 if key_bias is None else key_bias.cos_RP.shape[1]
+    sizes = H, block_rows, tokens, tiles, rows, limit, S, pages, chunk, step, block, pairs
     return Settings(scale, window, soft_cap, ring, is_prompt, *sizes)
-
-
-def _is_prompt(tokens: int, width: int) -> bool:
-    """Whether queries are read as products give them, [B, T, N · H], and heads have rows of their own: what
-    XLA would need to bring the heads of a key head together costs as much as the attention.
-    """
-    return tokens > _FEW_TOKENS and width % LANES == 0
-
-
-def _prompt_tokens(tokens: int, heads: int, width: int, itemsize: int) -> int:
-    """The tokens of a tile of a prompt: what the blocks of queries and results, two of each, and the sums of
-    all heads leave within `_PROMPT_BYTES`.
-    """
-    of_token = heads * (4 * width * itemsize + max(width, LANES) * (4 + itemsize) + 8 * LANES)
-    most = max(16, 2 ** int(math.log2(_PROMPT_BYTES // of_token)))
-    return min(most, _PROMPT_TOKENS, 16 * pl.cdiv(tokens, 16))
 
 
 def _part_rows(rows: int, itemsize: int) -> int:
@@ -173,9 +167,20 @@ def tile_tokens(tokens: int, group: int, heads: int) -> int:
     return tokens if tokens <= most else max(16, 2 ** int(math.log2(most)))
 
 
+def _prompt_tokens(tokens: int, heads: int, width: int, itemsize: int) -> int:
+    """The tokens of a tile of a prompt, a multiple of 16. The softmax takes those of a few heads together."""
+    of_head = 4 * width * itemsize + 8 * LANES * pl.cdiv(width, LANES) + 8 * LANES
+    most = max(16, 2 ** int(math.log2(_PROMPT_BYTES // (heads * of_head))))
+    return min(most, _PROMPT_TOKENS, 16 * pl.cdiv(tokens, 16))
+
+
 def _offsets(rows: int, tokens: int, group: int) -> np.ndarray:
     """int32 [R, 1]: the token of each row of a tile; 0 for rows that fill it up."""
-    return _pad(np.arange(tokens * group, dtype=np.int32) // group, 0, rows)[:, None]
+    return _pad(np.tile(np.arange(tokens, dtype=np.int32), group), 0, rows)[:, None]
+
+
+def _whole(x: Any) -> pl.BlockSpec:
+    return pl.BlockSpec(x.shape, lambda b, t, *_: (0,) * x.ndim)
 
 
 def _pad(x: Any, axis: int, size: int) -> Any:
@@ -185,38 +190,20 @@ def _pad(x: Any, axis: int, size: int) -> Any:
     return (np if isinstance(x, np.ndarray) else jnp).pad(x, widths)
 
 
-def _to_tiles(q_BTNH, K: int, settings: Settings) -> jax.Array:
-    """Queries [B, K, tiles · R, W]: of each tile R rows, a multiple of `rows`. W fills lanes."""
-    B, T, N, H = q_BTNH.shape
-    tiles = settings.tiles
-    tokens = settings.tokens
-    q = _pad(q_BTNH, 1, tiles * tokens).reshape(B, tiles, tokens, K, N // K, H)
-    q = jnp.moveaxis(q, 3, 1).reshape(B, K, tiles, tokens * N // K, H)
-    q = _pad(q, 3, settings.rows * pl.cdiv(q.shape[3], settings.rows))
-    return _pad(q, 4, LANES * pl.cdiv(H, LANES)).reshape(B, K, tiles * q.shape[3], -1)
-
-
-def _from_tiles(out_BKRW, q_BTNH, K: int, settings: Settings) -> jax.Array:
-    """[B, T, N, H]: without padding, and of a width below 128 the second half, p · v."""
-    B, T, N, H = q_BTNH.shape
-    tiles = settings.tiles
-    tokens = settings.tokens
-    out = out_BKRW[..., -H:].reshape(B, K, tiles, -1, H)[:, :, :, : tokens * N // K]
-    out = out.reshape(B, K, tiles, tokens, N // K, H)
-    return jnp.moveaxis(out, 1, 3).reshape(B, tiles * tokens, N, H)[:, :T]
-
-
-def _scratch(heads: int, rows: int, kv: SideBySide, dtype, settings: Settings) -> dict[str, Any]:
-    """On-chip memory that programs share, by the names that `attention_kernel` uses. heads, rows: of sums."""
+def _scratch(q_BTNH, kv: SideBySide, rows: int, settings: Settings) -> dict[str, Any]:
+    """On-chip memory that programs share, by the names that `attention_kernel` uses."""
+    _, _, N, H = q_BTNH.shape
     _, K, _, X = kv.values.shape
-    width = LANES * pl.cdiv(settings.width, LANES)
-    sums = pltpu.VMEM((heads, rows, LANES), jnp.float32)
+    vectors = pltpu.VMEM((K, rows, LANES * pl.cdiv(H, LANES)), jnp.float32)
+    sums = pltpu.VMEM((K, rows, LANES), jnp.float32)
     scratch = {"kv_buffer": pltpu.VMEM((2, K, settings.block, X), kv.values.dtype)}
     if kv.scale is not None:
         chunks = settings.block // settings.chunk
-        scratch["scale_buffer"] = pltpu.VMEM((2, chunks, K, 4, settings.chunk), jnp.float32)
+        parts = kv.scale.shape[2]
+        scratch["scale_buffer"] = pltpu.VMEM((2, chunks, K, parts, 4 * settings.chunk // parts), jnp.float32)
         scratch["query_sum"] = sums
-    if settings.is_prompt and width > settings.width:
-        scratch["wide_q"] = pltpu.VMEM((heads, rows, width), dtype)
-    scratch |= {"max": sums, "sum": sums, "out_sum": pltpu.VMEM((heads, rows, width), jnp.float32)}
+    if settings.block_rows:
+        scratch["flat"] = pltpu.VMEM((settings.block_rows, 1, N * H), jnp.float32)
+    queries = pltpu.VMEM(vectors.shape, q_BTNH.dtype if settings.is_prompt else jnp.float32)
+    scratch |= {"query": queries, "max": sums, "sum": sums, "out_sum": vectors}
     return scratch | {"copied": pltpu.SemaphoreType.DMA((2, 2)), "count": pltpu.SMEM((1,), jnp.int32)}

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..dispatch import result_type
-from .attention_kernel import LANES
+from ..key_layouts import LANES
 
 _FEW_TOKENS = 64
 _TILE_ROWS = 128

@@ -3,7 +3,7 @@
 The time of an operation is the larger of its cycles, as XLA schedules them, by the clock, and its bytes of
 HBM by the bandwidth; of a Pallas kernel, which XLA gives no cycles, of its products by the matrix rate, and
 of the operations of its vector unit by four a cycle (`kernel_dma`; attention of 2,048 tokens at 7B is given
-136 us a layer on a v6e and 191 on a v5e, and its compiled instructions take 126 and 218); of a collective, of
+136 us a layer on a v6e and 191 on a v5e, and its compiled instructions take 138 and 247); of a collective, of
 the bytes that a device of a ring sends by the rate of its links, without latency.
 
 Copies between HBM and VMEM that run beside operations ("copy-start") have what operations leave of the

@@ -61,11 +61,10 @@ def body_error(model, kind="completion", **body) -> BodyError:
 # --- fields that are not served -----------------------------------------------------------------------------
 
 NOT_SERVED = dict(
-    guided_choice=["a"], guided_json={}, guided_regex="a", guided_grammar="a", guided_decoding_backend="x",
-    guided_whitespace_pattern=" ", structured_outputs={"choice": ["a"]}, structural_tag="x",
-    response_format={"type": "json_object"}, chat_template="x", length_penalty=2.0, documents=[{"text": "a"}],
+    guided_whitespace_pattern=" ", structural_tag="x", chat_template="x", length_penalty=2.0,
+    documents=[{"text": "a"}],
     early_stopping=True, spaces_between_special_tokens=False, use_beam_search=True, prompt_logprobs=1,
-    logits_processors=["a"], tools=[{}], tool_choice="required", functions=[{}], reasoning_effort="low",
+    logits_processors=["a"], functions=[{}], reasoning_effort="low",
     thinking_token_budget=5, include_reasoning=False, logprob_token_ids=[1], return_tokens_as_token_ids=True,
     prompt_embeds="x", vllm_xargs={"a": 1}, repetition_detection={}, watermarking=True, verbosity="low",
     prediction={}, moderation={}, modalities=["audio"], web_search_options={}, suffix="x",
@@ -77,6 +76,67 @@ def test_a_known_field_that_is_not_served_is_rejected(model, name):
     for kind in ("completion", "chat"):
         error = body_error(model, kind, **{name: NOT_SERVED[name]})
         assert error.param == name and str(error).startswith(f"{name} is not served here")
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+GRAMMARS = [
+    (
+        dict(
+            response_format=dict(type="json_schema", json_schema=dict(name="a", strict=True, schema=SCHEMA))
+        ),
+        SCHEMA,
+    ),
+    (dict(response_format=dict(type="json_object")), {"type": "object"}),
+    (dict(guided_json=SCHEMA), SCHEMA),
+    (dict(guided_json=json.dumps(SCHEMA), guided_decoding_backend="x"), SCHEMA),
+    (dict(guided_choice=["a", "b"]), "a|b"),
+    (dict(guided_regex="a+"), "a+"),
+    (dict(guided_grammar='start: "a"'), 'start: "a"'),
+    (dict(structured_outputs=dict(json=SCHEMA)), SCHEMA),
+    (dict(structured_outputs=dict(choice=["a"], disable_any_whitespace=True)), "a"),
+    (dict(structured_outputs=dict(json_object=True, regex=None)), {"type": "object"}),
+]
+
+
+@pytest.mark.parametrize(("fields", "source"), GRAMMARS)
+def test_fields_that_constrain_the_answer(model, fields, source):
+    """All kinds of bodies have them."""
+    for kind in ("completion", "chat", "plain"):
+        grammar = parse(model, kind, **fields).options.grammar
+        found = json.loads(grammar.source) if grammar.kind == "json" else grammar.source
+        if grammar.kind == "json":
+            del found["x-guidance"]
+        assert found == source
+
+
+def test_the_default_grammar_of_a_file(model):
+    """A line may ask for another, or for plain text."""
+    defaults = xj.GenerateOptions(20, grammar=xj.choice(["a"]))
+    bodies = [{}, dict(response_format=dict(type="text")), dict(guided_regex="b")]
+    found = [parse_request_body(model, "plain", dict(prompt="x") | body, defaults, 99) for body in bodies]
+    assert [one.options.grammar for one in found] == [xj.choice(["a"]), None, xj.regex("b")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        (dict(response_format="json"), "must be an object"),
+        (dict(response_format=dict(type="xml")), "type must be text, json_object or json_schema"),
+        (dict(response_format=dict(type="json_schema")), "must be an object with name and schema"),
+        (
+            dict(response_format=dict(type="json_schema", json_schema=dict(schema=[]))),
+            "must be an object, true",
+        ),
+        (dict(guided_choice=[]), "choice must be a list of texts"),
+        (dict(guided_json="{"), "must be JSON"),
+        (dict(structured_outputs=dict(structural_tag="x")), "structural_tag is not served here"),
+        (dict(structured_outputs=dict(regex="a", choice=["b"])), "give one of them"),
+        (dict(guided_regex="a", guided_choice=["b"]), "leave out all but one"),
+    ],
+)
+def test_wrong_fields_that_constrain_the_answer(model, fields, why):
+    error = body_error(model, "chat", **fields)
+    assert error.param == next(iter(fields)) and why in str(error)
 
 
 def test_fields_that_ask_for_nothing_are_accepted(model):
@@ -100,9 +160,7 @@ def test_fields_that_ask_for_nothing_are_accepted(model):
 def test_template_variables_cannot_replace_fields(model, name, value):
     error = body_error(model, "chat", chat_template_kwargs={name: value})
     assert error.param == "chat_template_kwargs" and name in str(error)
-    assert parse(
-        model, "chat", chat_template_kwargs={"tools": [], "enable_thinking": True, "x": None}
-    ).prompts
+    assert parse(model, "chat", chat_template_kwargs={"enable_thinking": True, "x": None}).prompts
 
 
 # --- fields that are served ---------------------------------------------------------------------------------

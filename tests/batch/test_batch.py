@@ -137,7 +137,7 @@ def test_every_form_of_line_equals_generate(model, tmp_path):
         (dict(messages=[dict(role="user", content="a")], raw=True), "raw takes a text"),
         (dict(prompt="a", model="\ud800"), "model must be a text"),
         (dict(custom_id="b", url="/v1/completions", body=dict(prompt="a", model=5)), "model must be a text"),
-        (dict(prompt="a", tools=[{}]), "tools is not served"),
+        (dict(prompt="a", tools=[{}]), "tools does not belong to a plain request"),
         (dict(prompt="a", custom_id=5), "custom_id must be a text"),
         (dict(url="/v1/completions", body=dict(prompt="a")), "must have a custom_id"),
         (dict(custom_id="b", url="/v1/embeddings", body={}), "must be POST and one of"),

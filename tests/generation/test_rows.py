@@ -171,12 +171,12 @@ def test_only_allowed_tokens_are_sampled():
     """Bit v % 32 of word v // 32, with any other settings; greedy and sampled rows."""
     rows = settings_per_row([xj.SamplingConfig(min_p=0.01), xj.SamplingConfig(temperature=5.0)], 2, V)
     context = init_context(rows, np.zeros(2, np.int32), np.full((2, 1), -1, np.int32), np.zeros((2, V), bool))
-    assert context.allowed_bits.shape == (2, 3) and (context.allowed_bits == 2**32 - 1).all()
+    assert context.allowed_bits.shape == (2, 1, 3) and (context.allowed_bits == 2**32 - 1).all()
     logits_BV = jax.random.normal(jax.random.key(0), (2, V))
     np.testing.assert_array_equal(process_logits(logits_BV, rows, context), logits_BV)
     context.allowed_bits[:] = 0
-    context.allowed_bits[0, 2] = 1 << 5 | 1
-    context.allowed_bits[1, 0] = 1 << 31
+    context.allowed_bits[0, 0, 2] = 1 << 5 | 1
+    context.allowed_bits[1, 0, 0] = 1 << 31
     kept = np.isfinite(process_logits(logits_BV, rows, context))
     assert [np.flatnonzero(row).tolist() for row in kept] == [[64, 69], [31]]
     token_B, *_ = sample_tokens(logits_BV, jax.random.split(jax.random.key(1), 2), rows, context)

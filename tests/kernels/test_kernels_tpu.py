@@ -15,10 +15,13 @@ import pytest
 from attention_cases import BF16, F32, attention_case
 from paths import ROOT, SUPPORT
 from quick import full_except
+from small_models import QWEN, prompts
 
 import kernels_pallas
-from kernels_pallas import SideBySide, reference, reference_append
+import xinfer_jax as xj
+from kernels_pallas import HeadNorms, SideBySide, reference, reference_append
 from kernels_pallas.key_layouts import join, quantize
+from xinfer_jax.config.model_config import from_hf
 
 pytestmark = pytest.mark.newest
 
@@ -67,6 +70,9 @@ ATTENTION = {
     "prompt-offset": (F32, 37, 4, 4, 128, 64, (60, 0, 3, 0), (97, 37, 4, 0)),
     "prompt-two-tiles-bf16": (BF16, 600, 2, 2, 640, 64, (0, 30), (600, 571), dict(window=300)),
     "prompt-pages-int8": (F32, 40, 4, 2, 0, 64, (64, 30), (104, 33), dict(pages=2, bits=8)),
+    "bias": (F32, 2, 4, 2, 320, 64, (299, 63), (301, 65), dict(bits=8, pairs=32)),
+    "bias-ring": (F32, 1, 2, 1, 128, 128, (250, 3), (251, 4), dict(bits=8, ring=True, pairs=24)),
+    "prompt-pages-bias-bf16": (BF16, 40, 14, 2, 0, 64, (64, 30), (104, 33), dict(pages=2, bits=8, pairs=32)),
     "prompt-ring": (F32, 70, 4, 2, 128, 64, (250, 0, 126), (320, 70, 196), dict(ring=True, window=50)),
 }
 
@@ -94,7 +100,9 @@ def test_attention_of_a_row_has_the_same_bits_beside_others():
         np.testing.assert_array_equal(np.asarray(alone[0], F32), np.asarray(together[1], F32))
 
 
-def append_case(dtype, T, K, S, H, start, count, capacity=1000, pages=0, quantized=False, **options):  # noqa: PLR0913
+def append_case(  # noqa: PLR0913
+    dtype, T, K, S, H, start, count, capacity=1000, pages=0, quantized=False, norms=None, **options
+):
     draws = np.random.RandomState(T + S)
     B = len(start)
     rows = 1 + B * pages if pages else B
@@ -103,6 +111,9 @@ def append_case(dtype, T, K, S, H, start, count, capacity=1000, pages=0, quantiz
     old = [jnp.asarray(draws.standard_normal((rows, K, S, H)), dtype).at[0].set(np.nan) for _ in "kv"]
     kv = join(*(quantize(x, 8) for x in old)) if quantized else join(*old)
     options |= {"capacity": capacity}
+    if norms is not None:
+        weights = (jnp.asarray(draws.standard_normal(H), dtype) for _ in "qk")
+        options["norms"] = HeadNorms(*weights, 1e-5, norms)
     if pages:
         options["table_BP"] = draws.permutation(np.arange(1, rows)).reshape(B, pages).astype(np.int32)
     counts = (np.array(x, np.int32) for x in (start, count))
@@ -112,6 +123,10 @@ def append_case(dtype, T, K, S, H, start, count, capacity=1000, pages=0, quantiz
 APPEND = {
     "one-token-bf16": (BF16, 1, 2, 64, 64, (5, 63, 64, 0), (1, 1, 1, 0), dict(capacity=64)),
     "one-token-int8": (BF16, 1, 2, 128, 64, (5, 63, 127), (1, 0, 1), dict(quantized=True)),
+    "norms-int8-128": (F32, 1, 2, 128, 128, (5, 63, 127), (1, 0, 1), dict(quantized=True, norms=0.0)),
+    "norms-offset": (F32, 3, 2, 64, 64, (5, 0), (3, 2), dict(norms=1.0, pages=2)),
+    "width-256": (F32, 1, 1, 64, 256, (5, 0), (1, 1), dict(ring=True)),
+    "many-rows": (BF16, 1, 3, 64, 64, tuple(range(20)), (1,) * 20, {}),
     "ring-wraps-f32": (F32, 5, 2, 64, 64, (62, 130), (5, 3), dict(ring=True)),
     "pages-17-tokens": (BF16, 17, 2, 64, 64, (60, 130), (17, 3), dict(pages=3)),
     "pages-int8": (BF16, 5, 2, 64, 64, (62, 190), (5, 3), dict(pages=3, quantized=True, capacity=192)),
@@ -128,7 +143,29 @@ def test_append(name):
     want = jax.jit(partial(reference_append.rope_append, **options))(*args)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(np.asarray(x, F32), np.asarray(y, F32))
+        # The compiler may round products before it adds them, or not; numbers of 8 and 16 bits are equal.
+        largest = np.nanmax(np.abs(np.asarray(y, F32)))
+        np.testing.assert_allclose(np.asarray(x, F32), np.asarray(y, F32), rtol=0, atol=3e-7 * largest)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family, cache_dtype", [("qwen2", "int8"), ("qwen3", "float32")])
+def test_logits_of_a_model_are_those_of_xla(family, cache_dtype):
+    """A prompt and a decode step, with a bias of keys (qwen2) or norms of heads (qwen3)."""
+    config = from_hf(QWEN | dict(model_type=family, head_dim=64, num_hidden_layers=1))
+    params = xj.init_params(config, jax.random.key(1), "float32")
+    if "bias" in (k := params["layers"][0]["k"]):
+        k["bias"] = 5 * jax.random.normal(jax.random.key(2), k["bias"].shape)
+    tokens_BT = np.array(prompts(20, 20))
+
+    def logits(impl):
+        with kernels_pallas.assume_device(None, "a TPU", platform="tpu"):
+            cache = xj.init_cache(config, len(tokens_BT), 100, cache_dtype)
+        first_BV, cache = xj.prefill(params, config, tokens_BT, np.array([20, 9]), cache, impl=impl)
+        return np.stack([first_BV, xj.decode_step(params, config, np.full(2, 7), cache, impl=impl)[0]])
+
+    got, want = logits("interpret_tpu"), logits("xla")
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max())
 
 
 def test_a_tpu_selects_its_kernels_and_xla_for_the_rest():
@@ -151,7 +188,7 @@ def test_select_states_its_reasons():
     bias = kernels_pallas.KeyBias(None, None, None)
     for kernel, args, reason in [
         ("decode_attention", (Q, apart, apart), "side by side"),
-        ("decode_attention", (Q, KV, None, bias), "a bias of keys"),
+        ("decode_attention", (Q, kv(72, 64, BF16), None, bias), "a bias of keys in 72 slots"),
         ("decode_attention", (SD((2, 1, 4, 80), BF16), kv(64, 80, BF16), None), "head width 80"),
         ("decode_attention", (Q, kv(64, 128, BF16), None), "keys and values of 256 numbers"),
         ("decode_attention", (Q, kv(64, 64, F32), None), "dtypes bfloat16, float32"),

@@ -28,6 +28,10 @@ def best_of_n(out):
     assert len(numbers("(-.*) nats", out)) == 8 and "best: The capital of Spain is Madrid.\n" in out
 
 
+def call_functions(out):
+    assert out == ("capital({'country': 'Spain'}) = \"Madrid\"\npopulation({'city': 'Madrid'}) = 3300000\n")
+
+
 def guess_ahead(out):
     assert out.startswith("the same tokens: True\npasses: 31, and ")
     (passes,) = numbers(r"and (\d+) with", out)
@@ -72,8 +76,8 @@ def stop_a_stream(out):
 CHECKS = {
     check.__name__: check
     for check in (
-        beams, best_of_n, guess_ahead, log_probabilities, many_draws, reinforce, reinforce_on_a_mesh,
-        reuse_a_prefix, soft_prompt, stop_a_stream,
+        beams, best_of_n, call_functions, guess_ahead, log_probabilities, many_draws, reinforce,
+        reinforce_on_a_mesh, reuse_a_prefix, soft_prompt, stop_a_stream,
     )
 }  # fmt: skip
 
@@ -86,6 +90,8 @@ def test_every_example_is_tested_and_in_the_readme():
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_example_runs(name):
+    if name == "call_functions":
+        pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     ran = run_script.run(f"examples/{name}")
     assert (ran.returncode, ran.stderr) == (0, "")
     CHECKS[name](ran.stdout)

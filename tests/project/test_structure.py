@@ -34,8 +34,12 @@ PACKAGES = {
         "greedy",
     ),
     "sampling": (
-        "reductions", "processors", "biases", "sampling_config", "batched_settings", "context", "random_keys",
-        "sampler", "logprobs",
+        "reductions", "processors", "biases", "sampling_config", "batched_settings", "automaton", "context",
+        "random_keys", "sampler", "logprobs",
+    ),
+    "grammar": (
+        "grammars", "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "compiler", "matcher",
+        "batch_matchers",
     ),
     "compress": ("outliers", "gptq", "awq"),
     "generation": (
@@ -43,10 +47,15 @@ PACKAGES = {
         "layer_programs", "runners", "options", "validation", "kernels", "output_checks", "batch_arrays",
         "scoring", "beams", "batch_generator", "entrypoints",
     ),
+    "tools": (
+        "marks", "reasoning", "json_scanner", "json_call", "xml_call", "tool_call_parser", "descriptions",
+        "tool_messages", "answer_parser", "call_grammar",
+    ),
     "checkpoint": (
-        "files", "template_budget", "chat_template", "token_coverage", "tokenizer", "escaping",
-        "conversation", "detokenizer", "stop_strings", "answer_detokenizer", "tensors", "own_format",
-        "awq_gptq_format", "bitnet_format", "quantized_formats", "sharded_leaves", "leaf_loader", "loading",
+        "files", "template_budget", "chat_template", "template_tools", "token_coverage", "tokenizer",
+        "escaping", "conversation", "tool_choice", "detokenizer", "stop_strings", "answer_detokenizer",
+        "tensors", "own_format", "awq_gptq_format", "bitnet_format", "quantized_formats", "sharded_leaves",
+        "leaf_loader", "loading",
     ),
     "text": (),
     "embedding": (),
@@ -55,7 +64,10 @@ PACKAGES = {
         "warm_up", "messages", "controller", "requests", "statistics", "core", "request_queue", "submission",
         "engine", "engines",
     ),
-    "api": ("fields", "sampling_fields", "prompts", "bodies", "token_texts", "responses", "score_body"),
+    "api": (
+        "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies", "token_texts",
+        "responses", "score_body",
+    ),
     "batch": ("input_lines", "resumable_output", "line_request", "run_settings", "run_batch", "dataset"),
     "cli": (
         "terminal", "process", "flag_parser", "process_group", "channel", "coordinator", "supervisor",
@@ -63,7 +75,7 @@ PACKAGES = {
     ),
     "serve": (
         "server_settings", "api_errors", "metrics", "page", "ip_addresses", "connections", "admission",
-        "request_body", "worker_pool", "json_encoding", "reasoning", "chunks", "http_responses",
+        "request_body", "worker_pool", "json_encoding", "chunks", "http_responses",
         "embedding_requests", "served_request", "service", "text_endpoints", "app", "command",
     ),
 }  # fmt: skip

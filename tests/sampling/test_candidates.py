@@ -213,7 +213,7 @@ def test_every_other_processor_leaves_the_common_branch():
         uses = sampler._uses_other_processors(rows, context_of(rows, 2, 70))
         np.testing.assert_array_equal(uses, [False, True], name)
     context = context_of(rows, 2, 70)
-    context.allowed_bits[0, 2] = 0
+    context.allowed_bits[0, 0, 2] = 0
     np.testing.assert_array_equal(sampler._uses_other_processors(rows, context), [True, True])
 
 

@@ -1,14 +1,18 @@
 """What people use this with, unmodified and offline: clients of the server, lm-eval, Ray."""
 
 import asyncio
+import functools
 import json
+import operator
 import os
 import subprocess
 import sys
+from typing import Annotated, Literal
 
 import jax
 import numpy as np
 import pytest
+import tool_models
 from paths import ROOT
 
 pytest.importorskip("uvicorn", reason="the server needs starlette, uvicorn and prometheus-client")
@@ -87,6 +91,58 @@ def test_langchain(address):
     answer = chat.invoke("What is the capital of France?")
     assert answer.content == PARIS and answer.usage_metadata["input_tokens"] == 26
     assert "".join(piece.content for piece in chat.stream("What is the capital of France?")) == PARIS
+
+
+def test_structured_output_of_clients(address):
+    """OpenAI's pydantic helper and langchain's `with_structured_output`."""
+    openai = pytest.importorskip("openai")
+    langchain = pytest.importorskip("langchain_openai")
+    pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
+    from pydantic import BaseModel, Field
+
+    class City(BaseModel):
+        name: str = Field(max_length=8)
+        kind: Literal["capital", "town"]
+        people: list[Annotated[int, Field(ge=0, le=99)]] = Field(max_length=2)
+
+    client = openai.OpenAI(**address)
+    asked = dict(model="tiny", messages=MESSAGES, temperature=1.2, seed=5)
+    answer = client.chat.completions.parse(response_format=City, max_tokens=200, **asked).choices[0]
+    assert answer.finish_reason == "stop" and isinstance(answer.message.parsed, City)
+    chat = langchain.ChatOpenAI(model="tiny", temperature=1.2, seed=5, max_tokens=200, **address)
+    found = chat.with_structured_output(City).invoke(MESSAGES[0]["content"])
+    assert isinstance(found, City)
+
+
+def test_tools_of_clients(tmp_path):
+    """OpenAI's client calls two functions in a conversation, whole and streamed; langchain's too."""
+    openai = pytest.importorskip("openai")
+    langchain = pytest.importorskip("langchain_openai")
+    calling = xj.load_model(tool_models.write_calling_checkpoint(tmp_path))
+    shape = dict(rows=2, capacity=1024, pages=40, chunk=64)
+    with serving.run_server(calling, shape=shape) as server:
+        address = dict(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none")
+        client = openai.OpenAI(**address)
+        asked = dict(model="tiny", tools=tool_models.TOOLS, seed=1)
+        messages = [dict(role="user", content="1 + 2, and the weather?")]
+        for _ in range(2):
+            choice = client.chat.completions.create(messages=messages, **asked).choices[0]
+            calls = choice.message.tool_calls
+            assert choice.finish_reason == "tool_calls" and choice.message.reasoning_content == "why"
+            found = [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+            assert found == [("add", dict(a=1, b=2)), ("weather", dict(city="Oslo"))]
+            results = [dict(role="tool", tool_call_id=call.id, content="3") for call in calls]
+            messages += [choice.message, *results]
+        with client.chat.completions.stream(messages=messages[:1], **asked) as stream:
+            final = stream.get_final_completion().choices[0].message
+        assert [call.function.arguments for call in final.tool_calls] == [
+            call.function.arguments for call in calls
+        ]
+        chat = langchain.ChatOpenAI(model="tiny", **address).bind_tools(tool_models.TOOLS)
+        streamed = functools.reduce(operator.add, chat.stream("1 + 2?"))
+        for answer in (chat.invoke("1 + 2?"), streamed):
+            assert [call["name"] for call in answer.tool_calls] == ["add", "weather"]
+            assert answer.tool_calls[0]["args"] == dict(a=1, b=2)
 
 
 def test_the_llm_command(address, tmp_path):

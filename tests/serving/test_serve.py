@@ -31,7 +31,6 @@ from browser import CHROMIUM, LAST, Browser
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 import xinfer_jax as xj
-from xinfer_jax.api.responses import split_reasoning
 from xinfer_jax.checkpoint.escaping import ControlTokenEscaper
 from xinfer_jax.checkpoint.tokenizer import Tokenizer
 from xinfer_jax.sampling.random_keys import key_from_seed
@@ -157,7 +156,8 @@ def test_echo_has_what_lm_eval_needs(server, model):
         ("chat", dict(messages=[dict(role="alien", content="a")]), 400, "messages"),
         ("chat", dict(messages=QUESTION, top_logprobs=2), 400, "top_logprobs"),
         ("chat", dict(messages=QUESTION, tools=[dict(type="function")]), 400, "tools"),
-        ("chat", dict(messages=QUESTION, response_format=dict(type="json_object")), 400, "response_format"),
+        ("chat", dict(messages=QUESTION, response_format=dict(type="json")), 400, "response_format"),
+        ("chat", dict(messages=QUESTION, guided_regex="(?=a)"), 400, None),
         ("chat", dict(messages=QUESTION, stream="yes"), 400, "stream"),
         ("chat", dict(messages=QUESTION, stream_options={}), 400, "stream_options"),
         ("chat", dict(messages=QUESTION, max_completion_tokens=10**6), 400, "messages"),
@@ -182,6 +182,27 @@ def test_invalid_bodies_are_rejected_with_the_field_at_fault(server, kind, body,
     assert error["error"]["code"] == (
         "model_not_found" if status == 404 else "context_length_exceeded" if too_long else None
     )
+
+
+def test_structured_output(server):
+    """Whole and streamed; cut by max_tokens it has the finish_reason length."""
+    pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
+    schema = dict(
+        type="object", properties=dict(ok=dict(type="boolean"), n=dict(type="integer", maximum=9, minimum=0))
+    )
+    schema |= dict(required=["ok", "n"], additionalProperties=False)
+    wanted = dict(type="json_schema", json_schema=dict(name="found", strict=True, schema=schema))
+    body = dict(messages=QUESTION, response_format=wanted, temperature=1.5, seed=3)
+    (choice,) = server.ask("chat", **body)["choices"]
+    found = json.loads(choice["message"]["content"])
+    assert choice["finish_reason"] == "stop" and {*found} == {"ok", "n"} and 0 <= found["n"] <= 9
+    streamed = server.events("chat", **body)
+    text = "".join(c["choices"][0]["delta"].get("content") or "" for c in streamed if c["choices"])
+    assert text == choice["message"]["content"]
+    (cut,) = server.ask("chat", **body | dict(max_tokens=3))["choices"]
+    assert cut["finish_reason"] == "length" and text.startswith(cut["message"]["content"])
+    (picked,) = server.ask("completion", prompt="a", structured_outputs=dict(choice=["Oslo"]))["choices"]
+    assert picked["text"] == "Oslo"
 
 
 def test_models_tokenize_health_and_metrics_endpoints(server, model):
@@ -331,7 +352,8 @@ def test_reasoning_is_split_from_the_answer():
         (True, "a b</think>c", ("a b", "c")),
         (True, "a", ("a", None)),
     ]:
-        assert split_reasoning(text, opened) == wanted
+        parsed = xj.AnswerParser([], in_reasoning=opened).parse(text)
+        assert (parsed.reasoning, parsed.content) == wanted
 
 
 def test_malformed_requests_do_no_harm(server):

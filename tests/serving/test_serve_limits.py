@@ -20,11 +20,9 @@ import serving
 
 import xinfer_jax as xj
 from xinfer_jax.api.bodies import parse_request_body
-from xinfer_jax.api.responses import split_reasoning
 from xinfer_jax.serve import embedding_requests, service as service_module
 from xinfer_jax.serve.admission import count_tokens
 from xinfer_jax.serve.api_errors import APIError
-from xinfer_jax.serve.reasoning import ReasoningParser
 from xinfer_jax.serve.request_body import load_json_body, scan_json
 from xinfer_jax.serve.worker_pool import WorkerPool
 
@@ -298,21 +296,6 @@ def test_log_and_usage_have_the_same_counts(server):
     while f"seed {body['seed']}" not in line and time.monotonic() < end:
         line = server.log[-1]
     assert f"chat: {usage['prompt_tokens']} + {usage['completion_tokens']} tokens" in line
-
-
-def test_reasoning_of_chunks_equals_reasoning_of_the_whole_text():
-    rng = random.Random(5)
-    parts = ["<think>", "</think>", "<", "think>", "</thi", "\n", " ", "a", "\n\n", "b</", "nk>"]
-    for _ in range(2000):
-        pieces = [rng.choice(parts) for _ in range(rng.randrange(1, 9))]
-        opened = rng.random() < 0.5
-        parser = ReasoningParser(opened)
-        found = ["", ""]
-        for i, piece in enumerate(pieces):
-            for j, new in enumerate(parser.push(piece, i == len(pieces) - 1)):
-                found[j] += new
-        wanted = split_reasoning("".join(pieces), opened)
-        assert found == [part or "" for part in wanted], (pieces, opened)
 
 
 def test_long_stream_equals_whole_response(server):

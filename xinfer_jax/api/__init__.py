@@ -1,15 +1,20 @@
 """OpenAI request and response bodies, for prompt files and for the server.
 
 In the order to read: `fields` lists the known fields and reads them by type; `sampling_fields` reads those of
-sampling and `prompts` those of prompts; `bodies` parses a whole body; `token_texts` decodes single tokens and
-`responses` builds the response; `score_body` parses and answers the bodies that score given texts.
+sampling, `grammar_fields` those of grammars, `tool_fields` those of tools and `prompts` those of prompts;
+`bodies` parses a whole body; `token_texts` decodes single tokens and `responses` builds the response;
+`score_body` parses and answers the bodies that score given texts.
 
 - The sampling fields, vLLM's additional ones included, mean what they mean in `SamplingConfig`. A field that
   is known but not served is rejected by its name, unless its value asks for nothing. No known field that
   would change the answer is ignored. null counts as absent.
+- One field constrains an answer: `response_format`, `structured_outputs`, `guided_*`, or a `tool_choice` that
+  requires calls. JSON is compact: vLLM's `disable_any_whitespace` is always on. `strict: false` constrains
+  too; the `strict` of a tool does nothing with tool_choice "auto".
 - `truncate_prompt_tokens: -1` keeps as many tokens as fit beside max_tokens. As in vLLM, a message with
   tool_calls and `content: null` has an empty text, and the arguments of its calls reach the template as
   objects.
+- With tool_choice "none" the prompt leaves tools out, and calls stay text.
 - Log-probabilities are those before any logits processor. A token's own value is the identical float that
   stands among the most likely tokens, and the token that ends an answer has its entry: lm-eval needs both.
 - JSON has no infinity: -9999.0 stands for it.

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..checkpoint.conversation import prompt_ids
+from ..checkpoint.conversation import ends_in_reasoning, prompt_ids
 from ..checkpoint.loading import Model
 from ..engine.device import MAX_STOP_IDS
 from ..errors import ContextLengthError, InputError
@@ -12,8 +12,10 @@ from ..generation.options import GenerateOptions
 from ..sampling.sampling_config import check_min_tokens
 from ..text import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 from .fields import BodyError, Fields, check_fields
+from .grammar_fields import parse_grammar
 from .prompts import EncodePrompt, PromptEncoder
 from .sampling_fields import parse_sampling
+from .tool_fields import ToolSettings, parse_tools
 
 COMPLETION_TOKENS = 16  # the API's default max_tokens of a completion
 
@@ -35,6 +37,9 @@ class ParsedBody:
         unknown_fields: names of fields that are not known.
         include_stop: the text includes the stop string that ended it.
         skip_special_tokens: the text leaves out special tokens.
+        in_reasoning: the prompt of a chat ends within the reasoning: the template has opened <think>.
+        tools: that the answer may call; None: none.
+        call_prefix: ids of calls begin with it; no other request has the same.
     """
 
     kind: str
@@ -49,6 +54,9 @@ class ParsedBody:
     unknown_fields: list[str]
     include_stop: bool = False
     skip_special_tokens: bool = True
+    in_reasoning: bool = False
+    tools: ToolSettings | None = None
+    call_prefix: str = "call"
 
 
 def parse_request_body(  # noqa: PLR0913  what a body depends on
@@ -85,11 +93,17 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
     fields.string("model")  # the response repeats it
     echo = fields.boolean("echo")
     requested = _requested_max_tokens(fields)
-    template = model.tokenizer.chat_template if model.tokenizer else None
+    tools = parse_tools(fields, model.tokenizer)
     default = {"chat": 1, "completion": COMPLETION_TOKENS}.get(kind, defaults.max_new_tokens)
     max_prompt = max_length - max(1, default if requested is None else requested)
     prompts = PromptEncoder(
-        fields, kind, encode or _encoder(model), template, config.vocab_size, config.context_length, escape
+        fields,
+        kind,
+        encode or _encoder(model),
+        tools.tools if tools else None,
+        config.vocab_size,
+        config.context_length,
+        escape,
     ).encode(max_prompt)
     longest = max(map(len, prompts))
     max_tokens = requested
@@ -121,6 +135,7 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
         n=n,
         best_of=fields.integer("best_of", n, 128) or (defaults.best_of if n == defaults.n else None),
         logprobs=0 if logprobs is None else max(1, logprobs),
+        grammar=_parse_grammar(fields, defaults.grammar, tools),
     )
     _check_min_tokens_field(model, options, "min_tokens" in given)
     include_stop = fields.boolean("include_stop_str_in_output")
@@ -142,6 +157,8 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
         unknown,
         include_stop,
         submit_args["skip_special_tokens"],
+        kind == "chat" and ends_in_reasoning(model.tokenizer, prompts[0]),
+        tools,
     )
 
 
@@ -182,6 +199,15 @@ def _parse_logprobs(kind: str, fields: Fields, default: int | None) -> int | Non
     if top and not wanted:
         raise BodyError("top_logprobs", "top_logprobs needs logprobs: true beside it")
     return (top or 0) if wanted else None
+
+
+def _parse_grammar(fields: Fields, default: Any, tools: ToolSettings | None) -> Any:
+    """The grammar of the answer: of calls where they are required, else what other fields ask for."""
+    if tools is None or tools.grammar is None:
+        return parse_grammar(fields, default)
+    if parse_grammar(fields, None) is not None:
+        raise BodyError("tool_choice", "tool_choice requires calls: no other field may constrain the answer")
+    return tools.grammar
 
 
 def _check_min_tokens_field(model: Model, options: GenerateOptions, given: bool) -> None:

@@ -18,29 +18,30 @@ _SERVED = {
     *SAMPLING, "model", "max_tokens", "n", "stop", "seed", "logprobs", "logit_bias", "ignore_eos",
     "stop_token_ids", "allowed_token_ids", "bad_words", "add_special_tokens", "return_token_ids",
     "cache_salt", "priority", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens",
-    "truncation_side",
+    "truncation_side", "response_format", "structured_outputs", "guided_json", "guided_regex",
+    "guided_choice", "guided_grammar",
 }  # fmt: skip
-# These change no answer: the client's identity, storage, transport, and settings of media and tools.
+# These change no answer: the client's identity, storage, transport, and settings of media.
 _WITHOUT_EFFECT = {
-    "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "session_id",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "session_id",
     "request_id", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "stream_interval",
     "mm_processor_kwargs", "media_io_kwargs", "return_mm_kwargs", "return_token_offsets",
-    "routed_experts_prompt_start",
+    "routed_experts_prompt_start", "guided_decoding_backend",
 }  # fmt: skip
 _TEMPLATE = {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
+_TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
 _OF_KIND: dict[str, set[str]] = dict(
     completion={"prompt", "best_of", "echo"},
-    chat={"messages", "max_completion_tokens", "top_logprobs"} | _TEMPLATE,
+    chat={"messages", "max_completion_tokens", "top_logprobs"} | _TEMPLATE | _TOOLS,
     plain={"prompt", "messages", "best_of", "raw", "system"} | _TEMPLATE,
 )
 # Known fields that are not served; each with the values that are accepted, since they ask for nothing.
 _NOT_SERVED: dict[str, Sequence[Any]] = dict(
-    suffix=("",), tools=([],), tool_choice=("none", "auto"), functions=([],), function_call=("none", "auto"),
-    documents=([],), chat_template=(), response_format=({"type": "text"},), audio=(), modalities=(["text"],),
+    suffix=("",), functions=([],), function_call=("none", "auto"),
+    documents=([],), chat_template=(), audio=(), modalities=(["text"],),
     web_search_options=(), prediction=(), moderation=(), verbosity=(), reasoning_effort=(), reasoning=(),
     include_reasoning=(True,), thinking_token_budget=(-1,),
-    guided_json=(), guided_regex=(), guided_choice=(), guided_grammar=(), guided_decoding=(),
-    guided_decoding_backend=(), guided_whitespace_pattern=(), structural_tag=(), structured_outputs=(),
+    guided_decoding=(), guided_whitespace_pattern=(), structural_tag=(),
     use_beam_search=(False,), length_penalty=(1,), early_stopping=(False,), diversity_penalty=(0,),
     spaces_between_special_tokens=(True,), detokenize=(True,), prompt_logprobs=(), logprob_token_ids=(),
     return_tokens_as_token_ids=(False,), return_prompt_text=(False,), logits_processors=([],),

@@ -1,7 +1,6 @@
 """Encodes the prompts of a body as token ids."""
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..checks import check_token_ids
@@ -20,7 +19,7 @@ class PromptEncoder:
         fields: of the body.
         kind: as in `ParsedBody`.
         encode: returns the ids of a text or of messages; called like `prompt_ids` without its tokenizer.
-        template: the chat template; None: the checkpoint has none.
+        tools: that a conversation describes; None: it has none.
         vocab_size: ids must be below it.
         limit: tokens of the model's context.
         escape: control tokens that a conversation spells stay ordinary text.
@@ -31,7 +30,7 @@ class PromptEncoder:
         fields: Fields,
         kind: str,
         encode: EncodePrompt,
-        template: str | None,
+        tools: Sequence[Mapping[str, Any]] | None,
         vocab_size: int,
         limit: int,
         escape: bool,
@@ -39,7 +38,7 @@ class PromptEncoder:
         self._fields = fields
         self._kind = kind
         self._encode = encode
-        self._template = template
+        self._tools = tools
         self._vocab_size = vocab_size
         self._limit = limit
         self._escape = escape
@@ -122,7 +121,11 @@ class PromptEncoder:
             )
         variables["add_generation_prompt"] = fields.boolean("add_generation_prompt", not continues)
         return self._tokenize(
-            prompt, system=fields.string("system"), variables=variables, continue_final_message=continues
+            prompt,
+            system=fields.string("system"),
+            variables=variables,
+            continue_final_message=continues,
+            tools=self._tools,
         )
 
     def _template_message(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -130,11 +133,6 @@ class PromptEncoder:
         if (role := message.get("role")) not in _ROLES:
             raise InputError(f"a message's role must be one of {', '.join(_ROLES)}, got {format_value(role)}")
         found = {name: value for name, value in message.items() if value is not None}
-        if calls := found.get("tool_calls"):
-            if "tool_calls" not in (self._template or ""):
-                raise InputError("the chat template of this model does not use tool_calls: leave them out")
-            found["tool_calls"] = _parse_tool_arguments(calls)
-            found.setdefault("content", "")
         if "content" in found:
             found["content"] = _join_text_parts(found["content"])
         return found
@@ -175,22 +173,3 @@ def _join_text_parts(content: Any) -> Any:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise InputError(f"a message's content must be a text or text parts, got {format_value(part)}")
     return "".join(part["text"] for part in content)
-
-
-def _parse_tool_arguments(calls: Any) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects, as templates expect them; the API sends JSON texts."""
-    found = []
-    for call in calls if isinstance(calls, list) else [calls]:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InputError(f"each of tool_calls must have a function with a name, got {format_value(call)}")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError) as error:
-                raise InputError(
-                    f"the arguments of a tool call must be JSON, got {format_value(arguments)}"
-                ) from error
-        found.append({**call, "function": {**function, "arguments": arguments}})
-    return found

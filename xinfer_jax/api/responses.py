@@ -8,12 +8,11 @@ from ..checkpoint.answer_detokenizer import AnswerDetokenizer
 from ..checkpoint.tokenizer import Tokenizer
 from ..generation.options import GenerateOutput
 from ..sampling.logprobs import TokenLogprobs
+from ..tools.answer_parser import AnswerParser
 from .bodies import ParsedBody
 from .token_texts import TokenTextDecoder, prompt_text
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "deadline": "length"}
-THINK_START = "<think>"
-THINK_END = "</think>"
 _LOWEST = -9999.0  # stands for minus infinity, which JSON lacks
 
 
@@ -22,7 +21,7 @@ def response_body(
     outs: Sequence[GenerateOutput],
     prompt_logprobs: Sequence[Sequence[TokenLogprobs]],
     tokenizer: Tokenizer | None,
-    in_reasoning: bool = False,
+    first_index: int = 0,
     **head: Any,
 ) -> dict[str, Any]:
     """Returns the body of a whole response.
@@ -32,7 +31,7 @@ def response_body(
         outs: the output of each prompt.
         prompt_logprobs: of each prompt's tokens except the first, where the prompt is echoed.
         tokenizer: None: the checkpoint has none, and answers are token ids.
-        in_reasoning: the chat template has opened <think> for the answer.
+        first_index: of the first choice.
         head: id, created, model.
     """
     chat = parsed.kind == "chat"
@@ -46,13 +45,11 @@ def response_body(
                 reason = "length"
             text = answer_text(tokenizer, tokens, parsed) if tokenizer else None
             reason = FINISH_REASONS.get(reason, reason)
-            choice: dict[str, Any] = dict(index=len(choices), finish_reason=reason)
+            choice: dict[str, Any] = dict(index=first_index + len(choices), finish_reason=reason)
             if chat:
-                reasoning, content = split_reasoning(text or "", in_reasoning)
-                message = dict(role="assistant", content=content)
-                if reasoning is not None:
-                    message["reasoning_content"] = reasoning
-                choice["message"] = message
+                parser = answer_parser(parsed, choice["index"])
+                choice["message"] = parser.parse(text or "").to_message()
+                choice["finish_reason"] = chat_finish_reason(reason, parser)
             else:
                 special = parsed.skip_special_tokens
                 before = prompt_text(tokenizer, prompt, tokens, special) if parsed.echo else ""
@@ -84,6 +81,23 @@ def answer_text(tokenizer: Tokenizer, tokens: Sequence[int], parsed: ParsedBody)
     return "".join(map(detokenizer.push, tokens)) + detokenizer.finish()
 
 
+def answer_parser(parsed: ParsedBody, index: int) -> AnswerParser:
+    """A new parser for the answer of a chat. index: of its choice."""
+    tools = parsed.tools
+    return AnswerParser(
+        [tools.format] if tools else [],
+        tools.tools if tools else None,
+        in_reasoning=parsed.in_reasoning,
+        most_calls=tools.most_calls if tools else None,
+        new_id=lambda call: f"{parsed.call_prefix}_{index}_{call}",
+    )
+
+
+def chat_finish_reason(reason: str, parser: AnswerParser) -> str:
+    """The reason in a chat, where an answer that stopped may have calls. parser: has the whole answer."""
+    return "tool_calls" if reason == "stop" and parser.has_calls else reason
+
+
 def answer_detokenizer(tokenizer: Tokenizer, parsed: ParsedBody) -> AnswerDetokenizer:
     """A new detokenizer for one answer."""
     return AnswerDetokenizer(
@@ -102,17 +116,6 @@ def format_logprobs(texts: TokenTextDecoder, parsed: ParsedBody, entries: Sequen
     if parsed.kind == "chat":
         return _chat_logprobs(texts, entries, parsed.logprobs or 0)
     return _completion_logprobs(texts, entries, parsed.logprobs or 0)
-
-
-def split_reasoning(text: str, in_reasoning: bool) -> tuple[str | None, str | None]:
-    """Splits a whole answer into what stands between <think> and </think>, and the content; None: absent."""
-    stripped = text if in_reasoning else text.lstrip()
-    if not in_reasoning and not stripped.startswith(THINK_START):
-        return None, text
-    if not in_reasoning:
-        stripped = stripped[len(THINK_START) :]
-    reasoning, end, content = stripped.partition(THINK_END)
-    return reasoning.removeprefix("\n"), content.lstrip("\n") if end else None
 
 
 def json_logprob(logprob: float) -> float:

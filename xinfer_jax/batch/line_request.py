@@ -151,6 +151,7 @@ class LineRequest:
         parsed = parse_request_body(
             engine.model, line.kind, line.body, d.options, engine.room, escape, **fields
         )
+        parsed.call_prefix = self._id("call")
         self._parsed = parsed
         if (name := line.body.get("model")) is not None and name not in self._names:
             loaded = self._names[0]  # no directory: the error is the same wherever the checkpoint is

@@ -75,7 +75,8 @@ def init_cache(
 
     Args:
         config, batch: the model, and rows (B).
-        capacity: tokens that each row can hold; S is the capacity rounded up to a multiple of 8.
+        capacity: tokens that each row can hold; S is the capacity rounded up to a multiple of 8, or of 128 in
+            a process with a TPU.
         dtype: of K and V, or "int8", "int4" or "gear"; None: float32 on CPU, bfloat16 on GPU and TPU.
         mesh: keys and values are sharded over its axis "model" by key heads, as the parameters are.
 
@@ -120,8 +121,8 @@ def empty_layers(
     """The empty cache of each layer; dtype: a float type or a name in `KV_BITS`."""
     K = config.num_key_value_heads
     H = config.head_dim
-    slots = {window: num_slots(window, capacity) for window in set(config.layer_windows)}
     side_by_side = stores_side_by_side(dtype)
+    slots = {window: num_slots(window, capacity, side_by_side) for window in set(config.layer_windows)}
     return tuple(
         _empty_layer((batch, K, slots[window], H), window, capacity, dtype, mesh, side_by_side)
         for window in config.layer_windows
@@ -139,7 +140,8 @@ def _empty_layer(  # noqa: PLR0913
 def cache_bytes(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> int:
     """Bytes of the keys and values that `init_cache` makes; dtype: a float type or a name in `KV_BITS`."""
     layers = Counter(config.layer_windows)
-    slots = sum(count * num_slots(window, capacity) for window, count in layers.items())
+    side_by_side = stores_side_by_side(dtype)
+    slots = sum(count * num_slots(window, capacity, side_by_side) for window, count in layers.items())
     return batch * config.num_key_value_heads * slots * pair_bytes(config.head_dim, dtype)
 
 

@@ -26,6 +26,7 @@ from .stored_kv import (
 RING_SLACK = 512
 _RING_MULTIPLE = 64  # a ring's slots are a multiple of it, so that blocks of keys stay aligned
 _MULTIPLE = 8  # of slots, as the bulk copies of Hopper's kernels need it; else they would pad in every step
+_TPU_MULTIPLE = 128  # of slots side by side: what one copy of TPU kernels takes, of rows and of rings
 
 
 class Block(NamedTuple):
@@ -40,7 +41,7 @@ class Block(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Contiguous(ShortRepr):
-    """Position p is in slot p. S is the capacity rounded up to a multiple of 8; further slots stay empty."""
+    """Position p is in slot p. S is the capacity rounded up by `num_slots`; further slots stay empty."""
 
     # Keys and values [B, K, S, H]; or k has both, and v is None (see stored_kv.py).
     k: Stored
@@ -170,10 +171,11 @@ class Contiguous(ShortRepr):
     def fill(self, k: Any, v: Any) -> Self:
         """A layer of this shape that begins with these NumPy arrays of `used_arrays`; the rest is zeros."""
 
-        def pad(x: np.ndarray, like: jax.Array) -> jax.Array:
-            return jnp.asarray(np.pad(x, [(0, n - m) for n, m in zip(like.shape, x.shape, strict=True)]))
+        def pad(x: Any, like: jax.Array) -> Any:
+            return np.pad(x, [(0, n - m) for n, m in zip(like.shape, x.shape, strict=True)])
 
-        k, v = jax.tree.map(pad, join_pair(k, v, self.k), (self.k, self.v))
+        pair = zip(join_pair(k, v, self.k), (self.k, self.v), strict=True)
+        k, v = jax.tree.map(jnp.asarray, [map_slots(pad, x, like) for x, like in pair])
         return dataclasses.replace(self, k=k, v=v)
 
     def _map(self, function: Any) -> Self:
@@ -222,12 +224,15 @@ class Ring(Contiguous):
         return self._map(lambda x: x[index_B])
 
 
-def num_slots(window: int | None, capacity: int) -> int:
-    """S of a layer with that sliding window; fewer than the capacity means a ring."""
-    all_slots = -(-capacity // _MULTIPLE) * _MULTIPLE
+def num_slots(window: int | None, capacity: int, side_by_side: bool = False) -> int:
+    """S of a layer with that sliding window; fewer than the capacity means a ring. side_by_side: keys and
+    values are, as in `SideBySideKV`.
+    """
+    (multiple, of_ring) = (_TPU_MULTIPLE, _TPU_MULTIPLE) if side_by_side else (_MULTIPLE, _RING_MULTIPLE)
+    all_slots = -(-capacity // multiple) * multiple
     if window is None:
         return all_slots
-    return min(all_slots, -(-(window + RING_SLACK - 1) // _RING_MULTIPLE) * _RING_MULTIPLE)
+    return min(all_slots, -(-(window + RING_SLACK - 1) // of_ring) * of_ring)
 
 
 def uncached_kv(k_BKSH: jax.Array, v_BKSH: jax.Array, window: int | None = None) -> Contiguous:

@@ -15,7 +15,15 @@ from jax import lax
 
 import kernels_pallas
 from kernels_pallas import Levels
-from kernels_pallas.key_layouts import SideBySide, dequantize, join, quantize, separate
+from kernels_pallas.key_layouts import (
+    SideBySide,
+    dequantize,
+    join,
+    pack_scale,
+    quantize,
+    separate,
+    unpack_scale,
+)
 
 from ..formatting import ShortRepr
 from .quantized_kv import KV_BITS, QuantizedKV, dequantize_kv, empty_kv, quantize_kv, vector_bytes
@@ -27,7 +35,7 @@ class SideBySideKV(ShortRepr):
     """K and V of one layer in one array, as the `SideBySide` of kernels."""
 
     values: jax.Array  # [B, K, S, 2H]: keys, then values; float numbers or uint8 levels
-    scale: jax.Array | None  # float32 [B, K, 4, S] of levels: step and low of keys, then of values
+    scale: jax.Array | None  # float32, of levels: as `SideBySide.scale`
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,7 +69,7 @@ def empty_pair(shape: tuple[int, ...], dtype: Any, side_by_side: bool) -> tuple[
         return empty_kv(shape, dtype), empty_kv(shape, dtype)
     (B, K, S, H) = shape
     if dtype == "int8":
-        return SideBySideKV(jnp.zeros((B, K, S, 2 * H), jnp.uint8), jnp.zeros((B, K, 4, S))), None
+        return SideBySideKV(jnp.zeros((B, K, S, 2 * H), jnp.uint8), pack_scale(jnp.zeros((B, K, S, 4)))), None
     return SideBySideKV(jnp.zeros((B, K, S, 2 * H), dtype), None), None
 
 
@@ -92,8 +100,7 @@ def map_slots(function: Callable, x: Any, *others: Any) -> Any:
         values = function(*(y.values for y in (x, *others)))
         if x.scale is None:
             return SideBySideKV(values, None)
-        scale = function(*(_swap_slots(y.scale) for y in (x, *others)))
-        return SideBySideKV(values, _swap_slots(scale))
+        return SideBySideKV(values, pack_scale(function(*(unpack_scale(y.scale) for y in (x, *others)))))
     if not isinstance(x, QuantizedKV):
         return function(x, *others)
     parts = {name: function(*(getattr(y, name) for y in (x, *others))) for name in ("values", "scale")}
@@ -185,8 +192,3 @@ def with_kernel_array(x: Any, array: Any) -> Any:
     if not isinstance(x, QuantizedKV):
         return array
     return dataclasses.replace(x, values=array.values, scale=array.scale)
-
-
-def _swap_slots(scale: jax.Array) -> jax.Array:
-    """[B, K, 4, S] to [B, K, S, 4], and back."""
-    return jnp.swapaxes(scale, 2, 3)

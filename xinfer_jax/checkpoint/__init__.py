@@ -1,9 +1,10 @@
 """Loads a model and its tokenizer from a directory or a hub name. No other package reads those files.
 
 In the order to read: `files` finds the directory and reads its small files; `template_budget` limits the work
-of a chat template and `chat_template` renders it in a sandbox; `token_coverage` bounds the number of ids of a
-text by its length; `tokenizer` converts text to ids and back, `escaping` keeps control tokens out of what
-users write, `conversation` returns the ids of a prompt; `detokenizer` decodes ids as they arrive,
+of a chat template and `chat_template` renders it in a sandbox, `template_tools` finds what it does with
+tools; `token_coverage` bounds the number of ids of a text by its length; `tokenizer` converts text to ids and
+back, `escaping` keeps control tokens out of what users write, `conversation` returns the ids of a prompt,
+`tool_choice` has the grammar of answers that call a tool; `detokenizer` decodes ids as they arrive,
 `stop_strings` finds stop strings in that text, `answer_detokenizer` does both; `tensors` opens safetensors
 files; `own_format` is our format of quantized checkpoints, `awq_gptq_format` and `bitnet_format` are those of
 others, `quantized_formats` finds a checkpoint's format; `sharded_leaves` splits a leaf over the devices of a

@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import ContextLengthError, InputError, format_value
+from ..tools.descriptions import check_tools
+from ..tools.reasoning import THINK_START
+from ..tools.tool_messages import template_message
 from .escaping import ControlTokenEscaper
 from .tokenizer import Tokenizer
 
@@ -28,6 +31,7 @@ def prompt_ids(  # noqa: PLR0913  everything that the ids depend on
     escape: bool = True,
     continue_final_message: bool = False,
     truncate: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     """The token ids of a prompt.
 
@@ -42,6 +46,7 @@ def prompt_ids(  # noqa: PLR0913  everything that the ids depend on
         escape: control tokens that the conversation spells are encoded as ordinary text.
         continue_final_message: the ids end within the last message, so that the answer continues it.
         truncate: the caller truncates the ids, so a text longer than the context is accepted.
+        tools: that the answer may call, as the OpenAI API describes them.
 
     Returns:
         At least one id; there may be more than the limit.
@@ -52,12 +57,12 @@ def prompt_ids(  # noqa: PLR0913  everything that the ids depend on
     """
     if system is not None and not isinstance(system, str):
         raise InputError(f"system must be a text, got {format_value(system)}")
-    is_plain_text = isinstance(prompt, str) and system is None
+    is_plain_text = isinstance(prompt, str) and system is None and not tools
     if raw and not is_plain_text:
         raise InputError(
-            "raw takes a text as it is: it goes with neither a system message nor a conversation"
+            "raw takes a text as it is: it goes with neither a system message, a conversation nor tools"
         )
-    messages = _check_messages(prompt, limit)
+    messages = _check_messages(prompt, limit, tokenizer.chat_template or "")
     if is_plain_text and not raw and tokenizer.chat_template is None:
         warnings.warn("this checkpoint has no chat template: the prompt is continued as it is", stacklevel=3)
         raw = True
@@ -67,7 +72,7 @@ def prompt_ids(  # noqa: PLR0913  everything that the ids depend on
     else:
         if system is not None:
             messages = [{"role": "system", "content": system}, *messages]
-        template_variables = dict(variables or {})
+        template_variables = dict(variables or {}) | _tool_variables(tokenizer, tools)
         escaper = ControlTokenEscaper(tokenizer) if escape else None
         if escaper:
             messages = escaper.mask_messages(messages)
@@ -82,6 +87,29 @@ def prompt_ids(  # noqa: PLR0913  everything that the ids depend on
     if not ids:
         raise InputError(f"the prompt {format_value(prompt)} gives no tokens")
     return ids
+
+
+def check_template_tools(tokenizer: Tokenizer, tools: Any) -> list[dict[str, Any]]:
+    """The tools, copied.
+
+    Raises:
+        InputError: they have another form, or the chat template ignores them.
+    """
+    checked = check_tools(tools)
+    if not tokenizer.template_tools.used:
+        raise InputError("the chat template of this model ignores tools: leave them out")
+    return checked
+
+
+def _tool_variables(tokenizer: Tokenizer, tools: Any) -> dict[str, Any]:
+    return dict(tools=check_template_tools(tokenizer, tools)) if tools else {}
+
+
+def ends_in_reasoning(tokenizer: Tokenizer | None, ids: Sequence[int]) -> bool:
+    """Whether a prompt ends with <think>: the chat template has opened it for the answer."""
+    if tokenizer is None:
+        return False
+    return tokenizer.decode(ids[-8:], skip_special_tokens=False).rstrip().endswith(THINK_START)
 
 
 def check_text_length(name: str, text: str, tokenizer: Tokenizer, limit: int) -> None:
@@ -99,8 +127,8 @@ def check_text_length(name: str, text: str, tokenizer: Tokenizer, limit: int) ->
         )
 
 
-def _check_messages(prompt: Any, limit: int) -> list[dict[str, Any]]:
-    """The messages of a conversation, copied; a text becomes a user's message."""
+def _check_messages(prompt: Any, limit: int, template: str) -> list[dict[str, Any]]:
+    """The messages of a conversation, for the chat template; a text becomes a user's message."""
     if isinstance(prompt, str):
         if not prompt.strip():
             raise InputError(f"the prompt is empty: got {format_value(prompt)}, give some text")
@@ -122,7 +150,7 @@ def _check_messages(prompt: Any, limit: int) -> list[dict[str, Any]]:
             raise InputError(f"message {i} must have a text as its content, got {format_value(content)}")
     if not any(message.get("tool_calls") or (message["content"] or "").strip() for message in prompt):
         raise InputError(f"the prompt is empty: no message of {format_value(prompt)} has a text, give some")
-    return list(map(dict, prompt))
+    return [template_message(message, template) for message in prompt]
 
 
 def _render(

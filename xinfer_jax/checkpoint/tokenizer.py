@@ -10,8 +10,10 @@ from typing import Any
 import tokenizers
 
 from ..errors import InputError
+from ..grammar.vocabulary import BYTES_OF_LETTERS
 from .chat_template import render
 from .files import file_exists, read_json, read_text
+from .template_tools import TemplateTools, find_template_tools
 from .token_coverage import token_coverage
 
 # Qwen's chat format, for a checkpoint without a template.
@@ -128,7 +130,7 @@ class Tokenizer:
         name = self.backend.id_to_token(token) or ""
         if found := re.fullmatch(r"<0x([0-9A-F]{2})>", name):
             return bytes.fromhex(found[1])
-        known = _bytes_of_letters()
+        known = BYTES_OF_LETTERS
         return bytes(known[letter] for letter in name) if known.keys() >= set(name) else None
 
     @functools.cached_property
@@ -140,6 +142,13 @@ class Tokenizer:
         """A token to decode others after, and its text."""
         ids = self.encode("a", add_special_tokens=False)[-1:]
         return ids, self.decode(ids, skip_special_tokens=False)
+
+    @property
+    def template_tools(self) -> TemplateTools:
+        """What the chat template does with tools."""
+        if self.chat_template is None:
+            return TemplateTools(False, None)
+        return find_template_tools(self.chat_template, tuple(self.special_tokens.items()))
 
     def apply_chat_template(
         self,
@@ -248,14 +257,6 @@ def _added_token(value: Any, **options: bool) -> tokenizers.AddedToken:
         raise TypeError(f"{value!r} is neither a text nor an object with a text as its content")
     options |= {name: token[name] for name in _TOKEN_OPTIONS if name in token}
     return tokenizers.AddedToken(token["content"], **options)
-
-
-@functools.cache
-def _bytes_of_letters() -> dict[str, int]:
-    """The byte that each letter of a byte-level vocabulary stands for (GPT-2)."""
-    printable = {byte for byte in range(256) if chr(byte).isprintable() and byte not in (0x20, 0xA0, 0xAD)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _chat_template(path: Path, settings: dict) -> str | None:

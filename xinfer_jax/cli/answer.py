@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import threading
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from ..generation.beams import beam_search, plan_beam_search
 from ..generation.kernels import kernels_used
 from ..generation.options import GenerateOptions, default_capacity
 from ..generation.runners import runner_class
+from ..grammar.grammars import Grammar, choice, json_schema, regex
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.random_keys import key_from_seed
 from ..sampling.sampling_config import SamplingConfig
@@ -56,6 +58,7 @@ def answer_prompt(flags: Flags, prompt: str | None) -> int:
         flags.max_tokens, sampling, use_cache=flags.use_cache, impl=flags.impl,
         stop_strings=tuple(flags.stop), logprobs=flags.logprobs,
         draft=draft, draft_tokens=flags.draft_tokens, cache_dtype=flags.cache_dtype,
+        grammar=grammar_from_flags(flags),
     )  # fmt: skip
     escape = flags.escape_control_tokens
     ids = encode_prompt(model, prompt, system=flags.system, raw=flags.raw, escape_control_tokens=escape)
@@ -90,6 +93,23 @@ def sampling_from_flags(flags: Flags, model: Model) -> SamplingConfig:
     given = {field: flags[name].value for field, name in names.items() if flags[name].value is not None}
     defaults = SamplingConfig.from_hf(model.generation_config if flags.generation_config else {})
     return dataclasses.replace(defaults, **given).validate()
+
+
+def grammar_from_flags(flags: Flags) -> Grammar | None:
+    """The grammar that the flags ask for.
+
+    Raises:
+        InputError: a file that cannot be read, or is not a schema.
+    """
+    if flags.json_schema is not None:
+        path = Path(flags.json_schema)
+        try:
+            return json_schema(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--json_schema={path} cannot be read: {error}") from error
+    if flags.regex is not None:
+        return regex(flags.regex)
+    return choice(flags.choice) if flags.choice else None
 
 
 class _Stream:

@@ -18,6 +18,7 @@ PARSER = FlagParser(
     "xinfer-jax --prompt TEXT [flags]",
     'xinfer-jax --prompt "What is the capital of France?" --temperature 0.7 --seed 1',
 )
+GRAMMAR_FLAGS = ("json_schema", "regex", "choice")
 _MAX_PROMPT = 2**25  # characters of standard input, beyond any model's context
 
 # Ranges of numbers within float32, and their words in an error.
@@ -116,6 +117,22 @@ def define_sampling(parser: FlagParser) -> None:
     )
 
 
+def define_grammar(parser: FlagParser) -> None:
+    """Flags of what an answer has to be; at most one of them is given."""
+    parser.add_text(
+        "json_schema", "Answers are JSON that is valid for the schema in this file.", empty="give a file"
+    )
+    parser.add_text("regex", "Answers match this regular expression as a whole.", empty="give an expression")
+    parser.add_texts("choice", "Answers are this text; given several times: one of them.", "give some text")
+
+
+def check_grammar(parser: FlagParser) -> None:
+    """Raises InputError where several flags say what an answer has to be."""
+    given = [f"--{name}" for name in GRAMMAR_FLAGS if parser.is_set(name)]
+    if len(given) > 1:
+        raise InputError(f"{' and '.join(given)} both constrain the answer: leave out all but one")
+
+
 def _define_decoding(parser: FlagParser) -> None:
     parser.add_texts(
         "stop", "The answer ends before this text; may be given several times.", "give some text"
@@ -153,6 +170,7 @@ PARSER.add_integer("max_tokens", "Most tokens to generate.", default=128, least=
 define_temperature(PARSER)
 define_sampling(PARSER)
 _define_decoding(PARSER)
+define_grammar(PARSER)
 PARSER.add_choice(
     "cache_dtype", "Keys and values in int8, int4, gear or a float type. Default: float32 on CPU.",
     "int8", "int4", "gear", "float32", "bfloat16", "float16",
@@ -202,11 +220,12 @@ def _check_combinations(parser: FlagParser) -> None:
     values = parser.values
     beams = parser.values.num_beams
     for_beams = ("length_penalty", "early_stopping")
-    for_one = ("stop", "logprobs", "draft", "use_cache")
+    for_one = ("stop", "logprobs", "draft", "use_cache", *GRAMMAR_FLAGS)
+    check_grammar(parser)
     for flag in for_beams if beams == 1 else for_one:
         if parser.is_set(flag):
             raise InputError(f"--{flag} does not go with --num_beams={beams}: leave one of them out")
-    for flag in ("draft", "cache_dtype"):
+    for flag in ("draft", "cache_dtype", *GRAMMAR_FLAGS):
         if parser.is_set(flag) and not values.use_cache:
             raise InputError(f"--{flag} needs the cache: leave out --nouse_cache or --{flag}")
     if parser.is_set("draft_tokens") and values.draft is None:

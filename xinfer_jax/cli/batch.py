@@ -7,7 +7,7 @@ from ..batch.resumable_output import merge_shards
 from ..batch.run_batch import check_files, check_report, follow_file, generate_file
 from ..errors import InputError
 from ..generation.options import GenerateOptions
-from .answer import sampling_from_flags
+from .answer import grammar_from_flags, sampling_from_flags
 from .process import capture_signals
 from .startup import check_devices, join_processes, open_model, use_compilation_cache
 from .terminal import status
@@ -36,7 +36,8 @@ def answer_file(flags: Any, shard: tuple[int, int] | None) -> int:
             "xinfer-jax-batch: this checkpoint has no chat template: prompts are continued as they are"
         )
     options = GenerateOptions(
-        flags.max_tokens, sampling_from_flags(flags, model), stop_strings=tuple(flags.stop)
+        flags.max_tokens, sampling_from_flags(flags, model), stop_strings=tuple(flags.stop),
+        grammar=grammar_from_flags(flags),
     )  # fmt: skip
     with capture_signals() as stop:
         report = generate_file(

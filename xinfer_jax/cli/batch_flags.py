@@ -5,7 +5,15 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import InputError
-from .answer_flags import define_engine, define_escaping, define_model, define_sampling, define_temperature
+from .answer_flags import (
+    check_grammar,
+    define_engine,
+    define_escaping,
+    define_grammar,
+    define_model,
+    define_sampling,
+    define_temperature,
+)
 from .flag_parser import FlagParser
 from .process import run_and_exit
 from .process_group import define_processes
@@ -43,6 +51,7 @@ PARSER.add_integer("max_tokens", "Most tokens of an answer.", default=128, least
 PARSER.add_texts("stop", "Answers end before this text; may be given several times.", "give some text")
 define_temperature(PARSER)
 define_sampling(PARSER)
+define_grammar(PARSER)
 define_model(PARSER)
 define_engine(PARSER)
 define_processes(PARSER)
@@ -73,6 +82,7 @@ def _run(argv: Sequence[str]) -> int:
     for name in ("input", "output"):
         if values[name].value is None:
             raise InputError(f"--{name} is missing: give a file (see --help)")
+    check_grammar(PARSER)
     shard = re.fullmatch(r"(\d{1,9})/(\d{1,9})", values.shard or "0/1")
     if not shard or int(shard[1]) >= int(shard[2]):
         raise InputError(f"--shard={values.shard} must be i/n with i from 0 to n - 1")

@@ -11,6 +11,8 @@ import jax
 import numpy as np
 
 from ..errors import InputError
+from ..grammar.matcher import Matcher
+from ..sampling.context import ALL_BITS
 from ..sampling.logprobs import token_logprob_rows
 from .controller import Leader
 from .device import Device
@@ -167,7 +169,12 @@ class EngineCore:
         """The first token of a prefilled row, which decodes from now on."""
         request = answer.request
         call = request.call
-        row = self.device.new_row(call, answer.key_1)
+        masks = self._masks([(0, answer)], 1)
+        if answer.row not in self._answers:  # it failed
+            return
+        dfa = answer.matcher and answer.matcher.dfa
+        tables = dfa and [dfa.class_V, dfa.next_SC]
+        row = self.device.new_row(call, answer.key_1, masks, tables)
         flags = call.greedy, call.options.logprobs > 0
         out = jax.device_get(self.device.sample_first(answer.row.slot, outputs, row, *flags))
         request.times.setdefault("first", time.monotonic())
@@ -178,6 +185,9 @@ class EngineCore:
         """Decodes the running rows for a limited time; while others wait, until a row ends."""
         scheduler = self.scheduler
         tokens_per_step = 1 + self._shape.num_draft_tokens
+        masks = self._masks([(slot, self._answers[row]) for slot, row in scheduler.running], self._shape.rows)
+        if not scheduler.running:  # all have failed
+            return
         others = bool(scheduler.clients.first_rows())
         others = others or len(scheduler.rows_with_slots) > len(scheduler.running)
         until_one_ends = others or has_new_requests()
@@ -185,13 +195,14 @@ class EngineCore:
         left = [answer.request.call.options.max_new_tokens - len(answer.sampled) for answer in running]
         most = min(left) if until_one_ends else max(left)
         steps = min(most, MAX_DECODE_TOKENS // tokens_per_step, self._affordable_steps(others))
+        steps = steps if masks is None else 1
         self._execute(scheduler.reserve_pages(steps * tokens_per_step))
         answers = {slot: self._answers[row] for slot, row in scheduler.running}
         began = time.perf_counter()
         pages = {slot: answer.row.pages for slot, answer in answers.items()}
         calls = [answer.request.call for answer in answers.values()]
         flags = all(call.greedy for call in calls), any(call.options.logprobs for call in calls)
-        out = jax.device_get(self.device.decode(pages, steps, until_one_ends, *flags))
+        out = jax.device_get(self.device.decode(pages, steps, until_one_ends, *flags, masks))
         self._step_seconds = (time.perf_counter() - began) / max(1, int(out.passes_B.max()))
         for slot, answer in answers.items():
             scheduler.record_decode(answer.row, int(out.count_B[slot]))
@@ -200,6 +211,30 @@ class EngineCore:
             if answer.row in self._answers:  # it did not fail with another answer of its request
                 self._append(answer, out, slot)
         self._notify({answer.request for answer in answers.values()})
+
+    def _masks(self, answers: Sequence[tuple[int, Answer]], rows: int) -> np.ndarray | None:
+        """uint32 [rows, 1 + draft tokens, words]: the tokens that grammars allow next; None: all. A request
+        whose grammar fails ends.
+
+        Args:
+            answers: with their rows in the masks.
+            rows: of all slots; 1: of an answer before its first token.
+        """
+        constrained = [
+            (at, answer, answer.matcher) for at, answer in answers if isinstance(answer.matcher, Matcher)
+        ]
+        if not constrained:
+            return None
+        num_drafts = self._shape.num_draft_tokens
+        vocab_size = constrained[0][1].request.call.config.vocab_size
+        masks = np.full((rows, 1 + num_drafts, -(-vocab_size // 32)), ALL_BITS)
+        draft_BT = self.device.draft_tokens() if num_drafts and rows > 1 else None
+        for at, answer, matcher in constrained:
+            try:
+                matcher.fill(masks[at], () if draft_BT is None else draft_BT[at].tolist())
+            except InputError as error:
+                self._fail(answer.request, error)
+        return masks
 
     def _affordable_steps(self, others: bool) -> int:
         """Decode steps in the time of one step. others: whether rows wait or prefill."""
@@ -225,15 +260,19 @@ class EngineCore:
         logprobs = out.logprobs_BT[slot, :count].tolist()
         try:
             ended = answer.append(ids, logprobs, bool(out.finished_B[slot]))
-        except InputError as error:  # other requests continue
-            request.error = error
-            for other in request.answers:
-                if other.row in self._answers:
-                    self._end(other, "error", valid=False)
+        except InputError as error:
+            self._fail(request, error)
             return True
         if ended:
             self._end(answer, answer.finish_reason or "")
         return ended
+
+    def _fail(self, request: Request, error: InputError) -> None:
+        """Ends a request; other requests continue."""
+        request.error = error
+        for answer in request.answers:
+            if answer.row in self._answers:
+                self._end(answer, "error", valid=False)
 
     def _end(self, answer: Answer, reason: str, valid: bool = True) -> None:
         answer.finish_reason = reason

@@ -22,7 +22,9 @@ from ..generation.precompile import Executor
 from ..generation.runners import runner_class
 from ..generation.state import DecodeState
 from ..generation.validation import ValidatedCall, validate_call
+from ..sampling.automaton import MAX_ENTRIES, Dfa, automata_of_rows
 from ..sampling.batched_settings import settings_per_row
+from ..sampling.context import ALL_BITS
 from ..sampling.logprobs import empty_alternatives
 from ..sampling.random_keys import FOLD_IN, FOLD_IN_EACH, key_from_seed
 from ..sharding import concrete_mesh_of
@@ -34,6 +36,7 @@ from .device_programs import (
     GET_ROW,
     MAX_LOGPROBS,
     PROMPT_LOGPROBS,
+    PROMPT_LOOKUP,
     SET_PAGES,
     SET_ROW,
     TAKE_OUTPUT,
@@ -72,10 +75,25 @@ class Device:
         )
         row = self._new_row(*self._empty_call, limit=0)
         self.rows: Any = self._put(jax.tree.map(lambda x: _repeat(x, shape.rows), row))
+        self._has_masks = False  # the last call of `decode` had masks
 
-    def new_row(self, call: ValidatedCall, key_1: Any) -> DecodeState:
-        """A row before its first token."""
-        return self._put(self._new_row(call, key_1, call.options.max_new_tokens))
+    def new_row(
+        self, call: ValidatedCall, key_1: Any, masks_1QW: Any = None, tables: Any = None
+    ) -> DecodeState:
+        """A row before its first token.
+
+        Args:
+            masks_1QW: uint32, the tokens that its grammar allows; None: all.
+            tables: the arrays of its grammar's `Dfa`; None: it has none.
+        """
+        row = self._new_row(call, key_1, call.options.max_new_tokens, tables and Dfa(*tables))
+        return self._put(row if masks_1QW is None else _with_masks(row, masks_1QW))
+
+    def draft_tokens(self) -> np.ndarray:
+        """int32 [B, draft tokens]: what the next step of `decode` verifies; only with draft tokens."""
+        context = self.rows.context
+        args = context.history_BS, context.position_B, self._shape.num_draft_tokens
+        return np.asarray(self._execute(PROMPT_LOOKUP, *args))
 
     def prefill(self, pages: list[int], ids: Sequence[int], start: int, is_full: bool) -> Any:
         """Prefills ids, the first at position `start`, into these pages of their row. Returns the
@@ -117,12 +135,14 @@ class Device:
 
     def decode(
         self, pages: dict[int, list[int]], steps: int, until_one_ends: bool, greedy: bool,
-        with_alternatives: bool,
+        with_alternatives: bool, masks_BQW: Any = None,
     ) -> SampledTokens:  # fmt: skip
         """Decodes the rows in these slots, whose pages are given: up to `steps` steps, fewer if all rows have
         ended, or one has. With draft tokens a step may append several tokens. greedy, with_alternatives: as
-        in `sample_first`, of all these rows, of any of them.
+        in `sample_first`, of all these rows, of any of them. masks_BQW: uint32, the tokens that each row may
+        sample in one step; None: all.
         """
+        self._set_masks(masks_BQW)
         shape = self._shape
         table_BP = self._block_table(pages, shape.rows)
         running_B = np.isin(np.arange(shape.rows), [*pages])
@@ -130,6 +150,13 @@ class Device:
         static = shape.capacity, shape.num_draft_tokens, shape.impl
         self.rows, self.pools, out = self._execute(DECODE_STEPS, *self._model, *args, *static)
         return out
+
+    def _set_masks(self, masks_BQW: Any) -> None:
+        """Rows keep masks until the next call."""
+        if masks_BQW is not None or self._has_masks:
+            all_bits = np.full(self.rows.context.allowed_bits.shape, ALL_BITS)
+            self.rows = _with_masks(self.rows, self._put(all_bits if masks_BQW is None else masks_BQW))
+        self._has_masks = masks_BQW is not None
 
     def copy_pages_out(self, pages: list[int]) -> list[Any]:
         """The contents of these pages, in host memory."""
@@ -177,6 +204,8 @@ class Device:
         self._execute(FOLD_IN_EACH, key_1, np.zeros(1, np.int32))
         self.copy_pages_in([0], self.copy_pages_out([0]))
         self.set_row(0, self.get_row(0))
+        if self._shape.num_draft_tokens:
+            self.draft_tokens()
 
     def _run_prompt_logprobs(self) -> None:
         self.prefill_with_logprobs(self._all_pages, [0], 0, [0])
@@ -196,7 +225,7 @@ class Device:
         call = validate_call(self.params, self.config, [[0]], GenerateOptions(1, eos_token_ids=()), None)
         return call, call.key
 
-    def _new_row(self, call: ValidatedCall, key_1: Any, limit: int) -> DecodeState:
+    def _new_row(self, call: ValidatedCall, key_1: Any, limit: int, dfa: Dfa | None = None) -> DecodeState:
         """A new row, in arrays that the host does not change later. limit: tokens that it may sample."""
         options = call.options
         V = self.config.vocab_size
@@ -204,7 +233,9 @@ class Device:
         eos_1E = np.full((1, MAX_EOS_IDS + MAX_STOP_IDS), -1, np.int32)
         eos_1E[0, : len(call.end_ids)] = call.end_ids
         limit_1 = np.full(1, limit, np.int32)
-        state = state_of_rows(call.prompts, V, key_1, sampling_1, limit_1, eos_1E, self._shape.capacity, 0)
+        sizes = self._shape.capacity, 0, 1 + self._shape.num_draft_tokens
+        automata = automata_of_rows([dfa], V, eos_1E, MAX_ENTRIES)
+        state = state_of_rows(call.prompts, V, key_1, sampling_1, limit_1, eos_1E, *sizes, automata)
         alternatives = empty_alternatives(1, 0, min(MAX_LOGPROBS, V), V, False)
         alternatives = dataclasses.replace(alternatives, wanted_B=np.full(1, options.logprobs > 0))
         return dataclasses.replace(state, alternatives=alternatives, noted_B=np.zeros(1, np.int32))
@@ -230,6 +261,10 @@ class Device:
         for row, of_row in pages.items():
             table_BP[row, : len(of_row)] = of_row
         return table_BP
+
+
+def _with_masks(rows: DecodeState, masks_BQW: Any) -> DecodeState:
+    return dataclasses.replace(rows, context=dataclasses.replace(rows.context, allowed_bits=masks_BQW))
 
 
 def _repeat(x_1: Any, rows: int) -> Any:

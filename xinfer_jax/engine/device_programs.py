@@ -61,7 +61,8 @@ def _decode_steps(  # noqa: PLR0913
     """Up to `steps` decode steps of the rows that run, or of speculative decoding by prompt lookup."""
     sampling_B = select_rows(rows.sampling_B, running_B)
     limit_B = jnp.where(running_B, rows.limit_B, 0)
-    state = dataclasses.replace(rows, sampling_B=sampling_B, limit_B=limit_B)
+    context = rows.context.select_rows(running_B)
+    state = dataclasses.replace(rows, sampling_B=sampling_B, limit_B=limit_B, context=context)
     state = _add_output(state, MAX_DECODE_TOKENS)
     active_before_B = state.active_B
     zeros_B = jnp.zeros(len(running_B), jnp.int32)
@@ -186,6 +187,7 @@ DECODE_STEPS = jax.jit(
     compiler_options=compiler_options(),
 )
 PROMPT_LOGPROBS = jax.jit(_prompt_logprobs, static_argnames=("config", "impl"), donate_argnames="cache")
+PROMPT_LOOKUP = jax.jit(prompt_lookup, static_argnames="count")
 ADD_OUTPUT = jax.jit(_add_output, static_argnames="size")
 TAKE_OUTPUT = jax.jit(_take_output)
 TARGET_LOGPROBS = jax.jit(_target_logprobs, static_argnames="config")

@@ -17,6 +17,7 @@ from ..generation.batch_arrays import token_matrix
 from ..generation.runners import LayerwiseRunner, without_model_layers
 from ..generation.state import DecodeState
 from ..generation.validation import ValidatedCall
+from ..sampling.automaton import Dfa
 from ..sampling.random_keys import FOLD_IN, key_from_seed
 from .device import Device
 from .device_programs import (
@@ -58,9 +59,10 @@ class LayerwiseDevice(Device):
 
     def decode(
         self, pages: dict[int, list[int]], steps: int, until_one_ends: bool, greedy: bool,
-        with_alternatives: bool,
+        with_alternatives: bool, masks_BQW: Any = None,
     ) -> SampledTokens:  # fmt: skip
         """As of `Device`."""
+        self._set_masks(masks_BQW)
         running_B = np.isin(np.arange(self._shape.rows), [*pages])
         cache = self._decode_cache(pages)
         done: list[_Step] = []
@@ -97,8 +99,8 @@ class LayerwiseDevice(Device):
         for greedy in (True, False):
             self._decode_step(self._decode_cache({}), none_B, greedy, True)
 
-    def _new_row(self, call: ValidatedCall, key_1: Any, limit: int) -> DecodeState:
-        return dataclasses.replace(super()._new_row(call, key_1, limit), alternatives=None, noted_B=None)
+    def _new_row(self, call: ValidatedCall, key_1: Any, limit: int, dfa: Dfa | None = None) -> DecodeState:
+        return dataclasses.replace(super()._new_row(call, key_1, limit, dfa), alternatives=None, noted_B=None)
 
     def _decode_cache(self, pages: dict[int, list[int]]) -> KVCache:
         """The cache of all rows, committed as after a step; `running_token` sets their lengths."""

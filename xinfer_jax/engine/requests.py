@@ -48,6 +48,7 @@ class Answer:
         self.passes = 0
         self.accepted = 0
         self._detokenizer = request.new_detokenizer() if request.stop_strings else None
+        self.matcher = request.call.new_matcher(0)  # of its grammar
 
     @property
     def key_1(self) -> jax.Array:
@@ -68,10 +69,12 @@ class Answer:
             Whether the answer has ended.
 
         Raises:
-            InputError: numbers that are not finite, as in `generate`.
+            InputError: numbers that are not finite, or a token that the grammar forbids, as in `generate`.
         """
         options = self.request.call.options
         ending = finished and ids[-1]
+        if self.matcher is not None:
+            self.matcher.append(ids)
         self.sampled += ids
         self.logprobs += logprobs
         for token in ids[:-1] if finished else ids:

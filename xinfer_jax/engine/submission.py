@@ -11,6 +11,7 @@ from ..checks import check_integer, is_sequence
 from ..errors import ContextLengthError, InputError, format_message, format_value
 from ..generation.options import GenerateOptions, GenerateOutput, options_or_default
 from ..generation.validation import ValidatedCall, check_prompts, validate_call
+from ..grammar.grammars import with_tokenizer
 from ..sampling.random_keys import check_key
 from ..sampling.sampling_config import SamplingConfig
 from ..text import Prompt, checked_stop_strings, encode_prompt
@@ -80,8 +81,10 @@ def _checked_options(engine: Any, options: GenerateOptions | None) -> tuple[Gene
     stops = checked_stop_strings(options)
     if stops and engine.model.tokenizer is None:
         raise InputError("stop_strings need a tokenizer, which this checkpoint lacks: use stop_token_ids")
-    sampling = _with_host_arrays(options)
-    return dataclasses.replace(options, stop_strings=(), impl=engine.impl, sampling=sampling), stops
+    own = dict(
+        sampling=_with_host_arrays(options), grammar=with_tokenizer(options.grammar, engine.model.tokenizer)
+    )
+    return dataclasses.replace(options, stop_strings=(), impl=engine.impl, **own), stops
 
 
 def _check_sizes(engine: Any, call: ValidatedCall) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from ..cache.kv_cache import KVCache, cache_bytes, init_cache
 from ..config.model_config import ModelConfig
 from ..memory import check_memory
+from ..sampling.automaton import MAX_ENTRIES, Automata, Dfa, automata_of_rows
 from ..sampling.batched_settings import has_all_settings
 from ..sampling.context import init_context
 from ..sampling.logprobs import empty_alternatives
@@ -73,9 +74,12 @@ def prompt_of_row(call: ValidatedCall) -> np.ndarray:
     return np.pad(prompt_R, (0, call.rows - len(prompt_R)))
 
 
-def initial_state(call: ValidatedCall, prompt_R: np.ndarray) -> DecodeState:
-    """The rows of a call before their first token, in new arrays. Padding rows have ended. prompt_R: from
-    `prompt_of_row`.
+def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Dfa | None] = ()) -> DecodeState:
+    """The rows of a call before their first token, in new arrays. Padding rows have ended.
+
+    Args:
+        prompt_R: from `prompt_of_row`.
+        dfas: of the rows' grammars.
     """
     options = call.options
     config = call.config
@@ -96,13 +100,19 @@ def initial_state(call: ValidatedCall, prompt_R: np.ndarray) -> DecodeState:
     if options.logprobs or options.logits:
         alternatives = empty_alternatives(R, size, options.logprobs, config.vocab_size, options.logits)
     key_R = answer_keys(call.key, prompt_R, answer_R)
-    state = state_of_rows(rows, config.vocab_size, key_R, sampling_R, limit_R, eos_RE, history_size, size)
+    sizes = history_size, size, call.num_masks
+    automata = None
+    if any(dfa is not None for dfa in dfas):
+        padded = [*dfas, *[None] * (R - len(dfas))]
+        automata = automata_of_rows(padded, config.vocab_size, eos_RE, MAX_ENTRIES)
+    state = state_of_rows(rows, config.vocab_size, key_R, sampling_R, limit_R, eos_RE, *sizes, automata)
     return dataclasses.replace(state, alternatives=alternatives)
 
 
 def state_of_rows(  # noqa: PLR0913
     prompts: Sequence[Sequence[int]], vocab_size: int, key_R: jax.Array, sampling_R: SamplingConfig,
-    limit_R: np.ndarray, eos_RE: np.ndarray, history_size: int | None, output_size: int,
+    limit_R: np.ndarray, eos_RE: np.ndarray, history_size: int | None, output_size: int, num_masks: int = 1,
+    automata: Automata | None = None,
 ) -> DecodeState:  # fmt: skip
     """Rows before their first token, in new arrays.
 
@@ -112,6 +122,7 @@ def state_of_rows(  # noqa: PLR0913
         eos_RE: int32, ids that end each row; below 0: none.
         history_size: tokens of a row whose order is kept; None: no setting needs the order.
         output_size: tokens of a row in `tokens_BT`.
+        num_masks, automata: as in `init_context`.
     """
     R = len(limit_R)
     seen_RV = np.zeros((R, vocab_size), bool)
@@ -120,7 +131,7 @@ def state_of_rows(  # noqa: PLR0913
         seen_RV[row, prompt] = True
         length_R[row] = len(prompt)
     history_RS = None if history_size is None else token_matrix(prompts, R, history_size)
-    context = init_context(sampling_R, length_R, eos_RE, seen_RV, history_RS)
+    context = init_context(sampling_R, length_R, eos_RE, seen_RV, history_RS, num_masks, automata)
     return new_state(key_R, sampling_R, limit_R, context, output_size)
 
 

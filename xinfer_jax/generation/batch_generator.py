@@ -3,6 +3,7 @@ the host, and the output. `generate` and `stream` differ in how many steps they 
 """
 
 import copy
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from ..cache.kv_cache import KVCache, truncate
 from ..cache.prefix import make_prefix
 from ..config.model_config import ModelConfig
+from ..grammar.batch_matchers import BatchMatchers
 from ..sampling.logprobs import token_logprob_rows
 from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import tree_bytes
@@ -60,6 +62,8 @@ class BatchGenerator:
         self._decodes_whole = decodes_whole
         self._use(executor)
         self._row_prompts = [prompt for prompt in call.prompts for _ in range(call.answers)]
+        numbers = (i for i in range(len(call.prompts)) for _ in range(call.answers))
+        self._grammars = BatchMatchers([call.new_matcher(i) for i in numbers])
         self._prompt_R = prompt_of_row(call)
         self._num_cached_B = np.zeros(call.prompt_rows, np.int32)  # tokens of each prompt in the prefix cache
         self._cache: KVCache | None = None
@@ -70,7 +74,7 @@ class BatchGenerator:
         elif call.options.use_cache:
             size = call.capacity, call.prompt_rows
             self._cache = executor.create(lambda: new_cache(call, call.params, call.config, *size))
-        self._state = initial_state(call, self._prompt_R)
+        self._state = initial_state(call, self._prompt_R, self._grammars.dfas)
         uncached = [prompt[n:] for prompt, n in zip(call.prompts, self._num_cached_B, strict=False)]
         self._tokens = pad_prompts(uncached, call.capacity, call.prompt_rows)
         self._model = call.params, call.config
@@ -125,6 +129,7 @@ class BatchGenerator:
         with Stopwatch() as prefilling:
             outputs = self._prefill().block_until_ready()
         with Stopwatch() as sampling:
+            self._set_masks(first=True)
             self._sample(outputs)
             self._fetch()
         if self._cache is not None:
@@ -139,8 +144,15 @@ class BatchGenerator:
         with Stopwatch() as compiling:
             self._precompiler.wait()
         with Stopwatch() as decoding:
-            self._decode(min(steps, self._call.options.max_new_tokens - self.steps))
-            self._fetch()
+            steps = min(steps, self._call.options.max_new_tokens - self.steps)
+            while steps > 0 and self._grammars.need_masks(self.active_R):  # step by step
+                self._set_masks()
+                self._decode(1)
+                self._fetch()
+                steps -= 1
+            if steps and self.active_R.any():
+                self._decode(steps)
+                self._fetch()
         self.stats.compile_seconds += compiling.seconds
         self.stats.count(compiling, decoding)
         self.stats.decode_seconds += decoding.seconds
@@ -149,6 +161,20 @@ class BatchGenerator:
     def _fetch(self) -> None:
         self.generated = fetch_tokens(self._state, len(self._row_prompts))
         check_generated(self._call, self.generated)
+        self._grammars.append(self.generated.rows())
+
+    def _set_masks(self, first: bool = False) -> None:
+        """Writes the tokens that grammars allow into the state. first: no token is sampled yet."""
+        if not self._call.needs_masks:
+            return
+        context = self._state.context
+        draft_BT = None
+        if isinstance(self._strategy, Speculative) and not first:
+            draft_BT = np.asarray(self._executor(*self._strategy.draft_call(context)))
+        active_R = None if first else self.active_R
+        masks = self._grammars.masks(context.allowed_bits.shape, active_R, draft_BT)
+        context = dataclasses.replace(context, allowed_bits=masks)
+        self._state = dataclasses.replace(self._state, context=context)
 
     @property
     def active_R(self) -> np.ndarray:

@@ -38,9 +38,9 @@ def generate(
     Padding rows cost their share of a step.
 
     On one CPU device, decoding is one loop on the device if rows (padded, `n` of each prompt) x
-    `max_new_tokens` exceed 256; else the host calls programs of a few layers, as `stream` does, which compile
-    sooner. The arguments alone decide, so a call has the same bits whatever is compiled already. On GPUs and
-    meshes it is always a loop.
+    `max_new_tokens` exceed 256; else, and with a grammar, the host calls programs of a few layers, as
+    `stream` does, which compile sooner. The arguments alone decide, so a call has the same bits whatever is
+    compiled already. On GPUs and meshes it is always a loop.
 
     Args:
         params, config: the model.
@@ -52,7 +52,8 @@ def generate(
         InputError: an invalid prompt, option or key; before anything is traced.
     """
     call = validate_call(params, config, prompts, options, key)
-    batch = BatchGenerator(call, decodes_whole=call.rows * call.options.max_new_tokens > _LOOP_TOKENS)
+    long = call.rows * call.options.max_new_tokens > _LOOP_TOKENS
+    batch = BatchGenerator(call, decodes_whole=long and not call.needs_masks)
     batch.start()
     while batch.active_R.any():
         batch.decode(call.options.max_new_tokens)

@@ -3,6 +3,7 @@ caller's jit. This module checks the arguments; loop.py has the traced functions
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,11 +13,12 @@ import numpy as np
 import kernels_pallas
 
 from ..cache.kv_cache import KVCache
-from ..checks import check_array, check_integer, check_range, check_token_ids, is_traced
+from ..checks import check_array, check_integer, check_range, check_token_ids, is_sequence, is_traced
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..model.attention import check_impl
 from ..model.decoder import hidden_states, unembed
+from ..sampling.automaton import Automata, Dfa, automata_of_rows
 from ..sampling.batched_settings import has_all_settings, settings_per_row
 from ..sampling.context import init_context
 from ..sampling.random_keys import row_keys
@@ -122,6 +124,7 @@ def decode_loop(  # noqa: PLR0913  a public function
     seen_BV: AnyArray | None = None,
     history_BS: AnyArray | None = None,
     output_size: int | None = None,
+    grammar: Dfa | Sequence[Dfa | None] | None = None,
     donate: bool = False,
     impl: str | None = None,
 ) -> Decoded:
@@ -142,6 +145,9 @@ def decode_loop(  # noqa: PLR0913  a public function
             ones. `no_repeat_ngram_size` and `bad_words_ids` need it.
         output_size: T of the results, and the most tokens; None: max_new_tokens, which then must not be
             traced by the caller.
+        grammar: from `dfa`, for all rows or one (or None) per row; traced or not. A row ends where the
+            automaton may end, by one of `eos_ids`. Settings that leave no token of it end the row as well:
+            its text does not match then.
         donate, impl: as in `prefill`.
 
     Returns:
@@ -176,10 +182,11 @@ def decode_loop(  # noqa: PLR0913  a public function
         words_BWL = sampling_B.bad_words_ids
         if is_traced(words_BWL) or np.any(np.asarray(words_BWL)[..., :-1] >= 0):
             raise InputError("bad_words_ids of several tokens need history_BS, the tokens of each row so far")
+    automata = _automata(grammar, B, V, eos_ids)
     loop = _LOOP.donating if donate else _LOOP.keeping
     state, cache = loop(
         params, config, logits_BV, cache, key_B, sampling_B, jnp.asarray(eos_ids, jnp.int32), limit,
-        np.zeros((B, V), bool) if seen_BV is None else seen_BV, history_BS, bucket(size), impl,
+        np.zeros((B, V), bool) if seen_BV is None else seen_BV, history_BS, bucket(size), impl, automata,
     )  # fmt: skip
     fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
     cut = dict(tokens_BT=state.tokens_BT[:, :size], logprobs_BT=state.logprobs_BT[:, :size])
@@ -199,6 +206,21 @@ def _size(max_new_tokens: Any, output_size: Any) -> tuple[int, Any]:
         return size, jnp.clip(max_new_tokens.astype(jnp.int32), 1, size)
     most = check_integer("max_new_tokens", max_new_tokens, 1)
     return size or most, np.int32(min(most, size or most))
+
+
+def _automata(grammar: Any, rows: int, vocab_size: int, eos_ids: Any) -> Automata | None:
+    """The automata of the rows; InputError where the grammar is none."""
+    if grammar is None:
+        return None
+    dfas = [grammar] if isinstance(grammar, Dfa) else grammar
+    if not is_sequence(dfas) or not all(dfa is None or isinstance(dfa, Dfa) for dfa in dfas):
+        raise InputError(f"grammar must be from dfa, or one per row, got {format_value(grammar)}")
+    if not isinstance(grammar, Dfa) and len(dfas) != rows:
+        raise InputError(f"{len(dfas)} grammars for {rows} rows: give one, or one per row")
+    if not eos_ids.shape[0]:
+        raise InputError("grammar needs an EOS id, which ends the row: eos_ids is empty")
+    eos_BE = (jnp if is_traced(eos_ids) else np).broadcast_to(eos_ids, (rows, len(eos_ids)))
+    return automata_of_rows(dfas, vocab_size, eos_BE)
 
 
 def _check_cache(config: ModelConfig, cache: KVCache, rows: int) -> None:
@@ -254,12 +276,24 @@ def _decode_step(params, config, token_B, cache, impl):
 
 
 def _decode_loop(  # noqa: PLR0913  the arguments of `decode_loop`
-    params, config, logits_BV, cache, key_B, sampling_B, eos_E, limit, seen_BV, history_BS, size, impl
+    params,
+    config,
+    logits_BV,
+    cache,
+    key_B,
+    sampling_B,
+    eos_E,
+    limit,
+    seen_BV,
+    history_BS,
+    size,
+    impl,
+    automata,
 ):
     B = len(logits_BV)
     eos_BE = jnp.broadcast_to(eos_E, (B, len(eos_E)))
     limit_B = jnp.full(B, limit)
-    context = init_context(sampling_B, cache.length_B, eos_BE, seen_BV, history_BS)
+    context = init_context(sampling_B, cache.length_B, eos_BE, seen_BV, history_BS, automata=automata)
     state = new_state(key_B, sampling_B, limit_B, context, size)
     state = sample_and_append(logits_BV, state, impl)
     return decode(Plain(config), (params,), (state, cache), size, impl)

@@ -79,7 +79,8 @@ def _most_likely(logits_B1V, impl):
 def _sample(logits_B1V, state, among_B, impl):
     """A token of each row, and the logits [B, V] that it was sampled from."""
     sampling_B = state.sampling_B if among_B is None else select_rows(state.sampling_B, among_B)
-    token_B, _, sampled_from = choose_tokens(logits_B1V[:, 0], state.key_B, sampling_B, state.context, impl)
+    context = state.context if among_B is None else state.context.select_rows(among_B)
+    token_B, _, sampled_from = choose_tokens(logits_B1V[:, 0], state.key_B, sampling_B, context, impl)
     return token_B, sampled_from()
 
 

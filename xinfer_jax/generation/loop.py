@@ -189,7 +189,7 @@ def sample_from_hidden(
         logits_BV = unembed(params, config, hidden_BD)
         return sample_tokens(logits_BV, state.key_B, state.sampling_B, state.context, impl)[:2]
 
-    greedy = is_plain_greedy(state.sampling_B)
+    greedy = is_plain_greedy(state.sampling_B, state.context)
     return append_token(
         state, *lax.cond(greedy, lambda: greedy_tokens(params, config, hidden_BD, impl), from_logits)
     )

@@ -11,6 +11,7 @@ from ..cache.prefix import Prefix
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..formatting import format_token_counts
+from ..grammar.grammars import Grammar
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sampling_config import SamplingConfig
 from ..stats import GenerateStats
@@ -47,6 +48,9 @@ class GenerateOptions:
             None: prefill everything.
         keep_prefix: return the cache as out.prefix, for the next call.
         logits: also return the logits of every step, before any logits processor: float32 [steps, V] per row.
+        grammar: what an answer has to be: from `json_schema`, `json_object`, `regex`, `lark` or `choice`; one
+            for all prompts, or one (or None) per prompt. An EOS id comes where it may end, and only there; an
+            answer that reaches max_new_tokens before is cut. None: anything.
     """
 
     max_new_tokens: int = 128
@@ -66,6 +70,7 @@ class GenerateOptions:
     prefix: Prefix | None = None
     keep_prefix: bool = False
     logits: bool = False
+    grammar: Grammar | Sequence[Grammar | None] | None = None
 
 
 @dataclasses.dataclass(repr=False)

@@ -21,6 +21,7 @@ from ..cache.kv_cache import KVCache, truncate, without_layers
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..model.greedy import can_fuse_head, greedy_tokens
+from ..sampling.context import Context
 from ..sampling.sampler import choose_at_draft_positions, is_plain_greedy, sample_tokens
 from .loop import Hidden, to_logits
 from .state import (
@@ -78,13 +79,18 @@ class Speculative(Strategy):
         cache = dataclasses.replace(lengths, layers=cache.layers)
         return (state, cache, dataclasses.replace(counts, cache=draft_cache)), continues
 
+    def draft_call(self, context: Context) -> tuple[Any, ...]:
+        """The program of a function that proposes, and its arguments."""
+        count = self.num_draft_tokens
+        return _CALL_DRAFT_FUNCTION, self.proposer, count, context.history_BS, context.position_B
+
     def _propose(self, ops: Operations, draft_params: Any, state: DecodeState, cache: Any) -> Any:
         """The draft tokens [B, num_draft_tokens], and the draft model's cache."""
         context = state.context
         count = self.num_draft_tokens
         known = context.history_BS, context.position_B
         if not isinstance(self.proposer, ModelConfig):
-            return ops.call(_CALL_DRAFT_FUNCTION, self.proposer, count, *known), None
+            return ops.call(*self.draft_call(context)), None
         model = (draft_params, self.proposer)
 
         def propose(inputs, i, carry):
@@ -187,7 +193,7 @@ def _sample_from_hidden(outputs, impl, state, draft_BT):
 
     if not can_fuse_head(outputs.model[0], hidden_RD, impl):
         return from_logits()
-    return lax.cond(is_plain_greedy(state.sampling_B), greedy, from_logits)
+    return lax.cond(is_plain_greedy(state.sampling_B, state.context), greedy, from_logits)
 
 
 def _sample_from_logits(logits_BTV, state, draft_BT):

@@ -13,6 +13,8 @@ from ..cache.quantized_kv import KV_BITS, check_head_dim
 from ..checks import check_integer, check_token_ids, is_sequence
 from ..config.model_config import ModelConfig, with_fixed_rope
 from ..errors import ContextLengthError, InputError, format_value
+from ..grammar.grammars import Grammar
+from ..grammar.matcher import CompiledGrammar, DfaMatcher, Matcher
 from ..model.attention import check_impl
 from ..sampling.batched_settings import settings_per_row, takes_most_likely
 from ..sampling.random_keys import check_key
@@ -35,6 +37,7 @@ class ValidatedCall:
     options: GenerateOptions  # numbers are ints, ids tuples of ints
     sampling_B: SamplingConfig  # of each prompt
     key: jax.Array  # one, or one per prompt
+    grammars: tuple[CompiledGrammar | None, ...] = ()  # of each prompt; (): no prompt has one
 
     @functools.cached_property
     def end_ids(self) -> tuple[int, ...]:
@@ -54,7 +57,7 @@ class ValidatedCall:
     @functools.cached_property
     def greedy(self) -> bool:
         """Whether every row takes its most likely token, without any logits processor."""
-        return takes_most_likely(self.sampling_B)
+        return not self.grammars and takes_most_likely(self.sampling_B)
 
     @functools.cached_property
     def prompt_rows(self) -> int:
@@ -90,6 +93,23 @@ class ValidatedCall:
         return min(self.options.draft_tokens, bucket(self.options.max_new_tokens), self.capacity - 1)
 
     @functools.cached_property
+    def num_masks(self) -> int:
+        """Masks of allowed tokens in a row's state: of the next token, and after each draft token."""
+        return 1 + self.num_draft_tokens if self.needs_masks and self.options.draft is not None else 1
+
+    @functools.cached_property
+    def needs_masks(self) -> bool:
+        """Whether the host writes the masks of a row between its steps."""
+        return _need_masks(self.grammars, self.prompts)
+
+    def new_matcher(self, prompt: int) -> Matcher | DfaMatcher | None:
+        """What follows an answer to this prompt through its grammar; None without one."""
+        grammar = self.grammars[prompt] if self.grammars else None
+        if grammar is None:
+            return None
+        return grammar.matcher(self.prompts[prompt], self.options.eos_token_ids or ())
+
+    @functools.cached_property
     def non_finite_reason(self) -> str:
         """Why values of the model may not be finite, and the remedy."""
         return non_finite_reason(self.params, self.options.cache_dtype)
@@ -116,7 +136,11 @@ def validate_call(
     shortest = min(map(len, prompts))
     longest = max(map(len, prompts))
     _check_together(config, options)
-    sampling_B = settings_per_row(options.sampling, len(prompts), config.vocab_size)
+    grammars = _compile_grammars(config, options, len(prompts))
+    needs_masks = _need_masks(grammars, prompts)
+    if needs_masks and hasattr(options.draft, "params"):
+        raise InputError("this grammar needs masks, which a draft model's tokens have not: use 'lookup'")
+    sampling_B = settings_per_row(options.sampling, len(prompts), config.vocab_size, needs_masks)
     _check_prefix(options, prompts)
     _check_length(config, options, longest)
     if key is None and np.any(sampling_B.temperature > 0):
@@ -126,7 +150,8 @@ def validate_call(
     config = with_fixed_rope(config, shortest, longest + options.max_new_tokens)
     if options.prefix is not None:
         options = dataclasses.replace(options, prefix=options.prefix.usable(params, config))
-    call = ValidatedCall(params, config, prompts, options, sampling_B, check_key(key, len(prompts)))
+    key = check_key(key, len(prompts))
+    call = ValidatedCall(params, config, prompts, options, sampling_B, key, grammars)
     for settings in options.sampling if isinstance(options.sampling, list | tuple) else [options.sampling]:
         check_min_tokens(settings, call.end_ids)
     if options.draft is None:
@@ -170,6 +195,41 @@ def _check_together(config: ModelConfig, options: GenerateOptions) -> None:
     if options.keep_prefix and options.best_of not in (None, options.n):
         why = "the cache has rows that are not returned: use n, and choose the best answers yourself"
         raise InputError(f"keep_prefix with best_of={options.best_of}: {why}")
+
+
+def _compile_grammars(
+    config: ModelConfig, options: GenerateOptions, prompts: int
+) -> tuple[CompiledGrammar | None, ...]:
+    """The grammar of each prompt; () where no prompt has one."""
+    given: Any = options.grammar
+    each = list(given) if is_sequence(given) else [given] * prompts
+    if len(each) != prompts:
+        raise InputError(f"{len(each)} grammars for {prompts} prompts: give one grammar, or one per prompt")
+    if all(grammar is None for grammar in each):
+        return ()
+    if not options.eos_token_ids:
+        raise InputError("grammar needs an EOS id, which ends the answer: eos_token_ids is empty")
+    if not options.use_cache:
+        raise InputError("grammar needs the cache: leave use_cache true")
+    compiled: dict[Any, CompiledGrammar] = {}
+    for grammar in each:
+        if grammar is not None and grammar not in compiled:
+            compiled[grammar] = _compile_grammar(config, grammar)
+    return tuple(None if grammar is None else compiled[grammar] for grammar in each)
+
+
+def _need_masks(grammars: Sequence[CompiledGrammar | None], prompts: list[list[int]]) -> bool:
+    pairs = zip(grammars, prompts, strict=False)
+    return any(grammar is not None and not grammar.runs_on_device(prompt) for grammar, prompt in pairs)
+
+
+def _compile_grammar(config: ModelConfig, grammar: Any) -> CompiledGrammar:
+    if not isinstance(grammar, Grammar):
+        made_by = "json_schema, json_object, regex, lark or choice"
+        raise InputError(f"grammar must be made by {made_by}, got {format_value(grammar)}")
+    if grammar.tokenizer is None:
+        raise InputError("a grammar needs the tokenizer: give tokenizer=model.tokenizer beside it")
+    return CompiledGrammar(grammar, config.vocab_size)
 
 
 def _check_prefix(options: GenerateOptions, prompts: list[list[int]]) -> None:

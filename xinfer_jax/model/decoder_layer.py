@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas import HeadNorms
+
 from ..cache.layer_caches import Contiguous, uncached_kv
 from ..cache.quantized_kv import cache_specs
 from ..cache.stored_kv import is_quantized_kv
@@ -140,13 +142,14 @@ def self_attention(  # noqa: PLR0913
     start_B: Any = positions.start_B  # not None if kv is not None
     layer, key_bias_fn = _split_key_bias(layer, config, kind, kv)
     qkv = _project_qkv(layer, config, x_BTD, over, before, impl)
+    norms = _head_norms(layer, config)
     angles = None if kind.rope is None else positions.angles[kind.rope]
     if kv is None:
-        q_BTNH, k_BTKH, v_BTKH = rotate(qkv, angles)
+        q_BTNH, k_BTKH, v_BTKH = rotate(qkv, norms, angles)
         visible = uncached_kv(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2))
         length_B = num_tokens_B
     else:
-        q_BTNH, kv = rotate_and_append(qkv, angles, kv, start_B, num_tokens_B, impl)
+        q_BTNH, kv = rotate_and_append(qkv, norms, angles, kv, start_B, num_tokens_B, impl)
         visible = kv
         length_B = jnp.where(num_tokens_B > 0, start_B + num_tokens_B, 0)  # without queries no key is read
     scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
@@ -183,15 +186,19 @@ def _project_qkv(  # noqa: PLR0913
     before: Norm | None,
     impl: str | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values by head, [B, T, N or K, H], with the layer's norms for them."""
+    """Queries, keys and values by head, [B, T, N or K, H], after norms of all heads together."""
     ys = products(x_BTD, [layer[name] for name in "qkv"], before=before, impl=impl)
     if config.qk_norm_joint:
         ys[:2] = joint_norms(ys[:2], layer, ["q_norm", "k_norm"], config, over)
-    ys = [y.reshape(*y.shape[:2], -1, config.head_dim) for y in ys]
-    if not config.qk_norm_joint:
-        ys[:2] = (norm(y, layer, f"{name}_norm", config) for y, name in zip(ys, "qk", strict=False))
-    q_BTNH, k_BTKH, v_BTKH = ys
+    q_BTNH, k_BTKH, v_BTKH = (y.reshape(*y.shape[:2], -1, config.head_dim) for y in ys)
     return q_BTNH, k_BTKH, v_BTKH
+
+
+def _head_norms(layer: Params, config: ModelConfig) -> HeadNorms | None:
+    """The layer's norms of each head of queries and keys; None: it has none."""
+    if config.qk_norm_joint or "q_norm" not in layer:
+        return None
+    return HeadNorms(layer["q_norm"], layer["k_norm"], config.rms_norm_eps, config.norm_offset)
 
 
 def _feed_forward(  # noqa: PLR0913

@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..checks import is_traced
+from .automaton import Automata
 from .batched_settings import has_all_settings
 from .sampling_config import SamplingConfig
+
+ALL_BITS = np.uint32(2**32 - 1)  # a word of a mask that allows every token
 
 
 @jax.tree_util.register_dataclass
@@ -23,8 +26,11 @@ class Context:
     seen_BV: jax.Array  # bool: which tokens occur in prompt or answer
     count_BV: jax.Array | None  # int32: how often each token occurs in the answer
     history_BS: jax.Array | None  # int32: tokens of prompt and answer in order; None: not needed
-    allowed_bits: jax.Array | None  # uint32 [B, ceil(V/32)]: bit v % 32 of word v // 32: v is allowed
+    # uint32 [B, Q, ceil(V/32)]: bit v % 32 of word v // 32: v is allowed. The first mask is of the next
+    # token; the host may write Q - 1 others, of the tokens after it.
+    allowed_bits: Any
     biased_B: jax.Array | None = None  # bool: the row's `logit_bias` is not all zeros, so kernels read it
+    automata: Automata | None = None  # of the rows' grammars; None: no row has one
 
     def append_token(self, token_B: jax.Array, active_B: jax.Array) -> "Context":
         """Returns the context with a token appended to each active row."""
@@ -42,6 +48,8 @@ class Context:
             seen_BV=jnp.asarray(self.seen_BV).at[row_B, token_B].max(active_B),
             count_BV=count_BV,
             history_BS=history_BS,
+            allowed_bits=_next_masks(self.allowed_bits, one_B),
+            automata=self.automata and self.automata.append(token_B, active_B),
         )
 
     def append_tokens(self, token_BT: jax.Array, count_B: jax.Array) -> "Context":
@@ -53,6 +61,10 @@ class Context:
         if history_BS is not None:
             at_BT = jnp.where(appended_BT, self.position_B[:, None] + index_T, history_BS.shape[1])
             history_BS = jnp.asarray(history_BS).at[row_B1, at_BT].set(token_BT, mode="drop")
+        automata = self.automata
+        if automata is not None:
+            for i in range(token_BT.shape[1]):
+                automata = automata.append(token_BT[:, i], appended_BT[:, i])
         count_BV = self.count_BV
         if count_BV is not None:
             count_BV = jnp.asarray(count_BV).at[row_B1, token_BT].add(appended_BT.astype(jnp.int32))
@@ -63,6 +75,8 @@ class Context:
             seen_BV=jnp.asarray(self.seen_BV).at[row_B1, token_BT].max(appended_BT),
             count_BV=count_BV,
             history_BS=history_BS,
+            allowed_bits=_next_masks(self.allowed_bits, count_B),
+            automata=automata,
         )
 
     def at_draft_positions(self, draft_BT: jax.Array) -> "Context":
@@ -81,7 +95,17 @@ class Context:
             more_RV += occurs_RV.astype(jnp.int32)
         count_RV = None if self.count_BV is None else rows.count_BV + more_RV
         appended = rows.append_tokens(draft_RT, before_R)
-        return dataclasses.replace(appended, seen_BV=rows.seen_BV | (more_RV > 0), count_BV=count_RV)
+        bits = self.allowed_bits
+        if bits is not None and bits.shape[1] == T + 1:  # a mask of each position
+            bits = jnp.reshape(bits, (B * (T + 1), 1, -1))
+        elif bits is not None:
+            bits = rows.allowed_bits
+        seen_RV = rows.seen_BV | (more_RV > 0)
+        return dataclasses.replace(appended, seen_BV=seen_RV, count_BV=count_RV, allowed_bits=bits)
+
+    def select_rows(self, rows_B: Any) -> "Context":
+        """Returns the context without the automata of other rows, whose work is skipped. rows_B: bool."""
+        return dataclasses.replace(self, automata=self.automata and self.automata.select_rows(rows_B))
 
     def reorder(self, index_B: jax.Array) -> "Context":
         """Returns a context whose row b is row index_B[b]."""
@@ -93,9 +117,18 @@ def repeat_rows(tree: Any, times: int) -> Any:
     return jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), times, 0), tree)
 
 
-def init_context(
-    sampling_B: SamplingConfig, position_B: Any, eos_BE: Any, seen_BV: Any, history_BS: Any = None
-) -> Context:
+def _next_masks(bits: Any, count_B: jax.Array) -> Any:
+    """The masks [B, Q, W] after so many tokens of each row. The last one stays, and so does the only one."""
+    if bits is None or bits.shape[1] == 1:
+        return bits
+    index_BQ = jnp.minimum(count_B[:, None] + jnp.arange(bits.shape[1]), bits.shape[1] - 1)
+    return jnp.take_along_axis(jnp.asarray(bits), index_BQ[..., None], 1)
+
+
+def init_context(  # noqa: PLR0913
+    sampling_B: SamplingConfig, position_B: Any, eos_BE: Any, seen_BV: Any, history_BS: Any = None,
+    num_masks: int = 1, automata: Automata | None = None,
+) -> Context:  # fmt: skip
     """Returns the context of prompts without answers; every token is allowed.
 
     Args:
@@ -104,6 +137,8 @@ def init_context(
         eos_BE: int32, ids that end each row.
         seen_BV: bool, which tokens occur in the prompts.
         history_BS: int32, the prompts' tokens in order, with free places for the answers.
+        num_masks: Q of `allowed_bits`.
+        automata: of the rows.
     """
     (B, V) = seen_BV.shape
     full = has_all_settings(sampling_B)
@@ -115,8 +150,9 @@ def init_context(
         seen_BV,
         xp.zeros((B, V), np.int32) if full else None,
         history_BS,
-        xp.full((B, -(-V // 32)), 2**32 - 1, np.uint32) if full else None,
+        xp.full((B, num_masks, -(-V // 32)), ALL_BITS) if full else None,
         _biased_rows(sampling_B.logit_bias) if full else None,
+        automata,
     )
 
 

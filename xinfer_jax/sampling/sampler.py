@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 import kernels_pallas
@@ -18,7 +17,7 @@ from ..model.greedy import argmax
 from ..sharding import abstract_mesh_of, sharded_top_k, top_k_of_groups
 from . import processors
 from .batched_settings import has_all_settings
-from .context import Context, repeat_rows
+from .context import ALL_BITS, Context, repeat_rows
 from .random_keys import DRAW_TOKEN, draw_key, gumbel_noise
 from .reductions import logsumexp_in_one_pass
 from .sampling_config import SamplingConfig
@@ -127,7 +126,7 @@ def _choose_in_branches(logits_BV, key_B, sampling_B, context, impl):
 
         return lax.cond(all_greedy(sampling_B), lambda: (argmax(processed_BV, impl), processed_BV), sampled)
 
-    plain_greedy = is_plain_greedy(sampling_B)
+    plain_greedy = is_plain_greedy(sampling_B, context)
     token_B, taken_BV = lax.cond(plain_greedy, lambda: (argmax(logits_BV, impl), logits_BV), processed)
     return token_B, taken_BV, match_varying_axes(jnp.zeros(len(logits_BV)), logits_BV)
 
@@ -156,6 +155,8 @@ def _choose_of_rows(
     common_B &= jnp.isfinite(logsumexp_B)  # a kernel may miss that logits are NaN
     if has_all_settings(sampling_B):
         common_B &= ~_uses_other_processors(sampling_B, context)
+    if context.automata is not None:
+        common_B &= ~context.automata.used_B
 
     def from_all() -> jax.Array:
         drawn_B = _in_groups(lambda *arrays: _process_and_sample(*as_rows(*arrays))[0], group, *arrays)
@@ -317,9 +318,9 @@ def all_greedy(sampling_B: SamplingConfig) -> jax.Array:
     return jnp.all(sampling_B.temperature <= 0)
 
 
-def is_plain_greedy(sampling_B: SamplingConfig) -> jax.Array:
+def is_plain_greedy(sampling_B: SamplingConfig, context: Context | None = None) -> jax.Array:
     """Whether every row takes its most likely token, without any logits processor."""
-    if has_all_settings(sampling_B):
+    if has_all_settings(sampling_B) or context is not None and context.automata is not None:
         return jnp.bool_(False)
     return all_greedy(sampling_B) & jnp.all(sampling_B.repetition_penalty == 1)
 
@@ -330,7 +331,7 @@ def process_logits(logits_BV: jax.Array, sampling_B: SamplingConfig, context: Co
     c = context
     logits_BV = _bias_and_repeat(logits_BV, s, c)
     if not has_all_settings(s):
-        return logits_BV
+        return _follow_automata(logits_BV, c)
 
     def penalties(x_BV: jax.Array) -> jax.Array:
         return processors.presence_frequency(x_BV, s.presence_penalty, s.frequency_penalty, c.count_BV)
@@ -349,8 +350,15 @@ def process_logits(logits_BV: jax.Array, sampling_B: SamplingConfig, context: Co
         logits_BV = _apply_if_any(s.no_repeat_ngram_size > 0, ngrams, logits_BV)
     logits_BV = _apply_if_any(s.bad_words_ids >= 0, words, logits_BV)
     logits_BV = _apply_if_any(c.num_generated_B < s.min_new_tokens, min_tokens, logits_BV)
-    has_forbidden = c.allowed_bits != np.uint32(2**32 - 1)
-    return _apply_if_any(has_forbidden, lambda x_BV: processors.allowed(x_BV, c.allowed_bits), logits_BV)
+    bits_BW = c.allowed_bits[:, 0]
+    is_allowed = lambda x_BV: processors.allowed(x_BV, bits_BW)  # noqa: E731
+    return _follow_automata(_apply_if_any(bits_BW != ALL_BITS, is_allowed, logits_BV), c)
+
+
+def _follow_automata(logits_BV, context):
+    if context.automata is None:
+        return logits_BV
+    return _apply_if_any(context.automata.used_B, context.automata.mask, logits_BV)
 
 
 def _bias_and_repeat(logits_BV, sampling_B, context):
@@ -368,7 +376,7 @@ def _uses_other_processors(sampling_B: SamplingConfig, context: Context) -> jax.
     c = context
     uses_B = (s.presence_penalty != 0) | (s.frequency_penalty != 0) | (s.no_repeat_ngram_size > 0)
     uses_B |= (c.num_generated_B < s.min_new_tokens) | jnp.any(s.bad_words_ids >= 0, (1, 2))
-    return uses_B | jnp.any(c.allowed_bits != np.uint32(2**32 - 1), -1)
+    return uses_B | jnp.any(c.allowed_bits[:, 0] != ALL_BITS, -1)
 
 
 def _apply_if_any(uses: jax.Array, processor: Callable, logits_BV: jax.Array) -> jax.Array:

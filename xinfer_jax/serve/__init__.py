@@ -6,15 +6,15 @@ Read the files in this order:
 - `ip_addresses` finds the client behind a proxy; `connections` limits open and idle connections.
 - `admission` limits what clients have in flight; `request_body` receives a body and checks its size before
   it is parsed; `worker_pool` runs slow work in threads.
-- `json_encoding` encodes a response in slices; `reasoning` splits an answer while it streams; `chunks` makes
-  the chunks of a stream; `http_responses` sends them.
+- `json_encoding` encodes a response in slices; `chunks` makes the chunks of a stream; `http_responses`
+  sends them.
 - `embedding_requests` serves /v1/embeddings; `served_request` is one request to the engine; `service` handles
   completions; `text_endpoints` handles what needs no engine; `app` has the routes and checks the key;
   `command` is the process.
 
 Served: /v1/models, /v1/models/ID, /version, /v1/completions, /v1/chat/completions (streamed or not),
 /v1/embeddings, /health, /metrics, /tokenize, /detokenize, /tokenizer_info, and the page. Not served, and
-rejected by name: /v1/responses, tools, response formats, suffix, images and audio; `xinfer_jax/api/fields.py`
+rejected by name: /v1/responses, suffix, images and audio; `xinfer_jax/api/fields.py`
 has the list of fields.
 
 - An answer has the same tokens with the same seed, beside any other requests. A request without a seed gets

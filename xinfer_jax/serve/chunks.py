@@ -5,12 +5,19 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from ..api.bodies import ParsedBody
-from ..api.responses import FINISH_REASONS, answer_detokenizer, echo_entries, format_logprobs
+from ..api.responses import (
+    FINISH_REASONS,
+    answer_detokenizer,
+    answer_parser,
+    chat_finish_reason,
+    echo_entries,
+    format_logprobs,
+)
 from ..api.token_texts import TokenTextDecoder, prompt_text
 from ..checkpoint.tokenizer import Tokenizer
 from ..engine.requests import Answer, Request, request_updates
+from ..tools.answer_parser import AnswerDelta, reasoning_fields
 from .api_errors import APIError
-from .reasoning import ReasoningParser
 
 _QUIET_SECONDS = 5.0  # after which a comment keeps the connection open, for the client and for proxies
 _SLICE = 64  # tokens of a chunk at most, so that formatting it takes a bounded time
@@ -19,16 +26,13 @@ _SLICE = 64  # tokens of a chunk at most, so that formatting it takes a bounded 
 class ChoiceStream:
     """One choice of a streamed response: formats what is new of one answer."""
 
-    def __init__(
-        self, index: int, answer: Answer, parsed: ParsedBody, tokenizer: Tokenizer, in_reasoning: bool
-    ):
-        """in_reasoning: the prompt ends within the reasoning."""
+    def __init__(self, index: int, answer: Answer, parsed: ParsedBody, tokenizer: Tokenizer):
         self._index = index
         self._answer = answer
         self._parsed = parsed
         self._tokenizer = tokenizer
         self._detokenizer = answer_detokenizer(tokenizer, parsed)
-        self._reasoning = ReasoningParser(in_reasoning)
+        self._parser = answer_parser(parsed, index)
         self._texts = TokenTextDecoder(tokenizer, parsed.skip_special_tokens)
         self._num_tokens = 0  # sent so far
         self._num_logprobs = 0  # sent so far
@@ -76,7 +80,9 @@ class ChoiceStream:
         more = not ended and (len(new) == _SLICE or over or not all_logprobs)
         if not (text or ended or entries or (new and parsed.return_token_ids)):
             return None, more
-        return self._format(text, new, entries, ended), more
+        choice = self._format(text, new, entries, ended)
+        is_empty = choice.get("delta") == {} and not (ended or entries or parsed.return_token_ids)
+        return None if is_empty else choice, more
 
     def _next_echo_entries(self) -> list[Any]:
         """The next entries of an echoed prompt."""
@@ -94,9 +100,9 @@ class ChoiceStream:
         choice: dict[str, Any] = dict(index=self._index)
         choice["finish_reason"] = FINISH_REASONS.get(reason, reason) if ended else None
         if self._parsed.kind == "chat":
-            reasoning, content = self._reasoning.push(text, ended)
-            fields = dict(reasoning_content=reasoning, content=content)
-            choice["delta"] = {name: value for name, value in fields.items() if value}
+            choice["delta"] = _delta_fields(self._parser.push(text, ended))
+            if ended:
+                choice["finish_reason"] = chat_finish_reason(choice["finish_reason"], self._parser)
         else:
             choice["text"] = text
         if self._parsed.logprobs is not None:
@@ -106,13 +112,28 @@ class ChoiceStream:
         return choice
 
 
+def _delta_fields(delta: AnswerDelta) -> dict[str, Any]:
+    """The fields of a chunk's delta: those that are not empty."""
+    fields: dict[str, Any] = reasoning_fields(delta.reasoning) if delta.reasoning else {}
+    if delta.content:
+        fields["content"] = delta.content
+    for call in delta.tool_calls:
+        function = (
+            dict(arguments=call.arguments)
+            if call.id is None
+            else dict(name=call.name, arguments=call.arguments)
+        )
+        own = {} if call.id is None else dict(id=call.id, type="function")
+        fields.setdefault("tool_calls", []).append(dict(index=call.index, **own, function=function))
+    return fields
+
+
 async def stream_chunks(
     parsed: ParsedBody,
     requests: Sequence[Request],
     tokenizer: Tokenizer,
     usage: Callable[[], dict[str, Any]] | None,
     head: dict[str, Any],
-    in_reasoning: bool,
 ) -> AsyncIterator[dict[str, Any] | None]:
     """Yields the chunks of a stream, and None whenever nothing is new for a while.
 
@@ -122,7 +143,6 @@ async def stream_chunks(
         tokenizer: the model's.
         usage: called at the end, for a last chunk with the usage; None: no such chunk.
         head: id, created, model, seed.
-        in_reasoning: the prompt ends within the reasoning.
 
     Raises:
         APIError: the deadline passed before an answer had a token.
@@ -130,7 +150,7 @@ async def stream_chunks(
     chat = parsed.kind == "chat"
     head = dict(head, object="chat.completion.chunk" if chat else "text_completion")
     answers = [answer for request in requests for answer in request.answers]
-    streams = [ChoiceStream(i, answer, parsed, tokenizer, in_reasoning) for i, answer in enumerate(answers)]
+    streams = [ChoiceStream(i, answer, parsed, tokenizer) for i, answer in enumerate(answers)]
     if chat:
         for index in range(len(answers)):
             first = dict(index=index, finish_reason=None, delta=dict(role="assistant", content=""))

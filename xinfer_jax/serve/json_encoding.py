@@ -46,14 +46,13 @@ def response_to_json(
     outs: Sequence[GenerateOutput],
     prompt_logprobs: Sequence[Sequence[TokenLogprobs]],
     tokenizer: Tokenizer,
-    in_reasoning: bool,
     check: Callable[[], None],
     **head: Any,
 ) -> bytes:
     """Encodes the `response_body`.
 
     Args:
-        parsed, outs, prompt_logprobs, tokenizer, in_reasoning: as in `response_body`.
+        parsed, outs, prompt_logprobs, tokenizer: as in `response_body`.
         check: called before each choice; it raises if the response is not needed any more.
         head: further fields of the response; `usage` among them.
     """
@@ -67,15 +66,14 @@ def response_to_json(
             out_one = dataclasses.replace(
                 out, tokens=[tokens], logprobs=[[]], finish_reason=[reason], alternatives=None
             )
-            (choice,) = response_body(parsed_one, [out_one], [[]], tokenizer, in_reasoning)["choices"]
-            choice["index"] = len(choices)
+            (choice,) = response_body(parsed_one, [out_one], [[]], tokenizer, len(choices))["choices"]
             encoded = {}
             if parsed.logprobs is not None:
                 of_answer = out.alternatives[j] if out.alternatives is not None and parsed.max_tokens else []
                 entries = [*echo_entries(prompt, of_prompt), *of_answer] if parsed.echo else of_answer
                 encoded["logprobs"] = _logprobs_to_json(tokenizer, parsed, entries)
             choices.append(object_to_json(choice, **encoded))
-    empty = response_body(dataclasses.replace(parsed, prompts=[]), [], [], tokenizer, in_reasoning)
+    empty = response_body(dataclasses.replace(parsed, prompts=[]), [], [], tokenizer)
     del empty["choices"]
     return object_to_json(empty | head, choices=_join(choices))
 

@@ -17,7 +17,6 @@ from starlette.responses import Response
 
 from ..api.bodies import ParsedBody, parse_request_body
 from ..api.fields import BodyError, with_field_names
-from ..api.responses import THINK_START
 from ..checkpoint.conversation import prompt_ids
 from ..checkpoint.loading import Model
 from ..engine.engines import AnyEngine, make_engine
@@ -135,28 +134,25 @@ class Service:
         settings = self.settings
         client = served.reservation.client
         submit = partial(self._submit, served, kind, data)
-        parsed, streamed, with_usage, in_reasoning = await self.workers.run(client, is_large(data), submit)
+        parsed, streamed, with_usage = await self.workers.run(client, is_large(data), submit)
         requests = served.requests
         head: dict[str, Any] = dict(created=int(time.time()), model=settings.name, seed=parsed.seed)
         head["id"] = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{served.request_id}"
         if streamed:
             usage = partial(usage_with_cached, parsed, requests) if with_usage else None
-            chunks = stream_chunks(parsed, requests, self.tokenizer, usage, head, in_reasoning)
+            chunks = stream_chunks(parsed, requests, self.tokenizer, usage, head)
             return EventStream(chunks, served.finish, settings.stall_seconds)
         await _wait_until_ended(requests)
-        format_response = partial(self._format, parsed, served, in_reasoning, head)
+        format_response = partial(self._format, parsed, served, head)
         large = served.reservation.amounts["tokens"] > LARGE_TOKENS
         body = await self.workers.run(client, large, format_response)
         return JSONBodyResponse(body, served.finish, settings.stall_seconds)
 
-    def _submit(
-        self, served: ServedRequest, kind: str, data: list[bytes]
-    ) -> tuple[ParsedBody, bool, bool, bool]:
+    def _submit(self, served: ServedRequest, kind: str, data: list[bytes]) -> tuple[ParsedBody, bool, bool]:
         """Parses the body and submits it to the engine. Runs in a thread.
 
         Returns:
-            The body; whether to stream; whether the stream ends with the usage; whether the prompt ends
-            within the reasoning.
+            The body; whether to stream; whether the stream ends with the usage.
         """
         assert self.engine is not None
         reservation = served.reservation
@@ -165,6 +161,7 @@ class Service:
         parsed, streamed, with_usage = self._parse(kind, body, reservation)
         if parsed.seed is None:
             parsed.seed = _derive_seed(settings.seed, served.number)
+        parsed.call_prefix = f"call_{served.request_id}_{served.number}"
         reservation.reserve(answers=count_answers(parsed), tokens=count_tokens(parsed), bytes=0)
         if reservation.released:
             raise ClientDisconnect
@@ -177,7 +174,7 @@ class Service:
         arguments["received"] = served.received
         requests = self.engine.submit_many(parsed.prompts, parsed.options, keys=keys, **arguments)
         served.set_submitted(parsed, requests)
-        return parsed, streamed, with_usage, kind == "chat" and self._ends_in_reasoning(parsed.prompts[0])
+        return parsed, streamed, with_usage
 
     def load_body(self, data: list[bytes], list_name: str | None = "prompt") -> dict[str, Any]:
         """The JSON object of a body. Empties `data`, so that the bytes are freed."""
@@ -186,9 +183,7 @@ class Service:
         data.clear()
         return body
 
-    def _format(
-        self, parsed: ParsedBody, served: ServedRequest, in_reasoning: bool, head: dict[str, Any]
-    ) -> bytes:
+    def _format(self, parsed: ParsedBody, served: ServedRequest, head: dict[str, Any]) -> bytes:
         """The body of the response. Runs in a thread."""
         requests = served.requests
 
@@ -202,7 +197,7 @@ class Service:
         outs = [request.result() for request in requests]
         prompt_logprobs = [request.prompt_logprobs for request in requests]
         head = dict(head, usage=usage_with_cached(parsed, requests))
-        return response_to_json(parsed, outs, prompt_logprobs, self.tokenizer, in_reasoning, check, **head)
+        return response_to_json(parsed, outs, prompt_logprobs, self.tokenizer, check, **head)
 
     def to_api_error(self, error: Exception, submitted: bool = False) -> APIError:
         """Converts any error. submitted: it came after the request was submitted to the engine."""
@@ -282,11 +277,6 @@ class Service:
         """Whether the request has one of the keys, or none is needed."""
         keys = self.settings.api_keys
         return not keys or any([hmac.compare_digest(_key(request), key) for key in keys])
-
-    def _ends_in_reasoning(self, ids: Sequence[int]) -> bool:
-        """Whether the chat template has opened <think> for the answer."""
-        text = self.tokenizer.decode(ids[-8:], skip_special_tokens=False)
-        return text.rstrip().endswith(THINK_START)
 
 
 async def _wait_until_ended(requests: Sequence[Request]) -> None:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from ..api.fields import BodyError, Fields
 from ..api.prompts import PromptEncoder
+from ..api.tool_fields import parse_tools
 from ..checkpoint.conversation import prompt_ids
 from ..checkpoint.loading import Model
 from ..checks import check_token_ids
@@ -86,15 +87,16 @@ class TextEndpoints:
 
     def _tokenize(self, model: Model, body: dict[str, Any]) -> bytes:
         assert model.tokenizer is not None
-        _check_known("/tokenize", body, _TOKENIZE_FIELDS)
         chat = "messages" in body
+        _check_known("/tokenize", body, _TOKENIZE_FIELDS | ({"tools"} if chat else set()))
         escape = self._service.settings.escape
         if not chat and not isinstance(body.get("prompt"), str):
             raise APIError(400, "the body needs a prompt, which is a text, or messages", "prompt")
+        tools = parse_tools(Fields(body), model.tokenizer)
         limit = model.config.context_length if chat else 2**31  # only the body's size limits a text
         prompts = PromptEncoder(
             Fields(body), "chat" if chat else "completion", partial(prompt_ids, model.tokenizer),
-            model.tokenizer.chat_template, model.config.vocab_size, limit, escape,
+            tools.tools if tools else None, model.config.vocab_size, limit, escape,
         )  # fmt: skip
         (ids,) = prompts.encode(limit)
         head = dict(count=len(ids), max_model_len=self._service.max_model_len)

@@ -1,10 +1,19 @@
-"""`split_reasoning` for a text that is still being generated."""
+"""`ReasoningParser`: what stands between <think> and </think>, and the content after it."""
 
-from ..api.responses import THINK_END, THINK_START
+from .marks import length_of_partial_mark
+
+THINK_START = "<think>"
+THINK_END = "</think>"
 
 
 class ReasoningParser:
-    """Splits the chunks of an answer's text into reasoning and content. It looks at each character once."""
+    """Splits an answer into reasoning and content, in parts as it is generated or whole. It looks at each
+    character once.
+
+    Attributes:
+        found: the answer has reasoning, perhaps an empty one.
+        has_content: the reasoning has ended, or there is none.
+    """
 
     def __init__(self, in_reasoning: bool):
         """in_reasoning: the prompt ends within the reasoning."""
@@ -12,9 +21,14 @@ class ReasoningParser:
         self._pending = ""  # may be the beginning of a mark
         self._blanks: list[str] = []  # before the first other character
         self._at_start = True  # of the reasoning: its first newline is left out
+        self.found = in_reasoning
+
+    @property
+    def has_content(self) -> bool:
+        return self._state in ("before content", "content")
 
     def push(self, text: str, ended: bool) -> tuple[str, str]:
-        """The new reasoning and the new content. ended: this is the last chunk."""
+        """The new reasoning and the new content. ended: this is the last part."""
         text = self._pending + text
         self._pending = ""
         reasoning = ""
@@ -25,13 +39,14 @@ class ReasoningParser:
         if self._state == "before content":
             text = text.lstrip("\n")
             self._state = "content" if text else "before content"
-        return (reasoning, text) if self._state in ("before content", "content") else (reasoning, "")
+        return (reasoning, text) if self.has_content else (reasoning, "")
 
     def _push_start(self, text: str, ended: bool) -> str:
         stripped = text.lstrip()
         self._blanks.append(text[: len(text) - len(stripped)])
         if stripped.startswith(THINK_START):
             self._state = "reasoning"
+            self.found = True
             return stripped[len(THINK_START) :]
         if ended or not THINK_START.startswith(stripped):
             self._state = "content"
@@ -44,9 +59,7 @@ class ReasoningParser:
         if mark:
             self._state = "before content"
         elif not ended:
-            lengths = range(len(THINK_END) - 1, 0, -1)
-            partial = next((n for n in lengths if reasoning.endswith(THINK_END[:n])), 0)
-            cut = len(reasoning) - partial
+            cut = len(reasoning) - length_of_partial_mark(reasoning, [THINK_END])
             self._pending = reasoning[cut:]
             reasoning = reasoning[:cut]
         if reasoning and self._at_start:

@@ -1,0 +1,102 @@
+"""What chat templates do with tools: used or ignored, the form of calls, and histories with calls."""
+
+import copy
+import json
+
+import pytest
+import tiny
+import tool_models
+from paths import DATA
+
+import xinfer_jax as xj
+from xinfer_jax.checkpoint.conversation import prompt_ids
+from xinfer_jax.checkpoint.template_tools import TemplateTools
+from xinfer_jax.checkpoint.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.newest
+
+QWEN = DATA / "qwen2.5-0.5b-instruct"
+QUESTION = [dict(role="user", content="1 + 2?")]
+CALL = dict(id="a", type="function", function=dict(name="add", arguments='{"a": 1, "b": 2}'))
+HISTORY = [
+    *QUESTION, dict(role="assistant", content=None, tool_calls=[CALL]),
+    dict(role="tool", tool_call_id="a", content="3"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def tokenizer(good) -> Tokenizer:
+    return Tokenizer.from_dir(good)
+
+
+def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
+    other = copy.copy(tokenizer)
+    other.chat_template = template
+    return other
+
+
+def text(tokenizer: Tokenizer, messages: list, **more) -> str:
+    return tokenizer.decode(prompt_ids(tokenizer, messages, 4096, **more), skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", tool_models.TEMPLATES)
+def test_the_form_is_found(tokenizer, name):
+    """And arguments are objects in a history, where the API sends JSON texts."""
+    own = with_template(tokenizer, tool_models.TEMPLATES[name])
+    assert own.template_tools.used and own.template_tools.format == name
+    shown = text(own, HISTORY, tools=tool_models.TOOLS)
+    answer = shown.split("assistant\n")[1].split("<|im_end|>")[0]
+    parsed = xj.AnswerParser(name, tool_models.TOOLS).parse(answer)
+    assert [(call.name, call.arguments) for call in parsed.tool_calls] == [("add", dict(a=1, b=2))]
+    assert shown.startswith('{"type": "function", "function": {"name": "add"')
+    without = text(own, HISTORY)
+    assert without != shown and shown.endswith(without)
+
+
+def test_templates_that_ignore_tools(tokenizer):
+    other_form = "{{ messages[0].content }}{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    assert with_template(tokenizer, other_form).template_tools == TemplateTools(True, None)
+    raising = "{% if tools %}{{ raise_exception('no') }}{% endif %}a"
+    for template in (tokenizer.chat_template, "{{ x.y.z }}", raising):
+        own = with_template(tokenizer, template)
+        with pytest.raises(xj.InputError, match="^the chat template of this model ignores tools"):
+            prompt_ids(own, QUESTION, 4096, tools=tool_models.TOOLS)
+    with pytest.raises(xj.InputError, match="does not use tool_calls"):
+        prompt_ids(tokenizer, HISTORY, 4096)
+
+
+def test_encode_prompt_rejects_tools_by_name(good):
+    model = xj.load_model(good)
+    for how in ({}, dict(raw=True)):
+        with pytest.raises(xj.InputError, match="tools"):
+            xj.encode_prompt(model, tiny.QUESTION, tools=tool_models.TOOLS, **how)
+    assert xj.encode_prompt(model, tiny.QUESTION, tools=[]) == xj.encode_prompt(model, tiny.QUESTION)
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "{", 3])
+def test_arguments_of_a_history_must_be_an_object(tokenizer, arguments):
+    own = with_template(tokenizer, tool_models.TEMPLATES["hermes"])
+    call = dict(type="function", function=dict(name="add", arguments=arguments))
+    with pytest.raises(xj.InputError, match="^the arguments of a tool call must be"):
+        prompt_ids(own, [*QUESTION, dict(role="assistant", tool_calls=[call])], 4096)
+
+
+def test_tools_cannot_spell_control_tokens(tokenizer):
+    own = with_template(tokenizer, tool_models.TEMPLATES["hermes"])
+    forged = json.loads(json.dumps(tool_models.TOOLS).replace(': "add", ', ': "add", "x": "<|im_end|>", '))
+    plain, ids = (prompt_ids(own, QUESTION, 4096, tools=tools) for tools in (tool_models.TOOLS, forged))
+    assert ids.count(tiny.IM_END) == plain.count(tiny.IM_END)
+
+
+@pytest.mark.skipif(not QWEN.exists(), reason=f"{QWEN} is not here")
+def test_qwens_own_template():
+    own = Tokenizer.from_dir(QWEN)
+    assert own.template_tools.used and own.template_tools.format == "hermes"
+    shown = text(own, HISTORY, tools=tool_models.TOOLS)
+    assert f"<tools>\n{json.dumps(tool_models.TOOLS[0])}\n" in shown
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    result = "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>"
+    assert f"<|im_start|>assistant\n{call}<|im_end|>\n{result}\n<|im_start|>assistant\n" in shown
+    marks = [own.backend.token_to_id(mark) for mark in ("<tool_call>", "</tool_call>")]
+    assert [prompt_ids(own, HISTORY, 4096).count(mark) for mark in marks] == [1, 1]
+    assert own.decode(marks) == "<tool_call></tool_call>"  # they are not special: answers have them

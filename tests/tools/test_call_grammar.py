@@ -1,0 +1,115 @@
+"""Every text that the grammar of a call allows is one: of a tool, with arguments that are valid."""
+
+import itertools
+import json
+import random
+
+import numpy as np
+import pytest
+import tool_models
+from tool_models import tool
+
+import xinfer_jax as xj
+from xinfer_jax.tools.call_grammar import call_grammar
+from xinfer_jax.tools.descriptions import parameter_schemas
+from xinfer_jax.tools.tool_call_parser import TOOL_FORMATS
+
+pytestmark = pytest.mark.newest
+
+_KIND = dict(type="object", properties=dict(q=dict(enum=[1, "é"])), required=["q"])
+_KINDS = dict(type="array", items={"$ref": "#/$defs/kind"}, maxItems=2)
+TOOLS = [
+    *tool_models.TOOLS,
+    dict(type="function", function=dict(name="now")),
+    tool("set", zip=dict(type="string", pattern="^[0-9]{2,4}$")),
+    tool("move", path=dict(type="string", pattern="a/b", maxLength=5)),
+    tool("put", text=dict(type="string", minLength=1, maxLength=4), quote=dict(enum=['"', "x\ny"])),
+    tool("add.all", kinds=_KINDS, sure=dict(type="boolean")),
+]
+TOOLS[-1]["function"]["parameters"] |= {
+    "$defs": dict(kind=_KIND | dict(additionalProperties=False)),
+    "required": ["kinds"],
+}
+SCHEMAS = parameter_schemas(TOOLS)
+
+
+class Bytes:
+    """A tokenizer whose tokens are the bytes, and the end of a text."""
+
+    tokens = [bytes([i]) for i in range(256)] + [b"<|end|>"]
+    eos_token_id = 256
+    bos_token_id = None
+    special_token_ids = [256]
+
+    def __call__(self, text):
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+@pytest.fixture(scope="module")
+def sample():
+    """Draws a text from a grammar."""
+    llguidance = pytest.importorskip("llguidance")
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()), 257)
+
+    def draw(grammar: str, rng: random.Random) -> str:
+        matcher = llguidance.LLMatcher(tokenizer, '%llguidance {"no_forcing": true}\n' + grammar, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        text = bytearray()
+        mask = np.zeros(9, np.uint32)
+        while True:
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            allowed = [i for i in range(257) if mask[i // 32] >> np.uint32(i % 32) & 1]
+            token = 256 if 256 in allowed and rng.random() < 0.3 else rng.choice(allowed)
+            if token == 256:
+                return text.decode()
+            assert matcher.consume_token(token)
+            text.append(token)
+
+    return draw
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS)
+@pytest.mark.parametrize("several", [False, True])
+def test_every_text_is_a_call_with_valid_arguments(sample, form, several):
+    jsonschema = pytest.importorskip("jsonschema")
+    rng = random.Random(2)
+    grammar = call_grammar(form, SCHEMAS, several)
+    seen = set()
+    most = 0
+    for _ in range(40):
+        text = sample(grammar, rng)
+        parsed = xj.AnswerParser(form, TOOLS).parse(text)
+        assert parsed.content is None and parsed.tool_calls, text
+        for call in parsed.tool_calls:
+            schema = SCHEMAS[call.name] or dict(maxProperties=0)
+            jsonschema.validate(call.arguments, schema)
+        seen |= {call.name for call in parsed.tool_calls}
+        most = max(most, len(parsed.tool_calls))
+    assert seen == {*SCHEMAS} and (most > 1) == (several and form != "llama3_json")
+    named = dict(itertools.islice(SCHEMAS.items(), 1))
+    (call,) = xj.AnswerParser(form, TOOLS).parse(sample(call_grammar(form, named, False), rng)).tool_calls
+    assert call.name == "add"
+
+
+def test_json_is_written_as_templates_write_it(sample):
+    add = dict(itertools.islice(SCHEMAS.items(), 1))
+    text = sample(call_grammar("hermes", add, False), random.Random(1)).lstrip()
+    call = json.loads(text.splitlines()[1])
+    assert text == f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    "parameters, said",
+    [
+        (dict(allOf=[{}]), "tool 'f': 'allOf' cannot be"),
+        (
+            dict(properties=dict(a=dict(type="string", contentEncoding="x"))),
+            "parameter 'a': 'contentEncoding'",
+        ),
+        (dict(properties=dict(a=dict(type="string", pattern=3))), "pattern must be a regular expression"),
+        (dict(properties={"a b": dict(type="string")}), "has no spaces"),
+    ],
+)
+def test_what_qwen3_coders_form_cannot_express(parameters, said):
+    with pytest.raises(xj.InputError, match=said):
+        call_grammar("qwen3_coder", dict(f=parameters), False)

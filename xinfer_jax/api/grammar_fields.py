@@ -1,0 +1,72 @@
+"""Parses the fields that say what an answer has to be: `response_format`, and vLLM's `structured_outputs` and
+`guided_*`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import InputError, format_value
+from ..grammar.grammars import Grammar, choice, json_object, json_schema, lark, regex
+from .fields import BodyError, Fields
+
+_MAKERS: dict[str, Callable[[Any], Grammar]] = dict(
+    json=json_schema, regex=regex, choice=choice, grammar=lark, json_object=lambda _: json_object()
+)
+_GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
+
+
+def parse_grammar(fields: Fields, default: Any) -> Any:
+    """The grammar that a body asks for; the default where it asks for none.
+
+    Raises:
+        BodyError: with the name of the field at fault; more than one field asks for a grammar.
+    """
+    found: dict[str, Grammar | None] = {}
+    for field, name in _GUIDED.items():
+        if field in fields.values:
+            found[field] = _make(field, name, fields.values[field])
+    if outputs := fields.mapping("structured_outputs"):
+        found["structured_outputs"] = _structured_outputs(outputs)
+    if response_format := fields.mapping("response_format"):
+        found["response_format"] = _response_format(response_format)
+    asked = [field for field, grammar in found.items() if grammar is not None]
+    if len(asked) > 1:
+        raise BodyError(asked[0], f"{' and '.join(asked)} both constrain the answer: leave out all but one")
+    if "response_format" in found and not asked:  # text
+        return None
+    return found[asked[0]] if asked else default
+
+
+def _make(field: str, name: str, value: Any) -> Grammar:
+    try:
+        return _MAKERS[name](value)
+    except InputError as error:
+        raise BodyError(field, f"{field}: {error}") from error
+
+
+def _structured_outputs(outputs: Mapping[str, Any]) -> Grammar | None:
+    field = "structured_outputs"
+    given = {name: value for name, value in outputs.items() if value not in (None, False)}
+    if others := given.keys() - _MAKERS.keys() - {"disable_any_whitespace"}:
+        raise BodyError(field, f"{field}: {min(others)} is not served here: leave it out")
+    names = [name for name in _MAKERS if name in given]
+    if len(names) > 1:
+        raise BodyError(field, f"{field} has {' and '.join(names)}: give one of them")
+    return _make(field, names[0], given[names[0]]) if names else None
+
+
+def _response_format(value: Mapping[str, Any]) -> Grammar | None:
+    field = "response_format"
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return json_object()
+    if kind != "json_schema":
+        raise BodyError(
+            field, f"{field}: type must be text, json_object or json_schema, got {format_value(kind)}"
+        )
+    spec = value.get("json_schema")
+    if not isinstance(spec, Mapping) or "schema" not in spec:
+        raise BodyError(field, f"{field}: json_schema must be an object with name and schema")
+    return _make(field, "json", spec["schema"])

@@ -1,0 +1,76 @@
+"""Parses the fields of tools: which functions an answer may or must call."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ..checkpoint.conversation import check_template_tools
+from ..checkpoint.tokenizer import Tokenizer
+from ..checkpoint.tool_choice import known_format, tool_grammar
+from ..errors import InputError, format_value
+from ..grammar.grammars import Grammar
+from .fields import BodyError, Fields
+
+_CHOICES = ("none", "auto", "required")
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolSettings:
+    """The tools of a request.
+
+    Attributes:
+        tools: that the prompt describes.
+        format: how the model writes calls, one of `TOOL_FORMATS`.
+        grammar: of answers that are calls; None: the answer need not have any.
+        most_calls: calls after this many are dropped; None: no limit.
+    """
+
+    tools: list[dict[str, Any]]
+    format: str
+    grammar: Grammar | None
+    most_calls: int | None
+
+
+def parse_tools(fields: Fields, tokenizer: Tokenizer | None) -> ToolSettings | None:
+    """The tools of a body; None: it has none, or tool_choice "none", with which the prompt leaves them out.
+
+    Raises:
+        BodyError: with the name of the field at fault.
+    """
+    given = fields.values.get("tools")
+    choice = fields.values.get("tool_choice", "auto")
+    parallel = fields.boolean("parallel_tool_calls", True)
+    if not isinstance(choice, Mapping) and choice not in _CHOICES:
+        said = format_value(choice)
+        raise BodyError("tool_choice", f"tool_choice must be none, auto, required or a function, got {said}")
+    if given in (None, []):
+        if choice not in ("none", "auto"):
+            raise BodyError("tool_choice", "tool_choice needs tools beside it: give tools, or leave it out")
+        return None
+    if choice == "none":
+        return None
+    name = _chosen_name(choice) if isinstance(choice, Mapping) else None
+    if tokenizer is None:
+        raise BodyError("tools", "tools need a chat template, which this checkpoint lacks: leave them out")
+    try:
+        tools = check_template_tools(tokenizer, given)
+        call_format = known_format(tokenizer)
+    except InputError as error:
+        raise BodyError("tools", error) from error
+    most_calls = 1 if name or not parallel else None
+    if choice == "auto":
+        return ToolSettings(tools, call_format, None, most_calls)
+    try:
+        grammar = tool_grammar(tools, tokenizer, name=name, several=parallel)
+    except InputError as error:
+        raise BodyError("tool_choice", f"tool_choice: {error}") from error
+    return ToolSettings(tools, call_format, grammar, most_calls)
+
+
+def _chosen_name(choice: Mapping[str, Any]) -> str:
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if choice.get("type") != "function" or not isinstance(name, str):
+        form = "{'type': 'function', 'function': {'name': …}}"
+        raise BodyError("tool_choice", f"tool_choice as an object must be {form}, got {format_value(choice)}")
+    return name

@@ -1,0 +1,53 @@
+"""`tool_grammar`: answers that call a function, in the form in which the chat template writes calls."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import InputError, format_value
+from ..grammar.grammars import AUTO, Grammar
+from ..tools.call_grammar import call_grammar
+from ..tools.descriptions import parameter_schemas
+from .conversation import check_template_tools
+from .tokenizer import Tokenizer
+
+
+def tool_grammar(
+    tools: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    *,
+    name: str | None = None,
+    several: bool = True,
+    reasoning_end: str | None = AUTO,
+) -> Grammar:
+    """A grammar of answers that are calls of functions, with arguments that are valid for their schemas.
+
+    Properties that a schema does not describe are left out, though it may allow them.
+
+    Args:
+        tools: as in `encode_prompt`, which puts them into the prompt.
+        tokenizer: of the model; its chat template tells the form of a call.
+        name: of the function to call, once; None: any of them.
+        several: there may be more than one call. Llama 3 writes one.
+        reasoning_end: as in `Grammar`.
+
+    Raises:
+        InputError: no tools, or a name that none of them has; the chat template ignores tools, or writes
+            calls in a form that is not known; Qwen3-Coder's form cannot express a keyword of a schema.
+            Whether the others are served is known when the grammar is used.
+    """
+    schemas = parameter_schemas(check_template_tools(tokenizer, tools))
+    if name is not None and name not in schemas or not schemas:
+        raise InputError(f"{format_value(name)} is none of the {len(schemas)} tools: give one of their names")
+    call_format = known_format(tokenizer)
+    chosen = schemas if name is None else {name: schemas[name]}
+    source = call_grammar(call_format, chosen, several and name is None)
+    return Grammar("lark", source, tokenizer, reasoning_end)
+
+
+def known_format(tokenizer: Tokenizer) -> str:
+    """The form in which a chat template that uses tools writes calls; InputError: it is not known."""
+    if (call_format := tokenizer.template_tools.format) is None:
+        raise InputError(
+            "the chat template writes calls of tools in a form that is not served: leave tools out"
+        )
+    return call_format

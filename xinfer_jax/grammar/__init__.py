@@ -1,0 +1,23 @@
+"""Answers that are valid by construction: grammars, and which tokens they allow next.
+
+In the order to read: `grammars` has `Grammar` and what makes one (`json_schema`, `regex`, `choice`, …);
+`vocabulary` gives the bytes of each token; `compiler` compiles grammars by llguidance; `matcher` follows one
+answer; `batch_matchers` follows the rows of a batch.
+
+- A grammar restricts the tokens of the next step: the host writes a mask of V bits for each constrained row
+  into `Context.allowed_bits`, and a call of the device takes one step while such a row runs. Other rows have
+  all bits set: their tokens and numbers stay the same.
+- Text that a grammar forces is still tokenized by the model (llguidance's `no_forcing`): a mask has every
+  token whose bytes the grammar allows. So a slow reference is one line, and probabilities are those of the
+  model among the allowed texts.
+- llguidance sees a vocabulary of our own bytes, with one more token for the end of a text. So the EOS ids of
+  a request, padded vocabularies and tokenizers wider than the model need no other compilation. Special tokens
+  have no text, so no grammar allows them.
+- Draft tokens are verified under a mask each, so the host must know them before the step: functions propose
+  the same tokens again within the step. A draft model is rejected.
+- Compiled grammars are kept by content, the latest 256 and 4 million characters. llguidance bounds its work
+  by counts (lexer states, items), so compiling is bounded in time and memory, and it runs where a request is
+  made: not in an engine's thread, nor in an event loop.
+- Between whole tokens of JSON no whitespace is allowed by default: otherwise a model can add it without end.
+- A model that reasons before its answer is free until `reasoning_end`, but may not end before.
+"""

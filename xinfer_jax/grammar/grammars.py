@@ -1,0 +1,131 @@
+"""`Grammar` and what makes one: `json_schema`, `json_object`, `regex`, `lark`, `choice`."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..checks import is_sequence
+from ..errors import InputError, format_value
+
+AUTO = "auto"
+MAX_CHARACTERS = 2**20  # of a grammar
+# What a JSON Schema may say beside the standard, for llguidance: here no whitespace between tokens of JSON.
+_COMPACT = {"whitespace_flexible": False}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Grammar:
+    """What an answer has to be. `GenerateOptions(grammar=…)` takes it.
+
+    The text functions, engines, files and the server use their model's tokenizer; `generate` and `stream` of
+    ids need it: `json_schema(schema, tokenizer=model.tokenizer)`.
+
+    Attributes:
+        kind: "json", "regex" or "lark".
+        source: a JSON Schema as JSON, a regular expression, or a grammar in llguidance's Lark syntax.
+        tokenizer: from `load_model`; None: that of the model, where there is one.
+        reasoning_end: the text after which the grammar begins; None: it begins with the answer. "auto":
+            "</think>" where the chat template lets the model think, and the prompt ends where it does so.
+    """
+
+    kind: str
+    source: str
+    tokenizer: Any = None
+    reasoning_end: str | None = AUTO
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.source, str) or not self.source.strip():
+            raise InputError(f"the {self.kind} grammar must be a text, got {format_value(self.source)}")
+        if len(self.source) > MAX_CHARACTERS:
+            size = f"{len(self.source)} characters, more than {MAX_CHARACTERS}"
+            raise InputError(f"the {self.kind} grammar has {size}: give a smaller one")
+        end = self.reasoning_end
+        if end is not None and not (isinstance(end, str) and end):
+            raise InputError(f"reasoning_end must be a text, 'auto' or None, got {format_value(end)}")
+
+    def __repr__(self) -> str:
+        return f"Grammar({self.kind}, {format_value(self.source, 40)})"
+
+
+def json_schema(
+    schema: Any, *, compact: bool = True, tokenizer: Any = None, reasoning_end: str | None = AUTO
+) -> Grammar:
+    """A grammar of JSON values that are valid for a schema.
+
+    Source: JSON Schema, the keywords that llguidance implements; others are rejected by name.
+
+    Args:
+        schema: a dict, JSON text, or a pydantic model (a class with `model_json_schema`).
+        compact: no whitespace between the tokens of JSON. False: any whitespace, in which a model may wander.
+        tokenizer, reasoning_end: as in `Grammar`.
+
+    Raises:
+        InputError: not a schema, or one that is too large. Whether it is served is known when it is used.
+    """
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    try:
+        value = json.loads(schema) if isinstance(schema, str) and len(schema) <= MAX_CHARACTERS else schema
+        if isinstance(value, Mapping) and compact:
+            value = {**value, "x-guidance": _COMPACT | dict(value.get("x-guidance") or {})}
+        source = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InputError(f"a JSON schema must be JSON, got {format_value(schema)}: {error}") from error
+    if not isinstance(value, Mapping | bool | str):
+        raise InputError(f"a JSON schema must be an object, true or false, got {format_value(schema)}")
+    return Grammar("json", source, tokenizer, reasoning_end)
+
+
+def json_object(*, tokenizer: Any = None, reasoning_end: str | None = AUTO) -> Grammar:
+    """A grammar of JSON objects. tokenizer, reasoning_end: as in `Grammar`."""
+    return json_schema({"type": "object"}, tokenizer=tokenizer, reasoning_end=reasoning_end)
+
+
+def regex(pattern: str, *, tokenizer: Any = None, reasoning_end: str | None = AUTO) -> Grammar:
+    r"""A grammar of texts that match a regular expression as a whole.
+
+    Source: the syntax of Rust's regex crate, without anchors within, look-around and references. `\d`, `\w`
+    and `\s` are those of ASCII, as with `re.ASCII` and in JSON Schema.
+
+    Args:
+        pattern: the expression; ^ and $ around it are not needed.
+        tokenizer, reasoning_end: as in `Grammar`.
+    """
+    return Grammar("regex", pattern, tokenizer, reasoning_end)
+
+
+def lark(grammar: str, *, tokenizer: Any = None, reasoning_end: str | None = AUTO) -> Grammar:
+    """A context-free grammar in llguidance's Lark syntax, whose rule is `start`.
+
+    Args:
+        grammar: the text.
+        tokenizer, reasoning_end: as in `Grammar`.
+    """
+    return Grammar("lark", grammar, tokenizer, reasoning_end)
+
+
+def choice(texts: Sequence[str], *, tokenizer: Any = None, reasoning_end: str | None = AUTO) -> Grammar:
+    """A grammar of these texts alone.
+
+    Args:
+        texts: at least one; none is empty.
+        tokenizer, reasoning_end: as in `Grammar`.
+    """
+    if not is_sequence(texts) or not len(texts) or not all(isinstance(x, str) and x for x in texts):
+        raise InputError(f"choice must be a list of texts that are not empty, got {format_value(texts)}")
+    return Grammar("regex", "|".join(map(escape_regex, texts)), tokenizer, reasoning_end)
+
+
+def escape_regex(text: str) -> str:
+    """A regular expression that matches this text alone."""
+    return "".join(rf"\{c}" if c in r"\.+*?()|[]{}^$#&-~/" else c for c in text)
+
+
+def with_tokenizer(grammar: Any, tokenizer: Any) -> Any:
+    """A grammar, or a list of them, with this tokenizer where it has none."""
+    if is_sequence(grammar):
+        return [with_tokenizer(one, tokenizer) for one in grammar]
+    if isinstance(grammar, Grammar) and grammar.tokenizer is None:
+        return dataclasses.replace(grammar, tokenizer=tokenizer)
+    return grammar

@@ -1,0 +1,150 @@
+"""`Matcher`: follows one answer through its grammar on the host, and says which tokens may come next."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import NoTokenLeftError
+from ..sampling.automaton import ENDS, Dfa
+from ..sampling.context import ALL_BITS
+from .compiler import next_tokens, vocabulary_of
+from .grammars import Grammar
+
+
+class CompiledGrammar:
+    """A grammar that a model's vocabulary serves. Each answer gets a `matcher` of its own.
+
+    Args:
+        grammar: with a tokenizer.
+        vocab_size: V.
+
+    Raises:
+        InputError: a grammar that is not served.
+    """
+
+    def __init__(self, grammar: Grammar, vocab_size: int):
+        self._grammar = grammar
+        self._vocabulary = vocabulary_of(grammar.tokenizer, vocab_size)
+        self._dfa = self._vocabulary.automaton(grammar)
+        if self._dfa is None:
+            self._vocabulary.matcher(grammar)
+
+    def runs_on_device(self, prompt: Sequence[int]) -> bool:
+        """Whether answers to this prompt follow an automaton on the device; else masks of the host."""
+        return self._dfa is not None and self._vocabulary.reasoning_end(self._grammar, list(prompt)) is None
+
+    def matcher(self, prompt: Sequence[int], end_ids: Sequence[int]) -> "Matcher | DfaMatcher":
+        """For an answer to a prompt. end_ids: the EOS ids: allowed where the grammar may end, and only
+        there.
+        """
+        if self._dfa is not None and self.runs_on_device(prompt):
+            return DfaMatcher(self._dfa, end_ids)
+        waits_for = self._vocabulary.reasoning_end(self._grammar, list(prompt))
+        begun = self._vocabulary.matcher(self._grammar)
+        return Matcher(begun, self._vocabulary.size, end_ids, self._grammar.tokenizer, waits_for)
+
+
+class DfaMatcher:
+    """Checks on the host what an answer sampled by its automaton on the device.
+
+    Attributes:
+        dfa: the automaton.
+    """
+
+    def __init__(self, dfa: Dfa, end_ids: Sequence[int]):
+        self.dfa = dfa
+        self._end_ids = end_ids
+        self._state = 0
+
+    def append(self, ids: Sequence[int]) -> None:
+        """As of `Matcher`."""
+        for token in ids:
+            token_class = ENDS if token in self._end_ids else self.dfa.class_V[token]
+            self._state = int(self.dfa.next_SC[self._state, token_class])
+            check_allowed(self._state >= 0)
+
+
+class Matcher:
+    """One answer's way through its grammar.
+
+    Masks are uint32 [ceil(V / 32)]: token v has bit v % 32 of word v // 32.
+    """
+
+    dfa = None
+
+    def __init__(
+        self, matcher: Any, vocab_size: int, end_ids: Sequence[int], tokenizer: Any, waits_for: str | None
+    ):
+        """matcher: an `LLMatcher` of its own; waits_for: a text before which every token but an EOS id may
+        come.
+        """
+        self._matcher = matcher
+        self._size = vocab_size
+        self._ends = np.array(end_ids, np.int64)
+        self._tokenizer = tokenizer
+        self._waits_for = waits_for
+        self._recent: list[int] = []  # the last tokens of the reasoning
+
+    def fill(self, masks: np.ndarray, draft_ids: Sequence[int] = ()) -> None:
+        """Writes the masks [Q, W] of the next token, and after each draft token. Those after one that the
+        grammar forbids are not read: it is rejected.
+
+        Raises:
+            NoTokenLeftError: the grammar exceeds llguidance's limits.
+        """
+        self._fill(masks[0])
+        if draft_ids:
+            ahead = copy.copy(self)
+            ahead._matcher = self._matcher.deep_copy()
+            for mask, token in zip(masks[1:], draft_ids, strict=True):
+                if not ahead._try_append(token):
+                    break
+                ahead._fill(mask)
+
+    def _fill(self, mask: np.ndarray) -> None:
+        may_end = False
+        if self._waits_for is not None:
+            mask[:] = ALL_BITS
+        else:
+            bits = next_tokens(self._matcher, self._size)
+            check_allowed(not self._matcher.is_error())
+            mask[:] = bits[: len(mask)]
+            at, bit = divmod(self._size, 32)
+            may_end = bool(bits[at] >> np.uint32(bit) & 1)
+        bit_of_ends = np.left_shift(np.uint32(1), (self._ends % 32).astype(np.uint32))
+        if may_end:
+            np.bitwise_or.at(mask, self._ends // 32, bit_of_ends)
+        else:
+            np.bitwise_and.at(mask, self._ends // 32, ~bit_of_ends)
+
+    def append(self, ids: Sequence[int]) -> None:
+        """Follows the tokens that were sampled.
+
+        Raises:
+            NoTokenLeftError: a token that the grammar forbids: it is sampled where the settings forbid all
+                that it allows.
+        """
+        for token in ids:
+            check_allowed(self._try_append(token))
+
+    def _try_append(self, token: int) -> bool:
+        """Whether the token may come next. An EOS id ends the answer."""
+        if self._waits_for is not None:
+            self._recent = [*self._recent, token][-len(self._waits_for) - 8 :]
+            if self._waits_for in self._tokenizer.decode(self._recent, skip_special_tokens=False):
+                self._waits_for = None
+            return token not in self._ends
+        if token in self._ends:
+            return bool(self._matcher.is_accepting())
+        return bool(self._matcher.consume_token(token))
+
+
+def check_allowed(is_allowed: bool) -> None:
+    """Raises NoTokenLeftError where a grammar does not allow what was sampled, or exceeds its limits."""
+    if not is_allowed:
+        raise NoTokenLeftError(
+            "the settings leave no token that the grammar allows, or the grammar exceeds its limits: loosen"
+            " logit_bias, allowed, forbidden or bad words, min_new_tokens, or the grammar"
+        )

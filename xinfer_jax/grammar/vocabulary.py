@@ -1,0 +1,69 @@
+"""The bytes of each token, which is what a grammar knows of a vocabulary."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import InputError
+
+
+def token_bytes(tokenizer: Any, vocab_size: int) -> tuple[list[bytes], list[int]]:
+    """The bytes of each id below `vocab_size`, and the ids of special tokens. Ids that have no text, as a
+    model with a padded vocabulary has, have no bytes.
+
+    Raises:
+        InputError: a tokenizer whose tokens have no bytes of their own.
+    """
+    backend = tokenizer.backend
+    decode = _token_decoder(backend)
+    added = backend.get_added_tokens_decoder()
+    found = [b""] * vocab_size
+    for name, i in backend.get_vocab(with_added_tokens=False).items():
+        if i < vocab_size:
+            found[i] = decode(name)
+    for i, token in added.items():
+        if i < vocab_size:
+            found[i] = token.content.encode()
+    return found, [i for i, token in added.items() if token.special and i < vocab_size]
+
+
+def _token_decoder(backend: Any) -> Callable[[str], bytes]:
+    """What gives the bytes of a token that was not added: of a byte-level vocabulary, or of one with ▁ for
+    spaces and <0xNN> for bytes.
+    """
+    steps = _decoder_steps(backend)
+    if "ByteLevel" in steps:
+        return _byte_level_bytes
+    if steps & {"ByteFallback", "Metaspace"}:
+        return _sentencepiece_bytes
+    found = ", ".join(steps) or "no decoder"
+    raise InputError(f"a grammar needs tokens that are bytes or characters, this tokenizer has {found}")
+
+
+def _decoder_steps(backend: Any) -> set[str]:
+    if backend.decoder is None:
+        return set()
+    settings = json.loads(backend.decoder.__getstate__())
+    return {step["type"] for step in settings.get("decoders") or [settings]}
+
+
+def _bytes_of_letters() -> dict[str, int]:
+    printable = {byte for byte in range(256) if chr(byte).isprintable() and byte not in (0x20, 0xA0, 0xAD)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+# The byte that each letter of a byte-level vocabulary stands for (GPT-2).
+BYTES_OF_LETTERS = _bytes_of_letters()
+_TO_LATIN_1 = {ord(letter): chr(byte) for letter, byte in BYTES_OF_LETTERS.items()}
+
+
+def _byte_level_bytes(name: str) -> bytes:
+    return name.translate(_TO_LATIN_1).encode("latin-1", "ignore")
+
+
+def _sentencepiece_bytes(name: str) -> bytes:
+    if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", name):
+        return bytes.fromhex(byte[1])
+    return name.replace("▁", " ").encode()

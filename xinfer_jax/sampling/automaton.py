@@ -1,0 +1,106 @@
+"""Finite automata over tokens: a form of grammar that needs no host between steps."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..checks import is_traced
+from ..formatting import ShortRepr
+
+MAX_ENTRIES = 2**16  # of a table: states x classes of tokens
+ENDS = 0  # the class of ids that end a row
+NEVER = 1  # the class of tokens that no state allows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class Dfa(ShortRepr):
+    """A deterministic finite automaton over tokens, as arrays; `dfa` makes it, `decode_loop` takes it.
+
+    Tokens of one class lead from each state to the same state, so the table has a column per class instead of
+    one per token. A row begins in state 0.
+    """
+
+    class_V: Any  # int16: the class of each token; 0: none, it is that of the ids that end the row; 1: never
+    next_SC: Any  # int16: the next state; below 0: not allowed. Column 0: the row may end there
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Automata:
+    """The automata of rows, and their states; a part of `Context`."""
+
+    class_BV: Any  # int16
+    next_BN: Any  # int16: the table of each row, state by state, then anything
+    width_B: Any  # int32: classes of each row's table; 0: the row has no automaton
+    state_B: Any  # int32; below 0: the row got a token that is not allowed
+
+    @property
+    def used_B(self) -> jax.Array:
+        """bool: the row has an automaton."""
+        return jnp.asarray(self.width_B) > 0
+
+    def mask(self, logits_BV: jax.Array) -> jax.Array:
+        """The logits, -inf where the automaton of a row allows no token; in a wrong state it may only end."""
+        next_BV = self._next(jnp.asarray(self.class_BV))
+        wrong_B1 = jnp.asarray(self.state_B)[:, None] < 0
+        allowed_BV = jnp.where(wrong_B1, jnp.asarray(self.class_BV) == ENDS, next_BV >= 0)
+        return jnp.where(allowed_BV | ~self.used_B[:, None], logits_BV, -jnp.inf)
+
+    def append(self, token_B: jax.Array, active_B: jax.Array) -> "Automata":
+        """After a token of each active row."""
+        class_B1 = jnp.asarray(self.class_BV)[jnp.arange(len(token_B)), token_B][:, None]
+        next_B = jnp.where(jnp.asarray(self.state_B) < 0, -1, self._next(class_B1)[:, 0])
+        return dataclasses.replace(self, state_B=jnp.where(active_B & self.used_B, next_B, self.state_B))
+
+    def select_rows(self, rows_B: Any) -> "Automata":
+        """Those of these rows. rows_B: bool."""
+        return dataclasses.replace(self, width_B=jnp.where(rows_B, self.width_B, 0))
+
+    def _next(self, class_BX: jax.Array) -> jax.Array:
+        """int32 [B, X]: the next state after a token of each class."""
+        start_B1 = (jnp.maximum(self.state_B, 0) * self.width_B)[:, None]
+        return jnp.take_along_axis(jnp.asarray(self.next_BN), start_B1 + class_BX, 1).astype(jnp.int32)
+
+
+def automata_of_rows(
+    dfas: Sequence[Dfa | None], vocab_size: int, eos_BE: Any, size: int | None = None
+) -> Automata:
+    """The automata of rows before their first token.
+
+    Args:
+        dfas: of each row; one for all.
+        vocab_size: V. Tokens beyond an automaton's are never allowed.
+        eos_BE: int32, ids that end each row; below 0: none.
+        size: N of `next_BN`; None: that of the largest table.
+    """
+    B = len(eos_BE)
+    size = size or max([1, *(np.size(dfa.next_SC) for dfa in dfas if dfa is not None)])
+    tables = [_table(dfa, vocab_size, size) for dfa in dfas]
+    xp: Any = jnp if any(map(is_traced, jax.tree.leaves((dfas, eos_BE)))) else np
+    class_BV, next_BN, width_B = (xp.stack([xp.asarray(x) for x in xs]) for xs in zip(*tables, strict=True))
+    class_BV, next_BN = (xp.broadcast_to(x, (B, x.shape[1])) for x in (class_BV, next_BN))
+    row_B1 = np.arange(B)[:, None]
+    ends_BE = xp.where(xp.asarray(eos_BE) < 0, vocab_size, eos_BE)
+    padded_BV = xp.concatenate([class_BV, xp.zeros((B, 1), np.int16)], 1)
+    if xp is jnp:
+        padded_BV = padded_BV.at[row_B1, ends_BE].set(ENDS)
+    else:
+        padded_BV[row_B1, ends_BE] = ENDS
+    width_B = xp.broadcast_to(width_B, (B,))
+    return Automata(padded_BV[:, :vocab_size], next_BN, width_B, np.zeros(B, np.int32))
+
+
+def _table(dfa: Dfa | None, vocab_size: int, size: int) -> tuple[Any, Any, Any]:
+    """The classes of tokens [V], the table [N] and its width."""
+    if dfa is None:
+        return np.full(vocab_size, NEVER, np.int16), np.zeros(size, np.int16), np.int32(0)
+    xp: Any = jnp if any(map(is_traced, jax.tree.leaves(dfa))) else np
+    class_V = xp.asarray(dfa.class_V)[:vocab_size]
+    class_V = xp.pad(class_V, (0, vocab_size - len(class_V)), constant_values=NEVER)
+    next_N = xp.reshape(dfa.next_SC, -1)
+    return class_V, xp.pad(next_N, (0, size - len(next_N))), np.int32(dfa.next_SC.shape[1])

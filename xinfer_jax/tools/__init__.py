@@ -1,0 +1,17 @@
+"""Tools and reasoning: what a request may call, and an answer's text taken apart. Pure text, without a model.
+
+In the order to read: `marks` finds marks that are there in part; `reasoning` splits an answer at <think>
+and </think>; `json_scanner` finds the end of a JSON object; `json_call` and `xml_call` parse one call in the
+forms that models write, `tool_call_parser` finds the calls in a text; `descriptions` checks the tools of a
+request and `tool_messages` prepares earlier calls for a chat template; `answer_parser` puts the parsers
+together, for `parse_tool_calls` and for the server; `call_grammar` has the answers that are calls. Which
+form a model writes is found in its chat template: `checkpoint/template_tools.py`.
+
+- A whole text and the same text in any parts give the same calls and the same content. So there is one
+  parser, whose time is linear in any text.
+- Arguments are returned while they are generated, as the model wrote them. What turns out to be no call is
+  text again: all of it is content, though a stream has sent its beginning as a call by then.
+- A call is checked as JSON, its function must be one of the tools, but its arguments are not checked against
+  their schema. Grammars do that (tool_choice "required", or a function).
+- The end of an answer may stand for the mark after the last call. Nothing else is repaired.
+"""

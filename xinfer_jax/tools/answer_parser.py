@@ -1,0 +1,179 @@
+"""`parse_tool_calls` and `AnswerParser`: an answer's reasoning, content and calls of tools."""
+
+import dataclasses
+import json
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from ..errors import InputError, format_value
+from .descriptions import check_tools, parameter_schemas
+from .reasoning import ReasoningParser
+from .tool_call_parser import TOOL_FORMATS, ToolCallDelta, ToolCallParser
+
+_SLICE = 4096  # characters of a whole text that are parsed at a time: the rest is not copied for each call
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool that the model asks for.
+
+    Attributes:
+        id: a text of its own for each call; the message with the result repeats it as `tool_call_id`.
+        name: of the function.
+        arguments: by name.
+        arguments_json: the same as JSON, as the model wrote it.
+    """
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+    arguments_json: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The call as an entry of a message's `tool_calls`, in the form of the OpenAI API."""
+        function = dict(name=self.name, arguments=self.arguments_json)
+        return dict(id=self.id, type="function", function=function)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParsedAnswer:
+    """The parts of an answer.
+
+    Attributes:
+        content: the text that is neither reasoning nor a call; None: the answer ended within the reasoning,
+            or has only calls.
+        reasoning: the text between <think> and </think>; None: there is none.
+        tool_calls: in the order of the text.
+    """
+
+    content: str | None
+    reasoning: str | None
+    tool_calls: list[ToolCall]
+
+    def to_message(self) -> dict[str, Any]:
+        """The answer as a message of a conversation, in the form of the OpenAI API."""
+        message: dict[str, Any] = dict(role="assistant", content=self.content)
+        if self.reasoning is not None:
+            message |= reasoning_fields(self.reasoning)
+        if self.tool_calls:
+            message["tool_calls"] = [call.to_dict() for call in self.tool_calls]
+        return message
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerDelta:
+    """What is new of an answer.
+
+    Attributes:
+        content: the new part of the content.
+        reasoning: the new part of the reasoning.
+        tool_calls: what is new of calls; a call has one entry at most.
+    """
+
+    content: str
+    reasoning: str
+    tool_calls: list[ToolCallDelta]
+
+
+class AnswerParser:
+    """Takes the text of an answer apart while it is generated.
+
+    Reasoning stands between <think> and </think> at the beginning. Calls stand in the content after it:
+
+    - "hermes", of Qwen 2.5 and 3: <tool_call>{"name": …, "arguments": {…}}</tool_call>
+    - "qwen3_coder": <tool_call><function=…><parameter=…>…</parameter></function></tool_call>
+    - "llama3_json": {"name": …, "parameters": {…}} at the beginning of the content, perhaps after
+      <|python_tag|>; several are separated by semicolons.
+
+    The names are vLLM's. A call that is malformed or incomplete, or of a function that is not among the
+    tools, is text: it becomes content. Its name and the beginning of its arguments may have been returned by
+    then, with an index that no other call has. Whitespace beside calls is left out.
+    """
+
+    def __init__(
+        self,
+        formats: Collection[str] = TOOL_FORMATS,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        in_reasoning: bool = False,
+        most_calls: int | None = None,
+        new_id: Callable[[int], str] | None = None,
+    ):
+        """
+        Args:
+            formats: in which calls are recognized; `model.tokenizer.tool_format` is that of a model. None of
+                them: calls stay text.
+            tools: as in `encode_prompt`. In Qwen3-Coder's form they tell the types of arguments, which are
+                texts otherwise. None: any function may be called.
+            in_reasoning: the prompt ends within the reasoning.
+            most_calls: what follows this many calls is dropped; None: no limit.
+            new_id: returns the id of a call from its index; None: random ids.
+
+        Raises:
+            InputError: an unknown format, or tools of another form.
+        """
+        if isinstance(formats, str):
+            formats = [formats]
+        if unknown := [name for name in formats if name not in TOOL_FORMATS]:
+            raise InputError(
+                f"formats may have {', '.join(TOOL_FORMATS)}, got {format_value(unknown[0])}: leave it out"
+            )
+        parameters = None if tools is None else parameter_schemas(check_tools(tools))
+        self._reasoning = ReasoningParser(in_reasoning)
+        self._calls = (
+            ToolCallParser(formats, parameters, most_calls, new_id or _random_id) if formats else None
+        )
+
+    def push(self, text: str, ended: bool = False) -> AnswerDelta:
+        """Takes the next part of the text, and returns what is new. ended: it is the last part."""
+        reasoning, content = self._reasoning.push(text, ended)
+        deltas: list[ToolCallDelta] = []
+        if self._calls:
+            content, deltas = self._calls.push(content, ended)
+        return AnswerDelta(content, reasoning, deltas)
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call is complete."""
+        return self._calls is not None and bool(self._calls.calls)
+
+    def parse(self, text: str) -> ParsedAnswer:
+        """Takes a whole text apart; instead of `push`."""
+        starts = range(0, max(1, len(text)), _SLICE)
+        deltas = [self.push(text[i : i + _SLICE], ended=i == starts[-1]) for i in starts]
+        content = "".join(delta.content for delta in deltas)
+        reasoning = "".join(delta.reasoning for delta in deltas)
+        calls = [] if self._calls is None else self._calls.calls
+        found = [ToolCall(own, name, json.loads(arguments), arguments) for own, name, arguments in calls]
+        has_content = self._reasoning.has_content and (content or not found)
+        return ParsedAnswer(
+            content if has_content else None, reasoning if self._reasoning.found else None, found
+        )
+
+
+def parse_tool_calls(
+    text: str, tools: Sequence[Mapping[str, Any]] | None = None, *, in_reasoning: bool = False
+) -> ParsedAnswer:
+    """Takes an answer apart: reasoning, content, and calls of tools in the forms that `AnswerParser` lists.
+
+    Args:
+        text: the whole answer.
+        tools: as in `encode_prompt`; None: any function may be called.
+        in_reasoning: the prompt ended with <think>, so the answer begins with the reasoning.
+
+    Raises:
+        InputError: not a text, or tools of another form.
+    """
+    if not isinstance(text, str):
+        raise InputError(f"only a text can be parsed, got {format_value(text)}")
+    return AnswerParser(tools=tools, in_reasoning=in_reasoning).parse(text)
+
+
+def reasoning_fields(reasoning: str) -> dict[str, str]:
+    """The fields of a message or delta with the reasoning: by vLLM's name, and by DeepSeek's older one."""
+    return dict(reasoning=reasoning, reasoning_content=reasoning)
+
+
+def _random_id(index: int) -> str:
+    return f"call_{secrets.token_hex(12)}"

@@ -1,0 +1,86 @@
+"""`JSONCallParser`: a call as Qwen 2.5 and 3 and Llama 3 write it: {"name": …, "arguments": {…}}."""
+
+import json
+import re
+from collections.abc import Collection
+
+from .json_scanner import JSONObjectScanner
+
+_ARGUMENTS = ("arguments", "parameters")
+# What precedes the arguments in the usual order of the keys. No name is longer than this.
+_HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){0,512}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+
+
+class JSONCallParser:
+    """Parses one call while it is generated.
+
+    Attributes:
+        name: of the function; None: not known yet.
+        ended: the call is complete.
+        failed: the text is not a call.
+        length: characters of the text so far that belong to the call, or precede what is wrong.
+    """
+
+    def __init__(self, names: Collection[str] | None):
+        """names: of the functions that may be called; None: any."""
+        self.name: str | None = None
+        self.ended = False
+        self.failed = False
+        self.length = 0
+        self._names = names
+        self._text = ""
+        self._object = JSONObjectScanner()
+        self._arguments = JSONObjectScanner()
+
+    def push(self, text: str) -> str:
+        """Takes the next part of the text. Returns the next piece of the arguments' JSON."""
+        start = self.length
+        self._text += text
+        if self.name is None and (head := _HEAD.match(self._text)) and _is_json(head[1]):
+            start = head.end()
+            self._set_name(json.loads(head[1]))
+            if self.failed:
+                self.length = start
+                return ""
+        piece = ""
+        if self.name is not None and not self._arguments.ended:
+            end = start + self._arguments.push(self._text[start:])
+            piece = self._text[start:end]
+        self.length += self._object.push(text)
+        self.failed = self._object.failed
+        return self._end(piece) if self._object.ended else piece
+
+    def _set_name(self, name: object) -> None:
+        if isinstance(name, str) and (self._names is None or name in self._names):
+            self.name = name
+        else:
+            self.failed = True
+
+    def _end(self, piece: str) -> str:
+        """Checks the whole object. Returns the arguments' last piece: all, if their key came first."""
+        try:
+            call = json.loads(self._text[: self.length])
+            json.dumps(call, allow_nan=False)
+        except (ValueError, RecursionError):  # a number that is too large
+            self.failed = True
+            return ""
+        keys = [key for key in _ARGUMENTS if key in call]
+        is_call = len(keys) == 1 and isinstance(call[keys[0]], dict)
+        if not is_call or self.name is not None and call.get("name") != self.name:
+            self.failed = True
+            return ""
+        if self.name is None:
+            self._set_name(call.get("name"))
+            piece = json.dumps(call[keys[0]])
+        self.ended = not self.failed
+        return piece
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

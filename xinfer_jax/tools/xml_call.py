@@ -1,0 +1,163 @@
+"""`XMLCallParser`: a call as Qwen3-Coder writes it, <function=name> <parameter=name> value </parameter> … .
+
+The values have no types in this form: the schema of the parameters tells them.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .marks import length_of_partial_mark
+
+CALL_END = "</tool_call>"
+_VALUE_END = "</parameter>"
+_FUNCTION = re.compile(r"<function=([^<>\s]{1,512})>")
+_PARAMETER = re.compile(r"<parameter=([^<>\s]{1,512})>")
+_FUNCTION_END = "</function>"
+_END_OF_VALUE = re.compile(rf"\n?{_VALUE_END}|{CALL_END}")
+_PYTHON = {"True": True, "False": False, "None": None}  # as templates write them
+
+
+class XMLCallParser:
+    """Parses one call while it is generated.
+
+    Attributes:
+        name: of the function; None: not known yet.
+        ended: the call is complete.
+        failed: the text is not a call.
+        length: characters of the text so far that belong to the call, or precede what is wrong.
+    """
+
+    def __init__(self, parameters: Mapping[str, Mapping[str, Any]] | None):
+        """parameters: the schema of each function that may be called; None: any, all values are texts."""
+        self.name: str | None = None
+        self.ended = False
+        self.failed = False
+        self.length = 0
+        self._schemas = parameters
+        self._pending = ""
+        self._keys: set[str] = set()
+        self._types: set[str] | None = None  # of the value; None: not known
+        self._value: str | None = None  # of a value that is no text, until it ends
+        self._step = self._push_function
+
+    def push(self, text: str) -> str:
+        """Takes the next part of the text. Returns the next piece of the arguments' JSON."""
+        text = self._pending + text
+        pieces = []
+        moved = True
+        while moved and not self.ended and not self.failed:
+            step = self._step
+            used, piece = step(text)
+            text = text[used:]
+            self.length += used
+            pieces.append(piece)
+            moved = used > 0 or step != self._step
+        self._pending = text
+        return "".join(pieces)
+
+    def _push_function(self, text: str) -> tuple[int, str]:
+        used, name = self._match(text, "<function=", _FUNCTION)
+        if name is not None:
+            self.failed = self._schemas is not None and name not in self._schemas
+            self.name = None if self.failed else name
+            self._step = self._push_parameter
+        return used, "{" if self.name else ""
+
+    def _push_parameter(self, text: str) -> tuple[int, str]:
+        body = text.lstrip()
+        spaces = len(text) - len(body)
+        if body.startswith(_FUNCTION_END):
+            self.ended = True
+            return spaces + len(_FUNCTION_END), "}"
+        if _FUNCTION_END.startswith(body):
+            return spaces, ""
+        used, key = self._match(text, "<parameter=", _PARAMETER)
+        if key is None:
+            return used, ""
+        self.failed = key in self._keys
+        self._keys.add(key)
+        self._types = self._types_of(key)
+        self._step = self._push_first_of_value
+        separator = ", " if len(self._keys) > 1 else ""
+        return used, f"{separator}{json.dumps(key, ensure_ascii=False)}: "
+
+    def _types_of(self, key: str) -> set[str] | None:
+        schema = (self._schemas or {}).get(self.name or "", {})
+        properties = schema.get("properties")
+        if not isinstance(properties, Mapping) or key not in properties:
+            return {"string"}
+        return json_types(properties[key])
+
+    def _push_first_of_value(self, text: str) -> tuple[int, str]:
+        if not text:
+            return 0, ""
+        self._value = None if self._types == {"string"} else ""
+        self._step = self._push_value
+        return int(text[0] == "\n"), '"' if self._value is None else ""
+
+    def _push_value(self, text: str) -> tuple[int, str]:
+        end = _END_OF_VALUE.search(text)
+        held = length_of_partial_mark(text, (_VALUE_END, f"\n{_VALUE_END}", CALL_END))
+        part = text[: end.start()] if end else text[: len(text) - held]
+        if self._value is None:
+            piece = json.dumps(part, ensure_ascii=False)[1:-1]
+        else:
+            self._value += part
+            piece = ""
+        if end is None:
+            return len(part), piece
+        if end[0] == CALL_END:
+            self.failed = True
+            return len(part), ""
+        self._step = self._push_parameter
+        return end.end(), piece + ('"' if self._value is None else _value_json(self._value, self._types))
+
+    def _match(self, text: str, start: str, pattern: re.Pattern[str]) -> tuple[int, str | None]:
+        """Matches an opening tag after whitespace. Returns how far it got, and the name in the tag."""
+        body = text.lstrip()
+        spaces = len(text) - len(body)
+        if found := pattern.match(body):
+            return spaces + found.end(), found[1]
+        could_follow = start.startswith(body) or re.fullmatch(rf"{start}[^<>\s]{{0,512}}", body)
+        self.failed = not could_follow
+        return spaces, None
+
+
+def json_types(schema: Any) -> set[str] | None:
+    """The names of the JSON types that a schema allows, as far as it lists them; None: it does not."""
+    if not isinstance(schema, Mapping):
+        return None
+    if isinstance(types := schema.get("type"), str | list):
+        return {types} if isinstance(types, str) else {str(one) for one in types}
+    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    if isinstance(values, list) and values:
+        return set[str]().union(*map(_type_names, values))
+    branches = schema.get("anyOf") or schema.get("oneOf")
+    found = [json_types(branch) for branch in branches] if isinstance(branches, list) else []
+    if not found or any(types is None for types in found):
+        return None
+    return set[str]().union(*(types or () for types in found))
+
+
+def _value_json(text: str, types: set[str] | None) -> str:
+    """The JSON of a value: what the text is as JSON where the types allow that, else the text."""
+    try:
+        value = _PYTHON[text] if text in _PYTHON else json.loads(text)
+        if types is None or types & _type_names(value):
+            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):  # no JSON, or NaN, or a number that is too large
+        pass
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _type_names(value: Any) -> set[str]:
+    if value is None or isinstance(value, bool):
+        return {"null" if value is None else "boolean"}
+    if isinstance(value, int | float):
+        is_whole = isinstance(value, int) or value.is_integer()
+        return {"number", "integer"} if is_whole else {"number"}
+    if isinstance(value, str):
+        return {"string"}
+    return {"object" if isinstance(value, dict) else "array"}
