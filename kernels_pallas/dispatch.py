@@ -58,6 +58,13 @@ def assume_device(
         jax.clear_caches()
 
 
+def default_platform() -> str:
+    """The platform of `assume_device`, "gpu" or "tpu"; outside of it jax's default backend."""
+    if _assumed is None:
+        return jax.default_backend()
+    return "tpu" if _assumed.impl == "tpu" else "gpu"
+
+
 def device_impl() -> Selection:
     """The implementation for this process's NVIDIA GPUs or TPUs; "xla" where it has none."""
     if _assumed is not None:
@@ -151,7 +158,7 @@ def _select_for_device(kernel: str, args: tuple[Any, ...], obstacle: str | None)
     if reason := without_kernel_reason(kernel, device):
         return Selection("xla", reason)
     chosen = backend_of(kernel, device)
-    reason = obstacle or slower_reason(kernel, args)
+    reason = obstacle or slower_reason(kernel, chosen, args)
     if reason is None and (reason := unsupported_reason(kernel, chosen, args)) is None:
         return Selection(chosen, name)
     is_attention = kernel.endswith("attention") and obstacle is None

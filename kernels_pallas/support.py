@@ -10,7 +10,7 @@ _SIXTEEN_BITS = ("bfloat16", "float16")
 _TRITON_ONLY = ("int8_head_argmax", "summarize_logits", "gated_experts", "product", "rope_append")
 _TPU_IMPLS = ("tpu", "interpret_tpu")
 _OF_KEYS_ON_TPU = ("prefill_attention", "decode_attention", "rope_append")
-_ON_TPU = (*_OF_KEYS_ON_TPU, "product", "lm_head_argmax", "int8_head_argmax")
+_ON_TPU = (*_OF_KEYS_ON_TPU, "product", "lm_head_argmax", "int8_head_argmax", "gated_experts")
 _TPU_WIDTHS = (64, 128, 256)
 _TPU_COPY_BYTES = 2**21
 
@@ -30,6 +30,8 @@ def unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | N
     if impl == "xla":
         return None
     if impl in _TPU_IMPLS:
+        if kernel == "gated_experts":
+            return _unsupported_experts(*args)
         unsupported = _unsupported_keys if kernel in _OF_KEYS_ON_TPU else _unsupported_rows
         return unsupported(kernel, *args)
     if any(isinstance(arg, SideBySide) for arg in args):
@@ -68,11 +70,11 @@ def too_large(x: Any) -> str | None:
     )
 
 
-def slower_reason(kernel: str, args: tuple[Any, ...]) -> str | None:
+def slower_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | None:
     """Why plain jnp is better although a kernel supports these arguments, or None."""
     if kernel in ("lm_head_argmax", "int8_head_argmax") and args[0].shape[0] > FEW_ROWS:
         return f"{args[0].shape[0]} rows would read the vocabulary matrix more than once"
-    if kernel == "gated_experts" and args[0].dtype == "float32":
+    if kernel == "gated_experts" and impl == "triton" and args[0].dtype == "float32":
         return "its tiles are for 16-bit matrices"
     return None
 
@@ -107,6 +109,16 @@ def _unsupported_keys(
     if key_bias is not None and slots % BIAS_STRIDE:
         return f"a bias of keys in {slots} slots, not a multiple of {BIAS_STRIDE}"
     return _unaligned_slots(kernel, kv)
+
+
+def _unsupported_experts(x: Any, gate: Any, *others: Any) -> str | None:
+    if reason := _unsupported_dtypes((x, gate, *others)):
+        return reason
+    if x.dtype == "float16":
+        return "dtype float16"
+    _, features, width = gate.shape
+    is_large = features * width * gate.dtype.itemsize > _TPU_COPY_BYTES
+    return f"experts of {features} features, not a multiple of 128" if is_large and features % 128 else None
 
 
 def _unaligned_slots(kernel: str, kv: SideBySide) -> str | None:

@@ -24,6 +24,10 @@ _STEP = 512  # keys that the softmax takes at a time
 _TILE_ROWS = 512  # of queries of a key head
 _PART_ROWS = 512  # of these that the softmax takes at a time
 _ALL_ROWS = 2048  # of queries of all key heads
+_FEW_TOKENS = 17  # of a row: more are a prompt
+_PROMPT_TOKENS = 256  # of a tile, at most
+_PROMPT_BYTES = 24 * 2**20  # of its queries, results and sums
+_PROMPT_LIMIT = 48 * 2**20  # with buffers of keys, and what the compiler spills
 _BLOCK_ROWS = 16  # of one query each, in a block: a tile of memory in 16 bits
 _NO_LIMIT = 2**30
 
@@ -99,7 +103,9 @@ def prefill_attention(  # noqa: PLR0913
         ),
         out_shape=result_type(q.shape, q.dtype, *inputs.values()),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"), disable_bounds_checks=True
+            dimension_semantics=("arbitrary", "arbitrary"),
+            disable_bounds_checks=True,
+            vmem_limit_bytes=_PROMPT_LIMIT if settings.is_prompt else None,
         ),
         interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
         name="attention",
@@ -119,7 +125,9 @@ def _settings(  # noqa: PLR0913
     _, K, S, X = kv.values.shape
     positions = S if table_BP is None else S * table_BP.shape[1]
     chunk = copy_slots(S, table_BP is not None, kv.scale is not None)
-    tokens = tile_tokens(T, N // K, K)
+    itemsize = q_BTNH.dtype.itemsize
+    is_prompt = T > _FEW_TOKENS
+    tokens = _prompt_tokens(T, N, H, itemsize) if is_prompt else tile_tokens(T, N // K, K)
     step = _STEP
     block = 2 ** int(math.log2(BLOCK_BYTES // (K * X * kv.values.dtype.itemsize)))
     block = min(max(block, LANES), _MAX_BLOCK, LANES * pl.cdiv(positions, LANES))
@@ -130,11 +138,11 @@ def _settings(  # noqa: PLR0913
     limit = _NO_LIMIT if ring else positions
     tiles = pl.cdiv(T, tokens)
     pages = 0 if table_BP is None else table_BP.shape[1]
-    rows = _part_rows(tokens * N // K, q_BTNH.dtype.itemsize)
+    rows = tokens if is_prompt else _part_rows(tokens * N // K, itemsize)
     block_rows = 0 if T > 1 else min(B, _BLOCK_ROWS)
     pairs = 0 if key_bias is None else key_bias.cos_RP.shape[1]
     sizes = H, block_rows, tokens, tiles, rows, limit, S, pages, chunk, step, block, pairs
-    return Settings(scale, window, soft_cap, ring, *sizes)
+    return Settings(scale, window, soft_cap, ring, is_prompt, *sizes)
 
 
 def _part_rows(rows: int, itemsize: int) -> int:
@@ -157,6 +165,13 @@ def tile_tokens(tokens: int, group: int, heads: int) -> int:
     """The tokens of a tile of queries, of which each has `group` rows for each key head."""
     most = max(min(_TILE_ROWS, _ALL_ROWS // heads) // group, 1)
     return tokens if tokens <= most else max(16, 2 ** int(math.log2(most)))
+
+
+def _prompt_tokens(tokens: int, heads: int, width: int, itemsize: int) -> int:
+    """The tokens of a tile of a prompt, a multiple of 16. The softmax takes those of a few heads together."""
+    of_head = 4 * width * itemsize + 8 * LANES * pl.cdiv(width, LANES) + 8 * LANES
+    most = max(16, 2 ** int(math.log2(_PROMPT_BYTES // (heads * of_head))))
+    return min(most, _PROMPT_TOKENS, 16 * pl.cdiv(tokens, 16))
 
 
 def _offsets(rows: int, tokens: int, group: int) -> np.ndarray:
@@ -189,5 +204,6 @@ def _scratch(q_BTNH, kv: SideBySide, rows: int, settings: Settings) -> dict[str,
         scratch["query_sum"] = sums
     if settings.block_rows:
         scratch["flat"] = pltpu.VMEM((settings.block_rows, 1, N * H), jnp.float32)
-    scratch |= {"query": vectors, "max": sums, "sum": sums, "out_sum": vectors}
+    queries = pltpu.VMEM(vectors.shape, q_BTNH.dtype if settings.is_prompt else jnp.float32)
+    scratch |= {"query": queries, "max": sums, "sum": sums, "out_sum": vectors}
     return scratch | {"copied": pltpu.SemaphoreType.DMA((2, 2)), "count": pltpu.SMEM((1,), jnp.int32)}

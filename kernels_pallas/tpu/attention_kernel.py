@@ -1,6 +1,8 @@
 """The body of the TPU attention kernel: copies of keys and values to on-chip memory, and its loops."""
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -10,11 +12,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .attention_queries import load_queries, store_queries
 from .attention_settings import Settings
-from .attention_softmax import add_keys, divide, for_each_head, join_scales, reset
+from .attention_softmax import Keys, Tile, add_keys, divide, for_each_head, join_scales, reset
 
 _NO_WINDOW = 2**30
 _UNROLLED = 8  # tiles of few rows that are not a loop
 _FEW_ROWS = 32
+_TOGETHER = 4  # tiles of a prompt
 
 
 class _Item(NamedTuple):
@@ -90,7 +93,7 @@ def attention_kernel(*refs: Any, names: tuple[str, ...], settings: Settings) -> 
 
     lax.fori_loop(first, end, one_block, 0)
     ref["count"][0] = done + end - first
-    _for_each_tile(ref, settings, lambda *at: divide(ref, at))
+    _for_each_tiles(ref, settings, partial(divide, ref))
     store_queries(ref, settings, row)
 
 
@@ -158,57 +161,96 @@ def _copies(ref, settings: Settings, item: _Item, chunk, place, buffer) -> list[
     return copies
 
 
-def _for_each_tile(ref, settings: Settings, function) -> None:
-    """Calls a function of a head and a slice of its rows of queries, for all of them: many are a loop, few
-    are not, since the compiler can overlap what is not in a loop.
+def _for_each_tiles(ref, settings: Settings, function: Callable[[list[Tile]], None]) -> None:
+    """Calls a function of one or more tiles, for all of them: the compiler overlaps what one call does, the
+    products of one tile with the softmax of another, but not what steps of a loop do.
     """
     heads, rows, _ = ref["query"].shape
     parts = rows // settings.rows
-    if heads * parts <= _UNROLLED and settings.rows <= _FEW_ROWS:
-        for i in range(heads * parts):
-            function(i // parts, pl.ds(i % parts * settings.rows, settings.rows))
-    else:
+    count = heads * parts
+    if count <= _UNROLLED and settings.rows <= _FEW_ROWS:
+        for head, part in (divmod(i, parts) for i in range(count)):
+            function([Tile(head, pl.ds(part * settings.rows, settings.rows))])
+        return
+    together = math.gcd(count, _TOGETHER) if settings.is_prompt else 1
 
-        def one(i: Any, _: Any) -> int:
-            first = pl.multiple_of(lax.rem(i, parts) * settings.rows, settings.rows)
-            function(lax.div(i, parts), pl.ds(first, settings.rows))
-            return 0
+    def tile(i) -> Tile:
+        first = pl.multiple_of(lax.rem(i, parts) * settings.rows, settings.rows)
+        return Tile(lax.div(i, parts), pl.ds(first, settings.rows))
 
-        lax.fori_loop(0, heads * parts, one, 0)
+    def some(i, _) -> int:
+        function([tile(i * together + j) for j in range(together)])
+        return 0
+
+    lax.fori_loop(0, count // together, some, 0)
+
+
+class _Step(NamedTuple):
+    """Keys that the softmax takes at a time."""
+
+    item: _Item
+    first_query: Any  # its position
+    position: Any  # of the first key
+    place: Any  # the step's number in the buffer
+    buffer: Any
+
+    def slots(self, size: int) -> Any:
+        return pl.ds(pl.multiple_of(self.place * size, size), size)
 
 
 def _one_step(ref, settings: Settings, item: _Item, tile, step, place, buffer) -> int:  # noqa: PLR0913
     """Adds the keys of one step to the softmax of each head. place: the step's number in the buffer."""
     size = settings.step
     position = step * size
-    slots = pl.ds(pl.multiple_of(place * size, size), size)
-
+    first_query = ref["start"][item.row] + tile * settings.tokens
+    of_step = _Step(item, first_query, position, place, buffer)
     if "scale" not in ref:  # levels are never NaN
 
         @pl.when((position < item.low) | (position + size > item.high))
         def _clear():
-            _clear_unseen(ref, item, position, buffer, slots)
+            _clear_unseen(ref, item, position, buffer, of_step.slots(size))
 
-    key_1S = position + lax.broadcasted_iota(jnp.int32, (1, size), 1)
-    first_query = ref["start"][item.row] + tile * settings.tokens
+    def add(is_masked: bool) -> None:
+        def of_tiles(tiles: list[Tile]) -> None:
+            keys = [_keys(ref, settings, of_step, tile, is_masked) for tile in tiles]
+            add_keys(ref, settings, tiles, keys)
 
-    def one_tile(head, rows) -> None:
-        scale_4S = None
-        if "scale" in ref:
-            count = size // settings.chunk
-            parts = [ref["scale_buffer"][buffer, place * count + i, head] for i in range(count)]
-            is_copied_1S = (key_1S >= item.low) & (key_1S < item.high)
-            scale_4S = [jnp.where(is_copied_1S, x, 0) for x in join_scales(parts, settings.chunk)]
-        query_R1 = first_query + ref["offset"][rows]
+        _for_each_tiles(ref, settings, of_tiles)
+
+    if not settings.is_prompt:
+        add(True)
+        return 0
+    # All queries of a tile see most keys of a prompt.
+    low = item.low
+    if settings.window is not None:
+        low = jnp.maximum(low, first_query + settings.tokens - settings.window)
+    is_masked = (position < low) | (position + size > jnp.minimum(item.high, first_query + 1))
+    pl.when(is_masked)(partial(add, True))
+    pl.when(jnp.logical_not(is_masked))(partial(add, False))
+    return 0
+
+
+def _keys(ref, settings: Settings, step: _Step, tile: Tile, is_masked: bool) -> Keys:
+    """The keys of a step for a tile. is_masked: some query of the tile does not see some of them."""
+    size = settings.step
+    item = step.item
+    key_1S = step.position + lax.broadcasted_iota(jnp.int32, (1, size), 1)
+    scale_4S = visible_RS = None
+    if "scale" in ref:
+        count = size // settings.chunk
+        parts = [ref["scale_buffer"][step.buffer, step.place * count + i, tile.head] for i in range(count)]
+        is_copied_1S = (key_1S >= item.low) & (key_1S < item.high)
+        scale_4S = [jnp.where(is_copied_1S, x, 0) for x in join_scales(parts, settings.chunk)]
+    if is_masked:
+        # Of a prompt a tile is one head: the compiler then computes the mask once for several.
+        rows = pl.ds(0, settings.rows) if settings.is_prompt else tile.rows
+        query_R1 = step.first_query + ref["offset"][rows]
         visible_RS = key_1S <= jnp.minimum(query_R1, item.high - 1)
         if settings.window is not None or settings.ring:
             window = _NO_WINDOW if settings.window is None else settings.window
             visible_RS &= key_1S > jnp.maximum(query_R1 - window, item.low - 1)
-        kv_SX = ref["kv_buffer"][buffer, head, slots]
-        add_keys(ref, settings, (head, rows), position, kv_SX, scale_4S, visible_RS)
-
-    _for_each_tile(ref, settings, one_tile)
-    return 0
+    kv_SX = ref["kv_buffer"][step.buffer, tile.head, step.slots(size)]
+    return Keys(step.position, kv_SX, scale_4S, visible_RS)
 
 
 def _clear_unseen(ref, item: _Item, position, buffer, slots) -> None:

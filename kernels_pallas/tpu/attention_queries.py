@@ -37,7 +37,7 @@ def load_queries(ref, settings: Settings, row) -> None:
         x = flat_ref[:, i * H : (i + 1) * H].astype(jnp.float32)
         if H % LANES:
             x = jnp.concatenate([x, jnp.zeros((len(x), LANES - H), jnp.float32)], -1)
-        ref["query"][at] = x
+        ref["query"][at] = x.astype(ref["query"].dtype)
 
 
 def store_queries(ref, settings: Settings, row) -> None:

@@ -10,6 +10,7 @@ class Settings(NamedTuple):
     window: int | None
     soft_cap: float | None
     ring: bool
+    is_prompt: bool  # many queries of a row: they see most keys, all of them
     width: int  # H
     block_rows: int  # of one query each that a block of queries has; 0: it has queries of one row
     tokens: int  # of a tile of queries

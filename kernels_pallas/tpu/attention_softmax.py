@@ -2,6 +2,7 @@
 
 import math
 from functools import reduce
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,27 @@ from .rotation import rotate_lanes
 LOG2_E = math.log2(math.e)
 _MASKED = -1e30  # finite, and far below the first maximum: a query that sees no key gives zeros, not NaN
 _LOWEST = -1e29
+
+
+class Tile(NamedTuple):
+    """Some of the rows of queries of a key head."""
+
+    head: Any
+    rows: Any
+
+
+class Keys(NamedTuple):
+    """Keys and values of a step, as a tile sees them."""
+
+    position: Any  # of the first one
+    kv_SX: jax.Array
+    scale_4S: list[jax.Array] | None
+    visible_RS: jax.Array | None  # None: all
+
+    def split(self, width: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [S, W]; both in one vector where they are narrow."""
+        kv_SX = self.kv_SX if self.scale_4S is None else self.kv_SX.astype(dtype)
+        return (kv_SX, kv_SX) if width % LANES else (kv_SX[:, :width], kv_SX[:, width:])
 
 
 def for_each_head(ref, function) -> None:
@@ -33,55 +55,64 @@ def reset(ref) -> None:
             ref["max"][head] = jnp.full(shape, _LOWEST)
             ref["sum"][head] = jnp.zeros(shape, jnp.float32)
         if "query_sum" in ref:
-            sums = ref["query"][head].sum(-1, keepdims=True)
+            sums = ref["query"][head].astype(jnp.float32).sum(-1, keepdims=True)
             ref["query_sum"][head] = jnp.broadcast_to(sums, shape)
 
     for_each_head(ref, one_head)
 
 
-def add_keys(ref, settings: Settings, at, position, kv_SX, scale_4S, visible_RS) -> None:  # noqa: PLR0913
-    """One step of the online softmax (Milakov & Gimelshein 2018) for some rows of a head.
-
-    Scores are in units of log 2. The largest score of a row is in all lanes of `max`; the sum of its weights
-    is the sum over the lanes of `sum`.
+def add_keys(ref, settings: Settings, tiles: list[Tile], keys: list[Keys]) -> None:
+    """One step of the online softmax (Milakov & Gimelshein 2018) for some tiles. Nothing is stored before all
+    is read, so that no tile waits for the stores of another.
     """
-    H = settings.width
-    q_RW = ref["query"][at].astype(ref["q"].dtype)
-    if scale_4S is not None:
-        kv_SX = kv_SX.astype(q_RW.dtype)
-    is_wide = H % LANES == 0
-    k_SW = kv_SX[:, :H] if is_wide else kv_SX
-    v_SW = kv_SX[:, H:] if is_wide else kv_SX
-    scores_RS = _dot(q_RW, k_SW, (1, 1))
-    if scale_4S is not None:
-        sums_RS = _to_lanes(ref["query_sum"][at], scores_RS.shape[1])
-        scores_RS = scores_RS * scale_4S[0] + sums_RS * scale_4S[1]
+    scores = [_scores(ref, settings, *of_tile) for of_tile in zip(tiles, keys, strict=True)]
+    sums = [_added(ref, settings, *of_tile) for of_tile in zip(tiles, keys, scores, strict=True)]
+    for tile, of_tile in zip(tiles, sums, strict=True):
+        for name, x in zip(("max", "sum", "out_sum"), of_tile, strict=True):
+            ref[name][tile] = x
+
+
+def _scores(ref, settings: Settings, tile: Tile, keys: Keys) -> jax.Array:  # [R, S]
+    q_RW = ref["query"][tile].astype(ref["q"].dtype)
+    scores_RS = _dot(q_RW, keys.split(settings.width, q_RW.dtype)[0], (1, 1))
+    if keys.scale_4S is not None:
+        sums_RS = _to_lanes(ref["query_sum"][tile], scores_RS.shape[1])
+        scores_RS = scores_RS * keys.scale_4S[0] + sums_RS * keys.scale_4S[1]
     if settings.pairs:
-        scores_RS += _bias_scores(ref, settings, at, position, scores_RS.shape[1])
+        scores_RS += _bias_scores(ref, settings, tile, keys.position, scores_RS.shape[1])
+    return scores_RS
+
+
+def _added(ref, settings: Settings, tile: Tile, keys: Keys, scores_RS) -> tuple[jax.Array, ...]:
+    """The tile's `max`, `sum` and `out_sum` with these keys. Scores are in units of log 2. The largest score
+    of a row is in all lanes of `max`; the sum of its weights is the sum over the lanes of `sum`.
+    """
     if settings.soft_cap is None:
         scores_RS *= settings.scale * LOG2_E
     else:
         cap = settings.soft_cap
         scores_RS = cap * LOG2_E * jnp.tanh(scores_RS * (settings.scale / cap))
-    scores_RS = jnp.where(visible_RS, scores_RS, _MASKED)
-    max_RL = ref["max"][at]
+    if keys.visible_RS is not None:
+        scores_RS = jnp.where(keys.visible_RS, scores_RS, _MASKED)
+    max_RL = ref["max"][tile]
     new_max_RL = jnp.maximum(max_RL, scores_RS.max(-1, keepdims=True))
     weight_RS = jnp.exp2(scores_RS - _to_lanes(new_max_RL, scores_RS.shape[1]))
     shrink_RL = jnp.exp2(max_RL - new_max_RL)
-    ref["max"][at] = new_max_RL
-    ref["sum"][at] = ref["sum"][at] * shrink_RL + _sum_to_lanes(weight_RS)
-    out_RW = ref["out_sum"][at]
+    sum_RL = ref["sum"][tile] * shrink_RL + _sum_to_lanes(weight_RS)
+    out_RW = ref["out_sum"][tile]
     out_RW *= _to_lanes(shrink_RL, out_RW.shape[1])
-    if scale_4S is not None:
-        out_RW += (weight_RS * scale_4S[3]).sum(-1, keepdims=True)
-        weight_RS *= scale_4S[2]
-    ref["out_sum"][at] = out_RW + _dot(weight_RS.astype(v_SW.dtype), v_SW, (1, 0))
+    if keys.scale_4S is not None:
+        out_RW += (weight_RS * keys.scale_4S[3]).sum(-1, keepdims=True)
+        weight_RS *= keys.scale_4S[2]
+    dtype = ref["q"].dtype
+    v_SW = keys.split(settings.width, dtype)[1]
+    return new_max_RL, sum_RL, out_RW + _dot(weight_RS.astype(dtype), v_SW, (1, 0))
 
 
-def _bias_scores(ref, settings: Settings, at, position, count: int) -> jax.Array:  # noqa: PLR0913
+def _bias_scores(ref, settings: Settings, tile: Tile, position, count: int) -> jax.Array:
     """The scores of the bias of keys. Queries are rotated back, not keys forth."""
-    query_RW = ref["query"][at]
-    near_CH = ref["near"][at[0]]
+    query_RW = ref["query"][tile].astype(jnp.float32)
+    near_CH = ref["near"][tile.head]
     last = ref["angle"].shape[0] - 1  # a ring may go on past the capacity
     scores = []
     for i in range(pl.cdiv(count, BIAS_STRIDE)):
@@ -116,9 +147,11 @@ def _dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def divide(ref, at) -> None:
-    sum_R1 = jnp.maximum(ref["sum"][at].sum(-1, keepdims=True), 1e-30)
-    ref["out_sum"][at] = ref["out_sum"][at] / sum_R1
+def divide(ref, tiles: list[Tile]) -> None:
+    """Weighted sums of values become means."""
+    for tile in tiles:
+        sum_R1 = jnp.maximum(ref["sum"][tile].sum(-1, keepdims=True), 1e-30)
+        ref["out_sum"][tile] = ref["out_sum"][tile] / sum_R1
 
 
 def join_scales(parts: list[jax.Array], chunk: int) -> list[jax.Array]:

@@ -1,13 +1,15 @@
-"""What a Pallas TPU kernel does in one call: the bytes that it moves between HBM and VMEM, its products and
-its vector operations.
+"""What a Pallas TPU kernel does in one call: the bytes that it moves between HBM and VMEM, its products, and
+the operations of its vector unit.
 
 Blocks are moved by the pipeline of `pallas_call`: an input's when its index differs from that of the grid
 step before, an output's when the next step has another one. Copies of the kernel's own (`make_async_copy`)
 are found by evaluating its body with what is known of its scalars. Rows of 128 lanes are moved whole.
 
-A product counts as one of 128 rows at least: so long it takes to load the other operand into the matrix
-units. A vector operation is one instruction on a register of 8 x 128 numbers of 32 bits; functions such as
-exp count as one too; shuffles, loads and stores count as none.
+A matrix unit multiplies tiles of its own size, so the depth and the outputs of a product count in multiples
+of it, and its rows as 128 at least: so long it takes to load the other operand. An operation of a vector unit
+takes a register of 8 x 128 numbers of 32 bits (or 16 x 128 of 16). Of four instructions that a cycle has for
+it, an exponential needs the only one for such functions, so it counts as four. Loads, stores, shapes,
+constants and conversions of layout count as none.
 """
 
 import dataclasses
@@ -23,30 +25,41 @@ from kernel_bytes import KernelEvaluator, block_window
 from kernel_refs import UNKNOWN, Ref, UncountableError, with_unknown
 from known_values import Observer, SourcePlace
 from tile_bytes import box_bytes
+from tpu_specs import Tpu
 
+VECTOR_SLOTS = 4  # instructions of a cycle for the vector unit
 _MOST_STEPS = 4_000_000  # equations
 _NO_COPY = ("any", "hbm", "semaphore")  # memory spaces of operands that no pipeline moves
 _LEAST_ROWS = 128
-_VECTOR = frozenset(
-    "add sub mul div rem max min and or xor not neg abs sign round floor clamp integer_pow square sqrt rsqrt"
-    " exp exp2 log log1p tanh logistic cos sin select_n eq ne lt le gt ge shift_left shift_right_logical"
-    " shift_right_arithmetic convert_element_type".split()
+_EXPONENTIALS = frozenset("exp exp2 log log1p tanh logistic rsqrt sqrt div sin cos erf pow".split())
+_NO_VECTOR_WORK = frozenset(
+    "broadcast_in_dim reshape squeeze slice concatenate get swap iota bitcast_convert_type transpose"
+    " program_id num_programs dma_start multiple_of expand_dims copy".split()
 )
-_REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or argmax argmin cumsum".split())
+_CALLS = frozenset("cond while scan jit pjit closed_call run_scoped run_state core_map".split())
 _QUIET = frozenset("dma_wait semaphore_signal semaphore_wait semaphore_read delay".split())
 
 
-class Arithmetic(NamedTuple):
+class KernelWork(NamedTuple):
     """What a kernel computes in one call."""
 
-    flop: float  # of products, six times for those of float32 in full precision
-    int8_ops: float  # of int8 products
-    vector_ops: float
+    flop: float  # of products, in units of 128 x 128; six times for those of float32 in full precision
+    int8_ops: float
+    flop_256: float  # the same in units of 256 x 256
+    int8_ops_256: float
+    vector_ops: float  # registers
     steps: float  # of the grid
+
+    def seconds(self, tpu: Tpu) -> float:
+        """The larger of the time of its products and that of its vector unit."""
+        is_large = tpu.matrix_size == 256
+        flop, int8_ops = (self.flop_256, self.int8_ops_256) if is_large else (self.flop, self.int8_ops)
+        products = flop / tpu.tflops / 1e12 + int8_ops / tpu.int8_tops / 1e12
+        return max(products, self.vector_ops / VECTOR_SLOTS / tpu.ghz / 1e9)
 
 
 def kernel_work(equation: Any, values: list[Any]) -> tuple[float, ...]:
-    """The numbers of `Arithmetic`, and the bytes of each operand and result, of one call.
+    """The fields of a `KernelWork`, then bytes of each operand and result, of one call.
 
     Args:
         equation: a `pallas_call` for TPUs.
@@ -125,8 +138,8 @@ class _Kernel:
             self._run_body(index, refs)
         work = self._evaluator
         # Bytes of blocks of SMEM, VMEM and HBM alike.
-        arithmetic = Arithmetic(work.flop, work.int8_ops, work.vector_ops, math.prod(self._grid))
-        return (*arithmetic, *self._scalar_bytes, *(array.moved for array in self._arrays))
+        done = KernelWork(*work.products[128], *work.products[256], work.vector_ops, math.prod(self._grid))
+        return (*done, *self._scalar_bytes, *(array.moved for array in self._arrays))
 
     def _run_body(self, index: tuple[int, ...], refs: list[Ref]) -> None:
         body = getattr(self._body, "jaxpr", self._body)
@@ -158,8 +171,7 @@ class _TpuEvaluator(KernelEvaluator):
     def __init__(self) -> None:
         super().__init__()
         self._observer = _Loops()
-        self.flop = 0.0
-        self.int8_ops = 0.0
+        self.products = {size: [0.0, 0.0] for size in (128, 256)}  # FLOP and int8 operations
         self.vector_ops = 0.0
 
     def equation(self, equation: Any, values: list[Any], path: tuple[str, ...]) -> Sequence[Any] | None:
@@ -169,26 +181,23 @@ class _TpuEvaluator(KernelEvaluator):
         if name == "dot_general":
             self._add_product(equation)
             return None
-        if name in _VECTOR or name in _REDUCTIONS:
-            shape = (equation.invars if name in _REDUCTIONS else equation.outvars)[0].aval.shape
-            self.vector_ops += _registers(shape)
+        if name not in _NO_VECTOR_WORK and name not in _CALLS:
+            self.vector_ops += _registers(equation) * (VECTOR_SLOTS if name in _EXPONENTIALS else 1)
         return super().equation(equation, values, path)
 
     def _add_product(self, equation: Any) -> None:
         left, right = (var.aval for var in equation.invars[:2])
-        (contracted, _), _ = equation.params["dimension_numbers"]
+        (contracted, of_right), (batch, right_batch) = equation.params["dimension_numbers"]
         depth = math.prod(left.shape[axis] for axis in contracted)
-        batch = math.prod(left.shape[axis] for axis in equation.params["dimension_numbers"][1][0])
-        of_each = [math.prod(operand.shape) / depth / batch for operand in (left, right)]
-        work = 2.0 * depth * batch * max(of_each) * max(min(of_each), _LEAST_ROWS)
+        rows = math.prod(_others(left, (*contracted, *batch)))
+        outputs = math.prod(_others(right, (*of_right, *right_batch)))
+        rows, outputs = sorted((rows, outputs))
+        times = 2.0 * math.prod(left.shape[axis] for axis in batch) * max(rows, _LEAST_ROWS)
         is_int8 = all(np.dtype(x.dtype).kind in "iu" for x in (left, right))
-        passes = 1
         if left.dtype == right.dtype == np.float32 and "HIGHEST" in str(equation.params["precision"]).upper():
-            passes = 6
-        if is_int8:
-            self.int8_ops += work
-        else:
-            self.flop += passes * work
+            times *= 6
+        for size, products in self.products.items():
+            products[is_int8] += times * _round_up(depth, size) * _round_up(outputs, size)
 
     def on_dma_start(self, params: Any, values: list[Any]) -> list[Any]:
         source, target = params["tree"].unflatten(with_unknown(values))[:2]
@@ -200,12 +209,26 @@ class _TpuEvaluator(KernelEvaluator):
         return []
 
 
-def _registers(shape: Sequence[int]) -> int:
-    """Vector registers of an array of 32-bit numbers; 0 of a single number."""
-    if not shape:
+def _others(aval: Any, axes: Sequence[int]) -> list[int]:
+    return [size for axis, size in enumerate(aval.shape) if axis not in axes]
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _registers(equation: Any) -> float:
+    """Vector registers of the largest operand or result, at least one that is no scalar."""
+    avals = [var.aval for var in (*equation.invars, *equation.outvars)]
+    return max((_registers_of(aval) for aval in avals if getattr(aval, "shape", ())), default=0)
+
+
+def _registers_of(aval: Any) -> float:
+    if not hasattr(aval, "dtype") or hasattr(aval, "inner_aval"):  # a reference
         return 0
-    *outer, rows, lanes = (1, *shape)
-    return math.prod(outer) * -(-rows // 8) * -(-lanes // 128)
+    *lead, rows, lanes = (1, *aval.shape)
+    bits = 32 if aval.dtype == bool else jax.dtypes.itemsize_bits(aval.dtype)
+    return math.prod(lead) * -(-rows // (8 * 32 // bits)) * -(-lanes // 128)
 
 
 def _check_sizes(transforms: Sequence[Any]) -> None:

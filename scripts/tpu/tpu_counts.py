@@ -7,7 +7,7 @@ from typing import Any
 from copied_arrays import PALLAS, copied_arrays
 from hbm_bytes import hbm_bytes
 from hlo_text import Computation, Instruction, Module
-from kernel_dma import Arithmetic
+from kernel_dma import KernelWork
 from program_counts import COLLECTIVES, FREE, Choices, Unknown
 from tile_bytes import is_in_hbm
 from tpu_specs import Tpu
@@ -140,11 +140,11 @@ class TpuCounter:
         is_pallas = instruction.target == PALLAS
         work = self._choices.kernel_work(instruction) if is_pallas else None
         if work is not None:
-            arithmetic = Arithmetic(*work[:4])
-            read, written = _of_kernel(computation, instruction, work[4:])
+            fields = len(KernelWork._fields)
+            read, written = _of_kernel(computation, instruction, work[fields:])
         memory = (read + written) / self._tpu.memory_gbs / 1e9
         if work is not None:
-            busy = kernel_seconds(arithmetic, self._tpu, memory)
+            busy = kernel_seconds(KernelWork(*work[:fields]), self._tpu, memory)
         links = _sent_bytes(instruction, self._devices) / self._tpu.link_gbs / 1e9
         alone = max(busy, memory, links)
         seconds = alone

@@ -40,6 +40,7 @@ class Tpu:
     float32_tflops: float  # in full precision: six products of bfloat16
     ghz: float
     vmem_mib: int
+    matrix_size: int  # of its matrix units, rows and columns
     round_us: float = 0  # latency of an all-reduce; not measured
 
     platform = "tpu"
@@ -68,8 +69,8 @@ class Tpu:
 
 
 TPUS = {
-    "v5e": Tpu("TPU v5 lite", "v5e:1x1", 16, 819, 200, 197, 393, 197 / 6, 1.50, 128),
-    "v5p": Tpu("TPU v5", "v5p:1x1x1", 95, 2765, 600, 459, 918, 459 / 6, 1.75, 128),
-    "v6e": Tpu("TPU v6 lite", "v6e:1x1", 32, 1640, 400, 918, 1836, 918 / 6, 1.75, 128),
-    "tpu7x": Tpu("TPU7x", "tpu7x:1x1x1", 96, 3690, 300, 1153.5, 1153.5, 1153.5 / 6, 2.20, 64),
+    "v5e": Tpu("TPU v5 lite", "v5e:1x1", 16, 819, 200, 197, 393, 197 / 6, 1.50, 128, 128),
+    "v5p": Tpu("TPU v5", "v5p:1x1x1", 95, 2765, 600, 459, 918, 459 / 6, 1.75, 128, 128),
+    "v6e": Tpu("TPU v6 lite", "v6e:1x1", 32, 1640, 400, 918, 1836, 918 / 6, 1.75, 128, 256),
+    "tpu7x": Tpu("TPU7x", "tpu7x:1x1x1", 96, 3690, 300, 1153.5, 1153.5, 1153.5 / 6, 2.20, 64, 256),
 }

@@ -15,7 +15,7 @@ from quick import full_except
 
 import kernels_pallas
 import xinfer_jax as xj
-from kernels_pallas import reference, triton
+from kernels_pallas import reference, tpu, triton
 from xinfer_jax.model.experts import mixture_of_experts
 
 pytestmark = [
@@ -42,6 +42,9 @@ def distinct(M, U, experts=X):
 
 
 by_kernel = jax.jit(partial(triton.gated_experts, activation=jax.nn.silu, interpret=True))
+on_tpu = jax.jit(
+    partial(tpu.gated_experts, activation=jax.nn.silu, interpret=True), static_argnames="num_experts"
+)
 by_reference = jax.jit(partial(reference.gated_experts, activation=jax.nn.silu))
 
 CHOICES = {
@@ -62,6 +65,28 @@ def test_kernels_equal_their_reference(name):
     assert got.dtype == want.dtype == np.float32
     limit = 1e-5 if args[0].dtype == jnp.float32 else 2e-2
     np.testing.assert_allclose(got, want, atol=limit * max(np.abs(want).max(), 1e-9))
+
+
+@pytest.mark.full
+def test_the_tpu_kernel_of_few_tokens_and_experts_of_other_devices():
+    args = case(jnp.bfloat16, distinct(9, 2, 2 * X) - X)
+    want = np.asarray(by_reference(*args))
+    got = on_tpu(*args, num_experts=2 * X)
+    np.testing.assert_allclose(got, want, atol=2e-2 * np.abs(want).max())
+
+
+def test_the_tpu_kernel_of_many_tokens_with_experts_of_other_devices_in_parts(monkeypatch):
+    """A NaN stays in its row."""
+    monkeypatch.setattr(tpu.experts, "_EXPERT_BYTES", 3 * 128 * 128 * 4)
+    draws = np.random.RandomState(0)
+    tokens = 70
+    x_MD = jnp.asarray(draws.standard_normal((tokens, 128)), jnp.float32).at[1].set(jnp.nan)
+    shapes = (4, 256, 128), (4, 256, 128), (4, 128, 256)
+    matrices = [jnp.asarray(draws.standard_normal(shape), jnp.float32) / 8 for shape in shapes]
+    args = x_MD, jnp.asarray(draws.rand(tokens, 2), jnp.float32), distinct(tokens, 2, 8) - 2, *matrices
+    got = on_tpu(*args, num_experts=8)
+    np.testing.assert_allclose(got, by_reference(*args), atol=1e-3)
+    assert np.isnan(got[1]).all() and np.isfinite(np.delete(got, 1, 0)).all()
 
 
 def test_bits_of_a_choice_depend_on_no_other_choice():
@@ -97,6 +122,15 @@ def layer_of(dtype="float32", **changes):
     return config, params["layers"][0], x_BTD
 
 
+@pytest.mark.full
+def test_layer_on_a_tpu_equals_that_of_xla():
+    config, layer, x_BTD = layer_of()
+    x_BTD = x_BTD[:1, :2]
+    run = jax.jit(partial(mixture_of_experts, config=config), static_argnames="impl")
+    got, want = (run(x_BTD, layer, impl=impl) for impl in ("interpret_tpu", "xla"))
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+
+
 @pytest.mark.parametrize("hidden_act", full_except(("silu",), ["silu", "gelu_pytorch_tanh", "relu2"]))
 def test_layer_and_its_gradient_equal_those_of_xla(hidden_act):
     config, layer, x_BTD = layer_of(hidden_act=hidden_act)
@@ -106,7 +140,7 @@ def test_layer_and_its_gradient_equal_those_of_xla(hidden_act):
         return jnp.sum(out_BTD**2), out_BTD
 
     gradients = jax.jit(jax.grad(loss, (0, 1), has_aux=True), static_argnums=2)
-    got, want = (gradients(x_BTD, layer, impl) for impl in ("interpret", "xla"))
+    got, want = (gradients(x_BTD, layer, name) for name in ("interpret", "xla"))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max()), got, want)
 
 
@@ -124,15 +158,22 @@ def test_select_takes_triton_on_every_gpu(monkeypatch):
 
 
 @pytest.mark.full
-def test_layer_over_a_mesh_lowers_for_cuda():
-    """With the check of varying axes; a device runs two kernels, whatever it has to skip."""
+@pytest.mark.parametrize(
+    ("impl", "platform", "kernel", "kind", "calls"),
+    [
+        ("triton", "cuda", "__gpu$xla.gpu.triton", "NVIDIA H200", 2),
+        ("tpu", "tpu", "tpu_custom_call", "TPU v6 lite", 1),
+    ],
+)
+def test_layer_over_a_mesh_lowers(impl, platform, kernel, kind, calls):  # noqa: PLR0913
+    """With the check of varying axes; a device runs its kernels, whatever it has to skip."""
     config, layer, x_BTD = layer_of("bfloat16", num_experts=8)
     layer = {name: layer[name] for name in ("router", "experts")}
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform="tpu" if impl == "tpu" else "gpu")
     mesh = AbstractMesh((4,), ("model",), axis_types=(AxisType.Auto,), abstract_device=device)
     specs = PartitionSpec(), {"router": PartitionSpec(), "experts": PartitionSpec("model")}
-    run = partial(mixture_of_experts, config=config, over="model", impl="triton")
+    run = partial(mixture_of_experts, config=config, over="model", impl=impl)
     with jax.sharding.use_abstract_mesh(mesh):
         sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=specs[0]))
-        text = sharded.trace(x_BTD, layer).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("__gpu$xla.gpu.triton") == 2
+        text = sharded.trace(x_BTD, layer).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count(kernel) == calls

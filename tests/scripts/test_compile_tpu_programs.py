@@ -10,7 +10,7 @@ import pytest
 from hlo_text import parse_arrays, parse_module
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from kernel_dma import Arithmetic, kernel_work
+from kernel_dma import KernelWork, kernel_work
 from kernel_refs import UncountableError
 from known_values import Evaluator, Observer, known_leaf
 from program_counts import Unknown
@@ -243,9 +243,11 @@ def test_kernels_move_blocks_once_and_copies_as_their_scalars_say():
     w = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
     for count in (0, 3):
         work = work_of(kernel_call(4), np.array([count], np.int32), x, w)
-        assert work[4:] == (4, count * 64 * 128 * 2, 128 * 128 * 2, 4 * 64 * 128 * 4)
-        # Of 64 rows a product takes as long as of 128.
-        assert work[:4] == (count * 2 * 128 * 128 * 128, 0, 0, 4)
+        fields = len(KernelWork._fields)
+        assert work[fields:] == (4, count * 64 * 128 * 2, 128 * 128 * 2, 4 * 64 * 128 * 4)
+        done = KernelWork(*work[:fields])
+        flop = count * 2 * 128 * 128 * 128  # of 64 rows a product takes as long as of 128
+        assert done == (flop, 0, 4 * flop, 0, 0, 4)  # half of the depth and of the outputs of a large unit
     with pytest.raises(UncountableError):
         unknown = jax.ShapeDtypeStruct((1,), jnp.int32)
         work_of(kernel_call(4, lambda ref: pl.multiple_of(ref[0], 8)), unknown, x, w)
@@ -259,17 +261,17 @@ def test_vector_operations_are_counted_by_registers():
 
     call = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((9, 1), jnp.float32))
     work = work_of(call, jax.ShapeDtypeStruct((9, 200), jnp.float32))
-    assert work[:4] == (0, 0, 3 * 4, 1)  # a sum, exp and the sum of four registers
+    assert work[:6] == (0, 0, 0, 0, (1 + 4 + 1) * 4, 1)  # a sum, exp and the sum of four registers
 
 
 def test_time_of_a_kernel_is_that_of_copies_or_of_arithmetic():
     start = 2100 / V6E.ghz / 1e9
     step = 0.35e-6
-    none = Arithmetic(0, 0, 0, 10)
+    none = KernelWork(0, 0, 0, 0, 0, 10)
     assert kernel_seconds(none, V6E, 1e-3) == pytest.approx(start + 1e-3 + step)  # all but the last step's
-    products = Arithmetic(V6E.tflops * 1e9, 0, 0, 10)
+    products = KernelWork(0, 0, V6E.tflops * 1e9, 0, 0, 10)
     assert kernel_seconds(products, V6E, 1e-4) == pytest.approx(start + 1e-5 + 1e-3 + 10 * step)
-    vectors = Arithmetic(0, 0, 4 * V6E.ghz * 1e6, 1)
+    vectors = KernelWork(0, 0, 0, 0, 4 * V6E.ghz * 1e6, 1)
     assert kernel_seconds(vectors, V6E, 1e-4) == pytest.approx(start + 1e-4 + 1e-3 + step)
 
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kernels_pallas import BIAS_STRIDE, platform_of
+from kernels_pallas import BIAS_STRIDE, device_impl, platform_of
 from kernels_pallas.key_layouts import rotate_pairs
+from kernels_pallas.reference_products import FEW_ROWS
 
 from ..config.model_config import ModelConfig, RopeConfig
 from ..weights.hadamard import hadamard_rotate, mlp_block_width
@@ -131,11 +132,11 @@ def products(  # noqa: PLR0913
 
     def plain(operands: Operands) -> list[jax.Array]:
         x, leaves, weight, residual = operands
-        x = x if weight is None else rms_norm(x, weight, eps, offset)
+        x = x if weight is None else _apart(rms_norm(x, weight, eps, offset))
         return finish([_product(x, leaf, dtype) for leaf in leaves], residual)
 
     def finish(ys: list[jax.Array], residual: jax.Array | None) -> list[jax.Array]:
-        ys = ys if activation is None else [_ACTIVATIONS[activation](ys[0]) * ys[1]]
+        ys = ys if activation is None else [_apart(_ACTIVATIONS[activation](ys[0]) * ys[1])]
         return ys if residual is None else [residual + ys[0]]
 
     operands = Operands(x, leaves, weight, residual)
@@ -149,9 +150,18 @@ def products(  # noqa: PLR0913
     if weight is None and len(leaves) == 1:
         return plain(operands)
     if weight is not None:  # perhaps without its norm
-        x = rms_norm(x, weight, eps, offset)
+        x = _apart(rms_norm(x, weight, eps, offset))
         return products(x, leaves, activation=activation, residual=residual, dtype=dtype, impl=impl)
     return finish([products(x, [leaf], dtype=dtype, impl=impl)[0] for leaf in leaves], residual)
+
+
+def _apart(x: jax.Array) -> jax.Array:
+    """x, which XLA computes before the products that read it, where a TPU multiplies many rows. It would
+    compute a norm or an activation again for each of their tiles: 1,024 rows of 7B's gate take 249 us on a
+    v6e instead of 176.
+    """
+    is_prompt = x.size > FEW_ROWS * x.shape[-1]
+    return lax.optimization_barrier(x) if is_prompt and device_impl().impl == "tpu" else x
 
 
 def _product(x: jax.Array, leaf: Params, dtype: jnp.dtype) -> jax.Array:
