@@ -61,9 +61,9 @@ TPUs: attention, the append, products of few rows and the greedy token.
 - A bias of keys on TPUs: as above, with one rotation of the queries for each 64 keys.
 - A TPU kernel's arrays of the cache are bound to HBM (`with_memory_space_constraint`): XLA copied the scales
   of a small cache to on-chip memory first.
-- A TPU's products of up to 64 rows have their matrices in on-chip memory where they are small: XLA copies them
-  there while operations before run. Larger ones are streamed from HBM by the kernel, which computes meanwhile
-  (`tpu/products.py`). No TPU kernel reads float16, so scales of int4 are float32 there, or their bits.
+- A TPU's products of up to 64 rows have their matrices in on-chip memory where they are small: XLA copies
+  them there while operations before run. Larger ones are streamed from HBM by the kernel, which computes
+  meanwhile (`tpu/products.py`). No TPU kernel reads float16, so scales of int4 are float32 there.
 - Mosaic's entry point disables the check of `jax.shard_map` inside, so results must be marked as varying
   (`match_varying_axes`).
 """

@@ -31,8 +31,8 @@ def kernels_used(
 
     `lm_head_argmax` serves greedy rows, or `int8_head_argmax` where the vocabulary matrix is int8; sampled
     rows take logits. `product` is that of the first layer's matrix "o" in a decode step: kernels of products
-    take no float32 on GPUs. Where some layers use plain jnp, the reason says how many. `gated_experts` is there for
-    models with experts.
+    take no float32 on GPUs. Where some layers use plain jnp, the reason says how many. `gated_experts` is
+    there for models with experts.
 
     Args:
         params, config: the model.
