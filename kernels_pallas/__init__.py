@@ -63,8 +63,7 @@ TPUs: attention, the append, products of few rows and the greedy token.
   of a small cache to on-chip memory first.
 - A TPU's products of up to 64 rows have their matrices in on-chip memory where they are small: XLA copies
   them there while operations before run. Larger ones are streamed from HBM by the kernel, which computes
-  meanwhile (`tpu/products.py`). No TPU kernel reads float16, so scales of int4 are float32 there, or their
-  bits.
+  meanwhile (`tpu/products.py`). No TPU kernel reads float16, so scales of int4 are float32 there.
 - Mosaic's entry point disables the check of `jax.shard_map` inside, so results must be marked as varying
   (`match_varying_axes`).
 """
@@ -75,7 +74,6 @@ from .dispatch import (
     KERNELS,
     Selection,
     assume_device,
-    default_platform,
     device_impl,
     match_varying_axes,
     platform_of,
@@ -96,7 +94,6 @@ __all__ = [
     "Selection",
     "SideBySide",
     "assume_device",
-    "default_platform",
     "device_impl",
     "match_varying_axes",
     "platform_of",

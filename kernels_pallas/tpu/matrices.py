@@ -51,9 +51,14 @@ class Form:
         return cls(kind, dtype, rows, values.shape[1], values.shape[0])
 
     @property
+    def dequantizes(self) -> bool:
+        """Whether the matrix is converted to x's dtype first."""
+        return self.kind == "int4" and self.rows > _FEW_ROWS
+
+    @property
     def _is_integer(self) -> bool:
         """Whether x is split into integers."""
-        return self.kind == "int8" or self.kind == "int4" and self.rows <= _FEW_ROWS
+        return self.kind != "float" and not self.dequantizes
 
     @property
     def _chunk(self) -> int:

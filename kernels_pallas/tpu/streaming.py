@@ -18,6 +18,7 @@ from .matrices import LANES, Form
 
 RESIDENT_BYTES = 24 * 2**20  # of the matrices of a kernel
 STEP_BYTES = 2**22  # of matrices that a grid step takes
+_WIDEST = 512  # outputs of a tile that is dequantized
 _VMEM_BYTES = 48 * 2**20  # at most, of both buffers of a step, and of x
 
 
@@ -57,8 +58,10 @@ class Memory(NamedTuple):
 def settings_of(x_MI, matrices, eps=0.0, offset=0.0, activation=None, soft_cap=None) -> Settings:  # noqa: PLR0913
     forms = tuple(Form.of(matrix, x_MI.dtype, len(x_MI)) for matrix in matrices)
     size = sum(matrix.values.nbytes for matrix in matrices)
-    is_resident = size <= RESIDENT_BYTES
+    is_resident = size <= RESIDENT_BYTES and not forms[0].dequantizes
     steps = 1 if is_resident else max(1, round(size / STEP_BYTES))
+    if forms[0].dequantizes:  # wider tiles take minutes to compile
+        steps = max(steps, pl.cdiv(max(form.outputs for form in forms), _WIDEST))
     tiles = tuple(min(form.outputs, LANES * pl.cdiv(form.outputs, LANES * steps)) for form in forms)
     counts = tuple(pl.cdiv(form.outputs, tile) for form, tile in zip(forms, tiles, strict=True))
     return Settings(forms, tiles, counts, eps, offset, activation, soft_cap, is_resident)

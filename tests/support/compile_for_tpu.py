@@ -7,6 +7,7 @@ copies a cache. Prints a line for each; the exit code is 1 where one fails.
 import re
 import sys
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jax.sharding import SingleDeviceSharding
 import kernels_pallas
 from kernels_pallas import HeadNorms, SideBySide
 from kernels_pallas.key_layouts import scale_rows
+from kernels_pallas.reference_products import Matrix
 
 BF16, F32, INT8 = jnp.bfloat16, jnp.float32, jnp.uint8
 # Key heads, query heads of each, their width, window.
@@ -108,9 +110,49 @@ def copies(text, kv):
     return [line for line in lines if any(shape in line for shape in shapes)]
 
 
+# Rows, inputs, outputs of each matrix, format.
+PRODUCTS = [
+    (8, 896, (896, 128, 128), "bfloat16"),
+    (1, 3584, (3584, 512, 512), "bfloat16"),
+    (64, 18944, (3584,), "int8"),
+    (8, 3584, (18944, 18944), "int4"),
+    (64, 896, (4864, 4864), "int4"),
+    (8, 896, (151936,), "head"),
+]
+
+
+def compile_product(device, rows, inputs, outputs, kind) -> None:
+    sharding = SingleDeviceSharding(device)
+
+    def shape(*axes, dtype=BF16):
+        return jax.ShapeDtypeStruct(axes, dtype, sharding=sharding)
+
+    def matrix(size):
+        if kind == "int4":
+            groups = inputs // 64
+            scale, zero = shape(groups, size, dtype=F32), shape(groups, size, dtype=INT8)
+            return Matrix(shape(groups, 32, size, dtype=INT8), scale, zero)
+        if kind == "int8":
+            return Matrix(shape(size, inputs, dtype=jnp.int8), shape(size, dtype=F32))
+        return Matrix(shape(size, inputs), bias=shape(size))
+
+    args = shape(rows, inputs), [matrix(size) for size in outputs], shape(inputs)
+    function = partial(kernels_pallas.run_kernel, "tpu", "product", eps=1e-6)
+    if kind == "head":
+        args = args[0], args[1][0].values
+        function = partial(kernels_pallas.run_kernel, "tpu", "lm_head_argmax")
+    mesh = jax.sharding.Mesh([device], ("one",))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.default_device(device):
+        jax.jit(function).trace(*args).lower(lowering_platforms=("tpu",)).compile()
+
+
 def main(tpu: str) -> int:
     device = topologies.get_topology_desc(platform="tpu", topology_name=f"{tpu}:2x2").devices[0]
     failures = 0
+    for case in PRODUCTS:
+        before = time.monotonic()
+        compile_product(device, *case)
+        print(f"{tpu} product {case}: {time.monotonic() - before:.1f} s")
     for case in CASES:
         model, rows, tokens, place, dtype = case
         new, kv, *rest = arguments(device, *case)
