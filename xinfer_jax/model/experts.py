@@ -38,10 +38,13 @@ def mixture_of_experts(
         InputError: the named impl does not support these arguments.
     """
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
-    probability_MX = jax.nn.softmax(linear(x_MD, layer["router"], jnp.float32), -1)
-    weight_MU, expert_MU = lax.top_k(probability_MX, config.num_experts_per_tok)  # U: experts per token
-    if config.norm_topk_prob:
-        weight_MU = weight_MU / weight_MU.sum(-1, keepdims=True)
+    score_MX = linear(x_MD, layer["router"], jnp.float32)
+    U = config.num_experts_per_tok
+    if config.norm_topk_prob:  # softmax, divided by the sum of those that are chosen
+        score_MU, expert_MU = lax.top_k(score_MX, U)
+        weight_MU = jax.nn.softmax(score_MU, -1)
+    else:
+        weight_MU, expert_MU = lax.top_k(jax.nn.softmax(score_MX, -1), U)
     experts = layer["experts"]
     if over is not None:  # relative to the device's first expert
         expert_MU = expert_MU - lax.axis_index(over) * len(experts["gate"]["weight"])
