@@ -6,9 +6,9 @@ pass over the logits. Each has a plain jnp reference of the same name in `refere
 `run_kernel(impl, kernel, …)`, and `assume_device`, to compile for a GPU or TPU that is not here. `support`
 says what each kernel supports. `key_layouts` says where keys are, and has their quantized form. `mosaic` has
 kernels for Hopper (TMA, wgmma). `triton` has all kernels for Ampere, Ada and newer, through a backend that
-JAX has deprecated (`triton/products.py` says how products work). `tpu` has kernels for
-TPUs: attention, the append, products of few rows and the greedy token.
-`compat` has the differences between versions of jax.
+JAX has deprecated (`triton/products.py` says how products work). `tpu` has kernels for TPUs: attention, the
+append, products of few rows, experts and the greedy token. `compat` has the differences between versions of
+jax.
 
 - Shapes, dtypes and the NVIDIA GPU or TPU of the process (all its devices are taken to be alike) decide,
   never the default device. With a GPU a call becomes `lax.platform_dependent(cuda=kernel, default=jnp)`, with
@@ -37,9 +37,15 @@ TPUs: attention, the append, products of few rows and the greedy token.
 - The greedy token of a float or int8 vocabulary needs no logits. A sampler reads the logits once: for the
   largest of each group of 64, which give the candidates, and for the logsumexp. The bias of a row without
   one, and the seen tokens of a row without a penalty, are not read: a kernel needs no branch for that.
-- A mixture of experts has kernels for Triton only, which serve Hopper too. Choices are sorted by expert; each
-  program finds its tile in that order by itself, which saves launches. jax's `ragged_dot_mgpu` computes a
-  whole tile for each of the X - 1 tiles that may be empty, and needs x gathered in the sorted order.
+- A mixture of experts has kernels for Triton, which serve Hopper too, and for TPUs. For Triton choices are
+  sorted by expert; each program finds its tile in that order by itself, which saves launches. jax's
+  `ragged_dot_mgpu` computes a whole tile for each of the X - 1 tiles that may be empty, and needs x gathered
+  in the sorted order; `megablox` for TPUs needs that too, and three calls.
+- On TPUs one kernel streams the experts that some token chose. Up to 64 tokens are all multiplied by each,
+  since reading is the limit; of more, a tile of an expert takes its rows from the tokens on the chip, and
+  adds its results there, by products with matrices of zeros and ones.
+- In a prompt's attention on TPUs a tile is 256 tokens of one head, and four tiles are computed together, so that
+  products overlap the softmax; only the last steps of keys are masked.
 - TPUs keep keys and values `SideBySide`. Their attention kernel serves prompts and decode steps, and copies
   blocks of about 1 MiB to two buffers on the chip, of all key heads at once. The blocks of all rows and tiles
   of queries are one sequence, so the first block of a row is copied while the last of the previous one is

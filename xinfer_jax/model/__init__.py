@@ -15,7 +15,7 @@ both), `decoder_layer` (one layer, for all families), `decoder` (`forward`, `hid
   time. Products batched over rows took three to four times as long, and as long as the longest row. So a
   row's bits depend on no other row. Half of the time of a step is the copy of its keys at 8 GB/s, the rest is
   small products and softmax, all on one core. An accelerator computes all rows at once.
-- Mixture of experts: on GPUs a kernel for 16-bit matrices, whose cost follows the choices. On CPU, from four
+- Mixture of experts: on GPUs (16-bit matrices) and TPUs a kernel, whose cost follows the choices. On CPU, from four
   times as many experts as a token chooses, many tokens are sorted by expert, and a loop multiplies a tile of
   rows by one expert: 1.0 to 2.7 times as fast as every expert for every token, which is the form elsewhere.
   Where the chosen experts are fewer than all (decoding), only they are computed. Kernel and tiles have the
