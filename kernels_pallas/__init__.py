@@ -44,8 +44,8 @@ jax.
 - On TPUs one kernel streams the experts that some token chose. Up to 64 tokens are all multiplied by each,
   since reading is the limit; of more, a tile of an expert takes its rows from the tokens on the chip, and
   adds its results there, by products with matrices of zeros and ones.
-- In a prompt's attention on TPUs a tile is 256 tokens of one head, and four tiles are computed together, so that
-  products overlap the softmax; only the last steps of keys are masked.
+- In a prompt's attention on TPUs a tile is 256 tokens of one head, and four tiles are computed together, so
+  that products overlap the softmax; only the last steps of keys are masked.
 - TPUs keep keys and values `SideBySide`. Their attention kernel serves prompts and decode steps, and copies
   blocks of about 1 MiB to two buffers on the chip, of all key heads at once. The blocks of all rows and tiles
   of queries are one sequence, so the first block of a row is copied while the last of the previous one is

@@ -15,11 +15,11 @@ both), `decoder_layer` (one layer, for all families), `decoder` (`forward`, `hid
   time. Products batched over rows took three to four times as long, and as long as the longest row. So a
   row's bits depend on no other row. Half of the time of a step is the copy of its keys at 8 GB/s, the rest is
   small products and softmax, all on one core. An accelerator computes all rows at once.
-- Mixture of experts: on GPUs (16-bit matrices) and TPUs a kernel, whose cost follows the choices. On CPU, from four
-  times as many experts as a token chooses, many tokens are sorted by expert, and a loop multiplies a tile of
-  rows by one expert: 1.0 to 2.7 times as fast as every expert for every token, which is the form elsewhere.
-  Where the chosen experts are fewer than all (decoding), only they are computed. Kernel and tiles have the
-  derivative of the plain form.
+- Mixture of experts: on GPUs (16-bit matrices) and TPUs a kernel, whose cost follows the choices. On CPU,
+  from four times as many experts as a token chooses, many tokens are sorted by expert, and a loop multiplies
+  a tile of rows by one expert: 1.0 to 2.7 times as fast as every expert for every token, which is the form
+  elsewhere. Where the chosen experts are fewer than all (decoding), only they are computed. Kernel and tiles
+  have the derivative of the plain form.
 - On a GPU RoPE of up to 17 tokens a row and the append of their keys and values, quantized or not, are one
   launch, which updates the cache in place. XLA would launch two or more, and compute sines and cosines again
   in each layer. GEAR's format stays with XLA. The derivative is that of plain jnp.
