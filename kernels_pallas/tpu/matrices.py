@@ -137,8 +137,11 @@ class Form:
         return self._join(dot(x[0][...], refs[0][...], 1, jnp.int32)) * x[1][:, :1]
 
     def _join(self, sums: jax.Array) -> jax.Array:
-        """float32 [R, O] of the sums of higher and lower numbers, int32 [2 R, O]."""
-        return (sums[: self.rows] * _SPLIT + sums[self.rows :]).astype(jnp.float32)
+        """float32 [R, O] of the sums of higher and lower numbers, int32 [2 R, O]. Their sum would not fit in
+        32 bits.
+        """
+        sums = sums.astype(jnp.float32)
+        return sums[: self.rows] * _SPLIT + sums[self.rows :]
 
     def _multiply_groups(self, x: Sequence[Any], *refs: Any) -> jax.Array:
         """The same with int4. refs: to values, scales and perhaps zero points."""

@@ -76,6 +76,12 @@ def test_product(name, place):
         assert (np.linalg.norm(have - need, axis=-1) <= limit * np.linalg.norm(need, axis=-1)).all()
 
 
+def test_sums_of_large_equal_numbers_fit():
+    x_MI = jnp.ones((1, 1024), BF16)
+    matrix = reference_products.Matrix(jnp.full((128, 1024), 127, jnp.int8), jnp.ones(128))
+    np.testing.assert_array_equal(run("product", x_MI, [matrix], dtype=F32)[0], 127 * 1024)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["qkv-norm-bias", "int8-gate-up-norm-offset", "int4-gate-up-norm"])
 def test_a_row_has_the_same_bits_beside_others(name):
