@@ -35,6 +35,7 @@ CASES = {  # kind, rows, inputs, outputs of each matrix, what else there is, opt
     "int8-one-row": ("int8", 1, 130, (40,), "residual", dict(dtype=F32)),
     "int4-gate-up-norm": (INT4, 3, 450, (300, 300), "norm", SILU),
     "int4-without-zeros": ((4, 128, False), 12, 200, (300,), "residual bias", {}),
+    "int4-loop-of-groups": ((4, 64, True), 3, 1024, (300,), "", {}),
     "int4-many-rows": (INT4, 33, 256, (300,), "norm", NORM),
 }
 
