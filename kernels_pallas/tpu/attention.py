@@ -103,7 +103,6 @@ def prefill_attention(  # noqa: PLR0913
         ),
         out_shape=result_type(q.shape, q.dtype, *inputs.values()),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"),
             disable_bounds_checks=True,
             vmem_limit_bytes=_PROMPT_LIMIT if settings.is_prompt else None,
         ),

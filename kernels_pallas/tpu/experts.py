@@ -44,7 +44,8 @@ def gated_experts(  # noqa: PLR0913
     """The weighted sum of the gated MLPs that each token chose: Σ weight · down(activation(gate(x)) * up(x)).
 
     Args:
-        x_MD: tokens, float32 or bfloat16, in the dtype of the matrices. A token that is not finite gives NaN.
+        x_MD: tokens, float32 or bfloat16, in the dtype of the matrices. A token that is not finite gives NaN,
+            and so does one whose weights are not.
         weight_MU: the weight of each choice.
         expert_MU: its expert. Choices of experts outside 0 … X - 1 cost nothing and count as zeros.
         gate_XFD, up_XFD, down_XDF: the matrices of the experts.
@@ -86,6 +87,9 @@ def _of_many(x_MD, weight_MU, expert_MU, matrices, options) -> jax.Array:
     block = min(_block_tokens(D), _round_up(M, LANES))
     blocks = pl.cdiv(M, block)
     x_MD, weight_MU = (_pad(x, blocks * block, 0) for x in (x_MD, weight_MU))
+    # Products with zeros would spread a NaN to other tokens.
+    is_finite_M1 = jnp.isfinite(x_MD).all(1, keepdims=True) & jnp.isfinite(weight_MU).all(1, keepdims=True)
+    x_MD, weight_MU = (jnp.where(is_finite_M1, x, 0) for x in (x_MD, weight_MU))
     expert_MU = _pad(expert_MU, blocks * block, -1)
     by_block = partial(_tiles, X=len(matrices[0]))
     tiles = jax.vmap(by_block)(*(x.reshape(blocks, block, -1) for x in (weight_MU, expert_MU)))
@@ -98,9 +102,6 @@ def _of_many(x_MD, weight_MU, expert_MU, matrices, options) -> jax.Array:
         return b * count + t, 0, 0
 
     specs = [pl.BlockSpec((1, *x.shape[1:]), of_tile) for x in inputs]
-    # Products with zeros would spread a NaN to other tokens.
-    is_finite_M1 = jnp.isfinite(x_MD).all(1, keepdims=True)
-    x_MD = jnp.where(is_finite_M1, x_MD, 0)
     scalars = (tiles.expert_AT.reshape(-1), tiles.count_A)
     scratch = [pltpu.VMEM((rows, D), x_MD.dtype)]
     kernel = partial(_kernel_of_many, activation=options["activation"])

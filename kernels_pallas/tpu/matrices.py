@@ -137,8 +137,11 @@ class Form:
         return self._join(dot(x[0][...], refs[0][...], 1, jnp.int32)) * x[1][:, :1]
 
     def _join(self, sums: jax.Array) -> jax.Array:
-        """float32 [R, O] of the sums of higher and lower numbers, int32 [2 R, O]."""
-        return (sums[: self.rows] * _SPLIT + sums[self.rows :]).astype(jnp.float32)
+        """float32 [R, O] of the sums of higher and lower numbers, int32 [2 R, O]. Their sum would not fit in
+        32 bits.
+        """
+        sums = sums.astype(jnp.float32)
+        return sums[: self.rows] * _SPLIT + sums[self.rows :]
 
     def _multiply_groups(self, x: Sequence[Any], *refs: Any) -> jax.Array:
         """The same with int4. refs: to values, scales and perhaps zero points."""
@@ -158,8 +161,9 @@ class Form:
         """Adds the products of some groups, from the first on."""
         values_ref, scale_ref, *zero_ref = refs
         rows = pl.ds(first, size)
-        scale = _float32(scale_ref[rows])
-        offsets = [_SIGNS - ref[rows].astype(jnp.int32) * _REPEAT for ref in zero_ref]
+        has_float32 = scale_ref.dtype == jnp.float32
+        scale = _float32(scale_ref[rows] if has_float32 else _numbers(scale_ref, first, size))
+        offsets = [_SIGNS - _numbers(ref, first, size) * _REPEAT for ref in zero_ref]
         count = self._chunk // self.group
         for i in range(size // count):
             groups = range(i * count, (i + 1) * count)
@@ -195,6 +199,17 @@ def _levels(values_YO: jax.Array, offset: Sequence[jax.Array]) -> jax.Array:
     for offset_1O in offset:  # no byte carries into the next
         halves = [(half + offset_1O) ^ _SIGNS for half in halves]
     return jnp.concatenate([pltpu.bitcast(half, jnp.int8) for half in halves])
+
+
+def _numbers(ref: Any, first: Any, size: int) -> jax.Array:
+    """int32 of some rows of 8 or 16 bits. A load at an index that is not static would have to take
+    whole tiles, of 32 or 16 rows.
+    """
+    numbers = ref[...].astype(jnp.int32)
+    if size == len(numbers):
+        return numbers
+    row = lax.broadcasted_iota(jnp.int32, numbers.shape, 0) - first
+    return jnp.concatenate([jnp.where(row == i, numbers, 0).sum(0, keepdims=True) for i in range(size)])
 
 
 def _readable(scale: jax.Array) -> jax.Array:

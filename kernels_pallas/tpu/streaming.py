@@ -138,7 +138,6 @@ def call(  # noqa: PLR0913
         out_shape=outs,
         scratch_shapes=[*jax.tree.leaves(memory), *scratch],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=None if settings.is_resident else ("arbitrary",),
             vmem_limit_bytes=_VMEM_BYTES,
         ),
         cost_estimate=_cost(len(operands.x), operands.matrices),

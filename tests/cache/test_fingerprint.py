@@ -102,3 +102,12 @@ def test_the_fingerprint_keeps_no_parameters_and_rereads_numpy_arrays():
     before = fingerprint(written, CONFIG)
     written["layers"][0]["q"]["weight"] *= 1.5
     assert fingerprint(written, CONFIG) != before
+
+
+def test_scales_of_groups_are_the_same_on_tpus():
+    scale = np.array([[0.5, 0.1]], np.float16)
+    weight = GroupedWeight(np.zeros((1, 8, 2), np.uint8), scale, None, None, 16)
+    on_tpu = dataclasses.replace(weight, scale=scale.astype(np.float32))
+    exact = dataclasses.replace(weight, scale=np.array([[0.5, 0.1]], np.float32))
+    hashes = [fingerprint({"weight": of}, CONFIG) for of in (weight, on_tpu, exact)]
+    assert hashes[0] == hashes[1] != hashes[2]

@@ -35,6 +35,7 @@ CASES = {  # kind, rows, inputs, outputs of each matrix, what else there is, opt
     "int8-one-row": ("int8", 1, 130, (40,), "residual", dict(dtype=F32)),
     "int4-gate-up-norm": (INT4, 3, 450, (300, 300), "norm", SILU),
     "int4-without-zeros": ((4, 128, False), 12, 200, (300,), "residual bias", {}),
+    "int4-loop-of-groups": ((4, 64, True), 3, 1024, (300,), "", {}),
     "int4-many-rows": (INT4, 33, 256, (300,), "norm", NORM),
 }
 
@@ -74,6 +75,12 @@ def test_product(name, place):
         have, need = (np.asarray(y, np.float64) for y in (have, need))
         assert have.shape == need.shape
         assert (np.linalg.norm(have - need, axis=-1) <= limit * np.linalg.norm(need, axis=-1)).all()
+
+
+def test_sums_of_large_equal_numbers_fit():
+    x_MI = jnp.ones((1, 1024), BF16)
+    matrix = reference_products.Matrix(jnp.full((128, 1024), 127, jnp.int8), jnp.ones(128))
+    np.testing.assert_array_equal(run("product", x_MI, [matrix], dtype=F32)[0], 127 * 1024)
 
 
 @pytest.mark.full

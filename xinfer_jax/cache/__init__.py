@@ -23,7 +23,7 @@ of a pool that rows share), `kv_cache` (`KVCache`: one such cache per layer, and
   single token per row is one scatter with `mode="drop"`: 1-3 µs a layer on CPU, 4-15 µs as a slice per row.
 - A layer with a sliding window uses a ring buffer where that is shorter: the window and 512 more slots. So a
   call of 512 tokens is written before it attends, and overwrites nothing that its first query sees.
-  `truncate` can go back by the same 512 tokens. No kernel reads a ring.
+  `truncate` can go back by the same 512 tokens.
 - If the model adds a bias to keys, quantized keys are stored without it. The RoPE-rotated bias is added when
   a block is read (`Contiguous.key_bias_fn`), so a large bias costs no precision. The bias stays in the keys
   where a norm follows it, or where the RoPE frequencies may still change (longrope whose factors are not

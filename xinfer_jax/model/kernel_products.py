@@ -16,6 +16,8 @@ from ..weights.params import Params
 from ..weights.quantized_weights import GroupedWeight, Int8Weight, is_quantized
 from ..weights.ternary import TernaryWeight
 
+_TPU_NUMBERS = 2**21  # of x with quantized weights: more forms of it do not fit in on-chip memory
+
 
 class Norm(NamedTuple):
     """An RMS norm of the input of products."""
@@ -76,6 +78,8 @@ def _unsupported_on_tpu(x, matrices, rows: int, norm_weight) -> str | None:
         return None if is_same and x.dtype in (jnp.bfloat16, jnp.float32) else "floats of another dtype"
     if x.dtype != jnp.bfloat16:
         return f"quantized weights with activations of {x.dtype}"
+    if rows * x.shape[-1] > _TPU_NUMBERS:
+        return f"{rows} rows of {x.shape[-1]} numbers"
     if isinstance(matrices[0], Int8Weight):
         return "int8 activations" if any(map(_has_int8_activations, matrices)) else None
     if not isinstance(matrices[0], GroupedWeight):
