@@ -19,7 +19,7 @@ _SPACE = ((9, 13), (32, 32))
 _LETTERS = {"n": 10, "t": 9, "r": 13, "f": 12, "v": 11}
 _QUANTIFIER = re.compile(r"([*+?]|\{\s*(\d+)\s*(,)?\s*(\d*)\s*\})")
 _MAX_DEPTH = 50  # of groups
-_MAX_DIGITS = 6  # of a bound
+_MAX_DIGITS = 9  # of a bound
 _BOUNDS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
