@@ -321,3 +321,16 @@ def test_a_tokenizer_wider_than_the_vocabulary(model):
         want[99] = i == len(ids)
         np.testing.assert_array_equal(found, want)
         matcher.append(ids[i : i + 1])
+
+
+def test_a_mask_that_fails_ends_its_request(model, engine, monkeypatch):
+    def fail(*_):
+        raise NoTokenLeftError("too large")
+
+    request = engine.submit([5, 9], xj.GenerateOptions(8, grammar=xj.json_object()))
+    request.result()
+    monkeypatch.setattr("xinfer_jax.grammar.matcher.Matcher.fill", fail)
+    request = engine.submit([5, 9], xj.GenerateOptions(8, grammar=xj.json_object()))
+    with pytest.raises(NoTokenLeftError, match="too large"):
+        for _ in request:
+            pass

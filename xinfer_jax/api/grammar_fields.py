@@ -27,8 +27,8 @@ def parse_grammar(fields: Fields, default: Any) -> Any:
             found[field] = _make(field, name, fields.values[field])
     if outputs := fields.mapping("structured_outputs"):
         found["structured_outputs"] = _structured_outputs(outputs)
-    if response_format := fields.mapping("response_format"):
-        found["response_format"] = _response_format(response_format)
+    if "response_format" in fields.values:
+        found["response_format"] = _response_format(fields.mapping("response_format"))
     asked = [field for field, grammar in found.items() if grammar is not None]
     if len(asked) > 1:
         raise BodyError(asked[0], f"{' and '.join(asked)} both constrain the answer: leave out all but one")

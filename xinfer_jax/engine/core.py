@@ -169,7 +169,7 @@ class EngineCore:
         """The first token of a prefilled row, which decodes from now on."""
         request = answer.request
         call = request.call
-        masks = self._masks([(0, answer)], 1)
+        masks = self._masks([(0, answer)], 1, first=True)
         if answer.row not in self._answers:  # it failed
             return
         dfa = answer.matcher and answer.matcher.dfa
@@ -212,13 +212,16 @@ class EngineCore:
                 self._append(answer, out, slot)
         self._notify({answer.request for answer in answers.values()})
 
-    def _masks(self, answers: Sequence[tuple[int, Answer]], rows: int) -> np.ndarray | None:
+    def _masks(
+        self, answers: Sequence[tuple[int, Answer]], rows: int, first: bool = False
+    ) -> np.ndarray | None:
         """uint32 [rows, 1 + draft tokens, words]: the tokens that grammars allow next; None: all. A request
         whose grammar fails ends.
 
         Args:
             answers: with their rows in the masks.
-            rows: of all slots; 1: of an answer before its first token.
+            rows: of the masks.
+            first: of an answer before its first token, which no draft tokens follow.
         """
         constrained = [
             (at, answer, answer.matcher) for at, answer in answers if isinstance(answer.matcher, Matcher)
@@ -228,12 +231,13 @@ class EngineCore:
         num_drafts = self._shape.num_draft_tokens
         vocab_size = constrained[0][1].request.call.config.vocab_size
         masks = np.full((rows, 1 + num_drafts, -(-vocab_size // 32)), ALL_BITS)
-        draft_BT = self.device.draft_tokens() if num_drafts and rows > 1 else None
+        draft_BT = self.device.draft_tokens() if num_drafts and not first else None
         for at, answer, matcher in constrained:
             try:
                 matcher.fill(masks[at], () if draft_BT is None else draft_BT[at].tolist())
             except InputError as error:
                 self._fail(answer.request, error)
+                self._notify([answer.request])
         return masks
 
     def _affordable_steps(self, others: bool) -> int:

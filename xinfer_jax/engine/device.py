@@ -234,7 +234,8 @@ class Device:
         eos_1E[0, : len(call.end_ids)] = call.end_ids
         limit_1 = np.full(1, limit, np.int32)
         sizes = self._shape.capacity, 0, 1 + self._shape.num_draft_tokens
-        automata = automata_of_rows([dfa], V, eos_1E, MAX_ENTRIES)
+        own_1E = eos_1E[:, : len(options.eos_token_ids or ())]  # without stop ids, which a grammar may use
+        automata = automata_of_rows([dfa], V, own_1E, MAX_ENTRIES)
         state = state_of_rows(call.prompts, V, key_1, sampling_1, limit_1, eos_1E, *sizes, automata)
         alternatives = empty_alternatives(1, 0, min(MAX_LOGPROBS, V), V, False)
         alternatives = dataclasses.replace(alternatives, wanted_B=np.full(1, options.logprobs > 0))

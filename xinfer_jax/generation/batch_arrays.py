@@ -104,7 +104,8 @@ def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Dfa 
     automata = None
     if any(dfa is not None for dfa in dfas):
         padded = [*dfas, *[None] * (R - len(dfas))]
-        automata = automata_of_rows(padded, config.vocab_size, eos_RE, MAX_ENTRIES)
+        own_RE = eos_RE[:, : len(options.eos_token_ids or ())]  # without stop ids, which a grammar may use
+        automata = automata_of_rows(padded, config.vocab_size, own_RE, MAX_ENTRIES)
     state = state_of_rows(rows, config.vocab_size, key_R, sampling_R, limit_R, eos_RE, *sizes, automata)
     return dataclasses.replace(state, alternatives=alternatives)
 

@@ -7,6 +7,7 @@ import numpy as np
 from .regex_parser import NotRegularError, Ranges, Tree
 
 MAX_STATES = 512
+_MAX_TREES = 100_000
 _MAX_PARTS = 20_000  # states before the automaton is made deterministic
 _LENGTH_LIMITS = (0x7F, 0x7FF, 0xFFFF, 0x10FFFF)  # the last characters of 1, 2, 3 and 4 bytes
 _Edge = tuple[int, int, int]  # from this byte to that byte, to this state
@@ -18,6 +19,7 @@ class _Parts:
     def __init__(self) -> None:
         self.edges: list[list[_Edge]] = []
         self.empty: list[list[int]] = []  # states that are reached without a byte
+        self._trees = 0  # that were added; an empty one adds no state
 
     def state(self) -> int:
         if len(self.edges) >= _MAX_PARTS:
@@ -28,6 +30,9 @@ class _Parts:
 
     def add(self, tree: Tree, start: int) -> int:
         """Adds a tree from a state on; the state after it."""
+        self._trees += 1
+        if self._trees > _MAX_TREES:
+            raise NotRegularError(f"more than {_MAX_TREES} parts")
         kind = tree[0] if tree and isinstance(tree[0], str) else "set"
         if kind == "join":
             for part in tree[1]:

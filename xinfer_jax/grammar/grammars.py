@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,8 @@ class Grammar:
         if len(self.source) > MAX_CHARACTERS:
             size = f"{len(self.source)} characters, more than {MAX_CHARACTERS}"
             raise InputError(f"the {self.kind} grammar has {size}: give a smaller one")
+        if re.search("[\ud800-\udfff]", self.source):
+            raise InputError(f"the {self.kind} grammar has half of a surrogate pair: leave it out")
         end = self.reasoning_end
         if end is not None and not (isinstance(end, str) and end):
             raise InputError(f"reasoning_end must be a text, 'auto' or None, got {format_value(end)}")

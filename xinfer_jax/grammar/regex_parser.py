@@ -18,6 +18,8 @@ _WORD = ((48, 57), (65, 90), (95, 95), (97, 122))
 _SPACE = ((9, 13), (32, 32))
 _LETTERS = {"n": 10, "t": 9, "r": 13, "f": 12, "v": 11}
 _QUANTIFIER = re.compile(r"([*+?]|\{\s*(\d+)\s*(,)?\s*(\d*)\s*\})")
+_MAX_DEPTH = 50  # of groups
+_MAX_DIGITS = 9  # of a bound
 _BOUNDS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
@@ -54,6 +56,7 @@ def complement(ranges: Ranges) -> Ranges:
 class _Parser:
     def __init__(self, pattern: str):
         self._pattern = pattern
+        self._depth = 0  # of groups
         self.at = 0
 
     def alternatives(self) -> Tree:
@@ -91,7 +94,11 @@ class _Parser:
         if char == "(":
             if self._take("?") and not self._take(":"):
                 raise NotRegularError("a group with (?")
+            self._depth += 1
+            if self._depth > _MAX_DEPTH:
+                raise NotRegularError(f"groups nested deeper than {_MAX_DEPTH}")
             tree = self.alternatives()
+            self._depth -= 1
             if not self._take(")"):
                 raise NotRegularError("an unclosed group")
             return tree
@@ -157,6 +164,8 @@ def _range(low: Ranges, high: Ranges) -> Ranges:
 def _bounds(found: re.Match) -> tuple[int, int | None]:
     if found[1] in _BOUNDS:
         return _BOUNDS[found[1]]
+    if max(len(found[2]), len(found[4])) > _MAX_DIGITS:
+        raise NotRegularError(f"a bound of more than {_MAX_DIGITS} digits")
     least = int(found[2])
     if not found[3]:
         return least, least

@@ -11,6 +11,7 @@ _ARGUMENTS = ("arguments", "parameters")
 _HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){0,512}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
+_HEAD_CHARACTERS = 4096  # beyond it the call is parsed when it ends, so the time stays linear
 
 
 class JSONCallParser:
@@ -38,7 +39,8 @@ class JSONCallParser:
         """Takes the next part of the text. Returns the next piece of the arguments' JSON."""
         start = self.length
         self._text += text
-        if self.name is None and (head := _HEAD.match(self._text)) and _is_json(head[1]):
+        may_begin = self.name is None and start < _HEAD_CHARACTERS
+        if may_begin and (head := _HEAD.match(self._text, 0, _HEAD_CHARACTERS)) and _is_json(head[1]):
             start = head.end()
             self._set_name(json.loads(head[1]))
             if self.failed:
