@@ -171,11 +171,10 @@ class Contiguous(ShortRepr):
     def fill(self, k: Any, v: Any) -> Self:
         """A layer of this shape that begins with these NumPy arrays of `used_arrays`; the rest is zeros."""
 
-        def pad(x: Any, like: jax.Array) -> Any:
-            return np.pad(x, [(0, n - m) for n, m in zip(like.shape, x.shape, strict=True)])
+        def pad(x: Any) -> Any:
+            return np.pad(x, [(0, 0), (0, 0), (0, self.slots - x.shape[2]), (0, 0)])
 
-        pair = zip(join_pair(k, v, self.k), (self.k, self.v), strict=True)
-        k, v = jax.tree.map(jnp.asarray, [map_slots(pad, x, like) for x, like in pair])
+        k, v = jax.tree.map(jnp.asarray, [map_slots(pad, x) for x in join_pair(k, v, self.k)])
         return dataclasses.replace(self, k=k, v=v)
 
     def _map(self, function: Any) -> Self:
