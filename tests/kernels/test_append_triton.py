@@ -73,7 +73,7 @@ def test_of_a_layer_it_equals_xla_under_vmap(kind):
     for kv in (Contiguous(empty, empty, None, 8), Ring(empty, empty, 4, 100)):
 
         def run(qkv, angles, start_B, impl, kv=kv):
-            return rotate_and_append(qkv, angles, kv, start_B, count_B, impl)
+            return rotate_and_append(qkv, None, angles, kv, start_B, count_B, impl)
 
         got, want = (
             jax.vmap(partial(run, impl=impl))(qkv, angles, start_3B) for impl in ("interpret", "xla")
@@ -92,7 +92,7 @@ def test_its_gradient_is_that_of_xla():
 
     def loss(qkv, caches, impl):
         kv = Contiguous(*caches, None, 8)
-        outs = rotate_and_append(qkv, angles, kv, jnp.array([3, 7]), jnp.array([1, 1]), impl)
+        outs = rotate_and_append(qkv, None, angles, kv, jnp.array([3, 7]), jnp.array([1, 1]), impl)
         return sum(jnp.sum(x**3) for x in jax.tree.leaves(outs))
 
     got, want = (jax.grad(loss, (0, 1))(qkv, caches, impl) for impl in ("interpret", "xla"))
