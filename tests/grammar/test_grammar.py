@@ -245,6 +245,7 @@ def test_the_chat_template_says_whether_a_model_reasons(model):
     assert vocabulary_of(model.tokenizer, 288).reasoning_end(grammar, [5]) is None
 
 
+_TERMS = " & ".join(f"/(.*[ab]){{{i}}}.*/" for i in range(10))
 BAD = {
     "unsupported keyword": (xj.json_schema({"dependentSchemas": {"a": {}}}), "Unimplemented keys"),
     "invalid schema": (xj.json_schema({"type": "strin"}), "Invalid type: strin"),
@@ -253,6 +254,11 @@ BAD = {
     "unclosed": (xj.regex("[a-z"), "unclosed character class"),
     "matches nothing": (xj.regex(r"[^\s\S]"), "allows no text"),
     "lark": (xj.lark("start: foo"), "unknown name"),
+    "intersections": (xj.lark(f"start: A\nA: {_TERMS}"), "9 of & and ~: at most 8"),
+    "fuel": (xj.lark(f"start: A\nA: {_TERMS.rpartition(' & ')[0]}"), "fuel exhausted"),
+        xj.lark(f"start: A\nA: {' & '.join(f'/(.*[ab]){{{i}}}.*/' for i in range(9))}"),
+        "fuel exhausted",
+    ),
 }
 
 

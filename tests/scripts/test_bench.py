@@ -160,20 +160,20 @@ def test_bench_start_on_two_depths(directory, tmp_path):
     engines = "--engines=ours,ctranslate2:float32"
     done = process(
         f"--config={directory}", f"--workdir={tmp_path}", "--layers=1,3", "--precisions=float32", engines,
-        "--rounds=1", "--new_tokens=5", "--ways=command,stream,generate,engine,server", program="bench_start",
+        "--rounds=1", "--new_tokens=5", "--ways=command,generate,server", program="bench_start",
         path=tmp_path,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     results = json.loads(done.stdout.splitlines()[-1])
     (runs,) = results["rounds"]["ours:float32"]
     assert results["prompt_tokens"] == 26
-    for way in ("stream", "generate", "engine", "server"):
+    for way in ("generate", "server"):
         for kind in ("cold", "warm"):
             run = runs.pop(f"1 layers {way} {kind}")
             assert 0 < run.get("ready_s", 0.01) <= run["first_s"] <= run["last_s"]
             if way != "server":
                 assert run["programs"] >= run["fetched"]
-            if way in ("stream", "generate"):
+            if way == "generate":
                 assert run["fetched"] == (run["programs"] if kind == "warm" else 0)
     assert list(runs) == ["1 layers cold", "1 layers warm", "3 layers cold", "3 layers warm"]
     for what, run in runs.items():

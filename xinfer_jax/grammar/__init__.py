@@ -25,8 +25,9 @@ the host and without llguidance: they are used where they serve, and `xj.dfa` gi
 - An engine's rows all have a table of 65,536 entries and the classes of tokens (0.4 MiB for 152k tokens), so
   a request with an automaton compiles nothing.
 - Compiled grammars are kept by content, the latest 256 and 4 million characters. llguidance bounds its work
-  by counts (lexer states, items), so compiling is bounded in time and memory, and it runs where a request is
-  made: not in an engine's thread, nor in an event loop.
+  by counts (lexer states, items); what it leaves out is bounded here (nested groups, & and ~ of Lark). A
+  schema of a megabyte still compiles for seconds. That happens where a request is made: not in an engine's
+  thread, nor in an event loop.
 - Between whole tokens of JSON no whitespace is allowed by default: otherwise a model can add it without end.
 - A model that reasons before its answer is free until `reasoning_end`, but may not end before.
 """

@@ -20,7 +20,8 @@ _MOST_GRAMMARS = 256  # that are kept, the latest ones
 _MOST_CHARACTERS = 2**22  # of them together
 _MOST_AUTOMATA = 32  # of half a megabyte at most for 150,000 tokens
 # Bounds of llguidance that hold for one grammar. They bound time too: work is counted, not measured.
-_LIMITS = dict(max_lexer_states=50_000, verbose_errors=False)
+_LIMITS = dict(max_lexer_states=50_000, initial_lexer_fuel=100_000, verbose_errors=False)
+_MOST_INTERSECTIONS = 8  # & and ~ of a Lark grammar: their work is not all counted
 # Where text is forced, the model still chooses among its tokenizations.
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _LAST_TOKENS = 64  # of a prompt, which tell whether it ends where a model begins to reason
@@ -109,7 +110,7 @@ class Vocabulary:
         if matcher.get_error().startswith("NoExtension"):
             raise InputError(f"the {grammar.kind} grammar allows no text: loosen it")
         if matcher.is_error():
-            raise InputError(f"the {grammar.kind} grammar is not served: {_words(matcher.get_error())}")
+            raise InputError(f"the {grammar.kind} grammar is not served: {error_words(matcher.get_error())}")
         return matcher
 
     def reasoning_end(self, grammar: Grammar, prompt: list[int]) -> str | None:
@@ -160,15 +161,20 @@ def _wrap(tokens: list[bytes], special: list[int]) -> Any:
 
 def _lark_text(grammar: Grammar) -> str:
     if grammar.kind == "lark":
+        operators = re.findall("[&~]", re.sub(r'"(?:\\.|[^"\\])*"', "", grammar.source))
+        if len(operators) > _MOST_INTERSECTIONS:
+            raise InputError(
+                f"the lark grammar has {len(operators)} of & and ~: at most {_MOST_INTERSECTIONS} are served"
+            )
         return grammar.source if "%llguidance" in grammar.source else _NO_FORCING + grammar.source
     if grammar.kind == "json":
         return f"{_NO_FORCING}start: %json {grammar.source}"
     return f"{_NO_FORCING}start: /{_import_llguidance().regex_to_lark(grammar.source, use_ascii='dws')}/"
 
 
-def _words(error: str) -> str:
+def error_words(error: str) -> str:
     """llguidance's words, without the grammar that it repeats and the place in it."""
-    text = re.split(r"\n\s*1 \| |\n<state>", error)[0]
+    text = re.split(r"\n\s*1 \| |\n<state>|\s*<backtrace>", error)[0]
     return re.sub(r"^at \d+\(\d+\): ", "", text)
 
 

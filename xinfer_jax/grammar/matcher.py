@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import NoTokenLeftError
 from ..sampling.automaton import ENDS, Dfa
 from ..sampling.context import ALL_BITS
-from .compiler import next_tokens, vocabulary_of
+from .compiler import error_words, next_tokens, vocabulary_of
 from .grammars import Grammar
 
 
@@ -109,7 +109,7 @@ class Matcher:
             mask[:] = ALL_BITS
         else:
             bits = next_tokens(self._matcher, self._size)
-            check_allowed(not self._matcher.is_error())
+            self._check_served()
             mask[:] = bits[: len(mask)]
             at, bit = divmod(self._size, 32)
             may_end = bool(bits[at] >> np.uint32(bit) & 1)
@@ -127,7 +127,14 @@ class Matcher:
                 that it allows.
         """
         for token in ids:
-            check_allowed(self._try_append(token))
+            is_allowed = self._try_append(token)
+            self._check_served()
+            check_allowed(is_allowed)
+
+    def _check_served(self) -> None:
+        if self._matcher.is_error():
+            why = error_words(self._matcher.get_error())
+            raise NoTokenLeftError(f"the grammar exceeds what is served: {why}; simplify it")
 
     def _try_append(self, token: int) -> bool:
         """Whether the token may come next. An EOS id ends the answer."""
@@ -142,9 +149,9 @@ class Matcher:
 
 
 def check_allowed(is_allowed: bool) -> None:
-    """Raises NoTokenLeftError where a grammar does not allow what was sampled, or exceeds its limits."""
+    """Raises NoTokenLeftError where a grammar does not allow what was sampled."""
     if not is_allowed:
         raise NoTokenLeftError(
-            "the settings leave no token that the grammar allows, or the grammar exceeds its limits: loosen"
-            " logit_bias, allowed, forbidden or bad words, min_new_tokens, or the grammar"
+            "the settings leave no token that the grammar allows: loosen logit_bias, allowed, forbidden or"
+            " bad words, min_new_tokens, or the grammar"
         )
