@@ -22,7 +22,7 @@ class ToolCall:
         id: a text of its own for each call; the message with the result repeats it as `tool_call_id`.
         name: of the function.
         arguments: by name.
-        arguments_json: the same as JSON, as the model wrote it.
+        arguments_json: the same as JSON: as the model wrote it, if the name came before arguments in JSON.
     """
 
     id: str
