@@ -51,17 +51,16 @@ def _digest(params: Params) -> str:
     sha = hashlib.sha256()
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     for path, leaf, sample in zip(paths, leaves, jax.device_get(list(map(_sample, leaves))), strict=True):
-        sample = _stored_form(path, sample)
+        if path.endswith(".scale") and leaf.ndim > 1:  # of groups
+            sample = _stored_form(sample)
         sha.update(f"{path} {leaf.shape} {sample.dtype}\n".encode() + sample.tobytes())
     if all(isinstance(leaf, jax.Array) for leaf in leaves):  # a NumPy array may change
         _KNOWN.appendleft((tree, list(map(weakref.ref, leaves)), sha.hexdigest()))
     return sha.hexdigest()
 
 
-def _stored_form(path: str, sample: np.ndarray) -> np.ndarray:
+def _stored_form(sample: np.ndarray) -> np.ndarray:
     """Scales of groups as float16 where that is exact: on TPUs they are float32 (`device_form`)."""
-    if not path.endswith(".scale") or sample.dtype != np.float32:
-        return sample
     with np.errstate(over="ignore"):
         half = sample.astype(np.float16)
     return half if np.array_equal(half, sample) else sample
