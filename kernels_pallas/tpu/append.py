@@ -19,6 +19,7 @@ from ..dispatch import result_type
 from ..key_layouts import HeadNorms, SideBySide, quantize
 from ..reference_append import norm_heads, rotate
 from .append_tokens import FEW_TOKENS, append_tokens, tile_slots
+from .calls import emulator, keep_in_hbm
 from .tiles import Tiling, Update, insert, make_tiling, scale_tile, update_tiles
 
 _PROMPT_TILE = 64  # slots
@@ -93,8 +94,7 @@ def _write(old, new, *, start_B, count_B, table_BP, tiling: Tiling, interpret) -
     group = min(max(_PROGRAM_BYTES // (old.dtype.itemsize * math.prod(shape)), 1), tiling.items)
     scalars = [start_B, count_B] + ([] if table_BP is None else [table_BP.reshape(-1)])
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    if not interpret:
-        old = pltpu.with_memory_space_constraint(old, memory_space=pltpu.HBM)
+    old = keep_in_hbm(old, interpret)
     return pl.pallas_call(
         partial(_kernel, tiling=tiling),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -107,7 +107,7 @@ def _write(old, new, *, start_B, count_B, table_BP, tiling: Tiling, interpret) -
         out_shape=result_type(old.shape, old.dtype, *scalars, new, old),
         input_output_aliases={len(scalars) + 1: 0},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), disable_bounds_checks=True),
-        interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
+        interpret=emulator(interpret),
         name="append",
     )(*scalars, new, old)
 

@@ -11,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..dispatch import result_type
 from ..key_layouts import LANES, HeadNorms, SideBySide
+from .calls import emulator, keep_in_hbm
 from .levels import to_levels
 from .rotation import Factors, rotate_lanes, rotation_factors
 from .tiles import Tile, Tiling, Update, insert, make_tiling, scale_tile, select_type, update_tiles
@@ -64,9 +65,8 @@ def append_tokens(  # noqa: PLR0913
     scalars = {"start": start_B, "count": count_B}
     if table_BP is not None:
         scalars["table"] = table_BP.reshape(-1)
-    # Else XLA may copy an array of a cache to on-chip memory before the call.
-    in_hbm = partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
-    caches = {name: x if interpret else in_hbm(x) for name, x in kv._asdict().items() if x is not None}
+    bound = keep_in_hbm(kv, interpret)
+    caches = {name: x for name, x in bound._asdict().items() if x is not None}
     of_caches = [pl.BlockSpec(memory_space=pltpu.HBM)] * len(caches)
     scratch = _scratch(kv, settings)
     arrays = scalars | inputs | {f"old_{name}": x for name, x in caches.items()}
@@ -84,7 +84,7 @@ def append_tokens(  # noqa: PLR0913
         out_shape=[result_type(x.shape, x.dtype, *arrays.values()) for x in outs],
         input_output_aliases={len(scalars) + len(inputs) + i: 1 + i for i in range(len(caches))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), disable_bounds_checks=True),
-        interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
+        interpret=emulator(interpret),
         name="append",
     )(*arrays.values())
     return rotated[..., : N * H].reshape(B, T, N, H), SideBySide(*written)

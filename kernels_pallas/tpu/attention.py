@@ -15,6 +15,7 @@ from ..dispatch import result_type
 from ..key_layouts import LANES, SideBySide
 from .attention_kernel import attention_kernel
 from .attention_settings import Settings
+from .calls import emulator, keep_in_hbm
 from .rotation import rotation_factors
 
 BLOCK_BYTES = 2**20  # of keys and values in one of two buffers
@@ -84,9 +85,7 @@ def prefill_attention(  # noqa: PLR0913
         constants["angle"] = jnp.concatenate(factors, -1)
     inputs |= {"q": q} | constants
     specs = [one_tile, *map(_whole, constants.values())]
-    # Else XLA may copy an array of a cache to on-chip memory before the call.
-    in_hbm = partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
-    kv = kv_PKSX if interpret else jax.tree.map(in_hbm, kv_PKSX)
+    kv = keep_in_hbm(kv_PKSX, interpret)
     inputs["kv"] = kv.values
     if kv.scale is not None:
         inputs["scale"] = kv.scale
@@ -106,7 +105,7 @@ def prefill_attention(  # noqa: PLR0913
             disable_bounds_checks=True,
             vmem_limit_bytes=_PROMPT_LIMIT if settings.is_prompt else None,
         ),
-        interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
+        interpret=emulator(interpret),
         name="attention",
     )(*inputs.values())
     return out.reshape(B, T, N, H)

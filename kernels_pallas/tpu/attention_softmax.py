@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 
 from ..key_layouts import BIAS_STRIDE, LANES
 from .attention_settings import Settings
+from .calls import dot
 from .rotation import rotate_lanes
 
 LOG2_E = math.log2(math.e)
@@ -74,7 +75,7 @@ def add_keys(ref, settings: Settings, tiles: list[Tile], keys: list[Keys]) -> No
 
 def _scores(ref, settings: Settings, tile: Tile, keys: Keys) -> jax.Array:  # [R, S]
     q_RW = ref["query"][tile].astype(ref["q"].dtype)
-    scores_RS = _dot(q_RW, keys.split(settings.width, q_RW.dtype)[0], (1, 1))
+    scores_RS = dot(q_RW, keys.split(settings.width, q_RW.dtype)[0], 1)
     if keys.scale_4S is not None:
         sums_RS = _to_lanes(ref["query_sum"][tile], scores_RS.shape[1])
         scores_RS = scores_RS * keys.scale_4S[0] + sums_RS * keys.scale_4S[1]
@@ -106,7 +107,7 @@ def _added(ref, settings: Settings, tile: Tile, keys: Keys, scores_RS) -> tuple[
         weight_RS *= keys.scale_4S[2]
     dtype = ref["q"].dtype
     v_SW = keys.split(settings.width, dtype)[1]
-    return new_max_RL, sum_RL, out_RW + _dot(weight_RS.astype(dtype), v_SW, (1, 0))
+    return new_max_RL, sum_RL, out_RW + dot(weight_RS.astype(dtype), v_SW, 0)
 
 
 def _bias_scores(ref, settings: Settings, tile: Tile, position, count: int) -> jax.Array:
@@ -120,7 +121,7 @@ def _bias_scores(ref, settings: Settings, tile: Tile, position, count: int) -> j
         factors = jnp.split(ref["angle"][pl.ds(far, 1)], 3, -1)
         q_RW = rotate_lanes(query_RW, (factors[0], factors[1], factors[2]), settings.pairs)
         q_RH = q_RW[:, : settings.width].astype(near_CH.dtype)
-        scores.append(_dot(q_RH, near_CH[: count - i * BIAS_STRIDE], (1, 1)))
+        scores.append(dot(q_RH, near_CH[: count - i * BIAS_STRIDE], 1))
     return jnp.concatenate(scores, -1)
 
 
@@ -138,13 +139,6 @@ def _sum_to_lanes(x_RS: jax.Array) -> jax.Array:
         is_first = lax.broadcasted_iota(jnp.int32, (len(x_RS), LANES), 1) == 0
         return jnp.where(is_first, x_RS.sum(-1, keepdims=True), 0)
     return reduce(jnp.add, [x_RS[:, i : i + LANES] for i in range(0, S, LANES)])
-
-
-def _dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """a · b in float32. float32 operands are not rounded to bfloat16."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dimensions = (((axes[0],), (axes[1],)), ((), ()))
-    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
 def divide(ref, tiles: list[Tile]) -> None:

@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..dispatch import result_type
 from ..key_layouts import LANES
+from .calls import dot, emulator
 
 _FEW_TOKENS = 64
 _TILE_ROWS = 128
@@ -84,7 +85,7 @@ def _of_few(x_MD, weight_MU, expert_MU, matrices, is_sharded: bool, options) -> 
 
 def _of_many(x_MD, weight_MU, expert_MU, matrices, options) -> jax.Array:
     M, D = x_MD.shape
-    block = min(_block_tokens(D), _round_up(M, LANES))
+    block = min(_block_tokens(D), LANES * pl.cdiv(M, LANES))
     blocks = pl.cdiv(M, block)
     x_MD, weight_MU = (_pad(x, blocks * block, 0) for x in (x_MD, weight_MU))
     # Products with zeros would spread a NaN to other tokens.
@@ -154,7 +155,7 @@ def _call(kernel, scalars, inputs, specs, x_MD, block: int, matrices, scratch, o
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",) * 3, disable_bounds_checks=True, vmem_limit_bytes=_LIMIT
         ),
-        interpret=pltpu.InterpretParams(detect_races=True) if options["interpret"] else False,
+        interpret=emulator(options["interpret"]),
         name="experts",
     )(*scalars, *inputs)
 
@@ -174,10 +175,6 @@ def _expert_width(features: int, row_bytes: int) -> int:
     most = _EXPERT_BYTES // (3 * row_bytes)
     sizes = [size for size in range(LANES, features, LANES) if features % size == 0 and size <= most]
     return features if features <= most or not sizes else sizes[-1]
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return pl.cdiv(size, multiple) * multiple
 
 
 def _pad(x: jax.Array, rows: int, value: int) -> jax.Array:
@@ -244,14 +241,14 @@ def _kernel_of_many(  # noqa: PLR0913
     def add(out_RD) -> None:
         is_token_MR = lax.broadcasted_iota(jnp.int32, (len(out_ref), len(out_RD)), 0) == across_ref[0]
         weighted_RD = (weight_ref[0] * out_RD).astype(x_ref.dtype)
-        out_ref[...] += _dot(is_token_MR.astype(x_ref.dtype), weighted_RD, 0)
+        out_ref[...] += dot(is_token_MR.astype(x_ref.dtype), weighted_RD, 0)
 
     @pl.when(pl.program_id(1) < count_ref[pl.program_id(0)])
     def _compute():
         @pl.when(pl.program_id(2) == 0)
         def _take_rows():
             is_token_RM = lax.broadcasted_iota(jnp.int32, (len(rows_ref), len(x_ref)), 1) == token_ref[0]
-            rows_ref[...] = _dot(is_token_RM.astype(x_ref.dtype), x_ref[...], 0).astype(rows_ref.dtype)
+            rows_ref[...] = dot(is_token_RM.astype(x_ref.dtype), x_ref[...], 0).astype(rows_ref.dtype)
 
         _add_part(_gated_mlp(rows_ref[...], gate_ref, up_ref, down_ref, activation), sum_refs, parts, add)
 
@@ -263,8 +260,8 @@ def _clear_first(out_ref) -> None:
 
 
 def _gated_mlp(x_RD, gate_ref, up_ref, down_ref, activation: Callable) -> jax.Array:  # float32 [R, D]
-    inner_RF = activation(_dot(x_RD, gate_ref[0], 1)) * _dot(x_RD, up_ref[0], 1)
-    return _dot(inner_RF.astype(x_RD.dtype), down_ref[0], 1)
+    inner_RF = activation(dot(x_RD, gate_ref[0], 1)) * dot(x_RD, up_ref[0], 1)
+    return dot(inner_RF.astype(x_RD.dtype), down_ref[0], 1)
 
 
 def _add_part(out_RD, sum_refs, parts: int, add: Callable) -> None:
@@ -284,10 +281,3 @@ def _add_part(out_RD, sum_refs, parts: int, add: Callable) -> None:
         sum_ref[...] += out_RD
 
     pl.when(part == parts - 1)(lambda: add(sum_ref[...]))
-
-
-def _dot(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """Contracts the last axis of a with an axis of b, in float32."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dimensions = (((1,), (axis,)), ((), ()))
-    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

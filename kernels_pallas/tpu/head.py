@@ -8,8 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ..key_layouts import LANES
 from ..reference_products import FEW_ROWS, Matrix
-from .matrices import LANES
 from .streaming import (
     Memory,
     Operands,

@@ -15,9 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ..key_layouts import LANES
 from ..reference_products import Matrix
+from .calls import dot
 
-LANES = 128
 _SPLIT = 254  # steps of the lower int8 number of x in one of the higher
 _DEPTH = 256  # inputs that a product of int4 sums up at once: those of a matrix unit
 _FEW_ROWS = 16  # up to this number of rows int4 is multiplied as integers
@@ -180,13 +181,6 @@ class Form:
                 matrices = [level.astype(jnp.float32) * of for level, of in zip(levels, scales, strict=True)]
                 y_RO += dot(x_RC, jnp.concatenate(matrices).astype(self.dtype), 0)
         return y_RO
-
-
-def dot(a: jax.Array, b: jax.Array, axis: int, dtype: Any = jnp.float32) -> jax.Array:
-    """Contracts the last axis of a with an axis of b. float32 operands are not rounded to bfloat16."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dimensions = (((1,), (axis,)), ((), ()))
-    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=dtype)
 
 
 def _levels(values_YO: jax.Array, offset: Sequence[jax.Array]) -> jax.Array:

@@ -3,7 +3,6 @@ matrices while other operations run, or tile by tile from HBM.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +12,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..dispatch import result_type
+from ..key_layouts import LANES
 from ..reference_products import Matrix
-from .matrices import LANES, Form
+from .calls import emulator, keep_in_hbm
+from .matrices import Form
 
 RESIDENT_BYTES = 24 * 2**20  # of the matrices of a kernel
 STEP_BYTES = 2**22  # of matrices that a grid step takes
@@ -86,9 +87,8 @@ def operands_and_blocks(  # noqa: PLR0913
         ],
         residual=None if residual_MO is None else rows_of_tile(len(x_MI), settings, 0),
     )
-    if not (settings.is_resident or interpret):
-        in_hbm = partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
-        operands = operands._replace(matrices=jax.tree.map(in_hbm, arrays))
+    if not settings.is_resident:
+        operands = operands._replace(matrices=keep_in_hbm(arrays, interpret))
     return operands, blocks
 
 
@@ -137,11 +137,9 @@ def call(  # noqa: PLR0913
         out_specs=specs[1],
         out_shape=outs,
         scratch_shapes=[*jax.tree.leaves(memory), *scratch],
-        compiler_params=pltpu.CompilerParams(
-            vmem_limit_bytes=_VMEM_BYTES,
-        ),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_VMEM_BYTES),
         cost_estimate=_cost(len(operands.x), operands.matrices),
-        interpret=pltpu.InterpretParams(detect_races=True) if interpret else False,
+        interpret=emulator(interpret),
         name=name,
     )(*leaves)
 

@@ -37,6 +37,10 @@ PACKAGES = {
         "reductions", "processors", "biases", "sampling_config", "batched_settings", "automaton", "context",
         "random_keys", "sampler", "logprobs",
     ),
+    "tools": (
+        "marks", "reasoning", "json_scanner", "call_parser", "json_call", "xml_call", "tool_call_parser",
+        "descriptions", "tool_messages", "answer_parser", "call_grammar",
+    ),
     "grammar": (
         "grammars", "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "compiler", "matcher",
         "batch_matchers",
@@ -46,10 +50,6 @@ PACKAGES = {
         "state", "strategies", "loop", "speculation", "beam_steps", "buckets", "functional", "precompile",
         "layer_programs", "runners", "options", "validation", "kernels", "output_checks", "batch_arrays",
         "scoring", "beams", "batch_generator", "entrypoints",
-    ),
-    "tools": (
-        "marks", "reasoning", "json_scanner", "json_call", "xml_call", "tool_call_parser", "descriptions",
-        "tool_messages", "answer_parser", "call_grammar",
     ),
     "checkpoint": (
         "files", "template_budget", "chat_template", "template_tools", "token_coverage", "tokenizer",

@@ -38,6 +38,7 @@ class ValidatedCall:
     sampling_B: SamplingConfig  # of each prompt
     key: jax.Array  # one, or one per prompt
     grammars: tuple[CompiledGrammar | None, ...] = ()  # of each prompt; (): no prompt has one
+    needs_masks: bool = False  # the host writes the masks of a row between its steps
 
     @functools.cached_property
     def end_ids(self) -> tuple[int, ...]:
@@ -97,11 +98,6 @@ class ValidatedCall:
         """Masks of allowed tokens in a row's state: of the next token, and after each draft token."""
         return 1 + self.num_draft_tokens if self.needs_masks and self.options.draft is not None else 1
 
-    @functools.cached_property
-    def needs_masks(self) -> bool:
-        """Whether the host writes the masks of a row between its steps."""
-        return _need_masks(self.grammars, self.prompts)
-
     def new_matcher(self, prompt: int) -> Matcher | DfaMatcher | None:
         """What follows an answer to this prompt through its grammar; None without one."""
         grammar = self.grammars[prompt] if self.grammars else None
@@ -151,7 +147,7 @@ def validate_call(
     if options.prefix is not None:
         options = dataclasses.replace(options, prefix=options.prefix.usable(params, config))
     key = check_key(key, len(prompts))
-    call = ValidatedCall(params, config, prompts, options, sampling_B, key, grammars)
+    call = ValidatedCall(params, config, prompts, options, sampling_B, key, grammars, needs_masks)
     for settings in options.sampling if isinstance(options.sampling, list | tuple) else [options.sampling]:
         check_min_tokens(settings, call.end_ids)
     if options.draft is None:

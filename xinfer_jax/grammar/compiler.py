@@ -11,6 +11,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..sampling.automaton import Dfa
+from ..tools.reasoning import THINK_END, THINK_START
 from .grammars import AUTO, Grammar
 from .regex_parser import NotRegularError
 from .token_automaton import token_automaton
@@ -25,8 +26,6 @@ _MOST_INTERSECTIONS = 8  # & and ~ of a Lark grammar: their work is not all coun
 # Where text is forced, the model still chooses among its tokenizations.
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _LAST_TOKENS = 64  # of a prompt, which tell whether it ends where a model begins to reason
-THINK_START = "<think>"
-THINK_END = "</think>"
 
 _vocabularies: weakref.WeakKeyDictionary[Any, dict[int, "Vocabulary"]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()

@@ -39,9 +39,9 @@ class CompiledGrammar:
         """For an answer to a prompt. end_ids: the EOS ids: allowed where the grammar may end, and only
         there.
         """
-        if self._dfa is not None and self.runs_on_device(prompt):
-            return DfaMatcher(self._dfa, end_ids)
         waits_for = self._vocabulary.reasoning_end(self._grammar, list(prompt))
+        if self._dfa is not None and waits_for is None:
+            return DfaMatcher(self._dfa, end_ids)
         begun = self._vocabulary.matcher(self._grammar)
         return Matcher(begun, self._vocabulary.size, end_ids, self._grammar.tokenizer, waits_for)
 

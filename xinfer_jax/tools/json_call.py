@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Collection
 
+from .call_parser import CallParser
 from .json_scanner import JSONObjectScanner
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -14,29 +15,18 @@ _HEAD = re.compile(
 _HEAD_CHARACTERS = 4096  # beyond it the call is parsed when it ends, so the time stays linear
 
 
-class JSONCallParser:
-    """Parses one call while it is generated.
-
-    Attributes:
-        name: of the function; None: not known yet.
-        ended: the call is complete.
-        failed: the text is not a call.
-        length: characters of the text so far that belong to the call, or precede what is wrong.
-    """
+class JSONCallParser(CallParser):
+    """Parses one call in this form."""
 
     def __init__(self, names: Collection[str] | None):
         """names: of the functions that may be called; None: any."""
-        self.name: str | None = None
-        self.ended = False
-        self.failed = False
-        self.length = 0
+        super().__init__()
         self._names = names
         self._text = ""
         self._object = JSONObjectScanner()
         self._arguments = JSONObjectScanner()
 
     def push(self, text: str) -> str:
-        """Takes the next part of the text. Returns the next piece of the arguments' JSON."""
         start = self.length
         self._text += text
         may_begin = self.name is None and start < _HEAD_CHARACTERS

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from .call_parser import CallParser
 from .json_call import JSONCallParser
 from .marks import length_of_partial_mark
 from .xml_call import CALL_END, XMLCallParser
@@ -49,7 +50,7 @@ class _Call:
     raw: str
     start: int
     end_mark: str
-    parser: JSONCallParser | XMLCallParser
+    parser: CallParser
     arguments: str = ""
     id: str | None = None
     index: int | None = None
@@ -149,7 +150,7 @@ class ToolCallParser:
             self._begin(JSONCallParser(self._parameters), self._mark, CALL_END)
         return "" if self._pending else text
 
-    def _begin(self, parser: JSONCallParser | XMLCallParser, mark: str, end_mark: str) -> None:
+    def _begin(self, parser: CallParser, mark: str, end_mark: str) -> None:
         self._call = _Call(mark, len(mark), end_mark, parser)
         self._state = self._push_call
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from .call_parser import CallParser
 from .marks import length_of_partial_mark
 
 CALL_END = "</tool_call>"
@@ -19,22 +20,12 @@ _END_OF_VALUE = re.compile(rf"\n?{_VALUE_END}|{CALL_END}")
 _PYTHON = {"True": True, "False": False, "None": None}  # as templates write them
 
 
-class XMLCallParser:
-    """Parses one call while it is generated.
-
-    Attributes:
-        name: of the function; None: not known yet.
-        ended: the call is complete.
-        failed: the text is not a call.
-        length: characters of the text so far that belong to the call, or precede what is wrong.
-    """
+class XMLCallParser(CallParser):
+    """Parses one call in this form."""
 
     def __init__(self, parameters: Mapping[str, Mapping[str, Any]] | None):
         """parameters: the schema of each function that may be called; None: any, all values are texts."""
-        self.name: str | None = None
-        self.ended = False
-        self.failed = False
-        self.length = 0
+        super().__init__()
         self._schemas = parameters
         self._pending = ""
         self._keys: set[str] = set()
@@ -43,7 +34,6 @@ class XMLCallParser:
         self._step = self._push_function
 
     def push(self, text: str) -> str:
-        """Takes the next part of the text. Returns the next piece of the arguments' JSON."""
         text = self._pending + text
         pieces = []
         moved = True
