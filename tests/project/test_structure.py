@@ -60,9 +60,9 @@ PACKAGES = {
     "text": (),
     "embedding": (),
     "engine": (
-        "clients", "pages", "row", "scheduler", "shape", "device_programs", "device", "layerwise_device",
-        "warm_up", "messages", "controller", "requests", "statistics", "core", "request_queue", "submission",
-        "engine", "engines",
+        "clients", "pages", "row", "host_tier", "prefix_cache", "scheduler", "shape", "device_programs",
+        "host_pages", "device", "layerwise_device", "warm_up", "messages", "controller", "requests",
+        "statistics", "page_files", "page_tiers", "core", "request_queue", "submission", "engine", "engines",
     ),
     "api": (
         "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies", "token_texts",

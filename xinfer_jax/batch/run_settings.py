@@ -25,10 +25,10 @@ def run_settings(
     """The settings by dotted name, such as options.sampling.top_k. shape: arguments of `Engine`.
 
     The number of pages is not among them: it changes no answer, only how many tokens fit in a row (`room`).
-    Nor is `warm_up`.
+    Nor are `warm_up`, and the pages beyond the device.
     """
     default = {name: p.default for name, p in inspect.signature(Engine).parameters.items()}
-    without = "model", "pages", "warm_up"
+    without = "model", "pages", "warm_up", "host_pages", "page_directory", "page_directory_bytes"
     engine = {name: shape.get(name, default[name]) for name in default if name not in without}
     engine["room"] = max_request_tokens(model.config, engine["capacity"], shape.get("pages"))
     tokenizer = model.tokenizer
