@@ -16,6 +16,9 @@ load: Poisson arrivals at --load times that rate, one thread per request. Times 
     from the scheduled arrival.
 alone: one request at a time: an engine of one row and `generate`, interleaved.
 ready: seconds of `Engine(...)` in new processes, with an empty compilation cache and with a filled one.
+tiers: --requests prompts of the longest length, of which an engine's pages hold half, one after another, again
+    and again: seconds to the first token from host memory, from files and computed, interleaved; and the gaps
+    between the tokens of a row that decodes beside them.
 """
 
 from launcher import start
@@ -36,6 +39,7 @@ from datetime import UTC, datetime
 import bench_peers as peers
 import jax
 import numpy as np
+import tier_timing
 from absl import flags
 from bench_peers import CONFIG, ROUNDS, SEED, THREADS, TIMEOUT
 from peer_serving import llama_server
@@ -45,7 +49,7 @@ from xinfer_jax.cli.startup import use_compilation_cache
 from xinfer_jax.config.model_config import from_hf
 
 FORMATS = ("none", "int8", "int4")
-PARTS = ("throughput", "load", "alone", "ready")
+PARTS = ("throughput", "load", "alone", "ready", "tiers")
 QUANTIZE = flags.DEFINE_list(
     "quantize", ["none", "int8"], f"Formats of the weights to measure: {', '.join(FORMATS)}."
 )
@@ -120,6 +124,11 @@ def measure(quantize: str, pythons: dict[str, str]) -> Iterator[tuple[str, dict]
             yield "throughput", {"peer": name} | result
     if "alone" in WANTED.value:
         yield "alone", alone(model)
+    if "tiers" in WANTED.value:
+        length = peers.numbers(PROMPTS)[1]
+        tokens = np.random.default_rng(SEED.value)
+        prompts = tokens.integers(0, model.config.vocab_size, (REQUESTS.value, length)).tolist()
+        yield "tiers", tier_timing.measure(model, prompts, ROWS.value, ROUNDS.value)
 
 
 def throughput_and_load(model: xj.Model) -> Iterator[tuple[str, dict]]:

@@ -114,7 +114,7 @@ class EngineCore:
         if self.scheduler.running and not fills:
             busy = True
             self._decode(has_new_requests)
-        if not busy and (self._held or self.scheduler.waiting_for_files):
+        if not busy and (self._held or self.tiers.is_busy):
             time.sleep(_POLL_SECONDS)
             return True
         return busy

@@ -254,12 +254,15 @@ class Engine(EngineBase):
     def close(self) -> None:
         """Ends the thread; unfinished requests get an error."""
         self._warm_up.stop()
+        works = self.error is None
         self._fail(InputError("the engine was closed before the request ended"))
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         if isinstance(self._core.device, Leader):
             self._core.device.close()
-        self._core.tiers.close()
+        if self._step_lock.acquire(blocking=False):  # else one of its steps closes it
+            self._core.tiers.close(works)
+            self._step_lock.release()
 
     def follow(self) -> None:
         """If the model lies on devices of several processes, all but process 0 call this: it repeats the

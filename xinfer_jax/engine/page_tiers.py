@@ -1,14 +1,17 @@
 """`PageTiers`: moves pages between the device, host memory and files, as the scheduler decides."""
 
 import time
+from collections import OrderedDict
 from typing import Any
 
-from .host_tier import HostTier
+from .host_tier import COPIED_PAGES, HostTier
 from .page_files import PageFiles
 from .pages import PAGE_SIZE
 from .row import LoadPages, ReadPages, Row, SavePages, Transfer
 from .scheduler import Scheduler
 
+_CLOSE_SECONDS = 2.0  # for writing
+_POLL_SECONDS = 0.001
 _FIRST_WAIT_SECONDS = 1.0  # for files, before it is known how long prefilling takes
 
 
@@ -32,6 +35,14 @@ class PageTiers:
         self._unwritten: dict[int, bytes] = {}  # the file's hash of saved pages, the oldest first
         self._give_up: dict[Row, float] = {}  # when a row stops to wait for files
         self.token_seconds: float | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `step` will have something to do soon: rows wait for files, or pages are being written."""
+        if not self._files:
+            return False
+        is_writing = self._files.num_writing or (self._unwritten and self._files.can_write)
+        return bool(self._scheduler.waiting_for_files or is_writing)
 
     def execute(self, action: Transfer) -> None:
         """Executes an action of the scheduler."""
@@ -70,10 +81,25 @@ class PageTiers:
         """The salt of a row's pages for that of its request."""
         return self._files.salt(salt) if self._files else salt
 
-    def close(self) -> None:
-        """Ends reading and writing."""
-        if self._files:
-            self._files.close()
+    def close(self, writes: bool) -> None:
+        """Ends reading and writing. writes: first the pages that the device still caches, those used last
+        first, for a limited time.
+        """
+        if not self._files:
+            return
+        pool = self._scheduler.pool
+        pool.cached = OrderedDict(reversed(pool.cached.items()))
+        end = time.monotonic() + _CLOSE_SECONDS
+        while writes and time.monotonic() < end:
+            if not self._unwritten:
+                for save in self._host.save(pool.evict(COPIED_PAGES)):
+                    self.execute(save)
+            self.step()
+            if not (self._unwritten or pool.cached or self._files.num_writing):
+                break
+            if not self._files.can_write:
+                time.sleep(_POLL_SECONDS)
+        self._files.close()
 
     @property
     def _host(self) -> HostTier:
