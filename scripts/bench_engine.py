@@ -16,9 +16,9 @@ load: Poisson arrivals at --load times that rate, one thread per request. Times 
     from the scheduled arrival.
 alone: one request at a time: an engine of one row and `generate`, interleaved.
 ready: seconds of `Engine(...)` in new processes, with an empty compilation cache and with a filled one.
-tiers: --requests prompts of the longest length, of which an engine's pages hold half, one after another, again
-    and again: seconds to the first token from host memory, from files and computed, interleaved; and the gaps
-    between the tokens of a row that decodes beside them.
+tiers: --requests prompts of the longest length, of which an engine's pages hold half, one after another in
+    each round: seconds to the first token from host memory, from files and computed, interleaved; and the
+    gaps between the tokens of a row that decodes beside them.
 """
 
 from launcher import start

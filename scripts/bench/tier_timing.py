@@ -11,11 +11,11 @@ import numpy as np
 import xinfer_jax as xj
 
 _NEW = 4  # tokens of an answer
-_GAPS = 200  # tokens of the row that decodes beside the prompts
+_GAPS = 96  # tokens of the row that decodes beside the prompts
 
 
 def measure(model: xj.Model, prompts: Sequence[list[int]], rows: int, rounds: int) -> dict:
-    """Medians of the seconds to the first token, and their ratios in one prompt; whether answers are equal."""
+    """Medians of the seconds to the first token, and of their ratios; whether all answers are equal."""
     length = len(prompts[0])
     need = len(prompts) * (length // 64)
     shape = dict(rows=rows, capacity=length + 2 * _GAPS, pages=1 + need // 2, warm_up=True)
