@@ -56,8 +56,7 @@ def results(engines: dict[str, xj.Engine], prompts: Sequence[list[int]], expecte
     for name, engine in engines.items():
         stats = engine.stats
         result[f"{name}_hits"] = [stats.hits, stats.host_hits, stats.file_hits]
-        alone, beside = gaps(engine, ()), gaps(engine, prompts)
-        result[f"{name}_gaps"] = dict(alone=alone, beside=beside)
+        result[f"{name}_gaps"] = dict(alone=gaps(engine, ()), beside=gaps(engine, prompts))
     return result | dict(engine=engines["host"].about)
 
 

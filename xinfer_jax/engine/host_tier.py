@@ -138,9 +138,7 @@ class HostTier:
         """No page is found by these hashes any more."""
         for page_hash in hashes:
             if page := self.pool.page_of_hash.get(page_hash):
-                self.pool.reuse([page])
                 self.pool.uncache(page)
-                self.pool.release([page])
             self.files.discard(page_hash)
 
     def clear(self) -> None:

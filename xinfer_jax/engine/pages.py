@@ -131,6 +131,9 @@ class PagePool:
         """Removes a page from the prefix cache."""
         for page_hash in self.hashes_of_page.pop(page, ()):
             del self.page_of_hash[page_hash]
+        if page in self.cached:
+            del self.cached[page]
+            self.free.append(page)
 
     def clear_cache(self) -> None:
         """Removes all pages from the prefix cache; rows keep theirs."""

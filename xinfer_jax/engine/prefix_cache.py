@@ -63,12 +63,14 @@ class PrefixCache:
                 self._pool.cache(row.pages[at], row.token_hashes[at])
 
     def uncache(self, row: Row) -> None:
-        """Lets no tier find the pages of a row."""
+        """Lets no tier find the pages of a row and of its prompt."""
+        of_pages = chain(*(self._pool.hashes_of_page.get(page, ()) for page in row.pages))
+        hashes = {*of_pages, *row.page_hashes, *row.token_hashes}
+        for page_hash in hashes:
+            if page := self._pool.page_of_hash.get(page_hash):
+                self._pool.uncache(page)
         if self._host:
-            hashes = chain(*(self._pool.hashes_of_page.get(page, ()) for page in row.pages))
-            self._host.remove({*hashes, *row.page_hashes, *row.token_hashes})
-        for page in row.pages:
-            self._pool.uncache(page)
+            self._host.remove(hashes)
 
     def keep_host_pages(self, row: Row, pages: list[int]) -> None:
         """Keeps pages in host memory until the row loads them."""

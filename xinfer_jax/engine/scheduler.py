@@ -75,15 +75,14 @@ class Scheduler:
     @property
     def running(self) -> list[tuple[int, Row]]:
         """Rows that decode, with their slots."""
-        return [(slot, row) for slot, row in enumerate(self.slots) if row and row.is_prefilled]
+        return [(slot, row) for slot, row in enumerate(self.slots) if row and row.state == "running"]
 
     def counts(self) -> dict[str, int]:
         """The fields of `EngineStats` about rows and pages."""
-        running = len(self.running)
-        with_slots = len(self.rows_with_slots)
+        states = [row.state for row in self.rows_with_slots]
         return dict(
-            running=running,
-            reading=with_slots - running,
+            running=states.count("running"),
+            reading=states.count("prefilling"),
             waiting=len(self.waiting),
             hits=self.hits,
             host_hits=self.host_hits,
@@ -194,6 +193,34 @@ class Scheduler:
         else:
             self._free(row)
         row.ended = True
+
+    def cache_pages_of_answer(
+        self, salt: bytes, ids: Sequence[int], first: int
+    ) -> tuple[list[Action], list[int]]:
+        """Pages for keys that another engine decoded, which prompts with `share_answers` find from now on.
+
+        Args:
+            salt: of the row.
+            ids: the tokens from the first of the prompt on, in full pages.
+            first: the first of these pages that is new.
+
+        Returns:
+            Actions, and the pages, to be written after them before the next program; [] without enough pages.
+        """
+        hashes = hash_pages(salt, ids, [ANY_PROGRAM] * (len(ids) // PAGE_SIZE))
+        count = len(hashes) - first
+        actions: list[Action] = []
+        if not self.prefix_cache or count > self.pool.num_available:
+            return actions, []
+        pages = self._take_pages(count, actions)
+        for page, page_hash in zip(pages, hashes[first:], strict=True):
+            self.pool.cache(page, page_hash)
+        self.pool.release(pages)
+        return actions, pages
+
+    def forget_pages(self, row: Row) -> None:
+        """Removes the pages of a row's prompt from the prefix cache: its numbers were not finite."""
+        self.prefixes.uncache(row)
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache, for new weights. Rows continue with their pages, which are not shared."""
@@ -319,10 +346,14 @@ class Scheduler:
             if last is row:
                 return False
             actions.append(self._preempt(last))
-        if self.host and (short := missing - len(self.pool.free)) > 0:
-            actions += self.host.save(self.pool.evict(max(short, COPIED_PAGES)))
-        row.pages += self.pool.allocate(missing)
+        row.pages += self._take_pages(missing, actions)
         return True
+
+    def _take_pages(self, count: int, actions: list[Action]) -> list[int]:
+        """Pages that are available; those evicted for them are saved."""
+        if self.host and (short := count - len(self.pool.free)) > 0:
+            actions += self.host.save(self.pool.evict(max(short, COPIED_PAGES)))
+        return self.pool.allocate(count)
 
     def _preempt(self, row: Row) -> Swap:
         """Frees a row's slot and pages, and queues it; the swap saves them first."""
