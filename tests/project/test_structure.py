@@ -26,8 +26,8 @@ PACKAGES = {
         "params", "layout", "hadamard",
     ),
     "cache": (
-        "quantized_kv", "stored_kv", "layer_caches", "paged", "kv_cache", "fingerprint", "prefix",
-        "prefix_files",
+        "quantized_kv", "stored_kv", "layer_caches", "page_size", "paged", "kv_cache", "fingerprint",
+        "prefix", "prefix_files",
     ),
     "model": (
         "kernel_products", "layers", "attention", "rope_append", "experts", "decoder_layer", "decoder",
@@ -60,9 +60,9 @@ PACKAGES = {
     "text": (),
     "embedding": (),
     "engine": (
-        "clients", "pages", "row", "scheduler", "shape", "device_programs", "device", "layerwise_device",
-        "warm_up", "messages", "controller", "requests", "statistics", "core", "request_queue", "submission",
-        "engine", "engines",
+        "clients", "pages", "row", "scheduler", "pacing", "shape", "device_programs", "device",
+        "layerwise_device", "warm_up", "messages", "controller", "requests", "statistics", "core",
+        "request_queue", "submission", "engine", "engines",
     ),
     "api": (
         "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies", "token_texts",

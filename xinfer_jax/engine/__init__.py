@@ -4,7 +4,8 @@ request gets the same bits whatever other requests run.
 In the order to read:
 
 - `clients`: whose row goes first · `pages`: the page pool and the prefix cache · `row`: one answer, for the
-  scheduler · `scheduler`: what prefills, what decodes and in which pages, in plain Python
+  scheduler · `scheduler`: what prefills, what decodes and in which pages, in plain Python · `pacing`: how
+  much of both is in a step
 - `shape`: the sizes of an engine · `device_programs`, `device`: the model, its pages and rows ·
   `layerwise_device`: the same on a CPU · `warm_up`: when which programs are compiled
 - `messages`, `controller`: other processes repeat the device calls of process 0
