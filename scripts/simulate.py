@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from absl import flags
-from goodput_flags import positive_numbers, workload_from_flags
+from goodput_flags import define_workload_flags, positive_numbers
 from goodput_search import Workload, simulated_times
 from simulator import Deployment, EngineSizes
 from step_times import read_step_times
@@ -39,6 +39,7 @@ CAPACITY = flags.DEFINE_integer("capacity", 4096, "Tokens of a row.", lower_boun
 PAGES = flags.DEFINE_integer("pages", None, "Pages of each engine; default: as many as all rows can fill.", 2)
 CHUNK = flags.DEFINE_integer("chunk", 256, "Tokens of a prefill chunk.", lower_bound=64)
 RATES = flags.DEFINE_list("rates", ["1", "2", "4", "8"], "Requests per second.")
+WORKLOAD = define_workload_flags()
 PLOT = flags.DEFINE_string("plot", None, "Also writes a plot to this file; needs matplotlib.")
 
 
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> None:
     plot = check_plot(PLOT.value)
     deployment = deployment_from_flags()
     most = usable_capacity(deployment.sizes.capacity, deployment.sizes.pages)
-    workload = workload_from_flags(most)
+    workload = WORKLOAD.workload(most)
     results = [result_at(deployment, workload, rate) for rate in rates]
     print_table(results)
     if plot:

@@ -1,39 +1,58 @@
 """Flags of simulate.py, plan.py and bench_engine.py that describe requests; without jax."""
 
 import math
+from typing import Any, NamedTuple
 
 from absl import flags
 from goodput_search import Workload, draw_workload
 
 from xinfer_jax.errors import InputError
 
-LENGTHS = flags.DEFINE_string(
-    "lengths", "chat",
-    "Tokens of prompts and answers: chat, code, summarization (lognormal, with the means of DistServe's data"
-    " sets), lognormal:P,A,SP,SA (means, and standard deviations of the logarithms), or a file with two whole"
-    " numbers in each line.",
-)  # fmt: skip
-TTFT = flags.DEFINE_float("ttft", None, "Limit of the seconds to the first token.")
-TPOT = flags.DEFINE_float("tpot", None, "Limit of the seconds per later token.")
-COUNT = flags.DEFINE_integer("simulated_requests", 300, "Requests of a simulation.", lower_bound=1)
-CV = flags.DEFINE_float(
-    "burstiness", 1.0, "Coefficient of variation of the gaps between arrivals (gamma); 1: Poisson."
-)
-WORKLOAD_SEED = flags.DEFINE_integer("workload_seed", 0, "Seed of lengths and arrivals.", lower_bound=0)
+Flag = flags.FlagHolder[Any]
 
 
-def workload_from_flags(most: int) -> Workload:
-    """Requests that the flags ask for, each of at most so many tokens."""
-    for flag in (TTFT, TPOT, CV):
-        if flag.value is None:
-            raise InputError(f"--{flag.name}=SECONDS is needed")
-        if not (math.isfinite(flag.value) and flag.value > 0):
-            raise InputError(f"--{flag.name} must be more than 0, got {flag.value}")
-    limits = TTFT.value, TPOT.value
-    return draw_workload(LENGTHS.value, COUNT.value, most, CV.value, *limits, WORKLOAD_SEED.value)
+class WorkloadFlags(NamedTuple):
+    """The flags of `define_workload_flags`."""
+
+    lengths: Flag
+    ttft: Flag
+    tpot: Flag
+    requests: Flag
+    burstiness: Flag
+    seed: Flag
+
+    def workload(self, most: int) -> Workload:
+        """The requests that the flags ask for, each of at most so many tokens."""
+        for flag in (self.ttft, self.tpot, self.burstiness):
+            if flag.value is None:
+                raise InputError(f"--{flag.name}=SECONDS is needed")
+            if not (math.isfinite(flag.value) and flag.value > 0):
+                raise InputError(f"--{flag.name} must be more than 0, got {flag.value}")
+        limits = self.ttft.value, self.tpot.value
+        sizes = self.requests.value, most, self.burstiness.value
+        return draw_workload(self.lengths.value, *sizes, *limits, self.seed.value)
 
 
-def positive_numbers(flag: flags.FlagHolder) -> list[float]:
+def define_workload_flags() -> WorkloadFlags:
+    """Defines the flags."""
+    return WorkloadFlags(
+        flags.DEFINE_string(
+            "lengths", "chat",
+            "Tokens of prompts and answers: chat, code, summarization (lognormal, with the means of"
+            " DistServe's data sets), lognormal:P,A,SP,SA (means, and standard deviations of the logarithms),"
+            " or a file with two whole numbers in each line.",
+        ),
+        flags.DEFINE_float("ttft", None, "Limit of the seconds to the first token."),
+        flags.DEFINE_float("tpot", None, "Limit of the seconds per later token."),
+        flags.DEFINE_integer("simulated_requests", 300, "Requests of a simulation.", lower_bound=1),
+        flags.DEFINE_float(
+            "burstiness", 1.0, "Coefficient of variation of the gaps between arrivals (gamma); 1: Poisson."
+        ),
+        flags.DEFINE_integer("workload_seed", 0, "Seed of lengths and arrivals.", lower_bound=0),
+    )  # fmt: skip
+
+
+def positive_numbers(flag: Flag) -> list[float]:
     """The numbers of a list flag."""
     try:
         numbers = [float(text) for text in flag.value]
