@@ -21,15 +21,15 @@ class WorkloadFlags(NamedTuple):
     burstiness: Flag
     seed: Flag
 
-    def workload(self, most: int) -> Workload:
-        """The requests that the flags ask for, each of at most so many tokens."""
+    def workload(self, most: int, engines: int = 1) -> Workload:
+        """The requests that the flags ask for, for so many engines; each has at most `most` tokens."""
         for flag in (self.ttft, self.tpot, self.burstiness):
             if flag.value is None:
                 raise InputError(f"--{flag.name}=SECONDS is needed")
             if not (math.isfinite(flag.value) and flag.value > 0):
                 raise InputError(f"--{flag.name} must be more than 0, got {flag.value}")
         limits = self.ttft.value, self.tpot.value
-        sizes = self.requests.value, most, self.burstiness.value
+        sizes = engines * self.requests.value, most, self.burstiness.value
         return draw_workload(self.lengths.value, *sizes, *limits, self.seed.value)
 
 

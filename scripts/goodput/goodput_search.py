@@ -8,8 +8,8 @@ from simulator import Deployment, simulate
 from workload import Attainment, Lengths, attainment, draw_arrivals, draw_lengths
 
 FRACTION = 0.9  # of the requests must be within both limits (DistServe)
-_DOUBLINGS = 24
-_HALVINGS = 6  # the rate found is within 1.6% of the step that was halved
+_HALVINGS = 5  # the rate found is within 3%
+_FILLS = 4  # requests for each slot, to find the throughput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,26 +60,42 @@ def simulated_attainment(
 
 def goodput(deployment: Deployment, workload: Workload, phase: str = "both") -> float:
     """Requests per second of which 90% are within the limits: within both, or in one phase alone within that
-    of the phase; 0: even few are not.
+    of the phase; 0: even few are not. No more than the engines end per second if all come at once: a
+    simulation of few requests ends before queues are long.
     """
     which = {"prefill": "ttft", "decode": "tpot"}.get(phase, "both")
 
     def attains(rate: float) -> bool:
         return getattr(simulated_attainment(deployment, workload, rate, phase), which) >= FRACTION
 
-    return highest_rate(attains)
+    return highest_rate(attains, most=throughput(deployment, workload, phase))
 
 
-def highest_rate(attains: Callable[[float], bool], lowest: float = 1 / 64) -> float:
-    """The highest rate for which `attains` holds, which holds up to some rate; 0: not even for the lowest."""
-    if not attains(lowest):
-        return 0.0
-    low = lowest
-    for _ in range(_DOUBLINGS):
-        if not attains(2 * low):
-            break
-        low *= 2
-    high = 2 * low
+def throughput(deployment: Deployment, workload: Workload, phase: str = "both") -> float:
+    """Requests per second that end between the first and the last quarter, if all come at once."""
+    sizes = deployment.decode_sizes or deployment.sizes
+    slots = sizes.rows * max(deployment.engines, deployment.decode)
+    times = -(-_FILLS * slots // len(workload.lengths))
+    lengths = [*workload.lengths] * max(1, times)
+    ended = np.sort([request.ended for request in simulate(deployment, [0.0] * len(lengths), lengths, phase)])
+    first = len(ended) // 4
+    last = 3 * len(ended) // 4
+    return (last - first) / (ended[last] - ended[first])
+
+
+def highest_rate(attains: Callable[[float], bool], most: float) -> float:
+    """The highest rate for which `attains` holds, of those up to `most`; it holds up to some rate.
+    0: not even for a thousandth of `most`.
+    """
+    if attains(most):
+        return most
+    high = most
+    low = most / 2
+    while not attains(low):
+        high = low
+        low /= 2
+        if low < most / 1000:
+            return 0.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         if attains(middle):

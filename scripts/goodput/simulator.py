@@ -202,13 +202,16 @@ class SimulatedPrefill(SimulatedEngine):
     """
 
     hand_over: Callable[["SimulatedPrefill", Row, SimulatedRequest], None]
+    _link_free = 0.0  # when the last row will have left
 
-    def send(self, row: Row, deliver: Callable[[], None]) -> float:
+    def send(self, row: Row, target: "SimulatedDecode", deliver: Callable[[], None]) -> float:
         """Sends a row to another engine; calls `deliver` once it is there. Returns this engine's seconds."""
         pages = num_pages_for(len(row.ids))
         seconds = self._times.send * pages
         transit = self._times.move_call + self._times.move * pages
-        self._clock.at(self._clock.now + seconds + transit, deliver)
+        start = max(self._clock.now + seconds, self._link_free, target.link_free)
+        self._link_free = target.link_free = start + transit
+        self._clock.at(start + transit, deliver)
         return seconds
 
     def release(self, row: Row) -> None:
@@ -229,7 +232,13 @@ class SimulatedPrefill(SimulatedEngine):
 
 
 class SimulatedDecode(SimulatedEngine):
-    """As `DecodeCore`: rows come prefilled, and are pulled once they have a slot and pages here."""
+    """As `DecodeCore`: rows come prefilled, and are pulled once they have a slot and pages here.
+
+    Attributes:
+        link_free: when the last row that was pulled will have arrived: a link moves one row at a time.
+    """
+
+    link_free = 0.0
 
     def __init__(self, clock: Clock, sizes: EngineSizes, times: StepTimes):
         super().__init__(clock, sizes, times)
@@ -329,14 +338,16 @@ def _move(
     source: SimulatedPrefill, row: Row, engines: list[SimulatedDecode], request: SimulatedRequest
 ) -> None:
     """Gives a prefilled row to the engine that has the most free pages."""
+    target = _freest(engines)
 
-    def deliver(arrive: Callable[[], None]) -> None:
-        arrive()
-        source.call_soon(lambda: source.release(row))
+    def pull(arrive: Callable[[], None]) -> None:
+        def deliver() -> None:
+            arrive()
+            source.call_soon(lambda: source.release(row))
 
-    _freest(engines).receive(
-        row.ids, request, lambda arrive: source.call_soon(lambda: source.send(row, lambda: deliver(arrive)))
-    )
+        source.call_soon(lambda: source.send(row, target, deliver))
+
+    target.receive(row.ids, request, pull)
 
 
 def _receive_prefilled(
@@ -347,10 +358,14 @@ def _receive_prefilled(
     if request.answer == 1:
         request.ended = clock.now
         return
-    seconds = times.move_call + times.move * num_pages_for(request.prompt)
-    _freest(engines).receive(
-        range(request.prompt), request, lambda arrive: clock.at(clock.now + seconds, arrive)
-    )
+    target = _freest(engines)
+
+    def pull(arrive: Callable[[], None]) -> None:
+        transit = times.move_call + times.move * num_pages_for(request.prompt)
+        target.link_free = max(clock.now, target.link_free) + transit
+        clock.at(target.link_free, arrive)
+
+    target.receive(range(request.prompt), request, pull)
 
 
 def _freest(engines: list[SimulatedDecode]) -> SimulatedDecode:

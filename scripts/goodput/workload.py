@@ -22,7 +22,7 @@ class Lognormal:
 
 # Means as in DistServe's Figure 7 (arXiv 2401.09670v3); the widths are assumed.
 KINDS = {
-    "chat": Lognormal(755.5, 200.3, 1.1, 0.9),  # ShareGPT
+    "chat": Lognormal(755.5, 200.3, 0.8, 0.8),  # ShareGPT
     "code": Lognormal(171.3, 98.2, 0.5, 0.6),  # HumanEval
     "summarization": Lognormal(1738.3, 90.7, 0.4, 0.6),  # LongBench
 }
