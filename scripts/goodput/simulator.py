@@ -82,11 +82,6 @@ class SimulatedEngine:
         rows = [*self._submitted, *self.scheduler.waiting, *self.scheduler.rows_with_slots]
         return sum(max(0, len(row.ids) - row.num_computed) for row in rows)
 
-    @property
-    def _running(self) -> list[Row]:
-        """Rows that decode."""
-        return [row for _, row in self.scheduler.running if not getattr(row, "moving", False)]
-
     def submit(self, request: SimulatedRequest) -> None:
         """Queues a request."""
         self._add(Row(range(request.prompt), request.answer), request, 0)
@@ -128,7 +123,7 @@ class SimulatedEngine:
                 yield from self._execute(actions)
                 width += sum(action.width for action in actions if isinstance(action, PrefillChunk))
             skips_decoding = self._pacing.skips_decoding(width, live=True)
-            if self._running and not skips_decoding:
+            if self.scheduler.running and not skips_decoding:
                 busy = True
                 yield from self._decode()
             if not (busy or self._calls or self._submitted):
@@ -164,12 +159,12 @@ class SimulatedEngine:
 
     def _decode(self) -> Generator[float, None, None]:
         scheduler = self.scheduler
-        left = [self._left(row) for row in self._running]
+        left = [self._left(row) for _, row in scheduler.running]
         steps, _ = self._pacing.decode_call(scheduler, left, bool(self._submitted), live=True)
         yield from self._execute(scheduler.reserve_pages(steps))
         # If a row ends before the last step, no other row waits. Over the steps each row holds half of its
         # new tokens on average.
-        counts = {row: min(steps, self._left(row)) for row in self._running}
+        counts = {row: min(steps, self._left(row)) for _, row in scheduler.running}
         tokens = sum(row.num_computed + count / 2 for row, count in counts.items())
         seconds = steps * seconds_at(self._times.decode, tokens) + self._times.call
         yield seconds
@@ -246,8 +241,8 @@ class SimulatedDecode(SimulatedEngine):
 
     @property
     def free_pages(self) -> int:
-        """Pages that no row uses."""
-        return self.scheduler.pool.num_available
+        """Pages that are left once all rows have those that they need soon."""
+        return self.scheduler.pool.size - sum(row.pages_to_continue for row in self.requests)
 
     def receive(
         self, ids: Sequence[int], request: SimulatedRequest, pull: Callable[[Callable[[], None]], None]

@@ -62,7 +62,8 @@ PACKAGES = {
     "engine": (
         "clients", "pages", "row", "scheduler", "pacing", "shape", "device_programs", "device",
         "layerwise_device", "warm_up", "messages", "controller", "requests", "statistics", "core",
-        "request_queue", "submission", "engine", "engines",
+        "prefilled_row", "role_cores", "request_queue", "submission", "routing", "disaggregated", "engine",
+        "engines",
     ),
     "api": (
         "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies", "token_texts",

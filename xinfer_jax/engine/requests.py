@@ -41,6 +41,7 @@ class Answer:
         self.alternatives: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
         self.request = request
+        self.engine: Any = None  # that computes it now
         self.row = row
         self._number = number
         self.swapped_row: Any = None  # state of the row while it is preempted

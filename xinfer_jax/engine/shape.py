@@ -31,6 +31,7 @@ class EngineShape:
         num_draft_tokens: of each pass; 0: no speculative decoding.
         cache_dtype: a dtype, or a name in `KV_BITS`.
         page_bytes: of one page in all layers.
+        role: "prefill": rows are decoded elsewhere; "decode": they were prefilled elsewhere; None: neither.
     """
 
     rows: int
@@ -41,11 +42,12 @@ class EngineShape:
     cache_dtype: Any
     impl: str | None
     page_bytes: int
+    role: str | None = None
 
 
 def engine_shape(  # noqa: PLR0913  the arguments of `Engine`
     model: Model, rows: int, capacity: int | None, pages: int | None, chunk: int, draft: str | None,
-    draft_tokens: int, cache_dtype: Any, impl: str | None,
+    draft_tokens: int, cache_dtype: Any, impl: str | None, role: str | None = None,
 ) -> EngineShape:  # fmt: skip
     """The shape that these arguments of `Engine` ask for.
 
@@ -76,7 +78,7 @@ def engine_shape(  # noqa: PLR0913  the arguments of `Engine`
         pages = _default_pages(model.params, rows, num_pages_for(capacity), page_bytes)
     else:
         pages = check_integer("pages", pages, 2)
-    return EngineShape(rows, capacity, pages, chunk, num_draft_tokens, dtype, impl, page_bytes)
+    return EngineShape(rows, capacity, pages, chunk, num_draft_tokens, dtype, impl, page_bytes, role)
 
 
 def check_capacity(config: ModelConfig, capacity: int | None) -> int:
