@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
-from step_times import StepTimes, seconds_at
+from step_times import Lines, StepTimes, seconds_at
 from workload import Lengths, SimulatedRequest
 
 from xinfer_jax.engine.pacing import Pacing
@@ -146,7 +146,7 @@ class SimulatedEngine:
 
     def _prefill(self, chunk: PrefillChunk) -> Generator[float, None, None]:
         row = chunk.row
-        yield seconds_at(self._times.chunk if chunk.is_full else self._times.page, chunk.start)
+        yield self._seconds(self._times.chunk if chunk.is_full else self._times.page, chunk.start)
         self.scheduler.record_prefill(chunk)
         if chunk.is_last:
             yield self._times.first
@@ -166,12 +166,15 @@ class SimulatedEngine:
         # new tokens on average.
         counts = {row: min(steps, self._left(row)) for _, row in scheduler.running}
         tokens = sum(row.num_computed + count / 2 for row, count in counts.items())
-        seconds = steps * seconds_at(self._times.decode, tokens) + self._times.call
+        seconds = steps * self._seconds(self._times.decode, tokens) + self._times.call
         yield seconds
         self._pacing.record_decode(seconds, steps)
         for row, count in counts.items():
             scheduler.record_decode(row, count)
             self._append(row, count)
+
+    def _seconds(self, lines: Lines, tokens: float) -> float:
+        return seconds_at(lines, tokens) * self._times.slowdown_at(self._clock.now)
 
     def _left(self, row: Row) -> int:
         return row.max_new_tokens - self._sampled[row]

@@ -28,6 +28,8 @@ class StepTimes:
         move: seconds of a page on the way from a prefill engine to a decode engine, which go on meanwhile.
         move_call: seconds of each such move beside its pages.
         send, place: seconds in which the prefill engine copies such a page, and the decode engine.
+        slowdown: factors of chunk, page and decode in each second of a measurement; after it, and if there
+            are none, 1.
     """
 
     chunk: Lines
@@ -40,6 +42,11 @@ class StepTimes:
     move_call: float = 0.0
     send: float = 0.0
     place: float = 0.0
+    slowdown: Sequence[float] = ()
+
+    def slowdown_at(self, time: float) -> float:
+        """The factor at this time in seconds."""
+        return self.slowdown[int(time)] if time < len(self.slowdown) else 1.0
 
 
 def seconds_at(lines: Lines, tokens: float) -> float:
@@ -81,10 +88,17 @@ def _checked(file: str, side: str, values: Any) -> StepTimes:
             f"--times={file}: {side} needs chunk, page and decode, and may have {', '.join(fields)}"
         )
     for name, value in values.items():
-        is_lines = isinstance(value, list) and value and all(map(_is_line, value))
-        if not (is_lines if name in ("chunk", "page", "decode") else _is_seconds(value)):
+        if not _is_valid(name, value):
             raise InputError(f"--times={file}: {side}.{name} is not a time, got {value!r}")
     return StepTimes(**values)
+
+
+def _is_valid(name: str, value: Any) -> bool:
+    if name in ("chunk", "page", "decode"):
+        return isinstance(value, list) and bool(value) and all(map(_is_line, value))
+    if name == "slowdown":
+        return isinstance(value, list) and all(_is_seconds(factor) and factor > 0 for factor in value)
+    return _is_seconds(value)
 
 
 def _is_line(line: Any) -> bool:

@@ -104,7 +104,7 @@ def test_simulate_prints_a_table_and_imports_no_jax(tmp_path):
     lengths.write_text("300 5\n100, 20\n")
     command = [
         sys.executable, "-X", "importtime", "scripts/simulate.py", times_file(tmp_path),
-        f"--lengths={lengths}", "--ttft=2", "--tpot=1", "--rates=1e-4,1", "--simulated_requests=20",
+        f"--lengths={lengths}", "--ttft=2", "--tpot=1", "--rates=1e-4,1", "--requests=20",
         "--prefill_engines=1", "--decode_engines=1",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
