@@ -1,5 +1,5 @@
-"""`DisaggregatedEngine`: prompts are prefilled on some devices, and decoded on others (DistServe, Zhong et al.
-2024; vLLM: disaggregated prefilling).
+"""`DisaggregatedEngine`: prompts are prefilled on some devices, and answers are decoded on others (DistServe,
+Zhong et al., OSDI 2024; vLLM: disaggregated prefilling).
 
 submit ─► the engine that has a prompt prefilled first ─ first token ─► the decoding engine with most free
 pages ─ gives the row a slot, and pulls its pages ─► the prefilling engine frees them
@@ -52,7 +52,7 @@ class DisaggregatedEngine(EngineBase):
 
     def __init__(
         self,
-        engine_class: Callable[..., Any],
+        engine_class: Any,
         model: Model,
         prefill_devices: Devices | None,
         decode_devices: Devices | None,
@@ -92,7 +92,7 @@ class DisaggregatedEngine(EngineBase):
             engine.share_condition(self._condition)
             engine.on_failure = partial(self._cancel_elsewhere, engine)
         for engine in self.prefill_engines:
-            engine._core.hand_over = partial(self._hand_over, engine)
+            engine._core.on_prefilled = partial(self._move, engine)
         self.room = engine.room
         self.impl = engine.impl
         self.switches_at = engine.switches_at
@@ -186,7 +186,7 @@ class DisaggregatedEngine(EngineBase):
                 request.engine = self
                 self.prefill_engines[i]._enqueue([request])
 
-    def _hand_over(self, source: Any, answer: Answer, row: Row) -> None:
+    def _move(self, source: Any, answer: Answer, row: Row) -> None:
         """An engine has prefilled a row: it is decoded by the engine with the most free pages. Called by the
         thread of the engine that prefilled it.
         """

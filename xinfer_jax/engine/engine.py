@@ -56,7 +56,8 @@ class Engine(EngineBase):
 
     def __new__(
         cls,
-        *args: Any,
+        model: Model,
+        *,
         prefill_devices: Devices | None = None,
         decode_devices: Devices | None = None,
         **shape: Any,
@@ -64,7 +65,7 @@ class Engine(EngineBase):
         """An engine; with devices for prompts and others for decoding, a `DisaggregatedEngine`."""
         if prefill_devices is None and decode_devices is None:
             return super().__new__(cls)
-        return DisaggregatedEngine(cls, *args, prefill_devices, decode_devices, **shape)
+        return DisaggregatedEngine(cls, model, prefill_devices, decode_devices, **shape)
 
     def __init__(  # noqa: PLR0913
         self,

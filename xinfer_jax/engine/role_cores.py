@@ -1,6 +1,6 @@
 """`PrefillCore` and `DecodeCore`: the steps of an engine that only prefills, and of one that only decodes.
 
-prefill ─ first token ─► hand_over ─► a preempted row of `DecodeCore` ─ gets a slot ─► pull ─ send ─► arrive
+prefill ─ first token ─► on_prefilled ─► a preempted row of `DecodeCore` ─ slot ─► pull ─ send ─► arrive
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ class PrefillCore(EngineCore):
     at the engine that decodes them; while that is full, no more prompts get a slot here.
 
     Attributes:
-        hand_over: is called with each answer after its first token, and with its row here. From then on the
-            answer has another row, which was preempted before its second token.
+        on_prefilled: is called with each answer after its first token, and with its row here. From then on
+            the answer has another row, which was preempted before its second token.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.hand_over: Callable[[Answer, Row], None]
+        self.on_prefilled: Callable[[Answer, Row], None]
         self._prefilled: dict[Row, Any] = {}  # their contents in host memory, if they were preempted
 
     def send(self, row: Row, shardings: Any, deliver: Callable[[Any], None]) -> None:
@@ -69,7 +69,7 @@ class PrefillCore(EngineCore):
         row.moving = True
         self._prefilled[row] = None
         answer.row = dataclasses.replace(row, slot=None, pages=[], moving=False, overtaken=0)
-        self.hand_over(answer, row)
+        self.on_prefilled(answer, row)
 
     def _execute(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -95,6 +95,7 @@ class DecodeCore(EngineCore):
         answers = list(answers)
         self._sources |= {answer: answer.swapped_pages for answer in answers}
         super().add(answers)
+        self.fail_lost_rows()
 
     def fail_lost_rows(self) -> None:
         """Ends requests whose pages are with an engine that has failed."""
