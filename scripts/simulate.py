@@ -20,7 +20,8 @@ import numpy as np
 from absl import flags
 from goodput_flags import define_workload_flags, positive_numbers
 from goodput_search import Workload, simulated_times
-from simulator import Deployment, EngineSizes
+from simulated_engine import EngineSizes
+from simulator import Deployment
 from step_times import read_step_times
 from workload import attainment
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from goodput_search import Workload, simulated_attainment
-from simulator import Deployment, EngineSizes
+from simulated_engine import EngineSizes
+from simulator import Deployment
 from step_times import StepTimes, seconds_at
 from workload import Lengths, attainment
 

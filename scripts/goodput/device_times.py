@@ -9,7 +9,7 @@ import plan_estimates as estimates
 from gpu_specs import Card
 from machine_limits import prefill_work
 from plan_estimates import Job, Limits
-from simulator import EngineSizes
+from simulated_engine import EngineSizes
 from step_times import StepTimes
 from tpu_specs import Tpu
 

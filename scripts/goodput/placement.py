@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from goodput_search import Workload, goodput
-from simulator import Deployment, EngineSizes
+from simulated_engine import EngineSizes
+from simulator import Deployment
 from step_times import StepTimes
 
 _NEAR = 0.97  # of the best estimate: the smallest group of engines that reaches this is taken

@@ -12,7 +12,8 @@ from device_times import Machine, computed_times, page_bytes, sizes_that_fit
 from goodput_search import Workload, simulated_attainment
 from placement import Group, Option
 from plan_estimates import Job
-from simulator import Deployment, EngineSizes
+from simulated_engine import EngineSizes
+from simulator import Deployment
 from step_times import StepTimes
 
 _PREFILL_ROWS = 16  # slots of a prefill engine: rows that prefill or wait until they have moved

@@ -11,7 +11,8 @@ import pytest
 import run_script
 from goodput_search import draw_workload, goodput, highest_rate, simulated_attainment, simulated_times
 from paths import ROOT
-from simulator import Deployment, EngineSizes, simulate
+from simulated_engine import EngineSizes
+from simulator import Deployment, simulate
 from step_times import StepTimes
 from workload import attainment, draw_arrivals, draw_lengths
 
