@@ -29,7 +29,8 @@ from .statistics import EngineCounters
 _LIVE_SECONDS = 0.1  # a caller may stream the answer, and more requests may come
 _BUSY_SECONDS = 0.01  # the same, while other rows wait or prefill
 _LONGEST_SECONDS = 1.0  # no caller streams
-_POLL_SECONDS = 0.01  # while no row can run, as programs are being compiled or files are read
+_POLL_SECONDS = 0.01  # while no row can run, as programs are being compiled
+_FILE_POLL_SECONDS = 0.001  # the same, as files are read
 _FIRST_STEPS = 8  # decode steps of the first step, before their time is known
 _MAX_PREFILL_STEPS = 32  # consecutive steps without decoding, if no caller streams
 
@@ -115,7 +116,7 @@ class EngineCore:
             busy = True
             self._decode(has_new_requests)
         if not busy and (self._held or self.tiers.is_busy):
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS if self._held else _FILE_POLL_SECONDS)
             return True
         return busy
 
@@ -197,7 +198,7 @@ class EngineCore:
         now = time.monotonic()
         request.times.setdefault("first", now)
         if answer is request.answers[0]:
-            self.tiers.token_seconds = (now - request.times["prefill"]) / (len(request.ids) - answer.row.hits)
+            self.tiers.note_prefill(len(request.ids) - answer.row.hits, now - request.times["prefill"])
         self._append(answer, out, 0)
         self._notify([request])
 
