@@ -5,7 +5,7 @@ In the order to read:
 
 - `clients`: whose row goes first · `pages`: the page pool · `row`: one answer, for the scheduler ·
   `host_tier`: pages beyond the device · `prefix_cache`: which pages a prompt begins with · `scheduler`: what
-  prefills, what decodes and in which pages; all of it in plain Python
+  prefills, what decodes and in which pages · `pacing`: how much of both is in a step; all in plain Python
 - `shape`: the sizes of an engine · `device_programs`, `host_pages`, `device`: the model, its pages and rows ·
   `layerwise_device`: the same on a CPU · `warm_up`: when which programs are compiled
 - `messages`, `controller`: other processes repeat the device calls of process 0

@@ -16,7 +16,8 @@ from ..sampling.context import ALL_BITS
 from ..sampling.logprobs import token_logprob_rows
 from .controller import Leader
 from .device import Device
-from .device_programs import MAX_DECODE_TOKENS, SampledTokens
+from .device_programs import SampledTokens
+from .pacing import Pacing
 from .page_files import PageFiles
 from .page_tiers import PageTiers
 from .requests import Answer, Request
@@ -25,14 +26,8 @@ from .scheduler import Scheduler
 from .shape import EngineShape
 from .statistics import EngineCounters
 
-# Seconds of decoding in one step, about. New requests, cancels and deadlines wait for the end of a step.
-_LIVE_SECONDS = 0.1  # a caller may stream the answer, and more requests may come
-_BUSY_SECONDS = 0.01  # the same, while other rows wait or prefill
-_LONGEST_SECONDS = 1.0  # no caller streams
 _POLL_SECONDS = 0.01  # while no row can run, as programs are being compiled
 _FILE_POLL_SECONDS = 0.001  # the same, as files are read
-_FIRST_STEPS = 8  # decode steps of the first step, before their time is known
-_MAX_PREFILL_STEPS = 32  # consecutive steps without decoding, if no caller streams
 
 
 class EngineCore:
@@ -70,8 +65,7 @@ class EngineCore:
         self._is_ready = is_ready
         self._answers: dict[Row, Answer] = {}  # that have not ended
         self._held: dict[Answer, frozenset[str]] = {}  # of these, that wait for programs: their stages
-        self._step_seconds = 0.0  # of the last decode steps, each
-        self._prefill_steps = 0  # since the last step that decoded
+        self._pacing = Pacing(shape.chunk, 1 + shape.num_draft_tokens)
 
     def add(self, answers: Iterable[Answer]) -> None:
         """Queues answers. `step` submits them to the scheduler once their programs are compiled."""
@@ -105,14 +99,12 @@ class EngineCore:
         self.tiers.step()
         busy = False
         width = 0
-        while width < self.shape.chunk and (actions := self.scheduler.schedule()):
+        while self._pacing.may_prefill(width) and (actions := self.scheduler.schedule()):
             busy = True
             self._execute(actions)
             width += sum(action.width for action in actions if isinstance(action, PrefillChunk | LoadPages))
-        # If no caller streams, free slots are filled first, for a limited number of steps.
-        fills = width >= self.shape.chunk and not self._is_live and self._prefill_steps < _MAX_PREFILL_STEPS
-        self._prefill_steps = self._prefill_steps + 1 if fills else 0
-        if self.scheduler.running and not fills:
+        skips_decoding = self._pacing.skips_decoding(width, self._is_live)
+        if self.scheduler.running and not skips_decoding:
             busy = True
             self._decode(has_new_requests)
         if not busy and (self._held or self.tiers.is_busy):
@@ -209,13 +201,9 @@ class EngineCore:
         masks = self._masks([(slot, self._answers[row]) for slot, row in scheduler.running], self.shape.rows)
         if not scheduler.running:  # all have failed
             return
-        others = bool(scheduler.waiting)
-        others = others or len(scheduler.rows_with_slots) > len(scheduler.running)
-        until_one_ends = others or has_new_requests()
         running = [self._answers[row] for _, row in scheduler.running]
         left = [answer.request.call.options.max_new_tokens - len(answer.sampled) for answer in running]
-        most = min(left) if until_one_ends else max(left)
-        steps = min(most, MAX_DECODE_TOKENS // tokens_per_step, self._affordable_steps(others))
+        steps, until_one_ends = self._pacing.decode_call(scheduler, left, has_new_requests(), self._is_live)
         steps = steps if masks is None else 1
         self._execute(scheduler.reserve_pages(steps * tokens_per_step))
         answers = {slot: self._answers[row] for slot, row in scheduler.running}
@@ -224,7 +212,7 @@ class EngineCore:
         calls = [answer.request.call for answer in answers.values()]
         flags = all(call.greedy for call in calls), any(call.options.logprobs for call in calls)
         out = jax.device_get(self.device.decode(pages, steps, until_one_ends, *flags, masks))
-        self._step_seconds = (time.perf_counter() - began) / max(1, int(out.passes_B.max()))
+        self._pacing.record_decode(time.perf_counter() - began, int(out.passes_B.max()))
         for slot, answer in answers.items():
             scheduler.record_decode(answer.row, int(out.count_B[slot]))
             answer.passes += int(out.passes_B[slot])
@@ -260,15 +248,6 @@ class EngineCore:
                 self._fail(answer.request, error)
                 self._notify([answer.request])
         return masks
-
-    def _affordable_steps(self, others: bool) -> int:
-        """Decode steps in the time of one step. others: whether rows wait or prefill."""
-        if not self._step_seconds:
-            return _FIRST_STEPS
-        seconds = _LONGEST_SECONDS
-        if self._is_live:
-            seconds = _BUSY_SECONDS if others else _LIVE_SECONDS
-        return max(1, int(seconds / self._step_seconds))
 
     def _append(self, answer: Answer, out: SampledTokens, slot: int) -> bool:
         """Appends a row's tokens to its answer. Returns whether the answer has ended."""

@@ -68,7 +68,7 @@ class PageTiers:
                 self._begin_write(page, self._unwritten.pop(page))
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
-        """So long took a prompt: no row waits longer for files than it would take to prefill what they have."""
+        """So long took a prompt of this many tokens: no row waits for files longer than it would prefill."""
         self._page_seconds = seconds / num_pages_for(tokens)
 
     def identify(self, settings: dict[str, Any]) -> None:

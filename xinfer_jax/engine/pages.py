@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from itertools import takewhile
 
-from ..cache.paged import PAGE_SIZE
+from ..cache.page_size import PAGE_SIZE
 
 
 def num_pages_for(tokens: int) -> int:
