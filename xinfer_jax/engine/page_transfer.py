@@ -2,6 +2,7 @@
 has no such server, through the host and the processes' messages.
 """
 
+import datetime
 import secrets
 import sys
 import threading
@@ -53,7 +54,8 @@ class PageTransfer:
             now = time.monotonic()
             self._offered = {u: kept for u, kept in self._offered.items() if kept[0] > now}
             self._offered[uuid] = now + EXPIRY_SECONDS, leaves
-        self._server.await_pull(uuid, leaves)
+        expiry = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=EXPIRY_SECONDS)
+        self._server.await_pull(uuid, leaves, timeout=expiry)
         return [uuid, self._server.address()]
 
     def withdraw(self, uuid: int) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -265,7 +266,8 @@ class PeerWorker:
     def _decode(self, ticket: int, args: dict[str, Any], number: int, first: list[Any], hits: int) -> None:
         request = self._make_request(ticket, args, [number])
         (answer,) = request.answers
-        sampled, logprobs, alternatives = first
+        request.times["first"] = time.monotonic()
+        (sampled, logprobs, alternatives) = first
         answer.append(sampled, logprobs, False)
         answer.alternatives += map(logprobs_from_message, alternatives)
         row = answer.row
