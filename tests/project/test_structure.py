@@ -26,8 +26,8 @@ PACKAGES = {
         "params", "layout", "hadamard",
     ),
     "cache": (
-        "quantized_kv", "stored_kv", "layer_caches", "paged", "kv_cache", "fingerprint", "prefix",
-        "prefix_files",
+        "quantized_kv", "stored_kv", "layer_caches", "page_size", "paged", "kv_cache", "fingerprint",
+        "prefix", "prefix_files",
     ),
     "model": (
         "kernel_products", "layers", "attention", "rope_append", "experts", "decoder_layer", "decoder",
@@ -60,10 +60,10 @@ PACKAGES = {
     "text": (),
     "embedding": (),
     "engine": (
-        "clients", "pages", "row", "scheduler", "shape", "device_programs", "device", "layerwise_device",
-        "warm_up", "messages", "page_transfer", "controller", "requests", "statistics", "core",
-        "prefilled_row", "role_cores", "request_queue", "submission", "routing", "disaggregated", "engine",
-        "engines",
+        "clients", "pages", "row", "host_tier", "prefix_cache", "scheduler", "pacing", "shape",
+        "device_programs", "host_pages", "device", "layerwise_device", "warm_up", "messages", "page_transfer",
+        "controller", "requests", "statistics", "page_files", "page_tiers", "core", "prefilled_row",
+        "role_cores", "request_queue", "submission", "routing", "disaggregated", "engine", "engines",
     ),
     "api": (
         "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies", "token_texts",
