@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -87,7 +87,7 @@ class PeerWorker:
             InputError: nobody answers there, or without the secret.
         """
         self._engine = engine
-        self._core: Any = engine._core
+        self._core = cast(Any, engine._core)
         self._log = log
         self.arrivals: dict[int, Callable[[Any], None]] = {}
         self._requests: dict[int, Request] = {}
