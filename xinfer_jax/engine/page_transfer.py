@@ -15,6 +15,7 @@ import numpy as np
 
 EXPIRY_SECONDS = 60.0  # until arrays that nobody has acknowledged are freed
 _POLL_SECONDS = 0.001
+_PART_BYTES = 2**20  # of one message
 
 
 class PageTransfer:
@@ -37,17 +38,20 @@ class PageTransfer:
         except (ImportError, AttributeError, RuntimeError, NotImplementedError) as error:
             log(f"no transfer server ({error}): pages go through the host and the processes' messages")
 
-    def offer(self, tree: Any, send_part: Callable[[int, np.ndarray], None]) -> list[Any]:
+    def offer(self, tree: Any, send_part: Callable[[int, bool, np.ndarray], None]) -> list[Any]:
         """Makes arrays ready for one pull by another process. Returns what that gives to `pull`.
 
         Args:
             tree: of arrays on the devices of this process. They stay until `withdraw`, or until they expire.
-            send_part: sends bytes of the array of this number, where there is no server.
+            send_part: sends bytes of the array of this number, where there is no server; whether they are the
+                first.
         """
         leaves = [_without_key(x) for x in jax.tree.leaves(tree) if x.size]  # an empty one never arrives
         if self._server is None:
             for number, x in enumerate(leaves):
-                send_part(number, np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+                contents = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+                for at in range(0, contents.size, _PART_BYTES):
+                    send_part(number, at == 0, contents[at : at + _PART_BYTES])
             return [0, ""]
         uuid = secrets.randbits(63)
         with self._lock:
@@ -64,7 +68,7 @@ class PageTransfer:
             self._offered.pop(uuid, None)
 
     def pull(
-        self, offer: list[Any], like: Any, parts: dict[int, np.ndarray], lost: Callable[[], bool]
+        self, offer: list[Any], like: Any, parts: dict[int, list[np.ndarray]], lost: Callable[[], bool]
     ) -> Any:
         """The arrays of an offer, once they are here.
 
@@ -84,7 +88,8 @@ class PageTransfer:
         if address:
             arrays = self._pull(uuid, address, bare, lost)
         else:
-            contents = (parts[i].view(x.dtype).reshape(x.shape) for i, x in enumerate(bare))
+            joined = (np.concatenate(parts[i]) for i in range(len(bare)))
+            contents = (new.view(x.dtype).reshape(x.shape) for new, x in zip(joined, bare, strict=True))
             arrays = [jax.device_put(new, x.sharding) for new, x in zip(contents, bare, strict=True)]
         arrived = map(_with_key, arrays, sent)
         return jax.tree.unflatten(structure, [next(arrived) if x.size else x for x in leaves])

@@ -93,7 +93,7 @@ class PeerWorker:
         self._requests: dict[int, Request] = {}
         self._rows: dict[tuple[int, int], Row] = {}  # prefilled here, by ticket and number of the answer
         self._offers: dict[tuple[int, int], list[Any]] = {}
-        self._parts: dict[int, dict[int, np.ndarray]] = {}
+        self._parts: dict[int, dict[int, list[np.ndarray]]] = {}
         self._tickets: dict[Request, int] = {}
         self._gone = threading.Event()
         self._events: SimpleQueue = SimpleQueue()
@@ -239,8 +239,8 @@ class PeerWorker:
             return
 
         def deliver(contents: Any) -> None:
-            def send_part(i: int, part: np.ndarray) -> None:
-                self.send("part", target, i, part)
+            def send_part(i: int, is_first: bool, part: np.ndarray) -> None:
+                self.send("part", target, i, is_first, part)
 
             offer = self._transfer.offer(contents, send_part)
             self._offers[ticket, number] = offer
@@ -294,7 +294,7 @@ class PeerWorker:
                 lost = lambda: self._gone.is_set() or ticket not in self._requests  # noqa: E731
                 like = state, [group] * groups
                 contents = self._transfer.pull(offer, like, self._parts.pop(ticket, {}), lost)
-            except ConnectionError as error:
+            except Exception as error:  # its row fails, others go on
                 if isinstance(source, DistantRow):
                     source.lost = InputError(f"the pages of a row were lost: {error}")
                 self._engine.call_soon(self._core.fail_lost_rows)
@@ -303,8 +303,9 @@ class PeerWorker:
 
         threading.Thread(target=pull, daemon=True).start()
 
-    def _part(self, ticket: int, number: int, part: np.ndarray) -> None:
-        self._parts.setdefault(ticket, {})[number] = part
+    def _part(self, ticket: int, number: int, is_first: bool, part: np.ndarray) -> None:
+        parts = self._parts.setdefault(ticket, {})
+        parts[number] = [part] if is_first else [*parts[number], part]
 
 
 def logprobs_from_message(fields: list[Any]) -> TokenLogprobs:
