@@ -21,6 +21,9 @@ goodput: not by default. How many requests are within --ttft and --tpot, over th
 disturbance: not by default. The 99th percentile of the time between tokens of eight rows, alone and while
     prompts of 3,000 tokens are prefilled: one engine, and two sides, with a model that fits a CPU's cache.
 ready: seconds of `Engine(...)` in new processes, with an empty compilation cache and with a filled one.
+tiers: --requests prompts of the longest length, of which an engine's pages hold half, one after another in
+    each round: seconds to the first token from host memory, from files and computed, interleaved; and the
+    gaps between the tokens of a row that decodes beside them.
 """
 
 from launcher import start
@@ -41,6 +44,7 @@ from datetime import UTC, datetime
 import bench_peers as peers
 import jax
 import numpy as np
+import tier_timing
 from absl import flags
 from bench_peers import CONFIG, ROUNDS, SEED, THREADS, TIMEOUT
 from peer_serving import llama_server
@@ -51,7 +55,7 @@ from xinfer_jax.cli.startup import use_compilation_cache
 from xinfer_jax.config.model_config import from_hf
 
 FORMATS = ("none", "int8", "int4")
-PARTS = ("throughput", "load", "alone", "ready")
+PARTS = ("throughput", "load", "alone", "ready", "tiers")
 QUANTIZE = flags.DEFINE_list(
     "quantize", ["none", "int8"], f"Formats of the weights to measure: {', '.join(FORMATS)}."
 )
@@ -131,9 +135,19 @@ def measure_model(model: xj.Model, quantize: str, pythons: dict[str, str]) -> It
             yield "throughput", result
     if "alone" in wanted:
         yield "alone", alone(model)
+    if "tiers" in wanted:
+        yield "tiers", tiers(model)
     if "goodput" in wanted:
         for result in goodput(model, ROWS.value, CAPACITY.value, SIDES):
             yield "goodput", result
+
+
+def tiers(model: xj.Model) -> dict:
+    """Seconds to the first token of prompts of the longest length."""
+    length = peers.numbers(PROMPTS)[1]
+    tokens = np.random.default_rng(SEED.value)
+    prompts = tokens.integers(0, model.config.vocab_size, (REQUESTS.value, length)).tolist()
+    return tier_timing.measure(model, prompts, ROWS.value, ROUNDS.value)
 
 
 def throughput_of_peers(model: xj.Model, quantize: str, pythons: dict[str, str]) -> Iterator[dict]:

@@ -95,7 +95,8 @@ def print_table(results: list[dict]) -> None:
         "requests/s  within both limits   of TTFT   of TPOT   TTFT, s: median    90%  TPOT, ms: median    90%"
     )
     for result in results:
-        ttft, tpot = result["ttft_seconds"], result["tpot_seconds"]
+        ttft = result["ttft_seconds"]
+        tpot = result["tpot_seconds"]
         print(
             f"{result['rate']:10.3g}{result['attainment']:20.1%}{result['ttft']:10.1%}{result['tpot']:10.1%}"
             f"{ttft[0]:18.3f}{ttft[1]:7.3f}{1e3 * tpot[0]:18.1f}{1e3 * tpot[1]:7.1f}"

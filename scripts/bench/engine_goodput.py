@@ -157,7 +157,8 @@ def run_requests(
     times = []
     for request, (_, answer) in zip(requests, lengths, strict=True):
         request.result()
-        first, ended = request.times["first"], request.times["ended"]
+        first = request.times["first"]
+        ended = request.times["ended"]
         times.append((first - request.submitted, (ended - first) / max(1, answer - 1)))
     return times
 

@@ -144,7 +144,8 @@ def _print_counts(
         print(f"{rate:g} requests/s: {count} x model={single.devices}, {count * single.devices} devices")
     if not plan.fast:
         return
-    prefill, decode = plan.fast.prefill, plan.fast.decode
+    prefill = plan.fast.prefill
+    decode = plan.fast.decode
     counts = placement.count_for(rate, prefill), placement.count_for(rate, decode)
     sides = Deployment(prefill.sizes, prefill.times, 0, *counts, decode.sizes, decode.times)
     found = simulated_attainment(sides, workload_of(max(counts)), rate)

@@ -60,10 +60,10 @@ PACKAGES = {
     "text": (),
     "embedding": (),
     "engine": (
-        "clients", "pages", "row", "scheduler", "pacing", "shape", "device_programs", "device",
-        "layerwise_device", "warm_up", "messages", "controller", "requests", "statistics", "core",
-        "prefilled_row", "role_cores", "request_queue", "submission", "routing", "disaggregated", "engine",
-        "engines",
+        "clients", "pages", "row", "host_tier", "prefix_cache", "scheduler", "pacing", "shape",
+        "device_programs", "host_pages", "device", "layerwise_device", "warm_up", "messages", "controller",
+        "requests", "statistics", "page_files", "page_tiers", "core", "prefilled_row", "role_cores",
+        "request_queue", "submission", "routing", "disaggregated", "engine", "engines",
     ),
     "api": (
         "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies", "token_texts",

@@ -18,13 +18,15 @@ from .controller import Leader
 from .device import Device
 from .device_programs import SampledTokens
 from .pacing import Pacing
+from .page_files import PageFiles
+from .page_tiers import PageTiers
 from .requests import Answer, Request
-from .row import Action, PrefillChunk, Row, Swap
+from .row import Action, LoadPages, PrefillChunk, Row, Swap
 from .scheduler import Scheduler
 from .shape import EngineShape
 from .statistics import EngineCounters
 
-_POLL_SECONDS = 0.01  # while no row can run, as programs are being compiled
+_POLL_SECONDS = 0.01  # while no row can run, as programs are being compiled or files are read
 
 
 class EngineCore:
@@ -33,15 +35,17 @@ class EngineCore:
     Attributes:
         device: of this process, or the `Leader` of all processes.
         scheduler: decides.
+        tiers: the prefix cache beyond the device.
+        shape: of the engine.
 
     Args:
-        shape: of the engine.
         counters: that it adds to.
         notify: is called with requests that have new tokens, or have ended.
         is_ready: whether the programs of these stages (of `Device.stages`) are compiled.
+        files: for pages; None: none.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         device: Device | Leader,
         scheduler: Scheduler,
@@ -49,12 +53,14 @@ class EngineCore:
         counters: EngineCounters,
         notify: Callable[[Collection[Request]], None],
         is_ready: Callable[[frozenset[str]], bool],
+        files: PageFiles | None = None,
     ):
         self.device: Any = device
         self.scheduler = scheduler
+        self.tiers = PageTiers(device, scheduler, files)
         self._counters = counters
         self._notify = notify
-        self._shape = shape
+        self.shape = shape
         self._is_ready = is_ready
         self._answers: dict[Row, Answer] = {}  # that have not ended
         self._held: dict[Answer, frozenset[str]] = {}  # of these, that wait for programs: their stages
@@ -63,6 +69,7 @@ class EngineCore:
     def add(self, answers: Iterable[Answer]) -> None:
         """Queues answers. `step` submits them to the scheduler once their programs are compiled."""
         for answer in answers:
+            answer.row.salt = self.tiers.salt(answer.row.salt)
             self._answers[answer.row] = answer
             self._held[answer] = self._stages(answer)
 
@@ -88,17 +95,18 @@ class EngineCore:
             for answer in [answer for answer, stages in self._held.items() if stages in ready]:
                 del self._held[answer]
                 self.scheduler.submit(answer.row)
+        self.tiers.step()
         busy = False
         width = 0
         while self._pacing.may_prefill(width) and (actions := self.scheduler.schedule()):
             busy = True
             self._execute(actions)
-            width += sum(action.width for action in actions if isinstance(action, PrefillChunk))
+            width += sum(action.width for action in actions if isinstance(action, PrefillChunk | LoadPages))
         skips_decoding = self._pacing.skips_decoding(width, self._is_live)
         if self.scheduler.running and not skips_decoding:
             busy = True
             self._decode(has_new_requests)
-        if not busy and self._held:
+        if not busy and (self._held or self.tiers.is_busy):
             time.sleep(_POLL_SECONDS)
             return True
         return busy
@@ -114,13 +122,17 @@ class EngineCore:
         needed = {
             "sampled": not call.greedy,
             "logprobs": call.options.logprobs > 0,
-            "chunk": len(answer.row.ids) > self._shape.chunk and answer.row.logprobs_from is None,
+            "chunk": len(answer.row.ids) > self.shape.chunk and answer.row.logprobs_from is None,
             "prompt_logprobs": answer.row.logprobs_from is not None,
+            "rare": self.scheduler.host is not None,  # copies of pages, which no decoding row waits for
         }
         return frozenset(name for name, needs in needed.items() if needs)
 
     def _execute(self, actions: Iterable[Action]) -> None:
         for action in actions:
+            if not isinstance(action, PrefillChunk | Swap):
+                self.tiers.execute(action)
+                continue
             answer = self._answers[action.row]
             if isinstance(action, PrefillChunk):
                 self._prefill(action, answer)
@@ -174,15 +186,18 @@ class EngineCore:
         row = self.device.new_row(call, answer.key_1, masks, tables)
         flags = call.greedy, call.options.logprobs > 0
         out = jax.device_get(self.device.sample_first(answer.row.slot, outputs, row, *flags))
-        request.times.setdefault("first", time.monotonic())
+        now = time.monotonic()
+        request.times.setdefault("first", now)
+        if answer is request.answers[0]:
+            self.tiers.token_seconds = (now - request.times["prefill"]) / (len(request.ids) - answer.row.hits)
         self._append(answer, out, 0)
         self._notify([request])
 
     def _decode(self, has_new_requests: Callable[[], bool]) -> None:
         """Decodes the running rows for a limited time; while others wait, until a row ends."""
         scheduler = self.scheduler
-        tokens_per_step = 1 + self._shape.num_draft_tokens
-        masks = self._masks([(slot, self._answers[row]) for slot, row in scheduler.running], self._shape.rows)
+        tokens_per_step = 1 + self.shape.num_draft_tokens
+        masks = self._masks([(slot, self._answers[row]) for slot, row in scheduler.running], self.shape.rows)
         if not scheduler.running:  # all have failed
             return
         running = [self._answers[row] for _, row in scheduler.running]
@@ -221,7 +236,7 @@ class EngineCore:
         ]
         if not constrained:
             return None
-        num_drafts = self._shape.num_draft_tokens
+        num_drafts = self.shape.num_draft_tokens
         vocab_size = constrained[0][1].request.call.config.vocab_size
         masks = np.full((rows, 1 + num_drafts, -(-vocab_size // 32)), ALL_BITS)
         draft_BT = self.device.draft_tokens() if num_drafts and not first else None

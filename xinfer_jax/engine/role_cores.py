@@ -14,7 +14,7 @@ from .core import EngineCore
 from .pages import PAGE_SIZE, num_pages_for
 from .prefilled_row import PrefilledRow
 from .requests import Answer
-from .row import Action, Row, Swap
+from .row import Action, PrefillChunk, Row, Swap
 
 
 class PrefillCore(EngineCore):
@@ -56,7 +56,9 @@ class PrefillCore(EngineCore):
 
     def cache_pages(self, salt: bytes, ids: Sequence[int], first: int, contents: list[Any]) -> None:
         """Keeps pages that another engine decoded, as `PrefilledRow.return_pages` says."""
-        if pages := self.scheduler.cache_pages_of_answer(salt, ids, first):
+        actions, pages = self.scheduler.cache_pages_of_answer(salt, ids, first)
+        self._execute(actions)
+        if pages:
             shardings = jax.tree.map(lambda x: x.sharding, self.device.copy_pages([0])[0])
             self.device.copy_pages_in(pages, [jax.device_put(part, shardings) for part in contents])
 
@@ -73,11 +75,11 @@ class PrefillCore(EngineCore):
 
     def _execute(self, actions: Iterable[Action]) -> None:
         for action in actions:
-            if action.row in self._prefilled and isinstance(action, Swap):
+            if isinstance(action, Swap) and action.row in self._prefilled:
                 pages = self.device.copy_pages_out(action.pages)
                 self._prefilled[action.row] = self.device.get_row(action.slot), pages
                 self.scheduler.end(action.row)
-            elif not action.row.ended:
+            elif not isinstance(action, PrefillChunk | Swap) or not action.row.ended:
                 super()._execute([action])
 
 

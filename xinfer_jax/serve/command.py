@@ -122,7 +122,11 @@ def _run(argv: Sequence[str]) -> int:
         raise InputError(f"--host={host} lets others in: give --api_key_file, or a key in ${_KEY_VARIABLE}")
     if (code := supervise(PARSER)) is not None:
         return code
-    shape = dict(rows=flags.rows, capacity=flags.capacity, pages=flags.pages, cache_dtype=flags.cache_dtype)
+    shape = dict(
+        rows=flags.rows, capacity=flags.capacity, pages=flags.pages, cache_dtype=flags.cache_dtype,
+        host_pages=flags.host_pages, page_directory=flags.page_directory,
+        page_directory_bytes=flags.page_directory_bytes,
+    )  # fmt: skip
     if distributed_args().get("process_id"):
         from ..engine.engine import Engine
 
