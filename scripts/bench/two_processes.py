@@ -50,14 +50,14 @@ def measure(rounds: int, seconds: float) -> list[dict]:
     decoding.stdin.flush()
     os.sched_setaffinity(0, {_CORES[0]})
     try:
-        with (
-            create_engine(role="prefill") as prefill,
-            PeerEngines(prefill.model, listening, secret, _log) as front,
-        ):
+        with create_engine(role="prefill") as prefill:
+            front = PeerEngines(prefill.model, listening, secret, _log)
             worker = PeerWorker(prefill, ("127.0.0.1", port), secret, _log)
             threading.Thread(target=worker.run, args=(threading.Event(),), daemon=True).start()
             front.wait_for_both(lambda: decoding.poll() is not None)
-            return [measure_disturbance(front, seconds, number) for number in range(rounds)]
+            results = [measure_disturbance(front, seconds, number) for number in range(rounds)]
+            front.close()
+            return results
     finally:
         decoding.terminate()
         decoding.wait()
