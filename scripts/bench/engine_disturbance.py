@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.002
 def create_engine(**options: Any) -> Any:
     """An engine of the model, with random weights. options: of `xj.Engine`."""
     config = from_hf(SHAPE)
-    params = xj.init_params(config, jax.random.key(0))
+    params = jax.device_put(xj.init_params(config, jax.random.key(0)), jax.devices()[0])
     model = xj.Model(params, config, None, {}, xj.LoadStats(0.0, 0, "none"))
     return xj.Engine(model, rows=DECODING_ROWS + 1, prefix_cache=False, warm_up=True, **options)
 

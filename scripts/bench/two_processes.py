@@ -55,6 +55,7 @@ def measure(rounds: int, seconds: float) -> list[dict]:
             worker = PeerWorker(prefill, ("127.0.0.1", port), secret, _log)
             threading.Thread(target=worker.run, args=(threading.Event(),), daemon=True).start()
             front.wait_for_both(lambda: decoding.poll() is not None)
+            measure_disturbance(front, 1.0, rounds)  # connects the transfer servers
             results = [measure_disturbance(front, seconds, number) for number in range(rounds)]
             front.close()
             return results
