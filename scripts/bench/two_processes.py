@@ -33,10 +33,10 @@ def main() -> None:
 def measure(rounds: int, seconds: float) -> list[dict]:
     """The rounds, with an engine that prefills in this process."""
     from engine_disturbance import create_engine, measure_disturbance
-    from xinfer_jax.serve.peer_front import PeerEngines
-    from xinfer_jax.serve.peer_worker import PeerWorker
 
     from xinfer_jax.cli.channel import listen
+    from xinfer_jax.serve.peer_front import PeerEngines
+    from xinfer_jax.serve.peer_worker import PeerWorker
 
     secret = secrets.token_bytes(32)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -67,6 +67,7 @@ def measure(rounds: int, seconds: float) -> list[dict]:
 def run_decode_process(port: int, secret: bytes) -> None:
     """Decodes until the other process has gone."""
     from engine_disturbance import create_engine
+
     from xinfer_jax.serve.peer_worker import PeerWorker
 
     with create_engine(role="decode") as engine:
