@@ -18,6 +18,8 @@ alone: one request at a time: an engine of one row and `generate`, interleaved.
 goodput: not by default. How many requests are within --ttft and --tpot, over the rate at which they arrive:
     one engine, and two sides (one engine prefills, one decodes) on two devices; a CPU gets two virtual ones.
     Beside it what scripts/simulate.py finds with the step times of the same run; --times_out writes these.
+disturbance: not by default. The 99th percentile of the time between tokens of eight rows, alone and while
+    prompts of 3,000 tokens are prefilled: one engine, and two sides, with a model that fits a CPU's cache.
 ready: seconds of `Engine(...)` in new processes, with an empty compilation cache and with a filled one.
 tiers: --requests prompts of the longest length, of which an engine's pages hold half, one after another in
     each round: seconds to the first token from host memory, from files and computed, interleaved; and the
@@ -38,7 +40,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from pathlib import Path
 
 import bench_peers as peers
 import jax
@@ -46,15 +47,8 @@ import numpy as np
 import tier_timing
 from absl import flags
 from bench_peers import CONFIG, ROUNDS, SEED, THREADS, TIMEOUT
-from engine_goodput import (
-    TimedCore,
-    fitted_times,
-    measure_rate,
-    measured_throughput,
-    with_default_limits,
-)
-from goodput_flags import define_workload_flags, positive_numbers
 from peer_serving import llama_server
+from side_parts import SIDE_PARTS, define_flags, disturbance, goodput
 
 import xinfer_jax as xj
 from xinfer_jax.cli.startup import use_compilation_cache
@@ -62,11 +56,10 @@ from xinfer_jax.config.model_config import from_hf
 
 FORMATS = ("none", "int8", "int4")
 PARTS = ("throughput", "load", "alone", "ready", "tiers")
-MORE_PARTS = ("goodput",)
 QUANTIZE = flags.DEFINE_list(
     "quantize", ["none", "int8"], f"Formats of the weights to measure: {', '.join(FORMATS)}."
 )
-WANTED = flags.DEFINE_list("parts", list(PARTS), f"What to measure: {', '.join(PARTS + MORE_PARTS)}.")
+WANTED = flags.DEFINE_list("parts", list(PARTS), f"What to measure: {', '.join(PARTS + SIDE_PARTS)}.")
 REQUESTS = flags.DEFINE_integer("requests", 64, "Number of requests.", lower_bound=1)
 ROWS = flags.DEFINE_integer("rows", 8, "Rows of the engine, and of a batch.", lower_bound=1)
 CAPACITY = flags.DEFINE_integer(
@@ -82,12 +75,7 @@ LOAD = flags.DEFINE_float(
 )
 ALONE = flags.DEFINE_list("alone", ["26", "128"], "Tokens of the prompt and of the answer for part alone.")
 PAIRS = flags.DEFINE_integer("pairs", 10, "Pairs of calls for part alone.", lower_bound=2)
-WORKLOAD = define_workload_flags(REQUESTS)
-LOADS = flags.DEFINE_list(
-    "loads", ["0.3", "0.5", "0.7", "0.9", "1.1"],
-    "Rates of part goodput, as fractions of the throughput of one engine.",
-)  # fmt: skip
-TIMES_OUT = flags.DEFINE_string("times_out", None, "File for the step times of part goodput, as JSON.")
+SIDES = define_flags(REQUESTS)
 LLAMA_MODEL = flags.DEFINE_string("llama_model", None, "A GGUF file with a vocabulary, for llama-server.")
 COMPILED = flags.DEFINE_string("compilation_cache", None, "Internal: compilation cache of a worker.")
 flags.set_default(ROUNDS, 1)
@@ -98,7 +86,7 @@ Request = tuple[list[int], int]  # token ids of the prompt, number of new tokens
 
 
 def main(argv: list[str]) -> None:
-    for flag, known in ((QUANTIZE, FORMATS), (WANTED, PARTS + MORE_PARTS)):
+    for flag, known in ((QUANTIZE, FORMATS), (WANTED, PARTS + SIDE_PARTS)):
         if not flag.value or not {*flag.value} <= {*known}:
             raise xj.InputError(f"--{flag.name}={','.join(flag.value)}: choose among {', '.join(known)}")
     for flag in (PROMPTS, ANSWERS, ALONE):
@@ -109,8 +97,8 @@ def main(argv: list[str]) -> None:
         use_compilation_cache("bench_engine", COMPILED.value)
         print(json.dumps(seconds_until_ready(QUANTIZE.value[0])))
         return
-    if "goodput" in WANTED.value:
-        positive_numbers(LOADS)
+    SIDES.check()
+    if {*WANTED.value} & {*SIDE_PARTS}:
         jax.config.update("jax_num_cpu_devices", 2)
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
     about = {
@@ -127,29 +115,31 @@ def main(argv: list[str]) -> None:
 
 def measure(quantize: str, pythons: dict[str, str]) -> Iterator[tuple[str, dict]]:
     """The name of each part and its results."""
-    if "ready" in WANTED.value:
+    wanted = {*WANTED.value}
+    if "ready" in wanted:
         yield "ready", ready(quantize)
-    if WANTED.value == ["ready"]:
-        return
-    model = random_model(quantize)
-    if {*WANTED.value} & {"throughput", "load"}:
+    if "disturbance" in wanted:
+        for result in disturbance(ROUNDS.value, SIDES):
+            yield "disturbance", result
+    if wanted - {"ready", "disturbance"}:
+        yield from measure_model(random_model(quantize), quantize, pythons)
+
+
+def measure_model(model: xj.Model, quantize: str, pythons: dict[str, str]) -> Iterator[tuple[str, dict]]:
+    """The parts that share one model."""
+    wanted = {*WANTED.value}
+    if wanted & {"throughput", "load"}:
         yield from throughput_and_load(model)
-    if "throughput" in WANTED.value:
-        requests = draw(model, 3)
-        llama = llama_server(LLAMA_MODEL.value, requests, ROWS.value, THREADS, TIMEOUT.value)
-        for name, result in (
-            ("openvino-genai", openvino(requests, quantize, pythons)),
-            ("llama-server", llama),
-        ):
-            if "seconds" in result:
-                result["tokens_per_second"] = sum(new for _, new in requests) / result["seconds"]
-            yield "throughput", {"peer": name} | result
-    if "alone" in WANTED.value:
+    if "throughput" in wanted:
+        for result in throughput_of_peers(model, quantize, pythons):
+            yield "throughput", result
+    if "alone" in wanted:
         yield "alone", alone(model)
-    if "tiers" in WANTED.value:
+    if "tiers" in wanted:
         yield "tiers", tiers(model)
-    if "goodput" in WANTED.value:
-        yield from (("goodput", result) for result in goodput(model))
+    if "goodput" in wanted:
+        for result in goodput(model, ROWS.value, CAPACITY.value, SIDES):
+            yield "goodput", result
 
 
 def tiers(model: xj.Model) -> dict:
@@ -158,6 +148,16 @@ def tiers(model: xj.Model) -> dict:
     tokens = np.random.default_rng(SEED.value)
     prompts = tokens.integers(0, model.config.vocab_size, (REQUESTS.value, length)).tolist()
     return tier_timing.measure(model, prompts, ROWS.value, ROUNDS.value)
+
+
+def throughput_of_peers(model: xj.Model, quantize: str, pythons: dict[str, str]) -> Iterator[dict]:
+    """Other engines with the same requests."""
+    requests = draw(model, 3)
+    llama = llama_server(LLAMA_MODEL.value, requests, ROWS.value, THREADS, TIMEOUT.value)
+    for name, result in (("openvino-genai", openvino(requests, quantize, pythons)), ("llama-server", llama)):
+        if "seconds" in result:
+            result["tokens_per_second"] = sum(new for _, new in requests) / result["seconds"]
+        yield {"peer": name} | result
 
 
 def throughput_and_load(model: xj.Model) -> Iterator[tuple[str, dict]]:
@@ -292,26 +292,6 @@ def alone(model: xj.Model) -> dict:
     result = dict(engine_seconds=np.median(engine_s), generate_seconds=np.median(generate_s))
     result |= dict(engine_over_generate=quantiles(engine_s / generate_s, q1=0.25, median=0.5, q3=0.75))
     return result | dict(prompt_tokens=length, new_tokens=new, pairs=len(pairs), engine=engine.about)
-
-
-def goodput(model: xj.Model) -> Iterator[dict]:
-    """Attainment at each rate, measured and simulated: first of one engine, then of two sides."""
-    written = {}
-    loads = positive_numbers(LOADS)
-    for name, devices in (("one engine", {}), ("two sides", dict(prefill_devices=[0], decode_devices=[1]))):
-        with xj.Engine(model, rows=ROWS.value, capacity=CAPACITY.value, warm_up=True, **devices) as engine:
-            cores = [TimedCore(each) for each in engine.engines]
-            if not devices:
-                workload = WORKLOAD.workload(engine.room, limits_needed=False)
-                throughput = measured_throughput(engine, model.config.vocab_size, workload)
-                workload = with_default_limits(workload, fitted_times(cores), engine.chunk)
-            for number, load in enumerate(loads):
-                result = measure_rate(engine, cores, workload, load * throughput, number)
-                written |= result["step_times"]
-                about = dict(form=name, load=load, ttft=workload.ttft, tpot=workload.tpot)
-                yield about | dict(requests=len(workload.lengths), devices=len(cores)) | result
-    if TIMES_OUT.value:
-        Path(TIMES_OUT.value).write_text(json.dumps(written), encoding="utf-8")
 
 
 def quantiles(values: Sequence[float] | np.ndarray, **quantile: float) -> dict[str, float]:

@@ -29,20 +29,19 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # compiles for devices but does n
 import numpy as np  # noqa: E402
 import plan_estimates as estimates  # noqa: E402
 from absl import flags  # noqa: E402
-from device_times import Machine  # noqa: E402
+from device_times import KINDS, Machine, parse_devices  # noqa: E402
 from goodput_flags import define_workload_flags  # noqa: E402
 from goodput_search import Workload  # noqa: E402
-from gpu_specs import CARDS, Card  # noqa: E402
+from gpu_specs import Card  # noqa: E402
 from model_shapes import SHAPES, hf_config  # noqa: E402
 from plan_goodput import Cluster, make_plan, print_plan  # noqa: E402
-from tpu_specs import TPUS, Tpu  # noqa: E402
+from tpu_specs import Tpu  # noqa: E402
 
 from xinfer_jax.cache.page_size import PAGE_SIZE  # noqa: E402
 from xinfer_jax.checks import check_integer  # noqa: E402
 from xinfer_jax.config.model_config import from_hf  # noqa: E402
 from xinfer_jax.weights.params import tree_bytes  # noqa: E402
 
-KINDS: dict[str, Card | Tpu] = {**CARDS, **TPUS}
 MODEL = flags.DEFINE_string(
     "model", "qwen2.5-0.5b", f"A directory with config.json, or one of {', '.join(SHAPES)}."
 )
@@ -141,12 +140,9 @@ def plan_goodput(job: estimates.Job, devices: int, card: Card | Tpu, name: str) 
 
 def machine() -> tuple[int, Card | Tpu]:
     """The number of devices, and their data sheet."""
-    match = re.fullmatch(r"(\d+)x(\w+)", DEVICES.value)
-    if not match or match[2] not in KINDS or not 1 <= int(match[1]) <= estimates.MOST_DEVICES:
-        known = f"1 to {estimates.MOST_DEVICES} of {', '.join(KINDS)}"
-        raise InputError(f"--devices takes {known}, as in 8xh200: got {DEVICES.value!r}")
+    count, card = parse_devices(DEVICES.value)
     overrides = {field: flag.value for field, flag in OVERRIDES.items() if flag.value is not None}
-    return int(match[1]), dataclasses.replace(KINDS[match[2]], **overrides)
+    return count, dataclasses.replace(card, **overrides)
 
 
 def mesh(job: estimates.Job, devices: int, name: str) -> int:

@@ -3,18 +3,23 @@ the rates of data sheets. Imports jax.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable
 
 import plan_estimates as estimates
-from gpu_specs import Card
+from gpu_specs import CARDS, Card
 from machine_limits import prefill_work
+from model_shapes import hf_config
 from plan_estimates import Job, Limits
 from simulated_engine import EngineSizes
 from step_times import StepTimes
-from tpu_specs import Tpu
+from tpu_specs import TPUS, Tpu
 
 from xinfer_jax.cache.page_size import PAGE_SIZE
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.errors import InputError
 
+KINDS: dict[str, Card | Tpu] = {**CARDS, **TPUS}
 _HOST_GBS = 25  # of a device to host memory: PCIe 4 with 16 lanes
 _MOST_ROWS = 256
 _SPARE = 0.9  # of the TPOT limit, that a step of a full engine may take
@@ -32,6 +37,29 @@ class Machine:
     card: Card | Tpu
     usable_bytes: float
     efficiency: float = 1.0
+
+
+def parse_devices(text: str) -> tuple[int, Card | Tpu]:
+    """The number of devices in COUNTxKIND, and their data sheet."""
+    match = re.fullmatch(r"(\d+)x(\w+)", text)
+    if not match or match[2] not in KINDS or not 1 <= int(match[1]) <= estimates.MOST_DEVICES:
+        known = f"1 to {estimates.MOST_DEVICES} of {', '.join(KINDS)}"
+        raise InputError(f"--devices takes {known}, as in 8xh200: got {text!r}")
+    return int(match[1]), KINDS[match[2]]
+
+
+def times_of_shape(model: str, devices: str, sizes: EngineSizes) -> StepTimes:
+    """Times of an engine of a model in bfloat16.
+
+    Args:
+        model: a built-in shape, or a directory with config.json.
+        devices: of the engine, COUNTxKIND.
+    """
+    n, card = parse_devices(devices)
+    job = Job(from_hf(hf_config(model)), "bfloat16", "bfloat16", sizes.rows, sizes.capacity, sizes.chunk)
+    if bad := estimates.indivisible_sizes(job, n):
+        raise InputError(f"{n} devices do not divide {bad} of {model}: choose others in --devices")
+    return computed_times(job, n, Machine(card, 0.0), n * card.link_gbs)
 
 
 def computed_times(job: Job, n: int, machine: Machine, move_gbs: float) -> StepTimes:

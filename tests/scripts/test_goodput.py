@@ -155,3 +155,59 @@ def test_bad_flags_of_simulate_exit_with_one_line(flags, message, tmp_path):
 def test_bad_step_times_exit_with_one_line(changes, message, tmp_path):
     done = run(times_file(tmp_path, **changes), *LIMITS)
     assert done.returncode == 2 and re.fullmatch(f"simulate: .*{message}.*\n", done.stderr)
+
+
+@pytest.mark.full
+def test_plan_prints_meshes_and_both_kinds_of_links():
+    flags = "--goodput --model=qwen2.5-7b --devices=8xl4 --node=4 --ttft=2 --tpot=0.2 --rate=3 --requests=20"
+    done = run_script.run("plan", *flags.split(), "--context=2048", "--lengths=lognormal:500,30,0.6,0.5")
+    assert done.returncode in (None, 0), done.stderr
+    *table, last = done.stdout.splitlines()
+    sides = [line.split()[0] for line in table if re.match("(engine|prefill|decode) +model=", line)]
+    assert sides == [side for side in ("engine", "prefill", "decode") for _ in (1, 2, 4)]
+    found = json.loads(last)
+    for group in (found["fast"], found["slow"]):
+        devices = group["prefill"] * group["prefill_mesh"] + group["decode"] * group["decode_mesh"]
+        assert group["devices"] == devices <= 8 and group["per_device"] == group["goodput"] / devices > 0
+    assert found["engine_per_device"].keys() == {"model=1", "model=2", "model=4"}
+    assert any(line.startswith("3 requests/s: ") and "that prefill" in line for line in table)
+
+
+def test_computed_times_are_the_lower_bounds_of_plan():
+    """The lines of a decode step and of chunks, at their ends, beside `plan_estimates`."""
+    import plan_estimates as estimates
+    from device_times import Machine, computed_times
+    from gpu_specs import CARDS
+    from model_shapes import hf_config
+    from step_times import seconds_at
+
+    from xinfer_jax.config.model_config import from_hf
+
+    job = estimates.Job(from_hf(hf_config("qwen2.5-7b")), "bfloat16", "bfloat16", 16, 3072, 256)
+    times = computed_times(job, 2, Machine(CARDS["h200"], 1e11, efficiency=0.5), move_gbs=10)
+    limits = estimates.decode_limits(job, 2, CARDS["h200"])
+    expected = max(limits.memory, limits.compute) / 0.5 + limits.links
+    assert seconds_at(times.decode, 16 * 3072) == pytest.approx(expected, rel=1e-6)
+    chunks = sum(seconds_at(times.chunk, start) for start in range(0, 3072, 256))
+    limits = estimates.prefill_limits(job, 2, CARDS["h200"])
+    assert chunks == pytest.approx(max(limits.memory, limits.compute) / 0.5 + limits.links, rel=0.02)
+    assert times.move == pytest.approx(2 * 28 * 4 * 128 * 2 * 64 / 10e9)  # K and V of 28 layers
+
+
+@pytest.mark.full
+def test_measured_attainment_is_near_the_simulated_one():
+    """Of a tiny engine, by the step times of the same run; the limits are far from what it needs."""
+    from engine_goodput import TimedCore, fitted_times, measure_rate
+
+    import xinfer_jax as xj
+
+    workload = draw_workload("lognormal:100,12,0.3,0.3", 8, 200, 1.0, 60, 60, seed=0)
+    with xj.Engine(xj.load_model(), rows=2, capacity=256) as engine:
+        cores = [TimedCore(engine)]
+        result = measure_rate(engine, cores, workload, 20.0, 0)
+    assert result["measured"]["both"] == result["simulated"]["both"] == 1 and result["points"] == 0
+    times = fitted_times(cores)
+    assert min(times.page[0][0], times.decode[0][0], times.first) > 0
+    decoded = sum(answer - 1 for _, answer in workload.lengths)
+    records = cores[0].records
+    assert len(records["first"]) == 8 and sum(call.number for call in records["call"]) <= decoded
