@@ -119,7 +119,7 @@ def measure(quantize: str, pythons: dict[str, str]) -> Iterator[tuple[str, dict]
     if "ready" in wanted:
         yield "ready", ready(quantize)
     if "disturbance" in wanted:
-        for result in disturbance(random_model, ROUNDS.value, SIDES):
+        for result in disturbance(ROUNDS.value, SIDES):
             yield "disturbance", result
     if wanted - {"ready", "disturbance"}:
         yield from measure_model(random_model(quantize), quantize, pythons)
@@ -173,8 +173,8 @@ def throughput_and_load(model: xj.Model) -> Iterator[tuple[str, dict]]:
             yield "load", load(engine, draw(model, 2), LOAD.value * REQUESTS.value / seconds)
 
 
-def random_model(quantize: str, shape: dict | None = None) -> xj.Model:
-    config = from_hf(shape or peers.shape())
+def random_model(quantize: str) -> xj.Model:
+    config = from_hf(peers.shape())
     params = xj.init_params(config, jax.random.key(0), None, None if quantize == "none" else quantize)
     return xj.Model(params, config, None, {}, xj.LoadStats(0.0, 0, quantize))
 

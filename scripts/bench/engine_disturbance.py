@@ -4,9 +4,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 import xinfer_jax as xj
+from xinfer_jax.config.model_config import from_hf
 
 # A model of 4,096 tokens of context whose weights (4 MiB) and pages (1 KiB a token) fit the cache of a CPU.
 SHAPE = dict(
@@ -19,6 +21,14 @@ PROMPT_TOKENS = 3000
 _SHORT_PROMPT = 16
 _ANSWER_TOKENS = 2000
 _POLL_SECONDS = 0.002
+
+
+def create_engine(**options: Any) -> Any:
+    """An engine of the model, with random weights. options: of `xj.Engine`."""
+    config = from_hf(SHAPE)
+    params = jax.device_put(xj.init_params(config, jax.random.key(0)), jax.devices()[0])
+    model = xj.Model(params, config, None, {}, xj.LoadStats(0.0, 0, "none"))
+    return xj.Engine(model, rows=DECODING_ROWS + 1, prefix_cache=False, warm_up=True, **options)
 
 
 class _TimedRow:

@@ -1,13 +1,15 @@
 """The parts of bench_engine.py that compare one engine with two sides: goodput and disturbance."""
 
 import json
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from absl import flags
-from engine_disturbance import DECODING_ROWS, SHAPE, measure_disturbance, ratios
+from engine_disturbance import create_engine, measure_disturbance, ratios
 from engine_goodput import TimedCore, fitted_times, measure_rate, measured_throughput, with_default_limits
 from goodput_flags import Flag, WorkloadFlags, define_workload_flags, positive_numbers
 
@@ -63,14 +65,19 @@ def goodput(model: xj.Model, rows: int, capacity: int | None, given: SideFlags) 
         Path(given.times_out.value).write_text(json.dumps(times), encoding="utf-8")
 
 
-def disturbance(
-    make_model: Callable[[str, dict[str, Any]], xj.Model], rounds: int, given: SideFlags
-) -> Iterator[dict[str, Any]]:
-    """Medians of the rounds, of one engine and of two sides. make_model: of a format and a shape."""
-    model = make_model("none", SHAPE)
+def disturbance(rounds: int, given: SideFlags) -> Iterator[dict[str, Any]]:
+    """Medians of the rounds, of one engine, of two sides, and of two processes."""
     for name, devices in _FORMS.items():
-        with xj.Engine(model, rows=DECODING_ROWS + 1, prefix_cache=False, warm_up=True, **devices) as engine:
+        with create_engine(**devices) as engine:
             each = [measure_disturbance(engine, given.seconds.value, number) for number in range(rounds)]
-        found = [ratios(result) for result in each]
-        medians = {f"{key}_ratio": float(np.median([of[key] for of in found])) for key in found[0]}
-        yield dict(form=name, rounds=each) | medians
+        yield _with_medians(name, each)
+    program = Path(__file__).with_name("two_processes.py")
+    command = [sys.executable, str(program), str(rounds), str(given.seconds.value)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    yield _with_medians("two processes", json.loads(done.stdout))
+
+
+def _with_medians(form: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    found = [ratios(result) for result in rounds]
+    medians = {f"{key}_ratio": float(np.median([of[key] for of in found])) for key in found[0]}
+    return dict(form=form, rounds=rounds) | medians
