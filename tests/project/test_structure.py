@@ -77,8 +77,8 @@ PACKAGES = {
     "serve": (
         "server_settings", "api_errors", "metrics", "page", "ip_addresses", "connections", "admission",
         "request_body", "worker_pool", "json_encoding", "chunks", "http_responses",
-        "peer_worker", "peer_front", "embedding_requests", "served_request", "service", "text_endpoints",
-        "app", "command",
+        "peer_worker", "peer_dispatch", "peer_front", "embedding_requests", "served_request", "service",
+        "text_endpoints", "app", "command",
     ),
 }  # fmt: skip
 ORDER = [
