@@ -11,7 +11,7 @@ import numpy as np
 import xinfer_jax as xj
 
 _NEW = 4  # tokens of an answer
-_GAPS = 96  # tokens of the row that decodes beside the prompts
+_GAPS = 32  # tokens of the row that decodes beside the prompts
 
 
 def measure(model: xj.Model, prompts: Sequence[list[int]], rows: int, rounds: int) -> dict:

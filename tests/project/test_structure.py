@@ -61,9 +61,9 @@ PACKAGES = {
     "embedding": (),
     "engine": (
         "clients", "pages", "row", "host_tier", "prefix_cache", "scheduler", "pacing", "shape",
-        "device_programs", "host_pages", "device", "layerwise_device", "warm_up", "messages", "controller",
-        "requests", "statistics", "page_files", "page_tiers", "core", "prefilled_row", "role_cores",
-        "request_queue", "submission", "routing", "disaggregated", "engine", "engines",
+        "device_programs", "host_pages", "device", "layerwise_device", "warm_up", "messages", "page_transfer",
+        "controller", "requests", "statistics", "page_files", "page_tiers", "core", "prefilled_row",
+        "role_cores", "request_queue", "submission", "routing", "disaggregated", "engine", "engines",
     ),
     "api": (
         "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies", "token_texts",
@@ -77,7 +77,8 @@ PACKAGES = {
     "serve": (
         "server_settings", "api_errors", "metrics", "page", "ip_addresses", "connections", "admission",
         "request_body", "worker_pool", "json_encoding", "chunks", "http_responses",
-        "embedding_requests", "served_request", "service", "text_endpoints", "app", "command",
+        "peer_worker", "peer_front", "embedding_requests", "served_request", "service", "text_endpoints",
+        "app", "command",
     ),
 }  # fmt: skip
 ORDER = [

@@ -8,7 +8,8 @@ In the order to read:
   prefills, what decodes and in which pages · `pacing`: how much of both is in a step; all in plain Python
 - `shape`: the sizes of an engine · `device_programs`, `host_pages`, `device`: the model, its pages and rows ·
   `layerwise_device`: the same on a CPU · `warm_up`: when which programs are compiled
-- `messages`, `controller`: other processes repeat the device calls of process 0
+- `messages`, `controller`: other processes repeat the device calls of process 0 · `page_transfer`: arrays
+  from one process to another
 - `requests`: what callers get · `statistics`: counters · `page_files`: pages in files · `page_tiers`: moves
   pages between device, host memory and files · `core`: one step · `request_queue`: what callers want before
   the next step · `submission`: checks of prompts and options · `engine`: the thread that takes the steps

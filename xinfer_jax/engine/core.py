@@ -26,7 +26,8 @@ from .scheduler import Scheduler
 from .shape import EngineShape
 from .statistics import EngineCounters
 
-_POLL_SECONDS = 0.01  # while no row can run, as programs are being compiled or files are read
+_POLL_SECONDS = 0.01  # while no row can run, as programs are being compiled
+_FILE_POLL_SECONDS = 0.001  # the same, as files are read
 
 
 class EngineCore:
@@ -107,7 +108,7 @@ class EngineCore:
             busy = True
             self._decode(has_new_requests)
         if not busy and (self._held or self.tiers.is_busy):
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS if self._held else _FILE_POLL_SECONDS)
             return True
         return busy
 
@@ -189,7 +190,7 @@ class EngineCore:
         now = time.monotonic()
         request.times.setdefault("first", now)
         if answer is request.answers[0]:
-            self.tiers.token_seconds = (now - request.times["prefill"]) / (len(request.ids) - answer.row.hits)
+            self.tiers.note_prefill(len(request.ids) - answer.row.hits, now - request.times["prefill"])
         self._append(answer, out, 0)
         self._notify([request])
 

@@ -151,7 +151,8 @@ class PageFiles:
                 head = file.read(len(_HEAD) + SIGNATURE_SIZE)
                 size = _read_into(file, page)
                 is_whole = size == page.nbytes and not file.read(1)
-            os.utime(path)
+            with contextlib.suppress(OSError):
+                os.utime(path)  # it was used now
         except FileNotFoundError:  # another run deleted it
             self._forget(name)
             return False

@@ -6,7 +6,7 @@ from typing import Any
 
 from .host_tier import COPIED_PAGES, HostTier
 from .page_files import PageFiles
-from .pages import PAGE_SIZE
+from .pages import num_pages_for
 from .row import LoadPages, ReadPages, Row, SavePages, Transfer
 from .scheduler import Scheduler
 
@@ -17,10 +17,6 @@ _FIRST_WAIT_SECONDS = 1.0  # for files, before it is known how long prefilling t
 
 class PageTiers:
     """The prefix cache beyond the device. The engine's thread calls it.
-
-    Attributes:
-        token_seconds: until the first token of the last prompt, for each prefilled token: a row waits for
-            files no longer than it would take to prefill what is in them.
 
     Args:
         device: as of `EngineCore`.
@@ -34,7 +30,7 @@ class PageTiers:
         self._files = files
         self._unwritten: dict[int, bytes] = {}  # the file's hash of saved pages, the oldest first
         self._give_up: dict[Row, float] = {}  # when a row stops to wait for files
-        self.token_seconds: float | None = None
+        self._page_seconds: float | None = None  # until a prompt's first token, for each page
 
     @property
     def is_busy(self) -> bool:
@@ -70,6 +66,10 @@ class PageTiers:
             while self._unwritten and self._files.can_write:
                 page = next(iter(self._unwritten))
                 self._begin_write(page, self._unwritten.pop(page))
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """So long took a prompt of this many tokens: no row waits for files longer than it would prefill."""
+        self._page_seconds = seconds / num_pages_for(tokens)
 
     def identify(self, settings: dict[str, Any]) -> None:
         """The model has new weights: pages in files have other names."""
@@ -110,8 +110,8 @@ class PageTiers:
         assert self._files is not None
         self._device.host.finish()  # or a page that was evicted would be copied into one that is read
         seconds = _FIRST_WAIT_SECONDS
-        if self.token_seconds is not None:
-            seconds = self.token_seconds * PAGE_SIZE * len(read.names)
+        if self._page_seconds is not None:
+            seconds = self._page_seconds * len(read.names)
         self._give_up[read.row] = time.monotonic() + seconds
 
         def ended(count: int) -> None:

@@ -45,8 +45,12 @@ class PrefillCore(EngineCore):
         if contents is None:
             pages = self.device.copy_pages(row.pages[: num_pages_for(row.num_computed)])
             contents = self.device.get_row(row.slot), pages
-        state, pages = contents
+        (state, pages) = contents
         (of_state, of_pages) = shardings
+        if (state.alternatives is None) != (of_state.alternatives is None):  # only one side has a mesh
+            state, of_state = (
+                dataclasses.replace(row, alternatives=None, noted_B=None) for row in (state, of_state)
+            )
         deliver((jax.device_put(state, of_state), [jax.device_put(part, of_pages) for part in pages]))
 
     def release(self, row: Row) -> None:
@@ -126,7 +130,14 @@ class DecodeCore(EngineCore):
         source = answer.swapped_pages
         if not isinstance(source, PrefilledRow):  # it arrived before, or has ended
             return
-        answer.swapped_row, answer.swapped_pages = contents
+        (state, answer.swapped_pages) = contents
+        of_state = self._shardings[0]
+        if of_state.alternatives is not None and state.alternatives is None:
+            own = self.device.new_row(answer.request.call, answer.key_1)
+            output = own.alternatives, own.noted_B
+            output = jax.device_put(output, (of_state.alternatives, of_state.noted_B))
+            state = dataclasses.replace(state, alternatives=output[0], noted_B=output[1])
+        answer.swapped_row = state
         source.release()
         row = answer.row
         if row.slot is not None:
