@@ -20,18 +20,18 @@ import xinfer_jax as xj
 # A module imports only modules that come before it. A new module is added here, after all that it imports.
 PACKAGES = {
     "": ("errors", "signing", "formatting", "checks", "memory", "host", "stats", "sharding"),
-    "config": ("values", "rope", "families", "model_config"),
+    "config": ("values", "rope", "experts", "hybrids", "families", "model_config"),
     "weights": (
         "cpu_features", "matmul", "ternary", "quantized_weights", "quantization", "quantized_matmul",
-        "params", "layout", "hadamard",
+        "param_specs", "params", "layout", "hadamard",
     ),
     "cache": (
-        "quantized_kv", "stored_kv", "layer_caches", "paged", "kv_cache", "fingerprint", "prefix",
-        "prefix_files",
+        "quantized_kv", "stored_kv", "layer_caches", "paged", "recurrent", "kv_cache", "fingerprint",
+        "prefix", "prefix_files",
     ),
     "model": (
-        "kernel_products", "layers", "attention", "rope_append", "experts", "decoder_layer", "decoder",
-        "greedy",
+        "kernel_products", "layers", "attention", "rope_append", "linear_attention", "experts",
+        "decoder_layer", "decoder", "greedy",
     ),
     "sampling": (
         "reductions", "processors", "biases", "sampling_config", "batched_settings", "automaton", "context",
@@ -54,8 +54,8 @@ PACKAGES = {
     "checkpoint": (
         "files", "template_budget", "chat_template", "template_tools", "token_coverage", "tokenizer",
         "escaping", "conversation", "tool_choice", "detokenizer", "stop_strings", "answer_detokenizer",
-        "tensors", "own_format", "awq_gptq_format", "bitnet_format", "quantized_formats", "sharded_leaves",
-        "leaf_loader", "loading",
+        "tensors", "text_tensors", "own_format", "awq_gptq_format", "bitnet_format", "quantized_formats",
+        "sharded_leaves", "leaf_loader", "loading",
     ),
     "text": (),
     "embedding": (),

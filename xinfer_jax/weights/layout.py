@@ -91,7 +91,7 @@ def is_divisible(config: ModelConfig, devices: int) -> bool:
 def layer_partition_specs(layer: Params, config: ModelConfig, mesh: Any) -> Any:
     """Returns `partition_specs` of a layer's parameters."""
     _check_heads(config, mesh)
-    return partition_specs(_layer_specs(config, "experts" in layer), layer, mesh, RULES)
+    return partition_specs(_layer_specs(config, frozenset(layer)), layer, mesh, RULES)
 
 
 def partition_specs(specs: Any, tree: Any, mesh: Any, rules: Mapping[str, str | None]) -> Any:
@@ -112,8 +112,8 @@ def drop_vocab_padding(spec: ParamSpec, leaf: Any) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _layer_specs(config: ModelConfig, experts: bool) -> Params:
-    return next(layer for layer in param_specs(config)["layers"] if ("experts" in layer) == experts)
+def _layer_specs(config: ModelConfig, names: frozenset[str]) -> Params:
+    return next(layer for layer in param_specs(config)["layers"] if layer.keys() == names)
 
 
 def _leaf_specs(param_spec: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str, str | None]) -> Any:
