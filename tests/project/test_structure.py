@@ -60,7 +60,8 @@ PACKAGES = {
     "text": (),
     "embedding": (),
     "engine": (
-        "clients", "pages", "row", "scheduler", "shape", "device_programs", "device", "layerwise_device",
+        "clients", "pages", "row", "scheduler", "shape", "device_programs", "states", "device",
+        "layerwise_device",
         "warm_up", "messages", "controller", "requests", "statistics", "core", "request_queue", "submission",
         "engine", "engines",
     ),

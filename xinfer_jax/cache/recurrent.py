@@ -121,6 +121,23 @@ class Recurrent(ShortRepr):
         """`reorder`: a state has no part that belongs to some positions."""
         return self.reorder(index_B)
 
+    def used_arrays(self, tokens: int) -> tuple[Inputs, jax.Array]:
+        """Inputs and state, for a file.
+
+        Raises:
+            InputError: there are draft slots, whose accepted tokens are not in the state yet.
+        """
+        if self.steps is not None:
+            raise InputError(
+                "the state of a call with draft tokens cannot be saved: make the prefix without them"
+            )
+        return self.inputs, self.state
+
+    def fill(self, inputs: Any, state: Any) -> Self:
+        """A layer with these NumPy arrays of `used_arrays`."""
+        inputs, state = jax.tree.map(jnp.asarray, (inputs, state))
+        return dataclasses.replace(self, inputs=inputs, state=state)
+
 
 def last_inputs(x_BKSH: jax.Array, first_B: jax.Array, count: int) -> jax.Array:
     """`count` slots of each row from slot first_B[b] on."""

@@ -142,7 +142,13 @@ def scaled_params(
     """Returns scaled floating-point parameters of the same function. Arguments as in `awq_params`."""
     if config.rotated:
         raise InputError("activation-aware scales do not help a rotated model: round to nearest instead")
-    if not config.pre_norm or config.post_norm or config.sub_norm or config.num_experts:
+    if (
+        not config.pre_norm
+        or config.post_norm
+        or config.sub_norm
+        or config.num_experts
+        or config.layer_linear
+    ):
         raise InputError(
             f"activation-aware scales are not supported for model_type {config.model_type!r}: round to"
             " nearest instead"

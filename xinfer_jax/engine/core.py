@@ -18,7 +18,7 @@ from .controller import Leader
 from .device import Device
 from .device_programs import MAX_DECODE_TOKENS, SampledTokens
 from .requests import Answer, Request
-from .row import Action, PrefillChunk, Row
+from .row import Action, PrefillChunk, Restore, Row
 from .scheduler import Scheduler
 from .shape import EngineShape
 from .statistics import EngineCounters
@@ -133,16 +133,21 @@ class EngineCore:
             answer = self._answers[row]
             if isinstance(action, PrefillChunk):
                 self._prefill(action, answer)
+            elif isinstance(action, Restore):
+                self.device.load_state(action.slot, action.snapshot)
             elif action.out:
+                answer.swapped_state = self.device.get_state(action.slot)
                 answer.swapped_pages = self.device.copy_pages_out(action.pages)
                 if row.is_prefilled:
                     answer.swapped_row = self.device.get_row(action.slot)
             else:
+                self.device.set_state(action.slot, answer.swapped_state)
                 self.device.copy_pages_in(action.pages, answer.swapped_pages)
                 if row.is_prefilled:
                     self.device.set_row(action.slot, answer.swapped_row)
                 answer.swapped_pages = None
                 answer.swapped_row = None
+                answer.swapped_state = None
 
     def _prefill(self, chunk: PrefillChunk, answer: Answer) -> None:
         row = chunk.row
@@ -151,17 +156,21 @@ class EngineCore:
         end = chunk.start + chunk.count
         request.times.setdefault("prefill", time.monotonic())
         if chunk.is_last or row.logprobs_from is None:
-            outputs = self.device.prefill(row.pages, row.ids[start:end], start, chunk.is_full)
+            is_final = row.logprobs_from is None
+            args = row.slot, row.pages, row.ids[start:end], start
+            outputs = self.device.prefill(*args, chunk.is_full, is_final)
         if row.logprobs_from is not None:  # it writes the pages last, so they have this program's bits
             targets = row.ids[start + 1 : end + 1]
-            alternatives = self.device.prefill_with_logprobs(row.pages, row.ids[start:end], start, targets)
+            args = row.slot, row.pages, row.ids[start:end], start
+            alternatives = self.device.prefill_with_logprobs(*args, targets)
             logprobs_1T = np.asarray(alternatives.processed_BT)
             count_1 = np.array([len(targets)])
             top = request.num_prompt_logprobs
             (tokens,) = token_logprob_rows(alternatives, np.array([targets]), logprobs_1T, count_1, top)
             request.prompt_logprobs += tokens[max(0, row.logprobs_from - start - 1) :]
         self._counters.read_tokens += chunk.count
-        self.scheduler.record_prefill(chunk)
+        if (snapshot := self.scheduler.record_prefill(chunk)) is not None:
+            self.device.save_state(row.slot, snapshot)
         if chunk.is_last:
             self._sample_first(answer, outputs)
 
@@ -282,6 +291,7 @@ class EngineCore:
         answer.finish_reason = reason
         answer.swapped_row = None
         answer.swapped_pages = None
+        answer.swapped_state = None
         if self._held.pop(answer, None) is None:  # the scheduler has it
             self.scheduler.end(answer.row, answer.sampled, valid)
         del self._answers[answer.row]

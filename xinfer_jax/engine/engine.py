@@ -101,7 +101,7 @@ class Engine(EngineBase):
         self.impl = shape.impl
         self.switches_at = self.model.config.rope.switches_at
         self.weight_bytes = tree_bytes(self.model.params)
-        self.cache_bytes = shape.pages * shape.page_bytes
+        self.cache_bytes = shape.cache_bytes
         self._check_memory()
         self._queue = RequestQueue()
         self._thread: threading.Thread | None = None
@@ -137,7 +137,9 @@ class Engine(EngineBase):
             own = Leader(device, self._channel)
         elif self._channel:
             self.error = InputError("process 0 answers for all: submit there, and call follow() here")
-        scheduler = Scheduler(shape.rows, shape.pages, shape.capacity, shape.chunk, prefix_cache)
+        snapshots = shape.snapshots if shape.state_bytes else None
+        sizes = shape.rows, shape.pages, shape.capacity, shape.chunk
+        scheduler = Scheduler(*sizes, prefix_cache, snapshots)
         return EngineCore(own, scheduler, shape, self.counters, self._notify, self._warm_up.is_ready)
 
     def update(self, params: Params) -> None:

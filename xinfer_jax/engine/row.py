@@ -119,4 +119,12 @@ class PrefillChunk(NamedTuple):
     width: int  # tokens of that program, padding included
 
 
-Action = Swap | PrefillChunk
+class Restore(NamedTuple):
+    """Copy a snapshot of recurrent states into the slot of a row whose prompt begins with cached pages."""
+
+    row: Row
+    slot: int
+    snapshot: int
+
+
+Action = Swap | PrefillChunk | Restore

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from . import clients
 from .clients import Clients
-from .pages import PAGE_SIZE, PagePool, hash_pages, num_pages_for, usable_capacity
-from .row import Action, PrefillChunk, Row, Swap
+from .pages import PAGE_SIZE, PagePool, SnapshotPool, hash_pages, num_pages_for, usable_capacity
+from .row import Action, PrefillChunk, Restore, Row, Swap
 
 URGENT = 16  # a row whose priority is higher by this much preempts another row
 # What stands for a program in a hash: any program, that of prompt log-probabilities; else its tokens.
@@ -36,15 +36,21 @@ class Scheduler:
         capacity: tokens of a row at most.
         chunk: tokens of a full chunk, a multiple of `PAGE_SIZE`.
         prefix_cache: whether rows share pages.
+        snapshots: of recurrent states, at most; None: the model has none. They are taken at the end of full
+            chunks, and cached pages are reused only up to one.
     """
 
-    def __init__(self, rows: int, pages: int, capacity: int, chunk: int, prefix_cache: bool = True):
+    def __init__(  # noqa: PLR0913
+        self, rows: int, pages: int, capacity: int, chunk: int, prefix_cache: bool = True,
+        snapshots: int | None = None,
+    ):  # fmt: skip
         self.capacity = capacity
         self.chunk = chunk
         self.prefix_cache = prefix_cache
         self.slots: list[Row | None] = [None] * rows
         self.clients = Clients(rows)
         self.pool = PagePool(pages)
+        self.snapshots = None if snapshots is None else SnapshotPool(snapshots)
         self.arrivals = 0
         self.hits = 0
         self.preemptions = 0
@@ -101,7 +107,10 @@ class Scheduler:
         prefilling = [row for row in self.rows_with_slots if not row.is_prefilled]
         ordered = self.clients.by_urgency(prefilling + self.clients.first_rows())
         if ordered and ordered[0].slot is None and not ordered[0].is_swapped_out:
-            self._admit(ordered[0])
+            first = ordered[0]
+            if self._admit(first) and first.pages and self.snapshots:
+                snapshot = self.snapshots.find(self._reused_hashes(first)[len(first.pages) - 1])
+                actions.append(Restore(first, self.slots.index(first), snapshot))
         for row in ordered:
             if row.slot is None:  # it waits, or was preempted just now
                 continue
@@ -110,11 +119,13 @@ class Scheduler:
                 return [*actions, chunk]
         return actions
 
-    def record_prefill(self, chunk: PrefillChunk) -> None:
-        """A chunk's program was called: the prefix cache may find its pages from now on."""
+    def record_prefill(self, chunk: PrefillChunk) -> int | None:
+        """A chunk's program was called: the prefix cache may find its pages from now on. Returns the
+        snapshot into which the row's recurrent states are to be copied; None: into none.
+        """
         row = chunk.row
         if row.ended:
-            return
+            return None
         self.clients.count_tokens(row, prefilled=chunk.width)
         row.num_computed = chunk.start + chunk.count
         for at in range(chunk.start // PAGE_SIZE, row.num_computed // PAGE_SIZE):
@@ -122,6 +133,10 @@ class Scheduler:
                 self.pool.cache(row.pages[at], row.page_hashes[at])
             if row.cacheable:
                 self.pool.cache(row.pages[at], row.token_hashes[at])
+        if not self.snapshots or not row.cacheable or row.num_computed % self.chunk:
+            return None
+        last = row.num_computed // PAGE_SIZE - 1
+        return self.snapshots.add([row.token_hashes[last], *([row.page_hashes[last]] if row.exact else [])])
 
     def reserve_pages(self, steps: int) -> list[Action]:
         """Allocates pages for the next decode steps of running rows; rows for which none are left are
@@ -154,6 +169,8 @@ class Scheduler:
         if not valid:
             for page in row.pages:
                 self.pool.uncache(page)
+            if self.snapshots:
+                self.snapshots.remove([*row.page_hashes, *row.token_hashes])
         elif row.state == "running" and row.share_answers and row.cacheable:
             ids = [*row.ids, *answer_ids][: row.num_computed]
             hashes = hash_pages(row.salt, ids, [_ANY_PROGRAM] * (len(ids) // PAGE_SIZE))
@@ -168,6 +185,8 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache, for new weights. Rows continue with their pages, which are not shared."""
         self.pool.clear_cache()
+        if self.snapshots:
+            self.snapshots.clear()
         for row in [*self.rows_with_slots, *self.waiting]:
             row.cacheable &= row.state == "waiting" and not row.is_swapped_out
 
@@ -248,9 +267,22 @@ class Scheduler:
         exact = self.pool.find(row.page_hashes[:max_hits])
         if len(exact) * PAGE_SIZE < in_full_chunks:
             exact = exact[: len(exact) * PAGE_SIZE // self.chunk * self.chunk // PAGE_SIZE]
+        exact = self._up_to_snapshot(exact, row.page_hashes)
         by_tokens = self.pool.find(row.token_hashes[:max_hits]) if row.share_answers else []
+        by_tokens = self._up_to_snapshot(by_tokens, row.token_hashes)
         row.exact = len(by_tokens) <= len(exact)
         return exact if row.exact else by_tokens
+
+    def _up_to_snapshot(self, pages: list[int], hashes: Sequence[bytes]) -> list[int]:
+        """The first of these pages, up to the last one at whose end there is a snapshot of the states."""
+        if self.snapshots is None:
+            return pages
+        ends = (count for count in range(len(pages), 0, -1) if hashes[count - 1] in self.snapshots)
+        return pages[: next(ends, 0)]
+
+    def _reused_hashes(self, row: Row) -> Sequence[bytes]:
+        """The hashes by which a row's cached pages were found."""
+        return row.page_hashes if row.exact else row.token_hashes
 
     def _tokens_in_full_chunks(self, row: Row) -> int:
         """Tokens of the prompt that are prefilled in full chunks."""

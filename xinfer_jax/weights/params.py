@@ -12,8 +12,8 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..memory import check_memory
 from .param_specs import Params as Params, ParamSpec as ParamSpec, param_specs as param_specs
-from .quantization import quantized_leaf
-from .quantized_weights import check_quantize_method
+from .quantization import quantized_leaf, quantized_stack
+from .quantized_weights import METHODS, check_quantize_method
 
 AnyArray = jax.Array | np.ndarray  # jit takes both
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -52,7 +52,8 @@ def init_params(
         matrix = (scale * jax.random.normal(key, spec.shape)).astype(dtype)
         if quantize is None or not spec.is_quantizable:
             return matrix
-        return jax.device_put(quantized_leaf(np.asarray(matrix), spec.hf_name, quantize))
+        quantized = quantized_leaf if matrix.ndim == 2 else quantized_stack
+        return jax.device_put(quantized(np.asarray(matrix), spec.hf_name, quantize))
 
     return jax.tree.unflatten(tree, [init(spec, key) for spec, key in zip(specs, keys, strict=True)])
 
@@ -90,10 +91,10 @@ def check_params(params: Any, config: Any) -> None:
 
 def check_quantize(config: ModelConfig, method: str | None) -> None:
     """Raises InputError where the model's matrices cannot be quantized by this method."""
-    if method and config.num_experts:
+    if method and method not in METHODS and (config.num_experts or config.layer_linear):
         raise InputError(
-            f"quantized weights ({method}) are not supported for model_type {config.model_type!r}: experts"
-            " stay float numbers"
+            f"quantized weights ({method}) are not supported for model_type {config.model_type!r}: load a"
+            f" float checkpoint with quantize={' or '.join(METHODS)}"
         )
 
 
