@@ -1,8 +1,13 @@
-"""Checks that an engine gives a request the same bits alone and beside other requests: random requests must
+r"""Checks that an engine gives a request the same bits alone and beside other requests: random requests must
 have equal tokens and log-probabilities, bit for bit. Their tokens must also equal those of `generate`.
 
     python scripts/check_engine.py                    # the bundled checkpoint, 300 requests
     python scripts/check_engine.py --families=qwen2,gemma3,qwen3_moe --quantize=none,int8,int4
+    XLA_FLAGS=--xla_force_host_platform_device_count=3 \
+        python scripts/check_engine.py --families=gemma3 --prefill_devices=0 --decode_devices=1,2
+
+With --prefill_devices and --decode_devices the requests together go to engines on these devices, and alone to
+one engine.
 
 Arrivals are Poisson. Lengths, settings, cancels, deadlines and common prefixes are random; few pages force
 preemption. A token of `generate` may differ if the logits of the two best tokens differ by less than
@@ -19,6 +24,7 @@ from absl import flags
 from engine_requests import SHAPES, check, draw, random_model
 
 import xinfer_jax as xj
+from xinfer_jax.cli.startup import parse_devices
 from xinfer_jax.errors import InputError
 
 MODEL = flags.DEFINE_string("model", None, "A checkpoint. Default: the bundled model.")
@@ -38,17 +44,21 @@ PAGES = flags.DEFINE_integer("pages", 24, "Pages of the engine; with few, rows a
 CHUNK = flags.DEFINE_integer("chunk", 128, "Tokens of a prefill chunk.", lower_bound=64)
 RATE = flags.DEFINE_float("rate", 30, "Arrivals per second.", lower_bound=0)
 MARGIN = flags.DEFINE_float("margin", 2e-4, "Margin of logits for `generate`; see above.", lower_bound=0)
+PREFILL = flags.DEFINE_string("prefill_devices", None, "As of xinfer-jax-batch: devices of prompts, as 0,1.")
+DECODE = flags.DEFINE_string("decode_devices", None, "The same, of answers.")
 SEED = flags.DEFINE_integer("seed", 0, "Seed of all random choices.")
 
 
 def main(argv: list[str]) -> int:
     wrong = 0
+    given = dict(prefill_devices=PREFILL.value, decode_devices=DECODE.value)
+    devices = {side: parse_devices(side, text) for side, text in given.items() if text}
     for name, model in models():
         shape = dict(cache_dtype=CACHE.value, draft=DRAFT.value, rows=ROWS.value, pages=PAGES.value)
         shape |= dict(chunk=CHUNK.value, capacity=min(1024, model.config.context_length))
         rng = random.Random(SEED.value)
         requests = draw(rng, model.config.vocab_size, REQUESTS.value, LONGEST.value, shape)
-        result = check(model, requests, shape, rng, RATE.value, COMPARED.value, MARGIN.value)
+        result = check(model, requests, shape, rng, RATE.value, COMPARED.value, MARGIN.value, **devices)
         print(json.dumps(dict(model=name, **result)))
         wrong += result["differ"] + result["differ_from_generate"]
     return int(wrong > 0)

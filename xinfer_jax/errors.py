@@ -25,6 +25,10 @@ class ContextLengthError(InputError):
     code = "context_length_exceeded"  # as in the OpenAI API
 
 
+class GrammarError(InputError):
+    """A grammar that is not served; it is known when the grammar is compiled."""
+
+
 class NoTokenLeftError(InputError):
     """The settings of a request forbid every token at some step of its answer."""
 

@@ -5,6 +5,8 @@ soak_engine.py and tests.
 import dataclasses
 import random
 import time
+from contextlib import ExitStack
+from typing import Any
 
 import jax
 import numpy as np
@@ -94,12 +96,17 @@ def draw(rng: random.Random, vocab: int, count: int, longest: int, shape: dict) 
 
 def check(
     model: xj.Model, requests: list[RandomRequest], shape: dict, rng: random.Random, rate: float,
-    compared: int, margin: float,
+    compared: int, margin: float, **devices: Any,
 ) -> dict:  # fmt: skip
     """Submits the requests together and then alone. Counts those whose bits differ, and those of the first
     `compared` whose tokens differ from `generate`.
+
+    Args:
+        devices: of prompts and of answers, when the requests come together; alone they go to one engine.
     """
-    with xj.Engine(model, **shape) as engine:
+    with ExitStack() as stack:
+        engine = stack.enter_context(xj.Engine(model, **shape, **devices))
+        single = stack.enter_context(xj.Engine(model, **shape)) if devices else engine
         submitted = []
         start_s = time.perf_counter()
         for request in requests:
@@ -110,11 +117,13 @@ def check(
                 submitted[-1].cancel()
         together = [outcome(request) for request in submitted]
         seconds = time.perf_counter() - start_s
+        while engine.stats.pages_used:  # a move may end after its request
+            time.sleep(0.01)
         stats = engine.stats
         alone = []
         for request in requests:
             more = {name: value for name, value in request.more.items() if name != "deadline"}
-            alone.append(outcome(engine.submit(request.ids, request.options, key=request.key, **more)))
+            alone.append(outcome(single.submit(request.ids, request.options, key=request.key, **more)))
     differ = sum(not same_outcome(*pair) for pair in zip(together, alone, strict=True))
     complete = [i for i, r in enumerate(requests) if not r.cancel and "deadline" not in r.more]
     others = sum(not matches_generate(model, requests[i], together[i], margin) for i in complete[:compared])
@@ -122,7 +131,7 @@ def check(
         requests=len(requests), differ=differ, differ_from_generate=others, seconds=round(seconds, 1),
         preemptions=stats.preemptions, hits=stats.hits,
         prefill_tokens=stats.read_tokens, generated_tokens=stats.chosen_tokens,
-        pages_left=[stats.pages_used, stats.pages_cached, stats.pages_free], engine=engine.about,
+        pages_left=[stats.pages_used, stats.pages_cached, stats.pages_free], engine=single.about,
     )  # fmt: skip
 
 

@@ -61,9 +61,9 @@ PACKAGES = {
     "embedding": (),
     "engine": (
         "clients", "pages", "row", "scheduler", "shape", "device_programs", "states", "device",
-        "layerwise_device",
-        "warm_up", "messages", "controller", "requests", "statistics", "core", "request_queue", "submission",
-        "engine", "engines",
+        "layerwise_device", "warm_up", "messages", "controller", "requests", "statistics", "core",
+        "prefilled_row", "role_cores", "request_queue", "submission", "routing", "disaggregated", "engine",
+        "engines",
     ),
     "api": (
         "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies", "token_texts",

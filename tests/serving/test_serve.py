@@ -157,7 +157,7 @@ def test_echo_has_what_lm_eval_needs(server, model):
         ("chat", dict(messages=QUESTION, top_logprobs=2), 400, "top_logprobs"),
         ("chat", dict(messages=QUESTION, tools=[dict(type="function")]), 400, "tools"),
         ("chat", dict(messages=QUESTION, response_format=dict(type="json")), 400, "response_format"),
-        ("chat", dict(messages=QUESTION, guided_regex="(?=a)"), 400, None),
+        ("chat", dict(messages=QUESTION, guided_regex="(?=a)"), 400, "guided_regex"),
         ("chat", dict(messages=QUESTION, stream="yes"), 400, "stream"),
         ("chat", dict(messages=QUESTION, stream_options={}), 400, "stream_options"),
         ("chat", dict(messages=QUESTION, max_completion_tokens=10**6), 400, "messages"),

@@ -10,6 +10,7 @@ import tool_models
 from tool_models import tool
 
 import xinfer_jax as xj
+from xinfer_jax.grammar.compiler import vocabulary_of
 from xinfer_jax.tools.call_grammar import call_grammar
 from xinfer_jax.tools.descriptions import parameter_schemas
 from xinfer_jax.tools.tool_call_parser import TOOL_FORMATS
@@ -113,3 +114,16 @@ def test_json_is_written_as_templates_write_it(sample):
 def test_what_qwen3_coders_form_cannot_express(parameters, said):
     with pytest.raises(xj.InputError, match=said):
         call_grammar("qwen3_coder", dict(f=parameters), False)
+
+
+def test_a_call_may_have_many_texts(tmp_path):
+    """Unlike those of a caller's grammar, the operators & and ~ of calls are not limited."""
+    pytest.importorskip("llguidance")
+    checkpoint = tool_models.write_calling_checkpoint(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    settings = json.loads(config.read_text()) | dict(chat_template=tool_models.TEMPLATES["qwen3_coder"])
+    config.write_text(json.dumps(settings))
+    tokenizer = xj.Tokenizer.from_dir(checkpoint)
+    texts = {f"text{i}": dict(type="string", pattern="[a-z]") for i in range(9)}
+    grammar = xj.tool_grammar([tool("f", **texts)], tokenizer)
+    vocabulary_of(tokenizer, tokenizer.backend.get_vocab_size()).matcher(grammar)

@@ -37,6 +37,12 @@ def parse_grammar(fields: Fields, default: Any) -> Any:
     return found[asked[0]] if asked else default
 
 
+def grammar_field(body: Mapping[str, Any]) -> str:
+    """The field of a body that its grammar is from."""
+    names = *_GUIDED, "structured_outputs", "response_format", "tools"
+    return next((name for name in names if body.get(name) is not None), "grammar")
+
+
 def _make(field: str, name: str, value: Any) -> Grammar:
     try:
         return _MAKERS[name](value)

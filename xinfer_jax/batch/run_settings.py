@@ -11,6 +11,7 @@ import jax
 from .. import __version__
 from ..cache.fingerprint import fingerprint
 from ..checkpoint.loading import Model
+from ..checks import is_sequence
 from ..engine.engine import Engine
 from ..engine.shape import max_request_tokens
 from ..sharding import MODEL, concrete_mesh_of
@@ -25,21 +26,29 @@ def run_settings(
     """The settings by dotted name, such as options.sampling.top_k. shape: arguments of `Engine`.
 
     The number of pages is not among them: it changes no answer, only how many tokens fit in a row (`room`).
-    Nor is `warm_up`.
+    Nor are `warm_up` and the devices, but for the sizes of meshes.
     """
-    default = {name: p.default for name, p in inspect.signature(Engine).parameters.items()}
-    without = "model", "pages", "warm_up"
+    default = {name: p.default for name, p in inspect.signature(Engine.__init__).parameters.items()}
+    without = "self", "model", "pages", "warm_up", "prefill_devices", "decode_devices", "role"
     engine = {name: shape.get(name, default[name]) for name in default if name not in without}
     engine["room"] = max_request_tokens(model.config, engine["capacity"], shape.get("pages"))
     tokenizer = model.tokenizer
     text = f"{tokenizer.backend.to_str()}{tokenizer.chat_template}" if tokenizer else ""
-    mesh = concrete_mesh_of(model.params)
     settings = dict(
         model=fingerprint(model.params, model.config), tokenizer=sha256_int(text.encode()), engine=engine,
-        shard=shard, in_order=in_order, machine=_machine(), mesh=mesh.shape[MODEL] if mesh else 1,
+        shard=shard, in_order=in_order, machine=_machine(), mesh=_mesh_sizes(model, shape),
         **dataclasses.asdict(defaults),
     )  # fmt: skip
     return dict(_flatten("", json.loads(json.dumps(settings, default=json_default))))
+
+
+def _mesh_sizes(model: Model, shape: dict[str, Any]) -> int | list[int]:
+    """The devices that the model is divided over; several numbers if engines differ in it."""
+    mesh = concrete_mesh_of(model.params)
+    own = mesh.shape[MODEL] if mesh else 1
+    sides = (shape.get(name) or [0] for name in ("prefill_devices", "decode_devices"))
+    sizes = [len(group) if is_sequence(group) else own for side in sides for group in side]
+    return own if {*sizes} == {own} else sizes
 
 
 def _machine() -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError, format_value
-from ..grammar.grammars import AUTO, Grammar
+from ..grammar.grammars import AUTO, CALLS, Grammar
 from ..tools.call_grammar import call_grammar
 from ..tools.descriptions import parameter_schemas
 from .conversation import check_template_tools
@@ -41,7 +41,7 @@ def tool_grammar(
     call_format = known_format(tokenizer)
     chosen = schemas if name is None else {name: schemas[name]}
     source = call_grammar(call_format, chosen, several and name is None)
-    return Grammar("lark", source, tokenizer, reasoning_end)
+    return Grammar(CALLS, source, tokenizer, reasoning_end)
 
 
 def known_format(tokenizer: Tokenizer) -> str:

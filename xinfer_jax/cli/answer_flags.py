@@ -56,6 +56,14 @@ def define_model(parser: FlagParser) -> None:
 def define_engine(parser: FlagParser) -> None:
     """Flags of the size of an engine, for commands that have one."""
     parser.add_integer("data_parallel", "Number of engines, each on its own devices.", default=1, least=1)
+    parser.add_text(
+        "prefill_devices",
+        "Numbers of the devices that prefill prompts, as 0 or 0,1: an engine on each, or on a mesh, as 0+1.",
+        empty="give numbers of devices",
+    )
+    parser.add_text(
+        "decode_devices", "The same, of the devices that decode answers.", empty="give numbers of devices"
+    )
     parser.add_integer(
         "rows", "Slots of each engine: answers that are decoded at a time.", default=8, least=1
     )

@@ -9,7 +9,7 @@ from ..errors import InputError
 from ..generation.options import GenerateOptions
 from .answer import grammar_from_flags, sampling_from_flags
 from .process import capture_signals
-from .startup import check_devices, join_processes, open_model, use_compilation_cache
+from .startup import check_devices, devices_from_flags, join_processes, open_model, use_compilation_cache
 from .terminal import status
 
 
@@ -45,6 +45,7 @@ def answer_file(flags: Any, shard: tuple[int, int] | None) -> int:
             score=flags.score, in_order=flags.in_order, shard=shard, stop=stop, grace=flags.grace,
             data_parallel=flags.data_parallel, escape_control_tokens=flags.escape_control_tokens,
             model_names=(flags.served_model_name,) if flags.served_model_name else None, **engine_settings,
+            **devices_from_flags(flags),
         )  # fmt: skip
     status.log(*_format_report(report))
     if flags.report:

@@ -16,6 +16,7 @@ _OWN = {
     "coordinator", "process_id", "log_dir", "start_seconds", "compilation_cache", "model", "host", "port",
     "api_key_file", "secret_file",
 }  # fmt: skip
+_SEVERAL = ("data_parallel", "prefill_devices", "decode_devices")  # engines
 _SAMPLE = 1 << 14  # bytes that are read at each of 64 offsets of a safetensors file
 _DETECT = """import json
 from jax._src.clusters import ClusterEnv
@@ -69,10 +70,10 @@ def member_from_flags(flags: Any) -> GroupMember | None:
             if flags[name].value != flags[name].default:
                 raise InputError(f"--{name} does nothing without --coordinator: give that too")
         return None
-    if "data_parallel" in flags and flags.data_parallel > 1:
-        raise InputError(
-            f"--data_parallel={flags.data_parallel} does not go with --coordinator: start a command for each"
-        )
+    several = [name for name in _SEVERAL if name in flags and flags[name].value != flags[name].default]
+    if several:
+        given = f"--{several[0]}={flags[several[0]].value}"
+        raise InputError(f"{given} does not go with --coordinator: start a command for each")
     if known[0] == "auto":
         known = _detect_cluster(known[1:])
     address, processes, number = known

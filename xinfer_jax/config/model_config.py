@@ -62,8 +62,10 @@ class ModelConfig:
         attn_output_gate: attention's output is multiplied by sigmoid of a gate, which q_proj has beside each
             query head.
         layer_linear: per layer: linear attention (Gated DeltaNet) in place of attention; empty: none.
-        linear_num_key_heads, linear_num_value_heads: its heads; keys are repeated to values.
-        linear_key_head_dim, linear_value_head_dim: their widths.
+        linear_num_key_heads: heads of its queries and keys, which are repeated to those of values.
+        linear_num_value_heads: heads of its values.
+        linear_key_head_dim: width of a query and key.
+        linear_value_head_dim: width of a value.
         linear_conv_kernel_dim: tokens that its convolution reads, the token itself included.
         interleaved_projections: the checkpoint has its projections in two matrices, by key head.
         rotated: parameters are Hadamard-rotated (`weights/hadamard.py`); from `load_model`.

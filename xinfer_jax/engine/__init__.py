@@ -10,7 +10,10 @@ In the order to read:
 - `messages`, `controller`: other processes repeat the device calls of process 0
 - `requests`: what callers get · `statistics`: counters · `core`: one step · `request_queue`: what callers
   want before the next step · `submission`: checks of prompts and options · `engine`: the thread that takes
-  the steps · `engines`: several engines behind one queue
+  the steps
+- `prefilled_row`: a row between two engines · `role_cores`: the steps of an engine that only prefills, or
+  only decodes · `routing`: which engine knows the beginning of a prompt · `disaggregated`: engines that
+  prefill, and engines that decode · `engines`: several engines behind one queue
 
 Decisions:
 
@@ -59,6 +62,22 @@ Decisions:
 - Several engines are created in parallel, which was faster: two on two cores with programs in jax's cache
   took 2.0-2.2 s, one after the other 3.0-4.4; with compilation, which differs by device on a CPU, 19-34 and
   23-30.
+- Prefill and decode apart: a row that was prefilled comes to the engine that decodes as a preempted row does.
+  The scheduler there gives it a slot by the same rules (priorities, shares of clients, pages), and only then
+  are its pages pulled. Until they have arrived the row keeps its slot and pages on the prefilling side, so a
+  full decoding side stops the prefill. If that side preempts such a row, it saves the pages in host memory,
+  and they are pulled from there.
+- Calls from one engine to the other run on the other's thread between two of its steps, so that only one
+  thread calls a device. All engines share one lock, under which requests move; a request ends once, where its
+  last answer ends.
+- A prompt goes to the engine that will have prefilled it first: with the fewest queued tokens plus those of
+  the prompt that it was not given before. A rule by the longest known prefix alone would send every prompt
+  with a common beginning to one engine.
+- Each of several answers of a prompt moves its own copy of the pages. Pages are not moved while later chunks
+  are computed: a row gets pages on the decoding side only when it can decode, so they would hold pages there
+  that no row uses yet, and within a process the copy of a prompt is short beside its prefill (figures in
+  `scripts/bench/README.md`).
+- The prefix cache is on the prefilling side. If numbers are not finite while decoding, it forgets the pages.
 - Over several processes, process 0 takes every decision, as they depend on clocks and callers. It sends
   each call of its device, with the arguments from the host, to the others, which repeat it. Results that
   stay on the devices are referred to by the number of their call; swapped-out pages stay with each process.

@@ -23,10 +23,10 @@ from .messages import ResultReference, decode_message, encode_message
 _BLOCK = 256  # calls that process 0 may be ahead of the others
 _WAIT = 600_000  # milliseconds until a blocked read of the store is repeated
 # Methods of `Device` that process 0 may call; results of the first set stay on the devices, for later calls.
-_RESULT_STAYS = {"new_row", "prefill", "copy_pages_out", "get_row", "get_state"}
+_RESULT_STAYS = {"new_row", "prefill", "copy_pages_out", "get_row"}
 _METHODS = _RESULT_STAYS | {
     "prefill_with_logprobs", "sample_first", "set_row", "decode", "draft_tokens", "copy_pages_in",
-    "set_state", "save_state", "load_state",
+    "save_state", "load_state",
 }  # fmt: skip
 _numbers = itertools.count()
 

@@ -18,7 +18,7 @@ from .controller import Leader
 from .device import Device
 from .device_programs import MAX_DECODE_TOKENS, SampledTokens
 from .requests import Answer, Request
-from .row import Action, PrefillChunk, Restore, Row
+from .row import Action, PrefillChunk, Restore, Row, Swap
 from .scheduler import Scheduler
 from .shape import EngineShape
 from .statistics import EngineCounters
@@ -129,25 +129,27 @@ class EngineCore:
 
     def _execute(self, actions: Iterable[Action]) -> None:
         for action in actions:
-            row = action.row
-            answer = self._answers[row]
+            answer = self._answers[action.row]
             if isinstance(action, PrefillChunk):
                 self._prefill(action, answer)
             elif isinstance(action, Restore):
                 self.device.load_state(action.slot, action.snapshot)
             elif action.out:
-                answer.swapped_state = self.device.get_state(action.slot)
-                answer.swapped_pages = self.device.copy_pages_out(action.pages)
-                if row.is_prefilled:
-                    answer.swapped_row = self.device.get_row(action.slot)
+                self._swap_out(action, answer)
             else:
-                self.device.set_state(action.slot, answer.swapped_state)
-                self.device.copy_pages_in(action.pages, answer.swapped_pages)
-                if row.is_prefilled:
-                    self.device.set_row(action.slot, answer.swapped_row)
-                answer.swapped_pages = None
-                answer.swapped_row = None
-                answer.swapped_state = None
+                self._swap_in(action, answer)
+
+    def _swap_out(self, swap: Swap, answer: Answer) -> None:
+        answer.swapped_pages = self.device.copy_pages_out(swap.pages)
+        if answer.row.is_prefilled or self._shape.state_bytes:
+            answer.swapped_row = self.device.get_row(swap.slot, True)
+
+    def _swap_in(self, swap: Swap, answer: Answer) -> None:
+        self.device.copy_pages_in(swap.pages, answer.swapped_pages)
+        if answer.swapped_row is not None:
+            self.device.set_row(swap.slot, answer.swapped_row)
+        answer.swapped_pages = None
+        answer.swapped_row = None
 
     def _prefill(self, chunk: PrefillChunk, answer: Answer) -> None:
         row = chunk.row
@@ -280,7 +282,7 @@ class EngineCore:
             self._end(answer, answer.finish_reason or "")
         return ended
 
-    def _fail(self, request: Request, error: InputError) -> None:
+    def _fail(self, request: Request, error: BaseException) -> None:
         """Ends a request; other requests continue."""
         request.error = error
         for answer in request.answers:
@@ -288,10 +290,9 @@ class EngineCore:
                 self._end(answer, "error", valid=False)
 
     def _end(self, answer: Answer, reason: str, valid: bool = True) -> None:
-        answer.finish_reason = reason
+        answer.finish_reason = answer.finish_reason or reason
         answer.swapped_row = None
         answer.swapped_pages = None
-        answer.swapped_state = None
         if self._held.pop(answer, None) is None:  # the scheduler has it
             self.scheduler.end(answer.row, answer.sampled, valid)
         del self._answers[answer.row]

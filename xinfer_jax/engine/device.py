@@ -145,7 +145,7 @@ class Device:
         """
         state = self._runner.sample(self._model, outputs, self._execute(ADD_OUTPUT, row, 1))
         row, out = self._execute(TAKE_OUTPUT, state)
-        self.set_row(slot, row)
+        self._put_row(slot, row)
         return out
 
     def decode(
@@ -177,24 +177,20 @@ class Device:
             self.rows = _with_masks(self.rows, self._put(all_bits if masks_BQW is None else masks_BQW))
         self._has_masks = masks_BQW is not None
 
+    def copy_pages(self, pages: list[int]) -> list[Any]:
+        """The contents of these pages, in arrays of their own on the device."""
+        return [self._execute(GET_PAGES, self.pools, part) for part in _parts(pages)]
+
     def copy_pages_out(self, pages: list[int]) -> list[Any]:
         """The contents of these pages, in host memory."""
         parts = (self._execute(GET_PAGES, self.pools, part) for part in _parts(pages))
         return [jax.tree.map(_on_host, part) for part in parts]
 
     def copy_pages_in(self, pages: list[int], contents: list[Any]) -> None:
-        """Writes contents from `copy_pages_out` into these pages."""
+        """Writes contents from `copy_pages` or `copy_pages_out` into these pages."""
         for part, arrays in zip(_parts(pages), contents, strict=True):
             arrays = jax.tree.map(_on_device, arrays)
             self.pools = self._execute(SET_PAGES, self.pools, part, arrays)
-
-    def get_state(self, slot: int) -> Any:
-        """The recurrent states of a slot, in host memory."""
-        return jax.tree.map(_on_host, self.states.get(slot))
-
-    def set_state(self, slot: int, states: Any) -> None:
-        """Puts states from `get_state` into a slot."""
-        self.states.set(slot, jax.tree.map(_on_device, states))
 
     def save_state(self, slot: int, snapshot: int) -> None:
         """Copies the recurrent states of a slot into a snapshot."""
@@ -204,39 +200,54 @@ class Device:
         """Copies a snapshot into the recurrent states of a slot."""
         self.states.load(slot, snapshot)
 
-    def get_row(self, slot: int) -> DecodeState:
-        """The row of a slot."""
-        return self._execute(GET_ROW, self.rows, np.int32(slot))
+    def get_row(self, slot: int, on_host: bool = False) -> tuple[DecodeState, Any]:
+        """The row of a slot, and its recurrent states; on_host: these in host memory."""
+        states = self.states.get(slot)
+        row = self._execute(GET_ROW, self.rows, np.int32(slot))
+        return row, jax.tree.map(_on_host, states) if on_host else states
 
-    def set_row(self, slot: int, row: DecodeState) -> None:
-        """Puts a row into a slot."""
+    def set_row(self, slot: int, contents: tuple[DecodeState, Any]) -> None:
+        """Puts what `get_row` returned into a slot."""
+        row, states = contents
+        self._put_row(slot, row)
+        self.states.set(slot, jax.tree.map(_on_device, states))
+
+    def _put_row(self, slot: int, row: DecodeState) -> None:
         self.rows = self._execute(SET_ROW, self.rows, np.int32(slot), row)
 
     def stages(self) -> dict[str, Callable[[], Any]]:
         """Calls that together run every program, by what `EngineCore` calls them, the most likely first. The
-        first one runs what a short greedy request needs.
+        first one runs what a short greedy request needs. No program of the other role is among them.
         """
-        return {
-            "greedy": self._run_short_request,
-            "rare": self._run_rare_calls,
-            "chunk": self._run_full_chunk,
-            "prompt_logprobs": self._run_prompt_logprobs,
-        }
+        of_prompts = {"chunk": self._run_full_chunk, "prompt_logprobs": self._run_prompt_logprobs}
+        stages = {"greedy": self._run_short_request, "rare": self._run_rare_calls}
+        return stages if self._shape.role == "decode" else stages | of_prompts
 
     def _run_short_request(self, greedy: bool = True) -> None:
         call, key = self._empty_call
-        self._execute(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
-        outputs = self.prefill(0, self._all_pages, [0], 0, False)
-        self.sample_first(0, outputs, self.new_row(call, key), greedy, False)
-        self.decode({0: self._all_pages}, 1, False, greedy, False)
+        role = self._shape.role
+        if role != "decode":
+            self._execute(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
+            outputs = self.prefill(0, self._all_pages, [0], 0, False)
+            self.sample_first(0, outputs, self.new_row(call, key), greedy, False)
+        if role != "prefill":
+            self.decode({0: self._all_pages}, 1, False, greedy, False)
+        if role is not None:
+            self._run_moves()
+
+    def _run_moves(self) -> None:
+        """What a row needs that moves between engines."""
+        self.copy_pages_in([0], self.copy_pages([0]))
+        self.set_row(0, self.get_row(0))
 
     def _run_full_chunk(self) -> None:
         self.prefill(0, self._all_pages, [0] * self._shape.chunk, 0, True)
 
     def _run_rare_calls(self) -> None:
         """What preempted rows need, and the keys of several answers."""
-        key_1 = self._execute(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
-        self._execute(FOLD_IN_EACH, key_1, np.zeros(1, np.int32))
+        if self._shape.role != "decode":
+            key_1 = self._execute(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
+            self._execute(FOLD_IN_EACH, key_1, np.zeros(1, np.int32))
         self.copy_pages_in([0], self.copy_pages_out([0]))
         self.set_row(0, self.get_row(0))
         self.states.run_all()

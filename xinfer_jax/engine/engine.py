@@ -27,8 +27,10 @@ from ..sharding import concrete_mesh_of, memory_fraction
 from ..weights.params import Params, tree_bytes
 from .controller import Leader, control_channel_for, follow
 from .core import EngineCore
+from .disaggregated import Devices, DisaggregatedEngine
 from .request_queue import RequestQueue
-from .requests import Request
+from .requests import Answer, Request
+from .role_cores import DecodeCore, PrefillCore
 from .scheduler import Scheduler
 from .shape import EngineShape, engine_shape
 from .statistics import EngineCounters
@@ -47,8 +49,23 @@ class Engine(EngineBase):
         guesses: draft tokens of a pass; 0 without a draft.
         about: one line about its size, and the seconds until it was ready.
         error: why it failed, or that it was closed; None while it can answer.
+        role: as given.
         name: in messages.
+        on_failure: is called with requests that ended with an error, which other engines may work for.
     """
+
+    def __new__(
+        cls,
+        model: Model,
+        *,
+        prefill_devices: Devices | None = None,
+        decode_devices: Devices | None = None,
+        **shape: Any,
+    ) -> Any:
+        """An engine; with devices for prompts and others for decoding, a `DisaggregatedEngine`."""
+        if prefill_devices is None and decode_devices is None:
+            return super().__new__(cls)
+        return DisaggregatedEngine(cls, model, prefill_devices, decode_devices, **shape)
 
     def __init__(  # noqa: PLR0913
         self,
@@ -64,6 +81,9 @@ class Engine(EngineBase):
         cache_dtype: Any = None,
         impl: str | None = None,
         warm_up: bool = False,
+        prefill_devices: Devices | None = None,
+        decode_devices: Devices | None = None,
+        role: str | None = None,
     ):
         """Compiles the programs that a short greedy request needs. The others are compiled in the background,
         and a request that needs one of them waits for it.
@@ -82,6 +102,10 @@ class Engine(EngineBase):
             cache_dtype: of keys and values: a float type, "int8" or "int4"; None: as in `GenerateOptions`.
             impl: as in `GenerateOptions`.
             warm_up: compile all programs before returning, for measurements and long runs.
+            prefill_devices, decode_devices: prompts are prefilled on the first and decoded on the second
+                (`DisaggregatedEngine`): numbers of local devices, or devices; a list in place of a device:
+                the model is divided over these. Each device, or list, has an engine of this shape.
+            role: "prefill" or "decode": what this engine does for a `DisaggregatedEngine`.
 
         Raises:
             InputError: a value that no engine can have, before anything is compiled.
@@ -89,10 +113,12 @@ class Engine(EngineBase):
         if not isinstance(model, Model):
             raise InputError(f"model must be what load_model gives, got {format_value(model)}")
         self.model = dataclasses.replace(model, params=jax.tree.map(_own_array, model.params))
-        shape = engine_shape(self.model, rows, capacity, pages, chunk, draft, draft_tokens, cache_dtype, impl)
+        sizes = rows, capacity, pages, chunk, draft, draft_tokens, cache_dtype, impl, role
+        shape = engine_shape(self.model, *sizes)
         self._channel = control_channel_for(self.model.params)
         if self._channel:  # hosts may have different amounts of memory
             shape = dataclasses.replace(shape, pages=self._channel.broadcast(shape.pages))
+        self.role = shape.role
         self.rows = shape.rows
         self.capacity = shape.capacity
         self.pages = shape.pages
@@ -108,6 +134,7 @@ class Engine(EngineBase):
         self._step_lock = threading.Lock()
         self.error: BaseException | None = None
         self.name = "the engine"
+        self.on_failure: Callable[[list[Request]], None] = lambda requests: None
         self.counters = EngineCounters()
         self._last_turn = time.monotonic()
         self._core = self._create_core(shape, prefix_cache, warm_up)
@@ -137,10 +164,13 @@ class Engine(EngineBase):
             own = Leader(device, self._channel)
         elif self._channel:
             self.error = InputError("process 0 answers for all: submit there, and call follow() here")
+        # A prefix is found where prompts are prefilled.
+        prefix_cache = prefix_cache and shape.role != "decode"
         snapshots = shape.snapshots if shape.state_bytes else None
         sizes = shape.rows, shape.pages, shape.capacity, shape.chunk
         scheduler = Scheduler(*sizes, prefix_cache, snapshots)
-        return EngineCore(own, scheduler, shape, self.counters, self._notify, self._warm_up.is_ready)
+        core = {None: EngineCore, "prefill": PrefillCore, "decode": DecodeCore}[shape.role]
+        return core(own, scheduler, shape, self.counters, self._notify, self._warm_up.is_ready)
 
     def update(self, params: Params) -> None:
         """Replaces the weights by others of the same shapes, between two steps, without compiling. Pages of
@@ -163,11 +193,26 @@ class Engine(EngineBase):
 
         with self._queue.condition:
             self._check_open()
-            self._queue.updates.append(replace)
-            self._queue.condition.notify_all()
+            self.call_soon(replace)
         self.wait(done.is_set)
         if not done.is_set():
             self._check_open()
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of prompts that it has not prefilled."""
+        return sum(len(answer.row.ids) - answer.row.num_computed for answer in self._own_answers)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that are left once all rows here have those that they need soon."""
+        return self.pages - sum(answer.row.pages_to_continue for answer in self._own_answers)
+
+    @property
+    def _own_answers(self) -> Iterator[Answer]:
+        """Answers that have not ended, and that no other engine has."""
+        answers = (answer for request in self._queue.unfinished for answer in request.answers)
+        return (answer for answer in answers if answer.engine is self and answer.finish_reason is None)
 
     @property
     def load(self) -> int:
@@ -198,6 +243,10 @@ class Engine(EngineBase):
         """Tokens of a prompt and its answer together that it can hold."""
         return self._core.scheduler.usable_capacity
 
+    def share_condition(self, condition: threading.Condition) -> None:
+        """Uses the lock of other engines, before it takes requests: a request may move between them."""
+        self._queue.condition = condition
+
     @property
     def started(self) -> bool:
         """Whether it has a thread of its own."""
@@ -224,6 +273,12 @@ class Engine(EngineBase):
         if not self._channel or jax.process_index() == 0:
             raise InputError("there is nobody to follow: only processes beside process 0 follow it")
         follow(self._core.device, self._channel)
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        """Calls a function before the next step, on the thread that takes the steps."""
+        with self._queue.condition:
+            self._queue.calls.append(function)
+            self._queue.condition.notify_all()
 
     def wake(self) -> None:
         """Wakes all threads that wait for this engine."""
@@ -292,8 +347,8 @@ class Engine(EngineBase):
     def _step(self) -> bool:
         with self._queue.condition:
             work = self._queue.take()
-        for update in work.updates:
-            update()
+        for call in work.calls:
+            call()
             self.wake()
         self._core.add(work.submitted)
         self._core.abort(work.cancelled, "cancelled")
@@ -302,22 +357,37 @@ class Engine(EngineBase):
 
     def _notify(self, requests: Collection[Request]) -> None:
         """Marks answered requests as ended, and wakes all that wait for these."""
+        failed = []
         with self._queue.condition:
             unfinished = self._queue.unfinished
             for request in requests:
-                if request in unfinished and (request.answered or self.error):
+                if request not in unfinished or not (self.error or self._has_left(request)):
+                    continue
+                del unfinished[request]
+                if (self.error or request.answered) and not request.ended:
                     request.end(request.error or self.error)
                     self.counters.add(request)
-                    del unfinished[request]
+                    failed += [request] if request.error else []
             self._queue.condition.notify_all()
         for request in requests:
             request.notify()
+        if failed or self.error is not None:
+            self.on_failure(failed)
+
+    def _has_left(self, request: Request) -> bool:
+        """Whether all its answers have ended, or are with another engine."""
+        return all(a.finish_reason is not None or a.engine is not self for a in request.answers)
 
     def _enqueue(self, requests: list[Request]) -> None:
         with self._queue.condition:
             self._check_open()
-            self._queue.add(requests)
-            self._queue.condition.notify_all()
+            self._queue_answers([answer for request in requests for answer in request.answers])
+
+    def _queue_answers(self, answers: list[Answer]) -> None:
+        for answer in answers:
+            answer.engine = self
+        self._queue.add(answers)
+        self._queue.condition.notify_all()
 
 
 @contextmanager

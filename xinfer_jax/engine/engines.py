@@ -5,15 +5,12 @@ submit ─► route: the engine with most of the prompt in its prefix cache, unl
 
 import dataclasses
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import takewhile
+from functools import partial
 from typing import Any, Self
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from ..checkpoint.loading import Model
 from ..errors import InputError, format_value
@@ -21,9 +18,10 @@ from ..generation.options import GenerateOutput
 from ..memory import check_memory
 from ..sharding import concrete_mesh_of, device_groups
 from ..weights.params import Params, tree_bytes
+from .disaggregated import DisaggregatedEngine
 from .engine import Engine
-from .pages import PAGE_SIZE, hash_pages
 from .requests import Request
+from .routing import PromptRouter, copy_params, create_in_parallel
 from .row import Row
 from .submission import EngineBase
 
@@ -64,25 +62,16 @@ class Engines(EngineBase):
             check_memory(need, f"the weights, {len(groups)} times,", "ask for fewer engines")
 
         def create(group: list[jax.Device]) -> Engine:
-            return Engine(dataclasses.replace(model, params=_copy_to(model.params, group)), **shape)
+            return Engine(dataclasses.replace(model, params=copy_params(model.params, group)), **shape)
 
-        with ThreadPoolExecutor(len(groups)) as pool:
-            creating = [pool.submit(create, group) for group in groups]
-        if any(future.exception() for future in creating):  # the others do not go on compiling
-            for future in creating:
-                if not future.exception():
-                    future.result().close()
-        self.engines = [future.result() for future in creating]
+        self.engines = create_in_parallel([partial(create, group) for group in groups])
         for i, (engine, group) in enumerate(zip(self.engines, groups, strict=True)):
             engine.name = f"engine {i + 1} of {len(groups)} ({', '.join(map(str, group))})"
         self.room = engine.room
         self.impl = engine.impl
         self.switches_at = engine.switches_at
         self.rows = len(groups) * engine.rows
-        # Of each engine, page hashes of the prompts that it was given, the least recent first.
-        self._page_hashes = [OrderedDict[bytes, None]() for _ in groups]
-        self._last_routed = [0] * len(groups)  # of each engine, the number of its last request
-        self._prefix_cache = shape.get("prefix_cache", True)
+        self._router = PromptRouter(len(groups), engine.pages, shape.get("prefix_cache", True))
         self._lock = threading.Lock()
         self._updated = threading.Event()  # a request has new tokens, or has ended
 
@@ -98,7 +87,7 @@ class Engines(EngineBase):
 
     def update(self, params: Params) -> None:
         """`Engine.update`, in one engine after another."""
-        for engine, hashes in zip(self.engines, self._page_hashes, strict=True):
+        for engine, hashes in zip(self.engines, self._router.given, strict=True):
             engine.update(params)
             with self._lock:
                 hashes.clear()
@@ -144,43 +133,21 @@ class Engines(EngineBase):
 
     def _route(self, row: Row, loads: list[int]) -> int:
         """The index of the engine for a row: of those that are not clearly busier than another, the one that
-        was given most of the prompt's pages before; then the one with the least load; then the one that got
-        no request for the longest time.
+        was given most of the prompt's pages before; then the one with the least load.
         """
-        engine = self.engines[0]
-        full = len(row.ids) // PAGE_SIZE if self._prefix_cache else 0
-        hashes = hash_pages(row.salt, row.ids, [0] * full)
-        hits = [sum(1 for _ in takewhile(given.__contains__, hashes)) for given in self._page_hashes]
-        max_load = min(loads) + engine.rows // 2
-        candidates = [i for i, load in enumerate(loads) if load <= max_load]
-        i = max(candidates, key=lambda i: (hits[i], -loads[i], -self._last_routed[i]))
-        self._last_routed[i] = max(self._last_routed) + 1
-        given = self._page_hashes[i]
-        for page_hash in reversed(hashes):  # a page is of no use without those before it, so they stay longer
-            given[page_hash] = None
-            given.move_to_end(page_hash)
-        while len(given) > engine.pages:  # more than its prefix cache can have
-            given.popitem(last=False)
-        return i
+        max_load = min(loads) + self.engines[0].rows // 2
+        candidates = (i for i, load in enumerate(loads) if load <= max_load)
+        return self._router.route(row, lambda i, hits: (-hits, loads[i]), candidates)
 
 
-AnyEngine = Engine | Engines
+AnyEngine = Engine | Engines | DisaggregatedEngine
 
 
 def make_engine(model: Model, data_parallel: int = 1, **shape: Any) -> AnyEngine:
     """An `Engine`, or `Engines` if `data_parallel` is more than 1."""
+    if data_parallel != 1 and (shape.get("prefill_devices") or shape.get("decode_devices")):
+        raise InputError(
+            f"data_parallel={data_parallel} does not go with prefill_devices and decode_devices, which list"
+            " the engines: leave one of them out"
+        )
     return Engine(model, **shape) if data_parallel == 1 else Engines(model, data_parallel, **shape)
-
-
-def _copy_to(params: Params, devices: list[jax.Device]) -> Params:
-    """A copy on these devices, sharded over them as the original is over its own."""
-
-    def sharding_of(x: Any) -> Any:
-        old = getattr(x, "sharding", None)
-        if not isinstance(old, NamedSharding):
-            return SingleDeviceSharding(devices[0])
-        axes = old.mesh.axis_names, old.mesh.axis_types
-        mesh = Mesh(np.reshape(devices, old.mesh.devices.shape), axes[0], axis_types=axes[1])
-        return NamedSharding(mesh, old.spec)
-
-    return jax.device_put(params, jax.tree.map(sharding_of, params))

@@ -92,15 +92,25 @@ class LayerwiseDevice(Device):
     def _run_short_request(self, greedy: bool = True) -> None:
         call, key = self._empty_call
         none_B = np.zeros(self._shape.rows, bool)
-        self._decode_step(self._decode_cache({}), none_B, greedy, False)  # first: it compiles longest
-        outputs = self.prefill(0, self._all_pages, [0], 0, False)
-        self._execute(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
-        self._sample_first(0, outputs, self.new_row(call, key), none_B, greedy, False)
+        role = self._shape.role
+        if role != "prefill":
+            self._decode_step(self._decode_cache({}), none_B, greedy, False)  # first: it compiles longest
+        if role != "decode":
+            outputs = self.prefill(0, self._all_pages, [0], 0, False)
+            self._execute(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
+            self._sample_first(0, outputs, self.new_row(call, key), none_B, greedy, False)
+        if role is not None:
+            self._run_moves()
 
     def _run_alternatives(self) -> None:
         none_B = np.zeros(self._shape.rows, bool)
+        call, key = self._empty_call
         for greedy in (True, False):
-            self._decode_step(self._decode_cache({}), none_B, greedy, True)
+            if self._shape.role == "prefill":
+                outputs = self.prefill(0, self._all_pages, [0], 0, False)
+                self._sample_first(0, outputs, self.new_row(call, key), none_B, greedy, True)
+            else:
+                self._decode_step(self._decode_cache({}), none_B, greedy, True)
 
     def _new_row(self, call: ValidatedCall, key_1: Any, limit: int, dfa: Dfa | None = None) -> DecodeState:
         return dataclasses.replace(super()._new_row(call, key_1, limit, dfa), alternatives=None, noted_B=None)
@@ -130,7 +140,7 @@ class LayerwiseDevice(Device):
         self, slot: int, outputs: Any, row: DecodeState, among_B: np.ndarray, greedy: bool,
         with_alternatives: bool,
     ) -> _Step:  # fmt: skip
-        self.set_row(slot, row)
+        self._put_row(slot, row)
         args = *without_model_layers(self._model), outputs, self._shape.rows
         logits_B1V = self._execute(REPEATED_LOGITS, *args)
         return self._append_token(logits_B1V, among_B, greedy, with_alternatives)

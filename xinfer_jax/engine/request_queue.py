@@ -15,7 +15,7 @@ from .requests import Answer, Request
 class QueuedWork(NamedTuple):
     """What a step handles before it prefills and decodes."""
 
-    updates: list[Callable[[], None]]  # replace the weights
+    calls: list[Callable[[], None]]
     submitted: list[Answer]
     cancelled: list[Request]
     late: list[Request]  # their deadline has passed
@@ -28,14 +28,15 @@ class RequestQueue:
         condition: is notified of all changes, and of new tokens.
         unfinished: requests in the order in which they came.
         submitted: answers that the scheduler does not have yet.
-        updates, cancelled: since the last step.
+        calls: functions that the engine's thread calls before its next step.
+        cancelled: since the last step.
     """
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
         self.unfinished: dict[Request, None] = {}
         self.submitted: list[Answer] = []
-        self.updates: list[Callable[[], None]] = []
+        self.calls: list[Callable[[], None]] = []
         self.cancelled: list[Request] = []
         # A heap of (deadline, number, request). Requests that have ended may be freed before their deadline.
         self._deadlines: list[tuple[float, int, weakref.ref[Request]]] = []
@@ -44,12 +45,15 @@ class RequestQueue:
     @property
     def has_work(self) -> bool:
         """Whether there is anything for a step but deadlines."""
-        return bool(self.submitted or self.cancelled or self.updates)
+        return bool(self.submitted or self.cancelled or self.calls)
 
-    def add(self, requests: Iterable[Request]) -> None:
-        """Queues new requests."""
-        for request in requests:
-            self.submitted += request.answers
+    def add(self, answers: Iterable[Answer]) -> None:
+        """Queues answers."""
+        for answer in answers:
+            request = answer.request
+            self.submitted.append(answer)
+            if request in self.unfinished:
+                continue
             self.unfinished[request] = None
             if math.isfinite(request.deadline):
                 entry = request.deadline, next(self._numbers), weakref.ref(request)
@@ -62,8 +66,8 @@ class RequestQueue:
         while self._deadlines and self._deadlines[0][0] < now:
             if request := heapq.heappop(self._deadlines)[-1]():
                 late.append(request)
-        work = QueuedWork(self.updates, self.submitted, self.cancelled, late)
-        self.updates = []
+        work = QueuedWork(self.calls, self.submitted, self.cancelled, late)
+        self.calls = []
         self.submitted = []
         self.cancelled = []
         return work

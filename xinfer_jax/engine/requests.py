@@ -41,10 +41,10 @@ class Answer:
         self.alternatives: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
         self.request = request
+        self.engine: Any = None  # that computes it now
         self.row = row
         self._number = number
         self.swapped_row: Any = None  # state of the row while it is preempted
-        self.swapped_state: Any = None  # its recurrent states, likewise
         self.swapped_pages: Any = None  # contents of its pages while they are in host memory
         self.passes = 0
         self.accepted = 0

@@ -31,6 +31,7 @@ class Row:
         overtaken: later rows of its client that got a slot before it.
         exact: its keys have the bits that they have without other requests.
         cacheable: its pages may be found by other rows.
+        moving: its pages are on the way from or to another engine, so it does not decode.
         ended: it ended, failed or was cancelled.
         page_hashes: of the prompt's full pages, over tokens and programs.
         token_hashes: the same over tokens alone.
@@ -52,6 +53,7 @@ class Row:
     overtaken: int = 0
     exact: bool = True
     cacheable: bool = True
+    moving: bool = False
     ended: bool = False
     page_hashes: Sequence[bytes] = ()
     token_hashes: Sequence[bytes] = ()
@@ -67,11 +69,13 @@ class Row:
         return self.slot is None and self.num_computed > 0 and not self.ended
 
     @property
-    def state(self) -> Literal["waiting", "prefilling", "running", "ended"]:
+    def state(self) -> Literal["waiting", "prefilling", "moving", "running", "ended"]:
         if self.ended:
             return "ended"
         if self.slot is None:
             return "waiting"
+        if self.moving:
+            return "moving"
         return "running" if self.is_prefilled else "prefilling"
 
     @property

@@ -68,15 +68,14 @@ class Scheduler:
     @property
     def running(self) -> list[tuple[int, Row]]:
         """Rows that decode, with their slots."""
-        return [(slot, row) for slot, row in enumerate(self.slots) if row and row.is_prefilled]
+        return [(slot, row) for slot, row in enumerate(self.slots) if row and row.state == "running"]
 
     def counts(self) -> dict[str, int]:
         """The fields of `EngineStats` about rows and pages."""
-        running = len(self.running)
-        with_slots = len(self.rows_with_slots)
+        states = [row.state for row in self.rows_with_slots]
         return dict(
-            running=running,
-            reading=with_slots - running,
+            running=states.count("running"),
+            reading=states.count("prefilling"),
             waiting=len(self.waiting),
             hits=self.hits,
             preemptions=self.preemptions,
@@ -181,6 +180,35 @@ class Scheduler:
         else:
             self._free(row)
         row.ended = True
+
+    def cache_pages_of_answer(self, salt: bytes, ids: Sequence[int], first: int) -> list[int]:
+        """Pages for keys that another engine decoded, which prompts with `share_answers` find from now on.
+
+        Args:
+            salt: of the row.
+            ids: the tokens from the first of the prompt on, in full pages.
+            first: the first of these pages that is new.
+
+        Returns:
+            The pages, to be written before the next program; [] without enough pages.
+        """
+        hashes = hash_pages(salt, ids, [_ANY_PROGRAM] * (len(ids) // PAGE_SIZE))
+        count = len(hashes) - first
+        if not self.prefix_cache or count > self.pool.num_available:
+            return []
+        pages = self.pool.allocate(count)
+        for page, page_hash in zip(pages, hashes[first:], strict=True):
+            self.pool.cache(page, page_hash)
+        self.pool.release(pages)
+        return pages
+
+    def forget_pages(self, row: Row) -> None:
+        """Removes the pages of a row's prompt from the prefix cache: its numbers were not finite."""
+        for page_hash in (*row.page_hashes, *row.token_hashes):
+            if page := self.pool.page_of_hash.get(page_hash):
+                self.pool.uncache(page)
+        if self.snapshots:
+            self.snapshots.remove([*row.page_hashes, *row.token_hashes])
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache, for new weights. Rows continue with their pages, which are not shared."""

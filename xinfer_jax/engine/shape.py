@@ -35,6 +35,7 @@ class EngineShape:
         page_bytes: of one page in all layers.
         state_bytes: of one row's recurrent states in all layers; 0: the model has none.
         snapshots: of such states, which the prefix cache keeps.
+        role: "prefill": rows are decoded elsewhere; "decode": they were prefilled elsewhere; None: neither.
     """
 
     rows: int
@@ -47,6 +48,7 @@ class EngineShape:
     page_bytes: int
     state_bytes: int = 0
     snapshots: int = 0
+    role: str | None = None
 
     @property
     def cache_bytes(self) -> int:
@@ -56,7 +58,7 @@ class EngineShape:
 
 def engine_shape(  # noqa: PLR0913  the arguments of `Engine`
     model: Model, rows: int, capacity: int | None, pages: int | None, chunk: int, draft: str | None,
-    draft_tokens: int, cache_dtype: Any, impl: str | None,
+    draft_tokens: int, cache_dtype: Any, impl: str | None, role: str | None = None,
 ) -> EngineShape:  # fmt: skip
     """The shape that these arguments of `Engine` ask for.
 
@@ -84,14 +86,14 @@ def engine_shape(  # noqa: PLR0913  the arguments of `Engine`
     dtype = _resolve_cache_dtype(model.params, cache_dtype)
     of_state = state_bytes(config)
     page_bytes = cache_bytes(config, 1, PAGE_SIZE, dtype) - of_state
-    snapshots = max(_LEAST_SNAPSHOTS, rows) if of_state else 0
+    keeps_prefixes = of_state and role != "decode"
+    snapshots = max(_LEAST_SNAPSHOTS, rows) if keeps_prefixes else 0
     if pages is None:
         pages = _default_pages(model.params, rows, num_pages_for(capacity), page_bytes)
     else:
         pages = check_integer("pages", pages, 2)
-    return EngineShape(
-        rows, capacity, pages, chunk, num_draft_tokens, dtype, impl, page_bytes, of_state, snapshots
-    )
+    sizes = page_bytes, of_state, snapshots
+    return EngineShape(rows, capacity, pages, chunk, num_draft_tokens, dtype, impl, *sizes, role)
 
 
 def check_capacity(config: ModelConfig, capacity: int | None) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InputError
+from ..errors import GrammarError, InputError
 from ..sampling.automaton import Dfa
 from ..tools.reasoning import THINK_END, THINK_START
-from .grammars import AUTO, Grammar
+from .grammars import AUTO, CALLS, Grammar
 from .regex_parser import NotRegularError
 from .token_automaton import token_automaton
 from .vocabulary import token_bytes
@@ -62,7 +62,8 @@ class Vocabulary:
         """A new `llguidance.LLMatcher` at the grammar's beginning.
 
         Raises:
-            InputError: llguidance is not installed, or does not serve the grammar: its own words.
+            InputError: llguidance is not installed.
+            GrammarError: llguidance does not serve the grammar: its own words.
         """
         key = grammar.kind, grammar.source
         with self._lock:
@@ -107,9 +108,10 @@ class Vocabulary:
         if not matcher.is_error():
             next_tokens(matcher, self.size)
         if matcher.get_error().startswith("NoExtension"):
-            raise InputError(f"the {grammar.kind} grammar allows no text: loosen it")
+            raise GrammarError(f"the {grammar.kind} grammar allows no text: loosen it")
         if matcher.is_error():
-            raise InputError(f"the {grammar.kind} grammar is not served: {error_words(matcher.get_error())}")
+            why = error_words(matcher.get_error())
+            raise GrammarError(f"the {grammar.kind} grammar is not served: {why}")
         return matcher
 
     def reasoning_end(self, grammar: Grammar, prompt: list[int]) -> str | None:
@@ -162,10 +164,12 @@ def _lark_text(grammar: Grammar) -> str:
     if grammar.kind == "lark":
         operators = re.findall("[&~]", re.sub(r'"(?:\\.|[^"\\])*"', "", grammar.source))
         if len(operators) > _MOST_INTERSECTIONS:
-            raise InputError(
+            raise GrammarError(
                 f"the lark grammar has {len(operators)} of & and ~: at most {_MOST_INTERSECTIONS} are served"
             )
         return grammar.source if "%llguidance" in grammar.source else _NO_FORCING + grammar.source
+    if grammar.kind == CALLS:
+        return _NO_FORCING + grammar.source
     if grammar.kind == "json":
         return f"{_NO_FORCING}start: %json {grammar.source}"
     return f"{_NO_FORCING}start: /{_import_llguidance().regex_to_lark(grammar.source, use_ascii='dws')}/"

@@ -10,7 +10,8 @@ from ..checks import is_sequence
 from ..errors import InputError, format_value
 
 AUTO = "auto"
-MAX_CHARACTERS = 2**20  # of a grammar
+CALLS = "calls"  # the kind of `tool_grammar`
+MAX_CHARACTERS = 2**18  # of a grammar; a schema of so many compiles for about two seconds
 # What a JSON Schema may say beside the standard, for llguidance: here no whitespace between tokens of JSON.
 _COMPACT = {"whitespace_flexible": False}
 
@@ -23,7 +24,7 @@ class Grammar:
     ids need it: `json_schema(schema, tokenizer=model.tokenizer)`.
 
     Attributes:
-        kind: "json", "regex" or "lark".
+        kind: "json", "regex" or "lark"; "calls" of `tool_grammar`.
         source: a JSON Schema as JSON, a regular expression, or a grammar in llguidance's Lark syntax.
         tokenizer: from `load_model`; None: that of the model, where there is one.
         reasoning_end: the text after which the grammar begins; None: it begins with the answer. "auto":

@@ -130,11 +130,13 @@ def _run(argv: Sequence[str]) -> int:
         return 0
     with status("loading jax"):
         try:
+            from ..cli.startup import devices_from_flags
             from .app import make_server
             from .service import Service
         except ModuleNotFoundError as error:
             remedy = "run pip install '.[serve]' in a checkout of xinfer_jax"
             raise InputError(f"{error.name} is missing: {remedy}") from error
+    devices = devices_from_flags(flags)
     model = flags.model or "bundled"
     seed = secrets.randbits(32) if flags.seed is None else flags.seed
     settings = ServerSettings(
@@ -146,7 +148,7 @@ def _run(argv: Sequence[str]) -> int:
         deadline=flags.deadline, grace=flags.grace,
         stuck_seconds=flags.stuck_seconds, seed=seed, escape=flags.escape_control_tokens,
         log_prompts=flags.log_prompts,
-        shape=shape | dict(data_parallel=flags.data_parallel, warm_up=flags.warm_up),
+        shape=shape | dict(data_parallel=flags.data_parallel, warm_up=flags.warm_up) | devices,
         max_connections=most_connections, max_connections_per_address=most_per_address,
         trusted_proxies=tuple(flags.trusted_proxy),
     )  # fmt: skip

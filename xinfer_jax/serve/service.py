@@ -17,11 +17,12 @@ from starlette.responses import Response
 
 from ..api.bodies import ParsedBody, parse_request_body
 from ..api.fields import BodyError, with_field_names
+from ..api.grammar_fields import grammar_field
 from ..checkpoint.conversation import prompt_ids
 from ..checkpoint.loading import Model
 from ..engine.engines import AnyEngine, make_engine
 from ..engine.requests import Request, request_updates
-from ..errors import InputError, NoTokenLeftError, format_message, format_value
+from ..errors import GrammarError, InputError, NoTokenLeftError, format_message, format_value
 from ..generation.options import GenerateOptions
 from ..sampling.random_keys import key_from_seed
 from .admission import AdmissionControl, Reservation, count_answers, count_tokens
@@ -172,7 +173,10 @@ class Service:
         if settings.api_keys and not settings.share_prefixes:
             arguments["salt"] = f"{reservation.client}:{arguments['salt']}"
         arguments["received"] = served.received
-        requests = self.engine.submit_many(parsed.prompts, parsed.options, keys=keys, **arguments)
+        try:
+            requests = self.engine.submit_many(parsed.prompts, parsed.options, keys=keys, **arguments)
+        except GrammarError as error:
+            raise BodyError(grammar_field(body), error) from error
         served.set_submitted(parsed, requests)
         return parsed, streamed, with_usage
 

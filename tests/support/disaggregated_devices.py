@@ -1,0 +1,170 @@
+"""Tests of prompts and answers on different devices: `test_disaggregated.py` runs them with two devices."""
+
+import dataclasses
+import itertools
+import random
+import threading
+import time
+
+import compiling
+import engine_requests
+import jax
+import pytest
+import tiny
+
+import xinfer_jax as xj
+from xinfer_jax.engine.disaggregated import DisaggregatedEngine
+
+SHAPE = dict(rows=3, capacity=512, pages=9, chunk=128, cache_dtype="int8", warm_up=True)
+HF = tiny.CONFIG | dict(
+    model_type="gemma3_text", head_dim=8, eos_token_id=286, max_position_embeddings=512, sliding_window=96,
+    layer_types=["sliding_attention", "full_attention"],
+)  # fmt: skip
+
+
+def options(tokens: int, **more) -> xj.GenerateOptions:
+    return xj.GenerateOptions(tokens, eos_token_ids=(), **more)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(5, 250), k=length)
+
+
+def idle(engine: xj.Engine) -> bool:
+    """Whether all pages are free or cached again; the end of a move may come after that of a request."""
+    end = time.monotonic() + 10
+    while engine.stats.pages_used and time.monotonic() < end:
+        time.sleep(0.01)
+    counts = [one.counts() for one in engine.engines]
+    full = SHAPE["pages"] - 1
+    return all(c["pages_used"] == 0 and c["pages_cached"] + c["pages_free"] == full for c in counts)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> xj.Model:
+    """Sliding windows, and a tokenizer; on the device that prefills: one engine has the same programs."""
+    loaded = xj.load_model(tiny.write(tmp_path_factory.mktemp("disaggregated") / "m", HF))
+    return dataclasses.replace(loaded, params=jax.device_put(loaded.params, jax.devices()[0]))
+
+
+@pytest.fixture(scope="module")
+def one(model):
+    with xj.Engine(model, **SHAPE) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def apart(model):
+    with xj.Engine(model, prefill_devices=[0], decode_devices=[1, 1], **SHAPE) as engine:
+        yield engine
+
+
+def test_the_bits_of_one_engine_and_nothing_compiled(one, apart):
+    """In so few pages that rows are preempted. Programs of the other side are not there."""
+    assert isinstance(apart, DisaggregatedEngine)
+    first = apart.prefill_engines[0]
+    for other in apart.decode_engines:
+        for name in ("prefill", "prefill_with_logprobs", "sample_first", "new_row"):
+            setattr(other._core.device, name, None)
+    first._core.device.decode = None
+    asked = engine_requests.draw(random.Random(3), 288, 40, 200, SHAPE)
+    more = [{name: x for name, x in a.more.items() if name != "deadline"} for a in asked]
+    alone = [one.submit(a.ids, a.options, key=a.key, **m) for a, m in zip(asked, more, strict=True)]
+    expected = [engine_requests.outcome(request) for request in alone]
+    with compiling.events() as seen:
+        requests = [apart.submit(a.ids, a.options, key=a.key, **a.more) for a in asked]
+        for request, a in zip(requests, asked, strict=True):
+            if a.cancel:
+                request.cancel()
+        found = [engine_requests.outcome(request) for request in requests]
+    assert seen == []
+    assert all(map(engine_requests.same_outcome, found, expected))
+    assert idle(apart) and apart.stats.preemptions > 0
+    assert all(other.stats.requests > 5 for other in apart.decode_engines)
+    places = [{d for x in jax.tree.leaves(e._core.device.pools) for d in x.devices()} for e in apart.engines]
+    assert places == [{jax.devices()[i]} for i in (0, 1, 1)]
+
+
+def test_grammars_stop_strings_and_several_answers(one, apart):
+    """The state of grammar and detokenizer moves with the row; what ends with its first token does not."""
+    asked = [
+        (xj.GenerateOptions(30, grammar=xj.regex("[a-f]{3,9}x[0-9]+")), prompt(1, 70)),
+        (options(20, n=3, sampling=xj.SamplingConfig(temperature=1.0)), prompt(2, 150)),
+        (options(40, stop_strings=("e", "a")), prompt(3, 20)),
+        (options(1), prompt(4, 90)),
+    ]
+    before = [engine.stats.requests for engine in apart.engines]
+    outs = [apart.submit(ids, o, key=jax.random.key(5)).result() for o, ids in asked]
+    expected = [one.submit(ids, o, key=jax.random.key(5)).result() for o, ids in asked]
+    assert [(o.tokens, o.logprobs, o.finish_reason) for o in outs] == [
+        (o.tokens, o.logprobs, o.finish_reason) for o in expected
+    ]
+    ended = [engine.stats.requests - n for engine, n in zip(apart.engines, before, strict=True)]
+    assert ended[0] == 1 and sum(ended) == 4 and idle(apart)
+
+
+def test_pages_of_answers_go_back_where_asked(apart):
+    ids = prompt(7, 100)
+    for shared in (False, True):
+        first = apart.submit(ids, options(100), share_answers=shared)
+        turn = ids + first.result().tokens[0] + [5, 6]
+        assert idle(apart)
+        time.sleep(0.1)
+        second = apart.submit(turn, options(2), share_answers=True)
+        second.result()
+        assert second.answers[0].row.hits == (192 if shared else 64)
+
+
+def test_rows_that_wait_for_pages_are_cancelled_and_late(apart):
+    """The decoding side is full: rows wait with their pages on the other side, in slots that are freed."""
+    requests = [apart.submit(prompt(i, 60), options(400)) for i in range(9)]
+    late = apart.submit(prompt(20, 60), options(400), deadline=0.3)
+    next(iter(requests[0]))
+    assert late.result(60).finish_reason == ["deadline"]
+    for request in requests:
+        request.cancel()
+    assert {r.result(60).finish_reason[0] for r in requests} <= {"cancelled", "length"}
+    assert idle(apart) and not any(engine.load for engine in apart.engines)
+
+
+def test_update_changes_both_sides(apart, model):
+    ids = [prompt(20 + i, 70) for i in range(2)]
+    before = apart.generate(ids, options(8))
+    apart.update(jax.tree.map(lambda x: x * 1.5, model.params))
+    after = apart.generate(ids, options(8))
+    apart.update(model.params)
+    again = apart.generate(ids, options(8))
+    tokens = [[out.tokens for out in outs] for outs in (before, after, again)]
+    assert tokens[0] != tokens[1] and tokens[0] == tokens[2]
+
+
+@pytest.mark.parametrize("side", ["decode", "prefill"])
+def test_a_side_that_fails_ends_the_requests_that_need_it(apart, model, side, capsys):
+    """The last tests: engines do not come back."""
+    engine = apart
+    if side == "prefill":
+        engine = xj.Engine(model, prefill_devices=[0], decode_devices=[1], **SHAPE).__enter__()
+    bad = engine.decode_engines[0] if side == "decode" else engine.prefill_engines[0]
+    call = getattr(bad._core.device, side)
+    go = threading.Event()
+    setattr(bad._core.device, side, lambda *args: 1 / 0 if go.is_set() else call(*args))
+    requests = [engine.submit(prompt(i, 60), options(300, n=1 + i % 2)) for i in range(12)]
+    assert len(list(itertools.islice(requests[0].answers[0], 5))) == 5  # its pages have arrived
+    go.set()
+    ended = []
+    for request in requests:
+        try:
+            ended.append(request.result(60))
+        except ZeroDivisionError:
+            ended.append(None)
+    assert None in ended and any(ended)
+    assert all(len(tokens) == 300 for out in ended if out for tokens in out.tokens)
+    good = [other for other in engine.engines if other is not bad]
+    end = time.monotonic() + 10
+    while any(other.stats.pages_used for other in good) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(other.load or other.stats.pages_used for other in good)
+    with pytest.raises(xj.InputError, match=f"the {side} engine on .* is closed: division by zero"):
+        engine.submit([5])
+    engine.close()
+    assert f"the {side} engine on" in capsys.readouterr().err
