@@ -114,9 +114,10 @@ def quantized_params(
     check_activations(activations, quantize, group)
     group, vocab_group = (_ALL_INPUTS, _ALL_INPUTS) if activations else (group, None)
     bits = _bits(quantize, group)
-    if any("experts" in layer for layer in params["layers"]):
+    if any("experts" in layer or "A_log" in layer for layer in params["layers"]):
         raise InputError(
-            "quantized weights are not supported for models with experts: they stay float numbers"
+            "quantized weights of experts and linear attention cannot be written: load the float checkpoint"
+            " with quantize"
         )
 
     def quantize_leaf(leaf: Params) -> Params:
