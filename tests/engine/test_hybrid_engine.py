@@ -9,7 +9,7 @@ from xinfer_jax.engine.pages import SnapshotPool
 
 pytestmark = pytest.mark.oldest
 
-OPTIONS = xj.GenerateOptions(70, eos_token_ids=())
+OPTIONS = xj.GenerateOptions(60, eos_token_ids=())
 
 
 @pytest.fixture(scope="module")

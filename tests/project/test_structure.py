@@ -20,7 +20,7 @@ import xinfer_jax as xj
 # A module imports only modules that come before it. A new module is added here, after all that it imports.
 PACKAGES = {
     "": ("errors", "signing", "formatting", "checks", "memory", "host", "stats", "sharding"),
-    "config": ("values", "rope", "experts", "hybrids", "families", "model_config"),
+    "config": ("values", "rope", "sparse_layers", "hybrids", "families", "model_config"),
     "weights": (
         "cpu_features", "matmul", "ternary", "quantized_weights", "quantization", "quantized_matmul",
         "param_specs", "params", "layout", "hadamard",

@@ -6,8 +6,8 @@ from typing import Any
 
 from ..errors import InputError, format_value
 from . import hybrids
-from .experts import read_experts, read_sparse_layers
 from .rope import read_rope, read_rope_per_layer_type, rope_settings
+from .sparse_layers import read_experts, read_sparse_layers
 from .values import (
     get_boolean,
     get_integer,

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InputError, format_value
-from .experts import read_experts, read_sparse_layers
 from .rope import read_rope
+from .sparse_layers import read_experts, read_sparse_layers
 from .values import get_boolean, get_integer
 
 _KINDS = ("linear_attention", "full_attention")
