@@ -27,33 +27,40 @@ def prompts() -> list[list[int]]:
     return [common + first, common + second, other]
 
 
-def answers(engine: xj.Engine, prompts: list[list[int]]) -> list[tuple]:
-    """Tokens and log-probabilities of the answers, all submitted at once; and how many tokens were reused."""
-    requests = [engine.submit(prompt, OPTIONS, live=False) for prompt in prompts]
-    return [
-        (out.tokens[0], out.logprobs[0], out.stats.reused_tokens) for out in (r.result() for r in requests)
-    ]
+def answers(requests: list[xj.Request]) -> list[tuple]:
+    """Tokens and log-probabilities of the answers, and how many tokens were reused."""
+    outs = [request.result() for request in requests]
+    return [(out.tokens[0], out.logprobs[0], out.stats.reused_tokens) for out in outs]
 
 
 def test_bits_alone_equal_those_beside_others(model, prompts):
-    """With rows that are preempted in any state, and with hits of the prefix cache; `==`, not about."""
-    with xj.Engine(model, rows=3, capacity=256, pages=9, chunk=64) as engine:
-        alone = []
-        for prompt in prompts:
-            engine.update(model.params)  # which empties the prefix cache
-            alone += answers(engine, [prompt])
-        assert [reused for *_, reused in alone] == [0, 0, 0]
-        together = answers(engine, [*prompts, *prompts])
-        assert engine.stats.preemptions > 0
-        assert sum(reused for *_, reused in together) >= 128
-        assert [row[:2] for row in together] == [row[:2] for row in [*alone, *alone]]
-        scored = engine.submit(prompts[0], OPTIONS, prompt_logprobs=0)
-        assert scored.result().tokens[0] == alone[0][0]
-    exact = xj.score(model.params, model.config, prompts[:1])[0]
+    """With rows that are preempted while they prefill and while they decode, and with hits of the prefix
+    cache; `==`, not about.
+    """
+    engine = xj.Engine(model, rows=2, capacity=256, chunk=64)
+    alone = []
+    for prompt in prompts:
+        engine.update(model.params)  # which empties the prefix cache
+        alone += answers([engine.submit(prompt, OPTIONS)])
+    assert [reused for *_, reused in alone] == [0, 0, 0]
+    for running in (1, 2):  # the row that is preempted prefills, or decodes
+        engine.update(model.params)
+        requests = [engine.submit(prompt, OPTIONS) for prompt in prompts[:2]]
+        while engine.stats.running < running or engine.stats.running + engine.stats.reading < 2:
+            engine._core._step_seconds = 1.0  # so that a step decodes one token
+            engine.step()
+        requests += [engine.submit(prompts[2], OPTIONS, priority=20)]  # preempts another
+        assert [row[:2] for row in answers(requests)] == [row[:2] for row in alone]
+    assert engine.stats.preemptions == 2
+    again = answers([engine.submit(prompt, OPTIONS) for prompt in prompts])
+    assert [row[:2] for row in again] == [row[:2] for row in alone]
+    assert [row[2] for row in again] == [128, 128, 128]
+    scored = engine.submit(prompts[0], OPTIONS, prompt_logprobs=0)
+    assert scored.result().tokens[0] == alone[0][0]
+    engine.close()
+    exact = xj.score(model.params, model.config, np.array(prompts[:1]))[0]
     found = [token.logprob for token in scored.prompt_logprobs]
     np.testing.assert_allclose(found[-len(exact) :], exact, atol=1e-3)
-    out = xj.generate(model.params, model.config, prompts, OPTIONS)
-    assert out.tokens == [row[0] for row in alone]
 
 
 def test_snapshots_are_bounded():

@@ -21,7 +21,7 @@ from ..errors import InputError
 from ..formatting import ShortRepr
 from .quantized_kv import shard_heads
 
-Inputs = tuple[jax.Array, jax.Array, jax.Array]  # of the convolution of queries, keys and values
+Inputs = tuple[jax.Array, ...]  # of the convolution of queries, keys and values
 
 
 @jax.tree_util.register_dataclass
@@ -84,7 +84,7 @@ class Recurrent(ShortRepr):
         W = inputs[0].shape[2] - T
         base_B = start_B
         if not self.holds_drafts(T):
-            inputs = tuple(last_inputs(x, num_tokens_B, W) for x in inputs)  # type: ignore[assignment]
+            inputs = tuple(last_inputs(x, num_tokens_B, W) for x in inputs)
             base_B = start_B + num_tokens_B
             steps = steps[:, :, :0]
         new = dataclasses.replace(self, inputs=tuple(pad_slots(x, W + P) for x in inputs), state=state)

@@ -14,7 +14,7 @@ _NESTED = ("qwen3_5", "qwen3_5_moe")  # model types of a text model beside a vis
 _IMAGE_MODELS = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 
 
-def text_settings(hf: Mapping) -> Mapping:
+def text_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of the text model: config.json itself, or its `text_config` with what only the
     outer object has. Images are not served: the settings of a vision model are not read.
 
@@ -22,7 +22,7 @@ def text_settings(hf: Mapping) -> Mapping:
         InputError: `text_config` is not an object, or both say something else about the tied matrix.
     """
     if hf.get("model_type") not in _NESTED:
-        return hf
+        return dict(hf)
     text = hf.get("text_config")
     if not isinstance(text, Mapping):
         raise InputError(

@@ -49,12 +49,14 @@ def paged_cache(  # noqa: PLR0913
     """A cache over the pools of all pages, and these recurrent states of its rows. table_BP: the block table;
     length_B: tokens of each row.
     """
-    own = (iter(states), iter(pools))
+    states = iter(states)
+    pools = iter(pools)
 
     def layer(index: int, window: int | None) -> Any:
         if config.is_linear(index):
-            return next(own[0])
-        return Paged(*next(own[1]), window, capacity, table_BP)
+            return next(states)
+        (k, v) = next(pools)
+        return Paged(k, v, window, capacity, table_BP)
 
     layers = tuple(layer(*of_layer) for of_layer in enumerate(config.layer_windows))
     overflow_B: Any = np.zeros(len(table_BP), bool)

@@ -139,7 +139,7 @@ def self_attention(  # noqa: PLR0913
     num_tokens_B = positions.num_tokens_B
     start_B: Any = positions.start_B  # not None if kv is not None
     layer, key_bias_fn = _split_key_bias(layer, config, kind, kv)
-    *qkv, gate_BTI = _project_qkv(layer, config, x_BTD, over, before, impl)
+    qkv, gate_BTI = _project_qkv(layer, config, x_BTD, over, before, impl)
     norms = _head_norms(layer, config)
     angles = None if kind.rope is None else positions.angles[kind.rope]
     if kv is None:
@@ -185,7 +185,7 @@ def _project_qkv(  # noqa: PLR0913
     over: str | None,
     before: Norm | None,
     impl: str | None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array | None]:
     """Queries, keys and values by head, [B, T, N or K, H], after norms of all heads together; and the gate
     of attention's output, [B, T, N H], if the layer has one.
     """
@@ -194,7 +194,7 @@ def _project_qkv(  # noqa: PLR0913
     if config.qk_norm_joint:
         ys[:2] = joint_norms(ys[:2], layer, ["q_norm", "k_norm"], config, over)
     q_BTNH, k_BTKH, v_BTKH = (y.reshape(*y.shape[:2], -1, config.head_dim) for y in ys[:3])
-    return q_BTNH, k_BTKH, v_BTKH, ys[3] if config.attn_output_gate else None
+    return (q_BTNH, k_BTKH, v_BTKH), ys[3] if config.attn_output_gate else None
 
 
 def _head_norms(layer: Params, config: ModelConfig) -> HeadNorms | None:

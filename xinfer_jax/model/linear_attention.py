@@ -26,6 +26,7 @@ from .kernel_products import Norm
 from .layers import linear, products, rms_norm
 
 BLOCK = 64  # tokens; chunks of a prompt that are multiples of it give the same bits as the whole prompt
+_INVERSE_BLOCK = 8
 _NORM_EPS = 1e-6  # of queries and keys
 
 _matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
@@ -127,10 +128,36 @@ def _block(state_BNHY: jax.Array, tokens: _Tokens) -> tuple[jax.Array, jax.Array
     k_T = jnp.swapaxes(k, -1, -2)
     system = beta * _matmul(k, k_T) * between_BNCC
     right = beta * (v - from_begin * _matmul(k, state_BNHY))
-    written = lax.linalg.triangular_solve(system, right, left_side=True, lower=True, unit_diagonal=True)
+    written = _matmul(_unit_lower_inverse(system), right)
     out = from_begin * _matmul(q, state_BNHY) + _matmul(_matmul(q, k_T) * between_BNCC, written)
     state_BNHY = state_BNHY * from_begin[..., -1:, :] + _matmul(jnp.swapaxes(k * to_end, -1, -2), written)
     return state_BNHY, out
+
+
+def _unit_lower_inverse(x: jax.Array) -> jax.Array:
+    """The inverse of I + the strictly lower triangle of x [..., C, C], by products of ever larger blocks. In
+    blocks of 8 it is (I - L)(I + L²)(I + L⁴): L⁸ is 0, and no power is large enough to lose digits. On CPU the
+    solver that XLA calls has threads of its own, which wait for each other beside other work.
+    """
+    C = x.shape[-1]
+    size = _INVERSE_BLOCK
+    width = size
+    while width < C:
+        width *= 2
+    x = jnp.pad(jnp.tril(x, -1), [(0, 0)] * (x.ndim - 2) + [(0, width - C)] * 2)
+    L = jnp.stack([x[..., i : i + size, i : i + size] for i in range(0, width, size)], -3)
+    L2 = _matmul(L, L)
+    one = jnp.eye(size)
+    inverse = _matmul(_matmul(one - L, one + L2), one + _matmul(L2, L2))
+    while size < width:  # [[A, 0], [L, B]] has the inverse [[A⁻¹, 0], [-B⁻¹ L A⁻¹, B⁻¹]]
+        (a, b) = (inverse[..., i::2, :, :] for i in (0, 1))
+        corners = range(0, width, 2 * size)
+        L = jnp.stack([x[..., i + size : i + 2 * size, i : i + size] for i in corners], -3)
+        below = -_matmul(_matmul(b, L), a)
+        upper = jnp.concatenate([a, jnp.zeros_like(a)], -1)
+        inverse = jnp.concatenate([upper, jnp.concatenate([below, b], -1)], -2)
+        size *= 2
+    return inverse[..., 0, :C, :C]
 
 
 def _before(layer: Params, cache: Recurrent, start_B: jax.Array) -> tuple[Inputs, jax.Array]:
@@ -143,7 +170,7 @@ def _before(layer: Params, cache: Recurrent, start_B: jax.Array) -> tuple[Inputs
     steps = jnp.where(is_accepted[..., None], cache.steps, 0)
     _, state = delta_rule(_tokens(layer, cache.inputs, steps), cache.state)
     inputs = tuple(last_inputs(x, accepted_B, x.shape[2] - P) for x in cache.inputs)
-    return Recurrent(inputs, state, cache.capacity).before(start_B)  # type: ignore[arg-type]
+    return Recurrent(inputs, state, cache.capacity).before(start_B)
 
 
 def _empty(new: tuple[jax.Array, ...], config: ModelConfig) -> tuple[Inputs, jax.Array]:

@@ -143,19 +143,19 @@ def _linear_attention(config: ModelConfig, prefix: str) -> Params:
     else:
         fused = dict(in_proj_qkv=("query", "key", "value"))
     groups = K if config.interleaved_projections else 1
-    places: dict[str, tuple] = {}  # of each part: its tensor, with the rows of a group; its row; the groups
+    # Of each part: its tensor and the rows of a group there, its row in a group, and the groups.
+    places: dict[str, tuple[tuple[str, int], int, int]] = {}
     for tensor, parts in fused.items():
         rows = [sizes[part] // groups for part in parts]
         for i, part in enumerate(parts):
             places[part] = ((f"{prefix}.{tensor}", sum(rows)), sum(rows[:i]), groups)
     leaves = dict(q="query", k="key", v="value", z="z", b="b", a="a")
-    tree: Params = {
-        leaf: _linear(
-            f"{prefix}.{part}_proj" if part in places else f"{prefix}.in_proj_{part}",
-            (sizes[part], "linear_heads"), d, False, *places.get(part, ()), stays_float=leaf in "ba",
-        )
-        for leaf, part in leaves.items()
-    }  # fmt: skip
+    tree: Params = {}
+    for leaf, part in leaves.items():
+        name = f"{prefix}.{part}_proj" if part in places else f"{prefix}.in_proj_{part}"
+        place, row, count = places.get(part, (None, 0, 1))
+        outputs = (sizes[part], "linear_heads")
+        tree[leaf] = _linear(name, outputs, d, False, place, row, count, stays_float=leaf in "ba")
     taps = config.linear_conv_kernel_dim
     channels = dict(q=(keys, 0), k=(keys, keys), v=(values, 2 * keys))
     for name, (size, row) in channels.items():
@@ -222,8 +222,13 @@ def _linear(  # noqa: PLR0913
     (columns, of_columns) = inputs
 
     def spec(shape: tuple[int, ...], axes: tuple[str | None, ...], kind: str) -> ParamSpec:
-        fields = (f"{fused[0]}.{kind}", row, fused[1], groups) if fused else ()
-        return ParamSpec(shape, axes, f"{name}.{kind}", *fields, stays_float=stays_float)
+        apart = ParamSpec(shape, axes, f"{name}.{kind}", stays_float=stays_float)
+        if not fused:
+            return apart
+        (tensor, fused_rows) = fused
+        return dataclasses.replace(
+            apart, fused_name=f"{tensor}.{kind}", first_row=row, fused_rows=fused_rows, fused_groups=groups
+        )
 
     leaf: Params = {"weight": spec((rows, columns), (of_rows, of_columns), "weight")}
     return leaf | ({"bias": spec((rows,), (of_rows,), "bias")} if bias else {})

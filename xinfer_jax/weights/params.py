@@ -1,7 +1,7 @@
 """Parameters from their specs: initialisation, checks and byte counts; the dtypes of a model."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,7 @@ def init_params(
         matrix = (scale * jax.random.normal(key, spec.shape)).astype(dtype)
         if quantize is None or not spec.is_quantizable:
             return matrix
-        quantized = quantized_leaf if matrix.ndim == 2 else quantized_stack
+        quantized: Callable = quantized_leaf if matrix.ndim == 2 else quantized_stack
         return jax.device_put(quantized(np.asarray(matrix), spec.hf_name, quantize))
 
     return jax.tree.unflatten(tree, [init(spec, key) for spec, key in zip(specs, keys, strict=True)])
