@@ -135,9 +135,10 @@ def _block(state_BNHY: jax.Array, tokens: _Tokens) -> tuple[jax.Array, jax.Array
 
 
 def _unit_lower_inverse(x: jax.Array) -> jax.Array:
-    """The inverse of I + the strictly lower triangle of x [..., C, C], by products of ever larger blocks. In
-    blocks of 8 it is (I - L)(I + L²)(I + L⁴): L⁸ is 0, and no power is large enough to lose digits. On CPU the
-    solver that XLA calls has threads of its own, which wait for each other beside other work.
+    """The inverse of I + the strictly lower triangle of x [..., C, C], by products of ever larger blocks.
+
+    In blocks of 8 it is (I - L)(I + L²)(I + L⁴): L⁸ is 0, and no power is large enough to lose digits. The
+    solver that XLA calls on CPUs has threads of its own, which wait for each other beside other work.
     """
     C = x.shape[-1]
     size = _INVERSE_BLOCK
