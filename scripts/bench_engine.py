@@ -15,7 +15,15 @@ throughput: all requests at once, interleaved with `generate` over batches of as
 load: Poisson arrivals at --load times that rate, one thread per request. Times are measured in the thread,
     from the scheduled arrival.
 alone: one request at a time: an engine of one row and `generate`, interleaved.
+goodput: not by default. How many requests are within --ttft and --tpot, over the rate at which they arrive:
+    one engine, and two sides (one engine prefills, one decodes) on two devices; a CPU gets two virtual ones.
+    Beside it what scripts/simulate.py finds with the step times of the same run; --times_out writes these.
+disturbance: not by default. The 99th percentile of the time between tokens of eight rows, alone and while
+    prompts of 3,000 tokens are prefilled: one engine, and two sides, with a model that fits a CPU's cache.
 ready: seconds of `Engine(...)` in new processes, with an empty compilation cache and with a filled one.
+tiers: --requests prompts of the longest length, of which an engine's pages hold half, one after another in
+    each round: seconds to the first token from host memory, from files and computed, interleaved; and the
+    gaps between the tokens of a row that decodes beside them.
 """
 
 from launcher import start
@@ -36,20 +44,22 @@ from datetime import UTC, datetime
 import bench_peers as peers
 import jax
 import numpy as np
+import tier_timing
 from absl import flags
 from bench_peers import CONFIG, ROUNDS, SEED, THREADS, TIMEOUT
 from peer_serving import llama_server
+from side_parts import SIDE_PARTS, define_flags, disturbance, goodput
 
 import xinfer_jax as xj
 from xinfer_jax.cli.startup import use_compilation_cache
 from xinfer_jax.config.model_config import from_hf
 
 FORMATS = ("none", "int8", "int4")
-PARTS = ("throughput", "load", "alone", "ready")
+PARTS = ("throughput", "load", "alone", "ready", "tiers")
 QUANTIZE = flags.DEFINE_list(
     "quantize", ["none", "int8"], f"Formats of the weights to measure: {', '.join(FORMATS)}."
 )
-WANTED = flags.DEFINE_list("parts", list(PARTS), f"What to measure: {', '.join(PARTS)}.")
+WANTED = flags.DEFINE_list("parts", list(PARTS), f"What to measure: {', '.join(PARTS + SIDE_PARTS)}.")
 REQUESTS = flags.DEFINE_integer("requests", 64, "Number of requests.", lower_bound=1)
 ROWS = flags.DEFINE_integer("rows", 8, "Rows of the engine, and of a batch.", lower_bound=1)
 CAPACITY = flags.DEFINE_integer(
@@ -65,6 +75,7 @@ LOAD = flags.DEFINE_float(
 )
 ALONE = flags.DEFINE_list("alone", ["26", "128"], "Tokens of the prompt and of the answer for part alone.")
 PAIRS = flags.DEFINE_integer("pairs", 10, "Pairs of calls for part alone.", lower_bound=2)
+SIDES = define_flags(REQUESTS)
 LLAMA_MODEL = flags.DEFINE_string("llama_model", None, "A GGUF file with a vocabulary, for llama-server.")
 COMPILED = flags.DEFINE_string("compilation_cache", None, "Internal: compilation cache of a worker.")
 flags.set_default(ROUNDS, 1)
@@ -75,7 +86,7 @@ Request = tuple[list[int], int]  # token ids of the prompt, number of new tokens
 
 
 def main(argv: list[str]) -> None:
-    for flag, known in ((QUANTIZE, FORMATS), (WANTED, PARTS)):
+    for flag, known in ((QUANTIZE, FORMATS), (WANTED, PARTS + SIDE_PARTS)):
         if not flag.value or not {*flag.value} <= {*known}:
             raise xj.InputError(f"--{flag.name}={','.join(flag.value)}: choose among {', '.join(known)}")
     for flag in (PROMPTS, ANSWERS, ALONE):
@@ -86,6 +97,9 @@ def main(argv: list[str]) -> None:
         use_compilation_cache("bench_engine", COMPILED.value)
         print(json.dumps(seconds_until_ready(QUANTIZE.value[0])))
         return
+    SIDES.check()
+    if {*WANTED.value} & {*SIDE_PARTS}:
+        jax.config.update("jax_num_cpu_devices", 2)
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
     about = {
         "command": shlex.join(["python", *sys.argv]),
@@ -101,25 +115,49 @@ def main(argv: list[str]) -> None:
 
 def measure(quantize: str, pythons: dict[str, str]) -> Iterator[tuple[str, dict]]:
     """The name of each part and its results."""
-    if "ready" in WANTED.value:
+    wanted = {*WANTED.value}
+    if "ready" in wanted:
         yield "ready", ready(quantize)
-    if WANTED.value == ["ready"]:
-        return
-    model = random_model(quantize)
-    if {*WANTED.value} & {"throughput", "load"}:
+    if "disturbance" in wanted:
+        for result in disturbance(ROUNDS.value, SIDES):
+            yield "disturbance", result
+    if wanted - {"ready", "disturbance"}:
+        yield from measure_model(random_model(quantize), quantize, pythons)
+
+
+def measure_model(model: xj.Model, quantize: str, pythons: dict[str, str]) -> Iterator[tuple[str, dict]]:
+    """The parts that share one model."""
+    wanted = {*WANTED.value}
+    if wanted & {"throughput", "load"}:
         yield from throughput_and_load(model)
-    if "throughput" in WANTED.value:
-        requests = draw(model, 3)
-        llama = llama_server(LLAMA_MODEL.value, requests, ROWS.value, THREADS, TIMEOUT.value)
-        for name, result in (
-            ("openvino-genai", openvino(requests, quantize, pythons)),
-            ("llama-server", llama),
-        ):
-            if "seconds" in result:
-                result["tokens_per_second"] = sum(new for _, new in requests) / result["seconds"]
-            yield "throughput", {"peer": name} | result
-    if "alone" in WANTED.value:
+    if "throughput" in wanted:
+        for result in throughput_of_peers(model, quantize, pythons):
+            yield "throughput", result
+    if "alone" in wanted:
         yield "alone", alone(model)
+    if "tiers" in wanted:
+        yield "tiers", tiers(model)
+    if "goodput" in wanted:
+        for result in goodput(model, ROWS.value, CAPACITY.value, SIDES):
+            yield "goodput", result
+
+
+def tiers(model: xj.Model) -> dict:
+    """Seconds to the first token of prompts of the longest length."""
+    length = peers.numbers(PROMPTS)[1]
+    tokens = np.random.default_rng(SEED.value)
+    prompts = tokens.integers(0, model.config.vocab_size, (REQUESTS.value, length)).tolist()
+    return tier_timing.measure(model, prompts, ROWS.value, ROUNDS.value)
+
+
+def throughput_of_peers(model: xj.Model, quantize: str, pythons: dict[str, str]) -> Iterator[dict]:
+    """Other engines with the same requests."""
+    requests = draw(model, 3)
+    llama = llama_server(LLAMA_MODEL.value, requests, ROWS.value, THREADS, TIMEOUT.value)
+    for name, result in (("openvino-genai", openvino(requests, quantize, pythons)), ("llama-server", llama)):
+        if "seconds" in result:
+            result["tokens_per_second"] = sum(new for _, new in requests) / result["seconds"]
+        yield {"peer": name} | result
 
 
 def throughput_and_load(model: xj.Model) -> Iterator[tuple[str, dict]]:

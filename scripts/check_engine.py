@@ -46,19 +46,23 @@ RATE = flags.DEFINE_float("rate", 30, "Arrivals per second.", lower_bound=0)
 MARGIN = flags.DEFINE_float("margin", 2e-4, "Margin of logits for `generate`; see above.", lower_bound=0)
 PREFILL = flags.DEFINE_string("prefill_devices", None, "As of xinfer-jax-batch: devices of prompts, as 0,1.")
 DECODE = flags.DEFINE_string("decode_devices", None, "The same, of answers.")
+HOST_PAGES = flags.DEFINE_integer("host_pages", 0, "Pages of the engine in host memory.", lower_bound=0)
+DIRECTORY = flags.DEFINE_string("page_directory", None, "As of xinfer-jax-batch.")
 SEED = flags.DEFINE_integer("seed", 0, "Seed of all random choices.")
 
 
 def main(argv: list[str]) -> int:
     wrong = 0
     given = dict(prefill_devices=PREFILL.value, decode_devices=DECODE.value)
-    devices = {side: parse_devices(side, text) for side, text in given.items() if text}
+    further: dict = {side: parse_devices(side, text) for side, text in given.items() if text}
+    if HOST_PAGES.value:
+        further |= dict(host_pages=HOST_PAGES.value, page_directory=DIRECTORY.value)
     for name, model in models():
         shape = dict(cache_dtype=CACHE.value, draft=DRAFT.value, rows=ROWS.value, pages=PAGES.value)
         shape |= dict(chunk=CHUNK.value, capacity=min(1024, model.config.context_length))
         rng = random.Random(SEED.value)
         requests = draw(rng, model.config.vocab_size, REQUESTS.value, LONGEST.value, shape)
-        result = check(model, requests, shape, rng, RATE.value, COMPARED.value, MARGIN.value, **devices)
+        result = check(model, requests, shape, rng, RATE.value, COMPARED.value, MARGIN.value, **further)
         print(json.dumps(dict(model=name, **result)))
         wrong += result["differ"] + result["differ_from_generate"]
     return int(wrong > 0)

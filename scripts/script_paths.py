@@ -5,7 +5,7 @@ from pathlib import Path
 
 SCRIPTS = Path(__file__).resolve().parent
 ROOT = SCRIPTS.parent
-HELPERS = ("bench", "gpu", "soak", "tpu", "train")
+HELPERS = ("bench", "goodput", "gpu", "soak", "tpu", "train")
 
 # After the folder of the program itself, before installed packages.
 for _folder in (*(SCRIPTS / name for name in reversed(HELPERS)), SCRIPTS, ROOT):

@@ -16,9 +16,11 @@ _GROUPS = {
 }  # cgroups 2 and 1: by controller, the folder and the file
 
 
-def check_memory(need: int, what: str, remedy: str) -> None:
-    """Raises InputError where `what` needs more bytes than there are; remedy: the end of the error."""
-    if need > (have := memory_bytes()):
+def check_memory(need: int, what: str, remedy: str, have: int | None = None) -> None:
+    """Raises InputError where `what` needs more bytes than there are; remedy: the end of the error; have:
+    bytes, None: those of a device.
+    """
+    if need > (have := memory_bytes() if have is None else have):
         raise InputError(f"{what} need {need:,} bytes of memory, and there are {have:,}: {remedy}")
 
 
@@ -26,7 +28,13 @@ def check_memory(need: int, what: str, remedy: str) -> None:
 def memory_bytes() -> int:
     """Returns the bytes of a device; on CPU those of the machine, or the limit of the process."""
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
-    return min(limits) if all(limits) else min(_process_limits())
+    return min(limits) if all(limits) else host_memory_bytes()
+
+
+@functools.cache
+def host_memory_bytes() -> int:
+    """Returns the bytes of the machine, or the limit of the process."""
+    return min(_process_limits())
 
 
 def _process_limits() -> Iterator[int]:

@@ -119,20 +119,42 @@ def _read_secret(path: Path) -> bytes:
 
 def _default_file() -> Path:
     """Returns the user's own secret file; creates it if it is missing."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "xinfer_jax" / "processes"
+    remedy = "give --secret_file"
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError as error:  # there is no home directory
+        raise InputError(f"the user's secret file cannot be created ({error}): {remedy}") from error
+    return _secret_file(folder / "xinfer_jax" / "processes", remedy)
+
+
+def folder_secret(folder: Path, remedy: str) -> bytes:
+    """Returns the secret of a folder of the user's own, with mode 0700. Folder and secret are created if they
+    are missing.
+
+    Args:
+        folder: path.
+        remedy: the end of an error.
+
+    Raises:
+        InputError: the folder belongs to another user, others may read it, or it cannot be used.
+    """
+    return _read_secret(_secret_file(folder, remedy))
+
+
+def _secret_file(folder: Path, remedy: str) -> Path:
     file = folder / "secret"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         about = folder.lstat()
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
-            raise InputError(f"{folder} must be a directory of yours with mode 0700, or give --secret_file")
+            raise InputError(f"{folder} must be a directory of yours with mode 0700, or {remedy}")
         if not file.exists():
             with tempfile.NamedTemporaryFile(dir=folder) as new:  # mode 0600
                 new.write(secrets.token_bytes(SIGNATURE_SIZE).hex().encode())
                 new.flush()
                 with suppress(FileExistsError):  # another process was first
                     os.link(new.name, file)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
-        raise InputError(f"{file} cannot be created ({error}): give --secret_file") from error
+    except OSError as error:
+        raise InputError(f"{file} cannot be created ({error}): {remedy}") from error
     return file

@@ -191,21 +191,22 @@ def all_reduces(job: Job, tokens: int) -> list[tuple[int, jax.ShapeDtypeStruct]]
 def decode_limits(job: Job, n: int, card: Card | Tpu) -> Limits:
     """Limits of a decode step of all rows."""
     flop = decode_work(job.config, 0, 0, [job.context - 1] * job.rows, 1).flop
-    moved = _weight_bytes(job, n, job.rows) + job.rows * _kv_bytes(job, n, job.context)
-    return _limits(job, n, card, 1, job.rows, moved, flop)
+    moved = weight_bytes(job, n, job.rows) + job.rows * kv_bytes(job, n, job.context)
+    return pass_limits(job, n, card, 1, job.rows, moved, flop)
 
 
 def prefill_limits(job: Job, n: int, card: Card | Tpu) -> Limits:
     """Limits of the prefill, in chunks, of a prompt as long as a row."""
     flop = prefill_work(job.config, 0, [job.context]).flop
     ends = range(job.chunk, job.context + job.chunk, job.chunk)
-    moved = sum(_weight_bytes(job, n, job.chunk) + _kv_bytes(job, n, min(end, job.context)) for end in ends)
-    return _limits(job, n, card, len(ends), job.context, moved, flop)
+    moved = sum(weight_bytes(job, n, job.chunk) + kv_bytes(job, n, min(end, job.context)) for end in ends)
+    return pass_limits(job, n, card, len(ends), job.context, moved, flop)
 
 
-def _limits(
+def pass_limits(
     job: Job, n: int, card: Card | Tpu, passes: int, tokens: int, moved: float, flop: float
 ) -> Limits:
+    """Limits of so many passes over so many tokens in all, that move these bytes on each device."""
     reduced = all_reduces(job, tokens)
     sent = 2 * (n - 1) / n * sum(count * tree_bytes(x) for count, x in reduced)  # by each device of a ring
     latency = passes * sum(count for count, _ in reduced) * card.round_us / 1e6 if n > 1 else 0
@@ -214,7 +215,7 @@ def _limits(
 
 
 @functools.lru_cache
-def _weight_bytes(job: Job, n: int, tokens: int) -> float:
+def weight_bytes(job: Job, n: int, tokens: int) -> float:
     """Bytes of weights that each device reads, and writes to dequantize, in a pass over this many tokens."""
     params = device_weights(job, n)
     experts = tree_bytes([layer.get("experts", ()) for layer in params["layers"]])
@@ -222,7 +223,7 @@ def _weight_bytes(job: Job, n: int, tokens: int) -> float:
     return used + dequantized_bytes(job, n)
 
 
-def _kv_bytes(job: Job, n: int, length: int) -> int:
+def kv_bytes(job: Job, n: int, length: int) -> int:
     """Bytes of keys and values that a row of this length reads, on each device."""
     config = with_repeated_kv_heads(job.config, n)
     windows = (w for i, w in enumerate(config.layer_windows) if not config.is_linear(i))

@@ -63,15 +63,15 @@ def random_model(family: str, quantize: str | None) -> xj.Model:
 
 
 def draw(rng: random.Random, vocab: int, count: int, longest: int, shape: dict) -> list[RandomRequest]:
-    """Random requests; a third of them starts with a common prefix."""
-    common = [rng.randrange(vocab) for _ in range(longest)]
+    """Random requests; a third of them starts with one of four common prefixes."""
+    common = [[rng.randrange(vocab) for _ in range(longest)] for _ in range(4)]
     limit = min(shape["capacity"], 64 * (shape["pages"] - 1))
 
     def draw_request() -> RandomRequest:
         size = int(np.exp(rng.uniform(0, np.log(longest))))
         ids = [rng.randrange(vocab) for _ in range(size)]
         if rng.random() < 1 / 3:
-            ids = (common[: rng.choice((64, 128, 300))] + ids)[:longest]
+            ids = (rng.choice(common)[: rng.choice((64, 128, 300))] + ids)[:longest]
         new = min(rng.choice((1, 2, 9, 40, 150)), limit - len(ids))
         options = xj.GenerateOptions(
             max(1, new),
@@ -96,17 +96,18 @@ def draw(rng: random.Random, vocab: int, count: int, longest: int, shape: dict) 
 
 def check(
     model: xj.Model, requests: list[RandomRequest], shape: dict, rng: random.Random, rate: float,
-    compared: int, margin: float, **devices: Any,
+    compared: int, margin: float, **further: Any,
 ) -> dict:  # fmt: skip
     """Submits the requests together and then alone. Counts those whose bits differ, and those of the first
     `compared` whose tokens differ from `generate`.
 
     Args:
-        devices: of prompts and of answers, when the requests come together; alone they go to one engine.
+        further: arguments of the engine to which the requests come together, as devices of prompts; alone
+            they go to one without.
     """
     with ExitStack() as stack:
-        engine = stack.enter_context(xj.Engine(model, **shape, **devices))
-        single = stack.enter_context(xj.Engine(model, **shape)) if devices else engine
+        engine = stack.enter_context(xj.Engine(model, **shape, **further))
+        single = stack.enter_context(xj.Engine(model, **shape)) if further else engine
         submitted = []
         start_s = time.perf_counter()
         for request in requests:
@@ -130,6 +131,7 @@ def check(
     return dict(
         requests=len(requests), differ=differ, differ_from_generate=others, seconds=round(seconds, 1),
         preemptions=stats.preemptions, hits=stats.hits,
+        host_hits=stats.host_hits, file_hits=stats.file_hits,
         prefill_tokens=stats.read_tokens, generated_tokens=stats.chosen_tokens,
         pages_left=[stats.pages_used, stats.pages_cached, stats.pages_free], engine=single.about,
     )  # fmt: skip

@@ -39,7 +39,7 @@ def engine(shared, model):
     shared._thread = None
     shared._queue = RequestQueue()
     shared._core._answers.clear()
-    shared._core._step_seconds = 0.0
+    shared._core._pacing.record_decode(0.0, 1)
     shared._core.scheduler = Scheduler(shared.rows, shared.pages, shared.capacity, shared.chunk)
     shared._core.device.params = model.params
     shared.model = model
@@ -211,7 +211,7 @@ def test_a_step_is_short_although_no_caller_streams(engine):
     long = [engine.submit([i], xj.GenerateOptions(200, eos_token_ids=()), live=False) for i in (5, 6)]
     while not all(request.answers[0].tokens for request in long):
         engine.step()
-    engine._core._step_seconds = 0.1  # of a decode step
+    engine._core._pacing.record_decode(0.1, 1)  # of a decode step
     given = [len(request.answers[0].tokens) for request in long]
     engine.step()
     assert [len(request.answers[0].tokens) for request in long] == [count + 10 for count in given]
@@ -223,7 +223,7 @@ def test_a_client_beyond_its_share_is_preempted_and_keeps_its_bits(engine):
     alone = [engine.submit([5, i], options, key=key).result() for i, key in enumerate(keys)]
     slow = [engine.submit([5, i], options, key=keys[i], client="a") for i in range(2)]
     for _ in slow:
-        engine._core._step_seconds = 1.0  # of a decode step, so an engine step has one
+        engine._core._pacing.record_decode(1.0, 1)  # of a decode step, so an engine step has one
         engine.step()
     before = engine.stats.preemptions
     other = engine.submit([5, 2], options, key=keys[2], client="b")

@@ -5,8 +5,14 @@ import itertools
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from xinfer_jax.engine import clients, pages as page_pool, scheduler as scheduler_module
-from xinfer_jax.engine.row import PrefillChunk, Row, Swap
+from xinfer_jax.engine import (
+    clients,
+    pages as page_pool,
+    prefix_cache as cache_module,
+    scheduler as scheduler_module,
+)
+from xinfer_jax.engine.host_tier import HostTier
+from xinfer_jax.engine.row import LoadPages, PrefillChunk, ReadPages, Row, SavePages, Swap
 from xinfer_jax.engine.scheduler import Scheduler
 
 pytestmark = pytest.mark.newest
@@ -19,8 +25,9 @@ LIMIT = 3  # so small that short prompts reach every case
 
 @pytest.fixture
 def small_sizes(monkeypatch):
-    monkeypatch.setattr(scheduler_module, "PAGE_SIZE", PAGE_SIZE)
-    monkeypatch.setattr(page_pool, "PAGE_SIZE", PAGE_SIZE)
+    for module in (scheduler_module, page_pool, cache_module):
+        monkeypatch.setattr(module, "PAGE_SIZE", PAGE_SIZE)
+    monkeypatch.setattr(scheduler_module, "COPIED_PAGES", 2)
     monkeypatch.setattr(clients, "STARVATION_LIMIT", LIMIT)
 
 
@@ -32,12 +39,17 @@ def order(row):
 class FakeDevice:
     """Executes the scheduler's actions on pages of cells that stand for bits. A cell has two hashes of the
     cell before it in the row's own pages, of the token and of the weights; the first is also of the program
-    that wrote it. `row.expected` are the cells that a row should have.
+    that wrote it. `row.expected` are the cells that a row should have. Files keep what is saved, by hash.
     """
 
-    def __init__(self, slots, pages, prefix_cache=True, several_clients=False):
+    def __init__(self, slots, pages, prefix_cache=True, several_clients=False, host_pages=0):
         self.several_clients = several_clients
-        self.scheduler = Scheduler(slots, pages, CAPACITY, CHUNK, prefix_cache)
+        self.files = {}
+        self.names = set()
+        self.host_cells = {}
+        self.reads = []
+        self.tier = HostTier(host_pages, self.names) if host_pages else None
+        self.scheduler = Scheduler(slots, pages, CAPACITY, CHUNK, prefix_cache, self.tier)
         self.cells = [[None] * PAGE_SIZE for _ in range(pages)]
         self.rows = []
         self.queue = []
@@ -45,7 +57,7 @@ class FakeDevice:
         self.texts = []  # prompts with their answers, of rows that ended
         self.weights = 0
         self.known = set()  # prefixes that the cache may have
-        self.lost = False  # whether cached pages were evicted
+        self.lost = host_pages > 0  # whether cached pages were evicted
         self.num_cached = 0
 
     def submit(self, ids, most, **options):
@@ -69,8 +81,11 @@ class FakeDevice:
                     action.row not in self.host and action.count > 0
                 )  # a preempted row was swapped in before
                 self.prefill(action)
+            elif not isinstance(action, Swap):
+                self.transfer(action)
             elif action.out:
-                self.host[action.row] = [self.cells[page].copy() for page in action.pages]
+                if action.row.is_swapped_out:  # else it begins anew
+                    self.host[action.row] = [self.cells[page].copy() for page in action.pages]
                 self.queue.append(action.row)
             else:
                 self.admit(action.row)
@@ -80,15 +95,46 @@ class FakeDevice:
         outs = [row.arrival for row in outs if highest - row.priority < scheduler_module.URGENT]
         if not self.several_clients:  # the youngest rows were preempted
             assert not outs or max(row.arrival for row in self.scheduler.rows_with_slots) < min(outs)
-        assert [isinstance(action, PrefillChunk) for action in actions[:-1]].count(True) == 0
+        assert [isinstance(action, PrefillChunk | LoadPages) for action in actions[:-1]].count(True) == 0
         self.check()
         return actions
 
+    def transfer(self, action):
+        """Moves pages between the tiers; writes files of what was saved."""
+        if isinstance(action, SavePages):
+            for page, host_page, name in zip(*action, strict=True):
+                self.host_cells[host_page] = self.cells[page].copy()
+                self.files[name] = self.cells[page].copy()
+                self.names.add(name)
+        elif isinstance(action, ReadPages):
+            self.reads.append(action)
+        else:
+            row = action.row
+            if row in self.queue:
+                self.admit(row)
+                row.weights = self.weights
+                assert row.hits + PAGE_SIZE * len(row.host_pages) <= self.longest_hit(row)
+            self.expect_prompt(row)
+            for page, host_page in zip(action.pages, action.host_pages, strict=True):
+                assert self.scheduler.pool.ref_counts[page] == 1
+                self.cells[page] = self.host_cells[host_page].copy()
+
+    def end_read(self, at, good):
+        """Ends a read: some of its pages are read, the files of the others are lost."""
+        read = self.reads.pop(at % len(self.reads))
+        count = good % (len(read.names) + 1)
+        for name, host_page in zip(read.names[:count], read.host_pages, strict=False):
+            if read.epoch == self.tier.epoch:
+                self.host_cells[host_page] = self.files[name].copy()
+        self.names -= {*read.names[count:]}
+        self.scheduler.record_read(read, count)
+
     def admit(self, row):
         """The first row in order gets a slot, and overtakes all earlier rows that do not run yet."""
-        assert min(self.queue, key=order) is row or self.several_clients
+        apart = self.scheduler.waiting_for_files
+        assert min(set(self.queue) - apart.keys(), key=order) is row or self.several_clients
         self.queue.remove(row)
-        for other in self.rows:
+        for other in set(self.rows) - apart.keys():
             other.overtaken_by += other.arrival < row.arrival and (
                 other in self.queue or not other.is_prefilled
             )
@@ -96,7 +142,8 @@ class FakeDevice:
     def prefill(self, chunk):
         row = chunk.row
         (_, start, count, is_full, is_last, _) = chunk
-        candidates = [*self.queue] if None in self.scheduler.slots else [row]
+        waiting = [other for other in self.queue if other not in self.scheduler.waiting_for_files]
+        candidates = waiting if None in self.scheduler.slots else [row]
         candidates += [other for other in self.scheduler.rows_with_slots if not other.is_prefilled]
         # With fewer free pages the rows before it may wait for pages.
         if not self.several_clients and len(self.scheduler.pool.free) >= 80:
@@ -122,9 +169,10 @@ class FakeDevice:
             return "logprobs"
         return CHUNK if at < (len(row.ids) - 1) // CHUNK * CHUNK else PAGE_SIZE
 
-    def bits(self, row, before, token, program):
+    def bits(self, row, before, token, program, weights=None):
+        weights = self.weights if weights is None else weights
         exact, loose = before[-1] if before else (row.salt, row.salt)
-        return hash((exact, token, self.weights, program)), hash((loose, token, self.weights))
+        return hash((exact, token, weights, program)), hash((loose, token, weights))
 
     def write(self, row, token, program):
         at = len(row.expected)
@@ -143,8 +191,8 @@ class FakeDevice:
             if by_program and row.exact:
                 self.known.add(self.prefix(row, ids, end, True))
 
-    def check_hits(self, row, start):
-        """The row starts after the longest known prefix; after a shorter one once pages were evicted."""
+    def longest_hit(self, row):
+        """Tokens of the longest known prefix of a prompt."""
         full = (len(row.ids) - 1) // CHUNK * CHUNK
         best = [0, 0]
         most = len(row.ids)
@@ -157,11 +205,19 @@ class FakeDevice:
                     break
                 if not by_program or end >= full or end % CHUNK == 0:
                     best[by_program] = end
-        expected = self.scheduler.prefix_cache and (max(best) if row.share_answers else best[True])
+        return self.scheduler.prefix_cache and (max(best) if row.share_answers else best[True])
+
+    def check_hits(self, row, start):
+        """The row starts after the longest known prefix; after a shorter one once pages were evicted."""
+        expected = self.longest_hit(row)
         assert start == row.hits == expected or (self.lost and start == row.hits < expected)
         row.weights = self.weights
-        for at in range(start):
-            row.expected.append(self.bits(row, row.expected, row.ids[at], self.program(row, at)))
+        self.expect_prompt(row)
+
+    def expect_prompt(self, row):
+        """All computed tokens of a prompt came from the prefix cache."""
+        for at in range(len(row.expected), row.num_computed):
+            row.expected.append(self.bits(row, row.expected, row.ids[at], self.program(row, at), row.weights))
 
     def decode(self, steps, early=None):
         """Every running row samples tokens; the row in slot `early` one, an EOS."""
@@ -187,14 +243,18 @@ class FakeDevice:
         pages = set(row.pages)
         self.scheduler.end(row, row.sampled, valid)
         assert valid or not pages & set(self.scheduler.pool.page_of_hash.values())
+        if not valid and self.tier:
+            hashes = {*row.page_hashes, *row.token_hashes}
+            assert not hashes & {*self.tier.pool.page_of_hash, *self.names}
         self.scheduler.end(row)
         self.rows.remove(row)
         self.queue = [other for other in self.queue if other is not row]
-        assert row.state == "ended" and row.slot is None and not row.pages
+        assert row.state == "ended" and row.slot is None and not row.pages and not row.host_pages
         self.check()
 
     def reset(self):
         self.scheduler.reset_prefix_cache()
+        self.names.clear()  # they have other names now
         self.weights += 1
         self.check()
 
@@ -213,6 +273,8 @@ class FakeDevice:
         assert pool.cached.keys() <= pool.hashes_of_page.keys()
         assert scheduler.prefix_cache or not pool.page_of_hash
         self.num_cached = len(pool.page_of_hash)
+        if self.tier:
+            self.check_tier()
         for row in self.rows:
             assert (row.state == "waiting") == (row in self.queue) == (row not in scheduler.slots)
             assert row.is_swapped_out == (row in self.host) and len(row.pages) <= row.max_pages
@@ -224,12 +286,27 @@ class FakeDevice:
                     not row.exact and [c[1] for c in cells] == [s[1] for s in row.expected]
                 )
 
+    def check_tier(self):
+        """No page in host memory is lost, and those that rows and reads need are kept."""
+        pool = self.tier.pool
+        kept = [page for row in self.rows for page in row.host_pages]
+        kept += [page for read in self.reads for page in read.host_pages]
+        assert pool.ref_counts == [kept.count(page) for page in range(pool.size)]
+        assert sorted([0, *pool.free, *pool.cached, *set(kept)]) == [*range(pool.size)]
+        assert pool.cached.keys() <= pool.hashes_of_page.keys() <= {*pool.cached, *kept}
+        assert self.tier.read <= {*range(1, pool.size)}
+        assert {*self.scheduler.waiting_for_files} <= {*self.queue} & {read.row for read in self.reads}
+
     def finish(self):
         """In every step some row computes a token, until all have ended: no token is computed twice."""
         while self.rows:
+            if self.reads:
+                self.end_read(0, 99)
             actions = self.execute(self.scheduler.schedule())
-            prefilled = any(isinstance(action, PrefillChunk) for action in actions)
-            assert self.decode(5) or prefilled
+            prefilled = any(isinstance(action, PrefillChunk | LoadPages) for action in actions)
+            assert self.decode(5) or prefilled or self.reads
+        while self.reads:
+            self.end_read(0, 99)
         counts = self.scheduler.counts()
         assert counts["pages_used"] == counts["waiting"] == 0
         assert self.scheduler.slots == [None] * len(self.scheduler.slots)
@@ -281,6 +358,23 @@ def test_any_requests_of_several_clients(small_sizes, slots, pages, steps, names
     run(FakeDevice(slots, pages, several_clients=True), steps, names)
 
 
+# Reads from files end in any order, some after a part of their pages, or the row does not wait for them.
+READ = st.tuples(st.just("read"), st.integers(0, 9), st.sampled_from([99, 99, 0, 1, 2, 3]))
+LATE = st.tuples(st.just("late"), st.integers(0, 9))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck], derandomize=True)
+@given(
+    st.integers(1, 5),
+    st.sampled_from([9, 12, 16, 20, 26]),
+    st.sampled_from([1, 3, 8, 20, 60]),
+    st.lists(st.one_of(STEPS, STEPS, STEPS, READ, LATE), min_size=50, max_size=120),
+    st.lists(st.sampled_from("aab"), min_size=1, max_size=5),
+)
+def test_any_requests_with_pages_beyond_the_device(small_sizes, slots, pages, host_pages, steps, names):
+    run(FakeDevice(slots, pages, several_clients=True, host_pages=host_pages), steps, names)
+
+
 def run(device, steps, names=("",)):
     """Carries out the steps; the clients of these names submit in turn."""
     clients_of = itertools.cycle(names)
@@ -300,6 +394,10 @@ def run(device, steps, names=("",)):
             device.end(device.rows[values[0] % len(device.rows)], valid=values[1])
         elif name == "reset":
             device.reset()
+        elif name == "read" and device.reads:
+            device.end_read(*values)
+        elif name == "late" and device.reads:
+            device.scheduler.stop_reading(device.reads[values[0] % len(device.reads)].row)
     device.finish()
 
 

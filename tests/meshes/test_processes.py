@@ -53,7 +53,8 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture
 def lines(tmp_path) -> Path:
     file = tmp_path / "in.jsonl"
-    rows = (dict(prompt=f"the {i}", max_tokens=24, temperature=i % 2 * 0.8, seed=i) for i in range(LINES))
+    texts = [f"{'abcdef'[i % 6] * 130} the {i}" for i in range(LINES)]  # six prefixes of two pages
+    rows = (dict(prompt=text, max_tokens=24, temperature=i % 2 * 0.8, seed=i) for i, text in enumerate(texts))
     file.write_text("".join(f"{json.dumps(row)}\n" for row in [*rows, dict(prompt="")]))
     return file
 
@@ -81,7 +82,7 @@ def test_generate_gives_the_tokens_of_one_process(command, model):
 def test_batch_resumes_after_a_killed_process_with_the_output_of_one_process(model, lines, tmp_path):
     one, out, logs = (tmp_path / name for name in ("one", "two", "logs"))
     xj.generate_file(xj.load_model(model), lines, one, raw=True, in_order=True, progress=False, **SHAPE)
-    given = dict(model=model, input=lines, output=out, log_dir=logs, **SHAPE)
+    given = dict(model=model, input=lines, output=out, log_dir=logs, host_pages=30, **SHAPE)
     args = [f"--{name}={value}" for name, value in given.items()] + ["--raw", "--in_order"]
     with job("batch", *args) as processes:
         wait_until(lambda: out.exists() and out.read_bytes().count(b"\n") > 2, 120)

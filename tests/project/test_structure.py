@@ -26,8 +26,8 @@ PACKAGES = {
         "param_specs", "params", "layout", "hadamard",
     ),
     "cache": (
-        "quantized_kv", "stored_kv", "layer_caches", "paged", "recurrent", "kv_cache", "fingerprint",
-        "prefix", "prefix_files",
+        "quantized_kv", "stored_kv", "layer_caches", "page_size", "paged", "recurrent", "kv_cache",
+        "fingerprint", "prefix", "prefix_files",
     ),
     "model": (
         "kernel_products", "layers", "attention", "rope_append", "linear_attention", "experts",
@@ -60,8 +60,9 @@ PACKAGES = {
     "text": (),
     "embedding": (),
     "engine": (
-        "clients", "pages", "row", "scheduler", "shape", "device_programs", "states", "device",
-        "layerwise_device", "warm_up", "messages", "controller", "requests", "statistics", "core",
+        "clients", "pages", "row", "host_tier", "prefix_cache", "scheduler", "pacing", "shape",
+        "device_programs", "states", "host_pages", "device", "layerwise_device", "warm_up", "messages",
+        "page_transfer", "controller", "requests", "statistics", "page_files", "page_tiers", "core",
         "prefilled_row", "role_cores", "request_queue", "submission", "routing", "disaggregated", "engine",
         "engines",
     ),
@@ -77,7 +78,8 @@ PACKAGES = {
     "serve": (
         "server_settings", "api_errors", "metrics", "page", "ip_addresses", "connections", "admission",
         "request_body", "worker_pool", "json_encoding", "chunks", "http_responses",
-        "embedding_requests", "served_request", "service", "text_endpoints", "app", "command",
+        "peer_worker", "peer_front", "embedding_requests", "served_request", "service", "text_endpoints",
+        "app", "command",
     ),
 }  # fmt: skip
 ORDER = [

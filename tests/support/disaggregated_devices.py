@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import random
+import socket
 import threading
 import time
 
@@ -14,6 +15,8 @@ import tiny
 
 import xinfer_jax as xj
 from xinfer_jax.engine.disaggregated import DisaggregatedEngine
+from xinfer_jax.serve.peer_front import PeerEngines
+from xinfer_jax.serve.peer_worker import PeerWorker
 
 SHAPE = dict(rows=3, capacity=512, pages=9, chunk=128, cache_dtype="int8", warm_up=True)
 HF = tiny.CONFIG | dict(
@@ -136,6 +139,68 @@ def test_update_changes_both_sides(apart, model):
     again = apart.generate(ids, options(8))
     tokens = [[out.tokens for out in outs] for outs in (before, after, again)]
     assert tokens[0] != tokens[1] and tokens[0] == tokens[2]
+
+
+def test_prefill_and_decode_processes_behind_a_front_process(one, model):
+    """Here they are threads: `scripts/soak_peers.py` has processes, and kills them. Of two prefill processes
+    one is lost, and its prompts go to the other; rows of a lost decode process fail, others do not.
+    """
+    lines = []
+    secret = b"x" * 32
+    front = PeerEngines(model, socket.create_server(("127.0.0.1", 0)), secret, lines.append)
+    address = front._listening.getsockname()[:2]
+    stop = threading.Event()
+    workers = []
+
+    def connect(role: str, device: int) -> PeerWorker:
+        own = dataclasses.replace(model, params=jax.device_put(model.params, jax.devices()[device]))
+        engine = xj.Engine(own, role=role, **SHAPE).__enter__()
+        workers.append(PeerWorker(engine, address, secret, lines.append))
+        threading.Thread(target=workers[-1].run, args=(stop,), daemon=True).start()
+        return workers[-1]
+
+    with pytest.raises(xj.InputError, match="no prefill process is connected"):
+        front.submit([5])
+    connect("prefill", 0)
+    decoding = connect("decode", 1)
+    front.wait_for_both(stop.is_set)
+    asked = engine_requests.draw(random.Random(4), 288, 12, 150, SHAPE)
+    asked = [a for a in asked if not a.cancel and "deadline" not in a.more]
+    expected = [engine_requests.outcome(one.submit(a.ids, a.options, key=a.key, **a.more)) for a in asked]
+
+    def found() -> list[tuple]:
+        requests = [front.submit(a.ids, a.options, key=a.key, **a.more) for a in asked]
+        return [engine_requests.outcome(request) for request in requests]
+
+    assert all(map(engine_requests.same_outcome, found(), expected))
+    grammar = xj.GenerateOptions(30, grammar=xj.regex("[a-f]{3,9}x[0-9]+"))
+    assert (
+        front.submit([5, 6, 7], grammar).result(60).tokens == one.submit([5, 6, 7], grammar).result().tokens
+    )
+    second = connect("prefill", 0)
+    while len(front.peers) < 3:
+        time.sleep(0.01)
+    long = [front.submit(prompt(i, 60), options(200)) for i in range(8)]
+    assert len(list(itertools.islice(long[0], 3))) == 3
+    second._channel._connection.shutdown(socket.SHUT_RDWR)
+    assert all(len(request.result(60).tokens[0]) == 200 for request in long)
+    assert sum("is gone" in line for line in lines) == 1
+    for worker in workers[:2]:
+        assert idle(worker._engine) and not (worker._rows or worker._requests or worker._offers)
+    assert not (front._places or front._sources or front.load)
+    for worker in workers[:2]:
+        worker._transfer._server = None  # pages go through the host
+    assert all(map(engine_requests.same_outcome, found(), expected))
+    request = front.submit(prompt(9, 60), options(400))
+    assert len(list(itertools.islice(request, 3))) == 3
+    decoding._channel._connection.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(xj.InputError, match="the decode process .* is gone"):
+        request.result(60)
+    assert front.missing == "no decode process is connected" and not front.alive
+    front.close()
+    stop.set()
+    for worker in workers:
+        worker._engine.close()
 
 
 @pytest.mark.parametrize("side", ["decode", "prefill"])

@@ -26,10 +26,13 @@ def run_settings(
     """The settings by dotted name, such as options.sampling.top_k. shape: arguments of `Engine`.
 
     The number of pages is not among them: it changes no answer, only how many tokens fit in a row (`room`).
-    Nor are `warm_up` and the devices, but for the sizes of meshes.
+    Nor are `warm_up`, the pages beyond the device, and the devices, but for the sizes of meshes.
     """
     default = {name: p.default for name, p in inspect.signature(Engine.__init__).parameters.items()}
-    without = "self", "model", "pages", "warm_up", "prefill_devices", "decode_devices", "role"
+    without = (
+        "self", "model", "pages", "warm_up", "host_pages", "page_directory", "page_directory_bytes",
+        "prefill_devices", "decode_devices", "role",
+    )  # fmt: skip
     engine = {name: shape.get(name, default[name]) for name in default if name not in without}
     engine["room"] = max_request_tokens(model.config, engine["capacity"], shape.get("pages"))
     tokenizer = model.tokenizer

@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from .layer_caches import Contiguous
+from .page_size import PAGE_SIZE as PAGE_SIZE
 from .quantized_kv import shard_heads
 from .stored_kv import empty_pair, map_slots, slice_slots, stores_side_by_side
 
-PAGE_SIZE = 64  # tokens of a page; vLLM's block size
 _MAX_BLOCK = 512  # keys that are gathered at a time: 1,024 took three to six times as long on CPU
 
 

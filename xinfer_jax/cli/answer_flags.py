@@ -75,6 +75,22 @@ def define_engine(parser: FlagParser) -> None:
         "KV cache pages of an engine, 64 tokens each. Default: half of the memory that the weights leave.",
         least=2,
     )
+    parser.add_integer(
+        "host_pages",
+        "Pages in host memory, for what the prefix cache would evict from the device; 0: none.",
+        default=0,
+    )
+    parser.add_text(
+        "page_directory",
+        "Directory of yours, mode 0700, where pages are written to files that later runs find; needs"
+        " --host_pages. Default: none.",
+        empty="give a directory",
+    )
+    parser.add_integer(
+        "page_directory_bytes",
+        "Size of its files; the least recently used are deleted.",
+        default=2**34, least=1, most=2**60,
+    )  # fmt: skip
     parser.add_choice(
         "cache_dtype", "Keys and values in int8, int4 or a float type. Default: float32 on CPU.",
         "int8", "int4", "float32", "bfloat16", "float16",

@@ -19,6 +19,8 @@ def answer_file(flags: Any, shard: tuple[int, int] | None) -> int:
     engine_settings: dict[str, Any] = dict(
         rows=flags.rows, capacity=flags.capacity, pages=flags.pages, cache_dtype=flags.cache_dtype,
         impl=flags.impl, draft=None if flags.draft == "none" else flags.draft,
+        host_pages=flags.host_pages, page_directory=flags.page_directory,
+        page_directory_bytes=flags.page_directory_bytes,
     )  # fmt: skip
     process = join_processes()
     check_devices(flags)

@@ -100,8 +100,8 @@ class Channel:
             self.send()
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A server socket at the address of --coordinator, and at no other.
+def listen(host: str, port: int, flag: str = "coordinator") -> socket.socket:
+    """A server socket at the address of a flag, and at no other.
 
     Raises:
         InputError: the address is not of this machine, others cannot reach it, or the port is in use.
@@ -110,9 +110,9 @@ def listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if is_local(str(address[0])) and not is_local(host):
             raise InputError(
-                f"--coordinator={host}:{port} is {address[0]} here, which other machines cannot reach: give"
+                f"--{flag}={host}:{port} is {address[0]} here, which other machines cannot reach: give"
                 " an address that they can reach, or 127.0.0.1 if all processes are on this machine"
             )
         return socket.create_server(address[:2], family=family)
     except OSError as error:
-        raise InputError(f"--coordinator={host}:{port} cannot be listened on: {error.strerror}") from error
+        raise InputError(f"--{flag}={host}:{port} cannot be listened on: {error.strerror}") from error

@@ -66,8 +66,9 @@ def member_from_flags(flags: Any) -> GroupMember | None:
     """
     known = flags.coordinator, flags.num_processes, flags.process_id
     if known[0] is None:
+        peers = "peers" in flags and (flags.peers or flags.peer)
         for name in ("num_processes", "process_id", "log_dir", "start_seconds", "secret_file"):
-            if flags[name].value != flags[name].default:
+            if not (peers and name == "secret_file") and flags[name].value != flags[name].default:
                 raise InputError(f"--{name} does nothing without --coordinator: give that too")
         return None
     several = [name for name in _SEVERAL if name in flags and flags[name].value != flags[name].default]

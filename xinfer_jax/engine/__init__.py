@@ -3,15 +3,17 @@ request gets the same bits whatever other requests run.
 
 In the order to read:
 
-- `clients`: whose row goes first · `pages`: the page pool and the prefix cache · `row`: one answer, for the
-  scheduler · `scheduler`: what prefills, what decodes and in which pages, in plain Python
-- `shape`: the sizes of an engine · `device_programs`, `states`, `device`: the model, its pages, recurrent
-  states and rows ·
+- `clients`: whose row goes first · `pages`: the page pool · `row`: one answer, for the scheduler ·
+  `host_tier`: pages beyond the device · `prefix_cache`: which pages a prompt begins with · `scheduler`: what
+  prefills, what decodes and in which pages · `pacing`: how much of both is in a step; all in plain Python
+- `shape`: the sizes of an engine · `device_programs`, `states`, `host_pages`, `device`: the model, its pages,
+  recurrent states and rows ·
   `layerwise_device`: the same on a CPU · `warm_up`: when which programs are compiled
-- `messages`, `controller`: other processes repeat the device calls of process 0
-- `requests`: what callers get · `statistics`: counters · `core`: one step · `request_queue`: what callers
-  want before the next step · `submission`: checks of prompts and options · `engine`: the thread that takes
-  the steps
+- `messages`, `controller`: other processes repeat the device calls of process 0 · `page_transfer`: arrays
+  from one process to another
+- `requests`: what callers get · `statistics`: counters · `page_files`: pages in files · `page_tiers`: moves
+  pages between device, host memory and files · `core`: one step · `request_queue`: what callers want before
+  the next step · `submission`: checks of prompts and options · `engine`: the thread that takes the steps
 - `prefilled_row`: a row between two engines · `role_cores`: the steps of an engine that only prefills, or
   only decodes · `routing`: which engine knows the beginning of a prompt · `disaggregated`: engines that
   prefill, and engines that decode · `engines`: several engines behind one queue
@@ -33,6 +35,25 @@ Decisions:
   memory and back as it was, so nothing is computed twice. A row gets a slot only if its whole prompt and
   one more page for every other row fit, and preempts no row for it: few rows are preempted soon after they
   began.
+- With `host_pages` a page that the prefix cache evicts is copied to host memory before it is written again,
+  eight in a program. The scheduler numbers these pages as it numbers those of the device; so over several
+  processes each keeps its own parts. A row that begins with such pages gets device pages for them as for a
+  prompt, which preempts no row, and loads eight of them in the place of a prefill chunk, so no decoding row
+  waits longer for it than for a chunk. They are the same bits, so hits count as on the device: whole chunks,
+  never the last.
+- With `page_directory` saved pages are also written to files by a thread, eight at a time; those that are
+  evicted before are not written. A row whose next pages are in files waits apart while a thread reads them
+  into host memory, and other rows go on. It waits no longer than prefilling these tokens would take at the
+  last prompt's rate; what comes later is there for others. Only as many rows as there are slots wait so.
+- A page file's name is a digest of the salt, the tokens, the programs, and all else that its bits depend on:
+  weights, versions, device kind or CPU features and threads, cache dtype and form, capacity, impl, XLA's
+  flags. Its HMAC, which is its checksum too, covers name and bytes. A file that does not verify is a miss, is
+  reported once, and is written anew. Files are complete before they get their name. If writing fails, as on a
+  full disk, none is written for a minute. The salt is an HMAC with the directory's secret, so names reveal no
+  prompt.
+- Several engines have each their own host pages: a request goes to the engine that knows its prefix, and one
+  memory for all would need locks in every step. Files they share, as other runs do; new files of others are
+  found within a minute.
 - No later row overtakes a row that waits for pages, or small requests would starve large ones.
 - Clients (`submit(client=…)`) share the slots equally. While a client with less than its share waits, rows
   of clients with more are preempted, the youngest first, and continue later with the same bits. Within the
@@ -42,8 +63,8 @@ Decisions:
 - A step prefills at most one chunk before new requests, cancels and deadlines are handled, and decodes
   for at most a second.
 - The text of an answer costs the same for each token, whatever its stop strings are.
-- If the numbers of a row are not finite, none of its pages is found again, also those that it found: one of
-  them may be the cause, and the next request computes it anew.
+- If the numbers of a row are not finite, none of its pages is found again in any tier, also those that it
+  found: one of them may be the cause, and the next request computes it anew.
 - Settings, keys, limits, biases and EOS ids of a row are arrays of fixed sizes, with all sampling settings,
   so after the warm-up no request compiles anything. A row's bits do not depend on the number of decode
   steps in a call, because its whole state is kept between two calls.

@@ -16,20 +16,18 @@ from ..sampling.context import ALL_BITS
 from ..sampling.logprobs import token_logprob_rows
 from .controller import Leader
 from .device import Device
-from .device_programs import MAX_DECODE_TOKENS, SampledTokens
+from .device_programs import SampledTokens
+from .pacing import Pacing
+from .page_files import PageFiles
+from .page_tiers import PageTiers
 from .requests import Answer, Request
-from .row import Action, PrefillChunk, Restore, Row, Swap
+from .row import Action, LoadPages, PrefillChunk, Restore, Row, Swap
 from .scheduler import Scheduler
 from .shape import EngineShape
 from .statistics import EngineCounters
 
-# Seconds of decoding in one step, about. New requests, cancels and deadlines wait for the end of a step.
-_LIVE_SECONDS = 0.1  # a caller may stream the answer, and more requests may come
-_BUSY_SECONDS = 0.01  # the same, while other rows wait or prefill
-_LONGEST_SECONDS = 1.0  # no caller streams
 _POLL_SECONDS = 0.01  # while no row can run, as programs are being compiled
-_FIRST_STEPS = 8  # decode steps of the first step, before their time is known
-_MAX_PREFILL_STEPS = 32  # consecutive steps without decoding, if no caller streams
+_FILE_POLL_SECONDS = 0.001  # the same, as files are read
 
 
 class EngineCore:
@@ -38,15 +36,17 @@ class EngineCore:
     Attributes:
         device: of this process, or the `Leader` of all processes.
         scheduler: decides.
+        tiers: the prefix cache beyond the device.
+        shape: of the engine.
 
     Args:
-        shape: of the engine.
         counters: that it adds to.
         notify: is called with requests that have new tokens, or have ended.
         is_ready: whether the programs of these stages (of `Device.stages`) are compiled.
+        files: for pages; None: none.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         device: Device | Leader,
         scheduler: Scheduler,
@@ -54,21 +54,23 @@ class EngineCore:
         counters: EngineCounters,
         notify: Callable[[Collection[Request]], None],
         is_ready: Callable[[frozenset[str]], bool],
+        files: PageFiles | None = None,
     ):
         self.device: Any = device
         self.scheduler = scheduler
+        self.tiers = PageTiers(device, scheduler, files)
         self._counters = counters
         self._notify = notify
-        self._shape = shape
+        self.shape = shape
         self._is_ready = is_ready
         self._answers: dict[Row, Answer] = {}  # that have not ended
         self._held: dict[Answer, frozenset[str]] = {}  # of these, that wait for programs: their stages
-        self._step_seconds = 0.0  # of the last decode steps, each
-        self._prefill_steps = 0  # since the last step that decoded
+        self._pacing = Pacing(shape.chunk, 1 + shape.num_draft_tokens)
 
     def add(self, answers: Iterable[Answer]) -> None:
         """Queues answers. `step` submits them to the scheduler once their programs are compiled."""
         for answer in answers:
+            answer.row.salt = self.tiers.salt(answer.row.salt)
             self._answers[answer.row] = answer
             self._held[answer] = self._stages(answer)
 
@@ -94,20 +96,19 @@ class EngineCore:
             for answer in [answer for answer, stages in self._held.items() if stages in ready]:
                 del self._held[answer]
                 self.scheduler.submit(answer.row)
+        self.tiers.step()
         busy = False
         width = 0
-        while width < self._shape.chunk and (actions := self.scheduler.schedule()):
+        while self._pacing.may_prefill(width) and (actions := self.scheduler.schedule()):
             busy = True
             self._execute(actions)
-            width += sum(action.width for action in actions if isinstance(action, PrefillChunk))
-        # If no caller streams, free slots are filled first, for a limited number of steps.
-        fills = width >= self._shape.chunk and not self._is_live and self._prefill_steps < _MAX_PREFILL_STEPS
-        self._prefill_steps = self._prefill_steps + 1 if fills else 0
-        if self.scheduler.running and not fills:
+            width += sum(action.width for action in actions if isinstance(action, PrefillChunk | LoadPages))
+        skips_decoding = self._pacing.skips_decoding(width, self._is_live)
+        if self.scheduler.running and not skips_decoding:
             busy = True
             self._decode(has_new_requests)
-        if not busy and self._held:
-            time.sleep(_POLL_SECONDS)
+        if not busy and (self._held or self.tiers.is_busy):
+            time.sleep(_POLL_SECONDS if self._held else _FILE_POLL_SECONDS)
             return True
         return busy
 
@@ -122,13 +123,17 @@ class EngineCore:
         needed = {
             "sampled": not call.greedy,
             "logprobs": call.options.logprobs > 0,
-            "chunk": len(answer.row.ids) > self._shape.chunk and answer.row.logprobs_from is None,
+            "chunk": len(answer.row.ids) > self.shape.chunk and answer.row.logprobs_from is None,
             "prompt_logprobs": answer.row.logprobs_from is not None,
+            "rare": self.scheduler.host is not None,  # copies of pages, which no decoding row waits for
         }
         return frozenset(name for name, needs in needed.items() if needs)
 
     def _execute(self, actions: Iterable[Action]) -> None:
         for action in actions:
+            if not isinstance(action, PrefillChunk | Swap | Restore):
+                self.tiers.execute(action)
+                continue
             answer = self._answers[action.row]
             if isinstance(action, PrefillChunk):
                 self._prefill(action, answer)
@@ -141,7 +146,7 @@ class EngineCore:
 
     def _swap_out(self, swap: Swap, answer: Answer) -> None:
         answer.swapped_pages = self.device.copy_pages_out(swap.pages)
-        if answer.row.is_prefilled or self._shape.state_bytes:
+        if answer.row.is_prefilled or self.shape.state_bytes:
             answer.swapped_row = self.device.get_row(swap.slot, True)
 
     def _swap_in(self, swap: Swap, answer: Answer) -> None:
@@ -188,24 +193,23 @@ class EngineCore:
         row = self.device.new_row(call, answer.key_1, masks, tables)
         flags = call.greedy, call.options.logprobs > 0
         out = jax.device_get(self.device.sample_first(answer.row.slot, outputs, row, *flags))
-        request.times.setdefault("first", time.monotonic())
+        now = time.monotonic()
+        request.times.setdefault("first", now)
+        if answer is request.answers[0]:
+            self.tiers.note_prefill(len(request.ids) - answer.row.hits, now - request.times["prefill"])
         self._append(answer, out, 0)
         self._notify([request])
 
     def _decode(self, has_new_requests: Callable[[], bool]) -> None:
         """Decodes the running rows for a limited time; while others wait, until a row ends."""
         scheduler = self.scheduler
-        tokens_per_step = 1 + self._shape.num_draft_tokens
-        masks = self._masks([(slot, self._answers[row]) for slot, row in scheduler.running], self._shape.rows)
+        tokens_per_step = 1 + self.shape.num_draft_tokens
+        masks = self._masks([(slot, self._answers[row]) for slot, row in scheduler.running], self.shape.rows)
         if not scheduler.running:  # all have failed
             return
-        others = bool(scheduler.clients.first_rows())
-        others = others or len(scheduler.rows_with_slots) > len(scheduler.running)
-        until_one_ends = others or has_new_requests()
         running = [self._answers[row] for _, row in scheduler.running]
         left = [answer.request.call.options.max_new_tokens - len(answer.sampled) for answer in running]
-        most = min(left) if until_one_ends else max(left)
-        steps = min(most, MAX_DECODE_TOKENS // tokens_per_step, self._affordable_steps(others))
+        steps, until_one_ends = self._pacing.decode_call(scheduler, left, has_new_requests(), self._is_live)
         steps = steps if masks is None else 1
         self._execute(scheduler.reserve_pages(steps * tokens_per_step))
         answers = {slot: self._answers[row] for slot, row in scheduler.running}
@@ -214,7 +218,7 @@ class EngineCore:
         calls = [answer.request.call for answer in answers.values()]
         flags = all(call.greedy for call in calls), any(call.options.logprobs for call in calls)
         out = jax.device_get(self.device.decode(pages, steps, until_one_ends, *flags, masks))
-        self._step_seconds = (time.perf_counter() - began) / max(1, int(out.passes_B.max()))
+        self._pacing.record_decode(time.perf_counter() - began, int(out.passes_B.max()))
         for slot, answer in answers.items():
             scheduler.record_decode(answer.row, int(out.count_B[slot]))
             answer.passes += int(out.passes_B[slot])
@@ -239,7 +243,7 @@ class EngineCore:
         ]
         if not constrained:
             return None
-        num_drafts = self._shape.num_draft_tokens
+        num_drafts = self.shape.num_draft_tokens
         vocab_size = constrained[0][1].request.call.config.vocab_size
         masks = np.full((rows, 1 + num_drafts, -(-vocab_size // 32)), ALL_BITS)
         draft_BT = self.device.draft_tokens() if num_drafts and not first else None
@@ -250,15 +254,6 @@ class EngineCore:
                 self._fail(answer.request, error)
                 self._notify([answer.request])
         return masks
-
-    def _affordable_steps(self, others: bool) -> int:
-        """Decode steps in the time of one step. others: whether rows wait or prefill."""
-        if not self._step_seconds:
-            return _FIRST_STEPS
-        seconds = _LONGEST_SECONDS
-        if self._is_live:
-            seconds = _BUSY_SECONDS if others else _LIVE_SECONDS
-        return max(1, int(seconds / self._step_seconds))
 
     def _append(self, answer: Answer, out: SampledTokens, slot: int) -> bool:
         """Appends a row's tokens to its answer. Returns whether the answer has ended."""

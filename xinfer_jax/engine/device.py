@@ -45,13 +45,14 @@ from .device_programs import (
     cache_states,
     paged_cache,
 )
+from .host_pages import HostPages
+from .host_tier import COPIED_PAGES
 from .pages import num_pages_for
 from .shape import EngineShape
 from .states import States
 
 MAX_EOS_IDS = 8
 MAX_STOP_IDS = 16  # further ids that end a row
-_COPIED_PAGES = 8  # that one program copies to host memory, or back
 
 
 class Device:
@@ -62,6 +63,7 @@ class Device:
         pools: (k, v) of each layer with keys.
         states: the recurrent states of all slots.
         rows: the state of all slots, with all settings and without output.
+        host: pages in host memory; None: none, or this is a dry run.
     """
 
     def __init__(self, params: Params, config: ModelConfig, shape: EngineShape, execute: Executor):
@@ -78,6 +80,8 @@ class Device:
         )
         create = lambda make: execute.create(make, self._device)  # noqa: E731
         self.states = States(config, shape, execute, create, mesh)
+        has_pages = all(isinstance(x, jax.Array) for x in jax.tree.leaves(self.pools))
+        self.host = HostPages(shape.host_pages, self.pools) if shape.host_pages and has_pages else None
         row = self._new_row(*self._empty_call, limit=0)
         self.rows: Any = self._put(jax.tree.map(lambda x: _repeat(x, shape.rows), row))
         self._has_masks = False  # the last call of `decode` had masks
@@ -191,6 +195,18 @@ class Device:
         for part, arrays in zip(_parts(pages), contents, strict=True):
             arrays = jax.tree.map(_on_device, arrays)
             self.pools = self._execute(SET_PAGES, self.pools, part, arrays)
+
+    def save_pages(self, pages: list[int], host_pages: list[int]) -> None:
+        """Copies these pages to places in host memory. The device makes the last copies meanwhile."""
+        assert self.host is not None
+        for part, places in zip(_parts(pages), _parts(host_pages), strict=True):
+            self.host.save(places, self._execute(GET_PAGES, self.pools, part))
+
+    def load_pages(self, pages: list[int], host_pages: list[int]) -> None:
+        """Copies what `save_pages` saved in these places, or a file had, into these pages."""
+        assert self.host is not None
+        for part, places in zip(_parts(pages), _parts(host_pages), strict=True):
+            self.pools = self._execute(SET_PAGES, self.pools, part, self.host.load(places, self.pools))
 
     def save_state(self, slot: int, snapshot: int) -> None:
         """Copies the recurrent states of a slot into a snapshot."""
@@ -351,5 +367,5 @@ def _on_device(x: Any) -> Any:
 
 def _parts(pages: list[int]) -> list[np.ndarray]:
     """Pages in groups of one size; page 0, which no row uses, fills the last group."""
-    parts = [pages[at : at + _COPIED_PAGES] for at in range(0, len(pages), _COPIED_PAGES)]
-    return [np.array(part + [0] * (_COPIED_PAGES - len(part)), np.int32) for part in parts]
+    parts = [pages[at : at + COPIED_PAGES] for at in range(0, len(pages), COPIED_PAGES)]
+    return [np.array(part + [0] * (COPIED_PAGES - len(part)), np.int32) for part in parts]

@@ -25,8 +25,8 @@ from ..sampling.batched_settings import select_rows
 from ..sampling.logprobs import Alternatives, empty_alternatives, record_alternatives
 from ..sharding import sharded_top_k
 from ..weights.cpu_features import compiler_options
+from .pacing import MAX_DECODE_TOKENS
 
-MAX_DECODE_TOKENS = 128  # of a row in one call of `DECODE_STEPS`
 MAX_LOGPROBS = 20  # alternatives of a token
 _LOGITS_TOKENS = 16  # tokens of a prompt whose logits exist at the same time
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -20,19 +21,23 @@ import numpy as np
 
 from ..cache.paged import PAGE_SIZE
 from ..checkpoint.loading import Model
+from ..checks import check_integer
 from ..config.model_config import with_fixed_rope
 from ..errors import InputError, format_value
-from ..memory import check_memory
+from ..memory import check_memory, host_memory_bytes
 from ..sharding import concrete_mesh_of, memory_fraction
 from ..weights.params import Params, tree_bytes
 from .controller import Leader, control_channel_for, follow
 from .core import EngineCore
 from .disaggregated import Devices, DisaggregatedEngine
+from .host_tier import HostTier
+from .page_files import PageFiles
+from .pages import SnapshotPool
 from .request_queue import RequestQueue
 from .requests import Answer, Request
 from .role_cores import DecodeCore, PrefillCore
 from .scheduler import Scheduler
-from .shape import EngineShape, engine_shape
+from .shape import EngineShape, check_host_pages, engine_shape, page_settings
 from .statistics import EngineCounters
 from .submission import EngineBase
 from .warm_up import create_device
@@ -45,7 +50,7 @@ class Engine(EngineBase):
 
     Attributes:
         model: with the weights of the last `update`.
-        rows, capacity, pages, chunk, impl: as given, or their defaults.
+        rows, capacity, pages, host_pages, chunk, impl: as given, or their defaults.
         guesses: draft tokens of a pass; 0 without a draft.
         about: one line about its size, and the seconds until it was ready.
         error: why it failed, or that it was closed; None while it can answer.
@@ -81,6 +86,9 @@ class Engine(EngineBase):
         cache_dtype: Any = None,
         impl: str | None = None,
         warm_up: bool = False,
+        host_pages: int = 0,
+        page_directory: str | Path | None = None,
+        page_directory_bytes: int = 2**34,
         prefill_devices: Devices | None = None,
         decode_devices: Devices | None = None,
         role: str | None = None,
@@ -102,6 +110,11 @@ class Engine(EngineBase):
             cache_dtype: of keys and values: a float type, "int8" or "int4"; None: as in `GenerateOptions`.
             impl: as in `GenerateOptions`.
             warm_up: compile all programs before returning, for measurements and long runs.
+            host_pages: pages in host memory, beside `pages`: what the prefix cache evicts from the device is
+                saved there, and is copied back for a prompt that begins with it.
+            page_directory: such pages are also written to files, which later engines of this model find. A
+                directory of the user's own, with mode 0700.
+            page_directory_bytes: of all files in it; the least recently used are deleted.
             prefill_devices, decode_devices: prompts are prefilled on the first and decoded on the second
                 (`DisaggregatedEngine`): numbers of local devices, or devices; a list in place of a device:
                 the model is divided over these. Each device, or list, has an engine of this shape.
@@ -115,6 +128,13 @@ class Engine(EngineBase):
         self.model = dataclasses.replace(model, params=jax.tree.map(_own_array, model.params))
         sizes = rows, capacity, pages, chunk, draft, draft_tokens, cache_dtype, impl, role
         shape = engine_shape(self.model, *sizes)
+        host_pages = check_host_pages(shape, host_pages, prefix_cache, page_directory)
+        if role == "decode":  # a prefix is found where prompts are prefilled
+            prefix_cache = False
+            host_pages = 0
+            page_directory = None
+        snapshots = shape.snapshots if prefix_cache else 0
+        shape = dataclasses.replace(shape, host_pages=host_pages, snapshots=snapshots)
         self._channel = control_channel_for(self.model.params)
         if self._channel:  # hosts may have different amounts of memory
             shape = dataclasses.replace(shape, pages=self._channel.broadcast(shape.pages))
@@ -122,13 +142,15 @@ class Engine(EngineBase):
         self.rows = shape.rows
         self.capacity = shape.capacity
         self.pages = shape.pages
+        self.host_pages = shape.host_pages
         self.chunk = shape.chunk
         self.guesses = shape.num_draft_tokens
         self.impl = shape.impl
         self.switches_at = self.model.config.rope.switches_at
         self.weight_bytes = tree_bytes(self.model.params)
         self.cache_bytes = shape.cache_bytes
-        self._check_memory()
+        self._check_memory(shape.host_pages * shape.page_bytes)
+        self._files = self._open_files(page_directory, page_directory_bytes)
         self._queue = RequestQueue()
         self._thread: threading.Thread | None = None
         self._step_lock = threading.Lock()
@@ -139,10 +161,28 @@ class Engine(EngineBase):
         self._last_turn = time.monotonic()
         self._core = self._create_core(shape, prefix_cache, warm_up)
 
-    def _check_memory(self) -> None:
-        need = memory_fraction(concrete_mesh_of(self.model.params)) * (self.weight_bytes + self.cache_bytes)
+    def _check_memory(self, host_bytes: int) -> None:
+        mesh = concrete_mesh_of(self.model.params)
+        need = memory_fraction(mesh) * (self.weight_bytes + self.cache_bytes)
         remedy = "ask for fewer pages, or a smaller cache_dtype"
         check_memory(int(need), f"weights and {self.pages} pages", remedy)
+        if host_bytes:
+            devices = self.model.params["final_norm"].sharding.addressable_devices
+            on_host = need if next(iter(devices)).platform == "cpu" else 0
+            own = host_bytes * (len(devices) / mesh.size if mesh else 1)  # of this process
+            what = f"{self.host_pages} host pages" + (", weights and pages" if on_host else "")
+            check_memory(int(own + on_host), what, "ask for fewer host_pages", host_memory_bytes())
+
+    def _open_files(self, directory: str | Path | None, max_bytes: int) -> PageFiles | None:
+        """The pages in files, if asked for."""
+        max_bytes = check_integer("page_directory_bytes", max_bytes, 1)
+        if directory is None:
+            return None
+        if self._channel:
+            raise InputError(
+                "page_directory does not go with a model over several processes: leave it out, host_pages do"
+            )
+        return PageFiles(directory, max_bytes)
 
     def _create_core(self, shape: EngineShape, prefix_cache: bool, warm_up: bool) -> EngineCore:
         """Compiles programs. Over several processes only process 0 takes requests."""
@@ -153,9 +193,12 @@ class Engine(EngineBase):
         is_busy = lambda: bool(queue.unfinished)  # noqa: E731  (it must not keep the engine alive)
         device, self._warm_up = create_device(self.model.params, config, shape, warm_up, is_busy)
         rest = "" if self._warm_up.complete else "; further programs compile in the background"
+        host_bytes = shape.host_pages * shape.page_bytes
+        beyond = f" + {shape.host_pages} host pages ({host_bytes / 2**20:.0f} MiB)" if host_bytes else ""
         self.about = (
             f"{self.rows} rows of {self.capacity} tokens, {self.pages} pages of {PAGE_SIZE}"
-            f" ({self.cache_bytes / 2**20:.0f} MiB), ready in {time.perf_counter() - began:.1f} s{rest}"
+            f" ({self.cache_bytes / 2**20:.0f} MiB){beyond},"
+            f" ready in {time.perf_counter() - began:.1f} s{rest}"
         )
         # In one write, as other engines may start at the same time.
         print(f"{self.about}\n", end="", file=sys.stderr)
@@ -164,13 +207,17 @@ class Engine(EngineBase):
             own = Leader(device, self._channel)
         elif self._channel:
             self.error = InputError("process 0 answers for all: submit there, and call follow() here")
-        # A prefix is found where prompts are prefilled.
-        prefix_cache = prefix_cache and shape.role != "decode"
-        snapshots = shape.snapshots if shape.state_bytes else None
+        files = self._files
+        tier = HostTier(shape.host_pages, files) if shape.host_pages else None
+        snapshots = SnapshotPool(shape.snapshots) if shape.state_bytes else None
         sizes = shape.rows, shape.pages, shape.capacity, shape.chunk
-        scheduler = Scheduler(*sizes, prefix_cache, snapshots)
-        core = {None: EngineCore, "prefill": PrefillCore, "decode": DecodeCore}[shape.role]
-        return core(own, scheduler, shape, self.counters, self._notify, self._warm_up.is_ready)
+        scheduler = Scheduler(*sizes, prefix_cache, tier, snapshots)
+        core_class = {None: EngineCore, "prefill": PrefillCore, "decode": DecodeCore}[shape.role]
+        ready = self._warm_up.is_ready
+        core = core_class(own, scheduler, shape, self.counters, self._notify, ready, files)
+        if files:
+            core.tiers.identify(page_settings(self.model.params, config, shape))
+        return core
 
     def update(self, params: Params) -> None:
         """Replaces the weights by others of the same shapes, between two steps, without compiling. Pages of
@@ -189,6 +236,8 @@ class Engine(EngineBase):
             self._core.device.params = params
             self._core.scheduler.reset_prefix_cache()
             self.model = dataclasses.replace(self.model, params=params)
+            if self._files:
+                self._core.tiers.identify(page_settings(params, self._core.device.config, self._core.shape))
             done.set()
 
         with self._queue.condition:
@@ -260,11 +309,15 @@ class Engine(EngineBase):
     def close(self) -> None:
         """Ends the thread; unfinished requests get an error."""
         self._warm_up.stop()
+        works = self.error is None
         self._fail(InputError("the engine was closed before the request ended"))
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         if isinstance(self._core.device, Leader):
             self._core.device.close()
+        if self._step_lock.acquire(blocking=False):  # else one of its steps closes it
+            self._core.tiers.close(works)
+            self._step_lock.release()
 
     def follow(self) -> None:
         """If the model lies on devices of several processes, all but process 0 call this: it repeats the

@@ -1,7 +1,8 @@
 """Messages of process 0 to the other processes, as JSON. Only a closed set of types is sent, and each is
 decoded by code named here: a received message cannot choose other code to run.
 
-None, bools, numbers, strings, lists; {"map": pairs}, {"array": …}, {"key": …}, {"kept": number}, {"call": …}
+None, bools, numbers, strings, lists; {"map": pairs}, {"array": …}, {"key": …}, {"kept": number}, {"call": …},
+{"options": …}
 """
 
 import base64
@@ -17,6 +18,7 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..generation.options import GenerateOptions
 from ..generation.validation import ValidatedCall
+from ..grammar.grammars import Grammar
 from ..sampling.sampling_config import SamplingConfig
 
 _SIMPLE = frozenset({type(None), bool, int, float, str})  # types that JSON has
@@ -70,6 +72,8 @@ def _to_json(value: Any) -> Any:
         return {"kept": value.number}
     if isinstance(value, ValidatedCall):
         return {"call": _call_to_json(value)}
+    if isinstance(value, GenerateOptions):
+        return {"options": _options_to_json(value)}
     if isinstance(value, list | tuple | range):
         return list(value) if _SIMPLE.issuperset(map(type, value)) else [_to_json(item) for item in value]
     if isinstance(value, dict):
@@ -99,6 +103,8 @@ def _from_json(value: Any, config: ModelConfig | None) -> Any:
     if kind == "key":
         data = _from_json(content[1], config)
         return jax.random.wrap_key_data(data, impl=_check_known(_KEYS, content[0]))
+    if kind == "options":
+        return _options_from_json(content)
     _check_known({"call"}, kind)
     return _call_from_json(content, config)
 
@@ -117,12 +123,34 @@ def _check_known(known: set[str], name: Any) -> str:
 
 def _call_to_json(call: ValidatedCall) -> dict[str, Any]:
     """The part of a call that `Device.new_row` uses; every process has parameters and configuration."""
-    options = call.options
+    return dict(prompts=call.prompts, **_common_options(call.options))
+
+
+def _common_options(options: GenerateOptions) -> dict[str, Any]:
     sampling: Any = options.sampling if isinstance(options.sampling, list | tuple) else [options.sampling]
     return dict(
-        prompts=call.prompts, max_new_tokens=options.max_new_tokens, logprobs=options.logprobs,
+        max_new_tokens=options.max_new_tokens, logprobs=options.logprobs,
         eos_token_ids=_to_json(options.eos_token_ids), stop_token_ids=_to_json(options.stop_token_ids),
         sampling=[_sampling_to_json(one) for one in sampling],
+    )  # fmt: skip
+
+
+def _options_to_json(options: GenerateOptions) -> dict[str, Any]:
+    """The options of a request to an engine; its grammar without a tokenizer, which every process has."""
+    grammar: Any = options.grammar
+    if grammar is not None and not isinstance(grammar, Grammar):
+        raise TypeError(f"{type(grammar).__name__} cannot be sent to another process")
+    parts = grammar and [grammar.kind, grammar.source, grammar.reasoning_end]
+    more = dict(n=options.n, best_of=options.best_of, stop_strings=list(options.stop_strings), grammar=parts)
+    return _common_options(options) | more
+
+
+def _options_from_json(fields: dict[str, Any]) -> GenerateOptions:
+    parts = fields["grammar"]
+    return dataclasses.replace(
+        _common_from_json(fields), n=int(fields["n"]), best_of=fields["best_of"],
+        stop_strings=tuple(fields["stop_strings"]),
+        grammar=parts and Grammar(parts[0], parts[1], None, parts[2]),
     )  # fmt: skip
 
 
@@ -146,15 +174,19 @@ def _sampling_to_json(sampling: SamplingConfig) -> dict[str, Any]:
 def _call_from_json(fields: dict[str, Any], config: ModelConfig | None) -> ValidatedCall:
     if config is None:
         raise ValueError("a call needs the model's configuration")
-    sampling = [_sampling_from_json(one) for one in fields["sampling"]]
-    eos = fields["eos_token_ids"]
-    options = GenerateOptions(
-        int(fields["max_new_tokens"]), sampling, None if eos is None else tuple(eos),
-        stop_token_ids=tuple(fields["stop_token_ids"]), logprobs=int(fields["logprobs"]),
-    )  # fmt: skip
+    options = _common_from_json(fields)
     # The key is sent beside the call, and every process makes the arrays of its settings itself.
     nothing: Any = None
     return ValidatedCall({}, config, fields["prompts"], options, nothing, nothing)
+
+
+def _common_from_json(fields: dict[str, Any]) -> GenerateOptions:
+    sampling = [_sampling_from_json(one) for one in fields["sampling"]]
+    eos = fields["eos_token_ids"]
+    return GenerateOptions(
+        int(fields["max_new_tokens"]), sampling, None if eos is None else tuple(eos),
+        stop_token_ids=tuple(fields["stop_token_ids"]), logprobs=int(fields["logprobs"]),
+    )  # fmt: skip
 
 
 def _sampling_from_json(fields: dict[str, Any]) -> SamplingConfig:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from itertools import takewhile
 
-from ..cache.paged import PAGE_SIZE
+from ..cache.page_size import PAGE_SIZE
 
 
 def num_pages_for(tokens: int) -> int:
@@ -142,12 +142,20 @@ class PagePool:
         pages = []
         for _ in range(count):
             if not self.free:
-                page, _ = self.cached.popitem(last=False)
-                self.uncache(page)
-                self.free.append(page)
+                self.evict(1)
             pages.append(self.free.pop())
             self.ref_counts[pages[-1]] = 1
         return pages
+
+    def evict(self, count: int) -> list[tuple[int, list[bytes]]]:
+        """Frees up to `count` cached pages, the least recently used first. Returns them with their hashes."""
+        evicted: list[tuple[int, list[bytes]]] = []
+        while self.cached and len(evicted) < count:
+            page, _ = self.cached.popitem(last=False)
+            evicted.append((page, self.hashes_of_page[page]))
+            self.uncache(page)
+            self.free.append(page)
+        return evicted
 
     def release(self, pages: Sequence[int]) -> None:
         """Counts one row less that uses each of these consecutive pages."""
@@ -159,14 +167,18 @@ class PagePool:
                 self.free.append(page)
 
     def cache(self, page: int, page_hash: bytes) -> None:
-        """Lets the prefix cache find a page by a hash, unless it finds another page of the same content."""
-        if self.page_of_hash.setdefault(page_hash, page) == page:
+        """Lets the prefix cache find a page by a hash, unless it finds one of the same content already."""
+        if page_hash not in self.page_of_hash:
+            self.page_of_hash[page_hash] = page
             self.hashes_of_page.setdefault(page, []).append(page_hash)
 
     def uncache(self, page: int) -> None:
         """Removes a page from the prefix cache."""
         for page_hash in self.hashes_of_page.pop(page, ()):
             del self.page_of_hash[page_hash]
+        if page in self.cached:
+            del self.cached[page]
+            self.free.append(page)
 
     def clear_cache(self) -> None:
         """Removes all pages from the prefix cache; rows keep theirs."""

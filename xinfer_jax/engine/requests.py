@@ -30,11 +30,12 @@ class Answer:
         tokens: ids so far, without an EOS or stop id at the end.
         logprobs: the model's log-probability of each, and of that id.
         alternatives: with options.logprobs: of each of `logprobs`.
+        number: its place among the answers of its request.
         finish_reason: "eos", "stop", "length", "cancelled", "deadline" or "error"; None before the end.
     """
 
     def __init__(self, request: "Request", row: Row, number: int):
-        """request: that it answers; row: for the scheduler; number: its place among the answers."""
+        """request: that it answers; row: for the scheduler; number: as below."""
         self.tokens: list[int] = []
         self.sampled: list[int] = []  # tokens, with the EOS or stop id
         self.logprobs: list[float] = []
@@ -43,7 +44,7 @@ class Answer:
         self.request = request
         self.engine: Any = None  # that computes it now
         self.row = row
-        self._number = number
+        self.number = number
         self.swapped_row: Any = None  # state of the row while it is preempted
         self.swapped_pages: Any = None  # contents of its pages while they are in host memory
         self.passes = 0
@@ -55,7 +56,7 @@ class Answer:
     def key_1(self) -> jax.Array:
         """The PRNG key of its row."""
         call = self.request.call
-        number_1 = np.array([self._number], np.int32) if call.answers > 1 else None
+        number_1 = np.array([self.number], np.int32) if call.answers > 1 else None
         return answer_keys(call.key, np.array([self.request.number], np.int32), number_1)
 
     def append(self, ids: list[int], logprobs: list[float], finished: bool) -> bool:

@@ -14,7 +14,7 @@ from .core import EngineCore
 from .pages import PAGE_SIZE, num_pages_for
 from .prefilled_row import PrefilledRow
 from .requests import Answer
-from .row import Action, Row, Swap
+from .row import Action, PrefillChunk, Row, Swap
 
 
 class PrefillCore(EngineCore):
@@ -45,8 +45,12 @@ class PrefillCore(EngineCore):
         if contents is None:
             pages = self.device.copy_pages(row.pages[: num_pages_for(row.num_computed)])
             contents = self.device.get_row(row.slot), pages
-        state, pages = contents
+        (state, pages) = contents
         (of_state, of_pages) = shardings
+        if (state.alternatives is None) != (of_state.alternatives is None):  # only one side has a mesh
+            state, of_state = (
+                dataclasses.replace(row, alternatives=None, noted_B=None) for row in (state, of_state)
+            )
         deliver((jax.device_put(state, of_state), [jax.device_put(part, of_pages) for part in pages]))
 
     def release(self, row: Row) -> None:
@@ -56,7 +60,9 @@ class PrefillCore(EngineCore):
 
     def cache_pages(self, salt: bytes, ids: Sequence[int], first: int, contents: list[Any]) -> None:
         """Keeps pages that another engine decoded, as `PrefilledRow.return_pages` says."""
-        if pages := self.scheduler.cache_pages_of_answer(salt, ids, first):
+        actions, pages = self.scheduler.cache_pages_of_answer(salt, ids, first)
+        self._execute(actions)
+        if pages:
             shardings = jax.tree.map(lambda x: x.sharding, self.device.copy_pages([0])[0])
             self.device.copy_pages_in(pages, [jax.device_put(part, shardings) for part in contents])
 
@@ -73,11 +79,11 @@ class PrefillCore(EngineCore):
 
     def _execute(self, actions: Iterable[Action]) -> None:
         for action in actions:
-            if action.row in self._prefilled and isinstance(action, Swap):
+            if isinstance(action, Swap) and action.row in self._prefilled:
                 pages = self.device.copy_pages_out(action.pages)
                 self._prefilled[action.row] = self.device.get_row(action.slot), pages
                 self.scheduler.end(action.row)
-            elif not action.row.ended:
+            elif not isinstance(action, PrefillChunk | Swap) or not action.row.ended:
                 super()._execute([action])
 
 
@@ -124,7 +130,14 @@ class DecodeCore(EngineCore):
         source = answer.swapped_pages
         if not isinstance(source, PrefilledRow):  # it arrived before, or has ended
             return
-        answer.swapped_row, answer.swapped_pages = contents
+        (state, answer.swapped_pages) = contents
+        of_state = self._shardings[0]
+        if of_state.alternatives is not None and state.alternatives is None:
+            own = self.device.new_row(answer.request.call, answer.key_1)
+            output = own.alternatives, own.noted_B
+            output = jax.device_put(output, (of_state.alternatives, of_state.noted_B))
+            state = dataclasses.replace(state, alternatives=output[0], noted_B=output[1])
+        answer.swapped_row = state
         source.release()
         row = answer.row
         if row.slot is not None:

@@ -26,6 +26,8 @@ class Row:
         slot: None without one.
         pages: in the order of its tokens.
         num_computed: tokens whose keys are in its pages, or in host memory.
+        host_pages: pages of its prompt in host memory, to copy to its next pages before it prefills.
+        has_read: pages of its prompt were looked for in files.
         hits: tokens of the prompt found in the prefix cache.
         arrival: its number in the order of `submit`.
         overtaken: later rows of its client that got a slot before it.
@@ -48,6 +50,8 @@ class Row:
     slot: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
     num_computed: int = 0
+    host_pages: list[int] = dataclasses.field(default_factory=list)
+    has_read: bool = False
     hits: int = 0
     arrival: int = 0
     overtaken: int = 0
@@ -131,4 +135,45 @@ class Restore(NamedTuple):
     snapshot: int
 
 
-Action = Swap | PrefillChunk | Restore
+class SavePages(NamedTuple):
+    """Copy pages that the prefix cache evicted to host memory, before anything is written to them.
+
+    Attributes:
+        pages, host_pages: to copy from, and to.
+        names: hashes of these pages, by which files may have them.
+    """
+
+    pages: list[int]
+    host_pages: list[int]
+    names: list[bytes]
+
+
+class LoadPages(NamedTuple):
+    """Copy pages of a row's prompt back from host memory, instead of prefilling them."""
+
+    row: Row
+    pages: list[int]
+    host_pages: list[int]
+    width: int  # tokens of a prefill that would take longer
+
+
+class ReadPages(NamedTuple):
+    """Begin to read pages of a row's prompt from files, then call `Scheduler.record_read`. The row waits.
+
+    Attributes:
+        row: that waits; `Scheduler.stop_reading` ends its waiting early.
+        names: the hashes that the files have.
+        hashes: by which these pages will be found.
+        host_pages: to read into.
+        epoch: of the prefix cache.
+    """
+
+    row: Row
+    names: list[bytes]
+    hashes: list[bytes]
+    host_pages: list[int]
+    epoch: int
+
+
+Transfer = SavePages | LoadPages | ReadPages  # between the tiers of the prefix cache
+Action = Swap | PrefillChunk | Restore | Transfer

@@ -1,20 +1,19 @@
 """Which rows prefill, which decode, and in which pages: plain Python on the host, without arrays.
 
 The engine executes the actions of `schedule` and `reserve_pages`, and reports what happened by
-`record_prefill`, `record_decode` and `end`.
+`record_prefill`, `record_decode`, `record_read` and `end`.
 """
 
 from collections.abc import Sequence
 
 from . import clients
 from .clients import Clients
+from .host_tier import COPIED_PAGES, HostTier
 from .pages import PAGE_SIZE, PagePool, SnapshotPool, hash_pages, num_pages_for, usable_capacity
-from .row import Action, PrefillChunk, Restore, Row, Swap
+from .prefix_cache import ANY_PROGRAM, PrefixCache
+from .row import Action, LoadPages, PrefillChunk, ReadPages, Restore, Row, Swap
 
 URGENT = 16  # a row whose priority is higher by this much preempts another row
-# What stands for a program in a hash: any program, that of prompt log-probabilities; else its tokens.
-_ANY_PROGRAM = 0
-_LOGPROBS_PROGRAM = 1
 
 
 class Scheduler:
@@ -30,19 +29,25 @@ class Scheduler:
     page by page. So n alone decides which program computes a token. The prefix cache reuses whole chunks, but
     never the last.
 
+    Host tier: pages that the prefix cache evicts are saved in host memory. A row loads those of its prompt, a
+    few in an action, where it would prefill them. They count as prefilled ones: no row is preempted for them
+    that would not be for a prompt. A row whose next pages are in files waits until they are in host memory,
+    apart from the waiting rows, of which others go on.
+
     Args:
         rows: number of slots.
         pages: of the pool, page 0 included.
         capacity: tokens of a row at most.
         chunk: tokens of a full chunk, a multiple of `PAGE_SIZE`.
         prefix_cache: whether rows share pages.
-        snapshots: of recurrent states, at most; None: the model has none. They are taken at the end of full
-            chunks, and cached pages are reused only up to one.
+        host: pages of the prefix cache beyond the device; None: none.
+        snapshots: of recurrent states; None: the model has none. They are taken at the end of full chunks,
+            and cached pages are reused only up to one.
     """
 
     def __init__(  # noqa: PLR0913
         self, rows: int, pages: int, capacity: int, chunk: int, prefix_cache: bool = True,
-        snapshots: int | None = None,
+        host: HostTier | None = None, snapshots: SnapshotPool | None = None,
     ):  # fmt: skip
         self.capacity = capacity
         self.chunk = chunk
@@ -50,9 +55,13 @@ class Scheduler:
         self.slots: list[Row | None] = [None] * rows
         self.clients = Clients(rows)
         self.pool = PagePool(pages)
-        self.snapshots = None if snapshots is None else SnapshotPool(snapshots)
+        self.host = host
+        self.prefixes = PrefixCache(self.pool, host, chunk, prefix_cache, snapshots)
+        self.waiting_for_files: dict[Row, None] = {}
         self.arrivals = 0
         self.hits = 0
+        self.host_hits = 0
+        self.file_hits = 0
         self.preemptions = 0
 
     @property
@@ -63,7 +72,7 @@ class Scheduler:
     @property
     def waiting(self) -> list[Row]:
         """Rows without a slot."""
-        return self.clients.waiting
+        return [*self.clients.waiting, *self.waiting_for_files]
 
     @property
     def running(self) -> list[tuple[int, Row]]:
@@ -78,6 +87,9 @@ class Scheduler:
             reading=states.count("prefilling"),
             waiting=len(self.waiting),
             hits=self.hits,
+            host_hits=self.host_hits,
+            file_hits=self.file_hits,
+            host_pages=len(self.host.pool.hashes_of_page) if self.host else 0,
             preemptions=self.preemptions,
             **self.pool.counts(),
         )
@@ -95,23 +107,24 @@ class Scheduler:
         self.clients.add(row)
 
     def schedule(self) -> list[Action]:
-        """Actions before the next decode steps: swaps, then at most one prefill chunk."""
+        """Actions before the next decode steps: swaps, then at most one prefill chunk or `LoadPages`."""
         actions: list[Action] = []
         self._preempt_for_urgent(actions)
         self._preempt_for_share(actions)
-        while (row := self.clients.next_row()) and row.is_swapped_out and self._admit(row):
+        while (row := self.clients.next_row()) and row.is_swapped_out and self._admit(row, actions):
             self._allocate(row, row.num_computed, actions)
             pages = row.pages[: num_pages_for(row.num_computed)]
             actions.append(Swap(row, self.slots.index(row), pages, False))
         prefilling = [row for row in self.rows_with_slots if not row.is_prefilled]
         ordered = self.clients.by_urgency(prefilling + self.clients.first_rows())
         if ordered and ordered[0].slot is None and not ordered[0].is_swapped_out:
-            first = ordered[0]
-            if self._admit(first) and first.pages and self.snapshots:
-                snapshot = self.snapshots.find(self._reused_hashes(first)[len(first.pages) - 1])
-                actions.append(Restore(first, self.slots.index(first), snapshot))
+            self._admit(ordered[0], actions)
         for row in ordered:
             if row.slot is None:  # it waits, or was preempted just now
+                continue
+            if row.host_pages:
+                if load := self._load(row, actions):
+                    return [*actions, load]
                 continue
             chunk = self._next_chunk(row)
             if self._allocate(row, chunk.start + chunk.count, actions):
@@ -127,15 +140,20 @@ class Scheduler:
             return None
         self.clients.count_tokens(row, prefilled=chunk.width)
         row.num_computed = chunk.start + chunk.count
-        for at in range(chunk.start // PAGE_SIZE, row.num_computed // PAGE_SIZE):
-            if row.cacheable and row.exact:
-                self.pool.cache(row.pages[at], row.page_hashes[at])
-            if row.cacheable:
-                self.pool.cache(row.pages[at], row.token_hashes[at])
-        if not self.snapshots or not row.cacheable or row.num_computed % self.chunk:
-            return None
-        last = row.num_computed // PAGE_SIZE - 1
-        return self.snapshots.add([row.token_hashes[last], *([row.page_hashes[last]] if row.exact else [])])
+        self.prefixes.cache(row, chunk.start)
+        return self.prefixes.take_snapshot(row)
+
+    def record_read(self, read: ReadPages, count: int) -> None:
+        """Reading from files ended, and its first `count` pages are in host memory."""
+        if self.host:
+            self.host.record_read(read, count)
+        self.stop_reading(read.row)
+
+    def stop_reading(self, row: Row) -> None:
+        """A row that waits for files waits for a slot again."""
+        if row in self.waiting_for_files:
+            del self.waiting_for_files[row]
+            self.clients.add(row)
 
     def reserve_pages(self, steps: int) -> list[Action]:
         """Allocates pages for the next decode steps of running rows; rows for which none are left are
@@ -166,22 +184,24 @@ class Scheduler:
         if row.ended:
             return
         if not valid:
-            for page in row.pages:
-                self.pool.uncache(page)
-            if self.snapshots:
-                self.snapshots.remove([*row.page_hashes, *row.token_hashes])
+            self.prefixes.uncache(row)
         elif row.state == "running" and row.share_answers and row.cacheable:
             ids = [*row.ids, *answer_ids][: row.num_computed]
-            hashes = hash_pages(row.salt, ids, [_ANY_PROGRAM] * (len(ids) // PAGE_SIZE))
+            hashes = hash_pages(row.salt, ids, [ANY_PROGRAM] * (len(ids) // PAGE_SIZE))
             for at in range(len(row.ids) // PAGE_SIZE, len(hashes)):
                 self.pool.cache(row.pages[at], hashes[at])
-        if row.slot is None:
+        self.prefixes.release_host_pages(row)
+        if row in self.waiting_for_files:
+            del self.waiting_for_files[row]
+        elif row.slot is None:
             self.clients.remove(row)
         else:
             self._free(row)
         row.ended = True
 
-    def cache_pages_of_answer(self, salt: bytes, ids: Sequence[int], first: int) -> list[int]:
+    def cache_pages_of_answer(
+        self, salt: bytes, ids: Sequence[int], first: int
+    ) -> tuple[list[Action], list[int]]:
         """Pages for keys that another engine decoded, which prompts with `share_answers` find from now on.
 
         Args:
@@ -190,37 +210,37 @@ class Scheduler:
             first: the first of these pages that is new.
 
         Returns:
-            The pages, to be written before the next program; [] without enough pages.
+            Actions, and the pages, to be written after them before the next program; [] without enough pages.
         """
-        hashes = hash_pages(salt, ids, [_ANY_PROGRAM] * (len(ids) // PAGE_SIZE))
+        hashes = hash_pages(salt, ids, [ANY_PROGRAM] * (len(ids) // PAGE_SIZE))
         count = len(hashes) - first
+        actions: list[Action] = []
         if not self.prefix_cache or count > self.pool.num_available:
-            return []
-        pages = self.pool.allocate(count)
+            return actions, []
+        pages = self._take_pages(count, actions)
         for page, page_hash in zip(pages, hashes[first:], strict=True):
             self.pool.cache(page, page_hash)
         self.pool.release(pages)
-        return pages
+        return actions, pages
 
     def forget_pages(self, row: Row) -> None:
         """Removes the pages of a row's prompt from the prefix cache: its numbers were not finite."""
-        for page_hash in (*row.page_hashes, *row.token_hashes):
-            if page := self.pool.page_of_hash.get(page_hash):
-                self.pool.uncache(page)
-        if self.snapshots:
-            self.snapshots.remove([*row.page_hashes, *row.token_hashes])
+        self.prefixes.uncache(row)
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache, for new weights. Rows continue with their pages, which are not shared."""
-        self.pool.clear_cache()
-        if self.snapshots:
-            self.snapshots.clear()
+        self.prefixes.clear()
         for row in [*self.rows_with_slots, *self.waiting]:
             row.cacheable &= row.state == "waiting" and not row.is_swapped_out
 
-    def _admit(self, row: Row) -> bool:
-        """Gives a waiting row a slot and the cached pages of its prompt, if it fits."""
-        hits = self._find_prefix(row)
+    def _admit(self, row: Row, actions: list[Action]) -> bool:
+        """Gives a waiting row a slot and the cached pages of its prompt, if it fits, and none of these pages
+        are in files. If some are, it waits for them first.
+        """
+        if self._begin_read(row, actions):
+            return False
+        found = self.prefixes.find(row)
+        hits = found.pages
         if not self._fits(row, hits):
             return False
         self.clients.take_slot(row)
@@ -231,6 +251,9 @@ class Scheduler:
             row.num_computed = PAGE_SIZE * len(hits)
             row.hits = row.num_computed
             self.hits += row.hits
+            self.prefixes.keep_host_pages(row, found.host_pages)
+        if (snapshot := self.prefixes.snapshot_at(row, len(hits))) is not None:
+            actions.append(Restore(row, row.slot, snapshot))
         self.pool.reuse(hits)
         others = [other for other in self.rows_with_slots if other.client == row.client]
         earlier = [r for r in others + self.clients.client_of(row).waiting if r.arrival < row.arrival]
@@ -265,7 +288,7 @@ class Scheduler:
         row = self.clients.next_row()
         if row is None or self.clients.client_of(row).slots >= self.clients.share:
             return
-        hits = self._find_prefix(row)
+        hits = self.prefixes.find(row).pages
         if self._fits(row, hits):
             return
         rows = self.clients.beyond_share(self.rows_with_slots)
@@ -275,46 +298,38 @@ class Scheduler:
                 actions += map(self._preempt, beyond[:count])
                 return
 
-    def _find_prefix(self, row: Row) -> list[int]:
-        """The cached pages that a row's prompt begins with; with `share_answers` pages that any program
-        wrote, if they are more.
+    def _begin_read(self, row: Row, actions: list[Action]) -> bool:
+        """Lets a waiting row wait for the pages of its prompt that are in files, if there are any, and no
+        more rows than there are slots wait for theirs.
         """
-        if row.is_swapped_out or not self.prefix_cache:
-            return []
-        num_pages = len(row.ids) // PAGE_SIZE  # full ones
-        in_full_chunks = self._tokens_in_full_chunks(row)
-        end = len(row.ids)
-        if row.logprobs_from is not None:  # that log-probability is computed after the token before it
-            end = max(1, min(end, row.logprobs_from))
-        max_hits = (end - 1) // PAGE_SIZE
-        if not row.page_hashes:
-            by_page = PAGE_SIZE if row.logprobs_from is None else _LOGPROBS_PROGRAM
-            programs = [self.chunk if at * PAGE_SIZE < in_full_chunks else by_page for at in range(num_pages)]
-            row.page_hashes = hash_pages(row.salt, row.ids, programs)
-            row.token_hashes = hash_pages(row.salt, row.ids, [_ANY_PROGRAM] * num_pages)
-        exact = self.pool.find(row.page_hashes[:max_hits])
-        if len(exact) * PAGE_SIZE < in_full_chunks:
-            exact = exact[: len(exact) * PAGE_SIZE // self.chunk * self.chunk // PAGE_SIZE]
-        exact = self._up_to_snapshot(exact, row.page_hashes)
-        by_tokens = self.pool.find(row.token_hashes[:max_hits]) if row.share_answers else []
-        by_tokens = self._up_to_snapshot(by_tokens, row.token_hashes)
-        row.exact = len(by_tokens) <= len(exact)
-        return exact if row.exact else by_tokens
+        is_full = len(self.waiting_for_files) >= len(self.slots)
+        if self.host is None or row.is_swapped_out or row.has_read or is_full:
+            return False
+        row.has_read = True
+        if read := self.host.begin_read(row, self.prefixes.find(row, in_files=True)):
+            self.clients.remove(row)
+            self.waiting_for_files[row] = None
+            actions.append(read)
+        return read is not None
 
-    def _up_to_snapshot(self, pages: list[int], hashes: Sequence[bytes]) -> list[int]:
-        """The first of these pages, up to the last one at whose end there is a snapshot of the states."""
-        if self.snapshots is None:
-            return pages
-        ends = (count for count in range(len(pages), 0, -1) if hashes[count - 1] in self.snapshots)
-        return pages[: next(ends, 0)]
-
-    def _reused_hashes(self, row: Row) -> Sequence[bytes]:
-        """The hashes by which a row's cached pages were found."""
-        return row.page_hashes if row.exact else row.token_hashes
-
-    def _tokens_in_full_chunks(self, row: Row) -> int:
-        """Tokens of the prompt that are prefilled in full chunks."""
-        return (len(row.ids) - 1) // self.chunk * self.chunk if row.logprobs_from is None else 0
+    def _load(self, row: Row, actions: list[Action]) -> LoadPages | None:
+        """Copies the next pages of a row from host memory, if pages are left for them."""
+        host_pages = row.host_pages[:COPIED_PAGES]
+        start = row.num_computed
+        end = start + PAGE_SIZE * len(host_pages)
+        if not self.host or not self._allocate(row, end, actions):
+            return None
+        pages = row.pages[start // PAGE_SIZE : end // PAGE_SIZE]
+        row.host_pages = row.host_pages[COPIED_PAGES:]
+        row.num_computed = end
+        row.hits += end - start
+        self.hits += end - start
+        from_files = PAGE_SIZE * self.host.load(host_pages)
+        self.file_hits += from_files
+        self.host_hits += end - start - from_files
+        self.clients.count_tokens(row, prefilled=PAGE_SIZE)
+        self.prefixes.cache(row, start)
+        return LoadPages(row, pages, host_pages, PAGE_SIZE)
 
     def _next_chunk(self, row: Row) -> PrefillChunk:
         """The next prefill chunk of a row. If cached pages end within a full chunk, its rest goes page by
@@ -322,7 +337,7 @@ class Scheduler:
         """
         start = row.num_computed
         end = len(row.ids)
-        is_full = start < self._tokens_in_full_chunks(row) and start % self.chunk == 0
+        is_full = start < self.prefixes.tokens_in_full_chunks(row) and start % self.chunk == 0
         width = self.chunk if is_full else PAGE_SIZE
         count = min(width, end - start)
         return PrefillChunk(row, start, count, is_full, start + count == end, width)
@@ -338,8 +353,14 @@ class Scheduler:
             if last is row:
                 return False
             actions.append(self._preempt(last))
-        row.pages += self.pool.allocate(missing)
+        row.pages += self._take_pages(missing, actions)
         return True
+
+    def _take_pages(self, count: int, actions: list[Action]) -> list[int]:
+        """Pages that are available; those evicted for them are saved."""
+        if self.host and (short := count - len(self.pool.free)) > 0:
+            actions += self.host.save(self.pool.evict(max(short, COPIED_PAGES)))
+        return self.pool.allocate(count)
 
     def _preempt(self, row: Row) -> Swap:
         """Frees a row's slot and pages, and queues it; the swap saves them first."""

@@ -1,12 +1,17 @@
 """`EngineShape`: the sizes of an engine, which decide on its compiled programs."""
 
 import dataclasses
+import os
+from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 
+from .. import __version__
+from ..cache.fingerprint import fingerprint
 from ..cache.kv_cache import cache_bytes
-from ..cache.paged import PAGE_SIZE, check_page_dtype
+from ..cache.paged import PAGE_SIZE, check_page_dtype, empty_pools
 from ..cache.quantized_kv import KV_BITS
 from ..cache.recurrent import state_bytes
 from ..checkpoint.loading import Model
@@ -14,9 +19,11 @@ from ..checks import check_integer
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..generation.speculation import MAX_DRAFT_TOKENS
+from ..host import cpu_count
 from ..memory import memory_bytes
 from ..model.attention import check_impl
 from ..sharding import MODEL, concrete_mesh_of, memory_fraction
+from ..weights.cpu_features import numerics_features
 from ..weights.params import Params, cache_dtype as default_cache_dtype, resolve_dtype, tree_bytes
 from .pages import num_pages_for, usable_capacity
 
@@ -36,6 +43,7 @@ class EngineShape:
         state_bytes: of one row's recurrent states in all layers; 0: the model has none.
         snapshots: of such states, which the prefix cache keeps.
         role: "prefill": rows are decoded elsewhere; "decode": they were prefilled elsewhere; None: neither.
+        host_pages: as `Engine` documents it.
     """
 
     rows: int
@@ -49,6 +57,7 @@ class EngineShape:
     state_bytes: int = 0
     snapshots: int = 0
     role: str | None = None
+    host_pages: int = 0
 
     @property
     def cache_bytes(self) -> int:
@@ -101,6 +110,40 @@ def check_capacity(config: ModelConfig, capacity: int | None) -> int:
     if capacity is None:
         capacity = min(_DEFAULT_CAPACITY, config.context_length)
     return check_integer("capacity", capacity, 2, config.context_length)
+
+
+def check_host_pages(shape: EngineShape, host_pages: Any, prefix_cache: bool, page_directory: Any) -> int:
+    """`Engine`'s host_pages. Raises InputError where these arguments contradict each other."""
+    host_pages = check_integer("host_pages", host_pages, 0)
+    if host_pages and shape.state_bytes:
+        raise InputError(
+            f"host_pages={host_pages} are not supported for a model with recurrent states, of which"
+            " snapshots are on the device only: leave them out"
+        )
+    if host_pages and not prefix_cache:
+        raise InputError(f"host_pages={host_pages} are of the prefix cache: leave out prefix_cache=False")
+    if page_directory is not None and not host_pages:
+        raise InputError("page_directory needs host_pages: pages are there on their way to files and back")
+    if page_directory is not None and not isinstance(page_directory, str | Path):
+        raise InputError(f"page_directory must be a path, got {format_value(page_directory)}")
+    return host_pages
+
+
+def page_settings(params: Params, config: ModelConfig, shape: EngineShape) -> dict[str, Any]:
+    """What the bits of a page depend on, beside its tokens and the programs that wrote them."""
+    pools = jax.eval_shape(lambda: empty_pools(config, 1, shape.cache_dtype))
+    mesh = concrete_mesh_of(params)
+    device = next(iter(params["final_norm"].sharding.device_set))
+    options = "jax_default_matmul_precision", "jax_enable_x64", "jax_numpy_dtype_promotion"
+    return dict(
+        model=fingerprint(params, config), factors=[config.rope.short_factor, config.rope.long_factor],
+        versions=[__version__, jax.__version__, jaxlib.__version__], device=device.device_kind,
+        cpu=[*numerics_features(), cpu_count()] if device.platform == "cpu" else None,
+        dtype=str(shape.cache_dtype), form=[f"{x.dtype}{x.shape}" for x in jax.tree.leaves(pools)],
+        mesh=mesh.size if mesh else 1, impl=shape.impl,
+        capacity=shape.capacity, flags=os.environ.get("XLA_FLAGS"),
+        options=[getattr(jax.config, name) for name in options],
+    )  # fmt: skip
 
 
 def max_request_tokens(config: ModelConfig, capacity: int | None, pages: int | None) -> int:

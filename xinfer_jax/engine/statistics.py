@@ -23,6 +23,8 @@ class EngineStats:
         pages_cached: used by no row, and kept in the prefix cache.
         pages_free: all others.
         hits: tokens of prompts that were found in the prefix cache.
+        host_hits, file_hits: of `hits`, tokens that came from host memory, that came from files.
+        host_pages: pages of the prefix cache in host memory.
         preemptions: how often a row was preempted.
         read_tokens, chosen_tokens: that were prefilled, that were sampled.
         requests: that have ended.
@@ -41,6 +43,9 @@ class EngineStats:
     pages_cached: int
     pages_free: int
     hits: int
+    host_hits: int
+    file_hits: int
+    host_pages: int
     preemptions: int
     read_tokens: int
     chosen_tokens: int

@@ -126,6 +126,11 @@ class EngineBase:
     """The common methods of `Engine` and `Engines`."""
 
     @property
+    def missing(self) -> str:
+        """What there is not, so that no request can be answered now; "": nothing."""
+        return ""
+
+    @property
     def engines(self) -> Sequence[Any]:
         """The engines that answer: this one."""
         return (self,)

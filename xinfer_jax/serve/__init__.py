@@ -8,6 +8,8 @@ Read the files in this order:
   it is parsed; `worker_pool` runs slow work in threads.
 - `json_encoding` encodes a response in slices; `chunks` makes the chunks of a stream; `http_responses`
   sends them.
+- `peer_worker` is a process that only prefills or only decodes; `peer_front` the engines of such processes
+  behind one queue.
 - `embedding_requests` serves /v1/embeddings; `served_request` is one request to the engine; `service` handles
   completions; `text_endpoints` handles what needs no engine; `app` has the routes and checks the key;
   `command` is the process.
@@ -36,6 +38,16 @@ has the list of fields.
 - The text of a message never becomes a control token (`encode_prompt(escape_control_tokens=True)`).
 - A server that listens on this machine alone accepts only the machine's own names as Host, so that no web
   page reaches it by DNS rebinding. Keys are compared in constant time, and are never command-line arguments.
+- Prefill and decode processes (`--role`) are independent jax processes, because the members of one
+  `jax.distributed` run end together. All messages go through the front process, which knows who is there;
+  only pages go from process to process. Messages are of the types of `engine.messages` alone, over a
+  connection that proves and signs as those of several processes do (`cli.channel`).
+- A row at a process has a ticket, a number that is used once, so a late message about a row that was given to
+  another process is ignored. Tokens are sent with their position: after a prompt was prefilled again
+  elsewhere its first token, which has the same bits, is not counted twice.
+- Arrays that are offered to another process stay until it has acknowledged them, or for a minute. A pull that
+  never ends would block all programs of a decode process, so the row is used only once its pages are there.
+- Pages that decoding wrote do not go back between processes: `share_answers` finds pages of prompts only.
 - The page runs only its own script, by hash. An answer's Markdown becomes text nodes, never HTML. The browser
   tab stores the conversation, but not the key.
 """

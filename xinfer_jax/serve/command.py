@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ..cli.answer_flags import define_engine, define_model, define_sampling
+from ..cli.channel import listen
 from ..cli.flag_parser import FlagParser
 from ..cli.process import SignalEvent, capture_signals, run_and_exit
 from ..cli.process_group import define_processes
 from ..cli.supervisor import distributed_args, supervise
 from ..cli.terminal import status
 from ..errors import InputError, format_message
+from ..signing import load_secret
 from .ip_addresses import parse_networks
 from .server_settings import LOCAL_HOSTS, ServerSettings
 
@@ -57,6 +59,13 @@ define_sampling(PARSER)
 PARSER.add_integer("max_tokens", "Maximum tokens of a chat answer without max_tokens.", default=4096, least=1)
 define_engine(PARSER)
 define_processes(PARSER)
+PARSER.add_text(
+    "peers",
+    "HOST:PORT where prefill and decode processes connect; this process then has no weights and no engine.",
+    empty="give HOST:PORT",
+)
+PARSER.add_choice("role", "prefill or decode: serve no HTTP, but the process at --peer.", "prefill", "decode")
+PARSER.add_text("peer", "With --role: HOST:PORT of the --peers of the front process.", empty="give HOST:PORT")
 PARSER.add_integer("max_waiting", "Answers that may wait for a slot; more get 429.", default=1024)
 PARSER.add_integer(
     "max_waiting_per_client", "Answers of one key or address that may be in flight.", default=256, least=1
@@ -122,7 +131,13 @@ def _run(argv: Sequence[str]) -> int:
         raise InputError(f"--host={host} lets others in: give --api_key_file, or a key in ${_KEY_VARIABLE}")
     if (code := supervise(PARSER)) is not None:
         return code
-    shape = dict(rows=flags.rows, capacity=flags.capacity, pages=flags.pages, cache_dtype=flags.cache_dtype)
+    shape = dict(
+        rows=flags.rows, capacity=flags.capacity, pages=flags.pages, cache_dtype=flags.cache_dtype,
+        host_pages=flags.host_pages, page_directory=flags.page_directory,
+        page_directory_bytes=flags.page_directory_bytes,
+    )  # fmt: skip
+    if flags.role or flags.peer:
+        return _serve_role(flags, shape)
     if distributed_args().get("process_id"):
         from ..engine.engine import Engine
 
@@ -152,17 +167,53 @@ def _run(argv: Sequence[str]) -> int:
         max_connections=most_connections, max_connections_per_address=most_per_address,
         trusted_proxies=tuple(flags.trusted_proxy),
     )  # fmt: skip
+    peers: tuple[Any, ...] = ()
+    if flags.peers:
+        address = parse_address("peers", flags.peers)
+        secret = load_secret(flags.secret_file, address[0])
+        peers = listen(*address, flag="peers"), secret
     listening = _listen(host, flags.port)
     service = Service(settings, _log)
     failed: list[BaseException] = []
     with capture_signals() as stop:
         with _exit_deadline(stop, settings.grace):
-            threading.Thread(target=_load, args=(service, flags, failed), daemon=True).start()
+            threading.Thread(target=_load, args=(service, flags, peers, failed), daemon=True).start()
             asyncio.run(_serve(make_server(service), service, listening, stop, failed))
             service.close()
     if failed:
         raise failed[0]
     return 0
+
+
+def _serve_role(flags: Any, shape: dict[str, Any]) -> int:
+    """What a prefill or decode process does: works for the front process until that ends, or a signal."""
+    if not (flags.role and flags.peer):
+        raise InputError("--role and --peer belong together: give both")
+    address = parse_address("peer", flags.peer)
+    secret = load_secret(flags.secret_file, address[0])
+    from ..engine.engine import Engine
+    from .peer_worker import PeerWorker
+
+    model = _load_model(flags)
+    with capture_signals() as stop, Engine(model, **shape, role=flags.role, warm_up=flags.warm_up) as engine:
+        worker = PeerWorker(engine, address, secret, _log)
+        _log(f"this {flags.role} process works for {flags.peer}")
+        why = worker.run(stop)
+    if why:
+        raise InputError(f"the front process at {flags.peer} is gone ({why})")
+    return 0
+
+
+def parse_address(flag: str, text: str) -> tuple[str, int]:
+    """HOST:PORT of a flag.
+
+    Raises:
+        InputError: it is none.
+    """
+    host, _, port = text.rpartition(":")
+    if not (host and port.isdecimal() and int(port) < 2**16):
+        raise InputError(f"--{flag}={text} must be HOST:PORT")
+    return host.strip("[]"), int(port)
 
 
 @contextmanager
@@ -193,18 +244,34 @@ def _exit_deadline(stop: SignalEvent, grace: float) -> Iterator[None]:
         watching.join()
 
 
-def _load(service: Any, flags: Any, failed: list[BaseException]) -> None:
-    """Loads the model and makes the engine. Appends an error to `failed`."""
+def _load(service: Any, flags: Any, peers: tuple[Any, ...], failed: list[BaseException]) -> None:
+    """Loads the model and makes the engine. peers: where other processes connect, and their secret; (): the
+    engine is in this process. Appends an error to `failed`.
+    """
     from ..cli.answer import sampling_from_flags
     from ..generation.options import GenerateOptions
 
     try:
-        model = _load_model(flags)
-        service.start(model, GenerateOptions(flags.max_tokens, sampling_from_flags(flags, model)))
+        engine = None
+        if peers:
+            model, engine = _front_engine(flags, *peers)
+            engine.wait_for_both(lambda: service.closing)
+        else:
+            model = _load_model(flags)
+        service.start(model, GenerateOptions(flags.max_tokens, sampling_from_flags(flags, model)), engine)
         _log(f"{service.settings.name} is ready (seed {service.settings.seed})")
     except BaseException as error:
         service.load_error = format_message(error) or type(error).__name__
         failed.append(error)
+
+
+def _front_engine(flags: Any, listening: socket.socket, secret: bytes) -> tuple[Any, Any]:
+    """The model without its weights, and the engines of other processes."""
+    from ..cli.startup import open_model
+    from .peer_front import PeerEngines
+
+    model = open_model(flags.model, flags).model
+    return model, PeerEngines(model, listening, secret, _log)
 
 
 def _load_model(flags: Any) -> Any:

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import jax
+
 from ..api.fields import BodyError
 from ..checkpoint.loading import Model
 from ..embedding import POOLINGS, embed_texts, text_token_ids
 from ..errors import InputError, format_value
 from ..generation.buckets import bucket
+from .api_errors import APIError
 from .json_encoding import embeddings_to_json, to_json
 from .worker_pool import WorkerPool
 
@@ -40,8 +43,11 @@ def parse_embedding_inputs(model: Model, body: Mapping[str, Any], max_length: in
     """Checks a body, and tokenizes its texts, of at most `max_length` tokens each.
 
     Raises:
+        APIError: the model has no weights here.
         BodyError: with the field at fault.
     """
+    if not isinstance(model.params["final_norm"], jax.Array):
+        raise APIError(404, "/v1/embeddings is not served by a process without weights")
     given = {name: value for name, value in body.items() if value is not None}
     if others := given.keys() - _FIELDS:
         name = sorted(others)[0]

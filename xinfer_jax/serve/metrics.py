@@ -53,6 +53,7 @@ class Metrics:
         counters = dict(
             prompt_tokens=stats.read_tokens + stats.hits, generation_tokens=stats.chosen_tokens,
             prefix_cache_queries=stats.read_tokens + stats.hits, prefix_cache_hits=stats.hits,
+            prefix_cache_host_hits=stats.host_hits, prefix_cache_file_hits=stats.file_hits,
             num_preemptions=stats.preemptions,
         )  # fmt: skip
         for family, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):

@@ -65,14 +65,14 @@ class Service:
         self._numbers = itertools.count(1)
         self._defaults = GenerateOptions()
 
-    def start(self, model: Model, defaults: GenerateOptions) -> None:
-        """Makes the engine; afterwards the service can answer."""
+    def start(self, model: Model, defaults: GenerateOptions, engine: Any = None) -> None:
+        """Makes the engine, unless it is given; afterwards the service can answer."""
         if model.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer.json: it cannot be served")
         self.model = model
         self.tokenizer = model.tokenizer
         self._defaults = defaults
-        self.engine = make_engine(model, **self.settings.shape).__enter__()
+        self.engine = engine or make_engine(model, **self.settings.shape).__enter__()
         self.admission.rows = self.engine.rows
         self.metrics.watch(self.engine)
 
@@ -105,6 +105,8 @@ class Service:
             return self.load_error or "the model is being loaded: try again later"
         if self.closing:
             return "the server is shutting down"
+        if self.engine.missing:
+            return self.engine.missing
         for engine in self.engine.engines:
             if engine.error is not None:
                 return f"{engine.name} has failed"

@@ -1,0 +1,130 @@
+"""Step times and sizes of an engine on a mesh of GPUs or TPUs that need not be here, from bytes and FLOP at
+the rates of data sheets. Imports jax.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+import plan_estimates as estimates
+from gpu_specs import CARDS, Card
+from machine_limits import prefill_work
+from model_shapes import hf_config
+from plan_estimates import Job, Limits
+from simulated_engine import EngineSizes
+from step_times import StepTimes
+from tpu_specs import TPUS, Tpu
+
+from xinfer_jax.cache.page_size import PAGE_SIZE
+from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.errors import InputError
+
+KINDS: dict[str, Card | Tpu] = {**CARDS, **TPUS}
+_HOST_GBS = 25  # of a device to host memory: PCIe 4 with 16 lanes
+_MOST_ROWS = 256
+_SPARE = 0.9  # of the TPOT limit, that a step of a full engine may take
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Devices of one kind.
+
+    Attributes:
+        usable_bytes: of the memory of each.
+        efficiency: fraction of the data sheet's rates that programs reach.
+    """
+
+    card: Card | Tpu
+    usable_bytes: float
+    efficiency: float = 1.0
+
+
+def parse_devices(text: str) -> tuple[int, Card | Tpu]:
+    """The number of devices in COUNTxKIND, and their data sheet."""
+    match = re.fullmatch(r"(\d+)x(\w+)", text)
+    if not match or match[2] not in KINDS or not 1 <= int(match[1]) <= estimates.MOST_DEVICES:
+        known = f"1 to {estimates.MOST_DEVICES} of {', '.join(KINDS)}"
+        raise InputError(f"--devices takes {known}, as in 8xh200: got {text!r}")
+    return int(match[1]), KINDS[match[2]]
+
+
+def times_of_shape(model: str, devices: str, sizes: EngineSizes) -> StepTimes:
+    """Times of an engine of a model in bfloat16.
+
+    Args:
+        model: a built-in shape, or a directory with config.json.
+        devices: of the engine, COUNTxKIND.
+    """
+    n, card = parse_devices(devices)
+    job = Job(from_hf(hf_config(model)), "bfloat16", "bfloat16", sizes.rows, sizes.capacity, sizes.chunk)
+    if bad := estimates.indivisible_sizes(job, n):
+        raise InputError(f"{n} devices do not divide {bad} of {model}: choose others in --devices")
+    return computed_times(job, n, Machine(card, 0.0), n * card.link_gbs)
+
+
+def computed_times(job: Job, n: int, machine: Machine, move_gbs: float) -> StepTimes:
+    """Times of an engine on n devices. Each is the larger of two lines: memory, and compute, with links.
+
+    Args:
+        job: rows and chunk are those of the engine; its context is not used.
+        move_gbs: GB/s of the pages that move to or from this engine.
+    """
+    page = page_bytes(job, n) * n
+
+    def lines(limits: Callable[[int], Limits], tokens: int) -> list[list[float]]:
+        ends = [(at, limits(at)) for at in (tokens, 2 * tokens)]
+        links = ends[0][1].links
+        found = []
+        for kind in ("memory", "compute"):
+            first, second = (getattr(of, kind) / machine.efficiency for _, of in ends)
+            found.append([2 * first - second + links, (second - first) / tokens])
+        return found
+
+    return StepTimes(
+        chunk=lines(lambda start: _prefill_limits(job, n, machine.card, start, job.chunk), 1024),
+        page=lines(lambda start: _prefill_limits(job, n, machine.card, start, PAGE_SIZE), 1024),
+        decode=lines(lambda tokens: _decode_limits(job, n, machine.card, tokens // job.rows), 512 * job.rows),
+        swap=page / n / _HOST_GBS / 1e9,
+        move=page / move_gbs / 1e9,
+    )
+
+
+def page_bytes(job: Job, n: int) -> int:
+    """Bytes of a page on each of n devices."""
+    return estimates.device_bytes(dataclasses.replace(job, rows=1, context=PAGE_SIZE), n).pages_per_row
+
+
+def num_pages(job: Job, n: int, machine: Machine) -> int:
+    """Pages that fit beside the weights; 0 if they do not fit. Temporaries are not counted."""
+    free = machine.usable_bytes - estimates.device_bytes(job, n).weights
+    return max(0, int(free // page_bytes(job, n)))
+
+
+def sizes_that_fit(
+    job: Job, n: int, machine: Machine, capacity: int, mean_tokens: float, tpot: float
+) -> EngineSizes | None:
+    """An engine with as many slots as have pages for rows of average length, and decode within the limit: a
+    power of two, at most 256. None: not even one full row fits.
+    """
+    pages = num_pages(job, n, machine)
+    if pages * PAGE_SIZE < capacity + PAGE_SIZE:
+        return None
+    rows = 1
+    while 2 * rows <= _MOST_ROWS and 2 * rows * (mean_tokens / PAGE_SIZE + 1) <= pages:
+        limits = _decode_limits(dataclasses.replace(job, rows=2 * rows), n, machine.card, int(mean_tokens))
+        if limits.total / machine.efficiency > _SPARE * tpot:
+            break
+        rows *= 2
+    return EngineSizes(rows, pages, capacity, job.chunk)
+
+
+def _prefill_limits(job: Job, n: int, card: Card | Tpu, start: int, width: int) -> Limits:
+    """Limits of a chunk of this width after `start` tokens."""
+    before, after = (prefill_work(job.config, 0, [tokens]).flop for tokens in (start, start + width))
+    moved = estimates.weight_bytes(job, n, width) + estimates.kv_bytes(job, n, start + width)
+    return estimates.pass_limits(job, n, card, 1, width, moved, after - before)
+
+
+def _decode_limits(job: Job, n: int, card: Card | Tpu, context: int) -> Limits:
+    """Limits of a step of all rows, each with so many tokens."""
+    return estimates.decode_limits(dataclasses.replace(job, context=context), n, card)

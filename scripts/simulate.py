@@ -1,0 +1,134 @@
+"""Simulates how many requests stay within their limits, over the rate at which they arrive: the library's own
+scheduler against a clock of given step times.
+
+    python scripts/simulate.py --times=FILE --ttft=0.25 --tpot=0.1 --rates=1,2,4,8
+    python scripts/simulate.py --times=FILE --prefill_engines=2 --decode_engines=1 --ttft=0.25 --tpot=0.1
+    python scripts/simulate.py --model=llama-13b --devices=2xa100 --ttft=0.25 --tpot=0.1 --rates=1,2,4,8
+
+--times is a JSON file of step times, which `bench_engine.py --parts=goodput` measures; README.md in
+scripts/goodput has its form. With --model they are computed from bytes and FLOP at the rates of data sheets,
+each engine on the --devices; only that imports jax. Prints a table, and a JSON object as the last line.
+"""
+
+from launcher import InputError, start
+
+# isort: split
+import json
+from pathlib import Path
+
+import numpy as np
+from absl import flags
+from goodput_flags import define_workload_flags, positive_numbers
+from goodput_search import Workload, simulated_times
+from simulated_engine import EngineSizes
+from simulator import Deployment
+from step_times import read_step_times
+from workload import attainment
+
+from xinfer_jax.engine.pages import num_pages_for, usable_capacity
+
+TIMES = flags.DEFINE_string("times", None, "JSON file of step times.")
+MODEL = flags.DEFINE_string(
+    "model", None, "Instead of --times: a built-in shape, or a directory with config.json."
+)
+DEVICES = flags.DEFINE_string("devices", "1xa100", "With --model: the devices of each engine, COUNTxKIND.")
+ENGINES = flags.DEFINE_integer("engines", 1, "Engines that prefill and decode.", lower_bound=1)
+PREFILL = flags.DEFINE_integer("prefill_engines", 0, "Two sides: engines that prefill.", lower_bound=0)
+DECODE = flags.DEFINE_integer("decode_engines", 0, "Two sides: engines that decode.", lower_bound=0)
+ROWS = flags.DEFINE_integer("rows", 8, "Slots of each engine.", lower_bound=1)
+CAPACITY = flags.DEFINE_integer("capacity", 4096, "Tokens of a row.", lower_bound=2)
+PAGES = flags.DEFINE_integer("pages", None, "Pages of each engine; default: as many as all rows can fill.", 2)
+CHUNK = flags.DEFINE_integer("chunk", 256, "Tokens of a prefill chunk.", lower_bound=64)
+RATES = flags.DEFINE_list("rates", ["1", "2", "4", "8"], "Requests per second.")
+WORKLOAD = define_workload_flags()
+PLOT = flags.DEFINE_string("plot", None, "Also writes a plot to this file; needs matplotlib.")
+
+
+def main(argv: list[str]) -> None:
+    rates = positive_numbers(RATES)
+    plot = check_plot(PLOT.value)
+    deployment = deployment_from_flags()
+    most = usable_capacity(deployment.sizes.capacity, deployment.sizes.pages)
+    workload = WORKLOAD.workload(most)
+    results = [result_at(deployment, workload, rate) for rate in rates]
+    print_table(results)
+    if plot:
+        save_plot(plot, results)
+    engines = [deployment.prefill, deployment.decode] if deployment.prefill else deployment.engines
+    print(json.dumps(dict(engines=engines, ttft=workload.ttft, tpot=workload.tpot, results=results)))
+
+
+def deployment_from_flags() -> Deployment:
+    """The engines that the flags ask for."""
+    if bool(PREFILL.value) != bool(DECODE.value):
+        raise InputError("--prefill_engines and --decode_engines need each other: give both, or neither")
+    if (TIMES.value is None) == (MODEL.value is None):
+        raise InputError("give --times=FILE or --model=NAME: where the step times come from")
+    if CHUNK.value % 64:
+        raise InputError(f"--chunk must be a multiple of 64, got {CHUNK.value}")
+    pages = PAGES.value or ROWS.value * num_pages_for(CAPACITY.value) + 1
+    sizes = EngineSizes(ROWS.value, pages, CAPACITY.value, CHUNK.value)
+    if TIMES.value:
+        times = read_step_times(TIMES.value)
+    else:
+        from device_times import times_of_shape  # it imports jax
+
+        computed = times_of_shape(MODEL.value, DEVICES.value, sizes)
+        times = dict.fromkeys(("engine", "prefill", "decode"), computed)
+    if not PREFILL.value:
+        return Deployment(sizes, times["engine"], ENGINES.value)
+    return Deployment(sizes, times["prefill"], 0, PREFILL.value, DECODE.value, sizes, times["decode"])
+
+
+def result_at(deployment: Deployment, workload: Workload, rate: float) -> dict:
+    """Attainment, and medians and 90th percentiles of the times in seconds, at this rate."""
+    times = simulated_times(deployment, workload, rate)
+    fractions = attainment(times, workload.ttft, workload.tpot)
+    result = dict(rate=rate, attainment=fractions.both, ttft=fractions.ttft, tpot=fractions.tpot)
+    for name, seconds in zip(("ttft_seconds", "tpot_seconds"), np.transpose(times), strict=True):
+        result[name] = np.quantile(seconds, (0.5, 0.9)).tolist()
+    return result
+
+
+def print_table(results: list[dict]) -> None:
+    print(
+        "requests/s  within both limits   of TTFT   of TPOT   TTFT, s: median    90%  TPOT, ms: median    90%"
+    )
+    for result in results:
+        ttft = result["ttft_seconds"]
+        tpot = result["tpot_seconds"]
+        print(
+            f"{result['rate']:10.3g}{result['attainment']:20.1%}{result['ttft']:10.1%}{result['tpot']:10.1%}"
+            f"{ttft[0]:18.3f}{ttft[1]:7.3f}{1e3 * tpot[0]:18.1f}{1e3 * tpot[1]:7.1f}"
+        )
+
+
+def check_plot(file: str | None) -> Path | None:
+    """The file of the plot, which can be written."""
+    if file is None:
+        return None
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise InputError("--plot needs matplotlib: pip install 'xinfer-jax[plot]'") from error
+    path = Path(file).expanduser()
+    if not path.parent.is_dir():
+        raise InputError(f"--plot={file}: {path.parent} is no directory")
+    return path
+
+
+def save_plot(path: Path, results: list[dict]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, label in (("attainment", "both limits"), ("ttft", "TTFT"), ("tpot", "TPOT")):
+        axes.plot([r["rate"] for r in results], [100 * r[name] for r in results], marker="o", label=label)
+    axes.axhline(90, color="grey", linestyle="--")
+    axes.set(xlabel="requests per second", ylabel="% within the limit", ylim=(0, 105))
+    axes.legend()
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    start(main)

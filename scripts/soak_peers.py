@@ -1,0 +1,172 @@
+"""Checks prefill and decode processes behind a front process: random requests get the bits of one engine, and
+processes are killed again and again.
+
+    python scripts/soak_peers.py --requests=300
+    python scripts/soak_peers.py --requests=0 --kills=10
+
+equal: --requests random requests to one prefill and one decode process, compared with one engine in this
+    process.
+kills: --kills SIGKILLs of either side, at random times, while requests come; two processes of each side, and
+    a new one for each that is killed. Every request must end: with the tokens that it has without a kill, or
+    with an error that names a decode process. At the end all pages are free or cached.
+Prints a JSON line per part. Exit code 1: something differs, or does not end.
+"""
+
+from launcher import start
+
+# isort: split
+import json
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from absl import flags
+from engine_requests import draw, outcome, same_outcome
+from script_paths import ROOT
+
+import xinfer_jax as xj
+from xinfer_jax.checkpoint.loading import open_checkpoint
+from xinfer_jax.serve.peer_front import PeerEngines
+from xinfer_jax.signing import load_secret
+
+MODEL = flags.DEFINE_string("model", None, "A checkpoint. Default: the bundled model.")
+REQUESTS = flags.DEFINE_integer("requests", 300, "Requests of the part equal.", lower_bound=0)
+KILLS = flags.DEFINE_integer("kills", 10, "Kills of each side.", lower_bound=0)
+LONGEST = flags.DEFINE_integer("longest", 300, "Tokens of the longest prompt.", lower_bound=1)
+ROWS = flags.DEFINE_integer("rows", 4, "Rows of each engine.", lower_bound=1)
+PAGES = flags.DEFINE_integer("pages", 17, "Pages of each engine.", lower_bound=2)
+CACHE = flags.DEFINE_string("cache_dtype", None, "Dtype of keys and values.")
+SEED = flags.DEFINE_integer("seed", 0, "Seed of all random choices.")
+_HOST = "127.0.0.1"
+
+
+class Processes:
+    """A front process's engine here, and the processes that it has."""
+
+    def __init__(self, shape: dict, folder: str):
+        self._shape = shape
+        self._folder = Path(folder)
+        self.lines: list[str] = []
+        self.running: dict[str, list[subprocess.Popen]] = dict(prefill=[], decode=[])
+        listening = socket.create_server((_HOST, 0))
+        self._port = listening.getsockname()[1]
+        model = open_checkpoint(MODEL.value).model
+        self.front = PeerEngines(model, listening, load_secret(None, _HOST), self.lines.append)
+
+    def start(self, role: str) -> None:
+        sizes = [f"--{name}={value}" for name, value in self._shape.items() if value is not None]
+        command = [sys.executable, str(ROOT / "scripts" / "serve.py"), f"--role={role}", "--warm_up", *sizes]
+        command += [f"--peer={_HOST}:{self._port}", *([f"--model={MODEL.value}"] if MODEL.value else [])]
+        log = (self._folder / f"{role}{len(self.lines)}{time.monotonic()}").open("w")
+        self.running[role].append(subprocess.Popen(command, stdout=log, stderr=log))
+
+    def wait_for(self, each: int) -> None:
+        """Waits until so many processes of each role are connected."""
+        while any(len(self.front._of(role)) < each for role in self.running):
+            for processes in self.running.values():
+                for process in processes:
+                    assert process.poll() is None, "a process has ended by itself"
+            time.sleep(0.1)
+
+    def kill(self, role: str) -> None:
+        """Kills a process that is connected, and starts another."""
+        process = self.running[role].pop(0)
+        process.kill()
+        process.wait()
+        self.start(role)
+
+    def close(self) -> None:
+        self.front.close()
+        for processes in self.running.values():
+            for process in processes:
+                process.wait(30)
+
+
+def main(argv: list[str]) -> int:
+    shape = dict(rows=ROWS.value, pages=PAGES.value, capacity=1024, cache_dtype=CACHE.value)
+    wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        model = xj.load_model(MODEL.value)
+        with xj.Engine(model, **shape, warm_up=True) as single:
+            if REQUESTS.value:
+                result = check_equal(single, Processes(shape, folder), shape)
+                print(json.dumps(dict(part="equal", **result)), flush=True)
+                wrong += result["differ"]
+            if KILLS.value:
+                result = check_kills(single, Processes(shape, folder), shape)
+                print(json.dumps(dict(part="kills", **result)), flush=True)
+                wrong += result["differ"] + result["unnamed"] + result["pages_used"]
+    return int(wrong > 0)
+
+
+def submit(engine, request):
+    return engine.submit(request.ids, request.options, key=request.key, **request.more)
+
+
+def check_equal(single: xj.Engine, processes: Processes, shape: dict) -> dict:
+    for role in processes.running:
+        processes.start(role)
+    vocab = single.model.config.vocab_size
+    requests = draw(random.Random(SEED.value), vocab, REQUESTS.value, LONGEST.value, shape)
+    processes.wait_for(1)
+    front = processes.front
+    began = time.monotonic()
+    submitted = [submit(front, request) for request in requests]
+    for request, own in zip(requests, submitted, strict=True):
+        if request.cancel:
+            own.cancel()
+    together = [outcome(own) for own in submitted]
+    seconds = time.monotonic() - began
+    for request in requests:
+        request.more.pop("deadline", None)
+    alone = [outcome(own) for own in [submit(single, request) for request in requests]]
+    differ = sum(not same_outcome(*pair) for pair in zip(together, alone, strict=True))
+    time.sleep(2.5)  # until processes have reported their pages
+    stats = front.stats
+    processes.close()
+    return dict(
+        requests=len(requests), differ=differ, seconds=round(seconds, 1), pages_used=stats.pages_used,
+        preemptions=stats.preemptions, hits=stats.hits,
+    )  # fmt: skip
+
+
+def check_kills(single: xj.Engine, processes: Processes, shape: dict) -> dict:
+    rng = random.Random(SEED.value)
+    front = processes.front
+    for role in (*processes.running, *processes.running):
+        processes.start(role)
+    found = []
+    kills = ["prefill", "decode"] * KILLS.value
+    for role in kills:
+        processes.wait_for(2)
+        requests = draw(rng, single.model.config.vocab_size, 30, LONGEST.value, shape)
+        for request in requests:
+            request.more.pop("deadline", None)
+        submitted = [submit(front, request) for request in requests]
+        time.sleep(rng.uniform(0, 3))
+        processes.kill(role)
+        found += [(request, outcome(own)) for request, own in zip(requests, submitted, strict=True)]
+    alone = [outcome(own) for own in [submit(single, request) for request, _ in found]]
+    lost = [isinstance(got[0], str) and "is gone" in got[0] for _, got in found]
+    errors = Counter(got[0] for (_, got), is_lost in zip(found, lost, strict=True) if is_lost)
+    whole = zip(found, alone, lost, strict=True)
+    pairs = [(got, own) for (_, got), own, is_lost in whole if not is_lost]
+    differ = sum(not same_outcome(*pair) for pair in pairs)
+    processes.wait_for(2)
+    time.sleep(2.5)
+    used = sum(peer.counts()["pages_used"] for peer in front.peers)
+    processes.close()
+    unnamed = sum(count for error, count in errors.items() if "the decode process" not in error)
+    return dict(
+        requests=len(found), kills=len(kills), errors=errors.total(), differ=differ, unnamed=unnamed,
+        pages_used=used,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    start(main)

@@ -1,0 +1,157 @@
+"""The prefix cache beyond the device: which pages are in host memory, and which in files. Without arrays.
+
+evicted from the device ─ SavePages ─► host memory ─ LoadPages ─► pages of a row
+                                       host memory ◄─ ReadPages ─ files
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from typing import NamedTuple, Protocol
+
+from .pages import PagePool
+from .row import ReadPages, Row, SavePages
+
+COPIED_PAGES = 8  # that one program copies to host memory, or back
+
+
+class FoundPrefix(NamedTuple):
+    """Where consecutive pages of a prompt are: first those on the device, then in host memory, then in files.
+
+    Attributes:
+        pages: of the device.
+        host_pages: of host memory.
+        names, hashes: of pages in files, as in `ReadPages`.
+    """
+
+    pages: list[int]
+    host_pages: list[int]
+    names: list[bytes]
+    hashes: list[bytes]
+
+    @property
+    def total(self) -> int:
+        """All pages."""
+        return len(self.pages) + len(self.host_pages) + len(self.names)
+
+    def first(self, count: int) -> "FoundPrefix":
+        """The first so many of them."""
+        in_host = max(0, count - len(self.pages))
+        in_files = max(0, in_host - len(self.host_pages))
+        names = self.names[:in_files]
+        return FoundPrefix(self.pages[:count], self.host_pages[:in_host], names, self.hashes[:in_files])
+
+
+class PageNames(Protocol):
+    """A set of the hashes of pages that are in files."""
+
+    def __contains__(self, page_hash: object, /) -> bool: ...
+    def discard(self, page_hash: bytes, /) -> None: ...
+
+
+class HostTier:
+    """Pages in host memory, as many as there is memory for: the least recently used one is evicted.
+
+    A page has the bits that its hash stands for, so the same page may be on the device as well.
+
+    Attributes:
+        pool: of these pages. "Used" are those that a row still has to load, that are read from a file, and
+            that are written to one.
+        files: what is in files.
+        epoch: how often the prefix cache was emptied.
+        read: pages that came from files, and were not loaded since.
+
+    Args:
+        pages: that host memory holds.
+        files: as above.
+    """
+
+    def __init__(self, pages: int, files: PageNames | None = None):
+        self.pool = PagePool(pages + 1)  # page 0 is none of them
+        self.files: PageNames = set[bytes]() if files is None else files
+        self.epoch = 0
+        self.read: set[int] = set()
+
+    def find(self, hashes: Sequence[bytes], names: Sequence[bytes], in_files: bool) -> FoundPrefix:
+        """The first of these pages that are in host memory and then in files.
+
+        Args:
+            hashes: of pages in their order.
+            names: other hashes of the same pages, by which a file may be found.
+            in_files: whether to look for files.
+        """
+        host_pages = self.pool.find(hashes)
+        if not in_files:
+            return FoundPrefix([], host_pages, [], [])
+        rest = hashes[len(host_pages) :]
+        pairs = zip(rest, names[len(host_pages) :], strict=True)
+        known = (next(filter(self.files.__contains__, pair), b"") for pair in pairs)
+        found = list(takewhile(bool, known))
+        return FoundPrefix([], host_pages, found, list(rest[: len(found)]))
+
+    def save(self, evicted: Sequence[tuple[int, list[bytes]]]) -> list[SavePages]:
+        """What saves pages that the device evicts, with their hashes; none that is saved already, and as many
+        of the others, those evicted last, as there is memory for.
+        """
+        new = []
+        for page, hashes in evicted:
+            if saved := self.pool.page_of_hash.get(hashes[0]):
+                for page_hash in hashes:
+                    self.pool.cache(saved, page_hash)
+                self._touch([saved])
+            else:
+                new.append((page, hashes))
+        if not (new := new[max(0, len(new) - self.pool.num_available) :]):
+            return []
+        host_pages = self._allocate(len(new))
+        for host_page, (_, hashes) in zip(host_pages, new, strict=True):
+            for page_hash in hashes:
+                self.pool.cache(host_page, page_hash)
+            self.pool.release([host_page])
+        return [SavePages([page for page, _ in new], host_pages, [hashes[0] for _, hashes in new])]
+
+    def begin_read(self, row: Row, found: FoundPrefix) -> ReadPages | None:
+        """What reads the pages of a row's prompt that are in files; None if there is no memory for any."""
+        self.pool.reuse(found.host_pages)  # they are not evicted for those in files
+        count = min(len(found.names), self.pool.num_available)
+        host_pages = self._allocate(count)
+        self.pool.release(found.host_pages)
+        if not count:
+            return None
+        return ReadPages(row, found.names[:count], found.hashes[:count], host_pages, self.epoch)
+
+    def record_read(self, read: ReadPages, count: int) -> None:
+        """The first `count` pages were read; the others could not be."""
+        if read.epoch == self.epoch:
+            for page, page_hash in zip(read.host_pages[:count], read.hashes, strict=False):
+                self.pool.cache(page, page_hash)
+            self.read |= {page for page in read.host_pages if page in self.pool.hashes_of_page}
+        self.pool.release(read.host_pages)
+
+    def load(self, host_pages: Sequence[int]) -> int:
+        """A row loads pages that were kept for it. Returns how many of them came from files for it."""
+        read = self.read & {*host_pages}
+        self.read -= read
+        self.pool.release(host_pages)
+        return len(read)
+
+    def remove(self, hashes: Iterable[bytes]) -> None:
+        """No page is found by these hashes any more."""
+        for page_hash in hashes:
+            if page := self.pool.page_of_hash.get(page_hash):
+                self.pool.uncache(page)
+            self.files.discard(page_hash)
+
+    def clear(self) -> None:
+        """No page is found any more, for new weights. Rows load the pages that are kept for them."""
+        self.epoch += 1
+        self.pool.clear_cache()
+
+    def _allocate(self, count: int) -> list[int]:
+        pages = self.pool.allocate(count)
+        self.read.difference_update(pages)
+        return pages
+
+    def _touch(self, pages: Sequence[int]) -> None:
+        """These pages were used just now."""
+        self.pool.reuse(pages)
+        self.pool.release(pages)

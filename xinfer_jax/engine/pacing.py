@@ -1,0 +1,80 @@
+"""How much of prefill and of decoding is in one step of an engine: plain Python, without arrays.
+
+`EngineCore` and `scripts/simulate.py` both ask here.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .scheduler import Scheduler
+
+MAX_DECODE_TOKENS = 128  # of a row in one call of `DECODE_STEPS`
+# Seconds of decoding in one step, about. New requests, cancels and deadlines wait for the end of a step.
+_LIVE_SECONDS = 0.1  # a caller may stream the answer, and more requests may come
+_BUSY_SECONDS = 0.01  # the same, while other rows wait or prefill
+_LONGEST_SECONDS = 1.0  # no caller streams
+_FIRST_STEPS = 8  # decode steps of the first step, before their time is known
+_MAX_PREFILL_STEPS = 32  # consecutive steps without decoding, if no caller streams
+
+
+class DecodeCall(NamedTuple):
+    """One call of `Device.decode`: up to so many steps, and whether it ends when one row has ended."""
+
+    steps: int
+    until_one_ends: bool
+
+
+class Pacing:
+    """Decides how long a step prefills and decodes.
+
+    Args:
+        chunk: tokens of a full chunk.
+        tokens_per_step: that a row may get in one decode step: more than 1 with draft tokens.
+    """
+
+    def __init__(self, chunk: int, tokens_per_step: int = 1):
+        self._chunk = chunk
+        self._tokens_per_step = tokens_per_step
+        self._step_seconds = 0.0  # of the last decode steps, each
+        self._prefill_steps = 0  # since the last step that decoded
+
+    def may_prefill(self, width: int) -> bool:
+        """Whether a step that prefilled so many tokens, padding included, may prefill more."""
+        return width < self._chunk
+
+    def skips_decoding(self, width: int, live: bool) -> bool:
+        """Whether a step that prefilled so many tokens ends without decoding: if no caller streams, free
+        slots are filled first, for a limited number of steps. Called once in each step.
+        """
+        skips = width >= self._chunk and not live and self._prefill_steps < _MAX_PREFILL_STEPS
+        self._prefill_steps = self._prefill_steps + 1 if skips else 0
+        return skips
+
+    def decode_call(
+        self, scheduler: Scheduler, left: Sequence[int], has_new_requests: bool, live: bool
+    ) -> DecodeCall:
+        """How the running rows decode: for a limited time; while others wait, until a row ends.
+
+        Args:
+            left: tokens that each running row may still sample.
+            has_new_requests: that the scheduler does not have yet.
+            live: whether a caller may stream one of the rows.
+        """
+        others = bool(scheduler.waiting) or len(scheduler.rows_with_slots) > len(scheduler.running)
+        until_one_ends = others or has_new_requests
+        most = min(left) if until_one_ends else max(left)
+        steps = min(most, MAX_DECODE_TOKENS // self._tokens_per_step, self._affordable_steps(others, live))
+        return DecodeCall(steps, until_one_ends)
+
+    def record_decode(self, seconds: float, steps: int) -> None:
+        """A call of so many decode steps took so long."""
+        self._step_seconds = seconds / max(1, steps)
+
+    def _affordable_steps(self, others: bool, live: bool) -> int:
+        """Decode steps in the time of one step. others: whether rows wait or prefill."""
+        if not self._step_seconds:
+            return _FIRST_STEPS
+        seconds = _LONGEST_SECONDS
+        if live:
+            seconds = _BUSY_SECONDS if others else _LIVE_SECONDS
+        return max(1, int(seconds / self._step_seconds))

@@ -1,0 +1,259 @@
+"""`PageFiles`: pages of the prefix cache in files, which later runs find. Threads read and write them.
+
+A file has one page. Its name is a digest of everything that the bits of the page depend on; its content is a
+line that names the format, an HMAC over name and page, and the page's bytes.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from ..errors import format_message
+from ..signing import SIGNATURE_SIZE, folder_secret
+
+_HEAD = b"xinfer_jax page 1\n"
+_SUFFIX = ".page"
+_MAX_WRITES = 8  # pages that wait to be written
+_SCAN_SECONDS = 60.0  # between two looks at the directory, which other runs write to
+_PAUSE_SECONDS = 60.0  # without writing, after a write failed: the disk may be full
+_OLD_SECONDS = 3600.0  # after which a file that was not finished is deleted
+
+_Job = Callable[["PageFiles"], None]
+
+
+class PageFiles:
+    """The pages of one directory, as a set of the hashes whose pages are in it.
+
+    The directory belongs to the user, with mode 0700. It has a secret, with which files are authenticated and
+    salts are hashed. Of all files, also those of other models, the least recently used are deleted.
+
+    Attributes:
+        finished: a call for each read and write that ended, for the engine's thread.
+        num_writing: pages that are being written.
+
+    Args:
+        directory: created if it is missing.
+        max_bytes: of all files.
+
+    Raises:
+        InputError: the directory is not the user's own, or cannot be used.
+    """
+
+    def __init__(self, directory: str | Path, max_bytes: int):
+        self._directory = Path(directory).expanduser()
+        self._max_bytes = max_bytes
+        self._secret = folder_secret(self._directory, "give another --page_directory")
+        self._identity = b""
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # of files by name, the least recently used first
+        self._lock = threading.Lock()
+        self._paused_until = 0.0
+        self._reported: set[str] = set()
+        self._jobs: dict[str, SimpleQueue[_Job | None]] = {}
+        self.finished: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.num_writing = 0
+        self._scan()
+
+    def identify(self, **settings: Any) -> None:
+        """From now on, pages are those of a model and a form with these settings."""
+        self._identity = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).digest()
+
+    def salt(self, salt: bytes) -> bytes:
+        """The salt of pages in files for a request's: without the secret nobody can guess a file's name."""
+        return hmac.digest(self._secret, b"salt" + salt, "sha256")
+
+    def __contains__(self, page_hash: object) -> bool:
+        return isinstance(page_hash, bytes) and self._name(page_hash) in self._sizes
+
+    def discard(self, page_hash: bytes) -> None:
+        """Deletes a page's file, if there is one."""
+        name = self._name(page_hash)
+        if name in self._sizes:
+            self._forget(name)
+            self._start("writer", lambda files: files._delete(name))
+
+    def read(self, hashes: Sequence[bytes], pages: Sequence[np.ndarray], then: Callable[[int], None]) -> None:
+        """Reads pages. then: is called with how many of the first ones were read, by `finished`.
+
+        Args:
+            hashes: of the pages.
+            pages: uint8, to read into.
+        """
+        names = [self._name(page_hash) for page_hash in hashes]
+
+        def job(files: "PageFiles") -> None:
+            count = 0
+            for name, page in zip(names, pages, strict=True):
+                if not files._read(name, page):
+                    break
+                count += 1
+            files.finished.put(lambda: then(count))
+
+        self._start("reader", job)
+
+    @property
+    def can_write(self) -> bool:
+        """Whether one more page may be written now."""
+        return self.num_writing < _MAX_WRITES and time.monotonic() >= self._paused_until
+
+    def write(self, page_hash: bytes, page: np.ndarray, then: Callable[[], None]) -> None:
+        """Writes a page, uint8. then: is called once it is not needed any more, by `finished`."""
+        name = self._name(page_hash)
+
+        def job(files: "PageFiles") -> None:
+            if time.monotonic() >= files._paused_until:
+                files._write(name, page)
+            files.finished.put(ended)
+
+        def ended() -> None:
+            self.num_writing -= 1
+            then()
+
+        self.num_writing += 1
+        self._start("writer", job)
+
+    def close(self) -> None:
+        """Ends the threads after what they have begun."""
+        for jobs in self._jobs.values():
+            jobs.put(None)
+
+    def _name(self, page_hash: bytes) -> str:
+        return hashlib.sha256(self._identity + page_hash).hexdigest() + _SUFFIX
+
+    def _start(self, thread: str, job: _Job) -> None:
+        """Queues a job for one of the threads."""
+        if thread not in self._jobs:
+            jobs = self._jobs[thread] = SimpleQueue()
+            args = weakref.ref(self), jobs
+            threading.Thread(
+                target=_run_jobs, args=args, name=f"xinfer_jax page {thread}", daemon=True
+            ).start()
+        self._jobs[thread].put(job)
+
+    def _read(self, name: str, page: np.ndarray) -> bool:
+        """Reads a page; a file that is not as it was written is forgotten."""
+        path = self._directory / name
+        try:
+            with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0) as file:
+                head = file.read(len(_HEAD) + SIGNATURE_SIZE)
+                size = _read_into(file, page)
+                is_whole = size == page.nbytes and not file.read(1)
+            with contextlib.suppress(OSError):
+                os.utime(path)  # it was used now
+        except FileNotFoundError:  # another run deleted it
+            self._forget(name)
+            return False
+        except OSError as error:
+            self._forget(name)
+            self._report("read", f"{name} cannot be read ({error.strerror})")
+            return False
+        is_good = is_whole and hmac.compare_digest(head, _HEAD + self._signature(name, page))
+        if not is_good:
+            self._forget(name)
+            self._report("damaged", f"{name} is not as it was written, or not written here: it is not used")
+            return False
+        with self._lock:
+            if name in self._sizes:
+                self._sizes.move_to_end(name)
+        return True
+
+    def _write(self, name: str, page: np.ndarray) -> None:
+        """Writes a page to a new file, and renames it: no reader sees a part of it."""
+        temporary = ""
+        try:
+            with tempfile.NamedTemporaryFile(dir=self._directory, prefix=".", delete=False) as file:
+                temporary = file.name
+                file.write(_HEAD + self._signature(name, page))
+                file.write(page.data)
+                file.flush()
+                size = os.fstat(file.fileno()).st_size
+            os.replace(temporary, self._directory / name)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            self._paused_until = time.monotonic() + _PAUSE_SECONDS
+            self._report("write", f"a page cannot be written ({error.strerror}): none are for a minute")
+            return
+        with self._lock:
+            self._sizes[name] = size
+            self._sizes.move_to_end(name)
+        self._delete_beyond_limit()
+
+    def _delete_beyond_limit(self) -> None:
+        old = []
+        with self._lock:
+            while sum(self._sizes.values()) > self._max_bytes:
+                old.append(self._sizes.popitem(last=False)[0])
+        for name in old:
+            self._delete(name)
+
+    def _delete(self, name: str) -> None:
+        with contextlib.suppress(OSError):  # another run deleted it, or it cannot be
+            (self._directory / name).unlink()
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            self._sizes.pop(name, None)
+
+    def _scan(self) -> None:
+        """Finds the files in the directory, and deletes old ones that were not finished."""
+        found = []
+        with contextlib.suppress(OSError), os.scandir(self._directory) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):  # it was deleted just now
+                    about = entry.stat(follow_symlinks=False)
+                    if entry.name.endswith(_SUFFIX):
+                        found.append((about.st_mtime, entry.name, about.st_size))
+                    elif entry.name.startswith(".") and time.time() - about.st_mtime > _OLD_SECONDS:
+                        os.unlink(entry.path)
+        with self._lock:
+            self._sizes = OrderedDict((name, size) for _, name, size in sorted(found))
+        self._delete_beyond_limit()
+
+    def _signature(self, name: str, page: np.ndarray) -> bytes:
+        mac = hmac.new(self._secret, b"page" + name.encode(), "sha256")
+        mac.update(page.data)
+        return mac.digest()
+
+    def _report(self, kind: str, about: str) -> None:
+        """Prints the first message of its kind."""
+        if kind not in self._reported:
+            self._reported.add(kind)
+            line = format_message(f"page directory {self._directory}: {about}")
+            print(f"{line}; further ones are not reported\n", end="", file=sys.stderr)
+
+
+def _run_jobs(files: "weakref.ref[PageFiles]", jobs: "SimpleQueue[_Job | None]") -> None:
+    """A thread's work, until None comes or nobody has the files. When idle it looks for new ones."""
+    while True:
+        try:
+            job = jobs.get(timeout=_SCAN_SECONDS)
+        except Empty:
+            job = PageFiles._scan
+        own = files()
+        if job is None or own is None:
+            return
+        job(own)
+        del own, job
+
+
+def _read_into(file: Any, page: np.ndarray) -> int:
+    """Reads into the whole page, or up to the end of the file; returns the bytes read."""
+    view = page.data
+    size = 0
+    while size < len(view) and (count := file.readinto(view[size:])):
+        size += count
+    return size

@@ -1,0 +1,130 @@
+"""`PageTiers`: moves pages between the device, host memory and files, as the scheduler decides."""
+
+import time
+from collections import OrderedDict
+from typing import Any
+
+from .host_tier import COPIED_PAGES, HostTier
+from .page_files import PageFiles
+from .pages import num_pages_for
+from .row import LoadPages, ReadPages, Row, SavePages, Transfer
+from .scheduler import Scheduler
+
+_CLOSE_SECONDS = 2.0  # for writing
+_POLL_SECONDS = 0.001
+_FIRST_WAIT_SECONDS = 1.0  # for files, before it is known how long prefilling takes
+
+
+class PageTiers:
+    """The prefix cache beyond the device. The engine's thread calls it.
+
+    Args:
+        device: as of `EngineCore`.
+        scheduler: decides.
+        files: None: no page goes to files.
+    """
+
+    def __init__(self, device: Any, scheduler: Scheduler, files: PageFiles | None):
+        self._device = device
+        self._scheduler = scheduler
+        self._files = files
+        self._unwritten: dict[int, bytes] = {}  # the file's hash of saved pages, the oldest first
+        self._give_up: dict[Row, float] = {}  # when a row stops to wait for files
+        self._page_seconds: float | None = None  # until a prompt's first token, for each page
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `step` will have something to do soon: rows wait for files, or pages are being written."""
+        if not self._files:
+            return False
+        is_writing = self._files.num_writing or (self._unwritten and self._files.can_write)
+        return bool(self._scheduler.waiting_for_files or is_writing)
+
+    def execute(self, action: Transfer) -> None:
+        """Executes an action of the scheduler."""
+        if isinstance(action, SavePages):
+            self._device.save_pages(action.pages, action.host_pages)
+            if self._files:
+                self._unwritten |= zip(action.host_pages, action.names, strict=True)
+        elif isinstance(action, LoadPages):
+            self._device.load_pages(action.pages, action.host_pages)
+        else:
+            self._begin_read(action)
+
+    def step(self) -> None:
+        """Handles reads and writes that ended, and begins to write saved pages."""
+        if not self._files:
+            return
+        while not self._files.finished.empty():
+            self._files.finished.get()()
+        now = time.monotonic()
+        for row in [row for row, end in self._give_up.items() if now > end]:
+            del self._give_up[row]
+            self._scheduler.stop_reading(row)
+        if self._unwritten and self._files.can_write:
+            self._device.host.finish()
+            while self._unwritten and self._files.can_write:
+                page = next(iter(self._unwritten))
+                self._begin_write(page, self._unwritten.pop(page))
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """So long took a prompt of this many tokens: no row waits for files longer than it would prefill."""
+        self._page_seconds = seconds / num_pages_for(tokens)
+
+    def identify(self, settings: dict[str, Any]) -> None:
+        """The model has new weights: pages in files have other names."""
+        self._unwritten.clear()
+        if self._files:
+            self._files.identify(**settings)
+
+    def salt(self, salt: bytes) -> bytes:
+        """The salt of a row's pages for that of its request."""
+        return self._files.salt(salt) if self._files else salt
+
+    def close(self, writes: bool) -> None:
+        """Ends reading and writing. writes: first the pages that the device still caches, those used last
+        first, for a limited time.
+        """
+        if not self._files:
+            return
+        pool = self._scheduler.pool
+        pool.cached = OrderedDict(reversed(pool.cached.items()))
+        end = time.monotonic() + _CLOSE_SECONDS
+        while writes and time.monotonic() < end:
+            if not self._unwritten:
+                for save in self._host.save(pool.evict(COPIED_PAGES)):
+                    self.execute(save)
+            self.step()
+            if not (self._unwritten or pool.cached or self._files.num_writing):
+                break
+            if not self._files.can_write:
+                time.sleep(_POLL_SECONDS)
+        self._files.close()
+
+    @property
+    def _host(self) -> HostTier:
+        assert self._scheduler.host is not None
+        return self._scheduler.host
+
+    def _begin_read(self, read: ReadPages) -> None:
+        assert self._files is not None
+        self._device.host.finish()  # or a page that was evicted would be copied into one that is read
+        seconds = _FIRST_WAIT_SECONDS
+        if self._page_seconds is not None:
+            seconds = self._page_seconds * len(read.names)
+        self._give_up[read.row] = time.monotonic() + seconds
+
+        def ended(count: int) -> None:
+            self._give_up.pop(read.row, None)
+            self._scheduler.record_read(read, count)
+
+        self._files.read(read.names, [self._device.host.bytes_of(page) for page in read.host_pages], ended)
+
+    def _begin_write(self, page: int, name: bytes) -> None:
+        """Writes a saved page, unless it was evicted meanwhile, or is in a file already."""
+        assert self._files is not None
+        pool = self._host.pool
+        if name in self._files or pool.page_of_hash.get(name) != page:
+            return
+        pool.reuse([page])
+        self._files.write(name, self._device.host.bytes_of(page), lambda: pool.release([page]))
