@@ -17,6 +17,8 @@ from paths import ROOT
 
 import xinfer_jax as xj
 
+pytestmark = pytest.mark.oldest
+
 # A module imports only modules that come before it. A new module is added here, after all that it imports.
 PACKAGES = {
     "": ("errors", "signing", "formatting", "checks", "memory", "host", "stats", "sharding"),
