@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -33,10 +34,10 @@ def main() -> None:
 def measure(rounds: int, seconds: float) -> list[dict]:
     """The rounds, with an engine that prefills in this process."""
     from engine_disturbance import create_engine, measure_disturbance
-    from xinfer_jax.serve.peer_front import PeerEngines
-    from xinfer_jax.serve.peer_worker import PeerWorker
 
     from xinfer_jax.cli.channel import listen
+    from xinfer_jax.serve.peer_front import PeerEngines
+    from xinfer_jax.serve.peer_worker import PeerWorker
 
     secret = secrets.token_bytes(32)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -56,7 +57,8 @@ def measure(rounds: int, seconds: float) -> list[dict]:
             threading.Thread(target=worker.run, args=(threading.Event(),), daemon=True).start()
             front.wait_for_both(lambda: decoding.poll() is not None)
             measure_disturbance(front, 1.0, rounds)  # connects the transfer servers
-            results = [measure_disturbance(front, seconds, number) for number in range(rounds)]
+            cpu = partial(_cpu_seconds, decoding.pid)
+            results = [measure_disturbance(front, seconds, number, cpu) for number in range(rounds)]
             front.close()
             return results
     finally:
@@ -67,10 +69,17 @@ def measure(rounds: int, seconds: float) -> list[dict]:
 def run_decode_process(port: int, secret: bytes) -> None:
     """Decodes until the other process has gone."""
     from engine_disturbance import create_engine
+
     from xinfer_jax.serve.peer_worker import PeerWorker
 
     with create_engine(role="decode") as engine:
         PeerWorker(engine, ("127.0.0.1", port), secret, _log).run(threading.Event())
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far (Linux)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _log(text: str) -> None:
