@@ -191,7 +191,7 @@ def print_memory(job: estimates.Job, n: int, devices: int, card: Card | Tpu) -> 
         free = usable_memory(card) - need.total
         sizes = f"{need.weights / GIB:10.1f}{need.pages / GIB:9.1f}"
         temporary = "" if need.temporaries is None else f"{need.temporaries / GIB:.1f}"
-        rows = max(0, job.rows + int(free // need.pages_per_row))
+        rows = max(0, job.rows + int(free // need.per_row))
         print(f"model={m:<6}{sizes}{temporary:>11}{free / GIB:9.1f}{rows:16,}")
     if unknown:
         print(unknown)

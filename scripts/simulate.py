@@ -110,7 +110,7 @@ def check_plot(file: str | None) -> Path | None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise InputError("--plot needs matplotlib: pip install matplotlib") from error
+        raise InputError("--plot needs matplotlib: pip install '.[plot]' in the checkout") from error
     path = Path(file).expanduser()
     if not path.parent.is_dir():
         raise InputError(f"--plot={file}: {path.parent} is no directory")

@@ -45,6 +45,8 @@ _FAMILIES = [
     "phi3",
     "smollm3",
     "bitnet",
+    "qwen3_next",
+    "qwen3_5",
 ]
 
 

@@ -18,8 +18,9 @@ from .errors import InputError
 MODEL = "model"  # the axis of a mesh over which one model is divided
 # The mesh axis of each logical axis of parameters, caches and states; None: not divided.
 RULES: Mapping[str, str | None] = dict(
-    vocab=MODEL, heads=MODEL, kv_heads=MODEL, mlp=MODEL, experts=MODEL, embed=None, rows=None
-)
+    vocab=MODEL, heads=MODEL, kv_heads=MODEL, linear_heads=MODEL, mlp=MODEL, experts=MODEL, embed=None,
+    rows=None,
+)  # fmt: skip
 REPLICATED = PartitionSpec()
 _MOST_SORTED = 4096  # numbers that a GPU sorts in one kernel
 _MOST_BUILT_IN = 16  # XLA has a kernel for so few largest numbers

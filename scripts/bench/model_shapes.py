@@ -25,6 +25,8 @@ def _shape(
         "mistral": "MistralForCausalLM",
         "bitnet": "BitNetForCausalLM",
         "gemma3_text": "Gemma3ForCausalLM",
+        "qwen3_5_text": "Qwen3_5ForCausalLM",
+        "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     }
     return dict(
         architectures=[classes[model_type]],
@@ -65,6 +67,16 @@ def _qwen3_moe(width: int, layers: int, heads: int, expert: int) -> dict[str, An
         norm_topk_prob=True,
         **_FULL,
     )
+
+
+def _qwen3_5(
+    sizes: tuple[int, ...], tied: bool, value_heads: int, model_type: str = "qwen3_5_text", **more: Any
+) -> dict[str, Any]:
+    """16 key heads of width 128; value_heads: of the same width."""
+    return _shape(
+        model_type, sizes, 1e-6, 1e7, 262144, tied, linear_num_key_heads=16,
+        linear_num_value_heads=value_heads, partial_rotary_factor=0.25, **more,
+    )  # fmt: skip
 
 
 _FULL = dict(use_sliding_window=False)
@@ -119,6 +131,19 @@ SHAPES: dict[str, dict[str, Any]] = {  # V, D, F, L, N, K, H
         sliding_window_pattern=6,
         rope_local_base_freq=1e4,
         rope_scaling=dict(rope_type="linear", factor=8.0),
+    ),
+    # Three layers of linear attention, then one of full attention.
+    "qwen3.5-0.8b": _qwen3_5((248320, 1024, 3584, 24, 8, 2, 256), True, 16),
+    "qwen3.5-9b": _qwen3_5((248320, 4096, 12288, 32, 16, 4, 256), False, 32),
+    "qwen3.5-35b-a3b": _qwen3_5(
+        (248320, 2048, 512, 40, 16, 2, 256),
+        False,
+        32,
+        "qwen3_5_moe_text",
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
     ),
     "smollm2-135m": _shape("llama", (49152, 576, 1536, 30, 9, 3, 64), 1e-5, 1e5, 8192, True),
 }

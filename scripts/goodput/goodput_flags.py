@@ -42,8 +42,8 @@ def define_workload_flags(requests: Flag | None = None) -> WorkloadFlags:
     return WorkloadFlags(
         flags.DEFINE_string(
             "lengths", "chat",
-            "Tokens of prompts and answers: chat, code, summarization (lognormal, with the means of"
-            " DistServe's data sets), lognormal:P,A,SP,SA (means, and standard deviations of the logarithms),"
+            "Tokens of prompts and answers: chat (or lognormal), code, summarization: lognormal with the means"
+            " of DistServe's data sets; lognormal:P,A,SP,SA: means, and standard deviations of the logarithms;"
             " or a file with two whole numbers in each line.",
         ),
         flags.DEFINE_float("ttft", None, "Limit of the seconds to the first token."),

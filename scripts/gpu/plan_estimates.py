@@ -19,6 +19,7 @@ import kernels_pallas
 from xinfer_jax.cache.kv_cache import cache_bytes
 from xinfer_jax.cache.paged import PAGE_SIZE
 from xinfer_jax.cache.quantized_kv import KV_BITS, vector_bytes
+from xinfer_jax.cache.recurrent import state_bytes
 from xinfer_jax.checkpoint.sharded_leaves import leaf_partition, sharded_shapes, with_repeated_kv_heads
 from xinfer_jax.config.model_config import ModelConfig
 from xinfer_jax.model.decoder_layer import layer_kinds
@@ -68,8 +69,8 @@ class DeviceBytes:
     """Bytes on each device of a mesh."""
 
     weights: int
-    pages: int
-    pages_per_row: int  # pages of one row
+    pages: int  # and recurrent states of the rows, with their snapshots
+    per_row: int  # pages and state of one row
     temporaries: int | None  # None: unknown
 
     @property
@@ -99,6 +100,7 @@ def indivisible_sizes(job: Job, n: int) -> str:
     names = ["num_attention_heads", "num_experts"]
     if False in (config.layer_experts or (False,)):
         names.append("intermediate_size")
+    names += ["shared_expert_intermediate_size", "linear_num_key_heads", "linear_num_value_heads"]
     bad = [name for name in names if getattr(config, name) % n]
     if config.num_key_value_heads % n and n % config.num_key_value_heads:
         bad.append("num_key_value_heads")
@@ -119,7 +121,7 @@ def device_weights(job: Job, n: int) -> Params:
     def struct(spec: ParamSpec) -> Any:
         partition = leaf_partition(spec, job.config, n)
         shape = partition.part_spec(spec).shape
-        if not quantize or len(shape) == 1:
+        if not quantize or not spec.is_quantizable:
             return jax.ShapeDtypeStruct(shape, job.dtype)
         group = group_size_for_shards(spec.shape, spec.hf_name, quantize, n if partition.axis == 1 else 1)
         return device_form(quantized_struct(shape, spec.hf_name, quantize, group))
@@ -133,7 +135,7 @@ def dequantized_bytes(job: Job, n: int) -> int:
     """
     leaves = jax.tree.leaves(device_weights(job, n))
     return sum(
-        2 * 2 * 2 * x.size for x in leaves if x.dtype == jnp.uint8 and x.ndim == 3
+        2 * 2 * 2 * x.size for x in leaves if x.dtype == jnp.uint8 and x.ndim >= 3
     )  # two values in a byte
 
 
@@ -147,11 +149,13 @@ def num_weights(config: ModelConfig) -> int:
 
 def device_bytes(job: Job, n: int, card: Card | Tpu | None = None) -> DeviceBytes:
     """Bytes on each of n devices. Temporaries are known only if a GPU is given to compile for."""
-    page = cache_bytes(with_repeated_kv_heads(job.config, n), 1, PAGE_SIZE, job.kv) // n
+    state = state_bytes(job.config)
+    page = (cache_bytes(with_repeated_kv_heads(job.config, n), 1, PAGE_SIZE, job.kv) - state) // n
+    state //= n
     return DeviceBytes(
         tree_bytes(device_weights(job, n)),
-        page * job.pages,
-        page * job.pages_per_row,
+        page * job.pages + 2 * job.rows * state,  # a snapshot for each row
+        page * job.pages_per_row + 2 * state,
         None if card is None else temporaries(job, n, card),
     )
 
@@ -222,8 +226,10 @@ def weight_bytes(job: Job, n: int, tokens: int) -> float:
 def kv_bytes(job: Job, n: int, length: int) -> int:
     """Bytes of keys and values that a row of this length reads, on each device."""
     config = with_repeated_kv_heads(job.config, n)
-    slots = sum(min(window or length, length) for window in config.layer_windows)
-    return 2 * config.num_key_value_heads // n * slots * vector_bytes(config.head_dim, job.kv)
+    windows = (w for i, w in enumerate(config.layer_windows) if not config.is_linear(i))
+    slots = sum(min(window or length, length) for window in windows)
+    keys = 2 * config.num_key_value_heads // n * slots * vector_bytes(config.head_dim, job.kv)
+    return keys + 2 * state_bytes(config) // n  # a step reads and writes the state
 
 
 # --- temporaries --------------------------------------------------------------------------------------------
@@ -264,7 +270,7 @@ def with_few_layers(job: Job, times: int) -> Job:
     )
     layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)] * times
     changes: dict[str, Any] = dict(num_hidden_layers=len(layers))
-    for name in ("layer_windows", "layer_rope", "layer_experts"):
+    for name in ("layer_windows", "layer_rope", "layer_experts", "layer_linear"):
         changes[name] = tuple(getattr(job.config, name)[i] for i in layers if getattr(job.config, name))
     return dataclasses.replace(job, config=dataclasses.replace(job.config, **changes))
 

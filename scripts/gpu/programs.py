@@ -18,8 +18,10 @@ from tpu_specs import Tpu
 
 import kernels_pallas
 from xinfer_jax.cache.kv_cache import KVCache, empty_layers
+from xinfer_jax.cache.layer_caches import Ring
 from xinfer_jax.cache.paged import PAGE_SIZE
 from xinfer_jax.cache.quantized_kv import KV_BITS, cache_specs
+from xinfer_jax.cache.recurrent import Recurrent
 from xinfer_jax.config.model_config import ModelConfig
 from xinfer_jax.engine.device import Device
 from xinfer_jax.engine.pages import num_pages_for
@@ -105,7 +107,7 @@ def _run(job: ProgramJob, program: str) -> None:
         pages = [*range(1, num_pages_for(job.capacity) + 1)]
         if program == "engine_prefill":
             start = max(0, job.length - job.chunk) // PAGE_SIZE * PAGE_SIZE
-            device.prefill(pages, [0] * job.chunk, start, True)
+            device.prefill(0, pages, [0] * job.chunk, start, True)
         used = num_pages_for(job.length)
         tables = {row: [1 + row * len(pages) + p for p in range(used)] for row in range(job.rows)}
         device.decode(tables, 1, False, not job.sampled, False)
@@ -142,9 +144,9 @@ def _generate_call(job: ProgramJob, program: str) -> ValidatedCall:
 def _cache(job: ProgramJob, length: int) -> KVCache:
     layers = jax.eval_shape(lambda: empty_layers(job.config, job.rows, job.capacity, job.kv))
     length_B: Any = np.full(job.rows, length, np.int32)
-    has_ring = any(layer.kernel_options().get("ring") for layer in layers)
+    has_limits = any(isinstance(layer, Ring | Recurrent) for layer in layers)
     overflow_B: Any = np.zeros(job.rows, bool)
-    return KVCache(layers, length_B, overflow_B, length_B if has_ring else None)
+    return KVCache(layers, length_B, overflow_B, length_B if has_limits else None)
 
 
 def engine_device(job: ProgramJob) -> Device:
@@ -154,7 +156,10 @@ def engine_device(job: ProgramJob) -> Device:
     shape = EngineShape(job.rows, job.capacity, pages, job.chunk, job.draft_tokens, job.kv, None, 0)
     device = Device(job.params, job.config, shape, _EXECUTOR)
     if mesh is not None:
-        device.pools = jax.tree.map(partial(_sharded, mesh), device.pools, cache_specs(device.pools, mesh))
+        to_sharded = partial(_sharded, mesh)
+        device.pools = jax.tree.map(to_sharded, device.pools, cache_specs(device.pools, mesh))
+        states = device.states
+        states.layers = jax.tree.map(to_sharded, states.layers, cache_specs(states.layers, mesh))
     call = _generate_call(dataclasses.replace(job, rows=1), "sampled" if job.sampled else "decode")
     row = device.new_row(call, call.key[:1])
     device.rows = _after_first_token(jax.tree.map(lambda x: _repeat(x, job.rows), row))
@@ -192,7 +197,7 @@ def layer_period(config: ModelConfig) -> int:
 def with_layers(config: ModelConfig, count: int) -> ModelConfig:
     """The model with its first layers only."""
     changes: dict[str, Any] = dict(num_hidden_layers=count)
-    for name in ("layer_windows", "layer_rope", "layer_experts"):
+    for name in ("layer_windows", "layer_rope", "layer_experts", "layer_linear"):
         changes[name] = getattr(config, name)[:count]
     return dataclasses.replace(config, **changes)
 

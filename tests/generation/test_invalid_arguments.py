@@ -296,7 +296,7 @@ BAD_PREFILLS = {
     "capacity": (dict(cache=xj.init_cache(CONFIG, 1, 1)), "2 tokens exceed the cache's capacity 1"),
     "layers": (
         dict(cache=xj.init_cache(from_hf(tiny.CONFIG), 1, 8)),
-        "a cache of 2 layers, 2 key heads of width 8 for a model of 1, 2 and 8",
+        "a cache of 2 layers, 2 key heads of width 8 for a model of 1 layers, 2 key heads of width 8",
     ),
     "impl": (dict(impl="fast"), "impl must be"),
 }

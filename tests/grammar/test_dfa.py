@@ -194,6 +194,7 @@ def test_hostile_expressions_take_no_time(pattern):
 
 
 def test_stop_ids_are_no_eos_ids(model):
+    pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     stop = next(i for i, x in model.tokenizer.backend.get_added_tokens_decoder().items() if x.special)
     bias = np.zeros(model.config.vocab_size, np.float32)
     bias[stop] = 100

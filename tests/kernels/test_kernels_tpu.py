@@ -203,12 +203,13 @@ def test_select_states_its_reasons():
 
 @pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-@pytest.mark.parametrize("tpu", ["v5e", "v6e"])
-def test_kernels_compile_for_tpus(tpu):
-    """In a process of its own, which may load libtpu beside another one; without copies of the cache."""
+def test_kernels_compile_for_a_tpu():
+    """For v6e, without copies of the cache; `compile_for_tpu.py v5e` compiles them for v5e. In a process
+    of its own, which may load libtpu beside another one.
+    """
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
     environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
-    command = [sys.executable, str(SUPPORT / "compile_for_tpu.py"), tpu]
+    command = [sys.executable, str(SUPPORT / "compile_for_tpu.py"), "v6e"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

@@ -19,6 +19,7 @@ from xinfer_jax.compress import awq
 from xinfer_jax.config.model_config import with_fixed_rope
 from xinfer_jax.model import experts
 from xinfer_jax.weights.params import param_specs
+from xinfer_jax.weights.quantized_weights import dequantize, is_quantized
 
 pytestmark = pytest.mark.oldest
 
@@ -108,19 +109,42 @@ def test_int8_logits_are_close_to_float32(name):
     assert 0 < np.abs(near - exact).mean() < 0.05 * np.abs(exact).mean()
 
 
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["moe-some-layers-dense", "qwen3-next-sparse-step"])
+def test_quantized_experts(tmp_path, name, quantize):
+    """From stacked tensors and from one for each expert; the first have interleaved projections too."""
+    config, params = build(name)
+    paths = [write_checkpoint(tmp_path / str(fused), name, fused) for fused in (True, False)]
+    models = [xj.load_model(path, dtype="float32", quantize=quantize) for path in paths]
+    assert_equal(*(model.params for model in models))
+    params = models[0].params
+
+    def in_float(leaf):
+        if not is_quantized(leaf):
+            return leaf
+        return jax.vmap(dequantize)(leaf) if len(leaf.shape) > 2 else dequantize(leaf)
+
+    layer = next(layer for layer in params["layers"] if "experts" in layer)
+    exact = jax.tree.map(in_float, layer, is_leaf=is_quantized)
+    assert is_quantized(layer["experts"]["up"]["weight"]) and not is_quantized(layer["router"]["weight"])
+    for tokens in (1, 20):  # a few experts, and all of them
+        x_BTD = jax.random.normal(jax.random.key(tokens), (1, tokens, config.hidden_size))
+        mix = jax.jit(experts.mixture_of_experts, static_argnums=2)
+        np.testing.assert_allclose(mix(x_BTD, layer, config), mix(x_BTD, exact, config), atol=1e-4)
+
+
 # --- rejected -----------------------------------------------------------------------------------------------
 
 
-def test_experts_are_not_quantized(tmp_path):
-    config, params = build("moe-defaults")
-    path = write_checkpoint(tmp_path, "moe-defaults")
-    for attempt in (
-        lambda: xj.load_model(path, quantize="int8"),
-        lambda: xj.init_params(config, jax.random.key(0), quantize="int4"),
-        lambda: awq.quantized_params(params, "int8"),
-    ):
-        with pytest.raises(xj.InputError, match="experts"):
-            attempt()
+def test_quantized_experts_cannot_be_written(tmp_path):
+    _, params = build("moe-defaults")
+    with pytest.raises(xj.InputError, match="experts and linear attention cannot be written"):
+        awq.quantized_params(params, "int8")
+    path = write_checkpoint(tmp_path / "float", "moe-defaults")
+    quantized = xj.load_model(path, quantize="int8").params
+    settings = cases.CASES["moe-defaults"].hf
+    with pytest.raises(xj.InputError, match="quantized experts cannot be saved"):
+        save_checkpoint(tmp_path / "out", None, quantized, settings, rotated=False)
 
 
 @pytest.mark.full

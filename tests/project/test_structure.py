@@ -17,21 +17,23 @@ from paths import ROOT
 
 import xinfer_jax as xj
 
+pytestmark = pytest.mark.oldest
+
 # A module imports only modules that come before it. A new module is added here, after all that it imports.
 PACKAGES = {
     "": ("errors", "signing", "formatting", "checks", "memory", "host", "stats", "sharding"),
-    "config": ("values", "rope", "families", "model_config"),
+    "config": ("values", "rope", "sparse_layers", "hybrids", "families", "model_config"),
     "weights": (
         "cpu_features", "matmul", "ternary", "quantized_weights", "quantization", "quantized_matmul",
-        "params", "layout", "hadamard",
+        "param_specs", "params", "layout", "hadamard",
     ),
     "cache": (
-        "quantized_kv", "stored_kv", "layer_caches", "page_size", "paged", "kv_cache", "fingerprint",
-        "prefix", "prefix_files",
+        "quantized_kv", "stored_kv", "layer_caches", "page_size", "paged", "recurrent", "kv_cache",
+        "fingerprint", "prefix", "prefix_files",
     ),
     "model": (
-        "kernel_products", "layers", "attention", "rope_append", "experts", "decoder_layer", "decoder",
-        "greedy",
+        "kernel_products", "layers", "attention", "rope_append", "linear_attention", "experts",
+        "decoder_layer", "decoder", "greedy",
     ),
     "sampling": (
         "reductions", "processors", "biases", "sampling_config", "batched_settings", "automaton", "context",
@@ -54,16 +56,17 @@ PACKAGES = {
     "checkpoint": (
         "files", "template_budget", "chat_template", "template_tools", "token_coverage", "tokenizer",
         "escaping", "conversation", "tool_choice", "detokenizer", "stop_strings", "answer_detokenizer",
-        "tensors", "own_format", "awq_gptq_format", "bitnet_format", "quantized_formats", "sharded_leaves",
-        "leaf_loader", "loading",
+        "tensors", "text_tensors", "own_format", "awq_gptq_format", "bitnet_format", "quantized_formats",
+        "sharded_leaves", "leaf_loader", "loading",
     ),
     "text": (),
     "embedding": (),
     "engine": (
         "clients", "pages", "row", "host_tier", "prefix_cache", "scheduler", "pacing", "shape",
-        "device_programs", "host_pages", "device", "layerwise_device", "warm_up", "messages", "page_transfer",
-        "controller", "requests", "statistics", "page_files", "page_tiers", "core", "prefilled_row",
-        "role_cores", "request_queue", "submission", "routing", "disaggregated", "engine", "engines",
+        "device_programs", "states", "host_pages", "device", "layerwise_device", "warm_up", "messages",
+        "page_transfer", "controller", "requests", "statistics", "page_files", "page_tiers", "core",
+        "prefilled_row", "role_cores", "request_queue", "submission", "routing", "disaggregated", "engine",
+        "engines",
     ),
     "api": (
         "fields", "sampling_fields", "grammar_fields", "tool_fields", "prompts", "bodies", "token_texts",
@@ -77,8 +80,8 @@ PACKAGES = {
     "serve": (
         "server_settings", "api_errors", "metrics", "page", "ip_addresses", "connections", "admission",
         "request_body", "worker_pool", "json_encoding", "chunks", "http_responses",
-        "peer_worker", "peer_front", "embedding_requests", "served_request", "service", "text_endpoints",
-        "app", "command",
+        "peer_worker", "peer_dispatch", "peer_front", "embedding_requests", "served_request", "service",
+        "text_endpoints", "app", "command",
     ),
 }  # fmt: skip
 ORDER = [

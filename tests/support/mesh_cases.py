@@ -54,6 +54,17 @@ FAMILIES = {
         ("phi3", "phi3-defaults", {}),
         ("smollm3", "smollm3-explicit-nope", {}),
         ("bitnet", "bitnet-defaults", dict(hidden_size=64)),
+        (
+            "qwen3_next",
+            "qwen3-next-sparse-step",
+            dict(
+                num_experts=8,
+                linear_num_key_heads=8,
+                linear_num_value_heads=16,
+                shared_expert_intermediate_size=16,
+            ),
+        ),
+        ("qwen3_5", "qwen3-5-tied", dict(linear_num_key_heads=8, linear_num_value_heads=8)),
     )
 }
 TOKENS = np.arange(2 * 12, dtype=np.int32).reshape(2, 12) % 90

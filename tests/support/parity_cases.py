@@ -52,6 +52,9 @@ def _hf(model_type: str, **changes: Any) -> dict[str, Any]:
         "bitnet": "BitNet",
         "qwen3_moe": "Qwen3Moe",
         "gemma3_text": "Gemma3",
+        "qwen3_next": "Qwen3Next",
+        "qwen3_5_text": "Qwen3_5",
+        "qwen3_5_moe_text": "Qwen3_5Moe",
     }.get(model_type, model_type.capitalize())
     return dict(
         architectures=[f"{architecture}ForCausalLM"], model_type=model_type, vocab_size=VOCAB,
@@ -82,6 +85,12 @@ _S = "sliding_attention"
 _F = "full_attention"
 _LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 _MOE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
+_LINEAR = dict(
+    linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=12, linear_value_head_dim=20,
+    head_dim=16,
+    rms_norm_eps=1e-3,  # less would enlarge rounding errors of outputs near 0: one ulp of the weights by 1e-4
+)  # fmt: skip
+_L = "linear_attention"
 _GEMMA = dict(head_dim=16, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=24, sliding_window=8)
 
 
@@ -226,6 +235,22 @@ _CASES = {
     "bitnet-defaults": _hf("bitnet", **_old(5e5), hidden_act="relu2", num_key_value_heads=1,
         tie_word_embeddings=True),
     "bitnet-bias-new": _hf("bitnet", **_new(rope_theta=1e4), hidden_act="relu2", attention_bias=True),
+    # hybrids: linear attention, and full attention with an output gate
+    "qwen3-next-sparse-step": _hf(
+        "qwen3_next", **_new(rope_theta=1e5), **_LINEAR, **_MOE, num_hidden_layers=6,
+        full_attention_interval=3, decoder_sparse_step=2, mlp_only_layers=[3], norm_topk_prob=False,
+        shared_expert_intermediate_size=20,
+    ),
+    "qwen3-5-tied": _hf(
+        "qwen3_5_text",
+        **_new(rope_theta=1e5, mrope_section=[1, 1, 0], mrope_interleaved=True, partial_rotary_factor=0.5),
+        **_LINEAR | dict(linear_num_value_heads=2, linear_conv_kernel_dim=3, linear_value_head_dim=12),
+        layer_types=[_L, _F, _L], tie_word_embeddings=True,
+    ),
+    "qwen3-5-moe-no-shared": _hf(
+        "qwen3_5_moe_text", **_new(), **_LINEAR, **_MOE, full_attention_interval=2, attention_bias=True,
+        shared_expert_intermediate_size=0,
+    ),
     # smollm3: layers without rotary embedding
     "smollm3-defaults": _hf("smollm3", num_hidden_layers=4),
     "smollm3-interval": _hf("smollm3", **_old(5e4), no_rope_layer_interval=2, tie_word_embeddings=False),
@@ -269,6 +294,11 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
 
     def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
         noise = random.standard_normal(shape)
+        if name.endswith("A_log"):
+            # States that forget at once leave outputs near 0, whose rounding errors the norm enlarges.
+            return np.log(random.uniform(0.01, 1, shape))
+        if name.endswith("linear_attn.norm.weight"):
+            return 1 + 0.2 * noise
         if name.endswith("norm.weight"):
             return 1 - config.norm_offset + 0.2 * noise
         if name.endswith("bias"):
@@ -277,7 +307,8 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
             # With a large tied matrix the model repeats the last token forever.
             large = 0.12 if config.embed_scale > 1 else 0.25
             return (large if config.tie_word_embeddings else 0.4) * noise
-        sharp = 1.5 if "q_proj" in name or "k_proj" in name else 1.0  # clearly different attention scores
+        is_sharp = name.split(".")[-2] in ("q_proj", "query_proj", "k_proj")
+        sharp = 1.5 if is_sharp else 1.0  # clearly different attention scores
         return sharp * noise / np.sqrt(shape[-1])
 
     return {spec.hf_name: tensor(spec.hf_name, spec.shape).astype(np.float32) for spec in specs}
@@ -292,12 +323,14 @@ def fuse_tensors(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[st
     """Returns the tensors as transformers stores them, some of them fused."""
     specs = sorted(jax.tree.leaves(param_specs(config)), key=lambda spec: spec.first_row)
     parts: dict[str, list[np.ndarray]] = {}
+    fused = {spec.fused_name: spec for spec in specs if spec.fused_name}
     for spec in specs:
-        parts.setdefault(spec.fused_name or spec.hf_name, []).append(tensors[spec.hf_name])
-    return {
-        name: np.concatenate(tensors, -2) if len(tensors) > 1 else tensors[0]
-        for name, tensors in parts.items()
-    }
+        parts.setdefault(spec.fused_name or spec.hf_name, []).append(_grouped(spec, tensors[spec.hf_name]))
+    stored = {name: parts[name][0] for name in parts.keys() - fused.keys()}
+    for name, spec in fused.items():
+        shape = spec.tensor_shapes({name})[name]
+        stored[name] = np.concatenate(parts[name], 1).reshape(shape)
+    return stored
 
 
 def split_tensors(config: ModelConfig, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -306,9 +339,19 @@ def split_tensors(config: ModelConfig, state: dict[str, np.ndarray]) -> dict[str
     def part(spec: ParamSpec) -> np.ndarray:
         if spec.fused_name is None:
             return state[spec.hf_name]
-        return state[spec.fused_name][..., spec.first_row : spec.first_row + spec.shape[-2], :]
+        whole = state[spec.fused_name].reshape(-1, spec.fused_rows, *spec.shape[1:][-1:])
+        rows = _grouped(spec, np.empty(spec.shape)).shape[1]
+        return whole[:, spec.first_row : spec.first_row + rows].reshape(spec.shape)
 
     return {spec.hf_name: part(spec) for spec in jax.tree.leaves(param_specs(config))}
+
+
+def _grouped(spec: ParamSpec, tensor: np.ndarray) -> np.ndarray:
+    """A tensor by group of rows of the fused one with it, [groups, rows, ...]; others as they are."""
+    if spec.fused_name is None:
+        return tensor
+    groups = spec.fused_groups * int(np.prod(spec.shape[:-2]))
+    return tensor.reshape(groups, -1, *spec.shape[1:][-1:])
 
 
 def pad_prompts(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -333,6 +376,9 @@ def hf_model(hf: dict[str, Any], tensors: dict[str, np.ndarray]) -> Any:
         config, attn_implementation="eager", dtype=torch.float32
     ).eval()
     state = {name: torch.from_numpy(tensor) for name, tensor in fuse_tensors(from_hf(hf), tensors).items()}
+    for name, empty in model.state_dict().items():  # a shared expert of width 0
+        if ".shared_expert" in name:
+            state.setdefault(name, torch.zeros_like(empty))
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, strict=True)

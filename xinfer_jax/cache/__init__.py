@@ -4,9 +4,10 @@ attention asks a layer for blocks of keys with their positions, and prefixes are
 Read the files in this order: `quantized_kv` (keys and values in 8 or 4 bits), `stored_kv` (keys and values in
 two arrays, or side by side in one), `layer_caches` (the cache of one layer, contiguous or a ring, both with
 the same operations: append, get a block, check whether a row can be truncated, reorder rows), `page_size` and
-`paged` (pages of a pool that rows share), `kv_cache` (`KVCache`: one such cache per layer, and the length of
-each row), `fingerprint` (a hash that identifies the model of a cache), `prefix` (a cache that later calls
-reuse), `prefix_files` (the same in a file).
+`paged` (pages of a pool that rows share), `recurrent` (the state of a linear-attention layer, with the same
+operations), `kv_cache` (`KVCache`: one such cache per layer, and the length of each row), `fingerprint` (a
+hash that identifies the model of a cache), `prefix` (a cache that later calls reuse), `prefix_files` (the
+same in a file).
 
 - Layout [B, K, S, H]: the keys of one row and head are one matrix, so nothing is transposed, and a block of
   64 keys is contiguous (16 KiB at width 128 in 16 bits), as a decode kernel's bulk copy needs it. The layout
@@ -31,6 +32,10 @@ reuse), `prefix_files` (the same in a file).
 - GEAR's directions come from a row's first 256 tokens, or from its first call where that has fewer. No
   prefill chunk of a longer prompt is shorter than 256, so the directions depend on the row alone. Directions
   from the first half of a conversation leave 3% more error in its second half than directions of its own.
+- A recurrent state is float32 whatever the dtype of keys and values: 48 MiB a row for the 9B shape, as much
+  as the bfloat16 keys and values of 1,536 tokens. It exists after the last token only: `truncate` goes back
+  to 0 tokens, or raises, and a prefix is reused whole or not at all. A row that begins at position 0 has a
+  state of zeros whatever the arrays hold, so a slot needs no reset.
 - A prefix belongs to one model. `fingerprint` hashes the config and 64 numbers of every parameter array, so a
   matrix that was scaled or trained is detected, in 5-10 ms for a 0.5B model. A prefix of a longrope model
   stores the factors that rotated its keys; a call that needs other factors prefills the prompt again. A file

@@ -20,6 +20,7 @@ from ..weights.layout import check_mesh
 from ..weights.params import resolve_dtype
 from .layer_caches import Contiguous, Ring, num_slots
 from .quantized_kv import GEAR_TOKENS, KV_BITS, shard_heads
+from .recurrent import Recurrent, empty_recurrent, state_bytes, state_shapes
 from .stored_kv import Stored, dtype_name, empty_pair, pair_bytes, stores_side_by_side
 
 
@@ -28,31 +29,39 @@ from .stored_kv import Stored, dtype_name, empty_pair, pair_bytes, stores_side_b
 class KVCache(ShortRepr):
     """Keys and values of every layer, and how much of each row is filled."""
 
-    layers: tuple[Contiguous, ...]  # one for each of the L layers
+    layers: tuple[Contiguous | Recurrent, ...]  # one for each of the L layers
     length_B: jax.Array  # int32: tokens cached in each row; the next one has this position
-    # Bool: tokens beyond the capacity were dropped, or a ring no longer has keys that a truncated row needs.
+    # Bool: tokens beyond the capacity were dropped, or a layer no longer has what a truncated row needs.
     overflow_B: jax.Array
-    reached_B: jax.Array | None  # int32: the longest each row has been; None without a ring
+    reached_B: jax.Array | None  # int32: the longest each row has been; None without rings and states
+
+    @property
+    def kv_layers(self) -> tuple[Contiguous, ...]:
+        """The layers with keys and values."""
+        return tuple(layer for layer in self.layers if not isinstance(layer, Recurrent))
 
     @property
     def k(self) -> tuple[Stored, ...]:
-        """The keys of each layer; on TPUs its values too."""
-        return tuple(layer.k for layer in self.layers)
+        """The keys of each layer that has some; on TPUs its values too."""
+        return tuple(layer.k for layer in self.kv_layers)
 
     @property
     def v(self) -> tuple[Any, ...]:
         """The values of each layer; None where `k` has them."""
-        return tuple(layer.v for layer in self.layers)
+        return tuple(layer.v for layer in self.kv_layers)
 
     @property
     def dtype(self) -> str:
         """The dtype argument of `init_cache`, as a name."""
-        return dtype_name(self.layers[0].k)
+        return dtype_name(self.k[0]) if self.k else "float32"
 
     @property
-    def fits(self) -> tuple[int, int, int]:
-        """Number of layers, key heads and head_dim of the models that can use it."""
-        return len(self.layers), self.k[0].shape[1], self.k[0].shape[3]
+    def fits(self) -> tuple[tuple, ...]:
+        """Of each layer the key heads and head_dim, or the shapes of its state, of models that can use it."""
+        return tuple(
+            layer.shapes if isinstance(layer, Recurrent) else (layer.k.shape[1], layer.k.shape[3])
+            for layer in self.layers
+        )
 
     @property
     def capacity(self) -> int:
@@ -62,8 +71,6 @@ class KVCache(ShortRepr):
     @property
     def most_at_once(self) -> int:
         """The most tokens that one call may append to a row; with a ring fewer than the capacity."""
-        if self.reached_B is None:  # no layer is a ring
-            return self.capacity
         return min(layer.most_at_once for layer in self.layers)
 
 
@@ -108,25 +115,28 @@ def init_cache(
     remedy = "ask for less capacity, fewer rows, or a smaller cache dtype"
     check_memory(int(memory_fraction(mesh) * cache_bytes(config, batch, capacity, dtype)), what, remedy)
     layers = empty_layers(config, batch, capacity, dtype, mesh)
-    has_ring = any(isinstance(layer, Ring) for layer in layers)
+    has_limits = any(isinstance(layer, Ring | Recurrent) for layer in layers)
     counts = (np.zeros(batch, kind) for kind in (np.int32, bool, np.int32))
     sharding = mesh and NamedSharding(mesh, REPLICATED)
     length_B, overflow_B, reached_B = jax.device_put(tuple(counts), sharding)  # nothing to compile
-    return KVCache(layers, length_B, overflow_B, reached_B if has_ring else None)
+    return KVCache(layers, length_B, overflow_B, reached_B if has_limits else None)
 
 
 def empty_layers(
     config: ModelConfig, batch: int, capacity: int, dtype: Any, mesh: Mesh | None = None
-) -> tuple[Contiguous, ...]:
-    """The empty cache of each layer; dtype: a float type or a name in `KV_BITS`."""
+) -> tuple[Contiguous | Recurrent, ...]:
+    """The empty cache of each layer; dtype: of keys and values, a float type or a name in `KV_BITS`."""
     K = config.num_key_value_heads
     H = config.head_dim
     side_by_side = stores_side_by_side(dtype)
     slots = {window: num_slots(window, capacity, side_by_side) for window in set(config.layer_windows)}
-    return tuple(
-        _empty_layer((batch, K, slots[window], H), window, capacity, dtype, mesh, side_by_side)
-        for window in config.layer_windows
-    )
+
+    def empty(layer: int, window: int | None) -> Contiguous | Recurrent:
+        if config.is_linear(layer):
+            return empty_recurrent(config, batch, capacity, mesh)
+        return _empty_layer((batch, K, slots[window], H), window, capacity, dtype, mesh, side_by_side)
+
+    return tuple(empty(layer, window) for layer, window in enumerate(config.layer_windows))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
@@ -138,11 +148,15 @@ def _empty_layer(  # noqa: PLR0913
 
 
 def cache_bytes(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> int:
-    """Bytes of the keys and values that `init_cache` makes; dtype: a float type or a name in `KV_BITS`."""
-    layers = Counter(config.layer_windows)
+    """Bytes of the layers that `init_cache` makes; dtype: of keys and values, a float type or a name in
+    `KV_BITS`.
+    """
+    windows = enumerate(config.layer_windows)
+    layers = Counter(window for layer, window in windows if not config.is_linear(layer))
     side_by_side = stores_side_by_side(dtype)
     slots = sum(count * num_slots(window, capacity, side_by_side) for window, count in layers.items())
-    return batch * config.num_key_value_heads * slots * pair_bytes(config.head_dim, dtype)
+    of_row = config.num_key_value_heads * slots * pair_bytes(config.head_dim, dtype)
+    return batch * (of_row + state_bytes(config))
 
 
 def check_append(cache: KVCache, tokens: int) -> None:
@@ -207,11 +221,18 @@ def truncate(cache: KVCache, length_B: ArrayLike) -> KVCache:
     if not isinstance(possible_B, jax.core.Tracer) and not np.all(possible_B):
         b = int(np.argmin(possible_B))
         raise InputError(
-            f"row {b} cannot go back from {cache.reached_B[b]} to {new_B[b]} tokens: its sliding-window"
-            f" layers can go back by at most {cache.most_at_once}; truncate it to 0 and prefill again"
+            f"row {b} cannot go back from {cache.reached_B[b]} to {new_B[b]} tokens: {_limit(cache)};"
+            " truncate it to 0 and prefill again"
         )
     reached_B = jnp.where(new_B == 0, 0, cache.reached_B)  # an empty row needs no old keys
     return KVCache(cache.layers, new_B, cache.overflow_B | ~possible_B, reached_B)
+
+
+def _limit(cache: KVCache) -> str:
+    """How far rows can go back, for errors."""
+    if any(isinstance(layer, Recurrent) for layer in cache.layers):
+        return "its linear-attention layers have no state of that length"
+    return f"its sliding-window layers can go back by at most {cache.most_at_once}"
 
 
 def _shorter(cache: KVCache, length_B: Any) -> jax.Array:
@@ -230,15 +251,44 @@ def _shorter(cache: KVCache, length_B: Any) -> jax.Array:
 
 
 def can_truncate(cache: KVCache, length_B: Any) -> Any:
-    """bool [B]: whether rows truncated to length_B still have all keys that their next tokens see. Only a
-    ring may lack some.
+    """bool [B]: whether rows truncated to length_B still have all that their next tokens need. A ring may
+    lack keys, a recurrent layer the state.
     """
     if cache.reached_B is None:
         return np.ones(len(cache.length_B), bool)
     possible_B: Any = True
-    for layer in {(layer.slots, layer.window): layer for layer in cache.layers}.values():  # one of each
+
+    def kind(layer: Any) -> tuple:
+        return () if isinstance(layer, Recurrent) else (layer.slots, layer.window)
+
+    for layer in {kind(layer): layer for layer in cache.layers}.values():  # one of each
         possible_B &= layer.can_truncate(length_B, cache.reached_B)
     return (length_B == 0) | possible_B
+
+
+def expected_fits(config: ModelConfig) -> tuple[tuple, ...]:
+    """`KVCache.fits` of the caches that the model can use."""
+    keys = config.num_key_value_heads, config.head_dim
+    layers = range(config.num_hidden_layers)
+    return tuple(state_shapes(config) if config.is_linear(layer) else keys for layer in layers)
+
+
+def describe_fits(fits: tuple[tuple, ...]) -> str:
+    """The layers of `KVCache.fits` in words, for errors."""
+    parts = [f"{len(fits)} layers"]
+    for layer in dict.fromkeys(fits):
+        of_state = isinstance(layer[0], tuple)
+        parts.append(f"states of {layer[-1]}" if of_state else f"{layer[0]} key heads of width {layer[1]}")
+    return ", ".join(parts)
+
+
+def with_draft_slots(cache: KVCache, tokens: int) -> KVCache:
+    """A cache whose recurrent layers can go back by as many tokens as one call of `tokens` appends."""
+    layers = tuple(
+        layer.with_draft_slots(tokens, cache.length_B) if isinstance(layer, Recurrent) else layer
+        for layer in cache.layers
+    )
+    return dataclasses.replace(cache, layers=layers)
 
 
 def reorder(cache: KVCache, index_B: jax.Array) -> KVCache:

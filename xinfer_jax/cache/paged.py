@@ -81,12 +81,13 @@ def check_page_dtype(dtype: Any) -> None:
 def empty_pools(
     config: ModelConfig, pages: int, dtype: Any, mesh: Mesh | None = None
 ) -> tuple[tuple[Any, Any], ...]:
-    """Each layer's pair (k, v) as it is stored, zeros; dtype: a float type, "int8" or "int4"; mesh: as in
-    `init_cache`.
+    """The pair (k, v) of each layer with keys as it is stored, zeros; dtype: a float type, "int8" or "int4";
+    mesh: as in `init_cache`.
     """
     shape = (pages, config.num_key_value_heads, PAGE_SIZE, config.head_dim)
     side_by_side = stores_side_by_side(dtype)
-    return tuple(_empty_pools(shape, dtype, mesh, side_by_side) for _ in range(config.num_hidden_layers))
+    layers = config.num_hidden_layers - sum(config.layer_linear)
+    return tuple(_empty_pools(shape, dtype, mesh, side_by_side) for _ in range(layers))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))

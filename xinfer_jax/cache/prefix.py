@@ -11,7 +11,7 @@ from ..errors import InputError, format_names
 from ..formatting import format_token_counts
 from ..weights.params import Params
 from .fingerprint import fingerprint
-from .kv_cache import KVCache, can_truncate, truncate
+from .kv_cache import KVCache, can_truncate, expected_fits, truncate
 
 _Rows = Sequence[Sequence[int]]  # of token ids
 
@@ -76,8 +76,7 @@ class Prefix:
         cache.
         """
         lengths = [len(row) for row in self.tokens]
-        expected = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-        if self.cache.fits != expected or self.model not in (None, fingerprint(params, config)):
+        if self.cache.fits != expected_fits(config) or self.model not in (None, fingerprint(params, config)):
             raise InputError(
                 "the prefix was computed by another model, or before these parameters changed: prefill its"
                 " prompts again, without it"

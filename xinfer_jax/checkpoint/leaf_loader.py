@@ -15,7 +15,7 @@ from ..host import aligned_empty, run_in_blocks
 from ..sharding import MODEL
 from ..weights.hadamard import TensorRotation, rotate_tensor
 from ..weights.params import ParamSpec
-from ..weights.quantization import group_size_for_shards, quantized_leaf, quantized_struct
+from ..weights.quantization import group_size_for_shards, quantized_leaf, quantized_stack, quantized_struct
 from ..weights.quantized_weights import device_form, with_int8_activations
 from .bitnet_format import BitNetFormat
 from .own_format import TensorSpec
@@ -28,7 +28,7 @@ from .sharded_leaves import (
     shard_leaf,
     sharded_shapes,
 )
-from .tensors import StoredTensor
+from .tensors import JoinedRows, StoredTensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ class LeafLoader:
     def _host_struct(self, spec: ParamSpec, quantized: Any, tensors: Any, group: int | None) -> Any:
         if self.quant_format and quantized:
             return device_form(self.quant_format.struct(spec.hf_name, spec.shape, tensors))
-        if self.quantize is None or len(spec.shape) == 1:
+        if self.quantize is None or not spec.is_quantizable:
             return jax.ShapeDtypeStruct(spec.shape, self.dtype)
         return device_form(self._mark_int8(quantized_struct(spec.shape, spec.hf_name, self.quantize, group)))
 
@@ -131,11 +131,17 @@ class LeafLoader:
             return device_form(self.quant_format.load(spec.hf_name, spec.shape, tensors))
         rotation = self.rotations.get(spec.hf_name)
         tensor = rotate_tensor(stored[0], rotation, self._read_norm) if rotation else stored[0]
-        if self.quantize is not None and len(spec.shape) > 1:
+        if self.quantize is not None and spec.is_quantizable:
+            if len(spec.shape) > 2:
+                return device_form(quantized_stack(stored, spec.hf_name, self.quantize, group))
+            tensor = tensor if len(stored) == 1 else JoinedRows(stored)
             return device_form(self._mark_int8(quantized_leaf(tensor, spec.hf_name, self.quantize, group)))
         if rotation:
             return tensor.astype(self.dtype)
-        return _read_stacked(spec.hf_name, stored, jax.ShapeDtypeStruct(spec.shape, self.dtype))
+        leaf = _read_stacked(spec.hf_name, stored, jax.ShapeDtypeStruct(spec.shape, self.dtype))
+        if spec.hf_name.endswith(".A_log") and not np.isfinite(leaf).all():
+            raise InputError(f"{spec.hf_name} holds NaN or inf: fetch the checkpoint again")
+        return leaf
 
     def _mark_int8(self, weight: Any) -> Any:
         return with_int8_activations(weight) if self.rotations else weight

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from ..config.hybrids import text_settings
 from ..config.model_config import ModelConfig, from_hf
 from ..errors import InputError, format_names
 from ..formatting import format_mib
@@ -42,6 +43,7 @@ from .own_format import OwnFormat, TensorSpec
 from .quantized_formats import QuantizedFormat, read_format
 from .sharded_leaves import with_repeated_kv_heads
 from .tensors import StoredTensor, open_tensors
+from .text_tensors import text_tensors
 from .tokenizer import Tokenizer, eos_ids
 
 _TIED = ("model.embed_tokens.weight", "lm_head.weight")  # the two names of a tied matrix
@@ -150,6 +152,7 @@ def open_checkpoint(
     settings = read_json(path / "config.json")
     if settings is None:
         raise InputError(f"{path} holds no config.json: give the directory of a Hugging Face checkpoint")
+    settings = text_settings(settings)
     config = from_hf(settings)
     quant_format = read_format(settings, path)
     if quant_format and quantize:
@@ -190,6 +193,8 @@ def _open_params(  # noqa: PLR0913  what a leaf depends on
 ) -> tuple[Params, Callable[[], Params]]:
     """Opens a directory's safetensors: the parameter tree as shapes, and a function that reads it."""
     tensors = open_tensors(path)
+    if config.layer_linear:
+        tensors = text_tensors(path, tensors)
     specs, tree = _named_specs(path, config, tensors)
     quantized: list[dict[str, TensorSpec]] = []  # of each leaf, its tensors if the files have it quantized
     expected: dict[str, TensorSpec] = {}
@@ -199,6 +204,7 @@ def _open_params(  # noqa: PLR0913  what a leaf depends on
         float_shapes = spec.tensor_shapes(tensors)
         expected |= found or {name: (shape, _FLOATS) for name, shape in float_shapes.items()}
     unused = {_TIED[1]} if config.tie_word_embeddings else set()
+    unused |= _empty_experts(config, tensors)
     for name in tensors:
         if name.endswith(_NOT_WEIGHTS) or quant_format and quant_format.is_unused(name, tensors):
             unused.add(name)
@@ -236,6 +242,13 @@ def _named_specs(
             f" {len(tensors)} tensors: these weights are not of this config"
         )
     return specs, tree
+
+
+def _empty_experts(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> set[str]:
+    """The tensors of shared experts of width 0, which a checkpoint has all the same."""
+    if config.shared_expert_intermediate_size or not config.layer_linear:
+        return set()
+    return {name for name in tensors if ".mlp.shared_expert" in name}
 
 
 def _stored_name(spec: ParamSpec, config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> str:

@@ -112,6 +112,23 @@ class StoredTensor:
         return out
 
 
+@dataclasses.dataclass(frozen=True)
+class JoinedRows:
+    """Matrices of one shape as one: the rows of the first, then those of the second, and so on."""
+
+    parts: list[StoredTensor]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.parts) * self.parts[0].shape[0], self.parts[0].shape[1]
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        first, end, _ = rows.indices(self.shape[0])
+        size = self.parts[0].shape[0]
+        wanted = range(first // size, -(-end // size))
+        return np.concatenate([self.parts[i][max(0, first - i * size) : end - i * size] for i in wanted])
+
+
 def open_tensors(path: Path) -> dict[str, StoredTensor]:
     """All tensors of a directory by name: of its single file, or of the shards that its index names."""
     file_of_tensor: dict[str, str] = {}

@@ -114,9 +114,10 @@ def quantized_params(
     check_activations(activations, quantize, group)
     group, vocab_group = (_ALL_INPUTS, _ALL_INPUTS) if activations else (group, None)
     bits = _bits(quantize, group)
-    if any("experts" in layer for layer in params["layers"]):
+    if any("experts" in layer or "A_log" in layer for layer in params["layers"]):
         raise InputError(
-            "quantized weights are not supported for models with experts: they stay float numbers"
+            "quantized weights of experts and linear attention cannot be written: load the float checkpoint"
+            " with quantize"
         )
 
     def quantize_leaf(leaf: Params) -> Params:
@@ -142,7 +143,13 @@ def scaled_params(
     """Returns scaled floating-point parameters of the same function. Arguments as in `awq_params`."""
     if config.rotated:
         raise InputError("activation-aware scales do not help a rotated model: round to nearest instead")
-    if not config.pre_norm or config.post_norm or config.sub_norm or config.num_experts:
+    if (
+        not config.pre_norm
+        or config.post_norm
+        or config.sub_norm
+        or config.num_experts
+        or config.layer_linear
+    ):
         raise InputError(
             f"activation-aware scales are not supported for model_type {config.model_type!r}: round to"
             " nearest instead"

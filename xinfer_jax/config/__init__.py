@@ -1,12 +1,15 @@
 """A frozen `ModelConfig`, static under jit, from a Hugging Face config.json.
 
 In the order to read: `values` checks single values of config.json; `rope` has the settings of rotary
-embedding; `families` has one small function for each model family over one table of defaults; `model_config`
-is `ModelConfig` and `from_hf`.
+embedding, `sparse_layers` those of experts; `hybrids` has families with linear attention; `families` has one
+small function for each model family over one table of defaults; `model_config` is `ModelConfig` and
+`from_hf`.
 
 - A family is settings, not code. The parameter tree says which tensors a layer has (a missing norm is the
   identity), the config has the numbers. No other package knows a family's name.
 - A setting that would change the result and is not supported is rejected by name, never ignored.
+- A `text_config` beside a vision model's settings is read as if it were the whole file. `mrope_section` and
+  `mrope_interleaved` are accepted: for text all three positions are equal, so it is plain RoPE.
 - EOS ids are not compared, and used on the host only: models that differ in nothing else share programs.
 - Prompts and answers beyond `context_length` are rejected, not truncated.
 - longrope's factors depend on the length of a sequence, not on the position: `forward` takes those of each

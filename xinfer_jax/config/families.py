@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import InputError, format_value
+from . import hybrids
 from .rope import read_rope, read_rope_per_layer_type, rope_settings
+from .sparse_layers import read_experts, read_sparse_layers
 from .values import (
     get_boolean,
     get_integer,
-    get_integer_at_most,
     get_number,
     get_optional_number,
     reject_setting,
@@ -25,22 +26,13 @@ def _qwen3(hf: Mapping, layers: int) -> dict:
 
 
 def _qwen3_moe(hf: Mapping, layers: int) -> dict:
-    dense = hf["mlp_only_layers"]
-    step = get_integer(hf, "decoder_sparse_step")
-    dense = () if dense is None else dense
-    if not isinstance(dense, list | tuple) or not all(type(i) is int and i >= 0 for i in dense):
-        raise InputError(f"mlp_only_layers must be a list of layers, got {format_value(dense)}")
     windowed = hf if get_boolean(hf, "use_sliding_window") else {**hf, "sliding_window": None}
-    experts = get_integer(hf, "num_experts" if hf.get("num_local_experts") is None else "num_local_experts")
-    return _attention_bias(hf) | dict(
+    return _attention_bias(hf) | read_experts(hf) | dict(
         qk_norm=True,
         layer_windows=_same_windows(windowed, layers),
-        layer_experts=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
-        num_experts=experts,
-        num_experts_per_tok=get_integer_at_most(hf, "num_experts_per_tok", experts),
-        moe_intermediate_size=get_integer(hf, "moe_intermediate_size"),
+        layer_experts=read_sparse_layers(hf, layers),
         norm_topk_prob=get_boolean(hf, "norm_topk_prob"),
-    )
+    )  # fmt: skip
 
 
 def _llama(hf: Mapping, layers: int) -> dict:
@@ -176,6 +168,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], _Family]] = {  # by model_type: defaul
     "gemma3_text": (_GEMMA3_DEFAULTS, _gemma3_text),
     "phi3": (_PHI3_DEFAULTS, _phi3),
     "bitnet": (_BITNET_DEFAULTS, _bitnet),
+    "qwen3_next": (hybrids.DEFAULTS["qwen3_next"], hybrids.qwen3_next),
+    "qwen3_5_text": (hybrids.DEFAULTS["qwen3_5_text"], hybrids.qwen3_5),
+    "qwen3_5_moe_text": (hybrids.DEFAULTS["qwen3_5_moe_text"], hybrids.qwen3_5_moe),
 }
 
 

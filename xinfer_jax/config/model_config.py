@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import InputError, format_value
 from .families import FAMILIES, SHARED_DEFAULTS
+from .hybrids import text_settings
 from .rope import RopeConfig, read_rope
 from .values import MAX_CONTEXT, get_boolean, get_integer, get_number
 
@@ -57,6 +58,16 @@ class ModelConfig:
         num_experts_per_tok: experts of each token.
         moe_intermediate_size: F of each expert.
         norm_topk_prob: the weights of a token's experts are normalized to sum to 1.
+        shared_expert_intermediate_size: F of a gated expert that all tokens use; 0: none.
+        attn_output_gate: attention's output is multiplied by sigmoid of a gate, which q_proj has beside each
+            query head.
+        layer_linear: per layer: linear attention (Gated DeltaNet) in place of attention; empty: none.
+        linear_num_key_heads: heads of its queries and keys, which are repeated to those of values.
+        linear_num_value_heads: heads of its values.
+        linear_key_head_dim: width of a query and key.
+        linear_value_head_dim: width of a value.
+        linear_conv_kernel_dim: tokens that its convolution reads, the token itself included.
+        interleaved_projections: the checkpoint has its projections in two matrices, by key head.
         rotated: parameters are Hadamard-rotated (`weights/hadamard.py`); from `load_model`.
         eos_token_ids: ids that end an answer; from `load_model`, else (). Not compared.
     """
@@ -96,6 +107,15 @@ class ModelConfig:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
+    shared_expert_intermediate_size: int = 0
+    attn_output_gate: bool = False
+    layer_linear: tuple[bool, ...] = ()
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 0
+    interleaved_projections: bool = False
     rotated: bool = False
     eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
@@ -107,9 +127,13 @@ class ModelConfig:
         trained = dict(linear=longest, yarn=rope.original_max_position_embeddings).get(rope.rope_type, 0)
         return max(longest, int(trained * rope.factor))
 
+    def is_linear(self, layer: int) -> bool:
+        """Whether a layer is linear attention, with a recurrent state in place of keys and values."""
+        return bool(self.layer_linear) and self.layer_linear[layer]
+
     def layer_rope_config(self, layer: int) -> RopeConfig | None:
         """The rotary embedding of a layer; None: it has none."""
-        if not self.layer_rope[layer]:
+        if not self.layer_rope[layer] or self.is_linear(layer):
             return None
         return self.sliding_rope if self.sliding_rope and self.layer_windows[layer] is not None else self.rope
 
@@ -130,6 +154,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """
     if not isinstance(hf, Mapping):
         raise InputError(f"from_hf takes config.json's object, got {format_value(hf)}")
+    hf = text_settings(hf)
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputError(

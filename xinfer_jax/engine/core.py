@@ -21,7 +21,7 @@ from .pacing import Pacing
 from .page_files import PageFiles
 from .page_tiers import PageTiers
 from .requests import Answer, Request
-from .row import Action, LoadPages, PrefillChunk, Row, Swap
+from .row import Action, LoadPages, PrefillChunk, Restore, Row, Swap
 from .scheduler import Scheduler
 from .shape import EngineShape
 from .statistics import EngineCounters
@@ -131,12 +131,14 @@ class EngineCore:
 
     def _execute(self, actions: Iterable[Action]) -> None:
         for action in actions:
-            if not isinstance(action, PrefillChunk | Swap):
+            if not isinstance(action, PrefillChunk | Swap | Restore):
                 self.tiers.execute(action)
                 continue
             answer = self._answers[action.row]
             if isinstance(action, PrefillChunk):
                 self._prefill(action, answer)
+            elif isinstance(action, Restore):
+                self.device.load_state(action.slot, action.snapshot)
             elif action.out:
                 self._swap_out(action, answer)
             else:
@@ -144,12 +146,12 @@ class EngineCore:
 
     def _swap_out(self, swap: Swap, answer: Answer) -> None:
         answer.swapped_pages = self.device.copy_pages_out(swap.pages)
-        if answer.row.is_prefilled:
-            answer.swapped_row = self.device.get_row(swap.slot)
+        if answer.row.is_prefilled or self.shape.state_bytes:
+            answer.swapped_row = self.device.get_row(swap.slot, True)
 
     def _swap_in(self, swap: Swap, answer: Answer) -> None:
         self.device.copy_pages_in(swap.pages, answer.swapped_pages)
-        if answer.row.is_prefilled:
+        if answer.swapped_row is not None:
             self.device.set_row(swap.slot, answer.swapped_row)
         answer.swapped_pages = None
         answer.swapped_row = None
@@ -161,17 +163,21 @@ class EngineCore:
         end = chunk.start + chunk.count
         request.times.setdefault("prefill", time.monotonic())
         if chunk.is_last or row.logprobs_from is None:
-            outputs = self.device.prefill(row.pages, row.ids[start:end], start, chunk.is_full)
+            is_final = row.logprobs_from is None
+            args = row.slot, row.pages, row.ids[start:end], start
+            outputs = self.device.prefill(*args, chunk.is_full, is_final)
         if row.logprobs_from is not None:  # it writes the pages last, so they have this program's bits
             targets = row.ids[start + 1 : end + 1]
-            alternatives = self.device.prefill_with_logprobs(row.pages, row.ids[start:end], start, targets)
+            args = row.slot, row.pages, row.ids[start:end], start
+            alternatives = self.device.prefill_with_logprobs(*args, targets)
             logprobs_1T = np.asarray(alternatives.processed_BT)
             count_1 = np.array([len(targets)])
             top = request.num_prompt_logprobs
             (tokens,) = token_logprob_rows(alternatives, np.array([targets]), logprobs_1T, count_1, top)
             request.prompt_logprobs += tokens[max(0, row.logprobs_from - start - 1) :]
         self._counters.read_tokens += chunk.count
-        self.scheduler.record_prefill(chunk)
+        if (snapshot := self.scheduler.record_prefill(chunk)) is not None:
+            self.device.save_state(row.slot, snapshot)
         if chunk.is_last:
             self._sample_first(answer, outputs)
 

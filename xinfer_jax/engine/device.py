@@ -42,12 +42,14 @@ from .device_programs import (
     TAKE_OUTPUT,
     SampledTokens,
     cache_pools,
+    cache_states,
     paged_cache,
 )
 from .host_pages import HostPages
 from .host_tier import COPIED_PAGES
 from .pages import num_pages_for
 from .shape import EngineShape
+from .states import States
 
 MAX_EOS_IDS = 8
 MAX_STOP_IDS = 16  # further ids that end a row
@@ -58,7 +60,8 @@ class Device:
 
     Attributes:
         params, config: the model, with longrope's factors fixed.
-        pools: (k, v) of each layer.
+        pools: (k, v) of each layer with keys.
+        states: the recurrent states of all slots.
         rows: the state of all slots, with all settings and without output.
         host: pages in host memory; None: none, or this is a dry run.
     """
@@ -75,7 +78,9 @@ class Device:
         self.pools: Any = execute.create(
             lambda: empty_pools(config, shape.pages, shape.cache_dtype, mesh), self._device
         )
-        has_pages = isinstance(jax.tree.leaves(self.pools)[0], jax.Array)
+        create = lambda make: execute.create(make, self._device)  # noqa: E731
+        self.states = States(config, shape, execute, create, mesh)
+        has_pages = all(isinstance(x, jax.Array) for x in jax.tree.leaves(self.pools))
         self.host = HostPages(shape.host_pages, self.pools) if shape.host_pages and has_pages else None
         row = self._new_row(*self._empty_call, limit=0)
         self.rows: Any = self._put(jax.tree.map(lambda x: _repeat(x, shape.rows), row))
@@ -99,26 +104,36 @@ class Device:
         args = context.history_BS, context.position_B, self._shape.num_draft_tokens
         return np.asarray(self._execute(PROMPT_LOOKUP, *args))
 
-    def prefill(self, pages: list[int], ids: Sequence[int], start: int, is_full: bool) -> Any:
-        """Prefills ids, the first at position `start`, into these pages of their row. Returns the
+    def prefill(  # noqa: PLR0913
+        self,
+        slot: int,
+        pages: list[int],
+        ids: Sequence[int],
+        start: int,
+        is_full: bool,
+        is_final: bool = True,
+    ) -> Any:
+        """Prefills ids, the first at position `start`, into these pages of the row in a slot. Returns the
         outputs of the last one, for `sample_first`. is_full: by the program of a full chunk, else of a page.
+        is_final: False where `prefill_with_logprobs` prefills the same ids next, from the same state.
         """
         chunk = self._padded(ids, self._shape.chunk if is_full else PAGE_SIZE)
         width = chunk[0].shape[1]
-        outputs, cache = self._runner.prefill(self._model, chunk, self._cache(pages, start), True, width)
-        self.pools = cache_pools(cache)
+        cache = self._cache(slot, pages, start)
+        outputs, cache = self._runner.prefill(self._model, chunk, cache, True, width)
+        self._store(slot, cache, is_final)
         return outputs
 
     def prefill_with_logprobs(
-        self, pages: list[int], ids: Sequence[int], start: int, targets: Sequence[int]
+        self, slot: int, pages: list[int], ids: Sequence[int], start: int, targets: Sequence[int]
     ) -> Any:
         """Prefills at most a page, as `prefill`. Returns `Alternatives` of the token after each of ids, which
         are `targets`; no processor is applied.
         """
         (target_T,) = token_matrix([targets], 1, PAGE_SIZE)
-        args = *self._padded(ids, PAGE_SIZE), self._cache(pages, start), target_T, self._shape.impl
+        args = *self._padded(ids, PAGE_SIZE), self._cache(slot, pages, start), target_T, self._shape.impl
         alternatives, cache = self._execute(PROMPT_LOGPROBS, *self._model, *args)
-        self.pools = cache_pools(cache)
+        self._store(slot, cache)
         return alternatives
 
     def sample_first(
@@ -134,7 +149,7 @@ class Device:
         """
         state = self._runner.sample(self._model, outputs, self._execute(ADD_OUTPUT, row, 1))
         row, out = self._execute(TAKE_OUTPUT, state)
-        self.set_row(slot, row)
+        self._put_row(slot, row)
         return out
 
     def decode(
@@ -150,9 +165,13 @@ class Device:
         shape = self._shape
         table_BP = self._block_table(pages, shape.rows)
         running_B = np.isin(np.arange(shape.rows), [*pages])
-        args = self.rows, self.pools, table_BP, running_B, np.int32(steps), np.bool_(until_one_ends)
+        pools = self.pools, self.states.layers
+        args = self.rows, *pools, table_BP, running_B, np.int32(steps), np.bool_(until_one_ends)
         static = shape.capacity, shape.num_draft_tokens, shape.impl
-        self.rows, self.pools, out = self._execute(DECODE_STEPS, *self._model, *args, *static)
+        out: Any
+        self.rows, self.pools, self.states.layers, out = self._execute(
+            DECODE_STEPS, *self._model, *args, *static
+        )
         return out
 
     def _set_masks(self, masks_BQW: Any) -> None:
@@ -174,7 +193,7 @@ class Device:
     def copy_pages_in(self, pages: list[int], contents: list[Any]) -> None:
         """Writes contents from `copy_pages` or `copy_pages_out` into these pages."""
         for part, arrays in zip(_parts(pages), contents, strict=True):
-            arrays = jax.tree.map(lambda x: x.array() if isinstance(x, _Shards) else x, arrays)
+            arrays = jax.tree.map(_on_device, arrays)
             self.pools = self._execute(SET_PAGES, self.pools, part, arrays)
 
     def save_pages(self, pages: list[int], host_pages: list[int]) -> None:
@@ -189,12 +208,27 @@ class Device:
         for part, places in zip(_parts(pages), _parts(host_pages), strict=True):
             self.pools = self._execute(SET_PAGES, self.pools, part, self.host.load(places, self.pools))
 
-    def get_row(self, slot: int) -> DecodeState:
-        """The row of a slot."""
-        return self._execute(GET_ROW, self.rows, np.int32(slot))
+    def save_state(self, slot: int, snapshot: int) -> None:
+        """Copies the recurrent states of a slot into a snapshot."""
+        self.states.save(slot, snapshot)
 
-    def set_row(self, slot: int, row: DecodeState) -> None:
-        """Puts a row into a slot."""
+    def load_state(self, slot: int, snapshot: int) -> None:
+        """Copies a snapshot into the recurrent states of a slot."""
+        self.states.load(slot, snapshot)
+
+    def get_row(self, slot: int, on_host: bool = False) -> tuple[DecodeState, Any]:
+        """The row of a slot, and its recurrent states; on_host: these in host memory."""
+        states = self.states.get(slot)
+        row = self._execute(GET_ROW, self.rows, np.int32(slot))
+        return row, jax.tree.map(_on_host, states) if on_host else states
+
+    def set_row(self, slot: int, contents: tuple[DecodeState, Any]) -> None:
+        """Puts what `get_row` returned into a slot."""
+        row, states = contents
+        self._put_row(slot, row)
+        self.states.set(slot, jax.tree.map(_on_device, states))
+
+    def _put_row(self, slot: int, row: DecodeState) -> None:
         self.rows = self._execute(SET_ROW, self.rows, np.int32(slot), row)
 
     def stages(self) -> dict[str, Callable[[], Any]]:
@@ -210,7 +244,7 @@ class Device:
         role = self._shape.role
         if role != "decode":
             self._execute(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
-            outputs = self.prefill(self._all_pages, [0], 0, False)
+            outputs = self.prefill(0, self._all_pages, [0], 0, False)
             self.sample_first(0, outputs, self.new_row(call, key), greedy, False)
         if role != "prefill":
             self.decode({0: self._all_pages}, 1, False, greedy, False)
@@ -223,7 +257,7 @@ class Device:
         self.set_row(0, self.get_row(0))
 
     def _run_full_chunk(self) -> None:
-        self.prefill(self._all_pages, [0] * self._shape.chunk, 0, True)
+        self.prefill(0, self._all_pages, [0] * self._shape.chunk, 0, True)
 
     def _run_rare_calls(self) -> None:
         """What preempted rows need, and the keys of several answers."""
@@ -232,11 +266,12 @@ class Device:
             self._execute(FOLD_IN_EACH, key_1, np.zeros(1, np.int32))
         self.copy_pages_in([0], self.copy_pages_out([0]))
         self.set_row(0, self.get_row(0))
+        self.states.run_all()
         if self._shape.num_draft_tokens:
             self.draft_tokens()
 
     def _run_prompt_logprobs(self) -> None:
-        self.prefill_with_logprobs(self._all_pages, [0], 0, [0])
+        self.prefill_with_logprobs(0, self._all_pages, [0], 0, [0])
 
     @property
     def _all_pages(self) -> list[int]:
@@ -277,12 +312,16 @@ class Device:
         """int32 [1, width], and how many of them are real [1]."""
         return token_matrix([ids], 1, width), np.array([len(ids)], np.int32)
 
-    def _cache(self, pages: list[int], length: int) -> KVCache:
-        """The cache of one row that holds so many tokens."""
-        table_1P = self._block_table({0: pages}, 1)
-        return paged_cache(
-            self.config, self.pools, table_1P, self._shape.capacity, np.array([length], np.int32)
-        )
+    def _cache(self, slot: int, pages: list[int], length: int) -> KVCache:
+        """The cache of the row in a slot that holds so many tokens."""
+        layers = self.pools, self.states.get(slot), self._block_table({0: pages}, 1)
+        return paged_cache(self.config, *layers, self._shape.capacity, np.array([length], np.int32))
+
+    def _store(self, slot: int, cache: KVCache, with_states: bool = True) -> None:
+        """Keeps what a program wrote into a cache of `_cache`."""
+        self.pools = cache_pools(cache)
+        if with_states:
+            self.states.set(slot, cache_states(cache))
 
     def _block_table(self, pages: dict[int, list[int]], rows: int) -> np.ndarray:
         """int32 [rows, pages of a full row]: the pages of each row, then page 0, which no row uses."""
@@ -320,6 +359,10 @@ def _on_host(x: Any) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):  # of a dry run
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
     return np.array(x) if x.is_fully_addressable else _Shards(x)
+
+
+def _on_device(x: Any) -> Any:
+    return x.array() if isinstance(x, _Shards) else x
 
 
 def _parts(pages: list[int]) -> list[np.ndarray]:

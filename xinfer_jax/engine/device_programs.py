@@ -14,6 +14,7 @@ import numpy as np
 
 from ..cache.kv_cache import KVCache, truncate
 from ..cache.paged import Paged
+from ..cache.recurrent import Recurrent
 from ..config.model_config import ModelConfig
 from ..generation.loop import Hidden, TracedOperations, loop_until_done
 from ..generation.speculation import SpeculationState, last_and_draft_tokens, prompt_lookup, verify
@@ -42,21 +43,49 @@ class SampledTokens(NamedTuple):
     accepted_B: Any  # int32: accepted draft tokens
 
 
-def paged_cache(config: ModelConfig, pools: Any, table_BP: Any, capacity: int, length_B: Any) -> KVCache:
-    """A cache over the pools of all pages. table_BP: the block table; length_B: tokens of each row."""
-    pairs = zip(pools, config.layer_windows, strict=True)
-    layers = tuple(Paged(k, v, window, capacity, table_BP) for (k, v), window in pairs)
+def paged_cache(  # noqa: PLR0913
+    config: ModelConfig, pools: Any, states: Any, table_BP: Any, capacity: int, length_B: Any
+) -> KVCache:
+    """A cache over the pools of all pages, and these recurrent states of its rows. table_BP: the block table;
+    length_B: tokens of each row.
+    """
+    states = iter(states)
+    pools = iter(pools)
+
+    def layer(index: int, window: int | None) -> Any:
+        if config.is_linear(index):
+            return next(states)
+        (k, v) = next(pools)
+        return Paged(k, v, window, capacity, table_BP)
+
+    layers = tuple(layer(*of_layer) for of_layer in enumerate(config.layer_windows))
     overflow_B: Any = np.zeros(len(table_BP), bool)
     return KVCache(layers, length_B, overflow_B, None)
 
 
 def cache_pools(cache: KVCache) -> tuple[tuple[Any, Any], ...]:
-    """(k, v) of each layer of a paged cache."""
-    return tuple((layer.k, layer.v) for layer in cache.layers)
+    """(k, v) of each layer of a paged cache that has keys."""
+    return tuple((layer.k, layer.v) for layer in cache.kv_layers)
+
+
+def cache_states(cache: KVCache) -> tuple[Recurrent, ...]:
+    """The layers of a cache with recurrent states."""
+    return tuple(layer for layer in cache.layers if isinstance(layer, Recurrent))
 
 
 def _decode_steps(  # noqa: PLR0913
-    params, config, rows, pools, table_BP, running_B, steps, until_one_ends, capacity, num_draft_tokens, impl
+    params,
+    config,
+    rows,
+    pools,
+    states,
+    table_BP,
+    running_B,
+    steps,
+    until_one_ends,
+    capacity,
+    num_draft_tokens,
+    impl,
 ):
     """Up to `steps` decode steps of the rows that run, or of speculative decoding by prompt lookup."""
     sampling_B = select_rows(rows.sampling_B, running_B)
@@ -67,7 +96,7 @@ def _decode_steps(  # noqa: PLR0913
     active_before_B = state.active_B
     zeros_B = jnp.zeros(len(running_B), jnp.int32)
     length_B = jnp.where(active_before_B, state.position_B - 1, 0)
-    cache = paged_cache(config, pools, table_BP, capacity, length_B)
+    cache = paged_cache(config, pools, states, table_BP, capacity, length_B)
 
     def step(state, cache, counts):
         if not num_draft_tokens:
@@ -87,7 +116,8 @@ def _decode_steps(  # noqa: PLR0913
     counts = SpeculationState(None, zeros_B, zeros_B)
     state, cache, counts = loop_until_done(step, continues, steps, state, cache, counts)
     rows, out = _take_output(state)
-    return rows, cache_pools(cache), out._replace(passes_B=counts.passes_B, accepted_B=counts.accepted_B)
+    out = out._replace(passes_B=counts.passes_B, accepted_B=counts.accepted_B)
+    return rows, cache_pools(cache), cache_states(cache), out
 
 
 def _add_output(rows, size):
@@ -183,7 +213,7 @@ _STATIC = ("config", "capacity", "num_draft_tokens", "impl")
 DECODE_STEPS = jax.jit(
     _decode_steps,
     static_argnames=_STATIC,
-    donate_argnames=("rows", "pools"),
+    donate_argnames=("rows", "pools", "states"),
     compiler_options=compiler_options(),
 )
 PROMPT_LOGPROBS = jax.jit(_prompt_logprobs, static_argnames=("config", "impl"), donate_argnames="cache")

@@ -32,6 +32,7 @@ from .core import EngineCore
 from .disaggregated import Devices, DisaggregatedEngine
 from .host_tier import HostTier
 from .page_files import PageFiles
+from .pages import SnapshotPool
 from .request_queue import RequestQueue
 from .requests import Answer, Request
 from .role_cores import DecodeCore, PrefillCore
@@ -127,12 +128,13 @@ class Engine(EngineBase):
         self.model = dataclasses.replace(model, params=jax.tree.map(_own_array, model.params))
         sizes = rows, capacity, pages, chunk, draft, draft_tokens, cache_dtype, impl, role
         shape = engine_shape(self.model, *sizes)
-        host_pages = check_host_pages(host_pages, prefix_cache, page_directory)
+        host_pages = check_host_pages(shape, host_pages, prefix_cache, page_directory)
         if role == "decode":  # a prefix is found where prompts are prefilled
             prefix_cache = False
             host_pages = 0
             page_directory = None
-        shape = dataclasses.replace(shape, host_pages=host_pages)
+        snapshots = shape.snapshots if prefix_cache else 0
+        shape = dataclasses.replace(shape, host_pages=host_pages, snapshots=snapshots)
         self._channel = control_channel_for(self.model.params)
         if self._channel:  # hosts may have different amounts of memory
             shape = dataclasses.replace(shape, pages=self._channel.broadcast(shape.pages))
@@ -146,7 +148,7 @@ class Engine(EngineBase):
         self.impl = shape.impl
         self.switches_at = self.model.config.rope.switches_at
         self.weight_bytes = tree_bytes(self.model.params)
-        self.cache_bytes = shape.pages * shape.page_bytes
+        self.cache_bytes = shape.cache_bytes
         self._check_memory(shape.host_pages * shape.page_bytes)
         self._files = self._open_files(page_directory, page_directory_bytes)
         self._queue = RequestQueue()
@@ -207,7 +209,9 @@ class Engine(EngineBase):
             self.error = InputError("process 0 answers for all: submit there, and call follow() here")
         files = self._files
         tier = HostTier(shape.host_pages, files) if shape.host_pages else None
-        scheduler = Scheduler(shape.rows, shape.pages, shape.capacity, shape.chunk, prefix_cache, tier)
+        snapshots = SnapshotPool(shape.snapshots) if shape.state_bytes else None
+        sizes = shape.rows, shape.pages, shape.capacity, shape.chunk
+        scheduler = Scheduler(*sizes, prefix_cache, tier, snapshots)
         core_class = {None: EngineCore, "prefill": PrefillCore, "decode": DecodeCore}[shape.role]
         ready = self._warm_up.is_ready
         core = core_class(own, scheduler, shape, self.counters, self._notify, ready, files)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from ..cache.kv_cache import KVCache, without_layers
-from ..cache.paged import PAGE_SIZE
+from ..cache.paged import PAGE_SIZE, Paged
 from ..generation.batch_arrays import token_matrix
 from ..generation.runners import LayerwiseRunner, without_model_layers
 from ..generation.state import DecodeState
@@ -26,6 +26,7 @@ from .device_programs import (
     TARGET_LOGPROBS,
     SampledTokens,
     cache_pools,
+    cache_states,
     paged_cache,
     running_token,
 )
@@ -40,13 +41,14 @@ class LayerwiseDevice(Device):
     _runner: LayerwiseRunner
 
     def prefill_with_logprobs(
-        self, pages: list[int], ids: Sequence[int], start: int, targets: Sequence[int]
+        self, slot: int, pages: list[int], ids: Sequence[int], start: int, targets: Sequence[int]
     ) -> Any:
         """As of `Device`."""
         (target_T,) = token_matrix([targets], 1, PAGE_SIZE)
         chunk = self._padded(ids, PAGE_SIZE)
-        hidden_1TD, cache = self._runner.prefill_hidden(self._model, chunk, self._cache(pages, start))
-        self.pools = cache_pools(cache)
+        cache = self._cache(slot, pages, start)
+        hidden_1TD, cache = self._runner.prefill_hidden(self._model, chunk, cache)
+        self._store(slot, cache)
         return self._execute(TARGET_LOGPROBS, *without_model_layers(self._model), hidden_1TD, target_T)
 
     def sample_first(
@@ -78,6 +80,7 @@ class LayerwiseDevice(Device):
             if not continues_B.any() or (until_one_ends and (before_B & ~continues_B).any()):
                 break
         self.pools = cache_pools(cache)
+        self.states.layers = cache_states(cache)
         return _sampled_tokens(done, running_B)
 
     def stages(self) -> dict[str, Callable[[], Any]]:
@@ -93,7 +96,7 @@ class LayerwiseDevice(Device):
         if role != "prefill":
             self._decode_step(self._decode_cache({}), none_B, greedy, False)  # first: it compiles longest
         if role != "decode":
-            outputs = self.prefill(self._all_pages, [0], 0, False)
+            outputs = self.prefill(0, self._all_pages, [0], 0, False)
             self._execute(FOLD_IN, key_from_seed(0), np.zeros(1, np.int32))
             self._sample_first(0, outputs, self.new_row(call, key), none_B, greedy, False)
         if role is not None:
@@ -104,7 +107,7 @@ class LayerwiseDevice(Device):
         call, key = self._empty_call
         for greedy in (True, False):
             if self._shape.role == "prefill":
-                outputs = self.prefill(self._all_pages, [0], 0, False)
+                outputs = self.prefill(0, self._all_pages, [0], 0, False)
                 self._sample_first(0, outputs, self.new_row(call, key), none_B, greedy, True)
             else:
                 self._decode_step(self._decode_cache({}), none_B, greedy, True)
@@ -117,10 +120,13 @@ class LayerwiseDevice(Device):
         rows = self._shape.rows
         table_BP = self._block_table(pages, rows)
         zeros_B = np.zeros(rows, np.int32)
-        cache = paged_cache(self.config, self.pools, table_BP, self._shape.capacity, zeros_B)
-        layers: Any = cache.layers
+        pools = self.pools, self.states.layers
+        cache = paged_cache(self.config, *pools, table_BP, self._shape.capacity, zeros_B)
         # A table for each layer: a step donates it.
-        layers = tuple(dataclasses.replace(layer, table_BP=self._put(table_BP)) for layer in layers)
+        layers: Any = tuple(
+            dataclasses.replace(layer, table_BP=self._put(table_BP)) if isinstance(layer, Paged) else layer
+            for layer in cache.layers
+        )
         return dataclasses.replace(self._put(without_layers(cache)), layers=layers)
 
     def _decode_step(
@@ -134,7 +140,7 @@ class LayerwiseDevice(Device):
         self, slot: int, outputs: Any, row: DecodeState, among_B: np.ndarray, greedy: bool,
         with_alternatives: bool,
     ) -> _Step:  # fmt: skip
-        self.set_row(slot, row)
+        self._put_row(slot, row)
         args = *without_model_layers(self._model), outputs, self._shape.rows
         logits_B1V = self._execute(REPEATED_LOGITS, *args)
         return self._append_token(logits_B1V, among_B, greedy, with_alternatives)

@@ -30,7 +30,7 @@ _SUFFIX = ".page"
 _MAX_WRITES = 8  # pages that wait to be written
 _SCAN_SECONDS = 60.0  # between two looks at the directory, which other runs write to
 _PAUSE_SECONDS = 60.0  # without writing, after a write failed: the disk may be full
-_OLD_SECONDS = 3600.0  # after which a file that was not finished is deleted
+_OLD_SECONDS = 600.0  # after which a file that was not finished is deleted
 
 _Job = Callable[["PageFiles"], None]
 

@@ -38,6 +38,51 @@ def hash_pages(salt: bytes, ids: Sequence[int], programs: Sequence[int]) -> list
     return hashes[1:]
 
 
+class SnapshotPool:
+    """Which snapshots of recurrent states there are, by the hash of the page at whose end they were taken. A
+    new one replaces the least recently used.
+
+    Args:
+        size: snapshots at most.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self._of_hash: dict[bytes, int] = {}
+        self._hashes: OrderedDict[int, list[bytes]] = OrderedDict()  # the least recently used first
+
+    def __contains__(self, page_hash: bytes) -> bool:
+        return page_hash in self._of_hash
+
+    def find(self, page_hash: bytes) -> int:
+        """The snapshot of this hash, which is used now."""
+        snapshot = self._of_hash[page_hash]
+        self._hashes.move_to_end(snapshot)
+        return snapshot
+
+    def add(self, hashes: Iterable[bytes]) -> int | None:
+        """The number of a new snapshot, which these hashes find; None: all of them find one already."""
+        new = [page_hash for page_hash in hashes if page_hash not in self._of_hash]
+        if not new or not self.size:
+            return None
+        snapshot = len(self._hashes)
+        if snapshot == self.size:
+            snapshot, old = self._hashes.popitem(last=False)
+            self._of_hash = {h: n for h, n in self._of_hash.items() if h not in old}
+        self._hashes[snapshot] = new
+        self._of_hash |= dict.fromkeys(new, snapshot)
+        return snapshot
+
+    def remove(self, hashes: Iterable[bytes]) -> None:
+        """The snapshots of these hashes are not found any more."""
+        for page_hash in hashes:
+            self._of_hash.pop(page_hash, None)
+
+    def clear(self) -> None:
+        """No snapshot is found any more."""
+        self._of_hash.clear()
+
+
 class PagePool:
     """All pages of an engine, and the prefix cache over them.
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from .host_tier import FoundPrefix, HostTier
-from .pages import PAGE_SIZE, PagePool, hash_pages
+from .pages import PAGE_SIZE, PagePool, SnapshotPool, hash_pages
 from .row import Row
 
 # What stands for a program in a hash: any program, that of prompt log-probabilities; else its tokens.
@@ -20,13 +20,18 @@ class PrefixCache:
         host: those beyond the device; None: none.
         chunk: tokens of a full prefill chunk.
         enabled: False: finds nothing.
+        snapshots: of recurrent states; None: the model has none.
     """
 
-    def __init__(self, pool: PagePool, host: HostTier | None, chunk: int, enabled: bool):
+    def __init__(
+        self, pool: PagePool, host: HostTier | None, chunk: int, enabled: bool,
+        snapshots: SnapshotPool | None = None,
+    ):  # fmt: skip
         self._pool = pool
         self._host = host
         self._chunk = chunk
         self._enabled = enabled
+        self._snapshots = snapshots
 
     def find(self, row: Row, in_files: bool = False) -> FoundPrefix:
         """The cached pages that a row's prompt begins with; with `share_answers` pages that any program
@@ -50,7 +55,9 @@ class PrefixCache:
         exact = self._find(row, row.page_hashes[:max_hits], in_files)
         if exact.total * PAGE_SIZE < in_full_chunks:
             exact = exact.first(exact.total * PAGE_SIZE // self._chunk * self._chunk // PAGE_SIZE)
+        exact = self._up_to_snapshot(exact, row.page_hashes)
         by_tokens = self._find(row, row.token_hashes[:max_hits], in_files) if row.share_answers else none
+        by_tokens = self._up_to_snapshot(by_tokens, row.token_hashes)
         row.exact = by_tokens.total <= exact.total
         return exact if row.exact else by_tokens
 
@@ -62,6 +69,21 @@ class PrefixCache:
             if row.cacheable:
                 self._pool.cache(row.pages[at], row.token_hashes[at])
 
+    def take_snapshot(self, row: Row) -> int | None:
+        """The snapshot into which a row's recurrent states are to be copied, as they are at the end of a
+        chunk; None: into none.
+        """
+        if self._snapshots is None or not row.cacheable or row.num_computed % self._chunk:
+            return None
+        last = row.num_computed // PAGE_SIZE - 1
+        return self._snapshots.add([row.token_hashes[last], *([row.page_hashes[last]] if row.exact else [])])
+
+    def snapshot_at(self, row: Row, pages: int) -> int | None:
+        """The snapshot at the end of so many pages, found just now, of a row's prompt; None: of none."""
+        if self._snapshots is None or not pages:
+            return None
+        return self._snapshots.find((row.page_hashes if row.exact else row.token_hashes)[pages - 1])
+
     def uncache(self, row: Row) -> None:
         """Lets no tier find the pages of a row and of its prompt."""
         of_pages = chain(*(self._pool.hashes_of_page.get(page, ()) for page in row.pages))
@@ -71,6 +93,8 @@ class PrefixCache:
                 self._pool.uncache(page)
         if self._host:
             self._host.remove(hashes)
+        if self._snapshots:
+            self._snapshots.remove(hashes)
 
     def keep_host_pages(self, row: Row, pages: list[int]) -> None:
         """Keeps pages in host memory until the row loads them."""
@@ -90,10 +114,19 @@ class PrefixCache:
         self._pool.clear_cache()
         if self._host:
             self._host.clear()
+        if self._snapshots:
+            self._snapshots.clear()
 
     def tokens_in_full_chunks(self, row: Row) -> int:
         """Tokens of the prompt that are prefilled in full chunks."""
         return (len(row.ids) - 1) // self._chunk * self._chunk if row.logprobs_from is None else 0
+
+    def _up_to_snapshot(self, found: FoundPrefix, hashes: Sequence[bytes]) -> FoundPrefix:
+        """The first of these pages, up to the last one at whose end there is a snapshot of the states."""
+        if self._snapshots is None:
+            return found
+        ends = (count for count in range(found.total, 0, -1) if hashes[count - 1] in self._snapshots)
+        return found.first(next(ends, 0))
 
     def _find(self, row: Row, hashes: Sequence[bytes], in_files: bool) -> FoundPrefix:
         """The first cached pages of these hashes, which are all of one kind."""

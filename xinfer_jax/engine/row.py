@@ -127,6 +127,14 @@ class PrefillChunk(NamedTuple):
     width: int  # tokens of that program, padding included
 
 
+class Restore(NamedTuple):
+    """Copy a snapshot of recurrent states into the slot of a row whose prompt begins with cached pages."""
+
+    row: Row
+    slot: int
+    snapshot: int
+
+
 class SavePages(NamedTuple):
     """Copy pages that the prefix cache evicted to host memory, before anything is written to them.
 
@@ -168,4 +176,4 @@ class ReadPages(NamedTuple):
 
 
 Transfer = SavePages | LoadPages | ReadPages  # between the tiers of the prefix cache
-Action = Swap | PrefillChunk | Transfer
+Action = Swap | PrefillChunk | Restore | Transfer

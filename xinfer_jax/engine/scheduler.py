@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from . import clients
 from .clients import Clients
 from .host_tier import COPIED_PAGES, HostTier
-from .pages import PAGE_SIZE, PagePool, hash_pages, num_pages_for, usable_capacity
+from .pages import PAGE_SIZE, PagePool, SnapshotPool, hash_pages, num_pages_for, usable_capacity
 from .prefix_cache import ANY_PROGRAM, PrefixCache
-from .row import Action, LoadPages, PrefillChunk, ReadPages, Row, Swap
+from .row import Action, LoadPages, PrefillChunk, ReadPages, Restore, Row, Swap
 
 URGENT = 16  # a row whose priority is higher by this much preempts another row
 
@@ -41,11 +41,13 @@ class Scheduler:
         chunk: tokens of a full chunk, a multiple of `PAGE_SIZE`.
         prefix_cache: whether rows share pages.
         host: pages of the prefix cache beyond the device; None: none.
+        snapshots: of recurrent states; None: the model has none. They are taken at the end of full chunks,
+            and cached pages are reused only up to one.
     """
 
     def __init__(  # noqa: PLR0913
         self, rows: int, pages: int, capacity: int, chunk: int, prefix_cache: bool = True,
-        host: HostTier | None = None,
+        host: HostTier | None = None, snapshots: SnapshotPool | None = None,
     ):  # fmt: skip
         self.capacity = capacity
         self.chunk = chunk
@@ -54,7 +56,7 @@ class Scheduler:
         self.clients = Clients(rows)
         self.pool = PagePool(pages)
         self.host = host
-        self.prefixes = PrefixCache(self.pool, host, chunk, prefix_cache)
+        self.prefixes = PrefixCache(self.pool, host, chunk, prefix_cache, snapshots)
         self.waiting_for_files: dict[Row, None] = {}
         self.arrivals = 0
         self.hits = 0
@@ -129,14 +131,17 @@ class Scheduler:
                 return [*actions, chunk]
         return actions
 
-    def record_prefill(self, chunk: PrefillChunk) -> None:
-        """A chunk's program was called: the prefix cache may find its pages from now on."""
+    def record_prefill(self, chunk: PrefillChunk) -> int | None:
+        """A chunk's program was called: the prefix cache may find its pages from now on. Returns the
+        snapshot into which the row's recurrent states are to be copied; None: into none.
+        """
         row = chunk.row
         if row.ended:
-            return
+            return None
         self.clients.count_tokens(row, prefilled=chunk.width)
         row.num_computed = chunk.start + chunk.count
         self.prefixes.cache(row, chunk.start)
+        return self.prefixes.take_snapshot(row)
 
     def record_read(self, read: ReadPages, count: int) -> None:
         """Reading from files ended, and its first `count` pages are in host memory."""
@@ -247,6 +252,8 @@ class Scheduler:
             row.hits = row.num_computed
             self.hits += row.hits
             self.prefixes.keep_host_pages(row, found.host_pages)
+        if (snapshot := self.prefixes.snapshot_at(row, len(hits))) is not None:
+            actions.append(Restore(row, row.slot, snapshot))
         self.pool.reuse(hits)
         others = [other for other in self.rows_with_slots if other.client == row.client]
         earlier = [r for r in others + self.clients.client_of(row).waiting if r.arrival < row.arrival]

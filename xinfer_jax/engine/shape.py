@@ -13,6 +13,7 @@ from ..cache.fingerprint import fingerprint
 from ..cache.kv_cache import cache_bytes
 from ..cache.paged import PAGE_SIZE, check_page_dtype, empty_pools
 from ..cache.quantized_kv import KV_BITS
+from ..cache.recurrent import state_bytes
 from ..checkpoint.loading import Model
 from ..checks import check_integer
 from ..config.model_config import ModelConfig
@@ -28,6 +29,7 @@ from .pages import num_pages_for, usable_capacity
 
 _DEFAULT_CAPACITY = 4096
 _PAGES_FRACTION = 0.5  # of the memory beside the weights
+_LEAST_SNAPSHOTS = 4  # of recurrent states; one for each row if these are more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,8 @@ class EngineShape:
         num_draft_tokens: of each pass; 0: no speculative decoding.
         cache_dtype: a dtype, or a name in `KV_BITS`.
         page_bytes: of one page in all layers.
+        state_bytes: of one row's recurrent states in all layers; 0: the model has none.
+        snapshots: of such states, which the prefix cache keeps.
         role: "prefill": rows are decoded elsewhere; "decode": they were prefilled elsewhere; None: neither.
         host_pages: as `Engine` documents it.
     """
@@ -50,8 +54,15 @@ class EngineShape:
     cache_dtype: Any
     impl: str | None
     page_bytes: int
+    state_bytes: int = 0
+    snapshots: int = 0
     role: str | None = None
     host_pages: int = 0
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of all pages, states and snapshots."""
+        return self.pages * self.page_bytes + (self.rows + self.snapshots) * self.state_bytes
 
 
 def engine_shape(  # noqa: PLR0913  the arguments of `Engine`
@@ -82,12 +93,16 @@ def engine_shape(  # noqa: PLR0913  the arguments of `Engine`
         raise InputError(f"chunk must be a multiple of {PAGE_SIZE}, got {chunk}")
     num_draft_tokens = check_integer("draft_tokens", draft_tokens, 1, MAX_DRAFT_TOKENS) if draft else 0
     dtype = _resolve_cache_dtype(model.params, cache_dtype)
-    page_bytes = cache_bytes(config, 1, PAGE_SIZE, dtype)
+    of_state = state_bytes(config)
+    page_bytes = cache_bytes(config, 1, PAGE_SIZE, dtype) - of_state
+    keeps_prefixes = of_state and role != "decode"
+    snapshots = max(_LEAST_SNAPSHOTS, rows) if keeps_prefixes else 0
     if pages is None:
         pages = _default_pages(model.params, rows, num_pages_for(capacity), page_bytes)
     else:
         pages = check_integer("pages", pages, 2)
-    return EngineShape(rows, capacity, pages, chunk, num_draft_tokens, dtype, impl, page_bytes, role)
+    sizes = page_bytes, of_state, snapshots
+    return EngineShape(rows, capacity, pages, chunk, num_draft_tokens, dtype, impl, *sizes, role)
 
 
 def check_capacity(config: ModelConfig, capacity: int | None) -> int:
@@ -97,9 +112,14 @@ def check_capacity(config: ModelConfig, capacity: int | None) -> int:
     return check_integer("capacity", capacity, 2, config.context_length)
 
 
-def check_host_pages(host_pages: Any, prefix_cache: bool, page_directory: Any) -> int:
+def check_host_pages(shape: EngineShape, host_pages: Any, prefix_cache: bool, page_directory: Any) -> int:
     """`Engine`'s host_pages. Raises InputError where these arguments contradict each other."""
     host_pages = check_integer("host_pages", host_pages, 0)
+    if host_pages and shape.state_bytes:
+        raise InputError(
+            f"host_pages={host_pages} are not supported for a model with recurrent states, of which"
+            " snapshots are on the device only: leave them out"
+        )
     if host_pages and not prefix_cache:
         raise InputError(f"host_pages={host_pages} are of the prefix cache: leave out prefix_cache=False")
     if page_directory is not None and not host_pages:
@@ -139,7 +159,7 @@ def _default_pages(params: Params, rows: int, pages_per_row: int, page_bytes: in
     part = len(devices) / jax.local_device_count() if next(iter(devices)).platform == "cpu" else 1
     own = memory_fraction(concrete_mesh_of(params))  # of weights and pages, on each device
     left = max(0, part * memory_bytes() - own * tree_bytes(params))
-    affordable = int(_PAGES_FRACTION * left / (own * page_bytes))
+    affordable = int(_PAGES_FRACTION * left / (own * max(1, page_bytes)))
     return max(pages_per_row + 1, min(2 * rows * pages_per_row + 1, affordable))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..cache.kv_cache import KVCache, truncate
+from ..cache.kv_cache import KVCache, truncate, with_draft_slots
 from ..cache.prefix import make_prefix
 from ..config.model_config import ModelConfig
 from ..grammar.batch_matchers import BatchMatchers
@@ -133,7 +133,7 @@ class BatchGenerator:
             self._sample(outputs)
             self._fetch()
         if self._cache is not None:
-            stats.cache_bytes = tree_bytes((self._cache.k, self._cache.v))
+            stats.cache_bytes = tree_bytes(self._cache.layers)
         stats.prefill_seconds = prefilling.seconds
         stats.ttft_seconds = self._setup.seconds + prefilling.seconds + sampling.seconds
         stats.compile_seconds = compiling.seconds
@@ -207,6 +207,8 @@ class BatchGenerator:
             if draft_cache is not None:
                 draft_cache = self._runner.reorder(draft_cache, self._prompt_R)
         if call.options.draft is not None:
+            if self._cache is not None and call.config.layer_linear:
+                self._cache = self._executor(_ADD_DRAFT_SLOTS, self._cache, 1 + call.num_draft_tokens)
             zeros_R: Any = np.zeros(call.rows, np.int32)
             self._draft = [SpeculationState(draft_cache, zeros_R, zeros_R)]
         return outputs
@@ -301,3 +303,4 @@ def _pick(outputs_B, prompt_R):
 
 
 _PICK = jax.jit(_pick)
+_ADD_DRAFT_SLOTS = jax.jit(with_draft_slots, static_argnames="tokens")

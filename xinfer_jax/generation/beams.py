@@ -180,7 +180,7 @@ class _Search:
         """The number of prompts, their tokens, bytes of the weights, bytes of the beams' keys and values."""
         prompts = self.call.prompts
         params = self.call.params
-        cache_bytes = self._strategy.beams * tree_bytes((self.cache.k, self.cache.v))
+        cache_bytes = self._strategy.beams * tree_bytes(self.cache.layers)
         return len(prompts), sum(map(len, prompts)), tree_bytes(params), cache_bytes
 
     def prepare(self) -> Precompiler:

@@ -12,7 +12,7 @@ import numpy as np
 
 import kernels_pallas
 
-from ..cache.kv_cache import KVCache
+from ..cache.kv_cache import KVCache, describe_fits, expected_fits
 from ..checks import check_array, check_integer, check_range, check_token_ids, is_sequence, is_traced
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
@@ -235,11 +235,10 @@ def _check_cache(config: ModelConfig, cache: KVCache, rows: int) -> None:
         raise InputError("the cache was donated to an earlier call: use the one that it returned")
     if len(cache.length_B) != rows:
         raise InputError(f"a cache of {len(cache.length_B)} rows for {rows}: init_cache takes their number")
-    wanted = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-    if (actual := cache.fits) != wanted:
+    if (actual := cache.fits) != (wanted := expected_fits(config)):
         raise InputError(
-            f"a cache of {actual[0]} layers, {actual[1]} key heads of width {actual[2]} for a model of"
-            f" {wanted[0]}, {wanted[1]} and {wanted[2]}: init_cache takes the model's config"
+            f"a cache of {describe_fits(actual)} for a model of {describe_fits(wanted)}: init_cache takes the"
+            " model's config"
         )
 
 

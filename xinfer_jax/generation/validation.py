@@ -279,6 +279,11 @@ def _check_draft(call: ValidatedCall) -> Any:
     if not (hasattr(draft, "params") and isinstance(getattr(draft, "config", None), ModelConfig)):
         allowed = "a model from load_model, or 'lookup', or a function"
         raise InputError(f"draft must be {allowed}, got {format_value(draft)}")
+    if any(draft.config.layer_linear):
+        raise InputError(
+            f"a draft model of model_type {draft.config.model_type!r} is not supported: its recurrent state"
+            " cannot go back from rejected tokens; give another draft model, or 'lookup'"
+        )
     own = draft.config.vocab_size
     limit = draft.config.context_length
     if own != config.vocab_size:

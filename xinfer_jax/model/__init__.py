@@ -2,9 +2,10 @@
 
 Read the files in this order: `kernel_products` (which matrix products a GPU kernel takes), `layers` (norm,
 RoPE, linear, gated MLP), `attention` (causal attention in plain jnp, and by the kernels of `kernels_pallas`),
-`rope_append` (RoPE and the append to the cache, in the same two ways), `experts` (mixture of experts, also in
-both), `decoder_layer` (one layer, for all families), `decoder` (`forward`, `hidden_states` and `unembed`),
-`greedy` (the most likely token, from logits or straight from hidden states).
+`rope_append` (RoPE and the append to the cache, in the same two ways), `linear_attention` (Gated DeltaNet, in
+place of attention), `experts` (mixture of experts, in both ways), `decoder_layer` (one layer, for all
+families), `decoder` (`forward`, `hidden_states` and `unembed`), `greedy` (the most likely token, from logits
+or straight from hidden states).
 
 - Layers are a tuple, unrolled in Python. A scan over stacked weights made decoding on CPU twice as slow,
   since each step slices a copy of the layer; and layers may differ.
@@ -20,6 +21,15 @@ both), `decoder_layer` (one layer, for all families), `decoder` (`forward`, `hid
   a tile of rows by one expert: 1.0 to 2.7 times as fast as every expert for every token, which is the form
   elsewhere. Where the chosen experts are fewer than all (decoding), only they are computed. Kernel and tiles
   have the derivative of the plain form.
+- Linear attention computes one token by the recurrence, more by the WY form in blocks of 64 tokens from the
+  first of a call on, one block after another: a block needs the state before it, and then one triangular
+  system of the width of a value is solved, not two of the widths of a key and a value. All is float32. It is
+  plain jnp on all devices. Padding has decay 1 and beta 0, so it changes no state. A call of a few draft
+  tokens leaves the state as it was, and stores what they would change; the next call applies what was
+  accepted. So nothing is undone, and no state is kept for each token (17 of 48 MiB for the 9B shape).
+- The query, key, value, gate, beta and decay of linear attention are leaves of their own, whatever matrices a
+  checkpoint has: they are divided over a mesh by heads, and quantized, as other matrices are. beta and decay
+  stay float: they are a thousandth of the weights.
 - On a GPU RoPE of up to 17 tokens a row and the append of their keys and values, quantized or not, are one
   launch, which updates the cache in place. XLA would launch two or more, and compute sines and cosines again
   in each layer. GEAR's format stays with XLA. The derivative is that of plain jnp.

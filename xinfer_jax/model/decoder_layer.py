@@ -11,6 +11,7 @@ from kernels_pallas import HeadNorms
 
 from ..cache.layer_caches import Contiguous, uncached_kv
 from ..cache.quantized_kv import cache_specs
+from ..cache.recurrent import Recurrent
 from ..cache.stored_kv import is_quantized_kv
 from ..config.model_config import ModelConfig
 from ..sharding import MODEL, REPLICATED, abstract_mesh_of, shard_map_model
@@ -30,6 +31,7 @@ from .layers import (
     rope_bias_fn,
     rope_is_fixed,
 )
+from .linear_attention import linear_attention
 from .rope_append import rotate, rotate_and_append
 
 
@@ -38,6 +40,7 @@ class LayerKind(NamedTuple):
 
     window: int | None
     rope: int | None  # index in `ModelConfig.ropes`; None: no RoPE
+    linear: bool = False  # linear attention
 
 
 @functools.lru_cache(maxsize=64)
@@ -45,7 +48,8 @@ def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
     """The kind of each layer."""
     ropes = map(config.layer_rope_config, range(config.num_hidden_layers))
     numbers = (None if rope is None else config.ropes.index(rope) for rope in ropes)
-    return tuple(map(LayerKind, config.layer_windows, numbers))
+    linear = map(config.is_linear, range(config.num_hidden_layers))
+    return tuple(map(LayerKind, config.layer_windows, numbers, linear))
 
 
 class Positions(NamedTuple):
@@ -64,7 +68,7 @@ def run_layer(  # noqa: PLR0913
     positions: Positions,
     kv: Any,
     impl: str | None,
-) -> tuple[jax.Array, Contiguous | None]:
+) -> tuple[jax.Array, Contiguous | Recurrent | None]:
     """The output of one layer, [B, T, D], and its cache with the new tokens (None without a cache)."""
     if (mesh := model_mesh(layer, config)) is None:
         return _run_layer(layer, x_BTD, positions, kv, config, kind, impl)
@@ -85,18 +89,12 @@ def model_mesh(tree: Any, config: ModelConfig) -> Any:
 def _run_layer(layer, x_BTD, positions, kv, config, kind, impl, over=None):  # noqa: PLR0913
     """over: a mesh axis along which heads, experts, the MLP's features and the cache are sharded."""
     post_norm = "attn_post_norm" in layer
-    attended_BTD, kv = self_attention(
-        layer,
-        config,
-        kind,
-        x_BTD,
-        positions,
-        kv,
-        impl,
-        over,
-        before=norm_before(layer, "attn_norm", config),
-        residual=None if post_norm else x_BTD,
-    )
+    args = x_BTD, positions, kv, impl, over
+    around = dict(before=norm_before(layer, "attn_norm", config), residual=None if post_norm else x_BTD)
+    if kind.linear:
+        attended_BTD, kv = linear_attention(layer, config, *args, **around)
+    else:
+        attended_BTD, kv = self_attention(layer, config, kind, *args, **around)
     x_BTD = x_BTD + norm(attended_BTD, layer, "attn_post_norm", config) if post_norm else attended_BTD
     if "mlp_post_norm" not in layer:
         return _feed_forward(x_BTD, x_BTD, layer, config, over, impl), kv
@@ -141,7 +139,7 @@ def self_attention(  # noqa: PLR0913
     num_tokens_B = positions.num_tokens_B
     start_B: Any = positions.start_B  # not None if kv is not None
     layer, key_bias_fn = _split_key_bias(layer, config, kind, kv)
-    qkv = _project_qkv(layer, config, x_BTD, over, before, impl)
+    qkv, gate_BTI = _project_qkv(layer, config, x_BTD, over, before, impl)
     norms = _head_norms(layer, config)
     angles = None if kind.rope is None else positions.angles[kind.rope]
     if kv is None:
@@ -160,6 +158,8 @@ def self_attention(  # noqa: PLR0913
         q_BTNH, windowed, length_B=length_B, start_B=start_B, scale=scale, soft_cap=cap, impl=impl
     )
     (out_BTI,) = joint_norms([out_BTNH.reshape(B, T, -1)], layer, ["o_norm"], config, over)
+    if gate_BTI is not None:
+        out_BTI = out_BTI * jax.nn.sigmoid(gate_BTI)
     return linear(out_BTI, layer["o"], over=over, residual=residual, impl=impl), kv
 
 
@@ -185,13 +185,16 @@ def _project_qkv(  # noqa: PLR0913
     over: str | None,
     before: Norm | None,
     impl: str | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values by head, [B, T, N or K, H], after norms of all heads together."""
-    ys = products(x_BTD, [layer[name] for name in "qkv"], before=before, impl=impl)
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array | None]:
+    """Queries, keys and values by head, [B, T, N or K, H], after norms of all heads together; and the gate
+    of attention's output, [B, T, N H], if the layer has one.
+    """
+    names = ["q", "k", "v", *(["attn_gate"] if config.attn_output_gate else [])]
+    ys = products(x_BTD, [layer[name] for name in names], before=before, impl=impl)
     if config.qk_norm_joint:
         ys[:2] = joint_norms(ys[:2], layer, ["q_norm", "k_norm"], config, over)
-    q_BTNH, k_BTKH, v_BTKH = (y.reshape(*y.shape[:2], -1, config.head_dim) for y in ys)
-    return q_BTNH, k_BTKH, v_BTKH
+    q_BTNH, k_BTKH, v_BTKH = (y.reshape(*y.shape[:2], -1, config.head_dim) for y in ys[:3])
+    return (q_BTNH, k_BTKH, v_BTKH), ys[3] if config.attn_output_gate else None
 
 
 def _head_norms(layer: Params, config: ModelConfig) -> HeadNorms | None:
@@ -213,5 +216,9 @@ def _feed_forward(  # noqa: PLR0913
     if "experts" not in layer:
         before = norm_before(layer, "mlp_norm", config)
         return gated_mlp(x_BTD, layer, config, over, before=before, residual=residual, impl=impl)
-    out_BTD = mixture_of_experts(norm(x_BTD, layer, "mlp_norm", config), layer, config, over, impl)
+    x_BTD = norm(x_BTD, layer, "mlp_norm", config)
+    out_BTD = mixture_of_experts(x_BTD, layer, config, over, impl)
+    if "shared" in layer:  # an expert that all tokens use
+        shared_BTD = gated_mlp(x_BTD, layer["shared"], config, over, impl=impl)
+        out_BTD = out_BTD + jax.nn.sigmoid(linear(x_BTD, layer["shared_gate"])) * shared_BTD
     return out_BTD if residual is None else residual + out_BTD

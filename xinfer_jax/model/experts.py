@@ -12,6 +12,7 @@ import kernels_pallas
 
 from ..config.model_config import ModelConfig
 from ..weights.params import Params
+from ..weights.quantized_weights import is_quantized
 from .attention import select_kernel
 from .kernel_products import with_plain_derivative
 from .layers import activation, gated_mlp, linear
@@ -26,7 +27,8 @@ def mixture_of_experts(
 
     Args:
         x_BTD: hidden states after the norm.
-        layer: "router": {"weight": [X, D]}, "experts": the tree of a gated MLP with a first axis X.
+        layer: "router": {"weight": [X, D]}, "experts": the tree of a gated MLP with a first axis X; its
+            matrices may be quantized.
         config: num_experts_per_tok, norm_topk_prob and the activation.
         over: a mesh axis along which the experts are sharded; the devices' outputs are summed.
         impl: None, or one of `kernels_pallas.IMPLS`. The derivative of a kernel is that of "xla".
@@ -47,12 +49,19 @@ def mixture_of_experts(
         weight_MU, expert_MU = lax.top_k(jax.nn.softmax(score_MX, -1), U)
     experts = layer["experts"]
     if over is not None:  # relative to the device's first expert
-        expert_MU = expert_MU - lax.axis_index(over) * len(experts["gate"]["weight"])
-    chosen = select_kernel("gated_experts", impl, x_MD, *_matrices(experts)).impl
+        expert_MU = expert_MU - lax.axis_index(over) * _num_local(experts)
+    obstacle = "quantized experts" if is_quantized(experts["gate"]["weight"]) else None
+    args = () if obstacle else _matrices(experts)
+    chosen = select_kernel("gated_experts", impl, x_MD, *args, obstacle=obstacle).impl
     platform = kernels_pallas.platform_of(chosen, impl)
     out_MD = _mix(chosen, platform, config, x_MD, weight_MU, expert_MU, experts)
     out_BTD = out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
     return out_BTD if over is None else lax.psum(out_BTD, over)
+
+
+def _num_local(experts: Params) -> int:
+    """Experts of this device."""
+    return len(jax.tree.leaves(experts)[0])
 
 
 def _matrices(experts: Params) -> list[jax.Array]:
@@ -101,7 +110,7 @@ def _by_tiles(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) 
     """
     M, U = expert_MU.shape
     C = M * U
-    X = len(experts["gate"]["weight"])
+    X = _num_local(experts)
     rows = min(_TILE_ROWS, 1 << (2 * C // config.num_experts - 1).bit_length())
     key_C = lax.sort(expert_MU.reshape(C) * C + jnp.arange(C), is_stable=False)  # no two are equal
     choice_C = key_C % C
@@ -145,7 +154,7 @@ def _chosen_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelCo
         none_D = kernels_pallas.match_varying_axes(jnp.zeros(x_D.shape, jnp.float32), x_D, experts)
         return lax.cond((expert >= 0) & (expert < num_local), one, lambda *_: none_D, x_D, expert)
 
-    num_local = len(experts["gate"]["weight"])
+    num_local = _num_local(experts)
     compute = one_if_local if num_local < config.num_experts else lambda choice: one(*choice)
     outs = lax.map(compute, (jnp.repeat(x_MD, expert_MU.shape[1], 0), expert_MU.reshape(-1)))
     return (outs.reshape(*expert_MU.shape, -1) * weight_MU[..., None]).sum(1)
@@ -153,7 +162,7 @@ def _chosen_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelCo
 
 def _all_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) -> jax.Array:
     """[M, D]: every expert for all tokens, used where it was chosen; reads each expert once."""
-    used_MUX = expert_MU[..., None] == jnp.arange(len(experts["gate"]["weight"]))
+    used_MUX = expert_MU[..., None] == jnp.arange(_num_local(experts))
     weight_MX = (weight_MU[..., None] * used_MUX).sum(1)
 
     def add(sum_MD, part):

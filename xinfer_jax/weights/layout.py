@@ -91,7 +91,7 @@ def is_divisible(config: ModelConfig, devices: int) -> bool:
 def layer_partition_specs(layer: Params, config: ModelConfig, mesh: Any) -> Any:
     """Returns `partition_specs` of a layer's parameters."""
     _check_heads(config, mesh)
-    return partition_specs(_layer_specs(config, "experts" in layer), layer, mesh, RULES)
+    return partition_specs(_layer_specs(config, frozenset(layer)), layer, mesh, RULES)
 
 
 def partition_specs(specs: Any, tree: Any, mesh: Any, rules: Mapping[str, str | None]) -> Any:
@@ -112,8 +112,8 @@ def drop_vocab_padding(spec: ParamSpec, leaf: Any) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _layer_specs(config: ModelConfig, experts: bool) -> Params:
-    return next(layer for layer in param_specs(config)["layers"] if ("experts" in layer) == experts)
+def _layer_specs(config: ModelConfig, names: frozenset[str]) -> Params:
+    return next(layer for layer in param_specs(config)["layers"] if layer.keys() == names)
 
 
 def _leaf_specs(param_spec: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str, str | None]) -> Any:
@@ -126,11 +126,10 @@ def _leaf_specs(param_spec: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str,
 
     if not is_quantized(leaf):
         return spec_of(leaf, *param_spec.axes)
-    outputs, inputs = param_spec.axes
+    *experts, outputs, inputs = param_spec.axes
     if isinstance(leaf, Int8Weight):
-        return dataclasses.replace(
-            leaf, values=spec_of(leaf.values, outputs, inputs), scale=spec_of(leaf.scale, outputs)
-        )
+        values = spec_of(leaf.values, *experts, outputs, inputs)
+        return dataclasses.replace(leaf, values=values, scale=spec_of(leaf.scale, *experts, outputs))
     if mesh and rules[inputs or "embed"] and len(leaf.values) * leaf.group != leaf.inputs:
         raise InputError(
             f"{param_spec.hf_name}: groups of {leaf.group} do not divide its {leaf.inputs} inputs"
@@ -141,8 +140,8 @@ def _leaf_specs(param_spec: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str,
         return dataclasses.replace(leaf, values=values, scale=scale)
     return dataclasses.replace(
         leaf,
-        values=spec_of(leaf.values, inputs, None, outputs),
-        scale=spec_of(leaf.scale, inputs, outputs),
-        zero=spec_of(leaf.zero, inputs, outputs),
+        values=spec_of(leaf.values, *experts, inputs, None, outputs),
+        scale=spec_of(leaf.scale, *experts, inputs, outputs),
+        zero=spec_of(leaf.zero, *experts, inputs, outputs),
         order=spec_of(leaf.order, inputs),
     )

@@ -1,5 +1,6 @@
 """Quantizes float matrices: int8 with a scale per output, int8 or int4 in groups, ternary."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,11 +23,13 @@ _METHOD_BITS = dict(int8=8, int4=4, ternary=2)
 _STRETCHES = np.linspace(1, 1.1, 11)  # factors on the smallest step without clipping, for int8 in groups
 
 
-def quantized_leaf(matrix_OI: Any, name: str, quantize: str, group: int | None = None) -> QuantizedWeight:
+def quantized_leaf(
+    matrix_OI: Any, name: str, quantize: str, group: int | None = None, out: QuantizedWeight | None = None
+) -> QuantizedWeight:
     """Quantizes a checkpoint's matrix on the host.
 
     Args:
-        matrix_OI, group: as in `quantize_matrix`.
+        matrix_OI, group, out: as in `quantize_matrix`.
         name: of the tensor in the checkpoint.
         quantize: "int8", "int4" or "ternary".
 
@@ -36,7 +39,7 @@ def quantized_leaf(matrix_OI: Any, name: str, quantize: str, group: int | None =
     bits = _bits(name, quantize)
     if bits == 2:
         return ternary_leaf(matrix_OI, name)
-    leaf = quantize_matrix(matrix_OI, bits, group)
+    leaf = quantize_matrix(matrix_OI, bits, group, out)
     if np.isfinite(leaf.scale).all():
         return leaf
 
@@ -50,11 +53,29 @@ def quantized_leaf(matrix_OI: Any, name: str, quantize: str, group: int | None =
     raise InputError(f"{name} holds numbers too large to be quantized: load it without quantize")
 
 
+def quantized_stack(
+    matrices: Sequence[Any], name: str, quantize: str, group: int | None = None
+) -> QuantizedWeight:
+    """Quantizes matrices [O, I] of experts one by one into one leaf, whose arrays have a first axis for them;
+    arguments and errors as of `quantized_leaf`.
+    """
+    shape = (len(matrices), *matrices[0].shape)
+    stack = jax.tree.map(aligned_empty, quantized_struct(shape, name, quantize, group))
+    for i, matrix_OI in enumerate(matrices):
+        out = jax.tree.map(lambda x, i=i: x[i], stack)
+        quantized_leaf(matrix_OI, name, quantize, group, out)
+    return stack
+
+
 def quantized_struct(
     shape: tuple[int, ...], name: str, quantize: str, group: int | None = None
 ) -> QuantizedWeight:
-    """Returns `quantized_leaf` with shapes and types, `jax.ShapeDtypeStruct`, instead of arrays."""
-    return _quantized_struct(shape, _bits(name, quantize), group)
+    """Returns `quantized_leaf` with shapes and types, `jax.ShapeDtypeStruct`, instead of arrays; of a shape
+    [X, O, I] `quantized_stack`.
+    """
+    (*experts, outputs, inputs) = shape
+    struct = _quantized_struct((outputs, inputs), _bits(name, quantize), group)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*experts, *x.shape), x.dtype), struct)
 
 
 def group_size_for_shards(shape: tuple[int, ...], name: str, quantize: str, parts: int) -> int:
@@ -74,18 +95,21 @@ def _bits(name: str, quantize: str) -> int:
     return 8 if "embed_tokens" in name or name.startswith("lm_head") else _METHOD_BITS[quantize]
 
 
-def quantize_matrix(matrix_OI: Any, bits: int = 8, group: int | None = None) -> QuantizedWeight:
+def quantize_matrix(
+    matrix_OI: Any, bits: int = 8, group: int | None = None, out: QuantizedWeight | None = None
+) -> QuantizedWeight:
     """Quantizes by rounding to nearest, in blocks of outputs on all cores; makes no float32 copy.
 
     Args:
         matrix_OI: any float type, [outputs, inputs]: an array, or an object that reads a slice of rows.
         bits: 8 or 4.
         group: inputs that share a scale; None: `group_size`.
+        out: NumPy arrays to fill; None: new ones.
 
     Returns:
         The leaf with NumPy arrays. 8 bits are symmetric; 4 bits have a zero point, to use all levels.
     """
-    weight = jax.tree.map(aligned_empty, _quantized_struct(matrix_OI.shape, bits, group))
+    weight = out or jax.tree.map(aligned_empty, _quantized_struct(matrix_OI.shape, bits, group))
     outputs, inputs = matrix_OI.shape
 
     def quantize(at: slice) -> None:

@@ -1,7 +1,7 @@
 """Quantized matrices: int8 with a scale per output, int8 or int4 in groups.
 
 A matrix has O outputs and I inputs, in Q groups of J inputs. A group of one output has Y bytes: J in int8,
-J/2 in int4.
+J/2 in int4. The matrices of X experts are one leaf, whose arrays have a first axis X.
 """
 
 import dataclasses
@@ -51,13 +51,13 @@ class GroupedWeight(ShortRepr):
     inputs: int = dataclasses.field(metadata=dict(static=True))  # I
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.values.shape[-1], self.inputs
+    def shape(self) -> tuple[int, ...]:
+        return *self.values.shape[:-3], self.values.shape[-1], self.inputs
 
     @property
     def group(self) -> int:
         """J."""
-        return self.values.shape[1] * (2 if self.values.dtype == jnp.uint8 else 1)
+        return self.values.shape[-2] * (2 if self.values.dtype == jnp.uint8 else 1)
 
 
 QuantizedWeight = Int8Weight | GroupedWeight | TernaryWeight

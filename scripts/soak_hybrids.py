@@ -1,0 +1,194 @@
+"""Draws small random hybrid checkpoints (Qwen3-Next, Qwen3.5) and compares them with transformers.
+
+    python scripts/soak_hybrids.py --number=12 --seed=0
+
+Needs torch and transformers: `pip install -e '.[parity]'`. Of each configuration, drawn anew: logits, greedy
+tokens, cached against uncached, chunks against the whole, ragged batches of 8 against rows alone; every few
+configurations an engine (`==` alone and beside others, with preemption and prefix hits), int8 and int4
+weights against the dequantized matrices, and gradients of `score` in A_log. Prints a JSON line for each.
+Exit code 1: something differs. Logits may differ by 1e-4, or by twenty times what one ulp of the weights
+changes in transformers' own logits, if that is more: the norm of an output near 0 enlarges rounding errors.
+"""
+
+from launcher import start
+
+# isort: split
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+
+import xinfer_jax as xj
+from xinfer_jax.weights.quantized_weights import dequantize, is_quantized
+
+NUMBER = flags.DEFINE_integer("number", 12, "Configurations.")
+SEED = flags.DEFINE_integer("seed", 0, "Of the draws.")
+
+_TOLERANCE = 1e-4
+_FORWARD = jax.jit(xj.forward, static_argnames="config")
+
+
+def draw(random: np.random.RandomState) -> dict[str, Any]:
+    """The config.json of a random hybrid."""
+    family = random.choice(["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+    keys = int(random.choice([1, 2, 3, 4]))
+    layers = int(random.choice([1, 2, 4, 5]))
+    names = {"qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe"}
+    hf: dict[str, Any] = dict(
+        architectures=[f"{names[family]}ForCausalLM"],
+        model_type=str(family),
+        vocab_size=96,
+        hidden_size=int(random.choice([36, 48, 60])),
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=int(random.choice([1, 2, 4])),
+        head_dim=int(random.choice([8, 16, 24])),
+        max_position_embeddings=512,
+        rms_norm_eps=float(random.choice([1e-3, 1e-5])),
+        linear_num_key_heads=keys,
+        linear_num_value_heads=keys * int(random.choice([1, 2, 3])),
+        linear_key_head_dim=int(random.choice([5, 8, 12])),
+        linear_value_head_dim=int(random.choice([7, 8, 20])),
+        linear_conv_kernel_dim=int(random.choice([2, 4, 5])),
+        tie_word_embeddings=bool(random.choice([True, False])),
+        attention_bias=bool(random.choice([True, False])),
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
+        full_attention_interval=int(random.choice([1, 2, 4])),
+    )
+    if family != "qwen3_5_moe_text":
+        hf["intermediate_size"] = int(random.choice([40, 56]))
+    if family != "qwen3_5_text":
+        hf |= dict(
+            num_experts=6,
+            num_experts_per_tok=int(random.choice([1, 2, 6])),
+            moe_intermediate_size=int(random.choice([12, 20])),
+            shared_expert_intermediate_size=int(random.choice([0, 12, 20])),
+        )
+    if family == "qwen3_next":
+        hf |= dict(
+            mlp_only_layers=[int(random.randint(layers))] if random.rand() < 0.5 else [],
+            decoder_sparse_step=int(random.choice([1, 2])),
+            norm_topk_prob=bool(random.choice([True, False])),
+        )
+    return hf
+
+
+def check_logits(
+    cases: Any, hf: dict[str, Any], params: Any, tensors: dict, prompts: list
+) -> dict[str, float]:
+    """Logits of every prompt in one padded batch, and through the cache in chunks, against transformers."""
+    config = xj.from_hf(hf)
+    model = cases.hf_model(hf, tensors)
+    ulp = {name: np.nextafter(x, np.float32(np.inf), dtype=np.float32) for name, x in tensors.items()}
+    near = cases.hf_model(hf, ulp)
+    tokens_BT, num_tokens_B = cases.pad_prompts(prompts)
+    logits_BTV = np.asarray(_FORWARD(params, config, tokens_BT, None, num_tokens_B)[0])
+    cache = xj.init_cache(config, len(prompts), tokens_BT.shape[1])
+    worst = 0.0
+    for first in range(0, tokens_BT.shape[1], 48):
+        count_B = np.clip(num_tokens_B - first, 0, 48)
+        chunk_BT = np.pad(
+            tokens_BT[:, first : first + 48], ((0, 0), (0, max(0, first + 48 - tokens_BT.shape[1])))
+        )
+        logits_BV, cache = xj.prefill(params, config, chunk_BT, count_B, cache)
+        for i in np.flatnonzero((count_B > 0) & (num_tokens_B <= first + 48)):
+            worst = max(worst, float(np.abs(logits_BV[i] - logits_BTV[i, num_tokens_B[i] - 1]).max()))
+    off = allowed = 0.0
+    for i in (0, len(prompts) - 1):
+        exact = cases.hf_logits(model, prompts[i])
+        off = max(off, float(np.abs(logits_BTV[i, : len(prompts[i])] - exact).max()))
+        allowed = max(allowed, 20 * float(np.abs(cases.hf_logits(near, prompts[i]) - exact).max()))
+    allowed = max(_TOLERANCE, allowed)
+    answer, gaps = cases.hf_greedy(model, prompts[-1], 8)
+    sure = int(np.argmax(np.append(gaps, 0) < 10 * allowed))
+    ours = xj.generate(params, config, prompts, xj.GenerateOptions(8, eos_token_ids=())).tokens
+    alone = xj.generate(params, config, prompts[-1:], xj.GenerateOptions(8, eos_token_ids=())).tokens
+    same = ours[-1][:sure] == answer[:sure] and ours[-1][:sure] == alone[0][:sure]
+    return dict(
+        logits=off, allowed=allowed, cached=worst, same=float(same and off <= allowed and worst <= allowed)
+    )
+
+
+def check_engine(params: Any, config: Any, prompts: list) -> bool:
+    """Whether bits alone are those beside others, with preemption and prefix hits."""
+    model = xj.Model(params, config, None, {}, None)  # type: ignore[arg-type]
+    options = xj.GenerateOptions(40, eos_token_ids=())
+    prompts = [prompts[-1] + prompt for prompt in prompts]
+    with xj.Engine(model, rows=3, capacity=256, pages=8, chunk=64) as engine:
+        alone = []
+        for prompt in prompts:
+            engine.update(model.params)
+            alone.append(engine.submit(prompt, options).result())
+        together = [r.result() for r in engine.submit_many(prompts, options, live=False)]
+        used = engine.stats.preemptions > 0 and engine.stats.hits > 0
+    return used and all(
+        a.tokens == b.tokens and a.logprobs == b.logprobs for a, b in zip(alone, together, strict=True)
+    )
+
+
+def check_quantized(config: Any, quantize: str) -> float:
+    """The largest difference of logits to those of the dequantized matrices."""
+    params = xj.init_params(config, jax.random.key(1), "float32", quantize)
+
+    def in_float(leaf: Any) -> Any:
+        if not is_quantized(leaf):
+            return leaf
+        return jax.vmap(dequantize)(leaf) if len(leaf.shape) > 2 else dequantize(leaf)
+
+    exact = jax.tree.map(in_float, params, is_leaf=is_quantized)
+    tokens_BT = np.arange(60)[None] % config.vocab_size
+    one, other = (np.asarray(_FORWARD(tree, config, tokens_BT)[0]) for tree in (params, exact))
+    return float(np.abs(one - other).max())
+
+
+def check_gradient(params: Any, config: Any, prompt: list[int]) -> float:
+    """The relative difference of the slope of `score` in A_log to a quotient; 0 without such layers."""
+    linear = [i for i in range(config.num_hidden_layers) if config.is_linear(i)]
+    if not linear:
+        return 0.0
+
+    def loss(step: Any) -> Any:
+        layers = list(params["layers"])
+        layers[linear[0]] = layers[linear[0]] | {"A_log": layers[linear[0]]["A_log"] + step}
+        return xj.score({**params, "layers": tuple(layers)}, config, np.array([prompt])).mean()
+
+    loss_jit = jax.jit(loss)
+    slope = float(jax.jit(jax.grad(loss))(0.0))
+    quotient = float(loss_jit(1e-2) - loss_jit(-1e-2)) / 2e-2
+    return abs(slope - quotient) / max(abs(quotient), 1e-2)
+
+
+def main(argv: list[str]) -> int:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+    import parity_cases as cases
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    random = np.random.RandomState(SEED.value)
+    failed = False
+    for number in range(NUMBER.value):
+        hf = draw(random)
+        config = xj.from_hf(hf)
+        tensors = cases.random_tensors(config, int(random.randint(1000)))
+        params = cases.params_from(config, tensors)
+        prompts = [random.randint(0, 96, n).tolist() for n in (3, 1, 17, 64, 65, 40, 9, 70)]
+        found: dict[str, Any] = check_logits(cases, hf, params, tensors, prompts)
+        ok = bool(found.pop("same"))
+        if number % 4 == 0:
+            found["engine"] = check_engine(params, config, prompts[-3:])
+            found |= {quantize: check_quantized(config, quantize) for quantize in ("int8", "int4")}
+            found["gradient"] = check_gradient(params, config, prompts[-1])
+            ok &= (
+                found["engine"] and found["int8"] < 1e-3 and found["int4"] < 1e-3 and found["gradient"] < 0.05
+            )
+        print(json.dumps(dict(ok=ok, **found, config=hf)), flush=True)
+        failed |= not ok
+    return int(failed)
+
+
+if __name__ == "__main__":
+    start(main)

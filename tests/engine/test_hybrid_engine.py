@@ -1,0 +1,74 @@
+"""Engines of hybrid models: rows have recurrent states beside pages."""
+
+import numpy as np
+import parity_cases as cases
+import pytest
+
+import xinfer_jax as xj
+from xinfer_jax.engine.pages import SnapshotPool
+
+pytestmark = pytest.mark.oldest
+
+OPTIONS = xj.GenerateOptions(60, eos_token_ids=())
+
+
+@pytest.fixture(scope="module")
+def model() -> xj.Model:
+    config = cases.CASES["qwen3-5-tied"].config
+    params = cases.params_from(config, cases.random_tensors(config, 3))
+    return xj.Model(params, config, None, {}, None)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Two prompts with 128 common tokens, and another one."""
+    random = np.random.RandomState(1)
+    first, second, common, other = (random.randint(0, cases.VOCAB, n).tolist() for n in (10, 60, 128, 150))
+    return [common + first, common + second, other]
+
+
+def answers(requests: list[xj.Request]) -> list[tuple]:
+    """Tokens and log-probabilities of the answers, and how many tokens were reused."""
+    outs = [request.result() for request in requests]
+    return [(out.tokens[0], out.logprobs[0], out.stats.reused_tokens) for out in outs]
+
+
+def test_bits_alone_equal_those_beside_others(model, prompts):
+    """With rows that are preempted while they prefill and while they decode, and with hits of the prefix
+    cache; `==`, not about.
+    """
+    engine = xj.Engine(model, rows=2, capacity=256, chunk=64)
+    alone = []
+    for prompt in prompts:
+        engine.update(model.params)  # which empties the prefix cache
+        alone += answers([engine.submit(prompt, OPTIONS)])
+    assert [reused for *_, reused in alone] == [0, 0, 0]
+    for running in (1, 2):  # the row that is preempted prefills, or decodes
+        engine.update(model.params)
+        requests = [engine.submit(prompt, OPTIONS) for prompt in prompts[:2]]
+        while engine.stats.running < running or engine.stats.running + engine.stats.reading < 2:
+            engine._core._step_seconds = 1.0  # so that a step decodes one token
+            engine.step()
+        requests += [engine.submit(prompts[2], OPTIONS, priority=20)]  # preempts another
+        assert [row[:2] for row in answers(requests)] == [row[:2] for row in alone]
+    assert engine.stats.preemptions == 2
+    again = answers([engine.submit(prompt, OPTIONS) for prompt in prompts])
+    assert [row[:2] for row in again] == [row[:2] for row in alone]
+    assert [row[2] for row in again] == [128, 128, 128]
+    scored = engine.submit(prompts[0], OPTIONS, prompt_logprobs=0)
+    assert scored.result().tokens[0] == alone[0][0]
+    engine.close()
+    exact = xj.score(model.params, model.config, np.array(prompts[:1]))[0]
+    found = [token.logprob for token in scored.prompt_logprobs]
+    np.testing.assert_allclose(found[-len(exact) :], exact, atol=1e-3)
+
+
+def test_snapshots_are_bounded():
+    pool = SnapshotPool(2)
+    assert [pool.add([b"a", b"b"]), pool.add([b"c"]), pool.add([b"b"])] == [0, 1, None]
+    assert pool.find(b"a") == 0  # so the other one is replaced
+    assert pool.add([b"d"]) == 1 and b"c" not in pool and b"b" in pool
+    pool.remove([b"a", b"b"])
+    assert b"a" not in pool and pool.find(b"d") == 1
+    pool.clear()
+    assert b"d" not in pool

@@ -1,0 +1,172 @@
+"""The cache of a linear-attention layer: a state of fixed size in place of keys and values.
+
+It is the state after a row's last token, so a row can go back only to 0 tokens; with draft slots also to
+any length since the last call began. N value heads, K key heads, H width of a key, Y of a value, W tokens
+before the current one that the convolution reads, P draft slots.
+"""
+
+import dataclasses
+import math
+from functools import partial
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+from ..config.model_config import ModelConfig
+from ..errors import InputError
+from ..formatting import ShortRepr
+from .quantized_kv import shard_heads
+
+Inputs = tuple[jax.Array, ...]  # of the convolution of queries, keys and values
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class Recurrent(ShortRepr):
+    """The state of each row, float32 whatever the dtype of keys and values.
+
+    With draft slots it is the state before the last call of at most P tokens, which are stored beside it: the
+    next call first applies those that were accepted, so nothing has to be undone.
+    """
+
+    inputs: (
+        Inputs  # the last W inputs of the convolution, then the P of draft slots: [B, K or N, W + P, H or Y]
+    )
+    state: jax.Array  # [B, N, H, Y]
+    capacity: int = dataclasses.field(metadata=dict(static=True))  # tokens of a row in the other layers
+    # Of the tokens in draft slots: the logarithm of the decay, and beta, [B, N, P, 2]; None: no draft slots.
+    steps: jax.Array | None = dataclasses.field(default=None, kw_only=True)
+    base_B: jax.Array | None = dataclasses.field(default=None, kw_only=True)  # int32: tokens in `state`
+
+    @property
+    def most_at_once(self) -> int:
+        """The most tokens that one call may append to a row."""
+        return self.capacity
+
+    @property
+    def draft_slots(self) -> int:
+        """P."""
+        return 0 if self.steps is None else self.steps.shape[2]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of a row's arrays without draft slots."""
+        W = self.inputs[0].shape[2] - self.draft_slots
+        (q, k, v) = ((x.shape[1], W, x.shape[3]) for x in self.inputs)
+        return q, k, v, self.state.shape[1:]
+
+    def can_truncate(self, length_B: Any, reached_B: jax.Array) -> Any:
+        """bool [B]: whether there is a state after length_B tokens; reached_B: tokens of each row."""
+        return length_B >= (reached_B if self.base_B is None else jnp.minimum(self.base_B, reached_B))
+
+    def before(self, start_B: jax.Array) -> tuple[Inputs, jax.Array]:
+        """Inputs and state before the tokens at start_B: zeros where a row begins. Without draft slots."""
+        begins_B111 = (start_B == 0)[:, None, None, None]
+        return jax.tree.map(lambda x: jnp.where(begins_B111, 0, x), (self.inputs, self.state))
+
+    def after(
+        self, inputs: Inputs, state: jax.Array, steps: jax.Array, start_B: jax.Array, num_tokens_B: jax.Array
+    ) -> Self:
+        """The cache after a call; rows without tokens stay as they are.
+
+        Args:
+            inputs: W inputs before the call, and the T of its tokens.
+            state: after its tokens; where `holds_drafts`, before them.
+            steps: of its tokens, [B, N, T, 2]: 0 of padding.
+            start_B, num_tokens_B: the position of the first of T tokens, and how many are real.
+        """
+        T = steps.shape[2]
+        P = self.draft_slots
+        W = inputs[0].shape[2] - T
+        base_B = start_B
+        if not self.holds_drafts(T):
+            inputs = tuple(last_inputs(x, num_tokens_B, W) for x in inputs)
+            base_B = start_B + num_tokens_B
+            steps = steps[:, :, :0]
+        new = dataclasses.replace(self, inputs=tuple(pad_slots(x, W + P) for x in inputs), state=state)
+        if self.steps is not None:
+            new = dataclasses.replace(new, steps=pad_slots(steps, P), base_B=base_B)
+        has_tokens_B = num_tokens_B > 0
+
+        def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(has_tokens_B.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+        return jax.tree.map(choose, new, self)
+
+    def holds_drafts(self, tokens: int) -> bool:
+        """Whether a call of so many tokens is stored in the draft slots. A single one never is."""
+        return 1 < tokens <= self.draft_slots
+
+    def with_draft_slots(self, count: int, length_B: jax.Array) -> Self:
+        """A layer with at least so many draft slots, for rows of these lengths."""
+        if self.draft_slots >= count:
+            return self
+        if self.steps is not None:
+            raise InputError(
+                f"this cache has {self.draft_slots} draft slots, {count} are needed: prefill again"
+            )
+        inputs = tuple(pad_slots(x, x.shape[2] + count) for x in self.inputs)
+        steps = jnp.zeros((*self.state.shape[:2], count, 2))
+        return dataclasses.replace(self, inputs=inputs, steps=steps, base_B=length_B)
+
+    def reorder(self, index_B: jax.Array) -> Self:
+        """Row b of the result is row index_B[b]."""
+        return jax.tree.map(lambda x: x[index_B], self)
+
+    def reorder_tail(self, index_B: jax.Array, first: jax.Array, count: int) -> Self:
+        """`reorder`: a state has no part that belongs to some positions."""
+        return self.reorder(index_B)
+
+    def used_arrays(self, tokens: int) -> tuple[Inputs, jax.Array]:
+        """Inputs and state, for a file.
+
+        Raises:
+            InputError: there are draft slots, whose accepted tokens are not in the state yet.
+        """
+        if self.steps is not None:
+            raise InputError(
+                "the state of a call with draft tokens cannot be saved: make the prefix without them"
+            )
+        return self.inputs, self.state
+
+    def fill(self, inputs: Any, state: Any) -> Self:
+        """A layer with these NumPy arrays of `used_arrays`."""
+        inputs, state = jax.tree.map(jnp.asarray, (inputs, state))
+        return dataclasses.replace(self, inputs=inputs, state=state)
+
+
+def last_inputs(x_BKSH: jax.Array, first_B: jax.Array, count: int) -> jax.Array:
+    """`count` slots of each row from slot first_B[b] on."""
+    return jax.vmap(lambda x, first: lax.dynamic_slice_in_dim(x, first, count, 1))(x_BKSH, first_B)
+
+
+def pad_slots(x_BKSH: jax.Array, slots: int) -> jax.Array:
+    """The array with zeros up to so many slots."""
+    return jnp.pad(x_BKSH, ((0, 0), (0, 0), (0, slots - x_BKSH.shape[2]), (0, 0)))
+
+
+def state_shapes(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
+    """The shapes of one row's arrays of a linear-attention layer, as `Recurrent.shapes`."""
+    W = config.linear_conv_kernel_dim - 1
+    key = (config.linear_num_key_heads, W, config.linear_key_head_dim)
+    N = config.linear_num_value_heads
+    Y = config.linear_value_head_dim
+    return key, key, (N, W, Y), (N, config.linear_key_head_dim, Y)
+
+
+def state_bytes(config: ModelConfig) -> int:
+    """Bytes of one row's states in all layers, without draft slots."""
+    numbers = sum(map(math.prod, state_shapes(config))) if any(config.layer_linear) else 0
+    return 4 * sum(config.layer_linear) * numbers
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def empty_recurrent(config: ModelConfig, batch: int, capacity: int, mesh: Mesh | None = None) -> Recurrent:
+    """The state of rows without tokens: zeros."""
+    arrays = [jnp.zeros((batch, *shape), np.float32) for shape in state_shapes(config)]
+    *inputs, state = shard_heads(arrays, mesh)
+    return Recurrent(tuple(inputs), state, capacity)
