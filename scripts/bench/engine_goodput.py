@@ -51,7 +51,7 @@ class TimedCore:
             )
         self.prefill = self._timed(
             self._device.prefill,
-            lambda pages, ids, start, is_full, *more: ("chunk" if is_full else "page", start),
+            lambda slot, pages, ids, start, is_full, *more: ("chunk" if is_full else "page", start),
         )
         self.sample_first = self._timed(self._device.sample_first, lambda *args: ("first", 0))
 
