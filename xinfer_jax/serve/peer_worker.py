@@ -321,12 +321,14 @@ def _groups_of(row: Row) -> range:
 
 
 def _contents_like(engine: Engine) -> Any:
-    """A row's state, and a group of pages, as they arrive. Called before the engine has rows."""
+    """A row's state and recurrent states, and a group of pages, as they arrive. Called before the engine has
+    rows.
+    """
     device = engine._core.device
-    state = device.get_row(0)
+    (row, states) = device.get_row(0)
     with suppress(AttributeError):
-        jax.random.key_data(state.key_B)  # compiled now
-    return state, device.copy_pages([0])[0]
+        jax.random.key_data(row.key_B)  # compiled now
+    return (row, states), device.copy_pages([0])[0]
 
 
 def _description(engine: Engine, host: str) -> dict[str, Any]:
@@ -339,7 +341,7 @@ def _description(engine: Engine, host: str) -> dict[str, Any]:
         cpu=" ".join(cpu_features.numerics_features()) if device.platform == "cpu" else "",
         weights=fingerprint(model.params, model.config), config=str(model.config), rows=engine.rows,
         capacity=engine.capacity, chunk=engine.chunk, draft_tokens=engine.guesses,
-        page_bytes=engine.cache_bytes // engine.pages, devices=mesh.size if mesh else 1,
+        page_bytes=engine._core.shape.page_bytes, devices=mesh.size if mesh else 1,
     )  # fmt: skip
     own = {name: getattr(engine, name) for name in ("rows", "pages", "room", "switches_at", "guesses")}
     sizes = dict(weight_bytes=engine.weight_bytes, cache_bytes=engine.cache_bytes)
