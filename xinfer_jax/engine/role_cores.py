@@ -47,9 +47,10 @@ class PrefillCore(EngineCore):
             contents = self.device.get_row(row.slot), pages
         (state, pages) = contents
         (of_state, of_pages) = shardings
-        if (state.alternatives is None) != (of_state.alternatives is None):  # only one side has a mesh
+        if (state[0].alternatives is None) != (of_state[0].alternatives is None):  # only one side has a mesh
             state, of_state = (
-                dataclasses.replace(row, alternatives=None, noted_B=None) for row in (state, of_state)
+                (dataclasses.replace(row, alternatives=None, noted_B=None), recurrent)
+                for row, recurrent in (state, of_state)
             )
         deliver((jax.device_put(state, of_state), [jax.device_put(part, of_pages) for part in pages]))
 
@@ -81,7 +82,7 @@ class PrefillCore(EngineCore):
         for action in actions:
             if isinstance(action, Swap) and action.row in self._prefilled:
                 pages = self.device.copy_pages_out(action.pages)
-                self._prefilled[action.row] = self.device.get_row(action.slot), pages
+                self._prefilled[action.row] = self.device.get_row(action.slot, True), pages
                 self.scheduler.end(action.row)
             elif not isinstance(action, PrefillChunk | Swap) or not action.row.ended:
                 super()._execute([action])
@@ -130,14 +131,14 @@ class DecodeCore(EngineCore):
         source = answer.swapped_pages
         if not isinstance(source, PrefilledRow):  # it arrived before, or has ended
             return
-        (state, answer.swapped_pages) = contents
-        of_state = self._shardings[0]
+        ((state, recurrent), answer.swapped_pages) = contents
+        of_state = self._shardings[0][0]
         if of_state.alternatives is not None and state.alternatives is None:
             own = self.device.new_row(answer.request.call, answer.key_1)
             output = own.alternatives, own.noted_B
             output = jax.device_put(output, (of_state.alternatives, of_state.noted_B))
             state = dataclasses.replace(state, alternatives=output[0], noted_B=output[1])
-        answer.swapped_row = state
+        answer.swapped_row = state, recurrent
         source.release()
         row = answer.row
         if row.slot is not None:

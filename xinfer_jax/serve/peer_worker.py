@@ -325,7 +325,7 @@ def _contents_like(engine: Engine) -> Any:
     device = engine._core.device
     state = device.get_row(0)
     with suppress(AttributeError):
-        jax.random.key_data(state.key_B)  # compiled now
+        jax.random.key_data(state[0].key_B)  # compiled now
     return state, device.copy_pages([0])[0]
 
 
