@@ -114,7 +114,7 @@ def check_logits(
 
 
 def check_engine(params: Any, config: Any, prompts: list) -> str:
-    """What is wrong: bits alone must be those beside others, with a preemption and prefix hits; "": nothing."""
+    """What is wrong: bits alone are not those beside others, with a preemption and hits; "": nothing."""
     model = xj.Model(params, config, None, {}, None)  # type: ignore[arg-type]
     options = xj.GenerateOptions(40, eos_token_ids=())
     prompts = [prompts[-1] * 2 + prompt for prompt in prompts]
