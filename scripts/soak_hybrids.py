@@ -103,7 +103,10 @@ def check_logits(
         off = max(off, float(np.abs(logits_BTV[i, : len(prompts[i])] - exact).max()))
         allowed = max(allowed, 20 * float(np.abs(cases.hf_logits(near, prompts[i]) - exact).max()))
     allowed = max(_TOLERANCE, allowed)
-    answer, gaps = cases.hf_greedy(model, prompts[-1], 8)
+    answer: list[int] = []  # transformers generates nothing without a layer of full attention
+    gaps = np.zeros(0)
+    if not all(config.layer_linear):
+        answer, gaps = cases.hf_greedy(model, prompts[-1], 8)
     sure = int(np.argmax(np.append(gaps, 0) < 10 * allowed))
     ours = xj.generate(params, config, prompts, xj.GenerateOptions(8, eos_token_ids=())).tokens
     alone = xj.generate(params, config, prompts[-1:], xj.GenerateOptions(8, eos_token_ids=())).tokens
