@@ -21,7 +21,7 @@ def measure(model: xj.Model, prompts: Sequence[list[int]], rows: int, rounds: in
     shape = dict(rows=rows, capacity=length + 2 * _GAPS, pages=1 + need // 2, warm_up=True)
     with tempfile.TemporaryDirectory() as folder:
         beyond = dict(host_pages=need + 16)
-        files = dict(host_pages=16, page_directory=Path(folder) / "pages")
+        files = dict(host_pages=length // 64 + 8, page_directory=Path(folder) / "pages")
         with xj.Engine(model, **shape, **beyond | dict(page_directory=files["page_directory"])) as first:
             expected = [ask(first, ids)[1] for ids in prompts]
         engines = dict(

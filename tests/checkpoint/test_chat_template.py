@@ -11,6 +11,8 @@ import pytest
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.chat_template import render
 
+pytestmark = pytest.mark.oldest
+
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi 你好"}]
 
 

@@ -13,6 +13,8 @@ import tiny
 
 import xinfer_jax as xj
 
+pytestmark = pytest.mark.oldest
+
 Q1 = "model.layers.1.self_attn.q_proj.weight"
 
 

@@ -13,7 +13,7 @@ from xinfer_jax.checkpoint.conversation import prompt_ids
 from xinfer_jax.checkpoint.template_tools import TemplateTools
 from xinfer_jax.checkpoint.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 QWEN = DATA / "qwen2.5-0.5b-instruct"
 QUESTION = [dict(role="user", content="1 + 2?")]

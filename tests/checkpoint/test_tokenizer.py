@@ -13,6 +13,8 @@ import xinfer_jax as xj
 from xinfer_jax.checkpoint.detokenizer import IncrementalDetokenizer
 from xinfer_jax.checkpoint.tokenizer import CHATML
 
+pytestmark = pytest.mark.oldest
+
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi 你好"}]
 
 TEXTS = {

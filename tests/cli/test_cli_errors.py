@@ -20,6 +20,8 @@ from xinfer_jax.model.attention import check_impl
 from xinfer_jax.weights.params import resolve_dtype
 from xinfer_jax.weights.quantized_weights import check_quantize_method
 
+pytestmark = pytest.mark.oldest
+
 
 def error_line(result: tuple[int, str, str]) -> str:
     """The one line on standard error of a call that failed."""

@@ -9,6 +9,8 @@ import pytest
 import xinfer_jax as xj
 from xinfer_jax.config.model_config import RopeConfig, from_hf, with_fixed_rope
 
+pytestmark = pytest.mark.oldest
+
 SIZES = dict(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=4, num_attention_heads=6,
     num_key_value_heads=2,

@@ -12,6 +12,8 @@ import test_config
 import xinfer_jax as xj
 from xinfer_jax.config.model_config import from_hf
 
+pytestmark = pytest.mark.oldest
+
 BAD = (
     math.nan, math.inf, -math.inf, 0, -0.0, -1, -1e-9, 1e-300, 1e300, True, False, "", "4", "abc", [], [4],
     {}, {"a": 1}, 2**31, 2**41, 2**63, 10**30, 10**400, -(10**400), 10**5000,

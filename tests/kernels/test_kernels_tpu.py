@@ -204,7 +204,7 @@ def test_select_states_its_reasons():
 @pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_kernels_compile_for_a_tpu():
-    """For v6e, without copies of the cache; `compile_for_tpu.py v5e` compiles them for the other. In a process
+    """For v6e, without copies of the cache; `compile_for_tpu.py v5e` compiles them for v5e. In a process
     of its own, which may load libtpu beside another one.
     """
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}

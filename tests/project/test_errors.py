@@ -5,6 +5,8 @@ import pytest
 from xinfer_jax import InputError
 from xinfer_jax.errors import format_names
 
+pytestmark = pytest.mark.oldest
+
 
 @pytest.mark.parametrize(
     "message, printed",

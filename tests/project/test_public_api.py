@@ -19,6 +19,8 @@ from paths import ROOT
 
 import xinfer_jax as xj
 
+pytestmark = pytest.mark.oldest
+
 TOKENS = np.ones((2, 4), np.int32)
 
 

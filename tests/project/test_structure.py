@@ -17,6 +17,8 @@ from paths import ROOT
 
 import xinfer_jax as xj
 
+pytestmark = pytest.mark.oldest
+
 # A module imports only modules that come before it. A new module is added here, after all that it imports.
 PACKAGES = {
     "": ("errors", "signing", "formatting", "checks", "memory", "host", "stats", "sharding"),
@@ -78,8 +80,8 @@ PACKAGES = {
     "serve": (
         "server_settings", "api_errors", "metrics", "page", "ip_addresses", "connections", "admission",
         "request_body", "worker_pool", "json_encoding", "chunks", "http_responses",
-        "peer_worker", "peer_front", "embedding_requests", "served_request", "service", "text_endpoints",
-        "app", "command",
+        "peer_worker", "peer_dispatch", "peer_front", "embedding_requests", "served_request", "service",
+        "text_endpoints", "app", "command",
     ),
 }  # fmt: skip
 ORDER = [

@@ -122,7 +122,6 @@ def test_bench_of_a_checkpoint_plots_and_streams(good, tmp_path):
         assert case["curve"]["bytes"][0] < case["curve"]["bytes"][1]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "flags, word",
     [
@@ -190,7 +189,6 @@ def test_bench_start_on_two_depths(directory, tmp_path):
     assert "not installed (pip install ctranslate2" in results["problems"]["ctranslate2:float32"]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "flags, word",
     [
@@ -239,7 +237,6 @@ def test_bench_engine_reports_throughput_load_and_one_row(directory):
     assert "--python" in openvino["skipped"] and "--llama_model" in llama["skipped"]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "flags, word",
     [

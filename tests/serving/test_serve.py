@@ -36,7 +36,7 @@ from xinfer_jax.checkpoint.tokenizer import Tokenizer
 from xinfer_jax.sampling.random_keys import key_from_seed
 from xinfer_jax.serve import app as app_module, http_responses, request_body
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 QUESTION = [dict(role="user", content="What is the capital of France?")]
 LONG = dict(prompt=[5, 6, 7], max_tokens=400, ignore_eos=True)

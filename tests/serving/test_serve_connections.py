@@ -27,7 +27,7 @@ import xinfer_jax as xj
 from xinfer_jax.serve import command, connections, ip_addresses
 from xinfer_jax.serve.service import Service
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 
 def connected(port, count=1, source="127.0.0.1", options=()):

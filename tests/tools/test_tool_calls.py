@@ -10,7 +10,7 @@ import xinfer_jax as xj
 from xinfer_jax.tools.json_scanner import JSONObjectScanner
 from xinfer_jax.tools.tool_call_parser import TOOL_FORMATS
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 
 def tool(name: str, **properties) -> dict:

@@ -103,8 +103,8 @@ Decisions:
   with a common beginning to one engine.
 - Each of several answers of a prompt moves its own copy of the pages. Pages are not moved while later chunks
   are computed: a row gets pages on the decoding side only when it can decode, so they would hold pages there
-  that no row uses yet, and within a process the copy of a prompt is short beside its prefill (figures in
-  `scripts/bench/README.md`).
+  that no row uses yet, and the copy is short beside the prefill: 3,000 tokens of a random model of 12 layers
+  and width 512 took 0.08 s, once 0.66, after 11 to 16 s (float32, CPU devices of two busy cores).
 - The prefix cache is on the prefilling side. If numbers are not finite while decoding, it forgets the pages.
 - Over several processes, process 0 takes every decision, as they depend on clocks and callers. It sends
   each call of its device, with the arguments from the host, to the others, which repeat it. Results that

@@ -30,7 +30,7 @@ _SUFFIX = ".page"
 _MAX_WRITES = 8  # pages that wait to be written
 _SCAN_SECONDS = 60.0  # between two looks at the directory, which other runs write to
 _PAUSE_SECONDS = 60.0  # without writing, after a write failed: the disk may be full
-_OLD_SECONDS = 3600.0  # after which a file that was not finished is deleted
+_OLD_SECONDS = 600.0  # after which a file that was not finished is deleted
 
 _Job = Callable[["PageFiles"], None]
 
@@ -195,8 +195,11 @@ class PageFiles:
     def _delete_beyond_limit(self) -> None:
         old = []
         with self._lock:
-            while sum(self._sizes.values()) > self._max_bytes:
-                old.append(self._sizes.popitem(last=False)[0])
+            total = sum(self._sizes.values())
+            while total > self._max_bytes:
+                name, size = self._sizes.popitem(last=False)
+                total -= size
+                old.append(name)
         for name in old:
             self._delete(name)
 

@@ -32,11 +32,12 @@ class PrefillCore(EngineCore):
         self._prefilled: dict[Row, Any] = {}  # their contents in host memory, if they were preempted
 
     def send(self, row: Row, shardings: Any, deliver: Callable[[Any], None]) -> None:
-        """Copies state and pages of a prefilled row to other devices, while the host goes on.
+        """Copies the state, recurrent states and pages of a prefilled row to other devices, while the host
+        goes on.
 
         Args:
             row: if it was released, nothing is sent.
-            shardings: of the state, and of the pages of a group.
+            shardings: of what `Device.get_row` returns, and of the pages of a group.
             deliver: is called with both.
         """
         if row not in self._prefilled:
@@ -45,13 +46,14 @@ class PrefillCore(EngineCore):
         if contents is None:
             pages = self.device.copy_pages(row.pages[: num_pages_for(row.num_computed)])
             contents = self.device.get_row(row.slot), pages
-        (state, pages) = contents
-        (of_state, of_pages) = shardings
+        ((state, recurrent), pages) = contents
+        ((of_state, of_recurrent), of_pages) = shardings
         if (state.alternatives is None) != (of_state.alternatives is None):  # only one side has a mesh
             state, of_state = (
                 dataclasses.replace(row, alternatives=None, noted_B=None) for row in (state, of_state)
             )
-        deliver((jax.device_put(state, of_state), [jax.device_put(part, of_pages) for part in pages]))
+        slot = jax.device_put((state, recurrent), (of_state, of_recurrent))
+        deliver((slot, [jax.device_put(part, of_pages) for part in pages]))
 
     def release(self, row: Row) -> None:
         """Frees the slot and pages of a prefilled row."""
@@ -81,7 +83,7 @@ class PrefillCore(EngineCore):
         for action in actions:
             if isinstance(action, Swap) and action.row in self._prefilled:
                 pages = self.device.copy_pages_out(action.pages)
-                self._prefilled[action.row] = self.device.get_row(action.slot), pages
+                self._prefilled[action.row] = self.device.get_row(action.slot, True), pages
                 self.scheduler.end(action.row)
             elif not isinstance(action, PrefillChunk | Swap) or not action.row.ended:
                 super()._execute([action])
@@ -130,14 +132,14 @@ class DecodeCore(EngineCore):
         source = answer.swapped_pages
         if not isinstance(source, PrefilledRow):  # it arrived before, or has ended
             return
-        (state, answer.swapped_pages) = contents
-        of_state = self._shardings[0]
+        ((state, recurrent), answer.swapped_pages) = contents
+        (of_state, _) = self._shardings[0]
         if of_state.alternatives is not None and state.alternatives is None:
             own = self.device.new_row(answer.request.call, answer.key_1)
             output = own.alternatives, own.noted_B
             output = jax.device_put(output, (of_state.alternatives, of_state.noted_B))
             state = dataclasses.replace(state, alternatives=output[0], noted_B=output[1])
-        answer.swapped_row = state
+        answer.swapped_row = state, recurrent
         source.release()
         row = answer.row
         if row.slot is not None:
@@ -147,7 +149,7 @@ class DecodeCore(EngineCore):
 
     @property
     def _shardings(self) -> Any:
-        """Those of a row's state, and of a group of pages."""
+        """Those of what `Device.get_row` returns, and of a group of pages."""
         if self._placed is None:
             of_both = self.device.get_row(0), self.device.copy_pages([0])[0]
             self._placed = jax.tree.map(lambda x: x.sharding, of_both)

@@ -8,8 +8,8 @@ Read the files in this order:
   it is parsed; `worker_pool` runs slow work in threads.
 - `json_encoding` encodes a response in slices; `chunks` makes the chunks of a stream; `http_responses`
   sends them.
-- `peer_worker` is a process that only prefills or only decodes; `peer_front` the engines of such processes
-  behind one queue.
+- `peer_worker` is a process that only prefills or only decodes; `peer_dispatch` decides which of them gets a
+  row; `peer_front` has the engines of all behind one queue.
 - `embedding_requests` serves /v1/embeddings; `served_request` is one request to the engine; `service` handles
   completions; `text_endpoints` handles what needs no engine; `app` has the routes and checks the key;
   `command` is the process.
