@@ -392,7 +392,7 @@ def hf_logits(model: Any, ids: list[int]) -> np.ndarray:
 
     _forget_length(model)
     with torch.no_grad():
-        return model(torch.tensor([ids])).logits[0].numpy()
+        return model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
 
 
 def hf_greedy(
