@@ -79,11 +79,16 @@ class PageFiles:
         return isinstance(page_hash, bytes) and self._name(page_hash) in self._sizes
 
     def discard(self, page_hash: bytes) -> None:
-        """Deletes a page's file, if there is one."""
+        """Deletes a page's file, if there is one, also if it is being written now."""
         name = self._name(page_hash)
-        if name in self._sizes:
+
+        def job(files: "PageFiles") -> None:
+            files._forget(name)
+            files._delete(name)
+
+        if name in self._sizes or self.num_writing:
             self._forget(name)
-            self._start("writer", lambda files: files._delete(name))
+            self._start("writer", job)
 
     def read(self, hashes: Sequence[bytes], pages: Sequence[np.ndarray], then: Callable[[int], None]) -> None:
         """Reads pages. then: is called with how many of the first ones were read, by `finished`.
