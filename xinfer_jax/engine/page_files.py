@@ -66,6 +66,7 @@ class PageFiles:
         self.finished: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.num_writing = 0
         self._scan()
+        self._start("writer", lambda files: None)  # it finds new files
 
     def identify(self, **settings: Any) -> None:
         """From now on, pages are those of a model and a form with these settings."""
@@ -245,12 +246,15 @@ class PageFiles:
 
 
 def _run_jobs(files: "weakref.ref[PageFiles]", jobs: "SimpleQueue[_Job | None]") -> None:
-    """A thread's work, until None comes or nobody has the files. When idle it looks for new ones."""
+    """A thread's work, until None comes or nobody has the files. Once a minute it looks for new ones."""
+    next_scan = time.monotonic() + _SCAN_SECONDS
     while True:
-        try:
-            job = jobs.get(timeout=_SCAN_SECONDS)
-        except Empty:
-            job = PageFiles._scan
+        job: _Job | None = PageFiles._scan
+        if (left := next_scan - time.monotonic()) > 0:
+            with contextlib.suppress(Empty):
+                job = jobs.get(timeout=left)
+        if job is PageFiles._scan:
+            next_scan = time.monotonic() + _SCAN_SECONDS
         own = files()
         if job is None or own is None:
             return

@@ -359,7 +359,7 @@ def _description(engine: Engine, host: str) -> dict[str, Any]:
         cpu=" ".join(cpu_features.numerics_features()) if device.platform == "cpu" else "",
         weights=fingerprint(model.params, model.config), config=str(model.config), rows=engine.rows,
         capacity=engine.capacity, chunk=engine.chunk, draft_tokens=engine.guesses,
-        page_bytes=engine.cache_bytes // engine.pages, devices=mesh.size if mesh else 1,
+        cache_dtype=engine._core.shape.cache_dtype, devices=mesh.size if mesh else 1,
     )  # fmt: skip
     own = {name: getattr(engine, name) for name in ("rows", "pages", "room", "switches_at", "guesses")}
     sizes = dict(weight_bytes=engine.weight_bytes, cache_bytes=engine.cache_bytes)
