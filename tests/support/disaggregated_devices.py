@@ -209,6 +209,7 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
     assert (
         front.submit([5, 6, 7], grammar).result(60).tokens == one.submit([5, 6, 7], grammar).result().tokens
     )
+    silent = [socket.create_connection(address) for _ in range(70)]  # they lock nobody out
     second = connect("prefill", 0)
     while len(front.peers) < 3:
         time.sleep(0.01)
@@ -235,6 +236,8 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
         request.result(60)
     assert front.missing == "no decode process is connected" and not front.alive
     front.close()
+    for connection in silent:
+        connection.close()
     stop.set()
     for worker in workers:
         worker._engine.close()

@@ -105,7 +105,11 @@ class PeerWorker:
         self._transfer = PageTransfer(host, log)
         self._like = _contents_like(engine)
         self._core.on_prefilled = self._prefilled
-        self._channel = Channel(connection, self._events, secret, listens=False)
+        try:
+            self._channel = Channel(connection, self._events, secret, listens=False)
+        except OSError as error:
+            where = f"{address[0]}:{address[1]}"
+            raise InputError(f"the front process at {where} closed the connection: {error}") from error
         self.send("register", _description(engine, host), engine.counts())
         threading.Thread(target=self._send_counts, daemon=True).start()
 
