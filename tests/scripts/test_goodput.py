@@ -79,6 +79,8 @@ def test_gaps_have_the_coefficient_of_variation():
 def test_lengths_have_their_means_and_fit():
     lengths = np.array(draw_lengths("lognormal:400,100,0.8,0.5", 20000, 10**6, np.random.default_rng(0)))
     assert lengths.mean(0) == pytest.approx([400, 100], rel=0.03)
+    chat, same = (draw_lengths(kind, 9, 4096, np.random.default_rng(1)) for kind in ("chat", "lognormal"))
+    assert chat == same
     cut = np.array(draw_lengths("summarization", 500, 1000, np.random.default_rng(0)))
     assert cut.min() >= 1 and cut.sum(1).max() <= 1000
 

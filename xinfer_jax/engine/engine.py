@@ -149,7 +149,7 @@ class Engine(EngineBase):
         self.switches_at = self.model.config.rope.switches_at
         self.weight_bytes = tree_bytes(self.model.params)
         self.cache_bytes = shape.cache_bytes
-        self._check_memory(shape.host_pages * shape.page_bytes)
+        self._check_memory(shape.host_pages * shape.page_bytes, shape.state_bytes)
         self._files = self._open_files(page_directory, page_directory_bytes)
         self._queue = RequestQueue()
         self._thread: threading.Thread | None = None
@@ -161,11 +161,12 @@ class Engine(EngineBase):
         self._last_turn = time.monotonic()
         self._core = self._create_core(shape, prefix_cache, warm_up)
 
-    def _check_memory(self, host_bytes: int) -> None:
+    def _check_memory(self, host_bytes: int, state_bytes: int) -> None:
         mesh = concrete_mesh_of(self.model.params)
         need = memory_fraction(mesh) * (self.weight_bytes + self.cache_bytes)
-        remedy = "ask for fewer pages, or a smaller cache_dtype"
-        check_memory(int(need), f"weights and {self.pages} pages", remedy)
+        remedy = f"ask for fewer pages{', fewer rows' if state_bytes else ''}, or a smaller cache_dtype"
+        states = f", recurrent states of {self.rows} rows" if state_bytes else ""
+        check_memory(int(need), f"weights{states} and {self.pages} pages", remedy)
         if host_bytes:
             devices = self.model.params["final_norm"].sharding.addressable_devices
             on_host = need if next(iter(devices)).platform == "cpu" else 0

@@ -32,7 +32,8 @@ class PrefillCore(EngineCore):
         self._prefilled: dict[Row, Any] = {}  # their contents in host memory, if they were preempted
 
     def send(self, row: Row, shardings: Any, deliver: Callable[[Any], None]) -> None:
-        """Copies state and pages of a prefilled row to other devices, while the host goes on.
+        """Copies the state, recurrent states and pages of a prefilled row to other devices, while the host
+        goes on.
 
         Args:
             row: if it was released, nothing is sent.
@@ -82,7 +83,7 @@ class PrefillCore(EngineCore):
         for action in actions:
             if isinstance(action, Swap) and action.row in self._prefilled:
                 pages = self.device.copy_pages_out(action.pages)
-                self._prefilled[action.row] = self.device.get_row(action.slot), pages
+                self._prefilled[action.row] = self.device.get_row(action.slot, True), pages
                 self.scheduler.end(action.row)
             elif not isinstance(action, PrefillChunk | Swap) or not action.row.ended:
                 super()._execute([action])

@@ -98,7 +98,8 @@ def engine_shape(  # noqa: PLR0913  the arguments of `Engine`
     keeps_prefixes = of_state and role != "decode"
     snapshots = max(_LEAST_SNAPSHOTS, rows) if keeps_prefixes else 0
     if pages is None:
-        pages = _default_pages(model.params, rows, num_pages_for(capacity), page_bytes)
+        states = (rows + snapshots) * of_state
+        pages = _default_pages(model.params, rows, num_pages_for(capacity), page_bytes, states)
     else:
         pages = check_integer("pages", pages, 2)
     sizes = page_bytes, of_state, snapshots
@@ -152,13 +153,15 @@ def max_request_tokens(config: ModelConfig, capacity: int | None, pages: int | N
     return capacity if pages is None else usable_capacity(capacity, check_integer("pages", pages, 2))
 
 
-def _default_pages(params: Params, rows: int, pages_per_row: int, page_bytes: int) -> int:
-    """Half of the memory beside the weights; at least what one row fills, at most twice what all fill."""
+def _default_pages(params: Params, rows: int, pages_per_row: int, page_bytes: int, state_bytes: int) -> int:
+    """Half of the memory beside weights and recurrent states; at least what one row fills, at most twice what
+    all fill. state_bytes: of all rows and snapshots.
+    """
     devices = params["final_norm"].sharding.addressable_devices
     # On a CPU all devices have one memory, and others may have their engines.
     part = len(devices) / jax.local_device_count() if next(iter(devices)).platform == "cpu" else 1
     own = memory_fraction(concrete_mesh_of(params))  # of weights and pages, on each device
-    left = max(0, part * memory_bytes() - own * tree_bytes(params))
+    left = max(0, part * memory_bytes() - own * (tree_bytes(params) + state_bytes))
     affordable = int(_PAGES_FRACTION * left / (own * max(1, page_bytes)))
     return max(pages_per_row + 1, min(2 * rows * pages_per_row + 1, affordable))
 

@@ -346,7 +346,9 @@ def _groups_of(row: Row) -> range:
 
 
 def _contents_like(engine: Engine) -> Any:
-    """A row's state, and a group of pages, as they arrive. Called before the engine has rows."""
+    """A row's state and recurrent states, and a group of pages, as they arrive. Called before the engine has
+    rows.
+    """
     device = engine._core.device
     row = device.get_row(0)
     jax.random.key_data(row[0].key_B)  # compiled now
@@ -363,7 +365,8 @@ def _description(engine: Engine, host: str) -> dict[str, Any]:
         cpu=" ".join(cpu_features.numerics_features()) if device.platform == "cpu" else "",
         weights=fingerprint(model.params, model.config), config=str(model.config), rows=engine.rows,
         capacity=engine.capacity, chunk=engine.chunk, draft_tokens=engine.guesses,
-        cache_dtype=engine._core.shape.cache_dtype, devices=mesh.size if mesh else 1,
+        cache_dtype=engine._core.shape.cache_dtype, page_bytes=engine._core.shape.page_bytes,
+        devices=mesh.size if mesh else 1,
     )  # fmt: skip
     own = {name: getattr(engine, name) for name in ("rows", "pages", "room", "switches_at", "guesses")}
     sizes = dict(weight_bytes=engine.weight_bytes, cache_bytes=engine.cache_bytes)
