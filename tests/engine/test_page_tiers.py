@@ -196,6 +196,11 @@ def test_the_least_recently_used_files_are_deleted(files, tmp_path):
     again.write(b"e", page(101), lambda: None)  # after the file was deleted
     finish(again)
     assert len(files_of(tmp_path / "pages")) == 3
+    again.write(b"f", page(102), lambda: None)
+    again.discard(b"f")  # its numbers are not finite, and it may still be being written
+    finish(again)
+    write(again, b"g")
+    assert b"f" not in again and b"g" in again
 
 
 def test_an_interrupted_or_failed_write_leaves_no_page(files, tmp_path, monkeypatch, capfd):

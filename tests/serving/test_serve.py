@@ -420,6 +420,9 @@ def test_command_shuts_down_after_sigterm():
         (["--port=70000"], "whole number"),
         (["--host=no.such.host.invalid", "--api_key_file=KEY"], "cannot be listened on"),
         (["--api_key_file=EMPTY"], "holds no key"),
+        (["--role=prefill"], "belong together"),
+        (["--role=prefill", "--peer=127.0.0.1:1", "--data_parallel=2"], "does not go with --role"),
+        (["--peers=127.0.0.1:0", "--prefill_devices=0"], "does not go with --peers"),
     ],
 )
 def test_bad_flags_of_serve(tmp_path, monkeypatch, capsys, flags, why):

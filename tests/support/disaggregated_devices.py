@@ -10,6 +10,7 @@ import time
 import compiling
 import engine_requests
 import jax
+import numpy as np
 import pytest
 import tiny
 
@@ -141,6 +142,37 @@ def test_update_changes_both_sides(apart, model):
     assert tokens[0] != tokens[1] and tokens[0] == tokens[2]
 
 
+def test_pages_of_old_weights_are_not_given_back(apart, model):
+    ids = prompt(30, 100)
+    old = apart.submit(ids, options(200), share_answers=True)
+    next(iter(old))
+    apart.update(jax.tree.map(lambda x: x * 1.5, model.params))
+    turn = ids + old.result().tokens[0]
+    apart.submit(ids, options(1)).result()
+    assert idle(apart)
+    time.sleep(0.1)
+    new = apart.submit(turn, options(2), share_answers=True)
+    new.result()
+    apart.update(model.params)
+    assert new.answers[0].row.hits == 64
+
+
+def test_a_request_with_answers_on_both_sides_fails_at_once(apart):
+    request = apart.submit(
+        prompt(31, 60), options(400, n=6, sampling=xj.SamplingConfig(temperature=1.0)), key=jax.random.key(1)
+    )
+    next(iter(request.answers[0]))
+
+    def fail(*args):
+        raise xj.InputError("numbers that are not finite")
+
+    request.answers[0].append = fail
+    with pytest.raises(xj.InputError, match="not finite"):
+        request.result(60)
+    assert max(len(answer.sampled) for answer in request.answers) < 400
+    assert idle(apart) and not any(engine.load for engine in apart.engines)
+
+
 def test_prefill_and_decode_processes_behind_a_front_process(one, model):
     """Here they are threads: `scripts/soak_peers.py` has processes, and kills them. Of two prefill processes
     one is lost, and its prompts go to the other; rows of a lost decode process fail, others do not.
@@ -177,6 +209,7 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
     assert (
         front.submit([5, 6, 7], grammar).result(60).tokens == one.submit([5, 6, 7], grammar).result().tokens
     )
+    silent = [socket.create_connection(address) for _ in range(70)]  # they lock nobody out
     second = connect("prefill", 0)
     while len(front.peers) < 3:
         time.sleep(0.01)
@@ -195,6 +228,11 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
     for worker in workers[:2]:
         worker._transfer._server = None  # pages go through the host
     assert all(map(engine_requests.same_outcome, found(), expected))
+    decoding._part(10**6, 0, False, np.zeros(3, np.uint8))  # of a row that has ended
+    decoding._core.scheduler.capacity = 64
+    with pytest.raises(xj.InputError, match="exceeds the 64 that a row"):
+        front.submit(prompt(9, 60), options(400)).result(60)
+    decoding._core.scheduler.capacity = SHAPE["capacity"]
     request = front.submit(prompt(9, 60), options(400))
     assert len(list(itertools.islice(request, 3))) == 3
     decoding._channel._connection.shutdown(socket.SHUT_RDWR)
@@ -202,6 +240,8 @@ def test_prefill_and_decode_processes_behind_a_front_process(one, model):
         request.result(60)
     assert front.missing == "no decode process is connected" and not front.alive
     front.close()
+    for connection in silent:
+        connection.close()
     stop.set()
     for worker in workers:
         worker._engine.close()

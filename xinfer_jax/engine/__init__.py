@@ -46,11 +46,11 @@ Decisions:
   into host memory, and other rows go on. It waits no longer than prefilling these tokens would take at the
   last prompt's rate; what comes later is there for others. Only as many rows as there are slots wait so.
 - A page file's name is a digest of the salt, the tokens, the programs, and all else that its bits depend on:
-  weights, versions, device kind or CPU features and threads, cache dtype and form, capacity, impl, XLA's
-  flags. Its HMAC, which is its checksum too, covers name and bytes. A file that does not verify is a miss, is
-  reported once, and is written anew. Files are complete before they get their name. If writing fails, as on a
-  full disk, none is written for a minute. The salt is an HMAC with the directory's secret, so names reveal no
-  prompt.
+  weights (64 numbers of each array), versions, device kind or CPU features and threads, cache dtype and form,
+  capacity, impl, XLA's flags. Its HMAC, which is its checksum too, covers name and bytes. A file that does
+  not verify is a miss, is reported once, and is written anew. Files are complete before they get their name.
+  If writing fails, as on a full disk, none is written for a minute. The salt is an HMAC with the directory's
+  secret, so names reveal no prompt.
 - Several engines have each their own host pages: a request goes to the engine that knows its prefix, and one
   memory for all would need locks in every step. Files they share, as other runs do; new files of others are
   found within a minute.

@@ -66,6 +66,7 @@ class PageFiles:
         self.finished: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.num_writing = 0
         self._scan()
+        self._start("writer", lambda files: None)  # it finds new files
 
     def identify(self, **settings: Any) -> None:
         """From now on, pages are those of a model and a form with these settings."""
@@ -79,11 +80,16 @@ class PageFiles:
         return isinstance(page_hash, bytes) and self._name(page_hash) in self._sizes
 
     def discard(self, page_hash: bytes) -> None:
-        """Deletes a page's file, if there is one."""
+        """Deletes a page's file, if there is one, also if it is being written now."""
         name = self._name(page_hash)
-        if name in self._sizes:
+
+        def job(files: "PageFiles") -> None:
+            files._forget(name)
+            files._delete(name)
+
+        if name in self._sizes or self.num_writing:
             self._forget(name)
-            self._start("writer", lambda files: files._delete(name))
+            self._start("writer", job)
 
     def read(self, hashes: Sequence[bytes], pages: Sequence[np.ndarray], then: Callable[[int], None]) -> None:
         """Reads pages. then: is called with how many of the first ones were read, by `finished`.
@@ -240,12 +246,15 @@ class PageFiles:
 
 
 def _run_jobs(files: "weakref.ref[PageFiles]", jobs: "SimpleQueue[_Job | None]") -> None:
-    """A thread's work, until None comes or nobody has the files. When idle it looks for new ones."""
+    """A thread's work, until None comes or nobody has the files. Once a minute it looks for new ones."""
+    next_scan = time.monotonic() + _SCAN_SECONDS
     while True:
-        try:
-            job = jobs.get(timeout=_SCAN_SECONDS)
-        except Empty:
-            job = PageFiles._scan
+        job: _Job | None = PageFiles._scan
+        if (left := next_scan - time.monotonic()) > 0:
+            with contextlib.suppress(Empty):
+                job = jobs.get(timeout=left)
+        if job is PageFiles._scan:
+            next_scan = time.monotonic() + _SCAN_SECONDS
         own = files()
         if job is None or own is None:
             return

@@ -20,7 +20,7 @@ from ..errors import InputError
 from .peer_dispatch import Peer, PeerDispatch
 from .peer_worker import logprobs_from_message
 
-_UNPROVED = 64  # most connections at a time that have not yet proved that they know the secret
+_UNPROVED = 64  # most connections that have not yet proved that they know the secret; the oldest is closed
 
 
 class PeerEngines(PeerDispatch, EngineBase):
@@ -48,7 +48,7 @@ class PeerEngines(PeerDispatch, EngineBase):
         self._listening = listening
         self._closed: BaseException | None = None
         self._about: dict[str, Any] = {}  # sizes of the first of the processes that are connected
-        self._unproved = threading.BoundedSemaphore(_UNPROVED)
+        self._unproved: dict[socket.socket, None] = {}  # the oldest first
         self._events: SimpleQueue = SimpleQueue()
         for work in (self._accept, self._handle_events):
             threading.Thread(target=work, daemon=True).start()
@@ -164,17 +164,18 @@ class PeerEngines(PeerDispatch, EngineBase):
                     return
                 time.sleep(0.1)
                 continue
-            if self._unproved.acquire(blocking=False):
-                threading.Thread(target=self._prove, args=(connection,), daemon=True).start()
-            else:
-                connection.close()
+            self._unproved[connection] = None
+            for oldest in list(self._unproved)[:-_UNPROVED]:
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+            threading.Thread(target=self._prove, args=(connection,), daemon=True).start()
 
     def _prove(self, connection: socket.socket) -> None:
         try:
             with suppress(InputError, OSError):
                 Channel(connection, self._events, self._secret, listens=True)
         finally:
-            self._unproved.release()
+            self._unproved.pop(connection)
 
     def _handle_events(self) -> None:
         while True:

@@ -105,7 +105,11 @@ class PeerWorker:
         self._transfer = PageTransfer(host, log)
         self._like = _contents_like(engine)
         self._core.on_prefilled = self._prefilled
-        self._channel = Channel(connection, self._events, secret, listens=False)
+        try:
+            self._channel = Channel(connection, self._events, secret, listens=False)
+        except OSError as error:
+            where = f"{address[0]}:{address[1]}"
+            raise InputError(f"the front process at {where} closed the connection: {error}") from error
         self.send("register", _description(engine, host), engine.counts())
         threading.Thread(target=self._send_counts, daemon=True).start()
 
@@ -361,7 +365,8 @@ def _description(engine: Engine, host: str) -> dict[str, Any]:
         cpu=" ".join(cpu_features.numerics_features()) if device.platform == "cpu" else "",
         weights=fingerprint(model.params, model.config), config=str(model.config), rows=engine.rows,
         capacity=engine.capacity, chunk=engine.chunk, draft_tokens=engine.guesses,
-        page_bytes=engine._core.shape.page_bytes, devices=mesh.size if mesh else 1,
+        cache_dtype=engine._core.shape.cache_dtype, page_bytes=engine._core.shape.page_bytes,
+        devices=mesh.size if mesh else 1,
     )  # fmt: skip
     own = {name: getattr(engine, name) for name in ("rows", "pages", "room", "switches_at", "guesses")}
     sizes = dict(weight_bytes=engine.weight_bytes, cache_bytes=engine.cache_bytes)
