@@ -57,9 +57,19 @@ def times_of_shape(model: str, devices: str, sizes: EngineSizes) -> StepTimes:
     """
     n, card = parse_devices(devices)
     job = Job(from_hf(hf_config(model)), "bfloat16", "bfloat16", sizes.rows, sizes.capacity, sizes.chunk)
+    check_has_no_states(job)
     if bad := estimates.indivisible_sizes(job, n):
         raise InputError(f"{n} devices do not divide {bad} of {model}: choose others in --devices")
     return computed_times(job, n, Machine(card, 0.0), n * card.link_gbs)
+
+
+def check_has_no_states(job: Job) -> None:
+    """Raises InputError for a model with recurrent states: what they take and move is not simulated."""
+    if any(job.config.layer_linear):
+        raise InputError(
+            f"model_type {job.config.model_type!r} has recurrent states, which are not simulated: choose a"
+            " model of attention alone"
+        )
 
 
 def computed_times(job: Job, n: int, machine: Machine, move_gbs: float) -> StepTimes:
