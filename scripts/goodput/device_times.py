@@ -101,7 +101,7 @@ def computed_times(job: Job, n: int, machine: Machine, move_gbs: float) -> StepT
 
 def page_bytes(job: Job, n: int) -> int:
     """Bytes of a page on each of n devices."""
-    return estimates.device_bytes(dataclasses.replace(job, rows=1, context=PAGE_SIZE), n).pages_per_row
+    return estimates.device_bytes(dataclasses.replace(job, rows=1, context=PAGE_SIZE), n).per_row
 
 
 def num_pages(job: Job, n: int, machine: Machine) -> int:
