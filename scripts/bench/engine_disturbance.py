@@ -1,5 +1,6 @@
 """Measures, for bench_engine.py, how much the prefill of long prompts delays rows that decode."""
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -46,11 +47,17 @@ class _TimedRow:
             self.deliveries.append((time.monotonic(), tokens))
 
 
-def measure_disturbance(engine: Any, seconds: float, seed: int) -> dict[str, Any]:
+def measure_disturbance(
+    engine: Any, seconds: float, seed: int, decode_cpu_seconds: Callable[[], float] | None = None
+) -> dict[str, Any]:
     """Seconds between tokens of the decoding rows: while they are alone, and while prompts of 3,000 tokens
     are prefilled one after another. "deliveries": as tokens come, several at once; "tokens": each delivery's
     time divided by its tokens.
+
+    Args:
+        decode_cpu_seconds: CPU time so far of a process that only decodes; None: no process does.
     """
+    cpu_seconds = decode_cpu_seconds or (lambda: math.nan)
     rng = np.random.default_rng(seed)
     rows = [_TimedRow(engine, rng) for _ in range(DECODING_ROWS)]
     finished: list[_TimedRow] = []
@@ -63,8 +70,10 @@ def measure_disturbance(engine: Any, seconds: float, seed: int) -> dict[str, Any
 
     _wait(lambda: all(row.deliveries for row in rows), keep_decoding)
     began = time.monotonic()
+    cpu = [cpu_seconds()]
     _wait(lambda: time.monotonic() > began + seconds, keep_decoding)
     first_prompt = time.monotonic()
+    cpu.append(cpu_seconds())
     prefills = []
     while time.monotonic() < first_prompt + seconds:
         ids = rng.integers(0, SHAPE["vocab_size"], PROMPT_TOKENS).tolist()
@@ -72,12 +81,16 @@ def measure_disturbance(engine: Any, seconds: float, seed: int) -> dict[str, Any
         _wait(lambda request=request: request.ended, keep_decoding)
         prefills.append(request.times["ended"] - request.times["prefill"])
     ended = time.monotonic()
+    cpu.append(cpu_seconds())
     for row in rows:
         row.request.cancel()
     every = [row.deliveries for row in finished + rows]
     result: dict[str, Any] = dict(prompts=len(prefills), prefill_seconds=float(np.median(prefills)))
     for name, span in (("alone", (began, first_prompt)), ("with_prompts", (first_prompt, ended))):
         result[name] = _gaps(every, *span)
+    if decode_cpu_seconds:
+        for name, used in zip(("alone", "with_prompts"), np.diff(cpu), strict=True):
+            result[name]["cpu_seconds_per_token"] = float(used) / result[name]["tokens"]
     return result
 
 
@@ -103,7 +116,8 @@ def ratios(result: dict[str, Any]) -> dict[str, float]:
     """99th percentiles with prompts, divided by those alone."""
     return {
         name: result["with_prompts"][name] / result["alone"][name]
-        for name in ("token_p99_seconds", "delivery_p99_seconds")
+        for name in ("token_p99_seconds", "delivery_p99_seconds", "cpu_seconds_per_token")
+        if name in result["alone"]
     }
 
 

@@ -50,7 +50,8 @@ class TimedCore:
                 self._core._arrive, lambda answer, *args: ("place", len(answer.row.pages))
             )
         self.prefill = self._timed(
-            self._device.prefill, lambda pages, ids, start, is_full: ("chunk" if is_full else "page", start)
+            self._device.prefill,
+            lambda slot, pages, ids, start, is_full, *more: ("chunk" if is_full else "page", start),
         )
         self.sample_first = self._timed(self._device.sample_first, lambda *args: ("first", 0))
 

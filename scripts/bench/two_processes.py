@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -56,7 +57,8 @@ def measure(rounds: int, seconds: float) -> list[dict]:
             threading.Thread(target=worker.run, args=(threading.Event(),), daemon=True).start()
             front.wait_for_both(lambda: decoding.poll() is not None)
             measure_disturbance(front, 1.0, rounds)  # connects the transfer servers
-            results = [measure_disturbance(front, seconds, number) for number in range(rounds)]
+            cpu = partial(_cpu_seconds, decoding.pid)
+            results = [measure_disturbance(front, seconds, number, cpu) for number in range(rounds)]
             front.close()
             return results
     finally:
@@ -72,6 +74,12 @@ def run_decode_process(port: int, secret: bytes) -> None:
 
     with create_engine(role="decode") as engine:
         PeerWorker(engine, ("127.0.0.1", port), secret, _log).run(threading.Event())
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far (Linux)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _log(text: str) -> None:

@@ -57,19 +57,9 @@ def times_of_shape(model: str, devices: str, sizes: EngineSizes) -> StepTimes:
     """
     n, card = parse_devices(devices)
     job = Job(from_hf(hf_config(model)), "bfloat16", "bfloat16", sizes.rows, sizes.capacity, sizes.chunk)
-    check_has_no_states(job)
     if bad := estimates.indivisible_sizes(job, n):
         raise InputError(f"{n} devices do not divide {bad} of {model}: choose others in --devices")
     return computed_times(job, n, Machine(card, 0.0), n * card.link_gbs)
-
-
-def check_has_no_states(job: Job) -> None:
-    """Raises InputError for a model with recurrent states: what they take and move is not simulated."""
-    if any(job.config.layer_linear):
-        raise InputError(
-            f"model_type {job.config.model_type!r} has recurrent states, which are not simulated: choose a"
-            " model of attention alone"
-        )
 
 
 def computed_times(job: Job, n: int, machine: Machine, move_gbs: float) -> StepTimes:
@@ -96,17 +86,28 @@ def computed_times(job: Job, n: int, machine: Machine, move_gbs: float) -> StepT
         decode=lines(lambda tokens: _decode_limits(job, n, machine.card, tokens // job.rows), 512 * job.rows),
         swap=page / n / _HOST_GBS / 1e9,
         move=page / move_gbs / 1e9,
+        move_call=state_bytes(job, n) / 2 * n / move_gbs / 1e9,
     )
 
 
 def page_bytes(job: Job, n: int) -> int:
     """Bytes of a page on each of n devices."""
-    return estimates.device_bytes(dataclasses.replace(job, rows=1, context=PAGE_SIZE), n).per_row
+    one, two = (
+        estimates.device_bytes(dataclasses.replace(job, context=pages * PAGE_SIZE), n).per_row
+        for pages in (1, 2)
+    )
+    return two - one
+
+def state_bytes(job: Job, n: int) -> int:
+    """Bytes of a row beside its pages on each of n devices: a recurrent state and a snapshot of it."""
+    return estimates.device_bytes(dataclasses.replace(job, context=PAGE_SIZE), n).per_row - page_bytes(job, n)
 
 
-def num_pages(job: Job, n: int, machine: Machine) -> int:
-    """Pages that fit beside the weights; 0 if they do not fit. Temporaries are not counted."""
-    free = machine.usable_bytes - estimates.device_bytes(job, n).weights
+def num_pages(job: Job, n: int, machine: Machine, rows: int) -> int:
+    """Pages that fit beside the weights and the states of so many rows; 0 if they do not fit. Temporaries are
+    not counted.
+    """
+    free = machine.usable_bytes - estimates.device_bytes(job, n).weights - rows * state_bytes(job, n)
     return max(0, int(free // page_bytes(job, n)))
 
 
@@ -116,16 +117,17 @@ def sizes_that_fit(
     """An engine with as many slots as have pages for rows of average length, and decode within the limit: a
     power of two, at most 256. None: not even one full row fits.
     """
-    pages = num_pages(job, n, machine)
-    if pages * PAGE_SIZE < capacity + PAGE_SIZE:
+    if num_pages(job, n, machine, 1) * PAGE_SIZE < capacity + PAGE_SIZE:
         return None
     rows = 1
-    while 2 * rows <= _MOST_ROWS and 2 * rows * (mean_tokens / PAGE_SIZE + 1) <= pages:
+    while 2 * rows <= _MOST_ROWS:
         limits = _decode_limits(dataclasses.replace(job, rows=2 * rows), n, machine.card, int(mean_tokens))
-        if limits.total / machine.efficiency > _SPARE * tpot:
+        needed = max(capacity / PAGE_SIZE, 2 * rows * (mean_tokens / PAGE_SIZE + 1))
+        too_many = needed > num_pages(job, n, machine, 2 * rows)
+        if too_many or limits.total / machine.efficiency > _SPARE * tpot:
             break
         rows *= 2
-    return EngineSizes(rows, pages, capacity, job.chunk)
+    return EngineSizes(rows, num_pages(job, n, machine, rows), capacity, job.chunk)
 
 
 def _prefill_limits(job: Job, n: int, card: Card | Tpu, start: int, width: int) -> Limits:

@@ -42,8 +42,9 @@ def define_workload_flags(requests: Flag | None = None) -> WorkloadFlags:
     return WorkloadFlags(
         flags.DEFINE_string(
             "lengths", "chat",
-            "Tokens of prompts and answers: chat, code, summarization (lognormal, with the means of"
-            " DistServe's data sets), lognormal:P,A,SP,SA (means, and standard deviations of the logarithms),"
+            "Tokens of prompts and answers: chat (or lognormal), code, summarization: lognormal with the"
+            " means of DistServe's data sets; lognormal:P,A,SP,SA: means, and standard deviations of"
+            " logarithms;"
             " or a file with two whole numbers in each line.",
         ),
         flags.DEFINE_float("ttft", None, "Limit of the seconds to the first token."),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import placement
 import plan_estimates as estimates
-from device_times import Machine, check_has_no_states, computed_times, page_bytes, sizes_that_fit
+from device_times import Machine, computed_times, page_bytes, sizes_that_fit
 from goodput_search import Workload, simulated_attainment
 from placement import Group, Option
 from plan_estimates import Job
@@ -46,7 +46,6 @@ class Plan(NamedTuple):
 
 def make_plan(job: Job, cluster: Cluster, capacity: int, workload_of: Callable[[int], Workload]) -> Plan:
     """Searches. workload_of: requests for so many engines; capacity: tokens of a row."""
-    check_has_no_states(job)
     workload = workload_of(1)
     engines = [
         engine

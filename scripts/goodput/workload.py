@@ -35,8 +35,8 @@ def draw_lengths(kind: str, count: int, most: int, rng: np.random.Generator) -> 
     cut: together they have at most `most` tokens.
 
     Args:
-        kind: one of `KINDS`; "lognormal:P,A,SP,SA", the numbers of a `Lognormal`; or a file with two whole
-            numbers in each line.
+        kind: one of `KINDS`; "lognormal", which is "chat"; "lognormal:P,A,SP,SA", the numbers of a
+            `Lognormal`; or a file with two whole numbers in each line.
 
     Raises:
         InputError: it is none of these.
@@ -56,7 +56,7 @@ def draw_lengths(kind: str, count: int, most: int, rng: np.random.Generator) -> 
 def _lognormal(kind: str) -> Lognormal | None:
     """The distribution of this name or of these numbers; None: the kind is a file."""
     if not kind.startswith("lognormal:"):
-        return KINDS.get(kind)
+        return KINDS.get("chat" if kind == "lognormal" else kind)
     try:
         shape = Lognormal(*map(float, kind.partition(":")[2].split(",")))
     except (TypeError, ValueError):

@@ -8,6 +8,9 @@ import run_script
 from paths import SUPPORT
 
 import xinfer_jax as xj
+from xinfer_jax.cli.startup import parse_devices
+from xinfer_jax.engine.engines import make_engine
+from xinfer_jax.serve import command
 
 pytestmark = pytest.mark.oldest
 
@@ -32,3 +35,16 @@ def test_prompts_and_answers_on_two_devices():
 def test_devices_that_do_not_exist_are_rejected(devices, message):
     with pytest.raises(xj.InputError, match=message):
         xj.Engine(xj.load_model(), rows=1, **devices)
+
+
+def test_flags_of_devices_and_roles():
+    assert parse_devices("prefill_devices", "0,1+2") == [0, [1, 2]]
+    with pytest.raises(xj.InputError, match="--decode_devices='1,,2' is not like 0,1"):
+        parse_devices("decode_devices", "1,,2")
+    for given in (["--role=prefill"], ["--peer=127.0.0.1:1"]):
+        with pytest.raises(xj.InputError, match="--role and --peer belong together"):
+            command._run(["xinfer-jax-serve", *given])
+    with pytest.raises(xj.InputError, match="--peers=nowhere must be HOST:PORT"):
+        command._run(["xinfer-jax-serve", "--peers=nowhere"])
+    with pytest.raises(xj.InputError, match="data_parallel=2 does not go with prefill_devices"):
+        make_engine(xj.load_model(), 2, prefill_devices=[0], decode_devices=[0])

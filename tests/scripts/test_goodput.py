@@ -79,6 +79,8 @@ def test_gaps_have_the_coefficient_of_variation():
 def test_lengths_have_their_means_and_fit():
     lengths = np.array(draw_lengths("lognormal:400,100,0.8,0.5", 20000, 10**6, np.random.default_rng(0)))
     assert lengths.mean(0) == pytest.approx([400, 100], rel=0.03)
+    chat, same = (draw_lengths(kind, 9, 4096, np.random.default_rng(1)) for kind in ("chat", "lognormal"))
+    assert chat == same
     cut = np.array(draw_lengths("summarization", 500, 1000, np.random.default_rng(0)))
     assert cut.min() >= 1 and cut.sum(1).max() <= 1000
 
@@ -176,13 +178,12 @@ def test_plan_prints_meshes_and_both_kinds_of_links():
 def test_computed_times_are_the_lower_bounds_of_plan():
     """The lines of a decode step and of chunks, at their ends, beside `plan_estimates`."""
     import plan_estimates as estimates
-    from device_times import Machine, computed_times, times_of_shape
+    from device_times import Machine, computed_times
     from gpu_specs import CARDS
     from model_shapes import hf_config
     from step_times import seconds_at
 
     from xinfer_jax.config.model_config import from_hf
-    from xinfer_jax.errors import InputError
 
     job = estimates.Job(from_hf(hf_config("qwen2.5-7b")), "bfloat16", "bfloat16", 16, 3072, 256)
     times = computed_times(job, 2, Machine(CARDS["h200"], 1e11, efficiency=0.5), move_gbs=10)
@@ -193,8 +194,6 @@ def test_computed_times_are_the_lower_bounds_of_plan():
     limits = estimates.prefill_limits(job, 2, CARDS["h200"])
     assert chunks == pytest.approx(max(limits.memory, limits.compute) / 0.5 + limits.links, rel=0.02)
     assert times.move == pytest.approx(2 * 28 * 4 * 128 * 2 * 64 / 10e9)  # K and V of 28 layers
-    with pytest.raises(InputError, match="'qwen3_5_text' has recurrent states, which are not simulated"):
-        times_of_shape("qwen3.5-9b", "1xh200", EngineSizes(16, 1000, 3072, 256))
 
 
 @pytest.mark.full

@@ -18,7 +18,7 @@ from ..signing import SIGNATURE_SIZE, Signer, is_local
 HEARTBEAT_SECONDS = 20  # of silence after which a process counts as gone, for parents and for jax
 _BEAT_SECONDS = 5  # between two heartbeats
 _PROOF_SECONDS = 10  # for the other end to prove that it knows the secret
-_MAX_LINE = 1 << 22  # bytes
+_MAX_LINE = 1 << 26  # bytes: a body of a client, escaped twice, is less
 
 
 class Channel:

@@ -90,7 +90,7 @@ class DisaggregatedEngine(EngineBase):
         for engine, group in zip(self.engines, itertools.chain(*groups.values()), strict=True):
             engine.name = f"the {engine.role} engine on {', '.join(map(str, group))}"
             engine.share_condition(self._condition)
-            engine.on_failure = partial(self._cancel_elsewhere, engine)
+            engine.on_failure = partial(self._cancel_failed, engine)
         for engine in self.prefill_engines:
             engine._core.on_prefilled = partial(self._move, engine)
         self.room = engine.room
@@ -130,8 +130,10 @@ class DisaggregatedEngine(EngineBase):
         return super().generate(*args, **kwargs)
 
     def update(self, params: Params) -> None:
-        """`Engine.update`, in one engine after another."""
-        for engine in self.engines:
+        """`Engine.update`, in one engine after another: first where answers are decoded, so that pages of
+        answers to new prompts are of the new weights alone.
+        """
+        for engine in (*self.decode_engines, *self.prefill_engines):
             engine.update(params)
         with self._condition:
             for given in self._router.given:
@@ -207,17 +209,15 @@ class DisaggregatedEngine(EngineBase):
                     target.cancel(request)
         source._notify([request])  # it has no more of this request, if this was its last answer
 
-    def _cancel_elsewhere(self, engine: Any, requests: Sequence[Request]) -> None:
-        """Requests have failed in an engine: the other engines end their answers, and free their pages. If
-        the engine itself has failed, requests whose pages are there get the error too.
+    def _cancel_failed(self, engine: Any, requests: Sequence[Request]) -> None:
+        """Requests have failed: all engines end their answers, and free their pages. If this engine itself
+        has failed, requests whose pages are there get the error too.
         """
         for request in requests:
             for answer in request.answers:
                 if isinstance(source := answer.swapped_pages, PrefilledRow):
                     source.release()
-            for other in self.engines:
-                if other is not engine:
-                    other.cancel(request)
+            self.cancel(request)
         if engine.error is not None:
             for other in self.decode_engines:
                 other.call_soon(other._core.fail_lost_rows)

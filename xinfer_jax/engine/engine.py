@@ -410,16 +410,18 @@ class Engine(EngineBase):
         return self._core.step(lambda: bool(self._queue.submitted))
 
     def _notify(self, requests: Collection[Request]) -> None:
-        """Marks answered requests as ended, and wakes all that wait for these."""
+        """Marks answered and failed requests as ended, and wakes all that wait for these."""
         failed = []
         with self._queue.condition:
             unfinished = self._queue.unfinished
             for request in requests:
-                if request not in unfinished or not (self.error or self._has_left(request)):
+                if request not in unfinished:
                     continue
-                del unfinished[request]
-                if (self.error or request.answered) and not request.ended:
-                    request.end(request.error or self.error)
+                error = request.error or self.error
+                if self.error or self._has_left(request):
+                    del unfinished[request]
+                if (error or request.answered) and not request.ended:
+                    request.end(error)
                     self.counters.add(request)
                     failed += [request] if request.error else []
             self._queue.condition.notify_all()

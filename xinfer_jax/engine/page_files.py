@@ -195,8 +195,11 @@ class PageFiles:
     def _delete_beyond_limit(self) -> None:
         old = []
         with self._lock:
-            while sum(self._sizes.values()) > self._max_bytes:
-                old.append(self._sizes.popitem(last=False)[0])
+            total = sum(self._sizes.values())
+            while total > self._max_bytes:
+                name, size = self._sizes.popitem(last=False)
+                total -= size
+                old.append(name)
         for name in old:
             self._delete(name)
 

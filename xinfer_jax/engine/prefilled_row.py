@@ -19,6 +19,7 @@ class PrefilledRow:
         """source, target: the engines that prefill and decode it."""
         self._source = source
         self._target = target
+        self._resets = source._core.scheduler.resets
         self.row = row
 
     @property
@@ -56,4 +57,10 @@ class PrefilledRow:
             first: the first page in `contents`.
             contents: from `Device.copy_pages`.
         """
-        self._source.call_soon(lambda: self._source._core.cache_pages(self.row.salt, ids, first, contents))
+        core = self._source._core
+
+        def cache() -> None:
+            if self.row.cacheable and core.scheduler.resets == self._resets:  # else they are of old weights
+                core.cache_pages(self.row.salt, ids, first, contents)
+
+        self._source.call_soon(cache)

@@ -37,8 +37,8 @@ class PrefillCore(EngineCore):
 
         Args:
             row: if it was released, nothing is sent.
-            shardings: of the two kinds of state, and of the pages of a group.
-            deliver: is called with what `Device.get_row` and `Device.copy_pages` return.
+            shardings: of what `Device.get_row` returns, and of the pages of a group.
+            deliver: is called with both.
         """
         if row not in self._prefilled:
             return
@@ -52,8 +52,8 @@ class PrefillCore(EngineCore):
             state, of_state = (
                 dataclasses.replace(row, alternatives=None, noted_B=None) for row in (state, of_state)
             )
-        states = jax.device_put((state, recurrent), (of_state, of_recurrent))
-        deliver((states, [jax.device_put(part, of_pages) for part in pages]))
+        slot = jax.device_put((state, recurrent), (of_state, of_recurrent))
+        deliver((slot, [jax.device_put(part, of_pages) for part in pages]))
 
     def release(self, row: Row) -> None:
         """Frees the slot and pages of a prefilled row."""
@@ -133,7 +133,7 @@ class DecodeCore(EngineCore):
         if not isinstance(source, PrefilledRow):  # it arrived before, or has ended
             return
         ((state, recurrent), answer.swapped_pages) = contents
-        of_state = self._shardings[0][0]
+        (of_state, _) = self._shardings[0]
         if of_state.alternatives is not None and state.alternatives is None:
             own = self.device.new_row(answer.request.call, answer.key_1)
             output = own.alternatives, own.noted_B
@@ -149,7 +149,7 @@ class DecodeCore(EngineCore):
 
     @property
     def _shardings(self) -> Any:
-        """Those of a row's state and recurrent states, and of a group of pages."""
+        """Those of what `Device.get_row` returns, and of a group of pages."""
         if self._placed is None:
             of_both = self.device.get_row(0), self.device.copy_pages([0])[0]
             self._placed = jax.tree.map(lambda x: x.sharding, of_both)

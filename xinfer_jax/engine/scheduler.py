@@ -63,6 +63,7 @@ class Scheduler:
         self.host_hits = 0
         self.file_hits = 0
         self.preemptions = 0
+        self.resets = 0  # of the prefix cache
 
     @property
     def rows_with_slots(self) -> list[Row]:
@@ -229,6 +230,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache, for new weights. Rows continue with their pages, which are not shared."""
+        self.resets += 1
         self.prefixes.clear()
         for row in [*self.rows_with_slots, *self.waiting]:
             row.cacheable &= row.state == "waiting" and not row.is_swapped_out

@@ -129,6 +129,7 @@ def _run(argv: Sequence[str]) -> int:
     parse_networks(flags.trusted_proxy)
     if host not in LOCAL_HOSTS and not keys:
         raise InputError(f"--host={host} lets others in: give --api_key_file, or a key in ${_KEY_VARIABLE}")
+    _check_roles(flags)
     if (code := supervise(PARSER)) is not None:
         return code
     shape = dict(
@@ -136,7 +137,7 @@ def _run(argv: Sequence[str]) -> int:
         host_pages=flags.host_pages, page_directory=flags.page_directory,
         page_directory_bytes=flags.page_directory_bytes,
     )  # fmt: skip
-    if flags.role or flags.peer:
+    if flags.role:
         return _serve_role(flags, shape)
     if distributed_args().get("process_id"):
         from ..engine.engine import Engine
@@ -185,10 +186,20 @@ def _run(argv: Sequence[str]) -> int:
     return 0
 
 
+def _check_roles(flags: Any) -> None:
+    """Raises InputError where flags of several processes with roles contradict others."""
+    if bool(flags.role) != bool(flags.peer):
+        raise InputError("--role and --peer belong together: give both")
+    own = "peers" if flags.peers else "role"
+    if flags[own].value is None:
+        return
+    for name in ("role", "coordinator", "data_parallel", "prefill_devices", "decode_devices"):
+        if name != own and flags[name].value != flags[name].default:
+            raise InputError(f"--{name} does not go with --{own}: start a process for each part")
+
+
 def _serve_role(flags: Any, shape: dict[str, Any]) -> int:
     """What a prefill or decode process does: works for the front process until that ends, or a signal."""
-    if not (flags.role and flags.peer):
-        raise InputError("--role and --peer belong together: give both")
     address = parse_address("peer", flags.peer)
     secret = load_secret(flags.secret_file, address[0])
     from ..engine.engine import Engine

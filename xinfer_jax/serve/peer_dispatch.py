@@ -100,6 +100,8 @@ class PeerDispatch:
             peer.given.popitem(last=False)
         ticket = self._place(peer, answers)
         peer.send("submit", ticket, _arguments(request), [a.number for a in answers])
+        if request.cancelled:
+            peer.send("cancel", ticket)
 
     def _decode(self, answer: Answer) -> None:
         """Gives a prefilled row to the process with the most free pages."""

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from ..checkpoint.loading import Model
 from ..cli.channel import Channel
-from ..engine.messages import decode_message
+from ..engine.messages import decode_message, encode_message
 from ..engine.requests import Request
 from ..engine.statistics import EngineStats, collect_stats
 from ..engine.submission import EngineBase
@@ -47,7 +47,7 @@ class PeerEngines(PeerDispatch, EngineBase):
         self._secret = secret
         self._listening = listening
         self._closed: BaseException | None = None
-        self._about: dict[str, Any] = {}  # sizes of the first process that registered
+        self._about: dict[str, Any] = {}  # sizes of the first of the processes that are connected
         self._unproved = threading.BoundedSemaphore(_UNPROVED)
         self._events: SimpleQueue = SimpleQueue()
         for work in (self._accept, self._handle_events):
@@ -74,8 +74,13 @@ class PeerEngines(PeerDispatch, EngineBase):
         with self._condition:
             return sum(len(request.answers) for request in self._unfinished)
 
+    @property
+    def room(self) -> int:
+        """Tokens of a prompt and its answer together that every process can hold."""
+        return min((peer.about["room"] for peer in list(self.peers)), default=self._about["room"])
+
     def __getattr__(self, name: str) -> Any:
-        if name not in ("room", "switches_at", "guesses", "weight_bytes", "cache_bytes"):
+        if name not in ("switches_at", "guesses", "weight_bytes", "cache_bytes"):
             raise AttributeError(name)
         return self._about[name]
 
@@ -179,8 +184,10 @@ class PeerEngines(PeerDispatch, EngineBase):
                 try:
                     self._handle(channel, peer, message)
                 except Exception as error:  # the others go on
+                    why = f"{type(error).__name__} in a message: {error}"
+                    channel.send(message=encode_message(["reject", why]).decode())
                     if peer in self.peers:
-                        self._remove(peer, f"{type(error).__name__} in a message: {error}")
+                        self._remove(peer, why)
 
     def _handle(self, channel: Channel, peer: Peer | None, message: dict[str, Any]) -> None:
         if "gone" in message and peer:
@@ -203,8 +210,8 @@ class PeerEngines(PeerDispatch, EngineBase):
                 self._log(f"the {peer.name} was rejected: {text}")
                 peer.send("reject", text)
                 return
+        self._about = self._about if self.peers else about
         self.peers.append(peer)
-        self._about = self._about or about
         self._log(f"the {peer.name} is connected")
         self._condition.notify_all()
 

@@ -13,7 +13,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, cast
@@ -39,6 +38,7 @@ from ..weights import cpu_features
 
 _POLL_SECONDS = 0.2  # for the end
 _COUNT_SECONDS = 1.0  # between two reports of counters
+_MAX_PROMPT_LOGPROBS = 1024  # tokens of a prompt whose alternatives go in one message
 
 
 class DistantRow(PrefilledRow):
@@ -175,6 +175,10 @@ class PeerWorker:
         of_prompt = request.prompt_logprobs[logprobs[0] :]
         before = logprobs[0]
         logprobs[0] += len(of_prompt)
+        while len(of_prompt) > _MAX_PROMPT_LOGPROBS:
+            part, of_prompt = of_prompt[:_MAX_PROMPT_LOGPROBS], of_prompt[_MAX_PROMPT_LOGPROBS:]
+            self.send("progress", ticket, [], [before, part], None, None)
+            before += len(part)
         error: str | None = format_message(request.error) or type(request.error).__name__
         prefill = request.times.get("prefill")
         seconds = None if prefill is None else request.times.get("first", prefill) - prefill
@@ -186,7 +190,8 @@ class PeerWorker:
     def _drop_if_over(self, ticket: int, request: Request) -> None:
         """Forgets a request once all its answers have ended, or are elsewhere with their pages."""
         over = all(a.engine is None or a.finish_reason is not None for a in request.answers)
-        if request.ended or (over and not any(at[0] == ticket for at in self._rows)):
+        rows = list(self._rows)  # other threads change it
+        if request.ended or (over and not any(at[0] == ticket for at in rows)):
             self._drop(ticket)
 
     def _watch(self, request: Request, sent: dict[int, int]) -> None:
@@ -197,6 +202,11 @@ class PeerWorker:
             self._tickets.pop(request, None)
         self.arrivals.pop(ticket, None)
         self._parts.pop(ticket, None)
+
+    def _refuse(self, ticket: int, error: InputError) -> None:
+        """A request cannot be answered here: it fails, others go on."""
+        self._drop(ticket)
+        self.send("progress", ticket, [], [0, []], None, str(error))
 
     def _cancel(self, ticket: int) -> None:
         if request := self._requests.get(ticket):
@@ -215,8 +225,7 @@ class PeerWorker:
             self._watch(request, {})
             self._engine._enqueue([request])
         except InputError as error:
-            self._drop(ticket)
-            self.send("progress", ticket, [], [0, []], None, str(error))
+            self._refuse(ticket, error)
 
     def _prefilled(self, answer: Answer, row: Row) -> None:
         """On the engine's thread: an answer has its first token, and is decoded elsewhere."""
@@ -244,7 +253,10 @@ class PeerWorker:
 
             offer = self._transfer.offer(contents, send_part)
             self._offers[ticket, number] = offer
-            self.send("offer", target, offer)
+            if (ticket, number) in self._rows:
+                self.send("offer", target, offer)
+            elif self._offers.pop((ticket, number), None):  # it was released meanwhile
+                self._transfer.withdraw(offer[0])
 
         shardings = jax.tree.map(lambda x: x.sharding, self._like)
         self._engine.call_soon(lambda: self._core.send(row, shardings, deliver))
@@ -264,11 +276,15 @@ class PeerWorker:
     # --- decode -------------------------------------------------------------------------------------------
 
     def _decode(self, ticket: int, args: dict[str, Any], number: int, first: list[Any], hits: int) -> None:
-        request = self._make_request(ticket, args, [number])
-        (answer,) = request.answers
-        request.times["first"] = time.monotonic()
         (sampled, logprobs, alternatives) = first
-        answer.append(sampled, logprobs, False)
+        try:
+            request = self._make_request(ticket, args, [number])
+            (answer,) = request.answers
+            answer.append(sampled, logprobs, False)
+        except InputError as error:  # this process may have fewer pages
+            self._refuse(ticket, error)
+            return
+        request.times["first"] = time.monotonic()
         answer.alternatives += map(logprobs_from_message, alternatives)
         row = answer.row
         answer.row = dataclasses.replace(row, num_computed=len(row.ids), hits=hits, logprobs_from=None)
@@ -281,6 +297,7 @@ class PeerWorker:
 
     def _offer(self, ticket: int, offer: list[Any]) -> None:
         """Pulls the pages of a row in a thread, as their process may end meanwhile."""
+        parts = self._parts.pop(ticket, {})
         if (request := self._requests.get(ticket)) is None or ticket not in self.arrivals:
             return
         arrive = self.arrivals[ticket]
@@ -293,7 +310,7 @@ class PeerWorker:
             try:
                 lost = lambda: self._gone.is_set() or ticket not in self._requests  # noqa: E731
                 like = state, [group] * groups
-                contents = self._transfer.pull(offer, like, self._parts.pop(ticket, {}), lost)
+                contents = self._transfer.pull(offer, like, parts, lost)
             except Exception as error:  # its row fails, others go on
                 if isinstance(source, DistantRow):
                     source.lost = InputError(f"the pages of a row were lost: {error}")
@@ -304,8 +321,12 @@ class PeerWorker:
         threading.Thread(target=pull, daemon=True).start()
 
     def _part(self, ticket: int, number: int, is_first: bool, part: np.ndarray) -> None:
+        if ticket not in self._requests:  # it has ended
+            return
         parts = self._parts.setdefault(ticket, {})
-        parts[number] = [part] if is_first else [*parts[number], part]
+        if is_first:
+            parts[number] = []
+        parts[number].append(part)
 
 
 def logprobs_from_message(fields: list[Any]) -> TokenLogprobs:
@@ -325,10 +346,9 @@ def _contents_like(engine: Engine) -> Any:
     rows.
     """
     device = engine._core.device
-    (row, states) = device.get_row(0)
-    with suppress(AttributeError):
-        jax.random.key_data(row.key_B)  # compiled now
-    return (row, states), device.copy_pages([0])[0]
+    row = device.get_row(0)
+    jax.random.key_data(row[0].key_B)  # compiled now
+    return row, device.copy_pages([0])[0]
 
 
 def _description(engine: Engine, host: str) -> dict[str, Any]:
