@@ -98,6 +98,7 @@ def page_bytes(job: Job, n: int) -> int:
     )
     return two - one
 
+
 def state_bytes(job: Job, n: int) -> int:
     """Bytes of a row beside its pages on each of n devices: a recurrent state and a snapshot of it."""
     return estimates.device_bytes(dataclasses.replace(job, context=PAGE_SIZE), n).per_row - page_bytes(job, n)
