@@ -50,7 +50,8 @@ def goodput(model: xj.Model, rows: int, capacity: int | None, given: SideFlags) 
     times = {}
     loads = positive_numbers(given.loads)
     for name, devices in _FORMS.items():
-        with xj.Engine(model, rows=rows, capacity=capacity, warm_up=True, **devices) as engine:
+        shape = dict(rows=rows, capacity=capacity, prefix_cache=False, warm_up=True)
+        with xj.Engine(model, **shape, **devices) as engine:
             cores = [TimedCore(each) for each in engine.engines]
             if not devices:
                 workload = given.workload.workload(engine.room, limits_needed=False)

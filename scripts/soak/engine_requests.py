@@ -127,7 +127,8 @@ def check(
             alone.append(outcome(single.submit(request.ids, request.options, key=request.key, **more)))
     differ = sum(not same_outcome(*pair) for pair in zip(together, alone, strict=True))
     complete = [i for i, r in enumerate(requests) if not r.cancel and "deadline" not in r.more]
-    others = sum(not matches_generate(model, requests[i], together[i], margin) for i in complete[:compared])
+    given = model, shape.get("cache_dtype"), margin
+    others = sum(not matches_generate(*given, requests[i], together[i]) for i in complete[:compared])
     return dict(
         requests=len(requests), differ=differ, differ_from_generate=others, seconds=round(seconds, 1),
         preemptions=stats.preemptions, hits=stats.hits,
@@ -165,14 +166,16 @@ def same_outcome(first: tuple, complete: tuple) -> bool:
     return prompt is None or prompt == expected_prompt[: len(prompt)]
 
 
-def matches_generate(model: xj.Model, request: RandomRequest, outcome: tuple, margin: float) -> bool:
+def matches_generate(
+    model: xj.Model, cache_dtype: str | None, margin: float, request: RandomRequest, outcome: tuple
+) -> bool:
     """Whether `generate` gives these tokens, up to a token whose two best logits differ by less than the
     margin.
     """
     out = outcome[0]
     if isinstance(out, str):
         return True
-    options = dataclasses.replace(request.options, logprobs=2)
+    options = dataclasses.replace(request.options, logprobs=2, cache_dtype=cache_dtype)
     expected = xj.generate(model.params, model.config, [request.ids], options, key=request.key)
     for tokens, others, alternatives in zip(out.tokens, expected.tokens, expected.alternatives, strict=True):
         at = next((i for i, pair in enumerate(zip(tokens, others, strict=False)) if len({*pair}) > 1), None)
