@@ -58,6 +58,7 @@ def draw(random: np.random.RandomState) -> dict[str, Any]:
         attention_bias=bool(random.choice([True, False])),
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
         full_attention_interval=int(random.choice([1, 2, 4])),
+        hidden_act=str(random.choice(["silu", "gelu_pytorch_tanh"])),
     )
     if family != "qwen3_5_moe_text":
         hf["intermediate_size"] = int(random.choice([40, 56]))

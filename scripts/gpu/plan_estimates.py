@@ -179,7 +179,8 @@ def all_reduces(job: Job, tokens: int) -> list[tuple[int, jax.ShapeDtypeStruct]]
     config = job.config
     layers = job.config.num_hidden_layers
     struct = jax.ShapeDtypeStruct
-    reduced = [(2 * layers + 1, struct((tokens, config.hidden_size), job.dtype))]
+    shared = sum(config.layer_experts) if config.shared_expert_intermediate_size else 0
+    reduced = [(2 * layers + shared + 1, struct((tokens, config.hidden_size), job.dtype))]
     if config.qk_norm_joint:
         reduced.append((layers, struct((tokens, 2), jnp.float32)))
     return reduced

@@ -13,6 +13,7 @@ import tiny
 
 import xinfer_jax as xj
 from xinfer_jax.model.linear_attention import _step, _Tokens, delta_rule
+from xinfer_jax.weights.layout import is_divisible
 
 pytestmark = pytest.mark.oldest
 
@@ -193,6 +194,12 @@ def test_published_names_and_what_is_not_read(tmp_path):
 def test_rejected_settings(change, message):
     with pytest.raises(xj.InputError, match=message):
         xj.from_hf(CASE.hf | change)
+
+
+def test_meshes_divide_the_heads_of_linear_attention():
+    """Not only their widths: three heads of width 12 have 36 numbers, which two devices divide."""
+    odd = dataclasses.replace(CASE.config, linear_num_key_heads=3, linear_num_value_heads=6)
+    assert is_divisible(CASE.config, 2) and not is_divisible(odd, 2)
 
 
 def test_rejected_draft_models_and_caches(model):

@@ -11,6 +11,7 @@ import compiling
 import engine_requests
 import jax
 import numpy as np
+import parity_cases as cases
 import pytest
 import tiny
 
@@ -129,6 +130,24 @@ def test_rows_that_wait_for_pages_are_cancelled_and_late(apart):
         request.cancel()
     assert {r.result(60).finish_reason[0] for r in requests} <= {"cancelled", "length"}
     assert idle(apart) and not any(engine.load for engine in apart.engines)
+
+
+def test_recurrent_states_move_with_their_pages():
+    """In so few pages that rows are preempted; the second time a prefix is reused."""
+    config = cases.CASES["qwen3-5-tied"].config
+    params = cases.params_from(config, cases.random_tensors(config, 3))
+    model = xj.Model(jax.device_put(params, jax.devices()[0]), config, None, {}, None)  # type: ignore[arg-type]
+    shape = SHAPE | dict(rows=2, pages=6, chunk=64, warm_up=False)
+    common, first, second, other = ([i % 90 for i in prompt(n, n)] for n in (64, 9, 10, 60))
+    asked = [common + first, other, common + second]
+    with xj.Engine(model, **shape) as engine:
+        expected = [engine_requests.outcome(engine.submit(ids, options(140))) for ids in asked]
+    with xj.Engine(model, prefill_devices=[0], decode_devices=[1], **shape) as engine:
+        for _ in range(2):
+            requests = [engine.submit(ids, options(140)) for ids in asked]
+            found = [engine_requests.outcome(request) for request in requests]
+            assert all(map(engine_requests.same_outcome, found, expected))
+        assert engine.stats.hits >= 128 and engine.stats.preemptions > 0
 
 
 def test_update_changes_both_sides(apart, model):

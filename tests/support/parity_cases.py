@@ -249,7 +249,7 @@ _CASES = {
     ),
     "qwen3-5-moe-no-shared": _hf(
         "qwen3_5_moe_text", **_new(), **_LINEAR, **_MOE, full_attention_interval=2, attention_bias=True,
-        shared_expert_intermediate_size=0,
+        shared_expert_intermediate_size=0, hidden_act="gelu_pytorch_tanh",
     ),
     # smollm3: layers without rotary embedding
     "smollm3-defaults": _hf("smollm3", num_hidden_layers=4),

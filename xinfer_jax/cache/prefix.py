@@ -25,7 +25,8 @@ class Prefix:
 
     Attributes:
         tokens: for each row, the ids whose keys and values the cache holds.
-        cache: these keys and values; it may have further, empty rows.
+        cache: these keys and values; it may have further, empty rows. Of an answer that was stopped early a
+            recurrent state may be that of more tokens: `shared` finds that out, the functional API does not.
         model: the `fingerprint` of the model that computed them; None: not checked.
         factors: the longrope factors that rotated the keys; () for other models.
     """
@@ -42,7 +43,7 @@ class Prefix:
         """The number of tokens at the start of each prompt that the cache holds, int32 [B].
 
         At most all but the last, since a call needs the logits of that one; 0 where a ring no longer has keys
-        that the next token sees.
+        that the next token sees, or a recurrent state is that of more tokens.
 
         Raises:
             InputError: there are not as many prompts as rows.

@@ -23,7 +23,7 @@ from ..cache.recurrent import Inputs, Recurrent, last_inputs, state_shapes
 from ..config.model_config import ModelConfig
 from ..weights.params import Params
 from .kernel_products import Norm
-from .layers import linear, products, rms_norm
+from .layers import activation, linear, products, rms_norm
 
 BLOCK = 64  # tokens; chunks of a prompt that are multiples of it give the same bits as the whole prompt
 _INVERSE_BLOCK = 8
@@ -73,9 +73,9 @@ def linear_attention(  # noqa: PLR0913
     if cache is None:
         inputs, state = _empty(new, config)
     else:
-        inputs, state = _before(layer, cache, positions.start_B)
+        inputs, state = _before(layer, config, cache, positions.start_B)
     inputs = tuple(jnp.concatenate(pair, 2) for pair in zip(inputs, new, strict=True))
-    out_BNTY, after = delta_rule(_tokens(layer, inputs, steps), state)
+    out_BNTY, after = delta_rule(_tokens(layer, config, inputs, steps), state)
     if cache is not None:
         state = state if cache.holds_drafts(x_BTD.shape[1]) else after
         cache = cache.after(inputs, state, steps, positions.start_B, positions.num_tokens_B)
@@ -161,7 +161,9 @@ def _unit_lower_inverse(x: jax.Array) -> jax.Array:
     return inverse[..., 0, :C, :C]
 
 
-def _before(layer: Params, cache: Recurrent, start_B: jax.Array) -> tuple[Inputs, jax.Array]:
+def _before(
+    layer: Params, config: ModelConfig, cache: Recurrent, start_B: jax.Array
+) -> tuple[Inputs, jax.Array]:
     """Inputs and state before the tokens at start_B, with the accepted ones of the draft slots applied."""
     if cache.steps is None or cache.base_B is None:
         return cache.before(start_B)
@@ -169,7 +171,7 @@ def _before(layer: Params, cache: Recurrent, start_B: jax.Array) -> tuple[Inputs
     accepted_B = jnp.clip(start_B - cache.base_B, 0, P)
     is_accepted = jnp.arange(P) < accepted_B[:, None, None]
     steps = jnp.where(is_accepted[..., None], cache.steps, 0)
-    _, state = delta_rule(_tokens(layer, cache.inputs, steps), cache.state)
+    _, state = delta_rule(_tokens(layer, config, cache.inputs, steps), cache.state)
     inputs = tuple(last_inputs(x, accepted_B, x.shape[2] - P) for x in cache.inputs)
     return Recurrent(inputs, state, cache.capacity).before(start_B)
 
@@ -202,21 +204,27 @@ def _steps(layer: Params, a_BTN: jax.Array, b_BTN: jax.Array, num_tokens_B: jax.
     return jnp.swapaxes(jnp.where(is_real_BT[..., None, None], steps_BTN2, 0), 1, 2)
 
 
-def _tokens(layer: Params, inputs: tuple[jax.Array, ...], steps_BNT2: jax.Array) -> _Tokens:
-    """What the delta rule reads: inputs after the convolution and silu, queries and keys of length 1."""
-    q, k, v = (_convolve(x, layer[f"conv_{name}"]) for x, name in zip(inputs, "qkv", strict=True))
+def _tokens(
+    layer: Params, config: ModelConfig, inputs: tuple[jax.Array, ...], steps_BNT2: jax.Array
+) -> _Tokens:
+    """What the delta rule reads: inputs after the convolution and the model's activation, queries and keys of
+    length 1.
+    """
+    convolved = (_convolve(x, layer[f"conv_{name}"]) for x, name in zip(inputs, "qkv", strict=True))
+    q, k, v = map(activation(config), convolved)
     groups = v.shape[1] // k.shape[1]
     q, k = (jnp.repeat(_unit(x), groups, 1) for x in (q, k))
     return _Tokens(q * q.shape[-1] ** -0.5, k, v, steps_BNT2[..., 0], steps_BNT2[..., 1])
 
 
 def _convolve(x_BKSH: jax.Array, weight: jax.Array) -> jax.Array:
-    """[B, K, T, H]: a depthwise causal convolution of S = W + T inputs, and silu. weight: [K H, W + 1]."""
+    """[B, K, T, H]: a depthwise causal convolution of S = W + T inputs. weight: [K H, W + 1]."""
     _, K, S, H = x_BKSH.shape
     taps = weight.shape[1]
     weight_KHW = weight.astype(jnp.float32).reshape(K, 1, H, taps)
     T = S - taps + 1
-    return jax.nn.silu(sum(x_BKSH[:, :, i : i + T] * weight_KHW[..., i] for i in range(taps)))
+    out: Any = sum(x_BKSH[:, :, i : i + T] * weight_KHW[..., i] for i in range(taps))
+    return out
 
 
 def _unit(x: jax.Array) -> jax.Array:

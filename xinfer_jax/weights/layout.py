@@ -73,6 +73,8 @@ def _check_heads(config: ModelConfig, mesh: Any) -> None:
         " heads for a multiple of them"
     )
     check_divisible("kv_heads", config.num_key_value_heads, devices, remedy=remedy)
+    if any(config.layer_linear):
+        check_divisible("linear_num_key_heads", config.linear_num_key_heads, devices)
 
 
 @lru_cache(maxsize=64)
