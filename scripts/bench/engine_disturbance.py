@@ -10,6 +10,7 @@ import numpy as np
 
 import xinfer_jax as xj
 from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.errors import InputError
 
 # A model of 4,096 tokens of context whose weights (4 MiB) and pages (1 KiB a token) fit the cache of a CPU.
 SHAPE = dict(
@@ -20,7 +21,8 @@ SHAPE = dict(
 DECODING_ROWS = 8
 PROMPT_TOKENS = 3000
 _SHORT_PROMPT = 16
-_ANSWER_TOKENS = 2000
+_ANSWER_TOKENS = 4000  # more than a row decodes in a measurement: no row begins within it
+_TURNS = 4  # spans alone, each followed by one with prompts: a token costs more the longer its row is
 _POLL_SECONDS = 0.002
 
 
@@ -60,47 +62,44 @@ def measure_disturbance(
     cpu_seconds = decode_cpu_seconds or (lambda: math.nan)
     rng = np.random.default_rng(seed)
     rows = [_TimedRow(engine, rng) for _ in range(DECODING_ROWS)]
-    finished: list[_TimedRow] = []
+    _wait(lambda: all(row.deliveries for row in rows))
+    prefills: list[float] = []
 
-    def keep_decoding() -> None:
-        for at, row in enumerate(rows):
-            if row.request.ended:
-                finished.append(row)
-                rows[at] = _TimedRow(engine, rng)
-
-    _wait(lambda: all(row.deliveries for row in rows), keep_decoding)
-    began = time.monotonic()
-    cpu = [cpu_seconds()]
-    _wait(lambda: time.monotonic() > began + seconds, keep_decoding)
-    first_prompt = time.monotonic()
-    cpu.append(cpu_seconds())
-    prefills = []
-    while time.monotonic() < first_prompt + seconds:
+    def prefill() -> None:
         ids = rng.integers(0, SHAPE["vocab_size"], PROMPT_TOKENS).tolist()
         request = engine.submit(ids, _options(1))
-        _wait(lambda request=request: request.ended, keep_decoding)
+        _wait(lambda: request.ended)
         prefills.append(request.times["ended"] - request.times["prefill"])
-    ended = time.monotonic()
-    cpu.append(cpu_seconds())
+
+    spans: dict[str, list[tuple[float, float]]] = dict(alone=[], with_prompts=[])
+    used = dict.fromkeys(spans, 0.0)
+    for turn in range(2 * _TURNS):
+        name = ("alone", "with_prompts")[turn % 2]
+        began = time.monotonic()
+        cpu = cpu_seconds()
+        while time.monotonic() < began + seconds / _TURNS:
+            prefill() if name == "with_prompts" else time.sleep(_POLL_SECONDS)
+        spans[name].append((began, time.monotonic()))
+        used[name] += cpu_seconds() - cpu
+    if any(row.request.ended for row in rows):
+        raise InputError(f"rows ended before {2 * seconds:.0f} seconds: measure for less time")
     for row in rows:
         row.request.cancel()
-    every = [row.deliveries for row in finished + rows]
     result: dict[str, Any] = dict(prompts=len(prefills), prefill_seconds=float(np.median(prefills)))
-    for name, span in (("alone", (began, first_prompt)), ("with_prompts", (first_prompt, ended))):
-        result[name] = _gaps(every, *span)
-    if decode_cpu_seconds:
-        for name, used in zip(("alone", "with_prompts"), np.diff(cpu), strict=True):
-            result[name]["cpu_seconds_per_token"] = float(used) / result[name]["tokens"]
+    for name, of_name in spans.items():
+        result[name] = _gaps([row.deliveries for row in rows], of_name)
+        if decode_cpu_seconds:
+            result[name]["cpu_seconds_per_token"] = used[name] / result[name]["tokens"]
     return result
 
 
-def _gaps(rows: list[list[tuple[float, int]]], began: float, ended: float) -> dict[str, Any]:
-    """99th percentiles of the gaps that end in this span of time."""
+def _gaps(rows: list[list[tuple[float, int]]], spans: list[tuple[float, float]]) -> dict[str, Any]:
+    """99th percentiles of the gaps within these spans of time."""
     gaps = [
         (now - before, tokens - earlier)
         for row in rows
         for (before, earlier), (now, tokens) in zip(row, row[1:], strict=False)
-        if began <= before and now <= ended
+        if any(began <= before and now <= ended for began, ended in spans)
     ]
     seconds, counts = (np.array(column) for column in zip(*gaps, strict=True))
     each = np.repeat(seconds / counts, counts)
@@ -125,7 +124,6 @@ def _options(tokens: int) -> xj.GenerateOptions:
     return xj.GenerateOptions(tokens, eos_token_ids=())
 
 
-def _wait(until: Callable[[], bool], meanwhile: Callable[[], None]) -> None:
+def _wait(until: Callable[[], bool]) -> None:
     while not until():
-        meanwhile()
         time.sleep(_POLL_SECONDS)
