@@ -31,7 +31,6 @@ def memory_bytes() -> int:
     return min(limits) if all(limits) else host_memory_bytes()
 
 
-@functools.cache
 def host_memory_bytes() -> int:
     """Returns the bytes of the machine, or the limit of the process."""
     return min(_process_limits())
