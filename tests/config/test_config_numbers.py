@@ -26,6 +26,8 @@ INTEGERS = (
 )  # fmt: skip
 # Accepted values: true and false mean 1 and 0; an index beyond the layers has no effect.
 ACCEPTED = dict(
+    num_experts=lambda value: type(value) is int and value == 0,  # of Qwen3-Next: all layers are dense
+    shared_expert_intermediate_size=lambda value: type(value) is int and value == 0,  # there is none
     no_rope_layers=lambda value: value in (0, 1),
     max_window_layers=lambda value: type(value) is int and value >= 0,
     mlp_only_layers=lambda value: type(value) is int and value >= 0,

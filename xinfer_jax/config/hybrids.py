@@ -54,7 +54,7 @@ def qwen3_next(hf: Mapping, layers: int) -> dict[str, Any]:
     """Qwen3-Next: the projections of linear attention interleaved by key head."""
     fields = _hybrid(hf, layers) | dict(interleaved_projections=True)
     sparse = read_sparse_layers(hf, layers)
-    if hf["num_experts"] == 0 or not any(sparse):
+    if (type(hf["num_experts"]) is int and hf["num_experts"] == 0) or not any(sparse):
         return fields
     return fields | _experts(hf, sparse) | dict(norm_topk_prob=get_boolean(hf, "norm_topk_prob"))
 
