@@ -101,7 +101,8 @@ def _convolution(hf: Mapping) -> int:
 
 def _experts(hf: Mapping, sparse: tuple[bool, ...]) -> dict[str, Any]:
     width = hf["shared_expert_intermediate_size"]
-    shared = 0 if width == 0 and width is not False else get_integer(hf, "shared_expert_intermediate_size")
+    none = type(width) is int and width == 0
+    shared = 0 if none else get_integer(hf, "shared_expert_intermediate_size")
     return read_experts(hf) | dict(layer_experts=sparse, shared_expert_intermediate_size=shared)
 
 
