@@ -78,15 +78,25 @@ def member_from_flags(flags: Any) -> GroupMember | None:
     if known[0] == "auto":
         known = _detect_cluster(known[1:])
     address, processes, number = known
-    host, _, port = address.rpartition(":")
-    if not (host and port.isdecimal() and 0 < int(port) < 2**16):
-        raise InputError(f"--coordinator={address} must be HOST:PORT, or auto")
+    where = parse_address("coordinator", address, 1, ", or auto")
     for name, value in (("num_processes", processes), ("process_id", number)):
         if value is None:
             raise InputError(f"--{name} is missing: give it, or --coordinator=auto on a cluster")
     if number >= processes:
         raise InputError(f"--process_id={number} must be below --num_processes={processes}")
-    return GroupMember(host.strip("[]"), int(port), processes, number)
+    return GroupMember(*where, processes, number)
+
+
+def parse_address(flag: str, text: str, least_port: int = 0, more: str = "") -> tuple[str, int]:
+    """HOST:PORT of a flag.
+
+    Raises:
+        InputError: it is none; more: what else the flag may be.
+    """
+    host, _, port = text.rpartition(":")
+    if not (host and port.isdecimal() and least_port <= int(port) < 2**16):
+        raise InputError(f"--{flag}={text} must be HOST:PORT{more}")
+    return host.strip("[]"), int(port)
 
 
 def _detect_cluster(given: Any) -> tuple[str, int, int]:

@@ -17,7 +17,7 @@ from ..cli.answer_flags import define_engine, define_model, define_sampling
 from ..cli.channel import listen
 from ..cli.flag_parser import FlagParser
 from ..cli.process import SignalEvent, capture_signals, run_and_exit
-from ..cli.process_group import define_processes
+from ..cli.process_group import define_processes, parse_address
 from ..cli.supervisor import distributed_args, supervise
 from ..cli.terminal import status
 from ..errors import InputError, format_message
@@ -213,18 +213,6 @@ def _serve_role(flags: Any, shape: dict[str, Any]) -> int:
     if why:
         raise InputError(f"the front process at {flags.peer} is gone ({why})")
     return 0
-
-
-def parse_address(flag: str, text: str) -> tuple[str, int]:
-    """HOST:PORT of a flag.
-
-    Raises:
-        InputError: it is none.
-    """
-    host, _, port = text.rpartition(":")
-    if not (host and port.isdecimal() and int(port) < 2**16):
-        raise InputError(f"--{flag}={text} must be HOST:PORT")
-    return host.strip("[]"), int(port)
 
 
 @contextmanager
