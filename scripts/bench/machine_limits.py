@@ -169,7 +169,7 @@ def prefill_work(config: xj.ModelConfig, weight_bytes: int, lengths: Sequence[in
     pairs = sum(
         int(np.minimum(np.arange(1, n + 1), window or n).sum())
         for n in lengths
-        for window in _windows(config)
+        for window in config.kv_windows
     )
     flop = (
         2 * _layer_weights(config, sum(lengths)) * sum(lengths)
@@ -186,16 +186,11 @@ def decode_work(
     weights once, and each row's keys and values up to its length.
     """
     keys = np.array(lengths)[:, None] + np.arange(1, max(new_tokens, 2))  # includes the token of the step
-    pairs = sum(float(np.minimum(keys, window or keys).mean(1).sum()) for window in _windows(config))
+    pairs = sum(float(np.minimum(keys, window or keys).mean(1).sum()) for window in config.kv_windows)
     cache_bytes = 2 * config.num_key_value_heads * config.head_dim * cache_itemsize * pairs
     weights = _layer_weights(config, len(lengths))
     flop = (2 * weights + _head_flop(config)) * len(lengths) + _attention_flop(config, pairs)
     return Work(weight_bytes + cache_bytes, flop)
-
-
-def _windows(config: xj.ModelConfig) -> list[int | None]:
-    """The window of each layer with keys; the work on recurrent states is not counted."""
-    return [w for i, w in enumerate(config.layer_windows) if not config.is_linear(i)]
 
 
 def expert_fraction(config: xj.ModelConfig, tokens: int) -> float:

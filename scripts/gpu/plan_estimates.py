@@ -227,8 +227,7 @@ def weight_bytes(job: Job, n: int, tokens: int) -> float:
 def kv_bytes(job: Job, n: int, length: int) -> int:
     """Bytes of keys and values that a row of this length reads, on each device."""
     config = with_repeated_kv_heads(job.config, n)
-    windows = (w for i, w in enumerate(config.layer_windows) if not config.is_linear(i))
-    slots = sum(min(window or length, length) for window in windows)
+    slots = sum(min(window or length, length) for window in config.kv_windows)
     keys = 2 * config.num_key_value_heads // n * slots * vector_bytes(config.head_dim, job.kv)
     return keys + 2 * state_bytes(config) // n  # a step reads and writes the state
 

@@ -128,8 +128,7 @@ def least_bytes(job: ProgramJob, program: str) -> dict[str, float]:
     experts = tree_bytes([layer.get("experts", ()) for layer in params["layers"]])
     weights -= (1 - expert_fraction(config, rows * tokens)) * experts
     length = job.length + (tokens - 1) * (program in LOOPS)
-    windows = [w for i, w in enumerate(config.layer_windows) if not config.is_linear(i)]
-    slots = sum(min(window or length, length) for window in windows)
+    slots = sum(min(window or length, length) for window in config.kv_windows)
     keys = 2 * rows * config.num_key_value_heads * slots * vector_bytes(config.head_dim, job.kv)
     positions = rows * (tokens if program in LOOPS else 1)
     return {"weights": weights, "keys and values": keys, "logits": 2 * 4 * positions * config.vocab_size}

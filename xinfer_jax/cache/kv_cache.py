@@ -151,8 +151,7 @@ def cache_bytes(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> i
     """Bytes of the layers that `init_cache` makes; dtype: of keys and values, a float type or a name in
     `KV_BITS`.
     """
-    windows = enumerate(config.layer_windows)
-    layers = Counter(window for layer, window in windows if not config.is_linear(layer))
+    layers = Counter(config.kv_windows)
     side_by_side = stores_side_by_side(dtype)
     slots = sum(count * num_slots(window, capacity, side_by_side) for window, count in layers.items())
     of_row = config.num_key_value_heads * slots * pair_bytes(config.head_dim, dtype)

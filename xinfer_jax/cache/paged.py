@@ -86,8 +86,7 @@ def empty_pools(
     """
     shape = (pages, config.num_key_value_heads, PAGE_SIZE, config.head_dim)
     side_by_side = stores_side_by_side(dtype)
-    layers = config.num_hidden_layers - sum(config.layer_linear)
-    return tuple(_empty_pools(shape, dtype, mesh, side_by_side) for _ in range(layers))
+    return tuple(_empty_pools(shape, dtype, mesh, side_by_side) for _ in config.kv_windows)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))

@@ -131,6 +131,11 @@ class ModelConfig:
         """Whether a layer is linear attention, with a recurrent state in place of keys and values."""
         return bool(self.layer_linear) and self.layer_linear[layer]
 
+    @property
+    def kv_windows(self) -> list[int | None]:
+        """The sliding windows of the layers with keys and values; None: no window."""
+        return [window for layer, window in enumerate(self.layer_windows) if not self.is_linear(layer)]
+
     def layer_rope_config(self, layer: int) -> RopeConfig | None:
         """The rotary embedding of a layer; None: it has none."""
         if not self.layer_rope[layer] or self.is_linear(layer):
