@@ -4,7 +4,7 @@ evicted from the device ─ SavePages ─► host memory ─ LoadPages ─► pa
                                        host memory ◄─ ReadPages ─ files
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import takewhile
 from typing import NamedTuple, Protocol
 
@@ -134,11 +134,10 @@ class HostTier:
         self.pool.release(host_pages)
         return len(read)
 
-    def remove(self, hashes: Iterable[bytes]) -> None:
+    def remove(self, hashes: Collection[bytes]) -> None:
         """No page is found by these hashes any more."""
+        self.pool.remove(hashes)
         for page_hash in hashes:
-            if page := self.pool.page_of_hash.get(page_hash):
-                self.pool.uncache(page)
             self.files.discard(page_hash)
 
     def clear(self) -> None:

@@ -60,7 +60,7 @@ class Pacing:
             has_new_requests: that the scheduler does not have yet.
             live: whether a caller may stream one of the rows.
         """
-        others = bool(scheduler.waiting) or len(scheduler.rows_with_slots) > len(scheduler.running)
+        others = scheduler.has_waiting or len(scheduler.rows_with_slots) > len(scheduler.running)
         until_one_ends = others or has_new_requests
         most = min(left) if until_one_ends else max(left)
         steps = min(most, MAX_DECODE_TOKENS // self._tokens_per_step, self._affordable_steps(others, live))

@@ -180,6 +180,12 @@ class PagePool:
             del self.cached[page]
             self.free.append(page)
 
+    def remove(self, hashes: Iterable[bytes]) -> None:
+        """Removes the pages of these hashes from the prefix cache."""
+        for page_hash in hashes:
+            if page := self.page_of_hash.get(page_hash):
+                self.uncache(page)
+
     def clear_cache(self) -> None:
         """Removes all pages from the prefix cache; rows keep theirs."""
         self.free += self.cached

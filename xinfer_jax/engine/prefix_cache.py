@@ -88,9 +88,7 @@ class PrefixCache:
         """Lets no tier find the pages of a row and of its prompt."""
         of_pages = chain(*(self._pool.hashes_of_page.get(page, ()) for page in row.pages))
         hashes = {*of_pages, *row.page_hashes, *row.token_hashes}
-        for page_hash in hashes:
-            if page := self._pool.page_of_hash.get(page_hash):
-                self._pool.uncache(page)
+        self._pool.remove(hashes)
         if self._host:
             self._host.remove(hashes)
         if self._snapshots:

@@ -76,6 +76,11 @@ class Scheduler:
         return [*self.clients.waiting, *self.waiting_for_files]
 
     @property
+    def has_waiting(self) -> bool:
+        """Whether any row waits for a slot."""
+        return bool(self.waiting_for_files or self.clients.first_rows())
+
+    @property
     def running(self) -> list[tuple[int, Row]]:
         """Rows that decode, with their slots."""
         return [(slot, row) for slot, row in enumerate(self.slots) if row and row.state == "running"]
