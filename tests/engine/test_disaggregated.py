@@ -1,8 +1,5 @@
 """Prompts and answers on different devices; tests that need several devices run in a process of their own."""
 
-import subprocess
-import sys
-
 import pytest
 import run_script
 from paths import SUPPORT
@@ -17,10 +14,7 @@ pytestmark = pytest.mark.oldest
 
 @pytest.mark.full
 def test_prompts_and_answers_on_two_devices():
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", str(SUPPORT / "disaggregated_devices.py")]
-    env = run_script.device_environment(2) | {"PYTEST_ADDOPTS": ""}  # CI selects tests by it
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    run_script.run_tests_on_devices(2, SUPPORT / "disaggregated_devices.py", 300)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,5 @@
 """Several engines behind one queue; tests that need several devices run in a process of their own."""
 
-import subprocess
-import sys
-
 import jax
 import pytest
 import run_script
@@ -17,10 +14,7 @@ pytestmark = pytest.mark.newest
 
 @pytest.mark.full
 def test_several_engines_on_four_devices():
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", str(SUPPORT / "four_devices.py")]
-    env = run_script.device_environment(4) | {"PYTEST_ADDOPTS": ""}  # CI selects tests by it
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    run_script.run_tests_on_devices(4, SUPPORT / "four_devices.py", 550)
 
 
 @pytest.mark.parametrize(
