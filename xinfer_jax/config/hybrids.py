@@ -54,7 +54,7 @@ def qwen3_next(hf: Mapping, layers: int) -> dict[str, Any]:
     """Qwen3-Next: the projections of linear attention interleaved by key head."""
     fields = _hybrid(hf, layers) | dict(interleaved_projections=True)
     sparse = read_sparse_layers(hf, layers)
-    if (type(hf["num_experts"]) is int and hf["num_experts"] == 0) or not any(sparse):
+    if _is_zero(hf["num_experts"]) or not any(sparse):
         return fields
     return fields | _experts(hf, sparse) | dict(norm_topk_prob=get_boolean(hf, "norm_topk_prob"))
 
@@ -100,10 +100,14 @@ def _convolution(hf: Mapping) -> int:
 
 
 def _experts(hf: Mapping, sparse: tuple[bool, ...]) -> dict[str, Any]:
-    width = hf["shared_expert_intermediate_size"]
-    none = type(width) is int and width == 0
-    shared = 0 if none else get_integer(hf, "shared_expert_intermediate_size")
+    name = "shared_expert_intermediate_size"
+    shared = 0 if _is_zero(hf[name]) else get_integer(hf, name)
     return read_experts(hf) | dict(layer_experts=sparse, shared_expert_intermediate_size=shared)
+
+
+def _is_zero(value: Any) -> bool:
+    """Whether it is the integer 0, by which config.json leaves something out."""
+    return type(value) is int and value == 0
 
 
 def _linear_layers(hf: Mapping, layers: int) -> tuple[bool, ...]:

@@ -24,6 +24,7 @@ from .. import __version__
 from ..cache.fingerprint import fingerprint
 from ..cli.channel import Channel
 from ..engine.engine import Engine
+from ..engine.host_tier import COPIED_PAGES
 from ..engine.messages import decode_message, encode_message
 from ..engine.page_transfer import PageTransfer
 from ..engine.pages import num_pages_for
@@ -183,11 +184,12 @@ class PeerWorker:
             part, of_prompt = of_prompt[:_MAX_PROMPT_LOGPROBS], of_prompt[_MAX_PROMPT_LOGPROBS:]
             self.send("progress", ticket, [], [before, part], None, None)
             before += len(part)
-        error: str | None = format_message(request.error) or type(request.error).__name__
+        error: str | None = None
+        if request.error:
+            error = format_message(request.error) or type(request.error).__name__
         prefill = request.times.get("prefill")
         seconds = None if prefill is None else request.times.get("first", prefill) - prefill
-        if news or of_prompt or request.error:
-            error = error if request.error else None
+        if news or of_prompt or error:
             self.send("progress", ticket, news, [before, of_prompt], seconds, error)
         self._drop_if_over(ticket, request)
 
@@ -310,7 +312,7 @@ class PeerWorker:
 
         def pull() -> None:
             (state, group) = self._like
-            groups = len(_groups_of(answer.row))
+            groups = -(-num_pages_for(len(answer.row.ids)) // COPIED_PAGES)
             try:
                 lost = lambda: self._gone.is_set() or ticket not in self._requests  # noqa: E731
                 like = state, [group] * groups
@@ -338,11 +340,6 @@ def logprobs_from_message(fields: list[Any]) -> TokenLogprobs:
     (token, logprob, processed, top, processed_top) = fields
     pairs = [[(i, x) for i, x in alternatives] for alternatives in (top, processed_top)]
     return TokenLogprobs(token, logprob, processed, *pairs)
-
-
-def _groups_of(row: Row) -> range:
-    """The groups in which the pages of a prompt are copied."""
-    return range(0, num_pages_for(len(row.ids)), 8)
 
 
 def _contents_like(engine: Engine) -> Any:
