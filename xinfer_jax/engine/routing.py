@@ -17,20 +17,57 @@ from .pages import PAGE_SIZE, hash_pages
 from .row import Row
 
 
+class GivenPages:
+    """The pages of the prompts that an engine was given, as hashes, the least recent first.
+
+    Args:
+        most: hashes that are kept: pages of the engine, as its prefix cache cannot have more.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+        self._hashes: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    def hits(self, hashes: Sequence[bytes]) -> int:
+        """How many of a prompt's first pages were given before."""
+        return sum(1 for _ in takewhile(self._hashes.__contains__, hashes))
+
+    def add(self, hashes: Sequence[bytes]) -> None:
+        """The engine is given a prompt of these pages."""
+        for page_hash in reversed(hashes):  # a page is of no use without those before it, so they stay longer
+            self._hashes[page_hash] = None
+            self._hashes.move_to_end(page_hash)
+        while len(self._hashes) > self._most:
+            self._hashes.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forgets all prompts."""
+        self._hashes.clear()
+
+
+def prompt_hashes(row: Row) -> list[bytes]:
+    """The hashes of a prompt's full pages, whatever program computes them."""
+    return hash_pages(row.salt, row.ids, [0] * (len(row.ids) // PAGE_SIZE))
+
+
 class PromptRouter:
-    """The pages of the prompts that each engine was given, as hashes.
+    """Which of several engines gets a prompt.
+
+    Attributes:
+        given: the pages of the prompts that each engine was given.
 
     Args:
         engines: number of engines.
-        pages: of an engine: it cannot have more in its prefix cache.
+        pages: of an engine.
         prefix_cache: False: no engine keeps any page.
     """
 
     def __init__(self, engines: int, pages: int, prefix_cache: bool = True):
-        self._pages = pages
         self._prefix_cache = prefix_cache
-        # Of each engine, the least recent first.
-        self.given = [OrderedDict[bytes, None]() for _ in range(engines)]
+        self.given = [GivenPages(pages) for _ in range(engines)]
         self._last_routed = [0] * engines  # of each engine, the number of its last request
 
     def route(self, row: Row, order: Callable[[int, int], Any], candidates: Iterable[int]) -> int:
@@ -42,17 +79,11 @@ class PromptRouter:
                 lowest is taken.
             candidates: the engines to choose from.
         """
-        full = len(row.ids) // PAGE_SIZE if self._prefix_cache else 0
-        hashes = hash_pages(row.salt, row.ids, [0] * full)
-        hits = [sum(1 for _ in takewhile(given.__contains__, hashes)) for given in self.given]
+        hashes = prompt_hashes(row) if self._prefix_cache else []
+        hits = [given.hits(hashes) for given in self.given]
         i = min(candidates, key=lambda i: (order(i, hits[i]), self._last_routed[i]))
         self._last_routed[i] = max(self._last_routed) + 1
-        given = self.given[i]
-        for page_hash in reversed(hashes):  # a page is of no use without those before it, so they stay longer
-            given[page_hash] = None
-            given.move_to_end(page_hash)
-        while len(given) > self._pages:
-            given.popitem(last=False)
+        self.given[i].add(hashes)
         return i
 
 

@@ -6,15 +6,14 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from itertools import takewhile
 from typing import Any
 
 from ..cli.channel import Channel
 from ..engine.messages import encode_message
-from ..engine.pages import PAGE_SIZE, hash_pages
+from ..engine.pages import PAGE_SIZE
 from ..engine.requests import Answer, Request
+from ..engine.routing import GivenPages, prompt_hashes
 from ..engine.statistics import EngineCounters
 from ..errors import InputError
 
@@ -28,16 +27,18 @@ class Peer:
     Attributes:
         about: what it said about itself.
         answers: by ticket, that it works for.
-        given: hashes of the pages of prompts that it prefilled, the least recent first.
+        given: the pages of the prompts that it was given.
     """
 
     channel: Channel
     about: dict[str, Any]
     reported: dict[str, int]
     answers: dict[int, list[Answer]] = dataclasses.field(default_factory=dict)
-    given: OrderedDict[bytes, None] = dataclasses.field(default_factory=OrderedDict)
     counters: EngineCounters = dataclasses.field(default_factory=EngineCounters)
     error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self.given = GivenPages(self.about["pages"])
 
     @property
     def name(self) -> str:
@@ -86,18 +87,13 @@ class PeerDispatch:
     def _prefill(self, request: Request, answers: list[Answer]) -> None:
         """Gives answers to the process that will have prefilled the prompt first."""
         row = answers[0].row
-        hashes = hash_pages(row.salt, row.ids, [0] * (len(row.ids) // PAGE_SIZE))
+        hashes = prompt_hashes(row)
 
         def tokens_until_prefilled(peer: Peer) -> int:
-            hits = sum(1 for _ in takewhile(peer.given.__contains__, hashes))
-            return sum(len(a.row.ids) for a in peer.own_answers) - hits * PAGE_SIZE
+            return sum(len(a.row.ids) for a in peer.own_answers) - peer.given.hits(hashes) * PAGE_SIZE
 
         peer = min(self._of("prefill"), key=tokens_until_prefilled)
-        for page_hash in reversed(hashes):
-            peer.given[page_hash] = None
-            peer.given.move_to_end(page_hash)
-        while len(peer.given) > peer.about["pages"]:
-            peer.given.popitem(last=False)
+        peer.given.add(hashes)
         ticket = self._place(peer, answers)
         peer.send("submit", ticket, _arguments(request), [a.number for a in answers])
         if request.cancelled:
