@@ -15,7 +15,7 @@ In the order to read:
   pages between device, host memory and files · `core`: one step · `request_queue`: what callers want before
   the next step · `submission`: checks of prompts and options · `engine`: the thread that takes the steps
 - `prefilled_row`: a row between two engines · `role_cores`: the steps of an engine that only prefills, or
-  only decodes · `routing`: which engine knows the beginning of a prompt · `disaggregated`: engines that
+  only decodes · `routing`: what several engines need · `disaggregated`: engines that
   prefill, and engines that decode · `engines`: several engines behind one queue
 
 Decisions:

@@ -9,32 +9,29 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import jax
 
 from ..checkpoint.loading import Model
 from ..checks import is_sequence
 from ..errors import InputError, format_value
-from ..generation.options import GenerateOutput
-from ..memory import check_memory
 from ..sharding import MODEL, concrete_mesh_of
 from ..weights.layout import shardings
-from ..weights.params import Params, tree_bytes
+from ..weights.params import Params
 from .pages import PAGE_SIZE
 from .prefilled_row import PrefilledRow
 from .requests import Answer, Request
-from .routing import PromptRouter, copy_params, create_in_parallel
+from .routing import EngineGroup, PromptRouter, check_copies, copy_params, create_in_parallel
 from .row import Row
-from .submission import EngineBase
+from .submission import WaitsOnCondition
 
 _WAIT_SECONDS = 0.1  # that `step` waits for new tokens
 Devices = Sequence[int | jax.Device | Sequence[int | jax.Device]]
 
 
-class DisaggregatedEngine(EngineBase):
+class DisaggregatedEngine(WaitsOnCondition, EngineGroup):
     """Engines that prefill prompts, and engines that decode their answers: a prompt never delays the tokens
     of others. With equal meshes on both sides a request has the bits that it has in an `Engine` of the same
     shape. `Engine(model, prefill_devices=…, decode_devices=…)` returns one.
@@ -44,11 +41,8 @@ class DisaggregatedEngine(EngineBase):
 
     Attributes:
         prefill_engines, decode_engines: those of each side.
-        engines: all of them.
         rows: of all decoding engines together.
     """
-
-    engines: Sequence[Any] = ()
 
     def __init__(
         self,
@@ -79,14 +73,14 @@ class DisaggregatedEngine(EngineBase):
             for name, of_side in groups.items()
             for group in of_side
         ]
-        if groups["prefill_devices"][0][0].platform == "cpu":  # all engines share one memory
-            need = len(creators) * tree_bytes(model.params)
-            check_memory(need, f"the weights, {len(creators)} times,", "give fewer devices")
+        check_copies(model, groups["prefill_devices"][0], len(creators), "give fewer devices")
         self.engines = create_in_parallel(creators)
         number = len(groups["prefill_devices"])
         self.prefill_engines = self.engines[:number]
         self.decode_engines = self.engines[number:]
-        self._condition = threading.Condition()  # of all engines: requests move between them under it
+        self._condition = self._lock = (
+            threading.Condition()
+        )  # of all engines: requests move between them under it
         for engine, group in zip(self.engines, itertools.chain(*groups.values()), strict=True):
             engine.name = f"the {engine.role} engine on {', '.join(map(str, group))}"
             engine.share_condition(self._condition)
@@ -103,31 +97,9 @@ class DisaggregatedEngine(EngineBase):
         self._router = PromptRouter(number, engine.pages, shape.get("prefix_cache", True))
 
     @property
-    def model(self) -> Model:
-        """The model, with the first prefilling engine's copy of the parameters."""
-        return self.engines[0].model
-
-    @property
     def started(self) -> bool:
         """Whether all engines have their threads."""
         return all(engine.started for engine in self.engines)
-
-    def __enter__(self) -> Self:
-        with self._condition:
-            for engine in self.engines:
-                if not engine.started:
-                    engine.__enter__()
-        return self
-
-    def close(self) -> None:
-        """Ends the threads; unfinished requests get an error."""
-        with ThreadPoolExecutor(len(self.engines)) as pool:  # each ends its step first
-            list(pool.map(lambda engine: engine.close(), self.engines))
-
-    def generate(self, *args: Any, **kwargs: Any) -> list[GenerateOutput]:
-        """`Engine.generate`, by all engines."""
-        self.__enter__()
-        return super().generate(*args, **kwargs)
 
     def update(self, params: Params) -> None:
         """`Engine.update`, in one engine after another: first where answers are decoded, so that pages of
@@ -140,29 +112,11 @@ class DisaggregatedEngine(EngineBase):
                 given.clear()
 
     def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
-        """Waits until a condition holds or an engine has failed.
-
-        Raises:
-            TimeoutError: it does not hold after `timeout` seconds.
-        """
+        """Starts the engines, and waits."""
         self.__enter__()
-        with self._condition:
-            if not self._condition.wait_for(until, timeout):
-                raise TimeoutError(f"no end after {timeout} seconds")
+        super().wait(until, timeout)
 
-    def wake(self) -> None:
-        """Wakes all threads that wait for these engines."""
-        with self._condition:
-            self._condition.notify_all()
-
-    def step(self) -> bool:
-        """Waits a moment for new tokens of any request. Returns whether any request is unfinished; raises the
-        error of an engine that failed.
-        """
-        self.__enter__()
-        for engine in self.engines:
-            if engine.error is not None:
-                raise engine.error
+    def _wait_for_tokens(self) -> bool:
         with self._condition:
             if busy := any(engine.load for engine in self.engines):
                 self._condition.wait(_WAIT_SECONDS)

@@ -6,35 +6,30 @@ submit ─► route: the engine with most of the prompt in its prefix cache, unl
 import dataclasses
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import jax
 
 from ..checkpoint.loading import Model
 from ..errors import InputError, format_value
-from ..generation.options import GenerateOutput
-from ..memory import check_memory
 from ..sharding import concrete_mesh_of, device_groups
-from ..weights.params import Params, tree_bytes
+from ..weights.params import Params
 from .disaggregated import DisaggregatedEngine
 from .engine import Engine
 from .requests import Request
-from .routing import PromptRouter, copy_params, create_in_parallel
+from .routing import EngineGroup, PromptRouter, check_copies, copy_params, create_in_parallel
 from .row import Row
-from .submission import EngineBase
 
 _WAIT_SECONDS = 0.1  # that `step` waits for new tokens
 
 
-class Engines(EngineBase):
+class Engines(EngineGroup):
     """Several engines of one shape, each with a copy of the parameters on devices of its own, and a thread
     (data parallelism). A request has the same bits in each of them. It goes to the engine with the fewest
     requests, or to one whose prefix cache has the beginning of its prompt, unless that is much busier.
 
     Attributes:
-        engines: all of them.
         rows: of all together.
     """
 
@@ -57,9 +52,7 @@ class Engines(EngineBase):
         mesh = concrete_mesh_of(model.params)
         own: Any = mesh.devices.flat if mesh else sharding and sharding.device_set
         groups = device_groups(data_parallel, own and list(own))
-        if groups[0][0].platform == "cpu":  # all engines share one memory
-            need = len(groups) * tree_bytes(model.params)
-            check_memory(need, f"the weights, {len(groups)} times,", "ask for fewer engines")
+        check_copies(model, groups[0], len(groups), "ask for fewer engines")
 
         def create(group: list[jax.Device]) -> Engine:
             return Engine(dataclasses.replace(model, params=copy_params(model.params, group)), **shape)
@@ -75,16 +68,6 @@ class Engines(EngineBase):
         self._lock = threading.Lock()
         self._updated = threading.Event()  # a request has new tokens, or has ended
 
-    @property
-    def model(self) -> Model:
-        """The model, with the first engine's copy of the parameters."""
-        return self.engines[0].model
-
-    def generate(self, *args: Any, **kwargs: Any) -> list[GenerateOutput]:
-        """`Engine.generate`, by all engines."""
-        self.__enter__()
-        return super().generate(*args, **kwargs)
-
     def update(self, params: Params) -> None:
         """`Engine.update`, in one engine after another."""
         for engine, hashes in zip(self.engines, self._router.given, strict=True):
@@ -92,30 +75,11 @@ class Engines(EngineBase):
             with self._lock:
                 hashes.clear()
 
-    def step(self) -> bool:
-        """Waits a moment for new tokens of any request. Returns whether any request is unfinished; raises the
-        error of an engine that failed.
-        """
-        self.__enter__()
-        for engine in self.engines:
-            if engine.error is not None:
-                raise engine.error
+    def _wait_for_tokens(self) -> bool:
         if busy := any(engine.load for engine in self.engines):
             self._updated.wait(_WAIT_SECONDS)
             self._updated.clear()
         return busy
-
-    def __enter__(self) -> Self:
-        with self._lock:
-            for engine in self.engines:
-                if not engine.started:
-                    engine.__enter__()
-        return self
-
-    def close(self) -> None:
-        """Ends the threads; unfinished requests get an error."""
-        with ThreadPoolExecutor(len(self.engines)) as pool:  # each ends its step first
-            list(pool.map(Engine.close, self.engines))
 
     def _enqueue(self, requests: list[Request]) -> None:
         with self._lock:

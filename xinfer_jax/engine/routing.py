@@ -1,20 +1,24 @@
-"""What several engines need: a copy of the parameters for each, creation in parallel, and which of them knows
-the beginning of a prompt.
+"""What several engines need: a copy of the parameters for each, creation in parallel, threads, and which of
+them knows the beginning of a prompt.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from ..weights.params import Params
+from ..checkpoint.loading import Model
+from ..generation.options import GenerateOutput
+from ..memory import check_memory
+from ..weights.params import Params, tree_bytes
 from .pages import PAGE_SIZE, hash_pages
 from .row import Row
+from .submission import EngineBase
 
 
 class GivenPages:
@@ -85,6 +89,62 @@ class PromptRouter:
         self._last_routed[i] = max(self._last_routed) + 1
         self.given[i].add(hashes)
         return i
+
+
+class EngineGroup(EngineBase):
+    """Several engines in one process, each with a copy of the parameters and a thread.
+
+    Attributes:
+        engines: all of them.
+    """
+
+    engines: Sequence[Any] = ()
+    _lock: Any  # of the group; a `with` statement takes it
+
+    @property
+    def model(self) -> Model:
+        """The model, with the first engine's copy of the parameters."""
+        return self.engines[0].model
+
+    def generate(self, *args: Any, **kwargs: Any) -> list[GenerateOutput]:
+        """`Engine.generate`, by all engines."""
+        self.__enter__()
+        return super().generate(*args, **kwargs)
+
+    def __enter__(self) -> Self:
+        with self._lock:
+            for engine in self.engines:
+                if not engine.started:
+                    engine.__enter__()
+        return self
+
+    def close(self) -> None:
+        """Ends the threads; unfinished requests get an error."""
+        with ThreadPoolExecutor(len(self.engines)) as pool:  # each ends its step first
+            list(pool.map(lambda engine: engine.close(), self.engines))
+
+    def step(self) -> bool:
+        """Waits a moment for new tokens of any request. Returns whether any request is unfinished; raises the
+        error of an engine that failed.
+        """
+        self.__enter__()
+        for engine in self.engines:
+            if engine.error is not None:
+                raise engine.error
+        return self._wait_for_tokens()
+
+    def _wait_for_tokens(self) -> bool:
+        """`step` without its checks."""
+        raise NotImplementedError
+
+
+def check_copies(model: Model, devices: Sequence[jax.Device], copies: int, remedy: str) -> None:
+    """Raises InputError where the memory of a CPU is too small for so many copies of the parameters. remedy:
+    the end of the error.
+    """
+    if devices[0].platform == "cpu":  # all engines share one memory
+        need = copies * tree_bytes(model.params)
+        check_memory(need, f"the weights, {copies} times,", remedy)
 
 
 def create_in_parallel(creators: Sequence[Callable[[], Any]]) -> list[Any]:

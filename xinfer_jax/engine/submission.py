@@ -1,7 +1,8 @@
 """`submit` and `generate` of engines: prompts and options are checked, and become requests."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -120,6 +121,27 @@ def _with_host_arrays(options: GenerateOptions) -> SamplingConfig | list[Samplin
         return dataclasses.replace(sampling, **arrays) if arrays else sampling
 
     return [*map(convert, settings)] if isinstance(settings, list | tuple) else convert(settings)
+
+
+class WaitsOnCondition:
+    """Callers wait on one condition, which is notified of new tokens and of all ends."""
+
+    _condition: threading.Condition
+
+    def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
+        """Waits until a condition holds.
+
+        Raises:
+            TimeoutError: it does not hold after `timeout` seconds.
+        """
+        with self._condition:
+            if not self._condition.wait_for(until, timeout):
+                raise TimeoutError(f"no end after {timeout} seconds")
+
+    def wake(self) -> None:
+        """Wakes all threads that wait."""
+        with self._condition:
+            self._condition.notify_all()
 
 
 class EngineBase:

@@ -15,7 +15,7 @@ from ..cli.channel import Channel
 from ..engine.messages import decode_message, encode_message
 from ..engine.requests import Request
 from ..engine.statistics import EngineStats, collect_stats
-from ..engine.submission import EngineBase
+from ..engine.submission import EngineBase, WaitsOnCondition
 from ..errors import InputError
 from .peer_dispatch import Peer, PeerDispatch
 from .peer_worker import logprobs_from_message
@@ -23,7 +23,7 @@ from .peer_worker import logprobs_from_message
 _UNPROVED = 64  # most connections that have not yet proved that they know the secret; the oldest is closed
 
 
-class PeerEngines(PeerDispatch, EngineBase):
+class PeerEngines(PeerDispatch, WaitsOnCondition, EngineBase):
     """Gives prompts to processes that prefill, and prefilled rows to processes that decode, as
     `DisaggregatedEngine` does within a process. If a process that prefills ends, its prompts go to another.
     If a process that decodes ends, the requests of its rows fail.
@@ -118,21 +118,6 @@ class PeerEngines(PeerDispatch, EngineBase):
         with self._condition:
             while not stop() and self.missing:
                 self._condition.wait(0.2)
-
-    def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
-        """Waits until a condition holds.
-
-        Raises:
-            TimeoutError: it does not hold after `timeout` seconds.
-        """
-        with self._condition:
-            if not self._condition.wait_for(until, timeout):
-                raise TimeoutError(f"no end after {timeout} seconds")
-
-    def wake(self) -> None:
-        """Wakes all threads that wait."""
-        with self._condition:
-            self._condition.notify_all()
 
     def cancel(self, request: Request) -> None:
         """Ends a request soon."""
