@@ -49,7 +49,7 @@ class SnapshotPool:
     def __init__(self, size: int):
         self.size = size
         self._of_hash: dict[bytes, int] = {}
-        self._hashes: OrderedDict[int, list[bytes]] = OrderedDict()  # the least recently used first
+        self._used: OrderedDict[int, None] = OrderedDict()  # the least recently used first
 
     def __contains__(self, page_hash: bytes) -> bool:
         return page_hash in self._of_hash
@@ -57,7 +57,7 @@ class SnapshotPool:
     def find(self, page_hash: bytes) -> int:
         """The snapshot of this hash, which is used now."""
         snapshot = self._of_hash[page_hash]
-        self._hashes.move_to_end(snapshot)
+        self._used.move_to_end(snapshot)
         return snapshot
 
     def add(self, hashes: Iterable[bytes]) -> int | None:
@@ -65,11 +65,11 @@ class SnapshotPool:
         new = [page_hash for page_hash in hashes if page_hash not in self._of_hash]
         if not new or not self.size:
             return None
-        snapshot = len(self._hashes)
+        snapshot = len(self._used)
         if snapshot == self.size:
-            snapshot, old = self._hashes.popitem(last=False)
-            self._of_hash = {h: n for h, n in self._of_hash.items() if h not in old}
-        self._hashes[snapshot] = new
+            snapshot, _ = self._used.popitem(last=False)
+            self._of_hash = {h: n for h, n in self._of_hash.items() if n != snapshot}
+        self._used[snapshot] = None
         self._of_hash |= dict.fromkeys(new, snapshot)
         return snapshot
 
