@@ -119,7 +119,7 @@ def device_weights(job: Job, n: int) -> Params:
     check_quantize(job.config, quantize)
 
     def struct(spec: ParamSpec) -> Any:
-        partition = leaf_partition(spec, job.config, n)
+        partition = leaf_partition(spec, n)
         shape = partition.part_spec(spec).shape
         if not quantize or not spec.is_quantizable:
             return jax.ShapeDtypeStruct(shape, job.dtype)
