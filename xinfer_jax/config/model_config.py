@@ -166,9 +166,14 @@ class ModelConfig:
         return (*own, *(last[kind] for kind in is_full[self.num_cached_layers :]))
 
     @property
+    def attention_layers(self) -> list[int]:
+        """The layers that are attention, not linear attention."""
+        return [layer for layer in range(self.num_hidden_layers) if not self.is_linear(layer)]
+
+    @property
     def layers_with_kv(self) -> list[int]:
         """The layers with keys and values of their own."""
-        return [layer for layer in range(self.num_cached_layers) if not self.is_linear(layer)]
+        return [layer for layer in self.attention_layers if layer < self.num_cached_layers]
 
     @property
     def kv_windows(self) -> list[int | None]:
