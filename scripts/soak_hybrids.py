@@ -229,7 +229,7 @@ def check_gradient(params: Any, config: Any, prompt: list[int]) -> float:
 
     loss_jit = jax.jit(loss)
     slope = float(jax.jit(jax.grad(loss))(0.0))
-    quotient = float(loss_jit(1e-2) - loss_jit(-1e-2)) / 2e-2
+    quotient = float(loss_jit(1e-3) - loss_jit(-1e-3)) / 2e-3
     return abs(slope - quotient) / max(abs(quotient), 1e-2)
 
 
