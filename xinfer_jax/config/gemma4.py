@@ -149,9 +149,10 @@ def _experts(hf: Mapping, layers: int) -> dict[str, Any]:
 
 
 def _per_layer_input(hf: Mapping) -> dict[str, int]:
-    if not hf["hidden_size_per_layer_input"]:
+    name = "hidden_size_per_layer_input"
+    width = 0 if hf[name] is None else _get_count(hf, name, 2**16)
+    if not width:
         return {}
-    width = get_integer(hf, "hidden_size_per_layer_input")
     vocab = get_integer(hf, "vocab_size_per_layer_input")
     if vocab < get_integer(hf, "vocab_size"):
         raise InputError(
