@@ -53,6 +53,7 @@ def _hf(model_type: str, **changes: Any) -> dict[str, Any]:
         "qwen3_moe": "Qwen3Moe",
         "gemma3_text": "Gemma3",
         "gemma4_text": "Gemma4",
+        "gpt_oss": "GptOss",
         "qwen3_next": "Qwen3Next",
         "qwen3_5_text": "Qwen3_5",
         "qwen3_5_moe_text": "Qwen3_5Moe",
@@ -86,6 +87,7 @@ _S = "sliding_attention"
 _F = "full_attention"
 _LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 _MOE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
+_OSS = dict(num_local_experts=8, intermediate_size=20, sliding_window=8, rms_norm_eps=1e-5)
 _LINEAR = dict(
     linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=12, linear_value_head_dim=20,
     head_dim=16,
@@ -238,6 +240,19 @@ _CASES = {
         rope_parameters={_F: dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=1e5),
             _S: dict(rope_type="default", rope_theta=5e3)},
     ),
+    # gpt_oss: sinks, experts with biases and clamped values
+    "gpt-oss-published": _hf(
+        "gpt_oss",
+        **_old(1.5e5, dict(rope_type="yarn", factor=4.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+            original_max_position_embeddings=128)),
+        **_OSS, num_experts_per_tok=2, head_dim=16, layer_types=[_S, _F, _S], swiglu_limit=1.5,
+        attention_bias=True, experts_per_token=2, initial_context_length=128,
+    ),
+    "gpt-oss-no-bias-tied": _hf(
+        "gpt_oss", **_new(rope_theta=1e4), **_OSS | dict(num_local_experts=3), num_experts_per_tok=1,
+        head_dim=12, num_hidden_layers=4, num_key_value_heads=1, swiglu_alpha=1.1, attention_bias=False,
+        tie_word_embeddings=True,
+    ),
     # phi3: fused matrices, rotary embedding of a part of each head, longrope
     "phi3-defaults": _hf("phi3", **_old(), num_key_value_heads=None, sliding_window=30),
     "phi3-longrope-beyond": _hf(
@@ -326,6 +341,8 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
             return 1 - config.norm_offset + 0.2 * noise
         if name.endswith("bias"):
             return 0.3 * noise
+        if name.endswith("sinks"):
+            return noise
         if "embed_tokens" in name or "lm_head" in name:
             # With a large tied matrix the model repeats the last token forever.
             large = 0.12 if config.embed_scale > 1 else 0.25
@@ -352,7 +369,9 @@ def fuse_tensors(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[st
     stored = {name: parts[name][0] for name in parts.keys() - fused.keys()}
     for name, spec in fused.items():
         shape = spec.tensor_shapes({name})[name]
-        stored[name] = np.concatenate(parts[name], 1).reshape(shape)
+        is_interleaved = spec.interleaved > 0
+        joined = np.stack(parts[name], -1) if is_interleaved else np.concatenate(parts[name], 1)
+        stored[name] = joined.reshape(shape)
     return stored
 
 
@@ -362,6 +381,8 @@ def split_tensors(config: ModelConfig, state: dict[str, np.ndarray]) -> dict[str
     def part(spec: ParamSpec) -> np.ndarray:
         if spec.fused_name is None:
             return state[spec.hf_name]
+        if spec.interleaved:
+            return np.moveaxis(state[spec.fused_name][..., spec.first_row :: spec.interleaved], -1, 1)
         whole = state[spec.fused_name].reshape(-1, spec.fused_rows, *spec.shape[1:][-1:])
         rows = _grouped(spec, np.empty(spec.shape)).shape[1]
         return whole[:, spec.first_row : spec.first_row + rows].reshape(spec.shape)
@@ -373,6 +394,8 @@ def _grouped(spec: ParamSpec, tensor: np.ndarray) -> np.ndarray:
     """A tensor by group of rows of the fused one with it, [groups, rows, ...]; others as they are."""
     if spec.fused_name is None:
         return tensor
+    if spec.interleaved:  # outputs last
+        return np.moveaxis(tensor, 1, -1)
     groups = spec.fused_groups * int(np.prod(spec.shape[:-2]))
     return tensor.reshape(groups, -1, *spec.shape[1:][-1:])
 

@@ -60,6 +60,10 @@ class ModelConfig:
         norm_topk_prob: the weights of a token's experts are normalized to sum to 1.
         shared_expert_intermediate_size: F of a gated expert that all tokens use; 0: none.
         experts_beside_mlp: layers with experts have an MLP too; their outputs, each after a norm, are added.
+        swiglu_limit: c: experts and their router have biases, and an expert's inner values are
+            min(gate, c) sigmoid(swiglu_alpha min(gate, c)) (clip(up, -c, c) + 1), as in gpt-oss; None: neither.
+        swiglu_alpha: the factor therein.
+        attention_sinks: each query head has one more logit in the softmax, of no key.
         attn_output_gate: attention's output is multiplied by sigmoid of a gate, which q_proj has beside each
             query head.
         layer_linear: per layer: linear attention (Gated DeltaNet) in place of attention; empty: none.
@@ -120,6 +124,9 @@ class ModelConfig:
     norm_topk_prob: bool = False
     shared_expert_intermediate_size: int = 0
     experts_beside_mlp: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.0
+    attention_sinks: bool = False
     attn_output_gate: bool = False
     layer_linear: tuple[bool, ...] = ()
     linear_num_key_heads: int = 0

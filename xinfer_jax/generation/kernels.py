@@ -12,6 +12,7 @@ from ..cache.quantized_kv import KV_BITS
 from ..config.model_config import ModelConfig
 from ..model.attention import check_impl, select_attention, select_kernel
 from ..model.decoder import lm_head
+from ..model.experts import select_experts
 from ..model.greedy import select_head_kernel
 from ..model.kernel_products import Operands, select_product
 from ..weights.params import Params, activation_dtype, cache_dtype, resolve_dtype
@@ -71,8 +72,7 @@ def kernels_used(
     if head is not None and "bias" not in leaf:
         used["int8_head_argmax" if is_quantized(leaf["weight"]) else "lm_head_argmax"] = head
     if experts := next((layer["experts"] for layer in params["layers"] if "experts" in layer), None):
-        matrices = (experts[name]["weight"] for name in ("gate", "up", "down"))
-        used["gated_experts"] = select_kernel("gated_experts", impl, hidden, *matrices)
+        used["gated_experts"] = select_experts(impl, hidden, experts)
     return used
 
 

@@ -189,9 +189,8 @@ def self_attention(  # noqa: PLR0913
     cap = config.attn_logit_softcapping
     # The model's window: a cache that stores every token may have been made without one.
     windowed = dataclasses.replace(visible, window=kind.window, key_bias_fn=key_bias_fn)
-    out_BTNH = attention(
-        q_BTNH, windowed, length_B=length_B, start_B=start_B, scale=scale, soft_cap=cap, impl=impl
-    )
+    scoring = dict(scale=scale, soft_cap=cap, sink_N=layer.get("sinks"))
+    out_BTNH = attention(q_BTNH, windowed, length_B=length_B, start_B=start_B, **scoring, impl=impl)
     (out_BTI,) = joint_norms([out_BTNH.reshape(B, T, -1)], layer, ["o_norm"], config, over)
     if gate_BTI is not None:
         out_BTI = out_BTI * jax.nn.sigmoid(gate_BTI)

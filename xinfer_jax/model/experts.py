@@ -15,7 +15,7 @@ from ..weights.params import Params
 from ..weights.quantized_weights import is_quantized
 from .attention import select_kernel
 from .kernel_products import with_plain_derivative
-from .layers import activation, gated_mlp, linear, rms_norm
+from .layers import activation, gated_mlp, linear, products, rms_norm
 
 _TILE_ROWS = 64  # at most: more rows are no faster
 
@@ -29,13 +29,14 @@ def mixture_of_experts(
     *,
     routed_BTD: jax.Array | None = None,
 ) -> jax.Array:
-    """Sparse feed-forward (Shazeer et al. 2017), with softmax before top-k as in Qwen's models.
+    """Sparse feed-forward (Shazeer et al. 2017), with softmax before top-k as in Qwen's models. Softmax of the
+    chosen scores alone, as in gpt-oss, is the same with normalized weights.
 
     Args:
         x_BTD: hidden states after the norm.
         layer: "router": {"weight": [X, D]}, in Gemma 4 also "scale" [D] of its input and "per_expert_scale"
             [X] of the chosen experts' weights; "experts": the tree of a gated MLP with a first axis X; its
-            matrices may be quantized.
+            matrices may be quantized. Both may have biases.
         config: num_experts_per_tok, norm_topk_prob and the activation.
         over: a mesh axis along which the experts are sharded; the devices' outputs are summed.
         impl: None, or one of `kernels_pallas.IMPLS`. The derivative of a kernel is that of "xla".
@@ -65,13 +66,29 @@ def mixture_of_experts(
     experts = layer["experts"]
     if over is not None:  # relative to the device's first expert
         expert_MU = expert_MU - lax.axis_index(over) * _num_local(experts)
-    obstacle = "quantized experts" if is_quantized(experts["gate"]["weight"]) else None
-    args = () if obstacle else _matrices(experts)
-    chosen = select_kernel("gated_experts", impl, x_MD, *args, obstacle=obstacle).impl
+    chosen = select_experts(impl, x_MD, experts).impl
     platform = kernels_pallas.platform_of(chosen, impl)
     out_MD = _mix(chosen, platform, config, x_MD, weight_MU, expert_MU, experts)
     out_BTD = out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
     return out_BTD if over is None else lax.psum(out_BTD, over)
+
+
+def select_experts(impl: str | None, x_MD: Any, experts: Params) -> kernels_pallas.Selection:
+    """The implementation for these tokens and experts; raises as `select_kernel`."""
+    obstacle = "quantized experts" if is_quantized(experts["gate"]["weight"]) else None
+    obstacle = "experts with biases" if "bias" in experts["gate"] else obstacle
+    args = () if obstacle else _matrices(experts)
+    return select_kernel("gated_experts", impl, x_MD, *args, obstacle=obstacle)
+
+
+def _expert(x_MD: jax.Array, tree: Params, config: ModelConfig) -> jax.Array:
+    """One expert's MLP for all tokens, float32 [M, D]."""
+    if (limit := config.swiglu_limit) is None:
+        return gated_mlp(x_MD, tree, config).astype(jnp.float32)
+    gate_MF, up_MF = products(x_MD, [tree["gate"], tree["up"]])
+    gate_MF = jnp.minimum(gate_MF, limit)
+    inner_MF = gate_MF * jax.nn.sigmoid(config.swiglu_alpha * gate_MF) * (jnp.clip(up_MF, -limit, limit) + 1)
+    return linear(inner_MF, tree["down"], jnp.float32)
 
 
 def _num_local(experts: Params) -> int:
@@ -139,7 +156,7 @@ def _by_tiles(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) 
         first = first_X[expert] + (tile - last_X[expert] + tiles_X[expert]) * rows
         token_R = lax.dynamic_slice_in_dim(padded_C, first, rows) // U
         tree = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False), experts)
-        out_RD = gated_mlp(x_MD[token_R], tree, config).astype(jnp.float32)
+        out_RD = _expert(x_MD[token_R], tree, config)
         return lax.dynamic_update_slice_in_dim(out_CD, out_RD, first, 0)
 
     start_CD = jnp.zeros((C + rows, x_MD.shape[1]), jnp.float32)
@@ -162,7 +179,7 @@ def _chosen_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelCo
 
     def one(x_D, expert):  # float32 [D]
         tree = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False), experts)
-        return gated_mlp(x_D[None], tree, config)[0].astype(jnp.float32)
+        return _expert(x_D[None], tree, config)[0]
 
     def one_if_local(choice):  # zeros where the expert is on another device
         x_D, expert = choice
@@ -182,7 +199,7 @@ def _all_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfi
 
     def add(sum_MD, part):
         tree, weight_M = part
-        out_MD = gated_mlp(x_MD, tree, config).astype(jnp.float32)
+        out_MD = _expert(x_MD, tree, config)
         # 0 * inf would be NaN.
         return sum_MD + jnp.where(weight_M[:, None] > 0, weight_M[:, None] * out_MD, 0), None
 

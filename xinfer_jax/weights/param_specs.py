@@ -26,6 +26,7 @@ class ParamSpec:
     fused_rows: int = 0  # rows of that tensor; of each group, where it has several
     fused_groups: int = 1  # groups of rows, each with an equal part of this one's
     depthwise: bool = False  # that tensor is the weight of a convolution, [rows, 1, width]
+    interleaved: int = 0  # experts: that tensor has inputs first; its outputs are by turns those of so many leaves
     stays_float: bool = False  # never quantized, as vectors are not
     kv_heads: int = 0  # along the axis of that name
 
@@ -41,6 +42,9 @@ class ParamSpec:
 
     def tensor_shapes(self, tensors: Container[str] = ()) -> dict[str, tuple[int, ...]]:
         """Returns names and shapes of the tensors that contain it in a checkpoint with these tensors."""
+        if self.fused_name and self.interleaved:
+            (experts, outputs, *inputs) = self.shape
+            return {self.fused_name: (experts, *inputs, outputs * self.interleaved)}
         if self.fused_name and self.fused_name in tensors:
             rows = self.fused_rows * self.fused_groups
             if self.depthwise:
@@ -56,6 +60,8 @@ class ParamSpec:
         Args:
             tensors: the `StoredTensor`s of a checkpoint by name.
         """
+        if self.fused_name and self.interleaved:
+            return tensors[self.fused_name].transposed(self.first_row, self.interleaved)
         if self.fused_name and self.fused_name in tensors:
             (*experts, rows, width) = self.shape if self.is_matrix else (*self.shape, 0)
             groups = self.fused_groups * math.prod(experts)
@@ -121,7 +127,9 @@ def _layer(config: ModelConfig, index: int) -> Params:
         config = dataclasses.replace(config, intermediate_size=2 * config.intermediate_size)
     if has_experts and config.experts_beside_mlp:
         return tree | _mlp(config, f"{prefix}.mlp") | _experts_beside_mlp(config, prefix)
-    feed_forward = _experts if has_experts else _mlp
+    feed_forward = _mlp
+    if has_experts:
+        feed_forward = _experts if config.swiglu_limit is None else _experts_with_biases
     return tree | feed_forward(config, f"{prefix}.mlp")
 
 
@@ -147,6 +155,8 @@ def _attention(config: ModelConfig, index: int, prefix: str) -> Params:
             tree["q" if name == "query" else "attn_gate"] = leaf
     else:
         tree["q"] = _linear(f"{prefix}.q_proj", n, d, config.qkv_bias, fused, 0)
+    if config.attention_sinks:
+        tree["sinks"] = ParamSpec((config.num_attention_heads,), n[1:], f"{prefix}.sinks")
     if config.sub_norm:
         tree["o_norm"] = ParamSpec(n[:1], n[1:], f"{prefix}.attn_sub_norm.weight")
     if config.qk_norm:
@@ -242,6 +252,36 @@ def _experts(config: ModelConfig, prefix: str) -> Params:
         gate = f"{prefix}.shared_expert_gate"
         tree["shared_gate"] = _linear(gate, (1, None), (d, "embed"), stays_float=True)
     return tree
+
+
+def _experts_with_biases(config: ModelConfig, prefix: str) -> Params:
+    """gpt-oss: checkpoints have stacked tensors, inputs first, with outputs of gate and up by turns."""
+    experts = (config.num_experts, "experts")
+    d = (config.hidden_size, "embed")
+    f = (config.moe_intermediate_size, None)
+
+    def stack(name: str, outputs: _Axis, inputs: _Axis, stacked_name: str, place: int, leaves: int) -> Params:
+        def spec(axes: tuple[_Axis, ...], suffix: str, stacked_suffix: str, stays_float: bool) -> ParamSpec:
+            (shape, names) = zip(*axes, strict=True)
+            stacked = f"{prefix}.experts.{stacked_name}{stacked_suffix}"
+            hf_name = f"{prefix}.experts.{name}.{suffix}"
+            return ParamSpec(
+                shape, names, hf_name, stacked, place, interleaved=leaves, stays_float=stays_float
+            )
+
+        return {
+            "weight": spec((experts, outputs, inputs), "weight", "", False),
+            "bias": spec((experts, outputs), "bias", "_bias", True),
+        }
+
+    return {
+        "router": _linear(f"{prefix}.router", (config.num_experts, None), d, True, stays_float=True),
+        "experts": {
+            "gate": stack("gate_proj", f, d, "gate_up_proj", 0, 2),
+            "up": stack("up_proj", f, d, "gate_up_proj", 1, 2),
+            "down": stack("down_proj", d, f, "down_proj", 0, 1),
+        },
+    }
 
 
 def _experts_beside_mlp(config: ModelConfig, prefix: str) -> Params:

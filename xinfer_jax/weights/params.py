@@ -50,7 +50,8 @@ def init_params(
             return jnp.full(spec.shape, 1 - config.norm_offset, dtype)
         if spec.hf_name.endswith("A_log"):  # exp of it: between 0.01 and 16
             return jnp.log(jax.random.uniform(key, spec.shape, minval=0.01, maxval=16)).astype(dtype)
-        scale = 0.02 if "embed" in spec.hf_name or len(spec.shape) == 1 else 1 / math.sqrt(spec.shape[-1])
+        is_vector = len(spec.shape) == 1 or spec.hf_name.endswith("bias")
+        scale = 0.02 if "embed" in spec.hf_name or is_vector else 1 / math.sqrt(spec.shape[-1])
         matrix = (scale * jax.random.normal(key, spec.shape)).astype(dtype)
         if quantize is None or not spec.is_quantizable:
             return matrix
