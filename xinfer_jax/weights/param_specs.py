@@ -26,7 +26,9 @@ class ParamSpec:
     fused_rows: int = 0  # rows of that tensor; of each group, where it has several
     fused_groups: int = 1  # groups of rows, each with an equal part of this one's
     depthwise: bool = False  # that tensor is the weight of a convolution, [rows, 1, width]
-    interleaved: int = 0  # experts: that tensor has inputs first; its outputs are by turns those of so many leaves
+    interleaved: int = (
+        0  # experts: that tensor has inputs first; its outputs are by turns those of so many leaves
+    )
     stays_float: bool = False  # never quantized, as vectors are not
     kv_heads: int = 0  # along the axis of that name
 
