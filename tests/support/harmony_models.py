@@ -103,8 +103,8 @@ CALL = [
     ": 2}", "<|call|>",
 ]  # fmt: skip
 FINAL = [
-    "<|channel|>", "analysis", "<|message|>", "It is 3.", *_AGAIN, "final", "<|message|>", "3 <|chan", "nel|>analysis",
-    "<|mess", "age|>", "!", "<|return|>",
+    "<|channel|>", "analysis", "<|message|>", "It is 3.", *_AGAIN, "final", "<|message|>", "3 <|chan", "nel|>sure<|mess",
+    "age|>!", "<|return|>",
 ]  # fmt: skip
 FIRST_OF_FINAL = FINAL[3]  # a logit bias on it of a few units chooses that answer
 _REPEATED = {*CONTROL_TOKENS, "assistant", "analysis", "commentary", "final"}
@@ -138,7 +138,9 @@ def write_checkpoint(path: Path) -> Path:
     )  # fmt: skip
     assert len(keys) <= 8
     weights = {name: np.zeros_like(tensor) for name, tensor in tiny.tensors(hf).items()}
-    weights |= {name: np.ones_like(tensor) for name, tensor in weights.items() if name.endswith("norm.weight")}
+    weights |= {
+        name: np.ones_like(tensor) for name, tensor in weights.items() if name.endswith("norm.weight")
+    }
     weights[tiny.EMBED] = np.eye(vocab_size, size, dtype=np.float32)
     layer = "model.layers.0.self_attn."
     for i, key in enumerate(keys):
@@ -150,7 +152,9 @@ def write_checkpoint(path: Path) -> Path:
         row[backend.token_to_id(current)] = max(row[backend.token_to_id(current)], 10 + more)
         if key:
             row[vocab_size + keys.index(key)] = 1
-    tiny.write(path, hf, weights=weights, tokenizer_config=tiny.TOKENIZER_CONFIG | dict(chat_template=TEMPLATE))
+    tiny.write(
+        path, hf, weights=weights, tokenizer_config=tiny.TOKENIZER_CONFIG | dict(chat_template=TEMPLATE)
+    )
     backend.save(str(path / "tokenizer.json"))
     return path
 

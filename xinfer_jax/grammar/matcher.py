@@ -74,11 +74,8 @@ class Matcher:
 
     dfa = None
 
-    def __init__(
-        self, matcher: Any, vocab_size: int, end_ids: Sequence[int], waits_for: ReasoningEnd | None
-    ):
-        """matcher: an `LLMatcher` of its own; waits_for: before it every token but an EOS id may come.
-        """
+    def __init__(self, matcher: Any, vocab_size: int, end_ids: Sequence[int], waits_for: ReasoningEnd | None):
+        """matcher: an `LLMatcher` of its own; waits_for: before it every token but an EOS id may come."""
         self._matcher = matcher
         self._size = vocab_size
         self._ends = np.array(end_ids, np.int64)
