@@ -9,7 +9,7 @@ import tokenizers
 from xinfer_jax.tools.harmony import CONTROL_TOKENS
 
 # After the template that is published with gpt-oss, from memory: without built-in tools, and with JSON for
-# the types of parameters. Messages, channels and errors are as there.
+# the types of parameters. Messages, channels and conditions of errors are as there.
 _SYSTEM = """
 {{- "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\\n" }}
 {{- "Knowledge cutoff: 2024-06\\nCurrent date: " + strftime_now("%Y-%m-%d") + "\\n\\n" }}
@@ -51,7 +51,7 @@ _MESSAGES = """
 {%- for message in loop_messages -%}
     {%- if message.role == 'assistant' -%}
         {%- if "content" in message and "<|channel|>final<|message|>" in message.content %}
-            {{- raise_exception("You have passed a message containing <|channel|> tags in the content field.") }}
+            {{- raise_exception("You have passed a message containing <|channel|> tags.") }}
         {%- endif %}
         {%- if "tool_calls" in message %}
             {%- set future_final_message = namespace(found=false) %}
@@ -62,13 +62,14 @@ _MESSAGES = """
             {%- endfor %}
             {%- set tool_call = message.tool_calls[0].function %}
             {%- if message.content and message.thinking %}
-                {{- raise_exception("Cannot pass both content and thinking in an assistant message with tool calls!") }}
+                {{- raise_exception("Cannot pass both content and thinking with tool calls!") }}
             {%- elif message.content and not future_final_message.found %}
                 {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.content + "<|end|>" }}
             {%- elif message.thinking and not future_final_message.found %}
                 {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}
             {%- endif %}
-            {{- "<|start|>assistant to=functions." + tool_call.name + "<|channel|>commentary json<|message|>" }}
+            {{- "<|start|>assistant to=functions." + tool_call.name }}
+            {{- "<|channel|>commentary json<|message|>" }}
             {{- tool_call.arguments | tojson }}
             {{- "<|call|>" }}
             {%- set last_tool_call.name = tool_call.name %}
@@ -83,7 +84,7 @@ _MESSAGES = """
         {%- endif %}
     {%- elif message.role == 'tool' -%}
         {%- if last_tool_call.name is none %}
-            {{- raise_exception("Message has tool role, but there was no previous assistant message with a tool call!") }}
+            {{- raise_exception("Message has tool role, but there was no previous tool call!") }}
         {%- endif %}
         {{- "<|start|>functions." + last_tool_call.name }}
         {{- " to=assistant<|channel|>commentary<|message|>" + message.content | tojson + "<|end|>" }}
@@ -98,13 +99,13 @@ TEMPLATE = _SYSTEM + _MESSAGES
 _AGAIN = ["<|end|>", "<|start|>", "assistant", "<|channel|>"]
 # The tokens of two answers, after a prompt that ends with "assistant". Only those of _REPEATED occur twice.
 CALL = [
-    "<|channel|>", "analysis", "<|message|>", "I must ", "add.", *_AGAIN, "commentary", "<|message|>", "I look.",
-    *_AGAIN, "commentary to=functions.", "add ", "<|constrain|>", "json", "<|message|>", '{"a": ', '1, "b"',
-    ": 2}", "<|call|>",
+    "<|channel|>", "analysis", "<|message|>", "I must ", "add.", *_AGAIN, "commentary", "<|message|>",
+    "I look.", *_AGAIN, "commentary to=functions.", "add ", "<|constrain|>", "json", "<|message|>",
+    '{"a": ', '1, "b"', ": 2}", "<|call|>",
 ]  # fmt: skip
 FINAL = [
-    "<|channel|>", "analysis", "<|message|>", "It is 3.", *_AGAIN, "final", "<|message|>", "3 <|chan", "nel|>sure<|mess",
-    "age|>!", "<|return|>",
+    "<|channel|>", "analysis", "<|message|>", "It is 3.", *_AGAIN, "final", "<|message|>", "3 <|chan",
+    "nel|>sure<|mess", "age|>!", "<|return|>",
 ]  # fmt: skip
 FIRST_OF_FINAL = FINAL[3]  # a logit bias on it of a few units chooses that answer
 _REPEATED = {*CONTROL_TOKENS, "assistant", "analysis", "commentary", "final"}
@@ -130,11 +131,11 @@ def write_checkpoint(path: Path) -> Path:
     vocab_size = backend.get_vocab_size()
     steps = [*_steps(CALL, 0.2), *_steps(FINAL, 0.1)]
     keys = list(dict.fromkeys(key for _, _, key, _ in steps if key))
+    size = 8 * -(-(vocab_size + len(keys)) // 8)
     hf = tiny.CONFIG | dict(
-        architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=_WINDOW, num_hidden_layers=1,
-        vocab_size=vocab_size, hidden_size=(size := 8 * -(-(vocab_size + len(keys)) // 8)), head_dim=8,
-        num_attention_heads=1, num_key_value_heads=1, intermediate_size=16, tie_word_embeddings=False,
-        max_position_embeddings=2048,
+        architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=_WINDOW,
+        num_hidden_layers=1, vocab_size=vocab_size, hidden_size=size, head_dim=8, num_attention_heads=1,
+        num_key_value_heads=1, intermediate_size=16, tie_word_embeddings=False, max_position_embeddings=2048,
     )  # fmt: skip
     assert len(keys) <= 8
     weights = {name: np.zeros_like(tensor) for name, tensor in tiny.tensors(hf).items()}

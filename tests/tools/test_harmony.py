@@ -1,4 +1,4 @@
-"""Answers in Harmony come apart by their channels, in whole and in parts; what is no header or call is text."""
+"""Answers in Harmony come apart by their channels, whole and in parts; what is no header or call is text."""
 
 import random
 
@@ -26,15 +26,19 @@ WHOLE = {
     f"{ANALYSIS}{PREAMBLE}{CALL}<|call|>": ("I think.", "I look.", [ADD]),
     f"{ANALYSIS}{CALL}": ("I think.", None, [ADD]),
     # the recipient before the channel, as the template writes it; a name with dots; spaces around arguments
-    "to=functions.my.look-up<|channel|>commentary json<|message|> {} \n<|call|>": (None, None, [("my.look-up", {})]),
+    "to=functions.my.look-up<|channel|>commentary json<|message|> {} \n<|call|>": (
+        None, None, [("my.look-up", {})]
+    ),
     CALL.replace("commentary to", "analysis to"): (None, None, [ADD]),
     # several messages of a kind
-    f"{ANALYSIS}{PREAMBLE}<|start|>assistant{ANALYSIS}{FINAL_TEXT}": ("I think.\nI think.", "I look.\nYes.", []),
+    f"{ANALYSIS}{PREAMBLE}<|start|>assistant{ANALYSIS}{FINAL_TEXT}": (
+        "I think.\nI think.", "I look.\nYes.", []
+    ),
     # cut by max_tokens
     "<|channel|>analysis<|message|>I th": ("I th", None, []),
     f"{ANALYSIS}<|start|>assistant<|channel|>fin": ("I think.", None, []),
     f"{ANALYSIS}{CALL[:-1]}": ("I think.", '{"a": [1, "}"]', []),
-    # not calls: another function, another recipient, no object, numbers that are too large, text after the object
+    # not calls: another function or recipient, no object, numbers that are too large, text after the object
     CALL.replace("add", "sub"): (None, '{"a": [1, "}"]}', []),
     CALL.replace("functions.add", "python"): (None, '{"a": [1, "}"]}', []),
     CALL.replace('{"a', '["a'): (None, '["a": [1, "}"]}', []),

@@ -29,7 +29,7 @@ def tool_grammar(
         tokenizer: of the model; its chat template tells the form of a call.
         name: of the function to call, once; None: any of them.
         several: there may be more than one call. Llama 3 and gpt-oss write one.
-        reasoning_end: as in `Grammar`. "auto" in Harmony: the grammar itself allows reasoning before the call.
+        reasoning_end: as in `Grammar`; "auto" in Harmony: None, the grammar allows reasoning before a call.
 
     Raises:
         InputError: no tools, or a name that none of them has; the chat template ignores tools, or writes

@@ -91,9 +91,9 @@ class AnswerParser:
       answer that begins with such a header has channels: `analysis` is the reasoning, `final` the content,
       and so are messages on `commentary` that are no calls.
 
-    The names are vLLM's, but for the last. A call that is malformed or incomplete, or of a function that is not among the
-    tools, is text: it becomes content. Its name and the beginning of its arguments may have been returned by
-    then, with an index that no other call has. Whitespace beside calls is left out.
+    The names are vLLM's, but for the last. A call that is malformed or incomplete, or of a function that is
+    not among the tools, is text: it becomes content. Its name and the beginning of its arguments may have
+    been returned by then, with an index that no other call has. Whitespace beside calls is left out.
     """
 
     def __init__(

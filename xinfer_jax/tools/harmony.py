@@ -52,7 +52,7 @@ def begins_in_harmony(text: str, ended: bool) -> bool | None:
 
 
 class SpelledControlTokens:
-    """Replaces control tokens that a text spells by their characters, in parts as it is generated or whole."""
+    """Replaces control tokens that a text spells by their characters, in parts or whole."""
 
     def __init__(self) -> None:
         self._pending = ""

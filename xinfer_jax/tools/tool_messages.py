@@ -11,8 +11,8 @@ def template_message(message: Mapping[str, Any], template: str) -> dict[str, Any
     """The message as templates expect it, copied.
 
     Arguments of its calls are objects, as templates iterate over them; the API sends JSON texts. Where it has
-    calls, content that is None is an empty text; an empty list of calls is left out. `reasoning` is also there
-    as `reasoning_content`, and as `thinking` for a template of Harmony.
+    calls, content that is None is an empty text; an empty list of calls is left out. `reasoning` is also
+    there as `reasoning_content`, and as `thinking` for a template of Harmony.
 
     Raises:
         InputError: calls of another form, arguments that are no JSON object, a template without calls, or

@@ -1,4 +1,4 @@
-"""Harmony conversations through the server: channels, calls, histories, and control tokens that users spell."""
+"""Harmony conversations through the server: channels, calls, histories, and spelled control tokens."""
 
 import json
 
