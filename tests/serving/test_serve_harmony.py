@@ -123,11 +123,13 @@ def test_template_variables_and_continued_answers(server):
 
 
 def test_text_keeps_the_control_tokens(server, model):
-    """Without messages there are no channels: completions, text functions and engines return all as text."""
+    """Only chats have channels: completions and engines return all as text, from which a caller parses it."""
     prompt = rendered(server, QUESTION)
     (choice,) = server.ask("completion", prompt=prompt, max_tokens=60, add_special_tokens=False)["choices"]
     text = "".join(harmony_models.CALL[:-1])
-    assert choice["text"] == text == xj.generate_text(model, QUESTION[0]["content"], xj.GenerateOptions(60))
+    assert choice["text"] == text
+    request = server.engine.submit(QUESTION, xj.GenerateOptions(60))
+    assert "".join(request.text()) == text == model.tokenizer.decode(request.result().tokens[0])
     assert xj.parse_tool_calls(text).to_message()["tool_calls"][0]["function"]["name"] == "add"
 
 
