@@ -257,10 +257,14 @@ def test_an_interrupt_lets_the_step_end(engine, model, monkeypatch):
         return window(*args)
 
     monkeypatch.setattr(engine._core.device, "decode", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate([[1, 2]], options)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[1, 2]], options)
+        assert len(turns) == 1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     monkeypatch.undo()
-    assert len(turns) == 1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert engine.alive and engine.generate([[1, 2]], options)[0].finish_reason == ["length"]
     assert engine.stats.pages_used == 0
 

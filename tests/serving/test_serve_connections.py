@@ -124,12 +124,12 @@ from xinfer_jax.cli.process import run_interruptible
 from xinfer_jax.serve import command
 
 class Stuck:
-    error, name, last_turn, room = None, "engine 0", 0.0, 1
+    error, name, last_turn, room, missing = None, "engine 0", 0.0, 1, ""
     engines = ()
     def close(self):
         time.sleep(600)
 
-def load(service, flags, failed):
+def load(service, *_):
     service.engine = Stuck()
     for _ in range(3):
         threading.Thread(target=time.sleep, args=(600,)).start()
