@@ -42,6 +42,7 @@ _FAMILIES = [
     "olmo3",
     "gemma2",
     "gemma3",
+    "gemma4",
     "phi3",
     "smollm3",
     "bitnet",

@@ -98,12 +98,14 @@ def indivisible_sizes(job: Job, n: int) -> str:
     """The sizes that n devices do not divide, with their names; "" if there are none."""
     config = job.config
     names = ["num_attention_heads", "num_experts"]
-    if False in (config.layer_experts or (False,)):
+    if config.experts_beside_mlp or False in (config.layer_experts or (False,)):
         names.append("intermediate_size")
     names += ["shared_expert_intermediate_size", "linear_num_key_heads", "linear_num_value_heads"]
     bad = [name for name in names if getattr(config, name) % n]
-    if config.num_key_value_heads % n and n % config.num_key_value_heads:
-        bad.append("num_key_value_heads")
+    for name in ("num_key_value_heads", "num_global_key_value_heads"):
+        heads = getattr(config, name) or 1
+        if heads % n and n % heads:
+            bad.append(name)
     return ", ".join(f"{name} {getattr(config, name)}" for name in bad)
 
 
@@ -119,7 +121,7 @@ def device_weights(job: Job, n: int) -> Params:
     check_quantize(job.config, quantize)
 
     def struct(spec: ParamSpec) -> Any:
-        partition = leaf_partition(spec, job.config, n)
+        partition = leaf_partition(spec, n)
         shape = partition.part_spec(spec).shape
         if not quantize or not spec.is_quantizable:
             return jax.ShapeDtypeStruct(shape, job.dtype)
@@ -227,8 +229,11 @@ def weight_bytes(job: Job, n: int, tokens: int) -> float:
 def kv_bytes(job: Job, n: int, length: int) -> int:
     """Bytes of keys and values that a row of this length reads, on each device."""
     config = with_repeated_kv_heads(job.config, n)
-    slots = sum(min(window or length, length) for window in config.kv_windows)
-    keys = 2 * config.num_key_value_heads // n * slots * vector_bytes(config.head_dim, job.kv)
+    keys = sum(
+        2 * config.kv_heads(layer) // n * min(config.layer_windows[layer] or length, length)
+        * vector_bytes(config.head_width(layer), job.kv)
+        for layer in config.attention_layers
+    )  # fmt: skip
     return keys + 2 * state_bytes(config) // n  # a step reads and writes the state
 
 
@@ -269,7 +274,9 @@ def with_few_layers(job: Job, times: int) -> Job:
         zip(layer_kinds(job.config), job.config.layer_experts or layer_kinds(job.config), strict=True)
     )
     layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)] * times
-    changes: dict[str, Any] = dict(num_hidden_layers=len(layers))
+    layers.sort(key=lambda layer: layer >= job.config.num_cached_layers)  # those without keys stay the last
+    shared = sum(layer >= job.config.num_cached_layers for layer in layers)
+    changes: dict[str, Any] = dict(num_hidden_layers=len(layers), num_kv_shared_layers=shared)
     for name in ("layer_windows", "layer_rope", "layer_experts", "layer_linear"):
         changes[name] = tuple(getattr(job.config, name)[i] for i in layers if getattr(job.config, name))
     return dataclasses.replace(job, config=dataclasses.replace(job.config, **changes))

@@ -51,6 +51,18 @@ FAMILIES = {
         ("olmo3", "olmo3-yarn-old", {}),
         ("gemma2", "gemma2-long-caps", {}),
         ("gemma3", "gemma3-old", {}),
+        (
+            "gemma4",
+            "gemma4-shared-kv",
+            dict(
+                enable_moe_block=True,
+                num_experts=8,
+                top_k_experts=2,
+                moe_intermediate_size=24,
+                attention_k_eq_v=True,
+                num_global_key_value_heads=2,
+            ),
+        ),
         ("phi3", "phi3-defaults", {}),
         ("smollm3", "smollm3-explicit-nope", {}),
         ("bitnet", "bitnet-defaults", dict(hidden_size=64)),

@@ -52,6 +52,7 @@ def _hf(model_type: str, **changes: Any) -> dict[str, Any]:
         "bitnet": "BitNet",
         "qwen3_moe": "Qwen3Moe",
         "gemma3_text": "Gemma3",
+        "gemma4_text": "Gemma4",
         "qwen3_next": "Qwen3Next",
         "qwen3_5_text": "Qwen3_5",
         "qwen3_5_moe_text": "Qwen3_5Moe",
@@ -92,6 +93,11 @@ _LINEAR = dict(
 )  # fmt: skip
 _L = "linear_attention"
 _GEMMA = dict(head_dim=16, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=24, sliding_window=8)
+
+_GEMMA4 = dict(
+    head_dim=16, global_head_dim=24, sliding_window=8, hidden_activation="gelu_pytorch_tanh",
+    hidden_size_per_layer_input=0, num_experts=None, rms_norm_eps=1e-3,
+)  # fmt: skip
 
 
 def _long(pairs: int) -> dict[str, Any]:
@@ -217,6 +223,21 @@ _CASES = {
         rope_parameters={_F: dict(rope_type="default", rope_theta=1e5),
             _S: dict(rope_type="default", rope_theta=5e3)},
     ),
+    # gemma4: full layers with heads of another width, values without a matrix or of other layers
+    "gemma4-shared-kv": _hf(
+        "gemma4_text",
+        **_GEMMA4
+        | dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB, num_hidden_layers=6),
+        layer_types=[_S, _F, _S, _S, _F, _F], num_kv_shared_layers=3, use_double_wide_mlp=True,
+        final_logit_softcapping=4.0,
+    ),
+    "gemma4-experts": _hf(
+        "gemma4_text", **_GEMMA4 | dict(num_experts=6), enable_moe_block=True, top_k_experts=2,
+        moe_intermediate_size=24, attention_k_eq_v=True, num_global_key_value_heads=1, attention_bias=True,
+        layer_types=[_S, _F, _F], tie_word_embeddings=False,
+        rope_parameters={_F: dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=1e5),
+            _S: dict(rope_type="default", rope_theta=5e3)},
+    ),
     # phi3: fused matrices, rotary embedding of a part of each head, longrope
     "phi3-defaults": _hf("phi3", **_old(), num_key_value_heads=None, sliding_window=30),
     "phi3-longrope-beyond": _hf(
@@ -298,6 +319,8 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
             # States that forget at once leave outputs near 0, whose rounding errors the norm enlarges.
             return np.log(random.uniform(0.01, 1, shape))
         if name.endswith("linear_attn.norm.weight"):
+            return 1 + 0.2 * noise
+        if name.endswith(("layernorm_1.weight", "layernorm_2.weight", "scale", "layer_scalar")):
             return 1 + 0.2 * noise
         if name.endswith("norm.weight"):
             return 1 - config.norm_offset + 0.2 * noise

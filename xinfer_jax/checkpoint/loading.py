@@ -193,7 +193,7 @@ def _open_params(  # noqa: PLR0913  what a leaf depends on
 ) -> tuple[Params, Callable[[], Params]]:
     """Opens a directory's safetensors: the parameter tree as shapes, and a function that reads it."""
     tensors = open_tensors(path)
-    if config.layer_linear:
+    if config.layer_linear or config.layer_scalar:
         tensors = text_tensors(path, tensors)
     specs, tree = _named_specs(path, config, tensors)
     quantized: list[dict[str, TensorSpec]] = []  # of each leaf, its tensors if the files have it quantized
@@ -204,13 +204,13 @@ def _open_params(  # noqa: PLR0913  what a leaf depends on
         float_shapes = spec.tensor_shapes(tensors)
         expected |= found or {name: (shape, _FLOATS) for name, shape in float_shapes.items()}
     unused = {_TIED[1]} if config.tie_word_embeddings else set()
-    unused |= _empty_experts(config, tensors)
+    unused |= _empty_experts(config, tensors) | _unused_kv(config)
     for name in tensors:
         if name.endswith(_NOT_WEIGHTS) or quant_format and quant_format.is_unused(name, tensors):
             unused.add(name)
     _check_tensors(path, tensors, expected, unused)
     check_weights(specs, dtype, quant_format.method if quant_format else quantize, memory_fraction(mesh))
-    loader = LeafLoader(tensors, config, dtype, quantize, quant_format, mesh, rotations)
+    loader = LeafLoader(tensors, dtype, quantize, quant_format, mesh, rotations)
     structs = list(map(loader.struct, specs, quantized))
 
     def read() -> Params:
@@ -249,6 +249,13 @@ def _empty_experts(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> 
     if config.shared_expert_intermediate_size or not config.layer_linear:
         return set()
     return {name for name in tensors if ".mlp.shared_expert" in name}
+
+
+def _unused_kv(config: ModelConfig) -> set[str]:
+    """The tensors of keys and values of layers that use those of other layers: a checkpoint may have them."""
+    layers = range(config.num_cached_layers, config.num_hidden_layers)
+    parts = [f"{x}_{kind}" for x in "kv" for kind in ("proj.weight", "proj.bias", "norm.weight")]
+    return {f"model.layers.{layer}.self_attn.{part}" for layer in layers for part in parts}
 
 
 def _stored_name(spec: ParamSpec, config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> str:

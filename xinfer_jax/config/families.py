@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import InputError, format_value
-from . import hybrids
+from . import gemma4, hybrids
 from .rope import read_rope, read_rope_per_layer_type, rope_settings
 from .sparse_layers import read_experts, read_sparse_layers
 from .values import (
@@ -166,6 +166,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], _Family]] = {  # by model_type: defaul
     "olmo3": (_OLMO3_DEFAULTS, _olmo3),
     "gemma2": (_GEMMA2_DEFAULTS, _gemma2),
     "gemma3_text": (_GEMMA3_DEFAULTS, _gemma3_text),
+    "gemma4_text": (gemma4.DEFAULTS, gemma4.gemma4_text),
     "phi3": (_PHI3_DEFAULTS, _phi3),
     "bitnet": (_BITNET_DEFAULTS, _bitnet),
     "qwen3_next": (hybrids.DEFAULTS["qwen3_next"], hybrids.qwen3_next),

@@ -15,23 +15,31 @@ from ..weights.params import Params
 from ..weights.quantized_weights import is_quantized
 from .attention import select_kernel
 from .kernel_products import with_plain_derivative
-from .layers import activation, gated_mlp, linear
+from .layers import activation, gated_mlp, linear, rms_norm
 
 _TILE_ROWS = 64  # at most: more rows are no faster
 
 
 def mixture_of_experts(
-    x_BTD: jax.Array, layer: Params, config: ModelConfig, over: str | None = None, impl: str | None = None
+    x_BTD: jax.Array,
+    layer: Params,
+    config: ModelConfig,
+    over: str | None = None,
+    impl: str | None = None,
+    *,
+    routed_BTD: jax.Array | None = None,
 ) -> jax.Array:
     """Sparse feed-forward (Shazeer et al. 2017), with softmax before top-k as in Qwen's models.
 
     Args:
         x_BTD: hidden states after the norm.
-        layer: "router": {"weight": [X, D]}, "experts": the tree of a gated MLP with a first axis X; its
+        layer: "router": {"weight": [X, D]}, in Gemma 4 also "scale" [D] of its input and "per_expert_scale"
+            [X] of the chosen experts' weights; "experts": the tree of a gated MLP with a first axis X; its
             matrices may be quantized.
         config: num_experts_per_tok, norm_topk_prob and the activation.
         over: a mesh axis along which the experts are sharded; the devices' outputs are summed.
         impl: None, or one of `kernels_pallas.IMPLS`. The derivative of a kernel is that of "xla".
+        routed_BTD: the router's input before a norm with the weight scale / sqrt(D); None: x.
 
     Returns:
         [B, T, D] in the dtype of x.
@@ -40,13 +48,20 @@ def mixture_of_experts(
         InputError: the named impl does not support these arguments.
     """
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
-    score_MX = linear(x_MD, layer["router"], jnp.float32)
+    router = layer["router"]
+    routed_MD = x_MD
+    if routed_BTD is not None:
+        gain_D = router["scale"] * x_MD.shape[1] ** -0.5
+        routed_MD = rms_norm(routed_BTD.reshape(x_MD.shape), gain_D, config.rms_norm_eps)
+    score_MX = linear(routed_MD, router, jnp.float32)
     U = config.num_experts_per_tok
     if config.norm_topk_prob:  # softmax, divided by the sum of those that are chosen
         score_MU, expert_MU = lax.top_k(score_MX, U)
         weight_MU = jax.nn.softmax(score_MU, -1)
     else:
         weight_MU, expert_MU = lax.top_k(jax.nn.softmax(score_MX, -1), U)
+    if "per_expert_scale" in router:
+        weight_MU = weight_MU * router["per_expert_scale"][expert_MU]
     experts = layer["experts"]
     if over is not None:  # relative to the device's first expert
         expert_MU = expert_MU - lax.axis_index(over) * _num_local(experts)

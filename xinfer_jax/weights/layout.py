@@ -72,7 +72,8 @@ def _check_heads(config: ModelConfig, mesh: Any) -> None:
         "choose a number that does, or load the checkpoint by load_model(path, mesh=mesh), which repeats key"
         " heads for a multiple of them"
     )
-    check_divisible("kv_heads", config.num_key_value_heads, devices, remedy=remedy)
+    for layer in config.layers_with_kv:
+        check_divisible("kv_heads", config.kv_heads(layer), devices, remedy=remedy)
     if any(config.layer_linear):
         check_divisible("linear_num_key_heads", config.linear_num_key_heads, devices)
 

@@ -16,6 +16,8 @@ from .quantization import quantized_leaf, quantized_stack
 from .quantized_weights import METHODS, check_quantize_method
 
 AnyArray = jax.Array | np.ndarray  # jit takes both
+# Vectors that begin as ones, beside norms.
+_ONES = ("dt_bias", "linear_attn.norm.weight", "layernorm_1.weight", "layernorm_2.weight", "scale", "scalar")
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
@@ -42,7 +44,7 @@ def init_params(
     keys = jax.random.split(key, len(specs))
 
     def init(spec: ParamSpec, key: jax.Array) -> Any:
-        if spec.hf_name.endswith(("dt_bias", "linear_attn.norm.weight")):
+        if spec.hf_name.endswith(_ONES):
             return jnp.ones(spec.shape, dtype)
         if spec.hf_name.endswith("norm.weight"):
             return jnp.full(spec.shape, 1 - config.norm_offset, dtype)
@@ -91,7 +93,11 @@ def check_params(params: Any, config: Any) -> None:
 
 def check_quantize(config: ModelConfig, method: str | None) -> None:
     """Raises InputError where the model's matrices cannot be quantized by this method."""
-    if method and method not in METHODS and (config.num_experts or config.layer_linear):
+    if (
+        method
+        and method not in METHODS
+        and (config.num_experts or config.layer_linear or config.layer_scalar)
+    ):
         raise InputError(
             f"quantized weights ({method}) are not supported for model_type {config.model_type!r}: load a"
             f" float checkpoint with quantize={' or '.join(METHODS)}"
