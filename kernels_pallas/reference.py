@@ -133,7 +133,7 @@ def gated_experts(  # noqa: PLR0913
 
 
 def gated(gate, up, activation, limit: float | None = None) -> jax.Array:
-    """activation(gate) * up; with a limit c, as in gpt-oss, activation(min(gate, c)) (clip(up, -c, c) + 1)."""
+    """activation(gate) * up; with a limit c (gpt-oss): activation(min(gate, c)) * (clip(up, -c, c) + 1)."""
     if limit is None:
         return activation(gate) * up
     return activation(jnp.minimum(gate, limit)) * (jnp.clip(up, -limit, limit) + 1)
