@@ -41,7 +41,7 @@ PACKAGES = {
     ),
     "tools": (
         "marks", "reasoning", "json_scanner", "call_parser", "json_call", "xml_call", "tool_call_parser",
-        "descriptions", "tool_messages", "answer_parser", "call_grammar",
+        "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
     ),
     "grammar": (
         "grammars", "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "compiler", "matcher",
