@@ -14,7 +14,7 @@ _ROPE = dict(  # where config.json has none
 
 # Of config.json, as in transformers.
 DEFAULTS: dict[str, Any] = dict(
-    num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=150000.0,
+    num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=1.5e5,
     sliding_window=128, attention_bias=True, num_local_experts=128, num_experts_per_tok=4, swiglu_alpha=1.702,
     swiglu_limit=7.0,
 )  # fmt: skip

@@ -60,9 +60,9 @@ class ModelConfig:
         norm_topk_prob: the weights of a token's experts are normalized to sum to 1.
         shared_expert_intermediate_size: F of a gated expert that all tokens use; 0: none.
         experts_beside_mlp: layers with experts have an MLP too; their outputs, each after a norm, are added.
-        swiglu_limit: c: experts and their router have biases, and an expert's inner values are
-            min(gate, c) sigmoid(swiglu_alpha min(gate, c)) (clip(up, -c, c) + 1), as in gpt-oss; None: neither.
-        swiglu_alpha: the factor therein.
+        swiglu_limit: c: experts and their router have biases, and an expert computes down(g sigmoid(alpha g)
+            (clip(up, -c, c) + 1)) of g = min(gate, c), as in gpt-oss; None: neither.
+        swiglu_alpha: this alpha.
         attention_sinks: each query head has one more logit in the softmax, of no key.
         attn_output_gate: attention's output is multiplied by sigmoid of a gate, which q_proj has beside each
             query head.

@@ -29,8 +29,8 @@ def mixture_of_experts(
     *,
     routed_BTD: jax.Array | None = None,
 ) -> jax.Array:
-    """Sparse feed-forward (Shazeer et al. 2017), with softmax before top-k as in Qwen's models. Softmax of the
-    chosen scores alone, as in gpt-oss, is the same with normalized weights.
+    """Sparse feed-forward (Shazeer et al. 2017), with softmax before top-k as in Qwen's models. Softmax of
+    the chosen scores alone, as in gpt-oss, is the same with normalized weights.
 
     Args:
         x_BTD: hidden states after the norm.

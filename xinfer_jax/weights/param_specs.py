@@ -129,9 +129,7 @@ def _layer(config: ModelConfig, index: int) -> Params:
         config = dataclasses.replace(config, intermediate_size=2 * config.intermediate_size)
     if has_experts and config.experts_beside_mlp:
         return tree | _mlp(config, f"{prefix}.mlp") | _experts_beside_mlp(config, prefix)
-    feed_forward = _mlp
-    if has_experts:
-        feed_forward = _experts if config.swiglu_limit is None else _experts_with_biases
+    feed_forward = _experts if has_experts else _mlp
     return tree | feed_forward(config, f"{prefix}.mlp")
 
 
@@ -227,6 +225,8 @@ def _mlp(config: ModelConfig, prefix: str) -> Params:
 
 def _experts(config: ModelConfig, prefix: str) -> Params:
     """Checkpoints have a tensor for each expert, or stacked ones, as transformers 5 has in memory."""
+    if config.swiglu_limit is not None:
+        return _experts_with_biases(config, prefix)
     experts = config.num_experts
     d = config.hidden_size
     f = config.moe_intermediate_size
