@@ -1,13 +1,13 @@
-"""Draws small random checkpoints of hybrids (Qwen3-Next, Qwen3.5) and Gemma 4 and compares them with
-transformers.
+"""Draws small random checkpoints of hybrids (Qwen3-Next, Qwen3.5), Gemma 4 and gpt-oss, and compares them
+with transformers.
 
     python scripts/soak_hybrids.py --number=12 --seed=0
 
 Needs torch and transformers: `pip install -e '.[parity]'`. Of each configuration, drawn anew: logits, greedy
 tokens, cached against uncached, chunks against the whole, ragged batches of 8 against rows alone; every few
 configurations an engine (`==` alone and beside others, with preemption and prefix hits), int8 and int4
-weights against the dequantized matrices, and gradients of `score` in A_log or layer_scalar. Prints a JSON
-line for each. Exit code 1: something differs. Logits may differ by 1e-4, or by twenty times what one ulp of
+weights against the dequantized matrices, and gradients of `score` in A_log, layer_scalar or sinks. Prints a
+JSON line for each. Exit code 1: something differs. Logits may differ by 1e-4, or by twenty times what one ulp of
 the weights changes in transformers' own logits, if that is more: the norm of an output near 0 enlarges
 rounding errors.
 """
@@ -30,7 +30,9 @@ from xinfer_jax.weights.quantized_weights import dequantize, is_quantized
 NUMBER = flags.DEFINE_integer("number", 12, "Configurations.")
 SEED = flags.DEFINE_integer("seed", 0, "Of the draws.")
 FAMILIES = flags.DEFINE_list(
-    "families", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma4_text"], "Model types to draw from."
+    "families",
+    ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma4_text", "gpt_oss"],
+    "Model types to draw from.",
 )
 
 _TOLERANCE = 1e-4
@@ -42,6 +44,8 @@ def draw(random: np.random.RandomState) -> dict[str, Any]:
     family = random.choice(FAMILIES.value)
     if family == "gemma4_text":
         return draw_gemma4(random)
+    if family == "gpt_oss":
+        return draw_gpt_oss(random)
     keys = int(random.choice([1, 2, 3, 4]))
     layers = int(random.choice([1, 2, 4, 5]))
     names = {"qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe"}
@@ -132,6 +136,42 @@ def draw_gemma4(random: np.random.RandomState) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def draw_gpt_oss(random: np.random.RandomState) -> dict[str, Any]:
+    """The config.json of a random gpt-oss."""
+    layers = int(random.choice([1, 2, 3, 5]))
+    types = random.choice(["sliding_attention", "full_attention"], layers)
+    yarn = dict(
+        rope_type="yarn",
+        rope_theta=1.5e5,
+        factor=float(random.choice([2, 32])),
+        truncate=bool(random.choice([True, False])),
+        original_max_position_embeddings=int(random.choice([16, 64])),
+    )
+    experts = int(random.choice([1, 4, 6, 16]))
+    return dict(
+        architectures=["GptOssForCausalLM"],
+        model_type="gpt_oss",
+        vocab_size=96,
+        hidden_size=int(random.choice([36, 48, 60])),
+        intermediate_size=int(random.choice([20, 36])),
+        num_hidden_layers=layers,
+        layer_types=[str(kind) for kind in types] if random.rand() < 0.7 else None,
+        num_attention_heads=int(random.choice([4, 8])),
+        num_key_value_heads=int(random.choice([1, 2, 4])),
+        head_dim=int(random.choice([8, 16, 24])),
+        sliding_window=int(random.choice([1, 5, 16, 300])),
+        max_position_embeddings=512,
+        rms_norm_eps=float(random.choice([1e-3, 1e-5])),
+        rope_parameters=dict(rope_type="default", rope_theta=1e4) if random.rand() < 0.3 else yarn,
+        tie_word_embeddings=bool(random.choice([True, False])),
+        attention_bias=bool(random.choice([True, False])),
+        num_local_experts=experts,
+        num_experts_per_tok=min(experts, int(random.choice([1, 2, 4]))),
+        swiglu_limit=float(random.choice([0.5, 2, 7])),
+        swiglu_alpha=float(random.choice([0.7, 1.702])),
+    )
+
+
 def check_logits(
     cases: Any, hf: dict[str, Any], params: Any, tensors: dict, prompts: list
 ) -> dict[str, float]:
@@ -212,12 +252,11 @@ def check_quantized(config: Any, quantize: str) -> float:
 
 
 def check_gradient(params: Any, config: Any, prompt: list[int]) -> float:
-    """The relative difference of the slope of `score` in A_log or layer_scalar to a quotient; 0 without such
-    layers.
+    """The relative difference of the slope of `score` in A_log, layer_scalar or sinks to a quotient; 0
+    without such layers.
     """
-    found = [
-        (i, x) for i, layer in enumerate(params["layers"]) for x in ("A_log", "layer_scalar") if x in layer
-    ]
+    names = ("A_log", "layer_scalar", "sinks")
+    found = [(i, name) for i, layer in enumerate(params["layers"]) for name in names if name in layer]
     if not found:
         return 0.0
     (number, name) = found[0]

@@ -43,6 +43,7 @@ _FAMILIES = [
     "gemma2",
     "gemma3",
     "gemma4",
+    "gpt_oss",
     "phi3",
     "smollm3",
     "bitnet",

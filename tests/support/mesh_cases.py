@@ -63,6 +63,7 @@ FAMILIES = {
                 num_global_key_value_heads=2,
             ),
         ),
+        ("gpt_oss", "gpt-oss-published", {}),
         ("phi3", "phi3-defaults", {}),
         ("smollm3", "smollm3-explicit-nope", {}),
         ("bitnet", "bitnet-defaults", dict(hidden_size=64)),
@@ -97,10 +98,11 @@ def write_checkpoint(path: Path, hf: dict[str, Any], together: bool = False, **h
     """Writes a checkpoint; together: tensors that transformers fuses are fused in the file."""
     config = from_hf(hf)
     weights = random_tensors(config, 0)
-    if together:
+    if together or config.swiglu_limit is not None:
         weights = fuse_tensors(config, weights)
     for name in [name for name in weights if "{}" in name]:
         weights |= {name.format(i): one for i, one in enumerate(weights.pop(name))}
+    weights = {name: np.ascontiguousarray(x) for name, x in weights.items()}
     return tiny.write(path, hf, with_tokenizer=False, weights=weights, **how)
 
 
