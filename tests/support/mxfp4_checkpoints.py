@@ -8,6 +8,8 @@ from xinfer_jax.config.model_config import from_hf
 HF = cases.CASES["gpt-oss-published"].hf | dict(
     hidden_size=64,
     intermediate_size=96,
+    num_hidden_layers=2,
+    layer_types=["sliding_attention", "full_attention"],
     quantization_config=dict(
         quant_method="mxfp4",
         modules_to_not_convert=["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],

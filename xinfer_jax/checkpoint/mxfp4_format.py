@@ -130,7 +130,10 @@ class Mxfp4Tensor:
 
     def transposed(self, first: int, step: int) -> list[Mxfp4Matrix]:
         """As of `StoredTensor`."""
-        parts = ([x.view(i * x.shape[1], x.shape[1:]) for i in range(x.shape[0])] for x in (self.blocks, self.scales))
+        parts = (
+            [x.view(i * x.shape[1], x.shape[1:]) for i in range(x.shape[0])]
+            for x in (self.blocks, self.scales)
+        )
         return [Mxfp4Matrix(self.name, *pair, first, step) for pair in zip(*parts, strict=True)]
 
 

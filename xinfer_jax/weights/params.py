@@ -75,7 +75,6 @@ def check_weights(
     float_bits = 8 * jnp.dtype(dtype).itemsize
     matrix_bits = float_bits if quantize is None else 8 if quantize == "int8" else 4
 
-
     def bits_of(spec: ParamSpec) -> int:
         is_quantized = spec.is_quantizable and (quantize != "mxfp4" or spec.axes[0] == "experts")
         return math.prod(spec.shape) * (matrix_bits if is_quantized else float_bits)
