@@ -130,11 +130,11 @@ class Mxfp4Tensor:
 
     def transposed(self, first: int, step: int) -> list[Mxfp4Matrix]:
         """As of `StoredTensor`."""
-        parts = (
-            [x.view(i * x.shape[1], x.shape[1:]) for i in range(x.shape[0])]
-            for x in (self.blocks, self.scales)
-        )
-        return [Mxfp4Matrix(self.name, *pair, first, step) for pair in zip(*parts, strict=True)]
+        return [self._matrix(i, first, step) for i in range(self.shape[0])]
+
+    def _matrix(self, expert: int, first: int, step: int) -> Mxfp4Matrix:
+        (blocks, scales) = (x.view(expert * x.shape[1], x.shape[1:]) for x in (self.blocks, self.scales))
+        return Mxfp4Matrix(self.name, blocks, scales, first, step)
 
 
 def mxfp4_tensor(name: str, tensors: Mapping[str, StoredTensor]) -> Mxfp4Tensor:

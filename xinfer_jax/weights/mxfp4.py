@@ -9,6 +9,7 @@ way of float16 (its subnormal numbers need no subtraction), 3 with a table, 0.5 
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,7 @@ class Mxfp4Weight(ShortRepr):
 def mxfp4_struct(shape: tuple[int, ...]) -> Mxfp4Weight:
     """Returns the leaf of matrices [..., O, I] with `jax.ShapeDtypeStruct` instead of arrays."""
     (*experts, outputs, inputs) = shape
-    struct = jax.ShapeDtypeStruct
+    struct: Any = jax.ShapeDtypeStruct
     Q = inputs // GROUP
     return Mxfp4Weight(
         struct((*experts, Q, BYTES, outputs), np.uint8), struct((*experts, Q, outputs), np.uint8)
