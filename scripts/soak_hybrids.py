@@ -7,8 +7,8 @@ Needs torch and transformers: `pip install -e '.[parity]'`. Of each configuratio
 tokens, cached against uncached, chunks against the whole, ragged batches of 8 against rows alone; every few
 configurations an engine (`==` alone and beside others, with preemption and prefix hits), int8 and int4
 weights against the dequantized matrices, and gradients of `score` in A_log, layer_scalar or sinks. Prints a
-JSON line for each. Exit code 1: something differs. Logits may differ by 1e-4, or by twenty times what one ulp of
-the weights changes in transformers' own logits, if that is more: the norm of an output near 0 enlarges
+JSON line for each. Exit code 1: something differs. Logits may differ by 1e-4, or by twenty times what one ulp
+of the weights changes in transformers' own logits, if that is more: the norm of an output near 0 enlarges
 rounding errors.
 """
 

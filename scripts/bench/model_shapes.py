@@ -26,6 +26,7 @@ def _shape(
         "bitnet": "BitNetForCausalLM",
         "gemma3_text": "Gemma3ForCausalLM",
         "gemma4_text": "Gemma4ForCausalLM",
+        "gpt_oss": "GptOssForCausalLM",
         "qwen3_5_text": "Qwen3_5ForCausalLM",
         "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     }
@@ -85,6 +86,20 @@ def _gemma4(sizes: tuple[int, ...], context: int, window: int, **more: Any) -> d
         "gemma4_text", sizes, 1e-6, 1e6, context, True, hidden_activation="gelu_pytorch_tanh",
         sliding_window=window, final_logit_softcapping=30.0, **more,
     )  # fmt: skip
+
+
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    """A window of 128 tokens on every second layer; 4 experts are chosen."""
+    yarn = dict(
+        rope_type="yarn",
+        factor=32.0,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=False,
+        original_max_position_embeddings=4096,
+    )
+    sizes = (201088, 2880, 2880, layers, 64, 8, 64)
+    return _shape("gpt_oss", sizes, 1e-5, 1.5e5, 131072, False, num_local_experts=experts, rope_scaling=yarn)
 
 
 _FULL = dict(use_sliding_window=False)
@@ -155,6 +170,8 @@ SHAPES: dict[str, dict[str, Any]] = {  # V, D, F, L, N, K, H
         moe_intermediate_size=704,
     ),
     "gemma4-e4b": _gemma4((262144, 2560, 10240, 42, 8, 2, 256), 131072, 512, num_kv_shared_layers=18),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     # Three layers of linear attention, then one of full attention.
     "qwen3.5-0.8b": _qwen3_5((248320, 1024, 3584, 24, 8, 2, 256), True, 16),
     "qwen3.5-9b": _qwen3_5((248320, 4096, 12288, 32, 16, 4, 256), False, 32),

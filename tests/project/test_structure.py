@@ -22,7 +22,7 @@ pytestmark = pytest.mark.oldest
 # A module imports only modules that come before it. A new module is added here, after all that it imports.
 PACKAGES = {
     "": ("errors", "signing", "formatting", "checks", "memory", "host", "stats", "sharding"),
-    "config": ("values", "rope", "sparse_layers", "hybrids", "gemma4", "families", "model_config"),
+    "config": ("values", "rope", "sparse_layers", "hybrids", "gemma4", "gpt_oss", "families", "model_config"),
     "weights": (
         "cpu_features", "matmul", "ternary", "quantized_weights", "quantization", "quantized_matmul",
         "param_specs", "params", "layout", "hadamard",
