@@ -237,6 +237,24 @@ def bitnet_files() -> None:
             xj.load_model(path, mesh=mesh_of(2))
 
 
+def mxfp4_files() -> None:
+    """Each device has some of the experts, as the file has them, or dequantized and quantized anew."""
+    import mxfp4_checkpoints as files
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = tiny.write(Path(folder), files.HF, weights=files.tensors(), with_tokenizer=False)
+        call = xj.GenerateOptions(6, eos_token_ids=())
+        for how in ({}, dict(dequantize=True, quantize="int4")):
+            one, over = (xj.load_model(path, "float32", mesh=mesh, **how) for mesh in (None, mesh_of(2)))
+            found = [model.params["layers"][1]["experts"]["up"]["weight"].values for model in (one, over)]
+            np.testing.assert_array_equal(*found)
+            assert found[1].addressable_shards[1].data.shape == (4, *found[0].shape[1:])
+            if not how:
+                outs = [xj.generate(m.params, m.config, TOKENS.tolist(), call) for m in (one, over)]
+                assert outs[0].tokens == outs[1].tokens
+                assert_close(outs[1].logprobs, outs[0].logprobs, 1e-5)
+
+
 def _same_leaves(name: str, path: Path, quantize: str | None, devices: int, logits: bool = True) -> None:
     one = xj.load_model(path, "float32", quantize)
     try:
@@ -541,8 +559,9 @@ def experts() -> None:
 CALLS = {
     call.__name__: call
     for call in (
-        collectives_of_a_layer, collectives_of_sampling, formats, bitnet_files, an_engine, caches, gradients,
-        kernels, experts, another_layout, other_ways, odd_vocabulary, odd_formats, odd_tree_of_a_user,
+        collectives_of_a_layer, collectives_of_sampling, formats, bitnet_files, mxfp4_files, an_engine,
+        caches, gradients, kernels, experts, another_layout, other_ways, odd_vocabulary, odd_formats,
+        odd_tree_of_a_user,
     )
 }  # fmt: skip
 

@@ -87,7 +87,8 @@ class LeafPartition(NamedTuple):
     ) -> dict[str, Any]:
         """The slices of a quantized matrix's tensors for part i.
 
-        All of them have inputs first and outputs last, except a two-dimensional `.values`.
+        All of them have inputs first and outputs last, except a two-dimensional `.values`, and MXFP4's, which
+        have experts first.
         """
         found = {name: tensors[name] for name in names}
         if self.axis is None:
@@ -95,6 +96,7 @@ class LeafPartition(NamedTuple):
         for name, tensor in found.items():
             last = len(tensor.shape) - 1
             outputs_first = last == 0 or name.endswith(".values") and last == 1
+            outputs_first |= name.endswith(("_blocks", "_scales"))
             axis = (0, last)[self.axis] if outputs_first else (last, 0)[self.axis]
             has_only_inputs = name.endswith((".order", "g_idx"))
             has_only_outputs = last == 0 and not has_only_inputs

@@ -121,8 +121,35 @@ class StoredTensor:
         return out
 
 
+class RowsAsTensor:
+    """A matrix that is computed from stored rows, by `shape`, `type` and `self[rows]`."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        raise NotImplementedError
+
+    @property
+    def type(self) -> str:
+        return "F32"
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, DTYPES[self.type])
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        raise NotImplementedError
+
+    def read_into(self, out: np.ndarray, first: int = 0) -> None:
+        """As of `StoredTensor`."""
+        width = self.shape[1]
+        row = first // width
+        read = self[row : -(-(first + out.size) // width)].reshape(-1)
+        with np.errstate(over="ignore"):
+            np.copyto(out, read[first - row * width :][: out.size], casting="unsafe")
+
+
 @dataclasses.dataclass(frozen=True)
-class TransposedMatrix:
+class TransposedMatrix(RowsAsTensor):
     """A matrix that a file has with its inputs first, its outputs by turns with those of other matrices.
 
     Attributes:
@@ -143,22 +170,10 @@ class TransposedMatrix:
     def type(self) -> str:
         return self.stored.type
 
-    @property
-    def struct(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.shape, self.stored.struct.dtype)
-
     def __getitem__(self, rows: slice) -> np.ndarray:
         first, end, _ = rows.indices(self.shape[0])
         part = self.stored.slice_axis(1, first * self.step, max(0, end - first) * self.step)
         return np.ascontiguousarray(part[:][:, self.first :: self.step].T)
-
-    def read_into(self, out: np.ndarray, first: int = 0) -> None:
-        """As of `StoredTensor`."""
-        width = self.shape[1]
-        row = first // width
-        read = self[row : -(-(first + out.size) // width)].reshape(-1)
-        with np.errstate(over="ignore"):
-            np.copyto(out, read[first - row * width :][: out.size], casting="unsafe")
 
 
 @dataclasses.dataclass(frozen=True)

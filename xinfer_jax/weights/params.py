@@ -69,12 +69,17 @@ def check_weights(
     Args:
         specs: the tensors.
         dtype: of floating-point tensors.
-        quantize: None, "int8", or another method, which counts 4 bits a number.
+        quantize: None, "int8", or another method, which counts 4 bits a number; "mxfp4" only of experts.
         share: fraction of the tensors in this memory.
     """
     float_bits = 8 * jnp.dtype(dtype).itemsize
     matrix_bits = float_bits if quantize is None else 8 if quantize == "int8" else 4
-    bits = sum(math.prod(spec.shape) * (matrix_bits if spec.is_quantizable else float_bits) for spec in specs)
+
+    def bits_of(spec: ParamSpec) -> int:
+        is_quantized = spec.is_quantizable and (quantize != "mxfp4" or spec.axes[0] == "experts")
+        return math.prod(spec.shape) * (matrix_bits if is_quantized else float_bits)
+
+    bits = sum(map(bits_of, specs))
     check_memory(
         int(share * bits / 8), "the weights", "use a smaller dtype, quantize them, or use a smaller model"
     )
@@ -94,10 +99,12 @@ def check_params(params: Any, config: Any) -> None:
 
 def check_quantize(config: ModelConfig, method: str | None) -> None:
     """Raises InputError where the model's matrices cannot be quantized by this method."""
+    if method == "mxfp4" and config.swiglu_limit is not None:  # experts of gpt-oss
+        return
     if (
         method
         and method not in METHODS
-        and (config.num_experts or config.layer_linear or config.layer_scalar)
+        and (method == "mxfp4" or config.num_experts or config.layer_linear or config.layer_scalar)
     ):
         raise InputError(
             f"quantized weights ({method}) are not supported for model_type {config.model_type!r}: load a"
