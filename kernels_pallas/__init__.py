@@ -90,6 +90,7 @@ from .dispatch import (
     unavailable_reason,
 )
 from .key_layouts import BIAS_STRIDE, HeadNorms, KeyBias, Levels, SideBySide
+from .mxfp4 import Mxfp4
 
 __all__ = [
     "BIAS_STRIDE",
@@ -98,6 +99,7 @@ __all__ = [
     "HeadNorms",
     "KeyBias",
     "Levels",
+    "Mxfp4",
     "Selection",
     "SideBySide",
     "assume_device",
