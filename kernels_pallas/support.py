@@ -116,6 +116,8 @@ def _unsupported_experts(x: Any, gate: Any, *others: Any) -> str | None:
         return reason
     if x.dtype == "float16":
         return "dtype float16"
+    if len(others) > 2:
+        return "experts with biases"
     _, features, width = gate.shape
     is_large = features * width * gate.dtype.itemsize > _TPU_COPY_BYTES
     return f"experts of {features} features, not a multiple of 128" if is_large and features % 128 else None

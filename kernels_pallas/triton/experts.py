@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ..dispatch import result_type
+from ..reference import gated
 from .parts import dot, tile_size
 
 
@@ -38,9 +39,10 @@ def gated_experts(  # noqa: PLR0913
     gate_XFD,
     up_XFD,
     down_XDF,
-    *,
+    *biases,
     activation: Callable[[jax.Array], jax.Array],
     num_experts: int | None = None,
+    limit: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """The weighted sum of the gated MLPs that each token chose: Σ weight · down(activation(gate(x)) * up(x)).
@@ -52,9 +54,11 @@ def gated_experts(  # noqa: PLR0913
         weight_MU: the weight of each choice.
         expert_MU: its expert. Choices of experts outside 0 … X - 1 cost nothing and count as zeros.
         gate_XFD, up_XFD, down_XDF: the matrices of the experts.
+        biases: none, or theirs, in their dtype: [X, F], [X, F] and [X, D].
         activation: an elementwise function of float32 arrays that Pallas can lower.
         num_experts: experts that a token chooses from, X or more where other devices have the others. It
             affects the sizes of tiles.
+        limit: None, or that of `reference.gated`.
         interpret: run on any device, slowly, by Pallas's interpreter.
 
     Returns:
@@ -71,15 +75,15 @@ def gated_experts(  # noqa: PLR0913
     outputs = math.gcd(F, sizes.gate_outputs)
     params = pltriton.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages)
     inner_CF = pl.pallas_call(
-        partial(_gate_up_kernel, sizes=sizes, U=U, outputs=outputs, activation=activation),
+        partial(_gate_up_kernel, sizes=sizes, U=U, outputs=outputs, activation=activation, limit=limit),
         grid=(tiles, F // outputs),  # tiles of one expert run side by side, so that they share its weights
-        in_specs=[whole] * 5,
+        in_specs=[whole] * (5 + len(biases[:2])),
         out_specs=whole,
         out_shape=result_type((C, F), x_MD.dtype, x_MD, key_C, gate_XFD, up_XFD),
         compiler_params=params,
         interpret=interpret,
         name="experts_gate_up",
-    )(start_X1, key_C, x_MD, gate_XFD, up_XFD)
+    )(start_X1, key_C, x_MD, gate_XFD, up_XFD, *biases[:2])
     outputs = math.gcd(D, sizes.down_outputs)
     out_CD = pl.pallas_call(
         partial(_down_kernel, sizes=sizes, outputs=outputs),
@@ -91,7 +95,10 @@ def gated_experts(  # noqa: PLR0913
         interpret=interpret,
         name="experts_down",
     )(start_X1, key_C, inner_CF, down_XDF)
-    weighted_MUD = weight_MU[..., None] * out_CD.reshape(M, U, D).astype(jnp.float32)
+    out_MUD = out_CD.reshape(M, U, D).astype(jnp.float32)
+    if biases:
+        out_MUD += biases[2][jnp.clip(expert_MU, 0, X - 1)]
+    weighted_MUD = weight_MU[..., None] * out_MUD
     here_MU = (expert_MU >= 0) & (expert_MU < X)
     return jnp.where(here_MU[..., None], weighted_MUD, 0).sum(1)  # rows of other choices were never written
 
@@ -136,8 +143,8 @@ def _find_tile(start_ref, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     return found(expert_X), found(first_X + tile_X * rows), found(stop_X)
 
 
-def _gate_up_kernel(*refs, sizes: _Sizes, U: int, outputs: int, activation: Callable):
-    start_ref, key_ref, x_ref, gate_ref, up_ref, inner_ref = refs
+def _gate_up_kernel(*refs, sizes: _Sizes, U: int, outputs: int, activation: Callable, limit: float | None):
+    start_ref, key_ref, x_ref, gate_ref, up_ref, *bias_refs, inner_ref = refs
     expert, first, stop = _find_tile(start_ref, sizes.rows)
     column = pl.program_id(1) * outputs
 
@@ -148,7 +155,11 @@ def _gate_up_kernel(*refs, sizes: _Sizes, U: int, outputs: int, activation: Call
         token_R = lax.div(lax.rem(key_R, key_ref.shape[0]), U)
         at = expert, pl.ds(column, outputs)
         gate_RF, up_RF = _products(x_ref, token_R, (gate_ref, up_ref), at, sizes.width)
-        inner_RF = (activation(gate_RF) * up_RF).astype(inner_ref.dtype)
+        if bias_refs:
+            of_gate_F, of_up_F = (pltriton.load(ref.at[at]).astype(jnp.float32) for ref in bias_refs)
+            gate_RF += of_gate_F[None]
+            up_RF += of_up_F[None]
+        inner_RF = gated(gate_RF, up_RF, activation, limit).astype(inner_ref.dtype)
         at = _outer(row_R, column + jnp.arange(outputs))
         pltriton.store(inner_ref.at[at], inner_RF, mask=(row_R < stop)[:, None])
 

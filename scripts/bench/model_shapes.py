@@ -89,7 +89,9 @@ def _gemma4(sizes: tuple[int, ...], context: int, window: int, **more: Any) -> d
 
 
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
-    """A window of 128 tokens on every second layer; 4 experts are chosen."""
+    """A window of 128 tokens on every second layer; 4 experts are chosen, whose matrices are in MXFP4:
+    --weights=mxfp4.
+    """
     yarn = dict(
         rope_type="yarn",
         factor=32.0,

@@ -127,6 +127,13 @@ def _expert_cases() -> Iterator[KernelCase]:
         choices = SD((tokens, 8), jnp.float32), SD((tokens, 8), jnp.int32)
         shapes = SD((tokens, 2048), dtype), *choices, gate, gate, SD((128, 2048, 768), dtype)
         yield KernelCase(f"triton gated_experts {tokens} tokens {dtype}", "triton", run, shapes)
+    biases = SD((32, 2880), "bfloat16"), SD((32, 2880), "bfloat16"), SD((32, 2880), "bfloat16")
+    matrices = (SD((32, 2880, 2880), "bfloat16"),) * 3
+    for tokens in (8, 1024):
+        choices = SD((tokens, 4), jnp.float32), SD((tokens, 4), jnp.int32)
+        shapes = SD((tokens, 2880), "bfloat16"), *choices, *matrices, *biases
+        name = f"triton gated_experts {tokens} tokens biases"
+        yield KernelCase(name, "triton", partial(run, limit=7.0), shapes)
 
 
 def _product_cases() -> Iterator[KernelCase]:

@@ -25,11 +25,12 @@ from xinfer_jax.config.model_config import ModelConfig
 from xinfer_jax.model.decoder_layer import layer_kinds
 from xinfer_jax.sharding import MODEL
 from xinfer_jax.weights.layout import check_mesh
+from xinfer_jax.weights.mxfp4 import mxfp4_struct
 from xinfer_jax.weights.params import Params, ParamSpec, check_quantize, param_specs, tree_bytes
 from xinfer_jax.weights.quantization import group_size_for_shards, quantized_struct
 from xinfer_jax.weights.quantized_weights import METHODS, device_form
 
-WEIGHTS = ("float32", "bfloat16", *METHODS)
+WEIGHTS = ("float32", "bfloat16", *METHODS, "mxfp4")  # mxfp4: experts; the rest is bfloat16
 MOST_DEVICES = 128
 
 
@@ -117,7 +118,7 @@ def valid_mesh_sizes(job: Job) -> list[int]:
 @functools.lru_cache
 def device_weights(job: Job, n: int) -> Params:
     """Shapes and dtypes of the parameters on each of n devices, as `load_model` creates them."""
-    quantize = job.weights if job.weights in METHODS else None
+    quantize = None if job.weights in ("float32", "bfloat16") else job.weights
     check_quantize(job.config, quantize)
 
     def struct(spec: ParamSpec) -> Any:
@@ -125,6 +126,8 @@ def device_weights(job: Job, n: int) -> Params:
         shape = partition.part_spec(spec).shape
         if not quantize or not spec.is_quantizable:
             return jax.ShapeDtypeStruct(shape, job.dtype)
+        if quantize == "mxfp4":
+            return mxfp4_struct(shape) if len(shape) > 2 else jax.ShapeDtypeStruct(shape, job.dtype)
         group = group_size_for_shards(spec.shape, spec.hf_name, quantize, n if partition.axis == 1 else 1)
         return device_form(quantized_struct(shape, spec.hf_name, quantize, group))
 

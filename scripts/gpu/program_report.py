@@ -29,6 +29,7 @@ from programs import (
 from xinfer_jax.cache.kv_cache import empty_layers
 from xinfer_jax.cache.paged import PAGE_SIZE, empty_pools
 from xinfer_jax.cache.quantized_kv import vector_bytes
+from xinfer_jax.cache.recurrent import state_bytes
 from xinfer_jax.engine.pages import num_pages_for
 from xinfer_jax.weights.params import tree_bytes
 
@@ -112,8 +113,8 @@ def num_pages(job: ProgramJob) -> int:
 
 
 def least_bytes(job: ProgramJob, program: str) -> dict[str, float]:
-    """Bytes that a step or call has to move: weights (of experts those chosen), valid keys and values, and
-    the logits written once and read once.
+    """Bytes that a step or call has to move: weights (of experts those chosen), valid keys and values,
+    recurrent states read and written, and the logits written once and read once.
     """
     config = job.config
     rows = 1 if program == "engine_prefill" else job.rows
@@ -135,7 +136,8 @@ def least_bytes(job: ProgramJob, program: str) -> dict[str, float]:
         for layer in config.attention_layers
     )  # fmt: skip
     positions = rows * (tokens if program in LOOPS else 1)
-    return {"weights": weights, "keys and values": keys, "logits": 2 * 4 * positions * config.vocab_size}
+    least = {"weights": weights, "keys and values": keys, "logits": 2 * 4 * positions * config.vocab_size}
+    return least | ({"states": 2 * rows * state_bytes(config)} if any(config.layer_linear) else {})
 
 
 def report(  # noqa: PLR0913

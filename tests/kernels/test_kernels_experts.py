@@ -67,6 +67,18 @@ def test_kernels_equal_their_reference(name):
     np.testing.assert_allclose(got, want, atol=limit * max(np.abs(want).max(), 1e-9))
 
 
+def test_biases_and_a_limit():
+    args = case(jnp.float32, distinct(9, 2, 2 * X) - X)
+    biases = [0.5 * jax.random.normal(jax.random.key(i), (X, n)) for i, n in enumerate((F, F, D))]
+    got, want = (run(*args, *biases, activation=jax.nn.silu, limit=0.7) for run in (
+        partial(triton.gated_experts, interpret=True), reference.gated_experts
+    ))  # fmt: skip
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+    assert np.abs(want - by_reference(*args)).max() > 0.1
+    with pytest.raises(ValueError, match="does not support gated_experts here: experts with biases"):
+        kernels_pallas.select("gated_experts", "interpret_tpu", args[0], *args[3:], *biases)
+
+
 @pytest.mark.full
 def test_the_tpu_kernel_of_few_tokens_and_experts_of_other_devices():
     args = case(jnp.bfloat16, distinct(9, 2, 2 * X) - X)
@@ -131,9 +143,16 @@ def test_layer_on_a_tpu_equals_that_of_xla():
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("hidden_act", full_except(("silu",), ["silu", "gelu_pytorch_tanh", "relu2"]))
-def test_layer_and_its_gradient_equal_those_of_xla(hidden_act):
-    config, layer, x_BTD = layer_of(hidden_act=hidden_act)
+@pytest.mark.parametrize(
+    "changes",
+    full_except(
+        (dict(hidden_act="silu"), dict(swiglu_limit=1.0, swiglu_alpha=1.7)),
+        [dict(hidden_act="silu"), dict(hidden_act="gelu_pytorch_tanh"), dict(hidden_act="relu2"),
+            dict(swiglu_limit=1.0, swiglu_alpha=1.7)],
+    ),
+)  # fmt: skip
+def test_layer_and_its_gradient_equal_those_of_xla(changes):
+    config, layer, x_BTD = layer_of(**changes)
 
     def loss(x_BTD, layer, impl):
         out_BTD = mixture_of_experts(x_BTD, layer, config, impl=impl)

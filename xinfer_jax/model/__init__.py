@@ -44,7 +44,6 @@ or straight from hidden states).
   a layer returns its keys and values for them.
 - A sink (gpt-oss) is the first score of the online softmax: it sets the largest score so far, and a sum of 1
   without values. So every cache has it, and kernels take it in the same way.
-- Experts with biases (gpt-oss) have no kernel: their products, clamped values and biases are XLA's.
 - A soft prompt enters as `inputs_BTD` in place of embeddings. Positions, lengths and shapes stay those of the
   tokens.
 - Over a mesh (`sharding`) a layer is one `jax.shard_map` over its axis "model". Each device has some of the

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import kernels_pallas
+from kernels_pallas.reference import gated
 
 from ..config.model_config import ModelConfig
 from ..weights.params import Params
@@ -76,8 +77,7 @@ def mixture_of_experts(
 def select_experts(impl: str | None, x_MD: Any, experts: Params) -> kernels_pallas.Selection:
     """The implementation for these tokens and experts; raises as `select_kernel`."""
     obstacle = "quantized experts" if is_quantized(experts["gate"]["weight"]) else None
-    obstacle = "experts with biases" if "bias" in experts["gate"] else obstacle
-    args = () if obstacle else _matrices(experts)
+    args = () if obstacle else _arrays(experts)
     return select_kernel("gated_experts", impl, x_MD, *args, obstacle=obstacle)
 
 
@@ -86,9 +86,12 @@ def _expert(x_MD: jax.Array, tree: Params, config: ModelConfig) -> jax.Array:
     if (limit := config.swiglu_limit) is None:
         return gated_mlp(x_MD, tree, config).astype(jnp.float32)
     gate_MF, up_MF = products(x_MD, [tree["gate"], tree["up"]])
-    gate_MF = jnp.minimum(gate_MF, limit)
-    inner_MF = gate_MF * jax.nn.sigmoid(config.swiglu_alpha * gate_MF) * (jnp.clip(up_MF, -limit, limit) + 1)
+    inner_MF = gated(gate_MF, up_MF, partial(_swish, config.swiglu_alpha), limit)
     return linear(inner_MF, tree["down"], jnp.float32)
+
+
+def _swish(alpha: float, x: jax.Array) -> jax.Array:
+    return x * jax.nn.sigmoid(alpha * x)
 
 
 def _num_local(experts: Params) -> int:
@@ -96,8 +99,10 @@ def _num_local(experts: Params) -> int:
     return len(jax.tree.leaves(experts)[0])
 
 
-def _matrices(experts: Params) -> list[jax.Array]:
-    return [experts[name]["weight"] for name in ("gate", "up", "down")]
+def _arrays(experts: Params) -> list[jax.Array]:
+    """The matrices of gate, up and down, then their biases if there are any."""
+    leaves = [experts[name] for name in ("gate", "up", "down")]
+    return [leaf[kind] for kind in ("weight", "bias") for leaf in leaves if kind in leaf]
 
 
 def _mix(impl: str, platform: str | None, config: ModelConfig, *arrays: Any) -> jax.Array:
@@ -126,8 +131,10 @@ def _mix(impl: str, platform: str | None, config: ModelConfig, *arrays: Any) -> 
 
 
 def _by_kernel(x_MD, weight_MU, expert_MU, experts: Params, impl: str, config: ModelConfig) -> jax.Array:
-    args = (x_MD, weight_MU, expert_MU, *_matrices(experts))
-    of_model = dict(activation=activation(config), num_experts=config.num_experts)
+    args = (x_MD, weight_MU, expert_MU, *_arrays(experts))
+    of_model: dict[str, Any] = dict(activation=activation(config), num_experts=config.num_experts)
+    if config.swiglu_limit is not None:
+        of_model |= dict(activation=partial(_swish, config.swiglu_alpha), limit=config.swiglu_limit)
     return kernels_pallas.run_kernel(impl, "gated_experts", *args, **of_model)
 
 
