@@ -8,7 +8,7 @@ one expert. The number of tiles is static, an upper bound; tiles beyond the last
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +79,7 @@ def gated_experts(  # noqa: PLR0913
         x_MD = even_inputs_first(x_MD)
     args = (start_X1, key_C, x_MD, gate_XFD, up_XFD, *biases[:2])
     outputs = math.gcd(F, sizes.gate_outputs)
-    options = dict(sizes=sizes, interpret=interpret)
+    options: dict[str, Any] = dict(sizes=sizes, interpret=interpret)
     params = pltriton.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages)
     inner_CF = pl.pallas_call(
         partial(_gate_up_kernel, U=U, outputs=outputs, activation=activation, limit=limit, **options),
