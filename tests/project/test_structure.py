@@ -24,7 +24,7 @@ PACKAGES = {
     "": ("errors", "signing", "formatting", "checks", "memory", "host", "stats", "sharding"),
     "config": ("values", "rope", "sparse_layers", "hybrids", "gemma4", "gpt_oss", "families", "model_config"),
     "weights": (
-        "cpu_features", "matmul", "ternary", "quantized_weights", "quantization", "quantized_matmul",
+        "cpu_features", "matmul", "ternary", "mxfp4", "quantized_weights", "quantization", "quantized_matmul",
         "param_specs", "params", "layout", "hadamard",
     ),
     "cache": (
@@ -56,7 +56,8 @@ PACKAGES = {
     "checkpoint": (
         "files", "template_budget", "chat_template", "template_tools", "token_coverage", "tokenizer",
         "escaping", "conversation", "tool_choice", "detokenizer", "stop_strings", "answer_detokenizer",
-        "tensors", "text_tensors", "own_format", "awq_gptq_format", "bitnet_format", "quantized_formats",
+        "tensors", "text_tensors", "own_format", "awq_gptq_format", "bitnet_format", "mxfp4_format",
+        "quantized_formats",
         "sharded_leaves", "leaf_loader", "loading",
     ),
     "text": (),
