@@ -1,5 +1,5 @@
-"""Compares the speed of two shapes with random weights, in interleaved pairs of calls of one row; and the cost
-per token of the first by position.
+"""Compares two shapes with random weights in interleaved pairs of calls of one row, and measures what a token
+of the first costs by position.
 
     python scripts/bench_pairs.py --config=qwen3.5-0.8b --against=qwen3-as-0.8b
     python scripts/bench_pairs.py --config=qwen3.5-0.8b --curve_lengths=1024,2048,4096,8192,16384,32768
