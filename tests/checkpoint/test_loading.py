@@ -15,6 +15,7 @@ import tiny
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import open_checkpoint
+from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.weights.params import param_specs
 
 LLAMA = tiny.UNTIED | dict(model_type="llama", architectures=["LlamaForCausalLM"], num_hidden_layers=1)
@@ -180,41 +181,38 @@ LARGE = dict(
     num_key_value_heads=4, max_position_embeddings=512, rms_norm_eps=1e-6, rope_theta=1e4,
     tie_word_embeddings=True,
 )  # fmt: skip
+EXPERTS = LARGE | dict(
+    model_type="qwen3_5_moe_text", num_hidden_layers=4, num_experts=8, num_experts_per_tok=2,
+    moe_intermediate_size=512, shared_expert_intermediate_size=0, head_dim=64, linear_num_value_heads=16,
+)  # fmt: skip
 LOAD = """
-import pathlib, sys
+import sys
 import xinfer_jax as xj
-large, small, dtype = sys.argv[1:]
-xj.load_model(small, dtype=dtype)  # starts the backend, which counts as the interpreter
+large, small, dtype, *quantize = sys.argv[1:]
+xj.load_model(small, dtype, *quantize)  # starts the backend, which counts as the interpreter
 print("ready", flush=True)
 sys.stdin.readline()
-model = xj.load_model(large, dtype=dtype)
+model = xj.load_model(large, dtype, *quantize)
 print(model.load_stats.weight_bytes, flush=True)
 sys.stdin.readline()
 """
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory):
-    """About 190 MB of bfloat16."""
+def _write_large(path, hf):
+    """About 200 MB of bfloat16 in two shards; experts are stacked."""
     random = np.random.default_rng(0)
+    specs = jax.tree.leaves(param_specs(from_hf(hf)))
+    stacked = {spec.fused_name for spec in specs}
+    shapes = {}
+    for spec in specs:
+        shapes |= spec.tensor_shapes(stacked)
 
     def bits(shape):
         # Finite: the exponent is not all ones.
         return (random.integers(0, 2**16, shape, np.uint16) & 0xBDFF).view(ml_dtypes.bfloat16)
 
-    weights = {name: bits(tensor.shape) for name, tensor in _shapes(LARGE).items()}
-    return tiny.write(
-        tmp_path_factory.mktemp("large"), LARGE, weights=weights, shards=2, with_tokenizer=False
-    )
-
-
-def _shapes(hf):
-    from xinfer_jax.config.model_config import from_hf
-
-    return {
-        s.hf_name: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16)
-        for s in jax.tree.leaves(param_specs(from_hf(hf)))
-    }
+    weights = {name: bits(shape) for name, shape in shapes.items()}
+    return tiny.write(path, hf, weights=weights, shards=2, with_tokenizer=False)
 
 
 def _resident(pid):
@@ -224,11 +222,15 @@ def _resident(pid):
 
 @pytest.mark.full
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="VmRSS is Linux's")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_peak_memory_of_loading_is_that_of_the_weights(checkpoint, large, dtype):
+@pytest.mark.parametrize(
+    "hf, how, least",
+    [(LARGE, ["float32"], 360e6), (LARGE, ["bfloat16"], 180e6), (EXPERTS, ["float32", "int4"], 60e6)],
+    ids=["float32", "bfloat16", "experts-int4"],
+)
+def test_peak_memory_of_loading_is_that_of_the_weights(checkpoint, tmp_path, hf, how, least):
     """Peak of resident memory, above that of an interpreter that has loaded a tiny model."""
     child = subprocess.Popen(
-        [sys.executable, "-c", LOAD, large, checkpoint(), dtype],
+        [sys.executable, "-c", LOAD, _write_large(tmp_path, hf), checkpoint(), *how],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -258,9 +260,9 @@ def test_peak_memory_of_loading_is_that_of_the_weights(checkpoint, large, dtype)
         child.kill()
         child.wait()
     weights = int(reply)
-    assert weights > 180e6 * (2 if dtype == "float32" else 1)
+    assert weights > least
     print(
-        f"{dtype}: weights {weights / 2**20:.0f} MiB, peak {(peak - before) / 2**20:.0f} MiB above the"
+        f"{how}: weights {weights / 2**20:.0f} MiB, peak {(peak - before) / 2**20:.0f} MiB above the"
         " interpreter"
     )
     # The lower bound shows that the sampler saw the peak; a busy system may reclaim some interpreter memory.
