@@ -130,7 +130,8 @@ def select(kernel: str, impl: str | None, *args: Any, obstacle: str | None = Non
         impl: one of `IMPLS`; None: the one for the device of this process, or "xla" where it does not
             support the call.
         args: the kernel's first arrays (or anything with shape and dtype): q, k, v and perhaps `KeyBias`; x;
-            x and the weight; x and the experts' matrices; q and the caches. `SideBySide` is k, and v is None.
+            x and the weight; x, the experts' matrices and perhaps their biases; q and the caches.
+            `SideBySide` is k, and v is None.
         obstacle: why no kernel supports the call, if the caller knows a reason.
 
     Raises:

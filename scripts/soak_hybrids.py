@@ -1,13 +1,15 @@
-"""Draws small random hybrid checkpoints (Qwen3-Next, Qwen3.5) and compares them with transformers.
+"""Draws small random checkpoints of hybrids (Qwen3-Next, Qwen3.5), Gemma 4 and gpt-oss, and compares them
+with transformers.
 
     python scripts/soak_hybrids.py --number=12 --seed=0
 
 Needs torch and transformers: `pip install -e '.[parity]'`. Of each configuration, drawn anew: logits, greedy
 tokens, cached against uncached, chunks against the whole, ragged batches of 8 against rows alone; every few
 configurations an engine (`==` alone and beside others, with preemption and prefix hits), int8 and int4
-weights against the dequantized matrices, and gradients of `score` in A_log. Prints a JSON line for each.
-Exit code 1: something differs. Logits may differ by 1e-4, or by twenty times what one ulp of the weights
-changes in transformers' own logits, if that is more: the norm of an output near 0 enlarges rounding errors.
+weights against the dequantized matrices, and gradients of `score` in A_log, layer_scalar or sinks. Prints a
+JSON line for each. Exit code 1: something differs. Logits may differ by 1e-4, or by twenty times what one ulp
+of the weights changes in transformers' own logits, if that is more: the norm of an output near 0 enlarges
+rounding errors.
 """
 
 from launcher import start
@@ -27,14 +29,23 @@ from xinfer_jax.weights.quantized_weights import dequantize, is_quantized
 
 NUMBER = flags.DEFINE_integer("number", 12, "Configurations.")
 SEED = flags.DEFINE_integer("seed", 0, "Of the draws.")
+FAMILIES = flags.DEFINE_list(
+    "families",
+    ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma4_text", "gpt_oss"],
+    "Model types to draw from.",
+)
 
 _TOLERANCE = 1e-4
 _FORWARD = jax.jit(xj.forward, static_argnames="config")
 
 
 def draw(random: np.random.RandomState) -> dict[str, Any]:
-    """The config.json of a random hybrid."""
-    family = random.choice(["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+    """The config.json of a random checkpoint of one of the families."""
+    family = random.choice(FAMILIES.value)
+    if family == "gemma4_text":
+        return draw_gemma4(random)
+    if family == "gpt_oss":
+        return draw_gpt_oss(random)
     keys = int(random.choice([1, 2, 3, 4]))
     layers = int(random.choice([1, 2, 4, 5]))
     names = {"qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5", "qwen3_5_moe_text": "Qwen3_5Moe"}
@@ -76,6 +87,89 @@ def draw(random: np.random.RandomState) -> dict[str, Any]:
             norm_topk_prob=bool(random.choice([True, False])),
         )
     return hf
+
+
+def draw_gemma4(random: np.random.RandomState) -> dict[str, Any]:
+    """The config.json of a random Gemma 4."""
+    layers = int(random.choice([3, 5, 6]))
+    types = ["sliding_attention", "full_attention"]
+    drawn = [*random.permutation(types), *random.choice(types, layers - 3), "full_attention"]
+    experts = bool(random.rand() < 0.5)
+    inputs = int(random.choice([0, 6, 8]))
+    # transformers 5.24 has no model with shared keys and without inputs of layers.
+    shared = int(random.randint(layers - 1)) if inputs else 0
+    return dict(
+        architectures=["Gemma4ForCausalLM"],
+        model_type="gemma4_text",
+        vocab_size=96,
+        hidden_size=int(random.choice([36, 48, 60])),
+        intermediate_size=int(random.choice([40, 56])),
+        num_hidden_layers=layers,
+        layer_types=[str(kind) for kind in drawn],
+        num_attention_heads=4,
+        num_key_value_heads=int(random.choice([1, 2, 4])),
+        num_global_key_value_heads=random.choice([None, 1, 2]),
+        head_dim=int(random.choice([8, 16, 24])),
+        global_head_dim=int(random.choice([8, 16, 32])),
+        sliding_window=int(random.choice([5, 16, 300])),
+        max_position_embeddings=512,
+        rms_norm_eps=float(random.choice([1e-3, 1e-5])),
+        rope_parameters=dict(
+            full_attention=dict(
+                rope_type="proportional", rope_theta=1e5, factor=float(random.choice([1, 2])),
+                partial_rotary_factor=float(random.choice([0.1, 0.25, 0.5, 1])),
+            ),
+            sliding_attention=dict(rope_type="default", rope_theta=1e4),
+        ),
+        final_logit_softcapping=random.choice([None, 10.0]),
+        tie_word_embeddings=bool(random.choice([True, False])),
+        attention_bias=bool(random.choice([True, False])),
+        attention_k_eq_v=bool(random.choice([True, False])),
+        num_kv_shared_layers=shared,
+        use_double_wide_mlp=bool(random.choice([True, False])),
+        hidden_size_per_layer_input=inputs,
+        vocab_size_per_layer_input=96,
+        enable_moe_block=experts,
+        num_experts=6 if experts else None,
+        top_k_experts=int(random.choice([1, 2, 6])) if experts else None,
+        moe_intermediate_size=int(random.choice([12, 20])) if experts else None,
+    )  # fmt: skip
+
+
+def draw_gpt_oss(random: np.random.RandomState) -> dict[str, Any]:
+    """The config.json of a random gpt-oss."""
+    layers = int(random.choice([1, 2, 3, 5]))
+    types = random.choice(["sliding_attention", "full_attention"], layers)
+    yarn = dict(
+        rope_type="yarn",
+        rope_theta=1.5e5,
+        factor=float(random.choice([2, 32])),
+        truncate=bool(random.choice([True, False])),
+        original_max_position_embeddings=int(random.choice([16, 64])),
+    )
+    experts = int(random.choice([1, 4, 6, 16]))
+    return dict(
+        architectures=["GptOssForCausalLM"],
+        model_type="gpt_oss",
+        vocab_size=96,
+        hidden_size=int(random.choice([36, 48, 60])),
+        intermediate_size=int(random.choice([20, 36])),
+        num_hidden_layers=layers,
+        layer_types=[str(kind) for kind in types] if random.rand() < 0.7 else None,
+        num_attention_heads=int(random.choice([4, 8])),
+        num_key_value_heads=int(random.choice([1, 2, 4])),
+        head_dim=int(random.choice([8, 16, 24])),
+        sliding_window=int(random.choice([1, 5, 16, 300])),
+        max_position_embeddings=512,
+        rms_norm_eps=float(random.choice([1e-3, 1e-5])),
+        rope_parameters=dict(rope_type="default", rope_theta=1e4) if random.rand() < 0.3 else yarn,
+        tie_word_embeddings=bool(random.choice([True, False])),
+        attention_bias=bool(random.choice([True, False])),
+        num_local_experts=experts,
+        num_experts_per_tok=min(experts, int(random.choice([1, 2, 4]))),
+        swiglu_limit=float(random.choice([0.5, 2, 7])),
+        swiglu_alpha=float(random.choice([0.7, 1.702])),
+    )
 
 
 def check_logits(
@@ -158,19 +252,23 @@ def check_quantized(config: Any, quantize: str) -> float:
 
 
 def check_gradient(params: Any, config: Any, prompt: list[int]) -> float:
-    """The relative difference of the slope of `score` in A_log to a quotient; 0 without such layers."""
-    linear = [i for i in range(config.num_hidden_layers) if config.is_linear(i)]
-    if not linear:
+    """The relative difference of the slope of `score` in A_log, layer_scalar or sinks to a quotient; 0
+    without such layers.
+    """
+    names = ("A_log", "layer_scalar", "sinks")
+    found = [(i, name) for i, layer in enumerate(params["layers"]) for name in names if name in layer]
+    if not found:
         return 0.0
+    (number, name) = found[0]
 
     def loss(step: Any) -> Any:
         layers = list(params["layers"])
-        layers[linear[0]] = layers[linear[0]] | {"A_log": layers[linear[0]]["A_log"] + step}
+        layers[number] = layers[number] | {name: layers[number][name] + step}
         return xj.score({**params, "layers": tuple(layers)}, config, np.array([prompt])).mean()
 
     loss_jit = jax.jit(loss)
     slope = float(jax.jit(jax.grad(loss))(0.0))
-    quotient = float(loss_jit(1e-2) - loss_jit(-1e-2)) / 2e-2
+    quotient = float(loss_jit(1e-3) - loss_jit(-1e-3)) / 2e-3
     return abs(slope - quotient) / max(abs(quotient), 1e-2)
 
 

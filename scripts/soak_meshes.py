@@ -42,6 +42,8 @@ _FAMILIES = [
     "olmo3",
     "gemma2",
     "gemma3",
+    "gemma4",
+    "gpt_oss",
     "phi3",
     "smollm3",
     "bitnet",

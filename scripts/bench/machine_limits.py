@@ -157,20 +157,20 @@ class Work:
 
 def bytes_per_pass(params: Params) -> int:
     """Weight bytes that every forward pass reads. A tied embedding matrix counts, because it is also the
-    head; of an untied one a pass reads only a few rows.
+    head; of an untied one, and of one for the inputs of layers, a pass reads only a few rows.
     """
-    return tree_bytes(params) - (tree_bytes(params["embed"]) if "lm_head" in params else 0)
+    rows_only = [params.get("layer_embed"), params["embed"] if "lm_head" in params else None]
+    return tree_bytes(params) - tree_bytes(rows_only)
 
 
 def prefill_work(config: xj.ModelConfig, weight_bytes: int, lengths: Sequence[int]) -> Work:
     """Work of a prefill: (2 x non-embedding weights x tokens + attention + one vocabulary row for the last
     position) FLOP; reads the weights once.
     """
-    pairs = sum(
-        int(np.minimum(np.arange(1, n + 1), window or n).sum())
-        for n in lengths
-        for window in config.kv_windows
-    )
+    pairs = [
+        sum(int(np.minimum(np.arange(1, n + 1), config.layer_windows[layer] or n).sum()) for n in lengths)
+        for layer in config.attention_layers
+    ]
     flop = (
         2 * _layer_weights(config, sum(lengths)) * sum(lengths)
         + _attention_flop(config, pairs)
@@ -186,8 +186,10 @@ def decode_work(
     weights once, and each row's keys and values up to its length.
     """
     keys = np.array(lengths)[:, None] + np.arange(1, max(new_tokens, 2))  # includes the token of the step
-    pairs = sum(float(np.minimum(keys, window or keys).mean(1).sum()) for window in config.kv_windows)
-    cache_bytes = 2 * config.num_key_value_heads * config.head_dim * cache_itemsize * pairs
+    layers = config.attention_layers
+    pairs = [float(np.minimum(keys, config.layer_windows[i] or keys).mean(1).sum()) for i in layers]
+    numbers = sum(config.kv_heads(i) * config.head_width(i) * n for i, n in zip(layers, pairs, strict=True))
+    cache_bytes = 2 * cache_itemsize * numbers
     weights = _layer_weights(config, len(lengths))
     flop = (2 * weights + _head_flop(config)) * len(lengths) + _attention_flop(config, pairs)
     return Work(weight_bytes + cache_bytes, flop)
@@ -212,9 +214,12 @@ def _head_flop(config: xj.ModelConfig) -> int:
     return 2 * config.vocab_size * config.hidden_size
 
 
-def _attention_flop(config: xj.ModelConfig, pairs: float) -> float:
-    """FLOP of the scores and weighted values of this many (query, key) pairs, all heads."""
-    return 4 * config.num_attention_heads * config.head_dim * pairs
+def _attention_flop(config: xj.ModelConfig, pairs: Sequence[float]) -> float:
+    """FLOP of the scores and weighted values of this many (query, key) pairs of each attention layer, all
+    heads.
+    """
+    widths = map(config.head_width, config.attention_layers)
+    return 4 * config.num_attention_heads * sum(w * n for w, n in zip(widths, pairs, strict=True))
 
 
 # --- spread and peak memory ---------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ def _shape(
         "mistral": "MistralForCausalLM",
         "bitnet": "BitNetForCausalLM",
         "gemma3_text": "Gemma3ForCausalLM",
+        "gemma4_text": "Gemma4ForCausalLM",
+        "gpt_oss": "GptOssForCausalLM",
         "qwen3_5_text": "Qwen3_5ForCausalLM",
         "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     }
@@ -77,6 +79,29 @@ def _qwen3_5(
         model_type, sizes, 1e-6, 1e7, 262144, tied, linear_num_key_heads=16,
         linear_num_value_heads=value_heads, partial_rotary_factor=0.25, **more,
     )  # fmt: skip
+
+
+def _gemma4(sizes: tuple[int, ...], context: int, window: int, **more: Any) -> dict[str, Any]:
+    return _shape(
+        "gemma4_text", sizes, 1e-6, 1e6, context, True, hidden_activation="gelu_pytorch_tanh",
+        sliding_window=window, final_logit_softcapping=30.0, **more,
+    )  # fmt: skip
+
+
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    """A window of 128 tokens on every second layer; 4 experts are chosen, whose matrices are in MXFP4:
+    --weights=mxfp4.
+    """
+    yarn = dict(
+        rope_type="yarn",
+        factor=32.0,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=False,
+        original_max_position_embeddings=4096,
+    )
+    sizes = (201088, 2880, 2880, layers, 64, 8, 64)
+    return _shape("gpt_oss", sizes, 1e-5, 1.5e5, 131072, False, num_local_experts=experts, rope_scaling=yarn)
 
 
 _FULL = dict(use_sliding_window=False)
@@ -136,6 +161,23 @@ SHAPES: dict[str, dict[str, Any]] = {  # V, D, F, L, N, K, H
         rope_local_base_freq=1e4,
         rope_scaling=dict(rope_type="linear", factor=8.0),
     ),
+    # Five layers with a window, then one without, whose heads are 512 wide. Sizes: the metadata of GGUF files
+    # of the 26B-A4B; Megatron Bridge's documentation and gemma.cpp's config of the E4B.
+    "gemma4-26b-a4b": _gemma4(
+        (262144, 2816, 2112, 30, 16, 8, 256),
+        262144,
+        1024,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=2,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
+    "gemma4-e4b": _gemma4((262144, 2560, 10240, 42, 8, 2, 256), 131072, 512, num_kv_shared_layers=18),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     # Three layers of linear attention, then one of full attention.
     "qwen3.5-0.8b": _qwen3_5((248320, 1024, 3584, 24, 8, 2, 256), True, 16),
     "qwen3.5-9b": _qwen3_5((248320, 4096, 12288, 32, 16, 4, 256), False, 32),

@@ -25,11 +25,12 @@ from xinfer_jax.config.model_config import ModelConfig
 from xinfer_jax.model.decoder_layer import layer_kinds
 from xinfer_jax.sharding import MODEL
 from xinfer_jax.weights.layout import check_mesh
+from xinfer_jax.weights.mxfp4 import mxfp4_struct
 from xinfer_jax.weights.params import Params, ParamSpec, check_quantize, param_specs, tree_bytes
 from xinfer_jax.weights.quantization import group_size_for_shards, quantized_struct
 from xinfer_jax.weights.quantized_weights import METHODS, device_form
 
-WEIGHTS = ("float32", "bfloat16", *METHODS)
+WEIGHTS = ("float32", "bfloat16", *METHODS, "mxfp4")  # mxfp4: experts; the rest is bfloat16
 MOST_DEVICES = 128
 
 
@@ -98,12 +99,14 @@ def indivisible_sizes(job: Job, n: int) -> str:
     """The sizes that n devices do not divide, with their names; "" if there are none."""
     config = job.config
     names = ["num_attention_heads", "num_experts"]
-    if False in (config.layer_experts or (False,)):
+    if config.experts_beside_mlp or False in (config.layer_experts or (False,)):
         names.append("intermediate_size")
     names += ["shared_expert_intermediate_size", "linear_num_key_heads", "linear_num_value_heads"]
     bad = [name for name in names if getattr(config, name) % n]
-    if config.num_key_value_heads % n and n % config.num_key_value_heads:
-        bad.append("num_key_value_heads")
+    for name in ("num_key_value_heads", "num_global_key_value_heads"):
+        heads = getattr(config, name) or 1
+        if heads % n and n % heads:
+            bad.append(name)
     return ", ".join(f"{name} {getattr(config, name)}" for name in bad)
 
 
@@ -115,14 +118,16 @@ def valid_mesh_sizes(job: Job) -> list[int]:
 @functools.lru_cache
 def device_weights(job: Job, n: int) -> Params:
     """Shapes and dtypes of the parameters on each of n devices, as `load_model` creates them."""
-    quantize = job.weights if job.weights in METHODS else None
+    quantize = None if job.weights in ("float32", "bfloat16") else job.weights
     check_quantize(job.config, quantize)
 
     def struct(spec: ParamSpec) -> Any:
-        partition = leaf_partition(spec, job.config, n)
+        partition = leaf_partition(spec, n)
         shape = partition.part_spec(spec).shape
         if not quantize or not spec.is_quantizable:
             return jax.ShapeDtypeStruct(shape, job.dtype)
+        if quantize == "mxfp4":
+            return mxfp4_struct(shape) if len(shape) > 2 else jax.ShapeDtypeStruct(shape, job.dtype)
         group = group_size_for_shards(spec.shape, spec.hf_name, quantize, n if partition.axis == 1 else 1)
         return device_form(quantized_struct(shape, spec.hf_name, quantize, group))
 
@@ -131,8 +136,10 @@ def device_weights(job: Job, n: int) -> Params:
 
 def dequantized_bytes(job: Job, n: int) -> int:
     """Bytes that each device writes and reads again in a pass to dequantize weights: on a GPU, XLA
-    dequantizes int4 to bfloat16 in memory before a matmul, and int8 within the matmul.
+    dequantizes int4 to bfloat16 in memory before a matmul, and int8 within the matmul. A kernel reads MXFP4.
     """
+    if job.weights == "mxfp4":
+        return 0
     leaves = jax.tree.leaves(device_weights(job, n))
     return sum(
         2 * 2 * 2 * x.size for x in leaves if x.dtype == jnp.uint8 and x.ndim >= 3
@@ -227,8 +234,11 @@ def weight_bytes(job: Job, n: int, tokens: int) -> float:
 def kv_bytes(job: Job, n: int, length: int) -> int:
     """Bytes of keys and values that a row of this length reads, on each device."""
     config = with_repeated_kv_heads(job.config, n)
-    slots = sum(min(window or length, length) for window in config.kv_windows)
-    keys = 2 * config.num_key_value_heads // n * slots * vector_bytes(config.head_dim, job.kv)
+    keys = sum(
+        2 * config.kv_heads(layer) // n * min(config.layer_windows[layer] or length, length)
+        * vector_bytes(config.head_width(layer), job.kv)
+        for layer in config.attention_layers
+    )  # fmt: skip
     return keys + 2 * state_bytes(config) // n  # a step reads and writes the state
 
 
@@ -269,7 +279,9 @@ def with_few_layers(job: Job, times: int) -> Job:
         zip(layer_kinds(job.config), job.config.layer_experts or layer_kinds(job.config), strict=True)
     )
     layers = [kinds.index(kind) for kind in dict.fromkeys(kinds)] * times
-    changes: dict[str, Any] = dict(num_hidden_layers=len(layers))
+    layers.sort(key=lambda layer: layer >= job.config.num_cached_layers)  # those without keys stay the last
+    shared = sum(layer >= job.config.num_cached_layers for layer in layers)
+    changes: dict[str, Any] = dict(num_hidden_layers=len(layers), num_kv_shared_layers=shared)
     for name in ("layer_windows", "layer_rope", "layer_experts", "layer_linear"):
         changes[name] = tuple(getattr(job.config, name)[i] for i in layers if getattr(job.config, name))
     return dataclasses.replace(job, config=dataclasses.replace(job.config, **changes))

@@ -12,7 +12,7 @@ from hlo_text import Module, parse_module
 from jax.sharding import Mesh
 from known_choices import KnownChoices
 from machine_code import assemble, empty, pallas_ptx
-from machine_limits import expert_fraction
+from machine_limits import bytes_per_pass, expert_fraction
 from plan_estimates import Job, device_weights
 from program_counts import PALLAS, Counts, count_program, whole_copies
 from programs import (
@@ -29,6 +29,7 @@ from programs import (
 from xinfer_jax.cache.kv_cache import empty_layers
 from xinfer_jax.cache.paged import PAGE_SIZE, empty_pools
 from xinfer_jax.cache.quantized_kv import vector_bytes
+from xinfer_jax.cache.recurrent import state_bytes
 from xinfer_jax.engine.pages import num_pages_for
 from xinfer_jax.weights.params import tree_bytes
 
@@ -98,7 +99,8 @@ def leaf_shapes(job: ProgramJob, program: str) -> list[tuple[int, ...]]:
         slots = num_pages_for(job.capacity) * PAGE_SIZE
         for rows in {1, job.rows}:
             for width in (1, 2):  # keys and values may be side by side
-                shapes.append((rows, config.num_key_value_heads, slots, width * config.head_dim))
+                for layer in config.layers_with_kv:
+                    shapes.append((rows, config.kv_heads(layer), slots, width * config.head_width(layer)))
     for x in jax.tree.leaves(caches):
         if len(x.shape) > 2:
             shapes.append(x.shape)
@@ -111,8 +113,8 @@ def num_pages(job: ProgramJob) -> int:
 
 
 def least_bytes(job: ProgramJob, program: str) -> dict[str, float]:
-    """Bytes that a step or call has to move: weights (of experts those chosen), valid keys and values, and
-    the logits written once and read once.
+    """Bytes that a step or call has to move: weights (of experts those chosen), valid keys and values,
+    recurrent states read and written, and the logits written once and read once.
     """
     config = job.config
     rows = 1 if program == "engine_prefill" else job.rows
@@ -124,14 +126,18 @@ def least_bytes(job: ProgramJob, program: str) -> dict[str, float]:
     if program == "engine_decode" and job.draft_tokens:
         tokens = 1 + job.draft_tokens
     params = job.params
-    weights = tree_bytes(params) - (tree_bytes(params["embed"]) if "lm_head" in params else 0)
+    weights = bytes_per_pass(params)
     experts = tree_bytes([layer.get("experts", ()) for layer in params["layers"]])
     weights -= (1 - expert_fraction(config, rows * tokens)) * experts
     length = job.length + (tokens - 1) * (program in LOOPS)
-    slots = sum(min(window or length, length) for window in config.kv_windows)
-    keys = 2 * rows * config.num_key_value_heads * slots * vector_bytes(config.head_dim, job.kv)
+    keys = 2 * rows * sum(
+        config.kv_heads(layer) * min(config.layer_windows[layer] or length, length)
+        * vector_bytes(config.head_width(layer), job.kv)
+        for layer in config.attention_layers
+    )  # fmt: skip
     positions = rows * (tokens if program in LOOPS else 1)
-    return {"weights": weights, "keys and values": keys, "logits": 2 * 4 * positions * config.vocab_size}
+    least = {"weights": weights, "keys and values": keys, "logits": 2 * 4 * positions * config.vocab_size}
+    return least | ({"states": 2 * rows * state_bytes(config)} if any(config.layer_linear) else {})
 
 
 def report(  # noqa: PLR0913

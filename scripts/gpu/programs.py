@@ -196,7 +196,8 @@ def layer_period(config: ModelConfig) -> int:
 
 def with_layers(config: ModelConfig, count: int) -> ModelConfig:
     """The model with its first layers only."""
-    changes: dict[str, Any] = dict(num_hidden_layers=count)
+    shared = max(0, count - config.num_cached_layers)
+    changes: dict[str, Any] = dict(num_hidden_layers=count, num_kv_shared_layers=shared)
     for name in ("layer_windows", "layer_rope", "layer_experts", "layer_linear"):
         changes[name] = getattr(config, name)[:count]
     return dataclasses.replace(config, **changes)

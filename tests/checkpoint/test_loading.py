@@ -15,6 +15,7 @@ import tiny
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.loading import open_checkpoint
+from xinfer_jax.checkpoint.mxfp4_format import Mxfp4Format
 from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.weights.params import param_specs
 
@@ -185,6 +186,10 @@ EXPERTS = LARGE | dict(
     model_type="qwen3_5_moe_text", num_hidden_layers=4, num_experts=8, num_experts_per_tok=2,
     moe_intermediate_size=512, shared_expert_intermediate_size=0, head_dim=64, linear_num_value_heads=16,
 )  # fmt: skip
+MXFP4 = LARGE | dict(
+    model_type="gpt_oss", intermediate_size=1024, num_hidden_layers=4, num_local_experts=8, head_dim=64,
+    quantization_config=dict(quant_method="mxfp4"),
+)  # fmt: skip
 LOAD = """
 import sys
 import xinfer_jax as xj
@@ -199,19 +204,22 @@ sys.stdin.readline()
 
 
 def _write_large(path, hf):
-    """About 200 MB of bfloat16 in two shards; experts are stacked."""
+    """About 200 MB of bfloat16 in two shards; experts are stacked, or about 50 MB in MXFP4."""
     random = np.random.default_rng(0)
     specs = jax.tree.leaves(param_specs(from_hf(hf)))
     stacked = {spec.fused_name for spec in specs}
     shapes = {}
     for spec in specs:
-        shapes |= spec.tensor_shapes(stacked)
+        packed = "quantization_config" in hf and Mxfp4Format().tensor_specs(spec.hf_name, spec.shape, {})
+        shapes |= {name: x for name, (x, _) in packed.items()} if packed else spec.tensor_shapes(stacked)
 
-    def bits(shape):
+    def bits(name, shape):
+        if name.endswith(("_blocks", "_scales")):
+            return random.integers(0, 255, shape, np.uint8)
         # Finite: the exponent is not all ones.
         return (random.integers(0, 2**16, shape, np.uint16) & 0xBDFF).view(ml_dtypes.bfloat16)
 
-    weights = {name: bits(shape) for name, shape in shapes.items()}
+    weights = {name: bits(name, shape) for name, shape in shapes.items()}
     return tiny.write(path, hf, weights=weights, shards=2, with_tokenizer=False)
 
 
@@ -224,8 +232,13 @@ def _resident(pid):
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="VmRSS is Linux's")
 @pytest.mark.parametrize(
     "hf, how, least",
-    [(LARGE, ["float32"], 360e6), (LARGE, ["bfloat16"], 180e6), (EXPERTS, ["float32", "int4"], 60e6)],
-    ids=["float32", "bfloat16", "experts-int4"],
+    [
+        (LARGE, ["float32"], 360e6),
+        (LARGE, ["bfloat16"], 180e6),
+        (EXPERTS, ["float32", "int4"], 60e6),
+        (MXFP4, ["bfloat16"], 90e6),
+    ],
+    ids=["float32", "bfloat16", "experts-int4", "mxfp4"],
 )
 def test_peak_memory_of_loading_is_that_of_the_weights(checkpoint, tmp_path, hf, how, least):
     """Peak of resident memory, above that of an interpreter that has loaded a tiny model."""

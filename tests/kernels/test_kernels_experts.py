@@ -67,6 +67,47 @@ def test_kernels_equal_their_reference(name):
     np.testing.assert_allclose(got, want, atol=limit * max(np.abs(want).max(), 1e-9))
 
 
+def test_biases_and_a_limit():
+    args = case(jnp.float32, distinct(9, 2, 2 * X) - X)
+    biases = [0.5 * jax.random.normal(jax.random.key(i), (X, n)) for i, n in enumerate((F, F, D))]
+    got, want = (run(*args, *biases, activation=jax.nn.silu, limit=0.7) for run in (
+        partial(triton.gated_experts, interpret=True), reference.gated_experts
+    ))  # fmt: skip
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+    assert np.abs(want - by_reference(*args)).max() > 0.1
+    with pytest.raises(ValueError, match="does not support gated_experts here: experts with biases"):
+        kernels_pallas.select("gated_experts", "interpret_tpu", args[0], *args[3:], *biases)
+
+
+@pytest.mark.parametrize("dtype", full_except(("bfloat16",), ("bfloat16", "float16")))
+def test_matrices_in_mxfp4(dtype):
+    """With all numbers of 4 bits; three groups of inputs, and of features."""
+    bytes_of = np.random.RandomState(0).randint
+    draws = jax.random.split(jax.random.key(0), 5)
+    shapes = [(X, 3, 16, 96)] * 3
+    matrices = [
+        kernels_pallas.Mxfp4(
+            jnp.asarray(bytes_of(0, 256, shape), jnp.uint8),
+            jnp.asarray(bytes_of(121, 126, (*shape[:2], shape[3])), jnp.uint8),
+        )
+        for shape in shapes
+    ]
+    x_MD = jax.random.normal(draws[0], (9, 96), dtype)
+    biases = [jax.random.normal(key, (X, 96), dtype) for key in draws[1:4]]
+    expert_MU = jnp.asarray(distinct(9, 2))
+    args = (x_MD, jax.random.uniform(draws[4], expert_MU.shape), expert_MU, *matrices, *biases)
+    given = dict(activation=jax.nn.silu, limit=7.0)
+    got, want = triton.gated_experts(*args, interpret=True, **given), reference.gated_experts(*args, **given)
+    np.testing.assert_allclose(got, want, atol=2e-2 * np.abs(want).max())
+    assert kernels_pallas.select("gated_experts", "triton", x_MD, *matrices).impl == "triton"
+    for impl, tokens, message in (
+        ("triton", x_MD.astype("float32"), "dtype float32"),
+        ("interpret_tpu", x_MD, "experts in MXFP4"),
+    ):
+        with pytest.raises(ValueError, match=f"does not support gated_experts here: {message}"):
+            kernels_pallas.select("gated_experts", impl, tokens, *matrices)
+
+
 @pytest.mark.full
 def test_the_tpu_kernel_of_few_tokens_and_experts_of_other_devices():
     args = case(jnp.bfloat16, distinct(9, 2, 2 * X) - X)
@@ -131,9 +172,16 @@ def test_layer_on_a_tpu_equals_that_of_xla():
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("hidden_act", full_except(("silu",), ["silu", "gelu_pytorch_tanh", "relu2"]))
-def test_layer_and_its_gradient_equal_those_of_xla(hidden_act):
-    config, layer, x_BTD = layer_of(hidden_act=hidden_act)
+@pytest.mark.parametrize(
+    "changes",
+    full_except(
+        (dict(hidden_act="silu"), dict(swiglu_limit=1.0, swiglu_alpha=1.7)),
+        [dict(hidden_act="silu"), dict(hidden_act="gelu_pytorch_tanh"), dict(hidden_act="relu2"),
+            dict(swiglu_limit=1.0, swiglu_alpha=1.7)],
+    ),
+)  # fmt: skip
+def test_layer_and_its_gradient_equal_those_of_xla(changes):
+    config, layer, x_BTD = layer_of(**changes)
 
     def loss(x_BTD, layer, impl):
         out_BTD = mixture_of_experts(x_BTD, layer, config, impl=impl)

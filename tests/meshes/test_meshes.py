@@ -93,10 +93,10 @@ def test_shard_map_on_two_devices():
     "cases",
     [
         "collectives_of_a_layer collectives_of_sampling",
-        "formats bitnet_files gradients another_layout other_ways",
+        "formats bitnet_files mxfp4_files gradients another_layout other_ways",
         "odd_vocabulary odd_formats odd_tree_of_a_user",
         "an_engine caches kernels experts",
-        "qwen2-8 qwen3_moe-4 olmo3-2 gemma3-4",  # scripts/soak_meshes.py has every family
+        "qwen2-8 gpt_oss-4 olmo3-2 gemma4-4",  # scripts/soak_meshes.py has every family
     ],
 )
 def test_a_model_over_a_mesh(cases):

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.oldest
 # A module imports only modules that come before it. A new module is added here, after all that it imports.
 PACKAGES = {
     "": ("errors", "signing", "formatting", "checks", "memory", "host", "stats", "sharding"),
-    "config": ("values", "rope", "sparse_layers", "hybrids", "families", "model_config"),
+    "config": ("values", "rope", "sparse_layers", "hybrids", "gemma4", "gpt_oss", "families", "model_config"),
     "weights": (
-        "cpu_features", "matmul", "ternary", "quantized_weights", "quantization", "quantized_matmul",
+        "cpu_features", "matmul", "ternary", "mxfp4", "quantized_weights", "quantization", "quantized_matmul",
         "param_specs", "params", "layout", "hadamard",
     ),
     "cache": (
@@ -41,7 +41,7 @@ PACKAGES = {
     ),
     "tools": (
         "marks", "reasoning", "json_scanner", "call_parser", "json_call", "xml_call", "tool_call_parser",
-        "descriptions", "tool_messages", "answer_parser", "call_grammar",
+        "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
     ),
     "grammar": (
         "grammars", "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "compiler", "matcher",
@@ -56,8 +56,8 @@ PACKAGES = {
     "checkpoint": (
         "files", "template_budget", "chat_template", "template_tools", "token_coverage", "tokenizer",
         "escaping", "conversation", "tool_choice", "detokenizer", "stop_strings", "answer_detokenizer",
-        "tensors", "text_tensors", "own_format", "awq_gptq_format", "bitnet_format", "quantized_formats",
-        "sharded_leaves", "leaf_loader", "loading",
+        "tensors", "text_tensors", "own_format", "awq_gptq_format", "bitnet_format", "mxfp4_format",
+        "quantized_formats", "sharded_leaves", "leaf_loader", "loading",
     ),
     "text": (),
     "embedding": (),

@@ -27,6 +27,8 @@ from xinfer_jax.weights.quantized_weights import METHODS
 
 pytestmark = pytest.mark.newest
 
+ANY_MODEL = ("float32", "bfloat16", *METHODS)  # formats that any model may have
+
 plan = partial(run_script.run, "plan", "--notemporaries")
 
 
@@ -34,7 +36,7 @@ def plan_job(config, weights="bfloat16", cache_dtype="bfloat16", rows=4, context
     return estimates.Job(config, weights, cache_dtype, rows, context, chunk)
 
 
-@pytest.mark.parametrize("weights", estimates.WEIGHTS)
+@pytest.mark.parametrize("weights", ANY_MODEL)
 @pytest.mark.parametrize(
     "changes", [{}, dict(tie_word_embeddings=False, hidden_size=96)], ids=["tied", "not"]
 )
@@ -70,6 +72,15 @@ def test_bytes_of_known_models(name, numbers):
     assert estimates.device_bytes(plan_job(config), 1).weights == 2 * numbers
     half = estimates.device_bytes(plan_job(config), 2).weights
     assert numbers < half < 1.001 * numbers  # norms are on both
+
+
+def test_bytes_of_experts_in_mxfp4():
+    """Half a byte and a byte for each 32 of a number of experts, two of others."""
+    config = from_hf(hf_config("gpt-oss-20b"))
+    experts = 24 * 32 * 3 * 2880 * 2880
+    assert estimates.num_weights(config) == 20_914_757_184
+    found = estimates.device_bytes(plan_job(config, "mxfp4"), 1).weights
+    assert found == experts * 17 // 32 + 2 * (20_914_757_184 - experts)
 
 
 def test_smallest_mesh():
@@ -154,7 +165,7 @@ def main():
             expected = {tree_bytes(x): times for times, x in estimates.all_reduces(job, tokens)}
             counts = count_all_reduces(job, 4, program, expected)
             assert counts == expected, (family, program, counts, expected)
-    for weights in estimates.WEIGHTS:
+    for weights in ANY_MODEL:
         quantize, dtype = (weights, "bfloat16") if weights in METHODS else (None, weights)
         with tempfile.TemporaryDirectory() as folder:
             hf = FAMILIES["qwen2"] | dict(vocab_size=97)  # which neither number of devices divides

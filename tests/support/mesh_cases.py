@@ -51,6 +51,19 @@ FAMILIES = {
         ("olmo3", "olmo3-yarn-old", {}),
         ("gemma2", "gemma2-long-caps", {}),
         ("gemma3", "gemma3-old", {}),
+        (
+            "gemma4",
+            "gemma4-shared-kv",
+            dict(
+                enable_moe_block=True,
+                num_experts=8,
+                top_k_experts=2,
+                moe_intermediate_size=24,
+                attention_k_eq_v=True,
+                num_global_key_value_heads=2,
+            ),
+        ),
+        ("gpt_oss", "gpt-oss-published", {}),
         ("phi3", "phi3-defaults", {}),
         ("smollm3", "smollm3-explicit-nope", {}),
         ("bitnet", "bitnet-defaults", dict(hidden_size=64)),
@@ -85,10 +98,11 @@ def write_checkpoint(path: Path, hf: dict[str, Any], together: bool = False, **h
     """Writes a checkpoint; together: tensors that transformers fuses are fused in the file."""
     config = from_hf(hf)
     weights = random_tensors(config, 0)
-    if together:
+    if together or config.swiglu_limit is not None:
         weights = fuse_tensors(config, weights)
     for name in [name for name in weights if "{}" in name]:
         weights |= {name.format(i): one for i, one in enumerate(weights.pop(name))}
+    weights = {name: np.ascontiguousarray(x) for name, x in weights.items()}
     return tiny.write(path, hf, with_tokenizer=False, weights=weights, **how)
 
 
@@ -223,6 +237,24 @@ def bitnet_files() -> None:
             xj.load_model(path, mesh=mesh_of(2))
 
 
+def mxfp4_files() -> None:
+    """Each device has some of the experts, as the file has them, or dequantized and quantized anew."""
+    import mxfp4_checkpoints as files
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = tiny.write(Path(folder), files.HF, weights=files.tensors(), with_tokenizer=False)
+        call = xj.GenerateOptions(6, eos_token_ids=())
+        for how in ({}, dict(dequantize=True, quantize="int4")):
+            one, over = (xj.load_model(path, "float32", mesh=mesh, **how) for mesh in (None, mesh_of(2)))
+            found = [model.params["layers"][1]["experts"]["up"]["weight"].values for model in (one, over)]
+            np.testing.assert_array_equal(*found)
+            assert found[1].addressable_shards[1].data.shape == (4, *found[0].shape[1:])
+            if not how:
+                outs = [xj.generate(m.params, m.config, TOKENS.tolist(), call) for m in (one, over)]
+                assert outs[0].tokens == outs[1].tokens
+                assert_close(outs[1].logprobs, outs[0].logprobs, 1e-5)
+
+
 def _same_leaves(name: str, path: Path, quantize: str | None, devices: int, logits: bool = True) -> None:
     one = xj.load_model(path, "float32", quantize)
     try:
@@ -305,8 +337,9 @@ def an_engine() -> None:
 
 def caches() -> None:
     """Every kind of cache is sharded over heads and donated; no program is compiled twice."""
+    one_layer = dict(num_hidden_layers=1, layer_types=["full_attention"])
     with tempfile.TemporaryDirectory() as folder:
-        path = write_checkpoint(Path(folder), FAMILIES["qwen2"])
+        path = write_checkpoint(Path(folder), FAMILIES["qwen2"] | one_layer)
         one = xj.load_model(path, "float32")
         over = xj.load_model(path, "float32", mesh=mesh_of(4))
     prompts = [[1, 2, 3], [4, 5]]
@@ -465,7 +498,7 @@ def other_ways() -> None:
     devices do not divide.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path = write_checkpoint(Path(folder), FAMILIES["qwen3"] | dict(vocab_size=97))
+        path = write_checkpoint(Path(folder), ODD | dict(vocab_size=97))
         one = xj.load_model(path, "float32")
         over = xj.load_model(path, "float32", mesh=mesh_of(4))
     found = []
@@ -527,8 +560,9 @@ def experts() -> None:
 CALLS = {
     call.__name__: call
     for call in (
-        collectives_of_a_layer, collectives_of_sampling, formats, bitnet_files, an_engine, caches, gradients,
-        kernels, experts, another_layout, other_ways, odd_vocabulary, odd_formats, odd_tree_of_a_user,
+        collectives_of_a_layer, collectives_of_sampling, formats, bitnet_files, mxfp4_files, an_engine,
+        caches, gradients, kernels, experts, another_layout, other_ways, odd_vocabulary, odd_formats,
+        odd_tree_of_a_user,
     )
 }  # fmt: skip
 

@@ -52,6 +52,8 @@ def _hf(model_type: str, **changes: Any) -> dict[str, Any]:
         "bitnet": "BitNet",
         "qwen3_moe": "Qwen3Moe",
         "gemma3_text": "Gemma3",
+        "gemma4_text": "Gemma4",
+        "gpt_oss": "GptOss",
         "qwen3_next": "Qwen3Next",
         "qwen3_5_text": "Qwen3_5",
         "qwen3_5_moe_text": "Qwen3_5Moe",
@@ -85,6 +87,7 @@ _S = "sliding_attention"
 _F = "full_attention"
 _LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 _MOE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
+_OSS = dict(num_local_experts=8, intermediate_size=20, sliding_window=8, rms_norm_eps=1e-5)
 _LINEAR = dict(
     linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=12, linear_value_head_dim=20,
     head_dim=16,
@@ -92,6 +95,11 @@ _LINEAR = dict(
 )  # fmt: skip
 _L = "linear_attention"
 _GEMMA = dict(head_dim=16, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=24, sliding_window=8)
+
+_GEMMA4 = dict(
+    head_dim=16, global_head_dim=24, sliding_window=8, hidden_activation="gelu_pytorch_tanh",
+    hidden_size_per_layer_input=0, num_experts=None, rms_norm_eps=1e-3,
+)  # fmt: skip
 
 
 def _long(pairs: int) -> dict[str, Any]:
@@ -217,6 +225,34 @@ _CASES = {
         rope_parameters={_F: dict(rope_type="default", rope_theta=1e5),
             _S: dict(rope_type="default", rope_theta=5e3)},
     ),
+    # gemma4: full layers with heads of another width, values without a matrix or of other layers
+    "gemma4-shared-kv": _hf(
+        "gemma4_text",
+        **_GEMMA4
+        | dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB, num_hidden_layers=6),
+        layer_types=[_S, _F, _S, _S, _F, _F], num_kv_shared_layers=3, use_double_wide_mlp=True,
+        final_logit_softcapping=4.0,
+    ),
+    "gemma4-experts": _hf(
+        "gemma4_text", **_GEMMA4 | dict(num_experts=6), enable_moe_block=True, top_k_experts=2,
+        moe_intermediate_size=24, attention_k_eq_v=True, num_global_key_value_heads=1, attention_bias=True,
+        layer_types=[_S, _F, _F], tie_word_embeddings=False,
+        rope_parameters={_F: dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=1e5),
+            _S: dict(rope_type="default", rope_theta=5e3)},
+    ),
+    # gpt_oss: sinks, experts with biases and clamped values
+    "gpt-oss-published": _hf(
+        "gpt_oss",
+        **_old(1.5e5, dict(rope_type="yarn", factor=4.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+            original_max_position_embeddings=128)),
+        **_OSS, num_experts_per_tok=2, head_dim=16, layer_types=[_S, _F, _S], swiglu_limit=1.5,
+        attention_bias=True, experts_per_token=2, initial_context_length=128,
+    ),
+    "gpt-oss-no-bias-tied": _hf(
+        "gpt_oss", **_new(rope_theta=1e4), **_OSS | dict(num_local_experts=3), num_experts_per_tok=1,
+        head_dim=12, num_hidden_layers=4, num_key_value_heads=1, swiglu_alpha=1.1, attention_bias=False,
+        tie_word_embeddings=True,
+    ),
     # phi3: fused matrices, rotary embedding of a part of each head, longrope
     "phi3-defaults": _hf("phi3", **_old(), num_key_value_heads=None, sliding_window=30),
     "phi3-longrope-beyond": _hf(
@@ -299,10 +335,14 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
             return np.log(random.uniform(0.01, 1, shape))
         if name.endswith("linear_attn.norm.weight"):
             return 1 + 0.2 * noise
+        if name.endswith(("layernorm_1.weight", "layernorm_2.weight", "scale", "layer_scalar")):
+            return 1 + 0.2 * noise
         if name.endswith("norm.weight"):
             return 1 - config.norm_offset + 0.2 * noise
         if name.endswith("bias"):
             return 0.3 * noise
+        if name.endswith("sinks"):
+            return noise
         if "embed_tokens" in name or "lm_head" in name:
             # With a large tied matrix the model repeats the last token forever.
             large = 0.12 if config.embed_scale > 1 else 0.25
@@ -329,7 +369,9 @@ def fuse_tensors(config: ModelConfig, tensors: dict[str, np.ndarray]) -> dict[st
     stored = {name: parts[name][0] for name in parts.keys() - fused.keys()}
     for name, spec in fused.items():
         shape = spec.tensor_shapes({name})[name]
-        stored[name] = np.concatenate(parts[name], 1).reshape(shape)
+        is_interleaved = spec.interleaved > 0
+        joined = np.stack(parts[name], -1) if is_interleaved else np.concatenate(parts[name], 1)
+        stored[name] = joined.reshape(shape)
     return stored
 
 
@@ -339,6 +381,8 @@ def split_tensors(config: ModelConfig, state: dict[str, np.ndarray]) -> dict[str
     def part(spec: ParamSpec) -> np.ndarray:
         if spec.fused_name is None:
             return state[spec.hf_name]
+        if spec.interleaved:
+            return np.moveaxis(state[spec.fused_name][..., spec.first_row :: spec.interleaved], -1, 1)
         whole = state[spec.fused_name].reshape(-1, spec.fused_rows, *spec.shape[1:][-1:])
         rows = _grouped(spec, np.empty(spec.shape)).shape[1]
         return whole[:, spec.first_row : spec.first_row + rows].reshape(spec.shape)
@@ -350,6 +394,8 @@ def _grouped(spec: ParamSpec, tensor: np.ndarray) -> np.ndarray:
     """A tensor by group of rows of the fused one with it, [groups, rows, ...]; others as they are."""
     if spec.fused_name is None:
         return tensor
+    if spec.interleaved:  # outputs last
+        return np.moveaxis(tensor, 1, -1)
     groups = spec.fused_groups * int(np.prod(spec.shape[:-2]))
     return tensor.reshape(groups, -1, *spec.shape[1:][-1:])
 

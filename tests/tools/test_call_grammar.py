@@ -13,6 +13,7 @@ import xinfer_jax as xj
 from xinfer_jax.grammar.compiler import vocabulary_of
 from xinfer_jax.tools.call_grammar import call_grammar
 from xinfer_jax.tools.descriptions import parameter_schemas
+from xinfer_jax.tools.harmony import CONTROL_TOKENS
 from xinfer_jax.tools.tool_call_parser import TOOL_FORMATS
 
 pytestmark = pytest.mark.newest
@@ -35,12 +36,12 @@ SCHEMAS = parameter_schemas(TOOLS)
 
 
 class Bytes:
-    """A tokenizer whose tokens are the bytes, and the end of a text."""
+    """A tokenizer whose tokens are the bytes, the end of a text, and Harmony's control tokens."""
 
-    tokens = [bytes([i]) for i in range(256)] + [b"<|end|>"]
+    tokens = [bytes([i]) for i in range(256)] + [b"<|end of text|>"] + [x.encode() for x in CONTROL_TOKENS]
     eos_token_id = 256
     bos_token_id = None
-    special_token_ids = [256]
+    special_token_ids = [*range(256, len(tokens))]
 
     def __call__(self, text):
         return list(text.encode() if isinstance(text, str) else text)
@@ -50,7 +51,7 @@ class Bytes:
 def sample():
     """Draws a text from a grammar."""
     llguidance = pytest.importorskip("llguidance")
-    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()), 257)
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()), len(Bytes.tokens))
 
     def draw(grammar: str, rng: random.Random) -> str:
         matcher = llguidance.LLMatcher(tokenizer, '%llguidance {"no_forcing": true}\n' + grammar, log_level=0)
@@ -59,12 +60,12 @@ def sample():
         mask = np.zeros(9, np.uint32)
         while True:
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            allowed = [i for i in range(257) if mask[i // 32] >> np.uint32(i % 32) & 1]
+            allowed = [i for i in range(len(Bytes.tokens)) if mask[i // 32] >> np.uint32(i % 32) & 1]
             token = 256 if 256 in allowed and rng.random() < 0.3 else rng.choice(allowed)
             if token == 256:
                 return text.decode()
             assert matcher.consume_token(token)
-            text.append(token)
+            text += Bytes.tokens[token]
 
     return draw
 
@@ -86,7 +87,7 @@ def test_every_text_is_a_call_with_valid_arguments(sample, form, several):
             jsonschema.validate(call.arguments, schema)
         seen |= {call.name for call in parsed.tool_calls}
         most = max(most, len(parsed.tool_calls))
-    assert seen == {*SCHEMAS} and (most > 1) == (several and form != "llama3_json")
+    assert seen == {*SCHEMAS} and (most > 1) == (several and form not in ("llama3_json", "harmony"))
     named = dict(itertools.islice(SCHEMAS.items(), 1))
     (call,) = xj.AnswerParser(form, TOOLS).parse(sample(call_grammar(form, named, False), rng)).tool_calls
     assert call.name == "add"

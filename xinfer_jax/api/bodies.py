@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..checkpoint.conversation import ends_in_reasoning, prompt_ids
+from ..checkpoint.conversation import ends_in_reasoning, harmony_header, prompt_ids
 from ..checkpoint.loading import Model
 from ..engine.device import MAX_STOP_IDS
 from ..errors import ContextLengthError, InputError
@@ -38,6 +38,7 @@ class ParsedBody:
         include_stop: the text includes the stop string that ended it.
         skip_special_tokens: the text leaves out special tokens.
         in_reasoning: the prompt of a chat ends within the reasoning: the template has opened <think>.
+        harmony_header: that the prompt of a chat ends with; None: the model does not write Harmony.
         tools: that the answer may call; None: none.
         call_prefix: ids of calls begin with it; no other request has the same.
     """
@@ -55,6 +56,7 @@ class ParsedBody:
     include_stop: bool = False
     skip_special_tokens: bool = True
     in_reasoning: bool = False
+    harmony_header: str | None = None
     tools: ToolSettings | None = None
     call_prefix: str = "call"
 
@@ -158,6 +160,7 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
         include_stop,
         submit_args["skip_special_tokens"],
         kind == "chat" and ends_in_reasoning(model.tokenizer, prompts[0]),
+        harmony_header(model.tokenizer, prompts[0]) if kind == "chat" else None,
         tools,
     )
 

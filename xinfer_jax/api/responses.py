@@ -90,6 +90,7 @@ def answer_parser(parsed: ParsedBody, index: int) -> AnswerParser:
         in_reasoning=parsed.in_reasoning,
         most_calls=tools.most_calls if tools else None,
         new_id=lambda call: f"{parsed.call_prefix}_{index}_{call}",
+        harmony_header=parsed.harmony_header,
     )
 
 
@@ -101,7 +102,11 @@ def chat_finish_reason(reason: str, parser: AnswerParser) -> str:
 def answer_detokenizer(tokenizer: Tokenizer, parsed: ParsedBody) -> AnswerDetokenizer:
     """A new detokenizer for one answer."""
     return AnswerDetokenizer(
-        tokenizer, parsed.options.stop_strings, parsed.include_stop, parsed.skip_special_tokens
+        tokenizer,
+        parsed.options.stop_strings,
+        parsed.include_stop,
+        parsed.skip_special_tokens,
+        parsed.harmony_header is not None,
     )
 
 

@@ -5,9 +5,9 @@ Read the files in this order: `quantized_kv` (keys and values in 8 or 4 bits), `
 two arrays, or side by side in one), `layer_caches` (the cache of one layer, contiguous or a ring, both with
 the same operations: append, get a block, check whether a row can be truncated, reorder rows), `page_size` and
 `paged` (pages of a pool that rows share), `recurrent` (the state of a linear-attention layer, with the same
-operations), `kv_cache` (`KVCache`: one such cache per layer, and the length of each row), `fingerprint` (a
-hash that identifies the model of a cache), `prefix` (a cache that later calls reuse), `prefix_files` (the
-same in a file).
+operations), `kv_cache` (`KVCache`: one such cache for each layer that has its own, and the length of each
+row), `fingerprint` (a hash that identifies the model of a cache), `prefix` (a cache that later calls reuse),
+`prefix_files` (the same in a file).
 
 - Layout [B, K, S, H]: the keys of one row and head are one matrix, so nothing is transposed, and a block of
   64 keys is contiguous (16 KiB at width 128 in 16 bits), as a decode kernel's bulk copy needs it. The layout

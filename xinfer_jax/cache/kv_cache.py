@@ -29,7 +29,7 @@ from .stored_kv import Stored, dtype_name, empty_pair, pair_bytes, stores_side_b
 class KVCache(ShortRepr):
     """Keys and values of every layer, and how much of each row is filled."""
 
-    layers: tuple[Contiguous | Recurrent, ...]  # one for each of the L layers
+    layers: tuple[Contiguous | Recurrent, ...]  # one for each layer that has its own
     length_B: jax.Array  # int32: tokens cached in each row; the next one has this position
     # Bool: tokens beyond the capacity were dropped, or a layer no longer has what a truncated row needs.
     overflow_B: jax.Array
@@ -126,17 +126,16 @@ def empty_layers(
     config: ModelConfig, batch: int, capacity: int, dtype: Any, mesh: Mesh | None = None
 ) -> tuple[Contiguous | Recurrent, ...]:
     """The empty cache of each layer; dtype: of keys and values, a float type or a name in `KV_BITS`."""
-    K = config.num_key_value_heads
-    H = config.head_dim
     side_by_side = stores_side_by_side(dtype)
     slots = {window: num_slots(window, capacity, side_by_side) for window in set(config.layer_windows)}
 
     def empty(layer: int, window: int | None) -> Contiguous | Recurrent:
         if config.is_linear(layer):
             return empty_recurrent(config, batch, capacity, mesh)
-        return _empty_layer((batch, K, slots[window], H), window, capacity, dtype, mesh, side_by_side)
+        shape = batch, config.kv_heads(layer), slots[window], config.head_width(layer)
+        return _empty_layer(shape, window, capacity, dtype, mesh, side_by_side)
 
-    return tuple(empty(layer, window) for layer, window in enumerate(config.layer_windows))
+    return tuple(empty(layer, config.layer_windows[layer]) for layer in range(config.num_cached_layers))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
@@ -151,10 +150,16 @@ def cache_bytes(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> i
     """Bytes of the layers that `init_cache` makes; dtype: of keys and values, a float type or a name in
     `KV_BITS`.
     """
-    layers = Counter(config.kv_windows)
     side_by_side = stores_side_by_side(dtype)
-    slots = sum(count * num_slots(window, capacity, side_by_side) for window, count in layers.items())
-    of_row = config.num_key_value_heads * slots * pair_bytes(config.head_dim, dtype)
+
+    def of_layer(window: int | None, heads: int, width: int) -> int:
+        return heads * num_slots(window, capacity, side_by_side) * pair_bytes(width, dtype)
+
+    layers = Counter(
+        (config.layer_windows[layer], config.kv_heads(layer), config.head_width(layer))
+        for layer in config.layers_with_kv
+    )
+    of_row = sum(count * of_layer(*sizes) for sizes, count in layers.items())
     return batch * (of_row + state_bytes(config))
 
 
@@ -267,9 +272,13 @@ def can_truncate(cache: KVCache, length_B: Any) -> Any:
 
 def expected_fits(config: ModelConfig) -> tuple[tuple, ...]:
     """`KVCache.fits` of the caches that the model can use."""
-    keys = config.num_key_value_heads, config.head_dim
-    layers = range(config.num_hidden_layers)
-    return tuple(state_shapes(config) if config.is_linear(layer) else keys for layer in layers)
+
+    def of_layer(layer: int) -> tuple:
+        if config.is_linear(layer):
+            return state_shapes(config)
+        return config.kv_heads(layer), config.head_width(layer)
+
+    return tuple(map(of_layer, range(config.num_cached_layers)))
 
 
 def describe_fits(fits: tuple[tuple, ...]) -> str:

@@ -84,9 +84,12 @@ def empty_pools(
     """The pair (k, v) of each layer with keys as it is stored, zeros; dtype: a float type, "int8" or "int4";
     mesh: as in `init_cache`.
     """
-    shape = (pages, config.num_key_value_heads, PAGE_SIZE, config.head_dim)
     side_by_side = stores_side_by_side(dtype)
-    return tuple(_empty_pools(shape, dtype, mesh, side_by_side) for _ in config.kv_windows)
+
+    def shape(layer: int) -> tuple[int, ...]:
+        return pages, config.kv_heads(layer), PAGE_SIZE, config.head_width(layer)
+
+    return tuple(_empty_pools(shape(layer), dtype, mesh, side_by_side) for layer in config.layers_with_kv)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))

@@ -150,7 +150,7 @@ def _metadata(path: Any, metadata: dict[str, str], params: Params, config: Model
 
 def _format(dtype: Any, params: Params, config: ModelConfig) -> int:
     """The format number of a prefix with that cache dtype."""
-    if dtype not in [*KV_BITS] or not any("bias" in layer["k"] for layer in params["layers"]):
+    if dtype not in [*KV_BITS] or not any("bias" in layer.get("k", ()) for layer in params["layers"]):
         return _FORMAT
     return _DYNAMIC_FORMAT if config.rope.rope_type == "dynamic" else _QUANTIZED_FORMAT
 

@@ -7,9 +7,9 @@ back, `escaping` keeps control tokens out of what users write, `conversation` re
 `tool_choice` has the grammar of answers that call a tool; `detokenizer` decodes ids as they arrive,
 `stop_strings` finds stop strings in that text, `answer_detokenizer` does both; `tensors` opens safetensors
 files, `text_tensors` leaves out those of vision models and draft layers; `own_format` is our format of
-quantized checkpoints, `awq_gptq_format` and `bitnet_format` are those of others, `quantized_formats` finds a
-checkpoint's format; `sharded_leaves` splits a leaf over the devices of a mesh and `leaf_loader` reads it;
-`loading` has `load_model`.
+quantized checkpoints, `awq_gptq_format`, `bitnet_format` and `mxfp4_format` are those of others,
+`quantized_formats` finds a checkpoint's format; `sharded_leaves` splits a leaf over the devices of a mesh and
+`leaf_loader` reads it; `loading` has `load_model`.
 
 - A checkpoint is not trusted. Every value is checked before use; tensors come only from safetensors, never
   from a pickle; the time and memory of a chat template are counted before they are spent.
@@ -20,6 +20,8 @@ checkpoint's format; `sharded_leaves` splits a leaf over the devices of a mesh a
   of a few MiB. Files are not memory-mapped: mapped pages would count as memory of the process.
 - One place names a tensor, its `ParamSpec`: a checkpoint stores it alone, as rows of a fused matrix, or as
   one tensor per expert. Missing, unexpected and mis-shaped tensors are reported together, before reading.
+- Experts in MXFP4 keep their bytes, with outputs last and gate and up apart. To dequantize them, tensors that
+  compute float numbers of the rows that are read replace theirs: all else is as for float files.
 - Our quantized format stores every leaf as it is in memory: saving and loading change no bit.
 - The config's EOS ids come from the first file that has any: generation_config, config, tokenizer.
 """

@@ -14,7 +14,8 @@ class AnswerDetokenizer:
         tokenizer: of the model.
         stops: the stop strings.
         include_stop: the text includes the stop string.
-        skip_special_tokens: the text leaves out special tokens.
+        skip_special_tokens: the text leaves out special tokens, as `Tokenizer.decode`.
+        marked: the text is that of `Tokenizer.decode_marked`.
 
     Attributes:
         ended: no more text comes, as after a complete stop string.
@@ -26,8 +27,9 @@ class AnswerDetokenizer:
         stops: Sequence[str],
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        marked: bool = False,
     ):
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, marked)
         self._stops = StopStringMatcher.cached(tuple(stops)) if stops else None
         self._state = 0
         self._pending = ""  # text that may be the start of a stop string

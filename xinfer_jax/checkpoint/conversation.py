@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import ContextLengthError, InputError, format_value
 from ..tools.descriptions import check_tools
+from ..tools.harmony import MESSAGE, START
 from ..tools.reasoning import THINK_START
 from ..tools.tool_messages import template_message
 from .escaping import ControlTokenEscaper
@@ -110,6 +111,18 @@ def ends_in_reasoning(tokenizer: Tokenizer | None, ids: Sequence[int]) -> bool:
     if tokenizer is None:
         return False
     return tokenizer.decode(ids[-8:], skip_special_tokens=False).rstrip().endswith(THINK_START)
+
+
+def harmony_header(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str | None:
+    """What follows the last <|start|> of a prompt, up to a <|message|>, by `decode_marked`; None: the model
+    does not write Harmony.
+    """
+    if tokenizer is None or not tokenizer.harmony_marks:
+        return None
+    backward = enumerate(reversed(ids))
+    after_start = next((i for i, token in backward if tokenizer.harmony_marks.get(token) == START), 0)
+    header, mark, _ = tokenizer.decode_marked(ids[len(ids) - after_start :]).partition(MESSAGE)
+    return header + mark
 
 
 def check_text_length(name: str, text: str, tokenizer: Tokenizer, limit: int) -> None:

@@ -13,8 +13,10 @@ class IncrementalDetokenizer:
     A push decodes few ids again: the pending ones, and those before them as context.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
-        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, marked: bool = False):
+        """marked: the text is that of `Tokenizer.decode_marked`."""
+        decode = tokenizer.decode_marked if marked else tokenizer.decode
+        self._decode = partial(decode, skip_special_tokens=skip_special_tokens)
         self._context: list[int] = []  # the last ids whose text has been returned
         self._pending: list[int] = []  # ids whose text has not
 

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..host import aligned_empty, run_in_blocks
 from ..sharding import MODEL
@@ -40,7 +39,6 @@ class LeafLoader:
     """
 
     tensors: Mapping[str, StoredTensor]
-    config: ModelConfig  # of the files, before key/value heads are repeated
     dtype: Any
     quantize: str | None
     quant_format: QuantizedFormat | None
@@ -91,7 +89,7 @@ class LeafLoader:
         return 1 if self.mesh is None else self.mesh.shape[MODEL]
 
     def _partition(self, spec: ParamSpec, quantized: Mapping[str, TensorSpec] | tuple = ()) -> LeafPartition:
-        return leaf_partition(spec, self.config, self._num_devices, self._numbers_per_word(quantized))
+        return leaf_partition(spec, self._num_devices, self._numbers_per_word(quantized))
 
     def _numbers_per_word(self, quantized: Any) -> int:
         """How many numbers of a quantized matrix the files pack in one word."""

@@ -39,8 +39,9 @@ from ..weights.quantized_weights import (
 )
 from .files import BUNDLED, checkpoint_dir, file_exists, read_json
 from .leaf_loader import LeafLoader
+from .mxfp4_format import dequantized
 from .own_format import OwnFormat, TensorSpec
-from .quantized_formats import QuantizedFormat, read_format
+from .quantized_formats import QuantizedFormat, kept_format
 from .sharded_leaves import with_repeated_kv_heads
 from .tensors import StoredTensor, open_tensors
 from .text_tensors import text_tensors
@@ -114,6 +115,8 @@ def load_model(
     quantize: str | None = None,
     mesh: Mesh | None = None,
     activations: str | None = None,
+    *,
+    dequantize: bool = False,
 ) -> Model:
     """Loads a Hugging Face checkpoint.
 
@@ -129,11 +132,14 @@ def load_model(
         activations: "int8" (with quantize="int8", not over a mesh): the weights are rotated (QuaRot), so that
             on a CPU activations are quantized to int8 too. Prefill and batches are faster, and less accurate.
             None: activations keep 16 bits.
+        dequantize: the numbers of a checkpoint in MXFP4 become those of `dtype`, or are quantized anew as
+            `quantize` says.
 
     Raises:
         InputError: files missing, unreadable or not fitting the config, every tensor at fault named.
     """
-    return open_checkpoint(path_or_repo_id, dtype, quantize, mesh, activations).read()
+    checkpoint = open_checkpoint(path_or_repo_id, dtype, quantize, mesh, activations, dequantize=dequantize)
+    return checkpoint.read()
 
 
 def open_checkpoint(
@@ -142,6 +148,8 @@ def open_checkpoint(
     quantize: str | None = None,
     mesh: Mesh | None = None,
     activations: str | None = None,
+    *,
+    dequantize: bool = False,
 ) -> Checkpoint:
     """Does everything of `load_model` except reading the weights; same arguments and errors."""
     start = time.perf_counter()
@@ -154,12 +162,7 @@ def open_checkpoint(
         raise InputError(f"{path} holds no config.json: give the directory of a Hugging Face checkpoint")
     settings = text_settings(settings)
     config = from_hf(settings)
-    quant_format = read_format(settings, path)
-    if quant_format and quantize:
-        raise InputError(
-            f"{path} is already quantized ({quant_format.method}), and quantize={quantize!r} is asked for:"
-            " load it without quantize"
-        )
+    quant_format = kept_format(settings, path, quantize, dequantize)
     check_quantize(config, quant_format.method if quant_format else quantize)
     tokenizer = Tokenizer.from_dir(path) if file_exists(path / "tokenizer.json") else None
     generation = read_json(path / "generation_config.json") or {}
@@ -175,7 +178,11 @@ def open_checkpoint(
         mesh = check_mesh(mesh)
         config = with_repeated_kv_heads(config, mesh.shape[MODEL])
         shardings(config, mesh)  # raises where the devices do not divide a size
-    structs, read = _open_params(path, config_of_files, dtype, quantize, quant_format, mesh, rotations)
+    tensors = open_tensors(path)
+    tensors = dequantized(tensors) if dequantize else tensors
+    structs, read = _open_params(
+        path, tensors, config_of_files, dtype, quantize, quant_format, mesh, rotations
+    )
     dtype_name = quant_format.method if quant_format else quantize or jnp.dtype(dtype).name
     stats = LoadStats(time.perf_counter() - start, tree_bytes(structs), dtype_name)
     name = "bundled" if path_or_repo_id is None else str(path_or_repo_id)
@@ -184,6 +191,7 @@ def open_checkpoint(
 
 def _open_params(  # noqa: PLR0913  what a leaf depends on
     path: Path,
+    tensors: Mapping[str, StoredTensor],
     config: ModelConfig,
     dtype: Any,
     quantize: str | None,
@@ -191,9 +199,8 @@ def _open_params(  # noqa: PLR0913  what a leaf depends on
     mesh: Mesh | None,
     rotations: Mapping[str, TensorRotation],
 ) -> tuple[Params, Callable[[], Params]]:
-    """Opens a directory's safetensors: the parameter tree as shapes, and a function that reads it."""
-    tensors = open_tensors(path)
-    if config.layer_linear:
+    """Returns the parameter tree of a directory's tensors as shapes, and a function that reads it."""
+    if config.layer_linear or config.layer_scalar:
         tensors = text_tensors(path, tensors)
     specs, tree = _named_specs(path, config, tensors)
     quantized: list[dict[str, TensorSpec]] = []  # of each leaf, its tensors if the files have it quantized
@@ -204,13 +211,13 @@ def _open_params(  # noqa: PLR0913  what a leaf depends on
         float_shapes = spec.tensor_shapes(tensors)
         expected |= found or {name: (shape, _FLOATS) for name, shape in float_shapes.items()}
     unused = {_TIED[1]} if config.tie_word_embeddings else set()
-    unused |= _empty_experts(config, tensors)
+    unused |= _empty_experts(config, tensors) | _unused_kv(config)
     for name in tensors:
         if name.endswith(_NOT_WEIGHTS) or quant_format and quant_format.is_unused(name, tensors):
             unused.add(name)
     _check_tensors(path, tensors, expected, unused)
     check_weights(specs, dtype, quant_format.method if quant_format else quantize, memory_fraction(mesh))
-    loader = LeafLoader(tensors, config, dtype, quantize, quant_format, mesh, rotations)
+    loader = LeafLoader(tensors, dtype, quantize, quant_format, mesh, rotations)
     structs = list(map(loader.struct, specs, quantized))
 
     def read() -> Params:
@@ -249,6 +256,13 @@ def _empty_experts(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> 
     if config.shared_expert_intermediate_size or not config.layer_linear:
         return set()
     return {name for name in tensors if ".mlp.shared_expert" in name}
+
+
+def _unused_kv(config: ModelConfig) -> set[str]:
+    """The tensors of keys and values of layers that use those of other layers: a checkpoint may have them."""
+    layers = range(config.num_cached_layers, config.num_hidden_layers)
+    parts = [f"{x}_{kind}" for x in "kv" for kind in ("proj.weight", "proj.bias", "norm.weight")]
+    return {f"model.layers.{layer}.self_attn.{part}" for layer in layers for part in parts}
 
 
 def _stored_name(spec: ParamSpec, config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> str:

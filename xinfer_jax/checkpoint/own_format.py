@@ -118,7 +118,10 @@ def save_checkpoint(
     for spec, leaf in zip(specs, tree.flatten_up_to(params), strict=True):  # type: ignore[attr-defined]
         leaf = drop_vocab_padding(spec, leaf)
         if is_quantized(leaf) and len(spec.shape) > 2:
-            raise InputError("quantized experts cannot be saved: load the float checkpoint with quantize")
+            raise InputError(
+                "quantized experts cannot be saved: load the float checkpoint with quantize, or one in MXFP4"
+                " with dequantize"
+            )
         if is_quantized(leaf):
             fields = {f"{spec.hf_name}.{name}": getattr(leaf, name, None) for name in _FIELDS}
             tensors |= {name: field for name, field in fields.items() if field is not None}

@@ -1,4 +1,4 @@
-"""Finds out in which format a checkpoint stores quantized matrices: ours, AWQ, GPTQ or BitNet."""
+"""Finds out in which format a checkpoint stores quantized matrices: ours, AWQ, GPTQ, BitNet or MXFP4."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -9,16 +9,17 @@ from ..errors import InputError, format_value
 from .awq_gptq_format import AwqGptqFormat
 from .bitnet_format import BitNetFormat
 from .files import read_json
+from .mxfp4_format import Mxfp4Format
 from .own_format import VERSION, VERSION_ROTATED, OwnFormat
 
 _REMEDY = (
-    "awq (version gemm, 4 bits), gptq (4 or 8 bits) and bitnet are supported: use such a checkpoint, or the"
-    " unquantized one with quantize="
+    "awq (version gemm, 4 bits), gptq (4 or 8 bits), bitnet and mxfp4 are supported: use such a checkpoint,"
+    " or the unquantized one with quantize="
 )
 _OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 
-QuantizedFormat = AwqGptqFormat | BitNetFormat | OwnFormat
+QuantizedFormat = AwqGptqFormat | BitNetFormat | Mxfp4Format | OwnFormat
 
 
 def read_format(settings: Mapping[str, Any], path: Path) -> QuantizedFormat | None:
@@ -35,7 +36,7 @@ def read_format(settings: Mapping[str, Any], path: Path) -> QuantizedFormat | No
     if not config:
         return None
     method = config.get("quant_method") if isinstance(config, Mapping) else config
-    methods = ("awq", "gptq", BitNetFormat.method, OwnFormat.method)
+    methods = ("awq", "gptq", BitNetFormat.method, Mxfp4Format.method, OwnFormat.method)
     if method not in methods or not isinstance(config, Mapping):
         raise InputError(
             f"quantization_config with quant_method {format_value(method)} is not supported: {_REMEDY}"
@@ -49,9 +50,36 @@ def read_format(settings: Mapping[str, Any], path: Path) -> QuantizedFormat | No
     if method == OwnFormat.method:
         require(config.get("version") in (VERSION, VERSION_ROTATED), "version")
         return OwnFormat(config.get("rotated") is True, config.get("once") is True)
+    if method == Mxfp4Format.method:  # the tensors show what is not converted
+        return Mxfp4Format()
     if method == BitNetFormat.method:
         return _bitnet_format(config, require)
     return _awq_gptq_format(method, config, require)
+
+
+def kept_format(
+    settings: Mapping[str, Any], path: Path, quantize: str | None, dequantize: bool
+) -> QuantizedFormat | None:
+    """Returns the format in which quantized matrices stay as they are stored; None: all are read as floats.
+
+    Args:
+        settings, path: as in `read_format`.
+        quantize, dequantize: as in `load_model`.
+
+    Raises:
+        InputError: as `read_format`, or the arguments do not suit the format.
+    """
+    found = read_format(settings, path)
+    is_mxfp4 = isinstance(found, Mxfp4Format)
+    if dequantize and not is_mxfp4:
+        stored = found.method if found else "float numbers"
+        raise InputError(f"dequantize is of checkpoints in MXFP4, and {path} has {stored}: leave it out")
+    if found and quantize and not dequantize:
+        raise InputError(
+            f"{path} is already quantized ({found.method}), and quantize={quantize!r} is asked for:"
+            f" load it without quantize{', or with dequantize' if is_mxfp4 else ''}"
+        )
+    return None if dequantize else found
 
 
 def _awq_gptq_format(

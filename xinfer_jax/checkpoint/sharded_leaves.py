@@ -35,10 +35,15 @@ def with_repeated_kv_heads(config: ModelConfig, devices: int) -> ModelConfig:
     Raises:
         InputError: neither number divides the other.
     """
-    heads = config.num_key_value_heads
-    if devices % heads:
-        check_divisible("kv_heads", heads, devices)
-    return dataclasses.replace(config, num_key_value_heads=max(heads, devices))
+    repeated: dict[str, int] = {}
+    for name in ("num_key_value_heads", "num_global_key_value_heads"):
+        heads = getattr(config, name)
+        if heads is None:
+            continue
+        if devices % heads:
+            check_divisible("kv_heads", heads, devices)
+        repeated[name] = max(heads, devices)
+    return dataclasses.replace(config, **repeated)  # type: ignore[arg-type]
 
 
 class LeafPartition(NamedTuple):
@@ -82,7 +87,8 @@ class LeafPartition(NamedTuple):
     ) -> dict[str, Any]:
         """The slices of a quantized matrix's tensors for part i.
 
-        All of them have inputs first and outputs last, except a two-dimensional `.values`.
+        All of them have inputs first and outputs last, except a two-dimensional `.values`, and MXFP4's, which
+        have experts first.
         """
         found = {name: tensors[name] for name in names}
         if self.axis is None:
@@ -90,6 +96,7 @@ class LeafPartition(NamedTuple):
         for name, tensor in found.items():
             last = len(tensor.shape) - 1
             outputs_first = last == 0 or name.endswith(".values") and last == 1
+            outputs_first |= name.endswith(("_blocks", "_scales"))
             axis = (0, last)[self.axis] if outputs_first else (last, 0)[self.axis]
             has_only_inputs = name.endswith((".order", "g_idx"))
             has_only_outputs = last == 0 and not has_only_inputs
@@ -131,12 +138,11 @@ class LeafPartition(NamedTuple):
         return tensor.slice_axis(axis, i * size, size)
 
 
-def leaf_partition(spec: ParamSpec, config: ModelConfig, devices: int, packed: int = 1) -> LeafPartition:
+def leaf_partition(spec: ParamSpec, devices: int, packed: int = 1) -> LeafPartition:
     """How a leaf is split over the devices of a mesh.
 
     Args:
-        spec: of the whole leaf.
-        config: of the files, before key/value heads are repeated.
+        spec: of the whole leaf in the files, before key/value heads are repeated.
         devices: along the mesh axis "model".
         packed: how many numbers the files pack in one word.
     """
@@ -147,7 +153,7 @@ def leaf_partition(spec: ParamSpec, config: ModelConfig, devices: int, packed: i
     length = spec.shape[axis]
     if spec.axes[axis] == "vocab":
         return LeafPartition(devices, axis, 1, -(-length // (devices * packed)) * packed, length, packed)
-    n = min(devices, config.num_key_value_heads) if spec.axes[axis] == "kv_heads" else devices
+    n = min(devices, spec.kv_heads) if spec.axes[axis] == "kv_heads" else devices
     return LeafPartition(n, axis, devices // n, length // n)
 
 

@@ -62,6 +62,15 @@ class StoredTensor:
         stride = self.stride or self.shape[-1]
         return dataclasses.replace(self, start=first_byte, shape=(*self.shape[:-1], size), stride=stride)
 
+    def transposed(self, first: int, step: int) -> list["TransposedMatrix"]:
+        """Of a tensor [experts, inputs, columns] or, of biases, [experts, columns]: each expert's columns
+        from `first` on, every `step`-th, as rows.
+        """
+        inputs, columns = (self.shape if len(self.shape) > 2 else (0, 1, self.shape[1]))[1:]
+        flat = dataclasses.replace(self, shape=(self.shape[0] * inputs, columns))
+        experts = (flat.view(i * inputs, (inputs, columns)) for i in range(self.shape[0]))
+        return [TransposedMatrix(expert, first, step) for expert in experts]
+
     def __getitem__(self, rows: slice) -> np.ndarray:
         first, end, _ = rows.indices(self.shape[0])
         shape = (max(0, end - first), *self.shape[1:])
@@ -110,6 +119,61 @@ class StoredTensor:
         flat = out.reshape(-1)
         run_in_blocks(lambda run: self.read_into(flat[run], run.start), flat.size, flat.itemsize, _COPY_BLOCK)
         return out
+
+
+class RowsAsTensor:
+    """A matrix that is computed from stored rows, by `shape`, `type` and `self[rows]`."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        raise NotImplementedError
+
+    @property
+    def type(self) -> str:
+        return "F32"
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, DTYPES[self.type])
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        raise NotImplementedError
+
+    def read_into(self, out: np.ndarray, first: int = 0) -> None:
+        """As of `StoredTensor`."""
+        width = self.shape[1]
+        row = first // width
+        read = self[row : -(-(first + out.size) // width)].reshape(-1)
+        with np.errstate(over="ignore"):
+            np.copyto(out, read[first - row * width :][: out.size], casting="unsafe")
+
+
+@dataclasses.dataclass(frozen=True)
+class TransposedMatrix(RowsAsTensor):
+    """A matrix that a file has with its inputs first, its outputs by turns with those of other matrices.
+
+    Attributes:
+        stored: the tensor in the file, [inputs, columns].
+        first: the first of its columns.
+        step: from one of its columns to the next.
+    """
+
+    stored: StoredTensor
+    first: int
+    step: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.stored.shape[1] // self.step, self.stored.shape[0]
+
+    @property
+    def type(self) -> str:
+        return self.stored.type
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        first, end, _ = rows.indices(self.shape[0])
+        part = self.stored.slice_axis(1, first * self.step, max(0, end - first) * self.step)
+        return np.ascontiguousarray(part[:][:, self.first :: self.step].T)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,12 +14,14 @@ _PREFIXES = {
     "model.visual.": None,
     "visual.": None,
     "mtp.": None,
+    **dict.fromkeys(f"model.{part}_tower." for part in ("vision", "audio")),
+    **dict.fromkeys(f"model.embed_{part}." for part in ("vision", "audio")),
 }
 
 
 def text_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Returns the tensors by the names that the text model alone would have. One warning names those that are
-    not read: images are not served, and the layers for multi-token prediction (`mtp`) do not draft.
+    not read: images and sound are not served, and the layers for multi-token prediction (`mtp`) do not draft.
     """
     found: dict[str, StoredTensor] = {}
     unread: dict[str, int] = {}  # prefixes and how many tensors they have

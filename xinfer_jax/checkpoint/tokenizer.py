@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import tokenizers
 
 from ..errors import InputError
 from ..grammar.vocabulary import BYTES_OF_LETTERS
+from ..tools.harmony import CHANNEL, CONTROL_TOKENS, END, MESSAGE, START, STOP_TOKENS
 from .chat_template import render
 from .files import file_exists, read_json, read_text
 from .template_tools import TemplateTools, find_template_tools
@@ -106,9 +107,46 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids.
 
+        Args:
+            ids: of any length.
+            skip_special_tokens: leave them out, but for Harmony's control tokens, which are the form of an
+                answer, as <think> is of others.
+
         Raises:
             InputError: values that are not ids, or a broken tokenizer.
         """
+        if skip_special_tokens and self.harmony_marks:
+            return self._decode_around(self._harmony_spelled, ids, True)
+        return self._decode(ids, skip_special_tokens)
+
+    def decode_marked(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """As `decode`, with the characters of `tools/harmony.py` for Harmony's control tokens."""
+        return self._decode_around(self.harmony_marks, ids, skip_special_tokens)
+
+    @functools.cached_property
+    def harmony_marks(self) -> dict[int, str]:
+        """The character of each of Harmony's control tokens, by id; empty for a vocabulary without them."""
+        added = self.backend.get_added_tokens_decoder()
+        named = {token.content: i for i, token in added.items() if token.special}
+        found = {named[name]: mark for name, mark in CONTROL_TOKENS.items() if name in named}
+        return found if {START, CHANNEL, MESSAGE, END} <= {*found.values()} else {}
+
+    @functools.cached_property
+    def _harmony_spelled(self) -> dict[int, str]:
+        names = {mark: name for name, mark in CONTROL_TOKENS.items()}
+        return {i: names[mark] for i, mark in self.harmony_marks.items()}
+
+    def _decode_around(self, texts: Mapping[int, str], ids: Sequence[int], skip: bool) -> str:
+        """The text of ids, some of which have a text of their own."""
+        pieces = []
+        start = 0
+        for at, token in enumerate(ids):
+            if token in texts:
+                pieces += [self._decode(ids[start:at], skip), texts[token]]
+                start = at + 1
+        return "".join([*pieces, self._decode(ids[start:], skip)])
+
+    def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         with _as_input_error("this tokenizer cannot decode the ids"):
             ids = list(ids)
             if len(ids) < _LONG:
@@ -278,8 +316,8 @@ def eos_ids(
     generation: dict, config: dict, backend: tokenizers.Tokenizer | None = None, eos_token: str = ""
 ) -> list[int]:
     """The ids that end an answer: from generation_config.json, else config.json, else the tokenizer's
-    eos_token, and Qwen's two stop tokens wherever the vocabulary has them. Without a tokenizer, only from the
-    two files.
+    eos_token, and Qwen's and Harmony's two stop tokens wherever the vocabulary has them. Without a tokenizer,
+    only from the two files.
     """
     found = next((s["eos_token_id"] for s in (generation, config) if s.get("eos_token_id") is not None), None)
     ids = found if isinstance(found, list) else [found]
@@ -288,6 +326,7 @@ def eos_ids(
     if backend is not None:
         added = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
         named = [eos_token] if found is None else []
-        named += [stop for stop in _QWEN_STOPS if stop in added]
+        stops = (*_QWEN_STOPS, *STOP_TOKENS) if "<|channel|>" in added else _QWEN_STOPS
+        named += [stop for stop in stops if stop in added]
         ids = [*ids, *map(backend.token_to_id, named)]
     return list(dict.fromkeys(i for i in ids if i is not None))

@@ -7,6 +7,7 @@ from ..errors import InputError, format_value
 from ..grammar.grammars import AUTO, CALLS, Grammar
 from ..tools.call_grammar import call_grammar
 from ..tools.descriptions import parameter_schemas
+from ..tools.tool_call_parser import HARMONY
 from .conversation import check_template_tools
 from .tokenizer import Tokenizer
 
@@ -27,8 +28,8 @@ def tool_grammar(
         tools: as in `encode_prompt`, which puts them into the prompt.
         tokenizer: of the model; its chat template tells the form of a call.
         name: of the function to call, once; None: any of them.
-        several: there may be more than one call. Llama 3 writes one.
-        reasoning_end: as in `Grammar`.
+        several: there may be more than one call. Llama 3 and gpt-oss write one.
+        reasoning_end: as in `Grammar`; "auto" in Harmony: None, the grammar allows reasoning before a call.
 
     Raises:
         InputError: no tools, or a name that none of them has; the chat template ignores tools, or writes
@@ -41,6 +42,8 @@ def tool_grammar(
     call_format = known_format(tokenizer)
     chosen = schemas if name is None else {name: schemas[name]}
     source = call_grammar(call_format, chosen, several and name is None)
+    if call_format == HARMONY and reasoning_end == AUTO:
+        reasoning_end = None
     return Grammar(CALLS, source, tokenizer, reasoning_end)
 
 

@@ -41,6 +41,9 @@ def define_model(parser: FlagParser) -> None:
     parser.add_choice(
         "quantize", "int8 or int4: weights in fewer bytes. Default: as --dtype says.", "int8", "int4"
     )
+    parser.add_switch(
+        "dequantize", "Experts of an MXFP4 checkpoint become numbers of --dtype, or of --quantize."
+    )
     parser.add_choice(
         "activations",
         "int8, with --quantize=int8: faster prompts and batches on CPU, less exact.",

@@ -8,12 +8,14 @@ from typing import Any
 import jax
 
 from ..cache.prefix import Prefix
+from ..checkpoint.conversation import harmony_header
 from ..errors import InputError
 from ..generation.options import GenerateOptions, GenerateOutput
 from ..sampling.random_keys import key_from_seed
 from ..sampling.sampling_config import SamplingConfig
 from ..stats import GenerateStats
 from ..text import encode_prompt, stream_text_from_ids
+from ..tools.answer_parser import AnswerParser
 from .process import capture_signals
 from .startup import chunks_with_status, load_and_compile, open_model, use_compilation_cache
 from .terminal import status, write
@@ -107,6 +109,10 @@ class Conversation:
             write(f"[dropped the {left_out} earliest exchanges: the chat exceeds {self._capacity} tokens]\n")
         self._key, answer_key = jax.random.split(self._key)
         text, out = self._stream(ids, answer_key)
+        header = harmony_header(self._model.tokenizer, ids)
+        if header is not None and self._model.tokenizer is not None:
+            marked = self._model.tokenizer.decode_marked(out.tokens[0])
+            text = AnswerParser([], harmony_header=header).parse(marked).content or ""
         self._turns = [*turns, {"role": "assistant", "content": text}]
         self._prefix = out.prefix
         return _format_stats(out.stats, out.finish_reason[0])

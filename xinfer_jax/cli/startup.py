@@ -39,7 +39,9 @@ def open_model(name: str | None, flags: Any) -> Checkpoint:
         mesh = f"model={jax.device_count()}"
     mesh = parse_mesh(mesh) if mesh else None
     with status("opening the model"):
-        checkpoint = open_checkpoint(path, flags.dtype, flags.quantize, mesh, flags.activations)
+        checkpoint = open_checkpoint(
+            path, flags.dtype, flags.quantize, mesh, flags.activations, dequantize=flags.dequantize
+        )
     model = dataclasses.replace(checkpoint.model, name=name or "bundled")
     return dataclasses.replace(checkpoint, model=model)
 

@@ -114,10 +114,10 @@ def quantized_params(
     check_activations(activations, quantize, group)
     group, vocab_group = (_ALL_INPUTS, _ALL_INPUTS) if activations else (group, None)
     bits = _bits(quantize, group)
-    if any("experts" in layer or "A_log" in layer for layer in params["layers"]):
+    if any({"experts", "A_log", "layer_scalar"} & layer.keys() for layer in params["layers"]):
         raise InputError(
-            "quantized weights of experts and linear attention cannot be written: load the float checkpoint"
-            " with quantize"
+            "quantized weights of experts, linear attention and Gemma 4 cannot be written: load the float"
+            " checkpoint with quantize"
         )
 
     def quantize_leaf(leaf: Params) -> Params:

@@ -1,9 +1,9 @@
 """A frozen `ModelConfig`, static under jit, from a Hugging Face config.json.
 
 In the order to read: `values` checks single values of config.json; `rope` has the settings of rotary
-embedding, `sparse_layers` those of experts; `hybrids` has families with linear attention; `families` has one
-small function for each model family over one table of defaults; `model_config` is `ModelConfig` and
-`from_hf`.
+embedding, `sparse_layers` those of experts; `hybrids` has families with linear attention, `gemma4` and
+`gpt_oss` the families of these names; `families` has one small function for each model family over one table
+of defaults; `model_config` is `ModelConfig` and `from_hf`.
 
 - A family is settings, not code. The parameter tree says which tensors a layer has (a missing norm is the
   identity), the config has the numbers. No other package knows a family's name.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import InputError, format_value
-from . import hybrids
+from . import gemma4, gpt_oss, hybrids
 from .rope import read_rope, read_rope_per_layer_type, rope_settings
 from .sparse_layers import read_experts, read_sparse_layers
 from .values import (
@@ -110,6 +110,11 @@ def _phi3(hf: Mapping, layers: int) -> dict:
     return dict(rope=rope, fused_projections=True, layer_windows=_same_windows(hf, layers))
 
 
+def _gpt_oss(hf: Mapping, layers: int) -> dict:
+    windows = _windows({**hf, "use_sliding_window": True}, [i % 2 == 0 for i in range(layers)])
+    return gpt_oss.gpt_oss(hf, layers) | dict(layer_windows=windows)
+
+
 def _bitnet(hf: Mapping, layers: int) -> dict:
     width = get_integer(hf, "hidden_size")
     heads = get_integer(hf, "num_attention_heads")
@@ -166,8 +171,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], _Family]] = {  # by model_type: defaul
     "olmo3": (_OLMO3_DEFAULTS, _olmo3),
     "gemma2": (_GEMMA2_DEFAULTS, _gemma2),
     "gemma3_text": (_GEMMA3_DEFAULTS, _gemma3_text),
+    "gemma4_text": (gemma4.DEFAULTS, gemma4.gemma4_text),
     "phi3": (_PHI3_DEFAULTS, _phi3),
     "bitnet": (_BITNET_DEFAULTS, _bitnet),
+    "gpt_oss": (gpt_oss.DEFAULTS, _gpt_oss),
     "qwen3_next": (hybrids.DEFAULTS["qwen3_next"], hybrids.qwen3_next),
     "qwen3_5_text": (hybrids.DEFAULTS["qwen3_5_text"], hybrids.qwen3_5),
     "qwen3_5_moe_text": (hybrids.DEFAULTS["qwen3_5_moe_text"], hybrids.qwen3_5_moe),

@@ -10,8 +10,8 @@ from .values import get_boolean, get_integer
 
 _KINDS = ("linear_attention", "full_attention")
 _ROPE_TYPES = ("default", "linear", "yarn")  # each also with a part of a head
-_NESTED = ("qwen3_5", "qwen3_5_moe")  # model types of a text model beside a vision one
-_IMAGE_MODELS = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+_NESTED = ("qwen3_5", "qwen3_5_moe", "gemma4")  # model types of a text model beside a vision one
+_IMAGE_MODELS = tuple(f"{name}ForConditionalGeneration" for name in ("Qwen3_5", "Qwen3_5Moe", "Gemma4"))
 
 
 def text_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def text_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     of_text = {k: v for k, v in text.items() if v is not None}
     named = hf.get("architectures")
     kept = [a for a in named if a not in _IMAGE_MODELS] if isinstance(named, list | tuple) else named
-    unread = ("text_config", "vision_config")
+    unread = ("text_config", "vision_config", "audio_config")
     outer = {k: v for k, v in hf.items() if k not in unread} | dict(architectures=kept)
     return outer | of_text | dict(model_type=text.get("model_type", f"{hf['model_type']}_text"))
 

@@ -59,6 +59,11 @@ class ModelConfig:
         moe_intermediate_size: F of each expert.
         norm_topk_prob: the weights of a token's experts are normalized to sum to 1.
         shared_expert_intermediate_size: F of a gated expert that all tokens use; 0: none.
+        experts_beside_mlp: layers with experts have an MLP too; their outputs, each after a norm, are added.
+        swiglu_limit: c: experts and their router have biases, and an expert computes down(g sigmoid(alpha g)
+            (clip(up, -c, c) + 1)) of g = min(gate, c), as in gpt-oss; None: neither.
+        swiglu_alpha: this alpha.
+        attention_sinks: each query head has one more logit in the softmax, of no key.
         attn_output_gate: attention's output is multiplied by sigmoid of a gate, which q_proj has beside each
             query head.
         layer_linear: per layer: linear attention (Gated DeltaNet) in place of attention; empty: none.
@@ -68,6 +73,16 @@ class ModelConfig:
         linear_value_head_dim: width of a value.
         linear_conv_kernel_dim: tokens that its convolution reads, the token itself included.
         interleaved_projections: the checkpoint has its projections in two matrices, by key head.
+        global_head_dim: H of layers without a window; None: head_dim.
+        num_global_key_value_heads: K of layers without a window; None: num_key_value_heads.
+        attention_k_eq_v: layers without a window have no v_proj: values are keys before their norm and RoPE.
+        v_norm: RMS norm, without a weight, of each value head.
+        num_kv_shared_layers: the last layers, which have no keys and values: they use those of the last layer
+            before them that has a window, or none, as they do.
+        use_double_wide_mlp: F of these layers is twice intermediate_size.
+        hidden_size_per_layer_input: width of what each layer gets of a token's own embedding; 0: nothing.
+        vocab_size_per_layer_input: rows of the matrix of these embeddings.
+        layer_scalar: a layer's output is multiplied by a number.
         rotated: parameters are Hadamard-rotated (`weights/hadamard.py`); from `load_model`.
         eos_token_ids: ids that end an answer; from `load_model`, else (). Not compared.
     """
@@ -108,6 +123,10 @@ class ModelConfig:
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
     shared_expert_intermediate_size: int = 0
+    experts_beside_mlp: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.0
+    attention_sinks: bool = False
     attn_output_gate: bool = False
     layer_linear: tuple[bool, ...] = ()
     linear_num_key_heads: int = 0
@@ -116,6 +135,15 @@ class ModelConfig:
     linear_value_head_dim: int = 0
     linear_conv_kernel_dim: int = 0
     interleaved_projections: bool = False
+    global_head_dim: int | None = None
+    num_global_key_value_heads: int | None = None
+    attention_k_eq_v: bool = False
+    v_norm: bool = False
+    num_kv_shared_layers: int = 0
+    use_double_wide_mlp: bool = False
+    hidden_size_per_layer_input: int = 0
+    vocab_size_per_layer_input: int = 0
+    layer_scalar: bool = False
     rotated: bool = False
     eos_token_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
@@ -132,9 +160,47 @@ class ModelConfig:
         return bool(self.layer_linear) and self.layer_linear[layer]
 
     @property
+    def num_cached_layers(self) -> int:
+        """Layers with a cache of their own: all but the last ones that use another layer's."""
+        return self.num_hidden_layers - self.num_kv_shared_layers
+
+    @property
+    def cache_of_layer(self) -> tuple[int, ...]:
+        """Of each layer the layer whose cache it uses: itself, or an earlier one."""
+        own = range(self.num_cached_layers)
+        is_full = [window is None for window in self.layer_windows]
+        last = {kind: max((i for i in own if is_full[i] == kind), default=0) for kind in (True, False)}
+        return (*own, *(last[kind] for kind in is_full[self.num_cached_layers :]))
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """The layers that are attention, not linear attention."""
+        return [layer for layer in range(self.num_hidden_layers) if not self.is_linear(layer)]
+
+    @property
+    def layers_with_kv(self) -> list[int]:
+        """The layers with keys and values of their own."""
+        return [layer for layer in self.attention_layers if layer < self.num_cached_layers]
+
+    @property
     def kv_windows(self) -> list[int | None]:
-        """The sliding windows of the layers with keys and values; None: no window."""
-        return [window for layer, window in enumerate(self.layer_windows) if not self.is_linear(layer)]
+        """The sliding windows of the layers with keys and values of their own; None: no window."""
+        return [self.layer_windows[layer] for layer in self.layers_with_kv]
+
+    def kv_heads(self, layer: int) -> int:
+        """K of a layer."""
+        heads = self.num_global_key_value_heads if self.layer_windows[layer] is None else None
+        return heads or self.num_key_value_heads
+
+    def head_width(self, layer: int) -> int:
+        """H of a layer."""
+        width = self.global_head_dim if self.layer_windows[layer] is None else None
+        return width or self.head_dim
+
+    @property
+    def head_widths(self) -> tuple[int, ...]:
+        """The distinct widths of heads."""
+        return tuple(dict.fromkeys(map(self.head_width, range(self.num_hidden_layers))))
 
     def layer_rope_config(self, layer: int) -> RopeConfig | None:
         """The rotary embedding of a layer; None: it has none."""
@@ -235,13 +301,15 @@ def _check_supported(hf: Mapping, activation: Any) -> None:
 
 
 def _check_consistency(config: ModelConfig) -> None:
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise InputError(
-            f"num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads"
-            f" {config.num_key_value_heads}"
-        )
-    if config.head_dim % 2:
-        raise InputError(f"head_dim {config.head_dim} is odd: rotary embedding needs an even one")
+    for heads in {config.num_key_value_heads, config.num_global_key_value_heads or 1}:
+        if config.num_attention_heads % heads:
+            raise InputError(
+                f"num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads"
+                f" {heads}"
+            )
+    for width in {config.head_dim, *config.head_widths}:
+        if width % 2:
+            raise InputError(f"head_dim {width} is odd: rotary embedding needs an even one")
     if config.rope.rope_type == "dynamic" and config.head_dim == 2:
         raise InputError("rope type 'dynamic' needs a head_dim above 2: it divides by head_dim - 2")
     if config.context_length > MAX_CONTEXT:
@@ -249,11 +317,12 @@ def _check_consistency(config: ModelConfig) -> None:
             f"max_position_embeddings {config.max_position_embeddings} with rope factor {config.rope.factor}"
             f" is a context of {config.context_length} tokens, more than {MAX_CONTEXT}"
         )
-    rotated = int(config.head_dim * config.rope.partial_rotary_factor)
-    if rotated % 2 or not 0 < rotated <= config.head_dim:
+    width = config.rope.head_dim or config.head_dim
+    rotated = config.rope.rotated_width(width)
+    if rotated % 2 or not 0 < rotated <= width or config.rope.partial_rotary_factor > 1:
         raise InputError(
             f"partial_rotary_factor {config.rope.partial_rotary_factor} rotates {rotated} of"
-            f" {config.head_dim} numbers of a head: rotary embedding needs an even part of it"
+            f" {width} numbers of a head: rotary embedding needs an even part of it"
         )
     for name in ("short_factor", "long_factor"):
         given = len(getattr(config.rope, name))

@@ -29,11 +29,19 @@ class RopeConfig:
     partial_rotary_factor: float = 1.0  # the leading part of each head that is rotated
     short_factor: tuple[float, ...] = ()  # longrope: divides each pair's frequency, up to that length
     long_factor: tuple[float, ...] = ()  # longrope: the same for longer sequences
+    head_dim: int | None = None  # of the layers that use it; None: that of the model
 
     @property
     def switches_at(self) -> int | None:
         """The length beyond which all angles of a sequence change (longrope); None: they never change."""
         return None if self.short_factor == self.long_factor else self.original_max_position_embeddings
+
+    def rotated_width(self, head_dim: int) -> int:
+        """The leading part of a head in which pairs are rotated. `proportional` rotates pairs of the whole
+        head, those beyond its part by the angle 0.
+        """
+        width = self.head_dim or head_dim
+        return width if self.rope_type == "proportional" else int(width * self.partial_rotary_factor)
 
 
 def read_rope(hf: Mapping, rope_types: tuple[str, ...] = ROPE_TYPES, partial: bool = False) -> RopeConfig:
@@ -88,7 +96,7 @@ def _rope(rope_type: str, given: Mapping) -> RopeConfig:
         if name not in given:
             raise InputError(f"rope type {rope_type!r} needs {name!r}, which config.json does not give")
     lists = ("short_factor", "long_factor")
-    names = {f.name for f in dataclasses.fields(RopeConfig)} - {"rope_type", "truncate", *lists}
+    names = {f.name for f in dataclasses.fields(RopeConfig)} - {"rope_type", "truncate", "head_dim", *lists}
     values: dict[str, Any] = {
         name: (get_integer if name == "original_max_position_embeddings" else get_number)(given, name)
         for name in sorted(names & given.keys())

@@ -52,13 +52,13 @@ def paged_cache(  # noqa: PLR0913
     states = iter(states)
     pools = iter(pools)
 
-    def layer(index: int, window: int | None) -> Any:
+    def layer(index: int) -> Any:
         if config.is_linear(index):
             return next(states)
         (k, v) = next(pools)
-        return Paged(k, v, window, capacity, table_BP)
+        return Paged(k, v, config.layer_windows[index], capacity, table_BP)
 
-    layers = tuple(layer(*of_layer) for of_layer in enumerate(config.layer_windows))
+    layers = tuple(layer(index) for index in range(config.num_cached_layers))
     overflow_B: Any = np.zeros(len(table_BP), bool)
     return KVCache(layers, length_B, overflow_B, None)
 

@@ -12,6 +12,7 @@ from ..cache.quantized_kv import KV_BITS
 from ..config.model_config import ModelConfig
 from ..model.attention import check_impl, select_attention, select_kernel
 from ..model.decoder import lm_head
+from ..model.experts import select_experts
 from ..model.greedy import select_head_kernel
 from ..model.kernel_products import Operands, select_product
 from ..weights.params import Params, activation_dtype, cache_dtype, resolve_dtype
@@ -49,12 +50,17 @@ def kernels_used(
     capacity = capacity or default_capacity(config, 1, GenerateOptions.max_new_tokens)
     dtype = activation_dtype(params)
     leaf = lm_head(params)
-    attended = jax.ShapeDtypeStruct((rows, config.num_attention_heads * config.head_dim), dtype)
-    query = jax.ShapeDtypeStruct((rows, 1, config.num_attention_heads, config.head_dim), dtype)
+    heads = config.num_attention_heads
+    attended = jax.ShapeDtypeStruct((rows, heads * config.head_width(0)), dtype)
+    queries = [
+        jax.ShapeDtypeStruct((rows, 1, heads, config.head_width(layer)), dtype)
+        for layer in range(config.num_cached_layers)
+    ]
     dtype_of_cache = kv_dtype if kv_dtype in KV_BITS else resolve_dtype(kv_dtype or cache_dtype(params))
     layers = jax.eval_shape(lambda: empty_layers(config, rows, capacity, dtype_of_cache))
     used = {
-        kernel: _by_layer(kernel, impl, query, layers) for kernel in ("prefill_attention", "decode_attention")
+        kernel: _by_layer(kernel, impl, queries, layers)
+        for kernel in ("prefill_attention", "decode_attention")
     }
     used["argmax"] = select_kernel(
         "argmax", impl, jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32)
@@ -66,14 +72,15 @@ def kernels_used(
     if head is not None and "bias" not in leaf:
         used["int8_head_argmax" if is_quantized(leaf["weight"]) else "lm_head_argmax"] = head
     if experts := next((layer["experts"] for layer in params["layers"] if "experts" in layer), None):
-        matrices = (experts[name]["weight"] for name in ("gate", "up", "down"))
-        used["gated_experts"] = select_kernel("gated_experts", impl, hidden, *matrices)
+        used["gated_experts"] = select_experts(impl, hidden, experts)
     return used
 
 
-def _by_layer(kernel: str, impl: str | None, query, layers) -> kernels_pallas.Selection:
+def _by_layer(kernel: str, impl: str | None, queries, layers) -> kernels_pallas.Selection:
     """The selection of the layers that a kernel serves; the reason mentions other layers."""
-    of_layer = [select_attention(kernel, impl, query, keys) for keys in layers]
+    of_layer = [
+        select_attention(kernel, impl, query, keys) for query, keys in zip(queries, layers, strict=True)
+    ]
     common = next((s for s in of_layer if s.impl != "xla"), of_layer[0])
     others = [s for s in of_layer if s.impl != common.impl]
     if not others:

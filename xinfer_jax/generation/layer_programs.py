@@ -57,11 +57,11 @@ def _head(params, config, x_BTD):
     return unembed(params, config, final_norm(params, config, x_BTD))
 
 
-def _layers(layers, head, is_last, config, kinds, x_BTD, positions, keys, impl):  # noqa: PLR0913  as `run_layers`
+def _layers(layers, head, is_last, config, kinds, caches, x_BTD, positions, keys, impl):  # noqa: PLR0913  as `run_layers`
     """Runs a group of layers; the last group also applies the head. In a program of its own the head took 2
     ms more per token. All groups of a size share one program: `is_last` is traced.
     """
-    x_BTD, keys = run_layers(layers, config, kinds, x_BTD, positions, keys, impl)
+    x_BTD, keys = run_layers(layers, config, kinds, caches, x_BTD, positions, keys, impl)
     if head is None:
         return x_BTD, None, keys
 
@@ -119,7 +119,7 @@ def _copy(keys):
 EMBED = jax.jit(_embed, static_argnames=("config", "inputs", "capacity"))
 LAYERS = jax.jit(
     _layers,
-    static_argnames=("config", "impl", "kinds"),
+    static_argnames=("config", "impl", "kinds", "caches"),
     donate_argnames=("x_BTD", "keys"),
     compiler_options=compiler_options(),
 )

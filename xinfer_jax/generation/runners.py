@@ -285,24 +285,27 @@ class LayerwiseRunner(_Runner):
         outer = without_model_layers(model)
         lengths = None
         capacity = None
-        keys: tuple = (None,) * config.num_hidden_layers
+        keys: list = [None] * config.num_cached_layers
         if cache is not None:
             lengths = without_layers(cache)
             capacity = cache.capacity
-            keys = cache.layers
+            keys = list(cache.layers)
         x_BTD, positions, lengths = self._executor(EMBED, *outer, inputs, args, lengths, capacity)
-        new_keys: tuple = ()
         logits_BTV = None
         head = None if prefills else outer[0]
         for group in layer_groups(config, 1 if prefills else _DECODE_LAYERS):
             kinds = layer_kinds(config)[group]
-            is_last = np.bool_(group.stop >= len(keys))
+            is_last = np.bool_(group.stop >= config.num_hidden_layers)
+            of_layers = config.cache_of_layer[group]
+            used = sorted(set(of_layers))
+            caches = tuple(map(used.index, of_layers))
             x_BTD, logits_BTV, group_keys = self._executor(
-                LAYERS, params["layers"][group], head, is_last, config, kinds, x_BTD, positions,
-                keys[group], self.impl,
+                LAYERS, params["layers"][group], head, is_last, config, kinds, caches, x_BTD,
+                positions.of_layers(group), tuple(keys[i] for i in used), self.impl,
             )  # fmt: skip
-            new_keys += group_keys
-        return x_BTD, logits_BTV, None if cache is None else dataclasses.replace(lengths, layers=new_keys)
+            for i, layer in zip(used, group_keys, strict=True):
+                keys[i] = layer
+        return x_BTD, logits_BTV, None if cache is None else dataclasses.replace(lengths, layers=tuple(keys))
 
 
 Runner = WholeModelRunner | LayerwiseRunner

@@ -187,7 +187,8 @@ def _check_together(config: ModelConfig, options: GenerateOptions) -> None:
     for name in ("draft", "prefix", "keep_prefix", "cache_dtype"):
         if getattr(options, name) not in (None, False) and not options.use_cache:
             raise InputError(f"{name} needs the cache: leave use_cache true")
-    check_head_dim(config.head_dim, options.cache_dtype)
+    for width in config.head_widths:
+        check_head_dim(width, options.cache_dtype)
     if options.keep_prefix and options.best_of not in (None, options.n):
         why = "the cache has rows that are not returned: use n, and choose the best answers yourself"
         raise InputError(f"keep_prefix with best_of={options.best_of}: {why}")
@@ -288,7 +289,8 @@ def _check_draft(call: ValidatedCall) -> Any:
     limit = draft.config.context_length
     if own != config.vocab_size:
         raise InputError(f"the draft's vocabulary of {own} is not the model's of {config.vocab_size}")
-    check_head_dim(draft.config.head_dim, call.options.cache_dtype)
+    for width in draft.config.head_widths:
+        check_head_dim(width, call.options.cache_dtype)
     if limit < longest + new:
         need = f"prompt of {longest} tokens + max_new_tokens {new}"
         raise InputError(f"{need} exceeds the draft's context limit {limit}")

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..errors import GrammarError, InputError
 from ..sampling.automaton import Dfa
+from ..tools.harmony import FINAL, MESSAGE
 from ..tools.reasoning import THINK_END, THINK_START
 from .grammars import AUTO, CALLS, Grammar
 from .regex_parser import NotRegularError
@@ -114,15 +115,36 @@ class Vocabulary:
             raise GrammarError(f"the {grammar.kind} grammar is not served: {why}")
         return matcher
 
-    def reasoning_end(self, grammar: Grammar, prompt: list[int]) -> str | None:
-        """The text after which a grammar begins in the answer to a prompt; None: with the answer."""
+    def reasoning_end(self, grammar: Grammar, prompt: list[int]) -> "ReasoningEnd | None":
+        """After what a grammar begins in the answer to a prompt; None: with the answer."""
         end = grammar.reasoning_end
         if end is None or end == AUTO and self._generation_prompt is None:
             return None
         before = grammar.tokenizer.decode(prompt[-_LAST_TOKENS:], skip_special_tokens=False)
         if end == AUTO:
-            return THINK_END if before.endswith(str(self._generation_prompt)) else None
-        return None if before.rstrip().endswith(end) else end
+            if not before.endswith(str(self._generation_prompt)):
+                return None
+            in_harmony = bool(grammar.tokenizer.harmony_marks)
+            return ReasoningEnd(grammar.tokenizer, None if in_harmony else THINK_END)
+        return None if before.rstrip().endswith(end) else ReasoningEnd(grammar.tokenizer, end)
+
+
+class ReasoningEnd:
+    """Tells where the reasoning of an answer ends."""
+
+    def __init__(self, tokenizer: Any, text: str | None):
+        """text: after which it ends; None: with the header of Harmony's channel `final`."""
+        self._tokenizer = tokenizer
+        self._text = text
+        self.most_tokens = _LAST_TOKENS if text is None else len(text) + 8  # in which it stands
+
+    def ends(self, recent: list[int]) -> bool:
+        """Whether the last tokens have the end. recent: at most `most_tokens`."""
+        if self._text is not None:
+            return self._text in self._tokenizer.decode(recent, skip_special_tokens=False)
+        if self._tokenizer.harmony_marks.get(recent[-1]) != MESSAGE:
+            return False
+        return FINAL.search(self._tokenizer.decode_marked(recent)) is not None
 
 
 def next_tokens(matcher: Any, vocab_size: int) -> np.ndarray:
@@ -182,11 +204,12 @@ def error_words(error: str) -> str:
 
 
 def _thinking_prompt(tokenizer: Any) -> str | None:
-    """What the chat template puts before an answer that begins with reasoning; None: the model does not
-    reason.
+    """What the chat template puts before an answer that begins with reasoning, or with a header of Harmony;
+    None: the model does not reason.
     """
     template = tokenizer.chat_template or ""
-    if THINK_END not in template:
+    in_harmony = bool(tokenizer.harmony_marks) and "<|channel|>" in template
+    if THINK_END not in template and not in_harmony:
         return None
     messages = [{"role": "user", "content": "?"}]
     try:
@@ -194,4 +217,4 @@ def _thinking_prompt(tokenizer: Any) -> str | None:
     except InputError:
         return None
     start = prompt[len(asked) :] if prompt.startswith(asked) else prompt
-    return start if start and (THINK_START in start or "enable_thinking" in template) else None
+    return start if start and (in_harmony or THINK_START in start or "enable_thinking" in template) else None

@@ -28,7 +28,8 @@ class Grammar:
         source: a JSON Schema as JSON, a regular expression, or a grammar in llguidance's Lark syntax.
         tokenizer: from `load_model`; None: that of the model, where there is one.
         reasoning_end: the text after which the grammar begins; None: it begins with the answer. "auto":
-            "</think>" where the chat template lets the model think, and the prompt ends where it does so.
+            "</think>" where the chat template lets the model think, and the prompt ends where it does so; for
+            gpt-oss the header of the channel `final`.
     """
 
     kind: str

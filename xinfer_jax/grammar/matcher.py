@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import NoTokenLeftError
 from ..sampling.automaton import ENDS, Dfa
 from ..sampling.context import ALL_BITS
-from .compiler import error_words, next_tokens, vocabulary_of
+from .compiler import ReasoningEnd, error_words, next_tokens, vocabulary_of
 from .grammars import Grammar
 
 
@@ -43,7 +43,7 @@ class CompiledGrammar:
         if self._dfa is not None and waits_for is None:
             return DfaMatcher(self._dfa, end_ids)
         begun = self._vocabulary.matcher(self._grammar)
-        return Matcher(begun, self._vocabulary.size, end_ids, self._grammar.tokenizer, waits_for)
+        return Matcher(begun, self._vocabulary.size, end_ids, waits_for)
 
 
 class DfaMatcher:
@@ -74,16 +74,11 @@ class Matcher:
 
     dfa = None
 
-    def __init__(
-        self, matcher: Any, vocab_size: int, end_ids: Sequence[int], tokenizer: Any, waits_for: str | None
-    ):
-        """matcher: an `LLMatcher` of its own; waits_for: a text before which every token but an EOS id may
-        come.
-        """
+    def __init__(self, matcher: Any, vocab_size: int, end_ids: Sequence[int], waits_for: ReasoningEnd | None):
+        """matcher: an `LLMatcher` of its own; waits_for: before it every token but an EOS id may come."""
         self._matcher = matcher
         self._size = vocab_size
         self._ends = np.array(end_ids, np.int64)
-        self._tokenizer = tokenizer
         self._waits_for = waits_for
         self._recent: list[int] = []  # the last tokens of the reasoning
 
@@ -139,8 +134,8 @@ class Matcher:
     def _try_append(self, token: int) -> bool:
         """Whether the token may come next. An EOS id ends the answer."""
         if self._waits_for is not None:
-            self._recent = [*self._recent, token][-len(self._waits_for) - 8 :]
-            if self._waits_for in self._tokenizer.decode(self._recent, skip_special_tokens=False):
+            self._recent = [*self._recent, token][-self._waits_for.most_tokens :]
+            if self._waits_for.ends(self._recent):
                 self._waits_for = None
             return token not in self._ends
         if token in self._ends:

@@ -39,6 +39,11 @@ or straight from hidden states).
 - The greedy token needs no logits where a kernel runs: it keeps the maximum, its index and the sum of
   exponentials, which gives the log-probability too. `lax.cond` on "all rows are greedy" selects it, so that
   temperature stays traced.
+- In Gemma 4 the last layers have no keys: they attend to the cache of an earlier layer, after its append.
+  `ModelConfig.cache_of_layer` says whose; a program of several layers gets each cache once. Without a cache
+  a layer returns its keys and values for them.
+- A sink (gpt-oss) is the first score of the online softmax: it sets the largest score so far, and a sum of 1
+  without values. So every cache has it, and kernels take it in the same way.
 - A soft prompt enters as `inputs_BTD` in place of embeddings. Positions, lengths and shapes stay those of the
   tokens.
 - Over a mesh (`sharding`) a layer is one `jax.shard_map` over its axis "model". Each device has some of the

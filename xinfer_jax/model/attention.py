@@ -53,6 +53,7 @@ def attention(  # noqa: PLR0913
     start_B: jax.Array | None = None,
     scale: float,
     soft_cap: float | None = None,
+    sink_N: jax.Array | None = None,
     impl: str | None = None,
 ) -> jax.Array:
     """Scaled dot-product attention (Vaswani et al. 2017), online softmax (Milakov & Gimelshein 2018).
@@ -68,6 +69,7 @@ def attention(  # noqa: PLR0913
             the result has a reverse-mode gradient.
         scale: factor on the scores.
         soft_cap: None, or c: scores become c tanh(score / c).
+        sink_N: None, or one more score of each head, whose weight counts in the softmax but has no value.
         impl: None, or one of `kernels_pallas.IMPLS`. The gradient of a kernel is that of "xla", the plain
             jnp.
 
@@ -84,7 +86,8 @@ def attention(  # noqa: PLR0913
     length_B = kv.stored_length(length_B)
     start_B = jnp.zeros(len(q_BTNH), jnp.int32) if static else start_B
     scoring = _Scoring(scale, soft_cap)
-    arrays = (q_BTNH, kv, start_B, length_B)
+    sink_N = None if sink_N is None else sink_N.astype(jnp.float32)
+    arrays = (q_BTNH, kv, start_B, length_B, sink_N)
     if chosen == "xla":
         return _blocked(*arrays, scoring, static)
     platform = kernels_pallas.platform_of(chosen, impl)
@@ -122,19 +125,22 @@ def select_kernel(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _by_kernel(kernel: _Kernel, scoring: _Scoring, q_BTNH, kv, start_B, length_B):
+def _by_kernel(kernel: _Kernel, scoring: _Scoring, q_BTNH, kv, start_B, length_B, sink_N):
     """[B, T, N, H] by a kernel of `kernels_pallas`."""
     run = partial(kernels_pallas.run_kernel, kernel.impl, kernel.name)
     run = partial(run, scale=scoring.scale, window=kv.window, soft_cap=scoring.soft_cap)
 
-    def by_kernel(q_BTNH, kv, start_B, length_B):
+    def by_kernel(q_BTNH, kv, start_B, length_B, sink_N):
         options = kv.kernel_options()
         if (bias := _key_bias(kv)) is not None:
             options["key_bias"] = bias
+        if sink_N is not None:
+            options["sink_N"] = sink_N
         return run(q_BTNH, *kv.kernel_arrays(), start_B, length_B, **options)
 
     plain = partial(_blocked, scoring=scoring, static=False)
-    return kernels_pallas.run_on_platform(kernel.platform, by_kernel, plain, q_BTNH, kv, start_B, length_B)
+    operands = (q_BTNH, kv, start_B, length_B, sink_N)
+    return kernels_pallas.run_on_platform(kernel.platform, by_kernel, plain, *operands)
 
 
 def _forward(*args):
@@ -142,42 +148,44 @@ def _forward(*args):
 
 
 def _backward(kernel, scoring, saved, gradient):
-    q_BTNH, kv, start_B, length_B = saved
-    vjp = jax.vjp(lambda q, kv: _blocked(q, kv, start_B, length_B, scoring, True), q_BTNH, kv)[1]
-    return *vjp(gradient), None, None
+    q_BTNH, kv, start_B, length_B, sink_N = saved
+    blocked = lambda q, kv, sink: _blocked(q, kv, start_B, length_B, sink, scoring, True)  # noqa: E731
+    of_q, of_kv, of_sink = jax.vjp(blocked, q_BTNH, kv, sink_N)[1](gradient)
+    return of_q, of_kv, None, None, of_sink
 
 
 _by_kernel.defvjp(_forward, _backward)
 
 
-def _blocked(q_BTNH, kv: Contiguous, start_B, length_B, scoring: _Scoring, static: bool):
+def _blocked(q_BTNH, kv: Contiguous, start_B, length_B, sink_N, scoring: _Scoring, static: bool):
     """Attention in plain jnp. static: loops with fixed bounds, which have a reverse-mode gradient."""
     B, T, N, H = q_BTNH.shape
     K = kv.k.shape[1]
     q_BKTGH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4)
+    sink_KG = None if sink_N is None else sink_N.reshape(K, N // K)
     run = partial(_query_block, scoring=scoring, static=static)
     if T <= ROW_QUERIES and not static:
-        arrays = (q_BKTGH, kv, start_B, length_B)
+        arrays = (q_BKTGH, kv, start_B, length_B, sink_KG)
         out_BKTGH = lax.platform_dependent(*arrays, cpu=partial(_by_row, scoring=scoring), default=run)
     elif T <= QUERY_BLOCK:
-        out_BKTGH = run(q_BKTGH, kv, start_B, length_B)
+        out_BKTGH = run(q_BKTGH, kv, start_B, length_B, sink_KG)
     else:
         blocks = -(-T // QUERY_BLOCK)
         padded = jnp.pad(q_BKTGH, ((0, 0), (0, 0), (0, blocks * QUERY_BLOCK - T), (0, 0), (0, 0)))
         stacked = jnp.moveaxis(padded.reshape(B, K, blocks, QUERY_BLOCK, N // K, H), 2, 0)
         # The backward pass recomputes a block of queries at a time instead of storing every score.
-        step = jax.checkpoint(lambda block: run(block[0], kv, start_B + block[1], length_B))
+        step = jax.checkpoint(lambda block: run(block[0], kv, start_B + block[1], length_B, sink_KG))
         outs = lax.map(step, (stacked, QUERY_BLOCK * jnp.arange(blocks)))
         out_BKTGH = jnp.moveaxis(outs, 0, 2).reshape(B, K, blocks * QUERY_BLOCK, N // K, H)[:, :, :T]
     return out_BKTGH.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
 
 
-def _by_row(q_BKTGH, kv: Contiguous, start_B, length_B, scoring: _Scoring):
+def _by_row(q_BKTGH, kv: Contiguous, start_B, length_B, sink_KG, scoring: _Scoring):
     """`_query_block` for one row after the other: a row's cost and bits depend on no other row."""
 
     def one(row):
         q_1KTGH, start_1, length_1, number_1 = row
-        return _query_block(q_1KTGH, kv, start_1, length_1, scoring, False, number_1[0])
+        return _query_block(q_1KTGH, kv, start_1, length_1, sink_KG, scoring, False, number_1[0])
 
     rows = (q_BKTGH, start_B, length_B, jnp.arange(len(q_BKTGH)))
     if len(q_BKTGH) == 1:  # no loop: compiles faster
@@ -185,7 +193,9 @@ def _by_row(q_BKTGH, kv: Contiguous, start_B, length_B, scoring: _Scoring):
     return lax.map(one, jax.tree.map(lambda x: x[:, None], rows))[:, 0]
 
 
-def _query_block(q_BKTGH, kv: Contiguous, start_B, length_B, scoring: _Scoring, static: bool, row=None):
+def _query_block(  # noqa: PLR0913
+    q_BKTGH, kv: Contiguous, start_B, length_B, sink_KG, scoring: _Scoring, static: bool, row=None
+):
     """Attention of one block of queries over all visible key blocks, [B, K, T, G, H]. row: that row only."""
     B, K, T, G, H = q_BKTGH.shape
     if T > 1:
@@ -201,6 +211,8 @@ def _query_block(q_BKTGH, kv: Contiguous, start_B, length_B, scoring: _Scoring, 
 
     zeros = jnp.zeros((B, K, T, G), jnp.float32)
     softmax = _Softmax(zeros + _MASKED, zeros, jnp.zeros((B, K, T, G, H), jnp.float32))
+    if sink_KG is not None:  # the first score, of weight 1, without a value
+        softmax = softmax._replace(max_BKTG=zeros + sink_KG[:, None], sum_BKTG=zeros + 1)
     softmax = kernels_pallas.match_varying_axes(softmax, q_BKTGH, kv, start_B, length_B)
     low, high = kv.visible_blocks(width, start_B, T, length_B)
     if blocks == 1:

@@ -1,6 +1,7 @@
 """`forward`, `hidden_states` and `unembed`: one decoder for all families, driven by the config."""
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -89,9 +90,10 @@ def hidden_states(
     num_tokens_B = jnp.full(B, T, jnp.int32) if num_tokens_B is None else jnp.asarray(num_tokens_B)
     start_B = None if cache is None else cache.length_B
     x_BTD, positions = embed_inputs(params, config, tokens_BT, start_B, num_tokens_B, inputs_BTD)
-    layer_caches = (None,) * config.num_hidden_layers if cache is None else cache.layers
+    layer_caches = (None,) * config.num_cached_layers if cache is None else cache.layers
+    kinds = layer_kinds(config)
     x_BTD, layers = run_layers(
-        params["layers"], config, layer_kinds(config), x_BTD, positions, layer_caches, impl
+        params["layers"], config, kinds, config.cache_of_layer, x_BTD, positions, layer_caches, impl
     )
     cache = None if cache is None else update_layers(cache, layers, num_tokens_B)
     return final_norm(params, config, x_BTD), cache
@@ -115,7 +117,23 @@ def embed_inputs(
     dtype = activation_dtype(params)
     if inputs_BTD is None:
         inputs_BTD = _embed(params, config, jnp.asarray(tokens_BT))
-    return jnp.asarray(inputs_BTD).astype(dtype), Positions(angles, start_B, num_tokens_B)
+    x_BTD = jnp.asarray(inputs_BTD).astype(dtype)
+    positions = Positions(angles, start_B, num_tokens_B)
+    if config.hidden_size_per_layer_input:
+        inputs = _per_layer_inputs(params, config, jnp.asarray(tokens_BT), x_BTD)
+        positions = positions._replace(layer_inputs=inputs)
+    return x_BTD, positions
+
+
+def _per_layer_inputs(params: Params, config: ModelConfig, tokens_BT, x_BTD) -> tuple[jax.Array, ...]:
+    """[B, T, P] of each layer (Gemma 3n, Gemma 4): of the token, and of its embedding by a matrix."""
+    P = config.hidden_size_per_layer_input
+    shape = *tokens_BT.shape, config.num_hidden_layers, P
+    of_token_BTLP = _embed(params, config, tokens_BT, "layer_embed", math.sqrt(P)).reshape(shape)
+    projected = linear(x_BTD, params["layer_proj"]) * config.hidden_size**-0.5
+    inputs_BTLP = norm(projected.reshape(shape), params, "layer_input_norm", config) + of_token_BTLP
+    inputs_BTLP = (inputs_BTLP * 2**-0.5).astype(x_BTD.dtype)
+    return tuple(inputs_BTLP[:, :, layer] for layer in range(config.num_hidden_layers))
 
 
 def final_norm(params: Params, config: ModelConfig, x_BTD: jax.Array) -> jax.Array:
@@ -151,16 +169,18 @@ def embed_tokens(params: Params, config: ModelConfig, tokens: AnyArray) -> jax.A
     return _embed(params, config, jnp.asarray(tokens))
 
 
-def _embed(params: Params, config: ModelConfig, token: jax.Array) -> jax.Array:
-    """Embeddings [..., D] of ids [...]. Over a mesh each device has some of the matrix's rows, and the
-    results are summed; or each has all rows.
+def _embed(
+    params: Params, config: ModelConfig, token: jax.Array, name: str = "embed", scale: float | None = None
+) -> jax.Array:
+    """Embeddings [..., D] of ids [...], by the matrix of that name. Over a mesh each device has some of its
+    rows, and the results are summed; or each has all rows.
     """
-    leaf = params["embed"]
+    leaf = params[name]
     dtype = activation_dtype(params)
-    scale = config.embed_scale
+    scale = config.embed_scale if scale is None else scale
     if (mesh := model_mesh(leaf, config)) is None:
         return embed(token, leaf, dtype, scale)
-    specs, sharded = _vocabulary_specs(leaf, config, mesh)
+    specs, sharded = _vocabulary_specs(leaf, config, mesh, name)
 
     def embed_part(leaf, token):
         if not sharded:
@@ -175,9 +195,9 @@ def _embed(params: Params, config: ModelConfig, token: jax.Array) -> jax.Array:
     return shard_map_model(embed_part, mesh, (specs, REPLICATED), REPLICATED)(leaf, token)
 
 
-def _vocabulary_specs(leaf: Params, config: ModelConfig, mesh: Any) -> tuple[Any, bool]:
+def _vocabulary_specs(leaf: Params, config: ModelConfig, mesh: Any, name: str = "embed") -> tuple[Any, bool]:
     """The PartitionSpecs of a vocabulary matrix, and whether its rows are sharded."""
-    specs = partition_specs(param_specs(config)["embed"], leaf, mesh, RULES)
+    specs = partition_specs(param_specs(config)[name], leaf, mesh, RULES)
     return specs, leaf["weight"].shape[0] % mesh.shape[MODEL] == 0
 
 
@@ -243,6 +263,11 @@ def check_tokens(
     if inputs_BTD is not None and np.shape(inputs_BTD) != (*shape, config.hidden_size):
         raise InputError(
             f"inputs must have the shape {(*shape, config.hidden_size)}, got {np.shape(inputs_BTD)}"
+        )
+    if inputs_BTD is not None and config.hidden_size_per_layer_input:
+        raise InputError(
+            f"inputs_BTD is not supported for model_type {config.model_type!r}, whose layers have inputs by"
+            " token id: give tokens only"
         )
     if cache is not None and (not isinstance(cache, KVCache) or cache.length_B.shape != shape[:1]):
         raise InputError(

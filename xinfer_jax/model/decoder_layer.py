@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from kernels_pallas import HeadNorms
 
@@ -22,17 +23,22 @@ from .experts import mixture_of_experts
 from .kernel_products import Norm
 from .layers import (
     Angles,
+    activation,
+    apply_rope,
     gated_mlp,
     joint_norms,
     linear,
     norm,
     norm_before,
     products,
+    rms_norm,
     rope_bias_fn,
     rope_is_fixed,
 )
 from .linear_attention import linear_attention
 from .rope_append import rotate, rotate_and_append
+
+_UNCACHED = PartitionSpec(None, MODEL)  # of keys and values without a cache
 
 
 class LayerKind(NamedTuple):
@@ -40,7 +46,9 @@ class LayerKind(NamedTuple):
 
     window: int | None
     rope: int | None  # index in `ModelConfig.ropes`; None: no RoPE
+    head_dim: int
     linear: bool = False  # linear attention
+    shares_kv: bool = False  # keys and values are those of an earlier layer
 
 
 @functools.lru_cache(maxsize=64)
@@ -48,16 +56,24 @@ def layer_kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
     """The kind of each layer."""
     ropes = map(config.layer_rope_config, range(config.num_hidden_layers))
     numbers = (None if rope is None else config.ropes.index(rope) for rope in ropes)
-    linear = map(config.is_linear, range(config.num_hidden_layers))
-    return tuple(map(LayerKind, config.layer_windows, numbers, linear))
+    layers = range(config.num_hidden_layers)
+    widths = map(config.head_width, layers)
+    linear = map(config.is_linear, layers)
+    shares_kv = (layer >= config.num_cached_layers for layer in layers)
+    return tuple(map(LayerKind, config.layer_windows, numbers, widths, linear, shares_kv))
 
 
 class Positions(NamedTuple):
-    """The positions of the tokens of a call; the same for every layer."""
+    """The positions of the tokens of a call, the same for every layer; and what layers get of the tokens."""
 
     angles: Angles
     start_B: jax.Array | None  # int32: position of each row's first token; None: there is no cache
     num_tokens_B: jax.Array  # int32: real tokens of each row
+    layer_inputs: tuple[jax.Array, ...] = ()  # of each layer [B, T, P]; (): the model has none
+
+    def of_layers(self, layers: slice) -> "Positions":
+        """Of these layers only."""
+        return self._replace(layer_inputs=self.layer_inputs[layers])
 
 
 def run_layer(  # noqa: PLR0913
@@ -69,13 +85,16 @@ def run_layer(  # noqa: PLR0913
     kv: Any,
     impl: str | None,
 ) -> tuple[jax.Array, Contiguous | Recurrent | None]:
-    """The output of one layer, [B, T, D], and its cache with the new tokens (None without a cache)."""
+    """The output of one layer, [B, T, D], and its cache with the new tokens. Without a cache: None, or the
+    layer's keys and values in a model in which other layers use them.
+    """
     if (mesh := model_mesh(layer, config)) is None:
         return _run_layer(layer, x_BTD, positions, kv, config, kind, impl)
     kv_specs = cache_specs(kv, mesh)
     run = functools.partial(_run_layer, config=config, kind=kind, impl=impl, over=MODEL)
     specs = (layer_partition_specs(layer, config, mesh), REPLICATED, REPLICATED, kv_specs)
-    return shard_map_model(run, mesh, specs, (REPLICATED, kv_specs))(layer, x_BTD, positions, kv)
+    new_specs = _UNCACHED if kv is None and config.num_kv_shared_layers else kv_specs
+    return shard_map_model(run, mesh, specs, (REPLICATED, new_specs))(layer, x_BTD, positions, kv)
 
 
 def model_mesh(tree: Any, config: ModelConfig) -> Any:
@@ -99,24 +118,33 @@ def _run_layer(layer, x_BTD, positions, kv, config, kind, impl, over=None):  # n
     if "mlp_post_norm" not in layer:
         return _feed_forward(x_BTD, x_BTD, layer, config, over, impl), kv
     fed_BTD = _feed_forward(x_BTD, None, layer, config, over, impl)
-    return x_BTD + norm(fed_BTD, layer, "mlp_post_norm", config), kv
+    x_BTD = x_BTD + norm(fed_BTD, layer, "mlp_post_norm", config)
+    if positions.layer_inputs:
+        x_BTD = x_BTD + _of_layer_input(x_BTD, positions.layer_inputs[0], layer, config, impl)
+    return x_BTD * layer["layer_scalar"] if "layer_scalar" in layer else x_BTD, kv
+
+
+def _of_layer_input(x_BTD, input_BTP, layer: Params, config: ModelConfig, impl: str | None) -> jax.Array:
+    """What the layer's own input adds to the hidden states, gated by them."""
+    gate_BTP = activation(config)(linear(x_BTD, layer["input_gate"], impl=impl))
+    return norm(linear(gate_BTP * input_BTP, layer["input_proj"], impl=impl), layer, "input_norm", config)
 
 
 # Jitted within a trace too: layers then share a trace, and lowering 24 of them takes a tenth of the time.
 _JITTED_LAYER = jax.jit(run_layer, static_argnames=("config", "kind", "impl"))
 
 
-def run_layers(
-    layers, config: ModelConfig, kinds, x_BTD, positions: Positions, kv, impl
+def run_layers(  # noqa: PLR0913
+    layers, config: ModelConfig, kinds, caches, x_BTD, positions: Positions, kv, impl
 ) -> tuple[Any, tuple]:
-    """`run_layer` for several layers in order; layers, kinds and kv (layer caches or None) have one entry
-    for each.
+    """`run_layer` for several layers in order; layers, kinds and caches have one entry for each. caches: the
+    index of the layer's cache in kv, layer caches or None.
     """
-    new_kv = []
-    for layer, kind, layer_kv in zip(layers, kinds, kv, strict=True):
-        x_BTD, layer_kv = _JITTED_LAYER(layer, config, kind, x_BTD, positions, layer_kv, impl)
-        new_kv.append(layer_kv)
-    return x_BTD, tuple(new_kv)
+    kv = list(kv)
+    for i, (layer, kind, cache) in enumerate(zip(layers, kinds, caches, strict=True)):
+        of_layer = positions.of_layers(slice(i, i + 1))
+        x_BTD, kv[cache] = _JITTED_LAYER(layer, config, kind, x_BTD, of_layer, kv[cache], impl)
+    return x_BTD, tuple(kv)
 
 
 def self_attention(  # noqa: PLR0913
@@ -137,26 +165,32 @@ def self_attention(  # noqa: PLR0913
     """
     (B, T, _) = x_BTD.shape
     num_tokens_B = positions.num_tokens_B
-    start_B: Any = positions.start_B  # not None if kv is not None
+    start_B: Any = positions.start_B  # not None if there is a cache
     layer, key_bias_fn = _split_key_bias(layer, config, kind, kv)
-    qkv, gate_BTI = _project_qkv(layer, config, x_BTD, over, before, impl)
-    norms = _head_norms(layer, config)
     angles = None if kind.rope is None else positions.angles[kind.rope]
-    if kv is None:
-        q_BTNH, k_BTKH, v_BTKH = rotate(qkv, norms, angles)
-        visible = uncached_kv(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2))
-        length_B = num_tokens_B
-    else:
-        q_BTNH, kv = rotate_and_append(qkv, norms, angles, kv, start_B, num_tokens_B, impl)
+    gate_BTI = None
+    if kind.shares_kv:
+        q_BTNH = _only_queries(layer, config, kind, x_BTD, angles, before, impl)
         visible = kv
+    else:
+        qkv, gate_BTI = _project_qkv(layer, config, kind, x_BTD, over, before, impl)
+        norms = _head_norms(layer, config)
+        if start_B is None:
+            q_BTNH, k_BTKH, v_BTKH = rotate(qkv, norms, angles)
+            visible = uncached_kv(jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2))
+            kv = visible if config.num_kv_shared_layers else None
+        else:
+            q_BTNH, kv = rotate_and_append(qkv, norms, angles, kv, start_B, num_tokens_B, impl)
+            visible = kv
+    length_B = num_tokens_B
+    if start_B is not None:
         length_B = jnp.where(num_tokens_B > 0, start_B + num_tokens_B, 0)  # without queries no key is read
     scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
     cap = config.attn_logit_softcapping
     # The model's window: a cache that stores every token may have been made without one.
     windowed = dataclasses.replace(visible, window=kind.window, key_bias_fn=key_bias_fn)
-    out_BTNH = attention(
-        q_BTNH, windowed, length_B=length_B, start_B=start_B, scale=scale, soft_cap=cap, impl=impl
-    )
+    scoring = dict(scale=scale, soft_cap=cap, sink_N=layer.get("sinks"))
+    out_BTNH = attention(q_BTNH, windowed, length_B=length_B, start_B=start_B, **scoring, impl=impl)
     (out_BTI,) = joint_norms([out_BTNH.reshape(B, T, -1)], layer, ["o_norm"], config, over)
     if gate_BTI is not None:
         out_BTI = out_BTI * jax.nn.sigmoid(gate_BTI)
@@ -168,19 +202,27 @@ def _split_key_bias(layer: Params, config: ModelConfig, kind: LayerKind, kv: Any
     keys are read, so that a large bias costs no precision. Where that is not possible: the layer as it is,
     and None.
     """
-    leaf = layer["k"]
     rope = kind.rope
-    if kv is None or rope is None or not is_quantized_kv(kv.k):
+    if kv is None or kind.shares_kv or rope is None or not is_quantized_kv(kv.k):
         return layer, None
+    leaf = layer["k"]
     if "bias" not in leaf or "k_norm" in layer or not rope_is_fixed(config, rope):
         return layer, None
-    bias_KH = leaf["bias"].reshape(-1, config.head_dim)
+    bias_KH = leaf["bias"].reshape(-1, kind.head_dim)
     return layer | {"k": {"weight": leaf["weight"]}}, rope_bias_fn(config, rope, bias_KH, kv.capacity)
+
+
+def _only_queries(layer, config, kind: LayerKind, x_BTD, angles, before, impl) -> jax.Array:  # noqa: PLR0913
+    """Queries by head, [B, T, N, H], of a layer without keys of its own, after their norm and RoPE."""
+    (q_BTI,) = products(x_BTD, [layer["q"]], before=before, impl=impl)
+    q_BTNH = norm(q_BTI.reshape(*q_BTI.shape[:2], -1, kind.head_dim), layer, "q_norm", config)
+    return q_BTNH if angles is None else apply_rope(q_BTNH, *angles)
 
 
 def _project_qkv(  # noqa: PLR0913
     layer: Params,
     config: ModelConfig,
+    kind: LayerKind,
     x_BTD: jax.Array,
     over: str | None,
     before: Norm | None,
@@ -189,11 +231,15 @@ def _project_qkv(  # noqa: PLR0913
     """Queries, keys and values by head, [B, T, N or K, H], after norms of all heads together; and the gate
     of attention's output, [B, T, N H], if the layer has one.
     """
-    names = ["q", "k", "v", *(["attn_gate"] if config.attn_output_gate else [])]
+    names = ["q", "k", *(name for name in ("v", "attn_gate") if name in layer)]
     ys = products(x_BTD, [layer[name] for name in names], before=before, impl=impl)
     if config.qk_norm_joint:
         ys[:2] = joint_norms(ys[:2], layer, ["q_norm", "k_norm"], config, over)
-    q_BTNH, k_BTKH, v_BTKH = (y.reshape(*y.shape[:2], -1, config.head_dim) for y in ys[:3])
+    if "v" not in layer:
+        ys.insert(2, ys[1])
+    q_BTNH, k_BTKH, v_BTKH = (y.reshape(*y.shape[:2], -1, kind.head_dim) for y in ys[:3])
+    if config.v_norm:
+        v_BTKH = rms_norm(v_BTKH, jnp.ones(kind.head_dim, v_BTKH.dtype), config.rms_norm_eps)
     return (q_BTNH, k_BTKH, v_BTKH), ys[3] if config.attn_output_gate else None
 
 
@@ -213,9 +259,16 @@ def _feed_forward(  # noqa: PLR0913
     impl: str | None,
 ) -> jax.Array:
     """The MLP or experts for x after its norm; with the residual added if there is one."""
-    if "experts" not in layer:
+    if "experts" not in layer or config.experts_beside_mlp:
         before = norm_before(layer, "mlp_norm", config)
-        return gated_mlp(x_BTD, layer, config, over, before=before, residual=residual, impl=impl)
+        fed_BTD = gated_mlp(x_BTD, layer, config, over, before=before, residual=residual, impl=impl)
+        if "experts" not in layer:
+            return fed_BTD
+        mixed_BTD = mixture_of_experts(
+            norm(x_BTD, layer, "experts_norm", config), layer, config, over, impl, routed_BTD=x_BTD
+        )
+        mixed_BTD = norm(mixed_BTD, layer, "experts_out_norm", config)
+        return norm(fed_BTD, layer, "mlp_out_norm", config) + mixed_BTD
     x_BTD = norm(x_BTD, layer, "mlp_norm", config)
     out_BTD = mixture_of_experts(x_BTD, layer, config, over, impl)
     if "shared" in layer:  # an expert that all tokens use

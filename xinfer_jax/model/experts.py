@@ -9,29 +9,40 @@ import jax.numpy as jnp
 from jax import lax
 
 import kernels_pallas
+from kernels_pallas.reference import gated
 
 from ..config.model_config import ModelConfig
+from ..weights.mxfp4 import Mxfp4Weight
 from ..weights.params import Params
 from ..weights.quantized_weights import is_quantized
 from .attention import select_kernel
 from .kernel_products import with_plain_derivative
-from .layers import activation, gated_mlp, linear
+from .layers import activation, gated_mlp, linear, products, rms_norm
 
 _TILE_ROWS = 64  # at most: more rows are no faster
 
 
 def mixture_of_experts(
-    x_BTD: jax.Array, layer: Params, config: ModelConfig, over: str | None = None, impl: str | None = None
+    x_BTD: jax.Array,
+    layer: Params,
+    config: ModelConfig,
+    over: str | None = None,
+    impl: str | None = None,
+    *,
+    routed_BTD: jax.Array | None = None,
 ) -> jax.Array:
-    """Sparse feed-forward (Shazeer et al. 2017), with softmax before top-k as in Qwen's models.
+    """Sparse feed-forward (Shazeer et al. 2017), with softmax before top-k as in Qwen's models. Softmax of
+    the chosen scores alone, as in gpt-oss, is the same with normalized weights.
 
     Args:
         x_BTD: hidden states after the norm.
-        layer: "router": {"weight": [X, D]}, "experts": the tree of a gated MLP with a first axis X; its
-            matrices may be quantized.
+        layer: "router": {"weight": [X, D]}, in Gemma 4 also "scale" [D] of its input and "per_expert_scale"
+            [X] of the chosen experts' weights; "experts": the tree of a gated MLP with a first axis X; its
+            matrices may be quantized. Both may have biases.
         config: num_experts_per_tok, norm_topk_prob and the activation.
         over: a mesh axis along which the experts are sharded; the devices' outputs are summed.
         impl: None, or one of `kernels_pallas.IMPLS`. The derivative of a kernel is that of "xla".
+        routed_BTD: the router's input before a norm with the weight scale / sqrt(D); None: x.
 
     Returns:
         [B, T, D] in the dtype of x.
@@ -40,23 +51,49 @@ def mixture_of_experts(
         InputError: the named impl does not support these arguments.
     """
     x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
-    score_MX = linear(x_MD, layer["router"], jnp.float32)
+    router = layer["router"]
+    routed_MD = x_MD
+    if routed_BTD is not None:
+        gain_D = router["scale"] * x_MD.shape[1] ** -0.5
+        routed_MD = rms_norm(routed_BTD.reshape(x_MD.shape), gain_D, config.rms_norm_eps)
+    score_MX = linear(routed_MD, router, jnp.float32)
     U = config.num_experts_per_tok
     if config.norm_topk_prob:  # softmax, divided by the sum of those that are chosen
         score_MU, expert_MU = lax.top_k(score_MX, U)
         weight_MU = jax.nn.softmax(score_MU, -1)
     else:
         weight_MU, expert_MU = lax.top_k(jax.nn.softmax(score_MX, -1), U)
+    if "per_expert_scale" in router:
+        weight_MU = weight_MU * router["per_expert_scale"][expert_MU]
     experts = layer["experts"]
     if over is not None:  # relative to the device's first expert
         expert_MU = expert_MU - lax.axis_index(over) * _num_local(experts)
-    obstacle = "quantized experts" if is_quantized(experts["gate"]["weight"]) else None
-    args = () if obstacle else _matrices(experts)
-    chosen = select_kernel("gated_experts", impl, x_MD, *args, obstacle=obstacle).impl
+    chosen = select_experts(impl, x_MD, experts).impl
     platform = kernels_pallas.platform_of(chosen, impl)
     out_MD = _mix(chosen, platform, config, x_MD, weight_MU, expert_MU, experts)
     out_BTD = out_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
     return out_BTD if over is None else lax.psum(out_BTD, over)
+
+
+def select_experts(impl: str | None, x_MD: Any, experts: Params) -> kernels_pallas.Selection:
+    """The implementation for these tokens and experts; raises as `select_kernel`."""
+    weight = experts["gate"]["weight"]
+    obstacle = "quantized experts" if is_quantized(weight) and not isinstance(weight, Mxfp4Weight) else None
+    args = () if obstacle else _arrays(experts)
+    return select_kernel("gated_experts", impl, x_MD, *args, obstacle=obstacle)
+
+
+def _expert(x_MD: jax.Array, tree: Params, config: ModelConfig) -> jax.Array:
+    """One expert's MLP for all tokens, float32 [M, D]."""
+    if (limit := config.swiglu_limit) is None:
+        return gated_mlp(x_MD, tree, config).astype(jnp.float32)
+    gate_MF, up_MF = products(x_MD, [tree["gate"], tree["up"]])
+    inner_MF = gated(gate_MF, up_MF, partial(_swish, config.swiglu_alpha), limit)
+    return linear(inner_MF, tree["down"], jnp.float32)
+
+
+def _swish(alpha: float, x: jax.Array) -> jax.Array:
+    return x * jax.nn.sigmoid(alpha * x)
 
 
 def _num_local(experts: Params) -> int:
@@ -64,8 +101,11 @@ def _num_local(experts: Params) -> int:
     return len(jax.tree.leaves(experts)[0])
 
 
-def _matrices(experts: Params) -> list[jax.Array]:
-    return [experts[name]["weight"] for name in ("gate", "up", "down")]
+def _arrays(experts: Params) -> list[Any]:
+    """The matrices of gate, up and down as kernels take them, then their biases if there are any."""
+    leaves = [experts[name] for name in ("gate", "up", "down")]
+    arrays = [leaf[kind] for kind in ("weight", "bias") for leaf in leaves if kind in leaf]
+    return [kernels_pallas.Mxfp4(x.values, x.scale) if isinstance(x, Mxfp4Weight) else x for x in arrays]
 
 
 def _mix(impl: str, platform: str | None, config: ModelConfig, *arrays: Any) -> jax.Array:
@@ -94,8 +134,10 @@ def _mix(impl: str, platform: str | None, config: ModelConfig, *arrays: Any) -> 
 
 
 def _by_kernel(x_MD, weight_MU, expert_MU, experts: Params, impl: str, config: ModelConfig) -> jax.Array:
-    args = (x_MD, weight_MU, expert_MU, *_matrices(experts))
-    of_model = dict(activation=activation(config), num_experts=config.num_experts)
+    args = (x_MD, weight_MU, expert_MU, *_arrays(experts))
+    of_model: dict[str, Any] = dict(activation=activation(config), num_experts=config.num_experts)
+    if config.swiglu_limit is not None:
+        of_model |= dict(activation=partial(_swish, config.swiglu_alpha), limit=config.swiglu_limit)
     return kernels_pallas.run_kernel(impl, "gated_experts", *args, **of_model)
 
 
@@ -124,7 +166,7 @@ def _by_tiles(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfig) 
         first = first_X[expert] + (tile - last_X[expert] + tiles_X[expert]) * rows
         token_R = lax.dynamic_slice_in_dim(padded_C, first, rows) // U
         tree = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False), experts)
-        out_RD = gated_mlp(x_MD[token_R], tree, config).astype(jnp.float32)
+        out_RD = _expert(x_MD[token_R], tree, config)
         return lax.dynamic_update_slice_in_dim(out_CD, out_RD, first, 0)
 
     start_CD = jnp.zeros((C + rows, x_MD.shape[1]), jnp.float32)
@@ -147,7 +189,7 @@ def _chosen_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelCo
 
     def one(x_D, expert):  # float32 [D]
         tree = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, expert, 0, keepdims=False), experts)
-        return gated_mlp(x_D[None], tree, config)[0].astype(jnp.float32)
+        return _expert(x_D[None], tree, config)[0]
 
     def one_if_local(choice):  # zeros where the expert is on another device
         x_D, expert = choice
@@ -167,7 +209,7 @@ def _all_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfi
 
     def add(sum_MD, part):
         tree, weight_M = part
-        out_MD = gated_mlp(x_MD, tree, config).astype(jnp.float32)
+        out_MD = _expert(x_MD, tree, config)
         # 0 * inf would be NaN.
         return sum_MD + jnp.where(weight_M[:, None] > 0, weight_M[:, None] * out_MD, 0), None
 

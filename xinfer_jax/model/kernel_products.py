@@ -12,10 +12,12 @@ from kernels_pallas.reference_products import FEW_ROWS, Matrix
 
 from ..sharding import abstract_mesh_of
 from ..weights.matmul import quantize_activations
+from ..weights.mxfp4 import Mxfp4Weight
 from ..weights.params import Params
 from ..weights.quantized_weights import GroupedWeight, Int8Weight, is_quantized
 from ..weights.ternary import TernaryWeight
 
+_WITHOUT_KERNEL: dict[type, str] = {TernaryWeight: "ternary weights", Mxfp4Weight: "MXFP4 weights"}
 _TPU_NUMBERS = 2**21  # of x with quantized weights: more forms of it do not fit in on-chip memory
 
 
@@ -83,7 +85,7 @@ def _unsupported_on_tpu(x, matrices, rows: int, norm_weight) -> str | None:
     if isinstance(matrices[0], Int8Weight):
         return "int8 activations" if any(map(_has_int8_activations, matrices)) else None
     if not isinstance(matrices[0], GroupedWeight):
-        return "ternary weights"
+        return _WITHOUT_KERNEL[type(matrices[0])]
     if matrices[0].values.dtype != jnp.uint8 or matrices[0].group % 64:
         return "int8 in groups, or groups that are no multiple of 64"
     if any(matrix.zero is None for matrix in matrices) and any(
@@ -119,8 +121,8 @@ def _has_int8_activations(matrix: Any) -> bool:
 
 def _unsupported_matrix(matrix: Any, dtype: Any, rows: int, normed: bool, several: bool) -> str | None:
     """The same for one matrix. normed: x has a norm; several: x is that of other matrices too."""
-    if isinstance(matrix, TernaryWeight):
-        return "ternary weights"
+    if type(matrix) in _WITHOUT_KERNEL:
+        return _WITHOUT_KERNEL[type(matrix)]
     if reason := kernels_pallas.support.too_large(getattr(matrix, "values", matrix)):
         return reason
     if isinstance(matrix, Int8Weight):

@@ -261,7 +261,7 @@ def rotary_angles(config: ModelConfig, position_BT: jax.Array, length_B: jax.Arr
 def _angles(
     rope: RopeConfig, config: ModelConfig, position_BT: jax.Array, length_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    width = int(config.head_dim * rope.partial_rotary_factor)
+    width = rope.rotated_width(config.head_dim)
     inverse = _inverse_frequencies(rope, width)
     scale = _attention_factor(rope)
     if rope.switches_at is not None:
@@ -344,6 +344,9 @@ def _inverse_frequencies(rope: RopeConfig, width: int) -> Any:
     if rope.rope_type == "longrope":  # Ding et al. 2024
         return np.float32(1.0) / (np.array(rope.short_factor, np.float32) * powers)
     inverse = np.float32(1.0) / powers
+    if rope.rope_type == "proportional":  # Gemma 4: the frequencies of the whole head, of its part only
+        part = int(rope.partial_rotary_factor * width // 2)
+        return np.where(np.arange(len(inverse)) < part, inverse / np.float32(rope.factor), np.float32(0))
     if rope.rope_type == "linear":
         return inverse / np.float32(rope.factor)
     if rope.rope_type == "llama3":

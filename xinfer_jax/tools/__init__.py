@@ -3,10 +3,10 @@
 In the order to read: `marks` finds marks that are there in part; `reasoning` splits an answer at <think> and
 </think>; `json_scanner` finds the end of a JSON object; `call_parser` is what `json_call` and `xml_call`
 share, which parse one call in the forms that models write; `tool_call_parser` finds the calls in a text;
-`descriptions` checks the tools of a request and `tool_messages` prepares earlier calls for a chat template;
-`answer_parser` puts the parsers together, for `parse_tool_calls` and for the server; `call_grammar` has the
-answers that are calls. Which form a model writes is found in its chat template:
-`checkpoint/template_tools.py`.
+`harmony` splits gpt-oss's answers at its control tokens; `descriptions` checks the tools of a request and
+`tool_messages` prepares earlier calls for a chat template; `answer_parser` puts the parsers together, for
+`parse_tool_calls` and for the server; `call_grammar` has the answers that are calls. Which form a model
+writes is found in its chat template: `checkpoint/template_tools.py`.
 
 - A whole text and the same text in any parts give the same calls and the same content. So there is one
   parser, whose time is linear in any text.

@@ -8,8 +8,9 @@ from typing import Any
 
 from ..errors import InputError, format_value
 from .descriptions import check_tools, parameter_schemas
+from .harmony import HarmonyParser, SpelledControlTokens, begins_in_harmony
 from .reasoning import ReasoningParser
-from .tool_call_parser import TOOL_FORMATS, ToolCallDelta, ToolCallParser
+from .tool_call_parser import HARMONY, TOOL_FORMATS, ToolCallDelta, ToolCallParser
 
 _SLICE = 4096  # characters of a whole text that are parsed at a time: the rest is not copied for each call
 
@@ -43,7 +44,8 @@ class ParsedAnswer:
     Attributes:
         content: the text that is neither reasoning nor a call; None: the answer ended within the reasoning,
             or has only calls.
-        reasoning: the text between <think> and </think>; None: there is none.
+        reasoning: the text between <think> and </think>, or on Harmony's channel `analysis`; None: there is
+            none.
         tool_calls: in the order of the text.
     """
 
@@ -85,10 +87,13 @@ class AnswerParser:
     - "qwen3_coder": <tool_call><function=…><parameter=…>…</parameter></function></tool_call>
     - "llama3_json": {"name": …, "parameters": {…}} at the beginning of the content, perhaps after
       <|python_tag|>; several are separated by semicolons.
+    - "harmony", of gpt-oss: <|channel|>commentary to=functions.… <|constrain|>json<|message|>{…}<|call|>. An
+      answer that begins with such a header has channels: `analysis` is the reasoning, `final` the content,
+      and so are messages on `commentary` that are no calls.
 
-    The names are vLLM's. A call that is malformed or incomplete, or of a function that is not among the
-    tools, is text: it becomes content. Its name and the beginning of its arguments may have been returned by
-    then, with an index that no other call has. Whitespace beside calls is left out.
+    The names are vLLM's, but for the last. A call that is malformed or incomplete, or of a function that is
+    not among the tools, is text: it becomes content. Its name and the beginning of its arguments may have
+    been returned by then, with an index that no other call has. Whitespace beside calls is left out.
     """
 
     def __init__(
@@ -99,6 +104,7 @@ class AnswerParser:
         in_reasoning: bool = False,
         most_calls: int | None = None,
         new_id: Callable[[int], str] | None = None,
+        harmony_header: str | None = None,
     ):
         """
         Args:
@@ -109,6 +115,9 @@ class AnswerParser:
             in_reasoning: the prompt ends within the reasoning.
             most_calls: what follows this many calls is dropped; None: no limit.
             new_id: returns the id of a call from its index; None: random ids.
+            harmony_header: the answer has channels, and its text is that of `Tokenizer.decode_marked`; this
+                is what `checkpoint.conversation.harmony_header` returns. None: Harmony is recognized by
+                spelled control tokens at the beginning, if it is among the formats.
 
         Raises:
             InputError: an unknown format, or tools of another form.
@@ -120,15 +129,40 @@ class AnswerParser:
                 f"formats may have {', '.join(TOOL_FORMATS)}, got {format_value(unknown[0])}: leave it out"
             )
         parameters = None if tools is None else parameter_schemas(check_tools(tools))
-        self._reasoning = ReasoningParser(in_reasoning)
-        self._calls = (
-            ToolCallParser(formats, parameters, most_calls, new_id or _random_id) if formats else None
-        )
+        self._reasoning: ReasoningParser | HarmonyParser = ReasoningParser(in_reasoning)
+        self._formats = formats
+        self._how = parameters, most_calls, new_id or _random_id
+        self._calls = ToolCallParser(formats, *self._how) if formats else None
+        self._spelled: SpelledControlTokens | None = None
+        self._may_be_harmony = HARMONY in formats and harmony_header is None and not in_reasoning
+        self._pending = ""  # may be the beginning of a header
+        if harmony_header is not None:
+            self._begin_harmony(harmony_header)
+
+    def _begin_harmony(self, header: str) -> None:
+        self._calls = ToolCallParser([HARMONY], *self._how) if HARMONY in self._formats else None
+        self._reasoning = HarmonyParser(self._calls, self._how[0], header)
 
     def push(self, text: str, ended: bool = False) -> AnswerDelta:
         """Takes the next part of the text, and returns what is new. ended: it is the last part."""
+        if self._may_be_harmony:
+            text = self._pending + text
+            self._pending = ""
+            is_harmony = begins_in_harmony(text, ended)
+            if is_harmony is None:
+                self._pending = text
+                return AnswerDelta("", "", [])
+            self._may_be_harmony = False
+            if is_harmony:
+                self._spelled = SpelledControlTokens()
+                self._begin_harmony("")
+        if self._spelled:
+            text = self._spelled.push(text, ended)
+        if isinstance(self._reasoning, HarmonyParser):
+            reasoning, content, deltas = self._reasoning.push(text, ended)
+            return AnswerDelta(content, reasoning, deltas)
         reasoning, content = self._reasoning.push(text, ended)
-        deltas: list[ToolCallDelta] = []
+        deltas = []
         if self._calls:
             content, deltas = self._calls.push(content, ended)
         return AnswerDelta(content, reasoning, deltas)

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InputError, format_value
-from .tool_call_parser import LLAMA3_JSON, QWEN3_CODER
+from .harmony import call_rules
+from .tool_call_parser import HARMONY, LLAMA3_JSON, QWEN3_CODER
 from .xml_call import json_types
 
 # As templates write JSON. Any other whitespace would let a model add it without end.
@@ -32,12 +33,15 @@ def call_grammar(call_format: str, parameters: Mapping[str, Mapping[str, Any]], 
     Args:
         call_format: of `TOOL_FORMATS`.
         parameters: the schema of each function, one of which each call has.
-        several: there may be more than one call. Llama 3 writes one.
+        several: there may be more than one call. Llama 3 and gpt-oss write one.
 
     Raises:
         InputError: Qwen3-Coder's form cannot express a keyword of a schema. Whether the others are served is
             known when the grammar is compiled.
     """
+    if call_format == HARMONY:
+        heads = call_rules({name: f"a{i}" for i, name in enumerate(parameters)})
+        return "\n".join([*heads, *(f"a{i}: {_json(_closed(s))}" for i, s in enumerate(parameters.values()))])
     rules = []
     for i, (name, schema) in enumerate(parameters.items()):
         if call_format == QWEN3_CODER:

@@ -15,7 +15,8 @@ _SEPARATOR = ";"  # between two calls of Llama 3
 HERMES = "hermes"
 LLAMA3_JSON = "llama3_json"
 QWEN3_CODER = "qwen3_coder"
-TOOL_FORMATS = (HERMES, LLAMA3_JSON, QWEN3_CODER)
+HARMONY = "harmony"  # `HarmonyParser` finds the calls
+TOOL_FORMATS = (HERMES, LLAMA3_JSON, QWEN3_CODER, HARMONY)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +121,7 @@ class ToolCallParser:
         if not body.startswith("{"):
             self._state = self._push_content
             return text
-        self._begin(JSONCallParser(self._parameters), text[: len(text) - len(body)], _SEPARATOR)
+        self.begin(JSONCallParser(self._parameters), text[: len(text) - len(body)], _SEPARATOR)
         return body
 
     def _push_content(self, text: str, ended: bool) -> str:
@@ -145,12 +146,13 @@ class ToolCallParser:
         if not first and not ended:
             self._pending = text
         elif QWEN3_CODER in self._formats and (first != "{" or HERMES not in self._formats):
-            self._begin(XMLCallParser(self._parameters), self._mark, CALL_END)
+            self.begin(XMLCallParser(self._parameters), self._mark, CALL_END)
         else:
-            self._begin(JSONCallParser(self._parameters), self._mark, CALL_END)
+            self.begin(JSONCallParser(self._parameters), self._mark, CALL_END)
         return "" if self._pending else text
 
-    def _begin(self, parser: CallParser, mark: str, end_mark: str) -> None:
+    def begin(self, parser: CallParser, mark: str = "", end_mark: str = "") -> None:
+        """The text from here on is a call. mark: the text before it that is content if it is none."""
         self._call = _Call(mark, len(mark), end_mark, parser)
         self._state = self._push_call
 

@@ -11,12 +11,16 @@ def template_message(message: Mapping[str, Any], template: str) -> dict[str, Any
     """The message as templates expect it, copied.
 
     Arguments of its calls are objects, as templates iterate over them; the API sends JSON texts. Where it has
-    calls, content that is None is an empty text. `reasoning` is also there as `reasoning_content`.
+    calls, content that is None is an empty text; an empty list of calls is left out. `reasoning` is also
+    there as `reasoning_content`, and as `thinking` for a template of Harmony.
 
     Raises:
-        InputError: calls of another form, arguments that are no JSON object, or a template without calls.
+        InputError: calls of another form, arguments that are no JSON object, a template without calls, or
+            several calls in a message of Harmony, whose template writes one.
     """
     found = dict(message)
+    if found.get("tool_calls") == []:
+        del found["tool_calls"]
     if isinstance(found.get("reasoning"), str):
         found.setdefault("reasoning_content", found["reasoning"])
     if calls := found.get("tool_calls"):
@@ -27,7 +31,26 @@ def template_message(message: Mapping[str, Any], template: str) -> dict[str, Any
         ]
         if found.get("content") is None:
             found["content"] = ""
-    return found
+    return _harmony_message(found) if "<|channel|>" in template else found
+
+
+def _harmony_message(message: dict[str, Any]) -> dict[str, Any]:
+    """The message for gpt-oss's template. Beside a call it takes a text as `content` or as `thinking`, and
+    writes either on the channel `analysis`: where a message has both, they are one `thinking`.
+    """
+    calls = message.get("tool_calls", [])
+    if len(calls) > 1:
+        raise InputError(
+            f"the chat template of this model writes one call per message, got {len(calls)}: send a message"
+            " for each, followed by its result"
+        )
+    reasoning = message.get("reasoning_content")
+    if isinstance(reasoning, str):
+        message.setdefault("thinking", reasoning)
+    if calls and message.get("thinking") and message["content"]:
+        message["thinking"] += f"\n{message['content']}"
+        message["content"] = ""
+    return message
 
 
 def _template_call(call: Any) -> dict[str, Any]:

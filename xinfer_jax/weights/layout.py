@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..sharding import MODEL, RULES, check_divisible, partition_spec, with_auto_axes
+from .mxfp4 import Mxfp4Weight
 from .params import Params, ParamSpec, check_params, param_specs
 from .quantized_weights import Int8Weight, is_quantized
 from .ternary import TernaryWeight
@@ -72,7 +73,8 @@ def _check_heads(config: ModelConfig, mesh: Any) -> None:
         "choose a number that does, or load the checkpoint by load_model(path, mesh=mesh), which repeats key"
         " heads for a multiple of them"
     )
-    check_divisible("kv_heads", config.num_key_value_heads, devices, remedy=remedy)
+    for layer in config.layers_with_kv:
+        check_divisible("kv_heads", config.kv_heads(layer), devices, remedy=remedy)
     if any(config.layer_linear):
         check_divisible("linear_num_key_heads", config.linear_num_key_heads, devices)
 
@@ -132,7 +134,7 @@ def _leaf_specs(param_spec: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str,
     if isinstance(leaf, Int8Weight):
         values = spec_of(leaf.values, *experts, outputs, inputs)
         return dataclasses.replace(leaf, values=values, scale=spec_of(leaf.scale, *experts, outputs))
-    if mesh and rules[inputs or "embed"] and len(leaf.values) * leaf.group != leaf.inputs:
+    if mesh and rules[inputs or "embed"] and leaf.values.shape[-3] * leaf.group != leaf.inputs:
         raise InputError(
             f"{param_spec.hf_name}: groups of {leaf.group} do not divide its {leaf.inputs} inputs"
         )
@@ -140,10 +142,14 @@ def _leaf_specs(param_spec: ParamSpec, leaf: Any, mesh: Any, rules: Mapping[str,
         values = spec_of(leaf.values, inputs, None, outputs)
         scale = spec_of(leaf.scale, outputs)
         return dataclasses.replace(leaf, values=values, scale=scale)
+    values = spec_of(leaf.values, *experts, inputs, None, outputs)
+    scale = spec_of(leaf.scale, *experts, inputs, outputs)
+    if isinstance(leaf, Mxfp4Weight):
+        return dataclasses.replace(leaf, values=values, scale=scale)
     return dataclasses.replace(
         leaf,
-        values=spec_of(leaf.values, *experts, inputs, None, outputs),
-        scale=spec_of(leaf.scale, *experts, inputs, outputs),
+        values=values,
+        scale=scale,
         zero=spec_of(leaf.zero, *experts, inputs, outputs),
         order=spec_of(leaf.order, inputs),
     )

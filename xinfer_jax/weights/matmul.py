@@ -4,6 +4,7 @@ The form of a product depends only on the CPU and on the number of rows; `__init
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +127,7 @@ def upcast_product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
 
 
 def tiled_product(
-    multiply_tile: Callable[..., jax.Array], x_MI: jax.Array, outputs: int, width: int, *narrow: jax.Array
+    multiply_tile: Callable[..., jax.Array], x_MI: jax.Array, outputs: int, width: int, *narrow: Any
 ) -> jax.Array:
     """Converts the matrix to float32 and multiplies by it a tile of outputs at a time. For CPUs.
 
@@ -140,7 +141,7 @@ def tiled_product(
         x_MI: float32.
         outputs: O.
         width: bytes of an output's weights as float32.
-        narrow: the arrays of the matrix.
+        narrow: the arrays of the matrix, or trees of them.
     """
     tiles = max(2, -(-outputs * width // _TILE_BYTES))  # all of one size: the last two may overlap
     tile = min(-(-outputs // 2), -(-outputs // tiles // 16) * 16)

@@ -5,6 +5,8 @@ import math
 from collections.abc import Container, Mapping
 from typing import Any
 
+import jax
+
 from ..config.model_config import ModelConfig
 
 Params = dict[str, Any]  # nested dicts and tuples of arrays; an absent tensor is an absent key
@@ -24,7 +26,11 @@ class ParamSpec:
     fused_rows: int = 0  # rows of that tensor; of each group, where it has several
     fused_groups: int = 1  # groups of rows, each with an equal part of this one's
     depthwise: bool = False  # that tensor is the weight of a convolution, [rows, 1, width]
+    interleaved: int = (
+        0  # experts: that tensor has inputs first; its outputs are by turns those of so many leaves
+    )
     stays_float: bool = False  # never quantized, as vectors are not
+    kv_heads: int = 0  # along the axis of that name
 
     @property
     def is_matrix(self) -> bool:
@@ -38,6 +44,9 @@ class ParamSpec:
 
     def tensor_shapes(self, tensors: Container[str] = ()) -> dict[str, tuple[int, ...]]:
         """Returns names and shapes of the tensors that contain it in a checkpoint with these tensors."""
+        if self.fused_name and self.interleaved:
+            (experts, outputs, *inputs) = self.shape
+            return {self.fused_name: (experts, *inputs, outputs * self.interleaved)}
         if self.fused_name and self.fused_name in tensors:
             rows = self.fused_rows * self.fused_groups
             if self.depthwise:
@@ -53,6 +62,8 @@ class ParamSpec:
         Args:
             tensors: the `StoredTensor`s of a checkpoint by name.
         """
+        if self.fused_name and self.interleaved:
+            return tensors[self.fused_name].transposed(self.first_row, self.interleaved)
         if self.fused_name and self.fused_name in tensors:
             (*experts, rows, width) = self.shape if self.is_matrix else (*self.shape, 0)
             groups = self.fused_groups * math.prod(experts)
@@ -73,7 +84,21 @@ def param_specs(config: ModelConfig) -> Params:
     }
     if not config.tie_word_embeddings:
         tree["lm_head"] = _linear("lm_head", (v, "vocab"), (d, "embed"))
-    return tree
+    return tree | _per_layer_inputs(config)
+
+
+def _per_layer_inputs(config: ModelConfig) -> Params:
+    """What makes the inputs of each layer beside the hidden states, P wide, of a token and its embedding."""
+    P = config.hidden_size_per_layer_input
+    if not P:
+        return {}
+    (rows, width) = (config.vocab_size_per_layer_input, P * config.num_hidden_layers)
+    name = "model.per_layer_model_projection"
+    return {
+        "layer_embed": _linear("model.embed_tokens_per_layer", (rows, "vocab"), (width, None)),
+        "layer_proj": _linear(name, (width, None), (config.hidden_size, "embed")),
+        "layer_input_norm": ParamSpec((P,), (None,), "model.per_layer_projection_norm.weight"),
+    }
 
 
 def _layer(config: ModelConfig, index: int) -> Params:
@@ -82,7 +107,7 @@ def _layer(config: ModelConfig, index: int) -> Params:
     if config.is_linear(index):
         tree = _linear_attention(config, f"{prefix}.linear_attn")
     else:
-        tree = _attention(config, f"{prefix}.self_attn")
+        tree = _attention(config, index, f"{prefix}.self_attn")
     norms: dict[str, str] = {}
     if config.pre_norm:
         norms |= dict(attn_norm="input", mlp_norm="pre_feedforward" if config.post_norm else "post_attention")
@@ -93,24 +118,35 @@ def _layer(config: ModelConfig, index: int) -> Params:
     if config.sub_norm:
         f = (config.intermediate_size, "mlp")
         tree["down_norm"] = ParamSpec(f[:1], f[1:], f"{prefix}.mlp.ffn_sub_norm.weight")
+    if P := config.hidden_size_per_layer_input:
+        tree["input_gate"] = _linear(f"{prefix}.per_layer_input_gate", (P, None), d)
+        tree["input_proj"] = _linear(f"{prefix}.per_layer_projection", d, (P, None))
+        tree["input_norm"] = ParamSpec(d[:1], d[1:], f"{prefix}.post_per_layer_input_norm.weight")
+    if config.layer_scalar:
+        tree["layer_scalar"] = ParamSpec((1,), (None,), f"{prefix}.layer_scalar")
     has_experts = config.layer_experts and config.layer_experts[index]
+    if config.use_double_wide_mlp and index >= config.num_cached_layers:
+        config = dataclasses.replace(config, intermediate_size=2 * config.intermediate_size)
+    if has_experts and config.experts_beside_mlp:
+        return tree | _mlp(config, f"{prefix}.mlp") | _experts_beside_mlp(config, prefix)
     feed_forward = _experts if has_experts else _mlp
     return tree | feed_forward(config, f"{prefix}.mlp")
 
 
-def _attention(config: ModelConfig, prefix: str) -> Params:
-    h = config.head_dim
+def _attention(config: ModelConfig, index: int, prefix: str) -> Params:
+    h = config.head_width(index)
     d = (config.hidden_size, "embed")
     heads = config.num_attention_heads * h
-    kv_heads = config.num_key_value_heads * h
+    kv_heads = config.kv_heads(index) * h
     n = (heads, "heads")
     k = (kv_heads, "kv_heads")
     fused = (f"{prefix}.qkv_proj", heads + 2 * kv_heads) if config.fused_projections else None
-    tree: Params = {
-        "k": _linear(f"{prefix}.k_proj", k, d, config.qkv_bias, fused, heads),
-        "v": _linear(f"{prefix}.v_proj", k, d, config.qkv_bias, fused, heads + kv_heads),
-        "o": _linear(f"{prefix}.o_proj", d, n, config.o_bias),
-    }
+    tree: Params = {"o": _linear(f"{prefix}.o_proj", d, n, config.o_bias)}
+    has_kv = index < config.num_cached_layers
+    if has_kv:
+        tree["k"] = _linear(f"{prefix}.k_proj", k, d, config.qkv_bias, fused, heads)
+    if has_kv and not (config.attention_k_eq_v and config.layer_windows[index] is None):
+        tree["v"] = _linear(f"{prefix}.v_proj", k, d, config.qkv_bias, fused, heads + kv_heads)
     if config.attn_output_gate:  # of each head first the query, then the gate
         fused = (f"{prefix}.q_proj", 2 * h)
         groups = config.num_attention_heads
@@ -119,13 +155,18 @@ def _attention(config: ModelConfig, prefix: str) -> Params:
             tree["q" if name == "query" else "attn_gate"] = leaf
     else:
         tree["q"] = _linear(f"{prefix}.q_proj", n, d, config.qkv_bias, fused, 0)
+    if config.attention_sinks:
+        tree["sinks"] = ParamSpec((config.num_attention_heads,), n[1:], f"{prefix}.sinks")
     if config.sub_norm:
         tree["o_norm"] = ParamSpec(n[:1], n[1:], f"{prefix}.attn_sub_norm.weight")
     if config.qk_norm:
         sizes = dict(q_norm=n, k_norm=k) if config.qk_norm_joint else dict(q_norm=(h, None), k_norm=(h, None))
         for name, (size, axis) in sizes.items():
-            tree[name] = ParamSpec((size,), (axis,), f"{prefix}.{name}.weight")
-    return tree
+            if has_kv or name == "q_norm":
+                tree[name] = ParamSpec((size,), (axis,), f"{prefix}.{name}.weight")
+    count = config.kv_heads(index)
+    of_kv = lambda spec: dataclasses.replace(spec, kv_heads=count) if "kv_heads" in spec.axes else spec  # noqa: E731
+    return jax.tree.map(of_kv, tree, is_leaf=lambda x: isinstance(x, ParamSpec))
 
 
 def _linear_attention(config: ModelConfig, prefix: str) -> Params:
@@ -184,6 +225,8 @@ def _mlp(config: ModelConfig, prefix: str) -> Params:
 
 def _experts(config: ModelConfig, prefix: str) -> Params:
     """Checkpoints have a tensor for each expert, or stacked ones, as transformers 5 has in memory."""
+    if config.swiglu_limit is not None:
+        return _experts_with_biases(config, prefix)
     experts = config.num_experts
     d = config.hidden_size
     f = config.moe_intermediate_size
@@ -211,6 +254,49 @@ def _experts(config: ModelConfig, prefix: str) -> Params:
         gate = f"{prefix}.shared_expert_gate"
         tree["shared_gate"] = _linear(gate, (1, None), (d, "embed"), stays_float=True)
     return tree
+
+
+def _experts_with_biases(config: ModelConfig, prefix: str) -> Params:
+    """gpt-oss: checkpoints have stacked tensors, inputs first, with outputs of gate and up by turns."""
+    experts = (config.num_experts, "experts")
+    d = (config.hidden_size, "embed")
+    f = (config.moe_intermediate_size, None)
+
+    def stack(name: str, outputs: _Axis, inputs: _Axis, stacked_name: str, place: int, leaves: int) -> Params:
+        def spec(axes: tuple[_Axis, ...], suffix: str, stacked_suffix: str, stays_float: bool) -> ParamSpec:
+            (shape, names) = zip(*axes, strict=True)
+            stacked = f"{prefix}.experts.{stacked_name}{stacked_suffix}"
+            hf_name = f"{prefix}.experts.{name}.{suffix}"
+            return ParamSpec(
+                shape, names, hf_name, stacked, place, interleaved=leaves, stays_float=stays_float
+            )
+
+        return {
+            "weight": spec((experts, outputs, inputs), "weight", "", False),
+            "bias": spec((experts, outputs), "bias", "_bias", True),
+        }
+
+    return {
+        "router": _linear(f"{prefix}.router", (config.num_experts, None), d, True, stays_float=True),
+        "experts": {
+            "gate": stack("gate_proj", f, d, "gate_up_proj", 0, 2),
+            "up": stack("up_proj", f, d, "gate_up_proj", 1, 2),
+            "down": stack("down_proj", d, f, "down_proj", 0, 1),
+        },
+    }
+
+
+def _experts_beside_mlp(config: ModelConfig, prefix: str) -> Params:
+    """Gemma 4: experts that all layers have beside the MLP, with norms of their own."""
+    d = (config.hidden_size, "embed")
+    tree = _experts(config, prefix)
+    scales = dict(scale=d, per_expert_scale=(config.num_experts, None))
+    tree["router"] = _linear(f"{prefix}.router.proj", (config.num_experts, None), d, stays_float=True) | {
+        name: ParamSpec(axis[:1], axis[1:], f"{prefix}.router.{name}") for name, axis in scales.items()
+    }
+    names = dict(mlp_out_norm="post_feedforward_layernorm_1", experts_norm="pre_feedforward_layernorm_2")
+    names["experts_out_norm"] = "post_feedforward_layernorm_2"
+    return tree | {name: ParamSpec(d[:1], d[1:], f"{prefix}.{hf}.weight") for name, hf in names.items()}
 
 
 def _linear(  # noqa: PLR0913

@@ -16,6 +16,8 @@ from .quantization import quantized_leaf, quantized_stack
 from .quantized_weights import METHODS, check_quantize_method
 
 AnyArray = jax.Array | np.ndarray  # jit takes both
+# Vectors that begin as ones, beside norms.
+_ONES = ("dt_bias", "linear_attn.norm.weight", "layernorm_1.weight", "layernorm_2.weight", "scale", "scalar")
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
@@ -42,13 +44,14 @@ def init_params(
     keys = jax.random.split(key, len(specs))
 
     def init(spec: ParamSpec, key: jax.Array) -> Any:
-        if spec.hf_name.endswith(("dt_bias", "linear_attn.norm.weight")):
+        if spec.hf_name.endswith(_ONES):
             return jnp.ones(spec.shape, dtype)
         if spec.hf_name.endswith("norm.weight"):
             return jnp.full(spec.shape, 1 - config.norm_offset, dtype)
         if spec.hf_name.endswith("A_log"):  # exp of it: between 0.01 and 16
             return jnp.log(jax.random.uniform(key, spec.shape, minval=0.01, maxval=16)).astype(dtype)
-        scale = 0.02 if "embed" in spec.hf_name or len(spec.shape) == 1 else 1 / math.sqrt(spec.shape[-1])
+        is_vector = len(spec.shape) == 1 or spec.hf_name.endswith("bias")
+        scale = 0.02 if "embed" in spec.hf_name or is_vector else 1 / math.sqrt(spec.shape[-1])
         matrix = (scale * jax.random.normal(key, spec.shape)).astype(dtype)
         if quantize is None or not spec.is_quantizable:
             return matrix
@@ -66,12 +69,17 @@ def check_weights(
     Args:
         specs: the tensors.
         dtype: of floating-point tensors.
-        quantize: None, "int8", or another method, which counts 4 bits a number.
+        quantize: None, "int8", or another method, which counts 4 bits a number; "mxfp4" only of experts.
         share: fraction of the tensors in this memory.
     """
     float_bits = 8 * jnp.dtype(dtype).itemsize
     matrix_bits = float_bits if quantize is None else 8 if quantize == "int8" else 4
-    bits = sum(math.prod(spec.shape) * (matrix_bits if spec.is_quantizable else float_bits) for spec in specs)
+
+    def bits_of(spec: ParamSpec) -> int:
+        is_quantized = spec.is_quantizable and (quantize != "mxfp4" or spec.axes[0] == "experts")
+        return math.prod(spec.shape) * (matrix_bits if is_quantized else float_bits)
+
+    bits = sum(map(bits_of, specs))
     check_memory(
         int(share * bits / 8), "the weights", "use a smaller dtype, quantize them, or use a smaller model"
     )
@@ -91,7 +99,13 @@ def check_params(params: Any, config: Any) -> None:
 
 def check_quantize(config: ModelConfig, method: str | None) -> None:
     """Raises InputError where the model's matrices cannot be quantized by this method."""
-    if method and method not in METHODS and (config.num_experts or config.layer_linear):
+    if method == "mxfp4" and config.swiglu_limit is not None:  # experts of gpt-oss
+        return
+    if (
+        method
+        and method not in METHODS
+        and (method == "mxfp4" or config.num_experts or config.layer_linear or config.layer_scalar)
+    ):
         raise InputError(
             f"quantized weights ({method}) are not supported for model_type {config.model_type!r}: load a"
             f" float checkpoint with quantize={' or '.join(METHODS)}"

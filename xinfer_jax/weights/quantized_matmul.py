@@ -27,6 +27,7 @@ from .matmul import (
     upcast_product,
     upcasts_int8,
 )
+from .mxfp4 import Mxfp4Weight, mxfp4_product
 from .quantized_weights import GroupedWeight, Int8Weight, QuantizedWeight, dequantize, split_groups
 from .ternary import TernaryWeight, ternary_product
 
@@ -46,9 +47,9 @@ def quantized_product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
     x_MI = x.reshape(-1, x.shape[-1])
     if isinstance(weight, TernaryWeight):
         return ternary_product(x_MI, weight).reshape(*x.shape[:-1], -1)
-    is_int8 = isinstance(weight, Int8Weight)
-    cpu = _int8_product if is_int8 else _grouped_product
-    tpu = tpu_forms(_plain_product if is_int8 else tpu_grouped_product, x_MI)
+    products = {Int8Weight: _int8_product, Mxfp4Weight: mxfp4_product, GroupedWeight: _grouped_product}
+    cpu = products[type(weight)]
+    tpu = tpu_forms(tpu_grouped_product if isinstance(weight, GroupedWeight) else _plain_product, x_MI)
     y_MO = lax.platform_dependent(x_MI, weight, cpu=cpu, **tpu, default=_plain_product)
     return y_MO.reshape(*x.shape[:-1], -1)
 

@@ -1,4 +1,4 @@
-"""Quantized matrices: int8 with a scale per output, int8 or int4 in groups.
+"""Quantized matrices: int8 with a scale per output, int8 or int4 in groups, and those of other files.
 
 A matrix has O outputs and I inputs, in Q groups of J inputs. A group of one output has Y bytes: J in int8,
 J/2 in int4. The matrices of X experts are one leaf, whose arrays have a first axis X.
@@ -16,9 +16,10 @@ import kernels_pallas
 
 from ..errors import InputError
 from ..formatting import ShortRepr
+from .mxfp4 import Mxfp4Weight, dequantize_mxfp4
 from .ternary import TernaryWeight, dequantize_ternary
 
-METHODS = ("int8", "int4")  # for any model; "ternary" is for models trained with such weights
+METHODS = ("int8", "int4")  # for any model; "ternary" and "mxfp4" are of models trained so
 GROUP = 64  # inputs that share a scale in int4
 _SMALL = 64  # matrices with a side of at most this size have more scales (the package's docstring says why)
 _SMALL_GROUP = {8: 8, 4: 32}  # inputs that share a scale in them, by bits
@@ -60,7 +61,7 @@ class GroupedWeight(ShortRepr):
         return self.values.shape[-2] * (2 if self.values.dtype == jnp.uint8 else 1)
 
 
-QuantizedWeight = Int8Weight | GroupedWeight | TernaryWeight
+QuantizedWeight = Int8Weight | GroupedWeight | Mxfp4Weight | TernaryWeight
 
 
 def local_shard(x: jax.Array, weight: QuantizedWeight, axis_name: str) -> tuple[jax.Array, QuantizedWeight]:
@@ -72,7 +73,7 @@ def local_shard(x: jax.Array, weight: QuantizedWeight, axis_name: str) -> tuple[
             all devices.
         axis_name: an axis of the mesh.
     """
-    if isinstance(weight, Int8Weight):
+    if isinstance(weight, Int8Weight | Mxfp4Weight):
         return x, weight
     if isinstance(weight, TernaryWeight):
         return x, dataclasses.replace(weight, inputs=x.shape[-1], axis_name=axis_name)
@@ -172,6 +173,8 @@ def dequantize(weight: QuantizedWeight) -> jax.Array:
     """Returns the matrix, float32 [O, I]."""
     if isinstance(weight, TernaryWeight):
         return dequantize_ternary(weight)
+    if isinstance(weight, Mxfp4Weight):
+        return dequantize_mxfp4(weight)
     values = weight.values
     scale = weight.scale.astype(jnp.float32)
     if isinstance(weight, Int8Weight):

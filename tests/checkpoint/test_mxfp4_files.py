@@ -1,0 +1,115 @@
+"""Checkpoints in MXFP4: kept as they are, or dequantized; the same tokens in both, everywhere."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity_cases as cases
+import pytest
+import tiny
+from mxfp4_checkpoints import HF, tensors
+
+import xinfer_jax as xj
+from xinfer_jax.cache.fingerprint import fingerprint
+from xinfer_jax.checkpoint.loading import open_checkpoint
+from xinfer_jax.checkpoint.own_format import save_checkpoint
+from xinfer_jax.weights.mxfp4 import Mxfp4Weight
+from xinfer_jax.weights.quantized_weights import GroupedWeight, dequantize
+
+pytestmark = pytest.mark.oldest
+
+OPTIONS = xj.GenerateOptions(8, eos_token_ids=())
+
+
+def checkpoint(path, settings=HF, **changed):
+    return tiny.write(path, settings, weights=tensors() | changed, with_tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return checkpoint(tmp_path_factory.mktemp("mxfp4"))
+
+
+@pytest.fixture(scope="module")
+def kept(path):
+    return xj.load_model(path, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def exact(path):
+    return xj.load_model(path, dtype="float32", dequantize=True)
+
+
+def test_kept_and_dequantized(path, kept, exact):
+    """The same logits; all bytes are in the leaves."""
+    tiny.assert_same_shapes(open_checkpoint(path, dtype="bfloat16"))
+    assert kept.load_stats.dtype == "mxfp4"
+    stored = tensors()
+    for i, layer in enumerate(kept.params["layers"]):
+        for name, rows in (("gate", np.s_[:, ::2]), ("up", np.s_[:, 1::2]), ("down", np.s_[:])):
+            leaf = layer["experts"][name]["weight"]
+            assert isinstance(leaf, Mxfp4Weight)
+            stem = f"model.layers.{i}.mlp.experts.{'down' if name == 'down' else 'gate_up'}_proj"
+            np.testing.assert_array_equal(np.moveaxis(leaf.values, -1, 1), stored[f"{stem}_blocks"][rows])
+            np.testing.assert_array_equal(np.moveaxis(leaf.scale, -1, 1), stored[f"{stem}_scales"][rows])
+            wanted = exact.params["layers"][i]["experts"][name]["weight"]
+            np.testing.assert_array_equal(jax.vmap(dequantize)(leaf), wanted)
+    prompts = cases.prompts(cases.CASES["gpt-oss-published"])
+    tokens_BT, num_tokens_B = cases.pad_prompts(prompts)
+    forward = jax.jit(xj.forward, static_argnames="config")
+    logits, wanted = (
+        forward(model.params, model.config, tokens_BT, None, num_tokens_B)[0] for model in (kept, exact)
+    )
+    assert jnp.abs(wanted).max() > 1
+    np.testing.assert_allclose(logits, wanted, atol=1e-4)
+
+
+def test_engine_and_prefix(kept, exact):
+    """An engine's tokens are those of dequantized experts; prefixes know a model by its bytes."""
+    prompts = cases.prompts(cases.CASES["gpt-oss-published"])
+    wanted = xj.generate(exact.params, exact.config, prompts, OPTIONS).tokens
+    with xj.Engine(kept, rows=2, capacity=128, chunk=64) as engine:
+        requests = [engine.submit(prompt, OPTIONS) for prompt in prompts]
+        assert [request.result().tokens[0] for request in requests] == wanted
+    known = fingerprint(kept.params, kept.config)
+    changed = jax.tree.map(lambda x: x + 1 if x.dtype == np.uint8 and x.ndim == 3 else x, kept.params)
+    assert fingerprint(changed, kept.config) != known
+
+
+@pytest.mark.parametrize("quantize, kind", [(None, jax.Array), ("int4", GroupedWeight)])
+def test_dequantized_in_other_dtypes(path, kept, quantize, kind):
+    model = xj.load_model(path, "bfloat16", quantize, dequantize=True)
+    tiny.assert_same_shapes(open_checkpoint(path, "bfloat16", quantize, dequantize=True))
+    leaf = model.params["layers"][0]["experts"]["down"]["weight"]
+    exact_XOI = jax.vmap(dequantize)(kept.params["layers"][0]["experts"]["down"]["weight"])
+    assert isinstance(leaf, kind)
+    if quantize is None:
+        np.testing.assert_array_equal(leaf, exact_XOI.astype(jnp.bfloat16))
+        return
+    assert jnp.abs(jax.vmap(dequantize)(leaf) - exact_XOI).max() < jnp.abs(exact_XOI).max() / 6
+
+
+STEM = "model.layers.1.mlp.experts.gate_up_proj"
+OTHER = dict(HF, intermediate_size=80)
+LLAMA = tiny.CONFIG | dict(quantization_config=HF["quantization_config"])
+
+
+@pytest.mark.parametrize(
+    "settings, changed, given, message",
+    [
+        (HF, {}, dict(quantize="int8"), r"\(mxfp4\), and quantize='int8' .* quantize, or with dequantize"),
+        (OTHER, {}, {}, "down_proj.weight has 80 inputs, which mxfp4's groups of 32 do not divide"),
+        (HF, {f"{STEM}_scales": np.full((8, 192, 2), 255, np.uint8)}, {}, "gate_up_proj_scales holds NaN"),
+        (HF, {f"{STEM}_scales": np.zeros((8, 192, 3), np.uint8)}, {}, r"has shape \[8, 192, 3\]"),
+        (HF, {f"{STEM}_scales": np.zeros((8, 192, 3), np.uint8)}, dict(dequantize=True), "are not MXFP4"),
+        (dict(HF, quantization_config=None), {}, dict(dequantize=True), "has float numbers: leave it out"),
+        (LLAMA, {}, {}, r"quantized weights \(mxfp4\) are not supported for model_type 'qwen2'"),
+    ],
+)  # fmt: skip
+def test_rejected_by_name(tmp_path, settings, changed, given, message):
+    with pytest.raises(xj.InputError, match=message):
+        xj.load_model(checkpoint(tmp_path, settings, **changed), "float32", **given)
+
+
+def test_saving_is_rejected_by_name(tmp_path, kept):
+    with pytest.raises(xj.InputError, match="quantized experts cannot be saved: .* dequantize"):
+        save_checkpoint(tmp_path, None, kept.params, HF, rotated=False)

@@ -1,0 +1,158 @@
+"""Gemma 4: layers whose heads differ in width and number, the last of which use keys and values of earlier
+ones; experts beside an MLP; inputs of each layer.
+"""
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import parity_cases as cases
+import pytest
+import tiny
+
+import xinfer_jax as xj
+from xinfer_jax.compress import awq
+from xinfer_jax.weights.layout import is_divisible
+
+pytestmark = pytest.mark.oldest
+
+NEW = 8
+OPTIONS = xj.GenerateOptions(NEW, eos_token_ids=())
+CACHED = dataclasses.replace(OPTIONS, capacity=128)
+CASE = cases.CASES["gemma4-shared-kv"]
+MOE = cases.CASES["gemma4-experts"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A small model, its prompts (5, 23 and 77 tokens), and what it generates of them."""
+    config = CASE.config
+    params = cases.params_from(config, cases.random_tensors(config, 3))
+    prompts = cases.prompts(CASE)
+    return params, config, prompts, xj.generate(params, config, prompts, CACHED)
+
+
+def test_layers_differ():
+    config = CASE.config
+    assert config.cache_of_layer == (0, 1, 2, 2, 1, 1) and config.head_widths == (16, 24)
+    cache = xj.init_cache(config, 1, 1024)
+    assert [layer.k.shape for layer in cache.layers] == [(1, 2, 576, 16), (1, 2, 1024, 24), (1, 2, 576, 16)]
+    layers = cases.params_from(config, cases.random_tensors(config, 0))["layers"]
+    assert "k" in layers[2] and not {"k", "v", "k_norm"} & layers[3].keys()
+    assert [layer["up"]["weight"].shape[0] for layer in layers] == [80] * 3 + [160] * 3
+    assert [(MOE.config.kv_heads(i), MOE.config.head_width(i)) for i in range(3)] == [
+        (2, 16),
+        (1, 24),
+        (1, 24),
+    ]
+
+
+def test_generated_tokens_by_cache_stream_and_drafts(model):
+    """Greedy tokens of the logits without a cache, of a stream, and with draft tokens."""
+    params, config, prompts, out = model
+    rows = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
+    tokens_BT, num_tokens_B = cases.pad_prompts(rows)
+    forward = jax.jit(xj.forward, static_argnames="config")
+    logits_BTV = np.asarray(forward(params, config, tokens_BT, None, num_tokens_B)[0])
+    for b, (prompt, tokens) in enumerate(zip(prompts, out.tokens, strict=True)):
+        assert logits_BTV[b, len(prompt) - 1 :][:NEW].argmax(-1).tolist() == tokens
+    assert [[*row] for row in zip(*xj.stream(params, config, prompts, CACHED), strict=True)] == out.tokens
+    drafted = dataclasses.replace(CACHED, draft="lookup", draft_tokens=2)
+    assert xj.generate(params, config, prompts, drafted).tokens == out.tokens
+
+
+def test_engine_bits_alone_and_beside_others(model):
+    """Over pages in int8, whose heads have two widths."""
+    params, config, prompts, _ = model
+    whole = xj.Model(params, config, None, {}, None)  # type: ignore[arg-type]
+    expected = xj.generate(params, config, prompts, dataclasses.replace(CACHED, cache_dtype="int8"))
+    with xj.Engine(whole, rows=2, capacity=128, chunk=64, cache_dtype="int8") as engine:
+        alone = [engine.submit(prompt, OPTIONS).result() for prompt in prompts]
+        together = [request.result() for request in [engine.submit(prompt, OPTIONS) for prompt in prompts]]
+        assert engine.stats.hits
+    assert [out.tokens[0] for out in alone] == expected.tokens
+    for one, other in zip(alone, together, strict=True):
+        assert one.tokens == other.tokens and one.logprobs == other.logprobs
+
+
+def test_gradients_of_every_leaf(model):
+    """Of layers without keys too: their queries read those of an earlier layer."""
+    params, config, prompts, _ = model
+    tokens_BT = np.array([prompts[1][:12]])
+    slopes = jax.jit(jax.grad(lambda p: xj.score(p, config, tokens_BT).mean()))(params)
+    for path, slope in jax.tree_util.tree_leaves_with_path(slopes):
+        assert np.isfinite(slope).all() and np.abs(slope).max() > 0, jax.tree_util.keystr(path)
+
+
+def published(case: cases.Case, seed: int) -> tuple[dict, dict[str, np.ndarray]]:
+    """config.json and tensors of the text model beside others; with keys of layers that have none."""
+    tensors = cases.fuse_tensors(case.config, cases.random_tensors(case.config, seed))
+    tensors |= {"model.layers.5.self_attn.k_proj.weight": np.zeros((2, 2), np.float32)}
+    text = {k: v for k, v in case.hf.items() if k != "architectures"}
+    outer = dict(
+        architectures=["Gemma4ForConditionalGeneration"], model_type="gemma4", text_config=text,
+        audio_config={}, vision_config=None,
+    )  # fmt: skip
+    renamed = {name.replace("model.", "model.language_model."): x for name, x in tensors.items()}
+    other = {f"model.{name}": np.zeros(3, np.float32) for name in ("vision_tower.x", "embed_audio.x")}
+    return outer, {name: np.ascontiguousarray(x) for name, x in (renamed | other).items()}
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_published_checkpoints(tmp_path, quantize):
+    outer, tensors = published(CASE, 3)
+    path = tiny.write(tmp_path, outer, weights=tensors, with_tokenizer=False)
+    with pytest.warns(UserWarning, match=r"only text is served: model.embed_audio.\* \(1\), model.vision_"):
+        loaded = xj.load_model(path, dtype="float32", quantize=quantize)
+    assert loaded.config == CASE.config
+    if quantize is None:
+        params = cases.params_from(CASE.config, cases.random_tensors(CASE.config, 3))
+        jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
+
+
+def test_per_layer_config_of_saved_files():
+    """transformers 5.23 writes sizes per layer in place of the published names."""
+    full = dict(head_dim=24, num_key_value_heads=1)
+    sliding = dict(head_dim=16, num_key_value_heads=2)
+    hf = {k: v for k, v in MOE.hf.items() if k not in ("global_head_dim", "num_global_key_value_heads")}
+    saved = hf | dict(per_layer_config={"0": sliding, "1": full, "2": full})
+    assert xj.from_hf(saved) == MOE.config
+    with pytest.raises(xj.InputError, match="layers of full_attention must have the same sizes, and layer 2"):
+        xj.from_hf(hf | dict(per_layer_config={"1": full, "2": sliding}))
+    with pytest.raises(xj.InputError, match=re.escape("per_layer_config of layer 0: ['skip'] is not")):
+        xj.from_hf(hf | dict(per_layer_config={"0": dict(skip=["mlp"])}))
+    # Without attention_k_eq_v, as transformers reads them.
+    assert xj.from_hf(MOE.hf | dict(attention_k_eq_v=False)).num_global_key_value_heads == 2
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(use_bidirectional_attention="all"), "use_bidirectional_attention 'all' is not supported"),
+        (dict(num_kv_shared_layers=6), "num_kv_shared_layers must be an integer from 0 to 5, got 6"),
+        (dict(num_kv_shared_layers=5), "num_kv_shared_layers 5 leaves no layer of full_attention with keys"),
+        (dict(vocab_size_per_layer_input=90), "vocab_size_per_layer_input 90 is below vocab_size 96"),
+        (dict(layer_types=["chunked_attention"] * 6), "layer type 'chunked_attention' is not supported"),
+        (dict(global_head_dim=25), "head_dim 25 is odd"),
+        (dict(rope_parameters=dict(rope_theta=1e4)), "rope_parameters of model_type 'gemma4_text' must name"),
+    ],
+)
+def test_rejected_settings(change, message):
+    with pytest.raises(xj.InputError, match=message):
+        xj.from_hf(CASE.hf | change)
+
+
+def test_rejected_calls(model):
+    params, config, prompts, _ = model
+    inputs_BTD = xj.embed_tokens(params, config, np.array(prompts[:1]))
+    with pytest.raises(xj.InputError, match="inputs_BTD is not supported for model_type 'gemma4_text'"):
+        xj.score(params, config, np.array(prompts[:1]), inputs_BTD=inputs_BTD)
+    with pytest.raises(xj.InputError, match="scales are not supported for model_type 'gemma4_text'"):
+        awq.scaled_params(params, config, prompts, "int4")
+    with pytest.raises(xj.InputError, match="linear attention and Gemma 4 cannot be written"):
+        awq.quantized_params(params, "int8")
+    with pytest.raises(xj.InputError, match="index of an outlier in a byte, and head_dim 512 exceeds 256"):
+        wide = xj.from_hf(CASE.hf | dict(global_head_dim=512))
+        xj.generate(params, wide, prompts, dataclasses.replace(OPTIONS, cache_dtype="gear"))
+    assert is_divisible(config, 2) and not is_divisible(MOE.config, 2)  # one key head of full layers

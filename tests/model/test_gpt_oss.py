@@ -1,0 +1,162 @@
+"""gpt-oss: sinks in the softmax of attention, experts with biases and clamped values."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity_cases as cases
+import pytest
+import tiny
+
+import xinfer_jax as xj
+from xinfer_jax.cache.layer_caches import uncached_kv
+from xinfer_jax.compress import awq
+from xinfer_jax.model.attention import attention
+from xinfer_jax.model.experts import mixture_of_experts
+from xinfer_jax.weights.quantized_weights import dequantize, is_quantized
+
+pytestmark = pytest.mark.oldest
+
+NEW = 8
+OPTIONS = xj.GenerateOptions(NEW, eos_token_ids=())
+CACHED = dataclasses.replace(OPTIONS, capacity=128)
+CASE = cases.CASES["gpt-oss-published"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A small model, its prompts (5, 23 and 77 tokens), and what it generates of them."""
+    config = CASE.config
+    params = cases.params_from(config, cases.random_tensors(config, 3))
+    prompts = cases.prompts(CASE)
+    return params, config, prompts, xj.generate(params, config, prompts, CACHED)
+
+
+def test_generated_tokens_by_cache_and_drafts(model):
+    """Greedy tokens of the logits without a cache, and with draft tokens."""
+    params, config, prompts, out = model
+    rows = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
+    tokens_BT, num_tokens_B = cases.pad_prompts(rows)
+    forward = jax.jit(xj.forward, static_argnames="config")
+    logits_BTV = np.asarray(forward(params, config, tokens_BT, None, num_tokens_B)[0])
+    for b, (prompt, tokens) in enumerate(zip(prompts, out.tokens, strict=True)):
+        assert logits_BTV[b, len(prompt) - 1 :][:NEW].argmax(-1).tolist() == tokens
+    drafted = dataclasses.replace(CACHED, draft="lookup", draft_tokens=2)
+    assert xj.generate(params, config, prompts, drafted).tokens == out.tokens
+
+
+def test_engine_bits_alone_and_beside_others(model):
+    """Over pages in int8, with the bias of keys apart."""
+    params, config, prompts, _ = model
+    whole = xj.Model(params, config, None, {}, None)  # type: ignore[arg-type]
+    expected = xj.generate(params, config, prompts, dataclasses.replace(CACHED, cache_dtype="int8"))
+    with xj.Engine(whole, rows=2, capacity=128, chunk=64, cache_dtype="int8") as engine:
+        alone = [engine.submit(prompt, OPTIONS).result() for prompt in prompts]
+        together = [request.result() for request in [engine.submit(prompt, OPTIONS) for prompt in prompts]]
+        assert engine.stats.hits
+    assert [out.tokens[0] for out in alone] == expected.tokens
+    for one, other in zip(alone, together, strict=True):
+        assert one.tokens == other.tokens and one.logprobs == other.logprobs
+
+
+def test_gradients_of_every_leaf(model):
+    params, config, prompts, _ = model
+    tokens_BT = np.array([prompts[1][:12]])
+    slopes = jax.jit(jax.grad(lambda p: xj.score(p, config, tokens_BT).mean()))(params)
+    for path, slope in jax.tree_util.tree_leaves_with_path(slopes):
+        assert np.isfinite(slope).all() and np.abs(slope).max() > 0, jax.tree_util.keystr(path)
+
+
+def test_sinks_in_kernels(queries=3):
+    """The kernels, emulated, and plain jnp; a sink far above all scores leaves nothing of the values."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(2, queries, 6, 16), (2, 2, 64, 16), (2, 2, 64, 16)]
+    q, k, v = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    kv = dataclasses.replace(uncached_kv(k, v), window=20)
+    length_B = jnp.array([queries + 11, queries + 3])
+    sink_N = jnp.array([-3.0, 0, 1, 2, 5, 1e4])
+    given = dict(length_B=length_B, start_B=length_B - queries, scale=0.3)
+    out, emulated = (attention(q, kv, sink_N=sink_N, impl=impl, **given) for impl in ("xla", "interpret"))
+    np.testing.assert_allclose(out, emulated, atol=1e-5)
+    plain = attention(q, kv, impl="xla", **given)
+    share = np.asarray(out / plain)  # of the keys in the softmax: the same for all numbers of a value
+    np.testing.assert_allclose(share, share[..., :1] * np.ones(16), rtol=1e-3)
+    assert share.max() < 1 and not share[:, :, -1].any()
+    none = dict(given, length_B=jnp.zeros(2, jnp.int32))  # queries that see no key
+    assert not attention(q, kv, sink_N=sink_N, impl="xla", **none).any()
+
+
+def test_experts_by_number_of_tokens(model):
+    """A token, tiles of tokens, and some that XLA gives all experts: the same outputs."""
+    params, config, _, _ = model
+    layer = params["layers"][0]
+    x_BTD = 3 * jax.random.normal(jax.random.key(1), (1, 9, config.hidden_size))
+    run = jax.jit(lambda x, config: mixture_of_experts(x, layer, config), static_argnums=1)
+    each = np.concatenate([run(x_BTD[:, i : i + 1], config) for i in range(9)], 1)
+    every = dataclasses.replace(config, num_experts_per_tok=3)  # no tiles
+    np.testing.assert_allclose(run(x_BTD, config), each, atol=2e-5)
+    assert not np.allclose(run(x_BTD, every), each, atol=1e-2)
+    limited = dataclasses.replace(config, swiglu_limit=100.0)
+    assert not np.allclose(run(x_BTD, limited), each, atol=1e-2)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+def test_stored_experts(tmp_path, quantize, model):
+    """Inputs first, gate and up by turns; quantized while loading, without their biases."""
+    params, config, _, _ = model
+    tensors = cases.fuse_tensors(config, cases.random_tensors(config, 3))
+    tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
+    path = tiny.write(tmp_path, CASE.hf, weights=tensors, with_tokenizer=False)
+    loaded = xj.load_model(path, dtype="float32", quantize=quantize)
+    assert loaded.config == config
+    if quantize is None:
+        jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
+        return
+    for name, leaf in loaded.params["layers"][1]["experts"].items():
+        exact = params["layers"][1]["experts"][name]
+        assert is_quantized(leaf["weight"])
+        np.testing.assert_array_equal(leaf["bias"], exact["bias"])
+        off = jax.vmap(dequantize)(leaf["weight"]) - exact["weight"]
+        assert jnp.abs(off).max() < jnp.abs(exact["weight"]).max() / (100 if quantize == "int8" else 6)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(num_experts_per_tok=9), "num_experts_per_tok 9 is above 8"),
+        (dict(swiglu_limit=None), "swiglu_limit must be"),
+        (dict(sliding_window=None), "layer_types names sliding_attention"),
+        (dict(layer_types=["chunked_attention"] * 3), "layer type 'chunked_attention' is not supported"),
+    ],
+)
+def test_rejected_settings(change, message):
+    with pytest.raises(xj.InputError, match=message):
+        xj.from_hf(CASE.hf | change)
+
+
+def test_defaults():
+    """Of an almost empty config.json: those of transformers."""
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4)
+    config = xj.from_hf(dict(model_type="gpt_oss", num_attention_heads=8, **sizes))
+    assert config.layer_windows == (128, None, 128, None)
+    assert (config.head_dim, config.num_experts, config.num_experts_per_tok) == (64, 128, 4)
+    assert (config.swiglu_limit, config.swiglu_alpha, config.rms_norm_eps) == (7, 1.702, 1e-5)
+    assert not config.rope.truncate and config.rope.factor == 32 and config.rope.rope_theta == 150000
+    assert config.context_length == 131072
+
+
+def test_rejected_calls(tmp_path, model):
+    params, config, prompts, _ = model
+    with pytest.raises(xj.InputError, match="scales are not supported for model_type 'gpt_oss'"):
+        awq.scaled_params(params, config, prompts, "int4")
+    with pytest.raises(xj.InputError, match="quantized weights of experts"):
+        awq.quantized_params(params, "int8")
+    tensors = cases.fuse_tensors(config, cases.random_tensors(config, 3))
+    tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
+    del tensors["model.layers.1.mlp.experts.gate_up_proj"]
+    path = tiny.write(tmp_path, CASE.hf, weights=tensors, with_tokenizer=False)
+    with pytest.raises(xj.InputError, match="a mixture of experts"):
+        xj.load_model(path, quantize="int8", activations="int8")
+    with pytest.raises(xj.InputError, match=r"missing model.layers.1.mlp.experts.gate_up_proj \[8, 48, 40\]"):
+        xj.load_model(path)

@@ -1,0 +1,84 @@
+"""MXFP4 weights: numbers equal to transformers', and products equal to those of the dequantized matrix."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity_cases as cases
+import pytest
+from mxfp4_checkpoints import CONFIG
+
+from xinfer_jax.model.experts import mixture_of_experts
+from xinfer_jax.weights.mxfp4 import NUMBERS, Mxfp4Weight, mxfp4_struct
+from xinfer_jax.weights.quantized_matmul import quantized_product
+from xinfer_jax.weights.quantized_weights import dequantize, embedding_rows
+
+pytestmark = pytest.mark.oldest
+
+
+def random_leaf(shape: tuple[int, ...], seed: int = 0) -> Mxfp4Weight:
+    draw = np.random.default_rng(seed).integers
+    struct = mxfp4_struct(shape)
+    values = draw(0, 256, struct.values.shape, np.uint8)
+    return jax.device_put(Mxfp4Weight(values, draw(116, 124, struct.scale.shape, np.uint8)))
+
+
+def test_numbers_of_every_byte():
+    """Low half first; the smallest and largest exponents whose numbers are float32's."""
+    halves = np.arange(256) & 15, np.arange(256) >> 4
+    values = jnp.arange(256, dtype=jnp.uint8).reshape(1, 16, 16)
+    for exponent in (-125, -1, 0, 1, 125):
+        leaf = Mxfp4Weight(values, jnp.full((1, 16), exponent + 127, jnp.uint8))
+        assert leaf.shape == (16, 32) and leaf.group == leaf.inputs == 32
+        matrix_OI = np.asarray(dequantize(leaf)).reshape(16, 16, 2)
+        for half in (0, 1):
+            wanted = np.ldexp(NUMBERS[halves[half]], exponent).reshape(16, 16).T
+            np.testing.assert_array_equal(matrix_OI[..., half], wanted)
+            np.testing.assert_array_equal(np.signbit(matrix_OI[..., half]), np.signbit(wanted))
+    few = Mxfp4Weight(jnp.full((1, 16, 1), 0xE3, jnp.uint8), jnp.full((1, 1), 128, jnp.uint8))
+    assert np.asarray(dequantize(few))[0, :4].tolist() == [3, -8, 3, -8]
+
+
+def test_numbers_are_those_of_transformers():
+    torch = pytest.importorskip("torch")
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    leaf = random_leaf((2, 24, 96))
+    files = (np.moveaxis(np.asarray(x), -1, 1) for x in (leaf.values, leaf.scale))
+    blocks, scales = (torch.tensor(np.ascontiguousarray(x)) for x in files)
+    for dtype in (torch.float32, torch.bfloat16):
+        wanted_XIO = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=dtype).float().numpy()
+        got_XOI = np.asarray(jax.vmap(dequantize)(leaf))
+        np.testing.assert_array_equal(got_XOI.view(np.int32), wanted_XIO.swapaxes(1, 2).view(np.int32))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9])
+@pytest.mark.parametrize("outputs, inputs", [(5, 32), (130, 320)])
+def test_product_and_its_gradient(outputs, inputs, rows):
+    leaf = random_leaf((outputs, inputs))
+    matrix_OI = np.asarray(dequantize(leaf))
+    x_MI = np.random.default_rng(rows).standard_normal((rows, inputs)).astype(np.float32)
+    bound = 1e-6 * (np.abs(x_MI) @ np.abs(matrix_OI).T).max()
+    for product in (jax.jit(quantized_product), jax.jit(jax.vmap(quantized_product, (0, None)))):
+        np.testing.assert_allclose(product(x_MI, leaf), x_MI @ matrix_OI.T, atol=bound)
+    slope = jax.jit(jax.grad(lambda x: quantized_product(x, leaf).sum()))(x_MI)
+    np.testing.assert_allclose(slope, np.broadcast_to(matrix_OI.sum(0), x_MI.shape), rtol=1e-5, atol=bound)
+    np.testing.assert_array_equal(embedding_rows(leaf, jnp.array([[3, 0]])), matrix_OI[[[3, 0]]])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_no_product_dequantizes_the_whole_matrix(rows):
+    compiled = jax.jit(quantized_product).lower(jnp.ones((rows, 2048)), random_leaf((2048, 2048))).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2.1 * 2048 * 2048  # bytes; one tile
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_experts_equal_those_of_dequantized_matrices(tokens):
+    layer = cases.params_from(CONFIG, cases.random_tensors(CONFIG, 3))["layers"][0]
+    packed = {**layer, "experts": {}}
+    for seed, (name, leaf) in enumerate(layer["experts"].items()):
+        packed["experts"][name] = {**leaf, "weight": random_leaf(leaf["weight"].shape, seed)}
+        layer["experts"][name]["weight"] = jax.vmap(dequantize)(packed["experts"][name]["weight"])
+    x_BTD = jax.random.normal(jax.random.key(1), (1, tokens, CONFIG.hidden_size))
+    run = jax.jit(lambda x, layer: mixture_of_experts(x, layer, CONFIG))
+    np.testing.assert_allclose(run(x_BTD, packed), run(x_BTD, layer), rtol=1e-4, atol=1e-5)
+    slope, wanted = (jax.grad(lambda x, layer=layer: run(x, layer).sum())(x_BTD) for layer in (packed, layer))
+    np.testing.assert_allclose(slope, wanted, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,171 @@
+"""Gemma 4: full layers have heads of another width than sliding ones, and the last layers reuse the keys and
+values of earlier ones.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import InputError, format_value
+from .rope import RopeConfig, read_rope
+from .values import (
+    get_boolean,
+    get_integer,
+    get_integer_at_most,
+    get_object,
+    get_optional_number,
+)
+
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
+_ROPE_TYPES = ("default", "linear", "proportional")
+_ROPES: dict[str, dict[str, Any]] = {  # where config.json has none
+    _FULL: dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6),
+    _SLIDING: dict(rope_type="default", rope_theta=1e4),
+}
+_PERIOD = 6  # layers, the last of which is full
+
+# Of config.json, as in transformers.
+DEFAULTS: dict[str, Any] = dict(
+    num_key_value_heads=4, head_dim=256, global_head_dim=512, num_global_key_value_heads=None,
+    max_position_embeddings=131072, tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh",
+    sliding_window=512, final_logit_softcapping=None, vocab_size_per_layer_input=262144,
+    hidden_size_per_layer_input=256, attention_k_eq_v=False, num_kv_shared_layers=0, enable_moe_block=False,
+    use_double_wide_mlp=False,
+)  # fmt: skip
+
+
+def gemma4_text(hf: Mapping, layers: int) -> dict[str, Any]:
+    """The text model of Gemma 4."""
+    if hf.get("use_bidirectional_attention") not in (None, "vision"):
+        raise InputError(
+            f"use_bidirectional_attention {format_value(hf['use_bidirectional_attention'])} is not supported:"
+            " text is generated with causal attention"
+        )
+    types = _layer_types(hf, layers)
+    sizes = _sizes_per_layer_type(hf, types)
+    bias = get_boolean(hf, "attention_bias")
+    window = get_integer(hf, "sliding_window")
+    shared = _get_count(hf, "num_kv_shared_layers", layers - 1)
+    own = types[: layers - shared]
+    if missing := [kind for kind in types if kind not in own]:
+        raise InputError(
+            f"num_kv_shared_layers {shared} leaves no layer of {missing[0]} with keys of its own, which the"
+            " last layers reuse"
+        )
+    return dict(
+        head_dim=sizes[_SLIDING]["head_dim"],
+        num_key_value_heads=sizes[_SLIDING]["num_key_value_heads"],
+        global_head_dim=sizes[_FULL]["head_dim"],
+        num_global_key_value_heads=sizes[_FULL]["num_key_value_heads"],
+        rope=_rope(hf, _FULL, sizes),
+        sliding_rope=_rope(hf, _SLIDING, sizes),
+        layer_windows=tuple(window if kind == _SLIDING else None for kind in types),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        v_norm=True,
+        post_norm=True,
+        embed_scale=math.sqrt(get_integer(hf, "hidden_size")),
+        query_pre_attn_scalar=1.0,
+        final_logit_softcapping=get_optional_number(hf, "final_logit_softcapping"),
+        attention_k_eq_v=get_boolean(hf, "attention_k_eq_v"),
+        num_kv_shared_layers=shared,
+        use_double_wide_mlp=get_boolean(hf, "use_double_wide_mlp"),
+        layer_scalar=True,
+        **_experts(hf, layers),
+        **_per_layer_input(hf),
+    )
+
+
+def _layer_types(hf: Mapping, layers: int) -> list[str]:
+    """The last layer is always full, whatever the list says, as in transformers."""
+    types = hf.get("layer_types")
+    if types is None:
+        types = [_SLIDING if (i + 1) % _PERIOD else _FULL for i in range(layers)]
+    if not isinstance(types, list | tuple) or len(types) != layers:
+        raise InputError(
+            f"layer_types must list one type for each of the {layers} layers, got {format_value(types)}"
+        )
+    for kind in types:
+        if kind not in (_FULL, _SLIDING):
+            raise InputError(
+                f"layer type {format_value(kind)} is not supported: only {_FULL} and {_SLIDING} are"
+            )
+    return [*types[:-1], _FULL]
+
+
+def _sizes_per_layer_type(hf: Mapping, types: list[str]) -> dict[str, dict[str, int]]:
+    """head_dim and num_key_value_heads of each type of layers, by the published names or by
+    `per_layer_config`, which transformers 5.23 writes.
+    """
+    names = ("head_dim", "num_key_value_heads")
+    of_model = {name: get_integer(hf, name) for name in names}
+    if hf.get("per_layer_config") is None:
+        full = of_model | dict(head_dim=get_integer(hf, "global_head_dim"))
+        if get_boolean(hf, "attention_k_eq_v") and hf["num_global_key_value_heads"] is not None:
+            full["num_key_value_heads"] = get_integer(hf, "num_global_key_value_heads")
+        return {_SLIDING: of_model, _FULL: full}
+    overrides = get_object(hf, "per_layer_config")
+    sizes: dict[str, dict[str, int]] = {}
+    for i, kind in enumerate(types):
+        given = get_object(overrides, str(i))
+        if other := sorted(given.keys() - {*names}):
+            raise InputError(f"per_layer_config of layer {i}: {format_value(other)} is not supported")
+        own = {name: get_integer({**of_model, **given}, name) for name in names}
+        if sizes.setdefault(kind, own) != own:
+            raise InputError(
+                f"per_layer_config: layers of {kind} must have the same sizes, and layer {i} differs"
+            )
+    return {_SLIDING: of_model} | sizes
+
+
+def _rope(hf: Mapping, kind: str, sizes: dict[str, dict[str, int]]) -> RopeConfig:
+    given = get_object(hf, "rope_parameters")
+    if set(given) - {_FULL, _SLIDING}:
+        raise InputError(
+            f"rope_parameters of model_type {hf['model_type']!r} must name {_FULL} and {_SLIDING}, got"
+            f" {format_value(given)}"
+        )
+    own = dict(get_object(given, kind) or _ROPES[kind])
+    settings = dict(rope_parameters=own, max_position_embeddings=hf["max_position_embeddings"])
+    rope = read_rope(settings, _ROPE_TYPES, partial=own.get("rope_type") == "proportional")
+    return RopeConfig(**{**vars(rope), "head_dim": sizes[kind]["head_dim"]})
+
+
+def _experts(hf: Mapping, layers: int) -> dict[str, Any]:
+    """A mixture of experts beside the MLP of every layer."""
+    if not get_boolean(hf, "enable_moe_block"):
+        return {}
+    experts = get_integer(hf, "num_experts")
+    return dict(
+        layer_experts=(True,) * layers,
+        experts_beside_mlp=True,
+        num_experts=experts,
+        num_experts_per_tok=get_integer_at_most(hf, "top_k_experts", experts),
+        moe_intermediate_size=get_integer(hf, "moe_intermediate_size"),
+        norm_topk_prob=True,
+    )
+
+
+def _per_layer_input(hf: Mapping) -> dict[str, int]:
+    name = "hidden_size_per_layer_input"
+    width = 0 if hf[name] is None else _get_count(hf, name, 2**16)
+    if not width:
+        return {}
+    vocab = get_integer(hf, "vocab_size_per_layer_input")
+    if vocab < get_integer(hf, "vocab_size"):
+        raise InputError(
+            f"vocab_size_per_layer_input {vocab} is below vocab_size {hf['vocab_size']}: every token needs an"
+            " input of each layer"
+        )
+    return dict(hidden_size_per_layer_input=width, vocab_size_per_layer_input=vocab)
+
+
+def _get_count(hf: Mapping, name: str, most: int) -> int:
+    value = hf[name]
+    if type(value) is not int or not 0 <= value <= most:
+        raise InputError(
+            f"config.json: {name} must be an integer from 0 to {most}, got {format_value(value)}"
+        )
+    return value

@@ -1,0 +1,234 @@
+"""Harmony, the form of answers of gpt-oss: messages with a header and a channel.
+
+    <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
+    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
+
+Source: OpenAI's harmony response format. In a text for `HarmonyParser` each control token is one character
+that no decoded text has, half of a surrogate pair. So a control token that the model only spells, in ordinary
+tokens, stays text.
+"""
+
+import json
+import re
+from collections.abc import Collection, Mapping
+
+from .call_parser import CallParser
+from .json_scanner import JSONObjectScanner
+from .marks import length_of_partial_mark
+from .tool_call_parser import ToolCallDelta, ToolCallParser
+
+START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = map(chr, range(0xD800, 0xD807))
+CONTROL_TOKENS = {
+    "<|start|>": START,
+    "<|channel|>": CHANNEL,
+    "<|constrain|>": CONSTRAIN,
+    "<|message|>": MESSAGE,
+    "<|end|>": END,
+    "<|call|>": CALL,
+    "<|return|>": RETURN,
+}
+STOP_TOKENS = ("<|return|>", "<|call|>")
+FINAL = re.compile(f"{CHANNEL}\\s*final\\b[^{MESSAGE}]*{MESSAGE}$")  # a header at the end of a text
+_CONTROL_TOKEN = re.compile("|".join(map(re.escape, CONTROL_TOKENS)))
+_MARK = re.compile(f"[{START}-{RETURN}]")
+_MESSAGE_END = re.compile(f"[{START}{CHANNEL}{END}{CALL}{RETURN}]")
+_HEADER_START = re.compile(f"[{START}{END}{CALL}{RETURN}]")
+_CHANNEL_NAME = re.compile(rf"{CHANNEL}\s*(\w*)")
+_RECIPIENT = re.compile(rf"(?:^|[\s{CHANNEL}])to=functions\.([^\s{START}-{RETURN}]+)")
+_LONGEST_HEADER = 1024  # characters; a longer one is text
+# The beginning of a text in Harmony, whose control tokens are spelled.
+_BEGINNINGS = ("<|start|>", "<|channel|>")
+_RECIPIENT_FIRST = re.compile(r"to=functions\.[^\s<]{1,512}\s*<\|channel\|>")
+_RECIPIENT_PART = re.compile(r"to=functions\.[^\s<]{0,512}\s{0,8}<?[|chanel]{0,9}")
+
+
+def begins_in_harmony(text: str, ended: bool) -> bool | None:
+    """Whether an answer begins with a header whose control tokens are spelled; None: not known yet."""
+    body = text.lstrip()
+    if body.startswith(_BEGINNINGS) or _RECIPIENT_FIRST.match(body):
+        return True
+    may_begin = any(start.startswith(body) for start in (*_BEGINNINGS, "to=functions."))
+    return None if not ended and (may_begin or _RECIPIENT_PART.fullmatch(body)) else False
+
+
+class SpelledControlTokens:
+    """Replaces control tokens that a text spells by their characters, in parts or whole."""
+
+    def __init__(self) -> None:
+        self._pending = ""
+
+    def push(self, text: str, ended: bool) -> str:
+        """The text that is known. ended: this is the last part."""
+        text = self._pending + text
+        cut = len(text) if ended else len(text) - length_of_partial_mark(text, CONTROL_TOKENS)
+        self._pending = text[cut:]
+        return _CONTROL_TOKEN.sub(lambda found: CONTROL_TOKENS[found[0]], text[:cut])
+
+
+class HarmonyParser:
+    """Splits an answer into reasoning, content and calls, in parts as it is generated or whole.
+
+    Messages on the channel `analysis` are reasoning. Those to a function that may be called are calls. All
+    others are content: `final`, what a model says on `commentary` before its calls (OpenAI: unlike the
+    reasoning, it is intended for users), and calls of other functions. Messages of a kind are separated by a
+    newline.
+
+    Attributes:
+        found: the answer has reasoning, perhaps an empty one.
+        has_content: a message of content has begun, or nothing else has.
+    """
+
+    def __init__(self, calls: ToolCallParser | None, names: Collection[str] | None, header: str):
+        """
+        Args:
+            calls: takes the calls; None: they are content.
+            names: of the functions that may be called; None: any.
+            header: what follows the last <|start|> of the prompt, with control tokens as characters.
+        """
+        self._calls = calls
+        self._names = names
+        self._kind: str | None = None  # of the message: "reasoning", "content" or "call"; None: in a header
+        self._header = ""
+        self._begun: set[str] = set()  # kinds with text
+        self._is_new = False  # the message has no text yet
+        self._reasoning: list[str] = []  # of the last `push`
+        self._content: list[str] = []
+        self._deltas: list[ToolCallDelta] = []
+        self.found = False
+        self._has_message = False
+        self._given = 0
+        self.push(header, False)
+        self._given = len(self._header)  # characters of the header that are the prompt's
+
+    @property
+    def has_content(self) -> bool:
+        return self._has_message or not (self.found or self._calls and self._calls.calls)
+
+    def push(self, text: str, ended: bool) -> tuple[str, str, list[ToolCallDelta]]:
+        """The new reasoning, the new content, and what is new of each call. ended: this is the last part."""
+        self._reasoning = []
+        self._content = []
+        self._deltas = []
+        while text:
+            text = self._push_header(text) if self._kind is None else self._push_body(text)
+        if ended:
+            self._end_message()
+            self._end_header()
+        return "".join(self._reasoning), "".join(self._content), self._deltas
+
+    def _push_header(self, text: str) -> str:
+        room = _LONGEST_HEADER + self._given - len(self._header)
+        head, mark, rest = text[:room].partition(MESSAGE)
+        self._header += head
+        if mark:
+            self._begin_message(_HEADER_START.split(self._header)[-1])
+            return rest + text[room:]
+        if len(head) < room:
+            return ""
+        return self._leave_header() + text[room:]
+
+    def _leave_header(self) -> str:
+        """Begins a message of content, with the text of what is no header."""
+        text = _MARK.sub("", self._header[self._given :])
+        self._begin_message("")
+        return text
+
+    def _begin_message(self, header: str) -> None:
+        channel = _CHANNEL_NAME.search(header)
+        name = _RECIPIENT.search(header)
+        self._header = ""
+        self._given = 0
+        self._is_new = True
+        if name and self._calls and (self._names is None or name[1] in self._names):
+            self._kind = "call"
+            self._calls.begin(_ArgumentsParser(name[1]))
+        elif channel and channel[1] == "analysis":
+            self._kind = "reasoning"
+            self.found = True
+        else:
+            self._kind = "content"
+            self._has_message = True
+
+    def _push_body(self, text: str) -> str:
+        end = _MESSAGE_END.search(text)
+        body = _MARK.sub("", text[: end.start()] if end else text)
+        if self._kind == "call":
+            self._push_call(body, False)
+        else:
+            self._add(str(self._kind), body)
+        if end is None:
+            return ""
+        self._end_message()
+        self._header = CHANNEL if end[0] == CHANNEL else ""
+        return text[end.end() :]
+
+    def _push_call(self, text: str, ended: bool) -> None:
+        assert self._calls is not None
+        content, deltas = self._calls.push(text, ended)
+        self._deltas += deltas
+        self._add("content", content)
+
+    def _add(self, kind: str, text: str) -> None:
+        if not text:
+            return
+        pieces = self._reasoning if kind == "reasoning" else self._content
+        if self._is_new and kind in self._begun:
+            pieces.append("\n")
+        pieces.append(text)
+        self._is_new = False
+        self._begun.add(kind)
+        self._has_message = self._has_message or kind == "content"
+
+    def _end_message(self) -> None:
+        if self._kind == "call":
+            self._push_call("", True)
+        self._kind = None
+
+    def _end_header(self) -> None:
+        """The end of the answer: a text that is no part of a header is content."""
+        own = self._header[self._given :]
+        if own.strip() and not _MARK.search(own):
+            self._add("content", self._leave_header())
+            self._kind = None
+
+
+class _ArgumentsParser(CallParser):
+    """Parses a message to a function: its arguments as a JSON object."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+        self._text = ""
+        self._object = JSONObjectScanner()
+
+    def push(self, text: str) -> str:
+        used = self._object.push(text)
+        piece = text[:used]
+        self.length += used
+        if not self._text:
+            piece = piece.lstrip()
+        self._text += piece
+        self.failed = self._object.failed
+        if self._object.ended:
+            try:
+                json.dumps(json.loads(self._text), allow_nan=False)
+            except (ValueError, RecursionError):  # a number that is too large
+                self.failed = True
+            self.ended = not self.failed
+        return piece
+
+
+def call_rules(functions: Mapping[str, str]) -> list[str]:
+    """The Lark rules of a call after some reasoning, or at once. functions: the rule of the arguments of each
+    name.
+    """
+    heads = (
+        f'{json.dumps(f"commentary to=functions.{name} ")} <|constrain|> "json" <|message|> {rule}'
+        for name, rule in functions.items()
+    )
+    return [
+        "start: reasoning? <|channel|> call",
+        'reasoning: <|channel|> "analysis" <|message|> REASONING <|end|> <|start|> "assistant"',
+        "REASONING: /(?s:.*)/",
+        f"call: {' | '.join(heads)}",
+    ]
