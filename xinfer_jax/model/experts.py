@@ -219,7 +219,7 @@ def _all_experts(x_MD, weight_MU, expert_MU, experts: Params, config: ModelConfi
         tree, weight_M = part
         out_MD = _expert(x_MD, tree, config)
         # 0 * inf would be NaN.
-        return sum_MD + jnp.where(weight_M[:, None] > 0, weight_M[:, None] * out_MD, 0), None
+        return sum_MD + jnp.where(weight_M[:, None] != 0, weight_M[:, None] * out_MD, 0), None
 
     start_MD = kernels_pallas.match_varying_axes(jnp.zeros(x_MD.shape, jnp.float32), x_MD, experts)
     return lax.scan(add, start_MD, (experts, weight_MX.T))[0]
