@@ -61,6 +61,8 @@ def test_channels_of_an_answer(server, final):
     assert cut["finish_reason"] == "length" and cut["message"]["content"] is None
     stopped = server.ask("chat", messages=QUESTION, stop="|>su", **final)["choices"][0]["message"]
     assert stopped["content"] == "3 <|channel"
+    stopped = server.ask("chat", messages=QUESTION, stop="<", **final)["choices"][0]["message"]
+    assert (stopped["content"], stopped["reasoning"]) == ("3 ", "It is 3.")
 
 
 def test_a_call(server):
