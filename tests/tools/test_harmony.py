@@ -8,7 +8,7 @@ import pytest
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.answer_detokenizer import AnswerDetokenizer
 from xinfer_jax.checkpoint.tokenizer import Tokenizer
-from xinfer_jax.tools.harmony import CONTROL_TOKENS, FINAL
+from xinfer_jax.tools.harmony import CONTROL_TOKENS, last_header
 from xinfer_jax.tools.tool_messages import template_message
 
 pytestmark = pytest.mark.oldest
@@ -120,21 +120,25 @@ def test_by_ids_a_spelled_control_token_is_text():
     assert parts_of(xj.AnswerParser([], harmony_header=begun).parse("Yes.")) == (None, "Yes.", [])
 
 
-def test_headers_of_the_channel_final():
-    """As the parser reads them: the first channel after the last beginning of a message counts."""
+def test_the_header_at_the_end_of_a_text():
+    """As the parser reads it: the first channel after the last beginning of a message counts."""
     analysis = "<|channel|>analysis<|message|>A"
     for text in (
         "<|channel|>final<|message|>", "<|channel|> final <|constrain|>json<|message|>",
         "<|start|>assistant<|channel|>final json<|message|>", f"{analysis}<|channel|>final<|message|>",
         f"{analysis}<|end|><|start|>assistant<|channel|>final<|channel|>analysis<|message|>",
     ):  # fmt: skip
-        assert FINAL.search(marked(text)), text
-    for text in (
-        analysis, "<|channel|>finally<|message|>", "<|channel|>final<|message|>3",
-        "<|channel|>final<|end|><|start|>assistant<|channel|>analysis<|message|>",
-        "<|channel|>analysis<|channel|>final<|message|>",
-    ):  # fmt: skip
-        assert not FINAL.search(marked(text)), text
+        assert last_header(marked(text)) == ("final", None), text
+    for text, fields in {
+        "<|channel|>finally<|message|>": ("finally", None),
+        "<|channel|>final<|end|><|start|>assistant<|channel|>analysis<|message|>": ("analysis", None),
+        "<|channel|>analysis<|channel|>final<|message|>": ("analysis", None),
+        " to=functions.add<|channel|>commentary json<|message|>": ("commentary", "add"),
+        f"{analysis}<|end|>{CALL.partition('{')[0]}": ("commentary", "add"),
+        f"{analysis} to=functions.add<|channel|>commentary<|message|>": ("commentary", None),
+        f"{analysis}B<|message|>": None,
+    }.items():
+        assert last_header(marked(text)) == fields, text
 
 
 def test_stop_strings_have_all_of_a_control_token_or_nothing():

@@ -32,10 +32,7 @@ SPELLINGS = {ord(mark): name for name, mark in CONTROL_TOKENS.items()}  # for `s
 _CONTROL_TOKEN = re.compile("|".join(map(re.escape, CONTROL_TOKENS)))
 _MARK = re.compile(f"[{START}-{RETURN}]")
 _MESSAGE_END = re.compile(f"[{START}{CHANNEL}{END}{CALL}{RETURN}]")
-_NO_HEADER = f"{START}{MESSAGE}{END}{CALL}{RETURN}"  # a header has none of them
 _HEADER_START = re.compile(f"[{START}{END}{CALL}{RETURN}]")
-# A header at the end of a text: its first channel counts.
-FINAL = re.compile(rf"(?:^|[{_NO_HEADER}])[^{START}-{RETURN}]*{CHANNEL}\s*final\b[^{_NO_HEADER}]*{MESSAGE}$")
 _CHANNEL_NAME = re.compile(rf"{CHANNEL}\s*(\w*)")
 _RECIPIENT = re.compile(rf"(?:^|[\s{CHANNEL}])to=functions\.([^\s{START}-{RETURN}]+)")
 _LONGEST_HEADER = 1024  # characters; a longer one is text
@@ -55,6 +52,22 @@ def begins_in_harmony(text: str, ended: bool) -> bool | None:
         return True
     may_begin = any(start.startswith(body) for start in (*_BEGINNINGS, "to=functions."))
     return None if not ended and (may_begin or _RECIPIENT_PART.fullmatch(body)) else False
+
+
+def header_fields(header: str) -> tuple[str, str | None]:
+    """The channel of a message, "" if it has none, and the function that it is to; None: to no function."""
+    channel = _CHANNEL_NAME.search(header)
+    name = _RECIPIENT.search(header)
+    return channel[1] if channel else "", name[1] if name else None
+
+
+def last_header(text: str) -> tuple[str, str | None] | None:
+    """`header_fields` of the header that a text ends with; None: it ends within a message."""
+    text = text.removesuffix(MESSAGE)
+    start = 1 + max(map(text.rfind, (START, MESSAGE, END, CALL, RETURN)))
+    if text[start - 1 : start] == MESSAGE:  # of a message that <|channel|> ends
+        start = text.find(CHANNEL, start)
+    return None if start < 0 else header_fields(text[start:])
 
 
 def with_marks(stops: Sequence[str]) -> tuple[str, ...]:
@@ -150,15 +163,14 @@ class HarmonyParser:
         return text
 
     def _begin_message(self, header: str) -> None:
-        channel = _CHANNEL_NAME.search(header)
-        name = _RECIPIENT.search(header)
+        channel, name = header_fields(header)
         self._header = ""
         self._given = 0
         self._is_new = True
-        if name and self._calls and (self._names is None or name[1] in self._names):
+        if name and self._calls and (self._names is None or name in self._names):
             self._kind = "call"
-            self._calls.begin(_ArgumentsParser(name[1]))
-        elif channel and channel[1] == "analysis":
+            self._calls.begin(_ArgumentsParser(name))
+        elif channel == "analysis":
             self._kind = "reasoning"
             self.found = True
         else:
