@@ -4,7 +4,8 @@ pass over the logits. Each has a plain jnp reference of the same name in `refere
 
 `dispatch` has `select(kernel, impl, …)`, which chooses the implementation of a call and says why,
 `run_kernel(impl, kernel, …)`, and `assume_device`, to compile for a GPU or TPU that is not here. `support`
-says what each kernel supports. `key_layouts` says where keys are, and has their quantized form. `mosaic` has
+says what each kernel supports. `key_layouts` says where keys are, and has their quantized form, `mxfp4` that
+of experts. `mosaic` has
 kernels for Hopper (TMA, wgmma). `triton` has all kernels for Ampere, Ada and newer, through a backend that
 JAX has deprecated (`triton/products.py` says how products work). `tpu` has kernels for TPUs: attention, the
 append, products of few rows, experts and the greedy token. `compat` has the differences between versions of
@@ -40,7 +41,8 @@ jax.
 - A mixture of experts has kernels for Triton, which serve Hopper too, and for TPUs. For Triton choices are
   sorted by expert; each program finds its tile in that order by itself, which saves launches. jax's
   `ragged_dot_mgpu` computes a whole tile for each of the X - 1 tiles that may be empty, and needs x gathered
-  in the sorted order; `megablox` for TPUs needs that too, and three calls.
+  in the sorted order; `megablox` for TPUs needs that too, and three calls. Triton's kernels take biases,
+  gpt-oss's clamped values, and matrices in MXFP4, which they unpack by a table (`triton/mxfp4.py`).
 - On TPUs one kernel streams the experts that some token chose. Up to 64 tokens are all multiplied by each,
   since reading is the limit; of more, a tile of an expert takes its rows from the tokens on the chip, and
   adds its results there, by products with matrices of zeros and ones.
@@ -90,6 +92,7 @@ from .dispatch import (
     unavailable_reason,
 )
 from .key_layouts import BIAS_STRIDE, HeadNorms, KeyBias, Levels, SideBySide
+from .mxfp4 import Mxfp4
 
 __all__ = [
     "BIAS_STRIDE",
@@ -98,6 +101,7 @@ __all__ = [
     "HeadNorms",
     "KeyBias",
     "Levels",
+    "Mxfp4",
     "Selection",
     "SideBySide",
     "assume_device",

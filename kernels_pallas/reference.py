@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .key_layouts import SideBySide, dequantize, separate
+from .mxfp4 import Mxfp4, dequantize_mxfp4
 
 LOGITS_GROUP = 64  # tokens of a group of `summarize_logits`
 
@@ -119,9 +120,13 @@ def gated_experts(  # noqa: PLR0913
     x_MD, weight_MU, expert_MU, gate_XFD, up_XFD, down_XDF, *biases, activation, num_experts=None, limit=None
 ) -> jax.Array:
     """Each token's weighted sum of the gated MLPs that it chose; experts outside 0 … X - 1 count as zeros.
-    biases: none, or [X, F], [X, F] and [X, D]; limit: as in `gated`. float32 [M, D].
+    The matrices are arrays or `Mxfp4`. biases: none, or [X, F], [X, F] and [X, D]; limit: as in `gated`.
+    float32 [M, D].
     """
-    x, gate, up, down = (array.astype(jnp.float32) for array in (x_MD, gate_XFD, up_XFD, down_XDF))
+    matrices = (gate_XFD, up_XFD, down_XDF)
+    is_packed = isinstance(gate_XFD, Mxfp4)
+    gate, up, down = (dequantize_mxfp4(x) if is_packed else x.astype(jnp.float32) for x in matrices)
+    x = x_MD.astype(jnp.float32)
     product = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
     of_gate, of_up, of_down = biases or (0, 0, 0)
     gate_MXF = product("md,xfd->mxf", x, gate) + of_gate

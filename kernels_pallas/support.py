@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from .key_layouts import BIAS_STRIDE, KeyBias, Levels, SideBySide
+from .mxfp4 import Mxfp4
 from .reference_products import FEW_ROWS
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
@@ -42,6 +43,8 @@ def unsupported_reason(kernel: str, impl: str, args: tuple[Any, ...]) -> str | N
 def _unsupported_on_gpu(kernel: str, impl: str, args: tuple[Any, ...]) -> str | None:
     if kernel.endswith("attention"):
         return too_large(args[1]) or _unsupported_attention(kernel, impl, *args)
+    if kernel == "gated_experts" and isinstance(args[1], Mxfp4):
+        return _unsupported_mxfp4(*args)
     if reason := next(filter(None, map(too_large, args)), None):
         return reason
     if kernel == "rope_append":  # the cache may have another dtype
@@ -111,7 +114,19 @@ def _unsupported_keys(
     return _unaligned_slots(kernel, kv)
 
 
+def _unsupported_mxfp4(x: Any, *others: Any) -> str | None:
+    if x.dtype.name not in _SIXTEEN_BITS:
+        return f"dtype {x.dtype.name}"
+    matrices = [other for other in others if isinstance(other, Mxfp4)]
+    if reason := next(filter(None, (too_large(matrix.values) for matrix in matrices)), None):
+        return reason
+    outputs = [matrix.shape[1] for matrix in matrices if matrix.shape[1] % 16]
+    return f"{outputs[0]} outputs, not a multiple of 16" if outputs else None
+
+
 def _unsupported_experts(x: Any, gate: Any, *others: Any) -> str | None:
+    if isinstance(gate, Mxfp4):
+        return "experts in MXFP4"
     if reason := _unsupported_dtypes((x, gate, *others)):
         return reason
     if x.dtype == "float16":

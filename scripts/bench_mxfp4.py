@@ -3,9 +3,10 @@ counts the bytes of a step.
 
     python scripts/bench_mxfp4.py --config=gpt-oss-20b --layers=4
 
-Everything but the experts is in --dtype, with random numbers; the vocabulary is small, so that layers take the
-time. Prints a JSON line for each format: milliseconds a token, the bytes that a step has to read (of the chosen
-experts, and of all else), and those that the operations of the compiled step read and write.
+Everything but the experts is in --dtype, with random numbers; the vocabulary is small, so that layers take
+the time. Prints a JSON line for each format: milliseconds a token, the bytes that a step has to read (of the
+chosen experts, and of all else), and those that the operations of the compiled step read: of arrays, and with
+what they have written themselves.
 """
 
 from launcher import start
@@ -90,16 +91,19 @@ def in_format(matrix_1OI: jax.Array, kind: str) -> Any:
     return matrix_1OI.astype(kind)
 
 
-def step_bytes(params: Params, config: xj.ModelConfig) -> dict[str, int]:
-    """The bytes that a decode step has to read, and those of its compiled operations."""
+def step_bytes(params: Params, config: xj.ModelConfig) -> dict[str, float]:
+    """The bytes that a decode step has to read, those that its operations read, and the ratio."""
     experts = tree_bytes([layer["experts"] for layer in params["layers"]])
     chosen = experts * config.num_experts_per_tok // config.num_experts
     rest = tree_bytes(params) - experts - tree_bytes(params["embed"])
     cache = xj.init_cache(config, 1, 64)
     step = jax.jit(xj.decode_step, static_argnames="config", donate_argnames="cache")
     compiled = step.lower(params, config, jnp.zeros(1, jnp.int32), cache).compile()
-    moved = count_program(parse_module(compiled.as_text())).bytes
-    return dict(chosen_bytes=chosen, other_bytes=rest, moved_bytes=round(moved), ratio=moved / (chosen + rest))
+    launches = count_program(parse_module(compiled.as_text())).launches
+    read = sum(launch.times * launch.read for launch in launches)
+    written = sum(launch.times * launch.written for launch in launches)  # and read once
+    found = dict(chosen_bytes=chosen, other_bytes=rest, read_bytes=read - written, temporary_bytes=written)
+    return {name: round(x) for name, x in found.items()} | dict(ratio=(read - written) / (chosen + rest))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python scripts/soak_mxfp4.py --dtype=bfloat16 --limit_gib=16
     python scripts/soak_mxfp4.py --config=gpt-oss-120b --layers=8
 
-Writes three sparse files of zeros, and prints a JSON line: bytes of
-the files and of the weights, the peak of anonymous memory (RssAnon) of this process, interpreter included, and
-seconds. Exit code 1: the peak is above --limit_gib.
+Writes three sparse files of zeros, and prints a JSON line: sizes of the files and of the weights, the peak of
+anonymous memory (RssAnon) of this process, interpreter included, and seconds. Exit code 1: the peak is above
+--limit_gib.
 """
 
 from launcher import start
@@ -51,7 +51,9 @@ def main(argv: list[str]) -> int:
     stats = model.load_stats
     sizes = dict(stored_gib=stored, weights_gib=stats.weight_bytes, peak_gib=found)
     sizes = {name: round(size / 2**30, 2) for name, size in sizes.items()}
-    print(json.dumps(dict(config=CONFIG.value, layers=hf["num_hidden_layers"], seconds=stats.seconds) | sizes))
+    print(
+        json.dumps(dict(config=CONFIG.value, layers=hf["num_hidden_layers"], seconds=stats.seconds) | sizes)
+    )
     return int(found > LIMIT.value * 2**30)
 
 

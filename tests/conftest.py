@@ -21,7 +21,15 @@ import jax
 import pytest
 import tiny
 
+from xinfer_jax import stats
 from xinfer_jax.cli import answer_flags as cli
+from xinfer_jax.generation import precompile
+
+# Collections while programs are traced, and pages that malloc returns after each compilation, are a sixth of
+# the tests' time. Processes that tests start do both as users do.
+gc.set_threshold(50_000, 20, 100)
+for module in (stats, precompile):
+    module.release_free_memory = lambda: None
 
 LEFT_OUT = pytest.StashKey[int]()
 

@@ -8,7 +8,7 @@ one expert. The number of tiles is static, an upper bound; tiles beyond the last
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ..dispatch import result_type
+from ..mxfp4 import Mxfp4, even_inputs_first, place_in_group
 from ..reference import gated
-from .parts import dot, tile_size
+from .mxfp4 import mxfp4_products
+from .parts import dot, outer, tile_size
 
 
 class _Sizes(NamedTuple):
@@ -50,10 +52,10 @@ def gated_experts(  # noqa: PLR0913
     A choice's bits depend neither on other choices nor on its place in a tile.
 
     Args:
-        x_MD: tokens, in the dtype of the matrices. D and F are multiples of 16.
+        x_MD: tokens, in the dtype of the matrices, or of 16 bits with `Mxfp4`. D and F are multiples of 16.
         weight_MU: the weight of each choice.
         expert_MU: its expert. Choices of experts outside 0 … X - 1 cost nothing and count as zeros.
-        gate_XFD, up_XFD, down_XDF: the matrices of the experts.
+        gate_XFD, up_XFD, down_XDF: the matrices of the experts: arrays or `Mxfp4`.
         biases: none, or theirs, in their dtype: [X, F], [X, F] and [X, D].
         activation: an elementwise function of float32 arrays that Pallas can lower.
         num_experts: experts that a token chooses from, X or more where other devices have the others. It
@@ -67,34 +69,40 @@ def gated_experts(  # noqa: PLR0913
     M, U = expert_MU.shape
     X, F, D = gate_XFD.shape
     C = M * U
-    sizes = _sizes(C / (num_experts or X), x_MD.dtype)
+    is_packed = isinstance(gate_XFD, Mxfp4)
+    sizes = _sizes(C / (num_experts or X), x_MD.dtype, is_packed)
     key_C, start_X1 = _sort(expert_MU.reshape(C), X)
     present = min(X, C)  # experts, at most
     tiles = (C + present * (sizes.rows - 1)) // sizes.rows
     whole = pl.BlockSpec(memory_space=pl.ANY)
+    if is_packed:
+        x_MD = even_inputs_first(x_MD)
+    args = (start_X1, key_C, x_MD, gate_XFD, up_XFD, *biases[:2])
     outputs = math.gcd(F, sizes.gate_outputs)
+    options: dict[str, Any] = dict(sizes=sizes, interpret=interpret)
     params = pltriton.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages)
     inner_CF = pl.pallas_call(
-        partial(_gate_up_kernel, sizes=sizes, U=U, outputs=outputs, activation=activation, limit=limit),
+        partial(_gate_up_kernel, U=U, outputs=outputs, activation=activation, limit=limit, **options),
         grid=(tiles, F // outputs),  # tiles of one expert run side by side, so that they share its weights
-        in_specs=[whole] * (5 + len(biases[:2])),
+        in_specs=jax.tree.map(lambda _: whole, args),
         out_specs=whole,
-        out_shape=result_type((C, F), x_MD.dtype, x_MD, key_C, gate_XFD, up_XFD),
+        out_shape=result_type((C, F), x_MD.dtype, *jax.tree.leaves(args)),
         compiler_params=params,
         interpret=interpret,
         name="experts_gate_up",
-    )(start_X1, key_C, x_MD, gate_XFD, up_XFD, *biases[:2])
+    )(*args)
+    args = (start_X1, key_C, inner_CF, down_XDF)
     outputs = math.gcd(D, sizes.down_outputs)
     out_CD = pl.pallas_call(
-        partial(_down_kernel, sizes=sizes, outputs=outputs),
+        partial(_down_kernel, outputs=outputs, **options),
         grid=(tiles, D // outputs),
-        in_specs=[whole] * 4,
+        in_specs=jax.tree.map(lambda _: whole, args),
         out_specs=whole,
-        out_shape=result_type((C, D), x_MD.dtype, inner_CF, key_C, down_XDF),
+        out_shape=result_type((C, D), x_MD.dtype, *jax.tree.leaves(args)),
         compiler_params=params,
         interpret=interpret,
         name="experts_down",
-    )(start_X1, key_C, inner_CF, down_XDF)
+    )(*args)
     out_MUD = out_CD.reshape(M, U, D).astype(jnp.float32)
     if biases:
         out_MUD += biases[2][jnp.clip(expert_MU, 0, X - 1)]
@@ -103,13 +111,15 @@ def gated_experts(  # noqa: PLR0913
     return jnp.where(here_MU[..., None], weighted_MUD, 0).sum(1)  # rows of other choices were never written
 
 
-def _sizes(mean: float, dtype) -> _Sizes:
+def _sizes(mean: float, dtype, is_packed: bool) -> _Sizes:
     """Sizes for `mean` choices of an expert. Tiles of twice that number read most experts once. They compile
     for sm_80 and sm_89 with 99 KB of shared memory, without register spills.
     """
     rows = min(tile_size(math.ceil(2 * mean)), 128)
     if jnp.dtype(dtype).itemsize == 4:  # not for tensor cores: products are unrolled into registers
         return _Sizes(min(rows, 32), 32, 32, 32, 4, 3)
+    if is_packed:
+        return _Sizes(rows, 64, 64, 0, 4 if rows <= 64 else 8, 4 if rows <= 32 else 3)
     if rows <= 32:  # memory is the limit: many loads at once, and programs for all multiprocessors
         return _Sizes(rows, 32, 64, 128, 4, 4)
     return _Sizes(rows, 64, 128, 64, 4 if rows == 64 else 8, 3)
@@ -143,7 +153,9 @@ def _find_tile(start_ref, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     return found(expert_X), found(first_X + tile_X * rows), found(stop_X)
 
 
-def _gate_up_kernel(*refs, sizes: _Sizes, U: int, outputs: int, activation: Callable, limit: float | None):
+def _gate_up_kernel(  # noqa: PLR0913
+    *refs, sizes: _Sizes, U: int, outputs: int, activation: Callable, limit: float | None, interpret: bool
+):
     start_ref, key_ref, x_ref, gate_ref, up_ref, *bias_refs, inner_ref = refs
     expert, first, stop = _find_tile(start_ref, sizes.rows)
     column = pl.program_id(1) * outputs
@@ -154,17 +166,18 @@ def _gate_up_kernel(*refs, sizes: _Sizes, U: int, outputs: int, activation: Call
         key_R = pltriton.load(key_ref.at[jnp.minimum(row_R, stop - 1)])
         token_R = lax.div(lax.rem(key_R, key_ref.shape[0]), U)
         at = expert, pl.ds(column, outputs)
-        gate_RF, up_RF = _products(x_ref, token_R, (gate_ref, up_ref), at, sizes.width)
+        gate_RF, up_RF = _products(x_ref, token_R, (gate_ref, up_ref), at, sizes.width, interpret)
         if bias_refs:
             of_gate_F, of_up_F = (pltriton.load(ref.at[at]).astype(jnp.float32) for ref in bias_refs)
             gate_RF += of_gate_F[None]
             up_RF += of_up_F[None]
         inner_RF = gated(gate_RF, up_RF, activation, limit).astype(inner_ref.dtype)
-        at = _outer(row_R, column + jnp.arange(outputs))
+        column_F = column + jnp.arange(outputs)
+        at = outer(row_R, place_in_group(column_F) if isinstance(gate_ref, Mxfp4) else column_F)
         pltriton.store(inner_ref.at[at], inner_RF, mask=(row_R < stop)[:, None])
 
 
-def _down_kernel(*refs, sizes: _Sizes, outputs: int):
+def _down_kernel(*refs, sizes: _Sizes, outputs: int, interpret: bool):
     start_ref, key_ref, inner_ref, down_ref, out_ref = refs
     expert, first, stop = _find_tile(start_ref, sizes.rows)
     column = pl.program_id(1) * outputs
@@ -174,28 +187,26 @@ def _down_kernel(*refs, sizes: _Sizes, outputs: int):
         row_R = first + jnp.arange(sizes.rows)
         last_R = jnp.minimum(row_R, stop - 1)
         at = expert, pl.ds(column, outputs)
-        (out_RD,) = _products(inner_ref, last_R, (down_ref,), at, sizes.width)
+        (out_RD,) = _products(inner_ref, last_R, (down_ref,), at, sizes.width, interpret)
         choices = key_ref.shape[0]
         # The interpreter writes masked rows too, with what was there: no two rows may have one index.
         choice_R = jnp.where(row_R < stop, lax.rem(pltriton.load(key_ref.at[last_R]), choices), choices)
-        at = _outer(choice_R, column + jnp.arange(outputs))
+        at = outer(choice_R, column + jnp.arange(outputs))
         pltriton.store(out_ref.at[at], out_RD.astype(out_ref.dtype), mask=(row_R < stop)[:, None])
 
 
-def _products(x_ref, row_R, matrix_refs, at, width: int) -> tuple[jax.Array, ...]:
+def _products(  # noqa: PLR0913
+    x_ref, row_R, matrix_refs, at, width: int, interpret: bool
+) -> tuple[jax.Array, ...]:
     """The rows row_R of x times the outputs `at` (expert, slice) of each matrix, float32 [R, O]."""
+    if isinstance(matrix_refs[0], Mxfp4):
+        return mxfp4_products(x_ref, row_R, matrix_refs, at, interpret)
     width = math.gcd(x_ref.shape[1], width)
 
     def step(i, sums):
-        x_RI = pltriton.load(x_ref.at[_outer(row_R, i * width + jnp.arange(width))])
+        x_RI = pltriton.load(x_ref.at[outer(row_R, i * width + jnp.arange(width))])
         tiles = (pltriton.load(ref.at[*at, pl.ds(i * width, width)]) for ref in matrix_refs)
         return tuple(sum_RO + dot(x_RI, tile_OI.T) for sum_RO, tile_OI in zip(sums, tiles, strict=True))
 
     zeros_RO = jnp.zeros((len(row_R), at[1].size), jnp.float32)
     return lax.fori_loop(0, x_ref.shape[1] // width, step, (zeros_RO,) * len(matrix_refs))
-
-
-def _outer(row_R: jax.Array, column_O: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Indices of all these rows and columns, each [R, O]."""
-    shape = len(row_R), len(column_O)
-    return jnp.broadcast_to(row_R[:, None], shape), jnp.broadcast_to(column_O, shape)

@@ -33,3 +33,9 @@ def exp2(x: jax.Array, interpret: bool) -> jax.Array:
         "ex2.approx.ftz.f32 $0, $1;", args=[x], constraints="=f,f", pack=1, result_shape_dtypes=[kind]
     )
     return power
+
+
+def outer(row_R: jax.Array, column_O: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Indices of all these rows and columns, each [R, O]."""
+    shape = len(row_R), len(column_O)
+    return jnp.broadcast_to(row_R[:, None], shape), jnp.broadcast_to(column_O, shape)

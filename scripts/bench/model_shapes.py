@@ -116,6 +116,10 @@ SHAPES: dict[str, dict[str, Any]] = {  # V, D, F, L, N, K, H
     "qwen3-0.6b": _shape(
         "qwen3", (151936, 1024, 3072, 28, 16, 8, 128), 1e-6, 1e6, 40960, True, attention_bias=False, **_FULL
     ),
+    # The width, depth, MLP and vocabulary of qwen3.5-0.8b.
+    "qwen3-as-0.8b": _shape(
+        "qwen3", (248320, 1024, 3584, 24, 16, 8, 128), 1e-6, 1e6, 40960, True, attention_bias=False, **_FULL
+    ),
     "qwen3-4b": _shape(
         "qwen3", (151936, 2560, 9728, 36, 32, 8, 128), 1e-6, 1e6, 40960, True, attention_bias=False, **_FULL
     ),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import kernels_pallas
-from kernels_pallas import KeyBias, Levels
+from kernels_pallas import KeyBias, Levels, Mxfp4
 from kernels_pallas.reference_products import Matrix
 
 SD = jax.ShapeDtypeStruct
@@ -128,12 +128,13 @@ def _expert_cases() -> Iterator[KernelCase]:
         shapes = SD((tokens, 2048), dtype), *choices, gate, gate, SD((128, 2048, 768), dtype)
         yield KernelCase(f"triton gated_experts {tokens} tokens {dtype}", "triton", run, shapes)
     biases = SD((32, 2880), "bfloat16"), SD((32, 2880), "bfloat16"), SD((32, 2880), "bfloat16")
-    matrices = (SD((32, 2880, 2880), "bfloat16"),) * 3
-    for tokens in (8, 1024):
-        choices = SD((tokens, 4), jnp.float32), SD((tokens, 4), jnp.int32)
-        shapes = SD((tokens, 2880), "bfloat16"), *choices, *matrices, *biases
-        name = f"triton gated_experts {tokens} tokens biases"
-        yield KernelCase(name, "triton", partial(run, limit=7.0), shapes)
+    packed = Mxfp4(SD((32, 90, 16, 2880), jnp.uint8), SD((32, 90, 2880), jnp.uint8))
+    for kind, matrix in (("biases", SD((32, 2880, 2880), "bfloat16")), ("mxfp4", packed)):
+        for tokens in (8, 64, 1024):
+            choices = SD((tokens, 4), jnp.float32), SD((tokens, 4), jnp.int32)
+            shapes = SD((tokens, 2880), "bfloat16"), *choices, *(matrix,) * 3, *biases
+            name = f"triton gated_experts {tokens} tokens {kind}"
+            yield KernelCase(name, "triton", partial(run, limit=7.0), shapes)
 
 
 def _product_cases() -> Iterator[KernelCase]:

@@ -136,8 +136,10 @@ def device_weights(job: Job, n: int) -> Params:
 
 def dequantized_bytes(job: Job, n: int) -> int:
     """Bytes that each device writes and reads again in a pass to dequantize weights: on a GPU, XLA
-    dequantizes int4 to bfloat16 in memory before a matmul, and int8 within the matmul.
+    dequantizes int4 to bfloat16 in memory before a matmul, and int8 within the matmul. A kernel reads MXFP4.
     """
+    if job.weights == "mxfp4":
+        return 0
     leaves = jax.tree.leaves(device_weights(job, n))
     return sum(
         2 * 2 * 2 * x.size for x in leaves if x.dtype == jnp.uint8 and x.ndim >= 3

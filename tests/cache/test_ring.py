@@ -125,15 +125,19 @@ def test_reordering_beams_reorders_rings(model, rows_and_logits):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("given", [{}, dict(draft="lookup"), dict(n=2)], ids=["plain", "lookup", "n"])
-def test_generate_beyond_the_ring(model, given):
+def test_generate_beyond_the_ring(model):
+    """One answer, drafts, and two answers from one prefill."""
     prompts = [np.random.RandomState(1).randint(0, model[1].vocab_size, n).tolist() for n in (570, 30)]
-    options = xj.GenerateOptions(24, xj.SamplingConfig(temperature=0.7), capacity=CAPACITY, **given)
-    ring = xj.generate(*model, prompts, options, key=jax.random.key(2))
-    options = dataclasses.replace(options, capacity=None, draft=None, use_cache=False)
-    assert ring.tokens == xj.generate(*model, prompts, options, key=jax.random.key(2)).tokens
-    whole = xj.init_cache(cache_without_rings(model[1]), len(ring.tokens), CAPACITY)
-    assert ring.stats.cache_bytes / tree_bytes((whole.k, whole.v)) == (SLOTS + CAPACITY) / (2 * CAPACITY)
+    for given, ways in (({}, [{}, dict(draft="lookup")]), (dict(n=2), [{}])):
+        options = xj.GenerateOptions(10, xj.SamplingConfig(temperature=0.7), use_cache=False, **given)
+        expected = xj.generate(*model, prompts, options, key=jax.random.key(2)).tokens
+        for way in ways:
+            options = dataclasses.replace(options, use_cache=True, capacity=CAPACITY, **way)
+            ring = xj.generate(*model, prompts, options, key=jax.random.key(2))
+            assert ring.tokens == expected
+            whole = xj.init_cache(cache_without_rings(model[1]), len(ring.tokens), CAPACITY)
+            part = ring.stats.cache_bytes / tree_bytes((whole.k, whole.v))
+            assert part == (SLOTS + CAPACITY) / (2 * CAPACITY)
 
 
 @pytest.mark.full

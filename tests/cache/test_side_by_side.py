@@ -208,13 +208,12 @@ def test_a_request_gets_the_same_bits_alone_and_beside_others(model, cache_dtype
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
-def test_many_requests_get_the_bits_they_get_alone(family):
+def test_many_requests_get_the_bits_they_get_alone():
     """As in `test_engine_bits.py`: rows are preempted, and their pages copied to the host and back."""
     rng = random.Random(4)
     shape = dict(rows=4, capacity=512, pages=9, chunk=128)
     with ON_TPU():
-        small = engine_requests.random_model(family, None)
+        small = engine_requests.random_model("gemma3", None)
         asked = engine_requests.draw(rng, 512, 20, 200, shape)
         found = engine_requests.check(small, asked, shape, rng, 0, 5, 2e-4)
     assert (found["differ"], found["differ_from_generate"]) == (0, 0)

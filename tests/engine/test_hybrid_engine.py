@@ -6,6 +6,8 @@ import pytest
 
 import xinfer_jax as xj
 from xinfer_jax.engine.pages import SnapshotPool
+from xinfer_jax.engine.row import PrefillChunk, Row
+from xinfer_jax.engine.scheduler import Scheduler
 
 pytestmark = pytest.mark.oldest
 
@@ -72,3 +74,22 @@ def test_snapshots_are_bounded():
     assert b"a" not in pool and pool.find(b"d") == 1
     pool.clear()
     assert b"d" not in pool
+
+
+def test_a_long_prompt_keeps_early_snapshots():
+    """Of 20 chunks those after 1, 5 and 20; a prompt that leaves it after 7 adds one there."""
+    scheduler = Scheduler(1, 64, 2048, 64, snapshots=SnapshotPool(4))
+
+    def hits(ids: list[int]) -> int:
+        row = Row(ids, 1)
+        scheduler.submit(row)
+        while not row.is_prefilled:
+            for action in scheduler.schedule():
+                if isinstance(action, PrefillChunk):
+                    scheduler.record_prefill(action)
+        scheduler.end(row)
+        return row.hits // 64
+
+    long = [*range(20 * 64 + 1)]
+    first, second = ([*range(7 * 64), *[other] * 30] for other in (-1, -2))
+    assert [hits(long), hits(first), hits(second), hits(long)] == [0, 5, 7, 20]

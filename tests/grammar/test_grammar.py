@@ -102,7 +102,7 @@ def test_a_row_is_the_row_decoded_alone_with_masked_logits(model, engine, gramma
 @pytest.mark.newest
 def test_the_whole_model_and_drafts_sample_the_same(model):
     """The whole model as one program, prompt look-up in `generate` and in an engine, greedy and sampled."""
-    cases = (4, "lark", xj.SamplingConfig()), (1, "lark", HOT), (4, "choice", HOT)
+    cases = (4, "lark", HOT), (1, "choice", xj.SamplingConfig())
     for rows, grammar, sampling in cases:
         given = options(model, grammar, sampling=sampling)
         want = xj.generate(model.params, model.config, PROMPTS, given, key=KEYS)

@@ -45,7 +45,7 @@ def test_a_request_gets_the_same_bits_alone_and_beside_others(family, cache_dtyp
 
 
 @pytest.mark.parametrize("name", ["qwen2", "windows-nope-untied"])
-@pytest.mark.parametrize("cache_dtype", ["int8", "int4", None])
+@pytest.mark.parametrize("cache_dtype", ["int8", "int4"])  # others: test_kernels.py
 def test_logits_over_rings_and_quantized_keys_are_those_of_xla(name, cache_dtype):
     """With a bias of keys (qwen2) that is larger than they are, and with rings."""
     config = from_hf(CONFIGS[name] | dict(hidden_size=64, head_dim=32)) if name == "qwen2" else None

@@ -79,6 +79,35 @@ def test_biases_and_a_limit():
         kernels_pallas.select("gated_experts", "interpret_tpu", args[0], *args[3:], *biases)
 
 
+@pytest.mark.parametrize("dtype", full_except(("bfloat16",), ("bfloat16", "float16")))
+def test_matrices_in_mxfp4(dtype):
+    """With all numbers of 4 bits; three groups of inputs, and of features."""
+    bytes_of = np.random.RandomState(0).randint
+    draws = jax.random.split(jax.random.key(0), 5)
+    shapes = [(X, 3, 16, 96)] * 3
+    matrices = [
+        kernels_pallas.Mxfp4(
+            jnp.asarray(bytes_of(0, 256, shape), jnp.uint8),
+            jnp.asarray(bytes_of(121, 126, (*shape[:2], shape[3])), jnp.uint8),
+        )
+        for shape in shapes
+    ]
+    x_MD = jax.random.normal(draws[0], (9, 96), dtype)
+    biases = [jax.random.normal(key, (X, 96), dtype) for key in draws[1:4]]
+    expert_MU = jnp.asarray(distinct(9, 2))
+    args = (x_MD, jax.random.uniform(draws[4], expert_MU.shape), expert_MU, *matrices, *biases)
+    given = dict(activation=jax.nn.silu, limit=7.0)
+    got, want = triton.gated_experts(*args, interpret=True, **given), reference.gated_experts(*args, **given)
+    np.testing.assert_allclose(got, want, atol=2e-2 * np.abs(want).max())
+    assert kernels_pallas.select("gated_experts", "triton", x_MD, *matrices).impl == "triton"
+    for impl, tokens, message in (
+        ("triton", x_MD.astype("float32"), "dtype float32"),
+        ("interpret_tpu", x_MD, "experts in MXFP4"),
+    ):
+        with pytest.raises(ValueError, match=f"does not support gated_experts here: {message}"):
+            kernels_pallas.select("gated_experts", impl, tokens, *matrices)
+
+
 @pytest.mark.full
 def test_the_tpu_kernel_of_few_tokens_and_experts_of_other_devices():
     args = case(jnp.bfloat16, distinct(9, 2, 2 * X) - X)

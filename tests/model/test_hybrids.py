@@ -196,6 +196,11 @@ def test_rejected_settings(change, message):
         xj.from_hf(CASE.hf | change)
 
 
+def test_null_is_as_absent():
+    absent = dict(attn_output_gate=None, mamba_ssm_dtype=None)
+    assert xj.from_hf(CASE.hf | absent) == CASE.config
+
+
 def test_meshes_divide_the_heads_of_linear_attention():
     """Not only their widths: three heads of width 12 have 36 numbers, which two devices divide."""
     odd = dataclasses.replace(CASE.config, linear_num_key_heads=3, linear_num_value_heads=6)

@@ -1,5 +1,5 @@
-"""scripts/bench.py, bench_start.py and bench_engine.py on tiny models: their fields, figures that must agree
-with each other, and bad flags.
+"""scripts/bench.py, bench_pairs.py, bench_start.py and bench_engine.py on tiny models: their fields, figures
+that must agree with each other, and bad flags.
 """
 
 import importlib.util
@@ -152,6 +152,20 @@ def assert_rejected(done, word: str, program: str = "bench") -> None:
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"{program}: ") and word in line
+
+
+def test_bench_of_pairs_and_of_a_curve(directory):
+    done = run_script.run(
+        "bench_pairs", f"--config={directory}", f"--against={directory}", "--prompt_lengths=32",
+        "--pairs=1", "--new_tokens=3", "--curve_lengths=32,128",
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    pair, *curve = map(json.loads, done.stdout.splitlines())
+    for phase in ("prefill", "decode"):
+        first, second = (rate["median"] for rate in pair[f"{phase}_tok_s"])
+        assert pair[f"{phase}_ratio"]["median"] == pytest.approx(first / second)
+    assert [point["length"] for point in curve] == [32, 128]
+    assert all(min(point["prefill_ms"], point["decode_ms"]) > 0 for point in curve)
 
 
 def test_bench_start_on_two_depths(directory, tmp_path):

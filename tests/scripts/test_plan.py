@@ -27,6 +27,8 @@ from xinfer_jax.weights.quantized_weights import METHODS
 
 pytestmark = pytest.mark.newest
 
+ANY_MODEL = ("float32", "bfloat16", *METHODS)  # formats that any model may have
+
 plan = partial(run_script.run, "plan", "--notemporaries")
 
 
@@ -34,7 +36,7 @@ def plan_job(config, weights="bfloat16", cache_dtype="bfloat16", rows=4, context
     return estimates.Job(config, weights, cache_dtype, rows, context, chunk)
 
 
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", *METHODS])
+@pytest.mark.parametrize("weights", ANY_MODEL)
 @pytest.mark.parametrize(
     "changes", [{}, dict(tie_word_embeddings=False, hidden_size=96)], ids=["tied", "not"]
 )
@@ -163,7 +165,7 @@ def main():
             expected = {tree_bytes(x): times for times, x in estimates.all_reduces(job, tokens)}
             counts = count_all_reduces(job, 4, program, expected)
             assert counts == expected, (family, program, counts, expected)
-    for weights in estimates.WEIGHTS:
+    for weights in ANY_MODEL:
         quantize, dtype = (weights, "bfloat16") if weights in METHODS else (None, weights)
         with tempfile.TemporaryDirectory() as folder:
             hf = FAMILIES["qwen2"] | dict(vocab_size=97)  # which neither number of devices divides

@@ -232,7 +232,7 @@ def test_a_file_has_the_same_lines_when_it_is_stopped_and_resumed(model, tmp_pat
 
 
 def test_the_command_killed_and_started_again(model, checkpoint, tmp_path):
-    asked = lines(tmp_path / "in", 600)
+    asked = lines(tmp_path / "in", 150)
     given = dict(SIZES, in_order=True, model=checkpoint, input=asked, temperature=0)
 
     def start(name, number):

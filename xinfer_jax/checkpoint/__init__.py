@@ -20,6 +20,8 @@ quantized checkpoints, `awq_gptq_format`, `bitnet_format` and `mxfp4_format` are
   of a few MiB. Files are not memory-mapped: mapped pages would count as memory of the process.
 - One place names a tensor, its `ParamSpec`: a checkpoint stores it alone, as rows of a fused matrix, or as
   one tensor per expert. Missing, unexpected and mis-shaped tensors are reported together, before reading.
+- Experts in MXFP4 keep their bytes, with outputs last and gate and up apart. To dequantize them, tensors that
+  compute float numbers of the rows that are read replace theirs: all else is as for float files.
 - Our quantized format stores every leaf as it is in memory: saving and loading change no bit.
 - The config's EOS ids come from the first file that has any: generation_config, config, tokenizer.
 """

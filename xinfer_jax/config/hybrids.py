@@ -61,15 +61,11 @@ def qwen3_next(hf: Mapping, layers: int) -> dict[str, Any]:
 
 def _hybrid(hf: Mapping, layers: int) -> dict[str, Any]:
     bias = get_boolean(hf, "attention_bias")
-    if hf.get("attn_output_gate", True) is not True:
-        raise InputError(
-            f"attn_output_gate {format_value(hf['attn_output_gate'])} is not supported: only true"
-        )
-    if hf.get("mamba_ssm_dtype", "float32") != "float32":
-        raise InputError(
-            f"mamba_ssm_dtype {format_value(hf['mamba_ssm_dtype'])} is not supported: the recurrent state is"
-            " float32"
-        )
+    for name, only in (("attn_output_gate", True), ("mamba_ssm_dtype", "float32")):
+        if hf.get(name) not in (None, only):
+            raise InputError(
+                f"{name} {format_value(hf[name])} is not supported: only {format_value(only)} is"
+            )
     factor = hf.get("partial_rotary_factor")
     rope = read_rope({**hf, "partial_rotary_factor": 0.25 if factor is None else factor}, _ROPE_TYPES, True)
     keys = get_integer(hf, "linear_num_key_heads")

@@ -28,9 +28,10 @@ Decisions:
 - Rows of models with linear attention have a state in their slot, beside pages. Programs of prompts take it
   out of the slot and put it back. A preempted row's state goes to host memory with its pages, and to another
   engine with them. Cached pages are reused only up to a snapshot of the state, which is taken at the end of
-  each full prefill chunk, so at multiples of 64 tokens counted from position 0. There are as many snapshots
-  as slots, at least four; the least recently used is replaced. Decoding takes none, also with
-  `share_answers`.
+  a full prefill chunk, so at a multiple of 64 tokens counted from position 0. There are as many snapshots as
+  slots, at least four; the least recently used is replaced. So a prompt takes few: at its last full chunk,
+  where it leaves the cached pages of earlier prompts (others will too), and before at distances that grow by
+  a factor. Decoding takes none, also with `share_answers`.
 - Pages are allocated when they are needed, and older rows win: the youngest row is swapped out to host
   memory and back as it was, so nothing is computed twice. A row gets a slot only if its whole prompt and
   one more page for every other row fit, and preempts no row for it: few rows are preempted soon after they

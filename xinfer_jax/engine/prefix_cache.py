@@ -55,8 +55,9 @@ class PrefixCache:
         exact = self._find(row, row.page_hashes[:max_hits], in_files)
         if exact.total * PAGE_SIZE < in_full_chunks:
             exact = exact.first(exact.total * PAGE_SIZE // self._chunk * self._chunk // PAGE_SIZE)
-        exact = self._up_to_snapshot(exact, row.page_hashes)
         by_tokens = self._find(row, row.token_hashes[:max_hits], in_files) if row.share_answers else none
+        row.shared = PAGE_SIZE * max(exact.total, by_tokens.total)
+        exact = self._up_to_snapshot(exact, row.page_hashes)
         by_tokens = self._up_to_snapshot(by_tokens, row.token_hashes)
         row.exact = by_tokens.total <= exact.total
         return exact if row.exact else by_tokens
@@ -70,10 +71,12 @@ class PrefixCache:
                 self._pool.cache(row.pages[at], row.token_hashes[at])
 
     def take_snapshot(self, row: Row) -> int | None:
-        """The snapshot into which a row's recurrent states are to be copied, as they are at the end of a
+        """The snapshot into which a row's recurrent states are to be copied, as they are now at the end of a
         chunk; None: into none.
         """
         if self._snapshots is None or not row.cacheable or row.num_computed % self._chunk:
+            return None
+        if row.num_computed // self._chunk not in self._snapshot_ends(row, self._snapshots.size):
             return None
         last = row.num_computed // PAGE_SIZE - 1
         return self._snapshots.add([row.token_hashes[last], *([row.page_hashes[last]] if row.exact else [])])
@@ -118,6 +121,16 @@ class PrefixCache:
     def tokens_in_full_chunks(self, row: Row) -> int:
         """Tokens of the prompt that are prefilled in full chunks."""
         return (len(row.ids) - 1) // self._chunk * self._chunk if row.logprobs_from is None else 0
+
+    def _snapshot_ends(self, row: Row, most: int) -> set[int]:
+        """The chunks at whose ends there is a snapshot of a prompt, at most so many, so that they do not
+        replace each other: its last full chunk, the one where it leaves the pages of earlier prompts, and
+        those before it at distances that grow by a factor.
+        """
+        chunks = (len(row.ids) - 1) // self._chunk
+        others = max(1, most - 2)
+        factor = 1 + int(chunks ** (1 / others))
+        return {chunks, row.shared // self._chunk, *(factor**i for i in range(others))}
 
     def _up_to_snapshot(self, found: FoundPrefix, hashes: Sequence[bytes]) -> FoundPrefix:
         """The first of these pages, up to the last one at whose end there is a snapshot of the states."""

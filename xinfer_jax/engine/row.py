@@ -29,6 +29,7 @@ class Row:
         host_pages: pages of its prompt in host memory, to copy to its next pages before it prefills.
         has_read: pages of its prompt were looked for in files.
         hits: tokens of the prompt found in the prefix cache.
+        shared: tokens whose pages it has, also beyond the last snapshot of recurrent states.
         arrival: its number in the order of `submit`.
         overtaken: later rows of its client that got a slot before it.
         exact: its keys have the bits that they have without other requests.
@@ -53,6 +54,7 @@ class Row:
     host_pages: list[int] = dataclasses.field(default_factory=list)
     has_read: bool = False
     hits: int = 0
+    shared: int = 0
     arrival: int = 0
     overtaken: int = 0
     exact: bool = True

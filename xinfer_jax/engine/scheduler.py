@@ -41,8 +41,8 @@ class Scheduler:
         chunk: tokens of a full chunk, a multiple of `PAGE_SIZE`.
         prefix_cache: whether rows share pages.
         host: pages of the prefix cache beyond the device; None: none.
-        snapshots: of recurrent states; None: the model has none. They are taken at the end of full chunks,
-            and cached pages are reused only up to one.
+        snapshots: of recurrent states; None: the model has none. They are taken at the end of some full
+            chunks, and cached pages are reused only up to one.
     """
 
     def __init__(  # noqa: PLR0913

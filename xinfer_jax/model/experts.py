@@ -12,6 +12,7 @@ import kernels_pallas
 from kernels_pallas.reference import gated
 
 from ..config.model_config import ModelConfig
+from ..weights.mxfp4 import Mxfp4Weight
 from ..weights.params import Params
 from ..weights.quantized_weights import is_quantized
 from .attention import select_kernel
@@ -76,7 +77,8 @@ def mixture_of_experts(
 
 def select_experts(impl: str | None, x_MD: Any, experts: Params) -> kernels_pallas.Selection:
     """The implementation for these tokens and experts; raises as `select_kernel`."""
-    obstacle = "quantized experts" if is_quantized(experts["gate"]["weight"]) else None
+    weight = experts["gate"]["weight"]
+    obstacle = "quantized experts" if is_quantized(weight) and not isinstance(weight, Mxfp4Weight) else None
     args = () if obstacle else _arrays(experts)
     return select_kernel("gated_experts", impl, x_MD, *args, obstacle=obstacle)
 
@@ -99,10 +101,11 @@ def _num_local(experts: Params) -> int:
     return len(jax.tree.leaves(experts)[0])
 
 
-def _arrays(experts: Params) -> list[jax.Array]:
-    """The matrices of gate, up and down, then their biases if there are any."""
+def _arrays(experts: Params) -> list[Any]:
+    """The matrices of gate, up and down as kernels take them, then their biases if there are any."""
     leaves = [experts[name] for name in ("gate", "up", "down")]
-    return [leaf[kind] for kind in ("weight", "bias") for leaf in leaves if kind in leaf]
+    arrays = [leaf[kind] for kind in ("weight", "bias") for leaf in leaves if kind in leaf]
+    return [kernels_pallas.Mxfp4(x.values, x.scale) if isinstance(x, Mxfp4Weight) else x for x in arrays]
 
 
 def _mix(impl: str, platform: str | None, config: ModelConfig, *arrays: Any) -> jax.Array:

@@ -1,0 +1,63 @@
+"""Experts' matrices in MXFP4 (OCP Microscaling Formats 1.0), as kernels read them."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+GROUP = 32  # inputs that share a scale
+_HALF = GROUP // 2  # bytes of a group of one output
+
+
+class Mxfp4(NamedTuple):
+    """Matrices [X, O, I] of numbers of 4 bits (E2M1) times powers of two.
+
+    Attributes:
+        values: uint8 [X, Q, 16, O]: input 2y of a group in the low half of byte y, 2y + 1 in the high one.
+        scale: uint8 [X, Q, O]: exponent + 127; 0 counts as 0.
+    """
+
+    values: Any
+    scale: Any
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """X, O and I."""
+        (experts, groups, outputs) = self.scale.shape
+        return experts, outputs, groups * GROUP
+
+
+def dequantize_mxfp4(matrix: Mxfp4) -> jax.Array:
+    """Returns the matrices, float32 [X, O, I]."""
+    halves_XQYO = [number(matrix.values, shift) for shift in (0, 4)]
+    matrix_XQY2O = jnp.stack(halves_XQYO, 3) * power(matrix.scale)[:, :, None, None]
+    (experts, outputs, inputs) = matrix.shape
+    return jnp.swapaxes(matrix_XQY2O.reshape(experts, inputs, outputs), 1, 2)
+
+
+def number(values: jax.Array, shift: int) -> jax.Array:
+    """The numbers in the low halves of bytes (shift 0) or in the high ones (4), float32. 0 and 0.5 have no
+    leading one: it is subtracted where that gives less.
+    """
+    bits = values.astype(jnp.int32) >> shift
+    with_one = lax.bitcast_convert_type(((bits & 7) << 22) + (126 << 23), jnp.float32)
+    magnitude = jnp.minimum(with_one, 2 * with_one - 1)
+    return jnp.where((bits & 8) == 0, magnitude, -magnitude)
+
+
+def power(scale: jax.Array) -> jax.Array:
+    """The powers of two of scales, float32."""
+    return lax.bitcast_convert_type(scale.astype(jnp.int32) << 23, jnp.float32)
+
+
+def even_inputs_first(x_MI: jax.Array) -> jax.Array:
+    """x with the even inputs of each group before the odd ones: the order of both halves of its bytes."""
+    x_MQY2 = x_MI.reshape(len(x_MI), -1, _HALF, 2)
+    return jnp.swapaxes(x_MQY2, 2, 3).reshape(x_MI.shape)
+
+
+def place_in_group(input_I: jax.Array) -> jax.Array:
+    """Where `even_inputs_first` puts these inputs."""
+    in_group_I = lax.rem(input_I, GROUP)
+    return input_I - in_group_I + lax.rem(in_group_I, 2) * _HALF + lax.div(in_group_I, 2)
