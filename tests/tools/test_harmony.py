@@ -7,7 +7,8 @@ import pytest
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.answer_detokenizer import AnswerDetokenizer
-from xinfer_jax.checkpoint.tokenizer import Tokenizer
+from xinfer_jax.checkpoint.conversation import harmony_header, prompt_ids
+from xinfer_jax.checkpoint.tokenizer import CHATML, Tokenizer
 from xinfer_jax.tools.harmony import CONTROL_TOKENS, last_header
 from xinfer_jax.tools.tool_messages import template_message
 
@@ -153,6 +154,17 @@ def test_stop_strings_have_all_of_a_control_token_or_nothing():
             text = "".join(map(answer.push, ids)) + answer.finish()
             assert text == (marked(whole[:spelled]) + whole[spelled:] if is_marked else whole)[: len(text)]
             assert is_marked or text == whole[:end]
+
+
+def test_another_chat_template_with_this_vocabulary_has_no_channels():
+    of_template = {}
+    for template in (harmony_models.TEMPLATE, CHATML):
+        tokenizer = Tokenizer(
+            harmony_models.tokenizer(), chat_template=template, special_tokens={}, eos_token_ids=()
+        )
+        ids = prompt_ids(tokenizer, "?", 500)
+        of_template[template] = harmony_header(tokenizer, ids)
+    assert of_template == {harmony_models.TEMPLATE: "assistant", CHATML: None}
 
 
 def test_calls_are_recognized_only_where_harmony_is_among_the_formats():

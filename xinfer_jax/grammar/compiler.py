@@ -124,8 +124,7 @@ class Vocabulary:
         if end == AUTO:
             if not before.endswith(str(self._generation_prompt)):
                 return None
-            in_harmony = bool(grammar.tokenizer.harmony_marks)
-            return ReasoningEnd(grammar.tokenizer, None if in_harmony else THINK_END)
+            return ReasoningEnd(grammar.tokenizer, None if grammar.tokenizer.writes_harmony else THINK_END)
         return None if before.rstrip().endswith(end) else ReasoningEnd(grammar.tokenizer, end)
 
 
@@ -227,7 +226,7 @@ def _thinking_prompt(tokenizer: Any) -> str | None:
     None: the model does not reason.
     """
     template = tokenizer.chat_template or ""
-    in_harmony = bool(tokenizer.harmony_marks) and "<|channel|>" in template
+    in_harmony = tokenizer.writes_harmony
     if THINK_END not in template and not in_harmony:
         return None
     messages = [{"role": "user", "content": "?"}]
