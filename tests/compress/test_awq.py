@@ -215,10 +215,10 @@ def stories() -> Text:
     if not STORIES.is_dir():
         pytest.skip(f"the real data is missing: {STORIES}")
     model = xj.load_model(STORIES, dtype="float32")
-    options = xj.GenerateOptions(127, xj.SamplingConfig(temperature=1.0), eos_token_ids=())
-    out = xj.generate(model.params, model.config, [[1]] * 48, options, key=jax.random.key(0))
+    options = xj.GenerateOptions(255, xj.SamplingConfig(temperature=1.0), eos_token_ids=())
+    out = xj.generate(model.params, model.config, [[1]] * 64, options, key=jax.random.key(0))
     rows = [[1, *ids] for ids in out.tokens]
-    return Text(model, rows[:32], rows[32:], [[True] * 128] * 16)
+    return Text(model, rows[:32], rows[32:], [[True] * 256] * 32)
 
 
 @pytest.mark.full
