@@ -224,7 +224,7 @@ def _kernel_of_few(  # noqa: PLR0913
     def add(out_MD) -> None:
         weight_MU = jnp.where(chosen_ref[...] == experts_ref[tile], weight_ref[...], 0)
         weight_M1 = weight_MU.sum(1, keepdims=True)
-        out_ref[...] += jnp.where(weight_M1 > 0, weight_M1 * out_MD, 0)  # 0 * inf would be NaN
+        out_ref[...] += jnp.where(weight_M1 != 0, weight_M1 * out_MD, 0)  # 0 * inf would be NaN
 
     @pl.when(jnp.logical_not(_repeats(experts_ref, tile)))
     def _compute():

@@ -101,6 +101,7 @@ LLAMA = tiny.CONFIG | dict(quantization_config=HF["quantization_config"])
         (HF, {f"{STEM}_scales": np.full((8, 192, 2), 255, np.uint8)}, {}, "gate_up_proj_scales holds NaN"),
         (HF, {f"{STEM}_scales": np.zeros((8, 192, 3), np.uint8)}, {}, r"has shape \[8, 192, 3\]"),
         (HF, {f"{STEM}_scales": np.zeros((8, 192, 3), np.uint8)}, dict(dequantize=True), "are not MXFP4"),
+        (HF, {STEM: np.zeros((8, 64, 192), np.float32)}, dict(dequantize=True), "unexpected .*proj_blocks"),
         (dict(HF, quantization_config=None), {}, dict(dequantize=True), "has float numbers: leave it out"),
         (LLAMA, {}, {}, r"quantized weights \(mxfp4\) are not supported for model_type 'qwen2'"),
     ],

@@ -31,7 +31,7 @@ def case(dtype, expert_MU, experts=X):
     draws = np.random.RandomState(0)
     shapes = (len(expert_MU), D), (experts, F, D), (experts, F, D), (experts, D, F)
     x_MD, *matrices = (jnp.asarray(draws.standard_normal(shape), dtype) for shape in shapes)
-    weight_MU = jnp.asarray(draws.rand(*expert_MU.shape), jnp.float32)
+    weight_MU = jnp.asarray(draws.uniform(-1, 1, expert_MU.shape), jnp.float32)  # Gemma 4 scales them
     return x_MD, weight_MU, jnp.asarray(expert_MU, jnp.int32), *(matrix / 6 for matrix in matrices)
 
 

@@ -13,6 +13,7 @@ import tiny
 
 import xinfer_jax as xj
 from xinfer_jax.compress import awq
+from xinfer_jax.model.experts import mixture_of_experts
 from xinfer_jax.weights.layout import is_divisible
 
 pytestmark = pytest.mark.oldest
@@ -83,6 +84,18 @@ def test_gradients_of_every_leaf(model):
     slopes = jax.jit(jax.grad(lambda p: xj.score(p, config, tokens_BT).mean()))(params)
     for path, slope in jax.tree_util.tree_leaves_with_path(slopes):
         assert np.isfinite(slope).all() and np.abs(slope).max() > 0, jax.tree_util.keystr(path)
+
+
+def test_negative_scales_of_experts():
+    """They count as the positive ones do, also where every expert is computed for all tokens."""
+    config = MOE.config
+    layer = cases.params_from(config, cases.random_tensors(config, 3))["layers"][0]
+    scale_X = layer["router"]["per_expert_scale"]
+    opposite = layer | dict(router=layer["router"] | dict(per_expert_scale=-scale_X))
+    x_BTD = jax.random.normal(jax.random.key(0), (1, 9, config.hidden_size))
+    out, negated = (mixture_of_experts(x_BTD, tree, config, routed_BTD=x_BTD) for tree in (layer, opposite))
+    np.testing.assert_array_equal(negated, -out)
+    assert np.abs(out).max() > 0.1
 
 
 def published(case: cases.Case, seed: int) -> tuple[dict, dict[str, np.ndarray]]:

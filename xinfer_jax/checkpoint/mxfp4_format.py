@@ -149,10 +149,10 @@ def dequantized(tensors: Mapping[str, Any]) -> dict[str, Any]:
         InputError: blocks without scales, or of other sizes.
     """
     found = dict(tensors)
-    for stored_name in [name for name in tensors if name.endswith("_blocks")]:
-        name = stored_name.removesuffix("_blocks")
+    stems = [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]
+    for name in [stem for stem in stems if stem not in tensors]:  # blocks beside floats are left: unexpected
         scales = found.pop(f"{name}_scales", None)
-        blocks = found.pop(stored_name)
+        blocks = found.pop(f"{name}_blocks")
         sizes = scales and (*scales.shape, BYTES)
         if sizes != blocks.shape or {blocks.type, scales.type} != {"U8"} or len(blocks.shape) != 4:
             raise InputError(f"{name}_blocks and {name}_scales are not MXFP4: fetch the checkpoint again")
