@@ -1,4 +1,4 @@
-"""Experts' matrices in MXFP4 (OCP Microscaling Formats 1.0), as kernels read them."""
+"""Experts' matrices in MXFP4 (OCP Microscaling Formats 1.0), and their numbers as float32."""
 
 from typing import Any, NamedTuple
 
@@ -28,12 +28,16 @@ class Mxfp4(NamedTuple):
         return experts, outputs, groups * GROUP
 
 
-def dequantize_mxfp4(matrix: Mxfp4) -> jax.Array:
-    """Returns the matrices, float32 [X, O, I]."""
-    halves_XQYO = [number(matrix.values, shift) for shift in (0, 4)]
-    matrix_XQY2O = jnp.stack(halves_XQYO, 3) * power(matrix.scale)[:, :, None, None]
-    (experts, outputs, inputs) = matrix.shape
-    return jnp.swapaxes(matrix_XQY2O.reshape(experts, inputs, outputs), 1, 2)
+def dequantize_mxfp4(matrix: Any) -> jax.Array:
+    """Returns matrices, exact: float32 [..., O, I].
+
+    Args:
+        matrix: `Mxfp4`, or what has its fields and `shape`; the axis of experts may be absent.
+    """
+    halves_QYO = [number(matrix.values, shift) for shift in (0, 4)]
+    matrix_QY2O = jnp.stack(halves_QYO, -2) * power(matrix.scale)[..., None, None, :]
+    (*experts, outputs, inputs) = matrix.shape
+    return jnp.swapaxes(matrix_QY2O.reshape(*experts, inputs, outputs), -1, -2)
 
 
 def number(values: jax.Array, shift: int) -> jax.Array:

@@ -27,6 +27,7 @@ _OTHERS = [
     "collectives_of_sampling",
     "formats",
     "bitnet_files",
+    "mxfp4_files",
     "an_engine",
     "caches",
     "gradients",

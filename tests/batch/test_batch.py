@@ -518,7 +518,7 @@ def test_slow_input_lines_are_answered_when_they_arrive(model, tmp_path, monkeyp
 def test_stopped_run_finishes_running_lines_and_resumes(model, tmp_path, monkeypatch):
     stop = threading.Event()
     seen = []
-    rows = [dict(prompt=f"Say {i}", max_tokens=100, ignore_eos=True, raw=True) for i in range(200)]
+    rows = [dict(prompt=f"Say {i}", max_tokens=30, ignore_eos=True, raw=True) for i in range(200)]
 
     def read(file):
         for line in read_lines(file):
@@ -644,7 +644,7 @@ def test_dataset_generator_answers_batches_of_columns(model, tmp_path):
 def test_command_resumes_after_sigkill_and_sigterm(tmp_path, whole):
     root = ROOT
     flags = ["--rows=4", "--capacity=256", "--pages=40", "--seed=7", "--nogeneration_config"]
-    command = [sys.executable, "scripts/batch.py", f"--input={mixed(tmp_path, 240)}", *flags]
+    command = [sys.executable, "scripts/batch.py", f"--input={mixed(tmp_path, 160)}", *flags]
 
     def start(name):
         return subprocess.Popen(
@@ -682,7 +682,7 @@ def test_command_resumes_after_sigkill_and_sigterm(tmp_path, whole):
         assert "lines answered" in stderr and re.search(r"\d+ lines of the output have an error", stderr)
         assert process.returncode == 1
     rows = [sorted((tmp_path / name).read_bytes().splitlines()) for name in ("killed", "whole")]
-    assert rows[0] == rows[1] and len(rows[0]) == 240
+    assert rows[0] == rows[1] and len(rows[0]) == 160
 
 
 @pytest.mark.parametrize(

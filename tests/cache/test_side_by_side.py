@@ -215,6 +215,6 @@ def test_many_requests_get_the_bits_they_get_alone():
     with ON_TPU():
         small = engine_requests.random_model("gemma3", None)
         asked = engine_requests.draw(rng, 512, 20, 200, shape)
-        found = engine_requests.check(small, asked, shape, rng, 0, 5, 2e-4)
+        found = engine_requests.check(small, asked, shape, rng, 0, 2, 2e-4)
     assert (found["differ"], found["differ_from_generate"]) == (0, 0)
     assert found["preemptions"] > 0

@@ -204,8 +204,8 @@ def conversations() -> Text:
         pairs = (data.encode(tokenizer, messages) for messages in data.conversations(random.Random(seed)))
         return [pair for pair, _ in zip(pairs, range(count), strict=False)]
 
-    calibration = [ids for ids, _ in samples(1, 150)]
-    evaluation = [(ids, scored) for ids, scored in samples(2, 300) if ids not in calibration]
+    calibration = [ids for ids, _ in samples(1, 60)]
+    evaluation = [(ids, scored) for ids, scored in samples(2, 100) if ids not in calibration]
     return Text(model, calibration, *map(list, zip(*evaluation, strict=True)))
 
 
@@ -215,10 +215,10 @@ def stories() -> Text:
     if not STORIES.is_dir():
         pytest.skip(f"the real data is missing: {STORIES}")
     model = xj.load_model(STORIES, dtype="float32")
-    options = xj.GenerateOptions(255, xj.SamplingConfig(temperature=1.0), eos_token_ids=())
-    out = xj.generate(model.params, model.config, [[1]] * 64, options, key=jax.random.key(0))
+    options = xj.GenerateOptions(127, xj.SamplingConfig(temperature=1.0), eos_token_ids=())
+    out = xj.generate(model.params, model.config, [[1]] * 48, options, key=jax.random.key(0))
     rows = [[1, *ids] for ids in out.tokens]
-    return Text(model, rows[:32], rows[32:], [[True] * 256] * 32)
+    return Text(model, rows[:32], rows[32:], [[True] * 128] * 16)
 
 
 @pytest.mark.full

@@ -61,6 +61,8 @@ def test_channels_of_an_answer(server, final):
     assert cut["finish_reason"] == "length" and cut["message"]["content"] is None
     stopped = server.ask("chat", messages=QUESTION, stop="|>su", **final)["choices"][0]["message"]
     assert stopped["content"] == "3 <|channel"
+    stopped = server.ask("chat", messages=QUESTION, stop="<", **final)["choices"][0]["message"]
+    assert (stopped["content"], stopped["reasoning"]) == ("3 ", "It is 3.")
 
 
 def test_a_call(server):
@@ -138,6 +140,9 @@ def test_grammars_hold_on_the_channel_final_and_in_required_calls(server, final)
     schema = dict(type="json_schema", json_schema=dict(name="x", schema=dict(const=[3])))
     (choice,) = server.ask("chat", messages=QUESTION, response_format=schema, **final)["choices"]
     assert (choice["message"]["content"], choice["message"]["reasoning"]) == ("[3]", "It is 3.")
+    (choice,) = server.ask("chat", messages=QUESTION, tools=TOOLS, response_format=schema)["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "I look."
+    assert list(map(tool_models.arguments, choice["message"]["tool_calls"])) == [ADD]
     more = dict(messages=QUESTION, tools=TOOLS, max_tokens=200, temperature=1.5)
     named = dict(type="function", function=dict(name="weather"))
     for seed, tool_choice in enumerate(("required", named)):

@@ -2,10 +2,14 @@
 
 import random
 
+import harmony_models
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.tools.harmony import CONTROL_TOKENS, FINAL
+from xinfer_jax.checkpoint.answer_detokenizer import AnswerDetokenizer
+from xinfer_jax.checkpoint.conversation import harmony_header, prompt_ids
+from xinfer_jax.checkpoint.tokenizer import CHATML, Tokenizer
+from xinfer_jax.tools.harmony import CONTROL_TOKENS, last_header
 from xinfer_jax.tools.tool_messages import template_message
 
 pytestmark = pytest.mark.oldest
@@ -51,8 +55,13 @@ WHOLE = {
     "<|channel|>final<|message|>Y<|constrain|>es<|message|>.": (None, "Yes.", []),
     f"{ANALYSIS}{'x' * 3000}<|message|>y": ("I think.", "x" * 3000 + "y", []),
     "<|channel|>": (None, "", []),
+    # the end of an answer: after a header's beginning, and after a text without a header
+    "<|channel|>analysis<|message|>A<|start|>assistant": ("A", None, []),
+    f"{ANALYSIS}Yes.<|end|><|return|>": ("I think.", "Yes.", []),
     # no Harmony
     "to=functions": (None, "to=functions", []),
+    f"to=functions.add{' ' * 9}<|channel|>": (None, f"to=functions.add{' ' * 9}<|channel|>", []),
+    f"{' ' * 99}{ANALYSIS}": (None, f"{' ' * 99}{ANALYSIS}", []),
     "to=functions.add <|channel": (None, "to=functions.add <|channel", []),
     f"Yes. {ANALYSIS}": (None, f"Yes. {ANALYSIS}", []),
 }  # fmt: skip
@@ -86,18 +95,76 @@ def test_whole_answers_and_parts_of_them(text):
             assert entries[0].id and not any(entry.id for entry in entries[1:])
 
 
+def test_spaces_after_a_call_that_follows_a_malformed_one():
+    text = f"{CALL[:-1]}<|call|>{CALL}   B<|end|>"
+    content = '{"a": [1, "}"]\n   B'
+    assert parts_of(xj.parse_tool_calls(text, TOOLS)) == (None, content, [ADD])
+    parser = xj.AnswerParser(tools=TOOLS)
+    assert "".join(parser.push(letter).content for letter in text) == content
+
+
+def marked(text: str) -> str:
+    for name, mark in CONTROL_TOKENS.items():
+        text = text.replace(name, mark)
+    return text
+
+
 def test_by_ids_a_spelled_control_token_is_text():
     """`harmony_header` tells that control tokens are characters: others are what the model wrote as text."""
-    marked = ANALYSIS + FINAL_TEXT
-    for name, mark in CONTROL_TOKENS.items():
-        marked = marked.replace(name, mark)
-    text = f"{marked} {FINAL_TEXT}"
+    text = f"{marked(ANALYSIS + FINAL_TEXT)} {FINAL_TEXT}"
     parsed = xj.AnswerParser([], harmony_header="assistant").parse(text)
     assert parts_of(parsed) == ("I think.", f"Yes. {FINAL_TEXT}", [])
-    assert parts_of(xj.AnswerParser([], harmony_header="assistant").parse("Yes.")) == (None, "Yes.", [])
-    begun = "assistant" + "".join(CONTROL_TOKENS.get(x, x) for x in ("<|channel|>", "final", "<|message|>"))
-    assert FINAL.search(begun)
+    for text, content in (("Yes.", "Yes."), ("Yes.<|return|>", "Yes."), (" to=functions.add", "")):
+        parsed = xj.AnswerParser([], harmony_header="assistant").parse(marked(text))
+        assert parts_of(parsed) == (None, content, [])
+    begun = marked("assistant<|channel|>final<|message|>")
     assert parts_of(xj.AnswerParser([], harmony_header=begun).parse("Yes.")) == (None, "Yes.", [])
+
+
+def test_the_header_at_the_end_of_a_text():
+    """As the parser reads it: the first channel after the last beginning of a message counts."""
+    analysis = "<|channel|>analysis<|message|>A"
+    for text in (
+        "<|channel|>final<|message|>", "<|channel|> final <|constrain|>json<|message|>",
+        "<|start|>assistant<|channel|>final json<|message|>", f"{analysis}<|channel|>final<|message|>",
+        f"{analysis}<|end|><|start|>assistant<|channel|>final<|channel|>analysis<|message|>",
+    ):  # fmt: skip
+        assert last_header(marked(text)) == ("final", None), text
+    for text, fields in {
+        "<|channel|>finally<|message|>": ("finally", None),
+        "<|channel|>final<|end|><|start|>assistant<|channel|>analysis<|message|>": ("analysis", None),
+        "<|channel|>analysis<|channel|>final<|message|>": ("analysis", None),
+        " to=functions.add<|channel|>commentary json<|message|>": ("commentary", "add"),
+        f"{analysis}<|end|>{CALL.partition('{')[0]}": ("commentary", "add"),
+        f"{analysis} to=functions.add<|channel|>commentary<|message|>": ("commentary", None),
+        f"{analysis}B<|message|>": None,
+    }.items():
+        assert last_header(marked(text)) == fields, text
+
+
+def test_stop_strings_have_all_of_a_control_token_or_nothing():
+    tokenizer = Tokenizer(harmony_models.tokenizer(), chat_template=None, special_tokens={}, eos_token_ids=())
+    ids = [*map(tokenizer.backend.token_to_id, harmony_models.FINAL)]
+    whole = tokenizer.decode(ids)
+    assert whole == "".join(harmony_models.FINAL)
+    spelled = whole.index(" <|chan")  # in ordinary tokens
+    for stop, end in (("<|", spelled + 1), ("|>s", spelled + 10), ("<|end|>", whole.index("<|end|>"))):
+        for is_marked in (False, True):
+            answer = AnswerDetokenizer(tokenizer, [stop], marked=is_marked)
+            text = "".join(map(answer.push, ids)) + answer.finish()
+            assert text == (marked(whole[:spelled]) + whole[spelled:] if is_marked else whole)[: len(text)]
+            assert is_marked or text == whole[:end]
+
+
+def test_another_chat_template_with_this_vocabulary_has_no_channels():
+    of_template = {}
+    for template in (harmony_models.TEMPLATE, CHATML):
+        tokenizer = Tokenizer(
+            harmony_models.tokenizer(), chat_template=template, special_tokens={}, eos_token_ids=()
+        )
+        ids = prompt_ids(tokenizer, "?", 500)
+        of_template[template] = harmony_header(tokenizer, ids)
+    assert of_template == {harmony_models.TEMPLATE: "assistant", CHATML: None}
 
 
 def test_calls_are_recognized_only_where_harmony_is_among_the_formats():
@@ -113,6 +180,10 @@ def test_messages_for_the_template():
     found = template_message(message, template)
     assert (found["thinking"], found["content"]) == ("I think.\nI look.", "")
     assert "thinking" not in template_message(message, "{{ message.tool_calls }}")
+    assert template_message(dict(role="assistant", content="A", tool_calls=None), template) == dict(
+        role="assistant", content="A"
+    )
+    assert template_message(message | dict(thinking=5), template)["content"] == "I look."  # not ours
     with pytest.raises(xj.InputError, match="one call per message, got 2"):
         template_message(message | dict(tool_calls=[call, call]), template)
     assert template_message(dict(role="assistant", content="", tool_calls=[]), template) == dict(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ..tools.harmony import SPELLINGS, with_marks
 from .detokenizer import IncrementalDetokenizer
 from .stop_strings import StopStringMatcher
 from .tokenizer import Tokenizer
@@ -9,6 +10,8 @@ from .tokenizer import Tokenizer
 
 class AnswerDetokenizer:
     """Decodes the ids of one answer as they arrive, up to the first stop string.
+
+    Of a control token of Harmony a stop string has all or nothing.
 
     Args:
         tokenizer: of the model.
@@ -29,8 +32,11 @@ class AnswerDetokenizer:
         skip_special_tokens: bool = True,
         marked: bool = False,
     ):
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, marked)
-        self._stops = StopStringMatcher.cached(tuple(stops)) if stops else None
+        in_harmony = bool(tokenizer.harmony_marks)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, in_harmony)
+        stops = with_marks(stops) if in_harmony else tuple(stops)
+        self._stops = StopStringMatcher.cached(stops) if stops else None
+        self._spellings = SPELLINGS if in_harmony and not marked else {}
         self._state = 0
         self._pending = ""  # text that may be the start of a stop string
         self._include_stop = include_stop
@@ -40,7 +46,7 @@ class AnswerDetokenizer:
         """The text that this id completes. Text that may be the start of a stop string is returned later."""
         if token is None or self.ended:
             return ""
-        return self._until_stop(self._detokenizer.push(token))
+        return self._until_stop(self._detokenizer.push(token)).translate(self._spellings)
 
     def finish(self) -> str:
         """The remaining text, once no more ids come."""
@@ -50,7 +56,7 @@ class AnswerDetokenizer:
         if not self.ended:
             text += self._pending
         self.ended = True
-        return text
+        return text.translate(self._spellings)
 
     def _until_stop(self, chunk: str) -> str:
         if self._stops is None:

@@ -115,9 +115,9 @@ def ends_in_reasoning(tokenizer: Tokenizer | None, ids: Sequence[int]) -> bool:
 
 def harmony_header(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str | None:
     """What follows the last <|start|> of a prompt, up to a <|message|>, by `decode_marked`; None: the model
-    does not write Harmony.
+    does not write Harmony: its vocabulary or its chat template lacks the control tokens.
     """
-    if tokenizer is None or not tokenizer.harmony_marks:
+    if tokenizer is None or not tokenizer.writes_harmony:
         return None
     backward = enumerate(reversed(ids))
     after_start = next((i for i, token in backward if tokenizer.harmony_marks.get(token) == START), 0)

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import tokenizers
 
 from ..errors import InputError
 from ..grammar.vocabulary import BYTES_OF_LETTERS
-from ..tools.harmony import CHANNEL, CONTROL_TOKENS, END, MESSAGE, START, STOP_TOKENS
+from ..tools.harmony import CHANNEL, CONTROL_TOKENS, END, MESSAGE, SPELLINGS, START, STOP_TOKENS
 from .chat_template import render
 from .files import file_exists, read_json, read_text
 from .template_tools import TemplateTools, find_template_tools
@@ -116,12 +116,18 @@ class Tokenizer:
             InputError: values that are not ids, or a broken tokenizer.
         """
         if skip_special_tokens and self.harmony_marks:
-            return self._decode_around(self._harmony_spelled, ids, True)
+            return self.decode_marked(ids).translate(SPELLINGS)
         return self._decode(ids, skip_special_tokens)
 
     def decode_marked(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """As `decode`, with the characters of `tools/harmony.py` for Harmony's control tokens."""
-        return self._decode_around(self.harmony_marks, ids, skip_special_tokens)
+        pieces = []
+        start = 0
+        for at, token in enumerate(ids):
+            if token in self.harmony_marks:
+                pieces += [self._decode(ids[start:at], skip_special_tokens), self.harmony_marks[token]]
+                start = at + 1
+        return "".join([*pieces, self._decode(ids[start:], skip_special_tokens)])
 
     @functools.cached_property
     def harmony_marks(self) -> dict[int, str]:
@@ -131,20 +137,10 @@ class Tokenizer:
         found = {named[name]: mark for name, mark in CONTROL_TOKENS.items() if name in named}
         return found if {START, CHANNEL, MESSAGE, END} <= {*found.values()} else {}
 
-    @functools.cached_property
-    def _harmony_spelled(self) -> dict[int, str]:
-        names = {mark: name for name, mark in CONTROL_TOKENS.items()}
-        return {i: names[mark] for i, mark in self.harmony_marks.items()}
-
-    def _decode_around(self, texts: Mapping[int, str], ids: Sequence[int], skip: bool) -> str:
-        """The text of ids, some of which have a text of their own."""
-        pieces = []
-        start = 0
-        for at, token in enumerate(ids):
-            if token in texts:
-                pieces += [self._decode(ids[start:at], skip), texts[token]]
-                start = at + 1
-        return "".join([*pieces, self._decode(ids[start:], skip)])
+    @property
+    def writes_harmony(self) -> bool:
+        """Whether answers in a chat have Harmony's channels, as the chat template has."""
+        return bool(self.harmony_marks) and "<|channel|>" in (self.chat_template or "")
 
     def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         with _as_input_error("this tokenizer cannot decode the ids"):

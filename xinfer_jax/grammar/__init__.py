@@ -29,5 +29,6 @@ the host and without llguidance: they are used where they serve, and `xj.dfa` gi
   schema of a megabyte still compiles for seconds. That happens where a request is made: not in an engine's
   thread, nor in an event loop.
 - Between whole tokens of JSON no whitespace is allowed by default: otherwise a model can add it without end.
-- A model that reasons before its answer is free until `reasoning_end`, but may not end before.
+- A model that reasons before its answer is free until `reasoning_end`, but may not end before. In Harmony
+  it may end with a call instead, after which `<|call|>` is allowed.
 """

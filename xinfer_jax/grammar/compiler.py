@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import GrammarError, InputError
 from ..sampling.automaton import Dfa
-from ..tools.harmony import FINAL, MESSAGE
+from ..tools.harmony import CALL, MESSAGE, last_header
 from ..tools.reasoning import THINK_END, THINK_START
 from .grammars import AUTO, CALLS, Grammar
 from .regex_parser import NotRegularError
@@ -124,27 +124,45 @@ class Vocabulary:
         if end == AUTO:
             if not before.endswith(str(self._generation_prompt)):
                 return None
-            in_harmony = bool(grammar.tokenizer.harmony_marks)
-            return ReasoningEnd(grammar.tokenizer, None if in_harmony else THINK_END)
+            return ReasoningEnd(grammar.tokenizer, None if grammar.tokenizer.writes_harmony else THINK_END)
         return None if before.rstrip().endswith(end) else ReasoningEnd(grammar.tokenizer, end)
 
 
 class ReasoningEnd:
-    """Tells where the reasoning of an answer ends."""
+    """Tells where the reasoning of an answer ends.
+
+    Attributes:
+        most_tokens: in which the end stands.
+        call_end: the id of Harmony's <|call|>, which ends a call instead; -1: there is none.
+    """
 
     def __init__(self, tokenizer: Any, text: str | None):
         """text: after which it ends; None: with the header of Harmony's channel `final`."""
         self._tokenizer = tokenizer
         self._text = text
-        self.most_tokens = _LAST_TOKENS if text is None else len(text) + 8  # in which it stands
+        self.most_tokens = _LAST_TOKENS if text is None else len(text) + 8
+        marks = tokenizer.harmony_marks if text is None else {}
+        self.call_end = next((i for i, mark in marks.items() if mark == CALL), -1)
 
     def ends(self, recent: list[int]) -> bool:
         """Whether the last tokens have the end. recent: at most `most_tokens`."""
         if self._text is not None:
             return self._text in self._tokenizer.decode(recent, skip_special_tokens=False)
+        return self._header(recent) == ("final", None)
+
+    def in_call(self, recent: list[int], before: bool) -> bool:
+        """Whether the last tokens are of a message to a function. before: the same without the last one."""
+        mark = self._tokenizer.harmony_marks.get(recent[-1]) if self._text is None else None
+        if mark != MESSAGE:
+            return before and mark is None
+        header = self._header(recent)
+        return before if header is None else header[1] is not None
+
+    def _header(self, recent: list[int]) -> tuple[str, str | None] | None:
+        """Channel and function of the header that the last token ends; None: it ends no header."""
         if self._tokenizer.harmony_marks.get(recent[-1]) != MESSAGE:
-            return False
-        return FINAL.search(self._tokenizer.decode_marked(recent)) is not None
+            return None
+        return last_header(self._tokenizer.decode_marked(recent))
 
 
 def next_tokens(matcher: Any, vocab_size: int) -> np.ndarray:
@@ -208,7 +226,7 @@ def _thinking_prompt(tokenizer: Any) -> str | None:
     None: the model does not reason.
     """
     template = tokenizer.chat_template or ""
-    in_harmony = bool(tokenizer.harmony_marks) and "<|channel|>" in template
+    in_harmony = tokenizer.writes_harmony
     if THINK_END not in template and not in_harmony:
         return None
     messages = [{"role": "user", "content": "?"}]

@@ -29,7 +29,7 @@ class Grammar:
         tokenizer: from `load_model`; None: that of the model, where there is one.
         reasoning_end: the text after which the grammar begins; None: it begins with the answer. "auto":
             "</think>" where the chat template lets the model think, and the prompt ends where it does so; for
-            gpt-oss the header of the channel `final`.
+            gpt-oss the header of the channel `final`. Its answer may be a call instead.
     """
 
     kind: str

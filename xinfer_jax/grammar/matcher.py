@@ -75,12 +75,15 @@ class Matcher:
     dfa = None
 
     def __init__(self, matcher: Any, vocab_size: int, end_ids: Sequence[int], waits_for: ReasoningEnd | None):
-        """matcher: an `LLMatcher` of its own; waits_for: before it every token but an EOS id may come."""
+        """matcher: an `LLMatcher` of its own; waits_for: before it every token may come, but an EOS id only
+        after a call.
+        """
         self._matcher = matcher
         self._size = vocab_size
         self._ends = np.array(end_ids, np.int64)
         self._waits_for = waits_for
         self._recent: list[int] = []  # the last tokens of the reasoning
+        self._in_call = False  # they are of a call
 
     def fill(self, masks: np.ndarray, draft_ids: Sequence[int] = ()) -> None:
         """Writes the masks [Q, W] of the next token, and after each draft token. Those after one that the
@@ -99,9 +102,10 @@ class Matcher:
                 ahead._fill(mask)
 
     def _fill(self, mask: np.ndarray) -> None:
-        may_end = False
+        may_end: Any
         if self._waits_for is not None:
             mask[:] = ALL_BITS
+            may_end = (self._ends == self._waits_for.call_end) & self._in_call
         else:
             bits = next_tokens(self._matcher, self._size)
             self._check_served()
@@ -109,10 +113,9 @@ class Matcher:
             at, bit = divmod(self._size, 32)
             may_end = bool(bits[at] >> np.uint32(bit) & 1)
         bit_of_ends = np.left_shift(np.uint32(1), (self._ends % 32).astype(np.uint32))
-        if may_end:
-            np.bitwise_or.at(mask, self._ends // 32, bit_of_ends)
-        else:
-            np.bitwise_and.at(mask, self._ends // 32, ~bit_of_ends)
+        allowed = np.broadcast_to(may_end, self._ends.shape)
+        np.bitwise_or.at(mask, self._ends[allowed] // 32, bit_of_ends[allowed])
+        np.bitwise_and.at(mask, self._ends[~allowed] // 32, ~bit_of_ends[~allowed])
 
     def append(self, ids: Sequence[int]) -> None:
         """Follows the tokens that were sampled.
@@ -133,11 +136,13 @@ class Matcher:
 
     def _try_append(self, token: int) -> bool:
         """Whether the token may come next. An EOS id ends the answer."""
-        if self._waits_for is not None:
-            self._recent = [*self._recent, token][-self._waits_for.most_tokens :]
-            if self._waits_for.ends(self._recent):
+        if (end := self._waits_for) is not None:
+            is_allowed = token not in self._ends or self._in_call and token == end.call_end
+            self._recent = [*self._recent, token][-end.most_tokens :]
+            self._in_call = end.in_call(self._recent, self._in_call)
+            if end.ends(self._recent):
                 self._waits_for = None
-            return token not in self._ends
+            return is_allowed
         if token in self._ends:
             return bool(self._matcher.is_accepting())
         return bool(self._matcher.consume_token(token))

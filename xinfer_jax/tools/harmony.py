@@ -10,7 +10,7 @@ tokens, stays text.
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from .call_parser import CallParser
 from .json_scanner import JSONObjectScanner
@@ -28,7 +28,7 @@ CONTROL_TOKENS = {
     "<|return|>": RETURN,
 }
 STOP_TOKENS = ("<|return|>", "<|call|>")
-FINAL = re.compile(f"{CHANNEL}\\s*final\\b[^{MESSAGE}]*{MESSAGE}$")  # a header at the end of a text
+SPELLINGS = {ord(mark): name for name, mark in CONTROL_TOKENS.items()}  # for `str.translate`
 _CONTROL_TOKEN = re.compile("|".join(map(re.escape, CONTROL_TOKENS)))
 _MARK = re.compile(f"[{START}-{RETURN}]")
 _MESSAGE_END = re.compile(f"[{START}{CHANNEL}{END}{CALL}{RETURN}]")
@@ -38,17 +38,46 @@ _RECIPIENT = re.compile(rf"(?:^|[\s{CHANNEL}])to=functions\.([^\s{START}-{RETURN
 _LONGEST_HEADER = 1024  # characters; a longer one is text
 # The beginning of a text in Harmony, whose control tokens are spelled.
 _BEGINNINGS = ("<|start|>", "<|channel|>")
-_RECIPIENT_FIRST = re.compile(r"to=functions\.[^\s<]{1,512}\s*<\|channel\|>")
+_MOST_BLANKS = 64  # before it
+_RECIPIENT_FIRST = re.compile(r"to=functions\.[^\s<]{1,512}\s{0,8}<\|channel\|>")
 _RECIPIENT_PART = re.compile(r"to=functions\.[^\s<]{0,512}\s{0,8}<?[|chanel]{0,9}")
 
 
 def begins_in_harmony(text: str, ended: bool) -> bool | None:
     """Whether an answer begins with a header whose control tokens are spelled; None: not known yet."""
     body = text.lstrip()
+    if len(text) - len(body) > _MOST_BLANKS:
+        return False
     if body.startswith(_BEGINNINGS) or _RECIPIENT_FIRST.match(body):
         return True
     may_begin = any(start.startswith(body) for start in (*_BEGINNINGS, "to=functions."))
     return None if not ended and (may_begin or _RECIPIENT_PART.fullmatch(body)) else False
+
+
+def header_fields(header: str) -> tuple[str, str | None]:
+    """The channel of a message, "" if it has none, and the function that it is to; None: to no function."""
+    channel = _CHANNEL_NAME.search(header)
+    name = _RECIPIENT.search(header)
+    return channel[1] if channel else "", name[1] if name else None
+
+
+def last_header(text: str) -> tuple[str, str | None] | None:
+    """`header_fields` of the header that a text ends with; None: it ends within a message."""
+    text = text.removesuffix(MESSAGE)
+    start = 1 + max(map(text.rfind, (START, MESSAGE, END, CALL, RETURN)))
+    if text[start - 1 : start] == MESSAGE:  # of a message that <|channel|> ends
+        start = text.find(CHANNEL, start)
+    return None if start < 0 else header_fields(text[start:])
+
+
+def with_marks(stops: Sequence[str]) -> tuple[str, ...]:
+    """Stop strings as they are, and with characters for the control tokens that they spell."""
+    marked = (_CONTROL_TOKEN.sub(_character, stop) for stop in stops)
+    return tuple(dict.fromkeys((*stops, *marked)))
+
+
+def _character(found: re.Match[str]) -> str:
+    return CONTROL_TOKENS[found[0]]
 
 
 class SpelledControlTokens:
@@ -62,7 +91,7 @@ class SpelledControlTokens:
         text = self._pending + text
         cut = len(text) if ended else len(text) - length_of_partial_mark(text, CONTROL_TOKENS)
         self._pending = text[cut:]
-        return _CONTROL_TOKEN.sub(lambda found: CONTROL_TOKENS[found[0]], text[:cut])
+        return _CONTROL_TOKEN.sub(_character, text[:cut])
 
 
 class HarmonyParser:
@@ -134,15 +163,14 @@ class HarmonyParser:
         return text
 
     def _begin_message(self, header: str) -> None:
-        channel = _CHANNEL_NAME.search(header)
-        name = _RECIPIENT.search(header)
+        channel, name = header_fields(header)
         self._header = ""
         self._given = 0
         self._is_new = True
-        if name and self._calls and (self._names is None or name[1] in self._names):
+        if name and self._calls and (self._names is None or name in self._names):
             self._kind = "call"
-            self._calls.begin(_ArgumentsParser(name[1]))
-        elif channel and channel[1] == "analysis":
+            self._calls.begin(_ArgumentsParser(name))
+        elif channel == "analysis":
             self._kind = "reasoning"
             self.found = True
         else:
@@ -159,7 +187,7 @@ class HarmonyParser:
         if end is None:
             return ""
         self._end_message()
-        self._header = CHANNEL if end[0] == CHANNEL else ""
+        self._header = end[0] if end[0] in (START, CHANNEL) else ""
         return text[end.end() :]
 
     def _push_call(self, text: str, ended: bool) -> None:
@@ -186,8 +214,8 @@ class HarmonyParser:
 
     def _end_header(self) -> None:
         """The end of the answer: a text that is no part of a header is content."""
-        own = self._header[self._given :]
-        if own.strip() and not _MARK.search(own):
+        own = self._header[self._given :].rstrip(END + CALL + RETURN).strip()
+        if own and not _MARK.search(own) and not _RECIPIENT.fullmatch(own):
             self._add("content", self._leave_header())
             self._kind = None
 

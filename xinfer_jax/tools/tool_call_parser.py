@@ -192,7 +192,7 @@ class ToolCallParser:
             return ""
         is_next = mark == _SEPARATOR and body[:1] in (_SEPARATOR, "{")
         self._state = self._push_start if is_next else self._push_after_call
-        return body.removeprefix(mark) if body.startswith(mark) else text
+        return body.removeprefix(mark) if mark and body.startswith(mark) else text
 
     def _push_after_call(self, text: str, ended: bool) -> str:
         """Drops whitespace unless it stands between two texts."""

@@ -11,15 +11,15 @@ def template_message(message: Mapping[str, Any], template: str) -> dict[str, Any
     """The message as templates expect it, copied.
 
     Arguments of its calls are objects, as templates iterate over them; the API sends JSON texts. Where it has
-    calls, content that is None is an empty text; an empty list of calls is left out. `reasoning` is also
-    there as `reasoning_content`, and as `thinking` for a template of Harmony.
+    calls, content that is None is an empty text; calls that are None or an empty list are left out.
+    `reasoning` is also there as `reasoning_content`, and as `thinking` for a template of Harmony.
 
     Raises:
         InputError: calls of another form, arguments that are no JSON object, a template without calls, or
             several calls in a message of Harmony, whose template writes one.
     """
     found = dict(message)
-    if found.get("tool_calls") == []:
+    if found.get("tool_calls", ()) in (None, []):
         del found["tool_calls"]
     if isinstance(found.get("reasoning"), str):
         found.setdefault("reasoning_content", found["reasoning"])
@@ -47,8 +47,9 @@ def _harmony_message(message: dict[str, Any]) -> dict[str, Any]:
     reasoning = message.get("reasoning_content")
     if isinstance(reasoning, str):
         message.setdefault("thinking", reasoning)
-    if calls and message.get("thinking") and message["content"]:
-        message["thinking"] += f"\n{message['content']}"
+    thinking = message.get("thinking")
+    if calls and message["content"] and thinking and isinstance(thinking, str):
+        message["thinking"] = f"{thinking}\n{message['content']}"
         message["content"] = ""
     return message
 

@@ -16,7 +16,7 @@ import kernels_pallas
 
 from ..errors import InputError
 from ..formatting import ShortRepr
-from .mxfp4 import Mxfp4Weight, dequantize_mxfp4
+from .mxfp4 import Mxfp4Weight
 from .ternary import TernaryWeight, dequantize_ternary
 
 METHODS = ("int8", "int4")  # for any model; "ternary" and "mxfp4" are of models trained so
@@ -174,7 +174,7 @@ def dequantize(weight: QuantizedWeight) -> jax.Array:
     if isinstance(weight, TernaryWeight):
         return dequantize_ternary(weight)
     if isinstance(weight, Mxfp4Weight):
-        return dequantize_mxfp4(weight)
+        return kernels_pallas.mxfp4.dequantize_mxfp4(weight)
     values = weight.values
     scale = weight.scale.astype(jnp.float32)
     if isinstance(weight, Int8Weight):
