@@ -127,6 +127,7 @@ def test_stored_experts(tmp_path, quantize, model):
         (dict(num_experts_per_tok=9), "num_experts_per_tok 9 is above 8"),
         (dict(swiglu_limit=None), "swiglu_limit must be"),
         (dict(sliding_window=None), "layer_types names sliding_attention"),
+        (dict(sliding_window=None, layer_types=None), "sliding_window must be a number"),
         (dict(layer_types=["chunked_attention"] * 3), "layer type 'chunked_attention' is not supported"),
     ],
 )

@@ -111,7 +111,10 @@ def _phi3(hf: Mapping, layers: int) -> dict:
 
 
 def _gpt_oss(hf: Mapping, layers: int) -> dict:
-    windows = _windows({**hf, "use_sliding_window": True}, [i % 2 == 0 for i in range(layers)])
+    slides = [i % 2 == 0 for i in range(layers)]
+    if hf.get("layer_types") is None:
+        get_integer(hf, "sliding_window")
+    windows = _windows({**hf, "use_sliding_window": True}, slides)
     return gpt_oss.gpt_oss(hf, layers) | dict(layer_windows=windows)
 
 
