@@ -168,7 +168,7 @@ class ModelConfig:
     def cache_of_layer(self) -> tuple[int, ...]:
         """Of each layer the layer whose cache it uses: itself, or an earlier one."""
         own = range(self.num_cached_layers)
-        is_full = [window is None for window in self.layer_windows]
+        is_full = [window is None for window in self.layer_windows[: self.num_hidden_layers]]
         last = {kind: max((i for i in own if is_full[i] == kind), default=0) for kind in (True, False)}
         return (*own, *(last[kind] for kind in is_full[self.num_cached_layers :]))
 
