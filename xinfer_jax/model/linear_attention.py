@@ -104,12 +104,28 @@ def _step(tokens: _Tokens, state_BNHY: jax.Array) -> tuple[jax.Array, jax.Array]
     """One token: both reads are of the old state, which is then written once."""
     q_BNH, k_BNH, v_BNY, decay_BN, beta_BN = (x[:, :, 0] for x in tokens)
     shrink_BN1 = jnp.exp(decay_BN)[..., None]
-    known_BNY = shrink_BN1 * (state_BNHY * k_BNH[..., None]).sum(2)
-    added_BNY = beta_BN[..., None] * (v_BNY - known_BNY)
+    read = lax.platform_dependent(k_BNH, q_BNH, state_BNHY, cpu=_read_by_product, default=_read_by_sums)
+    (of_key_BNY, of_query_BNY) = read
+    added_BNY = beta_BN[..., None] * (v_BNY - shrink_BN1 * of_key_BNY)
     agreement_BN1 = (q_BNH * k_BNH).sum(-1, keepdims=True)
-    out_BNY = shrink_BN1 * (state_BNHY * q_BNH[..., None]).sum(2) + agreement_BN1 * added_BNY
+    out_BNY = shrink_BN1 * of_query_BNY + agreement_BN1 * added_BNY
     state_BNHY = state_BNHY * shrink_BN1[..., None] + k_BNH[..., None] * added_BNY[:, :, None]
     return out_BNY[:, :, None], state_BNHY
+
+
+def _read_by_sums(k_BNH: jax.Array, q_BNH: jax.Array, state_BNHY: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sᵀk and Sᵀq, [B, N, Y]."""
+    return (state_BNHY * k_BNH[..., None]).sum(2), (state_BNHY * q_BNH[..., None]).sum(2)
+
+
+def _read_by_product(
+    k_BNH: jax.Array, q_BNH: jax.Array, state_BNHY: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The same on CPUs: into sums jax 0.10 fuses all that makes k and q, and computes it for each number of S
+    (16 heads of 128, Zen 4: 3.4 ms a token for the layer's attention, 1.1 in this way; jax 0.12 1.3 and 1.1).
+    """
+    read_BN2Y = _matmul(jnp.stack([k_BNH, q_BNH], 2), state_BNHY)
+    return read_BN2Y[:, :, 0], read_BN2Y[:, :, 1]
 
 
 def _block(state_BNHY: jax.Array, tokens: _Tokens) -> tuple[jax.Array, jax.Array]:
