@@ -5,11 +5,13 @@ ones; experts beside an MLP; inputs of each layer.
 import dataclasses
 import re
 
+import family_checks
 import jax
 import numpy as np
 import parity_cases as cases
 import pytest
 import tiny
+from family_checks import CACHED, OPTIONS
 
 import xinfer_jax as xj
 from xinfer_jax.compress import awq
@@ -18,20 +20,13 @@ from xinfer_jax.weights.layout import is_divisible
 
 pytestmark = pytest.mark.oldest
 
-NEW = 8
-OPTIONS = xj.GenerateOptions(NEW, eos_token_ids=())
-CACHED = dataclasses.replace(OPTIONS, capacity=128)
 CASE = cases.CASES["gemma4-shared-kv"]
 MOE = cases.CASES["gemma4-experts"]
 
 
 @pytest.fixture(scope="module")
 def model():
-    """A small model, its prompts (5, 23 and 77 tokens), and what it generates of them."""
-    config = CASE.config
-    params = cases.params_from(config, cases.random_tensors(config, 3))
-    prompts = cases.prompts(CASE)
-    return params, config, prompts, xj.generate(params, config, prompts, CACHED)
+    return family_checks.small_model(CASE)
 
 
 def test_layers_differ():
@@ -50,40 +45,19 @@ def test_layers_differ():
 
 
 def test_generated_tokens_by_cache_stream_and_drafts(model):
-    """Greedy tokens of the logits without a cache, of a stream, and with draft tokens."""
+    family_checks.check_tokens(model)
     params, config, prompts, out = model
-    rows = [prompt + tokens for prompt, tokens in zip(prompts, out.tokens, strict=True)]
-    tokens_BT, num_tokens_B = cases.pad_prompts(rows)
-    forward = jax.jit(xj.forward, static_argnames="config")
-    logits_BTV = np.asarray(forward(params, config, tokens_BT, None, num_tokens_B)[0])
-    for b, (prompt, tokens) in enumerate(zip(prompts, out.tokens, strict=True)):
-        assert logits_BTV[b, len(prompt) - 1 :][:NEW].argmax(-1).tolist() == tokens
     assert [[*row] for row in zip(*xj.stream(params, config, prompts, CACHED), strict=True)] == out.tokens
-    drafted = dataclasses.replace(CACHED, draft="lookup", draft_tokens=2)
-    assert xj.generate(params, config, prompts, drafted).tokens == out.tokens
 
 
 def test_engine_bits_alone_and_beside_others(model):
     """Over pages in int8, whose heads have two widths."""
-    params, config, prompts, _ = model
-    whole = xj.Model(params, config, None, {}, None)  # type: ignore[arg-type]
-    expected = xj.generate(params, config, prompts, dataclasses.replace(CACHED, cache_dtype="int8"))
-    with xj.Engine(whole, rows=2, capacity=128, chunk=64, cache_dtype="int8") as engine:
-        alone = [engine.submit(prompt, OPTIONS).result() for prompt in prompts]
-        together = [request.result() for request in [engine.submit(prompt, OPTIONS) for prompt in prompts]]
-        assert engine.stats.hits
-    assert [out.tokens[0] for out in alone] == expected.tokens
-    for one, other in zip(alone, together, strict=True):
-        assert one.tokens == other.tokens and one.logprobs == other.logprobs
+    family_checks.check_engine_bits(model)
 
 
 def test_gradients_of_every_leaf(model):
     """Of layers without keys too: their queries read those of an earlier layer."""
-    params, config, prompts, _ = model
-    tokens_BT = np.array([prompts[1][:12]])
-    slopes = jax.jit(jax.grad(lambda p: xj.score(p, config, tokens_BT).mean()))(params)
-    for path, slope in jax.tree_util.tree_leaves_with_path(slopes):
-        assert np.isfinite(slope).all() and np.abs(slope).max() > 0, jax.tree_util.keystr(path)
+    family_checks.check_gradients(model)
 
 
 def test_negative_scales_of_experts():
