@@ -232,14 +232,19 @@ def weight_bytes(job: Job, n: int, tokens: int) -> float:
 
 
 def kv_bytes(job: Job, n: int, length: int) -> int:
-    """Bytes of keys and values that a row of this length reads, on each device."""
+    """Bytes of keys, values and states that a row of this length reads, on each device."""
     config = with_repeated_kv_heads(job.config, n)
-    keys = sum(
+    keys = visible_kv_bytes(config, job.kv, length, n)
+    return keys + 2 * state_bytes(config) // n  # a step reads and writes the state
+
+
+def visible_kv_bytes(config: ModelConfig, kv: Any, length: int, n: int = 1) -> int:
+    """Bytes of keys and values, of dtype kv, that a row of this length reads on each of n devices."""
+    return sum(
         2 * config.kv_heads(layer) // n * min(config.layer_windows[layer] or length, length)
-        * vector_bytes(config.head_width(layer), job.kv)
+        * vector_bytes(config.head_width(layer), kv)
         for layer in config.attention_layers
     )  # fmt: skip
-    return keys + 2 * state_bytes(config) // n  # a step reads and writes the state
 
 
 # --- temporaries --------------------------------------------------------------------------------------------

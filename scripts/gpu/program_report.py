@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from known_choices import KnownChoices
 from machine_code import assemble, empty, pallas_ptx
 from machine_limits import bytes_per_pass, expert_fraction
-from plan_estimates import Job, device_weights
+from plan_estimates import Job, device_weights, visible_kv_bytes
 from program_counts import PALLAS, Counts, count_program, whole_copies
 from programs import (
     DRAFT_TOKENS,
@@ -28,7 +28,6 @@ from programs import (
 
 from xinfer_jax.cache.kv_cache import empty_layers
 from xinfer_jax.cache.paged import PAGE_SIZE, empty_pools
-from xinfer_jax.cache.quantized_kv import vector_bytes
 from xinfer_jax.cache.recurrent import state_bytes
 from xinfer_jax.engine.pages import num_pages_for
 from xinfer_jax.weights.params import tree_bytes
@@ -130,11 +129,7 @@ def least_bytes(job: ProgramJob, program: str) -> dict[str, float]:
     experts = tree_bytes([layer.get("experts", ()) for layer in params["layers"]])
     weights -= (1 - expert_fraction(config, rows * tokens)) * experts
     length = job.length + (tokens - 1) * (program in LOOPS)
-    keys = 2 * rows * sum(
-        config.kv_heads(layer) * min(config.layer_windows[layer] or length, length)
-        * vector_bytes(config.head_width(layer), job.kv)
-        for layer in config.attention_layers
-    )  # fmt: skip
+    keys = rows * visible_kv_bytes(config, job.kv, length)
     positions = rows * (tokens if program in LOOPS else 1)
     least = {"weights": weights, "keys and values": keys, "logits": 2 * 4 * positions * config.vocab_size}
     return least | ({"states": 2 * rows * state_bytes(config)} if any(config.layer_linear) else {})
