@@ -83,6 +83,13 @@ def device_impl() -> Selection:
     return _impl_of(capability, name)
 
 
+def platforms() -> tuple[str, ...]:
+    """The platforms of this process's devices, as `lax.platform_dependent` names them."""
+    if _assumed is not None:
+        return "cpu", "tpu" if _assumed.impl == "tpu" else "cuda"
+    return ("cpu", *(name for name in ("cuda", "tpu") if _first_device(name) is not None))
+
+
 def _first_device(platform: str) -> jax.Device | None:
     """All devices of a process are taken to be alike. None: it has none of this platform."""
     try:

@@ -21,7 +21,10 @@ pytestmark = pytest.mark.oldest
 
 # A module imports only modules that come before it. A new module is added here, after all that it imports.
 PACKAGES = {
-    "": ("errors", "signing", "formatting", "checks", "memory", "host", "stats", "sharding", "plugins"),
+    "": ("errors", "signing", "formatting", "checks", "memory", "host", "stats", "plugins"),
+    "ops": ("operation", "largest", "forms"),
+    "sharding": (),
+    "ops.mesh": (),
     "config": ("values", "rope", "sparse_layers", "hybrids", "gemma4", "gpt_oss", "families", "model_config"),
     "weights": (
         "cpu_features", "matmul", "ternary", "mxfp4", "quantized_weights", "quantization", "quantized_matmul",
@@ -33,10 +36,10 @@ PACKAGES = {
     ),
     "model": (
         "kernel_products", "layers", "attention", "rope_append", "linear_attention", "experts",
-        "decoder_layer", "decoder", "greedy",
+        "decoder_layer", "decoder",
     ),
     "sampling": (
-        "reductions", "processors", "biases", "sampling_config", "batched_settings", "context",
+        "processors", "biases", "sampling_config", "batched_settings", "context",
         "random_keys", "sampler", "logprobs",
     ),
     "tools": (
@@ -53,6 +56,9 @@ PACKAGES = {
         "runners", "options", "validation", "kernels", "output_checks", "batch_arrays", "batch_matchers",
         "drafting", "scoring", "beams", "batch_generator", "entrypoints",
     ),
+    "ops.gpu": ("top_k", "reductions", "sampler"),
+    "ops.kernels": ("head",),
+    "ops.gpu.verify": (),
     "layerwise": ("precompile", "layer_programs", "runner"),
     "checkpoint": (
         "files", "template_budget", "chat_template", "template_tools", "token_coverage", "tokenizer",

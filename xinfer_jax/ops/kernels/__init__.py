@@ -1,0 +1,1 @@
+"""Forms of operations by the kernels of `kernels_pallas`: `head` for greedy tokens."""
