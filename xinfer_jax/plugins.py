@@ -21,6 +21,8 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("operation", "check impl"): ("ops.forms", "check_available"),
     ("argmax", "kernel"): ("ops.kernels.head", "ARGMAX"),
     ("after_recording", "cuda"): ("ops.gpu.verify", "recording_form"),
+    ("attention", "cpu"): ("ops.cpu.attention", "attention_form"),
+    ("attention", "kernel"): ("ops.kernels.attention", "ATTENTION"),
     ("choose_tokens", "cuda"): ("ops.gpu.sampler", "choose_tokens"),
     ("known_logsumexp", "cuda"): ("ops.gpu.sampler", "known_logsumexp"),
     ("logsumexp", "cuda"): ("ops.gpu.sampler", "logsumexp_form"),

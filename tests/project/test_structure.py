@@ -57,7 +57,8 @@ PACKAGES = {
         "drafting", "scoring", "beams", "batch_generator", "entrypoints",
     ),
     "ops.gpu": ("top_k", "reductions", "sampler"),
-    "ops.kernels": ("head",),
+    "ops.cpu": ("attention",),
+    "ops.kernels": ("attention", "head"),
     "ops.gpu.verify": (),
     "layerwise": ("precompile", "layer_programs", "runner"),
     "checkpoint": (

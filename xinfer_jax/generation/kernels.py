@@ -10,11 +10,11 @@ import kernels_pallas
 from ..cache.kv_cache import empty_layers
 from ..cache.quantized_kv import KV_BITS
 from ..config.model_config import ModelConfig
-from ..model.attention import select_attention
 from ..model.decoder import lm_head
 from ..model.experts import select_experts
 from ..model.kernel_products import Operands, select_product
 from ..ops.forms import named
+from ..ops.kernels.attention import select_attention
 from ..ops.kernels.head import select_head_kernel
 from ..ops.operation import check_impl
 from ..weights.params import Params, activation_dtype, cache_dtype, resolve_dtype

@@ -12,10 +12,10 @@ import kernels_pallas
 from kernels_pallas.reference import gated
 
 from ..config.model_config import ModelConfig
+from ..ops.forms import named
 from ..weights.mxfp4 import Mxfp4Weight
 from ..weights.params import Params
 from ..weights.quantized_weights import is_quantized
-from .attention import select_kernel
 from .kernel_products import with_plain_derivative
 from .layers import activation, gated_mlp, linear, products, rms_norm
 
@@ -76,11 +76,11 @@ def mixture_of_experts(
 
 
 def select_experts(impl: str | None, x_MD: Any, experts: Params) -> kernels_pallas.Selection:
-    """The implementation for these tokens and experts; raises as `select_kernel`."""
+    """The implementation for these tokens and experts; raises as `named`."""
     weight = experts["gate"]["weight"]
     obstacle = "quantized experts" if is_quantized(weight) and not isinstance(weight, Mxfp4Weight) else None
     args = () if obstacle else _arrays(experts)
-    return select_kernel("gated_experts", impl, x_MD, *args, obstacle=obstacle)
+    return named("gated_experts", impl, x_MD, *args, obstacle=obstacle)
 
 
 def _expert(x_MD: jax.Array, tree: Params, config: ModelConfig) -> jax.Array:

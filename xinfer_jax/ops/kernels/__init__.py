@@ -1,1 +1,1 @@
-"""Forms of operations by the kernels of `kernels_pallas`: `head` for greedy tokens."""
+"""Forms of operations by the kernels of `kernels_pallas`: `attention`, and `head` for greedy tokens."""

@@ -1,0 +1,1 @@
+"""Forms of operations for CPUs: `attention` attends row by row."""
