@@ -14,6 +14,9 @@ from .harmony import call_rules
 from .tool_call_parser import HARMONY, LLAMA3_JSON, QWEN3_CODER
 from .xml_call import json_types
 
+# What llguidance lets a backslash be followed by in strings and keys: without u each text has one form, so a key
+# is the property that it reads as.
+ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}
 # As templates write JSON. Any other whitespace would let a model add it without end.
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NOTES = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"}
@@ -63,7 +66,7 @@ def _text(text: str) -> str:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': _SEPARATORS}, ensure_ascii=False)}"
+    return f"%json {json.dumps({**schema, 'x-guidance': ESCAPES | _SEPARATORS}, ensure_ascii=False)}"
 
 
 def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,229 @@
+r"""`served_schema`: a JSON Schema rewritten so that all that llguidance's grammar of it allows is valid.
+
+llguidance 1.9 reads decimals to 15 digits, computes with doubles, takes `[…]` of a pattern for Rust's classes,
+and quotes classes wrongly that have all control characters without the quote or the backslash. Strings have no
+`\u` escapes (`JSON_STRINGS` of `call_grammar`), so U+0000 stands in no answer, and classes can leave it out.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from decimal import ROUND_CEILING, Context, Decimal
+from typing import Any
+
+from ..errors import InputError, format_value
+
+_MAPS = {"properties", "patternProperties", "$defs", "definitions"}  # of names or patterns to schemas
+_VALUES = {"const", "enum", "default", "example", "examples", "required"}  # have no schemas
+_OF_OBJECTS = {"properties", "required", "patternProperties", "additionalProperties", "minProperties"}
+_APPLIED = {"allOf", "anyOf", "$ref"}
+_OTHERS = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
+_FORMATS = {
+    "date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"
+}  # fmt: skip
+_EXACT = 2**53  # all integers up to it are doubles
+_LARGEST = 2**63 - 1024  # the last double that is a 64-bit integer
+_MOST_MULTIPLE = 2**32
+# Decimals of 15 digits are doubles of their own; 1e-15 is the least above 0.
+_DECIMALS = Context(prec=15, Emin=-1, rounding=ROUND_CEILING)
+_IS_CLASS = re.compile(r"\\[dDwWsSpP]")
+_PATTERN_PART = re.compile(r"\\(?:[pP](?:\{[^}]*\}|.)|[xu]\{[^}]*\}|x..|u....|.)|.", re.DOTALL)
+
+
+def served_schema(schema: Any, strict: bool) -> Any:
+    """A schema whose answers are valid for the given one, in values and keys.
+
+    - Bounds of numbers are moved inward to numbers that llguidance keeps: 15 digits, 64-bit integers.
+    - Objects that declare properties and do not say what else they have get no other properties, so their keys
+      do not repeat. Schemas with oneOf, several allOf or applied schemas beside properties stay open.
+    - Keywords that are null are left out.
+
+    Args:
+        schema: of JSON types.
+        strict: `uniqueItems` and formats that are not enforced are an error; else they are left out.
+
+    Raises:
+        InputError: what would allow answers that are not valid: integers of const and enum that are no
+            doubles, several keys that must exist without names, large multiples together.
+    """
+    nodes = [*_schemas(schema)]
+    applies = any(map(_is_applied, nodes))
+    if applies:
+        _check_multiples([node["multipleOf"] for node in nodes if _is_number(node.get("multipleOf"))])
+    return _rewrite(schema, strict, closes=not applies)
+
+
+def _schemas(value: Any, is_map: bool = False) -> Iterator[Mapping[str, Any]]:
+    """The objects of a schema that may be schemas."""
+    if isinstance(value, list):
+        for one in value:
+            yield from _schemas(one)
+    elif isinstance(value, Mapping):
+        if not is_map:
+            yield value
+        for key, one in value.items():
+            if is_map or key not in _VALUES:
+                yield from _schemas(one, not is_map and key in _MAPS)
+
+
+def _is_applied(node: Mapping[str, Any]) -> bool:
+    """Whether several schemas hold for one value of this node, or one of several alone."""
+    applied = _APPLIED & {*node}
+    all_of = node.get("allOf")
+    several = isinstance(all_of, list) and len(all_of) > 1 or len(applied) > 1
+    return "oneOf" in node or several or bool(applied and _OF_OBJECTS | {"multipleOf"} & {*node})
+
+
+def _rewrite(value: Any, strict: bool, closes: bool, is_map: bool = False) -> Any:
+    if isinstance(value, list):
+        return [_rewrite(one, strict, closes) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    if not is_map:
+        value = _node(value, strict, closes)
+    return {
+        key: one if not is_map and key in _VALUES else _rewrite(one, strict, closes, not is_map and key in _MAPS)
+        for key, one in value.items()
+    }
+
+
+def _node(schema: Mapping[str, Any], strict: bool, closes: bool) -> dict[str, Any]:
+    """A schema rewritten without the schemas in it."""
+    node = {key: one for key, one in schema.items() if one is not None or key == "const"}
+    for number in _numbers([node.get("const"), node.get("enum")]):
+        _check_exact(number)
+    _drop_unenforced(node, strict)
+    _move_inward(node, "minimum", 1)
+    _move_inward(node, "maximum", -1)
+    if isinstance(node.get("pattern"), str):
+        node["pattern"] = _pattern(node["pattern"])
+    if isinstance(patterns := node.get("patternProperties"), Mapping):
+        node["patternProperties"] = {_pattern(key): one for key, one in patterns.items()}
+    properties, required = node.get("properties"), node.get("required")
+    names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    if closes and properties and isinstance(properties, Mapping) and not _OTHERS & {*node}:
+        node["properties"] = {**properties, **{name: {} for name in names if name not in properties}}
+        node["additionalProperties"] = False
+    least = node.get("minProperties")
+    is_open = node.get("additionalProperties") is not False or "patternProperties" in node
+    if is_open and _is_number(least) and least > len({*names}) + 1:
+        raise InputError(f"minProperties {least} is not served where keys may repeat: list them in required")
+    return node
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _types(node: Mapping[str, Any], default: str) -> list[Any]:
+    types = node.get("type", default)
+    return types if isinstance(types, list) else [types]
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, list):
+        for one in value:
+            yield from _numbers(one)
+    elif _is_number(value):
+        yield value
+
+
+def _check_exact(number: int | float) -> None:
+    """Raises InputError where llguidance would write another number for this one of a const or an enum."""
+    if isinstance(number, int):
+        is_exact = abs(number) <= _LARGEST and int(float(number)) == number
+    else:
+        digits = len(Decimal(repr(number)).normalize().as_tuple().digits)
+        is_exact = number == 0 or 1e-7 <= abs(number) <= _EXACT and digits <= _DECIMALS.prec
+    if not is_exact:
+        raise InputError(
+            f"the number {format_value(number)} of const or enum is not served: give a string, an integer up to"
+            " 2^53, or at most 15 digits from 1e-7 on"
+        )
+
+
+def _drop_unenforced(node: dict[str, Any], strict: bool) -> None:
+    unknown = node.get("format") if "string" in _types(node, "string") else None
+    for key, is_asked in (
+        ("uniqueItems", node.get("uniqueItems") is True),
+        ("format", isinstance(unknown, str) and unknown not in _FORMATS),
+    ):
+        if is_asked and strict:
+            raise InputError(
+                f"{key} {format_value(node[key])} is not enforced: leave it out, or give strict false"
+            )
+        if is_asked or key == "uniqueItems":
+            node.pop(key, None)
+
+
+def _move_inward(node: dict[str, Any], name: str, sign: int) -> None:
+    """Writes the bounds of one side as one that the value may equal. sign: 1: of a minimum; -1: of a maximum."""
+    integer = "number" not in _types(node, "number")
+    exclusive = f"exclusive{name.capitalize()}"
+    bounds = [(node.get(name), node.get(exclusive) is True)]  # true: of Draft 4
+    if isinstance(node.get(exclusive), int | float):
+        bounds.append((node.pop(exclusive), True))
+    found = [_least(sign * value, above, integer) for value, above in bounds if _is_number(value)]
+    if found:
+        node[name] = sign * max(found)
+
+
+def _least(limit: int | float, above: bool, integer: bool) -> int | float:
+    """The least number from a limit on, or above it, that llguidance keeps: an integer, or one of 15 digits."""
+    number = Decimal(str(limit))
+    if integer:
+        least: Any = math.floor(number) + 1 if above else math.ceil(number)
+    else:
+        least = _DECIMALS.next_plus(number) if above else _DECIMALS.plus(number)
+    if least > _LARGEST:
+        raise InputError(f"a number beyond 64 bits is not served, got the bound {format_value(limit)}")
+    least = max(least, -_LARGEST)
+    if not integer or abs(least) <= _EXACT:
+        return int(least) if least == int(least) else float(least)
+    near = float(least)
+    return int(near if near >= least else math.nextafter(near, math.inf))
+
+
+def _check_multiples(multiples: list[int | float]) -> None:
+    """Raises InputError where llguidance, which has 32 bits, may compute another common multiple."""
+    numbers = [Decimal(str(one)) for one in multiples]
+    places = max((-one.normalize().as_tuple().exponent for one in numbers), default=0)  # type: ignore[operator]
+    whole = [int(one.scaleb(max(0, places))) for one in numbers]
+    if len(whole) > 1 and math.lcm(*whole) * max(whole) >= _MOST_MULTIPLE:
+        raise InputError("multipleOf is not served in several schemas of one value where the numbers are large")
+
+
+def _pattern(pattern: str) -> str:
+    """A pattern in Rust's syntax whose classes are those of ECMA-262 and Python, without U+0000."""
+    parts = _PATTERN_PART.findall(pattern)
+    found = []
+    at = 0
+    while at < len(parts):
+        part = parts[at]
+        at += 1
+        if part == "[":
+            negated = parts[at : at + 1] == ["^"]
+            first = at + negated
+            at = next((i for i in range(first + 1, len(parts)) if parts[i] == "]"), len(parts))
+            if at == len(parts):
+                return pattern  # an unclosed class: llguidance says so
+            part = f"[[{'^' * negated}{_members(parts[first:at])}]--\\x00]"
+            at += 1
+        elif part == "\0" or part[:2] in (r"\p", r"\P", r"\x", r"\u"):
+            part = f"[{part}--\\x00]"
+        found.append(part)
+    return "".join(found)
+
+
+def _members(parts: list[str]) -> str:
+    """The members of a class, in which only ranges have an operator."""
+    literal = [rf"\{part}" if part in "[]&~-^" else part for part in parts]
+    found = []
+    at = 0
+    while at < len(parts):
+        is_range = at + 2 < len(parts) and parts[at + 1] == "-" and not _IS_CLASS.match(parts[at])
+        found.append(f"{literal[at]}-{literal[at + 2]}" if is_range else literal[at])
+        at += 3 if is_range else 1
+    return "".join(found)
