@@ -17,7 +17,7 @@ from xinfer_jax.errors import InputError
 _END = 256
 _MOST_BYTES = 600
 _CLOSERS = b'"}]0'  # what ends an answer soon
-_DECIMALS = decimal.Context(prec=2000)
+_DECIMALS = decimal.Context(prec=2000, traps=[])
 
 
 class _Bytes:
@@ -58,13 +58,12 @@ def walk_schemas(count: int, walks: int, seed: int = 0) -> dict[str, int]:
             text = walk(matcher.deep_copy(), parts, rng)
             if text is not None:
                 ended += 1
-                check_answer(schema, text, keys_repeat='"additionalProperties": true' in source)
+                check_answer(schema, text, json.loads(source).get("additionalProperties") is False)
     return dict(schemas=count, served=served, ended=ended)
 
 
 def walk(matcher: Any, parts: list[bytes], rng: random.Random) -> str | None:
-    """A text of bytes that the grammar allows, where it can of these parts; None: it did not end, or has
-    no more bytes that may follow.
+    """A text that the grammar allows, with these parts where they may stand; None: it did not end.
     """
     text = bytearray()
     mask = np.zeros(9, np.uint32)
@@ -75,11 +74,9 @@ def walk(matcher: Any, parts: list[bytes], rng: random.Random) -> str | None:
         else:
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: _END + 1])
-            if not len(allowed):
-                return None
             token = _choose(allowed.tolist(), len(text), rng)
             if token == _END:
-                return text.decode()
+                return text.decode() if matcher.is_accepting() else None
             chosen = bytes([token])
         for byte in chosen:
             assert matcher.consume_token(byte)
@@ -119,14 +116,14 @@ def _parts(value: Any) -> Iterator[bytes]:
             yield f"{one}{'' if '.' in str(one) else '.0'}0000000000000001".encode()
 
 
-def check_answer(schema: Any, text: str, keys_repeat: bool) -> None:
+def check_answer(schema: Any, text: str, is_closed: bool) -> None:
     """Raises InputError where an answer is not valid, as numbers of Python and as decimals (which alone divide
-    exactly); or where a key repeats that may not.
+    exactly); or where a key of the outermost object repeats, which is closed.
     """
+    objects: list[list[tuple[str, Any]]] = []
 
     def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(found)) < len(found) and not keys_repeat:
-            raise InputError(f"a key repeats in {text!r} of {schema}")
+        objects.append(found)
         return dict(found)
 
     written = json.dumps(schema)
@@ -136,6 +133,8 @@ def check_answer(schema: Any, text: str, keys_repeat: bool) -> None:
         with decimal.localcontext(_DECIMALS):
             of_decimals = json.loads(written, parse_float=decimal.Decimal)
             jsonschema.Draft202012Validator(of_decimals).validate(json.loads(text, parse_float=decimal.Decimal))
+        if is_closed and objects and len(dict(objects[-1])) < len(objects[-1]):
+            raise ValueError("a key repeats")
     except (ValueError, jsonschema.ValidationError) as error:
         raise InputError(f"{text!r} is not valid for {schema}: {error}") from error
 

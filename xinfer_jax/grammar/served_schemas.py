@@ -1,8 +1,9 @@
 r"""`served_schema`: a JSON Schema rewritten so that all that llguidance's grammar of it allows is valid.
 
-llguidance 1.9 reads decimals to 15 digits, computes with doubles, takes `[…]` of a pattern for Rust's classes,
-and quotes classes wrongly that have all control characters without the quote or the backslash. Strings have no
-`\u` escapes (`JSON_STRINGS` of `call_grammar`), so U+0000 stands in no answer, and classes can leave it out.
+llguidance 1.9 reads decimals to 15 digits, computes with doubles, and takes `[…]` of a pattern for Rust's
+classes. A class with all control characters, but not the quote or the backslash, allows both nevertheless, and a
+text with a control character loses it: strings have no `\u` escapes (`ESCAPES` of `call_grammar`), so control
+characters other than \b \t \n \f \r stand in no answer. Here classes leave them out.
 """
 
 import math
@@ -26,6 +27,8 @@ _LARGEST = 2**63 - 1024  # the last double that is a 64-bit integer
 _MOST_MULTIPLE = 2**32
 # Decimals of 15 digits are doubles of their own; 1e-15 is the least above 0.
 _DECIMALS = Context(prec=15, Emin=-1, rounding=ROUND_CEILING)
+_UNWRITABLE = r"\x00-\x07\x0b\x0e-\x1f\x7f"
+_HAS_UNWRITABLE = re.compile(f"[{_UNWRITABLE}]")
 _IS_CLASS = re.compile(r"\\[dDwWsSpP]")
 _PATTERN_PART = re.compile(r"\\(?:[pP](?:\{[^}]*\}|.)|[xu]\{[^}]*\}|x..|u....|.)|.", re.DOTALL)
 
@@ -90,8 +93,8 @@ def _rewrite(value: Any, strict: bool, closes: bool, is_map: bool = False) -> An
 def _node(schema: Mapping[str, Any], strict: bool, closes: bool) -> dict[str, Any]:
     """A schema rewritten without the schemas in it."""
     node = {key: one for key, one in schema.items() if one is not None or key == "const"}
-    for number in _numbers([node.get("const"), node.get("enum")]):
-        _check_exact(number)
+    for constant in _constants([node.get("const"), node.get("enum")]):
+        _check_exact(constant)
     _drop_unenforced(node, strict)
     _move_inward(node, "minimum", 1)
     _move_inward(node, "maximum", -1)
@@ -120,27 +123,30 @@ def _types(node: Mapping[str, Any], default: str) -> list[Any]:
     return types if isinstance(types, list) else [types]
 
 
-def _numbers(value: Any) -> Iterator[int | float]:
+def _constants(value: Any) -> Iterator[Any]:
+    """The numbers and texts in a value."""
     if isinstance(value, Mapping):
         value = [*value.values()]
     if isinstance(value, list):
         for one in value:
-            yield from _numbers(one)
-    elif _is_number(value):
+            yield from _constants(one)
+    elif _is_number(value) or isinstance(value, str):
         yield value
 
 
-def _check_exact(number: int | float) -> None:
-    """Raises InputError where llguidance would write another number for this one of a const or an enum."""
-    if isinstance(number, int):
-        is_exact = abs(number) <= _LARGEST and int(float(number)) == number
+def _check_exact(constant: str | int | float) -> None:
+    """Raises InputError where llguidance would write something else for a part of a const or an enum."""
+    if isinstance(constant, str):
+        is_exact = not _HAS_UNWRITABLE.search(constant)
+    elif isinstance(constant, int):
+        is_exact = abs(constant) <= _LARGEST and int(float(constant)) == constant
     else:
-        digits = len(Decimal(repr(number)).normalize().as_tuple().digits)
-        is_exact = number == 0 or 1e-7 <= abs(number) <= _EXACT and digits <= _DECIMALS.prec
+        digits = len(Decimal(repr(constant)).normalize().as_tuple().digits)
+        is_exact = constant == 0 or 1e-7 <= abs(constant) <= _EXACT and digits <= _DECIMALS.prec
     if not is_exact:
         raise InputError(
-            f"the number {format_value(number)} of const or enum is not served: give a string, an integer up to"
-            " 2^53, or at most 15 digits from 1e-7 on"
+            f"{format_value(constant)} of const or enum is not served: give a text without control characters, an"
+            " integer up to 2^53, or a number of at most 15 digits from 1e-7 on"
         )
 
 
@@ -196,7 +202,8 @@ def _check_multiples(multiples: list[int | float]) -> None:
 
 
 def _pattern(pattern: str) -> str:
-    """A pattern in Rust's syntax whose classes are those of ECMA-262 and Python, without U+0000."""
+    """A pattern in Rust's syntax whose classes are those of ECMA-262 and Python, without what no
+    string has."""
     parts = _PATTERN_PART.findall(pattern)
     found = []
     at = 0
@@ -209,10 +216,10 @@ def _pattern(pattern: str) -> str:
             at = next((i for i in range(first + 1, len(parts)) if parts[i] == "]"), len(parts))
             if at == len(parts):
                 return pattern  # an unclosed class: llguidance says so
-            part = f"[[{'^' * negated}{_members(parts[first:at])}]--\\x00]"
+            part = f"[[{'^' * negated}{_members(parts[first:at])}]--[{_UNWRITABLE}]]"
             at += 1
-        elif part == "\0" or part[:2] in (r"\p", r"\P", r"\x", r"\u"):
-            part = f"[{part}--\\x00]"
+        elif _HAS_UNWRITABLE.match(part) or part[:2] in (r"\p", r"\P", r"\x", r"\u"):
+            part = f"[{part}--[{_UNWRITABLE}]]"
         found.append(part)
     return "".join(found)
 
