@@ -73,17 +73,18 @@ def _part(draw: random.Random, depth: int) -> str:
 
 
 _BOUNDS = (
-    -(2**63), -1e15, -99.99, -3, -1, -0.5, -1e-7, 0, 1e-7, 0.1, 0.3333333333333333, 0.5, 0.75, 0.9999999999999999,
-    1, 1.1, 2, 7, 10, 12.25, 99, 100.5, 12345.678, 10**15 + 1, 2**53, 2**53 + 1, 2**63 - 1, 2**64,
+    -(2**63), -1e15, -99.99, -3, -1, -0.5, -1e-7, 0, 1e-7, 0.1, 0.3333333333333333, 0.5, 0.75,
+    0.9999999999999999, 1, 1.1, 2, 7, 10, 12.25, 99, 100.5, 12345.678, 10**15 + 1, 2**53, 2**53 + 1,
+    2**63 - 1, 2**64,
 )  # fmt: skip
 _HARD_PATTERNS = (
-    r'^[^"]*$', r"^[^\\]*$", r'^[^"\\]{1,9}$', r'^[^"\n]+$', r"^[\x00-!#-~]*$", r"^[\x00-\x1f]+$", r"^\S+$",
-    r"^[^+--/]$", r"^[a&&b]{2}$", r"^[[a]{2}$", r"^[^a-y\s]{3}$", r'^(a|[^"])*$', "\\d{2}", "^a|b$", r"[~~\]^-]",
-    r"^.{2}$", r"^[\w.-]+@\w+\.\w+$",
+    r'^[^"]*$', r"^[^\\]*$", r'^[^"\\]{1,9}$', r'^[^"\n]+$', r"^[\x00-!#-~]*$", r"^[\x00-\x1f]+$",
+    r"^\S+$", r"^[^+--/]$", r"^[a&&b]{2}$", r"^[[a]{2}$", r"^[^a-y\s]{3}$", r'^(a|[^"])*$', r"\d{2}",
+    "^a|b$", r"[~~\]^-]", r"^.{2}$", r"^[\w.-]+@\w+\.\w+$",
 )  # fmt: skip
 _CONSTS = (
-    2**53 + 1, 2**60, -(2**53) - 1, 2**64 + 1, 0.1, 1.5, -2.25, 0.1234567890123456789, 1e-7, 1e30, 1.0, -0.0, "a\x01b",
-    'quote"d', "é", "", [1, [0.5]], {"a": 1, "b": [2**53 + 3]}, None, False,
+    2**53 + 1, 2**60, -(2**53) - 1, 2**64 + 1, 0.1, 1.5, -2.25, 0.1234567890123456789, 1e-7, 1e30, 1.0, -0.0,
+    "a\x01b", 'quote"d', "é", "", [1, [0.5]], {"a": 1, "b": [2**53 + 3]}, None, False,
 )  # fmt: skip
 
 
@@ -136,7 +137,9 @@ class SchemaInputs:
         names = draw.sample(("a", "ab", "name", 'q"d', "größe", "b\\s", "t\tb"), draw.randint(0, 3))
         schema: dict[str, Any] = {"type": "object"}
         if names:
-            schema["properties"] = {name: self.schema(depth) if depth > 0 else self._number(0) for name in names}
+            schema["properties"] = {
+                name: self.schema(depth) if depth > 0 else self._number(0) for name in names
+            }
             schema["required"] = [name for name in (*names, "other") if draw.random() < 0.4]
         more = draw.random()
         if more < 0.5:
@@ -153,11 +156,11 @@ class SchemaInputs:
 
     def _applied(self, depth: int) -> Any:
         draw = self._draw
-        one, two = self.schema(depth), self.schema(depth)
+        one = self.schema(depth)
         return draw.choice([
-            {"anyOf": [one, two]},
+            {"anyOf": [one, self.schema(depth)]},
             {"allOf": [one, self._number(0)]},
             {"allOf": [self._object(0), self._object(0)]},
             {"oneOf": [self._object(0), self._object(0)]},
-            {"$ref": "#/$defs/x", "$defs": {"x": one}} if depth == 2 else {"anyOf": [two, {"type": "null"}]},
+            {"$ref": "#/$defs/x", "$defs": {"x": one}} if depth == 2 else {"anyOf": [one, {"type": "null"}]},
         ])  # fmt: skip

@@ -63,8 +63,7 @@ def walk_schemas(count: int, walks: int, seed: int = 0) -> dict[str, int]:
 
 
 def walk(matcher: Any, parts: list[bytes], rng: random.Random) -> str | None:
-    """A text that the grammar allows, with these parts where they may stand; None: it did not end.
-    """
+    """A text that the grammar allows, with these parts where they may stand; None: it did not end."""
     text = bytearray()
     mask = np.zeros(9, np.uint32)
     while True:
@@ -117,8 +116,8 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 
 def check_answer(schema: Any, text: str, is_closed: bool) -> None:
-    """Raises InputError where an answer is not valid, as numbers of Python and as decimals (which alone divide
-    exactly); or where a key of the outermost object repeats, which is closed.
+    """Raises InputError where an answer is not valid, with Python's numbers and with decimals, which alone are
+    divided exactly; or where a key repeats in the outermost object, which is closed.
     """
     objects: list[list[tuple[str, Any]]] = []
 
@@ -132,7 +131,9 @@ def check_answer(schema: Any, text: str, is_closed: bool) -> None:
         jsonschema.Draft202012Validator(of_floats).validate(json.loads(text, object_pairs_hook=pairs))
         with decimal.localcontext(_DECIMALS):
             of_decimals = json.loads(written, parse_float=decimal.Decimal)
-            jsonschema.Draft202012Validator(of_decimals).validate(json.loads(text, parse_float=decimal.Decimal))
+            jsonschema.Draft202012Validator(of_decimals).validate(
+                json.loads(text, parse_float=decimal.Decimal)
+            )
         if is_closed and objects and len(dict(objects[-1])) < len(objects[-1]):
             raise ValueError("a key repeats")
     except (ValueError, jsonschema.ValidationError) as error:

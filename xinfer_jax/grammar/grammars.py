@@ -9,10 +9,10 @@ from typing import Any
 from ..checks import is_sequence
 from ..errors import InputError, format_value
 from ..tools.call_grammar import ESCAPES
+from .compiler import AUTO
+from .matcher import CompiledGrammar
 from .served_schemas import served_schema
 
-AUTO = "auto"
-CALLS = "calls"  # the kind of `tool_grammar`
 MAX_CHARACTERS = 2**18  # of a grammar; a schema of so many compiles for about two seconds
 
 
@@ -48,6 +48,16 @@ class Grammar:
         end = self.reasoning_end
         if end is not None and not (isinstance(end, str) and end):
             raise InputError(f"reasoning_end must be a text, 'auto' or None, got {format_value(end)}")
+
+    def compile(self, vocab_size: int) -> CompiledGrammar:
+        """What follows answers of a model with V logits; what `generate` needs of a grammar.
+
+        Raises:
+            InputError: no tokenizer, or a grammar that is not served.
+        """
+        if self.tokenizer is None:
+            raise InputError("a grammar needs the tokenizer: give tokenizer=model.tokenizer beside it")
+        return CompiledGrammar(self, vocab_size)
 
     def __repr__(self) -> str:
         return f"Grammar({self.kind}, {format_value(self.source, 40)})"
@@ -85,11 +95,9 @@ def json_schema(
         raise InputError(f"a JSON schema must be JSON, got {format_value(schema)}: {error}") from error
     if not isinstance(value, Mapping | bool | str):
         raise InputError(f"a JSON schema must be an object, true or false, got {format_value(schema)}")
-    if isinstance(value, Mapping) and len(source) <= MAX_CHARACTERS:
-        if "x-guidance" in value:
-            raise InputError("a JSON schema with x-guidance is not served: leave that out (compact= is here)")
+    if value and not isinstance(value, str) and len(source) <= MAX_CHARACTERS:
+        served = served_schema({} if value is True else json.loads(source), strict)
         options = ESCAPES | ({"whitespace_flexible": False} if compact else {})
-        served = served_schema(json.loads(source), strict)
         source = json.dumps(served | {"x-guidance": options}, ensure_ascii=False)
     return Grammar("json", source, tokenizer, reasoning_end)
 

@@ -1,9 +1,9 @@
-r"""`served_schema`: a JSON Schema rewritten so that all that llguidance's grammar of it allows is valid.
+r"""`served_schema`: a JSON Schema rewritten so that what llguidance's grammar of it allows is valid.
 
 llguidance 1.9 reads decimals to 15 digits, computes with doubles, and takes `[…]` of a pattern for Rust's
-classes. A class with all control characters, but not the quote or the backslash, allows both nevertheless, and a
-text with a control character loses it: strings have no `\u` escapes (`ESCAPES` of `call_grammar`), so control
-characters other than \b \t \n \f \r stand in no answer. Here classes leave them out.
+classes. A class that has all control characters allows the quote and the backslash even where it lacks them.
+Strings have no `\u` escapes (`ESCAPES` of `call_grammar`), so control characters other than \b \t \n \f \r
+stand in no answer, but llguidance leaves them out of texts instead of failing. Here classes lack them.
 """
 
 import math
@@ -16,8 +16,10 @@ from ..errors import InputError, format_value
 
 _MAPS = {"properties", "patternProperties", "$defs", "definitions"}  # of names or patterns to schemas
 _VALUES = {"const", "enum", "default", "example", "examples", "required"}  # have no schemas
-_OF_OBJECTS = {"properties", "required", "patternProperties", "additionalProperties", "minProperties"}
 _APPLIED = {"allOf", "anyOf", "$ref"}
+_MERGED = {
+    "properties", "required", "patternProperties", "additionalProperties", "minProperties", "multipleOf"
+}  # fmt: skip
 _OTHERS = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
 _FORMATS = {
     "date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"
@@ -34,11 +36,11 @@ _PATTERN_PART = re.compile(r"\\(?:[pP](?:\{[^}]*\}|.)|[xu]\{[^}]*\}|x..|u....|.)
 
 
 def served_schema(schema: Any, strict: bool) -> Any:
-    """A schema whose answers are valid for the given one, in values and keys.
+    """A schema all of whose answers are valid for the given one.
 
-    - Bounds of numbers are moved inward to numbers that llguidance keeps: 15 digits, 64-bit integers.
-    - Objects that declare properties and do not say what else they have get no other properties, so their keys
-      do not repeat. Schemas with oneOf, several allOf or applied schemas beside properties stay open.
+    - Bounds of numbers are moved inward to numbers that llguidance keeps: of 15 digits, 64-bit integers.
+    - Objects that declare properties, and do not say whether there are others, have no others, so their keys
+      do not repeat. A schema with oneOf, or with several schemas for one object, stays open.
     - Keywords that are null are left out.
 
     Args:
@@ -46,14 +48,19 @@ def served_schema(schema: Any, strict: bool) -> Any:
         strict: `uniqueItems` and formats that are not enforced are an error; else they are left out.
 
     Raises:
-        InputError: what would allow answers that are not valid: integers of const and enum that are no
-            doubles, several keys that must exist without names, large multiples together.
+        InputError: constants and bounds that llguidance would change; minProperties where repeated keys might
+            count; large multiples of one value; x-guidance.
     """
-    nodes = [*_schemas(schema)]
-    applies = any(map(_is_applied, nodes))
-    if applies:
-        _check_multiples([node["multipleOf"] for node in nodes if _is_number(node.get("multipleOf"))])
-    return _rewrite(schema, strict, closes=not applies)
+    if isinstance(schema, Mapping) and "x-guidance" in schema:
+        raise InputError("x-guidance in a JSON schema is not served: leave it out")
+    try:
+        nodes = [*_schemas(schema)]
+        merges = any(map(_merges, nodes))
+        if merges:
+            _check_multiples([node["multipleOf"] for node in nodes if _is_number(node.get("multipleOf"))])
+        return _rewrite(schema, strict, closes=not merges)
+    except RecursionError as error:
+        raise InputError("a JSON schema is nested too deeply to be served") from error
 
 
 def _schemas(value: Any, is_map: bool = False) -> Iterator[Mapping[str, Any]]:
@@ -69,12 +76,13 @@ def _schemas(value: Any, is_map: bool = False) -> Iterator[Mapping[str, Any]]:
                 yield from _schemas(one, not is_map and key in _MAPS)
 
 
-def _is_applied(node: Mapping[str, Any]) -> bool:
-    """Whether several schemas hold for one value of this node, or one of several alone."""
+def _merges(node: Mapping[str, Any]) -> bool:
+    """Whether several schemas hold for one value of this one, or exactly one of several."""
     applied = _APPLIED & {*node}
     all_of = node.get("allOf")
-    several = isinstance(all_of, list) and len(all_of) > 1 or len(applied) > 1
-    return "oneOf" in node or several or bool(applied and _OF_OBJECTS | {"multipleOf"} & {*node})
+    if "oneOf" in node or len(applied) > 1 or isinstance(all_of, list) and len(all_of) > 1:
+        return True
+    return bool(applied and _MERGED & {*node})
 
 
 def _rewrite(value: Any, strict: bool, closes: bool, is_map: bool = False) -> Any:
@@ -85,7 +93,9 @@ def _rewrite(value: Any, strict: bool, closes: bool, is_map: bool = False) -> An
     if not is_map:
         value = _node(value, strict, closes)
     return {
-        key: one if not is_map and key in _VALUES else _rewrite(one, strict, closes, not is_map and key in _MAPS)
+        key: one
+        if key in _VALUES and not is_map
+        else _rewrite(one, strict, closes, key in _MAPS and not is_map)
         for key, one in value.items()
     }
 
@@ -102,7 +112,8 @@ def _node(schema: Mapping[str, Any], strict: bool, closes: bool) -> dict[str, An
         node["pattern"] = _pattern(node["pattern"])
     if isinstance(patterns := node.get("patternProperties"), Mapping):
         node["patternProperties"] = {_pattern(key): one for key, one in patterns.items()}
-    properties, required = node.get("properties"), node.get("required")
+    properties = node.get("properties")
+    required = node.get("required")
     names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
     if closes and properties and isinstance(properties, Mapping) and not _OTHERS & {*node}:
         node["properties"] = {**properties, **{name: {} for name in names if name not in properties}}
@@ -115,7 +126,8 @@ def _node(schema: Mapping[str, Any], strict: bool, closes: bool) -> dict[str, An
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return is_integer or isinstance(value, float) and math.isfinite(value)
 
 
 def _types(node: Mapping[str, Any], default: str) -> list[Any]:
@@ -145,8 +157,8 @@ def _check_exact(constant: str | int | float) -> None:
         is_exact = constant == 0 or 1e-7 <= abs(constant) <= _EXACT and digits <= _DECIMALS.prec
     if not is_exact:
         raise InputError(
-            f"{format_value(constant)} of const or enum is not served: give a text without control characters, an"
-            " integer up to 2^53, or a number of at most 15 digits from 1e-7 on"
+            f"{format_value(constant)} of const or enum is not served: give a text without control characters,"
+            " an integer up to 2^53, or a number of at most 15 digits from 1e-7 on"
         )
 
 
@@ -165,7 +177,7 @@ def _drop_unenforced(node: dict[str, Any], strict: bool) -> None:
 
 
 def _move_inward(node: dict[str, Any], name: str, sign: int) -> None:
-    """Writes the bounds of one side as one that the value may equal. sign: 1: of a minimum; -1: of a maximum."""
+    """Writes the bounds of one side as one that values may equal. sign: 1: of a minimum; -1: of a maximum."""
     integer = "number" not in _types(node, "number")
     exclusive = f"exclusive{name.capitalize()}"
     bounds = [(node.get(name), node.get(exclusive) is True)]  # true: of Draft 4
@@ -177,7 +189,7 @@ def _move_inward(node: dict[str, Any], name: str, sign: int) -> None:
 
 
 def _least(limit: int | float, above: bool, integer: bool) -> int | float:
-    """The least number from a limit on, or above it, that llguidance keeps: an integer, or one of 15 digits."""
+    """The least number from a limit on, or above it, that llguidance keeps: an integer, or of 15 digits."""
     number = Decimal(str(limit))
     if integer:
         least: Any = math.floor(number) + 1 if above else math.ceil(number)
@@ -198,7 +210,9 @@ def _check_multiples(multiples: list[int | float]) -> None:
     places = max((-one.normalize().as_tuple().exponent for one in numbers), default=0)  # type: ignore[operator]
     whole = [int(one.scaleb(max(0, places))) for one in numbers]
     if len(whole) > 1 and math.lcm(*whole) * max(whole) >= _MOST_MULTIPLE:
-        raise InputError("multipleOf is not served in several schemas of one value where the numbers are large")
+        raise InputError(
+            "multipleOf is not served in several schemas of one value where the numbers are large"
+        )
 
 
 def _pattern(pattern: str) -> str:
