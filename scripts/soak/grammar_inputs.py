@@ -152,7 +152,10 @@ class SchemaInputs:
 
     def _array(self, depth: int) -> Any:
         few = self._draw.randint(0, 1)
-        return {"type": "array", "items": self.schema(depth), "minItems": few, "maxItems": few + 1}
+        schema = {"type": "array", "items": self.schema(depth), "minItems": few, "maxItems": few + 1}
+        if self._draw.random() < 0.2:
+            schema["prefixItems"] = [self._constant(0), self._string(0)]
+        return schema
 
     def _applied(self, depth: int) -> Any:
         draw = self._draw

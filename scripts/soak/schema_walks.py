@@ -30,6 +30,13 @@ class _Bytes:
         return list(text.encode() if isinstance(text, str) else text)
 
 
+def byte_matcher(source: str) -> Any:
+    """An `LLMatcher` of a JSON Schema, as JSON, whose tokens are the bytes and the end."""
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()), _END + 1)
+    grammar = f'%llguidance {{"no_forcing": true}}\nstart: %json {source}'
+    return llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+
+
 def walk_schemas(count: int, walks: int, seed: int = 0) -> dict[str, int]:
     """Draws schemas and answers to each, and validates those that end.
 
@@ -39,7 +46,6 @@ def walk_schemas(count: int, walks: int, seed: int = 0) -> dict[str, int]:
     Raises:
         InputError: an answer that is not valid for its schema.
     """
-    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()), _END + 1)
     inputs = SchemaInputs(seed)
     served = 0
     ended = 0
@@ -49,8 +55,7 @@ def walk_schemas(count: int, walks: int, seed: int = 0) -> dict[str, int]:
             source = xj.json_schema(schema).source
         except InputError:
             continue
-        grammar = f'%llguidance {{"no_forcing": true}}\nstart: %json {source}'
-        matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+        matcher = byte_matcher(source)
         served += not matcher.is_error()
         rng = random.Random(f"{seed} {i}")
         parts = [*_parts(schema)]
@@ -116,8 +121,8 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 
 def check_answer(schema: Any, text: str, is_closed: bool) -> None:
-    """Raises InputError where an answer is not valid, with Python's numbers and with decimals, which alone are
-    divided exactly; or where a key repeats in the outermost object, which is closed.
+    """Raises InputError where an answer is not valid, with Python's numbers and with decimals, which divide
+    exactly; or where a key repeats in the outermost object, which is closed.
     """
     objects: list[list[tuple[str, Any]]] = []
 

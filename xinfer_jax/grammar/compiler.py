@@ -222,7 +222,7 @@ def _lark_text(grammar: "Grammar") -> str:
 
 def error_words(error: str) -> str:
     """llguidance's words, without the grammar and the expressions that it repeats and the place in them."""
-    text = re.split(r"\n\s*1 \| |\n<state>|\s*<backtrace>", error)[0]
+    text = re.split(r"\n\s*\d+ \| |\n<state>|\s*<backtrace>", error)[0]
     text = re.sub(
         r"regex parse error:.*\nerror: ", "a pattern is no regular expression: ", text, flags=re.DOTALL
     )

@@ -27,6 +27,7 @@ _FORMATS = {
 _EXACT = 2**53  # all integers up to it are doubles
 _LARGEST = 2**63 - 1024  # the last double that is a 64-bit integer
 _MOST_MULTIPLE = 2**32
+_SHORT = 1e-9
 # Decimals of 15 digits are doubles of their own; 1e-15 is the least above 0.
 _DECIMALS = Context(prec=15, Emin=-1, rounding=ROUND_CEILING)
 _UNWRITABLE = r"\x00-\x07\x0b\x0e-\x1f\x7f"
@@ -58,7 +59,7 @@ def served_schema(schema: Any, strict: bool) -> Any:
         merges = any(map(_merges, nodes))
         if merges:
             _check_multiples([node["multipleOf"] for node in nodes if _is_number(node.get("multipleOf"))])
-        return _rewrite(schema, strict, closes=not merges)
+        return _rewrite(schema, strict, merges)
     except RecursionError as error:
         raise InputError("a JSON schema is nested too deeply to be served") from error
 
@@ -85,29 +86,29 @@ def _merges(node: Mapping[str, Any]) -> bool:
     return bool(applied and _MERGED & {*node})
 
 
-def _rewrite(value: Any, strict: bool, closes: bool, is_map: bool = False) -> Any:
+def _rewrite(value: Any, strict: bool, merges: bool, is_map: bool = False) -> Any:
     if isinstance(value, list):
-        return [_rewrite(one, strict, closes) for one in value]
+        return [_rewrite(one, strict, merges) for one in value]
     if not isinstance(value, Mapping):
         return value
     if not is_map:
-        value = _node(value, strict, closes)
+        value = _node(value, strict, merges)
     return {
         key: one
         if key in _VALUES and not is_map
-        else _rewrite(one, strict, closes, key in _MAPS and not is_map)
+        else _rewrite(one, strict, merges, key in _MAPS and not is_map)
         for key, one in value.items()
     }
 
 
-def _node(schema: Mapping[str, Any], strict: bool, closes: bool) -> dict[str, Any]:
+def _node(schema: Mapping[str, Any], strict: bool, merges: bool) -> dict[str, Any]:
     """A schema rewritten without the schemas in it."""
     node = {key: one for key, one in schema.items() if one is not None or key == "const"}
     for constant in _constants([node.get("const"), node.get("enum")]):
         _check_exact(constant)
     _drop_unenforced(node, strict)
-    _move_inward(node, "minimum", 1)
-    _move_inward(node, "maximum", -1)
+    _move_inward(node, "minimum", 1, merges)
+    _move_inward(node, "maximum", -1, merges)
     if isinstance(node.get("pattern"), str):
         node["pattern"] = _pattern(node["pattern"])
     if isinstance(patterns := node.get("patternProperties"), Mapping):
@@ -115,7 +116,7 @@ def _node(schema: Mapping[str, Any], strict: bool, closes: bool) -> dict[str, An
     properties = node.get("properties")
     required = node.get("required")
     names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
-    if closes and properties and isinstance(properties, Mapping) and not _OTHERS & {*node}:
+    if not merges and properties and isinstance(properties, Mapping) and not _OTHERS & {*node}:
         node["properties"] = {**properties, **{name: {} for name in names if name not in properties}}
         node["additionalProperties"] = False
     least = node.get("minProperties")
@@ -157,8 +158,8 @@ def _check_exact(constant: str | int | float) -> None:
         is_exact = constant == 0 or 1e-7 <= abs(constant) <= _EXACT and digits <= _DECIMALS.prec
     if not is_exact:
         raise InputError(
-            f"{format_value(constant)} of const or enum is not served: give a text without control characters,"
-            " an integer up to 2^53, or a number of at most 15 digits from 1e-7 on"
+            f"{format_value(constant)} of const or enum is not served: give a text without control"
+            " characters, an integer up to 2^53, or a number of at most 15 digits from 1e-7 on"
         )
 
 
@@ -176,16 +177,35 @@ def _drop_unenforced(node: dict[str, Any], strict: bool) -> None:
             node.pop(key, None)
 
 
-def _move_inward(node: dict[str, Any], name: str, sign: int) -> None:
-    """Writes the bounds of one side as one that values may equal. sign: 1: of a minimum; -1: of a maximum."""
-    integer = "number" not in _types(node, "number")
+def _move_inward(node: dict[str, Any], name: str, sign: int, merges: bool) -> None:
+    """Writes the bounds of one side as llguidance keeps them. sign: 1: of a minimum; -1: of a maximum.
+
+    Values below an exclusive bound must not be rounded to it: they get at most 9 decimals.
+    """
     exclusive = f"exclusive{name.capitalize()}"
-    bounds = [(node.get(name), node.get(exclusive) is True)]  # true: of Draft 4
-    if isinstance(node.get(exclusive), int | float):
-        bounds.append((node.pop(exclusive), True))
-    found = [_least(sign * value, above, integer) for value, above in bounds if _is_number(value)]
+    integer = "number" not in _types(node, "number")
+    limit = node.get(name)
+    beyond = node.get(exclusive)
+    bounds = [(limit, beyond is True), (beyond, True)]  # true: of Draft 4
+    if isinstance(beyond, bool | int | float):
+        del node[exclusive]
+    found = []
+    for value, above in bounds:
+        if not _is_number(value):
+            continue
+        if above and sign * value < 0 and not (integer or merges) and _is_short(value):
+            node.pop(name, None)
+            node |= {exclusive: value, "multipleOf": node.get("multipleOf", _SHORT)}
+        else:
+            found.append(_least(sign * value, above, integer))
     if found:
         node[name] = sign * max(found)
+
+
+def _is_short(value: int | float) -> bool:
+    """Whether numbers of at most 9 decimals are never rounded to this one."""
+    number = Decimal(str(value))
+    return abs(number) < 10**6 and number % Decimal(str(_SHORT)) == 0
 
 
 def _least(limit: int | float, above: bool, integer: bool) -> int | float:
