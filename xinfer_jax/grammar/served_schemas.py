@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from decimal import ROUND_CEILING, Context, Decimal
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..errors import InputError, format_value
 
@@ -126,7 +126,7 @@ def _node(schema: Mapping[str, Any], strict: bool, merges: bool) -> dict[str, An
     return node
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     return is_integer or isinstance(value, float) and math.isfinite(value)
 
