@@ -226,7 +226,8 @@ def error_words(error: str) -> str:
     text = re.sub(
         r"regex parse error:.*\nerror: ", "a pattern is no regular expression: ", text, flags=re.DOTALL
     )
-    text = re.sub(r":\s+\(\w*Regex .*", "", text)
+    text = re.sub(r":\s+\((And|SearchRegex) .*", "", text)
+    text = re.sub(r"Enable 'coerce_one_of' .*", "Give anyOf", text)
     return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", text)
 
 
