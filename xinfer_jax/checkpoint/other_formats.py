@@ -1,9 +1,9 @@
 """Says what something is that cannot be loaded as a checkpoint, and what to give in its place."""
 
 import fnmatch
+import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 
 from ..errors import format_names
 
@@ -46,7 +46,7 @@ def describe_name(name: str) -> str:
         (host, repository) = address.groups()
         is_hub = host.removeprefix("www.") in ("huggingface.co", "hf.co") and repository
         return f"a web address: give {repr(repository) if is_hub else 'a hub name owner/name or a directory'}"
-    if not Path(name).expanduser().is_file():
+    if not os.path.isfile(os.path.expanduser(name)):
         return "neither a directory nor a hub name of the form owner/name"
     if name.endswith(".gguf"):
         return f"a GGUF file, {_GGUF}"
