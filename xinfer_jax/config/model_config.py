@@ -156,6 +156,11 @@ class ModelConfig:
         trained = dict(linear=longest, yarn=rope.original_max_position_embeddings).get(rope.rope_type, 0)
         return max(longest, int(trained * rope.factor))
 
+    def longest_with(self, prompt: int) -> int:
+        """Most tokens of a prompt of so many and its answer: longrope's factors change within no sequence."""
+        switch = self.rope.switches_at
+        return self.context_length if switch is None or prompt > switch else switch
+
     def is_linear(self, layer: int) -> bool:
         """Whether a layer is linear attention, with a recurrent state in place of keys and values."""
         return bool(self.layer_linear) and self.layer_linear[layer]
