@@ -188,9 +188,9 @@ def _requested_max_tokens(fields: Fields) -> int | None:
 
 def _default_max_tokens(kind: str, echo: bool, default: int, left: int) -> int:
     """max_tokens of a body without it. left: tokens that fit after each prompt."""
-    if kind == "completion":
-        return 0 if echo else COMPLETION_TOKENS
-    return max(1, min(default, left)) if kind == "chat" else default
+    if kind == "plain":
+        return default
+    return 0 if echo else max(1, min(COMPLETION_TOKENS if kind == "completion" else default, left))
 
 
 def _parse_logprobs(kind: str, fields: Fields, default: int | None) -> int | None:

@@ -116,7 +116,8 @@ class Device:
     ) -> Any:
         """Prefills ids, the first at position `start`, into these pages of the row in a slot. Returns the
         outputs of the last one, for `sample_first`. longest: tokens of its prompt and answer. is_full: by the
-        program of a full chunk, else of a page. is_final: False where `prefill_with_logprobs` prefills the same ids next, from the same state.
+        program of a full chunk, else of a page. is_final: False where `prefill_with_logprobs` prefills the
+        same ids next, from the same state.
         """
         chunk = self._padded(ids, self._shape.chunk if is_full else PAGE_SIZE)
         width = chunk[0].shape[1]
@@ -126,7 +127,13 @@ class Device:
         return outputs
 
     def prefill_with_logprobs(  # noqa: PLR0913
-        self, slot: int, pages: list[int], ids: Sequence[int], start: int, longest: int, targets: Sequence[int]
+        self,
+        slot: int,
+        pages: list[int],
+        ids: Sequence[int],
+        start: int,
+        longest: int,
+        targets: Sequence[int],
     ) -> Any:
         """Prefills at most a page, as `prefill`. Returns `Alternatives` of the token after each of ids, which
         are `targets`; no processor is applied.

@@ -41,7 +41,13 @@ class LayerwiseDevice(Device):
     _runner: LayerwiseRunner
 
     def prefill_with_logprobs(  # noqa: PLR0913
-        self, slot: int, pages: list[int], ids: Sequence[int], start: int, longest: int, targets: Sequence[int]
+        self,
+        slot: int,
+        pages: list[int],
+        ids: Sequence[int],
+        start: int,
+        longest: int,
+        targets: Sequence[int],
     ) -> Any:
         """As of `Device`."""
         (target_T,) = token_matrix([targets], 1, PAGE_SIZE)

@@ -256,7 +256,7 @@ class EngineBase:
             for answer in request.answers:
                 row = answer.row
                 row.priority = priority
-                # Pages of longrope's long factors are not those of the short ones. No text encodes to b"\xff".
+                # Long factors of longrope have pages of their own. No text encodes to b"\xff".
                 side = b"\xff" if switch is not None and row.longest > switch else b""
                 row.salt = side + salt.encode("utf-8", "surrogatepass")
                 row.client = client

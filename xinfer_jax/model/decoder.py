@@ -114,8 +114,8 @@ def embed_inputs(
     """
     B, T = tokens_BT.shape
     from_B = jnp.zeros(B, jnp.int32) if start_B is None else start_B
-    # With a cache a row's frequencies never change: `init_cache` rejects that, or the row says how long it may
-    # become. Draft tokens beyond its end are dropped and must not change those of the tokens before them.
+    # With a cache a row's frequencies never change: `init_cache` rejects that, or rows say how long they may
+    # become. Draft tokens beyond a row's end are dropped and must not change those of the tokens before them.
     length_B = num_tokens_B if start_B is None else jnp.zeros_like(from_B) if longest_B is None else longest_B
     angles = rotary_angles(config, from_B[:, None] + jnp.arange(T), length_B)
     dtype = activation_dtype(params)
