@@ -35,7 +35,7 @@ class KVCache(ShortRepr):
     overflow_B: jax.Array
     reached_B: jax.Array | None  # int32: the longest each row has been; None without rings and states
     # int32: tokens that each row may come to have, which decide on longrope's factors; None: they are fixed.
-    longest_B: Any = None
+    longest_B: Any = dataclasses.field(default=None, repr=False)
 
     @property
     def kv_layers(self) -> tuple[Contiguous, ...]:
