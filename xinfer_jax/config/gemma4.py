@@ -67,6 +67,7 @@ def gemma4_text(hf: Mapping, layers: int) -> dict[str, Any]:
         qk_norm=True,
         v_norm=True,
         post_norm=True,
+        norm_offset=0.0,
         embed_scale=math.sqrt(get_integer(hf, "hidden_size")),
         query_pre_attn_scalar=1.0,
         final_logit_softcapping=get_optional_number(hf, "final_logit_softcapping"),
