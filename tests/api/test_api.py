@@ -47,6 +47,26 @@ def parse(model, kind="completion", max_length=MAX_LENGTH, **body) -> ParsedBody
     return parse_request_body(model, kind, own | body, xj.GenerateOptions(100), max_length)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens"), [((20,), 12), ((31,), 1), ((40,), 60), ((90,), 10), ((20, 40), 12)]
+)
+def test_default_max_tokens_stay_on_the_side_of_a_longrope_prompt(model, tokens, max_tokens):
+    """Factors change beyond 32 tokens; a request has 100 at most. More than fits is an error."""
+    rope = dataclasses.replace(
+        model.config.rope, original_max_position_embeddings=32, short_factor=(1.0,), long_factor=(2.0,)
+    )
+    switching = dataclasses.replace(model, config=dataclasses.replace(model.config, rope=rope))
+    prompts = [[5] * n for n in tokens]
+    assert parse(switching, max_length=100, prompt=prompts).max_tokens == min(16, max_tokens)
+    defaults = xj.GenerateOptions(64)
+    if len(tokens) == 1:  # of a chat
+        encode = lambda *_, **__: prompts[0]  # noqa: E731
+        chat = parse_request_body(switching, "chat", dict(messages=TALK[:1]), defaults, 100, encode=encode)
+        assert chat.max_tokens == max_tokens
+    error = body_error(switching, prompt=prompts, max_tokens=max_tokens + 1, max_length=100)
+    assert "exceeds the limit of" in str(error) and error.code == "context_length_exceeded"
+
+
 def decode(model, ids) -> str:
     return model.tokenizer.decode(ids, skip_special_tokens=False)
 
@@ -79,13 +99,15 @@ def test_a_known_field_that_is_not_served_is_rejected(model, name):
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def asked(schema, **more):
+    """The field that asks for a schema as OpenAI's clients do."""
+    return dict(response_format=dict(type="json_schema", json_schema=dict(name="a", schema=schema) | more))
+
+
 GRAMMARS = [
-    (
-        dict(
-            response_format=dict(type="json_schema", json_schema=dict(name="a", strict=True, schema=SCHEMA))
-        ),
-        SCHEMA,
-    ),
+    (asked(SCHEMA, strict=True), SCHEMA),
     (dict(response_format=dict(type="json_object")), {"type": "object"}),
     (dict(guided_json=SCHEMA), SCHEMA),
     (dict(guided_json=json.dumps(SCHEMA), guided_decoding_backend="x"), SCHEMA),
@@ -103,10 +125,7 @@ def test_fields_that_constrain_the_answer(model, fields, source):
     """All kinds of bodies have them."""
     for kind in ("completion", "chat", "plain"):
         grammar = parse(model, kind, **fields).options.grammar
-        found = json.loads(grammar.source) if grammar.kind == "json" else grammar.source
-        if grammar.kind == "json":
-            del found["x-guidance"]
-        assert found == source
+        assert grammar.source == (xj.json_schema(source).source if isinstance(source, dict) else source)
 
 
 def test_the_default_grammar_of_a_file(model):
@@ -123,20 +142,28 @@ def test_the_default_grammar_of_a_file(model):
         (dict(response_format="json"), "must be an object"),
         (dict(response_format=dict(type="xml")), "type must be text, json_object or json_schema"),
         (dict(response_format=dict(type="json_schema")), "must be an object with name and schema"),
-        (
-            dict(response_format=dict(type="json_schema", json_schema=dict(schema=[]))),
-            "must be an object, true",
-        ),
+        (asked([]), "must be an object, true"),
         (dict(guided_choice=[]), "choice must be a list of texts"),
         (dict(guided_json="{"), "must be JSON"),
         (dict(structured_outputs=dict(structural_tag="x")), "structural_tag is not served here"),
         (dict(structured_outputs=dict(regex="a", choice=["b"])), "give one of them"),
         (dict(guided_regex="a", guided_choice=["b"]), "leave out all but one"),
+        (dict(guided_json={"x-guidance": 3}), "x-guidance in a JSON schema is not served: leave it out"),
+        (asked(dict(type="array", uniqueItems=True), strict=True), "uniqueItems True is not enforced"),
+        (dict(ignore_eos=True, guided_regex="a"), "where guided_regex ends it: leave one out"),
     ],
 )
 def test_wrong_fields_that_constrain_the_answer(model, fields, why):
     error = body_error(model, "chat", **fields)
     assert error.param == next(iter(fields)) and why in str(error)
+
+
+def test_keywords_that_nothing_enforces_are_left_out_where_a_request_is_not_strict(model):
+    kept = dict(type="array", items=dict(type="string"))
+    schema = kept | dict(uniqueItems=True, items=dict(type="string", format="binary"))
+    for fields in (asked(schema), asked(schema, strict=False), dict(guided_json=schema)):
+        grammar = parse(model, "chat", **fields).options.grammar
+        assert grammar.source == xj.json_schema(kept).source
 
 
 def test_fields_that_ask_for_nothing_are_accepted(model):

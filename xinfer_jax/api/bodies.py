@@ -12,7 +12,7 @@ from ..generation.options import GenerateOptions
 from ..sampling.sampling_config import check_min_tokens
 from ..text import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 from .fields import BodyError, Fields, check_fields
-from .grammar_fields import parse_grammar
+from .grammar_fields import grammar_field, parse_grammar
 from .prompts import EncodePrompt, PromptEncoder
 from .sampling_fields import parse_sampling
 from .tool_fields import ToolSettings, parse_tools
@@ -107,14 +107,15 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
         config.context_length,
         escape,
     ).encode(max_prompt)
-    longest = max(map(len, prompts))
+    lengths = [*map(len, prompts)]
+    left, length = min((min(max_length, config.longest_with(n)) - n, n) for n in lengths)
     max_tokens = requested
     if max_tokens is None:
-        max_tokens = _default_max_tokens(kind, echo, defaults.max_new_tokens, max_length - longest)
-    if longest + max(1, max_tokens) > max_length:
+        max_tokens = _default_max_tokens(kind, echo, defaults.max_new_tokens, left)
+    if max(1, max_tokens) > left:
         text = (
-            f"the prompt has {longest} tokens, which with max_tokens {max_tokens} exceeds the limit of"
-            f" {max_length} for one request: shorten it, or ask for fewer"
+            f"the prompt has {length} tokens, which with max_tokens {max_tokens} exceeds the limit of"
+            f" {length + left} for one request: shorten it, or ask for fewer"
         )
         raise BodyError("messages" if "messages" in given else "prompt", ContextLengthError(text))
     logprobs = _parse_logprobs(kind, fields, defaults.logprobs or None)
@@ -186,10 +187,10 @@ def _requested_max_tokens(fields: Fields) -> int | None:
 
 
 def _default_max_tokens(kind: str, echo: bool, default: int, left: int) -> int:
-    """max_tokens of a body without it. left: tokens that fit after the longest prompt."""
-    if kind == "completion":
-        return 0 if echo else COMPLETION_TOKENS
-    return max(1, min(default, left)) if kind == "chat" else default
+    """max_tokens of a body without it. left: tokens that fit after each prompt."""
+    if kind == "plain":
+        return default
+    return 0 if echo else max(1, min(COMPLETION_TOKENS if kind == "completion" else default, left))
 
 
 def _parse_logprobs(kind: str, fields: Fields, default: int | None) -> int | None:
@@ -206,11 +207,16 @@ def _parse_logprobs(kind: str, fields: Fields, default: int | None) -> int | Non
 
 def _parse_grammar(fields: Fields, default: Any, tools: ToolSettings | None) -> Any:
     """The grammar of the answer: of calls where they are required, else what other fields ask for."""
-    if tools is None or tools.grammar is None:
-        return parse_grammar(fields, default)
-    if parse_grammar(fields, None) is not None:
-        raise BodyError("tool_choice", "tool_choice requires calls: no other field may constrain the answer")
-    return tools.grammar
+    grammar = parse_grammar(fields, default if tools is None or tools.grammar is None else None)
+    if tools is not None and tools.grammar is not None:
+        if grammar is not None:
+            said = "tool_choice requires calls: no other field may constrain the answer"
+            raise BodyError("tool_choice", said)
+        grammar = tools.grammar
+    if grammar is not None and fields.boolean("ignore_eos"):
+        field = "tool_choice" if tools is not None else grammar_field(fields.values)
+        raise BodyError("ignore_eos", f"ignore_eos lets an answer go on where {field} ends it: leave one out")
+    return grammar
 
 
 def _check_min_tokens_field(model: Model, options: GenerateOptions, given: bool) -> None:

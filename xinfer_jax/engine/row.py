@@ -85,9 +85,14 @@ class Row:
         return "running" if self.is_prefilled else "prefilling"
 
     @property
+    def longest(self) -> int:
+        """Tokens that it may come to have."""
+        return len(self.ids) + self.max_new_tokens
+
+    @property
     def max_pages(self) -> int:
         """Pages that it needs at most."""
-        return num_pages_for(len(self.ids) + self.max_new_tokens)
+        return num_pages_for(self.longest)
 
     @property
     def pages_to_continue(self) -> int:

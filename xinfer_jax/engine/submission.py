@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from ..checks import check_integer, is_sequence
+from ..config.model_config import with_fixed_rope
 from ..errors import ContextLengthError, InputError, format_message, format_value
 from ..generation.options import GenerateOptions, GenerateOutput, options_or_default
 from ..generation.validation import ValidatedCall, check_prompts, validate_call
@@ -91,7 +92,6 @@ def _checked_options(engine: Any, options: GenerateOptions | None) -> tuple[Gene
 def _check_sizes(engine: Any, call: ValidatedCall) -> None:
     options = call.options
     total = call.longest + call.options.max_new_tokens
-    switch = engine.switches_at
     for name, count, limit in (
         ("logprobs", options.logprobs, MAX_LOGPROBS),
         ("eos_token_ids", len(options.eos_token_ids or ()), MAX_EOS_IDS),
@@ -105,11 +105,7 @@ def _check_sizes(engine: Any, call: ValidatedCall) -> None:
             f"{request} exceeds the {engine.room} that a row of this engine can hold: shorten it, or make"
             " the engine with more capacity or pages"
         )
-    if switch is not None and total > switch:
-        raise InputError(
-            f"{request} exceeds {switch}, beyond which rope type 'longrope' changes its factors: an engine"
-            " has one set of factors, use generate"
-        )
+    with_fixed_rope(engine.model.config, call.longest, total)  # raises where they would change
 
 
 def _with_host_arrays(options: GenerateOptions) -> SamplingConfig | list[SamplingConfig]:
@@ -249,6 +245,7 @@ class EngineBase:
         requests = []
         each: Sequence[Any] = keys or [None] * len(prompts)
         how = escape_control_tokens, skip_special_tokens
+        switch = self.model.config.rope.switches_at
         for request in make_requests(self, prompts, options, each, 0, *how):
             request.live = bool(live)
             request.num_prompt_logprobs = prompt_logprobs
@@ -259,7 +256,9 @@ class EngineBase:
             for answer in request.answers:
                 row = answer.row
                 row.priority = priority
-                row.salt = salt.encode("utf-8", "surrogatepass")
+                # Long factors of longrope have pages of their own. No text encodes to b"\xff".
+                side = b"\xff" if switch is not None and row.longest > switch else b""
+                row.salt = side + salt.encode("utf-8", "surrogatepass")
                 row.client = client
                 row.logprobs_from = logprobs_from if answer is request.answers[0] else None
                 row.share_answers = bool(share_answers)

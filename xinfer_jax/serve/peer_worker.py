@@ -365,7 +365,7 @@ def _description(engine: Engine, host: str) -> dict[str, Any]:
         cache_dtype=engine._core.shape.cache_dtype, page_bytes=engine._core.shape.page_bytes,
         devices=mesh.size if mesh else 1,
     )  # fmt: skip
-    own = {name: getattr(engine, name) for name in ("rows", "pages", "room", "switches_at", "guesses")}
+    own = {name: getattr(engine, name) for name in ("rows", "pages", "room", "guesses")}
     sizes = dict(weight_bytes=engine.weight_bytes, cache_bytes=engine.cache_bytes)
     about = dict(role=engine.role, name=f"{engine.role} process {os.getpid()} ({host})")
     return about | own | sizes | dict(same={name: str(value) for name, value in same.items()})
