@@ -53,13 +53,14 @@ PACKAGES = {
     "compress": ("outliers", "gptq", "awq"),
     "generation": (
         "executor", "state", "strategies", "loop", "speculation", "beam_steps", "buckets", "functional",
-        "runners", "options", "validation", "kernels", "output_checks", "batch_arrays", "batch_matchers",
+        "runners", "options", "validation", "output_checks", "batch_arrays", "batch_matchers",
         "drafting", "scoring", "beams", "batch_generator", "entrypoints",
     ),
     "ops.gpu": ("top_k", "reductions", "sampler"),
     "ops.cpu": ("attention",),
     "ops.kernels": ("attention", "head"),
     "ops.gpu.verify": (),
+    "generation.kernels": (),
     "layerwise": ("precompile", "layer_programs", "runner"),
     "checkpoint": (
         "other_formats", "files", "template_files", "template_budget", "chat_template", "template_tools",
