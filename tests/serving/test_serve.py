@@ -12,6 +12,7 @@ import random
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -284,6 +285,46 @@ def test_disconnect_frees_the_slot(server, streamed):
         assert server.idle(2)
     server.idle()
     assert any("cancelled" in line or "gone" in line for line in server.log[-3:])
+
+
+def test_streams_closed_at_random_times_end(server):
+    """On Python 3.11 `asyncio.wait_for` swallows a cancellation that comes when its own work is done."""
+    assert server.idle()
+    draw = random.Random(0)
+    data = json.dumps(dict(LONG, max_tokens=480, stream=True)).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    count = len(server.log)
+    for _ in range(40):
+        with socket.create_connection(("127.0.0.1", server.port)) as sock:
+            sock.sendall(head + b"content-length: %d\r\n\r\n" % len(data) + data)
+            if draw.random() < 0.8:
+                sock.recv(1)
+            time.sleep(draw.random() * 0.015)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+    assert server.idle(5)
+    assert not [line for line in server.log[count:] if "length" in line]
+
+
+@pytest.mark.parametrize("delay", range(8))
+def test_event_stream_ends_at_the_disconnect(delay):
+    """Whatever the stream is doing in that iteration of the event loop."""
+    sent = []
+
+    async def events():
+        for number in range(200):
+            yield dict(x=number)
+
+    async def send(message):
+        sent.append(message)
+        await asyncio.sleep(0)
+
+    async def receive():
+        for _ in range(20 + delay):
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    asyncio.run(http_responses.EventStream(events(), lambda: None, 60)({}, receive, send))
+    assert len(sent) < 100
 
 
 def test_client_that_reads_nothing_is_disconnected():

@@ -292,7 +292,8 @@ async def request_updates(requests: Sequence[Request], quiet: float | None = Non
         yield True
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(event.wait(), quiet)
+                async with asyncio.timeout(quiet):
+                    await event.wait()
             yield event.is_set()
             event.clear()
     finally:

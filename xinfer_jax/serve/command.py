@@ -258,7 +258,6 @@ def _load(service: Any, flags: Any, peers: tuple[Any, ...], failed: list[BaseExc
         else:
             model = _load_model(flags)
         service.start(model, GenerateOptions(flags.max_tokens, sampling_from_flags(flags, model)), engine)
-        _log(f"{service.settings.name} is ready (seed {service.settings.seed})")
     except BaseException as error:
         service.load_error = format_message(error) or type(error).__name__
         failed.append(error)
@@ -286,13 +285,20 @@ async def _serve(
     server: Any, service: Any, listening: socket.socket, stop: SignalEvent, failed: list[Any]
 ) -> None:
     """Serves until a signal comes, or loading the model fails."""
+    settings = service.settings
     address, port = listening.getsockname()[:2]
-    _log(f"listening on http://{f'[{address}]' if ':' in address else address}:{port}")
+    address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)  # one that can be opened
+    url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
+    _log(f"loading {settings.model}: {url}/health says when it can answer")
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+    loading = True
     while not (stop.is_set() or failed or serving.done()):
         await asyncio.sleep(0.05)
+        if loading and service.engine is not None:
+            loading = False
+            _log(f"{settings.name} is ready (seed {settings.seed}), listening on {url}")
     if stop.is_set():
-        _log(f"shutting down: running answers have {service.settings.grace} s to end")
+        _log(f"shutting down: running answers have {settings.grace} s to end")
     service.closing = True
     server.should_exit = True
     await serving
