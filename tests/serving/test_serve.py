@@ -502,6 +502,40 @@ def test_page_in_a_browser(server, tmp_path, monkeypatch):
         assert server.idle(3)
 
 
+def test_a_prompt_of_the_whole_context_is_scored(server, model):
+    ids = [5 + i % 200 for i in range(server.engine.room)]
+    for engine_fields in ({}, dict(stream=True)):
+        body = dict(prompt=ids, max_tokens=0, echo=True, logprobs=1, return_token_ids=True)
+        if engine_fields:
+            found = [c for chunk in server.events("completion", **body) for c in chunk["choices"]]
+            logprobs = sum((c["logprobs"]["token_logprobs"] for c in found), [])
+        else:
+            (choice,) = server.ask("completion", **body)["choices"]
+            logprobs = choice["logprobs"]["token_logprobs"]
+            assert choice["finish_reason"] == "length" and choice["token_ids"] == []
+        wanted = xj.score(model.params, model.config, jax.numpy.array([ids]))[0]
+        assert len(logprobs) == len(ids) and abs(logprobs[-1] - float(wanted[-1])) < 1e-3
+    for wrong in (dict(prompt=[*ids, 5], max_tokens=0, echo=True), dict(prompt=ids, max_tokens=1)):
+        status, found, _ = server.call("POST", "/v1/completions", wrong)
+        assert status == 400 and found["error"]["code"] == "context_length_exceeded"
+    assert server.idle()
+
+
+def test_stream_options_and_line_ends(server, monkeypatch):
+    fields = dict(messages=QUESTION, max_tokens=6, n=2, seed=1, temperature=1.0)
+    options = dict(include_usage=True, continuous_usage_stats=True, include_obfuscation=False)
+    chunks = server.events("chat", stream_options=options, **fields)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts[0] == 0 and counts == sorted(counts) and counts[-2] == counts[-1] > 2
+    assert len({chunk["usage"]["prompt_tokens"] for chunk in chunks}) == 1
+    assert "unknown fields: stream_options.include_obfuscation" in server.log
+    options = dict(continuous_usage_stats=True)  # needs include_usage, as in vLLM
+    assert not any("usage" in chunk for chunk in server.events("chat", stream_options=options, **fields))
+    text = "a\x85b\u2028c\u2029d"
+    event = http_responses._encode_event(dict(text=text)).decode()
+    assert len(event.strip().splitlines()) == 1 and json.loads(event[6:]) == dict(text=text)
+
+
 @pytest.mark.parametrize("more", [dict(logprobs=2), dict(max_tokens=0, logprobs=1), {}])
 def test_streamed_echo_equals_whole_response(server, more):
     fields = dict(prompt=["What is", "The"], n=2, seed=4, temperature=1.3, max_tokens=9, echo=True) | more

@@ -86,8 +86,8 @@ class Row:
 
     @property
     def max_pages(self) -> int:
-        """Pages that it needs at most."""
-        return num_pages_for(len(self.ids) + self.max_new_tokens)
+        """Pages that it needs at most. A single new token comes from the prompt's own logits."""
+        return num_pages_for(len(self.ids) + (self.max_new_tokens if self.max_new_tokens > 1 else 0))
 
     @property
     def pages_to_continue(self) -> int:

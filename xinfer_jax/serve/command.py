@@ -109,6 +109,7 @@ PARSER.add_integer(
 PARSER.add_switch("warm_up", "Compile all programs before the first request, not beside it.")
 PARSER.add_switch("log_prompts", "Log the token ids of prompts, too.")
 PARSER.add_switch("share_prefixes", "Keys share prefix pages: cached_tokens may reveal another's prompt.")
+PARSER.add_switch("stop_in_reasoning", "Stop strings of chats end the reasoning too, not the content alone.")
 PARSER.add_switch("escape_control_tokens", "The text of messages never becomes a control token.", True)
 
 
@@ -163,7 +164,7 @@ def _run(argv: Sequence[str]) -> int:
         max_body_bytes=flags.max_body_bytes, share_prefixes=flags.share_prefixes,
         deadline=flags.deadline, grace=flags.grace,
         stuck_seconds=flags.stuck_seconds, seed=seed, escape=flags.escape_control_tokens,
-        log_prompts=flags.log_prompts,
+        log_prompts=flags.log_prompts, stop_in_reasoning=flags.stop_in_reasoning,
         shape=shape | dict(data_parallel=flags.data_parallel, warm_up=flags.warm_up) | devices,
         max_connections=most_connections, max_connections_per_address=most_per_address,
         trusted_proxies=tuple(flags.trusted_proxy),

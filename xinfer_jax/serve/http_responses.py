@@ -4,7 +4,6 @@ disconnected client is noticed at once.
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ..errors import format_message
+from ..formatting import json_line
 
 _SLICE_BYTES = 2**16  # of a body that are sent at a time; the client must read each within the stall time
 
@@ -122,5 +122,4 @@ async def until_disconnect(work: Coroutine[Any, Any, _Result], receive: Receive)
 
 
 def _encode_event(value: dict[str, Any]) -> bytes:
-    data = json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
-    return b"data: " + data + b"\n\n"
+    return b"data: " + json_line(value).encode("utf-8", "replace") + b"\n\n"
