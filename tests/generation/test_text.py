@@ -113,17 +113,15 @@ def test_the_stop_string_completed_first_counts(model):
 
 def test_min_new_tokens_holds_against_stop_strings(model):
     """Also in a list with several numbers, and in an engine."""
-    whole = xj.generate_text(model, QUESTION, xj.GenerateOptions(16))
-    stops = dict(max_new_tokens=16, stop_strings=("e",))
-    cut = whole[: whole.index("e", 5)]
-    ids = model.tokenizer.encode(cut)
-    settings = [xj.SamplingConfig(min_new_tokens=count) for count in (0, len(ids))]
-    found = xj.generate_text(model, [QUESTION] * 2, xj.GenerateOptions(sampling=settings, **stops))
-    options = xj.GenerateOptions(sampling=settings[1], **stops)
-    assert found == ["Y", cut] and "".join(xj.stream_text(model, QUESTION, options)) == cut
+    stops = dict(max_new_tokens=16, stop_strings=("e", "🚀"))
+    settings = [xj.SamplingConfig(min_new_tokens=count) for count in (1, 2, 11, 12)]
+    wanted = ["Y", "Yes, 你", "Yes, 你", ANSWER]  # the rocket is complete with the 12th token
+    assert xj.generate_text(model, [QUESTION] * 4, xj.GenerateOptions(sampling=settings, **stops)) == wanted
+    options = xj.GenerateOptions(sampling=settings[2], **stops)
+    assert "".join(xj.stream_text(model, QUESTION, options)) == wanted[2]
     with xj.Engine(model, rows=1, capacity=64) as engine:
         request = engine.submit(QUESTION, options)
-        assert "".join(request.text()) == cut and len(request.result().tokens[0]) >= len(ids)
+        assert "".join(request.text()) == wanted[2] and len(request.result().tokens[0]) == 12
 
 
 def test_system_and_raw_apply_to_each_prompt(model):
