@@ -107,7 +107,9 @@ class _InfoEndpoints:
         card = dict(id=service.settings.name, object="model", created=0, owned_by="xinfer_jax")
         card |= dict(max_model_len=service.max_model_len)
         if service.model is not None:
-            card |= dict(about=service.model.about, description=_describe(service.settings.model, service.model))
+            card |= dict(
+                about=service.model.about, description=_describe(service.settings.model, service.model)
+            )
         return card
 
     def _model(self) -> Any:
@@ -127,8 +129,8 @@ def _describe(name: str, model: Model) -> str:
     template = (tokenizer and tokenizer.chat_template) or ""
     if not template:
         return "It continues texts: it has no chat template, so it was not trained to answer questions."
-    tools = " It can call functions, which the API describes." if tokenizer.template_tools.used else ""
-    thinks = " It thinks before it answers." if "<think>" in template or "<|channel|>" in template else ""
+    tools = " Programs can give it functions to call." if tokenizer.template_tools.used else ""
+    thinks = " It can think before it answers." if "<think>" in template or "<|channel|>" in template else ""
     return f"It answers questions and takes part in conversations.{thinks}{tools}"
 
 
