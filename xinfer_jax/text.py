@@ -15,8 +15,8 @@ from .checks import is_sequence
 from .errors import InputError, format_value
 from .generation.entrypoints import Stream, generate, stream
 from .generation.options import GenerateOptions, GenerateOutput, options_or_default
-from .generation.precompile import Precompiler
 from .grammar.grammars import with_tokenizer
+from .layerwise.precompile import Precompiler
 from .sampling.sampling_config import min_tokens_of_row
 
 MAX_STOP_STRINGS = 64  # of one prompt

@@ -86,7 +86,8 @@ class Model:
         config = self.config
         return (
             f"{config.model_type}, {count / 1e6:.4g} M parameters in {stats.dtype},"
-            f" {format_mib(stats.weight_bytes)}, vocabulary {config.vocab_size}, context {config.context_length}"
+            f" {format_mib(stats.weight_bytes)}, vocabulary {config.vocab_size},"
+            f" context {config.context_length}"
         )
 
 
