@@ -126,8 +126,8 @@ def _describe(name: str, model: Model) -> str:
             " --model serves another one."
         )
     tokenizer = model.tokenizer
-    template = (tokenizer and tokenizer.chat_template) or ""
-    if not template:
+    template = tokenizer.chat_template if tokenizer else None
+    if not tokenizer or not template:
         return "It continues texts: it has no chat template, so it was not trained to answer questions."
     tools = " Programs can give it functions to call." if tokenizer.template_tools.used else ""
     thinks = " It can think before it answers." if "<think>" in template or "<|channel|>" in template else ""
