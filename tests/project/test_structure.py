@@ -45,7 +45,7 @@ PACKAGES = {
     ),
     "grammar": (
         "automaton", "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "compiler", "matcher",
-        "grammars",
+        "served_schemas", "grammars",
     ),
     "compress": ("outliers", "gptq", "awq"),
     "generation": (
