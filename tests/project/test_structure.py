@@ -40,8 +40,8 @@ PACKAGES = {
         "random_keys", "sampler", "logprobs",
     ),
     "tools": (
-        "marks", "reasoning", "json_scanner", "call_parser", "json_call", "xml_call", "tool_call_parser",
-        "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
+        "marks", "reasoning", "json_scanner", "call_parser", "json_call", "xml_call", "gemma_call",
+        "tool_call_parser", "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
     ),
     "grammar": (
         "grammars", "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "compiler", "matcher",

@@ -12,6 +12,7 @@ import tokenizers
 from ..errors import InputError
 from ..grammar.vocabulary import BYTES_OF_LETTERS
 from ..tools.harmony import CHANNEL, CONTROL_TOKENS, END, MESSAGE, SPELLINGS, START, STOP_TOKENS
+from ..tools.marks import GEMMA_TOKENS
 from .chat_template import render
 from .files import file_exists, read_json, read_text
 from .template_tools import TemplateTools, find_template_tools
@@ -109,13 +110,13 @@ class Tokenizer:
 
         Args:
             ids: of any length.
-            skip_special_tokens: leave them out, but for Harmony's control tokens, which are the form of an
-                answer, as <think> is of others.
+            skip_special_tokens: leave them out, but for control tokens of Harmony and Gemma 4 that are the
+                form of an answer, as <think> is of others.
 
         Raises:
             InputError: values that are not ids, or a broken tokenizer.
         """
-        if skip_special_tokens and self.harmony_marks:
+        if skip_special_tokens and self._kept_tokens:
             return self.decode_marked(ids).translate(SPELLINGS)
         return self._decode(ids, skip_special_tokens)
 
@@ -124,16 +125,27 @@ class Tokenizer:
         pieces = []
         start = 0
         for at, token in enumerate(ids):
-            if token in self.harmony_marks:
-                pieces += [self._decode(ids[start:at], skip_special_tokens), self.harmony_marks[token]]
+            if token in self._kept_tokens:
+                pieces += [self._decode(ids[start:at], skip_special_tokens), self._kept_tokens[token]]
                 start = at + 1
         return "".join([*pieces, self._decode(ids[start:], skip_special_tokens)])
 
     @functools.cached_property
+    def _special_ids(self) -> dict[str, int]:
+        """The id of each special token."""
+        added = self.backend.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if token.special}
+
+    @functools.cached_property
+    def _kept_tokens(self) -> dict[int, str]:
+        """What stands in a text for special tokens that are the form of an answer, by id."""
+        named = self._special_ids
+        return self.harmony_marks or {named[name]: name for name in GEMMA_TOKENS if name in named}
+
+    @functools.cached_property
     def harmony_marks(self) -> dict[int, str]:
         """The character of each of Harmony's control tokens, by id; empty for a vocabulary without them."""
-        added = self.backend.get_added_tokens_decoder()
-        named = {token.content: i for i, token in added.items() if token.special}
+        named = self._special_ids
         found = {named[name]: mark for name, mark in CONTROL_TOKENS.items() if name in named}
         return found if {START, CHANNEL, MESSAGE, END} <= {*found.values()} else {}
 

@@ -81,19 +81,24 @@ class AnswerDelta:
 class AnswerParser:
     """Takes the text of an answer apart while it is generated.
 
-    Reasoning stands between <think> and </think> at the beginning. Calls stand in the content after it:
+    Reasoning stands between <think> and </think> at the beginning, or <|channel>thought and <channel|> of
+    Gemma 4. Calls stand in the content after it:
 
     - "hermes", of Qwen 2.5 and 3: <tool_call>{"name": …, "arguments": {…}}</tool_call>
     - "qwen3_coder": <tool_call><function=…><parameter=…>…</parameter></function></tool_call>
     - "llama3_json": {"name": …, "parameters": {…}} at the beginning of the content, perhaps after
       <|python_tag|>; several are separated by semicolons.
+    - "gemma4": <|tool_call>call:…{key:<|"|>…<|"|>, …}<tool_call|>
     - "harmony", of gpt-oss: <|channel|>commentary to=functions.… <|constrain|>json<|message|>{…}<|call|>. An
       answer that begins with such a header has channels: `analysis` is the reasoning, `final` the content,
       and so are messages on `commentary` that are no calls.
 
-    The names are vLLM's, but for the last. A call that is malformed or incomplete, or of a function that is
-    not among the tools, is text: it becomes content. Its name and the beginning of its arguments may have
-    been returned by then, with an index that no other call has. Whitespace beside calls is left out.
+    The names are vLLM's, but for the last. Calls are found as models write them: without arguments, with
+    arguments null or as JSON in a text, with a brace too many, several objects or a list in one mark, within
+    {"function": …}; Qwen3-Coder's without the first mark or </parameter>. A call that is malformed or
+    incomplete, or of a function that is not among the tools, is text: it becomes content. Its name and the
+    beginning of its arguments may have been returned by then, with an index that no other call has.
+    Whitespace beside calls is left out.
     """
 
     def __init__(
