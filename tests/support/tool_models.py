@@ -19,9 +19,16 @@ _XML = (
     "<tool_call>\n<function={{ c.function.name }}>\n{% for name, value in c.function.arguments | items %}"
     "<parameter={{ name }}>\n{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
 )
+# Gemma 4's marks, with values as JSON but for texts.
+_GEMMA = (
+    "<|tool_call>call:{{ c.function.name }}{{ '{' }}{% for name, value in c.function.arguments | dictsort %}"
+    "{{ ',' if not loop.first }}{{ name }}:"
+    '{% if value is string %}<|"|>{{ value }}<|"|>{% else %}{{ value | tojson }}{% endif %}'
+    "{% endfor %}{{ '}' }}<tool_call|>"
+)
 TEMPLATES = {
     name: _TOOLS + _TURNS.replace("CALL", call)
-    for name, call in dict(hermes=_JSON, llama3_json=_LLAMA, qwen3_coder=_XML).items()
+    for name, call in dict(hermes=_JSON, llama3_json=_LLAMA, qwen3_coder=_XML, gemma4=_GEMMA).items()
 }
 _DIGIT = dict(type="integer", minimum=0, maximum=9)
 
