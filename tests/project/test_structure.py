@@ -36,7 +36,7 @@ PACKAGES = {
         "decoder_layer", "decoder", "greedy",
     ),
     "sampling": (
-        "reductions", "processors", "biases", "sampling_config", "batched_settings", "automaton", "context",
+        "reductions", "processors", "biases", "sampling_config", "batched_settings", "context",
         "random_keys", "sampler", "logprobs",
     ),
     "tools": (
@@ -44,14 +44,14 @@ PACKAGES = {
         "tool_call_parser", "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
     ),
     "grammar": (
-        "grammars", "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "compiler", "matcher",
-        "batch_matchers",
+        "automaton", "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "compiler", "matcher",
+        "grammars",
     ),
     "compress": ("outliers", "gptq", "awq"),
     "generation": (
         "state", "strategies", "loop", "speculation", "beam_steps", "buckets", "functional", "precompile",
         "layer_programs", "runners", "options", "validation", "kernels", "output_checks", "batch_arrays",
-        "scoring", "beams", "batch_generator", "entrypoints",
+        "batch_matchers", "scoring", "beams", "batch_generator", "entrypoints",
     ),
     "checkpoint": (
         "files", "template_budget", "chat_template", "template_tools", "token_coverage", "tokenizer",
@@ -112,10 +112,14 @@ def imported(path: Path, package: str) -> set[str]:
 
 
 def imported_modules(name: str) -> set[str]:
-    """Returns the modules of xinfer_jax that a module of xinfer_jax imports."""
+    """Returns the modules of xinfer_jax that a module of xinfer_jax imports, other than for annotations."""
     path = LIBRARY.joinpath(*name.split(".")).with_suffix(".py")
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree.body = [
+        node for node in tree.body if getattr(getattr(node, "test", None), "id", "") != "TYPE_CHECKING"
+    ]
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = [*name.split(".")[: -node.level], *(node.module or "").split(".")]
             names |= {".".join(filter(None, (*base, alias.name))) for alias in node.names}

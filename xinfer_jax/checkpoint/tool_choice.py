@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError, format_value
-from ..grammar.grammars import AUTO, CALLS, Grammar
+from ..grammar.compiler import AUTO, CALLS
+from ..grammar.grammars import Grammar
 from ..tools.call_grammar import call_grammar
 from ..tools.descriptions import parameter_schemas
 from ..tools.tool_call_parser import HARMONY

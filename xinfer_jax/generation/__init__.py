@@ -6,8 +6,8 @@ The way of a call: `generate` → `BatchGenerator` → a runner → programs of 
 - `entrypoints`: `generate` and `stream`. `options`: their options and output. `validation`: the checks of
   their arguments.
 - `batch_generator`: the rows of one call. `batch_arrays`: the arrays that it makes of lists, in the sizes of
-  `buckets`. `state`: `DecodeState`, all that belongs to a row but its keys and values. `output_checks`:
-  errors that are known only after sampling.
+  `buckets`. `batch_matchers`: the rows' grammars. `state`: `DecodeState`, all that belongs to a row but its
+  keys and values. `output_checks`: errors that are known only after sampling.
 - `strategies`: what a decoding strategy is, and the plain one. `speculation` and `beam_steps` are the others.
 - `runners`: the whole model as one program, or layer by layer. Both run any strategy. `layer_programs`: the
   programs of the second. `loop`: the traced functions of the whole model. `precompile`: compiles the programs

@@ -12,11 +12,11 @@ import numpy as np
 from ..cache.kv_cache import KVCache, truncate, with_draft_slots
 from ..cache.prefix import make_prefix
 from ..config.model_config import ModelConfig
-from ..grammar.batch_matchers import BatchMatchers
 from ..sampling.logprobs import token_logprob_rows
 from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import tree_bytes
 from .batch_arrays import check_generation_memory, initial_state, new_cache, pad_prompts, prompt_of_row
+from .batch_matchers import BatchMatchers
 from .options import GenerateOptions, GenerateOutput
 from .output_checks import check_generated, check_overflow
 from .precompile import IMMEDIATE, Executor, Precompiler, call_signature, precompile_once, shape_struct

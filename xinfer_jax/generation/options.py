@@ -3,7 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,11 +11,13 @@ from ..cache.prefix import Prefix
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..formatting import format_token_counts
-from ..grammar.grammars import Grammar
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sampling_config import SamplingConfig
 from ..stats import GenerateStats
 from .buckets import bucket
+
+if TYPE_CHECKING:
+    from ..grammar.grammars import Grammar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,7 @@ class GenerateOptions:
     prefix: Prefix | None = None
     keep_prefix: bool = False
     logits: bool = False
-    grammar: Grammar | Sequence[Grammar | None] | None = None
+    grammar: "Grammar | Sequence[Grammar | None] | None" = None
 
 
 @dataclasses.dataclass(repr=False)

@@ -13,8 +13,6 @@ from ..cache.quantized_kv import KV_BITS, check_head_dim
 from ..checks import check_integer, check_token_ids, is_sequence
 from ..config.model_config import ModelConfig, with_fixed_rope
 from ..errors import ContextLengthError, InputError, format_value
-from ..grammar.grammars import Grammar
-from ..grammar.matcher import CompiledGrammar, DfaMatcher, Matcher
 from ..model.attention import check_impl
 from ..sampling.batched_settings import settings_per_row, takes_most_likely
 from ..sampling.random_keys import check_key
@@ -37,7 +35,7 @@ class ValidatedCall:
     options: GenerateOptions  # numbers are ints, ids tuples of ints
     sampling_B: SamplingConfig  # of each prompt
     key: jax.Array  # one, or one per prompt
-    grammars: tuple[CompiledGrammar | None, ...] = ()  # of each prompt; (): no prompt has one
+    grammars: tuple[Any, ...] = ()  # `CompiledGrammar` or None of each prompt; (): no prompt has one
     needs_masks: bool = False  # the host writes the masks of a row between its steps
 
     @functools.cached_property
@@ -98,7 +96,7 @@ class ValidatedCall:
         """Masks of allowed tokens in a row's state: of the next token, and after each draft token."""
         return 1 + self.num_draft_tokens if self.needs_masks and self.options.draft is not None else 1
 
-    def new_matcher(self, prompt: int) -> Matcher | DfaMatcher | None:
+    def new_matcher(self, prompt: int) -> Any:
         """What follows an answer to this prompt through its grammar; None without one."""
         grammar = self.grammars[prompt] if self.grammars else None
         if grammar is None:
@@ -194,9 +192,7 @@ def _check_together(config: ModelConfig, options: GenerateOptions) -> None:
         raise InputError(f"keep_prefix with best_of={options.best_of}: {why}")
 
 
-def _compile_grammars(
-    config: ModelConfig, options: GenerateOptions, prompts: int
-) -> tuple[CompiledGrammar | None, ...]:
+def _compile_grammars(config: ModelConfig, options: GenerateOptions, prompts: int) -> tuple[Any, ...]:
     """The grammar of each prompt; () where no prompt has one."""
     given: Any = options.grammar
     each = list(given) if is_sequence(given) else [given] * prompts
@@ -208,25 +204,23 @@ def _compile_grammars(
         raise InputError("grammar needs an EOS id, which ends the answer: eos_token_ids is empty")
     if not options.use_cache:
         raise InputError("grammar needs the cache: leave use_cache true")
-    compiled: dict[Any, CompiledGrammar] = {}
+    compiled: dict[Any, Any] = {}
     for grammar in each:
         if grammar is not None and grammar not in compiled:
             compiled[grammar] = _compile_grammar(config, grammar)
     return tuple(None if grammar is None else compiled[grammar] for grammar in each)
 
 
-def _need_masks(grammars: Sequence[CompiledGrammar | None], prompts: list[list[int]]) -> bool:
+def _need_masks(grammars: Sequence[Any], prompts: list[list[int]]) -> bool:
     pairs = zip(grammars, prompts, strict=False)
     return any(grammar is not None and not grammar.runs_on_device(prompt) for grammar, prompt in pairs)
 
 
-def _compile_grammar(config: ModelConfig, grammar: Any) -> CompiledGrammar:
-    if not isinstance(grammar, Grammar):
+def _compile_grammar(config: ModelConfig, grammar: Any) -> Any:
+    if not hasattr(grammar, "compile"):
         made_by = "json_schema, json_object, regex, lark or choice"
         raise InputError(f"grammar must be made by {made_by}, got {format_value(grammar)}")
-    if grammar.tokenizer is None:
-        raise InputError("a grammar needs the tokenizer: give tokenizer=model.tokenizer beside it")
-    return CompiledGrammar(grammar, config.vocab_size)
+    return grammar.compile(config.vocab_size)
 
 
 def _check_prefix(options: GenerateOptions, prompts: list[list[int]]) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 from ..checks import is_sequence
 from ..errors import InputError, format_value
+from .compiler import AUTO
+from .matcher import CompiledGrammar
 
-AUTO = "auto"
-CALLS = "calls"  # the kind of `tool_grammar`
 MAX_CHARACTERS = 2**18  # of a grammar; a schema of so many compiles for about two seconds
 # What a JSON Schema may say beside the standard, for llguidance: here no whitespace between tokens of JSON.
 _COMPACT = {"whitespace_flexible": False}
@@ -48,6 +48,16 @@ class Grammar:
         end = self.reasoning_end
         if end is not None and not (isinstance(end, str) and end):
             raise InputError(f"reasoning_end must be a text, 'auto' or None, got {format_value(end)}")
+
+    def compile(self, vocab_size: int) -> CompiledGrammar:
+        """What follows answers of a model with V logits; what `generate` needs of a grammar.
+
+        Raises:
+            InputError: no tokenizer, or a grammar that is not served.
+        """
+        if self.tokenizer is None:
+            raise InputError("a grammar needs the tokenizer: give tokenizer=model.tokenizer beside it")
+        return CompiledGrammar(self, vocab_size)
 
     def __repr__(self) -> str:
         return f"Grammar({self.kind}, {format_value(self.source, 40)})"
