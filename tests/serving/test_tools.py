@@ -73,6 +73,23 @@ def test_calls_in_a_stream(server):
         assert all(deltas[:-1])
 
 
+def test_a_schema_holds_for_the_answer_and_calls_stay_possible(server, model):
+    """Whatever begins the answer: a schema constrains what is no call, and the calls' arguments are valid."""
+    pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
+    schema = dict(type="json_schema", json_schema=dict(name="x", schema=dict(const=[3])))
+    for more in (dict(response_format=schema), dict(structured_outputs=dict(choice=["[3]"]))):
+        found = []
+        for start in ("<tool_call>", "["):
+            bias = {str(model.tokenizer.backend.token_to_id(start)): 100}
+            asked = dict(messages=QUESTION, tools=TOOLS, parallel_tool_calls=False, logit_bias=bias, **more)
+            (choice,) = server.ask("chat", **asked)["choices"]
+            found.append((choice["finish_reason"], choice["message"]))
+        (reason, message), (other, said) = found
+        assert (reason, message["content"]) == ("tool_calls", None)
+        assert [tool_models.arguments(call) for call in message["tool_calls"]] == CALLS[:1]
+        assert (other, said["content"]) == ("stop", "[3]") and "tool_calls" not in said
+
+
 def test_calls_stay_text_without_tools(server):
     for more in ({}, dict(tools=[]), dict(tools=TOOLS, tool_choice="none")):
         (choice,) = server.ask("chat", messages=QUESTION, **more)["choices"]

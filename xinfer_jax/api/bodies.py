@@ -9,6 +9,7 @@ from ..checkpoint.loading import Model
 from ..engine.device import MAX_STOP_IDS
 from ..errors import ContextLengthError, InputError
 from ..generation.options import GenerateOptions
+from ..grammar.grammars import Grammar
 from ..sampling.sampling_config import check_min_tokens
 from ..text import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 from .fields import BodyError, Fields, check_fields
@@ -205,9 +206,12 @@ def _parse_logprobs(kind: str, fields: Fields, default: int | None) -> int | Non
 
 
 def _parse_grammar(fields: Fields, default: Any, tools: ToolSettings | None) -> Any:
-    """The grammar of the answer: of calls where they are required, else what other fields ask for."""
+    """The grammar of the answer: of calls where they are required, else what other fields ask for, beside
+    which tools may be called.
+    """
     if tools is None or tools.grammar is None:
-        return parse_grammar(fields, default)
+        found = parse_grammar(fields, default)
+        return tools.calls_or(found) if tools and isinstance(found, Grammar) else found
     if parse_grammar(fields, None) is not None:
         raise BodyError("tool_choice", "tool_choice requires calls: no other field may constrain the answer")
     return tools.grammar

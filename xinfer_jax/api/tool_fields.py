@@ -23,12 +23,25 @@ class ToolSettings:
         format: how the model writes calls, one of `TOOL_FORMATS`.
         grammar: of answers that are calls; None: the answer need not have any.
         most_calls: calls after this many are dropped; None: no limit.
+        tokenizer: of the model.
     """
 
     tools: list[dict[str, Any]]
     format: str
     grammar: Grammar | None
     most_calls: int | None
+    tokenizer: Tokenizer
+
+    def calls_or(self, answer: Grammar) -> Grammar:
+        """A grammar of answers that are calls, or what another grammar says.
+
+        Raises:
+            BodyError: the form of calls cannot express a tool's schema.
+        """
+        try:
+            return tool_grammar(self.tools, self.tokenizer, several=self.most_calls is None, answer=answer)
+        except InputError as error:
+            raise BodyError("tools", f"tools beside a grammar: {error}") from error
 
 
 def parse_tools(fields: Fields, tokenizer: Tokenizer | None) -> ToolSettings | None:
@@ -59,12 +72,12 @@ def parse_tools(fields: Fields, tokenizer: Tokenizer | None) -> ToolSettings | N
         raise BodyError("tools", error) from error
     most_calls = 1 if name or not parallel else None
     if choice == "auto":
-        return ToolSettings(tools, call_format, None, most_calls)
+        return ToolSettings(tools, call_format, None, most_calls, tokenizer)
     try:
         grammar = tool_grammar(tools, tokenizer, name=name, several=parallel)
     except InputError as error:
         raise BodyError("tool_choice", f"tool_choice: {error}") from error
-    return ToolSettings(tools, call_format, grammar, most_calls)
+    return ToolSettings(tools, call_format, grammar, most_calls, tokenizer)
 
 
 def _chosen_name(choice: Mapping[str, Any]) -> str:

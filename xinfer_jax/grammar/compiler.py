@@ -110,7 +110,7 @@ class Vocabulary:
             if self._llguidance is None:
                 self._llguidance = llguidance.LLTokenizer(_wrap(self.tokens, self.special), self.size + 1)
         limits = llguidance.LLParserLimits(**_LIMITS)
-        matcher = llguidance.LLMatcher(self._llguidance, _lark_text(grammar), log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(self._llguidance, lark_text(grammar), log_level=0, limits=limits)
         if not matcher.is_error():
             next_tokens(matcher, self.size)
         if matcher.get_error().startswith("NoExtension"):
@@ -205,7 +205,8 @@ def _wrap(tokens: list[bytes], special: list[int]) -> Any:
     return TokenizerWrapper(found)
 
 
-def _lark_text(grammar: "Grammar") -> str:
+def lark_text(grammar: "Grammar") -> str:
+    """The grammar in llguidance's Lark syntax, whatever its kind."""
     if grammar.kind == "lark":
         operators = re.findall("[&~]", re.sub(r'"(?:\\.|[^"\\])*"', "", grammar.source))
         if len(operators) > _MOST_INTERSECTIONS:

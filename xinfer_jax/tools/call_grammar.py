@@ -60,8 +60,12 @@ def call_grammar(call_format: str, parameters: Mapping[str, Mapping[str, Any]], 
             rules += _xml_rules(i, name, schema)
         else:
             key = "parameters" if call_format == LLAMA3_JSON else "arguments"
-            head = _text(f'{{"name": {json.dumps(name)}, "{key}": ')
-            rules += [f"f{i}: {head} a{i} {_text('}')}", f"a{i}: {_json(_closed(schema))}"]
+            # Terminals as those of JSON, which an answer may be instead: llguidance takes the longest.
+            head = ("{", '"name"', ": ", json.dumps(name), ", ", f'"{key}"', ": ")
+            rules += [
+                f"f{i}: {' '.join(map(_text, head))} a{i} {_text('}')}",
+                f"a{i}: {_json(_closed(schema))}",
+            ]
     function = " | ".join(f"f{i}" for i in range(len(parameters)))
     if call_format == LLAMA3_JSON:
         return "\n".join([f"start: {function}", *rules])
