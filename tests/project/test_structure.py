@@ -54,7 +54,8 @@ PACKAGES = {
         "batch_matchers", "scoring", "beams", "batch_generator", "entrypoints",
     ),
     "checkpoint": (
-        "files", "template_budget", "chat_template", "template_tools", "token_coverage", "tokenizer",
+        "files", "template_budget", "chat_template", "template_tools", "token_coverage",
+        "template_content", "response_template", "template_splitter", "tokenizer",
         "escaping", "conversation", "tool_choice", "detokenizer", "stop_strings", "answer_detokenizer",
         "tensors", "text_tensors", "own_format", "awq_gptq_format", "bitnet_format", "mxfp4_format",
         "quantized_formats", "sharded_leaves", "leaf_loader", "loading",

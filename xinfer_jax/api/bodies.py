@@ -1,11 +1,13 @@
 """Parses a request body: prompts as token ids, options, and what the response must contain."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..checkpoint.conversation import ends_in_reasoning, harmony_header, prompt_ids
 from ..checkpoint.loading import Model
+from ..checkpoint.response_template import ResponseTemplate
+from ..checkpoint.tokenizer import Tokenizer
 from ..engine.device import MAX_STOP_IDS
 from ..errors import ContextLengthError, InputError
 from ..generation.options import GenerateOptions
@@ -41,6 +43,8 @@ class ParsedBody:
         in_reasoning: the prompt of a chat ends within the reasoning: the template has opened <think>.
         harmony_header: that the prompt of a chat ends with; None: the model does not write Harmony.
         tools: that the answer may call; None: none.
+        template: how the answer of a chat is taken apart, and what the prompt has of it already; None: as
+            reasoning and calls are marked in forms that are known.
         call_prefix: ids of calls begin with it; no other request has the same.
     """
 
@@ -60,6 +64,7 @@ class ParsedBody:
     harmony_header: str | None = None
     tools: ToolSettings | None = None
     call_prefix: str = "call"
+    template: tuple[ResponseTemplate, str] | None = None
 
 
 def parse_request_body(  # noqa: PLR0913  what a body depends on
@@ -163,7 +168,15 @@ def parse_request_body(  # noqa: PLR0913  what a body depends on
         kind == "chat" and ends_in_reasoning(model.tokenizer, prompts[0]),
         harmony_header(model.tokenizer, prompts[0]) if kind == "chat" else None,
         tools,
+        template=_begun_template(model.tokenizer, prompts[0]) if kind == "chat" else None,
     )
+
+
+def _begun_template(tokenizer: Tokenizer | None, ids: Sequence[int]) -> tuple[ResponseTemplate, str] | None:
+    template = None if tokenizer is None else tokenizer.answer_template
+    if tokenizer is None or template is None:
+        return None
+    return template, template.begun(tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def _encoder(model: Model) -> EncodePrompt:

@@ -20,14 +20,14 @@ class ToolSettings:
 
     Attributes:
         tools: that the prompt describes.
-        format: how the model writes calls, one of `TOOL_FORMATS`.
+        format: how the model writes calls, one of `TOOL_FORMATS`; None: as its response template says.
         grammar: of answers that are calls; None: the answer need not have any.
         most_calls: calls after this many are dropped; None: no limit.
         tokenizer: of the model.
     """
 
     tools: list[dict[str, Any]]
-    format: str
+    format: str | None
     grammar: Grammar | None
     most_calls: int | None
     tokenizer: Tokenizer
@@ -67,7 +67,8 @@ def parse_tools(fields: Fields, tokenizer: Tokenizer | None) -> ToolSettings | N
         raise BodyError("tools", "tools need a chat template, which this checkpoint lacks: leave them out")
     try:
         tools = check_template_tools(tokenizer, given)
-        call_format = known_format(tokenizer)
+        template = tokenizer.answer_template
+        call_format = None if template and template.has_calls else known_format(tokenizer)
     except InputError as error:
         raise BodyError("tools", error) from error
     most_calls = 1 if name or not parallel else None

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ..tools.harmony import CHANNEL, CONTROL_TOKENS, END, MESSAGE, SPELLINGS, ST
 from ..tools.marks import GEMMA_TOKENS
 from .chat_template import render
 from .files import file_exists, read_json, read_text
+from .response_template import ResponseTemplate, parse_response_template
 from .template_tools import TemplateTools, find_template_tools
 from .token_coverage import token_coverage
 
@@ -38,6 +40,7 @@ class Tokenizer:
             else None.
         special_tokens: texts of the tokens that a template may use by name (bos_token, eos_token, …).
         eos_token_ids: ids that end an answer.
+        response_template: how the checkpoint says that answers are written; None: it does not.
     """
 
     def __init__(
@@ -47,12 +50,14 @@ class Tokenizer:
         chat_template: str | None,
         special_tokens: dict[str, str],
         eos_token_ids: Sequence[int],
+        response_template: ResponseTemplate | None = None,
     ):
         self.backend = backend
         chatml = CHATML if backend.token_to_id("<|im_start|>") is not None else None
         self.chat_template = chat_template or chatml
         self.special_tokens = special_tokens
         self.eos_token_ids = tuple(eos_token_ids)
+        self.response_template = response_template
 
     def __repr__(self) -> str:
         return f"Tokenizer(vocabulary {self.backend.get_vocab_size()}, EOS ids {self.eos_token_ids})"
@@ -73,7 +78,14 @@ class Tokenizer:
         special = _add_declared_tokens(backend, path, settings)
         template = _chat_template(path, settings)
         ends = eos_ids(generation, config, backend, special.get("eos_token", ""))
-        return cls(backend, chat_template=template, special_tokens=special, eos_token_ids=ends)
+        response = _response_template(settings)
+        return cls(
+            backend,
+            chat_template=template,
+            special_tokens=special,
+            eos_token_ids=ends,
+            response_template=response,
+        )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text.
@@ -188,6 +200,11 @@ class Tokenizer:
         """A token to decode others after, and its text."""
         ids = self.encode("a", add_special_tokens=False)[-1:]
         return ids, self.decode(ids, skip_special_tokens=False)
+
+    @property
+    def answer_template(self) -> ResponseTemplate | None:
+        """The response template, where the chat template writes calls in no form that is known."""
+        return None if self.template_tools.format or self.writes_harmony else self.response_template
 
     @property
     def template_tools(self) -> TemplateTools:
@@ -318,6 +335,15 @@ def _chat_template(path: Path, settings: dict) -> str | None:
             " 'default'"
         )
     return template
+
+
+def _response_template(settings: dict[str, Any]) -> ResponseTemplate | None:
+    spec = settings.get("response_template")
+    try:
+        return None if spec is None else parse_response_template(spec)
+    except InputError as error:
+        warnings.warn(f"answers are not taken apart as the checkpoint says: {error}", stacklevel=4)
+        return None
 
 
 def eos_ids(

@@ -110,6 +110,7 @@ class AnswerParser:
         most_calls: int | None = None,
         new_id: Callable[[int], str] | None = None,
         harmony_header: str | None = None,
+        splitter: Any = None,
     ):
         """
         Args:
@@ -123,6 +124,8 @@ class AnswerParser:
             harmony_header: the answer has channels, and its text is that of `Tokenizer.decode_marked`; this
                 is what `checkpoint.conversation.harmony_header` returns. None: Harmony is recognized by
                 spelled control tokens at the beginning, if it is among the formats.
+            splitter: takes the text apart instead, as `checkpoint.template_splitter` does; new_id, most_calls
+                and tools are its own. None: there is none.
 
         Raises:
             InputError: an unknown format, or tools of another form.
@@ -134,12 +137,15 @@ class AnswerParser:
                 f"formats may have {', '.join(TOOL_FORMATS)}, got {format_value(unknown[0])}: leave it out"
             )
         parameters = None if tools is None else parameter_schemas(check_tools(tools))
-        self._reasoning: ReasoningParser | HarmonyParser = ReasoningParser(in_reasoning)
+        self._reasoning: Any = ReasoningParser(in_reasoning) if splitter is None else splitter
         self._formats = formats
         self._how = parameters, most_calls, new_id or _random_id
-        self._calls = ToolCallParser(formats, *self._how) if formats else None
+        self._calls: Any = splitter
+        if splitter is None and formats:
+            self._calls = ToolCallParser(formats, *self._how)
         self._spelled: SpelledControlTokens | None = None
         self._may_be_harmony = HARMONY in formats and harmony_header is None and not in_reasoning
+        self._may_be_harmony = self._may_be_harmony and splitter is None
         self._pending = ""  # may be the beginning of a header
         if harmony_header is not None:
             self._begin_harmony(harmony_header)
@@ -163,7 +169,7 @@ class AnswerParser:
                 self._begin_harmony("")
         if self._spelled:
             text = self._spelled.push(text, ended)
-        if isinstance(self._reasoning, HarmonyParser):
+        if not isinstance(self._reasoning, ReasoningParser):
             reasoning, content, deltas = self._reasoning.push(text, ended)
             return AnswerDelta(content, reasoning, deltas)
         reasoning, content = self._reasoning.push(text, ended)

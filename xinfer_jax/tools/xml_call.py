@@ -116,7 +116,7 @@ class XMLCallParser(CallParser):
             self.failed = True
             return len(part), ""
         self._step = self._push_parameter
-        return end.end(), piece + ('"' if self._value is None else _value_json(self._value, self._types))
+        return end.end(), piece + ('"' if self._value is None else value_json(self._value, self._types))
 
     def _match(self, text: str, start: str, pattern: re.Pattern[str]) -> tuple[int, str | None]:
         """Matches an opening tag after whitespace. Returns how far it got, and the name in the tag."""
@@ -153,7 +153,7 @@ def json_types(schema: Any) -> set[str] | None:
     return set[str]().union(*(types or () for types in found))
 
 
-def _value_json(text: str, types: set[str] | None) -> str:
+def value_json(text: str, types: set[str] | None) -> str:
     """The JSON of a value: what the text is as JSON where the types allow that, else the text."""
     try:
         value = _PYTHON[text] if text in _PYTHON else json.loads(text)
