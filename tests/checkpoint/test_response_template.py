@@ -180,6 +180,13 @@ def test_what_a_prompt_has_begun_counts():
         (dict(fields=dict(content=dict(close=[]))), "a text or several"),
         (dict(fields=dict(content=dict(close_pattern="a(?=b)"))), "is not served: a group with"),
         (dict(fields=dict(content=dict(close_pattern="a*"))), "matches the empty text"),
+        (dict(fields=dict(content=dict(close_pattern="(?:a+b?)*c"))), "a repetition within a repetition"),
+        (dict(fields=dict(content=dict(close_pattern=r"\s*.?[ab]*x?a+c"))), "of the same characters"),
+        (dict(fields=dict(content=dict(content="xml-inline"))), "a group named key"),
+        (
+            dict(fields=dict(c=dict(content="xml-inline", content_args=dict(tag_pattern="(?P<key>.*).*a")))),
+            "tag_pattern .* is not served",
+        ),
     ],
 )
 def test_other_templates_are_rejected(change, said):

@@ -7,11 +7,11 @@ the rest.
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import InputError, format_value
-from ..grammar.regex_parser import NotRegularError, Tree, parse_regex
+from ..grammar.regex_parser import NotRegularError, Ranges, Tree, parse_regex
 from .template_content import PARSERS
 
 _FIELD_KEYS = {
@@ -20,6 +20,8 @@ _FIELD_KEYS = {
 }  # fmt: skip
 _KEYS = {"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"}
 _LONGEST = 256  # characters of a pattern
+_MOST_REPEATED = 64  # characters in a mark, as names of functions have in the OpenAI API
+_QUANTIFIER = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[*+]|\{(\d{1,2}),\}", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +114,8 @@ def _field(name: str, spec: Any) -> TemplateField:
     arguments = spec.get("content_args", {})
     if not isinstance(arguments, Mapping) or not isinstance(spec.get("join"), str | None):
         raise InputError(f"{where}: content_args must be an object, and join a text")
+    if content == "xml-inline":
+        _check_tags(where, arguments.get("tag_pattern"))
     join = spec.get("join")
     return TemplateField(
         name,
@@ -123,6 +127,16 @@ def _field(name: str, spec: Any) -> TemplateField:
         spec.get("transform"),
         bool(spec.get("transform_each")),
     )
+
+
+def _check_tags(where: str, pattern: Any) -> None:
+    try:
+        if not isinstance(pattern, str) or len(pattern) > _LONGEST or "(?P<key>" not in pattern:
+            raise NotRegularError(f"no text of {_LONGEST} characters at most with a group named key")
+        _regular(pattern, blanks_may_touch=True)
+        re.compile(pattern)
+    except (NotRegularError, re.error, RecursionError, OverflowError) as error:
+        raise InputError(f"{where}: tag_pattern {format_value(pattern)} is not served: {error}") from error
 
 
 def _mark(where: str, spec: Mapping[str, Any], key: str) -> Mark | None:
@@ -141,30 +155,81 @@ def _mark(where: str, spec: Mapping[str, Any], key: str) -> Mark | None:
         is_text = isinstance(pattern, str) and len(pattern) <= _LONGEST
         if not is_text or pattern[:1] == "^" or pattern[-1:] == "$":
             raise NotRegularError(f"no text of {_LONGEST} characters at most, without ^ and $ around it")
-        tree = parse_regex(re.sub(r"\(\?P<\w+>", "(?:", pattern))
+        pattern = _QUANTIFIER.sub(_bounded, pattern)
+        tree = _regular(pattern)
         compiled = re.compile(pattern, re.DOTALL | re.ASCII)
         if compiled.fullmatch(""):
             raise NotRegularError("it matches the empty text")
-        return Mark(compiled, re.compile(rf"(?:{_partial(tree)})\Z"))
+        return Mark(compiled, re.compile(_partial(tree)))
     except (NotRegularError, re.error, RecursionError, OverflowError) as error:
         raise InputError(f"{where}: {key}_pattern {format_value(pattern)} is not served: {error}") from error
 
 
+def _bounded(found: re.Match[str]) -> str:
+    """A quantifier without a bound gets one, so that the time of a search is linear in the text."""
+    least = {"*": 0, "+": 1}.get(found[0], found[1])
+    return found[0] if least is None else f"{{{least},{_MOST_REPEATED}}}"
+
+
+def _regular(pattern: str, blanks_may_touch: bool = False) -> Tree:
+    """The tree of a pattern for whose matches `re` needs no long search. Raises NotRegularError.
+
+    Of two repetitions one begins with a character that the other lacks, or something between them does.
+
+    Args:
+        pattern: with named groups.
+        blanks_may_touch: repetitions of spaces may stand beside others.
+    """
+    tree = parse_regex(re.sub(r"\(\?P<\w+>", "(?:", pattern))
+    parts = [*_parts(tree)]
+    for at, (own, repeats, _) in enumerate(parts):
+        for other, other_repeats, must in parts[at + 1 :] if repeats else []:
+            overlap = _overlap(own, other)
+            if overlap and other_repeats and not (blanks_may_touch and _SPACES in (own, other)):
+                raise NotRegularError("repetitions of the same characters beside each other")
+            if must and not overlap:
+                break
+    return tree
+
+
+_SPACES = parse_regex(r"\s")[1][0]
+
+
+def _parts(tree: Tree, must: bool = True) -> Iterator[tuple[Ranges, bool, bool]]:
+    """Sets of characters in order; whether each may repeat, and whether it must occur."""
+    kind = tree[0] if tree else ""
+    if kind in ("join", "or"):
+        for one in tree[1]:
+            yield from _parts(one, must and kind == "join")
+    elif kind == "repeat":
+        _, one, least, most = tree
+        within = [*_parts(one, must and least > 0)]
+        if most is None or most > 1:
+            if any(repeats for _, repeats, _ in within):
+                raise NotRegularError("a repetition within a repetition")
+            within = [(tuple(pair for ranges, *_ in within for pair in ranges), True, must and least > 0)]
+        yield from within
+    else:
+        yield tree, False, must
+
+
+def _overlap(one: Ranges, other: Ranges) -> bool:
+    return any(low <= last and first <= high for low, high in one for first, last in other)
+
+
 def _partial(tree: Tree) -> str:
-    """A regular expression of the texts with which a text of the tree may begin, without whole ones."""
+    """A regular expression of the ends of a text with which a text of the tree may begin."""
     kind = tree[0] if tree else ""
     if kind == "or":
-        return "|".join(f"(?:{_partial(one)})" for one in tree[1])
+        return f"(?:{'|'.join(map(_partial, tree[1]))})"
     if kind == "repeat":
-        return f"{_whole(tree[1])}*(?:{_partial(tree[1])})"
+        return f"{_whole(tree[1])}{{0,{tree[3] - 1}}}{_partial(tree[1])}"
     if kind == "join":
-        before = ""
-        found = []
-        for one in tree[1]:
-            found.append(f"{before}(?:{_partial(one)})")
-            before += _whole(one)
-        return "|".join(found) or "(?!)"
-    return ""
+        found = "(?!)"
+        for one in reversed(tree[1]):
+            found = f"(?:{_partial(one)}|{_whole(one)}{found})"
+        return found
+    return r"\Z"
 
 
 def _whole(tree: Tree) -> str:
@@ -174,11 +239,13 @@ def _whole(tree: Tree) -> str:
         return f"(?:{'|'.join(map(_whole, tree[1]))})"
     if tree[0] == "repeat":
         _, one, least, most = tree
-        return f"{_whole(one)}{{{least},{'' if most is None else most}}}"
+        return f"{_whole(one)}{{{least},{most}}}"
     if tree[0] == "join":
         return f"(?:{''.join(map(_whole, tree[1]))})"
     if tree[0] == (0, 9) and tree[1:2] == ((11, 0xD7FF),):  # a dot, which here is any character
         return r"[\s\S]"
+    if len(tree) == 1 and tree[0][0] == tree[0][1]:
+        return _code(tree[0][0])
     return f"[{''.join(f'{_code(low)}-{_code(high)}' for low, high in tree)}]"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from ..tools.xml_call import json_types, value_json
 
 _UNQUOTED_KEY = re.compile(r'"(?:\\.|[^"\\])*"|(?<=[{,])(\s*)(\w+)(\s*):')
+_MANY_SPACES = re.compile(r"\s{200}")
 _PLACE = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 NO_VALUE = (ValueError, LookupError, TypeError, SyntaxError, RecursionError, MemoryError)
 _WORDS = {"true": True, "false": False, "null": None}
@@ -43,6 +44,8 @@ def _json(text: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def _xml(text: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    if _MANY_SPACES.search(text):  # in which a tag's pattern would search long
+        raise ValueError("too many spaces")
     found: dict[str, list[Any]] = {}
     for match in re.finditer(arguments["tag_pattern"], text, re.DOTALL):
         value = _value(match.groupdict().get("value") or "", arguments)

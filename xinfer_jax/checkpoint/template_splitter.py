@@ -92,9 +92,11 @@ class TemplateSplitter:
 
     def _next_mark(self, text: str, ended: bool) -> tuple[TemplateField | None, re.Match[str]] | None:
         """The first mark that is decided: the longest where several begin, then one that opens a field."""
-        found = [(field, match) for field, mark in self._marks() if (match := mark.pattern.search(text))]
         held = len(text) if ended else self._held(text)
-        found = [(field, match) for field, match in found if match.start() < held]
+        if not held:
+            return None
+        matches = [(field, mark.pattern.search(text)) for field, mark in self._marks()]
+        found = [(field, match) for field, match in matches if match and match.start() < held]
         return min(found, key=lambda one: (one[1].start(), -len(one[1][0])), default=None)
 
     def _held(self, text: str) -> int:
