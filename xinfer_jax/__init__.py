@@ -130,6 +130,11 @@ if not TYPE_CHECKING:  # else a type checker would accept every name
         return value
 
 
+def plugin(kind, name):  # without annotations: what it returns may be anything
+    """What `plugins.TABLE` has of this kind and name; None: nothing is plugged in."""
+    return import_module(".plugins", __name__).load(kind, name)
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, "__version__"})
 

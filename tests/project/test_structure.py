@@ -21,7 +21,7 @@ pytestmark = pytest.mark.oldest
 
 # A module imports only modules that come before it. A new module is added here, after all that it imports.
 PACKAGES = {
-    "": ("errors", "signing", "formatting", "checks", "memory", "host", "stats", "sharding"),
+    "": ("errors", "signing", "formatting", "checks", "memory", "host", "stats", "sharding", "plugins"),
     "config": ("values", "rope", "sparse_layers", "hybrids", "gemma4", "gpt_oss", "families", "model_config"),
     "weights": (
         "cpu_features", "matmul", "ternary", "mxfp4", "quantized_weights", "quantization", "quantized_matmul",
@@ -49,10 +49,11 @@ PACKAGES = {
     ),
     "compress": ("outliers", "gptq", "awq"),
     "generation": (
-        "state", "strategies", "loop", "speculation", "beam_steps", "buckets", "functional", "precompile",
-        "layer_programs", "runners", "options", "validation", "kernels", "output_checks", "batch_arrays",
-        "batch_matchers", "scoring", "beams", "batch_generator", "entrypoints",
+        "executor", "state", "strategies", "loop", "speculation", "beam_steps", "buckets", "functional",
+        "runners", "options", "validation", "kernels", "output_checks", "batch_arrays", "batch_matchers",
+        "drafting", "scoring", "beams", "batch_generator", "entrypoints",
     ),
+    "layerwise": ("precompile", "layer_programs", "runner"),
     "checkpoint": (
         "files", "template_budget", "chat_template", "template_tools", "token_coverage",
         "template_content", "response_template", "template_splitter", "tokenizer",

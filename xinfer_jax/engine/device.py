@@ -17,8 +17,8 @@ from ..cache.kv_cache import KVCache
 from ..cache.paged import PAGE_SIZE, empty_pools
 from ..config.model_config import ModelConfig
 from ..generation.batch_arrays import state_of_rows, token_matrix
+from ..generation.executor import Executor
 from ..generation.options import GenerateOptions
-from ..generation.precompile import Executor
 from ..generation.runners import runner_class
 from ..generation.state import DecodeState
 from ..generation.validation import ValidatedCall, validate_call

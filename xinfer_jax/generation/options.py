@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..cache.prefix import Prefix
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..formatting import format_token_counts
@@ -17,7 +16,10 @@ from ..stats import GenerateStats
 from .buckets import bucket
 
 if TYPE_CHECKING:
+    from ..cache.prefix import Prefix
     from ..grammar.grammars import Grammar
+
+MAX_DRAFT_TOKENS = 16  # of a pass: the loop over them is unrolled, which takes long to compile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,7 @@ class GenerateOptions:
     logprobs: int = 0
     draft: Any = None
     draft_tokens: int = 3
-    prefix: Prefix | None = None
+    prefix: "Prefix | None" = None
     keep_prefix: bool = False
     logits: bool = False
     grammar: "Grammar | Sequence[Grammar | None] | None" = None
@@ -96,7 +98,7 @@ class GenerateOutput:
     stats: GenerateStats
     alternatives: list[list[TokenLogprobs]] | None = None
     logits: list[np.ndarray] | None = None
-    prefix: Prefix | None = None
+    prefix: "Prefix | None" = None
 
     def __repr__(self) -> str:
         reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(self.finish_reason).items())

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..cache.prefix import Prefix
+from .. import plugin
 from ..cache.quantized_kv import KV_BITS, check_head_dim
 from ..checks import check_integer, check_token_ids, is_sequence
 from ..config.model_config import ModelConfig, with_fixed_rope
@@ -19,8 +19,7 @@ from ..sampling.random_keys import check_key
 from ..sampling.sampling_config import SamplingConfig, check_min_tokens
 from ..weights.params import Params, activation_dtype, check_params, resolve_dtype
 from .buckets import bucket, next_power_of_two
-from .options import GenerateOptions, default_capacity, options_or_default
-from .speculation import MAX_DRAFT_TOKENS, check_draft_function
+from .options import MAX_DRAFT_TOKENS, GenerateOptions, default_capacity, options_or_default
 
 _MAX_ANSWERS = 2**16  # of one prompt
 
@@ -135,7 +134,8 @@ def validate_call(
     if needs_masks and hasattr(options.draft, "params"):
         raise InputError("this grammar needs masks, which a draft model's tokens have not: use 'lookup'")
     sampling_B = settings_per_row(options.sampling, len(prompts), config.vocab_size, needs_masks)
-    _check_prefix(options, prompts)
+    if options.prefix is not None:
+        _check_prefix(options, prompts)
     _check_length(config, options, longest)
     if key is None and np.any(sampling_B.temperature > 0):
         raise InputError("sampling needs a PRNG key: give key=jax.random.key(seed), or temperature 0")
@@ -150,7 +150,9 @@ def validate_call(
         check_min_tokens(settings, call.end_ids)
     if options.draft is None:
         return call
-    return dataclasses.replace(call, options=dataclasses.replace(options, draft=_check_draft(call)))
+    return dataclasses.replace(
+        call, options=dataclasses.replace(options, draft=plugin("decoding", "draft").check(call))
+    )
 
 
 def _canonical_options(config: ModelConfig, options: GenerateOptions) -> GenerateOptions:
@@ -224,21 +226,11 @@ def _compile_grammar(config: ModelConfig, grammar: Any) -> Any:
 
 
 def _check_prefix(options: GenerateOptions, prompts: list[list[int]]) -> None:
-    prefix = options.prefix
-    if prefix is None:
-        return
-    if not isinstance(prefix, Prefix):
+    prefix: Any = options.prefix
+    if not hasattr(prefix, "check_call"):
         got = format_value(prefix)
         raise InputError(f"prefix must be the out.prefix of an earlier call, or from load_prefix, got {got}")
-    prefix.shared(prompts)
-    capacity = options.capacity
-    dtype = options.cache_dtype
-    cache = prefix.cache
-    if capacity not in (None, cache.capacity):
-        raise InputError(f"capacity={capacity}, but the prefix has a cache of {cache.capacity}: leave it out")
-    named = dtype if dtype in (None, *KV_BITS) else np.dtype(resolve_dtype(dtype)).name  # as `KVCache.dtype`
-    if named not in (None, cache.dtype):
-        raise InputError(f"cache_dtype={dtype!r}, but the prefix is in {cache.dtype}: leave it out")
+    prefix.check_call(prompts, options.capacity, options.cache_dtype)
 
 
 def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -> None:
@@ -256,40 +248,6 @@ def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -
         if limit is not None and longest + new > limit:
             need = f"prompt of {longest} tokens + max_new_tokens {new}"
             raise ContextLengthError(f"{need} exceeds {name} {limit}{dynamic}: {remedy}")
-
-
-def _check_draft(call: ValidatedCall) -> Any:
-    """The draft. A draft model with longrope gets the factors of the longest sequence from the start: its
-    tokens are only proposals, so the result is the same.
-    """
-    draft = call.options.draft
-    config = call.config
-    longest = call.longest
-    new = call.options.max_new_tokens
-    if isinstance(draft, str) and draft == "lookup":
-        return draft
-    if callable(draft):
-        check_draft_function(draft, call.num_draft_tokens, call.rows, call.history_size)
-        return draft
-    if not (hasattr(draft, "params") and isinstance(getattr(draft, "config", None), ModelConfig)):
-        allowed = "a model from load_model, or 'lookup', or a function"
-        raise InputError(f"draft must be {allowed}, got {format_value(draft)}")
-    if any(draft.config.layer_linear):
-        raise InputError(
-            f"a draft model of model_type {draft.config.model_type!r} is not supported: its recurrent state"
-            " cannot go back from rejected tokens; give another draft model, or 'lookup'"
-        )
-    own = draft.config.vocab_size
-    limit = draft.config.context_length
-    if own != config.vocab_size:
-        raise InputError(f"the draft's vocabulary of {own} is not the model's of {config.vocab_size}")
-    for width in draft.config.head_widths:
-        check_head_dim(width, call.options.cache_dtype)
-    if limit < longest + new:
-        need = f"prompt of {longest} tokens + max_new_tokens {new}"
-        raise InputError(f"{need} exceeds the draft's context limit {limit}")
-    fixed = with_fixed_rope(draft.config, longest + new, longest + new)
-    return draft if fixed is draft.config else dataclasses.replace(draft, config=fixed)
 
 
 def check_prompts(config: ModelConfig, prompts: Any, name: str = "prompt") -> list[list[int]]:
