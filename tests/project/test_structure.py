@@ -39,7 +39,7 @@ PACKAGES = {
         "reductions", "processors", "biases", "sampling_config", "batched_settings", "context",
         "random_keys", "sampler", "logprobs",
     ),
-    "tools": (
+    "tool_calls": (
         "marks", "reasoning", "json_scanner", "call_parser", "json_call", "xml_call", "gemma_call",
         "tool_call_parser", "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
     ),

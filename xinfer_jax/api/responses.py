@@ -9,8 +9,8 @@ from ..checkpoint.template_splitter import TemplateSplitter
 from ..checkpoint.tokenizer import Tokenizer
 from ..generation.options import GenerateOutput
 from ..sampling.logprobs import TokenLogprobs
-from ..tools.answer_parser import AnswerParser
-from ..tools.descriptions import parameter_schemas
+from ..tool_calls.answer_parser import AnswerParser
+from ..tool_calls.descriptions import parameter_schemas
 from .bodies import ParsedBody
 from .token_texts import TokenTextDecoder, prompt_text
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..tools.harmony import SPELLINGS, with_marks
+from ..tool_calls.harmony import SPELLINGS, with_marks
 from .detokenizer import IncrementalDetokenizer
 from .stop_strings import StopStringMatcher
 from .tokenizer import Tokenizer

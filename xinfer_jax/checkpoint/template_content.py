@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..tools.xml_call import json_types, value_json
+from ..tool_calls.xml_call import json_types, value_json
 
 _UNQUOTED_KEY = re.compile(r'"(?:\\.|[^"\\])*"|(?<=[{,])(\s*)(\w+)(\s*):')
 _MANY_SPACES = re.compile(r"\s{200}")

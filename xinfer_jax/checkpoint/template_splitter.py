@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..tools.tool_call_parser import ToolCallDelta
+from ..tool_calls.tool_call_parser import ToolCallDelta
 from .response_template import Mark, ResponseTemplate, TemplateField
 from .template_content import NO_VALUE, PARSERS, transformed, typed_arguments
 

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from ..errors import InputError
-from ..tools.tool_call_parser import GEMMA4, HARMONY, HERMES, LLAMA3_JSON, QWEN3_CODER
+from ..tool_calls.tool_call_parser import GEMMA4, HARMONY, HERMES, LLAMA3_JSON, QWEN3_CODER
 from .chat_template import render
 
 _NAME = "probe_of_tools"

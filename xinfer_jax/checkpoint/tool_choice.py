@@ -6,9 +6,9 @@ from typing import Any
 from ..errors import InputError, format_value
 from ..grammar.compiler import AUTO, CALLS, lark_text
 from ..grammar.grammars import Grammar
-from ..tools.call_grammar import call_grammar
-from ..tools.descriptions import parameter_schemas
-from ..tools.tool_call_parser import HARMONY
+from ..tool_calls.call_grammar import call_grammar
+from ..tool_calls.descriptions import parameter_schemas
+from ..tool_calls.tool_call_parser import HARMONY
 from .conversation import check_template_tools
 from .tokenizer import Tokenizer
 

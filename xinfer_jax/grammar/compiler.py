@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import GrammarError, InputError
-from ..tools.harmony import CALL, MESSAGE, last_header
-from ..tools.reasoning import THINK_END, THINK_START
+from ..tool_calls.harmony import CALL, MESSAGE, last_header
+from ..tool_calls.reasoning import THINK_END, THINK_START
 from .automaton import Dfa
 from .regex_parser import NotRegularError
 from .token_automaton import token_automaton

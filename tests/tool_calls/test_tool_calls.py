@@ -7,8 +7,8 @@ import time
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.tools.json_scanner import JSONObjectScanner
-from xinfer_jax.tools.tool_call_parser import TOOL_FORMATS
+from xinfer_jax.tool_calls.json_scanner import JSONObjectScanner
+from xinfer_jax.tool_calls.tool_call_parser import TOOL_FORMATS
 
 pytestmark = pytest.mark.oldest
 
