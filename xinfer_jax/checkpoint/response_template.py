@@ -145,10 +145,10 @@ def _mark(where: str, spec: Mapping[str, Any], key: str) -> Mark | None:
         texts = [texts] if isinstance(texts, str) else texts
         if not texts or not isinstance(texts, list) or not all(isinstance(x, str) and x for x in texts):
             raise InputError(f"{where}: {key} must be a text or several, got {format_value(texts)}")
-        pattern = "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
+        whole = "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
         partials = [rf"{re.escape(text[:n])}\Z" for text in texts for n in range(len(text) - 1, 0, -1)]
-        return Mark(re.compile(pattern), re.compile("|".join(partials) or r"(?!)"))
-    pattern = spec.get(f"{key}_pattern")
+        return Mark(re.compile(whole), re.compile("|".join(partials) or r"(?!)"))
+    pattern: Any = spec.get(f"{key}_pattern")
     if pattern is None:
         return None
     try:

@@ -273,8 +273,8 @@ class _GemmaValues:
         """The expression of an object: the properties that a schema describes, in its order."""
         _check_keywords(self._where, schema, _OF_OBJECTS)
         required = schema.get("required") or []
-        properties = dict(schema.get("properties") or {})
-        properties = {key: {} for key in required if key not in properties} | properties
+        properties: dict[Any, Any] = dict(schema.get("properties") or {})
+        properties = {**{key: {} for key in required if key not in properties}, **properties}
         first = ""  # the rule of the members from here on, where none precedes them
         after = ""  # where one does
         for key, value in reversed(properties.items()):
