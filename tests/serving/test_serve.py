@@ -645,5 +645,5 @@ def test_every_kind_of_control_token_is_escaped():
     assert count(ids("a", role="assistant", tools=[dict(role="assistant", name="<tool>")])) == 3
     with pytest.raises(xj.InputError, match="control"):
         ids("<e\u0301>")  # the same after NFC
-    escaping = ControlTokenEscaper(tokenizer)
+    escaping = ControlTokenEscaper(tokenizer, tokenizer.chat_template)
     assert not count(escaping.encode(escaping.mask("<unused77><" * 2000 + "<unused" * 2000)))

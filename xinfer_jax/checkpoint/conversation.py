@@ -63,7 +63,9 @@ def prompt_ids(  # noqa: PLR0913  everything that the ids depend on
         raise InputError(
             "raw takes a text as it is: it goes with neither a system message, a conversation nor tools"
         )
-    messages = _check_messages(prompt, limit, tokenizer.chat_template or "")
+    template_variables = dict(variables or {}) | _tool_variables(tokenizer, tools)
+    template = tokenizer.get_chat_template(template_variables.get("tools") is not None) or ""
+    messages = _check_messages(prompt, limit, template)
     if is_plain_text and not raw and tokenizer.chat_template is None:
         warnings.warn("this checkpoint has no chat template: the prompt is continued as it is", stacklevel=3)
         raw = True
@@ -73,8 +75,7 @@ def prompt_ids(  # noqa: PLR0913  everything that the ids depend on
     else:
         if system is not None:
             messages = [{"role": "system", "content": system}, *messages]
-        template_variables = dict(variables or {}) | _tool_variables(tokenizer, tools)
-        escaper = ControlTokenEscaper(tokenizer) if escape else None
+        escaper = ControlTokenEscaper(tokenizer, template) if escape else None
         if escaper:
             messages = escaper.mask_messages(messages)
             template_variables = escaper.mask(template_variables)

@@ -25,7 +25,7 @@ _MAX_PROMPT = 2**25  # characters of standard input, beyond any model's context
 _FRACTION = (lambda x: 0 < x <= 1, "above 0 and at most 1")
 _PENALTY = (lambda x: abs(x) <= 1e30, "from -1e30 to 1e30")
 _FINITE = (lambda x: abs(x) < 3.4e38, "that is finite")
-_NOT_NEGATIVE = (lambda x: 0 <= x < 3.4e38, "of 0 or above")
+TEMPERATURE = (lambda x: 0 <= x <= 1000, "from 0 to 1000")
 
 
 def define_model(parser: FlagParser) -> None:
@@ -106,7 +106,7 @@ def define_escaping(parser: FlagParser) -> None:
 
 def define_temperature(parser: FlagParser) -> None:
     parser.add_number(
-        "temperature", "0: always the most likely token. Default: the checkpoint's.", *_NOT_NEGATIVE
+        "temperature", "0: always the most likely token. Default: the checkpoint's.", *TEMPERATURE
     )
     parser.add_integer("seed", "Seed of sampling.", default=0, most=2**32 - 1)
 
@@ -139,6 +139,10 @@ def define_sampling(parser: FlagParser) -> None:
     parser.add_number("frequency_penalty", "Subtracted for each occurrence in the answer; 0: off.", *_PENALTY)
     parser.add_integer("no_repeat_ngram_size", "No sequence of this many tokens occurs twice; 0: off.")
     parser.add_integer("min_tokens", "The answer has at least this many tokens.")
+    define_generation_config(parser)
+
+
+def define_generation_config(parser: FlagParser) -> None:
     parser.add_switch(
         "generation_config", "Use the defaults of the checkpoint's generation_config.json.", True
     )

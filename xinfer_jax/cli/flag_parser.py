@@ -1,6 +1,7 @@
 """The flags of a command: ranges, --help and --version. Imports no jax, so errors are reported at once."""
 
 import difflib
+import itertools
 import platform
 import sys
 import textwrap
@@ -76,7 +77,7 @@ class FlagParser:
         for name in self.values:
             self.values[name].unparse()  # resets the values of an earlier call in this process
         try:
-            rest = self.values(list(argv), known_only=True)[1:]
+            rest = self.values(self._with_underscores(argv), known_only=True)[1:]
         except (flags.Error, ValueError) as error:  # ValueError: a wrong value of a switch
             raise InputError(f"{str(error).removeprefix('flag ')} (see --help)") from error
         if not rest:
@@ -88,6 +89,20 @@ class FlagParser:
         close = difflib.get_close_matches(name[:50], list(self.values), 1)
         meant = f". Did you mean --{close[0]}?" if close else ""
         raise InputError(f"Unknown command line flag {name!r}{meant} (see --help)")
+
+    def _with_underscores(self, argv: Sequence[str]) -> list[str]:
+        """The arguments, with --max_tokens for --max-tokens and --nouse_cache for --no-use-cache."""
+        args = iter(argv)
+        found = [next(args)]
+        for arg in args:
+            name, equals, value = arg.partition("=")
+            flag = name.lstrip("-").replace("-", "_") if name.startswith("-") else ""
+            if flag.startswith("no_") and flag not in self.values:
+                flag = flag.replace("no_", "no", 1)
+            found.append(f"--{flag}{equals}{value}" if flag else arg)
+            if not equals and flag in self.values and not self.values[flag].boolean:
+                found += itertools.islice(args, 1)  # its value, which stays as it is
+        return found
 
     def is_set(self, name: str) -> bool:
         """Whether a flag has a value other than its default."""

@@ -125,7 +125,8 @@ def shared_settings(parser: FlagParser) -> dict[str, str]:
         path = flags[name].value if name in flags else "none"
         if path not in ("lookup", "none") and (path or name == "model"):
             directory = checkpoint_dir(path) if path else BUNDLED
-            files = (file for file in sorted(directory.iterdir()) if file.suffix in (".json", ".safetensors"))
+            files = [*directory.iterdir(), *directory.glob("additional_chat_templates/*")]
+            files = [file for file in sorted(files) if file.suffix in (".json", ".jinja", ".safetensors")]
             same |= {f"{file.name} of --{name}": _digest(file) for file in files}
     return same
 

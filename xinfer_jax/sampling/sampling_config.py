@@ -21,7 +21,7 @@ class SamplingConfig:
     any other setting compiles a second program, which serves them all.
 
     Attributes:
-        temperature: logits are divided by it; 0: the most likely token.
+        temperature: logits are divided by it; 0: the most likely token; at most 1000.
         top_k: only the k most likely tokens; 0: all.
         top_p: only the most likely tokens that together reach this probability; above 0, 1: all.
         repetition_penalty: above 1: tokens of the prompt and the answer become less likely (CTRL, Keskar et
@@ -128,7 +128,7 @@ _MASS = (lambda x: (x > 0) & (x <= 1), "above 0 and at most 1 (off)")
 _PENALTY = (lambda x: np.abs(x) <= 1e30, "a finite number (0: off), at most 1e30")
 # For each the check of its values, and the valid range for errors. The field's default means "off".
 NUMBER_SETTINGS: dict[str, tuple[Callable, str]] = dict(
-    temperature=(lambda x: x >= 0, "0 (greedy) or above"),
+    temperature=(lambda x: (x >= 0) & (x <= 1000), "from 0 (greedy) to 1000"),
     top_k=_COUNT,
     top_p=_MASS,
     repetition_penalty=(lambda x: (x >= 1e-6) & (x <= 1e6), "above 0 (1: off), from 1e-6 to 1e6"),
@@ -206,7 +206,7 @@ def _generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]
         if value is not None and value not in neutral:
             raise InputError(
                 f"generation_config.json asks for {name}={format_value(value)}, which is not supported:"
-                " ignore that file or remove the setting"
+                " ignore that file (--nogeneration_config), or remove the setting"
             )
     given = {name: generation_config.get(name) for name in _GENERATION_SETTINGS}
     given["bad_words_ids"] = generation_config.get("bad_words_ids") or None

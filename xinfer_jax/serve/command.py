@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..cli.answer_flags import define_engine, define_model, define_sampling
+from ..cli.answer_flags import TEMPERATURE, define_engine, define_model, define_sampling
 from ..cli.channel import listen
 from ..cli.flag_parser import FlagParser
 from ..cli.process import SignalEvent, capture_signals, run_and_exit
@@ -54,7 +54,7 @@ PARSER.add_texts(
     "give an origin",
 )
 define_model(PARSER)
-PARSER.add_number("temperature", "Default: the checkpoint's.", lambda x: 0 <= x < 3.4e38, "of 0 or above")
+PARSER.add_number("temperature", "Default: the checkpoint's.", *TEMPERATURE)
 define_sampling(PARSER)
 PARSER.add_integer("max_tokens", "Maximum tokens of a chat answer without max_tokens.", default=4096, least=1)
 define_engine(PARSER)

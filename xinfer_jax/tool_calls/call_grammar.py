@@ -15,6 +15,9 @@ from .marks import GEMMA_END, GEMMA_QUOTE, GEMMA_START
 from .tool_call_parser import GEMMA4, HARMONY, LLAMA3_JSON, QWEN3_CODER
 from .xml_call import json_types
 
+# What llguidance lets a backslash be followed by in strings and keys: without u each text has one form, so no
+# key is another form of a property's name.
+ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}
 # As templates write JSON. Any other whitespace would let a model add it without end.
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NOTES = {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"}
@@ -50,8 +53,9 @@ def call_grammar(call_format: str, parameters: Mapping[str, Mapping[str, Any]], 
             are served is known when the grammar is compiled.
     """
     if call_format == HARMONY:
-        heads = call_rules({name: f"a{i}" for i, name in enumerate(parameters)})
-        return "\n".join([*heads, *(f"a{i}: {_json(_closed(s))}" for i, s in enumerate(parameters.values()))])
+        rules = call_rules({name: f"a{i}" for i, name in enumerate(parameters)})
+        rules += [f"a{i}: {_json(name, _closed(parameters[name]))}" for i, name in enumerate(parameters)]
+        return "\n".join(rules)
     if call_format == GEMMA4:
         return _gemma_grammar(parameters, several)
     rules = []
@@ -64,7 +68,7 @@ def call_grammar(call_format: str, parameters: Mapping[str, Mapping[str, Any]], 
             head = ("{", '"name"', ": ", json.dumps(name), ", ", f'"{key}"', ": ")
             rules += [
                 f"f{i}: {' '.join(map(_text, head))} a{i} {_text('}')}",
-                f"a{i}: {_json(_closed(schema))}",
+                f"a{i}: {_json(name, _closed(schema))}",
             ]
     function = " | ".join(f"f{i}" for i in range(len(parameters)))
     if call_format == LLAMA3_JSON:
@@ -78,14 +82,16 @@ def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': _SEPARATORS}, ensure_ascii=False)}"
+def _json(name: str, schema: Mapping[str, Any]) -> str:
+    """The end of a rule; the name of the tool is in a comment, for errors."""
+    text = json.dumps({**schema, "x-guidance": ESCAPES | _SEPARATORS}, ensure_ascii=False)
+    return f"%json {text} // {name}"
 
 
 def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of an object, without properties that it does not describe."""
     if not {*schema} <= _OF_OBJECTS:
-        return {"type": "object", **schema}
+        return {**schema, "type": "object"}
     return {"additionalProperties": False, **schema, "type": "object"}
 
 
@@ -110,7 +116,7 @@ def _xml_rules(i: int, name: str, schema: Mapping[str, Any]) -> list[str]:
         else:
             of_value = {**value, **definitions} if isinstance(value, Mapping) else {}
             rules.append(f"p{i}_{j}: {start} v{i}_{j} {_text(_VALUE_END)}")
-            rules.append(f"v{i}_{j}: {_json(of_value)}")
+            rules.append(f"v{i}_{j}: {_json(name, of_value)}")
     head = _text(f"<function={name}>\n")
     return [f"f{i}: {' '.join([head, *parts, _text('</function>')])}", *rules]
 
@@ -151,7 +157,7 @@ def _gemma_grammar(parameters: Mapping[str, Mapping[str, Any]], several: bool) -
     functions = []
     rules = []
     for i, (name, schema) in enumerate(parameters.items()):
-        values = _GemmaValues(f"tool {name!r}", f"v{i}_", schema)
+        values = _GemmaValues(name, f"v{i}_", schema)
         try:
             arguments = values.object(_closed(schema))
         except RecursionError as error:
@@ -180,15 +186,16 @@ class _GemmaValues:
         rules: that the expressions need.
     """
 
-    def __init__(self, where: str, prefix: str, root: Mapping[str, Any]):
+    def __init__(self, name: str, prefix: str, root: Mapping[str, Any]):
         """
         Args:
-            where: for errors.
+            name: of the function, for errors.
             prefix: of the rules' names.
             root: has the definitions that a schema refers to.
         """
         self.rules: list[str] = []
-        self._where = where
+        self._name = name
+        self._where = f"tool {name!r}"
         self._prefix = prefix
         self._root = root
         self._references: dict[str, str] = {}
@@ -257,7 +264,7 @@ class _GemmaValues:
             raise InputError(
                 f"{self._where}: type {format_value(kind)} is not one of JSON Schema: correct it"
             )
-        return self._rule(f"%json {json.dumps({**own, 'type': kind})}")
+        return self._rule(_json(self._name, {**own, "type": kind}))
 
     def _array(self, schema: Mapping[str, Any]) -> str:
         _check_keywords(self._where, schema, _NOTES | {"type", *_KEYWORDS["array"]})
