@@ -76,14 +76,20 @@ class Model:
     name: str = ""
 
     def __repr__(self) -> str:
+        tokenizer = "tokenizer" if self.tokenizer else "no tokenizer"
+        return f"Model({self.about}, {tokenizer})"
+
+    @property
+    def about(self) -> str:
+        """Its type, parameters, bytes, vocabulary and context, in a line."""
         leaves = jax.tree.leaves(self.params, is_leaf=is_quantized)
         count = sum(math.prod(leaf.shape) for leaf in leaves)
         stats = self.load_stats
         config = self.config
         return (
-            f"Model({config.model_type}, {count / 1e6:.4g} M parameters in {stats.dtype},"
+            f"{config.model_type}, {count / 1e6:.4g} M parameters in {stats.dtype},"
             f" {format_mib(stats.weight_bytes)}, vocabulary {config.vocab_size},"
-            f" context {config.context_length}, {'tokenizer' if self.tokenizer else 'no tokenizer'})"
+            f" context {config.context_length}"
         )
 
 

@@ -34,6 +34,7 @@ class GroupMember(NamedTuple):
 
 def define_processes(parser: FlagParser) -> None:
     """Flags for several processes that run one model."""
+    parser.group = "several processes"
     parser.add_text(
         "coordinator",
         "Run one model in several processes, of which this is one: HOST:PORT of process 0; or auto: taken"

@@ -86,8 +86,8 @@ class Row:
 
     @property
     def longest(self) -> int:
-        """Tokens that it may come to have."""
-        return len(self.ids) + self.max_new_tokens
+        """Tokens that it may come to have in pages: a single new token comes from the prompt's own logits."""
+        return len(self.ids) + (self.max_new_tokens if self.max_new_tokens > 1 else 0)
 
     @property
     def max_pages(self) -> int:

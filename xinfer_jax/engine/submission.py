@@ -32,20 +32,21 @@ _ENGINE_OPTIONS = dict(
 
 
 def make_request(
-    engine: Any, prompt: Any, options: GenerateOptions | None, key: Any, i: int, escape: bool = True
-) -> Request:
+    engine: Any, prompt: Any, options: GenerateOptions | None, key: Any, i: int, escape: bool = True,
+    **how: Any,
+) -> Request:  # fmt: skip
     """A request to an engine, with the random draws of prompt i of `generate`. escape: as
-    `escape_control_tokens` of `encode_prompt`.
+    `escape_control_tokens` of `encode_prompt`; how: further arguments of `make_requests`.
 
     Raises:
         InputError: a request that this engine can never answer.
     """
-    return next(make_requests(engine, [prompt], options, [key], i, escape))
+    return next(make_requests(engine, [prompt], options, [key], i, escape, **how))
 
 
 def make_requests(
     engine: Any, prompts: Sequence[Any], options: GenerateOptions | None, keys: Sequence[Any], i: int,
-    escape: bool, skip_special_tokens: bool = True,
+    escape: bool, skip_special_tokens: bool = True, content_after: str | None = None,
 ) -> Iterator[Request]:  # fmt: skip
     """`make_request` for each prompt and its key; all share the checked options and their arrays."""
     model = engine.model
@@ -68,6 +69,7 @@ def make_requests(
         call = dataclasses.replace(first, prompts=check_prompts(model.config, [ids]), key=key)
         _check_sizes(engine, call)
         request = Request(engine, call, model.tokenizer, stops, 0 if key.ndim else i, skip_special_tokens)
+        request.content_after = content_after
         for j in range(call.answers):
             row = Row(call.prompts[0], call.options.max_new_tokens, answer_group=j // engine.rows)
             request.answers.append(Answer(request, row, j))
@@ -91,7 +93,7 @@ def _checked_options(engine: Any, options: GenerateOptions | None) -> tuple[Gene
 
 def _check_sizes(engine: Any, call: ValidatedCall) -> None:
     options = call.options
-    total = call.longest + call.options.max_new_tokens
+    total = call.longest + (options.max_new_tokens if options.max_new_tokens > 1 else 0)
     for name, count, limit in (
         ("logprobs", options.logprobs, MAX_LOGPROBS),
         ("eos_token_ids", len(options.eos_token_ids or ()), MAX_EOS_IDS),
@@ -170,6 +172,7 @@ class EngineBase:
         received: float | None = None,
         escape_control_tokens: bool = True,
         skip_special_tokens: bool = True,
+        content_after: str | None = None,
     ) -> Request:
         """Queues a request, from any thread. Its tokens are those of `generate([ids], options, key=key)`.
 
@@ -198,6 +201,9 @@ class EngineBase:
                 count from then.
             escape_control_tokens: as in `encode_prompt`, for a text or messages.
             skip_special_tokens: special tokens have no text. False: stop strings are found in their text too.
+            content_after: stop strings count in the content only, not in the reasoning; this is what the
+                prompt has of the answer already: "<think>", a header of Harmony, or "". None: they count
+                everywhere.
 
         Raises:
             InputError: a request that can never be answered; the engine is closed, or has failed.
@@ -208,6 +214,7 @@ class EngineBase:
             share_answers=share_answers, prompt_logprobs=prompt_logprobs,
             prompt_logprobs_from=prompt_logprobs_from, client=client, received=received,
             escape_control_tokens=escape_control_tokens, skip_special_tokens=skip_special_tokens,
+            content_after=content_after,
         )[0]  # fmt: skip
 
     def submit_many(  # noqa: PLR0913
@@ -227,6 +234,7 @@ class EngineBase:
         received: float | None = None,
         escape_control_tokens: bool = True,
         skip_special_tokens: bool = True,
+        content_after: str | None = None,
     ) -> list[Request]:
         """`submit` of several prompts at once with the same arguments. keys: one for each prompt."""
         self._check_open()
@@ -244,8 +252,9 @@ class EngineBase:
         priority = check_integer("priority", priority, -(2**31), 2**31)
         requests = []
         each: Sequence[Any] = keys or [None] * len(prompts)
-        how = escape_control_tokens, skip_special_tokens
-        switch = self.model.config.rope.switches_at
+        how = escape_control_tokens, skip_special_tokens, content_after
+        engine: Any = self
+        switch = engine.model.config.rope.switches_at
         for request in make_requests(self, prompts, options, each, 0, *how):
             request.live = bool(live)
             request.num_prompt_logprobs = prompt_logprobs

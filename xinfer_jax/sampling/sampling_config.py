@@ -125,6 +125,13 @@ def _is_valid_array(array: np.ndarray, is_valid: Callable) -> bool:
     return array.ndim <= 1 and array.size > 0 and bool(finite and np.all(is_valid(array)))
 
 
+def min_tokens_of_row(sampling: SamplingConfig | Sequence[SamplingConfig], row: int = 0) -> int:
+    """`min_new_tokens` of a row of checked settings: one for all rows, or one per row."""
+    settings = sampling if isinstance(sampling, SamplingConfig) else sampling[row]
+    values = np.ravel(0 if settings.min_new_tokens is None else settings.min_new_tokens)
+    return int(values[row if values.size > 1 else 0])
+
+
 def check_min_tokens(sampling: SamplingConfig, eos_ids: Sequence[int]) -> None:
     """Raises InputError where only `eos_ids` are allowed, and `min_new_tokens` forbids them."""
     min_tokens = sampling.min_new_tokens

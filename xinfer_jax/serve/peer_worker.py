@@ -147,10 +147,10 @@ class PeerWorker:
 
     def _make_request(self, ticket: int, args: dict[str, Any], numbers: list[int]) -> Request:
         """A request with the answers of these numbers only."""
-        request = make_request(self._engine, args["ids"], args["options"], args["key"], args["number"])
+        what = (args[name] for name in ("ids", "options", "key", "number"))
+        request = make_request(self._engine, *what, **args["text"])
         request.answers = [request.answers[j] for j in numbers]
         request.live = args["live"]
-        request.skip_special_tokens = args["skip_special_tokens"]
         request.num_prompt_logprobs = args["prompt_logprobs"]
         if args["seconds"] is not None:
             request.deadline = request.submitted + args["seconds"]
