@@ -85,9 +85,10 @@ def device_impl() -> Selection:
 
 def platforms() -> tuple[str, ...]:
     """The platforms of this process's devices, as `lax.platform_dependent` names them."""
-    if _assumed is not None:
-        return "cpu", "tpu" if _assumed.impl == "tpu" else "cuda"
-    return ("cpu", *(name for name in ("cuda", "tpu") if _first_device(name) is not None))
+    here = device_impl().impl
+    if here == "tpu":
+        return "cpu", "tpu"
+    return ("cpu", "cuda") if here != "xla" or _first_device("cuda") is not None else ("cpu",)
 
 
 def _first_device(platform: str) -> jax.Device | None:

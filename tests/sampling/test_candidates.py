@@ -13,9 +13,9 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from small_models import build
 
 import xinfer_jax as xj
-from xinfer_jax.ops.gpu import sampler as gpu_sampler
+from xinfer_jax.ops.gpu import gpu_sampler
 from xinfer_jax.ops.gpu.reductions import logsumexp_in_one_pass
-from xinfer_jax.ops.largest import top_k
+from xinfer_jax.ops.largest import largest_k
 from xinfer_jax.sampling import processors, sampler
 from xinfer_jax.sampling.batched_settings import settings_per_row
 from xinfer_jax.sampling.context import init_context
@@ -104,7 +104,7 @@ def test_largest_of_groups_equal_top_k(size, count):
     """Also in their order: the lowest index of equal ones first."""
     logits = jnp.asarray(random_logits(5, size))
     with gpu_forms.selected():
-        got = top_k(logits, count)
+        got = largest_k(logits, count)
     for one, other in zip(got, jax.lax.top_k(logits, count), strict=True):
         np.testing.assert_array_equal(one, other)
 

@@ -14,7 +14,7 @@ from ..model.decoder import lm_head
 from ..model.experts import select_experts
 from ..model.kernel_products import Operands, select_product
 from ..ops.forms import named
-from ..ops.kernels.attention import select_attention
+from ..ops.kernels.attention_kernels import select_attention
 from ..ops.kernels.head import select_head_kernel
 from ..ops.operation import check_impl
 from ..weights.params import Params, activation_dtype, cache_dtype, resolve_dtype

@@ -58,7 +58,7 @@ def why_not(
     """
     if impl == "xla":
         return Selection("xla", "requested by name")
-    here = kernels_pallas.device_impl()
+    here = kernels_pallas.dispatch.device_impl()
     if impl is None and here.impl == "xla":
         return here
     kernel = load(name, "kernel")

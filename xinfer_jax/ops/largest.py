@@ -1,4 +1,4 @@
-"""The largest numbers of each row: `argmax` and `top_k`."""
+"""The largest numbers of each row: `argmax` and `largest_k`."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ def plain_argmax(logits_BV: jax.Array) -> jax.Array:
     return jnp.argmax(logits_BV, -1).astype(jnp.int32)
 
 
-def top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+def largest_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """Returns `lax.top_k` of [..., V]: the `count` largest numbers, and their indices."""
     return run("top_k", partial(_top_k, count=count), x, count=count)
 

@@ -9,11 +9,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..sharding import shard_map_model
-from .largest import top_k
+from .largest import largest_k
 from .operation import MODEL, abstract_mesh_of
 
 
-def top_k_form(plain: Any, impl: str | None, operands: Any, static: dict[str, Any]) -> Callable | None:
+def mesh_top_k_form(plain: Any, impl: str | None, operands: Any, static: dict[str, Any]) -> Callable | None:
     """A form of `top_k` where the numbers of a row are divided: each device finds candidates in its part."""
     mesh = abstract_mesh_of(operands)
     if mesh is None:
@@ -22,7 +22,7 @@ def top_k_form(plain: Any, impl: str | None, operands: Any, static: dict[str, An
     devices = mesh.shape[MODEL]
 
     def local_top_k(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        values, index = top_k(x, min(count, x.shape[-1]))
+        values, index = largest_k(x, min(count, x.shape[-1]))
         return values, index + lax.axis_index(MODEL) * x.shape[-1]
 
     def over_mesh(x: jax.Array) -> tuple[jax.Array, jax.Array]:

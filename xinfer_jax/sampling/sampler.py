@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..ops.largest import argmax, top_k
+from ..ops.largest import argmax, largest_k
 from ..ops.operation import abstract_mesh_of, match_varying_axes, run
 from . import processors
 from .batched_settings import has_all_settings
@@ -112,7 +112,7 @@ def at_token(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
 
 def top_candidates(processed_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The largest logits, float32 [B, A], and their tokens, int32 [B, A]."""
-    return top_k(processed_BV, min(NUM_CANDIDATES, processed_BV.shape[1]))
+    return largest_k(processed_BV, min(NUM_CANDIDATES, processed_BV.shape[1]))
 
 
 def sample_rows(processed_BV, key_B, sampling_B, position_B):

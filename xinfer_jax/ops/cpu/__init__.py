@@ -1,1 +1,1 @@
-"""Forms of operations for CPUs: `attention` attends row by row."""
+"""Forms of operations for CPUs: `attention_by_row` attends row by row."""

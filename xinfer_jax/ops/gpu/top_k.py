@@ -13,7 +13,7 @@ _MOST_SORTED = 4096  # numbers that a GPU sorts in one kernel
 _MOST_BUILT_IN = 16  # XLA has a kernel for so few largest numbers
 
 
-def top_k_form(plain: Any, impl: str | None, operands: Any, static: dict[str, Any]) -> Callable | None:
+def gpu_top_k_form(plain: Any, impl: str | None, operands: Any, static: dict[str, Any]) -> Callable | None:
     """A form of `top_k`; None: XLA has a kernel."""
     (x,) = operands
     if x.shape[-1] <= _MOST_SORTED or static["count"] <= _MOST_BUILT_IN:

@@ -14,7 +14,7 @@ from ...generation.state import DecodeState, after_recording, ends_row, next_col
 from ...sampling.logprobs import Alternatives, if_wanted, record_alternatives
 from ...sampling.sampler import is_plain_greedy
 from ..kernels.head import can_fuse_head, greedy_tokens
-from .sampler import choose_at_draft_positions, sampled_from_in_groups
+from .gpu_sampler import choose_at_draft_positions, sampled_from_in_groups
 
 
 def recording_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable:

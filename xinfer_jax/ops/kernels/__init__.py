@@ -1,1 +1,1 @@
-"""Forms of operations by the kernels of `kernels_pallas`: `attention`, and `head` for greedy tokens."""
+"""Forms of operations by kernels of `kernels_pallas`: `attention_kernels`; `head` has greedy tokens."""

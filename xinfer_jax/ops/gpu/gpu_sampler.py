@@ -35,15 +35,15 @@ _GROUP = 16  # rows that are sampled from the whole vocabulary at the same time
 # Forms: (plain, impl, operands, static) -> what takes the operands.
 
 
-def choose_tokens(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable:
+def choice_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable:
     return partial(_choose_in_one_branch, impl=impl)
 
 
-def known_logsumexp(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable:
+def known_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable:
     return lambda known_B, _: known_B
 
 
-def sampled_from(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable:
+def sampled_from_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable:
     return lambda _, *args: sampled_from_in_groups(*args)
 
 
@@ -107,7 +107,7 @@ def _choose_of_rows(
 
 
 def _summarize_logits(logits_BV, sampling_B, context, impl):
-    """The candidates among the logits with bias and repetition penalty, as `top_k` returns them; and
+    """The candidates among the logits with bias and repetition penalty, as `largest_k` returns them; and
     the logsumexp of the logits as they are.
     """
     V = logits_BV.shape[1]
