@@ -9,7 +9,7 @@ from typing import Any
 
 # (kind, name): module and attribute, or a module.
 TABLE: dict[tuple[str, str], tuple[str, ...]] = {
-    ("compiler", "options"): ("weights.cpu_features", "compiler_options"),
+    ("compiler", "options"): ("ops.cpu.cpu_features", "compiler_options"),
     ("compiler", "ahead"): ("layerwise.precompile", "precompile_once"),
     ("compiler", "dry run"): ("layerwise.precompile", "Precompiler"),
     ("runner", "choice"): ("layerwise.runner", "layerwise_runner"),
@@ -21,8 +21,15 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("operation", "check impl"): ("ops.forms", "check_available"),
     ("argmax", "kernel"): ("ops.kernels.head", "ARGMAX"),
     ("after_recording", "cuda"): ("ops.gpu.verify", "recording_form"),
+    ("apart", "tpu"): ("ops.tpu.tpu_products", "apart_form"),
     ("attention", "cpu"): ("ops.cpu.attention_by_row", "attention_form"),
     ("attention", "kernel"): ("ops.kernels.attention_kernels", "ATTENTION"),
+    ("products", "any"): ("ops.kernels.product_kernels", "products_form"),
+    ("float_product", "cpu"): ("ops.cpu.cpu_products", "cpu_float_form"),
+    ("float_product", "tpu"): ("ops.tpu.tpu_products", "tpu_float_form"),
+    ("rope_append", "any"): ("ops.kernels.append_kernels", "append_form"),
+    ("experts", "cpu"): ("ops.cpu.experts_by_tiles", "experts_form"),
+    ("experts", "kernel"): ("ops.kernels.expert_kernels", "EXPERTS"),
     ("choose_tokens", "cuda"): ("ops.gpu.gpu_sampler", "choice_form"),
     ("known_logsumexp", "cuda"): ("ops.gpu.gpu_sampler", "known_form"),
     ("logsumexp", "cuda"): ("ops.gpu.gpu_sampler", "logsumexp_form"),

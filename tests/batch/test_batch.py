@@ -28,7 +28,7 @@ from paths import ROOT
 
 import xinfer_jax as xj
 from xinfer_jax.batch import input_lines, resumable_output, run_batch, run_settings
-from xinfer_jax.weights import cpu_features
+from xinfer_jax.ops.cpu import cpu_features
 
 pytestmark = pytest.mark.oldest
 

@@ -22,12 +22,14 @@ pytestmark = pytest.mark.oldest
 # A module imports only modules that come before it. A new module is added here, after all that it imports.
 PACKAGES = {
     "": ("errors", "signing", "formatting", "checks", "memory", "host", "stats", "plugins"),
-    "ops": ("operation", "largest", "forms"),
+    "ops": ("operation", "largest", "product", "forms"),
+    "ops.cpu": ("cpu_features", "cpu_products"),
+    "ops.tpu": ("tpu_products",),
     "sharding": (),
     "ops.mesh": (),
     "config": ("values", "rope", "sparse_layers", "hybrids", "gemma4", "gpt_oss", "families", "model_config"),
     "weights": (
-        "cpu_features", "matmul", "ternary", "mxfp4", "quantized_weights", "quantization", "quantized_matmul",
+        "ternary", "mxfp4", "quantized_weights", "quantization", "quantized_matmul",
         "param_specs", "params", "layout", "hadamard",
     ),
     "cache": (
@@ -35,7 +37,7 @@ PACKAGES = {
         "fingerprint", "prefix", "prefix_files",
     ),
     "model": (
-        "kernel_products", "layers", "attention", "rope_append", "linear_attention", "experts",
+        "layers", "attention", "rope_append", "linear_attention", "experts",
         "decoder_layer", "decoder",
     ),
     "sampling": (
@@ -57,8 +59,9 @@ PACKAGES = {
         "drafting", "scoring", "beams", "batch_generator", "entrypoints",
     ),
     "ops.gpu": ("top_k", "reductions", "gpu_sampler"),
-    "ops.cpu": ("attention_by_row",),
-    "ops.kernels": ("attention_kernels", "head"),
+    "ops.cpu.attention_by_row": (),
+    "ops.cpu.experts_by_tiles": (),
+    "ops.kernels": ("attention_kernels", "product_kernels", "append_kernels", "expert_kernels", "head"),
     "ops.gpu.verify": (),
     "generation.kernels": (),
     "layerwise": ("precompile", "layer_programs", "runner"),

@@ -11,11 +11,11 @@ from ..cache.kv_cache import empty_layers
 from ..cache.quantized_kv import KV_BITS
 from ..config.model_config import ModelConfig
 from ..model.decoder import lm_head
-from ..model.experts import select_experts
-from ..model.kernel_products import Operands, select_product
 from ..ops.forms import named
 from ..ops.kernels.attention_kernels import select_attention
+from ..ops.kernels.expert_kernels import select_experts
 from ..ops.kernels.head import select_head_kernel
+from ..ops.kernels.product_kernels import Operands, select_product
 from ..ops.operation import check_impl
 from ..weights.params import Params, activation_dtype, cache_dtype, resolve_dtype
 from ..weights.quantized_weights import is_quantized

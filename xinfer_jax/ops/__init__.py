@@ -1,9 +1,9 @@
 """Operations with forms other than plain jnp: by platform, by kernel, over a mesh of devices.
 
 `operation` is all that the core knows: `run(name, plain, *operands)` runs the form that is plugged in, else
-`plain`. `largest` has the core's `argmax` and `largest_k`. `forms` chooses the form, for every operation by
-one rule; `plugins.TABLE` lists the forms: `mesh` has those over several devices, `cpu/` and `gpu/` those of
-CPUs and NVIDIA GPUs, and `kernels/` those by Pallas kernels.
+`plain`. `largest` and `product` are operations of the core; others stand in `model/`. `forms` chooses the
+form, for every operation by one rule; `plugins.TABLE` lists the forms: `mesh` has those over several devices,
+`cpu/`, `gpu/` and `tpu/` those of a platform, and `kernels/` those by Pallas kernels.
 
 - A form is chosen when a program is traced, from shapes, dtypes, `impl` and the devices of the process, never
   from the default device. `lax.platform_dependent` then decides whether a program for another device runs it.

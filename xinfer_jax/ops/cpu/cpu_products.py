@@ -1,6 +1,6 @@
 """x @ matrix.T, on CPU at memory speed. M rows (a batch's tokens), I inputs, O outputs.
 
-The form of a product depends only on the CPU and on the number of rows; `__init__` has the speeds.
+The form of a product depends only on the CPU and on the number of rows; `weights/__init__` has the speeds.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-import kernels_pallas
-
+from ..operation import match_varying_axes
+from ..product import dot
 from .cpu_features import fast_matmul_types, int8_matmul_is_fast
 
 _FEW_ROWS = 64  # up to this number of rows a product may be faster with the matrix as left operand
@@ -23,15 +23,11 @@ _MAX_INT8_ROWS = 32  # more rows convert int8 to float32 where the CPU has no fa
 _TILE_BYTES = 8 << 20  # of float32 that a narrow matrix is converted to at a time
 
 
-def float_product(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
-    """Returns x @ matrix.T, float32 [M, O]: float32 precision on every backend (no TF32), float32 sums."""
+def cpu_float_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable:
+    """A form of `float_product`."""
     forms = {jnp.dtype("float32"): _float32_product, jnp.dtype("bfloat16"): _bfloat16_product}
-    form = forms.get(matrix_OI.dtype, upcast_product)
-
-    def cpu(x_MI: jax.Array, matrix_OI: jax.Array) -> jax.Array:
-        return form(x_MI, pad_outputs(matrix_OI))[:, : len(matrix_OI)]
-
-    return lax.platform_dependent(x_MI, matrix_OI, cpu=cpu, **tpu_forms(dot, x_MI), default=dot)
+    form = forms.get(operands[1].dtype, upcast_product)
+    return lambda x_MI, matrix_OI: form(x_MI, pad_outputs(matrix_OI))[:, : len(matrix_OI)]
 
 
 def pad_outputs(matrix_OI: jax.Array) -> jax.Array:
@@ -40,26 +36,6 @@ def pad_outputs(matrix_OI: jax.Array) -> jax.Array:
     """
     missing = _MIN_OUTPUTS - len(matrix_OI)
     return jnp.pad(matrix_OI, ((0, missing), (0, 0))) if missing > 0 else matrix_OI
-
-
-def tpu_forms(product: Callable[..., jax.Array], x_MI: jax.Array) -> dict[str, Callable[..., jax.Array]]:
-    """Returns a product as the form of `lax.platform_dependent` for TPUs, in a process that has them.
-
-    They multiply a single row on their vector units. Eight rows, a tile of their matrix units, take a third
-    of the time or less.
-    """
-    if kernels_pallas.device_impl().impl != "tpu":
-        return {}
-    if len(x_MI) > 1:
-        return {"tpu": product}
-    return {"tpu": lambda x_1I, matrix: product(jnp.pad(x_1I, ((0, 7), (0, 0))), matrix)[:1]}
-
-
-def dot(a: jax.Array, b: jax.Array, axis: int = 1, dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """Contracts the last axis of a with an axis of b; accumulates in dtype."""
-    precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
-    axes = ((a.ndim - 1,), (axis,)), ((), ())
-    return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=dtype)
 
 
 def matrix_lhs_dot(x_MI: jax.Array, matrix_OI: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
@@ -163,7 +139,5 @@ def tiled_product(
         *tied, i = lax.optimization_barrier((*narrow, i))
         return lax.dynamic_update_slice_in_dim(y_MO, -multiply_tile(i * tile, tile, *tied), i * tile, 1)
 
-    start = kernels_pallas.match_varying_axes(
-        jnp.broadcast_to(x_MI[:, :1], (len(x_MI), outputs)), x_MI, *narrow
-    )
+    start = match_varying_axes(jnp.broadcast_to(x_MI[:, :1], (len(x_MI), outputs)), x_MI, *narrow)
     return -lax.fori_loop(0, -(-outputs // tile), body, start)

@@ -1,4 +1,4 @@
-"""Matrix products by a kernel: which ones it takes, and their gradients."""
+"""Matrix products by a kernel: which ones it takes."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,23 +10,16 @@ import jax.numpy as jnp
 import kernels_pallas
 from kernels_pallas.reference_products import FEW_ROWS, Matrix
 
-from ..sharding import abstract_mesh_of
-from ..weights.matmul import quantize_activations
-from ..weights.mxfp4 import Mxfp4Weight
-from ..weights.params import Params
-from ..weights.quantized_weights import GroupedWeight, Int8Weight, is_quantized
-from ..weights.ternary import TernaryWeight
+from ...model.layers import finish_products, products, rms_norm
+from ...weights.mxfp4 import Mxfp4Weight
+from ...weights.params import Params
+from ...weights.quantized_weights import GroupedWeight, Int8Weight, is_quantized
+from ...weights.ternary import TernaryWeight
+from ..cpu.cpu_products import quantize_activations
+from ..operation import abstract_mesh_of, run, with_derivative
 
 _WITHOUT_KERNEL: dict[type, str] = {TernaryWeight: "ternary weights", Mxfp4Weight: "MXFP4 weights"}
 _TPU_NUMBERS = 2**21  # of x with quantized weights: more forms of it do not fit in on-chip memory
-
-
-class Norm(NamedTuple):
-    """An RMS norm of the input of products."""
-
-    weight: Any  # [I]
-    eps: float
-    offset: float | None  # as in `rms_norm`; kernels always multiply in float32
 
 
 class Operands(NamedTuple):
@@ -36,6 +29,40 @@ class Operands(NamedTuple):
     leaves: Sequence[Params]  # matrices that share x, with their biases
     norm_weight: Any = None  # [I]
     residual: Any = None  # [..., O]
+
+
+def products_form(
+    plain: Callable, impl: str | None, operands: tuple[Any, ...], static: dict[str, Any]
+) -> Callable | None:
+    """A form of `products` in one launch, with the derivative of `plain`. Where no kernel takes them all: of
+    the products without their norm, and of each. None: of none.
+    """
+    if not may_use_kernel(impl):
+        return None
+    given = Operands(*operands)
+    chosen = select_product(impl, given, static["activation"]).impl
+    if chosen != "xla":
+        (eps, offset) = static["norm"] or (0.0, None)
+        options = dict(eps=eps, offset=offset or 0.0, activation=static["activation"], dtype=static["dtype"])
+        kernel = partial(_run, impl=chosen, options=options)
+        return partial(with_plain_derivative, kernel, plain, kernels_pallas.platform_of(chosen, impl))
+    if given.norm_weight is None and len(given.leaves) == 1:
+        return None
+    return partial(_in_parts, impl=impl, **static)
+
+
+def _in_parts(x, leaves, norm_weight, residual, impl, norm, activation, dtype):  # noqa: PLR0913
+    if norm is not None:  # perhaps without its norm
+        x = run("apart", lambda x: x, rms_norm(x, norm_weight, *norm))
+        return products(x, leaves, activation=activation, residual=residual, dtype=dtype, impl=impl)
+    ys = [products(x, [leaf], dtype=dtype, impl=impl)[0] for leaf in leaves]
+    return finish_products(ys, residual, activation)
+
+
+def with_plain_derivative(kernel: Callable, plain: Callable, platform: str | None, *operands: Any) -> Any:
+    """`kernel(*operands)` in programs of a platform (None: in all), with the derivative of `plain`."""
+    form = partial(kernels_pallas.run_on_platform, platform, kernel, plain)
+    return with_derivative(form, plain, operands)
 
 
 def may_use_kernel(impl: str | None) -> bool:
@@ -57,7 +84,7 @@ def select_product(impl: str | None, operands: Operands, activation: str | None)
     rows = x.size // max(x.shape[-1], 1)
     if abstract_mesh_of(matrices):  # a kernel sees only one device's part
         return kernels_pallas.Selection("xla", "arrays that the compiler divides over devices")
-    on_tpu = (impl or kernels_pallas.device_impl().impl) in ("tpu", "interpret_tpu")
+    on_tpu = (impl or kernels_pallas.dispatch.device_impl().impl) in ("tpu", "interpret_tpu")
     if on_tpu:
         reason = _unsupported_on_tpu(x, matrices, rows, norm_weight)
     else:
@@ -140,42 +167,7 @@ def _layout(matrix: Any) -> tuple[Any, ...]:
     return values.shape, values.dtype
 
 
-def by_kernel(
-    plain: Callable[[Operands], list[jax.Array]],
-    operands: Operands,
-    impl: str,
-    platform: str | None,
-    **options: Any,
-) -> list[jax.Array]:
-    """Products by a kernel. Their derivatives are those of `plain`.
-
-    Args:
-        plain: the same in jnp.
-        operands: what it takes.
-        impl: of `kernels_pallas`.
-        platform: whose programs run the kernel, others run `plain`; None: all.
-        options: eps, offset, activation and dtype of `kernels_pallas.reference_products.product`.
-    """
-    kernel = partial(_run, impl=impl, options=options)
-    return with_plain_derivative(kernel, plain, platform, operands)
-
-
-def with_plain_derivative(kernel: Callable, plain: Callable, platform: str | None, *operands: Any) -> Any:
-    """`kernel(*operands)`, with the derivative of `plain`. platform: as in `by_kernel`."""
-
-    @jax.custom_jvp
-    def run(*operands: Any) -> Any:
-        return kernels_pallas.run_on_platform(platform, kernel, plain, *operands)
-
-    @run.defjvp
-    def _derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        return run(*primals), jax.jvp(plain, primals, tangents)[1]
-
-    return run(*operands)
-
-
-def _run(operands: Operands, impl: str, options: dict[str, Any]) -> list[jax.Array]:
-    x, leaves, norm_weight, residual = operands
+def _run(x, leaves, norm_weight, residual, impl: str, options: dict[str, Any]) -> list[jax.Array]:
     x_MI = x.reshape(-1, x.shape[-1])
     order = getattr(leaves[0]["weight"], "order", None)
     x_MI = x_MI if order is None else x_MI[:, order]

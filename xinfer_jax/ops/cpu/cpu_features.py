@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ..errors import InputError, format_value
+from ...errors import InputError, format_value
 
 CPU_VARIABLE = "XINFER_JAX_CPU"  # environment variable: overrides the detected features, for products
 _VECTORS = re.compile("avx|amx|fma|f16c|sse4|asimd|sve|sme|i8mm|bf16|fp16|fphp")
