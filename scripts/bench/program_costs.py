@@ -31,7 +31,8 @@ OPTIONS = xj.GenerateOptions(8, eos_token_ids=())
 
 def calls(model: xj.Model) -> dict[str, Callable[[], Any]]:
     """Returns the calls whose programs are compared."""
-    params, config = model.params, model.config
+    params = model.params
+    config = model.config
     tokens_BT = np.array([PROMPT] * ROWS, np.int32)
     num_tokens_B = np.full(ROWS, len(PROMPT), np.int32)
     logits_BV = np.zeros((ROWS, config.vocab_size), np.float32)
