@@ -3,9 +3,7 @@
     python scripts/bench_serve.py --streams=8 --tokens=200
 
 Prints one JSON line: the CPU time of the server process per token, and the time to the first token in a
-client process, as medians over --rounds. The engine gives each row a token every --every ms. A second line
-has llama.cpp's server with as many slots, if llama-server is on PATH and --llama_model names a GGUF file; its
-tokens per second are those of its model.
+client process, as medians over --rounds. The engine gives each row a token every --every ms.
 """
 
 from launcher import start
@@ -23,12 +21,10 @@ from typing import Any
 
 import server_requests
 from absl import flags
-from peer_serving import llama_server
 
 import xinfer_jax as xj
 from xinfer_jax.engine.statistics import EngineStats
 from xinfer_jax.engine.submission import make_request
-from xinfer_jax.host import cpu_count
 from xinfer_jax.serve import service as service_module
 
 STREAMS = flags.DEFINE_integer("streams", 8, "Number of concurrent streams.", lower_bound=1)
@@ -36,7 +32,6 @@ TOKENS = flags.DEFINE_integer("tokens", 200, "Tokens of each stream.", lower_bou
 EVERY = flags.DEFINE_float("every", 10, "Milliseconds between two tokens of a stream.", lower_bound=0)
 ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds; medians are reported.", lower_bound=1)
 PORT = flags.DEFINE_integer("port", None, "Internal: port of the server, for a client process.")
-LLAMA_MODEL = flags.DEFINE_string("llama_model", None, "A GGUF file, for llama-server.")
 
 
 class FakeEngine:
@@ -101,9 +96,6 @@ def main(argv: list[str]) -> None:
         json.dumps(dict(server="xinfer_jax", streams=STREAMS.value, tokens=TOKENS.value, **result)),
         flush=True,
     )
-    requests = [([1, 2, 3], TOKENS.value)] * STREAMS.value
-    peer = llama_server(LLAMA_MODEL.value, requests, STREAMS.value, cpu_count(), 600)
-    print(json.dumps(dict(server="llama.cpp", **peer)))
 
 
 def measure(port: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from absl import flags
+from commit_checkout import checkout_of
 from script_paths import ROOT
 
 # Of tests/support/parity_cases.py, widened so that quantized groups and blocks are whole.
@@ -96,19 +97,12 @@ def main(argv: list[str]) -> int:
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        base = work / "base"
-        git = ["git", "-C", ROOT, "worktree"]
-        added = subprocess.run([*git, "add", "--detach", base, _BASE.value], capture_output=True, text=True)
-        if added.returncode:
-            raise InputError(f"--base={_BASE.value} is no commit of this repository: {added.stderr.strip()}")
-        try:
-            folders = [work / model for model in _MODELS.value]
-            for folder in folders:
-                write_checkpoint(folder, MODELS[folder.name])
+        folders = [work / model for model in _MODELS.value]
+        for folder in folders:
+            write_checkpoint(folder, MODELS[folder.name])
+        with checkout_of(_BASE.value, work / "base") as base:
             before = costs_of(base, folders, work)
-            different = report(before, costs_of(ROOT, folders, work))
-        finally:
-            subprocess.run([*git, "remove", "--force", base], check=True)
+        different = report(before, costs_of(ROOT, folders, work))
     print(f"{different} of {len(before)} calls differ from {_BASE.value}")
     return 1 if different else 0
 

@@ -1,4 +1,4 @@
-"""Flags of simulate.py, plan.py and bench_engine.py that describe requests; without jax."""
+"""Flags of simulate.py and plan.py that describe requests; without jax."""
 
 import math
 from typing import Any, NamedTuple
