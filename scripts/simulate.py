@@ -5,7 +5,7 @@ scheduler against a clock of given step times.
     python scripts/simulate.py --times=FILE --prefill_engines=2 --decode_engines=1 --ttft=0.25 --tpot=0.1
     python scripts/simulate.py --model=llama-13b --devices=2xa100 --ttft=0.25 --tpot=0.1 --rates=1,2,4,8
 
---times is a JSON file of step times; README.md in scripts/goodput has its form. With --model they are computed
+--times is a JSON file of step times (their form: scripts/goodput/README.md). With --model they are computed
 from bytes and FLOP at the rates of data sheets, each engine on the --devices; only that imports jax. Prints a
 table, and a JSON object as the last line.
 """

@@ -11,7 +11,6 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import bench_pairs
 import jax
 import pytest
 import run_script
@@ -157,6 +156,7 @@ def assert_rejected(done, word: str, program: str = "bench") -> None:
 
 def test_pairs_of_calls(directory):
     """Of this checkout with itself; the commit's process is started likewise."""
+    bench_pairs = run_script.functions("bench_pairs")
     with bench_pairs.start_process(ROOT, directory / "config.json", "int8") as process:
         for call in bench_pairs.CALLS[:2]:
             assert 0 < bench_pairs.ask(process, call) < 100

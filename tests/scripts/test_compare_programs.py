@@ -1,9 +1,9 @@
 """The comparison of programs of two commits (scripts/compare_programs.py)."""
 
-import compare_programs
 import jax
 import program_costs
 import pytest
+import run_script
 import tiny
 
 import xinfer_jax as xj
@@ -24,7 +24,8 @@ STEP = dict(name="step", flops=8, temporaries=4)
     ],
 )
 def test_a_program_differs_by_its_numbers_not_its_name(after, different, capsys):
-    assert compare_programs.report({"llama": [STEP]}, {"llama": after}) == different
+    report = run_script.functions("compare_programs").report
+    assert report({"llama": [STEP]}, {"llama": after}) == different
     assert ("DIFFERS" in capsys.readouterr().out) == different
 
 
