@@ -33,8 +33,8 @@ from datetime import UTC, datetime
 import jax
 import numpy as np
 from absl import flags
-from goodput_flags import positive_numbers
-from model_shapes import hf_config
+from bench.model_shapes import hf_config
+from goodput.goodput_flags import positive_numbers
 
 import xinfer_jax as xj
 from xinfer_jax.cli.startup import use_compilation_cache

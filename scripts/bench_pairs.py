@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 from absl import flags
-from commit_checkout import checkout_of
-from model_shapes import hf_config
+from bench.commit_checkout import checkout_of
+from bench.model_shapes import hf_config
 from script_paths import ROOT
 
 CALLS = ("stream", "stream_8", "generate", "generate_8", "prompt")

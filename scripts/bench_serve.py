@@ -19,8 +19,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import server_requests
 from absl import flags
+from soak import server_requests
 
 import xinfer_jax as xj
 from xinfer_jax.engine.statistics import EngineStats

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from absl import flags
-from commit_checkout import checkout_of
+from bench.commit_checkout import checkout_of
 from script_paths import ROOT
 
 # Of tests/support/parity_cases.py, widened so that quantized groups and blocks are whole.

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import numpy as np
 from absl import flags
-from goodput_flags import define_workload_flags, positive_numbers
-from goodput_search import Workload, simulated_times
-from simulated_engine import EngineSizes
-from simulator import Deployment
-from step_times import read_step_times
-from workload import attainment
+from goodput.goodput_flags import define_workload_flags, positive_numbers
+from goodput.goodput_search import Workload, simulated_times
+from goodput.simulated_engine import EngineSizes
+from goodput.simulator import Deployment
+from goodput.step_times import read_step_times
+from goodput.workload import attainment
 
 from xinfer_jax.engine.pages import num_pages_for, usable_capacity
 
@@ -71,7 +71,7 @@ def deployment_from_flags() -> Deployment:
     if TIMES.value:
         times = read_step_times(TIMES.value)
     else:
-        from device_times import times_of_shape  # it imports jax
+        from goodput.device_times import times_of_shape  # it imports jax
 
         computed = times_of_shape(MODEL.value, DEVICES.value, sizes)
         times = dict.fromkeys(("engine", "prefill", "decode"), computed)

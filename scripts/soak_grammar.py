@@ -20,7 +20,7 @@ import jax
 import jsonschema
 import numpy as np
 from absl import flags
-from grammar_inputs import regexes, schemas
+from soak.grammar_inputs import regexes, schemas
 
 import xinfer_jax as xj
 from xinfer_jax.errors import InputError

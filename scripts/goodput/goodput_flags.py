@@ -4,8 +4,8 @@ import math
 from typing import Any, NamedTuple
 
 from absl import flags
-from goodput_search import Workload, draw_workload
 
+from goodput.goodput_search import Workload, draw_workload
 from xinfer_jax.errors import InputError
 
 Flag = flags.FlagHolder[Any]

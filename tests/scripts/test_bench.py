@@ -15,8 +15,8 @@ import jax
 import pytest
 import run_script
 import tiny
-from machine_limits import bytes_per_pass, decode_work, prefill_work
-from model_shapes import hf_config
+from bench.machine_limits import bytes_per_pass, decode_work, prefill_work
+from bench.model_shapes import hf_config
 from paths import ROOT
 
 import xinfer_jax as xj

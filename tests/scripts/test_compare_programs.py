@@ -1,10 +1,10 @@
 """The comparison of programs of two commits (scripts/compare_programs.py)."""
 
 import jax
-import program_costs
 import pytest
 import run_script
 import tiny
+from bench import program_costs
 
 import xinfer_jax as xj
 

@@ -9,12 +9,12 @@ from functools import partial
 import numpy as np
 import pytest
 import run_script
-from goodput_search import draw_workload, goodput, highest_rate, simulated_attainment, simulated_times
+from goodput.goodput_search import draw_workload, goodput, highest_rate, simulated_attainment, simulated_times
+from goodput.simulated_engine import EngineSizes
+from goodput.simulator import Deployment, simulate
+from goodput.step_times import StepTimes
+from goodput.workload import attainment, draw_arrivals, draw_lengths
 from paths import ROOT
-from simulated_engine import EngineSizes
-from simulator import Deployment, simulate
-from step_times import StepTimes
-from workload import attainment, draw_arrivals, draw_lengths
 
 pytestmark = pytest.mark.oldest
 
@@ -177,11 +177,11 @@ def test_plan_prints_meshes_and_both_kinds_of_links():
 
 def test_computed_times_are_the_lower_bounds_of_plan():
     """The lines of a decode step and of chunks, at their ends, beside `plan_estimates`."""
-    import plan_estimates as estimates
-    from device_times import Machine, computed_times
-    from gpu_specs import CARDS
-    from model_shapes import hf_config
-    from step_times import seconds_at
+    from bench.model_shapes import hf_config
+    from goodput.device_times import Machine, computed_times
+    from goodput.step_times import seconds_at
+    from gpu import plan_estimates as estimates
+    from gpu.gpu_specs import CARDS
 
     from xinfer_jax.config.model_config import from_hf
 

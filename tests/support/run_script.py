@@ -57,7 +57,10 @@ def functions(name: str) -> ModuleType:
 
 
 def _import(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"program_{name}", SCRIPTS / f"{name}.py")
+    file = SCRIPTS / f"{name}.py"
+    if str(file.parent) not in sys.path:  # as Python does for a program
+        sys.path.append(str(file.parent))
+    spec = importlib.util.spec_from_file_location(f"program_{name}", file)
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
     return program
