@@ -23,7 +23,7 @@ import tiny
 
 from xinfer_jax import stats
 from xinfer_jax.cli import answer_flags as cli
-from xinfer_jax.generation import precompile
+from xinfer_jax.layerwise import precompile
 
 # Collections while programs are traced, and pages that malloc returns after each compilation, are a sixth of
 # the tests' time. Processes that tests start do both as users do.

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .generation.options import GenerateOptions as GenerateOptions, GenerateOutput as GenerateOutput
     from .generation.scoring import score as score, score_completions as score_completions
     from .generation.state import DecodeState as DecodeState
+    from .grammar.automaton import Dfa as Dfa
     from .grammar.grammars import (
         Grammar as Grammar,
         choice as choice,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
         hidden_states as hidden_states,
         unembed as unembed,
     )
-    from .sampling.automaton import Dfa as Dfa
     from .sampling.logprobs import TokenLogprobs as TokenLogprobs
     from .sampling.sampling_config import SamplingConfig as SamplingConfig
     from .stats import GenerateStats as GenerateStats, LoadStats as LoadStats
@@ -96,7 +96,7 @@ _EXPORTS = {
     "cache.prefix": ("Prefix",),
     "cache.prefix_files": ("load_prefix", "save_prefix"),
     "config.rope": ("RopeConfig",),
-    "sampling.automaton": ("Dfa",),
+    "grammar.automaton": ("Dfa",),
     "sampling.sampling_config": ("SamplingConfig",),
     "generation.scoring": ("score", "score_completions"),
     "stats": ("GenerateStats", "LoadStats"),
@@ -128,6 +128,11 @@ if not TYPE_CHECKING:  # else a type checker would accept every name
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = value  # later uses find it directly
         return value
+
+
+def plugin(kind, name):  # without annotations: what it returns may be anything
+    """What `plugins.TABLE` has of this kind and name; None: nothing is plugged in."""
+    return import_module(".plugins", __name__).load(kind, name)
 
 
 def __dir__() -> list[str]:

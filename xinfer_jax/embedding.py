@@ -14,8 +14,8 @@ from .checks import check_token_ids, is_sequence
 from .errors import ContextLengthError, InputError, format_value
 from .generation.batch_arrays import pad_prompts
 from .generation.buckets import bucket, next_power_of_two
+from .generation.executor import IMMEDIATE
 from .generation.loop import last_hidden
-from .generation.precompile import IMMEDIATE
 from .generation.runners import runner_class
 from .generation.validation import non_finite_reason
 

@@ -15,8 +15,8 @@ from .checks import is_sequence
 from .errors import InputError, format_value
 from .generation.entrypoints import Stream, generate, stream
 from .generation.options import GenerateOptions, GenerateOutput, options_or_default
-from .generation.precompile import Precompiler
 from .grammar.grammars import with_tokenizer
+from .layerwise.precompile import Precompiler
 
 MAX_STOP_STRINGS = 64  # of one prompt
 MAX_STOP_STRING_CHARS = 256

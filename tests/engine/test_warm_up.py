@@ -12,7 +12,7 @@ import jax
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.generation import precompile
+from xinfer_jax.layerwise import precompile
 
 pytestmark = pytest.mark.newest
 

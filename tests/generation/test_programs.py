@@ -9,8 +9,8 @@ import tiny
 import xinfer_jax as xj
 from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.generation import batch_generator, entrypoints
-from xinfer_jax.generation.layer_programs import layer_groups
-from xinfer_jax.generation.runners import LayerwiseRunner
+from xinfer_jax.layerwise.layer_programs import layer_groups
+from xinfer_jax.layerwise.runner import LayerwiseRunner
 
 pytestmark = [pytest.mark.full, pytest.mark.newest]
 
@@ -294,7 +294,7 @@ def test_a_row_with_a_gear_cache_is_the_row_alone(model):
 
 
 def test_a_compilation_error_is_raised_once(model, monkeypatch):
-    from xinfer_jax.generation import precompile
+    from xinfer_jax.layerwise import precompile
 
     compile_it = precompile._compile
     calls = []

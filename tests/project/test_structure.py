@@ -21,7 +21,7 @@ pytestmark = pytest.mark.oldest
 
 # A module imports only modules that come before it. A new module is added here, after all that it imports.
 PACKAGES = {
-    "": ("errors", "signing", "formatting", "checks", "memory", "host", "stats", "sharding"),
+    "": ("errors", "signing", "formatting", "checks", "memory", "host", "stats", "sharding", "plugins"),
     "config": ("values", "rope", "sparse_layers", "hybrids", "gemma4", "gpt_oss", "families", "model_config"),
     "weights": (
         "cpu_features", "matmul", "ternary", "mxfp4", "quantized_weights", "quantization", "quantized_matmul",
@@ -36,7 +36,7 @@ PACKAGES = {
         "decoder_layer", "decoder", "greedy",
     ),
     "sampling": (
-        "reductions", "processors", "biases", "sampling_config", "batched_settings", "automaton", "context",
+        "reductions", "processors", "biases", "sampling_config", "batched_settings", "context",
         "random_keys", "sampler", "logprobs",
     ),
     "tools": (
@@ -44,15 +44,16 @@ PACKAGES = {
         "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
     ),
     "grammar": (
-        "grammars", "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "compiler", "matcher",
-        "batch_matchers",
+        "automaton", "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "compiler", "matcher",
+        "served_schemas", "grammars",
     ),
     "compress": ("outliers", "gptq", "awq"),
     "generation": (
-        "state", "strategies", "loop", "speculation", "beam_steps", "buckets", "functional", "precompile",
-        "layer_programs", "runners", "options", "validation", "kernels", "output_checks", "batch_arrays",
-        "scoring", "beams", "batch_generator", "entrypoints",
+        "executor", "state", "strategies", "loop", "speculation", "beam_steps", "buckets", "functional",
+        "runners", "options", "validation", "kernels", "output_checks", "batch_arrays", "batch_matchers",
+        "drafting", "scoring", "beams", "batch_generator", "entrypoints",
     ),
+    "layerwise": ("precompile", "layer_programs", "runner"),
     "checkpoint": (
         "files", "template_budget", "chat_template", "template_tools", "token_coverage", "tokenizer",
         "escaping", "conversation", "tool_choice", "detokenizer", "stop_strings", "answer_detokenizer",
@@ -112,10 +113,14 @@ def imported(path: Path, package: str) -> set[str]:
 
 
 def imported_modules(name: str) -> set[str]:
-    """Returns the modules of xinfer_jax that a module of xinfer_jax imports."""
+    """Returns the modules of xinfer_jax that a module of xinfer_jax imports, other than for annotations."""
     path = LIBRARY.joinpath(*name.split(".")).with_suffix(".py")
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree.body = [
+        node for node in tree.body if getattr(getattr(node, "test", None), "id", "") != "TYPE_CHECKING"
+    ]
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = [*name.split(".")[: -node.level], *(node.module or "").split(".")]
             names |= {".".join(filter(None, (*base, alias.name))) for alias in node.names}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import jax
 
-from xinfer_jax.generation.precompile import stop_compiling
+from xinfer_jax.layerwise.precompile import stop_compiling
 
 
 @contextlib.contextmanager

@@ -9,9 +9,10 @@ import numpy as np
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names
 from ..formatting import format_token_counts
-from ..weights.params import Params
+from ..weights.params import Params, resolve_dtype
 from .fingerprint import fingerprint
 from .kv_cache import KVCache, can_truncate, expected_fits, truncate
+from .quantized_kv import KV_BITS
 
 _Rows = Sequence[Sequence[int]]  # of token ids
 
@@ -59,6 +60,18 @@ class Prefix:
 
         shared_B = _pad_rows(self.cache, map(common, self.tokens, prompts))
         return np.where(can_truncate(self.cache, shared_B), shared_B, 0)[: len(prompts)]
+
+    def check_call(self, prompts: _Rows, capacity: int | None, dtype: str | None) -> None:
+        """Raises InputError where these prompts, or a cache of this capacity and dtype, do not go with it."""
+        self.shared(prompts)
+        cache = self.cache
+        if capacity not in (None, cache.capacity):
+            raise InputError(
+                f"capacity={capacity}, but the prefix has a cache of {cache.capacity}: leave it out"
+            )
+        named = dtype if dtype in (None, *KV_BITS) else np.dtype(resolve_dtype(dtype)).name
+        if named not in (None, cache.dtype):
+            raise InputError(f"cache_dtype={dtype!r}, but the prefix is in {cache.dtype}: leave it out")
 
     def usable(self, params: Params, config: ModelConfig) -> "Prefix":
         """This prefix, or an empty one where its keys were rotated by other longrope factors than the call's.

@@ -234,7 +234,7 @@ def _run(argv: Sequence[str]) -> int:
     if prompt is not None and not prompt.strip():
         raise InputError("the prompt is empty: give --prompt TEXT, or text on standard input")
     with status("loading jax"):
-        from ..generation.precompile import stop_compiling
+        from ..layerwise.precompile import stop_compiling
         from .answer import answer_prompt
     try:
         return answer_prompt(PARSER.values, prompt)

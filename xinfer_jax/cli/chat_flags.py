@@ -42,7 +42,7 @@ def _run(argv: Sequence[str]) -> int:
             f"--max_tokens={new} leaves no tokens for a question in a --capacity of {capacity}: lower it"
         )
     with status("loading jax"):
-        from ..generation.precompile import stop_compiling
+        from ..layerwise.precompile import stop_compiling
         from .chat import chat_loop
     try:
         return chat_loop(PARSER.values)

@@ -14,7 +14,7 @@ import jax
 from ..checkpoint.files import checkpoint_dir
 from ..checkpoint.loading import Checkpoint, Model, open_checkpoint
 from ..errors import InputError, format_message, format_value
-from ..generation.precompile import Precompiler
+from ..layerwise.precompile import Precompiler
 from ..sharding import MODEL, device_groups
 from ..text import TextStream
 from .supervisor import distributed_args

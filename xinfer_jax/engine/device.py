@@ -17,12 +17,12 @@ from ..cache.kv_cache import KVCache
 from ..cache.paged import PAGE_SIZE, empty_pools
 from ..config.model_config import ModelConfig
 from ..generation.batch_arrays import state_of_rows, token_matrix
+from ..generation.executor import Executor
 from ..generation.options import GenerateOptions
-from ..generation.precompile import Executor
 from ..generation.runners import runner_class
 from ..generation.state import DecodeState
 from ..generation.validation import ValidatedCall, validate_call
-from ..sampling.automaton import MAX_ENTRIES, Dfa, automata_of_rows
+from ..grammar.automaton import Dfa
 from ..sampling.batched_settings import settings_per_row
 from ..sampling.context import ALL_BITS
 from ..sampling.logprobs import empty_alternatives
@@ -298,7 +298,7 @@ class Device:
         limit_1 = np.full(1, limit, np.int32)
         sizes = self._shape.capacity, 0, 1 + self._shape.num_draft_tokens
         own_1E = eos_1E[:, : len(options.eos_token_ids or ())]  # without stop ids, which a grammar may use
-        automata = automata_of_rows([dfa], V, own_1E, MAX_ENTRIES)
+        automata = Dfa.automata_of_rows([dfa], V, own_1E, equal_sizes=True)
         state = state_of_rows(call.prompts, V, key_1, sampling_1, limit_1, eos_1E, *sizes, automata)
         alternatives = empty_alternatives(1, 0, min(MAX_LOGPROBS, V), V, False)
         alternatives = dataclasses.replace(alternatives, wanted_B=np.full(1, options.logprobs > 0))

@@ -16,6 +16,7 @@ from ..cache.kv_cache import KVCache, truncate
 from ..cache.paged import Paged
 from ..cache.recurrent import Recurrent
 from ..config.model_config import ModelConfig
+from ..generation.executor import decode_compiler_options
 from ..generation.loop import Hidden, TracedOperations, loop_until_done
 from ..generation.speculation import SpeculationState, last_and_draft_tokens, prompt_lookup, verify
 from ..generation.state import new_state
@@ -24,7 +25,6 @@ from ..model.decoder import final_norm, hidden_states, unembed
 from ..sampling.batched_settings import select_rows
 from ..sampling.logprobs import Alternatives, empty_alternatives, record_alternatives
 from ..sharding import sharded_top_k
-from ..weights.cpu_features import compiler_options
 from .pacing import MAX_DECODE_TOKENS
 
 MAX_LOGPROBS = 20  # alternatives of a token
@@ -214,7 +214,7 @@ DECODE_STEPS = jax.jit(
     _decode_steps,
     static_argnames=_STATIC,
     donate_argnames=("rows", "pools", "states"),
-    compiler_options=compiler_options(),
+    compiler_options=decode_compiler_options(),
 )
 PROMPT_LOGPROBS = jax.jit(_prompt_logprobs, static_argnames=("config", "impl"), donate_argnames="cache")
 PROMPT_LOOKUP = jax.jit(prompt_lookup, static_argnames="count")
@@ -222,7 +222,7 @@ ADD_OUTPUT = jax.jit(_add_output, static_argnames="size")
 TAKE_OUTPUT = jax.jit(_take_output)
 TARGET_LOGPROBS = jax.jit(_target_logprobs, static_argnames="config")
 REPEATED_LOGITS = jax.jit(
-    _repeated_logits, static_argnames=("config", "rows"), compiler_options=compiler_options()
+    _repeated_logits, static_argnames=("config", "rows"), compiler_options=decode_compiler_options()
 )
 ALTERNATIVES = jax.jit(_alternatives)
 SET_ROW = jax.jit(_set_row, donate_argnames="rows")

@@ -14,10 +14,10 @@ import numpy as np
 from ..cache.kv_cache import KVCache, without_layers
 from ..cache.paged import PAGE_SIZE, Paged
 from ..generation.batch_arrays import token_matrix
-from ..generation.runners import LayerwiseRunner, without_model_layers
 from ..generation.state import DecodeState
 from ..generation.validation import ValidatedCall
-from ..sampling.automaton import Dfa
+from ..grammar.automaton import Dfa
+from ..layerwise.runner import LayerwiseRunner, without_model_layers
 from ..sampling.random_keys import FOLD_IN, key_from_seed
 from .device import Device
 from .device_programs import (

@@ -18,7 +18,7 @@ from ..checkpoint.loading import Model
 from ..checks import check_integer
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
-from ..generation.speculation import MAX_DRAFT_TOKENS
+from ..generation.options import MAX_DRAFT_TOKENS
 from ..host import cpu_count
 from ..memory import memory_bytes
 from ..model.attention import check_impl

@@ -11,8 +11,10 @@ from typing import Any
 import jax
 
 from ..config.model_config import ModelConfig
-from ..generation.precompile import CompilerStoppedError, ImmediateExecutor, Precompiler, shape_struct
-from ..generation.runners import LayerwiseRunner, runner_class
+from ..generation.executor import ImmediateExecutor
+from ..generation.runners import runner_class
+from ..layerwise.precompile import CompilerStoppedError, Precompiler, shape_struct
+from ..layerwise.runner import LayerwiseRunner
 from ..sharding import concrete_mesh_of
 from ..weights.params import Params
 from .device import Device

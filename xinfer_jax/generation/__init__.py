@@ -6,12 +6,12 @@ The way of a call: `generate` → `BatchGenerator` → a runner → programs of 
 - `entrypoints`: `generate` and `stream`. `options`: their options and output. `validation`: the checks of
   their arguments.
 - `batch_generator`: the rows of one call. `batch_arrays`: the arrays that it makes of lists, in the sizes of
-  `buckets`. `state`: `DecodeState`, all that belongs to a row but its keys and values. `output_checks`:
-  errors that are known only after sampling.
-- `strategies`: what a decoding strategy is, and the plain one. `speculation` and `beam_steps` are the others.
-- `runners`: the whole model as one program, or layer by layer. Both run any strategy. `layer_programs`: the
-  programs of the second. `loop`: the traced functions of the whole model. `precompile`: compiles the programs
-  of a call in parallel.
+  `buckets`. `batch_matchers`: the rows' grammars. `state`: `DecodeState`, all that belongs to a row but its
+  keys and values. `output_checks`: errors that are known only after sampling.
+- `strategies`: what a decoding strategy is, and the plain one. `speculation` and `beam_steps` are the others;
+  `drafting`: what a call with draft tokens has.
+- `runners`: the whole model as one program, which runs any strategy; `layerwise/` has the other runner.
+  `loop`: the traced functions of the whole model. `executor`: runs programs, or compiles them ahead.
 - `functional`: `prefill`, `decode_step`, `decode_loop`. `beams`: `beam_search`. `scoring`: `score`.
   `kernels`: `kernels_used`.
 
@@ -22,21 +22,16 @@ Decisions:
 - Rows and lengths are rounded up to powers of two. Padding rows have ended; they cost their share of a step.
 - The loop ends after sampling, not after a forward pass whose logits nobody needs. So the last token is not
   in the cache.
-- On a CPU, compiling the whole model takes longer than most answers. So the layerwise runner prefills there:
-  embedding, one program per kind of layer, head and sampling are called from the host, with donated keys and
-  values. It decodes with programs of up to five layers. `stream`, the commands, beam search and an engine
-  always use it. `generate` decodes in one loop on the device if rows x new tokens exceed 256. A caller's
-  jit, a GPU and several devices always use the whole-model runner. Tokens of the two runners agree; the last
-  bits of log-probabilities may differ. So the arguments of a call decide, not what is compiled: the same call
-  gives the same bits, warm or cold.
+- On one CPU the layerwise runner prefills. `stream`, the commands, beam search and an engine always decode
+  with it. `generate` decodes in one loop on the device if rows x new tokens exceed 256. A caller's jit, a GPU
+  and several devices always use the whole-model runner. Tokens of the two runners agree; the last bits of
+  log-probabilities may differ. So the arguments of a call decide, not what is compiled: the same call gives
+  the same bits, warm or cold.
 - The bound of 256 lies below 512 tokens of one row, where warm calls must lose nothing to the loop. Cold,
   the loop wins its compile time back only after thousands of tokens: a step of the layerwise runner takes
   1.04 times as long (0.5B's shape in int8, 1 and 8 rows), or 0.3 ms more (the bundled model).
 - Plain decoding takes a step before it knows whether the rows of the step before go on, so the device does
   not wait for the host. A step of rows that have all ended changes nothing.
-- Greedy rows without processors need no sampler. The layerwise runner samples them by a program of their
-  own, which compiles in a tenth of the sampler's time. What follows sampling (log-probabilities, end of a
-  row) is one program for both.
 - A strategy is written once, in terms of the `Operations` that both runners have, so its operations are as
   large as the programs of the layerwise runner. Two things are not shared. Prefill is a loop over chunks in a
   program, or on the host, and returns logits or hidden states: the layerwise runner needs no second head
@@ -44,9 +39,6 @@ Decisions:
   them for the prefix cache.
 - The runner of the whole model compiles plain decoding with `compiler_options`, and the other strategies
   without: they were measured like that.
-- The programs of a call are compiled in parallel before it starts. A dry run of the call on shapes
-  (`Precompiler`) finds them, so there is no second list of programs. Equal calls do it once; the look-up
-  takes 0.3 ms.
 - Prefill takes chunks, and skips chunks of padding. Large chunks suit a GPU: 512 queries fill 56 of an H200's
   132 multiprocessors for the 0.5B shape. The layerwise runner cuts a prompt into equal chunks: 300 tokens are
   two of 160, not 256 and 64. The second way is as fast, but compiles a second width before the first token. A

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,7 +10,6 @@ import numpy as np
 from ..cache.kv_cache import KVCache, cache_bytes, init_cache
 from ..config.model_config import ModelConfig
 from ..memory import check_memory
-from ..sampling.automaton import MAX_ENTRIES, Automata, Dfa, automata_of_rows
 from ..sampling.batched_settings import has_all_settings
 from ..sampling.context import init_context
 from ..sampling.logprobs import empty_alternatives
@@ -74,12 +74,12 @@ def prompt_of_row(call: ValidatedCall) -> np.ndarray:
     return np.pad(prompt_R, (0, call.rows - len(prompt_R)))
 
 
-def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Dfa | None] = ()) -> DecodeState:
+def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Any] = ()) -> DecodeState:
     """The rows of a call before their first token, in new arrays. Padding rows have ended.
 
     Args:
         prompt_R: from `prompt_of_row`.
-        dfas: of the rows' grammars.
+        dfas: the `Dfa`s of the rows' grammars; None for rows without one.
     """
     options = call.options
     config = call.config
@@ -102,10 +102,10 @@ def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Dfa 
     key_R = answer_keys(call.key, prompt_R, answer_R)
     sizes = history_size, size, call.num_masks
     automata = None
-    if any(dfa is not None for dfa in dfas):
+    if dfa := next(filter(None, dfas), None):
         padded = [*dfas, *[None] * (R - len(dfas))]
         own_RE = eos_RE[:, : len(options.eos_token_ids or ())]  # without stop ids, which a grammar may use
-        automata = automata_of_rows(padded, config.vocab_size, own_RE, MAX_ENTRIES)
+        automata = dfa.automata_of_rows(padded, config.vocab_size, own_RE, equal_sizes=True)
     state = state_of_rows(rows, config.vocab_size, key_R, sampling_R, limit_R, eos_RE, *sizes, automata)
     return dataclasses.replace(state, alternatives=alternatives)
 
@@ -113,7 +113,7 @@ def initial_state(call: ValidatedCall, prompt_R: np.ndarray, dfas: Sequence[Dfa 
 def state_of_rows(  # noqa: PLR0913
     prompts: Sequence[Sequence[int]], vocab_size: int, key_R: jax.Array, sampling_R: SamplingConfig,
     limit_R: np.ndarray, eos_RE: np.ndarray, history_size: int | None, output_size: int, num_masks: int = 1,
-    automata: Automata | None = None,
+    automata: Any = None,
 ) -> DecodeState:  # fmt: skip
     """Rows before their first token, in new arrays.
 

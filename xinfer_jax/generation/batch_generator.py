@@ -9,19 +9,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..cache.kv_cache import KVCache, truncate, with_draft_slots
-from ..cache.prefix import make_prefix
-from ..config.model_config import ModelConfig
-from ..grammar.batch_matchers import BatchMatchers
+from .. import plugin
+from ..cache.kv_cache import KVCache, truncate
 from ..sampling.logprobs import token_logprob_rows
 from ..stats import GenerateStats, Stopwatch, peak_bytes
 from ..weights.params import tree_bytes
 from .batch_arrays import check_generation_memory, initial_state, new_cache, pad_prompts, prompt_of_row
-from .options import GenerateOptions, GenerateOutput
+from .batch_matchers import BatchMatchers
+from .executor import IMMEDIATE, Executor, compile_ahead
+from .options import GenerateOutput
 from .output_checks import check_generated, check_overflow
-from .precompile import IMMEDIATE, Executor, Precompiler, call_signature, precompile_once, shape_struct
 from .runners import WholeModelRunner, runner_class
-from .speculation import SpeculationState, Speculative, prompt_lookup
 from .state import GeneratedTokens, fetch_tokens
 from .strategies import Plain, Strategy
 from .validation import ValidatedCall
@@ -44,7 +42,7 @@ class BatchGenerator:
             call: from `validate_call`.
             decodes_whole: decode with the whole-model runner, in one loop on the device. Otherwise, and for
                 the prompts, the runner of `runner_class` serves.
-            executor: with a `Precompiler` the arrays are only shapes.
+            executor: in a dry run the arrays are only shapes.
         """
         with Stopwatch() as self._setup:
             self._allocate(call, decodes_whole, executor)
@@ -78,13 +76,14 @@ class BatchGenerator:
         uncached = [prompt[n:] for prompt, n in zip(call.prompts, self._num_cached_B, strict=False)]
         self._tokens = pad_prompts(uncached, call.capacity, call.prompt_rows)
         self._model = call.params, call.config
-        self._draft_model = draft_params, proposer = _draft_model(call.options)
-        self._draft: list[SpeculationState] = []  # one where the call has a draft
+        self._draft: list[Any] = []  # of the carry; one where the call has a draft
         self._constants: tuple = (call.params,)
         self._strategy: Strategy = Plain(call.config)
-        if proposer is not None:
-            self._constants = call.params, draft_params
-            self._strategy = Speculative(call.config, proposer, call.num_draft_tokens)
+        self._drafting: Any = None
+        if call.options.draft is not None:
+            self._drafting = plugin("decoding", "draft")(call)
+            self._constants = self._drafting.constants
+            self._strategy = self._drafting.strategy
 
     def _use(self, executor: Executor) -> None:
         impl = self._call.options.impl
@@ -92,40 +91,40 @@ class BatchGenerator:
         self._runner = runner_class(self._call.params)(executor, impl, self._call.greedy)
         self._decoder = WholeModelRunner(executor, impl) if self._decodes_whole else self._runner
 
-    def precompile(self) -> tuple[Precompiler, int]:
+    def precompile(self) -> tuple[Any, int]:
         """Begins to compile the programs of the call in threads, once for each signature. Returns the
         compiler, and how many programs come before the first token.
         """
 
-        def dry_run(precompiler: Precompiler) -> int:
+        def dry_run(compiler: Any) -> int:
             batch = copy.copy(self)
-            batch._use(precompiler)
-            batch._cache = jax.tree.map(shape_struct, self._cache)
+            batch._use(compiler)
+            batch._cache = compiler.shapes(self._cache)
             batch._sample(batch._prefill())
-            first = precompiler.num_programs
+            first = compiler.num_programs
             if self._call.options.max_new_tokens > 1:
                 batch._decode(1)
             return first
 
-        return precompile_once(self._call.params, self._signature(), dry_run)
+        return compile_ahead(self._call.params, self._signature(), dry_run)
 
     def _signature(self) -> Any:
         """Calls of equal signatures run the same programs."""
         call = self._call
         options = call.options
-        arrays = call.params, self._draft_model[0], self._state, self._cache, self._tokens
+        arrays = self._constants, self._state, self._cache, self._tokens
         # A draft model prefills the whole prompt, even if the model has a prefix.
         longest = call.longest, int(self._tokens[1].max())
         widths = [self._runner.prefill_width(tokens, call.prompt_rows) for tokens in longest]
         kinds = self._decodes_whole, call.greedy, options.max_new_tokens > 1, options.prefix is None
-        return self._strategy, call.answers, *kinds, options.impl, *widths, call_signature(arrays)
+        return self._strategy, call.answers, *kinds, options.impl, *widths, arrays
 
     def start(self) -> None:
         """Prefills the prompts and samples the first token of each row."""
         stats = self.stats
         with Stopwatch() as compiling:
-            self._precompiler, programs = self.precompile()
-            self._precompiler.wait(programs)
+            self._compiler, programs = self.precompile()
+            self._compiler.wait(programs)
         with Stopwatch() as prefilling:
             outputs = self._prefill().block_until_ready()
         with Stopwatch() as sampling:
@@ -142,7 +141,7 @@ class BatchGenerator:
     def decode(self, steps: int) -> None:
         """Takes so many steps, or fewer where all rows end; without a cache one."""
         with Stopwatch() as compiling:
-            self._precompiler.wait()
+            self._compiler.wait()
         with Stopwatch() as decoding:
             steps = min(steps, self._call.options.max_new_tokens - self.steps)
             while steps > 0 and self._grammars.need_masks(self.active_R):  # step by step
@@ -169,8 +168,8 @@ class BatchGenerator:
             return
         context = self._state.context
         draft_BT = None
-        if isinstance(self._strategy, Speculative) and not first:
-            draft_BT = np.asarray(self._executor(*self._strategy.draft_call(context)))
+        if self._drafting is not None and not first:
+            draft_BT = self._drafting.draft_tokens(context, self._executor)
         active_R = None if first else self.active_R
         masks = self._grammars.masks(context.allowed_bits.shape, active_R, draft_BT)
         context = dataclasses.replace(context, allowed_bits=masks)
@@ -199,30 +198,19 @@ class BatchGenerator:
         call = self._call
         donate = call.options.prefix is None
         outputs, self._cache = self._runner.prefill(self._model, self._tokens, self._cache, donate)
-        draft_cache = self._prefill_draft()
+        draft_cache = None
+        if self._drafting is not None:
+            draft_cache = self._drafting.prefill(self._runner, self._executor)
         if call.answers > 1:
             outputs = self._executor(_PICK, outputs, self._prompt_R)
             if self._cache is not None:
                 self._cache = self._runner.reorder(self._cache, self._prompt_R)
             if draft_cache is not None:
                 draft_cache = self._runner.reorder(draft_cache, self._prompt_R)
-        if call.options.draft is not None:
-            if self._cache is not None and call.config.layer_linear:
-                self._cache = self._executor(_ADD_DRAFT_SLOTS, self._cache, 1 + call.num_draft_tokens)
-            zeros_R: Any = np.zeros(call.rows, np.int32)
-            self._draft = [SpeculationState(draft_cache, zeros_R, zeros_R)]
+        if self._drafting is not None:
+            self._cache, draft = self._drafting.start(self._cache, draft_cache, self._executor)
+            self._draft = [draft]
         return outputs
-
-    def _prefill_draft(self) -> KVCache | None:
-        """The draft model's cache with the prompts; None without a draft model."""
-        call = self._call
-        params, config = self._draft_model
-        if not isinstance(config, ModelConfig):
-            return None
-        capacity = min(call.capacity, config.context_length)  # draft tokens beyond are dropped
-        cache = self._executor.create(lambda: new_cache(call, params, config, capacity, call.prompt_rows))
-        tokens = pad_prompts(call.prompts, capacity, call.prompt_rows)
-        return self._runner.prefill((params, config), tokens, cache, True)[1]
 
     def _sample(self, outputs: Any) -> None:
         self._state = self._runner.sample(self._model, outputs, self._state)
@@ -263,10 +251,7 @@ class BatchGenerator:
         stats.generated_tokens = int(length_R.sum())
         stats.peak_bytes = peak_bytes()
         for draft in self._draft:
-            passes_R = np.asarray(draft.passes_B)[: len(rows)]
-            accepted_R = np.asarray(draft.accepted_B)[: len(rows)]
-            stats.passes = passes_R.tolist()
-            stats.acceptance = (accepted_R / (np.maximum(passes_R, 1) * call.num_draft_tokens)).tolist()
+            self._drafting.count(draft, stats, len(rows))
 
         def reason(ids: list[int], finished: bool) -> str:
             if finished:
@@ -287,15 +272,9 @@ class BatchGenerator:
             of_rows = zip(map(np.asarray, alternatives.logits_BTV), length_R, strict=False)
             out.logits = [logits_TV[:n] for logits_TV, n in of_rows]  # cut on the host: nothing to compile
         if options.keep_prefix:
-            out.prefix = make_prefix(call.params, call.config, self._row_prompts, rows, self._cache)
+            model = call.params, call.config
+            out.prefix = plugin("cache", "prefix")(*model, self._row_prompts, rows, self._cache)
         return out if options.best_of in (None, options.n) else out.best(options.n, options.best_of)
-
-
-def _draft_model(options: GenerateOptions) -> tuple[Any, Any]:
-    """The draft model's parameters and configuration; or None and a function, or None."""
-    if options.draft is None or options.draft == "lookup" or callable(options.draft):
-        return None, prompt_lookup if options.draft == "lookup" else options.draft
-    return options.draft.params, options.draft.config
 
 
 def _pick(outputs_B, prompt_R):
@@ -303,4 +282,3 @@ def _pick(outputs_B, prompt_R):
 
 
 _PICK = jax.jit(_pick)
-_ADD_DRAFT_SLOTS = jax.jit(with_draft_slots, static_argnames="tokens")

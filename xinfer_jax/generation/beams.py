@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .. import plugin
 from ..cache.kv_cache import KVCache, without_layers
 from ..checks import check_integer, is_sequence, number_array
 from ..config.model_config import ModelConfig
@@ -27,9 +28,9 @@ from ..weights.params import Params, tree_bytes
 from .batch_arrays import check_generation_memory, initial_state, new_cache, pad_prompts, prompt_of_row
 from .beam_steps import BeamRequest, BeamResults, BeamSearch
 from .buckets import bucket
+from .executor import IMMEDIATE, Executor, compile_ahead
 from .options import GenerateOptions
 from .output_checks import check_overflow
-from .precompile import IMMEDIATE, Executor, Precompiler, call_signature, precompile_once, shape_struct
 from .runners import runner_class
 from .validation import ValidatedCall, validate_call
 
@@ -140,7 +141,7 @@ def plan_beam_search(*args: Any, **kwargs: Any) -> "_Search":
     """
     bound = inspect.signature(beam_search).bind(*args, **kwargs)
     bound.apply_defaults()
-    return _Search(**bound.arguments, executor=Precompiler())
+    return _Search(**bound.arguments, executor=plugin("compiler", "dry run")())
 
 
 class _Search:
@@ -183,21 +184,21 @@ class _Search:
         cache_bytes = self._strategy.beams * tree_bytes(self.cache.layers)
         return len(prompts), sum(map(len, prompts)), tree_bytes(params), cache_bytes
 
-    def prepare(self) -> Precompiler:
+    def prepare(self) -> Any:
         """Begins to compile what the search runs, in threads."""
         arrays = self.call.params, self._tokens, self.cache, self._request
 
-        def dry_run(precompiler: Precompiler) -> int:
+        def dry_run(compiler: Any) -> int:
             search = copy.copy(self)
-            search._runner = type(self._runner)(precompiler, self.call.options.impl)
-            search.cache = jax.tree.map(shape_struct, self.cache)
+            search._runner = type(self._runner)(compiler, self.call.options.impl)
+            search.cache = compiler.shapes(self.cache)
             search._steps = 2
             search.search(search.prefill())
-            return precompiler.num_programs
+            return compiler.num_programs
 
         width = self._runner.prefill_width(self.call.longest, self.call.rows)
-        signature = self._strategy, self.call.options.impl, width, call_signature(arrays)
-        return precompile_once(self.call.params, signature, dry_run)[0]
+        signature = self._strategy, self.call.options.impl, width, arrays
+        return compile_ahead(self.call.params, signature, dry_run)[0]
 
     def prefill(self) -> jax.Array:
         """The outputs of each prompt's last token."""

@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 
+from .. import plugin
 from ..config.model_config import ModelConfig
 from ..errors import InputError
 from ..weights.params import Params
 from .batch_generator import BatchGenerator
 from .options import GenerateOptions, GenerateOutput
-from .precompile import Precompiler
 from .validation import ValidatedCall, validate_call
 
 # Rows x new tokens up to which, on a CPU, the loop of the whole model does not save what compiling it takes.
@@ -95,11 +95,12 @@ class Stream(Iterator[list[int | None]]):
         self._error: BaseException | None = None
         self._ids: Any = self._steps()
 
-    def prepare(self) -> Precompiler:
+    def prepare(self) -> Any:
         """Begins to compile the stream's programs in threads, and returns. The parameters may be shapes: a
         later stream with the weights, of the same shapes and options, uses the programs.
         """
-        return BatchGenerator(self._call, decodes_whole=False, executor=Precompiler()).precompile()[0]
+        compiler = plugin("compiler", "dry run")()
+        return BatchGenerator(self._call, decodes_whole=False, executor=compiler).precompile()[0]
 
     def __next__(self) -> list[int | None]:
         if self._error is not None:

@@ -4,7 +4,7 @@ caller's jit. This module checks the arguments; loop.py has the traced functions
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..model.attention import check_impl
 from ..model.decoder import hidden_states, unembed
-from ..sampling.automaton import Automata, Dfa, automata_of_rows
 from ..sampling.batched_settings import has_all_settings, settings_per_row
 from ..sampling.context import init_context
 from ..sampling.random_keys import row_keys
@@ -28,6 +27,9 @@ from .buckets import bucket, next_power_of_two
 from .loop import PREFILL, decode, jit_variants
 from .state import DecodeState, new_state, sample_and_append
 from .strategies import Plain
+
+if TYPE_CHECKING:
+    from ..grammar.automaton import Dfa
 
 # Tokens of a row in a prefill chunk: small chunks keep attention scores and activations small. GPUs and TPUs
 # take more, of all rows together: 512 queries of the 0.5B shape fill 56 of an H200's 132 multiprocessors. A
@@ -124,7 +126,7 @@ def decode_loop(  # noqa: PLR0913  a public function
     seen_BV: AnyArray | None = None,
     history_BS: AnyArray | None = None,
     output_size: int | None = None,
-    grammar: Dfa | Sequence[Dfa | None] | None = None,
+    grammar: "Dfa | Sequence[Dfa | None] | None" = None,
     donate: bool = False,
     impl: str | None = None,
 ) -> Decoded:
@@ -208,19 +210,20 @@ def _size(max_new_tokens: Any, output_size: Any) -> tuple[int, Any]:
     return size or most, np.int32(min(most, size or most))
 
 
-def _automata(grammar: Any, rows: int, vocab_size: int, eos_ids: Any) -> Automata | None:
-    """The automata of the rows; InputError where the grammar is none."""
-    if grammar is None:
-        return None
-    dfas = [grammar] if isinstance(grammar, Dfa) else grammar
-    if not is_sequence(dfas) or not all(dfa is None or isinstance(dfa, Dfa) for dfa in dfas):
+def _automata(grammar: Any, rows: int, vocab_size: int, eos_ids: Any) -> Any:
+    """The automata of the rows, None without a grammar; InputError where the grammar is none."""
+    dfas = grammar if is_sequence(grammar) else [grammar]
+    given = [dfa for dfa in dfas if dfa is not None]
+    if not all(hasattr(dfa, "automata_of_rows") for dfa in given):
         raise InputError(f"grammar must be from dfa, or one per row, got {format_value(grammar)}")
-    if not isinstance(grammar, Dfa) and len(dfas) != rows:
+    if is_sequence(grammar) and len(dfas) != rows:
         raise InputError(f"{len(dfas)} grammars for {rows} rows: give one, or one per row")
+    if not given:
+        return None
     if not eos_ids.shape[0]:
         raise InputError("grammar needs an EOS id, which ends the row: eos_ids is empty")
     eos_BE = (jnp if is_traced(eos_ids) else np).broadcast_to(eos_ids, (rows, len(eos_ids)))
-    return automata_of_rows(dfas, vocab_size, eos_BE)
+    return given[0].automata_of_rows(dfas, vocab_size, eos_BE)
 
 
 def _check_cache(config: ModelConfig, cache: KVCache, rows: int) -> None:

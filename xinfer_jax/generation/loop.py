@@ -19,8 +19,8 @@ from ..errors import InputError
 from ..model.decoder import hidden_states, unembed
 from ..model.greedy import can_fuse_head, greedy_tokens
 from ..sampling.sampler import is_plain_greedy, sample_tokens
-from ..weights.cpu_features import compiler_options
 from ..weights.params import Params, activation_dtype
+from .executor import decode_compiler_options
 from .state import DecodeState, append_token, sample_and_append
 from .strategies import Carry, ParamsAndConfig, Strategy
 
@@ -213,4 +213,4 @@ def jit_variants(
 
 
 PREFILL = jit_variants(prefill_chunks, "config", "impl", "chunk")
-DECODE_PLAIN = jit_variants(decode, "strategy", "impl", donates="carry", options=compiler_options())
+DECODE_PLAIN = jit_variants(decode, "strategy", "impl", donates="carry", options=decode_compiler_options())

@@ -3,19 +3,23 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..cache.prefix import Prefix
 from ..config.model_config import ModelConfig
 from ..errors import InputError, format_value
 from ..formatting import format_token_counts
-from ..grammar.grammars import Grammar
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.sampling_config import SamplingConfig
 from ..stats import GenerateStats
 from .buckets import bucket
+
+if TYPE_CHECKING:
+    from ..cache.prefix import Prefix
+    from ..grammar.grammars import Grammar
+
+MAX_DRAFT_TOKENS = 16  # of a pass: the loop over them is unrolled, which takes long to compile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +71,10 @@ class GenerateOptions:
     logprobs: int = 0
     draft: Any = None
     draft_tokens: int = 3
-    prefix: Prefix | None = None
+    prefix: "Prefix | None" = None
     keep_prefix: bool = False
     logits: bool = False
-    grammar: Grammar | Sequence[Grammar | None] | None = None
+    grammar: "Grammar | Sequence[Grammar | None] | None" = None
 
 
 @dataclasses.dataclass(repr=False)
@@ -94,7 +98,7 @@ class GenerateOutput:
     stats: GenerateStats
     alternatives: list[list[TokenLogprobs]] | None = None
     logits: list[np.ndarray] | None = None
-    prefix: Prefix | None = None
+    prefix: "Prefix | None" = None
 
     def __repr__(self) -> str:
         reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(self.finish_reason).items())

@@ -1,42 +1,21 @@
-"""The two runners, which take prompts to tokens: the whole model as one program, with its loop on the device;
-and layer by layer, with programs for one or a few layers that the host calls. Both run any strategy
-(strategies.py).
+"""The runner of the whole model as one program, which takes prompts to tokens by any strategy.
 
-WholeModelRunner: tokens_BT ─ PREFILL ─► logits_BV ─ _SAMPLE ─► state ─ _DECODE, the loop ─► state
-LayerwiseRunner:  tokens_BT ─ EMBED ─ LAYERS, several times ─► x_BTD ─ LAST, HEAD ─► logits_B1V ─ APPEND
-─► state ─ EMBED ─ LAYERS, several times, the last with the head ─► logits_B1V ─ APPEND ─► …
-Before APPEND, MOST_LIKELY or SAMPLE chooses the tokens.
+tokens_BT ─ PREFILL ─► logits_BV ─ _SAMPLE ─► state ─ _DECODE, the loop ─► state
+
+On one CPU `layerwise.runner.LayerwiseRunner` takes its place: the host calls programs of a few layers.
 """
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from ..cache.kv_cache import KVCache, required_chunk, without_layers
-from ..model.decoder_layer import layer_kinds
-from ..sharding import concrete_mesh_of
-from ..weights.params import Params, activation_dtype
-from .buckets import bucket, next_power_of_two
+from .. import plugin
+from ..cache.kv_cache import KVCache, reorder
+from ..weights.params import Params
+from .buckets import bucket
+from .executor import Executor
 from .functional import prefill_chunk_size
-from .layer_programs import (
-    APPEND,
-    COPY,
-    EMBED,
-    HEAD,
-    LAST,
-    LAYERS,
-    MOST_LIKELY,
-    NORM,
-    RECORD,
-    REORDER,
-    REORDER_LAYER,
-    REORDER_TAIL,
-    SAMPLE,
-    layer_groups,
-)
 from .loop import (
     DECODE_PLAIN,
     PREFILL,
@@ -46,36 +25,16 @@ from .loop import (
     jit_variants,
     prefill_uncached,
 )
-from .precompile import Executor
 from .state import DecodeState, sample_and_append
 from .strategies import Carry, ParamsAndConfig, Plain, Strategy
 
 # tokens_BT, and how many of each row are real, num_tokens_B
 PaddedTokens = tuple[Any, Any]
 
-# Layers of a decode program, at most. The 24 layers of the 0.5B shape in int8 take 1.13 times as long as the
-# loop with one layer per program at 8 rows (1.07 at one row), and 1.03 with four or eight (1.04). Eight take
-# twice as long to compile.
-_DECODE_LAYERS = 5
-# The system allocates buffers beyond 32 MiB anew for each program: in int8, chunks of 512 tokens took 1.5
-# times as long as one program of all layers; chunks of 256 tokens do not. A prompt of several chunks is cut
-# into equal ones: 300 tokens are two chunks of 160.
-_CHUNK = 256  # tokens of all rows in a prefill chunk
-_STEP = 32  # tokens of all rows: the size of a chunk is a multiple
-_MIN_CHUNK = 16  # tokens of one row, for both
 
+class Runner:
+    """What runners have in common."""
 
-class SampledStep(NamedTuple):
-    """What one step sampled; B rows."""
-
-    token_B: Any  # int32
-    taken_BV: Any  # the logits that the tokens were sampled from; None: those of the model
-    logprob_B: Any  # float32
-    continues_B: Any  # bool
-    finished_B: Any  # bool: the row has sampled an EOS token
-
-
-class _Runner:
     def __init__(self, executor: Executor, impl: str | None, greedy: bool = False):
         """greedy: no row uses a sampling setting; layer by layer, no sampler is compiled then."""
         self._executor = executor
@@ -83,7 +42,7 @@ class _Runner:
         self.impl = impl
 
 
-class WholeModelRunner(_Runner):
+class WholeModelRunner(Runner):
     """One program prefills, one decodes."""
 
     name = "whole"
@@ -135,199 +94,12 @@ class WholeModelRunner(_Runner):
         return self._executor(_SEARCH, strategy, constants, outputs, cache, self.impl)
 
 
-class LayerwiseRunner(_Runner):
-    """Programs of one or a few layers, which the host calls: what is compiled does not grow with the layers.
-    It has the methods of `WholeModelRunner`, and the `Operations` of a strategy.
+def runner_class(params: Params) -> Any:
+    """The runner that prefills prompts and decodes streams: one that is plugged in for the devices of the
+    parameters, or `WholeModelRunner`. The parameters may be shapes.
     """
-
-    name = "layer by layer"
-    about = "programs for one or a few layers, called from the host"
-
-    @staticmethod
-    def prefill_width(longest: int, rows: int) -> int:
-        """Tokens of a row per forward pass. One width serves the whole prompt, so that few programs are
-        compiled, and padding is little.
-        """
-        batch = next_power_of_two(rows)
-        most = max(_MIN_CHUNK, _CHUNK // batch)
-        step = max(_MIN_CHUNK, _STEP // batch)
-        chunks = max(1, -(-longest // most))
-        return min(bucket(longest), -(-longest // (chunks * step)) * step)
-
-    def prefill(
-        self,
-        model: ParamsAndConfig,
-        tokens: PaddedTokens,
-        cache: KVCache | None,
-        donate: bool,
-        chunk: int = 0,
-    ) -> Any:
-        """As of `WholeModelRunner`; the outputs are hidden states [B, 1, D] before the last norm."""
-        if cache is not None and not donate:
-            layers = tuple(self._executor(COPY, layer) for layer in cache.layers)
-            cache = dataclasses.replace(cache, layers=layers)
-        tokens_BT, num_tokens_B = tokens
-        B, T = tokens_BT.shape
-        longest = int(num_tokens_B.max())
-        chunk = required_chunk(cache) or chunk or self.prefill_width(longest, B)
-        chunk = T if cache is None else min(T, prefill_chunk_size(cache), chunk)
-        padded_BT = np.pad(tokens_BT, ((0, 0), (0, -T % chunk)))
-        last_B1D = np.zeros((B, 1, model[1].hidden_size), activation_dtype(model[0]))
-        for first in range(0, longest, chunk):
-            num_B = np.clip(num_tokens_B - first, 0, chunk)
-            inputs = padded_BT[:, first : first + chunk], num_B
-            x_BTD, _, cache = self._run_model(model, _prompt_chunk, inputs, cache, prefills=True)
-            last_B1D = self._executor(LAST, x_BTD, num_B, last_B1D)
-        return last_B1D, cache
-
-    def hidden(self, model: ParamsAndConfig, tokens: PaddedTokens) -> jax.Array:
-        """`hidden_states` of whole rows, [B, T, D], without a cache."""
-        return self.prefill_hidden(model, tokens, None)[0]
-
-    def prefill_hidden(
-        self, model: ParamsAndConfig, tokens: PaddedTokens, cache: KVCache | None
-    ) -> tuple[jax.Array, Any]:
-        """`hidden_states` of one chunk of tokens, [B, T, D], and the cache with the tokens appended."""
-        x_BTD, _, cache = self._run_model(model, _prompt_chunk, tokens, cache, prefills=True)
-        return self._executor(NORM, *without_model_layers(model), x_BTD), cache
-
-    def sample(self, model: ParamsAndConfig, outputs: Any, state: DecodeState) -> DecodeState:
-        """The state with each row's next token; outputs: of `prefill`."""
-        return self.append_sample(self.logits(model, outputs), state)[0]
-
-    def reorder(self, cache: KVCache, prompt_R: np.ndarray) -> KVCache:
-        """Row r of the result is row prompt_R[r]."""
-        layers = tuple(self._executor(REORDER_LAYER, layer, prompt_R) for layer in cache.layers)
-        return dataclasses.replace(self._executor(REORDER, without_layers(cache), prompt_R), layers=layers)
-
-    def decode(
-        self, strategy: Strategy, constants: tuple, carry: Carry, steps: int, continues: Any = True
-    ) -> Carry:
-        """The carry after so many steps of the strategy, or fewer where all rows end. continues: whether any
-        row does.
-        """
-        flags = [continues]
-        for _ in range(steps):
-            # The flag of the step before the last, if possible: the device never waits for the host.
-            if len(flags) > strategy.steps_ahead and not self._executor.is_true(flags.pop(0)):
-                break
-            carry, continues = strategy.step(self, constants, carry)
-            flags.append(continues)
-        return carry
-
-    def search(self, strategy: Any, constants: tuple, outputs: Any, cache: KVCache, steps: int) -> Any:
-        """The results of a strategy that runs from the outputs of `prefill` to its end, at most `steps`
-        steps.
-        """
-        logits_B1V = self.logits((constants[0], strategy.config), outputs)
-        carry, continues = strategy.init(self, constants, logits_B1V, cache)
-        del cache  # the strategy has copied it: its memory is freed before the steps
-        return strategy.results(self.decode(strategy, constants, carry, steps - 1, continues))
-
-    def logits(self, model: ParamsAndConfig, outputs: Any) -> jax.Array:
-        """float32 [B, 1, V] of the outputs of `prefill`."""
-        return self._executor(HEAD, *without_model_layers(model), outputs)
-
-    # `Operations`: outputs are logits [B, T, V].
-
-    def forward(
-        self, model: ParamsAndConfig, inputs: Callable, args: tuple, cache: KVCache, position: int | None
-    ) -> tuple[jax.Array, KVCache]:
-        _, logits_BTV, cache = self._run_model(model, inputs, args, cache, prefills=False)
-        return logits_BTV, cache
-
-    def append_sample(self, outputs: Any, state: DecodeState) -> tuple[DecodeState, Any]:
-        state, sampled = self.append_token(outputs, state, self._greedy)
-        return state, sampled.continues_B
-
-    def append_token(
-        self, logits_B1V: Any, state: DecodeState, greedy: bool, among_B: np.ndarray | None = None
-    ) -> tuple[DecodeState, "SampledStep"]:
-        """Chooses a token of each active row of `among_B` (None: of all), and appends it. greedy: none of
-        these rows uses a sampling setting.
-        """
-        taken_BV = None
-        if greedy:
-            token_B = self._executor(MOST_LIKELY, logits_B1V, self.impl)
-        else:
-            token_B, taken_BV = self._executor(SAMPLE, logits_B1V, state, among_B, self.impl)
-        alternatives = state.alternatives
-        state = dataclasses.replace(state, alternatives=None)
-        if alternatives is not None:
-            args = alternatives, logits_B1V, taken_BV, token_B, state, among_B
-            alternatives = self._executor(RECORD, *args)
-        state, *of_token = self._executor(APPEND, logits_B1V, token_B, state, among_B)
-        state = dataclasses.replace(state, alternatives=alternatives)
-        return state, SampledStep(token_B, taken_BV, *of_token)
-
-    def call(self, function: Any, *args: Any, takes_hidden: bool = False) -> Any:
-        return self._executor(function, *args)
-
-    def repeat(self, first: int, end: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-        for i in range(first, end):
-            carry = body(np.int32(i), carry)
-        return carry
-
-    def repeat_rows(self, cache: KVCache, times: int) -> KVCache:
-        return self.reorder(cache, np.repeat(np.arange(len(cache.length_B), dtype=np.int32), times))
-
-    def reorder_tail(self, cache: KVCache, index_B: Any, first: Any, count: int) -> KVCache:
-        layers = tuple(self._executor(REORDER_TAIL, keys, index_B, first, count) for keys in cache.layers)
-        return dataclasses.replace(cache, layers=layers)
-
-    def _run_model(
-        self, model: ParamsAndConfig, inputs: Callable, args: tuple, cache: KVCache | None, prefills: bool
-    ) -> Any:
-        """The hidden states [B, T, D] after the last layer, the logits [B, T, V] (None where it prefills),
-        and the cache with the tokens of `inputs` appended.
-        """
-        params, config = model
-        outer = without_model_layers(model)
-        lengths = None
-        capacity = None
-        keys: list = [None] * config.num_cached_layers
-        if cache is not None:
-            lengths = without_layers(cache)
-            capacity = cache.capacity
-            keys = list(cache.layers)
-        x_BTD, positions, lengths = self._executor(EMBED, *outer, inputs, args, lengths, capacity)
-        logits_BTV = None
-        head = None if prefills else outer[0]
-        for group in layer_groups(config, 1 if prefills else _DECODE_LAYERS):
-            kinds = layer_kinds(config)[group]
-            is_last = np.bool_(group.stop >= config.num_hidden_layers)
-            of_layers = config.cache_of_layer[group]
-            used = sorted(set(of_layers))
-            caches = tuple(map(used.index, of_layers))
-            x_BTD, logits_BTV, group_keys = self._executor(
-                LAYERS, params["layers"][group], head, is_last, config, kinds, caches, x_BTD,
-                positions.of_layers(group), tuple(keys[i] for i in used), self.impl,
-            )  # fmt: skip
-            for i, layer in zip(used, group_keys, strict=True):
-                keys[i] = layer
-        return x_BTD, logits_BTV, None if cache is None else dataclasses.replace(lengths, layers=tuple(keys))
-
-
-Runner = WholeModelRunner | LayerwiseRunner
-
-
-def runner_class(params: Params) -> type[Runner]:
-    """The runner that prefills prompts and decodes streams: `LayerwiseRunner` on one CPU, where compiling
-    takes most of the time to the first answer. The parameters may be shapes.
-    """
-    leaf = params["final_norm"]
-    if concrete_mesh_of(leaf) is not None:
-        return WholeModelRunner
-    if sharding := getattr(leaf, "sharding", None):
-        platforms = [device.platform for device in sharding.device_set]
-        return LayerwiseRunner if platforms == ["cpu"] else WholeModelRunner
-    return LayerwiseRunner if jax.default_backend() == "cpu" else WholeModelRunner
-
-
-def without_model_layers(model: ParamsAndConfig) -> ParamsAndConfig:
-    """The model with the parameters before and after the layers only."""
-    params, config = model
-    return {**params, "layers": ((),) * config.num_hidden_layers}, config
+    choice = plugin("runner", "choice")
+    return choice and choice(params) or WholeModelRunner
 
 
 def _search(strategy, constants, logits_BV, cache, impl):
@@ -335,14 +107,10 @@ def _search(strategy, constants, logits_BV, cache, impl):
     return strategy.results(decode(strategy, constants, carry, None, impl))
 
 
-def _prompt_chunk(lengths, tokens_BT, num_tokens_B):
-    """The inputs of `EMBED` for these tokens."""
-    return tokens_BT, num_tokens_B, lengths
-
-
 _STATIC = ("config", "impl")
 _PREFILL_UNCACHED = jax.jit(prefill_uncached, static_argnames=_STATIC)
 _HIDDEN_UNCACHED = jax.jit(hidden_uncached, static_argnames=_STATIC)
 _SAMPLE = jax.jit(sample_and_append, static_argnames="impl")
 _DECODE = jit_variants(decode, "strategy", "impl", donates="carry")
+REORDER = jax.jit(reorder)
 _SEARCH = jax.jit(_search, static_argnames=("strategy", "impl"))

@@ -38,7 +38,6 @@ from .strategies import Carry, Operations, Strategy, logits_at, one_token
 # (history_BS, length_B, count) -> int32 [B, count]; traced.
 DraftFunction = Callable[[jax.Array, jax.Array, int], jax.Array]
 
-MAX_DRAFT_TOKENS = 16  # of a pass: the loop over them is unrolled, which takes long to compile
 _MAX_MATCH = 4  # tokens that prompt look-up compares at most
 
 

@@ -8,21 +8,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..cache.prefix import Prefix
+from .. import plugin
 from ..cache.quantized_kv import KV_BITS, check_head_dim
 from ..checks import check_integer, check_token_ids, is_sequence
 from ..config.model_config import ModelConfig, with_fixed_rope
 from ..errors import ContextLengthError, InputError, format_value
-from ..grammar.grammars import Grammar
-from ..grammar.matcher import CompiledGrammar, DfaMatcher, Matcher
 from ..model.attention import check_impl
 from ..sampling.batched_settings import settings_per_row, takes_most_likely
 from ..sampling.random_keys import check_key
 from ..sampling.sampling_config import SamplingConfig, check_min_tokens
 from ..weights.params import Params, activation_dtype, check_params, resolve_dtype
 from .buckets import bucket, next_power_of_two
-from .options import GenerateOptions, default_capacity, options_or_default
-from .speculation import MAX_DRAFT_TOKENS, check_draft_function
+from .options import MAX_DRAFT_TOKENS, GenerateOptions, default_capacity, options_or_default
 
 _MAX_ANSWERS = 2**16  # of one prompt
 
@@ -37,7 +34,7 @@ class ValidatedCall:
     options: GenerateOptions  # numbers are ints, ids tuples of ints
     sampling_B: SamplingConfig  # of each prompt
     key: jax.Array  # one, or one per prompt
-    grammars: tuple[CompiledGrammar | None, ...] = ()  # of each prompt; (): no prompt has one
+    grammars: tuple[Any, ...] = ()  # `CompiledGrammar` or None of each prompt; (): no prompt has one
     needs_masks: bool = False  # the host writes the masks of a row between its steps
 
     @functools.cached_property
@@ -98,7 +95,7 @@ class ValidatedCall:
         """Masks of allowed tokens in a row's state: of the next token, and after each draft token."""
         return 1 + self.num_draft_tokens if self.needs_masks and self.options.draft is not None else 1
 
-    def new_matcher(self, prompt: int) -> Matcher | DfaMatcher | None:
+    def new_matcher(self, prompt: int) -> Any:
         """What follows an answer to this prompt through its grammar; None without one."""
         grammar = self.grammars[prompt] if self.grammars else None
         if grammar is None:
@@ -137,7 +134,8 @@ def validate_call(
     if needs_masks and hasattr(options.draft, "params"):
         raise InputError("this grammar needs masks, which a draft model's tokens have not: use 'lookup'")
     sampling_B = settings_per_row(options.sampling, len(prompts), config.vocab_size, needs_masks)
-    _check_prefix(options, prompts)
+    if options.prefix is not None:
+        _check_prefix(options, prompts)
     _check_length(config, options, longest)
     if key is None and np.any(sampling_B.temperature > 0):
         raise InputError("sampling needs a PRNG key: give key=jax.random.key(seed), or temperature 0")
@@ -152,7 +150,9 @@ def validate_call(
         check_min_tokens(settings, call.end_ids)
     if options.draft is None:
         return call
-    return dataclasses.replace(call, options=dataclasses.replace(options, draft=_check_draft(call)))
+    return dataclasses.replace(
+        call, options=dataclasses.replace(options, draft=plugin("decoding", "draft").check(call))
+    )
 
 
 def _canonical_options(config: ModelConfig, options: GenerateOptions) -> GenerateOptions:
@@ -194,9 +194,7 @@ def _check_together(config: ModelConfig, options: GenerateOptions) -> None:
         raise InputError(f"keep_prefix with best_of={options.best_of}: {why}")
 
 
-def _compile_grammars(
-    config: ModelConfig, options: GenerateOptions, prompts: int
-) -> tuple[CompiledGrammar | None, ...]:
+def _compile_grammars(config: ModelConfig, options: GenerateOptions, prompts: int) -> tuple[Any, ...]:
     """The grammar of each prompt; () where no prompt has one."""
     given: Any = options.grammar
     each = list(given) if is_sequence(given) else [given] * prompts
@@ -208,43 +206,31 @@ def _compile_grammars(
         raise InputError("grammar needs an EOS id, which ends the answer: eos_token_ids is empty")
     if not options.use_cache:
         raise InputError("grammar needs the cache: leave use_cache true")
-    compiled: dict[Any, CompiledGrammar] = {}
+    compiled: dict[Any, Any] = {}
     for grammar in each:
         if grammar is not None and grammar not in compiled:
             compiled[grammar] = _compile_grammar(config, grammar)
     return tuple(None if grammar is None else compiled[grammar] for grammar in each)
 
 
-def _need_masks(grammars: Sequence[CompiledGrammar | None], prompts: list[list[int]]) -> bool:
+def _need_masks(grammars: Sequence[Any], prompts: list[list[int]]) -> bool:
     pairs = zip(grammars, prompts, strict=False)
     return any(grammar is not None and not grammar.runs_on_device(prompt) for grammar, prompt in pairs)
 
 
-def _compile_grammar(config: ModelConfig, grammar: Any) -> CompiledGrammar:
-    if not isinstance(grammar, Grammar):
+def _compile_grammar(config: ModelConfig, grammar: Any) -> Any:
+    if not hasattr(grammar, "compile"):
         made_by = "json_schema, json_object, regex, lark or choice"
         raise InputError(f"grammar must be made by {made_by}, got {format_value(grammar)}")
-    if grammar.tokenizer is None:
-        raise InputError("a grammar needs the tokenizer: give tokenizer=model.tokenizer beside it")
-    return CompiledGrammar(grammar, config.vocab_size)
+    return grammar.compile(config.vocab_size)
 
 
 def _check_prefix(options: GenerateOptions, prompts: list[list[int]]) -> None:
-    prefix = options.prefix
-    if prefix is None:
-        return
-    if not isinstance(prefix, Prefix):
+    prefix: Any = options.prefix
+    if not hasattr(prefix, "check_call"):
         got = format_value(prefix)
         raise InputError(f"prefix must be the out.prefix of an earlier call, or from load_prefix, got {got}")
-    prefix.shared(prompts)
-    capacity = options.capacity
-    dtype = options.cache_dtype
-    cache = prefix.cache
-    if capacity not in (None, cache.capacity):
-        raise InputError(f"capacity={capacity}, but the prefix has a cache of {cache.capacity}: leave it out")
-    named = dtype if dtype in (None, *KV_BITS) else np.dtype(resolve_dtype(dtype)).name  # as `KVCache.dtype`
-    if named not in (None, cache.dtype):
-        raise InputError(f"cache_dtype={dtype!r}, but the prefix is in {cache.dtype}: leave it out")
+    prefix.check_call(prompts, options.capacity, options.cache_dtype)
 
 
 def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -> None:
@@ -262,40 +248,6 @@ def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -
         if limit is not None and longest + new > limit:
             need = f"prompt of {longest} tokens + max_new_tokens {new}"
             raise ContextLengthError(f"{need} exceeds {name} {limit}{dynamic}: {remedy}")
-
-
-def _check_draft(call: ValidatedCall) -> Any:
-    """The draft. A draft model with longrope gets the factors of the longest sequence from the start: its
-    tokens are only proposals, so the result is the same.
-    """
-    draft = call.options.draft
-    config = call.config
-    longest = call.longest
-    new = call.options.max_new_tokens
-    if isinstance(draft, str) and draft == "lookup":
-        return draft
-    if callable(draft):
-        check_draft_function(draft, call.num_draft_tokens, call.rows, call.history_size)
-        return draft
-    if not (hasattr(draft, "params") and isinstance(getattr(draft, "config", None), ModelConfig)):
-        allowed = "a model from load_model, or 'lookup', or a function"
-        raise InputError(f"draft must be {allowed}, got {format_value(draft)}")
-    if any(draft.config.layer_linear):
-        raise InputError(
-            f"a draft model of model_type {draft.config.model_type!r} is not supported: its recurrent state"
-            " cannot go back from rejected tokens; give another draft model, or 'lookup'"
-        )
-    own = draft.config.vocab_size
-    limit = draft.config.context_length
-    if own != config.vocab_size:
-        raise InputError(f"the draft's vocabulary of {own} is not the model's of {config.vocab_size}")
-    for width in draft.config.head_widths:
-        check_head_dim(width, call.options.cache_dtype)
-    if limit < longest + new:
-        need = f"prompt of {longest} tokens + max_new_tokens {new}"
-        raise InputError(f"{need} exceeds the draft's context limit {limit}")
-    fixed = with_fixed_rope(draft.config, longest + new, longest + new)
-    return draft if fixed is draft.config else dataclasses.replace(draft, config=fixed)
 
 
 def check_prompts(config: ModelConfig, prompts: Any, name: str = "prompt") -> list[list[int]]:

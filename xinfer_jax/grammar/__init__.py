@@ -2,11 +2,12 @@
 
 In the order to read: `grammars` has `Grammar` and what makes one (`json_schema`, `regex`, `choice`, …);
 `vocabulary` gives the bytes of each token; `regex_parser`, `byte_automaton` and `token_automaton` make `Dfa`s
-of regular expressions; `compiler` compiles grammars by llguidance; `matcher` follows one answer;
-`batch_matchers` follows the rows of a batch.
+of regular expressions; `automaton` follows them; `compiler` compiles grammars by llguidance; `matcher`
+follows one answer; `served_schemas` rewrites JSON Schemas before they are compiled.
+`generate` does not import this package: it calls `Grammar.compile` and `Dfa.automata_of_rows`.
 
 There are two forms, which sample the same tokens. Masks of the host serve every grammar. Automata
-(`sampling/automaton.py`) serve regular ones of at most 512 states and 65,536 entries of the table, without
+(`automaton`) serve regular ones of at most 512 states and 65,536 entries of the table, without
 the host and without llguidance: they are used where they serve, and `xj.dfa` gives them to callers.
 
 - Masks: the host writes a mask of V bits for each constrained row

@@ -5,18 +5,23 @@ import re
 import threading
 import weakref
 from collections import OrderedDict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import GrammarError, InputError
-from ..sampling.automaton import Dfa
 from ..tools.harmony import CALL, MESSAGE, last_header
 from ..tools.reasoning import THINK_END, THINK_START
-from .grammars import AUTO, CALLS, Grammar
+from .automaton import Dfa
 from .regex_parser import NotRegularError
 from .token_automaton import token_automaton
 from .vocabulary import token_bytes
+
+if TYPE_CHECKING:
+    from .grammars import Grammar
+
+AUTO = "auto"  # `Grammar.reasoning_end`
+CALLS = "calls"  # the kind of `tool_grammar`
 
 _MOST_GRAMMARS = 256  # that are kept, the latest ones
 _MOST_CHARACTERS = 2**22  # of them together
@@ -59,7 +64,7 @@ class Vocabulary:
         self._automata: OrderedDict[str, Dfa | None] = OrderedDict()
         self._lock = threading.Lock()
 
-    def matcher(self, grammar: Grammar) -> Any:
+    def matcher(self, grammar: "Grammar") -> Any:
         """A new `llguidance.LLMatcher` at the grammar's beginning.
 
         Raises:
@@ -79,7 +84,7 @@ class Vocabulary:
                     self._compiled.popitem(last=False)
         return compiled.deep_copy()
 
-    def automaton(self, grammar: Grammar) -> Dfa | None:
+    def automaton(self, grammar: "Grammar") -> Dfa | None:
         """The grammar as an automaton; None where it is not regular, or too large."""
         if grammar.kind != "regex":
             return None
@@ -99,7 +104,7 @@ class Vocabulary:
     def _characters(self) -> int:
         return sum(len(source) for _, source in self._compiled)
 
-    def _compile(self, grammar: Grammar) -> Any:
+    def _compile(self, grammar: "Grammar") -> Any:
         llguidance = _import_llguidance()
         with self._lock:
             if self._llguidance is None:
@@ -111,11 +116,11 @@ class Vocabulary:
         if matcher.get_error().startswith("NoExtension"):
             raise GrammarError(f"the {grammar.kind} grammar allows no text: loosen it")
         if matcher.is_error():
-            why = error_words(matcher.get_error())
-            raise GrammarError(f"the {grammar.kind} grammar is not served: {why}")
+            error = matcher.get_error()
+            raise GrammarError(f"{_failed_part(grammar, error)} is not served: {error_words(error)}")
         return matcher
 
-    def reasoning_end(self, grammar: Grammar, prompt: list[int]) -> "ReasoningEnd | None":
+    def reasoning_end(self, grammar: "Grammar", prompt: list[int]) -> "ReasoningEnd | None":
         """After what a grammar begins in the answer to a prompt; None: with the answer."""
         end = grammar.reasoning_end
         if end is None or end == AUTO and self._generation_prompt is None:
@@ -200,7 +205,7 @@ def _wrap(tokens: list[bytes], special: list[int]) -> Any:
     return TokenizerWrapper(found)
 
 
-def _lark_text(grammar: Grammar) -> str:
+def _lark_text(grammar: "Grammar") -> str:
     if grammar.kind == "lark":
         operators = re.findall("[&~]", re.sub(r'"(?:\\.|[^"\\])*"', "", grammar.source))
         if len(operators) > _MOST_INTERSECTIONS:
@@ -216,9 +221,23 @@ def _lark_text(grammar: Grammar) -> str:
 
 
 def error_words(error: str) -> str:
-    """llguidance's words, without the grammar that it repeats and the place in it."""
-    text = re.split(r"\n\s*1 \| |\n<state>|\s*<backtrace>", error)[0]
-    return re.sub(r"^at \d+\(\d+\): ", "", text)
+    """llguidance's words, without the grammar and the expressions that it repeats and the place in them."""
+    text = re.split(r"\n\s*\d+ \| |\n<state>|\s*<backtrace>", error)[0]
+    text = re.sub(
+        r"regex parse error:.*\nerror: ", "a pattern is no regular expression: ", text, flags=re.DOTALL
+    )
+    text = re.sub(r":\s+\((And|SearchRegex) .*", "", text)
+    text = re.sub(r"Enable 'coerce_one_of' .*", "Give anyOf", text)
+    return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", text)
+
+
+def _failed_part(grammar: "Grammar", error: str) -> str:
+    """Which grammar an error is of, or which tool's schema: its rule has the tool's name in a comment."""
+    place = re.match(r"at (\d+)\(", error)
+    if grammar.kind != CALLS or place is None:
+        return f"the {grammar.kind} grammar"
+    line = _lark_text(grammar).split("\n")[int(place[1]) - 1]
+    return f"the schema of tool {line.rpartition(' // ')[2]!r}"
 
 
 def _thinking_prompt(tokenizer: Any) -> str | None:

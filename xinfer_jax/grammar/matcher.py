@@ -2,15 +2,17 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import NoTokenLeftError
-from ..sampling.automaton import ENDS, Dfa
 from ..sampling.context import ALL_BITS
+from .automaton import ENDS, Dfa
 from .compiler import ReasoningEnd, error_words, next_tokens, vocabulary_of
-from .grammars import Grammar
+
+if TYPE_CHECKING:
+    from .grammars import Grammar
 
 
 class CompiledGrammar:
@@ -24,7 +26,7 @@ class CompiledGrammar:
         InputError: a grammar that is not served.
     """
 
-    def __init__(self, grammar: Grammar, vocab_size: int):
+    def __init__(self, grammar: "Grammar", vocab_size: int):
         self._grammar = grammar
         self._vocabulary = vocabulary_of(grammar.tokenizer, vocab_size)
         self._dfa = self._vocabulary.automaton(grammar)

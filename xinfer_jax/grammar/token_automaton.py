@@ -2,22 +2,24 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import InputError, format_value
-from ..sampling.automaton import ENDS, MAX_ENTRIES, NEVER, Dfa
+from .automaton import ENDS, MAX_ENTRIES, NEVER, Dfa
 from .byte_automaton import byte_automaton
-from .grammars import Grammar
 from .regex_parser import NotRegularError, parse_regex
 from .vocabulary import token_bytes
+
+if TYPE_CHECKING:
+    from .grammars import Grammar
 
 _MOST_WALKS = 2**24  # states x tokens that may occur: about a second
 _PART = 2**22  # entries of the arrays that are computed at a time
 
 
-def dfa(pattern: str | Grammar, tokenizer: Any) -> Dfa:
+def dfa(pattern: "str | Grammar", tokenizer: Any) -> Dfa:
     """Compiles a regular expression to arrays, which a loop on the device follows without the host.
 
     `decode_loop(…, grammar=…)` takes them, also in a caller's jit, under vmap, and traced. `generate` and
@@ -34,8 +36,8 @@ def dfa(pattern: str | Grammar, tokenizer: Any) -> Dfa:
         InputError: syntax that is not among literals, classes, groups, `|` and quantifiers, or an automaton
             that is too large: give `GenerateOptions(grammar=regex(…))`, which llguidance serves.
     """
-    source = pattern.source if isinstance(pattern, Grammar) else pattern
-    if not isinstance(source, str) or isinstance(pattern, Grammar) and pattern.kind != "regex":
+    source = getattr(pattern, "source", pattern)
+    if not isinstance(source, str) or getattr(pattern, "kind", "regex") != "regex":
         raise InputError(f"dfa takes a regular expression, or regex or choice, got {format_value(pattern)}")
     vocab_size = tokenizer.backend.get_vocab_size()
     try:

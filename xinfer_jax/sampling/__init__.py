@@ -7,7 +7,7 @@ token by the row's key). `generation` appends the token.
 In the order to read: `reductions` are sums over the vocabulary for GPUs; `processors` are functions logits_BV
 -> logits_BV, as transformers defines them; `biases` makes one bias of biases, allowed and forbidden ids, and
 arrays of forbidden sequences; `sampling_config` is `SamplingConfig` and reads generation_config.json;
-`batched_settings` makes arrays with one setting per row; `automaton` follows grammars on the device;
+`batched_settings` makes arrays with one setting per row;
 `context` is the processors' state; `random_keys` makes PRNG keys and noise; `sampler` has the stages;
 `logprobs` records log-probabilities and alternatives.
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..checks import is_traced
-from .automaton import Automata
 from .batched_settings import has_all_settings
 from .sampling_config import SamplingConfig
 
@@ -30,7 +29,7 @@ class Context:
     # token; the host may write Q - 1 others, of the tokens after it.
     allowed_bits: Any
     biased_B: jax.Array | None = None  # bool: the row's `logit_bias` is not all zeros, so kernels read it
-    automata: Automata | None = None  # of the rows' grammars; None: no row has one
+    automata: Any = None  # `grammar.automaton.Automata` of the rows; None: no row has one
 
     def append_token(self, token_B: jax.Array, active_B: jax.Array) -> "Context":
         """Returns the context with a token appended to each active row."""
@@ -127,7 +126,7 @@ def _next_masks(bits: Any, count_B: jax.Array) -> Any:
 
 def init_context(  # noqa: PLR0913
     sampling_B: SamplingConfig, position_B: Any, eos_BE: Any, seen_BV: Any, history_BS: Any = None,
-    num_masks: int = 1, automata: Automata | None = None,
+    num_masks: int = 1, automata: Any = None,
 ) -> Context:  # fmt: skip
     """Returns the context of prompts without answers; every token is allowed.
 

@@ -28,11 +28,43 @@ class Dfa(ShortRepr):
     class_V: Any  # int16: the class of each token; 0: none, it is that of the ids that end the row; 1: never
     next_SC: Any  # int16: the next state; below 0: not allowed. Column 0: the row may end there
 
+    @staticmethod
+    def automata_of_rows(
+        dfas: "Sequence[Dfa | None]", vocab_size: int, eos_BE: Any, *, equal_sizes: bool = False
+    ) -> "Automata":
+        """The automata of rows before their first token.
+
+        Args:
+            dfas: of each row; one for all.
+            vocab_size: V. Tokens beyond an automaton's are never allowed.
+            eos_BE: int32, ids that end each row; below 0: none.
+            equal_sizes: every table has `MAX_ENTRIES`, so other grammars compile nothing. False: all have
+                the size of the largest.
+        """
+        B = len(eos_BE)
+        size = max([1, *(np.size(dfa.next_SC) for dfa in dfas if dfa is not None)])
+        size = MAX_ENTRIES if equal_sizes else size
+        tables = [_table(dfa, vocab_size, size) for dfa in dfas]
+        xp: Any = jnp if any(map(is_traced, jax.tree.leaves((dfas, eos_BE)))) else np
+        class_BV, next_BN, width_B = (
+            xp.stack([xp.asarray(x) for x in xs]) for xs in zip(*tables, strict=True)
+        )
+        class_BV, next_BN = (xp.broadcast_to(x, (B, x.shape[1])) for x in (class_BV, next_BN))
+        row_B1 = np.arange(B)[:, None]
+        ends_BE = xp.where(xp.asarray(eos_BE) < 0, vocab_size, eos_BE)
+        padded_BV = xp.concatenate([class_BV, xp.zeros((B, 1), np.int16)], 1)
+        if xp is jnp:
+            padded_BV = padded_BV.at[row_B1, ends_BE].set(ENDS)
+        else:
+            padded_BV[row_B1, ends_BE] = ENDS
+        width_B = xp.broadcast_to(width_B, (B,))
+        return Automata(padded_BV[:, :vocab_size], next_BN, width_B, np.zeros(B, np.int32))
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Automata:
-    """The automata of rows, and their states; a part of `Context`."""
+    """The automata of rows, and their states; `Context.automata`, whose interface the samplers use."""
 
     class_BV: Any  # int16
     next_BN: Any  # int16: the table of each row, state by state, then anything
@@ -65,34 +97,6 @@ class Automata:
         """int32 [B, X]: the next state after a token of each class."""
         start_B1 = (jnp.maximum(self.state_B, 0) * self.width_B)[:, None]
         return jnp.take_along_axis(jnp.asarray(self.next_BN), start_B1 + class_BX, 1).astype(jnp.int32)
-
-
-def automata_of_rows(
-    dfas: Sequence[Dfa | None], vocab_size: int, eos_BE: Any, size: int | None = None
-) -> Automata:
-    """The automata of rows before their first token.
-
-    Args:
-        dfas: of each row; one for all.
-        vocab_size: V. Tokens beyond an automaton's are never allowed.
-        eos_BE: int32, ids that end each row; below 0: none.
-        size: N of `next_BN`; None: that of the largest table.
-    """
-    B = len(eos_BE)
-    size = size or max([1, *(np.size(dfa.next_SC) for dfa in dfas if dfa is not None)])
-    tables = [_table(dfa, vocab_size, size) for dfa in dfas]
-    xp: Any = jnp if any(map(is_traced, jax.tree.leaves((dfas, eos_BE)))) else np
-    class_BV, next_BN, width_B = (xp.stack([xp.asarray(x) for x in xs]) for xs in zip(*tables, strict=True))
-    class_BV, next_BN = (xp.broadcast_to(x, (B, x.shape[1])) for x in (class_BV, next_BN))
-    row_B1 = np.arange(B)[:, None]
-    ends_BE = xp.where(xp.asarray(eos_BE) < 0, vocab_size, eos_BE)
-    padded_BV = xp.concatenate([class_BV, xp.zeros((B, 1), np.int16)], 1)
-    if xp is jnp:
-        padded_BV = padded_BV.at[row_B1, ends_BE].set(ENDS)
-    else:
-        padded_BV[row_B1, ends_BE] = ENDS
-    width_B = xp.broadcast_to(width_B, (B,))
-    return Automata(padded_BV[:, :vocab_size], next_BN, width_B, np.zeros(B, np.int32))
 
 
 def _table(dfa: Dfa | None, vocab_size: int, size: int) -> tuple[Any, Any, Any]:

@@ -1,52 +1,17 @@
-"""Ahead-of-time compilation: `IMMEDIATE` runs jitted functions; in a dry run on shapes a `Precompiler`
-compiles them in parallel instead.
-"""
+"""`Precompiler`: compiles jitted functions in parallel, in a dry run on shapes."""
 
 import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from ..host import cpu_count
 from ..sharding import concrete_mesh_of
 from ..stats import release_free_memory
-
-
-class Executor(Protocol):
-    """Runs jitted functions, or returns the shapes of what they would return."""
-
-    def __call__(self, program: Any, *args: Any) -> Any:
-        """Returns program(*args)."""
-
-    def create(self, function: Callable[[], Any], device: jax.Device | None = None) -> Any:
-        """Returns function(). device: the result is committed to it."""
-
-    def is_true(self, x: Any) -> bool:
-        """Whether any bool of an array is true; in a dry run always."""
-
-
-class ImmediateExecutor:
-    """Runs jitted functions."""
-
-    def __call__(self, program: Any, *args: Any) -> Any:
-        return program(*args)
-
-    def create(self, function: Callable[[], Any], device: jax.Device | None = None) -> Any:
-        if device is None:
-            return function()
-        with jax.default_device(device):  # another one may have too little memory
-            return jax.device_put(function(), device)
-
-    def is_true(self, x: Any) -> bool:
-        return bool(np.any(x))
-
-
-IMMEDIATE = ImmediateExecutor()
 
 
 class CompilerStoppedError(Exception):
@@ -114,6 +79,10 @@ class Precompiler:
     def is_true(self, x: Any) -> bool:
         return True
 
+    def shapes(self, tree: Any) -> Any:
+        """The shapes of the arrays of a tree."""
+        return jax.tree.map(shape_struct, tree)
+
     @property
     def num_programs(self) -> int:
         """How many programs there are so far."""
@@ -167,18 +136,10 @@ _precompiled: dict[Any, tuple[Precompiler, int]] = {}
 def precompile_once(
     params: Any, signature: Any, dry_run: Callable[[Precompiler], int]
 ) -> tuple[Precompiler, int]:
-    """Begins to compile what calls of a signature run, once for each signature.
-
-    Skipped for committed parameters: output shardings are known only by running.
-
-    Args:
-        params: of the model.
-        signature: calls of equal signatures run the same programs.
-        dry_run: runs the call with this executor; returns how many programs come before the first token.
-
-    Returns:
-        The precompiler, and what `dry_run` returned.
+    """`generation.executor.compile_ahead`. Nothing is compiled for committed parameters: output shardings are
+    known only by running.
     """
+    signature = call_signature(signature)
     committed = (leaf.committed for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
     if any(committed) or concrete_mesh_of(params):
         return Precompiler(), 0

@@ -6,18 +6,17 @@ from typing import Any
 import numpy as np
 
 from ..sampling.context import ALL_BITS
-from .matcher import DfaMatcher, Matcher
 
 
 class BatchMatchers:
     """Follows the rows that have a grammar.
 
     Attributes:
-        matchers: of these rows.
+        matchers: `grammar.matcher.Matcher` or `DfaMatcher` of these rows.
         dfas: of each row; None: the host writes its masks, or it has no grammar.
     """
 
-    def __init__(self, matchers: Sequence[Matcher | DfaMatcher | None]):
+    def __init__(self, matchers: Sequence[Any]):
         """matchers: of each row."""
         self.matchers = {row: matcher for row, matcher in enumerate(matchers) if matcher is not None}
         self.dfas = [matcher and matcher.dfa for matcher in matchers]
@@ -25,7 +24,7 @@ class BatchMatchers:
 
     def need_masks(self, active_R: np.ndarray) -> bool:
         """Whether a row whose masks the host writes continues. active_R: bool."""
-        return any(active_R[row] and isinstance(one, Matcher) for row, one in self.matchers.items())
+        return any(active_R[row] and one.dfa is None for row, one in self.matchers.items())
 
     def masks(
         self, shape: tuple[int, int, int], active_R: np.ndarray | None, draft_BT: Any = None
@@ -39,7 +38,7 @@ class BatchMatchers:
         """
         masks = np.full(shape, ALL_BITS)
         for row, matcher in self.matchers.items():
-            if isinstance(matcher, Matcher) and (active_R is None or active_R[row]):
+            if matcher.dfa is None and (active_R is None or active_R[row]):
                 matcher.fill(masks[row], () if draft_BT is None else draft_BT[row].tolist())
         return masks
 

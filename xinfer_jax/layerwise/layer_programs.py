@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..cache.kv_cache import increase_length, reorder
+from ..cache.kv_cache import increase_length
 from ..config.model_config import ModelConfig
+from ..generation.executor import decode_compiler_options
+from ..generation.loop import last_hidden
+from ..generation.state import append_token, record_token
 from ..model.decoder import embed_inputs, final_norm, unembed
 from ..model.decoder_layer import layer_kinds, run_layers
 from ..model.greedy import argmax
 from ..sampling.batched_settings import select_rows
 from ..sampling.sampler import choose_tokens, token_logprobs
-from ..weights.cpu_features import compiler_options
-from .loop import last_hidden
-from .state import append_token, record_token
 
 _LONGEST_PERIOD = 8  # layers
 
@@ -121,16 +121,15 @@ LAYERS = jax.jit(
     _layers,
     static_argnames=("config", "impl", "kinds", "caches"),
     donate_argnames=("x_BTD", "keys"),
-    compiler_options=compiler_options(),
+    compiler_options=decode_compiler_options(),
 )
 LAST = jax.jit(_last)
 NORM = jax.jit(final_norm, static_argnames="config")
-HEAD = jax.jit(_head, static_argnames="config", compiler_options=compiler_options())
+HEAD = jax.jit(_head, static_argnames="config", compiler_options=decode_compiler_options())
 MOST_LIKELY = jax.jit(_most_likely, static_argnames="impl")
 SAMPLE = jax.jit(_sample, static_argnames="impl")
 RECORD = jax.jit(_record, donate_argnames="alternatives")
 APPEND = jax.jit(_append, donate_argnames="state")
-REORDER = jax.jit(reorder)
 REORDER_LAYER = jax.jit(_reorder_layer)
 REORDER_TAIL = jax.jit(_reorder_tail, static_argnums=3, donate_argnums=0)
 COPY = jax.jit(_copy)

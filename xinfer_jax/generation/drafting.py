@@ -1,0 +1,117 @@
+"""`Drafting`: what a call of `generate` or `stream` with draft tokens has beside plain decoding."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..cache.kv_cache import KVCache, with_draft_slots
+from ..cache.quantized_kv import check_head_dim
+from ..config.model_config import ModelConfig, with_fixed_rope
+from ..errors import InputError, format_value
+from ..sampling.context import Context
+from ..stats import GenerateStats
+from .batch_arrays import new_cache, pad_prompts
+from .executor import Executor
+from .speculation import SpeculationState, Speculative, check_draft_function, prompt_lookup
+from .validation import ValidatedCall
+
+
+class Drafting:
+    """The draft model or function of a call.
+
+    Attributes:
+        params: of the draft model; None: a function proposes.
+        strategy: what decodes.
+        constants: which the strategy reads.
+    """
+
+    def __init__(self, call: ValidatedCall):
+        """call: with a draft that `check` returned."""
+        self._call = call
+        draft = call.options.draft
+        proposer = prompt_lookup if isinstance(draft, str) else draft
+        self._config = None
+        self.params = None
+        if not callable(draft) and not isinstance(draft, str):
+            self.params = draft.params
+            self._config = proposer = draft.config
+        self.constants = call.params, self.params
+        self.strategy = Speculative(call.config, proposer, call.num_draft_tokens)
+
+    @staticmethod
+    def check(call: ValidatedCall) -> Any:
+        """The draft of a call. A draft model with longrope gets the factors of the longest sequence from the
+        start: its tokens are only proposals, so the result stays.
+
+        Raises:
+            InputError: a draft that is not served.
+        """
+        draft = call.options.draft
+        if isinstance(draft, str) and draft == "lookup":
+            return draft
+        if callable(draft):
+            check_draft_function(draft, call.num_draft_tokens, call.rows, call.history_size)
+            return draft
+        if not (hasattr(draft, "params") and isinstance(getattr(draft, "config", None), ModelConfig)):
+            allowed = "a model from load_model, or 'lookup', or a function"
+            raise InputError(f"draft must be {allowed}, got {format_value(draft)}")
+        return _check_model(draft, call)
+
+    def prefill(self, runner: Any, executor: Executor) -> KVCache | None:
+        """The draft model's cache with the prompts, which the runner prefills; None without a draft model."""
+        call = self._call
+        if self._config is None:
+            return None
+        capacity = min(call.capacity, self._config.context_length)  # draft tokens beyond are dropped
+        make = partial(new_cache, call, self.params, self._config, capacity, call.prompt_rows)
+        tokens = pad_prompts(call.prompts, capacity, call.prompt_rows)
+        return runner.prefill((self.params, self._config), tokens, executor.create(make), True)[1]
+
+    def start(
+        self, cache: Any, draft_cache: KVCache | None, executor: Executor
+    ) -> tuple[Any, SpeculationState]:
+        """The model's cache with space for draft tokens, and what the strategy's carry has beside it."""
+        call = self._call
+        if cache is not None and call.config.layer_linear:
+            cache = executor(_ADD_DRAFT_SLOTS, cache, 1 + call.num_draft_tokens)
+        zeros_R: Any = np.zeros(call.rows, np.int32)
+        return cache, SpeculationState(draft_cache, zeros_R, zeros_R)
+
+    def draft_tokens(self, context: Context, executor: Executor) -> np.ndarray:
+        """int32 [B, count]: what a function proposes in the next step."""
+        return np.asarray(executor(*self.strategy.draft_call(context)))
+
+    def count(self, state: SpeculationState, stats: GenerateStats, rows: int) -> None:
+        """Writes into the statistics how many draft tokens of the first rows were accepted."""
+        passes_R = np.asarray(state.passes_B)[:rows]
+        accepted_R = np.asarray(state.accepted_B)[:rows]
+        stats.passes = passes_R.tolist()
+        possible_R = np.maximum(passes_R, 1) * self._call.num_draft_tokens
+        stats.acceptance = (accepted_R / possible_R).tolist()
+
+
+def _check_model(draft: Any, call: ValidatedCall) -> Any:
+    config = draft.config
+    longest = call.longest
+    new = call.options.max_new_tokens
+    if any(config.layer_linear):
+        raise InputError(
+            f"a draft model of model_type {config.model_type!r} is not supported: its recurrent state"
+            " cannot go back from rejected tokens; give another draft model, or 'lookup'"
+        )
+    if config.vocab_size != call.config.vocab_size:
+        own = call.config.vocab_size
+        raise InputError(f"the draft's vocabulary of {config.vocab_size} is not the model's of {own}")
+    for width in config.head_widths:
+        check_head_dim(width, call.options.cache_dtype)
+    if config.context_length < longest + new:
+        need = f"prompt of {longest} tokens + max_new_tokens {new}"
+        raise InputError(f"{need} exceeds the draft's context limit {config.context_length}")
+    fixed = with_fixed_rope(config, longest + new, longest + new)
+    return draft if fixed is config else dataclasses.replace(draft, config=fixed)
+
+
+_ADD_DRAFT_SLOTS = jax.jit(with_draft_slots, static_argnames="tokens")
