@@ -23,7 +23,8 @@ import numpy as np
 from jax import lax
 
 import xinfer_jax as xj
-from xinfer_jax.model.greedy import argmax, can_fuse_head, greedy_tokens
+from xinfer_jax.ops.kernels.head import can_fuse_head, greedy_tokens
+from xinfer_jax.ops.largest import argmax
 from xinfer_jax.sampling.batched_settings import settings_per_row
 from xinfer_jax.sampling.random_keys import draw_key, gumbel_noise, row_keys
 from xinfer_jax.sampling.sampler import warp_logits
@@ -56,8 +57,8 @@ def checking_params(config: xj.ModelConfig, key: jax.Array, dtype: Any, quantize
 
     def widen(layer: Any) -> Any:
         if "q_norm" in layer:  # it would undo a factor on the matrix
-            weight = layer["q_norm"]
-            return layer | {"q_norm": SPREAD * (weight + config.norm_offset) - config.norm_offset}
+            offset = config.norm_offset or 0
+            return layer | {"q_norm": SPREAD * (layer["q_norm"] + offset) - offset}
         weight = layer["q"]["weight"]
         if is_quantized(weight):
             weight = dataclasses.replace(weight, scale=SPREAD * weight.scale)

@@ -21,7 +21,10 @@ pytestmark = pytest.mark.oldest
 
 # A module imports only modules that come before it. A new module is added here, after all that it imports.
 PACKAGES = {
-    "": ("errors", "signing", "formatting", "checks", "memory", "host", "stats", "sharding", "plugins"),
+    "": ("errors", "signing", "formatting", "checks", "memory", "host", "stats", "plugins"),
+    "ops": ("operation", "largest", "forms"),
+    "sharding": (),
+    "ops.mesh": (),
     "config": ("values", "rope", "sparse_layers", "hybrids", "gemma4", "gpt_oss", "families", "model_config"),
     "weights": (
         "cpu_features", "matmul", "ternary", "mxfp4", "quantized_weights", "quantization", "quantized_matmul",
@@ -33,15 +36,15 @@ PACKAGES = {
     ),
     "model": (
         "kernel_products", "layers", "attention", "rope_append", "linear_attention", "experts",
-        "decoder_layer", "decoder", "greedy",
+        "decoder_layer", "decoder",
     ),
     "sampling": (
-        "reductions", "processors", "biases", "sampling_config", "batched_settings", "context",
+        "processors", "biases", "sampling_config", "batched_settings", "context",
         "random_keys", "sampler", "logprobs",
     ),
-    "tools": (
-        "marks", "reasoning", "json_scanner", "call_parser", "json_call", "xml_call", "tool_call_parser",
-        "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
+    "tool_calls": (
+        "marks", "reasoning", "json_scanner", "call_parser", "json_call", "xml_call", "gemma_call",
+        "tool_call_parser", "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
     ),
     "grammar": (
         "automaton", "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "compiler", "matcher",
@@ -50,12 +53,18 @@ PACKAGES = {
     "compress": ("outliers", "gptq", "awq"),
     "generation": (
         "executor", "state", "strategies", "loop", "speculation", "beam_steps", "buckets", "functional",
-        "runners", "options", "validation", "kernels", "output_checks", "batch_arrays", "batch_matchers",
+        "runners", "options", "validation", "output_checks", "batch_arrays", "batch_matchers",
         "drafting", "scoring", "beams", "batch_generator", "entrypoints",
     ),
+    "ops.gpu": ("top_k", "reductions", "gpu_sampler"),
+    "ops.cpu": ("attention_by_row",),
+    "ops.kernels": ("attention_kernels", "head"),
+    "ops.gpu.verify": (),
+    "generation.kernels": (),
     "layerwise": ("precompile", "layer_programs", "runner"),
     "checkpoint": (
-        "files", "template_budget", "chat_template", "template_tools", "token_coverage", "tokenizer",
+        "other_formats", "files", "template_files", "template_budget", "chat_template", "template_tools",
+        "token_coverage", "template_content", "response_template", "template_splitter", "tokenizer",
         "escaping", "conversation", "tool_choice", "detokenizer", "stop_strings", "answer_detokenizer",
         "tensors", "text_tensors", "own_format", "awq_gptq_format", "bitnet_format", "mxfp4_format",
         "quantized_formats", "sharded_leaves", "leaf_loader", "loading",

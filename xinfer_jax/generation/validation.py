@@ -13,7 +13,7 @@ from ..cache.quantized_kv import KV_BITS, check_head_dim
 from ..checks import check_integer, check_token_ids, is_sequence
 from ..config.model_config import ModelConfig, with_fixed_rope
 from ..errors import ContextLengthError, InputError, format_value
-from ..model.attention import check_impl
+from ..ops.operation import check_impl
 from ..sampling.batched_settings import settings_per_row, takes_most_likely
 from ..sampling.random_keys import check_key
 from ..sampling.sampling_config import SamplingConfig, check_min_tokens
@@ -236,6 +236,7 @@ def _check_prefix(options: GenerateOptions, prompts: list[list[int]]) -> None:
 def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -> None:
     """Raises ContextLengthError where prompt and answer exceed the model's context or the cache."""
     new = options.max_new_tokens
+    computed = longest + (new if new > 1 else 0)  # a single token comes from the prompt's own logits
     prefix_capacity = options.prefix.cache.capacity if options.prefix else None
     limits = (
         (config.context_length, "the model's context limit", "shorten the prompt or generate fewer tokens"),
@@ -245,7 +246,7 @@ def _check_length(config: ModelConfig, options: GenerateOptions, longest: int) -
     is_dynamic = config.rope.rope_type == "dynamic"
     dynamic = " (rope type 'dynamic' changes its frequencies there)" if is_dynamic else ""
     for limit, name, remedy in limits:
-        if limit is not None and longest + new > limit:
+        if limit is not None and computed > limit:
             need = f"prompt of {longest} tokens + max_new_tokens {new}"
             raise ContextLengthError(f"{need} exceeds {name} {limit}{dynamic}: {remedy}")
 

@@ -2,11 +2,14 @@
 more than the arithmetic.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas import match_varying_axes
+from ..operation import abstract_mesh_of, match_varying_axes
 
 _TILE = 128  # numbers that are reduced first
 
@@ -37,6 +40,11 @@ def logsumexp_in_one_pass(logits_BV: jax.Array) -> jax.Array:
 def _logsumexp_jvp(primals, tangents):
     (logits_BV,) = primals
     return logsumexp_in_one_pass(logits_BV), (jax.nn.softmax(logits_BV, -1) * tangents[0]).sum(-1)
+
+
+def threshold_form(plain: Any, impl: str | None, operands: Any, static: Any) -> Callable | None:
+    """A form of `threshold`; over a mesh none: XLA does not divide a reduction of several arrays."""
+    return None if abstract_mesh_of(operands) else threshold_by_digits
 
 
 def threshold_by_digits(order_BV: jax.Array, weight_BV: jax.Array, least_B: jax.Array) -> jax.Array:

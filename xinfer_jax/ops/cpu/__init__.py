@@ -1,0 +1,1 @@
+"""Forms of operations for CPUs: `attention_by_row` attends row by row."""

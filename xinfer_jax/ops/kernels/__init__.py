@@ -1,0 +1,1 @@
+"""Forms of operations by kernels of `kernels_pallas`: `attention_kernels`; `head` has greedy tokens."""
