@@ -22,8 +22,8 @@ STILL = {
     "xinfer_jax.ops": {"forms"},
     "xinfer_jax.weights": {"matmul", "mxfp4", "params", "quantized_matmul", "ternary"},
 }
-# Modules that import by name: the package itself, lazily; what plugs into the core, and a module of kernels, as
-# long as a module of the core imports them.
+# Modules that import by name: the package itself, lazily; what plugs into the core, and a module of kernels,
+# as long as a module of the core imports them.
 IMPORTERS = {"xinfer_jax", "xinfer_jax.plugins", "kernels_pallas.dispatch"}
 
 
