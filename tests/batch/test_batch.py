@@ -20,11 +20,11 @@ import threading
 import time
 from pathlib import Path
 
-import batch_lines
 import jax
 import numpy as np
 import pytest
 from paths import ROOT
+from soak import batch_lines
 
 import xinfer_jax as xj
 from xinfer_jax.batch import input_lines, resumable_output, run_batch, run_settings

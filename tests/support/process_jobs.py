@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from script_paths import ROOT
+from paths import ROOT
 
 LIMIT = 60  # seconds within which a command must exit
 
