@@ -22,8 +22,8 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("rotation", "mlp"): ("weights.hadamard", "rotate_mlp"),
     ("rotation", "rotate"): ("weights.hadamard", "hadamard_rotate"),
     ("rotation", "unrotate"): ("weights.hadamard", "hadamard_unrotate"),
-    # How operations get their forms; then the forms of each: for "any" platform, by a "kernel", and for
-    # a platform.
+    # How operations get their forms; then the forms of each: for "any" platform, by a "kernel" or by several
+    # "kernels", and for a platform.
     ("operation", "choose"): ("ops.forms", "choose"),
     ("operation", "check impl"): ("ops.forms", "check_available"),
     ("argmax", "kernel"): ("ops.kernels.head", "ARGMAX"),
@@ -31,10 +31,10 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("apart", "tpu"): ("ops.tpu.tpu_products", "apart_form"),
     ("attention", "cpu"): ("ops.cpu.attention_by_row", "attention_form"),
     ("attention", "kernel"): ("ops.kernels.attention_kernels", "ATTENTION"),
-    ("products", "any"): ("ops.kernels.product_kernels", "products_form"),
+    ("products", "kernels"): ("ops.kernels.product_kernels", "products_form"),
     ("float_product", "cpu"): ("ops.cpu.cpu_products", "cpu_float_form"),
     ("float_product", "tpu"): ("ops.tpu.tpu_products", "tpu_float_form"),
-    ("rope_append", "any"): ("ops.kernels.append_kernels", "append_form"),
+    ("rope_append", "kernels"): ("ops.kernels.append_kernels", "append_form"),
     ("embedding", "cpu"): ("ops.cpu.cpu_products", "embedding_form"),
     ("expert_at", "any"): ("ops.cpu.experts_by_tiles", "expert_at_form"),
     ("experts", "cpu"): ("ops.cpu.experts_by_tiles", "experts_form"),
@@ -42,7 +42,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("choose_tokens", "cuda"): ("ops.gpu.gpu_sampler", "choice_form"),
     ("known_logsumexp", "cuda"): ("ops.gpu.gpu_sampler", "known_form"),
     ("logsumexp", "cuda"): ("ops.gpu.gpu_sampler", "logsumexp_form"),
-    ("sample_from_hidden", "any"): ("ops.kernels.head", "sampling_form"),
+    ("sample_from_hidden", "kernels"): ("ops.kernels.head", "sampling_form"),
     ("sampled_from", "cuda"): ("ops.gpu.gpu_sampler", "sampled_from_form"),
     ("threshold", "cuda"): ("ops.gpu.reductions", "threshold_form"),
     ("top_k", "cuda"): ("ops.gpu.top_k", "gpu_top_k_form"),
