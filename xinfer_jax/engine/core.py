@@ -65,7 +65,7 @@ class EngineCore:
         self.shape = shape
         self._is_ready = is_ready
         self._answers: dict[Row, Answer] = {}  # that have not ended
-        self._held: dict[Answer, frozenset[str]] = {}  # of these, that wait for programs, or for masks: stages
+        self._held: dict[Answer, frozenset[str]] = {}  # of these, that wait for their stages, or for masks
         self._pacing = Pacing(shape.chunk, 1 + shape.num_draft_tokens)
 
     def add(self, answers: Iterable[Answer]) -> None:
@@ -257,9 +257,7 @@ class EngineCore:
             late[0].matcher.wait(_POLL_SECONDS)
         return {answer.row for answer in late}
 
-    def _masks(
-        self, answers: Sequence[tuple[int, Answer]], rows: int
-    ) -> np.ndarray | None:
+    def _masks(self, answers: Sequence[tuple[int, Answer]], rows: int) -> np.ndarray | None:
         """uint32 [rows, 1 + draft tokens, words]: the tokens that grammars allow next; None: all. A request
         whose grammar fails ends.
 

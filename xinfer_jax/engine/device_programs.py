@@ -87,8 +87,8 @@ def _decode_steps(  # noqa: PLR0913
     num_draft_tokens,
     impl,
 ):
-    """Up to `steps` decode steps of the rows that run, or of speculative decoding by prompt lookup. Other rows
-    stay as they are.
+    """Up to `steps` decode steps of the rows that run, or of speculative decoding by prompt lookup; other
+    rows stay as they are.
     """
     sampling_B = select_rows(rows.sampling_B, running_B)
     limit_B = jnp.where(running_B, rows.limit_B, 0)

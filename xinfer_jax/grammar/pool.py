@@ -124,6 +124,7 @@ class _Job:
         self.key = hashlib.sha256(f"{grammar.kind} {grammar.source}".encode()).hexdigest()
         self._rest = number, ids, drafts
         self.future: Future = Future()
+        self.end = 0.0  # by time.monotonic(), once it is done
 
     def message(self, with_grammar: bool) -> tuple[Any, ...]:
         """What a process gets. with_grammar: it does not know the grammar, and compiles it."""
@@ -134,8 +135,9 @@ class _Job:
     def failure(self, number: int) -> InputError:
         """Why it failed: its process was ended by this signal."""
         if number == signal.SIGPROF:
-            long = f"{_CHECK_SECONDS:g} s to compile" if self.name == "check" else f"{_MASK_SECONDS:g} s a token"
-            why = f"takes more than {long}"
+            why = f"takes more than {_MASK_SECONDS:g} s for one token"
+            if self.name == "check":
+                why = f"takes more than {_CHECK_SECONDS:g} s to compile"
         elif number == signal.SIGKILL:
             why = f"took more than {_WALL_SECONDS:g} s"
         else:
@@ -244,13 +246,11 @@ class GrammarPool:
     def _choose(self, client: str) -> _Slot:
         """The slot of a client: that of its last job, unless another client uses it and some slot is free."""
         slot, served = self._slot_of.pop(client, (None, 0.0))
-        others = slot is None or slot.client not in (None, client) or slot.jobs and slot.jobs[0].client != client
-        own = slot is not None and (slot.client == client or any(job.client == client for job in slot.jobs))
-        if others and not own:
+        users = {slot.client, *(job.client for job in slot.jobs)} - {None} if slot else set()
+        if slot is None or users and client not in users:
             free = [other for other in self._slots if other.client is None and not other.jobs]
             if free or slot is None:
                 slot = min(free or self._slots, key=lambda other: (len(other.jobs), other.used))
-        assert slot is not None
         slot.used = time.monotonic()
         self._slot_of[client] = slot, served
         if len(self._slot_of) > _MOST_CLIENTS:
@@ -283,6 +283,7 @@ class GrammarPool:
             return None
         if job.key in self._failed and job.name == "check":
             raise self._failed[job.key]
+        job.end = time.monotonic() + _WALL_SECONDS
         while True:
             is_new = not slot.done
             try:
@@ -324,9 +325,8 @@ class GrammarPool:
 
     def _wait(self, connection: Connection, job: _Job) -> bool:
         """Waits for an answer; False where nobody waits for it any more, or it takes too long."""
-        end = time.monotonic() + _WALL_SECONDS
         while not connection.poll(_POLL_SECONDS):
-            if job.future.cancelled() or self._closed or time.monotonic() > end:
+            if job.future.cancelled() or self._closed or time.monotonic() > job.end:
                 return False
         return True
 

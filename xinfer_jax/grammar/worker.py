@@ -1,7 +1,7 @@
 """The processes of `pool`: the first one reads a vocabulary, and forks another for each slot. They import no
 jax, so they start in a moment and are small.
 
-The first process takes commands of two bytes on a socket, what to do and a slot, and answers each with a byte:
+The first process takes commands of two bytes on a socket, what to do and a slot, and answers with a byte:
 - "F", with a socket beside it: forks a process that does the jobs of this socket; 0.
 - "W": waits for the slot's process, which has ended; the signal that ended it.
 - "K": kills the slot's process; that signal.
@@ -64,8 +64,9 @@ class Jobs:
         return found
 
     def masks(
-        self, key: str, grammar: tuple[str, str] | None, number: int | None, ids: array.array, drafts: list[int]
-    ) -> tuple[Any, ...]:
+        self, key: str, grammar: tuple[str, str] | None, number: int | None, ids: array.array,
+        drafts: list[int],
+    ) -> tuple[Any, ...]:  # fmt: skip
         """`TokenMasks.after` of the answer with this number, which is followed from its beginning where it is
         not known.
         """
