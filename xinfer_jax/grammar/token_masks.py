@@ -135,7 +135,7 @@ def check_allowed(is_allowed: bool) -> None:
 def error_words(error: str) -> str:
     """llguidance's words, without the grammar that it repeats, the place in it, and its own advice."""
     text = re.split(r"\n\s*1 \| |\n<state>|\s*<backtrace>", error)[0]
-    text = re.sub(r"^at \d+\(\d+\): ", "", text)
+    text = re.sub(r"^(at )?\d+\(\d+\): |^failed to compile JSON schema: ", "", text)
     if re.search(r"Current row has|too many items", text, re.IGNORECASE):
         return "too many alternatives, or optional properties, are possible in one place"
     return text
