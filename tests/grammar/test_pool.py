@@ -3,7 +3,6 @@ whose masks are late wait alone.
 """
 
 import asyncio
-import dataclasses
 import json
 import threading
 import time
@@ -128,12 +127,12 @@ class _LateGrammar(Grammar):
         return found
 
 
-@pytest.mark.parametrize("draft", [None, "lookup"])
-@pytest.mark.parametrize("layerwise", [False, True])
-def test_rows_with_late_masks_wait_alone(model, draft, layerwise, monkeypatch):
-    """They lose neither settings nor limits, and other rows go on."""
-    if not layerwise:
-        model = dataclasses.replace(model, params=jax.tree.map(lambda x: x, model.params))
+@pytest.mark.parametrize(
+    "shape",
+    [{}, pytest.param(dict(draft="lookup", draft_tokens=2), marks=[pytest.mark.full, pytest.mark.newest])],
+)
+def test_rows_with_late_masks_wait_alone(model, shape):
+    """They lose neither settings nor limits, and other rows go on. With draft tokens a step is one program."""
     schema = dict(type="array", items=dict(type="integer", minimum=0, maximum=9), minItems=9, maxItems=9)
     source = xj.json_schema(schema).source
     grammar = _LateGrammar("json", source, model.tokenizer)
@@ -143,7 +142,7 @@ def test_rows_with_late_masks_wait_alone(model, draft, layerwise, monkeypatch):
     key = jax.random.key(7)
     event = _LateMasks.event
     event.set()
-    with xj.Engine(model, rows=3, capacity=128, pages=9, chunk=64, draft=draft) as engine:
+    with xj.Engine(model, rows=4, capacity=grammar_cases.CAPACITY, pages=9, chunk=64, **shape) as engine:
         want = engine.submit([5, 9], given, key=key).result()
         request = engine.submit([5, 9], given, key=key)
         tokens = iter(request)
