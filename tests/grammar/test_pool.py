@@ -132,7 +132,7 @@ class _LateGrammar(Grammar):
     [{}, pytest.param(dict(draft="lookup", draft_tokens=2), marks=[pytest.mark.full, pytest.mark.newest])],
 )
 def test_rows_with_late_masks_wait_alone(model, shape):
-    """They lose neither settings nor limits, and other rows go on. With draft tokens a step is one program."""
+    """They lose neither settings nor limits, and others go on. With draft tokens a step is one program."""
     schema = dict(type="array", items=dict(type="integer", minimum=0, maximum=9), minItems=9, maxItems=9)
     source = xj.json_schema(schema).source
     grammar = _LateGrammar("json", source, model.tokenizer)
