@@ -45,6 +45,7 @@ class Attack:
         files: limit of open files of the server; None: the limit of the system.
         keyed: whether the second client has an API key; the attacker has none.
         growth: limit in MiB of the growth of memory.
+        rotates: whether a worker goes on to the next request after every answer.
     """
 
     what: str
@@ -55,6 +56,7 @@ class Attack:
     files: int | None = None
     keyed: bool = False
     growth: int = 200
+    rotates: bool = False
 
 
 def _body(**fields: Any) -> bytes:
@@ -279,7 +281,7 @@ ATTACKS = dict(
         partial(send_and_disconnect, least=0.0, most=0.3), flags=("--deadline=2",),
     ),
     half_letters=Attack("long answers of half characters, and without repeats", 16, _half_letters),
-    grammars=Attack("212 hostile grammars × 6", 6, _grammars, growth=400),
+    grammars=Attack("212 hostile grammars × 6", 6, _grammars, growth=400, rotates=True),
     compiles=Attack("schemas that compile without end × 6", 6, _compiles, growth=400),
     compiles_leave=Attack(
         "the same, and the client disconnects", 6, _compiles,
@@ -317,7 +319,7 @@ def main(job: dict[str, Any]) -> None:
                 texts.setdefault(status, text[-200:])
             if status not in ("200", "left"):
                 time.sleep(PAUSE)
-            if status in ("400", "413"):
+            if attack.rotates or status in ("400", "413"):
                 at = (at + 1) % len(chain)
 
     print("ready", flush=True)

@@ -44,8 +44,8 @@ PACKAGES = {
         "harmony", "descriptions", "tool_messages", "answer_parser", "call_grammar",
     ),
     "grammar": (
-        "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "automaton", "token_masks", "compiler",
-        "matcher", "grammars", "worker", "pool",
+        "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "automaton", "token_masks",
+        "compiler", "matcher", "grammars", "worker", "pool",
     ),
     "compress": ("outliers", "gptq", "awq"),
     "generation": (
