@@ -45,7 +45,7 @@ PACKAGES = {
     ),
     "grammar": (
         "vocabulary", "regex_parser", "byte_automaton", "token_automaton", "automaton", "token_masks",
-        "compiler", "matcher", "grammars", "worker", "pool",
+        "compiler", "matcher", "served_schemas", "grammars", "worker", "pool",
     ),
     "compress": ("outliers", "gptq", "awq"),
     "generation": (

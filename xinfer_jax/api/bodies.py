@@ -12,7 +12,7 @@ from ..generation.options import GenerateOptions
 from ..sampling.sampling_config import check_min_tokens
 from ..text import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 from .fields import BodyError, Fields, check_fields
-from .grammar_fields import parse_grammar
+from .grammar_fields import grammar_field, parse_grammar
 from .prompts import EncodePrompt, PromptEncoder
 from .sampling_fields import parse_sampling
 from .tool_fields import ToolSettings, parse_tools
@@ -206,11 +206,16 @@ def _parse_logprobs(kind: str, fields: Fields, default: int | None) -> int | Non
 
 def _parse_grammar(fields: Fields, default: Any, tools: ToolSettings | None) -> Any:
     """The grammar of the answer: of calls where they are required, else what other fields ask for."""
-    if tools is None or tools.grammar is None:
-        return parse_grammar(fields, default)
-    if parse_grammar(fields, None) is not None:
-        raise BodyError("tool_choice", "tool_choice requires calls: no other field may constrain the answer")
-    return tools.grammar
+    grammar = parse_grammar(fields, default if tools is None or tools.grammar is None else None)
+    if tools is not None and tools.grammar is not None:
+        if grammar is not None:
+            said = "tool_choice requires calls: no other field may constrain the answer"
+            raise BodyError("tool_choice", said)
+        grammar = tools.grammar
+    if grammar is not None and fields.boolean("ignore_eos"):
+        field = "tool_choice" if tools is not None else grammar_field(fields.values)
+        raise BodyError("ignore_eos", f"ignore_eos lets an answer go on where {field} ends it: leave one out")
+    return grammar
 
 
 def _check_min_tokens_field(model: Model, options: GenerateOptions, given: bool) -> None:

@@ -87,11 +87,11 @@ def compile_matcher(tokenizer: Any, vocab_size: int, kind: str, source: str) -> 
     matcher = llguidance.LLMatcher(tokenizer, _lark_text(kind, source), log_level=0, limits=limits)
     draw = random.Random(0)
     for _ in range(_WALKS):
-        _walk(matcher, vocab_size, kind, draw)
+        _walk(matcher, vocab_size, kind, source, draw)
     return matcher
 
 
-def _walk(matcher: Any, vocab_size: int, kind: str, draw: random.Random) -> None:
+def _walk(matcher: Any, vocab_size: int, kind: str, source: str, draw: random.Random) -> None:
     """Follows a random text. Raises GrammarError where the grammar or one of its masks is too large."""
     if not matcher.is_error():
         matcher = matcher.deep_copy()
@@ -101,8 +101,8 @@ def _walk(matcher: Any, vocab_size: int, kind: str, draw: random.Random) -> None
         if matcher.get_error().startswith("NoExtension"):
             raise GrammarError(f"the {kind} grammar allows no text: loosen it")
         if matcher.is_error():
-            why = error_words(matcher.get_error())
-            raise GrammarError(f"the {kind} grammar is not served: {why}")
+            error = matcher.get_error()
+            raise GrammarError(f"{_failed_part(kind, source, error)} is not served: {error_words(error)}")
         if time.process_time() - began > MASK_SECONDS:
             raise GrammarError(
                 f"the {kind} grammar takes more than {MASK_SECONDS:g} s for one token: make it less ambiguous"
@@ -133,12 +133,27 @@ def check_allowed(is_allowed: bool) -> None:
 
 
 def error_words(error: str) -> str:
-    """llguidance's words, without the grammar that it repeats, the place in it, and its own advice."""
-    text = re.split(r"\n\s*1 \| |\n<state>|\s*<backtrace>", error)[0]
-    text = re.sub(r"^(at )?\d+\(\d+\): |^failed to compile JSON schema: ", "", text)
-    if re.search(r"Current row has|too many items", text, re.IGNORECASE):
+    """llguidance's words, without the grammar and the expressions that it repeats, the place in them, and its
+    own measures.
+    """
+    if re.search(r"Current row has|too many items", error, re.IGNORECASE):
         return "too many alternatives, or optional properties, are possible in one place"
-    return text
+    text = re.split(r"\n\s*\d+ \| |\n<state>|\s*<backtrace>", error)[0]
+    text = re.sub(
+        r"regex parse error:.*\nerror: ", "a pattern is no regular expression: ", text, flags=re.DOTALL
+    )
+    text = re.sub(r":\s+\((And|SearchRegex) .*", "", text)
+    text = re.sub(r"Enable 'coerce_one_of' .*", "Give anyOf", text)
+    return re.sub(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?", "", text)
+
+
+def _failed_part(kind: str, source: str, error: str) -> str:
+    """Which grammar an error is of, or which tool's schema: its rule has the tool's name in a comment."""
+    place = re.match(r"at (\d+)\(", error)
+    if kind != "calls" or place is None:
+        return f"the {kind} grammar"
+    line = _lark_text(kind, source).split("\n")[int(place[1]) - 1]
+    return f"the schema of tool {line.rpartition(' // ')[2]!r}"
 
 
 def _import_llguidance() -> Any:
