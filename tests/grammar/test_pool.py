@@ -16,7 +16,7 @@ import pytest
 import xinfer_jax as xj
 from xinfer_jax.api.fields import Fields
 from xinfer_jax.api.grammar_fields import parse_grammar
-from xinfer_jax.errors import GrammarError, NoTokenLeftError
+from xinfer_jax.errors import NoTokenLeftError
 from xinfer_jax.grammar import pool as pool_module
 from xinfer_jax.grammar.grammars import Grammar
 from xinfer_jax.grammar.matcher import CompiledGrammar, LocalMasks
@@ -24,7 +24,7 @@ from xinfer_jax.grammar.pool import GrammarPool
 
 pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
 
-LONG = xj.json_schema({"type": "integer", "multipleOf": 9699690})
+LONG = xj.json_schema({"type": "integer", "multipleOf": 9699692})  # known to no other test
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_a_hostile_grammar_ends_in_an_answer_or_a_sentence(pool, monkeypatch, na
     began = time.monotonic()
     try:
         found = compile_in(pool, parse_grammar(Fields({field: value}), None))
-    except GrammarError as error:
+    except xj.InputError as error:
         assert "\n" not in str(error) and "items" not in str(error)  # the compiler's word
     else:
         assert found.first is not None
