@@ -52,7 +52,7 @@ class TokenMasks:
             self._check_served()
             check_allowed(False)
         found = [self._next()]
-        ahead = self._matcher.deep_copy() if draft_ids else None
+        ahead: Any = self._matcher.deep_copy() if draft_ids else None
         for token in draft_ids:
             if not ahead.consume_token(token):
                 break
