@@ -388,7 +388,7 @@ REJECTED = {
     "rope-null-type": (hf(rope_scaling=dict(type=None, factor=2.0)), "rope type None"),
     "rope-per-layer-type": (hf(rope_parameters={_F: dict(rope_type="default", rope_theta=1e4)}),
         "rope parameters"),
-    "rope-not-an-object": (hf(rope_scaling="linear"), "rope parameters.*'linear'"),
+    "rope-not-an-object": (hf(rope_scaling="linear"), "rope_scaling must be an object, got 'linear'"),
     "rope-linear-without-factor": (hf(rope_scaling=dict(type="linear")), "linear.*'factor'"),
     "rope-dynamic-without-factor": (hf(rope_scaling=dict(type="dynamic")), "dynamic.*'factor'"),
     "rope-llama3-without-low": (

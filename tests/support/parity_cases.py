@@ -338,7 +338,7 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
         if name.endswith(("layernorm_1.weight", "layernorm_2.weight", "scale", "layer_scalar")):
             return 1 + 0.2 * noise
         if name.endswith("norm.weight"):
-            return 1 - config.norm_offset + 0.2 * noise
+            return 1 - (config.norm_offset or 0) + 0.2 * noise
         if name.endswith("bias"):
             return 0.3 * noise
         if name.endswith("sinks"):

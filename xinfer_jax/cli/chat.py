@@ -15,7 +15,7 @@ from ..sampling.random_keys import key_from_seed
 from ..sampling.sampling_config import SamplingConfig
 from ..stats import GenerateStats
 from ..text import encode_prompt, stream_text_from_ids
-from ..tools.answer_parser import AnswerParser
+from ..tool_calls.answer_parser import AnswerParser
 from .process import capture_signals
 from .startup import chunks_with_status, load_and_compile, open_model, use_compilation_cache
 from .terminal import status, write
@@ -71,7 +71,7 @@ class Conversation:
     def __init__(self, flags: Any):
         checkpoint = open_model(flags.model, flags)
         self._model = checkpoint.model
-        sampling = SamplingConfig.from_hf(self._model.generation_config)
+        sampling = SamplingConfig.from_hf(self._model.generation_config if flags.generation_config else {})
         if flags.temperature is not None:
             sampling = dataclasses.replace(sampling, temperature=flags.temperature)
         new = flags.max_tokens

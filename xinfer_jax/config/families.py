@@ -71,7 +71,8 @@ def _olmo3(hf: Mapping, layers: int) -> dict:
         )
     windows = _period_windows(hf, layers, 4)
     return _attention_bias(hf) | read_rope_per_layer_type(hf, _OLMO3_THETA) | dict(
-        pre_norm=False, post_norm=True, qk_norm=True, qk_norm_joint=True, layer_windows=windows
+        pre_norm=False, post_norm=True, norm_offset=0.0, qk_norm=True, qk_norm_joint=True,
+        layer_windows=windows,
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ def gpt_oss(hf: Mapping, layers: int) -> dict[str, Any]:
         rope=read_rope(hf),
         qkv_bias=bias,
         o_bias=bias,
+        norm_offset=0.0,
         attention_sinks=True,
         layer_experts=(True,) * layers,
         norm_topk_prob=True,

@@ -7,8 +7,8 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from ..tools.harmony import CALL, MESSAGE, last_header
-from ..tools.reasoning import THINK_END, THINK_START
+from ..tool_calls.harmony import CALL, MESSAGE, last_header
+from ..tool_calls.reasoning import THINK_END, THINK_START
 from .automaton import Dfa
 from .regex_parser import NotRegularError
 from .token_automaton import token_automaton

@@ -84,7 +84,7 @@ def compile_matcher(tokenizer: Any, vocab_size: int, kind: str, source: str) -> 
     """
     llguidance = _import_llguidance()
     limits = llguidance.LLParserLimits(**_LIMITS)
-    matcher = llguidance.LLMatcher(tokenizer, _lark_text(kind, source), log_level=0, limits=limits)
+    matcher = llguidance.LLMatcher(tokenizer, lark_text(kind, source), log_level=0, limits=limits)
     draw = random.Random(0)
     for _ in range(_WALKS):
         _walk(matcher, vocab_size, kind, source, draw)
@@ -152,8 +152,9 @@ def _failed_part(kind: str, source: str, error: str) -> str:
     place = re.match(r"at (\d+)\(", error)
     if kind != "calls" or place is None:
         return f"the {kind} grammar"
-    line = _lark_text(kind, source).split("\n")[int(place[1]) - 1]
-    return f"the schema of tool {line.rpartition(' // ')[2]!r}"
+    line = lark_text(kind, source).split("\n")[int(place[1]) - 1]
+    _, mark, name = line.rpartition(" // ")
+    return f"the schema of tool {name!r}" if mark else "the grammar beside tools"
 
 
 def _import_llguidance() -> Any:
@@ -184,7 +185,8 @@ def _wrap(tokens: Sequence[bytes], special: Sequence[int]) -> Any:
     return TokenizerWrapper(found)
 
 
-def _lark_text(kind: str, source: str) -> str:
+def lark_text(kind: str, source: str) -> str:
+    """A grammar in llguidance's Lark syntax, whatever its kind."""
     if kind == "lark":
         operators = re.findall("[&~]", re.sub(r'"(?:\\.|[^"\\])*"', "", source))
         if len(operators) > _MOST_INTERSECTIONS:

@@ -153,10 +153,10 @@ class PeerWorker:
         if options.grammar is not None:
             grammar = self._grammars.prepare(args["row"]["client"], options.grammar)
             options = dataclasses.replace(options, grammar=grammar)
-        request = make_request(self._engine, args["ids"], options, args["key"], args["number"])
+        what = args["ids"], options, args["key"], args["number"]
+        request = make_request(self._engine, *what, **args["text"])
         request.answers = [request.answers[j] for j in numbers]
         request.live = args["live"]
-        request.skip_special_tokens = args["skip_special_tokens"]
         request.num_prompt_logprobs = args["prompt_logprobs"]
         if args["seconds"] is not None:
             request.deadline = request.submitted + args["seconds"]
@@ -371,7 +371,7 @@ def _description(engine: Engine, host: str) -> dict[str, Any]:
         cache_dtype=engine._core.shape.cache_dtype, page_bytes=engine._core.shape.page_bytes,
         devices=mesh.size if mesh else 1,
     )  # fmt: skip
-    own = {name: getattr(engine, name) for name in ("rows", "pages", "room", "switches_at", "guesses")}
+    own = {name: getattr(engine, name) for name in ("rows", "pages", "room", "guesses")}
     sizes = dict(weight_bytes=engine.weight_bytes, cache_bytes=engine.cache_bytes)
     about = dict(role=engine.role, name=f"{engine.role} process {os.getpid()} ({host})")
     return about | own | sizes | dict(same={name: str(value) for name, value in same.items()})

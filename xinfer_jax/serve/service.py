@@ -6,7 +6,7 @@ import hmac
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import quote
@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request as HTTPRequest
 from starlette.responses import Response
 
-from ..api.bodies import ParsedBody, parse_request_body
+from ..api.bodies import ParsedBody, StreamOptions, parse_request_body, pop_stream_options
 from ..api.fields import BodyError, with_field_names
 from ..api.grammar_fields import grammar_field
 from ..checkpoint.conversation import prompt_ids
@@ -143,7 +143,7 @@ class Service:
         client = served.reservation.client
         large = is_large(data)
         parse = partial(self._parse, served, kind, data)
-        parsed, streamed, with_usage, grammar_name = await self.workers.run(client, large, parse)
+        parsed, stream, grammar_name = await self.workers.run(client, large, parse)
         if (grammar := parsed.options.grammar) is not None:
             try:
                 grammar = await self.grammars.compile(client, grammar)
@@ -154,9 +154,9 @@ class Service:
         requests = served.requests
         head: dict[str, Any] = dict(created=int(time.time()), model=settings.name, seed=parsed.seed)
         head["id"] = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{served.request_id}"
-        if streamed:
-            usage = partial(usage_with_cached, parsed, requests) if with_usage else None
-            chunks = stream_chunks(parsed, requests, self.tokenizer, usage, head)
+        if stream.streamed:
+            usage = partial(usage_with_cached, parsed, requests) if stream.usage else None
+            chunks = stream_chunks(parsed, requests, self.tokenizer, usage, head, stream.continuous_usage)
             return EventStream(chunks, served.finish, settings.stall_seconds)
         await _wait_until_ended(requests)
         format_response = partial(self._format, parsed, served, head)
@@ -166,20 +166,16 @@ class Service:
 
     def _parse(
         self, served: ServedRequest, kind: str, data: list[bytes]
-    ) -> tuple[ParsedBody, bool, bool, str]:
-        """Parses the body. Runs in a thread.
-
-        Returns:
-            The body; whether to stream; whether the stream ends with the usage; the field of its grammar.
-        """
+    ) -> tuple[ParsedBody, StreamOptions, str]:
+        """The body, how to stream its answers, and the field of its grammar. Runs in a thread."""
         reservation = served.reservation
         body = self.load_body(data)
-        parsed, streamed, with_usage = self._parse_fields(kind, body, reservation)
+        parsed, stream = self._parse_fields(kind, body, reservation)
         if parsed.seed is None:
             parsed.seed = _derive_seed(self.settings.seed, served.number)
         parsed.call_prefix = f"call_{served.request_id}_{served.number}"
         reservation.reserve(answers=count_answers(parsed), tokens=count_tokens(parsed), bytes=0)
-        return parsed, streamed, with_usage, grammar_field(body)
+        return parsed, stream, grammar_field(body)
 
     def _submit(self, served: ServedRequest, parsed: ParsedBody) -> None:
         """Submits a body to the engine. Runs in a thread."""
@@ -240,36 +236,24 @@ class Service:
 
     def _parse_fields(
         self, kind: str, body: dict[str, Any], reservation: Reservation
-    ) -> tuple[ParsedBody, bool, bool]:
-        """The fields of a body; whether to stream; whether the stream ends with the usage."""
+    ) -> tuple[ParsedBody, StreamOptions]:
         assert self.model is not None and self.engine is not None
         self.check_model(body)
-        options = body.pop("stream_options", None)
-        streamed = body.pop("stream", None)
-        if streamed not in (None, True, False):
-            raise BodyError("stream", f"stream must be true or false, got {streamed!r}")
-        if options is not None and not (isinstance(options, Mapping) and streamed):
-            raise BodyError("stream_options", "stream_options is an object, and needs stream: true beside it")
-        if {*(options or {})} - {"include_usage"}:
-            raise BodyError("stream_options", "stream_options has only include_usage here: leave out others")
-        with_usage = (options or {}).get("include_usage")
-        if with_usage not in (None, True, False):
-            raise BodyError(
-                "stream_options", f"include_usage must be true or false, got {format_value(with_usage)}"
-            )
+        stream = pop_stream_options(body)
 
         def encode(prompt: Any, limit: int, **how: Any) -> list[int]:
             if reservation.released:  # the client has disconnected
                 raise ClientDisconnect
             return prompt_ids(self.tokenizer, prompt, limit, **how)
 
-        escape = self.settings.escape
-        parsed = parse_request_body(self.model, kind, body, self._defaults, self.engine.room, escape, encode)
-        if parsed.unknown_fields:
-            self.log(format_message(f"unknown fields: {', '.join(parsed.unknown_fields)}"))
-        if streamed and parsed.options.best_of not in (None, parsed.options.n):
+        settings = self.settings
+        how: Any = dict(escape=settings.escape, encode=encode, stop_in_reasoning=settings.stop_in_reasoning)
+        parsed = parse_request_body(self.model, kind, body, self._defaults, self.engine.room, **how)
+        if unknown := [*parsed.unknown_fields, *stream.unknown_fields]:
+            self.log(format_message(f"unknown fields: {', '.join(unknown)}"))
+        if stream.streamed and parsed.options.best_of not in (None, parsed.options.n):
             raise BodyError("best_of", "best_of cannot be streamed: leave one of them out")
-        return parsed, bool(streamed), bool(with_usage)
+        return parsed, stream
 
     def check_model(self, body: dict[str, Any]) -> None:
         """Raises APIError if the body names another model."""

@@ -47,7 +47,7 @@ def init_params(
         if spec.hf_name.endswith(_ONES):
             return jnp.ones(spec.shape, dtype)
         if spec.hf_name.endswith("norm.weight"):
-            return jnp.full(spec.shape, 1 - config.norm_offset, dtype)
+            return jnp.full(spec.shape, 1 - (config.norm_offset or 0), dtype)
         if spec.hf_name.endswith("A_log"):  # exp of it: between 0.01 and 16
             return jnp.log(jax.random.uniform(key, spec.shape, minval=0.01, maxval=16)).astype(dtype)
         is_vector = len(spec.shape) == 1 or spec.hf_name.endswith("bias")
