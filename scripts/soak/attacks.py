@@ -20,12 +20,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-<<<<<<< HEAD
-import hostile_grammars
-from raw_requests import Target, drip, hold, post, send_and_disconnect
-=======
+from soak import hostile_grammars
 from soak.raw_requests import Target, drip, hold, post, send_and_disconnect
->>>>>>> main
 
 MOST_REQUESTS = 20_000
 PAUSE = 1.0  # seconds before the next request of a worker whose last one was rejected

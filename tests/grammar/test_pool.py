@@ -8,10 +8,10 @@ import threading
 import time
 
 import grammar_cases
-import hostile_grammars
 import jax
 import numpy as np
 import pytest
+from soak import hostile_grammars
 
 import xinfer_jax as xj
 from xinfer_jax.api.fields import Fields
