@@ -53,7 +53,7 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
 
 @functools.cache
 def load(kind: str, name: str) -> Any:
-    """The attribute that the table names; None where it names none, or its module is not installed."""
+    """The attribute that the table names; None where it names none, or its module or package is not there."""
     if (kind, name) not in TABLE:
         return None
     module, *attribute = TABLE[kind, name]
@@ -62,6 +62,6 @@ def load(kind: str, name: str) -> Any:
         found = import_module(full)
         return getattr(found, attribute[0]) if attribute else found
     except ModuleNotFoundError as error:
-        if error.name != full:
+        if not f"{full}.".startswith(f"{error.name}."):
             raise
         return None

@@ -77,7 +77,10 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize("family", ALONE)
+@pytest.mark.parametrize(
+    "family",
+    [family if family == "llama" else pytest.param(family, marks=pytest.mark.full) for family in ALONE],
+)
 def test_core_runs_alone(family, tmp_path):
     """Where nothing else can be imported it gives the tokens of the library, and its logits. With nothing
     blocked the calls load the core, the table, and what the table names for this platform.
