@@ -52,7 +52,7 @@ from side_parts import SIDE_PARTS, define_flags, disturbance, goodput
 
 import xinfer_jax as xj
 from xinfer_jax.cli.startup import use_compilation_cache
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 
 FORMATS = ("none", "int8", "int4")
 PARTS = ("throughput", "load", "alone", "ready", "tiers")

@@ -25,7 +25,7 @@ from absl import flags  # noqa: E402
 from model_shapes import SHAPES, hf_config  # noqa: E402
 
 import xinfer_jax as xj  # noqa: E402
-from xinfer_jax.config.model_config import from_hf  # noqa: E402
+from xinfer_jax.families.reading import from_hf  # noqa: E402
 from xinfer_jax.sharding import concrete_mesh_of  # noqa: E402
 from xinfer_jax.weights.params import activation_dtype  # noqa: E402
 

@@ -27,7 +27,7 @@ from model_shapes import hf_config
 from program_counts import count_program
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights.mxfp4 import Mxfp4Weight, mxfp4_struct
 from xinfer_jax.weights.params import Params, tree_bytes
 from xinfer_jax.weights.quantization import quantized_leaf

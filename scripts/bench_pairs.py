@@ -24,7 +24,7 @@ from machine_limits import spread
 from model_shapes import hf_config
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.generation.buckets import bucket
 
 CONFIG = flags.DEFINE_string("config", "qwen3.5-0.8b", "A built-in shape, or a directory with config.json.")

@@ -39,9 +39,9 @@ from model_shapes import hf_config
 from peer_engines import ENGINES
 from safetensors.numpy import save_file
 
-from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.errors import InputError
-from xinfer_jax.weights.params import param_specs
+from xinfer_jax.families.naming import file_specs
+from xinfer_jax.families.reading import from_hf
 
 CONFIG = flags.DEFINE_string(
     "config", "qwen2.5-0.5b", "A built-in shape (model_shapes.py) or a directory with config.json."
@@ -184,7 +184,7 @@ def checkpoint(hf: dict) -> Path:
         return folder
     rng = np.random.default_rng(SEED.value)
     tensors = {}
-    for spec in jax.tree.leaves(param_specs(config)):
+    for spec in jax.tree.leaves(file_specs(config)):
         values = rng.standard_normal(spec.shape, np.float32)
         if len(spec.shape) == 1:
             values = 0.1 * values + spec.hf_name.endswith("norm.weight")

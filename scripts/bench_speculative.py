@@ -21,7 +21,7 @@ from absl import flags
 from model_shapes import hf_config
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.text import encode_prompt
 
 CONFIG = flags.DEFINE_string(

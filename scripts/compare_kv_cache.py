@@ -20,7 +20,7 @@ import numpy as np
 from absl import flags
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 
 HIDDEN = flags.DEFINE_integer("hidden_size", 512, "Model width; heads are 64 wide.", lower_bound=64)
 LAYERS = flags.DEFINE_integer("layers", 8, "Decoder layers.", lower_bound=1)

@@ -28,7 +28,8 @@ from model_shapes import hf_config
 import xinfer_jax as xj
 from xinfer_jax.cache.layer_caches import uncached_kv
 from xinfer_jax.cache.quantized_kv import KV_BITS, dequantize_kv, empty_kv, quantize_kv
-from xinfer_jax.config.model_config import ModelConfig, from_hf
+from xinfer_jax.config.model_config import ModelConfig
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.model.attention import attention
 from xinfer_jax.model.decoder import hidden_states
 from xinfer_jax.model.layers import apply_rope, linear, norm, rotary_angles

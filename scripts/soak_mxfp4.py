@@ -25,8 +25,8 @@ from model_shapes import hf_config
 
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.mxfp4_format import Mxfp4Format
-from xinfer_jax.config.model_config import from_hf
-from xinfer_jax.weights.params import param_specs
+from xinfer_jax.families.naming import file_specs
+from xinfer_jax.families.reading import from_hf
 
 CONFIG = flags.DEFINE_string("config", "gpt-oss-20b", "A built-in shape, or a directory with config.json.")
 LAYERS = flags.DEFINE_integer("layers", None, "Number of layers; None: all.", lower_bound=1)
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
 
 def write_zeros(path: Path, hf: Mapping[str, Any]) -> int:
     """Writes the checkpoint, whose numbers are zeros in bfloat16 and MXFP4; returns its bytes."""
-    specs = jax.tree.leaves(param_specs(from_hf(hf)))
+    specs = jax.tree.leaves(file_specs(from_hf(hf)))
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for spec in specs:
         packed = Mxfp4Format().tensor_specs(spec.hf_name, spec.shape, {})

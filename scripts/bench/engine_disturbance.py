@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import from_hf
 from xinfer_jax.errors import InputError
+from xinfer_jax.families.reading import from_hf
 
 # A model of 4,096 tokens of context whose weights (4 MiB) and pages (1 KiB a token) fit the cache of a CPU.
 SHAPE = dict(

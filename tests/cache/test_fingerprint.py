@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 from xinfer_jax.cache.fingerprint import fingerprint
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights.params import param_specs
 from xinfer_jax.weights.quantized_weights import GroupedWeight, Int8Weight
 

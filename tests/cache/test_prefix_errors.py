@@ -14,7 +14,8 @@ import tiny
 from safetensors.numpy import save_file
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import RopeConfig, from_hf, with_fixed_rope
+from xinfer_jax.config.model_config import RopeConfig, with_fixed_rope
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.weights.params import param_specs
 
 pytestmark = pytest.mark.newest

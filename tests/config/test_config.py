@@ -7,7 +7,8 @@ import math
 import pytest
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import RopeConfig, from_hf, with_fixed_rope
+from xinfer_jax.config.model_config import RopeConfig, with_fixed_rope
+from xinfer_jax.families.reading import from_hf
 
 pytestmark = pytest.mark.oldest
 
@@ -217,15 +218,14 @@ FAMILIES = {
         without("hidden_act", "bitnet") | dict(attention_bias=True),
         dict(sub_norm=True, hidden_act="relu2", qkv_bias=True, o_bias=True, rope=RopeConfig(rope_theta=5e5)),
     ),
-    "phi3": (without("num_key_value_heads", "phi3"), dict(num_key_value_heads=6, fused_projections=True)),
+    "phi3": (without("num_key_value_heads", "phi3"), dict(num_key_value_heads=6)),
     "phi3-partial-window": (
         hf("phi3", partial_rotary_factor=0.5, sliding_window=9),
-        dict(fused_projections=True, rope=RopeConfig(partial_rotary_factor=0.5), layer_windows=(9,) * 4),
+        dict(rope=RopeConfig(partial_rotary_factor=0.5), layer_windows=(9,) * 4),
     ),
     "phi3-longrope": (
         hf("phi3", rope_scaling=_LONG, original_max_position_embeddings=128),
         dict(
-            fused_projections=True,
             rope=RopeConfig("longrope", factor=4.0, original_max_position_embeddings=128, **_FACTORS),
         ),
     ),

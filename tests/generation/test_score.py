@@ -17,7 +17,7 @@ import run_script
 import tiny
 
 import xinfer_jax as xj
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 
 pytestmark = pytest.mark.oldest
 

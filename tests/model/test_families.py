@@ -17,8 +17,8 @@ from xinfer_jax.checkpoint.loading import open_checkpoint
 from xinfer_jax.checkpoint.own_format import save_checkpoint
 from xinfer_jax.compress import awq
 from xinfer_jax.config.model_config import with_fixed_rope
+from xinfer_jax.families.naming import file_specs
 from xinfer_jax.model import experts
-from xinfer_jax.weights.params import param_specs
 from xinfer_jax.weights.quantized_weights import dequantize, is_quantized
 
 pytestmark = pytest.mark.oldest
@@ -38,7 +38,7 @@ def write_checkpoint(path, name, fused=False, seed=5):
     case = cases.CASES[name]
     tensors = cases.random_tensors(case.config, seed)
     stored = cases.fuse_tensors(case.config, tensors) if fused else {}
-    for spec in () if fused else jax.tree.leaves(param_specs(case.config)):
+    for spec in () if fused else jax.tree.leaves(file_specs(case.config)):
         stored |= zip(
             spec.tensor_shapes(),
             tensors[spec.hf_name] if len(spec.shape) == 3 else [tensors[spec.hf_name]],
@@ -265,4 +265,4 @@ def test_an_expert_that_was_not_chosen_may_overflow():
 
 def test_every_sparse_layer_has_a_router():
     config = dataclasses.replace(cases.CASES["moe-defaults"].config, layer_experts=(True, False, True))
-    assert ["router" in layer for layer in param_specs(config)["layers"]] == [True, False, True]
+    assert ["router" in layer for layer in file_specs(config)["layers"]] == [True, False, True]

@@ -20,7 +20,7 @@ from agreement import (
 
 import xinfer_jax as xj
 from xinfer_jax.cache.layer_caches import Contiguous
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 
 pytestmark = [pytest.mark.full, pytest.mark.oldest]
 

@@ -31,7 +31,7 @@ from parity_cases import CASES, fuse_tensors, random_tensors
 import kernels_pallas
 import xinfer_jax as xj
 from xinfer_jax.checkpoint.own_format import save_checkpoint
-from xinfer_jax.config.model_config import from_hf
+from xinfer_jax.families.reading import from_hf
 from xinfer_jax.generation.batch_arrays import initial_state, pad_prompts
 from xinfer_jax.generation.loop import DECODE_PLAIN, PREFILL
 from xinfer_jax.generation.strategies import Plain

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ..config.hybrids import text_settings
-from ..config.model_config import ModelConfig, from_hf
+from ..config.model_config import ModelConfig
 from ..errors import InputError, format_names
+from ..families.naming import FileSpec, file_specs
+from ..families.reading import from_hf, text_settings
 from ..formatting import format_mib
 from ..host import run_in_blocks
 from ..sampling.sampling_config import check_generation_config
@@ -25,10 +26,8 @@ from ..weights.hadamard import TensorRotation, tensor_rotations
 from ..weights.layout import check_mesh, shardings
 from ..weights.params import (
     Params,
-    ParamSpec,
     check_quantize,
     check_weights,
-    param_specs,
     resolve_dtype,
     tree_bytes,
 )
@@ -217,6 +216,8 @@ def _open_params(  # noqa: PLR0913  what a leaf depends on
             unused.add(name)
     _check_tensors(path, tensors, expected, unused)
     check_weights(specs, dtype, quant_format.method if quant_format else quantize, memory_fraction(mesh))
+    file_names = {spec.name: spec.hf_name for spec in specs}
+    rotations = {n: r._replace(norm=r.norm and file_names[r.norm]) for n, r in rotations.items()}
     loader = LeafLoader(tensors, dtype, quantize, quant_format, mesh, rotations)
     structs = list(map(loader.struct, specs, quantized))
 
@@ -229,7 +230,7 @@ def _open_params(  # noqa: PLR0913  what a leaf depends on
 
 def _named_specs(
     path: Path, config: ModelConfig, tensors: Mapping[str, StoredTensor]
-) -> tuple[list[ParamSpec], Any]:
+) -> tuple[list[FileSpec], Any]:
     """All specs with their names in these files, and their tree.
 
     Raises:
@@ -240,7 +241,7 @@ def _named_specs(
             f"{path}: num_hidden_layers is {config.num_hidden_layers} in config.json, and the files hold only"
             f" {len(tensors)} tensors: these weights are not of this config"
         )
-    specs, tree = jax.tree.flatten(param_specs(config))
+    specs, tree = jax.tree.flatten(file_specs(config))
     specs = [dataclasses.replace(spec, hf_name=_stored_name(spec, config, tensors)) for spec in specs]
     expected = sum(spec.shape[0] for spec in specs if "{}" in spec.hf_name and spec.fused_name not in tensors)
     if expected > 2 * len(tensors):
@@ -265,7 +266,7 @@ def _unused_kv(config: ModelConfig) -> set[str]:
     return {f"model.layers.{layer}.self_attn.{part}" for layer in layers for part in parts}
 
 
-def _stored_name(spec: ParamSpec, config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> str:
+def _stored_name(spec: FileSpec, config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> str:
     """The name in the files: a tied matrix may be stored under either of its names."""
     embedding, head = _TIED
     is_tied = config.tie_word_embeddings and spec.hf_name == embedding

@@ -1,21 +1,9 @@
-"""`ModelConfig`, frozen and hashable, and `from_hf`, which makes it from a Hugging Face config.json."""
+"""`ModelConfig`, frozen and hashable: all numbers of a model."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
-from ..errors import InputError, format_value
-from .families import FAMILIES, SHARED_DEFAULTS
-from .hybrids import text_settings
-from .rope import RopeConfig, read_rope
-from .values import MAX_CONTEXT, get_boolean, get_integer, get_number
-
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
-    "relu2": "relu2",
-}
+from ..errors import InputError
+from .rope import RopeConfig as RopeConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +40,6 @@ class ModelConfig:
         query_pre_attn_scalar: attention scores are multiplied by its power -1/2; None: head_dim.
         attn_logit_softcapping: c: scores become c tanh(score / c); None: no cap.
         final_logit_softcapping: the same for logits.
-        fused_projections: the checkpoint has q, k, v in one matrix, gate and up in another.
         layer_experts: per layer: a mixture of experts instead of the MLP; empty: none.
         num_experts: X.
         num_experts_per_tok: experts of each token.
@@ -72,7 +59,6 @@ class ModelConfig:
         linear_key_head_dim: width of a query and key.
         linear_value_head_dim: width of a value.
         linear_conv_kernel_dim: tokens that its convolution reads, the token itself included.
-        interleaved_projections: the checkpoint has its projections in two matrices, by key head.
         global_head_dim: H of layers without a window; None: head_dim.
         num_global_key_value_heads: K of layers without a window; None: num_key_value_heads.
         attention_k_eq_v: layers without a window have no v_proj: values are keys before their norm and RoPE.
@@ -116,7 +102,6 @@ class ModelConfig:
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
-    fused_projections: bool = False
     layer_experts: tuple[bool, ...] = ()
     num_experts: int = 0
     num_experts_per_tok: int = 0
@@ -134,7 +119,6 @@ class ModelConfig:
     linear_key_head_dim: int = 0
     linear_value_head_dim: int = 0
     linear_conv_kernel_dim: int = 0
-    interleaved_projections: bool = False
     global_head_dim: int | None = None
     num_global_key_value_heads: int | None = None
     attention_k_eq_v: bool = False
@@ -214,57 +198,6 @@ class ModelConfig:
         return tuple(dict.fromkeys(filter(None, map(self.layer_rope_config, range(self.num_hidden_layers)))))
 
 
-def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Returns the config of a Hugging Face config.json, a parsed object with older or newer field names.
-
-    Returns:
-        The configuration, checked for consistency; without EOS ids, which `load_model` adds.
-
-    Raises:
-        InputError: an unknown model_type, a missing or impossible value, or a setting that is not supported.
-    """
-    if not isinstance(hf, Mapping):
-        raise InputError(f"from_hf takes config.json's object, got {format_value(hf)}")
-    hf = text_settings(hf)
-    model_type = hf.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise InputError(
-            f"model_type {format_value(model_type)} is not supported: use one of"
-            f" {', '.join(sorted(FAMILIES))}"
-        )
-    defaults, family = FAMILIES[model_type]
-    hf = {**SHARED_DEFAULTS, **defaults, **hf}
-    activation = hf["hidden_activation" if "hidden_activation" in defaults else "hidden_act"]
-    _check_supported(hf, activation)
-    heads = get_integer(hf, "num_attention_heads")
-    layers = get_integer(hf, "num_hidden_layers")
-    hidden = get_integer(hf, "hidden_size")
-    fields: dict[str, Any] = dict(
-        model_type=model_type,
-        vocab_size=get_integer(hf, "vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=get_integer(hf, "intermediate_size"),
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=(
-            heads if hf.get("num_key_value_heads") is None else get_integer(hf, "num_key_value_heads")
-        ),
-        head_dim=_default_head_dim(hidden, heads)
-        if hf.get("head_dim") is None
-        else get_integer(hf, "head_dim"),
-        max_position_embeddings=get_integer(hf, "max_position_embeddings"),
-        rms_norm_eps=get_number(hf, "rms_norm_eps"),
-        tie_word_embeddings=get_boolean(hf, "tie_word_embeddings"),
-        hidden_act=_ACTIVATIONS[activation],
-        layer_windows=(None,) * layers,
-        layer_rope=(True,) * layers,
-    )
-    fields |= family(hf, layers)
-    config = ModelConfig(**{"rope": fields["rope"] if "rope" in fields else read_rope(hf), **fields})
-    _check_consistency(config)
-    return config
-
-
 def with_fixed_rope(config: ModelConfig, shortest: int, longest: int) -> ModelConfig:
     """Returns the config with fixed longrope factors, for a batch whose rows have between `shortest` and
     `longest` tokens.
@@ -284,58 +217,3 @@ def with_fixed_rope(config: ModelConfig, shortest: int, longest: int) -> ModelCo
     factor = config.rope.short_factor if longest <= limit else config.rope.long_factor
     rope = dataclasses.replace(config.rope, short_factor=factor, long_factor=factor)
     return dataclasses.replace(config, rope=rope)
-
-
-def _check_supported(hf: Mapping, activation: Any) -> None:
-    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        raise InputError(
-            f"hidden_act {format_value(activation)} is not supported: use one of {', '.join(_ACTIVATIONS)}"
-        )
-    architectures = [] if hf.get("architectures") is None else hf["architectures"]
-    for name in architectures if isinstance(architectures, list) else [architectures]:
-        if not str(name).endswith("ForCausalLM"):
-            raise InputError(
-                f"architecture {format_value(name)} is not supported: only causal language models"
-                " (…ForCausalLM) are"
-            )
-
-
-def _check_consistency(config: ModelConfig) -> None:
-    for heads in {config.num_key_value_heads, config.num_global_key_value_heads or 1}:
-        if config.num_attention_heads % heads:
-            raise InputError(
-                f"num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads"
-                f" {heads}"
-            )
-    for width in {config.head_dim, *config.head_widths}:
-        if width % 2:
-            raise InputError(f"head_dim {width} is odd: rotary embedding needs an even one")
-    if config.rope.rope_type == "dynamic" and config.head_dim == 2:
-        raise InputError("rope type 'dynamic' needs a head_dim above 2: it divides by head_dim - 2")
-    if config.context_length > MAX_CONTEXT:
-        raise InputError(
-            f"max_position_embeddings {config.max_position_embeddings} with rope factor {config.rope.factor}"
-            f" is a context of {config.context_length} tokens, more than {MAX_CONTEXT}"
-        )
-    width = config.rope.head_dim or config.head_dim
-    rotated = config.rope.rotated_width(width)
-    if rotated % 2 or not 0 < rotated <= width or config.rope.partial_rotary_factor > 1:
-        raise InputError(
-            f"partial_rotary_factor {config.rope.partial_rotary_factor} rotates {rotated} of"
-            f" {width} numbers of a head: rotary embedding needs an even part of it"
-        )
-    for name in ("short_factor", "long_factor"):
-        given = len(getattr(config.rope, name))
-        if config.rope.rope_type == "longrope" and given != rotated // 2:
-            raise InputError(
-                f"{name} has {given} entries, the {rotated} rotated numbers of a head need {rotated // 2}"
-            )
-
-
-def _default_head_dim(hidden: int, heads: int) -> int:
-    if hidden % heads:
-        raise InputError(
-            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and config.json gives no"
-            " head_dim"
-        )
-    return hidden // heads

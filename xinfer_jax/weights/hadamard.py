@@ -172,7 +172,7 @@ def check_foldable_norms(config: ModelConfig, what: str) -> None:
 
 
 def tensor_rotations(config: ModelConfig) -> dict[str, TensorRotation]:
-    """Returns the rotation of every tensor that changes, by its name in a checkpoint.
+    """Returns the rotation of every parameter that changes, by its name in the tree.
 
     Raises:
         InputError: as `check_foldable_norms`.
@@ -184,13 +184,13 @@ def tensor_rotations(config: ModelConfig) -> dict[str, TensorRotation]:
     mlp = (0, d, "mlp_norm")
     down = (d, mlp_block_width(config), "")
     rotations = dict(q=attn, k=attn, v=(h, d, "attn_norm"), o=(d, h, ""), gate=mlp, up=mlp, down=down)
-    changes = {"model.embed_tokens.weight": TensorRotation(0, d), "lm_head.weight": TensorRotation(0, d)}
+    changes = {"embed.weight": TensorRotation(0, d), "lm_head.weight": TensorRotation(0, d)}
     for layer in param_specs(config)["layers"]:
         for name, (outputs, inputs, norm) in rotations.items():
-            gains = layer[norm].hf_name if norm else None
-            changes[layer[name]["weight"].hf_name] = TensorRotation(outputs, inputs, gains)
+            gains = layer[norm].name if norm else None
+            changes[layer[name]["weight"].name] = TensorRotation(outputs, inputs, gains)
             if outputs and "bias" in layer[name]:
-                changes[layer[name]["bias"].hf_name] = TensorRotation(outputs)
+                changes[layer[name]["bias"].name] = TensorRotation(outputs)
             if gains:
                 changes[gains] = TensorRotation(norm=gains)
     return changes
@@ -205,10 +205,10 @@ def rotated_params(params: Params, config: ModelConfig) -> tuple[Params, ModelCo
     rotations = tensor_rotations(config)
     specs = param_specs(config)
     leaves = jax.tree.leaves(params)
-    by_name = {spec.hf_name: leaf for spec, leaf in zip(jax.tree.leaves(specs), leaves, strict=True)}
+    by_name = {spec.name: leaf for spec, leaf in zip(jax.tree.leaves(specs), leaves, strict=True)}
 
     def leaf(spec: ParamSpec, x: Any) -> jax.Array:
-        rotation = rotations.get(spec.hf_name)
+        rotation = rotations.get(spec.name)
         if rotation is None:
             return x
         x_rotated = rotate_tensor(np.asarray(x), rotation, lambda name: np.asarray(by_name[name]))

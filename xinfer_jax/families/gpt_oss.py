@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .rope import read_rope
-from .sparse_layers import read_experts
+from .family import Family, Joined, Names
+from .layer_fields import layer_windows
+from .rope_settings import read_rope
+from .sparse_layers import EXPERTS, read_experts
 from .values import get_boolean, get_integer, get_number
 
 _ROPE = dict(  # where config.json has none
@@ -12,22 +14,24 @@ _ROPE = dict(  # where config.json has none
     original_max_position_embeddings=4096,
 )  # fmt: skip
 
-# Of config.json, as in transformers.
-DEFAULTS: dict[str, Any] = dict(
+_DEFAULTS: dict[str, Any] = dict(
     num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=1.5e5,
     sliding_window=128, attention_bias=True, num_local_experts=128, num_experts_per_tok=4, swiglu_alpha=1.702,
     swiglu_limit=7.0,
 )  # fmt: skip
 
 
-def gpt_oss(hf: Mapping, layers: int) -> dict[str, Any]:
-    """All but the sliding windows."""
+def read(hf: Mapping, layers: int) -> dict[str, Any]:
+    if hf.get("layer_types") is None:
+        get_integer(hf, "sliding_window")
+    slides = [i % 2 == 0 for i in range(layers)]
     bias = get_boolean(hf, "attention_bias")
     if hf.get("rope_scaling") is None and hf.get("rope_parameters") is None:
         hf = {**hf, "rope_parameters": _ROPE}
     width = get_integer(hf, "intermediate_size")
     return read_experts({**hf, "moe_intermediate_size": width}) | dict(
         rope=read_rope(hf),
+        layer_windows=layer_windows({**hf, "use_sliding_window": True}, slides),
         qkv_bias=bias,
         o_bias=bias,
         attention_sinks=True,
@@ -36,3 +40,11 @@ def gpt_oss(hf: Mapping, layers: int) -> dict[str, Any]:
         swiglu_limit=get_number(hf, "swiglu_limit"),
         swiglu_alpha=get_number(hf, "swiglu_alpha"),
     )
+
+
+_STACKED = (  # inputs first; outputs of gate and up by turns
+    Joined("mlp.experts.gate_up_proj", ("experts.gate", "experts.up"), stacked=True, interleaved=True),
+    Joined("mlp.experts.down_proj", ("experts.down",), stacked=True, interleaved=True),
+)
+_NAMES = {leaf: name.replace(".{}", "") for leaf, name in EXPERTS.items()}
+FAMILY = Family(_DEFAULTS, read, Names(_NAMES | dict(router="mlp.router", sinks="self_attn.sinks"), _STACKED))

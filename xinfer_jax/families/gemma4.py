@@ -2,12 +2,16 @@
 values of earlier ones.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..config.rope import RopeConfig
 from ..errors import InputError, format_value
-from .rope import RopeConfig, read_rope
+from .family import Family, Names
+from .rope_settings import read_rope
+from .sparse_layers import EXPERTS, STACKED
 from .values import (
     get_boolean,
     get_integer,
@@ -25,8 +29,7 @@ _ROPES: dict[str, dict[str, Any]] = {  # where config.json has none
 }
 _PERIOD = 6  # layers, the last of which is full
 
-# Of config.json, as in transformers.
-DEFAULTS: dict[str, Any] = dict(
+_DEFAULTS: dict[str, Any] = dict(
     num_key_value_heads=4, head_dim=256, global_head_dim=512, num_global_key_value_heads=None,
     max_position_embeddings=131072, tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh",
     sliding_window=512, final_logit_softcapping=None, vocab_size_per_layer_input=262144,
@@ -35,8 +38,7 @@ DEFAULTS: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-def gemma4_text(hf: Mapping, layers: int) -> dict[str, Any]:
-    """The text model of Gemma 4."""
+def read(hf: Mapping, layers: int) -> dict[str, Any]:
     if hf.get("use_bidirectional_attention") not in (None, "vision"):
         raise InputError(
             f"use_bidirectional_attention {format_value(hf['use_bidirectional_attention'])} is not supported:"
@@ -169,3 +171,18 @@ def _get_count(hf: Mapping, name: str, most: int) -> int:
             f"config.json: {name} must be an integer from 0 to {most}, got {format_value(value)}"
         )
     return value
+
+
+_EXPERTS = {leaf: name.removeprefix("mlp.") for leaf, name in EXPERTS.items()}
+_STACKED = tuple(dataclasses.replace(x, name=x.name.removeprefix("mlp.")) for x in STACKED)
+_NAMES = dict(
+    layer_embed="model.embed_tokens_per_layer", layer_proj="model.per_layer_model_projection",
+    layer_input_norm="model.per_layer_projection_norm.weight",
+    mlp_norm="pre_feedforward_layernorm.weight", input_gate="per_layer_input_gate",
+    input_proj="per_layer_projection", input_norm="post_per_layer_input_norm.weight",
+    layer_scalar="layer_scalar", router="router.proj", **{"router.scale": "router.scale"},
+    **{"router.per_expert_scale": "router.per_expert_scale"},
+    mlp_out_norm="post_feedforward_layernorm_1.weight", experts_norm="pre_feedforward_layernorm_2.weight",
+    experts_out_norm="post_feedforward_layernorm_2.weight",
+)  # fmt: skip
+FAMILY = Family(_DEFAULTS, read, Names(_EXPERTS | _NAMES, _STACKED))

@@ -1,10 +1,20 @@
-"""Fields of a mixture of experts that several families share."""
+"""Fields and names of a mixture of experts that several families share."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InputError, format_value
+from .family import Joined
 from .values import get_integer, get_integer_at_most
+
+# Names of tensors: one for each expert, or all of them in one.
+EXPERTS = dict(router="mlp.gate") | {
+    f"experts.{leaf}": f"mlp.experts.{{}}.{leaf}_proj" for leaf in ("gate", "up", "down")
+}
+STACKED = (
+    Joined("mlp.experts.gate_up_proj", ("experts.gate", "experts.up"), stacked=True),
+    Joined("mlp.experts.down_proj", ("experts.down",), stacked=True),
+)
 
 
 def read_experts(hf: Mapping) -> dict[str, Any]:

@@ -1,0 +1,37 @@
+"""Gemma 2: norms before and after, whose weights are offset by 1; scaled embeddings; soft caps."""
+
+import math
+from collections.abc import Mapping
+
+from .family import Family, Names
+from .layer_fields import attention_bias, period_windows
+from .values import get_integer, get_number, get_optional_number, reject_setting
+
+DEFAULTS = dict(
+    num_key_value_heads=4, head_dim=256, max_position_embeddings=8192, sliding_window=4096,
+    tie_word_embeddings=True, query_pre_attn_scalar=256, hidden_activation="gelu_pytorch_tanh",
+    attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
+)  # fmt: skip
+NAMES = Names(dict(mlp_norm="pre_feedforward_layernorm.weight"))
+
+
+def read_shared(hf: Mapping, layers: int) -> dict:
+    """Fields of Gemma 2 and 3."""
+    reject_setting(hf, "use_bidirectional_attention")
+    return attention_bias(hf) | dict(
+        post_norm=True,
+        norm_offset=1.0,
+        embed_scale=math.sqrt(get_integer(hf, "hidden_size")),
+        query_pre_attn_scalar=get_number(hf, "query_pre_attn_scalar"),
+        final_logit_softcapping=get_optional_number(hf, "final_logit_softcapping"),
+    )
+
+
+def read(hf: Mapping, layers: int) -> dict:
+    return read_shared(hf, layers) | dict(
+        attn_logit_softcapping=get_optional_number(hf, "attn_logit_softcapping"),
+        layer_windows=period_windows(hf, layers, 2),
+    )
+
+
+FAMILY = Family(DEFAULTS, read, NAMES)

@@ -1,0 +1,29 @@
+"""Qwen3 with a mixture of experts in some layers."""
+
+from collections.abc import Mapping
+
+from .family import Family, Names
+from .layer_fields import attention_bias, same_windows
+from .sparse_layers import EXPERTS, STACKED, read_experts, read_sparse_layers
+from .values import get_boolean
+
+
+def read(hf: Mapping, layers: int) -> dict:
+    windowed = hf if get_boolean(hf, "use_sliding_window") else {**hf, "sliding_window": None}
+    return attention_bias(hf) | read_experts(hf) | dict(
+        qk_norm=True,
+        layer_windows=same_windows(windowed, layers),
+        layer_experts=read_sparse_layers(hf, layers),
+        norm_topk_prob=get_boolean(hf, "norm_topk_prob"),
+    )  # fmt: skip
+
+
+FAMILY = Family(
+    dict(
+        num_key_value_heads=4, max_position_embeddings=32768, sliding_window=4096, decoder_sparse_step=1,
+        moe_intermediate_size=768, num_experts_per_tok=8, num_experts=128, norm_topk_prob=False,
+        mlp_only_layers=None,
+    ),
+    read,
+    Names(EXPERTS, STACKED),
+)  # fmt: skip
